@@ -158,7 +158,7 @@ def of_name(name: str, split: str, config: str | None, environ: Mapping[str, str
 def split_names(name: str, config: str | None) -> tuple[str, ...] | None:
     """The splits that `load_dataset(name, config)` makes of a folder; None where launch does not know them."""
     folder = Path(name)
-    if not os.path.isdir(folder) or any(os.path.exists(folder / file) for file in SAVED_TO_DISK):
+    if not os.path.isdir(folder) or os.path.exists(folder / SAVED_TO_DISK):
         return None
     try:
         splits = _all_splits(folder, config)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from launcher.config.keys import PAIRED
 from launcher.dataset import shapes, sources, survey
 from launcher.dataset.mixer import LOCAL_SUFFIXES
 from launcher.dataset.shapes import RowForm
@@ -58,7 +59,7 @@ def look(data: str, stage: str, backend: str, environ: Mapping[str, str]) -> Row
     suffixes = _FILES.get(backend)
     if is_alone and suffixes is not None and not data.endswith(suffixes):
         kind = None
-    return Rows(source=source, survey=surveyed, kind=kind, wants_pairs=stage == "dpo")
+    return Rows(source=source, survey=surveyed, kind=kind, wants_pairs=stage in PAIRED)
 
 
 def _trl_answers(surveyed: Survey) -> Kind | None:

@@ -772,7 +772,7 @@ def test_a_plan_takes_the_length_of_rows_from_an_earlier_rehearsal(
     words = ["plan", str(stage_file), "--gpus", "1", "--gpu", "H100"]
     seen = "rows: the first rows, as a rehearsal saw them"
     assert seen not in CliRunner().invoke(app, words).stdout
-    monkeypatch.setattr(memory, "recall", lambda *_: {"row_tokens": "79:159"})
+    monkeypatch.setattr(memory, "recall", lambda *_: {"row_tokens": "79:159", "findings": []})
     assert seen in CliRunner().invoke(app, words).stdout
 
 

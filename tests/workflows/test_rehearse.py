@@ -148,6 +148,14 @@ def test_what_is_not_here_has_a_stand_in_and_what_a_cpu_lacks_is_said(tmp_path: 
 
 @needs_trl
 @pytest.mark.slow
+def test_a_stand_in_for_the_tokenizer_is_no_reason_to_refuse_the_stage(stage_file: Path) -> None:
+    done = rehearsed(stage_file, "model_name_or_path=org/model", "assistant_only_loss=true", rules=False)
+    assert not faults(done)
+    assert 0 < done.rows["trained"] < done.rows["tokens"]
+
+
+@needs_trl
+@pytest.mark.slow
 def test_numbers_are_those_of_the_files_own_rows(stage_file: Path, tmp_path: Path) -> None:
     done = rehearsed(stage_file)
     assert (done.rows["read"], done.rows["total"], done.rows["more"]) == (64, 1200, False)

@@ -69,9 +69,6 @@ STAGES = {
     "sft": f"stage: sft\nbackend: open_instruct{COMMON}{PINNED}{SFT}",
     "dpo": f"stage: dpo\nbackend: open_instruct{COMMON}{PINNED}{DPO}",
 }
-KINDS = ["trl", *(pytest.param(kind, marks=needs_open_instruct) for kind in ("sft", "dpo"))]
-
-
 SLOW = """\
 import importlib.util, os, sys, time
 MODULE, CLASS, METHOD, MARK, SECONDS = os.environ["SLOW"].split(":")
@@ -320,9 +317,16 @@ def require_same(run: Training, other: Training) -> None:
     assert run.weights() == other.weights()
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
-    "moment", [after_steps(4), before_the_first_step, twice], ids=["training", "before the first step", "twice"]
+    ("kind", "moment"),
+    [
+        pytest.param("trl", after_steps(4), id="trl"),
+        pytest.param("sft", after_steps(4), id="sft", marks=needs_open_instruct),
+        pytest.param("dpo", after_steps(4), id="dpo", marks=needs_open_instruct),
+        pytest.param("trl", before_the_first_step, id="trl before the first step"),
+        pytest.param("sft", before_the_first_step, id="sft before the first step", marks=needs_open_instruct),
+        pytest.param("trl", twice, id="trl twice"),
+    ],
 )
 def test_a_notice_saves_at_a_step_and_the_same_command_continues_there(
     training: Callable[..., Training], alone: Alone, kind: str, moment: Moment
@@ -371,8 +375,15 @@ def test_a_notice_that_comes_while_something_else_is_done_saves_the_step_after(
     require_same(run, alone(kind, 1))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("number", "rank"), [(signal.SIGTERM, 0), (signal.SIGUSR1, 1)])
+@pytest.mark.parametrize(
+    ("kind", "number", "rank"),
+    [
+        ("trl", signal.SIGTERM, 0),
+        ("trl", signal.SIGUSR1, 1),
+        pytest.param("sft", signal.SIGTERM, 0, marks=needs_open_instruct),
+        pytest.param("dpo", signal.SIGUSR1, 1, marks=needs_open_instruct),
+    ],
+)
 def test_two_ranks_save_the_same_step_whichever_of_them_is_told(
     training: Callable[..., Training], alone: Alone, kind: str, number: int, rank: int
 ) -> None:

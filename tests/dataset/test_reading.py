@@ -254,7 +254,9 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, name: str) -> None:
     with path.open("w") as stream:
         stream.write(start.get(name, ""))
         for number in range(100_000):
-            stream.write(row.replace("x", f"{number} x", 1) + end)
+            text = row.replace("x", f"{number} x", 1)
+            # no quote ends the one that is open
+            stream.write((text.replace('"', "'") if name == "open.csv" else text) + end)
         if name == "a.json":
             stream.write("{}]")
     count, faults, grown, _ = measured(path)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from launcher.config.keys import EXPECT
+from launcher.config.points import DEFAULTS, POINTS
 from launcher.machine import isolation
 from launcher.machine.python import Trainer
 from launcher.paths import PACKAGE
@@ -29,9 +30,6 @@ CONFIG = "--config"  # names a YAML file to TRL's parser (trl/scripts/utils.py:3
 PROBE = PACKAGE / "probe" / "run.py"
 START = PACKAGE / "probe" / "start.py"
 SAFE_PATH_SINCE = (3, 11)  # the first Python that knows PYTHONSAFEPATH
-
-CONTRACT = ("liger", "packing", "attention", "dataset_cache", "reference_cache", "loss", "gradients")
-"""The points that the probe enforces while training runs; the others need the end."""
 
 
 class TrainerArguments(NamedTuple):
@@ -222,7 +220,9 @@ def _probe(plan: Plan, script: Path, folder: Path, watch: Watch) -> dict[str, ob
     """The probe's settings; what they mean stands in its `Settings`."""
     options, expected = plan.stage.options, expectations(plan)
     packs = any(plan.values.get(name) for name in ("packing", "padding_free"))
-    enforced = {*CONTRACT} - ({"reference_cache"} if not plan.stage.schema.pairs else set())
+    pairs = plan.stage.schema.pairs
+    # the other points need the end of the run
+    enforced = {point.name for point in POINTS if point.enforced and (pairs or not point.pairs_only)}
     return {
         "target": str(script),
         "out": str(folder / "probe"),
@@ -233,7 +233,7 @@ def _probe(plan: Plan, script: Path, folder: Path, watch: Watch) -> dict[str, ob
         "expect": {point: state for point, state in expected.items() if point in enforced},
         "on_violation": options.on_violation,
         "on_hang": options.on_hang,
-        "pairs": plan.stage.schema.pairs,
+        "pairs": pairs,
         "max_length": plan.values.get(plan.stage.entry.names.max_length),
         **asdict(watch),
         **_first_loss(plan),
@@ -255,9 +255,7 @@ def _first_loss(plan: Plan) -> dict[str, float]:
 def expectations(plan: Plan) -> dict[str, str]:
     entry, values = plan.stage.entry, plan.values
     expected = {
-        "loss": "finite",
-        "memory": "ok",
-        "finish": "completed",
+        **DEFAULTS,
         "liger": "engaged" if entry.liger(values) else "off",
         "packing": "isolated" if entry.packs(values, plan.per_device) else "off",
     }

@@ -8,6 +8,7 @@ from typing import Any
 
 from launcher.artifacts import checkpoints, digest, fingerprint, model_files
 from launcher.artifacts.fingerprint import MissingContent
+from launcher.config.points import BY_NAME
 from launcher.redaction import redact
 from launcher.rules.deepspeed import fault
 from launcher.runs import attempt, rundir, runner
@@ -16,16 +17,6 @@ from launcher.runs.rundir import RunFolder
 from launcher.verdict import check, evidence, metrics
 from launcher.verdict.check import Verdict
 from launcher.verdict.evidence import Evidence, ProbeRecords
-
-_WHOLE_RUN = (
-    "liger",
-    "packing",
-    "attention",
-    "batch",
-    "data",
-    "gradients",
-    "inputs",
-)  # of each step, whichever attempt
 
 _LOST_HELP = "no process of it is left and none recorded an end: the machine went down, or all were killed"
 
@@ -84,7 +75,7 @@ def _with_earlier(
         manifest = rundir.read_kept_manifest(folder, number)
         before = check.judge(verdict.stage, _expected(manifest) if manifest else expected, one)
         for point in before.points:
-            known = points.get(point.name) if point.name in _WHOLE_RUN else None
+            known = points.get(point.name) if BY_NAME[point.name].whole_run else None
             if known is not None and known.ok is True and point.ok is not True:
                 why = point.detail.get("reason") or f"it was {point.state}"
                 reason = f"in attempt {number}, which made steps {first} to {last}: {why}"

@@ -18,14 +18,13 @@ from launcher.paths import PACKAGE
 from launcher.plan.plan import Plan
 from launcher.redaction import redact
 from launcher.runs import rendezvous
-from launcher.runs.attempt import Command
+from launcher.runs.attempt import ARGUMENT, PROBE_SETTINGS, Command
 from launcher.runs.rundir import RunFolder
 from launcher.stage.options import Watch
 from launcher.upstream.locate import SUBMODULE
 from launcher.upstream.trainers import Backend
 
 HUB = "HF_TOKEN"
-ARGUMENT = "LAUNCH_ARG_"  # how variables begin that hold words of the command line; watching/script.py puts them back
 CONFIG = "--config"  # names a YAML file to TRL's parser (trl/scripts/utils.py:327)
 PROBE = PACKAGE / "probe" / "run.py"
 START = PACKAGE / "probe" / "start.py"
@@ -192,7 +191,7 @@ LAUNCHERS = {
 
 def _environment(plan: Plan, root: Path, script: Path, folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
     watch = plan.stage.options.probe
-    env = {} if watch is None else {"LAUNCH_PROBE": json.dumps(_probe(plan, script, folder, watch))}
+    env = {} if watch is None else {PROBE_SETTINGS: json.dumps(_probe(plan, script, folder, watch))}
     # training writes straight into console.log: unbuffered, or the last lines die with it
     env |= {"PYTHONUNBUFFERED": "1"} | source_environment(plan.stage.backend, root, environ)
     if plan.gpus == 0:

@@ -38,15 +38,24 @@ class Extended:
         lines.insert(node.lineno - 1, f"{code}\n\n")
         module.write_text("".join(lines))
 
-    def launch(self, *words: str, code: int = 0) -> Any:
-        """The answer of a command, as JSON; `code` is the exit code that it must have."""
-        done = subprocess.run(
-            [sys.executable, "-m", "launcher", *words, "--format", "json"],
+    def run(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, *words],
             cwd=self.place, env={**os.environ, "PYTHONPATH": str(self.place)},
             capture_output=True, text=True,
         )  # fmt: skip
+
+    def launch(self, *words: str, code: int = 0) -> Any:
+        """The answer of a command, as JSON; `code` is the exit code that it must have."""
+        done = self.run("-m", "launcher", *words, "--format", "json")
         assert done.returncode == code, done.stdout + done.stderr
         return json.loads(done.stdout)
+
+    def python(self, code: str) -> str:
+        """What a program prints that imports this launch."""
+        done = self.run("-c", code)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
 
     def findings(self, *words: str, code: int = 0) -> list[Any]:
         """The findings of a command; that the demo's data are not here is none of them."""
@@ -88,19 +97,48 @@ def test_a_command_is_a_function(extended: Extended) -> None:
     assert extended.launch("made-up")["data"] == {"made": "up"}
 
 
-def test_a_point_of_the_verdict_is_a_function_and_its_row(extended: Extended) -> None:
-    point = """
-        def _made_up(evidence: Evidence, _want: str | None) -> Observation:
+def test_a_point_of_the_verdict_is_a_module_and_its_row(extended: Extended) -> None:
+    module = """
+        from launcher.verdict.evidence import Evidence
+        from launcher.verdict.points import Observation
+
+
+        def observe_made_up(evidence: Evidence, _expected: str | None) -> Observation:
             last = evidence.last_step or 0
-            return Observation(state="long" if last > 1 else "short", unwanted=last > 1)
+            return Observation("long" if last > 1 else "short", unwanted=last > 1, detail={"last": last})
     """
+    row = """PointType(
+        name="made_up", states=("short", ANY), observed_in="made_up", enforced=True, label="made up",
+        events=("made_up",), sentence=lambda state, detail: f"{state} with {detail['last']} steps",
+    )"""
     log = str(DATA / "logs" / "trl_sft.log")
     before = extended.launch("check", log)
-    extended.add("verdict/outcome.py", "POINTS", '"made_up": _made_up', dedent(point))
+    (extended.place / "launcher/verdict/made_up.py").write_text(dedent(module))
+    extended.add("config/points.py", "POINTS", row)
+
+    # it is judged, its sentence stands on the page, and the live panel takes its event
     answer = extended.launch("check", log, code=1)
-    (found,) = (one for one in answer["data"]["points"] if one["name"] == "made_up")
-    assert (found["state"], found["ok"]) == ("long", False)
+    (point,) = (one for one in answer["data"]["points"] if one["name"] == "made_up")
+    assert (point["state"], point["ok"]) == ("long", False)
     assert (before["data"]["status"], answer["data"]["status"]) == ("pass", "fail")
+    page = extended.place / "page.html"
+    extended.launch("report", log, "--output", str(page))
+    assert "long with 150 steps" in page.read_text()
+    panel = (
+        "from launcher.report.progress import Progress; panel = Progress(None);"
+        "panel.event({'event': 'made_up', 'state': 'short'}); print(panel.shown)"
+    )
+    assert extended.python(panel) == "{'made up': 'short'}"
+
+    # `expect:` takes its states and no others, and the probe is told to enforce it
+    stage = extended.place / "sft.yaml"
+    stage.write_text(f"extends: {DEMO}\nexpect: {{made_up: long}}\n")
+    (finding,) = extended.findings("validate-config", str(stage), code=3)
+    assert finding["message"] == "invalid value `long` for `expect.made_up`"
+    stage.write_text(f"extends: {DEMO}\nexpect: {{made_up: short}}\n")
+    assert extended.findings("validate-config", str(stage)) == []
+    planned = extended.launch("sft", str(stage), "--gpus", "0", "--dry-run")
+    assert json.loads(planned["data"]["env"]["LAUNCH_PROBE"])["expect"]["made_up"] == "short"
 
 
 def is_judged_and_planned(extended: Extended, text: str) -> None:

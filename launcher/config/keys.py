@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from launcher.config.points import ATTENTIONS, POINTS
 from launcher.errors import brief
 
 Kind = Literal["word", "number", "switch", "text", "list", "mapping", "path"]
@@ -140,27 +141,8 @@ STAGES = ("sft", "dpo")
 PAIRED = frozenset({"dpo"})
 """Stages of which a row is a chosen and a rejected answer: two sequences."""
 DEEPSPEED = ("zero1", "zero1_fp32_comm", "zero2", "zero2_fp32_comm", "zero3", "zero3_offload")
-_ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
-
-# What may be expected of each point of a verdict; `any` switches the point off.
-EXPECT: Mapping[str, tuple[str, ...]] = {
-    "liger": ("engaged", "off", "any"),
-    "packing": ("isolated", "on", "off", "any"),
-    "attention": ("any", *_ATTENTION),
-    "batch": ("planned", "any"),
-    "data": ("as_planned", "any"),
-    "dataset_cache": ("hit", "miss", "any"),
-    "reference_cache": ("hit", "miss", "any"),
-    "loss": ("finite", "any"),
-    "gradients": ("true", "any"),
-    "weights": ("moved", "any"),
-    "model": ("saved", "any"),
-    "inputs": ("same", "any"),
-    "resume": ("continuous", "any"),
-    "trend": ("falling", "any"),
-    "memory": ("ok", "any"),
-    "finish": ("completed", "any"),
-}
+EXPECT: Mapping[str, tuple[str, ...]] = {point.name: point.states for point in POINTS}
+"""What may be expected of each point of a verdict; `any` switches the point off."""
 
 _BATCH = (
     Key("global", "number", "rows per optimizer step, over all devices"),
@@ -183,7 +165,7 @@ TABLE = (
         "TRL: attention implementations in the order of preference; the first that is available is used, and proved",
         "what the trainer chooses",
         "one implementation or a list in the order of preference, a kernel's repository too; TRL only",
-        _ATTENTION,
+        ATTENTIONS,
     ),
     Key("mixed_precision", "word", "mixed precision", "bf16 on GPUs, no on the CPU", words=("no", "fp16", "bf16")),
     Key(

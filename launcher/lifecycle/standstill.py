@@ -16,6 +16,7 @@ from pathlib import Path
 
 from launcher.machine import isolation, tools
 from launcher.runs import events
+from launcher.runs.attempt import PROBE_SETTINGS
 from launcher.runs.record import Record
 from launcher.runs.runner import Living
 
@@ -101,7 +102,7 @@ class Standstill:
 def of_command(env: Mapping[str, str]) -> Standstill | None:
     """What looks after the training that a command's own environment `env` starts; None where it has no probe."""
     try:
-        settings = Record(json.loads(env.get("LAUNCH_PROBE", "{}")))
+        settings = Record(json.loads(env.get(PROBE_SETTINGS, "{}")))
     except ValueError:
         return None
     folder = settings.text("out")

@@ -136,7 +136,7 @@ def main(words: Sequence[str]) -> int:
             sums = checksums.ChecksumThread(folder, attempt.backend, output, attempt.world)
             with lease.kept(granted, partial(_overtaken, folder.console(number))) as end:
                 command = attempt.command(os.environ)
-                where = {} if granted is None else {lease.VARIABLE: str(granted.path)}
+                where = {} if granted is None else {attempts.LEASE: str(granted.path)}
                 sums.start()
                 for earlier in range(1, number):
                     inventory.end(folder, earlier, late=True)

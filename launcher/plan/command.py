@@ -11,27 +11,24 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from launcher.config.keys import EXPECT
+from launcher.config.points import DEFAULTS, POINTS
 from launcher.machine import isolation
 from launcher.machine.python import Trainer
 from launcher.paths import PACKAGE
 from launcher.plan.plan import Plan
 from launcher.redaction import redact
 from launcher.runs import rendezvous
-from launcher.runs.attempt import Command
+from launcher.runs.attempt import ARGUMENT, PROBE_SETTINGS, Command
 from launcher.runs.rundir import RunFolder
 from launcher.stage.options import Watch
 from launcher.upstream.locate import SUBMODULE
 from launcher.upstream.trainers import Backend
 
 HUB = "HF_TOKEN"
-ARGUMENT = "LAUNCH_ARG_"  # how variables begin that hold words of the command line; watching/script.py puts them back
 CONFIG = "--config"  # names a YAML file to TRL's parser (trl/scripts/utils.py:327)
 PROBE = PACKAGE / "probe" / "run.py"
 START = PACKAGE / "probe" / "start.py"
 SAFE_PATH_SINCE = (3, 11)  # the first Python that knows PYTHONSAFEPATH
-
-CONTRACT = ("liger", "packing", "attention", "dataset_cache", "reference_cache", "loss", "gradients")
-"""The points that the probe enforces while training runs; the others need the end."""
 
 
 class TrainerArguments(NamedTuple):
@@ -194,7 +191,7 @@ LAUNCHERS = {
 
 def _environment(plan: Plan, root: Path, script: Path, folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
     watch = plan.stage.options.probe
-    env = {} if watch is None else {"LAUNCH_PROBE": json.dumps(_probe(plan, script, folder, watch))}
+    env = {} if watch is None else {PROBE_SETTINGS: json.dumps(_probe(plan, script, folder, watch))}
     # training writes straight into console.log: unbuffered, or the last lines die with it
     env |= {"PYTHONUNBUFFERED": "1"} | source_environment(plan.stage.backend, root, environ)
     if plan.gpus == 0:
@@ -222,7 +219,9 @@ def _probe(plan: Plan, script: Path, folder: Path, watch: Watch) -> dict[str, ob
     """The probe's settings; what they mean stands in its `Settings`."""
     options, expected = plan.stage.options, expectations(plan)
     packs = any(plan.values.get(name) for name in ("packing", "padding_free"))
-    enforced = {*CONTRACT} - ({"reference_cache"} if not plan.stage.schema.pairs else set())
+    pairs = plan.stage.schema.pairs
+    # the other points need the end of the run
+    enforced = {point.name for point in POINTS if point.enforced and (pairs or not point.pairs_only)}
     return {
         "target": str(script),
         "out": str(folder / "probe"),
@@ -233,7 +232,7 @@ def _probe(plan: Plan, script: Path, folder: Path, watch: Watch) -> dict[str, ob
         "expect": {point: state for point, state in expected.items() if point in enforced},
         "on_violation": options.on_violation,
         "on_hang": options.on_hang,
-        "pairs": plan.stage.schema.pairs,
+        "pairs": pairs,
         "max_length": plan.values.get(plan.stage.entry.names.max_length),
         **asdict(watch),
         **_first_loss(plan),
@@ -255,9 +254,7 @@ def _first_loss(plan: Plan) -> dict[str, float]:
 def expectations(plan: Plan) -> dict[str, str]:
     entry, values = plan.stage.entry, plan.values
     expected = {
-        "loss": "finite",
-        "memory": "ok",
-        "finish": "completed",
+        **DEFAULTS,
         "liger": "engaged" if entry.liger(values) else "off",
         "packing": "isolated" if entry.packs(values, plan.per_device) else "off",
     }

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from launcher.config.points import POINTS
 from launcher.printable import printable
 from launcher.redaction import redact
 from launcher.report.progress import ENDED, TRACKER, Progress, Tail, clock, tracker
@@ -32,7 +33,7 @@ CAUGHT_UP = 64 * 2**10  # bytes at the end of a record that are enough to say wh
 BACKLOG = 16 * 2**20  # bytes of the log that the view reads at most after falling behind a very talkative training
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _CELLS = 30  # of the bar, where there is room
-_BAD = ("leaking", "stale", "corrupt", "not engaged")
+_ALARMING = [state for point in POINTS for state in point.alarming]
 
 
 class View:
@@ -215,7 +216,7 @@ def _hang(message: str) -> Text:
 def _proofs(progress: Progress) -> Text:
     line = _line(["so far: " + ", ".join(f"{name} {state}" for name, state in progress.shown.items())])
     line.stylize("dim")
-    line.highlight_words(_BAD, "bold red")
+    line.highlight_words(_ALARMING, "bold red")
     return line
 
 

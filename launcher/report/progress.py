@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from launcher import files
 from launcher.artifacts.digest import CHECKPOINT
+from launcher.config.points import BY_NAME, POINTS
 from launcher.printable import printable
 from launcher.redaction import redact
 
@@ -30,13 +31,8 @@ ENDED = "ended"  # the last phase
 _WORK = re.compile(rb"(?:\A|[ \t])([A-Za-z][^|%\r\n:]{2,60}?): +\d+%\|[^|]*\| *([\d.]+[kMGT]?)/([\d.]+[kMGT]?) \[")
 # torch/utils/cpp_extension.py
 _BUILD = re.compile(rb"Building extension module (\w+)")
-_PROOFS = {  # events whose `state` is shown, and under which name
-    "packing": "packing",
-    "packing_isolation": "packing",
-    "dataset_cache": "data cache",
-    "reference_cache": "reference cache",
-    "gradients": "gradients",
-}
+_LABELS = {event: point.label for point in POINTS for event in point.events}
+"""What the panel calls the point of which an event tells the state."""
 
 
 @dataclass(slots=True)
@@ -127,7 +123,7 @@ class Progress:
             self.enter(ENDED, at)
         elif name == "model":
             self.enter("waiting for the first step", at)
-            self.shown["attention"] = str(event.get("attention"))
+            self.shown[BY_NAME["attention"].label] = str(event.get("attention"))
         elif name == "device":
             self.card_gib = _optional(event.get("total_gib"))
         elif name == "saved" and at is not None:
@@ -136,9 +132,10 @@ class Progress:
             elif self.step:
                 self.enter("model saved, ending", at)
         elif name == "liger" and isinstance(event.get("calls"), dict):
-            self.shown["liger"] = "engaged" if any(event["calls"].values()) else "not engaged"
-        elif name in _PROOFS and state:
-            self.shown[_PROOFS[name]] = str(state)
+            engaged = any(event["calls"].values())
+            self.shown[BY_NAME["liger"].label] = "engaged" if engaged else "not engaged"
+        elif name in _LABELS and state:
+            self.shown[_LABELS[name]] = str(state)
 
     def _start(self, event: dict[str, Any], at: float | None) -> None:
         self.foreign = self.attempt not in (None, event.get("attempt", self.attempt))

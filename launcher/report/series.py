@@ -19,10 +19,9 @@ from launcher.report import progress
 from launcher.runs import attempt, rundir
 from launcher.runs.record import mapping
 from launcher.runs.rundir import RunFolder
-from launcher.verdict import check, judge, metrics
-from launcher.verdict.evidence import Evidence, finite
+from launcher.verdict import check, judge
+from launcher.verdict.evidence import Evidence, Row, finite
 from launcher.verdict.judge import RunJudgement
-from launcher.verdict.metrics import Row
 
 REPORT_VERSION = 1  # of the JSON form; a change that a reader would notice counts it up
 
@@ -133,7 +132,7 @@ def _read_log(path: Path) -> Run:
         path=path.absolute(),
         manifest={},
         verdict=redact(check.judge_alone(found).as_json()),
-        series=of_rows(metrics.metrics_rows(found)),
+        series=of_rows(found.rows),
         ended={},
         arguments=redact(arguments),
         tail=progress.last_lines(path),

@@ -30,6 +30,12 @@ from launcher.runs import rundir
 from launcher.runs.record import LARGEST_WORLD, Record
 from launcher.runs.rundir import RunFolder
 
+# The variables in which a training's probe finds what it needs. The probe imports nothing of launch, and has the same
+# names in watching/process.py
+PROBE_SETTINGS = "LAUNCH_PROBE"
+ATTEMPT = "LAUNCH_ATTEMPT"
+LEASE = "LAUNCH_LEASE"
+ARGUMENT = "LAUNCH_ARG_"  # how the names begin of variables that hold secret words of the command line
 _SCHEDULER = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMIX_")
 # what a scheduler hands to a job counts for more than what the shell had that submitted it
 _OF_THE_JOB = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "TMPDIR", "HOSTNAME")

@@ -34,8 +34,6 @@ FOLDER = Path(".cache", "huggingface", "launch")  # below the output folder
 BEAT_S = 5.0  # seconds between two heartbeats
 SILENT_S = 60.0  # seconds without a heartbeat after which an owner on another machine has lost its lease
 _MODE = 0o644  # who shares the folder reads whose it is; nobody else writes it, whatever the umask
-VARIABLE = "LAUNCH_LEASE"
-"""Tells the probe in the training where the lease is; importing its name would import all of the probe."""
 _NAME = re.compile(r"lease-([1-9][0-9]*)\.json\Z", re.ASCII)
 LARGEST_FENCE = 10**9  # starts into one folder; a higher number is nobody's
 _LARGEST = 65536

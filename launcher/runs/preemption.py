@@ -16,6 +16,7 @@ from launcher import files
 from launcher.errors import brief, usage
 from launcher.machine.codec import LARGEST
 from launcher.runs import rundir
+from launcher.runs.attempt import PROBE_SETTINGS
 from launcher.runs.record import Record
 
 GRACE_S = 600.0
@@ -81,7 +82,7 @@ class SaveRequest:
 def request_for(env: Mapping[str, str], attempt: int) -> SaveRequest | None:
     """How to ask the training that a command's own environment `env` starts; None where nothing in it would answer."""
     try:
-        settings = Record(json.loads(env.get("LAUNCH_PROBE", "{}")))
+        settings = Record(json.loads(env.get(PROBE_SETTINGS, "{}")))
     except ValueError:
         return None
     folder = settings.text("out")

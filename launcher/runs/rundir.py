@@ -355,7 +355,11 @@ def runs_here() -> list[RunFolder]:
     return [RunFolder(one.path) for one in summarize(known_runs()) if one.cwd == cwd]
 
 
-_RECORDS = ("pipeline.json", "bench.json", "ladder.json", "tune.json")
+PIPELINE_RECORD = "pipeline.json"
+BENCH_RECORD = "bench.json"
+LADDER_RECORD = "ladder.json"
+TUNE_RECORD = "tune.json"
+_RECORDS = (PIPELINE_RECORD, BENCH_RECORD, LADDER_RECORD, TUNE_RECORD)
 
 
 def is_run(folder: Path) -> bool:

@@ -24,7 +24,7 @@ from launcher.machine import codec, locks, process
 from launcher.machine.codec import LARGEST, Between, Count, Misfit, Positive
 from launcher.machine.process import Identity
 from launcher.runs import lease, outputs, rundir
-from launcher.runs.attempt import Command
+from launcher.runs.attempt import ATTEMPT, Command
 from launcher.runs.preemption import SaveRequest
 from launcher.runs.rundir import RunFolder
 
@@ -146,7 +146,7 @@ def run(
             try:
                 child = subprocess.Popen(
                     command.argv,
-                    env={**inherited, **command.env, "LAUNCH_ATTEMPT": str(attempt), process.MARK: str(folder.path)},
+                    env={**inherited, **command.env, ATTEMPT: str(attempt), process.MARK: str(folder.path)},
                     cwd=command.cwd,
                     stdin=subprocess.DEVNULL,
                     stdout=console,
@@ -570,9 +570,11 @@ def orphaned(folder: RunFolder) -> bool:
     return known.keeper is not None and not known.keeper_lives and not known.keeper.elsewhere()
 
 
-def alive(folder: Path, marks: Callable[[], frozenset[str]] = process.marks) -> bool:
-    """Whether the attempt that began last still runs: by its processes and their mark, else by heartbeat and lock."""
-    run, known = RunFolder(folder), processes(RunFolder(folder))
+def alive(folder: Path, marks: Callable[[], frozenset[str]] = process.marks, known: Processes | None = None) -> bool:
+    """Whether the attempt that began last still runs: by its processes and their mark, else by heartbeat and lock.
+    `known` is what `processes` read of it just now."""
+    run = RunFolder(folder)
+    known = known or processes(run)
     if known.leader is None or known.leader_lives:
         return known.leader is not None
     if run.exit(known.attempt or 1).exists():
@@ -583,11 +585,13 @@ def alive(folder: Path, marks: Callable[[], frozenset[str]] = process.marks) -> 
     return last is not None and Path(last.run).name == folder.name and last.beats()
 
 
-def unknown(folder: RunFolder) -> Finding | None:
-    """That the state of a run is unknown here, where it is: out of sight, and without a heartbeat."""
-    known, name = processes(folder), folder.path.name
+def unknown(folder: RunFolder, known: Processes | None = None) -> Finding | None:
+    """That the state of a run is unknown here, where it is: out of sight, and without a heartbeat. `known` is what
+    `processes` read of it just now."""
+    known = known or processes(folder)
+    name = folder.path.name
     visible = not known.out_of_sight or folder.exit(known.attempt or 1).exists()
-    if known.leader is None or visible or alive(folder.path):
+    if known.leader is None or visible or alive(folder.path, known=known):
         return None
     message = f"the state of {name} is unknown here: it was started on {known.leader.place}, whose processes "
     message += f"are not visible from here, and it had no heartbeat for {lease.SILENT_S:.0f} s or more"
@@ -603,5 +607,5 @@ def require_sight(folder: RunFolder) -> None:
         message = f"{folder.path.name} is a copy of {known.copy_of}, whose processes are not its own"
         help = f"launch stop {shlex.quote(known.copy_of)}, or launch attach; launch check judges the copy"
         raise not_ready("run-is-a-copy", message, help, file=str(folder.path))
-    if (why := unknown(folder)) is not None:
+    if (why := unknown(folder, known)) is not None:
         raise NotReady(why)

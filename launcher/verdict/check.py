@@ -4,41 +4,33 @@ where there is proof; None where something was expected and there is none either
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
 from launcher.config.keys import PAIRED
+from launcher.config.points import ANY, DEFAULTS, POINTS, PointType
 from launcher.errors import Exit, InvalidConfig, launch_finding, unreadable
 from launcher.machine import codec
 from launcher.machine.codec import Misfit, Omission
 from launcher.redaction import redact
 from launcher.runs.record import mapping
-from launcher.upstream.logs.open_instruct import ATTENTION
-from launcher.verdict import outcome, points
 from launcher.verdict.evidence import Event, Evidence, ExitRecord, ProbeStep, read_log
 from launcher.verdict.metrics import metrics
 from launcher.verdict.points import Citable, Observation
 
 Status = Literal["pass", "fail", "unproven"]
 
-DEFAULTS: Mapping[str, str] = {"loss": "finite", "memory": "ok", "finish": "completed"}
-"""What is expected of a point that the stage file does not name."""
+Observe = Callable[[Evidence, str | None], Observation]
 
 NOT_SHOWN = "unknown"  # what is expected of a point where the log does not show what was requested
 
-UNKNOWN: Mapping[str, str] = {"liger": NOT_SHOWN, "packing": NOT_SHOWN}  # nobody knows what was requested
+UNKNOWN: Mapping[str, str] = {point.name: NOT_SHOWN for point in POINTS if point.from_arguments}
+"""What is expected where no record says what was requested."""
 
 CITES = 8  # of one point: 64 ranks would say the same
-
-# The states that meet an expectation, where it is not the very same word.
-_MEETS: Mapping[tuple[str, str], tuple[str, ...]] = {
-    ("liger", "applied"): ("engaged", "applied"),
-    ("liger", "attempted"): ("engaged", "applied", "attempted"),
-    ("packing", "on"): ("on", "isolated"),
-    **{("attention", name): (name, implementation) for name, implementation in ATTENTION.items()},
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,25 +97,40 @@ def from_json(data: Mapping[str, Any]) -> Verdict | None:
     return None if left_out or "finish" not in {point.name for point in verdict.points} else verdict
 
 
+def _observer(point: PointType) -> Observe:
+    module = import_module(f"launcher.verdict.{point.observed_in}")
+    observe: Observe = getattr(module, f"observe_{point.name}")
+    return observe
+
+
+OBSERVERS: Mapping[str, Observe] = {point.name: _observer(point) for point in POINTS}
+
+
 def judge(stage: str | None, expected: Mapping[str, str | None], evidence: Evidence) -> Verdict:
     """Compare what was expected with what the evidence shows. A state of None or `any` expects nothing."""
     named = stage or evidence.stage
-    found = []
-    for name, observe in {**points.POINTS, **outcome.POINTS}.items():
-        if name == "reference_cache" and named not in PAIRED:
+    judged = []
+    for kind in POINTS:
+        if kind.pairs_only and named not in PAIRED:
             continue
-        state = expected.get(name, DEFAULTS.get(name))
-        if name == "batch" and state is None and evidence.manifest.processes is None:
+        state = expected.get(kind.name, kind.default)
+        if kind.needs_plan and state is None and evidence.manifest.processes is None:
             continue  # a stranger's run: nobody knows what was planned
-        observed = observe(evidence, None if state == "any" else state)
-        if state == "any":
-            state, observed = None, replace(observed, unwanted=False)
-        if name in outcome.OPTIONAL and state is None and observed.state == "unknown":
+        observe = OBSERVERS[kind.name]
+        if state == ANY:
+            state = None
+            observed = replace(observe(evidence, None), unwanted=False)
+        else:
+            observed = observe(evidence, state)
+        if kind.optional and state is None and observed.state == "unknown":
             continue  # a record of an older version, or a stranger's
-        found.append(_point(name, state, observed))
-    status = _status(point.ok for point in found)
+        judged.append(_point(kind, state, observed))
     return Verdict(
-        status=status, stage=named, steps=evidence.last_step, points=tuple(found), metrics=metrics(evidence)
+        status=_status(point.ok for point in judged),
+        stage=named,
+        steps=evidence.last_step,
+        points=tuple(judged),
+        metrics=metrics(evidence),
     )
 
 
@@ -177,11 +184,18 @@ def expected_from_log(found: Evidence) -> dict[str, str | None]:
     return {"liger": liger, "packing": packing, **DEFAULTS}
 
 
-def _point(name: str, expected: str | None, observed: Observation) -> Point:
+def _meets(kind: PointType, expected: str | None, observed: Observation) -> bool:
+    if expected is None:
+        return False
+    accepted = kind.meets.get(expected, (expected,))
+    return observed.state in accepted or observed.synonym == expected
+
+
+def _point(kind: PointType, expected: str | None, observed: Observation) -> Point:
     ok: bool | None = True
     if expected is not None or observed.unwanted:
-        met = observed.state in _MEETS.get((name, expected or ""), (expected,))
-        ok = met if observed.proved and expected != NOT_SHOWN else None
+        settled = observed.proved and expected != NOT_SHOWN
+        ok = _meets(kind, expected, observed) if settled else None
     reason, help = observed.reason, observed.help
     absent = observed.detail.get("missing_ranks")
     if expected == NOT_SHOWN:
@@ -194,7 +208,7 @@ def _point(name: str, expected: str | None, observed: Observation) -> Point:
         help = "its file in `probe/` is missing or cut off: check that folder, and the disk"
     why = {key: text for key, text in (("reason", reason), ("help", help)) if text is not None}
     return Point(
-        name=name,
+        name=kind.name,
         state=observed.state,
         expected=expected,
         ok=ok,

@@ -43,7 +43,7 @@ class Doubt:
     cites: Sequence[Citable] = ()
 
 
-def observe(evidence: Evidence, _expected: str | None) -> Observation:
+def observe_data(evidence: Evidence, _expected: str | None) -> Observation:
     doubts = [
         *_rows(evidence),
         *_steps(evidence),

@@ -1,10 +1,14 @@
 """Everything a run left behind -> `Evidence`: its console log, its probe's events, its exit, each of which may be
 missing; of the last attempt `console.3.log` and `exit.3.json` with the events since the third `start`."""
 
+from __future__ import annotations
+
+import math
 import re
 import sys
-from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +27,9 @@ PATTERNS: tuple[Pattern, ...] = tuple(dict.fromkeys(open_instruct.PATTERNS + trl
 """The patterns of every backend: a stranger's log does not say which one wrote it."""
 
 MEASURED = "tokens positions wasted rows seconds allocated_gib reserved_gib grad_norm learning_rate".split()
+
+_SUMMED = ("tokens", "positions", "wasted", "rows")
+Row = dict[str, float]  # one optimizer step: `step`, `finite`, and what is known of the rest
 
 FaultAt = tuple[Path, int, Omission]  # what was left out, in which file and line
 KEPT_FAULTS = 100  # of a rank: they are said, not counted
@@ -129,11 +136,12 @@ class ExitRecord:
     grace_s: float | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# without slots: the rows of all steps are computed once, when they are needed
+@dataclass(frozen=True, kw_only=True)
 class Evidence:
     """All that is known of one attempt of a run.
 
-    `earlier` are the steps (see `metrics.Row`) of the attempts that this one continues, `moved_before` the largest
+    `earlier` are the steps (see `Row`) of the attempts that this one continues, `moved_before` the largest
     share of the weights that one of them moved. `inputs` is what of data and model had changed at the end (see
     `contents.changed`), `model` how the files of the saved model are now (see `judge`); both None where unknown.
     """
@@ -165,6 +173,25 @@ class Evidence:
     @property
     def lines(self) -> tuple[StepLine, ...]:
         return self.log.steps if self.log else ()
+
+    @cached_property
+    def rows(self) -> Sequence[Row]:
+        """One row a step of this attempt, sorted: what the probe says, and of the log what it does not.
+
+        A logged loss is a mean over the steps since the line before: where the probe has the loss of every step and
+        the log tells of fewer, the mean is `logged_loss`. Tokens, positions, wasted positions and rows are sums over
+        the ranks, seconds and memory (GiB) the largest of them. A number that is not finite is left out, and `finite`
+        is then false.
+        """
+        return _metrics_rows(self.rank_steps, self.lines)
+
+    def changed(self, **changes: Any) -> Evidence:
+        """The same steps with other facts about them; `log` and `probe` are not among the changes."""
+        rows = self.rows
+        evidence = replace(self, **changes)
+        # how a cached property keeps its value
+        vars(evidence)["rows"] = rows
+        return evidence
 
     @property
     def arguments(self) -> Mapping[str, str]:
@@ -267,21 +294,75 @@ class Evidence:
         return alone and self.stage not in {None, *PAIRED}
 
 
+def _metrics_rows(steps: Iterable[ProbeStep], lines: Sequence[StepLine]) -> list[Row]:
+    by_step: dict[int, list[ProbeStep]] = {}
+    for step in steps:
+        by_step.setdefault(step.step, []).append(step)
+    rows: dict[int, Row] = {}
+    for number, ranks in sorted(by_step.items()):
+        rows[number] = _recorded_row(number, ranks)
+    measured = sum("loss" in row for row in rows.values())
+    is_mean = len(lines) < measured
+    # Trainer's lines bear no step: after a resume the first may be counted from the bar's begin
+    first = min(rows, default=0)
+    for line in lines:
+        if line.step >= first:
+            row = rows.setdefault(line.step, {"step": line.step})
+            _add_logged(row, line, is_mean=is_mean)
+    return [rows[number] for number in sorted(rows)]
+
+
+def _recorded_row(number: int, ranks: Sequence[ProbeStep]) -> Row:
+    row = Row(step=number, finite=all(step.finite for step in ranks))
+    losses = [step.loss for step in ranks if step.loss is not None]
+    if row["finite"] and losses:
+        row["loss"] = math.fsum(losses) / len(losses)
+    for key in MEASURED:
+        values = [getattr(step, key) for step in ranks]
+        parts = [value for value in values if value is not None]
+        if parts:
+            row[key] = sum(parts) if key in _SUMMED else max(parts)
+    return row
+
+
+def _add_logged(row: Row, line: StepLine, *, is_mean: bool) -> None:
+    """Add what a logged line tells of a step and the probe does not."""
+    own = row.get("loss")
+    finite = math.isfinite(line.loss)
+    logged = {
+        "loss": own if own is not None and finite else line.loss,
+        "logged_loss": line.loss if is_mean else None,
+        "learning_rate": line.learning_rate,
+        "logged_tokens_per_second": line.tokens_per_second,
+        **line.extra,
+    }
+    row["finite"] = row.get("finite", True) and finite
+    if not finite:
+        row.pop("loss", None)
+    for name, value in logged.items():
+        if value is not None and math.isfinite(value):
+            row[name] = value
+
+
 def read_log(path: Path) -> Evidence:
     """The evidence of a console log alone. Raises OSError if it cannot be read."""
     return Evidence(log=scan(path, PATTERNS))
 
 
-def read_run(folder: Path, attempt: int | None = None) -> Evidence:
-    """The evidence of an attempt, of the last one unless it is named. Raises OSError if a file cannot be opened."""
+def read_run(folder: Path, attempt: int | None = None, current: Manifest | None = None) -> Evidence:
+    """The evidence of an attempt, of the last one unless it is named; `current` is run.json where the caller has read
+    it. Raises OSError if a file cannot be opened."""
     run = rundir.RunFolder(folder)
     attempt = attempt or run.attempts() or None
     console = run.console(attempt or 1)
     # that of an attempt which another one followed is kept beside it
     kept = files.read_json(folder / f"run.{attempt}.json")
+    manifest = Manifest(kept) if kept else current
+    if manifest is None:
+        manifest = rundir.read_manifest(run)
     inputs = files.read_json(run.inputs(attempt or 1)).get("changed")
     return Evidence(
-        manifest=Manifest(kept or files.read_json(run.manifest)),
+        manifest=manifest,
         log=scan(console, PATTERNS) if console.is_file() else None,
         probe=_read_probe(run.probe, attempt),
         exit=_read_exit(run, attempt or 1),

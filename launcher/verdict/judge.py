@@ -8,6 +8,7 @@ from typing import Any
 
 from launcher.artifacts import checkpoints, digest, fingerprint, model_files
 from launcher.artifacts.fingerprint import MissingContent
+from launcher.config.points import BY_NAME
 from launcher.redaction import redact
 from launcher.rules.deepspeed import fault
 from launcher.runs import attempt, rundir, runner
@@ -15,17 +16,7 @@ from launcher.runs.record import Manifest
 from launcher.runs.rundir import RunFolder
 from launcher.verdict import check, evidence, metrics
 from launcher.verdict.check import Verdict
-from launcher.verdict.evidence import Evidence, ProbeRecords
-
-_WHOLE_RUN = (
-    "liger",
-    "packing",
-    "attention",
-    "batch",
-    "data",
-    "gradients",
-    "inputs",
-)  # of each step, whichever attempt
+from launcher.verdict.evidence import Evidence, ProbeRecords, Row
 
 _LOST_HELP = "no process of it is left and none recorded an end: the machine went down, or all were killed"
 
@@ -39,7 +30,8 @@ class RunJudgement:
 
 def judge(folder: RunFolder, requested: Mapping[str, str] | None = None) -> RunJudgement:
     """Judge a run by its own `expect:`, or by what is requested. Raises OSError if a file cannot be opened."""
-    manifest, each = rundir.read_manifest(folder), read(folder)
+    manifest = rundir.read_manifest(folder)
+    each = read(folder, manifest)
     found, known = whole(each), runner.processes(folder)
     # whether the attempt that began last did so where its processes could be seen from here
     here = known.leader is not None and not known.out_of_sight
@@ -49,16 +41,16 @@ def judge(folder: RunFolder, requested: Mapping[str, str] | None = None) -> RunJ
         models = folder.path.parent / "models"
         # the weights of a ladder's rungs are removed after each: that they are gone is no fault
         if models.exists() or not str(output).startswith(f"{models}/"):
-            found = replace(found, model=_saved_model(found, output, here=here))
+            found = found.changed(model=_saved_model(found, output, here=here))
     verdict = check.judge(manifest.stage, expected, found)
-    verdict = _with_earlier(verdict, folder, each, expected)
+    verdict = _with_earlier(verdict, manifest, each, expected)
     verdict = _beside_plan(verdict, manifest)
     verdict = _without_known_corruption(verdict, manifest)
     finish = verdict.point("finish")
     if finish.state == "running":
-        if (why := runner.unknown(folder)) is not None:
+        if (why := runner.unknown(folder, known)) is not None:
             verdict = verdict.amended("finish", {"reason": why.message, "help": why.help}, state="unknown", ok=None)
-        elif known.copy_of is not None or (here and not runner.alive(folder.path)):
+        elif known.copy_of is not None or (here and not runner.alive(folder.path, known=known)):
             ok = finish.expected in (None, "killed")
             help = _LOST_HELP if known.copy_of is None else f"it is a copy of {known.copy_of}: check that one"
             verdict = verdict.amended("finish", {"reason": "lost", "help": help}, state="killed", ok=ok)
@@ -75,16 +67,17 @@ def _expected(manifest: Manifest) -> Mapping[str, str | None]:
 
 
 def _with_earlier(
-    verdict: Verdict, folder: RunFolder, each: Sequence[Evidence], expected: Mapping[str, str | None]
+    verdict: Verdict, current: Manifest, each: Sequence[Evidence], expected: Mapping[str, str | None]
 ) -> Verdict:
     """A point is proved of a run only if it is of every attempt whose steps are in the weights. Each is judged by its
     own `expect:`: that may have been changed since, and allowed."""
     points = {point.name: point for point in verdict.points}
     for number, one, (first, last) in _kept(each):
-        manifest = rundir.read_kept_manifest(folder, number)
-        before = check.judge(verdict.stage, _expected(manifest) if manifest else expected, one)
+        # where no manifest of that attempt was kept, it has the one of the run
+        own = expected if one.manifest is current else _expected(one.manifest)
+        before = check.judge(verdict.stage, own, one)
         for point in before.points:
-            known = points.get(point.name) if point.name in _WHOLE_RUN else None
+            known = points.get(point.name) if BY_NAME[point.name].whole_run else None
             if known is not None and known.ok is True and point.ok is not True:
                 why = point.detail.get("reason") or f"it was {point.state}"
                 reason = f"in attempt {number}, which made steps {first} to {last}: {why}"
@@ -96,7 +89,7 @@ def _kept(each: Sequence[Evidence]) -> Iterator[tuple[int, Evidence, tuple[int, 
     """The earlier attempts whose steps later ones went on from: number, evidence, first and last step."""
     begun = math.inf
     for number in range(len(each), 0, -1):
-        steps = [row["step"] for row in metrics.metrics_rows(each[number - 1])]
+        steps = [row["step"] for row in each[number - 1].rows]
         kept = [int(step) for step in steps if step < begun]
         if kept and number < len(each):
             yield number, each[number - 1], (kept[0], kept[-1])
@@ -194,19 +187,21 @@ def _change_of(path: Path, before: str) -> dict[str, Any] | None:
     return {"reason": reason, "before": before, "after": after}
 
 
-def read(folder: RunFolder) -> tuple[Evidence, ...]:
-    """The evidence of every attempt, the last one last. Raises OSError like `read_run`."""
-    before = (evidence.read_run(folder.path, attempt=n) for n in range(1, folder.attempts()))
-    return *before, evidence.read_run(folder.path)
+def read(folder: RunFolder, current: Manifest | None = None) -> tuple[Evidence, ...]:
+    """The evidence of every attempt, the last one last; `current` as in `read_run`, which says what it raises."""
+    before = (evidence.read_run(folder.path, attempt=n, current=current) for n in range(1, folder.attempts()))
+    return *before, evidence.read_run(folder.path, current=current)
 
 
-def rows_of(attempts: Sequence[Evidence]) -> list[metrics.Row]:
+def rows_of(attempts: Sequence[Evidence]) -> list[Row]:
     """Every optimizer step of a run once. An attempt continues a checkpoint, so whatever earlier ones did from its
     first step on is gone from the weights, and is left out here too."""
-    rows: list[metrics.Row] = []
-    for own in map(metrics.metrics_rows, attempts):
+    rows: list[Row] = []
+    for attempt_evidence in attempts:
+        own = attempt_evidence.rows
         if own:
-            rows = [row for row in rows if row["step"] < own[0]["step"]] + own
+            before = [row for row in rows if row["step"] < own[0]["step"]]
+            rows = [*before, *own]
     return rows
 
 
@@ -225,7 +220,7 @@ def whole(attempts: Sequence[Evidence]) -> Evidence:
         found = replace(found, probe=ProbeRecords(ranks=ranks))
     if not earlier:
         return found
-    own = metrics.metrics_rows(found)
+    own = found.rows
     kept = [row for row in rows_of(earlier) if own and row["step"] < own[0]["step"]]
     moved = max(metrics.moved_share(one) or 0.0 for one in earlier)
-    return replace(found, earlier=kept, moved_before=moved)
+    return found.changed(earlier=kept, moved_before=moved)

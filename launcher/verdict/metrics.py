@@ -4,11 +4,8 @@ import math
 from collections.abc import Sequence
 
 from launcher.machine.datasheets import flops_a_token, peak_flops
-from launcher.verdict.evidence import MEASURED, Evidence, ProbeStep, RankRecord
+from launcher.verdict.evidence import Evidence, ProbeStep, RankRecord
 
-Row = dict[str, float]  # one optimizer step: `step`, `finite`, and what is known of the rest
-
-_SUMMED = ("tokens", "positions", "wasted", "rows")
 REWARDS = {
     "rewards_accuracy": ("rewards/accuracies", "rewards/accuracy"),
     "rewards_margin": ("rewards/margins", "rewards/margin"),
@@ -20,7 +17,7 @@ def losses(evidence: Evidence) -> tuple[float, ...]:
     """One loss a step as the probe saw them, else as logged; NaN where it was not finite."""
     if evidence.lines and not any(record.steps for record in evidence.records):
         return tuple(line.loss for line in evidence.lines)
-    rows = (row for row in metrics_rows(evidence) if "loss" in row or row.get("finite") is False)
+    rows = (row for row in evidence.rows if "loss" in row or row.get("finite") is False)
     return tuple(row.get("loss", math.nan) for row in rows)
 
 
@@ -141,45 +138,3 @@ def metrics(evidence: Evidence) -> dict[str, float | None]:
         "peak_reserved_gib": max(_values(evidence, "reserved_gib"), default=None),
         **rewards,
     }
-
-
-def metrics_rows(evidence: Evidence) -> list[Row]:
-    """One row a step of one attempt, sorted: what the probe says, and of the log what it does not.
-
-    A logged loss is a mean over the steps since the line before: where the probe has the loss of every step and the
-    log tells of fewer, the mean is `logged_loss`. Tokens, positions, wasted positions and rows are sums over the
-    ranks, seconds and memory (GiB) the largest of them. A number that is not finite is left out, and `finite` is then
-    false.
-    """
-    by_step: dict[int, list[ProbeStep]] = {}
-    for step in evidence.rank_steps:
-        by_step.setdefault(step.step, []).append(step)
-    rows: dict[int, Row] = {}
-    for number, steps in sorted(by_step.items()):
-        row = rows[number] = Row(step=number, finite=all(s.finite for s in steps))
-        if row["finite"] and (losses := [s.loss for s in steps if s.loss is not None]):
-            row["loss"] = math.fsum(losses) / len(losses)
-        for key in MEASURED:
-            if parts := [v for s in steps if (v := getattr(s, key)) is not None]:
-                row[key] = sum(parts) if key in _SUMMED else max(parts)
-    lines = evidence.lines
-    measured = sum("loss" in row for row in rows.values())
-    # Trainer's lines bear no step: after a resume the first may be counted from the bar's begin
-    first = min(rows, default=0)
-    for line in lines:
-        if line.step < first:
-            continue
-        row = rows.setdefault(line.step, {"step": line.step})
-        own, finite = row.get("loss"), math.isfinite(line.loss)
-        logged = {
-            "loss": own if own is not None and finite else line.loss,
-            "logged_loss": line.loss if len(lines) < measured else None,
-            "learning_rate": line.learning_rate,
-            "logged_tokens_per_second": line.tokens_per_second,
-            **line.extra,
-        }
-        row["finite"] = row.get("finite", True) and finite
-        if not finite:
-            row.pop("loss", None)
-        row.update({k: v for k, v in logged.items() if v is not None and math.isfinite(v)})
-    return [rows[number] for number in sorted(rows)]

@@ -1,23 +1,19 @@
 """Evidence -> what came of a run: losses, gradients, memory, its end, weights, model, inputs, resumes. Functions are
-like those of `points`. An `OPTIONAL` point of which nothing is known and nothing is expected is left out of a verdict:
-records of older versions hold none of this."""
+like those of `points`."""
 
 import itertools
 import math
 import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 from launcher.stage.options import TREND_LOSSES
-from launcher.verdict import data
 from launcher.verdict.ending import HELP, ending, fatal, phase
 from launcher.verdict.evidence import Evidence
 from launcher.verdict.metrics import earlier, losses, memory_phases, moved_share, peak_allocated_gib, whole_losses
 from launcher.verdict.points import UNKNOWN, Citable, Observation, probe_lines, reason_of
-
-OPTIONAL = ("data", "weights", "model", "inputs", "resume")
 
 TREND_BINS = 64
 TREND_CHANGE = 0.01  # of the loss, from the first step to the last
@@ -71,7 +67,7 @@ _CORRUPT = Observation(
 )
 
 
-def _loss(evidence: Evidence, _expected: str | None) -> Observation:
+def observe_loss(evidence: Evidence, _expected: str | None) -> Observation:
     log, lines = evidence.log, evidence.lines
     steps = list(evidence.rank_steps)
     detail: dict[str, Any] = {"logged": len(lines), "counted": len(steps)}
@@ -222,7 +218,7 @@ def _unseen(evidence: Evidence, after: int = 0) -> list[int]:
     return list(itertools.islice((step for step in steps if step not in whole), 4))
 
 
-def _gradients(evidence: Evidence, _expected: str | None) -> Observation:
+def observe_gradients(evidence: Evidence, _expected: str | None) -> Observation:
     reports = evidence.last_events("gradients")
     if corrupt := [event for event in reports if event.text("state") == "corrupt"]:
         event = min(corrupt, key=lambda event: event.number("first_corrupt") or 0)
@@ -286,7 +282,7 @@ def _noise(evidence: Evidence) -> tuple[str, Citable] | None:
     return f"the gradient norm jumps to {largest:.3g} at step {step}; {usual:.3g} is usual", cite
 
 
-def _trend(evidence: Evidence, expected: str | None) -> Observation:
+def observe_trend(evidence: Evidence, expected: str | None) -> Observation:
     # as every rank saw it in every one of two steps or more, or the log
     steps = [(one.step, one.grad_norm, one.learning_rate) for one in evidence.rank_steps]
     lines = evidence.lines
@@ -332,7 +328,7 @@ def trend(series: Sequence[float]) -> tuple[float, float]:
     return slope * (n - 1) / level, (score - math.copysign(min(1, abs(score)), score)) / deviation
 
 
-def _memory(evidence: Evidence, _expected: str | None) -> Observation:
+def observe_memory(evidence: Evidence, _expected: str | None) -> Observation:
     end = ending(evidence)
     detail: dict[str, object] = {"peak_allocated_gib": peak_allocated_gib(evidence)}
     if phases := memory_phases(evidence):
@@ -355,7 +351,7 @@ def _memory(evidence: Evidence, _expected: str | None) -> Observation:
     return Observation("oom", cites=gpu, detail=detail, help=_OOM_HELPS.get(during or "", _OOM_HELP))
 
 
-def _finish(evidence: Evidence, _expected: str | None) -> Observation:
+def observe_finish(evidence: Evidence, _expected: str | None) -> Observation:
     end, saved, ended = ending(evidence), evidence.final_save, evidence.exit
     detail: dict[str, object] = {"last_step": evidence.last_step, "total_steps": evidence.total_steps}
     detail["saved"] = saved is not None
@@ -381,7 +377,7 @@ def _finish(evidence: Evidence, _expected: str | None) -> Observation:
     return Observation(end.state, proved=end.proved, cites=shown, detail=detail, help=help)
 
 
-def _weights(evidence: Evidence, _expected: str | None) -> Observation:
+def observe_weights(evidence: Evidence, _expected: str | None) -> Observation:
     last, share = evidence.last_events("weights"), moved_share(evidence)
     if share is None:
         return replace(UNKNOWN, cites=last, reason=reason_of(last))
@@ -401,7 +397,7 @@ def _weights(evidence: Evidence, _expected: str | None) -> Observation:
     return replace(few, state="still", proved=True) if still else few
 
 
-def _model(evidence: Evidence, _expected: str | None) -> Observation:
+def observe_model(evidence: Evidence, _expected: str | None) -> Observation:
     if evidence.model is None:
         return UNKNOWN
     detail = dict(evidence.model)
@@ -412,7 +408,7 @@ def _model(evidence: Evidence, _expected: str | None) -> Observation:
     return Observation(state, unwanted=True, cites=cites, detail=detail, help=help)
 
 
-def _inputs(evidence: Evidence, _expected: str | None) -> Observation:
+def observe_inputs(evidence: Evidence, _expected: str | None) -> Observation:
     if evidence.inputs is None:
         return UNKNOWN
     if not evidence.inputs:
@@ -432,7 +428,7 @@ def _inputs(evidence: Evidence, _expected: str | None) -> Observation:
     )
 
 
-def _resume(evidence: Evidence, _expected: str | None) -> Observation:
+def observe_resume(evidence: Evidence, _expected: str | None) -> Observation:
     """Whether the first losses after a resume go on where those before it were."""
     before = earlier(evidence, "loss")[-_LOSSES_BEFORE:]
     after = [loss for loss in losses(evidence) if math.isfinite(loss)][:_LOSSES_AFTER]
@@ -450,17 +446,3 @@ def _resume(evidence: Evidence, _expected: str | None) -> Observation:
         reason=f"the loss was {level:.4g} before the resume and is {now:.4g} after it, more than {limit:.4g}",
         help="the checkpoint may not hold what was trained: take an older one, or start over with --fresh",
     )
-
-
-POINTS: Mapping[str, Callable[[Evidence, str | None], Observation]] = {
-    "data": data.observe,
-    "loss": _loss,
-    "gradients": _gradients,
-    "trend": _trend,
-    "memory": _memory,
-    "finish": _finish,
-    "weights": _weights,
-    "model": _model,
-    "inputs": _inputs,
-    "resume": _resume,
-}

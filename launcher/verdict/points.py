@@ -4,7 +4,7 @@ evidence and what is expected (None: nothing), because what proves a point depen
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 
 from launcher.config.keys import PAIRED
@@ -45,12 +45,14 @@ Citable = Event | ProbeStep | ExitRecord | LogLine
 @dataclass(frozen=True, slots=True)
 class Observation:
     """A point's state; `proved` is False where the evidence settles nothing for what is expected. An `unwanted` state
-    must not pass even where nothing is expected; `reason` and `help` are only for a point that is not as expected."""
+    must not pass even where nothing is expected; `reason` and `help` are only for a point that is not as expected.
+    `synonym` is the word of the stage file for the same state, where it has another one."""
 
     state: str = "unknown"
     _: KW_ONLY
     proved: bool = True
     unwanted: bool = False
+    synonym: str | None = None
     cites: Sequence[Citable] = ()
     detail: Mapping[str, object] = field(default_factory=dict)
     reason: str | None = None
@@ -65,7 +67,7 @@ def probe_lines(evidence: Evidence, start: str | re.Pattern[str] = "") -> tuple[
     return tuple(s for s in lines if re.match(start, s.fields["message"]))
 
 
-def _liger(evidence: Evidence, expected: str | None) -> Observation:
+def observe_liger(evidence: Evidence, expected: str | None) -> Observation:
     calls = {}
     for record in evidence.records:
         if record.steps:
@@ -158,7 +160,7 @@ def _liger_logged(evidence: Evidence, expected: str | None) -> Observation:
     )
 
 
-def _packing(evidence: Evidence, expected: str | None) -> Observation:
+def observe_packing(evidence: Evidence, expected: str | None) -> Observation:
     observed = _packing_by_rank(evidence, expected)
     if observed is None:
         announced = evidence.signals("packing")
@@ -220,7 +222,7 @@ def reason_of(events: Sequence[Event]) -> str | None:
     return next((text for event in events if (text := event.text("reason"))), None)
 
 
-def _attention(evidence: Evidence, expected: str | None) -> Observation:
+def observe_attention(evidence: Evidence, expected: str | None) -> Observation:
     events = [event for event in evidence.events("model") if event.text("attention")]
     if not events:
         return _attention_logged(evidence, expected)
@@ -235,6 +237,7 @@ def _attention(evidence: Evidence, expected: str | None) -> Observation:
     return Observation(
         state,
         proved=proved,
+        synonym=None if other else expected,
         cites=[event for event in events if event.text("attention") == state],
         detail=detail,
         reason=f"the loaded model has {state}{where}" if proved else None,
@@ -259,7 +262,7 @@ def _attention_logged(evidence: Evidence, expected: str | None) -> Observation:
     )
 
 
-def _batch(evidence: Evidence, _expected: str | None) -> Observation:
+def observe_batch(evidence: Evidence, _expected: str | None) -> Observation:
     probe, manifest = evidence.probe, evidence.manifest
     if probe is None or (world := manifest.processes) is None:
         return UNKNOWN
@@ -315,7 +318,7 @@ def _in_words(sizes: Mapping[str, float | None]) -> str:
     return ", ".join(f"{name} {number:.0f}" for name, number in sizes.items() if number)
 
 
-def _dataset_cache(evidence: Evidence, expected: str | None) -> Observation:
+def observe_dataset_cache(evidence: Evidence, expected: str | None) -> Observation:
     observed = _cache_by_rank(evidence, "dataset_cache")
     if observed is None:
         whole = not (evidence.log and evidence.log.headless)
@@ -323,7 +326,7 @@ def _dataset_cache(evidence: Evidence, expected: str | None) -> Observation:
     return _with_reason(observed, expected)
 
 
-def _reference_cache(evidence: Evidence, expected: str | None) -> Observation:
+def observe_reference_cache(evidence: Evidence, expected: str | None) -> Observation:
     stale = Observation("stale", unwanted=True, help=_STALE_HELP)
     observed = _cache_by_rank(evidence, "reference_cache")
     if observed is not None and observed.state == "stale":
@@ -382,13 +385,3 @@ def _with_reason(observed: Observation, expected: str | None) -> Observation:
     if (expected, observed.state) == ("miss", "hit"):
         return replace(observed, reason=f"it was found{path}")
     return observed
-
-
-POINTS: Mapping[str, Callable[[Evidence, str | None], Observation]] = {
-    "liger": _liger,
-    "packing": _packing,
-    "attention": _attention,
-    "batch": _batch,
-    "dataset_cache": _dataset_cache,
-    "reference_cache": _reference_cache,
-}

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from launcher.config.points import BY_NAME, DURING
 from launcher.runs.record import listed, mapping
 
 Point = Mapping[str, Any]
@@ -19,12 +20,6 @@ _ENDS = {
     "running": "has no recorded end",
 }
 MESSENGERS = ("ChildFailedError", "CalledProcessError", "SignalException")  # they only report another's failure
-_DURING = {
-    "evaluation": " in the evaluation",
-    "saving": " while saving",
-    "reference": " in the reference pass",
-    "loading": " while loading the model",
-}
 _ODD = ("suspect", "fewer", "more")
 _LINE_CHARS = 160
 # errors that are not exceptions: what their message says is enough
@@ -73,7 +68,7 @@ def cause(verdict: Mapping[str, Any]) -> Cause | None:
     error = _error(finish)
     if memory.get("state") == "oom":
         message = error.get("message")
-        text = "out of memory" + _DURING.get(str(mapping(memory.get("detail")).get("during")), "")
+        text = "out of memory" + DURING.get(str(mapping(memory.get("detail")).get("during")), "")
         return _caused(f"{text}: {message}" if message else text, memory, finish)
     if finish.get("ok") is not False:
         first = _gravest(found)
@@ -173,70 +168,13 @@ def _line(point: Point) -> Mapping[str, Any]:
 
 def sentence(point: Point) -> str | None:
     """What is known about a point, from its details; None where the state says it all."""
+    kind = BY_NAME.get(str(point.get("name")))
+    if kind is None:
+        return None
     try:
-        return _sentence(str(point.get("name")), str(point.get("state")), mapping(point.get("detail")))
+        return kind.sentence(str(point.get("state")), mapping(point.get("detail")))
     except (KeyError, TypeError, ValueError):  # of a damaged verdict
         return None
-
-
-def _sentence(name: str, state: str, detail: Mapping[str, Any]) -> str | None:
-    match name, state:
-        case "liger", _:
-            calls = {
-                operation: sum(counts.values())
-                for operation, counts in detail.items()
-                if isinstance(counts, Mapping) and operation not in ("uncalled", "kwargs") and counts
-            }
-            if called := [f"{operation} {count:,}" for operation, count in calls.items() if count]:
-                return f"calls of its kernels: {', '.join(called)}"
-            return "no kernel of Liger was called" if calls else None
-        case "packing", _:
-            return str(detail["detail"]) if detail.get("detail") else None
-        case "attention", _ if "announced" in detail:
-            return f"the log announces {detail['announced']}"
-        case "batch", "planned":
-            return f"{detail['world']} of {detail['planned_world']} process(es) trained, each step as planned"
-        case "data", "as_planned" if detail.get("given"):
-            dropped = detail["given"] - detail["kept"]
-            text = f"{detail['given']:,} rows were read" + (f", {dropped:,} dropped" if dropped else "")
-            planned = detail.get("planned_steps")
-            return text + (f"; step {detail['steps']:,} of {planned:,} planned" if planned else "")
-        case "dataset_cache" | "reference_cache", "hit" | "miss":
-            words = "found" if state == "hit" else "not there, so it was made"
-            return words + (f": {detail['path']}" if detail.get("path") else "")
-        case "loss", "finite" | "zero":
-            counts = {"recorded by the probe": detail["counted"], "logged": detail["logged"]}
-            parts = [f"{count:,} {how}" for how, count in counts.items() if count]
-            return f"losses: {', '.join(parts)}; all finite" if parts else None
-        case "gradients", "true":
-            return (
-                f"{detail['checks']:,} comparisons with autograd over {detail['parameters']:,} parameters: largest "
-                f"error {detail['largest_error']:.2g}, {detail['allowed']:.2g} is allowed"
-            )
-        case "trend", _ if "change" in detail:
-            # by a robust slope over all losses, and relative to their median: it may be more than all of it
-            return f"over {detail['losses']:,} losses the trend is {detail['change']:+.1%} (z {detail['z']:.1f})"
-        case "memory", _:
-            if not (peak := detail.get("peak_allocated_gib")):
-                return "no error, and no GPU memory was measured" if state == "ok" else None
-            planned = mapping(detail.get("planned_gib")).get("peak")
-            return f"peak {peak:.2f} GiB on a GPU" + (f", planned {planned:.2f} GiB" if planned else "")
-        case "finish", _:
-            last, total = detail.get("last_step"), detail.get("total_steps")
-            parts = []
-            if last is not None:
-                parts.append(f"step {last:,}" + (f" of {total:,}" if total else "") + " was the last")
-            parts.append("the model was saved" if detail.get("saved") else "no final save was seen")
-            if during := _DURING.get(str(detail.get("during"))):
-                parts.append(f"it ended{during}")
-            if detail.get("returncode") is not None:
-                parts.append(f"exit code {detail['returncode']}")
-            return "; ".join(parts)
-        case "weights", _ if "share" in detail:
-            return f"{detail['share']:.1%} of {detail['sampled']:,} sampled weights differ from the start"
-        case "resume", _:
-            return f"loss {detail['before']} before the resume, {detail['after']} after it"
-    return None
 
 
 def reasons(detail: Mapping[str, Any]) -> Iterator[str]:

@@ -586,7 +586,7 @@ def test_every_step_is_told_once_and_by_the_attempt_that_counts(tmp_path: Path) 
 
 def test_a_resumed_run_is_judged_as_one_run(tmp_path: Path) -> None:
     path = made_runs.made(tmp_path / "run", steps=40, ended=False)
-    first = [row["loss"] for row in metrics.metrics_rows(read_run(path))]
+    first = [row["loss"] for row in read_run(path).rows]
     made_runs.made(path, attempt=2, first=38, steps=40)
     found = judge.whole(judge.read(RunFolder(path)))
     # what the first attempt did from step 38 on is not in the weights

@@ -22,7 +22,7 @@ from fake_world import LAUNCH, World, looks_on, made, needs_trl, until
 from launcher.errors import NotReady
 from launcher.machine import process
 from launcher.probe.watching import watchdog
-from launcher.runs import lease, rundir
+from launcher.runs import attempt, lease, rundir
 from launcher.runs.rundir import RunFolder
 
 NAMESPACE = ("unshare", "--pid", "--fork", "--mount-proc")
@@ -226,8 +226,7 @@ def test_the_probe_keeps_the_heartbeat_of_a_run_without_a_keeper(
 ) -> None:
     granted = lease.take(tmp_path, tmp_path / "run")
     os.utime(granted.path, (0, 0))
-    assert watchdog.LEASE == lease.VARIABLE
-    monkeypatch.setenv(watchdog.LEASE, str(granted.path))
+    monkeypatch.setenv(attempt.LEASE, str(granted.path))
     stacks = str(tmp_path / "rank-0.stacks.txt")
     record = SimpleNamespace(quietly=lambda _: contextlib.nullcontext(), stacks=stacks)
     settings = SimpleNamespace(hang_seconds=0.04, hang_factor=1)

@@ -8,7 +8,7 @@ import pytest
 from conftest import DATA
 
 from launcher.verdict.evidence import Evidence, read_log, read_run
-from launcher.verdict.metrics import memory_phases, metrics, metrics_rows
+from launcher.verdict.metrics import memory_phases, metrics
 
 LOGS = DATA / "logs"
 
@@ -69,7 +69,7 @@ def test_rows_merge_log_and_probe(tmp_path: Path) -> None:
     )
     write_rank(tmp_path, 0, step(1), step(2), step(3, None, finite=False), world=2)
     write_rank(tmp_path, 1, step(1, 4.0), step(2, seconds=0.75), step(2), step(3), world=2)
-    rows = metrics_rows(read_run(tmp_path))
+    rows = read_run(tmp_path).rows
     assert [(row["step"], row.get("loss")) for row in rows] == [(1, 3.0), (2, 2.0), (3, None)]  # the log holds means
     assert (rows[1]["learning_rate"], rows[1]["seconds"], rows[0]["tokens"]) == (1e-05, 0.75, 200)
     assert rows[2]["finite"] is False

@@ -1,6 +1,7 @@
 """What a run is said to be: by all its ranks, all its steps, all its attempts; the same for whoever asks."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ import saved
 from test_check import Run, brief, liger, sft, step, verdict_of_log
 from test_check import run as run  # a fixture
 
+from launcher import files
 from launcher.lifecycle import conclude
 from launcher.report import series
 from launcher.runs import rundir
 from launcher.runs.rundir import RunFolder
-from launcher.verdict import evidence
+from launcher.verdict import evidence, judge
 from launcher.verdict.check import Point
 from launcher.verdict.logs.scan import Log
 
@@ -363,3 +365,31 @@ def test_each_log_is_read_once_for_verdict_and_page(tmp_path: Path, monkeypatch:
         report()
         assert sorted(scanned) == ["console.2.log", "console.log"]
     assert (path / "report.html").is_file()
+
+
+def test_a_judgement_reads_every_record_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = made_runs.made(tmp_path / "run", steps=20, told=made_runs.manifest(resume={"step": 0}))
+    files.write_json(folder / "run.1.json", made_runs.manifest())
+    made_runs.made(folder, attempt=2, first=11, told=made_runs.manifest(attempt=2))
+    read_bytes, open_regular, rows = files.read_bytes, files.open_regular, evidence._metrics_rows
+    reads: Counter[str] = Counter()
+
+    def counted_bytes(path: Path, *arguments: Any, **named: Any) -> bytes:
+        reads[path.name] += 1
+        return read_bytes(path, *arguments, **named)
+
+    def counted_open(path: Path, *arguments: Any, **named: Any) -> Any:
+        reads[f"opened {path.name}"] += 1
+        return open_regular(path, *arguments, **named)
+
+    def counted_rows(*arguments: Any) -> Any:
+        reads["rows"] += 1
+        return rows(*arguments)
+
+    monkeypatch.setattr(files, "read_bytes", counted_bytes)
+    monkeypatch.setattr(files, "open_regular", counted_open)
+    monkeypatch.setattr(evidence, "_metrics_rows", counted_rows)
+    judged = judge.judge(RunFolder(folder))
+    series.of_judged(folder, judged)
+    assert reads["run.json"] == reads["run.1.json"] == reads["process.json"] == 1
+    assert reads["rows"] == 2

@@ -37,6 +37,7 @@ from launcher.runs import lease, rundir, runner
 from launcher.runs.record import Manifest
 from launcher.runs.rundir import RunFolder
 from launcher.stage.stage import Stage
+from launcher.upstream.logs import open_instruct
 from launcher.upstream.schema import Values
 from launcher.upstream.trainers import Entry
 from launcher.verdict import evidence
@@ -46,8 +47,6 @@ Kind = Literal["new", "resume", "finished"]
 SUPERSEDED = frozenset({"foreign-checkpoints", "finished-output", "not-resumed"})
 """Codes of rules that know the folder alone: of a run of ours, its `Decision` says more."""
 _LOOKED_AT = 64 * 2**20  # bytes of a log: training begins long before
-_ROWS = re.compile(rb"\*{5} Running training \*{5}.{0,400}?Num examples = ([\d,]+)", re.DOTALL)
-_REFERENCE = re.compile(rb"(?:Saving|Loading) reference logprobs cache (?:to|from) (\S[^\r\n]*)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,7 +256,7 @@ class _Judge:
 
         The log of an earlier attempt says how many rows were left after filtering.
         """
-        logged = self._in_logs(_ROWS)
+        logged = self._in_logs(open_instruct.TRAINING_ROWS)
         plan, names = self.plan, self.plan.stage.entry.names
         rows = plan.rows if logged is None else int(logged.replace(b",", b""))
         if rows is None:
@@ -574,7 +573,7 @@ class _Judge:
         other = any(one.what == "reference" for one in changed)
         if cache is None or other or not self.entry.caches_reference:
             return
-        logged = self._in_logs(_REFERENCE)
+        logged = self._in_logs(open_instruct.REFERENCE_CACHE)
         used = None if logged is None else Path(os.fsdecode(logged))
         if exists(used) if used is not None else any(cache.path.glob("*.pt")):
             return

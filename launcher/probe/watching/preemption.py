@@ -12,7 +12,7 @@ import sys
 import threading
 from typing import Any
 
-from .process import Process, say
+from .process import Process, attempt_number, say
 
 LISTENS = "listens.json"  # in the folder of the records, once requests are heard: {"attempt": N}
 REQUEST = "save.json"  # beside it: {"attempt": N}
@@ -30,7 +30,7 @@ class Preemption(threading.Thread):
     def __init__(self, process: Process) -> None:
         super().__init__(name="launch-preemption", daemon=True)
         self.process, self.record = process, process.record
-        self.attempt = int(os.environ.get("LAUNCH_ATTEMPT") or 1)
+        self.attempt = attempt_number()
         self.folder = process.settings.out
         self.lock = threading.Lock()
         self.over = threading.Event()

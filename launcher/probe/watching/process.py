@@ -13,6 +13,12 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+# The variables in which launch hands things over. `launcher/runs/attempt.py` names the same: nothing of it can be
+# imported here, and tests/probe/test_handover.py compares them.
+SETTINGS = "LAUNCH_PROBE"
+ATTEMPT = "LAUNCH_ATTEMPT"
+LEASE = "LAUNCH_LEASE"
+ARGUMENT = "LAUNCH_ARG_"
 NOTES = 20  # of trouble: what fails in every step fails in the same way
 ROOM = 2**20  # bytes of events that are kept while the disk is full
 
@@ -105,6 +111,11 @@ def say(message: str) -> None:
     """One line on stderr, which goes into the run's console log; a bar may stand on the line."""
     with contextlib.suppress(OSError):
         os.write(2, f"\nlaunch: {message}\n".encode(errors="replace"))
+
+
+def attempt_number() -> int:
+    """Which attempt of its run this process belongs to, from 1 on."""
+    return int(os.environ.get(ATTEMPT) or 1)
 
 
 def finite(value: float | None) -> float | None:

@@ -12,7 +12,7 @@ from typing import Any
 from . import supplies, trainers
 from .hooks import Watcher
 from .probe import Probe
-from .process import Console, spare_streams
+from .process import ARGUMENT, SETTINGS, Console, attempt_number, spare_streams
 
 
 def watched(probe: Probe) -> dict[str, Callable[[types.ModuleType], None]]:
@@ -64,7 +64,7 @@ def watch_pairs(probe: Probe, module: types.ModuleType) -> None:
 
 def word(shown: str) -> str:
     """A word of the command line: a secret is not on it, but in a variable that it names."""
-    return os.environ.get(shown[1:], shown) if shown.startswith("$LAUNCH_ARG_") else shown
+    return os.environ.get(shown[1:], shown) if shown.startswith(f"${ARGUMENT}") else shown
 
 
 def run(target: str) -> None:
@@ -76,7 +76,7 @@ def run(target: str) -> None:
 
 def main() -> None:
     spare_streams()
-    probe = Probe(json.loads(os.environ["LAUNCH_PROBE"]))
+    probe = Probe(json.loads(os.environ[SETTINGS]))
     process, record, target = probe.process, probe.record, probe.settings.target
     record.write(
         "start",
@@ -84,7 +84,7 @@ def main() -> None:
         world=process.world,
         pid=os.getpid(),
         target=target,
-        attempt=int(os.environ.get("LAUNCH_ATTEMPT") or 1),
+        attempt=attempt_number(),
         python=".".join(map(str, sys.version_info[:3])),
     )
     sys.meta_path.insert(0, Watcher(record, watched(probe)))

@@ -10,9 +10,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from .process import Process
+from .process import LEASE, Process, attempt_number
 
-LEASE = "LAUNCH_LEASE"  # the environment variable that names the lease of the output folder, for its heartbeat
 FIRST_STEP, TRAINING, SAVING, EVALUATION = "the first step", "training", "a save", "an evaluation"
 """The phases that are watched; a forward pass of any kind is progress in each."""
 PATIENCE = {FIRST_STEP: 12, TRAINING: 1, SAVING: 6, EVALUATION: 6}
@@ -34,7 +33,7 @@ class Watchdog(threading.Thread):
         super().__init__(name="launch-watchdog", daemon=True)
         self.process, self.settings, self.leave = process, process.settings, leave
         self.interval = min(5.0, self.settings.hang_seconds / 4)
-        self.attempt = int(os.environ.get("LAUNCH_ATTEMPT") or 1)
+        self.attempt = attempt_number()
         self.moved = self.entered = time.monotonic()
         self.phase: str | None = None
         self.reported = self.shown = False

@@ -1,5 +1,7 @@
 """What open-instruct prints at the pin (45901fd0), as patterns with the line that prints each."""
 
+import re
+
 from launcher.upstream.logs.common import PATTERNS as COMMON
 from launcher.upstream.logs.common import Pattern, Table, pattern, patterns
 
@@ -119,5 +121,10 @@ _TABLE: Table = {
     # open_instruct/utils.py:835, after every checkpoint too
     "remaining": (_LOGGED + r"Remaining files: ?\[(?P<files>.*)\]",),
 }
+
+TRAINING_ROWS = re.compile(rb"\*{5} Running training \*{5}.{0,400}?Num examples = ([\d,]+)", re.DOTALL)
+"""How many rows an epoch has (open_instruct/finetune.py:740, dpo_tune_cache.py:489): several lines, no `Pattern`."""
+REFERENCE_CACHE = re.compile(rb"(?:Saving|Loading) reference logprobs cache (?:to|from) (\S[^\r\n]*)")
+"""The file of the reference's log-probabilities, whichever of `reference_hit` and `reference_missed` names it."""
 
 PATTERNS: tuple[Pattern, ...] = (*_LINES, *patterns(_TABLE), *COMMON)

@@ -28,7 +28,8 @@ from launcher.workflows.bench.measure import identity, short
 from launcher.workflows.bench.variants import Variant
 
 BENCH_VERSION = 1
-FILE, PAGE = "bench.json", "bench.html"
+FILE = rundir.BENCH_RECORD
+PAGE = "bench.html"
 
 Stops = list[tuple[str, InvalidConfig | NotReady]]
 

@@ -36,7 +36,7 @@ from launcher.verdict.metrics import REWARDS
 from launcher.workflows import experiment
 from launcher.workflows.ladder.short import short_findings, short_overrides
 
-RECORD = "ladder.json"
+RECORD = rundir.LADDER_RECORD
 _MODELS = "models"
 """The folder of a ladder into which its rungs save; it goes when one has been judged."""
 _OTHERWISE = ("gates", "slurm")

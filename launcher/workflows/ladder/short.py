@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.config.load import spelt
+from launcher.config.points import POINTS
 from launcher.errors import Finding, launch_finding
 from launcher.plan import plan
 from launcher.stage.stage import Stage
@@ -16,9 +17,6 @@ RESERVE = 1.25
 FEWEST_ROWS = 64
 ASSUMED_DEVICES = 8
 """Taken where neither the caller nor `batch:` says how many rows a step takes."""
-
-# what a slice, or a run that is too short for it, cannot be asked for
-_NOT_EXPECTED = ("dataset_cache", "reference_cache", "trend")
 
 
 def short_overrides(stage: Stage, *, steps: int, output: Path, batch: int | None = None) -> tuple[str, ...]:
@@ -56,7 +54,8 @@ def short_overrides(stage: Stage, *, steps: int, output: Path, batch: int | None
         # the share that it has of the full run; where that is not known, never most of this one
         changes["warmup_steps"] = min(int(warm), round(steps * warm / full) if full else steps // 10)
     changes |= {**_harmless(stage), names.output: str(output)}
-    expected = [name for name in _NOT_EXPECTED if name in stage.options.expect]
+    # what a slice, or a run that is too short for it, cannot be asked for
+    expected = [point.name for point in POINTS if point.full_length and point.name in stage.options.expect]
     return (*(f"{k}={spelt(v)}" for k, v in changes.items()), *(f"expect.{name}=any" for name in expected))
 
 

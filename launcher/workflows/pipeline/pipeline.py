@@ -29,7 +29,7 @@ from launcher.workflows.experiment import Campaign, Outcome
 from launcher.workflows.pipeline import plan as plans
 from launcher.workflows.pipeline.plan import PipelinePlan, PipelineRequest, PlannedStage
 
-RECORD = "pipeline.json"
+RECORD = rundir.PIPELINE_RECORD
 PAGE = "report.html"
 KIND = "pipeline"
 SUMMARY = ("stage", "status", "steps", "loss", "seconds", "model", "run")

@@ -33,7 +33,7 @@ from launcher.plan import command, plan
 from launcher.plan.plan import Plan
 from launcher.redaction import redact
 from launcher.runs import rundir, runner
-from launcher.runs.attempt import Command
+from launcher.runs.attempt import PROBE_SETTINGS, Command
 from launcher.runs.rundir import RunFolder
 from launcher.verdict import evidence
 from launcher.verdict.ending import ending
@@ -312,7 +312,7 @@ class _Filling:
         built = command.build(made, self.trainer, folder.path, environ=os.environ, caches=keys.environment((cache,)))
         assert stage.upstream.root is not None
         words = [word for name, given in arguments.items() for word in (f"--{name}", *given)]
-        env = {name: value for name, value in built.env.items() if name != "LAUNCH_PROBE"}
+        env = {name: value for name, value in built.env.items() if name != PROBE_SETTINGS}
         argv = (str(self.trainer.python), str(stage.upstream.root / stage.entry.script), *words)
         return Command(argv=argv, env=env, cwd=built.cwd)
 

@@ -28,7 +28,7 @@ from launcher.workflows.tune.search import RUNS, Search, SettingRuns, Status, Tr
 from launcher.workflows.tune.space import Candidate, Space
 
 TUNE_VERSION = 2
-FILE = "tune.json"
+FILE = rundir.TUNE_RECORD
 STOPPING_S = 15.0
 """What ending a trial may take after its time is up: INT, TERM, KILL."""
 _POINTS = ("liger", "packing", "attention", "batch", "loss", "memory")

@@ -1,0 +1,265 @@
+"""Every point of a verdict, as one table: what may be expected of it, and how it is read, enforced and shown.
+
+What a stage file may expect, what the probe enforces, what the live panel calls a point and the sentence of the page
+are all read from here. A point's row names the module of `launcher/verdict/` that holds its `observe_NAME`.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Detail = Mapping[str, Any]
+Sentence = Callable[[str, Detail], str | None]
+"""State and detail of a point -> what is known about it; None where the state says it all. May raise KeyError,
+TypeError or ValueError for a damaged verdict."""
+
+ANY = "any"  # switches a point off
+ATTENTIONS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+DURING = {
+    "evaluation": " in the evaluation",
+    "saving": " while saving",
+    "reference": " in the reference pass",
+    "loading": " while loading the model",
+}
+"""The phases of a training, as a sentence about its end names them."""
+
+
+def _no_sentence(_state: str, _detail: Detail) -> str | None:
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PointType:
+    """One point of a verdict.
+
+    `states` are those that `expect:` takes, in the order of its messages. `default` is what is expected where the
+    stage file is silent. `meets` are the states that meet an expectation, where that is not the same word alone.
+
+    `from_arguments`: the trainer's arguments say what is expected, so nothing is known without a record of them.
+    `enforced`: the probe ends a training that breaks it. `pairs_only`: only stages with pairs have it. `needs_plan`:
+    it is compared with the plan, and left out where no plan is recorded. `whole_run`: it must be true of each attempt
+    whose steps are in the weights. `optional`: it is left out where nothing is known of it and nothing expected, as in
+    older records. `full_length`: a shortened run, as of `launch ladder`, shows nothing of it.
+
+    `label` is its name in the live panel, which shows the state of its `events`; `alarming` states are shown in red.
+    """
+
+    name: str
+    states: tuple[str, ...]
+    observed_in: str
+    default: str | None = None
+    meets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    from_arguments: bool = False
+    enforced: bool = False
+    pairs_only: bool = False
+    needs_plan: bool = False
+    whole_run: bool = False
+    optional: bool = False
+    full_length: bool = False
+    label: str = ""
+    events: tuple[str, ...] = ()
+    alarming: tuple[str, ...] = ()
+    sentence: Sentence = _no_sentence
+
+
+def _liger(_state: str, detail: Detail) -> str | None:
+    counted = False
+    calls = []
+    for operation, counts in detail.items():
+        if operation in ("uncalled", "kwargs") or not isinstance(counts, Mapping) or not counts:
+            continue
+        counted = True
+        count = sum(counts.values())
+        if count:
+            calls.append(f"{operation} {count:,}")
+    if calls:
+        return f"calls of its kernels: {', '.join(calls)}"
+    return "no kernel of Liger was called" if counted else None
+
+
+def _packing(_state: str, detail: Detail) -> str | None:
+    return str(detail["detail"]) if detail.get("detail") else None
+
+
+def _attention(_state: str, detail: Detail) -> str | None:
+    if "announced" not in detail:
+        return None
+    return f"the log announces {detail['announced']}"
+
+
+def _batch(state: str, detail: Detail) -> str | None:
+    if state != "planned":
+        return None
+    return f"{detail['world']} of {detail['planned_world']} process(es) trained, each step as planned"
+
+
+def _data(state: str, detail: Detail) -> str | None:
+    if state != "as_planned" or not detail.get("given"):
+        return None
+    text = f"{detail['given']:,} rows were read"
+    dropped = detail["given"] - detail["kept"]
+    if dropped:
+        text += f", {dropped:,} dropped"
+    planned = detail.get("planned_steps")
+    if planned:
+        text += f"; step {detail['steps']:,} of {planned:,} planned"
+    return text
+
+
+def _cache(state: str, detail: Detail) -> str | None:
+    if state not in ("hit", "miss"):
+        return None
+    words = "found" if state == "hit" else "not there, so it was made"
+    return f"{words}: {detail['path']}" if detail.get("path") else words
+
+
+def _loss(state: str, detail: Detail) -> str | None:
+    if state not in ("finite", "zero"):
+        return None
+    counts = {"recorded by the probe": detail["counted"], "logged": detail["logged"]}
+    parts = [f"{count:,} {source}" for source, count in counts.items() if count]
+    return f"losses: {', '.join(parts)}; all finite" if parts else None
+
+
+def _gradients(state: str, detail: Detail) -> str | None:
+    if state != "true":
+        return None
+    return (
+        f"{detail['checks']:,} comparisons with autograd over {detail['parameters']:,} parameters: largest "
+        f"error {detail['largest_error']:.2g}, {detail['allowed']:.2g} is allowed"
+    )
+
+
+def _trend(_state: str, detail: Detail) -> str | None:
+    if "change" not in detail:
+        return None
+    # by a robust slope over all losses, and relative to their median: it may be more than all of it
+    return f"over {detail['losses']:,} losses the trend is {detail['change']:+.1%} (z {detail['z']:.1f})"
+
+
+def _memory(state: str, detail: Detail) -> str | None:
+    peak = detail.get("peak_allocated_gib")
+    if not peak:
+        return "no error, and no GPU memory was measured" if state == "ok" else None
+    text = f"peak {peak:.2f} GiB on a GPU"
+    parts = detail.get("planned_gib")
+    planned = parts.get("peak") if isinstance(parts, Mapping) else None
+    return f"{text}, planned {planned:.2f} GiB" if planned else text
+
+
+def _finish(_state: str, detail: Detail) -> str | None:
+    parts = []
+    last = detail.get("last_step")
+    total = detail.get("total_steps")
+    if last is not None:
+        of = f" of {total:,}" if total else ""
+        parts.append(f"step {last:,}{of} was the last")
+    parts.append("the model was saved" if detail.get("saved") else "no final save was seen")
+    during = DURING.get(str(detail.get("during")))
+    if during:
+        parts.append(f"it ended{during}")
+    if detail.get("returncode") is not None:
+        parts.append(f"exit code {detail['returncode']}")
+    return "; ".join(parts)
+
+
+def _weights(_state: str, detail: Detail) -> str | None:
+    if "share" not in detail:
+        return None
+    return f"{detail['share']:.1%} of {detail['sampled']:,} sampled weights differ from the start"
+
+
+def _resume(_state: str, detail: Detail) -> str | None:
+    return f"loss {detail['before']} before the resume, {detail['after']} after it"
+
+
+POINTS: tuple[PointType, ...] = (
+    PointType(
+        name="liger",
+        states=("engaged", "off", ANY),
+        observed_in="points",
+        meets={"applied": ("engaged", "applied"), "attempted": ("engaged", "applied", "attempted")},
+        from_arguments=True,
+        enforced=True,
+        whole_run=True,
+        label="liger",
+        alarming=("not engaged",),
+        sentence=_liger,
+    ),
+    PointType(
+        name="packing",
+        states=("isolated", "on", "off", ANY),
+        observed_in="points",
+        meets={"on": ("on", "isolated")},
+        from_arguments=True,
+        enforced=True,
+        whole_run=True,
+        label="packing",
+        events=("packing", "packing_isolation"),
+        alarming=("leaking",),
+        sentence=_packing,
+    ),
+    PointType(
+        name="attention",
+        states=(ANY, *ATTENTIONS),
+        observed_in="points",
+        enforced=True,
+        whole_run=True,
+        label="attention",
+        sentence=_attention,
+    ),
+    PointType(
+        name="batch", states=("planned", ANY), observed_in="points", needs_plan=True, whole_run=True, sentence=_batch
+    ),
+    PointType(
+        name="dataset_cache",
+        states=("hit", "miss", ANY),
+        observed_in="points",
+        enforced=True,
+        full_length=True,
+        label="data cache",
+        events=("dataset_cache",),
+        sentence=_cache,
+    ),
+    PointType(
+        name="reference_cache",
+        states=("hit", "miss", ANY),
+        observed_in="points",
+        enforced=True,
+        pairs_only=True,
+        full_length=True,
+        label="reference cache",
+        events=("reference_cache",),
+        alarming=("stale",),
+        sentence=_cache,
+    ),
+    PointType(
+        name="data", states=("as_planned", ANY), observed_in="data", whole_run=True, optional=True, sentence=_data
+    ),
+    PointType(
+        name="loss", states=("finite", ANY), observed_in="outcome", default="finite", enforced=True, sentence=_loss
+    ),
+    PointType(
+        name="gradients",
+        states=("true", ANY),
+        observed_in="outcome",
+        enforced=True,
+        whole_run=True,
+        label="gradients",
+        events=("gradients",),
+        alarming=("corrupt",),
+        sentence=_gradients,
+    ),
+    PointType(name="trend", states=("falling", ANY), observed_in="outcome", full_length=True, sentence=_trend),
+    PointType(name="memory", states=("ok", ANY), observed_in="outcome", default="ok", sentence=_memory),
+    PointType(name="finish", states=("completed", ANY), observed_in="outcome", default="completed", sentence=_finish),
+    PointType(name="weights", states=("moved", ANY), observed_in="outcome", optional=True, sentence=_weights),
+    PointType(name="model", states=("saved", ANY), observed_in="outcome", optional=True),
+    PointType(name="inputs", states=("same", ANY), observed_in="outcome", whole_run=True, optional=True),
+    PointType(name="resume", states=("continuous", ANY), observed_in="outcome", optional=True, sentence=_resume),
+)
+"""In the order of a verdict."""
+
+BY_NAME: Mapping[str, PointType] = {point.name: point for point in POINTS}
+DEFAULTS: Mapping[str, str] = {point.name: point.default for point in POINTS if point.default is not None}
+"""What is expected of a point that the stage file does not name."""

@@ -65,7 +65,7 @@ def _dry_run(request: Request, shared: Shared) -> Exit:
 
 def _run(request: Request, shared: Shared) -> Exit:
     from launcher.lifecycle import forecast, on_finish, prepare, start, supervisor
-    from launcher.runs import lease, preemption, rundir, runner
+    from launcher.runs import lease, preemption, runner
 
     format, ending = shared.format, shared.at_end()
     on_finish.require_here(ending["on_finish"])
@@ -73,24 +73,20 @@ def _run(request: Request, shared: Shared) -> Exit:
     runner.grace(os.environ.get(runner.GRACE_VARIABLE))
     preemption.grace(os.environ.get(preemption.GRACE_VARIABLE))
     with supervisor.interruptible():
-        prepared = prepare.prepare(request, running=True)
-        try:
-            prepared = forecast.with_forecast(prepared)
-            if prepared.decision.kind == "finished":
-                return _conclude_finished(prepared, shared)
-            if not (prepared.machine and prepared.machine.rank):
-                lease.require_free(prepared.output)
-                if request.rehearse or prepared.plan.stage.options.rehearse:
-                    shared.rehearse_first({"": prepared.resolved}, by_itself=False)
-            if format == "text":
-                console.findings(prepared.findings)
-                console.beginning(prepared.plan, prepared.folder.console(prepared.attempt))
-            folder, attempt = start.begin(prepared, **ending)
-            started = str(request.stage), folder, attempt, prepared.findings, format
-            return _detach(*started) if shared.detach else until_over(*started)
-        finally:
-            # the folder that was reserved, if nothing came of it
-            rundir.release(prepared.folder)
+        prepared = forecast.with_forecast(prepare.prepare(request, running=True))
+        if prepared.decision.kind == "finished":
+            return _conclude_finished(prepared, shared)
+        if not (prepared.machine and prepared.machine.rank):
+            lease.require_free(prepared.output)
+            if request.rehearse or prepared.plan.stage.options.rehearse:
+                shared.rehearse_first({"": prepared.resolved}, by_itself=False)
+        if format == "text":
+            console.findings(prepared.findings)
+        folder, attempt = start.begin(prepared, **ending)
+        if format == "text":
+            console.beginning(prepared.plan, folder.console(attempt.number))
+        started = str(request.stage), folder, attempt, prepared.findings, format
+        return _detach(*started) if shared.detach else until_over(*started)
 
 
 def _conclude_finished(prepared: Prepared, shared: Shared) -> Exit:
@@ -119,8 +115,8 @@ def _queue(request: Request, shared: Shared) -> Exit:
         message = "the job asks for one core of each machine"
         findings = (*findings, launch_finding("warning", "slurm-one-cpu", message, help))
     with supervisor.interruptible():
-        job = start.queue(prepared, **ending)
-    path = prepared.folder.path
+        folder, job = start.queue(prepared, **ending)
+    path = folder.path
     lines = (f"run: {path}", f"job: {job}", "launch runs", f"launch stop {path.name}")
     return answer(str(request.stage), shared.format, {"run": str(path), "job": job}, lines, findings)
 

@@ -154,8 +154,7 @@ def plan(bench: Bench, *, running: bool = False) -> Bench:
         trial_request = short(variant.of(request), made.plan.stage, bench.steps, root / "models", batch)
         try:
             # a trial that a killed command left may have the GPUs: it is ended later
-            prepared = prepare.prepare(replace(trial_request, runs=root, elsewhere=True), running=running)
-            rundir.release(prepared.folder)
+            prepare.prepare(replace(trial_request, runs=root, elsewhere=True), running=running)
         except InvalidConfig as error:
             wrong.append((variant.name, error))
         except NotReady as error:

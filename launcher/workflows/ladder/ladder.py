@@ -193,7 +193,6 @@ def plan_rungs(
         short = replace(request, gpus=count, overrides=overrides, fresh=True, strict=False, elsewhere=True)
         prepared = prepare.prepare(short, running=running)
         known = _predicted(prepared.plan, resolved, terms)
-        rundir.release(prepared.folder)
         rungs.append(prepared)
         # what the short stage is told of itself is not about the file
         findings += [*notes, *(known.findings if known is not None else ())]

@@ -216,7 +216,7 @@ class _Runner:
             outcome = work(self.planned.steps[row.name], row)
         except LaunchError as error:
             row.status, row.exit = "refused", int(error.exit_code)
-            # its folder was only reserved
+            # where it never began there is no folder
             row.run = row.run if row.run and os.path.isdir(row.run) else None
             stops = errors(error.findings) or error.findings
             row.reason = str(stops[0].message) if stops else str(error)
@@ -282,6 +282,7 @@ class _Runner:
             console.beginning(prepared.plan, prepared.folder.console(prepared.attempt))
         allow = self.order.allow_unproven
         outcome = experiment.of_prepared(prepared, allow_unproven=allow)
+        row.run = str(outcome.run.path)
         if not outcome.finished_before:
             return outcome
         # by what is expected of it now: that may have been changed since
@@ -337,7 +338,6 @@ def _prepared(resolved: ResolvedStage, step: PlannedStage, *, fresh: bool) -> tu
     prepared = prepare.complete(resolved.with_request(allowed=every, strict=False), running=True)
     if not prepared.decision.changes and not resolved.request.strict:
         return replace(prepared, resolved=resolved), None
-    rundir.release(prepared.folder)
     passing = {*resolved.request.allowed, *_NO_INPUT}
     changes = () if prepared.decision.kind == "new" else prepared.decision.changes
     # for these its own result, or what there is of it, is not what was requested

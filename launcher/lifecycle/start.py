@@ -15,13 +15,13 @@ from launcher import files
 from launcher.cache import folders, inputs, keys
 from launcher.errors import NotReady, errors, not_ready
 from launcher.lifecycle import manifest, supervisor
-from launcher.lifecycle.doctor import disk
-from launcher.lifecycle.prepare import Prepared, Request, in_folder, prepare
-from launcher.lifecycle.resume import decision
 from launcher.machine import devices, process
 from launcher.machine.codec import Misfit
 from launcher.machine.devices import Devices
 from launcher.paths import MODULE_FLAG, PACKAGE
+from launcher.planning.doctor import disk
+from launcher.planning.prepare import Prepared, Request, in_folder, prepare
+from launcher.planning.resume import decision
 from launcher.redaction import borrowed, redact
 from launcher.runs import attempt as attempts
 from launcher.runs import lease, preemption, rendezvous, rundir, runner, slurm

@@ -15,8 +15,9 @@ from fake_world import World, made, needs_trl
 
 from launcher import files
 from launcher.errors import Exit, NotReady, not_ready
-from launcher.lifecycle import follow, prepare, supervisor
-from launcher.lifecycle.prepare import Request
+from launcher.lifecycle import follow, supervisor
+from launcher.planning import prepare
+from launcher.planning.prepare import Request
 from launcher.report.live import View
 from launcher.runs import rundir
 from launcher.runs.rundir import RunFolder
@@ -180,7 +181,7 @@ def command(world: World, code: str, *steps: str) -> subprocess.Popen[bytes]:
     """Python with what a trial needs, and `request` for one."""
     head = (
         "import os, signal\nfrom pathlib import Path\n"
-        "from launcher.lifecycle import prepare as preparation, start\nfrom launcher.workflows import experiment\n"
+        "from launcher.lifecycle import start\nfrom launcher.planning import prepare as preparation\nfrom launcher.workflows import experiment\n"
         f"request = preparation.Request(stage='sft', config=Path({str(world.config())!r}), gpus=0, "
         f"python=Path({str(world.python())!r}))\n"
     )

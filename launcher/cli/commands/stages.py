@@ -14,7 +14,7 @@ from launcher.errors import Exit, Finding, launch_finding
 from launcher.report import console
 
 if TYPE_CHECKING:
-    from launcher.lifecycle.prepare import Prepared, Request
+    from launcher.planning.prepare import Prepared, Request
     from launcher.runs.attempt import Attempt
     from launcher.runs.rundir import RunFolder
     from launcher.verdict.check import Verdict
@@ -50,7 +50,8 @@ app.command("dpo", epilog="Example: launch dpo configs/tulu/dpo_qwen7b.yaml --gp
 
 
 def _dry_run(request: Request, shared: Shared) -> Exit:
-    from launcher.lifecycle import prepare, start
+    from launcher.lifecycle import start
+    from launcher.planning import prepare
 
     prepared = prepare.prepare(request, running=False)
     findings = (*prepared.findings, *prepare.of_earlier_run(prepared))
@@ -64,7 +65,8 @@ def _dry_run(request: Request, shared: Shared) -> Exit:
 
 
 def _run(request: Request, shared: Shared) -> Exit:
-    from launcher.lifecycle import forecast, on_finish, prepare, start, supervisor
+    from launcher.lifecycle import on_finish, start, supervisor
+    from launcher.planning import forecast, prepare
     from launcher.runs import lease, preemption, runner
 
     format, ending = shared.format, shared.at_end()
@@ -102,7 +104,8 @@ def _conclude_finished(prepared: Prepared, shared: Shared) -> Exit:
 
 
 def _queue(request: Request, shared: Shared) -> Exit:
-    from launcher.lifecycle import forecast, prepare, start, supervisor
+    from launcher.lifecycle import start, supervisor
+    from launcher.planning import forecast, prepare
     from launcher.runs import slurm
 
     ending, resolved = shared.at_end(), prepare.resolve(request, running=True)

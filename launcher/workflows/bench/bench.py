@@ -11,10 +11,10 @@ from typing import Any
 
 from launcher.config.keys import EXPECT, PAIRED
 from launcher.errors import Exit, Finding, InvalidConfig, NotReady, errors, launch_finding, not_ready, usage
-from launcher.lifecycle import prepare
-from launcher.lifecycle.prepare import Prepared, Request, ResolvedStage
 from launcher.machine import devices
 from launcher.plan.plan import Plan
+from launcher.planning import prepare
+from launcher.planning.prepare import Prepared, Request, ResolvedStage
 from launcher.report import console
 from launcher.report.html import figure
 from launcher.report.page import Lead

@@ -16,9 +16,10 @@ from typing import Any, Literal
 from launcher.artifacts import checkpoints
 from launcher.config.pipeline import placed
 from launcher.errors import Exit, Finding, LaunchError, brief, errors, launch_finding
-from launcher.lifecycle import conclude, follow, forecast, prepare
-from launcher.lifecycle.prepare import Prepared, ResolvedStage
+from launcher.lifecycle import conclude, follow
 from launcher.plan import plan
+from launcher.planning import forecast, prepare
+from launcher.planning.prepare import Prepared, ResolvedStage
 from launcher.redaction import redact
 from launcher.report import console
 from launcher.report.page import Lead

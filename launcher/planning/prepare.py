@@ -13,15 +13,15 @@ from launcher.cache.keys import Cache, environment
 from launcher.config import load
 from launcher.config.load import Config
 from launcher.errors import Finding, InvalidConfig, errors, launch_finding, usage
-from launcher.lifecycle.doctor import checks
-from launcher.lifecycle.neighbourhood import OutputPlace
-from launcher.lifecycle.resume import decision as resume
 from launcher.machine import devices, python
 from launcher.machine.devices import Devices, Look
 from launcher.machine.python import Interpreter, Trainer
 from launcher.paths import exists
 from launcher.plan import command, plan
 from launcher.plan.plan import Plan
+from launcher.planning.doctor import checks
+from launcher.planning.neighbourhood import OutputPlace
+from launcher.planning.resume import decision as resume
 from launcher.redaction import redact
 from launcher.rules import deepspeed
 from launcher.runs import lease, rendezvous, rundir

@@ -17,13 +17,13 @@ from launcher.cache import hub
 from launcher.cli.commands import app
 from launcher.config import load
 from launcher.errors import Finding, InvalidConfig
-from launcher.lifecycle.doctor import disk
-from launcher.lifecycle.resume import epochs
-from launcher.lifecycle.resume.epochs import EpochLayout
 from launcher.plan import footprint, plan
 from launcher.plan.memory import peak as memory
 from launcher.plan.memory.phases import GIB, Memory
 from launcher.plan.memory.setup import Setup, Sharding
+from launcher.planning.doctor import disk
+from launcher.planning.resume import epochs
+from launcher.planning.resume.epochs import EpochLayout
 from launcher.probe.watching import Probe
 from launcher.rules.open_instruct import olmo_core
 from launcher.runs import rendezvous

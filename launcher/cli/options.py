@@ -22,7 +22,7 @@ from launcher.report import console
 
 if TYPE_CHECKING:
     # only for annotations: validation must not pay for importing what starts a run
-    from launcher.lifecycle.prepare import Request, ResolvedStage
+    from launcher.planning.prepare import Request, ResolvedStage
     from launcher.runs.rundir import RunFolder
     from launcher.runs.slurm import Options
     from launcher.upstream.locate import Locator
@@ -222,7 +222,7 @@ class Shared:
 
     def request(self, **more: Any) -> Request:
         """The request of these options; `more` are further fields, or others than these."""
-        from launcher.lifecycle.prepare import Request
+        from launcher.planning.prepare import Request
 
         names = "stage config gpus nodes devices python allow_unpinned strict rehearse node_rank main_address"
         fields = {name: getattr(self, name) for name in names.split()} | {

@@ -1,1 +1,1 @@
-"""One start from request to verdict. Start with `prepare.prepare`, then `start.begin`."""
+"""One start, from a plan to its verdict. Start with `start.begin`."""

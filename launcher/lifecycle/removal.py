@@ -19,11 +19,11 @@ from pathlib import Path
 
 from launcher.artifacts import digest, layout
 from launcher.errors import NotReady, UsageError, not_ready, usage
-from launcher.lifecycle import checksums
 from launcher.machine import locks, trees
 from launcher.machine.sizes import sized
 from launcher.machine.trees import Budget, TreeEntry
 from launcher.paths import canonical, exists
+from launcher.planning import checksums
 from launcher.report import overview
 from launcher.runs import inventory, lease, outputs, rundir, runner
 from launcher.runs.inventory import FileState

@@ -15,13 +15,13 @@ from launcher import files
 from launcher.cache import folders, inputs, keys
 from launcher.errors import NotReady, errors, not_ready
 from launcher.lifecycle import manifest, supervisor
-from launcher.lifecycle.doctor import disk
-from launcher.lifecycle.prepare import Prepared, Request, prepare
-from launcher.lifecycle.resume import decision
 from launcher.machine import devices, process
 from launcher.machine.codec import Misfit
 from launcher.machine.devices import Devices
 from launcher.paths import MODULE_FLAG, PACKAGE
+from launcher.planning.doctor import disk
+from launcher.planning.prepare import Prepared, Request, in_folder, prepare
+from launcher.planning.resume import decision
 from launcher.redaction import borrowed, redact
 from launcher.runs import attempt as attempts
 from launcher.runs import lease, preemption, rendezvous, rundir, runner, slurm
@@ -35,25 +35,50 @@ LONGEST_WARNING_S = 1800
 
 def begin(prepared: Prepared, **at_end: Any) -> tuple[RunFolder, Attempt]:
     """Start the keeper of this machine; training runs at return. `at_end` are fields of `Attempt`. Raises NotReady."""
-    here, attempt = prepared.machine, _attempt(prepared, **at_end)
-    if here is not None:
-        attempt = replace(attempt, argv=rendezvous.filled(attempt.argv, here), rank=here.rank)
-    folder = prepared.folder.node(attempt.rank)
-    try:
-        rendezvous.check_port(here)
+    machine = prepared.machine
+    rendezvous.check_port(machine)
+    with _reserved(prepared) as prepared:
+        attempt = _attempt(prepared, **at_end)
+        if machine is not None:
+            attempt = replace(attempt, argv=rendezvous.filled(attempt.argv, machine), rank=machine.rank)
+        folder = prepared.folder.node(attempt.rank)
         if not attempt.rank:
             _require_not_queued(folder)
         output = None if attempt.rank else prepared.output
-        with runner.lock_run(folder, attempt.number, output) as (granted, locks), _taken_back(folder):
+        with (
+            _released(folder),
+            runner.lock_run(folder, attempt.number, output) as (granted, locks),
+            _taken_back(folder),
+        ):
             if not attempt.rank or not prepared.folder.manifest.exists():
                 _make(prepared, attempt)
             attempt.write(folder)
             _keep(folder, attempt, granted, locks, prepared.devices or Devices())
-    finally:
-        # the folder that was reserved, if nothing came of it
-        rundir.release(folder)
-        rundir.release(prepared.folder)
     return folder, attempt
+
+
+@contextlib.contextmanager
+def _reserved(prepared: Prepared) -> Iterator[Prepared]:
+    """Make the run folder of a new run, the first thing that a start writes; removed again if nothing begins.
+
+    Yields the same start, in a folder of another name where a start at the same time took the planned one.
+    """
+    if not prepared.is_new:
+        yield prepared
+        return
+    folder = rundir.reserve(prepared.folder)
+    with _released(folder):
+        yield prepared if folder == prepared.folder else in_folder(prepared, folder)
+
+
+@contextlib.contextmanager
+def _released(folder: RunFolder) -> Iterator[None]:
+    """Remove a folder that is empty when what is inside has failed."""
+    try:
+        yield
+    except BaseException:
+        rundir.release(folder)
+        raise
 
 
 def _require_not_queued(folder: RunFolder) -> None:
@@ -65,17 +90,20 @@ def _require_not_queued(folder: RunFolder) -> None:
         raise not_ready("run-is-live", message, help, file=str(folder.path))
 
 
-def queue(prepared: Prepared, **at_end: Any) -> str:
-    """Make the run folder and hand it to Slurm, for `launch exec` on every node; returns the job. Raises NotReady."""
-    folder, attempt = prepared.folder, _attempt(prepared, **at_end)
-    try:
-        with runner.lock_run(folder, attempt.number, prepared.output), _taken_back(folder):
+def queue(prepared: Prepared, **at_end: Any) -> tuple[RunFolder, str]:
+    """Make the run folder and hand it to Slurm, for `launch exec` on every node. Raises NotReady.
+
+    Returns the folder and the job.
+    """
+    with _reserved(prepared) as prepared:
+        folder = prepared.folder
+        attempt = _attempt(prepared, **at_end)
+        with _released(folder), runner.lock_run(folder, attempt.number, prepared.output), _taken_back(folder):
             _require_not_queued(folder)
             _make(prepared, attempt)
             attempt.write(folder)
-            return slurm.submit(folder, batch_script(prepared), os.environ)
-    finally:
-        rundir.release(folder)
+            job = slurm.submit(folder, batch_script(prepared), os.environ)
+    return folder, job
 
 
 def batch_script(prepared: Prepared) -> str:

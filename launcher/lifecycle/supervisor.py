@@ -17,9 +17,10 @@ from functools import partial
 from pathlib import Path
 
 from launcher.errors import Finding, LaunchError, NotReady, brief, not_ready
-from launcher.lifecycle import checksums, conclude, on_finish, standstill
+from launcher.lifecycle import conclude, on_finish, standstill
 from launcher.machine import isolation, process
 from launcher.paths import PROJECT
+from launcher.planning import checksums
 from launcher.report import overview
 from launcher.runs import attempt as attempts
 from launcher.runs import inventory, lease, preemption, rundir, runner

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -105,17 +106,15 @@ def state_folder() -> Path:
     return Path(base) / "launch"
 
 
-def choose(
-    stage: str, name: str, output: Path | None, root: Path, *, reserve: bool = False, rank: int = 0
-) -> tuple[RunFolder, int]:
-    """The newest run into this output, else a new one, made with `reserve`; and the next attempt of this `rank`."""
+def choose(stage: str, name: str, output: Path | None, root: Path, *, rank: int = 0) -> tuple[RunFolder, int]:
+    """The newest run into this output, else a free name for one, not made; and the next attempt of this `rank`."""
     # as a manifest holds it
     wanted = None if output is None else canonical(Path(redact(str(output))))
     for folder in _runs_into(wanted, root) if wanted is not None else ():
         record = read_manifest(folder)
         if record.stage == stage and record.output is not None and canonical(record.output) == wanted:
             return folder, folder.node(rank).attempts() + 1
-    return RunFolder(new_folder(root, stage, name, reserve=reserve)), 1
+    return free_folder(root, stage, name), 1
 
 
 def _runs_into(output: Path, root: Path) -> Iterator[RunFolder]:
@@ -129,34 +128,45 @@ def _runs_into(output: Path, root: Path) -> Iterator[RunFolder]:
             yield RunFolder(summary.path)
 
 
-def new_folder(root: Path, kind: str, name: str, *, reserve: bool = True) -> Path:
-    """A place for a new run, or several together, made with `reserve`: `<UTC time>-<kind>-<name>`. Raises NotReady."""
+def new_folder(root: Path, kind: str, name: str) -> Path:
+    """Make a folder for a new run, or several together: `<UTC time>-<kind>-<name>`. Raises NotReady."""
+    return reserve(free_folder(root, kind, name)).path
+
+
+def free_folder(root: Path, kind: str, name: str) -> RunFolder:
+    """A name that no run here has: `<UTC time>-<kind>-<name>`. Nothing is made."""
     now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
     stem = f"{now}-{kind}-{dashed(redact(name)).strip('-')[:100] or 'run'}"
-    path, count = root / stem, 1
-    while not _free(path, reserve):
-        count += 1
-        path = root / f"{stem}-{count}"
-    return path
+    for path in _numbered(root / stem):
+        if not path.exists():
+            return RunFolder(path)
+    raise AssertionError("there is a number for every folder")
+
+
+def reserve(folder: RunFolder) -> RunFolder:
+    """Make the folder of a new run, or one beside it where another start took its name. Raises NotReady."""
+    for path in _numbered(folder.path):
+        with writing(path):
+            path.parent.mkdir(OWN, parents=True, exist_ok=True)
+            with contextlib.suppress(FileExistsError):
+                path.mkdir(OWN)
+                return RunFolder(path)
+    raise AssertionError("there is a number for every folder")
+
+
+def _numbered(path: Path) -> Iterator[Path]:
+    """A path, and with `-2`, `-3` and so on at its end."""
+    yield path
+    for number in itertools.count(2):
+        yield path.with_name(f"{path.name}-{number}")
 
 
 def dashed(text: str) -> str:
     return _UNSAFE.sub("-", text)
 
 
-def _free(path: Path, reserve: bool) -> bool:
-    if not reserve:
-        return not path.exists()
-    with writing(path):
-        path.parent.mkdir(OWN, parents=True, exist_ok=True)
-        with contextlib.suppress(FileExistsError):
-            path.mkdir(OWN)
-            return True
-    return False
-
-
 def release(folder: RunFolder) -> None:
-    """Take back a reserved folder that nothing was written into."""
+    """Remove a reserved folder that nothing was written into."""
     with contextlib.suppress(OSError):
         folder.path.rmdir()
 

@@ -15,10 +15,11 @@ from typing import Any
 
 from launcher import files
 from launcher.errors import Exit, Finding, LaunchError, brief, launch_finding
-from launcher.lifecycle import conclude, follow, forecast, start, stop
-from launcher.lifecycle.prepare import Prepared
+from launcher.lifecycle import conclude, follow, start, stop
 from launcher.machine import locks, process
 from launcher.plan.plan import Plan
+from launcher.planning import forecast
+from launcher.planning.prepare import Prepared
 from launcher.redaction import redact
 from launcher.report import page as report_page
 from launcher.report import series

@@ -14,7 +14,7 @@ import pytest
 from real_training import needs_open_instruct, needs_trl
 
 from launcher.config import load
-from launcher.lifecycle.prepare import Request, judge
+from launcher.planning.prepare import Request, judge
 from launcher.workflows.rehearse.ask import Servers, described
 from launcher.workflows.rehearse.rehearsal import Attempts
 

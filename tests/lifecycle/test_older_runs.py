@@ -20,9 +20,9 @@ from real_training import needs_trl
 
 from launcher.cli.main import main
 from launcher.errors import Exit
-from launcher.lifecycle import prepare
-from launcher.lifecycle.prepare import Request
-from launcher.lifecycle.resume.decision import Decision
+from launcher.planning import prepare
+from launcher.planning.prepare import Request
+from launcher.planning.resume.decision import Decision
 
 FINISHED, KILLED = "20261124T110632Z-sft-sft", "20261124T110709Z-sft-killed"
 

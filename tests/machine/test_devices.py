@@ -14,11 +14,11 @@ import pytest
 from fake_smi import Smi, uuid
 
 from launcher.errors import NotReady, UsageError
-from launcher.lifecycle import prepare
-from launcher.lifecycle.prepare import Request
 from launcher.machine import devices
 from launcher.machine.devices import Devices, Slot
 from launcher.machine.python import Gpu
+from launcher.planning import prepare
+from launcher.planning.prepare import Request
 
 BUSY = 70000
 

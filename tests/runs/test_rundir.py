@@ -77,8 +77,20 @@ def test_any_name_makes_a_folder_below_the_root(root: Path, name: str, shown: st
     assert folder.path.name.partition("-dpo-")[2] == shown
 
 
-def test_a_reserved_folder_is_taken_back_only_if_empty(root: Path) -> None:
-    folder, _ = rundir.choose("sft", "a", None, root, reserve=True)
+def test_choosing_a_folder_makes_none(root: Path) -> None:
+    folder, attempt = rundir.choose("sft", "a", None, root)
+    assert attempt == 1
+    assert not folder.path.exists()
+
+
+def test_two_starts_of_one_second_get_two_folders(root: Path) -> None:
+    folder, _ = rundir.choose("sft", "a", None, root)
+    assert rundir.reserve(folder) == folder
+    assert rundir.reserve(folder).path.name == f"{folder.path.name}-2"
+
+
+def test_a_reserved_folder_is_removed_only_if_empty(root: Path) -> None:
+    folder = rundir.reserve(rundir.free_folder(root, "sft", "a"))
     (folder.path / "x").touch()
     rundir.release(folder)
     assert folder.path.is_dir()
@@ -91,10 +103,10 @@ def test_a_reserved_folder_is_taken_back_only_if_empty(root: Path) -> None:
 def test_a_runs_folder_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "runs").touch()
     with pytest.raises(NotReady, match="cannot be written") as caught:
-        rundir.choose("sft", "a", None, tmp_path / "runs", reserve=True)
+        rundir.new_folder(tmp_path / "runs", "sft", "a")
     assert [f.code for f in caught.value.findings] == ["runs-not-writable"]
     with pytest.raises(NotReady, match="cannot be written"):
-        rundir.choose("sft", "a", None, tmp_path / "runs" / "deeper", reserve=True)
+        rundir.new_folder(tmp_path / "runs" / "deeper", "sft", "a")
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

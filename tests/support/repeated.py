@@ -12,10 +12,10 @@ from plans import built, from_text, planned, trainer
 from launcher import files
 from launcher.cache import inputs
 from launcher.lifecycle import manifest
-from launcher.lifecycle.resume import decision as resume
-from launcher.lifecycle.resume.decision import Decision
 from launcher.plan import plan
 from launcher.plan.plan import Plan
+from launcher.planning.resume import decision as resume
+from launcher.planning.resume.decision import Decision
 from launcher.runs import rundir
 from launcher.runs.record import Manifest
 from launcher.runs.rundir import RunFolder

@@ -9,10 +9,10 @@ from conftest import REPOSITORY
 
 from launcher.artifacts import architecture, lengths
 from launcher.errors import InvalidConfig
-from launcher.lifecycle import prepare
-from launcher.lifecycle.prepare import Request
 from launcher.machine import datasheets
 from launcher.plan import footprint, plan
+from launcher.planning import prepare
+from launcher.planning.prepare import Request
 from launcher.workflows.bench.comparison import SPEED, Sample
 from launcher.workflows.tune.search import Search, Trial
 from launcher.workflows.tune.space import Candidate, Settings, Space

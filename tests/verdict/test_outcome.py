@@ -22,9 +22,10 @@ from test_check import Run, brief, sft, step
 from launcher import files
 from launcher.artifacts.fingerprint import of_data, of_model
 from launcher.cache import inputs
-from launcher.lifecycle import checksums, start
-from launcher.lifecycle.resume.decision import Decision
+from launcher.lifecycle import start
 from launcher.machine import process as machine_process
+from launcher.planning import checksums
+from launcher.planning.resume.decision import Decision
 from launcher.probe.watching.optimizer import Movement, Optimizer
 from launcher.probe.watching.process import EventLog, Process, Settings
 from launcher.probe.watching.trainers import note_saved

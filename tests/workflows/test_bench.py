@@ -17,7 +17,7 @@ from fake_world import World, needs_trl, until
 
 from launcher.config import durations
 from launcher.errors import InvalidConfig, NotReady, UsageError
-from launcher.lifecycle.prepare import Request
+from launcher.planning.prepare import Request
 from launcher.runs import rundir
 from launcher.workflows.bench import bench, measure, variants
 from launcher.workflows.bench.comparison import SPEED, CurveStep, Sample, compare

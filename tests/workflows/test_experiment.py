@@ -14,9 +14,10 @@ from conftest import PATIENCE_S, REPOSITORY
 from fake_world import World, made, needs_trl
 
 from launcher import files
-from launcher.errors import Exit, NotReady
-from launcher.lifecycle import follow, prepare
-from launcher.lifecycle.prepare import Request
+from launcher.errors import Exit, NotReady, not_ready
+from launcher.lifecycle import follow, supervisor
+from launcher.planning import prepare
+from launcher.planning.prepare import Request
 from launcher.report.live import View
 from launcher.runs import rundir
 from launcher.runs.rundir import RunFolder
@@ -125,6 +126,35 @@ def test_a_run_lies_below_the_folder_that_several_share(world: World, monkeypatc
     assert world.quiet()
 
 
+def test_nothing_is_on_disk_before_a_run_begins(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = asked(world, monkeypatch, "print=2")
+    prepared = prepare.prepare(replace(request, runs=world.runs), running=True)
+    assert not world.runs.exists()
+    # nor is anything left of a start that is refused
+    with monkeypatch.context() as refused, pytest.raises(NotReady):
+        refused.setattr(supervisor, "spawn", refuse)
+        experiment.of_prepared(prepared)
+    assert not list(world.runs.iterdir())
+
+
+def refuse(*_words: object) -> None:
+    raise not_ready("run-is-live", "no process can be started")
+
+
+def test_two_starts_that_planned_the_same_folder_get_one_each(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = replace(asked(world, monkeypatch, "print=2", output_dir=None), runs=world.runs)
+    first = prepare.prepare(request, running=True)
+    second = prepare.in_folder(prepare.prepare(request, running=True), first.folder)
+    runs = [experiment.of_prepared(prepared).run for prepared in (first, second)]
+    assert runs[1].path.name == f"{runs[0].path.name}-2"
+    # each has its probe and its model in its own folder
+    for folder in runs:
+        attempt = json.loads(folder.start.read_text())
+        assert json.loads(attempt["env"]["LAUNCH_PROBE"])["out"] == str(folder.path / "probe")
+        assert attempt["output"] == str(folder.path / "model")
+        assert str(folder.path / "model") in attempt["argv"]
+
+
 def test_one_whose_time_is_up_is_stopped_with_all_its_processes(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAUNCH_GRACE", "1,1,1")
     request = asked(world, monkeypatch, "ignore=INT", "child=same", "pid=leader", "sleep=600")
@@ -151,7 +181,7 @@ def command(world: World, code: str, *steps: str) -> subprocess.Popen[bytes]:
     """Python with what a trial needs, and `request` for one."""
     head = (
         "import os, signal\nfrom pathlib import Path\n"
-        "from launcher.lifecycle import prepare as preparation, start\nfrom launcher.workflows import experiment\n"
+        "from launcher.lifecycle import start\nfrom launcher.planning import prepare as preparation\nfrom launcher.workflows import experiment\n"
         f"request = preparation.Request(stage='sft', config=Path({str(world.config())!r}), gpus=0, "
         f"python=Path({str(world.python())!r}))\n"
     )

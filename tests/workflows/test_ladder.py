@@ -16,8 +16,8 @@ from fake_world import World, needs_trl, until
 
 from launcher import files
 from launcher.errors import Exit
-from launcher.lifecycle.forecast import ForecastOptions
-from launcher.lifecycle.prepare import Prepared, Request
+from launcher.planning.forecast import ForecastOptions
+from launcher.planning.prepare import Prepared, Request
 from launcher.verdict import check
 from launcher.workflows import experiment
 from launcher.workflows.experiment import Outcome

@@ -11,8 +11,8 @@ from experiment import Here, shaped
 from fake_world import World, needs_trl
 from loads import Loads, counted
 
-from launcher.lifecycle import prepare
-from launcher.lifecycle.prepare import Request
+from launcher.planning import prepare
+from launcher.planning.prepare import Request
 from launcher.stage.stage import Stage
 from launcher.workflows import experiment
 from launcher.workflows.bench import measure

@@ -20,7 +20,7 @@ from loads import counted
 from launcher.cli import main
 from launcher.config import pipeline
 from launcher.errors import InvalidConfig, UsageError
-from launcher.lifecycle.prepare import Request
+from launcher.planning.prepare import Request
 from launcher.runs import lease, rundir
 from launcher.workflows.pipeline import plan
 from launcher.workflows.pipeline.plan import PipelineRequest

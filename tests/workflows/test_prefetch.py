@@ -20,10 +20,10 @@ from saved import UNKNOWN, tensors
 
 from launcher.cache import entries, folders, hub
 from launcher.cli.main import main
-from launcher.lifecycle import prepare as preparation
-from launcher.lifecycle.prepare import Request
 from launcher.plan import plan
 from launcher.plan.plan import Plan
+from launcher.planning import prepare as preparation
+from launcher.planning.prepare import Request
 
 CONFIGS = REPOSITORY / "configs" / "demo"
 COMMIT = "a" * 40

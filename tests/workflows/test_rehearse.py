@@ -23,8 +23,8 @@ from typer.testing import CliRunner
 from launcher.cli.commands import app
 from launcher.cli.main import main
 from launcher.errors import Exit, Finding, InvalidConfig, NotReady, launch_finding, not_ready
-from launcher.lifecycle.prepare import Request, judge, resolve
 from launcher.machine.python import Trainer, find_trainer
+from launcher.planning.prepare import Request, judge, resolve
 from launcher.stage.stage import Judged
 from launcher.upstream.trainers import BACKENDS
 from launcher.workflows.rehearse import ask, memory, rehearsal, scratch

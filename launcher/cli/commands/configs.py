@@ -19,7 +19,7 @@ from launcher.paths import can_be_name, exists, shipped
 from launcher.report import console
 
 if TYPE_CHECKING:
-    from launcher.lifecycle.prepare import Request
+    from launcher.planning.prepare import Request
     from launcher.stage.fix import Fix
     from launcher.upstream.locate import Locator
 
@@ -91,7 +91,7 @@ def _judge_all(
     if not deep:
         yield from ((path, *_judge_file(path, shared)) for path in paths)
         return
-    from launcher.lifecycle import prepare
+    from launcher.planning import prepare
     from launcher.workflows.rehearse import ask, rehearsal
 
     with ask.Servers() as servers:
@@ -124,7 +124,7 @@ def _judge_file(path: Path, shared: Shared) -> tuple[dict[str, object], tuple[Fi
 
 def _judge_pipeline(path: Path, shared: Shared) -> tuple[dict[str, object], tuple[Finding, ...]]:
     from launcher.config import pipeline
-    from launcher.lifecycle.prepare import Request
+    from launcher.planning.prepare import Request
     from launcher.workflows.pipeline.plan import PipelineRequest, plan_stages
 
     try:
@@ -202,7 +202,7 @@ def explain(
 
 def _derived(request: Request) -> dict[str, tuple[object, str]]:
     """What launch sets for this stage file, with the reason; nothing where the file is invalid."""
-    from launcher.lifecycle import prepare
+    from launcher.planning import prepare
 
     try:
         plan = prepare.prepare(request, running=False).plan

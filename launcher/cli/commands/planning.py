@@ -34,7 +34,7 @@ def plan(
     why: bool = Option(False, "--why", help="show every part with its formula"),
 ) -> Exit:
     """Predict batch, steps, memory, time and cost on N GPUs."""
-    from launcher.lifecycle import forecast, prepare
+    from launcher.planning import forecast, prepare
     from launcher.workflows.rehearse import rehearsal
 
     counts = forecast.counts(gpus)
@@ -78,7 +78,7 @@ def doctor(
 
     Looks at the packages by importing them, at GPUs, driver, disk and caches.
     """
-    from launcher.lifecycle.doctor import readiness
+    from launcher.planning.doctor import readiness
 
     request = shared.request(config=config or Path(), overrides=overrides or ())
     examine = partial(readiness.of_stage, request)
@@ -106,7 +106,7 @@ def preview(
 
     The trainer's own code prepares them, on the CPU and without weights. Rows that are cut or dropped are counted.
     """
-    from launcher.lifecycle import prepare
+    from launcher.planning import prepare
     from launcher.workflows.preview import preview, text
 
     judged, trainer = prepare.judge(shared.request())
@@ -124,7 +124,7 @@ def rehearse(
 
     It is the real training script, a model of the same architecture, and the first 64 rows.
     """
-    from launcher.lifecycle import prepare
+    from launcher.planning import prepare
     from launcher.workflows.rehearse import rehearsal
 
     judged, trainer = prepare.judge(shared.request())
@@ -143,7 +143,7 @@ def rehearse(
 @takes("request", "gpus", "nodes", "strict", "rehearse")
 def prepare(shared: Shared) -> Exit:
     """Download and tokenize what a run needs; uses no GPU."""
-    from launcher.lifecycle.prepare import resolve
+    from launcher.planning.prepare import resolve
     from launcher.workflows.prefetch import prefetch
 
     resolved = resolve(shared.request(elsewhere=True), running=False)
@@ -167,7 +167,7 @@ def ladder(
 
     Ends with go or no-go, and what the full run takes.
     """
-    from launcher.lifecycle import forecast
+    from launcher.planning import forecast
     from launcher.workflows.ladder import ladder
 
     counts = forecast.counts(gpus)
@@ -250,7 +250,7 @@ def tune(
     Global batch and loss stay; the result is written as a stage file.
     """
     from launcher.config import durations
-    from launcher.lifecycle.prepare import resolve
+    from launcher.planning.prepare import resolve
     from launcher.workflows.bench import bench, comparison
     from launcher.workflows.tune import tune
 

@@ -14,7 +14,7 @@ from launcher.errors import Exit, Finding, launch_finding
 from launcher.report import console
 
 if TYPE_CHECKING:
-    from launcher.lifecycle.prepare import Prepared, Request
+    from launcher.planning.prepare import Prepared, Request
     from launcher.runs.attempt import Attempt
     from launcher.runs.rundir import RunFolder
     from launcher.verdict.check import Verdict
@@ -50,7 +50,8 @@ app.command("dpo", epilog="Example: launch dpo configs/tulu/dpo_qwen7b.yaml --gp
 
 
 def _dry_run(request: Request, shared: Shared) -> Exit:
-    from launcher.lifecycle import prepare, start
+    from launcher.lifecycle import start
+    from launcher.planning import prepare
 
     prepared = prepare.prepare(request, running=False)
     findings = (*prepared.findings, *prepare.of_earlier_run(prepared))
@@ -64,8 +65,9 @@ def _dry_run(request: Request, shared: Shared) -> Exit:
 
 
 def _run(request: Request, shared: Shared) -> Exit:
-    from launcher.lifecycle import forecast, on_finish, prepare, start, supervisor
-    from launcher.runs import lease, preemption, rundir, runner
+    from launcher.lifecycle import on_finish, start, supervisor
+    from launcher.planning import forecast, prepare
+    from launcher.runs import lease, preemption, runner
 
     format, ending = shared.format, shared.at_end()
     on_finish.require_here(ending["on_finish"])
@@ -73,24 +75,20 @@ def _run(request: Request, shared: Shared) -> Exit:
     runner.grace(os.environ.get(runner.GRACE_VARIABLE))
     preemption.grace(os.environ.get(preemption.GRACE_VARIABLE))
     with supervisor.interruptible():
-        prepared = prepare.prepare(request, running=True)
-        try:
-            prepared = forecast.with_forecast(prepared)
-            if prepared.decision.kind == "finished":
-                return _conclude_finished(prepared, shared)
-            if not (prepared.machine and prepared.machine.rank):
-                lease.require_free(prepared.output)
-                if request.rehearse or prepared.plan.stage.options.rehearse:
-                    shared.rehearse_first({"": prepared.resolved}, by_itself=False)
-            if format == "text":
-                console.findings(prepared.findings)
-                console.beginning(prepared.plan, prepared.folder.console(prepared.attempt))
-            folder, attempt = start.begin(prepared, **ending)
-            started = str(request.stage), folder, attempt, prepared.findings, format
-            return _detach(*started) if shared.detach else until_over(*started)
-        finally:
-            # the folder that was reserved, if nothing came of it
-            rundir.release(prepared.folder)
+        prepared = forecast.with_forecast(prepare.prepare(request, running=True))
+        if prepared.decision.kind == "finished":
+            return _conclude_finished(prepared, shared)
+        if not (prepared.machine and prepared.machine.rank):
+            lease.require_free(prepared.output)
+            if request.rehearse or prepared.plan.stage.options.rehearse:
+                shared.rehearse_first({"": prepared.resolved}, by_itself=False)
+        if format == "text":
+            console.findings(prepared.findings)
+        folder, attempt = start.begin(prepared, **ending)
+        if format == "text":
+            console.beginning(prepared.plan, folder.console(attempt.number))
+        started = str(request.stage), folder, attempt, prepared.findings, format
+        return _detach(*started) if shared.detach else until_over(*started)
 
 
 def _conclude_finished(prepared: Prepared, shared: Shared) -> Exit:
@@ -106,7 +104,8 @@ def _conclude_finished(prepared: Prepared, shared: Shared) -> Exit:
 
 
 def _queue(request: Request, shared: Shared) -> Exit:
-    from launcher.lifecycle import forecast, prepare, start, supervisor
+    from launcher.lifecycle import start, supervisor
+    from launcher.planning import forecast, prepare
     from launcher.runs import slurm
 
     ending, resolved = shared.at_end(), prepare.resolve(request, running=True)
@@ -119,8 +118,8 @@ def _queue(request: Request, shared: Shared) -> Exit:
         message = "the job asks for one core of each machine"
         findings = (*findings, launch_finding("warning", "slurm-one-cpu", message, help))
     with supervisor.interruptible():
-        job = start.queue(prepared, **ending)
-    path = prepared.folder.path
+        folder, job = start.queue(prepared, **ending)
+    path = folder.path
     lines = (f"run: {path}", f"job: {job}", "launch runs", f"launch stop {path.name}")
     return answer(str(request.stage), shared.format, {"run": str(path), "job": job}, lines, findings)
 

@@ -11,10 +11,10 @@ from typing import Any
 
 from launcher.config.keys import EXPECT, PAIRED
 from launcher.errors import Exit, Finding, InvalidConfig, NotReady, errors, launch_finding, not_ready, usage
-from launcher.lifecycle import prepare
-from launcher.lifecycle.prepare import Prepared, Request, ResolvedStage
 from launcher.machine import devices
 from launcher.plan.plan import Plan
+from launcher.planning import prepare
+from launcher.planning.prepare import Prepared, Request, ResolvedStage
 from launcher.report import console
 from launcher.report.html import figure
 from launcher.report.page import Lead
@@ -155,8 +155,7 @@ def plan(bench: Bench, *, running: bool = False) -> Bench:
         trial_request = short(variant.of(request), made.plan.stage, bench.steps, root / "models", batch)
         try:
             # a trial that a killed command left may have the GPUs: it is ended later
-            prepared = prepare.prepare(replace(trial_request, runs=root, elsewhere=True), running=running)
-            rundir.release(prepared.folder)
+            prepare.prepare(replace(trial_request, runs=root, elsewhere=True), running=running)
         except InvalidConfig as error:
             wrong.append((variant.name, error))
         except NotReady as error:

@@ -13,12 +13,12 @@ from typing import Any
 from launcher.cache import inputs
 from launcher.config.keys import PAIRED
 from launcher.errors import Exit, LaunchError, errors
-from launcher.lifecycle import prepare
-from launcher.lifecycle.prepare import Request
 from launcher.machine import python
 from launcher.machine.git import Repository
 from launcher.machine.python import Trainer
 from launcher.plan.plan import Plan
+from launcher.planning import prepare
+from launcher.planning.prepare import Request
 from launcher.runs import rundir
 from launcher.stage.stage import Stage
 from launcher.verdict import evidence, metrics

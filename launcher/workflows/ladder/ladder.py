@@ -19,12 +19,12 @@ from launcher.artifacts import lengths
 from launcher.cache import inputs
 from launcher.config.load import spelt
 from launcher.errors import Exit, Finding, InvalidConfig, LaunchError, errors, launch_finding, not_ready, usage
-from launcher.lifecycle import forecast, prepare
-from launcher.lifecycle.forecast import ForecastOptions
-from launcher.lifecycle.prepare import Prepared, Request, ResolvedStage
 from launcher.machine import python
 from launcher.plan import plan
 from launcher.plan.plan import Plan
+from launcher.planning import forecast, prepare
+from launcher.planning.forecast import ForecastOptions
+from launcher.planning.prepare import Prepared, Request, ResolvedStage
 from launcher.report import console
 from launcher.report.page import Lead
 from launcher.runs import rundir
@@ -193,7 +193,6 @@ def plan_rungs(
         short = replace(request, gpus=count, overrides=overrides, fresh=True, strict=False, elsewhere=True)
         prepared = prepare.prepare(short, running=running)
         known = _predicted(prepared.plan, resolved, terms)
-        rundir.release(prepared.folder)
         rungs.append(prepared)
         # what the short stage is told of itself is not about the file
         findings += [*notes, *(known.findings if known is not None else ())]

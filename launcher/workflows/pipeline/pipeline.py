@@ -16,9 +16,10 @@ from typing import Any, Literal
 from launcher.artifacts import checkpoints
 from launcher.config.pipeline import placed
 from launcher.errors import Exit, Finding, LaunchError, brief, errors, launch_finding
-from launcher.lifecycle import conclude, follow, forecast, prepare
-from launcher.lifecycle.prepare import Prepared, ResolvedStage
+from launcher.lifecycle import conclude, follow
 from launcher.plan import plan
+from launcher.planning import forecast, prepare
+from launcher.planning.prepare import Prepared, ResolvedStage
 from launcher.redaction import redact
 from launcher.report import console
 from launcher.report.page import Lead
@@ -216,7 +217,7 @@ class _Runner:
             outcome = work(self.planned.steps[row.name], row)
         except LaunchError as error:
             row.status, row.exit = "refused", int(error.exit_code)
-            # its folder was only reserved
+            # where it never began there is no folder
             row.run = row.run if row.run and os.path.isdir(row.run) else None
             stops = errors(error.findings) or error.findings
             row.reason = str(stops[0].message) if stops else str(error)
@@ -282,6 +283,7 @@ class _Runner:
             console.beginning(prepared.plan, prepared.folder.console(prepared.attempt))
         allow = self.order.allow_unproven
         outcome = experiment.of_prepared(prepared, allow_unproven=allow)
+        row.run = str(outcome.run.path)
         if not outcome.finished_before:
             return outcome
         # by what is expected of it now: that may have been changed since
@@ -337,7 +339,6 @@ def _prepared(resolved: ResolvedStage, step: PlannedStage, *, fresh: bool) -> tu
     prepared = prepare.complete(resolved.with_request(allowed=every, strict=False), running=True)
     if not prepared.decision.changes and not resolved.request.strict:
         return replace(prepared, resolved=resolved), None
-    rundir.release(prepared.folder)
     passing = {*resolved.request.allowed, *_NO_INPUT}
     changes = () if prepared.decision.kind == "new" else prepared.decision.changes
     # for these its own result, or what there is of it, is not what was requested

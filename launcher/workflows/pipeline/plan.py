@@ -15,13 +15,13 @@ from launcher.config import load, pipeline
 from launcher.config.load import Config, spelt
 from launcher.config.pipeline import Chain, Link
 from launcher.errors import Finding, InvalidConfig, NotReady, brief, errors, launch_finding, not_ready, usage
-from launcher.lifecycle import prepare
-from launcher.lifecycle.doctor import checks
-from launcher.lifecycle.prepare import Prepared, Request, ResolvedStage
-from launcher.lifecycle.resume import changes, decision
 from launcher.paths import canonical
 from launcher.plan import plan
 from launcher.plan.plan import Plan
+from launcher.planning import prepare
+from launcher.planning.doctor import checks
+from launcher.planning.prepare import Prepared, Request, ResolvedStage
+from launcher.planning.resume import changes, decision
 from launcher.runs import runner
 from launcher.stage import stage
 from launcher.upstream.schema import Values

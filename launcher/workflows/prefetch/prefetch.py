@@ -24,13 +24,13 @@ from launcher.cache.hub import Part
 from launcher.cache.keys import Cache
 from launcher.config.load import spelt
 from launcher.errors import Exit, Finding, InvalidConfig, LaunchError, NotReady, errors, launch_finding
-from launcher.lifecycle.doctor import checks
-from launcher.lifecycle.prepare import Request, ResolvedStage
 from launcher.machine import locks, sizes
 from launcher.machine.python import Trainer
 from launcher.machine.sizes import sized
 from launcher.plan import command, plan
 from launcher.plan.plan import Plan
+from launcher.planning.doctor import checks
+from launcher.planning.prepare import Request, ResolvedStage
 from launcher.redaction import redact
 from launcher.runs import rundir, runner
 from launcher.runs.attempt import PROBE_SETTINGS, Command

@@ -11,8 +11,8 @@ from typing import Any
 
 from launcher.artifacts import architecture
 from launcher.errors import DISK_FULL, Finding, InvalidConfig, NotReady, brief, errors, launch_finding
-from launcher.lifecycle.prepare import ResolvedStage
 from launcher.machine.python import Trainer
+from launcher.planning.prepare import ResolvedStage
 from launcher.rules import registry
 from launcher.rules.context import Context
 from launcher.stage.stage import Judged

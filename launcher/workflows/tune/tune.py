@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from launcher.errors import Exit, Finding, InvalidConfig, NotReady, errors, usage
-from launcher.lifecycle import forecast
-from launcher.lifecycle import prepare as preparation
-from launcher.lifecycle.prepare import Request, ResolvedStage
 from launcher.machine import devices
 from launcher.machine.datasheets import CPU, card_of
 from launcher.plan import footprint, plan
 from launcher.plan.plan import Plan
+from launcher.planning import forecast
+from launcher.planning import prepare as preparation
+from launcher.planning.prepare import Request, ResolvedStage
 from launcher.runs import rundir
 from launcher.workflows import experiment
 from launcher.workflows.bench import comparison, measure

@@ -23,15 +23,15 @@ from launcher.artifacts.checkpoints import Checkpoint
 from launcher.cache.inputs import Contents
 from launcher.cache.keys import Cache
 from launcher.errors import Finding, Severity, errors, launch_finding, not_ready, usage
-from launcher.lifecycle import checksums
-from launcher.lifecycle.resume import changes, epochs
-from launcher.lifecycle.resume.changes import ResumeChange
-from launcher.lifecycle.resume.epochs import DataPosition, EpochLayout, ResumeMismatch
 from launcher.machine import codec
 from launcher.machine.codec import Between, Count, Positive
 from launcher.machine.python import Trainer
 from launcher.paths import canonical, exists
 from launcher.plan.plan import Derived, Plan, model_in
+from launcher.planning import checksums
+from launcher.planning.resume import changes, epochs
+from launcher.planning.resume.changes import ResumeChange
+from launcher.planning.resume.epochs import DataPosition, EpochLayout, ResumeMismatch
 from launcher.redaction import redact
 from launcher.runs import lease, rundir, runner
 from launcher.runs.record import Manifest

@@ -14,10 +14,6 @@ from launcher.artifacts import lengths
 from launcher.artifacts.lengths import Lengths, fuller
 from launcher.cache import entries, folders, keys
 from launcher.errors import Finding, InvalidConfig, LaunchError, errors, launch_finding, usage
-from launcher.lifecycle import interruption
-from launcher.lifecycle.doctor import disk
-from launcher.lifecycle.doctor.disk import Saved
-from launcher.lifecycle.prepare import Prepared, ResolvedStage
 from launcher.machine import datasheets, devices
 from launcher.machine.datasheets import Card, card_of
 from launcher.plan import footprint, plan
@@ -28,6 +24,10 @@ from launcher.plan.memory.peak import estimate
 from launcher.plan.memory.phases import GIB, KINDS, Memory, usable
 from launcher.plan.memory.setup import Setup
 from launcher.plan.plan import Plan
+from launcher.planning import interruption
+from launcher.planning.doctor import disk
+from launcher.planning.doctor.disk import Saved
+from launcher.planning.prepare import Prepared, ResolvedStage
 from launcher.runs import rundir
 from launcher.runs.record import Record
 from launcher.runs.rundir import RunFolder

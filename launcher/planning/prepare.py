@@ -13,15 +13,15 @@ from launcher.cache.keys import Cache, environment
 from launcher.config import load
 from launcher.config.load import Config
 from launcher.errors import Finding, InvalidConfig, errors, launch_finding, usage
-from launcher.lifecycle.doctor import checks
-from launcher.lifecycle.neighbourhood import OutputPlace
-from launcher.lifecycle.resume import decision as resume
 from launcher.machine import devices, python
 from launcher.machine.devices import Devices, Look
 from launcher.machine.python import Interpreter, Trainer
 from launcher.paths import exists
 from launcher.plan import command, plan
 from launcher.plan.plan import Plan
+from launcher.planning.doctor import checks
+from launcher.planning.neighbourhood import OutputPlace
+from launcher.planning.resume import decision as resume
 from launcher.redaction import redact
 from launcher.rules import deepspeed
 from launcher.runs import lease, rendezvous, rundir
@@ -85,6 +85,7 @@ class Prepared:
 
     `machine` is which of several machines this is, `forecast` what the plan says of memory, time and disk.
     `dry_run_folder` is that of a dry run's command where `folder` is an earlier run's, which stays as it is.
+    `is_new` says that there was no `folder` when this was planned: a start makes it.
     """
 
     resolved: ResolvedStage
@@ -102,6 +103,7 @@ class Prepared:
     input_digests: tuple[dict[str, Any], ...] = ()
     forecast: Mapping[str, Any] | None = None
     dry_run_folder: RunFolder | None = None
+    is_new: bool = False
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -239,7 +241,7 @@ def _locate(request: Request, stage: stages.Stage, machine: Rendezvous | None, *
     placed = resume.choose_output(stage, requested, rundir.newest_first(root), fresh=request.fresh)
     kind, rank, dry_run_folder = stage.options.stage, 0 if machine is None else machine.rank, None
     if request.folder is None:
-        folder, attempt = rundir.choose(kind, stage.name, placed.output, root, reserve=running, rank=rank)
+        folder, attempt = rundir.choose(kind, stage.name, placed.output, root, rank=rank)
     else:
         folder = request.folder
         attempt = max(one.attempts() for one in folder.nodes()) + 1
@@ -267,61 +269,56 @@ def complete(resolved: ResolvedStage, *, running: bool) -> Prepared:
         machine = rendezvous.find(request.nodes, request.node_rank, request.main_address, os.environ)
         chosen = resolved.choose_devices()
     location = _locate(request, resolved.stage, machine, running=running)
-    try:
-        made = plan.make(
-            resolved.stage,
-            gpus=resolved.gpus,
-            nodes=request.nodes,
-            output=location.folder.path / "model",
-            # a dry run may be made anywhere: what lies here and is installed here says nothing
-            packages=trainer.packages if running else None,
-        )
-        made = plan.with_derived(made, location.output.derived)
-        output = _output(made)
-        place = _place(made, location, output, machine)
-        if place is not None:
-            made = replace(made, findings=(*made.findings, *map(made.stage.config.placed, place.nested())))
-        if not running:
-            caches = keys.derive(made, trainer.packages, running=False)
-            beside = _foreign(made, place, ())
-            return _prepared(resolved, location, keys.applied(made, caches), caches=caches, warnings=beside)
-        made = replace(made, findings=(*made.findings, *checks.situation(made, trainer, output)))
-        # about the machine, not the stage file: --strict leaves them warnings
-        warnings = checks.require_ready(made, trainer, chosen, elsewhere=request.elsewhere)
-        caches = keys.derive(made, trainer.packages)
-        made = keys.applied(made, caches)
-        now = inputs.of_plan(made)
-        decision = resume.judge(
-            made,
-            output=output,
-            history=location.history,
-            folder=location.earlier,
-            trainer=trainer,
-            caches=caches,
-            now=now,
-            allowed=request.allowed,
-        )
-        if decision.kind == "finished" and location.earlier not in (None, location.folder):
-            rundir.release(location.folder)
-            location = location._replace(folder=location.earlier)
-        # what a rule says of the output folder, the run's own record says better
-        better = {f.code for f in decision.findings} | (resume.SUPERSEDED if location.history else set())
-        known = [f for f in (*made.findings, *keys.findings(made, caches)) if f.code not in better]
-        warnings = (*warnings, *_foreign(made, place, (*known, *decision.findings)))
-        return _prepared(
-            resolved,
-            location,
-            replace(plan.with_derived(made, decision.derived), findings=(*known, *decision.findings)),
-            caches=caches,
-            machine=machine,
-            devices=chosen,
-            warnings=warnings,
-            decision=decision,
-            input_digests=tuple(now),
-        )
-    except BaseException:
-        rundir.release(location.folder)
-        raise
+    made = plan.make(
+        resolved.stage,
+        gpus=resolved.gpus,
+        nodes=request.nodes,
+        output=location.folder.path / "model",
+        # a dry run may be made anywhere: what lies here and is installed here says nothing
+        packages=trainer.packages if running else None,
+    )
+    made = plan.with_derived(made, location.output.derived)
+    output = _output(made)
+    place = _place(made, location, output, machine)
+    if place is not None:
+        made = replace(made, findings=(*made.findings, *map(made.stage.config.placed, place.nested())))
+    if not running:
+        caches = keys.derive(made, trainer.packages, running=False)
+        beside = _foreign(made, place, ())
+        return _prepared(resolved, location, keys.applied(made, caches), caches=caches, warnings=beside)
+    made = replace(made, findings=(*made.findings, *checks.situation(made, trainer, output)))
+    # about the machine, not the stage file: --strict leaves them warnings
+    warnings = checks.require_ready(made, trainer, chosen, elsewhere=request.elsewhere)
+    caches = keys.derive(made, trainer.packages)
+    made = keys.applied(made, caches)
+    now = inputs.of_plan(made)
+    decision = resume.judge(
+        made,
+        output=output,
+        history=location.history,
+        folder=location.earlier,
+        trainer=trainer,
+        caches=caches,
+        now=now,
+        allowed=request.allowed,
+    )
+    if decision.kind == "finished" and location.earlier not in (None, location.folder):
+        location = location._replace(folder=location.earlier)
+    # what a rule says of the output folder, the run's own record says better
+    better = {f.code for f in decision.findings} | (resume.SUPERSEDED if location.history else set())
+    known = [f for f in (*made.findings, *keys.findings(made, caches)) if f.code not in better]
+    warnings = (*warnings, *_foreign(made, place, (*known, *decision.findings)))
+    return _prepared(
+        resolved,
+        location,
+        replace(plan.with_derived(made, decision.derived), findings=(*known, *decision.findings)),
+        caches=caches,
+        machine=machine,
+        devices=chosen,
+        warnings=warnings,
+        decision=decision,
+        input_digests=tuple(now),
+    )
 
 
 def _place(made: Plan, location: _Location, output: Path | None, machine: Rendezvous | None) -> OutputPlace | None:
@@ -370,29 +367,54 @@ def _prepared(
         help = "leave it out: `hf auth login`, or the variable HF_TOKEN, is what `datasets` reads"
         place = made.stage.config.origin(f"args.{name}").place
         raise InvalidConfig(launch_finding("error", "exposed-secret", message, help, key=f"args.{name}", **place))
-    chosen: Devices | None = decided.get("devices")
-    built = command.build(
-        made,
-        resolved.trainer,
-        (location.dry_run_folder or location.folder).path,
-        environ=os.environ,
-        caches=environment(caches),
-        devices=None if chosen is None or not resolved.gpus else chosen.env(),
-        attempt=1 if location.dry_run_folder else location.attempt,
-    )
     prepared = Prepared(
         resolved=resolved,
         plan=made,
-        command=built,
+        command=_command(
+            made,
+            resolved.trainer,
+            location.dry_run_folder or location.folder,
+            caches=caches,
+            devices=decided.get("devices"),
+            attempt=1 if location.dry_run_folder else location.attempt,
+        ),
         folder=location.folder,
         attempt=location.attempt,
         output=_output(made),
         caches=caches,
         requested_output=location.requested,
         dry_run_folder=location.dry_run_folder,
+        is_new=not exists(location.folder.path),
         **decided,
     )
     return replace(prepared, warnings=(*prepared.warnings, *_on_our_command_line(made)))
+
+
+def _command(
+    made: Plan, trainer: Trainer, folder: RunFolder, *, caches: Sequence[Cache], devices: Devices | None, attempt: int
+) -> Command:
+    visible = devices.env() if devices is not None and made.gpus else None
+    return command.build(
+        made, trainer, folder.path, environ=os.environ, caches=environment(caches), devices=visible, attempt=attempt
+    )
+
+
+def in_folder(prepared: Prepared, folder: RunFolder) -> Prepared:
+    """The same new run in another run folder, with the model inside where the stage file has no place for it."""
+    made = prepared.plan
+    name = made.stage.entry.names.output
+    if name not in made.stage.args:
+        inside = made.derived[name]._replace(value=str(folder.path / "model"))
+        made = plan.with_derived(made, {name: inside})
+    built = _command(
+        made,
+        prepared.resolved.trainer,
+        folder,
+        caches=prepared.caches,
+        devices=prepared.devices,
+        attempt=prepared.attempt,
+    )
+    return replace(prepared, plan=made, command=built, folder=folder, output=_output(made))
 
 
 def of_earlier_run(dry: Prepared) -> tuple[Finding, ...]:

@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from launcher.errors import Exit, Finding, NotReady, errors, launch_finding
-from launcher.lifecycle.doctor import disk, install
-from launcher.lifecycle.doctor.install import TIMEOUT_S, Imports, InstallStep
 from launcher.machine import devices
 from launcher.machine.devices import Devices, Look
 from launcher.machine.python import Trainer
@@ -24,6 +22,8 @@ from launcher.machine.sizes import sized
 from launcher.plan.command import source_environment
 from launcher.plan.plan import Plan
 from launcher.plan.plan import output_folder as output_of
+from launcher.planning.doctor import disk, install
+from launcher.planning.doctor.install import TIMEOUT_S, Imports, InstallStep
 from launcher.rules import registry
 from launcher.rules.context import Context
 from launcher.runs import rundir

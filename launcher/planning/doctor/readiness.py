@@ -3,13 +3,13 @@
 import os
 
 from launcher.config import keys
-from launcher.lifecycle import prepare
-from launcher.lifecycle.doctor import checks
-from launcher.lifecycle.doctor.checks import Report, Subject
-from launcher.lifecycle.prepare import Request
 from launcher.machine import devices
 from launcher.machine.devices import Devices
 from launcher.plan import plan
+from launcher.planning import prepare
+from launcher.planning.doctor import checks
+from launcher.planning.doctor.checks import Report, Subject
+from launcher.planning.prepare import Request
 
 
 def of_stage(request: Request, *, importing: bool = True) -> Report:

@@ -3,8 +3,8 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launcher.lifecycle.resume import epochs
-from launcher.lifecycle.resume.epochs import DataPosition, EpochLayout
+from launcher.planning.resume import epochs
+from launcher.planning.resume.epochs import DataPosition, EpochLayout
 
 Step = list[tuple[int, int]]
 """One optimizer step: the micro-batches it takes, each as (whose order, which of that order)."""

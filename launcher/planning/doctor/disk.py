@@ -20,11 +20,11 @@ from launcher.artifacts.fingerprint import cache_home
 from launcher.cache.keys import REFERENCE_VARIABLE
 from launcher.errors import DISK_FULL, Finding, InvalidConfig, launch_finding
 from launcher.files import read_json
-from launcher.lifecycle.resume.epochs import interval
 from launcher.machine.sizes import below, sized
 from launcher.paths import exists
 from launcher.plan.memory.setup import Setup
 from launcher.plan.plan import Plan, step_limit
+from launcher.planning.resume.epochs import interval
 
 LOW = 2**30
 """Bytes below which a file system is called nearly full, whatever the run will need."""

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.errors import Finding, launch_finding
-from launcher.lifecycle.resume import epochs
 from launcher.machine.sizes import sized
 from launcher.plan.plan import Plan
+from launcher.planning.resume import epochs
 from launcher.runs.preemption import SAVE_BYTES_PER_S, save_seconds
 
 LONG_GPU_HOURS = 8.0

@@ -11,9 +11,9 @@ import pytest
 from conftest import Write
 from plans import from_text
 
-from launcher.lifecycle.doctor import disk
-from launcher.lifecycle.doctor.disk import Needs, Saved, WriteTarget
 from launcher.plan.plan import Plan
+from launcher.planning.doctor import disk
+from launcher.planning.doctor.disk import Needs, Saved, WriteTarget
 from launcher.stage.options import Watch
 
 GIB = 2**30

@@ -18,9 +18,9 @@ from launcher.cache import inputs
 from launcher.cli.main import main
 from launcher.errors import UsageError
 from launcher.lifecycle import manifest
-from launcher.lifecycle.resume import decision as resume
-from launcher.lifecycle.resume.decision import Decision
 from launcher.plan import plan
+from launcher.planning.resume import decision as resume
+from launcher.planning.resume.decision import Decision
 from launcher.runs import lease, rundir
 from launcher.runs.rundir import RunFolder
 from launcher.verdict import check, judge, metrics

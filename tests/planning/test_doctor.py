@@ -15,13 +15,13 @@ from packaging.requirements import Requirement
 from plans import CONFIGS, SFT, TRL, from_text, planned, staged, trainer
 
 from launcher.errors import Exit, Finding, NotReady
-from launcher.lifecycle.doctor import checks, install
-from launcher.lifecycle.doctor.checks import Report, Subject
-from launcher.lifecycle.doctor.install import Imports, InstallStep
 from launcher.machine import devices, python
 from launcher.machine.devices import Devices
 from launcher.machine.python import Trainer
 from launcher.plan.plan import Plan
+from launcher.planning.doctor import checks, install
+from launcher.planning.doctor.checks import Report, Subject
+from launcher.planning.doctor.install import Imports, InstallStep
 from launcher.stage.stage import Stage
 from launcher.upstream import locate
 from launcher.upstream.trainers import BACKENDS

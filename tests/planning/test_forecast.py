@@ -15,10 +15,11 @@ from launcher.artifacts.lengths import parse
 from launcher.cli.commands import app
 from launcher.cli.main import main
 from launcher.errors import InvalidConfig, LaunchError, UsageError
-from launcher.lifecycle import conclude, forecast, prepare
-from launcher.lifecycle.prepare import Prepared, Request
+from launcher.lifecycle import conclude
 from launcher.machine.devices import Devices, Slot
 from launcher.machine.python import Gpu
+from launcher.planning import forecast, prepare
+from launcher.planning.prepare import Prepared, Request
 from launcher.report import series
 from launcher.runs.rundir import RunFolder
 

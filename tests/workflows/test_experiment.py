@@ -181,7 +181,8 @@ def command(world: World, code: str, *steps: str) -> subprocess.Popen[bytes]:
     """Python with what a trial needs, and `request` for one."""
     head = (
         "import os, signal\nfrom pathlib import Path\n"
-        "from launcher.lifecycle import start\nfrom launcher.planning import prepare as preparation\nfrom launcher.workflows import experiment\n"
+        "from launcher.lifecycle import start\nfrom launcher.planning import prepare as preparation\n"
+        "from launcher.workflows import experiment\n"
         f"request = preparation.Request(stage='sft', config=Path({str(world.config())!r}), gpus=0, "
         f"python=Path({str(world.python())!r}))\n"
     )

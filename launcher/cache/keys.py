@@ -138,13 +138,13 @@ def from_json(data: Mapping[str, Any]) -> Cache:
     return cache
 
 
-def derive(plan: Plan, packages: Mapping[str, str], *, running: bool = True) -> tuple[Cache, ...]:
+def derive(plan: Plan, packages: Mapping[str, str], *, lenient: bool = False) -> tuple[Cache, ...]:
     """The cache folders of a plan; nothing is created.
 
     `packages` are the versions in the trainer's Python. Raises MissingContent where something local
-    cannot be read; a dry run (`running` false) may name what is not here.
+    cannot be read, unless `lenient`: a plan may name what is not here.
     """
-    reader = _Sources(plan, packages, running, time.time())
+    reader = _Sources(plan, packages, lenient, time.time())
     return tuple(_open_instruct(reader) if plan.stage.backend.DATA_CACHE == "own" else _trl(reader))
 
 
@@ -162,7 +162,7 @@ def environment(caches: Sequence[Cache]) -> dict[str, str]:
 class _Sources:
     plan: Plan
     packages: Mapping[str, str]
-    running: bool
+    lenient: bool
     begun: float
 
     def text(self, name: str) -> str | None:
@@ -176,7 +176,7 @@ class _Sources:
         try:
             found = READERS[role](name, revision)
         except MissingContent:
-            if self.running:
+            if not self.lenient:
                 raise
             return [Input(role=role, name=name, digest=_MISSING)]
         shown = found.as_json()

@@ -22,7 +22,8 @@ from launcher.report import console
 
 if TYPE_CHECKING:
     # only for annotations: validation must not pay for importing what starts a run
-    from launcher.planning.prepare import Request, ResolvedStage
+    from launcher.planning.collect import Facts
+    from launcher.planning.request import Request
     from launcher.runs.rundir import RunFolder
     from launcher.runs.slurm import Options
     from launcher.upstream.locate import Locator
@@ -180,7 +181,7 @@ class Shared:
         """What tells on stderr how far it is; nothing does for machines."""
         return console.aside if self.format == "text" else lambda _: None
 
-    def rehearse_first(self, stages: Mapping[str, ResolvedStage], *, by_itself: bool = True) -> None:
+    def rehearse_first(self, stages: Mapping[str, Facts], *, by_itself: bool = True) -> None:
         """Rehearse stages that are about to start, and show what is worth a warning.
 
         Raises InvalidConfig where the trainer refuses one of them.
@@ -222,7 +223,7 @@ class Shared:
 
     def request(self, **more: Any) -> Request:
         """The request of these options; `more` are further fields, or others than these."""
-        from launcher.planning.prepare import Request
+        from launcher.planning.request import Request
 
         names = "stage config gpus nodes devices python allow_unpinned strict rehearse node_rank main_address"
         fields = {name: getattr(self, name) for name in names.split()} | {

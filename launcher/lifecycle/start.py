@@ -19,8 +19,10 @@ from launcher.machine import devices, process
 from launcher.machine.codec import Misfit
 from launcher.machine.devices import Devices
 from launcher.paths import MODULE_FLAG, PACKAGE
+from launcher.planning.collect import Scope
 from launcher.planning.doctor import disk
-from launcher.planning.prepare import Prepared, Request, in_folder, prepare
+from launcher.planning.prepare import Prepared, in_folder, prepare
+from launcher.planning.request import Request
 from launcher.planning.resume import decision
 from launcher.redaction import borrowed, redact
 from launcher.runs import attempt as attempts
@@ -158,7 +160,7 @@ def _make(prepared: Prepared, attempt: Attempt) -> None:
         rundir.now(),
         prepared.plan,
         prepared.command,
-        prepared.resolved.trainer,
+        prepared.facts.trainer,
         prepared.output,
         [one.as_json() for one in prepared.caches],
         devices=prepared.devices.as_json() if prepared.devices else None,
@@ -221,7 +223,7 @@ def _attempt(prepared: Prepared, **at_end: Any) -> Attempt:
         devices=() if prepared.devices is None else tuple(slot.id for slot in prepared.devices.slots),
         config=str(planned.stage.config.path),
         borrowed=borrowed(os.environ),
-        request={**prepared.resolved.request.as_json(), "gpus": planned.gpus},
+        request={**prepared.facts.request.as_json(), "gpus": planned.gpus},
         **at_end,
     )
 
@@ -242,7 +244,7 @@ def prepare_again(folder: RunFolder) -> Attempt:
     os.environ.update({**waiting.environ, **os.environ})
     again = Request.from_json(waiting.request, config=folder.stage_file)
     cut_short, reached = slurm.cut_short(folder), last.resumed_step or 0
-    prepared = prepare(replace(again, folder=folder), running=True)
+    prepared = prepare(replace(again, folder=folder), Scope.START)
     if prepared.decision.kind == "finished":
         return waiting
     if cut_short and prepared.decision.step <= reached:

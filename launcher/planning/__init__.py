@@ -1,4 +1,4 @@
-"""One request, read and planned: everything that is decided before a start, and nothing that begins one.
+"""One request, read and planned: everything that is decided before a start. Nothing here writes into a run.
 
-Start with `prepare.prepare`; nothing here writes.
+Start with `collect.collect`, then `prepare.complete`.
 """

@@ -25,9 +25,10 @@ from launcher.plan.memory.phases import GIB, KINDS, Memory, usable
 from launcher.plan.memory.setup import Setup
 from launcher.plan.plan import Plan
 from launcher.planning import interruption
+from launcher.planning.collect import Facts
 from launcher.planning.doctor import disk
 from launcher.planning.doctor.disk import Saved
-from launcher.planning.prepare import Prepared, ResolvedStage
+from launcher.planning.prepare import Prepared
 from launcher.runs import rundir
 from launcher.runs.record import Record
 from launcher.runs.rundir import RunFolder
@@ -363,7 +364,7 @@ def counts(text: str) -> list[int]:
     return [int(word) for word in words]
 
 
-def make(resolved: ResolvedStage, gpus: Sequence[int], terms: ForecastOptions) -> Forecast:
+def make(resolved: Facts, gpus: Sequence[int], terms: ForecastOptions) -> Forecast:
     """Plan a stage file for each count of GPUs; those that it cannot be planned for are among the findings.
 
     Raises InvalidConfig where it cannot be for any, UsageError or NotReady.
@@ -494,7 +495,7 @@ def with_forecast(prepared: Prepared) -> Prepared:
     planned, chosen = prepared.plan, prepared.devices
     if not planned.gpus or prepared.forecast is not None or prepared.decision.kind == "finished":
         return prepared
-    packages, terms, card = prepared.resolved.trainer.packages, ForecastOptions(), Card()
+    packages, terms, card = prepared.facts.trainer.packages, ForecastOptions(), Card()
     unset = planned.values.get("attn_implementation") is None
     if unset and planned.stage.entry.best_attention and "flash-attn" not in packages:
         terms = ForecastOptions(attention="sdpa")
@@ -587,7 +588,7 @@ def row_lengths(planned: Plan, packages: Mapping[str, str], terms: ForecastOptio
 
 def _tokenised(planned: Plan, packages: Mapping[str, str]) -> Iterator[Path]:
     """What the run would hit: by upstream's own key, of TRL the entries of the folder, the newest first."""
-    for one in keys.derive(planned, packages, running=False):
+    for one in keys.derive(planned, packages, lenient=True):
         if one.kind != "dataset":
             continue
         if planned.stage.backend.DATA_CACHE == "own":

@@ -10,73 +10,23 @@ from typing import Any, NamedTuple
 
 from launcher.cache import inputs, keys
 from launcher.cache.keys import Cache, environment
-from launcher.config import load
-from launcher.config.load import Config
-from launcher.errors import Finding, InvalidConfig, errors, launch_finding, usage
-from launcher.machine import devices, python
-from launcher.machine.devices import Devices, Look
-from launcher.machine.python import Interpreter, Trainer
+from launcher.errors import Finding, InvalidConfig, errors, launch_finding
+from launcher.machine.devices import Devices
+from launcher.machine.python import Trainer
 from launcher.paths import exists
 from launcher.plan import command, plan
 from launcher.plan.plan import Plan
+from launcher.planning.collect import Facts, Scope, accept_overlap, collect
 from launcher.planning.doctor import checks
 from launcher.planning.neighbourhood import OutputPlace
+from launcher.planning.request import Request
 from launcher.planning.resume import decision as resume
 from launcher.redaction import redact
-from launcher.rules import deepspeed
 from launcher.runs import lease, rendezvous, rundir
 from launcher.runs.attempt import Command
 from launcher.runs.record import Manifest
 from launcher.runs.rendezvous import Rendezvous
 from launcher.runs.rundir import RunFolder
-from launcher.stage import stage as stages
-from launcher.upstream.locate import Locator, no_trainer
-from launcher.upstream.trainers import BACKENDS
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """One command line: which stage (None: as the file says), from which file, on what.
-
-    `elsewhere`: other machines will train, whose GPUs this one cannot look at. `folder` is the run that is to
-    go on, `runs` where a new one is made. `rehearse` is None where the file, or the command, decides.
-    """
-
-    stage: str | None
-    config: Path
-    overrides: Sequence[str] = ()
-    gpus: int | None = None
-    nodes: int = 1
-    python: Path | None = None
-    checkout: Path | None = None
-    allow_unpinned: bool = False
-    allow_corrupting_overlap: bool = False
-    rehearse: bool | None = None
-    strict: bool = False
-    probe: bool = True
-    final_save: bool = True
-    devices: str | None = None
-    node_rank: int | None = None
-    main_address: str | None = None
-    elsewhere: bool = False
-    folder: RunFolder | None = None
-    runs: Path | None = None
-    fresh: bool = False
-    allowed: Sequence[str] = ()
-
-    def as_json(self) -> dict[str, Any]:
-        """What `from_json` reads, but for the folder and the names of machines."""
-        skipped = {"folder", "node_rank", "main_address", "fresh", "rehearse"}
-        given = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in skipped}
-        paths = {name: str(value.absolute()) for name, value in given.items() if isinstance(value, Path)}
-        return given | paths | {name: list(given[name]) for name in ("overrides", "allowed")}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any], *, config: Path) -> Request:
-        """The same request of a resolved stage file, whose overrides are in it."""
-        given = {k: v for k, v in data.items() if k in cls.__dataclass_fields__}
-        given |= {k: Path(given[k]) for k in ("python", "checkout", "runs") if given.get(k)}
-        return cls(**{**given, "config": config, "overrides": ()})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +38,7 @@ class Prepared:
     `is_new` says that there was no `folder` when this was planned: a start makes it.
     """
 
-    resolved: ResolvedStage
+    facts: Facts
     plan: Plan
     command: Command
     folder: RunFolder
@@ -132,94 +82,6 @@ class Prepared:
         }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ResolvedStage:
-    """What a request comes to; `devices` are the GPUs that it names, `look` what this machine has, if asked."""
-
-    request: Request
-    checked: stages.Judged
-    stage: stages.Stage
-    trainer: Trainer
-    gpus: int
-    devices: tuple[str, ...] | None = None
-    look: Look | None = None
-
-    def choose_devices(self) -> Devices:
-        """The GPUs that it would get now; see `devices.choose` for how that is refused."""
-        return devices.choose(self.gpus, self.devices, self.look or devices.look(os.environ))
-
-    def with_request(self, **changes: Any) -> ResolvedStage:
-        """For a request that differs in where it runs and how it goes on, but not in its stage."""
-        return replace(self, request=replace(self.request, **changes))
-
-
-def judge(request: Request, *, running: bool = False, loaded: Config | None = None) -> tuple[stages.Judged, Trainer]:
-    """Check a stage file, read unless `loaded`; find the Python that trains it. Raises InvalidConfig or NotReady."""
-    loaded = loaded or load.load(request.config, request.overrides)
-    locator, trainer = find_source(request, stages.backend_of(loaded))
-    judged = stages.judge(loaded, stage=request.stage, locator=locator, running=running)
-    findings = _allowed(request, judged.findings)
-    if not running:
-        findings = (*_without_trainer(request, judged, trainer), *findings)
-    return replace(judged, findings=findings), trainer
-
-
-def _without_trainer(request: Request, judged: stages.Judged, trainer: Trainer) -> Iterator[Finding]:
-    """That the named Python lacks the trainer; a plan does without, and a start says which packages it needs."""
-    source = judged.upstream
-    is_named = request.python is not None or os.environ.get("LAUNCH_PYTHON")
-    if source is None or source.is_checkout or source.root is not None or not is_named:
-        return
-    interpreter = Interpreter(python=trainer.python, source=trainer.source, path=trainer.path)
-    finding = no_trainer(source.backend, interpreter, "warning")
-    yield replace(finding, message=f"{finding.message}; judged by {source.version}")
-
-
-def find_source(request: Request, backend: str) -> tuple[Locator, Trainer]:
-    locator = Locator(checkout=request.checkout, allow_unpinned=request.allow_unpinned)
-    checkout = locator.find(backend).root if BACKENDS[backend].CHECKOUT else None
-    trainer = python.find_trainer(request.python, checkout)
-    locator.search = trainer.path
-    return locator, trainer
-
-
-def resolve(request: Request, *, running: bool) -> ResolvedStage:
-    """Load and judge a stage file. Raises InvalidConfig, NotReady or UsageError."""
-    _named_devices(request)
-    return of_checked(request, *judge(request, running=running), running=running)
-
-
-def of_checked(request: Request, checked: stages.Judged, trainer: Trainer, *, running: bool) -> ResolvedStage:
-    named, count = _named_devices(request)
-    stage = stages.validate(checked, strict=request.strict)
-    watch = stage.options.probe if request.probe else None
-    if watch is not None and not request.final_save:
-        watch = replace(watch, final_save=False)
-    stage = replace(stage, options=replace(stage.options, probe=watch))
-    count = count if count is not None else stage.options.gpus
-    # eight cards can take ten seconds to answer: they are asked only where the answer counts
-    # and not where other machines will train
-    looks = not request.elsewhere and (running or (count is None and stage.backend.ONE_GPU))
-    look = devices.look(os.environ) if looks else None
-    if count is None and look is not None and stage.backend.ONE_GPU:
-        count = min(1, len(look.visible))
-    if count is None or count < 0:
-        raise usage("no-gpus", "how many GPUs?", "--gpus 8, or --gpus 0 for the CPU")
-    return ResolvedStage(
-        request=request, checked=checked, stage=stage, trainer=trainer, gpus=count, devices=named, look=look
-    )
-
-
-def _named_devices(request: Request) -> tuple[tuple[str, ...] | None, int | None]:
-    """The GPUs that the command line names, and how many it asks for. Raises UsageError."""
-    named, count = devices.named(request.devices), request.gpus
-    if named is not None and count not in (None, len(named)):
-        # a dry run looks at no GPU, and would plan for what no start gets
-        help = f"--gpus {len(named)}, or leave it out"
-        raise usage("bad-devices", f"--gpus {count}, but --devices names {len(named)}", help)
-    return named, count if named is None else len(named)
-
-
 class _Location(NamedTuple):
     """`earlier` is the folder of the attempts that `history` tells of; for `dry_run_folder` see `Prepared`."""
 
@@ -232,7 +94,9 @@ class _Location(NamedTuple):
     earlier: RunFolder | None
 
 
-def _locate(request: Request, stage: stages.Stage, machine: Rendezvous | None, *, running: bool) -> _Location:
+def _locate(facts: Facts, machine: Rendezvous | None) -> _Location:
+    request = facts.request
+    stage = facts.stage
     root = request.runs or rundir.runs_root()
     # what launch derives does not move an output that the stage file names
     given = stage.entry.names.output in stage.args
@@ -245,7 +109,7 @@ def _locate(request: Request, stage: stages.Stage, machine: Rendezvous | None, *
     else:
         folder = request.folder
         attempt = max(one.attempts() for one in folder.nodes()) + 1
-    if not running and exists(folder.path):
+    if facts.packages is None and exists(folder.path):
         # what is pasted is no attempt of that run, and must not write into its record
         dry_run_folder, _ = rundir.choose(kind, stage.name, None, root)
     earlier = folder if attempt > 1 else None
@@ -258,34 +122,39 @@ def _locate(request: Request, stage: stages.Stage, machine: Rendezvous | None, *
     return _Location(requested, placed, folder, attempt, dry_run_folder, history, earlier)
 
 
-def prepare(request: Request, *, running: bool) -> Prepared:
-    """Load, check, plan; for a run, ask whether the machine is ready. Raises InvalidConfig, NotReady or UsageError."""
-    return complete(resolve(request, running=running), running=running)
+def prepare(request: Request, scope: Scope) -> Prepared:
+    """Read and plan a request; see `collect` and `complete` for what is raised."""
+    return complete(collect(request, scope))
 
 
-def complete(resolved: ResolvedStage, *, running: bool) -> Prepared:
-    request, trainer, machine, chosen = resolved.request, resolved.trainer, None, None
-    if running and not request.elsewhere:
+def complete(facts: Facts) -> Prepared:
+    """Plan what was read; where that is about this machine too, say whether it is ready. Writes nothing.
+
+    Raises InvalidConfig, NotReady or UsageError.
+    """
+    request, trainer = facts.request, facts.trainer
+    machine: Rendezvous | None = None
+    chosen: Devices | None = None
+    if facts.packages is not None and not request.elsewhere:
         machine = rendezvous.find(request.nodes, request.node_rank, request.main_address, os.environ)
-        chosen = resolved.choose_devices()
-    location = _locate(request, resolved.stage, machine, running=running)
+        chosen = facts.choose_devices()
+    location = _locate(facts, machine)
     made = plan.make(
-        resolved.stage,
-        gpus=resolved.gpus,
+        facts.stage,
+        gpus=facts.gpus,
         nodes=request.nodes,
         output=location.folder.path / "model",
-        # a dry run may be made anywhere: what lies here and is installed here says nothing
-        packages=trainer.packages if running else None,
+        packages=facts.packages,
     )
     made = plan.with_derived(made, location.output.derived)
     output = _output(made)
     place = _place(made, location, output, machine)
     if place is not None:
         made = replace(made, findings=(*made.findings, *map(made.stage.config.placed, place.nested())))
-    if not running:
-        caches = keys.derive(made, trainer.packages, running=False)
+    if facts.packages is None:
+        caches = keys.derive(made, trainer.packages, lenient=True)
         beside = _foreign(made, place, ())
-        return _prepared(resolved, location, keys.applied(made, caches), caches=caches, warnings=beside)
+        return _prepared(facts, location, keys.applied(made, caches), caches=caches, warnings=beside)
     made = replace(made, findings=(*made.findings, *checks.situation(made, trainer, output)))
     # about the machine, not the stage file: --strict leaves them warnings
     warnings = checks.require_ready(made, trainer, chosen, elsewhere=request.elsewhere)
@@ -309,7 +178,7 @@ def complete(resolved: ResolvedStage, *, running: bool) -> Prepared:
     known = [f for f in (*made.findings, *keys.findings(made, caches)) if f.code not in better]
     warnings = (*warnings, *_foreign(made, place, (*known, *decision.findings)))
     return _prepared(
-        resolved,
+        facts,
         location,
         replace(plan.with_derived(made, decision.derived), findings=(*known, *decision.findings)),
         caches=caches,
@@ -341,11 +210,9 @@ def _output(made: Plan) -> Path | None:
     return None if folder is None else folder.absolute()
 
 
-def _prepared(
-    resolved: ResolvedStage, location: _Location, made: Plan, *, caches: tuple[Cache, ...], **decided: Any
-) -> Prepared:
-    made = replace(made, findings=_allowed(resolved.request, made.findings))
-    if errors(made.findings, strict=resolved.request.strict):
+def _prepared(facts: Facts, location: _Location, made: Plan, *, caches: tuple[Cache, ...], **decided: Any) -> Prepared:
+    made = replace(made, findings=accept_overlap(facts.request, made.findings))
+    if errors(made.findings, strict=facts.request.strict):
         raise InvalidConfig(made.findings)
     watched = made.stage.options.probe is not None
     concealed = command.hide_secrets(made.arguments(), made, os.environ, watched=watched)
@@ -368,11 +235,11 @@ def _prepared(
         place = made.stage.config.origin(f"args.{name}").place
         raise InvalidConfig(launch_finding("error", "exposed-secret", message, help, key=f"args.{name}", **place))
     prepared = Prepared(
-        resolved=resolved,
+        facts=facts,
         plan=made,
         command=_command(
             made,
-            resolved.trainer,
+            facts.trainer,
             location.dry_run_folder or location.folder,
             caches=caches,
             devices=decided.get("devices"),
@@ -408,7 +275,7 @@ def in_folder(prepared: Prepared, folder: RunFolder) -> Prepared:
         made = plan.with_derived(made, {name: inside})
     built = _command(
         made,
-        prepared.resolved.trainer,
+        prepared.facts.trainer,
         folder,
         caches=prepared.caches,
         devices=prepared.devices,
@@ -426,12 +293,6 @@ def of_earlier_run(dry: Prepared) -> tuple[Finding, ...]:
     stage = dry.plan.stage
     warning = launch_finding("warning", "earlier-run", message, help, key=f"args.{stage.entry.names.output}")
     return (stage.config.placed(warning),)
-
-
-def _allowed(request: Request, findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    if not request.allow_corrupting_overlap:
-        return tuple(findings)
-    return tuple(replace(one, severity="warning") if one.code == deepspeed.OVERLAP else one for one in findings)
 
 
 def _on_our_command_line(made: Plan) -> Iterator[Finding]:

@@ -109,7 +109,7 @@ class Attempt:
     `environ` is the environment of whoever gave the command, `env` what the command adds to it. `rank` is the
     number of this machine among `nodes`, `devices` are ids of its GPUs. `caches` are records of `cache.keys.Cache`,
     `total` optimizer steps. `on_finish` is an argv that may take `on_finish_s` seconds. `borrowed` are variables
-    that the config took a secret from, `request` is the `prepare.Request` of the command, to be prepared again.
+    that the config took a secret from, `request` is the `Request` of the command, to be prepared again.
     """
 
     number: Annotated[int, Between(1, 9999)]

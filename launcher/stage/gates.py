@@ -70,7 +70,7 @@ _FALLING = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class RungFacts:
     """What one run showed. Losses, norms and rewards are one a step, memory is in GiB.
 
     `devices` is how many trained, `accelerated` whether they were GPUs. `failed` is why the verdict
@@ -98,10 +98,10 @@ class Facts:
     trend: str | None = None
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Facts:
+    def from_json(cls, data: Mapping[str, Any]) -> RungFacts:
         """Raises Misfit where it is damaged; what a later launch has written beside is left out."""
         left_out: list[Omission] = []
-        found: Facts = codec.read(cls, data, left_out)
+        found: RungFacts = codec.read(cls, data, left_out)
         if left_out:
             raise Misfit(str(left_out[0]))
         return found
@@ -227,7 +227,7 @@ def _flag(
     return Flag(gate=gate, colour=colour, value=red.value, text=text)
 
 
-def judge(facts: Facts, limits: Mapping[str, Limit], base: Facts | None = None) -> list[Flag]:
+def judge(facts: RungFacts, limits: Mapping[str, Limit], base: RungFacts | None = None) -> list[Flag]:
     """What every gate that can be asked says; `base` is the run that efficiency is measured against."""
     whole = {name: usual for name, (usual, _) in GATES.items()} | dict(limits)
     whole["loss_fall"] = _asked_fall(facts, whole["loss_fall"])
@@ -235,7 +235,7 @@ def judge(facts: Facts, limits: Mapping[str, Limit], base: Facts | None = None) 
     return [*_of_loss(facts, ask), *_of_machine(facts, base, ask), *_of_rewards(facts, ask)]
 
 
-def _asked_fall(facts: Facts, given: Limit) -> Limit:
+def _asked_fall(facts: RungFacts, given: Limit) -> Limit:
     usual, steps = GATES["loss_fall"][0], len(facts.losses)
     share = _FALL_OF.get(facts.stage, 0.0) * min(1.0, steps / 100)
     red, yellow = given.red, given.yellow
@@ -250,7 +250,7 @@ def colour_of(flags: Sequence[Flag]) -> Colour:
     return max((flag.colour for flag in flags), key=("green", "yellow", "red").index, default="green")
 
 
-def _of_loss(facts: Facts, ask: Callable[..., Flag]) -> Iterator[Flag]:
+def _of_loss(facts: RungFacts, ask: Callable[..., Flag]) -> Iterator[Flag]:
     fall = fallen(facts.losses)
     if facts.failed is not None:
         yield Flag(gate="verdict", colour="red", text=facts.failed)
@@ -286,7 +286,7 @@ def _of_trend(state: str, fall: Mean | None, steps: int) -> Flag:
     return Flag(gate="trend", colour="red", text=f"the trend is `{state}`: {asked}")
 
 
-def _of_machine(facts: Facts, base: Facts | None, ask: Callable[..., Flag]) -> Iterator[Flag]:
+def _of_machine(facts: RungFacts, base: RungFacts | None, ask: Callable[..., Flag]) -> Iterator[Flag]:
     rate = facts.tokens_per_second
     if rate is not None:
         yield ask("tokens_per_second", f"{rate:,.0f} tokens/s", Mean(rate))
@@ -303,7 +303,7 @@ def _of_machine(facts: Facts, base: Facts | None, ask: Callable[..., Flag]) -> I
         yield ask("memory_over_plan", text, Mean(facts.allocated_gib / facts.planned_gib))
 
 
-def efficiency(facts: Facts, base: Facts | None) -> float | None:
+def efficiency(facts: RungFacts, base: RungFacts | None) -> float | None:
     """Tokens a second and device as a share of the base's; None for a CPU against a GPU."""
     if base is None or base.accelerated != facts.accelerated:
         return None
@@ -312,7 +312,7 @@ def efficiency(facts: Facts, base: Facts | None) -> float | None:
     return (facts.tokens_per_second / facts.devices) / (base.tokens_per_second / base.devices)
 
 
-def _of_rewards(facts: Facts, ask: Callable[..., Flag]) -> Iterator[Flag]:
+def _of_rewards(facts: RungFacts, ask: Callable[..., Flag]) -> Iterator[Flag]:
     if facts.stage not in PAIRED:
         return
     if facts.starts_at_ln2 and facts.losses and math.isfinite(facts.losses[0]):

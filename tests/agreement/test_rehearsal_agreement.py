@@ -14,7 +14,8 @@ import pytest
 from real_training import needs_open_instruct, needs_trl
 
 from launcher.config import load
-from launcher.planning.prepare import Request, judge
+from launcher.planning.collect import judge
+from launcher.planning.request import Request
 from launcher.workflows.rehearse.ask import Servers, described
 from launcher.workflows.rehearse.rehearsal import Attempts
 

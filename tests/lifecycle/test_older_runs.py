@@ -21,7 +21,8 @@ from real_training import needs_trl
 from launcher.cli.main import main
 from launcher.errors import Exit
 from launcher.planning import prepare
-from launcher.planning.prepare import Request
+from launcher.planning.collect import Scope
+from launcher.planning.request import Request
 from launcher.planning.resume.decision import Decision
 
 FINISHED, KILLED = "20261124T110632Z-sft-sft", "20261124T110709Z-sft-killed"
@@ -50,7 +51,7 @@ def answer(capsys: pytest.CaptureFixture[str], *words: str, code: Exit = Exit.OK
 def decision(*overrides: str) -> Decision:
     """What the command that began a run comes to when it is given again."""
     request = Request(stage="sft", config=Path("sft.yaml"), overrides=overrides, gpus=0)
-    decided = prepare.prepare(request, running=True).decision
+    decided = prepare.prepare(request, Scope.START).decision
     assert decided is not None
     return decided
 

@@ -17,8 +17,9 @@ from launcher.errors import NotReady, UsageError
 from launcher.machine import devices
 from launcher.machine.devices import Devices, Slot
 from launcher.machine.python import Gpu
-from launcher.planning import prepare
-from launcher.planning.prepare import Request
+from launcher.planning import collect
+from launcher.planning.collect import Scope
+from launcher.planning.request import Request
 
 BUSY = 70000
 
@@ -232,4 +233,4 @@ def test_a_count_that_contradicts_the_names_is_refused_without_a_look(gpus: int,
     """Also of a dry run, which looks at no GPU."""
     request = Request(stage="sft", config=Path("stage.yaml"), gpus=gpus, devices=named)
     with pytest.raises(UsageError, match="but --devices names"):
-        prepare.resolve(request, running=False)
+        collect.collect(request, Scope.PLAN)

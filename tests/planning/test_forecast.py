@@ -19,7 +19,9 @@ from launcher.lifecycle import conclude
 from launcher.machine.devices import Devices, Slot
 from launcher.machine.python import Gpu
 from launcher.planning import forecast, prepare
-from launcher.planning.prepare import Prepared, Request
+from launcher.planning.collect import Scope
+from launcher.planning.prepare import Prepared
+from launcher.planning.request import Request
 from launcher.report import series
 from launcher.runs.rundir import RunFolder
 
@@ -520,7 +522,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> Prepared:
             driver="580")
         for n in range(2)
     ]  # fmt: skip
-    told = prepare.prepare(Request(stage="sft", config=Path(TULU), gpus=2), running=False)
+    told = prepare.prepare(Request(stage="sft", config=Path(TULU), gpus=2), Scope.PLAN)
     return replace(told, devices=Devices(slots=tuple(Slot(str(g.index), g) for g in cards)))
 
 

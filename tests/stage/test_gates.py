@@ -13,10 +13,10 @@ from conftest import REPOSITORY
 from launcher.errors import Finding
 from launcher.machine.codec import Misfit
 from launcher.stage import gates
-from launcher.stage.gates import Facts, Limit
+from launcher.stage.gates import Limit, RungFacts
 from launcher.verdict import evidence, metrics
 
-GOOD = Facts(
+GOOD = RungFacts(
     stage="sft", devices=1, accelerated=True, tokens_per_second=1000.0, step_seconds=0.5,
     losses=tuple(2.0 - 0.01 * step for step in range(50)), norms=(1.0,) * 50, allocated_gib=40.0,
     reserved_gib=44.0, planned_gib=41.0, card_gib=80.0,
@@ -32,7 +32,7 @@ def read(given: Any) -> tuple[dict[str, Limit], list[str]]:
     return limits, [f"{one.code} {one.key}".strip() for one in found]
 
 
-def flags(facts: Facts, base: Facts | None = None, **limits: Limit) -> dict[str, str]:
+def flags(facts: RungFacts, base: RungFacts | None = None, **limits: Limit) -> dict[str, str]:
     """Colours other than green by gate."""
     found = gates.judge(facts, limits, base or facts)
     json.dumps([flag.as_json() for flag in found], allow_nan=False)
@@ -161,7 +161,7 @@ def test_a_flat_trend_is_red_where_noise_does_not_hide_it() -> None:
 def test_losses_of_sound_runs(log: str, colour: str | None) -> None:
     losses = tuple(metrics.losses(evidence.read_log(REPOSITORY / "tests" / "corpus" / log)))
     stage = "dpo" if "dpo" in log else "sft"
-    facts = Facts(stage=stage, losses=losses, tokens_per_second=1.0)
+    facts = RungFacts(stage=stage, losses=losses, tokens_per_second=1.0)
     assert flags(facts).get("loss_fall") == colour
 
 
@@ -193,9 +193,9 @@ def test_dpo(changes: dict[str, Any], found: dict[str, str]) -> None:
 
 def test_facts_are_kept_and_series_may_be_degenerate() -> None:
     told = json.loads(json.dumps(asdict(DPO), allow_nan=False))
-    assert Facts.from_json({**told, "of a later launch": 1}) == DPO
+    assert RungFacts.from_json({**told, "of a later launch": 1}) == DPO
     with pytest.raises(Misfit):
-        Facts.from_json({})
+        RungFacts.from_json({})
     # degenerate series
     assert gates.fallen([]) is None and gates.fallen([1.0]) is None
     assert gates.settled([math.nan]) is None

@@ -11,8 +11,9 @@ from launcher.artifacts import architecture, lengths
 from launcher.errors import InvalidConfig
 from launcher.machine import datasheets
 from launcher.plan import footprint, plan
-from launcher.planning import prepare
-from launcher.planning.prepare import Request
+from launcher.planning import collect
+from launcher.planning.collect import Scope
+from launcher.planning.request import Request
 from launcher.workflows.bench.comparison import SPEED, Sample
 from launcher.workflows.tune.search import Search, Trial
 from launcher.workflows.tune.space import Candidate, Settings, Space
@@ -28,7 +29,7 @@ def outlook(
     """A stage file on so many cards."""
     path = REPOSITORY / "configs" / config
     request = Request(stage=None, config=path, gpus=gpus, overrides=overrides, elsewhere=True)
-    asked = prepare.resolve(request, running=False)
+    asked = collect.collect(request, Scope.PLAN)
     installed = PACKAGES if packages is None else packages
     made = plan.make(asked.stage, gpus=gpus, output=Path("model"), packages=installed)
     try:

@@ -17,7 +17,8 @@ from fake_world import World, needs_trl, until
 
 from launcher.config import durations
 from launcher.errors import InvalidConfig, NotReady, UsageError
-from launcher.planning.prepare import Request
+from launcher.planning.collect import Scope
+from launcher.planning.request import Request
 from launcher.runs import rundir
 from launcher.workflows.bench import bench, measure, variants
 from launcher.workflows.bench.comparison import SPEED, CurveStep, Sample, compare
@@ -341,7 +342,9 @@ def planned(
 
 def of(request: Request, vary: Iterable[str], variant: Iterable[str], *, running: bool = False) -> bench.Bench:
     asked = tuple(variants.combinations(list(vary), list(variant)))
-    return bench.plan(bench.Bench(request=request, variants=asked, steps=5, repeats=1), running=running)
+    return bench.plan(
+        bench.Bench(request=request, variants=asked, steps=5, repeats=1), Scope.START if running else Scope.PLAN
+    )
 
 
 def test_every_variant_is_judged_before_the_first_starts(world: World) -> None:

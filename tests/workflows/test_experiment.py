@@ -17,7 +17,8 @@ from launcher import files
 from launcher.errors import Exit, NotReady, not_ready
 from launcher.lifecycle import follow, supervisor
 from launcher.planning import prepare
-from launcher.planning.prepare import Request
+from launcher.planning.collect import Scope
+from launcher.planning.request import Request
 from launcher.report.live import View
 from launcher.runs import rundir
 from launcher.runs.rundir import RunFolder
@@ -104,7 +105,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 
 
 def run(request: Request, timeout_s: float | None = None, root: Path | None = None) -> experiment.Outcome:
-    prepared = prepare.prepare(replace(request, runs=root), running=True)
+    prepared = prepare.prepare(replace(request, runs=root), Scope.START)
     return experiment.of_prepared(prepared, timeout_s=timeout_s)
 
 
@@ -128,7 +129,7 @@ def test_a_run_lies_below_the_folder_that_several_share(world: World, monkeypatc
 
 def test_nothing_is_on_disk_before_a_run_begins(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     request = asked(world, monkeypatch, "print=2")
-    prepared = prepare.prepare(replace(request, runs=world.runs), running=True)
+    prepared = prepare.prepare(replace(request, runs=world.runs), Scope.START)
     assert not world.runs.exists()
     # nor is anything left of a start that is refused
     with monkeypatch.context() as refused, pytest.raises(NotReady):
@@ -143,8 +144,8 @@ def refuse(*_words: object) -> None:
 
 def test_two_starts_that_planned_the_same_folder_get_one_each(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     request = replace(asked(world, monkeypatch, "print=2", output_dir=None), runs=world.runs)
-    first = prepare.prepare(request, running=True)
-    second = prepare.in_folder(prepare.prepare(request, running=True), first.folder)
+    first = prepare.prepare(request, Scope.START)
+    second = prepare.in_folder(prepare.prepare(request, Scope.START), first.folder)
     runs = [experiment.of_prepared(prepared).run for prepared in (first, second)]
     assert runs[1].path.name == f"{runs[0].path.name}-2"
     # each has its probe and its model in its own folder
@@ -181,9 +182,10 @@ def command(world: World, code: str, *steps: str) -> subprocess.Popen[bytes]:
     """Python with what a trial needs, and `request` for one."""
     head = (
         "import os, signal\nfrom pathlib import Path\n"
-        "from launcher.lifecycle import start\nfrom launcher.planning import prepare as preparation\n"
-        "from launcher.workflows import experiment\n"
-        f"request = preparation.Request(stage='sft', config=Path({str(world.config())!r}), gpus=0, "
+        "from launcher.lifecycle import start\n"
+        "from launcher.planning import prepare as preparation\nfrom launcher.planning.collect import Scope\n"
+        "from launcher.planning.request import Request\nfrom launcher.workflows import experiment\n"
+        f"request = Request(stage='sft', config=Path({str(world.config())!r}), gpus=0, "
         f"python=Path({str(world.python())!r}))\n"
     )
     return subprocess.Popen(
@@ -199,7 +201,7 @@ def test_term_while_it_is_being_started_leaves_nothing(world: World) -> None:
         "    try:\n        return begin(*words, **more)\n"
         "    finally:\n        os.kill(os.getpid(), signal.SIGTERM)\n"
         "start.begin = told\n"
-        "try:\n    experiment.of_prepared(preparation.prepare(request, running=True))\n"
+        "try:\n    experiment.of_prepared(preparation.prepare(request, Scope.START))\n"
         "except KeyboardInterrupt:\n    print('interrupted')\n"
     )
     out, err = command(world, code, "sleep=600").communicate(timeout=PATIENCE_S)

@@ -16,8 +16,11 @@ from fake_world import World, needs_trl, until
 
 from launcher import files
 from launcher.errors import Exit
+from launcher.planning.collect import Scope
 from launcher.planning.forecast import ForecastOptions
-from launcher.planning.prepare import Prepared, Request
+from launcher.planning.prepare import Prepared
+from launcher.planning.request import Request
+from launcher.runs import rundir
 from launcher.verdict import check
 from launcher.workflows import experiment
 from launcher.workflows.experiment import Outcome
@@ -47,7 +50,8 @@ class Rungs(Here):
             if scene["accuracy"] is not None:
                 row |= {"rewards/accuracies": scene["accuracy"], "rewards/margins": 0.1}
             lines.append(json.dumps(row))
-        files.write_text(prepared.folder.metrics, "".join(f"{line}\n" for line in lines))
+        folder = rundir.reserve(prepared.folder)
+        files.write_text(folder.metrics, "".join(f"{line}\n" for line in lines))
         metrics = {"tokens_per_second": 2000.0 * plan.processes * scene["speed"],
                    "peak_allocated_gib": scene["gib"], "peak_reserved_gib": scene["gib"]}  # fmt: skip
         trend = check.Point(name="trend", state=scene["trend"], expected="any", ok=True)
@@ -58,7 +62,7 @@ class Rungs(Here):
         verdict = check.Verdict(
             status="pass", stage=plan.stage.options.stage, steps=20, points=(trend, finish), metrics=metrics
         )
-        return Outcome(run=prepared.folder, plan=plan, verdict=verdict, exit=scene["exit"], seconds=1.0)
+        return Outcome(run=folder, plan=plan, verdict=verdict, exit=scene["exit"], seconds=1.0)
 
 
 @pytest.fixture
@@ -208,7 +212,7 @@ def test_deepspeed_on_one_gpu(
 
     def used(*overrides: str) -> list[str]:
         asked = replace(request, overrides=overrides)
-        planned = ladder.plan_rungs(asked, [1, 2], steps=20, terms=ForecastOptions(), running=False)
+        planned = ladder.plan_rungs(asked, [1, 2], steps=20, terms=ForecastOptions(), scope=Scope.PLAN)
         return [rung.plan.stage.options.deepspeed_name for rung in planned.rungs]
 
     assert used() == ["zero2_fp32_comm" if kept else "none", "zero2_fp32_comm"]

@@ -12,7 +12,8 @@ from fake_world import World, needs_trl
 from loads import Loads, counted
 
 from launcher.planning import prepare
-from launcher.planning.prepare import Request
+from launcher.planning.collect import Scope
+from launcher.planning.request import Request
 from launcher.stage.stage import Stage
 from launcher.workflows import experiment
 from launcher.workflows.bench import measure
@@ -33,7 +34,7 @@ def here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
     ) -> Sample:
         place = root / f"{variant.name.encode().hex()}-{repeat}"
         trial = measure.short(variant.of(request), stage, steps, place, more.get("batch"))
-        prepare.prepare(replace(trial, runs=root), running=True)
+        prepare.prepare(replace(trial, runs=root), Scope.START)
         figures = {SPEED: 2000.0, "seconds_per_step": 0.1, "peak_allocated_gib": 5.0}
         curve = (CurveStep(400.0, 400.0, 2.0),) * 3
         name = variant.name

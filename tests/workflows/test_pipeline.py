@@ -20,7 +20,8 @@ from loads import counted
 from launcher.cli import main
 from launcher.config import pipeline
 from launcher.errors import InvalidConfig, UsageError
-from launcher.planning.prepare import Request
+from launcher.planning.collect import Scope
+from launcher.planning.request import Request
 from launcher.runs import lease, rundir
 from launcher.workflows.pipeline import plan
 from launcher.workflows.pipeline.plan import PipelineRequest
@@ -196,7 +197,7 @@ def test_with_and_the_command_line(write: Write) -> None:
 
 
 def surveyed(path: Path, gpus: int = 0, **more: Any) -> plan.PipelinePlan:
-    return plan.plan_stages(ordered(pipeline.load(path), gpus=gpus, **more), running=False)
+    return plan.plan_stages(ordered(pipeline.load(path), gpus=gpus, **more), Scope.PLAN)
 
 
 def refused(path: Path, **more: Any) -> dict[str, tuple[str | None, int | None, str]]:
@@ -332,7 +333,7 @@ def test_the_committed_pipelines_hold_together(name: str, tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     path = REPOSITORY / "configs" / f"{name}.yaml"
     order = ordered(pipeline.load(path), gpus=0 if "demo" in name else 8)
-    told = plan.plan_stages(order, running=False)
+    told = plan.plan_stages(order, Scope.PLAN)
     assert [f for f in told.findings if f.severity == "error"] == []
     assert [one.link.source for one in told.steps.values()] == [None, "sft"]
 

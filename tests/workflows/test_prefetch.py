@@ -22,8 +22,9 @@ from launcher.cache import entries, folders, hub
 from launcher.cli.main import main
 from launcher.plan import plan
 from launcher.plan.plan import Plan
-from launcher.planning import prepare as preparation
-from launcher.planning.prepare import Request
+from launcher.planning import collect
+from launcher.planning.collect import Scope
+from launcher.planning.request import Request
 
 CONFIGS = REPOSITORY / "configs" / "demo"
 COMMIT = "a" * 40
@@ -236,8 +237,8 @@ def test_a_folder_lacks_what_its_index_names(tmp_path: Path) -> None:
 
 
 def planned(config: str, *words: str) -> Plan:
-    asked = preparation.resolve(
-        Request(stage=None, config=CONFIGS / config, overrides=words, gpus=0, elsewhere=True), running=False
+    asked = collect.collect(
+        Request(stage=None, config=CONFIGS / config, overrides=words, gpus=0, elsewhere=True), Scope.PLAN
     )
     return plan.make(asked.stage, gpus=0)
 

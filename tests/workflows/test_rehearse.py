@@ -24,7 +24,8 @@ from launcher.cli.commands import app
 from launcher.cli.main import main
 from launcher.errors import Exit, Finding, InvalidConfig, NotReady, launch_finding, not_ready
 from launcher.machine.python import Trainer, find_trainer
-from launcher.planning.prepare import Request, judge, resolve
+from launcher.planning.collect import Scope, collect, judge
+from launcher.planning.request import Request
 from launcher.stage.stage import Judged
 from launcher.upstream.trainers import BACKENDS
 from launcher.workflows.rehearse import ask, memory, rehearsal, scratch
@@ -694,7 +695,7 @@ def rehearsals(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def begun(path: Path, *overrides: str, by_itself: bool, rehearse: bool | None = None) -> list[str]:
     request = Request(stage=None, config=path, overrides=overrides, gpus=0, rehearse=rehearse)
-    stages = {"": resolve(request, running=False)}
+    stages = {"": collect(request, Scope.PLAN)}
     return [one.code for one in rehearsal.require(stages, print, by_itself=by_itself)]
 
 

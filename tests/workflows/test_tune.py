@@ -21,7 +21,7 @@ from tuned import A100, H200, RTX4090, Machine, ran
 
 from launcher.config import load
 from launcher.errors import errors
-from launcher.planning.prepare import Request
+from launcher.planning.request import Request
 from launcher.stage import stage
 from launcher.workflows.bench import measure
 from launcher.workflows.bench.comparison import SPEED, CurveStep, Sample

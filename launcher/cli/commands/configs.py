@@ -19,7 +19,7 @@ from launcher.paths import can_be_name, exists, shipped
 from launcher.report import console
 
 if TYPE_CHECKING:
-    from launcher.planning.prepare import Request
+    from launcher.planning.request import Request
     from launcher.stage.fix import Fix
     from launcher.upstream.locate import Locator
 
@@ -91,7 +91,7 @@ def _judge_all(
     if not deep:
         yield from ((path, *_judge_file(path, shared)) for path in paths)
         return
-    from launcher.planning import prepare
+    from launcher.planning import collect
     from launcher.workflows.rehearse import ask, rehearsal
 
     with ask.Servers() as servers:
@@ -100,7 +100,7 @@ def _judge_all(
             # what cannot be read has no shape
             if facts.get("shape", "pipeline") != "pipeline":
                 say = (lambda _: None) if quiet else shared.show_progress
-                judged, trainer = prepare.judge(shared.request(config=path))
+                judged, trainer = collect.judge(shared.request(config=path))
                 result = rehearsal.rehearse(judged, trainer, servers, say=say)
                 facts["rehearsal"], own = result.as_json(), rehearsal.combined(own, result.findings)
             yield path, facts, own
@@ -124,7 +124,8 @@ def _judge_file(path: Path, shared: Shared) -> tuple[dict[str, object], tuple[Fi
 
 def _judge_pipeline(path: Path, shared: Shared) -> tuple[dict[str, object], tuple[Finding, ...]]:
     from launcher.config import pipeline
-    from launcher.planning.prepare import Request
+    from launcher.planning.collect import Scope
+    from launcher.planning.request import Request
     from launcher.workflows.pipeline.plan import PipelineRequest, plan_stages
 
     try:
@@ -137,7 +138,7 @@ def _judge_pipeline(path: Path, shared: Shared) -> tuple[dict[str, object], tupl
             allow_unpinned=shared.allow_unpinned,
             gpus=None if all(link.gpus is not None for link in whole.links) else VALIDATED_FOR,
         )
-        plan = plan_stages(PipelineRequest(chain=whole, common=common), running=False)
+        plan = plan_stages(PipelineRequest(chain=whole, common=common), Scope.PLAN)
     except LaunchError as error:
         return {}, error.findings
     return {"shape": "pipeline", "stages": [link.name for link in plan.links]}, plan.findings
@@ -203,9 +204,10 @@ def explain(
 def _derived(request: Request) -> dict[str, tuple[object, str]]:
     """What launch sets for this stage file, with the reason; nothing where the file is invalid."""
     from launcher.planning import prepare
+    from launcher.planning.collect import Scope
 
     try:
-        plan = prepare.prepare(request, running=False).plan
+        plan = prepare.prepare(request, Scope.PLAN).plan
     except LaunchError:
         return {}
     names, gpus = plan.stage.entry.names, request.gpus

@@ -34,11 +34,12 @@ def plan(
     why: bool = Option(False, "--why", help="show every part with its formula"),
 ) -> Exit:
     """Predict batch, steps, memory, time and cost on N GPUs."""
-    from launcher.planning import forecast, prepare
+    from launcher.planning import collect, forecast
+    from launcher.planning.collect import Scope
     from launcher.workflows.rehearse import rehearsal
 
     counts = forecast.counts(gpus)
-    resolved = prepare.resolve(shared.request(gpus=max(counts)), running=False)
+    resolved = collect.collect(shared.request(gpus=max(counts)), Scope.PLAN)
     terms = forecast.ForecastOptions(
         row_tokens=shared.row_tokens,
         rehearsed_tokens=None if shared.row_tokens else rehearsal.row_tokens(resolved),
@@ -106,10 +107,10 @@ def preview(
 
     The trainer's own code prepares them, on the CPU and without weights. Rows that are cut or dropped are counted.
     """
-    from launcher.planning import prepare
+    from launcher.planning import collect
     from launcher.workflows.preview import preview, text
 
-    judged, trainer = prepare.judge(shared.request())
+    judged, trainer = collect.judge(shared.request())
     done = preview.preview(judged, trainer, first=rows, row=row, say=shared.show_progress)
     show = partial(text.show, done, whole=row is not None)
     return answer("preview", shared.format, done.as_json(), show, done.findings, done.exit)
@@ -124,10 +125,10 @@ def rehearse(
 
     It is the real training script, a model of the same architecture, and the first 64 rows.
     """
-    from launcher.planning import prepare
+    from launcher.planning import collect
     from launcher.workflows.rehearse import rehearsal
 
-    judged, trainer = prepare.judge(shared.request())
+    judged, trainer = collect.judge(shared.request())
     done = rehearsal.rehearse(judged, trainer, anew=again, say=shared.show_progress)
     found = rehearsal.combined(judged.findings, done.findings)
     if errors(found, strict=shared.strict):
@@ -143,10 +144,10 @@ def rehearse(
 @takes("request", "gpus", "nodes", "strict", "rehearse")
 def prepare(shared: Shared) -> Exit:
     """Download and tokenize what a run needs; uses no GPU."""
-    from launcher.planning.prepare import resolve
+    from launcher.planning.collect import Scope, collect
     from launcher.workflows.prefetch import prefetch
 
-    resolved = resolve(shared.request(elsewhere=True), running=False)
+    resolved = collect(shared.request(elsewhere=True), Scope.PLAN)
     done = prefetch.prepare(resolved, console.aside)
     # now that model, tokenizer and data are here
     shared.rehearse_first({"": resolved})
@@ -168,13 +169,14 @@ def ladder(
     Ends with go or no-go, and what the full run takes.
     """
     from launcher.planning import forecast
+    from launcher.planning.collect import Scope
     from launcher.workflows.ladder import ladder
 
     counts = forecast.counts(gpus)
     terms = ladder.terms(counts, price=shared.price, rows=shared.rows, row_tokens=shared.row_tokens)
     quiet = shared.format == "json"
-    here = not (shared.dry_run or shared.slurm)
-    planned = ladder.plan_rungs(shared.request(elsewhere=shared.slurm), counts, steps=steps, terms=terms, running=here)
+    scope = Scope.PLAN if shared.dry_run or shared.slurm else Scope.START
+    planned = ladder.plan_rungs(shared.request(elsewhere=shared.slurm), counts, steps=steps, terms=terms, scope=scope)
     if shared.dry_run:
 
         def show() -> None:
@@ -209,6 +211,7 @@ def bench(
 ) -> Exit:
     """Compare settings in short runs: speed, memory and loss."""
     from launcher.config import durations
+    from launcher.planning.collect import Scope
     from launcher.workflows.bench import bench, comparison, variants
 
     grid = tuple(variants.combinations(vary or (), variant or ()))
@@ -217,7 +220,7 @@ def bench(
     if not shared.slurm:
         request = bench.require_gpu(request, cpu=shared.cpu)
     draft = bench.Bench(request=request, variants=grid, steps=steps, repeats=repeats, timeout_s=limit)
-    planned = bench.plan(draft, running=not shared.slurm)
+    planned = bench.plan(draft, Scope.PLAN if shared.slurm else Scope.START)
     text = shared.format == "text"
     console.findings(planned.findings if text else ())
     shared.rehearse_first(planned.resolved)
@@ -250,14 +253,14 @@ def tune(
     Global batch and loss stay; the result is written as a stage file.
     """
     from launcher.config import durations
-    from launcher.planning.prepare import resolve
+    from launcher.planning.collect import Scope, collect
     from launcher.workflows.bench import bench, comparison
     from launcher.workflows.tune import tune
 
     budget_s = durations.seconds(budget)
     if shared.slurm:
         # levers, and what fits, depend on the machine of the job
-        resolved = resolve(shared.request(elsewhere=True), running=False)
+        resolved = collect(shared.request(elsewhere=True), Scope.PLAN)
     else:
         request, cpu, rows = shared.request(), shared.cpu, shared.row_tokens
         prepared = tune.prepare(request, cpu=cpu, steps=steps, row_tokens=rows, budget_s=budget_s, output=output)

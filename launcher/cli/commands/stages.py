@@ -14,7 +14,8 @@ from launcher.errors import Exit, Finding, launch_finding
 from launcher.report import console
 
 if TYPE_CHECKING:
-    from launcher.planning.prepare import Prepared, Request
+    from launcher.planning.prepare import Prepared
+    from launcher.planning.request import Request
     from launcher.runs.attempt import Attempt
     from launcher.runs.rundir import RunFolder
     from launcher.verdict.check import Verdict
@@ -52,8 +53,9 @@ app.command("dpo", epilog="Example: launch dpo configs/tulu/dpo_qwen7b.yaml --gp
 def _dry_run(request: Request, shared: Shared) -> Exit:
     from launcher.lifecycle import start
     from launcher.planning import prepare
+    from launcher.planning.collect import Scope
 
-    prepared = prepare.prepare(request, running=False)
+    prepared = prepare.prepare(request, Scope.PLAN)
     findings = (*prepared.findings, *prepare.of_earlier_run(prepared))
     script = start.batch_script(prepared) if shared.slurm else None
     data = {**prepared.as_json(), **({} if script is None else {"batch_script": script})}
@@ -67,6 +69,7 @@ def _dry_run(request: Request, shared: Shared) -> Exit:
 def _run(request: Request, shared: Shared) -> Exit:
     from launcher.lifecycle import on_finish, start, supervisor
     from launcher.planning import forecast, prepare
+    from launcher.planning.collect import Scope
     from launcher.runs import lease, preemption, runner
 
     format, ending = shared.format, shared.at_end()
@@ -75,13 +78,13 @@ def _run(request: Request, shared: Shared) -> Exit:
     runner.grace(os.environ.get(runner.GRACE_VARIABLE))
     preemption.grace(os.environ.get(preemption.GRACE_VARIABLE))
     with supervisor.interruptible():
-        prepared = forecast.with_forecast(prepare.prepare(request, running=True))
+        prepared = forecast.with_forecast(prepare.prepare(request, Scope.START))
         if prepared.decision.kind == "finished":
             return _conclude_finished(prepared, shared)
         if not (prepared.machine and prepared.machine.rank):
             lease.require_free(prepared.output)
             if request.rehearse or prepared.plan.stage.options.rehearse:
-                shared.rehearse_first({"": prepared.resolved}, by_itself=False)
+                shared.rehearse_first({"": prepared.facts}, by_itself=False)
         if format == "text":
             console.findings(prepared.findings)
         folder, attempt = start.begin(prepared, **ending)
@@ -100,17 +103,18 @@ def _conclude_finished(prepared: Prepared, shared: Shared) -> Exit:
     console.findings(findings if shared.format == "text" else ())
     verdict = conclude.judged_now(folder, prepared.plan, conclude.finish(folder))
     code = check.exit_code(verdict, allow_unproven=shared.allow_unproven)
-    return _conclude(str(prepared.resolved.request.stage), folder, verdict, code, findings, shared.format)
+    return _conclude(str(prepared.facts.request.stage), folder, verdict, code, findings, shared.format)
 
 
 def _queue(request: Request, shared: Shared) -> Exit:
     from launcher.lifecycle import start, supervisor
-    from launcher.planning import forecast, prepare
+    from launcher.planning import collect, forecast, prepare
+    from launcher.planning.collect import Scope
     from launcher.runs import slurm
 
-    ending, resolved = shared.at_end(), prepare.resolve(request, running=True)
+    ending, resolved = shared.at_end(), collect.collect(request, Scope.START)
     shared.rehearse_first({"": resolved})
-    prepared = forecast.with_forecast(prepare.complete(resolved, running=True))
+    prepared = forecast.with_forecast(prepare.complete(resolved))
     if prepared.decision.kind == "finished":
         return _conclude_finished(prepared, shared)
     options, findings = prepared.plan.stage.options.slurm, prepared.findings
@@ -217,6 +221,7 @@ def pipeline(
     A stage whose result is already there, and has not changed, is skipped.
     """
     from launcher.config import pipeline as chain
+    from launcher.planning.collect import Scope
     from launcher.workflows.pipeline import pipeline
     from launcher.workflows.pipeline.plan import PipelineRequest, plan_stages
 
@@ -239,7 +244,7 @@ def pipeline(
         data = {"stages": [{"name": one.link.name, **one.prepared.as_json()} for one in steps]}
         return answer("pipeline", shared.format, data, show_plan, plan.findings)
     quiet = shared.format == "json"
-    plan = plan_stages(order, running=not shared.slurm)
+    plan = plan_stages(order, Scope.PLAN if shared.slurm else Scope.START)
     console.findings([one for one in plan.findings if one.severity != "note" and not quiet])
     stages = plan.resolved()
     shared.rehearse_first(stages)

@@ -6,14 +6,15 @@ from launcher.config import keys
 from launcher.machine import devices
 from launcher.machine.devices import Devices
 from launcher.plan import plan
-from launcher.planning import prepare
+from launcher.planning import collect
+from launcher.planning.collect import Scope
 from launcher.planning.doctor import checks
 from launcher.planning.doctor.checks import Report, Subject
-from launcher.planning.prepare import Request
+from launcher.planning.request import Request
 
 
 def of_stage(request: Request, *, importing: bool = True) -> Report:
-    resolved = prepare.resolve(request, running=True)
+    resolved = collect.collect(request, Scope.START)
     subject = checks.of_plan(plan.make(resolved.stage, gpus=resolved.gpus), resolved.trainer)
     return checks.examine(subject, resolved.choose_devices(), look=resolved.look, importing=importing)
 
@@ -21,7 +22,7 @@ def of_stage(request: Request, *, importing: bool = True) -> Report:
 def of_backend(request: Request, backend: str, *, importing: bool = True) -> Report:
     """For a backend, with whatever stage: of the request only the machine's side counts."""
     look, named = devices.look(os.environ), devices.named(request.devices)
-    locator, trainer = prepare.find_source(request, backend)
+    locator, trainer = collect.find_source(request, backend)
     count = request.gpus if request.gpus is not None or named else len(look.visible)
     every = Devices(slots=look.visible, why="all that are visible")
     chosen = every if request.gpus is None and not named else devices.choose(count, named, look)

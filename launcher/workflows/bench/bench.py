@@ -13,8 +13,10 @@ from launcher.config.keys import EXPECT, PAIRED
 from launcher.errors import Exit, Finding, InvalidConfig, NotReady, errors, launch_finding, not_ready, usage
 from launcher.machine import devices
 from launcher.plan.plan import Plan
-from launcher.planning import prepare
-from launcher.planning.prepare import Prepared, Request, ResolvedStage
+from launcher.planning import collect, prepare
+from launcher.planning.collect import Facts, Scope
+from launcher.planning.prepare import Prepared
+from launcher.planning.request import Request
 from launcher.report import console
 from launcher.report.html import figure
 from launcher.report.page import Lead
@@ -46,7 +48,7 @@ class Bench:
     variants: tuple[Variant, ...]
     steps: int
     repeats: int
-    resolved: Mapping[str, ResolvedStage] = field(default_factory=dict)
+    resolved: Mapping[str, Facts] = field(default_factory=dict)
     timeout_s: float | None = None
     key: str = ""
     batch: int | None = None
@@ -125,10 +127,10 @@ def require_gpu(request: Request, *, cpu: bool) -> Request:
     )
 
 
-def plan(bench: Bench, *, running: bool = False) -> Bench:
+def plan(bench: Bench, scope: Scope = Scope.PLAN) -> Bench:
     """Judge every variant of a bench, and its trial, before the first one starts; returns it complete.
 
-    Raises InvalidConfig with the findings of all variants, each with its name; where trials will be `running`,
+    Raises InvalidConfig with the findings of all variants, each with its name; for a start
     NotReady too if no variant can start on this machine, whatever its GPUs do now.
     """
     request, requested = bench.request, bench.variants
@@ -137,7 +139,7 @@ def plan(bench: Bench, *, running: bool = False) -> Bench:
     def base() -> Plan | None:
         """The stage file as it is written; None where only its variants stand."""
         try:
-            return prepare.prepare(request, running=False).plan
+            return prepare.prepare(request, Scope.PLAN).plan
         except InvalidConfig:
             return None
 
@@ -155,7 +157,7 @@ def plan(bench: Bench, *, running: bool = False) -> Bench:
         trial_request = short(variant.of(request), made.plan.stage, bench.steps, root / "models", batch)
         try:
             # a trial that a killed command left may have the GPUs: it is ended later
-            prepare.prepare(replace(trial_request, runs=root, elsewhere=True), running=running)
+            prepare.prepare(replace(trial_request, runs=root, elsewhere=True), scope)
         except InvalidConfig as error:
             wrong.append((variant.name, error))
         except NotReady as error:
@@ -167,14 +169,14 @@ def plan(bench: Bench, *, running: bool = False) -> Bench:
     key = [
         BENCH_VERSION,
         bench.steps,
-        [[variant.name, identity(made.plan, made.resolved.trainer)] for variant, made in full],
+        [[variant.name, identity(made.plan, made.facts.trainer)] for variant, made in full],
     ]
     warnings = ((variant.name, f) for variant, made in full for f in made.findings if f.severity != "note")
     return replace(
         bench,
         request=replace(request, stage=first.stage.options.stage, gpus=first.gpus),
         variants=tuple(variant for variant, _ in full),
-        resolved={variant.name: made.resolved for variant, made in full},
+        resolved={variant.name: made.facts for variant, made in full},
         batch=batch,
         key=experiment.key_of(key),
         findings=tuple(_named(warnings, len(full))),
@@ -204,19 +206,19 @@ def _named(found: Iterable[tuple[str, Finding]], count: int) -> list[Finding]:
 def _prepared(request: Request, variant: Variant, base: Callable[[], Plan | None]) -> tuple[Variant, Prepared]:
     """A variant with what follows from it. Raises InvalidConfig, also where its batch cannot be kept."""
     whole = variant.of(request)
-    checked, trainer = prepare.judge(whole)
+    checked, trainer = collect.judge(whole)
     # what it expects of a switch that is turned is not wrong before it has followed
     findings = tuple(one for one in checked.findings if one.code != "impossible-expectation")
-    resolved = prepare.of_checked(whole, replace(checked, findings=findings), trainer, running=False)
+    resolved = collect.of_checked(whole, replace(checked, findings=findings), trainer, Scope.PLAN)
     more = (*_expected(resolved, variant.keys), *_batch(resolved, variant.keys, base))
     if not more:
-        resolved = prepare.of_checked(whole, checked, trainer, running=False)
-        return variant, prepare.complete(resolved, running=False)
+        resolved = collect.of_checked(whole, checked, trainer, Scope.PLAN)
+        return variant, prepare.complete(resolved)
     variant = replace(variant, overrides=(*variant.overrides, *more))
-    return variant, prepare.prepare(variant.of(request), running=False)
+    return variant, prepare.prepare(variant.of(request), Scope.PLAN)
 
 
-def _expected(resolved: ResolvedStage, changed: set[str]) -> Iterator[str]:
+def _expected(resolved: Facts, changed: set[str]) -> Iterator[str]:
     """A file that expects packing expects none of the variant without."""
     stage = resolved.stage
     expect, entry, values = stage.options.expect, stage.entry, stage.values
@@ -235,19 +237,19 @@ def _expected(resolved: ResolvedStage, changed: set[str]) -> Iterator[str]:
             yield f"expect.{point}={SWITCHED[point][0 if on else 1]}"
     if is_turned("attention", {"attn_implementation", "attention"}):
         # `any` where a verdict has no word for it
-        chosen = prepare.complete(resolved, running=False).plan.attention
+        chosen = prepare.complete(resolved).plan.attention
         name = str(chosen or values.get("attn_implementation"))
         state = ATTENTION.get(name, name)
         yield f"expect.attention={state if state in EXPECT['attention'] else 'any'}"
 
 
-def _batch(resolved: ResolvedStage, changed: set[str], base: Callable[[], Plan | None]) -> Iterator[str]:
+def _batch(resolved: Facts, changed: set[str], base: Callable[[], Plan | None]) -> Iterator[str]:
     """Accumulation that keeps the rows of a step, where only the rows of a device were changed."""
     names = resolved.stage.entry.names
     settled = {names.accumulation, "batch", "batch.global"} & changed
     if settled or names.per_device not in changed or resolved.stage.options.batch or (written := base()) is None:
         return
-    made = prepare.complete(resolved, running=False).plan
+    made = prepare.complete(resolved).plan
     rows = made.global_batch // made.accumulation
     if written.global_batch % rows:
         raise InvalidConfig(

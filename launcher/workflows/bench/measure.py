@@ -18,7 +18,8 @@ from launcher.machine.git import Repository
 from launcher.machine.python import Trainer
 from launcher.plan.plan import Plan
 from launcher.planning import prepare
-from launcher.planning.prepare import Request
+from launcher.planning.collect import Scope
+from launcher.planning.request import Request
 from launcher.runs import rundir
 from launcher.stage.stage import Stage
 from launcher.verdict import evidence, metrics
@@ -54,7 +55,7 @@ def measure(
     place = models / f"{rundir.dashed(variant.name)[:60]}-{repeat + 1}"
     try:
         trial_request = short(variant.of(request), stage, steps, place, batch)
-        prepared = prepare.prepare(replace(trial_request, runs=root), running=True)
+        prepared = prepare.prepare(replace(trial_request, runs=root), Scope.START)
         left = None if timeout_s is None else timeout_s - (time.monotonic() - began)
         outcome = experiment.of_prepared(prepared, timeout_s=left, allow_unproven=True)
     except LaunchError as error:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from launcher.errors import brief, usage
-from launcher.planning.prepare import Request
+from launcher.planning.request import Request
 
 AS_WRITTEN = "as written"
 MOST = 64

@@ -22,15 +22,17 @@ from launcher.errors import Exit, Finding, InvalidConfig, LaunchError, errors, l
 from launcher.machine import python
 from launcher.plan import plan
 from launcher.plan.plan import Plan
-from launcher.planning import forecast, prepare
+from launcher.planning import collect, forecast, prepare
+from launcher.planning.collect import Facts, Scope
 from launcher.planning.forecast import ForecastOptions
-from launcher.planning.prepare import Prepared, Request, ResolvedStage
+from launcher.planning.prepare import Prepared
+from launcher.planning.request import Request
 from launcher.report import console
 from launcher.report.page import Lead
 from launcher.runs import rundir
 from launcher.runs.record import Record, mapping
 from launcher.stage import gates
-from launcher.stage.gates import Facts, Flag
+from launcher.stage.gates import Flag, RungFacts
 from launcher.stage.stage import Stage
 from launcher.verdict.metrics import REWARDS
 from launcher.workflows import experiment
@@ -49,7 +51,7 @@ class Standing:
     """One rung that was run, now or `before`, what the gates say of it, and the record of its run."""
 
     gpus: int
-    facts: Facts
+    facts: RungFacts
     flags: tuple[Flag, ...]
     efficiency: float | None
     record: Mapping[str, Any]
@@ -104,7 +106,7 @@ class Ladder:
     its GPUs. `exit` is that of the command, `reason` why it is no go.
     """
 
-    resolved: ResolvedStage
+    resolved: Facts
     plans: Mapping[int, Plan]
     rungs: tuple[Prepared, ...]
     steps: int
@@ -167,15 +169,15 @@ def terms(gpus: Sequence[int], *, price: float | None, rows: int | None, row_tok
 
 
 def plan_rungs(
-    request: Request, gpus: Sequence[int], *, steps: int, terms: ForecastOptions, running: bool = True
+    request: Request, gpus: Sequence[int], *, steps: int, terms: ForecastOptions, scope: Scope = Scope.START
 ) -> Ladder:
     """All rungs, validated and planned before the first starts. Raises InvalidConfig, NotReady or UsageError."""
-    resolved = prepare.resolve(replace(request, gpus=max(gpus)), running=running)
+    resolved = collect.collect(replace(request, gpus=max(gpus)), scope)
     stage, root = resolved.stage, rundir.runs_root()
-    here = len(resolved.look.visible) if resolved.look is not None else 0
-    if running and max(gpus) > here:
-        message = f"the rung of {label(max(gpus))} needs more than the {here} here"
-        raise not_ready("too-few-gpus", message, f"--gpus up to {here}; 0 trains on the CPU")
+    visible = None if resolved.look is None else len(resolved.look.visible)
+    if visible is not None and max(gpus) > visible:
+        message = f"the rung of {label(max(gpus))} needs more than the {visible} here"
+        raise not_ready("too-few-gpus", message, f"--gpus up to {visible}; 0 trains on the CPU")
     plans = {count: plan.make(stage, gpus=count, rows=terms.rows) for count in gpus}
     # all rungs read the same slice: that of the one with most rows a step
     batch = max(planned.global_batch for planned in plans.values())
@@ -191,7 +193,7 @@ def plan_rungs(
         overrides = (*request.overrides, *shorter, *changes)
         # a rung that a killed command left may have the GPUs: it is ended later
         short = replace(request, gpus=count, overrides=overrides, fresh=True, strict=False, elsewhere=True)
-        prepared = prepare.prepare(short, running=running)
+        prepared = prepare.prepare(short, scope)
         known = _predicted(prepared.plan, resolved, terms)
         rungs.append(prepared)
         # what the short stage is told of itself is not about the file
@@ -207,7 +209,7 @@ def plan_rungs(
     if stopping := errors(findings, strict=request.strict):
         raise InvalidConfig(stopping)
     # a dry run reads no model and no data
-    key = _key(resolved, plans[gpus[0]], steps) if running else ""
+    key = _key(resolved, plans[gpus[0]], steps) if resolved.packages is not None else ""
     return Ladder(
         resolved=resolved,
         plans=plans,
@@ -219,7 +221,7 @@ def plan_rungs(
     )
 
 
-def _key(resolved: ResolvedStage, planned: Plan, steps: int) -> str:
+def _key(resolved: Facts, planned: Plan, steps: int) -> str:
     """The same for the same stage, source, content, length, packages and kind of GPU, whatever the rungs."""
     stage, present = resolved.stage, () if resolved.look is None else resolved.look.present
     options = stage.config.options.items()
@@ -236,7 +238,7 @@ def _key(resolved: ResolvedStage, planned: Plan, steps: int) -> str:
     return experiment.key_of(about)
 
 
-def _predicted(planned: Plan, resolved: ResolvedStage, terms: ForecastOptions) -> forecast.Estimate | None:
+def _predicted(planned: Plan, resolved: Facts, terms: ForecastOptions) -> forecast.Estimate | None:
     """The forecast for one rung; None on the CPU, and where shape or row lengths are not known."""
     if not planned.gpus:
         return None
@@ -295,9 +297,9 @@ def _climb(ladder: Ladder, rung: Prepared, *, allow_unproven: bool, quiet: bool)
         if not quiet:
             console.say(f"rung {len(ladder.standings) + 1} of {len(ladder.rungs)}: {label(gpus)}")
         place = f"{rung.plan.stage.entry.names.output}={spelt(str(ladder.folder / _MODELS / _short_label(gpus)))}"
-        overrides = (*rung.resolved.request.overrides, place)
-        request = replace(rung.resolved.request, runs=ladder.folder, elsewhere=False, overrides=overrides)
-        prepared = prepare.prepare(request, running=True)
+        overrides = (*rung.facts.request.overrides, place)
+        request = replace(rung.facts.request, runs=ladder.folder, elsewhere=False, overrides=overrides)
+        prepared = prepare.prepare(request, Scope.START)
         if not quiet:
             # its findings were shown with those of all rungs
             console.beginning(prepared.plan, prepared.folder.console(prepared.attempt))
@@ -323,7 +325,7 @@ def _standing(ladder: Ladder, gpus: int, *, allow_unproven: bool) -> Standing | 
     """What the gates say of a rung by its record; None where there is none, or it cannot be read."""
     known = mapping(ladder.records.get(str(gpus)))
     try:
-        facts = Facts.from_json(known["facts"])
+        facts = RungFacts.from_json(known["facts"])
     except (AttributeError, KeyError, TypeError, ValueError):
         return None
     if facts.unproven is not None and not allow_unproven:
@@ -359,7 +361,7 @@ def _lead(ladder: Ladder) -> Lead:
     )
 
 
-def _facts(prepared: Prepared, outcome: experiment.Outcome, ladder: Ladder) -> Facts:
+def _facts(prepared: Prepared, outcome: experiment.Outcome, ladder: Ladder) -> RungFacts:
     metrics, ran, verdict = outcome.verdict.metrics, outcome.plan, outcome.verdict
     rows = files.read_lines(outcome.run.metrics)
     seconds = [row["seconds"] for row in rows if isinstance(row.get("seconds"), int | float)]
@@ -372,7 +374,7 @@ def _facts(prepared: Prepared, outcome: experiment.Outcome, ladder: Ladder) -> F
     falling = ladder.stage.options.expect.get("trend") == "falling"
     trends = (point.state for point in verdict.points if point.name == "trend" and falling)
     slots = () if prepared.devices is None or not ran.gpus else prepared.devices.slots
-    return Facts(
+    return RungFacts(
         stage=ran.stage.options.stage,
         devices=ran.processes,
         accelerated=bool(ran.gpus),

@@ -18,8 +18,9 @@ from launcher.config.pipeline import placed
 from launcher.errors import Exit, Finding, LaunchError, brief, errors, launch_finding
 from launcher.lifecycle import conclude, follow
 from launcher.plan import plan
-from launcher.planning import forecast, prepare
-from launcher.planning.prepare import Prepared, ResolvedStage
+from launcher.planning import collect, forecast, prepare
+from launcher.planning.collect import Facts, Scope
+from launcher.planning.prepare import Prepared
 from launcher.redaction import redact
 from launcher.report import console
 from launcher.report.page import Lead
@@ -170,7 +171,7 @@ def run(order: PipelineRequest, planned: PipelinePlan, *, quiet: bool = False) -
 
 def dry_run(order: PipelineRequest) -> PipelinePlan:
     """What would be started, in order, and what of it earlier runs have. Raises like `plans.plan_stages`."""
-    planned = plans.plan_stages(order, running=False)
+    planned = plans.plan_stages(order, Scope.PLAN)
     # printed commands that would write into the outputs of earlier runs
     runs = [(link, planned.steps[link.name].prepared) for link in planned.links]
     earlier = [placed(link, one) for link, prepared in runs for one in prepare.of_earlier_run(prepared)]
@@ -265,7 +266,7 @@ class _Runner:
         resolved = replace(step.resolved, request=request, look=None)
         if request.overrides != step.resolved.request.overrides:
             # now that its model is there
-            resolved = prepare.resolve(request, running=True)
+            resolved = collect.collect(request, Scope.START)
         prepared, why = _prepared(resolved, step, fresh=self.order.common.fresh)
         prepared = forecast.with_forecast(prepared)
         output = prepared.output or step.output
@@ -326,21 +327,21 @@ class _Runner:
             self._show(list(error.findings))
 
 
-def _prepared(resolved: ResolvedStage, step: PlannedStage, *, fresh: bool) -> tuple[Prepared, str | None]:
+def _prepared(resolved: Facts, step: PlannedStage, *, fresh: bool) -> tuple[Prepared, str | None]:
     """Ready to start: as it is, or started over with the reason why."""
     anew, dry = resolved.with_request(fresh=True), step.prepared
     if fresh:
-        prepared = prepare.complete(anew, running=True)
+        prepared = prepare.complete(anew)
         return prepared, None if prepared.output == prepared.requested_output else "--fresh"
     if dry.attempt <= 1 and dry.output and checkpoints.model_fault(plan.model_in(dry.plan, dry.output)) is None:
-        return prepare.complete(anew, running=True), f"{dry.output} holds a model, and no run is known that made it"
+        return prepare.complete(anew), f"{dry.output} holds a model, and no run is known that made it"
     # the same start with every change allowed
     every = tuple(sorted(plans.known_changes(resolved.stage.schema.fields)))
-    prepared = prepare.complete(resolved.with_request(allowed=every, strict=False), running=True)
+    prepared = prepare.complete(resolved.with_request(allowed=every, strict=False))
     if not prepared.decision.changes and not resolved.request.strict:
-        return replace(prepared, resolved=resolved), None
+        return replace(prepared, facts=resolved), None
     passing = {*resolved.request.allowed, *_NO_INPUT}
     changes = () if prepared.decision.kind == "new" else prepared.decision.changes
     # for these its own result, or what there is of it, is not what was requested
     differs = [one.differs for one in changes if one.severity != "note" and one.what not in passing]
-    return prepare.complete(anew if differs else resolved, running=True), "; ".join(differs[:4]) or None
+    return prepare.complete(anew if differs else resolved), "; ".join(differs[:4]) or None

@@ -18,9 +18,11 @@ from launcher.errors import Finding, InvalidConfig, NotReady, brief, errors, lau
 from launcher.paths import canonical
 from launcher.plan import plan
 from launcher.plan.plan import Plan
-from launcher.planning import prepare
+from launcher.planning import collect, prepare
+from launcher.planning.collect import Facts, Scope
 from launcher.planning.doctor import checks
-from launcher.planning.prepare import Prepared, Request, ResolvedStage
+from launcher.planning.prepare import Prepared
+from launcher.planning.request import Request
 from launcher.planning.resume import changes, decision
 from launcher.runs import runner
 from launcher.stage import stage
@@ -66,7 +68,7 @@ class PlannedStage:
     """
 
     link: Link
-    resolved: ResolvedStage
+    resolved: Facts
     prepared: Prepared
     root: str | None
 
@@ -103,19 +105,19 @@ class PipelinePlan:
     findings: tuple[Finding, ...]
     live: tuple[PlannedStage, ...] = ()
 
-    def resolved(self) -> dict[str, ResolvedStage]:
+    def resolved(self) -> dict[str, Facts]:
         """Each stage that is to run, with the model that its chain begins from."""
         steps = {link.name: self.steps[link.name] for link in self.links}
         return {name: step.resolved for name, step in steps.items() if step.root is not None}
 
 
-def plan_stages(order: PipelineRequest, *, running: bool) -> PipelinePlan:
+def plan_stages(order: PipelineRequest, scope: Scope) -> PipelinePlan:
     """Judge every stage that is to run, and what they hand to each other; nothing is started.
 
     Raises InvalidConfig with everything that is wrong with any of them, NotReady with everything that
     this machine lacks for any of them, UsageError for stages or names that there are not.
     """
-    planner = _Planner(order, running)
+    planner = _Planner(order, scope)
     links = order.links
     # those before the first one are needed for where their model lies
     needed = {*(one.name for one in links), *(one.source for one in links)}
@@ -133,7 +135,7 @@ def plan_stages(order: PipelineRequest, *, running: bool) -> PipelinePlan:
     found = tuple(dict.fromkeys(planner.findings))
     if planner.refused or errors(found, strict=order.common.strict):
         raise InvalidConfig(found)
-    if running and planner.lacking:
+    if scope is Scope.START and planner.lacking:
         raise NotReady(tuple(dict.fromkeys(planner.lacking)))
     return PipelinePlan(steps=planner.steps, links=links, findings=found, live=live)
 
@@ -147,7 +149,7 @@ def handed(backend: str, source: Path | str) -> list[str]:
     return [f"{name}={spelt(str(source))}" for name in BACKENDS[backend].MODEL_ARGUMENTS]
 
 
-def _with_model(resolved: ResolvedStage, model: Path) -> ResolvedStage:
+def _with_model(resolved: Facts, model: Path) -> Facts:
     """The stage with a model that need not exist yet, of which nothing is asked."""
     stage = resolved.stage
     handed = dict.fromkeys(BACKENDS[stage.options.backend].MODEL_ARGUMENTS, str(model))
@@ -158,13 +160,15 @@ def _with_model(resolved: ResolvedStage, model: Path) -> ResolvedStage:
 class _Planner:
     """Goes through the stages in order; collects what is wrong."""
 
-    def __init__(self, order: PipelineRequest, running: bool) -> None:
-        self.order, self.running, self.refused = order, running, False
+    def __init__(self, order: PipelineRequest, scope: Scope) -> None:
+        self.order = order
+        self.scope = scope
+        self.refused = False
         self.steps: dict[str, PlannedStage] = {}
         self.findings: list[Finding] = []
         self.lacking: list[Finding] = []
         self.roots: dict[str, str | None] = {}
-        self.starts: list[tuple[Link, ResolvedStage, Plan]] = []
+        self.starts: list[tuple[Link, Facts, Plan]] = []
         self.configs: dict[str, Config] = {}
         files = [canonical(link.config) for link in order.chain.links]
         self.twice = {file for file in files if files.count(file) > 1}
@@ -190,7 +194,7 @@ class _Planner:
                 if within and source.link not in order.links:
                     root = str(source.model)
                     wrong = None
-                    if self.running:
+                    if self.scope is Scope.START:
                         wrong = "it is being trained" if source.live else checkpoints.model_fault(source.model)
                     if wrong is not None:
                         message = f"{link.name} begins from {source.model}, the model of {source.link.name}: {wrong}"
@@ -210,10 +214,11 @@ class _Planner:
             help = f"give it an `{OUTPUT}`, in its file or under `with:`"
             self._add(link, "pipeline-output", message, help, "args")
         request = replace(order.request(link, more), fresh=order.common.fresh and within)
-        judged = prepare.judge(request, running=self.running and within, loaded=None if more else loaded)
-        resolved = prepare.of_checked(request, *judged, running=self.running and within)
-        given = resolved if source is None else _with_model(resolved, source.model)
-        dry = prepare.complete(given, running=False)
+        # a stage that is not to run needs nothing of this machine
+        scope = self.scope if within else Scope.PLAN
+        resolved = collect.collect(request, scope, loaded=None if more else loaded)
+        facts = resolved if source is None else _with_model(resolved, source.model)
+        dry = prepare.complete(facts.of_any_machine())
         if within:
             self._examine(link, resolved, dry)
         step = PlannedStage(link=link, resolved=resolved, prepared=dry, root=root)
@@ -222,14 +227,14 @@ class _Planner:
                 self._check_between(source, step)
             self.steps[link.name] = step
 
-    def _examine(self, link: Link, resolved: ResolvedStage, dry: Prepared) -> None:
+    def _examine(self, link: Link, resolved: Facts, dry: Prepared) -> None:
         """With the model that the chain begins from: by the rules, and for a run by this machine."""
         made = dry.plan
         if made.stage is not resolved.stage:
             made = plan.make(resolved.stage, gpus=resolved.gpus, output=Path("model"))
         self._say(link, (*resolved.stage.findings, *made.findings))
         self._say(link, (one for one in dry.findings if one.severity != "note"))
-        if not self.running:
+        if resolved.packages is None:
             return
         around = checks.situation(made, resolved.trainer, dry.output)
         # of a run of ours the start itself knows more; a model of nobody's is not written over

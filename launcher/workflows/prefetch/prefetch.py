@@ -29,8 +29,9 @@ from launcher.machine.python import Trainer
 from launcher.machine.sizes import sized
 from launcher.plan import command, plan
 from launcher.plan.plan import Plan
+from launcher.planning.collect import Facts
 from launcher.planning.doctor import checks
-from launcher.planning.prepare import Request, ResolvedStage
+from launcher.planning.request import Request
 from launcher.redaction import redact
 from launcher.runs import rundir, runner
 from launcher.runs.attempt import PROBE_SETTINGS, Command
@@ -157,7 +158,7 @@ class Prefetch:
         return [*lines, f"{end}; {sized(self.size)} in all"]
 
 
-def prepare(resolved: ResolvedStage, say: Say = lambda _: None) -> Prefetch:
+def prepare(resolved: Facts, say: Say = lambda _: None) -> Prefetch:
     """Do for a run whatever needs no GPU; `say` gets a line before what takes long.
 
     Raises InvalidConfig and NotReady as a start would, NotReady too where a model cannot be fetched,
@@ -188,7 +189,7 @@ def prepare(resolved: ResolvedStage, say: Say = lambda _: None) -> Prefetch:
     )
 
 
-def _planned(resolved: ResolvedStage) -> Plan:
+def _planned(resolved: Facts) -> Plan:
     """The later run's own plan. Raises InvalidConfig with what a start would refuse."""
     output, nodes = rundir.runs_root() / "model", resolved.request.nodes
     made = plan.make(resolved.stage, gpus=resolved.gpus, nodes=nodes, output=output)

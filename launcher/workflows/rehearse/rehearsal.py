@@ -12,7 +12,7 @@ from typing import Any
 from launcher.artifacts import architecture
 from launcher.errors import DISK_FULL, Finding, InvalidConfig, NotReady, brief, errors, launch_finding
 from launcher.machine.python import Trainer
-from launcher.planning.prepare import ResolvedStage
+from launcher.planning.collect import Facts
 from launcher.rules import registry
 from launcher.rules.context import Context
 from launcher.stage.stage import Judged
@@ -150,7 +150,7 @@ def combined(first: Iterable[Finding], more: Iterable[Finding]) -> tuple[Finding
     return (*first, *(one for one in kept if one.code not in codes))
 
 
-def require(stages: Mapping[str, ResolvedStage], say: Say, *, by_itself: bool) -> tuple[Finding, ...]:
+def require(stages: Mapping[str, Facts], say: Say, *, by_itself: bool) -> tuple[Finding, ...]:
     """Rehearse what is to start, by name; the warnings, each once.
 
     A stage is rehearsed if the command line or its file says so, or where it happens `by_itself` and neither
@@ -190,13 +190,13 @@ def require(stages: Mapping[str, ResolvedStage], say: Say, *, by_itself: bool) -
     return (*found.values(), *failed)
 
 
-def row_tokens(resolved: ResolvedStage) -> str | None:
+def row_tokens(resolved: Facts) -> str | None:
     """Tokens a row as an earlier rehearsal saw them, in the words of `--row-tokens`; None without one."""
     known = memory.recall(resolved.checked, resolved.trainer)
     return None if known is None else known.get("row_tokens")
 
 
-def dropped_rows(resolved: ResolvedStage) -> tuple[Finding, ...]:
+def dropped_rows(resolved: Facts) -> tuple[Finding, ...]:
     """What a plan, which counts every row, does not know: the rows that the trainer drops, as a rehearsal saw them.
 
     Without a rehearsal a note says that it would count them.

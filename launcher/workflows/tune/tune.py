@@ -14,9 +14,9 @@ from launcher.machine import devices
 from launcher.machine.datasheets import CPU, card_of
 from launcher.plan import footprint, plan
 from launcher.plan.plan import Plan
-from launcher.planning import forecast
-from launcher.planning import prepare as preparation
-from launcher.planning.prepare import Request, ResolvedStage
+from launcher.planning import collect, forecast
+from launcher.planning.collect import Facts, Scope
+from launcher.planning.request import Request
 from launcher.runs import rundir
 from launcher.workflows import experiment
 from launcher.workflows.bench import comparison, measure
@@ -39,7 +39,7 @@ _POINTS = ("liger", "packing", "attention", "batch", "loss", "memory")
 class Tuning:
     """One search on one machine; `key` names settings, contents and machine: another key is another search."""
 
-    resolved: ResolvedStage
+    resolved: Facts
     space: Space
     key: str
     budget_s: float = 600.0
@@ -216,7 +216,7 @@ def prepare(
     if output is not None:
         space.require_ours(output, request.config)
     request = require_gpu(request, cpu=cpu)
-    resolved = preparation.resolve(request, running=True)
+    resolved = collect.collect(request, Scope.START)
     # those that are merely in use may be a killed command's own: `opened` asks again
     idle = replace(resolved.look or devices.look(os.environ), uses={}) if resolved.gpus else None
     chosen = _choose(replace(resolved, look=idle))
@@ -262,7 +262,7 @@ def opened(tuning: Tuning, *, fresh: bool = False) -> Iterator[Tuning]:
         yield tuning
 
 
-def _choose(resolved: ResolvedStage) -> devices.Devices | None:
+def _choose(resolved: Facts) -> devices.Devices | None:
     """The GPUs that a trial would get, None on the CPU. Raises NotReady where they are not to be had."""
     chosen = resolved.choose_devices() if resolved.gpus else None
     if chosen is not None and chosen.refused:

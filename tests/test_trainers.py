@@ -1,6 +1,7 @@
 """Which trainer, stage or script it is, is asked nowhere but where trainers are described."""
 
 import ast
+import re
 from pathlib import Path
 
 from conftest import REPOSITORY
@@ -50,3 +51,13 @@ def test_nothing_asks_which_trainer_it_is() -> None:
     compared = {path.relative_to(PACKAGE).as_posix(): questions(path) for path in PACKAGE.rglob("*.py")}
     counted = {name: sorted(found) for name, found in compared.items() if found and name not in DESCRIPTIONS}
     assert counted == {name: sorted(found) for name, found in ALLOWED.items()}
+
+
+def test_nothing_but_the_description_of_a_script_compares_its_loop() -> None:
+    """What follows from a loop is a property of `Entry`."""
+    compared = []
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Compare) and re.search(r"\.loop\b", ast.unparse(node)):
+                compared.append(path.relative_to(PACKAGE).as_posix())
+    assert {*compared} == {"upstream/entry.py"}

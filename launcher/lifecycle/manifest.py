@@ -19,6 +19,7 @@ from launcher.redaction import redact
 from launcher.rules.deepspeed import engine_config
 from launcher.runs import outputs, rundir
 from launcher.runs.attempt import Command
+from launcher.runs.record import RunRecord
 from launcher.runs.rundir import RunFolder
 
 _HEAD = "# What `{stage}` was resolved to: inheritance, overrides and interpolation done.\n"
@@ -31,45 +32,43 @@ def manifest(
     command: Command,
     trainer: Trainer,
     output: Path | None,
-    caches: list[dict[str, Any]] | None = None,
+    caches: Sequence[Mapping[str, object]] = (),
     *,
     devices: dict[str, Any] | None = None,
     warnings: Sequence[Finding] = (),
-) -> dict[str, Any]:
-    """Every resolved field with who set it, the plan, the command and all versions; tokens taken out."""
+) -> RunRecord:
+    """Every resolved field with who set it, the plan, the command and all versions."""
     stage = plan.stage
-    whole = {
-        "schema_version": 1,
-        "created": created,
-        "attempt": attempt,
-        "stage": stage.options.stage,
-        "backend": stage.options.backend,
-        "name": stage.name,
-        "config": str(stage.config.path),
-        "output": None if output is None else str(output),
-        "expect": expectations(plan),
-        "deepspeed": _deepspeed(plan, trainer),
-        "cwd": str(command.cwd),
-        "plan": plan.as_json(),
+    return RunRecord(
+        created=created,
+        attempt=attempt,
+        stage=stage.options.stage,
+        backend=stage.options.backend,
+        name=stage.name,
+        config=str(stage.config.path),
+        output=None if output is None else str(output),
+        expect=expectations(plan),
+        deepspeed=_deepspeed(plan, trainer),
+        cwd=str(command.cwd),
+        plan=plan.as_json(),
         # open-instruct reports to W&B with either, whatever else is named
-        "tracked": plan.values.get("with_tracking") is True or "wandb" in str(plan.values.get("report_to")),
-        "args": _resolved(plan),
-        "argv": list(command.argv),
-        "env": sorted(command.env),
-        "caches": caches or [],
-        "upstream": stage.upstream.as_json(),
-        "launch_commit": python.git_version(PROJECT),
-        "trainer": {
+        tracked=plan.values.get("with_tracking") is True or "wandb" in str(plan.values.get("report_to")),
+        args=_resolved(plan),
+        argv=list(command.argv),
+        env=sorted(command.env),
+        caches=[*caches],
+        upstream=stage.upstream.as_json(),
+        launch_commit=python.git_version(PROJECT),
+        trainer={
             "python": str(trainer.python),
             "source": trainer.source,
             "version": ".".join(map(str, trainer.version)),
             "packages": dict(sorted(trainer.packages.items())),
         },
-        "machine": python.describe(),
-        "devices": devices,
-        "findings": [finding.as_json() for finding in (*stage.findings, *plan.findings, *warnings)],
-    }
-    return redact(whole)
+        machine=python.describe(),
+        devices=devices,
+        findings=[finding.as_json() for finding in (*stage.findings, *plan.findings, *warnings)],
+    )
 
 
 def _deepspeed(plan: Plan, trainer: Trainer) -> dict[str, Any] | None:
@@ -141,11 +140,12 @@ def escaped(value: Any) -> Any:
     return value if isinstance(value, bool | int | float) or value is None else str(value)
 
 
-def create(folder: RunFolder, content: Mapping[str, Any]) -> None:
-    """Make the folder, write its manifest, enter the run in the index. Raises NotReady where that fails."""
+def create(folder: RunFolder, record: RunRecord) -> None:
+    """Make the folder, write its manifest without tokens, enter the run in the index. Raises NotReady where that
+    fails."""
+    content = redact(record.as_json())
     with rundir.writing(folder.path):
         folder.path.mkdir(rundir.OWN, parents=True, exist_ok=True)
         files.write_json(folder.manifest, content)
     rundir.enter("runs", folder.path)
-    output = content.get("output")
-    outputs.enter(folder.path, output if isinstance(output, str) else None)
+    outputs.enter(folder.path, content["output"])

@@ -24,7 +24,7 @@ from launcher.planning.doctor import disk
 from launcher.planning.prepare import Prepared, in_folder, prepare
 from launcher.planning.request import Request
 from launcher.planning.resume import decision
-from launcher.redaction import borrowed, redact
+from launcher.redaction import borrowed
 from launcher.runs import attempt as attempts
 from launcher.runs import lease, preemption, rendezvous, rundir, runner, slurm
 from launcher.runs.attempt import Attempt
@@ -155,7 +155,7 @@ def _make(prepared: Prepared, attempt: Attempt) -> None:
     decision.set_aside(prepared.decision, attempt.number)
     if rundir.read_manifest(folder).attempt != attempt.number:
         rundir.keep_manifest(folder)
-    content = manifest.manifest(
+    record = manifest.manifest(
         attempt.number,
         rundir.now(),
         prepared.plan,
@@ -172,7 +172,7 @@ def _make(prepared: Prepared, attempt: Attempt) -> None:
     program = Path(sys.argv[0])
     # None where another program calls launch
     typed = ["launch", *sys.argv[1:]] if program.name == "launch" or program.parent.name == "launcher" else None
-    manifest.create(folder, {**content, **redact({**prepared.for_record(), "launch_argv": typed})})
+    manifest.create(folder, replace(record, **prepared.for_record(), launch_argv=typed))
     with contextlib.suppress(OSError):
         restored = {one.what: one.before for one in prepared.decision.changes if one.restored}
         manifest.write_stage_file(prepared.plan, folder, restored)

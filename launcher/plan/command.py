@@ -227,7 +227,7 @@ def _probe(plan: Plan, script: Path, folder: Path, watch: Watch) -> dict[str, ob
         "out": str(folder / "probe"),
         "cpu": plan.gpus == 0,
         "stand_ins": not plan.stage.entry.runs_on_cpu,
-        "divides_loss": plan.stage.entry.loop == "transformers",
+        "divides_loss": plan.stage.entry.by_trainer,
         "packed": packs or expected["packing"] in ("isolated", "on"),
         "expect": {point: state for point, state in expected.items() if point in enforced},
         "on_violation": options.on_violation,

@@ -72,7 +72,7 @@ def no_batch(context: Context) -> Iterator[Finding]:
     """
     file = context.file
     # none or `auto` means that the other one has to say it
-    unknown = (None,) if context.entry.loop == "transformers" else (None, "auto")
+    unknown = (None,) if context.entry.by_trainer else (None, "auto")
     if file and file.get(_MICRO) is None and file.get("train_batch_size") in unknown:
         help = f'add `"{_MICRO}": "auto"` and `"train_batch_size": "auto"`'
         yield _of_file("deepspeed-no-batch", f"the DeepSpeed file has no `{_MICRO}`", help)
@@ -86,7 +86,7 @@ def unsaved_weights(context: Context) -> Iterator[Finding]:
         return
     if section(file, "zero_optimization").get(_GATHER) is True or context.values.get("use_peft"):
         return
-    crashes = context.entry.loop != "transformers"
+    crashes = not context.entry.by_trainer
     does = "crashes when the trained model is saved" if crashes else "saves no model, only DeepSpeed's own checkpoint"
     help = "add it to `zero_optimization` in the DeepSpeed file"
     severity: Severity = "error" if crashes else "warning"
@@ -105,7 +105,7 @@ def clipping(context: Context) -> Iterator[Finding]:
     if not context.distributed or not context.values.given(key) or not isinstance(ours, int | float):
         return
     # transformers fills in what is `auto`, and refuses another number
-    if context.entry.loop == "transformers" and given not in (None, 0.0):
+    if context.entry.by_trainer and given not in (None, 0.0):
         return
     clips = ours if ours > 0 else 0.0
     theirs = 1.0 if given == "auto" else given

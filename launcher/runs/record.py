@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+import typing
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -47,8 +49,56 @@ class Record(dict[str, Any]):
         return number if number is not None and abs(number) <= sys.float_info.max else None
 
 
+Json = Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRecord:
+    """What `run.json` holds, as launch writes it: everything that was decided before the start of an attempt.
+
+    `output` is the folder of this run, `asked_output` that of the stage file where it is another one. `tracked`: it
+    reports to W&B. `args` are value and origin of every argument, `env` the names of the variables that the command
+    adds, `contents` the digests of what it reads. `launch_argv` is what was typed, None where a program called launch.
+    """
+
+    schema_version: int = 1
+    created: str | None
+    attempt: Count
+    stage: str | None
+    backend: str | None
+    name: str | None
+    config: str | None
+    output: str | None
+    expect: Mapping[str, str | None]
+    deepspeed: Json | None
+    cwd: str | None
+    plan: Json
+    tracked: bool
+    args: Mapping[str, Json]
+    argv: list[str]
+    env: list[str]
+    caches: list[Json]
+    upstream: Json
+    launch_commit: str | None
+    trainer: Json
+    machine: Json
+    devices: Json | None
+    findings: list[Json]
+    resume: Json = field(default_factory=dict)
+    asked_output: str | None = None
+    contents: list[Json] = field(default_factory=list)
+    launch_argv: list[str] | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        return {part.name: getattr(self, part.name) for part in fields(self)}
+
+
 class _Field(Generic[_T]):
+    """One value of `run.json`, by the field of `RunRecord` and the keys below it."""
+
     def __init__(self, read: Callable[..., _T], *keys: str) -> None:
+        if keys[0] not in RunRecord.__annotations__:
+            raise TypeError(f"run.json has no `{keys[0]}`")
         self.read, self.keys = read, keys
 
     def __get__(self, manifest: Manifest, _owner: type[Manifest]) -> _T:
@@ -56,7 +106,7 @@ class _Field(Generic[_T]):
 
 
 class Manifest(Record):
-    """`run.json`: everything that was decided before the start of an attempt."""
+    """`run.json` as it is read back: whatever is missing or damaged, see `RunRecord`."""
 
     created, stage = _Field(Record.text, "created"), _Field(Record.text, "stage")
     backend, cwd = _Field(Record.text, "backend"), _Field(Record.text, "cwd")
@@ -100,27 +150,13 @@ class Manifest(Record):
     def left_out(self) -> list[Omission]:
         """What is not used of it, because it is of another type than launch wrote."""
         faults: list[Omission] = []
-        for name, kind in _KINDS.items():
+        for name, kind in typing.get_type_hints(RunRecord, include_extras=True).items():
             if name in self:
                 try:
                     codec.reader(kind)(self[name], name, faults)
                 except Misfit as misfit:
                     codec.note(faults, name, self[name], misfit)
         return faults
-
-
-_KINDS: Mapping[str, Any] = {
-    **dict.fromkeys("created stage backend name config cwd".split(), str | None),
-    **dict.fromkeys("output asked_output".split(), str | None),
-    "attempt": Count,
-    "tracked": bool,
-    "expect": Mapping[str, str | None],
-    "args": Mapping[str, Mapping[str, object]],
-    **dict.fromkeys("plan upstream trainer machine resume".split(), Mapping[str, object]),
-    **dict.fromkeys("deepspeed devices".split(), Mapping[str, object] | None),
-    "argv": list[str],
-    **dict.fromkeys("caches contents findings".split(), list[Mapping[str, object]]),
-}
 
 
 def mapping(value: object) -> Mapping[str, Any]:

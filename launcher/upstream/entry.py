@@ -175,6 +175,22 @@ class Entry:
         """Whether its data are a list of sets, each with an amount; else one set."""
         return self.names.data in self.splits
 
+    @property
+    def by_trainer(self) -> bool:
+        """Whether transformers' Trainer runs the steps: it divides each loss, fills in what is `auto` in a DeepSpeed
+        config, and finds its place in the data by the number of the step."""
+        return self.loop == "transformers"
+
+    @property
+    def saves_last_step(self) -> bool:
+        """Whether the loop saves its state at the end of training too, whatever the step."""
+        return self.loop != "accelerate"
+
+    @property
+    def counts_in_script(self) -> bool:
+        """Whether the script itself counts how far it is after a resume; the other loops do that, and exactly."""
+        return self.loop == "accelerate"
+
     def liger(self, values: Mapping[str, Any]) -> bool:
         return bool(self.names.liger and values.get(self.names.liger))
 

@@ -362,9 +362,10 @@ def test_fresh_is_continued_without_its_run_folder(run: Make) -> None:
     placed = resume.choose_output(stage, one.output, [], fresh=True)
     assert placed.output is not None
     made = plan.with_derived(one.plan(), placed.derived)
-    told = manifest.manifest(1, rundir.now(), made, built(made), one.trainer, placed.output, [])
+    record = manifest.manifest(1, rundir.now(), made, built(made), one.trainer, placed.output)
+    told = replace(record, asked_output=str(one.output)).as_json()
     granted = lease.take(placed.output, one.folder.path)
-    lease.keep_manifest(granted, {**told, "asked_output": str(one.output)})
+    lease.keep_manifest(granted, told)
     assert resume.choose_output(stage, one.output, [], fresh=False).output == placed.output
 
 
@@ -499,8 +500,9 @@ def test_fresh_takes_a_folder_beside_and_the_same_command_then_goes_on_there(run
     assert made.arguments()["output_dir"] == [str(one.place / "out-3")]
     assert (one.output / "step_2").is_dir()
 
-    told = manifest.manifest(1, rundir.now(), made, built(made), one.trainer, placed.output, [])
-    files.write_json(one.folder.manifest, {**told, "asked_output": str(one.output)})
+    record = manifest.manifest(1, rundir.now(), made, built(made), one.trainer, placed.output)
+    told = replace(record, asked_output=str(one.output)).as_json()
+    files.write_json(one.folder.manifest, told)
     again = resume.choose_output(stage, one.output, [one.folder], fresh=False)
     assert again.output == one.place / "out-3"
     assert again.derived["output_dir"].value == str(one.place / "out-3")

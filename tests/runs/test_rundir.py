@@ -3,6 +3,7 @@
 import os
 import re
 import time
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from launcher.errors import NotReady, UsageError
 from launcher.lifecycle import manifest
 from launcher.runs import rundir
 from launcher.runs.attempt import Attempt
+from launcher.runs.record import Manifest, RunRecord
 from launcher.runs.rundir import RunFolder
 
 TOKEN = "hf_" + "abcDEF123" * 4
@@ -36,6 +38,18 @@ def create(folder: RunFolder, *overrides: str, output: Path | None = None) -> No
     made = planned(from_text(folder.path.parent, text, *overrides))
     content = manifest.manifest(1, rundir.now(), made, built(made), trainer("torch"), output)
     manifest.create(folder, content)
+
+
+def test_a_manifest_is_written_and_read_by_one_type(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    create(folder)
+    content = files.read_json(folder.manifest)
+    assert list(content) == [field.name for field in fields(RunRecord)]
+    read = rundir.read_manifest(folder)
+    assert read.left_out() == []
+    assert (read.stage, read.attempt, read.gpus) == ("sft", 1, 0)
+    damaged = Manifest({**content, "env": "HOME", "launch_commit": 7})
+    assert [fault.where for fault in damaged.left_out()] == ["env", "launch_commit"]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -116,9 +117,9 @@ class Run:
         resume.set_aside(decision, attempt)
         rundir.keep_manifest(self.folder)
         made = plan.with_derived(self.made, decision.derived)
-        told = manifest.manifest(attempt, rundir.now(), made, built(made), self.trainer, self.output, [])
-        more = {"resume": decision.as_json(), "contents": inputs.of_plan(made)}
-        files.write_json(self.folder.manifest, {**told, **more})
+        record = manifest.manifest(attempt, rundir.now(), made, built(made), self.trainer, self.output)
+        record = replace(record, resume=decision.as_json(), contents=inputs.of_plan(made))
+        files.write_json(self.folder.manifest, record.as_json())
         self.folder.console(attempt).write_text("")
         return decision
 

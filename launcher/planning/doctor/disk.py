@@ -199,8 +199,7 @@ def _times(plan: Plan) -> int | None:
         return math.ceil(epochs)
     if not isinstance(every, int) or plan.steps is None:
         return None
-    # transformers and OLMo-core save at the end of training too, whatever the step
-    return plan.steps // every if entry.loop == "accelerate" else -(-plan.steps // every)
+    return -(-plan.steps // every) if entry.saves_last_step else plan.steps // every
 
 
 class WriteTarget(NamedTuple):

@@ -138,7 +138,7 @@ def _devices(record: Manifest, plan: Plan) -> Iterator[ResumeChange]:
         effect, severity = "another kind of device rounds in another way", "warning"
     elif plan.gpus and (plan.stage.options.deepspeed is not None or own_engine):
         effect = "its states were saved for that number of processes and cannot be loaded"
-    elif plan.stage.entry.loop != "transformers":
+    elif not plan.stage.entry.by_trainer:
         # finetune.py:709, dpo_tune_cache.py:457
         effect = "the learning rate schedule counts every process and would continue at another place"
     else:

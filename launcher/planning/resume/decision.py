@@ -292,7 +292,7 @@ class _Judge:
         return (checkpoint.number + 1) * (shape.updates if shape is not None else 1)
 
     def total(self, record: Manifest | None = None) -> int | None:
-        if self.plan.stage.entry.loop != "transformers":
+        if not self.plan.stage.entry.by_trainer:
             shape = self.shape(record)
             return None if shape is None else shape.total
         return self.plan.steps if record is None else record.steps
@@ -494,7 +494,7 @@ class _Judge:
 
     def _wrong(self, one: Checkpoint) -> ResumeMismatch | None:
         maker = self.maker(one)
-        if self.entry.loop == "transformers":
+        if self.entry.by_trainer:
             skips = not self.plan.values.get("ignore_data_skip")
             rows, total = (maker.global_batch, self.plan.global_batch), self.total()
             wrong = epochs.of_trl(one.number, one.epochs, *rows, total, skips=skips)
@@ -520,7 +520,7 @@ class _Judge:
     def _place(self, one: Checkpoint) -> DataPosition:
         if one.kind == "epoch":
             return DataPosition(one.number + 1, 0)
-        shape = self.shape() if self.entry.loop != "transformers" else None
+        shape = self.shape() if not self.entry.by_trainer else None
         return DataPosition(0, 0) if shape is None else epochs.counted(shape, one.number)
 
     def _aside(self, found: Sequence[Checkpoint], chosen: Checkpoint | None) -> tuple[Path, ...]:

@@ -219,8 +219,7 @@ def findings(plan: Plan, shape: EpochLayout | None, trainer: Trainer) -> Iterato
         key, help = "save_only_model", "`save_only_model: false`"
     if message is not None:
         yield launch_finding("note", "no-checkpoints", message, help, key=f"args.{key}")
-    # the other loops count by themselves, and exactly
-    if entry.loop != "accelerate" or not isinstance(every, int) or shape is None or every < 1:
+    if not entry.counts_in_script or not isinstance(every, int) or shape is None or every < 1:
         return
     skips_each, kept = entry.skips_each_epoch, keeps_order(trainer)
     wrong = list(inexact(skips_each, shape, every, keeps_order=kept))

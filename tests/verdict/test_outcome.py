@@ -276,7 +276,7 @@ def test_a_run_that_waited_takes_the_data_as_they_are_when_it_begins(
     monkeypatch.chdir(one.place)
     planned: list[str] = []
 
-    def prepare(request: Any, *, running: bool) -> Any:
+    def prepare(request: Any, _scope: Any) -> Any:
         planned.append(str(request.folder.path))
         raise RuntimeError("planned anew")
 

@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher.machine import isolation, tools
+from launcher.runs import attempt as attempts
 from launcher.runs import events
-from launcher.runs.attempt import PROBE_SETTINGS
-from launcher.runs.record import Record
 from launcher.runs.runner import Living
 
 EVERY_S = 5.0
@@ -101,10 +100,7 @@ class Standstill:
 
 def of_command(env: Mapping[str, str]) -> Standstill | None:
     """What looks after the training that a command's own environment `env` starts; None where it has no probe."""
-    try:
-        settings = Record(json.loads(env.get(PROBE_SETTINGS, "{}")))
-    except ValueError:
-        return None
+    settings = attempts.probe_settings(env)
     folder = settings.text("out")
     if folder is None:
         return None

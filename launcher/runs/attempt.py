@@ -45,6 +45,14 @@ _MOVED = {"probe.py": "probe/run.py", "accelerate/": "plan/accelerate/", "deepsp
 _NOBODY = 65534  # what a user namespace shows of every owner that it does not map
 
 
+def probe_settings(env: Mapping[str, str]) -> Record:
+    """What a command's own environment `env` tells the probe; empty where there is no probe to tell."""
+    try:
+        return Record(json.loads(env.get(PROBE_SETTINGS, "{}")))
+    except ValueError:
+        return Record()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
     """How to start one stage; `env` is what is added to the environment, `variables` those of it that hold secrets.

@@ -6,7 +6,6 @@ their content, too (`probe/watching/preemption.py`).
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,8 +14,8 @@ from pathlib import Path
 from launcher import files
 from launcher.errors import brief, usage
 from launcher.machine.codec import LARGEST
+from launcher.runs import attempt as attempts
 from launcher.runs import rundir
-from launcher.runs.attempt import PROBE_SETTINGS
 from launcher.runs.record import Record
 
 GRACE_S = 600.0
@@ -81,10 +80,7 @@ class SaveRequest:
 
 def request_for(env: Mapping[str, str], attempt: int) -> SaveRequest | None:
     """How to ask the training that a command's own environment `env` starts; None where nothing in it would answer."""
-    try:
-        settings = Record(json.loads(env.get(PROBE_SETTINGS, "{}")))
-    except ValueError:
-        return None
+    settings = attempts.probe_settings(env)
     folder = settings.text("out")
     if folder is None:
         return None

@@ -30,6 +30,8 @@ RESULTS = ROOT / "docs" / "benchmarks.json"
 MAKER = ROOT / "scripts" / "make_bench_assets.py"
 MARKS = ("<!-- every row, by scripts/gpu_benchmarks.py -->\n", "<!-- end of the rows -->\n")
 SPEED = "tokens_per_second_per_gpu"
+H100_FLOPS = 989e12
+"""Dense bf16 operations a second of an H100 or H200 (SXM), by NVIDIA's data sheet."""
 
 Row = dict[str, Any]
 
@@ -281,16 +283,17 @@ def merged(old: Sequence[Row], new: Iterable[Row]) -> list[Row]:
 
 def table(rows: Iterable[Row]) -> Iterator[str]:
     """Every row as a line."""
-    yield (
-        "| case | setting | tokens/s per GPU (n) | MFU | loss per token | peak GiB | gradient norms |\n"
-        f"|{'---|' * 7}\n"
-    )
+    head = ["case", "tool", "setting", "tokens/s per GPU (n)", "MFU, 6N", "MFU, verdict's"]
+    head += ["loss per token", "peak GiB", "gradient norms"]
+    yield f"| {' | '.join(head)} |\n|{'---|' * len(head)}\n"
     for row in rows:
         speed, mfu = row[SPEED], row["mfu"]
+        of_all = 6 * row["parameters"] * speed["median"] / H100_FLOPS
         spread = f", {speed['min']:,} – {speed['max']:,}" if speed["n"] > 1 else ""
         norms = " ".join(f"{norm:.3g}" for norm in row.get("gradient_norms", ()) if norm)
         figures = [mfu and f"{100 * mfu:.1f} %", row["loss_per_token"], row["peak_gib"], norms or None]
-        cells = [row["case"], row["setting"], f"{speed['median']:,}{spread} ({speed['n']})"]
+        cells = [row["case"], row.get("tool", "launch"), row["setting"]]
+        cells += [f"{speed['median']:,}{spread} ({speed['n']})", f"{100 * of_all:.1f} %"]
         cells += ["–" if figure is None else str(figure) for figure in figures]
         yield f"| {' | '.join(cells)} |\n"
 

@@ -40,9 +40,11 @@ def test_the_page_says_what_the_rows_say() -> None:
     """MFU is a verdict's: near 6 x parameters x tokens/s over 989 TFLOP/s, the peak of H100 and H200."""
     page = PAGE.read_text(encoding="utf-8")
     assert script.renewed(page, ROWS) == page, "scripts/gpu_benchmarks.py renews the table"
-    for one in ROWS:
-        flops = 6 * one["parameters"] * one[SPEED]["median"]
-        assert one["command"] and one["mfu"] == pytest.approx(flops / 989e12, rel=0.08)
+    for row in ROWS:
+        flops = 6 * row["parameters"] * row[SPEED]["median"]
+        assert row["command"]
+        if row["mfu"] is not None:
+            assert row["mfu"] == pytest.approx(flops / 989e12, rel=0.08)
 
 
 def test_upstream_takes_every_setting_of_a_case(tmp_path: Path) -> None:

@@ -44,7 +44,10 @@ def run(
     dpo = stage == "dpo"
     zero = None
     if deepspeed:
-        zero = zero_of(json.loads(deepspeed_file(deepspeed).read_text()), shape.hidden)
+        name, _, linears = deepspeed.partition(", linears: ")
+        zero = zero_of(json.loads(deepspeed_file(name).read_text()), shape.hidden)
+        if zero and linears:
+            zero = zero._replace(plain_linears=linears == "plain")
     batch = lengths.largest(
         lengths.parse(tokens), rows=rows * (2 if dpo else 1), batches=steps * gpus * accumulation, packed=packed
     )
@@ -82,6 +85,11 @@ HALF_B: dict[str, Any] = {"model": QWEN_SMALL, "accumulation": 2}
 ON_80_GB = {**TWO, **KEPT, "deepspeed": "zero3"}
 CHATS_80: dict[str, Any] = {**CHATS, **ON_80_GB, "tokens": "302:1114", "steps": 6}
 PAIRS_80: dict[str, Any] = {**PAIRS, **ON_80_GB, "tokens": "308:1109", "steps": 4}
+EFFICIENT = "zero3, linears: efficient"
+HALF_ZERO3: dict[str, Any] = {
+    **CHATS, "tokens": "302:1114", "model": QWEN_SMALL, "gpus": 2, "rows": 8, "steps": 5, **PACKED,
+}  # fmt: skip
+FOUR: dict[str, Any] = {"model": QWEN_7B, "gpus": 4, **FP32, **KEPT, **PACKED, "steps": 12}
 OWN: list[tuple[str, dict[str, Any], float]] = [
     ("0.5B SFT, 16", {**CHATS, **HALF_B, "rows": 16, "steps": 26, **PACKED}, 14.00),
     ("0.5B SFT, 16, packed on SDPA",
@@ -102,7 +110,10 @@ OWN: list[tuple[str, dict[str, Any], float]] = [
      {**CHATS, **TWO, **FP32, "accumulation": 4, "rows": 16, "steps": 6, **KEPT}, 85.20),
     ("7B SFT, 16", {**CHATS, **TWO, "accumulation": 4, "rows": 16, "steps": 6, **PACKED}, 95.76),
     ("7B SFT, 32, ZeRO-3",
-     {**CHATS, **TWO, "deepspeed": "zero3", "accumulation": 2, "rows": 32, "steps": 6, **PACKED}, 106.98),
+     {**CHATS, **TWO, "deepspeed": EFFICIENT, "accumulation": 2, "rows": 32, "steps": 6, **PACKED}, 106.98),
+    # docs/benchmarks.md, two H200: DeepSpeed's memory_efficient_linear false and true
+    ("0.5B SFT, 8, ZeRO-3, plain", {**HALF_ZERO3, "deepspeed": "zero3, linears: plain"}, 9.03),
+    ("0.5B SFT, 8, ZeRO-3, efficient", {**HALF_ZERO3, "deepspeed": EFFICIENT}, 8.36),
     ("7B SFT, 32, 6 steps",
      {**CHATS, **TWO, **FP32, "accumulation": 2, "rows": 32, "steps": 6, **PACKED}, 115.69),
     ("7B SFT, 32, 7 steps",
@@ -116,6 +127,9 @@ OWN: list[tuple[str, dict[str, Any], float]] = [
     ("7B SFT, 64, 80 GB", {**CHATS_80, "rows": 64, **PACKED}, 67.10),
     ("7B DPO, 2, padded, 80 GB", {**PAIRS_80, "accumulation": 32, "rows": 2}, 66.14),
     ("7B DPO, 8, 80 GB", {**PAIRS_80, "accumulation": 8, "rows": 8, **PACKED}, 70.30),
+    # docs/evidence/h100x4.md, configs/tulu as written
+    ("7B SFT, 16, four cards", {**CHATS, **FOUR, "tokens": "302:1114", "accumulation": 2, "rows": 16}, 49.80),
+    ("7B DPO, 2, four cards", {**PAIRS, **FOUR, "tokens": "308:1109", "accumulation": 16, "rows": 2}, 49.80),
 ]  # fmt: skip
 
 

@@ -105,6 +105,18 @@ def test_the_measured_points_of_trl(write: Write, stage: str, each: int, more: s
     assert one["memory_gib"]["peak"] == pytest.approx(gib, rel=0.07 if "peft" in more else 0.03)
 
 
+@pytest.mark.parametrize(("gpus", "gib"), [(2, 71.45), (4, 43.08)])
+def test_the_measured_points_of_packs_under_zero3(gpus: int, gib: float) -> None:
+    """16 packs of 2,048 tokens a card, Qwen2.5-7B: two H200 and four H100 (docs/benchmarks.md)."""
+    recipe = str(CONFIGS / "bench" / "hand_recipe_trl.yaml")
+    words = ("deepspeed=zero3", "packing=true", "expect.packing=isolated", "batch.per_device=16")
+    (one,) = planned(
+        recipe, *words, f"batch.global={64 * gpus}", "--gpus", str(gpus),
+        "--row-tokens", "302:1114", "--rows", "4000", "--gpu-memory", "139",
+    )["gpus"]  # fmt: skip
+    assert one["memory_gib"]["peak"] == pytest.approx(gib, rel=0.01)
+
+
 def test_rows_that_are_said_count_before_those_that_lie_here(write: Write) -> None:
     chat = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
     data = write("chats.jsonl", chat * 1_000)

@@ -24,6 +24,8 @@ class Zero(NamedTuple):
     sub_group: int = 1_000_000_000
     offload_optimizer: bool = False
     offload_params: bool = False
+    plain_linears: bool = False
+    """`memory_efficient_linear: false`: autograd keeps the gathered weight of every linear that it has passed."""
 
 
 _SIZES = {
@@ -65,6 +67,7 @@ def zero_of(config: Mapping[str, Any] | None, hidden: int) -> Zero | None:
         overlap=bool(overlap) if overlap is not None else stage == 3,
         offload_optimizer=offloads("offload_optimizer"),
         offload_params=offloads("offload_param"),
+        plain_linears=zero.get("memory_efficient_linear", True) is False,
         **sizes,
     )
 

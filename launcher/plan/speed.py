@@ -1,7 +1,7 @@
 """How long an optimizer step should take, before anything was measured: arithmetic, bytes, launches.
 
-Good to tens of percent, which is enough to put settings in an order; what short runs then measure corrects
-it (`search`). Arithmetic counts as in "PaLM: Scaling Language Modeling with Pathways" (Chowdhery et al.,
+Of 21 measured steps of 7B (docs/benchmarks.md) each is within 25 %; what short runs then measure corrects it
+(`search`). Arithmetic counts as in "PaLM: Scaling Language Modeling with Pathways" (Chowdhery et al.,
 2022, appendix B), the traffic of the ZeRO stages as in "ZeRO: Memory Optimizations Toward Training
 Trillion Parameter Models" (Rajbhandari et al., 2020, section 7).
 """
@@ -11,14 +11,18 @@ from launcher.plan.footprint import Footprint
 from launcher.plan.memory.setup import HALF
 
 # shares of the peak that large kernels of each kind reach
-_MATMUL, _FLASH, _SDPA = 0.66, 0.45, 0.25
+_MATMUL, _FLASH, _SDPA = 0.78, 0.45, 0.25
 # what DeepSpeed's buckets reach of a link's data sheet, and how much of that nothing hides: 135 of 450 GB/s
 # and 16 of 27 % of a step on two H200 (docs/benchmarks.md)
 _LINK, _SHOWN = 0.3, 0.6
 # positions at which matrix products reach half of that
-_HALF_FULL = 700
+_HALF_FULL = 150
 # kernels of one layer and pass, and of one micro-batch beside the layers
 _KERNELS, _KERNELS_AROUND = 22, 150
+# Seconds that Python takes for one layer and pass while the device waits, on hosts of H100 and H200. DeepSpeed
+# calls hooks around every module. Under ZeRO-3 they gather and release weights, which shows in the backward
+# pass and in what a checkpointed layer computes again; its own linears take three times as long as plain ones.
+_HOOKS, _GATHERS, _GATHERS_OF_PLAIN_LINEARS = 0.0013, 0.015, 0.0045
 # bytes a second to the host and back, and of its own memory
 _HOST_LINK, _HOST_MEMORY = 25e9, 60e9
 
@@ -55,7 +59,19 @@ def _micro_batch(footprint: Footprint, card: Card) -> float:
     a_pass += _moved(footprint) * tokens / card.bandwidth
     kernels = (2 if adapted else 1) * passes * (_KERNELS * shape.layers + _KERNELS_AROUND)
     # what runs between launches is hidden, what is shorter is not
-    return max(passes * a_pass, kernels * card.launch) + 0.02 * kernels * card.launch
+    device = max(passes * a_pass, kernels * card.launch) + 0.02 * kernels * card.launch
+    return device + _host(footprint, passes)
+
+
+def _host(footprint: Footprint, passes: float) -> float:
+    """Seconds of a micro-batch in which the device waits for DeepSpeed's Python code."""
+    zero, layers = footprint.zero, footprint.shape.layers
+    if zero is None:
+        return 0.0
+    if zero.stage < 3:
+        return layers * passes * _HOOKS
+    gathers = _GATHERS_OF_PLAIN_LINEARS if zero.plain_linears else _GATHERS
+    return layers * (passes - 2) * gathers
 
 
 def _moved(footprint: Footprint) -> float:

@@ -1,7 +1,7 @@
 """`launch plan`: what a stage needs on so many GPUs - batch, steps, memory, time, money, disk.
 
 Nothing is guessed: a number that cannot be had is null, and what memory is made of says where each part
-comes from. Time comes from a measured speed where there is one, else from arithmetic at a stated MFU.
+comes from. Time comes from a measured speed where there is one, else from the model of a step (`plan.speed`).
 """
 
 import os
@@ -24,6 +24,7 @@ from launcher.plan.memory.peak import estimate
 from launcher.plan.memory.phases import GIB, KINDS, Memory, usable
 from launcher.plan.memory.setup import Setup
 from launcher.plan.plan import Plan
+from launcher.plan.speed import step_seconds
 from launcher.planning import interruption
 from launcher.planning.collect import Facts
 from launcher.planning.doctor import disk
@@ -82,6 +83,7 @@ class Estimate:
         self.memory = self.memory_of(footprint, self.setup) if self.plan.gpus else None
         self.spare = None if card.gib is None or self.memory is None else self.memory.spare(card.gib)
         self.tokens = footprint.tokens
+        self.measured = _measured_speed(self.plan, self.card.name) if self.card.name else None
         self.speed, self.speed_source = self._speed()
         self.hours, self.cost, self.bill = self._bill()
         self.best, self.smallest = self._fit()
@@ -94,6 +96,12 @@ class Estimate:
     @property
     def steps(self) -> int | None:
         return self.plan.steps
+
+    @property
+    def _by_step(self) -> bool:
+        """Whether the speed is that of `plan.speed`, which counts a reference model's pass beside each step."""
+        named = self.terms.tokens_per_second is None and self.measured is None
+        return named and self.plan.nodes == 1 and self.setup.sharding is None and not self.static
 
     @property
     def where(self) -> str:
@@ -130,21 +138,26 @@ class Estimate:
         return None, self.memory_of(self.footprint, self.footprint.setup(1, each))
 
     def _speed(self) -> tuple[float | None, str | None]:
-        """Real tokens a second over all devices, as measured, else at a stated MFU; and where that comes from.
+        """Real tokens a second over all devices, as measured, else as estimated; and where that comes from.
 
-        Raises InvalidConfig for a GPU without a data sheet.
+        Where the estimate does not apply (several machines, the script's own FSDP) a share of the card's peak
+        stands for it. Raises InvalidConfig for a GPU without a data sheet.
         """
         if self.terms.tokens_per_second is not None:
             return self.terms.tokens_per_second, "--tokens-per-second"
         if not self.card.name:
             return None, None
-        if (measured := _measured_speed(self.plan, self.card.name)) is not None:
-            return measured
+        if self.measured is not None:
+            return self.measured
         peak, shape = datasheets.peak_flops(self.card.name), self.footprint.shape
         if peak is None:
             message = f"the arithmetic speed of {self.card.name} is not known"
             help = f"known are {', '.join(one.name for one in datasheets.SHEETS)}; or give --tokens-per-second"
             raise InvalidConfig(launch_finding("error", "unknown-device", message, help, key="gpu"))
+        if self._by_step:
+            seconds = step_seconds(self.footprint, self.card)
+            source = f"estimated: {seconds:,.1f} s a step, from the data sheet of {self.card.name} and measured runs"
+            return self.tokens.real / seconds, source
         row = packed_row(self.plan, self.footprint.rows)
         trained, frozen = shape.multiplied, 0
         if self.footprint.adapters is not None:
@@ -167,7 +180,7 @@ class Estimate:
         ):
             # all of them beforehand
             referred = self.rows
-        elif self.footprint.pairs and self.setup.reference and steps:
+        elif self.footprint.pairs and self.setup.reference and steps and not self._by_step:
             referred = steps * planned.global_batch
         if self.static:
             return None, None, "the row lengths are not known: --row-tokens"

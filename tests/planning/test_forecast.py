@@ -243,10 +243,10 @@ def test_what_is_not_described_of_trl_is_refused(write: Write, more: str, said: 
 
 
 @pytest.mark.parametrize(
-    ("every", "interval", "lost_gpu_hours"), [("367", 367, 0.46), ("epoch", 1835, 2.32), ("null", None, 4.64)]
+    ("every", "interval", "lost_gpu_hours"), [("367", 367, 0.72), ("epoch", 1835, 3.62), ("null", None, 7.24)]
 )
 def test_what_an_interruption_costs(every: str, interval: int | None, lost_gpu_hours: float) -> None:
-    """The run of the next test: 3,670 steps in 0.58 h on 8 GPUs, in two epochs."""
+    """The run of the next test: 3,670 steps in 0.91 h on 8 GPUs, in two epochs."""
     words = (TULU, *CARD, "--row-tokens", "290:1100", "--gpus", "8", f"checkpointing_steps={every}")
     (one,) = planned(*words)["gpus"]
     risk = one["interruption"]
@@ -267,7 +267,7 @@ def test_steps_hours_and_cost_of_a_known_hub_set() -> None:
     """A quarter of allenai/tulu-3-sft-mixture, 939,343 rows on its card, 128 a step, twice."""
     words = (*CARD, "--row-tokens", "290:1100", "--gpus", "8")
     (one,) = planned(TULU, *words)["gpus"]
-    assert (one["steps"], one["hours"], one["cost"]) == (3670, 0.58, 11.64)
+    assert (one["steps"], one["hours"], one["cost"]) == (3670, 0.91, 18.11)
     other = planned(TULU, "dataset_mixer_list_splits=[validation]", *words)
     assert other["gpus"][0]["steps"] is None
     # a price without a time is said
@@ -331,7 +331,7 @@ def test_an_earlier_run_on_such_cards_gives_the_speed(place: Path) -> None:
     (two,) = planned(*words)["gpus"]
     assert (two["tokens_per_second"], "20260101T000000Z" in two["speed_source"]) == (20_000, True)
     (two,) = planned(TULU, *LAX, "use_liger_kernel=false", *words[1:])["gpus"]
-    assert "MFU" in two["speed_source"]
+    assert two["speed_source"].startswith("estimated: ")
     (two,) = planned(*words, "--tokens-per-second", "123")["gpus"]
     assert two["tokens_per_second"] == 123
 

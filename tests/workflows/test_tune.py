@@ -4,7 +4,7 @@ import functools
 import json
 import re
 import signal
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,6 +23,7 @@ from launcher.config import load
 from launcher.errors import errors
 from launcher.planning.request import Request
 from launcher.stage import stage
+from launcher.stage.options import deepspeed_file
 from launcher.workflows.bench import measure
 from launcher.workflows.bench.comparison import SPEED, CurveStep, Sample
 from launcher.workflows.bench.variants import Variant
@@ -73,7 +74,7 @@ def test_ten_trials_find_a_setting_near_the_best_of_all(name: str) -> None:
     search = tuned.searched(world, found, noise=(0.008, -0.01, 0.004))
     assert len(search.results) <= 10
     assert search.first is not None or not search.base.peak
-    assert tuned.reached(world, found, search) >= 0.95
+    assert tuned.reached(world, found, search) >= 0.93
     first, *others = search.runs
     assert first.candidate.key == search.base.key and first.candidate.purpose == "baseline"
     assert all(one.candidate.why and one.learned for one in search.runs)
@@ -184,29 +185,73 @@ PACKED = ("packing=true", "expect.packing=isolated")
 FREE = "gradient_checkpointing=false"
 
 
+CHATS, PAIRS, ON_80_GB = "301:1103", "272:1027", "303:1114"
+
+
 @pytest.mark.parametrize(
     ("config", "overrides", "rows", "seconds"),
     [
-        ("hand_recipe", (), "301:1103", 4.715),
-        ("hand_recipe", (*PACKED, FREE, "deepspeed=zero2"), "301:1103", 2.045),
-        ("hand_recipe", (*PACKED, FREE, "deepspeed=zero3", "batch.per_device=32"), "301:1103", 1.956),
-        ("hand_recipe", (*PACKED, FREE, "batch.per_device=32"), "301:1103", 1.860),
-        ("hand_recipe_dpo", (), "272:1027", 12.817),
+        ("hand_recipe", (), CHATS, 4.715),
+        ("hand_recipe", (*PACKED, FREE, "deepspeed=zero2"), CHATS, 2.045),
+        ("hand_recipe", (*PACKED, FREE, "deepspeed=efficient", "batch.per_device=32"), CHATS, 1.956),
+        ("hand_recipe", (*PACKED, FREE, "batch.per_device=32"), CHATS, 1.860),
+        ("hand_recipe_dpo", (), PAIRS, 12.817),
         ("hand_recipe_dpo",
-         (*PACKED, "activation_memory_budget=1.0", "deepspeed=zero2", "batch.per_device=8"),
-         "272:1027", 3.249),
+         (*PACKED, "activation_memory_budget=1.0", "deepspeed=zero2", "batch.per_device=8"), PAIRS, 3.249),
+        ("hand_recipe_trl", (*PACKED, "deepspeed=plain"), ON_80_GB, 11.17),
+        ("hand_recipe_trl", (*PACKED, "deepspeed=plain", "batch.global=32"), ON_80_GB, 3.11),
     ],
 )  # fmt: skip
-def test_a_step_takes_about_what_it_took(config: str, overrides: tuple[str, ...], rows: str, seconds: float) -> None:
-    """Seconds of a step on two H200 (docs/benchmarks.md): good enough for an order of settings."""
-    world = tuned.outlook(f"bench/{config}.yaml", *overrides, rows=rows)
-    assert world.candidate(world.base).seconds == pytest.approx(seconds, rel=0.2)
+def test_a_step_takes_about_what_it_took_on_two_h200(
+    config: str, overrides: tuple[str, ...], rows: str, seconds: float, tmp_path: Path
+) -> None:
+    """Seconds of a step (docs/benchmarks.md): good enough for an order of settings."""
+    assert expected_seconds(tmp_path, config, overrides, rows, gpus=2, card="H200") == pytest.approx(seconds, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "gpus", "seconds"),
+    [
+        ("hand_recipe", ("deepspeed=efficient",), 2, 7.2),
+        ("hand_recipe", (*PACKED, "deepspeed=efficient", "batch.per_device=32"), 2, 3.4),
+        ("hand_recipe", (*PACKED, "deepspeed=efficient", "batch.per_device=64"), 2, 2.5),
+        ("hand_recipe", (*PACKED, "deepspeed=plain", "batch.per_device=64"), 2, 2.0),
+        ("hand_recipe", (*PACKED, "deepspeed=plain", "batch.per_device=88", "batch.global=176"), 2, 2.67),
+        ("hand_recipe_dpo", ("deepspeed=efficient",), 2, 42.3),
+        ("hand_recipe_dpo", (*PACKED, "deepspeed=efficient", "batch.per_device=8"), 2, 10.0),
+        ("hand_recipe_trl", (*PACKED, "deepspeed=efficient", "batch.global=32"), 2, 3.44),
+        ("hand_recipe_trl", (*PACKED, "deepspeed=plain", "batch.global=32"), 2, 3.19),
+        ("hand_recipe_trl", (*PACKED, "deepspeed=efficient", "batch.global=20", "batch.per_device=10"), 2, 2.33),
+        ("hand_recipe_trl", (*PACKED, "deepspeed=plain", "batch.global=256"), 4, 10.45),
+    ],
+)  # fmt: skip
+def test_a_step_takes_about_what_it_took_on_h100(
+    config: str, overrides: tuple[str, ...], gpus: int, seconds: float, tmp_path: Path
+) -> None:
+    """Seconds of a step under ZeRO-3, where the host's time for a micro-batch counts (docs/benchmarks.md)."""
+    rows = "308:1109" if config.endswith("dpo") else ON_80_GB
+    expected = expected_seconds(tmp_path, config, overrides, rows, gpus=gpus, card="H100")
+    assert expected == pytest.approx(seconds, rel=0.25)
+
+
+def expected_seconds(
+    folder: Path, config: str, overrides: Sequence[str], rows: str, *, gpus: int, card: str
+) -> float:  # fmt: skip
+    """What is expected of a step; `deepspeed=plain` and `efficient` are ZeRO-3 with those linears."""
+    for name, efficient in (("plain", False), ("efficient", True)):
+        content = json.loads(deepspeed_file("zero3").read_text(encoding="utf-8"))
+        content["zero_optimization"]["memory_efficient_linear"] = efficient
+        (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
+    files = {f"deepspeed={name}": f"deepspeed={folder / name}.json" for name in ("plain", "efficient")}
+    words = [files.get(word, word) for word in overrides]
+    world = tuned.outlook(f"bench/{config}.yaml", *words, rows=rows, gpus=gpus, card=card)
+    return world.candidate(world.base).seconds
 
 
 def test_no_trial_is_begun_that_would_not_end_within_the_budget() -> None:
     world = hand()
     search = tuned.search_of(world)
-    left = 400.0
+    left = 300.0
     while (one := search.propose(left)) is not None:
         expected = search.trial_seconds(one)
         trial = H200.runs(world, one)

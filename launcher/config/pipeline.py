@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from launcher.config import keys
+from launcher.config import evaluation, keys
 from launcher.config.document import Document, Origin, nearest, read_yaml
+from launcher.config.evaluation import Evaluation
 from launcher.config.interpolation import interpolate
 from launcher.config.keys import STAGES
 from launcher.config.load import spelt
@@ -18,7 +19,7 @@ from launcher.errors import Finding, InvalidConfig, brief, launch_finding, usage
 from launcher.paths import exists, expanded
 
 KEYS = ("name", "gpus", "stages")
-STAGE_KEYS = ("name", "config", "stage", "gpus", "from", "with")
+STAGE_KEYS = ("name", "config", "stage", "gpus", "from", "with", "eval")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,60}\Z")
 # mappings whose entries are set one by one; any other value is replaced whole
 _MERGED = ("args", "batch", "expect", "probe", "slurm")
@@ -30,7 +31,7 @@ class Link:
 
     `source` is the stage whose model this one starts from, None where its own file says; `explicit`
     whether `from:` said so. `given` are the overrides under `with:`, by dotted key, and `overrides`
-    those of the command line. `origins` are the places of its own keys.
+    those of the command line. `evaluation` is run on its model. `origins` are the places of its own keys.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Link:
     explicit: bool = False
     given: Mapping[str, Any] = field(default_factory=dict)
     overrides: tuple[str, ...] = ()
+    evaluation: Evaluation | None = None
     origins: Mapping[str, Origin] = field(default_factory=dict)
 
     def texts(self) -> list[str]:
@@ -154,6 +156,9 @@ class _PipelineReader:
             self._bad(f"{where}.stage", f"`{brief(kind)}` is not a stage", " or ".join(STAGES))
         own = self._gpus(f"{where}.gpus", entry.get("gpus"))
         given = self._given(f"{where}.with", entry.get("with"))
+        measured = None
+        if entry.get("eval") is not None:
+            measured = evaluation.read(f"{where}.eval", entry["eval"], self._bad)
         if config is None or name is None:
             return None
         origins = {
@@ -169,6 +174,7 @@ class _PipelineReader:
             source=source,
             explicit="from" in entry,
             given=given,
+            evaluation=measured,
             origins={"": self._at(where), **origins},
         )
 

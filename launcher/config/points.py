@@ -173,6 +173,15 @@ def _resume(_state: str, detail: Detail) -> str | None:
     return f"loss {detail['before']} before the resume, {detail['after']} after it"
 
 
+def _evaluation(_state: str, detail: Detail) -> str | None:
+    gates = [f"{gate['metric']} {gate['value']:.4g}" for gate in detail["gates"] if gate["value"] is not None]
+    if gates:
+        return f"measured: {', '.join(gates)}"
+    metrics = detail["metrics"]
+    main = [f"{task} {metrics[name]:.4g}" for task, name in detail["main"].items() if name in metrics]
+    return f"measured: {', '.join(main[:4])}" if main else None
+
+
 POINTS: tuple[PointType, ...] = (
     PointType(
         name="liger",
@@ -256,6 +265,7 @@ POINTS: tuple[PointType, ...] = (
     PointType(name="weights", states=("moved", ANY), observed_in="outcome", optional=True, sentence=_weights),
     PointType(name="model", states=("saved", ANY), observed_in="outcome", optional=True),
     PointType(name="inputs", states=("same", ANY), observed_in="outcome", whole_run=True, optional=True),
+    PointType(name="evaluation", states=(ANY,), observed_in="evaluation", optional=True, sentence=_evaluation),
     PointType(name="resume", states=("continuous", ANY), observed_in="outcome", optional=True, sentence=_resume),
 )
 """In the order of a verdict."""

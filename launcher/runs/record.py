@@ -59,6 +59,7 @@ class RunRecord:
     `output` is the folder of this run, `asked_output` that of the stage file where it is another one. `tracked`: it
     reports to W&B. `args` are value and origin of every argument, `env` the names of the variables that the command
     adds, `contents` the digests of what it reads. `launch_argv` is what was typed, None where a program called launch.
+    `trackers` are the runs of W&B and the like that a resume continues; left out where there are none.
     """
 
     schema_version: int = 1
@@ -88,9 +89,13 @@ class RunRecord:
     asked_output: str | None = None
     contents: list[Json] = field(default_factory=list)
     launch_argv: list[str] | None = None
+    trackers: list[Json] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        return {part.name: getattr(self, part.name) for part in fields(self)}
+        record = {part.name: getattr(self, part.name) for part in fields(self)}
+        if not self.trackers:
+            del record["trackers"]
+        return record
 
 
 class _Field(Generic[_T]):

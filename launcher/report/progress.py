@@ -87,7 +87,7 @@ class Progress:
     `began`, `since` and `saved` are seconds since the epoch. `shown` is what the probe has proved so far, by name.
     `sums` are the losses of a step over so many ranks: of TRL only their mean is that of the batch. `hang` says
     since when nothing moves. `rows_per_step` are those of all ranks, `rows` those of an epoch, None where unknown;
-    `logged_epoch` is what the log said last. `margin` (of rewards) and `accuracy` (a share) are those of DPO."""
+    `logged_epoch` is the last one in the log. `margin` (of rewards) and `accuracy` (a share) are those of DPO."""
 
     total: int | None
     attempt: int | None = None

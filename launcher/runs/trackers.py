@@ -15,7 +15,7 @@ Name = Literal["wandb", "mlflow", "trackio"]
 _LONGEST = 200
 """Characters of an id: W&B's are 8, MLflow's 32, trackio's are names."""
 # W&B: docs.wandb.ai/models/runs/resuming; MLflow: mlflow/tracking/fluent.py, start_run; trackio has no variable of its
-# own, and is handed the name by the probe (launcher/probe/watching/trackers.py)
+# own, and is handed the name by the probe (launcher/probe/watching/trainers.py)
 _VARIABLES: Mapping[Name, str] = {"wandb": "WANDB_RUN_ID", "mlflow": "MLFLOW_RUN_ID", "trackio": "LAUNCH_TRACKIO_RUN"}
 _WANDB_RESUME = ("WANDB_RESUME", "allow")
 

@@ -246,6 +246,8 @@ def test_an_evaluation_runs_once_and_its_numbers_stand_in_verdict_and_report(
     points = {point["name"]: point for point in json.loads(capsys.readouterr().out)["data"]["points"]}
     assert points["evaluation"]["state"] == "passed"
     assert points["evaluation"]["detail"]["gates"][0]["value"] == 0.41
+    assert main.main(["check", str(run.path)]) == 0
+    assert "measured: gsm8k 0.41, mmlu 0.62" in capsys.readouterr().out
     page = run.report.read_text()
     assert '<h2 id="evaluation">' in page and "gsm8k/exact_match,flexible-extract" in page
     assert "&gt;= 0.4" in page

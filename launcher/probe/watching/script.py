@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from . import supplies, trackers, trainers
+from . import supplies, trainers
 from .hooks import Watcher, observed, wrap_known
 from .probe import Probe
 from .process import ARGUMENT, SETTINGS, Console, attempt_number, spare_streams
@@ -27,9 +27,9 @@ def watched(probe: Probe) -> dict[str, Callable[[types.ModuleType], None]]:
         "open_instruct.olmo_core_train_modules": trainers.watch_olmo_module,
         "olmo_core.train.train_module.transformer.train_module": trainers.watch_olmo_step,
         "olmo_core.train.trainer": trainers.watch_olmo_trainer,
-        "wandb": trackers.watch_wandb,
-        "mlflow": trackers.watch_mlflow,
-        "trackio": trackers.watch_trackio,
+        "wandb": trainers.watch_wandb,
+        "mlflow": trainers.watch_mlflow,
+        "trackio": trainers.watch_trackio,
     }
     supplied = {"huggingface_hub": supplies.supply_snapshot}
     if settings.cpu:

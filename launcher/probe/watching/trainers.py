@@ -1,8 +1,8 @@
-"""accelerate, transformers' Trainer, OLMo-core, open-instruct's saving, and trackers: where training tells what it does.
+"""accelerate, transformers' Trainer, OLMo-core, open-instruct's saving: where training tells what it does.
 
-Of W&B, MLflow and trackio the run is recorded that training reports to, so that a resume can continue it. The first two
-take that from variables of their own. trackio has none: a run is continued by its name (`init(name=..., resume="allow")`),
-which no trainer passes where the stage file names none.
+So do trackers: the run of W&B, MLflow or trackio that training reports to is recorded, so that a resume can continue
+it. The first two take it from variables of their own. trackio has none: a run is continued by its name
+(`init(name=..., resume="allow")`), which no trainer passes where the stage file names none.
 """
 
 import contextlib

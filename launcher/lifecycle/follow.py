@@ -64,7 +64,7 @@ def _know_epoch(progress: Progress, folder: RunFolder) -> None:
     if record.steps is None:
         return
     progress.rows_per_step = record.global_batch
-    progress.rows = record.plan.number("rows")
+    progress.rows = record.plan.rows
 
 
 def _look_on(folder: RunFolder, view: View) -> None:

@@ -161,8 +161,7 @@ class Evidence:
     @property
     def pinned(self) -> bool | None:
         """Whether its source is the one whose log lines the patterns know; None where that is unknown."""
-        pinned = self.manifest.upstream.get("pinned")
-        return pinned if isinstance(pinned, bool) else None
+        return self.manifest.upstream.pinned
 
     @property
     def records(self) -> tuple[RankRecord, ...]:

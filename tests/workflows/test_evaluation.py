@@ -232,6 +232,8 @@ def test_an_evaluation_runs_once_and_its_numbers_stand_in_verdict_and_report(
     assert "eval" not in told["data"]["stages"][0]
     assert row["eval"]["state"] == "measured"
     assert [gate["ok"] for gate in row["eval"]["gates"]] == [True, True]
+    whole = (Path(told["data"]["pipeline"]) / "report.html").read_text()
+    assert 'data-label="eval">gsm8k 0.41 (&gt;= 0.4); mmlu 0.62' in whole
     assert row["eval"]["metrics"]["gsm8k/exact_match,strict-match"] == 0.41
     (asked,) = bench.evaluations()
     run = bench.second_run()

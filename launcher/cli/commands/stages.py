@@ -257,9 +257,8 @@ def pipeline(
     result = pipeline.run(order, plan, quiet=quiet)
 
     def show() -> None:
-        table = [row.shown() for row in result.rows]
-        evaluated = any(pipeline.EVALUATED in row for row in table)
-        console.table(table, (*pipeline.SUMMARY, *([pipeline.EVALUATED] if evaluated else [])))
+        table = result.table()
+        console.table(table, tuple(table[0]))
         if (row := result.stopped_at) is not None:
             console.say(f"stopped at {row.name}: {row.reason or row.status}")
         for line in result.advice():

@@ -133,6 +133,13 @@ class PipelineResult:
         )
         return record
 
+    def table(self) -> list[dict[str, Any]]:
+        """A row a stage, each with the same columns."""
+        shown = [row.shown() for row in self.rows]
+        if any(EVALUATED in row for row in shown):
+            return [{**row, EVALUATED: row.get(EVALUATED)} for row in shown]
+        return shown
+
     @property
     def page(self) -> Path | None:
         """The page of all stages; None where none has begun."""
@@ -387,7 +394,7 @@ class _Runner:
 
     def _page(self) -> None:
         """The stages so far on one page, and how far they came at its top."""
-        rows = [{key: cell for key, cell in row.shown().items() if key != "run"} for row in self.result.rows]
+        rows = [{key: cell for key, cell in row.items() if key != "run"} for row in self.result.table()]
         state = self.result.state
         colour = {"finished": "pass", "stopped": "fail"}.get(state, "")
         lead = Lead(title=f"pipeline {self.order.chain.name}", decision=state, colour=colour, tables=(rows,))

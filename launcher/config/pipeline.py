@@ -21,6 +21,7 @@ from launcher.paths import exists, expanded
 KEYS = ("name", "gpus", "stages")
 STAGE_KEYS = ("name", "config", "stage", "gpus", "from", "with", "eval")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,60}\Z")
+_OF_COMMAND = re.compile(r"stages\[\d+\]\.eval\.(?:command|metrics)\b.*")
 # mappings whose entries are set one by one; any other value is replaced whole
 _MERGED = ("args", "batch", "expect", "probe", "slurm")
 
@@ -92,9 +93,12 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Chain:
         # nearly every line would be wrong
         message, help = "this is a stage file, not a pipeline", f"launch sft {path}, or launch dpo {path}"
         raise InvalidConfig(launch_finding("error", "bad-pipeline", message, help, file=str(path), line=1))
-    value, _ = interpolate(path, document.value, document.origins)
+    value, secrets = interpolate(path, document.value, document.origins)
     reader = _PipelineReader(path, replace(document, value=value))
     chain = Chain(path=path, links=reader.links(), name=reader.name())
+    for key, text in secrets.items():
+        if _OF_COMMAND.fullmatch(key):
+            reader.exposed(key, text)
     if reader.findings:
         raise InvalidConfig(reader.findings)
     for text in overrides:
@@ -224,6 +228,12 @@ class _PipelineReader:
         for key in (key for key in given if key not in names):
             message, help = f"`{brief(key)}` is not a key of {what}", keys.nearest(str(key), names)
             self._bad(f"{where}.{key}".removeprefix("."), message, help)
+
+    def exposed(self, key: str, text: str) -> None:
+        """Note that a word of an evaluation's command holds a secret out of the environment."""
+        message = f"`{text}` would stand on a command line, which every user of the machine can read"
+        help = "leave it out: the command has the environment of launch, and the program can read the variable itself"
+        self.findings.append(launch_finding("error", "exposed-secret", message, help, key=key, **self._at(key).place))
 
     def _at(self, key: str) -> Origin:
         return nearest(self.origins, key) or Origin(str(self.path), 1)

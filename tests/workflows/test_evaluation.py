@@ -86,6 +86,17 @@ def test_all_faults_of_an_evaluation_are_said_at_once(write: Write) -> None:
     assert sorted(f.line or 0 for f in caught.value.findings) == [5, 6, 7, 8, 9]
 
 
+def test_a_secret_is_kept_off_the_command_line(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DB_PASS", "hunter2-and-more")
+    monkeypatch.setenv("SCRATCH", "/scratch/me")
+    text = "eval:\n      command: [a, '--out', '${oc.env:SCRATCH}', '--key=${oc.env:DB_PASS}']"
+    with pytest.raises(InvalidConfig) as caught:
+        pipeline.load(of_stage(write, text))
+    (finding,) = caught.value.findings
+    assert (finding.code, finding.line) == ("exposed-secret", 5)
+    assert "hunter2" not in finding.message and "--key=${oc.env:DB_PASS}" in finding.message
+
+
 def test_what_an_evaluation_says(write: Write) -> None:
     text = 'eval: {command: [a, 1, "{model}"], metrics: m.json, expect: {"x/y,z": "<= -1e-3"}, timeout: 1h30m}'
     (link,) = pipeline.load(of_stage(write, text)).links

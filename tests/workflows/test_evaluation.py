@@ -395,6 +395,23 @@ def test_a_dry_run_and_validate_config_show_it(bench: Evaluated, capsys: pytest.
 
 @pytest.mark.slow
 @needs_trl
+def test_the_current_folder_gives_it_no_program_and_no_code(bench: Evaluated) -> None:
+    program = bench.root / "tools" / "measure"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\ntouch $FAKE_WORLD/pwned\n")
+    program.chmod(0o755)
+    (bench.root / "planted.py").write_text(f"open({str(bench.root / 'pwned')!r}, 'w').close()\n")
+    bench.environ["PATH"] = f":tools:{bench.environ['PATH']}"
+    bench.evaluated(command=["measure", "{model}"])
+    assert bench.run()[0] == 5
+    bench.evaluated(command=["{python}", "-c", "import planted"], metrics=None)
+    code, told = bench.run()
+    assert (code, told["data"]["stages"][1]["eval"]["state"]) == (4, "crashed")
+    assert not (bench.root / "pwned").exists()
+
+
+@pytest.mark.slow
+@needs_trl
 def test_a_program_that_is_not_there_is_missing_before_the_first_stage(bench: Evaluated) -> None:
     path = bench.evaluated(command=["no-such-program", "{model}"])
     code, told = bench.run()

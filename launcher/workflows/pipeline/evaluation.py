@@ -20,7 +20,7 @@ from launcher.artifacts import fingerprint
 from launcher.config.evaluation import Evaluation
 from launcher.config.pipeline import Link
 from launcher.errors import Exit, Finding, NotReady, launch_finding
-from launcher.machine import devices, locks
+from launcher.machine import devices, isolation, locks
 from launcher.machine.devices import Devices
 from launcher.planning.prepare import Prepared
 from launcher.redaction import redact
@@ -96,12 +96,14 @@ class PlannedEvaluation:
         yield " ".join(map(shlex.quote, redact(self.argv)))
 
     def environment(self, chosen: Devices | None) -> dict[str, str]:
-        """The stage's GPUs alone, and the programs of the trainer's Python before others of the same name."""
-        path = os.pathsep.join(filter(None, (str(self.python.parent), os.environ.get("PATH"))))
+        """The stage's GPUs alone, the programs of the trainer's Python before others of the same name, and no code out
+        of the current folder."""
+        isolated = isolation.isolated(os.environ)
+        path = os.pathsep.join(filter(None, (str(self.python.parent), isolated.get("PATH"))))
         visible = {devices.VARIABLE: ""}
         if self.gpus:
             visible = {} if chosen is None else chosen.env()
-        return {"PATH": path, "PYTHONUNBUFFERED": "1", **visible}
+        return {**isolation.changes(os.environ), "PATH": path, "PYTHONUNBUFFERED": "1", **visible}
 
 
 def planned(link: Link, prepared: Prepared, model: Path) -> PlannedEvaluation | None:

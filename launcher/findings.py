@@ -1052,6 +1052,11 @@ _PIPELINES = CodeSection(
         ),
         _row("pipeline-needs", "launch", "`--from`: the model that it begins from is not there, or is being trained"),
         _row("pipeline-running", "launch", "the same pipeline is running already"),
+        _row("no-eval-program", "launch", "the program of an `eval` is not beside the trainer's Python or on PATH"),
+        _row("eval-running", "launch", "another pipeline evaluates the same model"),
+        _row("eval-failed", "launch", "the command of an `eval` failed, or took longer than its `timeout`"),
+        _row("eval-metrics", "launch", "the metrics file of an `eval` was not written, or holds no numbers"),
+        _row("eval-gate", "launch", "a metric is not as `expect` of its `eval` says, is missing or is not a number"),
         _row(
             "pipeline-restarts",
             "launch",

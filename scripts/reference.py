@@ -31,7 +31,7 @@ checkout (`prepare` no GPU); `--gpus 0` is the CPU.
 | 1 | the verdict is `fail` or `unproven` (`--allow-unproven` makes the latter 0) |
 | 2 | the command line is wrong |
 | 3 | the stage file is invalid |
-| 4 | training failed |
+| 4 | training failed, or an evaluation in a pipeline |
 | 5 | the machine is not ready |
 | 70 | a bug in launch; the traceback is in a file that the message names (`launch rehearse`: the finding says where) |
 | 130 | interrupted |

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from launcher.config import keys
+from launcher.config import evaluation, keys
 from launcher.config.document import Document, Origin, nearest, read_yaml
+from launcher.config.evaluation import Evaluation
 from launcher.config.interpolation import interpolate
 from launcher.config.keys import STAGES
 from launcher.config.load import spelt
@@ -18,8 +19,9 @@ from launcher.errors import Finding, InvalidConfig, brief, launch_finding, usage
 from launcher.paths import exists, expanded
 
 KEYS = ("name", "gpus", "stages")
-STAGE_KEYS = ("name", "config", "stage", "gpus", "from", "with")
+STAGE_KEYS = ("name", "config", "stage", "gpus", "from", "with", "eval")
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]{0,60}\Z")
+_OF_COMMAND = re.compile(r"stages\[\d+\]\.eval\.(?:command|metrics)\b.*")
 # mappings whose entries are set one by one; any other value is replaced whole
 _MERGED = ("args", "batch", "expect", "probe", "slurm")
 
@@ -30,7 +32,7 @@ class Link:
 
     `source` is the stage whose model this one starts from, None where its own file says; `explicit`
     whether `from:` said so. `given` are the overrides under `with:`, by dotted key, and `overrides`
-    those of the command line. `origins` are the places of its own keys.
+    those of the command line. `evaluation` is run on its model. `origins` are the places of its own keys.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Link:
     explicit: bool = False
     given: Mapping[str, Any] = field(default_factory=dict)
     overrides: tuple[str, ...] = ()
+    evaluation: Evaluation | None = None
     origins: Mapping[str, Origin] = field(default_factory=dict)
 
     def texts(self) -> list[str]:
@@ -90,9 +93,12 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Chain:
         # nearly every line would be wrong
         message, help = "this is a stage file, not a pipeline", f"launch sft {path}, or launch dpo {path}"
         raise InvalidConfig(launch_finding("error", "bad-pipeline", message, help, file=str(path), line=1))
-    value, _ = interpolate(path, document.value, document.origins)
+    value, secrets = interpolate(path, document.value, document.origins)
     reader = _PipelineReader(path, replace(document, value=value))
     chain = Chain(path=path, links=reader.links(), name=reader.name())
+    for key, text in secrets.items():
+        if _OF_COMMAND.fullmatch(key):
+            reader.exposed(key, text)
     if reader.findings:
         raise InvalidConfig(reader.findings)
     for text in overrides:
@@ -154,6 +160,9 @@ class _PipelineReader:
             self._bad(f"{where}.stage", f"`{brief(kind)}` is not a stage", " or ".join(STAGES))
         own = self._gpus(f"{where}.gpus", entry.get("gpus"))
         given = self._given(f"{where}.with", entry.get("with"))
+        measured = None
+        if entry.get("eval") is not None:
+            measured = evaluation.read(f"{where}.eval", entry["eval"], self._bad)
         if config is None or name is None:
             return None
         origins = {
@@ -169,6 +178,7 @@ class _PipelineReader:
             source=source,
             explicit="from" in entry,
             given=given,
+            evaluation=measured,
             origins={"": self._at(where), **origins},
         )
 
@@ -218,6 +228,12 @@ class _PipelineReader:
         for key in (key for key in given if key not in names):
             message, help = f"`{brief(key)}` is not a key of {what}", keys.nearest(str(key), names)
             self._bad(f"{where}.{key}".removeprefix("."), message, help)
+
+    def exposed(self, key: str, text: str) -> None:
+        """Note that a word of an evaluation's command holds a secret out of the environment."""
+        message = f"`{text}` would stand on a command line, which every user of the machine can read"
+        help = "leave it out: the command has the environment of launch, and the program can read the variable itself"
+        self.findings.append(launch_finding("error", "exposed-secret", message, help, key=key, **self._at(key).place))
 
     def _at(self, key: str) -> Origin:
         return nearest(self.origins, key) or Origin(str(self.path), 1)

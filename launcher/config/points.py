@@ -41,7 +41,8 @@ class PointType:
     whose steps are in the weights. `optional`: it is left out where nothing is known of it and nothing expected, as in
     older records. `full_length`: a shortened run, as of `launch ladder`, shows nothing of it.
 
-    `label` is its name in the live panel, which shows the state of its `events`; `alarming` states are shown in red.
+    `on_terminal`: `launch check` prints its sentence too. `label` is its name in the live panel, which shows the state
+    of its `events`; `alarming` states are shown in red.
     """
 
     name: str
@@ -60,6 +61,7 @@ class PointType:
     events: tuple[str, ...] = ()
     alarming: tuple[str, ...] = ()
     sentence: Sentence = _no_sentence
+    on_terminal: bool = False
 
 
 def _liger(_state: str, detail: Detail) -> str | None:
@@ -173,6 +175,15 @@ def _resume(_state: str, detail: Detail) -> str | None:
     return f"loss {detail['before']} before the resume, {detail['after']} after it"
 
 
+def _evaluation(_state: str, detail: Detail) -> str | None:
+    gates = [f"{gate['metric']} {gate['value']:.4g}" for gate in detail["gates"] if gate["value"] is not None]
+    if gates:
+        return f"measured: {', '.join(gates)}"
+    metrics = detail["metrics"]
+    main = [f"{task} {metrics[name]:.4g}" for task, name in detail["main"].items() if name in metrics]
+    return f"measured: {', '.join(main[:4])}" if main else None
+
+
 POINTS: tuple[PointType, ...] = (
     PointType(
         name="liger",
@@ -256,6 +267,14 @@ POINTS: tuple[PointType, ...] = (
     PointType(name="weights", states=("moved", ANY), observed_in="outcome", optional=True, sentence=_weights),
     PointType(name="model", states=("saved", ANY), observed_in="outcome", optional=True),
     PointType(name="inputs", states=("same", ANY), observed_in="outcome", whole_run=True, optional=True),
+    PointType(
+        name="evaluation",
+        states=(ANY,),
+        observed_in="evaluation",
+        optional=True,
+        sentence=_evaluation,
+        on_terminal=True,
+    ),
     PointType(name="resume", states=("continuous", ANY), observed_in="outcome", optional=True, sentence=_resume),
 )
 """In the order of a verdict."""

@@ -157,7 +157,7 @@ def _left_out_note(file: str, faults: Sequence[tuple[int | None, Omission]]) -> 
 
 def unpinned_note(folder: RunFolder) -> tuple[Finding, ...]:
     source = rundir.read_manifest(folder).upstream
-    if source.get("pinned", True):
+    if source.pinned is not False:
         return ()
-    message = f"this run used {source.get('version')}, the pin is {source.get('pin')}"
-    return (launch_finding("warning", "unpinned-checkout", message, file=source.get("root")),)
+    message = f"this run used {source.version}, the pin is {source.pin}"
+    return (launch_finding("warning", "unpinned-checkout", message, file=source.root),)

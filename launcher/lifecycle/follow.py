@@ -42,6 +42,7 @@ def until_over(folder: RunFolder, attempt: Attempt, *, forward: bool) -> bool:
     if _goes_on(folder):
         with _signals(folder, requests, forward=forward):
             progress = Progress(total=attempt.total, attempt=attempt.number, world=attempt.world)
+            _know_epoch(progress, folder)
             terminal = sys.stderr is not None and sys.stderr.isatty()
             view = View(attempt.title, folder.console(attempt.number), folder.probe, progress, terminal)
             with view.showing():
@@ -55,6 +56,15 @@ def until_over(folder: RunFolder, attempt: Attempt, *, forward: bool) -> bool:
 
         conclude.conclude(folder, attempt, runner.recorded(folder, attempt.number))
     return bool(requests)
+
+
+def _know_epoch(progress: Progress, folder: RunFolder) -> None:
+    """Have it know the rows of a step and of an epoch, where steps could be planned: packing makes other rows."""
+    record = rundir.read_manifest(folder)
+    if record.steps is None:
+        return
+    progress.rows_per_step = record.global_batch
+    progress.rows = record.plan.rows
 
 
 def _look_on(folder: RunFolder, view: View) -> None:

@@ -25,7 +25,7 @@ from launcher.machine.trees import Budget, TreeEntry
 from launcher.paths import canonical, exists
 from launcher.planning import checksums
 from launcher.report import overview
-from launcher.runs import inventory, lease, outputs, rundir, runner
+from launcher.runs import evaluation, inventory, lease, outputs, rundir, runner
 from launcher.runs.inventory import FileState
 from launcher.runs.rundir import RunFolder
 
@@ -120,8 +120,11 @@ def require_over(folder: RunFolder) -> None:
     for run in [folder, *rundir.members(folder.path)]:
         state = overview.state(run)
         begins = any(lease.is_locked(run.path / lock) for lock in ("lock", ".lock"))
-        if state in _LIVE or begins:
+        measured = lease.is_locked(evaluation.folder_of(run).path / ".lock")
+        if state in _LIVE or begins or measured:
             now = state if state in _LIVE else "being started"
+            if measured:
+                now = "being evaluated"
             raise not_ready("run-is-live", f"{run.path.name} is {now}", f"launch stop {run.path.name}")
 
 
@@ -392,6 +395,9 @@ def _is_record(place: Path, path: str) -> bool:
     *folders, name = path.split("/")
     if folders and exists(place / folders[0] / "run.json"):
         folders = folders[1:]
+    if folders[:1] == [evaluation.FOLDER]:
+        # made for what the command of an evaluation writes
+        return True
     return all(map(_RECORD_FOLDERS.match, folders)) and _RECORD.match(name) is not None
 
 

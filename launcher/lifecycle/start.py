@@ -26,9 +26,11 @@ from launcher.planning.request import Request
 from launcher.planning.resume import decision
 from launcher.redaction import borrowed
 from launcher.runs import attempt as attempts
-from launcher.runs import lease, preemption, rendezvous, rundir, runner, slurm
+from launcher.runs import lease, preemption, rendezvous, rundir, runner, slurm, trackers
 from launcher.runs.attempt import Attempt
+from launcher.runs.record import Json
 from launcher.runs.rundir import RunFolder
+from launcher.runs.trackers import TrackerRun
 
 SHORTEST_WARNING_S = 120
 """Seconds before the end of a job's time that a run is asked to save: for a step, and what Slurm is late by."""
@@ -39,6 +41,7 @@ def begin(prepared: Prepared, **at_end: Any) -> tuple[RunFolder, Attempt]:
     """Start the keeper of this machine; training runs at return. `at_end` are fields of `Attempt`. Raises NotReady."""
     machine = prepared.machine
     rendezvous.check_port(machine)
+    prepared = _continuing_trackers(prepared)
     with _reserved(prepared) as prepared:
         attempt = _attempt(prepared, **at_end)
         if machine is not None:
@@ -57,6 +60,19 @@ def begin(prepared: Prepared, **at_end: Any) -> tuple[RunFolder, Attempt]:
             attempt.write(folder)
             _keep(folder, attempt, granted, locks, prepared.devices or Devices())
     return folder, attempt
+
+
+def _continued_trackers(prepared: Prepared) -> tuple[TrackerRun, ...]:
+    """The runs of trackers that a resume goes on with; what begins anew reports to a new one."""
+    return trackers.recorded(prepared.folder) if prepared.decision.kind == "resume" else ()
+
+
+def _continuing_trackers(prepared: Prepared) -> Prepared:
+    added = trackers.environment(_continued_trackers(prepared), os.environ)
+    if not added:
+        return prepared
+    command = replace(prepared.command, env={**prepared.command.env, **added})
+    return replace(prepared, command=command)
 
 
 @contextlib.contextmanager
@@ -97,6 +113,7 @@ def queue(prepared: Prepared, **at_end: Any) -> tuple[RunFolder, str]:
 
     Returns the folder and the job.
     """
+    prepared = _continuing_trackers(prepared)
     with _reserved(prepared) as prepared:
         folder = prepared.folder
         attempt = _attempt(prepared, **at_end)
@@ -172,7 +189,8 @@ def _make(prepared: Prepared, attempt: Attempt) -> None:
     program = Path(sys.argv[0])
     # None where another program calls launch
     typed = ["launch", *sys.argv[1:]] if program.name == "launch" or program.parent.name == "launcher" else None
-    manifest.create(folder, replace(record, **prepared.for_record(), launch_argv=typed))
+    continued: list[Json] = [run.as_json() for run in _continued_trackers(prepared)]
+    manifest.create(folder, replace(record, **prepared.for_record(), launch_argv=typed, trackers=continued))
     with contextlib.suppress(OSError):
         restored = {one.what: one.before for one in prepared.decision.changes if one.restored}
         manifest.write_stage_file(prepared.plan, folder, restored)

@@ -12,7 +12,7 @@ from launcher.errors import NotReady, UsageError, not_ready, usage
 from launcher.lifecycle import conclude, follow, supervisor
 from launcher.report import overview
 from launcher.report.progress import Progress
-from launcher.runs import attempt, lease, preemption, rundir, runner, slurm
+from launcher.runs import attempt, evaluation, lease, preemption, rundir, runner, slurm
 from launcher.runs.record import Record
 from launcher.runs.rundir import RunFolder
 
@@ -65,6 +65,8 @@ def stop(folder: RunFolder, *, after_checkpoint: bool = False, checkpoint: bool 
         return _stop_job(folder, job, waits if state == "running" and waits.is_patient else None)
     runner.require_sight(folder)
     number = max(1, folder.attempts()) if runner.alive(folder.path) else _starting(folder)
+    if number is None and runner.alive(evaluation.folder_of(folder).path):
+        return _stop_evaluation(folder)
     if number is None:
         state = overview.state(folder)
         raise usage("not-running", f"{folder.path.name} is not running: {state}", "launch runs")
@@ -88,6 +90,22 @@ def stop(folder: RunFolder, *, after_checkpoint: bool = False, checkpoint: bool 
         # it never began; the next one gets its number, and must not be stopped
         with contextlib.suppress(OSError):
             folder.stop.unlink(missing_ok=True)
+    return runner.recorded(folder, number)
+
+
+def _stop_evaluation(run: RunFolder) -> runner.ProcessExit | None:
+    """End the evaluation of a run's model: by the pipeline that waits for it, or from here where that has gone."""
+    folder = evaluation.folder_of(run)
+    number = max(1, folder.attempts())
+    _ask(folder, runner.StopRequest(attempt=number))
+    until = time.monotonic() + sum(_waits(run)) + 2 * runner.KILLED_S
+    while runner.alive(folder.path) and time.monotonic() < until:
+        known = runner.processes(folder)
+        if known.keeper is None or not known.keeper.lives():
+            break
+        time.sleep(POLL_S)
+    if runner.alive(folder.path):
+        runner.end_orphans(folder, _waits(run), number)
     return runner.recorded(folder, number)
 
 

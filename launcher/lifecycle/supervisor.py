@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from launcher.errors import Finding, LaunchError, NotReady, brief, not_ready
-from launcher.lifecycle import conclude, on_finish, standstill
+from launcher.lifecycle import conclude, on_finish, standstill, usage
 from launcher.machine import isolation, process
 from launcher.paths import PROJECT
 from launcher.planning import checksums
@@ -134,11 +134,13 @@ def main(words: Sequence[str]) -> int:
                 message = f"the folder that launch was started in cannot be entered: {error.strerror}"
                 raise not_ready("not-started", message, file=attempt.cwd) from None
             output = None if attempt.output is None or attempt.rank else Path(attempt.output)
+            meter = usage.UsageThread(folder, attempt)
             sums = checksums.ChecksumThread(folder, attempt.backend, output, attempt.world)
             with lease.kept(granted, partial(_overtaken, folder.console(number))) as end:
                 command = attempt.command(os.environ)
                 where = {} if granted is None else {attempts.LEASE: str(granted.path)}
                 sums.start()
+                meter.start()
                 for earlier in range(1, number):
                     inventory.end(folder, earlier, late=True)
                 inventory.begin(folder, number, output)
@@ -154,6 +156,7 @@ def main(words: Sequence[str]) -> int:
                     save=preemption.request_for(command.env, number),
                     stands_still=_hang_detector(command),
                 )
+                meter.end()
                 sums.end(resumable=ended.returncode != 0 or ended.preempted)
                 # while nobody else may begin there
                 inventory.end(folder, number)

@@ -49,6 +49,8 @@ class Between:
     most: int = LARGEST
 
 
+KEY = "key"
+"""In the metadata of a dataclass's field: what a record calls it, where that is no name in Python."""
 Count = Annotated[int, Between(0)]
 Positive = Annotated[int, Between(1)]
 
@@ -60,15 +62,15 @@ def read(kind: type[_T], data: object, left_out: list[Omission] | None = None, w
     values: dict[str, Any] = {}
     whole: Any = kind
     for field in _fields_of(whole):
-        if field.name not in data:
+        if field.key not in data:
             if field.required:
-                raise Misfit(f"a mapping with `{field.name}`")
+                raise Misfit(f"a mapping with `{field.key}`")
             continue
-        place = f"{where}.{field.name}" if where else field.name
+        place = f"{where}.{field.key}" if where else field.key
         try:
-            values[field.name] = field.reader(data[field.name], place, left_out)
+            values[field.name] = field.reader(data[field.key], place, left_out)
         except Misfit as misfit:
-            note(left_out, place, data[field.name], misfit)
+            note(left_out, place, data[field.key], misfit)
             if field.required:
                 raise
     return kind(**values)
@@ -102,6 +104,7 @@ def shown(value: object) -> str:
 @dataclass(frozen=True, slots=True)
 class _FieldCodec:
     name: str
+    key: str
     required: bool
     reader: Reader
 
@@ -112,7 +115,8 @@ def _fields_of(kind: Any) -> tuple[_FieldCodec, ...]:
     found = []
     for field in fields(kind):
         required = field.default is MISSING and field.default_factory is MISSING
-        found.append(_FieldCodec(field.name, required, reader(hints[field.name])))
+        key = field.metadata.get(KEY, field.name)
+        found.append(_FieldCodec(field.name, key, required, reader(hints[field.name])))
     return tuple(found)
 
 

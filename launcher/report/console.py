@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from launcher.config.points import BY_NAME
 from launcher.errors import Finding
 from launcher.printable import escaped, folded, printable
 from launcher.redaction import redact
@@ -218,7 +219,11 @@ def _point(point: summary.Point, printed: Container[str | None], outcome: str) -
     _echo(folded(f"  {point['name']:<16}{point['state']!s:<18}"), mark, folded(expected))
     reasons = () if ok is True else summary.reasons(detail)
     # of a point that is as expected too: half of the batch may hold nothing
-    for line in (*reasons, *filter(None, [detail.get("wasted")])):
+    lines = [*reasons, *filter(None, [detail.get("wasted")])]
+    kind = BY_NAME.get(str(point["name"]))
+    if kind is not None and kind.on_terminal:
+        lines = [*filter(None, [summary.sentence(point)]), *lines]
+    for line in lines:
         if line not in printed:
             _echo(folded(f"    {line}"))
 

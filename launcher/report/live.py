@@ -92,6 +92,7 @@ class View:
         for raw in self.log.read():
             self._total(raw)
             self.progress.work(raw)
+            self.progress.logged(raw)
             if self.tracker is None and TRACKER.search(raw):
                 self.tracker = tracker(self.log.path)
 
@@ -169,7 +170,8 @@ def _head(progress: Progress, width: int, *, plain: bool) -> list[str]:
         own = [] if progress.since is None or whole else [clock(max(0.0, now - progress.since))]
         return [progress.phase, *own, *passed]
     of = f"/{progress.total:,}" if progress.total else ""
-    parts = [f"step {progress.step:,}{of}", *passed]
+    epoch = [] if progress.epoch is None else [f"epoch {progress.epoch:.2f}"]
+    parts = [f"step {progress.step:,}{of}", *epoch, *passed]
     if progress.step == progress.total or progress.phase == ENDED:
         parts.append(progress.phase)
     elif progress.left_s is not None:
@@ -186,7 +188,7 @@ def _head(progress: Progress, width: int, *, plain: bool) -> list[str]:
 def _figures(progress: Progress, *, plain: bool) -> list[str]:
     loss = "loss not finite" if progress.loss is None else f"loss {progress.loss:.4f}"
     curve = "" if plain else sparkline(progress.losses)
-    parts = [f"{loss} {curve}".strip()]
+    parts = [f"{loss} {curve}".strip(), *progress.preferences()]
     if progress.grad_norm is not None:
         parts.append(f"gradient norm {progress.grad_norm:.3g}")
     if progress.learning_rate is not None:

@@ -14,7 +14,7 @@ from typing import Any
 from launcher import files
 from launcher.errors import not_ready
 from launcher.plan.plan import titled
-from launcher.report import charts, sections, series
+from launcher.report import charts, evaluation, sections, series, usage
 from launcher.report.charts import PageRun
 from launcher.report.html import Html, details, figure, join, table, tag, text
 from launcher.report.series import Run
@@ -54,7 +54,9 @@ def overlay(runs: Sequence[Run], lead: Lead | None = None) -> str:
     body = {
         "curves": charts.section(entries),
         "verdict": sections.verdicts(entries),
+        evaluation.KEY: evaluation.section(entries),
         "plan": sections.plans(entries),
+        usage.KEY: usage.section(entries),
         "arguments": sections.arguments(entries),
         "findings": sections.findings(entries),
         "versions": sections.versions(entries),

@@ -27,6 +27,9 @@ _TRACKER_WITHIN = 4 * 2**20
 _END = re.compile(rb"[\r\n]")
 WINDOW = 20
 ENDED = "ended"  # the last phase
+# what HF Trainer logs of a step: `{'loss': '0.69', ..., 'rewards/margins': '0.01', 'epoch': '0.25'}`
+_LOGGED = re.compile(rb"\{'loss': [^{}]*\}")
+_LOGGED_VALUE = re.compile(rb"'(epoch|rewards/margins|rewards/accuracies)': '?(-?[\d.]+(?:e[+-]?\d+)?)")
 # `Tokenizing train dataset:  38%|###   | 150/400 [00:00<00:00, 1477.32 examples/s]`
 _WORK = re.compile(rb"(?:\A|[ \t])([A-Za-z][^|%\r\n:]{2,60}?): +\d+%\|[^|]*\| *([\d.]+[kMGT]?)/([\d.]+[kMGT]?) \[")
 # torch/utils/cpp_extension.py
@@ -83,7 +86,8 @@ class Progress:
     others is left out. `phase` is what happens before the first step and after the last, and `since` when that began;
     `began`, `since` and `saved` are seconds since the epoch. `shown` is what the probe has proved so far, by name.
     `sums` are the losses of a step over so many ranks: of TRL only their mean is that of the batch. `hang` says
-    since when nothing moves."""
+    since when nothing moves. `rows_per_step` are those of all ranks, `rows` those of an epoch, None where unknown;
+    `logged_epoch` is the last one in the log. `margin` (of rewards) and `accuracy` (a share) are those of DPO."""
 
     total: int | None
     attempt: int | None = None
@@ -103,6 +107,11 @@ class Progress:
     shown: dict[str, str] = field(default_factory=dict)
     exit: int | None = None
     hang: str | None = None
+    rows_per_step: int | None = None
+    rows: int | None = None
+    logged_epoch: float | None = None
+    margin: float | None = None
+    accuracy: float | None = None
 
     def event(self, event: dict[str, Any]) -> None:
         """Take in an event as `runs.events.read` gives it."""
@@ -124,6 +133,8 @@ class Progress:
         elif name == "model":
             self.enter("waiting for the first step", at)
             self.shown[BY_NAME["attention"].label] = str(event.get("attention"))
+        elif name == "data_rows" and isinstance(event.get("kept"), int) and self.rows is not None:
+            self.rows = event["kept"]
         elif name == "device":
             self.card_gib = _optional(event.get("total_gib"))
         elif name == "saved" and at is not None:
@@ -143,6 +154,7 @@ class Progress:
         self.step, self.times, self.exit, self.began = 0, [], None, at
         self.hang = None
         self.memory_gib = self.grad_norm = self.learning_rate = self.saved = None
+        self.logged_epoch = self.margin = self.accuracy = None
         self.sums, self.shown = {}, {}
         self.enter("starting" if self.foreign else "importing", at)
 
@@ -152,6 +164,10 @@ class Progress:
         self.step = event["step"]
         self.grad_norm = self.grad_norm if norm is None else norm
         self.learning_rate = self.learning_rate if rate is None else rate
+        margin = _optional(event.get("margin"))
+        accuracy = _optional(event.get("accuracy"))
+        self.margin = self.margin if margin is None else margin
+        self.accuracy = self.accuracy if accuracy is None else accuracy
         self.add_loss(self.step, _optional(event.get("loss")))
         step = StepTime(elapsed or 0.0, tokens or 0.0, seconds, interrupted=event.get("interrupted") is True)
         self.times = [*self.times, step][-WINDOW:]
@@ -181,6 +197,29 @@ class Progress:
         """A phase begins, at this time or now."""
         if phase != self.phase:
             self.phase, self.since = phase, time.time() if at is None else at
+
+    def logged(self, raw: bytes) -> None:
+        """Take in a line of the log: what HF Trainer says of a step, and the probe does not."""
+        found = _LOGGED.search(raw)
+        if found is None:
+            return
+        for name, value in _LOGGED_VALUE.findall(found[0]):
+            number = _finite(value)
+            if name == b"epoch":
+                self.logged_epoch = number
+            elif name == b"rewards/margins":
+                self.margin = number
+            else:
+                self.accuracy = number
+
+    @property
+    def epoch(self) -> float | None:
+        """How many passes over the data are done: as the log says, else by the rows of the steps."""
+        if self.logged_epoch is not None:
+            return self.logged_epoch
+        if not self.step or not self.rows or not self.rows_per_step:
+            return None
+        return self.step * self.rows_per_step / self.rows
 
     def work(self, raw: bytes) -> None:
         """Take in a line of the log: outside of training its bars name the phase, in the words of the log."""
@@ -215,6 +254,15 @@ class Progress:
         pace = (self.times[-1].elapsed - self.times[0].elapsed) / (len(self.times) - 1)
         return max(0, self.total - self.step) * pace
 
+    def preferences(self) -> list[str]:
+        """What DPO is looked at for, in words."""
+        parts = []
+        if self.margin is not None:
+            parts.append(f"margin {self.margin:.3g}")
+        if self.accuracy is not None:
+            parts.append(f"accuracy {self.accuracy:.0%}")
+        return parts
+
     def line(self) -> str:
         """One line for a person."""
         if self.hang is not None:
@@ -223,7 +271,10 @@ class Progress:
             return self.phase
         of = f"/{self.total:,}" if self.total else ""
         parts = [f"step {self.step:,}{of}"]
+        if self.epoch is not None:
+            parts.append(f"epoch {self.epoch:.2f}")
         parts.append("loss not finite" if self.loss is None else f"loss {self.loss:.4f}")
+        parts += self.preferences()
         if self.tokens_per_second:
             parts.append(f"{self.tokens_per_second:,.0f} tokens/s")
         if self.left_s is not None:
@@ -235,6 +286,14 @@ class Progress:
 
 def _optional(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) else None
+
+
+def _finite(text: bytes) -> float | None:
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
 
 
 def last_lines(path: Path, environ: Mapping[str, str] | None = None) -> tuple[str, ...]:

@@ -33,7 +33,7 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "start": {"world": Positive, "attempt": Positive, "target": Text, "python": Text},
     "step": {
         **dict.fromkeys("positions rows tokens micro_batches".split(), Count | None),
-        **dict.fromkeys("grad_norm learning_rate".split(), Number),
+        **dict.fromkeys("grad_norm learning_rate margin accuracy".split(), Number),
         **dict.fromkeys("seconds elapsed".split(), Seconds),
         **dict.fromkeys("allocated_gib reserved_gib".split(), Gib),
         "loss": Loss,
@@ -67,6 +67,7 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "nonfinite": {"what": Text, "value": Text},
     "violation": {"point": Text, "expected": Text, "seen": Text},
     "saved_model": {"files": list[Mapping[str, str | Count]]},
+    "tracker": dict.fromkeys("tracker id project name".split(), Text),
     "reference_cache": {"first_loss": Loss, "expected_loss": Loss},
 }
 """What each event holds beside that; what is not listed is nothing but shown."""

@@ -59,6 +59,7 @@ class RunRecord:
     `output` is the folder of this run, `asked_output` that of the stage file where it is another one. `tracked`: it
     reports to W&B. `args` are value and origin of every argument, `env` the names of the variables that the command
     adds, `contents` the digests of what it reads. `launch_argv` is what was typed, None where a program called launch.
+    `trackers` are the runs of W&B and the like that a resume continues; left out where there are none.
     """
 
     schema_version: int = 1
@@ -88,43 +89,168 @@ class RunRecord:
     asked_output: str | None = None
     contents: list[Json] = field(default_factory=list)
     launch_argv: list[str] | None = None
+    trackers: list[Json] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        return {part.name: getattr(self, part.name) for part in fields(self)}
+        record = {part.name: getattr(self, part.name) for part in fields(self)}
+        if not self.trackers:
+            del record["trackers"]
+        return record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRecord:
+    """What is read back of `plan`: sizes of a step, rows of the data and steps, planned GiB by part."""
+
+    gpus: Count | None = None
+    nodes: Count | None = None
+    per_device: Count | None = None
+    accumulation: Count | None = None
+    global_batch: Count | None = field(default=None, metadata={codec.KEY: "global"})
+    rows: Count | None = None
+    steps: Count | None = None
+    memory_gib: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResumeRecord:
+    """What is read back of `resume`: where the attempt went on, the checkpoints that it left where they were, the one
+    that the stage file named, and what had changed."""
+
+    step: Count | None = None
+    kept: list[str] = field(default_factory=list)
+    requested: Any = field(default=None, metadata={codec.KEY: "asked"})
+    changes: list[Json] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpstreamRecord:
+    """What is read back of `upstream`: which source trained, and whether it was the pin."""
+
+    pinned: bool | None = None
+    version: str | None = None
+    pin: str | None = None
+    root: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeepSpeedRecord:
+    """What is read back of `deepspeed`: its release, and the settings that gradients depend on."""
+
+    version: str | None = None
+    config: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerRecord:
+    packages: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineRecord:
+    gpus: list[Any] = field(default_factory=list)
 
 
 class _Field(Generic[_T]):
-    """One value of `run.json`, by the field of `RunRecord` and the keys below it."""
+    """A field of `RunRecord` as it is read back, under its own name or `key`."""
 
-    def __init__(self, read: Callable[..., _T], *keys: str) -> None:
-        if keys[0] not in RunRecord.__annotations__:
-            raise TypeError(f"run.json has no `{keys[0]}`")
-        self.read, self.keys = read, keys
+    def __init__(self, read: Callable[..., _T], key: str | None = None) -> None:
+        self.read = read
+        self.key = key or ""
+
+    def __set_name__(self, _owner: type[Manifest], name: str) -> None:
+        self.key = self.key or name
+        if self.key not in RunRecord.__annotations__:
+            raise TypeError(f"run.json has no `{self.key}`")
 
     def __get__(self, manifest: Manifest, _owner: type[Manifest]) -> _T:
-        return self.read(manifest, *self.keys)
+        return self.read(manifest, self.key)
+
+
+class _ObjectField(Generic[_T]):
+    """A field of `RunRecord` that is an object, as the dataclass of what is read back of it."""
+
+    def __init__(self, kind: type[_T]) -> None:
+        self.kind = kind
+        self.key = ""
+
+    def __set_name__(self, _owner: type[Manifest], name: str) -> None:
+        self.key = name
+        if name not in RunRecord.__annotations__:
+            raise TypeError(f"run.json has no `{name}`")
+
+    def __get__(self, manifest: Manifest, _owner: type[Manifest]) -> _T:
+        return codec.read(self.kind, manifest.part(self.key))
 
 
 class Manifest(Record):
     """`run.json` as it is read back: whatever is missing or damaged, see `RunRecord`."""
 
-    created, stage = _Field(Record.text, "created"), _Field(Record.text, "stage")
-    backend, cwd = _Field(Record.text, "backend"), _Field(Record.text, "cwd")
+    created = _Field(Record.text)
+    stage = _Field(Record.text)
+    backend = _Field(Record.text)
+    cwd = _Field(Record.text)
     # the output folder that the stage file names, where that is not the one of the run
     requested_output = _Field(Record.text, "asked_output")
-    attempt, resumed_step = _Field(Record.number, "attempt"), _Field(Record.number, "resume", "step")
-    gpus, nodes = _Field(Record.number, "plan", "gpus"), _Field(Record.number, "plan", "nodes")
-    steps, global_batch = _Field(Record.number, "plan", "steps"), _Field(Record.number, "plan", "global")
-    per_device = _Field(Record.number, "plan", "per_device")
-    accumulation = _Field(Record.number, "plan", "accumulation")
-    plan, upstream = _Field(Record.part, "plan"), _Field(Record.part, "upstream")
-    deepspeed, packages = _Field(Record.part, "deepspeed"), _Field(Record.part, "trainer", "packages")
-    args, argv = _Field(Record.part, "args"), _Field(Record.items_of, "argv")
-    cards, kept = _Field(Record.items_of, "machine", "gpus"), _Field(Record.items_of, "resume", "kept")
-    contents, caches = _Field(Record.items_of, "contents"), _Field(Record.items_of, "caches")
+    attempt = _Field(Record.number)
+    args = _Field(Record.part)
+    argv = _Field(Record.items_of)
+    contents = _Field(Record.items_of)
+    caches = _Field(Record.items_of)
+    plan = _ObjectField(PlanRecord)
+    resume = _ObjectField(ResumeRecord)
+    upstream = _ObjectField(UpstreamRecord)
+    trainer = _ObjectField(TrainerRecord)
+    machine = _ObjectField(MachineRecord)
 
     def argument(self, name: str) -> Any:
-        return self.value("args", name, "value")
+        return self.args.value(name, "value")
+
+    @property
+    def gpus(self) -> int | None:
+        return self.plan.gpus
+
+    @property
+    def nodes(self) -> int | None:
+        return self.plan.nodes
+
+    @property
+    def steps(self) -> int | None:
+        return self.plan.steps
+
+    @property
+    def global_batch(self) -> int | None:
+        return self.plan.global_batch
+
+    @property
+    def per_device(self) -> int | None:
+        return self.plan.per_device
+
+    @property
+    def accumulation(self) -> int | None:
+        return self.plan.accumulation
+
+    @property
+    def resumed_step(self) -> int | None:
+        return self.resume.step
+
+    @property
+    def kept(self) -> Sequence[str]:
+        return self.resume.kept
+
+    @property
+    def packages(self) -> Mapping[str, str]:
+        return self.trainer.packages
+
+    @property
+    def cards(self) -> Sequence[Any]:
+        return self.machine.gpus
+
+    @property
+    def deepspeed(self) -> DeepSpeedRecord | None:
+        """None without DeepSpeed."""
+        found = self.part("deepspeed")
+        return codec.read(DeepSpeedRecord, found) if found else None
 
     @property
     def output(self) -> Path | None:
@@ -134,9 +260,10 @@ class Manifest(Record):
     @property
     def processes(self) -> int | None:
         """How many train; None where that is unknown, or more than there can be."""
-        if self.gpus is None:
+        plan = self.plan
+        if plan.gpus is None:
             return None
-        count = max(1, self.gpus) * (self.nodes or 1)
+        count = max(1, plan.gpus) * (plan.nodes or 1)
         return count if count <= LARGEST_WORLD else None
 
     @property

@@ -63,6 +63,7 @@ class RunFolder:
     manifest = _RunFile("run.json")  # everything that was decided before the start
     probe = _RunFile("probe")  # one `rank-N.jsonl` a training process
     metrics = _RunFile("metrics.jsonl")  # one line a step, over all attempts
+    usage = _RunFile("usage.jsonl")  # how busy the machine was meanwhile, a line a few seconds
     verdict = _RunFile("verdict.json")
     process = _RunFile("process.json")  # which process the attempt that began last is
     lock = _RunFile("lock")  # held, through the kernel, by the process of the attempt that runs

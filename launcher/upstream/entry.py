@@ -187,6 +187,11 @@ class Entry:
         return self.loop != "accelerate"
 
     @property
+    def keeps_every_state(self) -> bool:
+        """Whether no saved state is ever deleted, and each holds weights and moments in 32 bits."""
+        return self.loop == "olmo_core"
+
+    @property
     def counts_in_script(self) -> bool:
         """Whether the script itself counts how far it is after a resume; the other loops do that, and exactly."""
         return self.loop == "accelerate"

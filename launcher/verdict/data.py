@@ -88,7 +88,7 @@ def _count(event: Event | None, name: str) -> int:
 def _detail(evidence: Evidence) -> dict[str, object]:
     detail: dict[str, object] = {}
     rows = _first_event(evidence, "data_rows")
-    planned_rows = evidence.manifest.plan.number("rows")
+    planned_rows = evidence.manifest.plan.rows
     if rows is not None:
         detail |= {"given": rows.fields.get("given"), "kept": rows.fields.get("kept")}
     if planned_rows is not None:
@@ -125,7 +125,7 @@ def _rows(evidence: Evidence) -> Iterator[Doubt]:
             help=f"raise the maximal length, shorten the prompts, or drop those rows yourself; {_ACCEPT}",
             cites=(event,),
         )
-    planned = evidence.manifest.plan.number("rows")
+    planned = evidence.manifest.plan.rows
     if not planned or not given:
         return
     if given > planned * (1 + FEW):

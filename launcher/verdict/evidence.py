@@ -16,8 +16,9 @@ from launcher import files
 from launcher.artifacts.digest import CHECKPOINT
 from launcher.config.keys import PAIRED, STAGES
 from launcher.machine.codec import Omission
+from launcher.runs import evaluation, rundir, runner
 from launcher.runs import events as probe_events
-from launcher.runs import rundir, runner
+from launcher.runs.evaluation import EvaluationRecord
 from launcher.runs.record import LARGEST_WORLD, Manifest
 from launcher.upstream.logs import open_instruct, trl
 from launcher.upstream.logs.common import Pattern
@@ -144,6 +145,7 @@ class Evidence:
     `earlier` are the steps (see `Row`) of the attempts that this one continues, `moved_before` the largest
     share of the weights that one of them moved. `inputs` is what of data and model had changed at the end (see
     `contents.changed`), `model` how the files of the saved model are now (see `judge`); both None where unknown.
+    `evaluation` is that of the model of this attempt, None where it was not evaluated.
     """
 
     manifest: Manifest = field(default_factory=Manifest)
@@ -154,12 +156,12 @@ class Evidence:
     moved_before: float = 0.0
     inputs: Sequence[Mapping[str, object]] | None = None
     model: Mapping[str, object] | None = None
+    evaluation: EvaluationRecord | None = None
 
     @property
     def pinned(self) -> bool | None:
         """Whether its source is the one whose log lines the patterns know; None where that is unknown."""
-        pinned = self.manifest.upstream.get("pinned")
-        return pinned if isinstance(pinned, bool) else None
+        return self.manifest.upstream.pinned
 
     @property
     def records(self) -> tuple[RankRecord, ...]:
@@ -361,12 +363,16 @@ def read_run(folder: Path, attempt: int | None = None, current: Manifest | None 
     if manifest is None:
         manifest = rundir.read_manifest(run)
     inputs = files.read_json(run.inputs(attempt or 1)).get("changed")
+    evaluated = evaluation.read(run)
+    if evaluated is not None and evaluated.attempt != (attempt or 1):
+        evaluated = None
     return Evidence(
         manifest=manifest,
         log=scan(console, PATTERNS) if console.is_file() else None,
         probe=_read_probe(run.probe, attempt),
         exit=_read_exit(run, attempt or 1),
         inputs=[one for one in inputs if isinstance(one, dict)] if isinstance(inputs, list) else None,
+        evaluation=evaluated,
     )
 
 

@@ -99,12 +99,9 @@ def _kept(each: Sequence[Evidence]) -> Iterator[tuple[int, Evidence, tuple[int, 
 def _without_known_corruption(verdict: Verdict, manifest: Manifest) -> Verdict:
     """No pass for gradients that nobody compared, of a DeepSpeed that is known to corrupt them."""
     recorded = manifest.deepspeed
-    if verdict.point("gradients").state != "unknown" or not manifest.gpus or not recorded:
+    if verdict.point("gradients").state != "unknown" or not manifest.gpus or recorded is None:
         return verdict
-    version = recorded.get("version")
-    known = fault(
-        recorded.part("config"), version if isinstance(version, str) else None, accumulation=manifest.accumulation
-    )
+    known = fault(recorded.config, recorded.version, accumulation=manifest.accumulation)
     if known is None or known[0] != "error":
         return verdict
     detail = {"reason": known[2], "help": "train again: docs/gradients.md"}
@@ -128,8 +125,7 @@ def _with_whole_model(verdict: Verdict, output: Path) -> Verdict:
 
 def _beside_plan(verdict: Verdict, manifest: Manifest) -> Verdict:
     """The verdict with the peak that was planned, in GiB by part, beside what memory came to."""
-    parts = manifest.plan.part("memory_gib")
-    planned = {k: float(v) for k, v in parts.items() if isinstance(v, int | float)}
+    planned = {part: float(gib) for part, gib in manifest.plan.memory_gib.items()}
     if "peak" not in planned:
         return verdict
     detail = dict[str, object](planned_gib=planned)

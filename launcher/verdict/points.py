@@ -271,7 +271,7 @@ def observe_batch(evidence: Evidence, _expected: str | None) -> Observation:
     different = Observation("different", unwanted=True, detail=detail, help=_BATCH_HELP)
     if other := [event for event in started if event.number("world") not in (None, world)]:
         return replace(different, cites=other, reason=f"the world size was {probe.world}, {world} was planned")
-    planned, data = _planned_sizes(manifest), manifest.plan.number("rows")
+    planned, data = _planned_sizes(manifest), manifest.plan.rows
     # of data that have not the rows of one step, every step is an epoch's last
     few = data is not None and manifest.global_batch is not None and data < manifest.global_batch
     as_planned = []

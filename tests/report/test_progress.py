@@ -281,3 +281,56 @@ def test_what_was_proved_at_the_beginning_is_shown_to_whoever_comes_late(tmp_pat
     shown = watching(tmp_path)
     shown.take_in()
     assert shown.progress.shown == {"packing": "off"} and shown.progress.step == 299
+
+
+@pytest.mark.parametrize(
+    ("line", "shown"),
+    [
+        ("{'loss': '0.6938', 'grad_norm': '2.238', 'epoch': '0.25'}", "epoch 0.25"),
+        (" 3%|#| 2/75 [00:01<00:59]  {'loss': 0.69, 'learning_rate': 1e-05, 'epoch': 1.5}", "epoch 1.50"),
+        ("{'loss': '0.69', 'rewards/margins': '-3.11e-03', 'rewards/accuracies': '0.625', 'epoch': '2'}",
+         "epoch 2.00, margin -0.00311, accuracy 62%"),
+        # a row of the data, and what is no step's
+        ("{'text': \"{'epoch': '3'}\"}", ""),
+        ("{'eval_loss': '0.7', 'epoch': '3'}", ""),
+        ("{'loss': '0.69', 'epoch': 'nan', 'rewards/margins': 'nan'}", ""),
+    ],
+)  # fmt: skip
+def test_epoch_and_preferences_out_of_the_log(tmp_path: Path, line: str, shown: str) -> None:
+    view = watching(tmp_path, 75)
+    write(tmp_path, step(3, 1.0))
+    log(tmp_path, "an early line\n" + line + "\n")
+    view.take_in()
+    parts = view.progress.line().split("   ")
+    assert ", ".join(part for part in parts if part.split()[0] in ("epoch", "margin", "accuracy")) == shown
+
+
+def test_epoch_by_the_rows_where_no_log_says_it() -> None:
+    progress = Progress(total=100, rows=400, rows_per_step=16)
+    progress.event({"event": "start"})
+    assert progress.epoch is None
+    progress.event(step(5, 1.0))
+    assert progress.epoch == 0.2
+    # the trainer dropped some, and trains on fewer
+    progress.event({"event": "data_rows", "given": 400, "kept": 320})
+    assert progress.epoch == 0.25
+    unknown = Progress(total=100)
+    unknown.event({"event": "data_rows", "given": 400, "kept": 320})
+    unknown.event(step(5, 1.0))
+    assert unknown.epoch is None and "epoch" not in unknown.line()
+
+
+def test_the_panel_shows_what_dpo_is_looked_at_for() -> None:
+    progress = trained(20)
+    progress.rows, progress.rows_per_step = 400, 16
+    progress.event(step(21, 21.0, margin=0.125, accuracy=0.75))
+    # a step without them changes nothing
+    progress.event(step(22, 22.0))
+    for columns in (80, 120):
+        lines = shown_on(columns, progress)
+        assert "step 22/100   epoch 0.88" in lines[0]
+        assert "margin 0.125   accuracy 75%" in lines[1]
+    # of a further attempt nothing is left
+    progress.event({"event": "start"})
+    progress.event(step(1, 1.0))
+    assert progress.margin is None

@@ -14,7 +14,7 @@ from launcher.errors import NotReady, UsageError
 from launcher.lifecycle import manifest
 from launcher.runs import rundir
 from launcher.runs.attempt import Attempt
-from launcher.runs.record import Manifest, RunRecord
+from launcher.runs.record import Manifest, PlanRecord, RunRecord
 from launcher.runs.rundir import RunFolder
 
 TOKEN = "hf_" + "abcDEF123" * 4
@@ -44,10 +44,16 @@ def test_a_manifest_is_written_and_read_by_one_type(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     create(folder)
     content = files.read_json(folder.manifest)
-    assert list(content) == [field.name for field in fields(RunRecord)]
+    # of a run that continues no tracker's nothing is written
+    assert list(content) == [field.name for field in fields(RunRecord) if field.name != "trackers"]
     read = rundir.read_manifest(folder)
     assert read.left_out() == []
     assert (read.stage, read.attempt, read.gpus) == ("sft", 1, 0)
+    assert read.plan.global_batch == content["plan"]["global"]
+    # what is damaged reads as missing, and the rest stands
+    torn = Manifest({**content, "plan": {"global": "x", "gpus": 1}, "resume": [], "trainer": {"packages": {"a": 1}}})
+    assert torn.plan == PlanRecord(gpus=1)
+    assert (torn.resumed_step, list(torn.packages)) == (None, [])
     damaged = Manifest({**content, "env": "HOME", "launch_commit": 7})
     assert [fault.where for fault in damaged.left_out()] == ["env", "launch_commit"]
 

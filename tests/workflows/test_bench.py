@@ -20,7 +20,7 @@ from launcher.errors import InvalidConfig, NotReady, UsageError
 from launcher.planning.collect import Scope
 from launcher.planning.request import Request
 from launcher.runs import rundir
-from launcher.workflows.bench import bench, measure, variants
+from launcher.workflows.bench import bench, measure, record, variants
 from launcher.workflows.bench.comparison import SPEED, CurveStep, Sample, compare
 from launcher.workflows.bench.variants import Variant
 
@@ -207,9 +207,24 @@ def test_runs_take_turns_and_the_order_alternates(world: World, trials: Trials) 
     assert first[SPEED] == {"median": 100, "min": 100, "max": 100, "n": 3}
     assert data["compared"]["tokens"] == 500
     folder = Path(data["folder"])
-    assert json.loads((folder / "bench.json").read_text())["rows"] == data["rows"]
+    written = json.loads((folder / "bench.json").read_text())
+    assert written["rows"] == data["rows"]
+    assert json.dumps(record.read(folder).as_json()) == json.dumps(written)
     code, out, _ = trials.launch(*words_for(world, *VARY[:-2]))
     assert code == 0 and "learning_rate=0.2: faster, recommended" in out and "2.00x" in out
+
+
+def test_a_damaged_row_costs_no_trial_and_a_damaged_trial_costs_all(world: World, trials: Trials) -> None:
+    words = words_for(world, *VARY, *ONCE)
+    trials.launch(*words)
+    (file,) = world.runs.rglob("bench.json")
+    written = json.loads(file.read_text())
+    file.write_text(json.dumps({**written, "rows": [{"variant": 7}]}))
+    trials.launch(*words)
+    assert len(trials.started) == 2
+    file.write_text(json.dumps({**written, "samples": [{**written["samples"][0], "seconds": "long"}]}))
+    trials.launch(*words)
+    assert len(trials.started) == 4
 
 
 def test_the_same_command_again_measures_nothing_twice(world: World, trials: Trials) -> None:

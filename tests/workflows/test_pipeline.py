@@ -321,7 +321,7 @@ def test_one_tokenizer_for_all(world: Chained) -> None:
 
 @pytest.mark.parametrize(
     "name", ["demo/pipeline", "demo/pipeline_open_instruct", "tulu/pipeline_qwen7b",
-             "llama/pipeline_llama31_8b_10pct"]
+             "tulu/pipeline_qwen7b_eval", "llama/pipeline_llama31_8b_10pct"]
 )  # fmt: skip
 def test_the_committed_pipelines_hold_together(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for below in ("model", "data/sft", "data/dpo"):

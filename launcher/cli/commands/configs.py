@@ -141,13 +141,19 @@ def _judge_pipeline(path: Path, shared: Shared) -> tuple[dict[str, object], tupl
         plan = plan_stages(PipelineRequest(chain=whole, common=common), Scope.PLAN)
     except LaunchError as error:
         return {}, error.findings
-    return {"shape": "pipeline", "stages": [link.name for link in plan.links]}, plan.findings
+    facts: dict[str, object] = {"shape": "pipeline", "stages": [link.name for link in plan.links]}
+    evaluated = [link.name for link in plan.links if link.evaluation is not None]
+    if evaluated:
+        facts["evaluated"] = evaluated
+    return facts, plan.findings
 
 
 def _line(entry: dict[str, object]) -> str:
     line = f"{entry['path']}: {'valid' if entry['valid'] else 'invalid'}"
     if isinstance(stages := entry.get("stages"), list):
-        return f"{line} (a pipeline: {', '.join(stages)})"
+        evaluated = entry.get("evaluated")
+        measured = f"; evaluated: {', '.join(evaluated)}" if isinstance(evaluated, list) else ""
+        return f"{line} (a pipeline: {', '.join(stages)}{measured})"
     if not isinstance(source := entry.get("upstream"), dict):
         return line
     from launcher.upstream.schema import source_name

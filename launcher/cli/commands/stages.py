@@ -240,8 +240,10 @@ def pipeline(
             for number, one in enumerate(steps):
                 console.say(f"# stage {number + 1} of {len(steps)}: {one.link.name}")
                 console.dry_run(one.plan, one.prepared.command)
+                for line in one.evaluation.lines() if one.evaluation is not None else ():
+                    console.say(line)
 
-        data = {"stages": [{"name": one.link.name, **one.prepared.as_json()} for one in steps]}
+        data = {"stages": [one.as_json() for one in steps]}
         return answer("pipeline", shared.format, data, show_plan, plan.findings)
     quiet = shared.format == "json"
     plan = plan_stages(order, Scope.PLAN if shared.slurm else Scope.START)
@@ -255,7 +257,8 @@ def pipeline(
     result = pipeline.run(order, plan, quiet=quiet)
 
     def show() -> None:
-        console.table([row.shown() for row in result.rows], pipeline.SUMMARY)
+        table = result.table()
+        console.table(table, tuple(table[0]))
         if (row := result.stopped_at) is not None:
             console.say(f"stopped at {row.name}: {row.reason or row.status}")
         for line in result.advice():

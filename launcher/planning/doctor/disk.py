@@ -115,8 +115,12 @@ def saved(plan: Plan, count: int, setup: Setup | None = None) -> Saved | None:
 
     Only its `setup` tells the size of an adapter and of weights in 4 bits.
     """
-    kind = {"accelerate": _open_instruct, "olmo_core": _olmo_core, "transformers": _trl}[plan.stage.entry.loop]
-    return kind(plan, count, setup)
+    entry = plan.stage.entry
+    if entry.by_trainer:
+        return _trl(plan, count, setup)
+    if entry.keeps_every_state:
+        return _olmo_core(plan, count)
+    return _open_instruct(plan, count, setup)
 
 
 def _open_instruct(plan: Plan, count: int, setup: Setup | None) -> Saved:
@@ -143,7 +147,7 @@ def _open_instruct(plan: Plan, count: int, setup: Setup | None) -> Saved:
     return Saved(checkpoint=each, final=final, times=_times(plan), formula=formula, limit=kept)
 
 
-def _olmo_core(plan: Plan, count: int, _setup: Setup | None) -> Saved:
+def _olmo_core(plan: Plan, count: int) -> Saved:
     """dpo.py:83: every checkpoint stays, the first and the last step's too (OLMo-core at the pin)."""
     times, final = _times(plan), 4 * count
     formula = "4 + 8 bytes a parameter: weights and moments, none of which is deleted"

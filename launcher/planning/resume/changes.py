@@ -154,8 +154,12 @@ def _batch(record: Manifest, plan: Plan, steps: Steps) -> Iterator[ResumeChange]
         effect = f"the run would have {steps[1]} steps, not {steps[0]}"
     elif moved:
         effect = f"a step took {rows} rows and takes {plan.global_batch}"
-    for what, value in (("per_device", plan.per_device), ("accumulation", plan.accumulation)):
-        before, key = record.number("plan", what), getattr(plan.stage.entry.names, what)
+    split = (
+        ("per_device", record.per_device, plan.per_device),
+        ("accumulation", record.accumulation, plan.accumulation),
+    )
+    for what, before, value in split:
+        key = getattr(plan.stage.entry.names, what)
         if before not in (None, value):
             yield ResumeChange(what, before, value, effect, "error" if moved else "note", key)
 
@@ -251,8 +255,8 @@ def _reference(record: Manifest, plan: Plan, caches: Sequence[Cache]) -> Iterato
 
 
 def _versions(record: Manifest, plan: Plan, trainer: Trainer) -> Iterator[ResumeChange]:
-    was, now = record.upstream.get("version"), plan.stage.upstream.version
-    if plan.stage.backend.CHECKOUT and isinstance(was, str) and was != now:
+    was, now = record.upstream.version, plan.stage.upstream.version
+    if plan.stage.backend.CHECKOUT and was is not None and was != now:
         effect = "another version may count, tokenise and save in another way"
         yield ResumeChange("pin", was, now, effect, "error")
     before, after = record.packages, trainer.packages

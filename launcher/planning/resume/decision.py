@@ -365,7 +365,7 @@ class _Judge:
         found = self._found()
         if self.finished():
             return self._over(found)
-        before = self.last.value("resume", "asked")
+        before = self.last.resume.requested
         if self.named is not None and self.named != before:
             return self._as_named(Path(self.named), found)
         while whole := [one for one in found if one.complete]:
@@ -449,7 +449,7 @@ class _Judge:
     def _over(self, found: Sequence[Checkpoint]) -> Decision:
         """The run is finished; unless something that matters has changed, that is the answer."""
         last = self.last
-        repeated = [(one.get("what"), one.get("after")) for one in last.items_of("resume", "changes")]
+        repeated = [(one.get("what"), one.get("after")) for one in last.resume.changes]
         changed = [
             one
             for one in self._since(last)

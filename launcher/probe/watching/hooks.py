@@ -70,13 +70,15 @@ class Watcher:
             self.looking.discard(fullname)
         if spec is None or spec.loader is None or not hasattr(spec.loader, "exec_module"):
             return None
-        action = self.after.pop(fullname)
         execute = spec.loader.exec_module
 
         def exec_module(module: types.ModuleType) -> None:
             execute(module)
-            with self.record.quietly(f"watching {fullname}"):
-                action(module)
+            # not before: whoever only asks whether a package is installed looks for it too
+            action = self.after.pop(fullname, None)
+            if action is not None:
+                with self.record.quietly(f"watching {fullname}"):
+                    action(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

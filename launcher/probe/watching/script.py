@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from . import supplies, trainers
-from .hooks import Watcher
+from .hooks import Watcher, observed, wrap_known
 from .probe import Probe
 from .process import ARGUMENT, SETTINGS, Console, attempt_number, spare_streams
 
@@ -27,6 +27,9 @@ def watched(probe: Probe) -> dict[str, Callable[[types.ModuleType], None]]:
         "open_instruct.olmo_core_train_modules": trainers.watch_olmo_module,
         "olmo_core.train.train_module.transformer.train_module": trainers.watch_olmo_step,
         "olmo_core.train.trainer": trainers.watch_olmo_trainer,
+        "wandb": trainers.watch_wandb,
+        "mlflow": trainers.watch_mlflow,
+        "trackio": trainers.watch_trackio,
     }
     supplied = {"huggingface_hub": supplies.supply_snapshot}
     if settings.cpu:
@@ -46,9 +49,17 @@ def watched(probe: Probe) -> dict[str, Callable[[types.ModuleType], None]]:
 
 
 def several(*actions: Callable[[types.ModuleType], None]) -> Callable[[types.ModuleType], None]:
+    """All of these; one that fails, at a commit that lacks what it looks for, keeps none of the others back."""
+
     def watch(module: types.ModuleType) -> None:
+        faults: list[Exception] = []
         for action in actions:
-            action(module)
+            try:
+                action(module)
+            except Exception as fault:
+                faults.append(fault)
+        if faults:
+            raise faults[0]
 
     return watch
 
@@ -60,6 +71,12 @@ def watch_trainer(probe: Probe, module: types.ModuleType) -> None:
 
 def watch_pairs(probe: Probe, module: types.ModuleType) -> None:
     probe.data.watch_pairs(module, lambda: probe.tally)
+
+    def computed(result: Any, *_: Any, **__: Any) -> None:
+        _, chosen, rejected = result
+        probe.tally.rewards(chosen, rejected)
+
+    wrap_known(module, ("compute_loss",), observed(probe.record, after=computed))
 
 
 def word(shown: str) -> str:

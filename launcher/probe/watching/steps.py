@@ -32,6 +32,12 @@ class Tally:
         self.scalars["loss"].append(loss.detach())
         self.micro_batches += 1
 
+    def rewards(self, chosen: Any, rejected: Any) -> None:
+        """Of the pairs of a micro-batch; the loss has computed them."""
+        chosen, rejected = chosen.detach(), rejected.detach()
+        self.scalars.setdefault("margin", []).append((chosen - rejected).mean())
+        self.scalars.setdefault("accuracy", []).append((chosen > rejected).float().mean())
+
     def add(self, rows: Any, positions: int, tokens: Any) -> None:
         self.positions += positions
         self.scalars["tokens"].append(tokens)
@@ -150,6 +156,12 @@ class Reading:
         return self.values
 
 
+def _preferences(values: dict[str, list[float]]) -> dict[str, float]:
+    """The means over the micro-batches of what DPO's loss says of its pairs; nothing of another loss."""
+    means = {name: sum(values[name]) / len(values[name]) for name in ("margin", "accuracy") if values.get(name)}
+    return {name: mean for name, mean in means.items() if math.isfinite(mean)}
+
+
 class Steps(ProbePiece):
     """The steps whose numbers have not arrived yet, and what is made of those that have."""
 
@@ -202,6 +214,7 @@ class Steps(ProbePiece):
         wasted = event["positions"] - tokens
         if step == process.base + self.settings.within:
             self.pairs.tell_waste(tokens, event["positions"], rows // 2, max(values.get("longer", [0])))
+        event |= _preferences(values)
         about = {"rows": rows, "tokens": tokens, "wasted": wasted, "seconds": round(seconds, 4), **event}
         self.record.write("step", loss=mean, finite=whole, grad_norm=finite(norm), **about)
         if not valid:

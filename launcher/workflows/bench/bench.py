@@ -5,7 +5,7 @@ import functools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,12 @@ from launcher.runs import rundir
 from launcher.stage.options import SWITCHED
 from launcher.upstream.logs.open_instruct import ATTENTION
 from launcher.workflows import experiment
-from launcher.workflows.bench import comparison, measure
+from launcher.workflows.bench import comparison, measure, record
 from launcher.workflows.bench.comparison import LOSS, SPEED, TOLERANCE, Sample, VariantSummary, compare
 from launcher.workflows.bench.measure import identity, short
+from launcher.workflows.bench.record import BENCH_VERSION, BenchRecord, Compared
 from launcher.workflows.bench.variants import Variant
 
-BENCH_VERSION = 1
-FILE = rundir.BENCH_RECORD
 PAGE = "bench.html"
 
 Stops = list[tuple[str, InvalidConfig | NotReady]]
@@ -85,31 +84,33 @@ class Bench:
             if (repeat, variant.name) not in done and variant.name not in failed
         ]
 
+    def record(self) -> BenchRecord:
+        return BenchRecord(
+            key=self.key,
+            config=str(self.request.config),
+            overrides=tuple(self.request.overrides),
+            gpus=self.request.gpus,
+            steps=self.steps,
+            repeats=self.repeats,
+            batch=self.batch,
+            variants=self.variants,
+            compared=Compared(
+                loss=f"mean of the probe's loss a step, weighted by {self.weights}",
+                tokens=comparison.common_tokens(self.samples),
+                tolerance=TOLERANCE,
+            ),
+            complete=not self.due(),
+            rows=tuple(self.rows),
+            samples=tuple(self.samples),
+            folder=str(self.folder),
+        )
+
     def as_json(self) -> dict[str, Any]:
-        return {
-            "bench_version": BENCH_VERSION,
-            "key": self.key,
-            "config": str(self.request.config),
-            "overrides": list(self.request.overrides),
-            "gpus": self.request.gpus,
-            "steps": self.steps,
-            "repeats": self.repeats,
-            "batch": self.batch,
-            "variants": [asdict(variant) for variant in self.variants],
-            "compared": {
-                "loss": f"mean of the probe's loss a step, weighted by {self.weights}",
-                "tokens": comparison.common_tokens(self.samples),
-                "tolerance": TOLERANCE,
-            },
-            "complete": not self.due(),
-            "rows": [row.as_json() for row in self.rows],
-            "samples": [one.as_json() for one in self.samples],
-            "folder": str(self.folder),
-        }
+        return self.record().as_json()
 
     def write(self) -> None:
         """Raises NotReady where it cannot be written."""
-        experiment.write(self.folder / FILE, self.as_json())
+        self.record().write(self.folder)
 
 
 def require_gpu(request: Request, *, cpu: bool) -> Request:
@@ -270,12 +271,10 @@ def opened(bench: Bench, *, fresh: bool = False) -> Iterator[Bench]:
     root = bench.request.runs or rundir.runs_root()
     series = experiment.Campaign(kind="bench", key=bench.key, name=bench.request.config.stem, root=root)
     with series.opened(fresh=fresh) as bench.folder:
-        record = rundir.read_json(bench.folder / FILE)
-        with contextlib.suppress(KeyError, TypeError, ValueError):
-            samples = [Sample.from_json(data) for data in record.get("samples") or ()]
-            # what was not started is tried again, and what gets more time now
-            limits = {"refused": math.inf, "timeout": bench.timeout_s or math.inf}
-            bench.samples = [one for one in samples if one.seconds >= limits.get(one.cause, 0.0)]
+        # what was not started is tried again, and what gets more time now
+        limits = {"refused": math.inf, "timeout": bench.timeout_s or math.inf}
+        samples = record.read(bench.folder).samples
+        bench.samples = [one for one in samples if one.seconds >= limits.get(one.cause, 0.0)]
         yield bench
 
 
@@ -314,7 +313,7 @@ def run(bench: Bench, *, show: Callable[[str], None] = lambda _: None) -> Exit:
 
 def interrupted(bench: Bench) -> str:
     done = len(bench.samples)
-    runs = f"{done} of {done + len(bench.due())} runs are done\nruns: {bench.folder / FILE}"
+    runs = f"{done} of {done + len(bench.due())} runs are done\nruns: {bench.folder / record.FILE}"
     return f"interrupted: the same command continues here, {runs}"
 
 

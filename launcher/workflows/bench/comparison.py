@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Literal, NamedTuple
 
 from launcher.errors import Finding
@@ -162,6 +162,18 @@ class VariantSummary:
         row = asdict(replace(self, samples=()))
         del row["samples"]
         return {**row.pop("spreads"), LOSS: row.pop("loss"), **row}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> VariantSummary:
+        """What `as_json` wrote, without the trials. Raises Misfit where any of it is something else."""
+        own = {part.name for part in fields(cls)} - {"samples", "spreads", "loss"}
+        left_out: list[Omission] = []
+        spreads = {name: value for name, value in data.items() if name not in own and name != LOSS}
+        row = {name: value for name, value in data.items() if name in own}
+        summary = codec.read(cls, {**row, "samples": [], "spreads": spreads, "loss": data.get(LOSS)}, left_out)
+        if left_out:
+            raise Misfit(str(left_out[:1]))
+        return summary
 
 
 def within(curve: Sequence[CurveStep], tokens: float) -> tuple[float | None, float]:

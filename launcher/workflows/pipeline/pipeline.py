@@ -8,7 +8,7 @@ again has another content, so whatever was made of it is made again, in a folder
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -24,10 +24,13 @@ from launcher.planning.prepare import Prepared
 from launcher.redaction import redact
 from launcher.report import console
 from launcher.report.page import Lead
+from launcher.runs import evaluation as records
 from launcher.runs import rundir
+from launcher.runs.evaluation import EvaluationRecord
 from launcher.verdict import check
 from launcher.workflows import experiment
 from launcher.workflows.experiment import Campaign, Outcome
+from launcher.workflows.pipeline import evaluation
 from launcher.workflows.pipeline import plan as plans
 from launcher.workflows.pipeline.plan import PipelinePlan, PipelineRequest, PlannedStage
 
@@ -36,6 +39,8 @@ PAGE = "report.html"
 KIND = "pipeline"
 SUMMARY = ("stage", "status", "steps", "loss", "seconds", "model", "run")
 """The columns of the table at the end."""
+EVALUATED = "eval"
+"""One more column of it, where a stage was evaluated."""
 
 Status = Literal["pending", "running", "passed", "skipped", "failed", "refused", "interrupted"]
 
@@ -46,7 +51,8 @@ _NO_INPUT = frozenset({"gpus", "packages", "position", "reference"})
 @dataclass(slots=True, kw_only=True)
 class StageRow:
     """One stage in the record. `seconds` is wall time of this start of the pipeline; `reason` is why it did
-    not pass, was refused, or was trained again; `whole` is whether a trained model lies there.
+    not pass, was refused, or was trained again; `whole` is whether a trained model lies there. `evaluation` is that of
+    its model, None where its pipeline has none or it has not begun.
     """
 
     name: str
@@ -63,10 +69,14 @@ class StageRow:
     steps: int | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
     whole: bool = False
+    evaluation: EvaluationRecord | None = None
 
     def as_json(self) -> dict[str, Any]:
         row = {**asdict(self), "skipped": self.status == "skipped", "seconds": round(self.seconds, 1)}
         del row["whole"]
+        del row["evaluation"]
+        if self.evaluation is not None:
+            row["eval"] = self.evaluation.as_json()
         return row
 
     def shown(self) -> dict[str, Any]:
@@ -75,7 +85,10 @@ class StageRow:
         seconds = f"{self.seconds:.0f}" if self.seconds else None
         loss = " -> ".join(known) or None
         cells = (self.name, self.status, self.steps, loss, seconds, self.output, self.run)
-        return dict(zip(SUMMARY, cells, strict=True))
+        shown = dict(zip(SUMMARY, cells, strict=True))
+        if self.evaluation is not None:
+            shown[EVALUATED] = evaluation.summary(self.evaluation) or self.evaluation.state
+        return shown
 
     def ending(self) -> str:
         if self.status == "skipped":
@@ -120,6 +133,13 @@ class PipelineResult:
         )
         return record
 
+    def table(self) -> list[dict[str, Any]]:
+        """A row a stage, each with the same columns."""
+        shown = [row.shown() for row in self.rows]
+        if any(EVALUATED in row for row in shown):
+            return [{**row, EVALUATED: row.get(EVALUATED)} for row in shown]
+        return shown
+
     @property
     def page(self) -> Path | None:
         """The page of all stages; None where none has begun."""
@@ -135,12 +155,22 @@ class PipelineResult:
         row = self.stopped_at
         if row is None:
             return []
+        if row.evaluation is not None and not row.evaluation.passed:
+            return self._advice_after_evaluation(row, row.evaluation)
         if row.status != "failed" or row.exit != Exit.VERDICT or not row.whole:
             return [f"the same command continues with {row.name}; what is finished is skipped"]
         # trained to its end: the same command would judge it again, not train it
         lines = [f"the same command with `--from {row.name} --fresh` trains it again"]
         if row.verdict == "unproven":
             lines.append("with `--allow-unproven` an unproven verdict counts as success")
+        after = self.rows[self.rows.index(row) + 1 :]
+        return [*lines, *(f"with `--from {one.name}` it takes its model as it is" for one in after[:1])]
+
+    def _advice_after_evaluation(self, row: StageRow, record: EvaluationRecord) -> list[str]:
+        if record.state != "measured":
+            return [f"the same command evaluates {row.name} again; what is trained is skipped"]
+        lines = ["with another `expect` the same command judges the same numbers again"]
+        lines.append(f"the same command with `--from {row.name} --fresh` trains it again")
         after = self.rows[self.rows.index(row) + 1 :]
         return [*lines, *(f"with `--from {one.name}` it takes its model as it is" for one in after[:1])]
 
@@ -183,6 +213,8 @@ class _Runner:
         self.order, self.planned, self.result, self.quiet = order, planned, result, quiet
         self.models = {name: step.model for name, step in planned.steps.items()}
         self.joined = {step.link.name for step in planned.live}
+        # of the stage whose turn it is, as it was started or skipped
+        self.ready: Prepared | None = None
 
     def run(self) -> None:
         result = self.result
@@ -207,8 +239,50 @@ class _Runner:
             return
         for number, row in enumerate(rows, 1):
             self._say(f"stage {number} of {len(rows)}: {row.name}  ({row.stage}, {row.config})")
-            if not self._went_well(row, self._outcome):
+            if not self._went_well(row, self._outcome) or not self._evaluated(row):
                 return
+
+    def _evaluated(self, row: StageRow) -> bool:
+        """Evaluate the model of a stage that has passed, where its pipeline asks for that; whether to go on."""
+        step = self.planned.steps[row.name]
+        if step.link.evaluation is None or self.ready is None:
+            return True
+        task = evaluation.planned(step.link, self.ready, self.models[row.name])
+        assert task is not None
+        reused = evaluation.is_finished(task)
+        if not reused:
+            self._say(f"{row.name}: evaluating, log: {task.folder.console(task.folder.attempts() + 1)}")
+        trained, row.status = row.status, "running"
+        self._write()
+        began = time.monotonic()
+        try:
+            record = evaluation.evaluate(task, self.ready.devices, self.ready.folder.attempts())
+        except LaunchError as error:
+            row.evaluation = records.read(task.run)
+            self._stopped(row, "refused", error.exit_code, error.findings)
+            return False
+        row.seconds += time.monotonic() - began
+        row.evaluation = record
+        row.status = trained
+        row.verdict = conclude.finish(task.run).status
+        code = evaluation.exit_code(record)
+        if code is not Exit.OK:
+            state: Status = "interrupted" if code is Exit.INTERRUPTED else "failed"
+            self._stopped(row, state, code, evaluation.faults(task, record))
+        self._page()
+        self._write()
+        self._say(evaluation.ending(row.name, record, reused=reused))
+        return code is Exit.OK
+
+    def _stopped(self, row: StageRow, status: Status, code: Exit, findings: Sequence[Finding]) -> None:
+        """Record that a stage is where the pipeline ends, and why."""
+        row.status = status
+        row.exit = int(code)
+        stops = errors(findings) or tuple(findings)
+        row.reason = str(stops[0].message) if stops else f"its evaluation was {status}"
+        self.result.exit = code
+        self.result.findings = tuple(findings)
+        self._show(list(findings))
 
     def _went_well(self, row: StageRow, work: Callable[[PlannedStage, StageRow], Outcome | None]) -> bool:
         """Do one thing with a stage; what comes of it stands in its row, of None nothing."""
@@ -269,6 +343,7 @@ class _Runner:
             resolved = collect.collect(request, Scope.START)
         prepared, why = _prepared(resolved, step, fresh=self.order.common.fresh)
         prepared = forecast.with_forecast(prepared)
+        self.ready = prepared
         output = prepared.output or step.output
         self.models[link.name] = plan.model_in(prepared.plan, output)
         row.output, row.run = str(output), str(prepared.folder.path)
@@ -285,10 +360,13 @@ class _Runner:
         allow = self.order.allow_unproven
         outcome = experiment.of_prepared(prepared, allow_unproven=allow)
         row.run = str(outcome.run.path)
+        self.ready = replace(prepared, folder=outcome.run)
         if not outcome.finished_before:
             return outcome
         # by what is expected of it now: that may have been changed since
         verdict = conclude.judged_now(outcome.run, outcome.plan, outcome.verdict)
+        # an evaluation is judged after it, by what is expected of it now
+        verdict = verdict.with_points(point for point in verdict.points if point.name != records.POINT)
         code = check.exit_code(verdict, allow_unproven=allow)
         # its training ended while we looked on
         mine = link.name in self.joined and code is Exit.OK
@@ -316,7 +394,7 @@ class _Runner:
 
     def _page(self) -> None:
         """The stages so far on one page, and how far they came at its top."""
-        rows = [{key: cell for key, cell in row.shown().items() if key != "run"} for row in self.result.rows]
+        rows = [{key: cell for key, cell in row.items() if key != "run"} for row in self.result.table()]
         state = self.result.state
         colour = {"finished": "pass", "stopped": "fail"}.get(state, "")
         lead = Lead(title=f"pipeline {self.order.chain.name}", decision=state, colour=colour, tables=(rows,))

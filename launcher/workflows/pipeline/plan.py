@@ -28,6 +28,8 @@ from launcher.runs import runner
 from launcher.stage import stage
 from launcher.upstream.schema import Values
 from launcher.upstream.trainers import BACKENDS
+from launcher.workflows.pipeline import evaluation
+from launcher.workflows.pipeline.evaluation import PlannedEvaluation
 
 # every script calls the first two so; TRL's have no third
 MODEL, OUTPUT, TOKENIZER = "model_name_or_path", "output_dir", "tokenizer_name_or_path"
@@ -85,6 +87,15 @@ class PlannedStage:
     def model(self) -> Path:
         """The folder that a later stage begins from."""
         return plan.model_in(self.plan, self.output)
+
+    def as_json(self) -> dict[str, object]:
+        """For the answer of a dry run."""
+        evaluated = {} if self.evaluation is None else {"eval": self.evaluation.as_json()}
+        return {"name": self.link.name, **self.prepared.as_json(), **evaluated}
+
+    @property
+    def evaluation(self) -> PlannedEvaluation | None:
+        return evaluation.planned(self.link, self.prepared, self.model)
 
     @property
     def live(self) -> bool:
@@ -226,6 +237,8 @@ class _Planner:
             if source is not None and within:
                 self._check_between(source, step)
             self.steps[link.name] = step
+            if within and self.scope is Scope.START:
+                self._check_program(step)
 
     def _examine(self, link: Link, resolved: Facts, dry: Prepared) -> None:
         """With the model that the chain begins from: by the rules, and for a run by this machine."""
@@ -251,6 +264,12 @@ class _Planner:
                 self._say(link, found)
             except NotReady as error:
                 self.lacking += [self._named(link, one) for one in error.findings]
+
+    def _check_program(self, step: PlannedStage) -> None:
+        measured = step.evaluation
+        fault = None if measured is None else evaluation.missing_program(measured)
+        if fault is not None:
+            self.lacking.append(self._named(step.link, fault))
 
     def _check_models(self, link: Link, loaded: Config, source: PlannedStage) -> None:
         """A stage that names another model, or tokenizer, than the stage before leaves."""

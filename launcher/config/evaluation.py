@@ -1,0 +1,179 @@
+"""`eval:` of a stage in a pipeline: a command that measures the stage's model, and what its metrics must be."""
+
+import math
+import operator
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from launcher.config import durations, keys
+from launcher.errors import UsageError, brief
+
+KEYS = ("command", "metrics", "expect", "timeout")
+PLACEHOLDERS: Mapping[str, str] = {
+    "model": "the folder of the stage's model",
+    "gpus": "how many GPUs the stage has; 0 on the CPU",
+    "run": "the run folder of the stage",
+    "folder": "the folder of this evaluation, in which its results belong",
+    "stage": "the name of the stage in the pipeline",
+    "python": "the trainer's Python",
+}
+"""What may stand in braces in the words of a command, and what it is replaced by."""
+TIMEOUT_S = 24 * 3600.0
+"""How long an evaluation may take where its file says nothing."""
+
+Complain = Callable[[str, str, str | None], None]
+"""Takes the dotted key of a fault, the message and the help."""
+
+_NUMBER = r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+_GATE = re.compile(rf"\s*(?P<sign>>=|<=|==|>|<)\s*(?P<bound>{_NUMBER})\s*")
+_PLACEHOLDER = re.compile(r"\{\{(?P<literal>\w+)\}\}|\{(?P<name>[A-Za-z_]\w*)\}")
+_TESTS: Mapping[str, Callable[[float, float], bool]] = {
+    ">=": operator.ge,
+    "<=": operator.le,
+    "==": operator.eq,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Gate:
+    """What a metric must be: `>= 0.4`."""
+
+    sign: str
+    bound: float
+
+    def holds(self, value: float) -> bool:
+        return _TESTS[self.sign](value, self.bound)
+
+    def __str__(self) -> str:
+        return f"{self.sign} {self.bound:g}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """One evaluation: the words of its command, the file (a path or a pattern) with its metrics, and its gates.
+
+    A relative `metrics` is one below the folder of the evaluation. `timeout_s` is in seconds.
+    """
+
+    command: tuple[str, ...]
+    metrics: str | None = None
+    expect: Mapping[str, Gate] = field(default_factory=dict)
+    timeout_s: float = TIMEOUT_S
+
+    def argv(self, values: Mapping[str, str]) -> tuple[str, ...]:
+        """The words of the command with `values` in the place of placeholders. A value never becomes several words."""
+        return tuple(fill(word, values) for word in self.command)
+
+
+def fill(word: str, values: Mapping[str, str]) -> str:
+    """A word with its placeholders replaced; `{{model}}` is the text `{model}`, other braces are themselves."""
+
+    def replaced(match: re.Match[str]) -> str:
+        if match["literal"] is not None:
+            return f"{{{match['literal']}}}"
+        return values.get(match["name"], match[0])
+
+    return _PLACEHOLDER.sub(replaced, word)
+
+
+def read(where: str, entry: Any, complain: Complain) -> Evaluation | None:
+    """The evaluation below the key `where`; None where it is none. Each fault goes to `complain`."""
+    if not isinstance(entry, dict):
+        help = 'eval: {command: [lm_eval, --model_args, "pretrained={model}"], metrics: "**/results_*.json"}'
+        complain(where, f"`eval` is a mapping, not `{brief(entry)}`", help)
+        return None
+    for key in entry:
+        if key not in KEYS:
+            message = f"`{brief(key)}` is not a key of an evaluation"
+            complain(f"{where}.{key}", message, keys.nearest(str(key), KEYS))
+    command = _command(f"{where}.command", entry.get("command"), complain)
+    metrics = _metrics(f"{where}.metrics", entry.get("metrics"), complain)
+    expect = _expect(f"{where}.expect", entry.get("expect"), complain)
+    timeout_s = _timeout(f"{where}.timeout", entry.get("timeout"), complain)
+    if expect and entry.get("metrics") is None:
+        help = "metrics: results.json, the file that the command writes; a pattern such as `**/results_*.json` too"
+        complain(f"{where}.expect", "`expect` needs `metrics`, the file that the numbers are read from", help)
+    if command is None:
+        return None
+    return Evaluation(command=command, metrics=metrics, expect=expect, timeout_s=timeout_s)
+
+
+def _command(where: str, given: Any, complain: Complain) -> tuple[str, ...] | None:
+    help = 'command: [lm_eval, --model, hf, --model_args, "pretrained={model}"]'
+    if isinstance(given, str):
+        complain(where, "`command` is a list of words: no shell reads it", help)
+        return None
+    if not isinstance(given, list) or not given:
+        complain(where, "`command` is the list of the words of a command", help)
+        return None
+    words: list[str] = []
+    for number, word in enumerate(given):
+        place = f"{where}[{number}]"
+        if isinstance(word, bool) or not isinstance(word, str | int | float):
+            complain(place, f"a word of `command` is a text, not `{brief(word)}`", "put it in quotes")
+            continue
+        _check_placeholders(place, str(word), complain)
+        words.append(str(word))
+    if words and not words[0].strip():
+        complain(f"{where}[0]", "the first word of `command` names a program, and is empty", help)
+    return tuple(words)
+
+
+def _check_placeholders(where: str, word: str, complain: Complain) -> None:
+    for match in _PLACEHOLDER.finditer(word):
+        name = match["name"]
+        if name is not None and name not in PLACEHOLDERS:
+            help = keys.nearest(name, tuple(PLACEHOLDERS)) or f"one of {', '.join(PLACEHOLDERS)}"
+            message = f"`{{{name}}}` is not a placeholder of `eval`"
+            complain(where, message, f"{help}; {{{{{name}}}}} stands for the text itself")
+
+
+def _metrics(where: str, given: Any, complain: Complain) -> str | None:
+    if given is None:
+        return None
+    if not isinstance(given, str) or not given.strip():
+        message = f"`metrics` is the path of a JSON file, not `{brief(given)}`"
+        complain(where, message, 'metrics: "**/results_*.json", below the folder of the evaluation')
+        return None
+    _check_placeholders(where, given, complain)
+    return given
+
+
+def _expect(where: str, given: Any, complain: Complain) -> dict[str, Gate]:
+    if given is None:
+        return {}
+    help = 'expect: {gsm8k: ">= 0.4"}'
+    if not isinstance(given, dict):
+        complain(where, f"`expect` is a mapping of metrics to what they must be, not `{brief(given)}`", help)
+        return {}
+    gates: dict[str, Gate] = {}
+    for name, text in given.items():
+        match = _GATE.fullmatch(text) if isinstance(text, str) else None
+        if match is None:
+            message = f"`{brief(name)}: {brief(text)}` is not a sign and a number"
+            complain(f"{where}.{name}", message, f"one of {', '.join(_TESTS)} and a number, in quotes: {help}")
+            continue
+        bound = float(match["bound"])
+        if not math.isfinite(bound):
+            complain(f"{where}.{name}", f"the number of `{brief(name)}` is too large", help)
+            continue
+        gates[str(name)] = Gate(match["sign"], bound)
+    return gates
+
+
+def _timeout(where: str, given: Any, complain: Complain) -> float:
+    if given is None:
+        return TIMEOUT_S
+    if isinstance(given, bool) or not isinstance(given, str | int | float):
+        complain(where, f"`timeout` is a duration, not `{brief(given)}`", "such as 90s, 10m or 1h30m")
+        return TIMEOUT_S
+    try:
+        return durations.seconds(str(given))
+    except UsageError as error:
+        fault = error.findings[0]
+        complain(where, fault.message, fault.help)
+        return TIMEOUT_S

@@ -1,0 +1,106 @@
+"""A thread of the supervisor that writes down how busy the machine is while a run trains: `usage.jsonl`."""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from launcher.machine import usage
+from launcher.machine.usage import GpuMeter, GpuUsage, HostMeter, HostUsage
+from launcher.runs import rundir
+from launcher.runs.attempt import Attempt
+from launcher.runs.rundir import RunFolder
+from launcher.runs.usage import GpuSample, UsageSample
+
+LOOK_S = 5.0
+"""Seconds between two looks."""
+LINES = 500
+"""Lines after which they come at longer intervals: a line is then a mean over a 500th of the time so far, so that a
+week leaves half a megabyte."""
+
+
+@dataclass(slots=True)
+class _Looks:
+    """The looks since the last line."""
+
+    hosts: list[HostUsage] = field(default_factory=list)
+    gpus: list[list[GpuUsage]] = field(default_factory=list)
+
+    def sample(self, at: float, attempt: int) -> UsageSample:
+        by_index: dict[int, list[GpuUsage]] = {}
+        for gpu in (gpu for look in self.gpus for gpu in look):
+            by_index.setdefault(gpu.index, []).append(gpu)
+        return UsageSample(
+            t=round(at, 1),
+            attempt=attempt,
+            cpu=_mean(host.cpu for host in self.hosts),
+            memory_gib=_mean(host.memory_gib for host in self.hosts),
+            memory_total_gib=_mean(host.memory_total_gib for host in self.hosts),
+            gpus=tuple(_gpu(index, looks) for index, looks in sorted(by_index.items())),
+        )
+
+
+def _gpu(index: int, looks: Sequence[GpuUsage]) -> GpuSample:
+    return GpuSample(
+        index=index,
+        busy=_mean(look.busy for look in looks),
+        memory_gib=_mean(look.memory_gib for look in looks),
+        power_w=_mean(look.power_w for look in looks),
+        celsius=_mean(look.celsius for look in looks),
+    )
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    numbers = [value for value in values if value is not None]
+    return round(statistics.fmean(numbers), 4) if numbers else None
+
+
+class UsageThread:
+    """Samples until it is ended. Whatever fails costs the samples, not the run."""
+
+    def __init__(self, folder: RunFolder, attempt: Attempt, look_s: float = LOOK_S) -> None:
+        self.folder = folder
+        self.attempt = attempt
+        self.look_s = look_s
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self._run, name="usage", daemon=True)
+
+    def start(self) -> None:
+        self.thread.start()
+
+    def end(self) -> None:
+        self.over.set()
+        self.thread.join(timeout=self.look_s)
+
+    def _run(self) -> None:
+        with contextlib.suppress(Exception):
+            self._sample()
+
+    def _sample(self) -> None:
+        environ = {**self.attempt.environ, **self.attempt.env}
+        host = HostMeter()
+        gpus = GpuMeter(usage.visible(self.attempt.devices, environ))
+        host.look()
+        began = last = time.monotonic()
+        looks = _Looks()
+        while not self.over.wait(self.look_s):
+            looks.hosts.append(host.look())
+            looks.gpus.append(gpus.look())
+            now = time.monotonic()
+            if now - last >= (now - began) / LINES:
+                self._write(looks)
+                looks = _Looks()
+                last = now
+        if looks.hosts:
+            self._write(looks)
+        gpus.close()
+
+    def _write(self, looks: _Looks) -> None:
+        line = rundir.json_line(looks.sample(time.time(), self.attempt.number).as_json())
+        # a full disk, or a folder that is gone: the next line may find room
+        with contextlib.suppress(OSError), self.folder.usage.open("a", encoding="utf-8") as stream:
+            stream.write(line)

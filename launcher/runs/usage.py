@@ -1,0 +1,55 @@
+"""`usage.jsonl`: how busy the machine was while a run trained, a line a few seconds, or more for long runs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
+
+from launcher import files
+from launcher.machine import codec
+from launcher.machine.codec import Between, Count, Misfit
+from launcher.runs.rundir import RunFolder
+
+Share = Annotated[float, Between(0, 1)] | None
+Amount = Annotated[float, Between(0, 10**9)] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuSample:
+    """Means over the time since the line before: `busy` is a share, memory in GiB, power in watts."""
+
+    index: Count
+    busy: Share = None
+    memory_gib: Amount = None
+    power_w: Amount = None
+    celsius: Amount = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageSample:
+    """One line: `t` is the end of its time, in seconds since the epoch; `cpu` the share of all cores at work."""
+
+    t: Annotated[float, Between(0, 10**12)]
+    attempt: Count = 1
+    cpu: Share = None
+    memory_gib: Amount = None
+    memory_total_gib: Amount = None
+    gpus: tuple[GpuSample, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        return _known({**asdict(self), "gpus": [_known(asdict(gpu)) for gpu in self.gpus] or None})
+
+
+def _known(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def read(folder: RunFolder) -> list[UsageSample]:
+    """The samples of all attempts, in their order; lines that are torn or damaged are left out."""
+    samples = []
+    for line in files.read_lines(folder.usage):
+        try:
+            samples.append(codec.read(UsageSample, line))
+        except Misfit:
+            continue
+    return samples

@@ -1,0 +1,194 @@
+"""The file that an evaluation leaves -> its numbers by name, and the one that a short name stands for.
+
+Two forms are read: an object of numbers, nested or not, and what lm-evaluation-harness writes, whose `results` hold
+for each task numbers that are called `metric,filter` (its docs/interface.md, `--output_path`).
+"""
+
+import glob
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launcher import files
+from launcher.config import keys
+from launcher.config.evaluation import Gate, fill
+from launcher.runs.evaluation import GateResult
+
+LARGEST_BYTES = 256 * 2**20
+"""Of a metrics file: lm-evaluation-harness writes single samples into files of their own."""
+_DEEPEST = 8
+_STDERR = "_stderr"
+# what stands beside the numbers of a task and measures nothing
+_NO_METRICS = frozenset({"alias", "samples", "sample_len", "sample_count", "n"})
+
+
+class UnreadableScores(Exception):
+    """There is no such file, or it holds no object of JSON; the text says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """`values` holds whatever stands at a full name (`gsm8k/exact_match,strict-match`), a number or not. `main` is the
+    full name that a task stands for."""
+
+    path: Path
+    values: Mapping[str, object] = field(default_factory=dict)
+    main: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def numbers(self) -> dict[str, float]:
+        return {name: number for name, value in self.values.items() if (number := _number(value)) is not None}
+
+    def full_name(self, name: str) -> str | None:
+        """The full name of what somebody calls `gsm8k`, `gsm8k/exact_match` or by its full name; None where there is
+        no such."""
+        if name in self.values:
+            return name
+        if name in self.main:
+            return self.main[name]
+        filtered = [full for full in self.values if full.startswith(f"{name},")]
+        return filtered[0] if filtered else None
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsPlace:
+    """Where a metrics file is expected: `path` as it is written, and the same as a `pattern` of glob."""
+
+    path: Path
+    pattern: str
+
+    @classmethod
+    def of(cls, text: str, folder: Path, values: Mapping[str, str]) -> "MetricsPlace":
+        """A text of `metrics:`; what its placeholders stand for is no pattern, whatever characters it holds."""
+        escaped = {name: glob.escape(value) for name, value in values.items()}
+        pattern = os.path.join(glob.escape(str(folder)), fill(text, escaped))
+        return cls(path=folder / fill(text, values), pattern=pattern)
+
+    def matching(self) -> list[Path]:
+        # a name may hold brackets
+        if self.path.is_file():
+            return [self.path]
+        return sorted(Path(name) for name in glob.glob(self.pattern, recursive=True) if os.path.isfile(name))
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The files that matched at one moment, with what no write leaves as it is."""
+
+    states: Mapping[Path, tuple[int, ...]]
+
+
+def snapshot(place: MetricsPlace) -> Snapshot:
+    return Snapshot({path: _state(path) for path in place.matching()})
+
+
+def written_since(before: Snapshot, place: MetricsPlace) -> Path:
+    """The newest file that matches and was written since. Raises UnreadableScores where none was."""
+    matching = place.matching()
+    fresh = [path for path in matching if before.states.get(path) != _state(path)]
+    if fresh:
+        return max(fresh, key=lambda path: (_state(path)[-1], str(path)))
+    if matching:
+        raise UnreadableScores(f"the command wrote no {place.path}: {matching[-1]} is of an earlier evaluation")
+    raise UnreadableScores(f"the command wrote no {place.path}")
+
+
+def _state(path: Path) -> tuple[int, ...]:
+    try:
+        status = path.stat()
+    except OSError:
+        return ()
+    return status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def read(path: Path) -> Scores:
+    """Raises UnreadableScores."""
+    try:
+        if path.stat().st_size > LARGEST_BYTES:
+            raise UnreadableScores(f"{path} is larger than {LARGEST_BYTES // 2**20} MiB")
+        content = json.loads(files.read_bytes(path))
+    except OSError as error:
+        raise UnreadableScores(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError):
+        raise UnreadableScores(f"{path} is not JSON") from None
+    if not isinstance(content, Mapping):
+        raise UnreadableScores(f"{path} holds no object of names and numbers")
+    tree = _tasks(content)
+    values: dict[str, object] = {}
+    main: dict[str, str] = {}
+    _flatten(tree, "", values, main)
+    if not any(_number(value) is not None for value in values.values()):
+        raise UnreadableScores(f"{path} holds no number")
+    return Scores(path=path, values=values, main=main)
+
+
+def _tasks(content: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The tasks and groups of lm-evaluation-harness; of any other file the whole."""
+    results = content.get("results")
+    if not isinstance(results, Mapping) or not all(isinstance(task, Mapping) for task in results.values()):
+        return content
+    groups = content.get("groups")
+    return {**(groups if isinstance(groups, Mapping) else {}), **results}
+
+
+def _flatten(
+    tree: Mapping[str, Any], prefix: str, values: dict[str, object], main: dict[str, str], depth: int = 0
+) -> None:
+    for key, value in tree.items():
+        name = f"{prefix}{key}".strip()
+        if not isinstance(value, Mapping):
+            values[name] = value
+        elif depth < _DEEPEST:
+            _flatten(value, f"{name}/", values, main, depth + 1)
+            chosen = _main_of(value)
+            if chosen is not None:
+                main[name] = f"{name}/{chosen}".strip()
+
+
+def _main_of(task: Mapping[str, Any]) -> str | None:
+    """The first metric of a task, in the order of its file, as lm-evaluation-harness has it from the task's own."""
+    measures = [key for key in task if key not in _NO_METRICS and not _is_error(key)]
+    filtered = [key for key in measures if "," in key]
+    numbers = [key for key in measures if _number(task[key]) is not None]
+    candidates = filtered or numbers
+    return candidates[0] if candidates else None
+
+
+def _is_error(name: str) -> bool:
+    """Whether a name is that of a standard error: `acc_stderr,none`."""
+    return name.partition(",")[0].rpartition("/")[2].endswith(_STDERR)
+
+
+def _number(value: object) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def judge(scores: Scores, expect: Mapping[str, Gate]) -> tuple[GateResult, ...]:
+    """Each gate against its number; one without a number fails."""
+    return tuple(_judged(scores, name, gate) for name, gate in expect.items())
+
+
+def _judged(scores: Scores, name: str, gate: Gate) -> GateResult:
+    full = scores.full_name(name)
+    if full is None:
+        known = list(dict.fromkeys([*scores.main, *scores.numbers]))
+        reason = f"{scores.path} has no metric `{name}`: {keys.nearest(name, known[:20])}"
+        return GateResult(metric=name, expected=str(gate), ok=False, reason=reason)
+    value = _number(scores.values[full])
+    if value is None:
+        reason = f"`{full}` in {scores.path} is {json.dumps(scores.values[full])[:80]}, not a number"
+        return GateResult(metric=name, expected=str(gate), ok=False, name=full, reason=reason)
+    if gate.holds(value):
+        return GateResult(metric=name, expected=str(gate), ok=True, name=full, value=value)
+    reason = f"{full} is {value:.6g}, expected {gate}"
+    return GateResult(metric=name, expected=str(gate), ok=False, name=full, value=value, reason=reason)

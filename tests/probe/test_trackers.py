@@ -1,0 +1,132 @@
+"""The runs of W&B, MLflow and trackio that a training reports to, as the probe records and continues them.
+
+The packages are stubs that keep what they were called with.
+"""
+
+import json
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_probe import Training
+from test_probe import training as training  # a fixture
+
+from launcher.runs import trackers
+from launcher.runs.rundir import RunFolder
+from launcher.runs.trackers import TrackerRun
+
+STUBS = {
+    "wandb.py": """
+        import os
+        class Run:
+            def __init__(self, project, id):
+                self.project, self.id, self.name = project, id, "calm-sea-1"
+        def init(project=None, id=None, **more):
+            return Run(project, id or os.environ.get("WANDB_RUN_ID") or "ab12cd34")
+    """,
+    "mlflow.py": """
+        class Info: run_id, experiment_id, run_name = "f" * 32, "7", "sunny-goat"
+        class Run: info = Info
+        def start_run(run_id=None, **more): return Run
+    """,
+    "trackio.py": """
+        import json
+        class Run:
+            def __init__(self, project, name): self.project, self.name = project, name
+        def init(project, name=None, resume="never", **more):
+            print(json.dumps([project, name, resume]))
+            return Run(project, name or "brave-panda-3")
+    """,
+}
+
+
+@pytest.fixture
+def tracked(training: Training) -> Training:
+    for name, text in STUBS.items():
+        (training.folder / "packages" / name).write_text(textwrap.dedent(text))
+    return training
+
+
+def test_the_run_of_each_tracker_is_recorded(tracked: Training) -> None:
+    done = tracked.run(
+        """
+        import importlib.util
+        # as transformers asks whether it is installed
+        assert importlib.util.find_spec("wandb") is not None
+        import mlflow, trackio, wandb
+        wandb.init(project="p")
+        mlflow.start_run()
+        trackio.init(project="t", name=None)
+        """
+    )
+    assert done.returncode == 0, done.stderr
+    events = [{k: v for k, v in one.items() if k not in ("t", "event")} for one in tracked.events("tracker")]
+    assert events == [
+        {"tracker": "wandb", "id": "ab12cd34", "project": "p", "name": "calm-sea-1"},
+        {"tracker": "mlflow", "id": "f" * 32, "project": "7", "name": "sunny-goat"},
+        {"tracker": "trackio", "id": "brave-panda-3", "project": "t", "name": "brave-panda-3"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("call", "continued", "arguments"),
+    [
+        ("trackio.init(project='t')", None, ["t", None, "never"]),
+        ("trackio.init(project='t')", "brave-panda-3", ["t", "brave-panda-3", "allow"]),
+        # as transformers calls it, and accelerate
+        ("trackio.init(project='t', name=None, resume='allow')", "a-b", ["t", "a-b", "allow"]),
+        ("trackio.init('t', name='a-b')", "a-b", ["t", "a-b", "allow"]),
+        # a name of the stage file is the user's
+        ("trackio.init(project='t', name='mine')", "brave-panda-3", ["t", "mine", "never"]),
+        ("trackio.init('t', 'mine')", "brave-panda-3", ["t", "mine", "never"]),
+    ],
+)
+def test_trackio_continues_the_run_of_a_name(
+    tracked: Training, call: str, continued: str | None, arguments: list[Any]
+) -> None:
+    if continued is not None:
+        tracked.environ["LAUNCH_TRACKIO_RUN"] = continued
+    done = tracked.run(f"import trackio\n{call}")
+    assert json.loads(done.stdout) == arguments, done.stderr
+
+
+@pytest.mark.parametrize(
+    "stub",
+    [
+        "def init(**more): return None",
+        "class Run: disabled, id = True, 'x'\ndef init(**more): return Run",
+        "other = 7",
+    ],
+)
+def test_a_tracker_that_tells_nothing_stops_nothing(tracked: Training, stub: str) -> None:
+    (tracked.folder / "packages" / "wandb.py").write_text(stub)
+    done = tracked.run("import wandb\ngetattr(wandb, 'init', dict)(project='p')\nprint('trained')")
+    assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
+    assert tracked.events("tracker") == []
+
+
+def recorded(folder: Path, *events: dict[str, Any]) -> tuple[TrackerRun, ...]:
+    run = RunFolder(folder)
+    run.probe.mkdir()
+    lines = [json.dumps({"event": "tracker", **event}) for event in events]
+    (run.probe / "rank-0.jsonl").write_text("\n".join([*lines, "{", "[]", '{"event": "start"}']))
+    return trackers.recorded(run)
+
+
+def test_the_last_run_of_each_tracker_is_continued(tmp_path: Path) -> None:
+    runs = recorded(
+        tmp_path,
+        {"tracker": "wandb", "id": "first", "project": "p"},
+        {"tracker": "trackio", "id": "brave panda"},
+        {"tracker": "wandb", "id": "second"},
+        {"tracker": "comet", "id": "x"},
+        {"tracker": "mlflow"},
+        {"tracker": "mlflow", "id": "a\nb"},
+    )
+    added = {"WANDB_RUN_ID": "second", "WANDB_RESUME": "allow", "LAUNCH_TRACKIO_RUN": "brave panda"}
+    assert trackers.environment(runs, {}) == added
+    # what the user's environment says is the user's
+    assert trackers.environment(runs, {"WANDB_RUN_ID": "own"}) == {"LAUNCH_TRACKIO_RUN": "brave panda"}
+    assert trackers.environment(runs, {"WANDB_RESUME": "must"})["WANDB_RUN_ID"] == "second"
+    assert "WANDB_RESUME" not in trackers.environment(runs, {"WANDB_RESUME": "must"})

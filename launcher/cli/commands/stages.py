@@ -170,11 +170,18 @@ def until_over(
 def _conclude(
     command: str, folder: RunFolder, verdict: Verdict, code: Exit, findings: tuple[Finding, ...], format: Format
 ) -> Exit:
+    from launcher.trained import next_steps
+
+    steps = next_steps.of_finished(folder)
+
     def show() -> None:
         console.verdict(verdict, folder.path.name)
         console.say(f"run: {folder.path}\nreport: {folder.report}")
+        if steps is not None:
+            console.say("\n".join(steps.lines()))
 
-    return answer(command, format, {**verdict.as_json(), "run": str(folder.path)}, show, code=code, before=findings)
+    data = {**verdict.as_json(), "run": str(folder.path), "next": None if steps is None else steps.as_json()}
+    return answer(command, format, data, show, code=code, before=findings)
 
 
 @app.command("exec", hidden=True, epilog="Example: launch exec runs/20260101T000000Z-sft-demo")

@@ -23,7 +23,7 @@ from launcher.runs.record import mapping
 from launcher.verdict import summary
 
 _ASSETS = Path(__file__).resolve().parent / "assets"
-_NAVIGATION = {"plan": "plan and measurement", "versions": "versions and command"}
+_NAVIGATION = {"samples": "before and after", "plan": "plan and measurement", "versions": "versions and command"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +54,7 @@ def overlay(runs: Sequence[Run], lead: Lead | None = None) -> str:
     body = {
         "curves": charts.section(entries),
         "verdict": sections.verdicts(entries),
+        "samples": sections.samples(entries),
         "plan": sections.plans(entries),
         "arguments": sections.arguments(entries),
         "findings": sections.findings(entries),

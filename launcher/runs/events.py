@@ -67,6 +67,7 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "nonfinite": {"what": Text, "value": Text},
     "violation": {"point": Text, "expected": Text, "seen": Text},
     "saved_model": {"files": list[Mapping[str, str | Count]]},
+    "evaluation": {"metrics": Mapping[str, Loss]},
     "reference_cache": {"first_loss": Loss, "expected_loss": Loss},
 }
 """What each event holds beside that; what is not listed is nothing but shown."""

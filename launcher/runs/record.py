@@ -58,7 +58,8 @@ class RunRecord:
 
     `output` is the folder of this run, `asked_output` that of the stage file where it is another one. `tracked`: it
     reports to W&B. `args` are value and origin of every argument, `env` the names of the variables that the command
-    adds, `contents` the digests of what it reads. `launch_argv` is what was typed, None where a program called launch.
+    adds, `contents` the digests of what it reads, `samples` the number of prompts that the model answers at the end.
+    `launch_argv` is what was typed, None where a program called launch.
     """
 
     schema_version: int = 1
@@ -87,6 +88,7 @@ class RunRecord:
     resume: Json = field(default_factory=dict)
     asked_output: str | None = None
     contents: list[Json] = field(default_factory=list)
+    samples: Count = 0
     launch_argv: list[str] | None = None
 
     def as_json(self) -> dict[str, Any]:
@@ -121,6 +123,7 @@ class Manifest(Record):
     deepspeed, packages = _Field(Record.part, "deepspeed"), _Field(Record.part, "trainer", "packages")
     args, argv = _Field(Record.part, "args"), _Field(Record.items_of, "argv")
     cards, kept = _Field(Record.items_of, "machine", "gpus"), _Field(Record.items_of, "resume", "kept")
+    samples = _Field(Record.number, "samples")
     contents, caches = _Field(Record.items_of, "contents"), _Field(Record.items_of, "caches")
 
     def argument(self, name: str) -> Any:

@@ -82,8 +82,7 @@ class Worker:
         try:
             self._process.wait(_ENDS_S if kind is None else 0)
         except subprocess.TimeoutExpired:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+            self.kill()
             self._process.wait()
         self._log.close()
 
@@ -92,6 +91,11 @@ class Worker:
         # one that has gone is noticed by what it does not answer
         with contextlib.suppress(BrokenPipeError):
             print(json.dumps(request), file=self._process.stdin, flush=True)
+
+    def kill(self) -> None:
+        """End the process and all that it has started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def interrupt(self) -> None:
         """End the answer that is being generated."""

@@ -28,6 +28,7 @@ PATTERNS: tuple[Pattern, ...] = tuple(dict.fromkeys(open_instruct.PATTERNS + trl
 
 MEASURED = "tokens positions wasted rows seconds allocated_gib reserved_gib grad_norm learning_rate".split()
 
+_EVALUATION_SPEEDS = ("_runtime", "_per_second", "_time")
 _SUMMED = ("tokens", "positions", "wasted", "rows")
 Row = dict[str, float]  # one optimizer step: `step`, `finite`, and what is known of the rest
 
@@ -183,7 +184,10 @@ class Evidence:
         the ranks, seconds and memory (GiB) the largest of them. A number that is not finite is left out, and `finite`
         is then false.
         """
-        return _metrics_rows(self.rank_steps, self.lines)
+        rows = _metrics_rows(self.rank_steps, self.lines)
+        for record in self.records[:1]:
+            _add_evaluations(rows, record.all("evaluation"))
+        return rows
 
     def changed(self, **changes: Any) -> Evidence:
         """The same steps with other facts about them; `log` and `probe` are not among the changes."""
@@ -342,6 +346,20 @@ def _add_logged(row: Row, line: StepLine, *, is_mean: bool) -> None:
     for name, value in logged.items():
         if value is not None and math.isfinite(value):
             row[name] = value
+
+
+def _add_evaluations(rows: Sequence[Row], evaluations: Iterable[Event]) -> None:
+    """Add what an evaluation measured to the row of the step behind which it came: the losses, no speeds."""
+    by_step = {row["step"]: row for row in rows}
+    for event in evaluations:
+        row = by_step.get(event.number("step") or 0)
+        metrics = event.fields.get("metrics")
+        if row is None or not isinstance(metrics, Mapping):
+            continue
+        for name, value in metrics.items():
+            number = finite(value)
+            if number is not None and name.startswith("eval_") and not name.endswith(_EVALUATION_SPEEDS):
+                row[name] = number
 
 
 def read_log(path: Path) -> Evidence:

@@ -78,7 +78,7 @@ def _places(manifest: Manifest) -> Iterator[_Place]:
         named = str(values.get("dataset_test_split") or "test")
         for split in dict.fromkeys((named, *_HELD_BACK)):
             if split != trained:
-                yield from _of_source(_split(name, split, config), f"the split `{split}`, which was not trained on")
+                yield from _of_source(_split(name, split, config), f"the split {split}, which was not trained on")
         yield from _of_source(_split(name, trained, config), "rows that were trained on")
         return
     files = [file for source in _trained_on(values) for file in source.files]

@@ -82,10 +82,10 @@ _LAUNCH_OWN_OPTIONS = CodeSection(
             "a value that the option does not take",
         ),
         _row(
-            "bad-on-violation bad-on-hang bad-probe bad-rehearse",
+            "bad-on-violation bad-on-hang bad-probe bad-rehearse bad-samples",
             "launch",
             "how the probe watches: `stop` or `warn`; `report` or `stop`; `off` or its "
-            "settings; whether to rehearse, a switch",
+            "settings; whether to rehearse, a switch; how many samples, a whole number",
         ),
         _row("bad-batch", "launch", "`batch` is `{global: N, per_device: N}` with whole numbers above 0"),
         _row("bad-expect", "launch", "a point that no verdict has, or a state that cannot be expected of it"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from launcher.errors import NotReady, not_ready
 from launcher.machine import python
 from launcher.machine.python import Trainer
 from launcher.paths import canonical, exists, is_dir, is_file
-from launcher.runs import outputs, rundir
+from launcher.runs import attempt, outputs, rundir
 from launcher.runs.record import Manifest
 from launcher.runs.rundir import RunFolder
 from launcher.upstream.trainers import BACKENDS
@@ -117,7 +118,7 @@ def _described(path: Path, run: RunFolder | None) -> TrainedModel:
         base=base,
         run=run,
         quantised=any(manifest.argument(name) is True for name in _QUANTISED),
-        trusts_code=manifest.argument("trust_remote_code") is True,
+        trusts_code=manifest.argument("trust_remote_code") is True and _is_own(run),
     )
 
 
@@ -241,9 +242,23 @@ def _find_trainer(model: TrainedModel, named: Path | None) -> Trainer:
     return python.find_trainer(None, None)
 
 
+def _is_own(run: RunFolder | None) -> bool:
+    """Whether nobody but this user can have written the record of a run: what it says may be executed."""
+    if run is None or attempt.writable_by_others(run, parents=False) is not None:
+        return False
+    try:
+        status = run.manifest.lstat()
+    except OSError:
+        return False
+    others = stat.S_IWOTH
+    if not attempt.is_private_group(status.st_gid):
+        others |= stat.S_IWGRP
+    return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & others
+
+
 def _recorded_python(model: TrainedModel) -> Path | None:
     """The Python that a run's record names; None where it is gone, or where others could have written that."""
-    if model.run is None or files.writable_by_others(model.run.manifest) is not None:
+    if model.run is None or not _is_own(model.run):
         return None
     recorded = rundir.read_manifest(model.run).value("trainer", "python")
     if not isinstance(recorded, str) or not exists(Path(recorded)):

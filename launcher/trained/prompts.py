@@ -1,4 +1,4 @@
-"""Rows of the data of a run -> prompts with the answers that the data give, held back ones where there are some."""
+"""Rows of the data of a run -> prompts with the answers of the data, of a split apart where there is one."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Prompts:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _RowFiles:
     origin: str
     files: tuple[Path, ...]
 
@@ -68,7 +68,7 @@ def choose(manifest: Manifest, count: int) -> Prompts:
     return Prompts(origin=place.origin, chosen=tuple(found[::step][:count]))
 
 
-def _places(manifest: Manifest) -> Iterator[_Place]:
+def _places(manifest: Manifest) -> Iterator[_RowFiles]:
     """The files to choose from, the best first: a split that was not trained on, then what was."""
     values = {name: manifest.argument(name) for name in manifest.args}
     name = values.get("dataset_name")
@@ -83,12 +83,12 @@ def _places(manifest: Manifest) -> Iterator[_Place]:
         return
     files = [file for source in _trained_on(values) for file in source.files]
     if files:
-        yield _Place("rows that were trained on", tuple(files))
+        yield _RowFiles("rows that were trained on", tuple(files))
 
 
-def _of_source(source: Source | None, origin: str) -> Iterator[_Place]:
+def _of_source(source: Source | None, origin: str) -> Iterator[_RowFiles]:
     if source is not None and source.files:
-        yield _Place(origin, source.files)
+        yield _RowFiles(origin, source.files)
 
 
 def _split(name: str, split: str, config: Any) -> Source | None:

@@ -1066,7 +1066,9 @@ _THE_TRAINED_MODEL = CodeSection(
     rows=(
         _row("no-final-model", "launch", "a run that has not come to its end, a folder without a model"),
         _row("damaged-model", "launch", "files of the model are missing or cut off"),
-        _row("no-base-model", "launch", "neither a run's record nor the adapter names the model that it began from"),
+        _row(
+            "no-base-model", "launch", "no record and no adapter names the model that it began from, or that is gone"
+        ),
         _row("no-prompt", "launch", "`chat` without a terminal and without a prompt"),
         _row("template-refuses", "launch", "the chat template raises an error for this conversation"),
         _row("too-long-prompt", "launch", "the conversation leaves no room for an answer"),
@@ -1079,7 +1081,7 @@ _THE_TRAINED_MODEL = CodeSection(
         _row("merge-runs", "launch", "another `merge` writes the same folder"),
         _row("merge-differs", "launch", "the merged model's logits are not those of base and adapter"),
         _row("merged-unquantised", "launch", "a note: trained on a base in 4 or 8 bits, merged into the whole one"),
-        _row("merge-loses-adapter", "launch", "rounding is as large as what the adapter changes"),
+        _row("merge-loses-adapter", "launch", "part of what the adapter changes is lost in rounding"),
         _row("card-exists", "launch", "a README.md that launch did not write, or that was edited since"),
     ),
 )

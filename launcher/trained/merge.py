@@ -20,19 +20,26 @@ TOLERANCES: Mapping[str, float] = {"float32": 0.001, "float16": 0.01, "bfloat16"
 """How far the logits of the saved model may lie from those of base and adapter, by the format of its weights: the root
 mean square of the difference as a share of that of the logits. Adding the adapter rounds every weight once."""
 _STRICTEST = min(TOLERANCES.values())
+LEAST_KEPT = 0.25
+"""The least share of what the adapter changes that the saved model must have. A change that is all rounding shows as a
+half, because that of the base is in both; an adapter that was left out shows as nothing."""
+MOSTLY_KEPT = 0.9
+"""Below this share a warning says that part of the adapter is lost."""
 _STEPS = {"saving": "saving the merged model", "checking": "loading it again, to compare its logits"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merged:
     """A merged model. `error` and `effect` are shares of the size of the logits: how far the saved model lies from
-    base and adapter, and how far the base alone does; `tolerance` is the largest `error` that is accepted."""
+    base and adapter, and how far the base alone does; `tolerance` is the largest `error` that is accepted. `kept` is
+    the share of the effect that the saved model has."""
 
     output: Path
     base: Base
     dtype: str
     error: float
     effect: float
+    kept: float
     tolerance: float
     positions: int
     template: bool
@@ -45,6 +52,7 @@ class Merged:
             "dtype": self.dtype,
             "error": self.error,
             "effect": self.effect,
+            "kept": self.kept,
             "tolerance": self.tolerance,
             "positions": self.positions,
             "chat_template": self.template,
@@ -55,7 +63,8 @@ class Merged:
         return [
             f"merged into {self.base.name}: {self.output} ({self.dtype})",
             f"checked over {self.positions} positions: the logits of base and adapter, and those of what was saved, "
-            f"differ by {_share(self.error)} ({allowed}); the adapter itself moves them by {_share(self.effect)}",
+            f"differ by {_share(self.error)} ({allowed})",
+            f"the adapter itself moves them by {_share(self.effect)}, and {self.kept:.1%} of that is kept",
         ]
 
 
@@ -120,15 +129,17 @@ def _merge_into(
             dtype=event["dtype"],
             error=event["error"],
             effect=event["effect"],
+            kept=event["kept"],
             tolerance=TOLERANCES.get(event["dtype"], _STRICTEST),
             positions=event["positions"],
             template=event["template"],
         )
     # a NaN is no agreement
-    if not result.error <= result.tolerance:
+    if not (result.error <= result.tolerance and result.kept >= LEAST_KEPT):
         message = (
-            f"the merged model does not say what base and adapter say: its logits differ by {_share(result.error)}, "
-            f"and at most {_share(result.tolerance)} is rounding in {result.dtype}"
+            f"the merged model does not say what base and adapter say: its logits differ by {_share(result.error)} "
+            f"(at most {_share(result.tolerance)} is rounding in {result.dtype}), and {result.kept:.1%} of what the "
+            "adapter changes is kept"
         )
         help = "nothing was written; serve base and adapter as they are"
         raise not_ready("merge-differs", message, help, file=str(model.path))
@@ -142,10 +153,10 @@ def _notes(model: TrainedModel, result: Merged) -> Iterator[Finding]:
             f"{result.base.name}: the comparison is with that"
         )
         yield launch_finding("note", "merged-unquantised", message, "compare some answers: launch chat on both")
-    if result.error > result.effect / 2:
+    if result.kept < MOSTLY_KEPT:
         message = (
-            f"rounding in {result.dtype} ({_share(result.error)}) is as large as what the adapter changes "
-            f"({_share(result.effect)}): the merged model may have lost part of it"
+            f"{result.kept:.1%} of what the adapter changes is kept: the rest is less than what {result.dtype} can "
+            "tell apart"
         )
         yield launch_finding("warning", "merge-loses-adapter", message, "serve base and adapter as they are")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import files
-from launcher.artifacts import checkpoints, model_files
+from launcher.artifacts import checkpoints, model_config, model_files
 from launcher.artifacts.checkpoints import Checkpoint
 from launcher.errors import NotReady, not_ready
 from launcher.machine import python
@@ -112,6 +112,10 @@ def _described(path: Path, run: RunFolder | None) -> TrainedModel:
     if is_adapter and base is None:
         message = "neither a run's record nor the adapter's config names its base model"
         raise not_ready("no-base-model", message, "set base_model_name_or_path in its config", file=str(path))
+    if is_adapter and base is not None and model_config.is_path(base.name) and not base.is_folder:
+        message = f"the base model {base.name} is not here"
+        help = f"start this where that path begins, or change base_model_name_or_path in {model_files.ADAPTER}"
+        raise not_ready("no-base-model", message, help, file=str(path))
     return TrainedModel(
         path=path,
         is_adapter=is_adapter,

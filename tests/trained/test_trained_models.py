@@ -164,6 +164,13 @@ def test_the_base_of_an_adapter_without_a_run_is_that_of_its_config(tmp_path: Pa
     assert (trained.base, trained.run) == (model.Base(name="Qwen/Qwen2.5-7B"), None)
 
 
+def test_a_base_that_is_not_here_is_named(tmp_path: Path, capsys: Capture) -> None:
+    adapter(tmp_path / "out", base_model_name_or_path="build/demo/model")
+    code, finding = refused(capsys, "chat", "out", "--prompt", "a")
+    assert (code, finding["code"]) == (5, "no-base-model")
+    assert "build/demo/model is not here" in finding["message"]
+
+
 def test_merge_takes_adapters_and_writes_over_nothing(tmp_path: Path, capsys: Capture) -> None:
     saved.model(tmp_path / "whole")
     code, finding = refused(capsys, "merge", str(tmp_path / "whole"))

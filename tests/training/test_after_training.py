@@ -221,6 +221,7 @@ def test_a_merged_adapter_says_the_same(place: Path, adapted: dict[str, Any]) ->
     assert code == 0, told
     data = told["data"]
     assert data["error"] <= data["tolerance"] < data["effect"]
+    assert data["kept"] == pytest.approx(1, abs=0.01)
     merged = place / "out" / "merged"
     names = {path.name for path in merged.iterdir()}
     wanted = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"}
@@ -235,21 +236,22 @@ def test_a_merged_adapter_says_the_same(place: Path, adapted: dict[str, Any]) ->
     assert (code, told["findings"][0]["code"]) == (2, "output-exists")
 
 
-def test_a_merge_that_differs_leaves_nothing(place: Path, adapted: dict[str, Any]) -> None:
-    """Into another model than the adapter was trained on, in a folder that cannot be told from it by shape."""
-    from launcher.errors import NotReady
-    from launcher.trained import merge, model, worker
+LOSES_THE_ADAPTER = """
+import sys
+if sys.orig_argv[-1] == "merge" and sys.orig_argv[-2].endswith("run.py"):
+    from peft.tuners.lora import LoraModel
+    LoraModel.merge_and_unload = lambda model, *_, **__: model.unload()
+"""
 
-    trained = model.of_folder(place / "build" / "demo" / "lora")
-    assert trained is not None
-    trainer = model.trainer_of(trained, Path(sys.executable), ("torch", "peft"))
-    strict = {name: 0.0 for name in merge.TOLERANCES}
-    with pytest.MonkeyPatch.context() as patch:
-        # rounding is more than nothing
-        patch.setattr(merge, "TOLERANCES", strict)
-        with pytest.raises(NotReady, match="does not say"):
-            environ = worker.environment(os.environ, devices=None, cpu=True)
-            merge.merge(trained, trainer, place / "differs" / "x", environ, lambda _: None)
+
+def test_a_merge_that_differs_leaves_nothing(place: Path, adapted: dict[str, Any]) -> None:
+    """As with a peft that leaves the adapter out."""
+    broken = place / "broken-peft"
+    broken.mkdir()
+    (broken / "sitecustomize.py").write_text(LOSES_THE_ADAPTER)
+    done = typed(place, "merge", run_of(adapted).name, "-o", "differs/x", path=f"{broken}{os.pathsep}{STAND_INS}")
+    assert done.returncode == 5
+    assert "error[merge-differs]" in done.stderr and "0.0% of what the adapter changes is kept" in done.stderr
     assert list((place / "differs").iterdir()) == []
 
 

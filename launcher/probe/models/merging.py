@@ -20,7 +20,8 @@ def merge(channel: Channel, settings: dict[str, Any]) -> None:
     """Merge the adapter of `settings` into its base and save the result in the folder `into`.
 
     The event `merged` compares logits over the same texts, as shares of the root mean square of all logits: `error`
-    is how far the saved model lies from base and adapter, `effect` how far the base alone does.
+    is how far the saved model lies from base and adapter, `effect` how far the base alone does. `kept` is the share of
+    that effect which the saved model has, along its direction: rounding, which has none, does not count.
     """
     described = settings["model"]
     loaded = loading.load({**described, "needs_whole_base": True})
@@ -47,6 +48,7 @@ def merge(channel: Channel, settings: dict[str, Any]) -> None:
         dtype=_dtype(again.model),
         error=_distance(merged, expected) / size,
         effect=_distance(before, expected) / size,
+        kept=_share_kept(before, expected, merged),
         positions=sum(len(row) for row in expected),
         template=bool(tokenizer.chat_template) and again.tokenizer.chat_template == tokenizer.chat_template,
     )
@@ -103,6 +105,17 @@ def _logits(loaded: Loaded, texts: list[Any]) -> list[Any]:
 
 def _distance(some: list[Any], others: list[Any]) -> float:
     return _root_mean_square([one - other for one, other in zip(some, others, strict=True)])
+
+
+def _share_kept(before: list[Any], expected: list[Any], merged: list[Any]) -> float:
+    """How much of the way from `before` to `expected` lies between `before` and `merged`; 1 where there is no way."""
+    along = 0.0
+    whole = 0.0
+    for start, end, reached in zip(before, expected, merged, strict=True):
+        way = (end - start).double()
+        along += float(((reached - start).double() * way).sum())
+        whole += float(way.pow(2).sum())
+    return along / whole if whole else 1.0
 
 
 def _root_mean_square(rows: list[Any]) -> float:

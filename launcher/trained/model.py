@@ -73,16 +73,19 @@ class TrainedModel:
         }
 
 
-def of_folder(folder: Path) -> TrainedModel | None:
-    """The model that lies in a folder; None where none does. Raises NotReady where it is damaged."""
+def of_folder(folder: Path, base: Base | None = None) -> TrainedModel | None:
+    """The model that lies in a folder; None where none does. `base` counts instead of what records say.
+
+    Raises NotReady where it is damaged, or the base of an adapter is not known or not here.
+    """
     if not _has_config(folder):
         return None
     path = Path(os.path.abspath(folder))
     run = writer_of(path)
-    return _described(path, run)
+    return _described(path, run, base)
 
 
-def of_run(run: RunFolder) -> TrainedModel:
+def of_run(run: RunFolder, base: Base | None = None) -> TrainedModel:
     """The final model of a run. Raises NotReady where there is none yet: which checkpoints exist, what to type."""
     manifest = rundir.read_manifest(run)
     output = output_of(manifest)
@@ -95,17 +98,17 @@ def of_run(run: RunFolder) -> TrainedModel:
     folder = final_folder(manifest, output)
     if not _has_config(folder):
         raise _no_final_model(run, manifest, output, f"{folder} holds no model any more")
-    return _described(folder, run)
+    return _described(folder, run, base)
 
 
-def _described(path: Path, run: RunFolder | None) -> TrainedModel:
+def _described(path: Path, run: RunFolder | None, base: Base | None) -> TrainedModel:
     fault = checkpoints.model_fault(path)
     if fault is not None:
         help = "the run's last checkpoint may be whole" if run is not None else None
         raise not_ready("damaged-model", f"the model cannot be loaded: {fault}", help, file=str(path))
     is_adapter = model_files.is_adapter(path)
     manifest = Manifest() if run is None else rundir.read_manifest(run)
-    base = _recorded_base(manifest)
+    base = base or _recorded_base(manifest)
     if base is None and is_adapter:
         name = model_files.adapter_base(path)
         base = None if name is None else Base(name=name)

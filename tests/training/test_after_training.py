@@ -60,10 +60,10 @@ def environment(place: Path) -> dict[str, str]:
     }  # fmt: skip
 
 
-def typed(place: Path, *words: str, text: str = "") -> subprocess.CompletedProcess[str]:
+def typed(place: Path, *words: str, text: str = "", path: str = STAND_INS) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "launcher", *words], cwd=place, env=environment(place), input=text,
-        capture_output=True, text=True, timeout=PATIENCE_S,
+        [sys.executable, "-m", "launcher", *words], cwd=place, env={**environment(place), "PYTHONPATH": path},
+        input=text, capture_output=True, text=True, timeout=PATIENCE_S,
     )  # fmt: skip
 
 

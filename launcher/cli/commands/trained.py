@@ -19,8 +19,9 @@ from launcher.report import console
 
 if TYPE_CHECKING:
     from launcher.machine.python import Trainer
+    from launcher.runs.rundir import RunFolder
     from launcher.trained.chat import Chat, Reply
-    from launcher.trained.model import TrainedModel
+    from launcher.trained.model import Base, TrainedModel
 
 MODEL = Argument(
     ...,
@@ -42,8 +43,8 @@ _BEGIN_ANEW = "/new"
 _HINT = f"an empty line does nothing; {_BEGIN_ANEW} begins a new conversation, Ctrl-C ends an answer, Ctrl-D the chat"
 
 
-def found_model(target: str) -> TrainedModel:
-    """The model of a folder, of a run, or of the last run of a pipeline.
+def found_model(target: str, base: Base | None = None) -> TrainedModel:
+    """The model of a folder, of a run, or of the last run of a pipeline; `base` counts instead of what records say.
 
     Raises UsageError where there is no such run, NotReady where it has no final model.
     """
@@ -52,25 +53,24 @@ def found_model(target: str) -> TrainedModel:
 
     folder = Path(target)
     if folder.is_dir() and not rundir.is_run(folder):
-        lying = model.of_folder(folder)
+        lying = model.of_folder(folder, base)
         if lying is not None:
             return lying
         run = model.writer_of(folder)
         if run is not None:
-            return model.of_run(run)
+            return model.of_run(run, base)
     campaign = rundir.campaign(target)
     if campaign is not None:
-        return _last_of(campaign.path)
+        return model.of_run(_last_of(campaign.path), base)
     if folder.is_dir() and not rundir.is_run(folder):
         message = f"{target} holds no model: no config.json, no adapter_config.json"
         raise not_ready("no-final-model", message, "launch runs lists runs; give a run or the folder of its model")
-    return model.of_run(found_run(target, "run or folder"))
+    return model.of_run(found_run(target, "run or folder"), base)
 
 
-def _last_of(campaign: Path) -> TrainedModel:
-    """The model of the last run of a pipeline; trials of bench, ladder and tune leave none."""
+def _last_of(campaign: Path) -> RunFolder:
+    """The last run of a pipeline. Raises NotReady for others: trials of bench, ladder and tune leave no model."""
     from launcher.runs import rundir
-    from launcher.trained import model
 
     if not (campaign / rundir.PIPELINE_RECORD).is_file():
         message = f"{campaign.name} is no run: trials of bench, ladder and tune leave no model"
@@ -78,7 +78,7 @@ def _last_of(campaign: Path) -> TrainedModel:
     members = rundir.members(campaign)
     if not members:
         raise not_ready("no-final-model", f"no stage of {campaign.name} has begun", file=str(campaign))
-    return model.of_run(members[-1])
+    return members[-1]
 
 
 @app.command(epilog='Example: launch chat last --base --prompt "What is a list?"')
@@ -254,18 +254,14 @@ def merge(
 
     What is saved loads without peft. Its logits are compared before the folder gets its name.
     """
-    import dataclasses
-
     from launcher.trained import merge, worker
     from launcher.trained.chat import NEEDS_OF_ADAPTERS
     from launcher.trained.model import Base
 
     if cpu and devices is not None:
         raise usage("useless-option", "--devices has no effect with --cpu")
-    model = found_model(target)
+    model = found_model(target, None if base is None else Base(name=base))
     merge.require_mergeable(model)
-    if base is not None:
-        model = dataclasses.replace(model, base=Base(name=base))
     place = output or merge.usual_output(model)
     merge.require_free(place)
     trainer = _trainer(model, python, NEEDS_OF_ADAPTERS)

@@ -108,7 +108,11 @@ class Worker:
         """
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            event: dict[str, Any] = json.loads(line)
+            try:
+                event: dict[str, Any] = json.loads(line)
+            except ValueError:
+                # the process was ended within a line
+                break
             if event["event"] == "failed":
                 raise self._failure(event)
             yield event
@@ -134,6 +138,7 @@ class Worker:
         return not_ready("model-fails", f"{self._trainer.python}: {text}", self._help())
 
     def _lost(self) -> NotReady:
+        self.kill()
         returncode = self._process.wait()
         how = f"ended with {returncode}"
         if returncode < 0:

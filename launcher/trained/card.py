@@ -137,8 +137,17 @@ def _lineage(model: TrainedModel) -> Iterator[Base]:
         if base is None:
             return
         yield base
-        before = of_folder(Path(base.name)) if base.is_folder else None
-        base = None if before is None else before.base
+        base = _base_of(base)
+
+
+def _base_of(base: Base) -> Base | None:
+    """What a model that lies here came from, as far as the record of its run tells."""
+    if not base.is_folder:
+        return None
+    before = of_folder(Path(base.name))
+    if before is None:
+        return None
+    return before.base
 
 
 def _public(lineage: Sequence[Base]) -> Base | None:
@@ -155,7 +164,9 @@ def _license(lineage: Sequence[Base]) -> dict[str, str]:
         folder: Path | None = Path(base.name)
         if not base.is_folder:
             folder = model_config.snapshot(base.name, os.environ, base.revision)
-        metadata = _metadata(folder / NAME) if folder is not None else {}
+        if folder is None:
+            continue
+        metadata = _metadata(folder / NAME)
         names = ("license", "license_name", "license_link")
         kept = {name: str(metadata[name]) for name in names if isinstance(metadata.get(name), str)}
         if "license" in kept:
@@ -178,17 +189,24 @@ def _metadata(path: Path) -> Mapping[str, Any]:
 def _head(model: TrainedModel, run: Run, lineage: Sequence[Base]) -> str:
     """The front matter that the hub reads."""
     public = _public(lineage)
+    relation = "finetune"
+    library = "transformers"
+    tags = [str(run.stage), _backend(run)]
+    if model.is_adapter:
+        relation = "adapter"
+        library = "peft"
+        tags.append("lora")
     content: dict[str, Any] = {}
     if public is not None:
         content["base_model"] = public.name
-        content["base_model_relation"] = "adapter" if model.is_adapter else "finetune"
+        content["base_model_relation"] = relation
     datasets = [name for name in _data_names(run) if not is_dir(name) and model_config.is_hub_name(name)]
     if datasets:
         content["datasets"] = datasets
-    content["library_name"] = "peft" if model.is_adapter else "transformers"
+    content["library_name"] = library
     content |= _license(lineage)
     content["pipeline_tag"] = "text-generation"
-    content["tags"] = [*filter(None, [run.stage, _backend(run), "lora" if model.is_adapter else None]), "launch"]
+    content["tags"] = [*tags, "launch"]
     dumped = yaml.safe_dump(redact(content), sort_keys=False, allow_unicode=True, width=100)
     return f"---\n{dumped}---\n"
 
@@ -215,10 +233,14 @@ def _parts(model: TrainedModel, run: Run, lineage: Sequence[Base]) -> Iterator[s
 
 
 def _introduction(model: TrainedModel, run: Run, lineage: Sequence[Base]) -> str:
-    kind = "An adapter" if model.is_adapter else "A model"
+    kind = "A model"
+    if model.is_adapter:
+        kind = "An adapter"
     stage = (run.stage or "training").upper()
     names = [_link(base) for base in lineage]
-    origin = f" of {names[0]}" if names else ""
+    origin = ""
+    if names:
+        origin = f" of {names[0]}"
     source = mapping(run.manifest.get("upstream"))
     trainer = source_name(str(source.get("backend") or ""), str(source.get("version") or ""))
     text = f"{kind} from {stage}{origin}, trained with {trainer}, started and checked by launch."
@@ -232,8 +254,10 @@ def _introduction(model: TrainedModel, run: Run, lineage: Sequence[Base]) -> str
 def _link(base: Base) -> str:
     if base.is_folder or not model_config.is_hub_name(base.name):
         return f"`{Path(base.name).name}`"
-    at = f" at `{base.revision}`" if base.revision else ""
-    return f"[{base.name}](https://huggingface.co/{base.name}){at}"
+    link = f"[{base.name}](https://huggingface.co/{base.name})"
+    if base.revision:
+        link += f" at `{base.revision}`"
+    return link
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -264,30 +288,41 @@ def _training(run: Run) -> str:
     plan = mapping(run.manifest.get("plan"))
     machine = mapping(run.manifest.get("machine"))
     tokens = [value for value in run.series.columns.get("tokens", ()) if value is not None]
-    gpus = plan.get("gpus")
-    rows: list[tuple[str, object]] = [
-        ("optimizer steps", _number(measured["steps"])),
-        ("rows a step", _number(planned["rows_per_step"] or measured["rows_per_step"])),
-        ("tokens", _number(sum(tokens)) if tokens else None),
-        ("tokens/s", _number(measured["tokens_per_second"])),
-        ("peak memory", f"{figure(measured['peak_gib'])} GiB a GPU" if measured["peak_gib"] else None),
-        ("time", None if measured["hours"] is None else clock(round(measured["hours"] * 3600))),
-        ("GPUs", _gpus(gpus, listed(machine.get("gpus"))) if gpus is not None else None),
-        ("nodes", plan.get("nodes") if (plan.get("nodes") or 1) > 1 else None),
-        ("DeepSpeed", "yes" if run.manifest.get("deepspeed") else None),
-    ]
-    shown = [row for row in rows if row[1] is not None]
-    return f"## Training\n\n{_table(('', ''), shown)}" if shown else ""
+    rows: list[tuple[str, object]] = []
+
+    def add(name: str, value: float | None, unit: str = "") -> None:
+        if value is not None:
+            rows.append((name, f"{figure(value)}{unit}"))
+
+    add("optimizer steps", measured["steps"])
+    add("rows a step", planned["rows_per_step"] or measured["rows_per_step"])
+    add("tokens", sum(tokens) or None)
+    add("tokens/s", measured["tokens_per_second"])
+    add("peak memory", measured["peak_gib"], " GiB a GPU")
+    if measured["hours"] is not None:
+        rows.append(("time", clock(round(measured["hours"] * 3600))))
+    if plan.get("gpus") is not None:
+        rows.append(("GPUs", _gpus(plan["gpus"], listed(machine.get("gpus")))))
+    if (plan.get("nodes") or 1) > 1:
+        rows.append(("nodes", plan["nodes"]))
+    if run.manifest.get("deepspeed"):
+        rows.append(("DeepSpeed", "yes"))
+    return _part("Training", ("", ""), rows)
 
 
-def _number(value: float | None) -> str | None:
-    return None if value is None else figure(value)
+def _part(title: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A part of the card with one table; empty without rows."""
+    if not rows:
+        return ""
+    return f"## {title}\n\n{_table(head, rows)}"
 
 
 def _gpus(count: object, cards: Sequence[object]) -> str:
     if not count:
         return "none, the CPU"
-    return f"{count} x {cards[0]}" if cards else str(count)
+    if not cards:
+        return str(count)
+    return f"{count} x {cards[0]}"
 
 
 def _losses(run: Run) -> str:
@@ -309,7 +344,7 @@ def _losses(run: Run) -> str:
         row: list[object] = [run.series.steps[number]]
         row += [_value_up_to(columns[name], number) for name in present]
         rows.append(row)
-    return f"## Loss\n\n{_table(['step', *(names[name] for name in present)], rows)}"
+    return _part("Loss", ["step", *(names[name] for name in present)], rows)
 
 
 def _value_up_to(column: Sequence[float | None], number: int) -> str:
@@ -329,7 +364,7 @@ def _arguments(run: Run) -> str:
         if origin.startswith("default: ") or name in _PLACES:
             continue
         rows.append([f"`{name}`", f"`{_without_places(item.get('value'))}`"])
-    return f"## Arguments\n\n{_table(('argument', 'value'), rows)}" if rows else ""
+    return _part("Arguments", ("argument", "value"), rows)
 
 
 def _without_places(value: object) -> object:
@@ -345,9 +380,10 @@ def _data(run: Run) -> str:
     rows = []
     for record in map(mapping, listed(run.manifest.get("contents"))):
         if record.get("role") == "data":
-            digest = str(record.get("digest") or "")[:16]
-            rows.append([f"`{_without_places(str(record.get('name')))}`", f"`{digest}`" if digest else "unknown"])
-    return f"## Data\n\n{_table(('data set', 'sha256 (first 16 digits)'), rows)}" if rows else ""
+            name = _without_places(str(record.get("name")))
+            digest = str(record.get("digest") or "unknown")
+            rows.append([f"`{name}`", f"`{digest[:16]}`"])
+    return _part("Data", ("data set", "sha256 (first 16 digits)"), rows)
 
 
 def _versions(run: Run) -> str:
@@ -356,4 +392,4 @@ def _versions(run: Run) -> str:
     rows: list[list[object]] = [["launch", run.manifest.get("launch_commit") or "unknown"]]
     rows.append([source.get("backend"), source.get("version")])
     rows += [[name, packages[name]] for name in python.DECISIVE if name in packages]
-    return f"## Versions\n\n{_table(('', ''), rows)}"
+    return _part("Versions", ("", ""), rows)

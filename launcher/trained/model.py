@@ -60,7 +60,10 @@ class TrainedModel:
 
     @property
     def name(self) -> str:
-        return self.path.name if self.run is None else self.run.path.name
+        """What commands call it: its run, else its folder."""
+        if self.run is None:
+            return shown(self.path)
+        return self.run.path.name
 
     def as_json(self) -> dict[str, object]:
         """Its description for the code under the trainer's Python."""
@@ -104,14 +107,16 @@ def of_run(run: RunFolder, base: Base | None = None) -> TrainedModel:
 def _described(path: Path, run: RunFolder | None, base: Base | None) -> TrainedModel:
     fault = checkpoints.model_fault(path)
     if fault is not None:
-        help = "the run's last checkpoint may be whole" if run is not None else None
-        raise not_ready("damaged-model", f"the model cannot be loaded: {fault}", help, file=str(path))
+        raise not_ready("damaged-model", f"the model cannot be loaded: {fault}", file=str(path))
     is_adapter = model_files.is_adapter(path)
-    manifest = Manifest() if run is None else rundir.read_manifest(run)
+    manifest = Manifest()
+    if run is not None:
+        manifest = rundir.read_manifest(run)
     base = base or _recorded_base(manifest)
     if base is None and is_adapter:
         name = model_files.adapter_base(path)
-        base = None if name is None else Base(name=name)
+        if name is not None:
+            base = Base(name=name)
     if is_adapter and base is None:
         message = "neither a run's record nor the adapter's config names its base model"
         raise not_ready("no-base-model", message, "set base_model_name_or_path in its config", file=str(path))
@@ -154,8 +159,9 @@ def output_of(manifest: Manifest) -> Path | None:
 def final_folder(manifest: Manifest, output: Path) -> Path:
     """Where a run's final model lies: its output folder, or the folder below that some scripts write."""
     backend = BACKENDS.get(manifest.backend or "")
-    entries = [] if backend is None else backend.STAGES.values()
-    for entry in entries:
+    if backend is None:
+        return output
+    for entry in backend.STAGES.values():
         folder = output / entry.final_model
         if entry.final_model and _has_config(folder):
             return folder
@@ -169,7 +175,9 @@ def writer_of(folder: Path) -> RunFolder | None:
     runs = [Path(run) for run, output in outputs.recorded().items() if output in places]
     present = [run for run in runs if rundir.is_run(run)]
     newest = max(present, key=lambda run: run.name, default=None)
-    return None if newest is None else RunFolder(newest)
+    if newest is None:
+        return None
+    return RunFolder(newest)
 
 
 def why_unfinished(run: RunFolder) -> str | None:
@@ -182,7 +190,9 @@ def why_unfinished(run: RunFolder) -> str | None:
         last = verdict.get("steps") or 0
         return f"it is still running, at step {last}"
     caused = summary.cause(verdict)
-    return "it did not come to its end" if caused is None else caused.text
+    if caused is None:
+        return "it did not come to its end"
+    return caused.text
 
 
 def finish_of(verdict: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -207,12 +217,14 @@ def _no_final_model(run: RunFolder, manifest: Manifest, output: Path, why: str) 
 
 def _instead(manifest: Manifest, output: Path) -> Iterator[str]:
     """What to do without a final model: load a checkpoint, or continue."""
-    saved = checkpoints.find(manifest.backend or "trl", output) if manifest.backend in BACKENDS else []
+    saved: list[Checkpoint] = []
+    if manifest.backend in BACKENDS:
+        saved = checkpoints.find(str(manifest.backend), output)
     loadable = [one for one in saved if checkpoints.model_fault(one.path) is None]
     if loadable:
         names = ", ".join(one.name for one in loadable[-_SHOWN:])
         yield f"checkpoints that can be loaded: {names}"
-        yield f"launch chat {_shown(loadable[-1])}"
+        yield f"launch chat {shown(loadable[-1].path)}"
     elif saved:
         names = ", ".join(one.name for one in saved[-_SHOWN:])
         yield f"its checkpoints hold training states, no model: {names}"
@@ -221,10 +233,12 @@ def _instead(manifest: Manifest, output: Path) -> Iterator[str]:
     yield "the command that started it continues it"
 
 
-def _shown(checkpoint: Checkpoint) -> str:
-    path = checkpoint.path
-    here = Path.cwd()
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+def shown(path: Path) -> str:
+    """A path as it is typed: relative where it lies below the working directory."""
+    here = Path(os.getcwd())
+    if path.is_relative_to(here):
+        path = path.relative_to(here)
+    return str(path)
 
 
 def trainer_of(model: TrainedModel, named: Path | None, needs: tuple[str, ...]) -> Trainer:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import shlex
 from collections.abc import Mapping
@@ -15,7 +14,7 @@ from launcher.artifacts import layout, model_files
 from launcher.errors import LaunchError
 from launcher.runs.rundir import RunFolder
 from launcher.trained import card, merge
-from launcher.trained.model import TrainedModel, of_run
+from launcher.trained.model import TrainedModel, of_run, shown
 
 _OWNER = "YOU"
 """What a command names in the place of the user's own name on the hub."""
@@ -53,20 +52,17 @@ def of_finished(run: RunFolder) -> NextSteps | None:
 
 
 def of_model(model: TrainedModel) -> NextSteps:
-    target = shlex.quote(model.name if model.run is not None else _shown(model.path))
+    target = shlex.quote(model.name)
+    merging: str | None = None
+    if model.is_adapter:
+        merging = f"launch merge {target}"
     return NextSteps(
-        model=_shown(model.path),
+        model=shown(model.path),
         chat=f"launch chat {target}",
-        merge=f"launch merge {target}" if model.is_adapter else None,
+        merge=merging,
         serve=_serve(model, target),
         push=f"{_card(model, target)} && {_upload(model)}",
     )
-
-
-def _shown(path: Path) -> str:
-    """A path as it is typed: relative where it lies below the working directory."""
-    here = Path(os.getcwd())
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def _repository(model: TrainedModel) -> str:
@@ -77,12 +73,14 @@ def _repository(model: TrainedModel) -> str:
 
 def _card(model: TrainedModel, target: str) -> str:
     """The command that writes the card; a card of somebody else, such as TRL's, is moved aside."""
-    option = " --replace" if card.is_foreign(model.path / card.NAME) else ""
-    return f"launch card {target}{option}"
+    command = f"launch card {target}"
+    if card.is_foreign(model.path / card.NAME):
+        command += " --replace"
+    return command
 
 
 def _upload(model: TrainedModel) -> str:
-    words = ["hf", "upload", _repository(model), _shown(model.path), "."]
+    words = ["hf", "upload", _repository(model), shown(model.path), "."]
     names = files.names(model.path)
     # of each kind of folder that holds training states
     left_out = {re.sub(r"\d+\Z", "*", name) for name in names if layout.is_checkpoint(name)}
@@ -95,15 +93,17 @@ def _upload(model: TrainedModel) -> str:
 
 def _serve(model: TrainedModel, target: str) -> str:
     if not model.is_adapter or model.base is None:
-        return shlex.join(["vllm", "serve", _shown(model.path)])
+        return shlex.join(["vllm", "serve", shown(model.path)])
     config = files.read_json(model.path / model_files.ADAPTER)
     rank = _rank(config)
     if rank is None:
-        merged = _shown(merge.usual_output(model))
+        merged = shown(merge.usual_output(model))
         return f"launch merge {target} && {shlex.join(['vllm', 'serve', merged])}"
-    base = _shown(Path(model.base.name)) if model.base.is_folder else model.base.name
+    base = model.base.name
+    if model.base.is_folder:
+        base = shown(Path(base))
     words = ["vllm", "serve", base, "--enable-lora", "--max-lora-rank", str(rank)]
-    return shlex.join([*words, "--lora-modules", f"{model.path.name}={_shown(model.path)}"])
+    return shlex.join([*words, "--lora-modules", f"{model.path.name}={shown(model.path)}"])
 
 
 def _rank(config: Mapping[str, object]) -> int | None:

@@ -114,7 +114,9 @@ def _trained_on(values: Mapping[str, Any]) -> Iterator[Source]:
     for key in ("dataset_mixer_list", "mixer_list"):
         names = [str(word) for word in listed(values.get(key))[::2]]
         splits = listed(values.get(f"{key}_splits"))
-        split = str(splits[0]) if len(splits) == 1 else "train"
+        split = "train"
+        if len(splits) == 1:
+            split = str(splits[0])
         for name in names:
             if name.endswith(LOCAL_SUFFIXES):
                 yield sources.of_file(name)
@@ -162,8 +164,11 @@ def _of_completion(prompt: object, completion: object) -> Prompt | None:
     if messages is None:
         return None
     answer = _messages(completion)
-    expected = answer[-1]["content"] if answer else completion
-    return _prompt(messages, expected if isinstance(expected, str) else "")
+    if answer is not None:
+        return _prompt(messages, answer[-1]["content"])
+    if isinstance(completion, str):
+        return _prompt(messages, completion)
+    return _prompt(messages, "")
 
 
 def _up_to_first_answer(messages: Messages) -> Prompt | None:

@@ -150,7 +150,9 @@ class Worker:
         self._log.seek(max(0, self._log.seek(0, os.SEEK_END) - _LOG_BYTES))
         lines = self._log.read().decode(errors="replace").split("\n")
         printed = [line.strip() for line in lines if line.strip()]
-        return f"its last line: {brief(printable(printed[-1]), 200)}" if printed else None
+        if not printed:
+            return None
+        return f"its last line: {brief(printable(printed[-1]), 200)}"
 
 
 def _one_line(text: str) -> str:

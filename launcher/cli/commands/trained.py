@@ -144,10 +144,12 @@ def _given_prompts(prompts: Sequence[str] | None, format: Format) -> list[str] |
         if format == "json":
             raise usage("no-prompt", "--format json needs a prompt", "--prompt TEXT, or text on stdin")
         return None
-    given = [sys.stdin.read()] if prompts is None else list(prompts)
-    if not all(prompt.strip() for prompt in given):
+    if prompts is None:
+        prompts = [sys.stdin.read()]
+    given = [prompt.strip() for prompt in prompts]
+    if not all(given):
         raise usage("no-prompt", "the prompt is empty", "--prompt TEXT, or text on stdin")
-    return [prompt.strip() for prompt in given]
+    return given
 
 
 def _show_turn(talk: Chat, prompt: str, *, beside: bool) -> None:

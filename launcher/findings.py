@@ -82,10 +82,10 @@ _LAUNCH_OWN_OPTIONS = CodeSection(
             "a value that the option does not take",
         ),
         _row(
-            "bad-on-violation bad-on-hang bad-probe bad-rehearse",
+            "bad-on-violation bad-on-hang bad-probe bad-rehearse bad-samples",
             "launch",
             "how the probe watches: `stop` or `warn`; `report` or `stop`; `off` or its "
-            "settings; whether to rehearse, a switch",
+            "settings; whether to rehearse, a switch; how many samples, a whole number",
         ),
         _row("bad-batch", "launch", "`batch` is `{global: N, per_device: N}` with whole numbers above 0"),
         _row("bad-expect", "launch", "a point that no verdict has, or a state that cannot be expected of it"),
@@ -1065,6 +1065,32 @@ _PIPELINES = CodeSection(
     ),
 )
 
+_THE_TRAINED_MODEL = CodeSection(
+    title="The trained model",
+    intro="",
+    rows=(
+        _row("no-final-model", "launch", "a run that has not come to its end, a folder without a model"),
+        _row("damaged-model", "launch", "files of the model are missing or cut off"),
+        _row(
+            "no-base-model", "launch", "no record and no adapter names the model that it began from, or that is gone"
+        ),
+        _row("no-prompt", "launch", "`chat` without a terminal and without a prompt"),
+        _row("template-refuses", "launch", "the chat template raises an error for this conversation"),
+        _row("too-long-prompt", "launch", "the conversation leaves no room for an answer"),
+        _row("model-out-of-memory", "launch", "the model does not fit into the memory that is free"),
+        _row("model-fails", "launch", "transformers or peft cannot load the model, or fail to generate"),
+        _row("not-an-adapter", "launch", "`merge` of a whole model"),
+        _row("not-mergeable", "launch", "an adapter without weights that could be added, such as prompt tuning"),
+        _row("quantised-base", "launch", "`merge` into a base that is stored in 4 or 8 bits; `--base` names another"),
+        _row("output-exists", "launch", "`merge` into a folder that is there already"),
+        _row("merge-runs", "launch", "another `merge` writes the same folder"),
+        _row("merge-differs", "launch", "the merged model's logits are not those of base and adapter"),
+        _row("merged-unquantised", "launch", "a note: trained on a base in 4 or 8 bits, merged into the whole one"),
+        _row("merge-loses-adapter", "launch", "part of what the adapter changes is lost in rounding"),
+        _row("card-exists", "launch", "a README.md that launch did not write, or that was edited since"),
+    ),
+)
+
 SECTIONS = (
     _THE_FILE,
     _LAUNCH_OWN_OPTIONS,
@@ -1075,6 +1101,7 @@ SECTIONS = (
     _THE_REHEARSAL,
     _THE_PREVIEW,
     _PIPELINES,
+    _THE_TRAINED_MODEL,
 )
 
 

@@ -48,7 +48,7 @@ Write = Callable[[str, str | bytes], Path]
 # Minutes each, because processes are the point of them: what takes long goes first, or the last worker is
 # still at it when the others have been done for long.
 LONG = (
-    "test_pipeline_training", "test_contract", "test_prefetch", "test_pipeline",
+    "test_pipeline_training", "test_after_training", "test_contract", "test_prefetch", "test_pipeline",
     "test_training", "test_resume_training", "test_faults", "test_memory", "test_bench",
     "test_slurm", "test_cache_training", "test_gradients", "test_tune", "test_ladder", "test_supervisor",
     "test_lease", "test_fix", "test_locate", "test_parser_agreement", "test_trl_agreement",

@@ -12,7 +12,7 @@ COMMANDS = {
     "Run": "sft dpo pipeline",
     "Before": "init configs data validate-config preview rehearse plan prepare doctor",
     "Watch": "runs attach logs stop",
-    "After": "check report rm cache",
+    "After": "check report chat merge card rm cache",
     "Tune": "ladder bench tune",
     "Know": "explain schema pin",
 }

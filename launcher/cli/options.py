@@ -62,7 +62,7 @@ Findings = Literal["text", "json", "github"]
 FORMAT = Option("text", "--format", help="print text, or one JSON object")
 
 
-def _run_names(incomplete: str) -> list[str]:
+def run_names(incomplete: str) -> list[str]:
     """What a shell completes a RUN to, the newest first."""
     from launcher.runs import rundir
 
@@ -71,8 +71,8 @@ def _run_names(incomplete: str) -> list[str]:
 
 
 _RUN = "a run, the beginning of its name, or `last`, the newest of this folder"
-RUN = Argument(..., metavar="RUN", help=_RUN, autocompletion=_run_names)
-LAST_RUN = Argument("last", metavar="RUN", help=_RUN, autocompletion=_run_names)
+RUN = Argument(..., metavar="RUN", help=_RUN, autocompletion=run_names)
+LAST_RUN = Argument("last", metavar="RUN", help=_RUN, autocompletion=run_names)
 OVERRIDES = Argument(
     None,
     metavar="[KEY=VALUE]...",

@@ -201,6 +201,13 @@ TABLE = (
         "whether two steps of the script run on the CPU before it starts, or never do",
         "before what takes long: prepare, a job, a series of runs",
     ),
+    Key(
+        "samples",
+        "number",
+        "prompts of the data set that the model answers once it is trained, and its base beside it, for the report",
+        takes="a whole number",
+        least=0,
+    ),
     Key("name", "text", "the run's name", "the file's name", "a word for the run"),
     Key("slurm", "mapping", "options of sbatch, for --slurm"),
     Key(

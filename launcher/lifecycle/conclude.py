@@ -10,7 +10,7 @@ from pathlib import Path
 from launcher import files
 from launcher.cache import folders, inputs, keys
 from launcher.errors import Exit, Finding, launch_finding
-from launcher.lifecycle import on_finish
+from launcher.lifecycle import on_finish, sampling
 from launcher.machine.codec import Misfit, Omission
 from launcher.plan import command
 from launcher.plan.plan import Plan
@@ -53,6 +53,9 @@ def conclude(
                 look_back(folder, attempt)
             code = conclusion(folder, attempt, ended)[1]
             rundir.seal(folder, number, untold=bool(attempt.on_finish))
+            # once the verdict is there, whatever happens; only what this user started runs a model
+            if own:
+                sampling.take(folder, attempt)
         except Exception:
             # a verdict can be made again; the call at the end cannot
             traceback.print_exc()

@@ -68,6 +68,7 @@ def manifest(
         machine=python.describe(),
         devices=devices,
         findings=[finding.as_json() for finding in (*stage.findings, *plan.findings, *warnings)],
+        samples=stage.options.samples,
     )
 
 
@@ -105,6 +106,7 @@ def write_stage_file(plan: Plan, folder: RunFolder, restored: Mapping[str, Any] 
         "deepspeed": options.deepspeed_name,
         "attention": list(options.attention) or None,
         "expect": dict(options.expect) or None,
+        "samples": options.samples or None,
         "slurm": {k: True if v is None else v for k, v in options.slurm.items()} or None,
         "probe": "off",
     }

@@ -1,8 +1,10 @@
 """The charts of a page: which curve goes where, grouped by stage, and their data for the page's script."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import NamedTuple
 
 from launcher.report import series
@@ -11,9 +13,14 @@ from launcher.report.series import Run, any_number
 
 COLOURS = 8
 _TOOLS = Html(
-    '<div class="tools"><label class="soft">smoothing <input type="range" id="smoothing" min="0" '
+    '<div class="tools"><label class="soft">x <select id="x-axis" autocomplete="off">'
+    '<option value="step" selected>steps</option><option value="tokens">tokens</option>'
+    '<option value="time">training time</option></select></label>'
+    '<button type="button" id="log-y" aria-pressed="false">log scale</button>'
+    '<label class="soft">smoothing <input type="range" id="smoothing" min="0" '
     'max="0.99" step="0.01" value="0" autocomplete="off"> <output id="smoothing-is">0.00</output></label>'
     '<button type="button" id="reset" title="drag over a chart to zoom">all steps</button>'
+    '<a id="csv" class="button" href="#curves" title="all curves, a row a step">CSV</a>'
     '<output id="at" class="at soft">last step</output></div>'
 )
 
@@ -39,7 +46,8 @@ class PageRun(NamedTuple):
 class Panel:
     """One chart over the optimizer steps. Of a run each line draws the first of its columns that the run has; a second
     line is dashed. The y axis begins at the `floor` "zero", or is a "share" of 1. `marks` shows where a step was not
-    finite; what is not `noisy` is never smoothed; `clips` leaves a few spikes off the scale, and says so."""
+    finite; what is not `noisy` is never smoothed; `clips` leaves a few spikes off the scale, and says so; `log` has a
+    logarithmic scale where the reader asks for one."""
 
     key: str
     title: str
@@ -50,6 +58,19 @@ class Panel:
     marks: bool = False
     noisy: bool = True
     clips: bool = False
+    log: bool = False
+
+    def of(self, runs: Iterable[Run]) -> Panel:
+        """The panel with those of its lines that there are; one alone needs no name."""
+        present = {
+            label: columns
+            for label, columns in self.lines.items()
+            if any(any_number(run.series.columns.get(name, ())) for run in runs for name in columns)
+        }
+        first = next(iter(self.lines))
+        if list(present) == [first] and len(self.lines) > 1:
+            present = {"": self.lines[first]}
+        return replace(self, lines=present or self.lines)
 
     def drawn(self, runs: Iterable[Run]) -> set[str]:
         """The columns that it draws of any of these runs."""
@@ -65,7 +86,7 @@ class Panel:
             {"columns": columns, "label": label, "second": number > 0}
             for number, (label, columns) in enumerate(self.lines.items())
         ]
-        options = {name: getattr(self, name) for name in ("floor", "marks", "noisy", "clips")}
+        options = {name: getattr(self, name) for name in ("floor", "marks", "noisy", "clips", "log")}
         return {"key": f"{self.key}{suffix}", "lines": lines, **options, "folded": folded, "runs": runs}
 
     def figure(self, suffix: str) -> Html:
@@ -87,14 +108,14 @@ class Panel:
 
 _MEMORY = {"allocated": ("allocated_gib",), "reserved": ("reserved_gib",)}
 PANELS: tuple[Panel, ...] = (
-    Panel("loss", "loss", {"": ("loss",)}, marks=True),
-    Panel("learning_rate", "learning rate", {"": ("learning_rate",)}, floor="zero", noisy=False),
+    Panel("loss", "loss", {"training": ("loss",), "validation": ("eval_loss",)}, marks=True, log=True),
+    Panel("learning_rate", "learning rate", {"": ("learning_rate",)}, floor="zero", noisy=False, log=True),
     Panel("tokens", "tokens/s", {"": ("tokens_per_second", "logged_tokens_per_second")}, floor="zero"),
     Panel("memory", "peak memory", _MEMORY, unit="GiB", floor="zero", noisy=False),
     Panel("rewards", "rewards", {"chosen": ("rewards/chosen",), "rejected": ("rewards/rejected",)}),
     Panel("margin", "reward margin", {"": ("rewards/margins", "rewards/margin")}),
     Panel("accuracy", "reward accuracy", {"": ("rewards/accuracies", "rewards/accuracy")}, floor="share"),
-    Panel("grad_norm", "gradient norm", {"": ("grad_norm",)}, floor="zero", clips=True),
+    Panel("grad_norm", "gradient norm", {"": ("grad_norm",)}, floor="zero", clips=True, log=True),
     Panel("wasted", "wasted share", {"": ("wasted_share",)}, floor="zero"),
 )
 """The charts that everybody looks at; any other column has one of its own, folded away."""
@@ -110,10 +131,12 @@ def section(entries: Sequence[PageRun]) -> Html:
     for number, stage in enumerate(stages):
         own = [entry for entry in entries if (entry.run.stage or "") == stage]
         suffix, numbers, runs = f"-{number}" if number else "", [one.number for one in own], [one.run for one in own]
-        shown = [panel for panel in PANELS if panel.drawn(runs)]
+        shown = [panel.of(runs) for panel in PANELS if panel.drawn(runs)]
         drawn = {name for panel in shown for name in panel.drawn(runs)}
         names = dict.fromkeys(name for run in runs for name, one in run.series.columns.items() if any_number(one))
-        folded = [Panel(f"column-{n}", name, {"": (name,)}) for n, name in enumerate(names) if name not in drawn]
+        folded = [
+            Panel(f"column-{n}", name, {"": (name,)}, log=True) for n, name in enumerate(names) if name not in drawn
+        ]
         data += [panel.as_json(suffix, numbers, folded=panel in folded) for panel in (*shown, *folded)]
         if len(stages) > 1:
             grids.append(tag("h3", stage.upper() or "other", class_="stage"))

@@ -23,7 +23,7 @@ from launcher.runs.record import mapping
 from launcher.verdict import summary
 
 _ASSETS = Path(__file__).resolve().parent / "assets"
-_NAVIGATION = {"plan": "plan and measurement", "versions": "versions and command"}
+_NAVIGATION = {"samples": "before and after", "plan": "plan and measurement", "versions": "versions and command"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +55,7 @@ def overlay(runs: Sequence[Run], lead: Lead | None = None) -> str:
         "curves": charts.section(entries),
         "verdict": sections.verdicts(entries),
         evaluation.KEY: evaluation.section(entries),
+        "samples": sections.samples(entries),
         "plan": sections.plans(entries),
         usage.KEY: usage.section(entries),
         "arguments": sections.arguments(entries),
@@ -189,6 +190,7 @@ def _overview(entries: Sequence[PageRun]) -> Html:
     texts = ["model"] * named + ["started"]
     head = ["run" if several else "stage", "verdict", *map(sections.right, figures), *texts]
     rows = []
+    references: dict[str | None, Sequence[float | None]] = {}
     for entry, model in zip(entries, models, strict=True):
         run, measured = entry.run, series.measured(entry.run)
         rate = measured["tokens_per_second"]
@@ -198,7 +200,12 @@ def _overview(entries: Sequence[PageRun]) -> Html:
             folder = [] if entry.name == run.name else [Html("<br>"), tag("small", run.name)]
             first = tag("th", join([entry.heading, *folder]), scope="row", class_="run")
         numbers = [*(measured[key] for key in ("steps", "first_loss", "last_loss")), rate, measured["peak_gib"]]
-        shown = ["–" if number is None else figure(number) for number in numbers]
+        shown: list[object] = ["–" if number is None else figure(number) for number in numbers]
+        shown.append(sections.clock(measured["hours"]))
+        # the first run of a stage is what the others are compared with
+        reference = references.setdefault(run.stage, (*numbers, measured["hours"]))
+        for place, number in enumerate((*numbers, measured["hours"])):
+            shown[place] = _with_difference(shown[place], number, reference[place])
         created = str(run.manifest.get("created") or "–").replace("T", " ").replace("+00:00", " UTC")
         # on a narrow screen each cell stands beside its own label
         rows.append(
@@ -207,10 +214,18 @@ def _overview(entries: Sequence[PageRun]) -> Html:
                 tag("td", sections.word(summary.outcome(run.verdict) if run.verdict else "unproven")),
                 *(
                     tag("td", cell, data_label=label, class_="number")
-                    for label, cell in zip(figures, [*shown, sections.clock(measured["hours"])], strict=True)
+                    for label, cell in zip(figures, shown, strict=True)
                 ),
                 *([tag("td", model or "–", data_label="model", class_="value")] * named),
                 tag("td", created, data_label="started", class_="time"),
             ]
         )
     return table(head, rows, "overview")
+
+
+def _with_difference(shown: object, number: float | None, reference: float | None) -> object:
+    """A figure, with how far it is from that of the first run below it."""
+    if number is None or not reference or number == reference:
+        return shown
+    share = (number - reference) / abs(reference)
+    return join([shown, Html("<br>"), tag("small", f"{share:+.1%}".replace("-", "−"))])

@@ -119,6 +119,56 @@ def citations(lines: Sequence[Mapping[str, Any]]) -> Html:
     return tag("ul", join(items), class_="cites") if items else Html("")
 
 
+_ENDS = {"length": "cut off", "interrupted": "interrupted"}
+
+
+def samples(entries: Sequence[PageRun]) -> Html:
+    """What a model answered before and after its training, and what the data set answers."""
+    return _section("samples", "Before and after", _each(entries, _samples, judged=False))
+
+
+def _samples(entry: PageRun) -> Html:
+    record = entry.run.samples
+    if not record:
+        return Html("")
+    parts: list[object] = []
+    base = mapping(record.get("base")).get("name")
+    if origin := record.get("from"):
+        words = f"Prompts from {origin}; the likeliest tokens, at most {record.get('max_new_tokens')}."
+        parts.append(tag("p", f"{words} Before: {base}." if base else words, class_="soft"))
+    if record.get("failed"):
+        parts.append(tag("p", f"There are not all answers: {record['failed']}", class_="soft"))
+    for prompt in map(mapping, listed(record.get("prompts"))):
+        if prompt.get("before") or prompt.get("after"):
+            parts.append(_sample(prompt))
+    return join(parts)
+
+
+def _sample(prompt: Mapping[str, Any]) -> Html:
+    messages = [mapping(message) for message in listed(prompt.get("messages"))]
+    texts = [str(message.get("content")) for message in messages]
+    if len(messages) > 1:
+        texts = [f"{message.get('role')}: {message.get('content')}" for message in messages]
+    answers = [
+        _sample_answer(title, mapping(prompt.get(when)).get("text"), mapping(prompt.get(when)).get("ended"))
+        for title, when in (("before", "before"), ("after", "after"))
+    ]
+    if prompt.get("expected"):
+        answers.append(_sample_answer("in the data set", prompt["expected"], None))
+    shown = [
+        tag("pre", "\n\n".join(texts), class_="prompt", tabindex="0"),
+        tag("div", join(answers), class_="answers"),
+    ]
+    return tag("article", join(shown), class_="sample")
+
+
+def _sample_answer(title: str, text: object, ended: object) -> Html:
+    note = _ENDS.get(str(ended))
+    head = [title, *([" ", tag("small", f"({note})")] if note else [])]
+    shown = text if text else tag("span", "nothing" if text == "" else "–", class_="soft")
+    return tag("div", join([tag("h4", join(head)), tag("pre", shown, tabindex="0")]))
+
+
 _QUANTITIES = {
     "rows_per_step": "batch, rows a step",
     "steps": "steps",

@@ -46,7 +46,8 @@ class Series:
 class Run:
     """One run: `manifest` is run.json (empty for a log), `verdict` the JSON form, `ended` exit.json. `arguments` holds
     value and origin of every argument, `ranks` is how many processes the probe saw or missed, `tail` the last lines of
-    the log, `tracker` the address of the run at W&B or the like. Secrets are taken out of all of it."""
+    the log, `tracker` the address of the run at W&B or the like, `samples` what samples.json holds. Secrets are taken
+    out of all of it."""
 
     name: str
     path: Path
@@ -58,6 +59,7 @@ class Run:
     ranks: int | None = None
     tail: tuple[str, ...] = ()
     tracker: str | None = None
+    samples: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def stage(self) -> str | None:
@@ -74,6 +76,7 @@ class Run:
             "measured": measured(self),
             "series": self.series.as_json(),
             "ended": self.ended or None,
+            "samples": self.samples or None,
             "upstream": mapping(self.manifest.get("upstream")) or None,
             "args": {name: dict(entry) for name, entry in self.arguments.items()},
         }
@@ -151,7 +154,9 @@ def of_kept(path: Path, manifest: object, verdict: object, rows: Iterable[Row], 
     folder = RunFolder(path)
     ended = {} if last is None or last.exit is None else rundir.read_json(last.exit.path)
     secrets = attempt.tokens(folder)
-    clean = redact({"manifest": mapping(manifest), "verdict": mapping(verdict), "ended": ended}, secrets)
+    samples = rundir.read_json(folder.samples)
+    records = {"manifest": mapping(manifest), "verdict": mapping(verdict), "ended": ended, "samples": samples}
+    clean = redact(records, secrets)
     arguments = mapping(clean["manifest"].get("args"))
     console = folder.console(max(1, folder.attempts()))
     return Run(

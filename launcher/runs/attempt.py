@@ -207,7 +207,7 @@ def writable_by_others(folder: RunFolder, *, parents: bool = True) -> str | None
             status = one.stat()
             if status.st_uid not in (own, 0, _NOBODY):
                 return f"{one} belongs to user {status.st_uid}, who can replace the run's folder"
-            private = stat.S_IWGRP if _private(status.st_gid) else 0
+            private = stat.S_IWGRP if is_private_group(status.st_gid) else 0
             others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) & ~private
             if others and not status.st_mode & stat.S_ISVTX:
                 return f"others can write {one}, and so replace the run's folder"
@@ -216,7 +216,7 @@ def writable_by_others(folder: RunFolder, *, parents: bool = True) -> str | None
     return None
 
 
-def _private(gid: int) -> bool:
+def is_private_group(gid: int) -> bool:
     """Whether it is this user's own group without further members, as many systems make one for each."""
     with contextlib.suppress(KeyError):
         user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)

@@ -68,6 +68,7 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
     "violation": {"point": Text, "expected": Text, "seen": Text},
     "saved_model": {"files": list[Mapping[str, str | Count]]},
     "tracker": dict.fromkeys("tracker id project name".split(), Text),
+    "evaluation": {"metrics": Mapping[str, Loss]},
     "reference_cache": {"first_loss": Loss, "expected_loss": Loss},
 }
 """What each event holds beside that; what is not listed is nothing but shown."""

@@ -58,7 +58,8 @@ class RunRecord:
 
     `output` is the folder of this run, `asked_output` that of the stage file where it is another one. `tracked`: it
     reports to W&B. `args` are value and origin of every argument, `env` the names of the variables that the command
-    adds, `contents` the digests of what it reads. `launch_argv` is what was typed, None where a program called launch.
+    adds, `contents` the digests of what it reads, `samples` the number of prompts that the model answers at the end.
+    `launch_argv` is what was typed, None where a program called launch.
     `trackers` are the runs of W&B and the like that a resume continues; left out where there are none.
     """
 
@@ -88,6 +89,7 @@ class RunRecord:
     resume: Json = field(default_factory=dict)
     asked_output: str | None = None
     contents: list[Json] = field(default_factory=list)
+    samples: Count = 0
     launch_argv: list[str] | None = None
     trackers: list[Json] = field(default_factory=list)
 
@@ -195,6 +197,7 @@ class Manifest(Record):
     attempt = _Field(Record.number)
     args = _Field(Record.part)
     argv = _Field(Record.items_of)
+    samples = _Field(Record.number)
     contents = _Field(Record.items_of)
     caches = _Field(Record.items_of)
     plan = _ObjectField(PlanRecord)

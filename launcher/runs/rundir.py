@@ -73,6 +73,7 @@ class RunFolder:
     stop = _RunFile("stop.json")  # the request to stop this attempt, and how
     diary = _RunFile("keeper.log")  # what the keeper had to say, and what the command at the end printed
     report = _RunFile("report.html")
+    samples = _RunFile("samples.json")  # answers before and after the training, where the stage file has `samples`
     checksums = _RunFile("checksums.json")  # digests of the files of every checkpoint that was complete
     job = _RunFile("slurm.json")  # which job of Slurm's the run was submitted as
     console = _AttemptFile("console", "log")  # what the training processes wrote, raw

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from launcher.config.document import plain
-from launcher.config.keys import KEYS, OFF, ON, STAGES, Key
+from launcher.config.keys import KEYS, LARGEST, OFF, ON, STAGES, Key
 from launcher.dataset import mixture
 from launcher.runs import slurm
 from launcher.stage import explain, gates
@@ -122,8 +122,17 @@ def _options(stages: Sequence[str], backends: Sequence[str], schemas: Sequence[S
 
 def _of(key: Key) -> Json:
     if key.kind == "number":
-        allowed = {"type": ["integer", "string", "null"], "minimum": 1}
-        return {**allowed, "description": key.meaning, "errorMessage": key.shape}
+        digits = "^[0-9]{1,9}$"
+        if key.least > 0:
+            digits = "^(?=.*[1-9])[0-9]{1,9}$"
+        return {
+            "type": ["integer", "string", "null"],
+            "minimum": key.least,
+            "maximum": LARGEST,
+            "pattern": f"{_INTERPOLATED}|{digits}",
+            "description": key.meaning,
+            "errorMessage": key.shape,
+        }
     if key.kind == "text":
         return {"type": ["string", "number", "boolean", "null"]}
     mapping = _mapping({part.name: _of(part) for part in key.parts})

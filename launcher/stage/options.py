@@ -69,6 +69,7 @@ class Options:
     `script` is the key of a further script of the stage, None for the stage's own. `deepspeed` is a
     file, or None for no DeepSpeed; `attention` are implementations in the order of preference;
     `probe` is None where training runs without it; `rehearse` where the file leaves that to the command.
+    `samples` is the number of prompts that the trained model and its base answer for the report.
     `slurm` are options of sbatch, None for one without a value; `gates` those limits of a ladder that are
     not the usual ones.
     """
@@ -86,6 +87,7 @@ class Options:
     on_hang: str = "report"
     probe: Watch | None = Watch()
     rehearse: bool | None = None
+    samples: int = 0
     name: str | None = None
     gpus: int | None = None
     slurm: Mapping[str, str | None] = field(default_factory=dict)

@@ -29,6 +29,8 @@ PATTERNS: tuple[Pattern, ...] = tuple(dict.fromkeys(open_instruct.PATTERNS + trl
 
 MEASURED = "tokens positions wasted rows seconds allocated_gib reserved_gib grad_norm learning_rate".split()
 
+_LOGGED_PAIR = re.compile(r"'(\w+)': '?(-?\d+(?:\.\d+)?(?:e[-+]?\d+)?)\b")
+_EVALUATION_SPEEDS = ("_runtime", "_per_second", "_time")
 _SUMMED = ("tokens", "positions", "wasted", "rows")
 Row = dict[str, float]  # one optimizer step: `step`, `finite`, and what is known of the rest
 
@@ -185,7 +187,13 @@ class Evidence:
         the ranks, seconds and memory (GiB) the largest of them. A number that is not finite is left out, and `finite`
         is then false.
         """
-        return _metrics_rows(self.rank_steps, self.lines)
+        rows = _metrics_rows(self.rank_steps, self.lines)
+        measured = self.records[0].all("evaluation") if self.records else ()
+        if measured:
+            _add_evaluations(rows, measured)
+        elif self.log is not None:
+            _add_logged_evaluations(rows, self.log)
+        return rows
 
     def changed(self, **changes: Any) -> Evidence:
         """The same steps with other facts about them; `log` and `probe` are not among the changes."""
@@ -344,6 +352,35 @@ def _add_logged(row: Row, line: StepLine, *, is_mean: bool) -> None:
     for name, value in logged.items():
         if value is not None and math.isfinite(value):
             row[name] = value
+
+
+def _add_evaluations(rows: Sequence[Row], evaluations: Iterable[Event]) -> None:
+    """Add what evaluations measured to the rows of the steps behind which they came."""
+    by_step = {row["step"]: row for row in rows}
+    for event in evaluations:
+        row = by_step.get(event.number("step") or 0)
+        metrics = event.fields.get("metrics")
+        if row is not None and isinstance(metrics, Mapping):
+            _add_evaluation(row, metrics)
+
+
+def _add_logged_evaluations(rows: Sequence[Row], log: Log) -> None:
+    """The same of what the log shows, behind the last step that it shows before."""
+    by_step = {row["step"]: row for row in rows}
+    for signal in log.all("evaluated"):
+        before = [line.step for line in log.steps if line.line < signal.line]
+        row = by_step.get(before[-1]) if before else None
+        if row is not None:
+            pairs = _LOGGED_PAIR.findall(signal.fields["pairs"] or "")
+            _add_evaluation(row, {name: float(number) for name, number in pairs})
+
+
+def _add_evaluation(row: Row, metrics: Mapping[str, object]) -> None:
+    """Add the losses and accuracies of an evaluation, not how fast it was."""
+    for name, value in metrics.items():
+        number = finite(value)
+        if number is not None and name.startswith("eval_") and not name.endswith(_EVALUATION_SPEEDS):
+            row[name] = number
 
 
 def read_log(path: Path) -> Evidence:

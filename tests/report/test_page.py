@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import DATA
 from made_runs import console, loss, made, manifest
 
 from launcher.lifecycle import conclude
@@ -281,6 +282,74 @@ def test_several_runs_share_the_charts_and_can_be_switched(tmp_path: Path) -> No
     assert [row[2] for row in rows(section(tree, "plan"))] == ["steps", "40", "60plan 40"]
 
 
+def test_figures_of_several_runs_show_the_difference_from_the_first(tmp_path: Path) -> None:
+    runs = series.gather([str(made(tmp_path / "one")), str(made(tmp_path / "two", scale=2))])
+    (table,) = [t for t in parsed(page.overlay(runs)).all("table") if t.attributes.get("class") == "overview"]
+    first, second = rows(table)[1:]
+    place = rows(table)[0].index("tokens/s")
+    assert (first[place], second[place]) == ("6,000", "3,000−50.0%")
+    place = rows(table)[0].index("steps")
+    assert (first[place], second[place]) == ("40", "40")
+
+
+def evaluated(folder: Path) -> Path:
+    """A run whose validation loss was measured twice."""
+    with (folder / "probe" / "rank-0.jsonl").open("a") as file:
+        for step, value in ((20, 0.5), (40, 0.4)):
+            metrics = {"eval_loss": value, "eval_runtime": 3.0, "eval_samples_per_second": 9.0}
+            file.write(json.dumps({"event": "evaluation", "step": step, "metrics": metrics}) + "\n")
+    return folder
+
+
+def test_the_validation_loss_is_drawn_beside_the_loss(tmp_path: Path) -> None:
+    tree = parsed(page.overlay([series.read(evaluated(made(tmp_path / "one")))]))
+    told = curves(tree)
+    column = told["runs"][0]["columns"]["eval_loss"]
+    assert {step: value for step, value in enumerate(column, start=1) if value is not None} == {20: 0.5, 40: 0.4}
+    panel = next(panel for panel in told["panels"] if panel["key"] == "loss")
+    assert [line["label"] for line in panel["lines"]] == ["training", "validation"]
+    assert "eval_runtime" not in told["runs"][0]["columns"]
+
+
+def test_a_loss_alone_needs_no_name(tree: Element) -> None:
+    panel = next(panel for panel in curves(tree)["panels"] if panel["key"] == "loss")
+    assert [line["label"] for line in panel["lines"]] == [""]
+
+
+SAMPLES = {
+    "version": 1, "from": "the split test, which was not trained on", "base": {"name": "local/7b"},
+    "max_new_tokens": 256, "failed": None,
+    "prompts": [
+        {
+            "messages": [{"role": "user", "content": "What is <b>a list</b>?"}], "expected": "A sequence.",
+            "before": {"text": "no idea", "tokens": 256, "ended": "length"},
+            "after": {"text": "Something ordered.", "tokens": 4, "ended": "stop"},
+        }
+    ],
+}  # fmt: skip
+
+
+def test_answers_before_and_after_stand_beside_each_other(tmp_path: Path) -> None:
+    folder = made(tmp_path / "one")
+    (folder / "samples.json").write_text(json.dumps(SAMPLES))
+    run = series.read(folder)
+    found = section(parsed(page.overlay([run])), "samples")
+    texts = [pre.text for pre in found.all("pre")]
+    assert texts == ["What is <b>a list</b>?", "no idea", "Something ordered.", "A sequence."]
+    assert [h.text for h in found.all("h4")] == ["before (cut off)", "after", "in the data set"]
+    assert "local/7b" in found.text and "not trained on" in found.text
+    assert run.as_json()["samples"] == SAMPLES
+
+
+@pytest.mark.parametrize(
+    "record", [{}, [], {"prompts": 3}, {"prompts": [None, {"messages": "x", "before": 1, "after": []}]}, {"base": 1}]
+)
+def test_a_damaged_record_of_samples_breaks_no_page(record: Any, tmp_path: Path) -> None:
+    folder = made(tmp_path / "one")
+    (folder / "samples.json").write_text(json.dumps(record))
+    assert "<h1>" in page.overlay([series.read(folder)])
+
+
 def test_a_log_alone_is_enough(tmp_path: Path) -> None:
     logs = [tmp_path / folder / "train.log" for folder in ("a", "b")]
     for log in logs:
@@ -391,3 +460,10 @@ def test_finish_writes_the_page_of_the_run_that_was_judged(tmp_path: Path) -> No
     assert not [h for h in tree.all("h2") if h.attributes["id"] == "curves"]
     assert "#curves" not in [a.attributes["href"] for a in tree.all("a")]
     assert row_of(section(tree, "verdict"), "finish")[1] == "completed"
+
+
+def test_the_validation_loss_of_a_log_alone() -> None:
+    run = series.read(DATA.parent / "corpus" / "trl_sft_eval.log")
+    column = run.series.columns["eval_loss"]
+    measured = [(step, value) for step, value in zip(run.series.steps, column, strict=True) if value is not None]
+    assert measured == [(4, 6.099), (8, 5.668), (12, 5.597)]

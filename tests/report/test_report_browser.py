@@ -1,6 +1,8 @@
 """The report in a real browser: what is drawn, what hovering shows, what the switches do."""
 
+import csv
 import shutil
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -227,3 +229,71 @@ def test_a_spike_is_off_the_scale_and_said(browser: Browser, tmp_path: Path) -> 
     button.click()
     assert button.text == "leave spikes out"
     assert count(browser, "grad_norm", "--c0") != clipped
+
+
+def choose_axis(browser: Browser, name: str) -> None:
+    pick = (
+        "const axis = document.getElementById('x-axis'); axis.value = arguments[0];"
+        "axis.dispatchEvent(new Event('change'))"
+    )
+    browser.execute_script(pick, name)
+    count(browser, "loss", "--c0")
+
+
+def test_the_x_axis_shows_steps_tokens_or_time(browser: Browser, runs: list[Run], tmp_path: Path) -> None:
+    show(browser, tmp_path / "a.html", runs)
+    for axis, end in (("tokens", "180k tokens"), ("time", "0:00:20"), ("step", "step 60")):
+        choose_axis(browser, axis)
+        for colour in ("--c0", "--c1"):
+            assert count(browser, "loss", colour) > 50, (axis, colour)
+        hover(browser, "loss", 1.0)
+        assert found(browser, "#at").text == end
+    # 40 steps of half a second, 60 of a quarter: the second one ends first
+    choose_axis(browser, "time")
+    hover(browser, "loss", 1.0)
+    assert readout(browser, "loss") == [f"1{loss(40):.4g}", "2–"]
+    # at 7.5 s is its step 30, which was not finite
+    hover(browser, "loss", (7.5 - 0.25) / (20 - 0.25))
+    assert readout(browser, "loss")[1] == "2notfinite"
+
+
+def test_a_logarithmic_scale(browser: Browser, runs: list[Run], tmp_path: Path) -> None:
+    show(browser, tmp_path / "a.html", runs)
+    picture = "return document.querySelector(`#panel-${arguments[0]} canvas`).toDataURL()"
+    plain = {key: browser.execute_script(picture, key) for key in ("loss", "memory")}
+    button = found(browser, "#log-y")
+    button.click()
+    assert button.get_attribute("aria-pressed") == "true"
+    assert count(browser, "loss", "--c0") > 50
+    assert browser.execute_script(picture, "loss") != plain["loss"]
+    # what begins at zero by its nature has no such scale
+    assert browser.execute_script(picture, "memory") == plain["memory"]
+    button.click()
+    count(browser, "loss", "--c0")
+    assert browser.execute_script(picture, "loss") == plain["loss"]
+
+
+def test_all_curves_as_csv(browser: Browser, tmp_path: Path) -> None:
+    """A file from disk, of a page that may load nothing."""
+    told = manifest(name='=2+3,"x"')
+    runs = series.gather([str(made(tmp_path / "one")), str(made(tmp_path / "two", told=told, steps=60))])
+    show(browser, tmp_path / "a.html", runs)
+    place = tmp_path / "downloads"
+    place.mkdir()
+    behaviour = {"behavior": "allow", "downloadPath": str(place)}
+    browser.execute_cdp_cmd("Browser.setDownloadBehavior", behaviour)
+    found(browser, "#csv").click()
+    until = time.monotonic() + PATIENCE_S
+    while not list(place.glob("*.csv")):
+        assert time.monotonic() < until
+        time.sleep(0.1)
+    (file,) = place.glob("*.csv")
+    with file.open(newline="") as stream:
+        rows = list(csv.DictReader(stream))
+    assert len(rows) == 100
+    assert (rows[0]["run"], rows[0]["step"]) == ("dpo tulu", "1")
+    assert float(rows[0]["loss"]) == pytest.approx(loss(1), rel=1e-6)
+    # logged at every fifth step only
+    assert [row["learning_rate"] != "" for row in rows[:5]] == [False, False, False, False, True]
+    # no spreadsheet takes a name for a formula
+    assert rows[-1]["run"].endswith('=2+3,"x"') and not rows[-1]["run"].startswith("=")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -170,11 +170,29 @@ def until_over(
 def _conclude(
     command: str, folder: RunFolder, verdict: Verdict, code: Exit, findings: tuple[Finding, ...], format: Format
 ) -> Exit:
+    from launcher.trained import next_steps
+
+    steps = next_steps.of_finished(folder)
+
     def show() -> None:
         console.verdict(verdict, folder.path.name)
         console.say(f"run: {folder.path}\nreport: {folder.report}")
+        if steps is not None:
+            console.say("\n".join(steps.lines()))
 
-    return answer(command, format, {**verdict.as_json(), "run": str(folder.path)}, show, code=code, before=findings)
+    data = {**verdict.as_json(), "run": str(folder.path), "next": None if steps is None else steps.as_json()}
+    return answer(command, format, data, show, code=code, before=findings)
+
+
+def _show_next_steps(runs: Sequence[str | None]) -> None:
+    """Show what to do with the model of the last of some runs."""
+    from launcher.runs.rundir import RunFolder
+    from launcher.trained import next_steps
+
+    last = runs[-1] if runs else None
+    steps = None if last is None else next_steps.of_finished(RunFolder(Path(last)))
+    if steps is not None:
+        console.say("\n".join(steps.lines()))
 
 
 @app.command("exec", hidden=True, epilog="Example: launch exec runs/20260101T000000Z-sft-demo")
@@ -263,6 +281,8 @@ def pipeline(
             console.say(f"stopped at {row.name}: {row.reason or row.status}")
         for line in result.advice():
             console.say(f"  {line}")
+        if result.exit is Exit.OK:
+            _show_next_steps([row.run for row in result.rows])
         console.say(f"pipeline: {result.folder}")
         if result.page is not None:
             console.say(f"report: {result.page}")

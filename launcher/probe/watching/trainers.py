@@ -118,7 +118,7 @@ def watch_trainer(probe: Probe, module: types.ModuleType) -> None:
         return output_dir or trainer.args.output_dir
 
     wrap_known(module.Trainer, ("_save_checkpoint",), resting(probe, SAVING))
-    wrap_known(module.Trainer, ("evaluate",), resting(probe, EVALUATION))
+    wrap_known(module.Trainer, ("evaluate",), evaluating(probe))
     wrap_known(module.Trainer, ("push_to_hub",), resting(probe, None))
     wrap_known(module.Trainer, ("save_model",), saving(probe, folder))
     wrap_known(module.Trainer, ("_load_optimizer_and_scheduler",), resuming(probe))
@@ -205,6 +205,17 @@ def resting(probe: Probe, phase: str | None) -> Callable[..., Any]:
         probe.rests(phase)
 
     return observed(probe.record, before=begin)
+
+
+def evaluating(probe: Probe) -> Callable[..., Any]:
+    def begin(*_: Any, **__: Any) -> None:
+        probe.rests(EVALUATION)
+
+    def note(metrics: Any, trainer: Any, *_: Any, **__: Any) -> None:
+        numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
+        probe.record.write("evaluation", step=trainer.state.global_step, metrics=numbers)
+
+    return observed(probe.record, before=begin, after=note)
 
 
 def saving(probe: Probe, folder: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,16 +11,38 @@
   const HEIGHT = 208;
   const AXIS = 54;
 
-  // ---- one x axis for all charts of the same runs: every step of each, sorted
+  // ---- what the x axis shows: where each row of a run stands on it, NaN where that is unknown
+  let mode = "step";
+  const summed = (values) => {
+    let sum = 0;
+    return values.map((value) => { sum += value ?? 0; return sum; });
+  };
+  const places = {
+    step: (run) => run.steps,
+    tokens: ({ columns }) => {
+      if (columns.tokens) return summed(columns.tokens);
+      // what TRL logs is a sum already, of some steps
+      return columns.num_tokens && columns.num_tokens.map((value) => value ?? NaN);
+    },
+    time: ({ columns }) => columns.seconds && summed(columns.seconds),
+  };
+  const placed = new Map();
+  const placesOf = (run) => {
+    const key = `${mode} ${runs.indexOf(run)}`;
+    if (!placed.has(key)) placed.set(key, places[mode](run) ?? run.steps.map(() => NaN));
+    return placed.get(key);
+  };
+
+  // ---- one x axis for all charts of the same runs: every place of each, sorted
   const axes = new Map();
   const axisOf = (panel) => {
-    const key = panel.runs.join();
+    const key = `${mode} ${panel.runs.join()}`;
     if (!axes.has(key)) {
-      const members = panel.runs.map((r) => runs[r]);
-      const first = members[0].steps;
-      const same = members.every((run) => run.steps.length === first.length &&
-        run.steps.every((step, i) => step === first[i]));
-      const steps = same ? first : [...new Set(members.flatMap((run) => run.steps))].sort((a, b) => a - b);
+      const members = panel.runs.map((r) => placesOf(runs[r]));
+      const first = members[0];
+      const same = members.every((own) => own.length === first.length && own.every((x, i) => x === first[i]));
+      const steps = same && mode === "step" ? first
+        : [...new Set(members.flat().filter((x) => !Number.isNaN(x)))].sort((a, b) => a - b);
       const sync = uPlot.sync(`steps-${key}`);
       axes.set(key, { steps, place: new Map(steps.map((step, i) => [step, i])), sync });
     }
@@ -31,11 +53,19 @@
   const aligned = ({ steps, place }, run, name, breaks) => {
     const column = new Array(steps.length);
     const values = run.columns[name];
-    run.steps.forEach((step, i) => {
-      if (values[i] !== null) column[place.get(step)] = values[i];
+    const own = placesOf(run);
+    own.forEach((x, i) => {
+      if (values[i] !== null && place.has(x)) column[place.get(x)] = values[i];
     });
-    if (breaks) run.nonfinite.forEach((step) => { column[place.get(step)] = null; });
+    if (breaks) broken(run).forEach((x) => { column[place.get(x)] = null; });
     return column;
+  };
+
+  // where on the x axis a run was not finite
+  const broken = (run) => {
+    const own = placesOf(run);
+    const bad = new Set(run.nonfinite);
+    return own.filter((x, i) => bad.has(run.steps[i]) && !Number.isNaN(x));
   };
 
   const smoothed = (column, weight) => {
@@ -69,10 +99,52 @@
     });
   };
 
+  const clock = (seconds) => {
+    const whole = Math.round(seconds);
+    const pad = (value) => String(value).padStart(2, "0");
+    return `${Math.floor(whole / 3600)}:${pad(Math.floor(whole / 60) % 60)}:${pad(whole % 60)}`;
+  };
+  const short = (value) => {
+    for (const [size, letter] of [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e3, "k"]]) {
+      if (value >= size) return `${Number((value / size).toPrecision(4))}${letter}`;
+    }
+    return String(value);
+  };
+  const named = {
+    step: { label: "optimizer step", tick: (x) => (x % 1 ? "" : grouped.format(x)), at: (x) => `step ${grouped.format(x)}` },
+    tokens: { label: "tokens", tick: short, at: (x) => `${short(x)} tokens` },
+    time: { label: "training time", tick: clock, at: clock },
+  };
+  // steps of an axis of time that a clock has
+  const CLOCK_STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400,
+    172800, 432000, 864000];
+
   // ---- state
   const hidden = new Set();
+  let logarithmic = false;
   let weight = 0;
   const charts = [];
+
+  // a logarithmic axis: powers of ten with 2 and 5, of less than two of them what a plain axis would have
+  const decades = (u, axis, low, high) => {
+    const found = [];
+    if (high / low < 20) {
+      const rough = (high - low) / 5;
+      const power = 10 ** Math.floor(Math.log10(rough));
+      const step = [1, 2, 5, 10].map((m) => m * power).find((m) => m >= rough);
+      for (let at = Math.ceil(low / step); at * step <= high; at++) found.push(at * step);
+      return found;
+    }
+    const digits = high / low < 2000 ? [1, 2, 5] : [1];
+    for (let power = Math.floor(Math.log10(low)); power <= Math.ceil(Math.log10(high)); power++) {
+      digits.forEach((digit) => {
+        const value = digit * 10 ** power;
+        if (value >= low && value <= high) found.push(value);
+      });
+    }
+    return found;
+  };
+  const logTicks = (u, splits) => splits.map((split) => (split === null ? "" : String(Number(split.toPrecision(3)))));
 
   // what the y axis spans: room above and below, but from zero where less makes no sense
   const span = (floor) => (u, low, high) => {
@@ -136,7 +208,7 @@
     ctx.lineWidth = 1.5 * devicePixelRatio;
     for (const { run, r } of curves) {
       if (hidden.has(r)) continue;
-      for (const step of run.nonfinite) {
+      for (const step of broken(run)) {
         if (step < u.scales.x.min || step > u.scales.x.max) continue;
         const x = u.valToPos(step, "x", true), y = bbox.top + size * 2;
         ctx.beginPath();
@@ -177,7 +249,6 @@
       this.box = this.figure.querySelector(".plot");
       this.list = this.figure.querySelector(".readout");
       this.curves = curvesOf(panel);
-      this.raw = this.curves.map(({ run, name }) => aligned(this.axis, run, name, panel.marks));
       this.whole = !panel.clips;
       this.clip = document.createElement("button");
       this.clip.type = "button";
@@ -186,28 +257,46 @@
       this.clip.addEventListener("click", () => { this.whole = !this.whole; this.update(); });
       this.figure.querySelector("figcaption").append(this.clip);
       this.#readout();
+      this.load();
+    }
+
+    // the columns on the x axis that is shown now
+    load() {
+      if (this.plot) {
+        this.axis.sync.unsub(this.plot);
+        this.plot.destroy();
+        this.plot = undefined;
+      }
+      this.axis = axisOf(this.panel);
+      this.raw = this.curves.map(({ run, name }) => aligned(this.axis, run, name, this.panel.marks));
       this.build();
+    }
+
+    // a logarithm has a place for what is above zero alone
+    get log() {
+      return logarithmic && this.panel.log && this.raw.some((column) => column.some((value) => value > 0));
     }
 
     // a schedule has no noise to be smoothed away
     get weight() { return this.panel.noisy ? weight : 0; }
 
     data() {
+      const positive = (column) => (this.log ? column.map((value) => (value > 0 ? value : undefined)) : column);
       const smooth = this.raw.map((column) => (this.weight ? smoothed(column, this.weight) : []));
-      return [this.axis.steps, ...this.raw, ...smooth];
+      return [this.axis.steps, ...this.raw.map(positive), ...smooth.map(positive)];
     }
 
     // the scale without a few spikes, and a button that says what is beyond it
     #fit() {
       const visible = this.raw.filter((_, c) => !hidden.has(this.curves[c].r));
-      const limit = this.panel.clips ? ceiling(visible) : null;
+      const limit = this.panel.clips && !this.log ? ceiling(visible) : null;
       this.top = this.whole ? null : limit;
       this.clip.hidden = limit === null;
       if (limit === null) return;
       let most = -Infinity, at = 0;
       visible.forEach((column) => column.forEach((value, i) => { if (value > most) { most = value; at = i; } }));
       this.clip.textContent = this.whole ? "leave spikes out"
-        : `up to ${shown(most)} at step ${grouped.format(this.axis.steps[at])}: show`;
+        : `up to ${shown(most)} at ${named[mode].at(this.axis.steps[at])}: show`;
     }
 
     // how many visible curves a curve would hide
@@ -245,7 +334,12 @@
       const style = (curve, c, over) => ({ ...this.#style(curve, over), dash: dash(curve, c) });
       const range = span(panel.floor);
       const top = this.top;
-      const scale = top === null ? range : (u, low) => [range(u, low, top)[0], top];
+      let scale = top === null ? range : (u, low) => [range(u, low, top)[0], top];
+      if (this.log) scale = (u, low, high) => (low > 0 ? [low / 1.15, high * 1.15] : [0.1, 1]);
+      const spread = this.log ? { distr: 3, range: scale } : { range: scale };
+      const heights = this.log ? { splits: decades, filter: (u, splits) => splits } : {};
+      const words = named[mode];
+      const steps = mode === "time" ? { incrs: CLOCK_STEPS } : {};
       const axis = (extra) => ({
         stroke: () => colour("--soft"), font: "11px system-ui, sans-serif",
         grid: { stroke: () => colour("--grid"), width: 1 }, ticks: { show: false }, ...extra,
@@ -255,15 +349,15 @@
         legend: { show: false },
         scales: {
           x: { time: false },
-          y: { range: scale },
+          y: spread,
         },
         axes: [
           axis({
-            size: 26, gap: 4, space: 60, label: "optimizer step", labelSize: 16, labelGap: 0,
-            labelFont: "11px system-ui, sans-serif",
-            values: (u, splits) => splits.map((s) => (s === null || s % 1 ? "" : grouped.format(s))),
+            size: 26, gap: 4, space: 60, label: words.label, labelSize: 16, labelGap: 0,
+            labelFont: "11px system-ui, sans-serif", ...steps,
+            values: (u, splits) => splits.map((s) => (s === null ? "" : words.tick(s))),
           }),
-          axis({ size: AXIS, gap: 6, space: 32, values: ticks }),
+          axis({ size: AXIS, gap: 6, space: 32, values: this.log ? logTicks : ticks, ...heights }),
         ],
         series: [{}, ...curves.map((c, i) => style(c, i, false)), ...curves.map((c, i) => style(c, i, true))],
         cursor: {
@@ -325,11 +419,11 @@
         const column = this.raw[i];
         let at = on ? plot.cursor.idxs[i + 1] : column.findLastIndex((v) => v !== undefined && v !== null);
         const value = at === null || at < 0 ? undefined : column[at];
-        const bad = on && this.panel.marks && run.nonfinite.includes(this.axis.steps[plot.cursor.idx]);
+        const bad = on && this.panel.marks && broken(run).includes(this.axis.steps[plot.cursor.idx]);
         this.values[i].textContent = bad || value === null ? "not finite" : value === undefined ? "–" : shown(value);
         this.values[i].classList.toggle("bad", bad);
       });
-      byId("at").textContent = on ? `step ${grouped.format(this.axis.steps[plot.cursor.idx])}` : "last step";
+      byId("at").textContent = on ? named[mode].at(this.axis.steps[plot.cursor.idx]) : "last step";
     }
 
   }
@@ -369,6 +463,42 @@
   const longest = Math.max(...runs.map((run) => run.steps.length));
   smooth(longest > 3000 ? 0.98 : longest > 600 ? 0.9 : 0);
   byId("reset").addEventListener("click", reset);
+  byId("log-y").addEventListener("click", (event) => {
+    logarithmic = !logarithmic;
+    event.currentTarget.setAttribute("aria-pressed", String(logarithmic));
+    charts.forEach((chart) => chart.update());
+  });
+  // what no run knows is no choice
+  [...byId("x-axis").options].forEach((option) => {
+    if (!runs.some((run) => places[option.value](run))) option.remove();
+  });
+  byId("x-axis").addEventListener("change", (event) => {
+    mode = event.target.value;
+    charts.forEach((chart) => { chart.load(); chart.update(); });
+  });
+
+  // ---- all curves as a file: a row a step of each run
+  const quoted = (value) => {
+    const text = String(value ?? "");
+    // a spreadsheet must not take a name for a formula
+    const plain = typeof value === "string" && /^[=+\-@\t]/.test(text) ? `'${text}` : text;
+    return /[",\r\n]/.test(plain) ? `"${plain.replaceAll('"', '""')}"` : plain;
+  };
+  const table = () => {
+    const names = [...new Set(runs.flatMap((run) => Object.keys(run.columns)))];
+    const lines = [["run", "step", ...names]];
+    runs.forEach((run) => run.steps.forEach((step, i) => {
+      lines.push([run.name, step, ...names.map((name) => run.columns[name]?.[i])]);
+    }));
+    return lines.map((line) => `${line.map(quoted).join(",")}\r\n`).join("");
+  };
+  byId("csv").addEventListener("click", (event) => {
+    // made when it is wanted: it is as large as all curves
+    const link = event.currentTarget;
+    link.href = URL.createObjectURL(new Blob([table()], { type: "text/csv" }));
+    link.download = `${document.title.replace(/[^\w.-]+/g, "-")}.csv`;
+    setTimeout(() => { URL.revokeObjectURL(link.href); link.href = "#curves"; link.removeAttribute("download"); }, 60000);
+  });
 
   panels.filter((panel) => !panel.folded).forEach(draw);
   each(".more-curves", (more) => {

@@ -13,6 +13,8 @@ _LINES: tuple[Pattern, ...] = (
     ),
     # transformers/trainer.py _finalize_training, through the same callback
     pattern("metrics", r"(?P<pairs>\{'train_runtime': [^{}]*\})", "{'train_runtime': "),
+    # transformers/trainer.py evaluate, through the same callback
+    pattern("evaluated", r"(?P<pairs>\{'eval_(?:\w+_)?loss': [^{}]*\})", "{'eval_"),
     # a mean over the run or an evaluation; the losses of steps are in the dicts of `metrics`
     pattern("mean_nonfinite", r"'(?P<what>train_loss|eval_(?:\w+_)?loss)': '?(?P<value>nan|inf)\b", "_loss': "),
 )

@@ -1,0 +1,324 @@
+"""`launch chat`, `launch merge`, `launch card`: what one does with a model that was trained."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from typer import Argument, Option
+
+from launcher.cli.options import FORMAT, Format, answer, app, found_run, run_names
+from launcher.errors import Exit, LaunchError, not_ready, usage
+from launcher.report import console
+
+if TYPE_CHECKING:
+    from launcher.machine.python import Trainer
+    from launcher.runs.rundir import RunFolder
+    from launcher.trained.chat import Chat, Reply
+    from launcher.trained.model import Base, TrainedModel
+
+MODEL = Argument(
+    ...,
+    metavar="RUN|FOLDER",
+    help="a run (`launch runs`), the beginning of its name, `last`, or the folder of a model",
+    show_default=False,
+    autocompletion=run_names,
+)
+PYTHON = Option(
+    None,
+    "--python",
+    metavar="PATH",
+    help="Python with the trainer's packages",
+    show_default="LAUNCH_PYTHON, the one that trained it, this one",
+)
+DEVICES = Option(None, "--devices", metavar="0,1", help="use these GPUs", show_default="all that are visible")
+CPU = Option(False, "--cpu", help="use no GPU")
+_BEGIN_ANEW = "/new"
+_HINT = f"an empty line does nothing; {_BEGIN_ANEW} begins a new conversation, Ctrl-C ends an answer, Ctrl-D the chat"
+
+
+def found_model(target: str, base: Base | None = None) -> TrainedModel:
+    """The model of a folder, of a run, or of the last run of a pipeline; `base` counts instead of what records say.
+
+    Raises UsageError where there is no such run, NotReady where it has no final model.
+    """
+    from launcher.runs import rundir
+    from launcher.trained import model
+
+    folder = Path(target)
+    if folder.is_dir() and not rundir.is_run(folder):
+        lying = model.of_folder(folder, base)
+        if lying is not None:
+            return lying
+        run = model.writer_of(folder)
+        if run is not None:
+            return model.of_run(run, base)
+    campaign = rundir.campaign(target)
+    if campaign is not None:
+        return model.of_run(_last_of(campaign.path), base)
+    if folder.is_dir() and not rundir.is_run(folder):
+        message = f"{target} holds no model: no config.json, no adapter_config.json"
+        raise not_ready("no-final-model", message, "launch runs lists runs; give a run or the folder of its model")
+    return model.of_run(found_run(target, "run or folder"), base)
+
+
+def _last_of(campaign: Path) -> RunFolder:
+    """The last run of a pipeline. Raises NotReady for others: trials of bench, ladder and tune leave no model."""
+    from launcher.runs import rundir
+
+    if not (campaign / rundir.PIPELINE_RECORD).is_file():
+        message = f"{campaign.name} is no run: trials of bench, ladder and tune leave no model"
+        raise not_ready("no-final-model", message, "launch runs lists the others", file=str(campaign))
+    members = rundir.members(campaign)
+    if not members:
+        raise not_ready("no-final-model", f"no stage of {campaign.name} has begun", file=str(campaign))
+    return members[-1]
+
+
+@app.command(epilog='Example: launch chat last --base --prompt "What is a list?"')
+def chat(
+    target: str = MODEL,
+    prompts: list[str] | None = Option(
+        None, "--prompt", "-p", metavar="TEXT", help="ask this instead (repeatable: turns of one conversation)"
+    ),
+    base: bool = Option(False, "--base", help="let the model that it was trained from answer too"),
+    system: str | None = Option(None, "--system", metavar="TEXT", help="system message"),
+    temperature: float = Option(0.7, "--temperature", min=0, metavar="X", help="0 always takes the likeliest token"),
+    max_new_tokens: int = Option(512, "--max-new-tokens", min=1, metavar="N", help="longest answer, in tokens"),
+    seed: int = Option(0, "--seed", metavar="N", help="seed of the draws"),
+    devices: str | None = DEVICES,
+    cpu: bool = CPU,
+    python: Path | None = PYTHON,
+    format: Format = FORMAT,
+) -> Exit:
+    """Talk to the model of a run, in its chat template.
+
+    Without a terminal, the prompt is read from stdin.
+    """
+    from launcher.trained import chat, worker
+
+    if cpu and devices is not None:
+        raise usage("useless-option", "--devices has no effect with --cpu")
+    given = _given_prompts(prompts, format)
+    model = found_model(target)
+    if base and model.base is None:
+        message = f"it is unknown which model {model.path} was trained from: no run's record names it"
+        raise not_ready("no-base-model", message, "leave out --base", file=str(model.path))
+    trainer = _trainer(model, python, chat.needs(model))
+    sampling = chat.Sampling(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
+    environ = worker.environment(os.environ, devices=devices, cpu=cpu)
+    console.aside(f"loading {model.path}" + (f" and {model.base.name}" if base and model.base else ""))
+    with _terminated(), chat.open_worker(model, trainer, environ, beside=base) as process:
+        talk = chat.Chat(process, process.wait_for("loaded"), sampling, system)
+        if not talk.has_template:
+            console.aside("the tokenizer has no chat template: a prompt is continued as plain text")
+        if given is None:
+            _converse(talk, beside=base)
+            return Exit.OK
+        if format == "json":
+            turns = chat.answer_all(talk, given, beside=base)
+            data = {
+                "model": str(model.path),
+                "base": model.base.as_json() if model.base else None,
+                "adapter": model.is_adapter,
+                "device": talk.device,
+                "dtype": talk.dtype,
+                "chat_template": talk.has_template,
+                "turns": [turn.as_json() for turn in turns],
+            }
+            return answer("chat", format, data, ())
+        for prompt in given:
+            _show_turn(talk, prompt, beside=base)
+    return Exit.OK
+
+
+def _given_prompts(prompts: Sequence[str] | None, format: Format) -> list[str] | None:
+    """What to ask; None where somebody at a terminal is going to say. Raises UsageError where it is empty."""
+    if prompts is None and sys.stdin.isatty():
+        if format == "json":
+            raise usage("no-prompt", "--format json needs a prompt", "--prompt TEXT, or text on stdin")
+        return None
+    if prompts is None:
+        prompts = [sys.stdin.read()]
+    given = [prompt.strip() for prompt in prompts]
+    if not all(given):
+        raise usage("no-prompt", "the prompt is empty", "--prompt TEXT, or text on stdin")
+    return given
+
+
+def _show_turn(talk: Chat, prompt: str, *, beside: bool) -> None:
+    from launcher.trained import chat
+
+    if beside:
+        console.say("base:")
+        _show_answer(talk, prompt, chat.BASE)
+        console.say("trained:")
+    _show_answer(talk, prompt, chat.MODEL)
+
+
+def _show_answer(talk: Chat, prompt: str, who: str) -> None:
+    result = talk.ask(prompt, who, console.raw)
+    console.say("")
+    if result.ended != "stop":
+        console.aside(_why_it_ended(result))
+
+
+def _why_it_ended(result: Reply) -> str:
+    if result.ended == "interrupted":
+        return "(interrupted)"
+    return f"(cut off after {result.tokens} tokens: --max-new-tokens N)"
+
+
+def _converse(talk: Chat, *, beside: bool) -> None:
+    """Ask whoever sits at the terminal, until they have had enough."""
+    # lines can be edited, and come back with the arrow keys
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401
+
+    console.aside(_HINT)
+    while True:
+        try:
+            prompt = input("> ").strip()
+        except EOFError:
+            console.say("")
+            return
+        if prompt == _BEGIN_ANEW:
+            talk.begin()
+            console.aside("a new conversation")
+        elif prompt:
+            with _ending_answers(talk):
+                try:
+                    _show_turn(talk, prompt, beside=beside)
+                except LaunchError as error:
+                    if not _goes_on(error):
+                        raise
+                    console.findings(error.findings)
+
+
+def _goes_on(error: LaunchError) -> bool:
+    """Whether only this prompt was refused, and the model still answers others."""
+    return all(one.code in ("template-refuses", "too-long-prompt") for one in error.findings)
+
+
+@contextlib.contextmanager
+def _ending_answers(talk: Chat) -> Iterator[None]:
+    """The first Ctrl-C ends the answer, a second one the command."""
+    from launcher.machine import process
+
+    pressed: list[int] = []
+
+    def end(number: int, frame: FrameType | None) -> None:
+        pressed.append(number)
+        if len(pressed) > 1:
+            raise KeyboardInterrupt
+        talk.interrupt()
+
+    with process.handling({signal.SIGINT: end}):
+        yield
+
+
+@contextlib.contextmanager
+def _terminated() -> Iterator[None]:
+    """TERM ends this command as INT does: nothing is left behind."""
+    from launcher.machine import process
+
+    with process.handling({signal.SIGTERM: signal.default_int_handler}):
+        yield
+
+
+def _trainer(model: TrainedModel, named: Path | None, needs: tuple[str, ...]) -> Trainer:
+    from launcher.trained.model import trainer_of
+
+    return trainer_of(model, named, needs)
+
+
+@app.command(epilog="Example: launch merge last --output output/my_sft-merged")
+def merge(
+    target: str = MODEL,
+    output: Path | None = Option(
+        None, "--output", "-o", metavar="DIR", help="a new folder", show_default="ADAPTER-merged, beside it"
+    ),
+    base: str | None = Option(
+        None, "--base", metavar="MODEL", help="merge into this model", show_default="the one it was trained on"
+    ),
+    devices: str | None = DEVICES,
+    cpu: bool = CPU,
+    python: Path | None = PYTHON,
+    format: Format = FORMAT,
+) -> Exit:
+    """Merge an adapter into its base model, and check the result.
+
+    What is saved loads without peft. Its logits are compared before the folder gets its name.
+    """
+    from launcher.trained import merge, worker
+    from launcher.trained.chat import NEEDS_OF_ADAPTERS
+    from launcher.trained.model import Base
+
+    if cpu and devices is not None:
+        raise usage("useless-option", "--devices has no effect with --cpu")
+    model = found_model(target, None if base is None else Base(name=base))
+    merge.require_mergeable(model)
+    place = output or merge.usual_output(model)
+    merge.require_free(place)
+    trainer = _trainer(model, python, NEEDS_OF_ADAPTERS)
+    environ = worker.environment(os.environ, devices=devices, cpu=cpu)
+
+    def say(text: str) -> None:
+        if format == "text":
+            console.aside(text)
+
+    with _terminated():
+        merged = merge.merge(model, trainer, place, environ, say)
+    lines = [*merged.lines(), f"launch chat {merged.output}"]
+    return answer("merge", format, merged.as_json(), lines, merged.findings)
+
+
+@app.command(epilog="Example: launch card last --output card.md")
+def card(
+    target: str = MODEL,
+    output: Path | None = Option(
+        None,
+        "--output",
+        "-o",
+        metavar="FILE",
+        help="write it here, - to stdout",
+        show_default="README.md of the model",
+    ),
+    replace: bool = Option(False, "--replace", help="move another README.md to README.before.md first"),
+    format: Format = FORMAT,
+) -> Exit:
+    """Write a model card out of the record of a run.
+
+    Base model and licence, data, arguments, verdict, losses, versions. A README.md of somebody else is kept.
+    """
+    from launcher import files
+    from launcher.trained import card, next_steps
+
+    if output is not None and replace:
+        raise usage("useless-option", "--replace has no effect with --output")
+    model = found_model(target)
+    text = card.made_of(model)
+    if output is not None and str(output) == "-":
+        return answer("card", format, {"card": text, "path": None}, [text.rstrip()])
+    if output is not None:
+        try:
+            files.write_text(output, text)
+        except OSError as error:
+            message = f"cannot be written: {error.strerror or error}"
+            raise not_ready("unwritable-file", message, file=str(output)) from None
+        return answer("card", format, {"card": text, "path": str(output)}, [f"card: {output}"])
+    written = card.write(model, text, replace=replace)
+    lines = [f"card: {written.path}"]
+    if written.kept is not None:
+        lines.insert(0, f"the one before: {written.kept}")
+    if written.replaced is not None:
+        lines.insert(0, f"replaced {written.replaced}")
+    lines.append(next_steps.of_model(model).push.partition(" && ")[2])
+    kept = None if written.kept is None else str(written.kept)
+    return answer("card", format, {"card": text, "path": str(written.path), "kept": kept}, lines)

@@ -1,0 +1,395 @@
+"""The record of a run -> a model card (README.md): base, data, recipe, verdict, loss, versions."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from launcher import files
+from launcher.artifacts import model_config
+from launcher.config.keys import PAIRED
+from launcher.errors import NotReady, not_ready
+from launcher.machine import python
+from launcher.paths import is_dir
+from launcher.redaction import redact
+from launcher.report import series
+from launcher.report.html import figure
+from launcher.report.progress import clock
+from launcher.report.series import Run
+from launcher.runs.record import listed, mapping
+from launcher.trained.model import Base, TrainedModel, of_folder
+from launcher.upstream.schema import source_name
+from launcher.verdict import summary
+
+NAME = "README.md"
+ASIDE = "README.before.md"
+_MARK = re.compile(r"<!-- launch card ([0-9a-f]{64}): what is edited here is kept -->\n")
+_FRONT_MATTER = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
+_LONGEST_CARD = 2**20
+_LONGEST_LINEAGE = 10
+_FIELDS_OF_FORM = 20
+_LOSSES = 11
+"""Steps of the table of losses, the first and the last among them."""
+_PLACES = frozenset("output_dir logging_dir run_name hub_token hub_model_id cache_dir local_cache_dir".split())
+"""Arguments that tell where a run wrote, not what it trained."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """A card that was written; `kept` is where the one before was moved to, `replaced` what was written over."""
+
+    path: Path
+    kept: Path | None = None
+    replaced: str | None = None
+
+
+def made_of(model: TrainedModel) -> str:
+    """The card of a model, out of the record of the run that wrote it. Raises NotReady where there is no record."""
+    if model.run is None:
+        message = f"no run's record names {model.path}: there is nothing to write a card of"
+        raise not_ready("no-such-run", message, "launch runs lists the runs that are known here")
+    run = series.read(model.run.path)
+    lineage = list(_lineage(model))
+    text = "\n\n".join(part for part in _parts(model, run, lineage) if part) + "\n"
+    text = redact(text)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return f"{_head(model, run, lineage)}<!-- launch card {digest}: what is edited here is kept -->\n{text}"
+
+
+def write(model: TrainedModel, text: str, *, replace: bool) -> Written:
+    """Write a card beside the model; with `replace` another one is moved aside first. An empty form is written over.
+
+    Raises NotReady where a README.md lies there that launch did not write, or that was edited, or that cannot be
+    written.
+    """
+    path = model.path / NAME
+    kept: Path | None = None
+    replaced: str | None = None
+    try:
+        if _is_form(path):
+            replaced = "the empty form that peft wrote"
+        elif is_foreign(path):
+            if not replace:
+                raise _exists(path)
+            kept = path.with_name(ASIDE)
+            if os.path.lexists(kept):
+                raise _exists(kept)
+            os.rename(path, kept)
+        files.write_text(path, text)
+    except OSError as error:
+        message = f"cannot be written: {error.strerror or error}"
+        raise not_ready("unwritable-file", message, file=str(path)) from None
+    return Written(path=path, kept=kept, replaced=replaced)
+
+
+def is_foreign(path: Path) -> bool:
+    """Whether a card lies there that holds words of somebody else."""
+    return os.path.lexists(path) and not _is_own(path) and not _is_form(path)
+
+
+def _is_form(path: Path) -> bool:
+    """Whether a file is the form that peft writes beside an adapter, which nobody has filled in
+    (peft/peft_model.py, create_or_update_model_card)."""
+    text = _text_of(path)
+    return "# Model Card for Model ID" in text and text.count("[More Information Needed]") >= _FIELDS_OF_FORM
+
+
+def _exists(path: Path) -> NotReady:
+    message = f"{path} is there already, {_author(path)}"
+    help = f"--replace moves it to {ASIDE}, --output FILE writes the card elsewhere"
+    return not_ready("card-exists", message, help)
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return files.read_bytes(path, _LONGEST_CARD).decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def _is_own(path: Path) -> bool:
+    """Whether a file is a card that launch wrote, and that nobody edited since."""
+    text = _text_of(path)
+    mark = _MARK.search(text)
+    return mark is not None and hashlib.sha256(text[mark.end() :].encode()).hexdigest() == mark[1]
+
+
+def _author(path: Path) -> str:
+    text = _text_of(path)
+    if _MARK.search(text):
+        return "and was edited since launch wrote it"
+    if "This model was trained with" in text and "TRL" in text:
+        return "written by TRL"
+    return "and launch did not write it"
+
+
+def _lineage(model: TrainedModel) -> Iterator[Base]:
+    """The models that this one came from, the nearest first: a base that is itself the result of a run has one."""
+    base = model.base
+    for _ in range(_LONGEST_LINEAGE):
+        if base is None:
+            return
+        yield base
+        base = _base_of(base)
+
+
+def _base_of(base: Base) -> Base | None:
+    """What a model that lies here came from, as far as the record of its run tells."""
+    if not base.is_folder:
+        return None
+    before = of_folder(Path(base.name))
+    if before is None:
+        return None
+    return before.base
+
+
+def _public(lineage: Sequence[Base]) -> Base | None:
+    """The first of them that has a name on the hub."""
+    for base in lineage:
+        if not base.is_folder and model_config.is_hub_name(base.name):
+            return base
+    return None
+
+
+def _license(lineage: Sequence[Base]) -> dict[str, str]:
+    """What the nearest base says of its licence in its own card, as far as that is here."""
+    for base in lineage:
+        folder: Path | None = Path(base.name)
+        if not base.is_folder:
+            folder = model_config.snapshot(base.name, os.environ, base.revision)
+        if folder is None:
+            continue
+        metadata = _metadata(folder / NAME)
+        names = ("license", "license_name", "license_link")
+        kept = {name: str(metadata[name]) for name in names if isinstance(metadata.get(name), str)}
+        if "license" in kept:
+            return kept
+    return {}
+
+
+def _metadata(path: Path) -> Mapping[str, Any]:
+    """The front matter of a card; empty where there is none."""
+    match = _FRONT_MATTER.match(_text_of(path))
+    if match is None:
+        return {}
+    try:
+        content = yaml.safe_load(match[1])
+    except yaml.YAMLError:
+        return {}
+    return mapping(content)
+
+
+def _head(model: TrainedModel, run: Run, lineage: Sequence[Base]) -> str:
+    """The front matter that the hub reads."""
+    public = _public(lineage)
+    relation = "finetune"
+    library = "transformers"
+    tags = [str(run.stage), _backend(run)]
+    if model.is_adapter:
+        relation = "adapter"
+        library = "peft"
+        tags.append("lora")
+    content: dict[str, Any] = {}
+    if public is not None:
+        content["base_model"] = public.name
+        content["base_model_relation"] = relation
+    datasets = [name for name in _data_names(run) if not is_dir(name) and model_config.is_hub_name(name)]
+    if datasets:
+        content["datasets"] = datasets
+    content["library_name"] = library
+    content |= _license(lineage)
+    content["pipeline_tag"] = "text-generation"
+    content["tags"] = [*tags, "launch"]
+    dumped = yaml.safe_dump(redact(content), sort_keys=False, allow_unicode=True, width=100)
+    return f"---\n{dumped}---\n"
+
+
+def _backend(run: Run) -> str:
+    return str(run.manifest.get("backend") or "").replace("_", "-")
+
+
+def _data_names(run: Run) -> list[str]:
+    """The data sets that the run read, each once."""
+    records = [mapping(record) for record in listed(run.manifest.get("contents"))]
+    return list(dict.fromkeys(str(record.get("name")) for record in records if record.get("role") == "data"))
+
+
+def _parts(model: TrainedModel, run: Run, lineage: Sequence[Base]) -> Iterator[str]:
+    yield f"# {model.path.name}"
+    yield _introduction(model, run, lineage)
+    yield _verdict(run)
+    yield _training(run)
+    yield _losses(run)
+    yield _arguments(run)
+    yield _data(run)
+    yield _versions(run)
+
+
+def _introduction(model: TrainedModel, run: Run, lineage: Sequence[Base]) -> str:
+    kind = "A model"
+    if model.is_adapter:
+        kind = "An adapter"
+    stage = (run.stage or "training").upper()
+    names = [_link(base) for base in lineage]
+    origin = ""
+    if names:
+        origin = f" of {names[0]}"
+    source = mapping(run.manifest.get("upstream"))
+    trainer = source_name(str(source.get("backend") or ""), str(source.get("version") or ""))
+    text = f"{kind} from {stage}{origin}, trained with {trainer}, started and checked by launch."
+    if len(names) > 1:
+        text += f" {names[0]} itself was trained from {', which came from '.join(names[1:])}."
+    if not _license(lineage):
+        text += " The licence of the base model is not known here: add it before you publish this."
+    return text
+
+
+def _link(base: Base) -> str:
+    if base.is_folder or not model_config.is_hub_name(base.name):
+        return f"`{Path(base.name).name}`"
+    link = f"[{base.name}](https://huggingface.co/{base.name})"
+    if base.revision:
+        link += f" at `{base.revision}`"
+    return link
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(_cell(value) for value in line)} |" for line in lines)
+
+
+def _cell(value: object) -> str:
+    return " ".join(str(value).split()).replace("|", "\\|")
+
+
+def _verdict(run: Run) -> str:
+    status = run.verdict.get("status")
+    if not status:
+        return ""
+    rows = []
+    for point in summary.failed_first(run.verdict):
+        expected = point.get("expected")
+        words = {True: "ok", False: "**failed**", None: "unproven"}
+        rows.append([point.get("name"), point.get("state"), expected or "", words[point.get("ok")]])
+    text = f"## Verdict: {status}\n\nWhat was proved of the run while it trained, and afterwards."
+    return f"{text}\n\n{_table(('point', 'state', 'expected', ''), rows)}"
+
+
+def _training(run: Run) -> str:
+    measured = series.measured(run)
+    planned = series.planned(run)
+    plan = mapping(run.manifest.get("plan"))
+    machine = mapping(run.manifest.get("machine"))
+    tokens = [value for value in run.series.columns.get("tokens", ()) if value is not None]
+    rows: list[tuple[str, object]] = []
+
+    def add(name: str, value: float | None, unit: str = "") -> None:
+        if value is not None:
+            rows.append((name, f"{figure(value)}{unit}"))
+
+    add("optimizer steps", measured["steps"])
+    add("rows a step", planned["rows_per_step"] or measured["rows_per_step"])
+    add("tokens", sum(tokens) or None)
+    add("tokens/s", measured["tokens_per_second"])
+    add("peak memory", measured["peak_gib"], " GiB a GPU")
+    if measured["hours"] is not None:
+        rows.append(("time", clock(round(measured["hours"] * 3600))))
+    if plan.get("gpus") is not None:
+        rows.append(("GPUs", _gpus(plan["gpus"], listed(machine.get("gpus")))))
+    if (plan.get("nodes") or 1) > 1:
+        rows.append(("nodes", plan["nodes"]))
+    if run.manifest.get("deepspeed"):
+        rows.append(("DeepSpeed", "yes"))
+    return _part("Training", ("", ""), rows)
+
+
+def _part(title: str, head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A part of the card with one table; empty without rows."""
+    if not rows:
+        return ""
+    return f"## {title}\n\n{_table(head, rows)}"
+
+
+def _gpus(count: object, cards: Sequence[object]) -> str:
+    if not count:
+        return "none, the CPU"
+    if not cards:
+        return str(count)
+    return f"{count} x {cards[0]}"
+
+
+def _losses(run: Run) -> str:
+    """Losses at some steps, evenly apart, and every validation loss near them."""
+    columns = run.series.columns
+    losses = columns.get("loss", ())
+    places = [number for number, value in enumerate(losses) if value is not None]
+    if not places:
+        return ""
+    last = len(places) - 1
+    count = min(_LOSSES, len(places))
+    chosen = sorted({places[round(last * nth / max(1, count - 1))] for nth in range(count)})
+    names = {"loss": "loss", "eval_loss": "validation loss"}
+    if run.stage in PAIRED:
+        names |= {"rewards/margins": "reward margin", "rewards/accuracies": "reward accuracy"}
+    present = [name for name in names if series.any_number(columns.get(name, ()))]
+    rows = []
+    for number in chosen:
+        row: list[object] = [run.series.steps[number]]
+        row += [_value_up_to(columns[name], number) for name in present]
+        rows.append(row)
+    return _part("Loss", ["step", *(names[name] for name in present)], rows)
+
+
+def _value_up_to(column: Sequence[float | None], number: int) -> str:
+    """The last value of a column up to this row."""
+    for earlier in range(number, -1, -1):
+        value = column[earlier]
+        if value is not None:
+            return figure(value)
+    return ""
+
+
+def _arguments(run: Run) -> str:
+    """The arguments that somebody set; places on the disk of the machine are left out."""
+    rows = []
+    for name, item in run.arguments.items():
+        origin = str(item.get("origin", ""))
+        if origin.startswith("default: ") or name in _PLACES:
+            continue
+        rows.append([f"`{name}`", f"`{_without_places(item.get('value'))}`"])
+    return _part("Arguments", ("argument", "value"), rows)
+
+
+def _without_places(value: object) -> object:
+    """A value without the folders of this machine that its absolute paths name."""
+    if isinstance(value, str) and value.startswith(("/", "~")):
+        return Path(value).name
+    if isinstance(value, list):
+        return [_without_places(item) for item in value]
+    return value
+
+
+def _data(run: Run) -> str:
+    rows = []
+    for record in map(mapping, listed(run.manifest.get("contents"))):
+        if record.get("role") == "data":
+            name = _without_places(str(record.get("name")))
+            digest = str(record.get("digest") or "unknown")
+            rows.append([f"`{name}`", f"`{digest[:16]}`"])
+    return _part("Data", ("data set", "sha256 (first 16 digits)"), rows)
+
+
+def _versions(run: Run) -> str:
+    source = mapping(run.manifest.get("upstream"))
+    packages = mapping(mapping(run.manifest.get("trainer")).get("packages"))
+    rows: list[list[object]] = [["launch", run.manifest.get("launch_commit") or "unknown"]]
+    rows.append([source.get("backend"), source.get("version")])
+    rows += [[name, packages[name]] for name in python.DECISIVE if name in packages]
+    return _part("Versions", ("", ""), rows)

@@ -1,0 +1,287 @@
+"""A run, or a folder -> `TrainedModel`: where its final model lies, and what it was trained from."""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher import files
+from launcher.artifacts import checkpoints, model_config, model_files
+from launcher.artifacts.checkpoints import Checkpoint
+from launcher.errors import NotReady, not_ready
+from launcher.machine import python
+from launcher.machine.python import Trainer
+from launcher.paths import canonical, exists, is_dir, is_file
+from launcher.runs import attempt, outputs, rundir
+from launcher.runs.record import Manifest
+from launcher.runs.rundir import RunFolder
+from launcher.upstream.trainers import BACKENDS
+from launcher.verdict import judge, summary
+
+_QUANTISED = ("load_in_4bit", "load_in_8bit", "use_qlora")
+"""Arguments of the trainers that load a base in 4 or 8 bits."""
+_SHOWN = 5
+"""Checkpoints that an error names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Base:
+    """The model that training started from: a folder, or a name of the hub, which may have a revision."""
+
+    name: str
+    revision: str | None = None
+
+    @property
+    def is_folder(self) -> bool:
+        return is_dir(self.name)
+
+    def as_json(self) -> dict[str, object]:
+        return {"name": self.name, "revision": self.revision}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedModel:
+    """A model that can be loaded. `run` is the run that wrote it, None where no record names its folder.
+
+    `quantised` is whether the base was loaded in 4 or 8 bits for training, `trusts_code` whether training ran code of
+    the model's repository.
+    """
+
+    path: Path
+    is_adapter: bool
+    base: Base | None
+    run: RunFolder | None = None
+    quantised: bool = False
+    trusts_code: bool = False
+
+    @property
+    def name(self) -> str:
+        """What commands call it: its run, else its folder."""
+        if self.run is None:
+            return shown(self.path)
+        return self.run.path.name
+
+    def as_json(self) -> dict[str, object]:
+        """Its description for the code under the trainer's Python."""
+        return {
+            "path": str(self.path),
+            "is_adapter": self.is_adapter,
+            "base": None if self.base is None else self.base.as_json(),
+            "has_tokenizer": model_files.has_tokenizer(self.path),
+            "trusts_code": self.trusts_code,
+        }
+
+
+def of_folder(folder: Path, base: Base | None = None) -> TrainedModel | None:
+    """The model that lies in a folder; None where none does. `base` counts instead of what records say.
+
+    Raises NotReady where it is damaged, or the base of an adapter is not known or not here.
+    """
+    if not _has_config(folder):
+        return None
+    path = Path(os.path.abspath(folder))
+    run = writer_of(path)
+    return _described(path, run, base)
+
+
+def of_run(run: RunFolder, base: Base | None = None) -> TrainedModel:
+    """The final model of a run. Raises NotReady where there is none yet: which checkpoints exist, what to type."""
+    manifest = rundir.read_manifest(run)
+    output = output_of(manifest)
+    if output is None:
+        message = f"the record of {run.path.name} names no output folder"
+        raise not_ready("no-final-model", message, "give the model's folder instead", file=str(run.manifest))
+    why = why_unfinished(run)
+    if why is not None:
+        raise _no_final_model(run, manifest, output, why)
+    folder = final_folder(manifest, output)
+    if not _has_config(folder):
+        raise _no_final_model(run, manifest, output, f"{folder} holds no model any more")
+    return _described(folder, run, base)
+
+
+def _described(path: Path, run: RunFolder | None, base: Base | None) -> TrainedModel:
+    fault = checkpoints.model_fault(path)
+    if fault is not None:
+        raise not_ready("damaged-model", f"the model cannot be loaded: {fault}", file=str(path))
+    is_adapter = model_files.is_adapter(path)
+    manifest = Manifest()
+    if run is not None:
+        manifest = rundir.read_manifest(run)
+    base = base or _recorded_base(manifest)
+    if base is None and is_adapter:
+        name = model_files.adapter_base(path)
+        if name is not None:
+            base = Base(name=name)
+    if is_adapter and base is None:
+        message = "neither a run's record nor the adapter's config names its base model"
+        raise not_ready("no-base-model", message, "set base_model_name_or_path in its config", file=str(path))
+    if is_adapter and base is not None and model_config.is_path(base.name) and not base.is_folder:
+        message = f"the base model {base.name} is not here"
+        help = f"start this where that path begins, or change base_model_name_or_path in {model_files.ADAPTER}"
+        raise not_ready("no-base-model", message, help, file=str(path))
+    return TrainedModel(
+        path=path,
+        is_adapter=is_adapter,
+        base=base,
+        run=run,
+        quantised=any(manifest.argument(name) is True for name in _QUANTISED),
+        trusts_code=manifest.argument("trust_remote_code") is True and _is_own(run),
+    )
+
+
+def _recorded_base(manifest: Manifest) -> Base | None:
+    """The model that a run started from; a relative name starts where launch was started."""
+    name = manifest.argument("model_name_or_path")
+    if not isinstance(name, str) or not name:
+        return None
+    if manifest.cwd is not None and is_dir(os.path.join(manifest.cwd, name)):
+        return Base(name=os.path.join(manifest.cwd, name))
+    revision = manifest.argument("model_revision")
+    return Base(name=name, revision=revision if isinstance(revision, str) else None)
+
+
+def _has_config(folder: Path) -> bool:
+    return is_file(folder / "config.json") or is_file(folder / model_files.ADAPTER)
+
+
+def output_of(manifest: Manifest) -> Path | None:
+    """The output folder of a run as an absolute path."""
+    if manifest.output is None:
+        return None
+    return Path(os.path.abspath(os.path.join(manifest.cwd or ".", manifest.output)))
+
+
+def final_folder(manifest: Manifest, output: Path) -> Path:
+    """Where a run's final model lies: its output folder, or the folder below that some scripts write."""
+    backend = BACKENDS.get(manifest.backend or "")
+    if backend is None:
+        return output
+    for entry in backend.STAGES.values():
+        folder = output / entry.final_model
+        if entry.final_model and _has_config(folder):
+            return folder
+    return output
+
+
+def writer_of(folder: Path) -> RunFolder | None:
+    """The newest run whose output folder this is, or lies right above it; None where none is known."""
+    place = canonical(folder)
+    places = {str(place), str(place.parent)}
+    runs = [Path(run) for run, output in outputs.recorded().items() if output in places]
+    present = [run for run in runs if rundir.is_run(run)]
+    newest = max(present, key=lambda run: run.name, default=None)
+    if newest is None:
+        return None
+    return RunFolder(newest)
+
+
+def why_unfinished(run: RunFolder) -> str | None:
+    """Why a run has no final model, as far as its verdict tells; None where it came to its end."""
+    verdict = verdict_of(run)
+    finish = finish_of(verdict)
+    if finish.get("state") == "completed":
+        return None
+    if finish.get("state") == "running":
+        last = verdict.get("steps") or 0
+        return f"it is still running, at step {last}"
+    caused = summary.cause(verdict)
+    if caused is None:
+        return "it did not come to its end"
+    return caused.text
+
+
+def finish_of(verdict: Mapping[str, Any]) -> Mapping[str, Any]:
+    for point in summary.points(verdict):
+        if point.get("name") == "finish":
+            return point
+    return {}
+
+
+def verdict_of(run: RunFolder) -> Mapping[str, Any]:
+    """The verdict of a run's last attempt; judged now where nobody has yet."""
+    if rundir.judged(run, max(1, run.attempts())):
+        return files.read_json(run.verdict)
+    return judge.judge(run).verdict.as_json()
+
+
+def _no_final_model(run: RunFolder, manifest: Manifest, output: Path, why: str) -> NotReady:
+    message = f"{run.path.name} has no final model: {why}"
+    help = "; ".join(_instead(manifest, output)) or "launch runs lists the others"
+    return not_ready("no-final-model", message, help, file=str(output))
+
+
+def _instead(manifest: Manifest, output: Path) -> Iterator[str]:
+    """What to do without a final model: load a checkpoint, or continue."""
+    saved: list[Checkpoint] = []
+    if manifest.backend in BACKENDS:
+        saved = checkpoints.find(str(manifest.backend), output)
+    loadable = [one for one in saved if checkpoints.model_fault(one.path) is None]
+    if loadable:
+        names = ", ".join(one.name for one in loadable[-_SHOWN:])
+        yield f"checkpoints that can be loaded: {names}"
+        yield f"launch chat {shown(loadable[-1].path)}"
+    elif saved:
+        names = ", ".join(one.name for one in saved[-_SHOWN:])
+        yield f"its checkpoints hold training states, no model: {names}"
+    else:
+        yield "it has saved no checkpoint"
+    yield "the command that started it continues it"
+
+
+def shown(path: Path) -> str:
+    """A path as it is typed: relative where it lies below the working directory."""
+    here = Path(os.getcwd())
+    if path.is_relative_to(here):
+        path = path.relative_to(here)
+    return str(path)
+
+
+def trainer_of(model: TrainedModel, named: Path | None, needs: tuple[str, ...]) -> Trainer:
+    """The Python to load a model with: the one that is named, the one that trained it, else launch's choice.
+
+    Raises NotReady where it does not run, or lacks one of the packages `needs`.
+    """
+    trainer = _find_trainer(model, named)
+    lacking = [name for name in needs if name not in trainer.packages]
+    if lacking:
+        message = f"{trainer.python} ({trainer.source}) has no {', '.join(lacking)}"
+        raise not_ready("missing-packages", message, "name the trainer's Python with --python PATH")
+    return trainer
+
+
+def _find_trainer(model: TrainedModel, named: Path | None) -> Trainer:
+    if named is not None or os.environ.get("LAUNCH_PYTHON"):
+        return python.find_trainer(named, None)
+    recorded = _recorded_python(model)
+    if recorded is not None:
+        return python.ask_trainer(recorded, "the Python that trained it")
+    return python.find_trainer(None, None)
+
+
+def _is_own(run: RunFolder | None) -> bool:
+    """Whether nobody but this user can have written the record of a run: what it says may be executed."""
+    if run is None or attempt.writable_by_others(run, parents=False) is not None:
+        return False
+    try:
+        status = run.manifest.lstat()
+    except OSError:
+        return False
+    others = stat.S_IWOTH
+    if not attempt.is_private_group(status.st_gid):
+        others |= stat.S_IWGRP
+    return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & others
+
+
+def _recorded_python(model: TrainedModel) -> Path | None:
+    """The Python that a run's record names; None where it is gone, or where others could have written that."""
+    if model.run is None or not _is_own(model.run):
+        return None
+    recorded = rundir.read_manifest(model.run).value("trainer", "python")
+    if not isinstance(recorded, str) or not exists(Path(recorded)):
+        return None
+    return Path(recorded)

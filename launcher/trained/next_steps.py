@@ -1,0 +1,119 @@
+"""What one does with a model next, as command lines to paste: chat, serve, push, merge."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from launcher import files
+from launcher.artifacts import layout, model_files
+from launcher.errors import LaunchError
+from launcher.runs.rundir import RunFolder
+from launcher.trained import card, merge
+from launcher.trained.model import TrainedModel, of_run, shown
+
+_OWNER = "YOU"
+"""What a command names in the place of the user's own name on the hub."""
+_UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks that vLLM makes room for (vllm/config/lora.py, MaxLoRARanks)."""
+_VLLM_KINDS = ("LORA",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NextSteps:
+    """Command lines about a model. `merge` is None for a whole model."""
+
+    model: str
+    chat: str
+    serve: str
+    push: str
+    merge: str | None = None
+
+    def as_json(self) -> dict[str, str | None]:
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        steps = {"chat": self.chat, "merge": self.merge, "serve": self.serve, "push": self.push}
+        shown = [f"  {name:<6} {command}" for name, command in steps.items() if command is not None]
+        return [f"model: {self.model}", *shown]
+
+
+def of_finished(run: RunFolder) -> NextSteps | None:
+    """The next steps with the final model of a run; None where it has none."""
+    # a damaged folder costs these lines, not the answer that they stand in
+    with contextlib.suppress(LaunchError, OSError):
+        return of_model(of_run(run))
+    return None
+
+
+def of_model(model: TrainedModel) -> NextSteps:
+    target = shlex.quote(model.name)
+    merging: str | None = None
+    if model.is_adapter:
+        merging = f"launch merge {target}"
+    return NextSteps(
+        model=shown(model.path),
+        chat=f"launch chat {target}",
+        merge=merging,
+        serve=_serve(model, target),
+        push=f"{_card(model, target)} && {_upload(model)}",
+    )
+
+
+def _repository(model: TrainedModel) -> str:
+    """What the model could be called on the hub."""
+    name = _UNSAFE.sub("-", model.path.name).strip("-.") or "model"
+    return f"{_OWNER}/{name}"
+
+
+def _card(model: TrainedModel, target: str) -> str:
+    """The command that writes the card; a card of somebody else, such as TRL's, is moved aside."""
+    command = f"launch card {target}"
+    if card.is_foreign(model.path / card.NAME):
+        command += " --replace"
+    return command
+
+
+def _upload(model: TrainedModel) -> str:
+    words = ["hf", "upload", _repository(model), shown(model.path), "."]
+    names = files.names(model.path)
+    # of each kind of folder that holds training states
+    left_out = {re.sub(r"\d+\Z", "*", name) for name in names if layout.is_checkpoint(name)}
+    if card.ASIDE in names or card.is_foreign(model.path / card.NAME):
+        left_out.add(card.ASIDE)
+    for pattern in sorted(left_out):
+        words += ["--exclude", pattern]
+    return shlex.join(words)
+
+
+def _serve(model: TrainedModel, target: str) -> str:
+    if not model.is_adapter or model.base is None:
+        return shlex.join(["vllm", "serve", shown(model.path)])
+    config = files.read_json(model.path / model_files.ADAPTER)
+    rank = _rank(config)
+    if rank is None:
+        merged = shown(merge.usual_output(model))
+        return f"launch merge {target} && {shlex.join(['vllm', 'serve', merged])}"
+    base = model.base.name
+    if model.base.is_folder:
+        base = shown(Path(base))
+    words = ["vllm", "serve", base, "--enable-lora", "--max-lora-rank", str(rank)]
+    return shlex.join([*words, "--lora-modules", f"{model.path.name}={shown(model.path)}"])
+
+
+def _rank(config: Mapping[str, object]) -> int | None:
+    """The rank that vLLM must make room for; None for an adapter that it does not serve (DoRA, whole layers)."""
+    rank = config.get("r")
+    if config.get("peft_type") not in _VLLM_KINDS or not isinstance(rank, int):
+        return None
+    if config.get("use_dora") or config.get("modules_to_save") or config.get("rank_pattern"):
+        return None
+    for size in _RANKS:
+        if rank <= size:
+            return size
+    return None

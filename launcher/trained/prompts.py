@@ -1,0 +1,206 @@
+"""Rows of the data of a run -> prompts with the answers of the data, of a split apart where there is one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from launcher.dataset import mixture, reading, sources
+from launcher.dataset.mixer import LOCAL_SUFFIXES
+from launcher.dataset.reading import BadRow, CannotRead
+from launcher.dataset.sources import Source
+from launcher.dataset.survey import ASSISTANTS
+from launcher.runs.record import Manifest, listed
+
+_ROWS = 2000
+"""Rows of a file to choose from."""
+_LONGEST = 4000
+"""Characters of a prompt; a longer one is passed over."""
+_HELD_BACK = ("test", "validation")
+_ROLES = {"human": "user", **dict.fromkeys(ASSISTANTS, "assistant")}
+
+Messages = list[dict[str, str]]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A conversation that the assistant is to continue, and how the data set does."""
+
+    messages: Messages
+    expected: str
+
+    def as_json(self) -> dict[str, object]:
+        return {"messages": self.messages, "expected": self.expected}
+
+
+@dataclass(frozen=True, slots=True)
+class Prompts:
+    """Some prompts, and in words where they are from. Without any, `missing` says why."""
+
+    origin: str
+    chosen: tuple[Prompt, ...] = ()
+    missing: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _RowFiles:
+    origin: str
+    files: tuple[Path, ...]
+
+
+def choose(manifest: Manifest, count: int) -> Prompts:
+    """So many prompts, evenly from the first rows of the data; relative names start at the working directory."""
+    places = list(_places(manifest))
+    if not places:
+        return Prompts(origin="", missing="the rows of the data set are not in files that launch reads")
+    place = places[0]
+    try:
+        found = [prompt for file in place.files for prompt in islice(_prompts_in(file), _ROWS)]
+    except (CannotRead, OSError) as error:
+        return Prompts(origin=place.origin, missing=str(error))
+    if not found:
+        return Prompts(origin=place.origin, missing="its rows hold no prompt apart from the answer")
+    step = max(1, len(found) // count)
+    return Prompts(origin=place.origin, chosen=tuple(found[::step][:count]))
+
+
+def _places(manifest: Manifest) -> Iterator[_RowFiles]:
+    """The files to choose from, the best first: a split that was not trained on, then what was."""
+    values = {name: manifest.argument(name) for name in manifest.args}
+    name = values.get("dataset_name")
+    trained = str(values.get("dataset_train_split") or "train")
+    config = values.get("dataset_config")
+    if isinstance(name, str) and name and not values.get("datasets"):
+        named = str(values.get("dataset_test_split") or "test")
+        for split in dict.fromkeys((named, *_HELD_BACK)):
+            if split != trained:
+                yield from _of_source(_split(name, split, config), f"the split {split}, which was not trained on")
+        yield from _of_source(_split(name, trained, config), "rows that were trained on")
+        return
+    files = [file for source in _trained_on(values) for file in source.files]
+    if files:
+        yield _RowFiles("rows that were trained on", tuple(files))
+
+
+def _of_source(source: Source | None, origin: str) -> Iterator[_RowFiles]:
+    if source is not None and source.files:
+        yield _RowFiles(origin, source.files)
+
+
+def _split(name: str, split: str, config: Any) -> Source | None:
+    known = sources.split_names(name, config)
+    if known is not None and split not in known:
+        return None
+    if "[" in split or "+" in split:
+        return None
+    try:
+        return sources.of_name(name, split, config, os.environ)
+    except KeyError:
+        # a data set of the hub without that split
+        return None
+
+
+def _trained_on(values: Mapping[str, Any]) -> Iterator[Source]:
+    mixed = mixture.of_values(values, os.environ)
+    if mixed is not None:
+        for one in mixed.sets:
+            for piece in one.pieces:
+                yield piece.source
+        return
+    for key in ("dataset_mixer_list", "mixer_list"):
+        names = [str(word) for word in listed(values.get(key))[::2]]
+        splits = listed(values.get(f"{key}_splits"))
+        split = "train"
+        if len(splits) == 1:
+            split = str(splits[0])
+        for name in names:
+            if name.endswith(LOCAL_SUFFIXES):
+                yield sources.of_file(name)
+            else:
+                yield sources.of_name(name, split, None, os.environ)
+
+
+def _prompts_in(file: Path) -> Iterator[Prompt]:
+    for _, row in islice(reading.read_rows(file), _ROWS):
+        if isinstance(row, BadRow) or not isinstance(row, dict):
+            continue
+        prompt = of_row(row)
+        if prompt is not None and sum(len(message["content"]) for message in prompt.messages) <= _LONGEST:
+            yield prompt
+
+
+def of_row(row: Mapping[str, Any]) -> Prompt | None:
+    """The prompt of a row as the trainers read it; None where it holds none, or more than text."""
+    if row.get("chosen") is not None:
+        return _of_pair(row.get("prompt"), row["chosen"])
+    if row.get("prompt") is not None:
+        return _of_completion(row["prompt"], row.get("completion"))
+    for column in ("messages", "conversations"):
+        messages = _messages(row.get(column))
+        if messages is not None:
+            return _up_to_first_answer(messages)
+    return None
+
+
+def _of_pair(prompt: object, chosen: object) -> Prompt | None:
+    if isinstance(chosen, str):
+        return _of_completion(prompt, chosen)
+    messages = _messages(chosen)
+    if messages is None:
+        return None
+    before = _as_messages(prompt) or []
+    # the answers may repeat their prompt
+    if messages[: len(before)] != before:
+        messages = [*before, *messages]
+    return _prompt(messages[:-1], messages[-1]["content"])
+
+
+def _of_completion(prompt: object, completion: object) -> Prompt | None:
+    messages = _as_messages(prompt)
+    if messages is None:
+        return None
+    answer = _messages(completion)
+    if answer is not None:
+        return _prompt(messages, answer[-1]["content"])
+    if isinstance(completion, str):
+        return _prompt(messages, completion)
+    return _prompt(messages, "")
+
+
+def _up_to_first_answer(messages: Messages) -> Prompt | None:
+    for place, message in enumerate(messages):
+        if message["role"] == "assistant":
+            return _prompt(messages[:place], message["content"])
+    return None
+
+
+def _prompt(messages: Messages, expected: str) -> Prompt | None:
+    if not messages or messages[-1]["role"] != "user":
+        return None
+    return Prompt(messages=messages, expected=expected)
+
+
+def _as_messages(prompt: object) -> Messages | None:
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}] if prompt.strip() else None
+    return _messages(prompt)
+
+
+def _messages(value: object) -> Messages | None:
+    """Messages of text with `role` and `content`; None where they are something else."""
+    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+        return None
+    messages = []
+    for item in value:
+        if not isinstance(item, Mapping):
+            return None
+        role = item.get("role") or item.get("from")
+        content = item.get("content") or item.get("value")
+        if not isinstance(role, str) or not isinstance(content, str):
+            return None
+        messages.append({"role": _ROLES.get(role, role), "content": content})
+    return messages

@@ -77,7 +77,7 @@ def read_yaml(path: Path) -> Document:
 
     Raises InvalidConfig: missing, a directory, empty, binary, not UTF-8, broken, not a mapping.
     """
-    text = _read_text(path)
+    text = read_text(path)
     named = canonical(path).suffix in SUFFIXES
     try:
         document = parse(path, text)
@@ -144,7 +144,7 @@ def _near(path: Path) -> str | None:
     return None if path.is_absolute() else "a relative path starts where launch is started"
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
     try:
         if is_dir(path):
             raise refused(path, "not-a-file", "this is a directory", help="name a file in it")

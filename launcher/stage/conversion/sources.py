@@ -1,0 +1,345 @@
+"""A file that somebody trains with -> `Recipe`s: YAML of six tools, shell scripts, batch scripts of Slurm's."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from launcher.config import document
+from launcher.config.document import Document
+from launcher.config.load import tool_of
+from launcher.errors import InvalidConfig, usage
+from launcher.files import read_bytes
+from launcher.stage.conversion import commands, sbatch, sharding
+from launcher.stage.conversion.commands import Invocation
+from launcher.stage.conversion.settings import Recipe, Setting, from_mapping
+from launcher.stage.shell import interpreter, syntax
+from launcher.stage.shell.expansion import Argument
+from launcher.stage.shell.interpreter import Script
+
+_SHELL_SUFFIXES = frozenset({".sh", ".bash", ".zsh", ".slurm", ".sbatch", ".sub", ".job", ".cmd"})
+_YAML_SUFFIXES = frozenset({".yaml", ".yml", ".json"})
+_MOST_BYTES = 2**20
+_STARTS = re.compile(
+    r"accelerate\s+launch|torchrun|deepspeed\s|torch\.distributed|\btrl\s+(sft|dpo)\b|llamafactory-cli|swift\s+(sft|rlhf)"
+    r"|axolotl\s+train|tune\s+run|python3?\s+\S+"
+)
+_TOOL_OF_PROGRAM = {
+    "trl": "trl",
+    "llamafactory-cli": "llama_factory",
+    "lmf": "llama_factory",
+    "swift": "swift",
+    "megatron": "swift",
+    "axolotl": "axolotl",
+    "tune": "torchtune",
+}
+# programs that train, but neither SFT nor DPO
+_OTHER_STAGES = re.compile(
+    r"(?<![a-z])(grpo\w*|ppo\w*|rloo|kto|orpo|cpo|reinforce\w*|reward\w*|rm|rlvr|online_dpo|pretrain\w*|pt|gkd|eval\w*|"
+    r"generate\w*|inference|infer|serve|merge\w*|convert\w*|prepare\w*|preprocess\w*|export|tokenize\w*|download\w*|"
+    r"predict\w*|benchmark\w*|quantize\w*|upload\w*|sample|plot\w*|test|score\w*|vllm\w*|setup)(?![a-z])"
+)
+_OPEN_INSTRUCT = {
+    "finetune": "sft",
+    "finetune1": "sft",
+    "dpo_tune": "dpo",
+    "dpo_tune_cache": "dpo",
+    "dpo": "dpo",
+}
+_OPEN_INSTRUCT_SIGNS = frozenset(
+    "with_tracking checkpointing_steps use_slow_tokenizer dataset_mixer_list mixer_list tokenizer_name max_train_steps "
+    "preprocessing_num_workers exp_name add_bos chat_template_name dataset_mix_dir keep_last_n_checkpoints "
+    "try_launch_beaker_eval_jobs num_epochs use_flash_attn clip_grad_norm hf_metadata_dataset".split()
+)
+_TRL_SIGNS = frozenset(
+    "bf16 fp16 save_strategy save_steps eval_strategy evaluation_strategy torch_dtype dtype use_peft lora_r max_length "
+    "max_prompt_length gradient_checkpointing_kwargs do_eval optim hub_model_id hub_strategy log_level dataset_splits "
+    "dataset_mixture max_steps packing logging_strategy per_device_eval_batch_size overwrite_output_dir".split()
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """`recipes` are the trainings of a file, the most likely one first; `document` is what a YAML file holds."""
+
+    recipes: tuple[Recipe, ...]
+    document: Document | None = None
+
+
+def read(path: Path, environ: Mapping[str, str]) -> Source:
+    """The trainings that a file describes.
+
+    Raises InvalidConfig of a file that cannot be read, and UsageError of one that describes no training that is known.
+    """
+    text = document.read_text(path)
+    if _is_shell(path, text):
+        return Source(_of_script(path, text, environ))
+    held = document.read_yaml(path)
+    values = {key: value for key, value in held.value.items()}
+    tool = yaml_tool(values)
+    if tool is None:
+        raise _unknown(path)
+    lines = {key: origin.line for key, origin in held.origins.items()}
+    recipe = Recipe(path=path, tool=tool, program=path.name)
+    recipe.settings = from_mapping(values, str(path), lines)
+    return Source((recipe,), held)
+
+
+def _unknown(path: Path) -> Exception:
+    message = (
+        f"{path} starts no SFT or DPO training: no file of TRL, open-instruct, Axolotl, LLaMA-Factory or torchtune, "
+        "and no script that launches one"
+    )
+    return usage("unknown-format", message, f"launch validate-config {path}")
+
+
+def _is_shell(path: Path, text: str) -> bool:
+    if path.suffix in _SHELL_SUFFIXES:
+        return True
+    if path.suffix in _YAML_SUFFIXES:
+        return False
+    first = text.lstrip().partition("\n")[0]
+    if first.startswith("#!"):
+        return "sh" in first
+    return "#SBATCH" in text or _STARTS.search(text) is not None
+
+
+def yaml_tool(values: Mapping[str, Any]) -> str | None:
+    """Whose file a YAML mapping is; None of a stage file of launch's, and of what is none of these."""
+    names = set(values)
+    if names & {"args", "open_instruct", "stages"}:
+        return None
+    if any(isinstance(value, Mapping) and "_component_" in value for value in values.values()):
+        return "torchtune"
+    if "model_name_or_path" in names and names & {"dataset_mixer", "dataset_mixture"}:
+        is_trl = len(names & _TRL_SIGNS) > len(names & _OPEN_INSTRUCT_SIGNS)
+        return "handbook" if is_trl or "dataset_mixture" in names else "open_instruct"
+    tool = tool_of(values)
+    if tool is not None:
+        return tool
+    if "model" in names and names & {"train_dataset", "init_config", "dist_config"}:
+        return "llama_factory"
+    if "model_name_or_path" in names and names & _OPEN_INSTRUCT_SIGNS and not names & {"backend", "extends"}:
+        return "open_instruct"
+    if "model_name_or_path" in names and names & _TRL_SIGNS and not names & {"backend", "extends", "stage"}:
+        return "trl"
+    return None
+
+
+def _of_script(path: Path, text: str, environ: Mapping[str, str]) -> tuple[Recipe, ...]:
+    job = sbatch.read(text, str(path))
+    known = {name: environ[name] for name in ("HOME", "USER") if name in environ}
+    values = {setting.key: str(setting.value) for setting in job.settings}
+    if job.gpus is not None:
+        values["gpus"] = str(job.gpus)
+    known |= interpreter.cluster_variables(values)
+    folder = str(path.parent)
+
+    def find(name: str) -> str | None:
+        return _script_text(path, name)
+
+    try:
+        script = interpreter.read_script(text, str(path), find=find, known=known, folder=folder)
+    except syntax.TooDeep:
+        message = f"structures are nested deeper than {syntax.MAX_DEPTH} levels"
+        raise InvalidConfig(document.bad(path, "too-deep", message)) from None
+    recipes = []
+    for command in script.commands:
+        invocation = commands.read(command)
+        if invocation is None:
+            continue
+        recipe = _recipe(path, invocation, script)
+        if recipe is not None:
+            recipe.directives = list(job.settings)
+            recipe.nodes = job.nodes
+            recipe.gpus = job.gpus
+            recipes.append((bool(invocation.unless), recipe))
+    if not recipes:
+        raise _no_training(path, script)
+    # of commands that certainly run the first; what depends on a condition comes after
+    recipes.sort(key=lambda pair: pair[0])
+    return tuple(recipe for _, recipe in recipes)
+
+
+def _script_text(path: Path, name: str) -> str | None:
+    """The text of another script that a script starts: below this folder, or beside the script."""
+    if os.path.isabs(name) or ".." in Path(name).parts[1:]:
+        return None
+    for folder in (Path(), path.parent, *path.parent.parents[:3]):
+        candidate = folder / name
+        try:
+            if candidate.is_file() and candidate.resolve() != path.resolve():
+                return read_bytes(candidate, _MOST_BYTES).decode(errors="replace")
+        except (OSError, ValueError):
+            continue
+    return None
+
+
+def _no_training(path: Path, script: Script) -> Exception:
+    started = []
+    for command in script.commands:
+        invocation = commands.read(command)
+        if invocation is not None:
+            started.append((invocation.program, invocation.line))
+    if started:
+        program, line = started[0]
+        message = f"`{program}` is no SFT or DPO training that launch knows"
+        help = "launch reads scripts that start TRL, open-instruct, LLaMA-Factory, Axolotl, torchtune, and the like"
+        return InvalidConfig(document.bad(path, "no-training", message, line, help))
+    if script.absent:
+        name, line = next(iter(script.absent.items()))
+        message = f"it starts {name}, which is not here"
+        help = f"put it beside {path.name}, or give it to `--from`"
+        return InvalidConfig(document.bad(path, "missing-file", message, line, help))
+    message = "no command of this script starts a training"
+    return InvalidConfig(document.bad(path, "no-training", message, 1, "give the script that holds `accelerate launch` or the like"))
+
+
+def _recipe(path: Path, invocation: Invocation, script: Script) -> Recipe | None:
+    """A command as a recipe; None of one that trains neither SFT nor DPO."""
+    named = _named_tool(invocation)
+    if named is None:
+        return None
+    tool, stage = named
+    recipe = Recipe(path=path, tool=tool, program=invocation.program, stage=stage)
+    recipe.launchers = invocation.launchers
+    recipe.environment = [*_exported(script, str(path)), *invocation.environment]
+    recipe.texts = {name: argument.text for name, argument in script.files.items()}
+    recipe.mended = script.mended
+    recipe.choices = dict(script.choices)
+    recipe.absent = {name: line for name, line in script.absent.items()}
+    configs = [*invocation.configs]
+    configs += [Argument(s.value, s.line or 0, s.missing) for s in invocation.positional if _is_config(s, recipe)]
+    for config in configs:
+        _add_config(config, recipe)
+    recipe.settings += invocation.settings
+    positional = [s for s in invocation.positional if not _is_config(s, recipe)]
+    recipe.others = positional
+    if tool != "own":
+        return recipe
+    return recipe if _is_training(recipe) else None
+
+
+def _is_config(setting: Setting, recipe: Recipe) -> bool:
+    """A word that names a config although it does not end like one: `"$CONFIG_FILE"`."""
+    return bool(setting.missing) and re.search(r"(?i)conf|yaml|yml|recipe", str(setting.value)) is not None
+
+
+def _exported(script: Script, file: str) -> list[Setting]:
+    settings = []
+    for name, argument in script.exported.items():
+        setting = Setting(
+            key=name,
+            value=argument.text,
+            written=name,
+            file=file,
+            line=argument.line or None,
+            missing=argument.missing,
+        )
+        settings.append(setting)
+    return settings
+
+
+def _add_config(config: Argument, recipe: Recipe) -> None:
+    """The keys of a config file that a command names."""
+    text = None if config.missing else sharding.read_text(config.text, recipe)
+    if text is None:
+        recipe.absent[config.text] = config.line
+        return
+    file = sharding.find(config.text, recipe)
+    place = Path(config.text) if file is None else file
+    try:
+        held = document.parse(place, text)
+    except (InvalidConfig, yaml.YAMLError):
+        recipe.absent[config.text] = config.line
+        return
+    tool = yaml_tool(held.value)
+    if tool is not None and recipe.tool in ("own", "trl"):
+        recipe.tool = tool
+    lines = {key: origin.line for key, origin in held.origins.items()}
+    recipe.settings += from_mapping(held.value, str(place), lines)
+
+
+def _named_tool(invocation: Invocation) -> tuple[str, str | None] | None:
+    """Whose names the arguments of a program have, and its stage; None of what is no training of SFT or DPO."""
+    program = invocation.program
+    words = program.split()
+    keys = {setting.key for setting in invocation.settings}
+    if invocation.kind in _TOOL_OF_PROGRAM:
+        return _command_line_tool(invocation, words, keys)
+    module = re.sub(r"\.py$", "", program).replace("/", ".")
+    name = module.rpartition(".")[2]
+    if "open_instruct" in module and name in _OPEN_INSTRUCT:
+        return "open_instruct", _OPEN_INSTRUCT[name]
+    if "openrlhf" in module:
+        return ("openrlhf", name.removeprefix("train_")) if name in ("train_sft", "train_dpo") else None
+    if "axolotl" in module:
+        return ("axolotl", None) if name in ("train", "finetune", "axolotl") else None
+    is_llama_factory = keys & {"finetuning_type", "template", "cutoff_len"} and keys & {"stage", "do_train", "dataset"}
+    if is_llama_factory or "llamafactory" in module.lower() or "llmtuner" in module:
+        return "llama_factory", None
+    if re.search(r"(LLaMA-Factory|llama_factory)/src/train(_bash)?\.py", program):
+        return "llama_factory", None
+    stage = _stage_of_name(name)
+    if stage is None:
+        return None
+    if "trl" in module.split(".") or re.search(r"scripts\.(sft|dpo)$", module):
+        return "trl", stage
+    if "unsloth" in module:
+        return "own", stage
+    return "own", stage
+
+
+def _command_line_tool(invocation: Invocation, words: list[str], keys: set[str]) -> tuple[str, str | None] | None:
+    subcommand = words[1] if len(words) > 1 else ""
+    tool = _TOOL_OF_PROGRAM[invocation.kind]
+    if invocation.kind == "trl":
+        return (tool, subcommand) if subcommand in ("sft", "dpo") else None
+    if tool == "swift":
+        if subcommand == "rlhf":
+            kind = next((s.value for s in invocation.settings if s.key == "rlhf_type"), None)
+            return (tool, "dpo") if kind in (None, "dpo") else None
+        return (tool, "sft") if subcommand in ("sft",) else None
+    if tool == "torchtune":
+        recipe = subcommand or invocation.program
+        if "dpo" in invocation.program:
+            return tool, "dpo"
+        return None if _OTHER_STAGES.search(invocation.program.removeprefix("tune run").lower()) else (tool, "sft")
+    return tool, None
+
+
+def _stage_of_name(name: str) -> str | None:
+    """The stage that a program's name tells; SFT where it tells none, None where it tells another training."""
+    lower = name.lower()
+    if re.search(r"(?<![a-z])(dpo|dpov2|dpo_align)(?![a-z])", lower) and "online" not in lower:
+        return "dpo"
+    if re.search(r"(?<![a-z])(sft|finetune|finetuning|fine_tune|train|lora|qlora|unsloth)(?![a-z])", lower):
+        is_other = re.search(r"(?<![a-z])(grpo|ppo|kto|orpo|rm|reward|pretrain)", lower)
+        return None if is_other else "sft"
+    if _OTHER_STAGES.search(lower):
+        return None
+    return "sft"
+
+
+_MODEL_NAMES = frozenset(
+    "model model_name model_name_or_path base_model model_path pretrained_model_name_or_path pretrain model_id "
+    "base_model_name_or_path hf_model model_dir".split()
+)
+_TRAINING_NAMES = frozenset(
+    "learning_rate lr num_train_epochs per_device_train_batch_size gradient_accumulation_steps num_epochs epochs "
+    "output_dir max_steps batch_size micro_batch_size".split()
+)
+
+
+def _is_training(recipe: Recipe) -> bool:
+    """Whether the arguments of a program that nobody knows are those of a training."""
+    keys = {setting.key for setting in recipe.settings}
+    if recipe.absent and re.search(r"sft|dpo|train|tune", recipe.program):
+        return True
+    return bool(keys & _MODEL_NAMES and keys & _TRAINING_NAMES)

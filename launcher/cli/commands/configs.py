@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator
@@ -312,6 +313,9 @@ def init(
     data: str | None = Option(None, "--data", metavar="NAME", help="data set: a name on the hub, a file or a folder"),
     gpus: int | None = Option(None, "--gpus", metavar="N", min=0, help="number of GPUs", show_default="1"),
     source: Path | None = Option(None, "--from", metavar="FILE", help="convert what you train with now: a script, a batch script, or a file of another tool"),
+    script_args: str | None = Option(
+        None, "--script-args", metavar="ARGS", help="arguments that the script of --from is started with"
+    ),
     output: Path | None = Option(
         None, "--output", "-o", metavar="FILE", help="the file to write", show_default="STAGE.yaml"
     ),
@@ -327,7 +331,9 @@ def init(
     if source is not None:
         if backend != "trl" or model or data:
             raise usage("useless-option", "--from takes model, data and trainer from its file")
-        return _convert(shared, source, stage, gpus, output)
+        return _convert(shared, source, stage, gpus, output, script_args)
+    if script_args is not None:
+        raise usage("useless-option", "--script-args is for a script of --from")
     stage = stage or "sft"
     path = _require_free(output or Path(f"{stage}.yaml"))
     model, data, gpus = _ask(model, data, gpus, interactive=shared.format == "text")
@@ -340,16 +346,21 @@ def init(
     return _answer_init(shared, new, path, facts, findings)
 
 
-def _convert(shared: Shared, source: Path, stage: str | None, gpus: int | None, output: Path | None) -> Exit:
+def _convert(
+    shared: Shared, source: Path, stage: str | None, gpus: int | None, output: Path | None, script_args: str | None
+) -> Exit:
     """Write the stage file that a file or script of another tool's describes."""
     from launcher.config import load
     from launcher.stage.conversion import convert
     from launcher.stage.stage import judge
 
-    conversion = convert.convert(source, stage=stage, gpus=gpus, locator=shared.locator)
+    arguments = _script_arguments(script_args)
+    conversion = convert.convert(source, stage=stage, gpus=gpus, locator=shared.locator, arguments=arguments)
     new = conversion.draft
     path = _require_free(output or Path(f"{new.stage}.yaml"))
     beside = {_require_free(place): text for place, text in new.place_files(path).items()}
+    for place, content in beside.items():
+        _write(place, content)
     while True:
         convert.describe(conversion)
         text = new.text(path)
@@ -357,8 +368,6 @@ def _convert(shared: Shared, source: Path, stage: str | None, gpus: int | None, 
         if not convert.settle_refused(conversion, findings):
             break
     _write(path, text)
-    for place, content in beside.items():
-        _write(place, content)
     facts: dict[str, object] = {
         "path": str(path),
         "stage": new.stage,
@@ -372,6 +381,13 @@ def _convert(shared: Shared, source: Path, stage: str | None, gpus: int | None, 
         "remarks": list(new.remarks),
     }
     return _answer_init(shared, new, path, facts, (*conversion.findings(), *findings))
+
+
+def _script_arguments(text: str | None) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text or ""))
+    except ValueError as error:
+        raise usage("bad-option", f"--script-args cannot be split: {error}", "quote them as for the shell") from None
 
 
 def _write(path: Path, text: str) -> None:

@@ -14,11 +14,13 @@ _VARIABLE = "set WANDB_PROJECT and WANDB_ENTITY where it runs"
 _OF_MODEL = "transformers tells it from the model"
 _REASONS: Mapping[str, str] = {
     "wandb_entity": _VARIABLE,
-    "wandb_watch": "TRL logs what launch needs",
     "wandb_log_model": "TRL uploads no model to W&B",
     "pad_to_sequence_len": "TRL pads to the longest row of a batch",
     "pad_to_sequence_length": "TRL pads to the longest row of a batch",
     "group_by_length": "write `train_sampling_strategy: group_by_length`",
+}
+_UNNEEDED: Mapping[str, str] = {
+    "wandb_watch": "launch watches gradients itself",
     "fsdp_version": "said by `deepspeed:`",
     "model_type": _OF_MODEL,
     "tokenizer_type": _OF_MODEL,
@@ -68,7 +70,7 @@ def convert(ledger: Ledger) -> None:
     templates.settle(ledger)
     names.warmup(ledger)
     data_sets.settle_evaluation(ledger)
-    names.carry_rest(ledger, names.AXOLOTL, _REASONS)
+    names.carry_rest(ledger, names.AXOLOTL, _REASONS, _UNNEEDED)
     ledger.draft.add_defaults(_DEFAULTS)
 
 

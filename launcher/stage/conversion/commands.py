@@ -164,8 +164,9 @@ def _script(words: Sequence[Argument], at: int, invocation: Invocation) -> int |
     if "--" in rest:
         behind = at + 1 + rest.index("--") + 1
         if _starts_something(words[behind:]):
-            _flags(words[: behind - 1], at + 1, posixpath.basename(words[at].text), _SWITCHES_OF_OTHERS, invocation)
-            return behind
+            program = posixpath.basename(words[at].text)
+            _flags(words[: behind - 1], at + 1, program, _SWITCHES_OF_OTHERS, invocation)
+            return _first_start(words, behind)
     invocation.program = words[at].text
     invocation.kind = "script"
     return at + 1
@@ -179,6 +180,14 @@ def _starts_something(words: Sequence[Argument]) -> bool:
         if word.text.endswith(".py"):
             return True
     return False
+
+
+def _first_start(words: Sequence[Argument], at: int) -> int:
+    """The place of the first word that starts something: before it may stand `source profile.sh &&`."""
+    for place in range(at, len(words)):
+        if _starts_something(words[place : place + 1]):
+            return place
+    return at
 
 
 def _options(

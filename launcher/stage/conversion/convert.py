@@ -43,8 +43,8 @@ class _Tool:
 
 
 _TOOLS: Mapping[str, _Tool] = {
-    "trl": _Tool(trl.convert),
-    "handbook": _Tool(trl.convert_handbook, name="the alignment handbook"),
+    "trl": _Tool(trl.convert, prepare=launchers.split_off),
+    "handbook": _Tool(trl.convert_handbook, prepare=launchers.split_off, name="the alignment handbook"),
     "own": _Tool(trl.convert_own, name="a script of its own"),
     "axolotl": _Tool(axolotl.convert, stage_key="rl"),
     "llama_factory": _Tool(llama_factory.convert, stage_key="stage"),
@@ -90,14 +90,21 @@ class Conversion:
 
 
 def convert(
-    path: Path, *, stage: str | None, gpus: int | None, locator: Locator, environ: Mapping[str, str] = os.environ
+    path: Path,
+    *,
+    stage: str | None,
+    gpus: int | None,
+    locator: Locator,
+    arguments: tuple[str, ...] = (),
+    environ: Mapping[str, str] = os.environ,
 ) -> Conversion:
-    """The stage that a file or script describes.
+    """The stage that a file or script describes; `arguments` are those that a script would be started with.
 
     Raises InvalidConfig where the file cannot be read or its stage is neither SFT nor DPO, and UsageError where it
     describes no training that is known.
     """
-    source = sources.read(path, environ)
+    circumstances = sources.Circumstances(environ=environ, arguments=arguments, gpus=gpus)
+    source = sources.read(path, circumstances)
     recipe = _choose(source.recipes, stage, locator)
     tool = _TOOLS[recipe.tool]
     if tool.prepare is not None:

@@ -257,3 +257,18 @@ def _own_deepspeed(setting: Setting, recipe: Recipe, ledger: Ledger) -> None:
     ledger.point(setting, "deepspeed")
     if result.advice:
         ledger.check(setting, result.advice)
+
+
+_OF_ACCELERATE = frozenset(
+    "num_processes num_machines mixed_precision main_process_port main_process_ip machine_rank gpu_ids multi_gpu "
+    "dynamo_backend dynamo_mode use_deepspeed deepspeed_config_file zero_stage offload_optimizer_device "
+    "offload_param_device use_fsdp fsdp_sharding_strategy config_file accelerate_config num_cpu_threads_per_process".split()
+)
+
+
+def split_off(recipe: Recipe) -> None:
+    """`trl sft` takes accelerate's options among its own (trl/cli/accelerate_launcher.py)."""
+    for setting in [*recipe.settings]:
+        if setting.key in _OF_ACCELERATE:
+            recipe.settings.remove(setting)
+            recipe.launchers.append(setting)

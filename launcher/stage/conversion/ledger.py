@@ -101,9 +101,24 @@ class Ledger:
                 return setting
         return None
 
-    def by_name(self, setting: Setting, names: Mapping[str, str], reasons: Mapping[str, str]) -> None:
-        """Carry a setting whose name, or the name that `names` has for it, is an argument of the trainer's."""
+    def by_name(
+        self,
+        setting: Setting,
+        names: Mapping[str, str],
+        reasons: Mapping[str, str],
+        unneeded: Mapping[str, str],
+    ) -> None:
+        """Carry a setting whose name, or the name that `names` has for it, is an argument of the trainer's.
+
+        `reasons` are why names have no counterpart, `unneeded` why others need none.
+        """
         if self.is_settled(setting):
+            return
+        if is_secret(setting):
+            self.leave(setting, "a secret: set it where launch runs; no file holds it")
+            return
+        if setting.key in unneeded:
+            self.leave(setting, unneeded[setting.key], matters=False)
             return
         if setting.missing:
             self.leave(setting, unknown_value(setting), matters=True)
@@ -183,6 +198,18 @@ class Ledger:
         name = "".join(character for character in setting.missing[0] if character.isalnum() or character == "_")
         self.carry(setting, target, f"{PLACEHOLDER}_{name}"[:60] if name else PLACEHOLDER)
         self.check(setting, f"write `{target}`: {unknown_value(setting)}")
+
+
+def is_secret(setting: Setting) -> bool:
+    """Whether a setting holds a token or a password, by its name or by its shape."""
+    value = setting.value
+    if not isinstance(value, str):
+        return False
+    return holds_secret_by_name(setting.key, value) or redact(value) != value
+
+
+def holds_secret_by_name(name: str, value: str) -> bool:
+    return redact({name: value})[name] != value
 
 
 def unknown_value(setting: Setting) -> str:

@@ -17,13 +17,15 @@ _TEMPLATE = "TRL takes the template of the tokenizer; `chat_template_path` names
 _SETS = "TRL's script joins the sets whole; slices in `datasets` weigh them"
 _REASONS: Mapping[str, str] = {
     "template": _TEMPLATE,
+    "mix_strategy": _SETS,
+    "interleave_probs": _SETS,
+}
+_UNNEEDED: Mapping[str, str] = {
     "do_train": "a stage trains",
     "overwrite_cache": "launch knows data by content",
     "overwrite_output_dir": "launch decides whether a run continues: `--fresh` starts over",
     "plot_loss": "`launch report` draws the loss",
     "tokenized_path": "launch keeps prepared rows by content",
-    "mix_strategy": _SETS,
-    "interleave_probs": _SETS,
     "include_num_input_tokens_seen": "launch counts tokens itself",
     "ray_run_name": "launch starts the processes itself",
     "ray_storage_path": "launch starts the processes itself",
@@ -54,7 +56,7 @@ def convert(ledger: Ledger) -> None:
     templates.settle(ledger)
     names.warmup(ledger)
     data_sets.settle_evaluation(ledger)
-    names.carry_rest(ledger, names.LLAMA_FACTORY, _REASONS)
+    names.carry_rest(ledger, names.LLAMA_FACTORY, _REASONS, _UNNEEDED)
     ledger.draft.add_defaults(_DEFAULTS)
 
 

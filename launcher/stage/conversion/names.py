@@ -166,7 +166,9 @@ def respell(ledger: Ledger, target: str) -> None:
         ledger.draft.rows[target] = row._replace(value=spell(target, row.value))
 
 
-def carry_rest(ledger: Ledger, names: Mapping[str, str], reasons: Mapping[str, str]) -> None:
+def carry_rest(
+    ledger: Ledger, names: Mapping[str, str], reasons: Mapping[str, str], unneeded: Mapping[str, str]
+) -> None:
     """Carry every setting that no module has settled, by its name."""
     for setting in ledger.recipe.settings:
         if ledger.is_settled(setting):
@@ -185,14 +187,14 @@ def carry_rest(ledger: Ledger, names: Mapping[str, str], reasons: Mapping[str, s
                 line=setting.line,
                 missing=setting.missing,
             )
-            ledger.by_name(setting_spelt, names, reasons)
+            ledger.by_name(setting_spelt, names, reasons, unneeded)
         else:
-            ledger.by_name(setting, names, reasons)
+            ledger.by_name(setting, names, reasons, unneeded)
 
 
 def _flash(ledger: Ledger, setting: Setting) -> None:
     if setting.missing:
-        ledger.by_name(setting, {}, {})
+        ledger.by_name(setting, {}, {}, {})
     elif is_on(setting.value):
         ledger.carry(setting, "attn_implementation", "flash_attention_2")
     else:

@@ -9,7 +9,7 @@ from launcher.stage.conversion import data_sets
 from launcher.stage.conversion.ledger import Ledger
 from launcher.stage.conversion.settings import Setting, is_off, is_on
 
-_REASONS: Mapping[str, str] = {
+_UNNEEDED: Mapping[str, str] = {
     "dataset_mix_dir": "open-instruct keeps no mixed file; launch knows data by content",
     "use_flash_attn": "removed upstream: attention is detected from what is installed",
     "overwrite_output_dir": "launch decides whether a run continues: `--fresh` starts over",
@@ -36,7 +36,7 @@ def convert(ledger: Ledger) -> None:
     _tokenizer(ledger)
     _report(ledger)
     for setting in ledger.recipe.settings:
-        ledger.by_name(setting, names, _REASONS)
+        ledger.by_name(setting, names, {}, _UNNEEDED)
     for key, value in (("push_to_hub", False), ("try_launch_beaker_eval_jobs", False)):
         if key in ledger.schema.fields and key not in ledger.draft.rows and ledger.recipe.get(key) is None:
             ledger.draft.add_defaults({key: value}, note="launch's choice: upstream's default uploads")
@@ -105,5 +105,10 @@ def _report(ledger: Ledger) -> None:
     value = setting.value
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
-    if not isinstance(value, list):
+    if value in ("wandb", "all"):
         ledger.carry(setting, "report_to", value)
+        return
+    tracking = ledger.take("with_tracking")
+    if tracking is not None and is_on(tracking.value):
+        ledger.leave(setting, "`with_tracking` asks for wandb's tracker alone (open_instruct/finetune.py)")
+        ledger.leave(tracking, f"`report_to: {value}` is no tracker of open-instruct's: launch keeps the curves itself")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from launcher.stage.conversion import data_sets, names, sharding, templates
@@ -11,12 +12,6 @@ from launcher.stage.conversion.ledger import Ledger
 from launcher.stage.conversion.settings import Recipe, Setting, is_off, is_on, words
 
 _OPENRLHF_REASONS: Mapping[str, str] = {
-    "zpg": "said by `deepspeed:`",
-    "adam_offload": "said by `deepspeed:`",
-    "load_checkpoint": "the same command continues a run",
-    "load_enable": "the same command continues a run",
-    "ckpt_path": "checkpoints lie in `output_dir`",
-    "apply_chat_template": "TRL applies the template to rows of messages",
     "tokenizer_chat_template": "TRL takes the template of the tokenizer",
     "input_template": "TRL takes the template of the tokenizer",
     "use_wandb": "write `report_to: wandb`, and set WANDB_API_KEY where it runs",
@@ -24,17 +19,26 @@ _OPENRLHF_REASONS: Mapping[str, str] = {
     "ref_pretrain": "TRL takes the model itself for the reference",
     "ref_offload": "TRL keeps the reference where the model is",
 }
+_OPENRLHF_UNNEEDED: Mapping[str, str] = {
+    "zpg": "said by `deepspeed:`",
+    "load_checkpoint": "the same command continues a run",
+    "load_enable": "the same command continues a run",
+    "ckpt_path": "checkpoints lie in `output_dir`",
+    "apply_chat_template": "TRL applies the template to rows of messages",
+}
 _SWIFT_REASONS: Mapping[str, str] = {
     "system": "put it into the rows' messages",
     "model_author": "it only fills ms-swift's self-cognition set",
     "model_name": "it only fills ms-swift's self-cognition set",
     "template": "TRL takes the template of the tokenizer",
     "template_type": "TRL takes the template of the tokenizer",
+    "deepspeed_autotp_size": "launch splits no layer among GPUs with TRL",
+}
+_SWIFT_UNNEEDED: Mapping[str, str] = {
     "load_from_cache_file": "launch knows data by content",
     "model_type": "transformers tells it from the model",
     "use_hf": "data and model come from Hugging Face's hub",
     "add_version": "launch names the run folder",
-    "deepspeed_autotp_size": "launch splits no layer among GPUs with TRL",
 }
 
 
@@ -83,7 +87,7 @@ def convert_openrlhf(ledger: Ledger) -> None:
         ledger.carry(packing, "padding_free", value=is_on(packing.value))
     names.warmup(ledger)
     data_sets.settle_evaluation(ledger)
-    names.carry_rest(ledger, names.OPENRLHF, _OPENRLHF_REASONS)
+    names.carry_rest(ledger, names.OPENRLHF, _OPENRLHF_REASONS, _OPENRLHF_UNNEEDED)
 
 
 def _openrlhf_batch(ledger: Ledger) -> None:
@@ -126,11 +130,9 @@ def _openrlhf_data(ledger: Ledger) -> None:
         path, _, _ = text.partition("@")
         mixture.sets.append(DataSet(path=path, split=None if split is None else str(split.value)))
     if limit is not None and count is not None:
-        advice = f"`{limit.written} {count}` is a limit of rows: write `split: train[:{count}]` below `datasets` if there are more"
-        ledger.leave(limit, "a limit of rows; a split of more rows than there are is an error in TRL")
-        if len(mixture.sets) == 1:
-            ledger.check(setting, advice)
-    data_sets.write(ledger, mixture, *([] if split is None else [split]))
+        mixture.sets = [replace(data, rows=count) for data in mixture.sets]
+    also = [item for item in (limit, split) if item is not None]
+    data_sets.write(ledger, mixture, *also)
     columns = []
     for key in ("input_key", "output_key", "prompt_key", "chosen_key", "rejected_key"):
         column = ledger.take(key)
@@ -162,7 +164,7 @@ def convert_swift(ledger: Ledger) -> None:
     templates.settle(ledger)
     names.warmup(ledger)
     data_sets.settle_evaluation(ledger)
-    names.carry_rest(ledger, names.SWIFT, _SWIFT_REASONS)
+    names.carry_rest(ledger, names.SWIFT, _SWIFT_REASONS, _SWIFT_UNNEEDED)
     ledger.draft.add_defaults({"lr_scheduler_type": "cosine", "num_train_epochs": 3, "per_device_train_batch_size": 1})
 
 

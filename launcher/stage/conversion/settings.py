@@ -72,10 +72,13 @@ def name_of(flag: str) -> str:
 
 
 def value_of(text: str) -> Any:
-    """A word of a command line as YAML reads it: a number, a bool, nothing, or the text."""
-    if text in ("None", "none", "null"):
-        return None if text != "none" else "none"
-    return document.plain(text)
+    """A word of a command line: a number, `true`, `false`, nothing (`None`), or the text; `no` stays text."""
+    if text in ("None", "null"):
+        return None
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    value = document.plain(text)
+    return text if isinstance(value, bool) or value is None else value
 
 
 def from_mapping(values: Mapping[str, Any], file: str, lines: Mapping[str, int | None]) -> list[Setting]:

@@ -72,14 +72,23 @@ class Source:
     document: Document | None = None
 
 
-def read(path: Path, environ: Mapping[str, str]) -> Source:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Circumstances:
+    """What a script would find where it is started: variables, its arguments, GPUs of a machine."""
+
+    environ: Mapping[str, str]
+    arguments: tuple[str, ...] = ()
+    gpus: int | None = None
+
+
+def read(path: Path, circumstances: Circumstances) -> Source:
     """The trainings that a file describes.
 
     Raises InvalidConfig of a file that cannot be read, and UsageError of one that describes no training that is known.
     """
     text = document.read_text(path)
     if _is_shell(path, text):
-        return Source(_of_script(path, text, environ))
+        return Source(_of_script(path, text, circumstances))
     held = document.read_yaml(path)
     values = {key: value for key, value in held.value.items()}
     tool = yaml_tool(values)
@@ -129,11 +138,15 @@ def yaml_tool(values: Mapping[str, Any]) -> str | None:
         return "open_instruct"
     if "model_name_or_path" in names and names & _TRL_SIGNS and not names & {"backend", "extends", "stage"}:
         return "trl"
+    is_plain = {"model_name_or_path", "dataset_name"} <= names or {"model_name_or_path", "datasets"} <= names
+    if is_plain and not names & (_OPEN_INSTRUCT_SIGNS | {"backend", "extends", "stage"}):
+        return "trl"
     return None
 
 
-def _of_script(path: Path, text: str, environ: Mapping[str, str]) -> tuple[Recipe, ...]:
+def _of_script(path: Path, text: str, circumstances: Circumstances) -> tuple[Recipe, ...]:
     job = sbatch.read(text, str(path))
+    environ = circumstances.environ
     known = {name: environ[name] for name in ("HOME", "USER") if name in environ}
     values = {setting.key: str(setting.value) for setting in job.settings}
     if job.gpus is not None:
@@ -145,7 +158,14 @@ def _of_script(path: Path, text: str, environ: Mapping[str, str]) -> tuple[Recip
         return _script_text(path, name)
 
     try:
-        script = interpreter.read_script(text, str(path), find=find, known=known, folder=folder)
+        setup = interpreter.Setup(
+            folder=folder,
+            known=known,
+            arguments=circumstances.arguments,
+            gpus=circumstances.gpus or job.gpus or 1,
+            nodes=job.nodes or 1,
+        )
+        script = interpreter.read_script(text, str(path), find=find, setup=setup)
     except syntax.TooDeep:
         message = f"structures are nested deeper than {syntax.MAX_DEPTH} levels"
         raise InvalidConfig(document.bad(path, "too-deep", message)) from None
@@ -213,6 +233,8 @@ def _recipe(path: Path, invocation: Invocation, script: Script) -> Recipe | None
     recipe.texts = {name: argument.text for name, argument in script.files.items()}
     recipe.mended = script.mended
     recipe.choices = dict(script.choices)
+    for expression, number in script.scope.counts.items():
+        recipe.choices[expression] = f"taken as {number}; --gpus and --nodes say how many there are"
     recipe.absent = {name: line for name, line in script.absent.items()}
     configs = [*invocation.configs]
     configs += [Argument(s.value, s.line or 0, s.missing) for s in invocation.positional if _is_config(s, recipe)]
@@ -307,7 +329,6 @@ def _command_line_tool(invocation: Invocation, words: list[str], keys: set[str])
             return (tool, "dpo") if kind in (None, "dpo") else None
         return (tool, "sft") if subcommand in ("sft",) else None
     if tool == "torchtune":
-        recipe = subcommand or invocation.program
         if "dpo" in invocation.program:
             return tool, "dpo"
         return None if _OTHER_STAGES.search(invocation.program.removeprefix("tune run").lower()) else (tool, "sft")

@@ -25,7 +25,7 @@ _SETS: Mapping[str, tuple[str, bool]] = {
     "cnn_dailymail_articles_dataset": ("ccdv/cnn_dailymail", False),
 }
 _SECTIONS = ("tokenizer", "model", "checkpointer", "dataset", "dataset_val", "optimizer", "lr_scheduler", "loss")
-_REASONS: Mapping[str, str] = {
+_UNNEEDED: Mapping[str, str] = {
     "profiler": "launch measures speed and memory itself",
     "metric_logger": "write `report_to: wandb`, trackio or mlflow",
     "device": "launch uses GPUs; `--gpus 0` is the CPU",
@@ -38,7 +38,6 @@ _REASONS: Mapping[str, str] = {
     "tokenizer": "the tokenizer lies with the model",
     "tokenizer.path": "the tokenizer lies with the model",
     "tokenizer.merges_file": "the tokenizer lies with the model",
-    "tokenizer.prompt_template": "TRL takes the template of the tokenizer",
     "checkpointer.checkpoint_files": "transformers finds the files of the folder",
     "checkpointer.model_type": "transformers tells it from the model",
     "checkpointer.recipe_checkpoint": "the same command continues a run",
@@ -47,11 +46,14 @@ _REASONS: Mapping[str, str] = {
     "ref_checkpointer": "TRL takes the model itself for the reference",
     "optimizer.fused": "`optim` names a fused optimizer",
     "model.apply_lora_to_output": "`lora_target_modules` names the layers",
-    "max_steps_per_epoch": "write `max_steps`",
     "loss": "TRL's own loss",
     "lr_scheduler": "`lr_scheduler_type` names it",
     "optimizer": "`optim` names it",
     "dataset": "`dataset_name` names it",
+}
+_REASONS: Mapping[str, str] = {
+    "max_steps_per_epoch": "write `max_steps`",
+    "tokenizer.prompt_template": "TRL takes the template of the tokenizer",
 }
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
 _LORA_LAYERS = {"output_proj": "o_proj"}
@@ -105,7 +107,7 @@ def convert(ledger: Ledger) -> None:
             setting = ledger.take(key)
             if setting is not None:
                 ledger.leave(setting, "no rows are held back", matters=not is_off(setting.value) and key[0] == "r")
-    names.carry_rest(ledger, names.TORCHTUNE, _REASONS)
+    names.carry_rest(ledger, names.TORCHTUNE, _REASONS, _UNNEEDED)
 
 
 def _model(ledger: Ledger) -> None:

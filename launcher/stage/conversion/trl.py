@@ -13,19 +13,22 @@ from launcher.stage.conversion.settings import Setting, is_off, is_on, words
 _VARIABLE = "set WANDB_PROJECT and WANDB_ENTITY where it runs"
 REASONS: Mapping[str, str] = {
     "env": "set the variables where it runs",
-    "config_file": "said by `deepspeed:`",
     "wandb_project": _VARIABLE,
     "wandb_entity": _VARIABLE,
-    "overwrite_output_dir": "launch decides whether a run continues: `--fresh` starts over",
-    "do_train": "a stage trains",
     "auto_insert_empty_system_msg": "the tokenizer's template decides it",
-    "use_chat_template": "TRL applies the template to rows of messages",
     "gamma_beta_ratio": "SimPO's margin: TRL's DPO has no such loss",
     "simpo_gamma": "SimPO's margin: TRL's DPO has no such loss",
 }
+UNNEEDED: Mapping[str, str] = {
+    "config_file": "said by `deepspeed:`",
+    "overwrite_output_dir": "launch decides whether a run continues: `--fresh` starts over",
+    "do_train": "a stage trains",
+    "use_chat_template": "TRL applies the template to rows of messages",
+    "lazy_preprocess": "TRL prepares the rows before it trains",
+    "use_fast_tokenizer": "transformers takes the fast tokenizer",
+}
 _OWN_REASONS: Mapping[str, str] = {
     **REASONS,
-    "lazy_preprocess": "TRL prepares the rows before it trains",
     "conversation_template": "TRL takes the template of the tokenizer",
     "template": "TRL takes the template of the tokenizer",
     "chat_template_format": "TRL takes the template of the tokenizer; `chat_template_path` names another one",
@@ -42,7 +45,7 @@ def convert(ledger: Ledger) -> None:
     """Settle the settings of TRL's own scripts and files."""
     _sets_as_they_are(ledger)
     _common(ledger)
-    names.carry_rest(ledger, names.TRL, REASONS)
+    names.carry_rest(ledger, names.TRL, REASONS, UNNEEDED)
 
 
 def _common(ledger: Ledger) -> None:
@@ -80,7 +83,7 @@ def convert_handbook(ledger: Ledger) -> None:
     _mixture(ledger)
     _mixer(ledger)
     _common(ledger)
-    names.carry_rest(ledger, names.TRL, REASONS)
+    names.carry_rest(ledger, names.TRL, REASONS, UNNEEDED)
 
 
 def _mixture(ledger: Ledger) -> None:
@@ -159,7 +162,8 @@ def convert_own(ledger: Ledger) -> None:
     if setting is not None:
         _own_data(ledger, setting)
     _common(ledger)
-    names.carry_rest(ledger, names.OWN, _OWN_REASONS)
+    _ambiguous(ledger)
+    names.carry_rest(ledger, names.OWN, _OWN_REASONS, UNNEEDED)
     _say_unknown(ledger)
 
 
@@ -183,6 +187,16 @@ def _own_data(ledger: Ledger, setting: Setting) -> None:
     elif share is not None:
         ledger.leave(share, "no rows are held back", matters=False)
     data_sets.write(ledger, mixture, *also)
+
+
+_AMBIGUOUS = frozenset({"batch_size", "train_batch_size", "bs"})
+
+
+def _ambiguous(ledger: Ledger) -> None:
+    """Names that one script means otherwise than another."""
+    for setting in ledger.recipe.settings:
+        if setting.key in _AMBIGUOUS and not ledger.is_settled(setting) and not setting.missing:
+            ledger.check(setting, "taken as rows per device; of all devices together it is `batch.global`")
 
 
 def _say_unknown(ledger: Ledger) -> None:

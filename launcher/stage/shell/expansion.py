@@ -57,26 +57,30 @@ class Variable:
 
 @dataclass(slots=True)
 class Scope:
-    """Variables and parameters. `folder` is the script's; `uses` the names that were read."""
+    """Variables and parameters. `folder` is the script's; `gpus` and `nodes` are what it would count.
+
+    `counts` are the commands that counted them.
+    """
 
     variables: dict[str, Variable] = field(default_factory=dict)
     parameters: tuple[Argument, ...] = ()
     folder: str = "."
     depth: int = 0
-    uses: set[str] = field(default_factory=set)
+    gpus: int = 1
+    nodes: int = 1
+    counts: dict[str, int] = field(default_factory=dict)
 
     def set(self, name: str, value: Variable) -> None:
         self.variables[name] = value
 
     def get(self, name: str) -> Variable | None:
-        self.uses.add(name)
         return self.variables.get(name)
 
 
 def expand(word: Word, scope: Scope) -> list[Argument]:
     """The arguments that a word becomes: none, one, or several."""
     fields = _Fields(word.line)
-    for part in word.parts:
+    for part in _at_home(word.parts, scope):
         _expand_part(part, scope, fields)
     return fields.arguments()
 
@@ -85,13 +89,24 @@ def expand_text(word: Word, scope: Scope) -> Argument:
     """A word as one text, as an assignment or a test takes it."""
     texts: list[str] = []
     missing: list[str] = []
-    for part in word.parts:
+    for part in _at_home(word.parts, scope):
         value = _value(part, scope, word.line)
         texts.append(" ".join(item.text for item in value.items))
         for item in value.items:
             missing += item.missing
     text = "".join(texts)[:_LONGEST]
     return Argument(text, word.line, tuple(dict.fromkeys(missing)))
+
+
+def _at_home(parts: tuple[Part, ...], scope: Scope) -> tuple[Part, ...]:
+    """The parts of a word with the home folder in the place of `~/`."""
+    first = parts[0] if parts else None
+    if first is None or first.kind != "text" or first.quoted or not first.text.startswith("~/"):
+        return parts
+    home = scope.get("HOME")
+    if home is None:
+        return parts
+    return (Part("text", home.first.text + first.text[1:], quoted=True), *parts[1:])
 
 
 class _Fields:
@@ -358,6 +373,9 @@ def _output(text: str, scope: Scope, line: int) -> Variable | None:
         return _document(documents[0], scope)
     if "BASH_SOURCE" in text or "$0" in text:
         return _own_folder(text, scope, line)
+    counted = _counted(text, scope, line)
+    if counted is not None:
+        return counted
     if set(operators) - {"\n"}:
         return None
     arguments = [argument for word in words for argument in expand(word, scope)]
@@ -366,6 +384,26 @@ def _output(text: str, scope: Scope, line: int) -> Variable | None:
     command, *values = [argument.text for argument in arguments]
     printed = _printed(command, values, scope)
     return None if printed is None else _one(printed, line)
+
+
+_COUNTS_GPUS = re.compile(r"nvidia-smi|rocm-smi|device_count\(\)|CUDA_VISIBLE_DEVICES")
+_COUNTS_NODES = re.compile(r"scontrol\s+show\s+hostnames|SLURM_(JOB_)?NODELIST|hostfile")
+
+
+def _counted(text: str, scope: Scope, line: int) -> Variable | None:
+    """The number of GPUs or machines, where a command counts them; None of every other command."""
+    whole = expand_text(lexer.quoted(text, line), scope).text
+    if not re.search(r"\bwc\s+-[lw]|device_count\(\)|grep\s+-c", whole):
+        return None
+    number: int | None = None
+    if _COUNTS_NODES.search(whole):
+        number = scope.nodes
+    elif _COUNTS_GPUS.search(whole):
+        number = scope.gpus
+    if number is None:
+        return None
+    scope.counts[f"$({' '.join(text.split())})"] = number
+    return _one(str(number), line)
 
 
 def _document(document: lexer.HereDocument, scope: Scope) -> Variable:

@@ -21,6 +21,7 @@ _MOST_CALLS = 12
 _DECLARATIONS = frozenset({"export", "declare", "local", "readonly", "typeset"})
 _SHELLS = frozenset({"bash", "sh", "zsh", "source", ".", "sbatch"})
 _SCRIPT = re.compile(r".+\.(sh|bash|zsh|slurm|sbatch)")
+_STARTS = re.compile(r"accelerate\s+launch|\btorchrun\b|\bdeepspeed\s|torch\.distributed\.(run|launch)")
 _CLUSTER = {
     "SLURM_NNODES": "nodes",
     "SLURM_JOB_NUM_NODES": "nodes",
@@ -222,6 +223,7 @@ class _Interpreter:
     def _assign(self, assignment: Assignment, *, exports: bool) -> None:
         scope = self.script.scope
         name = assignment.name
+        self._started_inside(assignment)
         if assignment.is_array:
             items = [argument for word in assignment.values for argument in expand(word, scope)]
             value = Variable(tuple(items), is_array=True)
@@ -233,6 +235,13 @@ class _Interpreter:
         self._set(name, value)
         if exports:
             self.script.exported[name] = value.first
+
+    def _started_inside(self, assignment: Assignment) -> None:
+        """Walk `NAME=$(accelerate launch ...)`, whose output becomes the value."""
+        for word in assignment.values:
+            for part in word.parts:
+                if part.kind == "command" and _STARTS.search(part.text) and self.calls < _MOST_CALLS:
+                    self._nested(part.text, word.line)
 
     def _set(self, name: str, value: Variable) -> None:
         scope = self.script.scope
@@ -344,13 +353,22 @@ def _added(before: Variable, value: Variable) -> Variable:
     return Variable((Argument(first.text + second.text, second.line, missing),))
 
 
-def read_script(text: str, file: str, *, find: Find, known: Mapping[str, str], folder: str) -> Script:
-    """The commands of a script with all that the text tells of their arguments.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What a script is walked with: variables that are set, its arguments, and the devices that it would count."""
 
-    `known` are variables that are set before it starts, `folder` is where it lies. Raises syntax.TooDeep.
-    """
-    scope = Scope(folder=folder)
-    for name, value in known.items():
+    folder: str
+    known: Mapping[str, str]
+    arguments: tuple[str, ...] = ()
+    gpus: int = 1
+    nodes: int = 1
+
+
+def read_script(text: str, file: str, *, find: Find, setup: Setup) -> Script:
+    """The commands of a script with all that the text tells of their arguments. Raises syntax.TooDeep."""
+    parameters = tuple(Argument(argument, 0) for argument in setup.arguments)
+    scope = Scope(folder=setup.folder, parameters=parameters, gpus=setup.gpus, nodes=setup.nodes)
+    for name, value in setup.known.items():
         scope.set(name, Variable((Argument(value, 0),)))
     interpreter = _Interpreter(find, scope)
     interpreter.read(text, file)

@@ -37,8 +37,8 @@ _TOKENS = 2048
 class Draft:
     """A stage file to be written.
 
-    Of a converted file `lost` is what the stage cannot say, `unneeded` what it need not say, each with its value as it is
-    shown and the reason, and `checks` what a person has to look at, all under the names of that file. `files` are
+    Of a converted file `lost` is what the stage cannot say, `unneeded` what it need not say, each with its value as it
+    is shown and the reason, and `checks` what a person has to look at, all under the names of that file. `files` are
     written beside the stage file. `remarks` are what a person should know of it. `gpus` are those of one machine.
     """
 

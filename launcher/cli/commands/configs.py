@@ -312,7 +312,9 @@ def init(
     model: str | None = Option(None, "--model", metavar="NAME", help="model: a name on the hub, or a folder"),
     data: str | None = Option(None, "--data", metavar="NAME", help="data set: a name on the hub, a file or a folder"),
     gpus: int | None = Option(None, "--gpus", metavar="N", min=0, help="number of GPUs", show_default="1"),
-    source: Path | None = Option(None, "--from", metavar="FILE", help="convert what you train with now: a script, a batch script, or a file of another tool"),
+    source: Path | None = Option(
+        None, "--from", metavar="FILE", help="convert a training script, or a file of another tool"
+    ),
     script_args: str | None = Option(
         None, "--script-args", metavar="ARGS", help="arguments that the script of --from is started with"
     ),
@@ -342,7 +344,13 @@ def init(
     text = new.text(path)
     findings = judge(load.load(path, text=text), locator=shared.locator).findings
     _write(path, text)
-    facts = {"path": str(path), "stage": new.stage, "backend": new.backend, "lost": [], "remarks": list(new.remarks)}
+    facts: dict[str, object] = {
+        "path": str(path),
+        "stage": new.stage,
+        "backend": new.backend,
+        "lost": [],
+        "remarks": list(new.remarks),
+    }
     return _answer_init(shared, new, path, facts, findings)
 
 

@@ -13,12 +13,13 @@ from dataclasses import dataclass, field
 
 from launcher.stage.conversion.settings import Setting, name_of, value_of
 from launcher.stage.shell.expansion import Argument
-from launcher.stage.shell.interpreter import Command
+from launcher.stage.shell.interpreter import ScriptCommand
 
 _ACCELERATE_SWITCHES = frozenset(
-    "cpu multi_gpu tpu use_xpu ipex mps use_mps_device debug quiet q no_python module m same_network use_deepspeed use_fsdp "
-    "use_megatron_lm use_tp use_parallelism_config tpu_use_cluster tpu_use_sudo no_tpu_cluster dynamo_use_fullgraph "
-    "dynamo_use_dynamic dynamo_use_regional_compilation enable_cpu_affinity standalone".split()
+    "cpu multi_gpu tpu use_xpu ipex mps use_mps_device debug quiet q no_python module m same_network "
+    "use_deepspeed use_fsdp use_megatron_lm use_tp use_parallelism_config tpu_use_cluster "
+    "tpu_use_sudo no_tpu_cluster dynamo_use_fullgraph dynamo_use_dynamic "
+    "dynamo_use_regional_compilation enable_cpu_affinity standalone".split()
 )
 _TORCHRUN_SWITCHES = frozenset("standalone module m no_python run_path use_env use-env".split())
 _DEEPSPEED_SWITCHES = frozenset(
@@ -65,7 +66,7 @@ class Invocation:
     unless: str = ""
 
 
-def read(command: Command) -> Invocation | None:
+def read(command: ScriptCommand) -> Invocation | None:
     """What a command starts; None of one that starts no Python program."""
     words = command.arguments
     invocation = Invocation(program="", kind="", line=command.line, file=command.file, unless=command.unless)
@@ -74,6 +75,8 @@ def read(command: Command) -> Invocation | None:
             key=name, value=value.text, written=name, file=command.file, line=command.line, missing=value.missing
         )
         invocation.environment.append(setting)
+    for prefix in command.prefixes:
+        _prefix(prefix, invocation)
     at = 0
     while at < len(words):
         step = _launcher(words, at, invocation)
@@ -84,6 +87,19 @@ def read(command: Command) -> Invocation | None:
             _read_arguments(words[at:], invocation)
             return invocation
     return None
+
+
+def _prefix(words: Sequence[Argument], invocation: Invocation) -> None:
+    """The options of a program that runs another script: `srun --nodes=2 ./train.sh`."""
+    if not words:
+        return
+    program = posixpath.basename(words[0].text)
+    place = 1
+    while place < len(words):
+        if words[place].text.startswith("-") and words[place].text != "--":
+            place = _wrapper_flag(words, place, program, invocation)
+        else:
+            place += 1
 
 
 def _launcher(words: Sequence[Argument], at: int, invocation: Invocation) -> int | None:
@@ -212,9 +228,7 @@ def _options(
     return _script(words, place, invocation)
 
 
-def _flags(
-    words: Sequence[Argument], at: int, program: str, switches: frozenset[str], invocation: Invocation
-) -> int:
+def _flags(words: Sequence[Argument], at: int, program: str, switches: frozenset[str], invocation: Invocation) -> int:
     """Read flags of a launcher up to the first word that belongs to none; its place."""
     place = at
     while place < len(words):
@@ -293,7 +307,9 @@ def _wrapper_flag(words: Sequence[Argument], at: int, program: str, invocation: 
     return place
 
 
-_NO_WRAPPERS = frozenset("echo printf cat cp mv rm mkdir tee grep sed awk pip pip3 ls test [ [[ source . set module".split())
+_NO_WRAPPERS = frozenset(
+    "echo printf cat cp mv rm mkdir tee grep sed awk pip pip3 ls test [ [[ source . set module".split()
+)
 
 
 def _is_flag(text: str) -> bool:
@@ -353,10 +369,10 @@ def _trainer_flag(words: Sequence[Argument], place: int, invocation: Invocation)
         values.append(words[place])
         place += 1
     missing = tuple(name for value in values for name in value.missing)
-    if flag in ("--config", "--training_config", "--yaml_config") and len(values) == 1:
-        if re.search(r"\.(ya?ml|json)$", values[0].text):
-            invocation.configs.append(values[0])
-            return place
+    names_config = flag in ("--config", "--training_config", "--yaml_config") and len(values) == 1
+    if names_config and re.search(r"\.(ya?ml|json)$", values[0].text):
+        invocation.configs.append(values[0])
+        return place
     parsed: object = True
     if len(values) == 1:
         parsed = value_of(values[0].text)

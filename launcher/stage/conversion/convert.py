@@ -13,19 +13,10 @@ from launcher.config.keys import PAIRED, STAGES
 from launcher.config.load import TOOLS
 from launcher.errors import Finding, InvalidConfig, Severity, brief, launch_finding
 from launcher.redaction import is_secret_variable, redact
-from launcher.stage.conversion import (
-    axolotl,
-    launchers,
-    llama_factory,
-    open_instruct,
-    other_tools,
-    sbatch,
-    sources,
-    torchtune,
-    trl,
-)
-from launcher.stage.conversion.ledger import PLACEHOLDER, Ledger, unknown_value
+from launcher.stage.conversion import launchers, sbatch, sources
+from launcher.stage.conversion.ledger import PLACEHOLDER, ConversionLedger, unknown_value
 from launcher.stage.conversion.settings import Recipe, Setting, last_of_each
+from launcher.stage.conversion.tools import axolotl, llama_factory, open_instruct, other_tools, torchtune, trl
 from launcher.stage.draft import Draft
 from launcher.upstream.locate import Locator, past
 from launcher.upstream.trainers import BACKENDS
@@ -33,9 +24,9 @@ from launcher.upstream.trainers import BACKENDS
 
 @dataclass(frozen=True, slots=True)
 class _Tool:
-    """How the settings of a tool are settled, the trainer they are for, and where its stage is said."""
+    """How the settings of a tool are settled, the trainer they are for, and which key names its stage."""
 
-    convert: Callable[[Ledger], None]
+    convert: Callable[[ConversionLedger], None]
     backend: str = "trl"
     stage_key: str = ""
     prepare: Callable[[Recipe], None] | None = None
@@ -73,7 +64,7 @@ class Conversion:
     """A draft with what became of the settings of its source."""
 
     draft: Draft
-    ledger: Ledger
+    ledger: ConversionLedger
 
     @property
     def left_out(self) -> dict[str, str]:
@@ -124,14 +115,14 @@ def convert(
     def changes(key: str) -> Any:
         return past(upstream, entry.script, key)
 
-    ledger = Ledger(recipe=recipe, draft=draft, schema=schema, entry=entry, past=changes)
+    ledger = ConversionLedger(recipe=recipe, draft=draft, schema=schema, entry=entry, past=changes)
     _settle(ledger, tool, gpus)
     _others(source.recipes, recipe, ledger)
     return Conversion(draft=draft, ledger=ledger)
 
 
 def _choose(recipes: tuple[Recipe, ...], stage: str | None, locator: Locator) -> Recipe:
-    """The first training of a script, or the first of the stage that was asked for."""
+    """The first training of a script, or the first of the requested stage."""
     if stage is not None:
         for recipe in recipes:
             if _named_stage(recipe, _TOOLS[recipe.tool], locator) in (stage, None):
@@ -183,7 +174,7 @@ def _named_stage(recipe: Recipe, tool: _Tool, locator: Locator) -> str | None:
     return None
 
 
-def _settle(ledger: Ledger, tool: _Tool, gpus: int | None) -> None:
+def _settle(ledger: ConversionLedger, tool: _Tool, gpus: int | None) -> None:
     recipe = ledger.recipe
     recipe.settings, earlier = last_of_each(recipe.settings)
     recipe.launchers, doubled = last_of_each(recipe.launchers)
@@ -203,7 +194,7 @@ def _settle(ledger: Ledger, tool: _Tool, gpus: int | None) -> None:
     _sort(ledger.draft)
 
 
-def _placeholders(ledger: Ledger) -> None:
+def _placeholders(ledger: ConversionLedger) -> None:
     """Names of model, data and output that the script does not tell: a person writes them."""
     for keys, target in ((_MODEL, "model_name_or_path"), (_OUTPUT, "output_dir")):
         for setting in ledger.recipe.settings:
@@ -232,7 +223,7 @@ _DATA = frozenset(
 )
 
 
-def _output(ledger: Ledger, setting: Setting) -> None:
+def _output(ledger: ConversionLedger, setting: Setting) -> None:
     """A folder whose name holds what only the shell knows, such as the date: the rest of the name."""
     text = str(setting.value)
     for expression in setting.missing:
@@ -245,7 +236,7 @@ def _output(ledger: Ledger, setting: Setting) -> None:
     ledger.check(setting, f"`output_dir`: {unknown_value(setting)}")
 
 
-def _directives(ledger: Ledger) -> None:
+def _directives(ledger: ConversionLedger) -> None:
     recipe = ledger.recipe
     job = sbatch.Job(settings=recipe.directives, gpus=recipe.gpus, nodes=recipe.nodes)
     carried = sbatch.carry(job)
@@ -264,7 +255,7 @@ _HARMLESS = re.compile(
 )
 
 
-def _environment(ledger: Ledger) -> None:
+def _environment(ledger: ConversionLedger) -> None:
     """Variables that a script hands to its training; secrets by name alone."""
     for setting in ledger.recipe.environment:
         if ledger.is_settled(setting):
@@ -281,7 +272,7 @@ _PER_DEVICE = "per_device_train_batch_size"
 _ACCUMULATION = "gradient_accumulation_steps"
 
 
-def _batch(ledger: Ledger, gpus: int | None) -> None:
+def _batch(ledger: ConversionLedger, gpus: int | None) -> None:
     """`batch:` in the place of the two arguments, where the source tells its GPUs, or the command does."""
     draft, recipe = ledger.draft, ledger.recipe
     source_gpus = recipe.gpus
@@ -308,20 +299,18 @@ def _batch(ledger: Ledger, gpus: int | None) -> None:
                 targets[targets.index(target)] = key
 
 
-def _unknown_batch(ledger: Ledger) -> bool:
+def _unknown_batch(ledger: ConversionLedger) -> bool:
     """Whether the source computes one of the two numbers from what is not known."""
-    for setting in ledger.recipe.settings:
-        if setting.missing and re.search(r"batch_size|accum", setting.key):
-            return True
-    return False
+    names = [setting.key for setting in ledger.recipe.settings if setting.missing]
+    return any(re.search(r"batch_size|accum", name) for name in names)
 
 
-def _default(ledger: Ledger, name: str) -> Any:
+def _default(ledger: ConversionLedger, name: str) -> Any:
     known = ledger.schema.fields.get(name)
     return None if known is None else known.default
 
 
-def _complete(ledger: Ledger) -> None:
+def _complete(ledger: ConversionLedger) -> None:
     """Write what no stage file can do without, for a person to fill in."""
     draft = ledger.draft
     data = ledger.entry.names.data
@@ -336,7 +325,7 @@ def _complete(ledger: Ledger) -> None:
         draft.remarks += tuple(_choices(ledger))
 
 
-def _choices(ledger: Ledger) -> Iterator[str]:
+def _choices(ledger: ConversionLedger) -> Iterator[str]:
     for name, reason in ledger.recipe.choices.items():
         yield f"`{name}`: {reason}"
 
@@ -346,14 +335,16 @@ def _sort(draft: Draft) -> None:
     draft.rows = {name: draft.rows[name] for name in dict.fromkeys([*first, *draft.rows])}
 
 
-def _others(recipes: tuple[Recipe, ...], chosen: Recipe, ledger: Ledger) -> None:
+def _others(recipes: tuple[Recipe, ...], chosen: Recipe, ledger: ConversionLedger) -> None:
     """Name the further trainings of a script."""
     further = len(recipes) - 1
     if further < 1:
         return
     programs = dict.fromkeys(recipe.program for recipe in recipes if recipe is not chosen)
     noun = "training" if further == 1 else "trainings"
-    ledger.draft.remarks += (f"{chosen.path.name} starts {further} further {noun} ({', '.join(programs)}): one stage file each",)
+    ledger.draft.remarks += (
+        f"{chosen.path.name} starts {further} further {noun} ({', '.join(programs)}): one stage file each",
+    )
 
 
 def settle_refused(conversion: Conversion, findings: tuple[Finding, ...]) -> bool:
@@ -371,7 +362,7 @@ def settle_refused(conversion: Conversion, findings: tuple[Finding, ...]) -> boo
     return changed
 
 
-# what no stage can do without, and what is said of files that are not here
+# what no stage can do without, and findings about files that are not here
 _KEPT = frozenset({"model_name_or_path", "dataset_name", "datasets", "dataset_mixer_list", "mixer_list", "output_dir"})
 _ABOUT_FILES = frozenset({"missing-data", "missing-file", "no-such-data"})
 
@@ -401,17 +392,19 @@ def _shown(setting: Setting) -> str:
     return brief(redact({setting.key: value})[setting.key])
 
 
-def _findings(ledger: Ledger) -> Iterator[Finding]:
+def _findings(ledger: ConversionLedger) -> Iterator[Finding]:
     for check in ledger.checks:
         name = check.setting.written
         yield _finding(check.setting, "note", "converted", f"`{name}` is converted in part", check.advice)
-    for file, line in ledger.recipe.mended:
-        message = "a comment or a blank behind the backslash ends the command here: bash passes on nothing that follows"
+    for file, cut in ledger.recipe.mended:
+        message = (
+            "a comment or a blank behind the backslash ends the command here: bash passes on nothing that follows"
+        )
         help = "the options below are carried as if it did not; take the comment out"
-        yield launch_finding("warning", "cut-command", message, help, file=file, line=line)
+        yield launch_finding("warning", "cut-command", message, help, file=file, line=cut)
     for name, line in ledger.recipe.absent.items():
         message = f"{brief(name)} is not here: what it says is missing"
-        help = f"put it where the script looks for it, or give it to `--from`"
+        help = "put it where the script looks for it, or give it to `--from`"
         yield launch_finding("warning", "missing-source", message, help, file=str(ledger.recipe.path), line=line)
     reasons: dict[str, list[Setting]] = {}
     for omission in ledger.omissions.values():
@@ -426,4 +419,3 @@ def _findings(ledger: Ledger) -> Iterator[Finding]:
 def _finding(setting: Setting, severity: Severity, code: str, message: str, help: str | None = None) -> Finding:
     place: dict[str, Any] = {"key": setting.key, "file": setting.file, "line": setting.line}
     return launch_finding(severity, code, message, help, **place)
-

@@ -9,11 +9,12 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from launcher.stage.conversion.ledger import Ledger
+from launcher.stage.conversion import local_rows
+from launcher.stage.conversion.ledger import ConversionLedger
 from launcher.stage.conversion.settings import Setting, is_off
 
 _READERS = {
@@ -41,8 +42,8 @@ class DataSet:
 
 
 @dataclass(slots=True, kw_only=True)
-class Mixture:
-    """The sets of a source, and what is held back from training: a part, or a split of the same set."""
+class SourceData:
+    """The sets of a source, and what is set aside from training: a part, or a split of the same set."""
 
     setting: Setting
     sets: list[DataSet] = field(default_factory=list)
@@ -55,10 +56,11 @@ def is_file(path: str) -> bool:
     return posixpath.splitext(path.rstrip("/"))[1].lower() in _READERS
 
 
-def write(ledger: Ledger, mixture: Mixture, *also: Setting) -> None:
+def write(ledger: ConversionLedger, mixture: SourceData, *also: Setting) -> None:
     """Write the sets as TRL's arguments; `also` are settings that the same arguments say."""
     if not mixture.sets:
         return
+    mixture.sets = [_readable(data, mixture.setting, ledger) for data in mixture.sets]
     first = mixture.sets[0]
     if _is_plain(mixture):
         ledger.carry(mixture.setting, "dataset_name", first.path)
@@ -78,13 +80,34 @@ def write(ledger: Ledger, mixture: Mixture, *also: Setting) -> None:
         ledger.point(setting, target)
 
 
-def _is_plain(mixture: Mixture) -> bool:
+def _readable(data: DataSet, setting: Setting, ledger: ConversionLedger) -> DataSet:
+    if not is_file(data.path):
+        return data
+    return replace(data, path=local_rows.readable(data.path, setting, ledger))
+
+
+def mask_questions(ledger: ConversionLedger, setting: Setting, note: str) -> None:
+    """Have the loss count answers alone: of rows with `prompt` and `completion` by another argument than of chats."""
+    key = "assistant_only_loss"
+    if ledger.kinds and ledger.kinds <= {"completions"}:
+        key = "completion_only_loss"
+    if key in ledger.schema.fields:
+        ledger.carry(setting, key, value=True, note=note)
+
+
+def _is_plain(mixture: SourceData) -> bool:
     """Whether `dataset_name` says it all."""
     if len(mixture.sets) != 1 or mixture.test_size is not None:
         return False
     data = mixture.sets[0]
     is_cut = data.columns or data.share not in (None, 1, 1.0) or data.rows is not None
-    return not (is_cut or data.files is not None or is_file(data.path) or "[" in (data.split or "") or "+" in (data.split or ""))
+    return not (
+        is_cut
+        or data.files is not None
+        or is_file(data.path)
+        or "[" in (data.split or "")
+        or "+" in (data.split or "")
+    )
 
 
 def _entry(data: DataSet) -> dict[str, Any]:
@@ -117,20 +140,22 @@ def _sliced(data: DataSet) -> str:
     return split
 
 
-def advise(ledger: Ledger, mixture: Mixture) -> None:
+def advise(ledger: ConversionLedger, mixture: SourceData) -> None:
     """Say what the sets of a source mean that TRL's script cannot."""
     for data in mixture.sets:
         if data.share is not None and data.share > 1:
             ledger.check(mixture.setting, f"{data.path} is taken {data.share:g} times there; `datasets` takes it once")
         elif data.share is not None and data.share * 100 % 1 > 1e-6:
             rounded = max(1, round(data.share * 100))
-            ledger.check(mixture.setting, f"{data.share:g} of {data.path} became {rounded} %: slices are whole percents")
+            ledger.check(
+                mixture.setting, f"{data.share:g} of {data.path} became {rounded} %: slices are whole percents"
+            )
 
 
-_NO_TEST = "no rows are held back: name `dataset_test_split`, or `test_split_size` with `datasets`"
+_NO_TEST = "no rows are set aside: name `dataset_test_split`, or `test_split_size` with `datasets`"
 
 
-def settle_evaluation(ledger: Ledger) -> None:
+def settle_evaluation(ledger: ConversionLedger) -> None:
     """Leave out the arguments of evaluation where nothing is left to evaluate on."""
     rows = ledger.draft.rows
     if "test_split_size" in rows or "dataset_test_split" in rows:
@@ -141,11 +166,14 @@ def settle_evaluation(ledger: Ledger) -> None:
     for setting in ledger.recipe.settings:
         if ledger.is_settled(setting):
             continue
-        if setting.key.startswith(("eval_", "evals_", "per_device_eval")) or setting.key in ("do_eval", "evaluation_strategy"):
+        if setting.key.startswith(("eval_", "evals_", "per_device_eval")) or setting.key in (
+            "do_eval",
+            "evaluation_strategy",
+        ):
             ledger.leave(setting, _NO_TEST, matters=not is_off(setting.value))
 
 
-def _is_evaluated(ledger: Ledger) -> bool:
+def _is_evaluated(ledger: ConversionLedger) -> bool:
     """Whether a source for TRL evaluates on the set's own split."""
     return ledger.recipe.tool in ("trl", "handbook") and ledger.recipe.get("dataset_test_split") is not None
 

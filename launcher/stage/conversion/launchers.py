@@ -8,14 +8,14 @@ from typing import Any
 
 from launcher.config.keys import KEYS
 from launcher.stage.conversion import sharding
-from launcher.stage.conversion.ledger import Ledger, unknown_value
+from launcher.stage.conversion.ledger import ConversionLedger, unknown_value
 from launcher.stage.conversion.settings import Recipe, Setting, is_off, is_on, words
 
 _PROCESSES = "num_processes"
 _MACHINES = frozenset({"num_machines", "nnodes", "num_nodes", "nodes", "N"})
 _EACH = frozenset({"nproc_per_node", "num_gpus", "gpus", "gpus_per_node", "gres", "gpus_per_task"})
 _CONNECTS = "launch connects the processes itself; --main-address names the first machine"
-_SHARDS = "said by `deepspeed:`"
+_SHARDS = "`deepspeed:` covers it"
 _REASONS: Mapping[str, str] = {
     **dict.fromkeys(
         "main_process_port main_process_ip main_training_function master_addr master_port machine_rank node_rank "
@@ -50,21 +50,21 @@ def read_configs(recipe: Recipe) -> None:
     for setting in [*recipe.launchers]:
         if setting.key not in ("config_file", "accelerate_config"):
             continue
-        held = sharding.read_mapping(str(setting.value), recipe)
-        if held is None:
+        content = sharding.read_mapping(str(setting.value), recipe)
+        if content is None:
             continue
         given = {other.key for other in recipe.launchers}
-        for key, value in _flat(held):
+        for key, value in _flat(content):
             if key not in given:
                 written = f"{setting.value}: {key}"
                 file = str(sharding.find(str(setting.value), recipe) or setting.file)
                 recipe.launchers.append(Setting(key=key, value=value, written=written, file=file))
 
 
-def _flat(held: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def _flat(content: Mapping[str, Any]) -> list[tuple[str, Any]]:
     """The keys of accelerate's config file under the names of its options."""
     pairs: list[tuple[str, Any]] = []
-    for key, value in held.items():
+    for key, value in content.items():
         if isinstance(value, Mapping):
             for inner, below in value.items():
                 pairs.append((str(inner), below))
@@ -73,7 +73,7 @@ def _flat(held: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return pairs
 
 
-def settle(recipe: Recipe, ledger: Ledger) -> None:
+def settle(recipe: Recipe, ledger: ConversionLedger) -> None:
     """Find out GPUs, machines, precision and sharding, and say what became of every option."""
     _count_devices(recipe, ledger)
     _set_precision(recipe, ledger)
@@ -99,7 +99,7 @@ def _whole(value: Any) -> int | None:
     return int(match[0]) if match and not isinstance(value, bool) else None
 
 
-def _count_devices(recipe: Recipe, ledger: Ledger) -> None:
+def _count_devices(recipe: Recipe, ledger: ConversionLedger) -> None:
     nodes = recipe.nodes
     for setting in recipe.launchers:
         if setting.key in _MACHINES and not setting.missing:
@@ -115,7 +115,7 @@ def _count_devices(recipe: Recipe, ledger: Ledger) -> None:
     _visible_devices(recipe, ledger)
 
 
-def _devices_of_launchers(recipe: Recipe, ledger: Ledger) -> int | None:
+def _devices_of_launchers(recipe: Recipe, ledger: ConversionLedger) -> int | None:
     """GPUs of one machine."""
     total: int | None = None
     each: int | None = None
@@ -141,9 +141,12 @@ def _devices_of_launchers(recipe: Recipe, ledger: Ledger) -> int | None:
     return max(1, total // (recipe.nodes or 1))
 
 
-def _visible_devices(recipe: Recipe, ledger: Ledger) -> None:
+def _visible_devices(recipe: Recipe, ledger: ConversionLedger) -> None:
     for setting in recipe.environment:
-        if setting.key in ("NPROC_PER_NODE", "CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES") and not setting.missing:
+        if (
+            setting.key in ("NPROC_PER_NODE", "CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
+            and not setting.missing
+        ):
             counts = setting.key == "NPROC_PER_NODE"
             number = _whole(setting.value) if counts else len(words(setting.value))
             if recipe.gpus is None and number is not None:
@@ -152,7 +155,7 @@ def _visible_devices(recipe: Recipe, ledger: Ledger) -> None:
                 ledger.point(setting, "--gpus")
 
 
-def _set_precision(recipe: Recipe, ledger: Ledger) -> None:
+def _set_precision(recipe: Recipe, ledger: ConversionLedger) -> None:
     for setting in recipe.launchers:
         if setting.key != "mixed_precision" or setting.missing:
             continue
@@ -161,10 +164,12 @@ def _set_precision(recipe: Recipe, ledger: Ledger) -> None:
             ledger.draft.mixed_precision = value
             ledger.point(setting, "mixed_precision")
         else:
-            ledger.leave(setting, f"`mixed_precision: {value}` is not one of {', '.join(KEYS['mixed_precision'].words)}")
+            ledger.leave(
+                setting, f"`mixed_precision: {value}` is not one of {', '.join(KEYS['mixed_precision'].words)}"
+            )
 
 
-def _set_sharding(recipe: Recipe, ledger: Ledger) -> None:
+def _set_sharding(recipe: Recipe, ledger: ConversionLedger) -> None:
     options = {setting.key: setting for setting in recipe.launchers if not setting.missing}
     result = _sharding_of(options, recipe)
     for setting in recipe.launchers:
@@ -191,12 +196,14 @@ def _set_sharding(recipe: Recipe, ledger: Ledger) -> None:
         ledger.check(about, result.advice)
 
 
-def _sharding_of(options: Mapping[str, Setting], recipe: Recipe) -> sharding.Sharding | None:
+def _sharding_of(options: Mapping[str, Setting], recipe: Recipe) -> sharding.ShardingName | None:
     file = options.get("deepspeed_config_file")
     if file is not None:
         return sharding.of_deepspeed(file.value, recipe)
     if "zero_stage" in options:
-        devices = [options[key].value for key in ("offload_optimizer_device", "offload_param_device") if key in options]
+        devices = [
+            options[key].value for key in ("offload_optimizer_device", "offload_param_device") if key in options
+        ]
         offloads = any(not is_off(device) for device in devices)
         return sharding.of_stage(options["zero_stage"].value, offloads=offloads)
     uses_fsdp = "use_fsdp" in options and is_on(options["use_fsdp"].value)
@@ -209,11 +216,11 @@ def _sharding_of(options: Mapping[str, Setting], recipe: Recipe) -> sharding.Sha
         return sharding.of_name(str(config.value))
     if "use_deepspeed" in options:
         # accelerate/utils/dataclasses.py: without a file it is ZeRO-2
-        return sharding.Sharding("zero2")
+        return sharding.ShardingName("zero2")
     return None
 
 
-def _set_compilation(recipe: Recipe, ledger: Ledger) -> None:
+def _set_compilation(recipe: Recipe, ledger: ConversionLedger) -> None:
     """accelerate's dynamo is transformers' `torch_compile`."""
     for setting in recipe.launchers:
         if not setting.key.startswith("dynamo_") or setting.missing or ledger.is_settled(setting):
@@ -227,12 +234,14 @@ def _set_compilation(recipe: Recipe, ledger: Ledger) -> None:
             ledger.carry(setting, "torch_compile_backend", str(setting.value).lower())
 
 
-def arguments_of(recipe: Recipe, ledger: Ledger) -> None:
+def arguments_of(recipe: Recipe, ledger: ConversionLedger) -> None:
     """`deepspeed`, `fsdp` and accelerate's options that stand among the trainer's own arguments."""
     for setting in recipe.settings:
         if ledger.is_settled(setting) or setting.missing:
             continue
-        if setting.key in ("deepspeed", "deepspeed_config", "ds_config", "accelerate_config") and not is_off(setting.value):
+        if setting.key in ("deepspeed", "deepspeed_config", "ds_config", "accelerate_config") and not is_off(
+            setting.value
+        ):
             _own_deepspeed(setting, recipe, ledger)
         elif setting.key == "fsdp":
             result = sharding.of_fsdp(setting.value)
@@ -248,7 +257,7 @@ def arguments_of(recipe: Recipe, ledger: Ledger) -> None:
             ledger.leave(setting, _CONNECTS, matters=False)
 
 
-def _own_deepspeed(setting: Setting, recipe: Recipe, ledger: Ledger) -> None:
+def _own_deepspeed(setting: Setting, recipe: Recipe, ledger: ConversionLedger) -> None:
     result = sharding.of_deepspeed(setting.value, recipe)
     if result is None:
         ledger.leave(setting, "write `deepspeed:` with one of launch's names, or a path")
@@ -260,9 +269,10 @@ def _own_deepspeed(setting: Setting, recipe: Recipe, ledger: Ledger) -> None:
 
 
 _OF_ACCELERATE = frozenset(
-    "num_processes num_machines mixed_precision main_process_port main_process_ip machine_rank gpu_ids multi_gpu "
-    "dynamo_backend dynamo_mode use_deepspeed deepspeed_config_file zero_stage offload_optimizer_device "
-    "offload_param_device use_fsdp fsdp_sharding_strategy config_file accelerate_config num_cpu_threads_per_process".split()
+    "num_processes num_machines mixed_precision main_process_port main_process_ip machine_rank "
+    "gpu_ids multi_gpu dynamo_backend dynamo_mode use_deepspeed deepspeed_config_file zero_stage "
+    "offload_optimizer_device offload_param_device use_fsdp fsdp_sharding_strategy config_file "
+    "accelerate_config num_cpu_threads_per_process".split()
 )
 
 

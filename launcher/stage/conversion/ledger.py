@@ -20,7 +20,7 @@ PLACEHOLDER = "SET_ME"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Omission:
+class UncarriedSetting:
     """A setting that is left out. `matters`: without it the stage trains, or is run, differently."""
 
     setting: Setting
@@ -37,8 +37,11 @@ class Check:
 
 
 @dataclass(slots=True, kw_only=True)
-class Ledger:
-    """`carried` holds the keys of the stage file that a setting went to, by the setting as it was written."""
+class ConversionLedger:
+    """`carried` holds the keys of the stage file that a setting went to, by the setting as it was written.
+
+    `kinds` are those of the rows that lie here, as `rows.Rows` has them.
+    """
 
     recipe: Recipe
     draft: Draft
@@ -46,8 +49,9 @@ class Ledger:
     entry: Entry
     past: Callable[[str], tuple[ArgumentChange, ...]]
     carried: dict[str, list[str]] = field(default_factory=dict)
-    omissions: dict[str, Omission] = field(default_factory=dict)
+    omissions: dict[str, UncarriedSetting] = field(default_factory=dict)
     checks: list[Check] = field(default_factory=list)
+    kinds: set[str] = field(default_factory=set)
 
     def is_settled(self, setting: Setting) -> bool:
         return setting.written in self.carried or setting.written in self.omissions
@@ -61,7 +65,7 @@ class Ledger:
         self.point(setting, target)
 
     def point(self, setting: Setting, target: str) -> None:
-        """Note that a setting is said by a key of the stage file."""
+        """Note that a setting is expressed by a key of the stage file."""
         self.omissions.pop(setting.written, None)
         targets = self.carried.setdefault(setting.written, [])
         if target not in targets:
@@ -70,7 +74,7 @@ class Ledger:
     def leave(self, setting: Setting, reason: str, *, matters: bool = True) -> None:
         """Leave a setting out, unless it is carried already."""
         if setting.written not in self.carried:
-            self.omissions[setting.written] = Omission(setting=setting, reason=reason, matters=matters)
+            self.omissions[setting.written] = UncarriedSetting(setting=setting, reason=reason, matters=matters)
 
     def drop(self, target: str, reason: str) -> None:
         """Take an argument out again: the settings that it came from are left out for this reason."""
@@ -94,7 +98,7 @@ class Ledger:
         self.checks.append(Check(setting=setting, advice=advice))
 
     def take(self, *keys: str) -> Setting | None:
-        """The setting of one of these names that is not settled yet, if its value is told."""
+        """The setting of one of these names that is not settled yet, if its value is known."""
         for key in keys:
             setting = self.recipe.get(key)
             if setting is not None and not self.is_settled(setting) and not setting.missing:
@@ -102,11 +106,7 @@ class Ledger:
         return None
 
     def by_name(
-        self,
-        setting: Setting,
-        names: Mapping[str, str],
-        reasons: Mapping[str, str],
-        unneeded: Mapping[str, str],
+        self, setting: Setting, names: Mapping[str, str], reasons: Mapping[str, str], unneeded: Mapping[str, str]
     ) -> None:
         """Carry a setting whose name, or the name that `names` has for it, is an argument of the trainer's.
 
@@ -145,6 +145,9 @@ class Ledger:
             return
         if target in self.draft.rows:
             self.leave(setting, f"`{target}` is written already", matters=False)
+            return
+        if "${" in str(value):
+            self.leave(setting, "it holds `${`, which launch would read as a reference: write the value")
             return
         reason = self.refusal(target, value)
         if reason is not None:

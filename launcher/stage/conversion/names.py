@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from launcher.stage.conversion.ledger import Ledger
+from launcher.stage.conversion.ledger import ConversionLedger
 from launcher.stage.conversion.settings import Setting, is_off, is_on, words
 
 
@@ -36,24 +36,28 @@ TRL = pairs(
     "lora_rank=lora_r use_lora=use_peft bnb_4bit_use_double_quant=use_bnb_nested_quant"
 )
 TORCHTUNE = pairs(
-    "batch_size=per_device_train_batch_size epochs=num_train_epochs gradient_accumulation_steps=gradient_accumulation_steps "
-    "optimizer.lr=learning_rate optimizer.weight_decay=weight_decay lr_scheduler.num_warmup_steps=warmup_steps "
-    "tokenizer.max_seq_len=max_length model.lora_rank=lora_r model.lora_alpha=lora_alpha model.lora_dropout=lora_dropout "
-    "model.use_dora=use_dora dataset.packed=packing loss.beta=beta loss.label_smoothing=label_smoothing "
-    "clip_grad_norm=max_grad_norm compile=torch_compile log_every_n_steps=logging_steps "
-    "enable_activation_checkpointing=gradient_checkpointing enable_activation_offloading=activation_offloading "
-    "dtype=dtype seed=seed output_dir=output_dir batch_size_val=per_device_eval_batch_size "
-    "run_val_every_n_steps=eval_steps"
+    "batch_size=per_device_train_batch_size epochs=num_train_epochs "
+    "gradient_accumulation_steps=gradient_accumulation_steps optimizer.lr=learning_rate "
+    "optimizer.weight_decay=weight_decay lr_scheduler.num_warmup_steps=warmup_steps "
+    "tokenizer.max_seq_len=max_length model.lora_rank=lora_r model.lora_alpha=lora_alpha "
+    "model.lora_dropout=lora_dropout model.use_dora=use_dora dataset.packed=packing loss.beta=beta "
+    "loss.label_smoothing=label_smoothing clip_grad_norm=max_grad_norm compile=torch_compile "
+    "log_every_n_steps=logging_steps enable_activation_checkpointing=gradient_checkpointing "
+    "enable_activation_offloading=activation_offloading dtype=dtype seed=seed output_dir=output_dir "
+    "batch_size_val=per_device_eval_batch_size run_val_every_n_steps=eval_steps"
 )
 OPENRLHF = pairs(
-    "pretrain=model_name_or_path model_name_or_path=model_name_or_path max_len=max_length max_epochs=num_train_epochs "
-    "lr=learning_rate learning_rate=learning_rate actor_learning_rate=learning_rate lr_scheduler=lr_scheduler_type "
-    "lr_warmup_ratio=warmup_steps save_path=output_dir output_dir=output_dir beta=beta label_smoothing=label_smoothing "
-    "l2=weight_decay weight_decay=weight_decay max_norm=max_grad_norm lora_rank=lora_r lora_alpha=lora_alpha "
-    "lora_dropout=lora_dropout target_modules=lora_target_modules gradient_checkpointing=gradient_checkpointing "
-    "gradient_checkpointing_enable=gradient_checkpointing logging_steps=logging_steps save_steps=save_steps "
-    "max_ckpt_num=save_total_limit seed=seed wandb_run_name=run_name packing_samples=packing "
-    "use_liger_kernel=use_liger_kernel attn_implementation=attn_implementation eval_steps=eval_steps"
+    "pretrain=model_name_or_path model_name_or_path=model_name_or_path max_len=max_length "
+    "max_epochs=num_train_epochs lr=learning_rate learning_rate=learning_rate "
+    "actor_learning_rate=learning_rate lr_scheduler=lr_scheduler_type lr_warmup_ratio=warmup_steps "
+    "save_path=output_dir output_dir=output_dir beta=beta label_smoothing=label_smoothing "
+    "l2=weight_decay weight_decay=weight_decay max_norm=max_grad_norm lora_rank=lora_r "
+    "lora_alpha=lora_alpha lora_dropout=lora_dropout target_modules=lora_target_modules "
+    "gradient_checkpointing=gradient_checkpointing "
+    "gradient_checkpointing_enable=gradient_checkpointing logging_steps=logging_steps "
+    "save_steps=save_steps max_ckpt_num=save_total_limit seed=seed wandb_run_name=run_name "
+    "packing_samples=packing use_liger_kernel=use_liger_kernel "
+    "attn_implementation=attn_implementation eval_steps=eval_steps"
 )
 SWIFT = pairs(
     "model=model_name_or_path model_id_or_path=model_name_or_path model_revision=model_revision "
@@ -64,42 +68,49 @@ SWIFT = pairs(
 )
 # scripts of one's own; what several of them mean by a name, or what the name says by itself
 OWN = pairs(
-    "model=model_name_or_path model_name=model_name_or_path base_model=model_name_or_path model_path=model_name_or_path "
-    "pretrain=model_name_or_path pretrained_model_name_or_path=model_name_or_path model_id=model_name_or_path "
-    "base_model_name_or_path=model_name_or_path model_dir=model_name_or_path hf_model=model_name_or_path "
-    "base_model_name=model_name_or_path policy_model=model_name_or_path "
-    "revision=model_revision max_seq_length=max_length max_seq_len=max_length model_max_length=max_length "
-    "cutoff_len=max_length block_size=max_length seq_length=max_length seq_len=max_length max_len=max_length "
-    "sequence_len=max_length max_source_length=max_length max_sequence_length=max_length context_length=max_length "
-    "max_token_length=max_length max_tokens=max_length "
-    "lr=learning_rate learning_rate=learning_rate epochs=num_train_epochs num_epochs=num_train_epochs "
-    "max_epochs=num_train_epochs n_epochs=num_train_epochs epoch=num_train_epochs "
-    "micro_batch_size=per_device_train_batch_size per_device_batch_size=per_device_train_batch_size "
-    "micro_train_batch_size=per_device_train_batch_size per_gpu_train_batch_size=per_device_train_batch_size "
-    "train_batch_size=per_device_train_batch_size batch_size=per_device_train_batch_size bs=per_device_train_batch_size "
-    "val_batch_size=per_device_eval_batch_size eval_batch_size=per_device_eval_batch_size "
-    "grad_accum=gradient_accumulation_steps gradient_accumulation=gradient_accumulation_steps "
-    "accumulation_steps=gradient_accumulation_steps grad_acc=gradient_accumulation_steps "
-    "grad_acc_steps=gradient_accumulation_steps gradient_accumulate_steps=gradient_accumulation_steps "
+    "model=model_name_or_path model_name=model_name_or_path base_model=model_name_or_path "
+    "model_path=model_name_or_path pretrain=model_name_or_path "
+    "pretrained_model_name_or_path=model_name_or_path model_id=model_name_or_path "
+    "base_model_name_or_path=model_name_or_path model_dir=model_name_or_path "
+    "hf_model=model_name_or_path base_model_name=model_name_or_path policy_model=model_name_or_path "
+    "revision=model_revision max_seq_length=max_length max_seq_len=max_length "
+    "model_max_length=max_length cutoff_len=max_length block_size=max_length seq_length=max_length "
+    "seq_len=max_length max_len=max_length sequence_len=max_length max_source_length=max_length "
+    "max_sequence_length=max_length context_length=max_length max_token_length=max_length "
+    "max_tokens=max_length lr=learning_rate learning_rate=learning_rate epochs=num_train_epochs "
+    "num_epochs=num_train_epochs max_epochs=num_train_epochs n_epochs=num_train_epochs "
+    "epoch=num_train_epochs micro_batch_size=per_device_train_batch_size "
+    "per_device_batch_size=per_device_train_batch_size "
+    "micro_train_batch_size=per_device_train_batch_size "
+    "per_gpu_train_batch_size=per_device_train_batch_size "
+    "train_batch_size=per_device_train_batch_size batch_size=per_device_train_batch_size "
+    "bs=per_device_train_batch_size val_batch_size=per_device_eval_batch_size "
+    "eval_batch_size=per_device_eval_batch_size grad_accum=gradient_accumulation_steps "
+    "gradient_accumulation=gradient_accumulation_steps accumulation_steps=gradient_accumulation_steps "
+    "grad_acc=gradient_accumulation_steps grad_acc_steps=gradient_accumulation_steps "
+    "gradient_accumulate_steps=gradient_accumulation_steps "
     "grad_accum_steps=gradient_accumulation_steps accumulate_grad_batches=gradient_accumulation_steps "
-    "save_path=output_dir save_dir=output_dir output_path=output_dir output=output_dir out_dir=output_dir "
-    "checkpoint_dir=output_dir out=output_dir saving_path=output_dir "
-    "lr_scheduler=lr_scheduler_type scheduler=lr_scheduler_type lr_schedule=lr_scheduler_type warmup_ratio=warmup_steps "
-    "warmup=warmup_steps num_warmup_steps=warmup_steps lr_warmup_ratio=warmup_steps "
-    "wd=weight_decay optimizer=optim optim_name=optim optimizer_type=optim torch_dtype=dtype "
-    "lora_rank=lora_r r=lora_r lora_dim=lora_r peft_lora_r=lora_r peft_lora_alpha=lora_alpha "
-    "target_modules=lora_target_modules lora_target=lora_target_modules lora_modules=lora_target_modules "
-    "use_lora=use_peft use_peft_lora=use_peft lora=use_peft lora_enable=use_peft enable_lora=use_peft peft=use_peft "
+    "save_path=output_dir save_dir=output_dir output_path=output_dir output=output_dir "
+    "out_dir=output_dir checkpoint_dir=output_dir out=output_dir saving_path=output_dir "
+    "lr_scheduler=lr_scheduler_type scheduler=lr_scheduler_type lr_schedule=lr_scheduler_type "
+    "warmup_ratio=warmup_steps warmup=warmup_steps num_warmup_steps=warmup_steps "
+    "lr_warmup_ratio=warmup_steps wd=weight_decay optimizer=optim optim_name=optim "
+    "optimizer_type=optim torch_dtype=dtype lora_rank=lora_r r=lora_r lora_dim=lora_r "
+    "peft_lora_r=lora_r peft_lora_alpha=lora_alpha target_modules=lora_target_modules "
+    "lora_target=lora_target_modules lora_modules=lora_target_modules use_lora=use_peft "
+    "use_peft_lora=use_peft lora=use_peft lora_enable=use_peft enable_lora=use_peft peft=use_peft "
     "use_4bit_quantization=load_in_4bit use_4bit=load_in_4bit use_8bit=load_in_8bit "
     "use_8bit_quantization=load_in_8bit use_nested_quant=use_bnb_nested_quant "
-    "bnb_4bit_use_double_quant=use_bnb_nested_quant "
-    "evaluation_strategy=eval_strategy evaluation_steps=eval_steps use_liger=use_liger_kernel "
+    "bnb_4bit_use_double_quant=use_bnb_nested_quant evaluation_strategy=eval_strategy "
+    "evaluation_steps=eval_steps use_liger=use_liger_kernel "
     "use_gradient_checkpointing=gradient_checkpointing grad_checkpointing=gradient_checkpointing "
-    "gradient_clipping=max_grad_norm max_norm=max_grad_norm grad_clip=max_grad_norm clip_grad=max_grad_norm "
-    "clip_grad_norm=max_grad_norm wandb_run_name=run_name wandb_name=run_name experiment_name=run_name exp_name=run_name "
-    "random_state=seed random_seed=seed preprocessing_num_workers=dataset_num_proc num_proc=dataset_num_proc "
-    "num_workers=dataloader_num_workers hub_path=hub_model_id max_train_steps=max_steps total_steps=max_steps "
-    "neftune_alpha=neftune_noise_alpha checkpointing_steps=save_steps dpo_beta=beta resume=resume_from_checkpoint"
+    "gradient_clipping=max_grad_norm max_norm=max_grad_norm grad_clip=max_grad_norm "
+    "clip_grad=max_grad_norm clip_grad_norm=max_grad_norm wandb_run_name=run_name wandb_name=run_name "
+    "experiment_name=run_name exp_name=run_name random_state=seed random_seed=seed "
+    "preprocessing_num_workers=dataset_num_proc num_proc=dataset_num_proc "
+    "num_workers=dataloader_num_workers hub_path=hub_model_id max_train_steps=max_steps "
+    "total_steps=max_steps neftune_alpha=neftune_noise_alpha checkpointing_steps=save_steps "
+    "dpo_beta=beta resume=resume_from_checkpoint"
 )
 FOREIGN: Mapping[str, Mapping[str, str]] = {
     "axolotl": AXOLOTL,
@@ -128,7 +139,12 @@ _ATTENTION = {
     "fa3": "flash_attention_3",
     "disabled": "eager",
 }
-_OPTIMIZERS = {"adamw": "adamw_torch", "adamw_hf": "adamw_torch", "adam": "adamw_torch", "PagedAdamW8bit": "paged_adamw_8bit"}
+_OPTIMIZERS = {
+    "adamw": "adamw_torch",
+    "adamw_hf": "adamw_torch",
+    "adam": "adamw_torch",
+    "PagedAdamW8bit": "paged_adamw_8bit",
+}
 _FLASH = frozenset(
     "flash_attention use_flash_attn use_flash_attention use_flash_attention_2 flash_attn use_flash_attn_2 use_fa2 "
     "enable_flash_attention flash_attn_2".split()
@@ -160,14 +176,14 @@ def _modules(text: str) -> list[str]:
     return words(text)
 
 
-def respell(ledger: Ledger, target: str) -> None:
+def respell(ledger: ConversionLedger, target: str) -> None:
     row = ledger.draft.rows.get(target)
     if row is not None:
         ledger.draft.rows[target] = row._replace(value=spell(target, row.value))
 
 
 def carry_rest(
-    ledger: Ledger, names: Mapping[str, str], reasons: Mapping[str, str], unneeded: Mapping[str, str]
+    ledger: ConversionLedger, names: Mapping[str, str], reasons: Mapping[str, str], unneeded: Mapping[str, str]
 ) -> None:
     """Carry every setting that no module has settled, by its name."""
     for setting in ledger.recipe.settings:
@@ -192,7 +208,7 @@ def carry_rest(
             ledger.by_name(setting, names, reasons, unneeded)
 
 
-def _flash(ledger: Ledger, setting: Setting) -> None:
+def _flash(ledger: ConversionLedger, setting: Setting) -> None:
     if setting.missing:
         ledger.by_name(setting, {}, {}, {})
     elif is_on(setting.value):
@@ -201,7 +217,7 @@ def _flash(ledger: Ledger, setting: Setting) -> None:
         ledger.leave(setting, "off: the model's default attention", matters=False)
 
 
-def warmup(ledger: Ledger) -> None:
+def warmup(ledger: ConversionLedger) -> None:
     """`warmup_steps` takes a share too (transformers/training_args.py:796); steps come before a ratio."""
     steps = ledger.take("warmup_steps")
     ratio = ledger.take("warmup_ratio", "lr_warmup_ratio")
@@ -217,7 +233,7 @@ def warmup(ledger: Ledger) -> None:
             ledger.point(steps, "warmup_steps")
 
 
-def lora(ledger: Ledger) -> None:
+def lora(ledger: ConversionLedger) -> None:
     """Switch LoRA on where a source names what it needs, and keep its quantization."""
     setting = ledger.take("use_lora", "use_peft", "use_peft_lora", "lora", "lora_enable", "enable_lora", "peft")
     if setting is not None and not isinstance(setting.value, dict):
@@ -234,7 +250,7 @@ def lora(ledger: Ledger) -> None:
             ledger.leave(quantized, "no QLoRA", matters=False)
 
 
-def reentrant(ledger: Ledger) -> None:
+def reentrant(ledger: ConversionLedger) -> None:
     setting = ledger.take("use_reentrant")
     if setting is not None and "gradient_checkpointing_kwargs" in ledger.schema.fields:
         value = {"use_reentrant": is_on(setting.value)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from launcher.runs import slurm
 from launcher.stage.conversion.settings import Setting
@@ -63,6 +63,36 @@ def read(text: str, file: str) -> Job:
             continue
         for name, written, value in _options(match[1]):
             job.settings.append(Setting(key=name, value=value, written=f"#SBATCH {written}", file=file, line=number))
+    return of_settings(job.settings)
+
+
+_PROGRAMS = ("srun ", "sbatch ", "salloc ")
+
+
+def is_of_slurm(setting: Setting) -> bool:
+    """Whether a launcher's option is one of srun's or sbatch's on a command line."""
+    return setting.written.startswith(_PROGRAMS)
+
+
+def of_command_line(launchers: list[Setting]) -> list[Setting]:
+    """The options of srun and sbatch among those of launchers, named as directives."""
+    settings = []
+    for setting in launchers:
+        if not is_of_slurm(setting) or setting.missing:
+            continue
+        name = setting.key.replace("_", "-")
+        value = setting.value
+        short = re.fullmatch(r"([A-Za-z])(\d*)", name)
+        if short is not None:
+            name = _LETTERS.get(short[1], name)
+            value = short[2] or value
+        settings.append(replace(setting, key=name, value=value if value is True else str(value)))
+    return settings
+
+
+def of_settings(settings: list[Setting]) -> Job:
+    """The GPUs and machines that directives ask for."""
+    job = Job(settings=settings)
     job.nodes = _number(job.value("nodes"))
     job.gpus = _gpus(job)
     return job
@@ -137,7 +167,7 @@ _REASONS: Mapping[str, str] = {
     "open-mode": "launch keeps the log in the run folder",
     "array": "launch starts one run; `launch tune` and `launch pipeline` start several",
     "export": "launch hands on the environment that training needs",
-    "signal": f"{_SETS}: a run is asked to save before its time is up",
+    "signal": f"{_SETS}: a run gets time to save before its time is up",
     "ntasks": f"{_SETS}: one task on each machine",
     "ntasks-per-node": f"{_SETS}: one task on each machine",
     "chdir": "launch runs where it is started",
@@ -175,7 +205,7 @@ def _is_plain(name: str, value: object, job: Job) -> bool:
     match = _GPUS.fullmatch(str(value))
     if match is None or job.gpus is None:
         return False
-    return match["model"] is None or name == "gres" and match["model"] == "gpu"
+    return match["model"] is None or (name == "gres" and match["model"] == "gpu")
 
 
 def _is_usable(value: object) -> bool:

@@ -19,7 +19,7 @@ _STAGE = re.compile(r"(?:zero|stage|z|ds)[_-]?(?:stage)?[_-]?([0123])(?!\d)")
 
 
 @dataclass(frozen=True, slots=True)
-class Sharding:
+class ShardingName:
     """`name` is launch's; `advice` says what it does not say of the source."""
 
     name: str
@@ -76,21 +76,21 @@ def read_mapping(path: str, recipe: Recipe) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def of_deepspeed(value: Any, recipe: Recipe) -> Sharding | None:
+def of_deepspeed(value: Any, recipe: Recipe) -> ShardingName | None:
     """launch's name for a DeepSpeed config: a mapping, a file, or the name of one."""
     if isinstance(value, Mapping):
         return _of_mapping(value)
     text = str(value)
-    held = read_mapping(text, recipe)
-    if held is not None:
-        sharding = _of_mapping(held)
+    content = read_mapping(text, recipe)
+    if content is not None:
+        sharding = _of_mapping(content)
         if sharding is not None:
             return sharding
     return of_name(text)
 
 
-def _of_mapping(held: Mapping[str, Any]) -> Sharding | None:
-    zero = held.get("zero_optimization", held)
+def _of_mapping(content: Mapping[str, Any]) -> ShardingName | None:
+    zero = content.get("zero_optimization", content)
     if not isinstance(zero, Mapping):
         return None
     stage = zero.get("stage", zero.get("zero_stage"))
@@ -103,31 +103,31 @@ def _of_mapping(held: Mapping[str, Any]) -> Sharding | None:
     return of_stage(stage, offloads=offloads)
 
 
-def of_name(text: str) -> Sharding | None:
+def of_name(text: str) -> ShardingName | None:
     """launch's name for a DeepSpeed or accelerate config whose name tells its stage."""
     name = text.lower().rpartition("/")[2]
     match = _STAGE.search(name) or _STAGE.search(text.lower())
     if match is None:
-        return Sharding("zero3", _FULL) if "fsdp" in name else None
+        return ShardingName("zero3", _FULL) if "fsdp" in name else None
     offloads = "offload" in name and not re.search(r"(?:no|without)[_-]?offload", name)
     return of_stage(match[1], offloads=offloads)
 
 
-def of_stage(stage: Any, *, offloads: bool) -> Sharding | None:
+def of_stage(stage: Any, *, offloads: bool) -> ShardingName | None:
     text = str(stage)
     if text not in ("0", "1", "2", "3"):
         return None
     if text == "0":
-        return Sharding("none")
+        return ShardingName("none")
     if offloads and text == "3":
-        return Sharding("zero3_offload")
-    return Sharding(f"zero{text}", _OFFLOAD_TWO if offloads else "")
+        return ShardingName("zero3_offload")
+    return ShardingName(f"zero{text}", _OFFLOAD_TWO if offloads else "")
 
 
-def of_fsdp(strategy: Any) -> Sharding | None:
+def of_fsdp(strategy: Any) -> ShardingName | None:
     """launch's name for FSDP's sharding strategy."""
     text = " ".join(map(str, strategy)) if isinstance(strategy, list) else str(strategy)
     text = text.upper()
     if is_off(strategy) or "NO_SHARD" in text:
         return None
-    return Sharding("zero2", _HALF) if "SHARD_GRAD_OP" in text or text == "2" else Sharding("zero3", _FULL)
+    return ShardingName("zero2", _HALF) if "SHARD_GRAD_OP" in text or text == "2" else ShardingName("zero3", _FULL)

@@ -16,6 +16,7 @@ from launcher.config.document import Document
 from launcher.config.load import tool_of
 from launcher.errors import InvalidConfig, usage
 from launcher.files import read_bytes
+from launcher.redaction import is_secret_variable
 from launcher.stage.conversion import commands, sbatch, sharding
 from launcher.stage.conversion.commands import Invocation
 from launcher.stage.conversion.settings import Recipe, Setting, from_mapping
@@ -45,27 +46,23 @@ _OTHER_STAGES = re.compile(
     r"generate\w*|inference|infer|serve|merge\w*|convert\w*|prepare\w*|preprocess\w*|export|tokenize\w*|download\w*|"
     r"predict\w*|benchmark\w*|quantize\w*|upload\w*|sample|plot\w*|test|score\w*|vllm\w*|setup)(?![a-z])"
 )
-_OPEN_INSTRUCT = {
-    "finetune": "sft",
-    "finetune1": "sft",
-    "dpo_tune": "dpo",
-    "dpo_tune_cache": "dpo",
-    "dpo": "dpo",
-}
+_OPEN_INSTRUCT = {"finetune": "sft", "finetune1": "sft", "dpo_tune": "dpo", "dpo_tune_cache": "dpo", "dpo": "dpo"}
 _OPEN_INSTRUCT_SIGNS = frozenset(
-    "with_tracking checkpointing_steps use_slow_tokenizer dataset_mixer_list mixer_list tokenizer_name max_train_steps "
-    "preprocessing_num_workers exp_name add_bos chat_template_name dataset_mix_dir keep_last_n_checkpoints "
-    "try_launch_beaker_eval_jobs num_epochs use_flash_attn clip_grad_norm hf_metadata_dataset".split()
+    "with_tracking checkpointing_steps use_slow_tokenizer dataset_mixer_list mixer_list "
+    "tokenizer_name max_train_steps preprocessing_num_workers exp_name add_bos chat_template_name "
+    "dataset_mix_dir keep_last_n_checkpoints try_launch_beaker_eval_jobs num_epochs use_flash_attn "
+    "clip_grad_norm hf_metadata_dataset".split()
 )
 _TRL_SIGNS = frozenset(
-    "bf16 fp16 save_strategy save_steps eval_strategy evaluation_strategy torch_dtype dtype use_peft lora_r max_length "
-    "max_prompt_length gradient_checkpointing_kwargs do_eval optim hub_model_id hub_strategy log_level dataset_splits "
-    "dataset_mixture max_steps packing logging_strategy per_device_eval_batch_size overwrite_output_dir".split()
+    "bf16 fp16 save_strategy save_steps eval_strategy evaluation_strategy torch_dtype dtype use_peft "
+    "lora_r max_length max_prompt_length gradient_checkpointing_kwargs do_eval optim hub_model_id "
+    "hub_strategy log_level dataset_splits dataset_mixture max_steps packing logging_strategy "
+    "per_device_eval_batch_size overwrite_output_dir".split()
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class TrainingSource:
     """`recipes` are the trainings of a file, the most likely one first; `document` is what a YAML file holds."""
 
     recipes: tuple[Recipe, ...]
@@ -81,23 +78,23 @@ class Circumstances:
     gpus: int | None = None
 
 
-def read(path: Path, circumstances: Circumstances) -> Source:
+def read(path: Path, circumstances: Circumstances) -> TrainingSource:
     """The trainings that a file describes.
 
     Raises InvalidConfig of a file that cannot be read, and UsageError of one that describes no training that is known.
     """
     text = document.read_text(path)
     if _is_shell(path, text):
-        return Source(_of_script(path, text, circumstances))
-    held = document.read_yaml(path)
-    values = {key: value for key, value in held.value.items()}
+        return TrainingSource(_of_script(path, text, circumstances))
+    content = document.read_yaml(path)
+    values = {key: value for key, value in content.value.items()}
     tool = yaml_tool(values)
     if tool is None:
         raise _unknown(path)
-    lines = {key: origin.line for key, origin in held.origins.items()}
+    lines = {key: origin.line for key, origin in content.origins.items()}
     recipe = Recipe(path=path, tool=tool, program=path.name)
     recipe.settings = from_mapping(values, str(path), lines)
-    return Source((recipe,), held)
+    return TrainingSource((recipe,), content)
 
 
 def _unknown(path: Path) -> Exception:
@@ -151,14 +148,22 @@ def _of_script(path: Path, text: str, circumstances: Circumstances) -> tuple[Rec
     values = {setting.key: str(setting.value) for setting in job.settings}
     if job.gpus is not None:
         values["gpus"] = str(job.gpus)
+    if job.settings:
+        # what sbatch takes where the script says nothing
+        values.setdefault("nodes", "1")
     known |= interpreter.cluster_variables(values)
     folder = str(path.parent)
 
+    directives = list(job.settings)
+
     def find(name: str) -> str | None:
-        return _script_text(path, name)
+        other = _script_text(path, name)
+        if other is not None:
+            directives.extend(sbatch.read(other, name).settings)
+        return other
 
     try:
-        setup = interpreter.Setup(
+        setup = interpreter.ScriptSetup(
             folder=folder,
             known=known,
             arguments=circumstances.arguments,
@@ -176,9 +181,11 @@ def _of_script(path: Path, text: str, circumstances: Circumstances) -> tuple[Rec
             continue
         recipe = _recipe(path, invocation, script)
         if recipe is not None:
-            recipe.directives = list(job.settings)
-            recipe.nodes = job.nodes
-            recipe.gpus = job.gpus
+            recipe.directives = [*directives, *sbatch.of_command_line(recipe.launchers)]
+            whole = sbatch.of_settings(recipe.directives)
+            recipe.launchers = [setting for setting in recipe.launchers if not sbatch.is_of_slurm(setting)]
+            recipe.nodes = whole.nodes
+            recipe.gpus = whole.gpus
             recipes.append((bool(invocation.unless), recipe))
     if not recipes:
         raise _no_training(path, script)
@@ -208,7 +215,11 @@ def _no_training(path: Path, script: Script) -> Exception:
         if invocation is not None:
             started.append((invocation.program, invocation.line))
     if started:
-        program, line = started[0]
+        program, line = started[-1]
+        if re.search(r"(^|[/.])\.?py$|(^|/)\.py$", program):
+            message = f"the script takes what it trains from its arguments: without them it starts `{program}`"
+            help = 'give them as it is started: --script-args "ARGS"'
+            return InvalidConfig(document.bad(path, "no-training", message, line, help))
         message = f"`{program}` is no SFT or DPO training that launch knows"
         help = "launch reads scripts that start TRL, open-instruct, LLaMA-Factory, Axolotl, torchtune, and the like"
         return InvalidConfig(document.bad(path, "no-training", message, line, help))
@@ -218,7 +229,9 @@ def _no_training(path: Path, script: Script) -> Exception:
         help = f"put it beside {path.name}, or give it to `--from`"
         return InvalidConfig(document.bad(path, "missing-file", message, line, help))
     message = "no command of this script starts a training"
-    return InvalidConfig(document.bad(path, "no-training", message, 1, "give the script that holds `accelerate launch` or the like"))
+    return InvalidConfig(
+        document.bad(path, "no-training", message, 1, "give the script that holds `accelerate launch` or the like")
+    )
 
 
 def _recipe(path: Path, invocation: Invocation, script: Script) -> Recipe | None:
@@ -232,7 +245,7 @@ def _recipe(path: Path, invocation: Invocation, script: Script) -> Recipe | None
     recipe.environment = [*_exported(script, str(path)), *invocation.environment]
     recipe.texts = {name: argument.text for name, argument in script.files.items()}
     recipe.mended = script.mended
-    recipe.choices = dict(script.choices)
+    recipe.choices = {name: why for name, why in script.choices.items() if name in script.scope.uses}
     for expression, number in script.scope.counts.items():
         recipe.choices[expression] = f"taken as {number}; --gpus and --nodes say how many there are"
     recipe.absent = {name: line for name, line in script.absent.items()}
@@ -256,6 +269,9 @@ def _is_config(setting: Setting, recipe: Recipe) -> bool:
 def _exported(script: Script, file: str) -> list[Setting]:
     settings = []
     for name, argument in script.exported.items():
+        if name in script.scope.uses and not is_secret_variable(name):
+            # its value stands where the script uses it
+            continue
         setting = Setting(
             key=name,
             value=argument.text,
@@ -277,15 +293,15 @@ def _add_config(config: Argument, recipe: Recipe) -> None:
     file = sharding.find(config.text, recipe)
     place = Path(config.text) if file is None else file
     try:
-        held = document.parse(place, text)
+        content = document.parse(place, text)
     except (InvalidConfig, yaml.YAMLError):
         recipe.absent[config.text] = config.line
         return
-    tool = yaml_tool(held.value)
+    tool = yaml_tool(content.value)
     if tool is not None and recipe.tool in ("own", "trl"):
         recipe.tool = tool
-    lines = {key: origin.line for key, origin in held.origins.items()}
-    recipe.settings += from_mapping(held.value, str(place), lines)
+    lines = {key: origin.line for key, origin in content.origins.items()}
+    recipe.settings += from_mapping(content.value, str(place), lines)
 
 
 def _named_tool(invocation: Invocation) -> tuple[str, str | None] | None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from launcher.artifacts import chat_template
-from launcher.stage.conversion.ledger import Ledger
+from launcher.stage.conversion.ledger import ConversionLedger
 from launcher.stage.conversion.settings import is_off
 
 _BY_NAME = "TRL takes the template of the tokenizer; `chat_template_path` names another one"
 KEYS = ("chat_template", "chat_template_jinja", "custom_chat_template")
 
 
-def settle(ledger: Ledger) -> None:
+def settle(ledger: ConversionLedger) -> None:
     """Write the text of a template into a file; a name of a template has no counterpart in TRL."""
     for key in KEYS:
         setting = ledger.take(key)
@@ -29,7 +29,7 @@ def settle(ledger: Ledger) -> None:
             ledger.check(setting, f"{path} holds it: copy it to chat_template.jinja in the model's folder")
 
 
-def _named(ledger: Ledger, key: str) -> None:
+def _named(ledger: ConversionLedger, key: str) -> None:
     setting = ledger.take(key)
     if setting is None:
         return

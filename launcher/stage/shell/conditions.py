@@ -7,7 +7,8 @@ import operator
 from collections.abc import Callable, Mapping
 
 from launcher.stage.shell import expansion
-from launcher.stage.shell.expansion import Argument, Scope
+from launcher.stage.shell.expansion import Argument, ShellScope
+from launcher.stage.shell.lexer import Word
 from launcher.stage.shell.syntax import Arithmetic, Joined, Node, Simple
 
 _NUMBERS: Mapping[str, Callable[[int, int], bool]] = {
@@ -20,7 +21,7 @@ _NUMBERS: Mapping[str, Callable[[int, int], bool]] = {
 }
 
 
-def holds(nodes: tuple[Node, ...], scope: Scope) -> bool | None:
+def holds(nodes: tuple[Node, ...], scope: ShellScope) -> bool | None:
     """Whether a condition holds: that of its last command."""
     if not nodes:
         return None
@@ -34,7 +35,7 @@ def holds(nodes: tuple[Node, ...], scope: Scope) -> bool | None:
     return None
 
 
-def _joined(node: Joined, scope: Scope) -> bool | None:
+def _joined(node: Joined, scope: ShellScope) -> bool | None:
     value: bool | None = None
     for sign, item in node.items:
         current = holds((item,), scope)
@@ -61,7 +62,7 @@ def _or(left: bool | None, right: bool | None) -> bool | None:
     return None if left is None or right is None else False
 
 
-def _command(node: Simple, scope: Scope) -> bool | None:
+def _command(node: Simple, scope: ShellScope) -> bool | None:
     first = node.words[0].keyword if node.words else None
     if first in ("true", ":"):
         return True
@@ -75,7 +76,7 @@ def _command(node: Simple, scope: Scope) -> bool | None:
     return _test(terms)
 
 
-def _term(word: expansion.Word, scope: Scope) -> Argument:
+def _term(word: Word, scope: ShellScope) -> Argument:
     """A word of a test. A variable that nothing sets is empty there: that is what tests are for."""
     argument = expansion.expand_text(word, scope)
     if len(word.parts) == 1 and word.parts[0].kind == "variable" and argument.missing:
@@ -121,7 +122,7 @@ def _compared(left: str, sign: str, right: str) -> bool | None:
         return None
 
 
-def _comparison(text: str, scope: Scope) -> bool | None:
+def _comparison(text: str, scope: ShellScope) -> bool | None:
     """`(( a > b ))`."""
     signs = {"==": "-eq", "!=": "-ne", ">=": "-ge", "<=": "-le", ">": "-gt", "<": "-lt"}
     for sign, name in signs.items():

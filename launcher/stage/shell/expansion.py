@@ -1,4 +1,4 @@
-"""Words -> arguments: variables, arrays, arithmetic and the few commands whose output can be told.
+"""Words -> arguments: variables, arrays, arithmetic and the few commands whose output is known.
 
 What the text of a script does not tell (`$1`, `$(date)`, a variable that nobody sets) stays in the argument as it was
 written, and is named in `Argument.missing`.
@@ -15,9 +15,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from launcher.stage.shell import lexer
-from launcher.stage.shell.lexer import Operator, Part, Word
+from launcher.stage.shell.lexer import Operator, Word, WordPart
 
-_EXPANSION = re.compile(r"(?P<length>#)?(?P<name>!?[A-Za-z_]\w*|[0-9]+|[@*#?$!-])(?P<index>\[[^\]]*\])?(?P<rest>.*)", re.S)
+_EXPANSION = re.compile(
+    r"(?P<length>#)?(?P<name>!?[A-Za-z_]\w*|[0-9]+|[@*#?$!-])(?P<index>\[[^\]]*\])?(?P<rest>.*)", re.S
+)
 _SPECIAL = frozenset("@*#?$!-")
 _ARITHMETIC: Mapping[type, Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -56,16 +58,17 @@ class Variable:
 
 
 @dataclass(slots=True)
-class Scope:
+class ShellScope:
     """Variables and parameters. `folder` is the script's; `gpus` and `nodes` are what it would count.
 
-    `counts` are the commands that counted them.
+    `counts` are the commands that counted them, `uses` the names of variables that were read.
     """
 
     variables: dict[str, Variable] = field(default_factory=dict)
     parameters: tuple[Argument, ...] = ()
     folder: str = "."
     depth: int = 0
+    uses: set[str] = field(default_factory=set)
     gpus: int = 1
     nodes: int = 1
     counts: dict[str, int] = field(default_factory=dict)
@@ -74,10 +77,11 @@ class Scope:
         self.variables[name] = value
 
     def get(self, name: str) -> Variable | None:
+        self.uses.add(name)
         return self.variables.get(name)
 
 
-def expand(word: Word, scope: Scope) -> list[Argument]:
+def expand(word: Word, scope: ShellScope) -> list[Argument]:
     """The arguments that a word becomes: none, one, or several."""
     fields = _Fields(word.line)
     for part in _at_home(word.parts, scope):
@@ -85,7 +89,7 @@ def expand(word: Word, scope: Scope) -> list[Argument]:
     return fields.arguments()
 
 
-def expand_text(word: Word, scope: Scope) -> Argument:
+def expand_text(word: Word, scope: ShellScope) -> Argument:
     """A word as one text, as an assignment or a test takes it."""
     texts: list[str] = []
     missing: list[str] = []
@@ -98,7 +102,7 @@ def expand_text(word: Word, scope: Scope) -> Argument:
     return Argument(text, word.line, tuple(dict.fromkeys(missing)))
 
 
-def _at_home(parts: tuple[Part, ...], scope: Scope) -> tuple[Part, ...]:
+def _at_home(parts: tuple[WordPart, ...], scope: ShellScope) -> tuple[WordPart, ...]:
     """The parts of a word with the home folder in the place of `~/`."""
     first = parts[0] if parts else None
     if first is None or first.kind != "text" or first.quoted or not first.text.startswith("~/"):
@@ -106,7 +110,7 @@ def _at_home(parts: tuple[Part, ...], scope: Scope) -> tuple[Part, ...]:
     home = scope.get("HOME")
     if home is None:
         return parts
-    return (Part("text", home.first.text + first.text[1:], quoted=True), *parts[1:])
+    return (WordPart("text", home.first.text + first.text[1:], quoted=True), *parts[1:])
 
 
 class _Fields:
@@ -140,7 +144,7 @@ class _Fields:
         return self.done
 
 
-def _expand_part(part: Part, scope: Scope, fields: _Fields) -> None:
+def _expand_part(part: WordPart, scope: ShellScope, fields: _Fields) -> None:
     if part.kind == "text":
         fields.add(part.text)
         return
@@ -175,7 +179,7 @@ def _split(item: Argument, fields: _Fields) -> None:
         fields.end()
 
 
-def _value(part: Part, scope: Scope, line: int) -> Variable:
+def _value(part: WordPart, scope: ShellScope, line: int) -> Variable:
     if part.kind == "text":
         return _one(part.text, line)
     if scope.depth >= lexer.MAX_DEPTH:
@@ -197,7 +201,7 @@ def _one(text: str, line: int) -> Variable:
     return Variable((Argument(text, line),))
 
 
-def written(part: Part) -> str:
+def written(part: WordPart) -> str:
     """A part as it stands in the script."""
     match part.kind:
         case "text":
@@ -210,12 +214,12 @@ def written(part: Part) -> str:
     return f"${part.text}" if plain else f"${{{part.text}}}"
 
 
-def _unknown(part: Part, line: int) -> Variable:
+def _unknown(part: WordPart, line: int) -> Variable:
     text = written(part)
     return Variable((Argument(text, line, (text,)),))
 
 
-def _parameter(part: Part, scope: Scope, line: int) -> Variable | None:
+def _parameter(part: WordPart, scope: ShellScope, line: int) -> Variable | None:
     """`$NAME` and `${NAME...}`; None where the script does not tell it."""
     match = _EXPANSION.fullmatch(part.text)
     if match is None:
@@ -235,7 +239,7 @@ def _parameter(part: Part, scope: Scope, line: int) -> Variable | None:
     return _modified(value, rest, scope, line)
 
 
-def _named(name: str, index: str | None, scope: Scope) -> Variable | None:
+def _named(name: str, index: str | None, scope: ShellScope) -> Variable | None:
     if name in ("@", "*"):
         return Variable(scope.parameters, is_array=name == "@")
     if name == "0":
@@ -261,7 +265,7 @@ def _named(name: str, index: str | None, scope: Scope) -> Variable | None:
     return Variable((value.items[int(inner)],))
 
 
-def _modified(value: Variable | None, rest: str, scope: Scope, line: int) -> Variable | None:
+def _modified(value: Variable | None, rest: str, scope: ShellScope, line: int) -> Variable | None:
     """Apply what stands behind the name: a default, a pattern that is cut off, a part of the text."""
     for sign in (":-", ":=", "-", "="):
         if rest.startswith(sign):
@@ -279,11 +283,11 @@ def _modified(value: Variable | None, rest: str, scope: Scope, line: int) -> Var
     return Variable(tuple(item for item in items if item is not None), value.is_array)
 
 
-def _text(text: str, scope: Scope, line: int) -> Variable:
+def _text(text: str, scope: ShellScope, line: int) -> Variable:
     return Variable((expand_text(lexer.bare_default(text, line), scope),))
 
 
-def _cut(item: Argument, rest: str, scope: Scope, line: int) -> Argument | None:
+def _cut(item: Argument, rest: str, scope: ShellScope, line: int) -> Argument | None:
     text = item.text
     if item.missing:
         return item
@@ -294,8 +298,8 @@ def _cut(item: Argument, rest: str, scope: Scope, line: int) -> Argument | None:
             return Argument(changed, item.line)
     if rest.startswith("/"):
         every = rest.startswith("//")
-        pattern, _, replacement = rest[2 if every else 1 :].partition("/")
-        old = expand_text(lexer.bare_default(pattern, line), scope).text
+        searched, _, replacement = rest[2 if every else 1 :].partition("/")
+        old = expand_text(lexer.bare_default(searched, line), scope).text
         new = expand_text(lexer.bare_default(replacement, line), scope).text
         if not old or any(sign in old for sign in "*?["):
             return None
@@ -323,14 +327,14 @@ def _without(text: str, pattern: str, *, at_start: bool, longest: bool) -> str:
     return text
 
 
-def _calculated(text: str, scope: Scope, line: int) -> Variable | None:
+def _calculated(text: str, scope: ShellScope, line: int) -> Variable | None:
     """The value of an arithmetic expression over whole numbers; None where a name in it has none."""
     number = calculate(text, scope)
     return None if number is None else _one(str(number), line)
 
 
-def calculate(text: str, scope: Scope) -> int | None:
-    """The whole number that `$((text))` is; None where it cannot be told."""
+def calculate(text: str, scope: ShellScope) -> int | None:
+    """The whole number that `$((text))` is; None where it is unknown."""
 
     def replaced(match: re.Match[str]) -> str:
         value = scope.get(match[1] or match[2])
@@ -363,7 +367,7 @@ def _evaluate(node: ast.expr) -> int:
     raise ValueError
 
 
-def _output(text: str, scope: Scope, line: int) -> Variable | None:
+def _output(text: str, scope: ShellScope, line: int) -> Variable | None:
     """What a command between `$(` and `)` would print, of the few that only rearrange their words."""
     tokens = lexer.split(text.strip(), line).tokens
     documents = [token for token in tokens if isinstance(token, lexer.HereDocument)]
@@ -390,7 +394,7 @@ _COUNTS_GPUS = re.compile(r"nvidia-smi|rocm-smi|device_count\(\)|CUDA_VISIBLE_DE
 _COUNTS_NODES = re.compile(r"scontrol\s+show\s+hostnames|SLURM_(JOB_)?NODELIST|hostfile")
 
 
-def _counted(text: str, scope: Scope, line: int) -> Variable | None:
+def _counted(text: str, scope: ShellScope, line: int) -> Variable | None:
     """The number of GPUs or machines, where a command counts them; None of every other command."""
     whole = expand_text(lexer.quoted(text, line), scope).text
     if not re.search(r"\bwc\s+-[lw]|device_count\(\)|grep\s+-c", whole):
@@ -406,18 +410,18 @@ def _counted(text: str, scope: Scope, line: int) -> Variable | None:
     return _one(str(number), line)
 
 
-def _document(document: lexer.HereDocument, scope: Scope) -> Variable:
+def _document(document: lexer.HereDocument, scope: ShellScope) -> Variable:
     if not document.expands:
         return _one(document.text, document.line)
     return Variable((expand_text(lexer.quoted(document.text, document.line), scope),))
 
 
-def document_text(document: lexer.HereDocument, scope: Scope) -> Argument:
+def document_text(document: lexer.HereDocument, scope: ShellScope) -> Argument:
     """The lines of a here-document, with variables in them replaced."""
     return _document(document, scope).first
 
 
-def _own_folder(text: str, scope: Scope, line: int) -> Variable | None:
+def _own_folder(text: str, scope: ShellScope, line: int) -> Variable | None:
     """`$(dirname "$0")` and `$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)`: the script's folder, or above it."""
     if "dirname" not in text:
         return None
@@ -425,7 +429,7 @@ def _own_folder(text: str, scope: Scope, line: int) -> Variable | None:
     return _one(posixpath.normpath(posixpath.join(scope.folder, *ups)), line)
 
 
-def _printed(command: str, values: list[str], scope: Scope) -> str | None:
+def _printed(command: str, values: list[str], scope: ShellScope) -> str | None:
     match command, values:
         case "basename", [path]:
             return posixpath.basename(path.rstrip("/"))
@@ -433,9 +437,9 @@ def _printed(command: str, values: list[str], scope: Scope) -> str | None:
             return posixpath.basename(path.rstrip("/")).removesuffix(suffix)
         case "dirname", [path]:
             return posixpath.dirname(path) or "."
-        case ("echo" | "printf"), _ if not any(value.startswith("-") or "%" in value for value in values):
+        case (("echo" | "printf"), _) if not any(value.startswith("-") or "%" in value for value in values):
             return " ".join(values)
-        case ("realpath" | "readlink"), [*_, path]:
+        case (("realpath" | "readlink"), [*_, path]):
             return path
         case "pwd", []:
             return "."

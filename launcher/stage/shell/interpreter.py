@@ -12,10 +12,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from launcher.stage.shell import conditions, lexer, syntax
-from launcher.stage.shell.expansion import Argument, Scope, Variable, document_text, expand, expand_text
-from launcher.stage.shell.syntax import Arithmetic, Assignment, Case, For, Function, If, Joined, Node, Simple, While
+from launcher.stage.shell.expansion import Argument, ShellScope, Variable, document_text, expand, expand_text
+from launcher.stage.shell.syntax import (
+    Arithmetic,
+    Assignment,
+    Case,
+    For,
+    FunctionDefinition,
+    If,
+    Joined,
+    Node,
+    Simple,
+    While,
+)
 
 _MOST_COMMANDS = 5_000
+_MOST_ROUNDS = 200
 _MOST_CALLS = 12
 """Functions, scripts and `eval` inside each other."""
 _DECLARATIONS = frozenset({"export", "declare", "local", "readonly", "typeset"})
@@ -38,10 +50,11 @@ Find = Callable[[str], str | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class ScriptCommand:
     """One command of a script with its arguments; `environment` are the variables that stand before it.
 
-    `unless` says on what it depends whether the command runs at all.
+    `unless` says on what it depends whether the command runs at all. `prefixes` are the words before the script, or
+    the text, that holds the command: `srun --nodes=2` of `srun --nodes=2 ./train.sh`.
     """
 
     arguments: tuple[Argument, ...]
@@ -49,6 +62,7 @@ class Command:
     line: int
     file: str
     unless: str = ""
+    prefixes: tuple[tuple[Argument, ...], ...] = ()
 
 
 @dataclass(slots=True)
@@ -60,22 +74,23 @@ class Script:
     taken of several, `absent` the scripts it starts that were not there.
     """
 
-    commands: list[Command] = field(default_factory=list)
+    commands: list[ScriptCommand] = field(default_factory=list)
     exported: dict[str, Argument] = field(default_factory=dict)
     files: dict[str, Argument] = field(default_factory=dict)
     mended: list[tuple[str, int]] = field(default_factory=list)
     choices: dict[str, str] = field(default_factory=dict)
     absent: dict[str, int] = field(default_factory=dict)
-    scope: Scope = field(default_factory=Scope)
+    scope: ShellScope = field(default_factory=ShellScope)
 
 
 class _Interpreter:
-    def __init__(self, find: Find, scope: Scope) -> None:
+    def __init__(self, find: Find, scope: ShellScope) -> None:
         self.find = find
         self.script = Script(scope=scope)
         self.functions: dict[str, tuple[Node, ...]] = {}
         self.calls = 0
         self.unless: list[str] = []
+        self.prefixes: list[tuple[Argument, ...]] = []
         self.file = ""
 
     def read(self, text: str, file: str, line: int = 1) -> None:
@@ -107,7 +122,7 @@ class _Interpreter:
                 self._while(node)
             case Case():
                 self._case(node)
-            case Function():
+            case FunctionDefinition():
                 self.functions[node.name] = node.body
             case Arithmetic():
                 pass
@@ -164,10 +179,19 @@ class _Interpreter:
         self.run(node.body)
 
     def _while(self, node: While) -> None:
-        value = conditions.holds(node.condition, self.script.scope)
-        if value is False:
-            return
-        self._maybe(node.body, f"the loop in line {node.line}")
+        scope = self.script.scope
+        for _ in range(_MOST_ROUNDS):
+            value = conditions.holds(node.condition, scope)
+            if value is False:
+                return
+            before = scope.parameters
+            if value is None:
+                self._maybe(node.body, f"the loop in line {node.line}")
+            else:
+                self.run(node.body)
+            # only what takes the arguments of a script one by one is walked again
+            if scope.parameters == before:
+                return
 
     def _case(self, node: Case) -> None:
         subject = expand_text(node.word, self.script.scope)
@@ -200,6 +224,10 @@ class _Interpreter:
         if name == "read":
             self._read_builtin(node, arguments)
             return
+        if name == "shift":
+            count = int(arguments[1].text) if len(arguments) > 1 and arguments[1].text.isdecimal() else 1
+            scope.parameters = scope.parameters[count:]
+            return
         if name == "set" and len(arguments) > 1 and arguments[1].text == "--":
             scope.parameters = tuple(arguments[2:])
             return
@@ -207,9 +235,19 @@ class _Interpreter:
             self._document(node, arguments)
         if self._starts_script(node, arguments):
             return
-        environment = tuple((item.name, expand_text(item.values[0], scope)) for item in node.assignments if item.values)
+        environment = tuple(
+            (item.name, expand_text(item.values[0], scope)) for item in node.assignments if item.values
+        )
         unless = self.unless[-1] if self.unless else ""
-        self.script.commands.append(Command(tuple(arguments), environment, node.line, self.file, unless))
+        command = ScriptCommand(
+            arguments=tuple(arguments),
+            environment=environment,
+            line=node.line,
+            file=self.file,
+            unless=unless,
+            prefixes=tuple(self.prefixes),
+        )
+        self.script.commands.append(command)
 
     def _declare(self, node: Simple, *, exports: bool) -> None:
         for assignment in node.assignments:
@@ -293,7 +331,13 @@ class _Interpreter:
                 flags = texts[index + 1]
                 if re.fullmatch(r"-\w*c", flags):
                     self._exported_before(node)
+                    scope = self.script.scope
+                    before = scope.parameters
+                    scope.parameters = tuple(arguments[index + 4 :])
+                    self.prefixes.append(tuple(arguments[:index]))
                     self._nested(texts[index + 2], node.line)
+                    self.prefixes.pop()
+                    scope.parameters = before
                     return True
         return self._other_script(node, arguments)
 
@@ -335,7 +379,9 @@ class _Interpreter:
         if texts[0] not in ("source", ".") or len(texts) > place + 1:
             scope.parameters = tuple(arguments[place + 1 :])
         self.calls += 1
+        self.prefixes.append(tuple(arguments[:place]))
         self.read(text, path)
+        self.prefixes.pop()
         self.calls -= 1
         scope.parameters = before
         return True
@@ -354,7 +400,7 @@ def _added(before: Variable, value: Variable) -> Variable:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setup:
+class ScriptSetup:
     """What a script is walked with: variables that are set, its arguments, and the devices that it would count."""
 
     folder: str
@@ -364,10 +410,10 @@ class Setup:
     nodes: int = 1
 
 
-def read_script(text: str, file: str, *, find: Find, setup: Setup) -> Script:
+def read_script(text: str, file: str, *, find: Find, setup: ScriptSetup) -> Script:
     """The commands of a script with all that the text tells of their arguments. Raises syntax.TooDeep."""
     parameters = tuple(Argument(argument, 0) for argument in setup.arguments)
-    scope = Scope(folder=setup.folder, parameters=parameters, gpus=setup.gpus, nodes=setup.nodes)
+    scope = ShellScope(folder=setup.folder, parameters=parameters, gpus=setup.gpus, nodes=setup.nodes)
     for name, value in setup.known.items():
         scope.set(name, Variable((Argument(value, 0),)))
     interpreter = _Interpreter(find, scope)

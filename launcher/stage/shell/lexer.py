@@ -22,7 +22,7 @@ MAX_DEPTH = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class WordPart:
     """A piece of a word. `quoted`: a value in its place is not split at blanks."""
 
     kind: Kind
@@ -34,7 +34,7 @@ class Part:
 class Word:
     """`glued`: nothing stands between it and the token before."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[WordPart, ...]
     line: int
     glued: bool = False
 
@@ -73,7 +73,7 @@ Token = Word | Operator | HereDocument
 
 
 @dataclass(frozen=True, slots=True)
-class Tokens:
+class TokenList:
     """`mended` are the lines at which bash would have ended a command that goes on here."""
 
     tokens: tuple[Token, ...]
@@ -100,11 +100,11 @@ class _Lexer:
         self.pending: list[_Pending] = []
         self.continued = False
 
-    def run(self) -> Tokens:
+    def run(self) -> TokenList:
         while self.at < len(self.text):
             self._step()
         self._read_documents()
-        return Tokens(tuple(self.tokens), tuple(self.mended))
+        return TokenList(tuple(self.tokens), tuple(self.mended))
 
     def _step(self) -> None:
         start = self.at
@@ -216,7 +216,7 @@ class _Lexer:
         parts = reader.bare()
         if reader.at == self.at:
             # a character that begins nothing
-            parts = [Part("text", self.text[self.at], quoted=False)]
+            parts = [WordPart("text", self.text[self.at], quoted=False)]
             reader.at += 1
         self.at = reader.at
         self.line = reader.line
@@ -230,10 +230,10 @@ class _WordReader:
         self.text = text
         self.at = at
         self.line = line
-        self.parts: list[Part] = []
+        self.parts: list[WordPart] = []
         self.buffer: list[str] = []
 
-    def bare(self) -> list[Part]:
+    def bare(self) -> list[WordPart]:
         """The parts of a word up to a blank or an operator."""
         while self.at < len(self.text):
             character = self.text[self.at]
@@ -256,7 +256,7 @@ class _WordReader:
         self._flush(quoted=False)
         return self.parts
 
-    def inside_quotes(self, end: str) -> list[Part]:
+    def inside_quotes(self, end: str) -> list[WordPart]:
         """The parts of a text in which blanks and operators mean nothing, up to `end`."""
         while self.at < len(self.text):
             character = self.text[self.at]
@@ -280,7 +280,7 @@ class _WordReader:
 
     def _flush(self, *, quoted: bool) -> None:
         if self.buffer:
-            self.parts.append(Part("text", "".join(self.buffer), quoted))
+            self.parts.append(WordPart("text", "".join(self.buffer), quoted))
             self.buffer = []
 
     def _process_substitution(self) -> bool:
@@ -288,7 +288,7 @@ class _WordReader:
             return False
         self._flush(quoted=False)
         inner = self._balanced(self.at + 2, "(", ")")
-        self.parts.append(Part("command", inner, quoted=True))
+        self.parts.append(WordPart("command", inner, quoted=True))
         return True
 
     def _escape(self) -> bool:
@@ -325,14 +325,14 @@ class _WordReader:
         end = len(self.text) if end < 0 else end
         inner = self.text[self.at + 1 : end]
         self.line += inner.count("\n")
-        self.parts.append(Part("text", inner, quoted=True))
+        self.parts.append(WordPart("text", inner, quoted=True))
         self.at = end + 1
 
     def _double_quotes(self) -> None:
         self._flush(quoted=False)
         inner = _WordReader(self.text, self.at + 1, self.line)
         parts = inner.inside_quotes('"')
-        self.parts += parts or [Part("text", "", quoted=True)]
+        self.parts += parts or [WordPart("text", "", quoted=True)]
         self.at = inner.at + 1
         self.line = inner.line
 
@@ -342,18 +342,18 @@ class _WordReader:
         if text[self.at] == "`":
             end = text.find("`", self.at + 1)
             end = len(text) if end < 0 else end
-            self.parts.append(Part("command", text[self.at + 1 : end], quoted))
+            self.parts.append(WordPart("command", text[self.at + 1 : end], quoted))
             self.line += text.count("\n", self.at, end)
             self.at = end + 1
         elif text.startswith("$((", self.at):
             inner = self._balanced(self.at + 2, "(", ")")
-            self.parts.append(Part("arithmetic", inner.removeprefix("(").removesuffix(")"), quoted))
+            self.parts.append(WordPart("arithmetic", inner.removeprefix("(").removesuffix(")"), quoted))
         elif text.startswith("$(", self.at):
             inner = self._balanced(self.at + 2, "(", ")")
-            self.parts.append(Part("command", inner, quoted))
+            self.parts.append(WordPart("command", inner, quoted))
         elif text.startswith("${", self.at):
             inner = self._balanced(self.at + 2, "{", "}")
-            self.parts.append(Part("variable", inner, quoted))
+            self.parts.append(WordPart("variable", inner, quoted))
         elif text.startswith("$'", self.at) and not quoted:
             self.at += 1
             self._single_quotes()
@@ -363,7 +363,7 @@ class _WordReader:
                 self.buffer.append("$")
                 self.at += 1
                 return
-            self.parts.append(Part("variable", name[0], quoted))
+            self.parts.append(WordPart("variable", name[0], quoted))
             self.at = name.end()
 
     def _balanced(self, start: int, opening: str, closing: str) -> str:
@@ -393,7 +393,7 @@ class _WordReader:
         return self.text[start:at]
 
 
-def split(text: str, line: int = 1) -> Tokens:
+def split(text: str, line: int = 1) -> TokenList:
     """The words and operators of a script whose first line has the number `line`."""
     return _Lexer(text, line).run()
 
@@ -407,13 +407,13 @@ def quoted(text: str, line: int) -> Word:
 
 def bare_default(text: str, line: int) -> Word:
     """What stands behind the sign in `${NAME:-text}`: blanks are kept, quotes are taken off."""
-    parts: list[Part] = []
+    parts: list[WordPart] = []
     at = 0
     while at < len(text):
         reader = _WordReader(text, at, line)
         parts += reader.bare()
         if reader.at == at:
-            parts.append(Part("text", text[at], quoted=False))
+            parts.append(WordPart("text", text[at], quoted=False))
             reader.at += 1
         at = reader.at
     return Word(tuple(parts), line)

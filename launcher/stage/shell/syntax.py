@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from launcher.stage.shell.lexer import HereDocument, Operator, Part, Token, Word
+from launcher.stage.shell.lexer import HereDocument, Operator, Token, Word, WordPart
 
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\[[^\]]*\])?(\+?=)")
 _REDIRECTIONS = frozenset({">", ">>", "<", "<<<", "&>", "&>>", ">&", "<&"})
@@ -76,7 +76,7 @@ class While:
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class CasePattern:
     patterns: tuple[Word, ...]
     body: tuple[Node, ...]
 
@@ -84,12 +84,12 @@ class Choice:
 @dataclass(frozen=True, slots=True)
 class Case:
     word: Word
-    choices: tuple[Choice, ...]
+    choices: tuple[CasePattern, ...]
     line: int
 
 
 @dataclass(frozen=True, slots=True)
-class Function:
+class FunctionDefinition:
     name: str
     body: tuple[Node, ...]
 
@@ -102,7 +102,7 @@ class Arithmetic:
     line: int
 
 
-Node = Simple | Joined | If | For | While | Case | Function | Arithmetic
+Node = Simple | Joined | If | For | While | Case | FunctionDefinition | Arithmetic
 
 
 class TooDeep(Exception):
@@ -340,7 +340,7 @@ class _Parser:
         self.at += 1
         self._skip_separators()
         self._close("in")
-        choices: list[Choice] = []
+        choices: list[CasePattern] = []
         while self._peek() is not None and self._keyword() != "esac":
             self._skip_separators()
             if self._keyword() == "esac":
@@ -353,7 +353,7 @@ class _Parser:
                 self.at += 1
             self._close(")")
             body = self.body(frozenset({";;", ";&", ";;&", "esac"}))
-            choices.append(Choice(tuple(patterns), body))
+            choices.append(CasePattern(tuple(patterns), body))
             if self._operator() in (";;", ";&", ";;&"):
                 self.at += 1
             self._skip_separators()
@@ -361,14 +361,14 @@ class _Parser:
         subject = word if isinstance(word, Word) else Word((), line)
         return Case(subject, tuple(choices), line)
 
-    def _function(self) -> Function:
+    def _function(self) -> FunctionDefinition:
         if self._keyword() == "function":
             self.at += 1
         name = self._keyword() or ""
         self.at += 1
         while self._operator() in ("(", ")", "\n"):
             self.at += 1
-        return Function(name, self._command())
+        return FunctionDefinition(name, self._command())
 
     def _simple(self) -> Simple | None:
         token = self._peek()
@@ -414,7 +414,7 @@ class _Parser:
         return True
 
     def _take_as_word(self, token: Operator, collected: _Collected) -> None:
-        collected.words.append(Word((Part("text", token.text, quoted=False),), token.line))
+        collected.words.append(Word((WordPart("text", token.text, quoted=False),), token.line))
         self.at += 1
 
     def _drop_descriptor(self, token: Operator, collected: _Collected) -> None:
@@ -449,7 +449,7 @@ class _Parser:
             return Assignment(match[1], self._array(), is_array=True, adds=adds, line=token.line)
         parts = token.parts[1:]
         if rest:
-            parts = (Part("text", rest, quoted=False), *parts)
+            parts = (WordPart("text", rest, quoted=False), *parts)
         value = Word(parts, token.line)
         # an element of an array is not followed
         name = match[1] if match[2] is None else f"{match[1]}{match[2]}"

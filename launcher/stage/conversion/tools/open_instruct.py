@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from launcher.stage.conversion import data_sets
-from launcher.stage.conversion.ledger import Ledger
+from launcher.stage.conversion import data_sets, local_rows
+from launcher.stage.conversion.ledger import ConversionLedger
 from launcher.stage.conversion.settings import Setting, is_off, is_on
 
 _UNNEEDED: Mapping[str, str] = {
@@ -27,7 +27,7 @@ _DPO_NAMES: Mapping[str, str] = {
 }
 
 
-def convert(ledger: Ledger) -> None:
+def convert(ledger: ConversionLedger) -> None:
     """Settle the settings of open-instruct's own scripts."""
     names = dict(_NAMES)
     if "mixer_list" in ledger.schema.fields:
@@ -42,11 +42,11 @@ def convert(ledger: Ledger) -> None:
             ledger.draft.add_defaults({key: value}, note="launch's choice: upstream's default uploads")
 
 
-def _listed(ledger: Ledger) -> str:
+def _listed(ledger: ConversionLedger) -> str:
     return ledger.entry.names.data
 
 
-def _data(ledger: Ledger) -> None:
+def _data(ledger: ConversionLedger) -> None:
     setting = ledger.take("dataset_mixer_list", "mixer_list")
     target = _listed(ledger)
     if setting is not None:
@@ -64,7 +64,7 @@ def _data(ledger: Ledger) -> None:
     _fix_amounts(ledger, target)
 
 
-def _mixer(setting: Setting, ledger: Ledger) -> list[Any]:
+def _mixer(setting: Setting, ledger: ConversionLedger) -> list[Any]:
     if isinstance(setting.value, Mapping):
         listed: list[Any] = []
         for name, amount in setting.value.items():
@@ -73,10 +73,11 @@ def _mixer(setting: Setting, ledger: Ledger) -> list[Any]:
     path = str(setting.value)
     if data_sets.is_file(path):
         path = data_sets.local_path(path, [ledger.recipe.path.parent])
+        path = local_rows.readable(path, setting, ledger)
     return [path, 1.0]
 
 
-def _fix_amounts(ledger: Ledger, target: str) -> None:
+def _fix_amounts(ledger: ConversionLedger, target: str) -> None:
     """A mapping's 1 is the whole set; as a word of the list it would be one row."""
     row = ledger.draft.rows.get(target)
     mapping = ledger.recipe.get("dataset_mixer")
@@ -88,7 +89,7 @@ def _fix_amounts(ledger: Ledger, target: str) -> None:
     ledger.draft.rows[target] = row._replace(value=amounts)
 
 
-def _tokenizer(ledger: Ledger) -> None:
+def _tokenizer(ledger: ConversionLedger) -> None:
     slow = ledger.take("use_slow_tokenizer")
     if slow is not None and "use_fast" in ledger.schema.fields:
         if is_on(slow.value):
@@ -97,7 +98,7 @@ def _tokenizer(ledger: Ledger) -> None:
             ledger.leave(slow, "off: the fast tokenizer is the default", matters=False)
 
 
-def _report(ledger: Ledger) -> None:
+def _report(ledger: ConversionLedger) -> None:
     """`report_to` may be a list of one there."""
     setting = ledger.take("report_to")
     if setting is None or "report_to" not in ledger.schema.fields:
@@ -111,4 +112,6 @@ def _report(ledger: Ledger) -> None:
     tracking = ledger.take("with_tracking")
     if tracking is not None and is_on(tracking.value):
         ledger.leave(setting, "`with_tracking` asks for wandb's tracker alone (open_instruct/finetune.py)")
-        ledger.leave(tracking, f"`report_to: {value}` is no tracker of open-instruct's: launch keeps the curves itself")
+        ledger.leave(
+            tracking, f"`report_to: {value}` is no tracker of open-instruct's: launch keeps the curves itself"
+        )

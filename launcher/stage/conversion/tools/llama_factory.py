@@ -9,17 +9,13 @@ from typing import Any
 
 from launcher.files import read_bytes
 from launcher.stage.conversion import data_sets, names, templates
-from launcher.stage.conversion.data_sets import DataSet, Mixture
-from launcher.stage.conversion.ledger import Ledger
+from launcher.stage.conversion.data_sets import DataSet, SourceData
+from launcher.stage.conversion.ledger import ConversionLedger
 from launcher.stage.conversion.settings import Setting, is_off, is_on, words
 
 _TEMPLATE = "TRL takes the template of the tokenizer; `chat_template_path` names another one"
 _SETS = "TRL's script joins the sets whole; slices in `datasets` weigh them"
-_REASONS: Mapping[str, str] = {
-    "template": _TEMPLATE,
-    "mix_strategy": _SETS,
-    "interleave_probs": _SETS,
-}
+_REASONS: Mapping[str, str] = {"template": _TEMPLATE, "mix_strategy": _SETS, "interleave_probs": _SETS}
 _UNNEEDED: Mapping[str, str] = {
     "do_train": "a stage trains",
     "overwrite_cache": "launch knows data by content",
@@ -38,7 +34,7 @@ _ATTENTION = {"fa2": "flash_attention_2", "fa3": "flash_attention_3", "sdpa": "s
 _MOST_BYTES = 2**22
 
 
-def convert(ledger: Ledger) -> None:
+def convert(ledger: ConversionLedger) -> None:
     """Settle the settings of a file or command line of LLaMA-Factory."""
     stage = ledger.recipe.get("stage")
     if stage is not None:
@@ -60,7 +56,7 @@ def convert(ledger: Ledger) -> None:
     ledger.draft.add_defaults(_DEFAULTS)
 
 
-def _data(ledger: Ledger) -> None:
+def _data(ledger: ConversionLedger) -> None:
     setting = ledger.take("dataset", "train_dataset")
     if setting is None:
         return
@@ -71,7 +67,7 @@ def _data(ledger: Ledger) -> None:
     count = rows.value if rows is not None and isinstance(rows.value, int) else None
     size = ledger.take("val_size")
     share = size.value if size is not None and isinstance(size.value, int | float) and size.value else None
-    mixture = Mixture(setting=setting, test_size=share)
+    mixture = SourceData(setting=setting, test_size=share)
     unknown: list[str] = []
     forms: set[str] = set()
     for name in words(setting.value):
@@ -87,13 +83,15 @@ def _data(ledger: Ledger) -> None:
     also = [item for item in (rows, size) if item is not None and (item is not size or share is not None)]
     data_sets.write(ledger, mixture, *also)
     if size is not None and share is None:
-        ledger.leave(size, "no rows are held back", matters=False)
+        ledger.leave(size, "no rows are set aside", matters=False)
     if folder is not None:
         reason = "the paths of `datasets` hold it" if info else "no dataset_info.json is in it here"
         ledger.leave(folder, reason, matters=False)
     if unknown:
         noun = "a name" if len(unknown) == 1 else "names"
-        advice = f"{', '.join(unknown)}: {noun} of dataset_info.json, which is not here: write the hub's name, or a file"
+        advice = (
+            f"{', '.join(unknown)}: {noun} of dataset_info.json, which is not here: write the hub's name, or a file"
+        )
         ledger.check(setting, advice)
     _mask(ledger, setting, forms, are_known=bool(info) and not unknown)
     evaluation = ledger.take("eval_dataset")
@@ -101,22 +99,24 @@ def _data(ledger: Ledger) -> None:
         ledger.leave(evaluation, "TRL's script evaluates on a split or a part of the training sets alone")
 
 
-def _dataset_info(ledger: Ledger, folder: str) -> Mapping[str, Any]:
+def _dataset_info(ledger: ConversionLedger, folder: str) -> Mapping[str, Any]:
     """The sets that dataset_info.json describes; empty where it is not here."""
     source = ledger.recipe.path.parent
     for above in (Path(), source, *source.parents[:3]):
         for place in (above / folder, above):
             file = place / "dataset_info.json"
             try:
-                held = json.loads(read_bytes(file, _MOST_BYTES))
+                content = json.loads(read_bytes(file, _MOST_BYTES))
             except (OSError, ValueError, RecursionError):
                 continue
-            if isinstance(held, dict):
-                return held
+            if isinstance(content, dict):
+                return content
     return {}
 
 
-def _of_entry(entry: Mapping[str, Any], folder: str, count: int | None, ledger: Ledger) -> tuple[DataSet, str]:
+def _of_entry(
+    entry: Mapping[str, Any], folder: str, count: int | None, ledger: ConversionLedger
+) -> tuple[DataSet, str]:
     """A set of dataset_info.json, and the form of its rows."""
     form = str(entry.get("formatting") or "alpaca")
     split = entry.get("split")
@@ -128,12 +128,12 @@ def _of_entry(entry: Mapping[str, Any], folder: str, count: int | None, ledger: 
     return DataSet(path=path, split=split, rows=count), form
 
 
-def _mask(ledger: Ledger, setting: Setting, forms: set[str], *, are_known: bool) -> None:
+def _mask(ledger: ConversionLedger, setting: Setting, forms: set[str], *, are_known: bool) -> None:
     """LLaMA-Factory's loss counts answers alone, unless `train_on_prompt`."""
     whole = ledger.take("train_on_prompt")
     trains_on_prompt = whole is not None and is_on(whole.value)
     about = setting if whole is None else whole
-    if are_known:
+    if are_known and not ledger.kinds:
         needs = "`messages`, or `prompt` and `completion`"
         if "assistant_only_loss" not in ledger.schema.fields:
             needs = "`chosen` and `rejected`"
@@ -146,12 +146,10 @@ def _mask(ledger: Ledger, setting: Setting, forms: set[str], *, are_known: bool)
     if trains_on_prompt:
         ledger.carry(about, "completion_only_loss", value=False)
         return
-    is_chat = "alpaca" not in forms
-    key = "assistant_only_loss" if is_chat else "completion_only_loss"
-    ledger.carry(about, key, value=True, note="LLaMA-Factory's loss counts answers alone")
+    data_sets.mask_questions(ledger, about, "LLaMA-Factory's loss counts answers alone")
 
 
-def _method(ledger: Ledger) -> None:
+def _method(ledger: ConversionLedger) -> None:
     """LoRA is the default there, with defaults of its own."""
     setting = ledger.take("finetuning_type", "peft_config")
     if setting is not None and isinstance(setting.value, Mapping):
@@ -186,22 +184,22 @@ def _method(ledger: Ledger) -> None:
         ledger.leave(loraplus, "TRL has no LoRA+")
 
 
-def _method_of_mapping(ledger: Ledger, setting: Setting) -> None:
+def _method_of_mapping(ledger: ConversionLedger, setting: Setting) -> None:
     """`peft_config: {name: lora, r: ...}` of version 1's files."""
-    held = setting.value
-    if str(held.get("name", "lora")) != "lora":
-        ledger.leave(setting, f"`{held.get('name')}`: TRL trains all weights, or LoRA")
+    content = setting.value
+    if str(content.get("name", "lora")) != "lora":
+        ledger.leave(setting, f"`{content.get('name')}`: TRL trains all weights, or LoRA")
         return
     ledger.carry(setting, "use_peft", value=True)
     for theirs, ours in (("r", "lora_r"), ("lora_alpha", "lora_alpha"), ("lora_dropout", "lora_dropout")):
-        if isinstance(held.get(theirs), int | float):
-            ledger.carry(setting, ours, held[theirs])
-    if held.get("target_modules"):
-        modules = names.spell("lora_target_modules", held["target_modules"])
+        if isinstance(content.get(theirs), int | float):
+            ledger.carry(setting, ours, content[theirs])
+    if content.get("target_modules"):
+        modules = names.spell("lora_target_modules", content["target_modules"])
         ledger.carry(setting, "lora_target_modules", modules)
 
 
-def _quantization(ledger: Ledger) -> None:
+def _quantization(ledger: ConversionLedger) -> None:
     bits = ledger.take("quantization_bit")
     if bits is None or bits.value not in (4, 8):
         return
@@ -214,7 +212,7 @@ def _quantization(ledger: Ledger) -> None:
         ledger.point(method, f"load_in_{bits.value}bit")
 
 
-def _attention(ledger: Ledger) -> None:
+def _attention(ledger: ConversionLedger) -> None:
     setting = ledger.take("flash_attn")
     if setting is None:
         return

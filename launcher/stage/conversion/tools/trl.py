@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from launcher.stage.conversion import data_sets, names, templates
-from launcher.stage.conversion.data_sets import DataSet, Mixture
-from launcher.stage.conversion.ledger import PLACEHOLDER, Ledger
+from launcher.stage.conversion.data_sets import DataSet, SourceData
+from launcher.stage.conversion.ledger import PLACEHOLDER, ConversionLedger
 from launcher.stage.conversion.settings import Setting, is_off, is_on, words
 
 _VARIABLE = "set WANDB_PROJECT and WANDB_ENTITY where it runs"
@@ -20,7 +20,7 @@ REASONS: Mapping[str, str] = {
     "simpo_gamma": "SimPO's margin: TRL's DPO has no such loss",
 }
 UNNEEDED: Mapping[str, str] = {
-    "config_file": "said by `deepspeed:`",
+    "config_file": "`deepspeed:` covers it",
     "overwrite_output_dir": "launch decides whether a run continues: `--fresh` starts over",
     "do_train": "a stage trains",
     "use_chat_template": "TRL applies the template to rows of messages",
@@ -35,20 +35,20 @@ _OWN_REASONS: Mapping[str, str] = {
     "template_path": "TRL takes the template of the tokenizer; `chat_template_path` names another one",
 }
 _DATA = (
-    "dataset_name dataset dataset_path data_path dataset_name_or_path train_file train_files train_data train_data_path "
-    "train_file_path train_dataset dataset_id data data_file data_files sft_data_path train_path dataset_dir "
-    "training_data dataset_names"
+    "dataset_name dataset dataset_path data_path dataset_name_or_path train_file train_files "
+    "train_data train_data_path train_file_path train_dataset dataset_id data data_file data_files "
+    "sft_data_path train_path dataset_dir training_data dataset_names"
 ).split()
 
 
-def convert(ledger: Ledger) -> None:
+def convert(ledger: ConversionLedger) -> None:
     """Settle the settings of TRL's own scripts and files."""
     _sets_as_they_are(ledger)
     _common(ledger)
     names.carry_rest(ledger, names.TRL, REASONS, UNNEEDED)
 
 
-def _common(ledger: Ledger) -> None:
+def _common(ledger: ConversionLedger) -> None:
     templates.settle(ledger)
     names.warmup(ledger)
     names.lora(ledger)
@@ -56,7 +56,7 @@ def _common(ledger: Ledger) -> None:
     data_sets.settle_evaluation(ledger)
 
 
-def _sets_as_they_are(ledger: Ledger) -> None:
+def _sets_as_they_are(ledger: ConversionLedger) -> None:
     """The sets of TRL's own file; a single whole one as `dataset_name`, which says the same."""
     setting = ledger.take("datasets")
     if setting is not None and isinstance(setting.value, list):
@@ -65,7 +65,7 @@ def _sets_as_they_are(ledger: Ledger) -> None:
         beside = ledger.recipe.get("test_split_size", "streaming")
         if keys and not keys - {"path", "name"} and beside is None:
             data = DataSet(path=str(sets[0]["path"]), name=sets[0].get("name"))
-            data_sets.write(ledger, Mixture(setting=setting, sets=[data]))
+            data_sets.write(ledger, SourceData(setting=setting, sets=[data]))
         else:
             ledger.carry(setting, "datasets", sets)
     setting = ledger.take("dataset_name")
@@ -73,12 +73,12 @@ def _sets_as_they_are(ledger: Ledger) -> None:
         _file(ledger, setting)
 
 
-def _file(ledger: Ledger, setting: Setting) -> None:
+def _file(ledger: ConversionLedger, setting: Setting) -> None:
     path = data_sets.local_path(str(setting.value), [ledger.recipe.path.parent])
-    data_sets.write(ledger, Mixture(setting=setting, sets=[DataSet(path=path)]))
+    data_sets.write(ledger, SourceData(setting=setting, sets=[DataSet(path=path)]))
 
 
-def convert_handbook(ledger: Ledger) -> None:
+def convert_handbook(ledger: ConversionLedger) -> None:
     """Settle the settings of a recipe of the alignment handbook."""
     _mixture(ledger)
     _mixer(ledger)
@@ -86,20 +86,20 @@ def convert_handbook(ledger: Ledger) -> None:
     names.carry_rest(ledger, names.TRL, REASONS, UNNEEDED)
 
 
-def _mixture(ledger: Ledger) -> None:
+def _mixture(ledger: ConversionLedger) -> None:
     """`dataset_mixture: {datasets: [{id, config, split, columns, weight}], test_split_size, seed}`."""
     setting = ledger.take("dataset_mixture")
     if setting is None or not isinstance(setting.value, Mapping):
         return
-    held = setting.value
-    mixture = Mixture(setting=setting, test_size=held.get("test_split_size"))
-    for item in held.get("datasets") or ():
+    content = setting.value
+    mixture = SourceData(setting=setting, test_size=content.get("test_split_size"))
+    for item in content.get("datasets") or ():
         if isinstance(item, Mapping):
             mixture.sets.append(_of_entry(item))
     data_sets.write(ledger, mixture)
     data_sets.advise(ledger, mixture)
-    if held.get("seed") is not None:
-        ledger.check(setting, f"`seed: {held['seed']}` of the mixture is not carried: TRL shuffles with `seed`")
+    if content.get("seed") is not None:
+        ledger.check(setting, f"`seed: {content['seed']}` of the mixture is not carried: TRL shuffles with `seed`")
 
 
 def _of_entry(item: Mapping[str, Any]) -> DataSet:
@@ -113,7 +113,7 @@ def _of_entry(item: Mapping[str, Any]) -> DataSet:
     )
 
 
-def _mixer(ledger: Ledger) -> None:
+def _mixer(ledger: ConversionLedger) -> None:
     """`dataset_mixer: {name: share}` with `dataset_splits` and `dataset_configs`."""
     setting = ledger.take("dataset_mixer")
     if setting is None:
@@ -126,7 +126,7 @@ def _mixer(ledger: Ledger) -> None:
     train = [name for name in listed if "train" in name] or [name for name in listed if "test" not in name]
     test = [name for name in listed if "test" in name]
     named = words(configs.value) if configs is not None else []
-    mixture = Mixture(setting=setting)
+    mixture = SourceData(setting=setting)
     for index, (path, share) in enumerate(setting.value.items()):
         for split in train or ["train"]:
             data = DataSet(
@@ -148,7 +148,7 @@ def _mixer(ledger: Ledger) -> None:
         ledger.check(splits, advice)
 
 
-def _evaluates(ledger: Ledger) -> bool:
+def _evaluates(ledger: ConversionLedger) -> bool:
     setting = ledger.recipe.get("eval_strategy", "evaluation_strategy")
     if setting is not None:
         return not is_off(setting.value)
@@ -156,7 +156,7 @@ def _evaluates(ledger: Ledger) -> bool:
     return setting is not None and is_on(setting.value)
 
 
-def convert_own(ledger: Ledger) -> None:
+def convert_own(ledger: ConversionLedger) -> None:
     """Settle the settings of a script that nobody knows: names that say what they mean."""
     setting = ledger.take(*_DATA)
     if setting is not None:
@@ -167,12 +167,12 @@ def convert_own(ledger: Ledger) -> None:
     _say_unknown(ledger)
 
 
-def _own_data(ledger: Ledger, setting: Setting) -> None:
+def _own_data(ledger: ConversionLedger, setting: Setting) -> None:
     values = setting.value if isinstance(setting.value, list) else words(setting.value)
     splits = ledger.take("splits", "dataset_split")
     listed = words(splits.value) if splits is not None else []
     share = ledger.take("val_set_size", "validation_split_percentage", "split_dataset_ratio", "eval_split_ratio")
-    mixture = Mixture(setting=setting)
+    mixture = SourceData(setting=setting)
     for text in values:
         path = str(text)
         if data_sets.is_file(path):
@@ -185,21 +185,21 @@ def _own_data(ledger: Ledger, setting: Setting) -> None:
         mixture.test_size = share.value / 100 if "percentage" in share.key else share.value
         also.append(share)
     elif share is not None:
-        ledger.leave(share, "no rows are held back", matters=False)
+        ledger.leave(share, "no rows are set aside", matters=False)
     data_sets.write(ledger, mixture, *also)
 
 
 _AMBIGUOUS = frozenset({"batch_size", "train_batch_size", "bs"})
 
 
-def _ambiguous(ledger: Ledger) -> None:
+def _ambiguous(ledger: ConversionLedger) -> None:
     """Names that one script means otherwise than another."""
     for setting in ledger.recipe.settings:
         if setting.key in _AMBIGUOUS and not ledger.is_settled(setting) and not setting.missing:
             ledger.check(setting, "taken as rows per device; of all devices together it is `batch.global`")
 
 
-def _say_unknown(ledger: Ledger) -> None:
+def _say_unknown(ledger: ConversionLedger) -> None:
     """What a script of one's own does with rows is in its code, which is not read."""
     setting = ledger.recipe.get(*_DATA) or ledger.recipe.get(*ledger.carried)
     if setting is None and ledger.recipe.settings:
@@ -211,5 +211,3 @@ def _say_unknown(ledger: Ledger) -> None:
         "is not read; `launch preview` shows what TRL does"
     )
     ledger.check(setting, advice)
-
-

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from launcher.stage.conversion import data_sets, names
-from launcher.stage.conversion.data_sets import DataSet, Mixture
-from launcher.stage.conversion.ledger import PLACEHOLDER, Ledger
+from launcher.stage.conversion.data_sets import DataSet, SourceData
+from launcher.stage.conversion.ledger import PLACEHOLDER, ConversionLedger
 from launcher.stage.conversion.settings import Recipe, Setting, is_off, is_on
 
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
@@ -76,7 +76,9 @@ def flatten(recipe: Recipe) -> None:
 
 def _changed(setting: Setting, key: str, value: Any) -> Setting:
     written = setting.written if setting.written.startswith("-") else key
-    return Setting(key=key, value=value, written=written, file=setting.file, line=setting.line, missing=setting.missing)
+    return Setting(
+        key=key, value=value, written=written, file=setting.file, line=setting.line, missing=setting.missing
+    )
 
 
 def _resolved(value: Any, values: Mapping[str, Any]) -> Any:
@@ -91,7 +93,7 @@ def _resolved(value: Any, values: Mapping[str, Any]) -> Any:
     return value
 
 
-def convert(ledger: Ledger) -> None:
+def convert(ledger: ConversionLedger) -> None:
     """Settle the settings of a recipe."""
     _model(ledger)
     _data(ledger)
@@ -106,43 +108,47 @@ def convert(ledger: Ledger) -> None:
         for key in ("run_val_every_n_steps", "batch_size_val"):
             setting = ledger.take(key)
             if setting is not None:
-                ledger.leave(setting, "no rows are held back", matters=not is_off(setting.value) and key[0] == "r")
+                ledger.leave(setting, "no rows are set aside", matters=not is_off(setting.value) and key[0] == "r")
     names.carry_rest(ledger, names.TORCHTUNE, _REASONS, _UNNEEDED)
 
 
-def _model(ledger: Ledger) -> None:
+def _model(ledger: ConversionLedger) -> None:
     folder = ledger.take("checkpointer.checkpoint_dir", "checkpoint_dir", "base_model_path")
     if folder is not None:
         ledger.carry(folder, "model_name_or_path", str(folder.value).rstrip("/"))
-        ledger.check(folder, "a folder that `tune download` filled: transformers needs its config.json and safetensors")
+        ledger.check(
+            folder, "a folder that `tune download` filled: transformers needs its config.json and safetensors"
+        )
     for key in ("model", "tokenizer"):
         setting = ledger.take(key)
         if setting is not None and folder is not None:
             ledger.point(setting, "model_name_or_path")
 
 
-def _data(ledger: Ledger) -> None:
+def _data(ledger: ConversionLedger) -> None:
     component = ledger.take("dataset")
     if component is None:
         return
     if isinstance(component.value, list):
         _several(ledger, component)
         return
-    mixture = Mixture(setting=component)
+    mixture = SourceData(setting=component)
     data, also = _data_set(ledger, component)
     mixture.sets.append(data)
-    held_back = ledger.take("dataset_val.split")
-    if held_back is not None:
-        ledger.leave(held_back, "TRL's script holds back a part by `test_split_size`, or a split by name")
+    validation = ledger.take("dataset_val.split")
+    if validation is not None:
+        ledger.leave(validation, "TRL's script holds back a part by `test_split_size`, or a split by name")
     data_sets.write(ledger, mixture, *also)
     for key in ("dataset_val", "dataset_val.source", "dataset_val.packed"):
         setting = ledger.take(key)
         if setting is not None:
-            ledger.leave(setting, "TRL's script evaluates on a split or a part of the training set alone", matters=False)
+            ledger.leave(
+                setting, "TRL's script evaluates on a split or a part of the training set alone", matters=False
+            )
     _mask(ledger, component)
 
 
-def _data_set(ledger: Ledger, component: Setting) -> tuple[DataSet, list[Setting]]:
+def _data_set(ledger: ConversionLedger, component: Setting) -> tuple[DataSet, list[Setting]]:
     builder = str(component.value).rpartition(".")[2]
     also: list[Setting] = []
     path = _SETS.get(builder, ("", False))[0]
@@ -173,20 +179,20 @@ def _data_set(ledger: Ledger, component: Setting) -> tuple[DataSet, list[Setting
     return DataSet(path=path, split=split, files=files, name=name), also
 
 
-def _several(ledger: Ledger, component: Setting) -> None:
+def _several(ledger: ConversionLedger, component: Setting) -> None:
     """A list of components, which torchtune joins."""
-    mixture = Mixture(setting=component)
+    mixture = SourceData(setting=component)
     for entry in component.value:
-        held = entry if isinstance(entry, Mapping) else {}
-        builder = str(held.get("_component_", "")).rpartition(".")[2]
-        path = str(held.get("source") or _SETS.get(builder, (f"{PLACEHOLDER}_{builder}", False))[0])
-        mixture.sets.append(DataSet(path=path, split=held.get("split"), files=held.get("data_files")))
+        content = entry if isinstance(entry, Mapping) else {}
+        builder = str(content.get("_component_", "")).rpartition(".")[2]
+        path = str(content.get("source") or _SETS.get(builder, (f"{PLACEHOLDER}_{builder}", False))[0])
+        mixture.sets.append(DataSet(path=path, split=content.get("split"), files=content.get("data_files")))
     data_sets.write(ledger, mixture)
     ledger.check(component, "how torchtune's builders make rows is not applied: `launch preview` shows what TRL reads")
 
 
-def _mask(ledger: Ledger, component: Setting) -> None:
-    """`train_on_input` is said by every builder of its own; most mask questions."""
+def _mask(ledger: ConversionLedger, component: Setting) -> None:
+    """`train_on_input` is set by every builder of its own; most mask questions."""
     setting = ledger.take("dataset.train_on_input", "dataset.masking_strategy")
     if "completion_only_loss" not in ledger.schema.fields:
         return
@@ -197,12 +203,10 @@ def _mask(ledger: Ledger, component: Setting) -> None:
     masks = setting is not None or builder in ("chat_dataset", "instruct_dataset", "slimorca_dataset")
     if not masks:
         return
-    is_chat = builder in ("chat_dataset", "slimorca_dataset")
-    target = "assistant_only_loss" if is_chat else "completion_only_loss"
-    ledger.carry(setting or component, target, value=True, note="the loss counts answers alone there")
+    data_sets.mask_questions(ledger, setting or component, "the loss counts answers alone there")
 
 
-def _lora(ledger: Ledger) -> None:
+def _lora(ledger: ConversionLedger) -> None:
     layers = ledger.take("model.lora_attn_modules")
     model = ledger.recipe.get("model")
     if layers is None and ledger.take("model.lora_rank") is None:
@@ -222,11 +226,13 @@ def _lora(ledger: Ledger) -> None:
         ledger.carry(model, "load_in_4bit", value=True)
 
 
-def _optimizer(ledger: Ledger) -> None:
+def _optimizer(ledger: ConversionLedger) -> None:
     setting = ledger.take("optimizer")
     if setting is not None:
         kind = str(setting.value).rpartition(".")[2]
-        optim = {"AdamW": "adamw_torch", "PagedAdamW8bit": "paged_adamw_8bit", "PagedAdamW": "paged_adamw_32bit"}.get(kind)
+        optim = {"AdamW": "adamw_torch", "PagedAdamW8bit": "paged_adamw_8bit", "PagedAdamW": "paged_adamw_32bit"}.get(
+            kind
+        )
         fused = ledger.take("optimizer.fused")
         if optim == "adamw_torch" and fused is not None and is_on(fused.value):
             optim = "adamw_torch_fused"
@@ -242,7 +248,7 @@ def _optimizer(ledger: Ledger) -> None:
         ledger.draft.add_defaults({"lr_scheduler_type": "constant"})
 
 
-def _precision(ledger: Ledger) -> None:
+def _precision(ledger: ConversionLedger) -> None:
     setting = ledger.take("dtype")
     if setting is not None:
         ledger.carry(setting, "dtype", _DTYPES.get(str(setting.value), setting.value))

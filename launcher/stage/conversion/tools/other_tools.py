@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from launcher.stage.conversion import data_sets, names, sharding, templates
-from launcher.stage.conversion.data_sets import DataSet, Mixture
-from launcher.stage.conversion.ledger import Ledger
+from launcher.stage.conversion.data_sets import DataSet, SourceData
+from launcher.stage.conversion.ledger import ConversionLedger
 from launcher.stage.conversion.settings import Recipe, Setting, is_off, is_on, words
 
 _OPENRLHF_REASONS: Mapping[str, str] = {
@@ -20,7 +20,7 @@ _OPENRLHF_REASONS: Mapping[str, str] = {
     "ref_offload": "TRL keeps the reference where the model is",
 }
 _OPENRLHF_UNNEEDED: Mapping[str, str] = {
-    "zpg": "said by `deepspeed:`",
+    "zpg": "`deepspeed:` covers it",
     "load_checkpoint": "the same command continues a run",
     "load_enable": "the same command continues a run",
     "ckpt_path": "checkpoints lie in `output_dir`",
@@ -63,7 +63,7 @@ def _renamed(setting: Setting, key: str) -> Setting:
     )
 
 
-def convert_openrlhf(ledger: Ledger) -> None:
+def convert_openrlhf(ledger: ConversionLedger) -> None:
     """Settle the settings of openrlhf.cli.train_sft and train_dpo."""
     _openrlhf_batch(ledger)
     _openrlhf_sharding(ledger)
@@ -90,7 +90,7 @@ def convert_openrlhf(ledger: Ledger) -> None:
     names.carry_rest(ledger, names.OPENRLHF, _OPENRLHF_REASONS, _OPENRLHF_UNNEEDED)
 
 
-def _openrlhf_batch(ledger: Ledger) -> None:
+def _openrlhf_batch(ledger: ConversionLedger) -> None:
     """`train_batch_size` is the global one there."""
     whole = ledger.take("train_batch_size", "batch_size")
     each = ledger.take("micro_train_batch_size", "micro_batch_size")
@@ -102,7 +102,7 @@ def _openrlhf_batch(ledger: Ledger) -> None:
         ledger.point(each, "batch.per_device")
 
 
-def _openrlhf_sharding(ledger: Ledger) -> None:
+def _openrlhf_sharding(ledger: ConversionLedger) -> None:
     stage = ledger.take("zero_stage")
     offload = ledger.take("adam_offload")
     if stage is None:
@@ -118,14 +118,14 @@ def _openrlhf_sharding(ledger: Ledger) -> None:
         ledger.check(stage, result.advice)
 
 
-def _openrlhf_data(ledger: Ledger) -> None:
+def _openrlhf_data(ledger: ConversionLedger) -> None:
     setting = ledger.take("dataset", "preference_dataset")
     if setting is None:
         return
     limit = ledger.take("max_samples")
     split = ledger.take("dataset_split", "train_split")
     count = limit.value if limit is not None and isinstance(limit.value, int) else None
-    mixture = Mixture(setting=setting)
+    mixture = SourceData(setting=setting)
     for text in words(setting.value):
         path, _, _ = text.partition("@")
         mixture.sets.append(DataSet(path=path, split=None if split is None else str(split.value)))
@@ -140,10 +140,10 @@ def _openrlhf_data(ledger: Ledger) -> None:
             columns.append(f"`{column.value}`")
             ledger.leave(column, "TRL reads columns of fixed names: `launch data convert`, or rename it")
     if columns and "completion_only_loss" in ledger.schema.fields:
-        ledger.carry(setting, "completion_only_loss", value=True, note="OpenRLHF's loss counts answers alone")
+        data_sets.mask_questions(ledger, setting, "OpenRLHF's loss counts answers alone")
 
 
-def convert_swift(ledger: Ledger) -> None:
+def convert_swift(ledger: ConversionLedger) -> None:
     """Settle the settings of `swift sft` and `swift rlhf --rlhf_type dpo`."""
     kind = ledger.take("rlhf_type")
     if kind is not None:
@@ -168,7 +168,7 @@ def convert_swift(ledger: Ledger) -> None:
     ledger.draft.add_defaults({"lr_scheduler_type": "cosine", "num_train_epochs": 3, "per_device_train_batch_size": 1})
 
 
-def _lora_defaults(ledger: Ledger) -> None:
+def _lora_defaults(ledger: ConversionLedger) -> None:
     target = ledger.take("target_modules", "lora_target_modules")
     if target is None:
         ledger.draft.add_defaults({"lora_target_modules": ["all-linear"]})
@@ -179,14 +179,14 @@ def _lora_defaults(ledger: Ledger) -> None:
     ledger.draft.add_defaults(defaults)
 
 
-def _swift_data(ledger: Ledger) -> None:
+def _swift_data(ledger: ConversionLedger) -> None:
     setting = ledger.take("dataset")
     if setting is None:
         return
     values = setting.value if isinstance(setting.value, list) else str(setting.value).split()
     size = ledger.take("split_dataset_ratio")
     share = size.value if size is not None and isinstance(size.value, int | float) and size.value else None
-    mixture = Mixture(setting=setting, test_size=share)
+    mixture = SourceData(setting=setting, test_size=share)
     for text in values:
         data = data_sets.of_text(str(text))
         if data_sets.is_file(data.path):
@@ -196,13 +196,15 @@ def _swift_data(ledger: Ledger) -> None:
     also = [size] if size is not None and share is not None else []
     data_sets.write(ledger, mixture, *also)
     if size is not None and share is None:
-        ledger.leave(size, "no rows are held back", matters=False)
-    ledger.check(setting, "ms-swift makes rows of many forms: TRL needs `messages`, or pairs; `launch data convert` makes them")
+        ledger.leave(size, "no rows are set aside", matters=False)
+    ledger.check(
+        setting, "ms-swift makes rows of many forms: TRL needs `messages`, or pairs; `launch data convert` makes them"
+    )
     if "assistant_only_loss" in ledger.schema.fields and _masks(ledger):
-        ledger.carry(setting, "assistant_only_loss", value=True, note="ms-swift's loss counts answers alone")
+        data_sets.mask_questions(ledger, setting, "ms-swift's loss counts answers alone")
 
 
-def _masks(ledger: Ledger) -> bool:
+def _masks(ledger: ConversionLedger) -> bool:
     setting = ledger.take("loss_scale")
     if setting is None or is_off(setting.value):
         return True

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from launcher.stage.conversion import data_sets, names, templates
-from launcher.stage.conversion.data_sets import DataSet, Mixture
-from launcher.stage.conversion.ledger import Ledger
+from launcher.stage.conversion.data_sets import DataSet, SourceData
+from launcher.stage.conversion.ledger import ConversionLedger
 from launcher.stage.conversion.settings import Setting, is_off, is_on
 
 _VARIABLE = "set WANDB_PROJECT and WANDB_ENTITY where it runs"
@@ -21,7 +21,7 @@ _REASONS: Mapping[str, str] = {
 }
 _UNNEEDED: Mapping[str, str] = {
     "wandb_watch": "launch watches gradients itself",
-    "fsdp_version": "said by `deepspeed:`",
+    "fsdp_version": "`deepspeed:` covers it",
     "model_type": _OF_MODEL,
     "tokenizer_type": _OF_MODEL,
     "is_llama_derived_model": _OF_MODEL,
@@ -49,7 +49,7 @@ _SWITCHES: Mapping[str, tuple[str, Any]] = {
 }
 
 
-def convert(ledger: Ledger) -> None:
+def convert(ledger: ConversionLedger) -> None:
     """Settle the settings of a file of Axolotl's."""
     rl = ledger.recipe.get("rl")
     if rl is not None:
@@ -59,9 +59,10 @@ def convert(ledger: Ledger) -> None:
     _precision(ledger)
     for key, (target, value) in _SWITCHES.items():
         setting = ledger.take(key)
-        if setting is not None and is_on(setting.value) and target in ledger.schema.fields:
-            if ledger.refusal(target, value) is None:
-                ledger.carry(setting, target, value)
+        if setting is None or not is_on(setting.value) or target not in ledger.schema.fields:
+            continue
+        if ledger.refusal(target, value) is None:
+            ledger.carry(setting, target, value)
     _hub(ledger)
     _plugins(ledger)
     _checkpoints(ledger)
@@ -74,7 +75,7 @@ def convert(ledger: Ledger) -> None:
     ledger.draft.add_defaults(_DEFAULTS)
 
 
-def _data(ledger: Ledger) -> None:
+def _data(ledger: ConversionLedger) -> None:
     setting = ledger.take("datasets")
     if setting is None:
         return
@@ -82,13 +83,13 @@ def _data(ledger: Ledger) -> None:
     entries = [item if isinstance(item, Mapping) else {"path": item} for item in listed]
     size = ledger.take("val_set_size")
     share = size.value if size is not None and isinstance(size.value, int | float) and size.value else None
-    mixture = Mixture(setting=setting, test_size=share)
+    mixture = SourceData(setting=setting, test_size=share)
     for entry in entries:
         mixture.sets.append(_of_entry(entry, ledger))
     also = [size] if size is not None and share is not None else []
     data_sets.write(ledger, mixture, *also)
     if size is not None and share is None:
-        ledger.leave(size, "no rows are held back", matters=False)
+        ledger.leave(size, "no rows are set aside", matters=False)
     test = ledger.take("test_datasets")
     if test is not None:
         ledger.leave(test, "TRL's script evaluates on a split or a part of the training sets alone")
@@ -96,7 +97,7 @@ def _data(ledger: Ledger) -> None:
     _mask(ledger, setting, entries)
 
 
-def _of_entry(entry: Mapping[str, Any], ledger: Ledger) -> DataSet:
+def _of_entry(entry: Mapping[str, Any], ledger: ConversionLedger) -> DataSet:
     path = str(entry.get("path") or "")
     files = entry.get("data_files")
     if files is not None and path in ("json", "csv", "parquet", "arrow", "text"):
@@ -109,7 +110,7 @@ def _of_entry(entry: Mapping[str, Any], ledger: Ledger) -> DataSet:
 _READ = frozenset({"", "chat_template", "completion", "pretrain"})
 
 
-def _forms(ledger: Ledger, setting: Setting, entries: list[Mapping[str, Any]]) -> None:
+def _forms(ledger: ConversionLedger, setting: Setting, entries: list[Mapping[str, Any]]) -> None:
     """Say which rows have to be converted: TRL reads fewer forms."""
     needs = "`messages`, or `prompt` and `completion`"
     if "assistant_only_loss" not in ledger.schema.fields:
@@ -124,10 +125,12 @@ def _forms(ledger: Ledger, setting: Setting, entries: list[Mapping[str, Any]]) -
     for entry in entries:
         kept = [key for key in ("shards", "preprocess_shards", "conversation", "roles_to_train") if entry.get(key)]
         if kept:
-            ledger.check(setting, f"{', '.join(f'`{key}`' for key in kept)} of {entry.get('path')}: TRL has no such key")
+            ledger.check(
+                setting, f"{', '.join(f'`{key}`' for key in kept)} of {entry.get('path')}: TRL has no such key"
+            )
 
 
-def _mask(ledger: Ledger, setting: Setting, entries: list[Mapping[str, Any]]) -> None:
+def _mask(ledger: ConversionLedger, setting: Setting, entries: list[Mapping[str, Any]]) -> None:
     """`train_on_inputs` is off there: the loss counts answers alone."""
     whole = ledger.take("train_on_inputs")
     if "assistant_only_loss" not in ledger.schema.fields:
@@ -137,10 +140,8 @@ def _mask(ledger: Ledger, setting: Setting, entries: list[Mapping[str, Any]]) ->
     kinds = {str(entry.get("type") or "") for entry in entries}
     if whole is not None and is_on(whole.value):
         ledger.carry(whole, "completion_only_loss", value=False)
-    elif kinds & {"chat_template", "sharegpt"}:
-        ledger.carry(whole or setting, "assistant_only_loss", value=True, note="`train_on_inputs` is off: answers alone")
     elif kinds - {"completion", "pretrain", ""}:
-        ledger.carry(whole or setting, "completion_only_loss", value=True, note="`train_on_inputs` is off: answers alone")
+        data_sets.mask_questions(ledger, whole or setting, "`train_on_inputs` is off: answers alone")
     elif whole is not None:
         ledger.leave(whole, "rows of one text have no question", matters=False)
     for entry in entries:
@@ -149,7 +150,7 @@ def _mask(ledger: Ledger, setting: Setting, entries: list[Mapping[str, Any]]) ->
             break
 
 
-def _adapter(ledger: Ledger) -> None:
+def _adapter(ledger: ConversionLedger) -> None:
     setting = ledger.take("adapter")
     if setting is None:
         return
@@ -168,7 +169,7 @@ def _adapter(ledger: Ledger) -> None:
             ledger.point(four, "load_in_4bit")
 
 
-def _precision(ledger: Ledger) -> None:
+def _precision(ledger: ConversionLedger) -> None:
     setting = ledger.take("bf16")
     if setting is not None and (is_on(setting.value) or setting.value in ("auto", "full")):
         ledger.carry(setting, "bf16", value=True)
@@ -178,7 +179,7 @@ def _precision(ledger: Ledger) -> None:
         ledger.leave(half, "bf16 is used", matters=False)
 
 
-def _hub(ledger: Ledger) -> None:
+def _hub(ledger: ConversionLedger) -> None:
     setting = ledger.take("hub_model_id")
     if setting is not None and not is_off(setting.value):
         ledger.carry(setting, "hub_model_id", setting.value)
@@ -189,7 +190,7 @@ def _hub(ledger: Ledger) -> None:
         ledger.check(project, _VARIABLE)
 
 
-def _plugins(ledger: Ledger) -> None:
+def _plugins(ledger: ConversionLedger) -> None:
     setting = ledger.take("plugins")
     if setting is None:
         return
@@ -206,7 +207,7 @@ def _plugins(ledger: Ledger) -> None:
         ledger.leave(setting, "TRL has no such plugin")
 
 
-def _checkpoints(ledger: Ledger) -> None:
+def _checkpoints(ledger: ConversionLedger) -> None:
     setting = ledger.take("saves_per_epoch")
     if setting is None:
         return
@@ -218,7 +219,7 @@ def _checkpoints(ledger: Ledger) -> None:
         ledger.leave(setting, "write `save_steps`: a share below 1 is one of all steps")
 
 
-def _tokens(ledger: Ledger) -> None:
+def _tokens(ledger: ConversionLedger) -> None:
     setting = ledger.take("special_tokens")
     if setting is None or not isinstance(setting.value, Mapping):
         return
@@ -234,11 +235,9 @@ def _tokens(ledger: Ledger) -> None:
         ledger.leave(setting, "set them in the tokenizer's files", matters=bool(lost))
 
 
-def _recomputation(ledger: Ledger) -> None:
+def _recomputation(ledger: ConversionLedger) -> None:
     """`gradient_checkpointing` may say `offload` there."""
     setting = ledger.take("gradient_checkpointing")
     if setting is not None and str(setting.value).startswith("offload"):
         ledger.carry(setting, "gradient_checkpointing", value=True)
         ledger.carry(setting, "activation_offloading", value=True)
-
-

@@ -263,6 +263,8 @@ def _wrapper(words: Sequence[Argument], at: int, invocation: Invocation) -> int 
     while place < len(words):
         text = words[place].text
         name = posixpath.basename(text)
+        if name in _WRAPPERS:
+            program = name
         is_start = name in ("accelerate", "torchrun", "deepspeed", *_TOOLS) or _PYTHON.fullmatch(text)
         if is_start or text.endswith(".py"):
             return place
@@ -307,6 +309,10 @@ def _wrapper_flag(words: Sequence[Argument], at: int, program: str, invocation: 
     return place
 
 
+_WRAPPERS = frozenset(
+    "srun sbatch uv env nohup time timeout sudo numactl docker podman singularity apptainer conda mamba micromamba "
+    "poetry pdm pixi hatch mpirun mpiexec stdbuf nice ionice taskset xvfb-run".split()
+)
 _NO_WRAPPERS = frozenset(
     "echo printf cat cp mv rm mkdir tee grep sed awk pip pip3 ls test [ [[ source . set module".split()
 )
@@ -370,7 +376,7 @@ def _trainer_flag(words: Sequence[Argument], place: int, invocation: Invocation)
         place += 1
     missing = tuple(name for value in values for name in value.missing)
     names_config = flag in ("--config", "--training_config", "--yaml_config") and len(values) == 1
-    if names_config and re.search(r"\.(ya?ml|json)$", values[0].text):
+    if names_config and (missing or re.search(r"\.(ya?ml|json)$", values[0].text)):
         invocation.configs.append(values[0])
         return place
     parsed: object = True

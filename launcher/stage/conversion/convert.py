@@ -187,6 +187,9 @@ def _settle(ledger: ConversionLedger, tool: _Tool, gpus: int | None) -> None:
     for setting in (*earlier, *doubled):
         if not ledger.is_settled(setting):
             ledger.leave(setting, "a later one takes its place", matters=False)
+    for setting, reason in recipe.skipped:
+        if not ledger.is_settled(setting):
+            ledger.leave(setting, reason, matters=False)
     for setting in recipe.others:
         ledger.leave(setting, "an argument without a name: launch does not know what it says")
     _batch(ledger, gpus)
@@ -230,6 +233,7 @@ def _output(ledger: ConversionLedger, setting: Setting) -> None:
         text = text.replace(expression, "")
     text = re.sub(r"[-_.]+(?=/|$)|(?<=/)[-_.]+(?!/|\.)", "", text)
     text = re.sub(r"/{2,}", "/", text).strip()
+    text = text.rstrip("/") or text
     if not re.search(r"\w", text):
         text = f"output/{ledger.draft.stage}"
     ledger.carry(setting, "output_dir", text)
@@ -387,7 +391,7 @@ def _shown(setting: Setting) -> str:
     if is_secret_variable(setting.key):
         return "<secret>"
     value = setting.value
-    if value is True:
+    if value is True or value is None:
         return ""
     return brief(redact({setting.key: value})[setting.key])
 

@@ -19,7 +19,7 @@ from launcher.files import read_bytes
 from launcher.redaction import is_secret_variable
 from launcher.stage.conversion import commands, sbatch, sharding
 from launcher.stage.conversion.commands import Invocation
-from launcher.stage.conversion.settings import Recipe, Setting, from_mapping
+from launcher.stage.conversion.settings import Recipe, Setting, from_mapping, name_of
 from launcher.stage.shell import interpreter, syntax
 from launcher.stage.shell.expansion import Argument
 from launcher.stage.shell.interpreter import Script
@@ -216,7 +216,7 @@ def _no_training(path: Path, script: Script) -> Exception:
             started.append((invocation.program, invocation.line))
     if started:
         program, line = started[-1]
-        if re.search(r"(^|[/.])\.?py$|(^|/)\.py$", program):
+        if "$" in program or re.search(r"(^|[/.])\.?py$", program):
             message = f"the script takes what it trains from its arguments: without them it starts `{program}`"
             help = 'give them as it is started: --script-args "ARGS"'
             return InvalidConfig(document.bad(path, "no-training", message, line, help))
@@ -248,7 +248,11 @@ def _recipe(path: Path, invocation: Invocation, script: Script) -> Recipe | None
     recipe.choices = {name: why for name, why in script.choices.items() if name in script.scope.uses}
     for expression, number in script.scope.counts.items():
         recipe.choices[expression] = f"taken as {number}; --gpus and --nodes say how many there are"
-    recipe.absent = {name: line for name, line in script.absent.items()}
+    recipe.absent = dict(script.absent)
+    for argument, reason in script.skipped:
+        flag = argument.text
+        setting = Setting(key=name_of(flag), value=None, written=flag, file=str(path), line=argument.line)
+        recipe.skipped.append((setting, reason))
     configs = [*invocation.configs]
     configs += [Argument(s.value, s.line or 0, s.missing) for s in invocation.positional if _is_config(s, recipe)]
     for config in configs:
@@ -370,7 +374,8 @@ _MODEL_NAMES = frozenset(
 )
 _TRAINING_NAMES = frozenset(
     "learning_rate lr num_train_epochs per_device_train_batch_size gradient_accumulation_steps num_epochs epochs "
-    "output_dir max_steps batch_size micro_batch_size".split()
+    "output_dir max_steps batch_size micro_batch_size dataset dataset_name data_path train_file lora_r lora_rank "
+    "max_seq_length max_length".split()
 )
 
 

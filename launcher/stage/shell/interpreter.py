@@ -33,6 +33,8 @@ _MOST_CALLS = 12
 _DECLARATIONS = frozenset({"export", "declare", "local", "readonly", "typeset"})
 _SHELLS = frozenset({"bash", "sh", "zsh", "source", ".", "sbatch"})
 _SCRIPT = re.compile(r".+\.(sh|bash|zsh|slurm|sbatch)")
+_FLAG = re.compile(r"\s*--?[A-Za-z]")
+_FLAGS = re.compile(r"(?:^|\s)(--[A-Za-z][\w.-]*)")
 _STARTS = re.compile(r"accelerate\s+launch|\btorchrun\b|\bdeepspeed\s|torch\.distributed\.(run|launch)")
 _CLUSTER = {
     "SLURM_NNODES": "nodes",
@@ -71,7 +73,8 @@ class Script:
 
     `exported` are the variables that it hands to its commands, `files` those that it writes, with their text,
     `mended` the lines (file, number) at which bash would have ended a command that was read on, `choices` what was
-    taken of several, `absent` the scripts it starts that were not there.
+    taken of several, `absent` the scripts it starts that were not there. `skipped` are the flags in
+    branches that are not taken, with the reason.
     """
 
     commands: list[ScriptCommand] = field(default_factory=list)
@@ -80,6 +83,7 @@ class Script:
     mended: list[tuple[str, int]] = field(default_factory=list)
     choices: dict[str, str] = field(default_factory=dict)
     absent: dict[str, int] = field(default_factory=dict)
+    skipped: list[tuple[Argument, str]] = field(default_factory=list)
     scope: ShellScope = field(default_factory=ShellScope)
 
 
@@ -136,6 +140,7 @@ class _Interpreter:
         value: bool | None = True
         for sign, item in node.items:
             if sign == "&&" and value is False:
+                self._skip((item,), getattr(item, "line", 0))
                 continue
             if sign == "||" and value is True:
                 continue
@@ -154,7 +159,12 @@ class _Interpreter:
             value = conditions.holds(branch.condition, self.script.scope)
             if value is True:
                 self.run(branch.body)
+                for other in node.branches[node.branches.index(branch) + 1 :]:
+                    self._skip(other.body, node.line)
+                self._skip(node.otherwise, node.line)
                 return
+            if value is False:
+                self._skip(branch.body, node.line)
             if value is None:
                 self._maybe(branch.body, f"the condition in line {node.line}")
                 for other in node.branches[node.branches.index(branch) + 1 :]:
@@ -162,6 +172,15 @@ class _Interpreter:
                 self._maybe(node.otherwise, f"the condition in line {node.line}")
                 return
         self.run(node.otherwise)
+
+    def _skip(self, nodes: tuple[Node, ...], line: int) -> None:
+        """Note the flags of a branch that is not taken."""
+        reason = f"only if the condition in line {line} holds, which it does not"
+        for word in syntax.words(nodes):
+            flag = word.parts[0] if word.parts else None
+            if flag is not None and flag.kind == "text" and _FLAG.match(flag.text):
+                for name in _FLAGS.findall(flag.text):
+                    self.script.skipped.append((Argument(name, word.line), reason))
 
     def _test_assignments(self, nodes: tuple[Node, ...]) -> None:
         """Commands of a condition that are no tests, such as `if ! accelerate launch ...; then`."""
@@ -202,6 +221,9 @@ class _Interpreter:
                 test = Simple((), (_WORDS["["], node.word, _WORDS["="], pattern), node.line)
                 if conditions.holds((test,), self.script.scope):
                     self.run(choice.body)
+                    for other in node.choices:
+                        if other is not choice:
+                            self._skip(other.body, node.line)
                     return
         if subject.missing:
             for choice in node.choices:

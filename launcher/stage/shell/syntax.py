@@ -6,6 +6,7 @@ It is lenient: a word that fits nowhere is passed over, and what is never closed
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from launcher.stage.shell.lexer import HereDocument, Operator, Token, Word, WordPart
@@ -478,6 +479,29 @@ def _source(token: Token) -> str:
     for part in token.parts:
         texts.append(part.text if part.kind == "text" else f"${{{part.text}}}")
     return "".join(texts)
+
+
+def words(nodes: tuple[Node, ...]) -> Iterator[Word]:
+    """Every word of commands and assignments, those in structures too."""
+    for node in nodes:
+        match node:
+            case Simple():
+                for assignment in node.assignments:
+                    yield from assignment.values
+                yield from node.words
+            case Joined():
+                yield from words(tuple(item for _, item in node.items))
+            case If():
+                for branch in node.branches:
+                    yield from words(branch.body)
+                yield from words(node.otherwise)
+            case For() | While() | FunctionDefinition():
+                yield from words(node.body)
+            case Case():
+                for choice in node.choices:
+                    yield from words(choice.body)
+            case Arithmetic():
+                pass
 
 
 def parse(tokens: tuple[Token, ...]) -> tuple[Node, ...]:

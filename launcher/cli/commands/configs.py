@@ -322,7 +322,7 @@ def init(
         None, "--output", "-o", metavar="FILE", help="the file to write", show_default="STAGE.yaml"
     ),
 ) -> Exit:
-    """Write a first stage file, or make one of what you train with now.
+    """Write a first stage file, or make one of a training script.
 
     Asks for the model, the data and the number of GPUs on a terminal. A file that exists is not overwritten.
     """
@@ -395,7 +395,7 @@ def _script_arguments(text: str | None) -> tuple[str, ...]:
     try:
         return tuple(shlex.split(text or ""))
     except ValueError as error:
-        raise usage("bad-option", f"--script-args cannot be split: {error}", "quote them as for the shell") from None
+        raise usage("useless-option", f"--script-args cannot be split: {error}", "quote them as for the shell") from None
 
 
 def _write(path: Path, text: str) -> None:

@@ -35,11 +35,11 @@ class _Tool:
 
 _TOOLS: Mapping[str, _Tool] = {
     "trl": _Tool(trl.convert, prepare=launchers.split_off),
-    "handbook": _Tool(trl.convert_handbook, prepare=launchers.split_off, name="the alignment handbook"),
+    "handbook": _Tool(trl.convert_handbook, prepare=launchers.split_off),
     "own": _Tool(trl.convert_own, name="a script of its own"),
     "axolotl": _Tool(axolotl.convert, stage_key="rl"),
     "llama_factory": _Tool(llama_factory.convert, stage_key="stage"),
-    "torchtune": _Tool(torchtune.convert, prepare=torchtune.flatten, name="torchtune"),
+    "torchtune": _Tool(torchtune.convert, prepare=torchtune.flatten),
     "open_instruct": _Tool(open_instruct.convert, backend="open_instruct", name="open-instruct"),
     "openrlhf": _Tool(other_tools.convert_openrlhf, prepare=other_tools.flatten_openrlhf, name="OpenRLHF"),
     "swift": _Tool(other_tools.convert_swift, name="ms-swift"),

@@ -121,17 +121,13 @@ def yaml_tool(values: Mapping[str, Any]) -> str | None:
     names = set(values)
     if names & {"args", "open_instruct", "stages"}:
         return None
-    if any(isinstance(value, Mapping) and "_component_" in value for value in values.values()):
-        return "torchtune"
-    if "model_name_or_path" in names and names & {"dataset_mixer", "dataset_mixture"}:
-        is_trl = len(names & _TRL_SIGNS) > len(names & _OPEN_INSTRUCT_SIGNS)
-        return "handbook" if is_trl or "dataset_mixture" in names else "open_instruct"
     tool = tool_of(values)
     if tool is not None:
         return tool
     if "model" in names and names & {"train_dataset", "init_config", "dist_config"}:
         return "llama_factory"
-    if "model_name_or_path" in names and names & _OPEN_INSTRUCT_SIGNS and not names & {"backend", "extends"}:
+    signs = _OPEN_INSTRUCT_SIGNS | {"dataset_mixer"}
+    if "model_name_or_path" in names and names & signs and not names & {"backend", "extends"}:
         return "open_instruct"
     if "model_name_or_path" in names and names & _TRL_SIGNS and not names & {"backend", "extends", "stage"}:
         return "trl"

@@ -395,7 +395,9 @@ def _script_arguments(text: str | None) -> tuple[str, ...]:
     try:
         return tuple(shlex.split(text or ""))
     except ValueError as error:
-        raise usage("useless-option", f"--script-args cannot be split: {error}", "quote them as for the shell") from None
+        raise usage(
+            "useless-option", f"--script-args cannot be split: {error}", "quote them as for the shell"
+        ) from None
 
 
 def _write(path: Path, text: str) -> None:

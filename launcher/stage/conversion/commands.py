@@ -9,7 +9,7 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from launcher.stage.conversion.settings import Setting, name_of, value_of
 from launcher.stage.shell.expansion import Argument
@@ -181,7 +181,7 @@ def _script(words: Sequence[Argument], at: int, invocation: Invocation) -> int |
         behind = at + 1 + rest.index("--") + 1
         if _starts_something(words[behind:]):
             program = posixpath.basename(words[at].text)
-            _flags(words[: behind - 1], at + 1, program, _SWITCHES_OF_OTHERS, invocation)
+            _all_flags(words[: behind - 1], at + 1, program, invocation)
             return _first_start(words, behind)
     invocation.program = words[at].text
     invocation.kind = "script"
@@ -196,6 +196,20 @@ def _starts_something(words: Sequence[Argument]) -> bool:
         if word.text.endswith(".py"):
             return True
     return False
+
+
+def _all_flags(words: Sequence[Argument], at: int, program: str, invocation: Invocation) -> None:
+    """Read flags that may take several values each."""
+    place = at
+    while place < len(words):
+        place = _flags(words, place, program, _SWITCHES_OF_OTHERS, invocation)
+        if place < len(words) and invocation.launchers:
+            last = invocation.launchers[-1]
+            before = last.value if isinstance(last.value, list) else [last.value]
+            invocation.launchers[-1] = replace(last, value=[*before, words[place].text])
+            place += 1
+        elif place < len(words):
+            place += 1
 
 
 def _first_start(words: Sequence[Argument], at: int) -> int:
@@ -216,7 +230,6 @@ def _options(
     is_module = any(setting.key in ("module", "m") for setting in invocation.launchers)
     text = words[place].text
     if is_module:
-        invocation.launchers = [setting for setting in invocation.launchers if setting.key not in ("module", "m")]
         return _module(words, place, invocation)
     if _PYTHON.fullmatch(text):
         return _python(words, place, invocation)
@@ -313,6 +326,8 @@ _WRAPPERS = frozenset(
     "srun sbatch uv env nohup time timeout sudo numactl docker podman singularity apptainer conda mamba micromamba "
     "poetry pdm pixi hatch mpirun mpiexec stdbuf nice ionice taskset xvfb-run".split()
 )
+CONFIG = "trainer's config"
+"""The key of a flag that names a file with arguments of the trainer."""
 _NO_WRAPPERS = frozenset(
     "echo printf cat cp mv rm mkdir tee grep sed awk pip pip3 ls test [ [[ source . set module".split()
 )
@@ -341,20 +356,9 @@ def _read_arguments(words: Sequence[Argument], invocation: Invocation) -> None:
             invocation.configs.append(word)
         else:
             invocation.positional.append(_setting("", word.text, word.text, word, word.missing))
-    for index, setting in enumerate(invocation.settings):
-        invocation.settings[index] = _in_file(setting, invocation.file)
-    invocation.positional = [_in_file(setting, invocation.file) for setting in invocation.positional]
-
-
-def _in_file(setting: Setting, file: str) -> Setting:
-    return Setting(
-        key=setting.key,
-        value=setting.value,
-        written=setting.written,
-        file=file,
-        line=setting.line,
-        missing=setting.missing,
-    )
+    invocation.settings = [replace(setting, file=invocation.file) for setting in invocation.settings]
+    invocation.positional = [replace(setting, file=invocation.file) for setting in invocation.positional]
+    invocation.launchers = [replace(setting, file=invocation.file) for setting in invocation.launchers]
 
 
 def _trainer_flag(words: Sequence[Argument], place: int, invocation: Invocation) -> int:
@@ -365,6 +369,7 @@ def _trainer_flag(words: Sequence[Argument], place: int, invocation: Invocation)
         value = value_of(text)
         if flag.lstrip("-") == "config" and re.search(r"\.(ya?ml|json)$", text):
             invocation.configs.append(Argument(text, word.line, word.missing))
+            invocation.launchers.append(_setting(CONFIG, flag, text, word, word.missing))
             return place
         invocation.settings.append(_setting(name_of(flag), flag, value, word, word.missing))
         return place
@@ -378,6 +383,7 @@ def _trainer_flag(words: Sequence[Argument], place: int, invocation: Invocation)
     names_config = flag in ("--config", "--training_config", "--yaml_config") and len(values) == 1
     if names_config and (missing or re.search(r"\.(ya?ml|json)$", values[0].text)):
         invocation.configs.append(values[0])
+        invocation.launchers.append(_setting(CONFIG, flag, values[0].text, word, missing))
         return place
     parsed: object = True
     if len(values) == 1:

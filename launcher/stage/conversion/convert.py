@@ -15,7 +15,7 @@ from launcher.errors import Finding, InvalidConfig, Severity, brief, launch_find
 from launcher.redaction import is_secret_variable, redact
 from launcher.stage.conversion import launchers, sbatch, sources
 from launcher.stage.conversion.ledger import PLACEHOLDER, ConversionLedger, unknown_value
-from launcher.stage.conversion.settings import Recipe, Setting, last_of_each
+from launcher.stage.conversion.settings import Recipe, Setting, last_of_each, name_of
 from launcher.stage.conversion.tools import axolotl, llama_factory, open_instruct, other_tools, torchtune, trl
 from launcher.stage.draft import Draft
 from launcher.upstream.locate import Locator, past
@@ -190,11 +190,30 @@ def _settle(ledger: ConversionLedger, tool: _Tool, gpus: int | None) -> None:
     for setting, reason in recipe.skipped:
         if not ledger.is_settled(setting):
             ledger.leave(setting, reason, matters=False)
+    _rest_of_script(ledger)
     for setting in recipe.others:
         ledger.leave(setting, "an argument without a name: launch does not know what it says")
     _batch(ledger, gpus)
     _complete(ledger)
     _sort(ledger.draft)
+
+
+_FLAG = re.compile(r"(?<![\w./=-])(--[A-Za-z][\w.-]*)")
+
+
+def _rest_of_script(ledger: ConversionLedger) -> None:
+    """Name the flags in a script that belong to other commands than the training."""
+    recipe = ledger.recipe
+    settled = {written.rpartition(" ")[2] for written in (*ledger.carried, *ledger.omissions)}
+    for number, line in enumerate(recipe.text.splitlines(), start=1):
+        if line.lstrip().startswith("#"):
+            continue
+        for flag in _FLAG.findall(line):
+            if flag in settled:
+                continue
+            settled.add(flag)
+            setting = Setting(key=name_of(flag), value=None, written=flag, file=str(recipe.path), line=number)
+            ledger.leave(setting, f"line {number} is no part of this training", matters=False)
 
 
 def _placeholders(ledger: ConversionLedger) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from launcher.config.keys import KEYS
 from launcher.stage.conversion import sharding
+from launcher.stage.conversion.commands import CONFIG
 from launcher.stage.conversion.ledger import ConversionLedger, unknown_value
 from launcher.stage.conversion.settings import Recipe, Setting, is_off, is_on, words
 
@@ -82,6 +83,12 @@ def settle(recipe: Recipe, ledger: ConversionLedger) -> None:
     for setting in recipe.launchers:
         if ledger.is_settled(setting):
             continue
+        if setting.key in ("module", "m"):
+            ledger.leave(setting, "launch starts the trainer's script itself", matters=False)
+            continue
+        if setting.key == CONFIG:
+            _settle_config(setting, recipe, ledger)
+            continue
         if setting.missing:
             ledger.leave(setting, unknown_value(setting), matters=setting.key not in _REASONS)
             continue
@@ -92,6 +99,13 @@ def settle(recipe: Recipe, ledger: ConversionLedger) -> None:
             program = setting.written.partition(" ")[0]
             reason = f"an option of {program}: launch starts the processes itself"
         ledger.leave(setting, reason, matters=False)
+
+
+def _settle_config(setting: Setting, recipe: Recipe, ledger: ConversionLedger) -> None:
+    if setting.value in recipe.absent:
+        ledger.leave(setting, "it is not here: what it says is missing")
+    else:
+        ledger.leave(setting, "its keys are read one by one", matters=False)
 
 
 def _whole(value: Any) -> int | None:

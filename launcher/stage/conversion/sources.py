@@ -177,6 +177,7 @@ def _of_script(path: Path, text: str, circumstances: Circumstances) -> tuple[Rec
             continue
         recipe = _recipe(path, invocation, script)
         if recipe is not None:
+            recipe.text = text
             recipe.directives = [*directives, *sbatch.of_command_line(recipe.launchers)]
             whole = sbatch.of_settings(recipe.directives)
             recipe.launchers = [setting for setting in recipe.launchers if not sbatch.is_of_slurm(setting)]

@@ -36,7 +36,7 @@ _OWN_REASONS: Mapping[str, str] = {
 }
 _DATA = (
     "dataset_name dataset dataset_path data_path dataset_name_or_path train_file train_files "
-    "train_data train_data_path train_file_path train_dataset dataset_id data data_file data_files "
+    "train_data train_data_path train_dir train_file_path train_dataset dataset_id data data_file data_files "
     "sft_data_path train_path dataset_dir training_data dataset_names"
 ).split()
 

@@ -42,6 +42,7 @@ _TOOLS: Mapping[str, _Tool] = {
     "torchtune": _Tool(torchtune.convert, prepare=torchtune.flatten),
     "open_instruct": _Tool(open_instruct.convert, backend="open_instruct", name="open-instruct"),
     "openrlhf": _Tool(other_tools.convert_openrlhf, prepare=other_tools.flatten_openrlhf, name="OpenRLHF"),
+    "verl": _Tool(other_tools.convert_verl, name="verl"),
     "swift": _Tool(other_tools.convert_swift, name="ms-swift"),
 }
 _FIRST = (
@@ -236,12 +237,15 @@ def _placeholders(ledger: ConversionLedger) -> None:
 
 _MODEL = frozenset(
     "model_name_or_path model_name model base_model model_path pretrain pretrained_model_name_or_path model_id "
-    "base_model_name_or_path model_dir checkpointer.checkpoint_dir checkpoint_dir model_id_or_path".split()
+    "base_model_name_or_path model_dir checkpointer.checkpoint_dir checkpoint_dir model_id_or_path "
+    "model.partial_pretrain model.path".split()
 )
-_OUTPUT = frozenset("output_dir save_path save_dir output_path output checkpoint_dir out_dir".split())
+_OUTPUT = frozenset(
+    "output_dir save_path save_dir output_path output checkpoint_dir out_dir trainer.default_local_dir".split()
+)
 _DATA = frozenset(
     "dataset_name dataset dataset_path data_path train_file train_files train_data dataset_mixer_list mixer_list "
-    "train_data_path train_file_path preference_dataset dataset_name_or_path data_file data".split()
+    "train_data_path train_file_path preference_dataset dataset_name_or_path data_file data data.train_files".split()
 )
 
 

@@ -66,6 +66,16 @@ SWIFT = pairs(
     "rpo_alpha=rpo_alpha dataset_num_proc=dataset_num_proc modules_to_save=lora_modules_to_save "
     "evaluation_strategy=eval_strategy batch_size=per_device_train_batch_size max_seq_length=max_length"
 )
+VERL = pairs(
+    "model.partial_pretrain=model_name_or_path model.path=model_name_or_path data.max_length=max_length "
+    "optim.lr=learning_rate optim.weight_decay=weight_decay optim.clip_grad=max_grad_norm "
+    "optim.lr_scheduler=lr_scheduler_type optim.lr_warmup_steps_ratio=warmup_steps "
+    "optim.warmup_steps_ratio=warmup_steps trainer.default_local_dir=output_dir "
+    "trainer.total_epochs=num_train_epochs trainer.total_training_steps=max_steps trainer.seed=seed "
+    "trainer.save_freq=save_steps trainer.experiment_name=run_name model.lora_alpha=lora_alpha "
+    "model.target_modules=lora_target_modules model.enable_gradient_checkpointing=gradient_checkpointing "
+    "model.use_liger=use_liger_kernel trainer.logger=report_to model.trust_remote_code=trust_remote_code"
+)
 # scripts of one's own; what several of them mean by a name, or what the name says by itself
 OWN = pairs(
     "model=model_name_or_path model_name=model_name_or_path base_model=model_name_or_path "
@@ -119,6 +129,7 @@ FOREIGN: Mapping[str, Mapping[str, str]] = {
     "torchtune": TORCHTUNE,
     "openrlhf": OPENRLHF,
     "swift": SWIFT,
+    "verl": VERL,
 }
 
 _DTYPES = {

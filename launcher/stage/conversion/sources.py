@@ -213,7 +213,7 @@ def _no_training(path: Path, script: Script) -> Exception:
             started.append((invocation.program, invocation.line))
     if started:
         program, line = started[-1]
-        if "$" in program or re.search(r"(^|[/.])\.?py$", program):
+        if "$" in program or re.search(r"(^|/)\.py$", program):
             message = f"the script takes what it trains from its arguments: without them it starts `{program}`"
             help = 'give them as it is started: --script-args "ARGS"'
             return InvalidConfig(document.bad(path, "no-training", message, line, help))
@@ -318,6 +318,8 @@ def _named_tool(invocation: Invocation) -> tuple[str, str | None] | None:
         return "open_instruct", _OPEN_INSTRUCT[name]
     if "openrlhf" in module:
         return ("openrlhf", name.removeprefix("train_")) if name in ("train_sft", "train_dpo") else None
+    if module.endswith(("verl.trainer.fsdp_sft_trainer", "verl.trainer.sft_trainer")):
+        return "verl", "sft"
     if "axolotl" in module:
         return ("axolotl", None) if name in ("train", "finetune", "axolotl") else None
     is_llama_factory = keys & {"finetuning_type", "template", "cutoff_len"} and keys & {"stage", "do_train", "dataset"}
@@ -379,6 +381,6 @@ _TRAINING_NAMES = frozenset(
 def _is_training(recipe: Recipe) -> bool:
     """Whether the arguments of a program that nobody knows are those of a training."""
     keys = {setting.key for setting in recipe.settings}
-    if recipe.absent and re.search(r"sft|dpo|train|tune", recipe.program):
+    if recipe.absent and (re.search(r"sft|dpo|train|tune", recipe.program) or keys & _TRAINING_NAMES):
         return True
     return bool(keys & _MODEL_NAMES and keys & _TRAINING_NAMES)

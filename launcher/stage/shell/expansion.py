@@ -29,6 +29,7 @@ _ARITHMETIC: Mapping[type, Callable[[int, int], int]] = {
     ast.Div: operator.floordiv,
     ast.Mod: operator.mod,
 }
+_JOINED = "\0"
 _LARGEST = 10**18
 _LONGEST = 200_000
 """Characters of a value: `A=$A$A` in a loop ends here."""
@@ -156,7 +157,7 @@ def _expand_part(part: WordPart, scope: ShellScope, fields: _Fields) -> None:
             fields.add(item.text, item.missing, item.line)
         return
     for item in value.items:
-        if part.quoted or item.missing:
+        if part.quoted:
             fields.add(item.text, item.missing)
         else:
             _split(item, fields)
@@ -164,18 +165,23 @@ def _expand_part(part: WordPart, scope: ShellScope, fields: _Fields) -> None:
 
 def _split(item: Argument, fields: _Fields) -> None:
     """Add a value that is not quoted: blanks in it separate arguments."""
-    words = item.text.split()
+    text = item.text
+    for expression in item.missing:
+        # what has no value is one word, whatever blanks its expression has
+        text = text.replace(expression, _JOINED.join(expression.split()))
+    words = text.split()
     if not words:
-        if item.text:
+        if text:
             fields.end()
         return
-    if item.text[0].isspace():
+    if text[0].isspace():
         fields.end()
     for index, word in enumerate(words):
         if index:
             fields.end()
-        fields.add(word, item.missing)
-    if item.text[-1].isspace():
+        whole = word.replace(_JOINED, " ")
+        fields.add(whole, tuple(name for name in item.missing if " ".join(name.split()) in whole))
+    if text[-1].isspace():
         fields.end()
 
 

@@ -165,7 +165,10 @@ def _method(ledger: ConversionLedger) -> None:
         return
     rank_setting = ledger.take("lora_rank")
     rank = 8 if rank_setting is None else rank_setting.value
-    about = about or rank_setting or ledger.recipe.settings[0]
+    about = about or rank_setting
+    if about is None:
+        # nothing of the file is known
+        return
     ledger.carry(about, "use_peft", value=True)
     ledger.carry(rank_setting or about, "lora_r", rank)
     alpha = ledger.take("lora_alpha")

@@ -1,4 +1,4 @@
-"""OpenRLHF's and ms-swift's command lines."""
+"""OpenRLHF's, ms-swift's and verl's command lines."""
 
 from __future__ import annotations
 
@@ -212,3 +212,63 @@ def _masks(ledger: ConversionLedger) -> bool:
         ledger.leave(setting, "every token counts, as in TRL by default", matters=False)
         return False
     return True
+
+
+_VERL_REASONS: Mapping[str, str] = {
+    "trainer.project_name": "set WANDB_PROJECT where it runs",
+    "data.val_files": "TRL's script evaluates on a split or a part of the training sets alone",
+    "ulysses_sequence_parallel_size": "launch splits no sequence among GPUs with TRL",
+    "data.truncation": "TRL cuts rows at `max_length`",
+}
+_VERL_UNNEEDED: Mapping[str, str] = {
+    "use_remove_padding": "`packing` or `padding_free` say it in TRL",
+    "trainer.default_hdfs_dir": "launch copies nothing to HDFS",
+    "trainer.resume_mode": "the same command continues a run",
+}
+
+
+def convert_verl(ledger: ConversionLedger) -> None:
+    """Settle the settings of verl's SFT trainer, which are overrides of hydra's."""
+    whole = ledger.take("data.train_batch_size")
+    each = ledger.take("data.micro_batch_size_per_gpu", "data.micro_batch_size")
+    if each is not None and isinstance(each.value, int):
+        size = whole.value if whole is not None and isinstance(whole.value, int) else 256
+        ledger.draft.batch = (size, each.value)
+        ledger.point(each, "batch.per_device")
+        if whole is not None:
+            ledger.point(whole, "batch.global")
+    rank = ledger.take("model.lora_rank")
+    if rank is not None and isinstance(rank.value, int) and rank.value > 0:
+        ledger.carry(rank, "use_peft", value=True)
+        ledger.carry(rank, "lora_r", rank.value)
+    _verl_data(ledger)
+    _verl_sharding(ledger)
+    scheduler = ledger.take("optim.lr_scheduler")
+    if scheduler is None:
+        ledger.draft.add_defaults({"lr_scheduler_type": "cosine"})
+    names.carry_rest(ledger, names.VERL, _VERL_REASONS, _VERL_UNNEEDED)
+
+
+def _verl_data(ledger: ConversionLedger) -> None:
+    setting = ledger.take("data.train_files")
+    if setting is None:
+        return
+    mixture = SourceData(setting=setting)
+    for path in words(str(setting.value).strip("[]")):
+        local = data_sets.local_path(path.strip("'\""), [ledger.recipe.path.parent])
+        mixture.sets.append(DataSet(path=local))
+    data_sets.write(ledger, mixture)
+    for key in ("data.prompt_key", "data.response_key", "data.prompt_dict_keys", "data.response_dict_keys"):
+        column = ledger.take(key)
+        if column is not None:
+            ledger.leave(column, "TRL reads columns of fixed names: `launch data convert`, or rename it")
+    if ledger.recipe.get("data.prompt_key") is not None:
+        data_sets.mask_questions(ledger, setting, "verl's loss counts answers alone")
+
+
+def _verl_sharding(ledger: ConversionLedger) -> None:
+    """Its trainer shards with FSDP."""
+    ledger.draft.deepspeed = "zero3"
+    setting = ledger.take("model.strategy")
+    if setting is not None:
+        ledger.point(setting, "deepspeed")

@@ -472,6 +472,45 @@ def test_an_accumulation_that_counts_gpus_keeps_the_global_batch(tmp_path: Path,
         assert answer.config.options["batch"] == {"global": 128, "per_device": 2}
 
 
+def test_a_script_that_only_divides_by_its_gpus_keeps_the_global_batch(tmp_path: Path, capsys: Capture) -> None:
+    text = """
+    DEVICES=""
+    GPUS=$(echo $DEVICES | awk -F',' '{print NF}')
+    deepspeed --include localhost:$DEVICES train.py --model_path org/tiny --data_path org/chats \\
+      --per_device_train_batch_size 1 --gradient_accumulation_steps $((512 / $GPUS / 1))
+    """
+    answer = convert(script(text), tmp_path, capsys)
+    assert answer.config.options["batch"] == {"global": 512, "per_device": 1}
+
+
+def test_flags_of_ones_own_script_mean_what_their_names_say(tmp_path: Path, capsys: Capture) -> None:
+    text = """
+    CMD="deepspeed main.py \\
+      --model_name org/tiny --train_file_dir org/chats --max_train_samples 100 \\
+      --mask_user --lora_dim 16 --zero_stage 3 --offload --deepspeed \\
+      --run_name run-$(date +%s) --conv_template vicuna"
+    $CMD > log
+    """
+    answer = convert(script(text), tmp_path, capsys)
+    args = answer.config.args
+    assert args["datasets"] == [{"path": "org/chats", "split": "train[:100]"}]
+    assert (args["assistant_only_loss"], args["use_peft"], args["lora_r"]) == (True, True, 16)
+    assert answer.config.options["deepspeed"] == "zero3_offload"
+    assert {"--run_name", "--conv_template"} <= answer.data["left_out"].keys()
+
+
+def test_verls_overrides_are_read(tmp_path: Path, capsys: Capture) -> None:
+    text = """
+    torchrun --nproc_per_node=4 -m verl.trainer.fsdp_sft_trainer data.train_files=rows.parquet \\
+      data.micro_batch_size_per_gpu=4 data.train_batch_size=64 model.partial_pretrain=org/tiny optim.lr=1e-4 \\
+      model.lora_rank=8 trainer.default_local_dir=out trainer.total_epochs=2
+    """
+    config = convert(script(text), tmp_path, capsys).config
+    assert config.options["batch"] == {"global": 64, "per_device": 4}
+    expected = {"learning_rate": 1e-4, "lora_r": 8, "num_train_epochs": 2, "output_dir": "out"}
+    assert expected.items() <= config.args.items()
+
+
 def test_a_variable_that_the_script_does_not_set_is_named(tmp_path: Path, capsys: Capture) -> None:
     text = """
     python sft.py --model_name_or_path $1 --dataset_name $DATA --learning_rate $LR \\

@@ -307,6 +307,7 @@ def _batch(ledger: ConversionLedger, gpus: int | None) -> None:
         draft.gpus = source_gpus
     draft.nodes = recipe.nodes or 1
     devices = gpus if source_gpus is None else source_gpus * (recipe.nodes or 1)
+    devices = devices or recipe.counted
     if draft.batch is not None or devices is None:
         return
     each = draft.rows.get(_PER_DEVICE)

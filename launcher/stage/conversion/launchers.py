@@ -146,7 +146,7 @@ def _devices_of_launchers(recipe: Recipe, ledger: ConversionLedger) -> int | Non
                 ledger.point(setting, "--gpus")
         elif setting.key in ("include", "i"):
             devices = str(setting.value).partition("@")[0].rpartition(":")[2]
-            each = len(words(devices))
+            each = len(words(devices)) or None
             ledger.point(setting, "--gpus")
     if each is not None:
         return each
@@ -248,15 +248,21 @@ def _set_compilation(recipe: Recipe, ledger: ConversionLedger) -> None:
             ledger.carry(setting, "torch_compile_backend", str(setting.value).lower())
 
 
+_DEEPSPEED_FILES = frozenset({"deepspeed", "deepspeed_config", "ds_config", "accelerate_config"})
+
+
 def arguments_of(recipe: Recipe, ledger: ConversionLedger) -> None:
     """`deepspeed`, `fsdp` and accelerate's options that stand among the trainer's own arguments."""
     for setting in recipe.settings:
         if ledger.is_settled(setting) or setting.missing:
             continue
-        if setting.key in ("deepspeed", "deepspeed_config", "ds_config", "accelerate_config") and not is_off(
-            setting.value
-        ):
+        is_file = setting.key in _DEEPSPEED_FILES and not is_off(setting.value)
+        if setting.key == "deepspeed" and setting.value is True:
+            ledger.leave(setting, _SHARDS, matters=False)
+        elif is_file:
             _own_deepspeed(setting, recipe, ledger)
+        elif setting.key == "zero_stage":
+            _own_stage(setting, recipe, ledger)
         elif setting.key == "fsdp":
             result = sharding.of_fsdp(setting.value)
             if result is None:
@@ -269,6 +275,21 @@ def arguments_of(recipe: Recipe, ledger: ConversionLedger) -> None:
             ledger.leave(setting, _SHARDS, matters=False)
         elif setting.key in ("local_rank", "ddp_find_unused_parameters", "ddp_backend"):
             ledger.leave(setting, _CONNECTS, matters=False)
+
+
+def _own_stage(setting: Setting, recipe: Recipe, ledger: ConversionLedger) -> None:
+    """`--zero_stage 3 --offload` of a script that makes its DeepSpeed config itself."""
+    offload = recipe.get("offload", "cpu_offload", "offload_optimizer", "adam_offload")
+    offloads = offload is not None and is_on(offload.value)
+    result = sharding.of_stage(setting.value, offloads=offloads)
+    if result is None or "zero_stage" in ledger.schema.fields:
+        return
+    ledger.draft.deepspeed = result.name
+    ledger.point(setting, "deepspeed")
+    if offload is not None and offloads:
+        ledger.point(offload, "deepspeed")
+    if result.advice:
+        ledger.check(setting, result.advice)
 
 
 def _own_deepspeed(setting: Setting, recipe: Recipe, ledger: ConversionLedger) -> None:

@@ -132,6 +132,7 @@ FOREIGN: Mapping[str, Mapping[str, str]] = {
     "verl": VERL,
 }
 
+_OWN = "own"
 _DTYPES = {
     "bf16": "bfloat16",
     "fp16": "float16",
@@ -252,6 +253,14 @@ def lora(ledger: ConversionLedger) -> None:
             ledger.carry(setting, "use_peft", value=True)
         elif is_off(setting.value) or setting.value == 0:
             ledger.leave(setting, "no LoRA", matters=False)
+    rank = ledger.take("lora_r", "lora_rank", "lora_dim", "peft_lora_r")
+    if setting is None and rank is not None and ledger.recipe.tool == _OWN and isinstance(rank.value, int):
+        if rank.value > 0:
+            ledger.carry(rank, "use_peft", value=True)
+            ledger.carry(rank, "lora_r", rank.value)
+            ledger.check(rank, "taken as LoRA: the script names a rank")
+        else:
+            ledger.leave(rank, "no LoRA", matters=False)
     quantized = ledger.take("q_lora", "use_qlora", "qlora")
     if quantized is not None:
         if is_on(quantized.value):

@@ -34,10 +34,9 @@ class Recipe:
 
     `tool` is whose names the settings have, `program` what the source starts, in its own words. `settings` are the
     trainer's. `launchers` are those of whatever starts the trainer (accelerate, torchrun, srun), `directives` those of
-    sbatch, `environment` the variables that the source sets. `gpus` are those of one machine. `folder` is where
-    relative paths of the source may start; `text` is that of a script, `texts` are files
-    that the script writes. `skipped` are flags in
-    places of the source that are not reached, with the reason.
+    sbatch, `environment` the variables that the source sets. `gpus` are those of one machine, `counted` all that a
+    command of the script was taken to count. `text` is that of a script, `texts` are files that the script writes.
+    `skipped` are flags in places of the source that are not reached, with the reason.
     """
 
     path: Path
@@ -50,6 +49,7 @@ class Recipe:
     environment: list[Setting] = field(default_factory=list)
     gpus: int | None = None
     nodes: int | None = None
+    counted: int | None = None
     text: str = ""
     texts: Mapping[str, str] = field(default_factory=dict)
     mended: list[tuple[str, int]] = field(default_factory=list)

@@ -17,7 +17,7 @@ from launcher.config.load import tool_of
 from launcher.errors import InvalidConfig, usage
 from launcher.files import read_bytes
 from launcher.redaction import is_secret_variable
-from launcher.stage.conversion import commands, sbatch, sharding
+from launcher.stage.conversion import commands, names, sbatch, sharding
 from launcher.stage.conversion.commands import Invocation
 from launcher.stage.conversion.settings import Recipe, Setting, from_mapping, name_of
 from launcher.stage.shell import interpreter, syntax
@@ -118,21 +118,21 @@ def _is_shell(path: Path, text: str) -> bool:
 
 def yaml_tool(values: Mapping[str, Any]) -> str | None:
     """Whose file a YAML mapping is; None of a stage file of launch's, and of what is none of these."""
-    names = set(values)
-    if names & {"args", "open_instruct", "stages"}:
+    keys = set(values)
+    if keys & {"args", "open_instruct", "stages"}:
         return None
     tool = tool_of(values)
     if tool is not None:
         return tool
-    if "model" in names and names & {"train_dataset", "init_config", "dist_config"}:
+    if "model" in keys and keys & {"train_dataset", "init_config", "dist_config"}:
         return "llama_factory"
     signs = _OPEN_INSTRUCT_SIGNS | {"dataset_mixer"}
-    if "model_name_or_path" in names and names & signs and not names & {"backend", "extends"}:
+    if "model_name_or_path" in keys and keys & signs and not keys & {"backend", "extends"}:
         return "open_instruct"
-    if "model_name_or_path" in names and names & _TRL_SIGNS and not names & {"backend", "extends", "stage"}:
+    if "model_name_or_path" in keys and keys & _TRL_SIGNS and not keys & {"backend", "extends", "stage"}:
         return "trl"
-    is_plain = {"model_name_or_path", "dataset_name"} <= names or {"model_name_or_path", "datasets"} <= names
-    if is_plain and not names & (_OPEN_INSTRUCT_SIGNS | {"backend", "extends", "stage"}):
+    is_plain = {"model_name_or_path", "dataset_name"} <= keys or {"model_name_or_path", "datasets"} <= keys
+    if is_plain and not keys & (_OPEN_INSTRUCT_SIGNS | {"backend", "extends", "stage"}):
         return "trl"
     return None
 
@@ -243,6 +243,8 @@ def _recipe(path: Path, invocation: Invocation, script: Script) -> Recipe | None
     recipe.texts = {name: argument.text for name, argument in script.files.items()}
     recipe.mended = script.mended
     recipe.choices = {name: why for name, why in script.choices.items() if name in script.scope.uses}
+    if script.scope.counts:
+        recipe.counted = script.scope.gpus * script.scope.nodes
     for expression, number in script.scope.counts.items():
         recipe.choices[expression] = f"taken as {number}; --gpus and --nodes say how many there are"
     recipe.absent = dict(script.absent)
@@ -383,4 +385,5 @@ def _is_training(recipe: Recipe) -> bool:
     keys = {setting.key for setting in recipe.settings}
     if recipe.absent and (re.search(r"sft|dpo|train|tune", recipe.program) or keys & _TRAINING_NAMES):
         return True
-    return bool(keys & _MODEL_NAMES and keys & _TRAINING_NAMES)
+    trains = (_TRAINING_NAMES | names.OWN.keys() | _TRL_SIGNS) - _MODEL_NAMES
+    return bool(keys & _MODEL_NAMES and keys & trains)

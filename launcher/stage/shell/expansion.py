@@ -403,6 +403,9 @@ _COUNTS_NODES = re.compile(r"scontrol\s+show\s+hostnames|SLURM_(JOB_)?NODELIST|h
 def _counted(text: str, scope: ShellScope, line: int) -> Variable | None:
     """The number of GPUs or machines, where a command counts them; None of every other command."""
     whole = expand_text(lexer.quoted(text, line), scope).text
+    listed = _LISTED.match(text)
+    if listed is not None:
+        return _length_of_list(text, listed[1], scope, line)
     if not re.search(r"\bwc\s+-[lw]|device_count\(\)|grep\s+-c", whole):
         return None
     number: int | None = None
@@ -414,6 +417,20 @@ def _counted(text: str, scope: ShellScope, line: int) -> Variable | None:
         return None
     scope.counts[f"$({' '.join(text.split())})"] = number
     return _one(str(number), line)
+
+
+# how many GPUs a list such as `0,1,2,3` names
+_LISTED = re.compile(r"\s*echo\s+(\S+)\s*\|\s*(?:awk\s+-F\s*['\"]?,.*\bNF\b|tr\s+.*\|\s*wc\s+-[lw])", re.DOTALL)
+
+
+def _length_of_list(text: str, written_list: str, scope: ShellScope, line: int) -> Variable:
+    """The number of entries in a list; of an empty or unknown one, of devices as often as not, that of the GPUs."""
+    value = expand_text(lexer.bare_default(written_list, line), scope)
+    entries = [entry for entry in value.text.split(",") if entry.strip()]
+    if entries and not value.missing:
+        return _one(str(len(entries)), line)
+    scope.counts[f"$({' '.join(text.split())})"] = scope.gpus
+    return _one(str(scope.gpus), line)
 
 
 def _document(document: lexer.HereDocument, scope: ShellScope) -> Variable:

@@ -32,12 +32,22 @@ _OWN_REASONS: Mapping[str, str] = {
     "conversation_template": "TRL takes the template of the tokenizer",
     "template": "TRL takes the template of the tokenizer",
     "chat_template_format": "TRL takes the template of the tokenizer; `chat_template_path` names another one",
+    **dict.fromkeys(
+        "conv_template prompt_template_name prompt_type conv_type".split(), "TRL takes the template of the tokenizer"
+    ),
+    **dict.fromkeys(
+        "eval_data_path validation_file validation_file_dir eval_file val_file eval_dir eval_dataset test_file "
+        "eval_dataset_path validation_data val_data_path eval_data".split(),
+        "TRL's script evaluates on a split or a part of the training sets alone",
+    ),
+    "cache_dir": "set HF_HOME where it runs",
     "template_path": "TRL takes the template of the tokenizer; `chat_template_path` names another one",
 }
 _DATA = (
     "dataset_name dataset dataset_path data_path dataset_name_or_path train_file train_files "
-    "train_data train_data_path train_dir train_file_path train_dataset dataset_id data data_file data_files "
-    "sft_data_path train_path dataset_dir training_data dataset_names"
+    "train_data train_data_path train_dir train_file_dir data_dir train_file_path train_dataset "
+    "dataset_id data data_file data_files sft_data_path train_path dataset_dir training_data "
+    "dataset_names"
 ).split()
 
 
@@ -162,6 +172,7 @@ def convert_own(ledger: ConversionLedger) -> None:
     if setting is not None:
         _own_data(ledger, setting)
     _common(ledger)
+    _own_mask(ledger)
     _ambiguous(ledger)
     names.carry_rest(ledger, names.OWN, _OWN_REASONS, UNNEEDED)
     _say_unknown(ledger)
@@ -171,22 +182,44 @@ def _own_data(ledger: ConversionLedger, setting: Setting) -> None:
     values = setting.value if isinstance(setting.value, list) else words(setting.value)
     splits = ledger.take("splits", "dataset_split")
     listed = words(splits.value) if splits is not None else []
+    limit = ledger.take("max_train_samples", "max_samples", "num_train_samples", "max_examples", "train_samples")
+    count = limit.value if limit is not None and isinstance(limit.value, int) and limit.value > 0 else None
     share = ledger.take("val_set_size", "validation_split_percentage", "split_dataset_ratio", "eval_split_ratio")
     mixture = SourceData(setting=setting)
     for text in values:
         path = str(text)
         if data_sets.is_file(path):
             path = data_sets.local_path(path, [ledger.recipe.path.parent])
-        mixture.sets.append(DataSet(path=path, split=listed[0] if listed else None))
+        mixture.sets.append(DataSet(path=path, split=listed[0] if listed else None, rows=count))
     if len(listed) > 1 and _evaluates(ledger):
         mixture.test_split = listed[1]
     also = [] if splits is None else [splits]
+    if limit is not None and count is not None:
+        also.append(limit)
     if share is not None and isinstance(share.value, int | float) and share.value > 0:
         mixture.test_size = share.value / 100 if "percentage" in share.key else share.value
         also.append(share)
     elif share is not None:
         ledger.leave(share, "no rows are set aside", matters=False)
     data_sets.write(ledger, mixture, *also)
+
+
+_MASKS = ("mask_user", "mask_prompt", "mask_inputs", "mask_question", "only_train_on_response", "completion_only")
+_TRAINS_ON_ALL = ("train_on_inputs", "train_on_source", "train_on_prompt", "train_on_input")
+
+
+def _own_mask(ledger: ConversionLedger) -> None:
+    """Flags whose names say which tokens count in the loss."""
+    if "assistant_only_loss" not in ledger.schema.fields:
+        return
+    masks = ledger.take(*_MASKS)
+    if masks is not None and is_on(masks.value):
+        data_sets.mask_questions(ledger, masks, "answers alone")
+    whole = ledger.take(*_TRAINS_ON_ALL)
+    if whole is not None and is_on(whole.value):
+        ledger.carry(whole, "completion_only_loss", value=False)
+    elif whole is not None:
+        data_sets.mask_questions(ledger, whole, "answers alone")
 
 
 _AMBIGUOUS = frozenset({"batch_size", "train_batch_size", "bs"})

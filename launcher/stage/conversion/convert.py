@@ -226,6 +226,10 @@ def _placeholders(ledger: ConversionLedger) -> None:
                     _output(ledger, setting)
                 else:
                     ledger.placeholder(setting, target)
+    for setting in ledger.recipe.settings:
+        target = _NAMED.get(setting.key, "")
+        if setting.missing and target in ledger.schema.fields:
+            _name(ledger, setting, target)
     data = ledger.entry.names.data
     for setting in ledger.recipe.settings:
         if setting.key in _DATA and setting.missing and data not in ledger.draft.rows:
@@ -249,13 +253,36 @@ _DATA = frozenset(
 )
 
 
-def _output(ledger: ConversionLedger, setting: Setting) -> None:
-    """A folder whose name holds what only the shell knows, such as the date: the rest of the name."""
+_NAMED: Mapping[str, str] = {
+    "exp_name": "exp_name",
+    "run_name": "run_name",
+    "wandb_run_name": "run_name",
+    "wandb_name": "run_name",
+    "experiment_name": "run_name",
+    "hub_model_id": "hub_model_id",
+}
+
+
+def _name(ledger: ConversionLedger, setting: Setting, target: str) -> None:
+    """The name of a run without the date and the like in it."""
+    text = _without_unknown(setting).strip("-_./ ")
+    if text:
+        ledger.carry(setting, target, text)
+        ledger.check(setting, f"`{target}`: {unknown_value(setting)}")
+
+
+def _without_unknown(setting: Setting) -> str:
+    """A text without what only the shell knows, and without the signs that joined it."""
     text = str(setting.value)
     for expression in setting.missing:
         text = text.replace(expression, "")
     text = re.sub(r"[-_.]+(?=/|$)|(?<=/)[-_.]+(?!/|\.)", "", text)
-    text = re.sub(r"/{2,}", "/", text).strip()
+    return re.sub(r"([-_])[-_]+", r"\1", text)
+
+
+def _output(ledger: ConversionLedger, setting: Setting) -> None:
+    """A folder whose name holds what only the shell knows, such as the date: the rest of the name."""
+    text = re.sub(r"/{2,}", "/", _without_unknown(setting)).strip()
     text = text.rstrip("/") or text
     if not re.search(r"\w", text):
         text = f"output/{ledger.draft.stage}"

@@ -48,6 +48,7 @@ class SourceData:
     setting: Setting
     sets: list[DataSet] = field(default_factory=list)
     test_size: float | int | None = None
+    test_setting: Setting | None = None
     test_split: str | None = None
     evaluates: bool = False
 
@@ -74,7 +75,7 @@ def write(ledger: ConversionLedger, mixture: SourceData, *also: Setting) -> None
     else:
         ledger.carry(mixture.setting, "datasets", [_entry(data) for data in mixture.sets])
         if mixture.test_size is not None:
-            ledger.carry(mixture.setting, "test_split_size", mixture.test_size)
+            ledger.carry(mixture.test_setting or mixture.setting, "test_split_size", mixture.test_size)
         target = "datasets"
     for setting in also:
         ledger.point(setting, target)

@@ -194,7 +194,8 @@ class ConversionLedger:
         if events and events[0].gone:
             self.leave(setting, history.sentence(events[0]), matters=matters)
             return
-        self.leave(setting, f"{self.schema.script} has no such argument", matters=matters)
+        reason = f"{self.schema.script} has no such argument"
+        self.leave(setting, reason if matters else f"off there; {reason}", matters=matters)
 
     def placeholder(self, setting: Setting, target: str) -> None:
         """Write a value that has to be filled in for one that the source does not tell."""

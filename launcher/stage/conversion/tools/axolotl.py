@@ -83,7 +83,7 @@ def _data(ledger: ConversionLedger) -> None:
     entries = [item if isinstance(item, Mapping) else {"path": item} for item in listed]
     size = ledger.take("val_set_size")
     share = size.value if size is not None and isinstance(size.value, int | float) and size.value else None
-    mixture = SourceData(setting=setting, test_size=share)
+    mixture = SourceData(setting=setting, test_size=share, test_setting=size)
     for entry in entries:
         mixture.sets.append(_of_entry(entry, ledger))
     also = [size] if size is not None and share is not None else []
@@ -208,15 +208,25 @@ def _plugins(ledger: ConversionLedger) -> None:
 
 
 def _checkpoints(ledger: ConversionLedger) -> None:
-    setting = ledger.take("saves_per_epoch")
-    if setting is None:
-        return
+    """Saves and evaluations by epoch: below 1, steps are a share of all (transformers/training_args.py)."""
+    saves = ledger.take("saves_per_epoch")
+    if saves is not None and saves.value == 0:
+        ledger.carry(saves, "save_strategy", "no")
+    elif saves is not None:
+        _by_epoch(ledger, saves, "save")
+    evaluations = ledger.take("evals_per_epoch")
+    if evaluations is not None and "test_split_size" in ledger.draft.rows and evaluations.value:
+        _by_epoch(ledger, evaluations, "eval")
+
+
+def _by_epoch(ledger: ConversionLedger, setting: Setting, prefix: str) -> None:
+    epochs = ledger.recipe.value("num_epochs") or _DEFAULTS["num_train_epochs"]
     if setting.value == 1:
-        ledger.carry(setting, "save_strategy", "epoch")
-    elif setting.value == 0:
-        ledger.carry(setting, "save_strategy", "no")
-    else:
-        ledger.leave(setting, "write `save_steps`: a share below 1 is one of all steps")
+        ledger.carry(setting, f"{prefix}_strategy", "epoch")
+    elif isinstance(setting.value, int) and isinstance(epochs, int | float):
+        ledger.carry(setting, f"{prefix}_strategy", "steps")
+        share = round(1 / (setting.value * epochs), 6)
+        ledger.carry(setting, f"{prefix}_steps", share, note=f"{setting.key}: a share of all steps")
 
 
 def _tokens(ledger: ConversionLedger) -> None:

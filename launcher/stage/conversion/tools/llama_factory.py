@@ -67,7 +67,7 @@ def _data(ledger: ConversionLedger) -> None:
     count = rows.value if rows is not None and isinstance(rows.value, int) else None
     size = ledger.take("val_size")
     share = size.value if size is not None and isinstance(size.value, int | float) and size.value else None
-    mixture = SourceData(setting=setting, test_size=share)
+    mixture = SourceData(setting=setting, test_size=share, test_setting=size)
     unknown: list[str] = []
     forms: set[str] = set()
     for name in words(setting.value):

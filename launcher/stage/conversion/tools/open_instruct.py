@@ -35,6 +35,7 @@ def convert(ledger: ConversionLedger) -> None:
     _data(ledger)
     _tokenizer(ledger)
     _report(ledger)
+    _recomputation(ledger)
     for setting in ledger.recipe.settings:
         ledger.by_name(setting, names, {}, _UNNEEDED)
     for key, value in (("push_to_hub", False), ("try_launch_beaker_eval_jobs", False)):
@@ -96,6 +97,19 @@ def _tokenizer(ledger: ConversionLedger) -> None:
             ledger.carry(slow, "use_fast", value=False)
         else:
             ledger.leave(slow, "off: the fast tokenizer is the default", matters=False)
+
+
+def _recomputation(ledger: ConversionLedger) -> None:
+    """DPO recomputes activations where `activation_memory_budget` is below 1 (open_instruct/dpo_tune_cache.py:376)."""
+    setting = ledger.take("gradient_checkpointing")
+    target = "activation_memory_budget"
+    is_older = "gradient_checkpointing" not in ledger.schema.fields and target in ledger.schema.fields
+    if setting is None or not is_older or ledger.recipe.get(target) is not None:
+        return
+    if is_on(setting.value):
+        ledger.carry(setting, target, 0.5, note="gradient_checkpointing: below 1 it recomputes")
+    else:
+        ledger.leave(setting, f"`{target}` is 1 by default", matters=False)
 
 
 def _report(ledger: ConversionLedger) -> None:

@@ -186,7 +186,7 @@ def _swift_data(ledger: ConversionLedger) -> None:
     values = setting.value if isinstance(setting.value, list) else str(setting.value).split()
     size = ledger.take("split_dataset_ratio")
     share = size.value if size is not None and isinstance(size.value, int | float) and size.value else None
-    mixture = SourceData(setting=setting, test_size=share)
+    mixture = SourceData(setting=setting, test_size=share, test_setting=size)
     for text in values:
         data = data_sets.of_text(str(text))
         if data_sets.is_file(data.path):

@@ -100,6 +100,10 @@ def convert(ledger: ConversionLedger) -> None:
     _lora(ledger)
     _optimizer(ledger)
     _precision(ledger)
+    limit = ledger.take("max_steps_per_epoch")
+    epochs = ledger.recipe.value("epochs") or 1
+    if limit is not None and isinstance(limit.value, int) and isinstance(epochs, int):
+        ledger.carry(limit, "max_steps", limit.value * epochs)
     logger = ledger.take("metric_logger")
     if logger is not None and "WandB" in str(logger.value):
         ledger.carry(logger, "report_to", "wandb")

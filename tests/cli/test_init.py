@@ -308,6 +308,19 @@ def test_validate_config_says_whose_file_it_is(tmp_path: Path, capsys: pytest.Ca
         assert f"launch init --from {path}" in said
 
 
+@pytest.mark.parametrize("name", ["train.sh", "job.sbatch", "job.slurm"])
+def test_validate_config_says_that_a_script_is_none_of_its_files(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / name
+    path.write_text("#!/bin/bash\nexport SECRET=words\ntrl sft --model_name_or_path a \\\n  --dataset_name b\n")
+    assert main.main(["validate-config", str(path)]) == 3
+    said = capsys.readouterr().err
+    assert "error[foreign-file]: this is a script" in said
+    assert f"launch init --from {path}" in said
+    assert "words" not in said
+
+
 def test_what_cannot_be_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path, new = tmp_path / "f.yaml", tmp_path / "o.yaml"
     for text, code, finding in (

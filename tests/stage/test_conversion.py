@@ -779,7 +779,8 @@ def test_findings_name_file_and_line_of_the_source(tmp_path: Path, capsys: Captu
     "text",
     ["", "\0", "if then fi ((", "$( $( $(", "cat <<EOF\n", "${", "a=(\n" * 200, "{ " * 200, "x() { x; }; x\n",
      "A=aaaaaaaaaa\n" + "A=$A$A\n" * 60 + "trl sft --model_name_or_path $A\n", "while true; do trl; done\n",
-     "case $1 in", "'unclosed", '"unclosed', "`", "for x in 1 2 3", "[[ -n", "((1+"],
+     "x() { x; x; x; x; x; }; x\n", "while [ 1 ]; do set -- a $@ $@; done\n", "case $1 in", "'unclosed",
+     '"unclosed', "`", "for x in 1 2 3", "[[ -n", "((1+"],
 )  # fmt: skip
 def test_a_broken_script_ends_in_an_error_and_nothing_else(text: str, tmp_path: Path, capsys: Capture) -> None:
     answer = init(capsys, write(tmp_path, script(text)))

@@ -27,6 +27,7 @@ from launcher.stage.shell.syntax import (
 )
 
 _MOST_COMMANDS = 5_000
+_MOST_STEPS = 50_000
 _MOST_ROUNDS = 200
 _MOST_CALLS = 12
 """Functions, scripts and `eval` inside each other."""
@@ -93,6 +94,7 @@ class _Interpreter:
         self.script = Script(scope=scope)
         self.functions: dict[str, tuple[Node, ...]] = {}
         self.calls = 0
+        self.steps = 0
         self.unless: list[str] = []
         self.prefixes: list[tuple[Argument, ...]] = []
         self.file = ""
@@ -111,7 +113,8 @@ class _Interpreter:
             self._node(node)
 
     def _node(self, node: Node) -> None:
-        if len(self.script.commands) > _MOST_COMMANDS:
+        self.steps += 1
+        if self.steps > _MOST_STEPS or len(self.script.commands) > _MOST_COMMANDS:
             return
         match node:
             case Simple():

@@ -586,6 +586,69 @@ def test_nothing_of_a_script_is_run(tmp_path: Path, capsys: Capture) -> None:
     assert not mark.exists()
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "ssh node 'cd work; {command}'",
+        'tmux new-session -d -s train "{command}"',
+        "sbatch --nodes=1 --wrap='{command}'",
+        "sbatch <<EOF\n#!/bin/bash\n{command}\nEOF",
+        "cat > job.sh <<EOF\n{command}\nEOF\nsbatch job.sh",
+        "LOG=$({command})",
+        "if ! {command}; then exit 1; fi",
+        "{command} && echo done",
+        "( cd work && {command} ) > log 2>&1 &",
+        "for seed in 1 2; do\n{command}\ndone",
+        "nohup stdbuf -oL timeout 3h numactl -N 0 {command} | tee log",
+        "docker run --gpus all -v /a:/b image:latest {command}",
+        "conda run -n env {command}",
+        "CMD='{command}'\necho $CMD\neval $CMD",
+        "WRAP='uv run --frozen'\n$WRAP {command}",
+        "{command} ; python evaluate.py --model out",
+    ],
+)
+def test_a_command_is_seen_wherever_it_stands(text: str, tmp_path: Path, capsys: Capture) -> None:
+    command = "trl sft --model_name_or_path org/tiny --dataset_name org/chats --output_dir out"
+    answer = convert(script(text.format(command=command)), tmp_path, capsys)
+    args = answer.config.args
+    assert (args["model_name_or_path"], args["dataset_name"], args["output_dir"]) == ("org/tiny", "org/chats", "out")
+
+
+@pytest.mark.parametrize(
+    ("start", "gpus", "nodes"),
+    [
+        ("torchrun --nproc_per_node=4 -m trl.scripts.sft", 4, 1),
+        ("torchrun --nproc-per-node 2 --nnodes 1:2 trl/scripts/sft.py", 2, 2),
+        ("python3 -u -m torch.distributed.launch --use_env --nproc_per_node 8 trl/scripts/sft.py", 8, 1),
+        ("deepspeed --num_gpus=4 trl/scripts/sft.py", 4, 1),
+        ("accelerate launch --num_machines 2 --num_processes 16 trl/scripts/sft.py", 8, 2),
+        ("python -m accelerate.commands.launch --num_processes=2 trl/scripts/sft.py", 2, 1),
+        ("CUDA_VISIBLE_DEVICES=0,3,5 python trl/scripts/sft.py", 3, 1),
+        ("ARGS='--nproc_per_node 2'\ntorchrun $ARGS trl/scripts/sft.py", 2, 1),
+        ("trl sft --num_processes 4", 4, 1),
+    ],
+)
+def test_devices_are_those_of_the_launcher(start: str, gpus: int, nodes: int, tmp_path: Path, capsys: Capture) -> None:
+    flags = "--model_name_or_path org/tiny --dataset_name org/chats --per_device_train_batch_size 2"
+    answer = convert(script(f"{start} {flags}".replace("\\n", "\n")), tmp_path, capsys)
+    assert (answer.data["gpus"], answer.data["nodes"]) == (gpus, nodes)
+    assert answer.config.options["batch"] == {"global": 2 * gpus * nodes, "per_device": 2}
+
+
+def test_torchtunes_command_line_names_the_recipe_that_is_not_here(tmp_path: Path, capsys: Capture) -> None:
+    text = (
+        "tune run --nproc_per_node 4 lora_finetune_distributed --config llama3_1/8B_lora epochs=2 optimizer.lr=1e-4\n"
+    )
+    answer = convert(script(text), tmp_path, capsys)
+    assert answer.findings_of("missing-source")
+    assert answer.config.args["num_train_epochs"] == 2
+    assert answer.config.args["learning_rate"] == 1e-4
+    source = write(tmp_path, script(text.replace("llama3_1/8B_lora", "mine.yaml")))
+    (source.parent / "mine.yaml").write_text(TORCHTUNE_FILE.text)
+    args = init(capsys, source).config.args
+    assert (args["num_train_epochs"], args["learning_rate"], args["lora_r"]) == (2, 1e-4, 8)
+
+
 def test_a_script_that_starts_another_one_is_followed(tmp_path: Path, capsys: Capture) -> None:
     source = write(tmp_path, script("export MODEL=org/tiny\nsrun --nodes=2 -p gpu bash inner.sh out/x\n"))
     (source.parent / "inner.sh").write_text(

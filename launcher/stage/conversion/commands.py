@@ -381,7 +381,8 @@ def _trainer_flag(words: Sequence[Argument], place: int, invocation: Invocation)
         place += 1
     missing = tuple(name for value in values for name in value.missing)
     names_config = flag in ("--config", "--training_config", "--yaml_config") and len(values) == 1
-    if names_config and (missing or re.search(r"\.(ya?ml|json)$", values[0].text)):
+    is_recipe = invocation.kind == "tune"
+    if names_config and (missing or is_recipe or re.search(r"\.(ya?ml|json)$", values[0].text)):
         invocation.configs.append(values[0])
         invocation.launchers.append(_setting(CONFIG, flag, values[0].text, word, missing))
         return place

@@ -83,6 +83,9 @@ def read(path: Path, circumstances: Circumstances) -> TrainingSource:
 
     Raises InvalidConfig of a file that cannot be read, and UsageError of one that describes no training that is known.
     """
+    if path.suffix in (".py", ".ipynb"):
+        message = f"{path} is a Python program: launch reads the script that starts it, or its config file"
+        raise usage("unknown-format", message, "launch init --from train.sh")
     text = document.read_text(path)
     if _is_shell(path, text):
         return TrainingSource(_of_script(path, text, circumstances))
@@ -207,10 +210,12 @@ def _script_text(path: Path, name: str) -> str | None:
 
 def _no_training(path: Path, script: Script) -> Exception:
     started = []
+    any_flags = False
     for command in script.commands:
         invocation = commands.read(command)
         if invocation is not None:
             started.append((invocation.program, invocation.line))
+            any_flags = any_flags or bool(invocation.settings or invocation.configs)
     if started:
         program, line = started[-1]
         if "$" in program or re.search(r"(^|/)\.py$", program):
@@ -218,6 +223,8 @@ def _no_training(path: Path, script: Script) -> Exception:
             help = 'give them as it is started: --script-args "ARGS"'
             return InvalidConfig(document.bad(path, "no-training", message, line, help))
         message = f"`{program}` is no SFT or DPO training that launch knows"
+        if not any_flags:
+            message = f"`{program}` is started without flags: what it trains stands in its code, which is not read"
         help = "launch reads scripts that start TRL, open-instruct, LLaMA-Factory, Axolotl, torchtune, and the like"
         return InvalidConfig(document.bad(path, "no-training", message, line, help))
     if script.absent:

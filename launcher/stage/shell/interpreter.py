@@ -36,7 +36,12 @@ _SHELLS = frozenset({"bash", "sh", "zsh", "source", ".", "sbatch"})
 _SCRIPT = re.compile(r".+\.(sh|bash|zsh|slurm|sbatch)")
 _FLAG = re.compile(r"\s*--?[A-Za-z]")
 _FLAGS = re.compile(r"(?:^|\s)(--[A-Za-z][\w.-]*)")
-_STARTS = re.compile(r"accelerate\s+launch|\btorchrun\b|\bdeepspeed\s|torch\.distributed\.(run|launch)")
+_STARTS = re.compile(
+    r"accelerate\s+launch|\btorchrun\b|\bdeepspeed\s|torch\.distributed\.(run|launch)|\btrl\s+(sft|dpo)\b|"
+    r"llamafactory-cli\s+train|\bswift\s+(sft|rlhf)\b|\baxolotl\s+train|\btune\s+run\b"
+)
+_PRINTERS = frozenset({"echo", "printf", "cat", "log", "logger", "grep", "sed", "pkill", "pgrep"})
+_REMOTE = frozenset({"ssh", "srun"})
 _CLUSTER = {
     "SLURM_NNODES": "nodes",
     "SLURM_JOB_NUM_NODES": "nodes",
@@ -258,7 +263,7 @@ class _Interpreter:
             return
         if node.document is not None:
             self._document(node, arguments)
-        if self._starts_script(node, arguments):
+        if self._starts_script(node, arguments) or self._starts_text(node, arguments):
             return
         environment = tuple(
             (item.name, expand_text(item.values[0], scope)) for item in node.assignments if item.values
@@ -366,6 +371,25 @@ class _Interpreter:
                     return True
         return self._other_script(node, arguments)
 
+    def _starts_text(self, node: Simple, arguments: list[Argument]) -> bool:
+        """Walk the text of a training that a program gets as one argument or as a here-document.
+
+        Such as `ssh HOST "torchrun ..."`, `tmux new -d "..."`, `sbatch --wrap "..."` and `sbatch <<EOF`.
+        """
+        program = posixpath.basename(arguments[0].text)
+        if self.calls >= _MOST_CALLS or program in _PRINTERS:
+            return False
+        texts = [(place, argument.text) for place, argument in enumerate(arguments[1:], start=1)]
+        if node.document is not None and (program in _SHELLS or program in _REMOTE):
+            texts.append((len(arguments), document_text(node.document, self.script.scope).text))
+        for place, text in texts:
+            if " " in text.strip() and _STARTS.search(text):
+                self.prefixes.append(tuple(arguments[:place]))
+                self._nested(text.partition("--wrap=")[2] or text, node.line)
+                self.prefixes.pop()
+                return True
+        return False
+
     def _exported_before(self, node: Simple) -> None:
         for assignment in node.assignments:
             self._assign(assignment, exports=True)
@@ -394,7 +418,8 @@ class _Interpreter:
         if place >= len(texts) or not _SCRIPT.fullmatch(texts[place]) or arguments[place].missing:
             return False
         path = texts[place]
-        text = self.find(path)
+        document = self.script.files.get(path)
+        text = self.find(path) if document is None else document.text
         if text is None:
             self.script.absent.setdefault(path, node.line)
             return False

@@ -500,6 +500,25 @@ def test_flags_of_ones_own_script_mean_what_their_names_say(tmp_path: Path, caps
     assert "--conv_template" in answer.data["left_out"]
 
 
+@pytest.mark.parametrize(
+    ("command", "stage"),
+    [
+        ("launch.py loss=dpo model=llama ++model.name_or_path=org/tiny datasets=[org/pairs]", "dpo"),
+        ("train.py --beta 0.1 --model_name_or_path org/tiny --dataset_name org/pairs", "dpo"),
+        ("run_dpo.py --model_name_or_path org/tiny --dataset_name org/pairs", "dpo"),
+        ("qlora.py --bits 4 --double_quant --model_name_or_path org/tiny --dataset org/chats", "sft"),
+        ("main.py --model org/tiny --dataset org/chats --lr 1e-4", "sft"),
+    ],
+)
+def test_the_stage_is_told_by_the_program_or_by_its_flags(
+    command: str, stage: str, tmp_path: Path, capsys: Capture
+) -> None:
+    answer = convert(script(f"accelerate launch {command} --learning_rate 1e-5"), tmp_path, capsys)
+    assert answer.data["stage"] == stage
+    assert answer.config.args["model_name_or_path"] == "org/tiny"
+    assert answer.config.args["dataset_name"] in ("org/chats", "org/pairs")
+
+
 def test_verls_overrides_are_read(tmp_path: Path, capsys: Capture) -> None:
     text = """
     torchrun --nproc_per_node=4 -m verl.trainer.fsdp_sft_trainer data.train_files=rows.parquet \\

@@ -36,7 +36,7 @@ class _Tool:
 _TOOLS: Mapping[str, _Tool] = {
     "trl": _Tool(trl.convert, prepare=launchers.split_off),
     "handbook": _Tool(trl.convert_handbook, prepare=launchers.split_off),
-    "own": _Tool(trl.convert_own, name="a script of its own"),
+    "own": _Tool(trl.convert_own, prepare=trl.flatten, name="a script of its own"),
     "axolotl": _Tool(axolotl.convert, stage_key="rl"),
     "llama_factory": _Tool(llama_factory.convert, stage_key="stage"),
     "torchtune": _Tool(torchtune.convert, prepare=torchtune.flatten),
@@ -169,7 +169,7 @@ def _named_stage(recipe: Recipe, tool: _Tool, locator: Locator) -> str | None:
             return paired
         if re.search(rf"(?<![a-z]){paired}(?![a-z])", words) and "sft" not in recipe.path.name.lower():
             return paired
-        loss = recipe.value("loss")
+        loss = recipe.value("loss", "loss_name", "method", "rl_type")
         if loss is not None and paired in str(loss).lower():
             return paired
     return None

@@ -119,8 +119,9 @@ OWN = pairs(
     "experiment_name=run_name exp_name=run_name random_state=seed random_seed=seed "
     "preprocessing_num_workers=dataset_num_proc num_proc=dataset_num_proc "
     "num_workers=dataloader_num_workers hub_path=hub_model_id max_train_steps=max_steps "
-    "total_steps=max_steps neftune_alpha=neftune_noise_alpha checkpointing_steps=save_steps "
-    "dpo_beta=beta resume=resume_from_checkpoint"
+    "total_steps=max_steps lora_modules=lora_target_modules double_quant=use_bnb_nested_quant "
+    "quant_type=bnb_4bit_quant_type name_or_path=model_name_or_path neftune_alpha=neftune_noise_alpha "
+    "checkpointing_steps=save_steps dpo_beta=beta resume=resume_from_checkpoint"
 )
 FOREIGN: Mapping[str, Mapping[str, str]] = {
     "axolotl": AXOLOTL,
@@ -268,6 +269,18 @@ def lora(ledger: ConversionLedger) -> None:
             ledger.carry(quantized, "load_in_4bit", value=True)
         else:
             ledger.leave(quantized, "no QLoRA", matters=False)
+
+
+def bits(ledger: ConversionLedger) -> None:
+    """`--bits 4`, as artidoro/qlora and others have it."""
+    setting = ledger.take("bits", "quantization_bit", "quant_bits", "load_in_bits")
+    if setting is None:
+        return
+    if setting.value in (4, 8):
+        ledger.carry(setting, f"load_in_{setting.value}bit", value=True)
+        ledger.carry(setting, "use_peft", value=True)
+    else:
+        ledger.leave(setting, "nothing is quantized", matters=False)
 
 
 def reentrant(ledger: ConversionLedger) -> None:

@@ -223,7 +223,7 @@ def _no_training(path: Path, script: Script) -> Exception:
             help = 'give them as it is started: --script-args "ARGS"'
             return InvalidConfig(document.bad(path, "no-training", message, line, help))
         message = f"`{program}` is no SFT or DPO training that launch knows"
-        if not any_flags:
+        if not any_flags and re.search(r"sft|dpo|train|tune", program):
             message = f"`{program}` is started without flags: what it trains stands in its code, which is not read"
         help = "launch reads scripts that start TRL, open-instruct, LLaMA-Factory, Axolotl, torchtune, and the like"
         return InvalidConfig(document.bad(path, "no-training", message, line, help))
@@ -337,12 +337,10 @@ def _named_tool(invocation: Invocation) -> tuple[str, str | None] | None:
     if re.search(r"(LLaMA-Factory|llama_factory)/src/train(_bash)?\.py", program):
         return "llama_factory", None
     stage = _stage_of_name(name)
-    if stage is None:
+    if stage == _OTHER:
         return None
     if "trl" in module.split(".") or re.search(r"scripts\.(sft|dpo)$", module):
         return "trl", stage
-    if "unsloth" in module:
-        return "own", stage
     return "own", stage
 
 
@@ -363,17 +361,23 @@ def _command_line_tool(invocation: Invocation, words: list[str], keys: set[str])
     return tool, None
 
 
+_OTHER = "another"
+"""What a program trains that is neither SFT nor DPO, or does that is no training."""
+
+
 def _stage_of_name(name: str) -> str | None:
-    """The stage that a program's name tells; SFT where it tells none, None where it tells another training."""
+    """The stage that a program's name tells; None where it tells none."""
     lower = name.lower()
     if re.search(r"(?<![a-z])(dpo|dpov2|dpo_align)(?![a-z])", lower) and "online" not in lower:
         return "dpo"
-    if re.search(r"(?<![a-z])(sft|finetune|finetuning|fine_tune|train|lora|qlora|unsloth)(?![a-z])", lower):
-        is_other = re.search(r"(?<![a-z])(grpo|ppo|kto|orpo|rm|reward|pretrain)", lower)
-        return None if is_other else "sft"
-    if _OTHER_STAGES.search(lower):
-        return None
-    return "sft"
+    is_training = re.search(r"(?<![a-z])(sft|finetune|finetuning|fine_tune|train|lora|qlora|unsloth)(?![a-z])", lower)
+    if is_training and re.search(r"(?<![a-z])(grpo|ppo|kto|orpo|rm|reward|pretrain)", lower):
+        return _OTHER
+    if re.search(r"(?<![a-z])(sft|finetune|finetuning|fine_tune|lora|qlora)(?![a-z])", lower):
+        return "sft"
+    if not is_training and _OTHER_STAGES.search(lower):
+        return _OTHER
+    return None
 
 
 _MODEL_NAMES = frozenset(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from launcher.stage.conversion import data_sets, names, templates
 from launcher.stage.conversion.data_sets import DataSet, SourceData
 from launcher.stage.conversion.ledger import PLACEHOLDER, ConversionLedger
-from launcher.stage.conversion.settings import Setting, is_off, is_on, words
+from launcher.stage.conversion.settings import Recipe, Setting, is_off, is_on, words
 
 _VARIABLE = "set WANDB_PROJECT and WANDB_ENTITY where it runs"
 REASONS: Mapping[str, str] = {
@@ -166,8 +167,19 @@ def _evaluates(ledger: ConversionLedger) -> bool:
     return setting is not None and is_on(setting.value)
 
 
+def flatten(recipe: Recipe) -> None:
+    """Give hydra's overrides, such as `model.name_or_path=...`, the last part of their names."""
+    for index, setting in enumerate(recipe.settings):
+        recipe.settings[index] = replace(setting, key=setting.key.rpartition(".")[2])
+
+
 def convert_own(ledger: ConversionLedger) -> None:
     """Settle the settings of a script that nobody knows: names that say what they mean."""
+    model = ledger.take("name_or_path")
+    short = ledger.take("model")
+    if model is not None and short is not None:
+        ledger.leave(short, f"`{model.written}` names the model")
+    names.bits(ledger)
     setting = ledger.take(*_DATA)
     if setting is not None:
         _own_data(ledger, setting)
@@ -179,15 +191,15 @@ def convert_own(ledger: ConversionLedger) -> None:
 
 
 def _own_data(ledger: ConversionLedger, setting: Setting) -> None:
-    values = setting.value if isinstance(setting.value, list) else words(setting.value)
+    values = setting.value if isinstance(setting.value, list) else words(str(setting.value).strip("[]"))
     splits = ledger.take("splits", "dataset_split")
     listed = words(splits.value) if splits is not None else []
     limit = ledger.take("max_train_samples", "max_samples", "num_train_samples", "max_examples", "train_samples")
     count = limit.value if limit is not None and isinstance(limit.value, int) and limit.value > 0 else None
     share = ledger.take("val_set_size", "validation_split_percentage", "split_dataset_ratio", "eval_split_ratio")
     mixture = SourceData(setting=setting)
-    for text in values:
-        path = str(text)
+    for item in values:
+        path = str(item.get("path")) if isinstance(item, Mapping) else str(item)
         if data_sets.is_file(path):
             path = data_sets.local_path(path, [ledger.recipe.path.parent])
         mixture.sets.append(DataSet(path=path, split=listed[0] if listed else None, rows=count))

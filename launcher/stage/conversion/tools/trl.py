@@ -48,7 +48,7 @@ _DATA = (
     "dataset_name dataset dataset_path data_path dataset_name_or_path train_file train_files "
     "train_data train_data_path train_dir train_file_dir data_dir train_file_path train_dataset "
     "dataset_id data data_file data_files sft_data_path train_path dataset_dir training_data "
-    "dataset_names"
+    "dataset_names datasets"
 ).split()
 
 
@@ -179,6 +179,9 @@ def convert_own(ledger: ConversionLedger) -> None:
     short = ledger.take("model")
     if model is not None and short is not None:
         ledger.leave(short, f"`{model.written}` names the model")
+    loss = ledger.take("loss", "loss_name")
+    if loss is not None and str(loss.value).lower() == ledger.draft.stage:
+        ledger.point(loss, "stage")
     names.bits(ledger)
     setting = ledger.take(*_DATA)
     if setting is not None:

@@ -593,6 +593,17 @@ def test_secrets_are_named_and_never_written(secret: str, tmp_path: Path, capsys
     assert value not in answer.text + json.dumps(answer.data) + json.dumps(answer.findings)
 
 
+@pytest.mark.parametrize("name", [".hidden/config.yaml", "words.txt", "words"])
+def test_a_source_cannot_show_what_any_file_holds(name: str, tmp_path: Path, capsys: Capture) -> None:
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text("private_words: 17\nnum_processes: 3\n")
+    command = f"accelerate launch --config_file {file} train_sft.py {file} --model_name_or_path org/tiny --lr 1e-5"
+    answer = init(capsys, write(tmp_path, script(f"{command}\nbash {file}\n. {file}\n")))
+    assert answer.code == 0
+    assert "private_words" not in answer.text + json.dumps(answer.data) + json.dumps(answer.findings)
+
+
 def test_nothing_of_a_script_is_run(tmp_path: Path, capsys: Capture) -> None:
     mark = tmp_path / "ran"
     text = f"""

@@ -107,7 +107,8 @@ def convert(
     schema = locator.schema(tool.backend, script)
     entry = BACKENDS[tool.backend].STAGES[script]
     described = tool.name or TOOLS.get(recipe.tool, recipe.tool)
-    origin = f"from {path.name} ({described})"
+    name_of_file = "".join(character if character.isprintable() else "?" for character in path.name)
+    origin = f"from {name_of_file} ({described})"
     draft = Draft(stage=name, backend=tool.backend, origin=origin, gpus=gpus)
     if script != name:
         draft.script = script

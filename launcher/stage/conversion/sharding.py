@@ -15,6 +15,7 @@ from launcher.files import read_bytes
 from launcher.stage.conversion.settings import Recipe, is_off
 
 _MOST_BYTES = 2**18
+_SUFFIXES = frozenset({".yaml", ".yml", ".json", ".conf"})
 _STAGE = re.compile(r"(?:zero|stage|z|ds)[_-]?(?:stage)?[_-]?([0123])(?!\d)")
 
 
@@ -49,7 +50,11 @@ def find(path: str, recipe: Recipe) -> Path | None:
     """The file that a path of the source means: below this folder, beside the source, or above that."""
     if not path or "\0" in path or "\n" in path:
         return None
-    named = Path(path).expanduser() if path.startswith("~/") else Path(path)
+    named = Path(path)
+    is_hidden = any(part.startswith(".") and part not in (".", "..") for part in named.parts)
+    if named.suffix not in _SUFFIXES or is_hidden:
+        # whoever wrote the source may not be who may read what it names
+        return None
     folders = [Path(), recipe.path.parent, *recipe.path.parent.parents[:3]]
     for folder in folders:
         candidate = folder / named

@@ -393,6 +393,13 @@ def test_every_flag_of_a_source_is_carried_or_named_with_the_reason(
         assert f"#   {name}" in answer.text
 
 
+def test_a_name_with_token_in_it_is_no_secret(tmp_path: Path, capsys: Capture) -> None:
+    command = "python sft.py --model_name_or_path org/tiny --dataset_name org/chats --save_steps 20_000"
+    answer = convert(script(f"{command} --append_concat_token False"), tmp_path, capsys)
+    assert answer.config.args["save_steps"] == 20000
+    assert "--append_concat_token: False" in answer.text
+
+
 def test_options_of_launchers_become_launchs_own_keys(tmp_path: Path, capsys: Capture) -> None:
     answer = convert(TRL_SCRIPT, tmp_path, capsys)
     assert answer.config.options["batch"] == {"global": 64, "per_device": 4}
@@ -766,6 +773,7 @@ def test_what_trl_can_say_of_sets_is_carried(tmp_path: Path, capsys: Capture) ->
     assert (samples["test_split_size"], samples["eval_strategy"]) == (0.1, "steps")
     swift = convert(SWIFT_SCRIPT, tmp_path, capsys).config.args
     assert swift["datasets"] == [{"path": "org/chats", "split": "train[:500]"}, {"path": "org/more"}]
+    assert (swift["test_split_size"], swift["eval_strategy"], swift["eval_steps"]) == (0.01, "steps", 100)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from launcher.config.load import TOOLS
 from launcher.errors import Finding, InvalidConfig, Severity, brief, launch_finding
 from launcher.redaction import is_secret_variable, redact
 from launcher.stage.conversion import launchers, sbatch, sources
-from launcher.stage.conversion.ledger import PLACEHOLDER, ConversionLedger, unknown_value
+from launcher.stage.conversion.ledger import PLACEHOLDER, ConversionLedger, is_secret, unknown_value
 from launcher.stage.conversion.settings import Recipe, Setting, last_of_each, name_of
 from launcher.stage.conversion.tools import axolotl, llama_factory, open_instruct, other_tools, torchtune, trl
 from launcher.stage.draft import Draft
@@ -156,9 +156,12 @@ def _stage(recipe: Recipe, tool: _Tool, stage: str | None, locator: Locator) -> 
 def _named_stage(recipe: Recipe, tool: _Tool, locator: Locator) -> str | None:
     if recipe.stage is not None:
         return recipe.stage
-    if tool.stage_key:
-        value = recipe.value(tool.stage_key)
-        return None if value is None else str(value)
+    value = recipe.value(tool.stage_key) if tool.stage_key else None
+    if value is not None:
+        return str(value)
+    if tool.stage_key and recipe.get("train_dataset") is None:
+        # what the tool trains without the key is SFT
+        return None
     words = f"{recipe.program} {recipe.path.name} {recipe.path.parent.name}".lower()
     keys = {setting.key for setting in recipe.settings}
     for paired in PAIRED:
@@ -440,7 +443,8 @@ def describe(conversion: Conversion) -> None:
 
 def _shown(setting: Setting) -> str:
     """The value of a setting for people, without secrets."""
-    if is_secret_variable(setting.key):
+    is_variable = setting.key.isupper() and setting.written == setting.key
+    if is_secret(setting) or (is_variable and is_secret_variable(setting.key)):
         return "<secret>"
     value = setting.value
     if value is True or value is None:

@@ -81,6 +81,8 @@ def value_of(text: str) -> Any:
         return None
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
+    if re.fullmatch(r"\d+(_\d+)+", text):
+        return int(text)
     value = document.plain(text)
     return text if isinstance(value, bool) or value is None else value
 

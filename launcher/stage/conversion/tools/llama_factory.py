@@ -77,7 +77,7 @@ def _data(ledger: ConversionLedger) -> None:
             forms.add(form)
         else:
             data = DataSet(path=name, rows=count)
-            if "/" not in name:
+            if "/" not in name or name.endswith((".yaml", ".yml")):
                 unknown.append(name)
         mixture.sets.append(data)
     also = [item for item in (rows, size) if item is not None and (item is not size or share is not None)]

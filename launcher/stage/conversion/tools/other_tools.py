@@ -164,6 +164,9 @@ def convert_swift(ledger: ConversionLedger) -> None:
     templates.settle(ledger)
     names.warmup(ledger)
     data_sets.settle_evaluation(ledger)
+    evaluates = "test_split_size" in ledger.draft.rows and ledger.recipe.get("eval_strategy") is None
+    if evaluates and ledger.recipe.get("eval_steps") is not None:
+        ledger.draft.add_defaults({"eval_strategy": "steps"})
     names.carry_rest(ledger, names.SWIFT, _SWIFT_REASONS, _SWIFT_UNNEEDED)
     ledger.draft.add_defaults({"lr_scheduler_type": "cosine", "num_train_epochs": 3, "per_device_train_batch_size": 1})
 

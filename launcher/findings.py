@@ -74,7 +74,7 @@ _LAUNCH_OWN_OPTIONS = CodeSection(
         _row("unknown-option", "launch", "no option of a stage file"),
         _row("bad-stage bad-script", "launch", "`stage` or the script names nothing that launch starts"),
         _row("is-pipeline", "launch", "a pipeline where a stage file is wanted"),
-        _row("foreign-file", "launch", "a file of TRL, Axolotl or LLaMA-Factory: `launch init --from` converts it"),
+        _row("foreign-file", "launch", "a script, or a file of another tool: `launch init --from` converts it"),
         _row("wrong-stage", "launch", "a DPO file given to `launch sft`, or the other way round"),
         _row(
             "bad-backend bad-deepspeed bad-mixed-precision bad-name bad-num-gpus",
@@ -933,11 +933,26 @@ _SOURCE_AND_MACHINE = CodeSection(
             "launch",
             "`data convert`: a file that cannot be read here, such as Parquet without pyarrow",
         ),
-        _row("unknown-format", "launch", "`init --from`: a file of neither TRL, Axolotl nor LLaMA-Factory"),
+        _row("unknown-format", "launch", "`init --from`: a file that no tool which launch knows trains with"),
+        _row(
+            "no-training",
+            "launch",
+            "`init --from`: a script that starts no SFT or DPO training, or none without arguments",
+        ),
         _row(
             "no-counterpart converted",
             "launch",
-            "`init --from`: keys that a stage for TRL cannot say; keys that have to be checked by hand",
+            "`init --from`: flags and keys that the stage file cannot say; those that have to be checked by hand",
+        ),
+        _row(
+            "missing-source",
+            "launch",
+            "`init --from`: a config or script that the source names and that is not here: what it says is missing",
+        ),
+        _row(
+            "cut-command",
+            "launch",
+            "`init --from`: a comment between continued lines, or a blank behind a backslash, ends a command in bash",
         ),
         _row("no-such-key", "launch", "`explain`: nothing ever had that name"),
         _row(

@@ -14,6 +14,13 @@ DESCRIPTIONS = {
     *(f"upstream/{name}.py" for name in BACKENDS),
     # what a new stage file holds for each of them
     "stage/draft.py",
+    # what the scripts and files of other tools become for each of them
+    "stage/conversion/commands.py",
+    "stage/conversion/convert.py",
+    "stage/conversion/data_sets.py",
+    "stage/conversion/sources.py",
+    "stage/conversion/tools/open_instruct.py",
+    "stage/conversion/tools/trl.py",
     # how its scripts are called in the trainer's own Python
     *(f"{INSIDE}/{name}_stage.py" for name in BACKENDS),
 }

@@ -72,12 +72,16 @@ class Document:
     kept: tuple[KeptKey, ...] = ()
 
 
+SCRIPTS = frozenset({".sh", ".bash", ".slurm", ".sbatch"})
+"""How the names of shell scripts end, and of batch scripts of Slurm's."""
+
+
 def read_yaml(path: Path) -> Document:
     """The mapping in a YAML file and the place of each of its keys.
 
     Raises InvalidConfig: missing, a directory, empty, binary, not UTF-8, broken, not a mapping.
     """
-    text = _read_text(path)
+    text = read_text(path)
     named = canonical(path).suffix in SUFFIXES
     try:
         document = parse(path, text)
@@ -88,6 +92,9 @@ def read_yaml(path: Path) -> Document:
         if named:
             raise
         found = error.findings
+    if path.suffix in SCRIPTS:
+        help = f"launch init --from {path} makes a stage file of it"
+        raise refused(path, "foreign-file", "this is a script, not a stage file", 1, help)
     # a link, or a word on a command line, may name any file: what it holds is not shown
     message = "not a stage file, and its name does not end in .yaml or .yml"
     hidden = {"not-a-mapping", "empty-file"}
@@ -144,7 +151,7 @@ def _near(path: Path) -> str | None:
     return None if path.is_absolute() else "a relative path starts where launch is started"
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
     try:
         if is_dir(path):
             raise refused(path, "not-a-file", "this is a directory", help="name a file in it")

@@ -151,7 +151,13 @@ def _require_one_stage(path: Path, content: Document) -> None:
         raise refused(path, "foreign-file", message, 1, f"launch init --from {path} converts it")
 
 
-TOOLS = {"axolotl": "Axolotl", "llama_factory": "LLaMA-Factory", "trl": "TRL"}
+TOOLS = {
+    "axolotl": "Axolotl",
+    "llama_factory": "LLaMA-Factory",
+    "trl": "TRL",
+    "handbook": "the alignment handbook",
+    "torchtune": "torchtune",
+}
 # each set alone is a sign, together with a model
 _AXOLOTL = {"datasets", "sequence_len", "micro_batch_size", "adapter", "sample_packing"}
 _LLAMA_FACTORY = {"finetuning_type", "cutoff_len", "template"}
@@ -162,11 +168,27 @@ _TRL = set(
 )
 
 
+_TRL_ALONE = _TRL | set(
+    "fp16 evaluation_strategy max_prompt_length gradient_checkpointing_kwargs do_eval hub_model_id "
+    "hub_strategy log_level dataset_splits packing logging_strategy per_device_eval_batch_size "
+    "overwrite_output_dir".split()
+)
+_OPEN_INSTRUCT = set(
+    "with_tracking checkpointing_steps use_slow_tokenizer dataset_mixer_list mixer_list "
+    "tokenizer_name max_train_steps exp_name add_bos chat_template_name dataset_mix_dir num_epochs "
+    "use_flash_attn clip_grad_norm".split()
+)
+
+
 def tool_of(tree: Mapping[str, Any]) -> str | None:
     """Whose file this looks like, a key of `TOOLS`; None where it is none of them."""
     names = set(tree)
     if names & {"args", "open_instruct"}:
         return None
+    if any(isinstance(value, dict) and "_component_" in value for value in tree.values()):
+        return "torchtune"
+    if "model_name_or_path" in names and _is_handbook(names):
+        return "handbook"
     if "base_model" in names and names & _AXOLOTL:
         return "axolotl"
     if "model_name_or_path" not in names:
@@ -175,6 +197,13 @@ def tool_of(tree: Mapping[str, Any]) -> str | None:
         return "llama_factory"
     mixer = names & {"dataset_mixer_list", "dataset_mixer", "mixer_list", "backend", "extends"}
     return "trl" if names & _TRL and names & {"dataset_name", "datasets"} and not mixer else None
+
+
+def _is_handbook(names: set[str]) -> bool:
+    """Whether a recipe is of the alignment handbook; open-instruct's older files have a `dataset_mixer` too."""
+    if "dataset_mixture" in names:
+        return True
+    return "dataset_mixer" in names and len(names & _TRL_ALONE) > len(names & _OPEN_INSTRUCT)
 
 
 def _as_stage_file(

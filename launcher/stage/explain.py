@@ -15,7 +15,7 @@ from launcher.errors import Finding, InvalidConfig, brief
 from launcher.findings import CodeSection, Meaning
 from launcher.redaction import redact
 from launcher.stage import gates, stage, unused
-from launcher.stage.draft import FORMATS
+from launcher.stage.conversion.names import FOREIGN
 from launcher.upstream import history, locate
 from launcher.upstream.history import ArgumentChange
 from launcher.upstream.locate import Locator, Upstream
@@ -183,7 +183,7 @@ def _names(key: str, schema: Schema, source: Upstream) -> list[str]:
     """That argument, those of an idea, or those with it among their words."""
     if key in schema.fields or key in KEYS or _explained(key, schema, source, None).known:
         return [key]
-    idea = {*IDEAS.get(key, ()), *(form.keys.get(key, "") for form in FORMATS.values())}
+    idea = {*IDEAS.get(key, ()), *(foreign.get(key, "") for foreign in FOREIGN.values())}
     if names := [name for name in schema.fields if name in idea]:
         return names
     names = [name for name in schema.fields if key in name.split("_")]

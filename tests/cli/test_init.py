@@ -254,8 +254,9 @@ def test_an_axolotl_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert config.options["stage"] == "sft"
     assert config.options["deepspeed"] == "zero3_offload"
     assert config.options["batch"] == {"global": 16, "per_device": 2}
+    assert config.args["datasets"] == [{"path": "org/chats", "split": "train_sft"}, {"path": "org/more"}]
     expected = {
-        "model_name_or_path": "org/tiny", "dataset_name": "org/chats", "dataset_train_split": "train_sft",
+        "model_name_or_path": "org/tiny", "test_split_size": 0.05,
         "assistant_only_loss": True, "use_peft": True, "load_in_4bit": True, "lora_r": 32, "lora_dropout": 0.0,
         "lora_target_modules": ["all-linear"], "max_length": 4096, "packing": True, "num_train_epochs": 3,
         "optim": "adamw_torch", "learning_rate": 2e-4, "warmup_steps": 0.1, "lr_scheduler_type": "cosine",
@@ -264,10 +265,10 @@ def test_an_axolotl_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     }  # fmt: skip
     assert expected.items() <= config.args.items()
     assert "load_in_8bit" not in config.args
-    assert said["data"]["lost"] == ["datasets", "val_set_size", "evals_per_epoch"]
-    assert "#   val_set_size: 0.05  (" in text
-    lines = {f["line"] for f in said["findings"] if f["code"] == "no-counterpart"}
-    assert lines == {5, 8}
+    assert said["data"]["lost"] == []
+    # four times in each of three epochs
+    assert (config.args["eval_strategy"], config.args["eval_steps"]) == ("steps", round(1 / 12, 6))
+    assert "#   tokenizer_type: AutoTokenizer  (" in text
 
 
 def test_a_llama_factory_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -275,13 +276,15 @@ def test_a_llama_factory_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert config.options["stage"] == "dpo"
     assert "batch" not in config.options
     expected = {
-        "dataset_name": "pairs_demo", "lora_r": 16, "lora_alpha": 32, 
+        "lora_r": 16, "lora_alpha": 32,
         "lora_target_modules": ["q_proj", "v_proj"],
         "beta": 0.2, "max_length": 2048, "learning_rate": 5e-5, "dataset_num_proc": 16,
         "attn_implementation": "flash_attention_2", "gradient_accumulation_steps": 8,
     }  # fmt: skip
     assert expected.items() <= config.args.items()
-    assert said["data"]["lost"] == ["dataset", "template", "max_samples"]
+    parts = [{"path": name, "split": "train[:1000]"} for name in ("pairs_demo", "other")]
+    assert config.args["datasets"] == parts
+    assert said["data"]["lost"] == ["template"]
     assert "converted" in {finding["code"] for finding in said["findings"]}
 
 
@@ -303,6 +306,19 @@ def test_validate_config_says_whose_file_it_is(tmp_path: Path, capsys: pytest.Ca
         said = capsys.readouterr().err
         assert said.count("error[") == 1 and f"a file of {tool}" in said
         assert f"launch init --from {path}" in said
+
+
+@pytest.mark.parametrize("name", ["train.sh", "job.sbatch", "job.slurm"])
+def test_validate_config_says_that_a_script_is_none_of_its_files(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / name
+    path.write_text("#!/bin/bash\nexport SECRET=words\ntrl sft --model_name_or_path a \\\n  --dataset_name b\n")
+    assert main.main(["validate-config", str(path)]) == 3
+    said = capsys.readouterr().err
+    assert "error[foreign-file]: this is a script" in said
+    assert f"launch init --from {path}" in said
+    assert "words" not in said
 
 
 def test_what_cannot_be_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

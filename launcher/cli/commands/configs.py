@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from launcher.report import console
 
 if TYPE_CHECKING:
     from launcher.planning.request import Request
+    from launcher.stage.draft import Draft
     from launcher.stage.fix import Fix
     from launcher.upstream.locate import Locator
 
@@ -316,12 +318,17 @@ def init(
     model: str | None = Option(None, "--model", metavar="NAME", help="model: a name on the hub, or a folder"),
     data: str | None = Option(None, "--data", metavar="NAME", help="data set: a name on the hub, a file or a folder"),
     gpus: int | None = Option(None, "--gpus", metavar="N", min=0, help="number of GPUs", show_default="1"),
-    source: Path | None = Option(None, "--from", metavar="FILE", help="convert a TRL, Axolotl or LLaMA-Factory file"),
+    source: Path | None = Option(
+        None, "--from", metavar="FILE", help="convert a training script, or a file of another tool"
+    ),
+    script_args: str | None = Option(
+        None, "--script-args", metavar="ARGS", help="arguments that the script of --from is started with"
+    ),
     output: Path | None = Option(
         None, "--output", "-o", metavar="FILE", help="the file to write", show_default="STAGE.yaml"
     ),
 ) -> Exit:
-    """Write a first stage file, or convert another tool's.
+    """Write a first stage file, or make one of a training script.
 
     Asks for the model, the data and the number of GPUs on a terminal. A file that exists is not overwritten.
     """
@@ -331,24 +338,84 @@ def init(
 
     if source is not None:
         if backend != "trl" or model or data:
-            raise usage("useless-option", "--from takes model and data from its file, and writes for TRL")
-        new, lost = draft.convert(source, stage=stage, gpus=gpus, locator=shared.locator)
-    else:
-        stage = stage or "sft"
-        _require_free(output or Path(f"{stage}.yaml"))
-        model, data, gpus = _ask(model, data, gpus, interactive=shared.format == "text")
-        is_pinned = shared.locator.find(backend).pinned
-        new = draft.new(stage, backend, model=model, data=data, gpus=gpus, environ=os.environ, is_pinned=is_pinned)
-        lost = []
-    path = _require_free(output or Path(f"{new.stage}.yaml"))
+            raise usage("useless-option", "--from takes model, data and trainer from its file")
+        return _convert(shared, source, stage, gpus, output, script_args)
+    if script_args is not None:
+        raise usage("useless-option", "--script-args is for a script of --from")
+    stage = stage or "sft"
+    path = _require_free(output or Path(f"{stage}.yaml"))
+    model, data, gpus = _ask(model, data, gpus, interactive=shared.format == "text")
+    is_pinned = shared.locator.find(backend).pinned
+    new = draft.new(stage, backend, model=model, data=data, gpus=gpus, environ=os.environ, is_pinned=is_pinned)
     text = new.text(path)
-    findings = (*lost, *judge(load.load(path, text=text), locator=shared.locator).findings)
+    findings = judge(load.load(path, text=text), locator=shared.locator).findings
+    _write(path, text)
+    facts: dict[str, object] = {
+        "path": str(path),
+        "stage": new.stage,
+        "backend": new.backend,
+        "lost": [],
+        "remarks": list(new.remarks),
+    }
+    return _answer_init(shared, new, path, facts, findings)
+
+
+def _convert(
+    shared: Shared, source: Path, stage: str | None, gpus: int | None, output: Path | None, script_args: str | None
+) -> Exit:
+    """Write the stage file that a file or script of another tool's describes."""
+    from launcher.config import load
+    from launcher.stage.conversion import convert
+    from launcher.stage.stage import judge
+
+    arguments = _script_arguments(script_args)
+    conversion = convert.convert(source, stage=stage, gpus=gpus, locator=shared.locator, arguments=arguments)
+    new = conversion.draft
+    path = _require_free(output or Path(f"{new.stage}.yaml"))
+    beside = {_require_free(place): text for place, text in new.place_files(path).items()}
+    for place, content in beside.items():
+        _write(place, content)
+    while True:
+        convert.describe(conversion)
+        text = new.text(path)
+        findings = judge(load.load(path, text=text), locator=shared.locator).findings
+        if not convert.settle_refused(conversion, findings):
+            break
+    _write(path, text)
+    facts: dict[str, object] = {
+        "path": str(path),
+        "stage": new.stage,
+        "backend": new.backend,
+        "gpus": new.gpus,
+        "nodes": new.nodes,
+        "lost": conversion.lost,
+        "carried": conversion.ledger.carried,
+        "left_out": conversion.left_out,
+        "files": [str(place) for place in beside],
+        "remarks": list(new.remarks),
+    }
+    return _answer_init(shared, new, path, facts, (*conversion.findings(), *findings))
+
+
+def _script_arguments(text: str | None) -> tuple[str, ...]:
+    try:
+        return tuple(shlex.split(text or ""))
+    except ValueError as error:
+        raise usage(
+            "useless-option", f"--script-args cannot be split: {error}", "quote them as for the shell"
+        ) from None
+
+
+def _write(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text, encoding="utf-8")
-    facts = {"path": str(path), "stage": new.stage, "backend": new.backend, "lost": list(new.lost)}
-    facts["remarks"] = list(new.remarks)
+
+
+def _answer_init(
+    shared: Shared, new: Draft, path: Path, facts: dict[str, object], findings: tuple[Finding, ...]
+) -> Exit:
     code = Exit.CONFIG if errors(findings) else Exit.OK
-    command = f"launch {new.stage} {path} --gpus {1 if gpus is None else gpus} --dry-run"
+    command = f"{new.command(path)} --dry-run"
     if code is not Exit.OK:
         command = f"launch validate-config {path}"
     lines = [f"wrote {path}", *new.remarks, f"next: {command}"]

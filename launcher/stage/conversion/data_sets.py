@@ -1,0 +1,202 @@
+"""The data sets of a source -> `dataset_name` or `datasets` of TRL's scripts (trl/scripts/utils.py).
+
+TRL's script takes one set by name with its splits, or several, each with a split of its own; of several it splits off
+a part for evaluation (`test_split_size`), and names no split of its own for that.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from launcher.stage.conversion import local_rows
+from launcher.stage.conversion.ledger import ConversionLedger
+from launcher.stage.conversion.settings import Setting, is_off
+
+_READERS = {
+    ".json": "json",
+    ".jsonl": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".txt": "text",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSet:
+    """One set: `path` is a name on the hub, a folder or a file. `share` is a part of 1, `rows` a number of rows."""
+
+    path: str
+    name: str | None = None
+    split: str | None = None
+    columns: tuple[str, ...] = ()
+    share: float | None = None
+    rows: int | None = None
+    files: Any = None
+
+
+@dataclass(slots=True, kw_only=True)
+class SourceData:
+    """The sets of a source, and what is set aside from training: a part, or a split of the same set."""
+
+    setting: Setting
+    sets: list[DataSet] = field(default_factory=list)
+    test_size: float | int | None = None
+    test_setting: Setting | None = None
+    test_split: str | None = None
+    evaluates: bool = False
+
+
+def is_file(path: str) -> bool:
+    return posixpath.splitext(path.rstrip("/"))[1].lower() in _READERS
+
+
+def write(ledger: ConversionLedger, mixture: SourceData, *also: Setting) -> None:
+    """Write the sets as TRL's arguments; `also` are settings that the same arguments say."""
+    if not mixture.sets:
+        return
+    mixture.sets = [_readable(data, mixture.setting, ledger) for data in mixture.sets]
+    first = mixture.sets[0]
+    if _is_plain(mixture):
+        ledger.carry(mixture.setting, "dataset_name", first.path)
+        if first.name:
+            ledger.carry(mixture.setting, "dataset_config", first.name)
+        if first.split and first.split != "train":
+            ledger.carry(mixture.setting, "dataset_train_split", first.split)
+        if mixture.test_split:
+            ledger.carry(mixture.setting, "dataset_test_split", mixture.test_split)
+        target = "dataset_name"
+    else:
+        ledger.carry(mixture.setting, "datasets", [_entry(data) for data in mixture.sets])
+        if mixture.test_size is not None:
+            ledger.carry(mixture.test_setting or mixture.setting, "test_split_size", mixture.test_size)
+        target = "datasets"
+    for setting in also:
+        ledger.point(setting, target)
+
+
+def _readable(data: DataSet, setting: Setting, ledger: ConversionLedger) -> DataSet:
+    if not is_file(data.path):
+        return data
+    return replace(data, path=local_rows.readable(data.path, setting, ledger))
+
+
+def mask_questions(ledger: ConversionLedger, setting: Setting, note: str) -> None:
+    """Have the loss count answers alone: of rows with `prompt` and `completion` by another argument than of chats."""
+    key = "assistant_only_loss"
+    if ledger.kinds and ledger.kinds <= {"completions"}:
+        key = "completion_only_loss"
+    if key in ledger.schema.fields:
+        ledger.carry(setting, key, value=True, note=note)
+
+
+def _is_plain(mixture: SourceData) -> bool:
+    """Whether `dataset_name` says it all."""
+    if len(mixture.sets) != 1 or mixture.test_size is not None:
+        return False
+    data = mixture.sets[0]
+    is_cut = data.columns or data.share not in (None, 1, 1.0) or data.rows is not None
+    return not (
+        is_cut
+        or data.files is not None
+        or is_file(data.path)
+        or "[" in (data.split or "")
+        or "+" in (data.split or "")
+    )
+
+
+def _entry(data: DataSet) -> dict[str, Any]:
+    """One entry of `datasets`."""
+    entry: dict[str, Any] = {"path": data.path}
+    suffix = posixpath.splitext(data.path)[1].lower()
+    if suffix in _READERS:
+        entry = {"path": _READERS[suffix], "data_files": data.path}
+    if data.name:
+        entry["name"] = data.name
+    if data.files is not None:
+        entry["data_files"] = data.files
+    split = _sliced(data)
+    if split != "train":
+        entry["split"] = split
+    if data.columns:
+        entry["columns"] = list(data.columns)
+    return entry
+
+
+def _sliced(data: DataSet) -> str:
+    """A split with its part, as `datasets.load_dataset` reads it: whole percents, or rows."""
+    split = data.split or "train"
+    if "[" in split:
+        return split
+    if data.rows is not None:
+        return f"{split}[:{data.rows}]"
+    if data.share is not None and 0 < data.share < 1:
+        return f"{split}[:{max(1, round(data.share * 100))}%]"
+    return split
+
+
+def advise(ledger: ConversionLedger, mixture: SourceData) -> None:
+    """Say what the sets of a source mean that TRL's script cannot."""
+    for data in mixture.sets:
+        if data.share is not None and data.share > 1:
+            ledger.check(mixture.setting, f"{data.path} is taken {data.share:g} times there; `datasets` takes it once")
+        elif data.share is not None and data.share * 100 % 1 > 1e-6:
+            rounded = max(1, round(data.share * 100))
+            ledger.check(
+                mixture.setting, f"{data.share:g} of {data.path} became {rounded} %: slices are whole percents"
+            )
+
+
+_NO_TEST = "no rows are set aside: name `dataset_test_split`, or `test_split_size` with `datasets`"
+
+
+def settle_evaluation(ledger: ConversionLedger) -> None:
+    """Leave out the arguments of evaluation where nothing is left to evaluate on."""
+    rows = ledger.draft.rows
+    if "test_split_size" in rows or "dataset_test_split" in rows:
+        return
+    if "datasets" not in rows and _is_evaluated(ledger):
+        # TRL's script evaluates on the split `test`, as the source's did or did not
+        return
+    for setting in ledger.recipe.settings:
+        if ledger.is_settled(setting):
+            continue
+        if setting.key.startswith(("eval_", "evals_", "per_device_eval")) or setting.key in (
+            "do_eval",
+            "evaluation_strategy",
+        ):
+            ledger.leave(setting, _NO_TEST, matters=not is_off(setting.value))
+
+
+def _is_evaluated(ledger: ConversionLedger) -> bool:
+    """Whether a source for TRL evaluates on the set's own split."""
+    return ledger.recipe.tool in ("trl", "handbook") and ledger.recipe.get("dataset_test_split") is not None
+
+
+def of_text(text: str, *, rows: int | None = None) -> DataSet:
+    """`name#500` and `name:subset` as ms-swift has them; other texts are names or paths."""
+    match = re.fullmatch(r"(.+?)(?:#(\d+))?", text.strip())
+    path = text if match is None else match[1]
+    count = int(match[2]) if match is not None and match[2] else rows
+    name = None
+    if not is_file(path) and re.fullmatch(r"[\w.-]+/[\w.-]+:[\w.,/-]+", path):
+        path, _, name = path.partition(":")
+    return DataSet(path=path, name=name, rows=count)
+
+
+def local_path(path: str, folders: Sequence[Path]) -> str:
+    """A path of the source as it is from here, where the file lies beside the source."""
+    for folder in (Path(), *folders):
+        candidate = folder / path
+        try:
+            if candidate.exists():
+                return str(candidate)
+        except OSError:
+            continue
+    return path

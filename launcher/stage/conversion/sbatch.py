@@ -1,0 +1,214 @@
+"""The directives of a batch script of Slurm's -> launch's `slurm:`, its name, GPUs and machines."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from launcher.runs import slurm
+from launcher.stage.conversion.settings import Setting
+
+# sbatch(1): the letters of its options
+_LETTERS: Mapping[str, str] = {
+    "A": "account",
+    "a": "array",
+    "b": "begin",
+    "C": "constraint",
+    "c": "cpus-per-task",
+    "D": "chdir",
+    "d": "dependency",
+    "e": "error",
+    "F": "nodefile",
+    "G": "gpus",
+    "H": "hold",
+    "J": "job-name",
+    "L": "licenses",
+    "M": "clusters",
+    "N": "nodes",
+    "n": "ntasks",
+    "o": "output",
+    "p": "partition",
+    "q": "qos",
+    "t": "time",
+    "w": "nodelist",
+    "x": "exclude",
+}
+_DIRECTIVE = re.compile(r"\s*#SBATCH\s+(.*)")
+_GPUS = re.compile(r"(?:gpu:)?(?:(?P<model>[A-Za-z][\w.-]*):)?(?P<number>\d+)")
+
+
+@dataclass(slots=True)
+class Job:
+    """What the directives of a batch script come to."""
+
+    settings: list[Setting] = field(default_factory=list)
+    gpus: int | None = None
+    nodes: int | None = None
+
+    def value(self, name: str) -> str | None:
+        for setting in reversed(self.settings):
+            if setting.key == name:
+                return str(setting.value)
+        return None
+
+
+def read(text: str, file: str) -> Job:
+    """The directives in the comments of a script."""
+    job = Job()
+    for number, line in enumerate(text.splitlines(), start=1):
+        match = _DIRECTIVE.match(line)
+        if match is None:
+            continue
+        for name, written, value in _options(match[1]):
+            job.settings.append(Setting(key=name, value=value, written=f"#SBATCH {written}", file=file, line=number))
+    return of_settings(job.settings)
+
+
+_PROGRAMS = ("srun ", "sbatch ", "salloc ")
+
+
+def is_of_slurm(setting: Setting) -> bool:
+    """Whether a launcher's option is one of srun's or sbatch's on a command line."""
+    return setting.written.startswith(_PROGRAMS)
+
+
+def of_command_line(launchers: list[Setting]) -> list[Setting]:
+    """The options of srun and sbatch among those of launchers, named as directives."""
+    settings = []
+    for setting in launchers:
+        if not is_of_slurm(setting) or setting.missing:
+            continue
+        name = setting.key.replace("_", "-")
+        value = setting.value
+        short = re.fullmatch(r"([A-Za-z])(\d*)", name)
+        if short is not None:
+            name = _LETTERS.get(short[1], name)
+            value = short[2] or value
+        settings.append(replace(setting, key=name, value=value if value is True else str(value)))
+    return settings
+
+
+def of_settings(settings: list[Setting]) -> Job:
+    """The GPUs and machines that directives ask for."""
+    job = Job(settings=settings)
+    job.nodes = _number(job.value("nodes"))
+    job.gpus = _gpus(job)
+    return job
+
+
+def _options(text: str) -> list[tuple[str, str, str | bool]]:
+    """The options of one line: name, as it was written, and value."""
+    try:
+        words = shlex.split(text, comments=True)
+    except ValueError:
+        words = text.split()
+    options: list[tuple[str, str, str | bool]] = []
+    at = 0
+    while at < len(words):
+        word = words[at]
+        at += 1
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            written = f"--{name}"
+        elif re.match(r"-[A-Za-z]", word):
+            name = _LETTERS.get(word[1], word[1])
+            value = word[2:].removeprefix("=")
+            equals = value
+            written = word[:2]
+        else:
+            continue
+        if not equals:
+            values = []
+            while at < len(words) and not re.match(r"--?[A-Za-z]", words[at]):
+                values.append(words[at])
+                at += 1
+            value = " ".join(values)
+        options.append((name, written, value or True))
+    return options
+
+
+def _number(text: str | None) -> int | None:
+    match = re.match(r"\d{1,5}", text or "")
+    return int(match[0]) if match else None
+
+
+def _gpus(job: Job) -> int | None:
+    """GPUs of one machine."""
+    for name in ("gpus-per-node", "gres"):
+        match = _GPUS.fullmatch(job.value(name) or "")
+        if match is not None and (name != "gres" or str(job.value(name)).startswith("gpu")):
+            return int(match["number"])
+    whole = _GPUS.fullmatch(job.value("gpus") or "")
+    if whole is not None:
+        return max(1, int(whole["number"]) // (job.nodes or 1))
+    each = _GPUS.fullmatch(job.value("gpus-per-task") or "")
+    if each is not None:
+        tasks = _number(job.value("ntasks-per-node")) or 1
+        return int(each["number"]) * tasks
+    return None
+
+
+@dataclass(slots=True)
+class Carried:
+    """What becomes of directives: options of `slurm:`, the run's name, and reasons why others are left out."""
+
+    options: dict[str, str | bool] = field(default_factory=dict)
+    name: str | None = None
+    targets: dict[str, str] = field(default_factory=dict)
+    reasons: dict[str, str] = field(default_factory=dict)
+
+
+_SETS = "launch sets it"
+_REASONS: Mapping[str, str] = {
+    "output": "launch keeps the log in the run folder",
+    "error": "launch keeps the log in the run folder",
+    "open-mode": "launch keeps the log in the run folder",
+    "array": "launch starts one run; `launch tune` and `launch pipeline` start several",
+    "export": "launch hands on the environment that training needs",
+    "signal": f"{_SETS}: a run gets time to save before its time is up",
+    "ntasks": f"{_SETS}: one task on each machine",
+    "ntasks-per-node": f"{_SETS}: one task on each machine",
+    "chdir": "launch runs where it is started",
+}
+
+
+def carry(job: Job) -> Carried:
+    """Directives as launch's keys, by the flag as it was written."""
+    carried = Carried()
+    for setting in job.settings:
+        name = str(setting.key)
+        value = setting.value
+        if name == "job-name" and isinstance(value, str) and re.fullmatch(r"[\w.+-]+", value):
+            carried.name = value
+            carried.targets[setting.written] = "name"
+        elif name == "nodes":
+            carried.targets[setting.written] = "--nodes"
+        elif name in slurm.ASKS_FOR_GPUS and _is_plain(name, value, job):
+            carried.targets[setting.written] = "--gpus"
+        elif name in ("requeue", "no-requeue"):
+            carried.options["requeue"] = name == "requeue"
+            carried.targets[setting.written] = "slurm.requeue"
+        elif name in slurm.KEYS and _is_usable(value):
+            carried.options[name.replace("-", "_")] = value
+            carried.targets[setting.written] = f"slurm.{name.replace('-', '_')}"
+        elif name in slurm.KEYS:
+            carried.reasons[setting.written] = "its value is a placeholder: add it to `slurm:`"
+        else:
+            carried.reasons[setting.written] = _REASONS.get(name, f"{_SETS}, or sbatch has no such option")
+    return carried
+
+
+def _is_plain(name: str, value: object, job: Job) -> bool:
+    """Whether a request for GPUs says nothing but their number."""
+    match = _GPUS.fullmatch(str(value))
+    if match is None or job.gpus is None:
+        return False
+    return match["model"] is None or (name == "gres" and match["model"] == "gpu")
+
+
+def _is_usable(value: object) -> bool:
+    if isinstance(value, bool):
+        return value
+    return isinstance(value, str) and not re.search(r"[{}<>$\[\]]", value)

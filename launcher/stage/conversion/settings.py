@@ -1,0 +1,131 @@
+"""One flag, key or directive of a source, and a source as a whole."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from launcher.config import document
+
+_DASHES = re.compile(r"-{1,2}(?=[A-Za-z])")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """`written` is the flag or key as its author wrote it, `key` its name without dashes in front or inside.
+
+    `missing` are the shell's expressions in the value that the script does not tell.
+    """
+
+    key: str
+    value: Any
+    written: str
+    file: str
+    line: int | None = None
+    missing: tuple[str, ...] = ()
+
+
+@dataclass(slots=True, kw_only=True)
+class Recipe:
+    """What a source says of one training.
+
+    `tool` is whose names the settings have, `program` what the source starts, in its own words. `settings` are the
+    trainer's. `launchers` are those of whatever starts the trainer (accelerate, torchrun, srun), `directives` those of
+    sbatch, `environment` the variables that the source sets. `gpus` are those of one machine, `counted` all that a
+    command of the script was taken to count. `text` is that of a script, `texts` are files that the script writes.
+    `skipped` are flags in places of the source that are not reached, with the reason.
+    """
+
+    path: Path
+    tool: str
+    program: str = ""
+    stage: str | None = None
+    settings: list[Setting] = field(default_factory=list)
+    launchers: list[Setting] = field(default_factory=list)
+    directives: list[Setting] = field(default_factory=list)
+    environment: list[Setting] = field(default_factory=list)
+    gpus: int | None = None
+    nodes: int | None = None
+    counted: int | None = None
+    text: str = ""
+    texts: Mapping[str, str] = field(default_factory=dict)
+    mended: list[tuple[str, int]] = field(default_factory=list)
+    choices: dict[str, str] = field(default_factory=dict)
+    others: list[Setting] = field(default_factory=list)
+    skipped: list[tuple[Setting, str]] = field(default_factory=list)
+    absent: dict[str, int | None] = field(default_factory=dict)
+
+    def get(self, *keys: str) -> Setting | None:
+        """The last setting of one of these names."""
+        for setting in reversed(self.settings):
+            if setting.key in keys:
+                return setting
+        return None
+
+    def value(self, *keys: str) -> Any:
+        setting = self.get(*keys)
+        return None if setting is None else setting.value
+
+
+def name_of(flag: str) -> str:
+    """`--learning-rate` as the trainers' dataclasses call it."""
+    return _DASHES.sub("", flag, count=1).replace("-", "_")
+
+
+def value_of(text: str) -> Any:
+    """A word of a command line: a number, `true`, `false`, nothing (`None`), or the text; `no` stays text."""
+    if text in ("None", "null"):
+        return None
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    if re.fullmatch(r"\d+(_\d+)+", text):
+        return int(text)
+    value = document.plain(text)
+    return text if isinstance(value, bool) or value is None else value
+
+
+def from_mapping(values: Mapping[str, Any], file: str, lines: Mapping[str, int | None]) -> list[Setting]:
+    """The keys of a YAML file as settings."""
+    settings = []
+    for key, value in values.items():
+        settings.append(Setting(key=key, value=value, written=key, file=file, line=lines.get(key)))
+    return settings
+
+
+def is_off(value: Any) -> bool:
+    """Whether a value only says that something is not used."""
+    if value is None or value is False:
+        return True
+    if isinstance(value, str):
+        return value.strip().lower() in ("", "false", "no", "none", "null", "off")
+    if isinstance(value, list | dict):
+        return not value
+    return False
+
+
+def is_on(value: Any) -> bool:
+    """Whether a switch is on: `true`, `1`, `yes`."""
+    if isinstance(value, str):
+        return value.strip().lower() in ("true", "1", "yes", "y", "t", "on")
+    return value is True or value == 1
+
+
+def words(value: Any) -> list[str]:
+    """The words of a value that may be a list, or one text with commas or blanks."""
+    if isinstance(value, list):
+        return [str(item).strip() for item in value]
+    return [word for word in re.split(r"[,\s]+", str(value)) if word]
+
+
+def last_of_each(settings: Iterable[Setting]) -> tuple[list[Setting], list[Setting]]:
+    """Settings by name, the last of each, and the earlier ones that it takes the place of."""
+    latest: dict[str, Setting] = {}
+    earlier: list[Setting] = []
+    for setting in settings:
+        if setting.key in latest:
+            earlier.append(latest.pop(setting.key))
+        latest[setting.key] = setting
+    return list(latest.values()), earlier

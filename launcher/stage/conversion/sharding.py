@@ -1,0 +1,138 @@
+"""DeepSpeed files, accelerate's config files and FSDP -> launch's `deepspeed:`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from launcher.files import read_bytes
+from launcher.stage.conversion.settings import Recipe, is_off
+
+_MOST_BYTES = 2**18
+_SUFFIXES = frozenset({".yaml", ".yml", ".json", ".conf"})
+_STAGE = re.compile(r"(?:zero|stage|z|ds)[_-]?(?:stage)?[_-]?([0123])(?!\d)")
+
+
+@dataclass(frozen=True, slots=True)
+class ShardingName:
+    """`name` is launch's; `advice` says what it does not say of the source."""
+
+    name: str
+    advice: str = ""
+
+
+_OFFLOAD_TWO = "launch has no ZeRO-2 that offloads: write a DeepSpeed file, and its path as `deepspeed:`"
+_FULL = "FSDP shards parameters, gradients and optimizer as ZeRO-3 does"
+_HALF = "FSDP's SHARD_GRAD_OP shards gradients and optimizer as ZeRO-2 does"
+
+
+def read_text(path: str, recipe: Recipe) -> str | None:
+    """The text of a file that a source names, or writes; None where there is none."""
+    text = recipe.texts.get(path)
+    if text is not None:
+        return text
+    file = find(path, recipe)
+    if file is None:
+        return None
+    try:
+        return read_bytes(file, _MOST_BYTES).decode(errors="replace")
+    except OSError:
+        return None
+
+
+def find(path: str, recipe: Recipe) -> Path | None:
+    """The file that a path of the source means: below this folder, beside the source, or above that."""
+    if not path or "\0" in path or "\n" in path:
+        return None
+    named = Path(path)
+    is_hidden = any(part.startswith(".") and part not in (".", "..") for part in named.parts)
+    if named.suffix not in _SUFFIXES or is_hidden:
+        # whoever wrote the source may not be who may read what it names
+        return None
+    folders = [Path(), recipe.path.parent, *recipe.path.parent.parents[:3]]
+    for folder in folders:
+        candidate = folder / named
+        try:
+            if candidate.is_file():
+                return candidate
+        except OSError:
+            continue
+    return None
+
+
+def read_mapping(path: str, recipe: Recipe) -> dict[str, Any] | None:
+    """What a file of JSON or YAML holds; None where it is not there or holds something else."""
+    text = read_text(path, recipe)
+    if text is None:
+        return None
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        try:
+            value = yaml.safe_load(text)
+        except (yaml.YAMLError, RecursionError, ValueError):
+            return None
+    return value if isinstance(value, dict) else None
+
+
+def of_deepspeed(value: Any, recipe: Recipe) -> ShardingName | None:
+    """launch's name for a DeepSpeed config: a mapping, a file, or the name of one."""
+    if isinstance(value, Mapping):
+        return _of_mapping(value)
+    text = str(value)
+    content = read_mapping(text, recipe)
+    if content is not None:
+        sharding = _of_mapping(content)
+        if sharding is not None:
+            return sharding
+    return of_name(text)
+
+
+def _of_mapping(content: Mapping[str, Any]) -> ShardingName | None:
+    zero = content.get("zero_optimization", content)
+    if not isinstance(zero, Mapping):
+        return None
+    stage = zero.get("stage", zero.get("zero_stage"))
+    devices = []
+    for key in ("offload_optimizer", "offload_param"):
+        device = zero.get(key)
+        devices.append(device.get("device") if isinstance(device, Mapping) else device)
+    devices += [zero.get("offload_optimizer_device"), zero.get("offload_param_device")]
+    offloads = any(not is_off(device) for device in devices)
+    return of_stage(stage, offloads=offloads)
+
+
+def of_name(text: str) -> ShardingName | None:
+    """launch's name for a DeepSpeed or accelerate config whose name tells its stage."""
+    name = text.lower().rpartition("/")[2]
+    match = _STAGE.search(name) or _STAGE.search(text.lower())
+    if match is None:
+        return ShardingName("zero3", _FULL) if "fsdp" in name else None
+    offloads = "offload" in name and not re.search(r"(?:no|without)[_-]?offload", name)
+    return of_stage(match[1], offloads=offloads)
+
+
+def of_stage(stage: Any, *, offloads: bool) -> ShardingName | None:
+    text = str(stage)
+    if text not in ("0", "1", "2", "3"):
+        return None
+    if text == "0":
+        return ShardingName("none")
+    if offloads and text == "3":
+        return ShardingName("zero3_offload")
+    return ShardingName(f"zero{text}", _OFFLOAD_TWO if offloads else "")
+
+
+def of_fsdp(strategy: Any) -> ShardingName | None:
+    """launch's name for FSDP's sharding strategy."""
+    text = " ".join(map(str, strategy)) if isinstance(strategy, list) else str(strategy)
+    text = text.upper()
+    if is_off(strategy) or "NO_SHARD" in text:
+        return None
+    return ShardingName("zero2", _HALF) if "SHARD_GRAD_OP" in text or text == "2" else ShardingName("zero3", _FULL)

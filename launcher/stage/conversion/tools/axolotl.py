@@ -1,0 +1,253 @@
+"""Axolotl's files (axolotl/utils/schemas/config.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from launcher.stage.conversion import data_sets, names, templates
+from launcher.stage.conversion.data_sets import DataSet, SourceData
+from launcher.stage.conversion.ledger import ConversionLedger
+from launcher.stage.conversion.settings import Setting, is_off, is_on
+
+_VARIABLE = "set WANDB_PROJECT and WANDB_ENTITY where it runs"
+_OF_MODEL = "transformers tells it from the model"
+_REASONS: Mapping[str, str] = {
+    "wandb_entity": _VARIABLE,
+    "wandb_log_model": "TRL uploads no model to W&B",
+    "pad_to_sequence_len": "TRL pads to the longest row of a batch",
+    "pad_to_sequence_length": "TRL pads to the longest row of a batch",
+    "group_by_length": "write `train_sampling_strategy: group_by_length`",
+}
+_UNNEEDED: Mapping[str, str] = {
+    "wandb_watch": "launch watches gradients itself",
+    "fsdp_version": "`deepspeed:` covers it",
+    "model_type": _OF_MODEL,
+    "tokenizer_type": _OF_MODEL,
+    "is_llama_derived_model": _OF_MODEL,
+    "is_mistral_derived_model": _OF_MODEL,
+    "strict": "launch refuses every key that it does not know",
+    "dataset_prepared_path": "launch keeps prepared rows by content",
+    "debug": "`launch preview` shows the rows",
+    "liger_rope": "`use_liger_kernel` applies Liger's kernels",
+    "liger_rms_norm": "`use_liger_kernel` applies Liger's kernels",
+    "liger_glu_activation": "`use_liger_kernel` applies Liger's kernels",
+    "liger_layer_norm": "`use_liger_kernel` applies Liger's kernels",
+    "liger_fused_linear_cross_entropy": "`use_liger_kernel` applies Liger's kernels",
+}
+_DEFAULTS: Mapping[str, Any] = {
+    "lr_scheduler_type": "cosine",
+    "num_train_epochs": 1,
+    "max_length": 512,
+    "gradient_checkpointing": False,
+}
+_SWITCHES: Mapping[str, tuple[str, Any]] = {
+    "sdp_attention": ("attn_implementation", "sdpa"),
+    "eager_attention": ("attn_implementation", "eager"),
+    "lora_target_linear": ("lora_target_modules", ["all-linear"]),
+    "cut_cross_entropy": ("loss_type", "chunked_nll"),
+}
+
+
+def convert(ledger: ConversionLedger) -> None:
+    """Settle the settings of a file of Axolotl's."""
+    rl = ledger.recipe.get("rl")
+    if rl is not None:
+        ledger.point(rl, "stage")
+    _data(ledger)
+    _adapter(ledger)
+    _precision(ledger)
+    for key, (target, value) in _SWITCHES.items():
+        setting = ledger.take(key)
+        if setting is None or not is_on(setting.value) or target not in ledger.schema.fields:
+            continue
+        if ledger.refusal(target, value) is None:
+            ledger.carry(setting, target, value)
+    _hub(ledger)
+    _plugins(ledger)
+    _checkpoints(ledger)
+    _tokens(ledger)
+    _recomputation(ledger)
+    templates.settle(ledger)
+    names.warmup(ledger)
+    data_sets.settle_evaluation(ledger)
+    names.carry_rest(ledger, names.AXOLOTL, _REASONS, _UNNEEDED)
+    ledger.draft.add_defaults(_DEFAULTS)
+
+
+def _data(ledger: ConversionLedger) -> None:
+    setting = ledger.take("datasets")
+    if setting is None:
+        return
+    listed = setting.value if isinstance(setting.value, list) else [setting.value]
+    entries = [item if isinstance(item, Mapping) else {"path": item} for item in listed]
+    size = ledger.take("val_set_size")
+    share = size.value if size is not None and isinstance(size.value, int | float) and size.value else None
+    mixture = SourceData(setting=setting, test_size=share, test_setting=size)
+    for entry in entries:
+        mixture.sets.append(_of_entry(entry, ledger))
+    also = [size] if size is not None and share is not None else []
+    data_sets.write(ledger, mixture, *also)
+    if size is not None and share is None:
+        ledger.leave(size, "no rows are set aside", matters=False)
+    test = ledger.take("test_datasets")
+    if test is not None:
+        ledger.leave(test, "TRL's script evaluates on a split or a part of the training sets alone")
+    _forms(ledger, setting, entries)
+    _mask(ledger, setting, entries)
+
+
+def _of_entry(entry: Mapping[str, Any], ledger: ConversionLedger) -> DataSet:
+    path = str(entry.get("path") or "")
+    files = entry.get("data_files")
+    if files is not None and path in ("json", "csv", "parquet", "arrow", "text"):
+        return DataSet(path=path, files=files, split=entry.get("split"), name=entry.get("name"))
+    if data_sets.is_file(path):
+        path = data_sets.local_path(path, [ledger.recipe.path.parent])
+    return DataSet(path=path, name=entry.get("name"), split=entry.get("split"), files=files)
+
+
+_READ = frozenset({"", "chat_template", "completion", "pretrain"})
+
+
+def _forms(ledger: ConversionLedger, setting: Setting, entries: list[Mapping[str, Any]]) -> None:
+    """Say which rows have to be converted: TRL reads fewer forms."""
+    needs = "`messages`, or `prompt` and `completion`"
+    if "assistant_only_loss" not in ledger.schema.fields:
+        needs = "`chosen` and `rejected`"
+    unread = []
+    for entry in entries:
+        kind = str(entry.get("type") or "") if not isinstance(entry.get("type"), Mapping) else "of its own"
+        if kind not in _READ or entry.get("field_messages") not in (None, "messages"):
+            unread.append(f"{entry.get('path')} ({kind or entry.get('field_messages')})")
+    if unread:
+        ledger.check(setting, f"`type` is not applied to {', '.join(unread)}: rows need {needs}")
+    for entry in entries:
+        kept = [key for key in ("shards", "preprocess_shards", "conversation", "roles_to_train") if entry.get(key)]
+        if kept:
+            ledger.check(
+                setting, f"{', '.join(f'`{key}`' for key in kept)} of {entry.get('path')}: TRL has no such key"
+            )
+
+
+def _mask(ledger: ConversionLedger, setting: Setting, entries: list[Mapping[str, Any]]) -> None:
+    """`train_on_inputs` is off there: the loss counts answers alone."""
+    whole = ledger.take("train_on_inputs")
+    if "assistant_only_loss" not in ledger.schema.fields:
+        if whole is not None:
+            ledger.leave(whole, "DPO's loss counts answers alone", matters=False)
+        return
+    kinds = {str(entry.get("type") or "") for entry in entries}
+    if whole is not None and is_on(whole.value):
+        ledger.carry(whole, "completion_only_loss", value=False)
+    elif kinds - {"completion", "pretrain", ""}:
+        data_sets.mask_questions(ledger, whole or setting, "`train_on_inputs` is off: answers alone")
+    elif whole is not None:
+        ledger.leave(whole, "rows of one text have no question", matters=False)
+    for entry in entries:
+        if str(entry.get("type")) == "completion":
+            ledger.carry(setting, "dataset_text_field", entry.get("field", "text"))
+            break
+
+
+def _adapter(ledger: ConversionLedger) -> None:
+    setting = ledger.take("adapter")
+    if setting is None:
+        return
+    kind = str(setting.value)
+    if kind not in ("lora", "qlora"):
+        ledger.leave(setting, f"`{kind}`: TRL trains all weights, or LoRA", matters=not is_off(setting.value))
+        return
+    ledger.carry(setting, "use_peft", value=True)
+    dropout = ledger.take("lora_dropout")
+    ledger.carry(dropout or setting, "lora_dropout", (dropout.value if dropout is not None else 0.0) or 0.0)
+    if kind == "qlora":
+        ledger.carry(setting, "load_in_4bit", value=True)
+        ledger.carry(setting, "use_bnb_nested_quant", value=True)
+        four = ledger.take("load_in_4bit")
+        if four is not None:
+            ledger.point(four, "load_in_4bit")
+
+
+def _precision(ledger: ConversionLedger) -> None:
+    setting = ledger.take("bf16")
+    if setting is not None and (is_on(setting.value) or setting.value in ("auto", "full")):
+        ledger.carry(setting, "bf16", value=True)
+        ledger.carry(setting, "dtype", "bfloat16")
+    half = ledger.take("fp16")
+    if half is not None and half.value == "auto":
+        ledger.leave(half, "bf16 is used", matters=False)
+
+
+def _hub(ledger: ConversionLedger) -> None:
+    setting = ledger.take("hub_model_id")
+    if setting is not None and not is_off(setting.value):
+        ledger.carry(setting, "hub_model_id", setting.value)
+        ledger.carry(setting, "push_to_hub", value=True)
+    project = ledger.take("wandb_project")
+    if project is not None and not is_off(project.value):
+        ledger.carry(project, "report_to", "wandb")
+        ledger.check(project, _VARIABLE)
+
+
+def _plugins(ledger: ConversionLedger) -> None:
+    setting = ledger.take("plugins")
+    if setting is None:
+        return
+    plugins = setting.value if isinstance(setting.value, list) else [setting.value]
+    others = []
+    for plugin in plugins:
+        if "liger" in str(plugin).lower():
+            ledger.carry(setting, "use_liger_kernel", value=True)
+        else:
+            others.append(str(plugin))
+    if others and setting.written in ledger.carried:
+        ledger.check(setting, f"{', '.join(others)}: TRL has no such plugin")
+    elif others:
+        ledger.leave(setting, "TRL has no such plugin")
+
+
+def _checkpoints(ledger: ConversionLedger) -> None:
+    """Saves and evaluations by epoch: below 1, steps are a share of all (transformers/training_args.py)."""
+    saves = ledger.take("saves_per_epoch")
+    if saves is not None and saves.value == 0:
+        ledger.carry(saves, "save_strategy", "no")
+    elif saves is not None:
+        _by_epoch(ledger, saves, "save")
+    evaluations = ledger.take("evals_per_epoch")
+    if evaluations is not None and "test_split_size" in ledger.draft.rows and evaluations.value:
+        _by_epoch(ledger, evaluations, "eval")
+
+
+def _by_epoch(ledger: ConversionLedger, setting: Setting, prefix: str) -> None:
+    epochs = ledger.recipe.value("num_epochs") or _DEFAULTS["num_train_epochs"]
+    if setting.value == 1:
+        ledger.carry(setting, f"{prefix}_strategy", "epoch")
+    elif isinstance(setting.value, int) and isinstance(epochs, int | float):
+        ledger.carry(setting, f"{prefix}_strategy", "steps")
+        share = round(1 / (setting.value * epochs), 6)
+        ledger.carry(setting, f"{prefix}_steps", share, note=f"{setting.key}: a share of all steps")
+
+
+def _tokens(ledger: ConversionLedger) -> None:
+    setting = ledger.take("special_tokens")
+    if setting is None or not isinstance(setting.value, Mapping):
+        return
+    lost = []
+    for name, token in setting.value.items():
+        if name in ledger.schema.fields:
+            ledger.carry(setting, name, token)
+        elif token:
+            lost.append(f"`{name}: {token}`")
+    if lost and setting.written in ledger.carried:
+        ledger.check(setting, f"{', '.join(lost)}: set it in the tokenizer's files")
+    elif setting.written not in ledger.carried:
+        ledger.leave(setting, "set them in the tokenizer's files", matters=bool(lost))
+
+
+def _recomputation(ledger: ConversionLedger) -> None:
+    """`gradient_checkpointing` may say `offload` there."""
+    setting = ledger.take("gradient_checkpointing")
+    if setting is not None and str(setting.value).startswith("offload"):
+        ledger.carry(setting, "gradient_checkpointing", value=True)
+        ledger.carry(setting, "activation_offloading", value=True)

@@ -1,0 +1,131 @@
+"""open-instruct's scripts and files, of this commit and of earlier ones -> a stage for open-instruct."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from launcher.stage.conversion import data_sets, local_rows
+from launcher.stage.conversion.ledger import ConversionLedger
+from launcher.stage.conversion.settings import Setting, is_off, is_on
+
+_UNNEEDED: Mapping[str, str] = {
+    "dataset_mix_dir": "open-instruct keeps no mixed file; launch knows data by content",
+    "use_flash_attn": "removed upstream: attention is detected from what is installed",
+    "overwrite_output_dir": "launch decides whether a run continues: `--fresh` starts over",
+    "do_train": "a stage trains",
+}
+_NAMES: Mapping[str, str] = {
+    "tokenizer_name": "tokenizer_name_or_path",
+    "hf_repo_name": "hf_repo_id",
+    "lora_r": "lora_rank",
+}
+_DPO_NAMES: Mapping[str, str] = {
+    "num_train_epochs": "num_epochs",
+    "dataset_mixer_list": "mixer_list",
+    "dataset_mixer_list_splits": "mixer_list_splits",
+}
+
+
+def convert(ledger: ConversionLedger) -> None:
+    """Settle the settings of open-instruct's own scripts."""
+    names = dict(_NAMES)
+    if "mixer_list" in ledger.schema.fields:
+        names |= _DPO_NAMES
+    _data(ledger)
+    _tokenizer(ledger)
+    _report(ledger)
+    _recomputation(ledger)
+    for setting in ledger.recipe.settings:
+        ledger.by_name(setting, names, {}, _UNNEEDED)
+    for key, value in (("push_to_hub", False), ("try_launch_beaker_eval_jobs", False)):
+        if key in ledger.schema.fields and key not in ledger.draft.rows and ledger.recipe.get(key) is None:
+            ledger.draft.add_defaults({key: value}, note="launch's choice: upstream's default uploads")
+
+
+def _listed(ledger: ConversionLedger) -> str:
+    return ledger.entry.names.data
+
+
+def _data(ledger: ConversionLedger) -> None:
+    setting = ledger.take("dataset_mixer_list", "mixer_list")
+    target = _listed(ledger)
+    if setting is not None:
+        value = setting.value
+        amounts = value.split() if isinstance(value, str) else value
+        ledger.carry(setting, target, amounts)
+    for key in ("dataset_mixer", "dataset_name", "train_file"):
+        other = ledger.take(key)
+        if other is None or is_off(other.value):
+            continue
+        if target in ledger.draft.rows:
+            ledger.leave(other, f"`{target}` names the data")
+            continue
+        ledger.carry(other, target, _mixer(other, ledger))
+    _fix_amounts(ledger, target)
+
+
+def _mixer(setting: Setting, ledger: ConversionLedger) -> list[Any]:
+    if isinstance(setting.value, Mapping):
+        listed: list[Any] = []
+        for name, amount in setting.value.items():
+            listed += [str(name), amount]
+        return listed
+    path = str(setting.value)
+    if data_sets.is_file(path):
+        path = data_sets.local_path(path, [ledger.recipe.path.parent])
+        path = local_rows.readable(path, setting, ledger)
+    return [path, 1.0]
+
+
+def _fix_amounts(ledger: ConversionLedger, target: str) -> None:
+    """A mapping's 1 is the whole set; as a word of the list it would be one row."""
+    row = ledger.draft.rows.get(target)
+    mapping = ledger.recipe.get("dataset_mixer")
+    if row is None or mapping is None or not isinstance(mapping.value, Mapping) or not isinstance(row.value, list):
+        return
+    amounts = []
+    for item in row.value:
+        amounts.append(1.0 if item == 1 and not isinstance(item, bool | str) else item)
+    ledger.draft.rows[target] = row._replace(value=amounts)
+
+
+def _tokenizer(ledger: ConversionLedger) -> None:
+    slow = ledger.take("use_slow_tokenizer")
+    if slow is not None and "use_fast" in ledger.schema.fields:
+        if is_on(slow.value):
+            ledger.carry(slow, "use_fast", value=False)
+        else:
+            ledger.leave(slow, "off: the fast tokenizer is the default", matters=False)
+
+
+def _recomputation(ledger: ConversionLedger) -> None:
+    """DPO recomputes activations where `activation_memory_budget` is below 1 (open_instruct/dpo_tune_cache.py:376)."""
+    setting = ledger.take("gradient_checkpointing")
+    target = "activation_memory_budget"
+    is_older = "gradient_checkpointing" not in ledger.schema.fields and target in ledger.schema.fields
+    if setting is None or not is_older or ledger.recipe.get(target) is not None:
+        return
+    if is_on(setting.value):
+        ledger.carry(setting, target, 0.5, note="gradient_checkpointing: below 1 it recomputes")
+    else:
+        ledger.leave(setting, f"`{target}` is 1 by default", matters=False)
+
+
+def _report(ledger: ConversionLedger) -> None:
+    """`report_to` may be a list of one there."""
+    setting = ledger.take("report_to")
+    if setting is None or "report_to" not in ledger.schema.fields:
+        return
+    value = setting.value
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if value in ("wandb", "all"):
+        ledger.carry(setting, "report_to", value)
+        return
+    tracking = ledger.take("with_tracking")
+    if tracking is not None and is_on(tracking.value):
+        ledger.leave(setting, "`with_tracking` asks for wandb's tracker alone (open_instruct/finetune.py)")
+        ledger.leave(
+            tracking, f"`report_to: {value}` is no tracker of open-instruct's: launch keeps the curves itself"
+        )

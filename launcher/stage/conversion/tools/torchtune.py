@@ -1,0 +1,260 @@
+"""torchtune's recipes (recipes/configs) and `tune run`: components of its own, whose names tell model and data."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from launcher.stage.conversion import data_sets, names
+from launcher.stage.conversion.data_sets import DataSet, SourceData
+from launcher.stage.conversion.ledger import PLACEHOLDER, ConversionLedger
+from launcher.stage.conversion.settings import Recipe, Setting, is_off, is_on
+
+_REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+# torchtune/datasets: what its builders load
+_SETS: Mapping[str, tuple[str, bool]] = {
+    "alpaca_dataset": ("tatsu-lab/alpaca", False),
+    "alpaca_cleaned_dataset": ("yahma/alpaca-cleaned", False),
+    "grammar_dataset": ("liweili/c4_200m", False),
+    "samsum_dataset": ("Samsung/samsum", False),
+    "slimorca_dataset": ("Open-Orca/SlimOrca-Dedup", False),
+    "stack_exchange_paired_dataset": ("lvwerra/stack-exchange-paired", True),
+    "hh_rlhf_helpful_dataset": ("RLHFlow/HH-RLHF-Helpful-standard", True),
+    "wikitext_dataset": ("EleutherAI/wikitext_document_level", False),
+    "cnn_dailymail_articles_dataset": ("ccdv/cnn_dailymail", False),
+}
+_SECTIONS = ("tokenizer", "model", "checkpointer", "dataset", "dataset_val", "optimizer", "lr_scheduler", "loss")
+_UNNEEDED: Mapping[str, str] = {
+    "profiler": "launch measures speed and memory itself",
+    "metric_logger": "write `report_to: wandb`, trackio or mlflow",
+    "device": "launch uses GPUs; `--gpus 0` is the CPU",
+    "shuffle": "TRL shuffles; `shuffle_dataset` is about whole sets",
+    "resume_from_checkpoint": "the same command continues a run",
+    "log_peak_memory_stats": "launch reports the peak of memory",
+    "log_level": "launch keeps the whole log",
+    "save_adapter_weights_only": "TRL saves the adapter alone with LoRA",
+    "model": "`model_name_or_path` names the architecture",
+    "tokenizer": "the tokenizer lies with the model",
+    "tokenizer.path": "the tokenizer lies with the model",
+    "tokenizer.merges_file": "the tokenizer lies with the model",
+    "checkpointer.checkpoint_files": "transformers finds the files of the folder",
+    "checkpointer.model_type": "transformers tells it from the model",
+    "checkpointer.recipe_checkpoint": "the same command continues a run",
+    "checkpointer.output_dir": "`output_dir` holds it",
+    "checkpointer": "transformers loads the model",
+    "ref_checkpointer": "TRL takes the model itself for the reference",
+    "optimizer.fused": "`optim` names a fused optimizer",
+    "model.apply_lora_to_output": "`lora_target_modules` names the layers",
+    "loss": "TRL's own loss",
+    "lr_scheduler": "`lr_scheduler_type` names it",
+    "optimizer": "`optim` names it",
+    "dataset": "`dataset_name` names it",
+}
+_REASONS: Mapping[str, str] = {
+    "max_steps_per_epoch": "write `max_steps`",
+    "tokenizer.prompt_template": "TRL takes the template of the tokenizer",
+}
+_DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
+_LORA_LAYERS = {"output_proj": "o_proj"}
+_MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+def flatten(recipe: Recipe) -> None:
+    """Give the keys of torchtune's sections dotted names, and references their values."""
+    flat: list[Setting] = []
+    for setting in recipe.settings:
+        if setting.key in _SECTIONS and isinstance(setting.value, Mapping):
+            for name, value in setting.value.items():
+                key = setting.key if name == "_component_" else f"{setting.key}.{name}"
+                flat.append(_changed(setting, key, value))
+        else:
+            flat.append(setting)
+    values = {setting.key: setting.value for setting in flat}
+    recipe.settings = [_changed(setting, setting.key, _resolved(setting.value, values)) for setting in flat]
+
+
+def _changed(setting: Setting, key: str, value: Any) -> Setting:
+    written = setting.written if setting.written.startswith("-") else key
+    return Setting(
+        key=key, value=value, written=written, file=setting.file, line=setting.line, missing=setting.missing
+    )
+
+
+def _resolved(value: Any, values: Mapping[str, Any]) -> Any:
+    for _ in range(5):
+        if not isinstance(value, str):
+            return value
+        match = _REFERENCE.fullmatch(value)
+        if match is not None and match[1] in values:
+            value = values[match[1]]
+            continue
+        value = _REFERENCE.sub(lambda found: str(values.get(found[1], found[0])), value)
+    return value
+
+
+def convert(ledger: ConversionLedger) -> None:
+    """Settle the settings of a recipe."""
+    _model(ledger)
+    _data(ledger)
+    _lora(ledger)
+    _optimizer(ledger)
+    _precision(ledger)
+    limit = ledger.take("max_steps_per_epoch")
+    epochs = ledger.recipe.value("epochs") or 1
+    if limit is not None and isinstance(limit.value, int) and isinstance(epochs, int):
+        ledger.carry(limit, "max_steps", limit.value * epochs)
+    logger = ledger.take("metric_logger")
+    if logger is not None and "WandB" in str(logger.value):
+        ledger.carry(logger, "report_to", "wandb")
+    data_sets.settle_evaluation(ledger)
+    if not {"test_split_size", "dataset_test_split"} & ledger.draft.rows.keys():
+        for key in ("run_val_every_n_steps", "batch_size_val"):
+            setting = ledger.take(key)
+            if setting is not None:
+                ledger.leave(setting, "no rows are set aside", matters=not is_off(setting.value) and key[0] == "r")
+    names.carry_rest(ledger, names.TORCHTUNE, _REASONS, _UNNEEDED)
+
+
+def _model(ledger: ConversionLedger) -> None:
+    folder = ledger.take("checkpointer.checkpoint_dir", "checkpoint_dir", "base_model_path")
+    if folder is not None:
+        ledger.carry(folder, "model_name_or_path", str(folder.value).rstrip("/"))
+        ledger.check(
+            folder, "a folder that `tune download` filled: transformers needs its config.json and safetensors"
+        )
+    for key in ("model", "tokenizer"):
+        setting = ledger.take(key)
+        if setting is not None and folder is not None:
+            ledger.point(setting, "model_name_or_path")
+
+
+def _data(ledger: ConversionLedger) -> None:
+    component = ledger.take("dataset")
+    if component is None:
+        return
+    if isinstance(component.value, list):
+        _several(ledger, component)
+        return
+    mixture = SourceData(setting=component)
+    data, also = _data_set(ledger, component)
+    mixture.sets.append(data)
+    validation = ledger.take("dataset_val.split")
+    if validation is not None:
+        ledger.leave(validation, "TRL's script holds back a part by `test_split_size`, or a split by name")
+    data_sets.write(ledger, mixture, *also)
+    for key in ("dataset_val", "dataset_val.source", "dataset_val.packed"):
+        setting = ledger.take(key)
+        if setting is not None:
+            ledger.leave(
+                setting, "TRL's script evaluates on a split or a part of the training set alone", matters=False
+            )
+    _mask(ledger, component)
+
+
+def _data_set(ledger: ConversionLedger, component: Setting) -> tuple[DataSet, list[Setting]]:
+    builder = str(component.value).rpartition(".")[2]
+    also: list[Setting] = []
+    path = _SETS.get(builder, ("", False))[0]
+    split = None
+    files = None
+    name = None
+    for key in ("source", "split", "data_files", "name", "subset"):
+        setting = ledger.take(f"dataset.{key}")
+        if setting is None or is_off(setting.value):
+            continue
+        also.append(setting)
+        if key == "source":
+            path = str(setting.value)
+        elif key == "split":
+            split = str(setting.value)
+        elif key == "data_files":
+            files = setting.value
+        else:
+            name = str(setting.value)
+    if not path:
+        path = f"{PLACEHOLDER}_{builder}"
+        ledger.check(component, f"write the data set: launch does not know what `{builder}` loads")
+    if builder in _SETS:
+        needs = "`chosen` and `rejected`" if _SETS[builder][1] else "`messages`, or `prompt` and `completion`"
+        ledger.check(component, f"`{builder}` makes rows of {path}: TRL needs rows with {needs}")
+    elif path.startswith(PLACEHOLDER) is False:
+        ledger.check(component, f"how `{builder}` makes rows is not applied: `launch preview` shows what TRL reads")
+    return DataSet(path=path, split=split, files=files, name=name), also
+
+
+def _several(ledger: ConversionLedger, component: Setting) -> None:
+    """A list of components, which torchtune joins."""
+    mixture = SourceData(setting=component)
+    for entry in component.value:
+        content = entry if isinstance(entry, Mapping) else {}
+        builder = str(content.get("_component_", "")).rpartition(".")[2]
+        path = str(content.get("source") or _SETS.get(builder, (f"{PLACEHOLDER}_{builder}", False))[0])
+        mixture.sets.append(DataSet(path=path, split=content.get("split"), files=content.get("data_files")))
+    data_sets.write(ledger, mixture)
+    ledger.check(component, "how torchtune's builders make rows is not applied: `launch preview` shows what TRL reads")
+
+
+def _mask(ledger: ConversionLedger, component: Setting) -> None:
+    """`train_on_input` is set by every builder of its own; most mask questions."""
+    setting = ledger.take("dataset.train_on_input", "dataset.masking_strategy")
+    if "completion_only_loss" not in ledger.schema.fields:
+        return
+    if setting is not None and (is_on(setting.value) or setting.value == "train_on_all"):
+        ledger.carry(setting, "completion_only_loss", value=False)
+        return
+    builder = str(component.value).rpartition(".")[2]
+    masks = setting is not None or builder in ("chat_dataset", "instruct_dataset", "slimorca_dataset")
+    if not masks:
+        return
+    data_sets.mask_questions(ledger, setting or component, "the loss counts answers alone there")
+
+
+def _lora(ledger: ConversionLedger) -> None:
+    layers = ledger.take("model.lora_attn_modules")
+    model = ledger.recipe.get("model")
+    if layers is None and ledger.take("model.lora_rank") is None:
+        return
+    about = layers or ledger.take("model.lora_rank")
+    if about is None:
+        return
+    ledger.carry(about, "use_peft", value=True)
+    modules = [_LORA_LAYERS.get(str(name), str(name)) for name in (layers.value if layers is not None else ())]
+    mlp = ledger.take("model.apply_lora_to_mlp")
+    if mlp is not None and is_on(mlp.value):
+        modules += _MLP
+    ledger.carry(about, "lora_target_modules", modules or ["all-linear"])
+    if mlp is not None:
+        ledger.point(mlp, "lora_target_modules")
+    if model is not None and "qlora" in str(model.value):
+        ledger.carry(model, "load_in_4bit", value=True)
+
+
+def _optimizer(ledger: ConversionLedger) -> None:
+    setting = ledger.take("optimizer")
+    if setting is not None:
+        kind = str(setting.value).rpartition(".")[2]
+        optim = {"AdamW": "adamw_torch", "PagedAdamW8bit": "paged_adamw_8bit", "PagedAdamW": "paged_adamw_32bit"}.get(
+            kind
+        )
+        fused = ledger.take("optimizer.fused")
+        if optim == "adamw_torch" and fused is not None and is_on(fused.value):
+            optim = "adamw_torch_fused"
+            ledger.point(fused, "optim")
+        if optim is None:
+            ledger.leave(setting, f"`{kind}`: write `optim`")
+        else:
+            ledger.carry(setting, "optim", optim)
+    scheduler = ledger.take("lr_scheduler")
+    if scheduler is not None and "cosine" in str(scheduler.value):
+        ledger.carry(scheduler, "lr_scheduler_type", "cosine")
+    elif scheduler is None:
+        ledger.draft.add_defaults({"lr_scheduler_type": "constant"})
+
+
+def _precision(ledger: ConversionLedger) -> None:
+    setting = ledger.take("dtype")
+    if setting is not None:
+        ledger.carry(setting, "dtype", _DTYPES.get(str(setting.value), setting.value))
+        if str(setting.value) == "bf16":
+            ledger.carry(setting, "bf16", value=True)

@@ -1,0 +1,261 @@
+"""Sources with TRL's names: its own scripts and files, the alignment handbook's recipes, and scripts of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from launcher.stage.conversion import data_sets, names, templates
+from launcher.stage.conversion.data_sets import DataSet, SourceData
+from launcher.stage.conversion.ledger import PLACEHOLDER, ConversionLedger
+from launcher.stage.conversion.settings import Recipe, Setting, is_off, is_on, words
+
+_VARIABLE = "set WANDB_PROJECT and WANDB_ENTITY where it runs"
+REASONS: Mapping[str, str] = {
+    "env": "set the variables where it runs",
+    "wandb_project": _VARIABLE,
+    "wandb_entity": _VARIABLE,
+    "auto_insert_empty_system_msg": "the tokenizer's template decides it",
+    "gamma_beta_ratio": "SimPO's margin: TRL's DPO has no such loss",
+    "simpo_gamma": "SimPO's margin: TRL's DPO has no such loss",
+}
+UNNEEDED: Mapping[str, str] = {
+    "config_file": "`deepspeed:` covers it",
+    "overwrite_output_dir": "launch decides whether a run continues: `--fresh` starts over",
+    "do_train": "a stage trains",
+    "use_chat_template": "TRL applies the template to rows of messages",
+    "lazy_preprocess": "TRL prepares the rows before it trains",
+    "use_fast_tokenizer": "transformers takes the fast tokenizer",
+}
+_OWN_REASONS: Mapping[str, str] = {
+    **REASONS,
+    "conversation_template": "TRL takes the template of the tokenizer",
+    "template": "TRL takes the template of the tokenizer",
+    "chat_template_format": "TRL takes the template of the tokenizer; `chat_template_path` names another one",
+    **dict.fromkeys(
+        "conv_template prompt_template_name prompt_type conv_type".split(), "TRL takes the template of the tokenizer"
+    ),
+    **dict.fromkeys(
+        "eval_data_path validation_file validation_file_dir eval_file val_file eval_dir eval_dataset test_file "
+        "eval_dataset_path validation_data val_data_path eval_data".split(),
+        "TRL's script evaluates on a split or a part of the training sets alone",
+    ),
+    "cache_dir": "set HF_HOME where it runs",
+    "template_path": "TRL takes the template of the tokenizer; `chat_template_path` names another one",
+}
+_DATA = (
+    "dataset_name dataset dataset_path data_path dataset_name_or_path train_file train_files "
+    "train_data train_data_path train_dir train_file_dir data_dir train_file_path train_dataset "
+    "dataset_id data data_file data_files sft_data_path train_path dataset_dir training_data "
+    "dataset_names datasets"
+).split()
+
+
+def convert(ledger: ConversionLedger) -> None:
+    """Settle the settings of TRL's own scripts and files."""
+    _sets_as_they_are(ledger)
+    _common(ledger)
+    names.carry_rest(ledger, names.TRL, REASONS, UNNEEDED)
+
+
+def _common(ledger: ConversionLedger) -> None:
+    templates.settle(ledger)
+    names.warmup(ledger)
+    names.lora(ledger)
+    names.reentrant(ledger)
+    data_sets.settle_evaluation(ledger)
+
+
+def _sets_as_they_are(ledger: ConversionLedger) -> None:
+    """The sets of TRL's own file; a single whole one as `dataset_name`, which says the same."""
+    setting = ledger.take("datasets")
+    if setting is not None and isinstance(setting.value, list):
+        sets = setting.value
+        keys = set(sets[0]) if len(sets) == 1 and isinstance(sets[0], Mapping) else set()
+        beside = ledger.recipe.get("test_split_size", "streaming")
+        if keys and not keys - {"path", "name"} and beside is None:
+            data = DataSet(path=str(sets[0]["path"]), name=sets[0].get("name"))
+            data_sets.write(ledger, SourceData(setting=setting, sets=[data]))
+        else:
+            ledger.carry(setting, "datasets", sets)
+    setting = ledger.take("dataset_name")
+    if setting is not None and isinstance(setting.value, str) and data_sets.is_file(setting.value):
+        _file(ledger, setting)
+
+
+def _file(ledger: ConversionLedger, setting: Setting) -> None:
+    path = data_sets.local_path(str(setting.value), [ledger.recipe.path.parent])
+    data_sets.write(ledger, SourceData(setting=setting, sets=[DataSet(path=path)]))
+
+
+def convert_handbook(ledger: ConversionLedger) -> None:
+    """Settle the settings of a recipe of the alignment handbook."""
+    _mixture(ledger)
+    _mixer(ledger)
+    _common(ledger)
+    names.carry_rest(ledger, names.TRL, REASONS, UNNEEDED)
+
+
+def _mixture(ledger: ConversionLedger) -> None:
+    """`dataset_mixture: {datasets: [{id, config, split, columns, weight}], test_split_size, seed}`."""
+    setting = ledger.take("dataset_mixture")
+    if setting is None or not isinstance(setting.value, Mapping):
+        return
+    content = setting.value
+    mixture = SourceData(setting=setting, test_size=content.get("test_split_size"))
+    for item in content.get("datasets") or ():
+        if isinstance(item, Mapping):
+            mixture.sets.append(_of_entry(item))
+    data_sets.write(ledger, mixture)
+    data_sets.advise(ledger, mixture)
+    if content.get("seed") is not None:
+        ledger.check(setting, f"`seed: {content['seed']}` of the mixture is not carried: TRL shuffles with `seed`")
+
+
+def _of_entry(item: Mapping[str, Any]) -> DataSet:
+    weight = item.get("weight")
+    return DataSet(
+        path=str(item.get("id") or item.get("path") or PLACEHOLDER),
+        name=item.get("config") or item.get("name"),
+        split=item.get("split"),
+        columns=tuple(item.get("columns") or ()),
+        share=float(weight) if isinstance(weight, int | float) else None,
+    )
+
+
+def _mixer(ledger: ConversionLedger) -> None:
+    """`dataset_mixer: {name: share}` with `dataset_splits` and `dataset_configs`."""
+    setting = ledger.take("dataset_mixer")
+    if setting is None:
+        return
+    if not isinstance(setting.value, Mapping):
+        return
+    splits = ledger.take("dataset_splits")
+    configs = ledger.take("dataset_configs")
+    listed = words(splits.value) if splits is not None else ["train", "test"]
+    train = [name for name in listed if "train" in name] or [name for name in listed if "test" not in name]
+    test = [name for name in listed if "test" in name]
+    named = words(configs.value) if configs is not None else []
+    mixture = SourceData(setting=setting)
+    for index, (path, share) in enumerate(setting.value.items()):
+        for split in train or ["train"]:
+            data = DataSet(
+                path=str(path),
+                name=named[index] if index < len(named) else None,
+                split=split,
+                share=float(share) if isinstance(share, int | float) else None,
+            )
+            mixture.sets.append(data)
+    is_single = len(mixture.sets) == 1 and mixture.sets[0].share in (None, 1.0)
+    evaluates = _evaluates(ledger)
+    if is_single and test and evaluates:
+        mixture.test_split = test[0]
+    also = [item for item in (splits, configs) if item is not None]
+    data_sets.write(ledger, mixture, *also)
+    data_sets.advise(ledger, mixture)
+    if test and evaluates and not is_single and splits is not None:
+        advice = f"{', '.join(test)} is not evaluated: of several sets TRL's script splits off `test_split_size`"
+        ledger.check(splits, advice)
+
+
+def _evaluates(ledger: ConversionLedger) -> bool:
+    setting = ledger.recipe.get("eval_strategy", "evaluation_strategy")
+    if setting is not None:
+        return not is_off(setting.value)
+    setting = ledger.recipe.get("do_eval")
+    return setting is not None and is_on(setting.value)
+
+
+def flatten(recipe: Recipe) -> None:
+    """Give hydra's overrides, such as `model.name_or_path=...`, the last part of their names."""
+    for index, setting in enumerate(recipe.settings):
+        recipe.settings[index] = replace(setting, key=setting.key.rpartition(".")[2])
+
+
+def convert_own(ledger: ConversionLedger) -> None:
+    """Settle the settings of a script that nobody knows: names that say what they mean."""
+    model = ledger.take("name_or_path")
+    short = ledger.take("model")
+    if model is not None and short is not None:
+        ledger.leave(short, f"`{model.written}` names the model")
+    loss = ledger.take("loss", "loss_name")
+    if loss is not None and str(loss.value).lower() == ledger.draft.stage:
+        ledger.point(loss, "stage")
+    names.bits(ledger)
+    setting = ledger.take(*_DATA)
+    if setting is not None:
+        _own_data(ledger, setting)
+    _common(ledger)
+    _own_mask(ledger)
+    _ambiguous(ledger)
+    names.carry_rest(ledger, names.OWN, _OWN_REASONS, UNNEEDED)
+    _say_unknown(ledger)
+
+
+def _own_data(ledger: ConversionLedger, setting: Setting) -> None:
+    values = setting.value if isinstance(setting.value, list) else words(str(setting.value).strip("[]"))
+    splits = ledger.take("splits", "dataset_split")
+    listed = words(splits.value) if splits is not None else []
+    limit = ledger.take("max_train_samples", "max_samples", "num_train_samples", "max_examples", "train_samples")
+    count = limit.value if limit is not None and isinstance(limit.value, int) and limit.value > 0 else None
+    share = ledger.take("val_set_size", "validation_split_percentage", "split_dataset_ratio", "eval_split_ratio")
+    mixture = SourceData(setting=setting)
+    for item in values:
+        path = str(item.get("path")) if isinstance(item, Mapping) else str(item)
+        if data_sets.is_file(path):
+            path = data_sets.local_path(path, [ledger.recipe.path.parent])
+        mixture.sets.append(DataSet(path=path, split=listed[0] if listed else None, rows=count))
+    if len(listed) > 1 and _evaluates(ledger):
+        mixture.test_split = listed[1]
+    also = [] if splits is None else [splits]
+    if limit is not None and count is not None:
+        also.append(limit)
+    if share is not None and isinstance(share.value, int | float) and share.value > 0:
+        mixture.test_size = share.value / 100 if "percentage" in share.key else share.value
+        also.append(share)
+    elif share is not None:
+        ledger.leave(share, "no rows are set aside", matters=False)
+    data_sets.write(ledger, mixture, *also)
+
+
+_MASKS = ("mask_user", "mask_prompt", "mask_inputs", "mask_question", "only_train_on_response", "completion_only")
+_TRAINS_ON_ALL = ("train_on_inputs", "train_on_source", "train_on_prompt", "train_on_input")
+
+
+def _own_mask(ledger: ConversionLedger) -> None:
+    """Flags whose names say which tokens count in the loss."""
+    if "assistant_only_loss" not in ledger.schema.fields:
+        return
+    masks = ledger.take(*_MASKS)
+    if masks is not None and is_on(masks.value):
+        data_sets.mask_questions(ledger, masks, "answers alone")
+    whole = ledger.take(*_TRAINS_ON_ALL)
+    if whole is not None and is_on(whole.value):
+        ledger.carry(whole, "completion_only_loss", value=False)
+    elif whole is not None:
+        data_sets.mask_questions(ledger, whole, "answers alone")
+
+
+_AMBIGUOUS = frozenset({"batch_size", "train_batch_size", "bs"})
+
+
+def _ambiguous(ledger: ConversionLedger) -> None:
+    """Names that one script means otherwise than another."""
+    for setting in ledger.recipe.settings:
+        if setting.key in _AMBIGUOUS and not ledger.is_settled(setting) and not setting.missing:
+            ledger.check(setting, "taken as rows per device; of all devices together it is `batch.global`")
+
+
+def _say_unknown(ledger: ConversionLedger) -> None:
+    """What a script of one's own does with rows is in its code, which is not read."""
+    setting = ledger.recipe.get(*_DATA) or ledger.recipe.get(*ledger.carried)
+    if setting is None and ledger.recipe.settings:
+        setting = ledger.recipe.settings[0]
+    if setting is None:
+        return
+    advice = (
+        f"{ledger.recipe.program} is a script of its own: how it writes rows, and which tokens count in its loss, "
+        "is not read; `launch preview` shows what TRL does"
+    )
+    ledger.check(setting, advice)

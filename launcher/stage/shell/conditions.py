@@ -1,0 +1,137 @@
+"""The truth of tests in a script: true, false, or None where the script does not tell."""
+
+from __future__ import annotations
+
+import fnmatch
+import operator
+from collections.abc import Callable, Mapping
+
+from launcher.stage.shell import expansion
+from launcher.stage.shell.expansion import Argument, ShellScope
+from launcher.stage.shell.lexer import Word
+from launcher.stage.shell.syntax import Arithmetic, Joined, Node, Simple
+
+_NUMBERS: Mapping[str, Callable[[int, int], bool]] = {
+    "-eq": operator.eq,
+    "-ne": operator.ne,
+    "-gt": operator.gt,
+    "-ge": operator.ge,
+    "-lt": operator.lt,
+    "-le": operator.le,
+}
+
+
+def holds(nodes: tuple[Node, ...], scope: ShellScope) -> bool | None:
+    """Whether a condition holds: that of its last command."""
+    if not nodes:
+        return None
+    last = nodes[-1]
+    if isinstance(last, Joined):
+        return _joined(last, scope)
+    if isinstance(last, Simple):
+        return _command(last, scope)
+    if isinstance(last, Arithmetic):
+        return _comparison(last.text, scope)
+    return None
+
+
+def _joined(node: Joined, scope: ShellScope) -> bool | None:
+    value: bool | None = None
+    for sign, item in node.items:
+        current = holds((item,), scope)
+        if sign == "&&":
+            value = _and(value, current)
+        elif sign == "||":
+            value = _or(value, current)
+        elif sign == "|":
+            return None
+        else:
+            value = current
+    return value
+
+
+def _and(left: bool | None, right: bool | None) -> bool | None:
+    if left is False or right is False:
+        return False
+    return None if left is None or right is None else True
+
+
+def _or(left: bool | None, right: bool | None) -> bool | None:
+    if left is True or right is True:
+        return True
+    return None if left is None or right is None else False
+
+
+def _command(node: Simple, scope: ShellScope) -> bool | None:
+    first = node.words[0].keyword if node.words else None
+    if first in ("true", ":"):
+        return True
+    if first == "false":
+        return False
+    if first not in ("[", "[[", "test"):
+        return None
+    terms = [_term(word, scope) for word in node.words[1:]]
+    if terms and terms[-1].text in ("]", "]]"):
+        terms.pop()
+    return _test(terms)
+
+
+def _term(word: Word, scope: ShellScope) -> Argument:
+    """A word of a test. A variable that nothing sets is empty there: that is what tests are for."""
+    argument = expansion.expand_text(word, scope)
+    if len(word.parts) == 1 and word.parts[0].kind == "variable" and argument.missing:
+        name = word.parts[0].text
+        if not name.isdecimal() and name not in scope.variables and argument.text == f"${name}":
+            return Argument("", argument.line)
+    return argument
+
+
+def _test(terms: list[Argument]) -> bool | None:
+    for sign, join in (("||", _or), ("-o", _or), ("&&", _and), ("-a", _and)):
+        for index, term in enumerate(terms):
+            if term.text == sign and 0 < index < len(terms) - 1:
+                return join(_test(terms[:index]), _test(terms[index + 1 :]))
+    texts = [term.text for term in terms]
+    if texts and texts[0] == "!":
+        value = _test(terms[1:])
+        return None if value is None else not value
+    if any(term.missing for term in terms):
+        return None
+    match texts:
+        case [text]:
+            return bool(text)
+        case ["-z", text]:
+            return not text
+        case ["-n", text]:
+            return bool(text)
+        case ["-v", _]:
+            return None
+        case [left, ("=" | "=="), right]:
+            return fnmatch.fnmatchcase(left, right)
+        case [left, "!=", right]:
+            return not fnmatch.fnmatchcase(left, right)
+        case [left, sign, right] if sign in _NUMBERS:
+            return _compared(left, sign, right)
+    return None
+
+
+def _compared(left: str, sign: str, right: str) -> bool | None:
+    try:
+        return _NUMBERS[sign](int(left), int(right))
+    except ValueError:
+        return None
+
+
+def _comparison(text: str, scope: ShellScope) -> bool | None:
+    """`(( a > b ))`."""
+    signs = {"==": "-eq", "!=": "-ne", ">=": "-ge", "<=": "-le", ">": "-gt", "<": "-lt"}
+    for sign, name in signs.items():
+        left, found, right = text.partition(sign)
+        if found:
+            first = expansion.calculate(left, scope)
+            second = expansion.calculate(right.lstrip("= "), scope)
+            if first is None or second is None:
+                return None
+            return _NUMBERS[name](first, second)
+    number = expansion.calculate(text, scope)
+    return None if number is None else number != 0

@@ -5,13 +5,12 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from launcher.dataset import mixture, sources, survey
 from launcher.dataset.mixer import entry_rows
 from launcher.errors import Finding, InvalidConfig, Severity, launch_finding
-from launcher.rules import registry
-from launcher.rules.context import Context
 from launcher.stage.batch import divisors, impossible
 from launcher.stage.stage import Stage, preferred_attention, trend_fault
 from launcher.upstream.schema import Values
@@ -28,7 +27,8 @@ class Derived(NamedTuple):
 class Plan:
     """What will run on how many devices.
 
-    `gpus` 0 is the CPU. `per_device` x `accumulation` x devices = `global_batch`, in rows. `rows` and
+    `gpus` 0 is the CPU. `devices` are groups of processes that share their rows. `per_device` x `accumulation` x
+    `devices` = `global_batch`, in rows. `rows` and
     `steps` are None where they cannot be known without reading data elsewhere. `values` are the typed
     values, derived ones included.
     """
@@ -36,6 +36,7 @@ class Plan:
     stage: Stage
     gpus: int
     nodes: int
+    devices: int
     per_device: int
     accumulation: int
     global_batch: int
@@ -48,6 +49,11 @@ class Plan:
     @property
     def processes(self) -> int:
         return max(1, self.gpus) * self.nodes
+
+    @property
+    def all_findings(self) -> tuple[Finding, ...]:
+        """What is worth saying of the stage, and of it on these devices."""
+        return (*self.stage.findings, *self.findings)
 
     @property
     def mixed_precision(self) -> str:
@@ -109,11 +115,13 @@ def make(
     output: Path | None = None,
     packages: Mapping[str, str] | None = None,
     rows: int | None = None,
+    decided: Mapping[str, Derived] = MappingProxyType({}),
 ) -> Plan:
     """Solve the batch for this many GPUs (a node) and settle every argument.
 
     `output` is where the model goes when the stage file names no place; `packages` are those of the
     trainer's Python, where they count; `rows` are those of the data set where somebody says how many.
+    `decided` are values that hold whatever the stage file says.
     Raises InvalidConfig with the nearest possible splits where the global batch cannot be divided.
     """
     names = stage.entry.names
@@ -144,12 +152,9 @@ def make(
         derived[names.output] = Derived(str(output), why)
         if names.exact_output is not None and names.exact_output in stage.schema.fields:
             derived.setdefault(names.exact_output, Derived(True, why))
+    derived |= decided
     values = Values(stage.schema, {**stage.args, **{k: d.value for k, d in derived.items()}})
     rows = count_rows(stage, values) if rows is None else rows
-    context = Context(values=values, gpus=max(1, gpus) * nodes, per_device=per_device, accumulation=accumulation)
-    is_global = batch is not None and batch.total is not None
-    found = registry.of_split(context, rows, devices=devices, is_global=is_global)
-    notes += map(stage.config.placed, found)
     steps = total_steps(stage, values, rows, world)
     late = trend_fault(stage.options, steps)
     if late is not None and late.key not in {finding.key for finding in stage.findings}:
@@ -159,6 +164,7 @@ def make(
         stage=stage,
         gpus=gpus,
         nodes=nodes,
+        devices=devices,
         per_device=per_device,
         accumulation=accumulation,
         global_batch=world,

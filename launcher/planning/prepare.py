@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 
 from launcher.cache import inputs, keys
 from launcher.cache.keys import Cache, environment
-from launcher.errors import Finding, InvalidConfig, errors, launch_finding
+from launcher.errors import Finding, InvalidConfig, about, errors, launch_finding
 from launcher.machine.devices import Devices
 from launcher.machine.python import Trainer
 from launcher.paths import exists
 from launcher.plan import command, plan
 from launcher.plan.plan import Plan
-from launcher.planning.collect import Facts, Scope, accept_overlap, collect
+from launcher.planning import check
+from launcher.planning.collect import Facts, Scope, collect
 from launcher.planning.doctor import checks
 from launcher.planning.neighbourhood import OutputPlace
 from launcher.planning.request import Request
@@ -57,7 +58,7 @@ class Prepared:
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        return (*self.plan.stage.findings, *self.plan.findings, *self.warnings)
+        return (*self.plan.all_findings, *self.warnings)
 
     def as_json(self) -> dict[str, object]:
         shown = self.command.redacted()
@@ -109,7 +110,7 @@ def _locate(facts: Facts, machine: Rendezvous | None) -> _Location:
     else:
         folder = request.folder
         attempt = max(one.attempts() for one in folder.nodes()) + 1
-    if facts.packages is None and exists(folder.path):
+    if facts.machine is None and exists(folder.path):
         # what is pasted is no attempt of that run, and must not write into its record
         dry_run_folder, _ = rundir.choose(kind, stage.name, None, root)
     earlier = folder if attempt > 1 else None
@@ -134,30 +135,27 @@ def complete(facts: Facts) -> Prepared:
     """
     request, trainer = facts.request, facts.trainer
     machine: Rendezvous | None = None
-    chosen: Devices | None = None
-    if facts.packages is not None and not request.elsewhere:
+    if facts.look is not None:
         machine = rendezvous.find(request.nodes, request.node_rank, request.main_address, os.environ)
-        chosen = facts.choose_devices()
     location = _locate(facts, machine)
-    made = plan.make(
-        facts.stage,
-        gpus=facts.gpus,
-        nodes=request.nodes,
+    made = check.settle(
+        facts,
         output=location.folder.path / "model",
-        packages=facts.packages,
+        decided=location.output.derived,
+        attempts=len(location.history) or None,
     )
-    made = plan.with_derived(made, location.output.derived)
     output = _output(made)
     place = _place(made, location, output, machine)
     if place is not None:
         made = replace(made, findings=(*made.findings, *map(made.stage.config.placed, place.nested())))
-    if facts.packages is None:
+    if facts.machine is None:
         caches = keys.derive(made, trainer.packages, lenient=True)
         beside = _foreign(made, place, ())
         return _prepared(facts, location, keys.applied(made, caches), caches=caches, warnings=beside)
-    made = replace(made, findings=(*made.findings, *checks.situation(made, trainer, output)))
-    # about the machine, not the stage file: --strict leaves them warnings
-    warnings = checks.require_ready(made, trainer, chosen, elsewhere=request.elsewhere)
+    if any(finding.about != "machine" for finding in errors(made.all_findings)):
+        raise InvalidConfig(made.all_findings)
+    chosen = facts.choose_devices()
+    warnings = checks.require_ready(made, trainer, chosen)
     caches = keys.derive(made, trainer.packages)
     made = keys.applied(made, caches)
     now = inputs.of_plan(made)
@@ -173,18 +171,16 @@ def complete(facts: Facts) -> Prepared:
     )
     if decision.kind == "finished" and location.earlier not in (None, location.folder):
         location = location._replace(folder=location.earlier)
-    # what a rule says of the output folder, the run's own record says better
-    better = {f.code for f in decision.findings} | (resume.SUPERSEDED if location.history else set())
-    known = [f for f in (*made.findings, *keys.findings(made, caches)) if f.code not in better]
-    warnings = (*warnings, *_foreign(made, place, (*known, *decision.findings)))
+    findings = (*made.findings, *keys.findings(made, caches), *decision.findings)
+    made = replace(plan.with_derived(made, decision.derived), findings=findings)
     return _prepared(
         facts,
         location,
-        replace(plan.with_derived(made, decision.derived), findings=(*known, *decision.findings)),
+        made,
         caches=caches,
         machine=machine,
         devices=chosen,
-        warnings=warnings,
+        warnings=(*warnings, *_foreign(made, place, made.all_findings)),
         decision=decision,
         input_digests=tuple(now),
     )
@@ -202,7 +198,7 @@ def _foreign(made: Plan, place: OutputPlace | None, said: Iterable[Finding]) -> 
     if place is None:
         return ()
     codes = frozenset(finding.code for finding in said)
-    return tuple(map(made.stage.config.placed, place.foreign(codes)))
+    return about("machine", map(made.stage.config.placed, place.foreign(codes)))
 
 
 def _output(made: Plan) -> Path | None:
@@ -211,9 +207,8 @@ def _output(made: Plan) -> Path | None:
 
 
 def _prepared(facts: Facts, location: _Location, made: Plan, *, caches: tuple[Cache, ...], **decided: Any) -> Prepared:
-    made = replace(made, findings=accept_overlap(facts.request, made.findings))
-    if errors(made.findings, strict=facts.request.strict):
-        raise InvalidConfig(made.findings)
+    if errors(made.all_findings, strict=facts.request.strict):
+        raise InvalidConfig(made.all_findings)
     watched = made.stage.options.probe is not None
     concealed = command.hide_secrets(made.arguments(), made, os.environ, watched=watched)
     if concealed.exposed:
@@ -305,5 +300,6 @@ def _on_our_command_line(made: Plan) -> Iterator[Finding]:
                 f"`{name}` holds a secret, and every user of the machine can read the command line of launch itself",
                 f"set a variable, and write {name}='${{oc.env:VARIABLE}}'",
                 key=key,
+                about="machine",
                 **origin.place,
             )

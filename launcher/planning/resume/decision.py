@@ -44,8 +44,6 @@ from launcher.verdict import evidence
 
 Kind = Literal["new", "resume", "finished"]
 
-SUPERSEDED = frozenset({"foreign-checkpoints", "finished-output", "not-resumed"})
-"""Codes of rules that know the folder alone: of a run of ours, its `Decision` says more."""
 _LOOKED_AT = 64 * 2**20  # bytes of a log: training begins long before
 
 

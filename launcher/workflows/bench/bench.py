@@ -157,7 +157,7 @@ def plan(bench: Bench, scope: Scope = Scope.PLAN) -> Bench:
         trial_request = short(variant.of(request), made.plan.stage, bench.steps, root / "models", batch)
         try:
             # a trial that a killed command left may have the GPUs: it is ended later
-            prepare.prepare(replace(trial_request, runs=root, elsewhere=True), scope)
+            prepare.complete(collect.collect(replace(trial_request, runs=root), scope).without_gpus())
         except InvalidConfig as error:
             wrong.append((variant.name, error))
         except NotReady as error:
@@ -206,13 +206,13 @@ def _named(found: Iterable[tuple[str, Finding]], count: int) -> list[Finding]:
 def _prepared(request: Request, variant: Variant, base: Callable[[], Plan | None]) -> tuple[Variant, Prepared]:
     """A variant with what follows from it. Raises InvalidConfig, also where its batch cannot be kept."""
     whole = variant.of(request)
-    checked, trainer = collect.judge(whole)
+    checked, trainer = collect.read(whole)
     # what it expects of a switch that is turned is not wrong before it has followed
     findings = tuple(one for one in checked.findings if one.code != "impossible-expectation")
-    resolved = collect.of_checked(whole, replace(checked, findings=findings), trainer, Scope.PLAN)
+    resolved = collect.of_read(whole, replace(checked, findings=findings), trainer, Scope.PLAN)
     more = (*_expected(resolved, variant.keys), *_batch(resolved, variant.keys, base))
     if not more:
-        resolved = collect.of_checked(whole, checked, trainer, Scope.PLAN)
+        resolved = collect.of_read(whole, checked, trainer, Scope.PLAN)
         return variant, prepare.complete(resolved)
     variant = replace(variant, overrides=(*variant.overrides, *more))
     return variant, prepare.prepare(variant.of(request), Scope.PLAN)

@@ -263,7 +263,7 @@ class _Runner:
         known = plans.known_changes(step.plan.stage.schema.fields)
         allowed = tuple(name for name in self.order.common.allowed if name in known)
         request = replace(self.order.request(link, more), allowed=allowed)
-        resolved = replace(step.resolved, request=request, look=None)
+        resolved = replace(step.resolved, request=request).look_again()
         if request.overrides != step.resolved.request.overrides:
             # now that its model is there
             resolved = collect.collect(request, Scope.START)

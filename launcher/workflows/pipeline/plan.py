@@ -18,12 +18,12 @@ from launcher.errors import Finding, InvalidConfig, NotReady, brief, errors, lau
 from launcher.paths import canonical
 from launcher.plan import plan
 from launcher.plan.plan import Plan
-from launcher.planning import collect, prepare
+from launcher.planning import check, collect, prepare
 from launcher.planning.collect import Facts, Scope
 from launcher.planning.doctor import checks
 from launcher.planning.prepare import Prepared
 from launcher.planning.request import Request
-from launcher.planning.resume import changes, decision
+from launcher.planning.resume import changes
 from launcher.runs import runner
 from launcher.stage import stage
 from launcher.upstream.schema import Values
@@ -157,6 +157,13 @@ def _with_model(resolved: Facts, model: Path) -> Facts:
     return replace(resolved, stage=replace(stage, args=args, values=Values(stage.schema, args)))
 
 
+def _settle_like(resolved: Facts, dry: Prepared) -> Plan:
+    """The plan of a stage with the model that its chain begins from, into the folder of its dry run."""
+    name = resolved.stage.entry.names.output
+    placed = {name: dry.plan.derived[name]} if name in dry.plan.derived else {}
+    return check.settle(resolved, decided=placed, attempts=dry.attempt - 1 or None)
+
+
 class _Planner:
     """Goes through the stages in order; collects what is wrong."""
 
@@ -220,35 +227,30 @@ class _Planner:
         facts = resolved if source is None else _with_model(resolved, source.model)
         dry = prepare.complete(facts.of_any_machine())
         if within:
-            self._examine(link, resolved, dry)
+            examined = dry.plan
+            if facts is not resolved or resolved.machine is not None:
+                examined = _settle_like(resolved, dry)
+            self._examine(link, resolved, dry, examined)
         step = PlannedStage(link=link, resolved=resolved, prepared=dry, root=root)
         if named and self._has_own_output(step):
             if source is not None and within:
                 self._check_between(source, step)
             self.steps[link.name] = step
 
-    def _examine(self, link: Link, resolved: Facts, dry: Prepared) -> None:
+    def _examine(self, link: Link, resolved: Facts, dry: Prepared, made: Plan) -> None:
         """With the model that the chain begins from: by the rules, and for a run by this machine."""
-        made = dry.plan
-        if made.stage is not resolved.stage:
-            made = plan.make(resolved.stage, gpus=resolved.gpus, output=Path("model"))
-        self._say(link, (*resolved.stage.findings, *made.findings))
+        # a model of nobody's is not written over
+        self._say(link, (finding for finding in made.all_findings if finding.code != "finished-output"))
         self._say(link, (one for one in dry.findings if one.severity != "note"))
-        if resolved.packages is None:
-            return
-        around = checks.situation(made, resolved.trainer, dry.output)
-        # of a run of ours the start itself knows more; a model of nobody's is not written over
-        known = decision.SUPERSEDED if dry.attempt > 1 else {"finished-output"}
-        self._say(link, [finding for finding in around if finding.code not in known])
-        self.starts.append((link, resolved, made))
+        if resolved.machine is not None:
+            self.starts.append((link, resolved, made))
 
     def ask_machine(self, *, live: bool) -> None:
         """What this machine lacks for any stage; not of its GPUs while one is training on them."""
         for link, resolved, made in self.starts:
             try:
                 chosen = None if live else resolved.choose_devices()
-                found = checks.require_ready(made, resolved.trainer, chosen, elsewhere=live)
-                self._say(link, found)
+                self._say(link, checks.require_ready(made, resolved.trainer, chosen))
             except NotReady as error:
                 self.lacking += [self._named(link, one) for one in error.findings]
 

@@ -5,10 +5,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
-from launcher.errors import Finding, InvalidConfig
+from launcher.errors import Finding, InvalidConfig, errors
 from launcher.plan import plan as plans
-from launcher.plan.plan import Derived, Plan
+from launcher.plan.derive import Derived
+from launcher.plan.plan import Plan
 from launcher.planning.collect import Facts, accept_overlap, unplanned_findings, without_trainer
 from launcher.rules.context import Context, Split
 from launcher.stage import stage as stages
@@ -41,13 +43,21 @@ def settle(
             decided=decided,
         )
     except InvalidConfig as error:
-        findings = unplanned_findings(facts.request, facts.checked, facts.trainer, facts.machine)
+        findings = unplanned_findings(facts.file, facts.checked, facts.machine)
         raise InvalidConfig((*findings, *error.findings)) from None
     ruled = stages.apply_rules(facts.checked, _context(facts, plan, attempts))
     findings = accept_overlap(facts.request, ruled)
     if facts.machine is None:
-        findings = (*without_trainer(facts.request, facts.checked, facts.trainer), *findings)
+        findings = (*without_trainer(facts.file, facts.checked), *findings)
     return replace(plan, stage=replace(plan.stage, findings=findings))
+
+
+def require(facts: Facts, **about: Any) -> Plan:
+    """The same plan, where nothing stops it. Raises InvalidConfig with everything that is worth saying of it."""
+    plan = settle(facts, **about)
+    if errors(plan.all_findings, strict=facts.request.strict):
+        raise InvalidConfig(plan.all_findings)
+    return plan
 
 
 def beyond_file(plan: Plan) -> tuple[Finding, ...]:

@@ -253,6 +253,7 @@ def tune(
     Global batch and loss stay; the result is written as a stage file.
     """
     from launcher.config import durations
+    from launcher.planning import check
     from launcher.planning.collect import Scope, collect
     from launcher.workflows.bench import bench, comparison
     from launcher.workflows.tune import tune
@@ -261,6 +262,7 @@ def tune(
     if shared.slurm:
         # levers, and what fits, depend on the machine of the job
         resolved = collect(shared.request(), Scope.FILE)
+        check.require(resolved)
     else:
         request, cpu, rows = shared.request(), shared.cpu, shared.row_tokens
         prepared = tune.prepare(request, cpu=cpu, steps=steps, row_tokens=rows, budget_s=budget_s, output=output)

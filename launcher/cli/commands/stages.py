@@ -106,15 +106,15 @@ def _conclude_finished(prepared: Prepared, shared: Shared) -> Exit:
 
 def _queue(request: Request, shared: Shared) -> Exit:
     from launcher.lifecycle import start, supervisor
-    from launcher.planning import collect, forecast, prepare
+    from launcher.planning import forecast, prepare
     from launcher.planning.collect import Scope
     from launcher.runs import slurm
 
-    ending, resolved = shared.at_end(), collect.collect(request, Scope.HOST)
-    shared.rehearse_first({"": resolved})
-    prepared = forecast.with_forecast(prepare.complete(resolved))
+    ending = shared.at_end()
+    prepared = forecast.with_forecast(prepare.prepare(request, Scope.HOST))
     if prepared.decision.kind == "finished":
         return _conclude_finished(prepared, shared)
+    shared.rehearse_first({"": prepared.facts})
     options, findings = prepared.plan.stage.options.slurm, prepared.findings
     if (help := slurm.one_cpu(options, prepared.plan.gpus)) is not None:
         message = "the job asks for one core of each machine"

@@ -3,7 +3,6 @@
 import os
 
 from launcher.config import keys
-from launcher.errors import InvalidConfig, errors
 from launcher.machine import devices
 from launcher.machine.devices import Devices
 from launcher.planning import check, collect
@@ -15,9 +14,7 @@ from launcher.planning.request import Request
 
 def of_stage(request: Request, *, importing: bool = True) -> Report:
     resolved = collect.collect(request, Scope.START)
-    plan = check.settle(resolved)
-    if errors(plan.all_findings):
-        raise InvalidConfig(plan.all_findings)
+    plan = check.require(resolved)
     chosen = resolved.choose_devices() or Devices()
     subject = checks.of_plan(plan, resolved.trainer)
     return checks.examine(subject, chosen, look=resolved.look, importing=importing)

@@ -27,7 +27,8 @@ from launcher.machine import codec
 from launcher.machine.codec import Between, Count, Positive
 from launcher.machine.python import Trainer
 from launcher.paths import canonical, exists
-from launcher.plan.plan import Derived, Plan, model_in
+from launcher.plan.derive import Derived
+from launcher.plan.plan import Plan, model_in
 from launcher.planning import checksums
 from launcher.planning.resume import changes, epochs
 from launcher.planning.resume.changes import ResumeChange

@@ -193,10 +193,9 @@ def plan_rungs(
         watched = () if stage.config.options.get("on_hang") is not None else ("on_hang=stop",)
         shorter = (*short_overrides(stage, steps=steps, output=output, batch=batch), f"name={name}", *watched)
         changes, notes = _without_deepspeed(stage, request, count)
-        overrides = (*request.overrides, *shorter, *changes)
+        short = resolved.with_overrides(*shorter, *changes, gpus=count, fresh=True, strict=False)
         # a rung that a killed command left may have the GPUs: it is ended later
-        short = replace(request, gpus=count, overrides=overrides, fresh=True, strict=False)
-        prepared = prepare.complete(collect.collect(short, scope).without_gpus())
+        prepared = prepare.complete(short.without_gpus())
         known = _predicted(prepared.plan, resolved, terms)
         rungs.append(prepared)
         # what the short stage is told of itself is not about the file
@@ -300,9 +299,7 @@ def _climb(ladder: Ladder, rung: Prepared, *, allow_unproven: bool, quiet: bool)
         if not quiet:
             console.say(f"rung {len(ladder.standings) + 1} of {len(ladder.rungs)}: {label(gpus)}")
         place = f"{rung.plan.stage.entry.names.output}={spelt(str(ladder.folder / _MODELS / _short_label(gpus)))}"
-        overrides = (*rung.facts.request.overrides, place)
-        request = replace(rung.facts.request, runs=ladder.folder, overrides=overrides)
-        prepared = prepare.prepare(request, Scope.START)
+        prepared = prepare.complete(rung.facts.with_overrides(place, runs=ladder.folder).look_again())
         if not quiet:
             # its findings were shown with those of all rungs
             console.beginning(prepared.plan, prepared.folder.console(prepared.attempt))

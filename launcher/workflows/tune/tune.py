@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from launcher.errors import Exit, Finding, InvalidConfig, NotReady, errors, usage
+from launcher.errors import Exit, Finding, NotReady, usage
 from launcher.machine import devices
 from launcher.machine.datasheets import CPU, card_of
 from launcher.plan import footprint
@@ -221,9 +221,7 @@ def prepare(
     idle = replace(resolved.look or devices.look(os.environ), uses={}) if resolved.gpus else None
     chosen = _choose(replace(resolved, look=idle))
     stage, packages = resolved.stage, resolved.trainer.packages
-    made = check.settle(resolved, output=Path("model"))
-    if errors(made.all_findings, strict=request.strict):
-        raise InvalidConfig(made.all_findings)
+    made = check.require(resolved, output=Path("model"))
     rows = forecast.row_lengths(made, packages, forecast.ForecastOptions(row_tokens=row_tokens))
     slots = chosen.slots if chosen is not None else ()
     smallest = min((slot.gpu.memory_mib / 1024 for slot in slots if slot.gpu.memory_mib), default=None)
@@ -319,10 +317,11 @@ def _run_trials(tuning: Tuning, show: Callable[[str], None]) -> None:
         start, earlier = time.monotonic(), search.runs_of(candidate)
         words = search.words(candidate, search.base) or AS_WRITTEN
         name = earlier[0].sample.variant if earlier else f"{len(search.runs) + 1}: {words}"
+        overrides = tuning.space.overrides(candidate.settings)
         sample = measure.measure(
-            tuning.request,
-            Variant(name, tuning.space.overrides(candidate.settings)),
-            tuning.space.turned(candidate.settings),
+            tuning.resolved,
+            Variant(name, overrides),
+            overrides=overrides,
             steps=tuning.space.steps,
             root=tuning.folder,
             repeat=len(earlier),

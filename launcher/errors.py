@@ -8,7 +8,7 @@ LaunchError                  anything a user can cause and mend
 
 import errno
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ RESOURCE_LIMITS = frozenset({errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAG
 
 Severity = Literal["error", "warning", "note"]
 Layer = Literal["parser", "run", "launch", "trainer"]
+About = Literal["file", "plan", "machine"]
 
 
 class Exit(IntEnum):
@@ -40,7 +41,8 @@ class Finding:
     `layer` tells who objects: `parser` is upstream's own parser and `__post_init__`, `run` is upstream later on (a
     crash, or a value that does nothing), `launch` is our own format and rules, `trainer` is the training script in a
     rehearsal. `code` is stable and listed in docs/findings.md; `line` is 1-based. `override` is the `key=value` that
-    set what it is about, where one did: then there is no line.
+    set what it is about, where one did: then there is no line. `about` the machine: it says nothing of the file, and
+    `--strict` leaves it a warning; about the plan: it is so on this number of GPUs.
     """
 
     severity: Severity
@@ -52,6 +54,7 @@ class Finding:
     file: str | None = None
     line: int | None = None
     override: str | None = None
+    about: About = "file"
 
     def __post_init__(self) -> None:
         # whoever wrote the file may not be who reads the message, nor whose environment it is
@@ -114,9 +117,19 @@ def unreadable(path: object, error: OSError) -> NotReady:
 
 
 def errors(findings: Iterable[Finding], *, strict: bool = False) -> tuple[Finding, ...]:
-    """Those findings that stop a run: errors, and under `strict` warnings too."""
-    stops = {"error", "warning"} if strict else {"error"}
-    return tuple(f for f in findings if f.severity in stops)
+    """Those findings that stop a run: errors, and under `strict` warnings about the file too."""
+    return tuple(finding for finding in findings if _stops(finding, strict=strict))
+
+
+def _stops(finding: Finding, *, strict: bool) -> bool:
+    if finding.severity == "warning":
+        return strict and finding.about != "machine"
+    return finding.severity == "error"
+
+
+def about(subject: About, findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """The same findings as ones about this: see `Finding.about`."""
+    return tuple(replace(finding, about=subject) for finding in findings)
 
 
 def brief(value: object, limit: int = 80) -> str:

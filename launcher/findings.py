@@ -488,11 +488,7 @@ _MODEL_DEEPSPEED_OUTPUT_FOLDER = CodeSection(
             "run",
             "SFT: packing joins the rows of a micro-batch, which is one row: it does nothing (TRL: `padding_free`)",
         ),
-        _row(
-            "attention-missing attention-replaced",
-            "run",
-            "DPO: an attention implementation that is not installed, or becomes another",
-        ),
+        _row("attention-missing", "run", "DPO: an attention implementation that is not installed"),
         _row(
             "missing-model", "run", "a file, or neither a folder here nor a hub name (said when the run is to start)"
         ),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import saved
-from plans import PYTHON, built, from_text, planned, trainer
+from plans import PYTHON, built, from_text, planned, settled, trainer
 from typer.testing import CliRunner
 
 from launcher.artifacts import architecture, lengths
@@ -25,6 +25,7 @@ from launcher.planning.doctor import disk
 from launcher.planning.resume import epochs
 from launcher.planning.resume.epochs import EpochLayout
 from launcher.probe.watching import Probe
+from launcher.rules.context import Machine
 from launcher.rules.open_instruct import olmo_core
 from launcher.runs import rendezvous
 from launcher.stage import stage
@@ -269,8 +270,9 @@ def starting(folder: Path, *args: str, model: str = QWEN) -> dict[str, Finding]:
     path = folder / "stage.yaml"
     written = text(*args, model=model)
     path.write_text(written, encoding="utf-8")
-    told = stage.judge(load.load(path), locator=Locator(search=()), running=True)
-    return {f.code: f for f in told.findings if f.key == "args.model_name_or_path"}
+    read = stage.read(load.load(path), locator=Locator(search=()))
+    findings = stage.unplanned_findings(read, Machine())
+    return {f.code: f for f in findings if f.key == "args.model_name_or_path"}
 
 
 def test_a_hub_name_is_not_loaded_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Path) -> None:
@@ -307,8 +309,9 @@ def test_a_name_of_olmo_cores_is_no_model_of_the_hub(
     path = tmp_path / "stage.yaml"
     written = text("config_name: qwen3_0_6B", model=str(snapshot))
     path.write_text(written, encoding="utf-8")
-    judged = stage.judge(load.load(path), locator=Locator(search=()), running=True)
-    assert "missing-model" not in {finding.code for finding in judged.findings}
+    judged = stage.read(load.load(path), locator=Locator(search=()))
+    findings = stage.unplanned_findings(judged, Machine())
+    assert "missing-model" not in {finding.code for finding in findings}
     parts = hub.required_parts(plan.make(stage.validate(judged), gpus=8))
     assert "qwen3_0_6B" not in {part.name for part in parts}
 
@@ -340,8 +343,8 @@ def test_torchrun_on_one_machine_and_on_several(tmp_path: Path) -> None:
     ],
 )
 def test_degrees_must_divide_the_gpus(tmp_path: Path, line: str, key: str) -> None:
-    made = planned(from_text(tmp_path, text(line)), gpus=8)
-    (fault,) = [f for f in made.findings if f.code == "shard-degree"]
+    made = settled(tmp_path, text(line), gpus=8)
+    (fault,) = [f for f in made.stage.findings if f.code == "shard-degree"]
     assert (fault.severity, fault.key) == ("error", f"args.{key}")
     assert fault.line in (11, 12)
 
@@ -357,18 +360,18 @@ def test_batches_and_what_is_tracked(tmp_path: Path) -> None:
     # a global batch that packed steps do not reach
     written = text("packing: true", top="batch: {global: 64, per_device: 8}")
     (fault,) = [
-        f for f in planned(from_text(tmp_path, written), gpus=2).findings
+        f for f in settled(tmp_path, written, gpus=2).stage.findings
         if f.code == "accumulation-packed"
     ]  # fmt: skip
     assert (fault.key, fault.line, fault.severity) == ("batch.global", 4, "warning")
-    reached = planned(from_text(tmp_path, written), gpus=8).findings
+    reached = settled(tmp_path, written, gpus=8).stage.findings
     assert not [f for f in reached if f.code == "accumulation-packed"]
 
 
 def faults(folder: Path, rows: int, line: str, gpus: int) -> list[Finding]:
     written = text(line).replace('"100000"', f'"{rows}"')
-    made = planned(from_text(folder, written), gpus=gpus)
-    return [f for f in made.findings if f.code == "too-few-rows"]
+    made = settled(folder, written, gpus=gpus)
+    return [f for f in made.stage.findings if f.code == "too-few-rows"]
 
 
 @pytest.mark.parametrize(
@@ -673,8 +676,8 @@ def test_that_upstream_goes_on_by_itself_is_said(tmp_path: Path) -> None:
     path.write_text(text(f"output_dir: {tmp_path}/out", "exp_name: x", "seed: 7"), encoding="utf-8")
 
     def codes() -> set[str]:
-        seen = stage.judge(load.load(path), locator=Locator(search=()), running=True)
-        return {one.code for one in seen.findings if one.code == "resume-unjudged"}
+        read = stage.read(load.load(path), locator=Locator(search=()))
+        return {one.code for one in stage.unplanned_findings(read, Machine()) if one.code == "resume-unjudged"}
 
     assert codes() == set()
     # what is written before the first step is no progress

@@ -39,7 +39,8 @@ from launcher.machine import codec
 from launcher.machine.codec import Misfit, Omission
 from launcher.paths import exists, is_dir
 from launcher.plan import plan as plans
-from launcher.plan.plan import Derived, Plan
+from launcher.plan.derive import Derived
+from launcher.plan.plan import Plan
 from launcher.upstream import facts
 
 Kind = Literal["dataset", "reference"]

@@ -4,6 +4,9 @@ Three shapes are read: launch's own stage files, the `open_instruct: {script, ar
 upstream's flat files. Interpolation (`${...}`) is omegaconf's.
 """
 
+from __future__ import annotations
+
+import copy
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +34,48 @@ PIPELINE = "is-pipeline"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """A stage file and its parents as they were read, before any override; `named` is what else `${}` finds."""
+
+    path: Path
+    shape: Shape
+    value: dict[str, Any]
+    origins: dict[str, Origin]
+    named: Mapping[str, Any]
+    parents: tuple[Path, ...]
+    faults: tuple[Finding, ...]
+    kept: tuple[document.KeptKey, ...]
+
+    def config(self, overrides: Sequence[str]) -> Config:
+        """What the file says with these overrides, each a `key=value`. Raises InvalidConfig; see `load`."""
+        # one copy of both: the tree may be the very mapping that is named
+        value, named = copy.deepcopy((self.value, self.named))
+        origins = dict(self.origins)
+        faults = []
+        for text in overrides:
+            fault = _override(self.path, value, origins, text)
+            if fault is not None:
+                faults.append(fault)
+        if faults:
+            raise InvalidConfig(faults)
+        value, secrets = interpolate(self.path, value, origins, named)
+        args = _mapping(self.path, origins, "args", value.pop("args", None))
+        return Config(
+            path=self.path,
+            shape=self.shape,
+            options=value,
+            args=args,
+            origins=origins,
+            parents=self.parents,
+            faults=(*self.faults, *_too_large(self.path, {**value, "args": args}, origins)),
+            secrets=secrets,
+            kept=self.kept,
+            written=self,
+            overrides=tuple(overrides),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
     """One stage as its author wrote it: nothing checked yet beyond being YAML of a known shape.
 
@@ -38,7 +83,7 @@ class Config:
     `origins` maps dotted keys (`args.learning_rate`, `args.mixer_list[1]`) to places. `faults` are
     keys that stand twice or cannot be keys; the last value of a key that is given twice is held. `secrets`
     are the texts, by dotted key, of values that took a secret from the environment. `kept` are arguments in
-    comments of `--fix`, of the parents too.
+    comments of `--fix`, of the parents too. `written` is the file without the `overrides`.
     """
 
     path: Path
@@ -50,6 +95,13 @@ class Config:
     faults: tuple[Finding, ...] = ()
     secrets: Mapping[str, str] = field(default_factory=dict)
     kept: tuple[document.KeptKey, ...] = ()
+    written: Written | None = field(default=None, repr=False, compare=False)
+    overrides: tuple[str, ...] = ()
+
+    def with_overrides(self, overrides: Sequence[str]) -> Config:
+        """The same file with further overrides, read no further time. Raises InvalidConfig; see `load`."""
+        assert self.written is not None
+        return self.written.config((*self.overrides, *overrides))
 
     def origin(self, key: str) -> Origin:
         """The place of `key`, or of the nearest enclosing key, or the start of the file."""
@@ -73,21 +125,17 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, text: str | None = 
     if "open_instruct" in content.value and not content.value.keys() & {"stage", "args"}:
         shape = "wrapped"
     value, origins, named = _as_stage_file(path, shape, content)
-    if faults := [fault for text in overrides if (fault := _override(path, value, origins, text)) is not None]:
-        raise InvalidConfig(faults)
-    value, secrets = interpolate(path, value, origins, named)
-    args = _mapping(path, origins, "args", value.pop("args", None))
-    return Config(
+    written = Written(
         path=path,
         shape=shape,
-        options=value,
-        args=args,
+        value=value,
         origins=origins,
+        named=named,
         parents=parents,
-        faults=(*content.faults, *_too_large(path, {**value, "args": args}, origins)),
-        secrets=secrets,
+        faults=content.faults,
         kept=content.kept,
     )
+    return written.config(overrides)
 
 
 def _too_large(path: Path, tree: Any, origins: Mapping[str, Origin]) -> Iterator[Finding]:

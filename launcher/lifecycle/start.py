@@ -262,7 +262,7 @@ def prepare_again(folder: RunFolder) -> Attempt:
     os.environ.update({**waiting.environ, **os.environ})
     again = Request.from_json(waiting.request, config=folder.stage_file)
     cut_short, reached = slurm.cut_short(folder), last.resumed_step or 0
-    prepared = prepare(replace(again, folder=folder), Scope.START)
+    prepared = prepare(replace(again, folder=folder), Scope.HOST)
     if prepared.decision.kind == "finished":
         return waiting
     if cut_short and prepared.decision.step <= reached:

@@ -5,30 +5,25 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any
 
 from launcher.dataset import mixture, sources, survey
 from launcher.dataset.mixer import entry_rows
-from launcher.errors import Finding, InvalidConfig, Severity, launch_finding
-from launcher.rules import registry
-from launcher.rules.context import Context
-from launcher.stage.batch import divisors, impossible
-from launcher.stage.stage import Stage, preferred_attention, trend_fault
+from launcher.errors import Finding, Severity, launch_finding
+from launcher.plan import derive
+from launcher.plan.derive import Derived, Setting
+from launcher.stage.batch import divisors
+from launcher.stage.stage import Stage, trend_fault
 from launcher.upstream.schema import Values
-
-
-class Derived(NamedTuple):
-    """A value that launch sets where the stage file is silent, and why."""
-
-    value: Any
-    why: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """What will run on how many devices.
 
-    `gpus` 0 is the CPU. `per_device` x `accumulation` x devices = `global_batch`, in rows. `rows` and
+    `gpus` 0 is the CPU. `devices` are groups of processes that share their rows. `per_device` x `accumulation` x
+    `devices` = `global_batch`, in rows. `rows` and
     `steps` are None where they cannot be known without reading data elsewhere. `values` are the typed
     values, derived ones included.
     """
@@ -36,6 +31,7 @@ class Plan:
     stage: Stage
     gpus: int
     nodes: int
+    devices: int
     per_device: int
     accumulation: int
     global_batch: int
@@ -48,6 +44,11 @@ class Plan:
     @property
     def processes(self) -> int:
         return max(1, self.gpus) * self.nodes
+
+    @property
+    def all_findings(self) -> tuple[Finding, ...]:
+        """What is worth saying of the stage, and of it on these devices."""
+        return (*self.stage.findings, *self.findings)
 
     @property
     def mixed_precision(self) -> str:
@@ -83,7 +84,7 @@ class Plan:
         return {name: value for name, value in self._all_arguments().items() if schema.in_file(name, value)}
 
     def _all_arguments(self) -> dict[str, Any]:
-        return {**self.stage.args, **{name: argument.value for name, argument in self.derived.items()}}
+        return _arguments(self.stage, self.derived)
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -109,65 +110,68 @@ def make(
     output: Path | None = None,
     packages: Mapping[str, str] | None = None,
     rows: int | None = None,
+    decided: Mapping[str, Derived] = MappingProxyType({}),
 ) -> Plan:
     """Solve the batch for this many GPUs (a node) and settle every argument.
 
     `output` is where the model goes when the stage file names no place; `packages` are those of the
     trainer's Python, where they count; `rows` are those of the data set where somebody says how many.
+    `decided` are values that hold whatever the stage file says.
     Raises InvalidConfig with the nearest possible splits where the global batch cannot be divided.
     """
-    names = stage.entry.names
-    # GPUs that share a sequence work on the same rows (finetune.py:737)
-    shared = int(stage.values.get(names.shared) or 1)
-    devices = max(1, max(1, gpus) * nodes // max(1, shared))
-    per_device, accumulation = _solve(stage, devices)
-    world = per_device * accumulation * devices
-    derived: dict[str, Derived] = {}
-    batch = stage.options.batch
-    if batch is not None:
-        why = f"batch of {world} over {devices} device(s)"
-        split = {names.per_device: per_device, names.accumulation: accumulation}
-        derived |= {name: Derived(number, why) for name, number in split.items() if stage.args.get(name) is None}
-    notes = [*_devices_and_deepspeed(stage, gpus, nodes), *_without_probe(stage, gpus)]
-    # what is set where the stage file is silent
-    fixed = ((name, value, why) for name, (value, why) in stage.entry.derived.items())
-    for name, value, why in (*fixed, *stage.entry.settle(stage.values, gpus)):
-        if name not in stage.args:
-            derived[name] = Derived(value, why)
-            message, key = f"`{name}: {value}` is set by launch: {why}", f"args.{name}"
-            notes.append(launch_finding("note", "derived", message, key=key, file=str(stage.config.path)))
-    attention, fallback = _attention(stage, gpus * nodes, packages)
-    notes += fallback
-    derived |= attention
-    if names.output not in stage.args and output is not None:
-        why = "the stage file has no output_dir: inside the run folder"
-        derived[names.output] = Derived(str(output), why)
-        if names.exact_output is not None and names.exact_output in stage.schema.fields:
-            derived.setdefault(names.exact_output, Derived(True, why))
-    values = Values(stage.schema, {**stage.args, **{k: d.value for k, d in derived.items()}})
-    rows = count_rows(stage, values) if rows is None else rows
-    context = Context(values=values, gpus=max(1, gpus) * nodes, per_device=per_device, accumulation=accumulation)
-    is_global = batch is not None and batch.total is not None
-    found = registry.of_split(context, rows, devices=devices, is_global=is_global)
-    notes += map(stage.config.placed, found)
-    steps = total_steps(stage, values, rows, world)
-    late = trend_fault(stage.options, steps)
-    if late is not None and late.key not in {finding.key for finding in stage.findings}:
-        notes.append(stage.config.placed(late))
-    notes += _endless_warmup(stage, values, steps)
+    setting = derive.setting(stage, gpus=gpus, nodes=nodes, packages=packages, output=output)
+    batch = setting.batch
+    derived = {**derive.derive(setting), **decided}
+    values = Values(stage.schema, _arguments(stage, derived))
+    if rows is None:
+        rows = count_rows(stage, values)
+    steps = total_steps(stage, values, rows, batch.rows)
+    findings = [
+        *_devices_and_deepspeed(stage, gpus, nodes),
+        *_without_probe(stage, gpus),
+        *_set_by_launch(setting, derived),
+        *_attention(setting),
+        *_late_trend(stage, steps),
+        *_endless_warmup(stage, values, steps),
+    ]
     return Plan(
         stage=stage,
         gpus=gpus,
         nodes=nodes,
-        per_device=per_device,
-        accumulation=accumulation,
-        global_batch=world,
+        devices=batch.devices,
+        per_device=batch.per_device,
+        accumulation=batch.accumulation,
+        global_batch=batch.rows,
         rows=rows,
         derived=derived,
         values=values,
         steps=steps,
-        findings=tuple(notes),
+        findings=tuple(findings),
     )
+
+
+def _arguments(stage: Stage, derived: Mapping[str, Derived]) -> dict[str, Any]:
+    """The stage file's arguments with the derived ones, by upstream's names."""
+    arguments = dict(stage.args)
+    for name, value in derived.items():
+        arguments[name] = value.value
+    return arguments
+
+
+def _set_by_launch(setting: Setting, derived: Mapping[str, Derived]) -> Iterator[Finding]:
+    """What the entry script needs and the stage file does not say."""
+    file = str(setting.stage.config.path)
+    for name, value in derive.of_script(setting):
+        if derived.get(name) == value:
+            message = f"`{name}: {value.value}` is set by launch: {value.why}"
+            yield launch_finding("note", "derived", message, key=f"args.{name}", file=file)
+
+
+def _late_trend(stage: Stage, steps: int | None) -> Iterator[Finding]:
+    """A trend that so few steps cannot show, where the stage file alone did not tell."""
+    fault = trend_fault(stage.options, steps)
+    if fault is not None and fault.key not in {finding.key for finding in stage.findings}:
+        yield stage.config.placed(fault)
 
 
 _WARMUPS = ("warmup_steps", "warmup_ratio")
@@ -201,22 +205,17 @@ def _endless_warmup(stage: Stage, values: Values, steps: int | None) -> Iterator
         yield _run_finding(stage, "warning", "endless-warmup", f"args.{name}", message, help)
 
 
-def _attention(
-    stage: Stage, gpus: int, packages: Mapping[str, str] | None
-) -> tuple[dict[str, Derived], list[Finding]]:
-    """The implementation that `attention:` comes to here, and why others are passed over."""
-    choice = preferred_attention(stage.options, stage.values, gpus=gpus, packages=packages)
-    if choice is None or not (choice.name or choice.why):
-        return {}, []
+def _attention(setting: Setting) -> Iterator[Finding]:
+    """Why implementations that `attention:` prefers are passed over."""
+    choice = setting.attention
+    if choice is None or not choice.why:
+        return
     if choice.name is None:
         message = f"no implementation of `attention:` is available here: {choice.why}"
-        help = "add sdpa to the list"
-        return {}, [_run_finding(stage, "error", "attention-missing", "attention", message, help)]
-    if not choice.why:
-        return {"attn_implementation": Derived(choice.name, "the first of `attention:`")}, []
+        yield _run_finding(setting.stage, "error", "attention-missing", "attention", message, "add sdpa to the list")
+        return
     message = f"attention falls back to {choice.name}: {choice.why}"
-    note = _run_finding(stage, "note", "attention-fallback", "attention", message)
-    return {"attn_implementation": Derived(choice.name, f"`attention:` ({choice.why})")}, [note]
+    yield _run_finding(setting.stage, "note", "attention-fallback", "attention", message)
 
 
 def _run_finding(
@@ -230,9 +229,8 @@ def with_derived(plan: Plan, derived: Mapping[str, Derived]) -> Plan:
     """The plan with these among its derived arguments, whatever the stage file says."""
     if not derived:
         return plan
-    more = {**plan.derived, **derived}
-    args = {**plan.stage.args, **{name: argument.value for name, argument in more.items()}}
-    return replace(plan, derived=more, values=Values(plan.stage.schema, args))
+    merged = {**plan.derived, **derived}
+    return replace(plan, derived=merged, values=Values(plan.stage.schema, _arguments(plan.stage, merged)))
 
 
 def output_folder(plan: Plan) -> Path | None:
@@ -281,18 +279,6 @@ def _devices_and_deepspeed(stage: Stage, gpus: int, nodes: int) -> Iterator[Find
             "HEAD_PORT filled in: by --node-rank and --main-address, or Slurm"
         )
         yield launch_finding("note", "several-nodes", message, key="nodes")
-
-
-def _solve(stage: Stage, devices: int) -> tuple[int, int]:
-    """Rows per device and forward pass, and forward passes per optimizer step."""
-    names, batch = stage.entry.names, stage.options.batch
-    per_device = (batch and batch.per_device) or int(stage.values[names.per_device])
-    total = batch.total if batch else None
-    if total is None:
-        return per_device, int(stage.values[names.accumulation])
-    if total % (per_device * devices):
-        raise InvalidConfig(impossible(stage.config, total=total, per_device=per_device, devices=devices))
-    return per_device, total // (per_device * devices)
 
 
 def splits(total: int, processes: int) -> list[int]:

@@ -1,4 +1,4 @@
 """One request, read and planned: everything that is decided before a start. Nothing here writes into a run.
 
-Start with `collect.collect`, then `prepare.complete`.
+Start with `collect.collect`, then `check.settle` and `prepare.complete`.
 """

@@ -6,75 +6,155 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import Any
+from typing import Any, NamedTuple
 
 from launcher.config import load
 from launcher.config.load import Config
-from launcher.errors import Finding, usage
+from launcher.errors import Finding, InvalidConfig, errors, usage
 from launcher.machine import devices, python
 from launcher.machine.devices import Devices, Look
 from launcher.machine.python import Interpreter, Trainer
 from launcher.planning.request import Request
 from launcher.rules import deepspeed
+from launcher.rules.context import Machine
 from launcher.stage import stage as stages
 from launcher.upstream.locate import Locator, no_trainer
 from launcher.upstream.trainers import BACKENDS
 
 
 class Scope(Enum):
-    """How far a request is read: the stage file and the source, or this machine too, on which it will start."""
+    """What is read for a request.
 
+    FILE is the stage file and the source that trains it. PLAN are also the GPUs here, where nobody says how many.
+    HOST is this machine without its GPUs, which are another's, or free only later. START is all of this machine.
+    """
+
+    FILE = auto()
     PLAN = auto()
+    HOST = auto()
     START = auto()
+
+
+class TrainerSource(NamedTuple):
+    """Where the trainer of a stage file is: what reads its source, and the Python that has it."""
+
+    locator: Locator
+    trainer: Trainer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageFile:
+    """The stage file of a request, read from disk once, and what trains it."""
+
+    request: Request
+    config: Config
+    source: TrainerSource
+
+    @property
+    def trainer(self) -> Trainer:
+        return self.source.trainer
+
+    def with_overrides(self, *overrides: str, **changes: Any) -> StageFile:
+        """The same file with further overrides, for a request with these changes. Raises InvalidConfig."""
+        request = replace(self.request, overrides=(*self.request.overrides, *overrides), **changes)
+        config = self.config.with_overrides(overrides)
+        source = self.source
+        if stages.backend_of(config) != stages.backend_of(self.config):
+            source = find_source(request, stages.backend_of(config))
+        return StageFile(request=request, config=config, source=source)
+
+    def read(self) -> stages.Judged:
+        """The file by the source that trains it; see `stage.read`."""
+        return stages.read(self.config, stage=self.request.stage, locator=self.source.locator)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """What was read for a request. Other settings are planned by other values of it, and nothing is read again.
 
-    `devices` are the GPUs that the request names, `look` what this machine has, if asked. `packages` are those of
-    the trainer's Python; None where another machine may train, so that what is installed here says nothing.
+    `devices` are the GPUs that the request names, `look` those that this machine has. `packages` are those of the
+    trainer's Python. `machine` is this one. What was not read, because another machine may train, is None.
     """
 
-    request: Request
+    file: StageFile
     checked: stages.Judged
     stage: stages.Stage
-    trainer: Trainer
     gpus: int
     devices: tuple[str, ...] | None = None
     look: Look | None = None
     packages: Mapping[str, str] | None = None
+    machine: Machine | None = None
 
-    def choose_devices(self) -> Devices:
-        """The GPUs that it would get now; see `devices.choose` for how that is refused."""
-        return devices.choose(self.gpus, self.devices, self.look or devices.look(os.environ))
+    @property
+    def request(self) -> Request:
+        return self.file.request
+
+    @property
+    def trainer(self) -> Trainer:
+        return self.file.trainer
+
+    def choose_devices(self) -> Devices | None:
+        """The GPUs that it would get now, None where they were not looked at; see `devices.choose` for refusals."""
+        if self.look is None:
+            return None
+        return devices.choose(self.gpus, self.devices, self.look)
 
     def of_any_machine(self) -> Facts:
         """Without what was read of this machine: for a plan that makes no use of it."""
-        return replace(self, look=None, packages=None)
+        return replace(self, look=None, packages=None, machine=None)
+
+    def look_again(self) -> Facts:
+        """With the GPUs as they are now."""
+        return replace(self, look=devices.look(os.environ))
+
+    def without_gpus(self) -> Facts:
+        """For a run that gets its GPUs later, whoever has them now."""
+        return replace(self, look=None)
 
     def with_request(self, **changes: Any) -> Facts:
         """For a request that differs in where it runs and how it goes on, but not in its stage."""
-        return replace(self, request=replace(self.request, **changes))
+        return replace(self, file=replace(self.file, request=replace(self.request, **changes)))
+
+    def with_overrides(self, *overrides: str, **changes: Any) -> Facts:
+        """The facts of the same file with further overrides, for a request with these changes.
+
+        Neither the file nor the machine is read again. Raises InvalidConfig.
+        """
+        file = self.file.with_overrides(*overrides, **changes)
+        return self.with_file(file, file.read())
+
+    def with_file(self, file: StageFile, judged: stages.Judged) -> Facts:
+        """The facts of another file, or other overrides, on the same machine. Raises InvalidConfig."""
+        other = _of_judged(file, judged, self.machine, default_gpus=self.gpus)
+        return replace(other, look=self.look, packages=self.packages)
 
 
-def judge(
-    request: Request, scope: Scope = Scope.PLAN, *, loaded: Config | None = None
-) -> tuple[stages.Judged, Trainer]:
-    """Check a stage file, read unless `loaded`; find the Python that trains it. Raises InvalidConfig or NotReady."""
-    loaded = loaded or load.load(request.config, request.overrides)
-    locator, trainer = find_source(request, stages.backend_of(loaded))
-    judged = stages.judge(loaded, stage=request.stage, locator=locator, running=scope is Scope.START)
-    findings = accept_overlap(request, judged.findings)
-    if scope is Scope.PLAN:
-        findings = (*_without_trainer(request, judged, trainer), *findings)
-    return replace(judged, findings=findings), trainer
+def open(request: Request, *, loaded: Config | None = None) -> StageFile:
+    """Read the stage file of a request, unless `loaded`, and find its trainer. Raises InvalidConfig or NotReady."""
+    config = loaded or load.load(request.config, request.overrides)
+    return StageFile(request=request, config=config, source=find_source(request, stages.backend_of(config)))
 
 
-def _without_trainer(request: Request, judged: stages.Judged, trainer: Trainer) -> Iterator[Finding]:
+def judge(request: Request) -> tuple[stages.Judged, Trainer]:
+    """Check a stage file by what it tells alone; find the Python that trains it. Raises InvalidConfig or NotReady."""
+    file = open(request)
+    judged = file.read()
+    return replace(judged, findings=unplanned_findings(file, judged)), file.trainer
+
+
+def unplanned_findings(file: StageFile, judged: stages.Judged, machine: Machine | None = None) -> tuple[Finding, ...]:
+    """All findings of a stage file that is not planned; see `stage.unplanned_findings`."""
+    findings = accept_overlap(file.request, stages.unplanned_findings(judged, machine))
+    if machine is None:
+        findings = (*without_trainer(file, judged), *findings)
+    return findings
+
+
+def without_trainer(file: StageFile, judged: stages.Judged) -> Iterator[Finding]:
     """That the named Python lacks the trainer; a plan does without, and a start says which packages it needs."""
     source = judged.upstream
-    is_named = request.python is not None or os.environ.get("LAUNCH_PYTHON")
+    trainer = file.trainer
+    is_named = file.request.python is not None or os.environ.get("LAUNCH_PYTHON")
     if source is None or source.is_checkout or source.root is not None or not is_named:
         return
     interpreter = Interpreter(python=trainer.python, source=trainer.source, path=trainer.path)
@@ -82,47 +162,65 @@ def _without_trainer(request: Request, judged: stages.Judged, trainer: Trainer) 
     yield replace(finding, message=f"{finding.message}; judged by {source.version}")
 
 
-def find_source(request: Request, backend: str) -> tuple[Locator, Trainer]:
+def find_source(request: Request, backend: str) -> TrainerSource:
     locator = Locator(checkout=request.checkout, allow_unpinned=request.allow_unpinned)
     checkout = locator.find(backend).root if BACKENDS[backend].CHECKOUT else None
     trainer = python.find_trainer(request.python, checkout)
     locator.search = trainer.path
-    return locator, trainer
+    return TrainerSource(locator, trainer)
 
 
 def collect(request: Request, scope: Scope, *, loaded: Config | None = None) -> Facts:
     """Read everything that a plan of this request needs. Raises InvalidConfig, NotReady or UsageError."""
     _named_devices(request)
-    return of_checked(request, *judge(request, scope, loaded=loaded), scope)
+    file = open(request, loaded=loaded)
+    return of_read(file, file.read(), scope)
 
 
-def of_checked(request: Request, checked: stages.Judged, trainer: Trainer, scope: Scope) -> Facts:
-    """`collect` of a stage file that was judged already."""
+def of_read(file: StageFile, judged: stages.Judged, scope: Scope) -> Facts:
+    """`collect` of a stage file that was read already."""
+    machine = None
+    if scope in (Scope.HOST, Scope.START):
+        machine = Machine(cpus=os.cpu_count())
+    # eight cards can take ten seconds to answer: they are asked only where the answer counts
+    look = None
+    default_gpus = None
+    if scope is Scope.START or (scope is Scope.PLAN and _has_default_gpus(file.request, judged)):
+        look = devices.look(os.environ)
+        default_gpus = min(1, len(look.visible))
+    facts = _of_judged(file, judged, machine, default_gpus=default_gpus)
+    if machine is None:
+        return facts
+    return replace(facts, look=look, packages=file.trainer.packages)
+
+
+def _has_default_gpus(request: Request, judged: stages.Judged) -> bool:
+    """Whether nobody says how many GPUs, and the trainer takes one where there is one."""
+    options = judged.options
+    if options is None or options.gpus is not None or _named_devices(request)[1] is not None:
+        return False
+    return BACKENDS[options.backend].ONE_GPU
+
+
+def _of_judged(file: StageFile, judged: stages.Judged, machine: Machine | None, *, default_gpus: int | None) -> Facts:
+    """The facts of a stage file that was read; `default_gpus` where nobody says how many."""
+    request = file.request
+    if errors(judged.findings, strict=request.strict):
+        # the rules say at once what else is wrong
+        raise InvalidConfig(unplanned_findings(file, judged, machine))
     named, count = _named_devices(request)
-    stage = stages.validate(checked, strict=request.strict)
+    stage = stages.validate(judged)
     watch = stage.options.probe if request.probe else None
     if watch is not None and not request.final_save:
         watch = replace(watch, final_save=False)
     stage = replace(stage, options=replace(stage.options, probe=watch))
-    count = count if count is not None else stage.options.gpus
-    # eight cards can take ten seconds to answer: they are asked only where the answer counts
-    # and not where other machines will train
-    looks = not request.elsewhere and (scope is Scope.START or (count is None and stage.backend.ONE_GPU))
-    look = devices.look(os.environ) if looks else None
-    if count is None and look is not None and stage.backend.ONE_GPU:
-        count = min(1, len(look.visible))
+    if count is None:
+        count = stage.options.gpus
+    if count is None and stage.backend.ONE_GPU:
+        count = default_gpus
     if count is None or count < 0:
         raise usage("no-gpus", "how many GPUs?", "--gpus 8, or --gpus 0 for the CPU")
-    return Facts(
-        request=request,
-        checked=checked,
-        stage=stage,
-        trainer=trainer,
-        gpus=count,
-        devices=named,
-        look=look,
-        packages=trainer.packages if scope is Scope.START else None,
-    )
+    return Facts(file=file, checked=judged, stage=stage, gpus=count, devices=named, machine=machine)
 
 
 def _named_devices(request: Request) -> tuple[tuple[str, ...] | None, int | None]:

@@ -25,7 +25,7 @@ from launcher.plan.memory.phases import GIB, KINDS, Memory, usable
 from launcher.plan.memory.setup import Setup
 from launcher.plan.plan import Plan
 from launcher.plan.speed import step_seconds
-from launcher.planning import interruption
+from launcher.planning import check, interruption
 from launcher.planning.collect import Facts
 from launcher.planning.doctor import disk
 from launcher.planning.doctor.disk import Saved
@@ -405,12 +405,12 @@ def make(resolved: Facts, gpus: Sequence[int], terms: ForecastOptions) -> Foreca
     rungs: list[Estimate] = []
     faults: list[Finding] = []
     rows: Lengths | None = None
-    nodes, packages = resolved.request.nodes, resolved.trainer.packages
+    packages = resolved.trainer.packages
     for count in gpus:
         try:
-            planned = plan.make(resolved.stage, gpus=count, nodes=nodes, output=Path("model"), rows=terms.rows)
-            if stopping := errors(planned.findings):
-                raise InvalidConfig(stopping)
+            planned = check.settle(resolved, gpus=count, output=Path("model"), rows=terms.rows)
+            if errors(planned.all_findings):
+                raise InvalidConfig(planned.all_findings)
             rows = rows or _lengths_or_none(planned, packages, terms, faults)
             rungs.append(_rung(planned, rows, terms, card if count else Card(), packages))
         except InvalidConfig as error:
@@ -433,7 +433,7 @@ _ASIDE = frozenset({"derived", "no-probe", "several-nodes"})
 
 def _split(rungs: Sequence[Estimate]) -> Iterator[Finding]:
     """What the plans themselves say: once where all counts agree, else with the count."""
-    findings_of = [tuple(f for f in rung.plan.findings if f.code not in _ASIDE) for rung in rungs]
+    findings_of = [tuple(f for f in check.beyond_file(rung.plan) if f.code not in _ASIDE) for rung in rungs]
     for rung, findings in zip(rungs, findings_of, strict=True):
         for one in findings:
             if not all(one in other for other in findings_of):

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from launcher.cache import inputs, keys
 from launcher.cache.keys import Cache, environment
-from launcher.errors import Finding, InvalidConfig, errors, launch_finding
+from launcher.errors import Finding, InvalidConfig, about, errors, launch_finding
 from launcher.machine.devices import Devices
 from launcher.machine.python import Trainer
 from launcher.paths import exists
-from launcher.plan import command, plan
+from launcher.plan import command
+from launcher.plan import plan as plans
 from launcher.plan.plan import Plan
-from launcher.planning.collect import Facts, Scope, accept_overlap, collect
+from launcher.planning import check
+from launcher.planning.collect import Facts, Scope, collect
 from launcher.planning.doctor import checks
 from launcher.planning.neighbourhood import OutputPlace
 from launcher.planning.request import Request
@@ -27,6 +29,7 @@ from launcher.runs.attempt import Command
 from launcher.runs.record import Manifest
 from launcher.runs.rendezvous import Rendezvous
 from launcher.runs.rundir import RunFolder
+from launcher.stage.stage import Stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,14 +53,14 @@ class Prepared:
     machine: Rendezvous | None = None
     decision: resume.Decision = field(default_factory=resume.Decision)
     requested_output: Path | None = None
-    input_digests: tuple[dict[str, Any], ...] = ()
+    input_digests: tuple[Mapping[str, Any], ...] = ()
     forecast: Mapping[str, Any] | None = None
     dry_run_folder: RunFolder | None = None
     is_new: bool = False
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        return (*self.plan.stage.findings, *self.plan.findings, *self.warnings)
+        return (*self.plan.all_findings, *self.warnings)
 
     def as_json(self) -> dict[str, object]:
         shown = self.command.redacted()
@@ -82,8 +85,14 @@ class Prepared:
         }
 
 
-class _Location(NamedTuple):
-    """`earlier` is the folder of the attempts that `history` tells of; for `dry_run_folder` see `Prepared`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Where a start goes, and what has been there.
+
+    `requested` is the output that the stage file names, `output` the one of this start with the values that put
+    it there. `folder` is the run folder of the next `attempt`, `dry_run_folder` as in `Prepared`. `history` are the
+    manifests of the attempts so far, `earlier` the run folder that they are of.
+    """
 
     requested: Path | None
     output: resume.OutputChoice
@@ -94,32 +103,48 @@ class _Location(NamedTuple):
     earlier: RunFolder | None
 
 
-def _locate(facts: Facts, machine: Rendezvous | None) -> _Location:
+def _target(facts: Facts, machine: Rendezvous | None) -> Target:
     request = facts.request
     stage = facts.stage
     root = request.runs or rundir.runs_root()
-    # what launch derives does not move an output that the stage file names
-    given = stage.entry.names.output in stage.args
-    named = stage.backend.output_folder(stage.values) if given else None
-    requested = None if named is None else named.absolute()
-    placed = resume.choose_output(stage, requested, rundir.newest_first(root), fresh=request.fresh)
-    kind, rank, dry_run_folder = stage.options.stage, 0 if machine is None else machine.rank, None
+    rank = 0 if machine is None else machine.rank
+    requested = _requested_output(stage)
+    output = resume.choose_output(stage, requested, rundir.newest_first(root), fresh=request.fresh)
+    kind = stage.options.stage
     if request.folder is None:
-        folder, attempt = rundir.choose(kind, stage.name, placed.output, root, rank=rank)
+        folder, attempt = rundir.choose(kind, stage.name, output.output, root, rank=rank)
     else:
         folder = request.folder
-        attempt = max(one.attempts() for one in folder.nodes()) + 1
-    if facts.packages is None and exists(folder.path):
+        attempt = max(node.attempts() for node in folder.nodes()) + 1
+    dry_run_folder = None
+    if facts.machine is None and exists(folder.path):
         # what is pasted is no attempt of that run, and must not write into its record
         dry_run_folder, _ = rundir.choose(kind, stage.name, None, root)
     earlier = folder if attempt > 1 else None
-    history, last = resume.manifests(kind, earlier, placed.output), lease.newest(placed.output)
+    history = resume.manifests(kind, earlier, output.output)
+    last = lease.newest(output.output)
     if rank and last is not None and last.beats():
         # the first of several machines has begun already: that is this very start
         history = history[:-1]
     if earlier is None and history and last is not None and os.path.isdir(last.run):
         earlier = RunFolder(Path(last.run))
-    return _Location(requested, placed, folder, attempt, dry_run_folder, history, earlier)
+    return Target(
+        requested=requested,
+        output=output,
+        folder=folder,
+        attempt=attempt,
+        dry_run_folder=dry_run_folder,
+        history=history,
+        earlier=earlier,
+    )
+
+
+def _requested_output(stage: Stage) -> Path | None:
+    """The folder that the stage file names; what launch derives does not move it."""
+    if stage.entry.names.output not in stage.args:
+        return None
+    named = stage.backend.output_folder(stage.values)
+    return None if named is None else named.absolute()
 
 
 def prepare(request: Request, scope: Scope) -> Prepared:
@@ -132,129 +157,171 @@ def complete(facts: Facts) -> Prepared:
 
     Raises InvalidConfig, NotReady or UsageError.
     """
-    request, trainer = facts.request, facts.trainer
+    planned = plan_start(facts)
+    return planned.prepare(planned.decide(facts.request.allowed))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartPlan:
+    """A start that is planned but for what earlier attempts left: see `decide`, then `prepare`.
+
+    `plan` has the values of the caches, `contents` are what its data and models hold. `place` is the output folder,
+    None where another machine looks at it. `warnings` are about this machine.
+    """
+
+    facts: Facts
+    plan: Plan
+    target: Target
+    caches: tuple[Cache, ...]
+    place: OutputPlace | None
     machine: Rendezvous | None = None
-    chosen: Devices | None = None
-    if facts.packages is not None and not request.elsewhere:
+    devices: Devices | None = None
+    contents: inputs.Contents = ()
+    warnings: tuple[Finding, ...] = ()
+
+    def decide(self, allowed: Collection[str]) -> resume.Decision:
+        """What this start is where these changes are allowed; a new run where no machine is known.
+
+        Raises UsageError for a name in `allowed` that nothing is called.
+        """
+        if self.facts.machine is None:
+            return resume.Decision()
+        return resume.judge(
+            self.plan,
+            output=_output(self.plan),
+            history=self.target.history,
+            folder=self.target.earlier,
+            trainer=self.facts.trainer,
+            caches=self.caches,
+            now=self.contents,
+            allowed=allowed,
+        )
+
+    def prepare(self, decision: resume.Decision) -> Prepared:
+        """The start with this decision. Raises InvalidConfig with everything that stops it."""
+        plan = self._plan_with(decision)
+        if errors(plan.all_findings, strict=self.facts.request.strict):
+            raise InvalidConfig(plan.all_findings)
+        _require_concealed(plan)
+        target = self.target
+        folder = target.folder
+        if decision.kind == "finished" and target.earlier is not None:
+            folder = target.earlier
+        built = _command(
+            plan,
+            self.facts.trainer,
+            target.dry_run_folder or folder,
+            caches=self.caches,
+            devices=self.devices,
+            attempt=1 if target.dry_run_folder else target.attempt,
+        )
+        return Prepared(
+            facts=self.facts,
+            plan=plan,
+            command=built,
+            folder=folder,
+            attempt=target.attempt,
+            output=_output(plan),
+            caches=self.caches,
+            devices=self.devices,
+            warnings=(*self.warnings, *_foreign(self, plan), *_on_our_command_line(plan)),
+            machine=self.machine,
+            decision=decision,
+            requested_output=target.requested,
+            input_digests=tuple(self.contents),
+            dry_run_folder=target.dry_run_folder,
+            is_new=not exists(folder.path),
+        )
+
+    def _plan_with(self, decision: resume.Decision) -> Plan:
+        if self.facts.machine is None:
+            return self.plan
+        plan = plans.with_derived(self.plan, decision.derived)
+        findings = (*plan.findings, *keys.findings(plan, self.caches), *decision.findings)
+        return replace(plan, findings=findings)
+
+
+def plan_start(facts: Facts) -> StartPlan:
+    """Plan what was read, but for what earlier attempts left. Raises InvalidConfig, NotReady or UsageError."""
+    request = facts.request
+    machine: Rendezvous | None = None
+    if facts.look is not None:
         machine = rendezvous.find(request.nodes, request.node_rank, request.main_address, os.environ)
-        chosen = facts.choose_devices()
-    location = _locate(facts, machine)
-    made = plan.make(
-        facts.stage,
-        gpus=facts.gpus,
-        nodes=request.nodes,
-        output=location.folder.path / "model",
-        packages=facts.packages,
+    target = _target(facts, machine)
+    plan = check.settle(
+        facts, output=target.folder.path / "model", decided=target.output.derived, attempts=len(target.history) or None
     )
-    made = plan.with_derived(made, location.output.derived)
-    output = _output(made)
-    place = _place(made, location, output, machine)
+    place = _place(plan, target, machine)
     if place is not None:
-        made = replace(made, findings=(*made.findings, *map(made.stage.config.placed, place.nested())))
-    if facts.packages is None:
-        caches = keys.derive(made, trainer.packages, lenient=True)
-        beside = _foreign(made, place, ())
-        return _prepared(facts, location, keys.applied(made, caches), caches=caches, warnings=beside)
-    made = replace(made, findings=(*made.findings, *checks.situation(made, trainer, output)))
-    # about the machine, not the stage file: --strict leaves them warnings
-    warnings = checks.require_ready(made, trainer, chosen, elsewhere=request.elsewhere)
-    caches = keys.derive(made, trainer.packages)
-    made = keys.applied(made, caches)
-    now = inputs.of_plan(made)
-    decision = resume.judge(
-        made,
-        output=output,
-        history=location.history,
-        folder=location.earlier,
-        trainer=trainer,
+        plan = replace(plan, findings=(*plan.findings, *map(plan.stage.config.placed, place.nested())))
+    packages = facts.trainer.packages
+    if facts.machine is None:
+        caches = keys.derive(plan, packages, lenient=True)
+        return StartPlan(facts=facts, plan=keys.applied(plan, caches), target=target, caches=caches, place=place)
+    if any(finding.about != "machine" for finding in errors(plan.all_findings)):
+        raise InvalidConfig(plan.all_findings)
+    devices = facts.choose_devices()
+    warnings = checks.require_ready(plan, facts.trainer, devices)
+    caches = keys.derive(plan, packages)
+    plan = keys.applied(plan, caches)
+    return StartPlan(
+        facts=facts,
+        plan=plan,
+        target=target,
         caches=caches,
-        now=now,
-        allowed=request.allowed,
-    )
-    if decision.kind == "finished" and location.earlier not in (None, location.folder):
-        location = location._replace(folder=location.earlier)
-    # what a rule says of the output folder, the run's own record says better
-    better = {f.code for f in decision.findings} | (resume.SUPERSEDED if location.history else set())
-    known = [f for f in (*made.findings, *keys.findings(made, caches)) if f.code not in better]
-    warnings = (*warnings, *_foreign(made, place, (*known, *decision.findings)))
-    return _prepared(
-        facts,
-        location,
-        replace(plan.with_derived(made, decision.derived), findings=(*known, *decision.findings)),
-        caches=caches,
+        place=place,
         machine=machine,
-        devices=chosen,
+        devices=devices,
+        contents=inputs.of_plan(plan),
         warnings=warnings,
-        decision=decision,
-        input_digests=tuple(now),
     )
 
 
-def _place(made: Plan, location: _Location, output: Path | None, machine: Rendezvous | None) -> OutputPlace | None:
-    """Where the model goes, for what is asked of that; None where the first of several machines has asked."""
+def _place(plan: Plan, target: Target, machine: Rendezvous | None) -> OutputPlace | None:
+    """Where the model goes, to look at; None where the first of several machines does that."""
+    output = _output(plan)
     if output is None or (machine is not None and machine.rank):
         return None
-    key = made.stage.entry.names.output
-    return OutputPlace(output=output, run=location.folder, attempt=location.attempt, key=key)
+    key = plan.stage.entry.names.output
+    return OutputPlace(output=output, run=target.folder, attempt=target.attempt, key=key)
 
 
-def _foreign(made: Plan, place: OutputPlace | None, said: Iterable[Finding]) -> tuple[Finding, ...]:
-    if place is None:
+def _foreign(start: StartPlan, plan: Plan) -> tuple[Finding, ...]:
+    """Files in the output folder that launch did not make, by what was found of a start besides."""
+    if start.place is None:
         return ()
-    codes = frozenset(finding.code for finding in said)
-    return tuple(map(made.stage.config.placed, place.foreign(codes)))
+    codes = frozenset[str]()
+    if start.facts.machine is not None:
+        codes = frozenset(finding.code for finding in plan.all_findings)
+    return about("machine", map(plan.stage.config.placed, start.place.foreign(codes)))
 
 
-def _output(made: Plan) -> Path | None:
-    folder = plan.output_folder(made)
+def _output(plan: Plan) -> Path | None:
+    folder = plans.output_folder(plan)
     return None if folder is None else folder.absolute()
 
 
-def _prepared(facts: Facts, location: _Location, made: Plan, *, caches: tuple[Cache, ...], **decided: Any) -> Prepared:
-    made = replace(made, findings=accept_overlap(facts.request, made.findings))
-    if errors(made.findings, strict=facts.request.strict):
-        raise InvalidConfig(made.findings)
-    watched = made.stage.options.probe is not None
-    concealed = command.hide_secrets(made.arguments(), made, os.environ, watched=watched)
-    if concealed.exposed:
-        raise InvalidConfig(
-            launch_finding(
-                "error",
-                "exposed-secret",
-                f"without the probe `{name}`, a secret, would stand in the training's command line, "
-                "which every user of the machine can read",
-                "leave the probe on: it takes it from the environment",
-                key=f"args.{name}",
-                **made.stage.config.origin(f"args.{name}").place,
-            )
-            for name in concealed.exposed
-        )
-    for name in command.secrets_in_file(made, os.environ):
+def _require_concealed(plan: Plan) -> None:
+    """Raise InvalidConfig where a secret would stand on the command line, or in a file of the run folder."""
+    stage = plan.stage
+    watched = stage.options.probe is not None
+    concealed = command.hide_secrets(plan.arguments(), plan, os.environ, watched=watched)
+    faults = []
+    for name in concealed.exposed:
+        message = f"without the probe `{name}`, a secret, would stand in the training's command line, "
+        message += "which every user of the machine can read"
+        faults.append(_exposed(stage, name, message, "leave the probe on: it takes it from the environment"))
+    if faults:
+        raise InvalidConfig(faults)
+    for name in command.secrets_in_file(plan, os.environ):
         message = f"`{name}` holds a secret, and no flag can carry it: it would stand in a file of the run folder"
         help = "leave it out: `hf auth login`, or the variable HF_TOKEN, is what `datasets` reads"
-        place = made.stage.config.origin(f"args.{name}").place
-        raise InvalidConfig(launch_finding("error", "exposed-secret", message, help, key=f"args.{name}", **place))
-    prepared = Prepared(
-        facts=facts,
-        plan=made,
-        command=_command(
-            made,
-            facts.trainer,
-            location.dry_run_folder or location.folder,
-            caches=caches,
-            devices=decided.get("devices"),
-            attempt=1 if location.dry_run_folder else location.attempt,
-        ),
-        folder=location.folder,
-        attempt=location.attempt,
-        output=_output(made),
-        caches=caches,
-        requested_output=location.requested,
-        dry_run_folder=location.dry_run_folder,
-        is_new=not exists(location.folder.path),
-        **decided,
-    )
-    return replace(prepared, warnings=(*prepared.warnings, *_on_our_command_line(made)))
+        raise InvalidConfig(_exposed(stage, name, message, help))
+
+
+def _exposed(stage: Stage, name: str, message: str, help: str) -> Finding:
+    key = f"args.{name}"
+    return launch_finding("error", "exposed-secret", message, help, key=key, **stage.config.origin(key).place)
 
 
 def _command(
@@ -271,8 +338,8 @@ def in_folder(prepared: Prepared, folder: RunFolder) -> Prepared:
     made = prepared.plan
     name = made.stage.entry.names.output
     if name not in made.stage.args:
-        inside = made.derived[name]._replace(value=str(folder.path / "model"))
-        made = plan.with_derived(made, {name: inside})
+        inside = replace(made.derived[name], value=str(folder.path / "model"))
+        made = plans.with_derived(made, {name: inside})
     built = _command(
         made,
         prepared.facts.trainer,
@@ -305,5 +372,6 @@ def _on_our_command_line(made: Plan) -> Iterator[Finding]:
                 f"`{name}` holds a secret, and every user of the machine can read the command line of launch itself",
                 f"set a variable, and write {name}='${{oc.env:VARIABLE}}'",
                 key=key,
+                about="machine",
                 **origin.place,
             )

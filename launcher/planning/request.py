@@ -14,8 +14,8 @@ from launcher.runs.rundir import RunFolder
 class Request:
     """One command line: which stage (None: as the file says), from which file, on what.
 
-    `elsewhere`: other machines will train, whose GPUs this one cannot look at. `folder` is the run that is to
-    go on, `runs` where a new one is made. `rehearse` is None where the file, or the command, decides.
+    `folder` is the run that is to go on, `runs` where a new one is made. `rehearse` is None where the file, or the
+    command, decides.
     """
 
     stage: str | None
@@ -34,7 +34,6 @@ class Request:
     devices: str | None = None
     node_rank: int | None = None
     main_address: str | None = None
-    elsewhere: bool = False
     folder: RunFolder | None = None
     runs: Path | None = None
     fresh: bool = False

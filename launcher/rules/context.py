@@ -11,26 +11,52 @@ from launcher.upstream.trainers import Entry, entry_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """The machine on which a run would start now; `cpus` are its processors."""
+
+    cpus: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """A batch as it is laid over devices.
+
+    `processes` are those of all machines, one on the CPU. `devices` are groups of them that share their rows.
+    `rows` are those of the data set, None where they are not known. `total` is the `batch.global` of the stage
+    file, None where it has none.
+    """
+
+    processes: int
+    devices: int
+    rows: int | None = None
+    total: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """One stage about to run, or only looked at; None stands for what is not known.
+    """The facts about one stage that a rule may ask for; None stands for what is not known.
 
     `deepspeed` is the parsed DeepSpeed file in use. `gpus` counts those of all nodes, 0 is the CPU.
     `per_device` (rows) and `accumulation` (forward passes a step) are what upstream will be given.
-    `packages` are names and versions in the trainer's Python, `cpus` its processors. `output` is
-    where the model goes, `source` the folder of the trainer's source.
+    `mixed_precision` is what accelerate will be given, `named_precision` what the stage file says.
+    `packages` are names and versions in the trainer's Python. `machine` is None where another one may train.
+    `output` is where the model goes, `attempts` how many the run there has had, None where it is a new one,
+    `source` the folder of the trainer's source.
     """
 
     values: Values
     environ: Mapping[str, str] = field(default_factory=dict)
     deepspeed: Mapping[str, Any] | None = None
     mixed_precision: str | None = None
+    named_precision: str | None = None
     gpus: int | None = None
     per_device: int | None = None
     accumulation: int | None = None
-    cpus: int | None = None
+    split: Split | None = None
     packages: Mapping[str, str] | None = None
-    running: bool = False
+    machine: Machine | None = None
     output: Path | None = None
+    attempts: int | None = None
     source: Path | None = None
 
     @property
@@ -40,7 +66,7 @@ class Context:
     @property
     def at_start(self) -> Severity:
         """The severity of what may still come until the run is to start."""
-        return "error" if self.running else "warning"
+        return "warning" if self.machine is None else "error"
 
     @property
     def zero_stage(self) -> int | None:

@@ -62,7 +62,7 @@ def unseen(key: str, source: Source, context: Context) -> Iterator[Finding]:
     if source.fault is not None:
         message = f"{brief(source.name)} {source.fault}"
         yield say("error", "bad-data", key, message, source.remedy)
-    elif source.unseen is not None and (context.running or is_dir(source.name)):
+    elif source.unseen is not None and (context.machine is not None or is_dir(source.name)):
         message = f"the rows of {brief(source.name)} were not looked at: {source.unseen}"
         yield say("note", "unseen-data", key, message)
 

@@ -374,8 +374,7 @@ def _within(version: Version, span: tuple[Version, Version]) -> bool:
 def true_gradients(context: Context) -> Iterator[Finding]:
     """The probe compares gradients in each run."""
     values, config = context.values, engine_config(context.values, context.file)
-    # at a start the packages are looked at in a moment
-    if context.gpus == 0 or not config or (context.running and context.packages is None):
+    if context.gpus == 0 or not config:
         return
     own = context.entry.own_precision
     found = fault(

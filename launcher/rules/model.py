@@ -13,7 +13,7 @@ from launcher.artifacts.architecture import Shape
 from launcher.errors import Finding, InvalidConfig, Severity, brief
 from launcher.paths import can_be_name, exists, is_dir, is_file
 from launcher.rules.context import Context, StageRule, caches_only, section
-from launcher.rules.rule import cites, say
+from launcher.rules.rule import cites, needs, say
 from launcher.rules.trl.resolved import inline
 
 # liger_kernel/transformers/monkey_patch.py:2879, release 0.7.0, the one that the pin locks
@@ -181,12 +181,11 @@ def _shape(config: Mapping[str, Any]) -> Shape | None:
 
 
 @cites("finetune.py:541", "dpo_tune_cache.py:279", "finetune.py:526", "finetune.py:411", "trl/scripts/sft.py:104")
+@needs("machine")
 def missing_model(context: Context) -> Iterator[Finding]:
     """Neither a folder nor a hub name; nor what open-instruct takes the config or the tokenizer
     from.
     """
-    if not context.running:
-        return
     seen = set()
     for key in (_MODEL, "config_name", "tokenizer_name_or_path"):
         name = context.values.get(key)
@@ -344,7 +343,7 @@ def _read_from(context: Context, name: object, revision: str | None) -> Path | N
     elif model_config.offline(context.environ):
         config = model_config.where(name, context.environ, revision)
         folder = None if config is None else config.parent
-    described = folder is not None and not context.running and model_files.is_bare(folder)
+    described = folder is not None and context.machine is None and model_files.is_bare(folder)
     return None if described else folder
 
 

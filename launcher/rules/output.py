@@ -15,7 +15,7 @@ from launcher.files import read_json
 from launcher.paths import exists, is_file
 from launcher.rules.context import Context, StageRule, caches_only
 from launcher.rules.places import unintended_output
-from launcher.rules.rule import cites, say
+from launcher.rules.rule import cites, needs, say, superseded_by
 
 _OUTPUT, _RESUME = "output_dir", "resume_from_checkpoint"
 _WEIGHTS = re.compile(r"(model|pytorch_model|adapter_model).*\.(safetensors|bin)\Z")
@@ -34,6 +34,8 @@ def _taken(context: Context) -> Checkpoint | None:
 
 
 @cites("utils.py:813")
+@needs("machine")
+@superseded_by("attempts")
 def foreign_checkpoints(context: Context) -> Iterator[Finding]:
     """Upstream resumes from the newest checkpoint in its output folder, whoever made it."""
     last = _taken(context)
@@ -44,6 +46,8 @@ def foreign_checkpoints(context: Context) -> Iterator[Finding]:
 
 
 @cites("utils.py:816", "finetune.py:1006", "trl/scripts/sft.py:113")
+@needs("machine")
+@superseded_by("attempts")
 def finished_model(context: Context) -> Iterator[Finding]:
     """A run that ended is begun from zero again."""
     names, resume = files.names(context.output), context.entry.names.resume
@@ -67,7 +71,7 @@ def named_checkpoint(context: Context) -> Iterator[Finding]:
         return
     folder = Path(name)
     if not exists(folder):
-        what = f"there is no folder {brief(name)} here" if context.running else None
+        what = None if context.machine is None else f"there is no folder {brief(name)} here"
     elif not is_file(folder / "trainer_state.json"):
         what = f"{brief(name)} is not a checkpoint: it has no trainer_state.json"
     else:

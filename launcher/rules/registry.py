@@ -1,4 +1,4 @@
-"""The rules of every backend and stage, applied to typed `Values` and to a `Context`.
+"""The rules of every backend and stage, applied to typed `Values` and to a `Context`, each once.
 
 Layer `parser` repeats upstream's own `__post_init__`; layer `run` is what would parse and then crash
 or do something else than it says; layer `launch` is our own.
@@ -10,7 +10,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from launcher.errors import Finding
+from launcher.errors import About, Finding, about
 from launcher.rules.context import Context, StageRule
 from launcher.rules.rule import Rule, as_it_stands
 from launcher.upstream.open_instruct import OLMO_CORE
@@ -51,30 +51,12 @@ def of_stage(backend: str, key: str) -> tuple[StageRule, ...]:
     if key in _OWN:
         return _rules(_OWN[key], key, "STAGE_RULES")
     key = _stage(backend, key)
-    from launcher.rules import deepspeed, embedding, model, output, precision
+    from launcher.rules import deepspeed, embedding, model, output, precision, split
 
-    modules = (deepspeed, model, precision, embedding, output)
+    modules = (deepspeed, model, precision, embedding, output, split)
     shared = (rule for module in modules for rule in module.RULES.get(backend, {}).get(key, ()))
     further = (rule for module in _FURTHER.get(backend, ()) for rule in _rules(module, key))
     return (*shared, *further)
-
-
-def of_split(context: Context, rows: int | None, *, devices: int, is_global: bool) -> Iterator[Finding]:
-    """Every finding of the rules about a batch as it is split over devices; see `olmo_core.of_split`.
-
-    The `gpus` of the context are processes.
-    """
-    schema = context.values.schema
-    if (module := _OWN.get(schema.key)) is not None:
-        rules = import_module(f"launcher.rules.{module}")
-        yield from rules.of_split(context, rows, devices=devices, is_global=is_global)
-        return
-    from launcher.rules import split
-
-    stage = _stage(schema.backend, schema.key)
-    for rule in split.RULES.get(schema.backend, {}).get(stage, ()):
-        with suppress(NoSuchField):
-            yield from as_it_stands(rule, rule(context), schema)
 
 
 def apply(values: Values) -> Iterator[Finding]:
@@ -85,8 +67,28 @@ def apply(values: Values) -> Iterator[Finding]:
 
 
 def apply_in(context: Context) -> Iterator[Finding]:
-    """Every finding of every other rule; keys are `args.NAME`, `deepspeed` or `mixed_precision`."""
+    """Every finding of every other rule that these facts suffice for; keys are `args.NAME` or those of options."""
     schema = context.values.schema
     for rule in of_stage(schema.backend, schema.key):
+        if not _is_due(rule, context):
+            continue
         with suppress(NoSuchField):
-            yield from as_it_stands(rule, rule(context), schema)
+            yield from about(_subject(rule), as_it_stands(rule, rule(context), schema))
+
+
+def _subject(rule: StageRule) -> About:
+    needed = getattr(rule, "needs", ())
+    if "packages" in needed:
+        return "machine"
+    if "split" in needed:
+        return "plan"
+    return "file"
+
+
+def _is_due(rule: StageRule, context: Context) -> bool:
+    """Whether every fact that a rule needs is known, and none that says more than it."""
+    needed = getattr(rule, "needs", ())
+    better = getattr(rule, "superseded_by", ())
+    lacks = any(getattr(context, fact) is None for fact in needed)
+    is_superseded = any(getattr(context, fact) is not None for fact in better)
+    return not lacks and not is_superseded

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from launcher.errors import Finding, Layer, Severity, brief
 from launcher.upstream.schema import Schema, Values
@@ -24,6 +24,30 @@ def cites(*places: str) -> Callable[[_Function], _Function]:
 
     def mark(rule: _Function) -> _Function:
         rule.__dict__["cites"] = places
+        return rule
+
+    return mark
+
+
+Fact = Literal["attempts", "machine", "packages", "split"]
+"""Attributes of a `Context` that a rule can need, or that can say more than it."""
+
+
+def needs(*facts: Fact) -> Callable[[_Function], _Function]:
+    """Name the facts without which a rule has nothing to say: it does not apply where one is None."""
+
+    def mark(rule: _Function) -> _Function:
+        rule.__dict__["needs"] = facts
+        return rule
+
+    return mark
+
+
+def superseded_by(*facts: Fact) -> Callable[[_Function], _Function]:
+    """Name the facts that say more than a rule: it does not apply where one of them is known."""
+
+    def mark(rule: _Function) -> _Function:
+        rule.__dict__["superseded_by"] = facts
         return rule
 
     return mark

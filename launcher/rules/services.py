@@ -64,7 +64,7 @@ def hub_token(context: Context) -> Iterator[Finding]:
     """
     values, environ = context.values, context.environ
     # the default has a rule of its own, until it comes to a run
-    if not values["push_to_hub"] or not (context.running or values.given("push_to_hub")):
+    if not values["push_to_hub"] or (context.machine is None and not values.given("push_to_hub")):
         return
     if model_config.offline(environ):
         why, help = "HF_HUB_OFFLINE is set", "unset it, or write `push_to_hub: false`"

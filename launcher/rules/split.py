@@ -4,18 +4,19 @@ from collections.abc import Iterator, Mapping
 
 from launcher.errors import Finding
 from launcher.rules.context import Context, StageRule, caches_only
-from launcher.rules.rule import cites, say
+from launcher.rules.rule import cites, needs, say
 from launcher.rules.trl.mixture import unseeded_test_split
 
 
 @cites("finetune.py:383")
+@needs("split")
 def sequence_parallel(context: Context) -> Iterator[Finding]:
     """Each group of so many processes shares its rows."""
     key = "sequence_parallel_size"
     size = context.values[key]
-    processes = context.gpus
-    if not isinstance(size, int) or size <= 1 or not processes or caches_only(context):
+    if not isinstance(size, int) or size <= 1 or context.split is None or caches_only(context):
         return
+    processes = context.split.processes
     if processes % size:
         divisors = [str(number) for number in range(1, processes + 1) if processes % number == 0]
         message = f"`{key}: {size}` does not divide {processes} process(es)"
@@ -23,10 +24,12 @@ def sequence_parallel(context: Context) -> Iterator[Finding]:
 
 
 @cites("transformers/trainer.py:463")
+@needs("split")
 def sharded_alone(context: Context) -> Iterator[Finding]:
     """FSDP needs processes that know of each other."""
     values = context.values
-    if values["fsdp"] and context.gpus == 1 and "xla" not in str(values["fsdp_config"]):
+    alone = context.split is not None and context.split.processes == 1
+    if values["fsdp"] and alone and "xla" not in str(values["fsdp_config"]):
         message = "`fsdp` on one process: transformers refuses it, there is nothing to shard over"
         yield say("error", "fsdp-alone", "fsdp", message, "--gpus 2 or more, or delete the line")
 
@@ -35,4 +38,3 @@ RULES: Mapping[str, Mapping[str, tuple[StageRule, ...]]] = {
     "open_instruct": {"sft": (sequence_parallel,)},
     "trl": dict.fromkeys(("sft", "dpo"), (sharded_alone, unseeded_test_split)),
 }
-"""By backend and stage; the `gpus` of their context are processes, one on the CPU."""

@@ -6,13 +6,12 @@ import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.config.load import Config
 from launcher.errors import Finding, InvalidConfig, Severity, errors, launch_finding
 from launcher.rules import registry
-from launcher.rules.context import Context
+from launcher.rules.context import Context, Machine
 from launcher.stage import arguments, options, unused
 from launcher.stage.batch import impossible
 from launcher.stage.options import TREND_LOSSES, Batch, Options
@@ -61,7 +60,10 @@ class Stage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """A config with everything found out about it, valid or not."""
+    """A config with what was found out about it, valid or not.
+
+    `deepspeed` is the DeepSpeed file in use, parsed. `refused` are the keys of which no rule has to say more.
+    """
 
     config: Config
     findings: tuple[Finding, ...]
@@ -70,22 +72,39 @@ class Judged:
     schema: Schema | None = None
     upstream: Upstream | None = None
     values: Values | None = None
+    deepspeed: Mapping[str, Any] | None = None
+    allow_unpinned: bool = False
+    refused: frozenset[str | None] = frozenset()
 
 
-def judge(
-    config: Config, *, stage: str | None = None, locator: Locator | None = None, running: bool = False
-) -> Judged:
-    """Check a config against the source that would run it; collects, never raises for its content.
+def judge(config: Config, *, stage: str | None = None, locator: Locator | None = None) -> Judged:
+    """Check a config against the source that would run it, by what the file alone tells; never raises for its content.
 
-    `stage` is what the command line asked for; `locator` finds the source, once for several configs.
-    Raises NotReady where a checkout was named and is none.
+    Parameters and errors are those of `read`.
+    """
+    judged = read(config, stage=stage, locator=locator)
+    return replace(judged, findings=unplanned_findings(judged))
+
+
+def unplanned_findings(judged: Judged, machine: Machine | None = None) -> tuple[Finding, ...]:
+    """All findings of a config that was read and is not planned: of GPUs only what the file itself says is known."""
+    if judged.values is None:
+        return judged.findings
+    return apply_rules(judged, _file_context(judged, machine))
+
+
+def read(config: Config, *, stage: str | None = None, locator: Locator | None = None) -> Judged:
+    """Read a config by the source that would run it: its options and arguments, typed, and what is wrong with them.
+
+    The rules that need more facts than the arguments are left to `apply_rules`. `stage` is what the command line
+    asked for; `locator` finds the source, once for several configs. Raises NotReady where a checkout was named
+    and is none.
     """
     locator = locator or Locator()
     found, findings = _stage_name(config, stage, locator)
     if found is None:
         return Judged(config=config, findings=_in_order(config, findings))
     source = locator.find(backend_of(config))
-    pin = locate.unpinned(source, running=running, allowed=locator.allow_unpinned)
     key, _ = options.entry_of(config, found, source.backend)
     schema = locator.schema(source.backend, key)
     entry = entry_of(schema)
@@ -112,8 +131,10 @@ def judge(
     findings += [*_batch_faults(opts, config, entry, values), *_attention_faults(opts, config)]
     findings += _expect_faults(opts, entry, values)
     wrong = {finding.key for finding in findings if finding.severity == "error"}
-    around = _environment_faults(opts, entry, values, source.root, running=running)
-    findings += [finding for finding in around if finding.key not in reported | wrong]
+    refused = frozenset(reported | wrong)
+    deepspeed, fault = opts.read_deepspeed()
+    if fault is not None and fault.key not in refused:
+        findings.append(fault)
     return Judged(
         config=config,
         stage=found,
@@ -121,8 +142,20 @@ def judge(
         schema=schema,
         upstream=source,
         values=values,
-        findings=_in_order(config, findings, [] if pin is None else [pin]),
+        deepspeed=deepspeed,
+        allow_unpinned=locator.allow_unpinned,
+        refused=refused,
+        findings=_in_order(config, findings),
     )
+
+
+def apply_rules(judged: Judged, context: Context) -> tuple[Finding, ...]:
+    """All findings of a config that was read: its own, those of the rules with these facts, that of the source."""
+    assert judged.upstream is not None
+    ruled = [finding for finding in registry.apply_in(context) if finding.key not in judged.refused]
+    pin = locate.unpinned(judged.upstream, allowed=judged.allow_unpinned, where_found=context.at_start)
+    placeless = [] if pin is None else [pin]
+    return _in_order(judged.config, [*judged.findings, *ruled], placeless)
 
 
 def validate(judged: Judged, *, strict: bool = False) -> Stage:
@@ -167,26 +200,27 @@ def preferred_attention(
     return attention.choose(options.attention, context)
 
 
-def _environment_faults(
-    opts: Options, entry: Entry, values: Values, source: Path | None, *, running: bool
-) -> Iterator[Finding]:
-    """What is wrong with the environment and the files here; `doctor.situation` knows GPUs and packages."""
-    deepspeed, fault = opts.read_deepspeed()
-    if fault is not None:
-        yield fault
+def _file_context(judged: Judged, machine: Machine | None) -> Context:
+    """The facts that a stage file holds itself, and the machine."""
+    opts = judged.options
+    values = judged.values
+    assert opts is not None and values is not None and judged.upstream is not None
+    names = entry_of(values.schema).names
     batch = opts.batch or Batch()
-    yield from registry.apply_in(
-        Context(
-            values=values,
-            environ=os.environ,
-            deepspeed=deepspeed,
-            mixed_precision=opts.mixed_precision,
-            gpus=opts.gpus,
-            per_device=batch.per_device or _number(values, entry.names.per_device),
-            accumulation=None if batch.total else _number(values, entry.names.accumulation),
-            running=running,
-            source=source,
-        )
+    accumulation = None
+    if not batch.total:
+        accumulation = _number(values, names.accumulation)
+    return Context(
+        values=values,
+        environ=os.environ,
+        deepspeed=judged.deepspeed,
+        mixed_precision=opts.mixed_precision,
+        named_precision=opts.mixed_precision,
+        gpus=opts.gpus,
+        per_device=batch.per_device or _number(values, names.per_device),
+        accumulation=accumulation,
+        machine=machine,
+        source=judged.upstream.root,
     )
 
 

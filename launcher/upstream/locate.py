@@ -206,18 +206,20 @@ def package_version(site: Path, name: str) -> str:
     return found[0].removesuffix(".dist-info").partition("-")[2] if found else "unknown"
 
 
-def unpinned(upstream: Upstream, *, running: bool, allowed: bool) -> Finding | None:
+def unpinned(upstream: Upstream, *, allowed: bool, where_found: Severity) -> Finding | None:
     """What to say about a source that is not the pinned one; None where there is nothing to say.
 
-    A checkout that was named, or is the submodule, must be the pin. One merely found is only warned
-    about while nothing runs. Installed TRL packages are simply read: they are what will run.
+    A checkout that was named, or is the submodule, must be the pin. That one which was merely found is not has
+    the severity `where_found`. Installed TRL packages are simply read: they are what will run.
     """
     if upstream.pinned:
         return None
     if not upstream.is_checkout:
         message = f"checked against the installed {upstream.version}; tested with {upstream.pin}"
         return launch_finding("note", "other-version", message)
-    stops = (running or upstream.is_named) and not allowed
+    severity: Severity = "error" if upstream.is_named else where_found
+    if allowed:
+        severity = "warning"
     git, commit = f"git -C {upstream.root}", upstream.version.removesuffix("+edited")
     # checking out the commit that is checked out undoes no edit
     steps = [f"{git} stash"] if commit != upstream.version else []
@@ -225,7 +227,7 @@ def unpinned(upstream: Upstream, *, running: bool, allowed: bool) -> Finding | N
         steps.append(f"{git} checkout {upstream.pin[:12]}")
     files_changed = ", ".join(upstream.changed[:4])
     return launch_finding(
-        "error" if stops else "warning",
+        severity,
         "unpinned-checkout",
         f"the checkout is at {upstream.version}, the pin is {upstream.pin} (different: {files_changed})",
         " && ".join(steps) + ("" if allowed else ", or continue with --allow-unpinned"),

@@ -50,8 +50,14 @@ def missing(made: Plan, *packages: str) -> list[str]:
     return [name for one in found for name in one.message.partition(" lacks ")[2].split(", ")]
 
 
+def ready(made: Plan, python: Trainer) -> tuple[Finding, ...]:
+    """What is warned of before a start on the GPUs here."""
+    chosen = devices.choose(made.gpus, None, devices.look(os.environ))
+    return checks.require_ready(made, python, chosen)
+
+
 def test_a_machine_that_is_ready() -> None:
-    assert checks.require_ready(planned(staged(TULU), 2), trainer(*ALL)) == ()
+    assert ready(planned(staged(TULU), 2), trainer(*ALL)) == ()
 
 
 def test_everything_that_is_missing_is_said_at_once(tmp_path: Path) -> None:
@@ -60,7 +66,7 @@ def test_everything_that_is_missing_is_said_at_once(tmp_path: Path) -> None:
     stage = replace(stage, upstream=replace(stage.upstream, root=None))
     made = planned(stage, 8)
     with pytest.raises(NotReady) as caught:
-        checks.require_ready(made, trainer("torch", version=(3, 9, 2)))
+        ready(made, trainer("torch", version=(3, 9, 2)))
     found = caught.value.findings
     assert list(dict.fromkeys(f.code for f in found)) == [
         "no-checkout", "old-python", "missing-packages", "too-few-gpus", "missing-data",
@@ -96,7 +102,7 @@ def test_what_the_arguments_need(tmp_path: Path, more: str, gpus: int, expected:
 
 def refused(made: Plan) -> list[str]:
     with pytest.raises(NotReady) as caught:
-        checks.require_ready(made, trainer(*ALL))
+        ready(made, trainer(*ALL))
     return [f"{one.code}: {one.message} | {one.help}" for one in caught.value.findings]
 
 
@@ -127,10 +133,10 @@ def test_torch_against_the_driver(smi: Smi, tmp_path: Path, line: str, driver: s
     smi.cards(4, 4, cuda=driver)
     python, made = with_torch(tmp_path, line), planned(staged(TULU), 2)
     if code is None:
-        assert checks.require_ready(made, python) == ()
+        assert ready(made, python) == ()
         return
     with pytest.raises(NotReady) as caught:
-        checks.require_ready(made, python)
+        ready(made, python)
     (finding,) = caught.value.findings
     assert finding.code == code
     assert "download.pytorch.org/whl/cu" in (finding.help or "")

@@ -505,13 +505,14 @@ def test_fit_says_so_where_nothing_fits_and_where_nothing_is_larger() -> None:
 
 
 def test_of_the_cpu_batch_steps_and_disk_are_planned() -> None:
-    told = planned(TULU, "--gpus", "0,8", *ROWS, "--rows", "1000", "--gpu-memory", "80", "--why")
+    plain = ("use_liger_kernel=false", "expect.liger=off")
+    told = planned(TULU, *plain, "--gpus", "0,8", *ROWS, "--rows", "1000", "--gpu-memory", "80", "--why")
     cpu, eight = told["gpus"]
     assert (cpu["gpus"], cpu["per_device"], cpu["accumulation"], cpu["steps"]) == (0, 16, 8, 16)
     assert (cpu["memory_gib"], cpu["fits"], cpu["hours"]) == (None, None, None)
     assert cpu["disk_gib"]["most"] > 0 and eight["fits"] is True
     assert {"unknown-memory", "deepspeed-left-out"} <= set(told["codes"])
-    shown = CliRunner().invoke(app, ["plan", TULU, "--gpus", "0", *ROWS]).stdout
+    shown = CliRunner().invoke(app, ["plan", TULU, *plain, "--gpus", "0", *ROWS]).stdout
     row = next(line.split() for line in shown.splitlines() if "CPU" in line)
     assert row == ["CPU", "16", "8", "128", "3,670", "38,656", row[-1]]
 

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import saved
 from conftest import Write
+from test_rules import HERE
 from test_trl_machine_rules import found
+
+from launcher.rules.context import Machine
 
 QWEN2 = {
     "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 64,
@@ -29,12 +32,12 @@ SHARD = "model-0000{}-of-00002.safetensors"
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
 
 
-def lacking(script: str = "trl-sft", *, running: bool = True, **known: Any) -> list[str]:
+def lacking(script: str = "trl-sft", *, machine: Machine | None = HERE, **known: Any) -> list[str]:
     """What is said of the folder `model`, which is the same for every script."""
     args = {"model_name_or_path": "model", **known.pop("args", {})}
-    findings = found(script, args, running=running, **known)
+    findings = found(script, args, machine=machine, **known)
     assert all(finding.layer == "run" for finding in findings)
-    assert {finding.severity for finding in findings} <= {"error" if running else "warning"}
+    assert {finding.severity for finding in findings} <= {"warning" if machine is None else "error"}
     return [f"{finding.code}: {finding.message}" for finding in findings]
 
 
@@ -50,7 +53,7 @@ def sharded() -> None:
 def test_a_model_that_cannot_be_loaded_does_not_reach_a_gpu(write: Write, script: str) -> None:
     write("model/config.json", '{"model_type": "made"}')
     # a folder to plan with
-    assert lacking(script, running=False) == []
+    assert lacking(script, machine=None) == []
     said = lacking(script)
     assert [one.partition(":")[0] for one in said] == ["incomplete-model", "incomplete-tokenizer"]
     assert "holds no weights" in said[0] and "knows no word" in said[1]
@@ -61,19 +64,19 @@ def test_a_model_that_cannot_be_loaded_does_not_reach_a_gpu(write: Write, script
         ("tokenizer.json", '{"a": [', "cut off"), ("tokenizer_config.json", '{"a": [', "cannot be read"),
         ("config.json", "{}", "model_type"), ("config.json", "", "cannot be read"),
     )  # fmt: skip
-    for running, (name, content, words) in itertools.product((True, False), faults):
-        (one,) = with_file(script, name, content, running=running)
+    for machine, (name, content, words) in itertools.product((HERE, None), faults):
+        (one,) = with_file(script, name, content, machine=machine)
         part = "tokenizer" if name.startswith("tokenizer") else "model"
         assert one.startswith(f"incomplete-{part}") and words in one
     assert lacking(script) == []
 
 
-def with_file(script: str, name: str, text: str, *, running: bool) -> list[str]:
+def with_file(script: str, name: str, text: str, *, machine: Machine | None) -> list[str]:
     """What is said while a file holds another text."""
     path = Path("model", name)
     before = path.read_bytes() if path.exists() else None
     path.write_text(text)
-    said = lacking(script, running=running)
+    said = lacking(script, machine=machine)
     if before is None:
         path.unlink()
     else:
@@ -133,26 +136,26 @@ def test_of_the_hub_what_is_missing_is_fetched(write: Write) -> None:
     write(str(kept / "refs/main"), "abc")
     write(str(kept / "snapshots/abc/config.json"), '{"model_type": "made"}')
     args = {"model_name_or_path": "org/name"}
-    assert found("sft", args, running=True, environ={"HOME": str(home)}) == []
+    assert found("sft", args, machine=HERE, environ={"HOME": str(home)}) == []
     offline = {"HOME": str(home), "HF_HUB_OFFLINE": "1"}
-    told = [one.code for one in found("sft", args, running=True, environ=offline)]
+    told = [one.code for one in found("sft", args, machine=HERE, environ=offline)]
     assert told == ["incomplete-model", "incomplete-tokenizer"]
 
 
 def test_weights_are_those_of_the_config(write: Write) -> None:
     saved.loadable(Path("model"))
     assert lacking() == []
-    (one,) = with_file("sft", "config.json", json.dumps({**QWEN2, "vocab_size": 7}), running=True)
+    (one,) = with_file("sft", "config.json", json.dumps({**QWEN2, "vocab_size": 7}), machine=HERE)
     assert "model.embed_tokens.weight" in one
     # layers that no file has begin at random
     more = {**QWEN2, "num_hidden_layers": QWEN2["num_hidden_layers"] + 1}
     Path("model", "config.json").write_text(json.dumps(more))
-    (warned,) = found("dpo", {"model_name_or_path": "model"}, running=True)
+    (warned,) = found("dpo", {"model_name_or_path": "model"}, machine=HERE)
     assert warned.severity == "warning" and "begin at random" in warned.message
     # and nothing at all is another model
     Path("model", "config.json").write_text(json.dumps(QWEN2))
     saved.tensors(Path("model", "model.safetensors"))
-    (none,) = found("dpo", {"model_name_or_path": "model"}, running=True)
+    (none,) = found("dpo", {"model_name_or_path": "model"}, machine=HERE)
     assert none.severity == "error" and "begin at random" in none.message
 
 

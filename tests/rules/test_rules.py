@@ -10,6 +10,7 @@ from verdicts import schema_of
 
 from launcher.errors import Finding
 from launcher.rules import registry
+from launcher.rules.context import Machine
 from launcher.upstream.schema import Values
 
 # A valid, quiet base for each script.
@@ -26,6 +27,9 @@ BASES = {
     "sft": ("open_instruct", "sft", SFT), "dpo": ("open_instruct", "dpo", DPO),
     "trl-sft": ("trl", "sft", TRL), "trl-dpo": ("trl", "dpo", TRL),
 }  # fmt: skip
+
+
+HERE = Machine(cpus=8)
 
 
 def values_of(script: str, changes: dict[str, Any]) -> Values:

@@ -12,14 +12,14 @@ import pytest
 from argument_sets import generate
 from conftest import NO_PACKAGES, Write
 from saved import loadable
-from test_rules import BASES, values_of
+from test_rules import BASES, HERE, values_of
 
 from launcher.artifacts import model_config
 from launcher.config.keys import DEEPSPEED
 from launcher.errors import Finding
 from launcher.rules import model as model_rules
 from launcher.rules import registry
-from launcher.rules.context import Context
+from launcher.rules.context import Context, Machine, Split
 from launcher.stage.options import deepspeed_file
 from launcher.upstream import citations
 from launcher.upstream.schema import Values
@@ -42,6 +42,9 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def context(script: str, args: dict[str, Any], **known: Any) -> Context:
     known.setdefault("environ", {"HOME": str(Path.cwd() / "home")})
+    if "gpus" not in known:
+        # once the GPUs are known, it may be a default that was filled in
+        known.setdefault("named_precision", known.get("mixed_precision"))
     return Context(values=values_of(script, args), **known)
 
 
@@ -70,7 +73,7 @@ def model(write: Write, **config: Any) -> str:
 def test_what_ships_is_quiet(script: str) -> None:
     for name, gpus in itertools.product((None, *DEEPSPEED), (None, 0, 1, 8)):
         file: Any = None if name is None else json.loads(deepspeed_file(name).read_text())
-        known: dict[str, Any] = {"deepspeed": file, "gpus": gpus, "packages": TRAINER, "cpus": 8}
+        known: dict[str, Any] = {"deepspeed": file, "gpus": gpus, "packages": TRAINER, "machine": HERE}
         known |= {"per_device": 4, "accumulation": 4, "mixed_precision": "bf16"}
         assert found(script, {}, **known) == []
 
@@ -310,21 +313,21 @@ def test_packing() -> None:
 def test_a_model_that_is_not_here(write: Write, script: str) -> None:
     expected = ("missing-model", "error", "args.model_name_or_path")
     for name in ("build/demo/model", "/no/such/model", "./model", "~/model"):
-        assert one(script, {"model_name_or_path": name}, running=True) == expected
+        assert one(script, {"model_name_or_path": name}, machine=HERE) == expected
         # an earlier stage may still make it
         assert found(script, {"model_name_or_path": name}) == []
-    assert found(script, {"model_name_or_path": "org/name"}, running=True) == []
-    told = one(script, {"model_name_or_path": "org/name"}, running=True, environ={"HF_HUB_OFFLINE": "1"})
+    assert found(script, {"model_name_or_path": "org/name"}, machine=HERE) == []
+    told = one(script, {"model_name_or_path": "org/name"}, machine=HERE, environ={"HF_HUB_OFFLINE": "1"})
     assert told == expected
     model(write, model_type="llama")
     loadable(Path("model"))
-    assert found(script, {"model_name_or_path": "./model"}, running=True) == []
+    assert found(script, {"model_name_or_path": "./model"}, machine=HERE) == []
     # one of its files
-    assert one(script, {"model_name_or_path": "model/config.json"}, running=True) == expected
+    assert one(script, {"model_name_or_path": "model/config.json"}, machine=HERE) == expected
     for key in ("config_name", "tokenizer_name_or_path") if script != "trl-sft" else ():
         args = {"model_name_or_path": "./model", key: "./model"}
-        assert found(script, args, running=True) == []
-        told = one(script, {**args, key: "./other"}, running=True)
+        assert found(script, args, machine=HERE) == []
+        told = one(script, {**args, key: "./other"}, machine=HERE)
         assert told == ("missing-model", "error", f"args.{key}")
 
 
@@ -349,7 +352,7 @@ def test_tracking_needs_a_key(write: Write, tmp_path: Path, script: str) -> None
         assert found(script, {}, environ=environ) == []
     # offline it is still asked who is logged in
     assert found(script, {**WANDB, "wandb_entity": "me"}, environ=environ) == []
-    assert one(script, WANDB, environ={"HOME": str(tmp_path)}, running=True)[1] == "error"
+    assert one(script, WANDB, environ={"HOME": str(tmp_path)}, machine=HERE)[1] == "error"
 
 
 @pytest.mark.parametrize("script", ["sft", "dpo"])
@@ -357,12 +360,12 @@ def test_pushing_needs_a_token(write: Write, tmp_path: Path, script: str) -> Non
     args, home = {"push_to_hub": True}, {"HOME": str(tmp_path)}
     expected = ("no-hub-token", "warning", "args.push_to_hub")
     assert one(script, args, environ=home) == expected
-    assert one(script, args, environ=home, running=True)[1] == "error"
+    assert one(script, args, environ=home, machine=HERE)[1] == "error"
     assert one(script, args, environ={**home, "HF_TOKEN": "t", "HF_HUB_OFFLINE": "1"}) == expected
     assert found(script, args, environ={**home, "HF_TOKEN": "t"}) == []
     # the default, until it comes to a run
     assert found(script, {"push_to_hub": None}, environ=home) == []
-    assert one(script, {"push_to_hub": None}, environ=home, running=True)[1] == "error"
+    assert one(script, {"push_to_hub": None}, environ=home, machine=HERE)[1] == "error"
     write(".cache/huggingface/token", "t")
     assert found(script, args, environ=home) == []
     (asked,) = found(script, args, environ={})
@@ -373,7 +376,7 @@ def test_pushing_needs_a_token(write: Write, tmp_path: Path, script: str) -> Non
 
 def outcome(folder: Path, script: str = "sft", **args: Any) -> list[str]:
     """What is said of an output folder."""
-    told = found(script, args, output=folder)
+    told = found(script, args, output=folder, machine=HERE)
     assert all((f.severity, f.key) == ("warning", "args.output_dir") for f in told)
     return [f"{f.code}: {f.message}" for f in told]
 
@@ -416,7 +419,7 @@ def test_no_rule_breaks_whatever_is_given_or_known(script: str, tmp_path: Path) 
     lacking = [{k: v for k, v in whole.fields.items() if k != name} for name in whole.fields]
     given = [{}] * len(lacking) + list(generate(whole, 300, seed=3)) * 2
     fields = [*lacking, *[whole.fields] * 300, *[unknown] * 300]
-    known: dict[str, Any] = {"deepspeed": ZERO3, "packages": {}, "environ": {}, "running": True, "output": tmp_path}
+    known: dict[str, Any] = {"deepspeed": ZERO3, "packages": {}, "environ": {}, "machine": HERE, "output": tmp_path}
     for number, (one, arguments) in enumerate(zip(fields, given, strict=True)):
         values = Values(replace(whole, fields=one), {k: v for k, v in arguments.items() if k in one})
         assert isinstance(list(registry.apply(values)), list)
@@ -427,17 +430,17 @@ def test_no_rule_breaks_whatever_is_given_or_known(script: str, tmp_path: Path) 
 def test_tokenising_that_outlasts_the_timeout() -> None:
     args = {"dataset_mixer_list": ["a", 20_000_000]}
     expected = ("tokenising-outlasts", "warning", "args.timeout")
-    assert one("sft", args, gpus=8, cpus=16) == expected
+    assert one("sft", args, gpus=8, machine=Machine(cpus=16)) == expected
     assert one("sft", args) == expected
-    assert one("dpo", {"mixer_list": ["a", 20_000_000]}, gpus=8, cpus=16) == expected
-    assert found("sft", args, gpus=1, cpus=16) == []
-    assert found("sft", {**args, "timeout": 36000}, gpus=8, cpus=16) == []
-    assert found("sft", {**args, "cache_dataset_only": True}, gpus=8, cpus=16) == []
-    assert found("sft", {"dataset_mixer_list": ["a", "1.0"]}, gpus=8, cpus=1) == []
+    assert one("dpo", {"mixer_list": ["a", 20_000_000]}, gpus=8, machine=Machine(cpus=16)) == expected
+    assert found("sft", args, gpus=1, machine=Machine(cpus=16)) == []
+    assert found("sft", {**args, "timeout": 36000}, gpus=8, machine=Machine(cpus=16)) == []
+    assert found("sft", {**args, "cache_dataset_only": True}, gpus=8, machine=Machine(cpus=16)) == []
+    assert found("sft", {"dataset_mixer_list": ["a", "1.0"]}, gpus=8, machine=Machine(cpus=1)) == []
     # sets whose sizes are known
     tulu = {"dataset_mixer_list": ["allenai/tulu-3-sft-mixture", "1.0", "b", "0.5"]}
-    assert found("sft", tulu, gpus=8, cpus=64) == []
-    assert one("sft", {**tulu, "timeout": 60}, gpus=8, cpus=64)[0] == "tokenising-outlasts"
+    assert found("sft", tulu, gpus=8, machine=Machine(cpus=64)) == []
+    assert one("sft", {**tulu, "timeout": 60}, gpus=8, machine=Machine(cpus=64))[0] == "tokenising-outlasts"
 
 
 @pytest.mark.parametrize(
@@ -459,9 +462,10 @@ def test_tokenising_that_outlasts_the_timeout() -> None:
 def test_rules_that_know_the_number_of_processes(
     script: str, args: dict[str, Any], processes: int, expected: list[tuple[str, str]]
 ) -> None:
-    known = context(script, args, gpus=processes)
-    findings = registry.of_split(known, None, devices=processes, is_global=False)
-    assert [(finding.code, finding.key) for finding in findings] == expected
+    split = Split(processes=processes, devices=processes)
+    findings = found(script, args, gpus=processes, split=split)
+    told = [(finding.code, finding.key) for finding in findings]
+    assert [one for one in told if one[0] in ("sequence-split", "fsdp-alone")] == expected
 
 
 def test_trackers_and_optimizers_of_open_instruct() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 from conftest import Write
-from test_rules import values_of
+from test_rules import HERE, values_of
 from test_trl_machine_rules import ON_CPU, told
 
 from launcher.config import load
@@ -93,9 +93,9 @@ def test_flash_attention_needs_16_bits() -> None:
 def test_attention_that_is_not_installed() -> None:
     for name, packages, missing in PACKAGES:
         args = {"attn_implementation": name}
-        for running, severity in ((True, "error"), (False, "warning")):
+        for machine, severity in ((HERE, "error"), (None, "warning")):
             expected = [("attention-missing", severity, "attn_implementation")] if missing else []
-            assert told("trl-sft", args, gpus=1, packages=packages, running=running) == expected
+            assert told("trl-sft", args, gpus=1, packages=packages, machine=machine) == expected
 
 
 def test_the_run_gets_what_was_chosen_and_is_held_to_it(write: Write) -> None:

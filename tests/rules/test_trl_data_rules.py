@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import saved
 from conftest import Write
+from test_rules import HERE
 from test_trl_machine_rules import SCRIPTS, found, told
 
 EVALUATED = {"eval_strategy": "steps", "eval_steps": 5}
@@ -26,18 +27,18 @@ def test_data_by_the_name_of_a_file(write: Write, script: str) -> None:
     assert told(script, args) == [("data-file", "error", "dataset_name")]
     (finding,) = found(script, args)
     assert "`dataset_name: data`" in (finding.help or "")
-    assert told(script, {"dataset_name": "data"}, running=True) == []
+    assert told(script, {"dataset_name": "data"}, machine=HERE) == []
 
 
 def test_data_that_are_not_here() -> None:
     for name in ("build/demo/data/sft", "./data", "data/train.jsonl", "train.csv"):
         args = {"dataset_name": name}
-        assert told("trl-sft", args, running=True) == [("missing-data", "error", "dataset_name")]
+        assert told("trl-sft", args, machine=HERE) == [("missing-data", "error", "dataset_name")]
         # another step may still make it
         assert told("trl-sft", args) == [("missing-data", "warning", "dataset_name")]
-    assert told("trl-sft", {"dataset_name": "org/name"}, running=True) == []
+    assert told("trl-sft", {"dataset_name": "org/name"}, machine=HERE) == []
     mixed = {"dataset_name": "build/x/y", "datasets": ["a"]}
-    assert told("trl-sft", mixed, running=True) == []
+    assert told("trl-sft", mixed, machine=HERE) == []
 
 
 SPLITS: list[tuple[str, bool]] = [("train", True), ("train[:10%]", False), ("train+test", False)]
@@ -86,11 +87,11 @@ def test_folders_without_the_split(write: Write) -> None:
 def test_a_template_that_is_not_here(write: Write) -> None:
     args = {"chat_template_path": "templates/mine.jinja"}
     expected = ("missing-template", "error", "chat_template_path")
-    assert told("trl-sft", args, running=True) == [expected]
+    assert told("trl-sft", args, machine=HERE) == [expected]
     assert told("trl-sft", args) == [expected]
-    assert told("trl-sft", {"chat_template_path": "org/name"}, running=True) == []
+    assert told("trl-sft", {"chat_template_path": "org/name"}, machine=HERE) == []
     write("templates/mine.jinja", "{{ messages }}")
-    assert told("trl-sft", args, running=True) == []
+    assert told("trl-sft", args, machine=HERE) == []
 
 
 QUESTION = [{"role": "user", "content": "hi"}]
@@ -101,7 +102,7 @@ WRONG = [("data-columns", "error", "dataset_name")]
 
 def columns(write: Write, script: str, *rows: dict[str, Any], **args: Any) -> list[tuple[str, str, str]]:
     write("data/train.jsonl", "".join(f"{json.dumps(row)}\n" for row in rows))
-    return told(script, {"dataset_name": "data", **args}, running=True)
+    return told(script, {"dataset_name": "data", **args}, machine=HERE)
 
 
 # what is read was trained on

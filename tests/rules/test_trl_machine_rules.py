@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 from conftest import NO_PACKAGES, PATIENCE_S, SUPPORT, Write
-from test_rules import values_of
+from test_rules import HERE, values_of
 
 from launcher.config.keys import DEEPSPEED
 from launcher.errors import Finding
 from launcher.machine.python import find_trainer
 from launcher.rules import deepspeed, registry
-from launcher.rules.context import Context
+from launcher.rules.context import Context, Split
 from launcher.stage.options import deepspeed_file
 
 SCRIPTS = ("trl-sft", "trl-dpo")
@@ -29,7 +29,7 @@ AUTO: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto",
 }  # fmt: skip
 SHIPPED = {name: json.loads(deepspeed_file(name).read_text("utf-8")) for name in DEEPSPEED}
-ON_CPU: dict[str, Any] = {"gpus": 0, "running": True}
+ON_CPU: dict[str, Any] = {"gpus": 0, "machine": HERE, "split": Split(processes=1, devices=1)}
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +40,9 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def found(script: str, args: dict[str, Any], **known: Any) -> list[Finding]:
     known.setdefault("environ", {"HOME": str(Path.cwd() / "home")})
+    if "gpus" not in known:
+        # once the GPUs are known, it may be a default that was filled in
+        known.setdefault("named_precision", known.get("mixed_precision"))
     findings = registry.apply_in(Context(values=values_of(script, args), **known))
     # that data on the hub were not looked at is said of every set of arguments
     return [finding for finding in findings if finding.code != "unseen-data"]
@@ -69,7 +72,7 @@ def test_shipped_deepspeed_files_fit_any_arguments(script: str) -> None:
             for args in arguments:
                 # what a start fills in for `mixed_precision:`, which TRL's own arguments decide
                 known: dict[str, Any] = {"mixed_precision": None if gpus is None else "bf16"}
-                known |= {"gpus": gpus, "per_device": 4, "accumulation": 4, "running": True}
+                known |= {"gpus": gpus, "per_device": 4, "accumulation": 4, "machine": HERE}
                 assert told(script, args, deepspeed=file, packages={}, **known) == []
 
 
@@ -107,7 +110,7 @@ def test_the_cpu_and_its_precision() -> None:
     for args, code, key in CPU:
         assert told("trl-sft", args, **ON_CPU, packages={}) == [(code, "error", key)]
         # where there are GPUs the same is fine
-        assert told("trl-sft", args, gpus=8, packages={"flash-attn": "2.8.3"}) == []
+        assert told("trl-sft", args, gpus=8, packages={"flash-attn": "2.8.3"}, mixed_precision="bf16") == []
     (default,), (given,) = (found("trl-sft", args, **ON_CPU) for args in ({}, {"bf16": True}))
     assert "default" in default.message and "default" not in given.message
     assert "use_cpu: true" in str(default.help)
@@ -331,7 +334,7 @@ def test_services_need_their_keys(tmp_path: Path) -> None:
     script, args, home = "trl-sft", {"report_to": ["wandb"]}, {"HOME": str(tmp_path)}
     expected = ("no-wandb-key", "warning", "report_to")
     assert told(script, args, environ=home) == [expected]
-    assert told(script, args, environ=home, running=True)[0][1] == "error"
+    assert told(script, args, environ=home, machine=HERE)[0][1] == "error"
     assert told(script, args, environ={**home, "WANDB_API_KEY": "k"}) == []
     assert told(script, args, environ={**home, "WANDB_MODE": "offline"}) == []
     assert told(script, {}, environ=home) == []
@@ -363,7 +366,7 @@ def checkpoint(write: Write, name: str = "out/checkpoint-20", **parts: Any) -> s
 
 
 def resumed(script: str, args: dict[str, Any], **known: Any) -> list[tuple[str, str, str]]:
-    known = {"gpus": 1, "running": True, **known}
+    known = {"gpus": 1, "machine": HERE, **known}
     return told(script, {"resume_from_checkpoint": "out/checkpoint-20", **args}, **known)
 
 
@@ -387,7 +390,7 @@ def test_a_good_checkpoint_is_quiet(write: Write, script: str) -> None:
 def test_what_is_no_checkpoint(write: Write) -> None:
     expected = [("resume-missing", "error", RESUME)]
     assert resumed("trl-sft", {}) == expected
-    assert resumed("trl-sft", {}, running=False) == []
+    assert resumed("trl-sft", {}, machine=None) == []
     for name in ("x" * 5000, "a\0b", "."):
         assert resumed("trl-sft", {RESUME: name}) == expected
     checkpoint(write, "out/checkpoint-5")
@@ -400,7 +403,7 @@ def test_what_is_no_checkpoint(write: Write) -> None:
 
 @pytest.mark.parametrize("weights", ["model.safetensors", "adapter_model.safetensors"])
 def test_an_output_folder_with_a_model(write: Write, weights: str) -> None:
-    known: dict[str, Any] = {"gpus": 1, "running": True, "output": Path("out").absolute()}
+    known: dict[str, Any] = {"gpus": 1, "machine": HERE, "output": Path("out").absolute()}
     write("out/config.json" if weights.startswith("model") else "out/adapter_config.json", "{}")
     assert told("trl-sft", {}, **known) == []
     write(f"out/{weights}", "w")
@@ -464,14 +467,14 @@ def test_compiling_needs_a_compiler(tmp_path: Path) -> None:
     args = {"torch_compile": True, "pad_to_multiple_of": 64}
     bare = {"PATH": str(tmp_path)}
     missing = [("no-compiler", "error", "torch_compile")]
-    assert told("trl-sft", args, gpus=8, running=True, environ=bare) == missing
-    assert told("trl-sft", {**args, "bf16": False}, gpus=0, running=True, environ=bare) == missing
+    assert told("trl-sft", args, gpus=8, machine=HERE, environ=bare) == missing
+    assert told("trl-sft", {**args, "bf16": False}, gpus=0, machine=HERE, environ=bare) == missing
     assert told("trl-sft", args, gpus=8, environ=bare) == []
     eager = {**args, "torch_compile_backend": "eager"}
-    assert told("trl-sft", eager, gpus=8, running=True, environ=bare) == []
+    assert told("trl-sft", eager, gpus=8, machine=HERE, environ=bare) == []
     compiler = tmp_path / "gcc"
     compiler.write_text("#!/bin/sh\n")
     compiler.chmod(0o755)
-    assert told("trl-sft", args, gpus=8, running=True, environ=bare) == []
+    assert told("trl-sft", args, gpus=8, machine=HERE, environ=bare) == []
     named = {**bare, "CC": "no-such-compiler"}
-    assert told("trl-sft", args, gpus=8, running=True, environ=named) == missing
+    assert told("trl-sft", args, gpus=8, machine=HERE, environ=named) == missing

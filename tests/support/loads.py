@@ -1,4 +1,4 @@
-"""How often stage files are read, checked and planned while a command runs in this process."""
+"""How often files are read, settings read, planned and judged while a command runs in this process."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -6,59 +6,60 @@ from typing import Any
 
 import pytest
 
-from launcher.config import load
+from launcher.config import document
 from launcher.plan import plan
+from launcher.rules import registry
 from launcher.stage import stage
 
 
 @dataclass
 class Loads:
-    """The requests of each kind, with how often each was made: a file with its overrides, and its GPUs."""
+    """How often each thing was done: a file read, a setting of it typed, planned on GPUs, judged by its facts."""
 
-    read: Counter[Any] = field(default_factory=Counter)
-    checked: Counter[Any] = field(default_factory=Counter)
-    planned: Counter[Any] = field(default_factory=Counter)
-
-    @property
-    def repeated(self) -> dict[str, list[Any]]:
-        """What was done again for the same request."""
-        kinds = {"read": self.read, "checked": self.checked, "planned": self.planned}
-        return {
-            kind: [(count, key) for key, count in counts.items() if count > 1]
-            for kind, counts in kinds.items()
-            if any(count > 1 for count in counts.values())
-        }
+    files: Counter[str] = field(default_factory=Counter)
+    typed: Counter[str] = field(default_factory=Counter)
+    planned: Counter[str] = field(default_factory=Counter)
+    judged: Counter[str] = field(default_factory=Counter)
 
     @property
-    def files(self) -> dict[str, tuple[int, int]]:
-        """How often each file was read and checked, by its name."""
-        names = {key[0] for key in (*self.read, *self.checked)}
-        return {
-            name: tuple(  # type: ignore[misc]
-                sum(count for key, count in counts.items() if key[0] == name) for counts in (self.read, self.checked)
-            )
-            for name in sorted(names)
-        }
+    def repeated(self) -> dict[str, list[tuple[int, str]]]:
+        """What was done again, with how often."""
+        kinds = {"files": self.files, "typed": self.typed, "planned": self.planned, "judged": self.judged}
+        repeats = {}
+        for kind, counts in kinds.items():
+            more = [(count, key) for key, count in counts.items() if count > 1]
+            if more:
+                repeats[kind] = more
+        return repeats
 
 
 def counted(monkeypatch: pytest.MonkeyPatch) -> Loads:
     """The counts of what this process does from now on."""
-    counts, read, judge, make = Loads(), load.load, stage.judge, plan.make
+    counts = Loads()
+    read_yaml = document.read_yaml
+    read = stage.read
+    make = plan.make
+    apply_in = registry.apply_in
 
-    def counted_load(path: Any, overrides: Any = (), **more: Any) -> Any:
-        counts.read[(str(path).rpartition("/")[2], tuple(overrides))] += 1
-        return read(path, overrides, **more)
+    def counted_file(path: Any) -> Any:
+        counts.files[str(path)] += 1
+        return read_yaml(path)
 
-    def counted_judge(config: Any, **more: Any) -> Any:
-        counts.checked[(config.path.name, repr((config.options, config.args)))] += 1
-        return judge(config, **more)
+    def counted_read(config: Any, **more: Any) -> Any:
+        counts.typed[repr((config.path.name, config.options, config.args))] += 1
+        return read(config, **more)
 
     def counted_make(checked: Any, *, gpus: int, **more: Any) -> Any:
-        about = checked.options, dict(checked.args), gpus
-        counts.planned[(checked.config.path.name, repr(about))] += 1
+        counts.planned[repr((checked.config.path.name, checked.options, checked.args, gpus, more))] += 1
         return make(checked, gpus=gpus, **more)
 
-    monkeypatch.setattr(load, "load", counted_load)
-    monkeypatch.setattr(stage, "judge", counted_judge)
+    def counted_rules(context: Any) -> Any:
+        about = dict(context.values), context.gpus, context.split, context.output, context.machine
+        counts.judged[repr((context.values.schema.key, about))] += 1
+        return apply_in(context)
+
+    monkeypatch.setattr(document, "read_yaml", counted_file)
+    monkeypatch.setattr(stage, "read", counted_read)
     monkeypatch.setattr(plan, "make", counted_make)
+    monkeypatch.setattr(registry, "apply_in", counted_rules)
     return counts

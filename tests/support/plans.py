@@ -8,6 +8,9 @@ from launcher.config import load
 from launcher.machine.python import Trainer
 from launcher.plan import command, plan
 from launcher.plan.plan import Plan
+from launcher.planning import check
+from launcher.planning.collect import Facts, StageFile, TrainerSource
+from launcher.planning.request import Request
 from launcher.runs.attempt import Command
 from launcher.stage import stage as stages
 from launcher.stage.stage import Stage
@@ -51,6 +54,17 @@ def from_text(folder: Path, text: str, *overrides: str) -> Stage:
 
 def planned(stage: Stage, gpus: int = 0, nodes: int = 1) -> Plan:
     return plan.make(stage, gpus=gpus, nodes=nodes, output=Path("/run/model"))
+
+
+def settled(folder: Path, text: str, gpus: int = 0) -> Plan:
+    """A plan with the findings of all rules, as a dry run makes it."""
+    path = folder / "stage.yaml"
+    path.write_text(text, encoding="utf-8")
+    source = TrainerSource(Locator(search=()), trainer())
+    file = StageFile(request=Request(stage=None, config=path, gpus=gpus), config=load.load(path), source=source)
+    read = file.read()
+    facts = Facts(file=file, checked=read, stage=stages.validate(read), gpus=gpus)
+    return check.settle(facts, output=Path("/run/model"))
 
 
 def built(

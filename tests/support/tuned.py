@@ -28,8 +28,8 @@ def outlook(
 ) -> Space:  # fmt: skip
     """A stage file on so many cards."""
     path = REPOSITORY / "configs" / config
-    request = Request(stage=None, config=path, gpus=gpus, overrides=overrides, elsewhere=True)
-    asked = collect.collect(request, Scope.PLAN)
+    request = Request(stage=None, config=path, gpus=gpus, overrides=overrides)
+    asked = collect.collect(request, Scope.FILE)
     installed = PACKAGES if packages is None else packages
     made = plan.make(asked.stage, gpus=gpus, output=Path("model"), packages=installed)
     try:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from conftest import NO_PACKAGES, Write
 
-from launcher.errors import InvalidConfig, NotReady
+from launcher.errors import InvalidConfig, NotReady, Severity
 from launcher.pin import snapshot
 from launcher.upstream import locate
 from launcher.upstream.locate import Upstream
@@ -99,7 +99,7 @@ def test_files_that_equal_the_snapshots_are_the_pin(fake: Checkout, monkeypatch:
     pin_to(root, monkeypatch)
     source = locate.locate("open_instruct", checkout=root)
     assert source.pinned and source.version == source.pin
-    assert locate.unpinned(source, running=True, allowed=False) is None
+    assert locate.unpinned(source, where_found="error", allowed=False) is None
     (root / "open_instruct" / "finetune.py").write_text(f"{FINETUNE}\n# edited\n")
     source = locate.locate("open_instruct", checkout=root)
     assert source.changed == ("open_instruct/finetune.py",)
@@ -108,22 +108,22 @@ def test_files_that_equal_the_snapshots_are_the_pin(fake: Checkout, monkeypatch:
 
 
 @pytest.mark.parametrize(
-    ("is_named", "running", "allowed", "severity"),
+    ("is_named", "where_found", "allowed", "severity"),
     [
-        (False, False, False, "warning"),
-        (False, True, False, "error"),
-        (True, False, False, "error"),
-        (True, True, False, "error"),
-        (False, True, True, "warning"),
-        (True, True, True, "warning"),
+        (False, "warning", False, "warning"),
+        (False, "error", False, "error"),
+        (True, "warning", False, "error"),
+        (True, "error", False, "error"),
+        (False, "error", True, "warning"),
+        (True, "error", True, "warning"),
     ],
 )
-def test_what_is_said_of_another_commit(is_named: bool, running: bool, allowed: bool, severity: str) -> None:
+def test_what_is_said_of_another_commit(is_named: bool, where_found: Severity, allowed: bool, severity: str) -> None:
     source = Upstream(
         backend="open_instruct", root=Path("/x"), source="found", is_named=is_named, pin="a" * 40,
         version="b" * 40, changed=("open_instruct/finetune.py",),
     )  # fmt: skip
-    found = locate.unpinned(source, running=running, allowed=allowed)
+    found = locate.unpinned(source, where_found=where_found, allowed=allowed)
     assert found is not None
     assert (found.severity, found.code) == (severity, "unpinned-checkout")
     assert "a" * 40 in found.message and "b" * 40 in found.message
@@ -138,7 +138,7 @@ def test_an_edit_is_not_undone_by_a_checkout(version: str, stash: bool, checkout
         backend="open_instruct", root=Path("/x"), source="found", is_named=True, pin="a" * 40,
         version=version, changed=("open_instruct/finetune.py",),
     )  # fmt: skip
-    found = locate.unpinned(source, running=True, allowed=True)
+    found = locate.unpinned(source, where_found="error", allowed=True)
     assert found is not None and found.help is not None
     assert ("git -C /x stash" in found.help, "checkout aaaaaaaaaaaa" in found.help) == (stash, checkout)
 
@@ -148,7 +148,7 @@ def test_other_releases_of_trl_are_read_and_noted() -> None:
         backend="trl", root=Path("/x"), source="installed", is_named=True, pin="trl 1", version="trl 2",
         changed=("trl/x.py",),
     )  # fmt: skip
-    found = locate.unpinned(source, running=True, allowed=False)
+    found = locate.unpinned(source, where_found="error", allowed=False)
     assert found is not None and (found.severity, found.code) == ("note", "other-version")
 
 

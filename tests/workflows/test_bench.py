@@ -17,7 +17,7 @@ from fake_world import World, needs_trl, until
 
 from launcher.config import durations
 from launcher.errors import InvalidConfig, NotReady, UsageError
-from launcher.planning.collect import Scope
+from launcher.planning.collect import Facts, Scope
 from launcher.planning.request import Request
 from launcher.runs import rundir
 from launcher.workflows.bench import bench, measure, record, variants
@@ -167,10 +167,8 @@ def test_what_failed_or_is_not_proved_is_never_recommended() -> None:
 class Trials(Here):
     """Trials by their learning rate, as `scene` has it: a sample's parts by the rate."""
 
-    def measure(
-        self, request: Request, variant: Variant, _stage: Any, *, repeat: int, timeout_s: float, **_: Any
-    ) -> Sample:
-        given = dict(text.split("=", 1) for text in (*request.overrides, *variant.overrides))
+    def measure(self, facts: Facts, variant: Variant, *, repeat: int, timeout_s: float, **_: Any) -> Sample:
+        given = dict(text.split("=", 1) for text in facts.request.overrides)
         rate = given.get("learning_rate", "0.1")
         self.started.append(rate)
         more = self.scene.get(f"at_{rate.replace('.', '_')}", {})
@@ -338,10 +336,9 @@ def test_a_full_disk_is_no_fault_of_a_setting(monkeypatch: pytest.MonkeyPatch, t
         raise rundir.not_writable(tmp_path, "No space left on device")
 
     monkeypatch.setattr(measure, "short", full)
-    request = Request(stage=None, config=Path("x.yaml"), gpus=0)
+    facts: Any = None
     with pytest.raises(NotReady):
-        stage: Any = None
-        measure.measure(request, Variant("one"), stage, steps=5, root=tmp_path, timeout_s=None)
+        measure.measure(facts, Variant("one"), steps=5, root=tmp_path, timeout_s=None)
 
 
 def planned(

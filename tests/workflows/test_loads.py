@@ -1,7 +1,6 @@
 """A stage file is read, checked and planned once for each request that a command makes of it."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,9 @@ from experiment import Here, shaped
 from fake_world import World, needs_trl
 from loads import Loads, counted
 
+from launcher.lifecycle import start
 from launcher.planning import prepare
-from launcher.planning.collect import Scope
-from launcher.planning.request import Request
-from launcher.stage.stage import Stage
+from launcher.planning.collect import Facts
 from launcher.workflows import experiment
 from launcher.workflows.bench import measure
 from launcher.workflows.bench.comparison import SPEED, CurveStep, Sample
@@ -29,12 +27,12 @@ ROWS = ("--row-tokens", "100:900")
 def here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Here:
     """`launch` in this process, whose trials come to their end at once."""
 
-    def measured(
-        request: Request, variant: Variant, stage: Stage, *, steps: int, root: Path, repeat: int = 0, **more: Any
-    ) -> Sample:
+    def measured(facts: Facts, variant: Variant, *, steps: int, root: Path, repeat: int = 0, **more: Any) -> Sample:
         place = root / f"{variant.name.encode().hex()}-{repeat}"
-        trial = measure.short(variant.of(request), stage, steps, place, more.get("batch"))
-        prepare.prepare(replace(trial, runs=root), Scope.START)
+        overrides = more.get("overrides", ())
+        turned = facts.with_overrides(*overrides) if overrides else facts
+        trial = measure.short(turned, steps, place, more.get("batch"), runs=root)
+        prepare.complete(trial.look_again())
         figures = {SPEED: 2000.0, "seconds_per_step": 0.1, "peak_allocated_gib": 5.0}
         curve = (CurveStep(400.0, 400.0, 2.0),) * 3
         name = variant.name
@@ -68,19 +66,85 @@ def launched(here: Here, world: World, *words: str) -> dict[str, Any]:
     return data
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("sft", *TWO_CARDS, "--dry-run"),
-        ("plan", *TWO_CARDS, *ROWS),
-        ("ladder", "--gpus", "1,2", "--dry-run"),
-        ("bench", *TWO_CARDS, "--vary", "learning_rate=1e-5,2e-5", "--repeats", "2"),
-        ("tune", *TWO_CARDS, *ROWS, "--steps", "3"),
-    ],
-    ids=lambda words: words[0],
+class Begun(Exception):
+    """A start came to its first side effect."""
+
+
+@pytest.fixture
+def nothing_begins(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starts and queues end where they would write for the first time; there is nothing on disk yet."""
+
+    def begin(*_prepared: Any, **_at_end: Any) -> Any:
+        assert not list(world.runs.glob("*"))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(start, "begin", begin)
+    monkeypatch.setattr(start, "queue", begin)
+
+
+def chain(world: World) -> str:
+    """A pipeline of two stages, each with a file of its own."""
+    written(world, "sft.yaml", output_dir=str(world.root / "first"))
+    second = yaml.safe_load(Path(written(world, "dpo.yaml", output_dir=str(world.root / "second"))).read_text())
+    second["name"] = "second"
+    # it comes from the stage before
+    del second["args"]["model_name_or_path"]
+    (world.root / "dpo.yaml").write_text(yaml.safe_dump(second))
+    whole = {"stages": [{"name": "first", "config": "sft.yaml"}, {"name": "second", "config": "dpo.yaml"}]}
+    path = world.root / "pipeline.yaml"
+    path.write_text(yaml.safe_dump(whole))
+    return str(path)
+
+
+COMMANDS: tuple[tuple[str, ...], ...] = (
+    ("sft", *TWO_CARDS, "--dry-run"),
+    ("sft", *TWO_CARDS, "--slurm", "--dry-run"),
+    ("validate-config",),
+    ("plan", *TWO_CARDS, *ROWS),
+    ("plan", "--gpus", "1,2,4", *ROWS),
+    ("ladder", "--gpus", "1,2", "--dry-run"),
+    ("bench", *TWO_CARDS, "--vary", "learning_rate=1e-5,2e-5"),
 )
-def test_no_request_is_read_checked_or_planned_twice(
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_nothing_is_read_typed_planned_or_judged_twice(
     world: World, here: Here, loads: Loads, words: tuple[str, ...]
 ) -> None:
-    launched(here, world, words[0], written(world), *words[1:])
+    command, *options = words
+    file = written(world)
+    if command == "validate-config":
+        here.launch(command, file)
+    else:
+        launched(here, world, command, file, *options)
     assert loads.files and not loads.repeated
+
+
+STARTS: tuple[tuple[str, ...], ...] = (("sft", "--gpus", "0"), ("sft", *TWO_CARDS, "--slurm"), ("prepare", *TWO_CARDS))
+
+
+@pytest.mark.parametrize("words", STARTS, ids=" ".join)
+def test_a_start_reads_plans_and_judges_once_and_writes_nothing_before_it_begins(
+    world: World, here: Here, loads: Loads, nothing_begins: None, words: tuple[str, ...]
+) -> None:
+    command, *options = words
+    here.launch(command, written(world), *options, "--python", str(world.root / "python"), "--no-rehearse")
+    assert loads.files and loads.planned and loads.judged and not loads.repeated
+
+
+def test_a_search_reads_its_file_once_and_plans_each_trial_once(world: World, here: Here, loads: Loads) -> None:
+    launched(here, world, "tune", written(world), *TWO_CARDS, *ROWS, "--steps", "3")
+    assert set(loads.files.values()) == {1} and loads.planned
+    assert not {"planned", "judged"} & loads.repeated.keys()
+
+
+def test_explain_reads_a_file_once(world: World, here: Here, loads: Loads) -> None:
+    here.launch("explain", "learning_rate", written(world))
+    assert set(loads.files.values()) == {1} and loads.planned
+    assert not {"planned", "judged"} & loads.repeated.keys()
+
+
+def test_each_file_of_a_pipeline_is_read_once(world: World, here: Here, loads: Loads) -> None:
+    launched(here, world, "pipeline", chain(world), "--gpus", "0", "--dry-run")
+    assert set(loads.files.values()) == {1}
+    assert not {"planned", "judged"} & loads.repeated.keys()

@@ -237,9 +237,7 @@ def test_a_folder_lacks_what_its_index_names(tmp_path: Path) -> None:
 
 
 def planned(config: str, *words: str) -> Plan:
-    asked = collect.collect(
-        Request(stage=None, config=CONFIGS / config, overrides=words, gpus=0, elsewhere=True), Scope.PLAN
-    )
+    asked = collect.collect(Request(stage=None, config=CONFIGS / config, overrides=words, gpus=0), Scope.FILE)
     return plan.make(asked.stage, gpus=0)
 
 

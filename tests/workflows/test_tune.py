@@ -21,6 +21,7 @@ from tuned import A100, H200, RTX4090, Machine, ran
 
 from launcher.config import load
 from launcher.errors import errors
+from launcher.planning.collect import Facts
 from launcher.planning.request import Request
 from launcher.stage import stage
 from launcher.stage.options import deepspeed_file
@@ -468,8 +469,8 @@ def test_files_of_other_shapes_become_stage_files(write: Write, tmp_path: Path, 
 class Trials(Here):
     """Trials without a process, as `scene` has them; `started` in turn."""
 
-    def measure(self, request: Request, variant: Variant, _stage: Any, *, steps: int, repeat: int, **_: Any) -> Sample:
-        given = dict(text.split("=", 1) for text in (*request.overrides, *variant.overrides))
+    def measure(self, facts: Facts, variant: Variant, *, steps: int, repeat: int, **_: Any) -> Sample:
+        given = dict(text.split("=", 1) for text in (*facts.request.overrides, *variant.overrides))
         rows = int(given.get("batch.per_device", 2))
         checkpointing = given.get("args.gradient_checkpointing") != "false"
         about = f"rows={rows},checkpointing={checkpointing}"

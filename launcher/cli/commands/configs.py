@@ -20,6 +20,7 @@ from launcher.paths import can_be_name, exists, shipped
 from launcher.report import console
 
 if TYPE_CHECKING:
+    from launcher.config.load import Config
     from launcher.planning.request import Request
     from launcher.stage.draft import Draft
     from launcher.stage.fix import Fix
@@ -186,7 +187,7 @@ def explain(
     loaded, derived = None, {}
     if config is not None:
         loaded = load.load(config, overrides or ())
-        derived = _derived(shared.request(config=config, overrides=overrides or (), gpus=gpus))
+        derived = _derived(shared.request(config=config, overrides=overrides or (), gpus=gpus), loaded)
     explained = explain.explain(
         key, locator=shared.locator, config=loaded, stage_name=shared.stage, backend=shared.backend, derived=derived
     )
@@ -209,13 +210,13 @@ def explain(
     return answer("explain", shared.format, data, ["\n\n".join(dict.fromkeys(texts))])
 
 
-def _derived(request: Request) -> dict[str, tuple[object, str]]:
+def _derived(request: Request, loaded: Config) -> dict[str, tuple[object, str]]:
     """What launch sets for this stage file, with the reason; nothing where the file is invalid."""
-    from launcher.planning import prepare
+    from launcher.planning import collect, prepare
     from launcher.planning.collect import Scope
 
     try:
-        plan = prepare.prepare(request, Scope.PLAN).plan
+        plan = prepare.complete(collect.collect(request, Scope.PLAN, loaded=loaded)).plan
     except LaunchError:
         return {}
     names, gpus = plan.stage.entry.names, request.gpus

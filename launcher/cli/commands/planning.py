@@ -147,7 +147,7 @@ def prepare(shared: Shared) -> Exit:
     from launcher.planning.collect import Scope, collect
     from launcher.workflows.prefetch import prefetch
 
-    resolved = collect(shared.request(elsewhere=True), Scope.PLAN)
+    resolved = collect(shared.request(), Scope.HOST)
     done = prefetch.prepare(resolved, console.aside)
     # now that model, tokenizer and data are here
     shared.rehearse_first({"": resolved})
@@ -175,8 +175,8 @@ def ladder(
     counts = forecast.counts(gpus)
     terms = ladder.terms(counts, price=shared.price, rows=shared.rows, row_tokens=shared.row_tokens)
     quiet = shared.format == "json"
-    scope = Scope.PLAN if shared.dry_run or shared.slurm else Scope.START
-    planned = ladder.plan_rungs(shared.request(elsewhere=shared.slurm), counts, steps=steps, terms=terms, scope=scope)
+    scope = Scope.FILE if shared.dry_run or shared.slurm else Scope.START
+    planned = ladder.plan_rungs(shared.request(), counts, steps=steps, terms=terms, scope=scope)
     if shared.dry_run:
 
         def show() -> None:
@@ -216,11 +216,11 @@ def bench(
 
     grid = tuple(variants.combinations(vary or (), variant or ()))
     limit = durations.seconds(timeout)
-    request = shared.request(elsewhere=shared.slurm)
+    request = shared.request()
     if not shared.slurm:
         request = bench.require_gpu(request, cpu=shared.cpu)
     draft = bench.Bench(request=request, variants=grid, steps=steps, repeats=repeats, timeout_s=limit)
-    planned = bench.plan(draft, Scope.PLAN if shared.slurm else Scope.START)
+    planned = bench.plan(draft, Scope.FILE if shared.slurm else Scope.START)
     text = shared.format == "text"
     console.findings(planned.findings if text else ())
     shared.rehearse_first(planned.resolved)
@@ -253,6 +253,7 @@ def tune(
     Global batch and loss stay; the result is written as a stage file.
     """
     from launcher.config import durations
+    from launcher.planning import check
     from launcher.planning.collect import Scope, collect
     from launcher.workflows.bench import bench, comparison
     from launcher.workflows.tune import tune
@@ -260,7 +261,8 @@ def tune(
     budget_s = durations.seconds(budget)
     if shared.slurm:
         # levers, and what fits, depend on the machine of the job
-        resolved = collect(shared.request(elsewhere=True), Scope.PLAN)
+        resolved = collect(shared.request(), Scope.FILE)
+        check.require(resolved)
     else:
         request, cpu, rows = shared.request(), shared.cpu, shared.row_tokens
         prepared = tune.prepare(request, cpu=cpu, steps=steps, row_tokens=rows, budget_s=budget_s, output=output)

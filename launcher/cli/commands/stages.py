@@ -32,9 +32,7 @@ def _stage_command(stage: str) -> Callable[..., Exit]:
         ),
     ) -> Exit:
         shared.require_sense()
-        request = shared.request(
-            stage=stage, allow_corrupting_overlap=allow_corrupting_overlap, fresh=shared.fresh, elsewhere=shared.slurm
-        )
+        request = shared.request(stage=stage, allow_corrupting_overlap=allow_corrupting_overlap, fresh=shared.fresh)
         start = _dry_run if shared.dry_run else _queue if shared.slurm else _run
         return start(request, shared)
 
@@ -55,7 +53,7 @@ def _dry_run(request: Request, shared: Shared) -> Exit:
     from launcher.planning import prepare
     from launcher.planning.collect import Scope
 
-    prepared = prepare.prepare(request, Scope.PLAN)
+    prepared = prepare.prepare(request, Scope.FILE if shared.slurm else Scope.PLAN)
     findings = (*prepared.findings, *prepare.of_earlier_run(prepared))
     script = start.batch_script(prepared) if shared.slurm else None
     data = {**prepared.as_json(), **({} if script is None else {"batch_script": script})}
@@ -108,15 +106,15 @@ def _conclude_finished(prepared: Prepared, shared: Shared) -> Exit:
 
 def _queue(request: Request, shared: Shared) -> Exit:
     from launcher.lifecycle import start, supervisor
-    from launcher.planning import collect, forecast, prepare
+    from launcher.planning import forecast, prepare
     from launcher.planning.collect import Scope
     from launcher.runs import slurm
 
-    ending, resolved = shared.at_end(), collect.collect(request, Scope.START)
-    shared.rehearse_first({"": resolved})
-    prepared = forecast.with_forecast(prepare.complete(resolved))
+    ending = shared.at_end()
+    prepared = forecast.with_forecast(prepare.prepare(request, Scope.HOST))
     if prepared.decision.kind == "finished":
         return _conclude_finished(prepared, shared)
+    shared.rehearse_first({"": prepared.facts})
     options, findings = prepared.plan.stage.options.slurm, prepared.findings
     if (help := slurm.one_cpu(options, prepared.plan.gpus)) is not None:
         message = "the job asks for one core of each machine"
@@ -245,7 +243,7 @@ def pipeline(
 
     order = PipelineRequest(
         chain=chain.load(file, overrides or ()),
-        common=shared.request(config=file, overrides=(), fresh=shared.fresh, elsewhere=shared.slurm),
+        common=shared.request(config=file, overrides=(), fresh=shared.fresh),
         first=first,
         last=until,
         allow_unproven=shared.allow_unproven,
@@ -264,7 +262,7 @@ def pipeline(
         data = {"stages": [one.as_json() for one in steps]}
         return answer("pipeline", shared.format, data, show_plan, plan.findings)
     quiet = shared.format == "json"
-    plan = plan_stages(order, Scope.PLAN if shared.slurm else Scope.START)
+    plan = plan_stages(order, Scope.FILE if shared.slurm else Scope.START)
     console.findings([one for one in plan.findings if one.severity != "note" and not quiet])
     stages = plan.resolved()
     shared.rehearse_first(stages)

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launcher.errors import Exit, Finding, NotReady, errors, launch_finding
-from launcher.machine import devices
+from launcher.errors import Exit, Finding, NotReady, about, errors, launch_finding
 from launcher.machine.devices import Devices, Look
 from launcher.machine.python import Trainer
 from launcher.machine.sizes import sized
@@ -24,8 +23,6 @@ from launcher.plan.plan import Plan
 from launcher.plan.plan import output_folder as output_of
 from launcher.planning.doctor import disk, install
 from launcher.planning.doctor.install import TIMEOUT_S, Imports, InstallStep
-from launcher.rules import registry
-from launcher.rules.context import Context
 from launcher.runs import rundir
 from launcher.upstream.locate import Upstream, unpinned
 from launcher.upstream.trainers import BACKENDS, Backend, Entry
@@ -105,24 +102,21 @@ class Report:
         }
 
 
-def require_ready(
-    plan: Plan, trainer: Trainer, chosen: Devices | None = None, *, elsewhere: bool = False
-) -> tuple[Finding, ...]:
+def require_ready(plan: Plan, trainer: Trainer, chosen: Devices | None) -> tuple[Finding, ...]:
     """Before a run: raises NotReady with everything that is missing, returns the warnings.
 
-    `chosen` are the GPUs that the run gets; without it they are chosen here, for the answer only. Where
-    other machines will train (`elsewhere`), the GPUs of this one do not count.
-    What only an import shows is left to training, which imports the same within its first seconds.
+    `chosen` are the GPUs that the run gets, None where those of this machine do not count: others train, or these
+    are free only later. What only an import shows is left to training, which imports the same within its first
+    seconds.
     """
     subject = of_plan(plan, trainer)
-    if elsewhere:
-        subject, chosen = replace(subject, gpus=0), Devices()
     if chosen is None:
-        chosen = devices.choose(plan.gpus, None, devices.look(subject.environ))
+        subject = replace(subject, gpus=0)
+        chosen = Devices()
     found = (*_quick(subject, chosen), *local_files(plan))
     if errors(found):
         raise NotReady(errors(found))
-    return found
+    return about("machine", found)
 
 
 def of_plan(plan: Plan, trainer: Trainer) -> Subject:
@@ -192,7 +186,7 @@ def _standing(subject: Subject) -> Iterator[Finding]:
 
     if not subject.upstream.is_checkout or subject.upstream.root is None:
         return
-    if subject.plan is None and (fault := unpinned(subject.upstream, running=True, allowed=False)):
+    if subject.plan is None and (fault := unpinned(subject.upstream, allowed=False, where_found="error")):
         yield fault
     status = pin.status(subject.upstream.root, subject.environ)
     module = status.submodule
@@ -355,30 +349,6 @@ def _facts(subject: Subject, imports: Imports | None, chosen: Devices, look: Loo
         text = "unknown" if room is None else f"{sized(room[0])} free"
         value = {"path": str(place.path), "free": None if room is None else room[0]}
         yield Fact(place.what, f"{place.path}, {text}", value)
-
-
-def situation(plan: Plan, trainer: Trainer, output: Path | None) -> Iterator[Finding]:
-    """What is wrong on these GPUs, with these packages, in this folder; only what is new."""
-    stage = plan.stage
-    deepspeed, _ = stage.options.read_deepspeed()
-    context = Context(
-        values=plan.values,
-        environ=os.environ,
-        deepspeed=deepspeed,
-        mixed_precision=plan.mixed_precision,
-        gpus=plan.gpus * plan.nodes,
-        per_device=plan.per_device,
-        accumulation=plan.accumulation,
-        cpus=os.cpu_count(),
-        packages=trainer.packages,
-        running=True,
-        output=output,
-        source=stage.upstream.root,
-    )
-    known = {(finding.code, finding.key) for finding in stage.findings}
-    for finding in map(stage.config.placed, registry.apply_in(context)):
-        if finding.severity == "error" or (finding.code, finding.key) not in known:
-            yield finding
 
 
 def local_files(plan: Plan) -> Iterator[Finding]:

@@ -5,8 +5,7 @@ import os
 from launcher.config import keys
 from launcher.machine import devices
 from launcher.machine.devices import Devices
-from launcher.plan import plan
-from launcher.planning import collect
+from launcher.planning import check, collect
 from launcher.planning.collect import Scope
 from launcher.planning.doctor import checks
 from launcher.planning.doctor.checks import Report, Subject
@@ -15,8 +14,10 @@ from launcher.planning.request import Request
 
 def of_stage(request: Request, *, importing: bool = True) -> Report:
     resolved = collect.collect(request, Scope.START)
-    subject = checks.of_plan(plan.make(resolved.stage, gpus=resolved.gpus), resolved.trainer)
-    return checks.examine(subject, resolved.choose_devices(), look=resolved.look, importing=importing)
+    plan = check.require(resolved)
+    chosen = resolved.choose_devices() or Devices()
+    subject = checks.of_plan(plan, resolved.trainer)
+    return checks.examine(subject, chosen, look=resolved.look, importing=importing)
 
 
 def of_backend(request: Request, backend: str, *, importing: bool = True) -> Report:

@@ -27,7 +27,8 @@ from launcher.machine import codec
 from launcher.machine.codec import Between, Count, Positive
 from launcher.machine.python import Trainer
 from launcher.paths import canonical, exists
-from launcher.plan.plan import Derived, Plan, model_in
+from launcher.plan.derive import Derived
+from launcher.plan.plan import Plan, model_in
 from launcher.planning import checksums
 from launcher.planning.resume import changes, epochs
 from launcher.planning.resume.changes import ResumeChange
@@ -44,8 +45,6 @@ from launcher.verdict import evidence
 
 Kind = Literal["new", "resume", "finished"]
 
-SUPERSEDED = frozenset({"foreign-checkpoints", "finished-output", "not-resumed"})
-"""Codes of rules that know the folder alone: of a run of ours, its `Decision` says more."""
 _LOOKED_AT = 64 * 2**20  # bytes of a log: training begins long before
 
 

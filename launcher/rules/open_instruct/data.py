@@ -35,7 +35,9 @@ def tokenising_outlasts(context: Context, seconds: int | None = None) -> Iterato
     # one process waits for nobody; 0 is the CPU, one process too
     if context.gpus in {0, 1} or not isinstance(patience, int) or caches_only(context):
         return
-    cores = context.cpus or _MANY_CPUS
+    cores = _MANY_CPUS
+    if context.machine is not None and context.machine.cpus is not None:
+        cores = context.machine.cpus
     needed = rows / (_CHATS_PER_SECOND * cores) + rows / _COUNTED_PER_SECOND
     if key == "mixer_list":
         needed = rows / (_PAIRS_PER_SECOND * cores)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 from launcher.errors import Finding, brief
 from launcher.rules.context import Context, StageRule
-from launcher.rules.rule import cites, say
+from launcher.rules.rule import cites, needs, say
 
 # Distributions that each tracker needs one of (accelerate/utils/dataclasses.py:761).
 _TRACKERS: Mapping[str, tuple[str, ...]] = {
@@ -21,6 +21,7 @@ _TRACKERS: Mapping[str, tuple[str, ...]] = {
 
 
 @cites("finetune.py:679", "dpo_tune_cache.py:426")
+@needs("packages")
 def optimizer_package(context: Context) -> Iterator[Finding]:
     for key in ("use_qlora", "dpo_use_paged_optimizer"):
         if context.values.get(key) and context.lacks("bitsandbytes"):

@@ -21,7 +21,7 @@ from launcher.rules.model import beyond_positions, impossible_name, missing_mode
 from launcher.rules.open_instruct.arguments import OF_ALL_SCRIPTS, out_of_range, zero_stage
 from launcher.rules.open_instruct.data import tokenising_outlasts
 from launcher.rules.places import unintended_output
-from launcher.rules.rule import Range, Rule, check, cites, no_model, number, outside, say, say_of_option, warn
+from launcher.rules.rule import Range, Rule, check, cites, needs, no_model, number, outside, say, say_of_option, warn
 from launcher.upstream.open_instruct import output_folder
 from launcher.upstream.schema import Values
 
@@ -236,7 +236,7 @@ def offline_model(context: Context) -> Iterator[Finding]:
     far = isinstance(name, str) and name and not model_config.here(name)
     if variable is None or not far or model_config.is_path(name) or caches_only(context):
         # dpo.py:213: a `config_name` is one of OLMo-core's own, no folder and nothing of the hub's
-        found = missing_model(context)
+        found = missing_model(context) if context.machine is not None else ()
         yield from (finding for finding in found if finding.key != "args.config_name")
         return
     folder = model_config.snapshot(name, environ) or "<what `hf download` prints>"
@@ -248,10 +248,9 @@ def offline_model(context: Context) -> Iterator[Finding]:
 
 
 @cites("dpo.py:349")
+@needs("machine")
 def goes_on(context: Context) -> Iterator[Finding]:
     """OLMo-core's trainer continues from what its save folder holds; launch does not judge that."""
-    if not context.running:
-        return
     folder = output_folder(context.values)
     saved = [int(n[4:]) for n in files.names(folder) if n[:4] == "step" and n[4:].isdecimal()]
     if any(saved):
@@ -260,17 +259,19 @@ def goes_on(context: Context) -> Iterator[Finding]:
         yield say("warning", "resume-unjudged", "output_dir", message, help)
 
 
+@needs("machine")
 def no_compiler(context: Context) -> Iterator[Finding]:
     """Triton builds a launcher in C for every kernel; without a GPU OLMo-core compiles nothing."""
-    compiles = context.running and context.gpus and context.values["compile_model"]
+    compiles = context.gpus and context.values["compile_model"]
     if compiles and not caches_only(context):
         yield from services.no_compiler(context, "compile_model")
 
 
 @cites("data_loader.py:324")
 def accumulation(context: Context) -> Iterator[Finding]:
-    """What the file itself says; of a batch that the plan splits `of_split` says it."""
-    if context.values["packing"] and not context.running and (context.accumulation or 1) > 1:
+    """What the file itself says; of a `batch.global` that the plan splits `packed_batch` says it."""
+    is_planned = context.split is not None and context.split.total is not None
+    if context.values["packing"] and not is_planned and (context.accumulation or 1) > 1:
         help = "write the pairs of a row as `per_device`, without accumulation"
         message = _accumulated(context.accumulation)
         yield say("warning", "accumulation-packed", "gradient_accumulation_steps", message, help)
@@ -298,41 +299,37 @@ def tokenising(context: Context) -> Iterator[Finding]:
     yield from tokenising_outlasts(context, seconds=_TIMEOUT_S)
 
 
-STAGE_RULES: tuple[StageRule, ...] = (
-    unintended_output,
-    impossible_name,
-    no_deepspeed,
-    tokenising,
-    precision,
-    other_shape,
-    goes_on,
-    no_compiler,
-    accumulation,
-    wandb_key,
-    beyond_positions,
-    beyond_olmo_core,
-    offline_model,
-    services.hub_token,
-    services.remote_code,
-)
-
-
 # older commits have others, or neither
 _DEGREES = ("fsdp_shard_degree", "fsdp_num_replicas")
 
 
-def of_split(context: Context, rows: int | None, *, devices: int, is_global: bool) -> Iterator[Finding]:
-    """The degrees and a packed step on so many processes, and rows that fill no step of these devices.
+@needs("split")
+def laid_out(context: Context) -> Iterator[Finding]:
+    """FSDP's mesh over so many processes."""
+    if context.split is not None:
+        yield from degrees(context.values, context.split.processes)
 
-    `is_global` where the stage file says how many rows a step has.
-    """
-    values, times = context.values, context.accumulation or 1
-    yield from degrees(values, context.gpus or 1)
-    if rows is not None and not values["cache_dataset_only"]:
-        yield from _too_few_rows(values, rows, each=context.per_device or 1, times=times, devices=devices)
-    if is_global and values["packing"] and times > 1:
-        help = f"`batch.global` is at most `per_device` x {devices} GPU(s) here: choose the learning rate for that"
-        yield say_of_option("warning", "accumulation-packed", "batch.global", _accumulated(times), help)
+
+@needs("split")
+def filled_step(context: Context) -> Iterator[Finding]:
+    """Rows that fill no step of these devices."""
+    values = context.values
+    split = context.split
+    if split is None or split.rows is None or values["cache_dataset_only"]:
+        return
+    times = context.accumulation or 1
+    yield from _too_few_rows(values, split.rows, each=context.per_device or 1, times=times, devices=split.devices)
+
+
+@needs("split")
+def packed_batch(context: Context) -> Iterator[Finding]:
+    """A packed step, of which the stage file says how many rows it has."""
+    split = context.split
+    times = context.accumulation or 1
+    if split is None or split.total is None or not context.values["packing"] or times <= 1:
+        return
+    help = f"`batch.global` is at most `per_device` x {split.devices} GPU(s) here: choose the learning rate for that"
+    yield say_of_option("warning", "accumulation-packed", "batch.global", _accumulated(times), help)
 
 
 def degrees(values: Values, processes: int) -> Iterator[Finding]:
@@ -405,3 +402,25 @@ def mesh(values: Values, processes: int, nodes: int) -> tuple[int, int]:
     if replicas is not None:
         return replicas, world // replicas
     return nodes, world // nodes
+
+
+STAGE_RULES: tuple[StageRule, ...] = (
+    unintended_output,
+    impossible_name,
+    no_deepspeed,
+    tokenising,
+    precision,
+    other_shape,
+    goes_on,
+    no_compiler,
+    accumulation,
+    wandb_key,
+    beyond_positions,
+    beyond_olmo_core,
+    offline_model,
+    services.hub_token,
+    services.remote_code,
+    laid_out,
+    filled_step,
+    packed_batch,
+)

@@ -100,8 +100,9 @@ def missing(context: Context) -> Iterator[Finding]:
 @cites("transformers/integrations/flash_attention.py:22")
 def flash_in_full_precision(context: Context) -> Iterator[Finding]:
     name, key = resolved.attention(context.values)
-    # `mixed_precision:` may ask for another one; it is seen before the GPUs are known
-    if context.gpus is None and (why := _unfit(str(name), context)):
+    why = _unfit(str(name), context)
+    # on the CPU there is none at all
+    if why is not None and context.gpus != 0:
         help = "write `bf16: true`, or `dtype: bfloat16`"
         yield say("error", "flash-in-float32", key, f"`attn_implementation: {name}`: {why}", help)
 

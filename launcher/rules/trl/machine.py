@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from launcher.errors import Finding, brief
 from launcher.rules import services
 from launcher.rules.context import Context, StageRule, section
-from launcher.rules.rule import cites, say, say_of_option
+from launcher.rules.rule import cites, needs, say, say_of_option
 from launcher.rules.trl import resolved
 
 # The distribution that an optimizer comes from, by what its name begins with (transformers/trainer_optimizer.py:613).
@@ -52,13 +52,14 @@ _KUBEFLOW = "KUBEFLOW_TRAINER_SERVER_URL"
 
 
 @cites("transformers/training_args.py:1746", "trl/trainer/base_config.py:108")
+@needs("split")
 def bf16_on_cpu(context: Context) -> Iterator[Finding]:
     """TRL's default asks for it.
 
-    Before a start it is open what launch itself sets on the CPU.
+    Before a run is planned it is open what launch itself sets on the CPU.
     """
     values = context.values
-    if context.gpus != 0 or not context.running or values["use_cpu"]:
+    if context.gpus != 0 or values["use_cpu"]:
         return
     trained = resolved.precision(values) == "bf16"
     if not trained and not values["bf16_full_eval"]:
@@ -80,9 +81,9 @@ def cpu_beside_gpus(context: Context) -> Iterator[Finding]:
 @cites("transformers/training_args.py:1586")
 def precision_option(context: Context) -> Iterator[Finding]:
     """`fp16` and `bf16` win over what accelerate was told."""
-    option, own = context.mixed_precision, resolved.precision(context.values)
-    # once the GPUs are known, the option's default is filled in
-    if context.gpus is not None or option is None or own in (None, option):
+    option = context.named_precision
+    own = resolved.precision(context.values)
+    if option is None or own in (None, option):
         return
     default = "" if context.values.given(own) else ", its default,"
     message = f"`mixed_precision: {option}` is not read: TRL's `{own}`{default} decides"
@@ -91,6 +92,7 @@ def precision_option(context: Context) -> Iterator[Finding]:
 
 
 @cites("transformers/trainer_optimizer.py:254", "transformers/integrations/deepspeed.py:546")
+@needs("packages")
 def optimizer_package(context: Context) -> Iterator[Finding]:
     """A DeepSpeed file with an optimizer of its own decides."""
     name = str(context.values["optim"])
@@ -113,6 +115,7 @@ def optimizer_targets(context: Context) -> Iterator[Finding]:
 
 
 @cites("transformers/quantizers/quantizer_bnb_4bit.py:61", "transformers/quantizers/quantizer_bnb_8bit.py:61")
+@needs("packages")
 def quantised_package(context: Context) -> Iterator[Finding]:
     for key in ("load_in_4bit", "load_in_8bit"):
         if context.values[key] and context.lacks("bitsandbytes"):
@@ -137,11 +140,12 @@ def lengths_compiled(context: Context) -> Iterator[Finding]:
 
 
 @cites("torch/_inductor/cpp_builder.py:395")
+@needs("machine")
 def no_compiler(context: Context) -> Iterator[Finding]:
     """Inductor writes C++ for a CPU, Triton a launcher in C."""
     values = context.values
     inductor = str(values["torch_compile_backend"] or "inductor").lower() == "inductor"
-    if context.running and resolved.compiled(values) and inductor:
+    if resolved.compiled(values) and inductor:
         yield from services.no_compiler(context, "torch_compile", cpp=not context.gpus)
 
 

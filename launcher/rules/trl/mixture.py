@@ -10,7 +10,7 @@ from launcher.dataset.mixture import SetEntry
 from launcher.dataset.slices import BadSplit
 from launcher.errors import Finding, brief
 from launcher.rules.context import Context, StageRule
-from launcher.rules.rule import Rule, cites, number, say
+from launcher.rules.rule import Rule, cites, needs, number, say
 from launcher.upstream.schema import Values
 
 _KEY = "datasets"
@@ -184,14 +184,16 @@ def enough_rows(context: Context) -> Iterator[Finding]:
 
 
 @cites("trl/scripts/utils.py:485")
+@needs("split")
 def unseeded_test_split(context: Context) -> Iterator[Finding]:
     """`utils.py` gives no seed: each process draws a split of its own, and each start another one."""
     values = context.values
     if values[_SIZE] is None or not values[_KEY]:
         return
     message = "`test_split_size` draws the test split anew in every process and at every start, whatever `seed` is"
-    if context.gpus is not None and context.gpus > 1:
-        message += f": each of {context.gpus} processes trains on rows that others evaluate on"
+    processes = 1 if context.split is None else context.split.processes
+    if processes > 1:
+        message += f": each of {processes} processes trains on rows that others evaluate on"
         help = "hold rows back in a split of their own: `dataset_name` with `dataset_test_split`, or one GPU"
         yield say("warning", "unseeded-split", _SIZE, message, help)
     else:

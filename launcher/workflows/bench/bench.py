@@ -13,8 +13,8 @@ from launcher.config.keys import EXPECT, PAIRED
 from launcher.errors import Exit, Finding, InvalidConfig, NotReady, errors, launch_finding, not_ready, usage
 from launcher.machine import devices
 from launcher.plan.plan import Plan
-from launcher.planning import collect, prepare
-from launcher.planning.collect import Facts, Scope
+from launcher.planning import check, collect, prepare
+from launcher.planning.collect import Facts, Scope, StageFile
 from launcher.planning.prepare import Prepared
 from launcher.planning.request import Request
 from launcher.report import console
@@ -22,6 +22,7 @@ from launcher.report.html import figure
 from launcher.report.page import Lead
 from launcher.runs import rundir
 from launcher.stage.options import SWITCHED
+from launcher.stage.stage import Judged
 from launcher.upstream.logs.open_instruct import ATTENTION
 from launcher.workflows import experiment
 from launcher.workflows.bench import comparison, measure, record
@@ -135,30 +136,21 @@ def plan(bench: Bench, scope: Scope = Scope.PLAN) -> Bench:
     NotReady too if no variant can start on this machine, whatever its GPUs do now.
     """
     request, requested = bench.request, bench.variants
-
-    @functools.cache
-    def base() -> Plan | None:
-        """The stage file as it is written; None where only its variants stand."""
-        try:
-            return prepare.prepare(request, Scope.PLAN).plan
-        except InvalidConfig:
-            return None
-
-    full: list[tuple[Variant, Prepared]] = []
+    planner = _VariantPlanner(collect.open(request), scope)
+    full: list[tuple[Variant, Facts, Prepared]] = []
     wrong: Stops = []
     lacking: Stops = []
     for one in requested:
         try:
-            full.append(_prepared(request, one, base))
+            full.append(planner.plan(one))
         except InvalidConfig as error:
             wrong.append((one.name, error))
     _require_none(wrong, len(requested))
-    batch, root = max(made.plan.global_batch for _, made in full), request.runs or rundir.runs_root()
-    for variant, made in full:
-        trial_request = short(variant.of(request), made.plan.stage, bench.steps, root / "models", batch)
+    batch, root = max(made.plan.global_batch for _, _, made in full), request.runs or rundir.runs_root()
+    for variant, facts, _ in full:
         try:
             # a trial that a killed command left may have the GPUs: it is ended later
-            prepare.prepare(replace(trial_request, runs=root, elsewhere=True), scope)
+            prepare.complete(short(facts, bench.steps, root / "models", batch, runs=root).without_gpus())
         except InvalidConfig as error:
             wrong.append((variant.name, error))
         except NotReady as error:
@@ -166,18 +158,18 @@ def plan(bench: Bench, scope: Scope = Scope.PLAN) -> Bench:
     _require_none(wrong, len(full))
     if len(lacking) == len(full):
         _require_none(lacking, len(full))
-    first = full[0][1].plan
+    first = full[0][2].plan
     key = [
         BENCH_VERSION,
         bench.steps,
-        [[variant.name, identity(made.plan, made.facts.trainer)] for variant, made in full],
+        [[variant.name, identity(made.plan, facts.trainer)] for variant, facts, made in full],
     ]
-    warnings = ((variant.name, f) for variant, made in full for f in made.findings if f.severity != "note")
+    warnings = ((variant.name, f) for variant, _, made in full for f in made.findings if f.severity != "note")
     return replace(
         bench,
         request=replace(request, stage=first.stage.options.stage, gpus=first.gpus),
-        variants=tuple(variant for variant, _ in full),
-        resolved={variant.name: made.facts for variant, made in full},
+        variants=tuple(variant for variant, _, _ in full),
+        resolved={variant.name: facts for variant, facts, _ in full},
         batch=batch,
         key=experiment.key_of(key),
         findings=tuple(_named(warnings, len(full))),
@@ -204,19 +196,43 @@ def _named(found: Iterable[tuple[str, Finding]], count: int) -> list[Finding]:
     ]
 
 
-def _prepared(request: Request, variant: Variant, base: Callable[[], Plan | None]) -> tuple[Variant, Prepared]:
-    """A variant with what follows from it. Raises InvalidConfig, also where its batch cannot be kept."""
-    whole = variant.of(request)
-    checked, trainer = collect.judge(whole)
-    # what it expects of a switch that is turned is not wrong before it has followed
-    findings = tuple(one for one in checked.findings if one.code != "impossible-expectation")
-    resolved = collect.of_checked(whole, replace(checked, findings=findings), trainer, Scope.PLAN)
-    more = (*_expected(resolved, variant.keys), *_batch(resolved, variant.keys, base))
-    if not more:
-        resolved = collect.of_checked(whole, checked, trainer, Scope.PLAN)
-        return variant, prepare.complete(resolved)
-    variant = replace(variant, overrides=(*variant.overrides, *more))
-    return variant, prepare.prepare(variant.of(request), Scope.PLAN)
+class _VariantPlanner:
+    """Plans the variants of one stage file, which is read once."""
+
+    def __init__(self, file: StageFile, scope: Scope) -> None:
+        self.file = file
+        self.scope = scope
+        self.first: Facts | None = None
+
+    def facts(self, file: StageFile, judged: Judged) -> Facts:
+        """Those of a variant; the machine is looked at once for all of them."""
+        if self.first is None:
+            self.first = collect.of_read(file, judged, self.scope)
+            return self.first
+        return self.first.with_file(file, judged)
+
+    @functools.cached_property
+    def base(self) -> Plan | None:
+        """The stage file as it is written; None where only its variants stand."""
+        try:
+            return check.settle(self.facts(self.file, self.file.read()).of_any_machine())
+        except InvalidConfig:
+            return None
+
+    def plan(self, variant: Variant) -> tuple[Variant, Facts, Prepared]:
+        """A variant with what follows from it. Raises InvalidConfig, also where its batch cannot be kept."""
+        file = self.file.with_overrides(*variant.overrides)
+        judged = file.read()
+        # what it expects of a switch that is turned is not wrong before it has followed
+        findings = tuple(one for one in judged.findings if one.code != "impossible-expectation")
+        facts = self.facts(file, replace(judged, findings=findings))
+        more = (*_expected(facts, variant.keys), *_batch(facts, variant.keys, self))
+        if more:
+            variant = replace(variant, overrides=(*variant.overrides, *more))
+            facts = facts.with_overrides(*more)
+        else:
+            facts = self.facts(file, judged)
+        return variant, facts, prepare.complete(facts.of_any_machine())
 
 
 def _expected(resolved: Facts, changed: set[str]) -> Iterator[str]:
@@ -238,19 +254,22 @@ def _expected(resolved: Facts, changed: set[str]) -> Iterator[str]:
             yield f"expect.{point}={SWITCHED[point][0 if on else 1]}"
     if is_turned("attention", {"attn_implementation", "attention"}):
         # `any` where a verdict has no word for it
-        chosen = prepare.complete(resolved).plan.attention
+        chosen = check.settle(resolved.of_any_machine()).attention
         name = str(chosen or values.get("attn_implementation"))
         state = ATTENTION.get(name, name)
         yield f"expect.attention={state if state in EXPECT['attention'] else 'any'}"
 
 
-def _batch(resolved: Facts, changed: set[str], base: Callable[[], Plan | None]) -> Iterator[str]:
+def _batch(resolved: Facts, changed: set[str], planner: _VariantPlanner) -> Iterator[str]:
     """Accumulation that keeps the rows of a step, where only the rows of a device were changed."""
     names = resolved.stage.entry.names
     settled = {names.accumulation, "batch", "batch.global"} & changed
-    if settled or names.per_device not in changed or resolved.stage.options.batch or (written := base()) is None:
+    if settled or names.per_device not in changed or resolved.stage.options.batch:
         return
-    made = prepare.complete(resolved).plan
+    written = planner.base
+    if written is None:
+        return
+    made = check.settle(resolved.of_any_machine())
     rows = made.global_batch // made.accumulation
     if written.global_batch % rows:
         raise InvalidConfig(
@@ -289,9 +308,8 @@ def run(bench: Bench, *, show: Callable[[str], None] = lambda _: None) -> Exit:
             repeat, variant = due[0]
             show(f"{variant.name}, run {repeat + 1} of {bench.repeats} ({len(due)} to go)")
             sample = measure.measure(
-                bench.request,
+                bench.resolved[variant.name],
                 variant,
-                bench.resolved[variant.name].stage,
                 steps=bench.steps,
                 root=bench.folder,
                 repeat=repeat,

@@ -6,7 +6,6 @@ import shutil
 import statistics
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,8 @@ from launcher.machine.git import Repository
 from launcher.machine.python import Trainer
 from launcher.plan.plan import Plan
 from launcher.planning import prepare
-from launcher.planning.collect import Scope
-from launcher.planning.request import Request
+from launcher.planning.collect import Facts
 from launcher.runs import rundir
-from launcher.stage.stage import Stage
 from launcher.verdict import evidence, metrics
 from launcher.verdict.evidence import Evidence, ProbeStep
 from launcher.workflows import experiment
@@ -33,10 +30,10 @@ from launcher.workflows.ladder.short import short_overrides
 
 
 def measure(
-    request: Request,
+    facts: Facts,
     variant: Variant,
-    stage: Stage,
     *,
+    overrides: Sequence[str] = (),
     steps: int,
     root: Path,
     timeout_s: float | None,
@@ -45,17 +42,17 @@ def measure(
 ) -> Sample:
     """One short real run of a variant, judged and measured; its folder is made below `root`.
 
-    `stage` is the variant's, whole; `batch` the rows of a step that data are cut for: the largest of all
-    variants, so that all see the same rows. `timeout_s` counts from this call. Never raises for a training
-    that fails, or that cannot be started: the sample says so. It ends before its model is saved. Raises
-    KeyboardInterrupt where INT or TERM stopped it, and NotReady where its folder cannot be written: then
-    nothing else can be started either.
+    `facts` are the variant's, whole, but for the `overrides`; `batch` the rows of a step that data are cut
+    for: the largest of all variants, so that all see the same rows. `timeout_s` counts from this call. Never
+    raises for a training that fails, or that cannot be started: the sample says so. It ends before its model is
+    saved. Raises KeyboardInterrupt where INT or TERM stopped it, and NotReady where its folder cannot be written:
+    then nothing else can be started either.
     """
     began, models = time.monotonic(), root / "models"
     place = models / f"{rundir.dashed(variant.name)[:60]}-{repeat + 1}"
     try:
-        trial_request = short(variant.of(request), stage, steps, place, batch)
-        prepared = prepare.prepare(replace(trial_request, runs=root), Scope.START)
+        turned = facts.with_overrides(*overrides) if overrides else facts
+        prepared = prepare.complete(short(turned, steps, place, batch, runs=root).look_again())
         left = None if timeout_s is None else timeout_s - (time.monotonic() - began)
         outcome = experiment.of_prepared(prepared, timeout_s=left, allow_unproven=True)
     except LaunchError as error:
@@ -90,8 +87,9 @@ def measure(
     )
 
 
-def short(request: Request, stage: Stage, steps: int, place: Path, batch: int | None) -> Request:
+def short(facts: Facts, steps: int, place: Path, batch: int | None, *, runs: Path) -> Facts:
     """The same, short and harmless, watched by the probe, stopped where it hangs, its model unsaved, for `place`."""
+    stage = facts.stage
     watched = ["on_hang=stop"]
     if stage.options.probe is None:
         watched.append("probe=on")
@@ -99,9 +97,10 @@ def short(request: Request, stage: Stage, steps: int, place: Path, batch: int | 
         # what diverges would be compared by the steps before
         watched.append("expect.loss=finite")
     shorter = short_overrides(stage, steps=steps, output=place, batch=batch)
-    return replace(
-        request,
-        overrides=(*request.overrides, *shorter, *watched),
+    return facts.with_overrides(
+        *shorter,
+        *watched,
+        runs=runs,
         fresh=True,
         probe=True,
         # to gather and write a model of 7B takes 10 to 20 s of a trial

@@ -22,7 +22,7 @@ from launcher.errors import Exit, Finding, InvalidConfig, LaunchError, errors, l
 from launcher.machine import python
 from launcher.plan import plan
 from launcher.plan.plan import Plan
-from launcher.planning import collect, forecast, prepare
+from launcher.planning import check, collect, forecast, prepare
 from launcher.planning.collect import Facts, Scope
 from launcher.planning.forecast import ForecastOptions
 from launcher.planning.prepare import Prepared
@@ -178,10 +178,13 @@ def plan_rungs(
     if visible is not None and max(gpus) > visible:
         message = f"the rung of {label(max(gpus))} needs more than the {visible} here"
         raise not_ready("too-few-gpus", message, f"--gpus up to {visible}; 0 trains on the CPU")
-    plans = {count: plan.make(stage, gpus=count, rows=terms.rows) for count in gpus}
+    plans = {count: check.settle(resolved, gpus=count, rows=terms.rows) for count in gpus}
     # all rungs read the same slice: that of the one with most rows a step
     batch = max(planned.global_batch for planned in plans.values())
-    findings = [*stage.findings, *short_findings(stage, steps)]
+    findings = [finding for planned in plans.values() for finding in planned.stage.findings]
+    if errors(findings):
+        raise InvalidConfig(tuple(dict.fromkeys(findings)))
+    findings += short_findings(stage, steps)
     rungs = []
     for count in gpus:
         output = root / _MODELS / _short_label(count)
@@ -190,10 +193,9 @@ def plan_rungs(
         watched = () if stage.config.options.get("on_hang") is not None else ("on_hang=stop",)
         shorter = (*short_overrides(stage, steps=steps, output=output, batch=batch), f"name={name}", *watched)
         changes, notes = _without_deepspeed(stage, request, count)
-        overrides = (*request.overrides, *shorter, *changes)
+        short = resolved.with_overrides(*shorter, *changes, gpus=count, fresh=True, strict=False)
         # a rung that a killed command left may have the GPUs: it is ended later
-        short = replace(request, gpus=count, overrides=overrides, fresh=True, strict=False, elsewhere=True)
-        prepared = prepare.prepare(short, scope)
+        prepared = prepare.complete(short.without_gpus())
         known = _predicted(prepared.plan, resolved, terms)
         rungs.append(prepared)
         # what the short stage is told of itself is not about the file
@@ -297,9 +299,7 @@ def _climb(ladder: Ladder, rung: Prepared, *, allow_unproven: bool, quiet: bool)
         if not quiet:
             console.say(f"rung {len(ladder.standings) + 1} of {len(ladder.rungs)}: {label(gpus)}")
         place = f"{rung.plan.stage.entry.names.output}={spelt(str(ladder.folder / _MODELS / _short_label(gpus)))}"
-        overrides = (*rung.facts.request.overrides, place)
-        request = replace(rung.facts.request, runs=ladder.folder, elsewhere=False, overrides=overrides)
-        prepared = prepare.prepare(request, Scope.START)
+        prepared = prepare.complete(rung.facts.with_overrides(place, runs=ladder.folder).look_again())
         if not quiet:
             # its findings were shown with those of all rungs
             console.beginning(prepared.plan, prepared.folder.console(prepared.attempt))

@@ -18,7 +18,7 @@ from launcher.config.pipeline import placed
 from launcher.errors import Exit, Finding, LaunchError, brief, errors, launch_finding
 from launcher.lifecycle import conclude, follow
 from launcher.plan import plan
-from launcher.planning import collect, forecast, prepare
+from launcher.planning import forecast, prepare
 from launcher.planning.collect import Facts, Scope
 from launcher.planning.prepare import Prepared
 from launcher.redaction import redact
@@ -336,11 +336,12 @@ class _Runner:
             more, row.model = plans.handed(step.plan.stage.options.backend, source), str(source)
         known = plans.known_changes(step.plan.stage.schema.fields)
         allowed = tuple(name for name in self.order.common.allowed if name in known)
-        request = replace(self.order.request(link, more), allowed=allowed)
-        resolved = replace(step.resolved, request=request, look=None)
-        if request.overrides != step.resolved.request.overrides:
+        resolved = step.resolved.with_request(allowed=allowed, fresh=False)
+        if more:
             # now that its model is there
-            resolved = collect.collect(request, Scope.START)
+            file = step.file.with_overrides(*more, allowed=allowed)
+            resolved = resolved.with_file(file, file.read())
+        resolved = resolved.look_again()
         prepared, why = _prepared(resolved, step, fresh=self.order.common.fresh)
         prepared = forecast.with_forecast(prepared)
         self.ready = prepared
@@ -413,13 +414,13 @@ def _prepared(resolved: Facts, step: PlannedStage, *, fresh: bool) -> tuple[Prep
         return prepared, None if prepared.output == prepared.requested_output else "--fresh"
     if dry.attempt <= 1 and dry.output and checkpoints.model_fault(plan.model_in(dry.plan, dry.output)) is None:
         return prepare.complete(anew), f"{dry.output} holds a model, and no run is known that made it"
-    # the same start with every change allowed
-    every = tuple(sorted(plans.known_changes(resolved.stage.schema.fields)))
-    prepared = prepare.complete(resolved.with_request(allowed=every, strict=False))
-    if not prepared.decision.changes and not resolved.request.strict:
-        return replace(prepared, facts=resolved), None
+    planned = prepare.plan_start(resolved)
+    # with every change allowed
+    decision = planned.decide(plans.known_changes(resolved.stage.schema.fields))
     passing = {*resolved.request.allowed, *_NO_INPUT}
-    changes = () if prepared.decision.kind == "new" else prepared.decision.changes
+    changes = () if decision.kind == "new" else decision.changes
     # for these its own result, or what there is of it, is not what was requested
     differs = [one.differs for one in changes if one.severity != "note" and one.what not in passing]
-    return prepare.complete(anew if differs else resolved), "; ".join(differs[:4]) or None
+    if differs:
+        return prepare.complete(anew), "; ".join(differs[:4])
+    return planned.prepare(planned.decide(resolved.request.allowed)), None

@@ -11,19 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from launcher.artifacts import checkpoints
-from launcher.config import load, pipeline
+from launcher.config import pipeline
 from launcher.config.load import Config, spelt
 from launcher.config.pipeline import Chain, Link
 from launcher.errors import Finding, InvalidConfig, NotReady, brief, errors, launch_finding, not_ready, usage
 from launcher.paths import canonical
 from launcher.plan import plan
 from launcher.plan.plan import Plan
-from launcher.planning import collect, prepare
-from launcher.planning.collect import Facts, Scope
+from launcher.planning import check, collect, prepare
+from launcher.planning.collect import Facts, Scope, StageFile
 from launcher.planning.doctor import checks
 from launcher.planning.prepare import Prepared
 from launcher.planning.request import Request
-from launcher.planning.resume import changes, decision
+from launcher.planning.resume import changes
 from launcher.runs import runner
 from launcher.stage import stage
 from launcher.upstream.schema import Values
@@ -54,10 +54,10 @@ class PipelineRequest:
         """The stages that are to run. Raises UsageError where a name is none."""
         return self.chain.between(self.first, self.last)
 
-    def request(self, link: Link, more: Iterable[str] = ()) -> Request:
-        """The command line of one stage, with further overrides."""
+    def request(self, link: Link) -> Request:
+        """The command line of one stage."""
         gpus = link.gpus if self.common.gpus is None else self.common.gpus
-        own: dict[str, Any] = {"stage": link.stage, "config": link.config, "overrides": (*link.texts(), *more)}
+        own: dict[str, Any] = {"stage": link.stage, "config": link.config, "overrides": link.texts()}
         return replace(self.common, gpus=gpus, fresh=False, allowed=(), **own)
 
 
@@ -65,11 +65,12 @@ class PipelineRequest:
 class PlannedStage:
     """One stage as it is known beforehand.
 
-    `root` is the model that its chain begins from, with which it was `resolved`; `prepared` is the dry run,
-    with what the stage before hands over.
+    `file` is its own, `root` the model that its chain begins from, with which it was `resolved`; `prepared` is the
+    dry run, with what the stage before hands over.
     """
 
     link: Link
+    file: StageFile
     resolved: Facts
     prepared: Prepared
     root: str | None
@@ -146,7 +147,7 @@ def plan_stages(order: PipelineRequest, scope: Scope) -> PipelinePlan:
     found = tuple(dict.fromkeys(planner.findings))
     if planner.refused or errors(found, strict=order.common.strict):
         raise InvalidConfig(found)
-    if scope is Scope.START and planner.lacking:
+    if planner.lacking:
         raise NotReady(tuple(dict.fromkeys(planner.lacking)))
     return PipelinePlan(steps=planner.steps, links=links, findings=found, live=live)
 
@@ -166,6 +167,32 @@ def _with_model(resolved: Facts, model: Path) -> Facts:
     handed = dict.fromkeys(BACKENDS[stage.options.backend].MODEL_ARGUMENTS, str(model))
     args = {**stage.args, **handed}
     return replace(resolved, stage=replace(stage, args=args, values=Values(stage.schema, args)))
+
+
+def _require_model(link: Link, source: PlannedStage) -> None:
+    """Raise NotReady where a stage that is not to run has not left the model that the next one begins from."""
+    fault = "it is being trained" if source.live else checkpoints.model_fault(source.model)
+    if fault is not None:
+        message = f"{link.name} begins from {source.model}, the model of {source.link.name}: {fault}"
+        help = f"`--from {source.link.name}` trains it first"
+        raise not_ready("pipeline-needs", message, help, file=str(source.model))
+
+
+def _dry_run(facts: Facts, resolved: Facts) -> Prepared:
+    """The dry run of a stage. Raises InvalidConfig, where it can with what this machine lacks besides."""
+    try:
+        return prepare.complete(facts.of_any_machine())
+    except InvalidConfig:
+        if resolved.machine is not None:
+            check.require(resolved)
+        raise
+
+
+def _settle_like(resolved: Facts, dry: Prepared) -> Plan:
+    """The plan of a stage with the model that its chain begins from, into the folder of its dry run."""
+    name = resolved.stage.entry.names.output
+    placed = {name: dry.plan.derived[name]} if name in dry.plan.derived else {}
+    return check.settle(resolved, decided=placed, attempts=dry.attempt - 1 or None)
 
 
 class _Planner:
@@ -196,7 +223,8 @@ class _Planner:
 
     def _visit(self, link: Link, *, within: bool) -> None:
         order, source = self.order, self.steps.get(link.source or "")
-        loaded = self.configs[link.name] = load.load(link.config, link.texts())
+        file = collect.open(order.request(link))
+        loaded = self.configs[link.name] = file.config
         root, more = _text(loaded.args.get(MODEL)), list[str]()
         if link.source is not None:
             root = self.roots.get(link.source)
@@ -204,13 +232,6 @@ class _Planner:
                 self._check_models(link, loaded, source)
                 if within and source.link not in order.links:
                     root = str(source.model)
-                    wrong = None
-                    if self.scope is Scope.START:
-                        wrong = "it is being trained" if source.live else checkpoints.model_fault(source.model)
-                    if wrong is not None:
-                        message = f"{link.name} begins from {source.model}, the model of {source.link.name}: {wrong}"
-                        help = f"`--from {source.link.name}` trains it first"
-                        raise not_ready("pipeline-needs", message, help, file=str(source.model))
             if within and root is None and source is None:
                 # of a model that nobody knows nothing can be said
                 return
@@ -224,15 +245,20 @@ class _Planner:
             message = f"`{OUTPUT}` is missing: where a stage's model goes must be known beforehand"
             help = f"give it an `{OUTPUT}`, in its file or under `with:`"
             self._add(link, "pipeline-output", message, help, "args")
-        request = replace(order.request(link, more), fresh=order.common.fresh and within)
+        chained = file.with_overrides(*more, fresh=order.common.fresh and within)
         # a stage that is not to run needs nothing of this machine
         scope = self.scope if within else Scope.PLAN
-        resolved = collect.collect(request, scope, loaded=None if more else loaded)
+        resolved = collect.of_read(chained, chained.read(), scope)
+        if resolved.machine is not None and source is not None and source.link not in order.links:
+            _require_model(link, source)
         facts = resolved if source is None else _with_model(resolved, source.model)
-        dry = prepare.complete(facts.of_any_machine())
+        dry = _dry_run(facts, resolved)
         if within:
-            self._examine(link, resolved, dry)
-        step = PlannedStage(link=link, resolved=resolved, prepared=dry, root=root)
+            examined = dry.plan
+            if facts is not resolved or resolved.machine is not None:
+                examined = _settle_like(resolved, dry)
+            self._examine(link, resolved, dry, examined)
+        step = PlannedStage(link=link, file=file, resolved=resolved, prepared=dry, root=root)
         if named and self._has_own_output(step):
             if source is not None and within:
                 self._check_between(source, step)
@@ -240,28 +266,20 @@ class _Planner:
             if within and self.scope is Scope.START:
                 self._check_program(step)
 
-    def _examine(self, link: Link, resolved: Facts, dry: Prepared) -> None:
+    def _examine(self, link: Link, resolved: Facts, dry: Prepared, made: Plan) -> None:
         """With the model that the chain begins from: by the rules, and for a run by this machine."""
-        made = dry.plan
-        if made.stage is not resolved.stage:
-            made = plan.make(resolved.stage, gpus=resolved.gpus, output=Path("model"))
-        self._say(link, (*resolved.stage.findings, *made.findings))
+        # a model of nobody's is not written over
+        self._say(link, (finding for finding in made.all_findings if finding.code != "finished-output"))
         self._say(link, (one for one in dry.findings if one.severity != "note"))
-        if resolved.packages is None:
-            return
-        around = checks.situation(made, resolved.trainer, dry.output)
-        # of a run of ours the start itself knows more; a model of nobody's is not written over
-        known = decision.SUPERSEDED if dry.attempt > 1 else {"finished-output"}
-        self._say(link, [finding for finding in around if finding.code not in known])
-        self.starts.append((link, resolved, made))
+        if resolved.machine is not None:
+            self.starts.append((link, resolved, made))
 
     def ask_machine(self, *, live: bool) -> None:
         """What this machine lacks for any stage; not of its GPUs while one is training on them."""
         for link, resolved, made in self.starts:
             try:
                 chosen = None if live else resolved.choose_devices()
-                found = checks.require_ready(made, resolved.trainer, chosen, elsewhere=live)
-                self._say(link, found)
+                self._say(link, checks.require_ready(made, resolved.trainer, chosen))
             except NotReady as error:
                 self.lacking += [self._named(link, one) for one in error.findings]
 

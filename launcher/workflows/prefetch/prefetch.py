@@ -27,8 +27,9 @@ from launcher.errors import Exit, Finding, InvalidConfig, LaunchError, NotReady,
 from launcher.machine import locks, sizes
 from launcher.machine.python import Trainer
 from launcher.machine.sizes import sized
-from launcher.plan import command, plan
+from launcher.plan import command
 from launcher.plan.plan import Plan
+from launcher.planning import check
 from launcher.planning.collect import Facts
 from launcher.planning.doctor import checks
 from launcher.planning.request import Request
@@ -39,8 +40,8 @@ from launcher.runs.rundir import RunFolder
 from launcher.verdict import evidence
 from launcher.verdict.ending import ending
 
-# what other machines' packages decide, which need not be the ones here
-_OF_THESE_PACKAGES = frozenset({"attention-missing", "attention-replaced", "optim-missing", "report-missing"})
+# the model is fetched here, and what lies in the output folder is asked when something is to be trained into it
+_ASKED_LATER = frozenset({"missing-model", "incomplete-model", "foreign-checkpoints", "finished-output"})
 # no key of tokenised data holds any of these: services, engines, devices. None: not handed over
 _REPLACED: Mapping[str, bool | None] = {
     "cache_dataset_only": True,
@@ -184,24 +185,19 @@ def prepare(resolved: Facts, say: Say = lambda _: None) -> Prefetch:
         tokenised=tokenised,
         left=tuple(_left(planned, parts, folders, tokenised)),
         work=filling.work,
-        findings=tuple(dict.fromkeys((*planned.stage.findings, *planned.findings, *missed))),
+        findings=tuple(dict.fromkeys((*planned.all_findings, *missed))),
         seconds=time.monotonic() - began,
     )
 
 
 def _planned(resolved: Facts) -> Plan:
     """The later run's own plan. Raises InvalidConfig with what a start would refuse."""
-    output, nodes = rundir.runs_root() / "model", resolved.request.nodes
-    made = plan.make(resolved.stage, gpus=resolved.gpus, nodes=nodes, output=output)
-    found = [
-        replace(one, severity="warning") if one.code in _OF_THESE_PACKAGES else one
-        # what lies in the output folder is asked when something is to be trained into it
-        for one in checks.situation(made, resolved.trainer, None)
-        if one.code not in ("missing-model", "incomplete-model")
-    ]
-    made = replace(made, findings=(*made.findings, *found))
-    if errors(made.findings, strict=resolved.request.strict):
-        raise InvalidConfig((*made.stage.findings, *made.findings))
+    # what trains may have other packages than there are here
+    made = check.settle(replace(resolved, packages=None), output=rundir.runs_root() / "model")
+    findings = tuple(finding for finding in made.stage.findings if finding.code not in _ASKED_LATER)
+    made = replace(made, stage=replace(made.stage, findings=findings))
+    if errors(made.all_findings, strict=resolved.request.strict):
+        raise InvalidConfig(made.all_findings)
     return made
 
 

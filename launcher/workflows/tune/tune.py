@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from launcher.errors import Exit, Finding, InvalidConfig, NotReady, errors, usage
+from launcher.errors import Exit, Finding, NotReady, usage
 from launcher.machine import devices
 from launcher.machine.datasheets import CPU, card_of
-from launcher.plan import footprint, plan
+from launcher.plan import footprint
 from launcher.plan.plan import Plan
-from launcher.planning import collect, forecast
+from launcher.planning import check, collect, forecast
 from launcher.planning.collect import Facts, Scope
 from launcher.planning.request import Request
 from launcher.runs import rundir
@@ -221,9 +221,7 @@ def prepare(
     idle = replace(resolved.look or devices.look(os.environ), uses={}) if resolved.gpus else None
     chosen = _choose(replace(resolved, look=idle))
     stage, packages = resolved.stage, resolved.trainer.packages
-    made = plan.make(stage, gpus=resolved.gpus, output=Path("model"), packages=packages)
-    if stopping := errors(made.findings, strict=request.strict):
-        raise InvalidConfig(stopping)
+    made = check.require(resolved, output=Path("model"))
     rows = forecast.row_lengths(made, packages, forecast.ForecastOptions(row_tokens=row_tokens))
     slots = chosen.slots if chosen is not None else ()
     smallest = min((slot.gpu.memory_mib / 1024 for slot in slots if slot.gpu.memory_mib), default=None)
@@ -247,7 +245,7 @@ def prepare(
         budget_s=budget_s,
         output=output,
         key=experiment.key_of(key),
-        findings=tuple(finding for finding in made.findings if finding.severity != "note"),
+        findings=tuple(finding for finding in check.beyond_file(made) if finding.severity != "note"),
     )
 
 
@@ -257,7 +255,7 @@ def opened(tuning: Tuning, *, fresh: bool = False) -> Iterator[Tuning]:
     root = tuning.request.runs or rundir.runs_root()
     series = experiment.Campaign(kind="tune", key=tuning.key, name=tuning.request.config.stem, root=root)
     with series.opened(fresh=fresh) as tuning.folder:
-        _choose(replace(tuning.resolved, look=None))
+        _choose(tuning.resolved.look_again())
         tuning.take_up(rundir.read_json(tuning.folder / FILE))
         yield tuning
 
@@ -319,10 +317,11 @@ def _run_trials(tuning: Tuning, show: Callable[[str], None]) -> None:
         start, earlier = time.monotonic(), search.runs_of(candidate)
         words = search.words(candidate, search.base) or AS_WRITTEN
         name = earlier[0].sample.variant if earlier else f"{len(search.runs) + 1}: {words}"
+        overrides = tuning.space.overrides(candidate.settings)
         sample = measure.measure(
-            tuning.request,
-            Variant(name, tuning.space.overrides(candidate.settings)),
-            tuning.space.turned(candidate.settings),
+            tuning.resolved,
+            Variant(name, overrides),
+            overrides=overrides,
             steps=tuning.space.steps,
             root=tuning.folder,
             repeat=len(earlier),
@@ -331,7 +330,7 @@ def _run_trials(tuning: Tuning, show: Callable[[str], None]) -> None:
         )
         if sample.cause == "refused":
             # that another took the GPUs is no setting's fault
-            _choose(replace(tuning.resolved, look=None))
+            _choose(tuning.resolved.look_again())
         unproved = tuple(point for point in sample.unproved if point in _POINTS)
         # with what preparing took
         seconds = max(sample.seconds, time.monotonic() - start)

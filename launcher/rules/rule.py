@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from launcher.errors import Finding, Layer, Severity, brief
+from launcher.rules import premises
 from launcher.upstream.schema import Schema, Values
 
 Rule = Callable[[Values], Iterator[Finding]]
@@ -124,8 +125,13 @@ def no_model(cited: str, when: Callable[[Values], object] = lambda v: not v["mod
 def as_it_stands(
     rule: Callable[..., Iterator[Finding]], found: Iterator[Finding], schema: Schema
 ) -> Iterator[Finding]:
-    """What a rule found; where this source is not the pin, only with what it cites counting in full."""
-    if schema.stands is None:
+    """What a rule found; where this source is not the pin, only with what it cites counting in full.
+
+    A rule that names behaviours of upstream's (`premises`) is about the sources that have them.
+    """
+    if not premises.applies(rule, schema):
+        return
+    if schema.stands is None or premises.settled(rule, schema):
         yield from found
         return
     from launcher.upstream import citations

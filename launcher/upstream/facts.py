@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from launcher.paths import PACKAGE
+from launcher.upstream import behaviour
 from launcher.upstream.schema import Path as ScriptPath
 from launcher.upstream.schema import Read, Refusal, Schema, Shadow, field_as_json, field_from_json
 from launcher.upstream.trainers import Backend
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     # what reads sources is imported only where there is something to read
     from launcher.upstream.source.packages import Module, Sources, Tree
 
-FORM = 3
+FORM = 4
 """Of the JSON; part of a cache entry's name."""
 
 Facts = Mapping[str, Any]
@@ -46,6 +47,9 @@ def read(
 
     entries = backend.STAGES.values()
     optional = [key for key in ("tables", "models") if any(getattr(e, key) for e in entries)]
+    described = [stage for stage in stages if any(behaviour.of_script(stage))] if backend.CHECKOUT else []
+    if described:
+        optional.append("behaviours")
     keys = ("stages", "classes", "paths", "fields", "externals", *optional, "unreadable", "files")
     facts: dict[str, Any] = {**{key: {} for key in keys}, "absent": []}
     # what a script does is read in upstream's own packages only: the same whatever else is here
@@ -60,6 +64,8 @@ def read(
                 facts["tables"][stage] = _tables(walked, *tables)
             if (places := backend.STAGES[stage].models) is not None:
                 facts["models"][stage] = _models(sources, *places)
+            if stage in described:
+                facts["behaviours"][stage] = behaviour.read(walked, stage, script)
         except (LookupError, OSError, RecursionError, SyntaxError, TypeError, ValueError) as error:
             facts["unreadable"][stage] = str(error) or type(error).__name__
         facts["files"] |= sources.digests | walked.digests
@@ -206,6 +212,7 @@ def schema_of(
         tables=facts.get("tables", {}).get(stage, {}),
         models=models.get("names", {}),
         configs=frozenset(models.get("configs", ())),
+        behaviours=facts.get("behaviours", {}).get(stage, {}),
     )
 
 
@@ -274,6 +281,6 @@ def digest(trees: Mapping[str, Tree], label: str) -> str | None:
 @cache
 def _reader() -> str:
     """What reads the sources, by content: another version of it may find other facts."""
-    files = [PACKAGE / "upstream" / "schema.py", PACKAGE / "upstream" / "facts.py"]
+    files = [PACKAGE / "upstream" / f"{name}.py" for name in ("schema", "facts", "behaviour")]
     files += sorted((PACKAGE / "upstream" / "source").glob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()

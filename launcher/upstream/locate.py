@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from launcher.errors import Finding, InvalidConfig, NotReady, Severity, launch_finding
 from launcher.machine.git import CommitTree, Repository
 from launcher.paths import PROJECT, exists, expanded, is_file
-from launcher.upstream import facts, history
+from launcher.upstream import behaviour, facts, history
 from launcher.upstream.history import ArgumentChange
 from launcher.upstream.schema import Schema, source_name
 from launcher.upstream.source.packages import Folder, Tree, find_package
@@ -32,6 +33,7 @@ REPOSITORY = PROJECT
 SUBMODULE = REPOSITORY / "external" / "open-instruct"
 State = Literal["checkout", "missing", "empty", "other"]
 _STATES = {"missing": "is not there", "empty": "is empty", "other": "does not hold one"}
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 FOUND_IN = (Path("/workspace/open-instruct"), Path("~/open-instruct"))
 
 
@@ -271,7 +273,22 @@ def load_schema(
     known = pin_facts.get("models", {}).get(stage, {})
     # OLMo-core is no part of a checkout
     configs = schema.configs or frozenset(known.get("configs", ()))
-    return replace(schema, configs=configs, stands=_standing(upstream, schema.script))
+    behaviours = _behaviours(upstream, schema)
+    return replace(schema, configs=configs, stands=_standing(upstream, schema.script), behaviours=behaviours)
+
+
+def _behaviours(upstream: Upstream, schema: Schema) -> Mapping[str, bool | None]:
+    """What this source does: as it shows, else as its history says, where it has one."""
+    answers = schema.behaviours
+    tree = upstream.packages.get(upstream.backend)
+    if not upstream.is_checkout or None not in answers.values():
+        return answers
+    if isinstance(tree, CommitTree):
+        return behaviour.completed(answers, schema.key, tree.repository, tree.commit)
+    commit = upstream.version.removesuffix("+edited")
+    if upstream.root is None or not _COMMIT.fullmatch(commit):
+        return answers
+    return behaviour.completed(answers, schema.key, Repository(upstream.root), commit)
 
 
 def _standing(upstream: Upstream, script: str) -> Callable[[str], bool]:

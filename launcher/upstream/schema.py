@@ -205,6 +205,7 @@ class Schema:
     `tables` are mappings by name in which it looks up what an argument names: each text, with the
     parameters of the function behind it.
     `stands` tells whether a line that a rule cites is still there; None at the pin, where all are.
+    `behaviours` are what this source does, by the names of `behaviour.BEHAVIOURS`.
     """
 
     backend: str
@@ -224,6 +225,11 @@ class Schema:
     configs: frozenset[str] = frozenset()
     tables: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)
     stands: Callable[[str], bool] | None = field(default=None, compare=False, repr=False)
+    behaviours: Mapping[str, bool | None] = field(default_factory=dict)
+
+    def does(self, behaviour: str) -> bool | None:
+        """Whether upstream behaves so at this commit; None where neither its source nor its history tells."""
+        return self.behaviours.get(behaviour)
 
     @property
     def key(self) -> str:

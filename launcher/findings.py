@@ -273,6 +273,19 @@ _ARGUMENTS = CodeSection(
             "DPO: `beta: 0`: TRL divides by it in some losses; the others, and "
             "open-instruct, learn no preference (a warning)",
         ),
+        _row(
+            "reversed-gradient",
+            "run",
+            "DPO since #1591: `max_grad_norm` below 0 reverses the gradient (with DeepSpeed it is not read), and 0 "
+            "makes it nothing in dpo.py",
+        ),
+        _row("packing-refused", "run", "dpo.py since #1670: `packing` without flash-attn's attention"),
+        _row(
+            "olmo-tokenizer",
+            "run",
+            "a tokenizer of OLMo's, by its config or (since #1622) its name, with `add_bos` or `use_fast` as its "
+            "template does not allow",
+        ),
         _row("not-with-olmo-core", "run", "`script: dpo_olmo_core`: LoRA, 8-bit and paged optimizers, QLoRA"),
         _row(
             "unsupported-model other-shape",

@@ -13,8 +13,10 @@ from packaging.version import InvalidVersion, Version
 from launcher.artifacts import model_config
 from launcher.errors import Finding, Severity, brief
 from launcher.rules.context import Context, StageRule, caches_only, section
+from launcher.rules.premises import asks, where
 from launcher.rules.rule import cites, say, say_of_option
 from launcher.rules.trl import resolved
+from launcher.upstream import behaviour
 
 OVERLAP = "overlap-corrupts"
 SYNCHRONIZED = Version("0.17.5")  # DeepSpeed's PR 7371
@@ -93,6 +95,7 @@ def unsaved_weights(context: Context) -> Iterator[Finding]:
     yield _of_file("zero3-unsaved", f"ZeRO-3 without `{_GATHER}: true` {does}", help, severity)
 
 
+@asks(behaviour.GUARDS_NEGATIVE_CLIPPING)
 @cites("finetune.py:855", "dpo_tune_cache.py:592", "accelerate/accelerator.py:3023", "accelerate/accelerator.py:2224")
 def clipping(context: Context) -> Iterator[Finding]:
     """`accelerator.py` leaves it to DeepSpeed; `auto` is 1.0.
@@ -199,6 +202,7 @@ def quantised(context: Context) -> Iterator[Finding]:
     yield say("error" if crashes else "warning", "qlora-deepspeed", "use_qlora", message, help)
 
 
+@where(behaviour.KEEPS_EMPTY_GROUPS)
 @cites("finetune.py:670", "dpo_tune_cache.py:417", "deepspeed/runtime/zero/stage_1_and_2.py:442")
 def frozen_biases(context: Context) -> Iterator[Finding]:
     """`finetune.py` and `dpo_tune_cache.py` put biases into a group of their own; with LoRA none

@@ -13,8 +13,10 @@ from launcher.artifacts.architecture import Shape
 from launcher.errors import Finding, InvalidConfig, Severity, brief
 from launcher.paths import can_be_name, exists, is_dir, is_file
 from launcher.rules.context import Context, StageRule, caches_only, section
+from launcher.rules.premises import where
 from launcher.rules.rule import cites, say
 from launcher.rules.trl.resolved import inline
+from launcher.upstream import behaviour
 
 # liger_kernel/transformers/monkey_patch.py:2879, release 0.7.0, the one that the pin locks
 LIGER_RELEASE = [0, 7]
@@ -59,6 +61,7 @@ def liger_on_cpu(context: Context) -> Iterator[Finding]:
         yield say("error", "liger-on-cpu", "use_liger_kernel", message, _NO_LIGER)
 
 
+@where(behaviour.CUTS_ROWS)
 @cites("dataset_transformation.py:1195", "trl/trainer/sft_config.py:202")
 def beyond_positions(context: Context) -> Iterator[Finding]:
     """`dataset_transformation.py` and `sft_config.py` cut at what is asked for; no one asks the

@@ -111,10 +111,7 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
                 scripts=(DPO,),
             ),
             Sign(
-                symbol="{script}::main",
-                text="max_grad_norm=args.max_grad_norm",
-                holds=False,
-                scripts=(DPO_OLMO_CORE,),
+                symbol="{script}::main", text="max_grad_norm=args.max_grad_norm", holds=False, scripts=(DPO_OLMO_CORE,)
             ),
         ),
     ),
@@ -213,11 +210,7 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
         scripts=(DPO_OLMO_CORE,),
         since="b08d6dc8e",
         signs=(
-            Sign(
-                symbol="{script}::_setup_callbacks",
-                text="max_checkpoints=args.keep_last_n_checkpoints",
-                holds=True,
-            ),
+            Sign(symbol="{script}::_setup_callbacks", text="max_checkpoints=args.keep_last_n_checkpoints", holds=True),
             Sign(symbol="{script}::_setup_callbacks", text="args.ephemeral_save_interval", holds=False),
         ),
     ),
@@ -437,10 +430,10 @@ def completed(answers: Answers, key: str, repository: Repository, commit: str) -
 def _by_history(behaviour: Behaviour, repository: Repository, commit: str) -> bool | None:
     if behaviour.since is None and behaviour.until is None:
         return None
-    begun = True
+    begun: bool | None = True
     if behaviour.since is not None:
         begun = _contains(repository, commit, behaviour.since)
-    ended = False
+    ended: bool | None = False
     if behaviour.until is not None:
         ended = _contains(repository, commit, behaviour.until)
     if begun is None or ended is None:
@@ -449,7 +442,7 @@ def _by_history(behaviour: Behaviour, repository: Repository, commit: str) -> bo
 
 
 def _contains(repository: Repository, commit: str, change: str) -> bool | None:
-    """Whether a commit has a change among its ancestors; None where the history is cut off and does not have that change."""
+    """Whether a commit has a change among its ancestors; None where the history is cut off before that change."""
     if repository.commit(change) is None:
         # a whole history that lacks the change ends before it, or is that of a fork
         return None if repository.is_shallow() else False

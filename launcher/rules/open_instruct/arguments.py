@@ -7,12 +7,15 @@ import math
 import os
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from launcher.artifacts import chat_template, model_config
 from launcher.errors import Finding, Severity, brief
 from launcher.paths import exists
+from launcher.rules.premises import asks, where
 from launcher.rules.rule import Range, Rule, cites, no_model, outside, say, warn
+from launcher.upstream import behaviour
 from launcher.upstream.open_instruct import PIN
 from launcher.upstream.schema import Values, json_fault
 from launcher.upstream.trainers import entry_of
@@ -24,6 +27,7 @@ SCHEDULES = "linear cosine cosine_with_restarts polynomial constant constant_wit
 _UNEXPANDED = re.compile(r"~|.*\$\{?\w", re.DOTALL)
 
 
+@where(behaviour.REFUSES_TWO_SOURCES)
 @cites("finetune.py:330", "dpo_utils.py:342")
 def two_data_sources(values: Values) -> Iterator[Finding]:
     """Beside a list that is never None, both others fail."""
@@ -152,11 +156,12 @@ def missing_data_files(values: Values) -> Iterator[Finding]:
             yield say("error", "json-data", key, message, help)
 
 
+@asks(behaviour.ONE_SPLIT_A_SET)
 @cites("dataset_transformation.py:2037,2041,2061")
 def mixer_splits(values: Values) -> Iterator[Finding]:
-    """One split for all sets, or as many as the list has entries.
+    """One split for all sets, or as many as the list has entries; since #1494, as many as there are sets.
 
-    The split of a set is the one at the place of its name; those at the places of amounts are
+    Until then the split of a set is the one at the place of its name; those at the places of amounts are
     not read.
     """
     data = listed(values)
@@ -165,6 +170,9 @@ def mixer_splits(values: Values) -> Iterator[Finding]:
     splits = values[key]
     # of an odd list another rule speaks; with a cache key SFT reads neither (dataset_transformation.py:2120)
     if splits is None or not entries or len(entries) % 2 or values.get("dataset_config_hash") is not None:
+        return
+    if values.schema.does(behaviour.ONE_SPLIT_A_SET):
+        yield from _one_split_a_set(key, entries, splits)
         return
     sets = len(entries) // 2
     if len(splits) not in (1, len(entries)):
@@ -181,6 +189,25 @@ def mixer_splits(values: Values) -> Iterator[Finding]:
             help = f"the split of {entries[index - 1]} is the entry before, `{splits[index - 1]}`"
             yield say("warning", "mixer-splits", f"{key}[{index}]", message, help)
     yield from _splits_of_files(key, entries, splits)
+
+
+def _one_split_a_set(key: str, entries: list[str], splits: list[str]) -> Iterator[Finding]:
+    sets = len(entries) // 2
+    if len(splits) not in (1, sets):
+        message = f"`{key}` has {len(splits)} entries for {sets} set(s): upstream wants 1, or {sets}, one for each set"
+        yield say("error", "mixer-splits", key, message, _set_splits_help(key, splits, sets))
+        return
+    of_entries = splits if len(splits) == 1 else [split for split in splits for _ in range(2)]
+    for fault in _splits_of_files(key, entries, of_entries):
+        place = int(re.findall(r"\d+", str(fault.key))[-1])
+        yield replace(fault, key=f"args.{key}[{place // 2}]")
+
+
+def _set_splits_help(key: str, splits: list[str], sets: int) -> str:
+    pairs = zip(splits[::2], splits[1::2], strict=False)
+    if len(splits) == 2 * sets and all(first == second for first, second in pairs):
+        return f"write each split once, as this commit reads them: `{key}: [{', '.join(splits[::2])}]`"
+    return f"write one split for all sets, such as `{key}: [train]`"
 
 
 def _splits_help(key: str, splits: list[str], sets: int) -> str:
@@ -359,10 +386,17 @@ _RANGES: Mapping[str, tuple[Range, ...]] = {
 }
 
 
+@asks(behaviour.GUARDS_NEGATIVE_CLIPPING)
 @cites("finetune.py:688", "dpo_tune_cache.py:435")
 def out_of_range(values: Values) -> Iterator[Finding]:
-    """Each number against the ranges of the table above."""
-    return outside(values, _RANGES, str)
+    """Each number against the ranges of the table above.
+
+    Where a negative limit of the gradient norm does not stand for none, `gradient` speaks of it.
+    """
+    unguarded = values.schema.does(behaviour.GUARDS_NEGATIVE_CLIPPING) is False
+    for found in outside(values, _RANGES, str):
+        if not unguarded or found.key != "args.max_grad_norm":
+            yield found
 
 
 @cites("finetune.py:694", "dpo_tune_cache.py:442", "finetune.py:723", "dpo_tune_cache.py:478")

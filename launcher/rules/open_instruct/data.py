@@ -12,7 +12,9 @@ from launcher.rules import data
 from launcher.rules.context import Context, StageRule, caches_only
 from launcher.rules.data import Looked
 from launcher.rules.open_instruct.arguments import LOCAL_DATA, listed
+from launcher.rules.premises import where
 from launcher.rules.rule import cites, say
+from launcher.upstream import behaviour
 
 # Rows a second on one core, measured with upstream's own functions (chats of two turns, 556 tokens): 572
 # chats, 263 pairs. Upstream reckons with 400 (dataset_transformation.py:115). Rounded up, so that the
@@ -63,6 +65,7 @@ _TRANSFORMS = frozenset(
 )
 
 
+@where(behaviour.READS_MESSAGES)
 @cites("dataset_transformation.py:1186,1290,1236")
 def local_rows(context: Context) -> Iterator[Finding]:
     """Rows are read by `messages`, or `chosen` and `rejected`, and those without a message of

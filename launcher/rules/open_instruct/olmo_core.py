@@ -18,10 +18,14 @@ from launcher.rules import services
 from launcher.rules.context import Context, StageRule, caches_only
 from launcher.rules.embedding import beyond_olmo_core
 from launcher.rules.model import beyond_positions, impossible_name, missing_model
+from launcher.rules.open_instruct import gradient
 from launcher.rules.open_instruct.arguments import OF_ALL_SCRIPTS, out_of_range, zero_stage
 from launcher.rules.open_instruct.data import tokenising_outlasts
+from launcher.rules.open_instruct.tokenizer import olmo_tokenizer
 from launcher.rules.places import unintended_output
+from launcher.rules.premises import asks, unless, where
 from launcher.rules.rule import Range, Rule, check, cites, no_model, number, outside, say, say_of_option, warn
+from launcher.upstream import behaviour
 from launcher.upstream.open_instruct import output_folder
 from launcher.upstream.schema import Values
 
@@ -64,6 +68,8 @@ _SCHEDULERS = ("cosine", "linear", "constant", "constant_with_warmup")
 _TIED = ("qwen3_0_6B", "qwen3_1_7B", "qwen3_4B")
 # the families whose layers OLMo-core writes in transformers' form (olmo_core/nn/hf/config.py)
 _EXPORTED = ("olmo2", "olmo3", "olmoe")
+# since #1671 a converter writes them all but this one, and the run is refused
+_NOT_EXPORTED = "olmoe"
 
 
 @cites("olmo_core_utils.py:208", "olmo_core_utils.py:212")
@@ -89,6 +95,7 @@ def model(values: Values) -> Iterator[Finding]:
     yield say(severity, "unsupported-model", key, f"{brief(requested)} is not a model that dpo.py can build", help)
 
 
+@where(behaviour.MIXES_PACKED_SAMPLES)
 @cites("dpo_utils.py:992")
 def packing(values: Values) -> Iterator[Finding]:
     """`dpo_utils.py` hands the model tokens and labels alone: no boundaries, no positions."""
@@ -101,6 +108,7 @@ def packing(values: Values) -> Iterator[Finding]:
     yield say("warning", "packing-leaks", "packing", message, help)
 
 
+@where(behaviour.EXPORTS_OLMO_ALONE)
 @cites("olmo_core_utils.py:287")
 def export(values: Values) -> Iterator[Finding]:
     """Where OLMo-core cannot write the model, a plain state dict is saved."""
@@ -113,6 +121,20 @@ def export(values: Values) -> Iterator[Finding]:
             f"OLMo-core cannot write {named} as transformers reads it, only a model_state_dict.pt of its own{hub}"
         )
         yield say("warning", "no-hf-export", key, message, f"rename the weights afterwards, or {_OTHER}")
+
+
+@where(behaviour.VERIFIES_EXPORT)
+def unexportable(values: Values) -> Iterator[Finding]:
+    """Since #1671 OLMo-core's names are converted before training, and what cannot be is refused.
+
+    Of the shapes of ai2-olmo-core 2.6.0 that is the mixture of experts alone.
+    """
+    named, key = _shape(values)
+    if values["cache_dataset_only"]:
+        return
+    if named.startswith(_NOT_EXPORTED):
+        message = f"OLMo-core cannot write {named} as transformers reads it: dpo.py crashes once the model is built"
+        yield say("error", "no-hf-export", key, message, _TRAINS)
 
 
 def _shape(values: Values) -> tuple[str, str]:
@@ -129,20 +151,82 @@ def ranges(values: Values) -> Iterator[Finding]:
     yield from (found for found in out_of_range(values) if found.key not in skipped)
 
 
+@where(behaviour.LIMITS_CHECKPOINTS)
+def kept_checkpoints(values: Values) -> Iterator[Finding]:
+    """Since #1701 OLMo-core is told how many checkpoints it keeps; a negative number is all of them."""
+    if values["keep_last_n_checkpoints"] == 0 and not _ends_early(values):
+        message = "`keep_last_n_checkpoints: 0`: OLMo-core keeps at least one, and crashes once the model is loaded"
+        yield say("error", "out-of-range", "keep_last_n_checkpoints", message, "write 1 or more, or -1 for all")
+
+
+@asks(behaviour.SKIPS_NO_INTERVAL)
+def ephemeral_interval(values: Values) -> Iterator[Finding]:
+    """OLMo-core refuses an interval below 1, which since #1810 means none, and one that is not the shorter."""
+    key = "ephemeral_save_interval"
+    interval, steps = values[key], values["checkpointing_steps"]
+    if not isinstance(interval, int) or _ends_early(values):
+        return
+    means_none = values.schema.does(behaviour.SKIPS_NO_INTERVAL)
+    if interval < 1:
+        if not means_none:
+            message = f"`{key}: {interval}`: OLMo-core refuses it once the model is loaded"
+            yield say("error", "checkpoint-steps", key, message, "delete the line, or write a number of steps")
+    elif isinstance(steps, int) and interval >= steps:
+        message = f"`{key}: {interval}` is not below `checkpointing_steps: {steps}`: OLMo-core refuses it"
+        yield say("error", "checkpoint-steps", key, message, f"a number below {steps}, or delete the line")
+
+
+def _ends_early(values: Values) -> bool:
+    return bool(values["cache_dataset_only"] or values["cache_logprobs_only"])
+
+
+def _keeps_activations(values: Values) -> bool:
+    """Whether the budget is asked for and nothing is recomputed."""
+    below = (number(values["activation_memory_budget"]) or 0) < 1
+    by_module = values.get("activation_checkpointing_mode") == "selected_modules"
+    return below and not values["compile_model"] and not by_module
+
+
+@unless(behaviour.REPLACES_SCHEDULES)
+def refused_schedule(values: Values) -> Iterator[Finding]:
+    """Since #1620 a schedule that is not known is refused, once the model is built."""
+    name = values["lr_scheduler_type"]
+    if name not in _SCHEDULERS[:3] and not values["cache_dataset_only"]:
+        message = f"`lr_scheduler_type: {brief(name)}` crashes: dpo.py knows {', '.join(_SCHEDULERS[:3])}"
+        help = f"write `{_like(name)}`"
+        if name == "constant_with_warmup":
+            help += ": it warms up by `warmup_ratio` here"
+        yield say("error", "scheduler-type", "lr_scheduler_type", message, help)
+
+
+def _like(schedule: str) -> str:
+    """The schedule that dpo.py has and that comes nearest to another."""
+    for known in _SCHEDULERS[:3]:
+        if str(schedule).startswith(known):
+            return known
+    return "linear"
+
+
 RULES: tuple[Rule, ...] = (
     *OF_ALL_SCRIPTS,
     zero_stage,
     model,
     export,
+    unexportable,
     packing,
     ranges,
-    warn(
-        "olmo_core_utils.py:101",
-        "budget-without-compile",
-        "activation_memory_budget",
-        lambda v: (number(v["activation_memory_budget"]) or 0) < 1 and not v["compile_model"],
-        "`activation_memory_budget` does nothing with `compile_model: false`: every activation is kept",
-        "leave `compile_model` true",
+    kept_checkpoints,
+    ephemeral_interval,
+    refused_schedule,
+    asks(behaviour.RECOMPUTES_MODULES)(
+        warn(
+            "olmo_core_utils.py:101",
+            "budget-without-compile",
+            "activation_memory_budget",
+            _keeps_activations,
+            "`activation_memory_budget` does nothing with `compile_model: false`: every activation is kept",
+            "leave `compile_model` true",
+        )
     ),
     # no line of dpo.py reads it (dpo.py:160 asks for `use_lora` alone)
     check(
@@ -153,7 +237,7 @@ RULES: tuple[Rule, ...] = (
         "`use_qlora` is not read by dpo.py, which would train all weights",
         _OTHER,
     ),
-    no_model("dpo.py:157"),
+    where(behaviour.ASKS_FOR_MODEL)(no_model("dpo.py:157")),
     # its default is none (dpo_utils.py:255)
     check(
         "olmo_core_train_modules.py:126",
@@ -163,13 +247,15 @@ RULES: tuple[Rule, ...] = (
         "without `max_seq_length` dpo.py crashes: its default is none",
         "add `max_seq_length: 2048`, or as long as the rows are",
     ),
-    warn(
-        "dpo.py:57, dpo.py:59",
-        "scheduler-replaced",
-        "lr_scheduler_type",
-        lambda v: v["lr_scheduler_type"] not in _SCHEDULERS,
-        "`lr_scheduler_type: {lr_scheduler_type}` runs a constant rate after the warm-up",
-        f"one of {', '.join(_SCHEDULERS[:3])}",
+    where(behaviour.REPLACES_SCHEDULES)(
+        warn(
+            "dpo.py:57, dpo.py:59",
+            "scheduler-replaced",
+            "lr_scheduler_type",
+            lambda v: v["lr_scheduler_type"] not in _SCHEDULERS,
+            "`lr_scheduler_type: {lr_scheduler_type}` runs a constant rate after the warm-up",
+            f"one of {', '.join(_SCHEDULERS[:3])}",
+        )
     ),
 )
 
@@ -191,6 +277,7 @@ def precision(context: Context) -> Iterator[Finding]:
         yield say_of_option("warning", "mixed-precision-unread", "mixed_precision", message, "delete the line")
 
 
+@where(behaviour.LOADS_HF_WEIGHTS)
 @cites("dpo.py:329", "olmo_core/nn/hf/checkpoint.py:117")
 def other_shape(context: Context) -> Iterator[Finding]:
     """`dpo.py` loads the model's weights into the shape that `config_name`, or its own name,
@@ -225,6 +312,7 @@ def _differing(model: Mapping[str, Any], shape: str) -> dict[str, str | int]:
     return {size: n for size, n in expected if model.get(size) not in (None, n)}
 
 
+@where(behaviour.LOADS_HF_WEIGHTS)
 @cites("dpo.py:329", "olmo_core/nn/hf/checkpoint.py:94")
 def offline_model(context: Context) -> Iterator[Finding]:
     """After tokenising and building, OLMo-core asks the hub whether it has the name.
@@ -298,10 +386,38 @@ def tokenising(context: Context) -> Iterator[Finding]:
     yield from tokenising_outlasts(context, seconds=_TIMEOUT_S)
 
 
+@where(behaviour.PACKS_WITH_FLASH_ALONE)
+def packed_without_documents(context: Context) -> Iterator[Finding]:
+    """Since #1670 samples are kept apart by flash-attn's lengths of documents; others are refused.
+
+    `model_utils.py` takes flash-attn where it is installed and none is named, and torch's own without a GPU.
+    """
+    values = context.values
+    if not values["packing"] or values["cache_dataset_only"]:
+        return
+    chosen = values["attn_implementation"]
+    key = "packing"
+    if chosen is not None:
+        if str(chosen).startswith("flash"):
+            return
+        key, why = "attn_implementation", f"`attn_implementation: {chosen}` keeps no packed samples apart"
+    elif context.gpus == 0:
+        why = "without a GPU attention is torch's, which keeps no packed samples apart"
+    elif context.lacks("flash-attn", "flash-attn-3"):
+        why = "the trainer's Python has no flash-attn, and torch's attention keeps no packed samples apart"
+    else:
+        return
+    message = f"`packing` crashes once the model is built: {why}"
+    yield say("error", "packing-refused", key, message, "`pip install flash-attn`, or write `packing: false`")
+
+
 STAGE_RULES: tuple[StageRule, ...] = (
     unintended_output,
     impossible_name,
     no_deepspeed,
+    packed_without_documents,
+    gradient.scaled_by_limit,
+    olmo_tokenizer,
     tokenising,
     precision,
     other_shape,

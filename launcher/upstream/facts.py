@@ -94,6 +94,7 @@ def _read_stage(
         # a script that builds its parser in a way of its own
         classes = list(entry.classes)
     fields = read_fields(sources, classes, {**externals, **backend.COMPUTED}, takes_none=backend.TAKES_NONE)
+    fields = reads.with_own_defaults(walked, entry.script, fields)
     if absent := sorted(entry.at(fields).names.needed - fields.keys()):
         raise LookupError(f"it has no {', '.join(absent)}")
     path = reads.find(walked, entry.script, classes, fields, entry.recorders)

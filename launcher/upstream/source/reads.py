@@ -12,11 +12,12 @@ of the packages given. It errs on the side of `read`; what it does not count as 
 
 import ast
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from launcher.upstream.schema import Path, Read, Refusal
+from launcher.upstream.schema import Field, Path, Read, Refusal
 from launcher.upstream.source import conditions
+from launcher.upstream.source.packages import UNKNOWN as NO_VALUE
 from launcher.upstream.source.packages import Module, Sources, mark
 from launcher.upstream.source.statements import UNSURE, Passed, Walk
 
@@ -52,6 +53,29 @@ def entry_classes(sources: Sources, script: str) -> list[tuple[str, str]]:
         if None not in found:
             return [(owner.name, known.name) for owner, known in filter(None, found)]
     raise LookupError(f"{script} hands its parser no dataclasses")
+
+
+def with_own_defaults(sources: Sources, script: str, fields: Mapping[str, Field]) -> dict[str, Field]:
+    """The fields with those defaults that a script gives its parser itself, by `parser.set_defaults(...)`.
+
+    Raises LookupError without the script.
+    """
+    module = _script(sources, script)
+    changed = dict(fields)
+    for node in ast.walk(module.tree):
+        match node:
+            case ast.Call(func=ast.Attribute(attr="set_defaults"), keywords=keywords):
+                for keyword in keywords:
+                    if keyword.arg in changed:
+                        changed[keyword.arg] = _with_default(sources, module, changed[keyword.arg], keyword.value)
+    return changed
+
+
+def _with_default(sources: Sources, module: Module, known: Field, node: ast.expr) -> Field:
+    value = sources.evaluate(module, node)
+    if value is NO_VALUE:
+        return replace(known, default=None, default_text=ast.unparse(node))
+    return replace(known, default=value, default_text=None)
 
 
 def _script(sources: Sources, script: str) -> Module:

@@ -245,7 +245,7 @@ class Walk(Lookup):
         if isinstance(node, ast.Name) and frame.find(node.id) is not None:
             return None
         found = node if isinstance(node, ast.Constant) else self.literal(frame.module, node)
-        return found.value if found is not None and isinstance(found.value, str) else None
+        return found.value if isinstance(found, ast.Constant) and isinstance(found.value, str) else None
 
     def _possible_names(self, name: ast.expr, frame: Frame) -> set[str]:
         """The arguments that a computed name may be: those that its function spells out."""
@@ -636,6 +636,8 @@ class Walk(Lookup):
         # it can get at the arguments by what it is given, or by what it sees
         sees = target.module == self.script.name or target.scope is not None
         sees = sees or any(name in shape.mentioned for _, name in self.globals)
+        # and what it refuses may be the value of an argument that it got alone
+        sees = sees or (shape.refuses and any(isinstance(v, Text) for values in env.values() for v in values))
         if not sees and not any(map(self.carries, env.values())):
             self._looked_through(module, target)
             return set()

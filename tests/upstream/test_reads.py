@@ -479,7 +479,7 @@ REFUSED_IN_A_MODULE = {
         "Bad",
     ),
     "what is left over": (
-        "def check(kind):\n    if kind == 'one':\n        return 1\n    if kind == 'two':\n        return 2\n    raise Bad",
+        "def check(k):\n    if k == 'one':\n        return 1\n    if k == 'two':\n        return 2\n    raise Bad",
         "check(args.kind)",
         ("kind != 'one'", "kind != 'two'"),
         "Bad",

@@ -97,6 +97,22 @@ def find(
     `classes` are the parsed dataclasses as (module, class name). `recorders` are functions that only
     write down what they read, such as the hash of a cache key. Raises LookupError without the script.
     """
+    walk = walked(sources, script, classes, fields, recorders)
+    return Path(
+        reads={name: _reads(walk, name) for name in sorted(walk.fields)},
+        refusals=_refusals(walk),
+        shadows=walk.shadows,
+    )
+
+
+def walked(
+    sources: Sources,
+    script: str,
+    classes: Sequence[tuple[str, str]],
+    fields: Iterable[str],
+    recorders: Iterable[str] = (),
+) -> Walk:
+    """The walk along `script`, repeated until nothing new is learnt; the parameters are those of `find`."""
     walk = Walk(
         sources, classes, script=_script(sources, script), fields=frozenset(fields), recorders=frozenset(recorders)
     )
@@ -112,11 +128,7 @@ def find(
                 break
     finally:
         sys.setrecursionlimit(limit)
-    return Path(
-        reads={name: _reads(walk, name) for name in sorted(walk.fields)},
-        refusals=_refusals(walk),
-        shadows=walk.shadows,
-    )
+    return walk
 
 
 def _reads(walk: Walk, name: str) -> tuple[Read, ...]:

@@ -110,6 +110,8 @@ class Walk(Lookup):
     parsing: set[str] = field(default_factory=set)  # the places of refusals inside `__post_init__`
     # what holds because the script would have raised otherwise, wherever it got to
     assumed: set[str] = field(default_factory=set)
+    # the functions that were walked, each with its module
+    ran: dict[FunctionNode, str] = field(default_factory=dict)
     _walked: dict[object, list[Guards]] = field(default_factory=dict)
     _visited: set[object] = field(default_factory=set)
     _tables: dict[tuple[str, str], Values] = field(default_factory=dict)
@@ -681,6 +683,7 @@ class Walk(Lookup):
         return frame
 
     def _run(self, node: FunctionNode, frame: Frame, guards: Guards) -> None:
+        self.ran[node] = frame.module.name
         around, frame.env = frame.env, dict(frame.given)
         for name in frame.shape.assigned & frame.env.keys():
             frame.env[name] = without_texts(frame.env[name])

@@ -100,10 +100,10 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
     Behaviour(
         name=GUARDS_NEGATIVE_CLIPPING,
         says="a limit of the gradient norm that is not above 0 means that nothing is clipped",
+        scripts=(DPO, DPO_OLMO_CORE),
         until="03667ea98",
         signs=(
-            Sign(symbol="{script}::main", text="args.clip_grad_norm > 0", holds=True, scripts=(SFT,)),
-            Sign(symbol="{script}::main", text="args.max_grad_norm > 0", holds=True, scripts=(DPO, DPO_OLMO_CORE)),
+            Sign(symbol="{script}::main", text="args.max_grad_norm > 0", holds=True),
             Sign(
                 symbol="{script}::main",
                 text="if accelerator.sync_gradients and args.max_grad_norm:",
@@ -114,6 +114,13 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
                 symbol="{script}::main", text="max_grad_norm=args.max_grad_norm", holds=False, scripts=(DPO_OLMO_CORE,)
             ),
         ),
+    ),
+    # the same, of the script in which it has not changed
+    Behaviour(
+        name=GUARDS_NEGATIVE_CLIPPING,
+        says="a limit of the gradient norm that is not above 0 means that nothing is clipped",
+        scripts=(SFT,),
+        signs=(Sign(symbol="{script}::main", text="args.clip_grad_norm > 0", holds=True),),
     ),
     Behaviour(
         name=MIXES_PACKED_SAMPLES,

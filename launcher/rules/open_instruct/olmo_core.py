@@ -160,15 +160,22 @@ def kept_checkpoints(values: Values) -> Iterator[Finding]:
 
 
 @asks(behaviour.SKIPS_NO_INTERVAL)
-def ephemeral_interval(values: Values) -> Iterator[Finding]:
-    """OLMo-core refuses an interval below 1, which since #1810 means none, and one that is not the shorter."""
+def checkpoint_intervals(values: Values) -> Iterator[Finding]:
+    """OLMo-core refuses intervals below 1, and a temporary one that is not the shorter.
+
+    Since #1810 a temporary one below 1 means none.
+    """
     key = "ephemeral_save_interval"
     interval, steps = values[key], values["checkpointing_steps"]
-    if not isinstance(interval, int) or _ends_early(values):
+    if _ends_early(values):
         return
-    means_none = values.schema.does(behaviour.SKIPS_NO_INTERVAL)
+    if isinstance(steps, int) and steps < 1:
+        message = f"`checkpointing_steps: {steps}`: OLMo-core refuses it once the model is loaded"
+        yield say("error", "checkpoint-steps", "checkpointing_steps", message, "write a number of steps")
+    if not isinstance(interval, int):
+        return
     if interval < 1:
-        if not means_none:
+        if not values.schema.does(behaviour.SKIPS_NO_INTERVAL):
             message = f"`{key}: {interval}`: OLMo-core refuses it once the model is loaded"
             yield say("error", "checkpoint-steps", key, message, "delete the line, or write a number of steps")
     elif isinstance(steps, int) and interval >= steps:
@@ -216,7 +223,7 @@ RULES: tuple[Rule, ...] = (
     packing,
     ranges,
     kept_checkpoints,
-    ephemeral_interval,
+    checkpoint_intervals,
     refused_schedule,
     asks(behaviour.RECOMPUTES_MODULES)(
         warn(

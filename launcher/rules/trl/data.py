@@ -292,7 +292,7 @@ def _answers(looked: Looked, context: Context) -> Iterator[Finding]:
         read = [chats]
         yield from _one_form(looked, read)
         yield from data.same_kinds(looked, read, "list")
-        yield from _unanswered(looked, chats, values["assistant_only_loss"] is True)
+        yield from _unanswered(looked, chats, values.get("assistant_only_loss") is True)
         yield from data.empty_answers(looked, read)
     elif text in survey.columns:
         read = [text]
@@ -571,7 +571,7 @@ def test_split_here(context: Context) -> Iterator[Finding]:
 def template_here(context: Context) -> Iterator[Finding]:
     """What is no template's file is a folder or a tokenizer of the hub."""
     key = "chat_template_path"
-    name = context.values[key]
+    name = context.values.get(key)
     if not isinstance(name, str) or not name or exists(name):
         return
     if chat_template.is_template(name):

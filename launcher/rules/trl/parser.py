@@ -95,7 +95,7 @@ def best_model_steps(values: Values) -> Iterator[Finding]:
 
 @cites("trl/trainer/dpo_config.py:360")
 def loss_weights(values: Values) -> Iterator[Finding]:
-    weights, losses = values["loss_weights"], values["loss_type"]
+    weights, losses = values.get("loss_weights"), values["loss_type"]
     count = len(losses) if isinstance(losses, list) else 1
     if weights is not None and len(weights) != count:
         message = f"`loss_weights` has {len(weights)} entries for {count} in `loss_type`"

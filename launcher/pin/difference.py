@@ -567,7 +567,7 @@ def _result_line(difference: CommitDifference) -> str:
 
 
 def _without_errors(difference: CommitDifference) -> str:
-    """What can be said where nothing is refused that was not: never that nothing got worse."""
+    """The last line where no file has a new error: never that nothing got worse."""
     symbols = {one.symbol for stage in difference.stages.values() for one in stage.functions}
     judged = f"no new error in {len(difference.configs)} file(s)" if difference.configs else "every stage can be read"
     if not symbols:

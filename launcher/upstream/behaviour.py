@@ -2,7 +2,7 @@
 
 Rules and facts are written by hand, and upstream moves: a rule that was right at one commit can be wrong at
 another, though the line that it cites still stands. What such a rule depends on has a name here, and the
-commits between which it holds. The source itself is asked first, by the text of one function; history decides
+commits between which it holds. The source itself comes first, by the text of one function; history decides
 only where that text is neither of the known ones.
 """
 
@@ -66,7 +66,7 @@ EXPORTS_OLMO_ALONE = "exports-olmo-alone"
 VERIFIES_EXPORT = "verifies-export"
 REPLACES_SCHEDULES = "replaces-schedules"
 KEEPS_EMPTY_GROUPS = "keeps-empty-groups"
-SEES_TEMPLATE = "cache-key-sees-template"
+SEES_TEMPLATE = "caches-by-template"
 LIMITS_CHECKPOINTS = "limits-checkpoints"
 ASKS_FOR_MODEL = "asks-for-model"
 RECOMPUTES_MODULES = "recomputes-modules"
@@ -124,7 +124,7 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
     ),
     Behaviour(
         name=MIXES_PACKED_SAMPLES,
-        says="OLMo-core's model is not told where a packed sample ends",
+        says="OLMo-core's model does not learn where a packed sample ends",
         scripts=(DPO_OLMO_CORE,),
         until="7aa1712f7",
         signs=(

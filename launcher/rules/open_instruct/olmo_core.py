@@ -153,7 +153,7 @@ def ranges(values: Values) -> Iterator[Finding]:
 
 @where(behaviour.LIMITS_CHECKPOINTS)
 def kept_checkpoints(values: Values) -> Iterator[Finding]:
-    """Since #1701 OLMo-core is told how many checkpoints it keeps; a negative number is all of them."""
+    """Since #1701 the number of checkpoints goes to OLMo-core; a negative one keeps all of them."""
     if values["keep_last_n_checkpoints"] == 0 and not _ends_early(values):
         message = "`keep_last_n_checkpoints: 0`: OLMo-core keeps at least one, and crashes once the model is loaded"
         yield say("error", "out-of-range", "keep_last_n_checkpoints", message, "write 1 or more, or -1 for all")
@@ -188,7 +188,7 @@ def _ends_early(values: Values) -> bool:
 
 
 def _keeps_activations(values: Values) -> bool:
-    """Whether the budget is asked for and nothing is recomputed."""
+    """Whether a budget below 1 is given and nothing is recomputed."""
     below = (number(values["activation_memory_budget"]) or 0) < 1
     by_module = values.get("activation_checkpointing_mode") == "selected_modules"
     return below and not values["compile_model"] and not by_module

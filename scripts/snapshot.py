@@ -65,7 +65,7 @@ def write_tables(checkout: Path | None, repository: Path | None) -> int:
         trees[commit] = CommitTree(git, commit, cited.PACKAGE)
     trees[pin] = source.packages[cited.PACKAGE]
     citing = cited.find_citations(PROJECT)
-    tables = cited.take_tables(citing, citations.tables(), cited.installed(citing), trees)
+    tables = cited.take_tables(citing, citations.committed().tables, cited.installed(citing), trees)
     (snapshot.FOLDER / "cited.json").write_text(tables.text(), encoding="utf-8")
     print(f"cited: {sum(map(len, tables.by_release.values()))} places in {len(tables.by_release)} releases")
     stale = cited.stale(citing, tables.by_release[f"{cited.PACKAGE} {pin}"], pin)

@@ -86,8 +86,9 @@ def in_package(cited: Sequence[Citing], package: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """The tables of all releases, and why some of them could not be brought up to date."""
+    """The tables of all releases, the pin, and why some tables could not be brought up to date."""
 
+    pin: str
     by_release: Mapping[str, Table]
     problems: tuple[str, ...] = ()
 
@@ -97,7 +98,7 @@ class Tables:
         for release, table in sorted(self.by_release.items()):
             rows = [f"  {json.dumps(name)}: {json.dumps(list(place))}" for name, place in sorted(table.items())]
             parts.append(f" {json.dumps(release)}: {{\n" + ",\n".join(rows) + "\n }")
-        return "{\n" + ",\n".join(parts) + "\n}\n"
+        return f'{{\n"pin": {json.dumps(self.pin)},\n"releases": {{\n' + ",\n".join(parts) + "\n}\n}\n"
 
 
 def commits_of_rules() -> tuple[str, ...]:
@@ -145,7 +146,7 @@ def take_tables(
         if unlisted:
             release = kept or package
             problems.append(f"{len(unlisted)} line(s) of {release} are cited and it is not installed: {unlisted[0]}")
-    return Tables(by_release, tuple(problems))
+    return Tables(BACKENDS[PACKAGE].PIN, by_release, tuple(problems))
 
 
 def installed(cited: Sequence[Citing]) -> dict[str, Tree]:

@@ -100,19 +100,27 @@ def reviews_of(rule: Callable[..., object]) -> tuple[str, ...]:
     return reviewed
 
 
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The committed tables by release (`open_instruct COMMIT`, `trl 1.16.0`), and the commit that is the pin."""
+
+    pin: str
+    tables: Mapping[str, Table]
+
+
 @cache
-def tables() -> Mapping[str, Table]:
-    """The committed tables by release: `open_instruct COMMIT`, `trl 1.16.0`, and the other packages cited."""
+def committed() -> Committed:
     raw = files("launcher.upstream.snapshots").joinpath("cited.json").read_text(encoding="utf-8")
-    return {
-        release: {name: CitedPlace(*place) for name, place in table.items()}
-        for release, table in json.loads(raw).items()
-    }
+    data = json.loads(raw)
+    tables = {}
+    for release, table in data["releases"].items():
+        tables[release] = {name: CitedPlace(*place) for name, place in table.items()}
+    return Committed(data["pin"], tables)
 
 
 def at_release(releases: Iterable[str]) -> Table:
     """What the committed tables know of some releases, together."""
-    known = tables()
+    known = committed().tables
     places: dict[str, CitedPlace] = {}
     for release in releases:
         places.update(known.get(release, {}))
@@ -122,7 +130,7 @@ def at_release(releases: Iterable[str]) -> Table:
 def commits(package: str, baseline: str) -> dict[str, Table]:
     """The committed tables of a package that has commits, by release, that of its baseline first."""
     first = f"{package} {baseline}"
-    known = {release: table for release, table in tables().items() if release.startswith(f"{package} ")}
+    known = {release: table for release, table in committed().tables.items() if release.startswith(f"{package} ")}
     return {first: known.get(first, {}), **known}
 
 
@@ -151,10 +159,10 @@ def _committed_line(citation: str) -> int | None:
 
 @cache
 def _current() -> Table:
-    from launcher.upstream.trainers import BACKENDS
-
-    pin = f"open_instruct {BACKENDS['open_instruct'].PIN}"
-    return at_release(release for release in tables() if release == pin or not release.startswith("open_instruct "))
+    """What is cited of the pin, and of the release of each package."""
+    known = committed()
+    others = (release for release in known.tables if not release.startswith("open_instruct "))
+    return at_release([f"open_instruct {known.pin}", *others])
 
 
 def table(trees: Mapping[str, Tree], cited: Iterable[str]) -> dict[str, CitedPlace]:

@@ -1,6 +1,5 @@
 """Everything that our code, tests and pages cite of upstream is there, and nothing cites it by number."""
 
-import json
 import re
 from importlib.metadata import version
 from importlib.resources import files
@@ -11,12 +10,12 @@ from conftest import NO_PACKAGES, REPOSITORY
 
 from launcher.pin import cited
 from launcher.upstream import citations, locate
-from launcher.upstream.citations import CitedPlace
 from launcher.upstream.open_instruct import PIN
 from launcher.upstream.source.packages import find_package
 
 CITING = cited.find_citations(REPOSITORY)
-TABLES = citations.tables()
+COMMITTED = citations.committed()
+TABLES = COMMITTED.tables
 DISTRIBUTIONS = {"olmo_core": "ai2-olmo-core"}
 OTHERS = sorted(release for release in TABLES if not release.startswith("open_instruct "))
 NUMBER = re.compile(r"(?:\w+/)*\w+\.py:\d+")
@@ -65,5 +64,5 @@ def test_no_rule_page_or_comment_cites_by_number() -> None:
 
 def test_a_table_is_read_as_it_is_written() -> None:
     text = files("launcher.upstream.snapshots").joinpath("cited.json").read_text(encoding="utf-8")
-    assert cited.Tables(TABLES).text() == text
-    assert all(CitedPlace(*place) for table in json.loads(text).values() for place in table.values())
+    assert cited.Tables(COMMITTED.pin, TABLES).text() == text
+    assert COMMITTED.pin == PIN

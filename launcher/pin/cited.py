@@ -21,6 +21,7 @@ from launcher.upstream.trainers import BACKENDS
 FOLDERS = ("launcher", "docs", "tests")
 PACKAGE = "open_instruct"
 _EVIDENCE = "evidence"
+_BESIDE = ("README.md", "pyproject.toml")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -48,10 +49,11 @@ def find_citations(root: Path) -> list[Citing]:
             if "::" in text:
                 pieces = _python(text) if path.suffix == ".py" else enumerate(text.splitlines(), 1)
                 found += [Citing(name, line, cited) for line, piece in pieces for cited in citations.citations(piece)]
-    project = root / "pyproject.toml"
-    if project.is_file():
-        lines = enumerate(project.read_text(encoding="utf-8").splitlines(), 1)
-        found += [Citing(project.name, line, cited) for line, text in lines for cited in citations.citations(text)]
+    for name in _BESIDE:
+        path = root / name
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        for line, text in enumerate(lines, 1):
+            found += [Citing(name, line, cited) for cited in citations.citations(text)]
     return sorted(set(found))
 
 

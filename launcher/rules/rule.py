@@ -103,6 +103,7 @@ def check(
             filled = re.sub(r"\{(\w+)\}", lambda name: brief(values[name[1]]), message)
             yield say(severity, code, key, filled, help, layer=layer)
 
+    rule.__dict__["about"] = f"{code} of {key}"
     return rule
 
 

@@ -220,15 +220,24 @@ class RuleStanding:
 
     def changed(self, rule: Callable[..., object]) -> list[str]:
         """What a rule cites and is not as it was at any commit where the rule was confirmed; else nothing."""
-        reviewed = reviews_of(rule)
-        fewest: list[str] | None = None
-        for name, known in self.confirmed.items():
-            if name != next(iter(self.confirmed)) and not _names(reviewed, name):
-                continue
-            differing = [citation for citation in of_rule(rule) if not self._same(citation, known)]
-            if fewest is None or len(differing) < len(fewest):
-                fewest = differing
-        return fewest or []
+        return self.nearest(rule)[1]
+
+    def nearest(self, rule: Callable[..., object]) -> tuple[str, list[str]]:
+        """Of the releases at which a rule was confirmed the one that this source is most like, and what differs."""
+        first = next(iter(self.confirmed))
+        nearest = first
+        fewest = self._differing(rule, first)
+        for release in self.confirmed:
+            if fewest and release != first and _names(reviews_of(rule), release):
+                differing = self._differing(rule, release)
+                if len(differing) < len(fewest):
+                    nearest = release
+                    fewest = differing
+        return nearest, fewest
+
+    def _differing(self, rule: Callable[..., object], release: str) -> list[str]:
+        known = self.confirmed[release]
+        return [citation for citation in of_rule(rule) if not self._same(citation, known)]
 
     def line(self, citation: str) -> int | None:
         place = self.place(citation)
@@ -293,6 +302,11 @@ class SourceFile:
         """The innermost function or class that a line stands in; "" for the module."""
         scope = self._innermost[line]
         return "" if scope is None else scope.name
+
+    def is_function(self, line: int) -> bool:
+        """Whether a line stands in a function, not in a class body or in the module."""
+        scope = self._innermost[line]
+        return scope is not None and not isinstance(scope.node, ast.ClassDef)
 
     def find(self, citation: Citation) -> int | None:
         """The line of a citation; None where there is none, or more than one that fits."""

@@ -21,6 +21,7 @@ NAMING = ("README.md",)
 """Pages that name the pin in words."""
 GOLDEN = ("tests/plan/test_command.py", "tests/plan/test_plan_golden.py", "tests/agreement/test_parser_agreement.py")
 """Tests that write what they compare with; none of them writes what is cited."""
+_READ = ("open_instruct", "configs", "scripts", "pyproject.toml")  # not the pictures, which a partial clone lacks
 NEEDS = ("pytest", "olmo_core", "transformers", "deepspeed", "hypothesis")
 _TRAILING = 12
 _STALE = 3  # of scripts/snapshot.py: all is written, some citations are not at the commit
@@ -87,8 +88,10 @@ def _tracked(clone: Path) -> Iterator[str]:
 
 
 def _export(repository: Repository, commit: str, target: Path) -> None:
-    """The files of a commit, without a history, as git stored them."""
-    command = ["git", "-C", str(repository.root), "archive", "--format=tar", commit]
+    """What launch and its tests read of a commit, without a history, as git stored it."""
+    there = (repository.ask("ls-tree", "--name-only", commit) or "").splitlines()
+    parts = [name for name in _READ if name in there]
+    command = ["git", "-C", str(repository.root), "archive", "--format=tar", commit, "--", *parts]
     done = subprocess.run(command, capture_output=True)
     if done.returncode != 0:
         raise not_ready("unknown-commit", f"git cannot read {commit}: {done.stderr.decode(errors='replace').strip()}")

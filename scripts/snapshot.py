@@ -19,6 +19,10 @@ from launcher.upstream.source.packages import Tree, find_package
 from launcher.upstream.trainers import BACKENDS
 
 
+STALE = 3
+"""The exit code where all is written, and some citations are not at the pin."""
+
+
 def main(words: list[str]) -> int:
     """Take the snapshots and the tables; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -77,7 +81,9 @@ def report(problems: Sequence[str], stale: Sequence[cited.Citing]) -> int:
         print(problem, file=sys.stderr)
     for citing in stale:
         print(f"{citing.where}: {citing.citation} is not in open-instruct at the pin", file=sys.stderr)
-    return 1 if problems or stale else 0
+    if problems:
+        return 1
+    return STALE if stale else 0
 
 
 if __name__ == "__main__":

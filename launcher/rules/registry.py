@@ -80,6 +80,15 @@ def of_split(context: Context, rows: int | None, *, devices: int, is_global: boo
             yield from as_it_stands(rule, rule(context), schema)
 
 
+def split_rules(backend: str, key: str) -> tuple[StageRule, ...]:
+    """The rules of one entry script about a batch as it is split over devices."""
+    if (module := _OWN.get(key)) is not None:
+        return tuple(getattr(import_module(f"launcher.rules.{module}"), "SPLIT_RULES", ()))
+    from launcher.rules import split
+
+    return split.RULES.get(backend, {}).get(_stage(backend, key), ())
+
+
 def apply(values: Values) -> Iterator[Finding]:
     for rule in of_script(values.schema.backend, values.schema.key):
         # at another commit than the pin: a rule about a field that is not there has nothing to say

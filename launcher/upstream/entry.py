@@ -14,7 +14,7 @@ Packing = Literal["flattened", "paired", "refilled", "one-row", "padded"]
 """What packing makes of a micro-batch: its rows behind each other (`paired`: two sequences a row, so that one
 row is packed too); full rows, made before batching; one row of a rank's whole step; or still padded rows."""
 
-_CITED = re.compile(r"\b[\w/]+\.py:\d+")
+_CITED = re.compile(r"\b[\w/]+\.py::[\w.]*(?:\[[^\]]*\])?")
 
 DATA_FILE = "train_file"
 """What open-instruct called a file of rows; no script has it any more."""
@@ -198,7 +198,8 @@ class Entry:
         """Whether these arguments come to rows of several samples, of `per_device` rows a micro-batch.
 
         One row alone is packed with nothing, unless rows are joined before they are batched, as by TRL's
-        `packing` (trl/trainer/sft_trainer.py:926), or are pairs, as of DPO.
+        `packing` (trl/trainer/sft_trainer.py::SFTTrainer.__init__[if args.per_device_train_batch_size]), or are pairs,
+        as of DPO.
         """
         joined = bool(self.names.packing and values.get(self.names.packing))
         if per_device == 1 and self.packing != "padded":

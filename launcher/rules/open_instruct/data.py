@@ -17,17 +17,23 @@ from launcher.rules.rule import cites, say
 from launcher.upstream import behaviour
 
 # Rows a second on one core, measured with upstream's own functions (chats of two turns, 556 tokens): 572
-# chats, 263 pairs. Upstream reckons with 400 (dataset_transformation.py:115). Rounded up, so that the
-# estimate is rather too short.
+# chats, 263 pairs. Upstream reckons with 400
+# (dataset_transformation.py::[APPLY_CHAT_TEMPLATE_EXAMPLE_PER_SECOND_PER_CPU]). Rounded up, so that the estimate is
+# rather too short.
 _CHATS_PER_SECOND = 600.0
 _PAIRS_PER_SECOND = 300.0
-# SFT then counts tokens row by row, on one core whatever there are (dataset_transformation.py:1966)
+# SFT then counts tokens row by row, on one core whatever there are
+# (dataset_transformation.py::LocalDatasetTransformationCache.load_or_transform_dataset[dataset.map])
 _COUNTED_PER_SECOND = 6000.0
 # where the number of cores is not known: what would be long even on a large machine
 _MANY_CPUS = 64
 
 
-@cites("finetune.py:500", "dpo_tune_cache.py:247", "finetune.py:377")
+@cites(
+    "finetune.py::main[with accelerator.main_process_first]",
+    "dpo_tune_cache.py::main[with accelerator.main_process_first]",
+    "finetune.py::main[timeout_kwargs = InitProcessGroupKwargs]",
+)
 def tokenising_outlasts(context: Context, seconds: int | None = None) -> Iterator[Finding]:
     """One process tokenises while the others wait in a collective, which ends after `timeout`
     seconds, or after `seconds` whatever it says.
@@ -56,7 +62,8 @@ def _known_rows(words: list[str]) -> int:
     return sum(entry_rows(str(name), str(amount)) or 0 for name, amount in pairs)
 
 
-# what is read of a row without another transform (dataset_transformation.py:1183,1278)
+# what is read of a row without another transform (dataset_transformation.py::sft_tulu_tokenize_and_truncate_v1,
+# dataset_transformation.py::preference_tulu_tokenize_and_truncate_v1)
 _TRANSFORMS = frozenset(
     """
     sft_tulu_tokenize_and_truncate_v1 sft_tulu_filter_v1 preference_tulu_tokenize_and_truncate_v1
@@ -66,7 +73,11 @@ _TRANSFORMS = frozenset(
 
 
 @where(behaviour.READS_MESSAGES)
-@cites("dataset_transformation.py:1186,1290,1236")
+@cites(
+    "dataset_transformation.py::sft_tulu_tokenize_and_truncate_v1[if len(messages]",
+    "dataset_transformation.py::preference_tulu_tokenize_and_truncate_v1[chosen_messages = row]",
+    "dataset_transformation.py::sft_tulu_filter_v1[return any(x != MASKED_TOKEN_VALUE]",
+)
 def local_rows(context: Context) -> Iterator[Finding]:
     """Rows are read by `messages`, or `chosen` and `rejected`, and those without a message of
     `assistant` are dropped.

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from launcher.errors import Finding
 from launcher.rules.context import Context, StageRule, caches_only
 from launcher.rules.premises import unless
-from launcher.rules.rule import say
+from launcher.rules.rule import cites, say
 from launcher.upstream import behaviour
 
 _KEY = "max_grad_norm"
@@ -13,6 +13,7 @@ _INSTEAD = f"delete the line, which clips nothing, or write `{_KEY}: 1.0`"
 
 
 @unless(behaviour.GUARDS_NEGATIVE_CLIPPING)
+@cites("dpo_tune_cache.py::main[if accelerator.sync_gradients and]")
 def reversed_by_limit(context: Context) -> Iterator[Finding]:
     """Since #1591 dpo_tune_cache.py clips at whatever is not 0, and torch scales by limit / norm.
 
@@ -24,6 +25,7 @@ def reversed_by_limit(context: Context) -> Iterator[Finding]:
 
 
 @unless(behaviour.GUARDS_NEGATIVE_CLIPPING)
+@cites("dpo.py::main[max_grad_norm = args.max_grad_norm]")
 def scaled_by_limit(context: Context) -> Iterator[Finding]:
     """Since #1591 dpo.py hands OLMo-core the limit as it is: 0 scales every gradient to nothing."""
     limit = _limit(context)

@@ -53,8 +53,9 @@ _SHAPES: Mapping[str, tuple[str | int, ...]] = {
     "qwen3_32B": ("qwen3", 5120, 64, 25600, 40, 8),
     "llama3_8B": ("llama", 4096, 32, 14336, 32, 8),
 }
-# biases, joined weights and experts are refused (olmo_core/nn/conversion/state_converter.py:141); of
-# others the second norm is taken for the first one (olmo_core/nn/hf/convert.py:45)
+# biases, joined weights and experts are refused
+# (olmo_core/nn/conversion/state_converter.py::StateConverter.convert[if len(unused_original_keys]); of others the
+# second norm is taken for the first one (olmo_core/nn/hf/convert.py::[model.layers. #9])
 _LOADED = ("gemma3_text", "llama", "olmo2", "olmo3", "qwen3")
 _RANGES: Mapping[str, tuple[Range, ...]] = {
     "activation_memory_budget": (
@@ -72,7 +73,10 @@ _EXPORTED = ("olmo2", "olmo3", "olmoe")
 _NOT_EXPORTED = "olmoe"
 
 
-@cites("olmo_core_utils.py:208", "olmo_core_utils.py:212")
+@cites(
+    "olmo_core_utils.py::get_transformer_config[config_name = OLMO_MODEL_CONFIG_MAP.get]",
+    "olmo_core_utils.py::get_transformer_config[if not hasattr]",
+)
 def model(values: Values) -> Iterator[Finding]:
     """The name is looked up, then OLMo-core is asked; a shape has no
     weights.
@@ -90,13 +94,13 @@ def model(values: Values) -> Iterator[Finding]:
     shapes = ", ".join(sorted(set(models.values())))
     help += f"the models {', '.join(models)}, or a `config_name` of OLMo-core's ({shapes}); for any other {_TRAINS}"
     # another commit may want an OLMo-core that has more shapes
-    severity: Severity = "error" if values.schema.stands is None else "warning"
+    severity: Severity = "error" if values.schema.tested else "warning"
     key = "config_name" if config else "model_name_or_path"
     yield say(severity, "unsupported-model", key, f"{brief(requested)} is not a model that dpo.py can build", help)
 
 
 @where(behaviour.MIXES_PACKED_SAMPLES)
-@cites("dpo_utils.py:992")
+@cites("dpo_utils.py::concatenated_forward_olmo[output = model]")
 def packing(values: Values) -> Iterator[Finding]:
     """`dpo_utils.py` hands the model tokens and labels alone: no boundaries, no positions."""
     if not values["packing"] or not values["concatenated_forward"]:
@@ -109,7 +113,7 @@ def packing(values: Values) -> Iterator[Finding]:
 
 
 @where(behaviour.EXPORTS_OLMO_ALONE)
-@cites("olmo_core_utils.py:287")
+@cites("olmo_core_utils.py::save_state_dict_as_hf[except NotImplementedError]")
 def export(values: Values) -> Iterator[Finding]:
     """Where OLMo-core cannot write the model, a plain state dict is saved."""
     named, key = _shape(values)
@@ -143,7 +147,7 @@ def _shape(values: Values) -> tuple[str, str]:
     return values.schema.models.get(str(values[key]), str(values[key])), key
 
 
-@cites("olmo_core_utils.py:101")
+@cites("olmo_core_utils.py::build_ac_config[if activation_memory_budget]")
 def ranges(values: Values) -> Iterator[Finding]:
     """Those of the other scripts, but for what is not read by this one, and `olmo_core_utils.py`."""
     yield from outside(values, _RANGES)
@@ -227,7 +231,7 @@ RULES: tuple[Rule, ...] = (
     refused_schedule,
     asks(behaviour.RECOMPUTES_MODULES)(
         warn(
-            "olmo_core_utils.py:101",
+            "olmo_core_utils.py::build_ac_config[if activation_memory_budget]",
             "budget-without-compile",
             "activation_memory_budget",
             _keeps_activations,
@@ -235,19 +239,19 @@ RULES: tuple[Rule, ...] = (
             "leave `compile_model` true",
         )
     ),
-    # no line of dpo.py reads it (dpo.py:160 asks for `use_lora` alone)
+    # no line of dpo.py reads it (dpo.py::main[LoRA is not supported] asks for `use_lora` alone)
     check(
-        "dpo.py:160",
+        "dpo.py::main[LoRA is not supported]",
         "not-with-olmo-core",
         "use_qlora",
         itemgetter("use_qlora"),
         "`use_qlora` is not read by dpo.py, which would train all weights",
         _OTHER,
     ),
-    where(behaviour.ASKS_FOR_MODEL)(no_model("dpo.py:157")),
-    # its default is none (dpo_utils.py:255)
+    where(behaviour.ASKS_FOR_MODEL)(no_model("dpo.py::main[--model_name_or_path]")),
+    # its default is none (dpo_utils.py::DPOExperimentConfig[max_seq_length])
     check(
-        "olmo_core_train_modules.py:126",
+        "olmo_core_train_modules.py::DPOTrainModule.__init__[max_sequence_length * 2]",
         "no-length",
         "max_seq_length",
         lambda v: v["max_seq_length"] is None,
@@ -256,7 +260,7 @@ RULES: tuple[Rule, ...] = (
     ),
     where(behaviour.REPLACES_SCHEDULES)(
         warn(
-            "dpo.py:57, dpo.py:59",
+            "dpo.py::_setup_scheduler[cosine], dpo.py::_setup_scheduler[elif args.lr_scheduler_type]",
             "scheduler-replaced",
             "lr_scheduler_type",
             lambda v: v["lr_scheduler_type"] not in _SCHEDULERS,
@@ -267,7 +271,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-@cites("dpo.py:294")
+@cites("dpo.py::main[transformer_config.TransformerDataParallelConfig]")
 def no_deepspeed(context: Context) -> Iterator[Finding]:
     """`dpo.py` shards with FSDP; torchrun starts it, and nothing hands it a DeepSpeed file."""
     if context.deepspeed is not None:
@@ -276,7 +280,7 @@ def no_deepspeed(context: Context) -> Iterator[Finding]:
         yield say_of_option("error", "deepspeed-with-torchrun", "deepspeed", message, help, layer="launch")
 
 
-@cites("dpo.py:298")
+@cites("dpo.py::main[param_dtype=DType.bfloat16]")
 def precision(context: Context) -> Iterator[Finding]:
     """bfloat16 for the computation, 32 bits for weights and gradients, whatever is asked."""
     if context.mixed_precision not in {None, "bf16"} and context.gpus != 0:
@@ -285,7 +289,10 @@ def precision(context: Context) -> Iterator[Finding]:
 
 
 @where(behaviour.LOADS_HF_WEIGHTS)
-@cites("dpo.py:329", "olmo_core/nn/hf/checkpoint.py:117")
+@cites(
+    "dpo.py::main[load_hf_model(args.model_name_or_path]",
+    "olmo_core/nn/hf/checkpoint.py::load_hf_model[for key in sorted]",
+)
 def other_shape(context: Context) -> Iterator[Finding]:
     """`dpo.py` loads the model's weights into the shape that `config_name`, or its own name,
     stands for.
@@ -320,7 +327,10 @@ def _differing(model: Mapping[str, Any], shape: str) -> dict[str, str | int]:
 
 
 @where(behaviour.LOADS_HF_WEIGHTS)
-@cites("dpo.py:329", "olmo_core/nn/hf/checkpoint.py:94")
+@cites(
+    "dpo.py::main[load_hf_model(args.model_name_or_path]",
+    "olmo_core/nn/hf/checkpoint.py::load_hf_model[elif repo_exists]",
+)
 def offline_model(context: Context) -> Iterator[Finding]:
     """After tokenising and building, OLMo-core asks the hub whether it has the name.
 
@@ -330,7 +340,7 @@ def offline_model(context: Context) -> Iterator[Finding]:
     name, variable = values["model_name_or_path"], model_config.offline_by(environ)
     far = isinstance(name, str) and name and not model_config.here(name)
     if variable is None or not far or model_config.is_path(name) or caches_only(context):
-        # dpo.py:213: a `config_name` is one of OLMo-core's own, no folder and nothing of the hub's
+        # dpo.py::main[args.config_name]: a `config_name` is one of OLMo-core's own, no folder and nothing of the hub's
         found = missing_model(context)
         yield from (finding for finding in found if finding.key != "args.config_name")
         return
@@ -342,7 +352,7 @@ def offline_model(context: Context) -> Iterator[Finding]:
     yield say(context.at_start, "offline-hub-model", "model_name_or_path", message, help)
 
 
-@cites("dpo.py:349")
+@cites("dpo.py::main[trainer = train.TrainerConfig]")
 def goes_on(context: Context) -> Iterator[Finding]:
     """OLMo-core's trainer continues from what its save folder holds; launch does not judge that."""
     if not context.running:
@@ -362,7 +372,7 @@ def no_compiler(context: Context) -> Iterator[Finding]:
         yield from services.no_compiler(context, "compile_model")
 
 
-@cites("data_loader.py:324")
+@cites("data_loader.py::HFDataLoader._reshard_with_packing[at_max_samples = len]")
 def accumulation(context: Context) -> Iterator[Finding]:
     """What the file itself says; of a batch that the plan splits `of_split` says it."""
     if context.values["packing"] and not context.running and (context.accumulation or 1) > 1:
@@ -372,7 +382,9 @@ def accumulation(context: Context) -> Iterator[Finding]:
 
 
 def _accumulated(times: int | None) -> str:
-    """dpo.py:224: a step's pairs of one rank go into one row (data_loader.py:324), or wait for the next."""
+    """dpo.py::main[args.gradient_accumulation_steps]: a step's pairs of one rank go into one row
+    (data_loader.py::HFDataLoader._reshard_with_packing[at_max_samples = len]), or wait for the next.
+    """
     return (
         f"with `packing` a step is one row a GPU: {times} accumulation steps only raise "
         "how many pairs may stand in it, and what does not fit waits for the next step"
@@ -387,7 +399,7 @@ def wandb_key(context: Context) -> Iterator[Finding]:
         yield say(context.at_start, "no-wandb-key", "with_tracking", message, help)
 
 
-@cites("olmo_core_utils.py:265")
+@cites("olmo_core_utils.py::load_dataset_distributed[dist.barrier()]")
 def tokenising(context: Context) -> Iterator[Finding]:
     """The others wait for so long, which `timeout` does not reach."""
     yield from tokenising_outlasts(context, seconds=_TIMEOUT_S)
@@ -462,7 +474,7 @@ def degrees(values: Values, processes: int) -> Iterator[Finding]:
     """Whether FSDP's mesh can be laid over so many processes.
 
     olmo_core's DataParallelConfig: replicas x shards are the data-parallel
-    processes, which are all of them divided by `tensor_parallel_degree` (dpo.py:199).
+    processes, which are all of them divided by `tensor_parallel_degree` (dpo.py::main[dp_world_size = world_size]).
     """
     tensor = values["tensor_parallel_degree"]
     if not isinstance(tensor, int) or tensor < 1 or processes % tensor:
@@ -485,7 +497,8 @@ def _too_few_rows(values: Values, rows: int, *, each: int, times: int, devices: 
     """Fewer rows than a step of all ranks takes (the last batch is left out), or than the reference pass.
 
     A filter may leave less than `rows`, never more. The reference pass repeats rows once to fill its
-    batch of four times as many pairs (dpo.py:244, data_loader.py:287), packed its last row.
+    batch of four times as many pairs (dpo.py::main[cache_batch_size = int],
+    data_loader.py::HFDataLoader._reshard[pad_indices = all_indices]), packed its last row.
     """
     step = devices if values["packing"] else each * times * devices
     reference = 0 if values["packing"] else 4 * each * devices

@@ -11,7 +11,12 @@ from launcher.upstream import behaviour
 
 
 @asks(behaviour.OLMO_BY_NAME)
-@cites("dataset_transformation.py:793,797,799,800")
+@cites(
+    "dataset_transformation.py::get_tokenizer_tulu_v2_2[config.model_type]",
+    "dataset_transformation.py::get_tokenizer_tulu_v2_2[assert not tc.add_bos]",
+    "dataset_transformation.py::get_tokenizer_tulu_v2_2[For OLMo, you must run]",
+    "dataset_transformation.py::get_tokenizer_tulu_v2_2[assert tc.use_fast]",
+)
 def olmo_tokenizer(context: Context) -> Iterator[Finding]:
     """Of OLMo's tokenizers it asserts which templates go with `add_bos`.
 

@@ -112,6 +112,7 @@ def unsaved_weights(context: Context) -> Iterator[Finding]:
     "dpo_tune_cache.py::main[if accelerator.sync_gradients and]",
     "accelerate/accelerator.py::Accelerator.clip_grad_norm_[DistributedType.DEEPSPEED]",
     "accelerate/accelerator.py::Accelerator._prepare_deepspeed[gradient_clipping]",
+    reviewed=("e6c3044aa620",),
 )
 def clipping(context: Context) -> Iterator[Finding]:
     """`accelerator.py` leaves it to DeepSpeed; `auto` is 1.0.
@@ -165,6 +166,7 @@ def refused_file(context: Context) -> Iterator[Finding]:
     "finetune.py::main[num_update_steps_per_epoch = math.ceil #1]",
     "accelerate/accelerator.py::Accelerator._prepare_deepspeed[DeepSpeed config has]",
     "accelerate/accelerator.py::Accelerator._prepare_deepspeed[config_kwargs #3]",
+    reviewed=("e6c3044aa620",),
 )
 def batch_of_the_file(context: Context) -> Iterator[Finding]:
     """The file's accumulation wins, a missing one is 1, and upstream goes on counting with its own
@@ -191,7 +193,7 @@ def batch_of_the_file(context: Context) -> Iterator[Finding]:
         yield _of_file("deepspeed-batch", message, 'write `"train_batch_size": "auto"` in the file')
 
 
-@cites("dpo_tune_cache.py::main[deepspeed_plugin = DeepSpeedPlugin]")
+@cites("dpo_tune_cache.py::main[deepspeed_plugin = DeepSpeedPlugin]", reviewed=("e6c3044aa620",))
 def two_zero_stages(context: Context) -> Iterator[Finding]:
     """`dpo_tune_cache.py` builds a config of its own, and accelerate then reads no file."""
     own = context.values["zero_stage"]
@@ -210,6 +212,7 @@ def two_zero_stages(context: Context) -> Iterator[Finding]:
     "finetune.py::FlatArguments[Use qLoRA training]",
     "dpo_utils.py::DPOExperimentConfig[Use qLoRA training]",
     "transformers/integrations/accelerate.py::check_and_set_device_map[DeepSpeed Zero]",
+    reviewed=("e6c3044aa620",),
 )
 def quantised(context: Context) -> Iterator[Finding]:
     """Quantised weights are placed by a device_map.
@@ -231,6 +234,7 @@ def quantised(context: Context) -> Iterator[Finding]:
     "finetune.py::main[no_decay =]",
     "dpo_tune_cache.py::main[no_decay =]",
     "deepspeed/runtime/zero/stage_1_and_2.py::DeepSpeedZeroOptimizer.__init__[param_dtype = self.bit16_groups]",
+    reviewed=("e6c3044aa620",),
 )
 def frozen_biases(context: Context) -> Iterator[Finding]:
     """`finetune.py` and `dpo_tune_cache.py` put biases into a group of their own; with LoRA none
@@ -250,6 +254,7 @@ def frozen_biases(context: Context) -> Iterator[Finding]:
 @cites(
     "finetune.py::main[model.gradient_checkpointing_enable #1]",
     "transformers/modeling_utils.py::PreTrainedModel.gradient_checkpointing_enable[gradient_checkpointing_kwargs =]",
+    reviewed=("e6c3044aa620",),
 )
 def frozen_released(context: Context) -> Iterator[Finding]:
     """`finetune.py` checkpoints as transformers does by itself, not reentrant: when a layer is

@@ -114,7 +114,7 @@ def _used(context: Context) -> Sequence[str]:
     return used
 
 
-@cites("olmo_core_utils.py::setup_model[vocab_size = hf_config.vocab_size]")
+@cites("olmo_core_utils.py::setup_model[vocab_size = hf_config.vocab_size]", reviewed=("e6c3044aa620",))
 def beyond_olmo_core(context: Context) -> Iterator[Finding]:
     """The model is built with the rows of its config, and never resized."""
     rows, words = _rows(context), _vocabulary(context)
@@ -130,6 +130,7 @@ def beyond_olmo_core(context: Context) -> Iterator[Finding]:
     "dpo_tune_cache.py::main[model.resize_token_embeddings]",
     "finetune.py::main[target_modules]",
     "dpo_tune_cache.py::main[target_modules]",
+    reviewed=("e6c3044aa620",),
 )
 def resized(context: Context) -> Iterator[Finding]:
     """The embedding grows where the tokenizer has more tokens.

@@ -68,6 +68,7 @@ def liger_on_cpu(context: Context) -> Iterator[Finding]:
 @cites(
     "dataset_transformation.py::sft_tulu_tokenize_and_truncate_v1[max_length=max_seq_length]",
     "trl/trainer/sft_config.py::SFTConfig[max_length: int]",
+    reviewed=("e6c3044aa620",),
 )
 def beyond_positions(context: Context) -> Iterator[Finding]:
     """`dataset_transformation.py` and `sft_config.py` cut at what is asked for; no one asks the
@@ -100,6 +101,7 @@ def positions(config: Mapping[str, Any]) -> int | None:
 @cites(
     "finetune.py::main[attn_implementation #4]",
     "olmo_core_utils.py::ModelConfig.__post_init__[model_utils.detect_attn_implementation]",
+    reviewed=("e6c3044aa620",),
 )
 def packed_without_flash(context: Context) -> Iterator[Finding]:
     """Measured: 4,209 against 6,804 tokens/s (0.5 B model, H200). `finetune.py` detects the
@@ -126,6 +128,7 @@ def packed_without_flash(context: Context) -> Iterator[Finding]:
 @cites(
     "finetune.py::main[TensorDataCollatorWithFlattening]",
     "padding_free_collator.py::TensorDataCollatorWithFlattening.__call__[cu_seq_lens_q]",
+    reviewed=("e6c3044aa620",),
 )
 def packed_alone(context: Context) -> Iterator[Finding]:
     """`finetune.py` packs the rows of one micro-batch, and no others."""
@@ -201,6 +204,7 @@ def _shape(config: Mapping[str, Any]) -> Shape | None:
     "finetune.py::main[model_path = args.config_name]",
     "finetune.py::main[args.model_name_or_path if]",
     "trl/scripts/sft.py::main[model=model_args.model_name_or_path]",
+    reviewed=("e6c3044aa620",),
 )
 def missing_model(context: Context) -> Iterator[Finding]:
     """Neither a folder nor a hub name; nor what open-instruct takes the config or the tokenizer
@@ -234,7 +238,11 @@ def _missing(context: Context, key: str, name: str) -> Iterator[Finding]:
     yield say("error", "missing-model", key, message, help)
 
 
-@cites("finetune.py::main[model_path = args.config_name]", "finetune.py::main[args.model_name_or_path if]")
+@cites(
+    "finetune.py::main[model_path = args.config_name]",
+    "finetune.py::main[args.model_name_or_path if]",
+    reviewed=("e6c3044aa620",),
+)
 def impossible_name(context: Context) -> Iterator[Finding]:
     """Looked up as a folder, then on the hub, and neither can have such a name."""
     values = context.values

@@ -49,6 +49,7 @@ def foreign_checkpoints(context: Context) -> Iterator[Finding]:
     "utils.py::get_last_checkpoint_path[logger.warning]",
     "finetune.py::main[if args.clean_checkpoints_at_end]",
     "trl/scripts/sft.py::main[trainer.train(resume_from_checkpoint]",
+    reviewed=("e6c3044aa620",),
 )
 def finished_model(context: Context) -> Iterator[Finding]:
     """A run that ended is begun from zero again."""

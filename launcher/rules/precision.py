@@ -154,6 +154,7 @@ def rounded_by_trl(context: Context) -> Iterator[Finding]:
     "dpo_tune_cache.py::main.load_model[dtype=torch.bfloat16 #3]",
     "dpo_tune_cache.py::main[optimizer = torch.optim.AdamW]",
     "peft/tuners/tuners_utils.py::cast_adapter_dtype[dtypes_to_convert_to_fp32 =]",
+    reviewed=("e6c3044aa620",),
 )
 def rounded_by_open_instruct(context: Context) -> Iterator[Finding]:
     """A model in bfloat16, and torch's AdamW.
@@ -194,6 +195,7 @@ def _rounding(rate: float | None, trained: str) -> str | None:
     "finetune.py::main[dtype=torch.bfloat16 #3]",
     "dpo_tune_cache.py::main.load_model[dtype=torch.bfloat16 #3]",
     "torch/amp/grad_scaler.py::GradScaler._unscale_grads_[torch._amp_foreach_non_finite_check_and_unscale_]",
+    reviewed=("e6c3044aa620",),
 )
 def fp16_over_bf16(context: Context) -> Iterator[Finding]:
     """The model is loaded in bfloat16 whatever is asked for.

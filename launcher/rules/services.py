@@ -22,6 +22,7 @@ WITHOUT_WANDB = {"offline", "disabled", "dryrun"}
     "finetune.py::main[maybe_use_ai2_wandb_entity]",
     "dpo_tune_cache.py::main[maybe_use_ai2_wandb_entity]",
     "utils.py::maybe_use_ai2_wandb_entity[api = wandb.Api]",
+    reviewed=("e6c3044aa620",),
 )
 def wandb_key(context: Context) -> Iterator[Finding]:
     """Without `wandb_entity` upstream asks wandb's server who is logged in, also in offline mode."""
@@ -61,6 +62,7 @@ def has_wandb_key(environ: Mapping[str, str]) -> bool:
     "finetune.py::main[push_folder_to_hub]",
     "dpo_tune_cache.py::main[model_utils.push_folder_to_hub]",
     "transformers/trainer.py::Trainer.init_hf_repo[repo_url = hf_api]",
+    reviewed=("e6c3044aa620",),
 )
 def hub_token(context: Context) -> Iterator[Finding]:
     """`finetune.py` and `dpo_tune_cache.py` ask the hub who is logged in before anything is

@@ -40,6 +40,7 @@ def scale(norm):
 def never(row):
     return {unused}
 """
+FILE = "helpers.py"
 READS = """
 for row in rows:
     use(render(row))
@@ -58,9 +59,9 @@ class Case:
 
 OLD = {"template": "A", "loss": "batch", "unused": "1", "log": "logger.info('a')", "scale": "norm if norm > 0 else 1"}
 CASES = {
-    "a guard is gone": Case({"scale": "norm"}, {"helpers.py::scale"}),
-    "a method that only the trainer calls": Case({"loss": "batch * 2"}, {"helpers.py::Trainer.train_batch"}),
-    "a table": Case({"template": "B"}, {"helpers.py::TEMPLATES"}),
+    "a guard is gone": Case({"scale": "norm"}, {f"{FILE}::scale"}),
+    "a method that only the trainer calls": Case({"loss": "batch * 2"}, {f"{FILE}::Trainer.train_batch"}),
+    "a table": Case({"template": "B"}, {f"{FILE}::TEMPLATES"}),
     "a log line": Case({"log": "logger.info('b')"}, set()),
     "what nothing reaches": Case({"unused": "2"}, set()),
 }
@@ -111,12 +112,12 @@ def test_the_section_for_people_and_for_programs(tmp_path: Path, capsys: pytest.
     assert main(words) == Exit.OK
     shown = capsys.readouterr().out
     assert "functions on the path that changed" in shown
-    assert "open_instruct/helpers.py::scale  (sft; line " in shown
+    assert f"open_instruct/{FILE}::scale  (sft; line " in shown
     assert "-    return norm if norm > 0 else 1" in shown
     assert "nothing got worse" not in shown
     assert main([*words, "--format", "json"]) == Exit.OK
     (function,) = json.loads(capsys.readouterr().out)["data"]["stages"]["sft"]["functions"]
-    assert function["symbol"] == "open_instruct/helpers.py::scale"
+    assert function["symbol"] == f"open_instruct/{FILE}::scale"
     assert (function["before"], function["after"]) == (
         "def scale(norm):\n    return norm if norm > 0 else 1", "def scale(norm):\n    return norm",
     )  # fmt: skip

@@ -31,6 +31,7 @@ _UNEXPANDED = re.compile(r"~|.*\$\{?\w", re.DOTALL)
 @cites(
     "finetune.py::FlatArguments.__post_init__[self.dataset_name is not None and]",
     "dpo_utils.py::DPOExperimentConfig.__post_init__[self.dataset_name is not None and]",
+    reviewed=("e6c3044aa620",),
 )
 def two_data_sources(values: Values) -> Iterator[Finding]:
     """Beside a list that is never None, both others fail."""
@@ -47,6 +48,7 @@ def two_data_sources(values: Values) -> Iterator[Finding]:
 @cites(
     "finetune.py::FlatArguments.__post_init__[if self.try_launch_beaker_eval_jobs]",
     "dpo_utils.py::DPOExperimentConfig.__post_init__[if self.try_launch_beaker_eval_jobs]",
+    reviewed=("e6c3044aa620",),
 )
 def beaker_without_push(values: Values) -> Iterator[Finding]:
     if values["try_launch_beaker_eval_jobs"] and not values["push_to_hub"]:
@@ -59,6 +61,7 @@ def beaker_without_push(values: Values) -> Iterator[Finding]:
 @cites(
     "finetune.py::FlatArguments.__post_init__[if self.lr_scheduler_type]",
     "finetune.py::FlatArguments.__post_init__[if not (1.0 >= self.final_lr_ratio]",
+    reviewed=("e6c3044aa620",),
 )
 def final_lr_ratio(values: Values) -> Iterator[Finding]:
     ratio = values.get("final_lr_ratio")
@@ -75,6 +78,7 @@ def final_lr_ratio(values: Values) -> Iterator[Finding]:
 @cites(
     "finetune.py::FlatArguments.__post_init__[if isinstance(passed_value]",
     "dpo_utils.py::DPOExperimentConfig.__post_init__[loaded_dict = json.loads]",
+    reviewed=("e6c3044aa620",),
 )
 def json_mappings(values: Values) -> Iterator[Finding]:
     """A text that starts with a brace is read as JSON."""
@@ -86,6 +90,7 @@ def json_mappings(values: Values) -> Iterator[Finding]:
 @cites(
     "dpo_utils.py::DPOExperimentConfig.__post_init__[if self.zero_stage not]",
     "dpo_utils.py::DPOExperimentConfig.__post_init__[if self.offload_param]",
+    reviewed=("e6c3044aa620",),
 )
 def zero_stage(values: Values) -> Iterator[Finding]:
     stage = values["zero_stage"]
@@ -116,7 +121,7 @@ def no_data(values: Values) -> Iterator[Finding]:
         yield say("error", "no-data", data, message, f"add `{data}: [name, amount, ...]`", layer="launch")
 
 
-@cites("dataset_transformation.py::load_dataset_configs[frac_or_num_samples = float]")
+@cites("dataset_transformation.py::load_dataset_configs[frac_or_num_samples = float]", reviewed=("e6c3044aa620",))
 def mixer_amounts(values: Values) -> Iterator[Finding]:
     """With a dot a share, without one a count."""
     data = listed(values)
@@ -177,6 +182,7 @@ def missing_data_files(values: Values) -> Iterator[Finding]:
     "dataset_transformation.py::load_dataset_configs[if len(dataset_mixer_list_splits) == 1]",
     "dataset_transformation.py::load_dataset_configs[if len(dataset_mixer_list_splits) != len]",
     "dataset_transformation.py::load_dataset_configs[dataset_split=dataset_mixer_list_splits]",
+    reviewed=("e6c3044aa620",),
 )
 def mixer_splits(values: Values) -> Iterator[Finding]:
     """One split for all sets, or as many as the list has entries; since #1494, as many as there are sets.
@@ -256,6 +262,7 @@ def _splits_of_files(key: str, entries: list[str], splits: list[str]) -> Iterato
 @cites(
     "dataset_transformation.py::get_cached_dataset_tulu_with_statistics[dcs = #2]",
     "dataset_transformation.py::LocalDatasetTransformationCache.load_or_transform_dataset[concatenate_datasets]",
+    reviewed=("e6c3044aa620",),
 )
 def foreign_cache_key(values: Values) -> Iterator[Finding]:
     """No data are named beside such a key."""
@@ -265,7 +272,11 @@ def foreign_cache_key(values: Values) -> Iterator[Finding]:
         yield say("warning", "cache-key", key, message, f"leave out `{key}`")
 
 
-@cites("finetune.py::main[args.hf_repo_id = f]", "dpo_tune_cache.py::main[args.hf_repo_id = f]")
+@cites(
+    "finetune.py::main[args.hf_repo_id = f]",
+    "dpo_tune_cache.py::main[args.hf_repo_id = f]",
+    reviewed=("e6c3044aa620",),
+)
 def entity_twice(values: Values) -> Iterator[Finding]:
     """`finetune.py` and `dpo_tune_cache.py` prefix `hf_entity`, or whoever is logged in."""
     repo = values["hf_repo_id"]
@@ -277,7 +288,11 @@ def entity_twice(values: Values) -> Iterator[Finding]:
         yield say("error", "entity-twice", "hf_repo_id", message, help)
 
 
-@cites("finetune.py::main[wandb_tracker = accelerator.get_tracker]", "finetune.py::main[log_with]")
+@cites(
+    "finetune.py::main[wandb_tracker = accelerator.get_tracker]",
+    "finetune.py::main[log_with]",
+    reviewed=("e6c3044aa620",),
+)
 def tracker_without_wandb(values: Values) -> Iterator[Finding]:
     """`finetune.py` asks for wandb's tracker whatever `report_to` says."""
     reported = values["report_to"]
@@ -291,7 +306,11 @@ def tracker_without_wandb(values: Values) -> Iterator[Finding]:
     yield say("error", "tracking-needs-wandb", "report_to", message, help)
 
 
-@cites("finetune.py::main[if isinstance(checkpointing_steps]", "finetune.py::main[if checkpointing_steps ==]")
+@cites(
+    "finetune.py::main[if isinstance(checkpointing_steps]",
+    "finetune.py::main[if checkpointing_steps ==]",
+    reviewed=("e6c3044aa620",),
+)
 def no_checkpoints(values: Values) -> Iterator[Finding]:
     """SFT writes none without; short runs need none."""
     steps = values["max_train_steps"]
@@ -309,6 +328,7 @@ def no_checkpoints(values: Values) -> Iterator[Finding]:
     "finetune.py::main[checkpointing_steps = int]",
     "finetune.py::main[if isinstance(checkpointing_steps]",
     "dpo_tune_cache.py::main[if isinstance(checkpointing_steps]",
+    reviewed=("e6c3044aa620",),
 )
 def checkpoint_steps(values: Values) -> Iterator[Finding]:
     """Anything but SFT's `epoch` goes through int(). `finetune.py` and `dpo_tune_cache.py` divide
@@ -332,7 +352,11 @@ def checkpoint_steps(values: Values) -> Iterator[Finding]:
         yield say("warning", "checkpoint-sign", key, message, help)
 
 
-@cites("dpo_tune_cache.py::main[original_dataset_size = len]", "dpo_utils.py::build_reference_logprobs_cache[Missing]")
+@cites(
+    "dpo_tune_cache.py::main[original_dataset_size = len]",
+    "dpo_utils.py::build_reference_logprobs_cache[Missing]",
+    reviewed=("e6c3044aa620",),
+)
 def samples_crash(values: Values) -> Iterator[Finding]:
     """The reference cache is sized for the full set."""
     limit = values["max_train_samples"]
@@ -424,7 +448,11 @@ _RANGES: Mapping[str, tuple[Range, ...]] = {
 
 
 @asks(behaviour.GUARDS_NEGATIVE_CLIPPING)
-@cites("finetune.py::main[optimizer = torch.optim.AdamW]", "dpo_tune_cache.py::main[optimizer = torch.optim.AdamW]")
+@cites(
+    "finetune.py::main[optimizer = torch.optim.AdamW]",
+    "dpo_tune_cache.py::main[optimizer = torch.optim.AdamW]",
+    reviewed=("e6c3044aa620",),
+)
 def out_of_range(values: Values) -> Iterator[Finding]:
     """Each number against the ranges of the table above.
 
@@ -441,6 +469,7 @@ def out_of_range(values: Values) -> Iterator[Finding]:
     "dpo_tune_cache.py::main[args.max_train_steps = args.num_epochs #1]",
     "finetune.py::main[args.num_train_epochs = math.ceil]",
     "dpo_tune_cache.py::main[args.num_epochs = math.ceil]",
+    reviewed=("e6c3044aa620",),
 )
 def no_epochs(values: Values) -> Iterator[Finding]:
     """Read where no number of steps is given, and written over, which is why the reads of the
@@ -460,6 +489,7 @@ def no_epochs(values: Values) -> Iterator[Finding]:
     "dataset_transformation.py::get_tokenizer_tulu_v2_2[if tc.chat_template_name in]",
     "dataset_transformation.py::[GET_TOKENIZER_FN]",
     "dataset_transformation.py::get_tokenizer_tulu_v2_1[raise ValueError(f #2]",
+    reviewed=("e6c3044aa620",),
 )
 def unknown_template(values: Values) -> Iterator[Finding]:
     """`dataset_transformation.py` has the functions: one reads no template, one refuses those that
@@ -483,6 +513,7 @@ def unknown_template(values: Values) -> Iterator[Finding]:
 @cites(
     "dataset_transformation.py::TokenizerConfig.tokenizer[return GET_TOKENIZER_FN]",
     "dataset_transformation.py::get_dataset_v1[fn, fn_type = TRANSFORM_FNS]",
+    reviewed=("e6c3044aa620",),
 )
 def unknown_function(values: Values) -> Iterator[Finding]:
     """Upstream looks them up by name."""
@@ -502,6 +533,7 @@ def unknown_function(values: Values) -> Iterator[Finding]:
     "finetune.py::main[attn_implementation #4]",
     "dpo_tune_cache.py::main.load_model[dtype=torch.bfloat16 #3]",
     "dpo_tune_cache.py::main.load_model[attn_implementation #3]",
+    reviewed=("e6c3044aa620",),
 )
 def model_arguments(values: Values) -> Iterator[Finding]:
     """What the model is loaded with wins over the mapping."""
@@ -518,6 +550,7 @@ def model_arguments(values: Values) -> Iterator[Finding]:
 @cites(
     "dpo_tune_cache.py::main[lr_scheduler = get_scheduler]",
     "transformers/optimization.py::get_scheduler[TYPE_TO_SCHEDULER_FUNCTION]",
+    reviewed=("e6c3044aa620",),
 )
 def scheduler_type(values: Values) -> Iterator[Finding]:
     """`dpo_tune_cache.py`, once the model is loaded: `optimization.py` looks it up, and this
@@ -535,6 +568,7 @@ def scheduler_type(values: Values) -> Iterator[Finding]:
     "finetune.py::main[os.makedirs(args.output_dir]",
     "dpo_tune_cache.py::main[os.makedirs(args.output_dir]",
     "finetune.py::main[args.output_dir = os.path.join]",
+    reviewed=("e6c3044aa620",),
 )
 def no_output(values: Values) -> Iterator[Finding]:
     """Without the switch a name is put behind it."""
@@ -548,6 +582,7 @@ def no_output(values: Values) -> Iterator[Finding]:
     "dpo_tune_cache.py::main[os.makedirs(args.output_dir]",
     "finetune.py::main[os.path.abspath]",
     "dpo_tune_cache.py::main[args.local_cache_dir = os.path.abspath]",
+    reviewed=("e6c3044aa620",),
 )
 def unexpanded(values: Values) -> Iterator[Finding]:
     """Upstream takes these paths as they are."""
@@ -569,6 +604,7 @@ _SHARED: tuple[Rule, ...] = (
     no_model(
         "finetune.py::main[You are instantiating], dpo_tune_cache.py::main[You are instantiating]",
         lambda v: not v["model_name_or_path"] and not (v["config_name"] and v["tokenizer_name_or_path"]),
+        reviewed=("e6c3044aa620",),
     ),
     foreign_cache_key,
     no_checkpoints,
@@ -585,6 +621,7 @@ _SHARED: tuple[Rule, ...] = (
         lambda v: v["lr_scheduler_type"] == "constant" and v.given("warmup_ratio") and v["warmup_ratio"] > 0,
         "`warmup_ratio` is not read with `lr_scheduler_type: constant`",
         "write `lr_scheduler_type: constant_with_warmup`",
+        reviewed=("e6c3044aa620",),
     ),
     # adapters come with `use_lora` alone
     warn(
@@ -595,6 +632,7 @@ _SHARED: tuple[Rule, ...] = (
         "`use_qlora` without `use_lora` adds no adapter: the 4-bit weights are frozen, only "
         "embeddings, norms and the head are trained",
         "add `use_lora: true`",
+        reviewed=("e6c3044aa620",),
     ),
     # the output folder is there by then (finetune.py::main[os.makedirs(args.output_dir],
     # dpo_tune_cache.py::main[os.makedirs(args.output_dir]), and wins

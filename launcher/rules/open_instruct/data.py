@@ -33,6 +33,7 @@ _MANY_CPUS = 64
     "finetune.py::main[with accelerator.main_process_first]",
     "dpo_tune_cache.py::main[with accelerator.main_process_first]",
     "finetune.py::main[timeout_kwargs = InitProcessGroupKwargs]",
+    reviewed=("e6c3044aa620",),
 )
 def tokenising_outlasts(context: Context, seconds: int | None = None) -> Iterator[Finding]:
     """One process tokenises while the others wait in a collective, which ends after `timeout`
@@ -77,6 +78,7 @@ _TRANSFORMS = frozenset(
     "dataset_transformation.py::sft_tulu_tokenize_and_truncate_v1[if len(messages]",
     "dataset_transformation.py::preference_tulu_tokenize_and_truncate_v1[chosen_messages = row]",
     "dataset_transformation.py::sft_tulu_filter_v1[return any(x != MASKED_TOKEN_VALUE]",
+    reviewed=("e6c3044aa620",),
 )
 def local_rows(context: Context) -> Iterator[Finding]:
     """Rows are read by `messages`, or `chosen` and `rejected`, and those without a message of

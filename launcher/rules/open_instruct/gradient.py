@@ -13,7 +13,7 @@ _INSTEAD = f"delete the line, which clips nothing, or write `{_KEY}: 1.0`"
 
 
 @unless(behaviour.GUARDS_NEGATIVE_CLIPPING)
-@cites("dpo_tune_cache.py::main[if accelerator.sync_gradients and]")
+@cites("dpo_tune_cache.py::main[if accelerator.sync_gradients and]", reviewed=("e6c3044aa620",))
 def reversed_by_limit(context: Context) -> Iterator[Finding]:
     """Since #1591 dpo_tune_cache.py clips at whatever is not 0, and torch scales by limit / norm.
 
@@ -25,7 +25,7 @@ def reversed_by_limit(context: Context) -> Iterator[Finding]:
 
 
 @unless(behaviour.GUARDS_NEGATIVE_CLIPPING)
-@cites("dpo.py::main[max_grad_norm = args.max_grad_norm]")
+@cites("dpo.py::main[max_grad_norm = args.max_grad_norm]", reviewed=("e6c3044aa620",))
 def scaled_by_limit(context: Context) -> Iterator[Finding]:
     """Since #1591 dpo.py hands OLMo-core the limit as it is: 0 scales every gradient to nothing."""
     limit = _limit(context)

@@ -20,7 +20,11 @@ _TRACKERS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-@cites("finetune.py::main[from bitsandbytes.optim]", "dpo_tune_cache.py::main[from bitsandbytes.optim]")
+@cites(
+    "finetune.py::main[from bitsandbytes.optim]",
+    "dpo_tune_cache.py::main[from bitsandbytes.optim]",
+    reviewed=("e6c3044aa620",),
+)
 def optimizer_package(context: Context) -> Iterator[Finding]:
     for key in ("use_qlora", "dpo_use_paged_optimizer"):
         if context.values.get(key) and context.lacks("bitsandbytes"):
@@ -28,7 +32,11 @@ def optimizer_package(context: Context) -> Iterator[Finding]:
             yield say("error", "optim-missing", key, message, f"pip install bitsandbytes, or delete `{key}`")
 
 
-@cites("finetune.py::main[log_with]", "accelerate/tracking.py::filter_trackers[Unsupported logging]")
+@cites(
+    "finetune.py::main[log_with]",
+    "accelerate/tracking.py::filter_trackers[Unsupported logging]",
+    reviewed=("e6c3044aa620",),
+)
 def trackers(context: Context) -> Iterator[Finding]:
     """An unknown one is refused, one that is not installed left out."""
     values = context.values

@@ -76,6 +76,7 @@ _NOT_EXPORTED = "olmoe"
 @cites(
     "olmo_core_utils.py::get_transformer_config[config_name = OLMO_MODEL_CONFIG_MAP.get]",
     "olmo_core_utils.py::get_transformer_config[if not hasattr]",
+    reviewed=("e6c3044aa620",),
 )
 def model(values: Values) -> Iterator[Finding]:
     """The name is looked up, then OLMo-core is asked; a shape has no
@@ -100,7 +101,7 @@ def model(values: Values) -> Iterator[Finding]:
 
 
 @where(behaviour.MIXES_PACKED_SAMPLES)
-@cites("dpo_utils.py::concatenated_forward_olmo[output = model]")
+@cites("dpo_utils.py::concatenated_forward_olmo[output = model]", reviewed=("e6c3044aa620",))
 def packing(values: Values) -> Iterator[Finding]:
     """`dpo_utils.py` hands the model tokens and labels alone: no boundaries, no positions."""
     if not values["packing"] or not values["concatenated_forward"]:
@@ -113,7 +114,7 @@ def packing(values: Values) -> Iterator[Finding]:
 
 
 @where(behaviour.EXPORTS_OLMO_ALONE)
-@cites("olmo_core_utils.py::save_state_dict_as_hf[except NotImplementedError]")
+@cites("olmo_core_utils.py::save_state_dict_as_hf[except NotImplementedError]", reviewed=("e6c3044aa620",))
 def export(values: Values) -> Iterator[Finding]:
     """Where OLMo-core cannot write the model, a plain state dict is saved."""
     named, key = _shape(values)
@@ -147,7 +148,7 @@ def _shape(values: Values) -> tuple[str, str]:
     return values.schema.models.get(str(values[key]), str(values[key])), key
 
 
-@cites("olmo_core_utils.py::build_ac_config[if activation_memory_budget]")
+@cites("olmo_core_utils.py::build_ac_config[if activation_memory_budget]", reviewed=("e6c3044aa620",))
 def ranges(values: Values) -> Iterator[Finding]:
     """Those of the other scripts, but for what is not read by this one, and `olmo_core_utils.py`."""
     yield from outside(values, _RANGES)
@@ -237,6 +238,7 @@ RULES: tuple[Rule, ...] = (
             _keeps_activations,
             "`activation_memory_budget` does nothing with `compile_model: false`: every activation is kept",
             "leave `compile_model` true",
+            reviewed=("e6c3044aa620",),
         )
     ),
     # no line of dpo.py reads it (dpo.py::main[LoRA is not supported] asks for `use_lora` alone)
@@ -247,8 +249,9 @@ RULES: tuple[Rule, ...] = (
         itemgetter("use_qlora"),
         "`use_qlora` is not read by dpo.py, which would train all weights",
         _OTHER,
+        reviewed=("e6c3044aa620",),
     ),
-    where(behaviour.ASKS_FOR_MODEL)(no_model("dpo.py::main[--model_name_or_path]")),
+    where(behaviour.ASKS_FOR_MODEL)(no_model("dpo.py::main[--model_name_or_path]", reviewed=("e6c3044aa620",))),
     # its default is none (dpo_utils.py::DPOExperimentConfig[max_seq_length])
     check(
         "olmo_core_train_modules.py::DPOTrainModule.__init__[max_sequence_length * 2]",
@@ -257,6 +260,7 @@ RULES: tuple[Rule, ...] = (
         lambda v: v["max_seq_length"] is None,
         "without `max_seq_length` dpo.py crashes: its default is none",
         "add `max_seq_length: 2048`, or as long as the rows are",
+        reviewed=("e6c3044aa620",),
     ),
     where(behaviour.REPLACES_SCHEDULES)(
         warn(
@@ -266,12 +270,13 @@ RULES: tuple[Rule, ...] = (
             lambda v: v["lr_scheduler_type"] not in _SCHEDULERS,
             "`lr_scheduler_type: {lr_scheduler_type}` runs a constant rate after the warm-up",
             f"one of {', '.join(_SCHEDULERS[:3])}",
+            reviewed=("e6c3044aa620",),
         )
     ),
 )
 
 
-@cites("dpo.py::main[transformer_config.TransformerDataParallelConfig]")
+@cites("dpo.py::main[transformer_config.TransformerDataParallelConfig]", reviewed=("e6c3044aa620",))
 def no_deepspeed(context: Context) -> Iterator[Finding]:
     """`dpo.py` shards with FSDP; torchrun starts it, and nothing hands it a DeepSpeed file."""
     if context.deepspeed is not None:
@@ -280,7 +285,7 @@ def no_deepspeed(context: Context) -> Iterator[Finding]:
         yield say_of_option("error", "deepspeed-with-torchrun", "deepspeed", message, help, layer="launch")
 
 
-@cites("dpo.py::main[param_dtype=DType.bfloat16]")
+@cites("dpo.py::main[param_dtype=DType.bfloat16]", reviewed=("e6c3044aa620",))
 def precision(context: Context) -> Iterator[Finding]:
     """bfloat16 for the computation, 32 bits for weights and gradients, whatever is asked."""
     if context.mixed_precision not in {None, "bf16"} and context.gpus != 0:
@@ -292,6 +297,7 @@ def precision(context: Context) -> Iterator[Finding]:
 @cites(
     "dpo.py::main[load_hf_model(args.model_name_or_path]",
     "olmo_core/nn/hf/checkpoint.py::load_hf_model[for key in sorted]",
+    reviewed=("e6c3044aa620",),
 )
 def other_shape(context: Context) -> Iterator[Finding]:
     """`dpo.py` loads the model's weights into the shape that `config_name`, or its own name,
@@ -330,6 +336,7 @@ def _differing(model: Mapping[str, Any], shape: str) -> dict[str, str | int]:
 @cites(
     "dpo.py::main[load_hf_model(args.model_name_or_path]",
     "olmo_core/nn/hf/checkpoint.py::load_hf_model[elif repo_exists]",
+    reviewed=("e6c3044aa620",),
 )
 def offline_model(context: Context) -> Iterator[Finding]:
     """After tokenising and building, OLMo-core asks the hub whether it has the name.
@@ -352,7 +359,7 @@ def offline_model(context: Context) -> Iterator[Finding]:
     yield say(context.at_start, "offline-hub-model", "model_name_or_path", message, help)
 
 
-@cites("dpo.py::main[trainer = train.TrainerConfig]")
+@cites("dpo.py::main[trainer = train.TrainerConfig]", reviewed=("e6c3044aa620",))
 def goes_on(context: Context) -> Iterator[Finding]:
     """OLMo-core's trainer continues from what its save folder holds; launch does not judge that."""
     if not context.running:

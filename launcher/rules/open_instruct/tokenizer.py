@@ -16,6 +16,7 @@ from launcher.upstream import behaviour
     "dataset_transformation.py::get_tokenizer_tulu_v2_2[assert not tc.add_bos]",
     "dataset_transformation.py::get_tokenizer_tulu_v2_2[For OLMo, you must run]",
     "dataset_transformation.py::get_tokenizer_tulu_v2_2[assert tc.use_fast]",
+    reviewed=("e6c3044aa620",),
 )
 def olmo_tokenizer(context: Context) -> Iterator[Finding]:
     """Of OLMo's tokenizers it asserts which templates go with `add_bos`.

@@ -31,7 +31,7 @@ Answers = Mapping[str, bool | None]
 class Sign:
     """A text in one function of upstream's that tells whether a behaviour holds.
 
-    `symbol` is `file.py::function` or `file.py::Class.method`; `{script}` stands for the entry script. `text`
+    `symbol` is a file and a function, or `Class.method`, as in a citation; `{script}` is the entry script. `text`
     stands there as `source.functions.normalised` writes it. `scripts` are the keys of the entry scripts that
     the sign is about; without any it is about all.
     """

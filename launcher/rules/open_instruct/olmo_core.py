@@ -287,7 +287,7 @@ def no_deepspeed(context: Context) -> Iterator[Finding]:
 
 @cites("dpo.py::main[param_dtype=DType.bfloat16]", reviewed=("e6c3044aa620",))
 def precision(context: Context) -> Iterator[Finding]:
-    """bfloat16 for the computation, 32 bits for weights and gradients, whatever is asked."""
+    """bfloat16 for the computation, 32 bits for weights and gradients, whatever the file says."""
     if context.mixed_precision not in {None, "bf16"} and context.gpus != 0:
         message = "`mixed_precision` is not read here: FSDP computes in bfloat16 over 32-bit weights"
         yield say_of_option("warning", "mixed-precision-unread", "mixed_precision", message, "delete the line")

@@ -18,7 +18,7 @@ _Node = ast.FunctionDef | ast.AsyncFunctionDef
 class Reached:
     """One function on the path, or a constant of a module that one uses.
 
-    `symbol` is `package/file.py::Class.method`, `line` its first, `text` its normalised text.
+    `symbol` is the file and the qualified name, as in a citation; `line` its first, `text` its normalised text.
     """
 
     symbol: str

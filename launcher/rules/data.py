@@ -393,12 +393,12 @@ def unwritten_tools(looked: Looked, columns: Sequence[str], template: str | None
         if tally is not None and "tool_calls" not in template:
             message = f"`{column}` has tool calls in {looked.share(tally)}, and the chat template writes none"
             yield looked.say("warning", "template-drops-tools", message, "use a template that writes `tool_calls`")
-    if _describes_tools(looked.survey) and "tools" not in template.replace("tool_calls", ""):
+    if describes_tools(looked.survey) and "tools" not in template.replace("tool_calls", ""):
         message = "the rows describe `tools`, and the chat template writes none"
         yield looked.say("warning", "template-drops-tools", message, "use a template that writes `tools`")
 
 
-def _describes_tools(survey: Survey) -> bool:
+def describes_tools(survey: Survey) -> bool:
     """Whether any row has tools: many files hold an empty list in every row."""
     filled = sum(survey.count_kind("tools", kind) for kind in ("list", "object", "text"))
     return filled > sum(survey.count("tools", fact) for fact in ("empty", "empty-list", "none"))

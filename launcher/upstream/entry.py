@@ -102,7 +102,8 @@ class Entry:
 
     `stage` is what a further script of a stage is one of; the script that a stage starts by itself stands
     under the stage's own name. `models` says where its source lists the models that it can build, as (module,
-    name of the mapping) and (module, class whose methods are the configs). `tables` are the mappings of a
+    name of the mapping) and (module, class whose methods are the configs); `own_shapes` is the mapping of configs
+    that it has beside the library's, at commits that have one. `tables` are the mappings of a
     module in which it looks up what arguments name. `needs` are distributions that it imports beside the
     backend's, `imports` modules that it imports only when it runs. `settle` gives further derived values, by
     the typed values and the number of GPUs; `rehearsal` are values for one process on a CPU.
@@ -140,6 +141,7 @@ class Entry:
     instead: Mapping[str, str] = field(default_factory=dict)
     stage: str = ""
     models: tuple[tuple[str, str], tuple[str, str]] | None = None
+    own_shapes: tuple[str, str] | None = None
     tables: tuple[str, tuple[str, ...]] | None = None
     needs: tuple[str, ...] = ()
     imports: tuple[str, ...] = ()

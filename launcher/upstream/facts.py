@@ -63,7 +63,7 @@ def read(
             if (tables := backend.STAGES[stage].tables) is not None:
                 facts["tables"][stage] = _tables(walked, *tables)
             if (places := backend.STAGES[stage].models) is not None:
-                facts["models"][stage] = _models(sources, *places)
+                facts["models"][stage] = _models(sources, *places, backend.STAGES[stage].own_shapes)
             if stage in described:
                 facts["behaviours"][stage] = behaviour.read(walked, stage, script)
         except (LookupError, OSError, RecursionError, SyntaxError, TypeError, ValueError) as error:
@@ -115,8 +115,10 @@ def _read_stage(
             facts["externals"][known.external] = list(known.choices)
 
 
-def _models(sources: Sources, named: tuple[str, str], configured: tuple[str, str]) -> dict[str, Any]:
-    """The models that a script can build, by hub name, and its library's names of configs.
+def _models(
+    sources: Sources, named: tuple[str, str], configured: tuple[str, str], own: tuple[str, str] | None
+) -> dict[str, Any]:
+    """The models that a script can build, by hub name, and the names of configs: its library's and its own.
 
     A library that is not among the trees has none: its source is not here.
     """
@@ -128,7 +130,22 @@ def _models(sources: Sources, named: tuple[str, str], configured: tuple[str, str
     functions = [node for node in made.body if isinstance(node, ast.FunctionDef)] if made else []
     # a config of a given size takes the vocabulary and no other size
     sized = [f for f in functions if [a.arg for a in (*f.args.args, *f.args.kwonlyargs)] == ["cls", "vocab_size"]]
-    return {"names": models if isinstance(models, dict) else {}, "configs": sorted(f.name for f in sized)}
+    configs = {function.name for function in sized}
+    if own is not None:
+        configs |= _keys(sources, *own)
+    return {"names": models if isinstance(models, dict) else {}, "configs": sorted(configs)}
+
+
+def _keys(sources: Sources, where: str, name: str) -> set[str]:
+    """The texts under which a mapping of a module has something; none where the module is not there."""
+    import ast
+
+    module = sources.module(where)
+    table = None if module is None else module.constants.get(name)
+    if module is None or not isinstance(table, ast.Dict):
+        return set()
+    keys = [sources.evaluate(module, key) for key in table.keys]
+    return {key for key in keys if isinstance(key, str)}
 
 
 def _tables(sources: Sources, where: str, names: Sequence[str]) -> dict[str, dict[str, list[str]]]:

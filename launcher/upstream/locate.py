@@ -274,7 +274,7 @@ def load_schema(
         raise InvalidConfig(launch_finding("error", "unreadable-source", message, file=file)) from None
     known = pin_facts.get("models", {}).get(stage, {})
     # OLMo-core is no part of a checkout
-    configs = schema.configs or frozenset(known.get("configs", ()))
+    configs = schema.configs | frozenset(known.get("configs", ()))
     behaviours = _behaviours(upstream, schema)
     standing = _standing(upstream, schema.script)
     return replace(schema, configs=configs, standing=standing, behaviours=behaviours)

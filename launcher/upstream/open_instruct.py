@@ -239,6 +239,7 @@ STAGES: Mapping[str, Entry] = {
             ("open_instruct.olmo_core_utils", "OLMO_MODEL_CONFIG_MAP"),
             ("olmo_core.nn.transformer.config", "TransformerConfig"),
         ),
+        own_shapes=("open_instruct.olmo_core_hybrid", "LOCAL_TRANSFORMER_CONFIGS"),
         beside=(_DPO.script,),
         needs=("vllm", "backoff", "docker", "openenv-core"),  # data_loader.py imports what GRPO needs
         instead={

@@ -101,7 +101,7 @@ def local_rows(context: Context) -> Iterator[Finding]:
         yield from data.same_columns(looked)
         yield from data.copies(looked)
         if looked.survey.rows and _default_transforms(context):
-            yield from _rows(looked, pairs=key == "mixer_list")
+            yield from _rows(looked, context, pairs=key == "mixer_list")
 
 
 def _source(name: str, split: str, context: Context) -> sources.Source | None:
@@ -117,7 +117,7 @@ def _default_transforms(context: Context) -> bool:
     return all(str(name) in _TRANSFORMS for name in given)
 
 
-def _rows(looked: Looked, *, pairs: bool) -> Iterator[Finding]:
+def _rows(looked: Looked, context: Context, *, pairs: bool) -> Iterator[Finding]:
     survey = looked.survey
     read = ["chosen", "rejected"] if pairs else ["messages"]
     names = " and ".join(f"`{name}`" for name in read)
@@ -148,7 +148,9 @@ def _rows(looked: Looked, *, pairs: bool) -> Iterator[Finding]:
         yield from _promptless(looked)
     yield from data.empty_answers(looked, read)
     yield from data.conversations(looked, read)
-    yield from data.other_kinds(looked, read)
+    if not pairs:
+        yield from _tools(looked, context)
+    yield from data.other_kinds(looked, read if pairs else [*read, "tools"])
 
 
 def _unanswered(looked: Looked, column: str) -> Iterator[Finding]:
@@ -162,6 +164,19 @@ def _unanswered(looked: Looked, column: str) -> Iterator[Finding]:
     elif count:
         message = f"`{column}` has no message of `assistant` in {count:,} of {survey.rows:,} rows: they are dropped"
         yield looked.say("warning", "no-answers", message, "take these rows out, or mend their roles")
+
+
+def _tools(looked: Looked, context: Context) -> Iterator[Finding]:
+    """Until #1746 the chat template of SFT gets no `tools`; since then a text in that column has to be JSON."""
+    gives_tools = context.values.schema.does(behaviour.GIVES_TOOLS)
+    if gives_tools is False and data.describes_tools(looked.survey):
+        message = "the rows describe `tools`, and this commit of open-instruct gives the chat template none"
+        help = "write what the model has to know of them into a message of `system`"
+        yield looked.say("warning", "template-drops-tools", message, help)
+    broken = looked.survey.fact("tools", "not-json")
+    if gives_tools and broken is not None:
+        message = f"`tools` is text that is not JSON in {looked.share(broken)}: tokenising ends there"
+        yield looked.say("error", "data-types", message, "write a list of tools as JSON, or null where there are none")
 
 
 def _promptless(looked: Looked) -> Iterator[Finding]:

@@ -1,9 +1,10 @@
 """Write launcher/upstream/snapshots/*.json from a pinned checkout and the installed packages.
 
-usage: python scripts/snapshot.py [CHECKOUT] [--repository PATH] [--only BACKEND]
+usage: python scripts/snapshot.py [CHECKOUT] [--repository PATH] [--commit COMMIT] [--only BACKEND]
 
 Needs the training extras: types such as `attn_implementation` live in ai2-olmo-core. The tables of what is cited
-(cited.json) also want the commits at which rules were confirmed: CHECKOUT's own history holds them, or PATH.
+(cited.json) also want the commits at which rules were confirmed: CHECKOUT's own history holds them, or PATH. COMMIT
+says what a CHECKOUT without a history is.
 """
 
 import argparse
@@ -18,7 +19,6 @@ from launcher.upstream import citations, locate
 from launcher.upstream.source.packages import Tree, find_package
 from launcher.upstream.trainers import BACKENDS
 
-
 STALE = 3
 """The exit code where all is written, and some citations are not at the pin."""
 
@@ -28,12 +28,15 @@ def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path, nargs="?")
     parser.add_argument("--repository", type=Path)
+    parser.add_argument("--commit")
     parser.add_argument("--only", choices=[*BACKENDS])
     asked = parser.parse_args(words)
     checkout = asked.checkout and asked.checkout.expanduser()
     for backend in [asked.only] if asked.only else [*BACKENDS]:
         try:
             facts = snapshot.take(backend, checkout)
+            if backend == cited.PACKAGE and asked.commit:
+                facts["version"] = asked.commit
         except LookupError as error:
             print(error.args[0], file=sys.stderr)
             return 1

@@ -363,7 +363,8 @@ class SourceFile:
     def _lines_with(self, anchor: str, symbol: str) -> list[int]:
         numbers = range(1, len(self.lines) + 1)
         within = (number for number in numbers if self.around(number) == symbol)
-        return [number for number in within if anchor in _spaced(self.lines[number - 1])]
+        whole = _whole(anchor)
+        return [number for number in within if whole.search(_spaced(self.lines[number - 1]))]
 
     def _enclosing_node(self, line: int) -> ast.stmt | None:
         scope = self._innermost[line]
@@ -399,6 +400,14 @@ def digest(text: str) -> str:
 
 def _spaced(line: str) -> str:
     return " ".join(line.split())
+
+
+@cache
+def _whole(anchor: str) -> re.Pattern[str]:
+    """An anchor that begins and ends where words do: `model.save` is not in `model.save_whole`."""
+    begin = r"(?<!\w)" if re.match(r"\w", anchor) else ""
+    end = r"(?!\w)" if re.search(r"\w$", anchor) else ""
+    return re.compile(begin + re.escape(anchor) + end)
 
 
 def _scopes(node: ast.AST, prefix: str) -> Iterator[_Scope]:

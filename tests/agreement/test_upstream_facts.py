@@ -12,6 +12,7 @@ from launcher.pin import cited
 from launcher.upstream import citations, locate
 from launcher.upstream.open_instruct import PIN
 from launcher.upstream.source.packages import find_package
+from launcher.upstream.trainers import BACKENDS
 
 CITING = cited.find_citations(REPOSITORY)
 COMMITTED = citations.committed()
@@ -28,6 +29,19 @@ def test_what_is_cited_is_found_in_the_checkout_and_listed_as_it_is_there(checko
     stale = [f"{citing.where}: {citing.citation}" for citing in cited.stale(CITING, table, PIN)]
     assert stale == [], "cited, and not in the checkout: mend the citation"
     assert table == TABLES[f"open_instruct {PIN}"], "make snapshot"
+
+
+def test_every_rule_is_confirmed_at_the_pin() -> None:
+    """After a move somebody compares the old and the new text, and writes `reviewed` beside the rule."""
+    backend = BACKENDS["open_instruct"]
+    confirmed = citations.commits("open_instruct", backend.BASELINE)
+    standing = citations.RuleStanding("", confirmed, TABLES[f"open_instruct {PIN}"].get)
+    waiting = {}
+    for rule in cited.rules_of("open_instruct"):
+        changed = standing.changed(rule)
+        if changed:
+            waiting[getattr(rule, "about", rule.__name__)] = changed
+    assert waiting == {}, f"launch pin move {PIN[:12]} lists them with their texts"
 
 
 @pytest.mark.parametrize("release", OTHERS)

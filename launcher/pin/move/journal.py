@@ -64,8 +64,7 @@ class Journal:
             target = self.clone / row["path"]
             if _digest_of(target) != row["after"]:
                 target.parent.mkdir(parents=True, exist_ok=True)
-                mode = target.stat().st_mode & 0o777 if target.exists() else 0o644
-                write_bytes(target, (self.folder / str(number)).read_bytes(), durable=True, mode=mode)
+                _replace(target, (self.folder / str(number)).read_bytes())
         for path, commit in record["gitlink"].items():
             entry = f"{_GITLINK},{commit},{path}"
             words = ["git", "-C", str(self.clone), "update-index", "--add", "--cacheinfo", entry]
@@ -74,6 +73,18 @@ class Journal:
                 message = f"git cannot record the commit of {path}: {done.stderr.strip()}"
                 raise NotReady(launch_finding("error", "move-interrupted", message, "repeat the command"))
         shutil.rmtree(self.folder)
+
+
+def _replace(target: Path, raw: bytes) -> None:
+    """Write a file whole. What a kill leaves beside it has always the same name, and the next one writes over it."""
+    beside = target.with_name(f".{target.name}.{NAME}")
+    with beside.open("wb") as stream:
+        stream.write(raw)
+        stream.flush()
+        os.fsync(stream.fileno())
+    if target.exists():
+        shutil.copymode(target, beside)
+    os.replace(beside, target)
 
 
 def _digest_of(path: Path) -> str | None:

@@ -130,6 +130,17 @@ def test_what_was_changed_in_the_meantime_is_not_written_over(clone: Path) -> No
     assert state(clone) == before and journal_of(clone).exists
 
 
+def test_where_git_refuses_the_submodules_commit_nothing_is_changed(clone: Path) -> None:
+    before = state(clone)
+    journal_of(clone).write(FILES, {"external/open-instruct": COMMIT})
+    (clone / ".git/index.lock").touch()
+    with pytest.raises(NotReady) as refusal:
+        journal_of(clone).apply()
+    assert [finding.code for finding in refusal.value.findings] == ["move-interrupted"]
+    (clone / ".git/index.lock").unlink()
+    assert state(clone) == before and not journal_of(clone).exists
+
+
 OLD = """
 def train(args, model):
     \"\"\"One step.\"\"\"

@@ -60,19 +60,33 @@ class Journal:
                 findings.append(launch_finding("error", "move-interrupted", message, help, file=row["path"]))
         if findings:
             raise NotReady(findings)
+        # what can be refused comes first
+        for path, commit in record["gitlink"].items():
+            self._record(path, commit, begun=any(_is_new(self.clone, row) for row in record["files"]))
         for number, row in enumerate(record["files"]):
             target = self.clone / row["path"]
-            if _digest_of(target) != row["after"]:
+            if not _is_new(self.clone, row):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 _replace(target, (self.folder / str(number)).read_bytes())
-        for path, commit in record["gitlink"].items():
-            entry = f"{_GITLINK},{commit},{path}"
-            words = ["git", "-C", str(self.clone), "update-index", "--add", "--cacheinfo", entry]
-            done = subprocess.run(words, capture_output=True, text=True)
-            if done.returncode != 0:
-                message = f"git cannot record the commit of {path}: {done.stderr.strip()}"
-                raise NotReady(launch_finding("error", "move-interrupted", message, "repeat the command"))
         shutil.rmtree(self.folder)
+
+    def _record(self, path: str, commit: str, *, begun: bool) -> None:
+        """Write a submodule's commit into git's index; where it was not `begun`, a refusal gives the change up."""
+        entry = f"{_GITLINK},{commit},{path}"
+        words = ["git", "-C", str(self.clone), "update-index", "--add", "--cacheinfo", entry]
+        done = subprocess.run(words, capture_output=True, text=True)
+        if done.returncode == 0:
+            return
+        if not begun:
+            shutil.rmtree(self.folder)
+        reason = " ".join(done.stderr.split())
+        message = f"git cannot record the commit of {path}: {reason}"
+        raise NotReady(launch_finding("error", "move-interrupted", message, "repeat the command", file=path))
+
+
+def _is_new(clone: Path, row: Mapping[str, Any]) -> bool:
+    after: str = row["after"]
+    return _digest_of(clone / row["path"]) == after
 
 
 def _replace(target: Path, raw: bytes) -> None:

@@ -138,7 +138,7 @@ class _Steps:
     checkout: Path
 
     def run(self, *words: str, also: int = 0) -> None:
-        """Raises InvalidConfig with what a step said, where it ends with another code than 0 or `also`."""
+        """Raises InvalidConfig with the last lines of a step that ends with another code than 0 or `also`."""
         done = self._python(words, {})
         if done.returncode not in {0, also}:
             last = "; ".join((done.stderr or done.stdout).strip().splitlines()[-_TRAILING:])

@@ -72,11 +72,12 @@ def write_tables(checkout: Path | None, repository: Path | None) -> int:
         trees[commit] = CommitTree(git, commit, cited.PACKAGE)
     trees[pin] = source.packages[cited.PACKAGE]
     citing = cited.find_citations(PROJECT)
-    tables = cited.take_tables(citing, citations.committed().tables, cited.installed(citing), trees)
+    later = cited.later_than(pin, trees, git)
+    tables = cited.take_tables(citing, citations.committed().tables, cited.installed(citing), trees, later)
     (snapshot.FOLDER / "cited.json").write_text(tables.text(), encoding="utf-8")
-    print(f"cited: {sum(map(len, tables.by_release.values()))} places in {len(tables.by_release)} releases")
-    stale = cited.stale(citing, tables.by_release[f"{cited.PACKAGE} {pin}"], pin)
-    return report(tables.problems, stale)
+    count = sum(map(len, tables.committed.tables.values()))
+    print(f"cited: {count} places in {len(tables.committed.tables)} releases")
+    return report(tables.problems, cited.stale(citing, tables.committed.at_pin_or_later(), pin))
 
 
 def report(problems: Sequence[str], stale: Sequence[cited.Citing]) -> int:

@@ -102,10 +102,17 @@ def reviews_of(rule: Callable[..., object]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """The committed tables by release (`open_instruct COMMIT`, `trl 1.16.0`), and the commit that is the pin."""
+    """The committed tables by release (`open_instruct COMMIT`, `trl 1.16.0`), and the commit that is the pin.
+
+    `later` are the commits with a table that come after the pin.
+    """
 
     pin: str
     tables: Mapping[str, Table]
+    later: tuple[str, ...] = ()
+
+    def at_pin_or_later(self) -> list[Table]:
+        return [self.tables[f"open_instruct {commit}"] for commit in (self.pin, *self.later)]
 
 
 @cache
@@ -115,7 +122,7 @@ def committed() -> Committed:
     tables = {}
     for release, table in data["releases"].items():
         tables[release] = {name: CitedPlace(*place) for name, place in table.items()}
-    return Committed(data["pin"], tables)
+    return Committed(data["pin"], tables, tuple(data["later"]))
 
 
 def at_release(releases: Iterable[str]) -> Table:

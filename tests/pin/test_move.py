@@ -177,7 +177,7 @@ def rule_about(name: str, *places: str, reviewed: tuple[str, ...] = ()) -> Calla
 def reviewed_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Review]:
     """Review made-up rules after a move from `OLD` to another text of the same file."""
 
-    def at(new: str, confirmed: tuple[str, ...] = ()) -> Review:
+    def at(new: str, confirmed: tuple[str, ...] = (), later: tuple[str, ...] = ()) -> Review:
         trees = {}
         for commit, text in ((40 * "a", OLD), (40 * "b", new)):
             folder = tmp_path / commit / "open_instruct"
@@ -190,7 +190,7 @@ def reviewed_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
         monkeypatch.setattr(cited, "rules_of", lambda _: rules)
         monkeypatch.setattr(reviews, "commits_of_rules", lambda: (40 * "a", *confirmed))
         citing = [Citing("launcher/rules/a.py", number, place) for number, place in enumerate(places.values(), 1)]
-        return review(citing, trees, (40 * "a", 40 * "b"))
+        return review(citing, trees, (40 * "a", 40 * "b"), later)
 
     return at
 
@@ -238,6 +238,10 @@ def test_a_citation_that_is_gone_says_what_may_have_become_of_it(reviewed_at: Ca
     (gone,) = reviewed_at(OLD.replace("model.save(args.output)", "model.save_whole(args.output)")).stale
     assert (gone.where, gone.citation, gone.text) == ("launcher/rules/a.py:2", SAVE, "model.save(args.output)")
     assert gone.now == "open_instruct/train.py::save[model.save_whole]"
+
+
+def test_what_a_later_known_commit_has_may_be_cited(reviewed_at: Callable[..., Review]) -> None:
+    assert reviewed_at(OLD.replace("def save(", "def keep("), later=(40 * "a",)).stale == ()
 
 
 def test_a_move_says_what_to_do_next_and_with_which_code(reviewed_at: Callable[..., Review]) -> None:

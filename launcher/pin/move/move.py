@@ -115,7 +115,10 @@ def _move(
         staged = staging.stage(clone, place, commits.repository, commits.new, say)
     finally:
         shutil.rmtree(place, ignore_errors=True)
-    found = review(cited.find_citations(clone), trees, (commits.old, commits.new))
+    names = cited.commits_of_rules()
+    known = [commit for commit in trees if any(commit.startswith(confirmed) for confirmed in names)]
+    later = cited.later_than(commits.new, known, commits.repository)
+    found = review(cited.find_citations(clone), trees, (commits.old, commits.new), later)
     gitlink = {SUBMODULE: commits.new} if _is_submodule(clone) else {}
     journal.write(staged.files, gitlink)
     journal.apply()

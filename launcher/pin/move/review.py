@@ -104,10 +104,13 @@ class Review:
                 yield f"  it may be {line.now} now"
 
 
-def review(cited: Sequence[Citing], trees: Mapping[str, SourceFiles], commits: tuple[str, str]) -> Review:
+def review(
+    cited: Sequence[Citing], trees: Mapping[str, SourceFiles], commits: tuple[str, str], later: Sequence[str] = ()
+) -> Review:
     """What differs for rules between the commits at which they were confirmed and the second of `commits`.
 
-    `trees` are open-instruct's files by full commit: of both commits, and of every one that confirms a rule.
+    A citation is gone where neither that commit nor one of the known commits `later` than it has it. `trees` are
+    open-instruct's files by full commit: of both commits, and of every one that confirms a rule.
     """
     old, new = commits
     confirmed = _confirmed(cited, trees)
@@ -122,8 +125,9 @@ def review(cited: Sequence[Citing], trees: Mapping[str, SourceFiles], commits: t
     changed = []
     for (name, commit), pairs in sorted(waiting.items()):
         changed.append(_changed(name, pairs, trees[commit], trees[new]))
-    table = citations.table(trees[new].trees, sorted({citing.citation for citing in cited}))
-    lost = [_stale(citing, trees[old], trees[new]) for citing in stale(cited, table, new)]
+    names = sorted({citing.citation for citing in cited})
+    tables = [citations.table(trees[commit].trees, names) for commit in (new, *later)]
+    lost = [_stale(citing, trees[old], trees[new]) for citing in stale(cited, tables, new)]
     return Review(old, new, tuple(changed), tuple(lost))
 
 

@@ -35,7 +35,7 @@ checkout (`prepare` no GPU); `--gpus 0` is the CPU.
 | code | meaning |
 |---|---|
 | 0 | success |
-| 1 | the verdict is `fail` or `unproven` (`--allow-unproven` makes the latter 0) |
+| 1 | the verdict is `fail` or `unproven` (`--allow-unproven` makes the latter 0); `pin move`: moved, and rules wait |
 | 2 | the command line is wrong |
 | 3 | the stage file is invalid |
 | 4 | training failed |

@@ -1,9 +1,10 @@
 """Write launcher/upstream/snapshots/*.json from a pinned checkout and the installed packages.
 
-usage: python scripts/snapshot.py [CHECKOUT] [--repository PATH] [--only BACKEND]
+usage: python scripts/snapshot.py [CHECKOUT] [--repository PATH] [--commit COMMIT] [--only BACKEND]
 
 Needs the training extras: types such as `attn_implementation` live in ai2-olmo-core. The tables of what is cited
-(cited.json) also want the commits at which rules were confirmed: CHECKOUT's own history holds them, or PATH.
+(cited.json) also want the commits at which rules were confirmed: CHECKOUT's own history holds them, or PATH. COMMIT
+says what a CHECKOUT without a history is.
 """
 
 import argparse
@@ -27,12 +28,15 @@ def main(words: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path, nargs="?")
     parser.add_argument("--repository", type=Path)
+    parser.add_argument("--commit")
     parser.add_argument("--only", choices=[*BACKENDS])
     asked = parser.parse_args(words)
     checkout = asked.checkout and asked.checkout.expanduser()
     for backend in [asked.only] if asked.only else [*BACKENDS]:
         try:
             facts = snapshot.take(backend, checkout)
+            if backend == cited.PACKAGE and asked.commit:
+                facts["version"] = asked.commit
         except LookupError as error:
             print(error.args[0], file=sys.stderr)
             return 1
@@ -68,11 +72,12 @@ def write_tables(checkout: Path | None, repository: Path | None) -> int:
         trees[commit] = CommitTree(git, commit, cited.PACKAGE)
     trees[pin] = source.packages[cited.PACKAGE]
     citing = cited.find_citations(PROJECT)
-    tables = cited.take_tables(citing, citations.committed().tables, cited.installed(citing), trees)
+    later = cited.later_than(pin, trees, git)
+    tables = cited.take_tables(citing, citations.committed().tables, cited.installed(citing), trees, later)
     (snapshot.FOLDER / "cited.json").write_text(tables.text(), encoding="utf-8")
-    print(f"cited: {sum(map(len, tables.by_release.values()))} places in {len(tables.by_release)} releases")
-    stale = cited.stale(citing, tables.by_release[f"{cited.PACKAGE} {pin}"], pin)
-    return report(tables.problems, stale)
+    count = sum(map(len, tables.committed.tables.values()))
+    print(f"cited: {count} places in {len(tables.committed.tables)} releases")
+    return report(tables.problems, cited.stale(citing, tables.committed.at_pin_or_later(), pin))
 
 
 def report(problems: Sequence[str], stale: Sequence[cited.Citing]) -> int:

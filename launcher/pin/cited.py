@@ -7,14 +7,15 @@ import ast
 import io
 import json
 import tokenize
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
+from launcher.machine.git import Repository
 from launcher.rules import registry
 from launcher.upstream import citations
-from launcher.upstream.citations import Table
+from launcher.upstream.citations import Committed, Table
 from launcher.upstream.source.packages import Folder, Tree, find_package
 from launcher.upstream.trainers import BACKENDS
 
@@ -88,19 +89,19 @@ def in_package(cited: Sequence[Citing], package: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class Tables:
-    """The tables of all releases, the pin, and why some tables could not be brought up to date."""
+    """The tables as they are committed, and why some could not be brought up to date."""
 
-    pin: str
-    by_release: Mapping[str, Table]
+    committed: Committed
     problems: tuple[str, ...] = ()
 
     def text(self) -> str:
         """The tables as JSON, one citation a line."""
         parts = []
-        for release, table in sorted(self.by_release.items()):
+        for release, table in sorted(self.committed.tables.items()):
             rows = [f"  {json.dumps(name)}: {json.dumps(list(place))}" for name, place in sorted(table.items())]
             parts.append(f" {json.dumps(release)}: {{\n" + ",\n".join(rows) + "\n }")
-        return f'{{\n"pin": {json.dumps(self.pin)},\n"releases": {{\n' + ",\n".join(parts) + "\n}\n}\n"
+        head = f'"pin": {json.dumps(self.committed.pin)},\n"later": {json.dumps(list(self.committed.later))},\n'
+        return f'{{\n{head}"releases": {{\n' + ",\n".join(parts) + "\n}\n}\n"
 
 
 def commits_of_rules() -> tuple[str, ...]:
@@ -122,13 +123,24 @@ def rules_of(backend: str) -> list[Callable[..., object]]:
     return list(dict.fromkeys(rules))
 
 
+def later_than(pin: str, commits: Iterable[str], repository: Repository) -> tuple[str, ...]:
+    """Those of some commits that come after the pin."""
+    others = sorted(commit for commit in commits if commit != pin)
+    return tuple(commit for commit in others if repository.ask("merge-base", "--is-ancestor", pin, commit) is not None)
+
+
 def take_tables(
-    cited: Sequence[Citing], old: Mapping[str, Table], trees: Mapping[str, Tree], commits: Mapping[str, Tree]
+    cited: Sequence[Citing],
+    old: Mapping[str, Table],
+    trees: Mapping[str, Tree],
+    commits: Mapping[str, Tree],
+    later: tuple[str, ...],
 ) -> Tables:
     """The tables of the commits that are to be known, and of the packages at hand.
 
-    `commits` are trees of open-instruct by full commit, `trees` other packages by release (`trl 1.16.0`). A
-    package that is not among these keeps its table of `old`, if that holds all that is cited.
+    `commits` are trees of open-instruct by full commit, those of `later` come after the pin; `trees` are other
+    packages by release (`trl 1.16.0`). A package that is not among these keeps its table of `old`, if that holds
+    all that is cited.
     """
     by_release: dict[str, Table] = {}
     problems: list[str] = []
@@ -148,7 +160,7 @@ def take_tables(
         if unlisted:
             release = kept or package
             problems.append(f"{len(unlisted)} line(s) of {release} are cited and it is not installed: {unlisted[0]}")
-    return Tables(BACKENDS[PACKAGE].PIN, by_release, tuple(problems))
+    return Tables(Committed(BACKENDS[PACKAGE].PIN, by_release, later), tuple(problems))
 
 
 def installed(cited: Sequence[Citing]) -> dict[str, Tree]:
@@ -166,8 +178,11 @@ def installed(cited: Sequence[Citing]) -> dict[str, Tree]:
 _DISTRIBUTIONS = {"olmo_core": "ai2-olmo-core"}
 
 
-def stale(cited: Sequence[Citing], table: Table, pin: str) -> list[Citing]:
-    """What is cited of open-instruct and is not in it at the pin, where nobody has confirmed a rule in spite of it."""
+def stale(cited: Sequence[Citing], tables: Sequence[Table], pin: str) -> list[Citing]:
+    """What is cited of open-instruct and is in none of these tables: of the pin, and of known commits after it.
+
+    What a rule cites may be gone where somebody has confirmed the rule at the pin.
+    """
     excused = {
         citation
         for rule in rules_of(PACKAGE)
@@ -178,5 +193,7 @@ def stale(cited: Sequence[Citing], table: Table, pin: str) -> list[Citing]:
     return [
         citing
         for citing in cited
-        if citing.citation.startswith(prefix) and citing.citation not in table and citing.citation not in excused
+        if citing.citation.startswith(prefix)
+        and citing.citation not in excused
+        and not any(citing.citation in table for table in tables)
     ]

@@ -265,7 +265,7 @@ class Footprint:
         Raises InvalidConfig where the config would have to say their type, or everything is of 32 bits.
         """
         if self.zero is not None:
-            # deepspeed/runtime/engine.py::DeepSpeedEngine._configure_distributed_model[is_zero_init_model, keep]
+            # deepspeed/runtime/engine.py::DeepSpeedEngine._configure_distributed_model[is_zero_init_model,]
             return HALF
         values, entry = self.plan.values, self.plan.stage.entry
         own = _model_arguments(values)

@@ -337,7 +337,7 @@ def fsdp_too(context: Context) -> Iterator[Finding]:
 
 
 @cites(
-    "transformers/integrations/deepspeed.py::deepspeed_optim_sched[optimizer #9]",
+    "transformers/integrations/deepspeed.py::deepspeed_optim_sched[optimizer #7]",
     "accelerate/accelerator.py::Accelerator._prepare_deepspeed[map_pytorch_optim_to_deepspeed]",
 )
 def optimizer_unread(context: Context) -> Iterator[Finding]:

@@ -99,7 +99,7 @@ def positions(config: Mapping[str, Any]) -> int | None:
 
 
 @cites(
-    "finetune.py::main[attn_implementation #4]",
+    "finetune.py::main[attn_implementation #3]",
     "olmo_core_utils.py::ModelConfig.__post_init__[model_utils.detect_attn_implementation]",
     reviewed=("e6c3044aa620",),
 )

@@ -149,9 +149,9 @@ def rounded_by_trl(context: Context) -> Iterator[Finding]:
 
 
 @cites(
-    "finetune.py::main[dtype=torch.bfloat16 #3]",
+    "finetune.py::main[dtype=torch.bfloat16 #2]",
     "finetune.py::main[optimizer = torch.optim.AdamW]",
-    "dpo_tune_cache.py::main.load_model[dtype=torch.bfloat16 #3]",
+    "dpo_tune_cache.py::main.load_model[dtype=torch.bfloat16 #2]",
     "dpo_tune_cache.py::main[optimizer = torch.optim.AdamW]",
     "peft/tuners/tuners_utils.py::cast_adapter_dtype[dtypes_to_convert_to_fp32 =]",
     reviewed=("e6c3044aa620",),
@@ -192,8 +192,8 @@ def _rounding(rate: float | None, trained: str) -> str | None:
 
 
 @cites(
-    "finetune.py::main[dtype=torch.bfloat16 #3]",
-    "dpo_tune_cache.py::main.load_model[dtype=torch.bfloat16 #3]",
+    "finetune.py::main[dtype=torch.bfloat16 #2]",
+    "dpo_tune_cache.py::main.load_model[dtype=torch.bfloat16 #2]",
     "torch/amp/grad_scaler.py::GradScaler._unscale_grads_[torch._amp_foreach_non_finite_check_and_unscale_]",
     reviewed=("e6c3044aa620",),
 )

@@ -102,10 +102,17 @@ def reviews_of(rule: Callable[..., object]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """The committed tables by release (`open_instruct COMMIT`, `trl 1.16.0`), and the commit that is the pin."""
+    """The committed tables by release (`open_instruct COMMIT`, `trl 1.16.0`), and the commit that is the pin.
+
+    `later` are the commits with a table that come after the pin.
+    """
 
     pin: str
     tables: Mapping[str, Table]
+    later: tuple[str, ...] = ()
+
+    def at_pin_or_later(self) -> list[Table]:
+        return [self.tables[f"open_instruct {commit}"] for commit in (self.pin, *self.later)]
 
 
 @cache
@@ -115,7 +122,7 @@ def committed() -> Committed:
     tables = {}
     for release, table in data["releases"].items():
         tables[release] = {name: CitedPlace(*place) for name, place in table.items()}
-    return Committed(data["pin"], tables)
+    return Committed(data["pin"], tables, tuple(data["later"]))
 
 
 def at_release(releases: Iterable[str]) -> Table:
@@ -363,7 +370,8 @@ class SourceFile:
     def _lines_with(self, anchor: str, symbol: str) -> list[int]:
         numbers = range(1, len(self.lines) + 1)
         within = (number for number in numbers if self.around(number) == symbol)
-        return [number for number in within if anchor in _spaced(self.lines[number - 1])]
+        whole = _whole(anchor)
+        return [number for number in within if whole.search(_spaced(self.lines[number - 1]))]
 
     def _enclosing_node(self, line: int) -> ast.stmt | None:
         scope = self._innermost[line]
@@ -399,6 +407,14 @@ def digest(text: str) -> str:
 
 def _spaced(line: str) -> str:
     return " ".join(line.split())
+
+
+@cache
+def _whole(anchor: str) -> re.Pattern[str]:
+    """An anchor that begins and ends where words do: `model.save` is not in `model.save_whole`."""
+    begin = r"(?<!\w)" if re.match(r"\w", anchor) else ""
+    end = r"(?!\w)" if re.search(r"\w$", anchor) else ""
+    return re.compile(begin + re.escape(anchor) + end)
 
 
 def _scopes(node: ast.AST, prefix: str) -> Iterator[_Scope]:

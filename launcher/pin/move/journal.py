@@ -60,20 +60,45 @@ class Journal:
                 findings.append(launch_finding("error", "move-interrupted", message, help, file=row["path"]))
         if findings:
             raise NotReady(findings)
+        # what can be refused comes first
+        for path, commit in record["gitlink"].items():
+            self._record(path, commit, begun=any(_is_new(self.clone, row) for row in record["files"]))
         for number, row in enumerate(record["files"]):
             target = self.clone / row["path"]
-            if _digest_of(target) != row["after"]:
+            if not _is_new(self.clone, row):
                 target.parent.mkdir(parents=True, exist_ok=True)
-                mode = target.stat().st_mode & 0o777 if target.exists() else 0o644
-                write_bytes(target, (self.folder / str(number)).read_bytes(), durable=True, mode=mode)
-        for path, commit in record["gitlink"].items():
-            entry = f"{_GITLINK},{commit},{path}"
-            words = ["git", "-C", str(self.clone), "update-index", "--add", "--cacheinfo", entry]
-            done = subprocess.run(words, capture_output=True, text=True)
-            if done.returncode != 0:
-                message = f"git cannot record the commit of {path}: {done.stderr.strip()}"
-                raise NotReady(launch_finding("error", "move-interrupted", message, "repeat the command"))
+                _replace(target, (self.folder / str(number)).read_bytes())
         shutil.rmtree(self.folder)
+
+    def _record(self, path: str, commit: str, *, begun: bool) -> None:
+        """Write a submodule's commit into git's index; where it was not `begun`, a refusal gives the change up."""
+        entry = f"{_GITLINK},{commit},{path}"
+        words = ["git", "-C", str(self.clone), "update-index", "--add", "--cacheinfo", entry]
+        done = subprocess.run(words, capture_output=True, text=True)
+        if done.returncode == 0:
+            return
+        if not begun:
+            shutil.rmtree(self.folder)
+        reason = " ".join(done.stderr.split())
+        message = f"git cannot record the commit of {path}: {reason}"
+        raise NotReady(launch_finding("error", "move-interrupted", message, "repeat the command", file=path))
+
+
+def _is_new(clone: Path, row: Mapping[str, Any]) -> bool:
+    after: str = row["after"]
+    return _digest_of(clone / row["path"]) == after
+
+
+def _replace(target: Path, raw: bytes) -> None:
+    """Write a file whole. What a kill leaves beside it has always the same name, and the next one writes over it."""
+    beside = target.with_name(f".{target.name}.{NAME}")
+    with beside.open("wb") as stream:
+        stream.write(raw)
+        stream.flush()
+        os.fsync(stream.fileno())
+    if target.exists():
+        shutil.copymode(target, beside)
+    os.replace(beside, target)
 
 
 def _digest_of(path: Path) -> str | None:

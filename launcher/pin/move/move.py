@@ -51,13 +51,13 @@ class Move:
             help = "cite what is there now" + ("" if line.now is None else f", perhaps {line.now}")
             yield launch_finding("error", "stale-citation", message, help, file=file, line=int(number))
         reviewed = f'reviewed=("{self.new[:_SHORT]}",)'
-        for function in self.review.changed:
-            for rule in function.rules:
-                file, _, number = (function.citing or (":0",))[0].rpartition(":")
-                message = f"{rule} is not confirmed at {self.new[:_SHORT]}: {function.name} changed"
-                help = f"compare the two texts below; where the rule is still true, add {reviewed} to its citations"
-                place = {"file": file, "line": int(number)} if file else {}
-                yield launch_finding("warning", "unconfirmed-rule", message, help, **place)
+        for rule, functions in self.review.rules.items():
+            file, _, number = rule.where.rpartition(":")
+            message = (
+                f"{rule.name} is a note at {self.new[:_SHORT]} until it is confirmed: {', '.join(functions)} changed"
+            )
+            help = f"compare the texts below; where the rule is still true, add {reviewed} to its citations"
+            yield launch_finding("warning", "unconfirmed-rule", message, help, file=file, line=int(number))
         for test in self.failed:
             file = test.partition("::")[0]
             message = f"{test} fails at {self.new[:_SHORT]}"
@@ -115,7 +115,10 @@ def _move(
         staged = staging.stage(clone, place, commits.repository, commits.new, say)
     finally:
         shutil.rmtree(place, ignore_errors=True)
-    found = review(cited.find_citations(clone), trees, (commits.old, commits.new))
+    names = cited.commits_of_rules()
+    known = [commit for commit in trees if any(commit.startswith(confirmed) for confirmed in names)]
+    later = cited.later_than(commits.new, known, commits.repository)
+    found = review(cited.find_citations(clone), trees, (commits.old, commits.new), later)
     gitlink = {SUBMODULE: commits.new} if _is_submodule(clone) else {}
     journal.write(staged.files, gitlink)
     journal.apply()

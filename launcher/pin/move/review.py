@@ -4,7 +4,9 @@ import difflib
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
+from launcher.paths import PROJECT
 from launcher.pin.cited import PACKAGE, Citing, commits_of_rules, rules_of, stale
 from launcher.upstream import citations
 from launcher.upstream.citations import CitedPlace, RuleStanding, SourceFiles, Table
@@ -13,17 +15,24 @@ _CONTEXT = 2
 _LEAST_WIDTH = 40
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Unconfirmed:
+    """A rule that waits to be confirmed: its name, and where it stands in launch (`file:line`)."""
+
+    name: str
+    where: str
+
+
 @dataclass(frozen=True, slots=True)
 class Changed:
-    """A function (or a statement outside any) that rules cite and that changed, and who cites it where.
+    """A function (or a statement outside any) that rules cite and that changed.
 
     `old` and `new` are its texts without docstrings and log calls; `new` is "" where it is gone. `lines` are the
     citations: each with its line in the old and in the new commit, None where it is gone.
     """
 
     name: str
-    rules: tuple[str, ...]
-    citing: tuple[str, ...]
+    rules: tuple[Unconfirmed, ...]
     lines: tuple[tuple[str, int | None, int | None], ...]
     old: str
     new: str
@@ -67,18 +76,23 @@ class Review:
     stale: tuple[Stale, ...]
 
     @property
-    def rules(self) -> tuple[str, ...]:
-        """The rules that wait to be confirmed, each once."""
-        return tuple(sorted({rule for function in self.changed for rule in function.rules}))
+    def rules(self) -> dict[Unconfirmed, list[str]]:
+        """The rules that wait to be confirmed, each with the functions of its that changed."""
+        functions: dict[Unconfirmed, list[str]] = {}
+        for function in self.changed:
+            for rule in function.rules:
+                functions.setdefault(rule, []).append(function.name)
+        return dict(sorted(functions.items()))
 
     def as_json(self) -> dict[str, object]:
-        return {**asdict(self), "rules": list(self.rules)}
+        rules = [{**asdict(rule), "changed": functions} for rule, functions in self.rules.items()]
+        return {**asdict(self), "rules": rules}
 
     def lines(self, columns: int) -> Iterator[str]:
         for function in self.changed:
             yield ""
-            yield f"{function.name}: {', '.join(function.rules)}"
-            yield f"  cited at {', '.join(function.citing)}"
+            yield function.name
+            yield from (f"  {rule.where}: {rule.name}" for rule in function.rules)
             for citation, before, after in function.lines:
                 yield f"  {citation}: line {before or '-'} -> {after or 'gone'}"
             yield from (f"  {row}" for row in function.side_by_side(columns - 2))
@@ -90,26 +104,30 @@ class Review:
                 yield f"  it may be {line.now} now"
 
 
-def review(cited: Sequence[Citing], trees: Mapping[str, SourceFiles], commits: tuple[str, str]) -> Review:
+def review(
+    cited: Sequence[Citing], trees: Mapping[str, SourceFiles], commits: tuple[str, str], later: Sequence[str] = ()
+) -> Review:
     """What differs for rules between the commits at which they were confirmed and the second of `commits`.
 
-    `trees` are open-instruct's files by full commit: of both commits, and of every one that confirms a rule.
+    A citation is gone where neither that commit nor one of the known commits `later` than it has it. `trees` are
+    open-instruct's files by full commit: of both commits, and of every one that confirms a rule.
     """
     old, new = commits
     confirmed = _confirmed(cited, trees)
     standing = RuleStanding("", confirmed, trees[new].place)
-    waiting: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    waiting: dict[tuple[str, str], list[tuple[Unconfirmed, str]]] = {}
     for rule in rules_of(PACKAGE):
         release, differing = standing.nearest(rule)
         commit = release.rpartition(" ")[2]
         for citation in differing:
             key = (_function(citation, [trees[commit], trees[new]]), commit)
-            waiting.setdefault(key, []).append((_name(rule), citation))
+            waiting.setdefault(key, []).append((_unconfirmed(rule, cited), citation))
     changed = []
     for (name, commit), pairs in sorted(waiting.items()):
-        changed.append(_changed(name, pairs, cited, trees[commit], trees[new]))
-    table = citations.table(trees[new].trees, sorted({citing.citation for citing in cited}))
-    lost = [_stale(citing, trees[old], trees[new]) for citing in stale(cited, table, new)]
+        changed.append(_changed(name, pairs, trees[commit], trees[new]))
+    names = sorted({citing.citation for citing in cited})
+    tables = [citations.table(trees[commit].trees, names) for commit in (new, *later)]
+    lost = [_stale(citing, trees[old], trees[new]) for citing in stale(cited, tables, new)]
     return Review(old, new, tuple(changed), tuple(lost))
 
 
@@ -122,9 +140,16 @@ def _confirmed(cited: Sequence[Citing], trees: Mapping[str, SourceFiles]) -> dic
     return tables
 
 
-def _name(rule: Callable[..., object]) -> str:
+def _unconfirmed(rule: Callable[..., object], cited: Sequence[Citing]) -> Unconfirmed:
     about = getattr(rule, "about", None)
-    return str(about or rule.__name__)
+    if about is None:
+        code = rule.__code__
+        file = Path(code.co_filename).relative_to(PROJECT).as_posix()
+        return Unconfirmed(rule.__name__, f"{file}:{code.co_firstlineno}")
+    # made by `check`: it stands where its citation is written
+    named = set(citations.of_rule(rule))
+    where = next(citing.where for citing in cited if citing.citation in named and "/rules/" in citing.file)
+    return Unconfirmed(about, where)
 
 
 def _function(citation: str, sources: Sequence[SourceFiles]) -> str:
@@ -138,19 +163,11 @@ def _function(citation: str, sources: Sequence[SourceFiles]) -> str:
     return citation
 
 
-def _changed(
-    name: str, pairs: Sequence[tuple[str, str]], cited: Sequence[Citing], old: SourceFiles, new: SourceFiles
-) -> Changed:
+def _changed(name: str, pairs: Sequence[tuple[Unconfirmed, str]], old: SourceFiles, new: SourceFiles) -> Changed:
     names = sorted({citation for _, citation in pairs})
-    rows = []
-    for citation in names:
-        before = old.place(citation)
-        after = new.place(citation)
-        rows.append((citation, _line(before), _line(after)))
-    where = sorted({citing.where for citing in cited if citing.citation in names and "/rules/" in citing.file})
-    texts = [_text(source, names) for source in (old, new)]
+    rows = [(citation, _line(old.place(citation)), _line(new.place(citation))) for citation in names]
     rules = tuple(sorted({rule for rule, _ in pairs}))
-    return Changed(name, rules, tuple(where), tuple(rows), texts[0], texts[1])
+    return Changed(name, rules, tuple(rows), _text(old, names), _text(new, names))
 
 
 def _line(place: CitedPlace | None) -> int | None:

@@ -63,8 +63,8 @@ def stage(clone: Path, place: Path, repository: Repository, commit: str, say: Ca
     steps = _Steps(copy, checkout)
     # each step reads what the ones before it wrote
     say("Taking its snapshot (about half a minute)")
-    snapshot = ["scripts/snapshot.py", str(checkout), "--repository", str(repository.root), "--only", "open_instruct"]
-    steps.run(*snapshot, also=_STALE)
+    source = ["--repository", str(repository.root), "--commit", commit, "--only", "open_instruct"]
+    steps.run("scripts/snapshot.py", str(checkout), *source, also=_STALE)
     steps.run("scripts/history.py", str(repository.root), commit)
     for name in NAMING:
         page = copy / name
@@ -138,7 +138,7 @@ class _Steps:
     checkout: Path
 
     def run(self, *words: str, also: int = 0) -> None:
-        """Raises InvalidConfig with what a step said, where it ends with another code than 0 or `also`."""
+        """Raises InvalidConfig with the last lines of a step that ends with another code than 0 or `also`."""
         done = self._python(words, {})
         if done.returncode not in {0, also}:
             last = "; ".join((done.stderr or done.stdout).strip().splitlines()[-_TRAILING:])

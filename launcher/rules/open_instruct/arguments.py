@@ -529,9 +529,9 @@ def unknown_function(values: Values) -> Iterator[Finding]:
 
 
 @cites(
-    "finetune.py::main[dtype=torch.bfloat16 #3]",
-    "finetune.py::main[attn_implementation #4]",
-    "dpo_tune_cache.py::main.load_model[dtype=torch.bfloat16 #3]",
+    "finetune.py::main[dtype=torch.bfloat16 #2]",
+    "finetune.py::main[attn_implementation #3]",
+    "dpo_tune_cache.py::main.load_model[dtype=torch.bfloat16 #2]",
     "dpo_tune_cache.py::main.load_model[attn_implementation #3]",
     reviewed=("e6c3044aa620",),
 )

@@ -97,7 +97,7 @@ def precision_option(context: Context) -> Iterator[Finding]:
 
 @cites(
     "transformers/trainer_optimizer.py::_get_bitsandbytes_optimizer[You need to install]",
-    "transformers/integrations/deepspeed.py::deepspeed_optim_sched[optimizer #9]",
+    "transformers/integrations/deepspeed.py::deepspeed_optim_sched[optimizer #7]",
 )
 def optimizer_package(context: Context) -> Iterator[Finding]:
     """A DeepSpeed file with an optimizer of its own decides."""

@@ -273,6 +273,19 @@ _ARGUMENTS = CodeSection(
             "DPO: `beta: 0`: TRL divides by it in some losses; the others, and "
             "open-instruct, learn no preference (a warning)",
         ),
+        _row(
+            "reversed-gradient",
+            "run",
+            "DPO since #1591: `max_grad_norm` below 0 reverses the gradient (with DeepSpeed it is not read), and 0 "
+            "makes it nothing in dpo.py",
+        ),
+        _row("packing-refused", "run", "dpo.py since #1670: `packing` without flash-attn's attention"),
+        _row(
+            "olmo-tokenizer",
+            "run",
+            "a tokenizer of OLMo's, by its config or (since #1622) its name, with `add_bos` or `use_fast` as its "
+            "template does not allow",
+        ),
         _row("not-with-olmo-core", "run", "`script: dpo_olmo_core`: LoRA, 8-bit and paged optimizers, QLoRA"),
         _row(
             "unsupported-model other-shape",
@@ -907,8 +920,30 @@ _SOURCE_AND_MACHINE = CodeSection(
         _row(
             "unknown-commit no-repository",
             "launch",
-            "`pin diff`: a name that the repository does not know; no git repository to read",
+            "`pin diff`, `pin move`: a name that the repository does not know; no git repository to read",
         ),
+        _row(
+            "no-clone no-pin",
+            "launch",
+            "`pin move`: this launch is not run from a clone of its repository, or the clone names no pin",
+        ),
+        _row(
+            "move-interrupted no-golden",
+            "launch",
+            "`pin move`: a file was changed after an earlier move was interrupted, or git cannot record the commit; "
+            "the tests that write golden files do not run",
+        ),
+        _row(
+            "stale-citation",
+            "launch",
+            "`pin move`: a line that launch cites is not in the new commit, or no longer told apart from others",
+        ),
+        _row(
+            "unconfirmed-rule",
+            "launch",
+            "`pin move`: what a rule cites changed; the rule is a note at this commit until somebody confirms it",
+        ),
+        _row("golden-differs", "launch", "`pin move`: a test of the golden files fails at the new commit"),
         _row("not-writable", "launch", "a folder that the run writes to: its output, a cache"),
         _row("no-such-config", "launch", "`configs copy`: no shipped stage file of that name"),
         _row("no-input", "launch", "`init`: the model or the data are not given"),

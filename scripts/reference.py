@@ -1,10 +1,13 @@
-"""Write docs/cli.md out of the command line itself, and docs/findings.md out of the table of codes.
+"""Write the pages that follow from launch itself.
 
-`--check` only says whether they are up to date.
+docs/cli.md out of the command line, docs/findings.md out of the table of codes, docs/cited.md out of the committed
+places of upstream's lines; and in README and docs the numbers of lines that a command printed, below a
+comment that cites them. `--check` only says whether all of that is up to date.
 """
 
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -13,8 +16,12 @@ import typer
 
 from launcher.cli.commands import app
 from launcher.findings import SECTIONS
+from launcher.pin import cited
+from launcher.upstream import citations
+from launcher.upstream.citations import CitedPlace, Table
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
 HEAD = """\
 # CLI reference
 
@@ -28,7 +35,7 @@ checkout (`prepare` no GPU); `--gpus 0` is the CPU.
 | code | meaning |
 |---|---|
 | 0 | success |
-| 1 | the verdict is `fail` or `unproven` (`--allow-unproven` makes the latter 0) |
+| 1 | the verdict is `fail` or `unproven` (`--allow-unproven` makes the latter 0); `pin move`: moved, and rules wait |
 | 2 | the command line is wrong |
 | 3 | the stage file is invalid |
 | 4 | training failed, or an evaluation in a pipeline |
@@ -124,12 +131,87 @@ def findings_page() -> str:
     return "\n".join(lines)
 
 
+CITED_HEAD = """\
+# Cited lines
+
+What rules, comments and pages cite of the trainers' source, and the line where it is: of open-instruct at the pin,
+of packages in the release that launch is tested with. Written by `make docs` out of
+`launcher/upstream/snapshots/cited.json`; how citations are written is said in [the pin](pin.md).
+"""
+
+
+def cited_page() -> str:
+    """The page of what is cited, by release and file."""
+    known = citations.committed()
+    citing: dict[str, set[str]] = {}
+    for row in cited.find_citations(ROOT):
+        citing.setdefault(row.citation, set()).add(row.file)
+    lines = [CITED_HEAD]
+    for release, table in _current_releases(known):
+        package = release.partition(" ")[0]
+        lines += [f"## {release}", "", "| cited | line | in |", "|---|---|---|"]
+        for name in sorted(name for name in citing if name.startswith(f"{package}/")):
+            where = ", ".join(f"`{file}`" for file in sorted(citing[name]))
+            text = name.replace("|", "\\|")
+            lines.append(f"| `{text}` | {_numbered(name, table.get(name), release)} | {where} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _current_releases(known: citations.Committed) -> Iterator[tuple[str, Table]]:
+    """The pin first, then the packages."""
+    pin = f"{cited.PACKAGE} {known.pin}"
+    yield pin, known.tables[pin]
+    for release, table in known.tables.items():
+        if not release.startswith(f"{cited.PACKAGE} "):
+            yield release, table
+
+
+def _numbered(name: str, place: CitedPlace | None, release: str) -> str:
+    if place is None:
+        return "not there"
+    if not release.startswith(f"{cited.PACKAGE} "):
+        return str(place.line)
+    file = name.partition("::")[0]
+    commit = release.rpartition(" ")[2]
+    return f"[{place.line}](https://github.com/allenai/open-instruct/blob/{commit[:12]}/{file}#L{place.line})"
+
+
+_SHOWN = re.compile(r"<!-- cited: (.*?) -->\n(.*?)(?=<!-- cited: |\Z)", re.DOTALL)
+
+
+def with_numbers(text: str) -> str:
+    """A page whose printed lines have the numbers of what the comment above them cites, in its order."""
+    known = citations.committed()
+    table = known.tables[f"{cited.PACKAGE} {known.pin}"]
+
+    def renumbered(match: re.Match[str]) -> str:
+        below = match[2]
+        for name in citations.citations(match[1]):
+            file = name.partition("::")[0]
+            if name in table:
+                below = re.sub(rf"{re.escape(file)}:(?:\d+)", f"{file}\0{table[name].line}", below, count=1)
+        return f"<!-- cited: {match[1]} -->\n" + below.replace("\0", ":")
+
+    return _SHOWN.sub(renumbered, text)
+
+
+def pages() -> Mapping[Path, str]:
+    """Every page that this writes, with its text."""
+    texts = {DOCS / "cli.md": page(), DOCS / "findings.md": findings_page(), DOCS / "cited.md": cited_page()}
+    for path in (ROOT / "README.md", *sorted(DOCS.glob("*.md"))):
+        text = texts.get(path) or path.read_text(encoding="utf-8")
+        if "<!-- cited: " in text and path.name != "pin.md":
+            texts[path] = with_numbers(text)
+    return texts
+
+
 def main(arguments: list[str]) -> int:
     """Write the pages; with `--check`, exit 1 where one differs."""
-    pages = {DOCS / "cli.md": page(), DOCS / "findings.md": findings_page()}
+    texts = pages()
     if arguments == ["--check"]:
-        return int(any(path.read_text(encoding="utf-8") != text for path, text in pages.items()))
-    for path, text in pages.items():
+        return int(any(not path.exists() or path.read_text(encoding="utf-8") != text for path, text in texts.items()))
+    for path, text in texts.items():
         path.write_text(text, encoding="utf-8")
     return 0
 

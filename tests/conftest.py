@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import checkouts
 import pytest
 from hypothesis import HealthCheck, settings
-
-from launcher.upstream import locate
 
 # The same examples everywhere: a test that fails for one machine in a hundred helps nobody, nor does one
 # that fails where the machine stood still while examples were made.
@@ -33,7 +32,6 @@ os.environ.pop("PYTHONUNBUFFERED", None)
 REPOSITORY = Path(__file__).resolve().parent.parent
 DATA, SUPPORT = REPOSITORY / "tests" / "data", REPOSITORY / "tests" / "support"
 STAGE_FILES = [path for path in sorted((REPOSITORY / "configs").rglob("*.yaml")) if "pipeline" not in path.name]
-NO_CHECKOUT = "no open-instruct checkout at the pin"
 NO_PACKAGES = "no training packages"
 STAND_INS = os.pathsep.join(filter(None, (str(SUPPORT / "stand_ins"), os.environ.get("PYTHONPATH"))))
 """PYTHONPATH for the pinned scripts without litellm, which SFT and DPO import and never call: a fifth of
@@ -126,29 +124,20 @@ def demo_assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def checkout() -> Path:
-    """The pinned open-instruct checkout; skips where there is none."""
-    found = find_checkout()
-    if found is None:
-        pytest.skip(NO_CHECKOUT)
-    return found
+    """The pinned open-instruct checkout; skips where there is none, or fails where one is required."""
+    return checkouts.require()
 
 
 def find_checkout() -> Path | None:
-    """The checkout that launch itself would use, if its files are those of the pin."""
-    named = os.environ.get("LAUNCH_OPEN_INSTRUCT")
-    candidates = [Path(named)] if named else [locate.SUBMODULE, *locate.FOUND_IN]
-    for candidate in candidates:
-        root = candidate.expanduser()
-        if (root / "open_instruct" / "finetune.py").is_file():
-            source = locate.locate("open_instruct", checkout=root)
-            return root if source.pinned else None
-    return None
+    """The checkout of the pin, whatever other commits lie in the places before it."""
+    return checkouts.find()
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say plainly what could not be tried here."""
+    """Say plainly how much could not be tried here, and why."""
     reasons = [str(report.longrepr) for report in terminalreporter.stats.get("skipped", [])]
-    for what in (NO_CHECKOUT, NO_PACKAGES):
+    terminalreporter.write_line(f"skipped in all: {len(reasons)} test(s)")
+    for what in (*map(checkouts.missing, checkouts.COMMITS), NO_PACKAGES):
         count = sum(what in reason for reason in reasons)
         if count:
             terminalreporter.write_line(f"skipped: {count} test(s), for {what} here")

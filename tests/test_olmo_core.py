@@ -100,7 +100,7 @@ SPEAKS = [
     ("model_revision: main", "unread-key", "model_revision", "warning"),
     ("max_train_samples: 5", "unread-key", "max_train_samples", "warning"),
     ("timeout: 60", "unread-key", "timeout", "warning"),
-    # utils.py:1344 asks by name whether anything is pushed
+    # utils.py::setup_experiment_paths[push_to_hub] asks by name whether anything is pushed
     ("hf_repo_id: a", "conditional-key", "hf_repo_id", "warning"),
     ("gradient_accumulation_steps: 2\n  packing: true", "accumulation-packed",
      "gradient_accumulation_steps", "warning"),

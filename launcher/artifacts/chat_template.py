@@ -23,7 +23,7 @@ PUT_IT_BESIDE = (
 """The same for a trainer that takes names alone, or what lies with the tokenizer."""
 PUT_IT_INTO_THE_MODEL = "write it to chat_template.jinja in the model's folder, and delete this line"
 _JINJA = re.compile(r"\{[%{#]|[\r\n]")
-# trl/chat_template_utils.py:42
+# trl/chat_template_utils.py::has_generation_markers
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MOST_BYTES = 2**20
 
@@ -80,7 +80,8 @@ def has_marker(template: str) -> bool:
 def is_replaced(template: str) -> bool:
     """Whether the pinned TRL knows how to change the template so that it does.
 
-    TRL replaces the templates that it ships, by their exact text (trl/chat_template_utils.py:1157).
+    TRL replaces the templates that it ships, by their exact text
+    (trl/chat_template_utils.py::get_training_chat_template[if chat_template == cohere_chat_template]).
     """
     return digest(template) in _replaced_by_trl()
 

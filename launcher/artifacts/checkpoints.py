@@ -1,11 +1,11 @@
 """What lies in an output folder -> `Checkpoint`: the training states in it, and whether they are whole.
 
 open-instruct writes `step_N` and `epoch_N` and a file COMPLETED into them, which every rank writes when
-its own part is done (finetune.py:979): with several ranks it can stand beside weights that are still
-being written. transformers writes `checkpoint-N` and trainer_state.json last (transformers/trainer.py:3269),
-and takes the highest number whatever is in it (transformers/trainer_utils.py:270). So no mark is
-believed: every file that a resume reads must be there and end where its own header or directory says.
-No weights are loaded.
+its own part is done (finetune.py::main[with open(os.path.join #1]): with several ranks it can stand beside weights
+that are still being written. transformers writes `checkpoint-N` and trainer_state.json last
+(transformers/trainer.py::Trainer._save_checkpoint[self.state.save_to_json]), and takes the highest number whatever is
+in it (transformers/trainer_utils.py::get_last_checkpoint). So no mark is believed: every file that a resume reads must
+be there and end where its own header or directory says. No weights are loaded.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def last_written(backend: str, output: Path | None) -> float | None:
 
 
 def taken_by_upstream(backend: str, output: Path | None) -> Path | None:
-    """The checkpoint that open-instruct would resume from by itself (utils.py:789).
+    """The checkpoint that open-instruct would resume from by itself (utils.py::get_last_checkpoint).
 
     None for a trainer that resumes only from what is named. Raises ValueError where a name in the folder
     makes its own look-up crash.
@@ -89,7 +89,9 @@ def taken_by_upstream(backend: str, output: Path | None) -> Path | None:
 
 
 def strange_names(backend: str, output: Path | None) -> list[str]:
-    """Names that open-instruct takes for checkpoints and that are none of its own (utils.py:791)."""
+    """Names that open-instruct takes for checkpoints and that are none of its own
+    (utils.py::get_last_checkpoint[checkpoint_steps =]).
+    """
     layout = _layout(backend)
     names = files.names(output) if layout.resumes_itself else []
     return [n for n in names if n.startswith(("step_", "epoch_")) and not layout.folder.match(n)]

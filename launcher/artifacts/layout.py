@@ -18,9 +18,10 @@ _FILES = frozenset(
 )
 # events of TensorBoard; code that a model brings along
 _FURTHER = re.compile(r"events\.out\.tfevents\.|(?:modeling|configuration|tokenization)_\w+\.py\Z")
-# finetune.py:975 and dpo_tune_cache.py:700, transformers/trainer.py:3215, OLMo-core
+# finetune.py::main[output_dir = f #1] and dpo_tune_cache.py::main[accelerator.save_state(output_dir #1],
+# transformers/trainer.py::Trainer._save_checkpoint, OLMo-core
 _CHECKPOINT = re.compile(r"(?:tmp-)?checkpoint-\d+\Z|(?:step|epoch)_\d+\Z|step\d+\Z", re.ASCII)
-_FOLDERS = frozenset({"hf_model", "runs"})  # dpo.py:111; TensorBoard
+_FOLDERS = frozenset({"hf_model", "runs"})  # dpo.py::_handle_post_training[hf_model_path = os.path.join]; TensorBoard
 
 
 def is_file(name: str) -> bool:

@@ -170,10 +170,10 @@ class Packed(NamedTuple):
 def pack(rows: Lengths, *, pairs: int, limit: int) -> Packed:
     """Rows of at most `pairs` pairs and `limit` tokens a branch, from pairs as long as `rows` says.
 
-    dpo.py goes through the shuffled pairs in order (data_loader.py:321): a row holds as many pairs as fit,
-    chosen and rejected each within the limit, and never more than the rank's batch. What is left of the row
-    is padding, and the model computes it all the same. The same pairs are drawn each time, so that plans of
-    different batches compare.
+    dpo.py goes through the shuffled pairs in order
+    (data_loader.py::HFDataLoader._reshard_with_packing[for i in range]): a row holds as many pairs as fit, chosen and
+    rejected each within the limit, and never more than the rank's batch. What is left of the row is padding, and the
+    model computes it all the same. The same pairs are drawn each time, so that plans of different batches compare.
     """
     chance = random.Random(20260101)
     drawn = iter(rows.quantiles(chance.random() for _ in range(2 * _PAIRS)))

@@ -127,7 +127,9 @@ def offline(environ: Mapping[str, str]) -> bool:
 
 
 def offline_by(environ: Mapping[str, str]) -> str | None:
-    """The variable that keeps the hub off: the first that holds anything (huggingface_hub/constants.py:194)."""
+    """The variable that keeps the hub off: the first that holds anything
+    (huggingface_hub/constants.py::[HF_HUB_OFFLINE]).
+    """
     names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
     first = next((name for name in names if environ.get(name)), None)
     return first if first and environ[first].upper() in {"1", "ON", "YES", "TRUE"} else None

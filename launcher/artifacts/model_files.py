@@ -46,7 +46,9 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def config_fault(folder: Path) -> str | None:
-    """What is wrong with the config of a model (transformers/models/auto/configuration_auto.py:433)."""
+    """What is wrong with the config of a model
+    (transformers/models/auto/configuration_auto.py::AutoConfig.from_pretrained[Unrecognized model]).
+    """
     if not is_file(folder / _CONFIG):
         return f"it holds no {_CONFIG}"
     config = _read(folder / _CONFIG)
@@ -73,7 +75,9 @@ def tokenizer_fault(folder: Path) -> str | None:
 
 
 def weights_fault(folder: Path) -> str | None:
-    """What is wrong with the weights: the first of four names decides (transformers/modeling_utils.py:594)."""
+    """What is wrong with the weights: the first of four names decides
+    (transformers/modeling_utils.py::_get_resolved_checkpoint_files[elif use_safetensors is not False and #1]).
+    """
     found = first(folder)
     if found is None:
         others = sorted(path.name for path in _weights(folder))
@@ -82,7 +86,7 @@ def weights_fault(folder: Path) -> str | None:
     if not found.name.endswith(".json"):
         return file_fault(found)
     shards = _shards(found)
-    # transformers/utils/hub.py:891
+    # transformers/utils/hub.py::get_checkpoint_shard_files[sharded_metadata = index]
     if not shards or "metadata" not in _read(found):
         return _unread(found)
     faults = [fault for path in shards if (fault := file_fault(path)) is not None]

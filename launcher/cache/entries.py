@@ -1,8 +1,9 @@
 """Which set of a dataset cache folder open-instruct would take: by what its own key is made of.
 
-Upstream writes beside each set what its key was made of (`config.json`, dataset_transformation.py:1893).
-Whoever holds that against the arguments knows, without starting anything, whether a run would find
-its set. The rest (contents of local data, code, versions) is in the name of the folder.
+Upstream writes beside each set what its key was made of (`config.json`,
+dataset_transformation.py::LocalDatasetTransformationCache.save_config[= os.path.join]). Whoever holds that against the
+arguments knows, without starting anything, whether a run would find its set. The rest (contents of local data, code,
+versions) is in the name of the folder.
 """
 
 import hashlib
@@ -18,10 +19,10 @@ from launcher.paths import exists, is_dir, is_file
 from launcher.plan.plan import Plan
 from launcher.runs import rundir
 
-# dataset_transformation.py:910
+# dataset_transformation.py::TokenizerConfig.tokenizer[filenames=]
 _HASHED = ("tokenizer_config.json", "tokenizer.json", "special_tokens_map.json", "vocab.json")
 _TOKENIZER_FIELDS = (*keys.TOKENIZER_KEY, "use_slow_tokenizer", "tokenizer_name")
-# dataset_transformation.py:2062
+# dataset_transformation.py::load_dataset_configs[dataset_revision]
 _REVISION = "main"
 
 

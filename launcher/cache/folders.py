@@ -41,7 +41,8 @@ COLUMNS = ("kind", "size", "age", "last used", "state", "of", "runs", "folder")
 _AGE = re.compile(r"(\d+(?:\.\d+)?)([smhdw])\Z")
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _TICK = 0.02  # seconds that the clock of a file system may be behind
-# what `Dataset.load_from_disk` needs; written last (datasets/arrow_dataset.py:1931)
+# what `Dataset.load_from_disk` needs; written last
+# (datasets/arrow_dataset.py::Dataset.save_to_disk[config.DATASET_STATE_JSON_FILENAME])
 _DATASET_FILES = ("state.json", "dataset_info.json")
 
 
@@ -253,7 +254,8 @@ def _stat_time(path: Path, name: str) -> float:
 
 
 def _half_dataset(path: Path) -> bool:
-    # an entry is called by ten hexadecimal digits (dataset_transformation.py:1786)
+    # an entry is called by ten hexadecimal digits
+    # (dataset_transformation.py::compute_config_hash[return hashlib.sha256])
     named = re.fullmatch(r"[0-9a-f]{10}", path.name) is not None
     return named and path.is_dir() and not path.is_symlink() and not _complete(path, "dataset")
 

@@ -1,8 +1,8 @@
 """What a stage reads of models, tokenizers and data, local or on the hub: brought here, and looked through.
 
 Before anything is tokenised: upstream's key of tokenised data holds what is in the hub's cache at that
-moment (dataset_transformation.py:84), so that a set made before the download has another key than the
-same set made after it.
+moment (dataset_transformation.py::get_commit_hash[file = launch_utils.custom_cached_file]), so that a set made before
+the download has another key than the same set made after it.
 """
 
 import json

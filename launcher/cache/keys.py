@@ -1,15 +1,17 @@
 """`Plan` -> `Cache`: the folders of tokenised data and of reference log-probabilities, by content.
 
 Upstream's own keys know names where they should know contents: of a local data file its path and the
-number of rows (dataset_transformation.py:1600, dataset_transformation.py:1603), of the reference model
-its name (dpo_utils.py:377). What those keys do not see makes the name of the folder they live in:
+number of rows (dataset_transformation.py::DatasetConfig[dataset_name: str],
+dataset_transformation.py::DatasetConfig[dataset_range: int]), of the reference model its name
+(dpo_utils.py::compute_reference_cache_hash[model_name_or_path]). What those keys do not see makes the name of the
+folder they live in:
 
 * the content of local data, of the whole tokenizer (upstream reads four of its files,
-  dataset_transformation.py:910, not `chat_template.jinja`, `merges.txt` or `tokenizer.model`), and of
-  the model, its `config_name` and `additional_model_arguments`;
+  dataset_transformation.py::TokenizerConfig.tokenizer[filenames=], not `chat_template.jinja`, `merges.txt` or
+  `tokenizer.model`), and of the model, its `config_name` and `additional_model_arguments`;
 * upstream's files that tokenise and score, by content: chat templates are text in one of them
-  (dataset_transformation.py:846 takes them by name), and its own version of the cache is raised by
-  hand (dataset_transformation.py:954);
+  (dataset_transformation.py::get_tokenizer_tulu_v2_2[if tc.chat_template_name in] takes them by name), and its own
+  version of the cache is raised by hand (dataset_transformation.py::[DATASET_CACHE_VERSION]);
 * the versions of transformers and tokenizers.
 
 What a key of upstream's does see (lengths, transforms, amounts, loss, LoRA) stays out: it makes
@@ -17,10 +19,11 @@ another entry in the same folder. So do places and times: a project that was mov
 touched or copied back, finds its cache. Another name for the same data is another key to upstream.
 
 Below upstream lies the cache of `datasets`, which knows a local file by its path and time of last
-write (datasets/data_files.py:519): a file written anew with its old time is not read again. It goes
-into the same folder wherever data are local. TRL has no other: its precomputed reference is found by
-the data and all weights of the model (trl/trainer/dpo_trainer.py:1177), but not by `max_length`,
-`truncation_mode` and `ld_alpha`, which change it.
+write (datasets/data_files.py::_get_single_origin_metadata[if key in info]): a file written anew with its old time is
+not read again. It goes into the same folder wherever data are local. TRL has no other: its precomputed reference is
+found by the data and all weights of the model
+(trl/trainer/dpo_trainer.py::DPOTrainer._precompute_ref_logps[Hasher.hash((dataset._fingerprint]), but not by
+`max_length`, `truncation_mode` and `ld_alpha`, which change it.
 """
 
 import hashlib
@@ -61,9 +64,10 @@ _PACKAGES: Mapping[str, tuple[str, ...]] = {
     "own": ("transformers", "tokenizers"),
     "datasets": ("datasets", "tokenizers", "transformers", "trl"),
 }
-# they change the reference model, and upstream's key holds none of them (dpo_utils.py:371). Liger's
-# loader is not given bfloat16 (dpo_tune_cache.py:318), so it is another model where that is not
-# the checkpoint's own.
+# they change the reference model, and upstream's key holds none of them
+# (dpo_utils.py::compute_reference_cache_hash[config_str = json.dumps]). Liger's loader is not given bfloat16
+# (dpo_tune_cache.py::main.load_model[AutoLigerKernelForCausalLM.from_pretrained]), so it is another model where that
+# is not the checkpoint's own.
 _REFERENCE_VALUES = ("additional_model_arguments", "use_liger_kernel")
 # dpo_trainer.py hands them to the collator and the sums, after the fingerprint of the data is made
 _PRECOMPUTED_VALUES = ("max_length", "truncation_mode", "ld_alpha")
@@ -260,7 +264,8 @@ def _tokenising(reader: _Sources) -> list[Input]:
     """What tokenised data depend on and upstream's key does not see."""
     data = reader.plan.values.get(reader.plan.stage.entry.names.data)
     names = [str(name) for name in data[::2]] if isinstance(data, list) else []
-    # dataset_transformation.py:1618: any other name goes to `load_dataset`, which prefers a folder here
+    # dataset_transformation.py::DatasetConfig.__post_init__[.jsonl]: any other name goes to `load_dataset`, which
+    # prefers a folder here
     local = [name for name in names if name.endswith((".jsonl", ".parquet")) or exists(name)]
     tokenizer = reader.text("tokenizer_name_or_path") or reader.text("model_name_or_path")
     return [
@@ -283,7 +288,8 @@ def _trl(reader: _Sources) -> Iterator[Cache]:
         return
     local = is_dir(name)
     if not local and not precomputed:
-        # the hub's sets are known by their commit (datasets/data_files.py:513)
+        # the hub's sets are known by their commit
+        # (datasets/data_files.py::_get_single_origin_metadata[resolved_path = fs.resolve_path])
         return
     inputs = [
         *reader.read("data", name if local else None),
@@ -293,7 +299,8 @@ def _trl(reader: _Sources) -> Iterator[Cache]:
         *(reader.arguments(_PRECOMPUTED_VALUES) if precomputed else ()),
     ]
     if precomputed:
-        # TRL's own key holds a hash of the weights, which under ZeRO-3 are empty here (trl/trainer/utils.py:1373)
+        # TRL's own key holds a hash of the weights, which under ZeRO-3 are empty here
+        # (trl/trainer/utils.py::hash_module)
         inputs += reader.read("model", reader.text("model_name_or_path"), reader.text("model_revision"))
     if not local:
         digest = hashlib.sha256(name.encode()).hexdigest()

@@ -12,14 +12,16 @@ HUB_ROWS = {
     "allenai/llama-3.1-tulu-3-70b-preference-mixture": 334_367,
     "allenai/llama-3.1-tulu-3-405b-preference-mixture": 360_924,
 }
-# what is read from disk by its name (dataset_transformation.py:1618,1623)
+# what is read from disk by its name (dataset_transformation.py::DatasetConfig.__post_init__[.jsonl],
+# dataset_transformation.py::DatasetConfig.__post_init__[elif os.path.exists])
 LOCAL_SUFFIXES = (".jsonl", ".parquet")
 
 
 def entry_rows(name: str, amount: str) -> int | None:
     """Rows that one entry gives before filtering; None where that is not known.
 
-    A count stands for itself, rows are repeated (dataset_transformation.py:2074 rounds a share down).
+    A count stands for itself, rows are repeated
+    (dataset_transformation.py::load_dataset_configs[frac_or_num_samples * original_size] rounds a share down).
     """
     try:
         if "." not in amount:

@@ -1,6 +1,6 @@
 """TRL's `datasets:` -> `Mixture`: its entries, the rows that each of them gives, and those of the test split.
 
-Follows trl/scripts/utils.py:414 (`get_dataset`).
+Follows trl/scripts/utils.py::get_dataset (`get_dataset`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from launcher.dataset.sources import Source
 from launcher.dataset.survey import Survey
 
 KEYS = ("path", "name", "data_dir", "data_files", "split", "columns", "fraction")
-"""The keys of an entry (trl/scripts/utils.py:71)."""
+"""The keys of an entry (trl/scripts/utils.py::DatasetConfig[path: str])."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +110,7 @@ class Mixture:
 
     @property
     def test_rows(self) -> int | None:
-        """datasets/arrow_dataset.py:5144: a share is rounded up."""
+        """datasets/arrow_dataset.py::Dataset.train_test_split[n_test = ceil(test_size]: a share is rounded up."""
         if self.test_split_size is None:
             return 0
         if isinstance(self.test_split_size, int):
@@ -205,7 +205,9 @@ def _piece(part: Slice, source: Source) -> Piece:
 
 
 def _by_fraction(sets: Sequence[MixedSet]) -> list[MixedSet]:
-    """trl/scripts/utils.py:464: the first rows of each set, by its share of the largest mixture without copies."""
+    """trl/scripts/utils.py::get_dataset[if any(fraction is not]: the first rows of each set, by its share of the
+    largest mixture without copies.
+    """
     fractions = [mixed.entry.fraction for mixed in sets]
     if None in fractions or not _are_shares(fractions):
         return list(sets)

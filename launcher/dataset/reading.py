@@ -94,7 +94,7 @@ def has_lines(path: Path) -> bool:
 
 def rows_typed_first(path: Path) -> int:
     """How many rows of a file `datasets` reads before it fixes the types of columns: those of ten megabytes of lines
-    (datasets/packaged_modules/json/json.py:55), all rows of other files.
+    (datasets/packaged_modules/json/json.py::JsonConfig[chunksize: int]), all rows of other files.
     """
     if _READERS.get(data_suffix(path)) is not _read_json:
         return sys.maxsize
@@ -371,7 +371,8 @@ def _read_csv(path: Path, delimiter: str = ",") -> Iterator[Numbered]:
                 if not values:
                     continue
                 if is_first and len(values) > len(names):
-                    # pandas/io/parsers/c_parser_wrapper.py:213: what stands in front of the named cells is an index
+                    # pandas/io/parsers/c_parser_wrapper.py::CParserWrapper._set_noconvert_columns[self.names #2]: what
+                    # stands in front of the named cells is an index
                     names = [INDEX] * (len(values) - len(names)) + names
                 is_first = False
                 if len(values) > len(names):
@@ -447,7 +448,8 @@ def _read_parquet(path: Path) -> Iterator[Numbered]:
     try:
         with arrow.parquet.ParquetFile(path) as file:
             if file.num_row_groups and not file.metadata.row_group(0).num_rows:
-                # datasets/packaged_modules/parquet/parquet.py:190: its size is how many rows are read at once
+                # datasets/packaged_modules/parquet/parquet.py::Parquet._generate_tables[) #3]: its size is how many
+                # rows are read at once
                 raise CannotRead("begins with an empty row group, which `datasets` refuses: leave the file out")
             for field in file.schema_arrow:
                 if arrow.types.is_map(field.type):
@@ -467,7 +469,9 @@ def _read_arrow(path: Path) -> Iterator[Numbered]:
 
 
 def _arrow_batches(arrow: Any, source: Any) -> Iterator[Any]:
-    """datasets/packaged_modules/arrow/arrow.py:67: a stream, or else a file with a footer."""
+    """datasets/packaged_modules/arrow/arrow.py::Arrow._generate_tables[reader = pa.ipc.open_file]: a stream, or else a
+    file with a footer.
+    """
     try:
         stream = arrow.ipc.open_stream(source)
     except (arrow.ArrowException, OSError):
@@ -501,7 +505,9 @@ _READERS: Mapping[str, Callable[[Path], Iterator[Numbered]]] = {
     ".parquet": _read_parquet,
     ".arrow": _read_arrow,
 }
-"""The reader of each format by its suffix; datasets/packaged_modules/__init__.py:95 reads more of them."""
+"""The reader of each format by its suffix; datasets/packaged_modules/__init__.py::[_EXTENSION_TO_MODULE: dict] reads
+more of them.
+"""
 
 READABLE = frozenset(_READERS)
 TEXT_FORMATS = frozenset({".csv", ".tsv"})

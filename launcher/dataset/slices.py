@@ -9,7 +9,7 @@ import math
 import re
 from dataclasses import dataclass
 
-# datasets/arrow_reader.py:46,62
+# datasets/arrow_reader.py::[_SUB_SPEC_RE = re.compile], datasets/arrow_reader.py::[_ADDITION_SEP_RE]
 _PART = re.compile(
     r"(?P<split>\w+(\.\w+)*)"
     r"(\[((?P<start>-?[\d_]+)(?P<start_percent>%)?)?:((?P<stop>-?[\d_]+)(?P<stop_percent>%)?)?\])?"
@@ -17,7 +17,7 @@ _PART = re.compile(
 )
 _PLUS = re.compile(r"\s*\+\s*")
 _ROUNDINGS = ("closest", "pct1_dropremainder")
-_LEAST_FOR_WHOLE_PERCENT = 100  # datasets/arrow_reader.py:414
+_LEAST_FOR_WHOLE_PERCENT = 100  # datasets/arrow_reader.py::_pct_to_abs_pct1[if num_examples]
 
 
 class BadSplit(ValueError):

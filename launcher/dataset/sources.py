@@ -23,23 +23,25 @@ from launcher.paths import is_file
 
 _MOST_ENTRIES = 20_000  # entries of a folder to look at; a larger one is not judged
 
-# datasets/data_files.py:43: words in the names of files and folders, in the order in which they are tried
+# datasets/data_files.py::[SPLIT_KEYWORDS =]: words in the names of files and folders, in the order in which they are
+# tried
 _SPLIT_WORDS = {
     "train": frozenset({"train", "training"}),
     "validation": frozenset({"validation", "valid", "dev", "val"}),
     "test": frozenset({"test", "testing", "eval", "evaluation"}),
 }
 _SEPARATORS = re.compile(r"[-._ 0-9]")
-# datasets/data_files.py:41: with one such file, these alone are read
+# datasets/data_files.py::[SPLIT_PATTERN_SHARDED =]: with one such file, these alone are read
 _SHARD = re.compile(r"data/(?P<split>[^/]+)-\d{5}-of-\d{5}[^/]*\.[^/]*\Z")
-# datasets/data_files.py:109
+# datasets/data_files.py::[FILES_TO_IGNORE]
 _IGNORED = frozenset(
     "README.md config.json dataset_info.json dataset_infos.json dummy_data.zip dataset_dict.json".split()
 )
-# datasets/load.py:1089: the file of one data set; a folder of several splits is read as any other
+# datasets/load.py::dataset_module_factory[data_files=data_files #3]: the file of one data set; a folder of several
+# splits is read as any other
 SAVED_TO_DISK = "state.json"
 
-# datasets/packaged_modules/__init__.py:95, as far as launch reads them
+# datasets/packaged_modules/__init__.py::[_EXTENSION_TO_MODULE: dict], as far as launch reads them
 _FORMATS = {
     ".json": "json",
     ".jsonl": "json",
@@ -58,12 +60,13 @@ _OTHER_FORMATS = frozenset(
     .fa .fasta .fastq .fq .gb
     """.split()
 )
-# datasets/load.py:232: of formats that are as common, the last of these
+# datasets/load.py::infer_module_for_data_files_list.sort_key[ext == #1]: of formats that are as common, the last of
+# these
 _PREFERRED = (".csv", ".json", ".jsonl", ".arrow", ".vortex", ".lance", ".parquet")
 # files that describe images and sounds: they count where there is nothing else
 _METADATA = re.compile(r"metadata\.(jsonl|csv|parquet)\Z")
 
-# Names that `load_dataset` takes for a reader (datasets/packaged_modules/__init__.py:52).
+# Names that `load_dataset` takes for a reader (datasets/packaged_modules/__init__.py::[_PACKAGED_DATASETS_MODULES =]).
 LOADERS = frozenset(
     """
     csv json pandas parquet arrow text conll imagefolder audiofolder videofolder meshfolder pdffolder
@@ -243,7 +246,9 @@ def _of_reader(files: Sequence[Path], reader: str | None) -> list[Path]:
 
 
 def _named(folder: Path, patterns: Sequence[str]) -> list[Path]:
-    """datasets/data_files.py:351: the files that patterns name, each relative to `folder`. Raises _MissingFiles."""
+    """datasets/data_files.py::resolve_pattern[if is_relative_path]: the files that patterns name, each relative to
+    `folder`. Raises _MissingFiles.
+    """
     named: list[Path] = []
     missing = []
     for pattern in patterns:
@@ -271,7 +276,9 @@ def _all_splits(folder: Path, config: str | None) -> dict[str, list[str]]:
 
 
 def _files_of_splits(folder: Path, split: str, config: str | None) -> dict[str, list[str]]:
-    """datasets/load.py:422: the files of each split. Raises _UnknownFolder, and _RefusedFolder without `split`."""
+    """datasets/load.py::LocalDatasetModuleFactory.get_module: the files of each split. Raises _UnknownFolder, and
+    _RefusedFolder without `split`.
+    """
     splits = _all_splits(folder, config)
     formats = {}
     for name, files in splits.items():
@@ -374,7 +381,9 @@ def _config(configs: Sequence[Any], name: str | None) -> Mapping[str, Any]:
 
 
 def _patterns(data_files: Any) -> dict[str, list[str]]:
-    """The patterns of each split, in each of the forms that a card may give (datasets/data_files.py:123)."""
+    """The patterns of each split, in each of the forms that a card may give
+    (datasets/data_files.py::sanitize_patterns).
+    """
     if isinstance(data_files, str):
         return {"train": [data_files]}
     if isinstance(data_files, dict):
@@ -422,7 +431,10 @@ def _part_regex(part: str) -> str:
 
 
 def _splits_by_name(names: Sequence[str]) -> dict[str, list[str]]:
-    """datasets/data_files.py:75,259: shards, then folders, then files that bear the name of a split; else all."""
+    """datasets/data_files.py::[DEFAULT_PATTERNS_SPLIT_IN_FILENAME =],
+    datasets/data_files.py::_get_data_files_patterns: shards, then folders, then files that bear the name of a split;
+    else all.
+    """
     shards: dict[str, list[str]] = {}
     for file in names:
         shard = _SHARD.match(file)
@@ -454,7 +466,9 @@ def _suffixes(file: str) -> list[str]:
 
 
 def _common_format(files: Iterable[str]) -> str | None:
-    """The format of the most common suffix (datasets/load.py:202); None where no file is data."""
+    """The format of the most common suffix (datasets/load.py::infer_module_for_data_files_list); None where no file is
+    data.
+    """
     counts: Counter[tuple[bool, str]] = Counter()
     for file in files:
         suffixes = _suffixes(file)

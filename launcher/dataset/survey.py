@@ -299,7 +299,9 @@ class _Surveyor:
             self._mark(name, "python-messages")
 
     def _see_tools(self, text: str) -> None:
-        """Tools as text are JSON, a list of objects or nothing (trl/trainer/sft_trainer.py:1316)."""
+        """Tools as text are JSON, a list of objects or nothing
+        (trl/trainer/sft_trainer.py::SFTTrainer._prepare_dataset.tokenize_fn[tools = json.loads]).
+        """
         try:
             tools = json.loads(text)
         except (ValueError, RecursionError):
@@ -311,7 +313,9 @@ class _Surveyor:
             self._mark("tools", "no-list")
 
     def _see_tokens(self, row: dict[str, Any]) -> None:
-        """Rows that are tokenised: which of the tokens count (trl/trainer/sft_trainer.py:1407)."""
+        """Rows that are tokenised: which of the tokens count
+        (trl/trainer/sft_trainer.py::SFTTrainer._prepare_dataset[Build a]).
+        """
         tokens = row["input_ids"]
         if type(tokens) is not list:
             return
@@ -411,7 +415,7 @@ class _Surveyor:
             if _begins_with(chosen, prompt) and _begins_with(rejected, prompt):
                 self._mark("", "prompt-twice")
         elif type(chosen) is str and chosen[:1] != rejected[:1]:
-            # TRL takes what both have in common as the prompt (trl/data_utils.py:548)
+            # TRL takes what both have in common as the prompt (trl/data_utils.py::extract_prompt)
             self._mark("", "no-common-prompt")
         elif type(chosen) is list and (min(len(chosen), len(rejected)) < 2 or chosen[0] != rejected[0]):
             # a conversation of one message leaves nothing for the prompt

@@ -1,9 +1,10 @@
 """Which processes belong to a run, and whether they still live: `Identity`, from Linux's /proc.
 
 A process is known by its number, the time it began and the boot it belongs to: a number alone is
-reused. torchrun puts every worker into a session of its own (subprocess_handler.py:66), so the group
-of the process that was started is not all of a run: a variable in the environment, inherited by
-every descendant, marks the rest.
+reused. torchrun puts every worker into a session of its own
+(torch/distributed/elastic/multiprocessing/subprocess_handler/subprocess_handler.py::SubprocessHandler._popen[start_new_session]),
+so the group of the process that was started is not all of a run: a variable in the environment, inherited by every
+descendant, marks the rest.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Which checkouts and commits there are, and what another one would change.
+"""Which checkouts and commits there are, what another one would change, and how it becomes the pin.
 
-Start with `pin.status` and `difference.between`.
+Start with `pin.status`, `difference.between` and `move.move.move`.
 """

@@ -15,7 +15,8 @@ from launcher.config.load import Config
 from launcher.errors import Exit, Finding, InvalidConfig, brief, errors
 from launcher.machine.git import Repository
 from launcher.paths import canonical
-from launcher.pin import pin
+from launcher.pin import functions, pin
+from launcher.pin.functions import BehaviourDifference, FunctionDifference
 from launcher.pin.pin import PACKAGE, Commits, describe
 from launcher.stage import unused
 from launcher.stage.stage import Judged, backend_of, judge
@@ -23,6 +24,7 @@ from launcher.upstream import history, locate
 from launcher.upstream.locate import Locator
 from launcher.upstream.schema import Field, Read, Refusal, Schema
 from launcher.upstream.source import conditions
+from launcher.upstream.source.reached import Reached
 from launcher.upstream.trainers import BACKENDS, Entry, entry_of
 
 BACKEND = BACKENDS["open_instruct"]
@@ -120,13 +122,18 @@ class ArgumentDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageDifference:
-    """What changed about one entry script; `reads_compared` is whether what it reads could be compared."""
+    """What changed about one entry script; `reads_compared` is whether what it reads could be compared.
+
+    `functions` are those on its path whose bodies differ, `behaviours` those that launch's rules depend on.
+    """
 
     stage: str
     script: str
     unreadable: Mapping[str, str]
     reads_compared: bool
     changes: tuple[ArgumentDifference, ...] = ()
+    functions: tuple[FunctionDifference, ...] = ()
+    behaviours: tuple[BehaviourDifference, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -287,7 +294,20 @@ def _compare(stage: str, old: Revision, new: Revision) -> StageDifference:
     if followed:
         changes += _reads(first, second, renames)
         changes += _refusals(first.path.refusals, second.path.refusals, renames)
-    return StageDifference(stage=stage, script=script, unreadable={}, reads_compared=followed, changes=tuple(changes))
+    return StageDifference(
+        stage=stage,
+        script=script,
+        unreadable={},
+        reads_compared=followed,
+        changes=tuple(changes),
+        functions=functions.compare(_on_path(stage, old), _on_path(stage, new)),
+        behaviours=functions.behaviours(first, second),
+    )
+
+
+def _on_path(stage: str, revision: Revision) -> Mapping[str, Reached]:
+    source = revision.locator.find(BACKEND.NAME)
+    return functions.on_path(source, BACKEND.STAGES[stage], revision.schemas[stage])
 
 
 def _fields(
@@ -476,6 +496,13 @@ def lines(difference: CommitDifference, *, everything: bool = False) -> list[str
         lines += ["", *_config_lines(config)]
     for stage in difference.stages.values():
         lines += ["", *_stage_lines(stage, everything=everything or not difference.configs)]
+    compared = {name: stage for name, stage in difference.stages.items() if not stage.unreadable}
+    by_stage = {name: stage.functions for name, stage in compared.items()}
+    if compared:
+        lines += ["", *functions.lines(by_stage, everything=everything or not difference.configs)]
+    known = [*functions.behaviour_lines({name: stage.behaviours for name, stage in compared.items()})]
+    if known:
+        lines += ["", *known]
     old, new = difference.old.cache, difference.new.cache
     if difference.cache_moved:
         moved = f"dataset cache: version {old or 'none'} -> {new or 'none'}"
@@ -536,4 +563,14 @@ def _result_line(difference: CommitDifference) -> str:
         return f"worse for {len(worse)} of {len(difference.configs)} file(s): {', '.join(worse)}"
     if difference.worse:
         return "worse: a stage that could be read at the old commit cannot be read at the new one"
-    return "nothing got worse"
+    return _without_errors(difference)
+
+
+def _without_errors(difference: CommitDifference) -> str:
+    """The last line where no file has a new error: never that nothing got worse."""
+    symbols = {one.symbol for stage in difference.stages.values() for one in stage.functions}
+    judged = f"no new error in {len(difference.configs)} file(s)" if difference.configs else "every stage can be read"
+    if not symbols:
+        return f"{judged}, and every function on the path is the same"
+    does = "does" if len(symbols) == 1 else "do"
+    return f"{judged}; what {len(symbols)} function(s) {does} otherwise is for you to read"

@@ -5,14 +5,13 @@ For those who move the pin, by scripts/snapshot.py.
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from launcher.artifacts import chat_template
 from launcher.paths import PACKAGE
-from launcher.rules import registry
-from launcher.upstream import citations, facts, locate
+from launcher.upstream import facts, locate
 from launcher.upstream.source.packages import Folder, find_package
 from launcher.upstream.trainers import BACKENDS
 
@@ -56,13 +55,9 @@ def take(backend: str, checkout: Path | None = None) -> dict[str, Any]:
     }
 
 
-def write(backend: str, data: Mapping[str, Any], checkout: Path | None = None) -> None:
-    """Commit-ready files of a snapshot, and of the lines that the rules cite in its source."""
+def write(backend: str, data: Mapping[str, Any]) -> None:
+    """The commit-ready file of a snapshot."""
     (FOLDER / f"{backend}.json").write_text(written(data) + "\n", encoding="utf-8")
-    table = json.loads((FOLDER / "cited.json").read_text(encoding="utf-8"))
-    packages = locate.locate(backend, checkout=checkout).packages
-    table[backend] = cited_of(backend, {name: tree for name, tree in packages.items() if isinstance(tree, Folder)})
-    (FOLDER / "cited.json").write_text(written(dict(sorted(table.items()))) + "\n", encoding="utf-8")
 
 
 def templates_of(package: Path) -> dict[str, str]:
@@ -79,14 +74,6 @@ def templates_of(package: Path) -> dict[str, str]:
 def write_templates(table: Mapping[str, str]) -> None:
     path = FOLDER / "trl_templates.json"
     path.write_text(json.dumps(table, indent=1) + "\n", encoding="utf-8")
-
-
-def cited_of(backend: str, packages: Mapping[str, Folder]) -> dict[str, list[str]]:
-    """Where what the rules of a backend cite stands in its source; see `citations.table`."""
-    rules: list[Callable[..., object]] = []
-    for stage in BACKENDS[backend].STAGES:
-        rules += [*registry.of_script(backend, stage), *registry.of_stage(backend, stage)]
-    return citations.table(packages, [place for rule in rules for place in citations.of_rule(rule)])
 
 
 def written(data: Mapping[str, object]) -> str:

@@ -60,7 +60,8 @@ def _changed(footprint: Footprint, way: Mapping[str, Any]) -> Footprint | None:
     zero = changed.zero
     # LoRA's frozen weights under ZeRO-3 are gone when finetune.py computes a layer again: CheckpointError.
     # It takes transformers' own way of checkpointing, which is not the reentrant one that TRL asks for
-    # (finetune.py:624, transformers/modeling_utils.py:3132)
+    # (finetune.py::main[model.gradient_checkpointing_enable #1],
+    # transformers/modeling_utils.py::PreTrainedModel.gradient_checkpointing_enable[gradient_checkpointing_kwargs =])
     adapted = not stage.entry.reentrant and changed.adapters is not None and changed.checkpointing
     return None if adapted and zero is not None and zero.stage == 3 else changed
 
@@ -103,7 +104,7 @@ def _recomputing(footprint: Footprint) -> Iterator[Alternative]:
     elif not footprint.checkpointing and not isinstance(now, int | float):
         yield "`gradient_checkpointing: true`", {"gradient_checkpointing": True}
     elif not footprint.checkpointing and footprint.adapters is None:
-        # dpo_tune_cache.py:376
+        # dpo_tune_cache.py::main[elif args.activation_memory_budget]
         yield f"`{key}: 0.5`", {key: 0.5}
 
 

@@ -25,7 +25,8 @@ from launcher.upstream.locate import SUBMODULE
 from launcher.upstream.trainers import Backend
 
 HUB = "HF_TOKEN"
-CONFIG = "--config"  # names a YAML file to TRL's parser (trl/scripts/utils.py:327)
+# names a YAML file to TRL's parser (trl/scripts/utils.py::TrlParser.parse_args_and_config[config = yaml.safe_load])
+CONFIG = "--config"
 PROBE = PACKAGE / "probe" / "run.py"
 START = PACKAGE / "probe" / "start.py"
 SAFE_PATH_SINCE = (3, 11)  # the first Python that knows PYTHONSAFEPATH
@@ -126,7 +127,9 @@ def build(
 
 
 def config_file(arguments: Mapping[str, Any]) -> str:
-    """The text of a config file with these arguments (trl/scripts/utils.py:327); empty without any."""
+    """The text of a config file with these arguments
+    (trl/scripts/utils.py::TrlParser.parse_args_and_config[config = yaml.safe_load]); empty without any.
+    """
     if not arguments:
         return ""
     import yaml
@@ -159,8 +162,9 @@ def _accelerate(plan: Plan) -> list[str]:
     if not plan.gpus and plan.nodes == 1:
         return [*argv, "--cpu"]
     if not plan.gpus:
-        # --cpu starts a process that knows of no other (accelerate/commands/launch.py:1403): torchrun
-        # tells each its rank, and ACCELERATE_USE_CPU makes gloo of it
+        # --cpu starts a process that knows of no other
+        # (accelerate/commands/launch.py::launch_command[elif args.multi_gpu]): torchrun tells each its rank, and
+        # ACCELERATE_USE_CPU makes gloo of it
         return [*argv, "--multi_gpu", *rendezvous.placeholders()]
     if deepspeed is not None:
         argv += ["--use_deepspeed", "--deepspeed_config_file", str(deepspeed)]
@@ -242,10 +246,12 @@ def _probe(plan: Plan, script: Path, folder: Path, watch: Watch) -> dict[str, ob
 def _first_loss(plan: Plan) -> dict[str, float]:
     """DPO's loss before the first update is ln 2 if the reference is the model that training starts from.
 
-    Of open-instruct's losses that holds for these two (dpo_utils.py:656); an auxiliary loss is added.
+    Of open-instruct's losses that holds for these two (dpo_utils.py::compute_loss[if loss_type in]); an auxiliary loss
+    is added.
     """
     values, entry = plan.values, plan.stage.entry
-    # there the reference is computed beside other neighbours, whom a sample attends to (dpo.py:244)
+    # there the reference is computed beside other neighbours, whom a sample attends to
+    # (dpo.py::main[cache_batch_size = int])
     beside = entry.packing == "one-row" and values.get("packing")
     plain = str(values.get("loss_type")) in ("dpo", "dpo_norm") and not values.get("load_balancing_loss")
     return {"first_loss": math.log(2)} if entry.caches_reference and plain and not beside else {}

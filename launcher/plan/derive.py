@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from launcher.errors import InvalidConfig
 from launcher.stage.batch import impossible
 from launcher.stage.stage import Stage, preferred_attention
+from launcher.upstream.citations import rendered
 
 if TYPE_CHECKING:
     from launcher.rules.trl.attention import Choice
@@ -74,7 +75,7 @@ def split_batch(stage: Stage, gpus: int, nodes: int) -> BatchSplit:
     """The batch of a stage over these GPUs; see `setting` for what is raised."""
     names = stage.entry.names
     batch = stage.options.batch
-    # GPUs that share a sequence work on the same rows (finetune.py:737)
+    # GPUs that share a sequence work on the same rows (finetune.py::main[= accelerator.num_processes])
     shared = int(stage.values.get(names.shared) or 1)
     devices = max(1, max(1, gpus) * nodes // max(1, shared))
     per_device = int(stage.values[names.per_device])
@@ -111,10 +112,10 @@ def of_script(setting: Setting) -> Iterator[tuple[str, Derived]]:
     stage = setting.stage
     for name, (value, why) in stage.entry.derived.items():
         if _is_open(stage, name):
-            yield name, Derived(value, why)
+            yield name, Derived(value, rendered(why))
     for name, value, why in stage.entry.settle(stage.values, setting.gpus):
         if _is_open(stage, name):
-            yield name, Derived(value, why)
+            yield name, Derived(value, rendered(why))
 
 
 def of_attention(setting: Setting) -> Iterator[tuple[str, Derived]]:

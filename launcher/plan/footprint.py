@@ -21,12 +21,13 @@ from launcher.upstream.schema import Values
 
 ATTENTIONS = ("flash_2", "flash_3", "flash_4", "sdpa", "eager")
 UNKNOWN_STEPS = 1000  # the largest of so many steps is taken where it is not known how many there are
-# finetune.py:633 and dpo_tune_cache.py:372; PEFT's own choice where TRL names none
+# finetune.py::main[target_modules] and dpo_tune_cache.py::main[target_modules]; PEFT's own choice where TRL names none
 _OPEN_INSTRUCT_TARGETS = ("q_proj", "o_proj", "v_proj", "k_proj", "gate_proj", "up_proj", "down_proj")
-# peft/utils/constants.py:67: what PEFT adapts where nothing is named, and of the families in `shapes` those
-# for which it does
+# peft/utils/constants.py::[TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING =]: what PEFT adapts where nothing is
+# named, and of the families in `shapes` those for which it does
 _PEFT_TARGETS, _PEFT_CHOOSES = ("q_proj", "v_proj"), ("llama", "mistral", "qwen2", "qwen3")
-# what keeps Adam's two states, and whether it is the fused one; transformers/training_args.py:809
+# what keeps Adam's two states, and whether it is the fused one;
+# transformers/training_args.py::TrainingArguments[default_optim #2]
 _ADAM = {"adamw_torch_fused": True, "adamw_torch": False}
 _BITSANDBYTES = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_32bit", "paged_adamw_8bit")
 
@@ -93,7 +94,7 @@ class Footprint:
         values = self.plan.values
         budget = values.get("activation_memory_budget")
         if isinstance(budget, int | float):
-            # dpo_tune_cache.py:359
+            # dpo_tune_cache.py::main[if args.use_lora]
             return budget < 1 and (self.adapters is None or self.quantised is not None)
         return bool(values.get("gradient_checkpointing"))
 
@@ -105,7 +106,8 @@ class Footprint:
             rank = values["lora_rank"]
         elif values.get("use_peft"):
             rank, targets = values["lora_r"], self._targets()[0]
-            # on 4-bit weights TRL has made them bf16 (trl/trainer/sft_trainer.py:908)
+            # on 4-bit weights TRL has made them bf16
+            # (trl/trainer/sft_trainer.py::SFTTrainer.__init__[if _is_quantized_model])
             narrow = narrow or self.quantised is not None
         else:
             return None
@@ -153,7 +155,7 @@ class Footprint:
     @property
     def liger(self) -> bool:
         """Whether Liger's kernels run: TRL goes on without them where it has none for the model."""
-        # finetune.py:572
+        # finetune.py::main[elif args.use_liger_kernel]
         quantised = self.plan.values.get("use_qlora")
         return self.plan.stage.entry.liger(self.plan.values) and not quantised and self.shape.family in LIGER_MODELS
 
@@ -207,11 +209,11 @@ class Footprint:
         if self.packed:
             # chosen and rejected, each filled up
             one = whole = MicroBatch(rows=1, width=2 * limit, real=2 * limit)
-            # every step is one row: nothing is accumulated (dpo.py:224)
+            # every step is one row: nothing is accumulated (dpo.py::main[args.gradient_accumulation_steps])
             times = 1
         else:
             batches = (plan.steps or UNKNOWN_STEPS) * times * plan.processes
-            # the reference takes four times the rows (dpo.py:244)
+            # the reference takes four times the rows (dpo.py::main[cache_batch_size = int])
             one, whole = (
                 lengths.largest(self.rows, rows=n * rows, batches=b, packed=False)
                 for n, b in ((1, batches), (4, max(1, batches // 4)))
@@ -237,7 +239,7 @@ class Footprint:
     def _optimizer(self) -> str:
         values = self.plan.values
         if values.get("use_qlora"):
-            # finetune.py:678
+            # finetune.py::main[if args.use_qlora #3]
             return "paged_adamw_8bit" if values.get("use_8bit_optimizer") else "paged_adamw_32bit"
         return str(values.get("optim") or "adamw_torch_fused")
 
@@ -245,7 +247,8 @@ class Footprint:
         """Of bitsandbytes' Adam, an element; None for torch's own.
 
         Two states of 8 bits, but those of the embedding, with scales for every 256
-        (transformers/trainer.py:1296). Paged states leave the card where there is no room, scales stay.
+        (transformers/trainer.py::Trainer.create_optimizer[manager.register_module_override]). Paged states leave the
+        card where there is no room, scales stay.
         """
         name = self._optimizer
         if name not in _BITSANDBYTES:
@@ -262,13 +265,14 @@ class Footprint:
         Raises InvalidConfig where the config would have to say their type, or everything is of 32 bits.
         """
         if self.zero is not None:
-            # deepspeed/runtime/engine.py:2088
+            # deepspeed/runtime/engine.py::DeepSpeedEngine._configure_distributed_model[is_zero_init_model,]
             return HALF
         values, entry = self.plan.values, self.plan.stage.entry
         own = _model_arguments(values)
         dtype = entry.liger_dtype if self.liger else entry.dtype
         if values.get("use_qlora"):
-            # what is not quantised PEFT makes fp32 (peft/utils/other.py:204)
+            # what is not quantised PEFT makes fp32
+            # (peft/utils/other.py::prepare_model_for_kbit_training[cast all non INT8])
             dtype = "float32"
         else:
             dtype = str(own.get("dtype") or own.get("torch_dtype") or values.get("dtype") or dtype)
@@ -293,7 +297,7 @@ class Footprint:
             f"`{shared}`": int(values.get(shared) or 1) > 1,
             f"`optim: {optimizer}`": optimizer not in (*_ADAM, *_BITSANDBYTES),
             f"`optim: {optimizer}` under DeepSpeed": optimizer in _BITSANDBYTES and self.zero is not None,
-            # dpo_tune_cache.py:425
+            # dpo_tune_cache.py::main[if args.use_qlora or]
             "a paged optimizer": values.get("dpo_use_paged_optimizer"),
             "separate forward passes": values.get("concatenated_forward") is False,
             "adapters that are more than LoRA": values.get("use_peft") and any(values.get(key) for key in more),
@@ -327,7 +331,9 @@ def attention_of(plan: Plan, named: str | None = None) -> str:
 
 
 def _model_arguments(values: Values) -> Mapping[str, Any]:
-    """What TRL hands to the model's making (trl/scripts/sft.py:83): keys of its config among them."""
+    """What TRL hands to the model's making (trl/scripts/sft.py::main[model_init_kwargs.update]): keys of its config
+    among them.
+    """
     return resolved.inline(values.get("model_init_kwargs")) or {}
 
 

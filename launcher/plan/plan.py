@@ -15,6 +15,7 @@ from launcher.plan import derive
 from launcher.plan.derive import Derived, Setting
 from launcher.stage.batch import divisors
 from launcher.stage.stage import Stage, trend_fault
+from launcher.upstream.citations import rendered
 from launcher.upstream.schema import Values
 
 
@@ -181,8 +182,10 @@ _WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau")
 def _endless_warmup(stage: Stage, values: Values, steps: int | None) -> Iterator[Finding]:
     """A warm-up that takes at least as long as training: no step has the learning rate that the file names.
 
-    TRL's `warmup_steps` is a share of all steps below 1 (transformers/training_args.py:2127), open-instruct's
-    `warmup_ratio` always (finetune.py:356, dpo_tune_cache.py:464). Step k of W has k/W of the learning rate.
+    TRL's `warmup_steps` is a share of all steps below 1
+    (transformers/training_args.py::TrainingArguments.get_warmup_steps[int(self.warmup_steps]), open-instruct's
+    `warmup_ratio` always (finetune.py::_create_scheduler[num_warmup_steps = int],
+    dpo_tune_cache.py::main[num_warmup_steps]). Step k of W has k/W of the learning rate.
     """
     if not steps or values.get("lr_scheduler_type") in _WITHOUT_WARMUP:
         return
@@ -264,13 +267,14 @@ def _devices_and_deepspeed(stage: Stage, gpus: int, nodes: int) -> Iterator[Find
     if options.deepspeed is not None and not gpus:
         message = f"`deepspeed: {options.deepspeed_name}` is left out on the CPU"
         yield stage.config.placed(launch_finding("note", "deepspeed-left-out", message, key="deepspeed"))
-    # DPO's own `zero_stage` starts DeepSpeed too (dpo_tune_cache.py:129)
+    # DPO's own `zero_stage` starts DeepSpeed too (dpo_tune_cache.py::main[if args.zero_stage])
     started = options.deepspeed is not None or stage.values.get("zero_stage") is not None
     if (gpus, nodes) == (1, 1) and not started and stage.entry.needs_process_group:
         message = (
             "one process without DeepSpeed has no process group: the reference pass crashes in "
-            "dist.barrier (dpo_utils.py:453)"
+            "dist.barrier (dpo_utils.py::build_reference_logprobs_cache[dist.barrier #1])"
         )
+        message = rendered(message)
         help = "set a `deepspeed:`, such as zero2"
         yield _run_finding(stage, "error", "no-process-group", "deepspeed", message, help)
     if nodes > 1:
@@ -288,7 +292,9 @@ def splits(total: int, processes: int) -> list[int]:
 
 
 def total_steps(stage: Stage, values: Values, rows: int | None, batch: int) -> int | None:
-    """Optimizer steps in all; an epoch's last batch is rounded up (finetune.py:692, trainer.py)."""
+    """Optimizer steps in all; an epoch's last batch is rounded up
+    (finetune.py::main[num_update_steps_per_epoch = math.ceil #1], trainer.py).
+    """
     if (limit := step_limit(stage, values)) is not None:
         return limit
     if rows is None or repacks(stage, values):
@@ -300,8 +306,10 @@ def step_limit(stage: Stage, values: Values) -> int | None:
     """Steps that are trained however many rows there are; None where the rows decide.
 
     open-instruct's scripts take every limit but None for one, 0 and -1 too: no epoch is begun
-    (finetune.py:693, finetune.py:723, dpo_tune_cache.py:441, dpo.py:281, dpo.py:344). TRL's -1 and 0
-    stand for none (transformers/trainer.py:2450).
+    (finetune.py::main[if args.max_train_steps], finetune.py::main[args.num_train_epochs = math.ceil],
+    dpo_tune_cache.py::main[if args.max_train_steps], dpo.py::main[effective_steps = args.max_train_steps],
+    dpo.py::main[if args.max_train_steps is not None:]). TRL's -1 and 0 stand for none
+    (transformers/trainer.py::Trainer.set_initial_training_values[if args.max_steps > 0 #1]).
     """
     if caches_only(stage, values) is not None:
         return 0

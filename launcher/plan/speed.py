@@ -31,8 +31,8 @@ def step_seconds(footprint: Footprint, card: Card) -> float:
     zero, times = footprint.zero, footprint.plan.accumulation
     sent = _sent(footprint) / (_LINK * card.link)
     if zero is not None:
-        # the rest hides behind the backward pass; ZeRO-1 reduces once a step
-        # (deepspeed/runtime/engine.py:3089), as does no ZeRO at all
+        # the rest hides behind the backward pass; ZeRO-1 reduces once a step, as does no ZeRO at all:
+        # deepspeed/runtime/engine.py::DeepSpeedEngine.allreduce_gradients[elif self.is_gradient_accumulation_boundary]
         sent *= _SHOWN * (times if zero.stage > 1 else 1)
     return times * _micro_batch(footprint, card) + sent + _optimizer(footprint, card)
 
@@ -87,8 +87,9 @@ def _moved(footprint: Footprint) -> float:
 def _sent(footprint: Footprint) -> float:
     """Bytes that one device sends at a time: gradients, and what ZeRO-3 gathers too.
 
-    All but ZeRO-3 all-reduce, which sends everything twice (deepspeed/runtime/zero/stage_1_and_2.py:2384).
-    What ZeRO-3 gathers to compute a checkpointed layer again it keeps for that layer's backward pass.
+    All but ZeRO-3 all-reduce, which sends everything twice
+    (deepspeed/runtime/zero/stage_1_and_2.py::DeepSpeedZeroOptimizer.allreduce_bucket[dist.all_reduce]). What ZeRO-3
+    gathers to compute a checkpointed layer again it keeps for that layer's backward pass.
     """
     zero, processes = footprint.zero, footprint.plan.processes
     share = (processes - 1) / processes

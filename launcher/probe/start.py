@@ -1,7 +1,8 @@
 """Runs the module that is named first, as `python -m` does, and keeps the current folder off every import path.
 
 `python -m` itself puts that folder first before 3.11, and accelerate writes it into the PYTHONPATH of DeepSpeed's
-workers (accelerate/utils/launch.py:557). Standard library only, Python 3.10 and later, nothing of launch.
+workers (accelerate/utils/launch.py::prepare_deepspeed_cmd_env[PYTHONPATH]). Standard library only, Python 3.10 and
+later, nothing of launch.
 """
 
 import os

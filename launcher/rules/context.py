@@ -70,7 +70,7 @@ class Context:
 
     @property
     def zero_stage(self) -> int | None:
-        """The ZeRO stage that would run: DPO's own argument wins (dpo_tune_cache.py:129)."""
+        """The ZeRO stage that would run: DPO's own argument wins (dpo_tune_cache.py::main[if args.zero_stage])."""
         own = self.values.get("zero_stage")
         if isinstance(own, int):
             return own
@@ -103,5 +103,7 @@ def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def caches_only(context: Context) -> bool:
-    """Whether the run ends once the data are tokenised (finetune.py:520, dpo_tune_cache.py:267)."""
+    """Whether the run ends once the data are tokenised (finetune.py::main[if args.cache_dataset_only],
+    dpo_tune_cache.py::main[if args.cache_dataset_only]).
+    """
     return context.values.get("cache_dataset_only") is True

@@ -85,8 +85,8 @@ def readable(looked: Looked) -> Iterator[Finding]:
 
 
 def same_columns(looked: Looked) -> Iterator[Finding]:
-    """datasets/table.py:2313: the first rows of the first file give the columns and their types, and what comes later,
-    in any split, may add none.
+    """datasets/table.py::cast_table_to_schema[raise CastError]: the first rows of the first file give the columns and
+    their types, and what comes later, in any split, may add none.
     """
     survey = looked.survey
     beside = look(looked.source.beside)
@@ -249,7 +249,9 @@ def has_renamed_answers(looked: Looked, column: str) -> bool:
 
 
 def unlike_messages(looked: Looked, columns: Sequence[str]) -> Iterator[Finding]:
-    """trl/data_utils.py:159: the items of a list are messages, and there is one."""
+    """trl/data_utils.py::is_conversational[maybe_message = maybe_messages]: the items of a list are messages, and
+    there is one.
+    """
     yield from empty_lists(looked, columns)
     for column in columns:
         for kind, tally in looked.survey.named(column, "items:").items():
@@ -391,12 +393,12 @@ def unwritten_tools(looked: Looked, columns: Sequence[str], template: str | None
         if tally is not None and "tool_calls" not in template:
             message = f"`{column}` has tool calls in {looked.share(tally)}, and the chat template writes none"
             yield looked.say("warning", "template-drops-tools", message, "use a template that writes `tool_calls`")
-    if _describes_tools(looked.survey) and "tools" not in template.replace("tool_calls", ""):
+    if describes_tools(looked.survey) and "tools" not in template.replace("tool_calls", ""):
         message = "the rows describe `tools`, and the chat template writes none"
         yield looked.say("warning", "template-drops-tools", message, "use a template that writes `tools`")
 
 
-def _describes_tools(survey: Survey) -> bool:
+def describes_tools(survey: Survey) -> bool:
     """Whether any row has tools: many files hold an empty list in every row."""
     filled = sum(survey.count_kind("tools", kind) for kind in ("list", "object", "text"))
     return filled > sum(survey.count("tools", fact) for fact in ("empty", "empty-list", "none"))
@@ -433,7 +435,7 @@ def _added_bos(folder: Path | None) -> str | None:
 
 
 def loader_name(key: str, name: str) -> Iterator[Finding]:
-    """datasets/load.py:1061: a reader's name comes before a folder's."""
+    """datasets/load.py::dataset_module_factory[elif os.path.isdir]: a reader's name comes before a folder's."""
     if name in sources.LOADERS:
         message = f"`{key}: {name}` is the name of a reader of `datasets`, which would ask for files"
         yield say("error", "data-file", key, message, f"for the folder write `{key}: ./{name}`")

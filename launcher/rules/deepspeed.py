@@ -13,8 +13,10 @@ from packaging.version import InvalidVersion, Version
 from launcher.artifacts import model_config
 from launcher.errors import Finding, Severity, brief
 from launcher.rules.context import Context, StageRule, caches_only, section
+from launcher.rules.premises import asks, where
 from launcher.rules.rule import cites, say, say_of_option
 from launcher.rules.trl import resolved
+from launcher.upstream import behaviour
 
 OVERLAP = "overlap-corrupts"
 SYNCHRONIZED = Version("0.17.5")  # DeepSpeed's PR 7371
@@ -28,7 +30,10 @@ _PASSES = "gradient_accumulation_steps"
 _MICRO = "train_micro_batch_size_per_gpu"
 # attention with biases whatever else their config says; `attention_bias` tells for the others
 _BIASED = frozenset({"qwen2", "qwen2_moe"})
-# accelerate/utils/deepspeed.py:48,53,84: those that stay what they are where DeepSpeed offloads
+# accelerate/utils/deepspeed.py::map_pytorch_optim_to_deepspeed[is_adaw = isinstance],
+# accelerate/utils/deepspeed.py::map_pytorch_optim_to_deepspeed[if isinstance(optimizer, (bnb_opt.AdamW],
+# accelerate/utils/deepspeed.py::map_pytorch_optim_to_deepspeed[if is_bnb_available(min_version]: those that stay what
+# they are where DeepSpeed offloads
 _OFFLOADED = ("adamw_torch", "adamw_torch_fused", "paged_adamw_32bit", "adagrad", "lion_32bit", "paged_lion_32bit")
 
 
@@ -40,7 +45,8 @@ def engine_config(values: Mapping[str, Any], file: Mapping[str, Any] | None) -> 
     stage = values.get("zero_stage")
     if not isinstance(stage, int) or isinstance(stage, bool):
         return file
-    # as far as memory and gradients depend on it (dpo_tune_cache.py:78, dpo_tune_cache.py:82)
+    # as far as memory and gradients depend on it (dpo_tune_cache.py::build_deepspeed_config[config =],
+    # dpo_tune_cache.py::build_deepspeed_config[overlap_comm])
     zero: dict[str, Any] = {"stage": stage, "overlap_comm": True, "reduce_bucket_size": "auto"}
     if stage == 3:
         zero |= {
@@ -58,14 +64,17 @@ def _of_file(code: str, message: str, help: str, severity: Severity = "error") -
     return say_of_option(severity, code, "deepspeed", message, help)
 
 
-@cites("accelerate/utils/dataclasses.py:1277")
+@cites("accelerate/utils/dataclasses.py::DeepSpeedPlugin.__post_init__[Please specify]")
 def zero_section(context: Context) -> Iterator[Finding]:
     if context.file is not None and "zero_optimization" not in context.file:
         message = "the DeepSpeed file has no `zero_optimization`: accelerate refuses it"
         yield _of_file("deepspeed-no-zero", message, 'add `"zero_optimization": {"stage": 2}`')
 
 
-@cites("accelerate/utils/dataclasses.py:1369", "deepspeed/runtime/config.py:650")
+@cites(
+    "accelerate/utils/dataclasses.py::DeepSpeedPlugin.fill_match[not found in kwargs.]",
+    "deepspeed/runtime/config.py::DeepSpeedConfig._set_batch_related_parameters[Either train_batch_size]",
+)
 def no_batch(context: Context) -> Iterator[Finding]:
     """An `auto` batch is filled from the micro-batch alone, but by transformers, which fills in
     both.
@@ -78,7 +87,11 @@ def no_batch(context: Context) -> Iterator[Finding]:
         yield _of_file("deepspeed-no-batch", f"the DeepSpeed file has no `{_MICRO}`", help)
 
 
-@cites("model_utils.py:555", "transformers/trainer.py:3972", "transformers/trainer.py:3965")
+@cites(
+    "model_utils.py::save_with_accelerate[state_dict = accelerator.get_state_dict]",
+    "transformers/trainer.py::Trainer.save_model[=false. Saving]",
+    "transformers/trainer.py::Trainer.save_model[exclude_frozen_parameters=True]",
+)
 def unsaved_weights(context: Context) -> Iterator[Finding]:
     """An adapter is gathered all the same."""
     file = context.file
@@ -93,7 +106,14 @@ def unsaved_weights(context: Context) -> Iterator[Finding]:
     yield _of_file("zero3-unsaved", f"ZeRO-3 without `{_GATHER}: true` {does}", help, severity)
 
 
-@cites("finetune.py:855", "dpo_tune_cache.py:592", "accelerate/accelerator.py:3023", "accelerate/accelerator.py:2224")
+@asks(behaviour.GUARDS_NEGATIVE_CLIPPING)
+@cites(
+    "finetune.py::main[if accelerator.sync_gradients and]",
+    "dpo_tune_cache.py::main[if accelerator.sync_gradients and]",
+    "accelerate/accelerator.py::Accelerator.clip_grad_norm_[DistributedType.DEEPSPEED]",
+    "accelerate/accelerator.py::Accelerator._prepare_deepspeed[gradient_clipping]",
+    reviewed=("e6c3044aa620",),
+)
 def clipping(context: Context) -> Iterator[Finding]:
     """`accelerator.py` leaves it to DeepSpeed; `auto` is 1.0.
 
@@ -118,7 +138,11 @@ def clipping(context: Context) -> Iterator[Finding]:
         yield say("warning", "clipping-unread", key, f"`{key}: {ours}` is not read with DeepSpeed, which {what}", help)
 
 
-@cites("accelerate/accelerator.py:2253", "accelerate/accelerator.py:2268", "accelerate/utils/dataclasses.py:1440")
+@cites(
+    "accelerate/accelerator.py::Accelerator._prepare_deepspeed[You cannot specify an]",
+    "accelerate/accelerator.py::Accelerator._prepare_deepspeed[You cannot specify a scheduler]",
+    "accelerate/utils/dataclasses.py::DeepSpeedPlugin.set_mixed_precision[--mixed_precision]",
+)
 def refused_file(context: Context) -> Iterator[Finding]:
     """The scripts bring their own optimizer.
 
@@ -138,7 +162,12 @@ def refused_file(context: Context) -> Iterator[Finding]:
         yield _of_file("deepspeed-precision", message, help)
 
 
-@cites("finetune.py:692", "accelerate/accelerator.py:2219", "accelerate/accelerator.py:2230")
+@cites(
+    "finetune.py::main[num_update_steps_per_epoch = math.ceil #1]",
+    "accelerate/accelerator.py::Accelerator._prepare_deepspeed[DeepSpeed config has]",
+    "accelerate/accelerator.py::Accelerator._prepare_deepspeed[config_kwargs #3]",
+    reviewed=("e6c3044aa620",),
+)
 def batch_of_the_file(context: Context) -> Iterator[Finding]:
     """The file's accumulation wins, a missing one is 1, and upstream goes on counting with its own
     argument. `accelerator.py` fills in what is `auto`; DeepSpeed asserts that the batch
@@ -164,7 +193,7 @@ def batch_of_the_file(context: Context) -> Iterator[Finding]:
         yield _of_file("deepspeed-batch", message, 'write `"train_batch_size": "auto"` in the file')
 
 
-@cites("dpo_tune_cache.py:136")
+@cites("dpo_tune_cache.py::main[deepspeed_plugin = DeepSpeedPlugin]", reviewed=("e6c3044aa620",))
 def two_zero_stages(context: Context) -> Iterator[Finding]:
     """`dpo_tune_cache.py` builds a config of its own, and accelerate then reads no file."""
     own = context.values["zero_stage"]
@@ -178,11 +207,12 @@ def two_zero_stages(context: Context) -> Iterator[Finding]:
 
 
 @cites(
-    "finetune.py:560",
-    "dpo_tune_cache.py:300",
-    "finetune.py:209",
-    "dpo_utils.py:269",
-    "transformers/integrations/accelerate.py:135",
+    "finetune.py::main[device_map =]",
+    "dpo_tune_cache.py::main.load_model[device_map =]",
+    "finetune.py::FlatArguments[Use qLoRA training]",
+    "dpo_utils.py::DPOExperimentConfig[Use qLoRA training]",
+    "transformers/integrations/accelerate.py::check_and_set_device_map[DeepSpeed Zero]",
+    reviewed=("e6c3044aa620",),
 )
 def quantised(context: Context) -> Iterator[Finding]:
     """Quantised weights are placed by a device_map.
@@ -199,7 +229,13 @@ def quantised(context: Context) -> Iterator[Finding]:
     yield say("error" if crashes else "warning", "qlora-deepspeed", "use_qlora", message, help)
 
 
-@cites("finetune.py:670", "dpo_tune_cache.py:417", "deepspeed/runtime/zero/stage_1_and_2.py:442")
+@where(behaviour.KEEPS_EMPTY_GROUPS)
+@cites(
+    "finetune.py::main[no_decay =]",
+    "dpo_tune_cache.py::main[no_decay =]",
+    "deepspeed/runtime/zero/stage_1_and_2.py::DeepSpeedZeroOptimizer.__init__[param_dtype = self.bit16_groups]",
+    reviewed=("e6c3044aa620",),
+)
 def frozen_biases(context: Context) -> Iterator[Finding]:
     """`finetune.py` and `dpo_tune_cache.py` put biases into a group of their own; with LoRA none
     of it is trained, and ZeRO-1 and 2 cannot take an empty group.
@@ -215,7 +251,11 @@ def frozen_biases(context: Context) -> Iterator[Finding]:
         yield say("error", "lora-biases", "use_lora", message, help)
 
 
-@cites("finetune.py:624", "transformers/modeling_utils.py:3132")
+@cites(
+    "finetune.py::main[model.gradient_checkpointing_enable #1]",
+    "transformers/modeling_utils.py::PreTrainedModel.gradient_checkpointing_enable[gradient_checkpointing_kwargs =]",
+    reviewed=("e6c3044aa620",),
+)
 def frozen_released(context: Context) -> Iterator[Finding]:
     """`finetune.py` checkpoints as transformers does by itself, not reentrant: when a layer is
     computed again, ZeRO-3 has released its frozen weights, and torch compares their shapes with
@@ -232,7 +272,11 @@ def frozen_released(context: Context) -> Iterator[Finding]:
         yield say("error", "lora-zero3-checkpointing", "gradient_checkpointing", message, help)
 
 
-@cites("transformers/integrations/deepspeed.py:129,256", "accelerate/utils/dataclasses.py:1275")
+@cites(
+    "transformers/integrations/deepspeed.py::HfTrainerDeepSpeedConfig.fill_match[self.mismatches.append]",
+    "transformers/integrations/deepspeed.py::HfTrainerDeepSpeedConfig.trainer_config_finalize[Please correct]",
+    "accelerate/utils/dataclasses.py::DeepSpeedPlugin.__post_init__[self.hf_ds_config.config #2]",
+)
 def mismatches(context: Context) -> Iterator[Finding]:
     """Raised when training begins. What a file leaves out is not compared, but for the
     accumulation: accelerate fills in 1.
@@ -281,7 +325,10 @@ def _entry(config: Mapping[str, Any], name: str) -> Any:
     return node
 
 
-@cites("transformers/trainer.py:461", "accelerate/utils/dataclasses.py:1265")
+@cites(
+    "transformers/trainer.py::Trainer.__init__[Using --fsdp xxx]",
+    "accelerate/utils/dataclasses.py::DeepSpeedPlugin.__post_init__[self.hf_ds_config = os.environ.get]",
+)
 def fsdp_too(context: Context) -> Iterator[Finding]:
     """accelerate reads launch's file."""
     if context.file is not None and context.values["fsdp"]:
@@ -289,7 +336,10 @@ def fsdp_too(context: Context) -> Iterator[Finding]:
         yield say("error", "two-engines", "fsdp", message, "write `deepspeed: none`")
 
 
-@cites("transformers/integrations/deepspeed.py:546", "accelerate/accelerator.py:2383")
+@cites(
+    "transformers/integrations/deepspeed.py::deepspeed_optim_sched[optimizer #7]",
+    "accelerate/accelerator.py::Accelerator._prepare_deepspeed[map_pytorch_optim_to_deepspeed]",
+)
 def optimizer_unread(context: Context) -> Iterator[Finding]:
     """A config that has one decides; one that offloads makes DeepSpeed's own
     Adam of what was asked for.
@@ -370,7 +420,7 @@ def _within(version: Version, span: tuple[Version, Version]) -> bool:
     return span[0] <= version < span[1]
 
 
-@cites("deepspeed/runtime/zero/stage_1_and_2.py:1516")
+@cites("deepspeed/runtime/zero/stage_1_and_2.py::DeepSpeedZeroOptimizer.allreduce_and_copy_with_multiple_ranks")
 def true_gradients(context: Context) -> Iterator[Finding]:
     """The probe compares gradients in each run."""
     values, config = context.values, engine_config(context.values, context.file)

@@ -17,7 +17,7 @@ from launcher.rules.rule import cites, say
 _MODEL = "model_name_or_path"
 _CODE = "tokens-beyond-embedding"
 _SHOWN = 3
-# finetune.py:613, dpo_tune_cache.py:357
+# finetune.py::main[model.resize_token_embeddings], dpo_tune_cache.py::main[model.resize_token_embeddings]
 _MULTIPLE = 8
 
 
@@ -56,7 +56,11 @@ def _sizes(words: Vocabulary, rows: int) -> str:
     return f"the tokenizer has {words.size:,} tokens, the embedding {rows:,} rows: {missing:,} {have} none{named}"
 
 
-@cites("trl/trainer/sft_trainer.py:754", "trl/trainer/sft_trainer.py:969", "trl/trainer/dpo_trainer.py:774")
+@cites(
+    "trl/trainer/sft_trainer.py::SFTTrainer.__init__[model, processing_class, added_tokens]",
+    "trl/trainer/sft_trainer.py::SFTTrainer.__init__[pad_token = args.pad_token]",
+    "trl/trainer/dpo_trainer.py::DPOTrainer.__init__[pad_token = args.pad_token]",
+)
 def beyond_embedding(context: Context) -> Iterator[Finding]:
     """`sft_trainer.py` resizes the model for the tokens of another tokenizer's template alone.
 
@@ -110,7 +114,7 @@ def _used(context: Context) -> Sequence[str]:
     return used
 
 
-@cites("olmo_core_utils.py:231")
+@cites("olmo_core_utils.py::setup_model[vocab_size = hf_config.vocab_size]", reviewed=("e6c3044aa620",))
 def beyond_olmo_core(context: Context) -> Iterator[Finding]:
     """The model is built with the rows of its config, and never resized."""
     rows, words = _rows(context), _vocabulary(context)
@@ -121,7 +125,13 @@ def beyond_olmo_core(context: Context) -> Iterator[Finding]:
     yield say("warning", _CODE, _MODEL, message, help)
 
 
-@cites("finetune.py:613", "dpo_tune_cache.py:357", "finetune.py:633", "dpo_tune_cache.py:372")
+@cites(
+    "finetune.py::main[model.resize_token_embeddings]",
+    "dpo_tune_cache.py::main[model.resize_token_embeddings]",
+    "finetune.py::main[target_modules]",
+    "dpo_tune_cache.py::main[target_modules]",
+    reviewed=("e6c3044aa620",),
+)
 def resized(context: Context) -> Iterator[Finding]:
     """The embedding grows where the tokenizer has more tokens.
 
@@ -140,7 +150,7 @@ def resized(context: Context) -> Iterator[Finding]:
     yield say("note", "embedding-resized", _MODEL, f"{message}, which training has to fill")
 
 
-@cites("torch/nn/modules/sparse.py:154")
+@cites("torch/nn/modules/sparse.py::Embedding.__init__[if padding_idx >= self.num_embeddings]")
 def special_ids(context: Context) -> Iterator[Finding]:
     """A model that gives its embedding a padding row wants it to be there.
 

@@ -13,10 +13,12 @@ from launcher.artifacts.architecture import Shape
 from launcher.errors import Finding, InvalidConfig, Severity, brief
 from launcher.paths import can_be_name, exists, is_dir, is_file
 from launcher.rules.context import Context, StageRule, caches_only, section
+from launcher.rules.premises import where
 from launcher.rules.rule import cites, needs, say
 from launcher.rules.trl.resolved import inline
+from launcher.upstream import behaviour
 
-# liger_kernel/transformers/monkey_patch.py:2879, release 0.7.0, the one that the pin locks
+# liger_kernel/transformers/monkey_patch.py::[MODEL_TYPE_TO_APPLY_LIGER_FN], release 0.7.0, the one that the pin locks
 LIGER_RELEASE = [0, 7]
 LIGER_MODELS = frozenset(
     """
@@ -29,7 +31,10 @@ LIGER_MODELS = frozenset(
 _NO_LIGER = "write `use_liger_kernel: false`"
 
 
-@cites("liger_kernel/transformers/auto_model.py:36", "liger_kernel/transformers/monkey_patch.py:2974")
+@cites(
+    "liger_kernel/transformers/auto_model.py::AutoLigerKernelForCausalLM.from_pretrained[MODEL_TYPE_TO_APPLY_LIGER_FN]",
+    "liger_kernel/transformers/monkey_patch.py::_apply_liger_kernel_to_instance[logger.info(f]",
+)
 def liger_unknown(context: Context) -> Iterator[Finding]:
     """open-instruct looks the model up and fails; TRL patches nothing without a word."""
     values = context.values
@@ -49,7 +54,7 @@ def liger_unknown(context: Context) -> Iterator[Finding]:
     yield say(severity, "liger-unknown-model", "use_liger_kernel", message, _NO_LIGER)
 
 
-@cites("liger_kernel/ops/rms_norm.py:442")
+@cites("liger_kernel/ops/rms_norm.py::rms_norm_forward[n_rows,)]")
 def liger_on_cpu(context: Context) -> Iterator[Finding]:
     """Its kernels are Triton's, which need a GPU."""
     if not context.values["use_liger_kernel"] or context.gpus != 0 or caches_only(context):
@@ -59,7 +64,12 @@ def liger_on_cpu(context: Context) -> Iterator[Finding]:
         yield say("error", "liger-on-cpu", "use_liger_kernel", message, _NO_LIGER)
 
 
-@cites("dataset_transformation.py:1195", "trl/trainer/sft_config.py:202")
+@where(behaviour.CUTS_ROWS)
+@cites(
+    "dataset_transformation.py::sft_tulu_tokenize_and_truncate_v1[max_length=max_seq_length]",
+    "trl/trainer/sft_config.py::SFTConfig[max_length: int]",
+    reviewed=("e6c3044aa620",),
+)
 def beyond_positions(context: Context) -> Iterator[Finding]:
     """`dataset_transformation.py` and `sft_config.py` cut at what is asked for; no one asks the
     model how far it reaches.
@@ -88,7 +98,11 @@ def positions(config: Mapping[str, Any]) -> int | None:
     return plain
 
 
-@cites("finetune.py:598", "olmo_core_utils.py:57")
+@cites(
+    "finetune.py::main[attn_implementation #3]",
+    "olmo_core_utils.py::ModelConfig.__post_init__[model_utils.detect_attn_implementation]",
+    reviewed=("e6c3044aa620",),
+)
 def packed_without_flash(context: Context) -> Iterator[Finding]:
     """Measured: 4,209 against 6,804 tokens/s (0.5 B model, H200). `finetune.py` detects the
     attention, as DPO does where none is given.
@@ -111,7 +125,11 @@ def packed_without_flash(context: Context) -> Iterator[Finding]:
     yield say("warning", "packing-without-flash", "packing", message, help)
 
 
-@cites("finetune.py:642", "padding_free_collator.py:102")
+@cites(
+    "finetune.py::main[TensorDataCollatorWithFlattening]",
+    "padding_free_collator.py::TensorDataCollatorWithFlattening.__call__[cu_seq_lens_q]",
+    reviewed=("e6c3044aa620",),
+)
 def packed_alone(context: Context) -> Iterator[Finding]:
     """`finetune.py` packs the rows of one micro-batch, and no others."""
     if context.values["packing"] and context.per_device == 1 and not caches_only(context):
@@ -137,7 +155,7 @@ def _arguments(context: Context) -> Mapping[str, Any]:
     return inline(values.get("model_init_kwargs")) or model_config.replaced(values.get("additional_model_arguments"))
 
 
-@cites("transformers/modeling_utils.py:4267")
+@cites("transformers/modeling_utils.py::PreTrainedModel.from_pretrained[model = cls(config]")
 def other_weights(context: Context) -> Iterator[Finding]:
     """What has another size in the files is refused, and what is not in them begins at random,
     which a table in the log says.
@@ -180,7 +198,14 @@ def _shape(config: Mapping[str, Any]) -> Shape | None:
         return None
 
 
-@cites("finetune.py:541", "dpo_tune_cache.py:279", "finetune.py:526", "finetune.py:411", "trl/scripts/sft.py:104")
+@cites(
+    "finetune.py::main[args.model_name_or_path #6]",
+    "dpo_tune_cache.py::main[config = AutoConfig.from_pretrained #2]",
+    "finetune.py::main[model_path = args.config_name]",
+    "finetune.py::main[args.model_name_or_path if]",
+    "trl/scripts/sft.py::main[model=model_args.model_name_or_path]",
+    reviewed=("e6c3044aa620",),
+)
 @needs("machine")
 def missing_model(context: Context) -> Iterator[Finding]:
     """Neither a folder nor a hub name; nor what open-instruct takes the config or the tokenizer
@@ -212,7 +237,11 @@ def _missing(context: Context, key: str, name: str) -> Iterator[Finding]:
     yield say("error", "missing-model", key, message, help)
 
 
-@cites("finetune.py:526", "finetune.py:411")
+@cites(
+    "finetune.py::main[model_path = args.config_name]",
+    "finetune.py::main[args.model_name_or_path if]",
+    reviewed=("e6c3044aa620",),
+)
 def impossible_name(context: Context) -> Iterator[Finding]:
     """Looked up as a folder, then on the hub, and neither can have such a name."""
     values = context.values
@@ -232,7 +261,10 @@ def _is_impossible(text: str) -> bool:
     return chat_template.is_template(text) and not exists(text)
 
 
-@cites("transformers/modeling_utils.py:631", "transformers/models/auto/configuration_auto.py:433")
+@cites(
+    "transformers/modeling_utils.py::_get_resolved_checkpoint_files[Error no file named #2]",
+    "transformers/models/auto/configuration_auto.py::AutoConfig.from_pretrained[Unrecognized model]",
+)
 def incomplete_model(context: Context) -> Iterator[Finding]:
     """Seen when it is loaded, on every GPU. A folder with a config alone is one to plan with."""
     values = context.values
@@ -251,14 +283,17 @@ def incomplete_model(context: Context) -> Iterator[Finding]:
     if folder is None or model_files.is_adapter(folder):
         return
     fault = model_files.weights_fault(folder)
-    # transformers/integrations/peft.py:340
+    # transformers/integrations/peft.py::PeftAdapterMixin.load_adapter[module.requires_grad_]
     if fault is None and is_file(folder / model_files.ADAPTER) and not context.lacks("peft"):
         fault = f"the adapter beside its weights ({model_files.ADAPTER}) is put on, and nothing is trained"
     if fault is not None:
         yield _incomplete(context, _CODE, _MODEL, fault)
 
 
-@cites("transformers/models/auto/configuration_auto.py:433", "transformers/modeling_utils.py:631")
+@cites(
+    "transformers/models/auto/configuration_auto.py::AutoConfig.from_pretrained[Unrecognized model]",
+    "transformers/modeling_utils.py::_get_resolved_checkpoint_files[Error no file named #2]",
+)
 def adapter_alone(context: Context) -> Iterator[Finding]:
     """No trainer loads an adapter's folder as a model.
 
@@ -310,7 +345,7 @@ def _merge_command(name: str, folder: Path, base: str | None) -> str:
     return f"python -c {shlex.quote(code)}"
 
 
-@cites("transformers/models/qwen2/tokenization_qwen2.py:53")
+@cites("transformers/models/qwen2/tokenization_qwen2.py::Qwen2Tokenizer.__init__[self._vocab =]")
 def incomplete_tokenizer(context: Context) -> Iterator[Finding]:
     """Without its files one without words is made."""
     values = context.values

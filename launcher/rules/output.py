@@ -24,7 +24,9 @@ _STATES = re.compile(_WEIGHTS.pattern + r"|global_step\d|pytorch_model_fsdp")
 
 
 def _taken(context: Context) -> Checkpoint | None:
-    """The checkpoint that open-instruct would resume from: steps before epochs (utils.py:793)."""
+    """The checkpoint that open-instruct would resume from: steps before epochs
+    (utils.py::get_last_checkpoint[if len(checkpoint_steps) > 0]).
+    """
     if context.entry.names.resume is not None:
         return None
     found = checkpoints.find(context.values.schema.backend, context.output)
@@ -33,7 +35,7 @@ def _taken(context: Context) -> Checkpoint | None:
     return marked[-1] if marked else None
 
 
-@cites("utils.py:813")
+@cites("utils.py::get_last_checkpoint_path[if args.output_dir]")
 @needs("machine")
 @superseded_by("attempts")
 def foreign_checkpoints(context: Context) -> Iterator[Finding]:
@@ -45,7 +47,12 @@ def foreign_checkpoints(context: Context) -> Iterator[Finding]:
         yield say("warning", "foreign-checkpoints", _OUTPUT, message, help)
 
 
-@cites("utils.py:816", "finetune.py:1006", "trl/scripts/sft.py:113")
+@cites(
+    "utils.py::get_last_checkpoint_path[logger.warning]",
+    "finetune.py::main[if args.clean_checkpoints_at_end]",
+    "trl/scripts/sft.py::main[trainer.train(resume_from_checkpoint]",
+    reviewed=("e6c3044aa620",),
+)
 @needs("machine")
 @superseded_by("attempts")
 def finished_model(context: Context) -> Iterator[Finding]:
@@ -62,7 +69,10 @@ def finished_model(context: Context) -> Iterator[Finding]:
     yield say("warning", "finished-output", _OUTPUT, message, help)
 
 
-@cites("transformers/trainer.py:3517,1509")
+@cites(
+    "transformers/trainer.py::Trainer._load_from_checkpoint[Can]",
+    "transformers/trainer.py::Trainer.train[state = TrainerState.load_from_json]",
+)
 def named_checkpoint(context: Context) -> Iterator[Finding]:
     """A name is looked up as a folder, and its state is read."""
     name = context.values[_RESUME]
@@ -86,7 +96,10 @@ def named_checkpoint(context: Context) -> Iterator[Finding]:
 
 
 def _remaining(context: Context, folder: Path) -> Iterator[Finding]:
-    """transformers/trainer.py:1639,1648: training begins at the checkpoint's step, and may be over."""
+    """transformers/trainer.py::Trainer._init_training_state[self.state = TrainerState.load_from_json],
+    transformers/trainer.py::Trainer._init_training_state[epochs_trained = int]: training begins at the checkpoint's
+    step, and may be over.
+    """
     values, state, named = context.values, read_json(folder / "trainer_state.json"), brief(str(folder))
     limit, key, done = values["max_steps"], "max_steps", state.get("global_step")
     if not isinstance(limit, int) or limit <= 0:

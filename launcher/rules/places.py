@@ -38,7 +38,11 @@ class Place:
     below: bool = False
 
 
-@cites("finetune.py:1006", "trl/scripts/sft.py:113")
+@cites(
+    "finetune.py::main[if args.clean_checkpoints_at_end]",
+    "trl/scripts/sft.py::main[trainer.train(resume_from_checkpoint]",
+    reviewed=("e6c3044aa620",),
+)
 def unintended_output(context: Context) -> Iterator[Finding]:
     """The model is saved into whatever folder `output_dir` names."""
     key = context.entry.names.output

@@ -71,7 +71,9 @@ def _trained_by_trl(context: Context) -> Trained | None:
 
 
 def _stored_type(context: Context) -> str:
-    """The format that a model is loaded in by default (transformers/modeling_utils.py:836); empty if unknown."""
+    """The format that a model is loaded in by default (transformers/modeling_utils.py::_get_dtype[if hasattr(config]);
+    empty if unknown.
+    """
     values = context.values
     name, revision = values["model_name_or_path"], values.get("model_revision")
     path = model_config.where(name, context.environ, revision)
@@ -84,17 +86,18 @@ def _stored_type(context: Context) -> str:
 def _keeps_masters(context: Context) -> bool:
     """Whether an engine trains copies of the weights in float32: DeepSpeed, and FSDP under mixed precision.
 
-    accelerate/accelerator.py:2037 is what the latter does.
+    accelerate/accelerator.py::Accelerator.prepare_model[param.data = param.data.to] is what the latter does.
     """
     sharded = bool(context.values["fsdp"]) and resolved.precision(context.values) is not None
     return context.distributed or sharded
 
 
 @cites(
-    "torch/amp/grad_scaler.py:275,294",
-    "trl/trainer/sft_trainer.py:908",
-    "trl/trainer/dpo_trainer.py:726",
-    "peft/tuners/tuners_utils.py:2722",
+    "torch/amp/grad_scaler.py::GradScaler._unscale_grads_[raise ValueError]",
+    "torch/amp/grad_scaler.py::GradScaler._unscale_grads_[torch._amp_foreach_non_finite_check_and_unscale_]",
+    "trl/trainer/sft_trainer.py::SFTTrainer.__init__[if _is_quantized_model]",
+    "trl/trainer/dpo_trainer.py::DPOTrainer.__init__[if _is_quantized_model]",
+    "peft/tuners/tuners_utils.py::cast_adapter_dtype[dtypes_to_convert_to_fp32 =]",
 )
 def refused_by_scaler(context: Context) -> Iterator[Finding]:
     """Gradients have the format of their weights, and it takes float32 alone.
@@ -120,7 +123,10 @@ def refused_by_scaler(context: Context) -> Iterator[Finding]:
     yield say("error", "fp16-weights", "fp16", message, help)
 
 
-@cites("transformers/trainer.py:1868", "peft/tuners/tuners_utils.py:2722")
+@cites(
+    "transformers/trainer.py::Trainer._run_epoch[self.optimizer.step]",
+    "peft/tuners/tuners_utils.py::cast_adapter_dtype[dtypes_to_convert_to_fp32 =]",
+)
 def rounded_by_trl(context: Context) -> Iterator[Finding]:
     """The optimizer adds its step to the weights in the format that they have.
 
@@ -142,7 +148,14 @@ def rounded_by_trl(context: Context) -> Iterator[Finding]:
         yield say("warning", "steps-rounded", trained.key, message, help)
 
 
-@cites("finetune.py:597,688", "dpo_tune_cache.py:337,435", "peft/tuners/tuners_utils.py:2722")
+@cites(
+    "finetune.py::main[dtype=torch.bfloat16 #2]",
+    "finetune.py::main[optimizer = torch.optim.AdamW]",
+    "dpo_tune_cache.py::main.load_model[dtype=torch.bfloat16 #2]",
+    "dpo_tune_cache.py::main[optimizer = torch.optim.AdamW]",
+    "peft/tuners/tuners_utils.py::cast_adapter_dtype[dtypes_to_convert_to_fp32 =]",
+    reviewed=("e6c3044aa620",),
+)
 def rounded_by_open_instruct(context: Context) -> Iterator[Finding]:
     """A model in bfloat16, and torch's AdamW.
 
@@ -154,7 +167,7 @@ def rounded_by_open_instruct(context: Context) -> Iterator[Finding]:
         return
     if context.mixed_precision == "fp16" or caches_only(context):
         return
-    # Liger's loader names no format (finetune.py:578)
+    # Liger's loader names no format (finetune.py::main[AutoLigerKernelForCausalLM.from_pretrained])
     if values["use_liger_kernel"] and _stored_type(context) != "bfloat16":
         return
     message = _rounding(number(values["learning_rate"]), "all weights in bfloat16")
@@ -178,7 +191,12 @@ def _rounding(rate: float | None, trained: str) -> str | None:
     )
 
 
-@cites("finetune.py:597", "dpo_tune_cache.py:337", "torch/amp/grad_scaler.py:294")
+@cites(
+    "finetune.py::main[dtype=torch.bfloat16 #2]",
+    "dpo_tune_cache.py::main.load_model[dtype=torch.bfloat16 #2]",
+    "torch/amp/grad_scaler.py::GradScaler._unscale_grads_[torch._amp_foreach_non_finite_check_and_unscale_]",
+    reviewed=("e6c3044aa620",),
+)
 def fp16_over_bf16(context: Context) -> Iterator[Finding]:
     """The model is loaded in bfloat16 whatever is asked for.
 

@@ -20,7 +20,10 @@ from launcher.upstream.trainers import BACKENDS
 # Modules of launcher.rules beside `arguments`, by backend; one that has no rules of its own is not listed.
 # Imported where they are needed: importing is a good part of the time that one file takes.
 _FURTHER = {
-    "open_instruct": ("services", "open_instruct.data", "open_instruct.machine"),
+    "open_instruct": (
+        *("services", "open_instruct.data", "open_instruct.machine"),
+        *("open_instruct.gradient", "open_instruct.tokenizer"),
+    ),
     "trl": ("trl.machine", "trl.attention", "trl.adapters", "trl.data"),
 }
 

@@ -2,11 +2,12 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
 from launcher.errors import Finding, Layer, Severity, brief
+from launcher.rules import premises
 from launcher.upstream.schema import Schema, Values
 
 Rule = Callable[[Values], Iterator[Finding]]
@@ -15,15 +16,18 @@ Rule = Callable[[Values], Iterator[Finding]]
 _Function = TypeVar("_Function", bound=Callable[..., Iterator[Finding]])
 
 
-def cites(*places: str) -> Callable[[_Function], _Function]:
-    """Name the upstream lines that a rule is about, as `package/file.py:LINE,FIRST-LAST`.
+def cites(*places: str, reviewed: tuple[str, ...] = ()) -> Callable[[_Function], _Function]:
+    """Name the upstream lines that a rule is about, by file, symbol and anchor (see
+    upstream/citations.py).
 
-    Without a package they are open-instruct's. Where a source lacks one of them, what the rule
-    finds counts less (`as_it_stands`).
+    `reviewed` are the commits, besides the backend's `BASELINE`, at which somebody has read the lines and the
+    functions around them and found the rule true. In a source where they are as at none of these commits, what
+    the rule finds counts less (`as_it_stands`).
     """
 
     def mark(rule: _Function) -> _Function:
         rule.__dict__["cites"] = places
+        rule.__dict__["reviewed"] = reviewed
         return rule
 
     return mark
@@ -110,26 +114,35 @@ def check(
     severity: Severity = "error",
     layer: Layer = "run",
     tested: bool = False,
+    reviewed: tuple[str, ...] = (),
 ) -> Rule:
     """A rule of one condition; `{name}` in its message stands for the value of that argument.
 
-    `cited` names the upstream lines that it is about. `tested`: other releases may know more, so
-    that it only speaks at the tested one.
+    `cited` and `reviewed` are those of `cites`. `tested`: other releases may know more, so that it only speaks
+    at the tested one.
     """
 
-    @cites(cited)
+    @cites(cited, reviewed=reviewed)
     def rule(values: Values) -> Iterator[Finding]:
         if (values.schema.tested or not tested) and when(values):
             filled = re.sub(r"\{(\w+)\}", lambda name: brief(values[name[1]]), message)
             yield say(severity, code, key, filled, help, layer=layer)
 
+    rule.__dict__["about"] = f"{code} of {key}"
     return rule
 
 
 warn = partial(check, severity="warning")
 
 
-def unread(cited: str, key: str, read: Callable[[Values], object], where: str, help: str = "delete the line") -> Rule:
+def unread(
+    cited: str,
+    key: str,
+    read: Callable[[Values], object],
+    where: str,
+    help: str = "delete the line",
+    reviewed: tuple[str, ...] = (),
+) -> Rule:
     """A rule about an argument that acts under one condition, where it is given without that."""
 
     def idle(values: Values) -> bool:
@@ -137,25 +150,36 @@ def unread(cited: str, key: str, read: Callable[[Values], object], where: str, h
         return bool(given and values[key] != values.schema.fields[key].default and not read(values))
 
     message = f"`{key}` does nothing here: it is read only {where}"
-    return warn(cited, "conditional-key", key, idle, message, help)
+    return warn(cited, "conditional-key", key, idle, message, help, reviewed=reviewed)
 
 
-def no_model(cited: str, when: Callable[[Values], object] = lambda v: not v["model_name_or_path"]) -> Rule:
+def no_model(
+    cited: str,
+    when: Callable[[Values], object] = lambda v: not v["model_name_or_path"],
+    reviewed: tuple[str, ...] = (),
+) -> Rule:
     help = "add `model_name_or_path: <hub name or folder>`"
-    return check(cited, "no-model", "model_name_or_path", when, "no model named", help)
+    return check(cited, "no-model", "model_name_or_path", when, "no model named", help, reviewed=reviewed)
 
 
 def as_it_stands(
-    rule: Callable[..., Iterator[Finding]], found: Iterator[Finding], schema: Schema
+    rule: Callable[..., Iterator[Finding]], findings: Iterator[Finding], schema: Schema
 ) -> Iterator[Finding]:
-    """What a rule found; where this source is not the pin, only with what it cites counting in full."""
-    if schema.stands is None:
-        yield from found
+    """What a rule finds, for people: a note where what it cites is not as it was when the rule was confirmed.
+
+    What is launch's own (layer `launch`) does not hang on upstream's lines. A rule that names behaviours of
+    upstream's (`premises`) is about the sources that have them, and does not hang on lines where these tell all.
+    """
+    if not premises.applies(rule, schema):
         return
     from launcher.upstream import citations
 
-    for one in found:
-        # what is launch's own does not hang on upstream's lines
-        places = () if one.layer == "launch" else citations.of_rule(rule)
-        gone = [place for place in places if not schema.stands(place)]
-        yield citations.downgrade(one, gone) if gone else one
+    standing = schema.standing
+    settled = premises.settled(rule, schema)
+    for finding in findings:
+        if "::" in finding.message:
+            line_of = None if standing is None else standing.line
+            finding = replace(finding, message=citations.rendered(finding.message, line_of))
+        if standing is not None and finding.layer != "launch" and not settled:
+            finding = standing.weighed(finding, standing.changed(rule))
+        yield finding

@@ -18,7 +18,12 @@ WITHOUT_WANDB = {"offline", "disabled", "dryrun"}
 """Values of WANDB_MODE with which wandb asks no server."""
 
 
-@cites("finetune.py:454", "dpo_tune_cache.py:195", "utils.py:1303")
+@cites(
+    "finetune.py::main[maybe_use_ai2_wandb_entity]",
+    "dpo_tune_cache.py::main[maybe_use_ai2_wandb_entity]",
+    "utils.py::maybe_use_ai2_wandb_entity[api = wandb.Api]",
+    reviewed=("e6c3044aa620",),
+)
 def wandb_key(context: Context) -> Iterator[Finding]:
     """Without `wandb_entity` upstream asks wandb's server who is logged in, also in offline mode."""
     values, environ = context.values, context.environ
@@ -52,11 +57,12 @@ def has_wandb_key(environ: Mapping[str, str]) -> bool:
 
 
 @cites(
-    "finetune.py:435",
-    "dpo_tune_cache.py:177",
-    "finetune.py:1027",
-    "dpo_tune_cache.py:752",
-    "transformers/trainer.py:4099",
+    "finetune.py::main[args.hf_entity = maybe_use_ai2_hf_entity]",
+    "dpo_tune_cache.py::main[args.hf_entity = maybe_use_ai2_hf_entity]",
+    "finetune.py::main[push_folder_to_hub]",
+    "dpo_tune_cache.py::main[model_utils.push_folder_to_hub]",
+    "transformers/trainer.py::Trainer.init_hf_repo[repo_url = hf_api]",
+    reviewed=("e6c3044aa620",),
 )
 def hub_token(context: Context) -> Iterator[Finding]:
     """`finetune.py` and `dpo_tune_cache.py` ask the hub who is logged in before anything is
@@ -95,7 +101,7 @@ def no_compiler(context: Context, key: str, *, cpp: bool = False) -> Iterator[Fi
         yield say("error", "no-compiler", key, message, help)
 
 
-@cites("transformers/dynamic_module_utils.py:516")
+@cites("transformers/dynamic_module_utils.py::get_class_from_dynamic_module")
 def remote_code(context: Context) -> Iterator[Finding]:
     """`dynamic_module_utils.py` imports modules that a repository holds."""
     values = context.values

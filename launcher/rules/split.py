@@ -8,7 +8,7 @@ from launcher.rules.rule import cites, needs, say
 from launcher.rules.trl.mixture import unseeded_test_split
 
 
-@cites("finetune.py:383")
+@cites("finetune.py::main[args.sequence_parallel_size != 0]")
 @needs("split")
 def sequence_parallel(context: Context) -> Iterator[Finding]:
     """Each group of so many processes shares its rows."""
@@ -23,7 +23,7 @@ def sequence_parallel(context: Context) -> Iterator[Finding]:
         yield say("error", "sequence-split", key, message, f"one of {', '.join(divisors)}, or another --gpus")
 
 
-@cites("transformers/trainer.py:463")
+@cites("transformers/trainer.py::Trainer.__init__[if not self.is_fsdp_xla_enabled]")
 @needs("split")
 def sharded_alone(context: Context) -> Iterator[Finding]:
     """FSDP needs processes that know of each other."""

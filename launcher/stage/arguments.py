@@ -12,6 +12,7 @@ from launcher.config import keys
 from launcher.config.load import Config
 from launcher.errors import Finding, Layer, brief
 from launcher.upstream import history, locate
+from launcher.upstream.citations import rendered
 from launcher.upstream.entry import DATA_FILE
 from launcher.upstream.history import ArgumentChange
 from launcher.upstream.schema import Field, OptionString, Schema
@@ -128,7 +129,7 @@ def _check_unknown(schema: Schema, entry: Entry, past: Past, key: str, value: An
     code, message, help = _explain_unknown(schema, entry, past, key)
     meaning = entry.lost.get(key)
     if code == "removed-key" and meaning is not None and meaning.mattered(value):
-        message += f": {meaning.did}; now {meaning.now}"
+        message += rendered(f": {meaning.did}; now {meaning.now}")
         help = f"{meaning.instead}; then delete the line"
     layer: Layer = "launch" if value is None else "parser"
     flag = schema.taken_as(key)
@@ -157,7 +158,7 @@ def lost(config: Config, schema: Schema, entry: Entry) -> Iterator[Finding]:
             layer="launch",
             code="lost-meaning",
             key=f"args.{kept.key}",
-            message=f"`{kept.key}: {brief(kept.value)}` was taken out: {meaning.did}; now {meaning.now}",
+            message=f"`{kept.key}: {brief(kept.value)}` was taken out: {meaning.did}; now {rendered(meaning.now)}",
             help=f"{meaning.instead}; then delete this comment",
             file=kept.file,
             line=kept.line,

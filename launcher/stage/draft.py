@@ -216,7 +216,8 @@ _REPLACED = "Qwen 2.5 and 3, Llama 3.0, Gemma 1 to 3, Phi-3, Cohere, DeepSeek-V3
 def _mask_questions(draft: Draft, data: str, rows: data_rows.Rows | None, obstacle: str | None) -> None:
     """Have the loss count answers alone, where the rows are chats and no obstacle stands against it.
 
-    Without it every token of a chat is trained on (trl/trainer/sft_trainer.py:1409).
+    Without it every token of a chat is trained on
+    (trl/trainer/sft_trainer.py::SFTTrainer._prepare_dataset[is enabled. With]).
     """
     key = "assistant_only_loss"
     if rows is None:

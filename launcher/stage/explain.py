@@ -17,6 +17,7 @@ from launcher.redaction import redact
 from launcher.stage import gates, stage, unused
 from launcher.stage.conversion.names import FOREIGN
 from launcher.upstream import history, locate
+from launcher.upstream.citations import rendered
 from launcher.upstream.history import ArgumentChange
 from launcher.upstream.locate import Locator, Upstream
 from launcher.upstream.meaning import meaning_of
@@ -254,7 +255,7 @@ def _explained(key: str, schema: Schema, source: Upstream, here: Here | None) ->
     elif moved is not None and moved.to in schema.fields:
         advice = f"{moved.why}: write `{moved.to}`"
     elif lost is not None:
-        advice = f"{lost.did}; now {lost.now}: {lost.instead}"
+        advice = rendered(f"{lost.did}; now {lost.now}: {lost.instead}")
     elif (there := locate.at_pin(schema, key)) is not None:
         advice = f"not at {schema.named}; it is one at the pin ({there})"
     elif option is not None:

@@ -39,7 +39,8 @@ _OTHER_VALUE = {
     ("max_steps", "max_train_steps"),
     ("warmup_ratio", "warmup_steps"),
 }
-# Below 1 switches checkpointing on (dpo_tune_cache.py:376), the default does not.
+# Below 1 switches checkpointing on (dpo_tune_cache.py::main[elif args.activation_memory_budget]), the default does
+# not.
 _BUDGET = {True: 0.5, False: 1.0}
 # Names for the same idea under which the same value means nothing, or something else.
 _UNLIKE: Mapping[str, str] = {
@@ -400,7 +401,10 @@ def _folded(name: str) -> str:
 
 
 def _train_file(file: _File, key: str) -> _Mend:
-    """dataset_transformation.py:1618,1623: the only data as a mixer list, which reads two kinds of files."""
+    """dataset_transformation.py::DatasetConfig.__post_init__[.jsonl],
+    dataset_transformation.py::DatasetConfig.__post_init__[elif os.path.exists]: the only data as a mixer list, which
+    reads two kinds of files.
+    """
     value = file.args.get(key)
     if not file.entry.mixes:
         raise Leave("this trainer takes no list of sets")
@@ -424,7 +428,9 @@ def _dataset_name(file: _File, key: str) -> _Mend:
 
 
 def _dataset_mixer(file: _File, key: str) -> _Mend:
-    """`{name: amount}` as `[name, amount]`: what finetune.py:498 would do, could it be reached."""
+    """`{name: amount}` as `[name, amount]`: what finetune.py::main[if args.dataset_mixer] would do, could it be
+    reached.
+    """
     mixer, listed = file.args.get(key), file.entry.names.data
     if mixer == {}:
         return file.delete(key, "it is empty")
@@ -456,7 +462,7 @@ def _amounts(mixer: Mapping[str, Any]) -> list[float | int]:
     """Each amount as it is in a list, where a count is a whole number and a share has a point.
 
     In a mapping 1 is a share, all of a set, unless a number above 1 shows that they are counts
-    (utils.py:527). Raises Leave where an amount is neither, or 1 may be both.
+    (utils.py::get_datasets[if any(frac_or_samples > 1]). Raises Leave where an amount is neither, or 1 may be both.
     """
     counts = any(isinstance(value, int) and value > 1 for value in mixer.values())
     shares = any(isinstance(value, float) for value in mixer.values())

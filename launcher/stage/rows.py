@@ -63,14 +63,16 @@ def look(data: str, stage: str, backend: str, environ: Mapping[str, str]) -> Row
 
 
 def _trl_answers(surveyed: Survey) -> Kind | None:
-    """trl/trainer/sft_trainer.py:1322: `prompt` decides first, then `messages`, then the text."""
+    """trl/trainer/sft_trainer.py::SFTTrainer._prepare_dataset.tokenize_fn[in example:]: `prompt` decides first, then
+    `messages`, then the text.
+    """
     columns = surveyed.columns
     if "prompt" in columns:
         return "completions" if "completion" in columns else None
     if _is_chat(surveyed, "messages"):
         return "chats"
     if surveyed.kind("conversations") == "list" and surveyed.count("conversations", "from-value"):
-        # TRL renames the keys and leaves the roles (trl/data_utils.py:999)
+        # TRL renames the keys and leaves the roles (trl/data_utils.py::maybe_convert_to_chatml[List of possible])
         roles = surveyed.named("conversations", "role:")
         return "chats" if _TEMPLATE_ROLES.issuperset(roles) else None
     return "texts" if surveyed.kind("text") == "text" else None
@@ -85,7 +87,7 @@ def _trl_pairs(surveyed: Survey) -> Kind | None:
 
 
 def _trl_reads_pairs(surveyed: Survey) -> bool:
-    """Pairs with a prompt, in a column or at the start of both answers (trl/data_utils.py:548)."""
+    """Pairs with a prompt, in a column or at the start of both answers (trl/data_utils.py::extract_prompt)."""
     if not {"chosen", "rejected"} <= surveyed.columns:
         return False
     if surveyed.count("chosen", "json-messages"):
@@ -105,7 +107,9 @@ def _open_instruct_answers(surveyed: Survey) -> Kind | None:
 
 
 def _open_instruct_pairs(surveyed: Survey) -> Kind | None:
-    """Two whole conversations: a column `prompt` is not read (dataset_transformation.py:1278)."""
+    """Two whole conversations: a column `prompt` is not read
+    (dataset_transformation.py::preference_tulu_tokenize_and_truncate_v1).
+    """
     if not (_is_chat(surveyed, "chosen") and _is_chat(surveyed, "rejected")):
         return None
     return None if surveyed.count("chosen", "starts-with:assistant") else "pairs"
@@ -117,5 +121,5 @@ _KINDS: Mapping[tuple[str, str], Callable[[Survey], Kind | None]] = {
     ("open_instruct", "sft"): _open_instruct_answers,
     ("open_instruct", "dpo"): _open_instruct_pairs,
 }
-# the only files that a trainer reads by their names (dataset_transformation.py:1618)
+# the only files that a trainer reads by their names (dataset_transformation.py::DatasetConfig.__post_init__[.jsonl])
 _FILES: Mapping[str, tuple[str, ...]] = {"open_instruct": LOCAL_SUFFIXES}

@@ -7,6 +7,7 @@ from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
 from launcher.errors import Finding, Layer, Severity, brief
+from launcher.upstream.citations import rendered
 from launcher.upstream.schema import Read, Schema, Values
 from launcher.upstream.source import conditions
 from launcher.upstream.trainers import Entry
@@ -113,7 +114,7 @@ def instead(schema: Schema, entry: Entry, name: str) -> str:
     """What to write for an argument that does nothing, or who else would read it."""
     readers = [script for script, reads in schema.beside.items() if reads.get(name)]
     help = f"delete the line: only {' and '.join(readers)} reads it" if readers else "delete the line"
-    return entry.instead.get(name, help)
+    return rendered(entry.instead.get(name, help))
 
 
 def _closed(
@@ -130,7 +131,7 @@ def _closed(
     names = sorted({one for each in ways for c in each for one in conditions.names(c)})
     where = ", ".join(dict.fromkeys(read.where for read in places))
     message = f"`{name}` does nothing here: it is read only where {' or '.join(map(shown, ways))} ({where}), "
-    help = entry.instead.get(name, "delete the line, or set what it needs")
+    help = rendered(entry.instead.get(name, "delete the line, or set what it needs"))
     return _finding("warning", "conditional-key", name, f"{message}and {_state(names, known)}", help)
 
 

@@ -1,43 +1,89 @@
-"""What of the pin's source the rules cite, and whether the source at hand still holds it.
+"""What launch cites of upstream's source, by symbol and anchor text, and where that is in a source at hand.
 
-A rule is written by hand, about the pin; `rules.rule.cites` says which lines it is about. Where one of them
-is no longer found in the same function or class, the rule may be wrong there, and says less.
+A citation is written `package/file.py::symbol[anchor]`: the function or class that the line stands in (nothing
+for the module itself) and a text that only this line of it holds. `[anchor #2]` is the second line with that
+text. A symbol alone is the line that defines it; a file without a package is open-instruct's. No line number
+stands in launch's source: `rendered` shows it out of the committed table, `RuleStanding` out of a checkout.
 """
 
 from __future__ import annotations
 
 import ast
 import hashlib
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib.resources import files
+from typing import NamedTuple
 
 from launcher.errors import Finding, Severity
+from launcher.upstream.source.functions import normalised
 from launcher.upstream.source.packages import Tree
 
-CITATION = re.compile(r"((?:\w+/)*\w+\.py):(\d+(?:[,-]\d+)*)")
-# Cited by their bare name outside a list of files of one folder; all others are open-instruct's.
-_FOLDERS = {
-    "hf_argparser.py": "transformers",
-    "subprocess_handler.py": "torch/distributed/elastic/multiprocessing/subprocess_handler",
-}
+_FILE = r"(?<![\w/.{}])((?:\w+/)*\w+\.py)::"
+CITATION = re.compile(rf"{_FILE}(?:([A-Za-z_][\w.]*\w|[A-Za-z_])(?:\[([^\[\]\n]+)\])?|\[([^\[\]\n]+)\])")
+_NTH = re.compile(r"(.+?) #(\d+)")
+# what a test of this repository is called in words, too
+_OWN_FOLDERS = ("tests/", "launcher/", "scripts/", "benchmarks/", "test_")
 _LESS: Mapping[Severity, Severity] = {"error": "warning", "warning": "note", "note": "note"}
 
-Table = Mapping[str, Sequence[str]]
-"""`package/file.py:line` of the pin -> the qualified name around it ("" for the module), and a digest."""
+
+class CitedPlace(NamedTuple):
+    """Where a cited line is: its number from 1, digests of the line and of what encloses it.
+
+    What encloses a line is the innermost function, without docstrings and log calls; of a line outside any
+    function, the statement of the class or of the module.
+    """
+
+    line: int
+    words: str
+    enclosing: str
+
+
+Table = Mapping[str, CitedPlace]
+"""`package/file.py::symbol[anchor]` -> its place in one release. What that release lacks is not in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Citation:
+    """One citation: the file with its package, the qualified symbol, the anchor and which of its lines."""
+
+    label: str
+    symbol: str
+    anchor: str = ""
+    nth: int = 0
+
+    def __str__(self) -> str:
+        number = f" #{self.nth}" if self.nth else ""
+        anchor = f"[{self.anchor}{number}]" if self.anchor else ""
+        return f"{self.label}::{self.symbol}{anchor}"
+
+
+def parse(text: str) -> Citation:
+    """The citation that a text begins with. Raises ValueError where it begins with none."""
+    match = CITATION.match(text)
+    if match is None:
+        raise ValueError(f"not a citation: {text}")
+    return _citation(match)
 
 
 def citations(text: str) -> Iterator[str]:
-    """Each `package/file.py:line` that a text names; of a range its first line."""
-    for line in text.splitlines():
-        folder = None
-        for name, numbers in CITATION.findall(line):
-            if "/" in name:
-                folder = name.rpartition("/")[0]
-            else:
-                name = f"{folder or _FOLDERS.get(name, 'open_instruct')}/{name}"
-            for number in numbers.split(","):
-                yield f"{name}:{number.partition('-')[0]}"
+    """Each citation that a text names, with its package."""
+    for match in CITATION.finditer(text):
+        if not match[1].startswith(_OWN_FOLDERS):
+            yield str(_citation(match))
+
+
+def _citation(match: re.Match[str]) -> Citation:
+    label = match[1] if "/" in match[1] else f"open_instruct/{match[1]}"
+    symbol = match[2] or ""
+    anchor = match[3] or match[4] or ""
+    numbered = _NTH.fullmatch(anchor)
+    if numbered is None:
+        return Citation(label, symbol, anchor)
+    return Citation(label, symbol, numbered[1], int(numbered[2]))
 
 
 def of_rule(rule: Callable[..., object]) -> list[str]:
@@ -48,94 +94,385 @@ def of_rule(rule: Callable[..., object]) -> list[str]:
     return list(dict.fromkeys(places))
 
 
-def table(trees: Mapping[str, Tree], cited: Iterable[str]) -> dict[str, list[str]]:
-    """Where each cited line of these packages stands, to be found again in another commit of them."""
-    read = CitationCheck({}, trees)
-    found = {}
+def reviews_of(rule: Callable[..., object]) -> tuple[str, ...]:
+    """The commits, besides `BASELINE`, at which somebody confirmed the rule; see `rules.rule.cites`."""
+    reviewed: tuple[str, ...] = getattr(rule, "reviewed", ())
+    return reviewed
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """The committed tables by release (`open_instruct COMMIT`, `trl 1.16.0`), and the commit that is the pin.
+
+    `later` are the commits with a table that come after the pin.
+    """
+
+    pin: str
+    tables: Mapping[str, Table]
+    later: tuple[str, ...] = ()
+
+    def at_pin_or_later(self) -> list[Table]:
+        return [self.tables[f"open_instruct {commit}"] for commit in (self.pin, *self.later)]
+
+
+@cache
+def committed() -> Committed:
+    raw = files("launcher.upstream.snapshots").joinpath("cited.json").read_text(encoding="utf-8")
+    data = json.loads(raw)
+    tables = {}
+    for release, table in data["releases"].items():
+        tables[release] = {name: CitedPlace(*place) for name, place in table.items()}
+    return Committed(data["pin"], tables, tuple(data["later"]))
+
+
+def at_release(releases: Iterable[str]) -> Table:
+    """What the committed tables know of some releases, together."""
+    known = committed().tables
+    places: dict[str, CitedPlace] = {}
+    for release in releases:
+        places.update(known.get(release, {}))
+    return places
+
+
+def commits(package: str, baseline: str) -> dict[str, Table]:
+    """The committed tables of a package that has commits, by release, that of its baseline first."""
+    first = f"{package} {baseline}"
+    known = {release: table for release, table in committed().tables.items() if release.startswith(f"{package} ")}
+    return {first: known.get(first, {}), **known}
+
+
+def rendered(text: str, line_of: Callable[[str], int | None] | None = None) -> str:
+    """A text for people: each citation in it as `file.py:LINE`, without a number where the line is not known.
+
+    `line_of` answers for another source than the committed releases.
+    """
+    if "::" not in text:
+        return text
+    line_of = line_of or _committed_line
+
+    def show(match: re.Match[str]) -> str:
+        if match[1].startswith(_OWN_FOLDERS):
+            return match[0]
+        line = line_of(str(_citation(match)))
+        return match[1] if line is None else f"{match[1]}:{line}"
+
+    return CITATION.sub(show, text)
+
+
+def _committed_line(citation: str) -> int | None:
+    place = _current().get(citation)
+    return None if place is None else place.line
+
+
+@cache
+def _current() -> Table:
+    """What is cited of the pin, and of the release of each package."""
+    known = committed()
+    others = (release for release in known.tables if not release.startswith("open_instruct "))
+    return at_release([f"open_instruct {known.pin}", *others])
+
+
+def table(trees: Mapping[str, Tree], cited: Iterable[str]) -> dict[str, CitedPlace]:
+    """Where each of these citations is in the packages at hand; what is not there is left out."""
+    sources = SourceFiles(trees)
+    places = {}
     for citation in sorted(set(cited)):
-        label, _, number = citation.rpartition(":")
-        file = read.file(label)
-        if file is not None and int(number) <= len(file.lines):
-            found[citation] = [file.around(int(number)), _digest(file.lines[int(number) - 1])]
-    return found
+        place = sources.place(citation)
+        if place is not None:
+            places[citation] = place
+    return places
 
 
 @dataclass(slots=True)
-class CitationCheck:
-    """Whether a line that the pin has at `package/file.py:line` is in the same place of these sources.
+class SourceFiles:
+    """Files of packages, read and parsed when first needed."""
 
-    Files are read as their lines are checked. A line that the table does not know counts as standing, and
-    one of `others`, which are scripts that do not run and files that define arguments of theirs.
-    """
-
-    known: Table
     trees: Mapping[str, Tree]
-    others: frozenset[str] = frozenset()
-    _files: dict[str, _SourceFile | None] = field(default_factory=dict)
+    _files: dict[str, SourceFile | None] = field(default_factory=dict)
 
-    def __call__(self, citation: str) -> bool:
-        label = citation.rpartition(":")[0]
-        if citation not in self.known or label in self.others:
-            return True
-        name, digest = self.known[citation]
-        file = self.file(label)
-        return file is not None and digest in file.digests(name)
-
-    def file(self, label: str) -> _SourceFile | None:
+    def file(self, label: str) -> SourceFile | None:
         """A file by `package/path.py`; None where it is not there or is no Python."""
         if label not in self._files:
             package, _, below = label.partition("/")
             raw = self.trees[package].read(below) if package in self.trees else None
-            self._files[label] = None if raw is None else _parsed(raw)
+            self._files[label] = None if raw is None else parsed(raw)
         return self._files[label]
 
-
-def downgrade(found: Finding, gone: Iterable[str]) -> Finding:
-    """A finding of the pin where some of what it is about is `gone`: one severity less, and why."""
-    listed = ", ".join(one.removeprefix("open_instruct/") for one in gone)
-    message = f"{found.message} (of the pin: what it has at {listed} is not in this source)"
-    return replace(found, severity=_LESS[found.severity], message=message)
+    def place(self, citation: str) -> CitedPlace | None:
+        """Where a citation is; None where its line is gone, or where several lines are alike."""
+        named = parse(citation)
+        file = self.file(named.label)
+        line = None if file is None else file.find(named)
+        if file is None or line is None:
+            return None
+        return CitedPlace(line, digest(file.lines[line - 1]), digest(file.enclosing(line)))
 
 
 @dataclass(slots=True)
-class _SourceFile:
-    """One file: its lines, and the first and last line of each function and class, by qualified name."""
+class RuleStanding:
+    """Whether what a rule cites is, in one source, as it was when somebody last confirmed the rule.
+
+    `confirmed` holds the tables of the commits at which rules were confirmed, the first of them the one that all
+    were `written_for`, as people read it; `place` answers for the source at hand. `others` are scripts that do
+    not run and files that define arguments of theirs: what is cited there counts as unchanged, and so does what
+    no table knows. With `by_line` the enclosing function does not count: nobody confirms rules for a release of a
+    package that is merely installed.
+    """
+
+    written_for: str
+    confirmed: Mapping[str, Table]
+    place: Callable[[str], CitedPlace | None]
+    others: frozenset[str] = frozenset()
+    by_line: bool = False
+
+    def changed(self, rule: Callable[..., object]) -> list[str]:
+        """What a rule cites and is not as it was at any commit where the rule was confirmed; else nothing."""
+        return self.nearest(rule)[1]
+
+    def nearest(self, rule: Callable[..., object]) -> tuple[str, list[str]]:
+        """Of the releases at which a rule was confirmed the one that this source is most like, and what differs."""
+        first = next(iter(self.confirmed))
+        nearest = first
+        fewest = self._differing(rule, first)
+        for release in self.confirmed:
+            if fewest and release != first and _names(reviews_of(rule), release):
+                differing = self._differing(rule, release)
+                if len(differing) < len(fewest):
+                    nearest = release
+                    fewest = differing
+        return nearest, fewest
+
+    def _differing(self, rule: Callable[..., object], release: str) -> list[str]:
+        known = self.confirmed[release]
+        return [citation for citation in of_rule(rule) if not self._same(citation, known)]
+
+    def line(self, citation: str) -> int | None:
+        place = self.place(citation)
+        return None if place is None else place.line
+
+    def weighed(self, finding: Finding, changed: Sequence[str]) -> Finding:
+        """A finding of a rule some of whose citations changed: a note until somebody confirms the rule."""
+        if not changed:
+            return finding
+        names = ", ".join(self._name(citation) for citation in changed)
+        message = f"{finding.message} (written for {self.written_for}: this source differs at {names})"
+        severity: Severity = _LESS[finding.severity] if self.by_line else "note"
+        return replace(finding, severity=severity, message=message)
+
+    def _name(self, citation: str) -> str:
+        label = citation.partition("::")[0].removeprefix("open_instruct/")
+        for known in self.confirmed.values():
+            if citation in known:
+                return f"{label}:{known[citation].line}"
+        return label
+
+    def _same(self, citation: str, known: Table) -> bool:
+        label = citation.partition("::")[0]
+        if label in self.others or not any(citation in table for table in self.confirmed.values()):
+            return True
+        before = known.get(citation)
+        now = self.place(citation)
+        if before is None or now is None:
+            return before is now
+        if self.by_line:
+            return before.words == now.words
+        return before[1:] == now[1:]
+
+
+def _names(short: Iterable[str], release: str) -> bool:
+    """Whether one of some commits, each of any length, is the commit of a release."""
+    commit = release.rpartition(" ")[2]
+    return any(commit.startswith(name) for name in short)
+
+
+@dataclass(frozen=True, slots=True)
+class _Scope:
+    """A function or class: its qualified name, its first line (of decorators too) and its last."""
+
+    name: str
+    first: int
+    last: int
+    node: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+@dataclass(slots=True)
+class SourceFile:
+    """One file: its lines, its statements, its functions and classes."""
 
     lines: list[str]
-    spans: list[tuple[str, int, int]]
+    tree: ast.Module
+    scopes: list[_Scope]
+    _innermost: list[_Scope | None]
+    _texts: dict[int, str] = field(default_factory=dict)
 
-    def around(self, number: int) -> str:
+    def around(self, line: int) -> str:
         """The innermost function or class that a line stands in; "" for the module."""
-        inside = [(last - first, name) for name, first, last in self.spans if first <= number <= last]
-        return min(inside)[1] if inside else ""
+        scope = self._innermost[line]
+        return "" if scope is None else scope.name
 
-    def digests(self, name: str) -> set[str]:
-        """Of every line below that name; where a class has another name here, of methods called so."""
-        spans = [(a, b) for known, a, b in self.spans if known == name] if name else [(1, None)]
-        _, dot, method = name.rpartition(".")
-        if dot and not spans:
-            spans = [(a, b) for known, a, b in self.spans if known.endswith(f".{method}")]
-        return {_digest(line) for a, b in spans for line in self.lines[a - 1 : b]}
+    def is_function(self, line: int) -> bool:
+        """Whether a line stands in a function, not in a class body or in the module."""
+        scope = self._innermost[line]
+        return scope is not None and not isinstance(scope.node, ast.ClassDef)
+
+    def find(self, citation: Citation) -> int | None:
+        """The line of a citation; None where there is none, or more than one that fits."""
+        symbol = self._symbol(citation.symbol)
+        if symbol is None:
+            return None
+        if not citation.anchor:
+            lines = [scope.node.lineno for scope in self.scopes if scope.name == symbol]
+            return lines[0] if lines else None
+        lines = self._lines_with(citation.anchor, symbol)
+        if citation.nth:
+            return lines[citation.nth - 1] if citation.nth <= len(lines) else None
+        return lines[0] if len(lines) == 1 else None
+
+    def enclosing(self, line: int) -> str:
+        """The text of what encloses a line, without docstrings and log calls; see `CitedPlace`."""
+        node = self._enclosing_node(line)
+        if node is None:
+            return ""
+        if id(node) not in self._texts:
+            self._texts[id(node)] = _header(node) if isinstance(node, ast.ClassDef) else normalised(node)
+        return self._texts[id(node)]
+
+    def cite(self, label: str, line: int) -> Citation | None:
+        """The shortest citation of a line that finds it again; None for a line without a usable text."""
+        scope = self._innermost[line]
+        symbol = "" if scope is None else scope.name
+        if scope is not None and scope.node.lineno == line:
+            first = next(one for one in self.scopes if one.name == symbol)
+            if first is scope:
+                return Citation(label, symbol)
+        texts = _usable(self.lines[line - 1])
+        room = max(_LEAST, _WIDTH - len(f"{label}::{symbol}[]"))
+        for text in texts:
+            for anchor in _anchors(text, room):
+                if self._lines_with(anchor, symbol) == [line]:
+                    return Citation(label, symbol, anchor)
+        for text in texts:
+            anchor = _shortened(text, room)
+            lines = self._lines_with(anchor, symbol)
+            if line in lines:
+                return Citation(label, symbol, anchor, lines.index(line) + 1)
+        return None
+
+    def _symbol(self, name: str) -> str | None:
+        """A symbol's name here; where a class has another name, that of the one method called so."""
+        names = {scope.name for scope in self.scopes}
+        if not name or name in names:
+            return name
+        method = name.rpartition(".")[2]
+        alike = [other for other in names if other.endswith(f".{method}")]
+        return alike[0] if "." in name and len(alike) == 1 else None
+
+    def _lines_with(self, anchor: str, symbol: str) -> list[int]:
+        numbers = range(1, len(self.lines) + 1)
+        within = (number for number in numbers if self.around(number) == symbol)
+        whole = _whole(anchor)
+        return [number for number in within if whole.search(_spaced(self.lines[number - 1]))]
+
+    def _enclosing_node(self, line: int) -> ast.stmt | None:
+        scope = self._innermost[line]
+        if scope is not None and not isinstance(scope.node, ast.ClassDef):
+            return scope.node
+        body = self.tree.body if scope is None else scope.node.body
+        for statement in body:
+            if statement.lineno <= line <= (statement.end_lineno or statement.lineno):
+                return statement
+        return None if scope is None else scope.node
 
 
-def _parsed(raw: bytes) -> _SourceFile | None:
+def parsed(raw: bytes) -> SourceFile | None:
+    """A file's text as lines and scopes; None for what is no Python of this interpreter."""
     try:
         tree = ast.parse(raw)
     except (SyntaxError, ValueError, RecursionError):
         return None
     lines = raw.decode("utf-8", "replace").splitlines()
-    return _SourceFile(lines=lines, spans=list(_spans(tree, "")))
+    scopes = list(_scopes(tree, ""))
+    innermost: list[_Scope | None] = [None] * (len(lines) + 2)
+    # an inner scope comes after the one around it
+    for scope in scopes:
+        for number in range(scope.first, scope.last + 1):
+            innermost[number] = scope
+    return SourceFile(lines=lines, tree=tree, scopes=scopes, _innermost=innermost)
 
 
-def _spans(node: ast.AST, prefix: str) -> Iterator[tuple[str, int, int]]:
+def digest(text: str) -> str:
+    """16 hexadecimal digits of a text; how its words are spaced does not count."""
+    return hashlib.sha256(_spaced(text).encode()).hexdigest()[:16]
+
+
+def _spaced(line: str) -> str:
+    return " ".join(line.split())
+
+
+@cache
+def _whole(anchor: str) -> re.Pattern[str]:
+    """An anchor that begins and ends where words do: `model.save` is not in `model.save_whole`."""
+    begin = r"(?<!\w)" if re.match(r"\w", anchor) else ""
+    end = r"(?!\w)" if re.search(r"\w$", anchor) else ""
+    return re.compile(begin + re.escape(anchor) + end)
+
+
+def _scopes(node: ast.AST, prefix: str) -> Iterator[_Scope]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             name = f"{prefix}{child.name}"
-            yield name, child.lineno, child.end_lineno or child.lineno
-            yield from _spans(child, f"{name}.")
+            starts = [child.lineno, *(decorator.lineno for decorator in child.decorator_list)]
+            yield _Scope(name=name, first=min(starts), last=child.end_lineno or child.lineno, node=child)
+            yield from _scopes(child, f"{name}.")
         else:
-            yield from _spans(child, prefix)
+            yield from _scopes(child, prefix)
 
 
-def _digest(line: str) -> str:
-    return hashlib.sha256(" ".join(line.split()).encode()).hexdigest()[:16]
+def _header(node: ast.ClassDef) -> str:
+    """Decorators, name and bases of a class."""
+    parts = [*node.decorator_list, *node.bases, *node.keywords]
+    return " ".join([node.name, *map(ast.unparse, parts)])
+
+
+_UNUSABLE = re.compile(r"[^\x20-\x7e]+|[\[\]{}\"'`\\#]+")
+_TOKENS = re.compile(r"[\w.]+|\s+|.")
+# lengths of an anchor: what finds a line at all, what tells a reader something, what is more than enough
+_LEAST = 8
+_ENOUGH = 14
+_MOST = 40
+_WIDTH = 104
+
+
+def _usable(line: str) -> list[str]:
+    """The parts of a line that can be an anchor wherever it is written, those that say most first."""
+    parts = [part.strip(" (,") for part in _UNUSABLE.split(_spaced(line))]
+    wordy = [part for part in parts if len(re.findall(r"\w", part)) > 2]
+    return wordy or [part for part in parts if part]
+
+
+def _anchors(text: str, room: int) -> Iterator[str]:
+    """Beginnings of a text up to the ends of its words, the shortest first; then other parts; then all of it."""
+    tokens = _TOKENS.findall(text)
+    yield from (anchor for anchor in _prefixes(tokens) if _ENOUGH <= len(anchor) <= min(room, _MOST))
+    starts = (start for start, token in enumerate(tokens) if re.match(r"[\w.=-]", token))
+    parts = {anchor for start in starts for anchor in _prefixes(tokens[start:])}
+    least = min(room, _ENOUGH)
+    yield from sorted((part for part in parts if len(part) >= least), key=lambda part: (len(part), part))
+    yield text
+
+
+def _prefixes(tokens: Sequence[str]) -> Iterator[str]:
+    so_far = ""
+    for token in tokens:
+        so_far += token
+        if len(so_far) >= _LEAST and so_far == so_far.strip() and re.search(r"\w$", so_far):
+            yield so_far
+
+
+def _shortened(text: str, room: int) -> str:
+    longest = text
+    for so_far in _prefixes(_TOKENS.findall(text)):
+        if len(so_far) > min(room, _MOST):
+            break
+        longest = so_far
+    return longest

@@ -14,7 +14,7 @@ Packing = Literal["flattened", "paired", "refilled", "one-row", "padded"]
 """What packing makes of a micro-batch: its rows behind each other (`paired`: two sequences a row, so that one
 row is packed too); full rows, made before batching; one row of a rank's whole step; or still padded rows."""
 
-_CITED = re.compile(r"\b[\w/]+\.py:\d+")
+_CITED = re.compile(r"\b[\w/]+\.py::[\w.]*(?:\[[^\]]*\])?")
 
 DATA_FILE = "train_file"
 """What open-instruct called a file of rows; no script has it any more."""
@@ -102,7 +102,8 @@ class Entry:
 
     `stage` is what a further script of a stage is one of; the script that a stage starts by itself stands
     under the stage's own name. `models` says where its source lists the models that it can build, as (module,
-    name of the mapping) and (module, class whose methods are the configs). `tables` are the mappings of a
+    name of the mapping) and (module, class whose methods are the configs); `own_shapes` is the mapping of configs
+    that it has beside the library's, at commits that have one. `tables` are the mappings of a
     module in which it looks up what arguments name. `needs` are distributions that it imports beside the
     backend's, `imports` modules that it imports only when it runs. `settle` gives further derived values, by
     the typed values and the number of GPUs; `rehearsal` are values for one process on a CPU.
@@ -140,6 +141,7 @@ class Entry:
     instead: Mapping[str, str] = field(default_factory=dict)
     stage: str = ""
     models: tuple[tuple[str, str], tuple[str, str]] | None = None
+    own_shapes: tuple[str, str] | None = None
     tables: tuple[str, tuple[str, ...]] | None = None
     needs: tuple[str, ...] = ()
     imports: tuple[str, ...] = ()
@@ -203,7 +205,8 @@ class Entry:
         """Whether these arguments come to rows of several samples, of `per_device` rows a micro-batch.
 
         One row alone is packed with nothing, unless rows are joined before they are batched, as by TRL's
-        `packing` (trl/trainer/sft_trainer.py:926), or are pairs, as of DPO.
+        `packing` (trl/trainer/sft_trainer.py::SFTTrainer.__init__[if args.per_device_train_batch_size]), or are pairs,
+        as of DPO.
         """
         joined = bool(self.names.packing and values.get(self.names.packing))
         if per_device == 1 and self.packing != "padded":

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from launcher.paths import PACKAGE
+from launcher.upstream import behaviour
 from launcher.upstream.schema import Path as ScriptPath
 from launcher.upstream.schema import Read, Refusal, Schema, Shadow, field_as_json, field_from_json
 from launcher.upstream.trainers import Backend
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     # what reads sources is imported only where there is something to read
     from launcher.upstream.source.packages import Module, Sources, Tree
 
-FORM = 3
+FORM = 4
 """Of the JSON; part of a cache entry's name."""
 
 Facts = Mapping[str, Any]
@@ -46,6 +47,9 @@ def read(
 
     entries = backend.STAGES.values()
     optional = [key for key in ("tables", "models") if any(getattr(e, key) for e in entries)]
+    described = [stage for stage in stages if any(behaviour.of_script(stage))] if backend.CHECKOUT else []
+    if described:
+        optional.append("behaviours")
     keys = ("stages", "classes", "paths", "fields", "externals", *optional, "unreadable", "files")
     facts: dict[str, Any] = {**{key: {} for key in keys}, "absent": []}
     # what a script does is read in upstream's own packages only: the same whatever else is here
@@ -59,7 +63,9 @@ def read(
             if (tables := backend.STAGES[stage].tables) is not None:
                 facts["tables"][stage] = _tables(walked, *tables)
             if (places := backend.STAGES[stage].models) is not None:
-                facts["models"][stage] = _models(sources, *places)
+                facts["models"][stage] = _models(sources, *places, backend.STAGES[stage].own_shapes)
+            if stage in described:
+                facts["behaviours"][stage] = behaviour.read(walked, stage, script)
         except (LookupError, OSError, RecursionError, SyntaxError, TypeError, ValueError) as error:
             facts["unreadable"][stage] = str(error) or type(error).__name__
         facts["files"] |= sources.digests | walked.digests
@@ -88,6 +94,7 @@ def _read_stage(
         # a script that builds its parser in a way of its own
         classes = list(entry.classes)
     fields = read_fields(sources, classes, {**externals, **backend.COMPUTED}, takes_none=backend.TAKES_NONE)
+    fields = reads.with_own_defaults(walked, entry.script, fields)
     if absent := sorted(entry.at(fields).names.needed - fields.keys()):
         raise LookupError(f"it has no {', '.join(absent)}")
     path = reads.find(walked, entry.script, classes, fields, entry.recorders)
@@ -108,8 +115,10 @@ def _read_stage(
             facts["externals"][known.external] = list(known.choices)
 
 
-def _models(sources: Sources, named: tuple[str, str], configured: tuple[str, str]) -> dict[str, Any]:
-    """The models that a script can build, by hub name, and its library's names of configs.
+def _models(
+    sources: Sources, named: tuple[str, str], configured: tuple[str, str], own: tuple[str, str] | None
+) -> dict[str, Any]:
+    """The models that a script can build, by hub name, and the names of configs: its library's and its own.
 
     A library that is not among the trees has none: its source is not here.
     """
@@ -121,7 +130,22 @@ def _models(sources: Sources, named: tuple[str, str], configured: tuple[str, str
     functions = [node for node in made.body if isinstance(node, ast.FunctionDef)] if made else []
     # a config of a given size takes the vocabulary and no other size
     sized = [f for f in functions if [a.arg for a in (*f.args.args, *f.args.kwonlyargs)] == ["cls", "vocab_size"]]
-    return {"names": models if isinstance(models, dict) else {}, "configs": sorted(f.name for f in sized)}
+    configs = {function.name for function in sized}
+    if own is not None:
+        configs |= _keys(sources, *own)
+    return {"names": models if isinstance(models, dict) else {}, "configs": sorted(configs)}
+
+
+def _keys(sources: Sources, where: str, name: str) -> set[str]:
+    """The texts under which a mapping of a module has something; none where the module is not there."""
+    import ast
+
+    module = sources.module(where)
+    table = None if module is None else module.constants.get(name)
+    if module is None or not isinstance(table, ast.Dict):
+        return set()
+    keys = [sources.evaluate(module, key) for key in table.keys]
+    return {key for key in keys if isinstance(key, str)}
 
 
 def _tables(sources: Sources, where: str, names: Sequence[str]) -> dict[str, dict[str, list[str]]]:
@@ -206,6 +230,7 @@ def schema_of(
         tables=facts.get("tables", {}).get(stage, {}),
         models=models.get("names", {}),
         configs=frozenset(models.get("configs", ())),
+        behaviours=facts.get("behaviours", {}).get(stage, {}),
     )
 
 
@@ -274,6 +299,6 @@ def digest(trees: Mapping[str, Tree], label: str) -> str | None:
 @cache
 def _reader() -> str:
     """What reads the sources, by content: another version of it may find other facts."""
-    files = [PACKAGE / "upstream" / "schema.py", PACKAGE / "upstream" / "facts.py"]
+    files = [PACKAGE / "upstream" / f"{name}.py" for name in ("schema", "facts", "behaviour")]
     files += sorted((PACKAGE / "upstream" / "source").glob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -18,20 +19,22 @@ from typing import TYPE_CHECKING, Any, Literal
 from launcher.errors import Finding, InvalidConfig, NotReady, Severity, launch_finding
 from launcher.machine.git import CommitTree, Repository
 from launcher.paths import PROJECT, exists, expanded, is_file
-from launcher.upstream import facts, history
+from launcher.upstream import behaviour, facts, history
 from launcher.upstream.history import ArgumentChange
-from launcher.upstream.schema import Schema, source_name
+from launcher.upstream.schema import Schema, short_version, source_name
 from launcher.upstream.source.packages import Folder, Tree, find_package
 from launcher.upstream.trainers import BACKENDS
 
 if TYPE_CHECKING:
     # what asks programs is imported only where a Python was named
     from launcher.machine.python import Interpreter
+    from launcher.upstream.citations import RuleStanding
 
 REPOSITORY = PROJECT
 SUBMODULE = REPOSITORY / "external" / "open-instruct"
 State = Literal["checkout", "missing", "empty", "other"]
 _STATES = {"missing": "is not there", "empty": "is empty", "other": "does not hold one"}
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 FOUND_IN = (Path("/workspace/open-instruct"), Path("~/open-instruct"))
 
 
@@ -257,7 +260,8 @@ def load_schema(
     use_source = not upstream.pinned and (allow_unpinned or not upstream.is_checkout)
     # the snapshot may be older than the description of a further script
     if not use_source and stage in pin_facts["stages"]:
-        return facts.schema_of(pin_facts, backend, stage, "snapshot", str(pin_facts["version"]))
+        schema = facts.schema_of(pin_facts, backend, stage, "snapshot", str(pin_facts["version"]))
+        return replace(schema, standing=_standing(upstream, schema.script, at_pin=True))
 
     def announce() -> None:
         if say is not None:
@@ -272,21 +276,50 @@ def load_schema(
         raise InvalidConfig(launch_finding("error", "unreadable-source", message, file=file)) from None
     known = pin_facts.get("models", {}).get(stage, {})
     # OLMo-core is no part of a checkout
-    configs = schema.configs or frozenset(known.get("configs", ()))
-    return replace(schema, configs=configs, stands=_standing(upstream, schema.script))
+    configs = schema.configs | frozenset(known.get("configs", ()))
+    behaviours = _behaviours(upstream, schema)
+    standing = _standing(upstream, schema.script)
+    return replace(schema, configs=configs, standing=standing, behaviours=behaviours)
 
 
-def _standing(upstream: Upstream, script: str) -> Callable[[str], bool]:
-    from launcher.upstream.citations import CitationCheck
+def _behaviours(upstream: Upstream, schema: Schema) -> Mapping[str, bool | None]:
+    """What this source does: as it shows, else as its history says, where it has one."""
+    answers = schema.behaviours
+    tree = upstream.packages.get(upstream.backend)
+    if not upstream.is_checkout or None not in answers.values():
+        return answers
+    if isinstance(tree, CommitTree):
+        return behaviour.completed(answers, schema.key, tree.repository, tree.commit)
+    commit = upstream.version.removesuffix("+edited")
+    if upstream.root is None or not _COMMIT.fullmatch(commit):
+        return answers
+    return behaviour.completed(answers, schema.key, Repository(upstream.root), commit)
 
+
+def _standing(upstream: Upstream, script: str, *, at_pin: bool = False) -> RuleStanding | None:
+    """Whether the rules about a script hold in a source; None where they were written for just this one."""
+    from launcher.upstream import citations
+
+    backend = BACKENDS[upstream.backend]
+    if at_pin and backend.PIN == backend.BASELINE:
+        return None
     # scripts that do not run, and files that define arguments of theirs
     own = {
         entry.script: {entry.script, *(f"{module.replace('.', '/')}.py" for module, _ in entry.classes)}
-        for entry in BACKENDS[upstream.backend].STAGES.values()
+        for entry in backend.STAGES.values()
     }
-    raw = files("launcher.upstream.snapshots").joinpath("cited.json").read_text(encoding="utf-8")
-    others = set().union(*own.values()) - own[script]
-    return CitationCheck(json.loads(raw).get(upstream.backend, {}), upstream.packages, frozenset(others))
+    others = frozenset(set().union(*own.values()) - own[script])
+    if not backend.CHECKOUT:
+        confirmed = {backend.PIN: citations.at_release(backend.PIN.split(", "))}
+        place = citations.SourceFiles(upstream.packages).place
+        return citations.RuleStanding(backend.BASELINE, confirmed, place, others, by_line=True)
+    written_for = short_version(backend.BASELINE)
+    confirmed = citations.commits(backend.NAME, backend.BASELINE)
+    if at_pin:
+        table = confirmed.get(f"{backend.NAME} {backend.PIN}", {})
+        return citations.RuleStanding(written_for, confirmed, table.get, others)
+    place = citations.SourceFiles(upstream.packages).place
+    return citations.RuleStanding(written_for, confirmed, place, others)
 
 
 def at_pin(schema: Schema, key: str) -> str | None:

@@ -15,15 +15,18 @@ NAME = "open_instruct"
 PACKAGES: tuple[str, ...] = ("open_instruct",)
 CHECKOUT = True
 PIN = "45901fd00593422a366dc303012b55b4fe5f4241"
+BASELINE = "45901fd00593422a366dc303012b55b4fe5f4241"
 TAKES_NONE = False
 # an enum of OLMo-core's that arguments of commits after the pin have as their type
 COMPUTED: Mapping[str, tuple[str, ...]] = {"olmo_core.nn.lm_head.LMLossImplementation": ("default", "fused_linear")}
-# finetune.py:22-60 and what those modules import in turn
+# finetune.py::[import deepspeed] and what those modules import in turn
 NEEDS: tuple[str, ...] = (
     *("torch", "transformers", "accelerate", "datasets", "deepspeed", "peft", "ai2-olmo-core", "absl-py", "bettermap"),
     *("beaker-py", "immutabledict", "langdetect", "litellm", "nltk", "ray", "wandb"),
 )
-GPU_NEEDS: tuple[str, ...] = ("flash-attn",)  # with CUDA and no such package its detection raises (model_utils.py:69)
+# with CUDA and no such package its detection raises
+# (model_utils.py::_is_flash_attn_4_available[return importlib.util.find_spec])
+GPU_NEEDS: tuple[str, ...] = ("flash-attn",)
 EXTRA = "open-instruct"
 # importing litellm would otherwise ask the network for model prices, 5 s where there is none
 ENVIRON: Mapping[str, str] = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
@@ -109,8 +112,8 @@ def _data_file(listed: str) -> dict[str, Lost]:
 _SUMMED_LOSS = Lost(
     did="`sum` added up the losses of all tokens, so that each token of a step weighed the same",
     now="the loss is the mean over the tokens of a micro-batch, and accumulation and GPUs average these means "
-    "(open_instruct/finetune.py:832): a learning rate tuned for the sum is far too low, and how a step is "
-    "split into micro-batches changes the weights of rows",
+    "(open_instruct/finetune.py::main[loss = outputs.loss]): a learning rate tuned for the sum is far too low, and "
+    "how a step is split into micro-batches changes the weights of rows",
     instead="choose the learning rate anew, with few accumulation steps and micro-batches of like size",
     harmless=("mean",),
 )
@@ -118,7 +121,9 @@ _SUMMED_LOSS = Lost(
 
 _TABLES = ("open_instruct.dataset_transformation", ("CHAT_TEMPLATES", "GET_TOKENIZER_FN", "TRANSFORM_FNS"))
 
-_CACHES_DATA = {"cache_dataset_only": "data set"}  # finetune.py:520, dpo_tune_cache.py:267, dpo.py:182
+# finetune.py::main[if args.cache_dataset_only], dpo_tune_cache.py::main[if args.cache_dataset_only],
+# dpo.py::main[if args.cache_dataset_only]
+_CACHES_DATA = {"cache_dataset_only": "data set"}
 
 _DPO = Entry(
     script="open_instruct/dpo_tune_cache.py",
@@ -144,7 +149,7 @@ _DPO = Entry(
     strict_liger=True,
     best_attention=True,
     caches_reference=True,
-    without_reference=("simpo",),  # dpo_utils.py:88
+    without_reference=("simpo",),  # dpo_utils.py::DPOLossType.needs_reference_model[return self in]
     lost=_data_file("mixer_list"),
     hints={**_data_hints("mixer_list"), "checkpointing_steps": "DPO counts steps: write a number (`epoch` is SFT's)"},
     moved={**_REMOVED, **{theirs: Moved(ours, f"SFT's name; DPO has `{ours}`") for theirs, ours in _PAIRS}},
@@ -155,7 +160,7 @@ _DPO = Entry(
     instead={
         **_INSTEAD,
         "overwrite_cache": "`skip_cache: true` rebuilds the dataset cache",
-        "report_to": "this script reports to wandb only (dpo_tune_cache.py:123)",
+        "report_to": "this script reports to wandb only (dpo_tune_cache.py::main[log_with])",
     },
     partial=frozenset({"cache_dataset_only", "cache_logprobs_only"}),
 )
@@ -163,7 +168,8 @@ _DPO = Entry(
 
 def _settle_olmo_core(values: Values, gpus: int) -> Iterator[tuple[str, Any, str]]:
     if not values["with_tracking"]:
-        why = "without it dpo.py asks wandb who is logged in, tracking or not (utils.py:1357)"
+        asks = "utils.py::setup_experiment_paths[args.wandb_entity]"
+        why = f"without it dpo.py asks wandb who is logged in, tracking or not ({asks})"
         yield "wandb_entity", "none", why
 
 
@@ -182,16 +188,21 @@ STAGES: Mapping[str, Entry] = {
         epoch_checkpoints=True,
         ends_after=_CACHES_DATA,
         packing="flattened",
-        dtype="bfloat16",  # finetune.py:578 names no type there
+        dtype="bfloat16",  # finetune.py::main[AutoLigerKernelForCausalLM.from_pretrained] names no type there
         liger_dtype="auto",
         strict_liger=True,
         best_attention=True,
-        whole_model=True,  # finetune.py:528
+        whole_model=True,  # finetune.py::main[snapshot_download]
         hints=_data_hints("dataset_mixer_list"),
         lost={"reduce_loss": _SUMMED_LOSS, **_data_file("dataset_mixer_list")},
         tables=_TABLES,
         moved={**_REMOVED, **{theirs: Moved(ours, f"DPO's name; SFT has `{ours}`") for ours, theirs in _PAIRS}},
-        derived={"logging_steps": (1, "upstream's default prints no loss line at all (finetune.py:183)")},
+        derived={
+            "logging_steps": (
+                1,
+                "upstream's default prints no loss line at all (finetune.py::FlatArguments[Log the training])",
+            )
+        },
         partial=frozenset({"cache_dataset_only"}),
         instead={
             **_INSTEAD,
@@ -205,7 +216,8 @@ STAGES: Mapping[str, Entry] = {
         script="open_instruct/dpo.py",
         stage="dpo",
         # it has the argument for Liger and reads it nowhere; recomputed is only what is compiled
-        # (olmo_core_utils.py:101); GPUs may share each matrix product (dpo.py:199)
+        # (olmo_core_utils.py::build_ac_config[if activation_memory_budget]); GPUs may share each matrix product
+        # (dpo.py::main[dp_world_size = world_size])
         names=replace(
             _DPO.names, liger=None, shared="tensor_parallel_degree", exact_output=None, recompute_needs="compile_model"
         ),
@@ -216,22 +228,24 @@ STAGES: Mapping[str, Entry] = {
         sharding="fsdp",
         packing="one-row",
         needs_process_group=False,
-        drops_last=True,  # dpo.py:235, data_loader.py:283
-        # dpo.py:335: of the DPO scripts only this one ends after the reference
+        # dpo.py::main[drop_last=True], data_loader.py::HFDataLoader._reshard[usable_size = total_batches #1]
+        drops_last=True,
+        # dpo.py::main[if args.cache_logprobs_only]: of the DPO scripts only this one ends after the reference
         ends_after={**_CACHES_DATA, "cache_logprobs_only": "reference pass"},
         unjudged="step[1-9]*",
-        final_model="hf_model",  # dpo.py:111
-        without_reference=(),  # dpo.py:333 computes a reference for simpo too
+        final_model="hf_model",  # dpo.py::_handle_post_training[hf_model_path = os.path.join]
+        without_reference=(),  # dpo.py::main[train_module.reference_cache] computes a reference for simpo too
         models=(
             ("open_instruct.olmo_core_utils", "OLMO_MODEL_CONFIG_MAP"),
             ("olmo_core.nn.transformer.config", "TransformerConfig"),
         ),
+        own_shapes=("open_instruct.olmo_core_hybrid", "LOCAL_TRANSFORMER_CONFIGS"),
         beside=(_DPO.script,),
         needs=("vllm", "backoff", "docker", "openenv-core"),  # data_loader.py imports what GRPO needs
         instead={
             **_INSTEAD,
             "overwrite_cache": "`skip_cache: true` rebuilds the dataset cache",
-            "report_to": "this script reports to wandb only (dpo.py:76)",
+            "report_to": "this script reports to wandb only (dpo.py::_setup_callbacks[if args.with_tracking])",
             "model_revision": "download the revision and name its folder",
             "max_train_samples": "give a number of samples in `mixer_list`: [name, 200]",
             "resume_from_checkpoint": "OLMo-core resumes from what the output folder holds",
@@ -242,10 +256,12 @@ STAGES: Mapping[str, Entry] = {
 
 
 def output_folder(values: Values) -> Path | None:
-    """`output_dir`, with `exp_name` below it unless `do_not_randomize_output_dir` (finetune.py:425).
+    """`output_dir`, with `exp_name` below it unless `do_not_randomize_output_dir`
+    (finetune.py::main[if not args.do_not_randomize_output_dir]).
 
-    dpo.py has no such switch, and adds the seed (utils.py:1334, utils.py:1335). A commit that
-    has no such switch and is no dpo.py puts nothing below.
+    dpo.py has no such switch, and adds the seed (utils.py::setup_experiment_paths[args.exp_name = f],
+    utils.py::setup_experiment_paths[args.output_dir = os.path.join]). A commit that has no such switch and is no
+    dpo.py puts nothing below.
     """
     folder = Path(str(values["output_dir"]))
     if values.schema.key == OLMO_CORE:

@@ -4,14 +4,19 @@ The parser modelled is `HfArgumentParser` (transformers/hf_argparser.py) on top 
 words a field accepts, and with which words it is refused.
 """
 
+from __future__ import annotations
+
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from launcher.config.keys import PAIRED
 from launcher.errors import brief
+
+if TYPE_CHECKING:
+    from launcher.upstream.citations import RuleStanding
 
 Kind = Literal["int", "float", "str", "bool", "dict", "choice", "opaque"]
 
@@ -166,7 +171,7 @@ class OptionString:
 def json_fault(value: Any) -> str | None:
     """Why upstream's `__post_init__` cannot read a text as JSON; only one with a brace is tried.
 
-    transformers/training_args.py:161 converts the values in it, and stumbles over digits such as `²`.
+    transformers/training_args.py::_convert_str_dict converts the values in it, and stumbles over digits such as `²`.
     """
 
     def convert(mapping: dict[str, Any]) -> None:
@@ -204,7 +209,8 @@ class Schema:
     knows, each with its config's name, and `configs` all such names; empty where it takes any.
     `tables` are mappings by name in which it looks up what an argument names: each text, with the
     parameters of the function behind it.
-    `stands` tells whether a line that a rule cites is still there; None at the pin, where all are.
+    `standing` tells whether what a rule cites is as it was when the rule was confirmed; None where nothing changed.
+    `behaviours` are what this source does, by the names of `behaviour.BEHAVIOURS`.
     """
 
     backend: str
@@ -223,7 +229,12 @@ class Schema:
     models: Mapping[str, str] = field(default_factory=dict)
     configs: frozenset[str] = frozenset()
     tables: Mapping[str, Mapping[str, Sequence[str]]] = field(default_factory=dict)
-    stands: Callable[[str], bool] | None = field(default=None, compare=False, repr=False)
+    standing: RuleStanding | None = field(default=None, compare=False, repr=False)
+    behaviours: Mapping[str, bool | None] = field(default_factory=dict)
+
+    def does(self, behaviour: str) -> bool | None:
+        """Whether upstream behaves so at this commit; None where neither its source nor its history tells."""
+        return self.behaviours.get(behaviour)
 
     @property
     def key(self) -> str:
@@ -272,8 +283,9 @@ class Schema:
     def in_file(self, name: str, value: Any) -> bool:
         """Whether a value goes into the trainer's config file: as flags it would be refused, or become another value.
 
-        trl/scripts/utils.py:378 makes it the default of the argument, and argparse converts defaults only where
-        they are texts: a list of mappings stays one, and a whole number is not made a float.
+        trl/scripts/utils.py::TrlParser.set_defaults_with_config.apply_defaults[action.default] makes it the default of
+        the argument, and argparse converts defaults only where they are texts: a list of mappings stays one, and a
+        whole number is not made a float.
         """
         if name not in self.by_file:
             return False
@@ -284,7 +296,8 @@ class Schema:
             return False
         if known.many:
             return any(isinstance(item, dict) for item in value)
-        # a list of one is the same as its word (transformers/training_args.py:1568)
+        # a list of one is the same as its word
+        # (transformers/training_args.py::TrainingArguments.__post_init__[elif not isinstance])
         return len(value) != 1
 
     def refusal(self, name: str, words: Sequence[str]) -> str | None:

@@ -24,6 +24,8 @@ class Backend(Protocol):
     """Whether it runs from a git checkout, of which `PIN` is a commit; else from installed packages."""
     PIN: str
     """The commit, or the version, that the committed snapshot was read from."""
+    BASELINE: str
+    """The commit, or the version, at which every rule is true that names no other in `reviewed`."""
     COMPUTED: Mapping[str, tuple[str, ...]]
     """Choices that its source computes: the expression as it stands there, or the dotted name of a type
     of another package that no snapshot holds, and its values."""

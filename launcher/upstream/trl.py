@@ -12,6 +12,7 @@ NAME = "trl"
 PACKAGES: tuple[str, ...] = ("trl", "transformers")
 CHECKOUT = False
 PIN = "trl 1.16.0, transformers 5.17.0"
+BASELINE = PIN
 TAKES_NONE = True
 NEEDS: tuple[str, ...] = ("torch", "transformers", "trl", "accelerate", "datasets")
 GPU_NEEDS: tuple[str, ...] = ()
@@ -36,7 +37,8 @@ REHEARSAL: Mapping[str, Any] = {
     **dict.fromkeys(("push_to_hub", "trust_remote_code", "resume_from_checkpoint"), None),
     **{"use_cpu": True, "report_to": "none"},
 }
-# transformers/training_args.py:64 builds it by calls, transformers/utils/logging.py:44 holds the names
+# transformers/training_args.py::[trainer_log_levels] builds it by calls, transformers/utils/logging.py::[log_levels =]
+# holds the names
 COMPUTED: Mapping[str, tuple[str, ...]] = {
     "trainer_log_levels.keys()": (*("detail", "debug", "info", "warning"), *("error", "critical", "passive"))
 }
@@ -136,14 +138,16 @@ _LOST_OF_DPO = {
     ),
 }
 # They compare these values, or copy them into the trainer's state, by computed names
-# (transformers/trainer_utils.py:1153, transformers/trainer_callback.py:163): that is no use of them.
+# (transformers/trainer_utils.py::compare_trainer_and_checkpoint_args[arg_value = getattr],
+# transformers/trainer_callback.py::TrainerState.compute_steps[num_steps = getattr]): that is no use of them.
 _RECORDERS = frozenset({"compare_trainer_and_checkpoint_args", "compute_steps"})
 
 
 def _settle(values: Values, gpus: int) -> Iterator[tuple[str, Any, str]]:
     if gpus:
         return
-    why = "without a GPU transformers refuses its defaults (transformers/training_args.py:1746)"
+    refuses = "transformers/training_args.py::TrainingArguments._validate_args[if not self.use_cpu]"
+    why = f"without a GPU transformers refuses its defaults ({refuses})"
     if "use_cpu" in values:
         yield "use_cpu", True, why
     if "bf16" in values and not values.given("fp16"):
@@ -175,14 +179,15 @@ _SFT = Entry(
     },
     settle=_settle,
     loop="transformers",
-    zero_is_limit=False,  # transformers/trainer.py:2450
+    zero_is_limit=False,  # transformers/trainer.py::Trainer.set_initial_training_values[if args.max_steps > 0 #1]
     packing="refilled",
     own_precision=True,
     dtype="float32",
     liger_dtype="float32",
     attentions=("sdpa", "flash_attention_2"),
-    tiled_loss=True,  # trl/kernels/chunked_logprob.py:31
-    reentrant=True,  # transformers/modeling_utils.py:3132
+    tiled_loss=True,  # trl/kernels/chunked_logprob.py::[TOKEN_CHUNK_SIZE]
+    # transformers/modeling_utils.py::PreTrainedModel.gradient_checkpointing_enable[gradient_checkpointing_kwargs =]
+    reentrant=True,
 )
 
 STAGES: Mapping[str, Entry] = {
@@ -195,7 +200,7 @@ STAGES: Mapping[str, Entry] = {
         imports=("trl.trainer.dpo_trainer",),
         names=replace(_SFT.names, packing="padding_free"),
         lost=_LOST_OF_DPO,
-        packing="padded",  # trl/trainer/dpo_trainer.py:735
+        packing="padded",  # trl/trainer/dpo_trainer.py::DPOTrainer.__init__[padding_free=True]
         moved={
             **_MOVED,
             "chat_template_name": Moved(None, "open-instruct's name; TRL's DPO takes the tokenizer's own template"),

@@ -81,7 +81,9 @@ _FAILURES = (
 _ANYBODYS = {known.name for known in common.PATTERNS} - {"begun"} | {"exception", "loading"}
 _END_LINES = 10  # what stands below the last word of an error: torchrun's frame, the shell, Slurm
 _LAST_LINES = 3  # of a log: what else comes after a command was not found is something else
-# What only points to the exception before (transformers/utils/import_utils.py:2648, trl/_lazy_module.py:73).
+# What only points to the exception before
+# (transformers/utils/import_utils.py::_LazyModule.__getattr__[raise ModuleNotFoundError #2],
+# trl/_lazy_module.py::_LazyModule._get_module[raise RuntimeError]).
 _LOOK_UP = re.compile(r"\(look up to see its traceback\)|^Could not import module '")
 _LAUNCHED = re.compile(r"accelerate/commands/launch\.py:\d+$")
 # What a rank says because another one is gone.

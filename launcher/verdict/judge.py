@@ -110,7 +110,7 @@ def _without_known_corruption(verdict: Verdict, manifest: Manifest) -> Verdict:
 
 def _with_whole_model(verdict: Verdict, output: Path) -> Verdict:
     """A saved model is none if its files are not whole; that it was moved or removed since is no fault of the run."""
-    # dpo.py saves its model one folder below (dpo.py:111)
+    # dpo.py saves its model one folder below (dpo.py::_handle_post_training[hf_model_path = os.path.join])
     for folder in (output, output / "hf_model"):
         if (fault := checkpoints.damage(folder)) is not None:
             help = (

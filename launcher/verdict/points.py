@@ -302,7 +302,8 @@ def _planned_sizes(manifest: Manifest) -> dict[str, float | None]:
     kind, split = entry and entry.packing, manifest.argument("sequence_parallel_size")
     each, rows = manifest.accumulation, manifest.per_device
     if kind in ("paired", "one-row") or (isinstance(split, int) and split > 1):
-        # dpo.py fills its micro-batches anew (data_loader.py:283); ranks that share rows take turns with them
+        # dpo.py fills its micro-batches anew (data_loader.py::HFDataLoader._reshard[usable_size = total_batches #1]);
+        # ranks that share rows take turns with them
         each = None
     elif kind == "refilled":
         rows = None  # of a row that is packed nobody knows how many it holds

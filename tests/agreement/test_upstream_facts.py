@@ -1,92 +1,85 @@
-"""Every `file:line` of upstream that our code cites still holds what is claimed of it."""
+"""Everything that our code, tests and pages cite of upstream is there, and nothing cites it by number."""
 
-import os
 import re
-from collections.abc import Iterator
 from importlib.metadata import version
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
 from conftest import NO_PACKAGES, REPOSITORY
 
-from launcher.upstream.citations import citations
+from launcher.pin import cited
+from launcher.upstream import citations, locate
+from launcher.upstream.open_instruct import PIN
 from launcher.upstream.source.packages import find_package
+from launcher.upstream.trainers import BACKENDS
 
-CONSTANT = re.compile(r'^(_[A-Z]+) = "(.*)"$', re.MULTILINE)
-
-
-def cited_in(path: Path) -> Iterator[str]:
-    """Each `folder/file.py:line` that one of our files names, in words or in code."""
-    text = path.read_text(encoding="utf-8")
-    for name, value in CONSTANT.findall(text):
-        text = text.replace(f"{{{name}}}", value)
-    return citations(text)
+CITING = cited.find_citations(REPOSITORY)
+COMMITTED = citations.committed()
+TABLES = COMMITTED.tables
+DISTRIBUTIONS = {"olmo_core": "ai2-olmo-core"}
+OTHERS = sorted(release for release in TABLES if not release.startswith("open_instruct "))
+NUMBER = re.compile(r"(?:\w+/)*\w+\.py:\d+")
 
 
-def all_cited() -> set[str]:
-    return {citation for path in (REPOSITORY / "launcher").rglob("*.py") for citation in cited_in(path)}
+def test_what_is_cited_is_found_in_the_checkout_and_listed_as_it_is_there(checkout: Path) -> None:
+    """No golden file can make this green: what is cited is looked for in upstream's own text."""
+    packages = locate.packages_below("open_instruct", checkout)
+    table = citations.table(packages, cited.in_package(CITING, "open_instruct"))
+    stale = [
+        f"{citing.where}: {citing.citation}"
+        for citing in cited.stale(CITING, [table, *COMMITTED.at_pin_or_later()[1:]], PIN)
+    ]
+    assert stale == [], "cited, and not in the checkout: mend the citation"
+    assert table == TABLES[f"open_instruct {PIN}"], "make snapshot"
 
 
-def line_of(root: Path, citation: str) -> str:
-    name, _, number = citation.rpartition(":")
-    lines = (root / name).read_text(encoding="utf-8").splitlines()
-    return lines[int(number) - 1] if int(number) <= len(lines) else ""
+def test_every_rule_is_confirmed_at_the_pin() -> None:
+    """After a move somebody compares the old and the new text, and writes `reviewed` beside the rule."""
+    backend = BACKENDS["open_instruct"]
+    confirmed = citations.commits("open_instruct", backend.BASELINE)
+    standing = citations.RuleStanding("", confirmed, TABLES[f"open_instruct {PIN}"].get)
+    waiting = {}
+    for rule in cited.rules_of("open_instruct"):
+        changed = standing.changed(rule)
+        if changed:
+            waiting[getattr(rule, "about", rule.__name__)] = changed
+    assert waiting == {}, f"launch pin move {PIN[:12]} lists them with their texts"
 
 
-# What each cited line holds: `citation<TAB>its first characters`, sorted. LAUNCH_GOLDEN=write renews it:
-# whoever does so looks at what has changed.
-FACTS_FILE = REPOSITORY / "tests" / "data" / "cited_lines.txt"
-HELD = 60
-
-
-def facts() -> dict[str, str]:
-    lines = FACTS_FILE.read_text(encoding="utf-8").splitlines()
-    return dict(line.split("\t", 1) for line in lines)
-
-
-# The releases whose lines are cited, by the package's folder: (distribution, version).
-RELEASES = {
-    "accelerate": ("accelerate", "1.15.0"), "datasets": ("datasets", "5.2.0"),
-    "deepspeed": ("deepspeed", "0.19.8"), "huggingface_hub": ("huggingface-hub", "1.33.0"),
-    "liger_kernel": ("liger-kernel", "0.7.0"), "olmo_core": ("ai2-olmo-core", "2.6.0"),
-    "pandas": ("pandas", "3.1.1"), "peft": ("peft", "0.21.2"), "torch": ("torch", "2.13.0"), "trl": ("trl", "1.16.0"),
-    "transformers": ("transformers", "5.17.0"), "wandb": ("wandb", "0.31.0"),
-}  # fmt: skip
-
-
-def folder_of(package: str, checkout: Path) -> Path | None:
-    """What the paths of a package's citations are relative to; None where that release is not installed."""
-    if package == "open_instruct":
-        return checkout
-    distribution, release = RELEASES[package]
+@pytest.mark.parametrize("release", OTHERS)
+def test_what_is_cited_of_a_package_is_found_in_its_release(release: str) -> None:
+    package, _, number = release.partition(" ")
     folder = find_package(package)
-    if folder is None or version(distribution).partition("+")[0] != release:
-        return None
-    return folder.parent
+    if folder is None or version(DISTRIBUTIONS.get(package, package)).partition("+")[0] != number:
+        pytest.skip(f"{NO_PACKAGES}: {release} is not installed")
+    trees = {tree: found for tree, found in cited.installed(CITING).items() if tree == release}
+    named = cited.in_package(CITING, package)
+    table = citations.table({package: trees[release]}, named)
+    missing = [f"{citing.where}: {citing.citation}" for citing in CITING if citing.citation in {*named} - {*table}]
+    assert missing == []
+    assert table == TABLES[release], "make snapshot"
 
 
-def held(root: Path, citation: str) -> str:
-    return line_of(root, citation).strip()[:HELD]
+def test_every_cited_package_has_a_table() -> None:
+    packages = {citing.citation.partition("/")[0] for citing in CITING}
+    assert packages == {release.partition(" ")[0] for release in TABLES}
 
 
-def test_every_cited_line_is_listed_with_what_it_holds(checkout: Path) -> None:
-    if os.environ.get("LAUNCH_GOLDEN") == "write":
-        old, lines = facts(), []
-        for citation in sorted(all_cited()):
-            root = folder_of(citation.partition("/")[0], checkout)
-            text = old.get(citation, "") if root is None else held(root, citation)
-            lines.append(f"{citation}\t{text}\n")
-        FACTS_FILE.write_text("".join(lines), encoding="utf-8")
-    listed = facts().keys()
-    assert all_cited() - listed == set(), "cited in launcher/, not listed: LAUNCH_GOLDEN=write"
-    assert listed - all_cited() == set(), "listed, no longer cited in launcher/"
+def test_no_rule_page_or_comment_cites_by_number() -> None:
+    """Strings of tests are logs, and pages show in fences what a command printed."""
+    numbered = []
+    for path in sorted((REPOSITORY / "launcher").rglob("*.py")):
+        numbered += [f"{path.name}: {text}" for text in NUMBER.findall(path.read_text(encoding="utf-8"))]
+    for path in [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").glob("*.md")]:
+        if path.name in {"CHANGELOG.md", "cited.md"}:
+            continue
+        prose = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+        numbered += [f"{path.name}: {text}" for text in NUMBER.findall(prose)]
+    assert numbered == []
 
 
-@pytest.mark.parametrize("package", ["open_instruct", *RELEASES])
-def test_the_lines_hold_what_we_say(package: str, checkout: Path) -> None:
-    root = folder_of(package, checkout)
-    if root is None:
-        pytest.skip(f"{NO_PACKAGES}: {' '.join(RELEASES[package])} is not installed")
-    own = {name: text for name, text in facts().items() if name.startswith(f"{package}/")}
-    wrong = {name: (text, held(root, name)) for name, text in own.items() if not text or held(root, name) != text}
-    assert not wrong
+def test_a_table_is_read_as_it_is_written() -> None:
+    text = files("launcher.upstream.snapshots").joinpath("cited.json").read_text(encoding="utf-8")
+    assert cited.Tables(COMMITTED).text() == text
+    assert COMMITTED.pin == PIN

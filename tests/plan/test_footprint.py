@@ -83,7 +83,8 @@ def test_open_instruct_prepares_4_bit_models_in_fp32(write: Write) -> None:
     assert sft["other weights"] == pytest.approx(4 * (2 * 128256 + 65) * 4096 / 2**30, abs=0.01)
     # the states are in pages
     assert "Adam's two states" not in sft
-    # Liger is not applied to them (finetune.py:572), `activation_memory_budget` acts on them alone
+    # Liger is not applied to them (finetune.py::main[elif args.use_liger_kernel]), `activation_memory_budget` acts on
+    # them alone
     asked = "use_qlora: true\n  gradient_checkpointing: true\n  use_liger_kernel: true"
     assert open_instruct(write, asked) == sft
     budget = "use_qlora: true\n  activation_memory_budget: "

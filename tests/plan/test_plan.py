@@ -82,7 +82,8 @@ def test_steps_follow_from_counts(tmp_path: Path) -> None:
     for amount, epochs, gpus, steps in (('"64"', 1, 1, 4), ('"65"', 3, 2, 15), ('"1"', 2, 1, 2)):
         made = sft(tmp_path, f"num_train_epochs: {epochs}", gpus, data=amount)
         assert made.steps == steps
-    # Upstream asks whether it is None: at 0 and -1 no epoch is begun (finetune.py:723).
+    # Upstream asks whether it is None: at 0 and -1 no epoch is begun
+    # (finetune.py::main[args.num_train_epochs = math.ceil]).
     for limit, steps in ((7, 7), (0, 0), (-1, 0)):
         assert sft(tmp_path, f"max_train_steps: {limit}").steps == steps
     assert trl_rows(tmp_path, "max_steps: -1").steps == 39

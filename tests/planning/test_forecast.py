@@ -188,7 +188,9 @@ def trl_peak(write: Write, more: str = "max_length: 1024", **given: str) -> floa
 
 
 def test_deepspeed_casts_what_trl_has_loaded_in_32_bits(write: Write) -> None:
-    """deepspeed/runtime/engine.py:1463: the loaded type does not matter then."""
+    """deepspeed/runtime/engine.py::DeepSpeedEngine.flops_profiler_enabled[self.autotuning_enabled]: the loaded type
+    does not matter then.
+    """
     for engine in ("zero2", "zero3"):
         wide = trl_peak(write, deepspeed=engine)
         assert wide == trl_peak(write, "dtype: bfloat16", deepspeed=engine)

@@ -252,7 +252,7 @@ def test_data_that_are_not_skipped_begin_again(run: Make) -> None:
         (TRL, {}, {"optim": "adamw_torch_fused"}, {"optim": "warning"}),
         (TRL, {"gpus": 1}, {"gpus": 1, "deepspeed": "zero3"}, {"deepspeed": "error"}),
         (SFT, {}, {"fused_optimizer": "false"}, {"fused_optimizer": "warning"}),
-        # without QLoRA nothing reads it (finetune.py:688)
+        # without QLoRA nothing reads it (finetune.py::main[optimizer = torch.optim.AdamW])
         (SFT, {}, {"use_8bit_optimizer": "true"}, {"use_8bit_optimizer": "note"}),
         (DPO, {"gpus": 1}, {"gpus": 1, "dpo_use_paged_optimizer": "true"},
          {"dpo_use_paged_optimizer": "error"}),

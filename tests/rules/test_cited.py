@@ -1,22 +1,23 @@
 """Rules written about the pin, on a source that is not the pin."""
 
-import json
+import re
 import shutil
-from collections.abc import Iterator
-from importlib.resources import files
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from conftest import NO_PACKAGES, Write
+from conftest import Write
 
 from launcher.config import load
 from launcher.errors import Finding
-from launcher.pin import snapshot
 from launcher.rules.rule import cites, say
 from launcher.stage import stage
 from launcher.upstream import citations, locate
+from launcher.upstream.citations import CitedPlace
 from launcher.upstream.locate import Locator
 from launcher.upstream.source.packages import Folder
+from launcher.upstream.trainers import BACKENDS
 
 OLD = """LIMIT = 5
 
@@ -38,49 +39,147 @@ def package(place: Path, text: str, name: str = "open_instruct") -> dict[str, Fo
     return {name: Folder(place / name)}
 
 
-def test_citations_and_their_weights() -> None:
-    text = "data.py:3,7-9 and trl/trainer/a.py:12; b.py:4 beside it, hf_argparser.py:1\nutils.py:2 alone"
-    assert list(citations.citations(text)) == [
-        "open_instruct/data.py:3", "open_instruct/data.py:7", "trl/trainer/a.py:12",
-        "trl/trainer/b.py:4", "trl/trainer/hf_argparser.py:1", "open_instruct/utils.py:2",
-    ]  # fmt: skip
-
-    # the weights
-    @cites("a.py:1", "b.py:2")
-    def rule(_: object) -> Iterator[Finding]:
-        yield from ()
-
-    severities = {"error": "warning", "warning": "note", "note": "note"}
-    for given, less in severities.items():
-        one = say(given, "x", "y", "z")  # type: ignore[arg-type]
-        told = citations.downgrade(one, citations.of_rule(rule))
-        assert (told.severity, told.message) == (
-            less, "z (of the pin: what it has at a.py:1, b.py:2 is not in this source)",
-        )  # fmt: skip
+DATA = "open_instruct/data.py"
+LIMIT = f"{DATA}::[LIMIT = 5]"
+FIELD = f"{DATA}::Data[limit: int]"
+TEST = f"{DATA}::Data.load[if self.limit]"
+CALL = f"{DATA}::load[one.load()]"
 
 
 @pytest.mark.parametrize(
-    ("change", "gone"),
+    ("text", "cited"),
     [
-        (("LIMIT = 5", "import os\n\nLIMIT  =  5"), set()),
-        (("self.limit > LIMIT", "self.limit >= LIMIT"), {7}),
-        (("LIMIT = 5", "LIMIT = 6"), {1}),
-        # a class of another name has its methods still; the same words elsewhere are not the same place
-        (("class Data", "class Other"), {4}),
-        (("    def load(self)", "    def read(self)"), {7}),
-        (("    return one.load()", "    if one.limit > LIMIT:\n        one.load()"), {11}),
-        ((OLD, "def broken("), {1, 4, 7, 11}),
+        ("data.py::load[one.load()]", [CALL]),
+        ("(data.py::load, trl/trainer/a.py::A.__init__[x = y], and b.py::[LIMIT = 5]): why",
+         ["open_instruct/data.py::load", "trl/trainer/a.py::A.__init__[x = y]", "open_instruct/b.py::[LIMIT = 5]"]),
+        ("`utils.py::load[x #2]`.", ["open_instruct/utils.py::load[x #2]"]),
+        ("tests/test_a.py::test_b, test_a.py::test_b and data.py:12, data.py", []),
+    ],
+)  # fmt: skip
+def test_citations_of_a_text(text: str, cited: list[str]) -> None:
+    assert list(citations.citations(text)) == cited
+    for name in cited:
+        assert str(citations.parse(name)) == name
+
+
+def test_every_line_has_a_citation_that_finds_it() -> None:
+    text = (
+        OLD
+        + """
+class Twice:
+    def load(self):
+        for name in self.names:
+            read(
+                name,
+            )
+            read(
+                name,
+            )
+
+    @property
+    def names(self):
+        return [
+        ]
+"""
+    )
+    file = citations.parsed(text.encode())
+    assert file is not None
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.strip(" []"):
+            cited = file.cite(DATA, number)
+            assert cited is not None, line
+            assert file.find(cited) == number, line
+            assert str(citations.parse(str(cited))) == str(cited)
+
+
+@pytest.mark.parametrize(
+    ("change", "lost", "differing"),
+    [
+        (("LIMIT = 5", "import os\n\nLIMIT  =  5  "), set(), set()),
+        (("self.limit > LIMIT", "self.limit >= LIMIT"), set(), {TEST}),
+        (("LIMIT = 5", "LIMIT = 6"), {LIMIT}, {LIMIT}),
+        # a class of another name has its methods still
+        (("class Data", "class Other"), {FIELD}, {FIELD}),
+        (("    def load(self)", "    def read(self)"), {TEST}, {TEST}),
+        # the line survives inside a new `if`: it is found, and what it says is no longer always so
+        (("    return one.load()", "    if one.limit > LIMIT:\n        return one.load()"), set(), {CALL}),
+        (("    return one.load()", "    print(one)\n    return one.load()"), set(), set()),
+        (("            raise", "            self.limit = 0\n            raise"), set(), {TEST}),
+        (("one.load()", "one.load()\n    one.load()"), {CALL}, {CALL}),
+        ((OLD, "def broken("), {LIMIT, FIELD, TEST, CALL}, {LIMIT, FIELD, TEST, CALL}),
     ],
 )
-def test_a_line_stands_where_its_function_holds_it(tmp_path: Path, change: tuple[str, str], gone: set[int]) -> None:
-    lines = [f"open_instruct/data.py:{number}" for number in (1, 4, 7, 11)]
-    known = citations.table(package(tmp_path / "pin", OLD), [*lines, "torch/a.py:1"])
-    assert list(known) == [f"open_instruct/data.py:{number}" for number in sorted((1, 4, 7, 11), key=str)]
-    stands = citations.CitationCheck(known, package(tmp_path / "other", OLD.replace(*change)))
-    assert {int(line.rpartition(":")[2]) for line in lines if not stands(line)} == gone
-    assert stands("torch/a.py:1") and stands("open_instruct/never.py:1")
-    elsewhere = citations.CitationCheck(known, {}, frozenset({"open_instruct/data.py"}))
-    assert all(map(elsewhere, lines)) and not any(map(citations.CitationCheck(known, {}), lines))
+def test_a_line_is_as_it_was_where_its_function_is(
+    tmp_path: Path, change: tuple[str, str], lost: set[str], differing: set[str]
+) -> None:
+    places = [LIMIT, FIELD, TEST, CALL]
+    known = citations.table(package(tmp_path / "pin", OLD), [*places, "torch/a.py::f"])
+    assert set(known) == set(places)
+    source = citations.SourceFiles(package(tmp_path / "other", OLD.replace(*change)))
+    assert {name for name in places if source.place(name) is None} == lost
+
+    def standing(place: Callable[[str], CitedPlace | None], **more: Any) -> set[str]:
+        return {
+            name
+            for name in places
+            if citations.RuleStanding("aaaaaaaaaaaa", {"a 1": known}, place, **more).changed(rule_about(name))
+        }
+
+    assert standing(source.place) == differing
+    # of a release that is merely installed the line alone counts
+    assert standing(source.place, by_line=True) <= differing
+    assert standing(source.place, others=frozenset({DATA})) == set()
+    assert standing(lambda name: None) == set(places)
+    assert (
+        citations.RuleStanding("aaaaaaaaaaaa", {"a 1": known}, source.place).changed(rule_about("torch/a.py::f")) == []
+    )
+
+
+def rule_about(*places: str, reviewed: tuple[str, ...] = ()) -> Callable[[object], Iterator[Finding]]:
+    @cites(*places, reviewed=reviewed)
+    def rule(_: object) -> Iterator[Finding]:
+        yield from ()
+
+    return rule
+
+
+def test_a_rule_counts_in_full_once_it_is_confirmed(tmp_path: Path) -> None:
+    guarded = OLD.replace("    return one.load()", "    if one.limit > LIMIT:\n        return one.load()")
+    old = citations.table(package(tmp_path / "old", OLD), [CALL])
+    new = citations.table(package(tmp_path / "new", guarded), [CALL])
+    commits = {"open_instruct aaa111": old, "open_instruct bbb222": new}
+    here = citations.RuleStanding("aaaaaaaaaaaa", commits, new.get)
+    finding = say("error", "x", "y", "z")
+    for rule in (rule_about(CALL), rule_about(CALL, reviewed=("ccc",))):
+        assert here.weighed(finding, here.changed(rule)).severity == "note"
+    confirmed = rule_about(CALL, reviewed=("bbb",))
+    assert here.changed(confirmed) == []
+    assert citations.RuleStanding("aaaaaaaaaaaa", commits, old.get).changed(confirmed) == []
+
+
+def test_a_finding_says_what_its_rule_was_written_for() -> None:
+    place = CitedPlace(7, "a", "b")
+    less = {
+        True: {"error": "warning", "warning": "note", "note": "note"},
+        False: dict.fromkeys(("error", "warning", "note"), "note"),
+    }
+    for by_line, severities in less.items():
+        standing = citations.RuleStanding(
+            "aaaaaaaaaaaa", {"open_instruct " + 40 * "a": {CALL: place}}, lambda _: None, by_line=by_line
+        )
+        for severity, weaker in severities.items():
+            given = say(severity, "x", "y", "z")  # type: ignore[arg-type]
+            finding = standing.weighed(given, standing.changed(rule_about(CALL)))
+            message = "z (written for aaaaaaaaaaaa: this source differs at data.py:7)"
+            assert (finding.severity, finding.message) == (weaker, message)
+
+
+def test_numbers_are_rendered() -> None:
+    lines = {CALL: 12}
+    text = "`data.py::load[one.load()]` and (open_instruct/data.py::load[one.load()]), data.py::gone"
+    assert citations.rendered(text, lines.get) == "`data.py:12` and (open_instruct/data.py:12), data.py"
+    cited = "finetune.py::main[snapshot_download]"
+    assert re.fullmatch(r"finetune\.py:\d+ asks", citations.rendered(f"{cited} asks"))
 
 
 def judged(checkout: Path, write: Write, more: str, data: str = "[a/b, 1.0]") -> dict[str, Finding]:
@@ -107,9 +206,9 @@ def test_a_rule_weighs_less_where_what_it_cites_is_gone(checkout: Path, tmp_path
     lines[919] = lines[919].replace("GET_TOKENIZER_FN[", "dict(GET_TOKENIZER_FN)[")
     data.write_text("".join(lines))
     weaker = judged(copy.parent, write, hub)["unknown-function"]
-    assert weaker.severity == "warning"
+    assert weaker.severity == "note"
     assert weaker.message == found["unknown-function"].message + (
-        " (of the pin: what it has at dataset_transformation.py:920 is not in this source)"
+        " (written for 45901fd00593: this source differs at dataset_transformation.py:920)"
     )
     assert judged(checkout, write, hub)["unknown-function"] == found["unknown-function"]
     # rules about other lines, and of launch's own, count as before
@@ -124,22 +223,8 @@ def test_a_rule_weighs_less_where_what_it_cites_is_gone(checkout: Path, tmp_path
     assert found["push-by-default"].severity == "warning"
 
 
-def committed(backend: str) -> object:
-    return json.loads(files("launcher.upstream.snapshots").joinpath("cited.json").read_text())[backend]
-
-
-def test_the_tables_are_those_of_the_pinned_sources(checkout: Path) -> None:
-    packages = locate.packages_below("open_instruct", checkout)
-    assert snapshot.cited_of("open_instruct", packages) == committed("open_instruct"), "make snapshot"
-    # at the pin nothing is asked
+def test_at_the_commit_that_all_rules_were_written_for_nothing_is_asked(checkout: Path) -> None:
     for source in (locate.locate("open_instruct", checkout=checkout), locate.locate("trl")):
-        if source.pinned:
-            assert locate.load_schema(source, "sft").stands is None
-
-
-def test_the_table_is_that_of_the_pinned_packages() -> None:
-    source = locate.locate("trl")
-    if source.root is None or not source.pinned:
-        pytest.skip(f"{NO_PACKAGES}: {source.pin}")
-    packages = {n: tree for n, tree in source.packages.items() if isinstance(tree, Folder)}
-    assert snapshot.cited_of("trl", packages) == committed("trl"), "make snapshot"
+        backend = BACKENDS[source.backend]
+        if source.pinned and backend.PIN == backend.BASELINE:
+            assert locate.load_schema(source, "sft").standing is None

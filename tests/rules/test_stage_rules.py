@@ -192,7 +192,7 @@ def test_lora_is_not_checkpointed_under_zero_3() -> None:
     assert found("sft", {**args, "gradient_checkpointing": False}, deepspeed=ZERO3) == []
     assert found("sft", {**args, "use_lora": False}, deepspeed=ZERO3) == []
     assert found("sft", args, deepspeed=ZERO2) == []
-    # dpo_tune_cache.py:371 checkpoints no LoRA
+    # dpo_tune_cache.py::main[if args.use_lora] checkpoints no LoRA
     assert found("dpo", {"use_lora": True, "activation_memory_budget": 0.5}, deepspeed=ZERO3) == []
 
 

@@ -274,7 +274,9 @@ def sft_loss(model: Any, batch: dict[str, Any], *, fused: bool = False) -> Any:
 
 
 def _logps(logits: Any, labels: Any) -> Any:
-    """open_instruct/padding_free_collator.py:11 in its order of allocations."""
+    """open_instruct/padding_free_collator.py::calculate_per_token_logps[shifted_labels = torch.full_like] in its order
+    of allocations.
+    """
     shifted = torch.full_like(labels, -100)
     shifted[:, :-1] = labels[:, 1:]
     logits = logits.to(FLOAT)
@@ -346,7 +348,9 @@ def _olmo_core(name: str, *, vocab: int, layers: int) -> Any:
     head = model.lm_head
 
     def logps(x: Any, *, labels: Any, **_: Any) -> Any:
-        """open_instruct/olmo_core_train_modules.py:61: the name keeps the logits alive."""
+        """open_instruct/olmo_core_train_modules.py::DPOLMHead.forward[h = self.norm(x]: the name keeps the logits
+        alive.
+        """
         logits = head.w_out(head.norm(x))
         return _logps(logits, labels)
 

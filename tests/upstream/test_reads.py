@@ -9,6 +9,7 @@ import pytest
 from source_package import conditions_of, package, path_of
 
 from launcher.upstream.source import reads
+from launcher.upstream.source.fields import read_fields
 
 # Each body reads `a`, and nothing else. `main(args)` is called with the parsed arguments; a body without
 # one is that of `main`.
@@ -467,3 +468,70 @@ def test_functions_that_make_functions_come_to_an_end(tmp_path: Path) -> None:
             f(args.a)
     """
     assert path_of(tmp_path, body).reads["a"]
+
+
+REFUSED_IN_A_MODULE = {
+    "a value": ("def check(kind):\n    if kind == 'one': raise Bad", "check(args.kind)", ("kind == 'one'",), "Bad"),
+    "a named value": (
+        "def check(n, limit=3):\n    if limit < 0: raise Bad",
+        "check(1, limit=args.c)",
+        ("c < 0",),
+        "Bad",
+    ),
+    "what is left over": (
+        "def check(k):\n    if k == 'one':\n        return 1\n    if k == 'two':\n        return 2\n    raise Bad",
+        "check(args.kind)",
+        ("kind != 'one'", "kind != 'two'"),
+        "Bad",
+    ),
+    "an assertion": (
+        "def check(a, c):\n    assert not a or c > 1, 'no'",
+        "check(args.a, args.c)",
+        None,
+        "AssertionError",
+    ),
+    "a set of names": (
+        "KNOWN = frozenset({'one'})\ndef check(kind):\n    assert kind in KNOWN",
+        "check(args.kind)",
+        ("kind not in ('one',)",),
+        "AssertionError",
+    ),
+}
+
+
+@pytest.mark.parametrize(("checks", "call", "when", "error"), REFUSED_IN_A_MODULE.values(), ids=REFUSED_IN_A_MODULE)
+def test_a_refusal_in_a_function_that_gets_the_values_alone(
+    tmp_path: Path, checks: str, call: str, when: tuple[str, ...] | None, error: str
+) -> None:
+    body = f"from pkg.checks import check\ndef main(args):\n    {call}"
+    (refusal,) = path_of(tmp_path, body, {"checks.py": checks}).refusals
+    assert refusal.where.startswith("pkg/checks.py:")
+    assert refusal.error == error
+    if when is not None:
+        assert refusal.when == when
+
+
+def test_a_function_that_gets_something_else_refuses_nothing(tmp_path: Path) -> None:
+    body = "from pkg.checks import check\ndef main(args):\n    check(use(args.c))\n    check(args.c + x)"
+    checks = "def check(limit):\n    if limit < 0: raise Bad"
+    assert path_of(tmp_path, body, {"checks.py": checks}).refusals == ()
+
+
+def test_the_defaults_that_a_script_gives_its_parser(tmp_path: Path) -> None:
+    start = """
+from pkg.options import Options
+FIVE = 5
+if __name__ == "__main__":
+    parser = HfArgumentParser((Options,))
+    parser.set_defaults(a=True, c=FIVE, d=compute(), names=["x"], other=1)
+    args, = parser.parse_args_into_dataclasses()
+"""
+    sources = package(tmp_path, {"main.py": start})
+    classes = reads.entry_classes(sources, "pkg/main.py")
+    declared = read_fields(sources, classes, {})
+    given = reads.with_own_defaults(sources, "pkg/main.py", declared)
+    assert {name: known.default for name, known in given.items() if known.default != declared[name].default} == {
+        "a": True, "c": 5, "d": None, "names": ["x"],
+    }  # fmt: skip
+    assert given["d"].default_text == "compute()"
+    assert (given["b"], "other" in given) == (declared["b"], False)

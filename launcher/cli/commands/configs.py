@@ -308,6 +308,24 @@ def pin_diff(
     return changes.exit_code
 
 
+@pins.command("move", epilog="Example: launch pin move origin/main")
+@takes("open_instruct", "format")
+def pin_move(
+    shared: Shared,
+    commit: str = Argument(..., metavar="COMMIT", help="by any name that git knows", show_default=False),
+) -> Exit:
+    """Make another commit the pin of this clone.
+
+    For maintainers. Exit code 0: nothing waits for you; 1: moved, and rules or citations are listed that do.
+    """
+    from launcher.pin.move import move
+
+    moved = move.move(commit, shared.open_instruct, os.environ, console.aside)
+    columns = shutil.get_terminal_size((160, 50)).columns
+    lines = [] if shared.format == "json" else list(moved.lines(columns))
+    return answer("pin move", shared.format, moved.as_json(), lines, moved.findings, moved.exit_code)
+
+
 @app.command(epilog="Example: launch init sft --model Qwen/Qwen2.5-0.5B --data trl-lib/Capybara --gpus 1")
 @takes("source", "format")
 def init(

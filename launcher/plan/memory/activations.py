@@ -54,11 +54,13 @@ def passing(setup: Setup) -> float:
 def needs_mask(setup: Setup) -> bool:
     """Whether SDPA needs a mask: for padding, packed rows, or a window that rows reach.
 
-    (transformers/masking_utils.py:263). Where some layers alone see a window, all are taken for such.
+    (transformers/masking_utils.py::_ignore_causal_mask_sdpa[if local_attention_size]). Where some layers alone see a
+    window, all are taken for such.
     """
     reached = 0 < setup.shape.window <= setup.batch.width
-    # it parts packed rows where keys and values are not kept (transformers/masking_utils.py:860); DPO keeps them
-    # as for generating: dpo_utils.py:865 does not say `use_cache`
+    # it parts packed rows where keys and values are not kept
+    # (transformers/masking_utils.py::_preprocess_mask_arguments[find_packed_sequence_indices]); DPO keeps them as for
+    # generating: dpo_utils.py::concatenated_forward[logits = model] does not say `use_cache`
     kept = setup.loss == "logprobs" and not setup.checkpointing and setup.sharding is None
     padded = setup.batch.real < setup.batch.tokens
     return setup.attention == "sdpa" and (padded or (setup.packed and not kept) or reached)
@@ -169,7 +171,8 @@ def logits(shape: Shape, batch: MicroBatch, element: int) -> tuple[float, str]:
 
 
 def fused_loss(setup: Setup) -> float:
-    """liger_kernel/ops/fused_linear_cross_entropy.py:52: the gradients are made in the forward pass.
+    """liger_kernel/ops/fused_linear_cross_entropy.py::fused_linear_cross_entropy_forward[= triton.cdiv(V]: the
+    gradients are made in the forward pass.
 
     The output layer's is summed up in its own type, from a product in bf16 and that again in fp32; a
     weight in fp32 is cast beside it.
@@ -181,7 +184,7 @@ def fused_loss(setup: Setup) -> float:
     return width * shape.hidden * tokens + HALF * shape.vocab * min(chunk, tokens) + times * shape.embedding
 
 
-# trl/kernels/chunked_logprob.py:31 and trl/trainer/utils.py:1506
+# trl/kernels/chunked_logprob.py::[TOKEN_CHUNK_SIZE] and trl/trainer/utils.py::[_CHUNKED_LOGPROB_CHUNK_SIZE]
 _TILE_TOKENS, _TILE_WORDS = 4096, 32768
 
 

@@ -13,8 +13,6 @@ from collections.abc import Sequence
 from launcher.plan.memory import phases as at
 from launcher.plan.memory.setup import FULL, HALF, Setup, Sharding, Zero, undescribed
 
-_ZERO = "deepspeed/runtime/zero/stage_1_and_2.py"
-
 
 def enter(setup: Setup, ledger: at.Ledger) -> None:
     """All that the engine of this setup allocates; raises InvalidConfig (`unknown-memory`)."""
@@ -86,7 +84,14 @@ def _beside(setup: Setup, ledger: at.Ledger, width: int, formula: str, ranks: in
 
 def _roots(ledger: at.Ledger, size: float, formula: str) -> None:
     """What torch's Adam makes beside its states where it is not the fused one."""
-    ledger.add([at.STEP], "optimizer", "square roots of a state", size, formula, "torch/optim/adam.py:790")
+    ledger.add(
+        [at.STEP],
+        "optimizer",
+        "square roots of a state",
+        size,
+        formula,
+        "torch/optim/adam.py::_multi_tensor_adam[exp_avg_sq_sqrt = torch._foreach_sqrt #4]",
+    )
 
 
 def _embedding_gradient(setup: Setup, ledger: at.Ledger, *copies: tuple[float, str]) -> None:
@@ -117,7 +122,8 @@ def _fsdp(setup: Setup, sharding: Sharding, ledger: at.Ledger) -> None:
     shape, add = setup.shape, ledger.add
     own, large = shape.parameters / sharding.shards, FULL * shape.embedding
     add(at.PHASES, "weights", "weights (fp32), this rank's", FULL * own, "4P/N")
-    # every layer has its own, for good: an empty cache is taken for none (olmo_core/nn/rope.py:388)
+    # every layer has its own, for good: an empty cache is taken for none
+    # (olmo_core/nn/rope.py::RotaryEmbeddingBase.__init__[self._cache = (cache])
     width = max(setup.batch.width, (setup.reference_batch or setup.batch).width)
     name, why = "rope: sines and cosines of each layer (fp32)", f"{shape.layers} x 8 x {width:,} x {shape.head_dim}"
     add(at.PHASES, "other", name, shape.layers * 2 * FULL * width * shape.head_dim, why)
@@ -142,8 +148,9 @@ def _partitioned(setup: Setup, zero: Zero, ledger: at.Ledger) -> None:
     """ZeRO-2: bf16 weights everywhere, gradients, fp32 weights and states cut into one part a rank.
 
     ZeRO-1: gradients are whole until all micro-batches' have been reduced, once
-    (deepspeed/runtime/engine.py:3089). The last rank owns what the backward pass begins with and the first
-    what it ends with: each phase is that of the rank that has most then.
+    (deepspeed/runtime/engine.py::DeepSpeedEngine.allreduce_gradients[elif self.is_gradient_accumulation_boundary]).
+    The last rank owns what the backward pass begins with and the first what it ends with: each phase is that of the
+    rank that has most then.
     """
     shape, trained, steps, add = setup.shape, setup.trained, _steps(setup), ledger.add
     own, on_card = trained / setup.processes, not zero.offload_optimizer
@@ -151,14 +158,22 @@ def _partitioned(setup: Setup, zero: Zero, ledger: at.Ledger) -> None:
     add(at.PHASES, "weights", "weights (bf16)", HALF * shape.parameters, "2P")
     _beside(setup, ledger, HALF, "2P")
     if on_card:
-        add(at.PHASES, "optimizer", "weights (fp32)", FULL * own, "4P/N", f"{_ZERO}:560")
+        add(
+            at.PHASES,
+            "optimizer",
+            "weights (fp32)",
+            FULL * own,
+            "4P/N",
+            "deepspeed/runtime/zero/stage_1_and_2.py::DeepSpeedZeroOptimizer.__init__[weights_partition = #1]",
+        )
         add(steps, "optimizer", "Adam's two states (fp32)", 2 * FULL * own, "8P/N", "made in the first step")
     else:
         buffer = HALF * (trained if setup.adapters else max(shape.sizes))
         add(steps, "communication", "buffer for offloaded gradients", buffer, "2 x the largest weight")
     _partitioned_gradients(setup, zero, ledger, max(kept for kept, _ in owned))
     buckets = 2 if zero.overlap else 1
-    # under ZeRO-1 nothing lets them go before the reduction (deepspeed/runtime/zero/stage_1_and_2.py:924)
+    # under ZeRO-1 nothing lets them go before the reduction
+    # (deepspeed/runtime/zero/stage_1_and_2.py::DeepSpeedZeroOptimizer._release_ipg_buffers)
     ahead = _ahead(setup) if zero.stage == 1 and setup.accumulation > 1 else []
     live = {at.OUTPUT_SENT, at.LAYER, *at.BUCKETS, at.EMBEDDING, *ahead}
     why = f"{buckets} x 2 x {zero.bucket:,}"
@@ -175,9 +190,30 @@ def _partitioned(setup: Setup, zero: Zero, ledger: at.Ledger) -> None:
     if on_card:
         kept, largest = max(owned, key=lambda one: HALF * one[0] + 2 * FULL * one[1])
         add([at.NORM], "gradients", "gradients of this rank", HALF * kept, f"2 x {kept:,.0f}")
-        add([at.NORM], "gradients", "one of them in fp64", 2 * FULL * largest, "8 x the largest", f"{_ZERO}:2684")
-        add([at.STEP], "gradients", "the same, flat", HALF * own, "2P/N", f"{_ZERO}:3117")
-        add([at.STEP], "gradients", "the same, fp32", FULL * own, "4P/N", f"{_ZERO}:3117")
+        add(
+            [at.NORM],
+            "gradients",
+            "one of them in fp64",
+            2 * FULL * largest,
+            "8 x the largest",
+            "deepspeed/runtime/zero/stage_1_and_2.py::DeepSpeedZeroOptimizer.get_grad_norm_direct[get_norm_dtype]",
+        )
+        add(
+            [at.STEP],
+            "gradients",
+            "the same, flat",
+            HALF * own,
+            "2P/N",
+            "deepspeed/runtime/zero/stage_1_and_2.py::DeepSpeedZeroOptimizer.step[self.flatten(self.averaged_gradients]",
+        )
+        add(
+            [at.STEP],
+            "gradients",
+            "the same, fp32",
+            FULL * own,
+            "4P/N",
+            "deepspeed/runtime/zero/stage_1_and_2.py::DeepSpeedZeroOptimizer.step[self.flatten(self.averaged_gradients]",
+        )
 
 
 def _partitioned_gradients(setup: Setup, zero: Zero, ledger: at.Ledger, fullest: float) -> None:
@@ -185,7 +221,10 @@ def _partitioned_gradients(setup: Setup, zero: Zero, ledger: at.Ledger, fullest:
     shape, add, so_far = setup.shape, ledger.add, "gradients so far"
     early, on_card = at.SECOND_BUCKET not in bucket_phases(setup), not zero.offload_optimizer
     filled = [at.EMBEDDING, at.STEP, *([at.LAYER, at.FIRST_BUCKET] if early else [at.SECOND_BUCKET])]
-    part, source = HALF * fullest, f"{_ZERO}:2192"
+    part, source = (
+        HALF * fullest,
+        "deepspeed/runtime/zero/stage_1_and_2.py::DeepSpeedZeroOptimizer.copy_grads_in_partition[int(total_size]",
+    )
     formula = f"2 x {fullest:,.0f}: P/N, and the rest of weights that the boundaries cut"
     if on_card:
         add(filled, "gradients", "gradients of this rank", part, formula, source)
@@ -197,7 +236,14 @@ def _partitioned_gradients(setup: Setup, zero: Zero, ledger: at.Ledger, fullest:
     # those of other ranks stay to the end, unless they fitted into a bucket and live there
     large = 0 if setup.adapters else setup.trained - shape.smaller_than(zero.bucket + 1)
     name, why = "gradients of other ranks, reduced", "2 x weights larger than a bucket, less this rank's"
-    add([at.EMBEDDING], "gradients", name, HALF * (large - fullest), why, f"{_ZERO}:2272")
+    add(
+        [at.EMBEDDING],
+        "gradients",
+        name,
+        HALF * (large - fullest),
+        why,
+        "deepspeed/runtime/zero/stage_1_and_2.py::DeepSpeedZeroOptimizer.reduce_ipg_grads[only optimizer]",
+    )
     if setup.accumulation > 1:
         whole, embedding = HALF * setup.trained, 0 if setup.adapters else HALF * shape.embedding
         add({*_ahead(setup), at.OUTPUT_SENT}, "gradients", so_far, whole, "2P, not cut")
@@ -228,7 +274,8 @@ def bucket_phases(setup: Setup) -> dict[str, int]:
 
 def cut(sizes: Sequence[int], ranks: int) -> list[tuple[float, float]]:
     """Elements of the weights that each rank has a part of; the largest part."""
-    # deepspeed/runtime/zero/stage_1_and_2.py:2579 cuts them, all in a row, evenly
+    # deepspeed/runtime/zero/stage_1_and_2.py::DeepSpeedZeroOptimizer.get_partition_info cuts them, all in a row,
+    # evenly
     own, start = -(-sum(sizes) // ranks), 0
     owned = [(0.0, 0.0)] * ranks
     for size in sizes:
@@ -264,16 +311,20 @@ def _sharded(setup: Setup, zero: Zero, ledger: at.Ledger) -> None:
             _roots(ledger, FULL * group, why)
     width = zero.communication
     # made with the engine, for good, however small the model is
-    why, source = f"{width} x {zero.bucket:,}", "deepspeed/runtime/zero/stage3.py:782"
+    why, source = (
+        f"{width} x {zero.bucket:,}",
+        "deepspeed/runtime/zero/stage3.py::DeepSpeedZeroOptimizer_Stage3._setup_for_real_optimizer[= torch.empty]",
+    )
     add(at.PHASES, "communication", "gradient bucket", width * zero.bucket, why, source)
     if ranks > 1 or zero.offload_params:
-        # a single rank takes its own as they are (deepspeed/runtime/zero/partition_parameters.py:2030)
+        # a single rank takes its own as they are
+        # (deepspeed/runtime/zero/partition_parameters.py::Init._allgather_params_coalesced[_no_gather_coalesced])
         _gathered(setup, zero, ledger)
     elements = min(zero.bucket, setup.trained)
     sent, why = width * elements, f"{width} x {elements:,.0f} to send"
     add([at.FIRST_BUCKET], "communication", "bucket being sent", sent, why)
     # in the communication type; once more where it has to be filled up to be cut evenly
-    # (deepspeed/runtime/comm/coalesced_collectives.py:102)
+    # (deepspeed/runtime/comm/coalesced_collectives.py::reduce_scatter_coalesced[if len(tensors])
     copies = int(width != HALF) + int(shape.embedding % ranks > 0)
     large = copies * width * shape.embedding if shape.embedding > zero.bucket else 0
     add([at.OUTPUT_SENT], "communication", "large gradient being sent", large, f"{copies * width}VH")

@@ -84,7 +84,9 @@ def _kept(setup: Setup, ledger: at.Ledger) -> None:
 
 
 def _reference(setup: Setup, ledger: at.Ledger) -> None:
-    """The reference pass keeps nothing but its logits (dpo_utils.py:462), and before them a cache of keys."""
+    """The reference pass keeps nothing but its logits
+    (dpo_utils.py::build_reference_logprobs_cache[with torch.no_grad]), and before them a cache of keys.
+    """
     shape, batch, live = setup.shape, setup.reference_batch or setup.batch, [at.REFERENCE]
     if setup.loss == "tiled":
         tiled = activations.tiled_loss(setup, trained=False)
@@ -103,15 +105,27 @@ def _reference(setup: Setup, ledger: at.Ledger) -> None:
         if keys + max(last, half[0]) > half[0] + 2 * full[0]:
             # until the logits are there
             name, why = "keys and values of all layers", f"{2 * width} x {shape.layers}KT"
-            ledger.add(live, "activations", name, keys, why, "dpo_utils.py:865")
+            ledger.add(live, "activations", name, keys, why, "dpo_utils.py::concatenated_forward[logits = model]")
             if last > half[0]:
                 ledger.add(live, "activations", "the last layer, passing", last)
             else:
                 ledger.add(live, "logits", "logits (bf16)", *half)
             return
     ledger.add(live, "logits", "logits (bf16)", *half)
-    ledger.add(live, "logits", "logits (fp32)", *full, "padding_free_collator.py:14")
-    ledger.add(live, "logits", "log-softmax (fp32)", *full, "padding_free_collator.py:16")
+    ledger.add(
+        live,
+        "logits",
+        "logits (fp32)",
+        *full,
+        "padding_free_collator.py::calculate_per_token_logps[logits = logits.to]",
+    )
+    ledger.add(
+        live,
+        "logits",
+        "log-softmax (fp32)",
+        *full,
+        "padding_free_collator.py::calculate_per_token_logps[return torch.gather]",
+    )
 
 
 def _loss(setup: Setup, ledger: at.Ledger) -> None:
@@ -142,7 +156,7 @@ def _compiled_loss(setup: Setup, ledger: at.Ledger, phases: Iterable[str], batch
     """6 bytes a position and word, measured on an H200: 56.9 GiB for 2 x 16,384 positions of Qwen3-0.6B."""
     for name, element in (("logits (bf16)", HALF), ("log-softmax, compiled (fp32)", FULL)):
         amount = activations.logits(setup.shape, batch, element)
-        ledger.add(phases, "logits", name, *amount, "olmo_core_train_modules.py:32")
+        ledger.add(phases, "logits", name, *amount, "olmo_core_train_modules.py::DPOLMHead[All DTensor handling]")
 
 
 def _backward(setup: Setup, ledger: at.Ledger) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from launcher.upstream.citations import rendered
+
 GIB = 2**30
 
 KINDS = ("weights", "gradients", "optimizer", "communication", "activations", "logits", "other")
@@ -18,7 +20,7 @@ allocator has reserved in pieces."""
 
 # the phases that can be the fullest, in the order of a run. The engine's start is none: Adam's states are made in
 # the first step, and weights are made flat on the host where there is no room
-# (deepspeed/runtime/zero/stage_1_and_2.py:453)
+# (deepspeed/runtime/zero/stage_1_and_2.py::DeepSpeedZeroOptimizer.__init__[= flat_buffer_bytes])
 REFERENCE, FORWARD, LOSS = "reference pass", "forward pass", "loss"
 OUTPUT, OUTPUT_SENT = "output layer's gradient", "sending the output layer's gradient"
 LAYER = "last layer's backward pass"
@@ -109,7 +111,7 @@ class Ledger:
         """Enter so many bytes; nothing where there are none."""
         if size > 0:
             formula = formula or f"{self.tokens:,} tokens x {size / self.tokens:,.0f} bytes"
-            entry = Allocation(kind=kind, name=name, gib=size / GIB, formula=formula, source=source)
+            entry = Allocation(kind=kind, name=name, gib=size / GIB, formula=formula, source=rendered(source))
             self._entries.append((frozenset(phases), entry))
 
     def alive(self, phase: str) -> Phase:

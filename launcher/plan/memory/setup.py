@@ -38,7 +38,8 @@ _SIZES = {
 
 
 def zero_of(config: Mapping[str, Any] | None, hidden: int) -> Zero | None:
-    """A parsed DeepSpeed file; `auto` becomes what accelerate fills in (accelerate/accelerator.py:2323).
+    """A parsed DeepSpeed file; `auto` becomes what accelerate fills in
+    (accelerate/accelerator.py::Accelerator._prepare_deepspeed[: hidden_size * hidden_size]).
 
     None without DeepSpeed. Raises InvalidConfig (`unknown-memory`) for a stage that is no number.
     """
@@ -105,7 +106,8 @@ class Sharding:
     """FSDP as OLMo-core lays it: 32-bit weights cut over `shards` ranks, 16 bits where they compute.
 
     `share` is the activation memory budget of torch.compile, None without compile. The loss is compiled
-    with the output layer (olmo_core_train_modules.py:32), but not before upstream's PR 1467.
+    with the output layer (olmo_core_train_modules.py::DPOLMHead[All DTensor handling]), but not before upstream's PR
+    1467.
     """
 
     shards: int
@@ -168,7 +170,9 @@ class Setup:
 
     @property
     def frozen(self) -> bool:
-        """Whether linears under adapters keep no input: ZeRO-3's own do (deepspeed/runtime/zero/linear.py:105)."""
+        """Whether linears under adapters keep no input: ZeRO-3's own do
+        (deepspeed/runtime/zero/linear.py::LinearFunctionForZeroStage3.setup_context[ctx.save_for_backward]).
+        """
         return self.adapters is not None and (self.zero is None or self.zero.stage != 3)
 
     @property

@@ -124,8 +124,11 @@ def saved(plan: Plan, count: int, setup: Setup | None = None) -> Saved | None:
 
 
 def _open_instruct(plan: Plan, count: int, setup: Setup | None) -> Saved:
-    """finetune.py:978, dpo_tune_cache.py:700 save the whole state; finetune.py:982,
-    dpo_tune_cache.py:705 delete the oldest after that; model_utils.py:576 saves the model at the end.
+    """finetune.py::main[accelerator.save_state(output_dir #1],
+    dpo_tune_cache.py::main[accelerator.save_state(output_dir #1] save the whole state;
+    finetune.py::main[clean_last_n_checkpoints(args.output_dir #1],
+    dpo_tune_cache.py::main[clean_last_n_checkpoints(args.output_dir #1] delete the oldest after that;
+    model_utils.py::save_with_accelerate[unwrapped_model.save_pretrained #2] saves the model at the end.
     """
     values, final = plan.values, 2 * count
     limit, own = values.get("keep_last_n_checkpoints"), values.get("zero_stage")
@@ -148,7 +151,9 @@ def _open_instruct(plan: Plan, count: int, setup: Setup | None) -> Saved:
 
 
 def _olmo_core(plan: Plan, count: int) -> Saved:
-    """dpo.py:83: every checkpoint stays, the first and the last step's too (OLMo-core at the pin)."""
+    """dpo.py::_setup_callbacks[checkpointer]: every checkpoint stays, the first and the last step's too (OLMo-core at
+    the pin).
+    """
     times, final = _times(plan), 4 * count
     formula = "4 + 8 bytes a parameter: weights and moments, none of which is deleted"
     if plan.values.get("cache_logprobs_only"):
@@ -159,9 +164,9 @@ def _olmo_core(plan: Plan, count: int) -> Saved:
 
 
 def _trl(plan: Plan, count: int, setup: Setup | None) -> Saved | None:
-    """transformers/trainer.py:3215 saves model, optimizer and state; the oldest go after that.
+    """transformers/trainer.py::Trainer._save_checkpoint saves model, optimizer and state; the oldest go after that.
 
-    Of a PeftModel it saves the adapter alone (transformers/trainer.py:4012).
+    Of a PeftModel it saves the adapter alone (transformers/trainer.py::Trainer._save[self.model.save_pretrained]).
     """
     values = plan.values
     # `auto` is what the files hold
@@ -179,7 +184,8 @@ def _trl(plan: Plan, count: int, setup: Setup | None) -> Saved | None:
         each = final + (2 + 12) * count
         formula = f"{width} + 2 + 12 bytes a parameter: weights, and DeepSpeed's own with moments"
     else:
-        # the default is AdamW, under a name that is computed (transformers/training_args.py:804)
+        # the default is AdamW, under a name that is computed
+        # (transformers/training_args.py::TrainingArguments[default_optim #1])
         optim = str(values.get("optim")) if values.given("optim") else "adamw"
         # of other kinds it is not known here
         moments = 2 * width if optim.startswith(("adamw", "paged_adamw")) and "4bit" not in optim else 0

@@ -127,7 +127,9 @@ def since(
 
 
 def _devices(record: Manifest, plan: Plan) -> Iterator[ResumeChange]:
-    """deepspeed/runtime/engine.py:4749: ZeRO's states belong to one number of processes."""
+    """deepspeed/runtime/engine.py::DeepSpeedEngine._load_zero_checkpoint[raise ZeRORuntimeException]: ZeRO's states
+    belong to one number of processes.
+    """
     was, now = record.processes, plan.processes
     severity: Severity = "error"
     own_engine = plan.values.get("zero_stage") is not None or bool(plan.values.get("fsdp"))
@@ -139,7 +141,8 @@ def _devices(record: Manifest, plan: Plan) -> Iterator[ResumeChange]:
     elif plan.gpus and (plan.stage.options.deepspeed is not None or own_engine):
         effect = "its states were saved for that number of processes and cannot be loaded"
     elif not plan.stage.entry.by_trainer:
-        # finetune.py:709, dpo_tune_cache.py:457
+        # finetune.py::main[num_training_steps_for_scheduler =],
+        # dpo_tune_cache.py::main[num_training_steps_for_scheduler =]
         effect = "the learning rate schedule counts every process and would continue at another place"
     else:
         effect, severity = "new processes start with new random states", "warning"
@@ -240,7 +243,9 @@ def _engine(record: Manifest, plan: Plan, now: Contents) -> Iterator[ResumeChang
 
 
 def _reference(record: Manifest, plan: Plan, caches: Sequence[Cache]) -> Iterator[ResumeChange]:
-    """dpo_tune_cache.py:503, dpo_tune_cache.py:528: loaded first, then made its own reference."""
+    """dpo_tune_cache.py::main[accelerator.load_state],
+    dpo_tune_cache.py::main[dpo_utils.build_reference_logprobs_cache]: loaded first, then made its own reference.
+    """
     now = next((one for one in caches if one.kind == "reference"), None)
     kept = (Record(one) for one in record.caches if isinstance(one, dict))
     was = next((one for one in kept if one.get("kind") == "reference"), None)

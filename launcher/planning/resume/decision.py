@@ -1,10 +1,11 @@
 """The same command again -> `Decision`: a new run, a further attempt from a checkpoint, or finished.
 
 Upstream decides by what lies in the output folder alone: open-instruct continues from the newest checkpoint
-there (utils.py:807), whoever made it and even if something changed; TRL starts over without
-`resume_from_checkpoint` (trl/scripts/sft.py:113). Here the run's own record counts too. What has changed is
-reported, and what would go on at the wrong place, or with other weights, is an error until it is allowed by
-name. Where the newest checkpoint cannot be resumed exactly and an older one can, that one is taken.
+there (utils.py::get_last_checkpoint_path), whoever made it and even if something changed; TRL starts over without
+`resume_from_checkpoint` (trl/scripts/sft.py::main[trainer.train(resume_from_checkpoint]). Here the run's own record
+counts too. What has changed is reported, and what would go on at the wrong place, or with other weights, is an error
+until it is allowed by name. Where the newest checkpoint cannot be resumed exactly and an older one can, that one is
+taken.
 """
 
 import contextlib
@@ -38,6 +39,7 @@ from launcher.runs import lease, rundir, runner
 from launcher.runs.record import Manifest
 from launcher.runs.rundir import RunFolder
 from launcher.stage.stage import Stage
+from launcher.upstream.citations import rendered
 from launcher.upstream.logs import open_instruct
 from launcher.upstream.schema import Values
 from launcher.upstream.trainers import Entry
@@ -579,8 +581,9 @@ class _Judge:
         # nobody can allow it for checkpoints without a record: what they were trained against is not known
         severity: Severity = "warning" if used is not None and "reference" in self.allowed else "error"
         message = f"{used or cache.path} is gone: the checkpoint is loaded before the reference is computed "
-        message += "(dpo_tune_cache.py:503, dpo_tune_cache.py:528), and the half-trained model would be its own "
-        message += "reference"
+        loads = "dpo_tune_cache.py::main[accelerator.load_state]"
+        computes = "dpo_tune_cache.py::main[dpo_utils.build_reference_logprobs_cache]"
+        message += rendered(f"({loads}, {computes}), and the half-trained model would be its own reference")
         help = "bring it back, or start over with --fresh"
         self._say(severity, "reference-gone", message, help, "model_name_or_path")
 
@@ -588,7 +591,12 @@ class _Judge:
         names = checkpoints.strange_names(self.plan.stage.options.backend, self.output)
         if names:
             message = f"{self.output} holds {', '.join(names[:3])}, which upstream takes for a checkpoint "
-            self._say("error", "checkpoint-name", f"{message}(utils.py:791)", "move or rename it")
+            self._say(
+                "error",
+                "checkpoint-name",
+                rendered(rendered(f"{message}(utils.py::get_last_checkpoint[checkpoint_steps =])")),
+                "move or rename it",
+            )
 
     def _check_schedule(self) -> None:
         self.findings += epochs.findings(self.plan, self.shape(), self.trainer)

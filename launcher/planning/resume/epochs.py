@@ -1,12 +1,14 @@
 """Which checkpoints there will be, where in the data each is, and where upstream would continue from it.
 
 open-instruct multiplies the step of a checkpoint by the accumulation and divides by the micro-batches of
-an epoch (finetune.py:766, dpo_tune_cache.py:514). The last step of an epoch may have fewer micro-batches
-than the accumulation, so from the second epoch on that is another place wherever the accumulation does
-not divide an epoch. DPO then skips as many batches again in each epoch that follows
-(dpo_tune_cache.py:562). Both train one step too many where the last step lies inside an epoch: the limit
-is looked at after a step (finetune.py:985, dpo_tune_cache.py:708). transformers counts in steps of an
-epoch (transformers/trainer.py:1648), which is exact as long as a step takes as many rows.
+an epoch (finetune.py::main[resume_batch_idx = int], dpo_tune_cache.py::main[resume_step = int]). The last step of an
+epoch may have fewer micro-batches than the accumulation, so from the second epoch on that is another place wherever
+the accumulation does not divide an epoch. DPO then skips as many batches again in each epoch that follows
+(dpo_tune_cache.py::main[if last_checkpoint_path and]). Both train one step too many where the last step lies inside an
+epoch: the limit is looked at after a step (finetune.py::main[if completed_steps],
+dpo_tune_cache.py::main[if completed_steps]). transformers counts in steps of an epoch
+(transformers/trainer.py::Trainer._init_training_state[epochs_trained = int]), which is exact as long as a step takes
+as many rows.
 """
 
 import contextlib
@@ -46,7 +48,7 @@ class EpochLayout:
 
     @property
     def updates(self) -> int:
-        """Optimizer steps of an epoch (finetune.py:720)."""
+        """Optimizer steps of an epoch (finetune.py::main[num_update_steps_per_epoch = math.ceil #2])."""
         return -(-self.micro // max(1, self.accumulation))
 
     @property
@@ -56,7 +58,7 @@ class EpochLayout:
 
     @property
     def passes(self) -> int:
-        """Epochs that are begun (finetune.py:723)."""
+        """Epochs that are begun (finetune.py::main[args.num_train_epochs = math.ceil])."""
         return -(-self.total // self.updates)
 
 
@@ -94,7 +96,7 @@ def advanced(shape: EpochLayout, begin: DataPosition, steps: int) -> DataPositio
 
 
 def counted(shape: EpochLayout, step: int) -> DataPosition:
-    """Where open-instruct continues from `step_N` (finetune.py:766)."""
+    """Where open-instruct continues from `step_N` (finetune.py::main[resume_batch_idx = int])."""
     return DataPosition(*divmod(step * shape.accumulation, shape.micro))
 
 

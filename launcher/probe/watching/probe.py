@@ -82,7 +82,7 @@ class Probe:
                 self.tally.count(ids, kwargs)
             with self.record.quietly("data"):
                 self.data.batch(ids, kwargs, self.tally)
-            # what the model is not told (dpo_utils.py:992), the batch says
+            # what the model is not told (dpo_utils.py::concatenated_forward_olmo[output = model]), the batch says
             known = {**kwargs, **(self.pairs.hidden or {})}
             self.packing.look(module, ids, known)
             self.packing.test(module, args, ids, kwargs, known)

@@ -20,7 +20,7 @@ def answer(record: EventLog, what: str, why: str, value: Any = None) -> Callable
 
 
 def supply_snapshot(record: EventLog, module: types.ModuleType) -> None:
-    """finetune.py:528 asks the hub for a snapshot of whatever the model is called, folders too."""
+    """finetune.py::main[snapshot_download] asks the hub for whatever the model is called, folders too."""
 
     def download(original: Any, repo_id: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(repo_id, str) and os.path.isdir(repo_id):
@@ -38,7 +38,8 @@ def supply_process_group(record: EventLog) -> None:
 
         if dist.is_available() and not dist.is_initialized():
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-            record.supply("process_group", "the reference pass calls barrier (dpo_utils.py:453)")
+            # dpo_utils.py::build_reference_logprobs_cache[dist.barrier #1]
+            record.supply("process_group", "the reference pass calls barrier (dpo_utils.py)")
 
 
 def supply_gloo(record: EventLog, module: types.ModuleType) -> None:
@@ -52,13 +53,15 @@ def supply_gloo(record: EventLog, module: types.ModuleType) -> None:
 
 
 def supply_memory_monitor(record: EventLog, module: types.ModuleType) -> None:
-    """dpo.py:70 watches the GPU's memory whether there is one or not."""
+    """dpo.py::_setup_callbacks[gpu_memory] watches the GPU's memory whether there is one or not."""
     nothing = answer(record, "memory_monitor", "OLMo-core's memory monitor needs a GPU")
     wrap_known(module.GPUMemoryMonitorCallback, ("pre_train", "pre_step", "post_step"), nothing)
 
 
 def supply_cuda_counters(record: EventLog, module: types.ModuleType) -> None:
-    """finetune.py:911 and dpo_utils.py:488 read them without asking whether there is a GPU."""
+    """finetune.py::main[reserved_mem_GiB] and dpo_utils.py::build_reference_logprobs_cache[mem_GB] read them without
+    asking whether there is a GPU.
+    """
     why = "upstream reads CUDA memory counters at every log line"
     # upstream divides by the memory
     properties = types.SimpleNamespace(name="cpu", total_memory=1)
@@ -81,7 +84,9 @@ def supply_locations(record: EventLog, module: types.ModuleType) -> None:
 
 
 def supply_mfu(record: EventLog, module: types.ModuleType) -> None:
-    """utils.py:1872: MFU needs a known GPU name; on a CPU the figure means nothing and is 0."""
+    """utils.py::ModelDims.device_flops[return GPU_SPECS]: MFU needs a known GPU name; on a CPU the figure means
+    nothing and is 0.
+    """
     why = "MFU needs a known GPU; reported as 0"
     for name, value in (("calculate_mfu", 0.0), ("approximate_learner_utilization", {"mfu": 0.0})):
         wrap(module.ModelDims, name, answer(record, "mfu", why, value))

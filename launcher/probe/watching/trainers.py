@@ -72,7 +72,9 @@ def stepping(probe: Probe) -> Callable[..., Any]:
 
 
 def _end_step_of_script(probe: Probe, accelerator: Any) -> None:
-    """Save as the loops of open-instruct do (finetune.py:974), if that was requested; then SystemExit."""
+    """Save as the loops of open-instruct do (finetune.py::main[if isinstance(checkpointing_steps]), if that was
+    requested; then SystemExit.
+    """
     if not probe.preemption.reached(probe.process.at):
         return
     # not before: the variables that are looked at stay alive, and batches are large
@@ -156,7 +158,7 @@ def watch_callbacks(probe: Probe, module: types.ModuleType) -> None:
 
 def watch_final_save(probe: Probe, module: types.ModuleType) -> None:
     def folder(*args: Any, **kwargs: Any) -> Any:
-        # model_utils.py:527
+        # model_utils.py::save_with_accelerate
         return kwargs["output_dir"] if "output_dir" in kwargs else args[3]
 
     wrap_known(module, ("push_folder_to_hub",), resting(probe, None))
@@ -272,7 +274,7 @@ def watch_olmo_module(probe: Probe, module: types.ModuleType) -> None:
         probe.saw_model(trained.model)
         probe.optimizer.saw(trained.optim, None)
         probe.gradients.prepared(trained.model)
-        # dpo.py:191
+        # dpo.py::main[dp_rank = global_rank]
         degree = getattr(trained.dpo_config, "tensor_parallel_degree", 1)
         probe.pairs.alike = max(1, int(degree))
         probe.memory.mark("prepare")

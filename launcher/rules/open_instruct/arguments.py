@@ -1,30 +1,38 @@
 """Rules for open-instruct's arguments: what its `__post_init__`s refuse, then what parses and goes wrong.
 
-Line numbers are those of the pin; tests/agreement/test_upstream_facts.py holds them against a checkout.
+tests/agreement/test_upstream_facts.py holds what they cite against a checkout.
 """
 
 import math
 import os
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from launcher.artifacts import chat_template, model_config
 from launcher.errors import Finding, Severity, brief
 from launcher.paths import exists
+from launcher.rules.premises import asks, where
 from launcher.rules.rule import Range, Rule, cites, no_model, outside, say, warn
+from launcher.upstream import behaviour
 from launcher.upstream.open_instruct import PIN
 from launcher.upstream.schema import Values, json_fault
 from launcher.upstream.trainers import entry_of
 
 LOCAL_DATA = (".jsonl", ".json", ".parquet")
-# transformers/trainer_utils.py:561: those that take nothing but steps
+# transformers/trainer_utils.py::SchedulerType: those that take nothing but steps
 SCHEDULES = "linear cosine cosine_with_restarts polynomial constant constant_with_warmup inverse_sqrt".split()
 # a path that a shell would have changed
 _UNEXPANDED = re.compile(r"~|.*\$\{?\w", re.DOTALL)
 
 
-@cites("finetune.py:330", "dpo_utils.py:342")
+@where(behaviour.REFUSES_TWO_SOURCES)
+@cites(
+    "finetune.py::FlatArguments.__post_init__[self.dataset_name is not None and]",
+    "dpo_utils.py::DPOExperimentConfig.__post_init__[self.dataset_name is not None and]",
+    reviewed=("e6c3044aa620",),
+)
 def two_data_sources(values: Values) -> Iterator[Finding]:
     """Beside a list that is never None, both others fail."""
     data = listed(values)
@@ -37,7 +45,11 @@ def two_data_sources(values: Values) -> Iterator[Finding]:
             yield say("error", "two-data-sources", key, message, help, layer="parser")
 
 
-@cites("finetune.py:335", "dpo_utils.py:347")
+@cites(
+    "finetune.py::FlatArguments.__post_init__[if self.try_launch_beaker_eval_jobs]",
+    "dpo_utils.py::DPOExperimentConfig.__post_init__[if self.try_launch_beaker_eval_jobs]",
+    reviewed=("e6c3044aa620",),
+)
 def beaker_without_push(values: Values) -> Iterator[Finding]:
     if values["try_launch_beaker_eval_jobs"] and not values["push_to_hub"]:
         why = "is true" if values.given("try_launch_beaker_eval_jobs") else "defaults to true"
@@ -46,7 +58,11 @@ def beaker_without_push(values: Values) -> Iterator[Finding]:
         yield say("error", "beaker-without-push", "push_to_hub", message, help, layer="parser")
 
 
-@cites("finetune.py:338", "finetune.py:340")
+@cites(
+    "finetune.py::FlatArguments.__post_init__[if self.lr_scheduler_type]",
+    "finetune.py::FlatArguments.__post_init__[if not (1.0 >= self.final_lr_ratio]",
+    reviewed=("e6c3044aa620",),
+)
 def final_lr_ratio(values: Values) -> Iterator[Finding]:
     ratio = values.get("final_lr_ratio")
     if ratio is None:
@@ -59,7 +75,11 @@ def final_lr_ratio(values: Values) -> Iterator[Finding]:
         yield say("error", "final-lr-range", "final_lr_ratio", message, layer="parser")
 
 
-@cites("finetune.py:348", "dpo_utils.py:353")
+@cites(
+    "finetune.py::FlatArguments.__post_init__[if isinstance(passed_value]",
+    "dpo_utils.py::DPOExperimentConfig.__post_init__[loaded_dict = json.loads]",
+    reviewed=("e6c3044aa620",),
+)
 def json_mappings(values: Values) -> Iterator[Finding]:
     """A text that starts with a brace is read as JSON."""
     for key in ("additional_model_arguments", "optimizer_kwargs"):
@@ -67,7 +87,11 @@ def json_mappings(values: Values) -> Iterator[Finding]:
             yield say("error", "bad-json", key, f"`{key}` is not JSON: {fault}", layer="parser")
 
 
-@cites("dpo_utils.py:358", "dpo_utils.py:360")
+@cites(
+    "dpo_utils.py::DPOExperimentConfig.__post_init__[if self.zero_stage not]",
+    "dpo_utils.py::DPOExperimentConfig.__post_init__[if self.offload_param]",
+    reviewed=("e6c3044aa620",),
+)
 def zero_stage(values: Values) -> Iterator[Finding]:
     stage = values["zero_stage"]
     if stage is None:
@@ -84,7 +108,7 @@ def listed(values: Values) -> str:
     return "mixer_list" if "mixer_list" in values.schema.fields else "dataset_mixer_list"
 
 
-@cites("finetune.py:126")
+@cites("finetune.py::FlatArguments[dataset_mixer_list: list]")
 def no_data(values: Values) -> Iterator[Finding]:
     """SFT would train on a small default set; DPO's default is an empty list."""
     data = listed(values)
@@ -97,7 +121,7 @@ def no_data(values: Values) -> Iterator[Finding]:
         yield say("error", "no-data", data, message, f"add `{data}: [name, amount, ...]`", layer="launch")
 
 
-@cites("dataset_transformation.py:2051")
+@cites("dataset_transformation.py::load_dataset_configs[frac_or_num_samples = float]", reviewed=("e6c3044aa620",))
 def mixer_amounts(values: Values) -> Iterator[Finding]:
     """With a dot a share, without one a count."""
     data = listed(values)
@@ -122,7 +146,8 @@ def _amount(key: str, name: str, amount: str) -> Finding | None:
         help = "with a dot it is a share (0.25), without one a number of samples (200)"
         return say("error", "mixer-amount", key, f"`{brief(amount)}` is not an amount for {name}", help)
     if not number > 0:
-        # below 0 upstream counts from the end, and draws at random (dataset_transformation.py:1658)
+        # below 0 upstream counts from the end, and draws at random
+        # (dataset_transformation.py::DatasetConfig.select_samples[full_repeats = target_size])
         what = f"is below 0, for {name}" if number < 0 else f"leaves nothing of {name}"
         return say("error", "mixer-amount", key, f"the amount {amount} {what}")
     if number == 1 and isinstance(number, int):
@@ -131,7 +156,7 @@ def _amount(key: str, name: str, amount: str) -> Finding | None:
     return None
 
 
-@cites("dataset_transformation.py:1618")
+@cites("dataset_transformation.py::DatasetConfig.__post_init__[.jsonl]")
 def missing_data_files(values: Values) -> Iterator[Finding]:
     """What is no .jsonl or .parquet here is looked up on the hub."""
     data = listed(values)
@@ -152,19 +177,29 @@ def missing_data_files(values: Values) -> Iterator[Finding]:
             yield say("error", "json-data", key, message, help)
 
 
-@cites("dataset_transformation.py:2037,2041,2061")
+@asks(behaviour.ONE_SPLIT_A_SET)
+@cites(
+    "dataset_transformation.py::load_dataset_configs[if len(dataset_mixer_list_splits) == 1]",
+    "dataset_transformation.py::load_dataset_configs[if len(dataset_mixer_list_splits) != len]",
+    "dataset_transformation.py::load_dataset_configs[dataset_split=dataset_mixer_list_splits]",
+    reviewed=("e6c3044aa620",),
+)
 def mixer_splits(values: Values) -> Iterator[Finding]:
-    """One split for all sets, or as many as the list has entries.
+    """One split for all sets, or as many as the list has entries; since #1494, as many as there are sets.
 
-    The split of a set is the one at the place of its name; those at the places of amounts are
+    Until then the split of a set is the one at the place of its name; those at the places of amounts are
     not read.
     """
     data = listed(values)
     key = f"{data}_splits"
     entries = values[data] or []
     splits = values[key]
-    # of an odd list another rule speaks; with a cache key SFT reads neither (dataset_transformation.py:2120)
+    # of an odd list another rule speaks; with a cache key SFT reads neither
+    # (dataset_transformation.py::get_cached_dataset_tulu_with_statistics[dcs = #2])
     if splits is None or not entries or len(entries) % 2 or values.get("dataset_config_hash") is not None:
+        return
+    if values.schema.does(behaviour.ONE_SPLIT_A_SET):
+        yield from _one_split_a_set(key, entries, splits)
         return
     sets = len(entries) // 2
     if len(splits) not in (1, len(entries)):
@@ -183,6 +218,25 @@ def mixer_splits(values: Values) -> Iterator[Finding]:
     yield from _splits_of_files(key, entries, splits)
 
 
+def _one_split_a_set(key: str, entries: list[str], splits: list[str]) -> Iterator[Finding]:
+    sets = len(entries) // 2
+    if len(splits) not in (1, sets):
+        message = f"`{key}` has {len(splits)} entries for {sets} set(s): upstream wants 1, or {sets}, one for each set"
+        yield say("error", "mixer-splits", key, message, _set_splits_help(key, splits, sets))
+        return
+    of_entries = splits if len(splits) == 1 else [split for split in splits for _ in range(2)]
+    for fault in _splits_of_files(key, entries, of_entries):
+        place = int(re.findall(r"\d+", str(fault.key))[-1])
+        yield replace(fault, key=f"args.{key}[{place // 2}]")
+
+
+def _set_splits_help(key: str, splits: list[str], sets: int) -> str:
+    pairs = zip(splits[::2], splits[1::2], strict=False)
+    if len(splits) == 2 * sets and all(first == second for first, second in pairs):
+        return f"write each split once, as this commit reads them: `{key}: [{', '.join(splits[::2])}]`"
+    return f"write one split for all sets, such as `{key}: [train]`"
+
+
 def _splits_help(key: str, splits: list[str], sets: int) -> str:
     if len(splits) != sets:
         return f"write one split for all sets, such as `{key}: [train]`"
@@ -193,7 +247,10 @@ def _splits_help(key: str, splits: list[str], sets: int) -> str:
 
 
 def _splits_of_files(key: str, entries: list[str], splits: list[str]) -> Iterator[Finding]:
-    """dataset_transformation.py:1619,1624: a file is one split, and its name is train."""
+    """dataset_transformation.py::DatasetConfig.__post_init__[for local jsonl],
+    dataset_transformation.py::DatasetConfig.__post_init__[for local parquet]: a file is one split, and its name is
+    train.
+    """
     for index in range(0, len(entries), 2):
         place = index if len(splits) > 1 else 0
         name = str(entries[index])
@@ -202,7 +259,11 @@ def _splits_of_files(key: str, entries: list[str], splits: list[str]) -> Iterato
             yield say("error", "mixer-splits", f"{key}[{place}]", message, "write `train`")
 
 
-@cites("dataset_transformation.py:2120", "dataset_transformation.py:1977")
+@cites(
+    "dataset_transformation.py::get_cached_dataset_tulu_with_statistics[dcs = #2]",
+    "dataset_transformation.py::LocalDatasetTransformationCache.load_or_transform_dataset[concatenate_datasets]",
+    reviewed=("e6c3044aa620",),
+)
 def foreign_cache_key(values: Values) -> Iterator[Finding]:
     """No data are named beside such a key."""
     key = "dataset_config_hash" if "dataset_config_hash" in values else "config_hash"
@@ -211,7 +272,11 @@ def foreign_cache_key(values: Values) -> Iterator[Finding]:
         yield say("warning", "cache-key", key, message, f"leave out `{key}`")
 
 
-@cites("finetune.py:438", "dpo_tune_cache.py:180")
+@cites(
+    "finetune.py::main[args.hf_repo_id = f]",
+    "dpo_tune_cache.py::main[args.hf_repo_id = f]",
+    reviewed=("e6c3044aa620",),
+)
 def entity_twice(values: Values) -> Iterator[Finding]:
     """`finetune.py` and `dpo_tune_cache.py` prefix `hf_entity`, or whoever is logged in."""
     repo = values["hf_repo_id"]
@@ -223,20 +288,29 @@ def entity_twice(values: Values) -> Iterator[Finding]:
         yield say("error", "entity-twice", "hf_repo_id", message, help)
 
 
-@cites("finetune.py:470", "finetune.py:374")
+@cites(
+    "finetune.py::main[wandb_tracker = accelerator.get_tracker]",
+    "finetune.py::main[log_with]",
+    reviewed=("e6c3044aa620",),
+)
 def tracker_without_wandb(values: Values) -> Iterator[Finding]:
     """`finetune.py` asks for wandb's tracker whatever `report_to` says."""
     reported = values["report_to"]
     if not values["with_tracking"] or {"wandb", "all"} & set(reported or ()):
         return
-    # the parser drops the default `all` of a list that is none (hf_argparser.py:223)
+    # the parser drops the default `all` of a list that is none
+    # (transformers/hf_argparser.py::HfArgumentParser._parse_dataclass_field[if field.default_factory is not #1])
     what = f"with `report_to: {', '.join(reported)}`" if reported else "without `report_to`"
     message = f"`with_tracking` {what} crashes: upstream asks for wandb's tracker"
     help = "write `report_to: wandb`, or `with_tracking: false`"
     yield say("error", "tracking-needs-wandb", "report_to", message, help)
 
 
-@cites("finetune.py:974", "finetune.py:988")
+@cites(
+    "finetune.py::main[if isinstance(checkpointing_steps]",
+    "finetune.py::main[if checkpointing_steps ==]",
+    reviewed=("e6c3044aa620",),
+)
 def no_checkpoints(values: Values) -> Iterator[Finding]:
     """SFT writes none without; short runs need none."""
     steps = values["max_train_steps"]
@@ -250,7 +324,12 @@ def no_checkpoints(values: Values) -> Iterator[Finding]:
         yield say("warning", "no-checkpoints", "checkpointing_steps", message, help)
 
 
-@cites("finetune.py:734", "finetune.py:974", "dpo_tune_cache.py:696")
+@cites(
+    "finetune.py::main[checkpointing_steps = int]",
+    "finetune.py::main[if isinstance(checkpointing_steps]",
+    "dpo_tune_cache.py::main[if isinstance(checkpointing_steps]",
+    reviewed=("e6c3044aa620",),
+)
 def checkpoint_steps(values: Values) -> Iterator[Finding]:
     """Anything but SFT's `epoch` goes through int(). `finetune.py` and `dpo_tune_cache.py` divide
     by it, and the sign does not change what is divisible.
@@ -273,11 +352,15 @@ def checkpoint_steps(values: Values) -> Iterator[Finding]:
         yield say("warning", "checkpoint-sign", key, message, help)
 
 
-@cites("dpo_tune_cache.py:393", "dpo_utils.py:501")
+@cites(
+    "dpo_tune_cache.py::main[original_dataset_size = len]",
+    "dpo_utils.py::build_reference_logprobs_cache[Missing]",
+    reviewed=("e6c3044aa620",),
+)
 def samples_crash(values: Values) -> Iterator[Finding]:
     """The reference cache is sized for the full set."""
     limit = values["max_train_samples"]
-    # simpo alone needs no reference (dpo_utils.py:88)
+    # simpo alone needs no reference (dpo_utils.py::DPOLossType.needs_reference_model[return self in])
     if limit is None or values["loss_type"] == "simpo":
         return
     amounts = [str(amount) for amount in (values[listed(values)] or [])[1::2]]
@@ -290,7 +373,7 @@ def samples_crash(values: Values) -> Iterator[Finding]:
 
 # at the end of training the default uploads the model
 push_by_default = warn(
-    "finetune.py:283, dpo_utils.py:159",
+    "finetune.py::FlatArguments[push_to_hub: bool], dpo_utils.py::HubConfig[push_to_hub: bool]",
     "push-by-default",
     "push_to_hub",
     lambda v: v["push_to_hub"] and not v.given("push_to_hub"),
@@ -298,19 +381,21 @@ push_by_default = warn(
     "write `push_to_hub: false` and `try_launch_beaker_eval_jobs: false`, or true to keep it",
 )
 _RANGES: Mapping[str, tuple[Range, ...]] = {
-    # finetune.py:688, dpo_tune_cache.py:435
+    # finetune.py::main[optimizer = torch.optim.AdamW], dpo_tune_cache.py::main[optimizer = torch.optim.AdamW]
     "learning_rate": (
         Range(lambda n: n >= 0, "error", "the optimizer refuses it"),
         Range(lambda n: n != 0, "warning", "nothing is learnt"),
     ),
-    # finetune.py:674, dpo_tune_cache.py:421: as a group's own it is not looked at by torch
+    # finetune.py::main[: args.weight_decay], dpo_tune_cache.py::main[: args.weight_decay]: as a group's own it is not
+    # looked at by torch
     "weight_decay": (Range(lambda n: n >= 0, "warning", "the weights grow with every step, which nothing refuses"),),
-    # finetune.py:855, dpo_tune_cache.py:592, dpo.py:293
+    # finetune.py::main[if accelerator.sync_gradients and], dpo_tune_cache.py::main[if accelerator.sync_gradients and],
+    # dpo.py::main[max_grad_norm = args.max_grad_norm]
     **dict.fromkeys(
         ("clip_grad_norm", "max_grad_norm"),
         (Range(lambda n: n >= 0 or n == -1, "warning", "gradients are not clipped, as with -1"),),
     ),
-    # finetune.py:356, dpo_tune_cache.py:464
+    # finetune.py::_create_scheduler[num_warmup_steps = int], dpo_tune_cache.py::main[num_warmup_steps]
     "warmup_ratio": (
         Range(
             lambda n: 0 <= n <= 1,
@@ -318,27 +403,30 @@ _RANGES: Mapping[str, tuple[Range, ...]] = {
             "it is a share of all steps; above 1 the learning rate never gets to its value",
         ),
     ),
-    # dataset_transformation.py:1195, dataset_transformation.py:1236
+    # dataset_transformation.py::sft_tulu_tokenize_and_truncate_v1[max_length=max_seq_length],
+    # dataset_transformation.py::sft_tulu_filter_v1[return any(x != MASKED_TOKEN_VALUE]
     "max_seq_length": (Range(lambda n: n > 0, "error", "it leaves nothing of any row"),),
-    # finetune.py:630, dpo_tune_cache.py:369
+    # finetune.py::main[r=args.lora_rank], dpo_tune_cache.py::main[r=args.lora_rank]
     "lora_rank": (Range(lambda n: n > 0, "error", "peft refuses it", needs="use_lora"),),
-    # finetune.py:865, finetune.py:932, dpo_tune_cache.py:623, dpo_tune_cache.py:626
+    # finetune.py::main[if args.logging_steps], finetune.py::main[total_fwd_passes =],
+    # dpo_tune_cache.py::main[if args.logging_steps], dpo_tune_cache.py::main[= args.gradient_accumulation_steps]
     "logging_steps": (
         Range(lambda n: n != 0, "warning", "no loss is ever printed"),
         Range(lambda n: n >= 0, "warning", "every loss is printed with the wrong sign"),
     ),
-    # finetune.py:985, dpo_tune_cache.py:708
+    # finetune.py::main[if completed_steps], dpo_tune_cache.py::main[if completed_steps]
     "max_train_steps": (Range(lambda n: n > 0, "warning", "the model is saved untrained"),),
-    # finetune.py:737
+    # finetune.py::main[= accelerator.num_processes]
     "sequence_parallel_size": (
         Range(lambda n: n != 0, "error", "upstream divides by it"),
         Range(lambda n: n >= 0, "warning", "nothing is shared, as with 1"),
     ),
-    # utils.py:831
+    # utils.py::clean_last_n_checkpoints[if keep_last_n_checkpoints]
     "keep_last_n_checkpoints": (
         Range(lambda n: n != 0, "warning", "each checkpoint is deleted as soon as it is saved"),
     ),
-    # dpo_utils.py:561, dpo_utils.py:608, dpo_utils.py:639
+    # dpo_utils.py::dpo_loss[losses = -F.logsigmoid], dpo_utils.py::wpo_loss[-F.logsigmoid(beta],
+    # dpo_utils.py::simpo_loss[losses = -F.logsigmoid]
     "beta": (
         Range(math.isfinite, "error", "the loss is not a number"),
         Range(lambda n: not n < 0, "warning", "the rejected answers are preferred"),
@@ -359,13 +447,30 @@ _RANGES: Mapping[str, tuple[Range, ...]] = {
 }
 
 
-@cites("finetune.py:688", "dpo_tune_cache.py:435")
+@asks(behaviour.GUARDS_NEGATIVE_CLIPPING)
+@cites(
+    "finetune.py::main[optimizer = torch.optim.AdamW]",
+    "dpo_tune_cache.py::main[optimizer = torch.optim.AdamW]",
+    reviewed=("e6c3044aa620",),
+)
 def out_of_range(values: Values) -> Iterator[Finding]:
-    """Each number against the ranges of the table above."""
-    return outside(values, _RANGES, str)
+    """Each number against the ranges of the table above.
+
+    Where a negative limit of the gradient norm does not stand for none, `gradient` speaks of it.
+    """
+    unguarded = values.schema.does(behaviour.GUARDS_NEGATIVE_CLIPPING) is False
+    for found in outside(values, _RANGES, str):
+        if not unguarded or found.key != "args.max_grad_norm":
+            yield found
 
 
-@cites("finetune.py:694", "dpo_tune_cache.py:442", "finetune.py:723", "dpo_tune_cache.py:478")
+@cites(
+    "finetune.py::main[args.max_train_steps #2]",
+    "dpo_tune_cache.py::main[args.max_train_steps = args.num_epochs #1]",
+    "finetune.py::main[args.num_train_epochs = math.ceil]",
+    "dpo_tune_cache.py::main[args.num_epochs = math.ceil]",
+    reviewed=("e6c3044aa620",),
+)
 def no_epochs(values: Values) -> Iterator[Finding]:
     """Read where no number of steps is given, and written over, which is why the reads of the
     source alone do not tell.
@@ -380,7 +485,12 @@ def no_epochs(values: Values) -> Iterator[Finding]:
         yield say("warning", "conditional-key", key, message, "delete one of the two lines")
 
 
-@cites("dataset_transformation.py:846", "dataset_transformation.py:869", "dataset_transformation.py:775")
+@cites(
+    "dataset_transformation.py::get_tokenizer_tulu_v2_2[if tc.chat_template_name in]",
+    "dataset_transformation.py::[GET_TOKENIZER_FN]",
+    "dataset_transformation.py::get_tokenizer_tulu_v2_1[raise ValueError(f #2]",
+    reviewed=("e6c3044aa620",),
+)
 def unknown_template(values: Values) -> Iterator[Finding]:
     """`dataset_transformation.py` has the functions: one reads no template, one refuses those that
     it does not know.
@@ -400,7 +510,11 @@ def unknown_template(values: Values) -> Iterator[Finding]:
     yield say("error" if strict else "warning", "unknown-template", "chat_template_name", message, help)
 
 
-@cites("dataset_transformation.py:920", "dataset_transformation.py:1716")
+@cites(
+    "dataset_transformation.py::TokenizerConfig.tokenizer[return GET_TOKENIZER_FN]",
+    "dataset_transformation.py::get_dataset_v1[fn, fn_type = TRANSFORM_FNS]",
+    reviewed=("e6c3044aa620",),
+)
 def unknown_function(values: Values) -> Iterator[Finding]:
     """Upstream looks them up by name."""
     key = "transform_fn" if "transform_fn" in values else "dataset_transform_fn"
@@ -414,7 +528,13 @@ def unknown_function(values: Values) -> Iterator[Finding]:
             yield say("error", "unknown-function", place, message, help)
 
 
-@cites("finetune.py:597,598", "dpo_tune_cache.py:337,338")
+@cites(
+    "finetune.py::main[dtype=torch.bfloat16 #2]",
+    "finetune.py::main[attn_implementation #3]",
+    "dpo_tune_cache.py::main.load_model[dtype=torch.bfloat16 #2]",
+    "dpo_tune_cache.py::main.load_model[attn_implementation #3]",
+    reviewed=("e6c3044aa620",),
+)
 def model_arguments(values: Values) -> Iterator[Finding]:
     """What the model is loaded with wins over the mapping."""
     key, given = "additional_model_arguments", values["additional_model_arguments"]
@@ -427,7 +547,11 @@ def model_arguments(values: Values) -> Iterator[Finding]:
         yield say("warning", "model-arguments-unread", key, message, help)
 
 
-@cites("dpo_tune_cache.py:460", "transformers/optimization.py:986")
+@cites(
+    "dpo_tune_cache.py::main[lr_scheduler = get_scheduler]",
+    "transformers/optimization.py::get_scheduler[TYPE_TO_SCHEDULER_FUNCTION]",
+    reviewed=("e6c3044aa620",),
+)
 def scheduler_type(values: Values) -> Iterator[Finding]:
     """`dpo_tune_cache.py`, once the model is loaded: `optimization.py` looks it up, and this
     script hands over numbers of steps alone.
@@ -440,7 +564,12 @@ def scheduler_type(values: Values) -> Iterator[Finding]:
         yield say(severity, "scheduler-type", "lr_scheduler_type", message, f"one of {', '.join(SCHEDULES)}")
 
 
-@cites("finetune.py:494", "dpo_tune_cache.py:241", "finetune.py:426")
+@cites(
+    "finetune.py::main[os.makedirs(args.output_dir]",
+    "dpo_tune_cache.py::main[os.makedirs(args.output_dir]",
+    "finetune.py::main[args.output_dir = os.path.join]",
+    reviewed=("e6c3044aa620",),
+)
 def no_output(values: Values) -> Iterator[Finding]:
     """Without the switch a name is put behind it."""
     if values["output_dir"] == "" and values["do_not_randomize_output_dir"]:
@@ -448,7 +577,13 @@ def no_output(values: Values) -> Iterator[Finding]:
         yield say("error", "no-output", "output_dir", message, "name a folder, or delete the line")
 
 
-@cites("finetune.py:494", "dpo_tune_cache.py:241", "finetune.py:428", "dpo_tune_cache.py:168")
+@cites(
+    "finetune.py::main[os.makedirs(args.output_dir]",
+    "dpo_tune_cache.py::main[os.makedirs(args.output_dir]",
+    "finetune.py::main[os.path.abspath]",
+    "dpo_tune_cache.py::main[args.local_cache_dir = os.path.abspath]",
+    reviewed=("e6c3044aa620",),
+)
 def unexpanded(values: Values) -> Iterator[Finding]:
     """Upstream takes these paths as they are."""
     cache = "dataset_local_cache_dir" if "dataset_local_cache_dir" in values else "local_cache_dir"
@@ -467,8 +602,9 @@ _SHARED: tuple[Rule, ...] = (
     *OF_ALL_SCRIPTS,
     # with `config_name` upstream starts from random weights
     no_model(
-        "finetune.py:548, dpo_tune_cache.py:287",
+        "finetune.py::main[You are instantiating], dpo_tune_cache.py::main[You are instantiating]",
         lambda v: not v["model_name_or_path"] and not (v["config_name"] and v["tokenizer_name_or_path"]),
+        reviewed=("e6c3044aa620",),
     ),
     foreign_cache_key,
     no_checkpoints,
@@ -477,28 +613,31 @@ _SHARED: tuple[Rule, ...] = (
     model_arguments,
     no_output,
     unexpanded,
-    # see transformers/optimization.py:1015
+    # see transformers/optimization.py::get_scheduler[return schedule_func(optimizer)]
     warn(
-        "finetune.py:359, dpo_tune_cache.py:460",
+        "finetune.py::_create_scheduler[return get_scheduler], dpo_tune_cache.py::main[lr_scheduler = get_scheduler]",
         "warmup-unread",
         "warmup_ratio",
         lambda v: v["lr_scheduler_type"] == "constant" and v.given("warmup_ratio") and v["warmup_ratio"] > 0,
         "`warmup_ratio` is not read with `lr_scheduler_type: constant`",
         "write `lr_scheduler_type: constant_with_warmup`",
+        reviewed=("e6c3044aa620",),
     ),
     # adapters come with `use_lora` alone
     warn(
-        "finetune.py:619, dpo_tune_cache.py:359",
+        "finetune.py::main[if args.use_lora], dpo_tune_cache.py::main[if args.use_lora]",
         "qlora-without-lora",
         "use_qlora",
         lambda v: v["use_qlora"] and not v["use_lora"],
         "`use_qlora` without `use_lora` adds no adapter: the 4-bit weights are frozen, only "
         "embeddings, norms and the head are trained",
         "add `use_lora: true`",
+        reviewed=("e6c3044aa620",),
     ),
-    # the output folder is there by then (finetune.py:494, dpo_tune_cache.py:241), and wins
+    # the output folder is there by then (finetune.py::main[os.makedirs(args.output_dir],
+    # dpo_tune_cache.py::main[os.makedirs(args.output_dir]), and wins
     warn(
-        "utils.py:813",
+        "utils.py::get_last_checkpoint_path[if args.output_dir]",
         "resume-unread",
         "resume_from_checkpoint",
         lambda v: v.given("resume_from_checkpoint"),

@@ -12,20 +12,29 @@ from launcher.rules import data
 from launcher.rules.context import Context, StageRule, caches_only
 from launcher.rules.data import Looked
 from launcher.rules.open_instruct.arguments import LOCAL_DATA, listed
+from launcher.rules.premises import where
 from launcher.rules.rule import cites, say
+from launcher.upstream import behaviour
 
 # Rows a second on one core, measured with upstream's own functions (chats of two turns, 556 tokens): 572
-# chats, 263 pairs. Upstream reckons with 400 (dataset_transformation.py:115). Rounded up, so that the
-# estimate is rather too short.
+# chats, 263 pairs. Upstream reckons with 400
+# (dataset_transformation.py::[APPLY_CHAT_TEMPLATE_EXAMPLE_PER_SECOND_PER_CPU]). Rounded up, so that the estimate is
+# rather too short.
 _CHATS_PER_SECOND = 600.0
 _PAIRS_PER_SECOND = 300.0
-# SFT then counts tokens row by row, on one core whatever there are (dataset_transformation.py:1966)
+# SFT then counts tokens row by row, on one core whatever there are
+# (dataset_transformation.py::LocalDatasetTransformationCache.load_or_transform_dataset[dataset.map])
 _COUNTED_PER_SECOND = 6000.0
 # where the number of cores is not known: what would be long even on a large machine
 _MANY_CPUS = 64
 
 
-@cites("finetune.py:500", "dpo_tune_cache.py:247", "finetune.py:377")
+@cites(
+    "finetune.py::main[with accelerator.main_process_first]",
+    "dpo_tune_cache.py::main[with accelerator.main_process_first]",
+    "finetune.py::main[timeout_kwargs = InitProcessGroupKwargs]",
+    reviewed=("e6c3044aa620",),
+)
 def tokenising_outlasts(context: Context, seconds: int | None = None) -> Iterator[Finding]:
     """One process tokenises while the others wait in a collective, which ends after `timeout`
     seconds, or after `seconds` whatever it says.
@@ -56,7 +65,8 @@ def _known_rows(words: list[str]) -> int:
     return sum(entry_rows(str(name), str(amount)) or 0 for name, amount in pairs)
 
 
-# what is read of a row without another transform (dataset_transformation.py:1183,1278)
+# what is read of a row without another transform (dataset_transformation.py::sft_tulu_tokenize_and_truncate_v1,
+# dataset_transformation.py::preference_tulu_tokenize_and_truncate_v1)
 _TRANSFORMS = frozenset(
     """
     sft_tulu_tokenize_and_truncate_v1 sft_tulu_filter_v1 preference_tulu_tokenize_and_truncate_v1
@@ -65,7 +75,13 @@ _TRANSFORMS = frozenset(
 )
 
 
-@cites("dataset_transformation.py:1186,1290,1236")
+@where(behaviour.READS_MESSAGES)
+@cites(
+    "dataset_transformation.py::sft_tulu_tokenize_and_truncate_v1[if len(messages]",
+    "dataset_transformation.py::preference_tulu_tokenize_and_truncate_v1[chosen_messages = row]",
+    "dataset_transformation.py::sft_tulu_filter_v1[return any(x != MASKED_TOKEN_VALUE]",
+    reviewed=("e6c3044aa620",),
+)
 def local_rows(context: Context) -> Iterator[Finding]:
     """Rows are read by `messages`, or `chosen` and `rejected`, and those without a message of
     `assistant` are dropped.
@@ -87,7 +103,7 @@ def local_rows(context: Context) -> Iterator[Finding]:
         yield from data.same_columns(looked)
         yield from data.copies(looked)
         if looked.survey.rows and _default_transforms(context):
-            yield from _rows(looked, pairs=key == "mixer_list")
+            yield from _rows(looked, context, pairs=key == "mixer_list")
 
 
 def _source(name: str, split: str, context: Context) -> sources.Source | None:
@@ -103,7 +119,7 @@ def _default_transforms(context: Context) -> bool:
     return all(str(name) in _TRANSFORMS for name in given)
 
 
-def _rows(looked: Looked, *, pairs: bool) -> Iterator[Finding]:
+def _rows(looked: Looked, context: Context, *, pairs: bool) -> Iterator[Finding]:
     survey = looked.survey
     read = ["chosen", "rejected"] if pairs else ["messages"]
     names = " and ".join(f"`{name}`" for name in read)
@@ -134,7 +150,9 @@ def _rows(looked: Looked, *, pairs: bool) -> Iterator[Finding]:
         yield from _promptless(looked)
     yield from data.empty_answers(looked, read)
     yield from data.conversations(looked, read)
-    yield from data.other_kinds(looked, read)
+    if not pairs:
+        yield from _tools(looked, context)
+    yield from data.other_kinds(looked, read if pairs else [*read, "tools"])
 
 
 def _unanswered(looked: Looked, column: str) -> Iterator[Finding]:
@@ -148,6 +166,19 @@ def _unanswered(looked: Looked, column: str) -> Iterator[Finding]:
     elif count:
         message = f"`{column}` has no message of `assistant` in {count:,} of {survey.rows:,} rows: they are dropped"
         yield looked.say("warning", "no-answers", message, "take these rows out, or mend their roles")
+
+
+def _tools(looked: Looked, context: Context) -> Iterator[Finding]:
+    """Until #1746 the chat template of SFT gets no `tools`; since then a text in that column has to be JSON."""
+    gives_tools = context.values.schema.does(behaviour.GIVES_TOOLS)
+    if gives_tools is False and data.describes_tools(looked.survey):
+        message = "the rows describe `tools`, and this commit of open-instruct gives the chat template none"
+        help = "write what the model has to know of them into a message of `system`"
+        yield looked.say("warning", "template-drops-tools", message, help)
+    broken = looked.survey.fact("tools", "not-json")
+    if gives_tools and broken is not None:
+        message = f"`tools` is text that is not JSON in {looked.share(broken)}: tokenising ends there"
+        yield looked.say("error", "data-types", message, "write a list of tools as JSON, or null where there are none")
 
 
 def _promptless(looked: Looked) -> Iterator[Finding]:

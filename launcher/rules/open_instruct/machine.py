@@ -6,7 +6,7 @@ from launcher.errors import Finding, brief
 from launcher.rules.context import Context, StageRule
 from launcher.rules.rule import cites, needs, say
 
-# Distributions that each tracker needs one of (accelerate/utils/dataclasses.py:761).
+# Distributions that each tracker needs one of (accelerate/utils/dataclasses.py::LoggerType[ALL =]).
 _TRACKERS: Mapping[str, tuple[str, ...]] = {
     "aim": ("aim",),
     "clearml": ("clearml",),
@@ -20,7 +20,11 @@ _TRACKERS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-@cites("finetune.py:679", "dpo_tune_cache.py:426")
+@cites(
+    "finetune.py::main[from bitsandbytes.optim]",
+    "dpo_tune_cache.py::main[from bitsandbytes.optim]",
+    reviewed=("e6c3044aa620",),
+)
 @needs("packages")
 def optimizer_package(context: Context) -> Iterator[Finding]:
     for key in ("use_qlora", "dpo_use_paged_optimizer"):
@@ -29,7 +33,11 @@ def optimizer_package(context: Context) -> Iterator[Finding]:
             yield say("error", "optim-missing", key, message, f"pip install bitsandbytes, or delete `{key}`")
 
 
-@cites("finetune.py:374", "accelerate/tracking.py:1356")
+@cites(
+    "finetune.py::main[log_with]",
+    "accelerate/tracking.py::filter_trackers[Unsupported logging]",
+    reviewed=("e6c3044aa620",),
+)
 def trackers(context: Context) -> Iterator[Finding]:
     """An unknown one is refused, one that is not installed left out."""
     values = context.values

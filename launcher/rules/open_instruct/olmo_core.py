@@ -18,10 +18,14 @@ from launcher.rules import services
 from launcher.rules.context import Context, StageRule, caches_only
 from launcher.rules.embedding import beyond_olmo_core
 from launcher.rules.model import beyond_positions, impossible_name, missing_model
+from launcher.rules.open_instruct import gradient
 from launcher.rules.open_instruct.arguments import OF_ALL_SCRIPTS, out_of_range, zero_stage
 from launcher.rules.open_instruct.data import tokenising_outlasts
+from launcher.rules.open_instruct.tokenizer import olmo_tokenizer
 from launcher.rules.places import unintended_output
+from launcher.rules.premises import asks, unless, where
 from launcher.rules.rule import Range, Rule, check, cites, needs, no_model, number, outside, say, say_of_option, warn
+from launcher.upstream import behaviour
 from launcher.upstream.open_instruct import output_folder
 from launcher.upstream.schema import Values
 
@@ -49,8 +53,9 @@ _SHAPES: Mapping[str, tuple[str | int, ...]] = {
     "qwen3_32B": ("qwen3", 5120, 64, 25600, 40, 8),
     "llama3_8B": ("llama", 4096, 32, 14336, 32, 8),
 }
-# biases, joined weights and experts are refused (olmo_core/nn/conversion/state_converter.py:141); of
-# others the second norm is taken for the first one (olmo_core/nn/hf/convert.py:45)
+# biases, joined weights and experts are refused
+# (olmo_core/nn/conversion/state_converter.py::StateConverter.convert[if len(unused_original_keys]); of others the
+# second norm is taken for the first one (olmo_core/nn/hf/convert.py::[model.layers. #9])
 _LOADED = ("gemma3_text", "llama", "olmo2", "olmo3", "qwen3")
 _RANGES: Mapping[str, tuple[Range, ...]] = {
     "activation_memory_budget": (
@@ -64,9 +69,15 @@ _SCHEDULERS = ("cosine", "linear", "constant", "constant_with_warmup")
 _TIED = ("qwen3_0_6B", "qwen3_1_7B", "qwen3_4B")
 # the families whose layers OLMo-core writes in transformers' form (olmo_core/nn/hf/config.py)
 _EXPORTED = ("olmo2", "olmo3", "olmoe")
+# since #1671 a converter writes them all but this one, and the run is refused
+_NOT_EXPORTED = "olmoe"
 
 
-@cites("olmo_core_utils.py:208", "olmo_core_utils.py:212")
+@cites(
+    "olmo_core_utils.py::get_transformer_config[config_name = OLMO_MODEL_CONFIG_MAP.get]",
+    "olmo_core_utils.py::get_transformer_config[if not hasattr]",
+    reviewed=("e6c3044aa620",),
+)
 def model(values: Values) -> Iterator[Finding]:
     """The name is looked up, then OLMo-core is asked; a shape has no
     weights.
@@ -84,12 +95,13 @@ def model(values: Values) -> Iterator[Finding]:
     shapes = ", ".join(sorted(set(models.values())))
     help += f"the models {', '.join(models)}, or a `config_name` of OLMo-core's ({shapes}); for any other {_TRAINS}"
     # another commit may want an OLMo-core that has more shapes
-    severity: Severity = "error" if values.schema.stands is None else "warning"
+    severity: Severity = "error" if values.schema.tested else "warning"
     key = "config_name" if config else "model_name_or_path"
     yield say(severity, "unsupported-model", key, f"{brief(requested)} is not a model that dpo.py can build", help)
 
 
-@cites("dpo_utils.py:992")
+@where(behaviour.MIXES_PACKED_SAMPLES)
+@cites("dpo_utils.py::concatenated_forward_olmo[output = model]", reviewed=("e6c3044aa620",))
 def packing(values: Values) -> Iterator[Finding]:
     """`dpo_utils.py` hands the model tokens and labels alone: no boundaries, no positions."""
     if not values["packing"] or not values["concatenated_forward"]:
@@ -101,7 +113,8 @@ def packing(values: Values) -> Iterator[Finding]:
     yield say("warning", "packing-leaks", "packing", message, help)
 
 
-@cites("olmo_core_utils.py:287")
+@where(behaviour.EXPORTS_OLMO_ALONE)
+@cites("olmo_core_utils.py::save_state_dict_as_hf[except NotImplementedError]", reviewed=("e6c3044aa620",))
 def export(values: Values) -> Iterator[Finding]:
     """Where OLMo-core cannot write the model, a plain state dict is saved."""
     named, key = _shape(values)
@@ -115,13 +128,27 @@ def export(values: Values) -> Iterator[Finding]:
         yield say("warning", "no-hf-export", key, message, f"rename the weights afterwards, or {_OTHER}")
 
 
+@where(behaviour.VERIFIES_EXPORT)
+def unexportable(values: Values) -> Iterator[Finding]:
+    """Since #1671 OLMo-core's names are converted before training, and what cannot be is refused.
+
+    Of the shapes of ai2-olmo-core 2.6.0 that is the mixture of experts alone.
+    """
+    named, key = _shape(values)
+    if values["cache_dataset_only"]:
+        return
+    if named.startswith(_NOT_EXPORTED):
+        message = f"OLMo-core cannot write {named} as transformers reads it: dpo.py crashes once the model is built"
+        yield say("error", "no-hf-export", key, message, _TRAINS)
+
+
 def _shape(values: Values) -> tuple[str, str]:
     """OLMo-core's name of the shape that is built, and the argument that says so."""
     key = "config_name" if values["config_name"] else "model_name_or_path"
     return values.schema.models.get(str(values[key]), str(values[key])), key
 
 
-@cites("olmo_core_utils.py:101")
+@cites("olmo_core_utils.py::build_ac_config[if activation_memory_budget]", reviewed=("e6c3044aa620",))
 def ranges(values: Values) -> Iterator[Finding]:
     """Those of the other scripts, but for what is not read by this one, and `olmo_core_utils.py`."""
     yield from outside(values, _RANGES)
@@ -129,52 +156,127 @@ def ranges(values: Values) -> Iterator[Finding]:
     yield from (found for found in out_of_range(values) if found.key not in skipped)
 
 
+@where(behaviour.LIMITS_CHECKPOINTS)
+def kept_checkpoints(values: Values) -> Iterator[Finding]:
+    """Since #1701 the number of checkpoints goes to OLMo-core; a negative one keeps all of them."""
+    if values["keep_last_n_checkpoints"] == 0 and not _ends_early(values):
+        message = "`keep_last_n_checkpoints: 0`: OLMo-core keeps at least one, and crashes once the model is loaded"
+        yield say("error", "out-of-range", "keep_last_n_checkpoints", message, "write 1 or more, or -1 for all")
+
+
+@asks(behaviour.SKIPS_NO_INTERVAL)
+def checkpoint_intervals(values: Values) -> Iterator[Finding]:
+    """OLMo-core refuses intervals below 1, and a temporary one that is not the shorter.
+
+    Since #1810 a temporary one below 1 means none.
+    """
+    key = "ephemeral_save_interval"
+    interval, steps = values[key], values["checkpointing_steps"]
+    if _ends_early(values):
+        return
+    if isinstance(steps, int) and steps < 1:
+        message = f"`checkpointing_steps: {steps}`: OLMo-core refuses it once the model is loaded"
+        yield say("error", "checkpoint-steps", "checkpointing_steps", message, "write a number of steps")
+    if not isinstance(interval, int):
+        return
+    if interval < 1:
+        if not values.schema.does(behaviour.SKIPS_NO_INTERVAL):
+            message = f"`{key}: {interval}`: OLMo-core refuses it once the model is loaded"
+            yield say("error", "checkpoint-steps", key, message, "delete the line, or write a number of steps")
+    elif isinstance(steps, int) and interval >= steps:
+        message = f"`{key}: {interval}` is not below `checkpointing_steps: {steps}`: OLMo-core refuses it"
+        yield say("error", "checkpoint-steps", key, message, f"a number below {steps}, or delete the line")
+
+
+def _ends_early(values: Values) -> bool:
+    return bool(values["cache_dataset_only"] or values["cache_logprobs_only"])
+
+
+def _keeps_activations(values: Values) -> bool:
+    """Whether a budget below 1 is given and nothing is recomputed."""
+    below = (number(values["activation_memory_budget"]) or 0) < 1
+    by_module = values.get("activation_checkpointing_mode") == "selected_modules"
+    return below and not values["compile_model"] and not by_module
+
+
+@unless(behaviour.REPLACES_SCHEDULES)
+def refused_schedule(values: Values) -> Iterator[Finding]:
+    """Since #1620 a schedule that is not known is refused, once the model is built."""
+    name = values["lr_scheduler_type"]
+    if name not in _SCHEDULERS[:3] and not values["cache_dataset_only"]:
+        message = f"`lr_scheduler_type: {brief(name)}` crashes: dpo.py knows {', '.join(_SCHEDULERS[:3])}"
+        help = f"write `{_like(name)}`"
+        if name == "constant_with_warmup":
+            help += ": it warms up by `warmup_ratio` here"
+        yield say("error", "scheduler-type", "lr_scheduler_type", message, help)
+
+
+def _like(schedule: str) -> str:
+    """The schedule that dpo.py has and that comes nearest to another."""
+    for known in _SCHEDULERS[:3]:
+        if str(schedule).startswith(known):
+            return known
+    return "linear"
+
+
 RULES: tuple[Rule, ...] = (
     *OF_ALL_SCRIPTS,
     zero_stage,
     model,
     export,
+    unexportable,
     packing,
     ranges,
-    warn(
-        "olmo_core_utils.py:101",
-        "budget-without-compile",
-        "activation_memory_budget",
-        lambda v: (number(v["activation_memory_budget"]) or 0) < 1 and not v["compile_model"],
-        "`activation_memory_budget` does nothing with `compile_model: false`: every activation is kept",
-        "leave `compile_model` true",
+    kept_checkpoints,
+    checkpoint_intervals,
+    refused_schedule,
+    asks(behaviour.RECOMPUTES_MODULES)(
+        warn(
+            "olmo_core_utils.py::build_ac_config[if activation_memory_budget]",
+            "budget-without-compile",
+            "activation_memory_budget",
+            _keeps_activations,
+            "`activation_memory_budget` does nothing with `compile_model: false`: every activation is kept",
+            "leave `compile_model` true",
+            reviewed=("e6c3044aa620",),
+        )
     ),
-    # no line of dpo.py reads it (dpo.py:160 asks for `use_lora` alone)
+    # no line of dpo.py reads it (dpo.py::main[LoRA is not supported] asks for `use_lora` alone)
     check(
-        "dpo.py:160",
+        "dpo.py::main[LoRA is not supported]",
         "not-with-olmo-core",
         "use_qlora",
         itemgetter("use_qlora"),
         "`use_qlora` is not read by dpo.py, which would train all weights",
         _OTHER,
+        reviewed=("e6c3044aa620",),
     ),
-    no_model("dpo.py:157"),
-    # its default is none (dpo_utils.py:255)
+    where(behaviour.ASKS_FOR_MODEL)(no_model("dpo.py::main[--model_name_or_path]", reviewed=("e6c3044aa620",))),
+    # its default is none (dpo_utils.py::DPOExperimentConfig[max_seq_length])
     check(
-        "olmo_core_train_modules.py:126",
+        "olmo_core_train_modules.py::DPOTrainModule.__init__[max_sequence_length * 2]",
         "no-length",
         "max_seq_length",
         lambda v: v["max_seq_length"] is None,
         "without `max_seq_length` dpo.py crashes: its default is none",
         "add `max_seq_length: 2048`, or as long as the rows are",
+        reviewed=("e6c3044aa620",),
     ),
-    warn(
-        "dpo.py:57, dpo.py:59",
-        "scheduler-replaced",
-        "lr_scheduler_type",
-        lambda v: v["lr_scheduler_type"] not in _SCHEDULERS,
-        "`lr_scheduler_type: {lr_scheduler_type}` runs a constant rate after the warm-up",
-        f"one of {', '.join(_SCHEDULERS[:3])}",
+    where(behaviour.REPLACES_SCHEDULES)(
+        warn(
+            "dpo.py::_setup_scheduler[cosine], dpo.py::_setup_scheduler[elif args.lr_scheduler_type]",
+            "scheduler-replaced",
+            "lr_scheduler_type",
+            lambda v: v["lr_scheduler_type"] not in _SCHEDULERS,
+            "`lr_scheduler_type: {lr_scheduler_type}` runs a constant rate after the warm-up",
+            f"one of {', '.join(_SCHEDULERS[:3])}",
+            reviewed=("e6c3044aa620",),
+        )
     ),
 )
 
 
-@cites("dpo.py:294")
+@cites("dpo.py::main[transformer_config.TransformerDataParallelConfig]", reviewed=("e6c3044aa620",))
 def no_deepspeed(context: Context) -> Iterator[Finding]:
     """`dpo.py` shards with FSDP; torchrun starts it, and nothing hands it a DeepSpeed file."""
     if context.deepspeed is not None:
@@ -183,15 +285,20 @@ def no_deepspeed(context: Context) -> Iterator[Finding]:
         yield say_of_option("error", "deepspeed-with-torchrun", "deepspeed", message, help, layer="launch")
 
 
-@cites("dpo.py:298")
+@cites("dpo.py::main[param_dtype=DType.bfloat16]", reviewed=("e6c3044aa620",))
 def precision(context: Context) -> Iterator[Finding]:
-    """bfloat16 for the computation, 32 bits for weights and gradients, whatever is asked."""
+    """bfloat16 for the computation, 32 bits for weights and gradients, whatever the file says."""
     if context.mixed_precision not in {None, "bf16"} and context.gpus != 0:
         message = "`mixed_precision` is not read here: FSDP computes in bfloat16 over 32-bit weights"
         yield say_of_option("warning", "mixed-precision-unread", "mixed_precision", message, "delete the line")
 
 
-@cites("dpo.py:329", "olmo_core/nn/hf/checkpoint.py:117")
+@where(behaviour.LOADS_HF_WEIGHTS)
+@cites(
+    "dpo.py::main[load_hf_model(args.model_name_or_path]",
+    "olmo_core/nn/hf/checkpoint.py::load_hf_model[for key in sorted]",
+    reviewed=("e6c3044aa620",),
+)
 def other_shape(context: Context) -> Iterator[Finding]:
     """`dpo.py` loads the model's weights into the shape that `config_name`, or its own name,
     stands for.
@@ -225,7 +332,12 @@ def _differing(model: Mapping[str, Any], shape: str) -> dict[str, str | int]:
     return {size: n for size, n in expected if model.get(size) not in (None, n)}
 
 
-@cites("dpo.py:329", "olmo_core/nn/hf/checkpoint.py:94")
+@where(behaviour.LOADS_HF_WEIGHTS)
+@cites(
+    "dpo.py::main[load_hf_model(args.model_name_or_path]",
+    "olmo_core/nn/hf/checkpoint.py::load_hf_model[elif repo_exists]",
+    reviewed=("e6c3044aa620",),
+)
 def offline_model(context: Context) -> Iterator[Finding]:
     """After tokenising and building, OLMo-core asks the hub whether it has the name.
 
@@ -235,7 +347,7 @@ def offline_model(context: Context) -> Iterator[Finding]:
     name, variable = values["model_name_or_path"], model_config.offline_by(environ)
     far = isinstance(name, str) and name and not model_config.here(name)
     if variable is None or not far or model_config.is_path(name) or caches_only(context):
-        # dpo.py:213: a `config_name` is one of OLMo-core's own, no folder and nothing of the hub's
+        # dpo.py::main[args.config_name]: a `config_name` is one of OLMo-core's own, no folder and nothing of the hub's
         found = missing_model(context) if context.machine is not None else ()
         yield from (finding for finding in found if finding.key != "args.config_name")
         return
@@ -247,7 +359,7 @@ def offline_model(context: Context) -> Iterator[Finding]:
     yield say(context.at_start, "offline-hub-model", "model_name_or_path", message, help)
 
 
-@cites("dpo.py:349")
+@cites("dpo.py::main[trainer = train.TrainerConfig]", reviewed=("e6c3044aa620",))
 @needs("machine")
 def goes_on(context: Context) -> Iterator[Finding]:
     """OLMo-core's trainer continues from what its save folder holds; launch does not judge that."""
@@ -267,7 +379,7 @@ def no_compiler(context: Context) -> Iterator[Finding]:
         yield from services.no_compiler(context, "compile_model")
 
 
-@cites("data_loader.py:324")
+@cites("data_loader.py::HFDataLoader._reshard_with_packing[at_max_samples = len]")
 def accumulation(context: Context) -> Iterator[Finding]:
     """What the file itself says; of a `batch.global` that the plan splits `packed_batch` says it."""
     is_planned = context.split is not None and context.split.total is not None
@@ -278,7 +390,9 @@ def accumulation(context: Context) -> Iterator[Finding]:
 
 
 def _accumulated(times: int | None) -> str:
-    """dpo.py:224: a step's pairs of one rank go into one row (data_loader.py:324), or wait for the next."""
+    """dpo.py::main[args.gradient_accumulation_steps]: a step's pairs of one rank go into one row
+    (data_loader.py::HFDataLoader._reshard_with_packing[at_max_samples = len]), or wait for the next.
+    """
     return (
         f"with `packing` a step is one row a GPU: {times} accumulation steps only raise "
         "how many pairs may stand in it, and what does not fit waits for the next step"
@@ -293,10 +407,35 @@ def wandb_key(context: Context) -> Iterator[Finding]:
         yield say(context.at_start, "no-wandb-key", "with_tracking", message, help)
 
 
-@cites("olmo_core_utils.py:265")
+@cites("olmo_core_utils.py::load_dataset_distributed[dist.barrier()]")
 def tokenising(context: Context) -> Iterator[Finding]:
     """The others wait for so long, which `timeout` does not reach."""
     yield from tokenising_outlasts(context, seconds=_TIMEOUT_S)
+
+
+@where(behaviour.PACKS_WITH_FLASH_ALONE)
+def packed_without_documents(context: Context) -> Iterator[Finding]:
+    """Since #1670 samples are kept apart by flash-attn's lengths of documents; others are refused.
+
+    `model_utils.py` takes flash-attn where it is installed and none is named, and torch's own without a GPU.
+    """
+    values = context.values
+    if not values["packing"] or values["cache_dataset_only"]:
+        return
+    chosen = values["attn_implementation"]
+    key = "packing"
+    if chosen is not None:
+        if str(chosen).startswith("flash"):
+            return
+        key, why = "attn_implementation", f"`attn_implementation: {chosen}` keeps no packed samples apart"
+    elif context.gpus == 0:
+        why = "without a GPU attention is torch's, which keeps no packed samples apart"
+    elif context.lacks("flash-attn", "flash-attn-3"):
+        why = "the trainer's Python has no flash-attn, and torch's attention keeps no packed samples apart"
+    else:
+        return
+    message = f"`packing` crashes once the model is built: {why}"
+    yield say("error", "packing-refused", key, message, "`pip install flash-attn`, or write `packing: false`")
 
 
 # older commits have others, or neither
@@ -336,7 +475,7 @@ def degrees(values: Values, processes: int) -> Iterator[Finding]:
     """Whether FSDP's mesh can be laid over so many processes.
 
     olmo_core's DataParallelConfig: replicas x shards are the data-parallel
-    processes, which are all of them divided by `tensor_parallel_degree` (dpo.py:199).
+    processes, which are all of them divided by `tensor_parallel_degree` (dpo.py::main[dp_world_size = world_size]).
     """
     tensor = values["tensor_parallel_degree"]
     if not isinstance(tensor, int) or tensor < 1 or processes % tensor:
@@ -359,7 +498,8 @@ def _too_few_rows(values: Values, rows: int, *, each: int, times: int, devices: 
     """Fewer rows than a step of all ranks takes (the last batch is left out), or than the reference pass.
 
     A filter may leave less than `rows`, never more. The reference pass repeats rows once to fill its
-    batch of four times as many pairs (dpo.py:244, data_loader.py:287), packed its last row.
+    batch of four times as many pairs (dpo.py::main[cache_batch_size = int],
+    data_loader.py::HFDataLoader._reshard[pad_indices = all_indices]), packed its last row.
     """
     step = devices if values["packing"] else each * times * devices
     reference = 0 if values["packing"] else 4 * each * devices
@@ -408,6 +548,9 @@ STAGE_RULES: tuple[StageRule, ...] = (
     unintended_output,
     impossible_name,
     no_deepspeed,
+    packed_without_documents,
+    gradient.scaled_by_limit,
+    olmo_tokenizer,
     tokenising,
     precision,
     other_shape,

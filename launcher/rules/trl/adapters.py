@@ -20,14 +20,16 @@ _OTHER_HEADS = ("gpt_neox",)
 _EMBEDDINGS = ("embed_tokens", "wte")
 # families whose config class ties where config.json does not say so
 _TIED_BY_DEFAULT = ("gemma", "gpt2")
-# as peft describes it (peft/tuners/tuners_utils.py:653)
+# as peft describes it (peft/tuners/tuners_utils.py::BaseTuner._check_merge_allowed[Load original tied])
 _UNTIE = "load it with `tie_word_embeddings=False`, copy the weight of `embed_tokens` into `lm_head`, save it"
 _TARGETS = "lora_target_modules"
 _SAVED = "lora_modules_to_save"
 
 
 def _targeted(context: Context, names: tuple[str, ...]) -> list[str]:
-    """Which of these modules an adapter is put on: a single word is a pattern (trl/trainer/model_config.py:177)."""
+    """Which of these modules an adapter is put on: a single word is a pattern
+    (trl/trainer/model_config.py::ModelConfig.__post_init__[if hasattr(self.lora_target_modules]).
+    """
     given = context.values[_TARGETS]
     words = [str(word) for word in (given if isinstance(given, list) else [given]) if word]
     if len(words) != 1:
@@ -59,7 +61,10 @@ def _is_tied(context: Context) -> bool:
     return tied is True
 
 
-@cites("trl/trainer/sft_trainer.py:1066", "trl/trainer/dpo_trainer.py:835")
+@cites(
+    "trl/trainer/sft_trainer.py::SFTTrainer.__init__[if is_peft_model(model) and isinstance]",
+    "trl/trainer/dpo_trainer.py::DPOTrainer.__init__[if is_peft_model(model) and isinstance]",
+)
 def head_refused(context: Context) -> Iterator[Finding]:
     """No adapter on the output layer, tied or not."""
     values = context.values
@@ -72,7 +77,7 @@ def head_refused(context: Context) -> Iterator[Finding]:
     yield say("error", "lora-targets", _TARGETS, message, help)
 
 
-@cites("peft/tuners/tuners_utils.py:1463")
+@cites("peft/tuners/tuners_utils.py::BaseTuner._check_tied_modules[warnings.warn(msg #1]")
 def tied_targets(context: Context) -> Iterator[Finding]:
     """An adapter acts where it is put, and is merged into the shared matrix."""
     if not context.values["use_peft"]:
@@ -93,7 +98,7 @@ def tied_targets(context: Context) -> Iterator[Finding]:
     yield say("warning", "lora-on-tied", _TARGETS, message, help)
 
 
-@cites("peft/tuners/tuners_utils.py:732")
+@cites("peft/tuners/tuners_utils.py::BaseTuner._unload_and_optionally_merge[self.model.config.tie_word_embeddings]")
 def tied_copies(context: Context) -> Iterator[Finding]:
     """A copy is trained, and the merged model is untied."""
     values = context.values

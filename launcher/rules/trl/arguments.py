@@ -21,19 +21,22 @@ from launcher.upstream.schema import Values
 _SEVERAL = re.compile(r"[\w.-]+(?:\s*,\s*|\s+)[\w.,\s-]*")
 
 RANGES: Mapping[str, tuple[Range, ...]] = {
-    # torch/optim/adam.py:58
+    # torch/optim/adam.py::Adam.__init__[if not 0.0 <= lr]
     "learning_rate": (
         Range(lambda n: n >= 0, "error", "torch's optimizers refuse it, and none learns with it"),
         Range(lambda n: n != 0, "warning", "nothing is learnt"),
     ),
-    # transformers/trainer.py:1248: as a group's own it is not looked at by torch
+    # transformers/trainer.py::Trainer.create_optimizer[: self.args.weight_decay]: as a group's own it is not looked at
+    # by torch
     "weight_decay": (Range(lambda n: n >= 0, "warning", "the weights grow with every step, which nothing refuses"),),
-    # transformers/trainer.py:1863
+    # transformers/trainer.py::Trainer._run_epoch[if self.args.max_grad_norm]
     "max_grad_norm": (Range(lambda n: n >= 0, "warning", "gradients are not clipped, as with 0"),),
-    # torch/nn/modules/dropout.py:24, peft/tuners/lora/layer.py:255
+    # torch/nn/modules/dropout.py::_DropoutNd.__init__[if p < 0 or p > 1],
+    # peft/tuners/lora/layer.py::LoraLayer.update_layer[if lora_dropout]
     "lora_dropout": (Range(lambda n: n != 1, "warning", "nothing reaches the adapter", needs="use_peft"),),
     "lora_alpha": (Range(lambda n: n != 0, "warning", "the adapter counts for nothing", needs="use_peft"),),
-    # trl/trainer/dpo_trainer.py:1388 and the other losses: the same as in open-instruct
+    # trl/trainer/dpo_trainer.py::DPOTrainer._compute_loss[-F.logsigmoid(self.beta * delta_score] and the other losses:
+    # the same as in open-instruct
     "beta": (
         Range(math.isfinite, "error", "the loss is not a number"),
         Range(lambda n: not -math.inf < n < 0, "warning", "the rejected answers are preferred"),
@@ -41,13 +44,16 @@ RANGES: Mapping[str, tuple[Range, ...]] = {
 }
 
 
-@cites("transformers/trainer.py:1863")
+@cites("transformers/trainer.py::Trainer._run_epoch[if self.args.max_grad_norm]")
 def out_of_range(values: Values) -> Iterator[Finding]:
     """Each number against the ranges of the table above."""
     yield from (found for found in outside(values, RANGES) if found.key != "args.beta" or _compares(values))
 
 
-@cites("transformers/trainer.py:2428", "transformers/trainer.py:1600")
+@cites(
+    "transformers/trainer.py::Trainer.set_initial_training_values[epoch_based = max_steps]",
+    "transformers/trainer.py::Trainer._inner_training_loop[for epoch in range]",
+)
 def no_steps(values: Values) -> Iterator[Finding]:
     """Below 0 epochs are counted; `trainer.py` goes through them."""
     steps, epochs, key, help = number(values["max_steps"]), number(values["num_train_epochs"]), "max_steps", None
@@ -67,7 +73,7 @@ def no_steps(values: Values) -> Iterator[Finding]:
     yield say("warning", code, key, message, help)
 
 
-@cites("transformers/training_args.py:2127")
+@cites("transformers/training_args.py::TrainingArguments.get_warmup_steps[int(self.warmup_steps]")
 def endless_warmup(values: Values) -> Iterator[Finding]:
     """From 1 on it is a number of steps."""
     warmup, steps = number(values["warmup_steps"]), number(values["max_steps"])
@@ -79,7 +85,14 @@ def endless_warmup(values: Values) -> Iterator[Finding]:
         yield say("warning", "out-of-range", "warmup_steps", f"`warmup_steps: {plain(warmup)}`: {reached}", help)
 
 
-@cites("trl/trainer/sft_trainer.py:1441,1443,1480", "trl/trainer/dpo_trainer.py:155,157,1140")
+@cites(
+    "trl/trainer/sft_trainer.py::SFTTrainer._prepare_dataset[sl = slice(None]",
+    "trl/trainer/sft_trainer.py::SFTTrainer._prepare_dataset[sl = slice(-args.max_length]",
+    "trl/trainer/sft_trainer.py::SFTTrainer._prepare_dataset[dataset = pack_dataset]",
+    "trl/trainer/dpo_trainer.py::DataCollatorForPreference.torch_call[sl = slice(None]",
+    "trl/trainer/dpo_trainer.py::DataCollatorForPreference.torch_call[sl = slice(-self.max_length]",
+    "trl/trainer/dpo_trainer.py::DPOTrainer._prepare_dataset[dataset = dataset.filter]",
+)
 def no_length(values: Values) -> Iterator[Finding]:
     length = number(values["max_length"])
     if length is not None and length <= 0 and not prepared(values):
@@ -87,7 +100,7 @@ def no_length(values: Values) -> Iterator[Finding]:
         yield say("error", "out-of-range", "max_length", message, 'write `max_length: "none"` for rows as they are')
 
 
-@cites("trl/scripts/sft.py:83")
+@cites("trl/scripts/sft.py::main[model_init_kwargs.update]")
 def model_set_twice(values: Values) -> Iterator[Finding]:
     """The mapping wins over what the other arguments say of the model's loading."""
     key, kwargs = "model_init_kwargs", inline(values["model_init_kwargs"]) or {}
@@ -96,14 +109,14 @@ def model_set_twice(values: Values) -> Iterator[Finding]:
         if inner in kwargs and values.given(name) and kwargs[inner] != values[name]:
             message = f"`{name}` does nothing here: `{key}` has a `{inner}` of its own"
             yield say("warning", "conditional-key", name, message, "keep one of them")
-    # transformers/modeling_utils.py:4069: the old name counts without the new one, which is always
-    # given
+    # transformers/modeling_utils.py::PreTrainedModel.from_pretrained[torch_dtype = kwargs.pop]: the old name counts
+    # without the new one, which is always given
     if "torch_dtype" in kwargs and "dtype" not in kwargs:
         message = f"`{key}`: `torch_dtype` is not read beside `dtype`, which is {values['dtype']}"
         yield say("warning", "conditional-key", key, message, "write `dtype` in its place")
 
 
-@cites("trl/trainer/sft_trainer.py:1009")
+@cites("trl/trainer/sft_trainer.py::SFTTrainer.__init__[and args.dataset_kwargs.get]")
 def dataset_names(values: Values) -> Iterator[Finding]:
     """`sft_trainer.py` reads a single one."""
     key = "dataset_kwargs"
@@ -113,7 +126,7 @@ def dataset_names(values: Values) -> Iterator[Finding]:
         yield say("warning", "conditional-key", key, message, "leave it out")
 
 
-@cites("trl/trainer/model_config.py:177")
+@cites("trl/trainer/model_config.py::ModelConfig.__post_init__[if hasattr(self.lora_target_modules]")
 def lora_targets(values: Values) -> Iterator[Finding]:
     """A single word is a pattern, and peft wants it to match a module.
 
@@ -136,8 +149,13 @@ def lora_targets(values: Values) -> Iterator[Finding]:
         yield say("error", "lora-targets", key, message, f"write a list: `{key}: [{names}]`")
 
 
-# numbers that all losses read but that of SFT (trl/trainer/dpo_trainer.py:1388), and those that few do:
-# trl/trainer/dpo_trainer.py:1410,1431,1454,1487,1498
+# numbers that all losses read but that of SFT
+# (trl/trainer/dpo_trainer.py::DPOTrainer._compute_loss[-F.logsigmoid(self.beta * delta_score]), and those that few do:
+# trl/trainer/dpo_trainer.py::DPOTrainer._compute_loss[epsilon = torch.tensor],
+# trl/trainer/dpo_trainer.py::DPOTrainer._compute_loss[per_sequence_loss = (clean_loss_term],
+# trl/trainer/dpo_trainer.py::DPOTrainer._compute_loss[-F.logsigmoid(self.beta * delta) * (1 #1],
+# trl/trainer/dpo_trainer.py::DPOTrainer._compute_loss[log_ratio_modulation = torch.sigmoid],
+# trl/trainer/dpo_trainer.py::DPOTrainer._compute_loss[batch_loss = -chosen_per_token_logps]
 _READ_BY: Mapping[str, frozenset[str] | None] = {
     **dict.fromkeys(("beta", "ld_alpha", "f_divergence_type")),
     "label_smoothing": frozenset({"exo_pair", "robust", "aot", "aot_unpaired"}),
@@ -154,7 +172,7 @@ def _compares(values: Values) -> bool:
     return any(loss != "sft" for loss in _losses(values))
 
 
-@cites("trl/trainer/dpo_trainer.py:1386")
+@cites("trl/trainer/dpo_trainer.py::DPOTrainer._compute_loss[for loss_type, loss_weight]")
 def unread_numbers(values: Values) -> Iterator[Finding]:
     """Each loss reads its own numbers, and the others do nothing."""
     losses = {*_losses(values)}
@@ -167,7 +185,10 @@ def unread_numbers(values: Values) -> Iterator[Finding]:
             yield say("warning", "conditional-key", key, message, help)
 
 
-@cites("trl/trainer/dpo_trainer.py:1404,1443")
+@cites(
+    "trl/trainer/dpo_trainer.py::DPOTrainer._compute_loss[per_sequence_loss = (ipo_delta]",
+    "trl/trainer/dpo_trainer.py::DPOTrainer._compute_loss[winner_margin_error = (chosen_logratios]",
+)
 def zero_beta(values: Values) -> Iterator[Finding]:
     """`dpo_trainer.py` divides by it; the others multiply what they compare with it."""
     if values["beta"] != 0 or not _compares(values):
@@ -190,7 +211,7 @@ _EVALUATION = """
 """.split()
 
 
-@cites("trl/trainer/sft_trainer.py:1468")
+@cites("trl/trainer/sft_trainer.py::SFTTrainer._prepare_dataset[When packing is]")
 def packing_without_length(values: Values) -> Iterator[Finding]:
     """Sets that are ready are not packed."""
     if values["max_length"] is not None or prepared(values):
@@ -203,7 +224,9 @@ def packing_without_length(values: Values) -> Iterator[Finding]:
 
 
 def _streams_without_steps(values: Values, key: str) -> bool:
-    """trl/scripts/sft.py:93: `datasets` wins over `dataset_name`, and each has a switch of its own."""
+    """trl/scripts/sft.py::main[elif dataset_args.datasets]: `datasets` wins over `dataset_name`, and each has a switch
+    of its own.
+    """
     read = "streaming" if values.get("datasets") else "dataset_streaming"
     return key == read and bool(values.get(key)) and not (number(values["max_steps"]) or -1) > 0
 
@@ -213,7 +236,7 @@ _SHARED: tuple[Rule, ...] = (
     *mixture.RULES,
     *(
         check(
-            "transformers/trainer.py:702: a stream has no length.",
+            "transformers/trainer.py::Trainer._validate_args[not has_length]: a stream has no length.",
             "stream-without-steps",
             key,
             partial(_streams_without_steps, key=key),
@@ -223,7 +246,7 @@ _SHARED: tuple[Rule, ...] = (
         for key in ("dataset_streaming", "streaming")
     ),
     check(
-        "transformers/trainer.py:589 makes this folder.",
+        "transformers/trainer.py::Trainer.__init__[os.makedirs(self.args.output_dir] makes this folder.",
         "no-output",
         "output_dir",
         lambda v: v["output_dir"] == "",
@@ -236,9 +259,12 @@ _SHARED: tuple[Rule, ...] = (
     no_length,
     model_set_twice,
     lora_targets,
-    no_model("trl/scripts/sft.py:104 hands the trainer None."),
+    no_model("trl/scripts/sft.py::main[model=model_args.model_name_or_path] hands the trainer None."),
     check(
-        "trl/scripts/sft.py:100, dpo.py:98: one of both must be there.",
+        (
+            "trl/scripts/sft.py::main[raise ValueError], "
+            "trl/scripts/dpo.py::main[raise ValueError]: one of both must be there."
+        ),
         "no-data",
         "dataset_name",
         lambda v: not v["dataset_name"] and not v.get("datasets"),
@@ -254,7 +280,7 @@ _SHARED: tuple[Rule, ...] = (
         "write `use_liger_kernel: false`",
     ),
     warn(
-        "transformers/trainer.py:2199",
+        "transformers/trainer.py::Trainer._maybe_log_save_evaluate[if self.args.save_strategy]",
         "best-without-eval",
         "save_strategy",
         lambda v: v["save_strategy"] == "best" and v["eval_strategy"] == "no",
@@ -262,7 +288,7 @@ _SHARED: tuple[Rule, ...] = (
         "add `eval_strategy: steps`",
     ),
     warn(
-        "transformers/trainer_callback.py:586",
+        "transformers/trainer_callback.py::DefaultFlowCallback.on_step_end[and state.save_steps]",
         "out-of-range",
         "save_steps",
         lambda v: v["save_strategy"] == "steps" and number(v["save_steps"]) is not None and v["save_steps"] <= 0,
@@ -270,7 +296,7 @@ _SHARED: tuple[Rule, ...] = (
         'write a number of steps, or `save_strategy: "no"`',
     ),
     warn(
-        "transformers/optimization.py:1015",
+        "transformers/optimization.py::get_scheduler[return schedule_func(optimizer)]",
         "warmup-unread",
         "warmup_steps",
         lambda v: v["lr_scheduler_type"] == "constant" and v["warmup_steps"],
@@ -278,7 +304,11 @@ _SHARED: tuple[Rule, ...] = (
         "write `lr_scheduler_type: constant_with_warmup`",
     ),
     check(
-        "transformers/trainer.py:1498,3517: as a flag, true is the name of a folder.",
+        (
+            "transformers/trainer.py::Trainer.train[if isinstance(resume_from_checkpoint], "
+            "transformers/trainer.py::Trainer._load_from_checkpoint[Can]: as a flag, "
+            "true is the name of a folder."
+        ),
         "resume-word",
         "resume_from_checkpoint",
         lambda v: str(v["resume_from_checkpoint"]).lower() in ("true", "false"),
@@ -286,7 +316,7 @@ _SHARED: tuple[Rule, ...] = (
         "name the checkpoint's folder, or delete the line",
     ),
     check(
-        "transformers/trainer_utils.py:133",
+        "transformers/trainer_utils.py::validate_quantization_for_training[You cannot perform]",
         "quantised-whole",
         "load_in_4bit",
         # both at once is refused earlier
@@ -295,7 +325,10 @@ _SHARED: tuple[Rule, ...] = (
         "add `use_peft: true`",
     ),
     check(
-        "accelerate/utils/dataclasses.py:1276 reads both: launch's is checked, planned with and started.",
+        (
+            "accelerate/utils/dataclasses.py::DeepSpeedPlugin.__post_init__[zero_optimization #1] reads both: "
+            "launch's is checked, planned with and started."
+        ),
         "own-deepspeed",
         "deepspeed",
         itemgetter("deepspeed"),
@@ -304,7 +337,7 @@ _SHARED: tuple[Rule, ...] = (
         layer="launch",
     ),
     warn(
-        "transformers/trainer.py:3952",
+        "transformers/trainer.py::Trainer.save_model[FULL_STATE_DICT]",
         "fsdp-unsaved",
         "fsdp_config",
         lambda v: v["fsdp"] and "SHARDED_STATE_DICT" in str(v["fsdp_config"]).upper(),
@@ -312,14 +345,23 @@ _SHARED: tuple[Rule, ...] = (
         "write `state_dict_type: FULL_STATE_DICT`",
     ),
     unread(
-        "transformers/optimization.py:1015",
+        "transformers/optimization.py::get_scheduler[return schedule_func(optimizer)]",
         "lr_scheduler_kwargs",
         lambda v: not str(v["lr_scheduler_type"]).startswith("constant"),
         "with another `lr_scheduler_type` than a constant one",
     ),
-    _under("transformers/trainer.py:1466", "gradient_checkpointing", "gradient_checkpointing_kwargs"),
+    _under(
+        "transformers/trainer.py::Trainer.train[every_n_layers = gc_kwargs.pop]",
+        "gradient_checkpointing",
+        "gradient_checkpointing_kwargs",
+    ),
     check(
-        "transformers/trainer.py:1597,915; trl/scripts/sft.py:107, dpo.py:105: without a strategy there is no set.",
+        (
+            "transformers/trainer.py::Trainer._inner_training_loop[if args.eval_on_start], "
+            "transformers/trainer.py::Trainer.get_eval_dataloader[raise ValueError]; "
+            "trl/scripts/sft.py::main[eval_dataset=dataset], "
+            "trl/scripts/dpo.py::main[eval_dataset=dataset]: without a strategy there is no set."
+        ),
         "eval-without-data",
         "eval_on_start",
         lambda v: v["eval_on_start"] and v["eval_strategy"] == "no",
@@ -329,7 +371,7 @@ _SHARED: tuple[Rule, ...] = (
     # without a strategy the scripts hand over no set to evaluate
     *(
         unread(
-            "trl/scripts/sft.py:107",
+            "trl/scripts/sft.py::main[eval_dataset=dataset]",
             key,
             lambda v: v["eval_strategy"] != "no",
             "with another `eval_strategy` than no",
@@ -343,7 +385,7 @@ _SFT: tuple[Rule, ...] = (
     dataset_names,
     packing_without_length,
     check(
-        "trl/trainer/sft_trainer.py:1001",
+        "trl/trainer/sft_trainer.py::SFTTrainer.__init__[without packing]",
         "padding-free-length",
         "padding_free",
         lambda v: v["padding_free"] and not v["packing"] and v["max_length"] is not None,
@@ -351,7 +393,7 @@ _SFT: tuple[Rule, ...] = (
         'add `packing: true`, or `max_length: "none"` for rows that are short enough',
     ),
     unread(
-        "trl/trainer/sft_trainer.py:1480",
+        "trl/trainer/sft_trainer.py::SFTTrainer._prepare_dataset[dataset = pack_dataset]",
         "packing_strategy",
         lambda v: v["packing"] or v["eval_packing"],
         "where `packing` is set",
@@ -363,13 +405,13 @@ _DPO: tuple[Rule, ...] = (
     zero_beta,
     unread_numbers,
     unread(
-        "trl/trainer/dpo_trainer.py:1366",
+        "trl/trainer/dpo_trainer.py::DPOTrainer._compute_loss[if abs(self.f_alpha_divergence_coef]",
         "f_alpha_divergence_coef",
         lambda v: v["f_divergence_type"] == "alpha_divergence",
         "with `f_divergence_type: alpha_divergence`",
     ),
     warn(
-        "trl/trainer/dpo_trainer.py:735",
+        "trl/trainer/dpo_trainer.py::DPOTrainer.__init__[padding_free=True]",
         "padding-free-off",
         "padding_free",
         lambda v: v["padding_free"],
@@ -379,15 +421,27 @@ _DPO: tuple[Rule, ...] = (
     ),
     # its losses are its own
     unread(
-        "trl/trainer/dpo_trainer.py:1386",
+        "trl/trainer/dpo_trainer.py::DPOTrainer._compute_loss[for loss_type, loss_weight]",
         "label_smoothing_factor",
         lambda v: not v.schema.tested,
         "by other trainers than DPO's",
         "delete the line: some losses read `label_smoothing`",
     ),
-    _under("trl/trainer/dpo_trainer.py:1013", "precompute_ref_log_probs", "precompute_ref_batch_size"),
-    _under("trl/trainer/dpo_trainer.py:992", "sync_ref_model", "ref_model_sync_steps"),
-    _under("trl/trainer/dpo_trainer.py:992", "sync_ref_model", "ref_model_mixup_alpha"),
+    _under(
+        "trl/trainer/dpo_trainer.py::DPOTrainer.__init__[if args.precompute_ref_log_probs #3]",
+        "precompute_ref_log_probs",
+        "precompute_ref_batch_size",
+    ),
+    _under(
+        "trl/trainer/dpo_trainer.py::DPOTrainer.__init__[if args.sync_ref_model]",
+        "sync_ref_model",
+        "ref_model_sync_steps",
+    ),
+    _under(
+        "trl/trainer/dpo_trainer.py::DPOTrainer.__init__[if args.sync_ref_model]",
+        "sync_ref_model",
+        "ref_model_mixup_alpha",
+    ),
 )
 
 RULES: Mapping[str, tuple[Rule, ...]] = {"sft": (*_SHARED, *_SFT), "dpo": (*_SHARED, *_DPO)}

@@ -10,15 +10,15 @@ from launcher.rules.rule import cites, say
 from launcher.rules.trl import resolved
 from launcher.rules.trl.resolved import inline
 
-# transformers/modeling_utils.py:5076, beside eager
+# transformers/modeling_utils.py::AttentionInterface[_global_mapping], beside eager
 NAMES = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
 PACKAGES = {
     "flash_attention_2": "flash-attn",
     "flash_attention_3": "flash-attn-3",
     "flash_attention_4": "flash-attn-4",
 }
-_OLDEST = (2, 3, 3)  # transformers/utils/import_utils.py:1199
-# transformers/integrations/hub_kernels.py:648
+_OLDEST = (2, 3, 3)  # transformers/utils/import_utils.py::is_flash_attn_2_available[return version.parse]
+# transformers/integrations/hub_kernels.py::is_kernel[and re.search(r]
 _KERNEL = re.compile(r"[^/:]+/[^/:]+(?:@[^/:]+)?(?::[^/:]+)?\Z")
 _MASKED = (None, "sdpa", "eager")
 
@@ -42,7 +42,8 @@ def lacking(name: str, context: Context) -> str | None:
     """Why an implementation cannot be had; None where it can be, or where that is not known.
 
     A flash attention is its own package here. transformers would also fetch a kernel from the hub
-    (transformers/modeling_utils.py:1783), under another name: one that is meant is named itself.
+    (transformers/modeling_utils.py::PreTrainedModel._check_and_adjust_attn_implementation[is_kernels_available]),
+    under another name: one that is meant is named itself.
     """
     if name in ("eager", "sdpa"):
         return None
@@ -60,7 +61,9 @@ def lacking(name: str, context: Context) -> str | None:
 
 
 def _unfit(name: str, context: Context) -> str | None:
-    """transformers/integrations/flash_attention.py:22: float32 goes to kernels that refuse it at the first step."""
+    """transformers/integrations/flash_attention.py::get_target_dtype[return next(layer]: float32 goes to kernels that
+    refuse it at the first step.
+    """
     values = context.values
     kwargs = inline(values["model_init_kwargs"]) or {}
     plain = kwargs.get("dtype", values["dtype"]) == "float32"
@@ -74,7 +77,7 @@ def _release(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:3])
 
 
-@cites("transformers/modeling_utils.py:1848")
+@cites("transformers/modeling_utils.py::PreTrainedModel.get_correct_attn_implementation[Specified]")
 def unknown(context: Context) -> Iterator[Finding]:
     name, key = resolved.attention(context.values)
     tested = context.values.schema.tested
@@ -84,7 +87,10 @@ def unknown(context: Context) -> Iterator[Finding]:
         yield say("error", "unknown-attention", key, message, help)
 
 
-@cites("transformers/modeling_utils.py:1607,1783")
+@cites(
+    "transformers/modeling_utils.py::PreTrainedModel._flash_attn_can_dispatch[self._flash_attn_import_error]",
+    "transformers/modeling_utils.py::PreTrainedModel._check_and_adjust_attn_implementation[is_kernels_available]",
+)
 def missing(context: Context) -> Iterator[Finding]:
     """Without its package, only `kernels` can bring it."""
     name, key = resolved.attention(context.values)
@@ -97,7 +103,7 @@ def missing(context: Context) -> Iterator[Finding]:
         yield say(severity, "attention-missing", key, message, "leave it out: sdpa is the default")
 
 
-@cites("transformers/integrations/flash_attention.py:22")
+@cites("transformers/integrations/flash_attention.py::get_target_dtype[return next(layer]")
 def flash_in_full_precision(context: Context) -> Iterator[Finding]:
     name, key = resolved.attention(context.values)
     why = _unfit(str(name), context)
@@ -107,7 +113,7 @@ def flash_in_full_precision(context: Context) -> Iterator[Finding]:
         yield say("error", "flash-in-float32", key, f"`attn_implementation: {name}`: {why}", help)
 
 
-@cites("trl/trainer/sft_config.py:243")
+@cites("trl/trainer/sft_config.py::SFTConfig[is only supported]")
 def packing(context: Context) -> Iterator[Finding]:
     """`sft_config.py` calls a flattened batch supported by flash attention only. Whether examples
     see each other is measured in the run, for any model.
@@ -117,12 +123,13 @@ def packing(context: Context) -> Iterator[Finding]:
     if not values[key] or resolved.prepared(values):
         return
     if key == "padding_free" and context.per_device == 1:
-        # TRL says so too (trl/trainer/sft_trainer.py:926)
+        # TRL says so too (trl/trainer/sft_trainer.py::SFTTrainer.__init__[if args.per_device_train_batch_size])
         message = "`padding_free` does nothing here: it joins the rows of a device, which is one row"
         help = "`batch: {per_device: 2}` or more, or `padding_free: false`"
         yield say("warning", "packing-of-one", key, message, help)
         return
-    # trl/trainer/sft_trainer.py:916: all rows of a device become one
+    # trl/trainer/sft_trainer.py::SFTTrainer.__init__[self.padding_free = args.padding_free]: all rows of a device
+    # become one
     flattened = values["padding_free"] or values["packing_strategy"] in ("bfd", "bfd_split")
     name, _ = resolved.attention(values)
     if values["packing"] and values["packing_strategy"] == "wrapped" and values.schema.tested:

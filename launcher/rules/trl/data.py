@@ -19,9 +19,11 @@ from launcher.rules.trl.mixture import STAGE_RULES, selected_columns
 from launcher.rules.trl.resolved import prepared
 
 _KEY = "dataset_name"
-# trl/trainer/sft_trainer.py:762, dpo_trainer.py:741: rows with pictures are read in another way
+# trl/trainer/sft_trainer.py::SFTTrainer.__init__[self._is_vision_dataset =],
+# trl/trainer/dpo_trainer.py::DPOTrainer.__init__[self._is_vision_dataset =]: rows with pictures are read in another
+# way
 _PICTURES = ("image", "images")
-# trl/data_utils.py:143: one of these, by chance, tells whether rows are conversations
+# trl/data_utils.py::is_conversational[True #2]: one of these, by chance, tells whether rows are conversations
 _TELLING = ("prompt", "chosen", "rejected", "completion", "messages")
 # the columns of which the trainer chooses what to read
 _ANSWER_COLUMNS = frozenset({"messages", "conversations", "prompt", "completion", "text"})
@@ -30,13 +32,16 @@ _TEMPLATES = (".jinja", ".j2")
 
 
 def _named(context: Context) -> str | None:
-    """The data set that `load_dataset` would be asked for (trl/scripts/sft.py:96)."""
+    """The data set that `load_dataset` would be asked for (trl/scripts/sft.py::main[dataset = load_dataset])."""
     values = context.values
     name = values[_KEY]
     return name if isinstance(name, str) and name and not values["datasets"] else None
 
 
-@cites("datasets/load.py:1061,1184")
+@cites(
+    "datasets/load.py::dataset_module_factory[elif os.path.isdir]",
+    "datasets/load.py::dataset_module_factory[raise FileNotFoundError(f]",
+)
 def data_here(context: Context) -> Iterator[Finding]:
     name = _named(context)
     if name is None:
@@ -55,7 +60,7 @@ def data_here(context: Context) -> Iterator[Finding]:
         yield say(context.at_start, "missing-data", _KEY, message, help)
 
 
-@cites("datasets/data_files.py:405")
+@cites("datasets/data_files.py::resolve_pattern[raise FileNotFoundError]")
 def sets_here(context: Context) -> Iterator[Finding]:
     """The same of the sets of a mixture, and of their files."""
     for entry in mixture.entries(context.values["datasets"]):
@@ -153,7 +158,7 @@ def _looked_at(context: Context) -> list[Looked]:
     return [rows for rows in looked if rows.survey.rows]
 
 
-@cites("datasets/packaged_modules/json/json.py:101")
+@cites("datasets/packaged_modules/json/json.py::Json._split_generators[pa_table = next]")
 def data_rows(context: Context) -> Iterator[Finding]:
     """A file without rows ends the run in a StopIteration."""
     for part in _parts(context):
@@ -167,7 +172,12 @@ def data_rows(context: Context) -> Iterator[Finding]:
                 yield from selected_columns(part.entry, whole.survey.columns)
 
 
-@cites("trl/trainer/sft_trainer.py:1322,1375,1383", "trl/trainer/dpo_trainer.py:1063")
+@cites(
+    "trl/trainer/sft_trainer.py::SFTTrainer._prepare_dataset.tokenize_fn[in example:]",
+    "trl/trainer/sft_trainer.py::SFTTrainer._prepare_dataset.tokenize_fn[messages]",
+    "trl/trainer/sft_trainer.py::SFTTrainer._prepare_dataset.tokenize_fn[processing_class, example #2]",
+    "trl/trainer/dpo_trainer.py::DPOTrainer._prepare_dataset.add_eos[if not example #1]",
+)
 def data_columns(context: Context) -> Iterator[Finding]:
     """Columns are read by their names."""
     for looked in _looked_at(context):
@@ -182,7 +192,10 @@ def data_columns(context: Context) -> Iterator[Finding]:
             yield from _answers(looked, context)
 
 
-@cites("trl/scripts/utils.py:479", "datasets/features/features.py:2529")
+@cites(
+    "trl/scripts/utils.py::get_dataset[datasets.concatenate_datasets]",
+    "datasets/features/features.py::_check_if_features_can_be_aligned[The features can]",
+)
 def like_sets(context: Context) -> Iterator[Finding]:
     """Sets are put behind each other, and columns that one lacks are filled with nulls.
 
@@ -209,7 +222,10 @@ def _state(kind: str | None) -> str:
 
 
 def _pictures(looked: Looked, context: Context) -> Iterator[Finding]:
-    """trl/trainer/sft_trainer.py:763, dpo_trainer.py:742: the columns alone count, even where they are empty."""
+    """trl/trainer/sft_trainer.py::SFTTrainer.__init__[if self._is_vision_dataset and not],
+    trl/trainer/dpo_trainer.py::DPOTrainer.__init__[if self._is_vision_dataset and not]: the columns alone count, even
+    where they are empty.
+    """
     if data.takes_pictures(context.values["model_name_or_path"], context) is not False:
         return
     column = next(name for name in _PICTURES if name in looked.survey.columns)
@@ -219,7 +235,10 @@ def _pictures(looked: Looked, context: Context) -> Iterator[Finding]:
 
 
 def _tokens(looked: Looked, context: Context) -> Iterator[Finding]:
-    """trl/trainer/sft_trainer.py:1248,1407: rows that are tokenised are cut and filtered, and nothing else."""
+    """trl/trainer/sft_trainer.py::SFTTrainer._prepare_dataset[is_processed =],
+    trl/trainer/sft_trainer.py::SFTTrainer._prepare_dataset[Build a]: rows that are tokenised are cut and filtered, and
+    nothing else.
+    """
     survey, values = looked.survey, context.values
     if survey.kind("input_ids") != "list":
         message = "`input_ids` holds no lists of numbers: rows with this column are taken as tokenised"
@@ -258,7 +277,7 @@ def _answers(looked: Looked, context: Context) -> Iterator[Finding]:
     text = str(values.get("dataset_text_field"))
     chats = "messages"
     if survey.kind("conversations") == "list" and survey.count("conversations", "from-value"):
-        # these alone are converted (trl/data_utils.py:927)
+        # these alone are converted (trl/data_utils.py::is_conversational_from_value)
         chats = "conversations"
     yield from _labelled(looked)
     model, template = values["model_name_or_path"], values.get("chat_template_path")
@@ -292,7 +311,7 @@ def _answers(looked: Looked, context: Context) -> Iterator[Finding]:
         read = [chats]
         yield from _one_form(looked, read)
         yield from data.same_kinds(looked, read, "list")
-        yield from _unanswered(looked, chats, values["assistant_only_loss"] is True)
+        yield from _unanswered(looked, chats, values.get("assistant_only_loss") is True)
         yield from data.empty_answers(looked, read)
     elif text in survey.columns:
         read = [text]
@@ -325,7 +344,8 @@ def _labelled(looked: Looked) -> Iterator[Finding]:
     """Columns that TRL takes for something else, or that say which answers are not to be learnt."""
     survey = looked.survey
     if "labels" in survey.columns:
-        # trl/trainer/sft_trainer.py:1411: labels that are there are left as they are
+        # trl/trainer/sft_trainer.py::SFTTrainer._prepare_dataset[column_names = get_dataset_column_names #3]: labels
+        # that are there are left as they are
         message = "TRL takes the column `labels` for the labels of the tokens, and trains on them"
         yield looked.say("error", "data-columns", message, "rename the column, or leave it out")
     bad = survey.fact("label", "false")
@@ -343,7 +363,9 @@ def _single_messages(looked: Looked, text: str) -> Iterator[Finding]:
 
 
 def _one_form(looked: Looked, read: Sequence[str]) -> Iterator[Finding]:
-    """trl/data_utils.py:143: TRL asks one of these columns, by chance, whether the rows are conversations."""
+    """trl/data_utils.py::is_conversational[True #2]: TRL asks one of these columns, by chance, whether the rows are
+    conversations.
+    """
     survey = looked.survey
     present = [name for name in _TELLING if name in survey.columns]
     is_chat = any(survey.kind(name) == "list" for name in read if name in _TELLING)
@@ -432,7 +454,11 @@ def _odd_turns(looked: Looked) -> Iterator[Finding]:
 
 
 def _beside(looked: Looked) -> Iterator[Finding]:
-    """trl/trainer/sft_trainer.py:1316,1320, dpo_trainer.py:1077: what is read beside the messages."""
+    """trl/trainer/sft_trainer.py::SFTTrainer._prepare_dataset.tokenize_fn[tools = json.loads],
+    trl/trainer/sft_trainer.py::SFTTrainer._prepare_dataset.tokenize_fn[**example.get],
+    trl/trainer/dpo_trainer.py::DPOTrainer._prepare_dataset.tokenize_fn[tools = json.loads]: what is read beside the
+    messages.
+    """
     broken = looked.survey.fact("tools", "not-json") or looked.survey.fact("tools", "empty")
     if broken is not None:
         message = f"`tools` is text that is not JSON in {looked.share(broken)}"
@@ -458,7 +484,9 @@ def _shown(name: str) -> str:
 
 
 def _alike(looked: Looked, read: Sequence[str]) -> Iterator[Finding]:
-    """Prompts and answers are added to each other: all texts, or all conversations (trl/data_utils.py:126)."""
+    """Prompts and answers are added to each other: all texts, or all conversations
+    (trl/data_utils.py::is_conversational).
+    """
     kinds = {name: looked.survey.kind(name) or "null" for name in read}
     if len(set(kinds.values())) > 1:
         held = ", ".join(f"`{name}` a {kind}" for name, kind in kinds.items())
@@ -476,7 +504,9 @@ def _alike(looked: Looked, read: Sequence[str]) -> Iterator[Finding]:
 
 
 def _promptless(looked: Looked) -> Iterator[Finding]:
-    """trl/data_utils.py:548: without `prompt`, what both answers have in common at their start is the prompt."""
+    """trl/data_utils.py::extract_prompt: without `prompt`, what both answers have in common at their start is the
+    prompt.
+    """
     survey = looked.survey
     if "prompt" in survey.columns:
         return
@@ -501,7 +531,9 @@ def _promptless(looked: Looked) -> Iterator[Finding]:
 
 
 def _unanswered(looked: Looked, column: str, answers_only: bool) -> Iterator[Finding]:
-    """trl/trainer/sft_trainer.py:1387: a row of which nothing would be trained ends the run."""
+    """trl/trainer/sft_trainer.py::SFTTrainer._prepare_dataset.tokenize_fn[in output and 1]: a row of which nothing
+    would be trained ends the run.
+    """
     without = looked.survey.fact(column, "no-answer")
     if without is None:
         return
@@ -520,7 +552,9 @@ def _unanswered(looked: Looked, column: str, answers_only: bool) -> Iterator[Fin
 
 
 def _untemplated(looked: Looked, column: str, template: str | None) -> Iterator[Finding]:
-    """trl/trainer/sft_trainer.py:1372: only lists of messages are written through the chat template."""
+    """trl/trainer/sft_trainer.py::SFTTrainer._prepare_dataset.tokenize_fn[if is_conversational(example #2]: only lists
+    of messages are written through the chat template.
+    """
     if looked.survey.kind(column) == "text" and template:
         message = f"`{column}` is text: the model's chat template is not applied to it"
         help = "write messages (`role`, `content`) for a model that one talks to"
@@ -528,7 +562,7 @@ def _untemplated(looked: Looked, column: str, template: str | None) -> Iterator[
         yield looked.say(severity, "no-chat-format", message, help)
 
 
-@cites("trl/scripts/sft.py:106", "trl/scripts/dpo.py:104")
+@cites("trl/scripts/sft.py::main[train_dataset=dataset]", "trl/scripts/dpo.py::main[train_dataset=dataset]")
 def splits(context: Context) -> Iterator[Finding]:
     """A split is looked up by its name."""
     for key in ("dataset_train_split", "dataset_test_split"):
@@ -538,7 +572,7 @@ def splits(context: Context) -> Iterator[Finding]:
             yield say("error", "no-such-split", key, message, "name a whole split")
 
 
-@cites("trl/scripts/sft.py:107", "trl/scripts/dpo.py:105")
+@cites("trl/scripts/sft.py::main[eval_dataset=dataset]", "trl/scripts/dpo.py::main[eval_dataset=dataset]")
 def test_split_here(context: Context) -> Iterator[Finding]:
     """A split that the data do not have is a KeyError.
 
@@ -567,11 +601,11 @@ def test_split_here(context: Context) -> Iterator[Finding]:
     yield say("error", "no-such-split", key, message, help)
 
 
-@cites("trl/trainer/sft_trainer.py:749")
+@cites("trl/trainer/sft_trainer.py::SFTTrainer.__init__[if os.path.isfile]")
 def template_here(context: Context) -> Iterator[Finding]:
     """What is no template's file is a folder or a tokenizer of the hub."""
     key = "chat_template_path"
-    name = context.values[key]
+    name = context.values.get(key)
     if not isinstance(name, str) or not name or exists(name):
         return
     if chat_template.is_template(name):
@@ -583,7 +617,7 @@ def template_here(context: Context) -> Iterator[Finding]:
         yield say("error", "missing-template", key, message, help)
 
 
-@cites("transformers/tokenization_utils_base.py:3271")
+@cites("transformers/tokenization_utils_base.py::PreTrainedTokenizerBase.get_chat_template[Cannot use chat]")
 def no_template(context: Context) -> Iterator[Finding]:
     """Conversations, and a tokenizer that cannot write them."""
     values = context.values

@@ -14,7 +14,8 @@ from launcher.rules.context import Context, StageRule, section
 from launcher.rules.rule import cites, needs, say, say_of_option
 from launcher.rules.trl import resolved
 
-# The distribution that an optimizer comes from, by what its name begins with (transformers/trainer_optimizer.py:613).
+# The distribution that an optimizer comes from, by what its name begins with
+# (transformers/trainer_optimizer.py::[_OPTIMIZER_HANDLERS]).
 _OPTIMIZERS = {
     **dict.fromkeys(("adamw_bnb", "adamw_8bit", "paged_", "ademamix", "lion", "rmsprop_bnb"), "bitsandbytes"),
     **dict.fromkeys(("adamw_torch_4bit", "adamw_torch_8bit"), "torchao"),
@@ -29,9 +30,10 @@ _OPTIMIZERS = {
     "schedule_free": "schedulefree",
     "stable_adamw": "torch-optimi",
 }
-# transformers/trainer_optimizer.py:121
+# transformers/trainer_optimizer.py::_setup_low_rank_optimizer[if args.optim_target_modules]
 _OF_MODULES = ("apollo", "galore")
-# Distributions that each tracker needs one of (transformers/integrations/integration_utils.py:703 and the others).
+# Distributions that each tracker needs one of
+# (transformers/integrations/integration_utils.py::WandbCallback.__init__[raise RuntimeError] and the others).
 _REPORTS: Mapping[str, tuple[str, ...]] = {
     "azure_ml": ("azureml-core", "azureml-sdk"),
     "clearml": ("clearml",),
@@ -51,7 +53,10 @@ _REPORTS: Mapping[str, tuple[str, ...]] = {
 _KUBEFLOW = "KUBEFLOW_TRAINER_SERVER_URL"
 
 
-@cites("transformers/training_args.py:1746", "trl/trainer/base_config.py:108")
+@cites(
+    "transformers/training_args.py::TrainingArguments._validate_args[if not self.use_cpu]",
+    "trl/trainer/base_config.py::_BaseConfig.__post_init__[self.bf16 = not]",
+)
 @needs("split")
 def bf16_on_cpu(context: Context) -> Iterator[Finding]:
     """TRL's default asks for it.
@@ -70,7 +75,7 @@ def bf16_on_cpu(context: Context) -> Iterator[Finding]:
     yield say("error", "bf16-on-cpu", key, f"`{key}`{default} is refused without a GPU", help)
 
 
-@cites("transformers/training_args.py:1844")
+@cites("transformers/training_args.py::TrainingArguments._setup_devices[if self.use_cpu or]")
 def cpu_beside_gpus(context: Context) -> Iterator[Finding]:
     if context.gpus and context.values["use_cpu"]:
         message = f"`use_cpu: true` trains on the CPU, and {context.gpus} GPU(s) are asked for"
@@ -78,7 +83,7 @@ def cpu_beside_gpus(context: Context) -> Iterator[Finding]:
         yield say("error", "cpu-beside-gpus", "use_cpu", message, help)
 
 
-@cites("transformers/training_args.py:1586")
+@cites("transformers/training_args.py::TrainingArguments.__post_init__[self.mixed_precision #3]")
 def precision_option(context: Context) -> Iterator[Finding]:
     """`fp16` and `bf16` win over what accelerate was told."""
     option = context.named_precision
@@ -91,7 +96,10 @@ def precision_option(context: Context) -> Iterator[Finding]:
     yield say_of_option("warning", "mixed-precision-unread", "mixed_precision", message, help)
 
 
-@cites("transformers/trainer_optimizer.py:254", "transformers/integrations/deepspeed.py:546")
+@cites(
+    "transformers/trainer_optimizer.py::_get_bitsandbytes_optimizer[You need to install]",
+    "transformers/integrations/deepspeed.py::deepspeed_optim_sched[optimizer #7]",
+)
 @needs("packages")
 def optimizer_package(context: Context) -> Iterator[Finding]:
     """A DeepSpeed file with an optimizer of its own decides."""
@@ -105,7 +113,7 @@ def optimizer_package(context: Context) -> Iterator[Finding]:
             yield say("error", "optim-missing", "optim", message, help)
 
 
-@cites("transformers/trainer_optimizer.py:121")
+@cites("transformers/trainer_optimizer.py::_setup_low_rank_optimizer[if args.optim_target_modules]")
 def optimizer_targets(context: Context) -> Iterator[Finding]:
     values = context.values
     name = str(values["optim"])
@@ -114,7 +122,10 @@ def optimizer_targets(context: Context) -> Iterator[Finding]:
         yield say("error", "optim-targets", "optim", message, "add `optim_target_modules: all-linear`")
 
 
-@cites("transformers/quantizers/quantizer_bnb_4bit.py:61", "transformers/quantizers/quantizer_bnb_8bit.py:61")
+@cites(
+    "transformers/quantizers/quantizer_bnb_4bit.py::Bnb4BitHfQuantizer.validate_environment[is_bitsandbytes_available]",
+    "transformers/quantizers/quantizer_bnb_8bit.py::Bnb8BitHfQuantizer.validate_environment[is_bitsandbytes_available]",
+)
 @needs("packages")
 def quantised_package(context: Context) -> Iterator[Finding]:
     for key in ("load_in_4bit", "load_in_8bit"):
@@ -123,7 +134,7 @@ def quantised_package(context: Context) -> Iterator[Finding]:
             yield say("error", "quantiser-missing", key, message, f"pip install bitsandbytes, or delete `{key}`")
 
 
-@cites("torch/_dynamo/config.py:121")
+@cites("torch/_dynamo/config.py::[recompile_limit = 8]")
 def lengths_compiled(context: Context) -> Iterator[Finding]:
     """A function is compiled for so many shapes, and then no more."""
     values = context.values
@@ -139,7 +150,7 @@ def lengths_compiled(context: Context) -> Iterator[Finding]:
         )
 
 
-@cites("torch/_inductor/cpp_builder.py:395")
+@cites("torch/_inductor/cpp_builder.py::get_cpp_compiler[compiler = cpp_compiler_search]")
 @needs("machine")
 def no_compiler(context: Context) -> Iterator[Finding]:
     """Inductor writes C++ for a CPU, Triton a launcher in C."""
@@ -154,7 +165,7 @@ def _reports(context: Context) -> tuple[str, ...]:
     return tuple(map(str, given)) if isinstance(given, list) else (str(given),)
 
 
-@cites("transformers/integrations/integration_utils.py:703")
+@cites("transformers/integrations/integration_utils.py::WandbCallback.__init__[raise RuntimeError]")
 def report_package(context: Context) -> Iterator[Finding]:
     """`integration_utils.py` and the other integrations."""
     for name in _reports(context):
@@ -171,7 +182,10 @@ def report_package(context: Context) -> Iterator[Finding]:
             yield say(context.at_start, "report-missing", "report_to", message, 'write `report_to: "none"`')
 
 
-@cites("transformers/integrations/integration_utils.py:2674", "transformers/training_args.py:1562")
+@cites(
+    "transformers/integrations/integration_utils.py::get_reporting_integration_callbacks[if integration]",
+    "transformers/training_args.py::TrainingArguments.__post_init__[if self.report_to #1]",
+)
 def unknown_report(context: Context) -> Iterator[Finding]:
     """`none` and `all` stand alone."""
     names = _reports(context)
@@ -185,7 +199,7 @@ def unknown_report(context: Context) -> Iterator[Finding]:
             yield say("error", "report-unknown", "report_to", f"`report_to: {brief(name)}` {what}", help)
 
 
-@cites("transformers/integrations/integration_utils.py:762")
+@cites("transformers/integrations/integration_utils.py::WandbCallback.setup[self._wandb.init]")
 def wandb_key(context: Context) -> Iterator[Finding]:
     """No one is there to answer its question."""
     reports, environ = _reports(context), context.environ
@@ -198,7 +212,10 @@ def wandb_key(context: Context) -> Iterator[Finding]:
         yield say(context.at_start, "no-wandb-key", "report_to", message, help)
 
 
-@cites("trl/trainer/dpo_trainer.py:909,1168")
+@cites(
+    "trl/trainer/dpo_trainer.py::DPOTrainer.__init__[if is_peft_model(self.model) or]",
+    "trl/trainer/dpo_trainer.py::DPOTrainer._precompute_ref_logps",
+)
 def reference_price(context: Context) -> Iterator[Finding]:
     """Measured with LoRA: Qwen2.5-7B on one GPU."""
     key = "precompute_ref_log_probs"
@@ -210,7 +227,7 @@ def reference_price(context: Context) -> Iterator[Finding]:
         yield say("note", "reference-price", key, message)
 
 
-@cites("transformers/trainer.py:2296")
+@cites("transformers/trainer.py::Trainer._prepare_input[if self.is_deepspeed_enabled]")
 def rounded_reference(context: Context) -> Iterator[Finding]:
     """`trainer.py` casts every float of a batch, and these are sums over whole answers.
 

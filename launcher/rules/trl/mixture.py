@@ -29,7 +29,7 @@ def _has_mappings(values: Values) -> bool:
     return any(isinstance(item, dict) for _, item in _items(values))
 
 
-@cites("trl/scripts/utils.py:142")
+@cites("trl/scripts/utils.py::DatasetMixtureConfig.__post_init__[= DatasetConfig]")
 def unknown_keys(values: Values) -> Iterator[Finding]:
     """`utils.py` hands each mapping to a dataclass, which refuses any other key."""
     for place, item in _items(values):
@@ -42,7 +42,10 @@ def unknown_keys(values: Values) -> Iterator[Finding]:
             yield say("error", "unknown-key", f"{place}.{key}", message, help, layer="parser")
 
 
-@cites("trl/scripts/utils.py:142", "trl/scripts/utils.py:71")
+@cites(
+    "trl/scripts/utils.py::DatasetMixtureConfig.__post_init__[= DatasetConfig]",
+    "trl/scripts/utils.py::DatasetConfig[path: str]",
+)
 def no_path(values: Values) -> Iterator[Finding]:
     """The only key without a default."""
     for place, item in _items(values):
@@ -52,7 +55,7 @@ def no_path(values: Values) -> Iterator[Finding]:
             yield say("error", "bad-dataset", place, message, help, layer="parser")
 
 
-@cites("trl/scripts/utils.py:448")
+@cites("trl/scripts/utils.py::get_dataset[dataset = datasets.load_dataset]")
 def wrong_types(values: Values) -> Iterator[Finding]:
     """Nothing is converted, and `load_dataset` gets the values as they are."""
     if not _has_mappings(values):
@@ -69,7 +72,10 @@ def wrong_types(values: Values) -> Iterator[Finding]:
                 yield say("error", "bad-dataset", f"{place}.{key}", message)
 
 
-@cites("trl/scripts/sft.py:87", "trl/scripts/dpo.py:85")
+@cites(
+    "trl/scripts/sft.py::main[if dataset_args.datasets and script_args.dataset_name]",
+    "trl/scripts/dpo.py::main[if dataset_args.datasets and script_args.dataset_name]",
+)
 def two_sources(values: Values) -> Iterator[Finding]:
     """`datasets` wins, and a warning is all that TRL says."""
     if values[_KEY] and values["dataset_name"]:
@@ -77,7 +83,7 @@ def two_sources(values: Values) -> Iterator[Finding]:
         yield say("error", "two-data-sources", "dataset_name", message, "keep one of them")
 
 
-@cites("trl/scripts/utils.py:463")
+@cites("trl/scripts/utils.py::get_dataset[fractions =]")
 def fractions(values: Values) -> Iterator[Finding]:
     """Shares of the mixture, for all of its sets or for none."""
     entries = mixture.entries(values[_KEY])
@@ -103,7 +109,10 @@ def fractions(values: Values) -> Iterator[Finding]:
         yield say("error", "bad-fraction", "streaming", message, "leave out `streaming`, or `fraction`")
 
 
-@cites("datasets/arrow_reader.py:399", "datasets/builder.py:1165")
+@cites(
+    "datasets/arrow_reader.py::_str_to_read_instruction[res = _SUB_SPEC_RE.match]",
+    "datasets/builder.py::DatasetBuilder.as_streaming_dataset[raise ValueError(f #3]",
+)
 def bad_splits(values: Values) -> Iterator[Finding]:
     """A stream has whole splits alone."""
     for entry in mixture.entries(values[_KEY]):
@@ -119,7 +128,10 @@ def bad_splits(values: Values) -> Iterator[Finding]:
             yield say("error", "no-such-split", key, message, "name a whole split, or leave out `streaming`")
 
 
-@cites("trl/scripts/utils.py:486,488")
+@cites(
+    "trl/scripts/utils.py::get_dataset[return combined_dataset]",
+    "trl/scripts/utils.py::get_dataset[return datasets.DatasetDict]",
+)
 def split_names(values: Values) -> Iterator[Finding]:
     """A mixture has the split `train`, and `test` with `test_split_size`."""
     if not values[_KEY]:
@@ -136,7 +148,7 @@ def split_names(values: Values) -> Iterator[Finding]:
             yield say("error", "no-such-split", key, message, help)
 
 
-@cites("datasets/arrow_dataset.py:5112")
+@cites("datasets/arrow_dataset.py::Dataset.train_test_split[and (test_size >= n_samples]")
 def test_size(values: Values) -> Iterator[Finding]:
     """Rows as a whole number, or a share between 0 and 1."""
     size = number(values[_SIZE])
@@ -163,7 +175,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-@cites("datasets/arrow_dataset.py:5112")
+@cites("datasets/arrow_dataset.py::Dataset.train_test_split[and (test_size >= n_samples]")
 def enough_rows(context: Context) -> Iterator[Finding]:
     """The test split leaves at least one row to train on."""
     values = context.values
@@ -183,7 +195,7 @@ def enough_rows(context: Context) -> Iterator[Finding]:
         yield say("error", "bad-test-split", _SIZE, message, "a smaller number")
 
 
-@cites("trl/scripts/utils.py:485")
+@cites("trl/scripts/utils.py::get_dataset[=mixture_config.test_split_size]")
 @needs("split")
 def unseeded_test_split(context: Context) -> Iterator[Finding]:
     """`utils.py` gives no seed: each process draws a split of its own, and each start another one."""
@@ -204,7 +216,9 @@ STAGE_RULES: tuple[StageRule, ...] = (enough_rows,)
 
 
 def selected_columns(entry: SetEntry, columns: frozenset[str]) -> Iterator[Finding]:
-    """trl/scripts/utils.py:457: `select_columns` refuses a name that is not there."""
+    """trl/scripts/utils.py::get_dataset[dataset = dataset.select_columns]: `select_columns` refuses a name that is not
+    there.
+    """
     absent = [name for name in entry.columns or () if name not in columns]
     if absent:
         message = (

@@ -1,8 +1,9 @@
 """What the `__post_init__`s of TRL's and transformers' dataclasses refuse, as far as arguments decide it.
 
 Left to the machine, and so not said here: bfloat16 and TF32 without a GPU that has them
-(transformers/training_args.py:1747,1650), `ddp_backend` where a single process runs, packages that
-are not installed, and the environment (SageMaker, XLA, ACCELERATE_*).
+(transformers/training_args.py::TrainingArguments._validate_args[error_message =],
+transformers/training_args.py::TrainingArguments.__post_init__[--tf32 requires]), `ddp_backend` where a single process
+runs, packages that are not installed, and the environment (SageMaker, XLA, ACCELERATE_*).
 """
 
 import math
@@ -23,7 +24,7 @@ _WITH_METRIC = ("reduce_lr_on_plateau", "greedy")
 _refused = partial(check, layer="parser")
 
 
-@cites("transformers/training_args.py:1510")
+@cites("transformers/training_args.py::TrainingArguments.__post_init__[if isinstance(passed_value]")
 def json_mappings(values: Values) -> Iterator[Finding]:
     """A text that starts with a brace is read as JSON."""
     for key in _JSON:
@@ -39,7 +40,7 @@ def _eval_steps(values: Values) -> tuple[str, float | None]:
     return "logging_steps", number(values["logging_steps"])
 
 
-@cites("transformers/training_args.py:1549")
+@cites("transformers/training_args.py::TrainingArguments.__post_init__[evaluation strategy]")
 def eval_without_steps(values: Values) -> Iterator[Finding]:
     key, steps = _eval_steps(values)
     by_steps = values["eval_strategy"] == "steps" and key != "eval_steps"
@@ -49,7 +50,11 @@ def eval_without_steps(values: Values) -> Iterator[Finding]:
         yield say("error", "eval-steps", "eval_steps", message, help, layer="parser")
 
 
-@cites("transformers/training_args.py:1704,1708,1712")
+@cites(
+    "transformers/training_args.py::TrainingArguments._validate_args[if self.logging_steps]",
+    "transformers/training_args.py::TrainingArguments._validate_args[if self.eval_steps != int]",
+    "transformers/training_args.py::TrainingArguments._validate_args[if self.save_steps]",
+)
 def whole_steps(values: Values) -> Iterator[Finding]:
     """Below 1 a share, above 1 a whole number."""
     by_strategy = {
@@ -67,7 +72,7 @@ def whole_steps(values: Values) -> Iterator[Finding]:
             yield say("error", "whole-steps", key, message, layer="parser")
 
 
-@cites("transformers/training_args.py:1718")
+@cites("transformers/training_args.py::TrainingArguments._validate_args[= self.save_strategy]")
 def best_model_strategies(values: Values) -> Iterator[Finding]:
     save, evaluate = values["save_strategy"], values["eval_strategy"]
     if values["load_best_model_at_end"] and save != "best" and save != evaluate:
@@ -77,7 +82,10 @@ def best_model_strategies(values: Values) -> Iterator[Finding]:
         yield say("error", "best-model-strategy", "load_best_model_at_end", message, help, layer="parser")
 
 
-@cites("transformers/training_args.py:1723,1725")
+@cites(
+    "transformers/training_args.py::TrainingArguments._validate_args[self.eval_steps != 0]",
+    "transformers/training_args.py::TrainingArguments._validate_args[if not (self.eval_steps]",
+)
 def best_model_steps(values: Values) -> Iterator[Finding]:
     """A checkpoint needs an evaluation of its own."""
     strategies = {values["save_strategy"], values["eval_strategy"]}
@@ -93,9 +101,9 @@ def best_model_steps(values: Values) -> Iterator[Finding]:
         yield say("error", "best-model-steps", "save_steps", message, layer="parser")
 
 
-@cites("trl/trainer/dpo_config.py:360")
+@cites("trl/trainer/dpo_config.py::DPOConfig.__post_init__[if self.loss_weights]")
 def loss_weights(values: Values) -> Iterator[Finding]:
-    weights, losses = values["loss_weights"], values["loss_type"]
+    weights, losses = values.get("loss_weights"), values["loss_type"]
     count = len(losses) if isinstance(losses, list) else 1
     if weights is not None and len(weights) != count:
         message = f"`loss_weights` has {len(weights)} entries for {count} in `loss_type`"
@@ -125,11 +133,17 @@ RULES: tuple[Rule, ...] = (
     best_model_strategies,
     best_model_steps,
     loss_weights,
-    _either("transformers/training_args.py:1753", "fp16", "bf16"),
-    _either("transformers/training_args.py:1756", "fp16_full_eval", "bf16_full_eval"),
-    _either("trl/trainer/model_config.py:174", "load_in_8bit", "load_in_4bit"),
+    _either("transformers/training_args.py::TrainingArguments._validate_args[be True, but not]", "fp16", "bf16"),
+    _either(
+        "transformers/training_args.py::TrainingArguments._validate_args[full eval, but]",
+        "fp16_full_eval",
+        "bf16_full_eval",
+    ),
+    _either(
+        "trl/trainer/model_config.py::ModelConfig.__post_init__[if self.load_in_8bit]", "load_in_8bit", "load_in_4bit"
+    ),
     _refused(
-        "transformers/training_args.py:1701",
+        "transformers/training_args.py::TrainingArguments._validate_args[logging strategy]",
         "logging-steps",
         "logging_steps",
         lambda v: v["logging_strategy"] == "steps" and v["logging_steps"] == 0,
@@ -137,7 +151,10 @@ RULES: tuple[Rule, ...] = (
         'write `logging_strategy: "no"` for none',
     ),
     _refused(
-        "transformers/training_args.py:1760,1766",
+        (
+            "transformers/training_args.py::TrainingArguments._validate_args[reduce_lr_on_plateau requires an], "
+            "transformers/training_args.py::TrainingArguments._validate_args[lr_scheduler_type greedy]"
+        ),
         "scheduler-needs-eval",
         "lr_scheduler_type",
         lambda v: v["lr_scheduler_type"] in _WITH_METRIC and v["eval_strategy"] == "no",
@@ -145,29 +162,30 @@ RULES: tuple[Rule, ...] = (
         "add `eval_strategy: steps`",
     ),
     _refused(
-        "transformers/training_args.py:1768",
+        "transformers/training_args.py::TrainingArguments._validate_args[if self.warmup_steps]",
         "negative-warmup",
         "warmup_steps",
         lambda v: (number(v["warmup_steps"]) or 0) < 0,
         "`warmup_steps` is 0 or more, not {warmup_steps}",
     ),
     _refused(
-        "transformers/training_args.py:1771",
+        "transformers/training_args.py::TrainingArguments._validate_args[if self.dataloader_num_workers]",
         "prefetch-workers",
         "dataloader_prefetch_factor",
         lambda v: v["dataloader_num_workers"] == 0 and v["dataloader_prefetch_factor"] is not None,
         "`dataloader_prefetch_factor` needs `dataloader_num_workers` above 0",
     ),
     _refused(
-        "transformers/training_args.py:1694",
+        "transformers/training_args.py::TrainingArguments._validate_args[if not (isinstance]",
         "empty-cache-steps",
         "torch_empty_cache_steps",
         lambda v: (every := number(v["torch_empty_cache_steps"])) is not None and not every > 0,
         "`torch_empty_cache_steps` is a number of steps above 0, not {torch_empty_cache_steps}",
     ),
-    # accelerate/parallelism_config.py:310: no word makes one
+    # accelerate/parallelism_config.py::ParallelismConfig.__post_init__[if self.dp_replicate_size < 1]: no word makes
+    # one
     _refused(
-        "transformers/training_args.py:1296",
+        "transformers/training_args.py::TrainingArguments[parallelism_config: ParallelismConfig]",
         "parallelism-config",
         "parallelism_config",
         lambda v: v["parallelism_config"] is not None,
@@ -175,7 +193,10 @@ RULES: tuple[Rule, ...] = (
     ),
     # other texts go through int()
     _refused(
-        "trl/trainer/sft_config.py:307, dpo_config.py:382",
+        (
+            "trl/trainer/sft_config.py::SFTConfig.__post_init__[if isinstance(self.pad_to_multiple_of], "
+            "trl/trainer/dpo_config.py::DPOConfig.__post_init__[if isinstance(self.pad_to_multiple_of]"
+        ),
         "pad-multiple",
         "pad_to_multiple_of",
         _no_multiple,

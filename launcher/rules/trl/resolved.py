@@ -15,12 +15,16 @@ def inline(value: Any) -> dict[str, Any] | None:
 
 
 def prepared(values: Values) -> bool:
-    """Whether the rows are taken as they are, tokenised (trl/trainer/sft_trainer.py:1009)."""
+    """Whether the rows are taken as they are, tokenised
+    (trl/trainer/sft_trainer.py::SFTTrainer.__init__[and args.dataset_kwargs.get]).
+    """
     return bool((inline(values.get("dataset_kwargs")) or {}).get("skip_prepare_dataset"))
 
 
 def precision(values: Values) -> str | None:
-    """`bf16` or `fp16`, None for neither; bfloat16 by default (trl/trainer/base_config.py:108)."""
+    """`bf16` or `fp16`, None for neither; bfloat16 by default
+    (trl/trainer/base_config.py::_BaseConfig.__post_init__[self.bf16 = not]).
+    """
     if values["fp16"]:
         return "fp16"
     bf16 = values["bf16"]
@@ -30,8 +34,9 @@ def precision(values: Values) -> str | None:
 def weights_type(values: Values) -> tuple[str, str]:
     """The format that the weights are loaded in, and the key that says so.
 
-    A name of torch's; `auto` for the model's own, empty if unknown. The mapping wins (trl/scripts/sft.py:83), and none
-    at all is `auto` (transformers/modeling_utils.py:4099).
+    A name of torch's; `auto` for the model's own, empty if unknown. The mapping wins
+    (trl/scripts/sft.py::main[model_init_kwargs.update]), and none at all is `auto`
+    (transformers/modeling_utils.py::PreTrainedModel.from_pretrained[if dtype is None]).
     """
     kwargs = inline(values["model_init_kwargs"]) or {}
     key = "dtype"
@@ -46,7 +51,9 @@ def weights_type(values: Values) -> tuple[str, str]:
 
 
 def attention(values: Values) -> tuple[str | None, str]:
-    """The attention implementation asked for, and the key that says so (trl/scripts/sft.py:83)."""
+    """The attention implementation asked for, and the key that says so
+    (trl/scripts/sft.py::main[model_init_kwargs.update]).
+    """
     kwargs = inline(values["model_init_kwargs"]) or {}
     key = "model_init_kwargs" if "attn_implementation" in kwargs else "attn_implementation"
     given = kwargs.get("attn_implementation", values["attn_implementation"])
@@ -54,6 +61,8 @@ def attention(values: Values) -> tuple[str | None, str]:
 
 
 def compiled(values: Values) -> bool:
-    """Whether the model is compiled: a mode or a backend asks too (transformers/training_args.py:1589)."""
+    """Whether the model is compiled: a mode or a backend asks too
+    (transformers/training_args.py::TrainingArguments.__post_init__[if (self.torch_compile_mode]).
+    """
     named = values["torch_compile_backend"] is not None or values["torch_compile_mode"] is not None
     return bool(values["torch_compile"] or named)

@@ -231,7 +231,9 @@ def _flash(ledger: ConversionLedger, setting: Setting) -> None:
 
 
 def warmup(ledger: ConversionLedger) -> None:
-    """`warmup_steps` takes a share too (transformers/training_args.py:796); steps come before a ratio."""
+    """`warmup_steps` takes a share too (transformers/training_args.py::TrainingArguments[warmup_steps: float]); steps
+    come before a ratio.
+    """
     steps = ledger.take("warmup_steps")
     ratio = ledger.take("warmup_ratio", "lr_warmup_ratio")
     if ratio is None or "warmup_steps" not in ledger.schema.fields:

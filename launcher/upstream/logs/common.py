@@ -96,22 +96,27 @@ _TABLE: Table = {
         r"unable to (?:write to|resize) file </torch_",
     ),
     "child_failed": (
-        # torch/distributed/elastic/multiprocessing/api.py:1003
+        # torch/distributed/elastic/multiprocessing/api.py::SubprocessContext._poll[failed (exitcode]
         r"failed \(exitcode: (?P<exitcode>-?\d+)\)(?: local_rank: (?P<rank>\d+))?",
-        # torch/distributed/elastic/multiprocessing/errors/__init__.py:188
+        # torch/distributed/elastic/multiprocessing/errors/__init__.py::[exitcode : $]
         r"exitcode  : (?P<exitcode>-?\d+) +\(pid: \d+\)",
-        # subprocess.CalledProcessError, raised by accelerate/commands/launch.py:999,1070
+        # subprocess.CalledProcessError, raised by
+        # accelerate/commands/launch.py::simple_launcher[raise subprocess.CalledProcessError],
+        # accelerate/commands/launch.py::deepspeed_launcher[raise subprocess.CalledProcessError]
         r"returned non-zero exit status (?P<exitcode>\d{1,12})",
         r"launch\.py:\d+:sigkill_handler\] .* exits with return code = (?P<exitcode>-?\d{1,12})$",
         r"srun: error: \S+: tasks? [\d,-]+: Exited with exit code (?P<exitcode>\d{1,12})$",
     ),
     "child_signal": (
-        r"died with <Signals\.(?P<name>SIG\w+): (?P<signal>\d{1,12})>",  # accelerate/commands/launch.py:999,1070
-        # torch/distributed/elastic/multiprocessing/errors/__init__.py:143
+        # accelerate/commands/launch.py::simple_launcher[raise subprocess.CalledProcessError],
+        # accelerate/commands/launch.py::deepspeed_launcher[raise subprocess.CalledProcessError]
+        r"died with <Signals\.(?P<name>SIG\w+): (?P<signal>\d{1,12})>",
+        # torch/distributed/elastic/multiprocessing/errors/__init__.py::ProcessFailure.__post_init__[received by PID]
         r"Signal (?P<signal>\d{1,12}) \((?P<name>SIG\w+)\) received by PID",
     ),
     "stop_asked": (
-        # torch/distributed/elastic/multiprocessing/api.py:86 SignalException
+        # torch/distributed/elastic/multiprocessing/api.py::_terminate_process_handler[raise SignalException]
+        # SignalException
         r"Process \d+ got signal: (?P<signal>\d{1,12})",
         (
             "Main process received SIG",  # deepspeed/launcher/launch.py sigkill_handler
@@ -159,7 +164,8 @@ _TABLE: Table = {
             r"(?:\w\.py|^[\w-]+(?: [\w<>\[\] -]+)?): error: (?P<message>(?:argument |unrecognized "
             r"|ambiguous |the following |one of |expected ).*)"
         ),
-        # transformers/hf_argparser.py:354,383
+        # transformers/hf_argparser.py::HfArgumentParser.parse_args_into_dataclasses[raise ValueError],
+        # transformers/hf_argparser.py::HfArgumentParser.parse_dict[raise ValueError]
         (
             "are not used by the HfArgumentParser",
             r"(?P<message>Some (?:specified arguments|keys) are not used by the HfArgumentParser: \[.*)",
@@ -178,7 +184,9 @@ _TABLE: Table = {
     ),
     "port_in_use": (
         r"[Aa]ddress already in use",
-        "Tried to launch distributed communication on port ",  # accelerate/utils/launch.py:245,517
+        # accelerate/utils/launch.py::prepare_multi_gpu_env[Tried to launch],
+        # accelerate/utils/launch.py::prepare_deepspeed_cmd_env[Tried to launch]
+        "Tried to launch distributed communication on port ",
     ),
     "nccl_error": (
         r"NCCL error in: \S+, (?P<what>.*?)(?:, NCCL version (?P<version>[\d.]+))?$",
@@ -217,7 +225,7 @@ _TABLE: Table = {
         "no CUDA-capable device is detected",
         "CUDA error: invalid device ordinal",
         r"(?<!CUDA initialization: )Found no NVIDIA driver on your system",
-        "Torch not compiled with CUDA enabled",  # torch/cuda/__init__.py:522
+        "Torch not compiled with CUDA enabled",  # torch/cuda/__init__.py::_lazy_init[Torch not compiled]
     ),
     "cuda_driver": (
         (
@@ -230,36 +238,44 @@ _TABLE: Table = {
         "Error 803: system has unsupported display driver / cuda driver combination",
     ),
     "flash_attn_missing": (
-        # open_instruct/model_utils.py:69; transformers/modeling_utils.py
+        # open_instruct/model_utils.py::_is_flash_attn_4_available[return importlib.util.find_spec];
+        # transformers/modeling_utils.py
         ("flash_attn", r"No module named 'flash_attn|package flash_attn seems to be not installed"),
-        # transformers/modeling_utils.py:1563
+        # transformers/modeling_utils.py::PreTrainedModel._flash_attn_import_error[the package for]
         (" doesn't seem to be installed", r"the package for FlashAttention\d doesn't seem to be installed"),
     ),
     "hub_access": (
-        "You are trying to access a gated repo",  # transformers/utils/hub.py:512
-        r"Cannot access gated repo for url (?P<url>\S+?)\.?$",  # huggingface_hub/utils/_http.py:860
-        r"Dataset '(?P<name>[^']*)' is a gated dataset on the Hub",  # datasets/load.py:1127
-        r"Repository Not Found for url: (?P<url>\S+?)\.?$",  # huggingface_hub/utils/_http.py:917
-        r"(?P<name>\S+) is not a local folder and is not a valid model identifier",  # transformers/utils/hub.py:471
-        r"Dataset '(?P<name>[^']*)' doesn't exist on the Hub or cannot be accessed",  # datasets/load.py:1134
+        "You are trying to access a gated repo",  # transformers/utils/hub.py::cached_files[You are trying]
+        # huggingface_hub/utils/_http.py::hf_raise_for_status[Cannot access gated]
+        r"Cannot access gated repo for url (?P<url>\S+?)\.?$",
+        # datasets/load.py::dataset_module_factory[message = f #1]
+        r"Dataset '(?P<name>[^']*)' is a gated dataset on the Hub",
+        # huggingface_hub/utils/_http.py::hf_raise_for_status[Repository Not]
+        r"Repository Not Found for url: (?P<url>\S+?)\.?$",
+        # transformers/utils/hub.py::cached_files[is not a local]
+        r"(?P<name>\S+) is not a local folder and is not a valid model identifier",
+        # datasets/load.py::dataset_module_factory[raise DatasetNotFoundError(f #3]
+        r"Dataset '(?P<name>[^']*)' doesn't exist on the Hub or cannot be accessed",
         "Error: 401 Client Error",
         "Client error '401 Unauthorized' for url",
         ("403 ", _BY_HUB + r".*(?:403 Client Error|Client error '403 |\b403 Forbidden: )"),
         # huggingface_hub/utils/_http.py, below `403 Forbidden: ` and the address
         r"^Make sure your token has the correct permissions",
-        # huggingface_hub/hf_api.py:2343, huggingface_hub/utils/_headers.py:140
+        # huggingface_hub/hf_api.py::HfApi.whoami[Token is required],
+        # huggingface_hub/utils/_headers.py::get_token_to_send[Token is required]
         r"Token is required (?:to call the /whoami-v2 endpoint|\(`token=True`\)), but no token",
-        r"Invalid user token\.",  # huggingface_hub/hf_api.py:2367
+        r"Invalid user token\.",  # huggingface_hub/hf_api.py::HfApi._inner_whoami[Invalid user token.]
     ),
     "hub_limit": (("429 ", _BY_HUB + r".*(?:429 Client Error|Client error '429 |\b429 Too Many Requests)"),),
     "hub_unreachable": (
-        # transformers/utils/hub.py:522
+        # transformers/utils/hub.py::cached_files[We couldn]
         (
             " to load the files, and couldn't find them in the",
             r"We couldn't connect to '(?P<url>[^']*)' to load the files",
         ),
         r"Cannot find .* and outgoing traffic has been disabled",
-        r"Couldn't reach '(?P<name>[^']*)' on the Hub",  # datasets/load.py:1125
+        # datasets/load.py::dataset_module_factory[raise ConnectionError(f #3]
+        r"Couldn't reach '(?P<name>[^']*)' on the Hub",
         (
             "huggingface.co",
             _RAISED + r".*(?:\b50[0234] Server Error: .* for url: https://huggingface\.co/"
@@ -268,11 +284,13 @@ _TABLE: Table = {
         ),
     ),
     "wandb_login": (
-        "No API key configured. Use `wandb login`",  # wandb/sdk/lib/wbauth/authenticate.py:142
+        # wandb/sdk/lib/wbauth/authenticate.py::authenticate_session[No API key configured. Use]
+        "No API key configured. Use `wandb login`",
         r"api_key not configured \(no-tty\)",  # older wandb
     ),
     "wandb_unreachable": (
-        r"Failed to verify credentials with (?P<url>\S+?): ",  # wandb/sdk/wandb_login.py:352
+        # wandb/sdk/wandb_login.py::_verify_login[Failed to verify]
+        r"Failed to verify credentials with (?P<url>\S+?): ",
         "Run initialization has timed out after ",  # older wandb
     ),
     "too_many_files": ("Too many open files",),

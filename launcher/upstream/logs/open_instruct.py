@@ -18,7 +18,7 @@ ATTENTION = {
     "torch": "sdpa",
     "te": "sdpa",
 }
-"""olmo-core's names of attention -> those of transformers (open_instruct/model_utils.py:50)."""
+"""olmo-core's names of attention -> those of transformers (open_instruct/model_utils.py::[_OLMO_CORE_TO_HF_ATTN])."""
 
 # A logged line, not the same words in a training sample that visualize_token prints.
 # Before August 2025 the logger's name stood where the file does now.
@@ -33,14 +33,15 @@ _ARGUMENT = (
 )
 
 _LINES: tuple[Pattern, ...] = (
-    # open_instruct/finetune.py:477, dpo_tune_cache.py:219 (rich.pretty.pprint)
+    # open_instruct/finetune.py::main[pprint], dpo_tune_cache.py::main[pprint] (rich.pretty.pprint)
     *(
         pattern("arguments", _ARGUMENT, f"{begin}(")
         for begin in ("│   FlatArguments", "ExperimentConfig", "│   TokenizerConfig")
     ),
-    # open_instruct/finetune.py:745, dpo_tune_cache.py:494
+    # open_instruct/finetune.py::main[Total optimization], dpo_tune_cache.py::main[Total optimization]
     pattern("total_steps", _LOGGED + r"Total optimization steps = (?P<total>\d{1,12})"),
-    # open_instruct/finetune.py:951,956, dpo_tune_cache.py:668
+    # open_instruct/finetune.py::main[Aux Loss:], open_instruct/finetune.py::main[logger.info #14],
+    # dpo_tune_cache.py::main[logger_str = f]
     pattern(
         "step",
         _LOGGED + r"Step: (?P<step>\d{1,12}), LR: (?P<lr>[^\s,]+), Loss: (?P<loss>[^\s,]+)"
@@ -51,11 +52,12 @@ _LINES: tuple[Pattern, ...] = (
 )
 
 _TABLE: Table = {
-    # open_instruct/finetune.py:427, dpo_tune_cache.py:167
+    # open_instruct/finetune.py::main[using the output], dpo_tune_cache.py::main[using the output]
     "output_dir": (_LOGGED + r"using the output directory: (?P<path>.+)",),
-    # accelerate/state.py, by open_instruct/finetune.py:481, dpo_tune_cache.py:228
+    # accelerate/state.py, by open_instruct/finetune.py::main[logger.info(accelerator.state],
+    # dpo_tune_cache.py::main[logger.info(accelerator.state]
     "processes": (r"Num processes: (?P<count>\d+)",),
-    # open_instruct/finetune.py:575, dpo_tune_cache.py:315
+    # open_instruct/finetune.py::main[Attempting to apply], dpo_tune_cache.py::main.load_model[Attempting to apply]
     "liger_attempted": (
         (
             "Attempting to apply liger-kernel",
@@ -63,7 +65,7 @@ _TABLE: Table = {
             r"(?: fused_linear_cross_entropy=(?P<fused>\w+))?",
         ),
     ),
-    # liger_kernel/transformers/monkey_patch.py:2953 (liger-kernel 0.7.0)
+    # liger_kernel/transformers/monkey_patch.py::_apply_liger_kernel[Applying Liger] (liger-kernel 0.7.0)
     "liger_applied": (
         (
             _LIGER + r"Applying Liger kernels (?:for|to model instance with) model type: "
@@ -78,30 +80,39 @@ _TABLE: Table = {
             r"|No Liger kernels will be applied).*",
         ),
     ),
-    # open_instruct/model_utils.py:93
+    # open_instruct/model_utils.py::detect_attn_implementation[logger.info(f]
     "attention": (_LOGGED + r"Auto-detected attention implementation: (?P<value>\S+)",),
-    "packing": ("Using packing/padding-free collation",),  # open_instruct/dpo_tune_cache.py:405, dpo.py:217
+    # open_instruct/dpo_tune_cache.py::main[Using packing/padding], dpo.py::main[Using packing/padding]
+    "packing": ("Using packing/padding-free collation",),
     "dataset_missed": (
-        # open_instruct/dataset_transformation.py:1927 (local), :1821 (hf)
+        # open_instruct/dataset_transformation.py::LocalDatasetTransformationCache.load_or_transform_dataset[found or]
+        # (local), :1821 (hf)
         ("Cache not found", r"Cache not found(?: or invalid)?, transforming datasets\.\.\."),
-        # open_instruct/dataset_transformation.py:1807
+        # open_instruct/dataset_transformation.py::DatasetTransformationCache.load_or_transform_dataset[so we will]
         ("dataset_skip_cache is True", r"dataset_skip_cache is True, so we will not load the dataset from cache"),
     ),
-    # open_instruct/dataset_transformation.py:1995 (local), :1842 (hf)
+    # open_instruct/dataset_transformation.py::LocalDatasetTransformationCache.load_or_transform_dataset[dataset to]
+    # (local), :1842 (hf)
     "dataset_saved": (r"(?:Saved|Pushed) transformed dataset to (?P<path>[^🚀✅\n]+)",),
-    # open_instruct/dataset_transformation.py:1913 (hit), :1996 (miss), :1805 and :1872 (hf)
+    # open_instruct/dataset_transformation.py::LocalDatasetTransformationCache.load_or_transform_dataset[print(f #1]
+    # (hit), :1996 (miss), :1805 and :1872 (hf)
     "dataset_found": (r"Found cached dataset at (?P<path>[^🚀✅\n]+)",),
-    # open_instruct/dpo_utils.py:439
+    # open_instruct/dpo_utils.py::build_reference_logprobs_cache[Loading reference]
     "reference_hit": (_LOGGED + r"Loading reference logprobs cache from (?P<path>.+)",),
     "reference_missed": (
-        # open_instruct/dpo_utils.py:463. The bar, as it first stands: open_instruct/dpo.py:332 logs
-        # the same words before it looks for the cache.
+        # open_instruct/dpo_utils.py::build_reference_logprobs_cache[for batch in (pbar]. The bar, as it first stands:
+        # open_instruct/dpo.py::main[Caching reference] logs the same words before it looks for the cache.
         r"Caching reference logprobs:   0%\|",
-        _LOGGED + r"Reference logprobs cached, using",  # open_instruct/dpo_utils.py:512,514
-        _LOGGED + r"Saving reference logprobs cache to (?P<path>.+)",  # open_instruct/dpo_utils.py:517
+        # open_instruct/dpo_utils.py::build_reference_logprobs_cache[GiB of GPU RAM],
+        # open_instruct/dpo_utils.py::build_reference_logprobs_cache[GiB of RAM.]
+        _LOGGED + r"Reference logprobs cached, using",
+        # open_instruct/dpo_utils.py::build_reference_logprobs_cache[Saving reference]
+        _LOGGED + r"Saving reference logprobs cache to (?P<path>.+)",
     ),
-    "resumed": (r"Resumed from checkpoint: (?P<path>.+)",),  # open_instruct/finetune.py:754, dpo_tune_cache.py:502
-    # olmo_core/train/callbacks/console_logger.py:84, by open_instruct/dpo.py:360
+    # open_instruct/finetune.py::main[Resumed from checkpoint], dpo_tune_cache.py::main[accelerator.print(f]
+    "resumed": (r"Resumed from checkpoint: (?P<path>.+)",),
+    # olmo_core/train/callbacks/console_logger.py::ConsoleLoggerCallback._get_progress_marker[eta=], by
+    # open_instruct/dpo.py::main[trainer.fit()]
     "progress": (("[step=", r"\[step=(?P<step>\d{1,12})/(?P<total>\d{1,12}),epoch="),),
     # olmo_core/train/trainer.py cancel_run, by open_instruct/dpo.py
     "stop_asked": (
@@ -110,7 +121,9 @@ _TABLE: Table = {
             r"received"
         ),
     ),
-    # transformers/modeling_utils.py:3556,3565; accelerate/checkpointing.py:115 for checkpoints
+    # transformers/modeling_utils.py::PreTrainedModel.save_pretrained[logger.info(f],
+    # transformers/modeling_utils.py::PreTrainedModel.save_pretrained[split in];
+    # accelerate/checkpointing.py::save_accelerator_state[Model weights saved] for checkpoints
     "saved": (
         r"Model weights saved in (?P<path>.+)",
         (
@@ -118,12 +131,14 @@ _TABLE: Table = {
             r"saved in the index located at (?P<path>.+?)\.?$",
         ),
     ),
-    # open_instruct/utils.py:835, after every checkpoint too
+    # open_instruct/utils.py::clean_last_n_checkpoints[Remaining files], after every checkpoint too
     "remaining": (_LOGGED + r"Remaining files: ?\[(?P<files>.*)\]",),
 }
 
 TRAINING_ROWS = re.compile(rb"\*{5} Running training \*{5}.{0,400}?Num examples = ([\d,]+)", re.DOTALL)
-"""How many rows an epoch has (open_instruct/finetune.py:740, dpo_tune_cache.py:489): several lines, no `Pattern`."""
+"""How many rows an epoch has (open_instruct/finetune.py::main[Num examples =],
+dpo_tune_cache.py::main[Num examples =]): several lines, no `Pattern`.
+"""
 REFERENCE_CACHE = re.compile(rb"(?:Saving|Loading) reference logprobs cache (?:to|from) (\S[^\r\n]*)")
 """The file of the reference's log-probabilities, whichever of `reference_hit` and `reference_missed` names it."""
 

@@ -20,8 +20,10 @@ _LINES: tuple[Pattern, ...] = (
 )
 
 _TABLE: Table = {
-    "training_completed": (r"✅ Training completed\.",),  # trl/scripts/sft.py:116, dpo.py:122
-    # trl/scripts/sft.py:120, dpo.py:126; alignment-handbook, axolotl, and many own scripts
+    # trl/scripts/sft.py::main[Training completed.], trl/scripts/dpo.py::main[Training completed.]
+    "training_completed": (r"✅ Training completed\.",),
+    # trl/scripts/sft.py::main[Model saved to], trl/scripts/dpo.py::main[Model saved to]; alignment-handbook, axolotl,
+    # and many own scripts
     "saved": (
         r"\b[Mm]odel saved (?:to|in)[: ]+(?P<path>\S.*?)\.?$",
         r"\b[Mm]odel successfully saved (?:to|in)[: ]+(?P<path>\S.*?)\.?$",
@@ -52,7 +54,8 @@ _TABLE: Table = {
     "liger_asked": ("`use_liger_kernel=True` is deprecated",),  # trl/trainer/sft_trainer.py, dpo_trainer.py
     # trl/trainer/sft_trainer.py, the bar of pack_dataset
     "packing": (r"Packing train dataset(?: \(num_proc=\d+\))?:",),
-    # trl/trainer/dpo_trainer.py:1209,1237
+    # trl/trainer/dpo_trainer.py::DPOTrainer._precompute_ref_logps[Computing reference],
+    # trl/trainer/dpo_trainer.py::DPOTrainer._precompute_ref_logps[Caching reference]
     "reference_missed": (("reference log probs for ", r"(?:Computing|Caching) reference log probs for \w+ dataset"),),
 }
 

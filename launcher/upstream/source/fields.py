@@ -8,7 +8,8 @@ from typing import Any
 from launcher.upstream.schema import Field, Kind
 from launcher.upstream.source.packages import UNKNOWN, Module, Sources, enum_members, mark
 
-# trl/scripts/_hf_argparser.py:254 wraps the converter of these optional types, and of no list
+# trl/scripts/_hf_argparser.py::HfArgumentParser._parse_dataclass_field[= _accept_none] wraps the converter of these
+# optional types, and of no list
 _NULLABLE = {"int", "float", "dict", "opaque"}
 
 

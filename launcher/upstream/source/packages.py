@@ -196,8 +196,10 @@ class Sources:
         match node:
             case ast.Constant(value=value):
                 return value
-            case ast.List(elts=items) | ast.Tuple(elts=items):
+            case ast.List(elts=items) | ast.Tuple(elts=items) | ast.Set(elts=items):
                 return [self._value(module, item) for item in items]
+            case ast.Call(func=ast.Name(id="frozenset"), args=[one], keywords=[]):
+                return self._value(module, one)
             case ast.Dict(keys=keys, values=values):
                 pairs = zip(keys, values, strict=True)
                 return {self._value(module, k): self._value(module, v) for k, v in pairs if k is not None}

@@ -12,11 +12,12 @@ of the packages given. It errs on the side of `read`; what it does not count as 
 
 import ast
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from launcher.upstream.schema import Path, Read, Refusal
+from launcher.upstream.schema import Field, Path, Read, Refusal
 from launcher.upstream.source import conditions
+from launcher.upstream.source.packages import UNKNOWN as NO_VALUE
 from launcher.upstream.source.packages import Module, Sources, mark
 from launcher.upstream.source.statements import UNSURE, Passed, Walk
 
@@ -54,6 +55,29 @@ def entry_classes(sources: Sources, script: str) -> list[tuple[str, str]]:
     raise LookupError(f"{script} hands its parser no dataclasses")
 
 
+def with_own_defaults(sources: Sources, script: str, fields: Mapping[str, Field]) -> dict[str, Field]:
+    """The fields with those defaults that a script gives its parser itself, by `parser.set_defaults(...)`.
+
+    Raises LookupError without the script.
+    """
+    module = _script(sources, script)
+    changed = dict(fields)
+    for node in ast.walk(module.tree):
+        match node:
+            case ast.Call(func=ast.Attribute(attr="set_defaults"), keywords=keywords):
+                for keyword in keywords:
+                    if keyword.arg in changed:
+                        changed[keyword.arg] = _with_default(sources, module, changed[keyword.arg], keyword.value)
+    return changed
+
+
+def _with_default(sources: Sources, module: Module, known: Field, node: ast.expr) -> Field:
+    value = sources.evaluate(module, node)
+    if value is NO_VALUE:
+        return replace(known, default=None, default_text=ast.unparse(node))
+    return replace(known, default=value, default_text=None)
+
+
 def _script(sources: Sources, script: str) -> Module:
     module = sources.module(script.removesuffix(".py").replace("/", "."))
     if module is None:
@@ -73,6 +97,22 @@ def find(
     `classes` are the parsed dataclasses as (module, class name). `recorders` are functions that only
     write down what they read, such as the hash of a cache key. Raises LookupError without the script.
     """
+    walk = walked(sources, script, classes, fields, recorders)
+    return Path(
+        reads={name: _reads(walk, name) for name in sorted(walk.fields)},
+        refusals=_refusals(walk),
+        shadows=walk.shadows,
+    )
+
+
+def walked(
+    sources: Sources,
+    script: str,
+    classes: Sequence[tuple[str, str]],
+    fields: Iterable[str],
+    recorders: Iterable[str] = (),
+) -> Walk:
+    """The walk along `script`, repeated until nothing new is learnt; the parameters are those of `find`."""
     walk = Walk(
         sources, classes, script=_script(sources, script), fields=frozenset(fields), recorders=frozenset(recorders)
     )
@@ -88,11 +128,7 @@ def find(
                 break
     finally:
         sys.setrecursionlimit(limit)
-    return Path(
-        reads={name: _reads(walk, name) for name in sorted(walk.fields)},
-        refusals=_refusals(walk),
-        shadows=walk.shadows,
-    )
+    return walk
 
 
 def _reads(walk: Walk, name: str) -> tuple[Read, ...]:

@@ -110,6 +110,8 @@ class Walk(Lookup):
     parsing: set[str] = field(default_factory=set)  # the places of refusals inside `__post_init__`
     # what holds because the script would have raised otherwise, wherever it got to
     assumed: set[str] = field(default_factory=set)
+    # the functions that were walked, each with its module
+    ran: dict[FunctionNode, str] = field(default_factory=dict)
     _walked: dict[object, list[Guards]] = field(default_factory=dict)
     _visited: set[object] = field(default_factory=set)
     _tables: dict[tuple[str, str], Values] = field(default_factory=dict)
@@ -245,7 +247,7 @@ class Walk(Lookup):
         if isinstance(node, ast.Name) and frame.find(node.id) is not None:
             return None
         found = node if isinstance(node, ast.Constant) else self.literal(frame.module, node)
-        return found.value if found is not None and isinstance(found.value, str) else None
+        return found.value if isinstance(found, ast.Constant) and isinstance(found.value, str) else None
 
     def _possible_names(self, name: ast.expr, frame: Frame) -> set[str]:
         """The arguments that a computed name may be: those that its function spells out."""
@@ -636,6 +638,8 @@ class Walk(Lookup):
         # it can get at the arguments by what it is given, or by what it sees
         sees = target.module == self.script.name or target.scope is not None
         sees = sees or any(name in shape.mentioned for _, name in self.globals)
+        # and what it refuses may be the value of an argument that it got alone
+        sees = sees or (shape.refuses and any(isinstance(v, Text) for values in env.values() for v in values))
         if not sees and not any(map(self.carries, env.values())):
             self._looked_through(module, target)
             return set()
@@ -679,6 +683,7 @@ class Walk(Lookup):
         return frame
 
     def _run(self, node: FunctionNode, frame: Frame, guards: Guards) -> None:
+        self.ran[node] = frame.module.name
         around, frame.env = frame.env, dict(frame.given)
         for name in frame.shape.assigned & frame.env.keys():
             frame.env[name] = without_texts(frame.env[name])

@@ -171,6 +171,7 @@ class FunctionFacts:
     mentioned: frozenset[str] = frozenset()  # these, and attributes
     generator: bool = False  # a generator runs only as far as somebody asks
     single: bool = False  # one `return`, its last statement
+    refuses: bool = False  # it raises or asserts something itself
 
 
 def shape_of(body: Sequence[ast.stmt], parameters: Iterable[str] = ()) -> FunctionFacts:
@@ -196,7 +197,8 @@ def shape_of(body: Sequence[ast.stmt], parameters: Iterable[str] = ()) -> Functi
                 twice |= set(listed)
             case ast.Yield() | ast.YieldFrom():
                 generator = True
-    returns = sum(isinstance(node, ast.Return) for statement in body for node in within(statement))
+    own = [node for statement in body for node in within(statement)]
+    returns = sum(isinstance(node, ast.Return) for node in own)
     return FunctionFacts(
         assigned=frozenset(twice | shared),
         globals=frozenset(shared),
@@ -204,6 +206,7 @@ def shape_of(body: Sequence[ast.stmt], parameters: Iterable[str] = ()) -> Functi
         mentioned=frozenset(names | attributes),
         generator=generator,
         single=returns == 1 and isinstance(body[-1], ast.Return),
+        refuses=any(isinstance(node, ast.Raise | ast.Assert) for node in own),
     )
 
 
@@ -417,12 +420,12 @@ class Lookup:
         """Whether an object has been given the arguments to keep."""
         return key in self.keepers or any((m.name, n.name) in self.keepers for m, n in self.order(key))
 
-    def literal(self, module: Module, node: ast.expr) -> ast.Constant | None:
-        """A constant or a member of an enum, by its value."""
+    def literal(self, module: Module, node: ast.expr) -> ast.Constant | ast.Tuple | None:
+        """A constant or a member of an enum, by its value; several of them as a tuple."""
         return self._literal(module.name, ast.unparse(node))
 
     @remembered
-    def _literal(self, module_name: str, text: str) -> ast.Constant | None:
+    def _literal(self, module_name: str, text: str) -> ast.Constant | ast.Tuple | None:
         module, node = self.sources.module(module_name), conditions.parsed(text)
         assert module is not None
         if isinstance(node, ast.Name):
@@ -439,6 +442,8 @@ class Lookup:
                 return ast.Constant(members[node.attr])
             return None
         value = self.sources.evaluate(module, node)
+        if isinstance(value, list) and value and all(isinstance(one, str | int | float) for one in value):
+            return ast.Tuple([ast.Constant(one) for one in value], ast.Load())
         if value is NO_VALUE or not isinstance(value, str | int | float | bool | None):
             return None
         return ast.Constant(value)

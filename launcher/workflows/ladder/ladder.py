@@ -34,6 +34,7 @@ from launcher.runs.record import Record, mapping
 from launcher.stage import gates
 from launcher.stage.gates import Flag, RungFacts
 from launcher.stage.stage import Stage
+from launcher.upstream.citations import rendered
 from launcher.verdict.metrics import REWARDS
 from launcher.workflows import experiment
 from launcher.workflows.ladder.short import short_findings, short_overrides
@@ -259,7 +260,9 @@ def _without_deepspeed(stage: Stage, request: Request, gpus: int) -> tuple[list[
     keep = "offload" in options.deepspeed_name
     why = f"`{options.deepspeed_name}` keeps on the host what the card may not hold"
     if stage.entry.needs_process_group:
-        keep, why = True, "without it one process has no process group (dpo_utils.py:453)"
+        keep = True
+        barrier = rendered("dpo_utils.py::build_reference_logprobs_cache[dist.barrier #1]")
+        why = f"without it one process has no process group ({barrier})"
     place: dict[str, Any] = {"key": "deepspeed", **stage.config.origin("deepspeed").place}
     if keep:
         return [], [launch_finding("note", "deepspeed-kept", f"DeepSpeed stays on one GPU: {why}", **place)]

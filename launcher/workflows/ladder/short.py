@@ -10,6 +10,7 @@ from launcher.config.points import POINTS
 from launcher.errors import Finding, launch_finding
 from launcher.plan import plan
 from launcher.stage.stage import Stage
+from launcher.upstream.citations import rendered
 from launcher.upstream.schema import Values
 
 RESERVE = 1.25
@@ -26,8 +27,8 @@ def short_overrides(stage: Stage, *, steps: int, output: Path, batch: int | None
     slice of the data where upstream can cut one, uploads, evaluates and tracks nothing, saves no checkpoint
     and writes every loss down. The final model is saved: no argument of either backend leaves it out (the
     probe does, for `bench` and `tune`). The learning rate goes through its whole schedule, which neither
-    backend counts otherwise than the steps (finetune.py:709): such runs compare with each other, on any
-    number of GPUs, and not with the first steps of the full run.
+    backend counts otherwise than the steps (finetune.py::main[num_training_steps_for_scheduler =]): such runs compare
+    with each other, on any number of GPUs, and not with the first steps of the full run.
 
     `batch` is the rows of one step, where `batch:` does not say so. Several numbers of GPUs share a
     tokenised slice where they are given the largest of theirs. Data sets are cut in proportion; one
@@ -73,12 +74,14 @@ def short_findings(stage: Stage, steps: int) -> tuple[Finding, ...]:
     rows, needed = plan.count_rows(stage, stage.values), rows_needed(stage, steps)
     if rows is not None and rows <= 2 * needed:
         return (schedule,)
+    cited = rendered("trl/scripts/sft.py::main[train_dataset=dataset]")
+    cited = rendered("trl/scripts/sft.py::main[train_dataset=dataset]")
     uncut = _note(
         stage,
         "uncut-data",
         stage.entry.names.data,
         f"{'all rows' if rows is None else f'all {rows:,} rows'} are tokenised for {steps} steps: TRL takes a split "
-        f"whole, `train[:{needed}]` is not the name of one (trl/scripts/sft.py:106)",
+        f"whole, `train[:{needed}]` is not the name of one ({cited})",
         "it trains on no more than it needs; the tokenised rows are cached for the full run",
     )
     return (uncut, schedule)

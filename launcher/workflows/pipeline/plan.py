@@ -26,6 +26,7 @@ from launcher.planning.request import Request
 from launcher.planning.resume import changes
 from launcher.runs import runner
 from launcher.stage import stage
+from launcher.upstream.citations import rendered
 from launcher.upstream.schema import Values
 from launcher.upstream.trainers import BACKENDS
 from launcher.workflows.pipeline import evaluation
@@ -332,13 +333,16 @@ class _Planner:
                 message = f"`{name}` ends {before} before there is a model to continue from"
                 self._add(source.link, "pipeline-output", message, f"write `{name}: false`", f"args.{name}")
         if any(given.get(name) for name in _ADAPTERS):
-            # finetune.py:540, dpo_tune_cache.py:279, trl/trainer/utils.py:1354 read the model's config
+            # finetune.py::main[config = AutoConfig.from_pretrained #2],
+            # dpo_tune_cache.py::main[config = AutoConfig.from_pretrained #2],
+            # trl/trainer/utils.py::create_model_from_path[config = AutoConfig.from_pretrained] read the model's config
             message = f"{before} saves an adapter without its model: {link.name} cannot load it"
             help = "merge it into its model (`merge_and_unload` of peft), and begin from that"
             self._add(link, "pipeline-adapter", message, help, "from", layer="run")
         own = step.plan.stage
         if own.entry.whole_model and own.options.probe is None:
-            message = f"finetune.py:528 asks the hub for {source.model}: without the probe, which answers it, a local "
+            asks = rendered("finetune.py::main[snapshot_download]")
+            message = f"{asks} asks the hub for {source.model}: without the probe, which answers it, a local "
             message += "model cannot be trained"
             self._add(link, "pipeline-probe", message, "leave the probe on", "probe", layer="run")
         # one tokenizer for all of them: its chat template, and the token that it begins with
@@ -351,7 +355,7 @@ class _Planner:
             message, help = f"`{name}: {now}`: {before} trains with {shown}", f"one template for both: {change}"
             self._add(link, "pipeline-template", message, help, f"args.{name}", severity="warning")
         elif now is None and given.get("add_bos") is True and values.get("add_bos") is True:
-            # dataset_transformation.py:861
+            # dataset_transformation.py::get_tokenizer_tulu_v2_2[You specified add_bos]
             message = f"`add_bos` crashes: {before} saves a template that begins with the token already"
             help = "write `add_bos: false`"
             self._add(link, "pipeline-template", message, help, "args.add_bos", layer="run")

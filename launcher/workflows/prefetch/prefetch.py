@@ -1,9 +1,11 @@
 """`launch prepare`: whatever a run will need and no GPU has to do, done beforehand and proved to be found.
 
 Downloads come first: upstream's key of tokenised data holds what is in the hub's cache
-(dataset_transformation.py:84). Then upstream's own script tokenises, in one process on the CPU: it leaves
-before the model is loaded (finetune.py:520, dpo_tune_cache.py:267, dpo.py:182). What cannot be had so is
-listed: TRL tokenises while its trainer is made, and reference log-probabilities need the model.
+(dataset_transformation.py::get_commit_hash[file = launch_utils.custom_cached_file]). Then upstream's own script
+tokenises, in one process on the CPU: it leaves before the model is loaded
+(finetune.py::main[if args.cache_dataset_only], dpo_tune_cache.py::main[if args.cache_dataset_only],
+dpo.py::main[if args.cache_dataset_only]). What cannot be had so is listed: TRL tokenises while its trainer is made,
+and reference log-probabilities need the model.
 """
 
 import contextlib
@@ -37,6 +39,7 @@ from launcher.redaction import redact
 from launcher.runs import rundir, runner
 from launcher.runs.attempt import PROBE_SETTINGS, Command
 from launcher.runs.rundir import RunFolder
+from launcher.upstream.citations import rendered
 from launcher.verdict import evidence
 from launcher.verdict.ending import ending
 
@@ -51,6 +54,8 @@ _REPLACED: Mapping[str, bool | None] = {
 }
 
 Say = Callable[[str], None]
+
+_LOOKS = "dataset_transformation.py::LocalDatasetTransformationCache.load_or_transform_dataset[cache_path) and]"
 
 
 class TokenisingFailed(LaunchError):
@@ -252,7 +257,7 @@ class _Filling:
         values = self.plan.values
         prefix = "dataset_" if "dataset_skip_cache" in values else ""
         ways = {
-            "skip_cache": "the run tokenises all over, and looks for no set (dataset_transformation.py:1912)",
+            "skip_cache": f"the run tokenises all over, and looks for no set ({rendered(_LOOKS)})",
             "cache_mode": "the run looks for its set on the hub, not here",
             "config_hash": "the run takes a set by its name, whatever is there",
         }

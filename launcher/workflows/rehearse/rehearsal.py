@@ -16,6 +16,7 @@ from launcher.planning.collect import Facts
 from launcher.rules import registry
 from launcher.rules.context import Context
 from launcher.stage.stage import Judged
+from launcher.upstream.citations import rendered
 from launcher.upstream.trainers import Entry, entry_of
 from launcher.workflows.rehearse import arguments, further, memory
 from launcher.workflows.rehearse.arguments import ROWS, Arguments
@@ -278,7 +279,8 @@ class Attempts:
         self.findings += _about_rows(rows, self.entry, self.data_key())
         if answer.get("raw"):
             message = "OLMo-core cannot export this model: the run leaves model_state_dict.pt, which "
-            message += "transformers cannot load (olmo_core_utils.py:287)"
+            saves = rendered("olmo_core_utils.py::save_state_dict_as_hf[except NotImplementedError]")
+            message += f"transformers cannot load ({saves})"
             help = "an OLMo-2 or OLMo-3 model, or the script dpo_tune_cache.py"
             self.findings.append(_of_trainer("warning", "no-hf-export", message, help, key="args.config_name"))
         for what, names in self.whole.left_out.items():

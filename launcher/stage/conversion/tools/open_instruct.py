@@ -100,7 +100,9 @@ def _tokenizer(ledger: ConversionLedger) -> None:
 
 
 def _recomputation(ledger: ConversionLedger) -> None:
-    """DPO recomputes activations where `activation_memory_budget` is below 1 (open_instruct/dpo_tune_cache.py:376)."""
+    """DPO recomputes activations where `activation_memory_budget` is below 1
+    (open_instruct/dpo_tune_cache.py::main[elif args.activation_memory_budget]).
+    """
     setting = ledger.take("gradient_checkpointing")
     target = "activation_memory_budget"
     is_older = "gradient_checkpointing" not in ledger.schema.fields and target in ledger.schema.fields

@@ -146,7 +146,9 @@ def unlimited(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def collator_of(script: Any, arguments: Any, tokenizer: Any) -> Any:
-    """The collator that the script makes for these arguments (finetune.py:641, dpo_tune_cache.py:404)."""
+    """The collator that the script makes for these arguments (finetune.py::main[if args.packing],
+    dpo_tune_cache.py::main[if args.packing]).
+    """
     from open_instruct import dpo_utils
 
     is_pairs = hasattr(arguments, "mixer_list")

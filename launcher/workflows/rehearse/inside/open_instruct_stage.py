@@ -48,7 +48,7 @@ DUMMIES = Dummies()
 
 
 def import_with_dummies(name: str) -> None:
-    """dpo.py imports packages for other scripts' sake, vllm and docker among them (data_loader.py:29)."""
+    """dpo.py imports packages for other scripts' sake, vllm and docker among them (data_loader.py::[import vllm])."""
     sys.meta_path.append(DUMMIES)
     while True:
         try:
@@ -101,7 +101,7 @@ def run(request: dict[str, Any], report: dict[str, Any]) -> None:
         tokenizer.tokenizer_name_or_path = request["model"]
     arguments.model_name_or_path = request["model"]
     if olmo_core:
-        # which model OLMo-core builds goes by this name (olmo_core_utils.py:234)
+        # which model OLMo-core builds goes by this name (olmo_core_utils.py::setup_model[config_name or])
         arguments.config_name = arguments.config_name or name
         shrink_olmo_core(script)
     elif getattr(arguments, "config_name", None) not in (None, name):

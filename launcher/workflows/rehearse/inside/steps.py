@@ -15,7 +15,9 @@ STILL = 1e-12
 BLOWN_UP = 1e3
 """No learning rate that trains makes weights so many times as large within two steps."""
 RAW = "model_state_dict.pt"
-"""What dpo.py saves of a model that OLMo-core cannot export (olmo_core_utils.py:292)."""
+"""What dpo.py saves of a model that OLMo-core cannot export
+(olmo_core_utils.py::save_state_dict_as_hf[torch.save(state_dict]).
+"""
 
 
 @contextlib.contextmanager

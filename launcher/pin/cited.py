@@ -1,0 +1,195 @@
+"""Every citation of upstream's source in this repository, and the committed tables of where each is.
+
+For those who change rules or move the pin: nothing else reads launch's own source.
+"""
+
+import ast
+import io
+import json
+import tokenize
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from launcher.machine.git import Repository
+from launcher.rules import registry
+from launcher.upstream import citations
+from launcher.upstream.citations import Committed, Table
+from launcher.upstream.source.packages import Folder, Tree, find_package
+from launcher.upstream.trainers import BACKENDS
+
+FOLDERS = ("launcher", "docs", "tests")
+PACKAGE = "open_instruct"
+_EVIDENCE = "evidence"
+_BESIDE = ("README.md", "pyproject.toml")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Citing:
+    """A line of this repository, relative to its root, and what it cites."""
+
+    file: str
+    line: int
+    citation: str
+
+    @property
+    def where(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+def find_citations(root: Path) -> list[Citing]:
+    """What the source, the tests and the pages of a clone cite, in the order of files and lines."""
+    found: list[Citing] = []
+    for folder in FOLDERS:
+        for path in sorted((root / folder).rglob("*")):
+            name = path.relative_to(root).as_posix()
+            if path.suffix not in {".py", ".md"} or _EVIDENCE in path.parts or name in _ABOUT_CITATIONS:
+                continue
+            text = path.read_text(encoding="utf-8")
+            if "::" in text:
+                pieces = _python(text) if path.suffix == ".py" else enumerate(text.splitlines(), 1)
+                found += [Citing(name, line, cited) for line, piece in pieces for cited in citations.citations(piece)]
+    for name in _BESIDE:
+        path = root / name
+        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
+        for line, text in enumerate(lines, 1):
+            found += [Citing(name, line, cited) for cited in citations.citations(text)]
+    return sorted(set(found))
+
+
+# they show what a citation looks like, or list all of them
+_ABOUT_CITATIONS = frozenset(
+    {
+        "docs/cited.md",
+        "docs/pin.md",
+        "launcher/upstream/citations.py",
+        "tests/rules/test_cited.py",
+        "tests/pin/test_move.py",
+        "tests/agreement/test_upstream_facts.py",
+    }
+)
+
+
+def _python(text: str) -> Iterator[tuple[int, str]]:
+    """The strings of a module, whole where they are written in parts, and its comments, with their lines."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            for number, line in enumerate(node.value.split("\n")):
+                yield node.lineno + number, line
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+
+
+def in_package(cited: Sequence[Citing], package: str) -> list[str]:
+    """The citations of one package, each once, sorted."""
+    return sorted({citing.citation for citing in cited if citing.citation.startswith(f"{package}/")})
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """The tables as they are committed, and why some could not be brought up to date."""
+
+    committed: Committed
+    problems: tuple[str, ...] = ()
+
+    def text(self) -> str:
+        """The tables as JSON, one citation a line."""
+        parts = []
+        for release, table in sorted(self.committed.tables.items()):
+            rows = [f"  {json.dumps(name)}: {json.dumps(list(place))}" for name, place in sorted(table.items())]
+            parts.append(f" {json.dumps(release)}: {{\n" + ",\n".join(rows) + "\n }")
+        head = f'"pin": {json.dumps(self.committed.pin)},\n"later": {json.dumps(list(self.committed.later))},\n'
+        return f'{{\n{head}"releases": {{\n' + ",\n".join(parts) + "\n}\n}\n"
+
+
+def commits_of_rules() -> tuple[str, ...]:
+    """The commits, of any length, at which rules were confirmed: the baseline, and all that `reviewed` names."""
+    backend = BACKENDS[PACKAGE]
+    names = {name for rule in rules_of(PACKAGE) for name in citations.reviews_of(rule)}
+    return (backend.BASELINE, *sorted(names))
+
+
+def rules_of(backend: str) -> list[Callable[..., object]]:
+    """Every rule about a backend's scripts, each once."""
+    rules: list[Callable[..., object]] = []
+    for key in BACKENDS[backend].STAGES:
+        rules += [*registry.of_script(backend, key), *registry.of_stage(backend, key)]
+    return list(dict.fromkeys(rules))
+
+
+def later_than(pin: str, commits: Iterable[str], repository: Repository) -> tuple[str, ...]:
+    """Those of some commits that come after the pin."""
+    others = sorted(commit for commit in commits if commit != pin)
+    return tuple(commit for commit in others if repository.ask("merge-base", "--is-ancestor", pin, commit) is not None)
+
+
+def take_tables(
+    cited: Sequence[Citing],
+    old: Mapping[str, Table],
+    trees: Mapping[str, Tree],
+    commits: Mapping[str, Tree],
+    later: tuple[str, ...],
+) -> Tables:
+    """The tables of the commits that are to be known, and of the packages at hand.
+
+    `commits` are trees of open-instruct by full commit, those of `later` come after the pin; `trees` are other
+    packages by release (`trl 1.16.0`). A package that is not among these keeps its table of `old`, if that holds
+    all that is cited.
+    """
+    by_release: dict[str, Table] = {}
+    problems: list[str] = []
+    for commit, tree in commits.items():
+        by_release[f"{PACKAGE} {commit}"] = citations.table({PACKAGE: tree}, in_package(cited, PACKAGE))
+    names = {citing.citation.partition("/")[0] for citing in cited} - {PACKAGE}
+    for package in sorted(names):
+        named = in_package(cited, package)
+        kept = next((release for release in old if release.startswith(f"{package} ")), None)
+        current = next((release for release in trees if release.startswith(f"{package} ")), None)
+        if current is not None and kept in {None, current}:
+            by_release[current] = citations.table({package: trees[current]}, named)
+            continue
+        unlisted = named if kept is None else [citation for citation in named if citation not in old[kept]]
+        if kept is not None:
+            by_release[kept] = {name: place for name, place in old[kept].items() if name in named}
+        if unlisted:
+            release = kept or package
+            problems.append(f"{len(unlisted)} line(s) of {release} are cited and it is not installed: {unlisted[0]}")
+    return Tables(Committed(BACKENDS[PACKAGE].PIN, by_release, later), tuple(problems))
+
+
+def installed(cited: Sequence[Citing]) -> dict[str, Tree]:
+    """The cited packages that are installed here, by release."""
+    trees: dict[str, Tree] = {}
+    for package in sorted({citing.citation.partition("/")[0] for citing in cited} - {PACKAGE}):
+        folder = find_package(package)
+        if folder is not None:
+            distribution = _DISTRIBUTIONS.get(package, package)
+            release = metadata.version(distribution).partition("+")[0]
+            trees[f"{package} {release}"] = Folder(folder)
+    return trees
+
+
+_DISTRIBUTIONS = {"olmo_core": "ai2-olmo-core"}
+
+
+def stale(cited: Sequence[Citing], tables: Sequence[Table], pin: str) -> list[Citing]:
+    """What is cited of open-instruct and is in none of these tables: of the pin, and of known commits after it.
+
+    What a rule cites may be gone where somebody has confirmed the rule at the pin.
+    """
+    excused = {
+        citation
+        for rule in rules_of(PACKAGE)
+        if any(pin.startswith(name) for name in citations.reviews_of(rule))
+        for citation in citations.of_rule(rule)
+    }
+    prefix = f"{PACKAGE}/"
+    return [
+        citing
+        for citing in cited
+        if citing.citation.startswith(prefix)
+        and citing.citation not in excused
+        and not any(citing.citation in table for table in tables)
+    ]

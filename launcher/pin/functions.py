@@ -1,0 +1,148 @@
+"""Which functions on a script's path have other bodies at another commit, and which behaviours launch knows of."""
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from launcher.upstream import behaviour
+from launcher.upstream.entry import Entry
+from launcher.upstream.locate import Upstream
+from launcher.upstream.schema import Schema
+from launcher.upstream.source import reached, reads
+from launcher.upstream.source.packages import Sources
+from launcher.upstream.source.reached import Reached
+
+_SHOWN_LINES = 12
+_CONTEXT_LINES = 1
+HEADINGS = {"changed": "changed", "reached": "newly reached", "left": "reached no more"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionDifference:
+    """One function, or constant, on the path of a script that is not the same at both commits.
+
+    `what` is a key of `HEADINGS`; `old` and `new` are `file:line` where it stands, None where the script does
+    not reach it. `before` and `after` are its texts without docstrings and log calls, `diff` their lines as
+    `diff -u` would show them.
+    """
+
+    symbol: str
+    what: str
+    old: str | None
+    new: str | None
+    before: str | None
+    after: str | None
+    diff: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BehaviourDifference:
+    """One behaviour that rules depend on and that differs; `old` and `new` are None where nothing tells."""
+
+    name: str
+    says: str
+    old: bool | None
+    new: bool | None
+
+
+def on_path(source: Upstream, entry: Entry, schema: Schema) -> Mapping[str, Reached]:
+    """The functions that an entry script reaches in a source; nothing where it cannot be followed."""
+    sources = Sources(source.packages)
+    try:
+        classes = reads.entry_classes(sources, entry.script)
+    except LookupError:
+        classes = list(entry.classes)
+    try:
+        return reached.functions_on_path(sources, entry.script, classes, schema.fields, entry.recorders)
+    except (LookupError, RecursionError, SyntaxError, ValueError):
+        return {}
+
+
+def compare(old: Mapping[str, Reached], new: Mapping[str, Reached]) -> tuple[FunctionDifference, ...]:
+    """What differs, by symbol: other bodies first, then what is reached at one commit alone."""
+    changed = [name for name in new if name in old and new[name].text != old[name].text]
+    begun = [name for name in new if name not in old]
+    left = [name for name in old if name not in new]
+    differences = [_difference("changed", old[name], new[name]) for name in changed]
+    differences += [_difference("reached", None, new[name]) for name in begun]
+    differences += [_difference("left", old[name], None) for name in left]
+    return tuple(differences)
+
+
+def _difference(what: str, old: Reached | None, new: Reached | None) -> FunctionDifference:
+    one = new or old
+    assert one is not None
+    before = None if old is None else old.text
+    after = None if new is None else new.text
+    lines: tuple[str, ...] = ()
+    if before is not None and after is not None:
+        compared = difflib.unified_diff(before.splitlines(), after.splitlines(), n=_CONTEXT_LINES, lineterm="")
+        lines = tuple(compared)[2:]
+    return FunctionDifference(
+        symbol=one.symbol, what=what, old=_place(old), new=_place(new), before=before, after=after, diff=lines
+    )
+
+
+def _place(function: Reached | None) -> str | None:
+    if function is None:
+        return None
+    file = function.symbol.partition("::")[0]
+    return f"{file}:{function.line}"
+
+
+def behaviours(old: Schema, new: Schema) -> tuple[BehaviourDifference, ...]:
+    """The behaviours of `behaviour.BEHAVIOURS` in which two commits differ for one entry script."""
+    differences = []
+    for known in behaviour.of_script(new.key):
+        first = old.does(known.name)
+        second = new.does(known.name)
+        if first is not second:
+            differences.append(BehaviourDifference(name=known.name, says=known.says, old=first, new=second))
+    return tuple(differences)
+
+
+def lines(by_stage: Mapping[str, tuple[FunctionDifference, ...]], *, everything: bool) -> Iterator[str]:
+    """The section for people: each function once, with the stages that reach it."""
+    stages: dict[FunctionDifference, list[str]] = {}
+    for stage, differences in by_stage.items():
+        for difference in differences:
+            stages.setdefault(difference, []).append(stage)
+    if not stages:
+        yield "functions on the path that changed: none"
+        return
+    yield "functions on the path that changed, without docstrings and log calls:"
+    for what, heading in HEADINGS.items():
+        found = [difference for difference in stages if difference.what == what]
+        if not found:
+            continue
+        yield f"  {heading}:"
+        for difference in found:
+            line = str(difference.new or difference.old).rpartition(":")[2]
+            yield f"    {difference.symbol}  ({', '.join(stages[difference])}; line {line})"
+            if everything:
+                yield from _shown(difference)
+    if not everything:
+        yield "  (--all shows what changed in each)"
+
+
+def _shown(difference: FunctionDifference) -> Iterator[str]:
+    for line in difference.diff[:_SHOWN_LINES]:
+        yield f"      {line}".rstrip()
+    more = len(difference.diff) - _SHOWN_LINES
+    if more > 0:
+        yield f"      ... {more} more lines (--format json has them all)"
+
+
+def behaviour_lines(by_stage: Mapping[str, tuple[BehaviourDifference, ...]]) -> Iterator[str]:
+    """What launch knows of the change: each behaviour once, with the stages that it is about."""
+    stages: dict[BehaviourDifference, list[str]] = {}
+    for stage, differences in by_stage.items():
+        for difference in differences:
+            stages.setdefault(difference, []).append(stage)
+    if not stages:
+        return
+    yield "what upstream does otherwise, as far as launch's rules know of it:"
+    words = {True: "yes", False: "no", None: "not known"}
+    for difference, names in stages.items():
+        states = f"{words[difference.old]} -> {words[difference.new]}"
+        yield f"  {difference.name}: {states}: {difference.says}  ({', '.join(names)})"

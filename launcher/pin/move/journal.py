@@ -1,0 +1,112 @@
+"""Files of a clone replaced together: prepared whole beside them first, so that no moment leaves half of them.
+
+A journal lies in the clone's git folder. It is renamed into place once it holds every new text; from then on the
+change happens, by this process or by the next one.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from launcher.errors import NotReady, launch_finding
+from launcher.files import write_bytes
+
+NAME = "launch-pin-move"
+_PART = f"{NAME}.part"
+_GITLINK = "160000"
+
+
+@dataclass(frozen=True, slots=True)
+class Journal:
+    """What is to become of a clone: the folder that holds the new texts, and the clone that they are for."""
+
+    clone: Path
+    folder: Path
+
+    @property
+    def exists(self) -> bool:
+        return (self.folder / "changes.json").is_file()
+
+    def write(self, files: Mapping[str, bytes], gitlink: Mapping[str, str]) -> None:
+        """Prepare new texts of files, by their path in the clone, and the commits of its submodules."""
+        part = self.folder.with_name(_PART)
+        shutil.rmtree(part, ignore_errors=True)
+        part.mkdir(parents=True)
+        listed: list[dict[str, Any]] = []
+        for number, (name, raw) in enumerate(sorted(files.items())):
+            write_bytes(part / str(number), raw, durable=True)
+            listed.append({"path": name, "before": _digest_of(self.clone / name), "after": _digest(raw)})
+        record = {"files": listed, "gitlink": dict(gitlink)}
+        write_bytes(part / "changes.json", json.dumps(record, indent=1).encode(), durable=True)
+        os.rename(part, self.folder)
+
+    def apply(self) -> None:
+        """Replace the files, then the submodules' commits, and remove the journal; what is done already is skipped.
+
+        Raises NotReady, before it writes anything, where a file was changed after it was prepared.
+        """
+        record = json.loads((self.folder / "changes.json").read_bytes())
+        findings = []
+        for row in record["files"]:
+            if _digest_of(self.clone / row["path"]) not in {row["before"], row["after"]}:
+                message = "was changed after a move of the pin began that did not end"
+                help = f"undo the change and repeat the command, or give that move up: rm -r {self.folder}"
+                findings.append(launch_finding("error", "move-interrupted", message, help, file=row["path"]))
+        if findings:
+            raise NotReady(findings)
+        # what can be refused comes first
+        for path, commit in record["gitlink"].items():
+            self._record(path, commit, begun=any(_is_new(self.clone, row) for row in record["files"]))
+        for number, row in enumerate(record["files"]):
+            target = self.clone / row["path"]
+            if not _is_new(self.clone, row):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                _replace(target, (self.folder / str(number)).read_bytes())
+        shutil.rmtree(self.folder)
+
+    def _record(self, path: str, commit: str, *, begun: bool) -> None:
+        """Write a submodule's commit into git's index; where it was not `begun`, a refusal gives the change up."""
+        entry = f"{_GITLINK},{commit},{path}"
+        words = ["git", "-C", str(self.clone), "update-index", "--add", "--cacheinfo", entry]
+        done = subprocess.run(words, capture_output=True, text=True)
+        if done.returncode == 0:
+            return
+        if not begun:
+            shutil.rmtree(self.folder)
+        reason = " ".join(done.stderr.split())
+        message = f"git cannot record the commit of {path}: {reason}"
+        raise NotReady(launch_finding("error", "move-interrupted", message, "repeat the command", file=path))
+
+
+def _is_new(clone: Path, row: Mapping[str, Any]) -> bool:
+    after: str = row["after"]
+    return _digest_of(clone / row["path"]) == after
+
+
+def _replace(target: Path, raw: bytes) -> None:
+    """Write a file whole. What a kill leaves beside it has always the same name, and the next one writes over it."""
+    beside = target.with_name(f".{target.name}.{NAME}")
+    with beside.open("wb") as stream:
+        stream.write(raw)
+        stream.flush()
+        os.fsync(stream.fileno())
+    if target.exists():
+        shutil.copymode(target, beside)
+    os.replace(beside, target)
+
+
+def _digest_of(path: Path) -> str | None:
+    try:
+        return _digest(path.read_bytes())
+    except FileNotFoundError:
+        return None
+
+
+def _digest(raw: bytes) -> str:
+    return hashlib.sha256(raw).hexdigest()

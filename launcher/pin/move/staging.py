@@ -1,0 +1,162 @@
+"""A copy of a clone in which everything that follows from the pin is made anew, before the clone is touched."""
+
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from launcher.errors import InvalidConfig, NotReady, launch_finding, not_ready
+from launcher.machine.git import Repository
+from launcher.upstream.source.packages import find_package
+
+PINNED = "launcher/upstream/open_instruct.py"
+_PIN = re.compile(r'^PIN = "([0-9a-f]{40})"$', re.MULTILINE)
+NAMING = ("README.md",)
+"""Pages that name the pin in words."""
+GOLDEN = ("tests/plan/test_command.py", "tests/plan/test_plan_golden.py", "tests/agreement/test_parser_agreement.py")
+"""Tests that write what they compare with; none of them writes what is cited."""
+_READ = ("open_instruct", "configs", "scripts", "pyproject.toml")  # not the pictures, which a partial clone lacks
+NEEDS = ("pytest", "olmo_core", "transformers", "deepspeed", "hypothesis")
+_TRAILING = 12
+_STALE = 3  # of scripts/snapshot.py: all is written, some citations are not at the commit
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """What a move would change: new texts by path, and the tests of `GOLDEN` that fail at the new commit."""
+
+    files: Mapping[str, bytes]
+    failed: tuple[str, ...]
+
+
+def require_packages() -> None:
+    """Raises NotReady where this Python lacks what the snapshot and the golden files are made with."""
+    lacking = [name for name in NEEDS if find_package(name) is None]
+    if lacking:
+        message = f"moving the pin needs {', '.join(lacking)} in {sys.executable}"
+        raise not_ready(
+            "no-trainer", message, "make install-open-instruct install-dev, then .venv/bin/launch pin move"
+        )
+
+
+def stage(clone: Path, place: Path, repository: Repository, commit: str, say: Callable[[str], None]) -> Staged:
+    """Move the pin in a copy of a clone that is made in `place`.
+
+    Raises InvalidConfig where the new commit cannot be read as this launch reads open-instruct, NotReady where
+    something here is lacking.
+    """
+    copy, checkout = place / "launch", place / "open-instruct"
+    names = list(_tracked(clone))
+    for name in names:
+        target = copy / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(clone / name, target, follow_symlinks=False)
+    say(f"Reading open-instruct at {commit[:12]}")
+    _export(repository, commit, checkout)
+    old = _set_pin(copy, commit)
+    steps = _Steps(copy, checkout)
+    # each step reads what the ones before it wrote
+    say("Taking its snapshot (about half a minute)")
+    source = ["--repository", str(repository.root), "--commit", commit, "--only", "open_instruct"]
+    steps.run("scripts/snapshot.py", str(checkout), *source, also=_STALE)
+    steps.run("scripts/history.py", str(repository.root), commit)
+    for name in NAMING:
+        page = copy / name
+        page.write_text(page.read_text(encoding="utf-8").replace(old, commit), encoding="utf-8")
+    steps.run("scripts/reference.py")
+    say("Asking its own parsers about the generated sets and planning the shipped files (some minutes)")
+    failed = steps.write_golden()
+    changed = {name: raw for name in _files_below(copy, names) if (raw := _changed(copy, clone, name)) is not None}
+    return Staged(changed, failed)
+
+
+def _tracked(clone: Path) -> Iterator[str]:
+    """The files of a clone that git tracks or would, as they lie there now."""
+    command = ["git", "-C", str(clone), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, capture_output=True, check=True).stdout
+    for raw in sorted(set(listed.split(b"\0")) - {b""}):
+        name = os.fsdecode(raw)
+        path = clone / name
+        if path.is_symlink() or path.is_file():
+            yield name
+
+
+def _export(repository: Repository, commit: str, target: Path) -> None:
+    """What launch and its tests read of a commit, without a history, as git stored it."""
+    there = (repository.ask("ls-tree", "--name-only", commit) or "").splitlines()
+    parts = [name for name in _READ if name in there]
+    command = ["git", "-C", str(repository.root), "archive", "--format=tar", commit, "--", *parts]
+    done = subprocess.run(command, capture_output=True)
+    if done.returncode != 0:
+        raise not_ready("unknown-commit", f"git cannot read {commit}: {done.stderr.decode(errors='replace').strip()}")
+    target.mkdir()
+    with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
+        archive.extractall(target, filter="data")
+
+
+def _set_pin(copy: Path, commit: str) -> str:
+    """Write the pin where launch reads it; returns the one before."""
+    path = copy / PINNED
+    text = path.read_text(encoding="utf-8")
+    before = _PIN.search(text)
+    if before is None:
+        raise not_ready("no-pin", f"no line `PIN = ...` is in {PINNED}", f"git checkout -- {PINNED}", file=PINNED)
+    path.write_text(_PIN.sub(f'PIN = "{commit}"', text), encoding="utf-8")
+    return before[1]
+
+
+def _files_below(copy: Path, names: Sequence[str]) -> Iterator[str]:
+    """What was copied, and what the steps wrote beside it."""
+    yield from names
+    for folder in ("docs", "tests/data", "launcher/upstream/snapshots"):
+        for path in sorted((copy / folder).rglob("*")):
+            name = path.relative_to(copy).as_posix()
+            if path.is_file() and name not in names and "__pycache__" not in path.parts:
+                yield name
+
+
+def _changed(copy: Path, clone: Path, name: str) -> bytes | None:
+    """The new text of a file; None where it is as it was."""
+    if (copy / name).is_symlink():
+        return None
+    raw = (copy / name).read_bytes()
+    before = clone / name
+    return None if before.is_file() and before.read_bytes() == raw else raw
+
+
+@dataclass(frozen=True, slots=True)
+class _Steps:
+    """Programs of the copy, which import the copy's own launch."""
+
+    copy: Path
+    checkout: Path
+
+    def run(self, *words: str, also: int = 0) -> None:
+        """Raises InvalidConfig with the last lines of a step that ends with another code than 0 or `also`."""
+        done = self._python(words, {})
+        if done.returncode not in {0, also}:
+            last = "; ".join((done.stderr or done.stdout).strip().splitlines()[-_TRAILING:])
+            message = f"{words[0]} cannot follow to this commit: {last}"
+            help = "launch does not read this commit yet: see what `launch pin diff` says of it"
+            raise InvalidConfig(launch_finding("error", "unreadable-source", message, help))
+
+    def write_golden(self) -> tuple[str, ...]:
+        """Let the tests of `GOLDEN` write; returns those that fail all the same."""
+        words = ["-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "-rfE", *GOLDEN]
+        done = self._python(words, {"LAUNCH_GOLDEN": "write", "LAUNCH_OPEN_INSTRUCT": str(self.checkout)})
+        if done.returncode not in {0, 1}:
+            last = "; ".join((done.stderr + done.stdout).strip().splitlines()[-_TRAILING:])
+            raise NotReady(launch_finding("error", "no-golden", f"the golden files cannot be written: {last}"))
+        lines = (line.partition(" ")[2] for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR ")))
+        return tuple(line.partition(" - ")[0] for line in lines)
+
+    def _python(self, words: Sequence[str], more: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+        environ = {name: value for name, value in os.environ.items() if not name.startswith("LAUNCH_")}
+        environ |= {"PYTHONPATH": str(self.copy), "PYTHONDONTWRITEBYTECODE": "1", **more}
+        return subprocess.run([sys.executable, *words], cwd=self.copy, env=environ, capture_output=True, text=True)

@@ -1,0 +1,161 @@
+"""Rules whose meaning changed upstream: the same stage, at a commit of each kind.
+
+The sources themselves are asked in tests/agreement/test_meaning_agreement.py; here no checkout is needed.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.rules import premises, registry
+from launcher.rules.context import Context
+from launcher.rules.open_instruct import gradient
+from launcher.upstream import behaviour, facts, locate
+from launcher.upstream.schema import Schema, Values
+from launcher.upstream.trainers import BACKENDS
+
+DPO, OLMO_CORE = "dpo", "dpo_olmo_core"
+PLAIN: Mapping[str, Any] = {"model_name_or_path": "Qwen/Qwen3-0.6B", "max_seq_length": 1024, "push_to_hub": False}
+TWO_SETS = ["a", "1.0", "b", "0.5"]
+ZERO2 = {"zero_optimization": {"stage": 2}}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A stage, what is said of it where upstream behaves as at the pin (`before`), and where it does not."""
+
+    script: str
+    behaviour: str
+    given: dict[str, Any]
+    before: set[str]
+    after: set[str]
+    context: dict[str, Any] = field(default_factory=dict)
+
+
+CASES = {
+    "two splits for two sets": Case(
+        "sft", behaviour.ONE_SPLIT_A_SET,
+        {"dataset_mixer_list": TWO_SETS, "dataset_mixer_list_splits": ["train", "test"]}, {"mixer-splits"}, set(),
+    ),
+    "four splits for two sets": Case(
+        "sft", behaviour.ONE_SPLIT_A_SET,
+        {"dataset_mixer_list": TWO_SETS, "dataset_mixer_list_splits": ["train", "train", "test", "test"]},
+        set(), {"mixer-splits"},
+    ),
+    "one split": Case(
+        "sft", behaviour.ONE_SPLIT_A_SET,
+        {"dataset_mixer_list": TWO_SETS, "dataset_mixer_list_splits": ["train"]}, set(), set(),
+    ),
+    "a negative limit": Case(
+        DPO, behaviour.GUARDS_NEGATIVE_CLIPPING, {"max_grad_norm": -1}, set(), {"reversed-gradient"},
+    ),
+    "a negative limit that is no -1": Case(
+        DPO, behaviour.GUARDS_NEGATIVE_CLIPPING, {"max_grad_norm": -0.5}, {"out-of-range"}, {"reversed-gradient"},
+    ),
+    "a negative limit with DeepSpeed": Case(
+        DPO, behaviour.GUARDS_NEGATIVE_CLIPPING, {"max_grad_norm": -1}, set(), set(), {"deepspeed": ZERO2},
+    ),
+    "no limit": Case(DPO, behaviour.GUARDS_NEGATIVE_CLIPPING, {"max_grad_norm": 0}, set(), set()),
+    "a negative limit for OLMo-core": Case(
+        OLMO_CORE, behaviour.GUARDS_NEGATIVE_CLIPPING, {"max_grad_norm": -1}, set(), {"reversed-gradient"},
+    ),
+    "a limit of nothing for OLMo-core": Case(
+        OLMO_CORE, behaviour.GUARDS_NEGATIVE_CLIPPING, {"max_grad_norm": 0}, set(), {"reversed-gradient"},
+    ),
+    "packed samples": Case(
+        OLMO_CORE, behaviour.MIXES_PACKED_SAMPLES, {"packing": True, "attn_implementation": "flash_2"},
+        {"packing-leaks"}, set(),
+    ),
+    "packed by torch's attention": Case(
+        OLMO_CORE, behaviour.PACKS_WITH_FLASH_ALONE, {"packing": True, "attn_implementation": "torch"},
+        set(), {"packing-refused"},
+    ),
+    "packed without flash-attn": Case(
+        OLMO_CORE, behaviour.PACKS_WITH_FLASH_ALONE, {"packing": True}, set(), {"packing-refused"}, {"packages": {}},
+    ),
+    "packed by flash-attn": Case(
+        OLMO_CORE, behaviour.PACKS_WITH_FLASH_ALONE, {"packing": True, "attn_implementation": "flash_2"},
+        set(), set(),
+    ),
+    "a model of Qwen's": Case(OLMO_CORE, behaviour.EXPORTS_OLMO_ALONE, {}, {"no-hf-export"}, set()),
+    "a mixture of experts": Case(
+        OLMO_CORE, behaviour.VERIFIES_EXPORT, {"config_name": "olmoe_1B_7B"}, set(), {"no-hf-export"},
+    ),
+    "a schedule that dpo.py does not have": Case(
+        OLMO_CORE, behaviour.REPLACES_SCHEDULES, {"lr_scheduler_type": "polynomial"},
+        {"scheduler-replaced"}, {"scheduler-type"},
+    ),
+    "constant with a warm-up": Case(
+        OLMO_CORE, behaviour.REPLACES_SCHEDULES, {"lr_scheduler_type": "constant_with_warmup"},
+        set(), {"scheduler-type"},
+    ),
+    "no checkpoint kept": Case(
+        OLMO_CORE, behaviour.LIMITS_CHECKPOINTS, {"keep_last_n_checkpoints": 0}, set(), {"out-of-range"},
+    ),
+    "no temporary checkpoints": Case(
+        OLMO_CORE, behaviour.SKIPS_NO_INTERVAL, {"ephemeral_save_interval": 0}, {"checkpoint-steps"}, set(),
+    ),
+    "no model": Case(OLMO_CORE, behaviour.ASKS_FOR_MODEL, {"model_name_or_path": ""}, {"no-model"}, set()),
+    "a tokenizer called OLMo's": Case(
+        "sft", behaviour.OLMO_BY_NAME, {"model_name_or_path": "demo/olmo2", "chat_template_name": "tulu"},
+        set(), {"olmo-tokenizer"},
+    ),
+    "one called so, with what its template needs": Case(
+        "sft", behaviour.OLMO_BY_NAME,
+        {"model_name_or_path": "demo/olmo2", "chat_template_name": "tulu", "add_bos": True}, set(), set(),
+    ),
+}  # fmt: skip
+
+
+def pinned(script: str) -> Schema:
+    return facts.schema_of(locate.snapshot("open_instruct"), BACKENDS["open_instruct"], script, "snapshot", "pin")
+
+
+def said(schema: Schema, case: Case) -> set[str]:
+    values = Values(schema, {**PLAIN, **case.given})
+    if case.given.get("model_name_or_path") == "":
+        values = Values(schema, {name: value for name, value in PLAIN.items() if name != "model_name_or_path"})
+    context = Context(values=values, **case.context)
+    return {finding.code for finding in (*registry.apply(values), *registry.apply_in(context))}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_stage_at_a_commit_of_each_kind(case: Case) -> None:
+    schema = pinned(case.script)
+    was = schema.does(case.behaviour)
+    assert was is not None
+    other = replace(schema, behaviours={**schema.behaviours, case.behaviour: not was})
+    codes = case.before | case.after
+    assert (said(schema, case) & codes, said(other, case) & codes) == (case.before, case.after)
+    if not codes:
+        assert said(schema, case) == said(other, case)
+
+
+@pytest.mark.parametrize(("biased", "codes"), [(True, {"lora-biases"}), (False, set())])
+def test_frozen_biases_crash_where_their_group_is_kept(tmp_path: Path, biased: bool, codes: set[str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "attention_bias": biased}))
+    given = {"model_name_or_path": str(tmp_path), "use_lora": True}
+    case = Case("sft", behaviour.KEEPS_EMPTY_GROUPS, given, codes, set(), {"deepspeed": ZERO2, "gpus": 2})
+    schema = pinned("sft")
+    mended = replace(schema, behaviours={**schema.behaviours, case.behaviour: False})
+    assert said(schema, case) & {"lora-biases"} == codes
+    assert "lora-biases" not in said(mended, case)
+
+
+def test_where_nothing_tells_a_new_rule_is_silent_and_an_old_one_speaks() -> None:
+    schema = replace(pinned(OLMO_CORE), behaviours={})
+    assert not premises.applies(gradient.scaled_by_limit, schema)
+    packed = Case(OLMO_CORE, "", {"packing": True, "max_grad_norm": -1}, set(), set())
+    assert "packing-leaks" in said(schema, packed)
+    assert "reversed-gradient" not in said(schema, packed)
+
+
+def test_every_premise_is_a_behaviour_that_launch_knows_of_that_script() -> None:
+    for key in BACKENDS["open_instruct"].STAGES:
+        known = {one.name for one in behaviour.of_script(key)}
+        for rule in (*registry.of_script("open_instruct", key), *registry.of_stage("open_instruct", key)):
+            assert {premise.behaviour for premise in premises.premises_of(rule)} <= known, rule.__qualname__

@@ -42,7 +42,7 @@ _PLACES = frozenset("output_dir logging_dir run_name hub_token hub_model_id cach
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Written:
+class WrittenCard:
     """A card that was written; `kept` is where the one before was moved to, `replaced` what was written over."""
 
     path: Path
@@ -63,7 +63,7 @@ def made_of(model: TrainedModel) -> str:
     return f"{_head(model, run, lineage)}<!-- launch card {digest}: what is edited here is kept -->\n{text}"
 
 
-def write(model: TrainedModel, text: str, *, replace: bool) -> Written:
+def write(model: TrainedModel, text: str, *, replace: bool) -> WrittenCard:
     """Write a card beside the model; with `replace` another one is moved aside first. An empty form is written over.
 
     Raises NotReady where a README.md lies there that launch did not write, or that was edited, or that cannot be
@@ -86,7 +86,7 @@ def write(model: TrainedModel, text: str, *, replace: bool) -> Written:
     except OSError as error:
         message = f"cannot be written: {error.strerror or error}"
         raise not_ready("unwritable-file", message, file=str(path)) from None
-    return Written(path=path, kept=kept, replaced=replaced)
+    return WrittenCard(path=path, kept=kept, replaced=replaced)
 
 
 def is_foreign(path: Path) -> bool:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from launcher.stage.conversion.settings import Setting, name_of, value_of
+from launcher.stage.conversion.settings import SourceSetting, name_of, value_of
 from launcher.stage.shell.expansion import Argument
 from launcher.stage.shell.interpreter import ScriptCommand
 
@@ -55,11 +55,11 @@ class Invocation:
     kind: str
     line: int
     file: str
-    settings: list[Setting] = field(default_factory=list)
-    launchers: list[Setting] = field(default_factory=list)
-    environment: list[Setting] = field(default_factory=list)
+    settings: list[SourceSetting] = field(default_factory=list)
+    launchers: list[SourceSetting] = field(default_factory=list)
+    environment: list[SourceSetting] = field(default_factory=list)
     configs: list[Argument] = field(default_factory=list)
-    positional: list[Setting] = field(default_factory=list)
+    positional: list[SourceSetting] = field(default_factory=list)
     with_accelerate: bool = False
     with_elastic: bool = False
     with_deepspeed: bool = False
@@ -71,7 +71,7 @@ def read(command: ScriptCommand) -> Invocation | None:
     words = command.arguments
     invocation = Invocation(program="", kind="", line=command.line, file=command.file, unless=command.unless)
     for name, value in command.environment:
-        setting = Setting(
+        setting = SourceSetting(
             key=name, value=value.text, written=name, file=command.file, line=command.line, missing=value.missing
         )
         invocation.environment.append(setting)
@@ -260,7 +260,7 @@ def _flags(words: Sequence[Argument], at: int, program: str, switches: frozenset
             parsed = value_of(words[place].text)
             missing = words[place].missing
             place += 1
-        setting = Setting(
+        setting = SourceSetting(
             key=name, value=parsed, written=f"{program} {flag}", file=invocation.file, line=word.line, missing=missing
         )
         invocation.launchers.append(setting)
@@ -286,7 +286,7 @@ def _wrapper(words: Sequence[Argument], at: int, invocation: Invocation) -> int 
             continue
         variable = re.fullmatch(r"([A-Za-z_]\w*)=(.*)", text, re.S)
         if variable is not None:
-            setting = Setting(
+            setting = SourceSetting(
                 key=variable[1],
                 value=variable[2],
                 written=variable[1],
@@ -315,7 +315,7 @@ def _wrapper_flag(words: Sequence[Argument], at: int, program: str, invocation: 
             parsed = value_of(following)
             missing = words[place].missing
             place += 1
-    setting = Setting(
+    setting = SourceSetting(
         key=name, value=parsed, written=f"{program} {flag}", file=invocation.file, line=word.line, missing=missing
     )
     invocation.launchers.append(setting)
@@ -395,5 +395,5 @@ def _trainer_flag(words: Sequence[Argument], place: int, invocation: Invocation)
     return place
 
 
-def _setting(key: str, written: str, value: object, word: Argument, missing: tuple[str, ...]) -> Setting:
-    return Setting(key=key, value=value, written=written, file="", line=word.line, missing=missing)
+def _setting(key: str, written: str, value: object, word: Argument, missing: tuple[str, ...]) -> SourceSetting:
+    return SourceSetting(key=key, value=value, written=written, file="", line=word.line, missing=missing)

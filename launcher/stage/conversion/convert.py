@@ -15,7 +15,7 @@ from launcher.errors import Finding, InvalidConfig, Severity, brief, launch_find
 from launcher.redaction import is_secret_variable, redact
 from launcher.stage.conversion import launchers, sbatch, sources
 from launcher.stage.conversion.ledger import PLACEHOLDER, ConversionLedger, is_secret, unknown_value
-from launcher.stage.conversion.settings import Recipe, Setting, last_of_each, name_of
+from launcher.stage.conversion.settings import Recipe, SourceSetting, last_of_each, name_of
 from launcher.stage.conversion.tools import axolotl, llama_factory, open_instruct, other_tools, torchtune, trl
 from launcher.stage.draft import Draft
 from launcher.upstream.locate import Locator, past
@@ -217,7 +217,7 @@ def _rest_of_script(ledger: ConversionLedger) -> None:
             if flag in settled:
                 continue
             settled.add(flag)
-            setting = Setting(key=name_of(flag), value=None, written=flag, file=str(recipe.path), line=number)
+            setting = SourceSetting(key=name_of(flag), value=None, written=flag, file=str(recipe.path), line=number)
             ledger.leave(setting, f"line {number} is no part of this training", matters=False)
 
 
@@ -267,7 +267,7 @@ _NAMED: Mapping[str, str] = {
 }
 
 
-def _name(ledger: ConversionLedger, setting: Setting, target: str) -> None:
+def _name(ledger: ConversionLedger, setting: SourceSetting, target: str) -> None:
     """The name of a run without the date and the like in it."""
     text = _without_unknown(setting).strip("-_./ ")
     if text:
@@ -275,7 +275,7 @@ def _name(ledger: ConversionLedger, setting: Setting, target: str) -> None:
         ledger.check(setting, f"`{target}`: {unknown_value(setting)}")
 
 
-def _without_unknown(setting: Setting) -> str:
+def _without_unknown(setting: SourceSetting) -> str:
     """A text without what only the shell knows, and without the signs that joined it."""
     text = str(setting.value)
     for expression in setting.missing:
@@ -284,7 +284,7 @@ def _without_unknown(setting: Setting) -> str:
     return re.sub(r"([-_])[-_]+", r"\1", text)
 
 
-def _output(ledger: ConversionLedger, setting: Setting) -> None:
+def _output(ledger: ConversionLedger, setting: SourceSetting) -> None:
     """A folder whose name holds what only the shell knows, such as the date: the rest of the name."""
     text = re.sub(r"/{2,}", "/", _without_unknown(setting)).strip()
     text = text.rstrip("/") or text
@@ -441,7 +441,7 @@ def describe(conversion: Conversion) -> None:
         place[written] = (_shown(omission.setting), omission.reason)
 
 
-def _shown(setting: Setting) -> str:
+def _shown(setting: SourceSetting) -> str:
     """The value of a setting for people, without secrets."""
     is_variable = setting.key.isupper() and setting.written == setting.key
     if is_secret(setting) or (is_variable and is_secret_variable(setting.key)):
@@ -466,7 +466,7 @@ def _findings(ledger: ConversionLedger) -> Iterator[Finding]:
         message = f"{brief(name)} is not here: what it says is missing"
         help = "put it where the script looks for it, or give it to `--from`"
         yield launch_finding("warning", "missing-source", message, help, file=str(ledger.recipe.path), line=line)
-    reasons: dict[str, list[Setting]] = {}
+    reasons: dict[str, list[SourceSetting]] = {}
     for omission in ledger.omissions.values():
         if omission.matters:
             reasons.setdefault(omission.reason, []).append(omission.setting)
@@ -476,6 +476,6 @@ def _findings(ledger: ConversionLedger) -> Iterator[Finding]:
         yield _finding(settings[0], "warning", "no-counterpart", f"{names} {verb} left out", reason)
 
 
-def _finding(setting: Setting, severity: Severity, code: str, message: str, help: str | None = None) -> Finding:
+def _finding(setting: SourceSetting, severity: Severity, code: str, message: str, help: str | None = None) -> Finding:
     place: dict[str, Any] = {"key": setting.key, "file": setting.file, "line": setting.line}
     return launch_finding(severity, code, message, help, **place)

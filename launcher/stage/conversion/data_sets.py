@@ -15,7 +15,7 @@ from typing import Any
 
 from launcher.stage.conversion import local_rows
 from launcher.stage.conversion.ledger import ConversionLedger
-from launcher.stage.conversion.settings import Setting, is_off
+from launcher.stage.conversion.settings import SourceSetting, is_off
 
 _READERS = {
     ".json": "json",
@@ -45,10 +45,10 @@ class DataSet:
 class SourceData:
     """The sets of a source, and what is set aside from training: a part, or a split of the same set."""
 
-    setting: Setting
+    setting: SourceSetting
     sets: list[DataSet] = field(default_factory=list)
     test_size: float | int | None = None
-    test_setting: Setting | None = None
+    test_setting: SourceSetting | None = None
     test_split: str | None = None
     evaluates: bool = False
 
@@ -57,7 +57,7 @@ def is_file(path: str) -> bool:
     return posixpath.splitext(path.rstrip("/"))[1].lower() in _READERS
 
 
-def write(ledger: ConversionLedger, mixture: SourceData, *also: Setting) -> None:
+def write(ledger: ConversionLedger, mixture: SourceData, *also: SourceSetting) -> None:
     """Write the sets as TRL's arguments; `also` are settings that the same arguments say."""
     if not mixture.sets:
         return
@@ -81,13 +81,13 @@ def write(ledger: ConversionLedger, mixture: SourceData, *also: Setting) -> None
         ledger.point(setting, target)
 
 
-def _readable(data: DataSet, setting: Setting, ledger: ConversionLedger) -> DataSet:
+def _readable(data: DataSet, setting: SourceSetting, ledger: ConversionLedger) -> DataSet:
     if not is_file(data.path):
         return data
     return replace(data, path=local_rows.readable(data.path, setting, ledger))
 
 
-def mask_questions(ledger: ConversionLedger, setting: Setting, note: str) -> None:
+def mask_questions(ledger: ConversionLedger, setting: SourceSetting, note: str) -> None:
     """Have the loss count answers alone: of rows with `prompt` and `completion` by another argument than of chats."""
     key = "assistant_only_loss"
     if ledger.kinds and ledger.kinds <= {"completions"}:

@@ -10,7 +10,7 @@ from launcher.config.keys import KEYS
 from launcher.stage.conversion import sharding
 from launcher.stage.conversion.commands import CONFIG
 from launcher.stage.conversion.ledger import ConversionLedger, unknown_value
-from launcher.stage.conversion.settings import Recipe, Setting, is_off, is_on, words
+from launcher.stage.conversion.settings import Recipe, SourceSetting, is_off, is_on, words
 
 _PROCESSES = "num_processes"
 _MACHINES = frozenset({"num_machines", "nnodes", "num_nodes", "nodes", "N"})
@@ -59,7 +59,7 @@ def read_configs(recipe: Recipe) -> None:
             if key not in given:
                 written = f"{setting.value}: {key}"
                 file = str(sharding.find(str(setting.value), recipe) or setting.file)
-                recipe.launchers.append(Setting(key=key, value=value, written=written, file=file))
+                recipe.launchers.append(SourceSetting(key=key, value=value, written=written, file=file))
 
 
 def _flat(content: Mapping[str, Any]) -> list[tuple[str, Any]]:
@@ -101,7 +101,7 @@ def settle(recipe: Recipe, ledger: ConversionLedger) -> None:
         ledger.leave(setting, reason, matters=False)
 
 
-def _settle_config(setting: Setting, recipe: Recipe, ledger: ConversionLedger) -> None:
+def _settle_config(setting: SourceSetting, recipe: Recipe, ledger: ConversionLedger) -> None:
     if setting.value in recipe.absent:
         ledger.leave(setting, "it is not here: what it says is missing")
     else:
@@ -210,7 +210,7 @@ def _set_sharding(recipe: Recipe, ledger: ConversionLedger) -> None:
         ledger.check(about, result.advice)
 
 
-def _sharding_of(options: Mapping[str, Setting], recipe: Recipe) -> sharding.ShardingName | None:
+def _sharding_of(options: Mapping[str, SourceSetting], recipe: Recipe) -> sharding.ShardingName | None:
     file = options.get("deepspeed_config_file")
     if file is not None:
         return sharding.of_deepspeed(file.value, recipe)
@@ -277,7 +277,7 @@ def arguments_of(recipe: Recipe, ledger: ConversionLedger) -> None:
             ledger.leave(setting, _CONNECTS, matters=False)
 
 
-def _own_stage(setting: Setting, recipe: Recipe, ledger: ConversionLedger) -> None:
+def _own_stage(setting: SourceSetting, recipe: Recipe, ledger: ConversionLedger) -> None:
     """`--zero_stage 3 --offload` of a script that makes its DeepSpeed config itself."""
     offload = recipe.get("offload", "cpu_offload", "offload_optimizer", "adam_offload")
     offloads = offload is not None and is_on(offload.value)
@@ -292,7 +292,7 @@ def _own_stage(setting: Setting, recipe: Recipe, ledger: ConversionLedger) -> No
         ledger.check(setting, result.advice)
 
 
-def _own_deepspeed(setting: Setting, recipe: Recipe, ledger: ConversionLedger) -> None:
+def _own_deepspeed(setting: SourceSetting, recipe: Recipe, ledger: ConversionLedger) -> None:
     result = sharding.of_deepspeed(setting.value, recipe)
     if result is None:
         ledger.leave(setting, "write `deepspeed:` with one of launch's names, or a path")

@@ -8,7 +8,7 @@ from typing import Any
 
 from launcher.errors import brief
 from launcher.redaction import redact
-from launcher.stage.conversion.settings import Recipe, Setting, is_off
+from launcher.stage.conversion.settings import Recipe, SourceSetting, is_off
 from launcher.stage.draft import Draft, Row
 from launcher.upstream import history
 from launcher.upstream.entry import Entry
@@ -23,7 +23,7 @@ PLACEHOLDER = "SET_ME"
 class UncarriedSetting:
     """A setting that is left out. `matters`: without it the stage trains, or is run, differently."""
 
-    setting: Setting
+    setting: SourceSetting
     reason: str
     matters: bool
 
@@ -32,7 +32,7 @@ class UncarriedSetting:
 class Check:
     """Something that a person has to look at, and the setting that it is about."""
 
-    setting: Setting
+    setting: SourceSetting
     advice: str
 
 
@@ -53,10 +53,10 @@ class ConversionLedger:
     checks: list[Check] = field(default_factory=list)
     kinds: set[str] = field(default_factory=set)
 
-    def is_settled(self, setting: Setting) -> bool:
+    def is_settled(self, setting: SourceSetting) -> bool:
         return setting.written in self.carried or setting.written in self.omissions
 
-    def carry(self, setting: Setting, target: str, value: Any, *, note: str = "") -> None:
+    def carry(self, setting: SourceSetting, target: str, value: Any, *, note: str = "") -> None:
         """Write an argument of the trainer's that a setting says."""
         comment = note
         if not comment and setting.key != target:
@@ -64,14 +64,14 @@ class ConversionLedger:
         self.draft.rows[target] = Row(value, comment)
         self.point(setting, target)
 
-    def point(self, setting: Setting, target: str) -> None:
+    def point(self, setting: SourceSetting, target: str) -> None:
         """Note that a setting is expressed by a key of the stage file."""
         self.omissions.pop(setting.written, None)
         targets = self.carried.setdefault(setting.written, [])
         if target not in targets:
             targets.append(target)
 
-    def leave(self, setting: Setting, reason: str, *, matters: bool = True) -> None:
+    def leave(self, setting: SourceSetting, reason: str, *, matters: bool = True) -> None:
         """Leave a setting out, unless it is carried already."""
         if setting.written not in self.carried:
             self.omissions[setting.written] = UncarriedSetting(setting=setting, reason=reason, matters=matters)
@@ -87,17 +87,17 @@ class ConversionLedger:
                 del self.carried[written]
                 self.leave(self._setting(written), reason)
 
-    def _setting(self, written: str) -> Setting:
+    def _setting(self, written: str) -> SourceSetting:
         recipe = self.recipe
         for setting in (*recipe.settings, *recipe.launchers, *recipe.directives, *recipe.environment):
             if setting.written == written:
                 return setting
-        return Setting(key=written, value=None, written=written, file=str(recipe.path))
+        return SourceSetting(key=written, value=None, written=written, file=str(recipe.path))
 
-    def check(self, setting: Setting, advice: str) -> None:
+    def check(self, setting: SourceSetting, advice: str) -> None:
         self.checks.append(Check(setting=setting, advice=advice))
 
-    def take(self, *keys: str) -> Setting | None:
+    def take(self, *keys: str) -> SourceSetting | None:
         """The setting of one of these names that is not settled yet, if its value is known."""
         for key in keys:
             setting = self.recipe.get(key)
@@ -106,7 +106,7 @@ class ConversionLedger:
         return None
 
     def by_name(
-        self, setting: Setting, names: Mapping[str, str], reasons: Mapping[str, str], unneeded: Mapping[str, str]
+        self, setting: SourceSetting, names: Mapping[str, str], reasons: Mapping[str, str], unneeded: Mapping[str, str]
     ) -> None:
         """Carry a setting whose name, or the name that `names` has for it, is an argument of the trainer's.
 
@@ -135,7 +135,7 @@ class ConversionLedger:
             target = renamed
         self._carry_value(setting, target, setting.value)
 
-    def _carry_value(self, setting: Setting, target: str, value: Any) -> None:
+    def _carry_value(self, setting: SourceSetting, target: str, value: Any) -> None:
         known = self.schema.fields[target]
         if value is None:
             self.leave(setting, "empty: the default counts", matters=False)
@@ -176,7 +176,7 @@ class ConversionLedger:
             return history.called_now(events[0], self.past, self.schema.fields)
         return None
 
-    def _leave_unknown(self, setting: Setting, target: str) -> None:
+    def _leave_unknown(self, setting: SourceSetting, target: str) -> None:
         matters = not is_off(setting.value)
         flag = self.schema.taken_as(target)
         if flag is not None and flag.negated:
@@ -197,14 +197,14 @@ class ConversionLedger:
         reason = f"{self.schema.script} has no such argument"
         self.leave(setting, reason if matters else f"off there; {reason}", matters=matters)
 
-    def placeholder(self, setting: Setting, target: str) -> None:
+    def placeholder(self, setting: SourceSetting, target: str) -> None:
         """Write a value that has to be filled in for one that the source does not tell."""
         name = "".join(character for character in setting.missing[0] if character.isalnum() or character == "_")
         self.carry(setting, target, f"{PLACEHOLDER}_{name}"[:60] if name else PLACEHOLDER)
         self.check(setting, f"write `{target}`: {unknown_value(setting)}")
 
 
-def is_secret(setting: Setting) -> bool:
+def is_secret(setting: SourceSetting) -> bool:
     """Whether a setting holds a token or a password, by its name or by its shape."""
     value = setting.value
     if not isinstance(value, str):
@@ -216,7 +216,7 @@ def holds_secret_by_name(name: str, value: str) -> bool:
     return redact({name: value})[name] != value
 
 
-def unknown_value(setting: Setting) -> str:
+def unknown_value(setting: SourceSetting) -> str:
     """Why a setting has no value here."""
     expressions = ", ".join(f"`{brief(redact(name), 60)}`" for name in dict.fromkeys(setting.missing))
     return f"its value is {expressions}, which the script does not tell"

@@ -9,12 +9,12 @@ from pathlib import Path
 from launcher.errors import LaunchError
 from launcher.stage import rows
 from launcher.stage.conversion.ledger import ConversionLedger
-from launcher.stage.conversion.settings import Setting
+from launcher.stage.conversion.settings import SourceSetting
 
 FOLDER = "converted"
 
 
-def readable(path: str, setting: Setting, ledger: ConversionLedger) -> str:
+def readable(path: str, setting: SourceSetting, ledger: ConversionLedger) -> str:
     """The path of rows that the trainer reads: this one, or that of the converted file, which a person has to make."""
     draft = ledger.draft
     try:

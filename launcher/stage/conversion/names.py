@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from launcher.stage.conversion.ledger import ConversionLedger
-from launcher.stage.conversion.settings import Setting, is_off, is_on, words
+from launcher.stage.conversion.settings import SourceSetting, is_off, is_on, words
 
 
 def pairs(text: str) -> dict[str, str]:
@@ -208,7 +208,7 @@ def carry_rest(
         target = names.get(setting.key, setting.key)
         spelt = spell(target, setting.value)
         if spelt is not setting.value:
-            setting_spelt = Setting(
+            setting_spelt = SourceSetting(
                 key=setting.key,
                 value=spelt,
                 written=setting.written,
@@ -221,7 +221,7 @@ def carry_rest(
             ledger.by_name(setting, names, reasons, unneeded)
 
 
-def _flash(ledger: ConversionLedger, setting: Setting) -> None:
+def _flash(ledger: ConversionLedger, setting: SourceSetting) -> None:
     if setting.missing:
         ledger.by_name(setting, {}, {}, {})
     elif is_on(setting.value):

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from launcher.runs import slurm
-from launcher.stage.conversion.settings import Setting
+from launcher.stage.conversion.settings import SourceSetting
 
 # sbatch(1): the letters of its options
 _LETTERS: Mapping[str, str] = {
@@ -43,7 +43,7 @@ _GPUS = re.compile(r"(?:gpu:)?(?:(?P<model>[A-Za-z][\w.-]*):)?(?P<number>\d+)")
 class Job:
     """What the directives of a batch script come to."""
 
-    settings: list[Setting] = field(default_factory=list)
+    settings: list[SourceSetting] = field(default_factory=list)
     gpus: int | None = None
     nodes: int | None = None
 
@@ -62,19 +62,21 @@ def read(text: str, file: str) -> Job:
         if match is None:
             continue
         for name, written, value in _options(match[1]):
-            job.settings.append(Setting(key=name, value=value, written=f"#SBATCH {written}", file=file, line=number))
+            job.settings.append(
+                SourceSetting(key=name, value=value, written=f"#SBATCH {written}", file=file, line=number)
+            )
     return of_settings(job.settings)
 
 
 _PROGRAMS = ("srun ", "sbatch ", "salloc ")
 
 
-def is_of_slurm(setting: Setting) -> bool:
+def is_of_slurm(setting: SourceSetting) -> bool:
     """Whether a launcher's option is one of srun's or sbatch's on a command line."""
     return setting.written.startswith(_PROGRAMS)
 
 
-def of_command_line(launchers: list[Setting]) -> list[Setting]:
+def of_command_line(launchers: list[SourceSetting]) -> list[SourceSetting]:
     """The options of srun and sbatch among those of launchers, named as directives."""
     settings = []
     for setting in launchers:
@@ -90,7 +92,7 @@ def of_command_line(launchers: list[Setting]) -> list[Setting]:
     return settings
 
 
-def of_settings(settings: list[Setting]) -> Job:
+def of_settings(settings: list[SourceSetting]) -> Job:
     """The GPUs and machines that directives ask for."""
     job = Job(settings=settings)
     job.nodes = _number(job.value("nodes"))

@@ -14,7 +14,7 @@ _DASHES = re.compile(r"-{1,2}(?=[A-Za-z])")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
+class SourceSetting:
     """`written` is the flag or key as its author wrote it, `key` its name without dashes in front or inside.
 
     `missing` are the shell's expressions in the value that the script does not tell.
@@ -43,10 +43,10 @@ class Recipe:
     tool: str
     program: str = ""
     stage: str | None = None
-    settings: list[Setting] = field(default_factory=list)
-    launchers: list[Setting] = field(default_factory=list)
-    directives: list[Setting] = field(default_factory=list)
-    environment: list[Setting] = field(default_factory=list)
+    settings: list[SourceSetting] = field(default_factory=list)
+    launchers: list[SourceSetting] = field(default_factory=list)
+    directives: list[SourceSetting] = field(default_factory=list)
+    environment: list[SourceSetting] = field(default_factory=list)
     gpus: int | None = None
     nodes: int | None = None
     counted: int | None = None
@@ -54,11 +54,11 @@ class Recipe:
     texts: Mapping[str, str] = field(default_factory=dict)
     mended: list[tuple[str, int]] = field(default_factory=list)
     choices: dict[str, str] = field(default_factory=dict)
-    others: list[Setting] = field(default_factory=list)
-    skipped: list[tuple[Setting, str]] = field(default_factory=list)
+    others: list[SourceSetting] = field(default_factory=list)
+    skipped: list[tuple[SourceSetting, str]] = field(default_factory=list)
     absent: dict[str, int | None] = field(default_factory=dict)
 
-    def get(self, *keys: str) -> Setting | None:
+    def get(self, *keys: str) -> SourceSetting | None:
         """The last setting of one of these names."""
         for setting in reversed(self.settings):
             if setting.key in keys:
@@ -87,11 +87,11 @@ def value_of(text: str) -> Any:
     return text if isinstance(value, bool) or value is None else value
 
 
-def from_mapping(values: Mapping[str, Any], file: str, lines: Mapping[str, int | None]) -> list[Setting]:
+def from_mapping(values: Mapping[str, Any], file: str, lines: Mapping[str, int | None]) -> list[SourceSetting]:
     """The keys of a YAML file as settings."""
     settings = []
     for key, value in values.items():
-        settings.append(Setting(key=key, value=value, written=key, file=file, line=lines.get(key)))
+        settings.append(SourceSetting(key=key, value=value, written=key, file=file, line=lines.get(key)))
     return settings
 
 
@@ -120,10 +120,10 @@ def words(value: Any) -> list[str]:
     return [word for word in re.split(r"[,\s]+", str(value)) if word]
 
 
-def last_of_each(settings: Iterable[Setting]) -> tuple[list[Setting], list[Setting]]:
+def last_of_each(settings: Iterable[SourceSetting]) -> tuple[list[SourceSetting], list[SourceSetting]]:
     """Settings by name, the last of each, and the earlier ones that it takes the place of."""
-    latest: dict[str, Setting] = {}
-    earlier: list[Setting] = []
+    latest: dict[str, SourceSetting] = {}
+    earlier: list[SourceSetting] = []
     for setting in settings:
         if setting.key in latest:
             earlier.append(latest.pop(setting.key))

@@ -19,7 +19,7 @@ from launcher.files import read_bytes
 from launcher.redaction import is_secret_variable
 from launcher.stage.conversion import commands, names, sbatch, sharding
 from launcher.stage.conversion.commands import Invocation
-from launcher.stage.conversion.settings import Recipe, Setting, from_mapping, name_of
+from launcher.stage.conversion.settings import Recipe, SourceSetting, from_mapping, name_of
 from launcher.stage.shell import interpreter, syntax
 from launcher.stage.shell.expansion import Argument
 from launcher.stage.shell.interpreter import Script
@@ -257,7 +257,7 @@ def _recipe(path: Path, invocation: Invocation, script: Script) -> Recipe | None
     recipe.absent = dict(script.absent)
     for argument, reason in script.skipped:
         flag = argument.text
-        setting = Setting(key=name_of(flag), value=None, written=flag, file=str(path), line=argument.line)
+        setting = SourceSetting(key=name_of(flag), value=None, written=flag, file=str(path), line=argument.line)
         recipe.skipped.append((setting, reason))
     configs = [*invocation.configs]
     configs += [Argument(s.value, s.line or 0, s.missing) for s in invocation.positional if _is_config(s, recipe)]
@@ -271,18 +271,18 @@ def _recipe(path: Path, invocation: Invocation, script: Script) -> Recipe | None
     return recipe if _is_training(recipe) else None
 
 
-def _is_config(setting: Setting, recipe: Recipe) -> bool:
+def _is_config(setting: SourceSetting, recipe: Recipe) -> bool:
     """A word that names a config although it does not end like one: `"$CONFIG_FILE"`."""
     return bool(setting.missing) and re.search(r"(?i)conf|yaml|yml|recipe", str(setting.value)) is not None
 
 
-def _exported(script: Script, file: str) -> list[Setting]:
+def _exported(script: Script, file: str) -> list[SourceSetting]:
     settings = []
     for name, argument in script.exported.items():
         if name in script.scope.uses and not is_secret_variable(name):
             # its value stands where the script uses it
             continue
-        setting = Setting(
+        setting = SourceSetting(
             key=name,
             value=argument.text,
             written=name,

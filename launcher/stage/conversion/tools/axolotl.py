@@ -8,7 +8,7 @@ from typing import Any
 from launcher.stage.conversion import data_sets, names, templates
 from launcher.stage.conversion.data_sets import DataSet, SourceData
 from launcher.stage.conversion.ledger import ConversionLedger
-from launcher.stage.conversion.settings import Setting, is_off, is_on
+from launcher.stage.conversion.settings import SourceSetting, is_off, is_on
 
 _VARIABLE = "set WANDB_PROJECT and WANDB_ENTITY where it runs"
 _OF_MODEL = "transformers tells it from the model"
@@ -110,7 +110,7 @@ def _of_entry(entry: Mapping[str, Any], ledger: ConversionLedger) -> DataSet:
 _READ = frozenset({"", "chat_template", "completion", "pretrain"})
 
 
-def _forms(ledger: ConversionLedger, setting: Setting, entries: list[Mapping[str, Any]]) -> None:
+def _forms(ledger: ConversionLedger, setting: SourceSetting, entries: list[Mapping[str, Any]]) -> None:
     """Say which rows have to be converted: TRL reads fewer forms."""
     needs = "`messages`, or `prompt` and `completion`"
     if "assistant_only_loss" not in ledger.schema.fields:
@@ -130,7 +130,7 @@ def _forms(ledger: ConversionLedger, setting: Setting, entries: list[Mapping[str
             )
 
 
-def _mask(ledger: ConversionLedger, setting: Setting, entries: list[Mapping[str, Any]]) -> None:
+def _mask(ledger: ConversionLedger, setting: SourceSetting, entries: list[Mapping[str, Any]]) -> None:
     """`train_on_inputs` is off there: the loss counts answers alone."""
     whole = ledger.take("train_on_inputs")
     if "assistant_only_loss" not in ledger.schema.fields:
@@ -219,7 +219,7 @@ def _checkpoints(ledger: ConversionLedger) -> None:
         _by_epoch(ledger, evaluations, "eval")
 
 
-def _by_epoch(ledger: ConversionLedger, setting: Setting, prefix: str) -> None:
+def _by_epoch(ledger: ConversionLedger, setting: SourceSetting, prefix: str) -> None:
     epochs = ledger.recipe.value("num_epochs") or _DEFAULTS["num_train_epochs"]
     if setting.value == 1:
         ledger.carry(setting, f"{prefix}_strategy", "epoch")

@@ -11,7 +11,7 @@ from launcher.files import read_bytes
 from launcher.stage.conversion import data_sets, names, templates
 from launcher.stage.conversion.data_sets import DataSet, SourceData
 from launcher.stage.conversion.ledger import ConversionLedger
-from launcher.stage.conversion.settings import Setting, is_off, is_on, words
+from launcher.stage.conversion.settings import SourceSetting, is_off, is_on, words
 
 _TEMPLATE = "TRL takes the template of the tokenizer; `chat_template_path` names another one"
 _SETS = "TRL's script joins the sets whole; slices in `datasets` weigh them"
@@ -128,7 +128,7 @@ def _of_entry(
     return DataSet(path=path, split=split, rows=count), form
 
 
-def _mask(ledger: ConversionLedger, setting: Setting, forms: set[str], *, are_known: bool) -> None:
+def _mask(ledger: ConversionLedger, setting: SourceSetting, forms: set[str], *, are_known: bool) -> None:
     """LLaMA-Factory's loss counts answers alone, unless `train_on_prompt`."""
     whole = ledger.take("train_on_prompt")
     trains_on_prompt = whole is not None and is_on(whole.value)
@@ -187,7 +187,7 @@ def _method(ledger: ConversionLedger) -> None:
         ledger.leave(loraplus, "TRL has no LoRA+")
 
 
-def _method_of_mapping(ledger: ConversionLedger, setting: Setting) -> None:
+def _method_of_mapping(ledger: ConversionLedger, setting: SourceSetting) -> None:
     """`peft_config: {name: lora, r: ...}` of version 1's files."""
     content = setting.value
     if str(content.get("name", "lora")) != "lora":

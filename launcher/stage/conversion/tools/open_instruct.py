@@ -7,7 +7,7 @@ from typing import Any
 
 from launcher.stage.conversion import data_sets, local_rows
 from launcher.stage.conversion.ledger import ConversionLedger
-from launcher.stage.conversion.settings import Setting, is_off, is_on
+from launcher.stage.conversion.settings import SourceSetting, is_off, is_on
 
 _UNNEEDED: Mapping[str, str] = {
     "dataset_mix_dir": "open-instruct keeps no mixed file; launch knows data by content",
@@ -65,7 +65,7 @@ def _data(ledger: ConversionLedger) -> None:
     _fix_amounts(ledger, target)
 
 
-def _mixer(setting: Setting, ledger: ConversionLedger) -> list[Any]:
+def _mixer(setting: SourceSetting, ledger: ConversionLedger) -> list[Any]:
     if isinstance(setting.value, Mapping):
         listed: list[Any] = []
         for name, amount in setting.value.items():

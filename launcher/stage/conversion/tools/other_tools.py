@@ -9,7 +9,7 @@ from typing import Any
 from launcher.stage.conversion import data_sets, names, sharding, templates
 from launcher.stage.conversion.data_sets import DataSet, SourceData
 from launcher.stage.conversion.ledger import ConversionLedger
-from launcher.stage.conversion.settings import Recipe, Setting, is_off, is_on, words
+from launcher.stage.conversion.settings import Recipe, SourceSetting, is_off, is_on, words
 
 _OPENRLHF_REASONS: Mapping[str, str] = {
     "tokenizer_chat_template": "TRL takes the template of the tokenizer",
@@ -52,8 +52,8 @@ def flatten_openrlhf(recipe: Recipe) -> None:
         recipe.settings[index] = _renamed(setting, key)
 
 
-def _renamed(setting: Setting, key: str) -> Setting:
-    return Setting(
+def _renamed(setting: SourceSetting, key: str) -> SourceSetting:
+    return SourceSetting(
         key=key,
         value=setting.value,
         written=setting.written,

@@ -9,7 +9,7 @@ from typing import Any
 from launcher.stage.conversion import data_sets, names
 from launcher.stage.conversion.data_sets import DataSet, SourceData
 from launcher.stage.conversion.ledger import PLACEHOLDER, ConversionLedger
-from launcher.stage.conversion.settings import Recipe, Setting, is_off, is_on
+from launcher.stage.conversion.settings import Recipe, SourceSetting, is_off, is_on
 
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 # torchtune/datasets: what its builders load
@@ -62,7 +62,7 @@ _MLP = ("gate_proj", "up_proj", "down_proj")
 
 def flatten(recipe: Recipe) -> None:
     """Give the keys of torchtune's sections dotted names, and references their values."""
-    flat: list[Setting] = []
+    flat: list[SourceSetting] = []
     for setting in recipe.settings:
         if setting.key in _SECTIONS and isinstance(setting.value, Mapping):
             for name, value in setting.value.items():
@@ -74,9 +74,9 @@ def flatten(recipe: Recipe) -> None:
     recipe.settings = [_changed(setting, setting.key, _resolved(setting.value, values)) for setting in flat]
 
 
-def _changed(setting: Setting, key: str, value: Any) -> Setting:
+def _changed(setting: SourceSetting, key: str, value: Any) -> SourceSetting:
     written = setting.written if setting.written.startswith("-") else key
-    return Setting(
+    return SourceSetting(
         key=key, value=value, written=written, file=setting.file, line=setting.line, missing=setting.missing
     )
 
@@ -152,9 +152,9 @@ def _data(ledger: ConversionLedger) -> None:
     _mask(ledger, component)
 
 
-def _data_set(ledger: ConversionLedger, component: Setting) -> tuple[DataSet, list[Setting]]:
+def _data_set(ledger: ConversionLedger, component: SourceSetting) -> tuple[DataSet, list[SourceSetting]]:
     builder = str(component.value).rpartition(".")[2]
-    also: list[Setting] = []
+    also: list[SourceSetting] = []
     path = _SETS.get(builder, ("", False))[0]
     split = None
     files = None
@@ -183,7 +183,7 @@ def _data_set(ledger: ConversionLedger, component: Setting) -> tuple[DataSet, li
     return DataSet(path=path, split=split, files=files, name=name), also
 
 
-def _several(ledger: ConversionLedger, component: Setting) -> None:
+def _several(ledger: ConversionLedger, component: SourceSetting) -> None:
     """A list of components, which torchtune joins."""
     mixture = SourceData(setting=component)
     for entry in component.value:
@@ -195,7 +195,7 @@ def _several(ledger: ConversionLedger, component: Setting) -> None:
     ledger.check(component, "how torchtune's builders make rows is not applied: `launch preview` shows what TRL reads")
 
 
-def _mask(ledger: ConversionLedger, component: Setting) -> None:
+def _mask(ledger: ConversionLedger, component: SourceSetting) -> None:
     """`train_on_input` is set by every builder of its own; most mask questions."""
     setting = ledger.take("dataset.train_on_input", "dataset.masking_strategy")
     if "completion_only_loss" not in ledger.schema.fields:

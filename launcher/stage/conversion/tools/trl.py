@@ -9,7 +9,7 @@ from typing import Any
 from launcher.stage.conversion import data_sets, names, templates
 from launcher.stage.conversion.data_sets import DataSet, SourceData
 from launcher.stage.conversion.ledger import PLACEHOLDER, ConversionLedger
-from launcher.stage.conversion.settings import Recipe, Setting, is_off, is_on, words
+from launcher.stage.conversion.settings import Recipe, SourceSetting, is_off, is_on, words
 
 _VARIABLE = "set WANDB_PROJECT and WANDB_ENTITY where it runs"
 REASONS: Mapping[str, str] = {
@@ -84,7 +84,7 @@ def _sets_as_they_are(ledger: ConversionLedger) -> None:
         _file(ledger, setting)
 
 
-def _file(ledger: ConversionLedger, setting: Setting) -> None:
+def _file(ledger: ConversionLedger, setting: SourceSetting) -> None:
     path = data_sets.local_path(str(setting.value), [ledger.recipe.path.parent])
     data_sets.write(ledger, SourceData(setting=setting, sets=[DataSet(path=path)]))
 
@@ -193,7 +193,7 @@ def convert_own(ledger: ConversionLedger) -> None:
     _say_unknown(ledger)
 
 
-def _own_data(ledger: ConversionLedger, setting: Setting) -> None:
+def _own_data(ledger: ConversionLedger, setting: SourceSetting) -> None:
     values = setting.value if isinstance(setting.value, list) else words(str(setting.value).strip("[]"))
     splits = ledger.take("splits", "dataset_split")
     listed = words(splits.value) if splits is not None else []

@@ -51,11 +51,11 @@ def _contents(plan: Plan) -> Iterator[dict[str, Any]]:
                 kept = found.files if len(found.files) <= FILES_KEPT else ()
                 record["files"] = {file.name: file.digest for file in kept}
             yield record
-    if stage.options.deepspeed is not None:
+    if stage.deepspeed is not None:
         # a file that cannot be read is reported elsewhere
         with contextlib.suppress(OSError):
-            raw = stage.options.deepspeed.read_bytes()
-            path = str(stage.options.deepspeed)
+            raw = stage.deepspeed.read_bytes()
+            path = str(stage.deepspeed)
             yield _record("deepspeed", path, hashlib.sha256(raw).hexdigest())
     script = stage.entry.script
     code = facts.digest(stage.upstream.packages, script) or stage.schema.digests.get(script)

@@ -74,7 +74,7 @@ def manifest(
 
 def _deepspeed(plan: Plan, trainer: Trainer) -> dict[str, Any] | None:
     """Release and settings that decide whether gradients can be trusted; None without DeepSpeed."""
-    file, _ = plan.stage.options.read_deepspeed()
+    file, _ = plan.stage.read_deepspeed()
     config = engine_config(plan.values, file)
     if config is None or not plan.gpus:
         return None

@@ -155,7 +155,7 @@ def _module(name: str, plan: Plan, trainer: Trainer) -> list[str]:
 
 def _accelerate(plan: Plan) -> list[str]:
     """accelerate's own options; an own config file, so that the user's default one changes nothing."""
-    deepspeed = plan.stage.options.deepspeed
+    deepspeed = plan.stage.deepspeed
     neutral = files("launcher.plan.accelerate").joinpath("neutral.yaml")
     argv = ["--config_file", str(neutral), "--num_machines", str(plan.nodes), "--num_processes", str(plan.processes)]
     argv += ["--mixed_precision", plan.mixed_precision, "--dynamo_backend", "no"]

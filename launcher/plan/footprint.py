@@ -90,13 +90,8 @@ class Footprint:
 
     @property
     def checkpointing(self) -> bool:
-        """Whether activations are computed again: open-instruct's DPO asks by its memory budget."""
-        values = self.plan.values
-        budget = values.get("activation_memory_budget")
-        if isinstance(budget, int | float):
-            # dpo_tune_cache.py::main[if args.use_lora]
-            return budget < 1 and (self.adapters is None or self.quantised is not None)
-        return bool(values.get("gradient_checkpointing"))
+        """Whether activations are computed again."""
+        return self.plan.stage.entry.recomputes(self.plan.values)
 
     @property
     def adapters(self) -> Adapters | None:
@@ -140,7 +135,7 @@ class Footprint:
         """DeepSpeed, by the stage file or by DPO's own option, which replaces it; None on the CPU."""
         if not self.plan.gpus:
             return None
-        file, _ = self.plan.stage.options.read_deepspeed()
+        file, _ = self.plan.stage.read_deepspeed()
         return setup.zero_of(engine_config(self.plan.values, file), self.shape.hidden)
 
     @property

@@ -6,6 +6,7 @@ import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.config.load import Config
@@ -51,6 +52,23 @@ class Stage:
     @property
     def backend(self) -> Backend:
         return BACKENDS[self.options.backend]
+
+    @property
+    def deepspeed(self) -> Path | None:
+        """The DeepSpeed file of the command.
+
+        Launch's own ZeRO-3 leaves the linears as they are, which is faster (docs/benchmarks.md). Where no layer is
+        computed again autograd would then keep every gathered weight until the backward pass: there DeepSpeed's
+        `memory_efficient_linear` stays on.
+        """
+        name = self.options.deepspeed_name
+        if name in {"zero3", "zero3_offload"} and not self.entry.recomputes(self.values):
+            return options.deepspeed_file(f"{name}_efficient_linear")
+        return self.options.deepspeed
+
+    def read_deepspeed(self) -> tuple[Mapping[str, Any] | None, Finding | None]:
+        """The content of that file, or what is wrong with it."""
+        return replace(self.options, deepspeed=self.deepspeed).read_deepspeed()
 
     @property
     def refers(self) -> bool:

@@ -201,6 +201,15 @@ class Entry:
     def liger(self, values: Mapping[str, Any]) -> bool:
         return bool(self.names.liger and values.get(self.names.liger))
 
+    def recomputes(self, values: Mapping[str, Any]) -> bool:
+        """Whether activations are computed again: open-instruct's DPO asks by its memory budget."""
+        budget = values.get("activation_memory_budget")
+        if isinstance(budget, int | float):
+            # dpo_tune_cache.py::main[if args.use_lora]
+            is_plain_lora = bool(values.get("use_lora")) and not values.get("use_qlora")
+            return budget < 1 and not is_plain_lora
+        return bool(values.get("gradient_checkpointing"))
+
     def packs(self, values: Mapping[str, Any], per_device: int | None) -> bool:
         """Whether these arguments come to rows of several samples, of `per_device` rows a micro-batch.
 

@@ -129,3 +129,13 @@ def test_without_a_source_a_dry_run_says_where_it_would_be() -> None:
     assert target.endswith("external/open-instruct/open_instruct/finetune.py")
     target = json.loads(bare(CONFIGS / "demo" / "sft.yaml").env["LAUNCH_PROBE"])["target"]
     assert target == "/env/lib/site-packages/trl/scripts/sft.py"
+
+
+@pytest.mark.parametrize("name", ["zero3", "zero3_offload"])
+def test_zero3_has_plain_linears_only_where_layers_are_computed_again(name: str, tmp_path: Path) -> None:
+    for checkpointing, efficient in (("true", False), ("false", True)):
+        stage = from_text(tmp_path, SFT.format(more=f"gradient_checkpointing: {checkpointing}"), f"deepspeed={name}")
+        file = Path(option(built(planned(stage, 2)), "--deepspeed_config_file"))
+        zero = json.loads(file.read_text(encoding="utf-8"))["zero_optimization"]
+        assert zero["stage"] == 3
+        assert zero.get("memory_efficient_linear", True) is efficient

@@ -30,7 +30,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -41,7 +41,6 @@ from launcher.errors import Finding
 from launcher.machine import codec
 from launcher.machine.codec import Misfit, Omission
 from launcher.paths import exists, is_dir
-from launcher.plan import plan as plans
 from launcher.plan.derive import Derived
 from launcher.plan.plan import Plan
 from launcher.upstream import facts
@@ -153,10 +152,9 @@ def derive(plan: Plan, packages: Mapping[str, str], *, lenient: bool = False) ->
     return tuple(_open_instruct(reader) if plan.stage.backend.DATA_CACHE == "own" else _trl(reader))
 
 
-def applied(plan: Plan, caches: Sequence[Cache]) -> Plan:
-    return plans.with_derived(
-        plan, {name: Derived(value=value, why=one.why) for one in caches for name, value in one.arguments.items()}
-    )
+def derived(caches: Iterable[Cache]) -> dict[str, Derived]:
+    """The arguments that hand these folders over."""
+    return {name: Derived(value=value, why=cache.why) for cache in caches for name, value in cache.arguments.items()}
 
 
 def environment(caches: Sequence[Cache]) -> dict[str, str]:

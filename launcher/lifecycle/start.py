@@ -21,7 +21,7 @@ from launcher.machine.devices import Devices
 from launcher.paths import MODULE_FLAG, PACKAGE
 from launcher.planning.collect import Scope
 from launcher.planning.doctor import disk
-from launcher.planning.prepare import Prepared, in_folder, prepare
+from launcher.planning.prepare import Prepared, prepare
 from launcher.planning.request import Request
 from launcher.planning.resume import decision
 from launcher.redaction import borrowed
@@ -39,7 +39,7 @@ LONGEST_WARNING_S = 1800
 
 def begin(prepared: Prepared, **at_end: Any) -> tuple[RunFolder, Attempt]:
     """Start the keeper of this machine; training runs at return. `at_end` are fields of `Attempt`. Raises NotReady."""
-    machine = prepared.machine
+    machine = prepared.start.machine
     rendezvous.check_port(machine)
     prepared = _continuing_trackers(prepared)
     with _reserved(prepared) as prepared:
@@ -58,7 +58,7 @@ def begin(prepared: Prepared, **at_end: Any) -> tuple[RunFolder, Attempt]:
             if not attempt.rank or not prepared.folder.manifest.exists():
                 _make(prepared, attempt)
             attempt.write(folder)
-            _keep(folder, attempt, granted, locks, prepared.devices or Devices())
+            _keep(folder, attempt, granted, locks, prepared.start.devices or Devices())
     return folder, attempt
 
 
@@ -81,12 +81,12 @@ def _reserved(prepared: Prepared) -> Iterator[Prepared]:
 
     Yields the same start, in a folder of another name where a start at the same time took the planned one.
     """
-    if not prepared.is_new:
+    if not prepared.start.target.is_new:
         yield prepared
         return
     folder = rundir.reserve(prepared.folder)
     with _released(folder):
-        yield prepared if folder == prepared.folder else in_folder(prepared, folder)
+        yield prepared if folder == prepared.folder else prepared.in_folder(folder)
 
 
 @contextlib.contextmanager
@@ -126,7 +126,7 @@ def queue(prepared: Prepared, **at_end: Any) -> tuple[RunFolder, str]:
 
 
 def batch_script(prepared: Prepared) -> str:
-    planned, folder = prepared.plan, (prepared.dry_run_folder or prepared.folder).path
+    planned, folder = prepared.plan, prepared.command_folder.path
     command, options = [*ours(), "exec", str(folder)], planned.stage.options.slurm
     warning = _warning_s(prepared)
     return slurm.script(folder, command, nodes=planned.nodes, gpus=planned.gpus, options=options, warning_s=warning)
@@ -179,8 +179,8 @@ def _make(prepared: Prepared, attempt: Attempt) -> None:
         prepared.command,
         prepared.facts.trainer,
         prepared.output,
-        [one.as_json() for one in prepared.caches],
-        devices=prepared.devices.as_json() if prepared.devices else None,
+        [one.as_json() for one in prepared.start.caches],
+        devices=prepared.start.devices.as_json() if prepared.start.devices else None,
         warnings=prepared.warnings,
     )
     for path, text in prepared.command.files.items():
@@ -237,8 +237,8 @@ def _attempt(prepared: Prepared, **at_end: Any) -> Attempt:
         world=planned.processes,
         nodes=planned.nodes,
         output=None if prepared.output is None else str(prepared.output),
-        caches=tuple(one.as_json() for one in prepared.caches),
-        devices=() if prepared.devices is None else tuple(slot.id for slot in prepared.devices.slots),
+        caches=tuple(one.as_json() for one in prepared.start.caches),
+        devices=() if prepared.start.devices is None else tuple(slot.id for slot in prepared.start.devices.slots),
         config=str(planned.stage.config.path),
         borrowed=borrowed(os.environ),
         request={**prepared.facts.request.as_json(), "gpus": planned.gpus},

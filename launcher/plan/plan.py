@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -228,12 +228,16 @@ def _run_finding(
     return stage.config.placed(replace(finding, layer="run"))
 
 
-def with_derived(plan: Plan, derived: Mapping[str, Derived]) -> Plan:
-    """The plan with these among its derived arguments, whatever the stage file says."""
-    if not derived:
-        return plan
-    merged = {**plan.derived, **derived}
-    return replace(plan, derived=merged, values=Values(plan.stage.schema, _arguments(plan.stage, merged)))
+def completed(plan: Plan, last: Mapping[str, Derived], findings: Iterable[Finding] = ()) -> Plan:
+    """The plan with the values that are known only when the others are, and what there is to say of them.
+
+    They hold whatever the stage file says.
+    """
+    derived = {**plan.derived, **last}
+    values = plan.values
+    if derived != plan.derived:
+        values = Values(plan.stage.schema, _arguments(plan.stage, derived))
+    return replace(plan, derived=derived, values=values, findings=(*plan.findings, *findings))
 
 
 def output_folder(plan: Plan) -> Path | None:

@@ -505,7 +505,7 @@ def with_forecast(prepared: Prepared) -> Prepared:
     It stays as it is on the CPU, where the run is over, and where the model's shape or the row lengths are
     not known.
     """
-    planned, chosen = prepared.plan, prepared.devices
+    planned, chosen = prepared.plan, prepared.start.devices
     if not planned.gpus or prepared.forecast is not None or prepared.decision.kind == "finished":
         return prepared
     packages, terms, card = prepared.facts.trainer.packages, ForecastOptions(), Card()

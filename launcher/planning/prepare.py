@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from launcher.cache import inputs, keys
-from launcher.cache.keys import Cache, environment
+from launcher.cache.keys import Cache
 from launcher.errors import Finding, InvalidConfig, about, errors, launch_finding
 from launcher.machine.devices import Devices
-from launcher.machine.python import Trainer
 from launcher.paths import exists
 from launcher.plan import command
 from launcher.plan import plan as plans
@@ -36,27 +35,43 @@ from launcher.stage.stage import Stage
 class Prepared:
     """Everything decided, nothing started.
 
-    `machine` is which of several machines this is, `forecast` what the plan says of memory, time and disk.
-    `dry_run_folder` is that of a dry run's command where `folder` is an earlier run's, which stays as it is.
-    `is_new` says that there was no `folder` when this was planned: a start makes it.
+    `start` is what this was decided of, `plan` its plan with the last values. `folder` is the run folder of the
+    attempt; that of an earlier run where that is finished. `forecast` is what the plan says of memory, time and disk.
     """
 
-    facts: Facts
+    start: StartPlan
     plan: Plan
     command: Command
     folder: RunFolder
-    attempt: int
-    output: Path | None
-    caches: tuple[keys.Cache, ...] = ()
-    devices: Devices | None = None
+    decision: resume.Decision
     warnings: tuple[Finding, ...] = ()
-    machine: Rendezvous | None = None
-    decision: resume.Decision = field(default_factory=resume.Decision)
-    requested_output: Path | None = None
-    input_digests: tuple[Mapping[str, Any], ...] = ()
     forecast: Mapping[str, Any] | None = None
-    dry_run_folder: RunFolder | None = None
-    is_new: bool = False
+
+    @property
+    def facts(self) -> Facts:
+        return self.start.facts
+
+    @property
+    def attempt(self) -> int:
+        return self.start.target.attempt
+
+    @property
+    def output(self) -> Path | None:
+        return _output(self.plan)
+
+    @property
+    def requested_output(self) -> Path | None:
+        return self.start.target.requested
+
+    @property
+    def command_folder(self) -> RunFolder:
+        """The run folder that the command names; of a dry run none that an earlier run has."""
+        return self.start.target.dry_run_folder or self.folder
+
+    def in_folder(self, folder: RunFolder) -> Prepared:
+        """The same new run in another run folder, with the model inside where the stage file has no place for it."""
+        start = replace(self.start, target=replace(self.start.target, folder=folder))
+        return replace(start.prepare(self.decision), warnings=self.warnings, forecast=self.forecast)
 
     @property
     def findings(self) -> tuple[Finding, ...]:
@@ -73,7 +88,7 @@ class Prepared:
             "env": dict(shown.env),
             "cwd": str(shown.cwd),
             **files,
-            "run": str((self.dry_run_folder or self.folder).path),
+            "run": str(self.command_folder.path),
         }
 
     def for_record(self) -> dict[str, Any]:
@@ -81,7 +96,7 @@ class Prepared:
             **({} if self.forecast is None else {"plan": dict(self.forecast)}),
             "resume": self.decision.as_json(),
             "asked_output": None if self.requested_output is None else str(self.requested_output),
-            "contents": list(self.input_digests),
+            "contents": list(self.start.contents),
         }
 
 
@@ -90,7 +105,8 @@ class Target:
     """Where a start goes, and what has been there.
 
     `requested` is the output that the stage file names, `output` the one of this start with the values that put
-    it there. `folder` is the run folder of the next `attempt`, `dry_run_folder` as in `Prepared`. `history` are the
+    it there. `folder` is the run folder of the next `attempt`; where it `is_new`, a start makes it. `dry_run_folder`
+    is that of a dry run's command where `folder` is an earlier run's, which stays as it is. `history` are the
     manifests of the attempts so far, `earlier` the run folder that they are of.
     """
 
@@ -101,6 +117,7 @@ class Target:
     dry_run_folder: RunFolder | None
     history: Sequence[Manifest]
     earlier: RunFolder | None
+    is_new: bool
 
 
 def _target(facts: Facts, machine: Rendezvous | None) -> Target:
@@ -136,6 +153,7 @@ def _target(facts: Facts, machine: Rendezvous | None) -> Target:
         dry_run_folder=dry_run_folder,
         history=history,
         earlier=earlier,
+        is_new=not exists(folder.path),
     )
 
 
@@ -165,8 +183,8 @@ def complete(facts: Facts) -> Prepared:
 class StartPlan:
     """A start that is planned but for what earlier attempts left: see `decide`, then `prepare`.
 
-    `plan` has the values of the caches, `contents` are what its data and models hold. `place` is the output folder,
-    None where another machine looks at it. `warnings` are about this machine.
+    `plan` lacks the values of the caches. `contents` are what its data and models hold. `place` is the output folder,
+    None where another machine looks at it. `machine` is which of several machines this is. `warnings` are about it.
     """
 
     facts: Facts
@@ -199,7 +217,7 @@ class StartPlan:
 
     def prepare(self, decision: resume.Decision) -> Prepared:
         """The start with this decision. Raises InvalidConfig with everything that stops it."""
-        plan = self._plan_with(decision)
+        plan = self._completed(decision)
         if errors(plan.all_findings, strict=self.facts.request.strict):
             raise InvalidConfig(plan.all_findings)
         _require_concealed(plan)
@@ -207,38 +225,36 @@ class StartPlan:
         folder = target.folder
         if decision.kind == "finished" and target.earlier is not None:
             folder = target.earlier
-        built = _command(
+        visible = self.devices.env() if self.devices is not None and plan.gpus else None
+        built = command.build(
             plan,
             self.facts.trainer,
-            target.dry_run_folder or folder,
-            caches=self.caches,
-            devices=self.devices,
+            (target.dry_run_folder or folder).path,
+            environ=os.environ,
+            caches=keys.environment(self.caches),
+            devices=visible,
             attempt=1 if target.dry_run_folder else target.attempt,
         )
         return Prepared(
-            facts=self.facts,
+            start=self,
             plan=plan,
             command=built,
             folder=folder,
-            attempt=target.attempt,
-            output=_output(plan),
-            caches=self.caches,
-            devices=self.devices,
-            warnings=(*self.warnings, *_foreign(self, plan), *_on_our_command_line(plan)),
-            machine=self.machine,
             decision=decision,
-            requested_output=target.requested,
-            input_digests=tuple(self.contents),
-            dry_run_folder=target.dry_run_folder,
-            is_new=not exists(folder.path),
+            warnings=(*self.warnings, *_foreign(self, plan), *_on_our_command_line(plan)),
         )
 
-    def _plan_with(self, decision: resume.Decision) -> Plan:
-        if self.facts.machine is None:
-            return self.plan
-        plan = plans.with_derived(self.plan, decision.derived)
-        findings = (*plan.findings, *keys.findings(plan, self.caches), *decision.findings)
-        return replace(plan, findings=findings)
+    def _completed(self, decision: resume.Decision) -> Plan:
+        """The plan with its last values: where the model goes, the folders of the caches, what a resume needs."""
+        names = self.plan.stage.entry.names
+        last = {**keys.derived(self.caches), **decision.derived}
+        if names.output not in self.plan.stage.args:
+            inside = self.plan.derived[names.output]
+            last[names.output] = replace(inside, value=str(self.target.folder.path / "model"))
+        findings = list(decision.findings)
+        if self.facts.machine is not None:
+            findings[:0] = keys.findings(self.plan, self.caches)
+        return plans.completed(self.plan, last, findings)
 
 
 def plan_start(facts: Facts) -> StartPlan:
@@ -257,18 +273,16 @@ def plan_start(facts: Facts) -> StartPlan:
     packages = facts.trainer.packages
     if facts.machine is None:
         caches = keys.derive(plan, packages, lenient=True)
-        return StartPlan(facts=facts, plan=keys.applied(plan, caches), target=target, caches=caches, place=place)
+        return StartPlan(facts=facts, plan=plan, target=target, caches=caches, place=place)
     if any(finding.about != "machine" for finding in errors(plan.all_findings)):
         raise InvalidConfig(plan.all_findings)
     devices = facts.choose_devices()
     warnings = checks.require_ready(plan, facts.trainer, devices)
-    caches = keys.derive(plan, packages)
-    plan = keys.applied(plan, caches)
     return StartPlan(
         facts=facts,
         plan=plan,
         target=target,
-        caches=caches,
+        caches=keys.derive(plan, packages),
         place=place,
         machine=machine,
         devices=devices,
@@ -322,33 +336,6 @@ def _require_concealed(plan: Plan) -> None:
 def _exposed(stage: Stage, name: str, message: str, help: str) -> Finding:
     key = f"args.{name}"
     return launch_finding("error", "exposed-secret", message, help, key=key, **stage.config.origin(key).place)
-
-
-def _command(
-    made: Plan, trainer: Trainer, folder: RunFolder, *, caches: Sequence[Cache], devices: Devices | None, attempt: int
-) -> Command:
-    visible = devices.env() if devices is not None and made.gpus else None
-    return command.build(
-        made, trainer, folder.path, environ=os.environ, caches=environment(caches), devices=visible, attempt=attempt
-    )
-
-
-def in_folder(prepared: Prepared, folder: RunFolder) -> Prepared:
-    """The same new run in another run folder, with the model inside where the stage file has no place for it."""
-    made = prepared.plan
-    name = made.stage.entry.names.output
-    if name not in made.stage.args:
-        inside = replace(made.derived[name], value=str(folder.path / "model"))
-        made = plans.with_derived(made, {name: inside})
-    built = _command(
-        made,
-        prepared.facts.trainer,
-        folder,
-        caches=prepared.caches,
-        devices=prepared.devices,
-        attempt=prepared.attempt,
-    )
-    return replace(prepared, plan=made, command=built, folder=folder, output=_output(made))
 
 
 def of_earlier_run(dry: Prepared) -> tuple[Finding, ...]:

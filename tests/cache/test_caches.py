@@ -20,6 +20,7 @@ from launcher.cache import diagnosis, keys
 from launcher.cache import folders as cache_folders
 from launcher.cache.keys import Cache
 from launcher.errors import NotReady, UsageError
+from launcher.plan import plan
 from launcher.plan.plan import Plan
 from launcher.runs import rundir
 from launcher.runs.rundir import RunFolder
@@ -214,7 +215,7 @@ def test_the_users_own_folder_holds_ours(place: Path, tmp_path: Path, monkeypatc
 def test_the_command_gets_them_as_upstreams_own_options(place: Path) -> None:
     before = made("dpo")
     found = keys.derive(before, PACKAGES)
-    after = keys.applied(before, found)
+    after = plan.completed(before, keys.derived(found))
     by_kind = {one.kind: one for one in found}
     assert after.values["local_cache_dir"] == str(by_kind["dataset"].path)
     assert after.arguments()["local_cache_dir"] == [str(by_kind["dataset"].path)]

@@ -538,7 +538,8 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> Prepared:
         for n in range(2)
     ]  # fmt: skip
     told = prepare.prepare(Request(stage="sft", config=Path(TULU), gpus=2), Scope.PLAN)
-    return replace(told, devices=Devices(slots=tuple(Slot(str(g.index), g) for g in cards)))
+    devices = Devices(slots=tuple(Slot(str(g.index), g) for g in cards))
+    return replace(told, start=replace(told.start, devices=devices))
 
 
 def test_what_does_not_fit_is_said_before_a_gpu_works(prepared: Prepared) -> None:

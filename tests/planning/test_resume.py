@@ -56,7 +56,7 @@ def test_trl_is_told_where_to_go_on(run: Make) -> None:
     assert {name: d.value for name, d in decision.derived.items()} == {
         "resume_from_checkpoint": str(one.output / "checkpoint-2")
     }
-    made = plan.with_derived(one.made, decision.derived)
+    made = plan.completed(one.made, decision.derived)
     assert made.arguments()["resume_from_checkpoint"] == [str(one.output / "checkpoint-2")]
 
 
@@ -361,7 +361,7 @@ def test_fresh_is_continued_without_its_run_folder(run: Make) -> None:
     stage = one.plan().stage
     placed = resume.choose_output(stage, one.output, [], fresh=True)
     assert placed.output is not None
-    made = plan.with_derived(one.plan(), placed.derived)
+    made = plan.completed(one.plan(), placed.derived)
     record = manifest.manifest(1, rundir.now(), made, built(made), one.trainer, placed.output)
     told = replace(record, asked_output=str(one.output)).as_json()
     granted = lease.take(placed.output, one.folder.path)
@@ -496,7 +496,7 @@ def test_fresh_takes_a_folder_beside_and_the_same_command_then_goes_on_there(run
     placed = resume.choose_output(stage, one.output, [], fresh=True)
     assert placed.output == one.place / "out-3"
     assert placed.derived["output_dir"].value == str(one.place / "out-3")
-    made = plan.with_derived(one.plan(), placed.derived)
+    made = plan.completed(one.plan(), placed.derived)
     assert made.arguments()["output_dir"] == [str(one.place / "out-3")]
     assert (one.output / "step_2").is_dir()
 

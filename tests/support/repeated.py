@@ -116,7 +116,7 @@ class Run:
         attempt = self.folder.attempts() + 1
         resume.set_aside(decision, attempt)
         rundir.keep_manifest(self.folder)
-        made = plan.with_derived(self.made, decision.derived)
+        made = plan.completed(self.made, decision.derived)
         record = manifest.manifest(attempt, rundir.now(), made, built(made), self.trainer, self.output)
         record = replace(record, resume=decision.as_json(), contents=inputs.of_plan(made))
         files.write_json(self.folder.manifest, record.as_json())

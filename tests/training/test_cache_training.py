@@ -78,7 +78,7 @@ def dpo(name: str, *overrides: str) -> tuple[dict[str, str], dict[str, Cache], R
     found = keys.derive(made, trainer.packages)
     run = RunFolder(rundir.runs_root() / name)
     run.path.mkdir(parents=True)
-    built = command.build(keys.applied(made, found), trainer, run.path, environ=os.environ)
+    built = command.build(plan.completed(made, keys.derived(found)), trainer, run.path, environ=os.environ)
     built = replace(built, env={**built.env, **keys.environment(found)})
     with folders.lock(found, run, 1, config=STAGE_FILE) as locks:
         ended = runner.run(built, run, 1, pass_fds=locks)

@@ -145,7 +145,7 @@ def refuse(*_words: object) -> None:
 def test_two_starts_that_planned_the_same_folder_get_one_each(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     request = replace(asked(world, monkeypatch, "print=2", output_dir=None), runs=world.runs)
     first = prepare.prepare(request, Scope.START)
-    second = prepare.in_folder(prepare.prepare(request, Scope.START), first.folder)
+    second = prepare.prepare(request, Scope.START).in_folder(first.folder)
     runs = [experiment.of_prepared(prepared).run for prepared in (first, second)]
     assert runs[1].path.name == f"{runs[0].path.name}-2"
     # each has its probe and its model in its own folder

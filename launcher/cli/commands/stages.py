@@ -79,7 +79,7 @@ def _run(request: Request, shared: Shared) -> Exit:
         prepared = forecast.with_forecast(prepare.prepare(request, Scope.START))
         if prepared.decision.kind == "finished":
             return _conclude_finished(prepared, shared)
-        if not (prepared.machine and prepared.machine.rank):
+        if not (prepared.start.machine and prepared.start.machine.rank):
             lease.require_free(prepared.output)
             if request.rehearse or prepared.plan.stage.options.rehearse:
                 shared.rehearse_first({"": prepared.facts}, by_itself=False)

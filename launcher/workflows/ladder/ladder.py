@@ -376,7 +376,7 @@ def _facts(prepared: Prepared, outcome: experiment.Outcome, ladder: Ladder) -> R
     # the rung itself expects no trend: it is too short for what a verdict asks
     falling = ladder.stage.options.expect.get("trend") == "falling"
     trends = (point.state for point in verdict.points if point.name == "trend" and falling)
-    slots = () if prepared.devices is None or not ran.gpus else prepared.devices.slots
+    slots = () if prepared.start.devices is None or not ran.gpus else prepared.start.devices.slots
     return RungFacts(
         stage=ran.stage.options.stage,
         devices=ran.processes,

@@ -113,7 +113,7 @@ def planned(link: Link, prepared: Prepared, model: Path) -> PlannedEvaluation | 
     return PlannedEvaluation(
         link=link,
         spec=link.evaluation,
-        run=prepared.dry_run_folder or prepared.folder,
+        run=prepared.command_folder,
         model=model,
         gpus=prepared.plan.gpus,
         python=prepared.facts.trainer.python,

@@ -256,7 +256,7 @@ class _Runner:
         self._write()
         began = time.monotonic()
         try:
-            record = evaluation.evaluate(task, self.ready.devices, self.ready.folder.attempts())
+            record = evaluation.evaluate(task, self.ready.start.devices, self.ready.folder.attempts())
         except LaunchError as error:
             row.evaluation = records.read(task.run)
             self._stopped(row, "refused", error.exit_code, error.findings)

@@ -30,6 +30,7 @@ from launcher.machine import locks, sizes
 from launcher.machine.python import Trainer
 from launcher.machine.sizes import sized
 from launcher.plan import command
+from launcher.plan import plan as plans
 from launcher.plan.plan import Plan
 from launcher.planning import check
 from launcher.planning.collect import Facts
@@ -304,7 +305,7 @@ class _Filling:
 
     def _command(self, cache: Cache, folder: RunFolder) -> Command:
         """Upstream's script in one process on the CPU, as far as its data are ready."""
-        made = replace(keys.applied(self.plan, (cache,)), gpus=0, nodes=1)
+        made = replace(plans.completed(self.plan, keys.derived((cache,))), gpus=0, nodes=1)
         stage, arguments = made.stage, dict(made.arguments())
         for name, value in _REPLACED.items():
             arguments.pop(name, None)

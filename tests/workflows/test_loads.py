@@ -13,10 +13,12 @@ from loads import Loads, counted
 from launcher.lifecycle import start
 from launcher.planning import prepare
 from launcher.planning.collect import Facts
+from launcher.planning.prepare import Prepared
 from launcher.workflows import experiment
 from launcher.workflows.bench import measure
 from launcher.workflows.bench.comparison import SPEED, CurveStep, Sample
 from launcher.workflows.bench.variants import Variant
+from launcher.workflows.rehearse import rehearsal
 
 pytestmark = needs_trl
 TWO_CARDS = ("--gpus", "2")
@@ -49,11 +51,11 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> Loads:
     return counted(monkeypatch)
 
 
-def written(world: World, name: str = "stage.yaml", **args: Any) -> str:
+def written(world: World, name: str = "stage.yaml", *, stage: str = "sft", **args: Any) -> str:
     """A stage file whose memory and speed can be planned; its path."""
     path = world.config(name, model_name_or_path=shaped(world), max_length=1024, bf16=True, **args)
     whole = yaml.safe_load(path.read_text())
-    path.write_text(yaml.safe_dump({**whole, "batch": {"global": 8, "per_device": 2}}))
+    path.write_text(yaml.safe_dump({**whole, "stage": stage, "batch": {"global": 8, "per_device": 2}}))
     return str(path)
 
 
@@ -99,6 +101,7 @@ def chain(world: World) -> str:
 COMMANDS: tuple[tuple[str, ...], ...] = (
     ("sft", *TWO_CARDS, "--dry-run"),
     ("sft", *TWO_CARDS, "--slurm", "--dry-run"),
+    ("dpo", *TWO_CARDS, "--dry-run"),
     ("validate-config",),
     ("plan", *TWO_CARDS, *ROWS),
     ("plan", "--gpus", "1,2,4", *ROWS),
@@ -112,7 +115,7 @@ def test_nothing_is_read_typed_planned_or_judged_twice(
     world: World, here: Here, loads: Loads, words: tuple[str, ...]
 ) -> None:
     command, *options = words
-    file = written(world)
+    file = written(world, stage="dpo" if command == "dpo" else "sft")
     if command == "validate-config":
         here.launch(command, file)
     else:
@@ -120,7 +123,13 @@ def test_nothing_is_read_typed_planned_or_judged_twice(
     assert loads.files and not loads.repeated
 
 
-STARTS: tuple[tuple[str, ...], ...] = (("sft", "--gpus", "0"), ("sft", *TWO_CARDS, "--slurm"), ("prepare", *TWO_CARDS))
+STARTS: tuple[tuple[str, ...], ...] = (
+    ("sft", "--gpus", "0"),
+    ("sft", *TWO_CARDS, "--slurm"),
+    ("dpo", "--gpus", "0"),
+    ("dpo", *TWO_CARDS, "--slurm"),
+    ("prepare", *TWO_CARDS),
+)
 
 
 @pytest.mark.parametrize("words", STARTS, ids=" ".join)
@@ -128,7 +137,8 @@ def test_a_start_reads_plans_and_judges_once_and_writes_nothing_before_it_begins
     world: World, here: Here, loads: Loads, nothing_begins: None, words: tuple[str, ...]
 ) -> None:
     command, *options = words
-    here.launch(command, written(world), *options, "--python", str(world.root / "python"), "--no-rehearse")
+    file = written(world, stage="dpo" if command == "dpo" else "sft")
+    here.launch(command, file, *options, "--python", str(world.root / "python"), "--no-rehearse")
     assert loads.files and loads.planned and loads.judged and not loads.repeated
 
 
@@ -148,3 +158,33 @@ def test_each_file_of_a_pipeline_is_read_once(world: World, here: Here, loads: L
     launched(here, world, "pipeline", chain(world), "--gpus", "0", "--dry-run")
     assert set(loads.files.values()) == {1}
     assert not {"planned", "judged"} & loads.repeated.keys()
+
+
+def test_a_rehearsal_reads_and_judges_its_file_once(
+    world: World, here: Here, loads: Loads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rehearsal, "rehearse", interrupted)
+    here.launch("rehearse", written(world), "--python", str(world.root / "python"))
+    assert loads.files and loads.typed and not loads.repeated
+
+
+def test_the_start_of_a_pipeline_reads_and_plans_once_and_makes_no_run_before_one_begins(
+    world: World, here: Here, loads: Loads, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[str] = []
+
+    def begin(prepared: Prepared, **_at_end: Any) -> Any:
+        begun.append(prepared.plan.stage.name)
+        assert not prepared.folder.path.exists()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(experiment, "of_prepared", begin)
+    here.launch("pipeline", chain(world), "--gpus", "0", "--no-rehearse", "--python", str(world.root / "python"))
+    assert begun == ["sft"]
+    assert set(loads.files.values()) == {1}
+    # a stage is judged once more when its turn comes: until then its model, its data and the machine may change
+    assert "planned" not in loads.repeated and max(loads.judged.values()) <= 2
+
+
+def interrupted(*_words: Any, **_options: Any) -> Any:
+    raise KeyboardInterrupt

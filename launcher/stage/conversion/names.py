@@ -189,12 +189,6 @@ def _modules(text: str) -> list[str]:
     return words(text)
 
 
-def respell(ledger: ConversionLedger, target: str) -> None:
-    row = ledger.draft.rows.get(target)
-    if row is not None:
-        ledger.draft.rows[target] = row._replace(value=spell(target, row.value))
-
-
 def carry_rest(
     ledger: ConversionLedger, names: Mapping[str, str], reasons: Mapping[str, str], unneeded: Mapping[str, str]
 ) -> None:

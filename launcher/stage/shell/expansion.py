@@ -11,7 +11,7 @@ import fnmatch
 import operator
 import posixpath
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from launcher.stage.shell import lexer
@@ -490,9 +490,3 @@ def _sequence(values: list[str]) -> str | None:
     first = numbers[0] if len(numbers) == 2 else 1
     last = min(numbers[-1], first + _MOST_ITEMS)
     return separator.join(str(number) for number in range(first, last + 1))
-
-
-def names_in(text: str) -> Iterator[str]:
-    """The names of variables in an expression such as `${MODEL}_$(date)`."""
-    for match in re.finditer(r"\$\{?([A-Za-z_]\w*)", text):
-        yield match[1]

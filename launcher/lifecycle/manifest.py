@@ -50,7 +50,7 @@ def manifest(
         expect=expectations(plan),
         deepspeed=_deepspeed(plan, trainer),
         cwd=str(command.cwd),
-        plan=plan.as_json(),
+        plan=plan.record.as_json(),
         # open-instruct reports to W&B with either, whatever else is named
         tracked=plan.values.get("with_tracking") is True or "wandb" in str(plan.values.get("report_to")),
         args=_resolved(plan),

@@ -76,6 +76,11 @@ def read(kind: type[_T], data: object, left_out: list[Omission] | None = None, w
     return kind(**values)
 
 
+def as_json(record: Any) -> dict[str, Any]:
+    """The fields of a dataclass as `read` finds them, under the names of the record."""
+    return {field.metadata.get(KEY, field.name): getattr(record, field.name) for field in fields(record)}
+
+
 def fit(value: object, kind: Any, default: Any = None) -> Any:
     """A value of a type; the default where it is none."""
     try:

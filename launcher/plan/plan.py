@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,6 +13,7 @@ from launcher.dataset.mixer import entry_rows
 from launcher.errors import Finding, Severity, launch_finding
 from launcher.plan import derive
 from launcher.plan.derive import Derived, Setting
+from launcher.runs.record import BatchRecord
 from launcher.stage.batch import divisors
 from launcher.stage.stage import Stage, trend_fault
 from launcher.upstream.citations import rendered
@@ -87,16 +88,9 @@ class Plan:
     def _all_arguments(self) -> dict[str, Any]:
         return _arguments(self.stage, self.derived)
 
-    def as_json(self) -> dict[str, Any]:
-        return {
-            "gpus": self.gpus,
-            "nodes": self.nodes,
-            "per_device": self.per_device,
-            "accumulation": self.accumulation,
-            "global": self.global_batch,
-            "rows": self.rows,
-            "steps": self.steps,
-        }
+    @property
+    def record(self) -> BatchRecord:
+        return BatchRecord(**{part.name: getattr(self, part.name) for part in fields(BatchRecord)})
 
 
 def titled(kind: str, name: str) -> str:

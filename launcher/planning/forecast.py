@@ -6,7 +6,7 @@ comes from. Time comes from a measured speed where there is one, else from the m
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from launcher.planning.doctor import disk
 from launcher.planning.doctor.disk import Saved
 from launcher.planning.prepare import Prepared
 from launcher.runs import rundir
-from launcher.runs.record import Record
+from launcher.runs.record import PlanRecord, Record
 from launcher.runs.rundir import RunFolder
 
 STATED_MFU = 0.35
@@ -64,6 +64,10 @@ class Fit(NamedTuple):
     accumulation: int
     memory: Memory
     spare: float
+
+    def as_json(self) -> dict[str, Any]:
+        split = {"per_device": self.per_device, "accumulation": self.accumulation}
+        return {**split, "peak_gib": round(self.memory.peak, 2), "spare_gib": round(self.spare, 2)}
 
 
 class Estimate:
@@ -265,32 +269,30 @@ class Estimate:
             launch_finding("warning", "half-wasted", message, help, key="batch.per_device")
         )
 
-    def as_json(self, *, why: bool) -> dict[str, Any]:
-        spare, speed, best, saved = self.spare, self.speed, self.best, self.saved
+    @property
+    def record(self) -> PlanRecord:
+        spare, speed, saved = self.spare, self.speed, self.saved
         unknown = dict.fromkeys(("activations", "logits")) if self.static else {}
         disk = {"model": saved.final, "checkpoint": saved.checkpoint, "most": saved.most}
-        data = {
-            **self.plan.as_json(),
-            "rows": self.rows,
-            "steps": self.steps,
-            "tokens_per_step": None if self.static else round(self.tokens.real),
-            "padding_share": None if self.static else round(self.tokens.waste, 3),
-            "memory_gib": None if self.memory is None else self.memory.as_json() | unknown,
-            "fits": None if spare is None or (self.static and spare >= 0) else spare >= 0,
-            "spare_gib": None if spare is None or self.static else round(spare, 2),
-            "tokens_per_second": None if speed is None else round(speed),
-            "speed_source": self.speed_source,
-            "hours": None if self.hours is None else round(self.hours, 2),
-            "cost": None if self.cost is None else round(self.cost, 2),
-            "disk_gib": {name: round(size / GIB, 2) for name, size in disk.items()},
-            "interruption": self.interruption.as_json(),
-            "fit": None,
-        }
-        if best is not None and self.terms.fit:
-            peak, left = round(best.memory.peak, 2), round(best.spare, 2)
-            split = {"per_device": best.per_device, "accumulation": best.accumulation}
-            data["fit"] = {**split, "peak_gib": peak, "spare_gib": left}
-        return {**data, "why": self.memory.why()} if why and self.memory is not None else data
+        return PlanRecord(
+            **{**asdict(self.plan.record), "rows": self.rows},
+            tokens_per_step=None if self.static else round(self.tokens.real),
+            padding_share=None if self.static else round(self.tokens.waste, 3),
+            memory_gib=None if self.memory is None else self.memory.as_json() | unknown,
+            fits=None if spare is None or (self.static and spare >= 0) else spare >= 0,
+            spare_gib=None if spare is None or self.static else round(spare, 2),
+            tokens_per_second=None if speed is None else round(speed),
+            speed_source=self.speed_source,
+            hours=None if self.hours is None else round(self.hours, 2),
+            cost=None if self.cost is None else round(self.cost, 2),
+            disk_gib={name: round(size / GIB, 2) for name, size in disk.items()},
+            interruption=self.interruption.as_json(),
+            fit=self.best.as_json() if self.best is not None and self.terms.fit else None,
+        )
+
+    def explained(self) -> PlanRecord:
+        """The record with every allocation of memory; as it is on the CPU, where none is planned."""
+        return self.record if self.memory is None else replace(self.record, why=self.memory.why())
 
     def row(self) -> dict[str, str | None]:
         spare, fits = self.spare, None
@@ -355,7 +357,8 @@ class Forecast:
 
     def as_json(self, *, why: bool) -> dict[str, Any]:
         sources = {"shape": self.shape, "rows": self.lengths, "attention": self.attention}
-        return {"gpus": [rung.as_json(why=why) for rung in self.rungs], "sources": sources}
+        records = [rung.explained() if why else rung.record for rung in self.rungs]
+        return {"gpus": [record.as_json() for record in records], "sources": sources}
 
     def rows(self) -> list[dict[str, str | None]]:
         return [rung.row() for rung in self.rungs]
@@ -521,7 +524,7 @@ def with_forecast(prepared: Prepared) -> Prepared:
         return prepared
     known = {finding.code for finding in prepared.findings}
     new = [one for one in rung.findings if one.code not in known]
-    return replace(prepared, forecast=rung.as_json(why=False), warnings=(*prepared.warnings, *new))
+    return replace(prepared, forecast=rung.record, warnings=(*prepared.warnings, *new))
 
 
 def _card(terms: ForecastOptions) -> Card:

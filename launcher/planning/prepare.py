@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from launcher.planning.resume import decision as resume
 from launcher.redaction import redact
 from launcher.runs import lease, rendezvous, rundir
 from launcher.runs.attempt import Command
-from launcher.runs.record import Manifest
+from launcher.runs.record import Manifest, PlanRecord
 from launcher.runs.rendezvous import Rendezvous
 from launcher.runs.rundir import RunFolder
 from launcher.stage.stage import Stage
@@ -45,7 +45,7 @@ class Prepared:
     folder: RunFolder
     decision: resume.Decision
     warnings: tuple[Finding, ...] = ()
-    forecast: Mapping[str, Any] | None = None
+    forecast: PlanRecord | None = None
 
     @property
     def facts(self) -> Facts:
@@ -81,7 +81,7 @@ class Prepared:
         shown = self.command.redacted()
         files = {"files": dict(shown.files)} if shown.files else {}
         return {
-            "plan": {"gpus": [self.plan.as_json()]},
+            "plan": {"gpus": [self.plan.record.as_json()]},
             "upstream": self.plan.stage.upstream.as_json(),
             "derived": {name: d.value for name, d in self.plan.derived.items()},
             "argv": list(shown.argv),
@@ -93,7 +93,7 @@ class Prepared:
 
     def for_record(self) -> dict[str, Any]:
         return {
-            **({} if self.forecast is None else {"plan": dict(self.forecast)}),
+            **({} if self.forecast is None else {"plan": self.forecast.as_json()}),
             "resume": self.decision.as_json(),
             "asked_output": None if self.requested_output is None else str(self.requested_output),
             "contents": list(self.start.contents),

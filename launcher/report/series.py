@@ -13,11 +13,12 @@ from typing import Any
 from launcher import files
 from launcher.config.keys import PAIRED
 from launcher.errors import unreadable, usage
+from launcher.machine import codec
 from launcher.paths import exists, is_file
 from launcher.redaction import redact
 from launcher.report import progress
 from launcher.runs import attempt, rundir
-from launcher.runs.record import mapping
+from launcher.runs.record import PlanRecord, mapping
 from launcher.runs.rundir import RunFolder
 from launcher.verdict import check, judge
 from launcher.verdict.evidence import Evidence, Row, finite
@@ -223,18 +224,18 @@ def measured(run: Run) -> dict[str, float | None]:
 
 def planned(run: Run) -> dict[str, float | None]:
     """What was planned, under the names of `measured`; None where it is unknown."""
-    plan = mapping(run.manifest.get("plan"))
-    keys = ("steps", "tokens_per_step", "hours", "tokens_per_second", "gpus", "nodes", "global")
-    steps, tokens, hours, rate, gpus, nodes, rows = (finite(plan.get(key)) for key in keys)
-    if rate is None and steps and tokens and hours:
-        rate = steps * tokens / (hours * 3600)
+    plan = codec.read(PlanRecord, mapping(run.manifest.get("plan")))
+    tokens, hours = finite(plan.tokens_per_step), finite(plan.hours)
+    rate = finite(plan.tokens_per_second)
+    if rate is None and plan.steps and tokens and hours:
+        rate = plan.steps * tokens / (hours * 3600)
     return {
-        "processes": None if gpus is None else max(1, gpus) * (nodes or 1),
-        "rows_per_step": rows,
-        "steps": steps,
+        "processes": None if plan.gpus is None else max(1, plan.gpus) * (plan.nodes or 1),
+        "rows_per_step": plan.global_batch,
+        "steps": plan.steps,
         "tokens_per_step": tokens,
         "tokens_per_second": rate,
-        "peak_gib": finite(mapping(plan.get("memory_gib")).get("peak")),
+        "peak_gib": finite((plan.memory_gib or {}).get("peak")),
         "hours": hours,
     }
 

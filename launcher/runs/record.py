@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -94,15 +94,18 @@ class RunRecord:
     trackers: list[Json] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        record = {part.name: getattr(self, part.name) for part in fields(self)}
+        record = codec.as_json(self)
         if not self.trackers:
             del record["trackers"]
         return record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlanRecord:
-    """What is read back of `plan`: sizes of a step, rows of the data and steps, planned GiB by part."""
+class BatchRecord:
+    """The part of `plan` that every run has: how rows make a step, how many rows the data have, and the steps.
+
+    `global_batch` is the rows of a step, `per_device` those of one forward pass on a device.
+    """
 
     gpus: Count | None = None
     nodes: Count | None = None
@@ -111,7 +114,41 @@ class PlanRecord:
     global_batch: Count | None = field(default=None, metadata={codec.KEY: "global"})
     rows: Count | None = None
     steps: Count | None = None
-    memory_gib: Mapping[str, float] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        return codec.as_json(self)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanRecord(BatchRecord):
+    """`plan` of `run.json`, and what `launch plan` says of one number of GPUs. What is not known is None.
+
+    `memory_gib` is the `peak` of a GPU, its parts, and the `moment` of it, a text that is not read back. `spare_gib`
+    are left on the card, below 0 missing. `tokens_per_step` and `tokens_per_second` are those of all GPUs without
+    padding, `padding_share` the share that padding has. `cost` is in the currency of the price. `disk_gib` are the
+    sizes of the `model` and a `checkpoint`, and the `most` that lies there at a time. `fit` is the largest split of
+    the batch that fits. `why` are the allocations of memory by moment, left out where nobody asked.
+    """
+
+    tokens_per_step: float | None = None
+    padding_share: float | None = None
+    memory_gib: Mapping[str, float] | None = None
+    fits: bool | None = None
+    spare_gib: float | None = None
+    tokens_per_second: float | None = None
+    speed_source: str | None = None
+    hours: float | None = None
+    cost: float | None = None
+    disk_gib: Mapping[str, float] = field(default_factory=dict)
+    interruption: Json = field(default_factory=dict)
+    fit: Json | None = None
+    why: Sequence[Json] | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        record = codec.as_json(self)
+        if self.why is None:
+            del record["why"]
+        return record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

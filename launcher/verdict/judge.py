@@ -125,7 +125,7 @@ def _with_whole_model(verdict: Verdict, output: Path) -> Verdict:
 
 def _beside_plan(verdict: Verdict, manifest: Manifest) -> Verdict:
     """The verdict with the peak that was planned, in GiB by part, beside what memory came to."""
-    planned = {part: float(gib) for part, gib in manifest.plan.memory_gib.items()}
+    planned = {part: float(gib) for part, gib in (manifest.plan.memory_gib or {}).items()}
     if "peak" not in planned:
         return verdict
     detail = dict[str, object](planned_gib=planned)

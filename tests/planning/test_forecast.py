@@ -16,6 +16,8 @@ from launcher.cli.commands import app
 from launcher.cli.main import main
 from launcher.errors import InvalidConfig, LaunchError, UsageError
 from launcher.lifecycle import conclude
+from launcher.machine import codec
+from launcher.machine.codec import Omission
 from launcher.machine.devices import Devices, Slot
 from launcher.machine.python import Gpu
 from launcher.planning import forecast, prepare
@@ -23,6 +25,7 @@ from launcher.planning.collect import Scope
 from launcher.planning.prepare import Prepared
 from launcher.planning.request import Request
 from launcher.report import series
+from launcher.runs.record import PlanRecord
 from launcher.runs.rundir import RunFolder
 
 CONFIGS = REPOSITORY / "configs"
@@ -506,6 +509,19 @@ def test_fit_says_so_where_nothing_fits_and_where_nothing_is_larger() -> None:
     assert f"\n  --fit: per device 16 fits, {limit}\n" in largest.stdout
 
 
+@pytest.mark.parametrize("words", [(), ("--why",), ("--fit",)], ids=" ".join)
+def test_a_row_of_a_plan_is_read_by_the_type_that_writes_it(words: tuple[str, ...]) -> None:
+    (row,) = planned(TULU, "--gpus", "8", *ROWS, *CARD, *words, *LAX)["gpus"]
+    left_out: list[Omission] = []
+    again = codec.read(PlanRecord, row, left_out).as_json()
+    # the moment of the peak is a text among numbers
+    assert {fault.where for fault in left_out} <= {"memory_gib.moment"}
+    for memory in (row["memory_gib"], again["memory_gib"]):
+        (memory or {}).pop("moment", None)
+    assert json.loads(json.dumps(again)) == row
+    assert list(again) == list(row)
+
+
 def test_of_the_cpu_batch_steps_and_disk_are_planned() -> None:
     plain = ("use_liger_kernel=false", "expect.liger=off")
     told = planned(TULU, *plain, "--gpus", "0,8", *ROWS, "--rows", "1000", "--gpu-memory", "80", "--why")
@@ -545,8 +561,8 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> Prepared:
 def test_what_does_not_fit_is_said_before_a_gpu_works(prepared: Prepared) -> None:
     told = forecast.with_forecast(prepared)
     assert told.forecast is not None
-    assert told.forecast["memory_gib"]["peak"] == pytest.approx(85.2, rel=0.05)
-    assert told.forecast["fits"] is False
+    assert (told.forecast.memory_gib or {})["peak"] == pytest.approx(85.2, rel=0.05)
+    assert told.forecast.fits is False
     assert "out-of-memory" in {one.code for one in told.warnings}
     # said once
     assert len(forecast.with_forecast(told).warnings) == len(told.warnings)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ class BenchRecord:
     folder: str = ""
 
     def as_json(self) -> dict[str, Any]:
-        record = {part.name: getattr(self, part.name) for part in fields(self)}
+        record = codec.as_json(self)
         record["overrides"] = list(self.overrides)
         record["variants"] = [asdict(variant) for variant in self.variants]
         record["compared"] = asdict(self.compared)

@@ -130,7 +130,7 @@ class Prefetch:
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "plan": {"gpus": [self.plan.as_json()]},
+            "plan": {"gpus": [self.plan.record.as_json()]},
             "ready": self.exit is Exit.OK,
             "already_there": self.did_nothing,
             "seconds": round(self.seconds, 2),

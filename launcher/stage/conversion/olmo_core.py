@@ -17,22 +17,22 @@ _OTHER_WAY = "`launch init sft --model NAME --data NAME` writes a stage file of 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Refusal:
+class UnsupportedProgram:
     """`what` a program is, as the end of a sentence about it, and what to do `instead`."""
 
     what: str
     instead: str
 
 
-def refusal(program: str) -> Refusal | None:
+def refusal(program: str) -> UnsupportedProgram | None:
     """Why a program of OLMo-core's is not converted; None of any other program."""
     if _OF_OPEN_INSTRUCT.search(program):
-        return Refusal(
+        return UnsupportedProgram(
             what="is open-instruct's SFT on OLMo-core, which launch does not support yet",
             instead=f"{_OTHER_WAY}with `--backend open_instruct` for open-instruct's finetune.py",
         )
     if _OF_OLMO_CORE.search(program):
-        return Refusal(
+        return UnsupportedProgram(
             what="is a training of OLMo-core, which launch does not support yet",
             instead="convert its checkpoint to a folder that transformers loads, take the rows before they became "
             f"token files; then {_OTHER_WAY}with `--backend open_instruct` for open-instruct",

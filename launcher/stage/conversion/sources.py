@@ -91,6 +91,9 @@ def read(path: Path, circumstances: Circumstances) -> TrainingSource:
         return TrainingSource(_of_script(path, text, circumstances))
     content = document.read_yaml(path)
     values = {key: value for key, value in content.value.items()}
+    if {"stage", "args"} <= values.keys():
+        message = f"{path} is a stage file of launch already: --from reads what other tools train with"
+        raise usage("unknown-format", message, f"launch validate-config {path}")
     tool = yaml_tool(values)
     if tool is None:
         raise _unknown(path)

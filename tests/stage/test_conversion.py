@@ -991,3 +991,19 @@ def test_the_trainer_is_that_of_the_source(tmp_path: Path, capsys: Capture) -> N
     form = script("trl sft --model_name_or_path org/tiny --dataset_name org/chats --output_dir o")
     answer = init(capsys, write(tmp_path, form), "--backend", "open_instruct")
     assert (answer.code, answer.findings[0]["code"]) == (2, "useless-option")
+
+
+def test_the_split_that_is_evaluated_then_is_named(tmp_path: Path, capsys: Capture) -> None:
+    form = script(
+        "trl sft --model_name_or_path org/tiny --dataset_name org/chats --dataset_test_split test_sft "
+        "--eval_strategy epoch --output_dir o"
+    )
+    answer = convert(form, tmp_path, capsys, "--data", "org/rows")
+    assert "dataset_test_split" not in answer.config.args
+    assert "the split `test` of org/rows" in answer.text
+    # a file has no other split: nothing is left to evaluate on
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"text": "a text"}) + "\n")
+    answer = convert(form, tmp_path, capsys, "--data", str(rows))
+    assert "eval_strategy" not in answer.config.args
+    assert "nothing to evaluate on" in answer.data["left_out"]["--eval_strategy"]

@@ -52,9 +52,10 @@ def _replace_model(ledger: ConversionLedger, model: str) -> None:
 
 
 def _replace_data(ledger: ConversionLedger, path: str) -> None:
+    draft = ledger.draft
+    had_test_split = "dataset_test_split" in draft.rows
     for name in _OF_DATA:
         _forget(ledger, name, "`--data` takes its place")
-    draft = ledger.draft
     draft.remarks = tuple(remark for remark in draft.remarks if not remark.startswith("first: launch data convert "))
     ledger.kinds.clear()
     option = _option("--data", path)
@@ -69,6 +70,9 @@ def _replace_data(ledger: ConversionLedger, path: str) -> None:
         draft.rows[name] = draft.rows[name]._replace(comment="--data")
     if held_out is not None:
         draft.rows["test_split_size"] = held_out
+    elif had_test_split and "eval_strategy" in draft.rows:
+        advice = f"it is evaluated on the split `test` of {path}: `dataset_test_split` names another one"
+        ledger.check(option, advice)
     _mask_as_rows_need(ledger)
 
 

@@ -162,7 +162,7 @@ _ARGUMENTS = CodeSection(
         _row(
             "bad-dataset",
             "parser or run",
-            "TRL: an entry of `datasets` without `path`, with a value of a wrong type, or without rows",
+            "TRL: an entry of `datasets` without `path`, of a wrong type or without rows; a list in quotes for a name",
         ),
         _row("bad-fraction", "run", "TRL: a `fraction` for some sets and not for others, below 0, or of a stream"),
         _row(
@@ -968,7 +968,7 @@ _SOURCE_AND_MACHINE = CodeSection(
         _row(
             "no-training",
             "launch",
-            "`init --from`: a script that starts no SFT or DPO training, or none without arguments",
+            "`init --from`: a script that starts no SFT or DPO training, none without arguments, or SFT on OLMo-core",
         ),
         _row(
             "no-counterpart converted",

@@ -5,6 +5,8 @@ What has another name there is somebody's own: it is never taken for a run's, wh
 
 import re
 
+PREVIOUS_CARD = "README.before.md"
+"""What `launch card --replace` calls the card that lay there before."""
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".pkl", ".distcp", ".jinja", ".index.json")
 _FILES = frozenset(
     """

@@ -79,7 +79,8 @@ class OutputPlace:
 
     def foreign(self, said: frozenset[str]) -> Iterator[Finding]:
         """That it holds files which no run of launch made; `said` are codes of what was found besides."""
-        names = [name for name in _names(self.output) if name != lease.FOLDER.parts[0]]
+        of_launch = {lease.FOLDER.parts[0], layout.PREVIOUS_CARD}
+        names = [name for name in _names(self.output) if name not in of_launch]
         trained = [name for name in names if layout.is_file(name) or layout.is_folder(name)]
         known = set(trained) if said & _SAID else set()
         if self.goes_on or lease.newest(self.output) is not None:

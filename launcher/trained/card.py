@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from launcher import files
-from launcher.artifacts import model_config
+from launcher.artifacts import layout, model_config
 from launcher.config.keys import PAIRED
 from launcher.errors import NotReady, not_ready
 from launcher.machine import python
@@ -29,7 +29,7 @@ from launcher.upstream.schema import source_name
 from launcher.verdict import summary
 
 NAME = "README.md"
-ASIDE = "README.before.md"
+ASIDE = layout.PREVIOUS_CARD
 _MARK = re.compile(r"<!-- launch card ([0-9a-f]{64}): what is edited here is kept -->\n")
 _FRONT_MATTER = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
 _LONGEST_CARD = 2**20

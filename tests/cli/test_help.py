@@ -23,6 +23,18 @@ def test_summaries_fit_a_line_of_80_columns(words: tuple[str, ...]) -> None:
     assert not [line for line in lines if line.endswith("...") and "[OPTIONS]" not in line]
 
 
+COMMANDS = (
+    "sft dpo pipeline init configs data validate-config preview rehearse plan prepare doctor runs attach logs stop "
+    "check report chat merge card rm cache ladder bench tune explain schema pin"
+).split()
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_help_page_fits_its_terminal(command: str, columns: int) -> None:
+    assert max(map(len, help_of(command, columns=columns))) <= columns
+
+
 def test_commands_and_options_stand_in_groups() -> None:
     titles = [line for line in help_of() if line.endswith(":") and not line.startswith(" ")]
     assert titles == ["Options:", "Run:", "Before:", "Watch:", "After:", "Tune:", "Know:"]

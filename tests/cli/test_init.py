@@ -326,9 +326,19 @@ def test_what_cannot_be_converted(tmp_path: Path, capsys: pytest.CaptureFixture[
     for text, code, finding in (
         (AXOLOTL.format(rl="kto"), 3, "bad-stage"),
         ("stage: sft\nargs: {learning_rate: 1}\n", 2, "unknown-format"),
+        ("stage: dpo\nbackend: trl\nargs: {learning_rate: 1}\n", 2, "unknown-format"),
         ("a: [\n", 3, "broken-yaml"),
     ):
         path.write_text(text)
         found = answer(capsys, "--from", str(path), "-o", str(new))
         assert (found[0], found[1]["findings"][0]["code"]) == (code, finding)
         assert not new.exists()
+
+
+def test_a_stage_file_needs_no_conversion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "f.yaml"
+    path.write_text("stage: sft\nargs: {learning_rate: 1}\n")
+    code, said = answer(capsys, "--from", str(path), "-o", str(tmp_path / "o.yaml"))
+    assert code == 2
+    assert "is a stage file of launch already" in said["findings"][0]["message"]
+    assert said["findings"][0]["help"] == f"launch validate-config {path}"

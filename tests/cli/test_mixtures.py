@@ -81,6 +81,7 @@ BAD: list[tuple[str, str, int, str]] = [
     ("datasets:\n- path: chats\n  split: train[10", "no-such-split", 2, "train[:1000]"),
     ("datasets:\n- path: chats\n  split: train[:9]\nstreaming: true\nmax_steps: 9", "no-such-split", 2, "sliced"),
     ("datasets:\n- path: chats\n  split: valid", "bad-data", 1, "no split valid"),
+    ("datasets:\n- path: chats\neval_strategy: epoch", "no-such-split", 2, "`test_split_size: 0.05`"),
     ("datasets:\n- path: chats\ntest_split_size: 1.5", "bad-test-split", 2, "share"),
     ("datasets:\n- path: chats\ntest_split_size: 200", "bad-test-split", 2, "200 rows"),
     ("datasets:\n- path: chats\ntest_split_size: 9\nstreaming: true\nmax_steps: 9", "bad-test-split", 2, "stream"),

@@ -123,6 +123,12 @@ def test_the_model_of_a_run_folder_goes_on_there(world: World) -> None:
     assert "nested-output" not in done.stderr
 
 
+def test_the_card_that_launch_moved_aside_is_its_own(world: World) -> None:
+    finished(world, "out")
+    (world.root / "out" / "README.before.md").write_text("of the trainer")
+    assert "foreign-files" not in findings(world, "out")
+
+
 def test_files_of_ones_own_are_named(world: World) -> None:
     for name in ("b.txt", "a.txt", "notes/x", "d.txt"):
         (world.root / "out" / name).parent.mkdir(parents=True, exist_ok=True)

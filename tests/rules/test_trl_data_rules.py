@@ -41,6 +41,32 @@ def test_data_that_are_not_here() -> None:
     assert told("trl-sft", mixed, machine=HERE) == []
 
 
+@pytest.mark.parametrize("text", ["[a/b]", "[{path: a/b}]", '["a/b", "c/d"]', "{path: a/b}", " [a]"])
+@pytest.mark.parametrize("machine", [None, HERE])
+def test_a_list_in_quotes_is_no_data_set(text: str, machine: Any) -> None:
+    where = {} if machine is None else {"machine": machine}
+    assert told("trl-sft", {"dataset_name": text}, **where) == [("bad-dataset", "error", "dataset_name")]
+    for value in (text, [text], [{"path": text}]):
+        assert told("trl-sft", {"datasets": value}, **where) == [("bad-dataset", "error", "datasets[0].path")]
+
+
+def test_data_without_a_name() -> None:
+    for value in ("", [""], [{"path": ""}], [{"path": " "}]):
+        assert told("trl-dpo", {"datasets": value}) == [("bad-dataset", "error", "datasets[0].path")]
+
+
+def test_a_folder_may_be_called_anything() -> None:
+    Path("[a]").mkdir()
+    Path("[a]/train.jsonl").write_text(json.dumps({"messages": CHAT}) + "\n")
+    assert told("trl-sft", {"dataset_name": "[a]"}, machine=HERE) == []
+
+
+@pytest.mark.parametrize("name", ["buckets/org/rows", "hf://buckets/org/rows", "hf://datasets/org/rows"])
+def test_data_on_the_hub_are_no_folder(name: str) -> None:
+    assert told("trl-sft", {"dataset_name": name}, machine=HERE) == []
+    assert told("trl-sft", {"datasets": [{"path": name}]}, machine=HERE) == []
+
+
 SPLITS: list[tuple[str, bool]] = [("train", True), ("train[:10%]", False), ("train+test", False)]
 
 

@@ -886,3 +886,124 @@ def test_findings_name_file_and_line_of_the_source(tmp_path: Path, capsys: Captu
 def test_a_broken_script_ends_in_an_error_and_nothing_else(text: str, tmp_path: Path, capsys: Capture) -> None:
     answer = init(capsys, write(tmp_path, script(text)))
     assert answer.code in (0, 3)
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        (
+            "torchrun --nproc_per_node 8 src/scripts/train/sft/OLMo-sft.py train run ckpt ai2/x --seq_len=4096",
+            "OLMo-core",
+        ),
+        ("python OLMo/src/scripts/train/sft/Olmo-3-7B-SFT.py launch run ckpt x --dataset_path d", "OLMo-core"),
+        ('torchrun "${OLMOCORE_PATH}/src/scripts/train/sft/OLMo-sft.py" train --save_folder=o', "OLMo-core"),
+        (
+            "torchrun open_instruct/olmo_core_finetune.py --model_name_or_path org/tiny --mixer_list a 1.0",
+            "open-instruct's SFT on OLMo-core",
+        ),
+        ("python -m open_instruct.olmo_core_finetune --model_name_or_path org/tiny --mixer_list a 1.0", "OLMo-core"),
+    ],
+)
+def test_sft_on_olmo_core_is_named_as_not_supported(command: str, name: str, tmp_path: Path, capsys: Capture) -> None:
+    answer = init(capsys, write(tmp_path, script(f"set -e\n{command}\n")))
+    (finding,) = answer.findings
+    assert (answer.code, finding["code"], finding["line"]) == (3, "no-training", 2)
+    assert name in finding["message"] and "not support" in finding["message"]
+    assert "launch init sft --model NAME --data NAME" in finding["help"]
+    assert not answer.path.exists()
+
+
+@pytest.mark.parametrize("program", ["src/scripts/train/sft.py", "olmo_sft.py", "train_sft_olmo.py"])
+def test_a_script_of_ones_own_about_olmo_is_none_of_olmo_core(program: str, tmp_path: Path, capsys: Capture) -> None:
+    command = f"python {program} --model_name_or_path org/tiny --dataset_name org/chats --output_dir o"
+    assert convert(script(command), tmp_path, capsys).config.args["model_name_or_path"] == "org/tiny"
+
+
+NEW_MODEL_AND_DATA = ("--model", "org/other", "--data", "org/rows")
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
+def test_a_model_and_data_that_are_named_take_the_place_of_the_sources(
+    form: Form, tmp_path: Path, capsys: Capture
+) -> None:
+    answer = convert(form, tmp_path, capsys, *NEW_MODEL_AND_DATA)
+    args = answer.config.args
+    assert args["model_name_or_path"] == "org/other"
+    data = [args.get(name) for name in ("dataset_name", "dataset_mixer_list", "mixer_list", "datasets")]
+    assert [value for value in data if value is not None] in (
+        ["org/rows"],
+        [["org/rows", 1.0]],
+        [[{"path": "org/rows"}]],
+    )
+    assert "SET_ME" not in answer.text
+    named = answer.data["carried"].keys() | answer.data["left_out"].keys()
+    assert flags_of(form) - {name.split(" ")[-1] for name in named} == set()
+    assert main.main(["validate-config", str(answer.path)]) == 0
+
+
+def test_what_was_said_of_the_sources_model_and_data_goes_with_them(tmp_path: Path, capsys: Capture) -> None:
+    text = (
+        "trl sft --model_name_or_path $1 --model_revision abc --dataset_name org/chats "
+        "--dataset_train_split train_sft --learning_rate 1e-5 --output_dir o"
+    )
+    answer = convert(script(text), tmp_path, capsys, *NEW_MODEL_AND_DATA)
+    assert answer.config.args == {
+        "model_name_or_path": "org/other", "dataset_name": "org/rows", "learning_rate": 1e-5, "output_dir": "o",
+    }  # fmt: skip
+    assert answer.findings_of("converted") == []
+    for flag in ("--model_name_or_path", "--model_revision"):
+        assert answer.data["left_out"][flag] == "`--model` takes its place"
+    for flag in ("--dataset_name", "--dataset_train_split"):
+        assert answer.data["left_out"][flag] == "`--data` takes its place"
+    assert answer.data["lost"] == []
+
+
+def test_one_of_both_leaves_the_other(tmp_path: Path, capsys: Capture) -> None:
+    form = script("trl sft --model_name_or_path org/tiny --dataset_name org/chats --output_dir o")
+    args = convert(form, tmp_path, capsys, "--data", "org/rows").config.args
+    assert (args["model_name_or_path"], args["dataset_name"]) == ("org/tiny", "org/rows")
+    args = convert(form, tmp_path, capsys, "--model", "org/other").config.args
+    assert (args["model_name_or_path"], args["dataset_name"]) == ("org/other", "org/chats")
+
+
+def test_local_rows_that_are_named_are_loaded_by_their_file(tmp_path: Path, capsys: Capture) -> None:
+    pair = {"prompt": "What is it?", "completion": "A list."}
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(f"{json.dumps(pair)}\n" * 4)
+    form = script(
+        "python train.py --model_name_or_path org/tiny --data_path org/chats --mask_prompt True --output_dir o"
+    )
+    args = convert(form, tmp_path, capsys, "--data", str(rows)).config.args
+    assert args["datasets"] == [{"path": "json", "data_files": str(rows)}]
+    # the argument of rows with `prompt` and `completion`, not that of chats
+    assert args["completion_only_loss"] is True
+    assert "assistant_only_loss" not in args
+
+
+def test_the_part_that_is_held_out_is_taken_of_the_data_that_are_named(tmp_path: Path, capsys: Capture) -> None:
+    args = convert(AXOLOTL_FILE, tmp_path, capsys, *NEW_MODEL_AND_DATA).config.args
+    before = convert(AXOLOTL_FILE, tmp_path, capsys).config.args
+    assert args.get("test_split_size") == before.get("test_split_size")
+    assert args.get("datasets", args.get("dataset_name")) in ([{"path": "org/rows"}], "org/rows")
+
+
+def test_the_trainer_is_that_of_the_source(tmp_path: Path, capsys: Capture) -> None:
+    form = script("trl sft --model_name_or_path org/tiny --dataset_name org/chats --output_dir o")
+    answer = init(capsys, write(tmp_path, form), "--backend", "open_instruct")
+    assert (answer.code, answer.findings[0]["code"]) == (2, "useless-option")
+
+
+def test_the_split_that_is_evaluated_then_is_named(tmp_path: Path, capsys: Capture) -> None:
+    form = script(
+        "trl sft --model_name_or_path org/tiny --dataset_name org/chats --dataset_test_split test_sft "
+        "--eval_strategy epoch --output_dir o"
+    )
+    answer = convert(form, tmp_path, capsys, "--data", "org/rows")
+    assert "dataset_test_split" not in answer.config.args
+    assert "the split `test` of org/rows" in answer.text
+    # a file has no other split: nothing is left to evaluate on
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"text": "a text"}) + "\n")
+    answer = convert(form, tmp_path, capsys, "--data", str(rows))
+    assert "eval_strategy" not in answer.config.args
+    assert "nothing to evaluate on" in answer.data["left_out"]["--eval_strategy"]

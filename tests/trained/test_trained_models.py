@@ -73,6 +73,11 @@ def test_a_name_that_is_neither_run_nor_folder(capsys: Capture) -> None:
     assert (code, finding["code"]) == (2, "no-such-run")
 
 
+def test_a_name_that_is_wrong_is_named_before_a_prompt_that_lacks(capsys: Capture) -> None:
+    code, finding = refused(capsys, "chat", "nothing", "--prompt", "")
+    assert (code, finding["code"]) == (2, "no-such-run")
+
+
 def test_a_run_without_a_final_model_names_its_checkpoints_and_what_to_type(tmp_path: Path, capsys: Capture) -> None:
     output = tmp_path / "out" / "a"
     for step in (4, 8):

@@ -276,6 +276,8 @@ def test_an_evaluation_runs_once_and_its_numbers_stand_in_verdict_and_report(
     assert (code, bench.evaluations()) == (1, [])
     assert place_of(told, "eval-gate") == ("p.yaml", line_of(path, "gsm8k: "))
     assert "0.41, expected >= 0.5" in codes(told)["eval-gate"]
+    # the row is that of the stage: its name is not said again
+    assert told["data"]["stages"][1]["reason"].startswith("gsm8k")
     assert main.main(["check", str(run.path)]) == 1
     assert "0.41, expected >= 0.5" in capsys.readouterr().out
     bench.evaluated(*steps, "sleep=0", **more)

@@ -22,6 +22,7 @@ from launcher.report import console
 if TYPE_CHECKING:
     from launcher.config.load import Config
     from launcher.planning.request import Request
+    from launcher.stage.conversion.replacement import Replacements
     from launcher.stage.draft import Draft
     from launcher.stage.fix import Fix
     from launcher.upstream.locate import Locator
@@ -334,8 +335,18 @@ def init(
         None, metavar="[sft|dpo]", help="training stage", show_default="sft"
     ),
     backend: Literal["open_instruct", "trl"] = Option("trl", "--backend", help="trainer"),
-    model: str | None = Option(None, "--model", metavar="NAME", help="model: a name on the hub, or a folder"),
-    data: str | None = Option(None, "--data", metavar="NAME", help="data set: a name on the hub, a file or a folder"),
+    model: str | None = Option(
+        None,
+        "--model",
+        metavar="NAME",
+        help="model: a name on the hub, or a folder; with --from, in place of that of FILE",
+    ),
+    data: str | None = Option(
+        None,
+        "--data",
+        metavar="NAME",
+        help="data set: a name on the hub, a file or a folder; with --from, in place of that of FILE",
+    ),
     gpus: int | None = Option(None, "--gpus", metavar="N", min=0, help="number of GPUs", show_default="1"),
     source: Path | None = Option(
         None, "--from", metavar="FILE", help="convert a training script, or a file of another tool"
@@ -353,12 +364,14 @@ def init(
     """
     from launcher.config import load
     from launcher.stage import draft
+    from launcher.stage.conversion.replacement import Replacements
     from launcher.stage.stage import judge
 
     if source is not None:
-        if backend != "trl" or model or data:
-            raise usage("useless-option", "--from takes model, data and trainer from its file")
-        return _convert(shared, source, stage, gpus, output, script_args)
+        if backend != "trl":
+            raise usage("useless-option", "--from takes the trainer from its file", "leave out --backend")
+        replacements = Replacements(model=model or None, data=data or None)
+        return _convert(shared, source, stage, gpus, output, script_args, replacements)
     if script_args is not None:
         raise usage("useless-option", "--script-args is for a script of --from")
     stage = stage or "sft"
@@ -380,7 +393,13 @@ def init(
 
 
 def _convert(
-    shared: Shared, source: Path, stage: str | None, gpus: int | None, output: Path | None, script_args: str | None
+    shared: Shared,
+    source: Path,
+    stage: str | None,
+    gpus: int | None,
+    output: Path | None,
+    script_args: str | None,
+    replacements: Replacements,
 ) -> Exit:
     """Write the stage file that a file or script of another tool's describes."""
     from launcher.config import load
@@ -388,7 +407,9 @@ def _convert(
     from launcher.stage.stage import judge
 
     arguments = _script_arguments(script_args)
-    conversion = convert.convert(source, stage=stage, gpus=gpus, locator=shared.locator, arguments=arguments)
+    conversion = convert.convert(
+        source, stage=stage, gpus=gpus, locator=shared.locator, arguments=arguments, replacements=replacements
+    )
     new = conversion.draft
     path = _require_free(output or Path(f"{new.stage}.yaml"))
     beside = {_require_free(place): text for place, text in new.place_files(path).items()}

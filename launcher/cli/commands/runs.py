@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, get_args
 
 import typer
 from typer import Argument, Option
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from launcher.runs.rundir import RunFolder
 
 State = Literal["queued", "running", "orphaned", "finished", "failed", "stopped", "preempted", "unknown", "lost"]
+# on one line, as typer writes the choices, they are wider than a terminal
+_ONLY_STATE = f"only runs in this state: {', '.join(get_args(State))}"
 
 cache = typer.Typer(no_args_is_help=True, help="List, explain and clear caches.")
 app.add_typer(cache, name="cache")
@@ -101,7 +103,7 @@ def stop(
 
 @app.command(epilog="Example: launch runs --here --state failed --last 5")
 def runs(
-    state: State | None = Option(None, "--state", help="only runs in this state"),
+    state: State | None = Option(None, "--state", metavar="STATE", help=_ONLY_STATE),
     last: int | None = Option(None, "--last", metavar="N", min=1, help="only the N newest"),
     here: bool = Option(False, "--here", help="only runs begun in this folder"),
     whole: bool = Option(False, "--all", help="a line for each run of a pipeline, bench, ladder or tune"),

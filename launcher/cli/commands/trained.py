@@ -105,8 +105,8 @@ def chat(
 
     if cpu and devices is not None:
         raise usage("useless-option", "--devices has no effect with --cpu")
-    given = _given_prompts(prompts, format)
     model = found_model(target)
+    given = _given_prompts(prompts, format)
     if base and model.base is None:
         message = f"it is unknown which model {model.path} was trained from: no run's record names it"
         raise not_ready("no-base-model", message, "leave out --base", file=str(model.path))

@@ -53,6 +53,8 @@ def data_here(context: Context) -> Iterator[Finding]:
         yield say("error", "data-file", _KEY, message, help)
     elif name in sources.LOADERS:
         yield from data.loader_name(_KEY, name)
+    elif _looks_like_list(name):
+        yield _no_name(_KEY, name)
     elif not exists(Path(name)) and _is_local(name):
         what = "file" if reading.data_suffix(Path(name)) in reading.READABLE else "folder"
         message = f"there is no {what} {brief(name)} here"
@@ -74,6 +76,8 @@ def sets_here(context: Context) -> Iterator[Finding]:
             yield say("error", "data-file", key, message, help)
         elif entry.path in sources.LOADERS and entry.data_files is None and entry.data_dir is None:
             yield from data.loader_name(key, entry.path)
+        elif _looks_like_list(entry.path):
+            yield _no_name(key, entry.path)
         else:
             yield from _missing_files(entry, context)
 
@@ -98,8 +102,30 @@ def _missing_files(entry: SetEntry, context: Context) -> Iterator[Finding]:
         yield say(context.at_start, "missing-data", f"{entry.key}.{place}", message, help)
 
 
+# huggingface_hub refuses any other character in a name (huggingface_hub/utils/_validators.py: REPO_ID_REGEX)
+_NAME_ON_HUB = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)?")
+
+
+def _looks_like_list(name: str) -> bool:
+    """Whether a name that is nothing on this disk is YAML in quotes, or nothing at all."""
+    text = name.strip()
+    return not text or (text[0] in "[{" and not exists(Path(name)))
+
+
+def _no_name(key: str, name: str) -> Finding:
+    if not name.strip():
+        return say("error", "bad-dataset", key, f"`{key}` is empty", "name a folder, or a data set on the hub")
+    message = f"`{key}: {brief(name)}` is text: all of it is taken for the name of one data set"
+    help = "for a list leave out the quotes: `datasets: [{path: a/b}, {path: c/d}]`"
+    return say("error", "bad-dataset", key, message, help)
+
+
 def _is_local(name: str) -> bool:
-    """Whether a name can only be a path: that of no data set on the hub."""
+    """Whether a name can only be a path: that of no data set on the hub, and of no bucket there."""
+    if name.startswith(("hf://", "buckets/")):
+        return False
+    if _NAME_ON_HUB.fullmatch(name) is None:
+        return True
     return model_config.is_path(name) or reading.data_suffix(Path(name)) in reading.READABLE
 
 

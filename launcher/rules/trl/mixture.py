@@ -138,6 +138,12 @@ def split_names(values: Values) -> Iterator[Finding]:
         return
     there = ["train"] if values[_SIZE] is None else ["train", "test"]
     read = ["dataset_train_split"]
+    if values["eval_strategy"] != "no" and values[_SIZE] is None:
+        message = (
+            f"`eval_strategy: {values['eval_strategy']}` has nothing to evaluate on: the mixture has no test split"
+        )
+        help = f'add `{_SIZE}: 0.05` to hold a part of the rows back, or write `eval_strategy: "no"`'
+        yield say("error", "no-such-split", "eval_strategy", message, help)
     if values["eval_strategy"] != "no" and values[_SIZE] is not None:
         read.append("dataset_test_split")
     for key in read:

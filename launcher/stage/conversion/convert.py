@@ -13,8 +13,9 @@ from launcher.config.keys import PAIRED, STAGES
 from launcher.config.load import TOOLS
 from launcher.errors import Finding, InvalidConfig, Severity, brief, launch_finding
 from launcher.redaction import is_secret_variable, redact
-from launcher.stage.conversion import launchers, sbatch, sources
+from launcher.stage.conversion import launchers, replacement, sbatch, sources
 from launcher.stage.conversion.ledger import PLACEHOLDER, ConversionLedger, is_secret, unknown_value
+from launcher.stage.conversion.replacement import Replacements
 from launcher.stage.conversion.settings import Recipe, SourceSetting, last_of_each, name_of
 from launcher.stage.conversion.tools import axolotl, llama_factory, open_instruct, other_tools, torchtune, trl
 from launcher.stage.draft import Draft
@@ -89,8 +90,11 @@ def convert(
     locator: Locator,
     arguments: tuple[str, ...] = (),
     environ: Mapping[str, str] = os.environ,
+    replacements: Replacements = replacement.NONE,
 ) -> Conversion:
     """The stage that a file or script describes; `arguments` are those that a script would be started with.
+
+    `replacements` take the place of the model and the data of the source.
 
     Raises InvalidConfig where the file cannot be read or its stage is neither SFT nor DPO, and UsageError where it
     describes no training that is known.
@@ -119,6 +123,8 @@ def convert(
 
     ledger = ConversionLedger(recipe=recipe, draft=draft, schema=schema, entry=entry, past=changes)
     _settle(ledger, tool, gpus)
+    replacement.apply(ledger, replacements)
+    _sort(draft)
     _others(source.recipes, recipe, ledger)
     return Conversion(draft=draft, ledger=ledger)
 
@@ -200,7 +206,6 @@ def _settle(ledger: ConversionLedger, tool: _Tool, gpus: int | None) -> None:
         ledger.leave(setting, "an argument without a name: launch does not know what it says")
     _batch(ledger, gpus)
     _complete(ledger)
-    _sort(ledger.draft)
 
 
 _FLAG = re.compile(r"(?<![\w./=-])(--[A-Za-z][\w.-]*)")

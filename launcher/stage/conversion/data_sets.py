@@ -145,12 +145,12 @@ def advise(ledger: ConversionLedger, mixture: SourceData) -> None:
     """Say what the sets of a source mean that TRL's script cannot."""
     for data in mixture.sets:
         if data.share is not None and data.share > 1:
-            ledger.check(mixture.setting, f"{data.path} is taken {data.share:g} times there; `datasets` takes it once")
+            advice = f"{data.path} is taken {data.share:g} times there; `datasets` takes it once"
+            ledger.check(mixture.setting, advice, target="dataset_name")
         elif data.share is not None and data.share * 100 % 1 > 1e-6:
             rounded = max(1, round(data.share * 100))
-            ledger.check(
-                mixture.setting, f"{data.share:g} of {data.path} became {rounded} %: slices are whole percents"
-            )
+            advice = f"{data.share:g} of {data.path} became {rounded} %: slices are whole percents"
+            ledger.check(mixture.setting, advice, target="dataset_name")
 
 
 _NO_TEST = "no rows are set aside: name `dataset_test_split`, or `test_split_size` with `datasets`"

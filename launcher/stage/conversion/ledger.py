@@ -30,10 +30,14 @@ class UncarriedSetting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """Something that a person has to look at, and the setting that it is about."""
+    """Something that a person has to look at, and the setting that it is about.
+
+    `target` is the argument whose value it is about; it falls with that value.
+    """
 
     setting: SourceSetting
     advice: str
+    target: str = ""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -76,7 +80,7 @@ class ConversionLedger:
         if setting.written not in self.carried:
             self.omissions[setting.written] = UncarriedSetting(setting=setting, reason=reason, matters=matters)
 
-    def drop(self, target: str, reason: str) -> None:
+    def drop(self, target: str, reason: str, *, matters: bool = True) -> None:
         """Take an argument out again: the settings that it came from are left out for this reason."""
         self.draft.rows.pop(target, None)
         for written, targets in [*self.carried.items()]:
@@ -85,7 +89,7 @@ class ConversionLedger:
             targets.remove(target)
             if not targets:
                 del self.carried[written]
-                self.leave(self._setting(written), reason)
+                self.leave(self._setting(written), reason, matters=matters)
 
     def _setting(self, written: str) -> SourceSetting:
         recipe = self.recipe
@@ -94,8 +98,8 @@ class ConversionLedger:
                 return setting
         return SourceSetting(key=written, value=None, written=written, file=str(recipe.path))
 
-    def check(self, setting: SourceSetting, advice: str) -> None:
-        self.checks.append(Check(setting=setting, advice=advice))
+    def check(self, setting: SourceSetting, advice: str, *, target: str = "") -> None:
+        self.checks.append(Check(setting=setting, advice=advice, target=target))
 
     def take(self, *keys: str) -> SourceSetting | None:
         """The setting of one of these names that is not settled yet, if its value is known."""
@@ -201,7 +205,7 @@ class ConversionLedger:
         """Write a value that has to be filled in for one that the source does not tell."""
         name = "".join(character for character in setting.missing[0] if character.isalnum() or character == "_")
         self.carry(setting, target, f"{PLACEHOLDER}_{name}"[:60] if name else PLACEHOLDER)
-        self.check(setting, f"write `{target}`: {unknown_value(setting)}")
+        self.check(setting, f"write `{target}`: {unknown_value(setting)}", target=target)
 
 
 def is_secret(setting: SourceSetting) -> bool:

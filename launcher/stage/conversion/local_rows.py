@@ -30,7 +30,8 @@ def readable(path: str, setting: SourceSetting, ledger: ConversionLedger) -> str
     command = f"launch data convert {shlex.quote(path)} -o {shlex.quote(output)}"
     ledger.kinds.add("chats")
     draft.remarks += (f"first: {command}",)
-    ledger.check(setting, f"{path} has rows of the form {local.conversion.name}: `{command}` makes {output}")
+    advice = f"{path} has rows of the form {local.conversion.name}: `{command}` makes {output}"
+    ledger.check(setting, advice, target=ledger.entry.names.data)
     return output
 
 

@@ -17,7 +17,7 @@ from launcher.config.load import tool_of
 from launcher.errors import InvalidConfig, usage
 from launcher.files import read_bytes
 from launcher.redaction import is_secret_variable
-from launcher.stage.conversion import commands, names, sbatch, sharding
+from launcher.stage.conversion import commands, names, olmo_core, sbatch, sharding
 from launcher.stage.conversion.commands import Invocation
 from launcher.stage.conversion.settings import Recipe, SourceSetting, from_mapping, name_of
 from launcher.stage.shell import interpreter, syntax
@@ -91,6 +91,9 @@ def read(path: Path, circumstances: Circumstances) -> TrainingSource:
         return TrainingSource(_of_script(path, text, circumstances))
     content = document.read_yaml(path)
     values = {key: value for key, value in content.value.items()}
+    if {"stage", "args"} <= values.keys():
+        message = f"{path} is a stage file of launch already: --from reads what other tools train with"
+        raise usage("unknown-format", message, f"launch validate-config {path}")
     tool = yaml_tool(values)
     if tool is None:
         raise _unknown(path)
@@ -216,6 +219,11 @@ def _no_training(path: Path, script: Script) -> Exception:
         if invocation is not None:
             started.append((invocation.program, invocation.line))
             any_flags = any_flags or bool(invocation.settings or invocation.configs)
+    for program, line in started:
+        reason = olmo_core.refusal(program)
+        if reason is not None:
+            message = f"`{program}` {reason.what}"
+            return InvalidConfig(document.bad(path, "no-training", message, line, reason.instead))
     if started:
         program, line = started[-1]
         if "$" in program or re.search(r"(^|/)\.py$", program):
@@ -317,6 +325,8 @@ def _add_config(config: Argument, recipe: Recipe) -> None:
 def _named_tool(invocation: Invocation) -> tuple[str, str | None] | None:
     """Whose names the arguments of a program have, and its stage; None of what is no training of SFT or DPO."""
     program = invocation.program
+    if olmo_core.refusal(program) is not None:
+        return None
     words = program.split()
     keys = {setting.key for setting in invocation.settings}
     if invocation.kind in _TOOL_OF_PROGRAM:

@@ -279,7 +279,9 @@ class _Runner:
         row.status = status
         row.exit = int(code)
         stops = errors(findings) or tuple(findings)
-        row.reason = str(stops[0].message) if stops else f"its evaluation was {status}"
+        reason = str(stops[0].message) if stops else f"its evaluation was {status}"
+        # a finding names its stage; the row is that of the stage
+        row.reason = reason.removeprefix(f"{row.name}: ")
         self.result.exit = code
         self.result.findings = tuple(findings)
         self._show(list(findings))

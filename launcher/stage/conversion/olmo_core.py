@@ -1,0 +1,40 @@
+"""SFT on OLMo-core, which launch does not start: named, so that nobody gets a stage file that cannot train the same.
+
+Its model is a checkpoint of OLMo-core's, its rows are token files and its batch counts tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_OF_OPEN_INSTRUCT = re.compile(r"(^|[/.])olmo_core_finetune(\.py)?$")
+# src/scripts/train/sft/OLMo-sft.py, Olmo-3-7B-SFT.py, FlexOlmo-SFT.py: in the folder of OLMo-core, or elsewhere
+_OF_OLMO_CORE = re.compile(
+    r"(^|/)src/scripts/(official|train)/(.*/)?[^/]*olmo[^/]*\.py$|(^|/)(flex)?olmo[^/]*-sft\.py$", re.IGNORECASE
+)
+_OTHER_WAY = "`launch init sft --model NAME --data NAME` writes a stage file of the same model and data for TRL, "
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnsupportedProgram:
+    """`what` a program is, as the end of a sentence about it, and what to do `instead`."""
+
+    what: str
+    instead: str
+
+
+def refusal(program: str) -> UnsupportedProgram | None:
+    """Why a program of OLMo-core's is not converted; None of any other program."""
+    if _OF_OPEN_INSTRUCT.search(program):
+        return UnsupportedProgram(
+            what="is open-instruct's SFT on OLMo-core, which launch does not support yet",
+            instead=f"{_OTHER_WAY}with `--backend open_instruct` for open-instruct's finetune.py",
+        )
+    if _OF_OLMO_CORE.search(program):
+        return UnsupportedProgram(
+            what="is a training of OLMo-core, which launch does not support yet",
+            instead="convert its checkpoint to a folder that transformers loads, take the rows before they became "
+            f"token files; then {_OTHER_WAY}with `--backend open_instruct` for open-instruct",
+        )
+    return None

@@ -1,0 +1,99 @@
+"""`launch init --from FILE --model NAME --data NAME`: what a person names takes the place of the source's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from launcher.stage.conversion import data_sets
+from launcher.stage.conversion.data_sets import DataSet, SourceData
+from launcher.stage.conversion.ledger import ConversionLedger
+from launcher.stage.conversion.settings import SourceSetting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replacements:
+    """A model and a data set, each a name on the hub or a path; None leaves that of the source."""
+
+    model: str | None = None
+    data: str | None = None
+
+
+NONE = Replacements()
+
+_MODEL = "model_name_or_path"
+# what is said of one model: its commit, and a tokenizer of its own
+_OF_MODEL = ("model_revision", "tokenizer_name", "tokenizer_name_or_path", "tokenizer_revision")
+# what is said of one data set: which part of it is read
+_OF_DATA = (
+    "datasets",
+    "dataset_name",
+    "dataset_config",
+    "dataset_train_split",
+    "dataset_test_split",
+    "dataset_mixer_list",
+    "dataset_mixer_list_splits",
+    "mixer_list",
+    "mixer_list_splits",
+)
+
+
+def apply(ledger: ConversionLedger, replacements: Replacements) -> None:
+    """Write the model and the data that a person names, and leave out what was said of those of the source."""
+    if replacements.model is not None:
+        _replace_model(ledger, replacements.model)
+    if replacements.data is not None:
+        _replace_data(ledger, replacements.data)
+
+
+def _replace_model(ledger: ConversionLedger, model: str) -> None:
+    for name in (_MODEL, *_OF_MODEL):
+        _forget(ledger, name, "`--model` takes its place")
+    ledger.carry(_option("--model", model), _MODEL, model, note="--model")
+
+
+def _replace_data(ledger: ConversionLedger, path: str) -> None:
+    draft = ledger.draft
+    had_test_split = "dataset_test_split" in draft.rows
+    for name in _OF_DATA:
+        _forget(ledger, name, "`--data` takes its place")
+    draft.remarks = tuple(remark for remark in draft.remarks if not remark.startswith("first: launch data convert "))
+    ledger.kinds.clear()
+    option = _option("--data", path)
+    data = ledger.entry.names.data
+    if ledger.schema.fields[data].many:
+        ledger.carry(option, data, [path, 1.0], note="--data")
+        return
+    held_out = draft.rows.get("test_split_size")
+    test_size = None if held_out is None else held_out.value
+    data_sets.write(ledger, SourceData(setting=option, sets=[DataSet(path=path)], test_size=test_size))
+    for name in ledger.carried["--data"]:
+        draft.rows[name] = draft.rows[name]._replace(comment="--data")
+    if held_out is not None:
+        draft.rows["test_split_size"] = held_out
+    elif had_test_split and "eval_strategy" in draft.rows:
+        advice = f"it is evaluated on the split `test` of {path}: `dataset_test_split` names another one"
+        ledger.check(option, advice)
+    _mask_as_rows_need(ledger)
+
+
+def _mask_as_rows_need(ledger: ConversionLedger) -> None:
+    """Of rows with `prompt` and `completion` another argument has answers alone count than of chats."""
+    row = ledger.draft.rows.pop("assistant_only_loss", None)
+    if row is None:
+        return
+    is_pairs = ledger.kinds == {"completions"}
+    name = "completion_only_loss" if is_pairs else "assistant_only_loss"
+    ledger.draft.rows[name] = row
+    for targets in ledger.carried.values():
+        if is_pairs and "assistant_only_loss" in targets:
+            targets[targets.index("assistant_only_loss")] = name
+
+
+def _option(written: str, value: str) -> SourceSetting:
+    return SourceSetting(key=written, value=value, written=written, file="")
+
+
+def _forget(ledger: ConversionLedger, target: str, reason: str) -> None:
+    """Take an argument of the source's out, with what a person would have had to look at in it."""
+    ledger.drop(target, reason, matters=False)
+    ledger.checks = [check for check in ledger.checks if check.target != target]

@@ -1,6 +1,6 @@
 """How long an optimizer step should take, before anything was measured: arithmetic, bytes, launches.
 
-Of 21 measured steps of 7B (docs/benchmarks.md) each is within 25 %; what short runs then measure corrects it
+Of 20 measured steps of 7B (docs/benchmarks.md) each is within 25 %; what short runs then measure corrects it
 (`search`). Arithmetic counts as in "PaLM: Scaling Language Modeling with Pathways" (Chowdhery et al.,
 2022, appendix B), the traffic of the ZeRO stages as in "ZeRO: Memory Optimizations Toward Training
 Trillion Parameter Models" (Rajbhandari et al., 2020, section 7).
@@ -23,6 +23,8 @@ _KERNELS, _KERNELS_AROUND = 22, 150
 # calls hooks around every module. Under ZeRO-3 they gather and release weights, which shows in the backward
 # pass and in what a checkpointed layer computes again; its own linears take three times as long as plain ones.
 _HOOKS, _GATHERS, _GATHERS_OF_PLAIN_LINEARS = 0.0013, 0.015, 0.0045
+# With plain linears the host works beside the device, but a pass through a layer takes it so long at least.
+_FEEDING = 0.009
 # bytes a second to the host and back, and of its own memory
 _HOST_LINK, _HOST_MEMORY = 25e9, 60e9
 
@@ -60,18 +62,21 @@ def _micro_batch(footprint: Footprint, card: Card) -> float:
     kernels = (2 if adapted else 1) * passes * (_KERNELS * shape.layers + _KERNELS_AROUND)
     # what runs between launches is hidden, what is shorter is not
     device = max(passes * a_pass, kernels * card.launch) + 0.02 * kernels * card.launch
-    return device + _host(footprint, passes)
+    return _beside_host(footprint, passes, device)
 
 
-def _host(footprint: Footprint, passes: float) -> float:
-    """Seconds of a micro-batch in which the device waits for DeepSpeed's Python code."""
+def _beside_host(footprint: Footprint, passes: float, device: float) -> float:
+    """Seconds of a micro-batch that takes `device` seconds on the card, with what DeepSpeed's Python code adds."""
     zero, layers = footprint.zero, footprint.shape.layers
     if zero is None:
-        return 0.0
+        return device
     if zero.stage < 3:
-        return layers * passes * _HOOKS
-    gathers = _GATHERS_OF_PLAIN_LINEARS if zero.plain_linears else _GATHERS
-    return layers * (passes - 2) * gathers
+        return device + layers * passes * _HOOKS
+    gathered = device + layers * (passes - 2) * _GATHERS
+    if not zero.plain_linears:
+        return gathered
+    fed = max(device, layers * passes * _FEEDING)
+    return min(gathered, fed + layers * (passes - 2) * _GATHERS_OF_PLAIN_LINEARS)
 
 
 def _moved(footprint: Footprint) -> float:

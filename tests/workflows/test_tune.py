@@ -220,6 +220,8 @@ def test_a_step_takes_about_what_it_took_on_two_h200(
         ("hand_recipe", (*PACKED, "deepspeed=plain", "batch.per_device=88", "batch.global=176"), 2, 2.67),
         ("hand_recipe_dpo", ("deepspeed=efficient",), 2, 42.3),
         ("hand_recipe_dpo", (*PACKED, "deepspeed=efficient", "batch.per_device=8"), 2, 10.0),
+        # with a profiler
+        ("hand_recipe_dpo", (*PACKED, "deepspeed=plain", "batch.per_device=8"), 2, 10.6),
         ("hand_recipe_trl", (*PACKED, "deepspeed=efficient", "batch.global=32"), 2, 3.44),
         ("hand_recipe_trl", (*PACKED, "deepspeed=plain", "batch.global=32"), 2, 3.19),
         ("hand_recipe_trl", (*PACKED, "deepspeed=efficient", "batch.global=20", "batch.per_device=10"), 2, 2.33),

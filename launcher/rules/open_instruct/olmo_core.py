@@ -205,7 +205,7 @@ def _keeps_activations(values: Values) -> bool:
 
 def _selects_modules(values: Values) -> bool:
     """Whether modules are recomputed by their names, and no budget is read (olmo_core_utils.py::build_ac_config)."""
-    return values.get("activation_checkpointing_mode") == _SELECTED
+    return bool(values.get("activation_checkpointing_mode") == _SELECTED)
 
 
 @where(behaviour.RECOMPUTES_MODULES)
@@ -214,7 +214,7 @@ def unread_recomputing(values: Values) -> Iterator[Finding]:
     key, where_read = "activation_checkpointing_modules", f"with `activation_checkpointing_mode: {_SELECTED}`"
     if _selects_modules(values):
         key, where_read = "activation_memory_budget", "with `activation_checkpointing_mode: budget`"
-    if values.given(key):
+    if values.given(key) and values[key] != values.schema.fields[key].default:
         message = f"`{key}` does nothing here: it is read only {where_read}"
         yield say("warning", "conditional-key", key, message, "delete the line")
 

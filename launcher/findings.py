@@ -311,6 +311,12 @@ _ARGUMENTS = CodeSection(
         ),
         _row("budget-without-compile", "run", "dpo.py: `activation_memory_budget` acts under `compile_model` alone"),
         _row(
+            "rope-scaling",
+            "run",
+            "dpo.py since #1620: `rope_scaling_factor` is not in the saved config.json; "
+            "of a hybrid model it is refused",
+        ),
+        _row(
             "accumulation-packed",
             "run",
             "dpo.py: packed, a step is one row: accumulation only raises how many pairs may stand in it",

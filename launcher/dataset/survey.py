@@ -301,7 +301,11 @@ class _Surveyor:
     def _see_tools(self, text: str) -> None:
         """Tools as text are JSON, a list of objects or nothing
         (trl/trainer/sft_trainer.py::SFTTrainer._prepare_dataset.tokenize_fn[tools = json.loads]).
+
+        What is not JSON because there is no text is `empty`, as in any column.
         """
+        if not text:
+            return
         try:
             tools = json.loads(text)
         except (ValueError, RecursionError):
@@ -311,6 +315,9 @@ class _Surveyor:
             self._mark("tools", "none")
         elif type(tools) is not list or type(tools[0]) is not dict:
             self._mark("tools", "no-list")
+        schemas = tools if type(tools) is list else [tools]
+        if not all(type(schema) is dict for schema in schemas) and tools not in (None, ""):
+            self._mark("tools", "no-schemas")
 
     def _see_tokens(self, row: dict[str, Any]) -> None:
         """Rows that are tokenised: which of the tokens count

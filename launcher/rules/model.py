@@ -76,10 +76,25 @@ def beyond_positions(context: Context) -> Iterator[Finding]:
     """
     key = "max_seq_length" if "max_seq_length" in context.values else "max_length"
     length, reach = context.values.get(key), positions(model_config.built_from(context.values, context.environ))
+    if reach is not None:
+        reach = max(reach, _scaled_positions(context))
     if context.values.given(key) and isinstance(length, int) and reach and length > reach:
         message = f"`{key}: {length}` goes beyond the {reach} positions that the model was made for"
         help = f"write `{key}: {reach}`, or a model with a longer context"
         yield say("warning", "beyond-positions", key, message, help)
+
+
+def _scaled_positions(context: Context) -> int:
+    """How far a model reaches by arguments that scale its rotary embedding; 0 where none does.
+
+    Of open-instruct's scripts dpo.py alone reads them (olmo_core_utils.py::setup_model).
+    """
+    values = context.values
+    factor = values.get("rope_scaling_factor")
+    original = values.get("rope_scaling_old_context_len")
+    if context.entry.loop != "olmo_core" or not isinstance(factor, int | float) or not isinstance(original, int):
+        return 0
+    return int(factor * original) if math.isfinite(factor) else 0
 
 
 def positions(config: Mapping[str, Any]) -> int | None:

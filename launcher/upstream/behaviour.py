@@ -21,6 +21,7 @@ SFT, DPO, DPO_OLMO_CORE = "sft", "dpo", "dpo_olmo_core"
 _TRANSFORMATION = "open_instruct/dataset_transformation.py"
 _OLMO_CORE_UTILS = "open_instruct/olmo_core_utils.py"
 _DPO_UTILS = "open_instruct/dpo_utils.py"
+_MODEL_UTILS = "open_instruct/model_utils.py"
 _EXPERIMENT = "DPOExperimentConfig.__post_init__"
 
 Answers = Mapping[str, bool | None]
@@ -72,6 +73,9 @@ ASKS_FOR_MODEL = "asks-for-model"
 RECOMPUTES_MODULES = "recomputes-modules"
 OLMO_BY_NAME = "olmo-by-name"
 GIVES_TOOLS = "gives-tools"
+SCALES_ROPE = "scales-rope"
+CHOOSES_LOSS = "chooses-loss"
+DETECTS_WITHOUT_FLASH = "detects-without-flash"
 SKIPS_NO_INTERVAL = "skips-no-interval"
 DIVIDES_BY_NO_TOKENS = "divides-by-no-tokens"
 REFUSES_TWO_SOURCES = "refuses-two-sources"
@@ -291,6 +295,41 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
                 symbol=f"{_TRANSFORMATION}::sft_tulu_tokenize_and_truncate_v1",
                 text="apply_chat_template(conversation=messages, tokenize=True",
                 holds=False,
+            ),
+        ),
+    ),
+    Behaviour(
+        name=SCALES_ROPE,
+        says="`rope_scaling_factor` scales the rotary embedding that a model is built with",
+        scripts=(DPO_OLMO_CORE,),
+        since="b6901f008",
+        signs=(
+            Sign(symbol=f"{_OLMO_CORE_UTILS}::setup_model", text="with_rope_scaling(", holds=True),
+            Sign(symbol=f"{_OLMO_CORE_UTILS}::setup_model", text="model_config.build(", holds=False),
+        ),
+    ),
+    Behaviour(
+        name=CHOOSES_LOSS,
+        says="`loss_implementation` is the loss of OLMo-core's own output layer",
+        scripts=(DPO_OLMO_CORE,),
+        since="49226584b",
+        signs=(
+            Sign(symbol=f"{_OLMO_CORE_UTILS}::setup_model", text="model_config_args.loss_implementation", holds=True),
+            Sign(symbol=f"{_OLMO_CORE_UTILS}::setup_model", text="model_config.build(", holds=False),
+        ),
+    ),
+    Behaviour(
+        name=DETECTS_WITHOUT_FLASH,
+        says="without flash-attn attention is torch's; until then looking for it failed on a GPU",
+        since="eb9c5ff24",
+        signs=(
+            Sign(
+                symbol=f"{_MODEL_UTILS}::detect_attn_implementation",
+                text="transformers.utils.is_flash_attn_4_available()",
+                holds=True,
+            ),
+            Sign(
+                symbol=f"{_MODEL_UTILS}::detect_attn_implementation", text="_is_flash_attn_4_available()", holds=False
             ),
         ),
     ),

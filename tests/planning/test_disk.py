@@ -9,12 +9,13 @@ from pathlib import Path
 import plans
 import pytest
 from conftest import Write
-from plans import from_text
+from plans import CONFIGS, from_text
 
 from launcher.plan.plan import Plan
 from launcher.planning.doctor import disk
 from launcher.planning.doctor.disk import Needs, Saved, WriteTarget
 from launcher.stage.options import Watch
+from launcher.upstream import behaviour
 
 GIB = 2**30
 LLAMA = {
@@ -48,6 +49,23 @@ def test_parameters_from_headers(model: Path, write: Write) -> None:
     safetensors(model / "model-1.safetensors", a=[10, 10])
     safetensors(model / "model-2.safetensors", b=[5], c=[])
     assert disk.parameters_of(str(model), {}) == 106
+
+
+@pytest.mark.parametrize(
+    ("limits", "given", "kept"), [(False, 2, None), (True, 2, 2), (True, -1, None), (True, 3, 3)]
+)  # fmt: skip
+def test_olmo_core_keeps_as_many_checkpoints_as_its_source_says(
+    tmp_path: Path, limits: bool, given: int, kept: int | None
+) -> None:
+    text = (CONFIGS / "olmo_core" / "dpo_qwen3_0_6b.yaml").read_text(encoding="utf-8")
+    text = text.replace("  logging_steps: 1", f"  logging_steps: 1\n  keep_last_n_checkpoints: {given}")
+    made = plans.planned(from_text(tmp_path, text), 1)
+    schema = made.stage.schema
+    schema = replace(schema, behaviours={**schema.behaviours, behaviour.LIMITS_CHECKPOINTS: limits})
+    saved = disk.saved(replace(made, stage=replace(made.stage, schema=schema)), 10**9)
+    assert saved is not None
+    assert saved.limit == kept
+    assert ("none of which is deleted" in saved.formula) == (kept is None)
 
 
 def test_parameters_from_the_hubs_cache(tmp_path: Path) -> None:

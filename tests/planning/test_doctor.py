@@ -23,7 +23,7 @@ from launcher.planning.doctor import checks, install
 from launcher.planning.doctor.checks import Report, Subject
 from launcher.planning.doctor.install import Imports, InstallStep
 from launcher.stage.stage import Stage
-from launcher.upstream import locate
+from launcher.upstream import behaviour, locate
 from launcher.upstream.trainers import BACKENDS
 
 TULU = CONFIGS / "tulu" / "sft_qwen7b.yaml"
@@ -397,3 +397,13 @@ def test_without_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     (only,) = install.install(bare, ["ray"])
     assert only.argv[:5] == (str(uv), "pip", "install", "--python", "/env/my bin/python")
+
+
+@pytest.mark.parametrize(("detects", "lacking"), [(False, True), (True, False)])
+def test_flash_attn_is_needed_where_looking_for_it_fails_without(detects: bool, lacking: bool) -> None:
+    """Since #1716 open-instruct trains with torch's attention where flash-attn is not installed."""
+    made = planned(staged(TULU), 2)
+    behaviours = {**made.stage.schema.behaviours, behaviour.DETECTS_WITHOUT_FLASH: detects}
+    schema = replace(made.stage.schema, behaviours=behaviours)
+    made = replace(made, stage=replace(made.stage, schema=schema))
+    assert ("flash-attn" in checks.needed(subject(made))) == lacking

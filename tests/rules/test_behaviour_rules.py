@@ -15,7 +15,7 @@ from launcher.rules import premises, registry
 from launcher.rules.context import Context
 from launcher.rules.open_instruct import gradient
 from launcher.upstream import behaviour, facts, locate
-from launcher.upstream.schema import Schema, Values
+from launcher.upstream.schema import Field, Kind, Schema, Values
 from launcher.upstream.trainers import BACKENDS
 
 DPO, OLMO_CORE = "dpo", "dpo_olmo_core"
@@ -99,6 +99,27 @@ CASES = {
     "no temporary checkpoints": Case(
         OLMO_CORE, behaviour.SKIPS_NO_INTERVAL, {"ephemeral_save_interval": 0}, {"checkpoint-steps"}, set(),
     ),
+    "a budget beside modules that are recomputed by name": Case(
+        OLMO_CORE, behaviour.RECOMPUTES_MODULES,
+        {"activation_checkpointing_mode": "selected_modules", "activation_memory_budget": 0.5},
+        set(), {"conditional-key"},
+    ),
+    "modules beside a budget": Case(
+        OLMO_CORE, behaviour.RECOMPUTES_MODULES, {"activation_checkpointing_modules": ["blocks.*.attention"]},
+        set(), {"conditional-key"},
+    ),
+    "a scaled rotary embedding": Case(
+        OLMO_CORE, behaviour.SCALES_ROPE, {"rope_scaling_factor": 4.0}, set(), {"rope-scaling"},
+    ),
+    "no scaling": Case(OLMO_CORE, behaviour.SCALES_ROPE, {"rope_scaling_factor": None}, set(), set()),
+    "a loss of OLMo-core's": Case(
+        OLMO_CORE, behaviour.CHOOSES_LOSS, {"loss_implementation": "fused_linear"}, set(), {"unread-key"},
+    ),
+    "the usual loss": Case(OLMO_CORE, behaviour.CHOOSES_LOSS, {"loss_implementation": "default"}, set(), set()),
+    "a mixture of experts with a shared one": Case(
+        OLMO_CORE, behaviour.VERIFIES_EXPORT, {"config_name": "smallmoe"},
+        {"no-hf-export"}, {"no-hf-export"},
+    ),
     "no model": Case(OLMO_CORE, behaviour.ASKS_FOR_MODEL, {"model_name_or_path": ""}, {"no-model"}, set()),
     "a tokenizer called OLMo's": Case(
         "sft", behaviour.OLMO_BY_NAME, {"model_name_or_path": "demo/olmo2", "chat_template_name": "tulu"},
@@ -115,7 +136,19 @@ def pinned(script: str) -> Schema:
     return facts.schema_of(locate.snapshot("open_instruct"), BACKENDS["open_instruct"], script, "snapshot", "pin")
 
 
+def with_fields(schema: Schema, given: Mapping[str, Any]) -> Schema:
+    """The same with arguments that later commits have."""
+    fields = dict(schema.fields)
+    for name, value in given.items():
+        kind: Kind = "str"
+        if isinstance(value, int | float):
+            kind = "float" if isinstance(value, float) else "int"
+        fields.setdefault(name, Field(name=name, type=kind, kind=kind, many=isinstance(value, list)))
+    return replace(schema, fields=fields)
+
+
 def said(schema: Schema, case: Case) -> set[str]:
+    schema = with_fields(schema, case.given)
     values = Values(schema, {**PLAIN, **case.given})
     if case.given.get("model_name_or_path") == "":
         values = Values(schema, {name: value for name, value in PLAIN.items() if name != "model_name_or_path"})
@@ -133,6 +166,81 @@ def test_a_stage_at_a_commit_of_each_kind(case: Case) -> None:
     assert (said(schema, case) & codes, said(other, case) & codes) == (case.before, case.after)
     if not codes:
         assert said(schema, case) == said(other, case)
+
+
+@pytest.mark.parametrize(
+    ("mode", "codes"), [("budget", {"out-of-range"}), ("selected_modules", set())]
+)  # fmt: skip
+def test_a_budget_has_a_range_where_it_is_read(mode: str, codes: set[str]) -> None:
+    given = {"activation_checkpointing_mode": mode, "activation_memory_budget": -0.5}
+    case = Case(OLMO_CORE, behaviour.RECOMPUTES_MODULES, given, set(), set())
+    newer = replace(pinned(OLMO_CORE), behaviours={**pinned(OLMO_CORE).behaviours, case.behaviour: True})
+    assert said(newer, case) & {"out-of-range"} == codes
+
+
+@pytest.mark.parametrize(
+    ("length", "factor", "codes"),
+    [
+        (40_000, None, {"beyond-positions"}),
+        (40_000, 8.0, set()),
+        (70_000, 8.0, {"beyond-positions"}),
+        (40_000, 2.0, set()),
+    ],
+)  # fmt: skip
+def test_a_scaled_rotary_embedding_reaches_further(
+    tmp_path: Path, length: int, factor: float | None, codes: set[str]
+) -> None:
+    """It does not reach less far than the model was made for: 40,960 in the last case."""
+    positions = 40_960 if factor == 2.0 else 32_768
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "max_position_embeddings": positions}))
+    given = {
+        "model_name_or_path": str(tmp_path), "max_seq_length": length, "rope_scaling_factor": factor,
+        "rope_scaling_old_context_len": 8192,
+    }  # fmt: skip
+    assert said(pinned(OLMO_CORE), Case(OLMO_CORE, "", given, set(), set())) & {"beyond-positions"} == codes
+
+
+@pytest.mark.parametrize(("verifies", "random"), [(False, True), (True, False)])
+def test_missing_layers_are_refused_where_the_export_is_verified(tmp_path: Path, verifies: bool, random: bool) -> None:
+    shape = {"model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 20}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    schema = pinned(OLMO_CORE)
+    schema = replace(schema, behaviours={**schema.behaviours, behaviour.VERIFIES_EXPORT: verifies})
+    given = {**PLAIN, "model_name_or_path": str(tmp_path), "config_name": "qwen3_0_6B"}
+    context = Context(values=Values(schema, given))
+    (finding,) = [one for one in registry.apply_in(context) if one.code == "other-shape"]
+    assert ("random weights" in finding.message) == random
+
+
+def test_a_hybrid_model_is_loaded_from_the_cache() -> None:
+    """Since #1822 transformers loads it, of which OLMo-core asks the hub nothing."""
+    schema = replace(pinned(OLMO_CORE), models={"org/hybrid": "olmo3_hybrid_7B", "org/plain": "olmo3_7B"})
+    environ = {"HF_HUB_OFFLINE": "1"}
+
+    def codes(name: str) -> set[str]:
+        context = Context(values=Values(schema, {**PLAIN, "model_name_or_path": name}), environ=environ)
+        return {finding.code for finding in registry.apply_in(context)}
+
+    assert "offline-hub-model" in codes("org/plain")
+    assert "offline-hub-model" not in codes("org/hybrid")
+
+
+BAD_TOOLS = ["no", '["x"]', '[{"name": "x"}, 1]', "3", ["x"]]
+GOOD_TOOLS = ['[{"name": "x"}]', '{"name": "x"}', "[]", "null", "", None]
+
+
+@pytest.mark.parametrize(
+    ("tools", "codes"), [(bad, {"data-types"}) for bad in BAD_TOOLS] + [(good, set()) for good in GOOD_TOOLS]
+)  # fmt: skip
+def test_tools_that_upstream_cannot_read(tmp_path: Path, tools: Any, codes: set[str]) -> None:
+    """dataset_transformation.py::_normalize_tools_for_chat_template, since #1746."""
+    messages = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer"}]
+    data = tmp_path / "rows.jsonl"
+    data.write_text(json.dumps({"messages": messages, "tools": tools}) + "\n")
+    case = Case("sft", behaviour.GIVES_TOOLS, {"dataset_mixer_list": [str(data), "1.0"]}, set(), codes)
+    schema = pinned("sft")
+    newer = replace(schema, behaviours={**schema.behaviours, case.behaviour: True})
+    assert said(newer, case) & {"data-types"} == codes
 
 
 @pytest.mark.parametrize(("biased", "codes"), [(True, {"lora-biases"}), (False, set())])

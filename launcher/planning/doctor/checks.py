@@ -24,6 +24,7 @@ from launcher.plan.plan import output_folder as output_of
 from launcher.planning.doctor import disk, install
 from launcher.planning.doctor.install import TIMEOUT_S, Imports, InstallStep
 from launcher.runs import rundir
+from launcher.upstream import behaviour
 from launcher.upstream.locate import Upstream, unpinned
 from launcher.upstream.trainers import BACKENDS, Backend, Entry
 
@@ -229,7 +230,8 @@ def packages(subject: Subject, imports: Imports | None = None) -> Iterator[Findi
 def needed(subject: Subject) -> tuple[str, ...]:
     plan = subject.plan
     distributions = [*subject.backend.NEEDS, *(name for entry in subject.entries for name in entry.needs)]
-    distributions += subject.backend.GPU_NEEDS if subject.gpus else ()
+    if subject.gpus and not _does_without_flash(plan):
+        distributions += subject.backend.GPU_NEEDS
     if plan is not None:
         if plan.stage.entry.liger(plan.values):
             distributions.append("liger-kernel")
@@ -238,6 +240,11 @@ def needed(subject: Subject) -> tuple[str, ...]:
             distributions.append("deepspeed")
         distributions += [name for key, name in _OPTIONAL.items() if plan.values.get(key) is True]
     return tuple(dict.fromkeys(distributions))
+
+
+def _does_without_flash(plan: Plan | None) -> bool:
+    """Whether the planned script's source is known to begin without flash-attn."""
+    return plan is not None and bool(plan.stage.schema.does(behaviour.DETECTS_WITHOUT_FLASH))
 
 
 def _import(subject: Subject, chosen: Devices, timeout_s: float) -> Imports:

@@ -25,6 +25,7 @@ from launcher.paths import exists
 from launcher.plan.memory.setup import Setup
 from launcher.plan.plan import Plan, step_limit
 from launcher.planning.resume.epochs import interval
+from launcher.upstream import behaviour
 
 LOW = 2**30
 """Bytes below which a file system is called nearly full, whatever the run will need."""
@@ -152,15 +153,21 @@ def _open_instruct(plan: Plan, count: int, setup: Setup | None) -> Saved:
 
 def _olmo_core(plan: Plan, count: int) -> Saved:
     """dpo.py::_setup_callbacks[checkpointer]: every checkpoint stays, the first and the last step's too (OLMo-core at
-    the pin).
+    the pin). Since #1701 the oldest go (olmo_core_utils.py::build_checkpointer_callback).
     """
     times, final = _times(plan), 4 * count
-    formula = "4 + 8 bytes a parameter: weights and moments, none of which is deleted"
+    formula = "4 + 8 bytes a parameter: weights and moments"
+    limit = None
+    if plan.stage.schema.does(behaviour.LIMITS_CHECKPOINTS):
+        kept = plan.values.get("keep_last_n_checkpoints")
+        limit = kept if isinstance(kept, int) and kept >= 0 else None
+    if limit is None:
+        formula += ", none of which is deleted"
     if plan.values.get("cache_logprobs_only"):
         times, final = 0, 0
     elif times is not None:
         times += 1
-    return Saved(checkpoint=12 * count, final=final, times=times, limit=None, formula=formula)
+    return Saved(checkpoint=12 * count, final=final, times=times, limit=limit, formula=formula)
 
 
 def _trl(plan: Plan, count: int, setup: Setup | None) -> Saved | None:

@@ -169,16 +169,28 @@ def _unanswered(looked: Looked, column: str) -> Iterator[Finding]:
 
 
 def _tools(looked: Looked, context: Context) -> Iterator[Finding]:
-    """Until #1746 the chat template of SFT gets no `tools`; since then a text in that column has to be JSON."""
+    """Until #1746 the chat template of SFT gets no `tools`; since then that column holds descriptions of tools.
+
+    A text in it is read as JSON (dataset_transformation.py::_normalize_tools_for_chat_template).
+    """
     gives_tools = context.values.schema.does(behaviour.GIVES_TOOLS)
     if gives_tools is False and data.describes_tools(looked.survey):
         message = "the rows describe `tools`, and this commit of open-instruct gives the chat template none"
         help = "write what the model has to know of them into a message of `system`"
         yield looked.say("warning", "template-drops-tools", message, help)
-    broken = looked.survey.fact("tools", "not-json")
-    if gives_tools and broken is not None:
-        message = f"`tools` is text that is not JSON in {looked.share(broken)}: tokenising ends there"
-        yield looked.say("error", "data-types", message, "write a list of tools as JSON, or null where there are none")
+    if not gives_tools:
+        return
+    unreadable = {
+        "not-json": "text that is not JSON",
+        "no-schemas": "JSON, and not of tools,",
+        "items:text": "a list of texts",
+    }
+    for fact, what in unreadable.items():
+        broken = looked.survey.fact("tools", fact)
+        if broken is not None:
+            message = f"`tools` is {what} in {looked.share(broken)}: tokenising ends there"
+            help = "write a list of tools as JSON, or null where there are none"
+            yield looked.say("error", "data-types", message, help)
 
 
 def _promptless(looked: Looked) -> Iterator[Finding]:

@@ -69,8 +69,11 @@ _SCHEDULERS = ("cosine", "linear", "constant", "constant_with_warmup")
 _TIED = ("qwen3_0_6B", "qwen3_1_7B", "qwen3_4B")
 # the families whose layers OLMo-core writes in transformers' form (olmo_core/nn/hf/config.py)
 _EXPORTED = ("olmo2", "olmo3", "olmoe")
-# since #1671 a converter writes them all but this one, and the run is refused
-_NOT_EXPORTED = "olmoe"
+# since #1671 a converter writes them all but the mixtures of experts, and the run is refused
+_NOT_EXPORTED = ("olmoe", "smallmoe", "small_hybrid_moe")
+# the family that upstream itself builds and loads since #1822, beside OLMo-core
+_HYBRID = "olmo3_hybrid"
+_SELECTED = "selected_modules"
 
 
 @cites(
@@ -132,7 +135,7 @@ def export(values: Values) -> Iterator[Finding]:
 def unexportable(values: Values) -> Iterator[Finding]:
     """Since #1671 OLMo-core's names are converted before training, and what cannot be is refused.
 
-    Of the shapes of ai2-olmo-core 2.6.0 that is the mixture of experts alone.
+    Of the shapes of ai2-olmo-core 2.6.0 these are the mixtures of experts.
     """
     named, key = _shape(values)
     if values["cache_dataset_only"]:
@@ -148,10 +151,12 @@ def _shape(values: Values) -> tuple[str, str]:
     return values.schema.models.get(str(values[key]), str(values[key])), key
 
 
+@asks(behaviour.RECOMPUTES_MODULES)
 @cites("olmo_core_utils.py::build_ac_config[if activation_memory_budget]", reviewed=("e6c3044aa620",))
 def ranges(values: Values) -> Iterator[Finding]:
     """Those of the other scripts, but for what is not read by this one, and `olmo_core_utils.py`."""
-    yield from outside(values, _RANGES)
+    if not _selects_modules(values):
+        yield from outside(values, _RANGES)
     skipped = {f"args.{key}" for key in ("logging_steps", "keep_last_n_checkpoints", "lora_rank")}
     yield from (found for found in out_of_range(values) if found.key not in skipped)
 
@@ -195,8 +200,57 @@ def _ends_early(values: Values) -> bool:
 def _keeps_activations(values: Values) -> bool:
     """Whether a budget below 1 is given and nothing is recomputed."""
     below = (number(values["activation_memory_budget"]) or 0) < 1
-    by_module = values.get("activation_checkpointing_mode") == "selected_modules"
-    return below and not values["compile_model"] and not by_module
+    return below and not values["compile_model"] and not _selects_modules(values)
+
+
+def _selects_modules(values: Values) -> bool:
+    """Whether modules are recomputed by their names, and no budget is read (olmo_core_utils.py::build_ac_config)."""
+    return bool(values.get("activation_checkpointing_mode") == _SELECTED)
+
+
+@where(behaviour.RECOMPUTES_MODULES)
+def unread_recomputing(values: Values) -> Iterator[Finding]:
+    """Since #1715 activations are recomputed by a budget or by the names of modules, and the other is not read."""
+    key, where_read = "activation_checkpointing_modules", f"with `activation_checkpointing_mode: {_SELECTED}`"
+    if _selects_modules(values):
+        key, where_read = "activation_memory_budget", "with `activation_checkpointing_mode: budget`"
+    if values.given(key) and values[key] != values.schema.fields[key].default:
+        message = f"`{key}` does nothing here: it is read only {where_read}"
+        yield say("warning", "conditional-key", key, message, "delete the line")
+
+
+@where(behaviour.CHOOSES_LOSS)
+def unread_loss(values: Values) -> Iterator[Finding]:
+    """OLMo-core's head is replaced by one that knows no other loss
+    (olmo_core_train_modules.py::DPOTrainModule.__init__[model.lm_head.__class__]).
+    """
+    key = "loss_implementation"
+    if values.get(key) not in (None, "default"):
+        message = f"`{key}` does nothing here: DPO computes its loss with an output layer of its own"
+        yield say("warning", "unread-key", key, message, "delete the line")
+
+
+@where(behaviour.SCALES_ROPE)
+def unsaved_scaling(values: Values) -> Iterator[Finding]:
+    """Since #1620 the rotary embedding can be scaled; the model is saved with the config that it came with.
+
+    olmo_core/nn/transformer/config.py refuses that of layers which are not all of one kind.
+    """
+    key = "rope_scaling_factor"
+    factor = number(values.get(key))
+    if factor is None or values["cache_dataset_only"]:
+        return
+    named, _ = _shape(values)
+    if named.startswith(_HYBRID):
+        message = f"`{key}`: OLMo-core scales no model with layers of several kinds, and crashes once it is built"
+        yield say("error", "rope-scaling", key, message, "delete the line")
+        return
+    message = (
+        f"`{key}: {factor:g}` is not in the config.json of the saved model: whoever loads it computes other "
+        "positions than were trained"
+    )
+    help = "write the YaRN scaling of these arguments into its `rope_parameters` (`rope_scaling`) afterwards"
+    yield say("warning", "rope-scaling", key, message, help)
 
 
 @unless(behaviour.REPLACES_SCHEDULES)
@@ -230,6 +284,9 @@ RULES: tuple[Rule, ...] = (
     kept_checkpoints,
     checkpoint_intervals,
     refused_schedule,
+    unread_recomputing,
+    unread_loss,
+    unsaved_scaling,
     asks(behaviour.RECOMPUTES_MODULES)(
         warn(
             "olmo_core_utils.py::build_ac_config[if activation_memory_budget]",
@@ -294,6 +351,7 @@ def precision(context: Context) -> Iterator[Finding]:
 
 
 @where(behaviour.LOADS_HF_WEIGHTS)
+@asks(behaviour.VERIFIES_EXPORT)
 @cites(
     "dpo.py::main[load_hf_model(args.model_name_or_path]",
     "olmo_core/nn/hf/checkpoint.py::load_hf_model[for key in sorted]",
@@ -303,7 +361,7 @@ def other_shape(context: Context) -> Iterator[Finding]:
     """`dpo.py` loads the model's weights into the shape that `config_name`, or its own name,
     stands for.
 
-    Layers that the files do not have stay as they were made.
+    Layers that the files do not have stay as they were made; since #1671 they are refused.
     """
     values, name = context.values, str(context.values["model_name_or_path"])
     named, key = _shape(values)
@@ -321,7 +379,9 @@ def other_shape(context: Context) -> Iterator[Finding]:
         # the one trains as the other, but for the attention beyond 4,096 positions
         alike = [*differing] == ["model_type"] and {family, _SHAPES[named][0]} == {"olmo2", "olmo3"}
         what = ", ".join(f"{size} is {brief(model[size])}, not {n}" for size, n in differing.items())
-        late = "loading fails once the data are tokenised, or layers keep random weights"
+        late = "loading fails once the data are tokenised"
+        if not values.schema.does(behaviour.VERIFIES_EXPORT):
+            late += ", or layers keep random weights"
         message = f"{brief(name)} does not fit OLMo-core's {named}: {what}: {late}"
         yield say("warning" if alike else "error", "other-shape", key, message, help)
 
@@ -341,12 +401,14 @@ def _differing(model: Mapping[str, Any], shape: str) -> dict[str, str | int]:
 def offline_model(context: Context) -> Iterator[Finding]:
     """After tokenising and building, OLMo-core asks the hub whether it has the name.
 
-    No cache answers that, and of a folder it is not asked.
+    No cache answers that, and of a folder it is not asked. Hybrid models transformers loads, from its cache too.
     """
     values, environ = context.values, context.environ
     name, variable = values["model_name_or_path"], model_config.offline_by(environ)
     far = isinstance(name, str) and name and not model_config.here(name)
-    if variable is None or not far or model_config.is_path(name) or caches_only(context):
+    by_transformers = _shape(values)[0].startswith(_HYBRID)
+    asks_hub = far and not model_config.is_path(name) and not by_transformers
+    if variable is None or not asks_hub or caches_only(context):
         # dpo.py::main[args.config_name]: a `config_name` is one of OLMo-core's own, no folder and nothing of the hub's
         found = missing_model(context) if context.machine is not None else ()
         yield from (finding for finding in found if finding.key != "args.config_name")

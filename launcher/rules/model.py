@@ -85,14 +85,11 @@ def beyond_positions(context: Context) -> Iterator[Finding]:
 
 
 def _scaled_positions(context: Context) -> int:
-    """How far a model reaches by arguments that scale its rotary embedding; 0 where none does.
-
-    Of open-instruct's scripts dpo.py alone reads them (olmo_core_utils.py::setup_model).
-    """
+    """How far a model reaches by arguments that scale its rotary embedding; 0 where none does."""
     values = context.values
     factor = values.get("rope_scaling_factor")
     original = values.get("rope_scaling_old_context_len")
-    if context.entry.loop != "olmo_core" or not isinstance(factor, int | float) or not isinstance(original, int):
+    if not context.entry.scales_positions or not isinstance(factor, int | float) or not isinstance(original, int):
         return 0
     return int(factor * original) if math.isfinite(factor) else 0
 

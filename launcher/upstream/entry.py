@@ -194,6 +194,11 @@ class Entry:
         return self.loop == "olmo_core"
 
     @property
+    def scales_positions(self) -> bool:
+        """Whether the script's own arguments scale the rotary embedding (olmo_core_utils.py::setup_model)."""
+        return self.loop == "olmo_core"
+
+    @property
     def counts_in_script(self) -> bool:
         """Whether the script itself counts how far it is after a resume; the other loops do that, and exactly."""
         return self.loop == "accelerate"

@@ -450,7 +450,7 @@ def _text_of(sources: Sources, file: str, function: str) -> str | None:
     """The normalised text of a function or method; None where the source has none of that name."""
     from launcher.upstream.source import functions
 
-    module = sources.module(file.removesuffix(".py").replace("/", "."))
+    module = sources.module_at(file)
     if module is None:
         return None
     owner, _, name = function.rpartition(".")

@@ -116,6 +116,10 @@ class Sources:
             self._modules[name] = self._read(name)
         return self._modules[name]
 
+    def module_at(self, file: str) -> Module | None:
+        """The module of a file that is named from a root, such as `open_instruct/finetune.py`; see `module`."""
+        return self.module(file.removesuffix(".py").replace("/", "."))
+
     def resolve(self, module: Module, name: str) -> tuple[Module, str] | None:
         """Where `name`, used in `module`, is defined, followed over files (at most 20 steps)."""
         for _ in range(20):

@@ -40,7 +40,7 @@ def functions_on_path(
     """
     walk = reads.walked(sources, script, classes, fields, recorders)
     search = _Search(sources)
-    search.start(script, classes)
+    search.start(walk.script, classes)
     for node, module_name in walk.ran.items():
         search.add_node(module_name, node)
     search.run()
@@ -57,13 +57,10 @@ class _Search:
     _attributes: set[str] = field(default_factory=set)
     _constants: set[tuple[str, str]] = field(default_factory=set)
 
-    def start(self, script: str, classes: Sequence[tuple[str, str]]) -> None:
-        module = self.sources.module(script.removesuffix(".py").replace("/", "."))
-        if module is None:
-            raise LookupError(f"there is no {script}")
-        for statement in module.tree.body:
+    def start(self, script: Module, classes: Sequence[tuple[str, str]]) -> None:
+        for statement in script.tree.body:
             if isinstance(statement, ast.If | ast.Expr):
-                self._waiting.append((module, statement))
+                self._waiting.append((script, statement))
         for module_name, name in classes:
             owner = self.sources.module(module_name)
             if owner is not None and name in owner.classes:

@@ -79,7 +79,7 @@ def _with_default(sources: Sources, module: Module, known: Field, node: ast.expr
 
 
 def _script(sources: Sources, script: str) -> Module:
-    module = sources.module(script.removesuffix(".py").replace("/", "."))
+    module = sources.module_at(script)
     if module is None:
         raise LookupError(f"there is no {script}")
     return module

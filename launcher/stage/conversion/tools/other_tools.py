@@ -9,7 +9,7 @@ from typing import Any
 from launcher.stage.conversion import data_sets, names, sharding, templates
 from launcher.stage.conversion.data_sets import DataSet, SourceData
 from launcher.stage.conversion.ledger import ConversionLedger
-from launcher.stage.conversion.settings import Recipe, SourceSetting, is_off, is_on, words
+from launcher.stage.conversion.settings import Recipe, is_off, is_on, words
 
 _OPENRLHF_REASONS: Mapping[str, str] = {
     "tokenizer_chat_template": "TRL takes the template of the tokenizer",
@@ -44,23 +44,12 @@ _SWIFT_UNNEEDED: Mapping[str, str] = {
 
 def flatten_openrlhf(recipe: Recipe) -> None:
     """Newer names have a section in front: `--data.max_len` is `--max_len`."""
-    recipe.settings = [_renamed(setting, setting.key.rpartition(".")[2]) for setting in recipe.settings]
+    recipe.settings = [replace(setting, key=setting.key.rpartition(".")[2]) for setting in recipe.settings]
     for index, setting in enumerate(recipe.settings):
         written = setting.written.lstrip("-")
         section = written.partition(".")[0] if "." in written else ""
         key = {("eval", "steps"): "eval_steps"}.get((section, setting.key), setting.key)
-        recipe.settings[index] = _renamed(setting, key)
-
-
-def _renamed(setting: SourceSetting, key: str) -> SourceSetting:
-    return SourceSetting(
-        key=key,
-        value=setting.value,
-        written=setting.written,
-        file=setting.file,
-        line=setting.line,
-        missing=setting.missing,
-    )
+        recipe.settings[index] = replace(setting, key=key)
 
 
 def convert_openrlhf(ledger: ConversionLedger) -> None:

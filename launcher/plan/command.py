@@ -222,7 +222,7 @@ def source_environment(backend: Backend, root: Path, environ: Mapping[str, str])
 def _probe(plan: Plan, script: Path, folder: Path, watch: Watch) -> dict[str, object]:
     """The probe's settings; what they mean stands in its `Settings`."""
     options, expected = plan.stage.options, expectations(plan)
-    packs = any(plan.values.get(name) for name in ("packing", "padding_free"))
+    packs = plan.stage.entry.joins_rows(plan.values)
     pairs = plan.stage.schema.pairs
     # the other points need the end of the run
     enforced = {point.name for point in POINTS if point.enforced and (pairs or not point.pairs_only)}
@@ -230,7 +230,8 @@ def _probe(plan: Plan, script: Path, folder: Path, watch: Watch) -> dict[str, ob
         "target": str(script),
         "out": str(folder / "probe"),
         "cpu": plan.gpus == 0,
-        "stand_ins": not plan.stage.entry.runs_on_cpu,
+        "watchers": dict(plan.stage.entry.watchers),
+        "stand_ins": dict(plan.stage.entry.stand_ins) if plan.gpus == 0 else {},
         "divides_loss": plan.stage.entry.by_trainer,
         "packed": packs or expected["packing"] in ("isolated", "on"),
         "expect": {point: state for point, state in expected.items() if point in enforced},
@@ -252,7 +253,7 @@ def _first_loss(plan: Plan) -> dict[str, float]:
     values, entry = plan.values, plan.stage.entry
     # there the reference is computed beside other neighbours, whom a sample attends to
     # (dpo.py::main[cache_batch_size = int])
-    beside = entry.packing == "one-row" and values.get("packing")
+    beside = entry.takes_one_row(values)
     plain = str(values.get("loss_type")) in ("dpo", "dpo_norm") and not values.get("load_balancing_loss")
     return {"first_loss": math.log(2)} if entry.caches_reference and plain and not beside else {}
 

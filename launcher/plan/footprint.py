@@ -368,9 +368,11 @@ def rows_of(plan: Plan, data: Lengths) -> Lengths:
     """
     full = _limit(plan)
     cut = data.cut(full)
-    if full is None or plan.stage.entry.packing != "refilled" or not plan.values.get("packing"):
+    entry = plan.stage.entry
+    if full is None or not entry.fills_rows(plan.values):
         return cut
-    before = cut if plan.values.get("packing_strategy") == "bfd" else data
+    cuts_first = entry.packing == "always" or plan.values.get("packing_strategy") == "bfd"
+    before = cut if cuts_first else data
     rows = None if before.rows is None else math.ceil(before.rows * before.mean / full)
     return lengths.uniform(full, f"{before.source}, packed into rows of {full:,}", rows)
 
@@ -383,7 +385,7 @@ def rows_per_epoch(plan: Plan, data: Lengths, rows: int | None) -> int | None:
 def packed_row(plan: Plan, rows: Lengths | None) -> Packed | None:
     """How full the row of each rank is on average where dpo.py packs; None anywhere else."""
     limit = _limit(plan)
-    if plan.stage.entry.packing != "one-row" or not plan.values.get("packing") or rows is None or limit is None:
+    if not plan.stage.entry.takes_one_row(plan.values) or rows is None or limit is None:
         return None
     return pack(rows, pairs=plan.per_device * plan.accumulation, limit=limit)
 

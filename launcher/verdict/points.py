@@ -298,14 +298,16 @@ def observe_batch(evidence: Evidence, _expected: str | None) -> Observation:
 def _planned_sizes(manifest: Manifest) -> dict[str, float | None]:
     """Of an optimizer step of one rank, as its probe counts them; None where that cannot be known."""
     backend, stage = BACKENDS.get(str(manifest.backend)), str(manifest.stage)
-    entry = backend.STAGES.get(stage) if backend is not None and manifest.argument("packing") else None
-    kind, split = entry and entry.packing, manifest.argument("sequence_parallel_size")
+    entry = None if backend is None else backend.STAGES.get(stage)
+    packs = entry is not None and (entry.packing == "always" or bool(manifest.argument("packing")))
+    kind = entry.packing if entry is not None and packs else None
+    split = manifest.argument(entry.names.shared) if entry is not None else manifest.argument("sequence_parallel_size")
     each, rows = manifest.accumulation, manifest.per_device
     if kind in ("paired", "one-row") or (isinstance(split, int) and split > 1):
         # dpo.py fills its micro-batches anew (data_loader.py::HFDataLoader._reshard[usable_size = total_batches #1]);
         # ranks that share rows take turns with them
         each = None
-    elif kind == "refilled":
+    elif kind in ("refilled", "always"):
         rows = None  # of a row that is packed nobody knows how many it holds
     pair = 2 if stage in PAIRED else 1
     return {"micro-batches": each, "rows": each * rows * pair if each and rows else None}

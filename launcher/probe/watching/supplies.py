@@ -90,12 +90,3 @@ def supply_mfu(record: EventLog, module: types.ModuleType) -> None:
     why = "MFU needs a known GPU; reported as 0"
     for name, value in (("calculate_mfu", 0.0), ("approximate_learner_utilization", {"mfu": 0.0})):
         wrap(module.ModelDims, name, answer(record, "mfu", why, value))
-
-
-STAND_INS = {
-    "torch.cuda": supply_cuda_counters,
-    "open_instruct.utils": supply_mfu,
-    "olmo_core.distributed.utils": supply_gloo,
-    "olmo_core.train.callbacks.gpu_memory_monitor": supply_memory_monitor,
-}
-"""By module, what a script needs on a CPU that does not run there as it is."""

@@ -105,6 +105,48 @@ def _variables_of_loop() -> dict[str, Any] | None:
     return None
 
 
+def _several(*actions: Callable[[types.ModuleType], None]) -> Callable[[types.ModuleType], None]:
+    """All of these; one that fails, at a commit that lacks what it looks for, keeps none of the others back."""
+
+    def watch(module: types.ModuleType) -> None:
+        faults: list[Exception] = []
+        for action in actions:
+            try:
+                action(module)
+            except Exception as fault:
+                faults.append(fault)
+        if faults:
+            raise faults[0]
+
+    return watch
+
+
+def watch_data_sets(probe: Probe, module: types.ModuleType) -> None:
+    _several(probe.caches.watch_maps, probe.data.watch_filters)(module)
+
+
+def watch_tokenising(probe: Probe, module: types.ModuleType) -> None:
+    _several(probe.caches.watch_dataset, probe.data.watch_transformation)(module)
+
+
+def watch_preparation(probe: Probe, module: types.ModuleType) -> None:
+    probe.data.watch_preparation(module)
+
+
+def watch_pairs(probe: Probe, module: types.ModuleType) -> None:
+    _several(probe.caches.watch_reference, functools.partial(_watch_forward_of_pairs, probe))(module)
+
+
+def _watch_forward_of_pairs(probe: Probe, module: types.ModuleType) -> None:
+    probe.data.watch_pairs(module, lambda: probe.tally)
+
+    def computed(result: Any, *_: Any, **__: Any) -> None:
+        _, chosen, rejected = result
+        probe.tally.rewards(chosen, rejected)
+
+    wrap_known(module, ("compute_loss",), observed(probe.record, after=computed))
+
+
 def _is_model(item: Any) -> bool:
     return hasattr(item, "named_parameters") and hasattr(item, "forward")
 
@@ -137,6 +179,7 @@ def watch_trainer(probe: Probe, module: types.ModuleType) -> None:
         probe.stops_after_save(step, os.path.join(trainer.args.output_dir, f"checkpoint-{step}"))
 
     wrap_known(module.Trainer, ("_maybe_log_save_evaluate",), save)
+    probe.data.watch_inputs(module)
 
 
 def watch_callbacks(probe: Probe, module: types.ModuleType) -> None:
@@ -266,7 +309,7 @@ def clipping(probe: Probe) -> Callable[..., Any]:
     return observed(probe.record, before=probe.before_clipping, after=probe.clipped)
 
 
-# -- OLMo-core's trainer, which dpo.py starts: it calls everything itself, with no accelerate around it
+# -- OLMo-core's trainer: it calls everything itself, with no accelerate around it
 
 
 def watch_olmo_module(probe: Probe, module: types.ModuleType) -> None:

@@ -210,7 +210,8 @@ def dropped_rows(resolved: Facts) -> tuple[Finding, ...]:
         return tuple(map(stage.config.placed, counted))
     name = stage.entry.names.max_length
     limit = stage.values.get(name)
-    if not isinstance(limit, int) or stage.values.get(stage.entry.names.packing or ""):
+    joins = stage.entry.packing == "always" or bool(stage.values.get(stage.entry.names.packing or ""))
+    if not isinstance(limit, int) or joins:
         return ()
     message = f"the plan counts every row: how many the trainer drops at `{name}: {limit}` is not known"
     help = f"`launch rehearse {stage.config.path}` counts those among the first {ROWS}"

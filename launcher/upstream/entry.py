@@ -86,6 +86,18 @@ class Names:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """A release of a trainer that launch knows: its snapshot lies in snapshots/, and rules are held against it.
+
+    `version` is a full commit, or the versions of packages; `date` (YYYY-MM-DD) that of a commit, "" of packages.
+    """
+
+    version: str
+    snapshot: str
+    date: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
     """One entry script: where it is, which dataclasses it parses, how it names things.
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from launcher.upstream.entry import DATA_FILE, Checkpoints, Entry, Lost, Moved, Names
+from launcher.upstream.entry import DATA_FILE, Checkpoints, Entry, Lost, Moved, Names, Release
 from launcher.upstream.schema import Values
 
 NAME = "open_instruct"
@@ -16,6 +16,22 @@ PACKAGES: tuple[str, ...] = ("open_instruct",)
 CHECKOUT = True
 PIN = "45901fd00593422a366dc303012b55b4fe5f4241"
 BASELINE = "45901fd00593422a366dc303012b55b4fe5f4241"
+# the commits that stay known, the newest first, with their dates: whatever the pin is (docs/pin.md)
+KEPT: Mapping[str, str] = {
+    "e6c3044aa6201c8bfa4573c1b03142af599e730d": "2026-08-20",
+    "45901fd00593422a366dc303012b55b4fe5f4241": "2026-04-07",
+}
+
+
+def _known() -> tuple[Release, ...]:
+    releases = []
+    for commit in dict.fromkeys((PIN, *KEPT)):
+        date = KEPT.get(commit, "")
+        releases.append(Release(version=commit, snapshot=f"{NAME}_{commit[:12]}.json", date=date))
+    return tuple(releases)
+
+
+KNOWN: tuple[Release, ...] = _known()
 TAKES_NONE = False
 # an enum of OLMo-core's that arguments of commits after the pin have as their type
 COMPUTED: Mapping[str, tuple[str, ...]] = {"olmo_core.nn.lm_head.LMLossImplementation": ("default", "fused_linear")}

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from launcher.upstream.entry import Checkpoints, Entry, Lost, Moved, Names
+from launcher.upstream.entry import Checkpoints, Entry, Lost, Moved, Names, Release
 from launcher.upstream.schema import Values
 
 NAME = "trl"
@@ -13,6 +13,7 @@ PACKAGES: tuple[str, ...] = ("trl", "transformers")
 CHECKOUT = False
 PIN = "trl 1.16.0, transformers 5.17.0"
 BASELINE = PIN
+KNOWN: tuple[Release, ...] = (Release(version=PIN, snapshot="trl.json"),)
 TAKES_NONE = True
 NEEDS: tuple[str, ...] = ("torch", "transformers", "trl", "accelerate", "datasets")
 GPU_NEEDS: tuple[str, ...] = ()

@@ -14,7 +14,7 @@ from launcher.upstream.schema import Values
 NAME = "open_instruct"
 PACKAGES: tuple[str, ...] = ("open_instruct",)
 CHECKOUT = True
-PIN = "45901fd00593422a366dc303012b55b4fe5f4241"
+PIN = "e6c3044aa6201c8bfa4573c1b03142af599e730d"
 BASELINE = "45901fd00593422a366dc303012b55b4fe5f4241"
 # the commits that stay known, the newest first, with their dates: whatever the pin is (docs/pin.md)
 KEPT: Mapping[str, str] = {
@@ -40,8 +40,8 @@ NEEDS: tuple[str, ...] = (
     *("torch", "transformers", "accelerate", "datasets", "deepspeed", "peft", "ai2-olmo-core", "absl-py", "bettermap"),
     *("beaker-py", "immutabledict", "langdetect", "litellm", "nltk", "ray", "wandb"),
 )
-# with CUDA and no such package its detection raises
-# (model_utils.py::_is_flash_attn_4_available[return importlib.util.find_spec])
+# with CUDA and no such package the detection of commits before eb9c5ff24 raises; later ones take torch's attention
+# (model_utils.py::detect_attn_implementation[transformers.utils.is_flash_attn_2_available])
 GPU_NEEDS: tuple[str, ...] = ("flash-attn",)
 EXTRA = "open-instruct"
 # importing litellm would otherwise ask the network for model prices, 5 s where there is none
@@ -261,7 +261,8 @@ STAGES: Mapping[str, Entry] = {
         instead={
             **_INSTEAD,
             "overwrite_cache": "`skip_cache: true` rebuilds the dataset cache",
-            "report_to": "this script reports to wandb only (dpo.py::_setup_callbacks[if args.with_tracking])",
+            "report_to": "this script reports to wandb only "
+            "(olmo_core_utils.py::build_base_callbacks[if with_tracking])",
             "model_revision": "download the revision and name its folder",
             "max_train_samples": "give a number of samples in `mixer_list`: [name, 200]",
             "resume_from_checkpoint": "OLMo-core resumes from what the output folder holds",

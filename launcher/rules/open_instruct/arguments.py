@@ -385,8 +385,7 @@ _RANGES: Mapping[str, tuple[Range, ...]] = {
         Range(lambda n: n >= 0, "error", "the optimizer refuses it"),
         Range(lambda n: n != 0, "warning", "nothing is learnt"),
     ),
-    # finetune.py::main[: args.weight_decay], dpo_tune_cache.py::main[: args.weight_decay]: as a group's own it is not
-    # looked at by torch
+    # utils.py::get_optimizer_grouped_parameters[: weight_decay,]: as a group's own it is not looked at by torch
     "weight_decay": (Range(lambda n: n >= 0, "warning", "the weights grow with every step, which nothing refuses"),),
     # finetune.py::main[if accelerator.sync_gradients and], dpo_tune_cache.py::main[if accelerator.sync_gradients and],
     # dpo.py::main[max_grad_norm = args.max_grad_norm]

@@ -88,6 +88,18 @@ class Names:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """A release of a trainer that launch knows: its snapshot lies in snapshots/, and rules are held against it.
+
+    `version` is a full commit, or the versions of packages; `date` (YYYY-MM-DD) that of a commit, "" of packages.
+    """
+
+    version: str
+    snapshot: str
+    date: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RehearsalRecipe:
     """How a script is rehearsed: two steps in one process on a CPU.
 

@@ -217,7 +217,7 @@ def schema_of(
         version=version,
         fields=fields,
         digests=facts["files"],
-        splits=(entry if source == "snapshot" else entry.at(fields)).splits,
+        splits=entry.at(fields).splits,
         by_file=entry.by_file & fields.keys(),
         owner=entry.owner if entry.owner in owners else max(set(owners), key=owners.count),
         path=_script_path(paths.get(stage) or {}),

@@ -7,15 +7,31 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from launcher.upstream.entry import Checkpoints, Entry
+from launcher.upstream.entry import Checkpoints, Entry, Release
 from launcher.upstream.schema import Values
 from launcher.upstream.scripts import dpo, dpo_tune_cache, finetune
 
 NAME = "open_instruct"
 PACKAGES: tuple[str, ...] = ("open_instruct",)
 CHECKOUT = True
-PIN = "45901fd00593422a366dc303012b55b4fe5f4241"
+PIN = "e6c3044aa6201c8bfa4573c1b03142af599e730d"
 BASELINE = "45901fd00593422a366dc303012b55b4fe5f4241"
+# the commits that stay known, the newest first, with their dates: whatever the pin is (docs/pin.md)
+KEPT: Mapping[str, str] = {
+    "e6c3044aa6201c8bfa4573c1b03142af599e730d": "2026-08-20",
+    "45901fd00593422a366dc303012b55b4fe5f4241": "2026-04-07",
+}
+
+
+def _known() -> tuple[Release, ...]:
+    releases = []
+    for commit in dict.fromkeys((PIN, *KEPT)):
+        date = KEPT.get(commit, "")
+        releases.append(Release(version=commit, snapshot=f"{NAME}_{commit[:12]}.json", date=date))
+    return tuple(releases)
+
+
+KNOWN: tuple[Release, ...] = _known()
 TAKES_NONE = False
 # an enum of OLMo-core's that arguments of commits after the pin have as their type
 COMPUTED: Mapping[str, tuple[str, ...]] = {"olmo_core.nn.lm_head.LMLossImplementation": ("default", "fused_linear")}
@@ -24,8 +40,8 @@ NEEDS: tuple[str, ...] = (
     *("torch", "transformers", "accelerate", "datasets", "deepspeed", "peft", "ai2-olmo-core", "absl-py", "bettermap"),
     *("beaker-py", "immutabledict", "langdetect", "litellm", "nltk", "ray", "wandb"),
 )
-# with CUDA and no such package its detection raises
-# (model_utils.py::_is_flash_attn_4_available[return importlib.util.find_spec])
+# with CUDA and no such package the detection of commits before eb9c5ff24 raises; later ones take torch's attention
+# (model_utils.py::detect_attn_implementation[transformers.utils.is_flash_attn_2_available])
 GPU_NEEDS: tuple[str, ...] = ("flash-attn",)
 EXTRA = "open-instruct"
 # importing litellm would otherwise ask the network for model prices, 5 s where there is none

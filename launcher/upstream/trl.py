@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from launcher.upstream.entry import Checkpoints, Entry
+from launcher.upstream.entry import Checkpoints, Entry, Release
 from launcher.upstream.schema import Values
 from launcher.upstream.scripts import trl_dpo, trl_sft
 
@@ -13,6 +13,7 @@ PACKAGES: tuple[str, ...] = ("trl", "transformers")
 CHECKOUT = False
 PIN = "trl 1.16.0, transformers 5.17.0"
 BASELINE = PIN
+KNOWN: tuple[Release, ...] = (Release(version=PIN, snapshot="trl.json"),)
 TAKES_NONE = True
 NEEDS: tuple[str, ...] = ("torch", "transformers", "trl", "accelerate", "datasets")
 GPU_NEEDS: tuple[str, ...] = ()

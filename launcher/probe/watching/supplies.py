@@ -53,7 +53,9 @@ def supply_gloo(record: EventLog, module: types.ModuleType) -> None:
 
 
 def supply_memory_monitor(record: EventLog, module: types.ModuleType) -> None:
-    """dpo.py::_setup_callbacks[gpu_memory] watches the GPU's memory whether there is one or not."""
+    """dpo.py watches the GPU's memory whether there is one or not
+    (olmo_core_utils.py::build_base_callbacks[GPUMemoryMonitorCallback]).
+    """
     nothing = answer(record, "memory_monitor", "OLMo-core's memory monitor needs a GPU")
     wrap_known(module.GPUMemoryMonitorCallback, ("pre_train", "pre_step", "post_step"), nothing)
 

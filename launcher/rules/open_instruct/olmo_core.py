@@ -107,7 +107,13 @@ def model(values: Values) -> Iterator[Finding]:
     # another commit may want an OLMo-core that has more shapes
     severity: Severity = "error" if values.schema.tested else "warning"
     key = "config_name" if config else "model_name_or_path"
-    yield say(severity, "unsupported-model", key, f"{brief(requested)} is not a model that {script_of(values)} can build", help)
+    yield say(
+        severity,
+        "unsupported-model",
+        key,
+        f"{brief(requested)} is not a model that {script_of(values)} can build",
+        help,
+    )
 
 
 @where(behaviour.MIXES_PACKED_SAMPLES)
@@ -420,7 +426,8 @@ def offline_model(context: Context) -> Iterator[Finding]:
     by_transformers = _shape(values)[0].startswith(_HYBRID)
     asks_hub = far and not model_config.is_path(name) and not by_transformers
     if variable is None or not asks_hub or caches_only(context):
-        # dpo.py::main[args.config_name]: a `config_name` is one of OLMo-core's own, no folder and nothing of the hub's
+        # olmo_core_utils.py::setup_model[model_config_args.config_name or]: a `config_name` is one of OLMo-core's own,
+        # no folder and nothing of the hub's
         found = missing_model(context) if context.machine is not None else ()
         yield from (finding for finding in found if finding.key != "args.config_name")
         return

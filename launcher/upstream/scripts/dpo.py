@@ -81,7 +81,7 @@ SCRIPT = replace(
     instead={
         **INSTEAD,
         "overwrite_cache": "`skip_cache: true` rebuilds the dataset cache",
-        "report_to": "this script reports to wandb only (dpo.py::_setup_callbacks[if args.with_tracking])",
+        "report_to": "this script reports to wandb only (olmo_core_utils.py::build_base_callbacks[if with_tracking])",
         "model_revision": "download the revision and name its folder",
         "max_train_samples": "give a number of samples in `mixer_list`: [name, 200]",
         "resume_from_checkpoint": "OLMo-core resumes from what the output folder holds",

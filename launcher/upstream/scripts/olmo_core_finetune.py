@@ -25,7 +25,10 @@ SCRIPT = Entry(
     script="open_instruct/olmo_core_finetune.py",
     stage="sft",
     classes=(
-        *((_UTILS, f"{name}Config") for name in ("Experiment", "Model", "Training", "Dataset", "Logging", "Checkpoint")),
+        *(
+            (_UTILS, f"{name}Config")
+            for name in ("Experiment", "Model", "Training", "Dataset", "Logging", "Checkpoint")
+        ),
         ("open_instruct.olmo_core_finetune", "SFTConfig"),
         TOKENIZER,
     ),
@@ -60,14 +63,8 @@ SCRIPT = Entry(
     partial=frozenset({"cache_dataset_only"}),
     hints=data_hints("mixer_list"),
     lost={"reduce_loss": SUMMED_LOSS, **data_file("mixer_list")},
-    moved={
-        **REMOVED,
-        **{old: Moved(new, f"finetune.py's name; this script has `{new}`") for old, new in PAIRS},
-    },
-    instead={
-        **INSTEAD,
-        "overwrite_cache": "`skip_cache: true` rebuilds the dataset cache",
-    },
+    moved={**REMOVED, **{old: Moved(new, f"finetune.py's name; this script has `{new}`") for old, new in PAIRS}},
+    instead={**INSTEAD, "overwrite_cache": "`skip_cache: true` rebuilds the dataset cache"},
     rules="open_instruct.olmo_core_sft",
     watchers={
         "olmo_core.train.train_module.transformer.train_module": "watch_olmo_training",

@@ -15,7 +15,7 @@ from launcher.config.points import DEFAULTS, POINTS
 from launcher.machine import isolation
 from launcher.machine.python import Trainer
 from launcher.paths import PACKAGE
-from launcher.plan.plan import Plan
+from launcher.plan.plan import Plan, caches_only, model_in, output_folder
 from launcher.redaction import redact
 from launcher.runs import rendezvous
 from launcher.runs.attempt import ARGUMENT, PROBE_SETTINGS, Command
@@ -232,7 +232,7 @@ def _probe(plan: Plan, script: Path, folder: Path, watch: Watch) -> dict[str, ob
         "cpu": plan.gpus == 0,
         "watchers": dict(plan.stage.entry.watchers),
         "stand_ins": dict(plan.stage.entry.stand_ins) if plan.gpus == 0 else {},
-        "divides_loss": plan.stage.entry.by_trainer,
+        "divides_loss": plan.stage.entry.divides_loss,
         "packed": packs or expected["packing"] in ("isolated", "on"),
         "expect": {point: state for point, state in expected.items() if point in enforced},
         "on_violation": options.on_violation,
@@ -241,7 +241,21 @@ def _probe(plan: Plan, script: Path, folder: Path, watch: Watch) -> dict[str, ob
         "max_length": plan.values.get(plan.stage.entry.names.max_length),
         **asdict(watch),
         **_first_loss(plan),
+        **_export(plan),
     }
+
+
+def _export(plan: Plan) -> dict[str, object]:
+    """What is to be written once the training is over; nothing where it ends without a model."""
+    phase = plan.stage.entry.export
+    output = output_folder(plan)
+    if phase is None or output is None or caches_only(plan.stage, plan.values) is not None:
+        return {}
+    settings = phase.settings(plan.values)
+    if settings is None:
+        return {}
+    places = {"output": str(output.absolute()), "into": str(model_in(plan, output).absolute())}
+    return {"export": {"function": phase.function, **places, **settings}}
 
 
 def _first_loss(plan: Plan) -> dict[str, float]:

@@ -100,6 +100,32 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TokenisingPhase:
+    """The data of a script that does not tokenise itself: launch starts it for that, before any GPU is taken.
+
+    `arguments` make it do that alone. `columns` are those of the set that it makes, whatever `target_columns` says.
+    `place` is where the training looks, by the folder of that set in the cache; `is_complete` whether all is there.
+    """
+
+    arguments: Mapping[str, Any]
+    columns: tuple[str, ...]
+    place: Callable[[Path, Values], Path]
+    is_complete: Callable[[Path], bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportPhase:
+    """What the probe does once the training is over: it writes the model as transformers reads it.
+
+    `function` is one of `probe/models/exporting.py`; `settings` are what it needs to know, by the typed values; None
+    where there is no way.
+    """
+
+    function: str
+    settings: Callable[[Values], Mapping[str, Any] | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RehearsalRecipe:
     """How a script is rehearsed: two steps in one process on a CPU.
 
@@ -143,14 +169,17 @@ class Entry:
     module in which it looks up what arguments name. `needs` are distributions that it imports beside the
     backend's, `imports` modules that it imports only when it runs. `settle` gives further derived values, by
     the typed values and the number of GPUs; `rehearsal` is how it is rehearsed. `rules` is the module of
-    `launcher.rules` that holds all its rules; without one a script has those of its stage.
+    `launcher.rules` that holds all its rules; without one a script has those of its stage. `behaves_as` is the key of
+    the script whose behaviours (`behaviour.py`) it shares, where it has none of its own.
 
     What runs inside: `watchers` are functions of `probe/watching` by the module that each watches, beside those of
     the libraries that every script may use; `stand_ins` those that supply what a module lacks on a CPU.
 
+    Its phases: `tokenising` before the training, in a process of its own, and `export` after it.
+
     How it starts: `launcher`; whether one GPU without DeepSpeed is not enough (`needs_process_group`). Its loop:
     `loop` is the library that counts steps, saves states and resumes from them; `drops_last` an epoch's last batch
-    that is not full; `zero_is_limit`: no step at all is a limit; `skips_each_epoch`: after a resume, every later
+    that is not full; `divides_loss` the loss of each micro-batch by their number, or by the tokens of all; `zero_is_limit`: no step at all is a limit; `skips_each_epoch`: after a resume, every later
     epoch skips batches too; `epoch_checkpoints`: it can save one an epoch; `unjudged` is a pattern of states that it
     resumes from by itself, and launch does not read; `ends_after` are switches after which it ends without a
     model, and after what; `output` is the folder of the output, by the typed values, and `final_model` that of the
@@ -186,14 +215,18 @@ class Entry:
     needs: tuple[str, ...] = ()
     imports: tuple[str, ...] = ()
     rules: str = ""
+    behaves_as: str = ""
     watchers: Mapping[str, str] = field(default_factory=dict)
     stand_ins: Mapping[str, str] = field(default_factory=dict)
     rehearsal: RehearsalRecipe = field(default_factory=RehearsalRecipe)
     settle: Callable[[Values, int], Iterable[tuple[str, Any, str]]] = lambda values, gpus: ()
+    tokenising: TokenisingPhase | None = None
+    export: ExportPhase | None = None
     launcher: Literal["accelerate", "torchrun"] = "accelerate"
     needs_process_group: bool = False
     loop: Literal["accelerate", "transformers", "olmo_core"]
     drops_last: bool = False
+    divides_loss: bool = False
     zero_is_limit: bool = True
     skips_each_epoch: bool = False
     epoch_checkpoints: bool = False

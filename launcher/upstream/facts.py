@@ -47,7 +47,8 @@ def read(
 
     entries = backend.STAGES.values()
     optional = [key for key in ("tables", "models") if any(getattr(e, key) for e in entries)]
-    described = [stage for stage in stages if any(behaviour.of_script(stage))] if backend.CHECKOUT else []
+    kinds = {stage: backend.STAGES[stage].behaves_as or stage for stage in stages}
+    described = [stage for stage, kind in kinds.items() if backend.CHECKOUT and any(behaviour.of_script(kind))]
     if described:
         optional.append("behaviours")
     keys = ("stages", "classes", "paths", "fields", "externals", *optional, "unreadable", "files")
@@ -65,7 +66,7 @@ def read(
             if (places := backend.STAGES[stage].models) is not None:
                 facts["models"][stage] = _models(sources, *places, backend.STAGES[stage].own_shapes)
             if stage in described:
-                facts["behaviours"][stage] = behaviour.read(walked, stage, script)
+                facts["behaviours"][stage] = behaviour.read(walked, kinds[stage], script)
         except (LookupError, OSError, RecursionError, SyntaxError, TypeError, ValueError) as error:
             facts["unreadable"][stage] = str(error) or type(error).__name__
         facts["files"] |= sources.digests | walked.digests

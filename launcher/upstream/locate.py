@@ -358,15 +358,16 @@ def load_schema(
 def _behaviours(upstream: Upstream, schema: Schema) -> Mapping[str, bool | None]:
     """What this source does: as it shows, else as its history says, where it has one."""
     answers = schema.behaviours
+    key = BACKENDS[schema.backend].STAGES[schema.key].behaves_as or schema.key
     tree = upstream.packages.get(upstream.backend)
     if not upstream.is_checkout or None not in answers.values():
         return answers
     if isinstance(tree, CommitTree):
-        return behaviour.completed(answers, schema.key, tree.repository, tree.commit)
+        return behaviour.completed(answers, key, tree.repository, tree.commit)
     commit = upstream.version.removesuffix("+edited")
     if upstream.root is None or not _COMMIT.fullmatch(commit):
         return answers
-    return behaviour.completed(answers, schema.key, Repository(upstream.root), commit)
+    return behaviour.completed(answers, key, Repository(upstream.root), commit)
 
 
 def _standing(upstream: Upstream, script: str, release: str = "") -> RuleStanding | None:

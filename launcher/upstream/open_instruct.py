@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from launcher.upstream.entry import Checkpoints, Entry, Release
 from launcher.upstream.schema import Values
-from launcher.upstream.scripts import dpo, dpo_tune_cache, finetune
+from launcher.upstream.scripts import dpo, dpo_tune_cache, finetune, olmo_core_finetune
 
 NAME = "open_instruct"
 PACKAGES: tuple[str, ...] = ("open_instruct",)
@@ -70,7 +70,12 @@ REHEARSAL: Mapping[str, Any] = {
     **dict.fromkeys(("dataset_config_hash", "config_hash", "hf_entity", "trust_remote_code")),
 }
 
-STAGES: Mapping[str, Entry] = {"sft": finetune.SCRIPT, "dpo": dpo_tune_cache.SCRIPT, "dpo_olmo_core": dpo.SCRIPT}
+STAGES: Mapping[str, Entry] = {
+    "sft": finetune.SCRIPT,
+    "dpo": dpo_tune_cache.SCRIPT,
+    "dpo_olmo_core": dpo.SCRIPT,
+    "sft_olmo_core": olmo_core_finetune.SCRIPT,
+}
 
 
 def output_folder(values: Values) -> Path | None:

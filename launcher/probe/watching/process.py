@@ -19,6 +19,7 @@ SETTINGS = "LAUNCH_PROBE"
 ATTEMPT = "LAUNCH_ATTEMPT"
 LEASE = "LAUNCH_LEASE"
 ARGUMENT = "LAUNCH_ARG_"
+TOKENISED = "LAUNCH_TOKENISED"
 NOTES = 20  # of trouble: what fails in every step fails in the same way
 # what an older launch, which did not name them, had of every script
 EARLIER_WATCHERS = {
@@ -144,7 +145,8 @@ class Settings:
 
     `target` upstream's script, `out` folder of the records, `cpu`; `watchers` are functions of `trainers` by the
     module of the script's that each watches, `stand_ins` those of `supplies` that it needs on a CPU;
-    `divides_loss` whether its loop divides each micro-batch's loss by their number;
+    `divides_loss` whether its loop divides each micro-batch's loss by their number; `export` what a function of
+    `models/exporting.py` is to write once the training is over;
     `packed` whether packing was requested (the same on every rank, so that collectives may depend on it);
     `gradients` whether those of autograd are compared with those that the optimizer uses; `expect`
     point -> state; `on_violation` stop or warn; `within` optimizer steps until what is expected must be
@@ -163,6 +165,7 @@ class Settings:
         stand_ins = values.get("stand_ins")
         self.stand_ins: dict[str, str] = EARLIER_STAND_INS if stand_ins is True else stand_ins or {}
         self.divides_loss = bool(values.get("divides_loss", values.get("backend") == "trl"))
+        self.export: dict[str, Any] = values.get("export") or {}
         self.packed = bool(values.get("packed"))
         expect = values.get("expect") or {}
         self.expect = {point: state for point, state in expect.items() if state != "any"}

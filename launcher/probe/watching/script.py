@@ -1,5 +1,6 @@
 """Upstream's script, run as `__main__` under watch; its exit code and exceptions stay its own."""
 
+import importlib.util
 import json
 import os
 import runpy
@@ -7,12 +8,13 @@ import sys
 import types
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from . import supplies, trainers
 from .hooks import Watcher
 from .probe import Probe
-from .process import ARGUMENT, SETTINGS, Console, attempt_number, spare_streams
+from .process import ARGUMENT, SETTINGS, Console, attempt_number, say, spare_streams
 
 LIBRARIES = {
     "accelerate.accelerator": "watch_accelerate",
@@ -55,6 +57,22 @@ def run(target: str) -> None:
     runpy.run_path(target, run_name="__main__")
 
 
+def export(probe: Probe) -> None:
+    """Write the model that was trained in another library's form, where the script does not do that itself."""
+    wanted = probe.settings.export
+    if not wanted or probe.process.rank:
+        return
+    probe.rests()
+    path = Path(__file__).resolve().parents[1] / "models" / "exporting.py"
+    spec = importlib.util.spec_from_file_location("launch_export", path)
+    assert spec is not None and spec.loader is not None
+    exporting = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(exporting)
+    say(f"writing the weights for transformers into {wanted['into']}")
+    getattr(exporting, wanted["function"])(wanted, probe.record.write)
+    trainers.note_saved(probe.record, wanted["into"])
+
+
 def main() -> None:
     spare_streams()
     probe = Probe(json.loads(os.environ[SETTINGS]))
@@ -74,6 +92,7 @@ def main() -> None:
     code: Any = 0
     try:
         run(target)
+        export(probe)
     except SystemExit as stop:
         code = stop.code
         raise

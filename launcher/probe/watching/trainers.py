@@ -8,6 +8,7 @@ it. The first two take it from variables of their own. trackio has none: a run i
 import contextlib
 import functools
 import importlib.util
+import json
 import os
 import sys
 import types
@@ -17,7 +18,7 @@ from typing import Any
 
 from .hooks import observed, wrap, wrap_known
 from .probe import Probe
-from .process import EventLog
+from .process import TOKENISED, EventLog
 from .watchdog import EVALUATION, SAVING
 
 TRACKIO_RUN = "LAUNCH_TRACKIO_RUN"  # the variable with the name of the trackio run to continue
@@ -354,6 +355,46 @@ def watch_olmo_step(probe: Probe, module: types.ModuleType) -> None:
     owner = module.TransformerTrainModule
     wrap(owner, "optim_step", observed(probe.record, before=begin, after=probe.close_step))
     wrap_known(owner, ("_clip_grad_norm",), clipping(probe))
+
+
+def watch_olmo_utils(probe: Probe, module: types.ModuleType) -> None:
+    """The tokenizer of a script whose data were tokenised before it began, and whether they were there already."""
+
+    def prepared(tokenizer: Any, *_: Any, **__: Any) -> None:
+        probe.data.saw_tokenizer(tokenizer)
+        told = json.loads(os.environ.get(TOKENISED) or "{}")
+        if told:
+            probe.caches.tell("dataset_cache", told["state"] == "hit", str(told["path"]))
+
+    wrap_known(module, ("setup_tokenizer_and_cache",), observed(probe.record, after=prepared))
+
+
+def watch_olmo_training(probe: Probe, module: types.ModuleType) -> None:
+    """OLMo-core's own training of a language model: it calls the model with all that it knows of the rows."""
+    watch_olmo_step(probe, module)
+
+    def built(_: Any, trained: Any, *args: Any, **kwargs: Any) -> None:
+        probe.saw_model(trained.model)
+        probe.optimizer.saw(trained.optim, None)
+        probe.gradients.prepared(trained.model)
+        probe.memory.mark("prepare")
+
+    def forward_ended(result: Any, *_: Any, **__: Any) -> None:
+        if not probe.process.testing and hasattr(result, "ce_loss"):
+            probe.backward_begins(result.ce_loss)
+
+    def train(original: Any, trained: Any, batch: Any, dry_run: bool = False) -> Any:
+        # a batch that only warms up is none of training
+        probe.process.testing = probe.process.testing or dry_run
+        try:
+            return original(trained, batch, dry_run=dry_run)
+        finally:
+            probe.process.testing = False if dry_run else probe.process.testing
+
+    owner, record = module.TransformerTrainModule, probe.record
+    wrap(owner, "__init__", observed(record, before=marking(probe, "load"), after=built))
+    wrap(owner, "model_forward", observed(record, after=forward_ended))
+    wrap(owner, "train_batch", train)
 
 
 def watch_olmo_trainer(probe: Probe, module: types.ModuleType) -> None:

@@ -70,7 +70,7 @@ _TIED = ("qwen3_0_6B", "qwen3_1_7B", "qwen3_4B")
 # the families whose layers OLMo-core writes in transformers' form (olmo_core/nn/hf/config.py)
 _EXPORTED = ("olmo2", "olmo3", "olmoe")
 # since #1671 a converter writes them all but the mixtures of experts, and the run is refused
-_NOT_EXPORTED = ("olmoe", "smallmoe", "small_hybrid_moe")
+NOT_EXPORTED = ("olmoe", "smallmoe", "small_hybrid_moe")
 # the family that upstream itself builds and loads since #1822, beside OLMo-core
 _HYBRID = "olmo3_hybrid"
 _SELECTED = "selected_modules"
@@ -103,7 +103,8 @@ def model(values: Values) -> Iterator[Finding]:
     if not config and (model_config.here(name) or model_config.is_path(name) or name in configs):
         help = f"add `config_name: {name if name in configs else '<its shape>'}` to a model's name or folder; "
     shapes = ", ".join(sorted(set(models.values())))
-    help += f"the models {', '.join(models)}, or a `config_name` of OLMo-core's ({shapes}); for any other {trains_instead(values)}"
+    help += f"the models {', '.join(models)}, or a `config_name` of OLMo-core's ({shapes}); "
+    help += f"for any other {trains_instead(values)}"
     # another commit may want an OLMo-core that has more shapes
     severity: Severity = "error" if values.schema.tested else "warning"
     key = "config_name" if config else "model_name_or_path"
@@ -133,7 +134,7 @@ def packing(values: Values) -> Iterator[Finding]:
 @cites("olmo_core_utils.py::save_state_dict_as_hf[except NotImplementedError]", reviewed=("e6c3044aa620",))
 def export(values: Values) -> Iterator[Finding]:
     """Where OLMo-core cannot write the model, a plain state dict is saved."""
-    named, key = _shape(values)
+    named, key = shape_of(values)
     if values["cache_dataset_only"] or values["cache_logprobs_only"]:
         return
     if named in values.schema.configs and not named.startswith(_EXPORTED):
@@ -150,15 +151,16 @@ def unexportable(values: Values) -> Iterator[Finding]:
 
     Of the shapes of ai2-olmo-core 2.6.0 these are the mixtures of experts.
     """
-    named, key = _shape(values)
+    named, key = shape_of(values)
     if values["cache_dataset_only"]:
         return
-    if named.startswith(_NOT_EXPORTED):
-        message = f"OLMo-core cannot write {named} as transformers reads it: {script_of(values)} crashes once the model is built"
+    if named.startswith(NOT_EXPORTED):
+        message = f"OLMo-core cannot write {named} as transformers reads it: "
+        message += f"{script_of(values)} crashes once the model is built"
         yield say("error", "no-hf-export", key, message, trains_instead(values))
 
 
-def _shape(values: Values) -> tuple[str, str]:
+def shape_of(values: Values) -> tuple[str, str]:
     """OLMo-core's name of the shape that is built, and the argument that says so."""
     key = "config_name" if values["config_name"] else "model_name_or_path"
     return values.schema.models.get(str(values[key]), str(values[key])), key
@@ -253,7 +255,7 @@ def unsaved_scaling(values: Values) -> Iterator[Finding]:
     factor = number(values.get(key))
     if factor is None or values["cache_dataset_only"]:
         return
-    named, _ = _shape(values)
+    named, _ = shape_of(values)
     if named.startswith(_HYBRID):
         message = f"`{key}`: OLMo-core scales no model with layers of several kinds, and crashes once it is built"
         yield say("error", "rope-scaling", key, message, "delete the line")
@@ -381,7 +383,7 @@ def other_shape(context: Context) -> Iterator[Finding]:
     Layers that the files do not have stay as they were made; since #1671 they are refused.
     """
     values, name = context.values, str(context.values["model_name_or_path"])
-    named, key = _shape(values)
+    named, key = shape_of(values)
     model = model_config.read(name, context.environ) or architecture.table().get(name.lower()) or {}
     if named not in values.schema.configs or not model or caches_only(context):
         return
@@ -423,7 +425,7 @@ def offline_model(context: Context) -> Iterator[Finding]:
     values, environ = context.values, context.environ
     name, variable = values["model_name_or_path"], model_config.offline_by(environ)
     far = isinstance(name, str) and name and not model_config.here(name)
-    by_transformers = _shape(values)[0].startswith(_HYBRID)
+    by_transformers = shape_of(values)[0].startswith(_HYBRID)
     asks_hub = far and not model_config.is_path(name) and not by_transformers
     if variable is None or not asks_hub or caches_only(context):
         # olmo_core_utils.py::setup_model[model_config_args.config_name or]: a `config_name` is one of OLMo-core's own,

@@ -3,9 +3,15 @@
 It is there since #1327, and replaces finetune.py, which upstream calls deprecated.
 """
 
-from dataclasses import replace
+import hashlib
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
-from launcher.upstream.entry import Entry, Moved, Names, RehearsalRecipe
+from launcher.upstream.entry import Entry, ExportPhase, Moved, Names, TokenisingPhase
+from launcher.upstream.schema import Values
 from launcher.upstream.scripts import dpo
 from launcher.upstream.scripts.open_instruct_arguments import (
     CACHES_DATA,
@@ -20,6 +26,46 @@ from launcher.upstream.scripts.open_instruct_arguments import (
 )
 
 _UTILS = "open_instruct.olmo_core_utils"
+_PARTS = ("token_ids_part_*.npy", "labels_mask_part_*.npy", "token_ids_part_*.csv.gz")
+_PART = re.compile(r"_part_(\d+)\.")
+
+
+def _numpy_folder(entry: Path, values: Values) -> Path:
+    """Where the script looks for tokens, by the set that they were made of
+    (olmo_core_finetune.py::main[numpy_dir = os.path.join]).
+    """
+    about = f"{values['seed']}:{values['max_seq_length']}"
+    # olmo_core_finetune.py::_seed_cache_suffix
+    suffix = hashlib.sha256(about.encode()).hexdigest()[:8]
+    return entry.parent / "numpy_sft" / f"{entry.name}-{suffix}"
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether each part has all its files (olmo_core_finetune.py::_numpy_dir_is_populated)."""
+    numbers = []
+    for pattern in _PARTS:
+        names = [path.name for path in folder.glob(pattern)]
+        numbers.append({match[1] for match in map(_PART.search, names) if match is not None})
+    return bool(numbers[0]) and numbers[0] == numbers[1] == numbers[2]
+
+
+def _export(values: Values) -> Mapping[str, Any] | None:
+    """What the weights are written with; None where no config of transformers' is named."""
+    name = str(values["model_name_or_path"])
+    # olmo_core_utils.py::is_hf_checkpoint
+    if os.path.isdir(name) and not os.path.isfile(os.path.join(name, "config.json")):
+        return None
+    settings = {
+        "model": name,
+        "config_name": values["config_name"],
+        "tokenizer": values["tokenizer_name_or_path"],
+        "trusts_code": values["trust_remote_code"],
+    }
+    if values["rope_scaling_factor"] is not None:
+        names = ("factor", "beta_fast", "beta_slow", "old_context_len")
+        settings["rope_scaling"] = {part: values[f"rope_scaling_{part}"] for part in names}
+    return settings
+
 
 SCRIPT = Entry(
     script="open_instruct/olmo_core_finetune.py",
@@ -49,7 +95,17 @@ SCRIPT = Entry(
     loop="olmo_core",
     # olmo_core_finetune.py::main[num_training_steps = len]
     drops_last=True,
+    # olmo_core/train/train_module/transformer/train_module.py: each loss is divided by the tokens of the step
+    divides_loss=True,
     ends_after=CACHES_DATA,
+    tokenising=TokenisingPhase(
+        arguments={"cache_dataset_only": True},
+        # dataset_transformation.py::[TOKENIZED_SFT_DATASET_KEYS_WITH_SOURCE]
+        columns=("input_ids", "attention_mask", "labels", "dataset_source"),
+        place=_numpy_folder,
+        is_complete=_is_complete,
+    ),
+    export=ExportPhase(function="export_olmo_core", settings=_export),
     unjudged="step[1-9]*",
     final_model="hf_model",
     packing="always",
@@ -66,7 +122,9 @@ SCRIPT = Entry(
     moved={**REMOVED, **{old: Moved(new, f"finetune.py's name; this script has `{new}`") for old, new in PAIRS}},
     instead={**INSTEAD, "overwrite_cache": "`skip_cache: true` rebuilds the dataset cache"},
     rules="open_instruct.olmo_core_sft",
+    behaves_as="dpo_olmo_core",
     watchers={
+        "open_instruct.olmo_core_utils": "watch_olmo_utils",
         "olmo_core.train.train_module.transformer.train_module": "watch_olmo_training",
         "olmo_core.train.trainer": "watch_olmo_trainer",
     },

@@ -30,6 +30,7 @@ SCRIPT = Entry(
     watchers={"trl.trainer.sft_trainer": "watch_preparation"},
     rehearsal=RehearsalRecipe(trainer="SFTTrainer"),
     loop="transformers",
+    divides_loss=True,
     zero_is_limit=False,  # transformers/trainer.py::Trainer.set_initial_training_values[if args.max_steps > 0 #1]
     packing="refilled",
     own_precision=True,

@@ -179,11 +179,11 @@ class Entry:
 
     How it starts: `launcher`; whether one GPU without DeepSpeed is not enough (`needs_process_group`). Its loop:
     `loop` is the library that counts steps, saves states and resumes from them; `drops_last` an epoch's last batch
-    that is not full; `divides_loss` the loss of each micro-batch by their number, or by the tokens of all; `zero_is_limit`: no step at all is a limit; `skips_each_epoch`: after a resume, every later
-    epoch skips batches too; `epoch_checkpoints`: it can save one an epoch; `unjudged` is a pattern of states that it
-    resumes from by itself, and launch does not read; `ends_after` are switches after which it ends without a
-    model, and after what; `output` is the folder of the output, by the typed values, and `final_model` that of the
-    model below it.
+    that is not full; `divides_loss` the loss of each micro-batch by their number, or by the tokens of all;
+    `zero_is_limit`: no step at all is a limit; `skips_each_epoch`: after a resume, every later epoch skips batches
+    too; `epoch_checkpoints`: it can save one an epoch; `unjudged` is a pattern of states that it resumes from by
+    itself, and launch does not read; `ends_after` are switches after which it ends without a model, and after what;
+    `output` is the folder of the output, by the typed values, and `final_model` that of the model below it.
 
     Memory: `sharding`; `own_precision`: its arguments decide, not accelerate's; `dtype` of loaded weights,
     and `liger_dtype` under Liger, `strict_liger`: which crashes for models without kernels; `attentions` are

@@ -860,6 +860,11 @@ _SOURCE_AND_MACHINE = CodeSection(
         ),
         _row("unknown-cost", "launch", "`plan`: a price, and no time to pay for"),
         _row(
+            "cut-samples",
+            "launch",
+            "olmo_core_finetune.py: more documents than samples: OLMo-core takes every end of text for the end of one",
+        ),
+        _row(
             "would-miss",
             "launch",
             "`prepare`: the run would not find what was, or could be, tokenised beforehand; exit 1",

@@ -21,6 +21,8 @@ from launcher.artifacts.lengths import Lengths
 from launcher.cache import entries, folders, keys
 from launcher.cache.keys import Cache
 from launcher.config.load import spelt
+from launcher.dataset import packed
+from launcher.dataset.packed import PackedRows
 from launcher.errors import Exit, Finding, LaunchError, NotReady, launch_finding
 from launcher.machine import locks, sizes
 from launcher.machine.python import Trainer
@@ -226,4 +228,44 @@ def before_training(prepared: Prepared, say: Say = lambda _: None) -> Prepared:
     hit = tokenised.state == "there"
     told = {"state": "hit" if hit else "miss", "path": str(tokenised.place)}
     env = {**prepared.command.env, TOKENISED: json.dumps(told)}
-    return replace(prepared, command=replace(prepared.command, env=env))
+    prepared = replace(prepared, command=replace(prepared.command, env=env))
+    return _counted(prepared, tokenised, say)
+
+
+def _counted(prepared: Prepared, tokenised: Tokenised, say: Say) -> Prepared:
+    """The start with the steps that the tokenised data make, and what there is to say of them. Raises NotReady."""
+    plan = prepared.plan
+    phase = plan.stage.entry.tokenising
+    limit = plan.values.get(plan.stage.entry.names.max_length)
+    if phase is None or tokenised.place is None or not isinstance(limit, int):
+        return prepared
+    name = plan.values.get("tokenizer_name_or_path") or plan.values.get(plan.stage.entry.names.model)
+    place = phase.place(tokenised.place, plan.values)
+    rows: PackedRows | None = None
+    # a file that cannot be read costs the count; the training says what is wrong
+    with contextlib.suppress(OSError):
+        rows = packed.read(place, limit=limit, tokenizer=str(name))
+    if rows is None:
+        return prepared
+    data = f"args.{plan.stage.entry.names.data}"
+    if rows.documents > rows.samples:
+        cut = _cut_samples(plan, rows, data)
+        say(cut.message)
+        prepared = replace(prepared, warnings=(*prepared.warnings, cut))
+    if plans.step_limit(plan.stage, plan.values) is not None:
+        return prepared
+    steps = plans.steps_of(plan.stage, plan.values, rows.rows, plan.global_batch)
+    if steps is not None and steps < 1:
+        message = f"{rows.samples:,} samples are packed into {rows.rows:,} rows: less than one step of "
+        message += f"{plan.global_batch:,}, there is nothing to train on"
+        help = "a smaller batch, fewer GPUs, or more data"
+        raise NotReady(plan.stage.config.placed(launch_finding("error", "too-few-rows", message, help, key=data)))
+    say(f"{rows.samples:,} samples are packed into {rows.rows:,} rows of {limit:,} tokens: {steps or 0:,} steps")
+    return replace(prepared, plan=replace(plan, steps=steps, rows=rows.rows))
+
+
+def _cut_samples(plan: Plan, rows: PackedRows, key: str) -> Finding:
+    message = f"{rows.samples:,} samples are {rows.documents:,} documents for OLMo-core: it takes every end of text "
+    message += "for the end of a document, and no part of a conversation sees the one before"
+    help = "a chat template that ends the whole conversation with the end-of-text token, and a turn with another one"
+    return plan.stage.config.placed(launch_finding("warning", "cut-samples", message, help, key=key))

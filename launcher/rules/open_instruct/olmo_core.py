@@ -197,7 +197,8 @@ def checkpoint_intervals(values: Values) -> Iterator[Finding]:
     if isinstance(steps, int) and steps < 1:
         message = f"`checkpointing_steps: {steps}`: OLMo-core refuses it once the model is loaded"
         yield say("error", "checkpoint-steps", "checkpointing_steps", message, "write a number of steps")
-    if not isinstance(interval, int):
+    # where none is given launch sets one that fits the other
+    if not isinstance(interval, int) or not values.given(key):
         return
     if interval < 1:
         if not values.schema.does(behaviour.SKIPS_NO_INTERVAL):

@@ -26,7 +26,7 @@ _RING_PACKAGE = "ring-flash-attn"
 _PER_DEVICE = "per_device_train_batch_size"
 
 
-@cites("olmo_core_utils.py::build_scheduler[raise ValueError]")
+@cites("olmo_core_utils.py::build_scheduler[raise ValueError]", reviewed=("e6c3044aa620",))
 def refused_schedule(values: Values) -> Iterator[Finding]:
     """A schedule that is not known is refused once the model is built."""
     name = str(values["lr_scheduler_type"])
@@ -37,7 +37,7 @@ def refused_schedule(values: Values) -> Iterator[Finding]:
     yield say("error", "scheduler-type", "lr_scheduler_type", message, f"write `{like}`")
 
 
-@cites("olmo_core_finetune.py::main[if effective_steps < 1]")
+@cites("olmo_core_finetune.py::main[if effective_steps < 1]", reviewed=("e6c3044aa620",))
 def no_steps(values: Values) -> Iterator[Finding]:
     """A limit of no step is refused, once the rows are packed."""
     limit = values["max_train_steps"]
@@ -46,7 +46,22 @@ def no_steps(values: Values) -> Iterator[Finding]:
         yield say("error", "out-of-range", "max_train_steps", message, "1 or more, or delete the line")
 
 
-@cites("olmo_core_utils.py::save_state_dict_as_hf[hf_config = transformers.AutoConfig.from_pretrained]")
+@cites("olmo_core_finetune.py::main[sequence_length=args.training.max_seq_length]", reviewed=("e6c3044aa620",))
+def row_length(values: Values) -> Iterator[Finding]:
+    """OLMo-core keeps the room of packed rows in a tree of so many leaves (olmo_core/data/utils.py::SegmentTree)."""
+    length = values["max_seq_length"]
+    if not isinstance(length, int) or values["cache_dataset_only"]:
+        return
+    if length < 1 or length & (length - 1):
+        message = f"`max_seq_length: {length}` crashes when the rows are packed: OLMo-core wants a power of 2"
+        below = 1 << max(0, length.bit_length() - 1)
+        yield say("error", "out-of-range", "max_seq_length", message, f"write {below} or {2 * below}")
+
+
+@cites(
+    "olmo_core_utils.py::save_state_dict_as_hf[hf_config = transformers.AutoConfig.from_pretrained]",
+    reviewed=("e6c3044aa620",),
+)
 def unexported(values: Values) -> Iterator[Finding]:
     """Launch writes the weights for transformers itself, once the training is over, as far as there is a way."""
     named, key = olmo_core.shape_of(values)
@@ -56,7 +71,11 @@ def unexported(values: Values) -> Iterator[Finding]:
     yield say("warning", "no-hf-export", key, message, olmo_core.trains_instead(values))
 
 
-@cites("olmo_core_utils.py::is_hf_checkpoint[return os.path.isfile]", "olmo_core_utils.py::setup_model[--config_name]")
+@cites(
+    "olmo_core_utils.py::is_hf_checkpoint[return os.path.isfile]",
+    "olmo_core_utils.py::setup_model[--config_name]",
+    reviewed=("e6c3044aa620",),
+)
 def own_checkpoint(context: Context) -> Iterator[Finding]:
     """A folder without a config.json is a checkpoint of OLMo-core's own: its shape and its export are not known."""
     values = context.values
@@ -75,7 +94,7 @@ def own_checkpoint(context: Context) -> Iterator[Finding]:
     yield say("warning", "no-hf-export", "model_name_or_path", message, help)
 
 
-@cites("olmo_core_finetune.py::main[generate_doc_lengths=True]")
+@cites("olmo_core_finetune.py::main[generate_doc_lengths=True]", reviewed=("e6c3044aa620",))
 def documents_without_flash(context: Context) -> Iterator[Finding]:
     """Rows are always packed, and OLMo-core keeps samples apart with flash-attn alone.
 
@@ -96,7 +115,7 @@ def documents_without_flash(context: Context) -> Iterator[Finding]:
     yield say("error", "packing-refused", key, message, "`pip install flash-attn`, and leave this argument out")
 
 
-@cites("olmo_core_utils.py::build_cp_config[TransformerContextParallelConfig.llama3]")
+@cites("olmo_core_utils.py::build_cp_config[TransformerContextParallelConfig.llama3]", reviewed=("e6c3044aa620",))
 def context_parallel(context: Context) -> Iterator[Finding]:
     """A row is cut over `cp_degree` GPUs: one row a micro-batch, and what the strategy needs."""
     values, degree = context.values, context.values["cp_degree"]
@@ -116,7 +135,7 @@ def context_parallel(context: Context) -> Iterator[Finding]:
         yield say("error", code, "cp_strategy", message, f"`pip install {_RING_PACKAGE}`, or `cp_strategy: ulysses`")
 
 
-@cites("olmo_core_finetune.py::main[dp_shard_degree = gpus_per_node]")
+@cites("olmo_core_finetune.py::main[dp_shard_degree = gpus_per_node]", reviewed=("e6c3044aa620",))
 @needs("split")
 def laid_out(context: Context) -> Iterator[Finding]:
     """The GPUs of a machine are divided by `cp_degree`, whatever is left over."""
@@ -133,7 +152,7 @@ def laid_out(context: Context) -> Iterator[Finding]:
 RULES: tuple[Rule, ...] = (
     *OF_ALL_SCRIPTS,
     olmo_core.model,
-    no_model("olmo_core_utils.py::ModelConfig[model_name_or_path: str]"),
+    no_model("olmo_core_utils.py::ModelConfig[model_name_or_path: str]", reviewed=("e6c3044aa620",)),
     olmo_core.ranges,
     olmo_core.kept_checkpoints,
     olmo_core.checkpoint_intervals,
@@ -142,6 +161,7 @@ RULES: tuple[Rule, ...] = (
     olmo_core.unsaved_scaling,
     refused_schedule,
     no_steps,
+    row_length,
     unexported,
 )
 

@@ -6,7 +6,7 @@ It is there since #1327, and replaces finetune.py, which upstream calls deprecat
 import hashlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +47,15 @@ def _is_complete(folder: Path) -> bool:
         names = [path.name for path in folder.glob(pattern)]
         numbers.append({match[1] for match in map(_PART.search, names) if match is not None})
     return bool(numbers[0]) and numbers[0] == numbers[1] == numbers[2]
+
+
+def _settle(values: Values, gpus: int) -> Iterator[tuple[str, Any, str]]:
+    """The script's own default of temporary checkpoints is refused beside shorter intervals than that."""
+    name = "ephemeral_save_interval"
+    own, every = values[name], values["checkpointing_steps"]
+    if isinstance(own, int) and isinstance(every, int) and own >= every and not values.given(name):
+        why = f"the script's default, {own}, is not below `checkpointing_steps` "
+        yield name, 0, f"{why}(olmo_core_finetune.py::[_DEFAULT_EPHEMERAL_SAVE_INTERVAL =]); 0: none"
 
 
 def _export(values: Values) -> Mapping[str, Any] | None:
@@ -121,6 +130,7 @@ SCRIPT = Entry(
     lost={"reduce_loss": SUMMED_LOSS, **data_file("mixer_list")},
     moved={**REMOVED, **{old: Moved(new, f"finetune.py's name; this script has `{new}`") for old, new in PAIRS}},
     instead={**INSTEAD, "overwrite_cache": "`skip_cache: true` rebuilds the dataset cache"},
+    settle=_settle,
     rules="open_instruct.olmo_core_sft",
     behaves_as="dpo_olmo_core",
     watchers={

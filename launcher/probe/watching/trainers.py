@@ -433,6 +433,21 @@ def watch_olmo_trainer(probe: Probe, module: types.ModuleType) -> None:
     wrap(owner, "fit", observed(record, before=marking(probe, "reference"), after=over))
 
 
+def watch_olmo_checkpoints(probe: Probe, module: types.ModuleType) -> None:
+    """OLMo-core saves a state before the first step and after the last; of a trial nobody wants one."""
+    if probe.settings.final_save:
+        return
+
+    def leave_out(_: Any, callback: Any, *args: Any, **kwargs: Any) -> str:
+        callback._latest_checkpoint_step = callback.step
+        return f"step{callback.step}, not saved"
+
+    owner = module.CheckpointerCallback
+    wrap(owner, "_save_checkpoint", leave_out)
+    # what was not saved is not removed, either
+    wrap_known(owner, ("_remove_checkpoint",), lambda *_, **__: None)
+
+
 def watch_wandb(probe: Probe, module: types.ModuleType) -> None:
     def began(run: Any, *_: Any, **__: Any) -> None:
         # a run of W&B's disabled mode is none that could be continued

@@ -46,6 +46,7 @@ SCRIPT = replace(
         "open_instruct.olmo_core_train_modules": "watch_olmo_module",
         "olmo_core.train.train_module.transformer.train_module": "watch_olmo_step",
         "olmo_core.train.trainer": "watch_olmo_trainer",
+        "olmo_core.train.callbacks.checkpointer": "watch_olmo_checkpoints",
     },
     stand_ins={
         **dpo_tune_cache.SCRIPT.stand_ins,

@@ -137,6 +137,7 @@ SCRIPT = Entry(
         "open_instruct.olmo_core_utils": "watch_olmo_utils",
         "olmo_core.train.train_module.transformer.train_module": "watch_olmo_training",
         "olmo_core.train.trainer": "watch_olmo_trainer",
+        "olmo_core.train.callbacks.checkpointer": "watch_olmo_checkpoints",
     },
     stand_ins={
         "torch.cuda": "supply_cuda_counters",

@@ -151,8 +151,9 @@ def _output_dir(values: Values) -> Path | None:
 class Entry:
     """One entry script: where it is, which dataclasses it parses, how it names things.
 
-    `script` is relative to the folder that holds the package. `classes` are (module, class name) in the
-    parser's order, for a script that does not show them; `owner` is the one of them to name to people.
+    `script` is relative to the folder that holds the package, `renamed` what it is called where a checkout has that
+    file (upstream's issue 1827 announces it; the old name then only points there). `classes` are (module, class
+    name) in the parser's order, for a script that does not show them; `owner` is the one of them to name to people.
     `splits` are list keys whose value may be one text split at blanks. `by_file` are those whose values a config
     file of the trainer's can hold where no flag can. `hints` say what to write instead of a
     value that is refused, or of a key that always is. `lost` are keys that are gone and changed what was
@@ -168,9 +169,9 @@ class Entry:
     that it has beside the library's, at commits that have one. `tables` are the mappings of a
     module in which it looks up what arguments name. `needs` are distributions that it imports beside the
     backend's, `imports` modules that it imports only when it runs. `settle` gives further derived values, by
-    the typed values and the number of GPUs; `rehearsal` is how it is rehearsed. `rules` is the module of
-    `launcher.rules` that holds all its rules; without one a script has those of its stage. `behaves_as` is the key of
-    the script whose behaviours (`behaviour.py`) it shares, where it has none of its own.
+    the typed values and the number of GPUs; `rehearsal` is how it is rehearsed, None where it cannot be. `rules` is
+    the module of `launcher.rules` that holds all its rules; without one a script has those of its stage.
+    `behaves_as` is the key of the script whose behaviours (`behaviour.py`) it shares, where it has none of its own.
 
     What runs inside: `watchers` are functions of `probe/watching` by the module that each watches, beside those of
     the libraries that every script may use; `stand_ins` those that supply what a module lacks on a CPU.
@@ -194,6 +195,7 @@ class Entry:
     """
 
     script: str
+    renamed: str = ""
     classes: tuple[tuple[str, str], ...]
     owner: str
     names: Names
@@ -218,7 +220,7 @@ class Entry:
     behaves_as: str = ""
     watchers: Mapping[str, str] = field(default_factory=dict)
     stand_ins: Mapping[str, str] = field(default_factory=dict)
-    rehearsal: RehearsalRecipe = field(default_factory=RehearsalRecipe)
+    rehearsal: RehearsalRecipe | None = RehearsalRecipe()
     settle: Callable[[Values, int], Iterable[tuple[str, Any, str]]] = lambda values, gpus: ()
     tokenising: TokenisingPhase | None = None
     export: ExportPhase | None = None

@@ -23,7 +23,7 @@ from launcher.upstream import behaviour, facts, history
 from launcher.upstream.history import ArgumentChange
 from launcher.upstream.schema import Schema, short_version, source_name
 from launcher.upstream.source.packages import Folder, Tree, find_package
-from launcher.upstream.trainers import BACKENDS, Release
+from launcher.upstream.trainers import BACKENDS, Entry, Release
 
 if TYPE_CHECKING:
     # what asks programs is imported only where a Python was named
@@ -180,9 +180,13 @@ def _locate_checkout(named: Path | None, environ: Mapping[str, str]) -> Upstream
     return unknown or _snapshot_only("open_instruct")
 
 
+# the script for SFT, by its name and the one that is announced
+_SIGNS = ("open_instruct/finetune.py", "open_instruct/sft_deepspeed.py")
+
+
 def state_of(path: Path) -> State:
     """What is in a place where a checkout may lie."""
-    if is_file(path / "open_instruct" / "finetune.py"):
+    if any(is_file(path / name) for name in _SIGNS):
         return "checkout"
     if not exists(path):
         return "missing"
@@ -370,6 +374,14 @@ def _behaviours(upstream: Upstream, schema: Schema) -> Mapping[str, bool | None]
     return behaviour.completed(answers, key, Repository(upstream.root), commit)
 
 
+def _own_files(entry: Entry) -> set[str]:
+    """The files of one script, and those that define its arguments; what it shares with another is a library's."""
+    own = {entry.script}
+    if not entry.behaves_as:
+        own |= {f"{module.replace('.', '/')}.py" for module, _ in entry.classes}
+    return own
+
+
 def _standing(upstream: Upstream, script: str, release: str = "") -> RuleStanding | None:
     """Whether the rules about a script hold in a source, or in a known `release`; None where they were written for
     just this one, and its lines are those that messages show.
@@ -380,11 +392,9 @@ def _standing(upstream: Upstream, script: str, release: str = "") -> RuleStandin
     if release and release == backend.PIN == backend.BASELINE:
         return None
     # scripts that do not run, and files that define arguments of theirs
-    own = {
-        entry.script: {entry.script, *(f"{module.replace('.', '/')}.py" for module, _ in entry.classes)}
-        for entry in backend.STAGES.values()
-    }
-    others = frozenset(set().union(*own.values()) - own[script])
+    entries = backend.STAGES.values()
+    running = next(entry for entry in entries if script in (entry.script, entry.renamed))
+    others = frozenset(set().union(*map(_own_files, entries)) - _own_files(running))
     if not backend.CHECKOUT:
         confirmed = {backend.PIN: citations.at_release(backend.PIN.split(", "))}
         place = citations.SourceFiles(upstream.packages).place

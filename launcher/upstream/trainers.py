@@ -4,6 +4,7 @@ A backend is a module that satisfies `Backend`, registered in the literal dict b
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -66,5 +67,8 @@ def entry_of(schema: Schema) -> Entry:
     """The description of a schema's entry script, in the names of its commit."""
     backend = BACKENDS[schema.backend]
     entry = backend.STAGES[schema.key]
+    if schema.script != entry.script:
+        # a checkout in which it has the name that was announced
+        entry = replace(entry, script=schema.script)
     is_pin = schema.tested and schema.version == backend.PIN
     return entry if is_pin else entry.at(schema.fields)

@@ -28,6 +28,7 @@ def _output(values: Values) -> Path:
 SCRIPT = replace(
     dpo_tune_cache.SCRIPT,
     script="open_instruct/dpo.py",
+    renamed="",  # it keeps its name
     stage="dpo",
     # it has the argument for Liger and reads it nowhere; recomputed is only what is compiled
     # (olmo_core_utils.py::build_ac_config[if activation_memory_budget]); GPUs may share each matrix product

@@ -15,6 +15,7 @@ from launcher.upstream.scripts.open_instruct_arguments import (
 
 SCRIPT = Entry(
     script="open_instruct/dpo_tune_cache.py",
+    renamed="open_instruct/dpo_deepspeed.py",
     classes=(("open_instruct.dpo_utils", "DPOExperimentConfig"), TOKENIZER),
     owner="DPOExperimentConfig",
     names=Names(

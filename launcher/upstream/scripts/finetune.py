@@ -16,6 +16,7 @@ from launcher.upstream.scripts.open_instruct_arguments import (
 
 SCRIPT = Entry(
     script="open_instruct/finetune.py",
+    renamed="open_instruct/sft_deepspeed.py",
     classes=(("open_instruct.finetune", "FlatArguments"), TOKENIZER),
     owner="FlatArguments",
     names=Names(

@@ -78,6 +78,7 @@ def _export(values: Values) -> Mapping[str, Any] | None:
 
 SCRIPT = Entry(
     script="open_instruct/olmo_core_finetune.py",
+    renamed="open_instruct/sft.py",
     stage="sft",
     classes=(
         *(
@@ -131,6 +132,8 @@ SCRIPT = Entry(
     moved={**REMOVED, **{old: Moved(new, f"finetune.py's name; this script has `{new}`") for old, new in PAIRS}},
     instead={**INSTEAD, "overwrite_cache": "`skip_cache: true` rebuilds the dataset cache"},
     settle=_settle,
+    # its main takes seven dataclasses in one, and data that another process has tokenised
+    rehearsal=None,
     rules="open_instruct.olmo_core_sft",
     behaves_as="dpo_olmo_core",
     watchers={

@@ -51,9 +51,9 @@ def script_as_json(backend: str, key: str) -> dict[str, Any]:
     """What is rehearsed of an entry script, for the trainer's Python; empty for a script that is not described."""
     described = BACKENDS.get(backend)
     entry = None if described is None else described.STAGES.get(key)
-    if entry is None:
+    recipe = None if entry is None else entry.rehearsal
+    if entry is None or recipe is None:
         return {}
-    recipe = entry.rehearsal
     return {
         "module": entry.script.removesuffix(".py").replace("/", "."),
         "classes": [list(one) for one in entry.classes],

@@ -124,6 +124,12 @@ def rehearse(
     """
     if judged.schema is None or judged.options is None or judged.upstream is None:
         return Rehearsal(findings=(), seconds=0)
+    entry = entry_of(judged.schema)
+    if entry.rehearsal is None:
+        message = f"{entry.script} is not rehearsed: how it trains on a CPU with few rows is not described"
+        help = "`launch prepare` tokenises its data; a short run: max_train_steps=2"
+        note = launch_finding("note", "not-rehearsed", message, help)
+        return Rehearsal(findings=(judged.config.placed(note),), seconds=0)
     known = None if anew else memory.recall(judged, trainer)
     if known is not None:
         lists = {name: tuple(known[name]) for name in ("losses", "left_out", "stand_ins")}

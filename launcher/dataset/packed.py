@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 _CODES = {1: "B", 2: "H", 4: "I", 8: "Q"}
-# olmo_core_utils.py::to_oc_tokenizer_config[dolma2_markers]
+# olmo_core_utils.py::to_oc_tokenizer_config[dolma2_markers =]
 _DOLMA2 = ("dolma2", "OLMo-2-1124", "OLMo-2-0325", "OLMo-2-0425")
 _DOLMA2_END = 100257
 

@@ -45,7 +45,7 @@ def selected_modules(setup: Setup) -> float:
     """What one layer keeps where each of its modules is computed again by itself: their inputs.
 
     These are six states of the residual's width: the layer's input, and what norms, attention, the gated product and
-    the sum of the residual hand on (olmo_core_utils.py::TrainingConfig[activation_checkpointing_modules]).
+    the sum of the residual hand on (olmo_core_utils.py::TrainingConfig[activation_checkpointing_modules: list]).
     """
     return 6 * HALF * setup.shape.hidden * setup.batch.tokens
 

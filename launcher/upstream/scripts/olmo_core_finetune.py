@@ -1,6 +1,6 @@
 """open_instruct/olmo_core_finetune.py: SFT of OLMo-core models under FSDP, on rows that are always packed.
 
-It is there since #1327, and replaces finetune.py, which upstream calls deprecated.
+It is there since #1620, and replaces finetune.py, which upstream calls deprecated.
 """
 
 import hashlib

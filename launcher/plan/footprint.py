@@ -326,6 +326,7 @@ class Footprint:
             "adapters that are more than LoRA": values.get("use_peft") and any(values.get(key) for key in more),
             "offloaded activations": values.get("activation_offloading"),
             "the Muon optimizer": values.get("optimizer_type") == "muon",
+            "`activation_checkpointing_mode: selected_modules`": self.plan.stage.entry.selects_modules(values),
         }
         if lacking := [name for name, present in table.items() if present]:
             raise self._undescribed(f"the memory of {' and '.join(lacking)} is not described")

@@ -529,16 +529,18 @@ def packed_without_documents(context: Context) -> Iterator[Finding]:
     "olmo_core/nn/transformer/config.py::TransformerConfig.ngpt_like",
 )
 def unbuildable(context: Context) -> Iterator[Finding]:
-    """Some of OLMo-core's shapes want a package more, or take no attention, which dpo.py hands to each."""
-    named, key = _shape(context.values)
+    """Some of OLMo-core's shapes want a package more, or take no attention, which both scripts hand to each."""
+    named, key = shape_of(context.values)
     if context.values["cache_dataset_only"] or named not in context.values.schema.configs:
         return
     if named.startswith(_RECURRENT) and context.lacks("flash-linear-attention", "fla-core"):
         message = f"{named} has recurrent layers: building it crashes without flash-linear-attention"
         yield say("error", "unsupported-model", key, message, "`pip install flash-linear-attention`")
     if named.startswith(_OWN_ATTENTION):
-        message = f"{named} takes no `attn_implementation`, which dpo.py always hands over: building it crashes"
-        yield say("error", "unsupported-model", key, message, f"another shape; for any other model {_TRAINS}")
+        script = script_of(context.values)
+        message = f"{named} takes no `attn_implementation`, which {script} always hands over: building it crashes"
+        help = f"another shape; for any other model {trains_instead(context.values)}"
+        yield say("error", "unsupported-model", key, message, help)
 
 
 # older commits have others, or neither

@@ -9,7 +9,7 @@ from typing import Any
 from .contract import Caches, Contract, Liger
 from .data import Data
 from .gradients import Gradients
-from .model import PeakMemory, base_of, described, device
+from .model import PeakMemory, Rotary, base_of, described, device
 from .optimizer import Movement, Optimizer
 from .packing import Packing
 from .preemption import Preemption
@@ -28,6 +28,7 @@ class Probe:
         self.settings = self.process.settings
         self.record = self.process.record
         self.memory = PeakMemory(self.process)
+        self.rotary = Rotary(self.process)
         self.liger = Liger(self.process)
         self.contract = Contract(self.process, self.liger, self.leave)
         self.gradients = Gradients(self.process, self.contract)

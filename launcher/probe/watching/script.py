@@ -20,7 +20,7 @@ def watched(probe: Probe) -> dict[str, Callable[[types.ModuleType], None]]:
     watching = {
         "accelerate.accelerator": trainers.watch_accelerate,
         "accelerate.optimizer": trainers.watch_optimizer,
-        "transformers.modeling_utils": trainers.watch_saving,
+        "transformers.modeling_utils": trainers.watch_pretrained,
         "transformers.trainer": watch_trainer,
         "transformers.trainer_callback": trainers.watch_callbacks,
         "open_instruct.model_utils": trainers.watch_final_save,

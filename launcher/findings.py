@@ -584,6 +584,17 @@ _THE_ROWS_OF_THE_DATA = CodeSection(
         ),
         _row("unseen-data", "run", "a note: rows that were not looked at, and why"),
         _row(
+            "pair-lengths",
+            "run",
+            "TRL: DPO is to draw pairs by their lengths, and the rows have no column with "
+            "them, or it would be dropped",
+        ),
+        _row(
+            "unlike-micro-batches",
+            "run",
+            "TRL: micro-batches of unlike numbers of pairs count alike, so that long pairs weigh more",
+        ),
+        _row(
             "data-columns",
             "run",
             "the rows lack the columns that the trainer reads, the columns do not go "

@@ -68,7 +68,7 @@ def _changed(footprint: Footprint, way: Mapping[str, Any]) -> Footprint | None:
 
 def _smaller_batches(footprint: Footprint) -> Iterator[Alternative]:
     plan = footprint.plan
-    if plan.stage.entry.packing == "one-row" and plan.values.get("packing"):
+    if plan.stage.entry.takes_one_row(plan.values):
         # a packed row is as long as it may be, however many pairs stand in it
         return
     names, batch = plan.stage.entry.names, plan.stage.options.batch

@@ -219,7 +219,8 @@ def _point(point: summary.Point, printed: Container[str | None], outcome: str) -
     _echo(folded(f"  {point['name']:<16}{point['state']!s:<18}"), mark, folded(expected))
     reasons = () if ok is True else summary.reasons(detail)
     # of a point that is as expected too: half of the batch may hold nothing
-    lines = [*reasons, *filter(None, [detail.get("wasted")])]
+    stand_in = detail.get("stand_in")
+    lines = [*reasons, *filter(None, [detail.get("wasted"), stand_in and f"stand-in: {stand_in}"])]
     kind = BY_NAME.get(str(point["name"]))
     if kind is not None and kind.on_terminal:
         lines = [*filter(None, [summary.sentence(point)]), *lines]

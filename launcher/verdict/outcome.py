@@ -402,6 +402,10 @@ def observe_model(evidence: Evidence, _expected: str | None) -> Observation:
         return UNKNOWN
     detail = dict(evidence.model)
     state, cites = str(detail.pop("state", "saved")), evidence.events("saved_model")[-1:]
+    for event in evidence.events("export")[-1:]:
+        # what was written for transformers, held against the checkpoint
+        detail["export"] = {name: event.fields.get(name) for name in ("state", "error", "checkpoint")}
+        cites = (*cites, event)
     if state not in ("missing", "changed"):
         return Observation(state, proved=state != "unknown", cites=cites, detail=detail)
     help = "its files cannot be trusted: save it again from a checkpoint, or train again"

@@ -202,6 +202,8 @@ def _packing_by_rank(evidence: Evidence, expected: str | None) -> Observation | 
     detail = _fields(cites[0]) | missing
     if len({*states_by_rank.values()}) > 1:
         detail["ranks"] = states_by_rank
+    if (stand_in := _stand_in(evidence, "documents")) is not None:
+        detail["stand_in"] = stand_in
     for event in evidence.events("half_wasted")[:1]:
         # packed rows are mostly empty, and another batch would fill them
         detail["wasted"] = event.text("message")
@@ -216,6 +218,14 @@ def _packing_by_rank(evidence: Evidence, expected: str | None) -> Observation | 
         reason=f"isolation was not tested: {why}" if why else None,
         help=_LEAKING_HELP if state == "leaking" else None,
     )
+
+
+def _stand_in(evidence: Evidence, what: str) -> str | None:
+    """What the probe supplied in the place of something that a CPU lacks."""
+    for event in evidence.events("supplied"):
+        if event.text("what") == what:
+            return event.text("why")
+    return None
 
 
 def reason_of(events: Sequence[Event]) -> str | None:
@@ -297,17 +307,19 @@ def observe_batch(evidence: Evidence, _expected: str | None) -> Observation:
 
 def _planned_sizes(manifest: Manifest) -> dict[str, float | None]:
     """Of an optimizer step of one rank, as its probe counts them; None where that cannot be known."""
-    backend, stage = BACKENDS.get(str(manifest.backend)), str(manifest.stage)
-    entry = backend.STAGES.get(stage) if backend is not None and manifest.argument("packing") else None
-    kind, split = entry and entry.packing, manifest.argument("sequence_parallel_size")
+    backend = BACKENDS.get(str(manifest.backend))
+    entry = None if backend is None else backend.STAGES.get(str(manifest.script or manifest.stage))
+    packs = entry is not None and (entry.packing == "always" or bool(manifest.argument("packing")))
+    kind = entry.packing if entry is not None and packs else None
+    split = manifest.argument(entry.names.shared) if entry is not None else manifest.argument("sequence_parallel_size")
     each, rows = manifest.accumulation, manifest.per_device
     if kind in ("paired", "one-row") or (isinstance(split, int) and split > 1):
         # dpo.py fills its micro-batches anew (data_loader.py::HFDataLoader._reshard[usable_size = total_batches #1]);
         # ranks that share rows take turns with them
         each = None
-    elif kind == "refilled":
+    elif kind in ("refilled", "always"):
         rows = None  # of a row that is packed nobody knows how many it holds
-    pair = 2 if stage in PAIRED else 1
+    pair = 2 if str(manifest.stage) in PAIRED else 1
     return {"micro-batches": each, "rows": each * rows * pair if each and rows else None}
 
 

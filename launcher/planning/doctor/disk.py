@@ -152,8 +152,9 @@ def _open_instruct(plan: Plan, count: int, setup: Setup | None) -> Saved:
 
 
 def _olmo_core(plan: Plan, count: int) -> Saved:
-    """dpo.py::_setup_callbacks[checkpointer]: every checkpoint stays, the first and the last step's too (OLMo-core at
-    the pin). Since #1701 the oldest go (olmo_core_utils.py::build_checkpointer_callback).
+    """The oldest checkpoints go where `keep_last_n_checkpoints` limits them
+    (olmo_core_utils.py::build_checkpointer_callback[max_checkpoints=max_checkpoints]). Before #1701 every one stays,
+    the first and the last step's too.
     """
     times, final = _times(plan), 4 * count
     formula = "4 + 8 bytes a parameter: weights and moments"

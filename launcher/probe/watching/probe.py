@@ -11,7 +11,7 @@ from .data import Data
 from .gradients import Gradients
 from .model import PeakMemory, Rotary, base_of, described, device
 from .optimizer import Movement, Optimizer
-from .packing import Packing
+from .packing import Packing, told_by_lengths
 from .preemption import Preemption
 from .process import Process, Settings, say
 from .steps import Pairs, Steps, Tally
@@ -79,12 +79,12 @@ class Probe:
                 self.steps.start_clock()
             # what was being saved or evaluated is over
             self.watchdog.enter(TRAINING if self.process.step else FIRST_STEP)
-            if self.pairs.hidden is None:
-                self.tally.count(ids, kwargs)
-            with self.record.quietly("data"):
-                self.data.batch(ids, kwargs, self.tally)
             # what the model is not told (dpo_utils.py::concatenated_forward_olmo[output = model]), the batch says
-            known = {**kwargs, **(self.pairs.hidden or {})}
+            known = {**kwargs, **told_by_lengths(ids, kwargs), **(self.pairs.hidden or {})}
+            if self.pairs.hidden is None:
+                self.tally.count(ids, known)
+            with self.record.quietly("data"):
+                self.data.batch(ids, known, self.tally)
             self.packing.look(module, ids, known)
             self.packing.test(module, args, ids, kwargs, known)
 

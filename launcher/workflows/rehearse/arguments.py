@@ -128,7 +128,8 @@ def of_stage(args: Mapping[str, Any], options: Options, schema: Schema, entry: E
     for name in ("dataset_cache_mode", "cache_mode"):
         if given.pop(name, None) == "hf":
             left["the dataset cache on the hub"] = (name,)
-    added |= entry.rehearsal
+    if entry.rehearsal is not None:
+        added |= entry.rehearsal.values
     _shorten_mixture(given, added, left)
     listed = reporters if isinstance(reporters, list) else [reporters] if reporters else []
     trackers = [str(name) for name in listed if "report_to" in added and name not in ("none", "all")]

@@ -287,7 +287,7 @@ def _liger(made: Plan, packages: Packages, _rows: Lengths) -> Choice:
 
 
 def _per_device(made: Plan, _packages: Packages, _rows: Lengths) -> Choice:
-    if made.stage.entry.packing == "one-row" and made.values.get("packing"):
+    if made.stage.entry.takes_one_row(made.values):
         return "packed, dpo.py computes one row a GPU in a step, whatever it holds"
     values = tuple(plan.splits(made.global_batch, devices(made)))
     if len(values) < 2:

@@ -25,9 +25,11 @@ from launcher.probe.watching import packing as probe_packing
 from launcher.rules import registry
 from launcher.rules.context import Context, Split
 from launcher.stage import stage as stages
-from launcher.upstream import locate
+from launcher.upstream import facts, locate
 from launcher.upstream.locate import Locator
 from launcher.upstream.scripts import olmo_core_finetune
+from launcher.upstream.source.packages import Folder
+from launcher.upstream.trainers import BACKENDS
 from launcher.verdict import judge
 
 
@@ -71,6 +73,19 @@ def findings(folder: Path, written: str) -> dict[tuple[str, str], Finding]:
 def test_a_stage_file_names_the_script_as_it_is_called_or_will_be(tmp_path: Path, script: str) -> None:
     stage = from_text(tmp_path, text(script=script))
     assert (stage.schema.script, stage.options.script) == ("open_instruct/olmo_core_finetune.py", "sft_olmo_core")
+
+
+@pytest.mark.parametrize("key", ["sft", "dpo", "sft_olmo_core"])
+def test_the_file_decides_what_a_script_is_called(tmp_path: Path, key: str) -> None:
+    """The announced name counts where a checkout has it: the old one then only points there."""
+    entry = BACKENDS["open_instruct"].STAGES[key]
+    trees = {"open_instruct": Folder(tmp_path / "open_instruct")}
+    for name in (entry.script, entry.renamed):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("")
+        assert facts.script_in(trees, entry) == name
+    (tmp_path / "open_instruct/finetune.py").unlink(missing_ok=True)
+    assert locate.state_of(tmp_path) == ("checkout" if key == "sft" else "other")
 
 
 REFUSED = [
@@ -352,6 +367,33 @@ def test_the_newest_checkpoint_is_exported(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
     assert exporting().newest(str(tmp_path)) == str(tmp_path / "step12")
     assert exporting().newest(str(tmp_path / "step0")) is None
+
+
+def test_a_trial_saves_no_state(tmp_path: Path) -> None:
+    class CheckpointerCallback:
+        step, saved = 3, 0
+
+        def _save_checkpoint(self, save_async: bool = False) -> str:
+            self.saved += 1
+            return "step3"
+
+        def _remove_checkpoint(self, path: str) -> None:
+            raise AssertionError(path)
+
+    from launcher.probe.watching import Probe, trainers
+
+    for final_save, saved in ((True, 1), (False, 0)):
+        made = type("Made", (CheckpointerCallback,), dict(vars(CheckpointerCallback)))
+        module = ModuleType("made")
+        module.CheckpointerCallback = made  # type: ignore[attr-defined]
+        probe = Probe({"target": "train.py", "out": str(tmp_path), "final_save": final_save})
+        trainers.watch_olmo_checkpoints(probe, module)
+        callback = made()
+        callback._save_checkpoint()
+        assert callback.saved == saved
+        if not final_save:
+            # what was not saved is not removed either
+            callback._remove_checkpoint("step3")
 
 
 # -- the verdict

@@ -40,7 +40,7 @@ LONGEST_WARNING_S = 1800
 def begin(prepared: Prepared, say: tokenising.Say = lambda _: None, **at_end: Any) -> tuple[RunFolder, Attempt]:
     """Start the keeper of this machine; training runs at return. `at_end` are fields of `Attempt`. Raises NotReady.
 
-    What a script does not tokenise itself is tokenised first, before any GPU is taken; `say` is told of that.
+    What a script does not tokenise itself is tokenised first, before any GPU is taken; `say` gets a line about it.
     """
     machine = prepared.start.machine
     rendezvous.check_port(machine)

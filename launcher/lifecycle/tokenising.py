@@ -226,8 +226,8 @@ def before_training(prepared: Prepared, say: Say = lambda _: None) -> Prepared:
     if missed:
         raise NotReady(missed)
     hit = tokenised.state == "there"
-    told = {"state": "hit" if hit else "miss", "path": str(tokenised.place)}
-    env = {**prepared.command.env, TOKENISED: json.dumps(told)}
+    answer = {"state": "hit" if hit else "miss", "path": str(tokenised.place)}
+    env = {**prepared.command.env, TOKENISED: json.dumps(answer)}
     prepared = replace(prepared, command=replace(prepared.command, env=env))
     return _counted(prepared, tokenised, say)
 

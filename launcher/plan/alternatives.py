@@ -96,6 +96,9 @@ def without_packing(plan: Plan, per_device: int) -> tuple[Mapping[str, Any], str
 def _recomputing(footprint: Footprint) -> Iterator[Alternative]:
     values, key = footprint.plan.values, "activation_memory_budget"
     now = values.get(key)
+    if footprint.plan.stage.entry.selects_modules(values):
+        # no budget is read
+        return
     if (needed := footprint.plan.stage.entry.names.recompute_needs) is not None:
         given = values.get(needed)
         for share in (0.5, 0.1):

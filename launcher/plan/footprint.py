@@ -204,8 +204,8 @@ class Footprint:
 
     def _filled(self, rows: int, times: int) -> Setup:
         """olmo_core_finetune.py: FSDP over a machine, full rows, each cut over the GPUs that share it."""
-        plan, values = self.plan, self.plan.values
-        names = plan.stage.entry.names
+        plan, values, entry = self.plan, self.plan.values, self.plan.stage.entry
+        names = entry.names
         limit = int(values.get(names.max_length) or self.rows.longest)
         shared = max(1, int(values.get(names.shared) or 1))
         width = -(-limit // shared)
@@ -213,7 +213,7 @@ class Footprint:
         sharding = Sharding(
             shards=max(1, plan.processes // plan.nodes // shared),
             share=share if values.get("compile_model") else None,
-            selected=values.get("activation_checkpointing_mode") == "selected_modules",
+            selected=entry.selects_modules(values),
         )
         return Setup(
             shape=self.shape,
@@ -312,6 +312,8 @@ class Footprint:
         values, optimizer, shared = self.plan.values, self._optimizer, self.plan.stage.entry.names.shared
         lora = values.get("use_lora") or values.get("use_peft")
         more = ("use_dora", "lora_modules_to_save", "lora_target_parameters")
+        entry = self.plan.stage.entry
+        chooses, fills = entry.selects_modules(values), entry.fills_rows(values)
         table = {
             "eager attention": self.attention == "eager",
             "weights quantised to 8 bits": values.get("load_in_8bit"),
@@ -326,6 +328,7 @@ class Footprint:
             "adapters that are more than LoRA": values.get("use_peft") and any(values.get(key) for key in more),
             "offloaded activations": values.get("activation_offloading"),
             "the Muon optimizer": values.get("optimizer_type") == "muon",
+            "`activation_checkpointing_mode: selected_modules`": chooses and not fills,
         }
         if lacking := [name for name, present in table.items() if present]:
             raise self._undescribed(f"the memory of {' and '.join(lacking)} is not described")

@@ -291,12 +291,23 @@ class Entry:
 
     def recomputes(self, values: Mapping[str, Any]) -> bool:
         """Whether activations are computed again: open-instruct's DPO asks by its memory budget."""
+        if self.selects_modules(values):
+            return True
+        needed = self.names.recompute_needs
+        if needed is not None and not values.get(needed):
+            return False
         budget = values.get("activation_memory_budget")
         if isinstance(budget, int | float):
             # dpo_tune_cache.py::main[if args.use_lora]
             is_plain_lora = bool(values.get("use_lora")) and not values.get("use_qlora")
             return budget < 1 and not is_plain_lora
         return bool(values.get("gradient_checkpointing"))
+
+    def selects_modules(self, values: Mapping[str, Any]) -> bool:
+        """Whether modules are computed again by their names, without a budget or torch.compile
+        (olmo_core_utils.py::build_ac_config). The other scripts have the argument and do not read it.
+        """
+        return self.loop == "olmo_core" and values.get("activation_checkpointing_mode") == "selected_modules"
 
     def packs(self, values: Mapping[str, Any], per_device: int | None) -> bool:
         """Whether these arguments come to rows of several samples, of `per_device` rows a micro-batch.

@@ -166,18 +166,21 @@ def _beside(place: Path) -> Iterator[Path]:
 
 
 def _locate_checkout(named: Path | None, environ: Mapping[str, str]) -> Upstream:
-    """The checkout that is named, or the submodule; of those that are merely found, the first at a known commit."""
-    unknown: Upstream | None = None
+    """The checkout that is named, or the submodule; of those that are merely found, the first at the pin, else the
+    first at another known commit, else the first.
+    """
+    found: list[Upstream] = []
     for root, source in checkout_places(named, environ):
         if state_of(root) == "checkout":
             packages = packages_below("open_instruct", root)
             located = _compare("open_instruct", root, packages, source, is_named=source != "found")
-            if located.is_named or located.pinned:
+            if located.is_named or (located.pinned and located.version == located.pin):
                 return located
-            unknown = unknown or located
+            found.append(located)
         elif source not in {"submodule", "found"}:
             raise NotReady(_no_checkout(root, source))
-    return unknown or _snapshot_only("open_instruct")
+    found.sort(key=lambda located: not located.pinned)
+    return found[0] if found else _snapshot_only("open_instruct")
 
 
 # the script for SFT, by its name and the one that is announced

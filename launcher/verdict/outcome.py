@@ -403,7 +403,7 @@ def observe_model(evidence: Evidence, _expected: str | None) -> Observation:
     detail = dict(evidence.model)
     state, cites = str(detail.pop("state", "saved")), evidence.events("saved_model")[-1:]
     for event in evidence.events("export")[-1:]:
-        # what was written for transformers, held against the checkpoint
+        # what was written for transformers, compared with the checkpoint
         detail["export"] = {name: event.fields.get(name) for name in ("state", "error", "checkpoint")}
         cites = (*cites, event)
     if state not in ("missing", "changed"):

@@ -39,13 +39,13 @@ def project(tmp_path_factory: pytest.TempPathFactory, demo_assets: Path) -> Path
 
     folder = tmp_path_factory.mktemp("olmo")
     tokenizer = AutoTokenizer.from_pretrained(demo_assets / "model")
-    tokenizer.add_special_tokens({"eos_token": "<|end|>"})
+    tokenizer.eos_token, tokenizer.pad_token = "<|endoftext|>", "<|im_end|>"
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder / "model")
     sizes = {"hidden_size": 12, "intermediate_size": 256, "num_hidden_layers": 4, "head_dim": 4}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "rope_theta": 500000.0}
     special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
-    config = Olmo2Config(vocab_size=2048, tie_word_embeddings=False, **sizes, **heads, **special)
+    config = Olmo2Config(vocab_size=1024, tie_word_embeddings=False, **sizes, **heads, **special)
     Olmo2ForCausalLM(config).save_pretrained(folder / "model")
     lines = (demo_assets / "data/sft/train.jsonl").read_text().splitlines(keepends=True)
     (folder / "data.jsonl").write_text("".join(lines[:300]))
@@ -90,7 +90,7 @@ def test_the_whole_way(project: Path) -> None:
 
     written = project / "out/hf_model"
     assert AutoModelForCausalLM.from_pretrained(written).config.num_hidden_layers == 4
-    assert AutoTokenizer.from_pretrained(written).eos_token == "<|end|>"
+    assert AutoTokenizer.from_pretrained(written).eos_token == "<|endoftext|>"
 
     # the same data again are found; other data are not
     code, answer = start(project, "output_dir=again", "max_train_steps=2", "expect.dataset_cache=hit")

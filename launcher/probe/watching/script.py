@@ -59,8 +59,8 @@ def run(target: str) -> None:
 
 def export(probe: Probe) -> None:
     """Write the model that was trained in another library's form, where the script does not do that itself."""
-    wanted = probe.settings.export
-    if not wanted or probe.process.rank:
+    settings = probe.settings.export
+    if not settings or probe.process.rank:
         return
     probe.rests()
     path = Path(__file__).resolve().parents[1] / "models" / "exporting.py"
@@ -68,9 +68,9 @@ def export(probe: Probe) -> None:
     assert spec is not None and spec.loader is not None
     exporting = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(exporting)
-    say(f"writing the weights for transformers into {wanted['into']}")
-    getattr(exporting, wanted["function"])(wanted, probe.record.write)
-    trainers.note_saved(probe.record, wanted["into"])
+    say(f"writing the weights for transformers into {settings['into']}")
+    getattr(exporting, settings["function"])(settings, probe.record.write)
+    trainers.note_saved(probe.record, settings["into"])
 
 
 def main() -> None:

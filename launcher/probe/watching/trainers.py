@@ -376,9 +376,9 @@ def watch_olmo_utils(probe: Probe, module: types.ModuleType) -> None:
 
     def prepared(tokenizer: Any, *_: Any, **__: Any) -> None:
         probe.data.saw_tokenizer(tokenizer)
-        told = json.loads(os.environ.get(TOKENISED) or "{}")
-        if told:
-            probe.caches.tell("dataset_cache", told["state"] == "hit", str(told["path"]))
+        answer = json.loads(os.environ.get(TOKENISED) or "{}")
+        if answer:
+            probe.caches.tell("dataset_cache", answer["state"] == "hit", str(answer["path"]))
 
     wrap_known(module, ("setup_tokenizer_and_cache",), observed(probe.record, after=prepared))
 

@@ -74,6 +74,9 @@ NOT_EXPORTED = ("olmoe", "smallmoe", "small_hybrid_moe")
 # the family that upstream itself builds and loads since #1822, beside OLMo-core
 _HYBRID = "olmo3_hybrid"
 _SELECTED = "selected_modules"
+# shapes of OLMo-core with layers of Gated DeltaNet, and those of nGPT
+_RECURRENT = ("qwen3_5_", "olmo3_hybrid", "olmo_hybrid")
+_OWN_ATTENTION = "ngpt_"
 
 
 def script_of(values: Values) -> str:
@@ -521,6 +524,25 @@ def packed_without_documents(context: Context) -> Iterator[Finding]:
     yield say("error", "packing-refused", key, message, "`pip install flash-attn`, or write `packing: false`")
 
 
+@cites(
+    "olmo_core/nn/attention/recurrent.py::GatedDeltaNet.__init__[assert has_fla()]",
+    "olmo_core/nn/transformer/config.py::TransformerConfig.ngpt_like",
+)
+def unbuildable(context: Context) -> Iterator[Finding]:
+    """Some of OLMo-core's shapes want a package more, or take no attention, which both scripts hand to each."""
+    named, key = shape_of(context.values)
+    if context.values["cache_dataset_only"] or named not in context.values.schema.configs:
+        return
+    if named.startswith(_RECURRENT) and context.lacks("flash-linear-attention", "fla-core"):
+        message = f"{named} has recurrent layers: building it crashes without flash-linear-attention"
+        yield say("error", "unsupported-model", key, message, "`pip install flash-linear-attention`")
+    if named.startswith(_OWN_ATTENTION):
+        script = script_of(context.values)
+        message = f"{named} takes no `attn_implementation`, which {script} always hands over: building it crashes"
+        help = f"another shape; for any other model {trains_instead(context.values)}"
+        yield say("error", "unsupported-model", key, message, help)
+
+
 # older commits have others, or neither
 _DEGREES = ("fsdp_shard_degree", "fsdp_num_replicas")
 
@@ -632,6 +654,7 @@ STAGE_RULES: tuple[StageRule, ...] = (
     impossible_name,
     no_deepspeed,
     packed_without_documents,
+    unbuildable,
     gradient.scaled_by_limit,
     olmo_tokenizer,
     tokenising,

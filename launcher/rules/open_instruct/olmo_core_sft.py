@@ -170,6 +170,7 @@ STAGE_RULES: tuple[StageRule, ...] = (
     impossible_name,
     own_checkpoint,
     olmo_core.no_deepspeed,
+    olmo_core.unbuildable,
     documents_without_flash,
     olmo_tokenizer,
     olmo_core.precision,

@@ -299,6 +299,8 @@ def _checkpointing(made: Plan, _packages: Packages, _rows: Lengths) -> Choice:
     if _BUDGET in made.values:
         if _adapters(made):
             return "open-instruct's DPO reads it for the full model alone"
+        if made.stage.entry.selects_modules(made.values):
+            return "`activation_checkpointing_mode: selected_modules` decides it, and no budget is read"
         if (needed := made.stage.entry.names.recompute_needs) and not made.values.get(needed):
             return f"{made.stage.entry.script} computes again only with `{needed}: true`"
         return Lever(name="checkpointing", now=float(made.values[_BUDGET]) < 1, values=(_OFF, _ON))

@@ -56,7 +56,8 @@ class Probe:
         self.record.write("model", **facts)
         with self.record.quietly("end tokens"):
             self.data.saw_model(base_of(model))
-        model.register_forward_pre_hook(self.forward_begins, with_kwargs=True)
+        # before an engine's own: a forward inside of one would put its weights back (FSDP2)
+        model.register_forward_pre_hook(self.forward_begins, with_kwargs=True, prepend=True)
         self.contract.seen("attention", facts["attention"])
 
     def forward_begins(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:

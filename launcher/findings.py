@@ -591,6 +591,17 @@ _THE_ROWS_OF_THE_DATA = CodeSection(
         ),
         _row("unseen-data", "run", "a note: rows that were not looked at, and why"),
         _row(
+            "pair-lengths",
+            "run",
+            "TRL: DPO is to draw pairs by their lengths, and the rows have no column with "
+            "them, or it would be dropped",
+        ),
+        _row(
+            "unlike-micro-batches",
+            "run",
+            "TRL: micro-batches of unlike numbers of pairs count alike, so that long pairs weigh more",
+        ),
+        _row(
             "data-columns",
             "run",
             "the rows lack the columns that the trainer reads, the columns do not go "
@@ -660,7 +671,7 @@ _SOURCE_AND_MACHINE = CodeSection(
     intro="",
     rows=(
         _row("no-checkout", "launch", "a path that holds no open-instruct checkout, or none found"),
-        _row("unpinned-checkout", "launch", "the checkout is not the pin, or edited: names both commits"),
+        _row("unpinned-checkout", "launch", "the checkout is at no known commit, or edited: names the commits"),
         _row("other-version", "launch", "a note: TRL or transformers differ from the pair that was tested"),
         _row("unreadable-source", "launch", "another commit's layout lacks the dataclasses"),
         _row("no-python old-python", "launch", "the trainer's Python does not run (exit code 5), or is too old"),

@@ -100,6 +100,9 @@ def needs(plan: Plan, output: Path | None, environ: Mapping[str, str]) -> Needs 
     watch = plan.stage.options.probe
     if watch is not None and not watch.final_save:
         likely = replace(likely, final=0)
+        if plan.stage.entry.keeps_every_state:
+            # a trial saves no state of OLMo-core's, either
+            likely = replace(likely, times=0)
     # shards of several machines may lie on a disk each, and unknown steps may save nothing
     least = replace(likely, checkpoint=likely.checkpoint // plan.nodes, times=likely.times or 0)
     there = 0

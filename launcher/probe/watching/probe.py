@@ -9,7 +9,7 @@ from typing import Any
 from .contract import Caches, Contract, Liger
 from .data import Data
 from .gradients import Gradients
-from .model import PeakMemory, base_of, described, device
+from .model import PeakMemory, Rotary, base_of, described, device
 from .optimizer import Movement, Optimizer
 from .packing import Packing, told_by_lengths
 from .preemption import Preemption
@@ -28,6 +28,7 @@ class Probe:
         self.settings = self.process.settings
         self.record = self.process.record
         self.memory = PeakMemory(self.process)
+        self.rotary = Rotary(self.process)
         self.liger = Liger(self.process)
         self.contract = Contract(self.process, self.liger, self.leave)
         self.gradients = Gradients(self.process, self.contract)
@@ -55,7 +56,8 @@ class Probe:
         self.record.write("model", **facts)
         with self.record.quietly("end tokens"):
             self.data.saw_model(base_of(model))
-        model.register_forward_pre_hook(self.forward_begins, with_kwargs=True)
+        # before an engine's own: a forward inside of one would put its weights back (FSDP2)
+        model.register_forward_pre_hook(self.forward_begins, with_kwargs=True, prepend=True)
         self.contract.seen("attention", facts["attention"])
 
     def forward_begins(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:

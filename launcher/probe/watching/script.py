@@ -22,7 +22,7 @@ LIBRARIES = {
     "datasets.arrow_dataset": "watch_data_sets",
     "mlflow": "watch_mlflow",
     "trackio": "watch_trackio",
-    "transformers.modeling_utils": "watch_saving",
+    "transformers.modeling_utils": "watch_pretrained",
     "transformers.trainer": "watch_trainer",
     "transformers.trainer_callback": "watch_callbacks",
     "wandb": "watch_wandb",

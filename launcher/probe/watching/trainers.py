@@ -41,6 +41,9 @@ def watch_accelerate(probe: Probe, module: types.ModuleType) -> None:
                     probe.optimizer.saw_engine(item)
                 if _is_model(item):
                     probe.gradients.prepared(item)
+                    # an engine may cast the whole model
+                    probe.rotary.restore(item)
+                    probe.rotary.report(item)
         if any(map(_is_model, items)):
             probe.memory.mark("prepare")
 
@@ -207,6 +210,17 @@ def watch_final_save(probe: Probe, module: types.ModuleType) -> None:
 
     wrap_known(module, ("push_folder_to_hub",), resting(probe, None))
     wrap_known(module, ("save_with_accelerate",), saving(probe, folder))
+
+
+def watch_pretrained(probe: Probe, module: types.ModuleType) -> None:
+    """A model is loaded, or made of a config, before any pass of it."""
+
+    def loaded(result: Any, *_: Any, **__: Any) -> None:
+        # with `output_loading_info` the model is the first of two
+        probe.rotary.restore(result[0] if isinstance(result, tuple) else result)
+
+    wrap_known(module.PreTrainedModel, ("from_pretrained", "_from_config"), observed(probe.record, after=loaded))
+    watch_saving(probe, module)
 
 
 def watch_saving(probe: Probe, module: types.ModuleType) -> None:

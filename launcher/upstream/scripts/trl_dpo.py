@@ -9,6 +9,11 @@ from launcher.upstream.scripts.trl_arguments import LOST, MIXTURE, MODEL, MOVED,
 _WHOLE_LENGTH = "prompt and answer are cut together, to `max_length`"
 _LOST = {
     **LOST,
+    "group_by_length": replace(
+        LOST["group_by_length"],
+        instead="write `train_sampling_strategy: group_by_length` and `remove_unused_columns: false`, and each pair's "
+        "length into a column `length`",
+    ),
     "rpo_alpha": Lost(
         did="it added the negative log-likelihood of the chosen answers to the loss, times that number",
         now="the loss is that of `loss_type` alone",

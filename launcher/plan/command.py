@@ -16,7 +16,7 @@ from launcher.machine import isolation
 from launcher.machine.python import Trainer
 from launcher.paths import PACKAGE
 from launcher.plan.plan import Plan
-from launcher.redaction import redact
+from launcher.redaction import Redactor
 from launcher.runs import rendezvous
 from launcher.runs.attempt import ARGUMENT, PROBE_SETTINGS, Command
 from launcher.runs.rundir import RunFolder
@@ -49,7 +49,8 @@ def hide_secrets(
     given: Mapping[str, Sequence[str]], plan: Plan, environ: Mapping[str, str], *, watched: bool
 ) -> TrainerArguments:
     """The arguments as they may be shown; what starts upstream's script (`watched`) puts the words back."""
-    shown: dict[str, Any] = redact({name: list(words) for name, words in given.items()}, environ)
+    redactor = Redactor.of(environ, plan.stage.config.borrowed)
+    shown = redactor.redact({name: list(words) for name, words in given.items()})
     words, env, variables, exposed = dict(given), dict[str, str](), dict[str, str](), list[str]()
     for name, own in given.items():
         taken = _secret_words(name, plan)
@@ -139,9 +140,10 @@ def config_file(arguments: Mapping[str, Any]) -> str:
 
 def secrets_in_file(plan: Plan, environ: Mapping[str, str]) -> Iterator[str]:
     """The arguments with a secret that a config file would hold."""
+    redactor = Redactor.of(environ, plan.stage.config.borrowed)
     for name, value in plan.file_arguments().items():
         is_taken = any(key.startswith(f"args.{name}") for key in plan.stage.config.secrets)
-        if is_taken or redact({name: value}, environ) != {name: value}:
+        if is_taken or redactor.redact({name: value}) != {name: value}:
             yield name
 
 

@@ -13,6 +13,7 @@ from launcher.dataset.mixer import entry_rows
 from launcher.errors import Finding, Severity, launch_finding
 from launcher.plan import derive
 from launcher.plan.derive import Derived, Setting
+from launcher.redaction import Redactor
 from launcher.runs.record import BatchRecord
 from launcher.stage.batch import divisors
 from launcher.stage.stage import Stage, trend_fault
@@ -66,6 +67,11 @@ class Plan:
         """The implementation chosen of those that the stage file prefers; None where it prefers none."""
         chosen = self.derived.get("attn_implementation")
         return None if chosen is None else str(chosen.value)
+
+    @property
+    def redactor(self) -> Redactor:
+        """What must not be shown of its values."""
+        return self.stage.config.redactor
 
     @property
     def title(self) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from launcher.cache import inputs, keys
 from launcher.cache.keys import Cache
-from launcher.errors import Finding, InvalidConfig, about, errors, launch_finding
+from launcher.errors import Finding, InvalidConfig, about, errors, launch_finding, naming_variables
 from launcher.machine.devices import Devices
 from launcher.paths import exists
 from launcher.plan import command
@@ -22,7 +22,7 @@ from launcher.planning.doctor import checks
 from launcher.planning.neighbourhood import OutputPlace
 from launcher.planning.request import Request
 from launcher.planning.resume import decision as resume
-from launcher.redaction import redact
+from launcher.redaction import Redactor
 from launcher.runs import lease, rendezvous, rundir
 from launcher.runs.attempt import Command
 from launcher.runs.record import Manifest, PlanRecord
@@ -74,11 +74,16 @@ class Prepared:
         return replace(start.prepare(self.decision), warnings=self.warnings, forecast=self.forecast)
 
     @property
+    def redactor(self) -> Redactor:
+        """What must not be shown of this start."""
+        return self.plan.redactor
+
+    @property
     def findings(self) -> tuple[Finding, ...]:
         return (*self.plan.all_findings, *self.warnings)
 
     def as_json(self) -> dict[str, object]:
-        shown = self.command.redacted()
+        shown = self.command.redacted(self.redactor)
         files = {"files": dict(shown.files)} if shown.files else {}
         return {
             "plan": {"gpus": [self.plan.record.as_json()]},
@@ -129,14 +134,18 @@ def _target(facts: Facts, machine: Rendezvous | None) -> Target:
     output = resume.choose_output(stage, requested, rundir.newest_first(root), fresh=request.fresh)
     kind = stage.options.stage
     if request.folder is None:
-        folder, attempt = rundir.choose(kind, stage.name, output.output, root, rank=rank)
+        redactor = stage.config.redactor
+        # as a manifest holds them
+        shown = redactor.redact(stage.name)
+        into = None if output.output is None else Path(redactor.redact(str(output.output)))
+        folder, attempt = rundir.choose(kind, shown, into, root, rank=rank)
     else:
         folder = request.folder
         attempt = max(node.attempts() for node in folder.nodes()) + 1
     dry_run_folder = None
     if facts.machine is None and exists(folder.path):
         # what is pasted is no attempt of that run, and must not write into its record
-        dry_run_folder, _ = rundir.choose(kind, stage.name, None, root)
+        dry_run_folder, _ = rundir.choose(kind, stage.config.redactor.redact(stage.name), None, root)
     earlier = folder if attempt > 1 else None
     history = resume.manifests(kind, earlier, output.output)
     last = lease.newest(output.output)
@@ -217,6 +226,10 @@ class StartPlan:
 
     def prepare(self, decision: resume.Decision) -> Prepared:
         """The start with this decision. Raises InvalidConfig with everything that stops it."""
+        with naming_variables(self.facts.redactor):
+            return self._prepare(decision)
+
+    def _prepare(self, decision: resume.Decision) -> Prepared:
         plan = self._completed(decision)
         if errors(plan.all_findings, strict=self.facts.request.strict):
             raise InvalidConfig(plan.all_findings)
@@ -259,6 +272,11 @@ class StartPlan:
 
 def plan_start(facts: Facts) -> StartPlan:
     """Plan what was read, but for what earlier attempts left. Raises InvalidConfig, NotReady or UsageError."""
+    with naming_variables(facts.redactor):
+        return _plan_start(facts)
+
+
+def _plan_start(facts: Facts) -> StartPlan:
     request = facts.request
     machine: Rendezvous | None = None
     if facts.look is not None:
@@ -350,9 +368,10 @@ def of_earlier_run(dry: Prepared) -> tuple[Finding, ...]:
 
 
 def _on_our_command_line(made: Plan) -> Iterator[Finding]:
+    redactor = made.redactor
     for key, origin in made.stage.config.origins.items():
         name, _, value = (origin.override or "").partition("=")
-        if value and "${" not in value and redact({name: value}) != {name: value}:
+        if value and "${" not in value and redactor.redact({name: value}) != {name: value}:
             yield launch_finding(
                 "warning",
                 "exposed-secret",

@@ -13,7 +13,7 @@ from launcher.errors import Severity, brief
 from launcher.machine import python
 from launcher.machine.python import Trainer
 from launcher.plan.plan import Plan
-from launcher.redaction import REDACTED, redact
+from launcher.redaction import REDACTED
 from launcher.runs.record import Manifest, Record
 from launcher.stage import unused
 
@@ -169,6 +169,7 @@ def _batch(record: Manifest, plan: Plan, steps: Steps) -> Iterator[ResumeChange]
 
 def _arguments(record: Manifest, plan: Plan, now: Contents) -> Iterator[ResumeChange]:
     names = plan.stage.entry.names
+    redactor = plan.redactor
     same = {
         name
         for name, role in ((names.model, "model"), (names.data, "data"))
@@ -181,7 +182,7 @@ def _arguments(record: Manifest, plan: Plan, now: Contents) -> Iterator[ResumeCh
         if severity is None or not recorded or before == after:
             continue
         # what looks like a token is kept out of a manifest
-        if REDACTED in str(before) or redact({name: after}) != {name: after}:
+        if REDACTED in str(before) or redactor.redact({name: after}) != {name: after}:
             continue
         if _ADAPTER.fullmatch(name) and not _has_adapter(plan):
             continue

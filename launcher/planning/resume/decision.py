@@ -34,7 +34,6 @@ from launcher.planning import checksums
 from launcher.planning.resume import changes, epochs
 from launcher.planning.resume.changes import ResumeChange
 from launcher.planning.resume.epochs import DataPosition, EpochLayout, ResumeMismatch
-from launcher.redaction import redact
 from launcher.runs import lease, rundir, runner
 from launcher.runs.record import Manifest
 from launcher.runs.rundir import RunFolder
@@ -108,13 +107,14 @@ def choose_output(stage: Stage, configured: Path | None, runs: Iterable[RunFolde
     if fresh:
         used = {one.output for one in earlier}
         places = itertools.chain([(None, configured)], _beside(stage))
-        value, folder = next(one for one in places if not exists(one[1]) and _text(one[1]) not in used)
+        value, folder = next(one for one in places if not exists(one[1]) and _text(one[1], stage) not in used)
         if value is None:
             return OutputChoice(configured)
         why = f"--fresh: {configured} is left as it is"
         return OutputChoice(folder, {name: Derived(value=value, why=why)})
+    wanted = _text(configured, stage)
     # only manifests that name the folder are read: there may be ten thousand others
-    folders = [RunFolder(one.path) for one in earlier if (one.requested_output or one.output) == _text(configured)]
+    folders = [RunFolder(one.path) for one in earlier if (one.requested_output or one.output) == wanted]
     known = list(map(rundir.read_manifest, folders))
     # of runs whose folders are gone, their output folders tell
     beside = itertools.takewhile(lambda one: exists(one[1]), _beside(stage))
@@ -123,19 +123,19 @@ def choose_output(stage: Stage, configured: Path | None, runs: Iterable[RunFolde
     for record in known:
         if record.stage != stage.options.stage:
             continue
-        if (record.requested_output or str(record.output)) != _text(configured):
+        if (record.requested_output or str(record.output)) != _text(configured, stage):
             continue
         value = record.argument(name)
-        if record.output in (None, Path(_text(configured))) or not isinstance(value, str):
+        if record.output in (None, Path(_text(configured, stage))) or not isinstance(value, str):
             break
         why = "the run that --fresh started continues there"
         return OutputChoice(record.output, {name: Derived(value=value, why=why)})
     return OutputChoice(configured)
 
 
-def _text(path: Path) -> str:
+def _text(path: Path, stage: Stage) -> str:
     # as a manifest holds it
-    return redact(str(path))
+    return stage.config.redactor.redact(str(path))
 
 
 def _beside(stage: Stage) -> Iterator[tuple[str, Path]]:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from launcher import redaction
 from launcher.artifacts import checkpoints
 from launcher.config import pipeline
 from launcher.config.load import Config, spelt
@@ -24,6 +25,7 @@ from launcher.planning.doctor import checks
 from launcher.planning.prepare import Prepared
 from launcher.planning.request import Request
 from launcher.planning.resume import changes
+from launcher.redaction import Redactor
 from launcher.runs import runner
 from launcher.stage import stage
 from launcher.upstream.citations import rendered
@@ -59,7 +61,7 @@ class PipelineRequest:
         """The command line of one stage."""
         gpus = link.gpus if self.common.gpus is None else self.common.gpus
         own: dict[str, Any] = {"stage": link.stage, "config": link.config, "overrides": link.texts()}
-        return replace(self.common, gpus=gpus, fresh=False, allowed=(), **own)
+        return replace(self.common, gpus=gpus, fresh=False, allowed=(), borrowed=self.chain.borrowed, **own)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +119,11 @@ class PipelinePlan:
     links: tuple[Link, ...]
     findings: tuple[Finding, ...]
     live: tuple[PlannedStage, ...] = ()
+
+    @property
+    def redactor(self) -> Redactor:
+        """What must not be shown of any stage."""
+        return redaction.together(step.prepared.redactor for step in self.steps.values())
 
     def resolved(self) -> dict[str, Facts]:
         """Each stage that is to run, with the model that its chain begins from."""

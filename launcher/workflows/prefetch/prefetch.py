@@ -25,7 +25,16 @@ from launcher.cache import entries, folders, hub, keys
 from launcher.cache.hub import Part
 from launcher.cache.keys import Cache
 from launcher.config.load import spelt
-from launcher.errors import Exit, Finding, InvalidConfig, LaunchError, NotReady, errors, launch_finding
+from launcher.errors import (
+    Exit,
+    Finding,
+    InvalidConfig,
+    LaunchError,
+    NotReady,
+    errors,
+    launch_finding,
+    naming_variables,
+)
 from launcher.machine import locks, sizes
 from launcher.machine.python import Trainer
 from launcher.machine.sizes import sized
@@ -36,7 +45,6 @@ from launcher.planning import check
 from launcher.planning.collect import Facts
 from launcher.planning.doctor import checks
 from launcher.planning.request import Request
-from launcher.redaction import redact
 from launcher.runs import rundir, runner
 from launcher.runs.attempt import PROBE_SETTINGS, Command
 from launcher.runs.rundir import RunFolder
@@ -171,6 +179,11 @@ def prepare(resolved: Facts, say: Say = lambda _: None) -> Prefetch:
     Raises InvalidConfig and NotReady as a start would, NotReady too where a model cannot be fetched,
     TokenisingFailed where upstream's script fails, and Interrupted.
     """
+    with naming_variables(resolved.redactor):
+        return _prepare(resolved, say)
+
+
+def _prepare(resolved: Facts, say: Say) -> Prefetch:
     began = time.monotonic()
     request, trainer, planned = resolved.request, resolved.trainer, _planned(resolved)
     # what training needs besides is asked where it trains
@@ -281,10 +294,12 @@ class _Filling:
 
     def _fill(self, cache: Cache) -> tuple[Tokenised, tuple[Finding, ...]]:
         began = time.monotonic()
-        self.work = rundir.new_folder(self.request.runs or rundir.runs_root(), "prepare", self.plan.stage.name)
+        redactor = self.plan.redactor
+        name = redactor.redact(self.plan.stage.name)
+        self.work = rundir.new_folder(self.request.runs or rundir.runs_root(), "prepare", name)
         folder = RunFolder(self.work)
         self.say(f"tokenising with {self.plan.stage.entry.script}; log: {folder.console(1)}")
-        with folders.lock((cache,), folder, 1, config=self.request.config) as locks:
+        with folders.lock((cache,), folder, 1, config=self.request.config, redactor=redactor) as locks:
             made = self._command(cache, folder)
             ended = runner.run(made, folder, 1, pass_fds=locks, inherited=os.environ)
         if ended.stopped is not None:
@@ -320,7 +335,7 @@ class _Filling:
         return Command(argv=argv, env=env, cwd=built.cwd)
 
     def _failure(self, folder: RunFolder, why: str) -> TokenisingFailed:
-        message = f"upstream's script failed before the data were ready: {redact(why)}"
+        message = f"upstream's script failed before the data were ready: {self.plan.redactor.redact(why)}"
         failed = launch_finding("error", "tokenising-failed", message, "read the log", file=str(folder.console(1)))
         return TokenisingFailed(replace(failed, layer="run"))
 

@@ -17,7 +17,6 @@ from launcher.cli import main
 from launcher.config import load
 from launcher.errors import brief
 from launcher.redaction import Redactor, redact
-from launcher.runs import rundir
 
 VARIABLE = "SITE_LABEL"
 VALUE = "x9-Quartz-y8!"

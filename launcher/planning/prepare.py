@@ -124,6 +124,11 @@ class Target:
     earlier: RunFolder | None
     is_new: bool
 
+    @property
+    def attempts_so_far(self) -> int | None:
+        """How many attempts there were, None for a new run."""
+        return len(self.history) or None
+
 
 def _target(facts: Facts, machine: Rendezvous | None) -> Target:
     request = facts.request
@@ -270,21 +275,40 @@ class StartPlan:
         return plans.completed(self.plan, last, findings)
 
 
-def plan_start(facts: Facts) -> StartPlan:
-    """Plan what was read, but for what earlier attempts left. Raises InvalidConfig, NotReady or UsageError."""
+@dataclass(frozen=True, slots=True)
+class JudgedPlan:
+    """A plan of facts, as it was judged for a start that has had so many attempts (None: a new run)."""
+
+    plan: Plan
+    attempts: int | None
+
+    def holds_for(self, target: Target) -> bool:
+        """Whether a start that goes there would be planned and judged to the same."""
+        output = self.plan.stage.entry.names.output
+        is_same_place = self.plan.derived.get(output) == target.output.derived.get(output)
+        return is_same_place and self.attempts == target.attempts_so_far
+
+
+def plan_start(facts: Facts, *, judged: JudgedPlan | None = None) -> StartPlan:
+    """Plan what was read, but for what earlier attempts left. Raises InvalidConfig, NotReady or UsageError.
+
+    `judged` is the plan of these facts where they were judged just now.
+    """
     with naming_variables(facts.redactor):
-        return _plan_start(facts)
+        return _plan_start(facts, judged)
 
 
-def _plan_start(facts: Facts) -> StartPlan:
+def _plan_start(facts: Facts, judged: JudgedPlan | None) -> StartPlan:
     request = facts.request
     machine: Rendezvous | None = None
     if facts.look is not None:
         machine = rendezvous.find(request.nodes, request.node_rank, request.main_address, os.environ)
     target = _target(facts, machine)
-    plan = check.settle(
-        facts, output=target.folder.path / "model", decided=target.output.derived, attempts=len(target.history) or None
-    )
+    if judged is not None and judged.holds_for(target):
+        plan = judged.plan
+    else:
+        inside = target.folder.path / "model"
+        plan = check.settle(facts, output=inside, decided=target.output.derived, attempts=target.attempts_so_far)
     place = _place(plan, target, machine)
     if place is not None:
         plan = replace(plan, findings=(*plan.findings, *map(plan.stage.config.placed, place.nested())))

@@ -21,7 +21,7 @@ from launcher.lifecycle import conclude, follow
 from launcher.plan import plan
 from launcher.planning import forecast, prepare
 from launcher.planning.collect import Facts, Scope
-from launcher.planning.prepare import Prepared
+from launcher.planning.prepare import JudgedPlan, Prepared
 from launcher.redaction import Redactor
 from launcher.report import console
 from launcher.report.page import Lead
@@ -347,7 +347,10 @@ class _Runner:
             file = step.file.with_overrides(*more, allowed=allowed)
             resolved = resolved.with_file(file, file.read())
         resolved = resolved.look_again()
-        prepared, why = _prepared(resolved, step, fresh=self.order.common.fresh)
+        # nothing has happened since it was judged
+        is_first = row is self.result.rows[0] and not self.joined
+        judged = step.judged if is_first and not more else None
+        prepared, why = _prepared(resolved, step, judged, fresh=self.order.common.fresh)
         prepared = forecast.with_forecast(prepared)
         self.ready = prepared
         output = prepared.output or step.output
@@ -411,7 +414,9 @@ class _Runner:
             self._show(list(error.findings))
 
 
-def _prepared(resolved: Facts, step: PlannedStage, *, fresh: bool) -> tuple[Prepared, str | None]:
+def _prepared(
+    resolved: Facts, step: PlannedStage, judged: JudgedPlan | None, *, fresh: bool
+) -> tuple[Prepared, str | None]:
     """Ready to start: as it is, or started over with the reason why."""
     anew, dry = resolved.with_request(fresh=True), step.prepared
     if fresh:
@@ -419,7 +424,7 @@ def _prepared(resolved: Facts, step: PlannedStage, *, fresh: bool) -> tuple[Prep
         return prepared, None if prepared.output == prepared.requested_output else "--fresh"
     if dry.attempt <= 1 and dry.output and checkpoints.model_fault(plan.model_in(dry.plan, dry.output)) is None:
         return prepare.complete(anew), f"{dry.output} holds a model, and no run is known that made it"
-    planned = prepare.plan_start(resolved)
+    planned = prepare.plan_start(resolved, judged=judged)
     # with every change allowed
     decision = planned.decide(plans.known_changes(resolved.stage.schema.fields))
     passing = {*resolved.request.allowed, *_NO_INPUT}

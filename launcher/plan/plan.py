@@ -130,7 +130,7 @@ def make(
     findings = [
         *_devices_and_deepspeed(stage, gpus, nodes),
         *_without_probe(stage, gpus),
-        *_set_by_launch(setting, derived),
+        *_set_by_launch(stage, derived),
         *_attention(setting),
         *_late_trend(stage, steps),
         *_endless_warmup(stage, values, steps),
@@ -159,11 +159,11 @@ def _arguments(stage: Stage, derived: Mapping[str, Derived]) -> dict[str, Any]:
     return arguments
 
 
-def _set_by_launch(setting: Setting, derived: Mapping[str, Derived]) -> Iterator[Finding]:
+def _set_by_launch(stage: Stage, derived: Mapping[str, Derived]) -> Iterator[Finding]:
     """What the entry script needs and the stage file does not say."""
-    file = str(setting.stage.config.path)
-    for name, value in derive.of_script(setting):
-        if derived.get(name) == value:
+    file = str(stage.config.path)
+    for name, value in derived.items():
+        if value.of_script:
             message = f"`{name}: {value.value}` is set by launch: {value.why}"
             yield launch_finding("note", "derived", message, key=f"args.{name}", file=file)
 
@@ -231,7 +231,8 @@ def _run_finding(
 def completed(plan: Plan, last: Mapping[str, Derived], findings: Iterable[Finding] = ()) -> Plan:
     """The plan with the values that are known only when the others are, and what there is to say of them.
 
-    They hold whatever the stage file says.
+    They hold whatever the stage file says. The names of cache folders come of the other values, and so does whether
+    a run can be resumed: hence a second set of `Values` where there are such.
     """
     derived = {**plan.derived, **last}
     values = plan.values

@@ -272,7 +272,7 @@ class _Planner:
             if source is not None and within:
                 self._check_between(source, step)
             self.steps[link.name] = step
-            if within and self.scope is Scope.START:
+            if within and resolved.machine is not None and resolved.look is not None:
                 self._check_program(step)
 
     def _examine(self, link: Link, resolved: Facts, dry: Prepared, made: Plan) -> None:

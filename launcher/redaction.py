@@ -438,7 +438,8 @@ def _ours(key: object, value: object) -> bool:
 
 def _words(values: Sequence[Any], name: str, known: Sequence[str]) -> list[Any]:
     """A list, which may be a command line: the words after `--hub_token` are its value."""
-    cleaned, flag = [], ""
+    cleaned = []
+    flag = ""
     for value in values:
         if isinstance(value, str) and value.startswith("--"):
             flag = value if is_secret(value) and "=" not in value else ""
@@ -469,9 +470,11 @@ def _flag(found: re.Match[str]) -> str:
 
 def _pairs(text: str) -> str:
     """The values behind secret names; what a harmless name stands before may be a pair itself."""
-    parts, done = [], 0
+    parts = []
+    done = 0
     for named in _NAME.finditer(text):
-        name, sign = named["name"], named["sign"]
+        name = named["name"]
+        sign = named["sign"]
         if named.start() < done:
             continue
         if not is_secret(name) and not ("=" in sign and is_secret_variable(name)):

@@ -51,7 +51,10 @@ def hide_secrets(
     """The arguments as they may be shown; what starts upstream's script (`watched`) puts the words back."""
     redactor = Redactor.of(environ, plan.stage.config.borrowed)
     shown = redactor.redact({name: list(words) for name, words in given.items()})
-    words, env, variables, exposed = dict(given), dict[str, str](), dict[str, str](), list[str]()
+    words = dict(given)
+    env = dict[str, str]()
+    variables = dict[str, str]()
+    exposed = list[str]()
     for name, own in given.items():
         taken = _secret_words(name, plan)
         secret = [at for at, word in enumerate(own) if word != shown[name][at] or taken & {-1, at}]
@@ -77,7 +80,8 @@ def _variable(word: str, environ: Mapping[str, str], default: str) -> str:
 
 def _secret_words(name: str, plan: Plan) -> set[int]:
     """Which words of an argument took a secret from the environment; -1 stands for all."""
-    config, pattern = plan.stage.config, re.compile(rf"args\.{re.escape(name)}(?:\[(\d+)\])?(?![\w-])")
+    config = plan.stage.config
+    pattern = re.compile(rf"args\.{re.escape(name)}(?:\[(\d+)\])?(?![\w-])")
     if name not in config.args or name in plan.derived:
         return set()
     return {int(match[1] or -1) for key in config.secrets if (match := pattern.match(key)) is not None}
@@ -223,7 +227,8 @@ def source_environment(backend: Backend, root: Path, environ: Mapping[str, str])
 
 def _probe(plan: Plan, script: Path, folder: Path, watch: Watch) -> dict[str, object]:
     """The probe's settings; what they mean stands in its `Settings`."""
-    options, expected = plan.stage.options, expectations(plan)
+    options = plan.stage.options
+    expected = expectations(plan)
     packs = any(plan.values.get(name) for name in ("packing", "padding_free"))
     pairs = plan.stage.schema.pairs
     # the other points need the end of the run
@@ -251,7 +256,8 @@ def _first_loss(plan: Plan) -> dict[str, float]:
     Of open-instruct's losses that holds for these two (dpo_utils.py::compute_loss[if loss_type in]); an auxiliary loss
     is added.
     """
-    values, entry = plan.values, plan.stage.entry
+    values = plan.values
+    entry = plan.stage.entry
     # there the reference is computed beside other neighbours, whom a sample attends to
     # (dpo.py::main[cache_batch_size = int])
     beside = entry.packing == "one-row" and values.get("packing")
@@ -260,7 +266,8 @@ def _first_loss(plan: Plan) -> dict[str, float]:
 
 
 def expectations(plan: Plan) -> dict[str, str]:
-    entry, values = plan.stage.entry, plan.values
+    entry = plan.stage.entry
+    values = plan.values
     expected = {
         **DEFAULTS,
         "liger": "engaged" if entry.liger(values) else "off",

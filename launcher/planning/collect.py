@@ -231,7 +231,8 @@ def _of_judged(file: StageFile, judged: stages.Judged, machine: Machine | None, 
 
 def _named_devices(request: Request) -> tuple[tuple[str, ...] | None, int | None]:
     """The GPUs that the command line names, and how many it asks for. Raises UsageError."""
-    named, count = devices.named(request.devices), request.gpus
+    named = devices.named(request.devices)
+    count = request.gpus
     if named is not None and count not in (None, len(named)):
         # a dry run looks at no GPU, and would plan for what no start gets
         help = f"--gpus {len(named)}, or leave it out"

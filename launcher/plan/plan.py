@@ -132,6 +132,7 @@ def make(
         *_without_probe(stage, gpus),
         *_set_by_launch(stage, derived),
         *_attention(setting),
+        *_endless_epochs(stage, values),
         *_late_trend(stage, steps),
         *_endless_warmup(stage, values, steps),
     ]
@@ -173,6 +174,19 @@ def _late_trend(stage: Stage, steps: int | None) -> Iterator[Finding]:
     fault = trend_fault(stage.options, steps)
     if fault is not None and fault.key not in {finding.key for finding in stage.findings}:
         yield stage.config.placed(fault)
+
+
+def _endless_epochs(stage: Stage, values: Values) -> Iterator[Finding]:
+    """Epochs that no trainer can turn into steps
+    (transformers/trainer.py::Trainer.set_initial_training_values[if args.max_steps > 0 #1] rounds them up).
+    """
+    name = stage.entry.names.epochs
+    epochs = values[name]
+    if not isinstance(epochs, float) or math.isfinite(epochs) or step_limit(stage, values) is not None:
+        return
+    message = f"`{name}: {epochs}`: the trainer cannot count the steps of so many epochs and stops"
+    help = f"a number, such as `{name}: 3`, or a limit by `{stage.entry.names.max_steps}`"
+    yield _run_finding(stage, "error", "out-of-range", f"args.{name}", message, help)
 
 
 _WARMUPS = ("warmup_steps", "warmup_ratio")
@@ -332,7 +346,7 @@ def caches_only(stage: Stage, values: Values) -> str | None:
 def steps_of(stage: Stage, values: Values, rows: int, batch: int) -> int | None:
     """Optimizer steps of all epochs over so many rows, `batch` of them a step."""
     epochs = values[stage.entry.names.epochs]
-    if not isinstance(epochs, int | float):
+    if not isinstance(epochs, int | float) or not math.isfinite(epochs):
         return None
     if stage.entry.drops_last:
         return int(rows // batch * epochs)

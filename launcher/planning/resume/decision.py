@@ -142,6 +142,9 @@ def _beside(stage: Stage) -> Iterator[tuple[str, Path]]:
     """Values of `output_dir` next to the file's own, and the folders that they come to."""
     name = stage.entry.names.output
     begin = str(stage.values[name]).rstrip("/")
+    if begin.startswith("-"):
+        # with a number behind it, `-` would be read as a flag
+        begin = f"./{begin}"
     for number in itertools.count(2):
         folder = stage.backend.output_folder(Values(stage.schema, {**stage.args, name: f"{begin}-{number}"}))
         assert folder is not None

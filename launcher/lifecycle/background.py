@@ -48,7 +48,7 @@ class Started(NamedTuple):
         return [*lines, f"log: tail -F {self.log}", f"stop: {end}"]
 
 
-def own_words(argv: Sequence[str]) -> list[str]:
+def foreground_argv(argv: Sequence[str]) -> list[str]:
     """A command line without what has it run elsewhere, or answer a machine."""
     words, rest = list[str](), iter(argv)
     for word in rest:
@@ -62,9 +62,9 @@ def own_words(argv: Sequence[str]) -> list[str]:
 def detach(kind: str, name: str, argv: Sequence[str]) -> Started:
     """Start a command line in a session of its own. Raises NotReady where its folder cannot be made."""
     folder = _folder(kind, name)
-    with rundir.writing(folder), runner.private(folder / LOG) as log:
+    with rundir.writing(folder), runner.open_private_log(folder / LOG) as log:
         child = subprocess.Popen(
-            [*start.ours(), *own_words(argv)],
+            [*start.launch_argv(), *foreground_argv(argv)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -80,7 +80,7 @@ def queue(kind: str, name: str, argv: Sequence[str], *, gpus: int, options: slur
     folder = RunFolder(_folder(kind, name))
     attempts.Attempt(
         number=1,
-        argv=(*start.ours(), *own_words(argv)),
+        argv=(*start.launch_argv(), *foreground_argv(argv)),
         env={FOLDER: str(folder.path)},
         environ=dict(os.environ),
         cwd=os.getcwd(),
@@ -88,8 +88,8 @@ def queue(kind: str, name: str, argv: Sequence[str], *, gpus: int, options: slur
         backend="",
         title=f"{kind} {name}",
     ).write(folder)
-    command = [*start.ours("launcher.lifecycle.background"), str(folder.path)]
-    script = slurm.script(folder.path, command, nodes=1, gpus=gpus, options=options, prepare=False)
+    command = [*start.launch_argv("launcher.lifecycle.background"), str(folder.path)]
+    script = slurm.batch_script(folder.path, command, nodes=1, gpus=gpus, options=options, prepare=False)
     try:
         job = slurm.submit(folder, script, os.environ)
     except NotReady:
@@ -100,7 +100,7 @@ def queue(kind: str, name: str, argv: Sequence[str], *, gpus: int, options: slur
 
 
 def _folder(kind: str, name: str) -> Path:
-    return rundir.new_folder(rundir.runs_root() / "commands", kind, name)
+    return rundir.make_folder(rundir.runs_root() / "commands", kind, name)
 
 
 def finish(words: Sequence[str], limit_s: float, command: str, code: int, status: str) -> int | None:
@@ -118,7 +118,7 @@ def open_session(folder: RunFolder) -> str | None:
     """Open a tmux session named after a run, with `launch exec RUN` in it; None where that cannot be."""
     # tmux takes no dots and no colons, and `#(...)` for a command
     name = re.sub(r"[.:#\x00-\x1f\x7f]", "_", folder.path.name)
-    return _show(name, [*start.ours(), "exec", str(folder.path)])
+    return _show(name, [*start.launch_argv(), "exec", str(folder.path)])
 
 
 def _show(name: str, command: Sequence[str]) -> str | None:
@@ -134,14 +134,14 @@ def _show(name: str, command: Sequence[str]) -> str | None:
     new = ["new-session", "-d", "-s", name, "-x", "200", "-y", "50", *inside]
     for words in (again, new):
         with contextlib.suppress(OSError, ValueError):
-            if tools.ask(["tmux", *words]).returncode == 0:
+            if tools.run_tool(["tmux", *words]).returncode == 0:
                 return name
     return None
 
 
 def main(folder: Path) -> None:
     """Become the command that waits in a folder, in the environment of who queued it and of the job."""
-    attempt = attempts.read(RunFolder(folder))
+    attempt = attempts.read_attempt(RunFolder(folder))
     attempts.require_own(RunFolder(folder))
     command = attempt.command(os.environ)
     os.chdir(command.cwd)

@@ -42,26 +42,26 @@ def conclude(
         _let_go(locks)
         return _of_a_further_machine(folder, attempt, ended)
     number = attempt.number
-    with rundir.concluding(folder, number) as due:
+    with rundir.conclude_once(folder, number) as due:
         if not due:
             return Exit.OK
         code: int = Exit.BUG
         try:
             # where the supervisor did not live to do that
-            inventory.end(folder, number, late=True)
-            if not rundir.judged(folder, number):
-                look_back(folder, attempt)
-            code = conclusion(folder, attempt, ended)[1]
-            rundir.seal(folder, number, untold=bool(attempt.on_finish))
+            inventory.record_written(folder, number, late=True)
+            if not rundir.is_judged(folder, number):
+                record_input_changes(folder, attempt)
+            code = verdict_and_exit_code(folder, attempt, ended)[1]
+            rundir.mark_judged(folder, number, notify_pending=bool(attempt.on_finish))
             # once the verdict is there, whatever happens; only what this user started runs a model
             if own:
-                sampling.take(folder, attempt)
+                sampling.take_samples(folder, attempt)
         except Exception:
             # a verdict can be made again; the call at the end cannot
             traceback.print_exc()
         # the command may start the next run on the same cards
         _let_go(locks)
-        on_finish.call(folder, attempt, code, own=own, began=lambda: rundir.note_told(folder, number))
+        on_finish.call(folder, attempt, code, own=own, began=lambda: rundir.mark_notified(folder, number))
     return code
 
 
@@ -81,14 +81,14 @@ def _of_a_further_machine(folder: RunFolder, attempt: Attempt, ended: runner.Pro
     return Exit.TRAINING
 
 
-def of_a_further_machine(folder: RunFolder, attempt: Attempt) -> Exit:
-    ended = runner.recorded(folder, attempt.number)
+def worker_exit_code(folder: RunFolder, attempt: Attempt) -> Exit:
+    ended = runner.read_exit(folder, attempt.number)
     if ended is not None and (ended.stopped is not None or ended.preempted):
         return Exit.INTERRUPTED
     return Exit.TRAINING if ended is None or ended.returncode else Exit.OK
 
 
-def look_back(folder: RunFolder, attempt: Attempt) -> None:
+def record_input_changes(folder: RunFolder, attempt: Attempt) -> None:
     """Record what of data and models changed since the start, and remove what was cached of it meanwhile."""
     # a record that cannot be written costs a point, not the verdict
     with contextlib.suppress(OSError):
@@ -99,21 +99,21 @@ def look_back(folder: RunFolder, attempt: Attempt) -> None:
             folders.discard_spoiled(keys.from_json(one))
 
 
-def conclusion(
+def verdict_and_exit_code(
     folder: RunFolder, attempt: Attempt, ended: runner.ProcessExit | None = None
 ) -> tuple[check.Verdict, Exit]:
     """The verdict and the exit code of an attempt that is over; judged now where nobody has yet."""
-    known = rundir.judged(folder, attempt.number)
+    known = rundir.is_judged(folder, attempt.number)
     verdict = (check.from_json(rundir.read_json(folder.verdict)) if known else None) or finish(folder)
-    ended = ended or runner.recorded(folder, attempt.number)
+    ended = ended or runner.read_exit(folder, attempt.number)
     return verdict, exit_code(ended, verdict, allow_unproven=attempt.allow_unproven)
 
 
 def finish(folder: RunFolder) -> check.Verdict:
-    return judged(folder).verdict
+    return judge_and_write(folder).verdict
 
 
-def judged(folder: RunFolder) -> judge.RunJudgement:
+def judge_and_write(folder: RunFolder) -> judge.RunJudgement:
     """Judge a run folder; write verdict.json, metrics.jsonl and report.html where that is possible."""
     found = judge.judge(folder)
     # a read-only or full disk costs these files, not the verdict
@@ -124,7 +124,7 @@ def judged(folder: RunFolder) -> judge.RunJudgement:
     return found
 
 
-def judged_now(folder: RunFolder, planned: Plan, verdict: check.Verdict) -> check.Verdict:
+def judge_by_plan(folder: RunFolder, planned: Plan, verdict: check.Verdict) -> check.Verdict:
     """The verdict of a finished run by what is expected of it now: that may have been changed since."""
     expected = command.expectations(planned)
     same = rundir.read_manifest(folder).expected == expected

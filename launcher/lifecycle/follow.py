@@ -38,7 +38,7 @@ def until_over(folder: RunFolder, attempt: Attempt, *, forward: bool) -> bool:
     where the run's state is unknown here.
     """
     requests: list[int] = []
-    runner.require_sight(folder)
+    runner.require_known_state(folder)
     if _goes_on(folder):
         with _signals(folder, requests, forward=forward):
             progress = Progress(total=attempt.total, attempt=attempt.number, world=attempt.world)
@@ -47,14 +47,14 @@ def until_over(folder: RunFolder, attempt: Attempt, *, forward: bool) -> bool:
             view = View(attempt.title, folder.console(attempt.number), folder.probe, progress, terminal)
             with view.showing():
                 _look_on(folder, view)
-        runner.require_sight(folder)
+        runner.require_known_state(folder)
     # where the keeper did not live to do that, nor lives where nobody here can look
     began = folder.attempts() >= attempt.number
-    if began and not runner.processes(folder).out_of_sight and not rundir.concluded(folder, attempt.number):
+    if began and not runner.read_processes(folder).is_remote and not rundir.is_concluded(folder, attempt.number):
         # only here: who looks on should see the run at once
         from launcher.lifecycle import conclude
 
-        conclude.conclude(folder, attempt, runner.recorded(folder, attempt.number))
+        conclude.conclude(folder, attempt, runner.read_exit(folder, attempt.number))
     return bool(requests)
 
 
@@ -80,7 +80,7 @@ def _look_on(folder: RunFolder, view: View) -> None:
 
 
 def _goes_on(folder: RunFolder) -> bool:
-    return runner.keeper_lives(folder) or runner.alive(folder.path)
+    return runner.has_live_supervisor(folder) or runner.is_alive(folder.path)
 
 
 @contextlib.contextmanager
@@ -88,24 +88,24 @@ def _signals(folder: RunFolder, requests: list[int], *, forward: bool) -> Iterat
     def hand_on(number: int, _frame: FrameType | None) -> None:
         requests.append(number)
         with contextlib.suppress(PermissionError):
-            if runner.signal_keeper(folder, number):
+            if runner.signal_supervisor(folder, number):
                 return
         attempt = max(1, folder.attempts())
-        if runner.keeper_lives(folder):
+        if runner.has_live_supervisor(folder):
             # its record cannot be believed enough to signal it: ask it
             with contextlib.suppress(OSError):
                 runner.StopRequest(attempt=attempt).write(folder)
-        elif runner.alive(folder.path):
+        elif runner.is_alive(folder.path):
             runner.end_orphans(folder, (0, 0, 0), attempt)
 
     # a terminal that has gone: there is nothing to show any more, and a verdict still to come
-    handlers: dict[int, process.Handler | signal.Handlers] = {signal.SIGHUP: process.ignore}
+    handlers: dict[int, process.Handler | signal.Handlers] = {signal.SIGHUP: process.ignore_signal}
     # Slurm signals every process of a job itself: passed on, it would count as two requests
     if forward and "SLURM_JOB_ID" not in os.environ:
         handlers |= dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1), hand_on)
     else:
         handlers[signal.SIGTERM] = signal.SIG_DFL
-    with process.handling(handlers):
+    with process.signal_handlers(handlers):
         try:
             yield
         except KeyboardInterrupt:
@@ -121,7 +121,7 @@ def print_log(folder: RunFolder, number: int, *, last: int | None, follow: bool)
     if sys.stdout is None:
         return
     path = folder.console(number)
-    shown = LogLines(known_values(attempt.tokens(folder)), frames=follow or last is None)
+    shown = LogLines(known_values(attempt.secret_variables(folder)), frames=follow or last is None)
     try:
         opened = files.open_regular(path, buffering=0)
     except OSError as error:
@@ -167,14 +167,14 @@ def _print_on(log: BinaryIO, shown: LogLines, folder: RunFolder, *, follow: bool
 
 
 def has_begun(folder: RunFolder, attempt: Attempt) -> bool:
-    known = runner.processes(folder).attempt
+    known = runner.read_processes(folder).attempt
     return folder.attempts() >= attempt.number or known == attempt.number or _goes_on(folder)
 
 
 def newest_attempt(folder: RunFolder) -> Attempt:
     """The attempt that began last, as far as it is known; a run of an older launch has no private file."""
     with contextlib.suppress(NotReady):
-        return attempt.read(folder)
+        return attempt.read_attempt(folder)
     manifest = rundir.read_manifest(folder)
     return Attempt(
         number=max(1, folder.attempts()),

@@ -25,7 +25,7 @@ from launcher.runs.rundir import RunFolder
 _HEAD = "# What `{stage}` was resolved to: inheritance, overrides and interpolation done.\n"
 
 
-def manifest(
+def build_manifest(
     attempt: int,
     created: str,
     plan: Plan,
@@ -120,7 +120,7 @@ def write_stage_file(plan: Plan, folder: RunFolder, restored: Mapping[str, Any] 
         files.write_bytes(folder.deepspeed, options.deepspeed.read_bytes())
         given["deepspeed"] = folder.deepspeed.name
     shown = {key: value for key, value in given.items() if value is not None}
-    content = escaped(redact({**shown, "args": {**plan.stage.args, **(restored or {})}}))
+    content = escape_interpolation(redact({**shown, "args": {**plan.stage.args, **(restored or {})}}))
     for name, value in content["args"].items():
         # what is started again takes it from where it was taken, or from where huggingface_hub looks
         whole = plan.stage.config.secrets.get(f"args.{name}")
@@ -131,12 +131,12 @@ def write_stage_file(plan: Plan, folder: RunFolder, restored: Mapping[str, Any] 
     files.write_text(folder.stage_file, _HEAD.format(stage=plan.stage.config.path) + text)
 
 
-def escaped(value: Any) -> Any:
+def escape_interpolation(value: Any) -> Any:
     """Values as they are, for a file that will be interpolated once more."""
     if isinstance(value, Mapping):
-        return {str(key): escaped(below) for key, below in value.items()}
+        return {str(key): escape_interpolation(below) for key, below in value.items()}
     if isinstance(value, list | tuple):
-        return [escaped(below) for below in value]
+        return [escape_interpolation(below) for below in value]
     if isinstance(value, str):
         return value.replace("${", "\\${")
     return value if isinstance(value, bool | int | float) or value is None else str(value)
@@ -149,5 +149,5 @@ def create(folder: RunFolder, record: RunRecord) -> None:
     with rundir.writing(folder.path):
         folder.path.mkdir(rundir.OWN, parents=True, exist_ok=True)
         files.write_json(folder.manifest, content)
-    rundir.enter("runs", folder.path)
-    outputs.enter(folder.path, content["output"])
+    rundir.register("runs", folder.path)
+    outputs.register_output(folder.path, content["output"])

@@ -28,7 +28,7 @@ KILLING_S = 10.0  # seconds that killed processes may take to be gone, where mor
 ENDING_S = 10.0  # seconds after TERM that a command whose time is up has left before KILL
 
 
-def parsed(command: str | None) -> tuple[str, ...]:
+def parse_command(command: str | None) -> tuple[str, ...]:
     """`--on-finish` as an argv, split like a shell would and never given to one. Raises UsageError."""
     why, words = "it is empty", tuple[str, ...]()
     try:
@@ -42,11 +42,11 @@ def parsed(command: str | None) -> tuple[str, ...]:
     return words
 
 
-def limit(text: str | None) -> float:
+def parse_limit(text: str | None) -> float:
     return ON_FINISH_S if text is None else durations.seconds(text)
 
 
-def require_here(command: Sequence[str]) -> None:
+def require_program(command: Sequence[str]) -> None:
     """Raises UsageError where nothing can be started of a command that this machine is to call."""
     if command and _program(command[0], os.environ) is None:
         message = f"--on-finish: there is no program `{brief(command[0])}` that can be started"
@@ -112,7 +112,7 @@ def run(
 
     earlier = process.descendants(os.getpid())
     with (
-        process.handling({signal.SIGINT: hand_on, signal.SIGTERM: hand_on}),
+        process.signal_handlers({signal.SIGINT: hand_on, signal.SIGTERM: hand_on}),
         # what loses its parent stays below this process, where it is found
         process.adopting_orphans(),
     ):
@@ -167,7 +167,7 @@ def _end(leader: int, earlier: frozenset[int]) -> None:
         if time.monotonic() > until:
             break
         time.sleep(POLL_S / 10)
-    process.bury(but=leader)
+    process.reap_except(leader)
 
 
 def _started(earlier: frozenset[int]) -> frozenset[int]:

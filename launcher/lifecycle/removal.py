@@ -8,7 +8,6 @@ more right before it is deleted.
 from __future__ import annotations
 
 import contextlib
-import datetime
 import os
 import re
 import stat
@@ -25,14 +24,13 @@ from launcher.machine.trees import Budget, TreeEntry
 from launcher.paths import canonical, exists
 from launcher.planning import checksums
 from launcher.report import overview
-from launcher.runs import evaluation, inventory, lease, outputs, rundir, runner
+from launcher.runs import evaluation, inventory, lease, outputs, rundir
 from launcher.runs.inventory import FileState
 from launcher.runs.rundir import RunFolder
 
 _LIVE = ("running", "orphaned", "queued", "unknown")
 _NAMES, _SECONDS = 200_000, 30.0  # names that are looked at below one folder, and for how long
 _SHOWN = 3  # names of what is kept
-CLOCK_NS = 2 * 10**9  # by how much the times of a record, which are whole seconds, may be off
 # what launch, the probe and Slurm call their files in a run folder, or in that of a pipeline, bench, ladder or tune
 _RECORD = re.compile(
     r"[\w.-]+\.(?:json|jsonl|log|mark|html|yaml|yml|sh|limit|stacks\.txt)\Z"
@@ -117,18 +115,20 @@ class Removal:
 
 def require_over(folder: RunFolder) -> None:
     """Raise NotReady where the run, or any of a pipeline, bench, ladder or tune, trains, waits or may train unseen."""
-    for run in [folder, *rundir.members(folder.path)]:
+    for run in [folder, *rundir.campaign_runs(folder.path)]:
         state = overview.state(run)
         begins = any(lease.is_locked(run.path / lock) for lock in ("lock", ".lock"))
-        measured = lease.is_locked(evaluation.folder_of(run).path / ".lock")
+        measured = lease.is_locked(evaluation.evaluation_folder(run).path / ".lock")
         if state in _LIVE or begins or measured:
             now = state if state in _LIVE else "being started"
             if measured:
                 now = "being evaluated"
-            raise not_ready("run-is-live", f"{run.path.name} is {now}", f"launch stop {run.path.name}")
+            raise not_ready(
+                "run-is-live", f"{run.path.name} is {now}", f"launch stop {run.path.name}"
+            )
 
 
-def plan(folder: RunFolder, *, model: bool) -> Removal:
+def plan_removal(folder: RunFolder, *, model: bool) -> Removal:
     """What would go: the records, with `model` what the run wrote into its output too.
 
     Raises NotReady where it runs, or another run trains inside or above; UsageError where a folder is not this
@@ -166,7 +166,9 @@ def _is_output_inside(folder: RunFolder, run: RunFolder) -> bool:
 def _require_own_folder(path: Path) -> None:
     """Raise UsageError where a folder is a link, or another user's."""
     if os.path.islink(path):
-        raise usage("output-kept", f"{path} is a link to {os.readlink(path)}", "delete the link by hand")
+        raise usage(
+            "output-kept", f"{path} is a link to {os.readlink(path)}", "delete the link by hand"
+        )
     status = os.lstat(path)
     if status.st_uid != os.geteuid():
         message = f"{path} belongs to user {status.st_uid}, not to {os.geteuid()}"
@@ -183,11 +185,13 @@ def _require_no_model_inside(folder: RunFolder) -> None:
         raise usage("output-kept", f"the model is in the run folder: {output}", "--model")
 
 
-def _require_no_others(place: Path, runs: Iterable[RunFolder], *, inside_only: bool = False) -> None:
+def _require_no_others(
+    place: Path, runs: Iterable[RunFolder], *, inside_only: bool = False
+) -> None:
     """Raise where the output of a run that is none of `runs` lies in a folder, or above it."""
     own = [run.path.name for run in runs]
     budget = Budget(names=_NAMES, seconds=_SECONDS)
-    for other in outputs.neighbours(place, Path(own[0]), budget=budget, seconds=None):
+    for other in outputs.find_neighbours(place, Path(own[0]), budget=budget, seconds=None):
         if other.name in own or (inside_only and other.where != "inside"):
             continue
         if other.live:
@@ -220,11 +224,15 @@ def _output_part(run: RunFolder, runs: tuple[RunFolder, ...]) -> Deletion | None
     output = manifest.output
     place = canonical(output)
     if _is_working_folder_in(place):
-        raise usage("output-kept", f"{output} holds more than this model: the working folder", "leave it first: cd /")
+        raise usage(
+            "output-kept",
+            f"{output} holds more than this model: the working folder",
+            "leave it first: cd /",
+        )
     _require_own_folder(place)
     _require_no_others(place, runs)
     lease.require_free(output)
-    written, reason = _written(run, output, place)
+    written, reason = _written(run, place)
     return _sorted_out(run, place, written, reason)
 
 
@@ -235,60 +243,29 @@ def _is_working_folder_in(place: Path) -> bool:
         return False
 
 
-def _written(run: RunFolder, output: Path, place: Path) -> tuple[dict[str, list[FileState]], str]:
+def _written(run: RunFolder, place: Path) -> tuple[dict[str, list[FileState]], str]:
     """By path every state in which the attempts of a run left a file; and why others are kept."""
     written: dict[str, list[FileState]] = {}
     reason = _NOT_WRITTEN
     inode = os.lstat(place).st_ino
     for attempt in range(1, run.attempts() + 1):
-        inventory.end(run, attempt, late=True)
-        record = inventory.read(run, attempt)
+        inventory.record_written(run, attempt, late=True)
+        record = inventory.read_inventory(run, attempt)
         if record is None:
-            states = _by_time(run, attempt, output, place)
+            states: Mapping[str, FileState] = {}
         elif Path(record.output) != place or record.inode != inode:
             states = {}
             reason = f"in a folder that is not the one that this run wrote into, {record.output},"
         else:
-            states = dict(record.written or {})
+            states = record.written or {}
         for path, state in states.items():
             written.setdefault(path, []).append(state)
     return written, reason
 
 
-def _by_time(run: RunFolder, attempt: int, output: Path, place: Path) -> dict[str, FileState]:
-    """What an attempt without an inventory, of an older launch, must have written: names and times tell."""
-    if os.path.islink(output):
-        return {}
-    first_ns, last_ns = _times(run, attempt)
-
-    def fits(state: FileState) -> bool:
-        return not state.link and first_ns - CLOCK_NS <= state.mtime_ns <= last_ns + CLOCK_NS
-
-    with contextlib.suppress(OSError):
-        return inventory.trained_within(place, fits)
-    return {}
-
-
-def _times(run: RunFolder, attempt: int) -> tuple[int, int]:
-    """When an attempt began and ended, in ns; an empty stretch of time where nothing tells."""
-    ended = runner.recorded(run, attempt)
-    if ended is not None:
-        return _ns(ended.started, 0), _ns(ended.ended, -CLOCK_NS * 3)
-    began = rundir.read_kept_manifest(run, attempt) or rundir.read_manifest(run)
-    if began.attempt != attempt or began.created is None:
-        return 0, -CLOCK_NS * 3
-    return _ns(began.created, 2**62), inventory.last_sign_of_life(run, attempt)
-
-
-def _ns(text: str, unknown: int) -> int:
-    try:
-        moment = datetime.datetime.fromisoformat(text)
-    except ValueError:
-        return unknown
-    return int(moment.timestamp()) * 10**9
-
-
-def _sorted_out(run: RunFolder, place: Path, written: Mapping[str, list[FileState]], reason: str) -> Deletion:
+def _sorted_out(
+    run: RunFolder, place: Path, written: Mapping[str, list[FileState]], reason: str
+) -> Deletion:
     """Every file below an output folder: to delete, or kept."""
     sums = checksums.read(run)
     doomed = []
@@ -296,7 +273,7 @@ def _sorted_out(run: RunFolder, place: Path, written: Mapping[str, list[FileStat
     names = list(_leases(run, place))
     own = {one.path for one in names}
     budget = Budget(names=_NAMES, seconds=_SECONDS)
-    with _opening(place), trees.opened(place) as root:
+    with _opening(place), trees.open_tree(place) as root:
         inode = os.fstat(root).st_ino
         for entry in trees.walk(root, budget):
             if entry.closed:
@@ -306,8 +283,10 @@ def _sorted_out(run: RunFolder, place: Path, written: Mapping[str, list[FileStat
             states = written.get(entry.path, [])
             if not states:
                 kept[entry.path] = reason
-            elif entry.status.st_uid == os.geteuid() and any(_is_unchanged(entry, one, sums) for one in states):
-                doomed.append(Doomed(path=entry.path, state=inventory.of_status(entry.status)))
+            elif entry.status.st_uid == os.geteuid() and any(
+                _is_unchanged(entry, one, sums) for one in states
+            ):
+                doomed.append(Doomed(path=entry.path, state=inventory.file_state(entry.status)))
             else:
                 kept[entry.path] = _CHANGED
     doomed += names
@@ -319,19 +298,23 @@ def _opening(place: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise not_ready("not-removed", f"it cannot be read: {error.strerror}", file=str(place)) from None
+        raise not_ready(
+            "not-removed", f"it cannot be read: {error.strerror}", file=str(place)
+        ) from None
 
 
-def _is_unchanged(entry: TreeEntry, recorded: FileState, sums: Mapping[str, Mapping[str, object]]) -> bool:
+def _is_unchanged(
+    entry: TreeEntry, recorded: FileState, sums: Mapping[str, Mapping[str, object]]
+) -> bool:
     """Whether a file is what the run left: untouched since, or touched and of the same content."""
-    now = inventory.of_status(entry.status)
+    now = inventory.file_state(entry.status)
     if not now.is_same(recorded):
         return False
     if now.ctime_ns == recorded.ctime_ns:
         return True
     # its mode or its links changed, or somebody wrote into it and set the time back
     if recorded.digest is not None:
-        return inventory.content_of(entry) == recorded.digest
+        return inventory.file_digest(entry) == recorded.digest
     top, _, below = entry.path.partition("/")
     known = sums.get(top, {}).get(below)
     return known is not None and _whole_digest(entry) == known
@@ -339,7 +322,9 @@ def _is_unchanged(entry: TreeEntry, recorded: FileState, sums: Mapping[str, Mapp
 
 def _whole_digest(entry: TreeEntry) -> str | None:
     try:
-        return digest.read(Path(f"/proc/self/fd/{entry.parent}/{entry.name}"), whole_below=2**63)[0].digest
+        return digest.read(Path(f"/proc/self/fd/{entry.parent}/{entry.name}"), whole_below=2**63)[
+            0
+        ].digest
     except OSError:
         return None
 
@@ -348,13 +333,13 @@ def _leases(run: RunFolder, place: Path) -> Iterator[Doomed]:
     """The leases of a run in its output folder with the manifests beside them; lock and digests go with the last."""
     own = outputs.leases_of(place, run.path)
     paths = [path for one in own for path in (one.path, one.manifest)]
-    if own and len(own) == len(lease.all_of(place)):
+    if own and len(own) == len(lease.all_leases(place)):
         paths += [own[0].lock, checksums.beside_lease(place)]
     for path in paths:
         with contextlib.suppress(OSError):
             status = os.lstat(path)
             if stat.S_ISREG(status.st_mode):
-                yield Doomed(path=str(path.relative_to(place)), state=inventory.of_status(status))
+                yield Doomed(path=str(path.relative_to(place)), state=inventory.file_state(status))
 
 
 def _inside(place: Path, parts: Iterable[Deletion]) -> set[str]:
@@ -364,7 +349,9 @@ def _inside(place: Path, parts: Iterable[Deletion]) -> set[str]:
     for part in parts:
         if part.root.is_relative_to(whole):
             prefix = part.root.relative_to(whole)
-            found.update(str(prefix / path) for path in (*part.kept, *(one.path for one in part.doomed)))
+            found.update(
+                str(prefix / path) for path in (*part.kept, *(one.path for one in part.doomed))
+            )
     return found
 
 
@@ -374,7 +361,7 @@ def _records(folder: RunFolder, elsewhere: set[str]) -> Deletion:
     kept = {}
     place = canonical(folder.path)
     budget = Budget(names=_NAMES, seconds=_SECONDS)
-    with _opening(place), trees.opened(place) as root:
+    with _opening(place), trees.open_tree(place) as root:
         inode = os.fstat(root).st_ino
         for entry in trees.walk(root, budget):
             if entry.closed:
@@ -383,7 +370,7 @@ def _records(folder: RunFolder, elsewhere: set[str]) -> Deletion:
                 continue
             own = stat.S_ISREG(entry.status.st_mode) and entry.status.st_uid == os.geteuid()
             if own and _is_record(place, entry.path):
-                doomed.append(Doomed(path=entry.path, state=inventory.of_status(entry.status)))
+                doomed.append(Doomed(path=entry.path, state=inventory.file_state(entry.status)))
             else:
                 kept[entry.path] = _NOT_WRITTEN
     # with the manifest the run can be removed again, where this is cut short
@@ -401,7 +388,7 @@ def _is_record(place: Path, path: str) -> bool:
     return all(map(_RECORD_FOLDERS.match, folders)) and _RECORD.match(name) is not None
 
 
-def carry_out(removal: Removal) -> list[str]:
+def remove(removal: Removal) -> list[str]:
     """Delete what was planned; returns what was kept although it was to go, a line each.
 
     Raises NotReady where a run began meanwhile, or something cannot be deleted.
@@ -421,16 +408,18 @@ def _held(removal: Removal) -> Iterator[None]:
             with contextlib.suppress(OSError):
                 descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
                 stack.callback(os.close, descriptor)
-                if locks.locked(descriptor, seconds=locks.GLANCE_S) is False:
+                if locks.try_lock(descriptor, seconds=locks.GLANCE_S) is False:
                     name = removal.folder.path.name
-                    raise not_ready("run-is-live", f"{name} is being started", f"launch stop {name}")
+                    raise not_ready(
+                        "run-is-live", f"{name} is being started", f"launch stop {name}"
+                    )
         yield
 
 
 def _delete(part: Deletion) -> Iterator[str]:
     """Delete the files of one folder, then what is empty in it, then itself; yields what was kept after all."""
     try:
-        with trees.opened(part.root) as root:
+        with trees.open_tree(part.root) as root:
             if os.fstat(root).st_ino != part.inode:
                 yield f"kept {part.root}: another folder took its place meanwhile"
                 return
@@ -438,7 +427,7 @@ def _delete(part: Deletion) -> Iterator[str]:
                 if (reason := _unlink(root, one)) is not None:
                     yield f"kept {part.root / one.path}: {reason}"
             _remove_empty(root, part)
-        with trees.opened(part.root.parent) as parent:
+        with trees.open_tree(part.root.parent) as parent:
             if os.stat(part.root.name, dir_fd=parent, follow_symlinks=False).st_ino == part.inode:
                 with contextlib.suppress(OSError):
                     os.rmdir(part.root.name, dir_fd=parent)
@@ -458,13 +447,13 @@ def _unlink(root: int, one: Doomed) -> str | None:
         parent = root
         try:
             for folder in folders:
-                parent = stack.enter_context(trees.entered(folder, parent))
+                parent = stack.enter_context(trees.enter_folder(folder, parent))
             status = os.stat(name, dir_fd=parent, follow_symlinks=False)
         except FileNotFoundError:
             return None
         except trees.Foreign as error:
             return f"{error.filename}: {error.strerror}"
-        now = inventory.of_status(status)
+        now = inventory.file_state(status)
         if not now.is_same(one.state) or now.ctime_ns != one.state.ctime_ns:
             return "it changed meanwhile"
         os.unlink(name, dir_fd=parent)

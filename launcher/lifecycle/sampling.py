@@ -17,7 +17,7 @@ from launcher.runs.rundir import RunFolder
 from launcher.trained import samples
 
 
-def take(folder: RunFolder, attempt: Attempt) -> None:
+def take_samples(folder: RunFolder, attempt: Attempt) -> None:
     """Take the samples that a run asks for, and write its page anew. Nothing is raised."""
     try:
         if not samples.is_due(folder):
@@ -40,5 +40,5 @@ def _say(folder: RunFolder, number: int, text: str) -> None:
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
     handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.default_int_handler}
-    with process.handling(handlers), contextlib.suppress(KeyboardInterrupt):
+    with process.signal_handlers(handlers), contextlib.suppress(KeyboardInterrupt):
         yield

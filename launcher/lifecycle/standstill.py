@@ -76,7 +76,7 @@ class Standstill:
 
     def _tell(self, record: Path, rank: int, pid: int, waited: float) -> None:
         stacks = self.folder / f"rank-{rank}.stacks.txt"
-        steps = [event["step"] for event in events.read_all(record) if event["event"] == "step"]
+        steps = [event["step"] for event in events.read_events(record) if event["event"] == "step"]
         step = steps[-1] if steps else 0
         state = _state_of(pid)
         message = f"nothing moved for {waited:.0f} s after step {step}: rank {rank} gives no sign of life, "
@@ -98,7 +98,7 @@ class Standstill:
             stream.write(json.dumps(event) + "\n")
 
 
-def of_command(env: Mapping[str, str]) -> Standstill | None:
+def standstill_of(env: Mapping[str, str]) -> Standstill | None:
     """What looks after the training that a command's own environment `env` starts; None where it has no probe."""
     settings = attempts.probe_settings(env)
     folder = settings.text("out")
@@ -138,7 +138,7 @@ def _stacks_of(pid: int) -> str:
     """The Python stacks of a process by py-spy, where that is installed and allowed; else where its kernel part is."""
     if isolation.find_program("py-spy", os.environ) is not None:
         with contextlib.suppress(OSError, tools.NoAnswer):
-            answer = tools.ask(["py-spy", "dump", "--nonblocking", "--pid", str(pid)])
+            answer = tools.run_tool(["py-spy", "dump", "--nonblocking", "--pid", str(pid)])
             if answer.returncode == 0:
                 return answer.out.decode(errors="replace")
     where = "unknown"

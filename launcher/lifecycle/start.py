@@ -45,7 +45,7 @@ def begin(prepared: Prepared, **at_end: Any) -> tuple[RunFolder, Attempt]:
     with _reserved(prepared) as prepared:
         attempt = _attempt(prepared, **at_end)
         if machine is not None:
-            attempt = replace(attempt, argv=rendezvous.filled(attempt.argv, machine), rank=machine.rank)
+            attempt = replace(attempt, argv=rendezvous.fill_placeholders(attempt.argv, machine), rank=machine.rank)
         folder = prepared.folder.node(attempt.rank)
         if not attempt.rank:
             _require_not_queued(folder)
@@ -64,11 +64,11 @@ def begin(prepared: Prepared, **at_end: Any) -> tuple[RunFolder, Attempt]:
 
 def _continued_trackers(prepared: Prepared) -> tuple[TrackerRun, ...]:
     """The runs of trackers that a resume goes on with; what begins anew reports to a new one."""
-    return trackers.recorded(prepared.folder) if prepared.decision.kind == "resume" else ()
+    return trackers.read_trackers(prepared.folder) if prepared.decision.kind == "resume" else ()
 
 
 def _continuing_trackers(prepared: Prepared) -> Prepared:
-    added = trackers.environment(_continued_trackers(prepared), os.environ)
+    added = trackers.tracker_variables(_continued_trackers(prepared), os.environ)
     if not added:
         return prepared
     command = replace(prepared.command, env={**prepared.command.env, **added})
@@ -95,14 +95,14 @@ def _released(folder: RunFolder) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        rundir.release(folder)
+        rundir.remove_if_empty(folder)
         raise
 
 
 def _require_not_queued(folder: RunFolder) -> None:
     """A job that waits, or runs elsewhere, has the attempt already."""
-    waiting = slurm.job(folder)
-    if waiting is not None and slurm.state(waiting) is not None:
+    waiting = slurm.job_of(folder)
+    if waiting is not None and slurm.job_state(waiting) is not None:
         message = f"the run {folder.path.name} is Slurm's job {waiting}"
         help = f"wait for it, or launch stop {folder.path.name}"
         raise not_ready("run-is-live", message, help, file=str(folder.path))
@@ -127,15 +127,17 @@ def queue(prepared: Prepared, **at_end: Any) -> tuple[RunFolder, str]:
 
 def batch_script(prepared: Prepared) -> str:
     planned, folder = prepared.plan, prepared.command_folder.path
-    command, options = [*ours(), "exec", str(folder)], planned.stage.options.slurm
+    command, options = [*launch_argv(), "exec", str(folder)], planned.stage.options.slurm
     warning = _warning_s(prepared)
-    return slurm.script(folder, command, nodes=planned.nodes, gpus=planned.gpus, options=options, warning_s=warning)
+    return slurm.batch_script(
+        folder, command, nodes=planned.nodes, gpus=planned.gpus, options=options, warning_s=warning
+    )
 
 
 def _warning_s(prepared: Prepared) -> int:
     """Seconds before the end of a job's time that its run is asked to save."""
     if os.environ.get(preemption.GRACE_VARIABLE):
-        return math.ceil(preemption.grace(os.environ[preemption.GRACE_VARIABLE])) + slurm.RESERVED_S
+        return math.ceil(preemption.parse_save_grace(os.environ[preemption.GRACE_VARIABLE])) + slurm.RESERVED_S
     needs = disk.needs(prepared.plan, prepared.output, os.environ)
     save_s = 0.0 if needs is None else preemption.save_seconds(needs.saved.checkpoint)
     return math.ceil(min(LONGEST_WARNING_S, SHORTEST_WARNING_S + 2 * save_s))
@@ -149,16 +151,16 @@ def save_and_end(folder: RunFolder) -> bool:
     request = runner.StopRequest(attempt=max(1, folder.attempts()), checkpoint=True)
     for node in folder.nodes():
         request.write(node)
-    seconds = preemption.grace(os.environ.get(preemption.GRACE_VARIABLE)) + slurm.RESERVED_S / 2
+    seconds = preemption.parse_save_grace(os.environ.get(preemption.GRACE_VARIABLE)) + slurm.RESERVED_S / 2
     until = time.monotonic() + seconds
-    while runner.keeper_lives(folder) or runner.alive(folder.path):
+    while runner.has_live_supervisor(folder) or runner.is_alive(folder.path):
         if time.monotonic() > until:
             return False
         time.sleep(0.5)
     return True
 
 
-def ours(module: str | None = None) -> list[str]:
+def launch_argv(module: str | None = None) -> list[str]:
     """The argv that stands for `launch`, or for a module of it, wherever this folder and this Python can be reached.
 
     By its path: no variable of the environment is needed, and the folder that it is started in is no part of it.
@@ -172,9 +174,9 @@ def _make(prepared: Prepared, attempt: Attempt) -> None:
     decision.set_aside(prepared.decision, attempt.number)
     if rundir.read_manifest(folder).attempt != attempt.number:
         rundir.keep_manifest(folder)
-    record = manifest.manifest(
+    record = manifest.build_manifest(
         attempt.number,
-        rundir.now(),
+        rundir.utc_now(),
         prepared.plan,
         prepared.command,
         prepared.facts.trainer,
@@ -210,7 +212,7 @@ def _taken_back(folder: RunFolder) -> Iterator[None]:
         yield
     except BaseException:
         ignored = (signal.SIGINT, signal.SIGTERM)
-        with process.handling(dict.fromkeys(ignored, process.ignore)), contextlib.suppress(OSError):
+        with process.signal_handlers(dict.fromkeys(ignored, process.ignore_signal)), contextlib.suppress(OSError):
             if folder.attempts() == begun:
                 # first what gives room back, where the disk is full
                 for path in folder.path.iterdir():
@@ -252,7 +254,7 @@ def prepare_again(folder: RunFolder) -> Attempt:
     Does nothing while the one that waits has begun on no machine, unless its data or models changed meanwhile, or
     when the run is finished. Raises what `prepare` raises, and NotReady where there is no further checkpoint.
     """
-    waiting, last = attempts.read(folder), rundir.read_manifest(folder)
+    waiting, last = attempts.read_attempt(folder), rundir.read_manifest(folder)
     begun = max(one.attempts() for one in folder.nodes())
     if begun < waiting.number and not inputs.changed(last.contents, Path(waiting.cwd)):
         return waiting
@@ -261,7 +263,7 @@ def prepare_again(folder: RunFolder) -> Attempt:
     # what the shell had that submitted it and the job lacks
     os.environ.update({**waiting.environ, **os.environ})
     again = Request.from_json(waiting.request, config=folder.stage_file)
-    cut_short, reached = slurm.cut_short(folder), last.resumed_step or 0
+    cut_short, reached = slurm.take_limit_mark(folder), last.resumed_step or 0
     prepared = prepare(replace(again, folder=folder), Scope.HOST)
     if prepared.decision.kind == "finished":
         return waiting
@@ -270,7 +272,7 @@ def prepare_again(folder: RunFolder) -> Attempt:
         help = "ask Slurm for more time, or save checkpoints more often"
         raise not_ready("no-progress", message, help, file=str(folder.path))
     if prepared.output is not None:
-        lease.outlast(prepared.output, folder.path)
+        lease.wait_for_expiry(prepared.output, folder.path)
     with runner.lock_run(folder, prepared.attempt, prepared.output):
         kept = ("on_finish", "on_finish_s", "allow_unproven", "environ", "request")
         attempt = replace(_attempt(prepared), **{name: getattr(waiting, name) for name in kept})
@@ -281,12 +283,12 @@ def prepare_again(folder: RunFolder) -> Attempt:
 
 def execute(folder: RunFolder, rank: int | None = None, address: str | None = None) -> tuple[RunFolder, Attempt]:
     """What `launch exec` does: start the attempt that waits, unless it has begun. Raises NotReady or UsageError."""
-    attempt = attempts.read(folder)
+    attempt = attempts.read_attempt(folder)
     if folder.attempts() < attempt.number:
         attempts.require_own(folder)
-    here = rendezvous.find(attempt.nodes, rank, address, os.environ)
+    here = rendezvous.find_rendezvous(attempt.nodes, rank, address, os.environ)
     if here is not None:
-        argv = rendezvous.filled(attempt.argv, here)
+        argv = rendezvous.fill_placeholders(attempt.argv, here)
         attempt = replace(attempt, argv=argv, rank=here.rank)
         folder = folder.node(here.rank)
         folder.path.mkdir(rundir.OWN, exist_ok=True)
@@ -298,7 +300,9 @@ def execute(folder: RunFolder, rank: int | None = None, address: str | None = No
         with runner.lock_run(folder, attempt.number, output) as (granted, locks):
             # the GPUs that it was given when it was prepared, if they still are to be had
             named = attempt.devices
-            chosen = devices.choose(None, named, devices.look(attempt.environ)) if named else Devices()
+            chosen = (
+                devices.choose_devices(None, named, devices.survey_devices(attempt.environ)) if named else Devices()
+            )
             if chosen.refused:
                 raise NotReady(errors(chosen.findings))
             _keep(folder, attempt, granted, locks, chosen)

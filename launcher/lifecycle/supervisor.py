@@ -33,7 +33,11 @@ _STARTED_HERE: list[subprocess.Popen[bytes]] = []
 
 
 def spawn(
-    folder: RunFolder, number: int, locks: Sequence[int] = (), digest: str | None = None, granted: Lease | None = None
+    folder: RunFolder,
+    number: int,
+    locks: Sequence[int] = (),
+    digest: str | None = None,
+    granted: Lease | None = None,
 ) -> process.Identity:
     """Start the keeper of an attempt; returns as soon as training is there. Raises NotReady with what stopped it.
 
@@ -52,7 +56,11 @@ def spawn(
     # no exception may come between the start of a child and its name
     noted = dict.fromkeys((signal.SIGINT, signal.SIGTERM), lambda number, _: early.append(number))
     try:
-        with rundir.writing(folder.path), process.handling(noted), runner.private(folder.diary) as diary:
+        with (
+            rundir.writing(folder.path),
+            process.signal_handlers(noted),
+            runner.open_private_log(folder.supervisor_log) as diary,
+        ):
             child = subprocess.Popen(
                 [sys.executable, "-P", "-m", "launcher.lifecycle.supervisor", *words],
                 stdin=subprocess.DEVNULL,
@@ -79,10 +87,13 @@ def spawn(
         raise NotReady([Finding(**fields) for fields in json.loads(answer)])
     last: list[str] = []
     with contextlib.suppress(OSError):
-        last = folder.diary.read_text(errors="replace").splitlines()[-1:]
+        last = folder.supervisor_log.read_text(errors="replace").splitlines()[-1:]
     help = f"its last line: {brief(last[0], 300)}" if last else None
     raise not_ready(
-        "no-keeper", "the process that keeps the run ended before training began", help, file=str(folder.path)
+        "no-keeper",
+        "the process that keeps the run ended before training began",
+        help,
+        file=str(folder.path),
     )
 
 
@@ -90,7 +101,9 @@ def spawn(
 def interruptible() -> Iterator[None]:
     """INT and TERM raise KeyboardInterrupt once what was started is stopped; a terminal that goes stops nothing."""
     try:
-        with process.handling({signal.SIGHUP: process.ignore, signal.SIGTERM: signal.default_int_handler}):
+        with process.signal_handlers(
+            {signal.SIGHUP: process.ignore_signal, signal.SIGTERM: signal.default_int_handler}
+        ):
             yield
     except KeyboardInterrupt:
         # the run was cancelled; a second signal ends the keeper's wait
@@ -98,7 +111,7 @@ def interruptible() -> Iterator[None]:
             process.signal_all([one.pid for one in left], signal.SIGINT)
 
         left = [one for one in _STARTED_HERE if one.poll() is None]
-        with process.handling({signal.SIGINT: hand_on, signal.SIGTERM: hand_on}):
+        with process.signal_handlers({signal.SIGINT: hand_on, signal.SIGTERM: hand_on}):
             hand_on()
             for one in left:
                 one.wait()
@@ -110,7 +123,7 @@ def main(words: Sequence[str]) -> int:
     folder, number, telling = RunFolder(Path(words[0])), int(words[1]), int(words[2])
     locks = [int(one) for one in words[3].split(",") if one]
     digest = os.environ.pop(on_finish.KEEPER, "") or None
-    granted = lease.read(Path(words[4])) if words[4:] else None
+    granted = lease.read_lease(Path(words[4])) if words[4:] else None
     process.adopt_orphans()
     for descriptor in (telling, *locks):
         os.set_inheritable(descriptor, False)
@@ -122,7 +135,7 @@ def main(words: Sequence[str]) -> int:
                 pipe.close()
 
         try:
-            attempt = attempts.read(folder)
+            attempt = attempts.read_attempt(folder)
             if digest not in (None, attempt.digest()):
                 message = f"{folder.start.name} is not what was written at the start"
                 help = "have runs in a folder that nobody else can write"
@@ -131,19 +144,21 @@ def main(words: Sequence[str]) -> int:
                 # a tmux session, a job or another shell may have started us anywhere
                 os.chdir(attempt.cwd)
             except OSError as error:
-                message = f"the folder that launch was started in cannot be entered: {error.strerror}"
+                message = (
+                    f"the folder that launch was started in cannot be entered: {error.strerror}"
+                )
                 raise not_ready("not-started", message, file=attempt.cwd) from None
             output = None if attempt.output is None or attempt.rank else Path(attempt.output)
             meter = usage.UsageThread(folder, attempt)
             sums = checksums.ChecksumThread(folder, attempt.backend, output, attempt.world)
-            with lease.kept(granted, partial(_overtaken, folder.console(number))) as end:
+            with lease.heartbeat(granted, partial(_overtaken, folder.console(number))) as end:
                 command = attempt.command(os.environ)
                 where = {} if granted is None else {attempts.LEASE: str(granted.path)}
                 sums.start()
                 meter.start()
                 for earlier in range(1, number):
-                    inventory.end(folder, earlier, late=True)
-                inventory.begin(folder, number, output)
+                    inventory.record_written(folder, earlier, late=True)
+                inventory.record_before(folder, number, output)
                 ended = runner.run(
                     replace(command, env={**command.env, **where}),
                     folder,
@@ -153,30 +168,30 @@ def main(words: Sequence[str]) -> int:
                     began=lambda: tell(_STARTED),
                     inherited={},
                     adopting=True,
-                    save=preemption.request_for(command.env, number),
+                    save=preemption.save_request(command.env, number),
                     stands_still=_hang_detector(command),
                 )
                 meter.end()
                 sums.end(resumable=ended.returncode != 0 or ended.preempted)
                 # while nobody else may begin there
-                inventory.end(folder, number)
+                inventory.record_written(folder, number)
                 end(overview.ended_state(folder), ended.returncode)
         except LaunchError as error:
             tell(json.dumps([one.as_json() for one in error.findings]).encode())
             return error.exit_code
     # a signal now belongs to the command at the end, and a verdict takes seconds
     ignored = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    with process.handling(dict.fromkeys(ignored, process.ignore)):
+    with process.signal_handlers(dict.fromkeys(ignored, process.ignore_signal)):
         return conclude.conclude(folder, attempt, ended, locks=locks, own=True)
 
 
 def _hang_detector(command: attempts.Command) -> Callable[[runner.Living], bool]:
-    found = standstill.of_command(command.env)
+    found = standstill.standstill_of(command.env)
     return (lambda _: False) if found is None else found.look
 
 
 def _overtaken(console: Path, by: Lease) -> None:
-    message = f"launch: stopped: the output folder was taken over by the run {by.run} ({by.described}), "
+    message = f"launch: stopped: the output folder was taken over by the run {by.run} ({by.description}), "
     message += f"fencing number {by.fence}"
     print(message, file=sys.stderr, flush=True)
     with contextlib.suppress(OSError), console.open("a") as log:

@@ -83,7 +83,7 @@ class UsageThread:
     def _sample(self) -> None:
         environ = {**self.attempt.environ, **self.attempt.env}
         host = HostMeter()
-        gpus = GpuMeter(usage.visible(self.attempt.devices, environ))
+        gpus = GpuMeter(usage.visible_gpu_ids(self.attempt.devices, environ))
         host.look()
         began = last = time.monotonic()
         looks = _Looks()

@@ -129,18 +129,18 @@ def _target(facts: Facts, machine: Rendezvous | None) -> Target:
     output = resume.choose_output(stage, requested, rundir.newest_first(root), fresh=request.fresh)
     kind = stage.options.stage
     if request.folder is None:
-        folder, attempt = rundir.choose(kind, stage.name, output.output, root, rank=rank)
+        folder, attempt = rundir.choose_folder(kind, stage.name, output.output, root, rank=rank)
     else:
         folder = request.folder
         attempt = max(node.attempts() for node in folder.nodes()) + 1
     dry_run_folder = None
     if facts.machine is None and exists(folder.path):
         # what is pasted is no attempt of that run, and must not write into its record
-        dry_run_folder, _ = rundir.choose(kind, stage.name, None, root)
+        dry_run_folder, _ = rundir.choose_folder(kind, stage.name, None, root)
     earlier = folder if attempt > 1 else None
     history = resume.manifests(kind, earlier, output.output)
-    last = lease.newest(output.output)
-    if rank and last is not None and last.beats():
+    last = lease.newest_lease(output.output)
+    if rank and last is not None and last.is_beating():
         # the first of several machines has begun already: that is this very start
         history = history[:-1]
     if earlier is None and history and last is not None and os.path.isdir(last.run):
@@ -262,7 +262,7 @@ def plan_start(facts: Facts) -> StartPlan:
     request = facts.request
     machine: Rendezvous | None = None
     if facts.look is not None:
-        machine = rendezvous.find(request.nodes, request.node_rank, request.main_address, os.environ)
+        machine = rendezvous.find_rendezvous(request.nodes, request.node_rank, request.main_address, os.environ)
     target = _target(facts, machine)
     plan = check.settle(
         facts, output=target.folder.path / "model", decided=target.output.derived, attempts=len(target.history) or None

@@ -85,7 +85,7 @@ class Tokenised:
 
     @property
     def size(self) -> int:
-        return 0 if self.place is None else sizes.below(self.place, links=True)
+        return 0 if self.place is None else sizes.size_below(self.place, links=True)
 
     def as_json(self) -> dict[str, Any]:
         known = self.lengths
@@ -249,7 +249,7 @@ class _Filling:
             return self._of(entry, "there", 0.0), ()
         lock = cache_home() / "prepared" / f"{cache.path.name}.lock"
         waiting = "another `launch prepare` is filling this: waiting for it"
-        with locks.alone(lock, waiting=lambda: self.say(waiting)):
+        with locks.exclusive(lock, waiting=lambda: self.say(waiting)):
             # whoever was at it may have filled it in the meantime
             entry = entries.hit(cache.path, self.plan)
             return self._fill(cache) if entry is None else (self._of(entry, "there", 0.0), ())
@@ -281,7 +281,7 @@ class _Filling:
 
     def _fill(self, cache: Cache) -> tuple[Tokenised, tuple[Finding, ...]]:
         began = time.monotonic()
-        self.work = rundir.new_folder(self.request.runs or rundir.runs_root(), "prepare", self.plan.stage.name)
+        self.work = rundir.make_folder(self.request.runs or rundir.runs_root(), "prepare", self.plan.stage.name)
         folder = RunFolder(self.work)
         self.say(f"tokenising with {self.plan.stage.entry.script}; log: {folder.console(1)}")
         with folders.lock((cache,), folder, 1, config=self.request.config) as locks:

@@ -23,7 +23,7 @@ from launcher.config import load
 from launcher.config.keys import DEEPSPEED
 from launcher.config.load import Config, spelt
 from launcher.errors import InvalidConfig, not_ready, usage
-from launcher.lifecycle.manifest import escaped
+from launcher.lifecycle.manifest import escape_interpolation
 from launcher.machine.datasheets import Card
 from launcher.plan import footprint, plan, speed
 from launcher.plan.footprint import Footprint
@@ -439,7 +439,7 @@ def write(place: Path, space: Space, settings: Settings, *, head: Sequence[str],
         values["deepspeed"] = _relative(opts.deepspeed, place)
     # a path may hold what ends a comment
     lines = [_LINE_ENDS.sub(" ", line) for line in redact(head)]
-    body = yaml.safe_dump(escaped(redact(values)), sort_keys=False, allow_unicode=True, width=100)
+    body = yaml.safe_dump(escape_interpolation(redact(values)), sort_keys=False, allow_unicode=True, width=100)
     text = MARK + "\n# ".join(lines) + "\n" + body
     try:
         place.parent.mkdir(parents=True, exist_ok=True)

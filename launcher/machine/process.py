@@ -317,15 +317,11 @@ def live_marks() -> frozenset[str]:
 
 def run_mark(pid: int) -> str | None:
     """The run folder that a process was started for; None without one, or if unreadable."""
-    return _variable_of(pid, MARK)
+    return variable_of(pid, MARK)
 
 
-def has_variable(pid: int, name: str) -> bool:
-    """Whether a process was started with a variable in its environment; False if unreadable."""
-    return _variable_of(pid, name) is not None
-
-
-def _variable_of(pid: int, name: str) -> str | None:
+def variable_of(pid: int, name: str) -> str | None:
+    """A variable in the environment that a process was started with; None if unreadable."""
     prefix = os.fsencode(f"{name}=")
     for word in _read_words(pid, "environ"):
         if word.startswith(prefix):

@@ -85,11 +85,21 @@ def detach(kind: str, name: str, argv: Sequence[str]) -> Started:
         )
     tail = ["tail", f"--pid={child.pid}", "-n", "+1", "-F", str(log_file)]
     session = _open_session(folder.name, tail)
-    return Started(folder=str(folder), log=str(log_file), pid=child.pid, session=session)
+    return Started(
+        folder=str(folder),
+        log=str(log_file),
+        pid=child.pid,
+        session=session,
+    )
 
 
 def queue(
-    kind: str, name: str, argv: Sequence[str], *, gpus: int, options: slurm.Options
+    kind: str,
+    name: str,
+    argv: Sequence[str],
+    *,
+    gpus: int,
+    options: slurm.Options,
 ) -> Started:
     """Queue a command line as a job on one machine. Raises NotReady with sbatch's complaint."""
     folder = RunFolder(_make_folder(kind, name))
@@ -104,9 +114,17 @@ def queue(
         title=f"{kind} {name}",
     )
     attempt.write(folder)
-    command = [*start.launch_argv("launcher.lifecycle.background"), str(folder.path)]
+    command = [
+        *start.launch_argv("launcher.lifecycle.background"),
+        str(folder.path),
+    ]
     script = slurm.batch_script(
-        folder.path, command, nodes=1, gpus=gpus, options=options, prepare=False
+        folder.path,
+        command,
+        nodes=1,
+        gpus=gpus,
+        options=options,
+        prepare=False,
     )
     try:
         job = slurm.submit(folder, script, os.environ)
@@ -123,7 +141,11 @@ def _make_folder(kind: str, name: str) -> Path:
 
 
 def finish(
-    words: Sequence[str], limit_s: float, command: str, code: int, status: str
+    words: Sequence[str],
+    limit_s: float,
+    command: str,
+    code: int,
+    status: str,
 ) -> int | None:
     """Run the `--on-finish` command of a command that has ended with `code`."""
     state = "failed"

@@ -62,7 +62,11 @@ def conclude(
         # the command may start the next run on the same cards
         _release(locks)
         on_finish.call(
-            folder, attempt, code, own=own, began=lambda: rundir.mark_notified(folder, number)
+            folder,
+            attempt,
+            code,
+            own=own,
+            began=lambda: rundir.mark_notified(folder, number),
         )
     return code
 
@@ -113,7 +117,9 @@ def record_input_changes(folder: RunFolder, attempt: Attempt) -> None:
 
 
 def verdict_and_exit_code(
-    folder: RunFolder, attempt: Attempt, ended: runner.ProcessExit | None = None
+    folder: RunFolder,
+    attempt: Attempt,
+    ended: runner.ProcessExit | None = None,
 ) -> tuple[check.Verdict, Exit]:
     """The verdict and the exit code of an attempt that is over; judged now if nobody has yet."""
     verdict = None
@@ -137,7 +143,10 @@ def judge_and_write(folder: RunFolder) -> judge.RunJudgement:
         files.write_json(folder.verdict, judgement.verdict.as_json())
         rows = judge.rows_of(judgement.attempts)
         files.write_text(folder.metrics, "".join(map(rundir.json_line, rows)))
-        files.write_text(folder.report, page.overlay([series.of_judged(folder.path, judgement)]))
+        files.write_text(
+            folder.report,
+            page.overlay([series.of_judged(folder.path, judgement)]),
+        )
     return judgement
 
 
@@ -150,7 +159,10 @@ def judge_by_plan(folder: RunFolder, planned: Plan, verdict: check.Verdict) -> c
 
 
 def exit_code(
-    ended: runner.ProcessExit | None, verdict: check.Verdict, *, allow_unproven: bool
+    ended: runner.ProcessExit | None,
+    verdict: check.Verdict,
+    *,
+    allow_unproven: bool,
 ) -> Exit:
     if ended is not None and _was_stopped(ended):
         return Exit.INTERRUPTED
@@ -162,13 +174,17 @@ def exit_code(
 def left_out_notes(judgement: judge.RunJudgement, folder: RunFolder) -> tuple[Finding, ...]:
     """What could not be used of a run's records: of each file the first, and how many more."""
     places: dict[str, list[tuple[int | None, Omission]]] = {}
-    for fault in judgement.manifest.left_out():
-        places.setdefault(str(folder.manifest), []).append((None, fault))
+    manifest = str(folder.manifest)
+    for omission in judgement.manifest.left_out():
+        places.setdefault(manifest, []).append((None, omission))
     for attempt in judgement.attempts:
         for record in attempt.records:
-            for path, line, fault in record.left_out:
-                places.setdefault(str(path), []).append((line, fault))
-    return tuple(_left_out_note(file, faults) for file, faults in places.items())
+            for path, line, omission in record.left_out:
+                places.setdefault(str(path), []).append((line, omission))
+    notes = []
+    for file, omissions in places.items():
+        notes.append(_left_out_note(file, omissions))
+    return tuple(notes)
 
 
 def _left_out_note(file: str, faults: Sequence[tuple[int | None, Omission]]) -> Finding:

@@ -65,9 +65,14 @@ def _view_of(folder: RunFolder, attempt: Attempt) -> View:
     if manifest.steps is not None:
         progress.rows_per_step = manifest.global_batch
         progress.rows = manifest.plan.rows
-    terminal = sys.stderr is not None and sys.stderr.isatty()
-    console = folder.console(attempt.number)
-    return View(attempt.title, console, folder.probe, progress, terminal)
+    is_terminal = sys.stderr is not None and sys.stderr.isatty()
+    return View(
+        attempt.title,
+        folder.console(attempt.number),
+        folder.probe,
+        progress,
+        is_terminal,
+    )
 
 
 def _update_view(folder: RunFolder, view: View) -> None:
@@ -148,12 +153,14 @@ def _print_last_lines(log: BinaryIO, printer: LogLines, count: int) -> None:
     log.seek(lines.start)
     for gap in lines.gaps:
         while log.tell() < gap.start:
-            block = log.read(min(BLOCK_BYTES, gap.start - log.tell()))
+            missing = gap.start - log.tell()
+            block = log.read(min(BLOCK_BYTES, missing))
             if not block:
                 # it was truncated meanwhile
                 return
             sys.stdout.buffer.write(printer.of(block))
-        printer.leave_out(gap.stop - gap.start, at_least=gap.at_least)
+        length = gap.stop - gap.start
+        printer.leave_out(length, at_least=gap.at_least)
         log.seek(gap.stop)
 
 

@@ -86,7 +86,10 @@ def _deepspeed(plan: Plan, trainer: Trainer) -> dict[str, Any] | None:
     for name in ("zero_optimization", "communication_data_type"):
         if name in config:
             deciding[name] = config[name]
-    return {"version": trainer.packages.get("deepspeed"), "config": deciding}
+    return {
+        "version": trainer.packages.get("deepspeed"),
+        "config": deciding,
+    }
 
 
 def _resolve_arguments(plan: Plan) -> dict[str, dict[str, Any]]:
@@ -131,7 +134,8 @@ def write_stage_file(
             # or from where huggingface_hub looks
             arguments[name] = f"${{oc.env:{HUB},null}}"
     text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100)
-    files.write_text(folder.stage_file, _HEAD.format(stage=plan.stage.config.path) + text)
+    head = _HEAD.format(stage=plan.stage.config.path)
+    files.write_text(folder.stage_file, head + text)
 
 
 def _options_of(plan: Plan) -> dict[str, Any]:
@@ -143,7 +147,8 @@ def _options_of(plan: Plan) -> dict[str, Any]:
     probe: str | dict[str, Any] = "off"
     if options.probe is not None:
         settings = asdict(options.probe)
-        probe = _without_none({part.name: settings[part.name] for part in KEYS["probe"].parts})
+        names = [part.name for part in KEYS["probe"].parts]
+        probe = _without_none({name: settings[name] for name in names})
     keys: dict[str, Any] = {
         "stage": options.stage,
         "backend": options.backend,
@@ -160,7 +165,10 @@ def _options_of(plan: Plan) -> dict[str, Any]:
         "probe": probe,
     }
     if options.batch is not None:
-        batch = {"global": options.batch.total, "per_device": options.batch.per_device}
+        batch = {
+            "global": options.batch.total,
+            "per_device": options.batch.per_device,
+        }
         keys["batch"] = _without_none(batch)
     return _without_none(keys)
 

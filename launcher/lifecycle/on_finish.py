@@ -87,7 +87,10 @@ def call(
         reason = writable_by_others(folder)
         if reason is not None:
             command = shlex.join(map(str, attempt.on_finish))
-            _say(attempt.environ, f"`{brief(_escape(command))}` was not run: {reason}")
+            _say(
+                attempt.environ,
+                f"`{brief(_escape(command))}` was not run: {reason}",
+            )
             return None
     progress = Progress(total=None)
     overview.last_steps(folder, progress)
@@ -155,7 +158,10 @@ def run(
         try:
             returncode = child.wait(limit_s)
         except subprocess.TimeoutExpired:
-            _say(environ, f"{name} is ended: it took longer than {limit_s:g} s")
+            _say(
+                environ,
+                f"{name} is ended: it took longer than {limit_s:g} s",
+            )
             _end(child.pid, earlier)
             returncode = child.wait()
     if returncode:
@@ -172,7 +178,11 @@ def _start(words: Sequence[str], env: Mapping[str, str], cwd: Path) -> subproces
         raise FileNotFoundError("there is no such program in PATH")
     argv = [program, *words[1:]]
     return subprocess.Popen(
-        argv, env=env, cwd=cwd, stdin=subprocess.DEVNULL, start_new_session=True
+        argv,
+        env=env,
+        cwd=cwd,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,
     )
 
 

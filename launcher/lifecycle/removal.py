@@ -142,7 +142,11 @@ def require_over(folder: RunFolder) -> None:
         activity = _activity_of(run)
         if activity is not None:
             name = run.path.name
-            raise not_ready("run-is-live", f"{name} is {activity}", f"launch stop {name}")
+            raise not_ready(
+                "run-is-live",
+                f"{name} is {activity}",
+                f"launch stop {name}",
+            )
 
 
 def _activity_of(run: RunFolder) -> str | None:
@@ -190,7 +194,9 @@ def _require_own_folder(path: Path) -> None:
     """Raise UsageError if a folder is a link, or another user's."""
     if os.path.islink(path):
         raise usage(
-            "output-kept", f"{path} is a link to {os.readlink(path)}", "delete the link by hand"
+            "output-kept",
+            f"{path} is a link to {os.readlink(path)}",
+            "delete the link by hand",
         )
     status = os.lstat(path)
     if status.st_uid != os.geteuid():
@@ -201,11 +207,19 @@ def _require_own_folder(path: Path) -> None:
 def _require_no_model_inside(folder: RunFolder) -> None:
     output = rundir.read_manifest(folder).output
     if exists(folder.path / _MODELS):
-        raise usage("output-kept", f"models are in the folder: {folder.path}/{_MODELS}", "--model")
+        raise usage(
+            "output-kept",
+            f"models are in the folder: {folder.path}/{_MODELS}",
+            "--model",
+        )
     if output is None or not exists(output):
         return
     if canonical(output).is_relative_to(canonical(folder.path)):
-        raise usage("output-kept", f"the model is in the run folder: {output}", "--model")
+        raise usage(
+            "output-kept",
+            f"the model is in the run folder: {output}",
+            "--model",
+        )
 
 
 def _require_no_others(
@@ -221,7 +235,12 @@ def _require_no_others(
             message = f"the run {other.name} trains into {other.output}"
             if other.where != "here":
                 message += f", which lies {other.where} {place}"
-            raise not_ready("run-is-live", message, f"launch stop {other.name}", file=other.run)
+            raise not_ready(
+                "run-is-live",
+                message,
+                f"launch stop {other.name}",
+                file=other.run,
+            )
         if other.where != "inside" and other.gone:
             # that run was removed, and its output left as it is
             continue
@@ -231,7 +250,11 @@ def _require_no_others(
 def _shared_output(place: Path, other: outputs.Neighbour) -> UsageError:
     if other.where == "here":
         help = f"launch rm {other.name} removes that run, and keeps the output"
-        return usage("output-kept", f"{place} is the output of {other.name} too", help)
+        return usage(
+            "output-kept",
+            f"{place} is the output of {other.name} too",
+            help,
+        )
     message = f"{other.output}, the output of {other.name}, lies {other.where} {place}"
     help = f"move {other.output} elsewhere, or delete it by hand"
     if other.where == "above":
@@ -317,7 +340,13 @@ def _sort_files(run: RunFolder, place: Path, written: _Written) -> Deletion:
             else:
                 kept[entry.path] = _CHANGED
     doomed += own_leases
-    return Deletion(root=place, inode=inode, doomed=tuple(doomed), kept=kept, unsure=budget.spent)
+    return Deletion(
+        root=place,
+        inode=inode,
+        doomed=tuple(doomed),
+        kept=kept,
+        unsure=budget.spent,
+    )
 
 
 def _is_own(entry: TreeEntry) -> bool:
@@ -334,19 +363,25 @@ def _opening(place: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise not_ready(
-            "not-removed", f"it cannot be read: {error.strerror}", file=str(place)
+            "not-removed",
+            f"it cannot be read: {error.strerror}",
+            file=str(place),
         ) from None
 
 
 def _is_unchanged(
-    entry: TreeEntry, states: Iterable[FileState], sums: Mapping[str, Mapping[str, object]]
+    entry: TreeEntry,
+    states: Iterable[FileState],
+    sums: Mapping[str, Mapping[str, object]],
 ) -> bool:
     """Whether a file has one of the states that the run left it in."""
     return any(_has_state(entry, state, sums) for state in states)
 
 
 def _has_state(
-    entry: TreeEntry, recorded: FileState, sums: Mapping[str, Mapping[str, object]]
+    entry: TreeEntry,
+    recorded: FileState,
+    sums: Mapping[str, Mapping[str, object]],
 ) -> bool:
     """Whether nobody wrote into a file since; if its ctime changed, the digest decides."""
     current = inventory.file_state(entry.status)
@@ -392,8 +427,9 @@ def _paths_inside(place: Path, parts: Iterable[Deletion]) -> set[str]:
     for part in parts:
         if part.root.is_relative_to(run_folder):
             prefix = part.root.relative_to(run_folder)
-            paths.update(str(prefix / path) for path in part.kept)
-            paths.update(str(prefix / file.path) for file in part.doomed)
+            names = [*part.kept]
+            names += [file.path for file in part.doomed]
+            paths.update(str(prefix / name) for name in names)
     return paths
 
 
@@ -417,7 +453,13 @@ def _plan_records(folder: RunFolder, elsewhere: set[str]) -> Deletion:
                 kept[entry.path] = _NOT_WRITTEN
     # the manifest last: with it, a removal that is cut short can be repeated
     doomed.sort(key=_is_manifest)
-    return Deletion(root=place, inode=inode, doomed=tuple(doomed), kept=kept, unsure=budget.spent)
+    return Deletion(
+        root=place,
+        inode=inode,
+        doomed=tuple(doomed),
+        kept=kept,
+        unsure=budget.spent,
+    )
 
 
 def _is_manifest(file: Doomed) -> bool:
@@ -461,7 +503,9 @@ def _held(removal: Removal) -> Iterator[None]:
                 if locks.try_lock(descriptor, seconds=locks.GLANCE_S) is False:
                     name = removal.folder.path.name
                     raise not_ready(
-                        "run-is-live", f"{name} is being started", f"launch stop {name}"
+                        "run-is-live",
+                        f"{name} is being started",
+                        f"launch stop {name}",
                     )
         yield
 
@@ -520,12 +564,16 @@ def _remove_empty(root: int, part: Deletion) -> None:
     """Remove the empty folders that had files of the run, or that only a run makes."""
     emptied = set[str]()
     for file in part.doomed:
-        emptied.update(str(above) for above in Path(file.path).parents)
+        for above in Path(file.path).parents:
+            emptied.add(str(above))
     for entry in trees.walk(root, _budget()):
-        if entry.is_folder and (entry.path in emptied or _is_made_by_run(entry.path)):
-            # one that still holds something stays
-            with contextlib.suppress(OSError):
-                os.rmdir(entry.name, dir_fd=entry.parent)
+        if not entry.is_folder:
+            continue
+        if entry.path not in emptied and not _is_made_by_run(entry.path):
+            continue
+        # one that still holds something stays
+        with contextlib.suppress(OSError):
+            os.rmdir(entry.name, dir_fd=entry.parent)
 
 
 def _is_made_by_run(path: str) -> bool:

@@ -37,7 +37,10 @@ def take_samples(folder: RunFolder, attempt: Attempt) -> None:
 def _say(folder: RunFolder, number: int, text: str) -> None:
     """Tell whoever follows the run why it goes on."""
     print(f"launch: {text}", file=sys.stderr)
-    with contextlib.suppress(OSError), folder.console(number).open("a") as log:
+    with (
+        contextlib.suppress(OSError),
+        folder.console(number).open("a") as log,
+    ):
         log.write(f"\nlaunch: {text}\n")
 
 
@@ -45,5 +48,8 @@ def _say(folder: RunFolder, number: int, text: str) -> None:
 def _interruptible() -> Iterator[None]:
     interrupt = signal.default_int_handler
     handlers = {signal.SIGINT: interrupt, signal.SIGTERM: interrupt}
-    with process.signal_handlers(handlers), contextlib.suppress(KeyboardInterrupt):
+    with (
+        process.signal_handlers(handlers),
+        contextlib.suppress(KeyboardInterrupt),
+    ):
         yield

@@ -59,7 +59,10 @@ def begin(prepared: Prepared, **at_end: Any) -> tuple[RunFolder, Attempt]:
             output = prepared.output
         with (
             _removed_if_empty(folder),
-            runner.lock_run(folder, attempt.number, output) as (acquired, locks),
+            runner.lock_run(folder, attempt.number, output) as (
+                acquired,
+                locks,
+            ),
             _rollback_on_error(folder),
         ):
             if is_first or not prepared.folder.manifest.exists():
@@ -158,12 +161,14 @@ def _warning_s(prepared: Prepared) -> int:
     """Seconds before the end of a job's time that its run is asked to save."""
     grace = os.environ.get(preemption.GRACE_VARIABLE)
     if grace:
-        return math.ceil(preemption.parse_save_grace(grace)) + slurm.RESERVED_S
+        grace_s = preemption.parse_save_grace(grace)
+        return math.ceil(grace_s) + slurm.RESERVED_S
     save_s = 0.0
     needs = disk.needs(prepared.plan, prepared.output, os.environ)
     if needs is not None:
         save_s = preemption.save_seconds(needs.saved.checkpoint)
-    return math.ceil(min(LONGEST_WARNING_S, SHORTEST_WARNING_S + 2 * save_s))
+    warning_s = SHORTEST_WARNING_S + 2 * save_s
+    return math.ceil(min(LONGEST_WARNING_S, warning_s))
 
 
 def save_and_end(folder: RunFolder) -> bool:
@@ -174,8 +179,9 @@ def save_and_end(folder: RunFolder) -> bool:
     request = runner.StopRequest(attempt=max(1, folder.attempts()), checkpoint=True)
     for node in folder.nodes():
         request.write(node)
-    grace_s = preemption.parse_save_grace(os.environ.get(preemption.GRACE_VARIABLE))
-    until = time.monotonic() + grace_s + slurm.RESERVED_S / 2
+    grace = os.environ.get(preemption.GRACE_VARIABLE)
+    patience_s = preemption.parse_save_grace(grace) + slurm.RESERVED_S / 2
+    until = time.monotonic() + patience_s
     while runner.has_live_supervisor(folder) or runner.is_alive(folder.path):
         if time.monotonic() > until:
             return False
@@ -217,7 +223,12 @@ def _write_records(prepared: Prepared, attempt: Attempt) -> None:
         with rundir.writing(folder.path):
             files.write_text(Path(path), text)
     continued: list[Json] = [run.as_json() for run in _continued_trackers(prepared)]
-    record = replace(record, **prepared.for_record(), launch_argv=_typed_argv(), trackers=continued)
+    record = replace(
+        record,
+        **prepared.for_record(),
+        launch_argv=_typed_argv(),
+        trackers=continued,
+    )
     manifest.create(folder, record)
     restored = {}
     for change in prepared.decision.changes:
@@ -243,7 +254,12 @@ def _rollback_on_error(folder: RunFolder) -> Iterator[None]:
     if names == {folder.lock.name}:
         # the lock of this start, in the folder of a new run
         names = set()
-    replaced = [folder.manifest, folder.start, folder.stage_file, folder.deepspeed]
+    replaced = [
+        folder.manifest,
+        folder.start,
+        folder.stage_file,
+        folder.deepspeed,
+    ]
     replaced += [path for path in folder.path.iterdir() if path.suffix == ".yaml"]
     contents = {path: path.read_bytes() for path in replaced if path.name in names}
     try:
@@ -363,7 +379,10 @@ def execute(
         # the output folder is the same for all machines: the first one takes its lease
         if attempt.output is not None and attempt.rank == 0:
             output = Path(attempt.output)
-        with runner.lock_run(folder, attempt.number, output) as (acquired, locks):
+        with runner.lock_run(folder, attempt.number, output) as (
+            acquired,
+            locks,
+        ):
             chosen = _devices_of(attempt)
             _spawn_supervisor(folder, attempt, acquired, locks, chosen)
     return folder, attempt

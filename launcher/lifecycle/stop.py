@@ -62,7 +62,10 @@ def cost(folder: RunFolder) -> Cost:
 
 
 def stop(
-    folder: RunFolder, *, after_checkpoint: bool = False, checkpoint: bool = False
+    folder: RunFolder,
+    *,
+    after_checkpoint: bool = False,
+    checkpoint: bool = False,
 ) -> ProcessExit | None:
     """Stop a run, and wait until every process of it has gone; returns how it ended.
 
@@ -72,7 +75,11 @@ def stop(
     reach.
     """
     number = max(1, folder.attempts())
-    request = StopRequest(attempt=number, after_checkpoint=after_checkpoint, checkpoint=checkpoint)
+    request = StopRequest(
+        attempt=number,
+        after_checkpoint=after_checkpoint,
+        checkpoint=checkpoint,
+    )
     job = slurm.job_of(folder)
     state = None
     if job is not None:
@@ -88,7 +95,9 @@ def stop(
         if starting is None:
             return _stop_evaluation(folder)
         request = StopRequest(
-            attempt=starting, after_checkpoint=after_checkpoint, checkpoint=checkpoint
+            attempt=starting,
+            after_checkpoint=after_checkpoint,
+            checkpoint=checkpoint,
         )
     return _stop_attempt(folder, request)
 
@@ -127,7 +136,11 @@ def _stop_evaluation(run: RunFolder) -> ProcessExit | None:
     folder = evaluation.evaluation_folder(run)
     if not runner.is_alive(folder.path):
         state = overview.state(run)
-        raise usage("not-running", f"{run.path.name} is not running: {state}", "launch runs")
+        raise usage(
+            "not-running",
+            f"{run.path.name} is not running: {state}",
+            "launch runs",
+        )
     number = max(1, folder.attempts())
     _ask(folder, StopRequest(attempt=number))
     until = time.monotonic() + _patience_s(run)

@@ -48,7 +48,12 @@ def spawn(
     """
     process.hold_standard_streams()
     reading, writing = os.pipe()
-    words = [str(folder.path), str(number), str(writing), ",".join(map(str, locks))]
+    words = [
+        str(folder.path),
+        str(number),
+        str(writing),
+        ",".join(map(str, locks)),
+    ]
     if acquired is not None:
         words.append(str(acquired.path))
     early_signals: list[int] = []
@@ -95,7 +100,11 @@ def _environment(digest: str | None) -> dict[str, str]:
     search_path = str(PROJECT)
     if environ.get("PYTHONPATH"):
         search_path = f"{environ['PYTHONPATH']}{os.pathsep}{search_path}"
-    return {**environ, "PYTHONPATH": search_path, on_finish.START_DIGEST: digest or ""}
+    return {
+        **environ,
+        "PYTHONPATH": search_path,
+        on_finish.START_DIGEST: digest or "",
+    }
 
 
 def _failure_of(folder: RunFolder, answer: bytes) -> NotReady:
@@ -133,7 +142,8 @@ def _interrupt_children() -> None:
     def interrupt(*_: object) -> None:
         process.signal_all([child.pid for child in running], signal.SIGINT)
 
-    with process.signal_handlers({signal.SIGINT: interrupt, signal.SIGTERM: interrupt}):
+    handlers = dict.fromkeys((signal.SIGINT, signal.SIGTERM), interrupt)
+    with process.signal_handlers(handlers):
         interrupt()
         for child in running:
             child.wait()
@@ -173,9 +183,10 @@ def main(words: Sequence[str]) -> int:
     process.adopt_orphans()
     for descriptor in (starter.descriptor, *locks):
         os.set_inheritable(descriptor, False)
+    overtaken = partial(_overtaken, folder.console(number))
     try:
         attempt = _read_attempt(folder, digest)
-        with lease.heartbeat(acquired, partial(_overtaken, folder.console(number))) as record_end:
+        with lease.heartbeat(acquired, overtaken) as record_end:
             ended = _train(folder, attempt, number, starter, locks, acquired)
             # recorded while nobody else may begin there
             inventory.record_written(folder, number)
@@ -185,8 +196,9 @@ def main(words: Sequence[str]) -> int:
         starter.answer(json.dumps(findings).encode())
         return error.exit_code
     # from now on signals are for the command at the end, and a verdict takes seconds
-    ignored = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    with process.signal_handlers(dict.fromkeys(ignored, process.ignore_signal)):
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    ignored = dict.fromkeys(signals, process.ignore_signal)
+    with process.signal_handlers(ignored):
         return conclude.conclude(folder, attempt, ended, locks=locks, own=True)
 
 

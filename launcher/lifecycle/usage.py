@@ -34,13 +34,16 @@ class _Looks:
         for gpus in self.gpus:
             for gpu in gpus:
                 by_index.setdefault(gpu.index, []).append(gpu)
+        samples = []
+        for index in sorted(by_index):
+            samples.append(_mean_of(index, by_index[index]))
         return UsageSample(
             t=round(at, 1),
             attempt=attempt,
             cpu=_mean(host.cpu for host in self.hosts),
             memory_gib=_mean(host.memory_gib for host in self.hosts),
             memory_total_gib=_mean(host.memory_total_gib for host in self.hosts),
-            gpus=tuple(_mean_of(index, by_index[index]) for index in sorted(by_index)),
+            gpus=tuple(samples),
         )
 
 
@@ -106,5 +109,8 @@ class UsageThread:
         sample = looks.sample(time.time(), self.attempt.number)
         line = rundir.json_line(sample.as_json())
         # a full disk, or a folder that is gone: the next line may find room
-        with contextlib.suppress(OSError), self.folder.usage.open("a", encoding="utf-8") as stream:
+        with (
+            contextlib.suppress(OSError),
+            self.folder.usage.open("a", encoding="utf-8") as stream,
+        ):
             stream.write(line)

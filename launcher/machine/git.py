@@ -58,7 +58,14 @@ class Repository:
         """
         names = list(names)
         request = "".join(f"{name}\n" for name in names)
-        raw = self._run(("cat-file", "--batch", "--buffer"), request.encode(), _BULK_S) or b""
+        raw = (
+            self._run(
+                ("cat-file", "--batch", "--buffer"),
+                request.encode(),
+                _BULK_S,
+            )
+            or b""
+        )
         position = 0
         for _ in names:
             # `NAME TYPE SIZE`, then the content; or `NAME missing`
@@ -121,7 +128,13 @@ def _require_answer() -> None:
 def _disable_filters(repository: Repository) -> tuple[str, ...]:
     """Options that switch off the filters of a checkout's own config: comparing would run them."""
     pattern = r"^filter\..*\.(clean|smudge|process|required)$"
-    arguments = ["--show-scope", "--includes", "--name-only", "--get-regexp", pattern]
+    arguments = [
+        "--show-scope",
+        "--includes",
+        "--name-only",
+        "--get-regexp",
+        pattern,
+    ]
     answer = repository.ask("config", *arguments) or ""
     options: list[str] = []
     for line in answer.splitlines():

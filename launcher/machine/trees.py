@@ -112,7 +112,9 @@ def _enter_all(_entry: TreeEntry) -> bool:
 
 
 def walk(
-    root: int, budget: Budget, is_entered: Callable[[TreeEntry], bool] = _enter_all
+    root: int,
+    budget: Budget,
+    is_entered: Callable[[TreeEntry], bool] = _enter_all,
 ) -> Iterator[TreeEntry]:
     """Every name below an open folder, a folder after its content; `is_entered` selects folders.
 

@@ -37,7 +37,12 @@ LEASE = "LAUNCH_LEASE"
 ARGUMENT = "LAUNCH_ARG_"  # prefix of variables that hold secret words of the command line
 _SCHEDULER = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMIX_")
 # these come from the job, even if the shell that submitted it had them too
-_OF_THE_JOB = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "TMPDIR", "HOSTNAME")
+_OF_THE_JOB = (
+    "CUDA_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "TMPDIR",
+    "HOSTNAME",
+)
 ON_FINISH_S = 600.0  # seconds that `--on-finish` may take
 _NOBODY = 65534  # the owner that a user namespace shows for every user it does not map
 _END_OF_FILE = "END_OF_FILE"

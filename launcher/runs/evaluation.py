@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from launcher.machine import codec
 from launcher.machine.codec import Count, Misfit
@@ -17,7 +17,14 @@ POINT = "evaluation"
 FOLDER = "eval"
 RECORD = "eval.json"
 
-State = Literal["running", "measured", "crashed", "timed_out", "interrupted", "unreadable"]
+State = Literal[
+    "running",
+    "measured",
+    "crashed",
+    "timed_out",
+    "interrupted",
+    "unreadable",
+]
 """`measured`: the command succeeded and its metrics were read; `unreadable`: they were not."""
 
 
@@ -69,9 +76,13 @@ class EvaluationRecord:
     def passed(self) -> bool:
         return self.state == "measured" and all(gate.ok for gate in self.gates)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         gates = [asdict(gate) for gate in self.gates]
-        return {**asdict(self), "command": list(self.command), "gates": gates}
+        return {
+            **asdict(self),
+            "command": list(self.command),
+            "gates": gates,
+        }
 
 
 def evaluation_folder(run: RunFolder) -> RunFolder:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from launcher import files
 from launcher.artifacts import digest, layout
@@ -72,7 +71,7 @@ class Inventory:
     before: Mapping[str, FileState] | None
     written: Mapping[str, FileState] | None = None
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         return {
             "output": self.output,
             "inode": self.inode,
@@ -82,10 +81,12 @@ class Inventory:
         }
 
 
-def _rows_of(states: Mapping[str, FileState] | None) -> dict[str, list[Any]] | None:
+def _rows_of(
+    states: Mapping[str, FileState] | None,
+) -> dict[str, list[object]] | None:
     if states is None:
         return None
-    rows = {}
+    rows: dict[str, list[object]] = {}
     for path, state in states.items():
         rows[path] = [
             state.size,
@@ -201,7 +202,11 @@ def record_written(folder: RunFolder, attempt: int, *, late: bool = False) -> No
 
 def last_activity_ns(folder: RunFolder, attempt: int) -> int:
     """When a process of an attempt last wrote its log, the probe's records or its heartbeat."""
-    paths = [folder.console(attempt), folder.exit(attempt), *folder.probe.glob("*.jsonl")]
+    paths = [
+        folder.console(attempt),
+        folder.exit(attempt),
+        *folder.probe.glob("*.jsonl"),
+    ]
     output = rundir.read_manifest(folder).output
     if output is not None:
         paths += _leases_of_attempt(output, folder, attempt)
@@ -225,11 +230,13 @@ def _with_written(record: Inventory, last_ns: int | None) -> Inventory:
     written = {}
     with trees.open_tree(Path(record.output)) as root:
         inode = os.fstat(root).st_ino
-        for entry in _trainer_files(root, Budget(names=MAX_NAMES, seconds=END_S)):
+        budget = Budget(names=MAX_NAMES, seconds=END_S)
+        for entry in _trainer_files(root, budget):
             state = file_state(entry.status)
             if not _is_new(record, entry.path, state):
                 continue
-            if last_ns is not None and max(state.mtime_ns, state.ctime_ns) > last_ns:
+            changed_ns = max(state.mtime_ns, state.ctime_ns)
+            if last_ns is not None and changed_ns > last_ns:
                 continue
             if not state.link and time.monotonic() < digest_until:
                 state = replace(state, digest=file_digest(entry))

@@ -111,7 +111,10 @@ class Lease:
         """
         import tempfile
 
-        with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=self.path.parent) as probe:
+        with (
+            contextlib.suppress(OSError),
+            tempfile.TemporaryFile(dir=self.path.parent) as probe,
+        ):
             # after a clock is set back, the last heartbeat is in the future
             return abs(os.fstat(probe.fileno()).st_mtime - self.last_beat)
         return None
@@ -126,7 +129,12 @@ class Lease:
         owner = None
         if self.owner is not None:
             owner = self.owner.as_json()
-        content = {"run": self.run, "state": self.state, "returncode": self.code, "owner": owner}
+        content = {
+            "run": self.run,
+            "state": self.state,
+            "returncode": self.code,
+            "owner": owner,
+        }
         self.path.parent.mkdir(parents=True, exist_ok=True)
         raw = json.dumps(content, indent=1).encode()
         files.write_bytes(self.path, raw, durable=True, mode=_MODE)
@@ -144,7 +152,10 @@ class Lease:
             self.manifest.unlink(missing_ok=True)
             if not _fences_in(folder):
                 self.lock.unlink(missing_ok=True)
-                for empty in (folder, *folder.parents[: len(FOLDER.parts) - 1]):
+                for empty in (
+                    folder,
+                    *folder.parents[: len(FOLDER.parts) - 1],
+                ):
                     empty.rmdir()
 
 
@@ -260,8 +271,10 @@ def _require_no_obstacle(output: Path) -> None:
     for path in (*reversed(folder.parents), folder):
         if os.path.lexists(path) and not os.path.isdir(path):
             raise _obstacle(output, path, "a folder")
-    lease_files = [_lease_file(output, fence) for fence in _fences_in(folder)]
-    for path in (*lease_files, folder / "lock"):
+    must_be_files = [folder / "lock"]
+    for fence in _fences_in(folder):
+        must_be_files.append(_lease_file(output, fence))
+    for path in must_be_files:
         # any other kind counts as an unreadable lease until it has been silent for long enough
         if os.path.islink(path) or os.path.isdir(path):
             raise _obstacle(output, path, "a file")

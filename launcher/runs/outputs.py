@@ -214,7 +214,11 @@ def _output_of(run: str) -> str | None:
 
 
 def find_neighbours(
-    output: Path, own: Path, *, budget: Budget | None = None, seconds: float | None = CATCH_UP_S
+    output: Path,
+    own: Path,
+    *,
+    budget: Budget | None = None,
+    seconds: float | None = CATCH_UP_S,
 ) -> list[Neighbour]:
     """Other runs whose output is `output`, or lies inside or above it; live ones first.
 
@@ -296,15 +300,21 @@ def _listed_neighbours(place: Path, seconds: float | None) -> Iterator[Neighbour
     for run, output in outputs_by_run(seconds=seconds).items():
         where = _position(output, str(place))
         # a file system may ignore case
-        same_name = output.casefold().endswith(name)
-        if where is None and same_name and trees.same_place(Path(output), place):
-            where = "here"
+        if where is None and output.casefold().endswith(name):
+            is_same = trees.same_place(Path(output), place)
+            where = "here" if is_same else None
         if where is None or not os.path.isdir(output):
             continue
         # the list may be outdated: the run may be gone, or write elsewhere since
         current = rundir.read_manifest(RunFolder(Path(run))).output
-        if current is not None and str(canonical(current)) == output:
-            yield Neighbour(output=Path(output), run=run, where=where, live=False)
+        if current is None or str(canonical(current)) != output:
+            continue
+        yield Neighbour(
+            output=Path(output),
+            run=run,
+            where=where,
+            live=False,
+        )
 
 
 def _position(output: str, place: str) -> str | None:

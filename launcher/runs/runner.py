@@ -116,7 +116,10 @@ def lock_run(
 
 
 def _require_not_running(
-    folder: RunFolder, attempt: int, output: Path | None, descriptors: Sequence[int]
+    folder: RunFolder,
+    attempt: int,
+    output: Path | None,
+    descriptors: Sequence[int],
 ) -> None:
     locked = [locks.try_lock(each, seconds=locks.GLANCE_S) for each in descriptors]
     # by the attempts: another start may have been quicker, and be over already
@@ -155,7 +158,12 @@ def run(
     if inherited is None:
         inherited = os.environ
     mark = str(folder.path)
-    env = {**inherited, **command.env, ATTEMPT: str(attempt), process.MARK: mark}
+    env = {
+        **inherited,
+        **command.env,
+        ATTEMPT: str(attempt),
+        process.MARK: mark,
+    }
     watch = _Watch(folder, attempt, due=due, save=save, stands_still=stands_still)
     handlers: dict[signal.Signals, process.Handler] = {
         signal.SIGINT: watch.note_signal,
@@ -164,7 +172,10 @@ def run(
         # not SIG_IGN, which the training would inherit
         signal.SIGHUP: process.ignore_signal,
     }
-    with process.signal_handlers(handlers), _Reserve(folder.path / ".reserve") as reserve:
+    with (
+        process.signal_handlers(handlers),
+        _Reserve(folder.path / ".reserve") as reserve,
+    ):
         with rundir.writing(folder.path):
             console = open_private_log(folder.console(attempt))
         with console:
@@ -203,7 +214,10 @@ def run(
 
 
 def _start(
-    command: Command, env: Mapping[str, str], console: BinaryIO, pass_fds: Sequence[int]
+    command: Command,
+    env: Mapping[str, str],
+    console: BinaryIO,
+    pass_fds: Sequence[int],
 ) -> subprocess.Popen[bytes]:
     """Start a command in a session of its own, with its output in `console`. Raises NotReady."""
     try:
@@ -251,7 +265,10 @@ class _Reserve:
             self.path.unlink(missing_ok=True)
 
     def write(
-        self, path: Path, content: Mapping[str, Any], write: Write = files.write_json
+        self,
+        path: Path,
+        content: Mapping[str, Any],
+        write: Write = files.write_json,
     ) -> None:
         """Write a record, or nothing: a disk that fails must not end the supervision."""
         try:
@@ -506,7 +523,12 @@ class _Watch:
         # torchrun's workers have sessions of their own.
         signals = self.signals
         process.signal_group(pid, signal.SIGTERM)
-        _signal_until_gone(tree, signal.SIGTERM, self.grace[2], lambda: self.signals > signals)
+        _signal_until_gone(
+            tree,
+            signal.SIGTERM,
+            self.grace[2],
+            lambda: self.signals > signals,
+        )
         process.signal_group(pid, signal.SIGKILL)
         _signal_until_gone(tree, signal.SIGKILL, KILLED_S)
         return stopped
@@ -573,9 +595,13 @@ class _Watch:
         if self.save_deadline is None or self.signal is not None:
             return
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        if ended is None or ended.si_code != os.CLD_KILLED or ended.si_status != signal.SIGTERM:
+        if ended is None or ended.si_code != os.CLD_KILLED:
             return
-        while time.monotonic() < self.save_deadline and self.signal is None and tree.living():
+        if ended.si_status != signal.SIGTERM:
+            return
+        while self.signal is None and tree.living():
+            if time.monotonic() >= self.save_deadline:
+                return
             self._reap_orphans(pid, tree)
             time.sleep(SHORT_POLL_S)
 
@@ -587,14 +613,16 @@ class _Watch:
         self._wait_for_exit(pid, self.grace[0], 1)
         if process.has_exited(pid):
             return
-        process.signal_all(tree.living(), signal.SIGTERM)
-        process.signal_group(pid, signal.SIGTERM)
+        self._signal_all(pid, tree, signal.SIGTERM)
         self._wait_for_exit(pid, self.grace[1], 2)
         if process.has_exited(pid):
             return
-        process.signal_all(tree.living(), signal.SIGKILL)
-        process.signal_group(pid, signal.SIGKILL)
+        self._signal_all(pid, tree, signal.SIGKILL)
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+    def _signal_all(self, pid: int, tree: ProcessTree, number: int) -> None:
+        process.signal_all(tree.living(), number)
+        process.signal_group(pid, number)
 
     def _wait_for_exit(self, pid: int, seconds: float, max_signals: int) -> None:
         until = time.monotonic() + seconds
@@ -605,7 +633,10 @@ class _Watch:
 
 
 def _signal_until_gone(
-    tree: ProcessTree, number: int, seconds: float, is_hurried: Callable[[], bool] = lambda: False
+    tree: ProcessTree,
+    number: int,
+    seconds: float,
+    is_hurried: Callable[[], bool] = lambda: False,
 ) -> None:
     """Signal each process of a run once, new ones too, until none is left or the time is up."""
     until = time.monotonic() + seconds
@@ -625,7 +656,11 @@ def end_orphans(folder: RunFolder, grace: Grace, attempt: int) -> None:
     processes = read_processes(folder)
     tree = _trusted_tree(folder, processes)
     last_signal = None
-    steps = [(signal.SIGINT, grace[0]), (signal.SIGTERM, grace[1]), (signal.SIGKILL, KILLED_S)]
+    steps = [
+        (signal.SIGINT, grace[0]),
+        (signal.SIGTERM, grace[1]),
+        (signal.SIGKILL, KILLED_S),
+    ]
     for number, seconds in steps:
         if tree.living():
             last_signal = number

@@ -264,7 +264,11 @@ def submit(folder: RunFolder, text: str, environ: Mapping[str, str]) -> str:
     if match is None:
         raise not_ready("slurm-failed", f"sbatch answered `{brief(answer)}`")
     job = match[1]
-    record = {"job": job, "submitted": rundir.utc_now(), "run": str(folder.path)}
+    record = {
+        "job": job,
+        "submitted": rundir.utc_now(),
+        "run": str(folder.path),
+    }
     files.write_private_json(folder.job, record)
     return job
 
@@ -278,11 +282,19 @@ def _is_passed(variable: str) -> bool:
     return option not in RESERVED
 
 
-def job_states(environ: Mapping[str, str] | None = None) -> dict[str, str] | None:
+def job_states(
+    environ: Mapping[str, str] | None = None,
+) -> dict[str, str] | None:
     """The state of each job of this user that Slurm knows; None if it does not answer."""
     if isolation.find_program("squeue", environ) is None:
         return None
-    argv = ["squeue", "--noheader", f"--user={os.getuid()}", "--states=all", "--format=%A %T"]
+    argv = [
+        "squeue",
+        "--noheader",
+        f"--user={os.getuid()}",
+        "--states=all",
+        "--format=%A %T",
+    ]
     try:
         answer = _call(argv, environ, None)
     except NotReady:
@@ -334,7 +346,11 @@ def take_limit_mark(folder: RunFolder) -> bool:
     return False
 
 
-def _call(argv: Sequence[str], environ: Mapping[str, str] | None, timeout_s: float | None) -> str:
+def _call(
+    argv: Sequence[str],
+    environ: Mapping[str, str] | None,
+    timeout_s: float | None,
+) -> str:
     """The output of a Slurm command. Raises NotReady if it fails.
 
     Without `timeout_s` it shares the limit of all tools.

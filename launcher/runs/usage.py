@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from launcher import files
 from launcher.machine import codec
@@ -39,7 +39,7 @@ class UsageSample:
     memory_total_gib: Amount = None
     gpus: tuple[GpuSample, ...] = ()
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         content = _without_none(asdict(self))
         if self.gpus:
             content["gpus"] = [_without_none(asdict(gpu)) for gpu in self.gpus]
@@ -48,7 +48,7 @@ class UsageSample:
         return content
 
 
-def _without_none(fields: dict[str, Any]) -> dict[str, Any]:
+def _without_none(fields: dict[str, object]) -> dict[str, object]:
     return {name: value for name, value in fields.items() if value is not None}
 
 

@@ -65,7 +65,10 @@ def foreground_argv(argv: Sequence[str]) -> list[str]:
             is_format = False
         elif word == "--format":
             is_format = True
-        elif word not in ("--detach", "--slurm") and not word.startswith("--format="):
+        elif word not in (
+            "--detach",
+            "--slurm",
+        ) and not word.startswith("--format="):
             words.append(word)
     return words
 
@@ -74,7 +77,10 @@ def detach(kind: str, name: str, argv: Sequence[str]) -> Started:
     """Start a command line in a session of its own. Raises NotReady if it gets no folder."""
     folder = _make_folder(kind, name)
     log_file = folder / LOG
-    with rundir.writing(folder), runner.open_private_log(log_file) as log:
+    with (
+        rundir.writing(folder),
+        runner.open_private_log(log_file) as log,
+    ):
         child = subprocess.Popen(
             [*start.launch_argv(), *foreground_argv(argv)],
             stdin=subprocess.DEVNULL,
@@ -83,7 +89,14 @@ def detach(kind: str, name: str, argv: Sequence[str]) -> Started:
             start_new_session=True,
             env={**os.environ, FOLDER: str(folder)},
         )
-    tail = ["tail", f"--pid={child.pid}", "-n", "+1", "-F", str(log_file)]
+    tail = [
+        "tail",
+        f"--pid={child.pid}",
+        "-n",
+        "+1",
+        "-F",
+        str(log_file),
+    ]
     session = _open_session(folder.name, tail)
     return Started(
         folder=str(folder),
@@ -181,7 +194,17 @@ def _open_session(name: str, command: Sequence[str]) -> str | None:
     argv = ["/bin/sh", "-c", _STAY_OPEN, "sh", program, *command[1:]]
     # in the session of an earlier attempt if there is one: ending the last would end the server
     respawn = ["respawn-pane", "-k", "-t", f"={name}:", *argv]
-    new = ["new-session", "-d", "-s", name, "-x", "200", "-y", "50", *argv]
+    new = [
+        "new-session",
+        "-d",
+        "-s",
+        name,
+        "-x",
+        "200",
+        "-y",
+        "50",
+        *argv,
+    ]
     for words in (respawn, new):
         with contextlib.suppress(OSError, ValueError):
             if tools.run_tool(["tmux", *words]).returncode == 0:

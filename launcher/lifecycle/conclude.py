@@ -76,7 +76,11 @@ def _release(locks: Sequence[int]) -> None:
         os.close(lock)
 
 
-def _conclude_worker(folder: RunFolder, attempt: Attempt, ended: runner.ProcessExit | None) -> int:
+def _conclude_worker(
+    folder: RunFolder,
+    attempt: Attempt,
+    ended: runner.ProcessExit | None,
+) -> int:
     """The first machine judges and notifies; one that failed gives it time for that."""
     if ended is not None and not ended.returncode:
         return Exit.OK
@@ -110,7 +114,10 @@ def record_input_changes(folder: RunFolder, attempt: Attempt) -> None:
     # a record that cannot be written costs a point, not the verdict
     with contextlib.suppress(OSError):
         changed = inputs.changed(rundir.read_manifest(folder).contents, Path(attempt.cwd))
-        files.write_json(folder.inputs(attempt.number), {"changed": redact(changed)})
+        files.write_json(
+            folder.inputs(attempt.number),
+            {"changed": redact(changed)},
+        )
     for cache in attempt.caches:
         with contextlib.suppress(Misfit):
             folders.discard_spoiled(keys.from_json(cache))
@@ -193,7 +200,14 @@ def _left_out_note(file: str, faults: Sequence[tuple[int | None, Omission]]) -> 
     if len(faults) > 1:
         message += f", and {len(faults) - 1} more like it"
     help = "was it edited, or written by another version? what it says is left out"
-    return launch_finding("warning", "damaged-record", message, help, file=file, line=line)
+    return launch_finding(
+        "warning",
+        "damaged-record",
+        message,
+        help,
+        file=file,
+        line=line,
+    )
 
 
 def unpinned_note(folder: RunFolder) -> tuple[Finding, ...]:

@@ -32,11 +32,11 @@ class Detached(Exception):
 
 
 def until_over(folder: RunFolder, attempt: Attempt, *, forward: bool) -> bool:
-    """Show an attempt until it and its keeper are gone; returns whether a stop was requested here.
+    """Show an attempt until it and its supervisor are gone; returns whether it was stopped.
 
     With `forward`, INT and TERM stop the run (twice: without waiting); else INT raises Detached. If
-    the keeper was killed, this looks after the orphan: it judges it and calls `--on-finish`. Raises
-    NotReady where the run's state is unknown here.
+    the supervisor was killed, this judges its orphan and calls `--on-finish`. Raises NotReady if
+    the state of the run is unknown here.
     """
     signals: list[int] = []
     runner.require_known_state(folder)
@@ -59,7 +59,11 @@ def until_over(folder: RunFolder, attempt: Attempt, *, forward: bool) -> bool:
 
 
 def _view_of(folder: RunFolder, attempt: Attempt) -> View:
-    progress = Progress(total=attempt.total, attempt=attempt.number, world=attempt.world)
+    progress = Progress(
+        total=attempt.total,
+        attempt=attempt.number,
+        world=attempt.world,
+    )
     manifest = rundir.read_manifest(folder)
     # without planned steps, packing makes other rows than those of the data
     if manifest.steps is not None:
@@ -164,7 +168,13 @@ def _print_last_lines(log: BinaryIO, printer: LogLines, count: int) -> None:
         log.seek(gap.stop)
 
 
-def _print_rest(log: BinaryIO, printer: LogLines, folder: RunFolder, *, follow: bool) -> None:
+def _print_rest(
+    log: BinaryIO,
+    printer: LogLines,
+    folder: RunFolder,
+    *,
+    follow: bool,
+) -> None:
     """Print a log from its position to its end, or with `follow` to the end of the run."""
     out = sys.stdout.buffer
     while True:

@@ -111,7 +111,9 @@ def _resolve_arguments(plan: Plan) -> dict[str, dict[str, Any]]:
 
 
 def write_stage_file(
-    plan: Plan, folder: RunFolder, restored: Mapping[str, Any] | None = None
+    plan: Plan,
+    folder: RunFolder,
+    restored: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the resolved stage file without secrets, so that it can be started again.
 

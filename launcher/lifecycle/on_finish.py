@@ -42,7 +42,11 @@ def parse_command(command: str | None) -> tuple[str, ...]:
     if not words:
         help = "a program and its arguments in one word: --on-finish 'notify-send done'"
         help += "; for pipes and the like name a script"
-        raise usage("bad-on-finish", f"--on-finish has no command: {fault}", help)
+        raise usage(
+            "bad-on-finish",
+            f"--on-finish has no command: {fault}",
+            help,
+        )
     return tuple(words)
 
 
@@ -224,4 +228,7 @@ def _started_since(earlier: frozenset[int]) -> frozenset[int]:
 
 
 def _say(environ: Mapping[str, str], text: str) -> None:
-    print(redact(printable(f"--on-finish {text}"), environ), file=sys.stderr)
+    print(
+        redact(printable(f"--on-finish {text}"), environ),
+        file=sys.stderr,
+    )

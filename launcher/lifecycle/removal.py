@@ -223,7 +223,10 @@ def _require_no_model_inside(folder: RunFolder) -> None:
 
 
 def _require_no_others(
-    place: Path, runs: Iterable[RunFolder], *, inside_only: bool = False
+    place: Path,
+    runs: Iterable[RunFolder],
+    *,
+    inside_only: bool = False,
 ) -> None:
     """Raise if the output of a run that is none of `runs` lies in a folder, or above it."""
     own = [run.path.name for run in runs]

@@ -266,7 +266,10 @@ def _rollback_on_error(folder: RunFolder) -> Iterator[None]:
         yield
     except BaseException:
         ignored = dict.fromkeys((signal.SIGINT, signal.SIGTERM), process.ignore_signal)
-        with process.signal_handlers(ignored), contextlib.suppress(OSError):
+        with (
+            process.signal_handlers(ignored),
+            contextlib.suppress(OSError),
+        ):
             if folder.attempts() == attempts_before:
                 _restore(folder, names, contents)
         raise
@@ -308,7 +311,10 @@ def _attempt_of(prepared: Prepared, **at_end: Any) -> Attempt:
         devices=gpu_ids,
         config=str(plan.stage.config.path),
         borrowed=borrowed(os.environ),
-        request={**prepared.facts.request.as_json(), "gpus": plan.gpus},
+        request={
+            **prepared.facts.request.as_json(),
+            "gpus": plan.gpus,
+        },
         **at_end,
     )
 
@@ -357,7 +363,9 @@ def prepare_again(folder: RunFolder) -> Attempt:
 
 
 def execute(
-    folder: RunFolder, rank: int | None = None, address: str | None = None
+    folder: RunFolder,
+    rank: int | None = None,
+    address: str | None = None,
 ) -> tuple[RunFolder, Attempt]:
     """What `launch exec` does: start the attempt that waits, unless it has begun.
 
@@ -421,4 +429,10 @@ def _spawn_supervisor(
         devices.lock_slots(chosen, folder.path) as gpu_locks,
     ):
         all_locks = (*cache_locks, *gpu_locks, *locks)
-        supervisor.spawn(folder, attempt.number, all_locks, attempt.digest(), acquired)
+        supervisor.spawn(
+            folder,
+            attempt.number,
+            all_locks,
+            attempt.digest(),
+            acquired,
+        )

@@ -296,7 +296,12 @@ def _wait_if_remote(folder: RunFolder, request: StopRequest) -> None:
             message = f"the supervisor of {name} on {processes.leader.place} "
             message += "does not answer the request"
             help = f"stop it there: launch stop {name}"
-            raise not_ready("run-is-elsewhere", message, help, file=str(folder.path))
+            raise not_ready(
+                "run-is-elsewhere",
+                message,
+                help,
+                file=str(folder.path),
+            )
         time.sleep(LONG_POLL_S)
     if runner.read_exit(folder, request.attempt) is None:
         runner.require_known_state(folder)

@@ -70,7 +70,13 @@ def spawn(
             runner.open_private_log(folder.supervisor_log) as log,
         ):
             child = subprocess.Popen(
-                [sys.executable, "-P", "-m", runner.SUPERVISOR, *words],
+                [
+                    sys.executable,
+                    "-P",
+                    "-m",
+                    runner.SUPERVISOR,
+                    *words,
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -261,7 +267,9 @@ def _train(
     return ended
 
 
-def _hang_detector(command: Command) -> Callable[[runner.Living], bool]:
+def _hang_detector(
+    command: Command,
+) -> Callable[[runner.Living], bool]:
     detector = standstill.standstill_of(command.env)
     if detector is None:
         return lambda _: False

@@ -67,7 +67,12 @@ def _mean(values: Iterable[float | None]) -> float | None:
 class UsageThread:
     """Samples until it is ended. A failure costs the samples, not the run."""
 
-    def __init__(self, folder: RunFolder, attempt: Attempt, look_s: float = LOOK_S) -> None:
+    def __init__(
+        self,
+        folder: RunFolder,
+        attempt: Attempt,
+        look_s: float = LOOK_S,
+    ) -> None:
         self.folder = folder
         self.attempt = attempt
         self.look_s = look_s

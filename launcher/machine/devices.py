@@ -107,7 +107,11 @@ class Devices:
                 "memory_mib": slot.gpu.memory_mib,
             }
             gpus.append(gpu)
-        return {"visible": self.visible, "why": self.why, "gpus": gpus}
+        return {
+            "visible": self.visible,
+            "why": self.why,
+            "gpus": gpus,
+        }
 
 
 def survey_devices(environ: Mapping[str, str] | None = None) -> Look:

@@ -43,7 +43,13 @@ class Repository:
         if revision.startswith("-"):
             return None
         name = f"{revision}^{{commit}}"
-        return self.ask("rev-parse", "--verify", "--quiet", "--end-of-options", name)
+        return self.ask(
+            "rev-parse",
+            "--verify",
+            "--quiet",
+            "--end-of-options",
+            name,
+        )
 
     def is_shallow(self) -> bool:
         return self.ask("rev-parse", "--is-shallow-repository") == "true"
@@ -92,10 +98,22 @@ class Repository:
             # the inside of a submodule would run the commands that its config names
             words = ["--ignore-submodules=dirty", *words]
             options = _disable_filters(self)
-        command = [*_COMMAND, *options, "-C", str(self.root), verb, *words]
+        command = [
+            *_COMMAND,
+            *options,
+            "-C",
+            str(self.root),
+            verb,
+            *words,
+        ]
         with contextlib.suppress(OSError, ValueError):
             _require_answer()
-            answer = tools.run_tool(command, environ=_environment(), input=input, seconds=slow_s)
+            answer = tools.run_tool(
+                command,
+                environ=_environment(),
+                input=input,
+                seconds=slow_s,
+            )
             if answer.returncode == 0:
                 return answer.out
         return None

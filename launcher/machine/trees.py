@@ -67,7 +67,11 @@ def open_tree(path: Path) -> Iterator[int]:
     try:
         for number, part in enumerate(parts, 1):
             is_last = number == len(parts)
-            below = _open_folder(part, descriptor, _FOLDER if is_last else _PASSED_FOLDER)
+            below = _open_folder(
+                part,
+                descriptor,
+                _FOLDER if is_last else _PASSED_FOLDER,
+            )
             os.close(descriptor)
             descriptor = below
         yield descriptor

@@ -241,7 +241,10 @@ def is_private_group(gid: int) -> bool:
     with contextlib.suppress(KeyError):
         user = pwd.getpwuid(os.geteuid())
         group = grp.getgrgid(gid)
-        return user.pw_gid == gid and {*group.gr_mem, group.gr_name} == {user.pw_name}
+        return user.pw_gid == gid and {
+            *group.gr_mem,
+            group.gr_name,
+        } == {user.pw_name}
     return False
 
 

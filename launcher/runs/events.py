@@ -37,7 +37,10 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
         "python": Text,
     },
     "step": {
-        **dict.fromkeys("positions rows tokens micro_batches".split(), Count | None),
+        **dict.fromkeys(
+            "positions rows tokens micro_batches".split(),
+            Count | None,
+        ),
         **dict.fromkeys("grad_norm learning_rate margin accuracy".split(), Number),
         **dict.fromkeys("seconds elapsed".split(), Seconds),
         **dict.fromkeys("allocated_gib reserved_gib".split(), Gib),
@@ -74,14 +77,21 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
         "attention": Text,
         "samples": list[int],
     },
-    "half_wasted": {"pairs": Count, "better": Count, "filled": Number},
+    "half_wasted": {
+        "pairs": Count,
+        "better": Count,
+        "filled": Number,
+    },
     "gradients": {
         **dict.fromkeys("engine parameter".split(), Text),
         **dict.fromkeys(
             "checks skipped corrupt_checks broken first_corrupt".split(),
             Count | None,
         ),
-        **dict.fromkeys("first_step last_step parameters elements".split(), Count | None),
+        **dict.fromkeys(
+            "first_step last_step parameters elements".split(),
+            Count | None,
+        ),
         **dict.fromkeys(
             "largest_error allowed true_norm used_norm error".split(),
             Number,

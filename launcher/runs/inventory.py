@@ -286,7 +286,11 @@ def _is_trainer_folder(entry: TreeEntry) -> bool:
 def _holds_adapter(entry: TreeEntry) -> bool:
     try:
         with trees.enter_folder(entry.name, entry.parent) as folder:
-            os.stat("adapter_config.json", dir_fd=folder, follow_symlinks=False)
+            os.stat(
+                "adapter_config.json",
+                dir_fd=folder,
+                follow_symlinks=False,
+            )
     except OSError:
         return False
     return True

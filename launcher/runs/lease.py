@@ -425,7 +425,11 @@ def heartbeat(
         raise
 
 
-def _beat(own: Lease, ended: threading.Event, overtaken: Callable[[Lease], None]) -> None:
+def _beat(
+    own: Lease,
+    ended: threading.Event,
+    overtaken: Callable[[Lease], None],
+) -> None:
     manifest = rundir.read_json(own.manifest)
     while not ended.wait(BEAT_S):
         successor = find_successor(own)

@@ -74,7 +74,11 @@ def parse_stop_grace(text: str | None) -> Grace:
         numbers = [-1.0]
     if len(numbers) > len(GRACE_S) or any(not 0 <= number < 1e6 for number in numbers):
         help = f"seconds after INT, after TERM, and for what is left: {GRACE_VARIABLE}=20,10,5"
-        raise usage("bad-grace", f"`{brief(text)}` is not a number of seconds", help)
+        raise usage(
+            "bad-grace",
+            f"`{brief(text)}` is not a number of seconds",
+            help,
+        )
     first, second, third = [*numbers, *GRACE_S[len(numbers) :]]
     return first, second, third
 
@@ -774,7 +778,13 @@ def unknown_state(folder: RunFolder, processes: Processes | None = None) -> Find
     message += f"and it had no heartbeat for {lease.SILENT_S:.0f} s or more"
     help = f"ask there: launch runs, launch stop {name}; "
     help += "the same launch command resumes it here"
-    return launch_finding("error", "run-is-elsewhere", message, help, file=str(folder.path))
+    return launch_finding(
+        "error",
+        "run-is-elsewhere",
+        message,
+        help,
+        file=str(folder.path),
+    )
 
 
 def require_known_state(folder: RunFolder) -> None:

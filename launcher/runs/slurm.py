@@ -35,7 +35,15 @@ RESERVED = frozenset(
     ntasks-per-node open-mode output signal wrap
     """.split()
 )
-ASKS_FOR_GPUS = frozenset({"gres", "gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket"})
+ASKS_FOR_GPUS = frozenset(
+    {
+        "gres",
+        "gpus",
+        "gpus-per-node",
+        "gpus-per-task",
+        "gpus-per-socket",
+    }
+)
 ASKS_FOR_CPUS = frozenset({"cpus-per-task", "cpus-per-gpu", "exclusive", "mincpus"})
 # the environment that sbatch gets, which Slurm keeps for its administrators to read
 _PASSED = frozenset(
@@ -95,7 +103,12 @@ def _check_option(name: str, key: str, setting: Any, complain: Complain) -> Find
         return complain("reserved-slurm-option", key, message, help)
     if not is_settable(name):
         message = f"`{brief(name)}` is not the long name of an option of sbatch"
-        return complain("bad-slurm-option", key, message, "`sbatch --help` lists them")
+        return complain(
+            "bad-slurm-option",
+            key,
+            message,
+            "`sbatch --help` lists them",
+        )
     if setting is None or isinstance(setting, bool):
         return None
     shown = brief(_CONTROL.sub(" ", str(setting)))

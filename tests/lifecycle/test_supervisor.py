@@ -193,7 +193,7 @@ def test_a_keeper_that_does_not_go_on_is_done_without(world: World, monkeypatch:
     start.execute(folder)
     leader, child = world.pid("leader"), world.pid("child")
     os.kill(kept(folder), signal.SIGSTOP)
-    monkeypatch.setattr(stop, "_patience", lambda _: 1.0)
+    monkeypatch.setattr(stop, "_patience_s", lambda _: 1.0)
     ended = stop.stop(folder)
     assert ended is not None and ended.stopped == signal.SIGINT
     assert not living(leader) and not living(child) and not living(kept(folder))
@@ -399,7 +399,7 @@ def test_a_keeper_that_fails_says_so_in_one_line(world: World) -> None:
     done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S)
     assert (done.returncode, done.stderr) == (
         1,
-        "launch: the keeper of the run failed: [Errno 9] Bad file descriptor\n",
+        "launch: the supervisor of the run failed: [Errno 9] Bad file descriptor\n",
     )
 
 

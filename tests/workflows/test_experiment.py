@@ -210,13 +210,13 @@ def test_term_while_it_is_being_started_leaves_nothing(world: World) -> None:
 
 
 def test_an_end_that_is_asked_for_while_it_is_judged_counts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    look_on = follow._look_on
+    look_on = follow._update_view
 
     def judged(folder: RunFolder, view: View) -> None:
         look_on(folder, view)
         os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(follow, "_look_on", judged)
+    monkeypatch.setattr(follow, "_update_view", judged)
     # what its time is up for besides does not hide it
     told = run(asked(world, monkeypatch, "sleep=600"), timeout_s=2)
     assert told.interrupted and not told.timed_out

@@ -86,7 +86,7 @@ def ended(folder: RunFolder) -> None:
     """End the run, and wait for its keeper's last word about it."""
     runner.end_orphans(folder, (0, 0, 0), 1)
     until = time.monotonic() + 60
-    while runner.processes(folder).keeper is not None and time.monotonic() < until:
+    while runner.read_processes(folder).supervisor is not None and time.monotonic() < until:
         time.sleep(0.05)
 
 

@@ -724,10 +724,9 @@ _SOURCE_AND_MACHINE = CodeSection(
         _row("wrong-step", "launch", "Slurm started another number of processes than the run takes"),
         _row("port-taken", "launch", "the first machine's port is in use"),
         _row(
-            "bad-slurm unknown-slurm-option reserved-slurm-option bad-slurm-option",
+            "bad-slurm reserved-slurm-option bad-slurm-option",
             "launch",
-            "`slurm:`: no mapping, an option that sbatch does not have or that the run "
-            "decides on, a value that cannot be",
+            "`slurm:`: no mapping, an option that the run decides on, a name or value that cannot be one of sbatch's",
         ),
         _row("slurm-one-cpu", "launch", "the job asks for one core of each machine"),
         _row("slurm-failed", "launch", "sbatch or scancel is missing, does not answer, or refused"),

@@ -321,11 +321,11 @@ def _own_steps(run: Path, since: float) -> list[int]:
 
 def _kill_everything(launcher: int, run: Path | None) -> None:
     """SIGKILL to the launcher, to whatever it started, and to whatever bears the run's mark."""
-    family = {launcher, *process.Family(process.identify(launcher), str(run) if run is not None else "").living()}
+    family = {launcher, *process.ProcessTree(process.identify(launcher), str(run) if run is not None else "").living()}
     process.signal_all(family, signal.SIGKILL)
     until = time.monotonic() + 20
     while run is not None and time.monotonic() < until:
-        left = set(process.Family(None, str(run)).living()) | _keepers(run)
+        left = set(process.ProcessTree(None, str(run)).living()) | _keepers(run)
         if not left:
             return
         process.signal_all(left, signal.SIGKILL)

@@ -119,7 +119,7 @@ def test_a_run_on_a_full_disk_can_be_stopped(world: World, mount: Mount) -> None
             except OSError:
                 break
     assert world.launch("stop", "a run").returncode == 0
-    assert not process.identify(leader).lives()
+    assert not process.identify(leader).is_alive()
     assert running.wait(PATIENCE_S) == 130
     assert world.quiet()
     assert not folder.stop.exists()
@@ -156,9 +156,9 @@ AHEAD = time.time() + 10 * 365 * 86400
 def test_a_verdict_is_known_by_what_it_is_and_not_by_its_time(world: World) -> None:
     folder = world.prepared("exit=0")
     assert world.launch("exec", "a run").returncode == 1
-    assert rundir.judged(folder, 1)
+    assert rundir.is_judged(folder, 1)
     os.utime(folder.verdict, (1, 1))
-    assert rundir.judged(folder, 1), "the clock was set back between the end and the verdict"
+    assert rundir.is_judged(folder, 1), "the clock was set back between the end and the verdict"
     # a further attempt fails, its keeper is killed before it judges: the old verdict is not its own
     os.utime(folder.verdict, (AHEAD, AHEAD))
     world.prepared("raise=no", number=2)
@@ -200,11 +200,11 @@ def test_a_keeper_stops_its_run_on_term_and_not_on_hup(world: World) -> None:
     for victim in (kept(folder), running.pid):
         os.kill(victim, signal.SIGHUP)
     time.sleep(0.5)
-    assert process.identify(leader).lives()
+    assert process.identify(leader).is_alive()
     assert running.poll() is None
     os.kill(kept(folder), signal.SIGTERM)
     assert running.wait(PATIENCE_S) == 130
-    assert not process.identify(child).lives()
+    assert not process.identify(child).is_alive()
     assert rundir.read_json(folder.exit(1))["stopped"] == signal.SIGTERM
     assert folder.verdict.exists()
     assert world.quiet()
@@ -315,7 +315,7 @@ def test_a_reader_that_leaves_before_it_begins(world: World) -> None:
     assert (done.stdout, done.stderr) == ("0\n", "")
     (folder,) = (RunFolder(path) for path in world.runs.iterdir())
     assert folder.console(1).read_text() == "line 0\nline 1\nline 2\n"
-    assert rundir.judged(folder, 1)
+    assert rundir.is_judged(folder, 1)
 
 
 def test_streams_that_are_closed(world: World) -> None:
@@ -329,11 +329,11 @@ def test_streams_that_are_closed(world: World) -> None:
     # its launcher is killed: training and keeper hold the lock, whatever was closed
     launcher = next(p for p in world.left() if b"exec\0a run\0" in cmdline(p))
     os.kill(launcher, signal.SIGKILL)
-    until(lambda: not process.identify(launcher).lives())
+    until(lambda: not process.identify(launcher).is_alive())
     assert lease.is_locked(folder.lock)
     (world.root / "go").touch()
     running.wait(PATIENCE_S)
-    until(lambda: rundir.judged(folder, 1))
+    until(lambda: rundir.is_judged(folder, 1))
     assert rundir.read_json(folder.exit(1))["returncode"] == 0
     assert folder.console(1).read_text() == "stdin: ''\n"
     done = shell(world, f"launch attach 'a run' {closed}")
@@ -446,8 +446,8 @@ def test_the_exit_codes_from_end_to_end(world: World) -> None:
     looks_on(running)
     running.send_signal(signal.SIGINT)
     assert running.wait(PATIENCE_S) == 130
-    assert not process.identify(leader).lives()
-    assert not process.identify(child).lives()
+    assert not process.identify(leader).is_alive()
+    assert not process.identify(child).is_alive()
     assert world.quiet()
 
 

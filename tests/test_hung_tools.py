@@ -46,7 +46,7 @@ def on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("HUNG_TEST", str(tmp_path))
-    tools.forget()
+    tools.forget_silences()
     return folder
 
 
@@ -61,19 +61,19 @@ def test_a_tool_that_hangs_is_ended_with_what_it_started_and_not_asked_again(
     put(on_path, ("some-tool",), body)
     began = time.monotonic()
     with pytest.raises(tools.NoAnswer, match="some-tool did not answer in 1 s"):
-        tools.ask(["some-tool"], seconds=1.0)
+        tools.run_tool(["some-tool"], seconds=1.0)
     between = time.monotonic()
     with pytest.raises(tools.NoAnswer, match="some-tool did not answer in 1 s"):
-        tools.ask(["some-tool", "again"], seconds=60.0)
+        tools.run_tool(["some-tool", "again"], seconds=60.0)
     assert time.monotonic() - between < 0.5 < between - began < 30
     nothing_is_left(tmp_path)
-    tools.forget()
+    tools.forget_silences()
     assert not tools.silent()
 
 
 def test_a_tool_that_has_answered_need_not_close_its_output(on_path: Path, tmp_path: Path) -> None:
     put(on_path, ("git",), ANSWERS_AND_HOLDS_THE_PIPE)
-    answer = tools.ask(["git", "--version"], seconds=60.0)
+    answer = tools.run_tool(["git", "--version"], seconds=60.0)
     assert (answer.returncode, answer.out) == (0, b"git version 2.40\n")
     assert not tools.silent()
     nothing_is_left(tmp_path)
@@ -85,11 +85,11 @@ def test_all_tools_together_have_a_limit(on_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv(tools.VARIABLE, "2")
     for name in names:
         with pytest.raises(tools.NoAnswer):
-            tools.ask([name])
+            tools.run_tool([name])
     assert tools.silent() == [
         f"{name} did not answer in {seconds} s" for name, seconds in zip(names, (2, 1.2, 1, 1), strict=True)
     ]
-    tools.forget()
+    tools.forget_silences()
 
 
 def test_questions_to_hanging_tools_have_an_answer(
@@ -99,9 +99,9 @@ def test_questions_to_hanging_tools_have_an_answer(
     monkeypatch.setenv(tools.VARIABLE, "0.3")
     driver = ask_driver()
     assert driver.silent and driver.fault == "nvidia-smi did not answer in 0.3 s"
-    monkeypatch.setattr("launcher.machine.git._require_answer", lambda: tools.ask(["git"]))
+    monkeypatch.setattr("launcher.machine.git._require_answer", lambda: tools.run_tool(["git"]))
     assert Repository(tmp_path).commit("HEAD") is None
-    tools.forget()
+    tools.forget_silences()
 
 
 def asked(world: World, *words: str, seconds: str) -> tuple[subprocess.CompletedProcess[str], float]:
@@ -146,4 +146,4 @@ def test_a_python_that_hangs_is_named(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(python, "PYTHON_LIMIT_S", 0.3)
     with pytest.raises(NotReady, match="did not list its packages in"):
         python.ask_trainer(program, "--python")
-    tools.forget()
+    tools.forget_silences()

@@ -359,7 +359,7 @@ def test_torchrun_on_one_machine_and_on_several(tmp_path: Path) -> None:
     # torchrun on several machines
     words = built(planned(from_text(tmp_path, text()), gpus=8, nodes=2)).argv
     here = rendezvous.Rendezvous(nodes=2, rank=1, address="10.0.0.4", port=29501)
-    filled = rendezvous.filled(words, here)
+    filled = rendezvous.fill_placeholders(words, here)
     pairs = dict(itertools.pairwise(filled))
     assert (pairs["--node-rank"], pairs["--master-addr"]) == ("1", "10.0.0.4")
     assert (pairs["--master-port"], pairs["--nnodes"]) == ("29501", "2")

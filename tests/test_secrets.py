@@ -140,8 +140,8 @@ def test_nobody_sees_them_in_the_list_of_processes(world: World) -> None:
     clean(lines.decode())
     (world.root / "go").touch()
     running.communicate(timeout=PATIENCE_S)
-    assert stat.S_IMODE(folder.diary.stat().st_mode) == 0o600
-    assert HF in folder.diary.read_text(), "what the user's own command printed is the user's"
+    assert stat.S_IMODE(folder.supervisor_log.stat().st_mode) == 0o600
+    assert HF in folder.supervisor_log.read_text(), "what the user's own command printed is the user's"
 
 
 def test_what_cannot_be_called_at_the_end_is_said_without_them(
@@ -249,7 +249,7 @@ def test_what_is_called_at_the_end_is_given_to_no_shell(world: World) -> None:
     assert world.launch("exec", "a run").returncode == 1
     until(lambda: (world.root / SHELL).exists())
     assert not list(world.root.rglob("pwned"))
-    assert not process.Family(None, str(folder.path)).living()
+    assert not process.ProcessTree(None, str(folder.path)).living()
 
 
 def test_what_the_log_says_is_not_taken_for_markup(world: World) -> None:

@@ -17,7 +17,7 @@ from launcher.cache import folders
 from launcher.errors import brief
 from launcher.machine import codec
 from launcher.runs import events, rundir
-from launcher.runs.record import mapping
+from launcher.runs.record import as_mapping
 from launcher.runs.rundir import RunFolder
 
 # events of the probe, by the kind of cache that they speak of
@@ -88,7 +88,7 @@ def _events(run: RunFolder) -> dict[str, Mapping[str, Any]]:
     """What rank 0's probe recorded of each kind in the newest attempt."""
     found: dict[str, Mapping[str, Any]] = {}
     kinds = {event: kind for kind, event in _EVENTS.items()}
-    for event in events.read_all(run.probe / "rank-0.jsonl"):
+    for event in events.read_events(run.probe / "rank-0.jsonl"):
         if event.get("event") == "start":
             found = {}
         # the first look is the one that decides; a later one finds what was just made
@@ -146,7 +146,7 @@ Facts = Mapping[tuple[object, ...], KeyFact]
 
 def _facts(cache: Mapping[str, Any]) -> Facts:
     """By what they are: files by the place of their data set or model in the list, others by name."""
-    key = mapping(cache.get("key"))
+    key = as_mapping(cache.get("key"))
     facts: dict[tuple[object, ...], KeyFact] = {
         ("key", name): KeyFact(f"`{name}`", value, value) for name, value in key.items()
     }
@@ -160,7 +160,7 @@ def _facts(cache: Mapping[str, Any]) -> Facts:
         else:
             counts[role] += 1
             place = role, counts[role]
-            shown = mapping(one.get("shown"))
+            shown = as_mapping(one.get("shown"))
             listed = _mappings(shown.get("files"))
             for file in listed:
                 # one file each, whatever they are called
@@ -190,7 +190,7 @@ def _change(before: Any, now: Any) -> str:
     if not listed:
         was, is_ = (brief(one if isinstance(one, str) else json.dumps(one, default=str)) for one in (before, now))
         return f"{was} -> {is_}"
-    size = " -> ".join(dict.fromkeys(f"{codec.fit(file.get('size'), int, 0):,} bytes" for file in listed))
+    size = " -> ".join(dict.fromkeys(f"{codec.fit_value(file.get('size'), int, 0):,} bytes" for file in listed))
     if before is None or now is None:
         return f"{'is new' if before is None else 'is gone'} ({size})"
     times = f"{_moment(before.get('mtime'))} -> {_moment(now.get('mtime'))}"

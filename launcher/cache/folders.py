@@ -71,7 +71,7 @@ class CacheFolder:
         uses = []
         for path in _entries(self.path / USES):
             with contextlib.suppress(Misfit):
-                uses.append(asdict(codec.read(_Use, rundir.read_json(path))))
+                uses.append(asdict(codec.read_record(_Use, rundir.read_json(path))))
         return sorted(uses, key=itemgetter("time"))
 
     def used(self) -> float:
@@ -84,27 +84,27 @@ class CacheFolder:
 
     def live(self) -> bool:
         # one look at all processes, however many runs have used it
-        marks = lru_cache(maxsize=1)(process.marks)
+        marks = lru_cache(maxsize=1)(process.live_marks)
         runs = {str(one.get("run")) for one in self.uses()}
-        return any(runner.alive(Path(run), marks) for run in runs)
+        return any(runner.is_alive(Path(run), marks) for run in runs)
 
     def size(self) -> int:
-        return sizes.below(self.path)
+        return sizes.size_below(self.path)
 
     def row(self) -> dict[str, Any]:
         """One folder for `launch cache list`; sizes in bytes, ages in seconds."""
         now, record, entries = time.time(), self.record, self.entries()
-        inputs = codec.fit(record.get("inputs"), list[Mapping[str, object]], [])
+        inputs = codec.fit_value(record.get("inputs"), list[Mapping[str, object]], [])
         of = (str(one.get("name")) for one in inputs if one.get("role") in ("data", "model"))
         return {
             "kind": self.kind,
             "folder": str(self.path),
             "size": self.size(),
-            "created": codec.fit(record.get("created"), str),
+            "created": codec.fit_value(record.get("created"), str),
             "age": max(0.0, now - seconds(record.get("created"))),
             "last used": max(0.0, now - self.used()),
-            "stage": codec.fit(record.get("stage"), str),
-            "backend": codec.fit(record.get("backend"), str),
+            "stage": codec.fit_value(record.get("stage"), str),
+            "backend": codec.fit_value(record.get("backend"), str),
             "state": "in use" if self.live() else "filled" if entries else "empty",
             "entries": entries,
             "of": list(dict.fromkeys(of)),
@@ -169,9 +169,9 @@ def _hold(cache: Cache) -> int | None:
         lock = os.open(cache.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         folder = opened(cache.path)
         # workers may outlive the process that holds the lock
-        if locks.locked(lock) and not (folder is not None and folder.live()):
+        if locks.try_lock(lock) and not (folder is not None and folder.live()):
             _discard_unfinished(cache)
-        if locks.locked(lock, shared=True, seconds=math.inf) is None:
+        if locks.try_lock(lock, shared=True, seconds=math.inf) is None:
             os.close(lock)
             return None
         if _same(cache.path / LOCK, lock):
@@ -193,13 +193,13 @@ def _record(cache: Cache, run: RunFolder, attempt: int, config: Path | None, red
     uses = cache.path / USES
     uses.mkdir(exist_ok=True)
     if not _is_ours(cache.path, rundir.read_json(cache.path / RECORD)):
-        head = {"launch_cache": RECORD_VERSION, "created": rundir.now()}
+        head = {"launch_cache": RECORD_VERSION, "created": rundir.utc_now()}
         files.write_json(cache.path / RECORD, {**head, **described})
     place = str(run.path.absolute())
     name = hashlib.sha256(os.fsencode(place)).hexdigest()[:16]
     use = {"run": place, "attempt": attempt, "time": time.time(), "config": config and str(config)}
     files.write_json(uses / f"{name}-{attempt}.json", {**use, "cache": described})
-    rundir.enter("caches", cache.path)
+    rundir.register("caches", cache.path)
 
 
 def _discard_unfinished(cache: Cache) -> None:
@@ -245,7 +245,7 @@ def _local_files(cache: Cache) -> Iterator[Path]:
         if isinstance(one.shown, dict) and one.shown.get("kind") in ("file", "folder"):
             path = Path(one.name)
             folder = one.shown["kind"] == "folder"
-            files = codec.fit(one.shown.get("files"), list[Mapping[str, object]], [])
+            files = codec.fit_value(one.shown.get("files"), list[Mapping[str, object]], [])
             yield from (path / str(file.get("name")) for file in files if folder)
             if one.role == "data" or not folder:
                 yield path
@@ -280,7 +280,7 @@ def is_complete(path: Path) -> bool:
 
 def known() -> list[CacheFolder]:
     """Every cache folder of the index and of launch's own place, those used last at the end."""
-    places = [*rundir.entered("caches"), *_entries(cache_home())]
+    places = [*rundir.registered("caches"), *_entries(cache_home())]
     found = {folder.path: folder for folder in map(opened, places) if folder is not None}
     return sorted(found.values(), key=lambda one: (one.used(), one.path))
 
@@ -370,7 +370,7 @@ def _in_the_way(folder: CacheFolder, dry_run: bool) -> str | None:
         with contextlib.suppress(FileNotFoundError):
             lock = os.open(folder.path / LOCK, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         # on a disk without locks the runs themselves have to do
-        if lock is not None and locks.locked(lock) is False:
+        if lock is not None and locks.try_lock(lock) is False:
             return "a run uses it"
         if folder.live():
             return "a run uses it"

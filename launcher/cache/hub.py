@@ -199,7 +199,7 @@ def _looked(part: Part) -> Part:
     else:
         error = part.error or lacking(place, part.role)
         state = "missing" if error else part.state or "there"
-    return replace(part, place=place, state=state, size=sizes.below(place, links=True), error=error)
+    return replace(part, place=place, state=state, size=sizes.size_below(place, links=True), error=error)
 
 
 def lacking(folder: Path, role: Role) -> str | None:

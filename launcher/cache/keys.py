@@ -136,7 +136,7 @@ class Cache:
 def from_json(data: Mapping[str, Any]) -> Cache:
     """What `as_json` wrote. Raises Misfit where it is damaged."""
     left_out: list[Omission] = []
-    cache = codec.read(Cache, data, left_out)
+    cache = codec.read_record(Cache, data, left_out)
     if left_out:
         raise Misfit(str(left_out[0]))
     return cache

@@ -78,7 +78,7 @@ def _flush_streams(code: int) -> int:
 
 def _run_guarded(arguments: list[str]) -> int:
     try:
-        tools.forget()
+        tools.forget_silences()
         _run_command(arguments)
     except SystemExit as stop:
         return _exit_code(stop)

@@ -200,7 +200,7 @@ class Shared:
 
         if self.on_finish_limit is not None and self.on_finish is None:
             raise usage("useless-option", "--on-finish-limit has no effect without --on-finish")
-        words, seconds = on_finish.parsed(self.on_finish), on_finish.limit(self.on_finish_limit)
+        words, seconds = on_finish.parse_command(self.on_finish), on_finish.parse_limit(self.on_finish_limit)
         return {"on_finish": words, "on_finish_s": seconds, "allow_unproven": self.allow_unproven}
 
     def require_sense(self) -> None:
@@ -283,10 +283,10 @@ def found_run(name: str, kind: str = "run") -> RunFolder:
     """The run of that name. Raises UsageError where there is none, or several."""
     from launcher.runs import rundir
 
-    folder = rundir.find(name)
+    folder = rundir.find_run(name)
     if folder is None:
         raise usage("no-such-run", f"there is no {kind} `{name}`", "launch runs")
-    if name == "last" and not rundir.begun_here(folder):
+    if name == "last" and not rundir.was_started_here(folder):
         console.aside(f"no run was begun in this folder; the last of all is {folder.path.name}")
     return folder
 
@@ -376,7 +376,7 @@ def several_runs(command: Callable[..., Exit]) -> Callable[..., Exit]:
         words, seconds = (shared.at_end()[name] for name in ("on_finish", "on_finish_s"))
         if shared.hands_over or shared.dry_run or not words:
             return command(shared, **given)
-        on_finish.require_here(words)
+        on_finish.require_program(words)
 
         def finish(code: Exit) -> None:
             background.finish(words, seconds, command.__name__, code, "pass" if code is Exit.OK else "fail")

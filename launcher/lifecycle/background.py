@@ -1,7 +1,7 @@
-"""A command that goes on by itself: as a process without a terminal, as a Slurm job; and sessions of tmux.
+"""Commands in the background: as a process without a terminal, as a Slurm job; tmux sessions.
 
-One that starts several runs is the same command line without `--detach` and `--slurm`, in a folder below
-`runs/commands` that keeps what it prints. A run does not depend on its session: without tmux there is
+A command that starts several runs is run again without `--detach` and `--slurm`, in a folder below
+`runs/commands` that keeps its output. A run does not depend on its session: without tmux there is
 `launch attach`.
 """
 
@@ -23,17 +23,18 @@ from launcher.runs import attempt as attempts
 from launcher.runs import rundir, runner, slurm
 from launcher.runs.rundir import RunFolder
 
-FOLDER = "LAUNCH_COMMAND_FOLDER"  # the variable that names the folder of a command that runs on its own
+FOLDER = (
+    "LAUNCH_COMMAND_FOLDER"  # the variable that names the folder of a command that runs on its own
+)
 LOG = "console.log"
-# an interrupt is for what runs in the shell
-_STAY = 'trap : INT; "$@"; printf "press Enter to close this session "; read -r _'
-
-
-_FILES_OF_TMUX = 64
+# in the shell that stays open: an interrupt is for the command
+_STAY_OPEN = 'trap : INT; "$@"; printf "press Enter to close this session "; read -r _'
+# with fewer open files, tmux's server takes a whole core and shows nothing
+_MIN_OPEN_FILES = 64
 
 
 class Started(NamedTuple):
-    """Where a command runs: the process, or the job, and the file that takes what it prints."""
+    """Where a command runs: its process or job, and the file with its output."""
 
     folder: str
     log: str
@@ -42,106 +43,178 @@ class Started(NamedTuple):
     job: str | None = None
 
     def lines(self) -> list[str]:
-        end = f"kill -INT {self.pid}" if self.job is None else f"scancel {self.job}"
-        lines = [] if self.job is None else [f"job: {self.job}"]
-        lines += [] if self.session is None else [f"tmux attach -t {self.session}"]
-        return [*lines, f"log: tail -F {self.log}", f"stop: {end}"]
+        lines = []
+        if self.job is not None:
+            lines.append(f"job: {self.job}")
+        if self.session is not None:
+            lines.append(f"tmux attach -t {self.session}")
+        lines.append(f"log: tail -F {self.log}")
+        if self.job is None:
+            lines.append(f"stop: kill -INT {self.pid}")
+        else:
+            lines.append(f"stop: scancel {self.job}")
+        return lines
 
 
-def own_words(argv: Sequence[str]) -> list[str]:
-    """A command line without what has it run elsewhere, or answer a machine."""
-    words, rest = list[str](), iter(argv)
-    for word in rest:
-        if word == "--format":
-            next(rest, None)
-        elif word not in ("--detach", "--slurm") and not word.startswith("--format="):
+def foreground_argv(argv: Sequence[str]) -> list[str]:
+    """A command line without the options that run it elsewhere, or change its output format."""
+    words = []
+    is_format = False
+    for word in argv:
+        if is_format:
+            is_format = False
+        elif word == "--format":
+            is_format = True
+        elif word not in (
+            "--detach",
+            "--slurm",
+        ) and not word.startswith("--format="):
             words.append(word)
     return words
 
 
 def detach(kind: str, name: str, argv: Sequence[str]) -> Started:
-    """Start a command line in a session of its own. Raises NotReady where its folder cannot be made."""
-    folder = _folder(kind, name)
-    with rundir.writing(folder), runner.private(folder / LOG) as log:
+    """Start a command line in a session of its own. Raises NotReady if it gets no folder."""
+    folder = _make_folder(kind, name)
+    log_file = folder / LOG
+    with (
+        rundir.writing(folder),
+        runner.open_private_log(log_file) as log,
+    ):
         child = subprocess.Popen(
-            [*start.ours(), *own_words(argv)],
+            [*start.launch_argv(), *foreground_argv(argv)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             start_new_session=True,
             env={**os.environ, FOLDER: str(folder)},
         )
-    session = _show(folder.name, ["tail", f"--pid={child.pid}", "-n", "+1", "-F", str(folder / LOG)])
-    return Started(folder=str(folder), log=str(folder / LOG), pid=child.pid, session=session)
+    tail = [
+        "tail",
+        f"--pid={child.pid}",
+        "-n",
+        "+1",
+        "-F",
+        str(log_file),
+    ]
+    session = _open_session(folder.name, tail)
+    return Started(
+        folder=str(folder),
+        log=str(log_file),
+        pid=child.pid,
+        session=session,
+    )
 
 
-def queue(kind: str, name: str, argv: Sequence[str], *, gpus: int, options: slurm.Options) -> Started:
+def queue(
+    kind: str,
+    name: str,
+    argv: Sequence[str],
+    *,
+    gpus: int,
+    options: slurm.Options,
+) -> Started:
     """Queue a command line as a job on one machine. Raises NotReady with sbatch's complaint."""
-    folder = RunFolder(_folder(kind, name))
-    attempts.Attempt(
+    folder = RunFolder(_make_folder(kind, name))
+    attempt = attempts.Attempt(
         number=1,
-        argv=(*start.ours(), *own_words(argv)),
+        argv=(*start.launch_argv(), *foreground_argv(argv)),
         env={FOLDER: str(folder.path)},
         environ=dict(os.environ),
         cwd=os.getcwd(),
         stage=kind,
         backend="",
         title=f"{kind} {name}",
-    ).write(folder)
-    command = [*start.ours("launcher.lifecycle.background"), str(folder.path)]
-    script = slurm.script(folder.path, command, nodes=1, gpus=gpus, options=options, prepare=False)
+    )
+    attempt.write(folder)
+    command = [
+        *start.launch_argv("launcher.lifecycle.background"),
+        str(folder.path),
+    ]
+    script = slurm.batch_script(
+        folder.path,
+        command,
+        nodes=1,
+        gpus=gpus,
+        options=options,
+        prepare=False,
+    )
     try:
         job = slurm.submit(folder, script, os.environ)
     except NotReady:
         # it holds the whole environment, and nothing will read it
         shutil.rmtree(folder.path, ignore_errors=True)
         raise
-    return Started(folder=str(folder.path), log=str(folder.path / slurm.LOG), job=job)
+    log = str(folder.path / slurm.LOG)
+    return Started(folder=str(folder.path), log=log, job=job)
 
 
-def _folder(kind: str, name: str) -> Path:
-    return rundir.new_folder(rundir.runs_root() / "commands", kind, name)
+def _make_folder(kind: str, name: str) -> Path:
+    return rundir.make_folder(rundir.runs_root() / "commands", kind, name)
 
 
-def finish(words: Sequence[str], limit_s: float, command: str, code: int, status: str) -> int | None:
-    about: Mapping[str, str] = {
+def finish(
+    words: Sequence[str],
+    limit_s: float,
+    command: str,
+    code: int,
+    status: str,
+) -> int | None:
+    """Run the `--on-finish` command of a command that has ended with `code`."""
+    state = "failed"
+    if code == Exit.OK:
+        state = "finished"
+    elif code == Exit.INTERRUPTED:
+        state = "stopped"
+    environ: Mapping[str, str] = {
+        **os.environ,
         "LAUNCH_FINISHED": command,
         "LAUNCH_FINISHED_FOLDER": os.environ.get(FOLDER, os.getcwd()),
-        "LAUNCH_FINISHED_STATE": {0: "finished", Exit.INTERRUPTED: "stopped"}.get(code, "failed"),
+        "LAUNCH_FINISHED_STATE": state,
         "LAUNCH_FINISHED_STATUS": status,
         "LAUNCH_FINISHED_CODE": str(code),
     }
-    return on_finish.run(words, {**os.environ, **about}, Path.cwd(), limit_s)
+    return on_finish.run(words, environ, Path.cwd(), limit_s)
 
 
 def open_session(folder: RunFolder) -> str | None:
-    """Open a tmux session named after a run, with `launch exec RUN` in it; None where that cannot be."""
-    # tmux takes no dots and no colons, and `#(...)` for a command
+    """Open a tmux session named after a run, with `launch exec RUN`; None if that fails."""
+    # tmux refuses dots and colons, and runs `#(...)`
     name = re.sub(r"[.:#\x00-\x1f\x7f]", "_", folder.path.name)
-    return _show(name, [*start.ours(), "exec", str(folder.path)])
+    return _open_session(name, [*start.launch_argv(), "exec", str(folder.path)])
 
 
-def _show(name: str, command: Sequence[str]) -> str | None:
-    # with fewer files than it needs, tmux's server takes a whole core and shows nothing
-    if resource.getrlimit(resource.RLIMIT_NOFILE)[0] < _FILES_OF_TMUX:
+def _open_session(name: str, command: Sequence[str]) -> str | None:
+    """Open a tmux session that stays open after its command; its name, or None if that fails."""
+    open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if open_files < _MIN_OPEN_FILES:
         return None
-    # several words after the options are an argv, which the shell hands on as it is: the verdict is to stay
-    # what tmux starts has the PATH of its server, in which the current folder may stand
+    # resolved here: the PATH of tmux's server may have the current folder in it
     program = isolation.find_program(command[0]) or command[0]
-    inside = ["/bin/sh", "-c", _STAY, "sh", program, *command[1:]]
-    # that of an earlier attempt waits for its key; to end the last session would end the server
-    again = ["respawn-pane", "-k", "-t", f"={name}:", *inside]
-    new = ["new-session", "-d", "-s", name, "-x", "200", "-y", "50", *inside]
-    for words in (again, new):
+    argv = ["/bin/sh", "-c", _STAY_OPEN, "sh", program, *command[1:]]
+    # in the session of an earlier attempt if there is one: ending the last would end the server
+    respawn = ["respawn-pane", "-k", "-t", f"={name}:", *argv]
+    new = [
+        "new-session",
+        "-d",
+        "-s",
+        name,
+        "-x",
+        "200",
+        "-y",
+        "50",
+        *argv,
+    ]
+    for words in (respawn, new):
         with contextlib.suppress(OSError, ValueError):
-            if tools.ask(["tmux", *words]).returncode == 0:
+            if tools.run_tool(["tmux", *words]).returncode == 0:
                 return name
     return None
 
 
 def main(folder: Path) -> None:
-    """Become the command that waits in a folder, in the environment of who queued it and of the job."""
-    attempt = attempts.read(RunFolder(folder))
+    """Become the command that waits in a folder, in the environment of its submitter and job."""
+    attempt = attempts.read_attempt(RunFolder(folder))
     attempts.require_own(RunFolder(folder))
     command = attempt.command(os.environ)
     os.chdir(command.cwd)

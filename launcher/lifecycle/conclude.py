@@ -1,4 +1,4 @@
-"""What follows the end of a run: its verdict and files, its exit code, the command that `--on-finish` names."""
+"""What follows the end of a run: verdict, files, exit code, and the `--on-finish` command."""
 
 import contextlib
 import os
@@ -20,7 +20,7 @@ from launcher.runs.attempt import Attempt
 from launcher.runs.rundir import RunFolder
 from launcher.verdict import check, judge
 
-OTHERS_S = 60.0  # seconds that a machine whose training failed waits for the first one to have recorded its end
+FIRST_MACHINE_S = 60.0  # how long a further machine waits for the first one to record the end
 
 
 def conclude(
@@ -33,128 +33,180 @@ def conclude(
 ) -> int:
     """Judge a run that is over and call `--on-finish`; returns the run's exit code.
 
-    Where the keeper was killed, whoever looks on does what is left: once, however many they are, but for one that
-    is killed in the moment of the call. `locks` are let go before that. The attempt is the user's `own` where it was
-    not read from a file that others may write.
+    If the supervisor was killed, whoever follows the run does what is left, once. `locks` are
+    released before the call. The attempt is the user's `own` unless it was read from a file that
+    others may write.
     """
     if attempt.rank:
-        _let_go(locks)
-        return _of_a_further_machine(folder, attempt, ended)
+        _release(locks)
+        return _conclude_worker(folder, attempt, ended)
     number = attempt.number
-    with rundir.concluding(folder, number) as due:
+    with rundir.conclude_once(folder, number) as due:
         if not due:
             return Exit.OK
         code: int = Exit.BUG
         try:
-            # where the supervisor did not live to do that
-            inventory.end(folder, number, late=True)
-            if not rundir.judged(folder, number):
-                look_back(folder, attempt)
-            code = conclusion(folder, attempt, ended)[1]
-            rundir.seal(folder, number, untold=bool(attempt.on_finish))
-            # once the verdict is there, whatever happens; only what this user started runs a model
+            # in case the supervisor did not live to do that
+            inventory.record_written(folder, number, late=True)
+            if not rundir.is_judged(folder, number):
+                record_input_changes(folder, attempt)
+            _, code = verdict_and_exit_code(folder, attempt, ended)
+            rundir.mark_judged(folder, number, notify_pending=bool(attempt.on_finish))
+            # after the verdict, so that it stands; only what this user started runs a model
             if own:
-                sampling.take(folder, attempt)
+                sampling.take_samples(folder, attempt)
         except Exception:
-            # a verdict can be made again; the call at the end cannot
+            # a verdict can be repeated; the call at the end cannot
             traceback.print_exc()
         # the command may start the next run on the same cards
-        _let_go(locks)
-        on_finish.call(folder, attempt, code, own=own, began=lambda: rundir.note_told(folder, number))
+        _release(locks)
+        on_finish.call(
+            folder,
+            attempt,
+            code,
+            own=own,
+            began=lambda: rundir.mark_notified(folder, number),
+        )
     return code
 
 
-def _let_go(locks: Sequence[int]) -> None:
+def _release(locks: Sequence[int]) -> None:
     for lock in locks:
         os.close(lock)
 
 
-def _of_a_further_machine(folder: RunFolder, attempt: Attempt, ended: runner.ProcessExit | None) -> int:
-    """The first machine judges and tells, for all; one that failed leaves it the time for that."""
+def _conclude_worker(
+    folder: RunFolder,
+    attempt: Attempt,
+    ended: runner.ProcessExit | None,
+) -> int:
+    """The first machine judges and notifies; one that failed gives it time for that."""
     if ended is not None and not ended.returncode:
         return Exit.OK
     first = RunFolder(folder.path.parent)
-    until = time.monotonic() + OTHERS_S
-    while first.manifest.exists() and not first.exit(attempt.number).exists() and time.monotonic() <= until:
+    until = time.monotonic() + FIRST_MACHINE_S
+    while first.manifest.exists() and not first.exit(attempt.number).exists():
+        if time.monotonic() > until:
+            break
         time.sleep(1)
     return Exit.TRAINING
 
 
-def of_a_further_machine(folder: RunFolder, attempt: Attempt) -> Exit:
-    ended = runner.recorded(folder, attempt.number)
-    if ended is not None and (ended.stopped is not None or ended.preempted):
+def worker_exit_code(folder: RunFolder, attempt: Attempt) -> Exit:
+    """The exit code of a further machine of a run, which judges nothing."""
+    ended = runner.read_exit(folder, attempt.number)
+    if ended is None:
+        return Exit.TRAINING
+    if _was_stopped(ended):
         return Exit.INTERRUPTED
-    return Exit.TRAINING if ended is None or ended.returncode else Exit.OK
+    if ended.returncode:
+        return Exit.TRAINING
+    return Exit.OK
 
 
-def look_back(folder: RunFolder, attempt: Attempt) -> None:
-    """Record what of data and models changed since the start, and remove what was cached of it meanwhile."""
+def _was_stopped(ended: runner.ProcessExit) -> bool:
+    return ended.stopped is not None or ended.preempted
+
+
+def record_input_changes(folder: RunFolder, attempt: Attempt) -> None:
+    """Record which data and models changed since the start, and delete caches made meanwhile."""
     # a record that cannot be written costs a point, not the verdict
     with contextlib.suppress(OSError):
         changed = inputs.changed(rundir.read_manifest(folder).contents, Path(attempt.cwd))
-        files.write_json(folder.inputs(attempt.number), {"changed": attempt.redactor.redact(changed)})
-    for one in attempt.caches:
+        files.write_json(
+            folder.inputs(attempt.number),
+            {"changed": attempt.redactor.redact(changed)},
+        )
+    for cache in attempt.caches:
         with contextlib.suppress(Misfit):
-            folders.discard_spoiled(keys.from_json(one))
+            folders.discard_spoiled(keys.from_json(cache))
 
 
-def conclusion(
-    folder: RunFolder, attempt: Attempt, ended: runner.ProcessExit | None = None
+def verdict_and_exit_code(
+    folder: RunFolder,
+    attempt: Attempt,
+    ended: runner.ProcessExit | None = None,
 ) -> tuple[check.Verdict, Exit]:
-    """The verdict and the exit code of an attempt that is over; judged now where nobody has yet."""
-    known = rundir.judged(folder, attempt.number)
-    verdict = (check.from_json(rundir.read_json(folder.verdict)) if known else None) or finish(folder)
-    ended = ended or runner.recorded(folder, attempt.number)
+    """The verdict and the exit code of an attempt that is over; judged now if nobody has yet."""
+    verdict = None
+    if rundir.is_judged(folder, attempt.number):
+        verdict = check.from_json(rundir.read_json(folder.verdict))
+    if verdict is None:
+        verdict = finish(folder)
+    ended = ended or runner.read_exit(folder, attempt.number)
     return verdict, exit_code(ended, verdict, allow_unproven=attempt.allow_unproven)
 
 
 def finish(folder: RunFolder) -> check.Verdict:
-    return judged(folder).verdict
+    return judge_and_write(folder).verdict
 
 
-def judged(folder: RunFolder) -> judge.RunJudgement:
-    """Judge a run folder; write verdict.json, metrics.jsonl and report.html where that is possible."""
-    found = judge.judge(folder)
+def judge_and_write(folder: RunFolder) -> judge.RunJudgement:
+    """Judge a run folder; write verdict.json, metrics.jsonl and report.html if possible."""
+    judgement = judge.judge(folder)
     # a read-only or full disk costs these files, not the verdict
     with contextlib.suppress(OSError):
-        files.write_json(folder.verdict, found.verdict.as_json())
-        files.write_text(folder.metrics, "".join(map(rundir.json_line, judge.rows_of(found.attempts))))
-        files.write_text(folder.report, page.overlay([series.of_judged(folder.path, found)]))
-    return found
+        files.write_json(folder.verdict, judgement.verdict.as_json())
+        rows = judge.rows_of(judgement.attempts)
+        files.write_text(folder.metrics, "".join(map(rundir.json_line, rows)))
+        files.write_text(
+            folder.report,
+            page.overlay([series.of_judged(folder.path, judgement)]),
+        )
+    return judgement
 
 
-def judged_now(folder: RunFolder, planned: Plan, verdict: check.Verdict) -> check.Verdict:
-    """The verdict of a finished run by what is expected of it now: that may have been changed since."""
+def judge_by_plan(folder: RunFolder, planned: Plan, verdict: check.Verdict) -> check.Verdict:
+    """The verdict of a finished run by what is expected now, which may have changed since."""
     expected = command.expectations(planned)
-    same = rundir.read_manifest(folder).expected == expected
-    return verdict if same else judge.judge(folder, expected).verdict
+    if rundir.read_manifest(folder).expected == expected:
+        return verdict
+    return judge.judge(folder, expected).verdict
 
 
-def exit_code(ended: runner.ProcessExit | None, verdict: check.Verdict, *, allow_unproven: bool) -> Exit:
-    if ended is not None and (ended.stopped is not None or ended.preempted):
+def exit_code(
+    ended: runner.ProcessExit | None,
+    verdict: check.Verdict,
+    *,
+    allow_unproven: bool,
+) -> Exit:
+    if ended is not None and _was_stopped(ended):
         return Exit.INTERRUPTED
     if ended is not None and ended.returncode and verdict.stopped is None:
         return Exit.TRAINING
     return check.exit_code(verdict, allow_unproven=allow_unproven)
 
 
-def left_out_notes(found: judge.RunJudgement, folder: RunFolder) -> tuple[Finding, ...]:
-    """What the records of a run hold that could not be used: of each file the first, and how many more."""
+def left_out_notes(judgement: judge.RunJudgement, folder: RunFolder) -> tuple[Finding, ...]:
+    """What could not be used of a run's records: of each file the first, and how many more."""
     places: dict[str, list[tuple[int | None, Omission]]] = {}
-    for fault in found.manifest.left_out():
-        places.setdefault(str(folder.manifest), []).append((None, fault))
-    for attempt in found.attempts:
+    manifest = str(folder.manifest)
+    for omission in judgement.manifest.left_out():
+        places.setdefault(manifest, []).append((None, omission))
+    for attempt in judgement.attempts:
         for record in attempt.records:
-            for path, line, fault in record.left_out:
-                places.setdefault(str(path), []).append((line, fault))
-    return tuple(_left_out_note(file, faults) for file, faults in places.items())
+            for path, line, omission in record.left_out:
+                places.setdefault(str(path), []).append((line, omission))
+    notes = []
+    for file, omissions in places.items():
+        notes.append(_left_out_note(file, omissions))
+    return tuple(notes)
 
 
 def _left_out_note(file: str, faults: Sequence[tuple[int | None, Omission]]) -> Finding:
     line, fault = faults[0]
-    more = f", and {len(faults) - 1} more like it" if len(faults) > 1 else ""
+    message = str(fault)
+    if len(faults) > 1:
+        message += f", and {len(faults) - 1} more like it"
     help = "was it edited, or written by another version? what it says is left out"
-    return launch_finding("warning", "damaged-record", f"{fault}{more}", help, file=file, line=line)
+    return launch_finding(
+        "warning",
+        "damaged-record",
+        message,
+        help,
+        file=file,
+        line=line,
+    )
 
 
 def unpinned_note(folder: RunFolder) -> tuple[Finding, ...]:

@@ -1,4 +1,4 @@
-"""Follow a run from any terminal: the view, until the run is over.
+"""Follow a run from any terminal until it is over, or print its log.
 
 Nothing here touches the run, except that INT and TERM are passed on with `forward`.
 """
@@ -31,82 +31,96 @@ class Detached(Exception):
 
 
 def until_over(folder: RunFolder, attempt: Attempt, *, forward: bool) -> bool:
-    """Show an attempt until it and its keeper are gone; returns whether a stop was requested here.
+    """Show an attempt until it and its supervisor are gone; returns whether it was stopped.
 
     With `forward`, INT and TERM stop the run (twice: without waiting); else INT raises Detached. If
-    the keeper was killed, this looks after the orphan: it judges it and calls `--on-finish`. Raises NotReady
-    where the run's state is unknown here.
+    the supervisor was killed, this judges its orphan and calls `--on-finish`. Raises NotReady if
+    the state of the run is unknown here.
     """
-    requests: list[int] = []
-    runner.require_sight(folder)
+    signals: list[int] = []
+    runner.require_known_state(folder)
     if _goes_on(folder):
-        with _signals(folder, requests, forward=forward):
-            progress = Progress(total=attempt.total, attempt=attempt.number, world=attempt.world)
-            _know_epoch(progress, folder)
-            terminal = sys.stderr is not None and sys.stderr.isatty()
-            redactor = attempts.redactor(folder)
-            view = View(attempt.title, folder.console(attempt.number), folder.probe, progress, terminal, redactor)
+        with _passing_on(folder, signals, forward=forward):
+            view = _view_of(folder, attempt)
             with view.showing():
-                _look_on(folder, view)
-        runner.require_sight(folder)
-    # where the keeper did not live to do that, nor lives where nobody here can look
-    began = folder.attempts() >= attempt.number
-    if began and not runner.processes(folder).out_of_sight and not rundir.concluded(folder, attempt.number):
-        # only here: who looks on should see the run at once
+                _update_view(folder, view)
+        runner.require_known_state(folder)
+    number = attempt.number
+    has_begun = folder.attempts() >= number
+    is_remote = runner.read_processes(folder).is_remote
+    # if the supervisor did not live to do that
+    if has_begun and not is_remote and not rundir.is_concluded(folder, number):
+        # imported here, so that the run is shown at once
         from launcher.lifecycle import conclude
 
-        conclude.conclude(folder, attempt, runner.recorded(folder, attempt.number))
-    return bool(requests)
+        conclude.conclude(folder, attempt, runner.read_exit(folder, number))
+    return bool(signals)
 
 
-def _know_epoch(progress: Progress, folder: RunFolder) -> None:
-    """Have it know the rows of a step and of an epoch, where steps could be planned: packing makes other rows."""
-    record = rundir.read_manifest(folder)
-    if record.steps is None:
-        return
-    progress.rows_per_step = record.global_batch
-    progress.rows = record.plan.rows
+def _view_of(folder: RunFolder, attempt: Attempt) -> View:
+    progress = Progress(
+        total=attempt.total,
+        attempt=attempt.number,
+        world=attempt.world,
+    )
+    manifest = rundir.read_manifest(folder)
+    # without planned steps, packing makes other rows than those of the data
+    if manifest.steps is not None:
+        progress.rows_per_step = manifest.global_batch
+        progress.rows = manifest.plan.rows
+    is_terminal = sys.stderr is not None and sys.stderr.isatty()
+    return View(
+        attempt.title,
+        folder.console(attempt.number),
+        folder.probe,
+        progress,
+        is_terminal,
+        attempts.redactor(folder),
+    )
 
 
-def _look_on(folder: RunFolder, view: View) -> None:
-    shows = True
+def _update_view(folder: RunFolder, view: View) -> None:
+    """Update the view until the run is over, as long as the terminal lives."""
+    is_shown = True
     while _goes_on(folder):
-        try:
-            if shows:
+        if is_shown:
+            try:
                 view.tick()
-        except Exception:
-            # a terminal that has gone: what it cannot show is in the run folder
-            shows = False
+            except Exception:
+                # the terminal has gone; all of it is in the run folder
+                is_shown = False
         time.sleep(POLL_S)
 
 
 def _goes_on(folder: RunFolder) -> bool:
-    return runner.keeper_lives(folder) or runner.alive(folder.path)
+    return runner.has_live_supervisor(folder) or runner.is_alive(folder.path)
 
 
 @contextlib.contextmanager
-def _signals(folder: RunFolder, requests: list[int], *, forward: bool) -> Iterator[None]:
-    def hand_on(number: int, _frame: FrameType | None) -> None:
-        requests.append(number)
+def _passing_on(folder: RunFolder, signals: list[int], *, forward: bool) -> Iterator[None]:
+    """With `forward`, pass signals on to the run and note them; without, INT raises Detached."""
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        signals.append(number)
         with contextlib.suppress(PermissionError):
-            if runner.signal_keeper(folder, number):
+            if runner.signal_supervisor(folder, number):
                 return
         attempt = max(1, folder.attempts())
-        if runner.keeper_lives(folder):
-            # its record cannot be believed enough to signal it: ask it
+        if runner.has_live_supervisor(folder):
+            # its record cannot be trusted enough to signal it: ask it
             with contextlib.suppress(OSError):
                 runner.StopRequest(attempt=attempt).write(folder)
-        elif runner.alive(folder.path):
+        elif runner.is_alive(folder.path):
             runner.end_orphans(folder, (0, 0, 0), attempt)
 
-    # a terminal that has gone: there is nothing to show any more, and a verdict still to come
-    handlers: dict[int, process.Handler | signal.Handlers] = {signal.SIGHUP: process.ignore}
-    # Slurm signals every process of a job itself: passed on, it would count as two requests
+    # without a terminal there is nothing to show, and a verdict still to come
+    handlers: dict[int, process.Handler | signal.Handlers] = {signal.SIGHUP: process.ignore_signal}
+    # Slurm signals every process of a job itself: passed on, it would count twice
     if forward and "SLURM_JOB_ID" not in os.environ:
-        handlers |= dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1), hand_on)
+        handlers |= dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1), pass_on)
     else:
         handlers[signal.SIGTERM] = signal.SIG_DFL
-    with process.handling(handlers):
+    with process.signal_handlers(handlers):
         try:
             yield
         except KeyboardInterrupt:
@@ -114,69 +128,88 @@ def _signals(folder: RunFolder, requests: list[int], *, forward: bool) -> Iterat
 
 
 def print_log(folder: RunFolder, number: int, *, last: int | None, follow: bool) -> None:
-    """Write an attempt's console log to stdout without tokens: its `last` lines, or all, and what comes.
+    """Write an attempt's console log to stdout without secrets: its `last` lines, or all.
 
-    A log that is moved or removed is read on, one that was truncated from its new beginning. Raises
-    FileNotFoundError, NotReady where it cannot be read, OSError where the reader has gone.
+    With `follow`, what is added too, until the run ends. A log that is moved or removed is read on,
+    a truncated one from its new beginning. Raises FileNotFoundError, NotReady if it cannot be read,
+    OSError if the reader of stdout has gone.
     """
     if sys.stdout is None:
         return
     path = folder.console(number)
-    shown = LogLines(attempts.redactor(folder).values, frames=follow or last is None)
+    printer = LogLines(attempts.redactor(folder).values, frames=follow or last is None)
     try:
-        opened = files.open_regular(path, buffering=0)
+        log = files.open_regular(path, buffering=0)
+    except FileNotFoundError:
+        raise
     except OSError as error:
-        raise error if isinstance(error, FileNotFoundError) else unreadable(path, error) from None
-    with opened as log:
+        raise unreadable(path, error) from None
+    with log:
         if last is not None:
-            _print_last_lines(log, shown, last)
-        _print_on(log, shown, folder, follow=follow)
+            _print_last_lines(log, printer, last)
+        _print_rest(log, printer, folder, follow=follow)
 
 
-def _print_last_lines(log: BinaryIO, shown: LogLines, count: int) -> None:
-    """Print the last lines of a log as far as the last of those that are cut."""
-    found = find_last_lines(log.fileno(), count)
-    log.seek(found.start)
-    for gap in found.gaps:
-        while left := gap.start - log.tell():
-            block = log.read(min(BLOCK_BYTES, left))
+def _print_last_lines(log: BinaryIO, printer: LogLines, count: int) -> None:
+    """Print the last lines of a log, up to the last gap in them."""
+    lines = find_last_lines(log.fileno(), count)
+    log.seek(lines.start)
+    for gap in lines.gaps:
+        while log.tell() < gap.start:
+            missing = gap.start - log.tell()
+            block = log.read(min(BLOCK_BYTES, missing))
             if not block:
                 # it was truncated meanwhile
                 return
-            sys.stdout.buffer.write(shown.of(block))
-        shown.leave_out(gap.stop - gap.start, at_least=gap.at_least)
+            sys.stdout.buffer.write(printer.of(block))
+        length = gap.stop - gap.start
+        printer.leave_out(length, at_least=gap.at_least)
         log.seek(gap.stop)
 
 
-def _print_on(log: BinaryIO, shown: LogLines, folder: RunFolder, *, follow: bool) -> None:
-    """Print a log from where it is read, until it ends, or with `follow` until the run ends."""
+def _print_rest(
+    log: BinaryIO,
+    printer: LogLines,
+    folder: RunFolder,
+    *,
+    follow: bool,
+) -> None:
+    """Print a log from its position to its end, or with `follow` to the end of the run."""
     out = sys.stdout.buffer
     while True:
-        # determined before reading: what was written until then is not missed
-        over = not follow or not _goes_on(folder)
+        # determined before reading, so that the last lines are not missed
+        is_over = not follow or not _goes_on(folder)
         if os.fstat(log.fileno()).st_size < log.tell():
             log.seek(0)
-            out.write(shown.rest())
-        while block := log.read(BLOCK_BYTES):
-            out.write(shown.of(block))
-        if over:
-            out.write(shown.rest())
-        out.flush()
-        if over:
+            out.write(printer.rest())
+        block = log.read(BLOCK_BYTES)
+        while block:
+            out.write(printer.of(block))
+            block = log.read(BLOCK_BYTES)
+        if is_over:
+            out.write(printer.rest())
+            out.flush()
             return
+        out.flush()
         time.sleep(POLL_S)
 
 
 def has_begun(folder: RunFolder, attempt: Attempt) -> bool:
-    known = runner.processes(folder).attempt
-    return folder.attempts() >= attempt.number or known == attempt.number or _goes_on(folder)
+    if folder.attempts() >= attempt.number:
+        return True
+    if runner.read_processes(folder).attempt == attempt.number:
+        return True
+    return _goes_on(folder)
 
 
 def newest_attempt(folder: RunFolder) -> Attempt:
-    """The attempt that began last, as far as it is known; a run of an older launch has no private file."""
+    """The attempt that began last; from the manifest if `start.json` is missing or damaged."""
     with contextlib.suppress(NotReady):
-        return attempts.read(folder)
+        return attempts.read_attempt(folder)
     manifest = rundir.read_manifest(folder)
+    output = None
+    if manifest.output is not None:
+        output = str(manifest.output)
     return Attempt(
         number=max(1, folder.attempts()),
         argv=(),
@@ -186,7 +219,7 @@ def newest_attempt(folder: RunFolder) -> Attempt:
         stage=str(manifest.stage),
         backend=str(manifest.backend),
         title=folder.path.name,
-        output=None if manifest.output is None else str(manifest.output),
+        output=output,
         total=manifest.steps,
         world=manifest.processes or 1,
     )

@@ -1,4 +1,4 @@
-"""What a run folder keeps of what was decided before the start: manifest and stage file."""
+"""What a run folder keeps of the decisions before a start: manifest and stage file."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -25,7 +25,7 @@ from launcher.runs.rundir import RunFolder
 _HEAD = "# What `{stage}` was resolved to: inheritance, overrides and interpolation done.\n"
 
 
-def manifest(
+def build_manifest(
     attempt: int,
     created: str,
     plan: Plan,
@@ -37,8 +37,13 @@ def manifest(
     devices: dict[str, Any] | None = None,
     warnings: Sequence[Finding] = (),
 ) -> RunRecord:
-    """Every resolved field with who set it, the plan, the command and all versions."""
+    """Every resolved argument with its origin, the plan, the command and all versions."""
     stage = plan.stage
+    # open-instruct reports to W&B with either, whatever else is named
+    tracked = plan.values.get("with_tracking") is True
+    if "wandb" in str(plan.values.get("report_to")):
+        tracked = True
+    findings = [*stage.findings, *plan.findings, *warnings]
     return RunRecord(
         created=created,
         attempt=attempt,
@@ -51,9 +56,8 @@ def manifest(
         deepspeed=_deepspeed(plan, trainer),
         cwd=str(command.cwd),
         plan=plan.record.as_json(),
-        # open-instruct reports to W&B with either, whatever else is named
-        tracked=plan.values.get("with_tracking") is True or "wandb" in str(plan.values.get("report_to")),
-        args=_resolved(plan),
+        tracked=tracked,
+        args=_resolve_arguments(plan),
         argv=list(command.argv),
         env=sorted(command.env),
         caches=[*caches],
@@ -67,89 +71,133 @@ def manifest(
         },
         machine=python.describe(),
         devices=devices,
-        findings=[finding.as_json() for finding in (*stage.findings, *plan.findings, *warnings)],
+        findings=[finding.as_json() for finding in findings],
         samples=stage.options.samples,
         script=stage.options.script,
     )
 
 
 def _deepspeed(plan: Plan, trainer: Trainer) -> dict[str, Any] | None:
-    """Release and settings that decide whether gradients can be trusted; None without DeepSpeed."""
+    """The version and settings that gradients depend on; None without DeepSpeed."""
     file, _ = plan.stage.read_deepspeed()
     config = engine_config(plan.values, file)
     if config is None or not plan.gpus:
         return None
-    kept = {k: config[k] for k in ("zero_optimization", "communication_data_type") if k in config}
-    return {"version": trainer.packages.get("deepspeed"), "config": kept}
+    deciding = {}
+    for name in ("zero_optimization", "communication_data_type"):
+        if name in config:
+            deciding[name] = config[name]
+    return {
+        "version": trainer.packages.get("deepspeed"),
+        "config": deciding,
+    }
 
 
-def _resolved(plan: Plan) -> dict[str, dict[str, Any]]:
-    fields, config = {}, plan.stage.config
-    for name, known in plan.stage.schema.fields.items():
+def _resolve_arguments(plan: Plan) -> dict[str, dict[str, Any]]:
+    """The value of every argument, and its origin."""
+    config = plan.stage.config
+    arguments = {}
+    for name, field in plan.stage.schema.fields.items():
+        key = f"args.{name}"
         value = plan.values[name]
         if name in plan.derived:
             origin = f"derived: {plan.derived[name].why}"
         else:
-            given = name in plan.stage.args
-            origin = str(config.origin(f"args.{name}")) if given else f"default: {known.where}"
-            value = config.secrets.get(f"args.{name}", value)
-        fields[name] = {"value": value, "origin": origin}
-    return fields
+            value = config.secrets.get(key, value)
+            origin = f"default: {field.where}"
+            if name in plan.stage.args:
+                origin = str(config.origin(key))
+        arguments[name] = {"value": value, "origin": origin}
+    return arguments
 
 
-def write_stage_file(plan: Plan, folder: RunFolder, restored: Mapping[str, Any] | None = None) -> None:
-    """Write the resolved stage file, with values `restored` from a checkpoint, tokens taken out. Raises OSError."""
+def write_stage_file(
+    plan: Plan,
+    folder: RunFolder,
+    restored: Mapping[str, Any] | None = None,
+) -> None:
+    """Write the resolved stage file without secrets, so that it can be started again.
+
+    `restored` are arguments that a checkpoint has. Raises OSError.
+    """
     options = plan.stage.options
-    same = ("stage", "backend", "script", "mixed_precision", "on_violation", "on_hang")
-    given: dict[str, Any] = {
-        **{name: getattr(options, name) for name in same},
+    keys = _options_of(plan)
+    if options.deepspeed is not None and options.deepspeed_name not in DEEPSPEED:
+        files.write_bytes(folder.deepspeed, options.deepspeed.read_bytes())
+        keys["deepspeed"] = folder.deepspeed.name
+    keys["args"] = {**plan.stage.args, **(restored or {})}
+    content = escape_interpolation(plan.stage.config.redactor.redact(keys))
+    arguments = content["args"]
+    for name, value in arguments.items():
+        reference = plan.stage.config.secrets.get(f"args.{name}")
+        if reference is not None:
+            # a start takes the secret from where this one did
+            arguments[name] = reference
+        elif name == "hub_token" and value is not None:
+            # or from where huggingface_hub looks
+            arguments[name] = f"${{oc.env:{HUB},null}}"
+    text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100)
+    head = _HEAD.format(stage=plan.stage.config.path)
+    files.write_text(folder.stage_file, head + text)
+
+
+def _options_of(plan: Plan) -> dict[str, Any]:
+    """launch's own keys of a stage file, without those that are not set."""
+    options = plan.stage.options
+    slurm = {}
+    for name, value in options.slurm.items():
+        slurm[name] = True if value is None else value
+    probe: str | dict[str, Any] = "off"
+    if options.probe is not None:
+        settings = asdict(options.probe)
+        names = [part.name for part in KEYS["probe"].parts]
+        probe = _without_none({name: settings[name] for name in names})
+    keys: dict[str, Any] = {
+        "stage": options.stage,
+        "backend": options.backend,
+        "script": options.script,
+        "mixed_precision": options.mixed_precision,
+        "on_violation": options.on_violation,
+        "on_hang": options.on_hang,
         "name": plan.stage.name,
         "deepspeed": options.deepspeed_name,
         "attention": list(options.attention) or None,
         "expect": dict(options.expect) or None,
         "samples": options.samples or None,
-        "slurm": {k: True if v is None else v for k, v in options.slurm.items()} or None,
-        "probe": "off",
+        "slurm": slurm or None,
+        "probe": probe,
     }
-    if options.probe is not None:
-        watch = asdict(options.probe)
-        given["probe"] = {key: watch[key] for part in KEYS["probe"].parts if watch[key := part.name] is not None}
     if options.batch is not None:
-        batch = {"global": options.batch.total, "per_device": options.batch.per_device}
-        given["batch"] = {key: value for key, value in batch.items() if value is not None}
-    if options.deepspeed is not None and options.deepspeed_name not in DEEPSPEED:
-        files.write_bytes(folder.deepspeed, options.deepspeed.read_bytes())
-        given["deepspeed"] = folder.deepspeed.name
-    shown = {key: value for key, value in given.items() if value is not None}
-    redactor = plan.stage.config.redactor
-    content = escaped(redactor.redact({**shown, "args": {**plan.stage.args, **(restored or {})}}))
-    for name, value in content["args"].items():
-        # what is started again takes it from where it was taken, or from where huggingface_hub looks
-        whole = plan.stage.config.secrets.get(f"args.{name}")
-        if whole is None and name == "hub_token" and value is not None:
-            whole = f"${{oc.env:{HUB},null}}"
-        content["args"][name] = value if whole is None else whole
-    text = yaml.safe_dump(content, sort_keys=False, allow_unicode=True, width=100)
-    files.write_text(folder.stage_file, _HEAD.format(stage=plan.stage.config.path) + text)
+        batch = {
+            "global": options.batch.total,
+            "per_device": options.batch.per_device,
+        }
+        keys["batch"] = _without_none(batch)
+    return _without_none(keys)
 
 
-def escaped(value: Any) -> Any:
-    """Values as they are, for a file that will be interpolated once more."""
+def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def escape_interpolation(value: Any) -> Any:
+    """The same values, for a file that will be interpolated once more."""
     if isinstance(value, Mapping):
-        return {str(key): escaped(below) for key, below in value.items()}
+        return {str(key): escape_interpolation(below) for key, below in value.items()}
     if isinstance(value, list | tuple):
-        return [escaped(below) for below in value]
+        return [escape_interpolation(below) for below in value]
     if isinstance(value, str):
         return value.replace("${", "\\${")
-    return value if isinstance(value, bool | int | float) or value is None else str(value)
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    return str(value)
 
 
 def create(folder: RunFolder, record: RunRecord, redactor: Redactor | None = None) -> None:
-    """Make the folder, write its manifest without tokens, enter the run in the index. Raises NotReady where that
-    fails."""
+    """Make the folder, write its manifest without secrets, register the run. Raises NotReady."""
     content = (redactor or redaction.of_process()).redact(record.as_json())
     with rundir.writing(folder.path):
         folder.path.mkdir(rundir.OWN, parents=True, exist_ok=True)
         files.write_json(folder.manifest, content)
-    rundir.enter("runs", folder.path)
-    outputs.enter(folder.path, content["output"])
+    rundir.register("runs", folder.path)
+    outputs.register_output(folder.path, content["output"])

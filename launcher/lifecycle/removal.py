@@ -1,14 +1,13 @@
-"""What `launch rm` deletes -> `Removal`: the files that the records say a run wrote, and nothing else.
+"""What `launch rm` deletes -> `Removal`: the files that a run wrote by its records, no others.
 
-Records name files, not folders. A file that is not in them, or is no longer what they say, is kept and reported;
-a folder goes only once it is empty. No link is followed and no mount point crossed, and each file is compared once
-more right before it is deleted.
+Records name files, not folders. A file that is not in them, or is no longer what they say, is kept
+and reported; a folder goes only once it is empty. No link is followed and no mount point crossed,
+and each file is compared once more right before it is deleted.
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import os
 import re
 import stat
@@ -25,15 +24,16 @@ from launcher.machine.trees import Budget, TreeEntry
 from launcher.paths import canonical, exists
 from launcher.planning import checksums
 from launcher.report import overview
-from launcher.runs import evaluation, inventory, lease, outputs, rundir, runner
+from launcher.runs import evaluation, inventory, lease, outputs, rundir
 from launcher.runs.inventory import FileState
 from launcher.runs.rundir import RunFolder
 
 _LIVE = ("running", "orphaned", "queued", "unknown")
-_NAMES, _SECONDS = 200_000, 30.0  # names that are looked at below one folder, and for how long
-_SHOWN = 3  # names of what is kept
-CLOCK_NS = 2 * 10**9  # by how much the times of a record, which are whole seconds, may be off
-# what launch, the probe and Slurm call their files in a run folder, or in that of a pipeline, bench, ladder or tune
+_MAX_NAMES = 200_000  # names that are looked at below one folder
+_MAX_SECONDS = 30.0  # seconds for that
+_MAX_SHOWN = 3  # names of files that are kept
+# what launch, the probe and Slurm call their files in a run folder, or in that of a pipeline,
+# bench, ladder or tune
 _RECORD = re.compile(
     r"[\w.-]+\.(?:json|jsonl|log|mark|html|yaml|yml|sh|limit|stacks\.txt)\Z"
     r"|lock\Z|\.lock\Z|\.reserve\Z|\.room\Z|\.[\w.-]+\.[0-9a-f]{12}\Z"
@@ -44,7 +44,7 @@ _MODELS = "models"  # where a bench or ladder puts the models of its runs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Doomed:
-    """A file to delete, and what it must still be by then."""
+    """A file to delete, and the state that it must still have by then."""
 
     path: str
     state: FileState
@@ -52,7 +52,10 @@ class Doomed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Deletion:
-    """Files below one folder, `root`, whose `inode` it must still have; `kept` are names with the reason."""
+    """Files to delete below the folder `root`, which must still have `inode`.
+
+    `kept` are names with the reason. `unsure`: there were too many files to look at all.
+    """
 
     root: Path
     inode: int
@@ -62,32 +65,44 @@ class Deletion:
 
     @property
     def size(self) -> int:
-        return sum(one.state.size for one in self.doomed)
+        return sum(file.state.size for file in self.doomed)
 
     def lines(self) -> Iterator[str]:
-        """What will go: a line for the folder itself, and one for each folder in it."""
+        """A line for the files in the folder itself, and one for each folder in it."""
         counts = Counter[str]()
         sizes = Counter[str]()
-        for one in self.doomed:
-            top, _, below = one.path.partition("/")
-            name = top if below else ""
-            counts[name] += 1
-            sizes[name] += one.state.size
-        for name in sorted(counts):
-            files = "1 file" if counts[name] == 1 else f"{counts[name]} files"
-            yield f"{self.root / name} ({files}, {sized(sizes[name])})"
+        for file in self.doomed:
+            folder, _, below = file.path.partition("/")
+            if not below:
+                folder = ""
+            counts[folder] += 1
+            sizes[folder] += file.state.size
+        for folder in sorted(counts):
+            count = _count_files(counts[folder])
+            yield f"{self.root / folder} ({count}, {sized(sizes[folder])})"
 
     def kept_lines(self) -> Iterator[str]:
         by_reason: dict[str, list[str]] = {}
         for name, reason in self.kept.items():
             by_reason.setdefault(reason, []).append(name)
         for reason, names in by_reason.items():
-            more = " or more" if self.unsure else ""
-            count = f"{len(names)}{more} file{'s' if len(names) > 1 or more else ''}"
-            shown = ", ".join(names[:_SHOWN])
-            if len(names) > _SHOWN:
+            count = _count_files(len(names))
+            if self.unsure:
+                count = f"{len(names)} or more files"
+            shown = ", ".join(names[:_MAX_SHOWN])
+            if len(names) > _MAX_SHOWN:
                 shown += ", ..."
             yield f"kept in {self.root}: {count} {reason} ({shown})"
+
+
+def _count_files(number: int) -> str:
+    if number == 1:
+        return "1 file"
+    return f"{number} files"
+
+
+def _budget() -> Budget:
+    return Budget(names=_MAX_NAMES, seconds=_MAX_SECONDS)
 
 
 _NOT_WRITTEN = "that this run did not write"
@@ -97,7 +112,7 @@ _CLOSED = "behind a mount point, or that cannot be read"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Removal:
-    """Everything that goes with a run, the output folders first and its records last."""
+    """What goes with a run: the output folders first, its records last."""
 
     folder: RunFolder
     runs: tuple[RunFolder, ...]
@@ -109,53 +124,65 @@ class Removal:
         return [part.root for part in reversed(self.parts)]
 
     def lines(self) -> list[str]:
-        return [line for part in reversed(self.parts) for line in part.lines()]
+        lines = list[str]()
+        for part in reversed(self.parts):
+            lines += part.lines()
+        return lines
 
     def kept_lines(self) -> list[str]:
-        return [line for part in reversed(self.parts) for line in part.kept_lines()]
+        lines = list[str]()
+        for part in reversed(self.parts):
+            lines += part.kept_lines()
+        return lines
 
 
 def require_over(folder: RunFolder) -> None:
-    """Raise NotReady where the run, or any of a pipeline, bench, ladder or tune, trains, waits or may train unseen."""
-    for run in [folder, *rundir.members(folder.path)]:
-        state = overview.state(run)
-        begins = any(lease.is_locked(run.path / lock) for lock in ("lock", ".lock"))
-        measured = lease.is_locked(evaluation.folder_of(run).path / ".lock")
-        if state in _LIVE or begins or measured:
-            now = state if state in _LIVE else "being started"
-            if measured:
-                now = "being evaluated"
-            raise not_ready("run-is-live", f"{run.path.name} is {now}", f"launch stop {run.path.name}")
+    """Raise NotReady if a run, or one of a campaign, trains, waits, or may train out of sight."""
+    for run in [folder, *rundir.campaign_runs(folder.path)]:
+        activity = _activity_of(run)
+        if activity is not None:
+            name = run.path.name
+            raise not_ready(
+                "run-is-live",
+                f"{name} is {activity}",
+                f"launch stop {name}",
+            )
 
 
-def plan(folder: RunFolder, *, model: bool) -> Removal:
-    """What would go: the records, with `model` what the run wrote into its output too.
+def _activity_of(run: RunFolder) -> str | None:
+    """What a run does now; None if it is over."""
+    if lease.is_locked(evaluation.evaluation_folder(run).path / ".lock"):
+        return "being evaluated"
+    state = overview.state(run)
+    if state in _LIVE:
+        return state
+    if lease.is_locked(run.lock) or lease.is_locked(run.path / ".lock"):
+        return "being started"
+    return None
 
-    Raises NotReady where it runs, or another run trains inside or above; UsageError where a folder is not this
-    run's alone.
+
+def plan_removal(folder: RunFolder, *, model: bool) -> Removal:
+    """What would go: the records, and with `model` what the run wrote into its output.
+
+    Raises NotReady if it runs, or another run trains inside or above; UsageError if a folder
+    is not this run's alone.
     """
     require_over(folder)
     _require_own_folder(folder.path)
-    inner = _inner_runs(folder)
-    runs = (folder, *inner)
+    runs = (folder, *rundir.newest_first(folder.path))
     _require_no_others(folder.path, runs, inside_only=True)
     if not model:
         _require_no_model_inside(folder)
     parts = []
-    for run in runs if model else ():
-        if run != folder and not _is_output_inside(folder, run):
-            continue
-        part = _output_part(run, runs)
-        if part is not None:
-            parts.append(part)
-    doomed_inside = _inside(folder.path, parts)
-    parts.append(_records(folder, doomed_inside))
+    if model:
+        for run in runs:
+            if run != folder and not _is_output_inside(folder, run):
+                continue
+            part = _plan_output(run, runs)
+            if part is not None:
+                parts.append(part)
+    parts.append(_plan_records(folder, _paths_inside(folder.path, parts)))
     return Removal(folder=folder, runs=runs, parts=tuple(parts))
-
-
-def _inner_runs(folder: RunFolder) -> list[RunFolder]:
-    """The runs that lie in the folder of a bench, ladder or tune."""
-    return [RunFolder(run.path) for run in rundir.newest_first(folder.path)]
 
 
 def _is_output_inside(folder: RunFolder, run: RunFolder) -> bool:
@@ -164,9 +191,13 @@ def _is_output_inside(folder: RunFolder, run: RunFolder) -> bool:
 
 
 def _require_own_folder(path: Path) -> None:
-    """Raise UsageError where a folder is a link, or another user's."""
+    """Raise UsageError if a folder is a link, or another user's."""
     if os.path.islink(path):
-        raise usage("output-kept", f"{path} is a link to {os.readlink(path)}", "delete the link by hand")
+        raise usage(
+            "output-kept",
+            f"{path} is a link to {os.readlink(path)}",
+            "delete the link by hand",
+        )
     status = os.lstat(path)
     if status.st_uid != os.geteuid():
         message = f"{path} belongs to user {status.st_uid}, not to {os.geteuid()}"
@@ -176,35 +207,57 @@ def _require_own_folder(path: Path) -> None:
 def _require_no_model_inside(folder: RunFolder) -> None:
     output = rundir.read_manifest(folder).output
     if exists(folder.path / _MODELS):
-        raise usage("output-kept", f"models are in the folder: {folder.path}/{_MODELS}", "--model")
+        raise usage(
+            "output-kept",
+            f"models are in the folder: {folder.path}/{_MODELS}",
+            "--model",
+        )
     if output is None or not exists(output):
         return
     if canonical(output).is_relative_to(canonical(folder.path)):
-        raise usage("output-kept", f"the model is in the run folder: {output}", "--model")
+        raise usage(
+            "output-kept",
+            f"the model is in the run folder: {output}",
+            "--model",
+        )
 
 
-def _require_no_others(place: Path, runs: Iterable[RunFolder], *, inside_only: bool = False) -> None:
-    """Raise where the output of a run that is none of `runs` lies in a folder, or above it."""
+def _require_no_others(
+    place: Path,
+    runs: Iterable[RunFolder],
+    *,
+    inside_only: bool = False,
+) -> None:
+    """Raise if the output of a run that is none of `runs` lies in a folder, or above it."""
     own = [run.path.name for run in runs]
-    budget = Budget(names=_NAMES, seconds=_SECONDS)
-    for other in outputs.neighbours(place, Path(own[0]), budget=budget, seconds=None):
+    budget = _budget()
+    for other in outputs.find_neighbours(place, Path(own[0]), budget=budget, seconds=None):
         if other.name in own or (inside_only and other.where != "inside"):
             continue
         if other.live:
             message = f"the run {other.name} trains into {other.output}"
             if other.where != "here":
                 message += f", which lies {other.where} {place}"
-            raise not_ready("run-is-live", message, f"launch stop {other.name}", file=other.run)
+            raise not_ready(
+                "run-is-live",
+                message,
+                f"launch stop {other.name}",
+                file=other.run,
+            )
         if other.where != "inside" and other.gone:
-            # it has been removed, and its output left as it is
+            # that run was removed, and its output left as it is
             continue
-        raise _shared(place, other)
+        raise _shared_output(place, other)
 
 
-def _shared(place: Path, other: outputs.Neighbour) -> UsageError:
+def _shared_output(place: Path, other: outputs.Neighbour) -> UsageError:
     if other.where == "here":
         help = f"launch rm {other.name} removes that run, and keeps the output"
-        return usage("output-kept", f"{place} is the output of {other.name} too", help)
+        return usage(
+            "output-kept",
+            f"{place} is the output of {other.name} too",
+            help,
+        )
     message = f"{other.output}, the output of {other.name}, lies {other.where} {place}"
     help = f"move {other.output} elsewhere, or delete it by hand"
     if other.where == "above":
@@ -212,20 +265,24 @@ def _shared(place: Path, other: outputs.Neighbour) -> UsageError:
     return usage("output-kept", message, help)
 
 
-def _output_part(run: RunFolder, runs: tuple[RunFolder, ...]) -> Deletion | None:
-    """What a run wrote into its output folder; None where that is gone, or there never was one."""
+def _plan_output(run: RunFolder, runs: tuple[RunFolder, ...]) -> Deletion | None:
+    """What a run wrote into its output folder; None if there is none."""
     manifest = rundir.read_manifest(run)
     if manifest.output is None or not exists(manifest.output):
         return None
     output = manifest.output
     place = canonical(output)
     if _is_working_folder_in(place):
-        raise usage("output-kept", f"{output} holds more than this model: the working folder", "leave it first: cd /")
+        raise usage(
+            "output-kept",
+            f"{output} holds more than this model: the working folder",
+            "leave it first: cd /",
+        )
     _require_own_folder(place)
     _require_no_others(place, runs)
     lease.require_free(output)
-    written, reason = _written(run, output, place)
-    return _sorted_out(run, place, written, reason)
+    written = _read_written(run, place)
+    return _sort_files(run, place, written)
 
 
 def _is_working_folder_in(place: Path) -> bool:
@@ -235,83 +292,72 @@ def _is_working_folder_in(place: Path) -> bool:
         return False
 
 
-def _written(run: RunFolder, output: Path, place: Path) -> tuple[dict[str, list[FileState]], str]:
-    """By path every state in which the attempts of a run left a file; and why others are kept."""
-    written: dict[str, list[FileState]] = {}
-    reason = _NOT_WRITTEN
+@dataclass(slots=True)
+class _Written:
+    """The states in which the attempts of a run left each file.
+
+    `reason` says why files that are not among them are kept.
+    """
+
+    states: dict[str, list[FileState]] = field(default_factory=dict)
+    reason: str = _NOT_WRITTEN
+
+
+def _read_written(run: RunFolder, place: Path) -> _Written:
+    written = _Written()
     inode = os.lstat(place).st_ino
     for attempt in range(1, run.attempts() + 1):
-        inventory.end(run, attempt, late=True)
-        record = inventory.read(run, attempt)
+        inventory.record_written(run, attempt, late=True)
+        record = inventory.read_inventory(run, attempt)
         if record is None:
-            states = _by_time(run, attempt, output, place)
-        elif Path(record.output) != place or record.inode != inode:
-            states = {}
-            reason = f"in a folder that is not the one that this run wrote into, {record.output},"
-        else:
-            states = dict(record.written or {})
-        for path, state in states.items():
-            written.setdefault(path, []).append(state)
-    return written, reason
+            continue
+        if Path(record.output) != place or record.inode != inode:
+            written.reason = "in a folder that is not the one that this run wrote into, "
+            written.reason += f"{record.output},"
+            continue
+        for path, state in (record.written or {}).items():
+            written.states.setdefault(path, []).append(state)
+    return written
 
 
-def _by_time(run: RunFolder, attempt: int, output: Path, place: Path) -> dict[str, FileState]:
-    """What an attempt without an inventory, of an older launch, must have written: names and times tell."""
-    if os.path.islink(output):
-        return {}
-    first_ns, last_ns = _times(run, attempt)
-
-    def fits(state: FileState) -> bool:
-        return not state.link and first_ns - CLOCK_NS <= state.mtime_ns <= last_ns + CLOCK_NS
-
-    with contextlib.suppress(OSError):
-        return inventory.trained_within(place, fits)
-    return {}
-
-
-def _times(run: RunFolder, attempt: int) -> tuple[int, int]:
-    """When an attempt began and ended, in ns; an empty stretch of time where nothing tells."""
-    ended = runner.recorded(run, attempt)
-    if ended is not None:
-        return _ns(ended.started, 0), _ns(ended.ended, -CLOCK_NS * 3)
-    began = rundir.read_kept_manifest(run, attempt) or rundir.read_manifest(run)
-    if began.attempt != attempt or began.created is None:
-        return 0, -CLOCK_NS * 3
-    return _ns(began.created, 2**62), inventory.last_sign_of_life(run, attempt)
-
-
-def _ns(text: str, unknown: int) -> int:
-    try:
-        moment = datetime.datetime.fromisoformat(text)
-    except ValueError:
-        return unknown
-    return int(moment.timestamp()) * 10**9
-
-
-def _sorted_out(run: RunFolder, place: Path, written: Mapping[str, list[FileState]], reason: str) -> Deletion:
+def _sort_files(run: RunFolder, place: Path, written: _Written) -> Deletion:
     """Every file below an output folder: to delete, or kept."""
     sums = checksums.read(run)
+    own_leases = list(_lease_files(run, place))
+    lease_paths = {file.path for file in own_leases}
     doomed = []
     kept = {}
-    names = list(_leases(run, place))
-    own = {one.path for one in names}
-    budget = Budget(names=_NAMES, seconds=_SECONDS)
-    with _opening(place), trees.opened(place) as root:
+    budget = _budget()
+    with _opening(place), trees.open_tree(place) as root:
         inode = os.fstat(root).st_ino
         for entry in trees.walk(root, budget):
             if entry.closed:
                 kept[f"{entry.path}/"] = _CLOSED
-            if entry.is_folder or entry.path in own:
+            if entry.is_folder or entry.path in lease_paths:
                 continue
-            states = written.get(entry.path, [])
+            states = written.states.get(entry.path)
             if not states:
-                kept[entry.path] = reason
-            elif entry.status.st_uid == os.geteuid() and any(_is_unchanged(entry, one, sums) for one in states):
-                doomed.append(Doomed(path=entry.path, state=inventory.of_status(entry.status)))
+                kept[entry.path] = written.reason
+            elif _is_own(entry) and _is_unchanged(entry, states, sums):
+                doomed.append(_doom(entry.path, entry.status))
             else:
                 kept[entry.path] = _CHANGED
-    doomed += names
-    return Deletion(root=place, inode=inode, doomed=tuple(doomed), kept=kept, unsure=budget.spent)
+    doomed += own_leases
+    return Deletion(
+        root=place,
+        inode=inode,
+        doomed=tuple(doomed),
+        kept=kept,
+        unsure=budget.spent,
+    )
+
+
+def _is_own(entry: TreeEntry) -> bool:
+    return entry.status.st_uid == os.geteuid()
+
+
+def _doom(path: str, status: os.stat_result) -> Doomed:
+    return Doomed(path=path, state=inventory.file_state(status))
 
 
 @contextlib.contextmanager
@@ -319,76 +365,108 @@ def _opening(place: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise not_ready("not-removed", f"it cannot be read: {error.strerror}", file=str(place)) from None
+        raise not_ready(
+            "not-removed",
+            f"it cannot be read: {error.strerror}",
+            file=str(place),
+        ) from None
 
 
-def _is_unchanged(entry: TreeEntry, recorded: FileState, sums: Mapping[str, Mapping[str, object]]) -> bool:
-    """Whether a file is what the run left: untouched since, or touched and of the same content."""
-    now = inventory.of_status(entry.status)
-    if not now.is_same(recorded):
+def _is_unchanged(
+    entry: TreeEntry,
+    states: Iterable[FileState],
+    sums: Mapping[str, Mapping[str, object]],
+) -> bool:
+    """Whether a file has one of the states that the run left it in."""
+    return any(_has_state(entry, state, sums) for state in states)
+
+
+def _has_state(
+    entry: TreeEntry,
+    recorded: FileState,
+    sums: Mapping[str, Mapping[str, object]],
+) -> bool:
+    """Whether nobody wrote into a file since; if its ctime changed, the digest decides."""
+    current = inventory.file_state(entry.status)
+    if not current.is_same(recorded):
         return False
-    if now.ctime_ns == recorded.ctime_ns:
+    if current.ctime_ns == recorded.ctime_ns:
         return True
     # its mode or its links changed, or somebody wrote into it and set the time back
     if recorded.digest is not None:
-        return inventory.content_of(entry) == recorded.digest
+        return inventory.file_digest(entry) == recorded.digest
     top, _, below = entry.path.partition("/")
-    known = sums.get(top, {}).get(below)
-    return known is not None and _whole_digest(entry) == known
+    checksum = sums.get(top, {}).get(below)
+    return checksum is not None and _whole_digest(entry) == checksum
 
 
 def _whole_digest(entry: TreeEntry) -> str | None:
+    path = Path(f"/proc/self/fd/{entry.parent}/{entry.name}")
     try:
-        return digest.read(Path(f"/proc/self/fd/{entry.parent}/{entry.name}"), whole_below=2**63)[0].digest
+        return digest.read(path, whole_below=2**63)[0].digest
     except OSError:
         return None
 
 
-def _leases(run: RunFolder, place: Path) -> Iterator[Doomed]:
-    """The leases of a run in its output folder with the manifests beside them; lock and digests go with the last."""
+def _lease_files(run: RunFolder, place: Path) -> Iterator[Doomed]:
+    """The leases of a run and the manifests beside them; lock and checksums go with the last."""
     own = outputs.leases_of(place, run.path)
-    paths = [path for one in own for path in (one.path, one.manifest)]
-    if own and len(own) == len(lease.all_of(place)):
+    paths = []
+    for each in own:
+        paths += [each.path, each.manifest]
+    if own and len(own) == len(lease.all_leases(place)):
         paths += [own[0].lock, checksums.beside_lease(place)]
     for path in paths:
         with contextlib.suppress(OSError):
             status = os.lstat(path)
             if stat.S_ISREG(status.st_mode):
-                yield Doomed(path=str(path.relative_to(place)), state=inventory.of_status(status))
+                yield _doom(str(path.relative_to(place)), status)
 
 
-def _inside(place: Path, parts: Iterable[Deletion]) -> set[str]:
-    """Paths below a run folder that belong to an output folder inside of it."""
-    whole = canonical(place)
-    found = set[str]()
+def _paths_inside(place: Path, parts: Iterable[Deletion]) -> set[str]:
+    """The paths of output folders inside a run folder, relative to that."""
+    run_folder = canonical(place)
+    paths = set[str]()
     for part in parts:
-        if part.root.is_relative_to(whole):
-            prefix = part.root.relative_to(whole)
-            found.update(str(prefix / path) for path in (*part.kept, *(one.path for one in part.doomed)))
-    return found
+        if part.root.is_relative_to(run_folder):
+            prefix = part.root.relative_to(run_folder)
+            names = [*part.kept]
+            names += [file.path for file in part.doomed]
+            paths.update(str(prefix / name) for name in names)
+    return paths
 
 
-def _records(folder: RunFolder, elsewhere: set[str]) -> Deletion:
-    """The files of launch's own in a run folder, or that of a pipeline, bench, ladder or tune."""
+def _plan_records(folder: RunFolder, elsewhere: set[str]) -> Deletion:
+    """launch's own files in the folder of a run or a campaign, without the paths `elsewhere`."""
     doomed = []
     kept = {}
     place = canonical(folder.path)
-    budget = Budget(names=_NAMES, seconds=_SECONDS)
-    with _opening(place), trees.opened(place) as root:
+    budget = _budget()
+    with _opening(place), trees.open_tree(place) as root:
         inode = os.fstat(root).st_ino
         for entry in trees.walk(root, budget):
             if entry.closed:
                 kept[f"{entry.path}/"] = _CLOSED
             if entry.is_folder or entry.path in elsewhere:
                 continue
-            own = stat.S_ISREG(entry.status.st_mode) and entry.status.st_uid == os.geteuid()
-            if own and _is_record(place, entry.path):
-                doomed.append(Doomed(path=entry.path, state=inventory.of_status(entry.status)))
+            is_file = stat.S_ISREG(entry.status.st_mode)
+            if is_file and _is_own(entry) and _is_record(place, entry.path):
+                doomed.append(_doom(entry.path, entry.status))
             else:
                 kept[entry.path] = _NOT_WRITTEN
-    # with the manifest the run can be removed again, where this is cut short
-    doomed.sort(key=lambda one: one.path.endswith("run.json"))
-    return Deletion(root=place, inode=inode, doomed=tuple(doomed), kept=kept, unsure=budget.spent)
+    # the manifest last: with it, a removal that is cut short can be repeated
+    doomed.sort(key=_is_manifest)
+    return Deletion(
+        root=place,
+        inode=inode,
+        doomed=tuple(doomed),
+        kept=kept,
+        unsure=budget.spent,
+    )
+
+
+def _is_manifest(file: Doomed) -> bool:
+    return file.path.endswith("run.json")
 
 
 def _is_record(place: Path, path: str) -> bool:
@@ -396,52 +474,66 @@ def _is_record(place: Path, path: str) -> bool:
     if folders and exists(place / folders[0] / "run.json"):
         folders = folders[1:]
     if folders[:1] == [evaluation.FOLDER]:
-        # made for what the command of an evaluation writes
+        # whatever the command of an evaluation writes
         return True
     return all(map(_RECORD_FOLDERS.match, folders)) and _RECORD.match(name) is not None
 
 
-def carry_out(removal: Removal) -> list[str]:
-    """Delete what was planned; returns what was kept although it was to go, a line each.
+def remove(removal: Removal) -> list[str]:
+    """Delete what was planned; returns a line for each file that was kept after all.
 
-    Raises NotReady where a run began meanwhile, or something cannot be deleted.
+    Raises NotReady if a run began meanwhile, or something cannot be deleted.
     """
     with _held(removal):
-        return [line for part in removal.parts for line in _delete(part)]
+        lines = list[str]()
+        for part in removal.parts:
+            lines += _delete(part)
+        return lines
 
 
 @contextlib.contextmanager
 def _held(removal: Removal) -> Iterator[None]:
-    """Keep every start out meanwhile, by the locks that a start takes."""
+    """Prevent starts meanwhile, by the locks that a start takes."""
     files = [run.lock for run in removal.runs]
     files += [part.root / lease.FOLDER / "lock" for part in removal.parts[:-1]]
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
     with contextlib.ExitStack() as stack:
         require_over(removal.folder)
         for file in files:
             with contextlib.suppress(OSError):
-                descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+                descriptor = os.open(file, flags)
                 stack.callback(os.close, descriptor)
-                if locks.locked(descriptor, seconds=locks.GLANCE_S) is False:
+                if locks.try_lock(descriptor, seconds=locks.GLANCE_S) is False:
                     name = removal.folder.path.name
-                    raise not_ready("run-is-live", f"{name} is being started", f"launch stop {name}")
+                    raise not_ready(
+                        "run-is-live",
+                        f"{name} is being started",
+                        f"launch stop {name}",
+                    )
         yield
 
 
 def _delete(part: Deletion) -> Iterator[str]:
-    """Delete the files of one folder, then what is empty in it, then itself; yields what was kept after all."""
+    """Delete the files of one folder, then empty folders in it, then itself.
+
+    Yields a line for each file that was kept after all.
+    """
     try:
-        with trees.opened(part.root) as root:
+        with trees.open_tree(part.root) as root:
             if os.fstat(root).st_ino != part.inode:
                 yield f"kept {part.root}: another folder took its place meanwhile"
                 return
-            for one in part.doomed:
-                if (reason := _unlink(root, one)) is not None:
-                    yield f"kept {part.root / one.path}: {reason}"
+            for file in part.doomed:
+                reason = _unlink(root, file)
+                if reason is not None:
+                    yield f"kept {part.root / file.path}: {reason}"
             _remove_empty(root, part)
-        with trees.opened(part.root.parent) as parent:
-            if os.stat(part.root.name, dir_fd=parent, follow_symlinks=False).st_ino == part.inode:
+        name = part.root.name
+        with trees.open_tree(part.root.parent) as parent:
+            status = os.stat(name, dir_fd=parent, follow_symlinks=False)
+            if status.st_ino == part.inode:
                 with contextlib.suppress(OSError):
-                    os.rmdir(part.root.name, dir_fd=parent)
+                    os.rmdir(name, dir_fd=parent)
     except OSError as error:
         raise _not_removed(part.root, error) from None
 
@@ -451,40 +543,44 @@ def _not_removed(path: Path, error: OSError) -> NotReady:
     return not_ready("not-removed", message, "delete it by hand", file=str(path))
 
 
-def _unlink(root: int, one: Doomed) -> str | None:
-    """Delete a file that is still what it was; why it was kept, where it is not."""
-    *folders, name = one.path.split("/")
+def _unlink(root: int, file: Doomed) -> str | None:
+    """Delete a file that still has its state; else returns why it was kept."""
+    *folders, name = file.path.split("/")
     with contextlib.ExitStack() as stack:
         parent = root
         try:
             for folder in folders:
-                parent = stack.enter_context(trees.entered(folder, parent))
+                parent = stack.enter_context(trees.enter_folder(folder, parent))
             status = os.stat(name, dir_fd=parent, follow_symlinks=False)
         except FileNotFoundError:
             return None
         except trees.Foreign as error:
             return f"{error.filename}: {error.strerror}"
-        now = inventory.of_status(status)
-        if not now.is_same(one.state) or now.ctime_ns != one.state.ctime_ns:
+        current = inventory.file_state(status)
+        if not current.is_same(file.state) or current.ctime_ns != file.state.ctime_ns:
             return "it changed meanwhile"
         os.unlink(name, dir_fd=parent)
     return None
 
 
 def _remove_empty(root: int, part: Deletion) -> None:
-    """Remove the folders that are empty now: those that files went from, and those that only a run makes."""
+    """Remove the empty folders that had files of the run, or that only a run makes."""
     emptied = set[str]()
-    for one in part.doomed:
-        emptied.update(str(above) for above in Path(one.path).parents)
+    for file in part.doomed:
+        for above in Path(file.path).parents:
+            emptied.add(str(above))
+    for entry in trees.walk(root, _budget()):
+        if not entry.is_folder:
+            continue
+        if entry.path not in emptied and not _is_made_by_run(entry.path):
+            continue
+        # one that still holds something stays
+        with contextlib.suppress(OSError):
+            os.rmdir(entry.name, dir_fd=entry.parent)
 
-    def trained(path: str) -> bool:
-        top = path.split("/", 1)[0]
-        if path in emptied or layout.is_checkpoint(top) or path == _MODELS:
-            return True
-        return _RECORD_FOLDERS.match(path) is not None
 
-    for entry in trees.walk(root, Budget(names=_NAMES, seconds=_SECONDS)):
-        if entry.is_folder and trained(entry.path):
-            # one that still holds something stays
-            with contextlib.suppress(OSError):
-                os.rmdir(entry.name, dir_fd=entry.parent)
+def _is_made_by_run(path: str) -> bool:
+    top = path.split("/", 1)[0]
+    if layout.is_checkpoint(top) or path == _MODELS:
+        return True
+    return _RECORD_FOLDERS.match(path) is not None

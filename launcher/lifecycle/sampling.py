@@ -1,4 +1,4 @@
-"""At the end of a run: answers before and after the training, on its page. They change no verdict."""
+"""At the end of a run: answers before and after training, for its page. They change no verdict."""
 
 from __future__ import annotations
 
@@ -17,28 +17,39 @@ from launcher.runs.rundir import RunFolder
 from launcher.trained import samples
 
 
-def take(folder: RunFolder, attempt: Attempt) -> None:
-    """Take the samples that a run asks for, and write its page anew. Nothing is raised."""
+def take_samples(folder: RunFolder, attempt: Attempt) -> None:
+    """Take the samples that a run asks for, and rewrite its page. Nothing is raised."""
+
+    def say(text: str) -> None:
+        _say(folder, attempt.number, text)
+
     try:
         if not samples.is_due(folder):
             return
         with _interruptible(), contextlib.chdir(attempt.cwd):
-            samples.take(folder, attempt.command(os.environ).env, lambda text: _say(folder, attempt.number, text))
+            samples.take(folder, attempt.command(os.environ).env, say)
         files.write_text(folder.report, page.overlay([series.read(folder.path)]))
     except Exception:
-        # the verdict stands, whatever becomes of its illustration; this goes to the keeper's log
+        # the verdict stands without its illustration; this goes to the supervisor's log
         traceback.print_exc()
 
 
 def _say(folder: RunFolder, number: int, text: str) -> None:
     """Tell whoever follows the run why it goes on."""
     print(f"launch: {text}", file=sys.stderr)
-    with contextlib.suppress(OSError), folder.console(number).open("a") as log:
+    with (
+        contextlib.suppress(OSError),
+        folder.console(number).open("a") as log,
+    ):
         log.write(f"\nlaunch: {text}\n")
 
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    handlers = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.default_int_handler}
-    with process.handling(handlers), contextlib.suppress(KeyboardInterrupt):
+    interrupt = signal.default_int_handler
+    handlers = {signal.SIGINT: interrupt, signal.SIGTERM: interrupt}
+    with (
+        process.signal_handlers(handlers),
+        contextlib.suppress(KeyboardInterrupt),
+    ):
         yield

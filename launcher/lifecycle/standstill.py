@@ -1,7 +1,7 @@
-"""A training process that gives no sign of life: stopped, or stuck where no thread of it runs any more.
+"""Training processes without a sign of life: stopped, or hung where no thread runs any more.
 
-The probe's watchdog notices what hangs inside a process that still runs, and touches its rank's record every few
-seconds. Here that is looked at from outside. What is found is added to the record as the watchdog would have done it.
+The probe's watchdog notices hangs in a process that still runs, and touches its rank's record every
+few seconds. This looks from outside, and adds what it notices to the record as the watchdog would.
 """
 
 from __future__ import annotations
@@ -10,23 +10,29 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launcher.machine import isolation, tools
+from launcher.machine import isolation, process, tools
 from launcher.runs import attempt as attempts
 from launcher.runs import events
 from launcher.runs.runner import Living
 
 EVERY_S = 5.0
-SHORTEST_S = 15.0  # of no sign of life: the watchdog gives one every 5 s at the latest
-_STATES = {"T": "stopped", "t": "traced", "D": "waiting for a disk or a network", "Z": "ended"}
+SHORTEST_S = 15.0  # without a sign of life: the watchdog gives one every 5 s
+_DEFAULT_LIMIT_S = 300.0
+_STATES = {
+    "T": "stopped",
+    "t": "traced",
+    "D": "waiting for a disk or a network",
+    "Z": "ended",
+}
 
 
 @dataclass(slots=True)
-class _Sign:
-    """The last sign of life of a rank: when its record was written to, and since when that is all."""
+class _LastSign:
+    """When a rank last wrote to its record, and since when (monotonic) that has not changed."""
 
     written: float
     since: float
@@ -35,24 +41,25 @@ class _Sign:
 
 @dataclass(slots=True)
 class Standstill:
-    """Looks after the ranks of one attempt on this machine; `folder` holds their records."""
+    """Watches the ranks of one attempt on this machine; `folder` holds their records."""
 
     folder: Path
     limit_s: float
     stops: bool
-    signs: dict[int, _Sign] = field(default_factory=dict)
+    signs: dict[int, _LastSign] = field(default_factory=dict)
     looked: float = 0.0
 
     def look(self, living: Living) -> bool:
-        """Note which processes of the run stand still; returns whether the run is to be stopped for it."""
+        """Record which processes of the run stand still; whether to stop the run for that."""
         now = time.monotonic()
         if now - self.looked < EVERY_S:
             return False
         self.looked = now
-        stands = False
+        any_stands_still = False
         for rank, pid in _ranks_of(living()).items():
-            stands = self._stands_still(rank, pid, now) or stands
-        return stands and self.stops
+            if self._stands_still(rank, pid, now):
+                any_stands_still = True
+        return any_stands_still and self.stops
 
     def _stands_still(self, rank: int, pid: int, now: float) -> bool:
         record = self.folder / f"rank-{rank}.jsonl"
@@ -62,33 +69,35 @@ class Standstill:
             return False
         sign = self.signs.get(rank)
         if sign is None or sign.written != written:
-            self.signs[rank] = _Sign(written=written, since=now)
+            self.signs[rank] = _LastSign(written=written, since=now)
             return False
-        waited = now - sign.since
-        if waited < self.limit_s:
+        waited_s = now - sign.since
+        if waited_s < self.limit_s:
             return False
         if not sign.noted:
             sign.noted = True
             with contextlib.suppress(OSError):
-                self._tell(record, rank, pid, waited)
+                self._record(record, rank, pid, waited_s)
                 sign.written = record.stat().st_mtime
         return True
 
-    def _tell(self, record: Path, rank: int, pid: int, waited: float) -> None:
+    def _record(self, record: Path, rank: int, pid: int, waited_s: float) -> None:
         stacks = self.folder / f"rank-{rank}.stacks.txt"
-        steps = [event["step"] for event in events.read_all(record) if event["event"] == "step"]
-        step = steps[-1] if steps else 0
+        step = _last_step(record)
         state = _state_of(pid)
-        message = f"nothing moved for {waited:.0f} s after step {step}: rank {rank} gives no sign of life, "
-        message += f"its process {pid} is {state}; stacks in {stacks}"
+        message = f"nothing moved for {waited_s:.0f} s after step {step}: "
+        message += f"rank {rank} gives no sign of life, its process {pid} is {state}; "
+        message += f"stacks in {stacks}"
         with stacks.open("a", encoding="utf-8") as stream:
-            stream.write(f"# step {step}: no sign of life for {waited:.0f} s, process {pid} is {state}\n")
+            heading = f"# step {step}: no sign of life for {waited_s:.0f} s, "
+            heading += f"process {pid} is {state}\n"
+            stream.write(heading)
             stream.write(_stacks_of(pid))
         event = {
             "t": round(time.time(), 3),
             "event": "hang",
             "step": step,
-            "waited": round(waited, 1),
+            "waited": round(waited_s, 1),
             "limit": self.limit_s,
             "stacks": str(stacks),
             "message": message,
@@ -98,33 +107,50 @@ class Standstill:
             stream.write(json.dumps(event) + "\n")
 
 
-def of_command(env: Mapping[str, str]) -> Standstill | None:
-    """What looks after the training that a command's own environment `env` starts; None where it has no probe."""
+def standstill_of(env: Mapping[str, str]) -> Standstill | None:
+    """The watch over the training that a command with `env` starts; None without a probe."""
     settings = attempts.probe_settings(env)
     folder = settings.text("out")
     if folder is None:
         return None
-    seconds = settings.figure("hang_seconds") or 300.0
-    return Standstill(Path(folder), limit_s=max(SHORTEST_S, seconds), stops=settings.text("on_hang") == "stop")
+    limit_s = settings.figure("hang_seconds") or _DEFAULT_LIMIT_S
+    return Standstill(
+        folder=Path(folder),
+        limit_s=max(SHORTEST_S, limit_s),
+        stops=settings.text("on_hang") == "stop",
+    )
+
+
+def _last_step(record: Path) -> int:
+    step = 0
+    for event in events.read_events(record):
+        if event["event"] == "step":
+            step = event["step"]
+    return step
 
 
 def _ranks_of(pids: Iterable[int]) -> dict[int, int]:
-    """Rank -> process of those that run the probe; a process that a rank has started is none."""
+    """Rank -> process of those that run the probe, without processes that a rank has started."""
     ranks: dict[int, int] = {}
     for pid in sorted(pids):
-        try:
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except OSError:
+        if not _runs_probe(process.command_line(pid)):
             continue
-        # accelerate and torchrun name it among their own words
-        script = next((index for index, word in enumerate(words) if word.endswith(b"probe/run.py")), None)
-        if script is None or any(word.startswith((b"accelerate.", b"torch.")) for word in words[:script]):
-            continue
-        rank = next((one[5:] for one in variables if one.startswith(b"RANK=")), b"0")
-        if rank.isdigit():
+        rank = process.variable_of(pid, "RANK")
+        if rank is None:
+            rank = "0"
+        if rank.isdecimal():
             ranks.setdefault(int(rank), pid)
     return ranks
+
+
+def _runs_probe(words: Sequence[str]) -> bool:
+    for word in words:
+        if word.endswith("probe/run.py"):
+            return True
+        # accelerate and torchrun name the probe among their own words
+        if word.startswith(("accelerate.", "torch.")):
+            return False
+    return False
 
 
 def _state_of(pid: int) -> str:
@@ -135,13 +161,13 @@ def _state_of(pid: int) -> str:
 
 
 def _stacks_of(pid: int) -> str:
-    """The Python stacks of a process by py-spy, where that is installed and allowed; else where its kernel part is."""
+    """The Python stacks of a process if py-spy can read them, else its place in the kernel."""
     if isolation.find_program("py-spy", os.environ) is not None:
         with contextlib.suppress(OSError, tools.NoAnswer):
-            answer = tools.ask(["py-spy", "dump", "--nonblocking", "--pid", str(pid)])
+            answer = tools.run_tool(["py-spy", "dump", "--nonblocking", "--pid", str(pid)])
             if answer.returncode == 0:
                 return answer.out.decode(errors="replace")
-    where = "unknown"
+    place = ""
     with contextlib.suppress(OSError):
-        where = Path(f"/proc/{pid}/wchan").read_text().strip() or where
-    return f"no py-spy to read its stacks with; in the kernel it is in {where}\n"
+        place = Path(f"/proc/{pid}/wchan").read_text().strip()
+    return f"no py-spy to read its stacks with; in the kernel it is in {place or 'unknown'}\n"

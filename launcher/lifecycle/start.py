@@ -1,4 +1,4 @@
-"""Whatever was prepared is started, queued, run again, and judged: every start goes through here."""
+"""Start, queue and repeat what was prepared: every start goes through here."""
 
 import contextlib
 import math
@@ -32,208 +32,279 @@ from launcher.runs.rundir import RunFolder
 from launcher.runs.trackers import TrackerRun
 
 SHORTEST_WARNING_S = 120
-"""Seconds before the end of a job's time that a run is asked to save: for a step, and what Slurm is late by."""
+"""Before the end of a job's time a run is asked to save: for a step, and Slurm's own delay."""
 LONGEST_WARNING_S = 1800
+_POLL_S = 0.5
 
 
-def begin(prepared: Prepared, say: tokenising.Say = lambda _: None, **at_end: Any) -> tuple[RunFolder, Attempt]:
-    """Start the keeper of this machine; training runs at return. `at_end` are fields of `Attempt`. Raises NotReady.
+def begin(
+    prepared: Prepared, say: tokenising.Say = lambda _: None, **at_end: Any
+) -> tuple[RunFolder, Attempt]:
+    """Start the supervisor of this machine; training runs at return. Raises NotReady.
 
-    What a script does not tokenise itself is tokenised first, before any GPU is taken; `say` gets a line about it.
+    `at_end` are fields of `Attempt`. A script that does not tokenise itself gets its data tokenised
+    first, before any GPU is taken; `say` gets a line about it.
     """
     with naming_variables(prepared.redactor):
         return _begin(prepared, say, at_end)
 
 
-def _begin(prepared: Prepared, say: tokenising.Say, at_end: Mapping[str, Any]) -> tuple[RunFolder, Attempt]:
+def _begin(
+    prepared: Prepared, say: tokenising.Say, at_end: Mapping[str, Any]
+) -> tuple[RunFolder, Attempt]:
     machine = prepared.start.machine
     rendezvous.check_port(machine)
-    prepared = _continuing_trackers(prepared)
+    prepared = _with_tracker_variables(prepared)
     with _reserved(prepared) as prepared:
         prepared = tokenising.before_training(prepared, say)
-        attempt = _attempt(prepared, **at_end)
+        attempt = _attempt_of(prepared, **at_end)
         if machine is not None:
-            attempt = replace(attempt, argv=rendezvous.filled(attempt.argv, machine), rank=machine.rank)
+            argv = rendezvous.fill_placeholders(attempt.argv, machine)
+            attempt = replace(attempt, argv=argv, rank=machine.rank)
         folder = prepared.folder.node(attempt.rank)
-        if not attempt.rank:
+        is_first = attempt.rank == 0
+        output = None
+        if is_first:
             _require_not_queued(folder)
-        output = None if attempt.rank else prepared.output
+            output = prepared.output
         with (
-            _released(folder),
-            runner.lock_run(folder, attempt.number, output) as (granted, locks),
-            _taken_back(folder),
+            _removed_if_empty(folder),
+            runner.lock_run(folder, attempt.number, output) as (
+                acquired,
+                locks,
+            ),
+            _rollback_on_error(folder),
         ):
-            if not attempt.rank or not prepared.folder.manifest.exists():
-                _make(prepared, attempt)
+            if is_first or not prepared.folder.manifest.exists():
+                _write_records(prepared, attempt)
             attempt.write(folder)
-            _keep(folder, attempt, granted, locks, prepared.start.devices or Devices())
+            chosen = prepared.start.devices or Devices()
+            _spawn_supervisor(folder, attempt, acquired, locks, chosen)
     return folder, attempt
 
 
 def _continued_trackers(prepared: Prepared) -> tuple[TrackerRun, ...]:
-    """The runs of trackers that a resume goes on with; what begins anew reports to a new one."""
-    return trackers.recorded(prepared.folder) if prepared.decision.kind == "resume" else ()
+    """The tracker runs that a resume continues; a run that begins anew reports to new ones."""
+    if prepared.decision.kind != "resume":
+        return ()
+    return trackers.read_trackers(prepared.folder)
 
 
-def _continuing_trackers(prepared: Prepared) -> Prepared:
-    added = trackers.environment(_continued_trackers(prepared), os.environ)
-    if not added:
+def _with_tracker_variables(prepared: Prepared) -> Prepared:
+    variables = trackers.tracker_variables(_continued_trackers(prepared), os.environ)
+    if not variables:
         return prepared
-    command = replace(prepared.command, env={**prepared.command.env, **added})
-    return replace(prepared, command=command)
+    env = {**prepared.command.env, **variables}
+    return replace(prepared, command=replace(prepared.command, env=env))
 
 
 @contextlib.contextmanager
 def _reserved(prepared: Prepared) -> Iterator[Prepared]:
-    """Make the run folder of a new run, the first thing that a start writes; removed again if nothing begins.
+    """Make the run folder of a new run; it is removed again if nothing begins.
 
-    Yields the same start, in a folder of another name where a start at the same time took the planned one.
+    Yields the start in another folder if a simultaneous start took the planned one.
     """
     if not prepared.start.target.is_new:
         yield prepared
         return
     folder = rundir.reserve(prepared.folder)
-    with _released(folder):
-        yield prepared if folder == prepared.folder else prepared.in_folder(folder)
+    with _removed_if_empty(folder):
+        if folder != prepared.folder:
+            prepared = prepared.in_folder(folder)
+        yield prepared
 
 
 @contextlib.contextmanager
-def _released(folder: RunFolder) -> Iterator[None]:
-    """Remove a folder that is empty when what is inside has failed."""
+def _removed_if_empty(folder: RunFolder) -> Iterator[None]:
+    """Remove a folder if the body fails and leaves it empty."""
     try:
         yield
     except BaseException:
-        rundir.release(folder)
+        rundir.remove_if_empty(folder)
         raise
 
 
 def _require_not_queued(folder: RunFolder) -> None:
-    """A job that waits, or runs elsewhere, has the attempt already."""
-    waiting = slurm.job(folder)
-    if waiting is not None and slurm.state(waiting) is not None:
-        message = f"the run {folder.path.name} is Slurm's job {waiting}"
+    """Raise NotReady if a job that waits, or runs elsewhere, has the attempt already."""
+    job = slurm.job_of(folder)
+    if job is not None and slurm.job_state(job) is not None:
+        message = f"the run {folder.path.name} is Slurm's job {job}"
         help = f"wait for it, or launch stop {folder.path.name}"
         raise not_ready("run-is-live", message, help, file=str(folder.path))
 
 
 def queue(prepared: Prepared, **at_end: Any) -> tuple[RunFolder, str]:
-    """Make the run folder and hand it to Slurm, for `launch exec` on every node. Raises NotReady.
+    """Make the run folder, and submit a job that runs `launch exec` on every node.
 
-    Returns the folder and the job.
+    Returns the folder and the job. Raises NotReady.
     """
-    prepared = _continuing_trackers(prepared)
+    prepared = _with_tracker_variables(prepared)
     with _reserved(prepared) as prepared:
         prepared = tokenising.before_training(prepared)
         folder = prepared.folder
-        attempt = _attempt(prepared, **at_end)
-        with _released(folder), runner.lock_run(folder, attempt.number, prepared.output), _taken_back(folder):
+        attempt = _attempt_of(prepared, **at_end)
+        with (
+            _removed_if_empty(folder),
+            runner.lock_run(folder, attempt.number, prepared.output),
+            _rollback_on_error(folder),
+        ):
             _require_not_queued(folder)
-            _make(prepared, attempt)
+            _write_records(prepared, attempt)
             attempt.write(folder)
             job = slurm.submit(folder, batch_script(prepared), os.environ)
     return folder, job
 
 
 def batch_script(prepared: Prepared) -> str:
-    planned, folder = prepared.plan, prepared.command_folder.path
-    command, options = [*ours(), "exec", str(folder)], planned.stage.options.slurm
-    warning = _warning_s(prepared)
-    return slurm.script(folder, command, nodes=planned.nodes, gpus=planned.gpus, options=options, warning_s=warning)
+    plan = prepared.plan
+    folder = prepared.command_folder.path
+    return slurm.batch_script(
+        folder,
+        [*launch_argv(), "exec", str(folder)],
+        nodes=plan.nodes,
+        gpus=plan.gpus,
+        options=plan.stage.options.slurm,
+        warning_s=_warning_s(prepared),
+    )
 
 
 def _warning_s(prepared: Prepared) -> int:
     """Seconds before the end of a job's time that its run is asked to save."""
-    if os.environ.get(preemption.GRACE_VARIABLE):
-        return math.ceil(preemption.grace(os.environ[preemption.GRACE_VARIABLE])) + slurm.RESERVED_S
+    grace = os.environ.get(preemption.GRACE_VARIABLE)
+    if grace:
+        grace_s = preemption.parse_save_grace(grace)
+        return math.ceil(grace_s) + slurm.RESERVED_S
+    save_s = 0.0
     needs = disk.needs(prepared.plan, prepared.output, os.environ)
-    save_s = 0.0 if needs is None else preemption.save_seconds(needs.saved.checkpoint)
-    return math.ceil(min(LONGEST_WARNING_S, SHORTEST_WARNING_S + 2 * save_s))
+    if needs is not None:
+        save_s = preemption.save_seconds(needs.saved.checkpoint)
+    warning_s = SHORTEST_WARNING_S + 2 * save_s
+    return math.ceil(min(LONGEST_WARNING_S, warning_s))
 
 
 def save_and_end(folder: RunFolder) -> bool:
-    """What `launch exec --save` does: have the attempt that runs save on all its machines and end.
+    """What `launch exec --save` does: ask the running attempt to save on all machines and end.
 
-    Returns whether it has ended on this one within the seconds for a save, and for the stop after that.
+    Returns whether it has ended on this one within the seconds for a save and a stop.
     """
     request = runner.StopRequest(attempt=max(1, folder.attempts()), checkpoint=True)
     for node in folder.nodes():
         request.write(node)
-    seconds = preemption.grace(os.environ.get(preemption.GRACE_VARIABLE)) + slurm.RESERVED_S / 2
-    until = time.monotonic() + seconds
-    while runner.keeper_lives(folder) or runner.alive(folder.path):
+    grace = os.environ.get(preemption.GRACE_VARIABLE)
+    patience_s = preemption.parse_save_grace(grace) + slurm.RESERVED_S / 2
+    until = time.monotonic() + patience_s
+    while runner.has_live_supervisor(folder) or runner.is_alive(folder.path):
         if time.monotonic() > until:
             return False
-        time.sleep(0.5)
+        time.sleep(_POLL_S)
     return True
 
 
-def ours(module: str | None = None) -> list[str]:
-    """The argv that stands for `launch`, or for a module of it, wherever this folder and this Python can be reached.
+def launch_argv(module: str | None = None) -> list[str]:
+    """The argv of `launch`, or of a module of it, wherever this folder and Python are reachable.
 
-    By its path: no variable of the environment is needed, and the folder that it is started in is no part of it.
+    By its path: it needs no variable of the environment, and imports nothing from the folder that
+    it is started in.
     """
     words = [sys.executable, "-P", str(PACKAGE / "__main__.py")]
-    return words if module is None else [*words, MODULE_FLAG, module]
+    if module is not None:
+        words += [MODULE_FLAG, module]
+    return words
 
 
-def _make(prepared: Prepared, attempt: Attempt) -> None:
+def _write_records(prepared: Prepared, attempt: Attempt) -> None:
+    """Write the manifest, the stage file, and the files that the command reads."""
     folder = prepared.folder
     decision.set_aside(prepared.decision, attempt.number)
     if rundir.read_manifest(folder).attempt != attempt.number:
         rundir.keep_manifest(folder)
-    record = manifest.manifest(
+    chosen = prepared.start.devices
+    record = manifest.build_manifest(
         attempt.number,
-        rundir.now(),
+        rundir.utc_now(),
         prepared.plan,
         prepared.command,
         prepared.facts.trainer,
         prepared.output,
-        [one.as_json() for one in prepared.start.caches],
-        devices=prepared.start.devices.as_json() if prepared.start.devices else None,
+        [cache.as_json() for cache in prepared.start.caches],
+        devices=chosen.as_json() if chosen else None,
         warnings=prepared.warnings,
     )
     for path, text in prepared.command.files.items():
         with rundir.writing(folder.path):
             files.write_text(Path(path), text)
-    program = Path(sys.argv[0])
-    # None where another program calls launch
-    typed = ["launch", *sys.argv[1:]] if program.name == "launch" or program.parent.name == "launcher" else None
     continued: list[Json] = [run.as_json() for run in _continued_trackers(prepared)]
-    record = replace(record, **prepared.for_record(), launch_argv=typed, trackers=continued)
+    record = replace(
+        record,
+        **prepared.for_record(),
+        launch_argv=_typed_argv(),
+        trackers=continued,
+    )
     manifest.create(folder, record, prepared.redactor)
+    restored = {}
+    for change in prepared.decision.changes:
+        if change.restored:
+            restored[change.what] = change.before
     with contextlib.suppress(OSError):
-        restored = {one.what: one.before for one in prepared.decision.changes if one.restored}
         manifest.write_stage_file(prepared.plan, folder, restored)
 
 
+def _typed_argv() -> list[str] | None:
+    """The command line as it was typed; None if another program calls launch."""
+    program = Path(sys.argv[0])
+    if program.name != "launch" and program.parent.name != "launcher":
+        return None
+    return ["launch", *sys.argv[1:]]
+
+
 @contextlib.contextmanager
-def _taken_back(folder: RunFolder) -> Iterator[None]:
-    """Have a run folder be as it was before, where what was prepared inside does not come to begin."""
-    begun, names = folder.attempts(), set(os.listdir(folder.path))
+def _rollback_on_error(folder: RunFolder) -> Iterator[None]:
+    """Restore the run folder if starting fails."""
+    attempts_before = folder.attempts()
+    names = set(os.listdir(folder.path))
     if names == {folder.lock.name}:
-        # that of this start: the run is a new one
+        # the lock of this start, in the folder of a new run
         names = set()
-    written = [folder.manifest, folder.start, folder.stage_file, folder.deepspeed]
-    written += [path for path in folder.path.iterdir() if path.suffix == ".yaml"]
-    before = {path: path.read_bytes() for path in written if path.name in names}
+    replaced = [
+        folder.manifest,
+        folder.start,
+        folder.stage_file,
+        folder.deepspeed,
+    ]
+    replaced += [path for path in folder.path.iterdir() if path.suffix == ".yaml"]
+    contents = {path: path.read_bytes() for path in replaced if path.name in names}
     try:
         yield
     except BaseException:
-        ignored = (signal.SIGINT, signal.SIGTERM)
-        with process.handling(dict.fromkeys(ignored, process.ignore)), contextlib.suppress(OSError):
-            if folder.attempts() == begun:
-                # first what gives room back, where the disk is full
-                for path in folder.path.iterdir():
-                    if path.name not in names and not path.is_dir():
-                        path.unlink()
-                for path, raw in before.items():
-                    mode = 0o600 if path == folder.start else 0o666
-                    files.write_bytes(path, raw, mode=mode)
+        ignored = dict.fromkeys((signal.SIGINT, signal.SIGTERM), process.ignore_signal)
+        with (
+            process.signal_handlers(ignored),
+            contextlib.suppress(OSError),
+        ):
+            if folder.attempts() == attempts_before:
+                _restore(folder, names, contents)
         raise
 
 
-def _attempt(prepared: Prepared, **at_end: Any) -> Attempt:
-    planned, options = prepared.plan, prepared.plan.stage.options
+def _restore(folder: RunFolder, names: set[str], contents: dict[Path, bytes]) -> None:
+    # deleting first: on a full disk it makes room for the rest
+    for path in folder.path.iterdir():
+        if path.name not in names and not path.is_dir():
+            path.unlink()
+    for path, raw in contents.items():
+        mode = 0o600 if path == folder.start else 0o666
+        files.write_bytes(path, raw, mode=mode)
+
+
+def _attempt_of(prepared: Prepared, **at_end: Any) -> Attempt:
+    plan = prepared.plan
+    options = plan.stage.options
+    output = None
+    if prepared.output is not None:
+        output = str(prepared.output)
+    gpu_ids: tuple[str, ...] = ()
+    if prepared.start.devices is not None:
+        gpu_ids = tuple(slot.id for slot in prepared.start.devices.slots)
     return Attempt(
         number=prepared.attempt,
         argv=prepared.command.argv,
@@ -242,93 +313,140 @@ def _attempt(prepared: Prepared, **at_end: Any) -> Attempt:
         cwd=str(prepared.command.cwd),
         stage=options.stage,
         backend=options.backend,
-        title=planned.title,
-        total=planned.steps,
-        world=planned.processes,
-        nodes=planned.nodes,
-        output=None if prepared.output is None else str(prepared.output),
-        caches=tuple(one.as_json() for one in prepared.start.caches),
-        devices=() if prepared.start.devices is None else tuple(slot.id for slot in prepared.start.devices.slots),
-        config=str(planned.stage.config.path),
+        title=plan.title,
+        total=plan.steps,
+        world=plan.processes,
+        nodes=plan.nodes,
+        output=output,
+        caches=tuple(cache.as_json() for cache in prepared.start.caches),
+        devices=gpu_ids,
+        config=str(plan.stage.config.path),
         borrowed=prepared.redactor.secrets,
-        request={**prepared.facts.request.as_json(), "gpus": planned.gpus},
+        request={
+            **prepared.facts.request.as_json(),
+            "gpus": plan.gpus,
+        },
         **at_end,
     )
 
 
 def prepare_again(folder: RunFolder) -> Attempt:
-    """Have an attempt wait in a run folder that goes on where the last one ended: a job came back.
+    """Prepare the next attempt of a run whose job was queued again, to continue the last one.
 
-    Does nothing while the one that waits has begun on no machine, unless its data or models changed meanwhile, or
-    when the run is finished. Raises what `prepare` raises, and NotReady where there is no further checkpoint.
+    Returns the attempt that waits if it has begun on no machine, and neither data nor models have
+    changed, or if the run is finished. Raises what `prepare` raises, and NotReady if there is no
+    further checkpoint.
     """
-    waiting, last = attempts.read(folder), rundir.read_manifest(folder)
-    begun = max(one.attempts() for one in folder.nodes())
+    waiting = attempts.read_attempt(folder)
+    last = rundir.read_manifest(folder)
+    begun = max(node.attempts() for node in folder.nodes())
     if begun < waiting.number and not inputs.changed(last.contents, Path(waiting.cwd)):
         return waiting
     attempts.require_own(folder)
     os.chdir(waiting.cwd)
-    # what the shell had that submitted it and the job lacks
+    # what the shell that submitted it had, and the job lacks
     os.environ.update({**waiting.environ, **os.environ})
-    again = Request.from_json(waiting.request, config=folder.stage_file)
-    cut_short, reached = slurm.cut_short(folder), last.resumed_step or 0
-    prepared = prepare(replace(again, folder=folder), Scope.HOST)
+    request = Request.from_json(waiting.request, config=folder.stage_file)
+    time_was_up = slurm.take_limit_mark(folder)
+    prepared = prepare(replace(request, folder=folder), Scope.HOST)
     if prepared.decision.kind == "finished":
         return waiting
     prepared = tokenising.before_training(prepared)
-    if cut_short and prepared.decision.step <= reached:
-        message = f"the job's time was up before a checkpoint behind step {reached}: it would never end"
+    last_step = last.resumed_step or 0
+    if time_was_up and prepared.decision.step <= last_step:
+        message = f"the job's time was up before a checkpoint behind step {last_step}: "
+        message += "it would never end"
         help = "ask Slurm for more time, or save checkpoints more often"
         raise not_ready("no-progress", message, help, file=str(folder.path))
     if prepared.output is not None:
-        lease.outlast(prepared.output, folder.path)
+        lease.wait_for_expiry(prepared.output, folder.path)
     with runner.lock_run(folder, prepared.attempt, prepared.output):
-        kept = ("on_finish", "on_finish_s", "allow_unproven", "environ", "request")
-        attempt = replace(_attempt(prepared), **{name: getattr(waiting, name) for name in kept})
-        _make(prepared, attempt)
+        attempt = replace(
+            _attempt_of(prepared),
+            on_finish=waiting.on_finish,
+            on_finish_s=waiting.on_finish_s,
+            allow_unproven=waiting.allow_unproven,
+            environ=waiting.environ,
+            request=waiting.request,
+        )
+        _write_records(prepared, attempt)
         attempt.write(folder)
     return attempt
 
 
-def execute(folder: RunFolder, rank: int | None = None, address: str | None = None) -> tuple[RunFolder, Attempt]:
-    """What `launch exec` does: start the attempt that waits, unless it has begun. Raises NotReady or UsageError."""
-    attempt = attempts.read(folder)
+def execute(
+    folder: RunFolder,
+    rank: int | None = None,
+    address: str | None = None,
+) -> tuple[RunFolder, Attempt]:
+    """What `launch exec` does: start the attempt that waits, unless it has begun.
+
+    Raises NotReady or UsageError.
+    """
+    attempt = attempts.read_attempt(folder)
     if folder.attempts() < attempt.number:
         attempts.require_own(folder)
-    here = rendezvous.find(attempt.nodes, rank, address, os.environ)
-    if here is not None:
-        argv = rendezvous.filled(attempt.argv, here)
-        attempt = replace(attempt, argv=argv, rank=here.rank)
-        folder = folder.node(here.rank)
+    machine = rendezvous.find_rendezvous(attempt.nodes, rank, address, os.environ)
+    if machine is not None:
+        argv = rendezvous.fill_placeholders(attempt.argv, machine)
+        attempt = replace(attempt, argv=argv, rank=machine.rank)
+        folder = folder.node(machine.rank)
         folder.path.mkdir(rundir.OWN, exist_ok=True)
         attempt.write(folder)
     if folder.attempts() < attempt.number:
-        rendezvous.check_port(here)
-        # the first machine asks whether the output folder is free: it is the same for all
-        output = None if attempt.output is None or attempt.rank else Path(attempt.output)
-        with runner.lock_run(folder, attempt.number, output) as (granted, locks):
-            # the GPUs that it was given when it was prepared, if they still are to be had
-            named = attempt.devices
-            chosen = devices.choose(None, named, devices.look(attempt.environ)) if named else Devices()
-            if chosen.refused:
-                raise NotReady(errors(chosen.findings))
-            _keep(folder, attempt, granted, locks, chosen)
+        rendezvous.check_port(machine)
+        output = None
+        # the output folder is the same for all machines: the first one takes its lease
+        if attempt.output is not None and attempt.rank == 0:
+            output = Path(attempt.output)
+        with runner.lock_run(folder, attempt.number, output) as (
+            acquired,
+            locks,
+        ):
+            chosen = _devices_of(attempt)
+            _spawn_supervisor(folder, attempt, acquired, locks, chosen)
     return folder, attempt
 
 
-def _keep(
-    folder: RunFolder, attempt: Attempt, granted: lease.Lease | None, locks: Sequence[int], chosen: Devices
+def _devices_of(attempt: Attempt) -> Devices:
+    """The GPUs that an attempt got when it was prepared. Raises NotReady if they are taken."""
+    if not attempt.devices:
+        return Devices()
+    look = devices.survey_devices(attempt.environ)
+    chosen = devices.choose_devices(None, attempt.devices, look)
+    if chosen.refused:
+        raise NotReady(errors(chosen.findings))
+    return chosen
+
+
+def _spawn_supervisor(
+    folder: RunFolder,
+    attempt: Attempt,
+    acquired: lease.Lease | None,
+    locks: Sequence[int],
+    chosen: Devices,
 ) -> None:
     try:
-        caches = tuple(keys.from_json(one) for one in attempt.caches)
+        caches = tuple(keys.from_json(cache) for cache in attempt.caches)
     except Misfit as misfit:
         message = f"the caches in {folder.start.name} cannot be read: {misfit}"
         raise not_ready("not-prepared", message, file=str(folder.start)) from None
-    config = None if attempt.config is None else Path(attempt.config)
-    if granted is not None:
-        lease.keep_manifest(granted, rundir.read_manifest(folder))
+    config = None
+    if attempt.config is not None:
+        config = Path(attempt.config)
+    if acquired is not None:
+        lease.keep_manifest(acquired, rundir.read_manifest(folder))
     with (
-        folders.lock(caches, folder, attempt.number, config=config, redactor=attempt.redactor) as cache_locks,
+        folders.lock(
+            caches, folder, attempt.number, config=config, redactor=attempt.redactor
+        ) as cache_locks,
         devices.lock_slots(chosen, folder.path) as gpu_locks,
     ):
-        supervisor.spawn(folder, attempt.number, (*cache_locks, *gpu_locks, *locks), attempt.digest(), granted)
+        all_locks = (*cache_locks, *gpu_locks, *locks)
+        supervisor.spawn(
+            folder,
+            attempt.number,
+            all_locks,
+            attempt.digest(),
+            acquired,
+        )

@@ -1,4 +1,4 @@
-"""Stopping a run from anywhere: what it will cost, the request, waiting for the end."""
+"""Stop a run from anywhere: what that costs, the request, waiting for the end."""
 
 import contextlib
 import math
@@ -12,15 +12,19 @@ from launcher.errors import NotReady, UsageError, not_ready, usage
 from launcher.lifecycle import conclude, follow, supervisor
 from launcher.report import overview
 from launcher.report.progress import Progress
-from launcher.runs import attempt, evaluation, lease, preemption, rundir, runner, slurm
+from launcher.runs import attempt as attempts
+from launcher.runs import evaluation, lease, preemption, rundir, runner, slurm
+from launcher.runs.attempt import Attempt
 from launcher.runs.record import Record
 from launcher.runs.rundir import RunFolder
+from launcher.runs.runner import ProcessExit, StopRequest
 
 POLL_S = 0.1
+LONG_POLL_S = 0.5
 
 
 class Cost(NamedTuple):
-    """What a stop loses: `step` is the last one done, `saved` the step of the last complete checkpoint."""
+    """What a stop loses. `step` is the last one done, `saved` that of the last full checkpoint."""
 
     step: int
     saved: int | None
@@ -33,206 +37,271 @@ class Cost(NamedTuple):
         if self.checkpoint is None:
             return f"no checkpoint has been saved: all {self.step} steps are lost"
         if self.saved is None:
-            return f"the last complete checkpoint is {Path(self.checkpoint).name}; step {self.step} was the last"
+            name = Path(self.checkpoint).name
+            return f"the last complete checkpoint is {name}; step {self.step} was the last"
         last = f"the last complete checkpoint is of step {self.saved}"
         return f"{last}: {self.lost} of {self.step} steps are lost"
 
 
 def cost(folder: RunFolder) -> Cost:
-    record = rundir.read_manifest(folder)
-    found = checkpoints.find(str(record.backend), record.output, ranks=record.processes or 1)
-    last = next((one for one in reversed(found) if one.complete), None)
-    saved = last.number if last is not None and last.kind == "step" else None
+    manifest = rundir.read_manifest(folder)
+    ranks = manifest.processes or 1
+    all_checkpoints = checkpoints.find(str(manifest.backend), manifest.output, ranks=ranks)
+    complete = [each for each in all_checkpoints if each.complete]
+    saved = None
+    checkpoint = None
+    if complete:
+        checkpoint = str(complete[-1].path)
+        if complete[-1].kind == "step":
+            saved = complete[-1].number
     progress = Progress(total=None)
     overview.last_steps(folder, progress)
-    step, checkpoint = progress.step, None if last is None else str(last.path)
-    return Cost(step=step, saved=saved, checkpoint=checkpoint, lost=max(0, step - (saved or 0)))
+    step = progress.step
+    lost = max(0, step - (saved or 0))
+    return Cost(step=step, saved=saved, checkpoint=checkpoint, lost=lost)
 
 
-def stop(folder: RunFolder, *, after_checkpoint: bool = False, checkpoint: bool = False) -> runner.ProcessExit | None:
-    """Have a run stopped, and wait until every process of it has gone; returns how it ended.
+def stop(
+    folder: RunFolder,
+    *,
+    after_checkpoint: bool = False,
+    checkpoint: bool = False,
+) -> ProcessExit | None:
+    """Stop a run, and wait until every process of it has gone; returns how it ended.
 
-    With `checkpoint` it saves one first, with `after_checkpoint` the next one that it saves anyway is waited for.
-
-    One that is about to begin is stopped as soon as it has. Where its keeper does not do it in time, its processes
-    are ended from here. Raises UsageError where it does not run, NotReady where it is out of reach.
+    `checkpoint`: let it save one first. `after_checkpoint`: wait for its next regular one. A run
+    that is about to begin is stopped once it has. If its supervisor does not stop it in time, its
+    processes are ended from here. Raises UsageError if it does not run, NotReady if it is out of
+    reach.
     """
-    job = slurm.job(folder)
-    if job is not None and (state := slurm.state(job)) is not None:
-        last = max(1, folder.attempts())
-        waits = runner.StopRequest(attempt=last, after_checkpoint=after_checkpoint, checkpoint=checkpoint)
-        # one that is queued has no checkpoint to wait for
-        return _stop_job(folder, job, waits if state == "running" and waits.is_patient else None)
-    runner.require_sight(folder)
-    number = max(1, folder.attempts()) if runner.alive(folder.path) else _starting(folder)
-    if number is None and runner.alive(evaluation.folder_of(folder).path):
-        return _stop_evaluation(folder)
-    if number is None:
-        state = overview.state(folder)
-        raise usage("not-running", f"{folder.path.name} is not running: {state}", "launch runs")
-    request = runner.StopRequest(attempt=number, after_checkpoint=after_checkpoint, checkpoint=checkpoint)
-    if checkpoint:
-        _require_saves(folder)
-    earlier = runner.request(folder)
-    # one that is in no hurry does not slow down another that is
-    if earlier is None or earlier.attempt != number or not after_checkpoint:
+    number = max(1, folder.attempts())
+    request = StopRequest(
+        attempt=number,
+        after_checkpoint=after_checkpoint,
+        checkpoint=checkpoint,
+    )
+    job = slurm.job_of(folder)
+    state = None
+    if job is not None:
+        state = slurm.job_state(job)
+    if job is not None and state is not None:
+        # a job that is queued has no checkpoint to wait for
+        if state == "running" and request.is_patient:
+            return _stop_job_after_save(folder, job, request)
+        return _cancel_job(folder, job)
+    runner.require_known_state(folder)
+    if not runner.is_alive(folder.path):
+        starting = _starting_attempt(folder)
+        if starting is None:
+            return _stop_evaluation(folder)
+        request = StopRequest(
+            attempt=starting,
+            after_checkpoint=after_checkpoint,
+            checkpoint=checkpoint,
+        )
+    return _stop_attempt(folder, request)
+
+
+def _stop_attempt(folder: RunFolder, request: StopRequest) -> ProcessExit | None:
+    number = request.attempt
+    if request.checkpoint:
+        _require_can_save(folder)
+    earlier = runner.read_stop_request(folder)
+    # a request to wait for a checkpoint does not replace one that waits for nothing
+    if earlier is None or earlier.attempt != number or not request.after_checkpoint:
         _ask(folder, request)
-    _wait_elsewhere(folder, request)
-    until = math.inf if request.is_patient else time.monotonic() + _patience(folder)
-    while runner.keeper_lives(folder) or _begins(folder, number):
-        # what a keeper that has concluded waits for is the command at the end, no part of the run
-        if rundir.concluded(folder, number) or time.monotonic() > until:
+    _wait_if_remote(folder, request)
+    until = math.inf
+    if not request.is_patient:
+        until = time.monotonic() + _patience_s(folder)
+    while runner.has_live_supervisor(folder) or _is_starting(folder, number):
+        # after the conclusion, a supervisor only waits for the `--on-finish` command
+        if rundir.is_concluded(folder, number) or time.monotonic() > until:
             break
         time.sleep(POLL_S)
-    if runner.alive(folder.path):
+    if runner.is_alive(folder.path):
         _end_orphan(folder, request)
     if folder.attempts() < number:
-        # it never began; the next one gets its number, and must not be stopped
+        # it never began; the next attempt gets its number, and must not be stopped
         with contextlib.suppress(OSError):
             folder.stop.unlink(missing_ok=True)
-    return runner.recorded(folder, number)
+    return runner.read_exit(folder, number)
 
 
-def _stop_evaluation(run: RunFolder) -> runner.ProcessExit | None:
-    """End the evaluation of a run's model: by the pipeline that waits for it, or from here where that has gone."""
-    folder = evaluation.folder_of(run)
+def _stop_evaluation(run: RunFolder) -> ProcessExit | None:
+    """End the evaluation of a run's model. Raises UsageError if there is none either.
+
+    The pipeline that waits for it ends it; if that has gone, it is ended from here.
+    """
+    folder = evaluation.evaluation_folder(run)
+    if not runner.is_alive(folder.path):
+        state = overview.state(run)
+        raise usage(
+            "not-running",
+            f"{run.path.name} is not running: {state}",
+            "launch runs",
+        )
     number = max(1, folder.attempts())
-    _ask(folder, runner.StopRequest(attempt=number))
-    until = time.monotonic() + sum(_waits(run)) + 2 * runner.KILLED_S
-    while runner.alive(folder.path) and time.monotonic() < until:
-        known = runner.processes(folder)
-        if known.keeper is None or not known.keeper.lives():
+    _ask(folder, StopRequest(attempt=number))
+    until = time.monotonic() + _patience_s(run)
+    while runner.is_alive(folder.path) and time.monotonic() < until:
+        waiting = runner.read_processes(folder).supervisor
+        if waiting is None or not waiting.is_alive():
             break
         time.sleep(POLL_S)
-    if runner.alive(folder.path):
-        runner.end_orphans(folder, _waits(run), number)
-    return runner.recorded(folder, number)
+    if runner.is_alive(folder.path):
+        runner.end_orphans(folder, _grace_of(run), number)
+    return runner.read_exit(folder, number)
 
 
-def _patience(folder: RunFolder) -> float:
-    """Seconds that a keeper may take: one that stands still, or hangs, is done without."""
-    return sum(_waits(folder)) + 2 * runner.KILLED_S
+def _patience_s(folder: RunFolder) -> float:
+    """Seconds that a supervisor may take; after that it is taken to hang."""
+    return sum(_grace_of(folder)) + 2 * runner.KILLED_S
 
 
-def _waits(folder: RunFolder) -> runner.Grace:
+def _grace_of(folder: RunFolder) -> runner.Grace:
     environ = Record(rundir.read_json(folder.start)).part("environ")
     try:
-        return runner.grace(environ.text(runner.GRACE_VARIABLE))
+        return runner.parse_stop_grace(environ.text(runner.GRACE_VARIABLE))
     except UsageError:
         return runner.GRACE_S
 
 
-def _require_saves(folder: RunFolder) -> None:
-    """Raise UsageError where nothing in a training hears that it is to save."""
-    started = follow.newest_attempt(folder)
-    if preemption.request_for(started.env, started.number) is None:
-        message = f"{folder.path.name} cannot be asked to save: it runs without the probe"
-        help = f"launch stop {folder.path.name} --after-checkpoint waits for the next checkpoint"
+def _require_can_save(folder: RunFolder) -> None:
+    """Raise UsageError if nothing in a training would hear that it is to save."""
+    attempt = follow.newest_attempt(folder)
+    if preemption.save_request(attempt.env, attempt.number) is None:
+        name = folder.path.name
+        message = f"{name} cannot be asked to save: it runs without the probe"
+        help = f"launch stop {name} --after-checkpoint waits for the next checkpoint"
         raise usage("no-probe", message, help)
 
 
-def _stop_job(folder: RunFolder, job: str, waits: runner.StopRequest | None) -> runner.ProcessExit | None:
-    """Slurm ends a job on all its machines; for a checkpoint, their keepers wait themselves."""
+def _stop_job_after_save(folder: RunFolder, job: str, request: StopRequest) -> ProcessExit | None:
+    """Ask the supervisors on all machines of a job to stop after a checkpoint."""
+    if request.checkpoint:
+        _require_can_save(folder)
+    for node in folder.nodes():
+        _ask(node, request)
+    return _wait_for_job(folder, job)
+
+
+def _cancel_job(folder: RunFolder, job: str) -> ProcessExit | None:
+    """Slurm ends a job on all its machines."""
+    slurm.require_own(folder)
+    slurm.cancel(job)
+    return _wait_for_job(folder, job)
+
+
+def _wait_for_job(folder: RunFolder, job: str) -> ProcessExit | None:
     number = max(1, folder.attempts())
-    if waits is not None:
-        if waits.checkpoint:
-            _require_saves(folder)
-        for node in folder.nodes():
-            _ask(node, waits)
-    else:
-        slurm.require_own(folder)
-        slurm.cancel(job)
-    while slurm.state(job) is not None:
-        time.sleep(POLL_S * 5)
-    return runner.recorded(folder, number)
+    while slurm.job_state(job) is not None:
+        time.sleep(LONG_POLL_S)
+    return runner.read_exit(folder, number)
 
 
-def _ask(folder: RunFolder, request: runner.StopRequest) -> None:
+def _ask(folder: RunFolder, request: StopRequest) -> None:
     try:
         request.write(folder)
     except OSError as error:
-        if not runner.keeper_lives(folder):
+        if not runner.has_live_supervisor(folder):
             return
         try:
             if request.is_patient:
                 raise PermissionError
-            # a full disk: a signal asks for the same, but with the keeper's own patience
-            runner.signal_keeper(folder, signal.SIGINT)
+            # a full disk: a signal asks for the same, with the supervisor's own patience
+            runner.signal_supervisor(folder, signal.SIGINT)
         except PermissionError:
             raise rundir.not_writable(folder.path, error.strerror) from None
 
 
-def _starting(folder: RunFolder) -> int | None:
-    """The number of the attempt that is about to begin; None where none is."""
+def _starting_attempt(folder: RunFolder) -> int | None:
+    """The number of the attempt that is about to begin; None if there is none."""
     while lease.is_locked(folder.lock):
-        if runner.alive(folder.path):
+        if runner.is_alive(folder.path):
             return max(1, folder.attempts())
-        if runner.keeper_lives(folder):
+        if runner.has_live_supervisor(folder):
             # its training is over
             return None
         with contextlib.suppress(NotReady):
-            number = attempt.read(folder).number
-            if _begins(folder, number):
+            number = attempts.read_attempt(folder).number
+            if _is_starting(folder, number):
                 return number
         time.sleep(POLL_S)
     return None
 
 
-def _begins(folder: RunFolder, number: int) -> bool:
-    known = runner.processes(folder).attempt
-    return known != number and runner.recorded(folder, number) is None and lease.is_locked(folder.lock)
+def _is_starting(folder: RunFolder, number: int) -> bool:
+    if runner.read_processes(folder).attempt == number:
+        return False
+    if runner.read_exit(folder, number) is not None:
+        return False
+    return lease.is_locked(folder.lock)
 
 
-def _end_orphan(folder: RunFolder, request: runner.StopRequest) -> None:
-    """Its keeper was killed, or stands still: do what that would have done."""
-    attempt, number = follow.newest_attempt(folder), request.attempt
+def _end_orphan(folder: RunFolder, request: StopRequest) -> None:
+    """Do what a supervisor would that was killed, or hangs."""
+    number = request.attempt
+    attempt = follow.newest_attempt(folder)
     if request.checkpoint:
-        _await_save(folder, attempt)
+        _wait_for_save(folder, attempt)
     due = supervisor.Due(attempt)
-    while not due.now(request) and runner.alive(folder.path):
+    while not due.now(request) and runner.is_alive(folder.path):
         time.sleep(POLL_S)
-    runner.end_orphans(folder, _waits(folder), number)
+    runner.end_orphans(folder, _grace_of(folder), number)
     _require_ended(folder)
-    # not before: until then, it is what keeps orphans together
-    runner.kill_keeper(folder)
-    conclude.conclude(folder, attempt, runner.recorded(folder, number))
+    # last: as long as it lives, it adopts orphans
+    runner.kill_supervisor(folder)
+    conclude.conclude(folder, attempt, runner.read_exit(folder, number))
 
 
-def _await_save(folder: RunFolder, started: attempt.Attempt) -> None:
-    """Ask a training that nobody supervises to save, and wait until it has ended, or the time is up."""
-    save = preemption.request_for(started.env, started.number)
+def _wait_for_save(folder: RunFolder, attempt: Attempt) -> None:
+    """Ask an orphan to save, and wait until it has ended, or the time is up."""
+    save = preemption.save_request(attempt.env, attempt.number)
     if save is None:
         return
     with contextlib.suppress(OSError):
         save.write()
         until = time.monotonic() + save.grace_s
-        while runner.alive(folder.path) and time.monotonic() < until:
+        while runner.is_alive(folder.path) and time.monotonic() < until:
             time.sleep(POLL_S)
 
 
 def _require_ended(folder: RunFolder) -> None:
-    """Raise NotReady where a process that the record names goes on: it is not known to be one of this run."""
-    known = runner.processes(folder)
-    if known.leader is None or not known.leader_lives:
+    """Raise NotReady if the recorded process goes on: it may not be one of this run."""
+    processes = runner.read_processes(folder)
+    if processes.leader is None or not processes.leader_is_alive:
         return
-    why = runner.distrust(folder) or f"the environment of process {known.leader.pid} does not name {known.mark}"
-    message = f"{folder.path.name} was not stopped: {why}"
-    help = f"look at process {known.leader.pid}; if it is the training: kill {known.leader.pid}"
+    pid = processes.leader.pid
+    reason = runner.reason_to_distrust(folder)
+    if reason is None:
+        reason = f"the environment of process {pid} does not name {processes.mark}"
+    message = f"{folder.path.name} was not stopped: {reason}"
+    help = f"look at process {pid}; if it is the training: kill {pid}"
     raise not_ready("not-your-process", message, help, file=str(folder.process))
 
 
-def _wait_elsewhere(folder: RunFolder, request: runner.StopRequest) -> None:
-    """Wait for a keeper on another machine; raises NotReady where that stops nothing: it may not see the folder."""
-    known = runner.processes(folder)
-    if known.leader is None or not known.out_of_sight:
+def _wait_if_remote(folder: RunFolder, request: StopRequest) -> None:
+    """Wait for a supervisor on another machine to stop its run.
+
+    Raises NotReady if it does not: it may not see this folder.
+    """
+    processes = runner.read_processes(folder)
+    if processes.leader is None or not processes.is_remote:
         return
     until = time.monotonic() + sum(runner.GRACE_S) + lease.SILENT_S
-    while runner.alive(folder.path):
+    while runner.is_alive(folder.path):
         if time.monotonic() > until and not request.is_patient:
-            name, place = folder.path.name, known.leader.place
-            message = f"the supervisor of {name} on {place} does not answer the request"
+            name = folder.path.name
+            message = f"the supervisor of {name} on {processes.leader.place} "
+            message += "does not answer the request"
             help = f"stop it there: launch stop {name}"
-            raise not_ready("run-is-elsewhere", message, help, file=str(folder.path))
-        time.sleep(POLL_S * 5)
-    if runner.recorded(folder, request.attempt) is None:
-        runner.require_sight(folder)
+            raise not_ready(
+                "run-is-elsewhere",
+                message,
+                help,
+                file=str(folder.path),
+            )
+        time.sleep(LONG_POLL_S)
+    if runner.read_exit(folder, request.attempt) is None:
+        runner.require_known_state(folder)

@@ -41,9 +41,13 @@ from launcher.verdict.ending import ending
 # no key of tokenised data holds any of these: services, engines, devices. None: not handed over
 _REPLACED: Mapping[str, bool | None] = {
     "cache_dataset_only": True,
-    **dict.fromkeys("push_to_hub try_launch_beaker_eval_jobs with_tracking send_slack_alerts".split(), False),
+    **dict.fromkeys(
+        "push_to_hub try_launch_beaker_eval_jobs with_tracking send_slack_alerts".split(), False
+    ),
     **dict.fromkeys("zero_stage use_liger_kernel use_qlora use_lora use_8bit_optimizer".split()),
-    **dict.fromkeys("dpo_use_paged_optimizer attn_implementation offload_param offload_optimizer".split()),
+    **dict.fromkeys(
+        "dpo_use_paged_optimizer attn_implementation offload_param offload_optimizer".split()
+    ),
 }
 
 Say = Callable[[str], None]
@@ -77,7 +81,7 @@ class Tokenised:
 
     @property
     def size(self) -> int:
-        return 0 if self.place is None else sizes.below(self.place, links=True)
+        return 0 if self.place is None else sizes.size_below(self.place, links=True)
 
     def as_json(self) -> dict[str, Any]:
         known = self.lengths
@@ -96,8 +100,16 @@ class Tokenised:
 class Filling:
     """The tokenised data of one plan, made where the run will look."""
 
-    def __init__(self, planned: Plan, trainer: Trainer, request: Request, say: Say, caches: Sequence[Cache]) -> None:
-        self.plan, self.trainer, self.request, self.say, self.caches = planned, trainer, request, say, caches
+    def __init__(
+        self, planned: Plan, trainer: Trainer, request: Request, say: Say, caches: Sequence[Cache]
+    ) -> None:
+        self.plan, self.trainer, self.request, self.say, self.caches = (
+            planned,
+            trainer,
+            request,
+            say,
+            caches,
+        )
         self.work: Path | None = None
 
     def done(self) -> tuple[Tokenised, tuple[Finding, ...]]:
@@ -113,7 +125,7 @@ class Filling:
             return self._of(entry, "there", 0.0), ()
         lock = cache_home() / "prepared" / f"{cache.path.name}.lock"
         waiting = "another `launch prepare` is filling this: waiting for it"
-        with locks.alone(lock, waiting=lambda: self.say(waiting)):
+        with locks.exclusive(lock, waiting=lambda: self.say(waiting)):
             # whoever was at it may have filled it in the meantime
             entry = self._entry(cache)
             return self._fill(cache) if entry is None else (self._of(entry, "there", 0.0), ())
@@ -143,7 +155,9 @@ class Filling:
     def _missed(self, key: str | None, message: str, help: str) -> Finding:
         """That the run would not find what was, or could be, made."""
         place = self.plan.stage.config.origin(f"args.{key}").place
-        return launch_finding("error", "would-miss", message, help, key=key and f"args.{key}", **place)
+        return launch_finding(
+            "error", "would-miss", message, help, key=key and f"args.{key}", **place
+        )
 
     def _of(self, entry: Path, state: str, seconds: float) -> Tokenised:
         known: Lengths | None = None
@@ -156,10 +170,12 @@ class Filling:
         began = time.monotonic()
         redactor = self.plan.redactor
         name = redactor.redact(self.plan.stage.name)
-        self.work = rundir.new_folder(self.request.runs or rundir.runs_root(), "prepare", name)
+        self.work = rundir.make_folder(self.request.runs or rundir.runs_root(), "prepare", name)
         folder = RunFolder(self.work)
         self.say(f"tokenising with {self.plan.stage.entry.script}; log: {folder.console(1)}")
-        with folders.lock((cache,), folder, 1, config=self.request.config, redactor=redactor) as locks:
+        with folders.lock(
+            (cache,), folder, 1, config=self.request.config, redactor=redactor
+        ) as locks:
             made = self._command(cache, folder)
             ended = runner.run(made, folder, 1, pass_fds=locks, inherited=os.environ)
         if ended.stopped is not None:
@@ -187,7 +203,9 @@ class Filling:
             if value is not None and name in stage.schema.fields:
                 arguments[name] = stage.schema.words(name, value)
         arguments[stage.entry.names.output] = [str(folder.path / "model")]
-        built = command.build(made, self.trainer, folder.path, environ=os.environ, caches=keys.environment((cache,)))
+        built = command.build(
+            made, self.trainer, folder.path, environ=os.environ, caches=keys.environment((cache,))
+        )
         assert stage.upstream.root is not None
         words = [word for name, given in arguments.items() for word in (f"--{name}", *given)]
         env = {name: value for name, value in built.env.items() if name != PROBE_SETTINGS}
@@ -195,8 +213,12 @@ class Filling:
         return Command(argv=argv, env=env, cwd=built.cwd)
 
     def _failure(self, folder: RunFolder, why: str) -> TokenisingFailed:
-        message = f"upstream's script failed before the data were ready: {self.plan.redactor.redact(why)}"
-        failed = launch_finding("error", "tokenising-failed", message, "read the log", file=str(folder.console(1)))
+        message = (
+            f"upstream's script failed before the data were ready: {self.plan.redactor.redact(why)}"
+        )
+        failed = launch_finding(
+            "error", "tokenising-failed", message, "read the log", file=str(folder.console(1))
+        )
         return TokenisingFailed(replace(failed, layer="run"))
 
 
@@ -219,7 +241,10 @@ def before_training(prepared: Prepared, say: Say = lambda _: None) -> Prepared:
     Interrupted.
     """
     plan = prepared.plan
-    if plan.stage.entry.tokenising is None or plans.caches_only(plan.stage, plan.values) is not None:
+    if (
+        plan.stage.entry.tokenising is None
+        or plans.caches_only(plan.stage, plan.values) is not None
+    ):
         return prepared
     caches = prepared.start.caches
     filling = Filling(plan, prepared.facts.trainer, prepared.facts.request, say, caches)
@@ -240,7 +265,9 @@ def _counted(prepared: Prepared, tokenised: Tokenised, say: Say) -> Prepared:
     limit = plan.values.get(plan.stage.entry.names.max_length)
     if phase is None or tokenised.place is None or not isinstance(limit, int):
         return prepared
-    name = plan.values.get("tokenizer_name_or_path") or plan.values.get(plan.stage.entry.names.model)
+    name = plan.values.get("tokenizer_name_or_path") or plan.values.get(
+        plan.stage.entry.names.model
+    )
     place = phase.place(tokenised.place, plan.values)
     rows: PackedRows | None = None
     # a file that cannot be read costs the count; the training says what is wrong
@@ -257,11 +284,19 @@ def _counted(prepared: Prepared, tokenised: Tokenised, say: Say) -> Prepared:
         return prepared
     steps = plans.steps_of(plan.stage, plan.values, rows.rows, plan.global_batch)
     if steps is not None and steps < 1:
-        message = f"{rows.samples:,} samples are packed into {rows.rows:,} rows: less than one step of "
+        message = (
+            f"{rows.samples:,} samples are packed into {rows.rows:,} rows: less than one step of "
+        )
         message += f"{plan.global_batch:,}, there is nothing to train on"
         help = "a smaller batch, fewer GPUs, or more data"
-        raise NotReady(plan.stage.config.placed(launch_finding("error", "too-few-rows", message, help, key=data)))
-    say(f"{rows.samples:,} samples are packed into {rows.rows:,} rows of {limit:,} tokens: {steps or 0:,} steps")
+        raise NotReady(
+            plan.stage.config.placed(
+                launch_finding("error", "too-few-rows", message, help, key=data)
+            )
+        )
+    say(
+        f"{rows.samples:,} samples are packed into {rows.rows:,} rows of {limit:,} tokens: {steps or 0:,} steps"
+    )
     return replace(prepared, plan=replace(plan, steps=steps, rows=rows.rows))
 
 
@@ -269,4 +304,6 @@ def _cut_samples(plan: Plan, rows: PackedRows, key: str) -> Finding:
     message = f"{rows.samples:,} samples are {rows.documents:,} documents for OLMo-core: it takes every end of text "
     message += "for the end of a document, and no part of a conversation sees the one before"
     help = "a chat template that ends the whole conversation with the end-of-text token, and a turn with another one"
-    return plan.stage.config.placed(launch_finding("warning", "cut-samples", message, help, key=key))
+    return plan.stage.config.placed(
+        launch_finding("warning", "cut-samples", message, help, key=key)
+    )

@@ -1,4 +1,4 @@
-"""A thread of the supervisor that writes down how busy the machine is while a run trains: `usage.jsonl`."""
+"""A thread of the supervisor that records how busy the machine is: `usage.jsonl`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,9 @@ from launcher.runs.rundir import RunFolder
 from launcher.runs.usage import GpuSample, UsageSample
 
 LOOK_S = 5.0
-"""Seconds between two looks."""
+"""Seconds between two samples."""
 LINES = 500
-"""Lines after which they come at longer intervals: a line is then a mean over a 500th of the time so far, so that a
-week leaves half a megabyte."""
+"""A line is a mean over one 500th of the time so far, so that a week leaves half a megabyte."""
 
 
 @dataclass(slots=True)
@@ -32,19 +31,23 @@ class _Looks:
 
     def sample(self, at: float, attempt: int) -> UsageSample:
         by_index: dict[int, list[GpuUsage]] = {}
-        for gpu in (gpu for look in self.gpus for gpu in look):
-            by_index.setdefault(gpu.index, []).append(gpu)
+        for gpus in self.gpus:
+            for gpu in gpus:
+                by_index.setdefault(gpu.index, []).append(gpu)
+        samples = []
+        for index in sorted(by_index):
+            samples.append(_mean_of(index, by_index[index]))
         return UsageSample(
             t=round(at, 1),
             attempt=attempt,
             cpu=_mean(host.cpu for host in self.hosts),
             memory_gib=_mean(host.memory_gib for host in self.hosts),
             memory_total_gib=_mean(host.memory_total_gib for host in self.hosts),
-            gpus=tuple(_gpu(index, looks) for index, looks in sorted(by_index.items())),
+            gpus=tuple(samples),
         )
 
 
-def _gpu(index: int, looks: Sequence[GpuUsage]) -> GpuSample:
+def _mean_of(index: int, looks: Sequence[GpuUsage]) -> GpuSample:
     return GpuSample(
         index=index,
         busy=_mean(look.busy for look in looks),
@@ -56,13 +59,20 @@ def _gpu(index: int, looks: Sequence[GpuUsage]) -> GpuSample:
 
 def _mean(values: Iterable[float | None]) -> float | None:
     numbers = [value for value in values if value is not None]
-    return round(statistics.fmean(numbers), 4) if numbers else None
+    if not numbers:
+        return None
+    return round(statistics.fmean(numbers), 4)
 
 
 class UsageThread:
-    """Samples until it is ended. Whatever fails costs the samples, not the run."""
+    """Samples until it is ended. A failure costs the samples, not the run."""
 
-    def __init__(self, folder: RunFolder, attempt: Attempt, look_s: float = LOOK_S) -> None:
+    def __init__(
+        self,
+        folder: RunFolder,
+        attempt: Attempt,
+        look_s: float = LOOK_S,
+    ) -> None:
         self.folder = folder
         self.attempt = attempt
         self.look_s = look_s
@@ -83,9 +93,10 @@ class UsageThread:
     def _sample(self) -> None:
         environ = {**self.attempt.environ, **self.attempt.env}
         host = HostMeter()
-        gpus = GpuMeter(usage.visible(self.attempt.devices, environ))
+        gpus = GpuMeter(usage.visible_gpu_ids(self.attempt.devices, environ))
         host.look()
-        began = last = time.monotonic()
+        began = time.monotonic()
+        last = began
         looks = _Looks()
         while not self.over.wait(self.look_s):
             looks.hosts.append(host.look())
@@ -100,7 +111,11 @@ class UsageThread:
         gpus.close()
 
     def _write(self, looks: _Looks) -> None:
-        line = rundir.json_line(looks.sample(time.time(), self.attempt.number).as_json())
+        sample = looks.sample(time.time(), self.attempt.number)
+        line = rundir.json_line(sample.as_json())
         # a full disk, or a folder that is gone: the next line may find room
-        with contextlib.suppress(OSError), self.folder.usage.open("a", encoding="utf-8") as stream:
+        with (
+            contextlib.suppress(OSError),
+            self.folder.usage.open("a", encoding="utf-8") as stream,
+        ):
             stream.write(line)

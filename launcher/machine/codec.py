@@ -1,8 +1,8 @@
-"""JSON that anybody may have edited -> typed values. One codec for every record: `read` fills a dataclass field by
-field, `fit` takes one value.
+"""JSON that anybody may have edited -> typed values.
 
-What does not fit its type is left out, as if it were absent, and listed in `left_out` where the caller wants to say
-so. A type is a Python annotation; of `float` any number is one, finite or not, and of `int` a whole float too.
+One codec for every record: `read_record` fills a dataclass, `fit_value` converts one value. What
+does not fit its type counts as absent, and is added to `left_out` if the caller passes a list. A
+type is a Python annotation. Any number, finite or not, is a `float`; a whole float is an `int` too.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
 _T = TypeVar("_T")
 Reader = Callable[[Any, str, "list[Omission] | None"], Any]
 
-LARGEST = 2**63  # of a whole number: what no counter of a run reaches
-_SHOWN_CHARS = 60
-_NAME_BYTES = 255
-_PATH_BYTES = 4096
+LARGEST = 2**63  # no counter of a run reaches it
+_MAX_SHOWN_CHARS = 60
+_MAX_NAME_BYTES = 255
+_MAX_PATH_BYTES = 4096
 
 
 class Misfit(ValueError):
@@ -31,7 +31,7 @@ class Misfit(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Omission:
-    """One value of a record that was not used: its keys, itself in brief, and what belongs there."""
+    """A value of a record that was not used: its keys, the value in brief, the expected type."""
 
     where: str
     value: str
@@ -50,18 +50,26 @@ class Between:
 
 
 KEY = "key"
-"""In the metadata of a dataclass's field: what a record calls it, where that is no name in Python."""
+"""In the metadata of a dataclass's field: its key in a record, if that is not the field's name."""
 Count = Annotated[int, Between(0)]
 Positive = Annotated[int, Between(1)]
 
 
-def read(kind: type[_T], data: object, left_out: list[Omission] | None = None, where: str = "") -> _T:
-    """A dataclass from the mapping that holds its fields. Raises Misfit where one without a default does not fit."""
+def read_record(
+    kind: type[_T],
+    data: object,
+    left_out: list[Omission] | None = None,
+    where: str = "",
+) -> _T:
+    """A dataclass from the mapping that holds its fields.
+
+    Raises Misfit if a field without a default is missing or does not fit.
+    """
     if not isinstance(data, Mapping):
         raise Misfit("a mapping")
     values: dict[str, Any] = {}
-    whole: Any = kind
-    for field in _fields_of(whole):
+    record_type: Any = kind
+    for field in _fields_of(record_type):
         if field.key not in data:
             if field.required:
                 raise Misfit(f"a mapping with `{field.key}`")
@@ -70,39 +78,48 @@ def read(kind: type[_T], data: object, left_out: list[Omission] | None = None, w
         try:
             values[field.name] = field.reader(data[field.key], place, left_out)
         except Misfit as misfit:
-            note(left_out, place, data[field.key], misfit)
+            note_omission(left_out, place, data[field.key], misfit)
             if field.required:
                 raise
     return kind(**values)
 
 
 def as_json(record: Any) -> dict[str, Any]:
-    """The fields of a dataclass as `read` finds them, under the names of the record."""
-    return {field.metadata.get(KEY, field.name): getattr(record, field.name) for field in fields(record)}
+    """The fields of a dataclass under their keys, as `read_record` reads them."""
+    content = {}
+    for field in fields(record):
+        key = field.metadata.get(KEY, field.name)
+        content[key] = getattr(record, field.name)
+    return content
 
 
-def fit(value: object, kind: Any, default: Any = None) -> Any:
-    """A value of a type; the default where it is none."""
+def fit_value(value: object, kind: Any, default: Any = None) -> Any:
+    """The value if it fits the type, else the default."""
     try:
-        return reader(kind)(value, "", None)
+        return reader_of(kind)(value, "", None)
     except Misfit:
         return default
 
 
-def note(left_out: list[Omission] | None, where: str, value: object, misfit: Misfit) -> None:
+def note_omission(
+    left_out: list[Omission] | None,
+    where: str,
+    value: object,
+    misfit: Misfit,
+) -> None:
     if left_out is not None:
         left_out.append(Omission(where, shown(value), str(misfit)))
 
 
 def shown(value: object) -> str:
-    """A value in a message: what it is where it is long."""
-    if isinstance(value, Mapping):
-        return "an object" if value else "{}"
-    if isinstance(value, list):
-        return "a list" if value else "[]"
+    """A value for a message: what kind it is, if it is long."""
+    if isinstance(value, Mapping) and value:
+        return "an object"
+    if isinstance(value, list) and value:
+        return "a list"
     text = repr(value)
-    if isinstance(value, int | float) or len(text) <= _SHOWN_CHARS:
-        return text[:_SHOWN_CHARS]
+    if isinstance(value, int | float) or len(text) <= _MAX_SHOWN_CHARS:
+        return text[:_MAX_SHOWN_CHARS]
     return f"a text of {len(text)} characters"
 
 
@@ -117,39 +134,44 @@ class _FieldCodec:
 @lru_cache(maxsize=256)
 def _fields_of(kind: Any) -> tuple[_FieldCodec, ...]:
     hints = typing.get_type_hints(kind, include_extras=True)
-    found = []
+    codecs = []
     for field in fields(kind):
-        required = field.default is MISSING and field.default_factory is MISSING
-        key = field.metadata.get(KEY, field.name)
-        found.append(_FieldCodec(field.name, key, required, reader(hints[field.name])))
-    return tuple(found)
+        codec = _FieldCodec(
+            name=field.name,
+            key=field.metadata.get(KEY, field.name),
+            required=field.default is MISSING and field.default_factory is MISSING,
+            reader=reader_of(hints[field.name]),
+        )
+        codecs.append(codec)
+    return tuple(codecs)
 
 
 @lru_cache(maxsize=1024)
-def reader(kind: Any) -> Reader:
-    """What takes a value of this type and raises Misfit for any other."""
+def reader_of(kind: Any) -> Reader:
+    """A function that converts a value of this type, and raises Misfit for any other."""
     if kind in _SIMPLE:
         return _SIMPLE[kind]
-    origin, arguments = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    arguments = get_args(kind)
     if origin is Annotated:
         return _bounded(arguments[0], arguments[1])
     if origin in (Union, types.UnionType):
         return _any_of(arguments)
     if origin is Literal:
-        return _one_of(arguments)
+        return _literal_of(arguments)
     if origin is tuple or (isinstance(origin, type) and issubclass(origin, Sequence)):
-        return _listed(origin, arguments[0])
+        return _list_of(origin, arguments[0])
     if isinstance(origin, type) and issubclass(origin, Mapping):
-        return _mapped(arguments[1])
+        return _mapping_of(arguments[1])
     if isinstance(kind, type) and issubclass(kind, tuple):
-        return _listed(tuple, Any)
+        return _list_of(tuple, Any)
     if is_dataclass(kind):
         return partial(_record, kind)
     raise TypeError(f"no record holds {kind}")
 
 
 def _record(kind: Any, value: Any, where: str, left_out: list[Omission] | None) -> Any:
-    return read(kind, value, left_out, where)
+    return read_record(kind, value, left_out, where)
 
 
 def _text(value: Any, _where: str, _left_out: object) -> str:
@@ -165,10 +187,10 @@ def _flag(value: Any, _where: str, _left_out: object) -> bool:
 
 
 def _whole(value: Any, _where: str, _left_out: object) -> int:
-    if isinstance(value, float) and value.is_integer():
-        value = int(value) if abs(value) < LARGEST else None
     if isinstance(value, int) and not isinstance(value, bool):
         return value
+    if isinstance(value, float) and value.is_integer() and abs(value) < LARGEST:
+        return int(value)
     raise Misfit("a whole number")
 
 
@@ -179,10 +201,11 @@ def _number(value: Any, _where: str, _left_out: object) -> float:
 
 
 def _path(value: Any, _where: str, _left_out: object) -> Path:
-    if isinstance(value, str) and value:
-        # the kernel takes no longer ones, and pathlib raises what nobody expects of a look
-        parts = os.fsencode(value).split(b"/") if len(value) < _PATH_BYTES else []
-        if parts and max(map(len, parts)) <= _NAME_BYTES and sum(map(len, parts)) + len(parts) < _PATH_BYTES:
+    # the kernel takes no longer ones, and pathlib raises for them where nobody expects it
+    if isinstance(value, str) and 0 < len(value) < _MAX_PATH_BYTES:
+        raw = os.fsencode(value)
+        longest_name = max(len(name) for name in raw.split(b"/"))
+        if len(raw) + 1 < _MAX_PATH_BYTES and longest_name <= _MAX_NAME_BYTES:
             return Path(value)
     raise Misfit("a path")
 
@@ -210,47 +233,48 @@ _SIMPLE: dict[Any, Reader] = {
 
 
 def _bounded(kind: Any, bounds: Between) -> Reader:
-    inner = reader(kind)
+    inner = reader_of(kind)
 
-    def take(value: Any, where: str, left_out: list[Omission] | None) -> Any:
-        taken = inner(value, where, left_out)
-        if not bounds.least <= taken <= bounds.most:
-            wanted = f"a number from {bounds.least} on" if taken < bounds.least else f"at most {bounds.most}"
-            raise Misfit(wanted)
-        return taken
+    def convert(value: Any, where: str, left_out: list[Omission] | None) -> Any:
+        number = inner(value, where, left_out)
+        if bounds.least <= number <= bounds.most:
+            return number
+        if number < bounds.least:
+            raise Misfit(f"a number from {bounds.least} on")
+        raise Misfit(f"at most {bounds.most}")
 
-    return take
+    return convert
 
 
 def _any_of(kinds: Sequence[Any]) -> Reader:
-    readers = [reader(kind) for kind in kinds]
+    readers = [reader_of(kind) for kind in kinds]
 
-    def take(value: Any, where: str, left_out: list[Omission] | None) -> Any:
-        wanted = []
+    def convert(value: Any, where: str, left_out: list[Omission] | None) -> Any:
+        expected = []
         for inner in readers:
             try:
                 return inner(value, where, left_out)
             except Misfit as misfit:
-                wanted.append(str(misfit))
-        raise Misfit(" or ".join(wanted))
+                expected.append(str(misfit))
+        raise Misfit(" or ".join(expected))
 
-    return take
+    return convert
 
 
-def _one_of(words: Sequence[Any]) -> Reader:
-    def take(value: Any, _where: str, _left_out: object) -> Any:
+def _literal_of(words: Sequence[Any]) -> Reader:
+    def convert(value: Any, _where: str, _left_out: object) -> Any:
         for word in words:
             if type(value) is type(word) and value == word:
                 return value
         raise Misfit(" or ".join(f"`{word}`" for word in words))
 
-    return take
+    return convert
 
 
-def _listed(origin: Any, kind: Any) -> Reader:
-    inner = reader(kind)
+def _list_of(origin: Any, kind: Any) -> Reader:
+    inner = reader_of(kind)
 
-    def take(value: Any, where: str, left_out: list[Omission] | None) -> Any:
+    def convert(value: Any, where: str, left_out: list[Omission] | None) -> Any:
         if not isinstance(value, list | tuple):
             raise Misfit("a list")
         items = []
@@ -259,16 +283,18 @@ def _listed(origin: Any, kind: Any) -> Reader:
             try:
                 items.append(inner(item, place, left_out))
             except Misfit as misfit:
-                note(left_out, place, item, misfit)
-        return items if origin is list else tuple(items)
+                note_omission(left_out, place, item, misfit)
+        if origin is list:
+            return items
+        return tuple(items)
 
-    return take
+    return convert
 
 
-def _mapped(kind: Any) -> Reader:
-    inner = reader(kind)
+def _mapping_of(kind: Any) -> Reader:
+    inner = reader_of(kind)
 
-    def take(value: Any, where: str, left_out: list[Omission] | None) -> Any:
+    def convert(value: Any, where: str, left_out: list[Omission] | None) -> Any:
         if not isinstance(value, Mapping):
             raise Misfit("a mapping")
         items = {}
@@ -277,7 +303,7 @@ def _mapped(kind: Any) -> Reader:
             try:
                 items[key] = inner(item, place, left_out)
             except Misfit as misfit:
-                note(left_out, place, item, misfit)
+                note_omission(left_out, place, item, misfit)
         return items
 
-    return take
+    return convert

@@ -1,9 +1,9 @@
 """Which GPUs a run gets: those that were named, or free ones, and none that another run has.
 
-Every GPU has a lock file under its own id, in a place that all users of the machine share. The lock is the
-kernel's and is inherited by the training process: a GPU is another run's for as long as anything of that
-run lives, and never longer. What is not launch's is known from the driver alone: from who computes there,
-and, in a container that does not see them, from the memory that is used.
+Every GPU has a lock file named after its id, in a folder that all users of the machine share. The
+training process inherits the kernel's lock: a GPU belongs to a run as long as any of its processes
+lives, and no longer. Of other programs only the driver tells: which processes compute there, and,
+in a container that does not see them, how much memory is used.
 """
 
 import contextlib
@@ -12,29 +12,32 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from launcher import files
 from launcher.errors import Finding, NotReady, launch_finding, usage
 from launcher.machine import python, tools
-from launcher.machine.locks import locked
+from launcher.machine.locks import try_lock
 from launcher.machine.python import Gpu, GpuProcess
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
-# by default CUDA puts the fastest card first, nvidia-smi goes by the PCI bus: one order for both
-ORDER = ("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-FREE_MIB = 1024  # what may be in use on a GPU that counts as free: a driver's own, a display's
-LOCKS = "LAUNCH_GPU_LOCKS"  # the environment variable that names another folder for the locks than the machine's own
-_SHARED = ("/dev/shm", "/tmp")
-# another start that only looks holds a lock for microseconds
+# CUDA's default order is the fastest card first, nvidia-smi's the PCI bus: use one for both
+ORDER_VARIABLE = "CUDA_DEVICE_ORDER"
+ORDER = "PCI_BUS_ID"
+FREE_MIB = 1024  # a GPU with less in use is free: the driver, or a display
+LOCKS = "LAUNCH_GPU_LOCKS"  # the variable that names another folder for the locks
+_SHARED_FOLDERS = ("/dev/shm", "/tmp")
+# a start that only looks holds a lock for microseconds
 _GLANCE_S = 0.25
+_UUID_PREFIX = "GPU-"
+_MAX_SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """What CUDA_VISIBLE_DEVICES can name; `name` is how the variable spells it."""
+    """One GPU that CUDA_VISIBLE_DEVICES can name; `name` is how the variable spells it."""
 
     name: str
     gpu: Gpu
@@ -46,7 +49,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """Who has a GPU. `run` is the run of launch's that holds the GPU's lock; `locked` whether any start does."""
+    """Who uses a GPU. `run` of launch holds its lock, if any; `locked`: some start does."""
 
     text: str
     run: str | None = None
@@ -55,9 +58,10 @@ class Use:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Look:
-    """The GPUs here at one moment; `uses` by id, `hidden` is CUDA_VISIBLE_DEVICES, `fault` nvidia-smi's complaint.
+    """The GPUs of this machine at one moment.
 
-    `silent` where nvidia-smi did not answer in time.
+    `uses` is by id, `hidden` the value of CUDA_VISIBLE_DEVICES, `fault` nvidia-smi's complaint.
+    `silent`: nvidia-smi did not answer in time.
     """
 
     present: tuple[Gpu, ...]
@@ -73,7 +77,7 @@ class Look:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Devices:
-    """The GPUs of a run, or why it gets none: then `findings` holds an error, and `slots` is empty."""
+    """The GPUs of a run. If it gets none, `findings` holds the error."""
 
     slots: tuple[Slot, ...] = ()
     why: str = ""
@@ -88,26 +92,39 @@ class Devices:
         return any(finding.severity == "error" for finding in self.findings)
 
     def env(self) -> dict[str, str]:
-        ordered = any(slot.name.isdecimal() for slot in self.slots)
-        return {VARIABLE: self.visible} | (dict([ORDER]) if ordered else {})
+        variables = {VARIABLE: self.visible}
+        if any(slot.name.isdecimal() for slot in self.slots):
+            variables[ORDER_VARIABLE] = ORDER
+        return variables
 
     def as_json(self) -> dict[str, Any]:
+        gpus = []
+        for slot in self.slots:
+            gpu = {
+                "index": slot.gpu.index,
+                "id": slot.gpu.uuid,
+                "name": slot.gpu.name,
+                "memory_mib": slot.gpu.memory_mib,
+            }
+            gpus.append(gpu)
         return {
             "visible": self.visible,
             "why": self.why,
-            "gpus": [
-                {"index": gpu.index, "id": gpu.uuid, "name": gpu.name, "memory_mib": gpu.memory_mib}
-                for gpu in (slot.gpu for slot in self.slots)
-            ],
+            "gpus": gpus,
         }
 
 
-def look(environ: Mapping[str, str] | None = None) -> Look:
+def survey_devices(environ: Mapping[str, str] | None = None) -> Look:
     """Ask the driver, the lock files and /proc; no GPU is touched."""
-    environ = os.environ if environ is None else environ
+    if environ is None:
+        environ = os.environ
     driver = python.ask_driver()
-    slots = visible(driver.gpus, environ)
-    uses = {slot.id: use for slot in slots if (use := _use(slot, driver.processes)) is not None}
+    slots = visible_slots(driver.gpus, environ)
+    uses = {}
+    for slot in slots:
+        use = _find_use(slot, driver.processes)
+        if use is not None:
+            uses[slot.id] = use
     return Look(
         present=driver.gpus,
         visible=slots,
@@ -118,139 +135,234 @@ def look(environ: Mapping[str, str] | None = None) -> Look:
     )
 
 
-def visible(present: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[Slot, ...]:
-    """Read as CUDA does: a wrong entry hides what follows, a repeated one all (torch `_parse_visible_devices`)."""
+def visible_slots(present: Sequence[Gpu], environ: Mapping[str, str]) -> tuple[Slot, ...]:
+    """The GPUs that CUDA_VISIBLE_DEVICES shows, read as CUDA does.
+
+    A wrong entry hides those after it, a repeated one all (torch `_parse_visible_devices`).
+    """
     listed = environ.get(VARIABLE)
     if listed is None:
         return tuple(Slot(str(gpu.index), gpu) for gpu in present)
-    found: dict[str, Slot] = {}
-    for entry in (word.strip() for word in listed.split(",")):
-        if number := re.match(r"\d+", entry):
-            fitting = [Slot(str(gpu.index), gpu) for gpu in present if gpu.index == int(number[0])]
-        else:
-            # an id may be cut short as long as it means one
-            fitting = [Slot(entry, gpu) for gpu in present if entry[:4] == "GPU-" and gpu.uuid.startswith(entry)]
-        if len(fitting) != 1:
+    slots: dict[str, Slot] = {}
+    for word in listed.split(","):
+        slot = _slot_of(word.strip(), present)
+        if slot is None:
             break
-        if fitting[0].id in found:
+        if slot.id in slots:
             return ()
-        found[fitting[0].id] = fitting[0]
-    return tuple(found.values())
+        slots[slot.id] = slot
+    return tuple(slots.values())
 
 
-def _use(slot: Slot, computing: Sequence[GpuProcess]) -> Use | None:
-    if (lock := _opened(slot.id, make=False)) is not None:
-        try:
-            if locked(lock, shared=True) is False:
-                name = Path(_written(lock)).name or None
-                return Use(f"the run {name}" if name else "another start of launch", name, locked=True)
-        finally:
-            os.close(lock)
-    if here := [_described(one) for one in computing if one.uuid == slot.id]:
-        return Use(", ".join(here[:3]))
-    if slot.gpu.used_mib > FREE_MIB:
-        return Use(f"something that is not seen from here ({slot.gpu.used_mib} MiB)")
+def _slot_of(entry: str, present: Sequence[Gpu]) -> Slot | None:
+    """The GPU that an entry of CUDA_VISIBLE_DEVICES names; None if it names none, or several."""
+    number = re.match(r"\d+", entry)
+    if number is not None:
+        name = str(int(number[0]))
+        matches = [gpu for gpu in present if str(gpu.index) == name]
+    elif entry.startswith(_UUID_PREFIX):
+        # an id may be shortened as long as it is unique
+        name = entry
+        matches = [gpu for gpu in present if gpu.uuid.startswith(entry)]
+    else:
+        return None
+    if len(matches) != 1:
+        return None
+    return Slot(name, matches[0])
+
+
+def _find_use(slot: Slot, computing: Sequence[GpuProcess]) -> Use | None:
+    use = _find_lock_holder(slot)
+    if use is not None:
+        return use
+    processes = [_describe(process) for process in computing if process.uuid == slot.id]
+    if processes:
+        return Use(", ".join(processes[:_MAX_SHOWN]))
+    used_mib = slot.gpu.used_mib
+    if used_mib > FREE_MIB:
+        return Use(f"something that is not seen from here ({used_mib} MiB)")
     return None
 
 
-def _described(one: GpuProcess) -> str:
-    name = Path(one.name).name if one.name and not one.name.startswith("[") else ""
-    about = ", ".join(filter(None, (name, f"{one.used_mib} MiB" if one.used_mib else "")))
-    return f"pid {one.pid} ({about})" if about else f"pid {one.pid}"
+def _find_lock_holder(slot: Slot) -> Use | None:
+    lock = _open_lock(slot.id, make=False)
+    if lock is None:
+        return None
+    try:
+        if try_lock(lock, shared=True) is not False:
+            return None
+        run = Path(_read_holder(lock)).name
+    finally:
+        os.close(lock)
+    if run:
+        return Use(f"the run {run}", run, locked=True)
+    return Use("another start of launch", locked=True)
 
 
-def named(text: str | None) -> tuple[str, ...] | None:
-    """`--devices 2,3` in parts; raises UsageError for what names nothing, or something twice."""
-    parts = () if text is None else tuple(part.strip() for part in text.split(","))
-    twice = sorted({part for part in parts if parts.count(part) > 1})
-    odd = [p for p in parts if not (p.isascii() and p.isdecimal()) and p[:4] != "GPU-"]
-    if not odd and not twice:
-        return parts or None
-    what = f"`{odd[0]}` is not a GPU" if odd else f"{', '.join(twice)} is named twice"
-    raise usage("bad-devices", f"--devices {text}: {what}", "numbers of nvidia-smi: 2,3")
+def _describe(process: GpuProcess) -> str:
+    details = []
+    if process.name and not process.name.startswith("["):
+        details.append(Path(process.name).name)
+    if process.used_mib:
+        details.append(f"{process.used_mib} MiB")
+    if not details:
+        return f"pid {process.pid}"
+    return f"pid {process.pid} ({', '.join(details)})"
 
 
-def choose(count: int | None, asked: Sequence[str] | None, seen: Look) -> Devices:
-    """The GPUs of a run. Never raises: a refusal is an error among the findings, a busy one named a warning."""
-    if asked is not None:
-        return _named(asked, seen)
+def slots_named(text: str | None) -> tuple[str, ...] | None:
+    """The parts of `--devices 2,3`. Raises UsageError for one that is no GPU, or repeated."""
+    if text is None:
+        return None
+    parts = tuple(part.strip() for part in text.split(","))
+    repeated = sorted({part for part in parts if parts.count(part) > 1})
+    odd = [part for part in parts if not _names_gpu(part)]
+    if odd:
+        fault = f"`{odd[0]}` is not a GPU"
+    elif repeated:
+        fault = f"{', '.join(repeated)} is named twice"
+    else:
+        return parts
+    raise usage(
+        "bad-devices",
+        f"--devices {text}: {fault}",
+        "numbers of nvidia-smi: 2,3",
+    )
+
+
+def _names_gpu(part: str) -> bool:
+    if part.startswith(_UUID_PREFIX):
+        return True
+    return part.isascii() and part.isdecimal()
+
+
+def choose_devices(count: int | None, names: Sequence[str] | None, look: Look) -> Devices:
+    """The GPUs of a run: those named, else the first `count` free ones. Never raises.
+
+    A refusal is an error among the findings, a named GPU that is in use a warning.
+    """
+    if names is not None:
+        return _choose_named(names, look)
     if not count:
         return Devices(why="on the CPU")
-    free, every = seen.free(), len(seen.visible)
+    free = look.free()
     if len(free) < count:
-        return Devices(findings=(_too_few(count, seen, free),))
-    return Devices(slots=free[:count], why="the only ones here" if count == every else f"the first free of {every}")
+        return Devices(findings=(_too_few(count, look, free),))
+    visible = len(look.visible)
+    why = f"the first free of {visible}"
+    if count == visible:
+        why = "the only ones here"
+    return Devices(slots=free[:count], why=why)
 
 
-def _named(names: Sequence[str], seen: Look) -> Devices:
+def _choose_named(names: Sequence[str], look: Look) -> Devices:
     slots: list[Slot] = []
-    faults: list[Finding] = []
+    findings: list[Finding] = []
     for name in names:
-        number = int(name) if name.isdecimal() else None
-        # an id may be cut short
-        ids = () if name.isdecimal() or len(name) <= 4 else (name,)
-        slot = next((s for s in seen.visible if s.gpu.index == number or s.id.startswith(ids)), None)
+        slot = _find_slot(name, look)
         if slot is None:
-            left = ", ".join(one.name for one in seen.visible) or "none"
-            hidden = any(name in {str(gpu.index), gpu.uuid} for gpu in seen.present)
-            why = f"{VARIABLE}={seen.hidden} hides it" if hidden else "there is no such GPU here"
-            faults.append(launch_finding("error", "no-such-gpu", f"--devices {name}: {why}", f"to be seen: {left}"))
+            findings.append(_no_such_gpu(name, look))
             continue
         slots.append(slot)
-        use = seen.uses.get(slot.id)
-        if use is not None and use.locked:
-            faults.append(_held_by(slot, use))
-        elif use is not None:
-            message = f"GPU {slot.gpu.index} is named, and used by {use.text}: both may run out of memory"
-            faults.append(launch_finding("warning", "busy-gpu", message, "wait until it is over"))
-    refused = any(fault.severity == "error" for fault in faults)
-    return Devices(slots=() if refused else tuple(slots), why="named by --devices", findings=tuple(faults))
+        use = look.uses.get(slot.id)
+        if use is None:
+            continue
+        if use.locked:
+            findings.append(_taken_by(slot, use))
+        else:
+            message = f"GPU {slot.gpu.index} is named, and used by {use.text}: "
+            message += "both may run out of memory"
+            help = "wait until it is over"
+            findings.append(launch_finding("warning", "busy-gpu", message, help))
+    devices = Devices(
+        slots=tuple(slots),
+        why="named by --devices",
+        findings=tuple(findings),
+    )
+    if devices.refused:
+        return replace(devices, slots=())
+    return devices
 
 
-def _too_few(count: int, seen: Look, free: Sequence[Slot]) -> Finding:
-    here = len(seen.visible)
-    if seen.silent:
-        help = f"see whether `nvidia-smi -L` answers; {tools.VARIABLE}=30 waits longer; --gpus 0 trains on the CPU"
-        return launch_finding("error", "no-driver", f"{seen.fault}: the GPUs are not known", help)
-    if seen.fault is not None:
+def _find_slot(name: str, look: Look) -> Slot | None:
+    for slot in look.visible:
+        if name.isdecimal():
+            if slot.gpu.index == int(name):
+                return slot
+        elif len(name) > len(_UUID_PREFIX) and slot.id.startswith(name):
+            # an id may be shortened
+            return slot
+    return None
+
+
+def _no_such_gpu(name: str, look: Look) -> Finding:
+    visible = ", ".join(slot.name for slot in look.visible) or "none"
+    reason = "there is no such GPU here"
+    for gpu in look.present:
+        if name in (str(gpu.index), gpu.uuid):
+            reason = f"{VARIABLE}={look.hidden} hides it"
+    message = f"--devices {name}: {reason}"
+    return launch_finding("error", "no-such-gpu", message, f"to be seen: {visible}")
+
+
+def _too_few(count: int, look: Look, free: Sequence[Slot]) -> Finding:
+    visible = len(look.visible)
+    if look.silent:
+        message = f"{look.fault}: the GPUs are not known"
+        help = f"see whether `nvidia-smi -L` answers; {tools.VARIABLE}=30 waits longer; "
+        help += "--gpus 0 trains on the CPU"
+        return launch_finding("error", "no-driver", message, help)
+    if look.fault is not None:
+        message = f"nvidia-smi says: {look.fault}"
         help = "fix the driver (after an update: reboot), or start the container with --gpus all"
         help += "; --gpus 0 trains on the CPU"
-        return launch_finding("error", "no-driver", f"nvidia-smi says: {seen.fault}", help)
-    if here < count:
-        limit = "" if seen.hidden is None else f" ({VARIABLE}={seen.hidden})"
-        message = f"{count} GPU(s) asked for, {here} here{limit}"
-        help = f"--gpus {here}" if here else "--gpus 0 trains on the CPU"
+        return launch_finding("error", "no-driver", message, help)
+    if visible < count:
+        message = f"{count} GPU(s) asked for, {visible} here"
+        if look.hidden is not None:
+            message += f" ({VARIABLE}={look.hidden})"
+        help = f"--gpus {visible}" if visible else "--gpus 0 trains on the CPU"
         return launch_finding("error", "too-few-gpus", message, help)
-    taken = [f"GPU {s.gpu.index} is used by {seen.uses[s.id].text}" for s in seen.visible if s not in free]
-    runs = dict.fromkeys(use.run for use in seen.uses.values() if use.run)
-    ways = [f"--gpus {len(free)}"] if free else []
-    ways += ["wait", *(f"`launch stop {run}`" for run in list(runs)[:2])]
-    message = f"{count} GPU(s) asked for, {len(free)} of {here} free: {'; '.join(taken)}"
+    taken = []
+    for slot in look.visible:
+        if slot not in free:
+            taken.append(f"GPU {slot.gpu.index} is used by {look.uses[slot.id].text}")
+    message = f"{count} GPU(s) asked for, {len(free)} of {visible} free: {'; '.join(taken)}"
+    ways = ["wait"]
+    if free:
+        ways.insert(0, f"--gpus {len(free)}")
+    runs = dict.fromkeys(use.run for use in look.uses.values() if use.run)
+    ways += [f"`launch stop {run}`" for run in list(runs)[:2]]
     return launch_finding("error", "gpus-taken", message, ", or ".join(ways))
 
 
-def _held_by(slot: Slot, use: Use) -> Finding:
-    help = "another one, or " + (f"wait, or `launch stop {use.run}`" if use.run else "wait until it is over")
-    return launch_finding("error", "gpus-taken", f"GPU {slot.gpu.index} is taken by {use.text}", help)
+def _taken_by(slot: Slot, use: Use) -> Finding:
+    message = f"GPU {slot.gpu.index} is taken by {use.text}"
+    help = "another one, or wait until it is over"
+    if use.run:
+        help = f"another one, or wait, or `launch stop {use.run}`"
+    return launch_finding("error", "gpus-taken", message, help)
 
 
 @contextlib.contextmanager
-def lock_slots(devices: Devices, run: Path, *, patience_s: float = 10.0) -> Iterator[tuple[int, ...]]:
-    """Lock these; yields descriptors that training must inherit. Raises NotReady where another start was quicker."""
+def lock_slots(
+    devices: Devices, run: Path, *, patience_s: float = 10.0
+) -> Iterator[tuple[int, ...]]:
+    """Lock GPUs; yields descriptors that training must inherit.
+
+    Raises NotReady if another start was quicker.
+    """
     locks: list[int] = []
     try:
-        # all starts go in one order: of two that want the same GPUs one gets them
-        for slot in sorted(devices.slots, key=lambda slot: slot.id):
-            lock = _opened(slot.id)
+        # every start locks in the same order: of two that want the same GPUs one gets them
+        for slot in sorted(devices.slots, key=_slot_id):
+            lock = _open_lock(slot.id)
             if lock is None:
                 continue
             locks.append(lock)
-            # on a file system without locks (None) what the driver says has to do; the holder may be this very
-            # run, which is about to let go
-            if locked(lock, seconds=_GLANCE_S) is False and (
-                _written(lock) != str(run) or locked(lock, seconds=patience_s) is False
-            ):
-                raise NotReady(_held_by(slot, _use(slot, ()) or Use("another start of launch")))
+            if not _acquire(lock, run, patience_s):
+                use = _find_use(slot, ()) or Use("another start of launch")
+                raise NotReady(_taken_by(slot, use))
             with contextlib.suppress(OSError):
                 os.ftruncate(lock, 0)
                 os.pwrite(lock, json.dumps({"run": str(run)}).encode(), 0)
@@ -260,34 +372,57 @@ def lock_slots(devices: Devices, run: Path, *, patience_s: float = 10.0) -> Iter
             os.close(lock)
 
 
-def _written(lock: int) -> str:
+def _slot_id(slot: Slot) -> str:
+    return slot.id
+
+
+def _acquire(lock: int, run: Path, patience_s: float) -> bool:
+    """Whether a GPU could be locked, or its file system has no locks: then the driver has to do.
+
+    Its holder may be an earlier attempt of this run, which is about to release it.
+    """
+    if try_lock(lock, seconds=_GLANCE_S) is not False:
+        return True
+    if _read_holder(lock) != str(run):
+        return False
+    return try_lock(lock, seconds=patience_s) is not False
+
+
+def _read_holder(lock: int) -> str:
+    """The run folder that is written in a lock file; empty if unreadable."""
     try:
         run = files.parse_line(os.pread(lock, 65536, 0)).get("run")
     except OSError:
         return ""
-    return run if isinstance(run, str) else ""
+    if not isinstance(run, str):
+        return ""
+    return run
 
 
-def _opened(name: str, *, make: bool = True) -> int | None:
-    """A lock file that every user can lock, and nobody else's file instead of it; None where none can be had."""
+def _open_lock(name: str, *, make: bool = True) -> int | None:
+    """A lock file that every user can lock; None if there is none to be had."""
     file = "launch-" + re.sub(r"[^\w.-]+", "-", f"{name}.lock")
-    given = os.environ.get(LOCKS)
-    for folder in [given] if given else _SHARED:
+    own_folder = os.environ.get(LOCKS)
+    if own_folder:
         with contextlib.suppress(OSError):
-            # of the whole machine, and nobody can remove another's file in it
-            if os.stat(folder).st_mode & stat.S_ISVTX or given:
-                return _shared(Path(folder) / file, make=make)
+            return _open_shared(Path(own_folder, file), make=make)
+        return None
+    for folder in _SHARED_FOLDERS:
+        with contextlib.suppress(OSError):
+            # sticky: nobody can remove another user's file
+            if os.stat(folder).st_mode & stat.S_ISVTX:
+                return _open_shared(Path(folder, file), make=make)
     return None
 
 
-def _shared(path: Path, *, make: bool) -> int:
-    """Raises OSError where there is none, or something else lies in its place."""
+def _open_shared(path: Path, *, make: bool) -> int:
+    """Raises OSError if there is no file, or something else in its place."""
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-    # not O_CREAT at once: in a sticky folder Linux refuses that for the file of another user
+    # Linux refuses O_CREAT for the existing file of another user in a sticky folder
     if make and not os.path.lexists(path):
         with contextlib.suppress(FileExistsError):
             lock = os.open(path, flags | os.O_CREAT | os.O_EXCL, 0o666)
-            # whatever the umask of who comes first
+            # whatever the umask of the first user
             os.fchmod(lock, 0o666)
             return lock
     lock = os.open(path, flags)

@@ -9,34 +9,47 @@ from pathlib import Path
 
 from launcher.machine import isolation, tools
 
-_SLOW_S = 20.0  # for comparing the files of a checkout on a cold network file system
+_SLOW_S = 20.0  # to compare the files of a checkout on a cold network file system
 _BULK_S = 600.0  # for the contents of thousands of objects
-# no command that a checkout's own config names is run: whoever only looks at it must not run them
-_COMMAND = (
-    "git --no-optional-locks --no-pager -c core.fsmonitor=false -c core.hooksPath=/dev/null -c core.sshCommand=false "
-    "-c core.gitProxy= -c core.askPass= -c credential.helper= -c core.alternateRefsCommand=true "
-    "-c log.showSignature=false --no-replace-objects"
-).split()
+# No command that a checkout's own config names is run: to look at it must be safe.
+_COMMAND = """
+    git --no-optional-locks --no-pager -c core.fsmonitor=false -c core.hooksPath=/dev/null
+    -c core.sshCommand=false -c core.gitProxy= -c core.askPass= -c credential.helper=
+    -c core.alternateRefsCommand=true -c log.showSignature=false --no-replace-objects
+""".split()
+_COMPARING = frozenset({"diff", "status"})
+_SHOWING = frozenset({"diff", "log", "show"})
 
 
 @dataclass(frozen=True, slots=True)
 class Repository:
-    """A repository by a folder inside it; each question is a git process, and what git refuses is None or nothing."""
+    """A repository by a folder inside it. Each question is a git process; None if git refuses."""
 
     root: Path
 
     def ask(self, *arguments: str) -> str | None:
         raw = self._run(arguments, b"", _SLOW_S)
-        return None if raw is None else raw.decode("utf-8", "replace").rstrip("\n")
+        if raw is None:
+            return None
+        return raw.decode("utf-8", "replace").rstrip("\n")
 
     def top(self) -> Path | None:
-        told = self.ask("rev-parse", "--show-toplevel")
-        return Path(told) if told else None
+        top = self.ask("rev-parse", "--show-toplevel")
+        if not top:
+            return None
+        return Path(top)
 
     def commit(self, revision: str) -> str | None:
         if revision.startswith("-"):
             return None
-        return self.ask("rev-parse", "--verify", "--quiet", "--end-of-options", f"{revision}^{{commit}}")
+        name = f"{revision}^{{commit}}"
+        return self.ask(
+            "rev-parse",
+            "--verify",
+            "--quiet",
+            "--end-of-options",
+            name,
+        )
 
     def is_shallow(self) -> bool:
         return self.ask("rev-parse", "--is-shallow-repository") == "true"
@@ -45,82 +58,129 @@ class Repository:
         return next(self.blobs([f"{revision}:{path}"]), None)
 
     def blobs(self, names: Iterable[str]) -> Iterator[bytes | None]:
-        """The contents of many objects (`commit:path` or an object's name), by one process."""
-        asked = "".join(f"{name}\n" for name in names)
-        raw = self._run(("cat-file", "--batch", "--buffer"), asked.encode(), _BULK_S) or b""
-        at = 0
-        for _ in range(asked.count("\n")):
-            head, _, _ = raw[at : at + 4096].partition(b"\n")
-            at += len(head) + 1
-            kind, _, size = head.rpartition(b" ")
-            # not of `... missing`, nor of a folder, whose entries follow
-            yield raw[at : at + int(size)] if size.isdigit() and kind.endswith(b" blob") else None
-            at += int(size) + 1 if size.isdigit() else 0
+        """The contents of many objects (`commit:path`, or an object's name), by one process.
 
-    def _run(self, arguments: tuple[str, ...], given: bytes, slow_s: float) -> bytes | None:
-        """What git answers. It has `slow_s` once it has answered anything: before that it may be hanging."""
+        None for one that is missing, or is a folder.
+        """
+        names = list(names)
+        request = "".join(f"{name}\n" for name in names)
+        raw = (
+            self._run(
+                ("cat-file", "--batch", "--buffer"),
+                request.encode(),
+                _BULK_S,
+            )
+            or b""
+        )
+        position = 0
+        for _ in names:
+            # `NAME TYPE SIZE`, then the content; or `NAME missing`
+            header, _, _ = raw[position : position + 4096].partition(b"\n")
+            position += len(header) + 1
+            kind, _, size = header.rpartition(b" ")
+            if not size.isdigit():
+                yield None
+                continue
+            end = position + int(size)
+            if kind.endswith(b" blob"):
+                yield raw[position:end]
+            else:
+                yield None
+            position = end + 1
+
+    def _run(self, arguments: tuple[str, ...], input: bytes, slow_s: float) -> bytes | None:
+        """What git answers, within `slow_s` seconds once it is known to run at all."""
         verb, *words = arguments
-        if verb in {"diff", "log", "show"}:
+        if verb in _SHOWING:
             words = ["--no-ext-diff", "--no-textconv", *words]
-        if verb in {"diff", "status"}:
-            # what is inside a submodule is its own affair, and so are the commands that its config names
+        options: tuple[str, ...] = ()
+        if verb in _COMPARING:
+            # the inside of a submodule would run the commands that its config names
             words = ["--ignore-submodules=dirty", *words]
-        options = _filters(self) if verb in {"diff", "status"} else ()
-        command = [*_COMMAND, *options, "-C", str(self.root), verb, *words]
+            options = _disable_filters(self)
+        command = [
+            *_COMMAND,
+            *options,
+            "-C",
+            str(self.root),
+            verb,
+            *words,
+        ]
         with contextlib.suppress(OSError, ValueError):
             _require_answer()
-            answer = tools.ask(command, environ=_environment(), given=given, seconds=slow_s)
+            answer = tools.run_tool(
+                command,
+                environ=_environment(),
+                input=input,
+                seconds=slow_s,
+            )
             if answer.returncode == 0:
                 return answer.out
         return None
 
 
 def _environment() -> dict[str, str]:
-    # inside a git hook these name another repository; a missing object must not ask the network
-    environ = {k: v for k, v in isolation.isolated(os.environ).items() if not k.startswith("GIT_")}
-    offline = {"GIT_NO_LAZY_FETCH": "1", "GIT_TERMINAL_PROMPT": "0", "GIT_ALLOW_PROTOCOL": "none", "LC_ALL": "C"}
-    return environ | offline
+    environ = {}
+    for name, value in isolation.isolated(os.environ).items():
+        # inside a git hook these name another repository
+        if not name.startswith("GIT_"):
+            environ[name] = value
+    # a missing object must not ask the network
+    environ["GIT_NO_LAZY_FETCH"] = "1"
+    environ["GIT_TERMINAL_PROMPT"] = "0"
+    environ["GIT_ALLOW_PROTOCOL"] = "none"
+    environ["LC_ALL"] = "C"
+    return environ
 
 
 @lru_cache(maxsize=1)
 def _require_answer() -> None:
-    """Raises NoAnswer or OSError where git does not run here; asked again then, and only then."""
-    answer = tools.ask(["git", "--version"], environ=_environment())
+    """Raise NoAnswer or OSError if git does not run here; only success is cached."""
+    answer = tools.run_tool(["git", "--version"], environ=_environment())
     if answer.returncode != 0:
         raise OSError(f"git ended with {answer.returncode}")
 
 
-# a question may follow another at once, and none changes what the checkout's config names
+# questions follow each other at once, and none changes the checkout's config
 @lru_cache(maxsize=64)
-def _filters(repository: Repository) -> tuple[str, ...]:
-    """Options that switch off the filters of a checkout's own config: comparing files would run them."""
+def _disable_filters(repository: Repository) -> tuple[str, ...]:
+    """Options that switch off the filters of a checkout's own config: comparing would run them."""
     pattern = r"^filter\..*\.(clean|smudge|process|required)$"
-    listed = repository.ask("config", "--show-scope", "--includes", "--name-only", "--get-regexp", pattern) or ""
+    arguments = [
+        "--show-scope",
+        "--includes",
+        "--name-only",
+        "--get-regexp",
+        pattern,
+    ]
+    answer = repository.ask("config", *arguments) or ""
     options: list[str] = []
-    for line in listed.splitlines():
+    for line in answer.splitlines():
         scope, _, name = line.partition("\t")
         # those of the user and of the machine are their own choice
-        if scope in {"local", "worktree"}:
-            options += ["-c", f"{name}=false" if name.endswith(".required") else f"{name}="]
+        if scope not in ("local", "worktree"):
+            continue
+        value = "false" if name.endswith(".required") else ""
+        options += ["-c", f"{name}={value}"]
     return tuple(options)
 
 
 @dataclass(frozen=True, slots=True)
 class CommitTree:
-    """A folder as it was at a commit (its full name), read like one on disk (see `sources.Tree`)."""
+    """A folder as it was at a commit (its full name), read like one on disk (`sources.Tree`)."""
 
     repository: Repository
     commit: str
     name: str
 
     def read(self, path: str) -> bytes | None:
-        return _content(self.repository, self.commit, f"{self.name}/{path}")
+        return _read_at(self.repository, self.commit, f"{self.name}/{path}")
 
     def place(self, path: str) -> str:
         return f"{self.commit[:12]}:{self.name}/{path}"
 
 
-# a file is asked for several times, for its digest and its text; at a commit it never changes
+# a file is read several times, for its digest and its text; at a commit it never changes
 @lru_cache(maxsize=256)
-def _content(repository: Repository, commit: str, path: str) -> bytes | None:
+def _read_at(repository: Repository, commit: str, path: str) -> bytes | None:
     return repository.read(commit, path)

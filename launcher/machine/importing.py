@@ -1,8 +1,8 @@
 """Imports modules, one after the other, and says which failed and why.
 
-A file of its own that the trainer's Python runs, whatever its version from 3.10: standard library
-alone, nothing of launch. It reads JSON from stdin, `{"modules": [...], "cuda": false}`, and writes a
-JSON line before each import, for each that failed, and at the end. What packages print goes to stderr.
+The trainer's Python runs this file, in any version from 3.10 on: it uses the standard library
+alone. It reads JSON from stdin, `{"modules": [...], "cuda": false}`, and writes a JSON line before
+each import, for each that failed, and at the end. What packages print goes to stderr.
 """
 
 import importlib
@@ -14,58 +14,81 @@ import traceback
 from typing import Any
 
 
-def fault(error: BaseException) -> dict[str, Any]:
-    """The root of a failure: what is not installed, else the first exception; its place outside of Python's own."""
-    root: BaseException | None = error
-    while root is not None and absent(root) is None:
-        inner = root.__cause__
-        if inner is None and isinstance(root, ImportError) and not root.__suppress_context__:
-            inner = root.__context__
-        root = inner
-    if root is None:
-        # a package that loads lazily raises something of its own from the true cause
-        root = error
-        while root.__cause__ is not None:
-            root = root.__cause__
-    message, file, line = str(root), None, None
+def describe_failure(error: BaseException) -> dict[str, Any]:
+    """The root of a failure: the missing module, else the first exception.
+
+    `file` and `line` are outside of Python's own files.
+    """
+    root = root_of(error)
+    message = str(root)
+    file = None
+    line = None
     for frame in traceback.extract_tb(root.__traceback__):
-        if not (frame.filename == __file__ or frame.filename[:1] == "<" or own(frame.filename)):
-            file, line = frame.filename, frame.lineno
+        if frame.filename == __file__ or frame.filename[:1] == "<":
+            continue
+        if not is_of_python(frame.filename):
+            file = frame.filename
+            line = frame.lineno
     if isinstance(root, SyntaxError) and root.filename:
-        message, file, line = root.msg, root.filename, root.lineno
+        message = root.msg
+        file = root.filename
+        line = root.lineno
     return {
         "error": type(root).__name__,
         "message": " ".join(message.split()),
         "file": file,
         "line": line,
-        "missing": absent(root),
+        "missing": missing_module(root),
     }
 
 
-def own(path: str) -> bool:
-    inside = path.startswith(os.path.dirname(os.__file__) + os.sep)
-    return inside and "site-packages" not in path and "dist-packages" not in path
+def root_of(error: BaseException) -> BaseException:
+    cause: BaseException | None = error
+    while cause is not None:
+        if missing_module(cause) is not None:
+            return cause
+        inner = cause.__cause__
+        if inner is None and isinstance(cause, ImportError) and not cause.__suppress_context__:
+            inner = cause.__context__
+        cause = inner
+    # a package that imports lazily raises an exception of its own from the true cause
+    root = error
+    while root.__cause__ is not None:
+        root = root.__cause__
+    return root
 
 
-def absent(error: BaseException) -> str | None:
-    """The top-level module that an error says is missing, where nothing of that name can be found."""
+def is_of_python(path: str) -> bool:
+    if "site-packages" in path or "dist-packages" in path:
+        return False
+    return path.startswith(os.path.dirname(os.__file__) + os.sep)
+
+
+def missing_module(error: BaseException) -> str | None:
+    """The top-level module that an error says is missing, if it cannot be found."""
     if not isinstance(error, ModuleNotFoundError):
         return None
     top = (error.name or "").partition(".")[0]
-    if top[:1] in ("", "_"):
-        # a part of Python itself or of a package, which no command installs
+    if not top or top.startswith("_"):
+        # part of Python itself or of a package: no command installs it
         return None
     try:
-        return top if importlib.util.find_spec(top) is None else None
+        spec = importlib.util.find_spec(top)
     except (ImportError, ValueError):
         return None
+    if spec is not None:
+        return None
+    return top
 
 
-def cuda() -> dict[str, Any] | None:
+def describe_cuda() -> dict[str, Any] | None:
     torch = sys.modules.get("torch")
     if torch is None:
         return None
-    answer: dict[str, Any] = {"version": torch.__version__, "cuda": torch.version.cuda}
+    answer: dict[str, Any] = {
+        "version": torch.__version__,
+        "cuda": torch.version.cuda,
+    }
     try:
         answer["count"] = torch.cuda.device_count()
         if answer["count"]:
@@ -77,23 +100,27 @@ def cuda() -> dict[str, Any] | None:
 
 def main() -> None:
     question = json.loads(sys.stdin.read())
-    answer = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
+    output = os.fdopen(os.dup(1), "w", buffering=1, encoding="utf-8")
     os.dup2(2, 1)
+
+    def answer(line: object) -> None:
+        output.write(json.dumps(line) + "\n")
+
     # the folder of this file holds modules with common names
-    here = os.path.dirname(os.path.abspath(__file__))
-    sys.path[:] = [path for path in sys.path if path != here]
+    own_folder = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [path for path in sys.path if path != own_folder]
     for module in question["modules"]:
-        answer.write(json.dumps({"module": module}) + "\n")
+        answer({"module": module})
         try:
             importlib.import_module(module)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
-            answer.write(json.dumps({"module": module, "fault": fault(error)}) + "\n")
-    answer.write(json.dumps({"imported": True}) + "\n")
+            answer({"module": module, "fault": describe_failure(error)})
+    answer({"imported": True})
     if question["cuda"]:
-        answer.write(json.dumps({"cuda": cuda()}) + "\n")
-    # threads that packages started have nothing to finish
+        answer({"cuda": describe_cuda()})
+    # without waiting for threads that packages started
     os._exit(0)
 
 

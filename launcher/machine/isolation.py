@@ -1,7 +1,8 @@
-"""Environments in which the folder that a process is started in gives it no code.
+"""Environments in which a process does not run code from the folder that it is started in.
 
-An empty entry of a search path means the current folder: `PYTHONPATH=$PYTHONPATH:/x` has one where the variable was
-not set before. Python adds that folder by itself for `-c` and `-m` (PYTHONSAFEPATH switches that off from 3.11 on).
+An empty entry of a search path means the current folder: `PYTHONPATH=$PYTHONPATH:/x` has one if the
+variable was unset before. Python adds the current folder itself for `-c` and `-m` (PYTHONSAFEPATH
+switches that off from 3.11 on).
 """
 
 import os
@@ -9,20 +10,21 @@ import shutil
 from collections.abc import Mapping
 
 SAFE_PATH = "PYTHONSAFEPATH"
-# The first lines of a program for `python -c`: before 3.11 nothing else takes the folder away. `sys` is built in.
+# The first lines of a program for `python -c`: before 3.11 nothing else removes the folder.
+# `sys` is built in.
 HEAD = 'import sys\nsys.path[:] = [entry for entry in sys.path if entry != ""]\n'
 _SEARCH_PATHS = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
 
 
 def changes(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables that isolate a Python that is started with `environ`: those to add, and those to replace.
+    """The variables to set so that a Python started with `environ` is isolated.
 
     A relative entry that the user wrote into PYTHONPATH stays.
     """
     changed = {SAFE_PATH: "1"}
     for name in _SEARCH_PATHS:
         value = environ.get(name, "")
-        clean = _cleaned(name, value)
+        clean = _clean(name, value)
         if clean != value:
             changed[name] = clean
     return changed
@@ -33,15 +35,20 @@ def isolated(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def find_program(name: str, environ: Mapping[str, str] | None = None) -> str | None:
-    """The path of a program, as `shutil.which` finds it, but in absolute entries of PATH alone."""
-    environ = os.environ if environ is None else environ
-    return shutil.which(name, path=_cleaned("PATH", environ.get("PATH", os.defpath)))
+    """The path of a program as `shutil.which` finds it, in absolute folders of PATH alone."""
+    if environ is None:
+        environ = os.environ
+    path = environ.get("PATH", os.defpath)
+    return shutil.which(name, path=_clean("PATH", path))
 
 
-def _cleaned(name: str, value: str) -> str:
-    entries = [entry for entry in value.split(os.pathsep) if entry]
-    if name == "PATH" and value:
-        entries = [entry for entry in entries if os.path.isabs(entry)]
-        # without any entry, the current folder would be searched
-        return os.pathsep.join(entries) or os.defpath
+def _clean(name: str, value: str) -> str:
+    """A search path without empty entries; PATH also without relative ones."""
+    entries = []
+    for entry in value.split(os.pathsep):
+        if entry and (name != "PATH" or os.path.isabs(entry)):
+            entries.append(entry)
+    if name == "PATH" and value and not entries:
+        # an empty PATH would search the current folder
+        return os.defpath
     return os.pathsep.join(entries)

@@ -1,4 +1,4 @@
-"""The kernel's locks on files: it takes them back from a process, however that ends."""
+"""The kernel's locks on files: it releases them when a process ends, however that ends."""
 
 import contextlib
 import fcntl
@@ -10,18 +10,20 @@ from pathlib import Path
 
 from launcher.errors import Finding, NotReady
 
-# somebody may only be looking whether it is locked
+# another process may hold the lock just to look
 GLANCE_S = 0.1
 _POLL_S = 0.02
 
 
-def locked(descriptor: int, *, shared: bool = False, seconds: float = 0.0) -> bool | None:
+def try_lock(descriptor: int, *, shared: bool = False, seconds: float = 0.0) -> bool | None:
     """Whether an open file could be locked within so many seconds; None on a disk without locks."""
-    how = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    operation = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    if seconds != math.inf:
+        operation |= fcntl.LOCK_NB
     end = time.monotonic() + seconds
     while True:
         try:
-            fcntl.flock(descriptor, how if end == math.inf else how | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, operation)
         except BlockingIOError:
             if time.monotonic() >= end:
                 return False
@@ -33,18 +35,28 @@ def locked(descriptor: int, *, shared: bool = False, seconds: float = 0.0) -> bo
 
 
 @contextlib.contextmanager
-def alone(path: Path, *, taken: Finding | None = None, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Hold a lock file. Raises NotReady with `taken` where another process does; without it waits, after `waiting`."""
+def exclusive(
+    path: Path,
+    *,
+    taken: Finding | None = None,
+    waiting: Callable[[], None] | None = None,
+) -> Iterator[None]:
+    """Hold a lock file inside. If another process holds it, raise NotReady with `taken`.
+
+    Without `taken`, call `waiting`, and wait.
+    """
     lock = None
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
+        lock = os.open(path, flags, 0o666)
     try:
-        if lock is not None and locked(lock, seconds=GLANCE_S) is False:
+        if lock is not None and try_lock(lock, seconds=GLANCE_S) is False:
             if taken is not None:
                 raise NotReady(taken)
-            waiting()
-            locked(lock, seconds=math.inf)
+            if waiting is not None:
+                waiting()
+            try_lock(lock, seconds=math.inf)
         yield
     finally:
         if lock is not None:

@@ -1,10 +1,13 @@
-"""Which processes belong to a run, and whether they still live: `Identity`, from Linux's /proc.
+"""Which processes belong to a run, and which of them live -> `Identity`, `ProcessTree`.
 
-A process is known by its number, the time it began and the boot it belongs to: a number alone is
-reused. torchrun puts every worker into a session of its own
+A process is identified by its number, its start and the boot: numbers are reused. torchrun puts
+every worker into a session of its own
 (torch/distributed/elastic/multiprocessing/subprocess_handler/subprocess_handler.py::SubprocessHandler._popen[start_new_session]),
-so the group of the process that was started is not all of a run: a variable in the environment, inherited by every
-descendant, marks the rest.
+so the process group of the started process is not all of a run: a variable in the environment,
+which every descendant inherits, marks the others.
+
+This reads /proc and not psutil: its `create_time` moves when the clock of the machine is set, and
+it knows neither sessions nor the descendants of several processes in one pass.
 """
 
 import contextlib
@@ -14,34 +17,41 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 from launcher.machine import codec
 from launcher.machine.codec import Misfit, Positive
 
 PROC = Path("/proc")
 LARGEST_PID = 2**22  # PID_MAX_LIMIT of the kernel
-MARK = "LAUNCH_RUN"  # the environment variable that holds the run folder in every process of a run
-Handler = Callable[[int, FrameType | None], object]  # what is called with the number of a signal
+MARK = "LAUNCH_RUN"  # the variable that holds the run folder in every process of a run
+Handler = Callable[[int, FrameType | None], object]  # called with the number of a signal
+_PR_SET_CHILD_SUBREAPER = 36
+_PR_GET_CHILD_SUBREAPER = 37
 
 
-def ignore(_number: int, _frame: FrameType | None) -> None:
-    """A signal is let pass here, and not by the processes that are started, as SIG_IGN would be."""
+def ignore_signal(_number: int, _frame: FrameType | None) -> None:
+    """A handler that does nothing. Started processes do not inherit it, as they would SIG_IGN."""
 
 
 @contextlib.contextmanager
-def handling(handlers: Mapping[Any, Handler | signal.Handlers]) -> Iterator[None]:
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
+def signal_handlers(
+    handlers: Mapping[Any, Handler | signal.Handlers],
+) -> Iterator[None]:
+    """Install handlers, and restore those before at the end."""
+    before = {}
+    for number, handler in handlers.items():
+        before[number] = signal.signal(number, handler)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """One process, not another with its number; `began` in clock ticks since `boot`, `namespace` an inode."""
+    """One process. `began` is in clock ticks since `boot`, `namespace` the inode of its PIDs."""
 
     pid: Positive
     host: str
@@ -52,29 +62,91 @@ class Identity:
     def as_json(self) -> dict[str, object]:
         return asdict(self)
 
-    def lives(self) -> bool:
+    def is_alive(self) -> bool:
         """Whether exactly this process runs on this machine now; a zombie does not."""
-        if not self.here():
+        if not self.is_local():
             return False
-        entry = _entry(self.pid)
-        return entry is not None and entry.began == self.began and not entry.dead
+        row = _read_row(self.pid)
+        return row is not None and row.began == self.began and not row.is_dead
 
-    def here(self) -> bool:
+    def is_local(self) -> bool:
         """Whether it was started on this machine since it booted, and in this PID namespace."""
-        same = self.namespace is None or self.namespace == namespace()
-        return self.host == host() and self.boot == boot() and same
+        if self.namespace not in (None, _namespace()):
+            return False
+        return self._is_of_this_boot()
 
-    def elsewhere(self) -> bool:
-        """Whether it may live where this process cannot look: on another host, or in another container."""
-        return not self.here() and (self.host != host() or self.boot == boot())
+    def is_remote(self) -> bool:
+        """Whether it may live out of sight: on another host, or in another container."""
+        if self.host == _host() and not self._is_of_this_boot():
+            # the machine has rebooted since
+            return False
+        return not self.is_local()
+
+    def _is_of_this_boot(self) -> bool:
+        return self.host == _host() and self.boot == _boot()
 
     @property
     def place(self) -> str:
-        inside = "" if self.namespace is None else f" in PID namespace {self.namespace}"
-        return f"{self.host}, pid {self.pid}{inside if self.elsewhere() else ''}"
+        place = f"{self.host}, pid {self.pid}"
+        if self.namespace is not None and self.is_remote():
+            place += f" in PID namespace {self.namespace}"
+        return place
 
 
-class _ProcessRow(NamedTuple):
+def identify(pid: int) -> Identity:
+    row = _read_row(pid)
+    began = None
+    if row is not None:
+        began = row.began
+    return Identity(
+        pid=pid,
+        host=_host(),
+        boot=_boot(),
+        began=began,
+        namespace=_namespace(),
+    )
+
+
+def parse_identity(content: object) -> Identity | None:
+    """What `as_json` wrote; None if it is incomplete."""
+    try:
+        identity = codec.read_record(Identity, content)
+    except Misfit:
+        return None
+    if identity.pid > LARGEST_PID:
+        return None
+    return identity
+
+
+def hold_standard_streams() -> None:
+    """Open those of stdin, stdout, stderr that are closed: a lock would get their number."""
+    descriptor = os.open(os.devnull, os.O_RDWR)
+    while descriptor <= 2:
+        os.set_inheritable(descriptor, True)
+        descriptor = os.open(os.devnull, os.O_RDWR)
+    os.close(descriptor)
+
+
+def _host() -> str:
+    return os.uname().nodename
+
+
+def _boot() -> str | None:
+    with contextlib.suppress(OSError):
+        return (PROC / "sys/kernel/random/boot_id").read_text().strip()
+    return None
+
+
+def _namespace() -> int | None:
+    with contextlib.suppress(OSError):
+        return (PROC / "self/ns/pid").stat().st_ino
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class _ProcessRow:
+    """A process in /proc, see proc(5), `stat`. `began` is in clock ticks since boot."""
+
     pid: int
     state: bytes
     parent: int
@@ -83,148 +155,153 @@ class _ProcessRow(NamedTuple):
     began: int
 
     @property
-    def dead(self) -> bool:
+    def is_dead(self) -> bool:
         return self.state in b"ZX"
 
 
-def identify(pid: int) -> Identity:
-    entry = _entry(pid)
-    return Identity(pid=pid, host=host(), boot=boot(), began=entry and entry.began, namespace=namespace())
-
-
-def identity(data: object) -> Identity | None:
-    """What `as_json` wrote; None where it is incomplete."""
+def _read_row(pid: int) -> _ProcessRow | None:
     try:
-        named = codec.read(Identity, data)
-    except Misfit:
+        raw = (PROC / str(pid) / "stat").read_bytes()
+    except OSError:
         return None
-    return named if named.pid <= LARGEST_PID else None
+    # after the name of the command, in brackets, which may hold blanks and brackets itself
+    fields = raw[raw.rindex(b")") + 2 :].split()
+    return _ProcessRow(
+        pid=pid,
+        state=fields[0],
+        parent=int(fields[1]),
+        group=int(fields[2]),
+        session=int(fields[3]),
+        began=int(fields[19]),
+    )
 
 
-def hold_standard_streams() -> None:
-    """Open those of stdin, stdout and stderr that are closed: else a lock or a pipe gets their number."""
-    while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:
-        os.set_inheritable(opened, True)
-    os.close(opened)
-
-
-def host() -> str:
-    return os.uname().nodename
-
-
-def boot() -> str | None:
-    with contextlib.suppress(OSError):
-        return (PROC / "sys/kernel/random/boot_id").read_text().strip()
-    return None
-
-
-def namespace() -> int | None:
-    with contextlib.suppress(OSError):
-        return (PROC / "self/ns/pid").stat().st_ino
-    return None
+def _read_table() -> dict[int, _ProcessRow]:
+    table = {}
+    for name in os.listdir(PROC):
+        if not name.isdigit():
+            continue
+        row = _read_row(int(name))
+        if row is not None:
+            table[row.pid] = row
+    return table
 
 
 @dataclass(slots=True)
-class Family:
-    """The processes of a run: leader, its session, whoever bears the mark, and the descendants of all these.
+class ProcessTree:
+    """The processes of a run: leader, its session, those with the mark, descendants of all these.
 
-    Of a `keeper` that adopts orphans these too, but not itself. One that was found once is known from then on,
-    though it has no environment, a session of its own, and no parent any more.
+    If a `supervisor` is given, which adopts orphans, its children too, but not itself. A process
+    that was seen once stays a member, even without environment and parent in a session of its own.
     """
 
     leader: Identity | None
     mark: str
-    keeper: Identity | None = None
-    known: dict[int, int] = field(default_factory=dict)
+    supervisor: Identity | None = None
+    seen: dict[int, int] = field(default_factory=dict)  # pid -> start
 
     def living(self) -> frozenset[int]:
         """Those that live now; never this process or one above it."""
-        table = _table()
-        leader, keeper = (
-            one.pid if one is not None and _is(table, one.pid, one.began) else None
-            for one in (self.leader, self.keeper)
-        )
-        members = {pid for pid, began in self.known.items() if _is(table, pid, began)}
-        members |= {
-            entry.pid
-            for entry in table.values()
-            if (leader is not None and leader in (entry.pid, entry.session, entry.group))
-            or (keeper is not None and entry.parent == keeper)
-            or _mark(entry.pid) == self.mark
-        }
-        while grown := {e.pid for e in table.values() if e.parent in members} - members:
-            members |= grown
-        members -= {*_upwards(table, os.getpid()), keeper}
-        found = frozenset(pid for pid in members if not table[pid].dead)
-        self.known = {pid: table[pid].began for pid in found}
-        return found
+        table = _read_table()
+        leader = _pid_in(table, self.leader)
+        supervisor = _pid_in(table, self.supervisor)
+        members = set[int]()
+        for row in table.values():
+            was_seen = self.seen.get(row.pid) == row.began
+            of_leader = leader is not None and leader in (
+                row.pid,
+                row.session,
+                row.group,
+            )
+            adopted = supervisor is not None and row.parent == supervisor
+            if was_seen or of_leader or adopted or run_mark(row.pid) == self.mark:
+                members.add(row.pid)
+        members |= _descendants_in(table, members)
+        members -= set(_ancestors_in(table, os.getpid()))
+        members.discard(supervisor or 0)
+        self.seen = {}
+        for pid in members:
+            row = table[pid]
+            if not row.is_dead:
+                self.seen[pid] = row.began
+        return frozenset(self.seen)
 
 
-def _is(table: Mapping[int, _ProcessRow], pid: int, began: int | None) -> bool:
-    return pid in table and table[pid].began == began
+def _pid_in(table: Mapping[int, _ProcessRow], identity: Identity | None) -> int | None:
+    """The number of a process if it is in the table, and not another with its number."""
+    if identity is None:
+        return None
+    row = table.get(identity.pid)
+    if row is None or row.began != identity.began:
+        return None
+    return row.pid
 
 
-def adopt_orphans() -> None:
-    """Have what descends from this process stay so, when its parent ends (PR_SET_CHILD_SUBREAPER)."""
-    import ctypes
-
-    # whoever loses its parent and its environment is else not to be told from a stranger's process
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
-
-
-@contextlib.contextmanager
-def adopting_orphans() -> Iterator[None]:
-    """Adopt orphans inside, and outside only if this process did before."""
-    import ctypes
-
-    before = ctypes.c_int(1)
-    with contextlib.suppress(OSError, AttributeError):
-        # PR_GET_CHILD_SUBREAPER
-        ctypes.CDLL(None).prctl(37, ctypes.byref(before), 0, 0, 0)
-    adopt_orphans()
-    try:
-        yield
-    finally:
-        if not before.value:
-            with contextlib.suppress(OSError, AttributeError):
-                ctypes.CDLL(None).prctl(36, 0, 0, 0, 0)
+def _descendants_in(table: Mapping[int, _ProcessRow], pids: Iterable[int]) -> set[int]:
+    descendants = set[int]()
+    generation = set(pids)
+    while generation:
+        children = {row.pid for row in table.values() if row.parent in generation}
+        generation = children - descendants
+        descendants |= generation
+    return descendants
 
 
-def over(pid: int) -> bool:
-    """Whether a child has ended; it is left as a zombie, so that nobody else gets its number meanwhile."""
-    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-
-
-def bury(but: int) -> None:
-    """Take the exit codes of children that were adopted, up to that of one's own child `but`."""
-    options = os.WEXITED | os.WNOHANG | os.WNOWAIT
-    while (gone := os.waitid(os.P_ALL, 0, options)) is not None and gone.si_pid != but:
-        os.waitpid(gone.si_pid, 0)
+def _ancestors_in(table: Mapping[int, _ProcessRow], pid: int) -> Iterator[int]:
+    """A process and those above it."""
+    while pid in table:
+        yield pid
+        pid = table[pid].parent
 
 
 def descendants(pid: int) -> frozenset[int]:
     """The living processes below one, as far as their parents live."""
-    table = _table()
-    below: set[int] = set()
-    grown = {pid}
-    while grown:
-        grown = {entry.pid for entry in table.values() if entry.parent in grown and not entry.dead}
-        below |= grown
-    return frozenset(below)
+    living = {row.pid: row for row in _read_table().values() if not row.is_dead}
+    return frozenset(_descendants_in(living, [pid]))
 
 
-def has_variable(pid: int, name: str) -> bool:
-    """Whether a process was started with a variable in its environment; False where that cannot be read."""
+def adopt_orphans() -> None:
+    """Make this process the parent of its descendants whose parent ends.
+
+    Without parent and environment, they could not be told from a stranger's processes.
+    """
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+@contextlib.contextmanager
+def adopting_orphans() -> Iterator[None]:
+    """Adopt orphans inside, and afterwards only if this process did before."""
+    import ctypes
+
+    adopted_before = ctypes.c_int(1)
+    _prctl(_PR_GET_CHILD_SUBREAPER, ctypes.byref(adopted_before))
+    adopt_orphans()
     try:
-        environment = (PROC / str(pid) / "environ").read_bytes()
-    except OSError:
-        return False
-    return any(word.startswith(os.fsencode(f"{name}=")) for word in environment.split(b"\0"))
+        yield
+    finally:
+        if not adopted_before.value:
+            _prctl(_PR_SET_CHILD_SUBREAPER, 0)
 
 
-def marks() -> frozenset[str]:
-    return frozenset(filter(None, (_mark(entry.pid) for entry in _table().values() if not entry.dead)))
+def _prctl(option: int, argument: object) -> None:
+    import ctypes
+
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(option, argument, 0, 0, 0)
+
+
+def has_exited(pid: int) -> bool:
+    """Whether a child has ended. It stays a zombie, so that its number is not reused meanwhile."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def reap_except(child: int) -> None:
+    """Reap adopted children that have ended, up to one's own `child`."""
+    options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    ended = os.waitid(os.P_ALL, 0, options)
+    while ended is not None and ended.si_pid != child:
+        os.waitpid(ended.si_pid, 0)
+        ended = os.waitid(os.P_ALL, 0, options)
 
 
 def signal_all(pids: Iterable[int], number: int) -> None:
@@ -238,47 +315,42 @@ def signal_group(group: int, number: int) -> None:
         os.killpg(group, number)
 
 
-def _table() -> dict[int, _ProcessRow]:
-    entries = (_entry(int(name)) for name in os.listdir(PROC) if name.isdigit())
-    return {entry.pid: entry for entry in entries if entry is not None}
+def live_marks() -> frozenset[str]:
+    """The run folders that living processes were started for."""
+    marks = set[str]()
+    for row in _read_table().values():
+        mark = None
+        if not row.is_dead:
+            mark = run_mark(row.pid)
+        if mark:
+            marks.add(mark)
+    return frozenset(marks)
 
 
-def _entry(pid: int) -> _ProcessRow | None:
+def run_mark(pid: int) -> str | None:
+    """The run folder that a process was started for; None without one, or if unreadable."""
+    return variable_of(pid, MARK)
+
+
+def variable_of(pid: int, name: str) -> str | None:
+    """A variable in the environment that a process was started with; None if unreadable."""
+    prefix = os.fsencode(f"{name}=")
+    for word in _read_words(pid, "environ"):
+        if word.startswith(prefix):
+            return os.fsdecode(word.removeprefix(prefix))
+    return None
+
+
+def command_line(pid: int) -> list[str]:
+    """The words of a process; none if they cannot be read."""
+    words = [os.fsdecode(word) for word in _read_words(pid, "cmdline")]
+    if not any(words):
+        return []
+    return words
+
+
+def _read_words(pid: int, name: str) -> list[bytes]:
     try:
-        raw = (PROC / str(pid) / "stat").read_bytes()
-    except OSError:
-        return None
-    # the command, in brackets, may hold blanks and brackets itself
-    fields = raw[raw.rindex(b")") + 2 :].split()
-    parent, group, session, began = (int(fields[at]) for at in (1, 2, 3, 19))
-    return _ProcessRow(pid, fields[0], parent, group, session, began)
-
-
-def _mark(pid: int) -> str | None:
-    try:
-        environment = (PROC / str(pid) / "environ").read_bytes()
-    except OSError:
-        return None
-    prefix = os.fsencode(f"{MARK}=")
-    found = (word for word in environment.split(b"\0") if word.startswith(prefix))
-    return next((os.fsdecode(word[len(prefix) :]) for word in found), None)
-
-
-def mark_of(pid: int) -> str | None:
-    """The run folder that a process was started for; None where it has none, or that cannot be read."""
-    return _mark(pid)
-
-
-def command_of(pid: int) -> list[str]:
-    """The words of a process; none where they cannot be read."""
-    try:
-        raw = (PROC / str(pid) / "cmdline").read_bytes()
+        return (PROC / str(pid) / name).read_bytes().split(b"\0")
     except OSError:
         return []
-    return os.fsdecode(raw).split("\0")
-
-
-def _upwards(table: Mapping[int, _ProcessRow], pid: int) -> Iterable[int]:
-    while pid in table:
-        yield pid
-        pid = table[pid].parent

@@ -1,10 +1,10 @@
-"""Every question to the outside world, answered as frozen values."""
+"""The trainer's Python with its packages, and the GPUs of this machine, as frozen values."""
 
 import os
 import platform
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,33 +16,33 @@ from launcher.machine import isolation, tools
 from launcher.machine.git import Repository
 from launcher.paths import expanded
 
-# Runs in the trainer's interpreter; stdlib only, so that any Python answers it. Of a package's metadata
-# only the head is read: parsing whole ones, descriptions included, takes longer than all else that
-# plans do.
+# Runs in the trainer's interpreter, with the standard library alone. Of a package's metadata only
+# the head is read: parsing all of it, descriptions included, takes longer than the rest of a plan.
 _QUESTION = (
     isolation.HEAD
     + """
 import importlib.metadata as m, json
 def head(d):
-    said = {}
-    for line in (d.read_text("METADATA") or d.read_text("PKG-INFO") or d.read_text("") or "").splitlines():
+    fields = {}
+    text = d.read_text("METADATA") or d.read_text("PKG-INFO") or d.read_text("") or ""
+    for line in text.splitlines():
         key, _, value = line.partition(":")
-        if not line.strip() or len(said) == 2:
+        if not line.strip() or len(fields) == 2:
             break
         if key in ("Name", "Version"):
-            said.setdefault(key, value.strip())
-    return said
+            fields.setdefault(key, value.strip())
+    return fields
 names = {}
 for d in m.distributions():
-    said = head(d)
-    n = said.get("Name")
+    fields = head(d)
+    n = fields.get("Name")
     if n:
-        names.setdefault(n.lower().replace("_", "-").replace(".", "-"), said.get("Version"))
+        names.setdefault(n.lower().replace("_", "-").replace(".", "-"), fields.get("Version"))
 print(json.dumps({"version": list(sys.version_info[:3]), "path": sys.path, "packages": names,
                   "own": sys.prefix != sys.base_prefix}))
 """
 )
-# What a Python is asked where only its source files are wanted: listing its packages takes several times as long.
+# For a Python whose source files are all that is read: listing packages takes several times longer.
 _PATH_QUESTION = (
     isolation.HEAD
     + """
@@ -51,21 +51,24 @@ print(json.dumps({"path": sys.path}))
 """
 )
 PYTHON_LIMIT_S = 60.0
-"""Seconds that a Python may take to list its packages: on a network file system they are many small files."""
+"""For a Python to list its packages: many small files, perhaps on a network file system."""
 CARD_S = 1.0
-"""Seconds that nvidia-smi may take longer for each card: without persistence mode it starts them all."""
+"""More for nvidia-smi per card: without persistence mode it starts them all."""
 _CARDS = Path("/proc/driver/nvidia/gpus")
 
-# packages that losses, speed and memory may hang on: runs that had others do not compare
-DECISIVE = (
-    "torch transformers accelerate datasets tokenizers trl deepspeed peft liger-kernel flash-attn ai2-olmo-core "
-    "bitsandbytes"
-).split()
+# packages that losses, speed and memory may depend on: runs with other versions do not compare
+DECISIVE = """
+    torch transformers accelerate datasets tokenizers trl deepspeed peft liger-kernel flash-attn
+    ai2-olmo-core bitsandbytes
+""".split()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """`index` is the place on the PCI bus; memory in MiB, 0 where not reported; `cuda` is the newest one served."""
+    """`index` is the place on the PCI bus. Memory is 0 if not reported.
+
+    `cuda` is the newest version that the driver serves.
+    """
 
     index: int
     uuid: str
@@ -78,7 +81,7 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuProcess:
-    """A process that computes on a GPU; `used_mib` is 0 where it is not reported."""
+    """A process that computes on a GPU; `used_mib` is 0 if not reported."""
 
     uuid: str
     pid: int
@@ -88,9 +91,9 @@ class GpuProcess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Driver:
-    """`fault` is nvidia-smi's complaint where it shows no GPU; divided GPUs (MIG) are left out.
+    """`fault` is nvidia-smi's complaint if it shows no GPU; divided GPUs (MIG) are left out.
 
-    `silent` where it did not answer in time.
+    `silent`: it did not answer in time.
     """
 
     gpus: tuple[Gpu, ...] = ()
@@ -101,7 +104,10 @@ class Driver:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trainer:
-    """The Python of training; `packages` are versions by normalised name, `own`: it is a virtual environment."""
+    """The Python of training.
+
+    `packages` are versions by normalised name; `own`: it is a virtual environment.
+    """
 
     python: Path
     source: str
@@ -113,7 +119,7 @@ class Trainer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interpreter:
-    """A Python that the user named; `source` says where, `path` is where it looks for packages."""
+    """A Python that the user named. `source` says where; `path` is its search path."""
 
     python: Path
     source: str
@@ -121,52 +127,77 @@ class Interpreter:
 
 
 def ask_driver() -> Driver:
-    """What nvidia-smi says of the GPUs here; nothing where it is not installed."""
+    """What nvidia-smi says of the GPUs here; nothing if it is not installed."""
     try:
-        answer = tools.ask(["nvidia-smi", "-q", "-x"], seconds=_driver_limit_s())
+        answer = tools.run_tool(["nvidia-smi", "-q", "-x"], seconds=_driver_limit_s())
     except FileNotFoundError:
         return Driver()
     except tools.NoAnswer as error:
         return Driver(fault=str(error), silent=True)
     except OSError as error:
         return Driver(fault=str(error))
-    said = answer.out.decode(errors="replace")
-    document = said[said.find("<nvidia_smi_log") :]
-    try:
-        log = ElementTree.fromstring(document.partition("</nvidia_smi_log>")[0] + "</nvidia_smi_log>")
-    except ElementTree.ParseError:
-        complaint = f"{said}\n{answer.err.decode(errors='replace')}"
-        lines = filter(None, map(str.strip, complaint.split("\n")))
-        return Driver(fault=next(lines, f"exit code {answer.returncode}"))
+    log = _parse_log(answer.out)
+    if log is None:
+        return Driver(fault=_first_complaint(answer))
     cards = log.findall("gpu")
-    cuda = re.match(r"(\d+)\.(\d+)", log.findtext("cuda_version", ""))
-    return Driver(
-        gpus=tuple(
-            Gpu(
-                index=index,
-                uuid=card.findtext("uuid", ""),
-                name=card.findtext("product_name", ""),
-                memory_mib=_mib(card.findtext("fb_memory_usage/total")),
-                used_mib=_mib(card.findtext("fb_memory_usage/used")),
-                driver=log.findtext("driver_version", ""),
-                cuda=None if cuda is None else (int(cuda[1]), int(cuda[2])),
-            )
-            for index, card in enumerate(cards)
-            if card.findtext("mig_mode/current_mig") != "Enabled"
-        ),
-        processes=tuple(
-            GpuProcess(
-                uuid=card.findtext("uuid", ""),
-                pid=int(entry.findtext("pid", "")),
-                used_mib=_mib(entry.findtext("used_memory")),
-                name=entry.findtext("process_name", ""),
-            )
-            for card in cards
-            for entry in card.findall("processes/process_info")
-            if "C" in entry.findtext("type", "") and entry.findtext("pid", "").isdecimal()
-        ),
-        fault=None if cards else "No devices were found",
+    if not cards:
+        return Driver(fault="No devices were found")
+    gpus: list[Gpu] = []
+    processes: list[GpuProcess] = []
+    for index, card in enumerate(cards):
+        if card.findtext("mig_mode/current_mig") != "Enabled":
+            gpus.append(_gpu_of(index, card, log))
+        processes += _processes_of(card)
+    return Driver(gpus=tuple(gpus), processes=tuple(processes))
+
+
+def _parse_log(raw: bytes) -> ElementTree.Element | None:
+    """The document in nvidia-smi's output; warnings may stand around it."""
+    text = raw.decode(errors="replace")
+    end = "</nvidia_smi_log>"
+    document = text[text.find("<nvidia_smi_log") :].partition(end)[0] + end
+    try:
+        return ElementTree.fromstring(document)
+    except ElementTree.ParseError:
+        return None
+
+
+def _first_complaint(answer: tools.Answer) -> str:
+    for raw in (answer.out, answer.err):
+        for line in raw.decode(errors="replace").split("\n"):
+            if line.strip():
+                return line.strip()
+    return f"exit code {answer.returncode}"
+
+
+def _gpu_of(index: int, card: ElementTree.Element, log: ElementTree.Element) -> Gpu:
+    cuda = None
+    match = re.match(r"(\d+)\.(\d+)", log.findtext("cuda_version", ""))
+    if match is not None:
+        cuda = (int(match[1]), int(match[2]))
+    return Gpu(
+        index=index,
+        uuid=card.findtext("uuid", ""),
+        name=card.findtext("product_name", ""),
+        memory_mib=_mib(card.findtext("fb_memory_usage/total")),
+        used_mib=_mib(card.findtext("fb_memory_usage/used")),
+        driver=log.findtext("driver_version", ""),
+        cuda=cuda,
     )
+
+
+def _processes_of(card: ElementTree.Element) -> Iterator[GpuProcess]:
+    """The processes that compute on a card, without those that only draw."""
+    for entry in card.findall("processes/process_info"):
+        pid = entry.findtext("pid", "")
+        if "C" not in entry.findtext("type", "") or not pid.isdecimal():
+            continue
+        yield GpuProcess(
+            uuid=card.findtext("uuid", ""),
+            pid=int(pid),
+            used_mib=_mib(entry.findtext("used_memory")),
+            name=entry.findtext("process_name", ""),
+        )
 
 
 def _driver_limit_s() -> float | None:
@@ -178,39 +209,55 @@ def _driver_limit_s() -> float | None:
 
 
 def _mib(text: str | None) -> int:
-    # a card that shares the host's memory answers N/A
     number = (text or "").partition(" ")[0]
-    return int(number) if number.isdecimal() else 0
+    if not number.isdecimal():
+        # a card that shares the host's memory answers N/A
+        return 0
+    return int(number)
 
 
 def git_version(root: Path, below: str = ".") -> str | None:
-    """The commit checked out in `root`, `+edited` where tracked files under `below` differ from it."""
+    """The commit checked out in `root`, `+edited` if tracked files under `below` differ from it."""
     repository = Repository(root)
-    told = repository.ask("rev-parse", "HEAD", "--show-toplevel")
-    commit, _, top = (told or "").partition("\n")
+    answer = repository.ask("rev-parse", "HEAD", "--show-toplevel") or ""
+    commit, _, top = answer.partition("\n")
     # a folder without its own history would answer for the repository around it
     if not top or Path(top).resolve() != root.resolve():
         return None
     status = repository.ask("status", "--porcelain", "-uno", "--", below)
     if status is None:
         return f"{commit}+unknown"
-    return f"{commit}+edited" if status else commit
+    if status:
+        return f"{commit}+edited"
+    return commit
 
 
-def find_trainer(named: Path | None, checkout: Path | None, environ: Mapping[str, str] | None = None) -> Trainer:
-    """`--python`, LAUNCH_PYTHON, the checkout's `.venv`, else ours. Raises NotReady where that does not run."""
-    environ = os.environ if environ is None else environ
-    if (choice := _named_python(named, environ)) is not None:
-        return ask_trainer(*choice)
-    if checkout is not None and (checkout / ".venv" / "bin" / "python").exists():
-        return ask_trainer(checkout / ".venv" / "bin" / "python", "the checkout's .venv")
+def find_trainer(
+    named: Path | None,
+    checkout: Path | None,
+    environ: Mapping[str, str] | None = None,
+) -> Trainer:
+    """`--python`, LAUNCH_PYTHON, the checkout's `.venv`, else launch's own Python.
+
+    Raises NotReady if that does not run.
+    """
+    if environ is None:
+        environ = os.environ
+    choice = _named_python(named, environ)
+    if choice is not None:
+        python, source = choice
+        return ask_trainer(python, source)
+    if checkout is not None:
+        python = checkout / ".venv" / "bin" / "python"
+        if python.exists():
+            return ask_trainer(python, "the checkout's .venv")
     return ask_trainer(Path(sys.executable), "launch's own")
 
 
 def find_interpreter(named: Path | None, environ: Mapping[str, str]) -> Interpreter | None:
-    """`--python` or LAUNCH_PYTHON, asked for its search path alone; None where neither names a Python.
+    """`--python` or LAUNCH_PYTHON, asked for its search path alone; None without either.
 
-    Raises NotReady where that does not run.
+    Raises NotReady if it does not run.
     """
     choice = _named_python(named, environ)
     if choice is None:
@@ -223,27 +270,29 @@ def find_interpreter(named: Path | None, environ: Mapping[str, str]) -> Interpre
 
 def _named_python(named: Path | None, environ: Mapping[str, str]) -> tuple[Path, str] | None:
     if named is not None:
-        # not resolved: a virtual environment is known by the link, not by what it points to
+        # links stay: a virtual environment is identified by the link, not by its target
         program = isolation.find_program(str(expanded(named)))
-        return named if program is None else Path(program), "--python"
-    if variable := environ.get("LAUNCH_PYTHON"):
+        return Path(program or named), "--python"
+    variable = environ.get("LAUNCH_PYTHON")
+    if variable:
         return _python_of_variable(variable), "LAUNCH_PYTHON"
     return None
 
 
 def _python_of_variable(text: str) -> Path:
-    """A name without a folder is looked up in PATH, never in the current folder. Raises NotReady."""
+    """A name without a folder is searched for in PATH alone. Raises NotReady."""
     program = isolation.find_program(str(expanded(text)))
     if program is not None and (os.sep in text or os.path.isabs(program)):
         return Path(program)
     if os.sep in text:
         return Path(text)
     message = f"LAUNCH_PYTHON names a Python that is not in PATH: {text}"
-    raise not_ready("no-python", message, "give the trainer's interpreter with --python PATH", file=text)
+    help = "give the trainer's interpreter with --python PATH"
+    raise not_ready("no-python", message, help, file=text)
 
 
 def ask_trainer(python: Path, source: str) -> Trainer:
-    """The version and packages of a Python. Raises NotReady where it does not run."""
+    """The version and packages of a Python. Raises NotReady if it does not run."""
     python = expanded(python).absolute()
     data = _ask(python, source, _QUESTION, "did not list its packages")
     return Trainer(
@@ -261,15 +310,16 @@ def _folders(path: list[str]) -> tuple[Path, ...]:
 
 
 def _ask(python: Path, source: str, question: str, silent: str) -> dict[str, Any]:
-    """What a Python answers to a program; `silent` says what it did not do where the time ran out.
+    """What a Python answers to a program; `silent` says what it did not do in time.
 
-    Raises NotReady where it does not run.
+    Raises NotReady if it does not run.
     """
     data: dict[str, Any] = {}
     fault = "does not run"
+    argv = [str(python), "-c", question]
+    environ = isolation.isolated(os.environ)
     try:
-        argv = [str(python), "-c", question]
-        answer = tools.ask(argv, environ=isolation.isolated(os.environ), seconds=PYTHON_LIMIT_S)
+        answer = tools.run_tool(argv, environ=environ, seconds=PYTHON_LIMIT_S)
         # a site file may print something of its own first
         if answer.returncode == 0:
             data = parse_line(answer.out.strip().rpartition(b"\n")[2])
@@ -288,9 +338,11 @@ def _ask(python: Path, source: str, question: str, silent: str) -> dict[str, Any
 
 
 def describe() -> dict[str, object]:
+    """This machine, for a record."""
+    gpus = ask_driver().gpus
     return {
         "host": platform.node(),
         "system": platform.platform(),
         "cpus": os.cpu_count(),
-        "gpus": [f"{gpu.name}, {gpu.memory_mib} MiB" for gpu in ask_driver().gpus],
+        "gpus": [f"{gpu.name}, {gpu.memory_mib} MiB" for gpu in gpus],
     }

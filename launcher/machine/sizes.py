@@ -1,25 +1,38 @@
-"""Bytes: what the files of a folder take, and how people read it."""
+"""Bytes: how many the files of a folder take, and how people read them."""
 
 import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
-def below(path: Path, *, links: bool = False) -> int:
-    """Bytes of a file, or of all files below a folder that can be asked; `links` are followed, or counted as such."""
+
+def size_below(path: Path, *, links: bool = False) -> int:
+    """Bytes of a file, or of all readable files below a folder; `links` are followed."""
     ask = os.stat if links else os.lstat
     total = 0
-    files = (os.path.join(place, name) for place, _, names in os.walk(path) for name in names)
-    for file in files if path.is_dir() else [path]:
+    for file in _files_below(path):
         with contextlib.suppress(OSError):
             total += ask(file).st_size
     return total
 
 
+def _files_below(path: Path) -> Iterator[str]:
+    if not path.is_dir():
+        yield str(path)
+        return
+    for folder, _, names in os.walk(path):
+        for name in names:
+            yield os.path.join(folder, name)
+
+
 def sized(count: float) -> str:
-    size, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if size < 1024:
-            break
-        size, unit = size / 1024, larger
-    return f"{size:.0f} {unit}" if unit in {"B", "KiB"} else f"{size:.1f} {unit}"
+    """Bytes in words: `512 B`, `3 KiB`, `1.5 GiB`."""
+    size = float(count)
+    unit = 0
+    while size >= 1024 and unit < len(_UNITS) - 1:
+        size /= 1024
+        unit += 1
+    decimals = 0 if unit < 2 else 1
+    return f"{size:.{decimals}f} {_UNITS[unit]}"

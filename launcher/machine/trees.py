@@ -1,7 +1,7 @@
-"""Folders held open by descriptor: no link is followed, no mount point crossed, no replaced folder entered.
+"""Folders held open by descriptor: no link is followed, no mount point crossed.
 
-A path names whatever lies there at the moment; a descriptor stays with the folder that was opened. So what is
-compared and what is deleted is the same folder, whoever renames what in between.
+A path names whatever lies there at the moment; a descriptor stays with the folder that was opened.
+So the folder that is compared is the folder that is deleted from, whoever renames what in between.
 """
 
 import contextlib
@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-_PASSED = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC  # a folder above may be one that nobody can list
-DEEPEST = 32  # folders below each other that are entered: a run writes five at most
+# for the folders above, which this user may be unable to list
+_PASSED_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+MAX_DEPTH = 32  # of folders that are entered: a run writes five levels at most
 
 
 class Foreign(OSError):
@@ -24,9 +25,9 @@ class Foreign(OSError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeEntry:
-    """One name in a tree. `path` is relative to the root, `parent` a descriptor that is open while it is yielded.
+    """One name in a tree. `path` is relative to the root, `parent` a descriptor.
 
-    `closed`: a folder that was to be entered and cannot be: a mount point, or nobody may read it.
+    The descriptor is open while the entry is yielded. `closed`: a folder that could not be entered.
     """
 
     path: str
@@ -42,7 +43,7 @@ class TreeEntry:
 
 @dataclass(slots=True, kw_only=True)
 class Budget:
-    """How many names and how many seconds a walk may take; `spent` once it had to leave something out."""
+    """How many names and seconds a walk may take; `spent` once it had to leave something out."""
 
     names: int
     seconds: float
@@ -59,13 +60,18 @@ class Budget:
 
 
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[int]:
+def open_tree(path: Path) -> Iterator[int]:
     """A folder by its whole path, none of whose parts may be a link. Raises OSError."""
     parts = path.absolute().parts[1:]
-    descriptor = os.open("/", _PASSED if parts else _FOLDER)
+    descriptor = os.open("/", _PASSED_FOLDER if parts else _FOLDER)
     try:
         for number, part in enumerate(parts, 1):
-            below = _enter(part, descriptor, _PASSED if number < len(parts) else _FOLDER)
+            is_last = number == len(parts)
+            below = _open_folder(
+                part,
+                descriptor,
+                _FOLDER if is_last else _PASSED_FOLDER,
+            )
             os.close(descriptor)
             descriptor = below
         yield descriptor
@@ -74,90 +80,101 @@ def opened(path: Path) -> Iterator[int]:
 
 
 @contextlib.contextmanager
-def entered(name: str, parent: int) -> Iterator[int]:
+def enter_folder(name: str, parent: int) -> Iterator[int]:
     """A folder below an open one, on the same mount. Raises OSError."""
-    descriptor = _enter(name, parent)
+    descriptor = _open_folder(name, parent)
     try:
-        if _mount(descriptor) != _mount(parent):
+        if _mount_of(descriptor) != _mount_of(parent):
             raise Foreign(errno.EXDEV, "it is a mount point", name)
         yield descriptor
     finally:
         os.close(descriptor)
 
 
-def _enter(name: str, parent: int, flags: int = _FOLDER) -> int:
+def _open_folder(name: str, parent: int, flags: int = _FOLDER) -> int:
     try:
         return os.open(name, flags, dir_fd=parent)
     except OSError as error:
-        # Linux says ENOTDIR of a link that is asked to be a folder
+        # Linux says ENOTDIR of a link that should be a folder
         if error.errno in (errno.ELOOP, errno.ENOTDIR):
             raise Foreign(error.errno, "it is a link, or no folder", name) from None
         raise
 
 
-def _mount(descriptor: int) -> tuple[int, str]:
-    """Which mount a folder lies on: bind mounts of one file system have the same device and another number."""
-    number = ""
+def _mount_of(descriptor: int) -> tuple[int, str]:
+    """Which mount a folder lies on: bind mounts share a device, and have another number."""
+    device = os.fstat(descriptor).st_dev
     with contextlib.suppress(OSError):
-        text = Path(f"/proc/self/fdinfo/{descriptor}").read_text()
-        number = next((line for line in text.splitlines() if line.startswith("mnt_id:")), "")
-    return os.fstat(descriptor).st_dev, number
+        for line in Path(f"/proc/self/fdinfo/{descriptor}").read_text().splitlines():
+            if line.startswith("mnt_id:"):
+                return device, line
+    return device, ""
 
 
-def walk(root: int, budget: Budget, into: Callable[[TreeEntry], bool] = lambda _: True) -> Iterator[TreeEntry]:
-    """Every name below an open folder, a folder after what is in it; folders are entered where `into` says so.
+def _enter_all(_entry: TreeEntry) -> bool:
+    return True
 
-    Links are yielded and not followed; of other mounts, and of what cannot be read, only the name is.
+
+def walk(
+    root: int,
+    budget: Budget,
+    is_entered: Callable[[TreeEntry], bool] = _enter_all,
+) -> Iterator[TreeEntry]:
+    """Every name below an open folder, a folder after its content; `is_entered` selects folders.
+
+    Links and other mounts are yielded, and not followed.
     """
-    yield from _Walk(budget, into).below(root, "", DEEPEST)
+    yield from _Walk(budget, is_entered).below(root, "", MAX_DEPTH)
 
 
 @dataclass(frozen=True, slots=True)
 class _Walk:
     budget: Budget
-    into: Callable[[TreeEntry], bool]
+    is_entered: Callable[[TreeEntry], bool]
 
-    def below(self, folder: int, prefix: str, deep: int) -> Iterator[TreeEntry]:
-        with os.scandir(folder) as listing:
-            names = _names(listing, self.budget)
-        for name in names:
+    def below(self, folder: int, prefix: str, depth: int) -> Iterator[TreeEntry]:
+        for name in _names_in(folder, self.budget):
             try:
                 status = os.stat(name, dir_fd=folder, follow_symlinks=False)
             except OSError:
                 continue
-            entry = TreeEntry(path=f"{prefix}{name}", name=name, parent=folder, status=status)
-            if entry.is_folder and self.into(entry):
+            path = prefix + name
+            entry = TreeEntry(path=path, name=name, parent=folder, status=status)
+            if entry.is_folder and self.is_entered(entry):
                 try:
-                    if not deep:
+                    if depth == 0:
                         raise Foreign(errno.ELOOP, "it lies too deep", name)
-                    with entered(name, folder) as below:
-                        yield from self.below(below, f"{entry.path}/", deep - 1)
+                    with enter_folder(name, folder) as inner:
+                        yield from self.below(inner, f"{path}/", depth - 1)
                 except OSError:
                     entry = replace(entry, closed=True)
             yield entry
 
 
-def _names(listing: Iterator[os.DirEntry[str]], budget: Budget) -> list[str]:
+def _names_in(folder: int, budget: Budget) -> list[str]:
     names = []
-    for entry in listing:
-        if not budget.allows():
-            break
-        names.append(entry.name)
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if not budget.allows():
+                break
+            names.append(entry.name)
     return sorted(names)
 
 
-def same_place(one: Path, other: Path) -> bool:
+def same_place(first: Path, second: Path) -> bool:
     """Whether two paths are one folder: by name, or by what lies there (case, bind mounts)."""
-    if one == other:
+    if first == second:
         return True
     try:
-        return os.path.samefile(one, other)
+        return os.path.samefile(first, second)
     except (OSError, ValueError):
         return False
 
 
 def is_within(path: Path, folder: Path) -> bool:
-    """Whether a path is a folder or lies in it, both without links in them; it need not be there."""
+    """Whether a path is a folder or lies in it, both canonical; it need not exist."""
     if path.is_relative_to(folder):
         return True
-    return os.path.exists(folder) and any(same_place(above, folder) for above in (path, *path.parents))
+    if not os.path.exists(folder):
+        return False
+    return any(same_place(above, folder) for above in (path, *path.parents))

@@ -1,6 +1,6 @@
-"""How busy this machine is right now: processor, memory and GPUs, from /proc and NVIDIA's library.
+"""How busy this machine is now: processor, memory and GPUs, from /proc and NVIDIA's library.
 
-NVIDIA's library (`pip install nvidia-ml-py`) is an option: without it, or without a GPU, there are no numbers of GPUs.
+NVIDIA's library (`pip install nvidia-ml-py`) is optional: without it there are no numbers of GPUs.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ NVML = "pynvml"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostUsage:
-    """`cpu` is the share of all cores that were busy since the last look, None at the first; memory in GiB, as the
-    kernel counts it for the whole machine."""
+    """The whole machine. `cpu` is the share of all cores that were busy since the last look.
+
+    It is None at the first. Memory is in GiB, as the kernel counts it.
+    """
 
     cpu: float | None = None
     memory_gib: float | None = None
@@ -31,8 +33,10 @@ class HostUsage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuUsage:
-    """One GPU: `busy` is the share of the time in which a kernel ran, as the driver counts it; memory in GiB, power in
-    watts, temperature in degrees Celsius. What the driver does not tell is None."""
+    """One GPU. `busy` is the share of the time in which a kernel ran, as the driver counts it.
+
+    Memory is in GiB, power in watts. What the driver does not tell is None.
+    """
 
     index: int
     busy: float | None = None
@@ -41,92 +45,114 @@ class GpuUsage:
     celsius: float | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Ticks:
+    """Of all cores since boot."""
+
+    busy: int
+    total: int
+
+
 class HostMeter:
-    """Looks at /proc; what cannot be read there is None."""
+    """Reads /proc; what cannot be read there is None."""
 
     def __init__(self) -> None:
-        self.last: tuple[int, int] | None = None
+        self.last: _Ticks | None = None
 
     def look(self) -> HostUsage:
-        memory = _memory()
-        return HostUsage(cpu=self._cpu(), memory_gib=memory[0], memory_total_gib=memory[1])
+        cpu = self._cpu()
+        memory = _read_memory()
+        if memory is None:
+            return HostUsage(cpu=cpu)
+        used_gib, total_gib = memory
+        return HostUsage(cpu=cpu, memory_gib=used_gib, memory_total_gib=total_gib)
 
     def _cpu(self) -> float | None:
-        times = _processor_times()
-        before, self.last = self.last, times
-        if times is None or before is None:
+        ticks = _read_ticks()
+        before = self.last
+        self.last = ticks
+        if ticks is None or before is None:
             return None
-        total = times[1] - before[1]
+        total = ticks.total - before.total
         if total <= 0:
             return None
-        return min(1.0, max(0.0, (times[0] - before[0]) / total))
+        share = (ticks.busy - before.busy) / total
+        return min(1.0, max(0.0, share))
 
 
-def _processor_times() -> tuple[int, int] | None:
-    """Ticks of all cores since boot, those that were busy and all; see proc(5), `stat`."""
+def _read_ticks() -> _Ticks | None:
+    """See proc(5), `stat`."""
     try:
-        first = (_PROC / "stat").read_text(encoding="ascii").partition("\n")[0]
-        numbers = [int(word) for word in first.split()[1:9]]
+        line = (_PROC / "stat").read_text(encoding="ascii").partition("\n")[0]
+        numbers = [int(word) for word in line.split()[1:9]]
     except (OSError, ValueError):
         return None
     if len(numbers) < 5:
         return None
     total = sum(numbers)
     idle = numbers[3] + numbers[4]
-    return total - idle, total
+    return _Ticks(busy=total - idle, total=total)
 
 
-def _memory() -> tuple[float | None, float | None]:
-    """GiB in use, and all; what the kernel would give back at once is not in use."""
+def _read_memory() -> tuple[float, float] | None:
+    """GiB used and in all; memory that the kernel can reclaim at once is not used."""
     sizes: dict[str, int] = {}
     try:
-        for line in (_PROC / "meminfo").read_text(encoding="ascii").splitlines():
-            name, _, rest = line.partition(":")
-            words = rest.split()
-            if words and words[0].isdigit():
-                sizes[name] = int(words[0])
+        lines = (_PROC / "meminfo").read_text(encoding="ascii").splitlines()
     except (OSError, ValueError):
-        return None, None
+        return None
+    for line in lines:
+        name, _, rest = line.partition(":")
+        words = rest.split()
+        if words and words[0].isdigit():
+            sizes[name] = int(words[0])
     total = sizes.get("MemTotal")
     available = sizes.get("MemAvailable")
     if total is None or available is None:
-        return None, None
+        return None
     return (total - available) / _KIB_PER_GIB, total / _KIB_PER_GIB
 
 
 class GpuMeter:
-    """Asks NVIDIA's library about GPUs, by their ids; about none where it is not installed or answers nothing."""
+    """Asks NVIDIA's library about GPUs; about none if it is missing or fails."""
 
     def __init__(self, ids: Sequence[str] | None) -> None:
-        """`ids` as nvidia-smi has them (`GPU-...`); None for all that the machine has."""
+        """`ids` as nvidia-smi has them (`GPU-...`); None for all of the machine."""
         self.nvml: Any = None
-        self.handles: list[tuple[int, Any]] = []
+        self.handles: dict[int, Any] = {}
         with contextlib.suppress(Exception):
             self.nvml = importlib.import_module(NVML)
             self.nvml.nvmlInit()
-            self.handles = self._handles(ids)
+            self.handles = self._open(ids)
 
-    def _handles(self, ids: Sequence[str] | None) -> list[tuple[int, Any]]:
+    def _open(self, ids: Sequence[str] | None) -> dict[int, Any]:
+        """A handle of the library by the index of its GPU."""
+        handles = {}
         if ids is None:
-            count = self.nvml.nvmlDeviceGetCount()
-            return [(index, self.nvml.nvmlDeviceGetHandleByIndex(index)) for index in range(count)]
-        handles = [self.nvml.nvmlDeviceGetHandleByUUID(name) for name in ids]
-        return [(self.nvml.nvmlDeviceGetIndex(handle), handle) for handle in handles]
+            for index in range(self.nvml.nvmlDeviceGetCount()):
+                handles[index] = self.nvml.nvmlDeviceGetHandleByIndex(index)
+            return handles
+        for name in ids:
+            handle = self.nvml.nvmlDeviceGetHandleByUUID(name)
+            handles[self.nvml.nvmlDeviceGetIndex(handle)] = handle
+        return handles
 
     def look(self) -> list[GpuUsage]:
-        return [self._of(index, handle) for index, handle in self.handles]
+        return [self._read(index, handle) for index, handle in self.handles.items()]
 
-    def _of(self, index: int, handle: Any) -> GpuUsage:
+    def _read(self, index: int, handle: Any) -> GpuUsage:
+        nvml = self.nvml
         values: dict[str, float] = {}
-        # each by itself: a card may tell its memory and not its power
+        # one by one: a card may tell its memory and not its power
         with contextlib.suppress(Exception):
-            values["busy"] = self.nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
+            values["busy"] = nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100
         with contextlib.suppress(Exception):
-            values["memory_gib"] = self.nvml.nvmlDeviceGetMemoryInfo(handle).used / _GIB
+            values["memory_gib"] = nvml.nvmlDeviceGetMemoryInfo(handle).used / _GIB
         with contextlib.suppress(Exception):
-            values["power_w"] = self.nvml.nvmlDeviceGetPowerUsage(handle) / 1000
+            values["power_w"] = nvml.nvmlDeviceGetPowerUsage(handle) / 1000
         with contextlib.suppress(Exception):
-            values["celsius"] = float(self.nvml.nvmlDeviceGetTemperature(handle, self.nvml.NVML_TEMPERATURE_GPU))
+            sensor = nvml.NVML_TEMPERATURE_GPU
+            values["celsius"] = float(nvml.nvmlDeviceGetTemperature(handle, sensor))
         return GpuUsage(index=index, **values)
 
     def close(self) -> None:
@@ -134,10 +160,14 @@ class GpuMeter:
             self.nvml.nvmlShutdown()
 
 
-def visible(devices: Sequence[str], environ: Mapping[str, str]) -> Sequence[str] | None:
-    """The ids of the GPUs that a training has: those that it was given, else what its environment lets it see; empty
-    on the CPU."""
+def visible_gpu_ids(devices: Sequence[str], environ: Mapping[str, str]) -> Sequence[str] | None:
+    """The ids of the GPUs that a training has: its own, else those that its environment shows.
+
+    None for all of the machine; empty on the CPU.
+    """
     if devices:
         return devices
-    shown = environ.get("CUDA_VISIBLE_DEVICES")
-    return None if shown is None or shown.strip() else ()
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None or visible.strip():
+        return None
+    return ()

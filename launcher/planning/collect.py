@@ -100,10 +100,10 @@ class Facts:
         return self.file.config.redactor
 
     def choose_devices(self) -> Devices | None:
-        """The GPUs that it would get now, None where they were not looked at; see `devices.choose` for refusals."""
+        """The GPUs that it would get now, None where they were not looked at."""
         if self.look is None:
             return None
-        return devices.choose(self.gpus, self.devices, self.look)
+        return devices.choose_devices(self.gpus, self.devices, self.look)
 
     def of_any_machine(self) -> Facts:
         """Without what was read of this machine: for a plan that makes no use of it."""
@@ -111,7 +111,7 @@ class Facts:
 
     def look_again(self) -> Facts:
         """With the GPUs as they are now."""
-        return replace(self, look=devices.look(os.environ))
+        return replace(self, look=devices.survey_devices(os.environ))
 
     def without_gpus(self) -> Facts:
         """For a run that gets its GPUs later, whoever has them now."""
@@ -192,7 +192,7 @@ def of_read(file: StageFile, judged: stages.Judged, scope: Scope) -> Facts:
     look = None
     default_gpus = None
     if scope is Scope.START or (scope is Scope.PLAN and _has_default_gpus(file.request, judged)):
-        look = devices.look(os.environ)
+        look = devices.survey_devices(os.environ)
         default_gpus = min(1, len(look.visible))
     facts = _of_judged(file, judged, machine, default_gpus=default_gpus)
     if machine is None:
@@ -231,7 +231,7 @@ def _of_judged(file: StageFile, judged: stages.Judged, machine: Machine | None, 
 
 def _named_devices(request: Request) -> tuple[tuple[str, ...] | None, int | None]:
     """The GPUs that the command line names, and how many it asks for. Raises UsageError."""
-    named = devices.named(request.devices)
+    named = devices.slots_named(request.devices)
     count = request.gpus
     if named is not None and count not in (None, len(named)):
         # a dry run looks at no GPU, and would plan for what no start gets

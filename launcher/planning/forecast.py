@@ -555,7 +555,7 @@ def with_forecast(prepared: Prepared) -> Prepared:
 
 
 def _card(terms: ForecastOptions) -> Card:
-    present = devices.look(os.environ).present
+    present = devices.survey_devices(os.environ).present
     name = terms.gpu or (present[0].name if present else "")
     gib = terms.gpu_memory
     if gib is None and present and terms.gpu is None:

@@ -49,7 +49,7 @@ class OutputPlace:
         message = None if goes_on else self._run_folder(place)
         if message is not None:
             yield self._refusal(message, self._help())
-        for other in outputs.neighbours(self.output, self.run.path):
+        for other in outputs.find_neighbours(self.output, self.run.path):
             if other.where == "here" or (goes_on and not other.live):
                 continue
             if other.where == "above" and not other.live and _is_common(other.output):
@@ -83,7 +83,7 @@ class OutputPlace:
         names = [name for name in _names(self.output) if name not in of_launch]
         trained = [name for name in names if layout.is_file(name) or layout.is_folder(name)]
         known = set(trained) if said & _SAID else set()
-        if self.goes_on or lease.newest(self.output) is not None:
+        if self.goes_on or lease.newest_lease(self.output) is not None:
             known = set(trained) | self._recorded()
         foreign = [name for name in names if name not in known]
         if not foreign:
@@ -101,7 +101,7 @@ class OutputPlace:
         """The names that earlier attempts left, or adapters' folders among them."""
         names = set()
         for attempt in range(1, self.attempt):
-            record = inventory.read(self.run, attempt)
+            record = inventory.read_inventory(self.run, attempt)
             for path in record.written or () if record is not None else ():
                 names.add(path.partition("/")[0])
         return names

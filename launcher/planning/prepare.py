@@ -143,18 +143,18 @@ def _target(facts: Facts, machine: Rendezvous | None) -> Target:
         # as a manifest holds them
         shown = redactor.redact(stage.name)
         into = None if output.output is None else Path(redactor.redact(str(output.output)))
-        folder, attempt = rundir.choose(kind, shown, into, root, rank=rank)
+        folder, attempt = rundir.choose_folder(kind, shown, into, root, rank=rank)
     else:
         folder = request.folder
         attempt = max(node.attempts() for node in folder.nodes()) + 1
     dry_run_folder = None
     if facts.machine is None and exists(folder.path):
         # what is pasted is no attempt of that run, and must not write into its record
-        dry_run_folder, _ = rundir.choose(kind, stage.config.redactor.redact(stage.name), None, root)
+        dry_run_folder, _ = rundir.choose_folder(kind, stage.config.redactor.redact(stage.name), None, root)
     earlier = folder if attempt > 1 else None
     history = resume.manifests(kind, earlier, output.output)
-    last = lease.newest(output.output)
-    if rank and last is not None and last.beats():
+    last = lease.newest_lease(output.output)
+    if rank and last is not None and last.is_beating():
         # the first of several machines has begun already: that is this very start
         history = history[:-1]
     if earlier is None and history and last is not None and os.path.isdir(last.run):
@@ -302,7 +302,7 @@ def _plan_start(facts: Facts, judged: JudgedPlan | None) -> StartPlan:
     request = facts.request
     machine: Rendezvous | None = None
     if facts.look is not None:
-        machine = rendezvous.find(request.nodes, request.node_rank, request.main_address, os.environ)
+        machine = rendezvous.find_rendezvous(request.nodes, request.node_rank, request.main_address, os.environ)
     target = _target(facts, machine)
     if judged is not None and judged.holds_for(target):
         plan = judged.plan

@@ -7,7 +7,7 @@ from launcher.report import sections
 from launcher.report.charts import PageRun
 from launcher.report.html import Html, details, figure, join, table, tag
 from launcher.runs.evaluation import POINT
-from launcher.runs.record import listed, mapping
+from launcher.runs.record import as_list, as_mapping
 from launcher.verdict import summary
 
 KEY = "evaluation"
@@ -36,7 +36,7 @@ def _point(entry: PageRun) -> Mapping[str, Any] | None:
 
 
 def _of_run(point: Mapping[str, Any], entry: PageRun) -> Html:
-    detail = mapping(point.get("detail"))
+    detail = as_mapping(point.get("detail"))
     state = str(point.get("state"))
     shown = {"passed": "pass", "failed": "fail"}.get(state, state.replace("_", " "))
     seconds = detail.get("seconds")
@@ -59,16 +59,16 @@ def _of_run(point: Mapping[str, Any], entry: PageRun) -> Html:
 def _gates(detail: Mapping[str, Any]) -> list[list[object]]:
     """What was expected comes first, by the names that the pipeline file has."""
     rows: list[list[object]] = []
-    for gate in map(mapping, listed(detail.get("gates"))):
+    for gate in map(as_mapping, as_list(detail.get("gates"))):
         name = gate.get("name") or gate.get("metric")
         rows.append(_row(detail, str(name), gate.get("value"), str(gate.get("expected")), gate.get("ok")))
     return rows
 
 
 def _numbers(detail: Mapping[str, Any]) -> list[list[object]]:
-    gated = {gate.get("name") for gate in map(mapping, listed(detail.get("gates")))}
+    gated = {gate.get("name") for gate in map(as_mapping, as_list(detail.get("gates")))}
     rows = []
-    for name, value in mapping(detail.get("metrics")).items():
+    for name, value in as_mapping(detail.get("metrics")).items():
         if name in gated or _is_error(name):
             continue
         rows.append(_row(detail, name, value, "", None))
@@ -76,7 +76,7 @@ def _numbers(detail: Mapping[str, Any]) -> list[list[object]]:
 
 
 def _row(detail: Mapping[str, Any], name: str, value: object, expected: str, ok: object) -> list[object]:
-    error = mapping(detail.get("metrics")).get(_error_of(name))
+    error = as_mapping(detail.get("metrics")).get(_error_of(name))
     verdict: object = ""
     if expected:
         verdict = sections.word("ok" if ok is True else "fail")

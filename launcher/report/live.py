@@ -57,7 +57,7 @@ class View:
         self.log.skip(CAUGHT_UP)
         # what was proved stands at its beginning
         for raw in self.events.read(CAUGHT_UP):
-            self.progress.event(events.read(raw) or {})
+            self.progress.event(events.parse_event(raw) or {})
         beginning = self.events.offset
         self.events.skip(CAUGHT_UP)
         if self.events.offset > beginning:
@@ -96,7 +96,7 @@ class View:
 
     def take_in(self) -> None:
         for raw in self.events.read():
-            self.progress.event(events.read(raw) or {})
+            self.progress.event(events.parse_event(raw) or {})
         self._take_in_losses()
         self.log.skip(BACKLOG)
         for raw in self.log.read():
@@ -114,7 +114,7 @@ class View:
         for tail, other in self.others:
             for raw in tail.read():
                 before = other.step
-                other.event(events.read(raw) or {})
+                other.event(events.parse_event(raw) or {})
                 if other.step not in (before, 0):
                     self.progress.add_loss(other.step, other.loss)
 

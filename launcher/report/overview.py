@@ -33,7 +33,7 @@ _ENDED = (*_RECORDED, "lost")
 
 def rows(folders: Sequence[RunFolder]) -> list[dict[str, Any]]:
     """Rows of the runs that have begun, oldest first; `part_of` is the pipeline, bench, ladder or tune."""
-    campaigns, file = rundir.campaigns(folders), rundir.state_folder() / "rows.json"
+    campaigns, file = rundir.campaign_by_run(folders), rundir.state_folder() / "rows.json"
     known, new, found = Record(rundir.read_json(file)), dict[str, Any](), []
     for folder in folders:
         # no run's records may end the list of the others
@@ -62,7 +62,7 @@ def _row_or_kept(folder: RunFolder, known: Record, new: dict[str, Any]) -> dict[
     kept = known.part(path) if stamp else Record()
     if kept.get("stamp") == stamp and _is_row(kept.part("row"), path):
         return kept.part("row") | _passing(Manifest(kept.part("manifest")))
-    if not rundir.begun(folder):
+    if not rundir.has_begun(folder):
         return None
     manifest = rundir.read_manifest(folder)
     row = _lasting(folder, manifest)
@@ -92,7 +92,7 @@ _ROW_KINDS: Mapping[str, Any] = {
 
 def _is_row(kept: Record, path: str) -> bool:
     """Whether a row that was kept is one of this run, each value of its type."""
-    fits = (codec.fit(kept.get(name), kind, kept) is not kept for name, kind in _ROW_KINDS.items())
+    fits = (codec.fit_value(kept.get(name), kind, kept) is not kept for name, kind in _ROW_KINDS.items())
     return kept.keys() == _ROW_KINDS.keys() and kept.get("path") == path and all(fits)
 
 
@@ -159,7 +159,7 @@ def _lasting(folder: RunFolder, manifest: Manifest) -> dict[str, Any]:
     now = state(folder, progress, number)
     judged = Record(rundir.read_json(folder.verdict) if now in _ENDED else {})
     # the file of an attempt that goes on is that of the one before; so is it where nobody lived to judge the last one
-    if judged and not folder.concluded(number).exists() and rundir.judged(folder, number - 1):
+    if judged and not folder.concluded(number).exists() and rundir.is_judged(folder, number - 1):
         judged = Record()
     # a verdict counts every rank; the end of rank 0's record is all that is read of a run that goes on
     loss, rate = judged.figure("metrics", "last_loss"), judged.figure("metrics", "tokens_per_second")
@@ -197,20 +197,20 @@ def state(folder: RunFolder, progress: Progress | None = None, number: int | Non
     checkpoint and ended, as requested. Unknown: its processes are out of sight, and there was no heartbeat lately.
     Lost: ended without a record of how. An orphan trains without the process that keeps it. Where that did not live to
     record the end, the last word of rank 0's probe counts."""
-    job = slurm.job(folder)
+    job = slurm.job_of(folder)
     if job is not None and (jobs := _jobs(int(time.monotonic()))) is not None:
-        word = slurm.word(jobs.get(job))
+        word = slurm.run_state(jobs.get(job))
         if word is not None:
             return word
-    if runner.alive(folder.path, lambda: _marks(int(time.monotonic()))):
-        return "orphaned" if runner.orphaned(folder) else "running"
+    if runner.is_alive(folder.path, lambda: _marks(int(time.monotonic()))):
+        return "orphaned" if runner.is_orphaned(folder) else "running"
     word = ended_state(folder, progress, number)
-    return "unknown" if word == "lost" and runner.unknown(folder) is not None else word
+    return "unknown" if word == "lost" and runner.unknown_state(folder) is not None else word
 
 
 def ended_state(folder: RunFolder, progress: Progress | None = None, number: int | None = None) -> str:
     """finished, failed, stopped, preempted or lost, by the run's own record of its last attempt, the `number`-th."""
-    ended = runner.recorded(folder, number or max(1, folder.attempts()))
+    ended = runner.read_exit(folder, number or max(1, folder.attempts()))
     if ended is not None:
         if ended.preempted:
             return "preempted"
@@ -237,7 +237,7 @@ def _stopped_by_signal(folder: RunFolder) -> bool:
 
 def _last_told(folder: RunFolder) -> bool:
     """Whether what rank 0's record ends with is of the last attempt, and not of one before."""
-    record = events.read_all(folder.probe / "rank-0.jsonl") if folder.attempts() > 1 else ()
+    record = events.read_events(folder.probe / "rank-0.jsonl") if folder.attempts() > 1 else ()
     attempts = [event.get("attempt") for event in record if event["event"] == "start"]
     return not attempts or attempts[-1] in (None, folder.attempts())
 
@@ -245,13 +245,13 @@ def _last_told(folder: RunFolder) -> bool:
 @lru_cache(maxsize=1)
 def _jobs(_second: int) -> dict[str, str] | None:
     """One squeue serves a whole list of runs too."""
-    return slurm.states()
+    return slurm.job_states()
 
 
 @lru_cache(maxsize=1)
 def _marks(_second: int) -> frozenset[str]:
     """One look at all processes serves a whole list of runs."""
-    return process.marks()
+    return process.live_marks()
 
 
 def last_steps(folder: RunFolder, progress: Progress, *, last_only: bool = False) -> None:
@@ -271,7 +271,7 @@ def last_steps(folder: RunFolder, progress: Progress, *, last_only: bool = False
         block = block[block.rfind(b"\n", 0, last) + 1 :]
     # the first may be torn by the window, the last not be finished: neither is JSON then
     for line in block.split(b"\n"):
-        progress.event(events.read(line) or {})
+        progress.event(events.parse_event(line) or {})
 
 
 def age(created: object) -> str | None:

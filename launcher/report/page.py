@@ -19,7 +19,7 @@ from launcher.report.charts import PageRun
 from launcher.report.html import Html, details, figure, join, table, tag, text
 from launcher.report.series import Run
 from launcher.runs import rundir
-from launcher.runs.record import mapping
+from launcher.runs.record import as_mapping
 from launcher.verdict import summary
 
 _ASSETS = Path(__file__).resolve().parent / "assets"
@@ -113,7 +113,7 @@ def _title(run: Run) -> str:
     if not run.manifest:
         return run.name
     title = titled(run.stage or "", str(run.manifest.get("name") or run.name))
-    model = mapping(run.arguments.get("model_name_or_path")).get("value")
+    model = as_mapping(run.arguments.get("model_name_or_path")).get("value")
     return f"{title} of {Path(str(model)).name}" if title == run.stage and model else title
 
 
@@ -183,7 +183,7 @@ def _lead_cell(name: str, value: object) -> Html:
 def _overview(entries: Sequence[PageRun]) -> Html:
     """One line a run: how it ended, and the figures that people ask for first."""
     several = len(entries) > 1
-    models = [mapping(e.run.arguments.get("model_name_or_path")).get("value") for e in entries]
+    models = [as_mapping(e.run.arguments.get("model_name_or_path")).get("value") for e in entries]
     # what is the same everywhere tells nothing apart, and takes the room of what does
     named = not several or len({*map(str, models)}) > 1
     figures = ("steps", "first loss", "last loss", "tokens/s", "peak GiB", "time")

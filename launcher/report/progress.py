@@ -113,7 +113,7 @@ class Progress:
     accuracy: float | None = None
 
     def event(self, event: dict[str, Any]) -> None:
-        """Take in an event as `runs.events.read` gives it."""
+        """Take in an event as `runs.events.parse_event` gives it."""
         name, at, state = event.get("event"), _optional(event.get("t")), event.get("state")
         if name == "start":
             self._start(event, at)

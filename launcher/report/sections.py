@@ -10,7 +10,7 @@ from launcher.report import progress, series
 from launcher.report.charts import PageRun
 from launcher.report.html import Html, details, figure, join, table, tag
 from launcher.report.series import Run
-from launcher.runs.record import listed, mapping
+from launcher.runs.record import as_list, as_mapping
 from launcher.verdict import summary
 
 _CITATIONS = 4
@@ -96,11 +96,11 @@ def _ok(point: Mapping[str, Any], run: Run, words: object = None) -> Html:
 
 def _why(point: Mapping[str, Any]) -> Html:
     """What is known of a point, in sentences; the evidence itself is folded below."""
-    detail = mapping(point.get("detail"))
+    detail = as_mapping(point.get("detail"))
     reasons = () if point.get("ok") is True else summary.reasons(detail)
     lines = filter(None, (summary.sentence(point), *reasons, detail.get("wasted")))
     sentences = [tag("p", line, class_="why") for line in dict.fromkeys(map(str, lines))]
-    if cites := [mapping(cite) for cite in listed(point.get("evidence"))]:
+    if cites := [as_mapping(cite) for cite in as_list(point.get("evidence"))]:
         count = "1 line of evidence" if len(cites) == 1 else f"{len(cites)} lines of evidence"
         sentences.append(details(count, citations(cites), class_="evidence"))
     return join(sentences)
@@ -132,25 +132,25 @@ def _samples(entry: PageRun) -> Html:
     if not record:
         return Html("")
     parts: list[object] = []
-    base = mapping(record.get("base")).get("name")
+    base = as_mapping(record.get("base")).get("name")
     if origin := record.get("from"):
         words = f"Prompts from {origin}; the likeliest tokens, at most {record.get('max_new_tokens')}."
         parts.append(tag("p", f"{words} Before: {base}." if base else words, class_="soft"))
     if record.get("failed"):
         parts.append(tag("p", f"There are not all answers: {record['failed']}", class_="soft"))
-    for prompt in map(mapping, listed(record.get("prompts"))):
+    for prompt in map(as_mapping, as_list(record.get("prompts"))):
         if prompt.get("before") or prompt.get("after"):
             parts.append(_sample(prompt))
     return join(parts)
 
 
 def _sample(prompt: Mapping[str, Any]) -> Html:
-    messages = [mapping(message) for message in listed(prompt.get("messages"))]
+    messages = [as_mapping(message) for message in as_list(prompt.get("messages"))]
     texts = [str(message.get("content")) for message in messages]
     if len(messages) > 1:
         texts = [f"{message.get('role')}: {message.get('content')}" for message in messages]
     answers = [
-        _sample_answer(title, mapping(prompt.get(when)).get("text"), mapping(prompt.get(when)).get("ended"))
+        _sample_answer(title, as_mapping(prompt.get(when)).get("text"), as_mapping(prompt.get(when)).get("ended"))
         for title, when in (("before", "before"), ("after", "after"))
     ]
     if prompt.get("expected"):
@@ -258,7 +258,7 @@ def findings(entries: Sequence[PageRun]) -> Html:
     several = len(entries) > 1
     rows: list[list[object]] = []
     for entry in entries:
-        for finding in map(mapping, listed(entry.run.manifest.get("findings"))):
+        for finding in map(as_mapping, as_list(entry.run.manifest.get("findings"))):
             file, line = finding.get("file") or "", finding.get("line")
             help = [Html("<br>"), tag("small", finding["help"])] if finding.get("help") else []
             row = [
@@ -276,24 +276,24 @@ def versions(entries: Sequence[PageRun]) -> Html:
 
 
 def _versions(entry: PageRun) -> Html:
-    manifest, trainer = entry.run.manifest, mapping(entry.run.manifest.get("trainer"))
+    manifest, trainer = entry.run.manifest, as_mapping(entry.run.manifest.get("trainer"))
     if not manifest:
         return Html("")
-    source, machine = mapping(manifest.get("upstream")), mapping(manifest.get("machine"))
-    packages, ended = mapping(trainer.get("packages")), entry.run.ended
+    source, machine = as_mapping(manifest.get("upstream")), as_mapping(manifest.get("machine"))
+    packages, ended = as_mapping(trainer.get("packages")), entry.run.ended
     pinned = "" if source.get("pinned", True) else f", not the pin {source.get('pin')}"
     signal = f", signal {ended['signal']}" if ended.get("signal") else ""
     when = f", {ended['ended']}" if ended.get("ended") else ""
     backend, version = (str(source.get(key) or "") for key in ("backend", "version"))
     facts: list[tuple[str, object]] = [
         ("source", titled(backend, version) + pinned),
-        ("changed files", ", ".join(map(str, listed(source.get("changed_files"))))),
+        ("changed files", ", ".join(map(str, as_list(source.get("changed_files"))))),
         ("where", source.get("root")),
         ("launch", manifest.get("launch_commit")),
         ("trainer", f"Python {trainer.get('version')}, {trainer.get('python')}" if trainer else None),
         ("packages", ", ".join(f"{n} {packages[n]}" for n in (*_PACKAGES, "ai2-olmo-core") if n in packages)),
         ("machine", ", ".join(str(machine[key]) for key in ("host", "system") if machine.get(key))),
-        ("GPUs", "; ".join(map(str, listed(machine.get("gpus"))))),
+        ("GPUs", "; ".join(map(str, as_list(machine.get("gpus"))))),
         ("stage file", manifest.get("config")),
         ("model folder", manifest.get("output")),
         ("attempt", manifest.get("attempt")),
@@ -303,10 +303,10 @@ def _versions(entry: PageRun) -> Html:
         facts.append(("tracker", link(entry.run.tracker)))
     parts: list[object] = [table(("", ""), [row for row in facts if row[1]], "wide facts")]
     where = f"in {manifest.get('cwd')}"
-    if typed := listed(manifest.get("launch_argv")):
+    if typed := as_list(manifest.get("launch_argv")):
         parts += _command(f"typed-{entry.number}", "Command", where, typed)
-    if argv := listed(manifest.get("argv")):
-        variables = ", ".join(map(str, listed(manifest.get("env")))) or "no variable"
+    if argv := as_list(manifest.get("argv")):
+        variables = ", ".join(map(str, as_list(manifest.get("env")))) or "no variable"
         title = "What it started" if typed else "Command"
         command = _command(f"command-{entry.number}", title, f"{where}, with {variables} set", argv)
         parts += [details(command[0], join(command[1:]))] if typed else command

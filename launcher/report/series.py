@@ -18,7 +18,7 @@ from launcher.paths import exists, is_file
 from launcher.redaction import redact
 from launcher.report import progress
 from launcher.runs import attempt, rundir
-from launcher.runs.record import PlanRecord, mapping
+from launcher.runs.record import PlanRecord, as_mapping
 from launcher.runs.rundir import RunFolder
 from launcher.verdict import check, judge
 from launcher.verdict.evidence import Evidence, Row, finite
@@ -73,12 +73,12 @@ class Run:
             "path": str(self.path),
             "stage": self.stage,
             "verdict": self.verdict or None,
-            "plan": mapping(self.manifest.get("plan")) or None,
+            "plan": as_mapping(self.manifest.get("plan")) or None,
             "measured": measured(self),
             "series": self.series.as_json(),
             "ended": self.ended or None,
             "samples": self.samples or None,
-            "upstream": mapping(self.manifest.get("upstream")) or None,
+            "upstream": as_mapping(self.manifest.get("upstream")) or None,
             "args": {name: dict(entry) for name, entry in self.arguments.items()},
         }
 
@@ -93,7 +93,7 @@ def gather(targets: Sequence[str]) -> list[Run]:
     file cannot be read, InvalidConfig of a text that is no training log."""
     runs = []
     for target in targets:
-        for path in [run.path for run in rundir.members(Path(target))] or [_path(target)]:
+        for path in [run.path for run in rundir.campaign_runs(Path(target))] or [_path(target)]:
             try:
                 runs.append(read(path))
             except OSError as error:
@@ -105,7 +105,7 @@ def _path(target: str) -> Path:
     path = Path(target)
     if is_file(path) or any(exists(path / name) for name in _RUN_FILES):
         return path
-    if (found := rundir.find(target)) is None:
+    if (found := rundir.find_run(target)) is None:
         raise usage("no-such-run", f"there is no run or log `{target}`", "launch runs")
     return found.path
 
@@ -156,9 +156,9 @@ def of_kept(path: Path, manifest: object, verdict: object, rows: Iterable[Row], 
     ended = {} if last is None or last.exit is None else rundir.read_json(last.exit.path)
     redactor = attempt.redactor(folder)
     samples = rundir.read_json(folder.samples)
-    records = {"manifest": mapping(manifest), "verdict": mapping(verdict), "ended": ended, "samples": samples}
+    records = {"manifest": as_mapping(manifest), "verdict": as_mapping(verdict), "ended": ended, "samples": samples}
     clean = redactor.redact(records)
-    arguments = mapping(clean["manifest"].get("args"))
+    arguments = as_mapping(clean["manifest"].get("args"))
     console = folder.console(max(1, folder.attempts()))
     return Run(
         name=path.name,
@@ -201,7 +201,7 @@ def measured(run: Run) -> dict[str, float | None]:
     """What the run turned out to be, under the plan's names; None where nobody measured it. Memory is the peak in GiB,
     `hours` the whole last attempt, loading and saving included, `wasted_share` and `mfu` are shares of 1;
     `logged_tokens_per_second` is upstream's own figure."""
-    figures, means, hours = mapping(run.verdict.get("metrics")), dict[str, float](), None
+    figures, means, hours = as_mapping(run.verdict.get("metrics")), dict[str, float](), None
     for name in ("tokens", "rows"):
         if kept := [value for value in run.series.columns.get(name, ()) if value is not None]:
             means[name] = math.fsum(kept) / len(kept)
@@ -224,7 +224,7 @@ def measured(run: Run) -> dict[str, float | None]:
 
 def planned(run: Run) -> dict[str, float | None]:
     """What was planned, under the names of `measured`; None where it is unknown."""
-    plan = codec.read(PlanRecord, mapping(run.manifest.get("plan")))
+    plan = codec.read_record(PlanRecord, as_mapping(run.manifest.get("plan")))
     tokens, hours = finite(plan.tokens_per_step), finite(plan.hours)
     rate = finite(plan.tokens_per_second)
     if rate is None and plan.steps and tokens and hours:

@@ -49,7 +49,7 @@ def section(entries: Sequence[PageRun]) -> Html:
     parts: list[object] = []
     for entry in entries:
         for machine in RunFolder(entry.run.path).nodes() if entry.run.path.is_dir() else ():
-            charts = [chart for chart in _charts(usage.read(machine)) if chart.lines]
+            charts = [chart for chart in _charts(usage.read_usage(machine)) if chart.lines]
             if not charts:
                 continue
             name = "" if machine.path == entry.run.path else machine.path.name

@@ -1,1 +1,1 @@
-"""One run on disk, in /proc, in a queue: folder, record, attempt, lock, job. Start with `rundir.RunFolder`."""
+"""One run on disk, in /proc, in a queue. Start with `rundir.RunFolder`."""

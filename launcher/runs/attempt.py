@@ -1,7 +1,8 @@
-"""The command that starts a stage, and one attempt of a run as it waits to be started: all that its keeper needs.
+"""The command that starts a stage, and an attempt of a run that waits to be started.
 
-`start.json` holds the user's whole environment, tokens included: whoever starts the run later (tmux, Slurm,
-another shell) must not start it in another one. Hence mode 0600, and no other file repeats it.
+`start.json` holds the user's whole environment, tokens included: whoever starts the run later
+(tmux, Slurm, another shell) must not use another one. So its mode is 0600, and no other file
+repeats it.
 """
 
 from __future__ import annotations
@@ -23,32 +24,34 @@ from launcher import files
 from launcher.errors import not_ready
 from launcher.machine import codec
 from launcher.machine.codec import Between, Count, Misfit, Omission
-from launcher.paths import PACKAGE
 from launcher.printable import printable
 from launcher.redaction import Redactor
 from launcher.runs import rundir
 from launcher.runs.record import LARGEST_WORLD, Record
 from launcher.runs.rundir import RunFolder
 
-# The variables in which a training's probe finds what it needs. The probe imports nothing of launch, and has the same
-# names in watching/process.py
+# Variables that the probe reads. It imports nothing of launch; watching/process.py repeats them.
 PROBE_SETTINGS = "LAUNCH_PROBE"
 ATTEMPT = "LAUNCH_ATTEMPT"
 LEASE = "LAUNCH_LEASE"
 TOKENISED = "LAUNCH_TOKENISED"
 """Whether the data were tokenised before this start (`hit`) or for it (`miss`), and where, as JSON."""
-ARGUMENT = "LAUNCH_ARG_"  # how the names begin of variables that hold secret words of the command line
+ARGUMENT = "LAUNCH_ARG_"  # prefix of variables that hold secret words of the command line
 _SCHEDULER = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMIX_")
-# what a scheduler hands to a job counts for more than what the shell had that submitted it
-_OF_THE_JOB = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "TMPDIR", "HOSTNAME")
+# these come from the job, even if the shell that submitted it had them too
+_OF_THE_JOB = (
+    "CUDA_VISIBLE_DEVICES",
+    "ROCR_VISIBLE_DEVICES",
+    "TMPDIR",
+    "HOSTNAME",
+)
 ON_FINISH_S = 600.0  # seconds that `--on-finish` may take
-# where files of this package were before: an attempt that waited while launch was updated names them there
-_MOVED = {"probe.py": "probe/run.py", "accelerate/": "plan/accelerate/", "deepspeed/": "plan/deepspeed/"}
-_NOBODY = 65534  # what a user namespace shows of every owner that it does not map
+_NOBODY = 65534  # the owner that a user namespace shows for every user it does not map
+_END_OF_FILE = "END_OF_FILE"
 
 
 def probe_settings(env: Mapping[str, str]) -> Record:
-    """What a command's own environment `env` tells the probe; empty where there is no probe to tell."""
+    """The probe's settings in a command's environment; empty without a probe."""
     try:
         return Record(json.loads(env.get(PROBE_SETTINGS, "{}")))
     except ValueError:
@@ -57,9 +60,10 @@ def probe_settings(env: Mapping[str, str]) -> Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """How to start one stage; `env` is what is added to the environment, `variables` those of it that hold secrets.
+    """How to start one stage.
 
-    `files` are files that the command reads and that have to be written first: path and text.
+    `env` is added to the environment, `variables` are the names in it that hold secrets. `files`
+    (path to text) have to be written first: the command reads them.
     """
 
     argv: tuple[str, ...]
@@ -69,58 +73,62 @@ class Command:
     files: Mapping[str, str] = field(default_factory=dict)
 
     def shell(self) -> str:
-        """The command as it can be pasted into a POSIX shell; redacted, that fills in the secrets.
+        """The command for a POSIX shell, after the lines that write its files.
 
-        Where it reads files, lines that write them come first.
+        Of a redacted command, the secrets are filled in from the shell's variables.
         """
-        written = [_here_document(Path(path), text) for path, text in self.files.items()]
-        return "".join(written) + self._line()
+        text = ""
+        for path, content in self.files.items():
+            text += _here_document(Path(path), content)
+        words = [self._assignment(name) for name in self.env]
+        words += [_quote(word) for word in self.argv]
+        return text + " ".join(words)
 
-    def _line(self) -> str:
-        words = [
-            f'{name}="{value}"' if value == f"${self.variables.get(name)}" else f"{name}={_quoted(value)}"
-            for name, value in self.env.items()
-        ]
-        return " ".join([*words, *map(_quoted, self.argv)])
+    def _assignment(self, name: str) -> str:
+        value = self.env[name]
+        if value == f"${self.variables.get(name)}":
+            return f'{name}="{value}"'
+        return f"{name}={_quote(value)}"
 
     def redacted(self, redactor: Redactor) -> Command:
         """The command as it may be shown, with `$VARIABLE` for the secrets that it hands over."""
-        named = {name: f"${variable}" for name, variable in self.variables.items()}
-        shown = redactor.redact(replace(self, env={**self.env, **named}))
-        return replace(shown, variables=self.variables)
-
-
-_END = "END_OF_FILE"
+        references = {name: f"${variable}" for name, variable in self.variables.items()}
+        command = redactor.redact(replace(self, env={**self.env, **references}))
+        return replace(command, variables=self.variables)
 
 
 def _here_document(path: Path, text: str) -> str:
-    """Lines of shell that write a file, in the folder that they make for it; nothing in the text is expanded."""
-    end = _END
+    """Shell lines that write a file and make its folder; nothing in the text is expanded."""
+    end = _END_OF_FILE
     while end in text:
         end += "_"
-    folder = _quoted(str(path.parent))
-    return f"mkdir -p {folder} && cat > {_quoted(str(path))} <<'{end}'\n{text}{end}\n"
+    folder = _quote(str(path.parent))
+    return f"mkdir -p {folder} && cat > {_quote(str(path))} <<'{end}'\n{text}{end}\n"
 
 
-def _quoted(word: str) -> str:
-    """A word for a shell; where it is not fit for a terminal as it is, in the `$'...'` of bash and zsh."""
+def _quote(word: str) -> str:
+    """A word for a shell; in the `$'...'` of bash and zsh if it has unprintable characters."""
     if printable(word) == word:
         return shlex.quote(word)
-    shown = "".join(
-        one if one.isprintable() and one not in "\\'#" else "".join(f"\\x{byte:02x}" for byte in os.fsencode(one))
-        for one in word
-    )
-    return f"$'{shown}'"
+    quoted = ""
+    for character in word:
+        if character.isprintable() and character not in "\\'#":
+            quoted += character
+            continue
+        for byte in os.fsencode(character):
+            quoted += f"\\x{byte:02x}"
+    return f"$'{quoted}'"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attempt:
-    """What to start, and what to do around it.
+    """What to start, and what to do before and after.
 
-    `environ` is the environment of whoever gave the command, `env` what the command adds to it. `rank` is the
-    number of this machine among `nodes`, `devices` are ids of its GPUs. `caches` are records of `cache.keys.Cache`,
-    `total` optimizer steps. `on_finish` is an argv that may take `on_finish_s` seconds. `borrowed` are variables
-    that the config took a secret from, `request` is the `Request` of the command, to be prepared again.
+    `environ` is the environment of whoever gave the command, `env` what the command adds. `rank`
+    is the number of this machine among `nodes`, `devices` are ids of its GPUs. `caches` are records
+    of `cache.keys.Cache`, `total` is in optimizer steps. `on_finish` is an argv that may take
+    `on_finish_s` seconds. `borrowed` are variables that the config took a secret from. `request` is
+    the `Request` of the command, to be prepared again.
     """
 
     number: Annotated[int, Between(1, 9999)]
@@ -151,46 +159,47 @@ class Attempt:
         return Redactor.of(self.environ, self.borrowed)
 
     def command(self, environ: Mapping[str, str]) -> Command:
-        """The command in the whole environment that it is to run in; `environ` is the starter's own."""
-        job, inside = environ.get("SLURM_JOB_ID"), dict[str, str]()
-        if job and job != self.environ.get("SLURM_JOB_ID"):
-            names = (k for k in environ if k.startswith(_SCHEDULER) or k in _OF_THE_JOB)
-            inside = {name: environ[name] for name in names}
-        whole = {**self.environ, **inside, **self.env}
+        """The command in the whole environment that it runs in; `environ` is the starter's own."""
+        job_variables = self._job_variables(environ)
+        env = {**self.environ, **job_variables, **self.env}
         # for a single GPU the command names one; which one is the job's to say
-        given = inside.get("CUDA_VISIBLE_DEVICES")
-        if given and self.env.get("CUDA_VISIBLE_DEVICES") and not self.devices:
-            whole["CUDA_VISIBLE_DEVICES"] = given.partition(",")[0]
-        return Command(argv=tuple(map(_present, self.argv)), env=whole, cwd=Path(self.cwd))
+        visible = job_variables.get("CUDA_VISIBLE_DEVICES")
+        if visible and self.env.get("CUDA_VISIBLE_DEVICES") and not self.devices:
+            env["CUDA_VISIBLE_DEVICES"] = visible.partition(",")[0]
+        return Command(argv=self.argv, env=env, cwd=Path(self.cwd))
+
+    def _job_variables(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """What a scheduler set for its job, if the attempt was not prepared in that job."""
+        job = environ.get("SLURM_JOB_ID")
+        if not job or job == self.environ.get("SLURM_JOB_ID"):
+            return {}
+        variables = {}
+        for name, value in environ.items():
+            if name.startswith(_SCHEDULER) or name in _OF_THE_JOB:
+                variables[name] = value
+        return variables
 
     def _raw(self) -> bytes:
-        # not ASCII would have to be UTF-8, which an environment need not be
+        # ASCII, as an environment need not be UTF-8
         return json.dumps(asdict(self), indent=1).encode("ascii")
 
     def digest(self) -> str:
         return hashlib.sha256(self._raw()).hexdigest()
 
     def write(self, folder: RunFolder) -> None:
-        """Write `start.json`, for the owner's eyes alone. Raises NotReady where that fails."""
+        """Write `start.json`, readable by its owner alone. Raises NotReady."""
         with rundir.writing(folder.path):
             files.write_bytes(folder.start, self._raw(), mode=0o600)
 
 
-def _present(word: str) -> str:
-    """A word of a command line; a file of this package's where it is today."""
-    _, ours, name = word.rpartition("/launcher/")
-    paths = (PACKAGE / name.replace(old, new, 1) for old, new in _MOVED.items() if ours and name.startswith(old))
-    return next((str(path) for path in paths if path.is_file()), word)
-
-
-def read(folder: RunFolder) -> Attempt:
-    """The attempt that was prepared last. Raises NotReady where none was, or its file is damaged."""
+def read_attempt(folder: RunFolder) -> Attempt:
+    """The attempt that was prepared last. Raises NotReady if there is none, or it is damaged."""
     left_out: list[Omission] = []
     with contextlib.suppress(Misfit):
-        waiting = codec.read(Attempt, rundir.read_json(folder.start), left_out)
-        # half of an environment, or of a command, is another one
+        attempt = codec.read_record(Attempt, rundir.read_json(folder.start), left_out)
+        # with part of its environment or its words missing, it would be another command
         if not left_out:
-            return waiting
+            return attempt
     message = f"{folder.path.name} holds no attempt that could be started"
     if left_out:
         message += f": in {folder.start.name} {left_out[0]}"
@@ -199,44 +208,60 @@ def read(folder: RunFolder) -> Attempt:
 
 
 def writable_by_others(folder: RunFolder, *, parents: bool = True) -> str | None:
-    """Why somebody else may have written what a run's `start.json` says; None where nobody can have.
+    """Why somebody else may have written a run's `start.json`; None if nobody can have.
 
-    As with ssh's keys: folder and file are this user's own, no links, and writable by nobody else; nor, with
-    `parents`, can anybody put another folder in its place: those above that others may write are sticky.
+    As for ssh's keys: folder and file belong to this user, are no links, and nobody else can write
+    them. With `parents`, nobody else can replace the folder either: folders above that others can
+    write are sticky.
     """
-    own, path = os.geteuid(), folder.path.absolute()
+    path = folder.path.absolute()
     try:
-        for one in (path, folder.start):
-            if (why := files.writable_by_others(one)) is not None:
-                return why
-        # the folders above as they are named, and those that links among them lead to
-        above = dict.fromkeys((*path.parents, *path.resolve().parents)) if parents else ()
-        for one in above:
-            status = one.stat()
-            if status.st_uid not in (own, 0, _NOBODY):
-                return f"{one} belongs to user {status.st_uid}, who can replace the run's folder"
-            private = stat.S_IWGRP if is_private_group(status.st_gid) else 0
-            others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) & ~private
-            if others and not status.st_mode & stat.S_ISVTX:
-                return f"others can write {one}, and so replace the run's folder"
+        for entry in (path, folder.start):
+            reason = files.writable_by_others(entry)
+            if reason is not None:
+                return reason
+        if parents:
+            # the folders above as they are named, and those that links among them lead to
+            for above in dict.fromkeys([*path.parents, *path.resolve().parents]):
+                reason = _replaceable_by_others(above)
+                if reason is not None:
+                    return reason
     except OSError as error:
         return f"{error.filename} cannot be looked at: {error.strerror}"
     return None
 
 
+def _replaceable_by_others(above: Path) -> str | None:
+    """Why somebody else can replace what lies in a folder; None if nobody can. Raises OSError."""
+    status = above.stat()
+    if status.st_uid not in (os.geteuid(), 0, _NOBODY):
+        return f"{above} belongs to user {status.st_uid}, who can replace the run's folder"
+    shared_bits = stat.S_IWOTH
+    if not is_private_group(status.st_gid):
+        shared_bits |= stat.S_IWGRP
+    if status.st_mode & shared_bits and not status.st_mode & stat.S_ISVTX:
+        return f"others can write {above}, and so replace the run's folder"
+    return None
+
+
 def is_private_group(gid: int) -> bool:
-    """Whether it is this user's own group without further members, as many systems make one for each."""
+    """Whether a group has this user alone, as many systems make one for each user."""
     with contextlib.suppress(KeyError):
-        user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
-        return user.pw_gid == gid and {*group.gr_mem, group.gr_name} == {user.pw_name}
+        user = pwd.getpwuid(os.geteuid())
+        group = grp.getgrgid(gid)
+        return user.pw_gid == gid and {
+            *group.gr_mem,
+            group.gr_name,
+        } == {user.pw_name}
     return False
 
 
 def require_own(folder: RunFolder) -> None:
-    """Raises NotReady where what a run folder would start may be another user's word."""
-    # by its name alone nobody else's command can be slipped in, only another run of this user's
-    if (why := writable_by_others(folder, parents=False)) is not None:
-        message = f"{folder.path.name} is not started: {why}"
+    """Raise NotReady if another user may have written what a run folder would start."""
+    # without the parents: by its name alone only another run of this user can take its place
+    reason = writable_by_others(folder, parents=False)
+    if reason is not None:
+        message = f"{folder.path.name} is not started: {reason}"
         help = "start a stage file of your own: launch sft CONFIG"
         raise not_ready("not-your-run", message, help, file=str(folder.path))
 

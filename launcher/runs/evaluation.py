@@ -1,11 +1,11 @@
-"""What an evaluation of a run's model leaves in `eval/` of the run folder: its log, its end, and `eval.json`."""
+"""The evaluation of a run's model: log, exit and `eval.json` in `eval/` of the run folder."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from launcher.machine import codec
 from launcher.machine.codec import Count, Misfit
@@ -13,18 +13,28 @@ from launcher.runs import rundir
 from launcher.runs.rundir import RunFolder
 
 POINT = "evaluation"
-"""The point of the verdict that it becomes."""
+"""The point of the verdict that holds its result."""
 FOLDER = "eval"
 RECORD = "eval.json"
 
-State = Literal["running", "measured", "crashed", "timed_out", "interrupted", "unreadable"]
-"""`measured`: the command ended well and its metrics could be read; `unreadable`: they could not."""
+State = Literal[
+    "running",
+    "measured",
+    "crashed",
+    "timed_out",
+    "interrupted",
+    "unreadable",
+]
+"""`measured`: the command succeeded and its metrics were read; `unreadable`: they were not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GateResult:
-    """What became of one `expect:` of an evaluation: `metric` is the name as it was written, `name` the full name of
-    the number that it stands for. `ok` is False too where there is no such number, which `reason` says."""
+    """The result of one `expect:` of an evaluation.
+
+    `metric` is the name as the user wrote it, `name` that of the number it stands for. A missing
+    number is not `ok` either; `reason` says so.
+    """
 
     metric: str
     expected: str
@@ -36,10 +46,11 @@ class GateResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvaluationRecord:
-    """One evaluation. `key` names command and model by content: with another key it is another evaluation.
+    """One evaluation. `key` identifies command and model by content.
 
-    `attempt` is that of the training whose model was evaluated. `metrics` are all numbers of the file, `main` the
-    name of the one that stands for each task. `seconds` is wall time, `reason` says why it is not `measured`.
+    `attempt` trained the model. `metrics` are all numbers of the metrics file, `main` names the one
+    that stands for each task. `seconds` is wall time; `reason` says why the state is not
+    `measured`.
     """
 
     schema_version: int = 1
@@ -65,12 +76,17 @@ class EvaluationRecord:
     def passed(self) -> bool:
         return self.state == "measured" and all(gate.ok for gate in self.gates)
 
-    def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "command": list(self.command), "gates": [asdict(gate) for gate in self.gates]}
+    def as_json(self) -> dict[str, object]:
+        gates = [asdict(gate) for gate in self.gates]
+        return {
+            **asdict(self),
+            "command": list(self.command),
+            "gates": gates,
+        }
 
 
-def folder_of(run: RunFolder) -> RunFolder:
-    """Where the evaluation of a run writes; its log and its end are named as those of a run are."""
+def evaluation_folder(run: RunFolder) -> RunFolder:
+    """Where an evaluation writes; its files are named like those of a run."""
     return RunFolder(run.path / FOLDER)
 
 
@@ -78,12 +94,14 @@ def record_file(run: RunFolder) -> Path:
     return run.path / FOLDER / RECORD
 
 
-def read(run: RunFolder) -> EvaluationRecord | None:
-    """The record of a run's evaluation; None where there is none, or it is damaged."""
-    data = rundir.read_json(record_file(run))
+def read_evaluation(run: RunFolder) -> EvaluationRecord | None:
+    """The record of a run's evaluation; None if it is missing or damaged."""
     left_out: list[codec.Omission] = []
+    content = rundir.read_json(record_file(run))
     try:
-        record = codec.read(EvaluationRecord, data, left_out)
+        record = codec.read_record(EvaluationRecord, content, left_out)
     except Misfit:
         return None
-    return None if left_out else record
+    if left_out:
+        return None
+    return record

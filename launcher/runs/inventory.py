@@ -1,8 +1,8 @@
-"""What an attempt wrote into its output folder -> `Inventory`: the record that `launch rm --model` goes by.
+"""What an attempt wrote into its output folder -> `Inventory`; `launch rm --model` deletes by it.
 
-Before the training begins, the names that a trainer could write over are noted; at its end, what has such a name
-and was created or changed in between. Both walks enter only the folders that trainers make, so that an output
-folder with a million files of somebody else costs nothing. What stands in no inventory is nobody's to delete.
+Before training starts, the files that a trainer could overwrite are recorded; at its end, those
+that were created or changed. Both walks enter only folders that trainers make, so that a million
+other files in the output folder cost nothing. A file in no inventory is never deleted.
 """
 
 import contextlib
@@ -10,10 +10,9 @@ import os
 import stat
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from launcher import files
 from launcher.artifacts import digest, layout
@@ -24,17 +23,21 @@ from launcher.runs import lease, rundir
 from launcher.runs.record import Record
 from launcher.runs.rundir import RunFolder
 
-NAMES = 50_000  # names that one walk looks at
-START_S = 2.0  # seconds that a start may take to look
-END_S = 30.0  # the same at the end
-DIGEST_S = 10.0  # seconds for digests at the end: where one is missing, a chmod makes a file nobody's
-AFTER_S = 5.0  # seconds behind the last sign of life that a file may still be the run's own
-_LARGEST = 64 * 2**20  # bytes of a file that is read whole for its digest
+MAX_NAMES = 50_000  # names that one walk looks at
+START_S = 2.0  # seconds for the walk at the start
+END_S = 30.0  # seconds for the walk at the end
+DIGEST_S = 10.0  # seconds for digests at the end; a file without one is kept after a chmod
+AFTER_S = 5.0  # seconds after the last activity in which a file may still be the run's own
+_MAX_DIGEST_BYTES = 64 * 2**20  # a file that is larger is not read for its digest
+_ROW_LENGTH = 6  # values of a file in the record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileState:
-    """What tells a file from another under its name; times in ns, `digest` None where it was too large."""
+    """What distinguishes a file from another of its name.
+
+    Times are in ns; `digest` is None if the file was too large for one.
+    """
 
     size: int
     mtime_ns: int
@@ -44,17 +47,22 @@ class FileState:
     digest: str | None = None
 
     def is_same(self, other: "FileState") -> bool:
-        """Whether nothing wrote into it, as far as size, time and inode tell."""
-        own = (self.size, self.mtime_ns, self.inode, self.link)
-        return own == (other.size, other.mtime_ns, other.inode, other.link)
+        """Whether nothing was written in between, by size, time and inode."""
+        return (
+            self.size == other.size
+            and self.mtime_ns == other.mtime_ns
+            and self.inode == other.inode
+            and self.link == other.link
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inventory:
-    """One attempt in its output folder: its `inode`, the times of start and end by the folder's own clock.
+    """One attempt in its output folder, which has `inode`.
 
-    `before` is what lay there at the start, None where that was too much to look at; `written` is what the attempt
-    left, None as long as nobody has looked.
+    `began_ns` is the start by the clock of the folder's file system. `before` is what was there
+    then; None if that was too much to look at. `written` is what the attempt left; None as long as
+    nobody has looked.
     """
 
     output: str
@@ -63,26 +71,35 @@ class Inventory:
     before: Mapping[str, FileState] | None
     written: Mapping[str, FileState] | None = None
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         return {
             "output": self.output,
             "inode": self.inode,
             "began_ns": self.began_ns,
-            "before": _listed(self.before),
-            "written": _listed(self.written),
+            "before": _rows_of(self.before),
+            "written": _rows_of(self.written),
         }
 
 
-def _listed(found: Mapping[str, FileState] | None) -> dict[str, list[Any]] | None:
-    if found is None:
+def _rows_of(
+    states: Mapping[str, FileState] | None,
+) -> dict[str, list[object]] | None:
+    if states is None:
         return None
-    listed = {}
-    for path, state in found.items():
-        listed[path] = [state.size, state.mtime_ns, state.ctime_ns, state.inode, state.link, state.digest]
-    return listed
+    rows: dict[str, list[object]] = {}
+    for path, state in states.items():
+        rows[path] = [
+            state.size,
+            state.mtime_ns,
+            state.ctime_ns,
+            state.inode,
+            state.link,
+            state.digest,
+        ]
+    return rows
 
 
-def of_status(status: os.stat_result) -> FileState:
+def file_state(status: os.stat_result) -> FileState:
     return FileState(
         size=status.st_size,
         mtime_ns=status.st_mtime_ns,
@@ -92,87 +109,107 @@ def of_status(status: os.stat_result) -> FileState:
     )
 
 
-def read(folder: RunFolder, attempt: int) -> Inventory | None:
-    """The inventory of an attempt; None where there is none, or it is damaged."""
+def read_inventory(folder: RunFolder, attempt: int) -> Inventory | None:
+    """The inventory of an attempt; None if it is missing or damaged."""
     record = Record(files.read_json(folder.inventory(attempt)))
     output = record.text("output")
     inode = record.number("inode")
     began_ns = record.number("began_ns")
     if output is None or inode is None or began_ns is None:
         return None
-    before = _states(record.value("before"))
-    written = _states(record.value("written"))
-    return Inventory(output=output, inode=inode, began_ns=began_ns, before=before, written=written)
+    return Inventory(
+        output=output,
+        inode=inode,
+        began_ns=began_ns,
+        before=_parse_rows(record.value("before")),
+        written=_parse_rows(record.value("written")),
+    )
 
 
-def _states(listed: object) -> dict[str, FileState] | None:
-    if not isinstance(listed, dict):
+def _parse_rows(rows: object) -> dict[str, FileState] | None:
+    if not isinstance(rows, dict):
         return None
-    found = {}
-    for path, row in listed.items():
-        state = _state(row)
+    states = {}
+    for path, row in rows.items():
+        state = _parse_row(row)
         if state is not None:
-            found[path] = state
-    return found
+            states[path] = state
+    return states
 
 
-def _state(row: object) -> FileState | None:
-    if not isinstance(row, list) or len(row) != 6:
+def _parse_row(row: object) -> FileState | None:
+    if not isinstance(row, list) or len(row) != _ROW_LENGTH:
         return None
     *numbers, link, content = row
-    if not all(type(number) is int for number in numbers):
+    if any(type(number) is not int for number in numbers):
         return None
     if content is not None and not isinstance(content, str):
         return None
     size, mtime_ns, ctime_ns, inode = numbers
-    return FileState(size=size, mtime_ns=mtime_ns, ctime_ns=ctime_ns, inode=inode, link=link is True, digest=content)
+    return FileState(
+        size=size,
+        mtime_ns=mtime_ns,
+        ctime_ns=ctime_ns,
+        inode=inode,
+        link=link is True,
+        digest=content,
+    )
 
 
-def begin(folder: RunFolder, attempt: int, output: Path | None) -> None:
-    """Note what lies in the output folder before training writes there; only for who holds its lease."""
+def record_before(folder: RunFolder, attempt: int, output: Path | None) -> None:
+    """Record what is in the output folder before training starts. The caller holds its lease."""
     if output is None:
         return
-    # a full disk costs the record, not the start: without one, nothing counts as written
+    # a full disk costs the record, not the start: then no file counts as written by the run
     with contextlib.suppress(OSError):
         place = canonical(output)
-        budget = Budget(names=NAMES, seconds=START_S)
-        with trees.opened(place) as root:
+        budget = Budget(names=MAX_NAMES, seconds=START_S)
+        before = {}
+        with trees.open_tree(place) as root:
             inode = os.fstat(root).st_ino
-            before = {entry.path: of_status(entry.status) for entry in _trained(root, budget)}
-        complete = None if budget.spent else before
-        record = Inventory(output=str(place), inode=inode, began_ns=_clock(place), before=complete)
+            for entry in _trainer_files(root, budget):
+                before[entry.path] = file_state(entry.status)
+        record = Inventory(
+            output=str(place),
+            inode=inode,
+            began_ns=_file_system_time_ns(place),
+            before=None if budget.spent else before,
+        )
         files.write_json(folder.inventory(attempt), record.as_json())
 
 
-def _clock(output: Path) -> int:
-    """The time now, in ns, by the clock of the output's file system."""
+def _file_system_time_ns(output: Path) -> int:
     with tempfile.TemporaryFile(dir=output / lease.FOLDER) as probe:
         return os.fstat(probe.fileno()).st_mtime_ns
 
 
-def end(folder: RunFolder, attempt: int, *, late: bool = False) -> None:
-    """Add to the record of an attempt what it wrote, unless somebody has.
+def record_written(folder: RunFolder, attempt: int, *, late: bool = False) -> None:
+    """Add what an attempt wrote to its record, once.
 
-    `late`: its supervisor did not live to do it. What was written after the last sign of life is not the attempt's.
+    `late`: its supervisor was killed before it did. Then files that were written after the last
+    activity of the run do not count.
     """
-    record = read(folder, attempt)
+    record = read_inventory(folder, attempt)
     if record is None or record.written is not None:
         return
     last_ns = None
     if late:
-        last_ns = last_sign_of_life(folder, attempt) + int(AFTER_S * 1e9)
+        last_ns = last_activity_ns(folder, attempt) + int(AFTER_S * 1e9)
     with contextlib.suppress(OSError):
-        files.write_json(folder.inventory(attempt), _ended(record, last_ns).as_json())
+        completed = _with_written(record, last_ns)
+        files.write_json(folder.inventory(attempt), completed.as_json())
 
 
-def last_sign_of_life(folder: RunFolder, attempt: int) -> int:
-    """When a process of an attempt wrote anything last, in ns: its log, the probe's records, its heartbeat."""
-    paths = [folder.console(attempt), folder.exit(attempt), *folder.probe.glob("*.jsonl")]
+def last_activity_ns(folder: RunFolder, attempt: int) -> int:
+    """When a process of an attempt last wrote its log, the probe's records or its heartbeat."""
+    paths = [
+        folder.console(attempt),
+        folder.exit(attempt),
+        *folder.probe.glob("*.jsonl"),
+    ]
     output = rundir.read_manifest(folder).output
-    for granted in [] if output is None else lease.all_of(output):
-        own = Path(granted.run).name == folder.path.name
-        if own and files.read_json(granted.manifest).get("attempt") == attempt:
-            paths.append(granted.path)
+    if output is not None:
+        paths += _leases_of_attempt(output, folder, attempt)
     last = 0
     for path in paths:
         with contextlib.suppress(OSError):
@@ -180,19 +217,29 @@ def last_sign_of_life(folder: RunFolder, attempt: int) -> int:
     return last
 
 
-def _ended(record: Inventory, last_ns: int | None) -> Inventory:
-    until = time.monotonic() + DIGEST_S
+def _leases_of_attempt(output: Path, folder: RunFolder, attempt: int) -> Iterator[Path]:
+    for each in lease.all_leases(output):
+        if Path(each.run).name != folder.path.name:
+            continue
+        if files.read_json(each.manifest).get("attempt") == attempt:
+            yield each.path
+
+
+def _with_written(record: Inventory, last_ns: int | None) -> Inventory:
+    digest_until = time.monotonic() + DIGEST_S
     written = {}
-    with trees.opened(Path(record.output)) as root:
+    with trees.open_tree(Path(record.output)) as root:
         inode = os.fstat(root).st_ino
-        for entry in _trained(root, Budget(names=NAMES, seconds=END_S)):
-            state = of_status(entry.status)
+        budget = Budget(names=MAX_NAMES, seconds=END_S)
+        for entry in _trainer_files(root, budget):
+            state = file_state(entry.status)
             if not _is_new(record, entry.path, state):
                 continue
-            if last_ns is not None and max(state.mtime_ns, state.ctime_ns) > last_ns:
+            changed_ns = max(state.mtime_ns, state.ctime_ns)
+            if last_ns is not None and changed_ns > last_ns:
                 continue
-            if not state.link and time.monotonic() < until:
-                state = replace(state, digest=content_of(entry))
+            if not state.link and time.monotonic() < digest_until:
+                state = replace(state, digest=file_digest(entry))
             written[entry.path] = state
     return replace(record, inode=inode, written=written)
 
@@ -207,11 +254,11 @@ def _is_new(record: Inventory, path: str, state: FileState) -> bool:
     return earlier is None or not state.is_same(earlier)
 
 
-def content_of(entry: TreeEntry) -> str | None:
-    """The digest of a file; None where it is too large for one, or changes meanwhile."""
-    if entry.status.st_size > _LARGEST and not entry.name.endswith(".safetensors"):
+def file_digest(entry: TreeEntry) -> str | None:
+    """The digest of a file; None if it is too large for one, or changes meanwhile."""
+    if entry.status.st_size > _MAX_DIGEST_BYTES and not entry.name.endswith(".safetensors"):
         return None
-    # the descriptor stays with the folder, whatever is renamed
+    # through the open folder, whatever is renamed meanwhile
     path = Path(f"/proc/self/fd/{entry.parent}/{entry.name}")
     try:
         return digest.read(path)[0].digest
@@ -219,36 +266,31 @@ def content_of(entry: TreeEntry) -> str | None:
         return None
 
 
-def _trained(root: int, budget: Budget) -> Iterator[TreeEntry]:
-    """What lies in an output folder under names that trainers give: files and links, no folders."""
-
-    def into(entry: TreeEntry) -> bool:
-        below = "/" in entry.path
-        # PEFT gives an adapter a folder under the adapter's name
-        return below or layout.is_folder(entry.name) or _holds_adapter(entry)
-
-    for entry in trees.walk(root, budget, into):
-        named = layout.is_file(entry.name)
+def _trainer_files(root: int, budget: Budget) -> Iterator[TreeEntry]:
+    """The files and links in an output folder that have names a trainer gives."""
+    for entry in trees.walk(root, budget, _is_trainer_folder):
         if stat.S_ISLNK(entry.status.st_mode):
-            named = named or layout.is_folder(entry.name)
-        elif not stat.S_ISREG(entry.status.st_mode):
-            continue
-        if named:
+            if layout.is_file(entry.name) or layout.is_folder(entry.name):
+                yield entry
+        elif stat.S_ISREG(entry.status.st_mode) and layout.is_file(entry.name):
             yield entry
+
+
+def _is_trainer_folder(entry: TreeEntry) -> bool:
+    if "/" in entry.path or layout.is_folder(entry.name):
+        return True
+    # PEFT names the folder of an adapter after the adapter
+    return _holds_adapter(entry)
 
 
 def _holds_adapter(entry: TreeEntry) -> bool:
     try:
-        with trees.entered(entry.name, entry.parent) as below:
-            os.stat("adapter_config.json", dir_fd=below, follow_symlinks=False)
+        with trees.enter_folder(entry.name, entry.parent) as folder:
+            os.stat(
+                "adapter_config.json",
+                dir_fd=folder,
+                follow_symlinks=False,
+            )
     except OSError:
         return False
     return True
-
-
-def trained_within(output: Path, fits: Callable[[FileState], bool]) -> dict[str, FileState]:
-    """What lies in an output folder under trainers' names and `fits`: of runs without an inventory. Raises OSError."""
-    with trees.opened(output) as root:
-        budget = Budget(names=NAMES, seconds=END_S)
-        states = {entry.path: of_status(entry.status) for entry in _trained(root, budget)}
-    return {path: state for path, state in states.items() if fits(state)}

@@ -1,13 +1,14 @@
-"""Who trains into an output folder -> `Lease`: a file in that folder with an owner, a number and a heartbeat.
+"""Who trains into an output folder -> `Lease`: a file there with an owner, a number, a heartbeat.
 
-A run folder can vanish, a home or a host can be another one, and /proc shows one PID namespace: all who
-could train into a folder share that folder alone. Each start that gets it creates `lease-N.json`, N one
-above the last, which a file system lets only one process do. Its supervisor touches that file every few
-seconds, and stops its training once another lease is in force: N is a fencing number. Beside it lies
-`run-N.json`, the manifest of that start: what a resume has to know outlives the run folder.
+A run folder can be removed, homes and hosts differ, and /proc shows one PID namespace: the output
+folder is all that every possible trainer shares. Each start that gets it creates `lease-N.json`, N
+one above the last; a file system lets only one process do that. Its supervisor touches the file
+every few seconds, and stops its training once another lease is in force: N is a fencing token.
+Beside it lies `run-N.json`, the manifest of that start, so that a resume can be compared without
+the run folder.
 
-The files are where huggingface_hub never uploads from (DEFAULT_IGNORE_PATTERNS in its utils/_paths.py):
-the names of hosts are not for the model's page.
+The files are in a folder that huggingface_hub never uploads (DEFAULT_IGNORE_PATTERNS in its
+utils/_paths.py): the names of hosts do not belong on the model's page.
 """
 
 import contextlib
@@ -31,24 +32,30 @@ from launcher.runs import rundir
 from launcher.runs.record import Manifest, Record
 
 FOLDER = Path(".cache", "huggingface", "launch")  # below the output folder
-BEAT_S = 5.0  # seconds between two heartbeats
-SILENT_S = 60.0  # seconds without a heartbeat after which an owner on another machine has lost its lease
-_MODE = 0o644  # who shares the folder reads whose it is; nobody else writes it, whatever the umask
+BEAT_S = 5.0  # seconds between heartbeats
+SILENT_S = (
+    60.0  # seconds without a heartbeat after which an owner on another machine loses its lease
+)
+_MODE = 0o644  # all who share the folder read it, only its owner writes it, whatever the umask
 _NAME = re.compile(r"lease-([1-9][0-9]*)\.json\Z", re.ASCII)
 LARGEST_FENCE = 10**9  # starts into one folder; a higher number is nobody's
-_LARGEST = 65536
+_MAX_BYTES = 65536
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """`run` is the folder of the run that has it, `state` running or how that ended, with exit `code`."""
+    """The lease of the run folder `run`.
+
+    `state` is running, or how the run ended, with exit `code`. `last_beat` is in seconds since the
+    epoch, by the clock of the file system.
+    """
 
     path: Path
     run: str = ""
     owner: Identity | None = None
     state: str = "running"
     code: int | None = None
-    beaten: float = 0.0
+    last_beat: float = 0.0
 
     @property
     def fence(self) -> int:
@@ -63,205 +70,280 @@ class Lease:
         return self.path.with_name("lock")
 
     @property
-    def in_force(self) -> bool:
-        """Whether a run took the folder with it: it lives, or left its manifest, and nobody else wrote the lease."""
-        if not self.run or self.owner is None or self.fence > LARGEST_FENCE or not self._is_ours():
+    def is_in_force(self) -> bool:
+        """Whether a run took the folder with it: it lives, or left its manifest.
+
+        A file that somebody else may have written is not in force.
+        """
+        if not self.run or self.owner is None or self.fence > LARGEST_FENCE:
+            return False
+        if not self._is_trusted():
             return False
         if Manifest(rundir.read_json(self.manifest)).stage is not None:
             return True
-        return self.owner.lives() if self.owner.here() else self.beats()
+        if self.owner.is_local():
+            return self.owner.is_alive()
+        return self.is_beating()
 
-    def _is_ours(self) -> bool:
-        """Whether it is a file, no link, of this user, of root, or of whose folder this is, and theirs alone."""
+    def _is_trusted(self) -> bool:
+        """Whether only this user, root or the owner of the folder can have written the file."""
         try:
-            status, folder = self.path.lstat(), self.path.parent.stat()
+            status = self.path.lstat()
+            folder_owner = self.path.parent.stat().st_uid
         except OSError:
             return False
-        others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-        owners = (os.geteuid(), 0, folder.st_uid)
-        return stat.S_ISREG(status.st_mode) and status.st_uid in owners and not others
+        if not stat.S_ISREG(status.st_mode):
+            return False
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            return False
+        return status.st_uid in (os.geteuid(), 0, folder_owner)
 
     @property
-    def described(self) -> str:
-        owner = "an unknown host" if self.owner is None else self.owner.place
-        return f"started on {owner}"
+    def description(self) -> str:
+        if self.owner is None:
+            return "started on an unknown host"
+        return f"started on {self.owner.place}"
 
-    def silence(self) -> float | None:
-        """Seconds since the last heartbeat by the file system's clock: those of two machines are never compared."""
+    def silence_s(self) -> float | None:
+        """Seconds since the last heartbeat; None if the folder is not writable.
+
+        Both times are by the clock of the file system: the clocks of two machines may differ.
+        """
         import tempfile
 
-        with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=self.path.parent) as probe:
-            # a clock that was set back leaves the last heartbeat in the future
-            return abs(os.fstat(probe.fileno()).st_mtime - self.beaten)
+        with (
+            contextlib.suppress(OSError),
+            tempfile.TemporaryFile(dir=self.path.parent) as probe,
+        ):
+            # after a clock is set back, the last heartbeat is in the future
+            return abs(os.fstat(probe.fileno()).st_mtime - self.last_beat)
         return None
 
-    def beats(self) -> bool:
-        silence = self.silence() if self.state == "running" else None
-        return silence is not None and silence < SILENT_S
+    def is_beating(self) -> bool:
+        if self.state != "running":
+            return False
+        silence_s = self.silence_s()
+        return silence_s is not None and silence_s < SILENT_S
 
     def write(self) -> None:
-        content = {name: getattr(self, name) for name in ("run", "state")}
-        content |= {"returncode": self.code, "owner": self.owner and self.owner.as_json()}
+        owner = None
+        if self.owner is not None:
+            owner = self.owner.as_json()
+        content = {
+            "run": self.run,
+            "state": self.state,
+            "returncode": self.code,
+            "owner": owner,
+        }
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        files.write_bytes(self.path, json.dumps(content, indent=1).encode(), durable=True, mode=_MODE)
+        raw = json.dumps(content, indent=1).encode()
+        files.write_bytes(self.path, raw, durable=True, mode=_MODE)
 
-    def give_back(self) -> None:
-        """Discard it, unless a keeper has taken it over."""
-        last = read(self.path)
-        if last is not None and last.owner == self.owner:
-            self.discard()
+    def release(self) -> None:
+        """Delete it, unless a supervisor has taken it over."""
+        current = read_lease(self.path)
+        if current is not None and current.owner == self.owner:
+            self.delete()
 
-    def discard(self) -> None:
+    def delete(self) -> None:
         folder = self.path.parent
         with contextlib.suppress(OSError):
             self.path.unlink()
             self.manifest.unlink(missing_ok=True)
-            if not _fences(folder):
+            if not _fences_in(folder):
                 self.lock.unlink(missing_ok=True)
-                for empty in (folder, *folder.parents[: len(FOLDER.parts) - 1]):
+                for empty in (
+                    folder,
+                    *folder.parents[: len(FOLDER.parts) - 1],
+                ):
                     empty.rmdir()
 
 
-def read(path: Path) -> Lease | None:
-    """A lease; None where there is none. One that cannot be read has no known owner."""
+def read_lease(path: Path) -> Lease | None:
+    """A lease; None if there is none. An unreadable one has no known owner."""
     try:
-        # NFS asks its server for the times of a file when that is opened
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        # opening makes NFS ask its server for the times of a file
+        with open(path, "rb", opener=_open_nonblocking) as file:
             status = os.fstat(file.fileno())
-            raw = file.read(_LARGEST) if stat.S_ISREG(status.st_mode) else b""
+            raw = b""
+            if stat.S_ISREG(status.st_mode):
+                raw = file.read(_MAX_BYTES)
     except OSError:
         return None
     content = Record(rundir.parse_line(raw))
     return Lease(
         path=path,
         run=content.text("run") or "",
-        beaten=status.st_mtime,
-        owner=process.identity(content.part("owner")),
+        last_beat=status.st_mtime,
+        owner=process.parse_identity(content.part("owner")),
         state=content.text("state") or "running",
         code=content.number("returncode"),
     )
 
 
-def newest(output: Path | None) -> Lease | None:
+def _open_nonblocking(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def newest_lease(output: Path | None) -> Lease | None:
     """The lease that is, or was last, in force for an output folder."""
-    fences = [] if output is None else _fences(output / FOLDER)
-    return read(output / FOLDER / f"lease-{fences[-1]}.json") if output and fences else None
+    if output is None:
+        return None
+    fences = _fences_in(output / FOLDER)
+    if not fences:
+        return None
+    return read_lease(_lease_file(output, fences[-1]))
 
 
-def all_of(output: Path) -> list[Lease]:
-    """Every lease of an output folder that can be read, the oldest first."""
-    folder = output / FOLDER
+def all_leases(output: Path) -> list[Lease]:
+    """Every readable lease of an output folder, oldest first."""
     leases = []
-    for fence in _fences(folder):
-        granted = read(folder / f"lease-{fence}.json")
-        if granted is not None:
-            leases.append(granted)
+    for fence in _fences_in(output / FOLDER):
+        lease = read_lease(_lease_file(output, fence))
+        if lease is not None:
+            leases.append(lease)
     return leases
 
 
-def manifests(output: Path | None) -> list[Manifest]:
-    folder = Path() if output is None else output / FOLDER
-    found = [rundir.read_json(folder / f"run-{n}.json") for n in (_fences(folder) if output else ())]
-    return [Manifest(one) for one in found if one]
+def read_manifests(output: Path | None) -> list[Manifest]:
+    """The manifests that the starts into an output folder left there, oldest first."""
+    if output is None:
+        return []
+    manifests = []
+    for fence in _fences_in(output / FOLDER):
+        content = rundir.read_json(output / FOLDER / f"run-{fence}.json")
+        if content:
+            manifests.append(Manifest(content))
+    return manifests
 
 
-def _fences(folder: Path) -> list[int]:
-    return sorted(int(match[1]) for name in files.names(folder) if (match := _NAME.match(name)))
+def _lease_file(output: Path, fence: int) -> Path:
+    return output / FOLDER / f"lease-{fence}.json"
+
+
+def _fences_in(folder: Path) -> list[int]:
+    fences = []
+    for name in files.names(folder):
+        match = _NAME.match(name)
+        if match is not None:
+            fences.append(int(match[1]))
+    return sorted(fences)
 
 
 def require_free(output: Path | None) -> int:
-    """The number of a lease that begins now. Raises NotReady where somebody trains, or may train, into this folder.
+    """The number of the next lease. Raises NotReady if somebody trains, or may train, there.
 
-    Also where something else lies in the place of a lease, or of its folder.
+    Also if something else lies where a lease or its folder belongs.
     """
-    if output is not None:
-        _require_no_obstacle(output)
-    last = newest(output)
-    if output is None or last is None:
+    if output is None:
         return 1
-    if last.fence >= LARGEST_FENCE:
-        message = f"{last.path.name} has the highest number that a lease can have, and no run takes that many starts"
-        help = f"delete it: rm {shlex.quote(str(last.path))}"
-        raise not_ready("bad-lease", message, help, file=str(last.path))
-    # not the newest alone: a file that is no lease may lie above that of a run
-    for fence in reversed(_fences(output / FOLDER)):
-        lease = read(output / FOLDER / f"lease-{fence}.json")
-        if lease is not None and (why := held(lease)) is not None:
-            raise NotReady(_taken(lease, str(output), why))
-    return last.fence + 1
+    _require_no_obstacle(output)
+    newest = newest_lease(output)
+    if newest is None:
+        return 1
+    if newest.fence >= LARGEST_FENCE:
+        message = f"{newest.path.name} has the highest number that a lease can have, "
+        message += "and no run takes that many starts"
+        help = f"delete it: rm {shlex.quote(str(newest.path))}"
+        raise not_ready("bad-lease", message, help, file=str(newest.path))
+    # all of them: a file that is no lease may have a higher number than that of a run
+    for lease in reversed(all_leases(output)):
+        reason = reason_held(lease)
+        if reason is not None:
+            raise NotReady(_held_finding(lease, str(output), reason))
+    return newest.fence + 1
 
 
-def overtaking(mine: Lease) -> Lease | None:
-    """The lease that is in force in the place of an older one; None where none is."""
-    for fence in reversed(_fences(mine.path.parent)):
-        if fence <= mine.fence:
+def find_successor(own: Lease) -> Lease | None:
+    """A newer lease of another owner that is in force; None if there is none."""
+    for fence in reversed(_fences_in(own.path.parent)):
+        if fence <= own.fence:
             return None
-        lease = read(mine.path.with_name(f"lease-{fence}.json"))
-        if lease is not None and lease.owner != mine.owner and lease.in_force:
+        lease = read_lease(own.path.with_name(f"lease-{fence}.json"))
+        if lease is not None and lease.owner != own.owner and lease.is_in_force:
             return lease
     return None
 
 
 def _require_no_obstacle(output: Path) -> None:
-    """Raise NotReady where a lease could be neither read nor made: what is in the way, and what to do about it."""
+    """Raise NotReady if a lease could be neither read nor made."""
     folder = output / FOLDER
     for path in (*reversed(folder.parents), folder):
         if os.path.lexists(path) and not os.path.isdir(path):
             raise _obstacle(output, path, "a folder")
-    leases = [folder / f"lease-{fence}.json" for fence in _fences(folder)]
-    for path in (*leases, folder / "lock"):
-        # anything else counts as a lease that cannot be read, until it is silent for long enough
+    must_be_files = [folder / "lock"]
+    for fence in _fences_in(folder):
+        must_be_files.append(_lease_file(output, fence))
+    for path in must_be_files:
+        # any other kind counts as an unreadable lease until it has been silent for long enough
         if os.path.islink(path) or os.path.isdir(path):
             raise _obstacle(output, path, "a file")
 
 
 def _obstacle(output: Path, path: Path, needed: str) -> NotReady:
-    kind = "is something else"
-    if os.path.isdir(path):
-        kind = "is a folder"
-    elif os.path.isfile(path) and not os.path.islink(path):
-        kind = "is a file"
-    elif os.path.islink(path):
-        kind = f"is a link to {os.readlink(path)}"
-        if not os.path.exists(path):
-            kind += ", which leads nowhere"
-    message = f"{output} cannot be reserved for this run: {path} {kind}, and must be {needed}"
-    command = "rm -r" if os.path.isdir(path) and not os.path.islink(path) else "rm"
-    help = f"delete it ({command} {shlex.quote(str(path))}), or choose another output_dir"
+    message = f"{output} cannot be reserved for this run: {path} {_kind_of(path)}, "
+    message += f"and must be {needed}"
+    remove = "rm"
+    if os.path.isdir(path) and not os.path.islink(path):
+        remove = "rm -r"
+    help = f"delete it ({remove} {shlex.quote(str(path))}), or choose another output_dir"
     if path == output or path in output.parents:
         help = f"choose another output_dir, or put {needed} there"
     return not_ready("bad-lease", message, help, file=str(path))
 
 
-def outlast(output: Path, run: Path) -> None:
-    """Wait until the lease of an earlier attempt of this run counts no more: its job came back on another machine."""
+def _kind_of(path: Path) -> str:
+    if os.path.isdir(path):
+        return "is a folder"
+    if os.path.islink(path):
+        target = os.readlink(path)
+        if os.path.exists(path):
+            return f"is a link to {target}"
+        return f"is a link to {target}, which leads nowhere"
+    if os.path.isfile(path):
+        return "is a file"
+    return "is something else"
+
+
+def wait_for_expiry(output: Path, run: Path) -> None:
+    """Wait until the lease of an earlier attempt of this run expires.
+
+    Its job may have been queued again and started on another machine.
+    """
     until = time.monotonic() + SILENT_S + BEAT_S
     while time.monotonic() < until:
-        last = newest(output)
-        if last is None or last.run != str(run) or held(last) is None:
+        newest = newest_lease(output)
+        if newest is None or newest.run != str(run) or reason_held(newest) is None:
             return
         time.sleep(1)
 
 
-def held(last: Lease) -> str | None:
-    """Why a lease still counts, in words; None where its owner is known to be gone."""
-    if last.state != "running":
+def reason_held(lease: Lease) -> str | None:
+    """Why a lease still counts, for a message; None if its owner is known to be gone."""
+    if lease.state != "running":
         return None
-    owner, silence = last.owner, last.silence()
-    why = "" if silence is None else f", last heartbeat {silence:.0f} s ago"
-    if owner is not None and owner.lives():
-        return why
-    if last.run in process.marks() or is_locked(last.lock):
-        gone = owner is not None and owner.here()
-        return why + ("; its supervisor is gone, and its training continues" if gone else "")
-    if owner is not None and owner.here():
+    owner = lease.owner
+    silence_s = lease.silence_s()
+    last_beat = ""
+    if silence_s is not None:
+        last_beat = f", last heartbeat {silence_s:.0f} s ago"
+    if owner is not None and owner.is_alive():
+        return last_beat
+    owner_is_local = owner is not None and owner.is_local()
+    if lease.run in process.live_marks() or is_locked(lease.lock):
+        if owner_is_local:
+            return f"{last_beat}; its supervisor is gone, and its training continues"
+        return last_beat
+    if owner_is_local:
         return None
-    if silence is None:
+    if silence_s is None:
         return "; its heartbeat cannot be judged, as the folder is not writable"
-    # the machine was started anew since, or nobody here can look
-    gone = owner is not None and not owner.elsewhere()
-    allowed = 3 * BEAT_S if gone else SILENT_S
-    return None if silence >= allowed else f"{why} (without one for {allowed:.0f} s it is free)"
+    # an owner that is neither local nor remote is gone: its machine has rebooted
+    owner_is_gone = owner is not None and not owner.is_remote()
+    allowed_s = 3 * BEAT_S if owner_is_gone else SILENT_S
+    if silence_s >= allowed_s:
+        return None
+    return f"{last_beat} (without one for {allowed_s:.0f} s it is free)"
 
 
 def is_locked(lock_file: Path) -> bool:
@@ -270,34 +352,40 @@ def is_locked(lock_file: Path) -> bool:
     except OSError:
         return False
     try:
-        return locks.locked(lock, shared=True) is False
+        return locks.try_lock(lock, shared=True) is False
     finally:
         os.close(lock)
 
 
-def _taken(last: Lease, output: str, why: str) -> Finding:
-    name = Path(last.run).name or "another run"
-    there = " there" if last.owner is not None and last.owner.elsewhere() else ""
+def _held_finding(lease: Lease, output: str, reason: str) -> Finding:
+    name = Path(lease.run).name or "another run"
+    owner = lease.owner
+    where = ""
     stop = f"launch stop {name}"
-    if last.owner is not None and not os.path.isdir(last.run):
-        stop = f"its run folder is gone: kill {last.owner.pid}"
-    message = f"the run {name} trains into {output}: {last.described}{why}"
-    help = f"wait for it, stop it{there} ({stop}), or choose another output_dir"
-    return launch_finding("error", "run-is-live", message, help, file=last.run or str(last.path))
+    if owner is not None:
+        if owner.is_remote():
+            where = " there"
+        if not os.path.isdir(lease.run):
+            stop = f"its run folder is gone: kill {owner.pid}"
+    message = f"the run {name} trains into {output}: {lease.description}{reason}"
+    help = f"wait for it, stop it{where} ({stop}), or choose another output_dir"
+    file = lease.run or str(lease.path)
+    return launch_finding("error", "run-is-live", message, help, file=file)
 
 
-def take(output: Path, run: Path) -> Lease:
-    """Take the lease of an output folder. Raises NotReady where another has it, or the folder cannot be written."""
-    # the one above what was found free: whoever else found the same wants the same file
-    path = output / FOLDER / f"lease-{require_free(output)}.json"
+def acquire(output: Path, run: Path) -> Lease:
+    """Take the lease of an output folder. Raises NotReady if it is held, or cannot be written."""
+    # two starts that found the same number want the same file, and one of them gets it
+    path = _lease_file(output, require_free(output))
     lease = Lease(path=path, run=str(run), owner=process.identify(os.getpid()))
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, _MODE))
+        os.close(os.open(path, flags, _MODE))
         lease.write()
     except FileExistsError:
-        # another start was quicker by a moment
-        raise NotReady(_taken(read(path) or Lease(path=path), str(output), "")) from None
+        winner = read_lease(path) or Lease(path=path)
+        raise NotReady(_held_finding(winner, str(output), "")) from None
     except OSError as error:
         message = f"the output folder cannot be written: {error.strerror}"
         help = "choose another output_dir"
@@ -306,50 +394,57 @@ def take(output: Path, run: Path) -> Lease:
 
 
 @contextlib.contextmanager
-def kept(granted: Lease | None, overtaken: Callable[[Lease], None]) -> Iterator[Callable[[str, int], None]]:
-    """Keep a lease for this process, with a heartbeat of another thread's: whatever this one waits for.
+def heartbeat(
+    acquired: Lease | None, overtaken: Callable[[Lease], None]
+) -> Iterator[Callable[[str, int], None]]:
+    """Take a lease over for this process, and touch it from another thread.
 
-    Yields what says how the run ended; a NotReady says that nothing was trained: the lease is given back.
-    `overtaken` is called once, with the lease that is in force instead.
+    Yields a function that records how the run ended. On NotReady nothing was trained, and the lease
+    is deleted. `overtaken` is called once, with the lease that is in force instead.
     """
-    if granted is None:
+    if acquired is None:
         yield lambda _state, _code: None
         return
-    mine, over = replace(granted, owner=process.identify(os.getpid())), threading.Event()
-    # a full disk must not cost the run
+    own = replace(acquired, owner=process.identify(os.getpid()))
+    ended = threading.Event()
+    # a full disk must not end the run
     with contextlib.suppress(OSError):
-        mine.write()
-    threading.Thread(target=_beat, args=(mine, over, overtaken), daemon=True).start()
+        own.write()
+    threading.Thread(target=_beat, args=(own, ended, overtaken), daemon=True).start()
 
-    def end(state: str, code: int) -> None:
-        over.set()
+    def record_end(state: str, code: int) -> None:
+        ended.set()
         with contextlib.suppress(OSError):
-            replace(mine, state=state, code=code).write()
+            replace(own, state=state, code=code).write()
 
     try:
-        yield end
+        yield record_end
     except NotReady:
-        over.set()
-        mine.discard()
+        ended.set()
+        own.delete()
         raise
 
 
-def _beat(mine: Lease, over: threading.Event, overtaken: Callable[[Lease], None]) -> None:
-    manifest = rundir.read_json(mine.manifest)
-    while not over.wait(BEAT_S):
-        newer = overtaking(mine)
-        if newer is not None:
-            overtaken(newer)
+def _beat(
+    own: Lease,
+    ended: threading.Event,
+    overtaken: Callable[[Lease], None],
+) -> None:
+    manifest = rundir.read_json(own.manifest)
+    while not ended.wait(BEAT_S):
+        successor = find_successor(own)
+        if successor is not None:
+            overtaken(successor)
             return
         with contextlib.suppress(OSError):
-            if not mine.path.exists():
-                # somebody tidied the folder
-                mine.write()
-                files.write_json(mine.manifest, manifest)
-            os.utime(mine.path)
+            if not own.path.exists():
+                # somebody deleted it
+                own.write()
+                files.write_json(own.manifest, manifest)
+            os.utime(own.path)
 
 
 def keep_manifest(lease: Lease, manifest: Mapping[str, Any]) -> None:
-    """Keep the manifest of a start beside its lease; a full disk costs a comparison later, not the start."""
+    """Write the manifest of a start beside its lease. A full disk costs a later comparison only."""
     with contextlib.suppress(OSError):
         files.write_json(lease.manifest, manifest)

@@ -1,8 +1,8 @@
-"""Which folders the runs of this machine write into, and what lies inside or above one of them.
+"""Which folders the runs of this machine write into, and which lie inside or above one of them.
 
-Leases tell it of whatever was trained, by whom and from which machine ever: those above a folder lie on its path,
-those below are looked for. The state folder has a list beside, a line a run, which is read in a few milliseconds
-where manifests of ten thousand runs would take seconds.
+Leases in output folders tell of every run, of any user and machine: those above a folder lie on
+its path, those below are searched for. The state folder also has a list, one line a run, which is
+read in milliseconds where ten thousand manifests take seconds.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ from launcher.runs.lease import Lease
 from launcher.runs.rundir import RunFolder
 
 _LIST = "outputs.jsonl"
-_LONGEST = 2**26  # bytes of the list that are read: three hundred thousand runs
+_MAX_LIST_BYTES = 2**26  # three hundred thousand runs
 CATCH_UP_S = 0.5  # seconds that a start may take to read manifests that are not on the list yet
-START = (20_000, 1.0)  # names and seconds that a start looks through below an output folder
-# how `files.write_json` writes it, near the beginning of a manifest
+START_NAMES = 20_000  # names below an output folder that a start looks at
+START_S = 1.0  # seconds for that
+# `output` near the beginning of a manifest, as `files.write_json` writes it
 _OUTPUT = re.compile(rb'^  "output": ("(?:[^"\\]|\\.)*"|null),?$', re.MULTILINE)
-_HEAD = 4096
+_HEAD_BYTES = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Neighbour:
-    """Another run whose output lies `where` of a folder; `live` where it trains, or may train, into it now."""
+    """Another run whose output lies `where` of a folder; `live` if it trains, or may train, now."""
 
     output: Path
     run: str
@@ -51,39 +52,43 @@ class Neighbour:
 
     @property
     def gone(self) -> bool:
-        """Whether its run folder is no longer there: only its lease tells of it."""
+        """Whether its run folder was removed: only its lease tells of it."""
         return not os.path.isdir(self.run)
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
-    """A line of the list: a run folder, where it writes without links, and what the index of runs calls it."""
+class _ListedRun:
+    """A line of the list: a run folder, its canonical output, and its name in the index of runs."""
 
     run: str
     output: str | None
     entry: str
 
 
-def _row(run: str, output: str | None) -> _Row:
-    return _Row(run, output, rundir.entry_name(Path(run)))
+def _row_of(run: str, output: str | None) -> _ListedRun:
+    return _ListedRun(run, output, rundir.entry_name(Path(run)))
 
 
-def enter(run: Path, output: str | None) -> None:
-    """Note where a run writes, by its manifest."""
-    _append([_row(str(run.absolute()), _canonical(output))])
+def register_output(run: Path, output: str | None) -> None:
+    """Add a run to the list, with the output of its manifest."""
+    _append([_row_of(str(run.absolute()), _canonical(output))])
 
 
 def _canonical(output: str | None) -> str | None:
-    return None if output is None else str(canonical(Path(output)))
+    if output is None:
+        return None
+    return str(canonical(Path(output)))
 
 
-def _append(rows: Iterable[_Row]) -> None:
-    lines = "".join(json.dumps([row.run, row.output, row.entry]) + "\n" for row in rows)
+def _append(rows: Iterable[_ListedRun]) -> None:
+    lines = ""
+    for row in rows:
+        lines += json.dumps([row.run, row.output, row.entry]) + "\n"
     folder = rundir.state_folder()
-    # a read-only home costs time at the next start
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    # without a writable state folder the next start reads the manifests again
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         descriptor = os.open(folder / _LIST, flags, 0o600)
         try:
             os.write(descriptor, lines.encode())
@@ -91,105 +96,111 @@ def _append(rows: Iterable[_Row]) -> None:
             os.close(descriptor)
 
 
-def recorded(*, seconds: float | None = CATCH_UP_S) -> Mapping[str, str]:
-    """The output folder of every run that has one, by its run folder; without links in it.
-
-    Runs that are on no list are read from their manifests, the newest first, for so many seconds: the rest the next
-    time. None: all of them.
-    """
-    changed = _changes()
-    if changed == _last.changed:
-        return _last.found
-    rows = _read_list()
-    began = time.monotonic()
-    allowed = math.inf if seconds is None else seconds - _last.spent
-    added = []
-    whole = True
-    for run in _not_in(rows):
-        if time.monotonic() - began > allowed:
-            whole = False
-            break
-        added.append(_row(run, _output_of(run)))
-    _last.spent += time.monotonic() - began
-    if added:
-        _append(added)
-        changed = _changes()
-    _last.found = {row.run: row.output for row in (*rows, *added) if row.output is not None}
-    _last.changed = changed if whole else ()
-    return _last.found
-
-
-class _Last:
-    """What was read last: one command may ask for several stages."""
+class _OutputsCache:
+    """The last answer of `outputs_by_run`: one command may ask for several stages."""
 
     changed: tuple[int | None, ...] = ()
-    found: Mapping[str, str] = {}
-    spent: float = 0.0  # seconds on manifests, over all questions of this command
+    outputs: Mapping[str, str] = {}
+    spent_s: float = 0.0  # seconds on manifests, over all questions of this command
 
 
-_last = _Last()
+_cache = _OutputsCache()
 
 
-def _changes() -> tuple[int | None, ...]:
-    """Another value whenever a run was begun since, here or elsewhere."""
+def outputs_by_run(*, seconds: float | None = CATCH_UP_S) -> Mapping[str, str]:
+    """The canonical output folder of every run that has one, by its run folder.
+
+    Runs that are not on the list are read from their manifests, newest first, for at most `seconds`
+    (None: all of them); the next call continues.
+    """
+    changed = _change_stamp()
+    if changed == _cache.changed:
+        return _cache.outputs
+    rows = _read_list()
+    started = time.monotonic()
+    allowed_s = math.inf
+    if seconds is not None:
+        allowed_s = seconds - _cache.spent_s
+    added = []
+    complete = True
+    for run in _runs_not_in(rows):
+        if time.monotonic() - started > allowed_s:
+            complete = False
+            break
+        added.append(_row_of(run, _output_of(run)))
+    _cache.spent_s += time.monotonic() - started
+    if added:
+        _append(added)
+        changed = _change_stamp()
+    _cache.outputs = {row.run: row.output for row in [*rows, *added] if row.output is not None}
+    _cache.changed = changed if complete else ()
+    return _cache.outputs
+
+
+def _change_stamp() -> tuple[int | None, ...]:
+    """Another value whenever a run has started since, in this folder or elsewhere."""
     state = rundir.state_folder()
-    times: list[int | None] = [hash(str(state)), hash(str(rundir.runs_root()))]
-    for path in (state / _LIST, state / "runs", rundir.runs_root()):
+    root = rundir.runs_root()
+    stamp: list[int | None] = [hash(str(state)), hash(str(root))]
+    for path in (state / _LIST, state / "runs", root):
         try:
             status = os.stat(path)
         except OSError:
-            times.append(None)
+            stamp.append(None)
         else:
-            times += [status.st_mtime_ns, status.st_size]
-    return tuple(times)
+            stamp += [status.st_mtime_ns, status.st_size]
+    return tuple(stamp)
 
 
-def _read_list() -> list[_Row]:
+def _read_list() -> list[_ListedRun]:
     """The last line of each run."""
-    rows: dict[str, _Row] = {}
+    rows: dict[str, _ListedRun] = {}
     try:
-        raw = files.read_bytes(rundir.state_folder() / _LIST, _LONGEST)
+        raw = files.read_bytes(rundir.state_folder() / _LIST, _MAX_LIST_BYTES)
     except OSError:
         return []
     for line in raw.splitlines():
-        # a torn line costs that line
+        # a torn line is skipped
         with contextlib.suppress(ValueError, RecursionError):
-            row = _parsed(json.loads(line))
+            row = _parse_row(json.loads(line))
             if row is not None:
                 rows[row.run] = row
     return list(rows.values())
 
 
-def _parsed(line: object) -> _Row | None:
+def _parse_row(line: object) -> _ListedRun | None:
     if not isinstance(line, list) or len(line) != 3:
         return None
     run, output, entry = line
     if not isinstance(run, str) or not isinstance(entry, str):
         return None
-    return _Row(run, output if isinstance(output, str) else None, entry)
+    if not isinstance(output, str):
+        output = None
+    return _ListedRun(run, output, entry)
 
 
-def _not_in(rows: Iterable[_Row]) -> Iterator[str]:
-    """Run folders that are on no list, the newest first: of the runs folder here, then of the index."""
-    runs = {row.run for row in rows}
-    entries = {row.entry for row in rows}
+def _runs_not_in(rows: Iterable[_ListedRun]) -> Iterator[str]:
+    """Run folders that are not on the list, newest first: of the runs folder, then of the index."""
+    listed_runs = {row.run for row in rows}
+    listed_entries = {row.entry for row in rows}
     root = rundir.runs_root()
     for name in reversed(files.names(root)):
         run = f"{root}/{name}"
-        if run not in runs:
-            entries.add(rundir.entry_name(Path(run)))
+        if run not in listed_runs:
+            listed_entries.add(rundir.entry_name(Path(run)))
             yield run
     index = rundir.state_folder() / "runs"
     for name in reversed(files.names(index)):
-        if name not in entries:
+        if name not in listed_entries:
             with contextlib.suppress(OSError):
                 yield os.fsdecode(files.read_bytes(index / name))
 
 
 def _output_of(run: str) -> str | None:
+    """The canonical output of a run, from the beginning of its manifest if that has it."""
     try:
         with files.open_regular(Path(run, "run.json"), 0) as stream:
-            head = stream.read(_HEAD)
+            head = stream.read(_HEAD_BYTES)
     except OSError:
         return None
     match = _OUTPUT.search(head)
@@ -197,41 +208,57 @@ def _output_of(run: str) -> str | None:
         with contextlib.suppress(ValueError):
             return _canonical(json.loads(match[1]))
     output = rundir.read_manifest(RunFolder(Path(run))).output
-    return None if output is None else _canonical(str(output))
+    if output is None:
+        return None
+    return _canonical(str(output))
 
 
-def neighbours(
-    output: Path, own: Path, *, budget: Budget | None = None, seconds: float | None = CATCH_UP_S
+def find_neighbours(
+    output: Path,
+    own: Path,
+    *,
+    budget: Budget | None = None,
+    seconds: float | None = CATCH_UP_S,
 ) -> list[Neighbour]:
-    """Other runs whose output lies inside or above a folder, or is that folder.
+    """Other runs whose output is `output`, or lies inside or above it; live ones first.
 
-    `own` is the run folder that the folder belongs to. `budget` bounds the search for leases below, `seconds` that
-    in manifests. A run whose output is no longer there is none.
+    `own` is the run folder that `output` belongs to. `budget` limits the search for leases below,
+    `seconds` that in manifests. Outputs that were removed do not count.
     """
     place = canonical(output)
-    budget = budget or Budget(names=START[0], seconds=START[1])
-    found: dict[tuple[str, str], Neighbour] = {}
-    for other in (*_leased_above(place), *_leased_below(place, budget), *_listed(place, seconds)):
-        if _same_run(other.run, own):
+    budget = budget or Budget(names=START_NAMES, seconds=START_S)
+    candidates = [
+        *_leased_above(place),
+        *_leased_below(place, budget),
+        *_listed_neighbours(place, seconds),
+    ]
+    neighbours: dict[tuple[str, str], Neighbour] = {}
+    for neighbour in candidates:
+        if _is_same_run(neighbour.run, own):
             continue
-        key = (other.name, str(other.output))
-        if key not in found or other.live:
-            found[key] = other
-    return sorted(found.values(), key=lambda one: (not one.live, str(one.output)))
+        key = (neighbour.name, str(neighbour.output))
+        if key not in neighbours or neighbour.live:
+            neighbours[key] = neighbour
+    return sorted(neighbours.values(), key=_live_first)
 
 
-def _same_run(run: str, own: Path) -> bool:
-    # a run folder can be moved, and keeps its name
+def _live_first(neighbour: Neighbour) -> tuple[bool, str]:
+    return not neighbour.live, str(neighbour.output)
+
+
+def _is_same_run(run: str, own: Path) -> bool:
+    # a run folder that is moved keeps its name
     return Path(run).name == own.name
 
 
 def _leased_above(place: Path) -> Iterator[Neighbour]:
-    for above in (place, *place.parents):
-        yield from _of_leases(above, "here" if above == place else "above")
+    yield from _leased_in(place, "here")
+    for above in place.parents:
+        yield from _leased_in(above, "above")
 
 
 def _leased_below(place: Path, budget: Budget) -> Iterator[Neighbour]:
-    """Those nearest to the folder first, on its own file system, through no link."""
+    """Breadth first, on the file system of `place`, without following links."""
     try:
         device = os.lstat(place).st_dev
     except OSError:
@@ -240,53 +267,58 @@ def _leased_below(place: Path, budget: Budget) -> Iterator[Neighbour]:
     while waiting:
         folder = waiting.popleft()
         if folder != place:
-            yield from _of_leases(folder, "inside")
-        for below in _folders(folder, budget):
+            yield from _leased_in(folder, "inside")
+        for below in _folders_in(folder, budget):
             with contextlib.suppress(OSError):
                 if os.lstat(below).st_dev == device:
                     waiting.append(below)
 
 
-def _folders(folder: Path, budget: Budget) -> list[Path]:
-    found = []
-    with contextlib.suppress(OSError), os.scandir(folder) as listing:
-        for entry in listing:
+def _folders_in(folder: Path, budget: Budget) -> list[Path]:
+    folders = []
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
             if not budget.allows():
                 break
             if entry.is_dir(follow_symlinks=False):
-                found.append(folder / entry.name)
-    return found
+                folders.append(folder / entry.name)
+    return folders
 
 
-def _of_leases(output: Path, where: str) -> Iterator[Neighbour]:
-    """The runs that have leases in a folder, each once; only the newest can be live."""
-    last = lease.newest(output)
-    if last is None:
+def _leased_in(output: Path, where: str) -> Iterator[Neighbour]:
+    """The runs that have leases in a folder; only the newest can be live."""
+    newest = lease.newest_lease(output)
+    if newest is None:
         return
-    for granted in lease.all_of(output):
-        live = granted.path == last.path and lease.held(last) is not None
-        yield Neighbour(output=output, run=granted.run, where=where, live=live)
+    for each in lease.all_leases(output):
+        live = each.path == newest.path and lease.reason_held(newest) is not None
+        yield Neighbour(output=output, run=each.run, where=where, live=live)
 
 
-def _listed(place: Path, seconds: float | None) -> Iterator[Neighbour]:
-    text = str(place)
+def _listed_neighbours(place: Path, seconds: float | None) -> Iterator[Neighbour]:
     name = place.name.casefold()
-    for run, output in recorded(seconds=seconds).items():
-        where = _relation(output, text)
-        # a file system may not tell upper from lower case
-        alike = where is None and output.casefold().endswith(name)
-        if alike and trees.same_place(Path(output), place):
-            where = "here"
+    for run, output in outputs_by_run(seconds=seconds).items():
+        where = _position(output, str(place))
+        # a file system may ignore case
+        if where is None and output.casefold().endswith(name):
+            is_same = trees.same_place(Path(output), place)
+            where = "here" if is_same else None
         if where is None or not os.path.isdir(output):
             continue
-        # the list is a memory of manifests; the run may be gone, or write elsewhere since
-        now = rundir.read_manifest(RunFolder(Path(run))).output
-        if now is not None and str(canonical(now)) == output:
-            yield Neighbour(output=Path(output), run=run, where=where, live=False)
+        # the list may be outdated: the run may be gone, or write elsewhere since
+        current = rundir.read_manifest(RunFolder(Path(run))).output
+        if current is None or str(canonical(current)) != output:
+            continue
+        yield Neighbour(
+            output=Path(output),
+            run=run,
+            where=where,
+            live=False,
+        )
 
 
-def _relation(output: str, place: str) -> str | None:
-    """Where one folder lies of another, by their names without links."""
+def _position(output: str, place: str) -> str | None:
+    """Where a canonical folder lies of another; None if neither contains the other."""
     if output == place:
         return "here"
     if output.startswith(f"{place.rstrip('/')}/"):
@@ -297,14 +329,16 @@ def _relation(output: str, place: str) -> str | None:
 
 
 def require_apart(output: Path, own: Path) -> None:
-    """Raise NotReady where another run trains inside or above an output folder now."""
-    for other in neighbours(output, own, seconds=0.0):
-        if other.live and other.where != "here":
-            message = f"the run {other.name} trains into {other.output}, which lies {other.where} {output}"
-            help = f"wait for it, stop it (launch stop {other.name}), or choose another output_dir"
-            raise not_ready("run-is-live", message, help, file=other.run)
+    """Raise NotReady if another run trains inside or above an output folder now."""
+    for neighbour in find_neighbours(output, own, seconds=0.0):
+        if neighbour.live and neighbour.where != "here":
+            message = f"the run {neighbour.name} trains into {neighbour.output}, "
+            message += f"which lies {neighbour.where} {output}"
+            help = f"wait for it, stop it (launch stop {neighbour.name}), "
+            help += "or choose another output_dir"
+            raise not_ready("run-is-live", message, help, file=neighbour.run)
 
 
 def leases_of(output: Path, own: Path) -> list[Lease]:
-    """The leases that a run has in an output folder, the oldest first."""
-    return [granted for granted in lease.all_of(output) if _same_run(granted.run, own)]
+    """The leases that a run has in an output folder, oldest first."""
+    return [each for each in lease.all_leases(output) if _is_same_run(each.run, own)]

@@ -1,7 +1,7 @@
-"""Asking a training to save and end before its machine is taken away: the request, its answer, the limit.
+"""Ask a training to save and end before its machine is taken away.
 
-Both are files beside the probe's records, which every rank can read wherever it runs; the probe has their names and
-their content, too (`probe/watching/preemption.py`).
+The request and its answer are files beside the probe's records, which every rank can read. The
+probe uses the same names and content (`probe/watching/preemption.py`).
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from launcher.runs import rundir
 from launcher.runs.record import Record
 
 GRACE_S = 600.0
-"""Seconds that the step and its save may take; then the run is stopped without."""
-GRACE_VARIABLE = "LAUNCH_SAVE_GRACE"  # other such seconds
+"""Seconds for the current step and its save; then the run is stopped without a save."""
+GRACE_VARIABLE = "LAUNCH_SAVE_GRACE"  # overrides GRACE_S
 SAVE_BYTES_PER_S = 10**9
-"""What a save is taken to write in a second where nothing was measured: a shared file system, or one NVMe disk."""
+"""Assumed speed of a save where none was measured: a shared file system, or one NVMe disk."""
 
 
 def save_seconds(size: int) -> float:
-    """Seconds that a checkpoint of so many bytes takes, by an assumed speed."""
+    """Seconds that saving a checkpoint of `size` bytes takes, at the assumed speed."""
     return size / SAVE_BYTES_PER_S
 
 
-def grace(text: str | None) -> float:
-    """Seconds that are left for a save, as text. Raises UsageError where it is none."""
+def parse_save_grace(text: str | None) -> float:
+    """The value of GRACE_VARIABLE in seconds. Raises UsageError if it is no such number."""
     if not text:
         return GRACE_S
     try:
@@ -40,16 +40,20 @@ def grace(text: str | None) -> float:
         seconds = -1.0
     if not 0 <= seconds <= LARGEST:
         help = f"seconds until a run that was to save is stopped without: {GRACE_VARIABLE}=120"
-        raise usage("bad-grace", f"`{brief(text)}` is not a number of seconds", help)
+        raise usage(
+            "bad-grace",
+            f"`{brief(text)}` is not a number of seconds",
+            help,
+        )
     return seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveRequest:
-    """How an attempt is asked to save and end within `grace_s` seconds; `folder` holds the probe's records.
+    """Asks an attempt to save and end within `grace_s` seconds; `folder` holds the probe's records.
 
-    `on_term` is whether TERM asks for it. In a job of Slurm's it does not: that tells every process of the job, and
-    the training is gone before it could save.
+    `on_term`: SIGTERM asks for it too. Not in a Slurm job: there TERM goes to every process, and
+    the training ends before it could save.
     """
 
     folder: Path
@@ -63,11 +67,11 @@ class SaveRequest:
         files.write_json(self.folder / "save.json", {"attempt": self.attempt})
 
     def is_heard(self) -> bool:
-        """Whether the training is there to hear; until then it has done nothing that could be saved."""
+        """Whether the probe listens; before that there is nothing to save."""
         return self._names_attempt("listens.json")
 
     def is_written(self) -> bool:
-        """Whether the save was requested, by whoever it was."""
+        """Whether anybody has asked, on any machine of the run."""
         return self._names_attempt("save.json")
 
     def is_answered(self) -> bool:
@@ -75,18 +79,18 @@ class SaveRequest:
         return self._names_attempt("saved.json")
 
     def _names_attempt(self, name: str) -> bool:
-        return Record(rundir.read_json(self.folder / name)).number("attempt") == self.attempt
+        record = Record(rundir.read_json(self.folder / name))
+        return record.number("attempt") == self.attempt
 
 
-def request_for(env: Mapping[str, str], attempt: int) -> SaveRequest | None:
-    """How to ask the training that a command's own environment `env` starts; None where nothing in it would answer."""
-    settings = attempts.probe_settings(env)
-    folder = settings.text("out")
+def save_request(env: Mapping[str, str], attempt: int) -> SaveRequest | None:
+    """The request for the training that a command with `env` starts; None without a probe."""
+    folder = attempts.probe_settings(env).text("out")
     if folder is None:
         return None
     return SaveRequest(
         folder=Path(folder),
         attempt=attempt,
-        grace_s=grace(os.environ.get(GRACE_VARIABLE)),
+        grace_s=parse_save_grace(os.environ.get(GRACE_VARIABLE)),
         on_term="SLURM_JOB_ID" not in os.environ,
     )

@@ -1,4 +1,4 @@
-"""JSON objects that a run wrote: they may be torn, edited, or of another version. `Manifest` is that of `run.json`."""
+"""JSON objects that a run wrote. They may be torn or edited. `Manifest` reads `run.json`."""
 
 from __future__ import annotations
 
@@ -13,40 +13,50 @@ from launcher.machine import codec
 from launcher.machine.codec import Count, Misfit, Omission
 
 _T = TypeVar("_T")
-LARGEST_WORLD = 100_000  # processes of a run; whatever names more is no record of one
-UNREADABLE = "unknown"  # what was expected, where the record has no word for it: nothing proves that
+LARGEST_WORLD = 100_000  # processes of a run; a record that names more is damaged
+UNREADABLE = "unknown"  # an expectation that cannot be read: nothing proves it
 
 
 class Record(dict[str, Any]):
-    """What is not there, or of another type, reads as None or as empty."""
+    """A JSON object. What is missing, or of another type, reads as None or as empty."""
 
     def value(self, *keys: str) -> Any:
-        found: Any = self
+        value: Any = self
         for key in keys:
-            found = found.get(key) if isinstance(found, dict) else None
-        return found
+            if not isinstance(value, dict):
+                return None
+            value = value.get(key)
+        return value
 
     def part(self, *keys: str) -> Record:
-        found = self.value(*keys)
-        return Record(found) if isinstance(found, dict) else Record()
+        value = self.value(*keys)
+        if isinstance(value, dict):
+            return Record(value)
+        return Record()
 
     def items_of(self, *keys: str) -> list[Any]:
-        found = self.value(*keys)
-        return found if isinstance(found, list) else []
+        value = self.value(*keys)
+        if isinstance(value, list):
+            return value
+        return []
 
     def text(self, *keys: str) -> str | None:
-        found = self.value(*keys)
-        return found if isinstance(found, str) else None
+        value = self.value(*keys)
+        if isinstance(value, str):
+            return value
+        return None
 
     def number(self, *keys: str) -> int | None:
-        """A whole number from 0 on: everything that is counted here."""
-        number: int | None = codec.fit(self.value(*keys), Count)
+        """A whole number that is not negative."""
+        number: int | None = codec.fit_value(self.value(*keys), Count)
         return number
 
     def figure(self, *keys: str) -> float | None:
         """A finite number."""
-        number: float | None = codec.fit(self.value(*keys), float)
-        return number if number is not None and abs(number) <= sys.float_info.max else None
+        number: float | None = codec.fit_value(self.value(*keys), float)
+        if number is None or abs(number) > sys.float_info.max:
+            return None
+        return number
 
 
 Json = Mapping[str, object]
@@ -54,14 +64,15 @@ Json = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """What `run.json` holds, as launch writes it: everything that was decided before the start of an attempt.
+    """What launch writes into `run.json`: everything that was decided before an attempt starts.
 
-    `output` is the folder of this run, `asked_output` that of the stage file where it is another one. `tracked`: it
-    reports to W&B. `args` are value and origin of every argument, `env` the names of the variables that the command
-    adds, `contents` the digests of what it reads, `samples` the number of prompts that the model answers at the end.
-    `launch_argv` is what was typed, None where a program called launch.
-    `trackers` are the runs of W&B and the like that a resume continues; left out where there are none. `script` is the
-    key of the script where it is not the stage's own.
+    `output` is the folder of this run, `asked_output` that of the stage file if it is another one.
+    `tracked`: the run reports to W&B. `args` are value and origin of every argument, `env` the
+    names of the variables that the command adds, `contents` the digests of what it reads,
+    `samples` the number of prompts that the model answers at the end. `launch_argv` is what was
+    typed; None if a program called launch. `trackers` are the runs of W&B and the like that a
+    resume continues; left out if there are none. `script` is the key of the script if it is not
+    the stage's own.
     """
 
     schema_version: int = 1
@@ -106,7 +117,7 @@ class RunRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchRecord:
-    """The part of `plan` that every run has: how rows make a step, how many rows the data have, and the steps.
+    """The part of `plan` that every run has: rows of the data, rows of a step, and steps.
 
     `global_batch` is the rows of a step, `per_device` those of one forward pass on a device.
     """
@@ -125,13 +136,14 @@ class BatchRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanRecord(BatchRecord):
-    """`plan` of `run.json`, and what `launch plan` says of one number of GPUs. What is not known is None.
+    """`plan` of `run.json`, and what `launch plan` says of one number of GPUs; None is unknown.
 
-    `memory_gib` is the `peak` of a GPU, its parts, and the `moment` of it, a text that is not read back. `spare_gib`
-    are left on the card, below 0 missing. `tokens_per_step` and `tokens_per_second` are those of all GPUs without
-    padding, `padding_share` the share that padding has. `cost` is in the currency of the price. `disk_gib` are the
-    sizes of the `model` and a `checkpoint`, and the `most` that lies there at a time. `fit` is the largest split of
-    the batch that fits. `why` are the allocations of memory by moment, left out where nobody asked.
+    `memory_gib` is the `peak` of a GPU, its parts, and its `moment`, a text that is not read back.
+    `spare_gib` is what remains on the card; negative if memory is missing. `tokens_per_step` and
+    `tokens_per_second` are those of all GPUs without padding, `padding_share` is the share of
+    padding. `cost` is in the currency of the price. `disk_gib` are the sizes of the `model` and a
+    `checkpoint`, and the `most` on disk at a time. `fit` is the largest split of the batch that
+    fits. `why` are the allocations of memory by moment; left out unless requested.
     """
 
     tokens_per_step: float | None = None
@@ -157,8 +169,11 @@ class PlanRecord(BatchRecord):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeRecord:
-    """What is read back of `resume`: where the attempt went on, the checkpoints that it left where they were, the one
-    that the stage file named, and what had changed."""
+    """What is read back of `resume`.
+
+    `step` is where the attempt continued, `kept` the checkpoints that it left in place, `requested`
+    the one that the stage file named, `changes` what differed from the attempt before.
+    """
 
     step: Count | None = None
     kept: list[str] = field(default_factory=list)
@@ -168,7 +183,7 @@ class ResumeRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpstreamRecord:
-    """What is read back of `upstream`: which source trained, and whether it was the pin."""
+    """What is read back of `upstream`: the source that trained, and whether it was the pin."""
 
     pinned: bool | None = None
     version: str | None = None
@@ -178,7 +193,7 @@ class UpstreamRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSpeedRecord:
-    """What is read back of `deepspeed`: its release, and the settings that gradients depend on."""
+    """What is read back of `deepspeed`: its version, and settings that gradients depend on."""
 
     version: str | None = None
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -195,11 +210,11 @@ class MachineRecord:
 
 
 class _Field(Generic[_T]):
-    """A field of `RunRecord` as it is read back, under its own name or `key`."""
+    """A field of `RunRecord`, read back by a function of the manifest and the field's name."""
 
-    def __init__(self, read: Callable[..., _T], key: str | None = None) -> None:
+    def __init__(self, read: Callable[[Manifest, str], _T], key: str = "") -> None:
         self.read = read
-        self.key = key or ""
+        self.key = key
 
     def __set_name__(self, _owner: type[Manifest], name: str) -> None:
         self.key = self.key or name
@@ -210,31 +225,22 @@ class _Field(Generic[_T]):
         return self.read(manifest, self.key)
 
 
-class _ObjectField(Generic[_T]):
-    """A field of `RunRecord` that is an object, as the dataclass of what is read back of it."""
+def _read_as(kind: type[_T]) -> Callable[[Manifest, str], _T]:
+    def read(manifest: Manifest, key: str) -> _T:
+        return codec.read_record(kind, manifest.part(key))
 
-    def __init__(self, kind: type[_T]) -> None:
-        self.kind = kind
-        self.key = ""
-
-    def __set_name__(self, _owner: type[Manifest], name: str) -> None:
-        self.key = name
-        if name not in RunRecord.__annotations__:
-            raise TypeError(f"run.json has no `{name}`")
-
-    def __get__(self, manifest: Manifest, _owner: type[Manifest]) -> _T:
-        return codec.read(self.kind, manifest.part(self.key))
+    return read
 
 
 class Manifest(Record):
-    """`run.json` as it is read back: whatever is missing or damaged, see `RunRecord`."""
+    """`run.json` as it is read back; `RunRecord` says what the fields hold."""
 
     created = _Field(Record.text)
     stage = _Field(Record.text)
     backend = _Field(Record.text)
     script = _Field(Record.text)
     cwd = _Field(Record.text)
-    # the output folder that the stage file names, where that is not the one of the run
+    # the output folder that the stage file names, if that is not the one of the run
     requested_output = _Field(Record.text, "asked_output")
     attempt = _Field(Record.number)
     args = _Field(Record.part)
@@ -242,11 +248,11 @@ class Manifest(Record):
     samples = _Field(Record.number)
     contents = _Field(Record.items_of)
     caches = _Field(Record.items_of)
-    plan = _ObjectField(PlanRecord)
-    resume = _ObjectField(ResumeRecord)
-    upstream = _ObjectField(UpstreamRecord)
-    trainer = _ObjectField(TrainerRecord)
-    machine = _ObjectField(MachineRecord)
+    plan = _Field(_read_as(PlanRecord))
+    resume = _Field(_read_as(ResumeRecord))
+    upstream = _Field(_read_as(UpstreamRecord))
+    trainer = _Field(_read_as(TrainerRecord))
+    machine = _Field(_read_as(MachineRecord))
 
     def argument(self, name: str) -> Any:
         return self.args.value(name, "value")
@@ -294,46 +300,64 @@ class Manifest(Record):
     @property
     def deepspeed(self) -> DeepSpeedRecord | None:
         """None without DeepSpeed."""
-        found = self.part("deepspeed")
-        return codec.read(DeepSpeedRecord, found) if found else None
+        part = self.part("deepspeed")
+        if not part:
+            return None
+        return codec.read_record(DeepSpeedRecord, part)
 
     @property
     def output(self) -> Path | None:
-        path: Path | None = codec.fit(self.value("output"), Path)
+        path: Path | None = codec.fit_value(self.value("output"), Path)
         return path
 
     @property
     def processes(self) -> int | None:
-        """How many train; None where that is unknown, or more than there can be."""
+        """How many processes train; None if that is unknown or above LARGEST_WORLD."""
         plan = self.plan
         if plan.gpus is None:
             return None
         count = max(1, plan.gpus) * (plan.nodes or 1)
-        return count if count <= LARGEST_WORLD else None
+        if count > LARGEST_WORLD:
+            return None
+        return count
 
     @property
     def expected(self) -> Mapping[str, str | None] | None:
-        """What was expected of each point, UNREADABLE where that is no word; None where nothing was recorded."""
-        found = self.get("expect")
-        if not isinstance(found, dict):
+        """What was expected of each point; None if nothing was recorded.
+
+        UNREADABLE stands for what is not a word.
+        """
+        expectations = self.get("expect")
+        if not isinstance(expectations, dict):
             return None
-        return {name: state if isinstance(state, str | None) else UNREADABLE for name, state in found.items()}
+        expected: dict[str, str | None] = {}
+        for point, state in expectations.items():
+            readable = state is None or isinstance(state, str)
+            expected[point] = state if readable else UNREADABLE
+        return expected
 
     def left_out(self) -> list[Omission]:
-        """What is not used of it, because it is of another type than launch wrote."""
-        faults: list[Omission] = []
+        """The values that are not used because they have another type than launch writes."""
+        omissions: list[Omission] = []
         for name, kind in typing.get_type_hints(RunRecord, include_extras=True).items():
-            if name in self:
-                try:
-                    codec.reader(kind)(self[name], name, faults)
-                except Misfit as misfit:
-                    codec.note(faults, name, self[name], misfit)
-        return faults
+            if name not in self:
+                continue
+            try:
+                codec.reader_of(kind)(self[name], name, omissions)
+            except Misfit as misfit:
+                codec.note_omission(omissions, name, self[name], misfit)
+        return omissions
 
 
-def mapping(value: object) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
+def as_mapping(value: object) -> Mapping[str, Any]:
+    """The value if it is a mapping, else an empty one."""
+    if isinstance(value, Mapping):
+        return value
+    return {}
 
 
-def listed(value: object) -> Sequence[Any]:
-    return value if isinstance(value, list | tuple) else []
+def as_list(value: object) -> Sequence[Any]:
+    """The value if it is a list or a tuple, else an empty list."""
+    if isinstance(value, list | tuple):
+        return value
+    return []

@@ -31,9 +31,11 @@ from launcher.runs.record import Manifest
 from launcher.runs.summaries import RunSummary
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
-_NONE = "none"
-OWN = 0o755  # the mode of run folders, whatever the umask: what others could write is not run
-_NUMBERED = re.compile(r"(?:console|exit)(?:\.([1-9][0-9]{0,3}))?\.(?:log|json)\Z")
+_NO_VERDICT = "none"  # in place of a digest
+_PENDING = "untold"  # in the mark of an attempt: `--on-finish` is still to be called
+OWN = 0o755  # the mode of run folders, whatever the umask: nothing is run that others can write
+_ATTEMPT_FILE = re.compile(r"(?:console|exit)(?:\.([1-9][0-9]{0,3}))?\.(?:log|json)\Z")
+_MAX_NAME_CHARS = 100
 
 
 class _RunFile:
@@ -48,10 +50,15 @@ class _AttemptFile:
     """A file of one attempt: `console.log` of the first, `console.2.log` of the second."""
 
     def __init__(self, stem: str, suffix: str) -> None:
-        self.stem, self.suffix = stem, suffix
+        self.stem = stem
+        self.suffix = suffix
 
     def __get__(self, folder: RunFolder, _owner: type[RunFolder]) -> Callable[[int], Path]:
-        return lambda n: folder.path / f"{self.stem}{'' if n == 1 else f'.{n}'}.{self.suffix}"
+        def path_of(attempt: int) -> Path:
+            number = "" if attempt == 1 else f".{attempt}"
+            return folder.path / f"{self.stem}{number}.{self.suffix}"
+
+        return path_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,43 +67,72 @@ class RunFolder:
 
     path: Path
 
-    manifest = _RunFile("run.json")  # everything that was decided before the start
-    probe = _RunFile("probe")  # one `rank-N.jsonl` a training process
-    metrics = _RunFile("metrics.jsonl")  # one line a step, over all attempts
-    usage = _RunFile("usage.jsonl")  # how busy the machine was meanwhile, a line a few seconds
+    # everything that was decided before the start
+    manifest = _RunFile("run.json")
+    # one `rank-N.jsonl` per training process
+    probe = _RunFile("probe")
+    # one line a step, over all attempts
+    metrics = _RunFile("metrics.jsonl")
+    # how busy the machine was meanwhile, a line every few seconds
+    usage = _RunFile("usage.jsonl")
     verdict = _RunFile("verdict.json")
-    process = _RunFile("process.json")  # which process the attempt that began last is
-    lock = _RunFile("lock")  # held, through the kernel, by the process of the attempt that runs
-    start = _RunFile("start.json")  # what the keeper of the next attempt starts, environment included; mode 0600
-    stage_file = _RunFile("stage.yaml")  # as it was resolved: `launch sft RUN/stage.yaml` starts it again
-    deepspeed = _RunFile("deepspeed.json")  # the DeepSpeed config that was used, where it is none that ships
-    stop = _RunFile("stop.json")  # the request to stop this attempt, and how
-    diary = _RunFile("keeper.log")  # what the keeper had to say, and what the command at the end printed
+    # the processes of the attempt that began last
+    process = _RunFile("process.json")
+    # held, through the kernel, by the process of the attempt that runs
+    lock = _RunFile("lock")
+    # what the supervisor of the next attempt starts, with the whole environment; mode 0600
+    start = _RunFile("start.json")
+    # the resolved stage file: `launch sft RUN/stage.yaml` starts it again
+    stage_file = _RunFile("stage.yaml")
+    # the DeepSpeed config of the run, unless it ships with launch
+    deepspeed = _RunFile("deepspeed.json")
+    # the request to stop an attempt, and how
+    stop = _RunFile("stop.json")
+    # the output of the supervisor and of the `--on-finish` command
+    supervisor_log = _RunFile("keeper.log")
     report = _RunFile("report.html")
-    samples = _RunFile("samples.json")  # answers before and after the training, where the stage file has `samples`
-    checksums = _RunFile("checksums.json")  # digests of the files of every checkpoint that was complete
-    job = _RunFile("slurm.json")  # which job of Slurm's the run was submitted as
-    console = _AttemptFile("console", "log")  # what the training processes wrote, raw
-    exit = _AttemptFile("exit", "json")  # how the attempt ended
-    # arguments of the attempt that no flag of the trainer can carry, for its `--config`
+    # answers before and after training, if the stage file has `samples`
+    samples = _RunFile("samples.json")
+    # digests of the files of every checkpoint that was complete
+    checksums = _RunFile("checksums.json")
+    # the Slurm job that the run was submitted as
+    job = _RunFile("slurm.json")
+    # the raw output of the training processes
+    console = _AttemptFile("console", "log")
+    # how the attempt ended
+    exit = _AttemptFile("exit", "json")
+    # arguments that no flag of the trainer can carry, for its `--config`
     trainer_config = _AttemptFile("trainer", "yaml")
-    inventory = _AttemptFile("written", "json")  # what the attempt found in its output folder, and what it left there
-    inputs = _AttemptFile("inputs", "json")  # what of data and model changed between start and end
-    # there once somebody sees to the end of the attempt, and locked until that is done
+    # what was in the output folder at the start, and what the attempt wrote there
+    inventory = _AttemptFile("written", "json")
+    # what changed of data and model during the attempt
+    inputs = _AttemptFile("inputs", "json")
+    # exists once the end of the attempt is handled; locked until that is done
     concluded = _AttemptFile(".concluded", "mark")
 
     def node(self, rank: int) -> RunFolder:
-        """What machine number `rank` keeps to itself: its log, its processes, its lock, its end."""
-        return RunFolder(self.path / f"node{rank}") if rank else self
+        """The folder of machine number `rank`: its log, processes, lock and exit."""
+        if rank == 0:
+            return self
+        return RunFolder(self.path / f"node{rank}")
 
     def nodes(self) -> list[RunFolder]:
-        others = sorted(self.path.glob("node[1-9]*"), key=lambda path: (len(path.name), path.name))
-        return [self, *map(RunFolder, others)]
+        workers = sorted(self.path.glob("node[1-9]*"), key=_by_number)
+        return [self, *(RunFolder(path) for path in workers)]
 
     def attempts(self) -> int:
-        """How many attempts have begun; a log that was tidied away still counts."""
-        found = map(_NUMBERED.match, files.names(self.path))
-        return max((int(match[1] or 1) for match in found if match), default=0)
+        """How many attempts have begun; one whose log was deleted counts if a later one has."""
+        last = 0
+        for name in files.names(self.path):
+            match = _ATTEMPT_FILE.match(name)
+            if match is not None:
+                last = max(last, int(match[1] or 1))
+        return last
+
+
+def _by_number(path: Path) -> tuple[int, str]:
+    """The sort key by which `node10` follows `node9`."""
+    return len(path.name), path.name
 
 
 def runs_root() -> Path:
@@ -108,45 +144,58 @@ def state_folder() -> Path:
     return Path(base) / "launch"
 
 
-def choose(stage: str, name: str, output: Path | None, root: Path, *, rank: int = 0) -> tuple[RunFolder, int]:
-    """The newest run into this output, else a free name for one, not made; and the next attempt of this `rank`."""
-    # as a manifest holds it
-    wanted = None if output is None else canonical(Path(redact(str(output))))
-    for folder in _runs_into(wanted, root) if wanted is not None else ():
-        record = read_manifest(folder)
-        if record.stage == stage and record.output is not None and canonical(record.output) == wanted:
-            return folder, folder.node(rank).attempts() + 1
+def choose_folder(
+    stage: str,
+    name: str,
+    output: Path | None,
+    root: Path,
+    *,
+    rank: int = 0,
+) -> tuple[RunFolder, int]:
+    """The folder and the number of the next attempt on machine `rank`.
+
+    That is the newest run of this stage into `output`, else a folder that does not exist yet.
+    """
+    if output is not None:
+        # redacted, as in the manifest
+        wanted = canonical(Path(redact(str(output))))
+        for folder in _runs_into(wanted, root):
+            manifest = read_manifest(folder)
+            if manifest.stage != stage or manifest.output is None:
+                continue
+            if canonical(manifest.output) == wanted:
+                return folder, folder.node(rank).attempts() + 1
     return free_folder(root, stage, name), 1
 
 
 def _runs_into(output: Path, root: Path) -> Iterator[RunFolder]:
-    """The runs that may have trained into a canonical folder, the newest first."""
+    """The runs that may have trained into a canonical folder, newest first."""
     for summary in summarize(newest_first(root)):
         if summary.output is None:
             continue
-        # a link may lead elsewhere since
+        # links may have changed since the summary: a run of that name is a candidate too
         same_name = Path(summary.output).name == output.name
         if same_name or summary.canonical_output == str(output):
             yield RunFolder(summary.path)
 
 
-def new_folder(root: Path, kind: str, name: str) -> Path:
-    """Make a folder for a new run, or several together: `<UTC time>-<kind>-<name>`. Raises NotReady."""
+def make_folder(root: Path, kind: str, name: str) -> Path:
+    """Make a new folder `<UTC time>-<kind>-<name>` for one or several runs. Raises NotReady."""
     return reserve(free_folder(root, kind, name)).path
 
 
 def free_folder(root: Path, kind: str, name: str) -> RunFolder:
-    """A name that no run here has: `<UTC time>-<kind>-<name>`. Nothing is made."""
-    now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
-    stem = f"{now}-{kind}-{dashed(redact(name)).strip('-')[:100] or 'run'}"
-    for path in _numbered(root / stem):
+    """A folder `<UTC time>-<kind>-<name>` that does not exist. Nothing is made."""
+    time = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
+    safe_name = replace_unsafe(redact(name)).strip("-")[:_MAX_NAME_CHARS] or "run"
+    for path in _numbered(root / f"{time}-{kind}-{safe_name}"):
         if not path.exists():
             return RunFolder(path)
     raise AssertionError("there is a number for every folder")
 
 
 def reserve(folder: RunFolder) -> RunFolder:
-    """Make the folder of a new run, or one beside it where another start took its name. Raises NotReady."""
+    """Make a run folder, under another number if the name was taken meanwhile. Raises NotReady."""
     for path in _numbered(folder.path):
         with writing(path):
             path.parent.mkdir(OWN, parents=True, exist_ok=True)
@@ -157,18 +206,18 @@ def reserve(folder: RunFolder) -> RunFolder:
 
 
 def _numbered(path: Path) -> Iterator[Path]:
-    """A path, and with `-2`, `-3` and so on at its end."""
+    """A path, then with `-2`, `-3` and so on appended."""
     yield path
     for number in itertools.count(2):
         yield path.with_name(f"{path.name}-{number}")
 
 
-def dashed(text: str) -> str:
+def replace_unsafe(text: str) -> str:
+    """The text with a dash for whatever is not plain in a file name."""
     return _UNSAFE.sub("-", text)
 
 
-def release(folder: RunFolder) -> None:
-    """Remove a reserved folder that nothing was written into."""
+def remove_if_empty(folder: RunFolder) -> None:
     with contextlib.suppress(OSError):
         folder.path.rmdir()
 
@@ -181,7 +230,7 @@ def not_writable(path: Path, reason: str | None) -> NotReady:
 
 @contextlib.contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """Raises NotReady in the place of an OSError inside."""
+    """Turn an OSError inside into NotReady."""
     try:
         yield
     except OSError as error:
@@ -190,8 +239,9 @@ def writing(folder: Path) -> Iterator[None]:
 
 def newest_first(root: Path) -> Iterator[RunFolder]:
     for name in reversed(files.names(root)):
-        if os.path.isfile(f"{root}/{name}/run.json"):
-            yield RunFolder(root / name)
+        folder = root / name
+        if is_run(folder):
+            yield RunFolder(folder)
 
 
 def read_manifest(folder: RunFolder) -> Manifest:
@@ -199,106 +249,135 @@ def read_manifest(folder: RunFolder) -> Manifest:
 
 
 def read_kept_manifest(folder: RunFolder, attempt: int) -> Manifest:
-    return Manifest(read_json(folder.path / f"run.{attempt}.json"))
+    """The manifest of an earlier attempt; empty if it was not kept."""
+    return Manifest(read_json(_kept_manifest(folder, attempt)))
 
 
 def keep_manifest(folder: RunFolder) -> None:
-    last = read_manifest(folder)
-    if last.attempt is not None and not read_kept_manifest(folder, last.attempt):
-        # a full disk costs a comparison later, not this start
-        with contextlib.suppress(OSError):
-            files.write_json(folder.path / f"run.{last.attempt}.json", last)
+    """Copy the manifest of the last attempt before the next one replaces it."""
+    manifest = read_manifest(folder)
+    if manifest.attempt is None or read_kept_manifest(folder, manifest.attempt):
+        return
+    # a full disk costs a later comparison, not this start
+    with contextlib.suppress(OSError):
+        files.write_json(_kept_manifest(folder, manifest.attempt), manifest)
 
 
-def judged(folder: RunFolder, number: int) -> bool:
-    """Whether verdict.json is what was found at the end of this attempt: by content, not by any clock."""
-    return _mark(folder, number)[:1] == [_digest(folder.verdict)] != [_NONE]
+def _kept_manifest(folder: RunFolder, attempt: int) -> Path:
+    return folder.path / f"run.{attempt}.json"
 
 
-def concluded(folder: RunFolder, number: int) -> bool:
+# The mark of an attempt holds the digest of its verdict, and a second word as long as `--on-finish`
+# has not been called. It is written in place, as the file is locked.
+
+
+def is_judged(folder: RunFolder, attempt: int) -> bool:
+    """Whether verdict.json is of the end of this attempt, by its digest."""
+    digest = _digest_of(folder.verdict)
+    return digest != _NO_VERDICT and _read_mark(folder, attempt)[:1] == [digest]
+
+
+def is_concluded(folder: RunFolder, attempt: int) -> bool:
     """Whether an attempt was judged and its `--on-finish` command was called."""
-    return len(_mark(folder, number)) == 1
+    return len(_read_mark(folder, attempt)) == 1
 
 
-def seal(folder: RunFolder, number: int, *, untold: bool = False) -> None:
-    """Record that verdict.json is of this attempt's end; `untold`: `--on-finish` is still to be called."""
-    with contextlib.suppress(OSError):
-        # in place: the file is locked
-        words = [_digest(folder.verdict), *(["untold"] if untold else [])]
-        folder.concluded(number).write_text(" ".join(words))
+def mark_judged(folder: RunFolder, attempt: int, *, notify_pending: bool = False) -> None:
+    """Record that verdict.json is of the end of this attempt.
+
+    `notify_pending`: its `--on-finish` command is still to be called.
+    """
+    words = _digest_of(folder.verdict)
+    if notify_pending:
+        words += f" {_PENDING}"
+    _write_mark(folder, attempt, words)
 
 
-def note_told(folder: RunFolder, number: int) -> None:
+def mark_notified(folder: RunFolder, attempt: int) -> None:
     """Record that the `--on-finish` command of this attempt was called, judged or not."""
-    with contextlib.suppress(OSError):
-        folder.concluded(number).write_text((_mark(folder, number) or [_NONE])[0])
+    mark = _read_mark(folder, attempt)
+    _write_mark(folder, attempt, mark[0] if mark else _NO_VERDICT)
 
 
 @contextlib.contextmanager
-def concluding(folder: RunFolder, number: int) -> Iterator[bool]:
-    """Yields whether an attempt is still to be concluded, and by nobody else: who is killed loses this right."""
+def conclude_once(folder: RunFolder, attempt: int) -> Iterator[bool]:
+    """Yield whether this process is the one to conclude an attempt; the lock ends with it."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
     try:
-        mark = os.open(folder.concluded(number), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        mark = os.open(folder.concluded(attempt), flags, 0o600)
     except OSError:
         # a full disk: rather twice than never
         yield True
         return
     try:
-        yield locks.locked(mark) is not False and not concluded(folder, number)
+        yield locks.try_lock(mark) is not False and not is_concluded(folder, attempt)
     finally:
         os.close(mark)
 
 
-def _mark(folder: RunFolder, number: int) -> list[str]:
+def _read_mark(folder: RunFolder, attempt: int) -> list[str]:
     try:
-        return files.read_bytes(folder.concluded(number)).decode().split()
+        return files.read_bytes(folder.concluded(attempt)).decode().split()
     except (OSError, ValueError):
         return []
 
 
-def _digest(path: Path) -> str:
+def _write_mark(folder: RunFolder, attempt: int, words: str) -> None:
+    with contextlib.suppress(OSError):
+        folder.concluded(attempt).write_text(words)
+
+
+def _digest_of(path: Path) -> str:
     try:
         return hashlib.sha256(files.read_bytes(path)).hexdigest()
     except OSError:
-        return _NONE
+        return _NO_VERDICT
 
 
-def now() -> str:
+def utc_now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
-def enter(index: str, path: Path) -> None:
-    """Note a folder in an index (`runs`, `caches`), in a file of its own: none that two starts could tear."""
-    folder, place = state_folder() / index, os.fsencode(path.absolute())
-    # a read-only home costs the overview from elsewhere, not the run
+# An index (`runs`, `caches`) is a folder with one small file per entry: two starts at once write
+# two files.
+
+
+def register(index: str, path: Path) -> None:
+    """Add a folder to an index. Without a writable home, commands elsewhere do not list it."""
+    folder = state_folder() / index
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        files.write_bytes(folder / entry_name(path), place)
+        files.write_bytes(folder / entry_name(path), os.fsencode(path.absolute()))
 
 
-def forget(index: str, path: Path) -> None:
+def unregister(index: str, path: Path) -> None:
     with contextlib.suppress(OSError):
         (state_folder() / index / entry_name(path)).unlink(missing_ok=True)
 
 
 def entry_name(path: Path) -> str:
-    """What a folder's file in an index is called."""
+    """The name of a folder's file in an index."""
     digest = hashlib.sha256(os.fsencode(path.absolute())).hexdigest()[:16]
-    return f"{dashed(path.name)[-100:]}-{digest}"
+    return f"{replace_unsafe(path.name)[-_MAX_NAME_CHARS:]}-{digest}"
 
 
-def entered(index: str, known: Iterable[Path] = ()) -> Iterator[Path]:
-    """The folders of an index, be they there or not, but for those that are `known`."""
-    there, folder = {entry_name(path) for path in known}, state_folder() / index
+def registered(index: str, without: Iterable[Path] = ()) -> Iterator[Path]:
+    """The folders of an index, existing or not, except those in `without`."""
+    skipped = {entry_name(path) for path in without}
+    folder = state_folder() / index
     for name in files.names(folder):
+        if name in skipped:
+            continue
         with contextlib.suppress(OSError, ValueError):
-            if name not in there and (path := Path(os.fsdecode(files.read_bytes(folder / name)))).is_absolute():
+            path = Path(os.fsdecode(files.read_bytes(folder / name)))
+            if path.is_absolute():
                 yield path
 
 
 def summarize(folders: Iterable[RunFolder]) -> list[RunSummary]:
-    """What is asked of many runs at once, without reading all their manifests."""
-    return summaries.of_runs((folder.path for folder in folders), _summaries_file())
+    """The few facts that lists need of many runs, without reading all their manifests."""
+    paths = (folder.path for folder in folders)
+    return summaries.summarize_runs(paths, _summaries_file())
 
 
 def _summaries_file() -> Path:
@@ -307,65 +386,101 @@ def _summaries_file() -> Path:
 
 def known_runs() -> list[RunFolder]:
     """Every run of the index and of the runs folder here, oldest first."""
-    paths = {path for path in _known_paths() if os.path.isfile(f"{path}/run.json")}
-    return sorted(map(RunFolder, paths), key=lambda folder: (folder.path.name, folder.path))
+    return [RunFolder(path) for path in _existing_runs(_known_paths())]
+
+
+def _existing_runs(paths: Iterable[Path]) -> list[Path]:
+    """Those of the paths that are run folders, each once, by name."""
+    existing = {path for path in paths if is_run(path)}
+    return sorted(existing, key=_by_name)
+
+
+def _by_name(path: Path) -> tuple[str, Path]:
+    return path.name, path
 
 
 def _known_paths() -> Iterator[Path]:
     """Folders that are, or were, those of runs."""
     root = runs_root()
-    paths = [root / name for name in files.names(root)]
-    yield from paths
-    # an entry is named by its folder: what is known already need not be opened
-    names = set(files.names(state_folder() / "runs"))
-    kept = [path for path in summaries.kept_paths(_summaries_file()) if entry_name(path) in names]
-    yield from kept
-    yield from entered("runs", [*paths, *kept])
+    local = [root / name for name in files.names(root)]
+    yield from local
+    # an entry is named after its folder: those of known folders need not be opened
+    entries = set(files.names(state_folder() / "runs"))
+    summarized = []
+    for path in summaries.kept_paths(_summaries_file()):
+        if entry_name(path) in entries:
+            summarized.append(path)
+    yield from summarized
+    yield from registered("runs", without=[*local, *summarized])
 
 
-def find(name: str) -> RunFolder | None:
-    """By folder, name, unique prefix, or `last` (here, else anywhere; no trial). Raises UsageError if several fit."""
+def find_run(name: str) -> RunFolder | None:
+    """A run by its folder, its name, a unique prefix of that, or `last`.
+
+    Raises UsageError if several runs match.
+    """
+    if not name:
+        return None
     path = Path(name)
-    # a further machine of a run keeps no manifest of its own
-    if name and (os.path.isfile(path / "run.json") or os.path.isfile(path / "start.json")):
+    # on further machines a run has no manifest
+    if is_run(path) or os.path.isfile(path / "start.json"):
         return RunFolder(path.absolute())
     if name == "last":
-        return _last()
-    # of ten thousand only those of that name are looked at
-    paths = {path for path in _known_paths() if name and path.name.startswith(name)}
-    named = sorted((path for path in paths if os.path.isfile(f"{path}/run.json")), key=lambda path: (path.name, path))
-    exact = [path for path in named if path.name == name]
-    matches = exact or named
-    if len(matches) > 1:
-        listed = ", ".join(str(path) if exact else path.name for path in matches[-5:])
-        raise usage("ambiguous-run", f"{len(matches)} runs match `{name}`", f"such as {listed}")
-    return RunFolder(matches[0]) if matches else None
-
-
-def _last() -> RunFolder | None:
-    """The run that was started last: of those of this folder, else of all; one that began, if there is one."""
-    below_campaign = lru_cache(is_campaign)
-    runs = [one for one in summarize(known_runs()) if not below_campaign(one.path.parent)]
-    # every attempt writes its manifest anew
-    runs.sort(key=lambda one: (one.written, one.path.name), reverse=True)
-    cwd = redact(os.getcwd())
-    folders = [RunFolder(one.path) for one in runs if one.cwd == cwd]
-    if not folders:
-        folders = [RunFolder(one.path) for one in runs]
-    if not folders:
+        return _last_run()
+    # filtered by name first: there may be ten thousand
+    matches = _existing_runs(path for path in _known_paths() if path.name.startswith(name))
+    exact = [path for path in matches if path.name == name]
+    if exact:
+        matches = exact
+    if not matches:
         return None
-    return next(filter(begun, folders), folders[0])
+    if len(matches) > 1:
+        shown = [str(path) if exact else path.name for path in matches[-5:]]
+        message = f"{len(matches)} runs match `{name}`"
+        raise usage("ambiguous-run", message, f"such as {', '.join(shown)}")
+    return RunFolder(matches[0])
 
 
-def begun_here(folder: RunFolder) -> bool:
+def _last_run() -> RunFolder | None:
+    """The run that was started last: in this working folder if any, and begun if any.
+
+    Runs of a pipeline, bench, ladder or tune do not count.
+    """
+    is_campaign_cached = lru_cache(is_campaign)
+    runs = summarize(known_runs())
+    runs = [run for run in runs if not is_campaign_cached(run.path.parent)]
+    # every attempt writes its manifest anew
+    runs.sort(key=_by_start, reverse=True)
+    candidates = _of_working_folder(runs) or runs
+    folders = [RunFolder(run.path) for run in candidates]
+    for folder in folders:
+        if has_begun(folder):
+            return folder
+    return folders[0] if folders else None
+
+
+def _by_start(run: RunSummary) -> tuple[float, str]:
+    return run.written, run.path.name
+
+
+def _of_working_folder(
+    runs: Iterable[RunSummary],
+) -> list[RunSummary]:
+    cwd = redact(os.getcwd())
+    return [run for run in runs if run.cwd == cwd]
+
+
+def was_started_here(folder: RunFolder) -> bool:
+    """Whether a run was started in the working folder."""
     return read_manifest(folder).cwd == redact(os.getcwd())
 
 
 def runs_here() -> list[RunFolder]:
-    """The known runs that were begun in this folder, oldest first."""
-    cwd = redact(os.getcwd())
-    return [RunFolder(one.path) for one in summarize(known_runs()) if one.cwd == cwd]
+    """The known runs that were started in the working folder, oldest first."""
+    return [RunFolder(run.path) for run in _of_working_folder(summarize(known_runs()))]
 
+
+# A campaign is a pipeline, bench, ladder or tune: one folder with a record that names its runs.
 
 PIPELINE_RECORD = "pipeline.json"
 BENCH_RECORD = "bench.json"
@@ -379,56 +494,76 @@ def is_run(folder: Path) -> bool:
 
 
 def is_campaign(folder: Path) -> bool:
-    """Whether it is the folder of a pipeline, bench, ladder or tune."""
     return any(os.path.isfile(folder / name) for name in _RECORDS)
 
 
-def campaign(name: str) -> RunFolder | None:
-    """The folder of a pipeline, bench, ladder or tune, by its path or its name in the runs folder."""
-    paths = (Path(name).absolute(), runs_root() / name)
-    return next((RunFolder(path) for path in paths if is_campaign(path)), None)
+def find_campaign(name: str) -> RunFolder | None:
+    """A campaign by its path, or its name in the runs folder."""
+    for path in (Path(name).absolute(), runs_root() / name):
+        if is_campaign(path):
+            return RunFolder(path)
+    return None
 
 
-def campaigns(runs: Iterable[RunFolder]) -> dict[Path, Path]:
-    """Of each run that belongs to a pipeline, bench, ladder or tune the folder of that."""
-    paths = [run.path for run in runs]
-    parents = {parent: is_campaign(parent) for parent in dict.fromkeys(path.parent for path in paths)}
-    found = {path: path.parent for path in paths if parents[path.parent]}
-    for pipeline in (one for parent in parents for one in parent.glob("*-pipeline-*")):
-        found |= {run.path: pipeline for run in members(pipeline)}
-    return found
+def campaign_by_run(runs: Iterable[RunFolder]) -> dict[Path, Path]:
+    """The campaign of each run that belongs to one. Runs of a pipeline lie beside it."""
+    campaigns: dict[Path, Path] = {}
+    by_parent: dict[Path, list[Path]] = {}
+    for run in runs:
+        by_parent.setdefault(run.path.parent, []).append(run.path)
+    for parent, paths in by_parent.items():
+        if is_campaign(parent):
+            campaigns.update(dict.fromkeys(paths, parent))
+    for parent in by_parent:
+        for pipeline in parent.glob("*-pipeline-*"):
+            for run in campaign_runs(pipeline):
+                campaigns[run.path] = pipeline
+    return campaigns
 
 
-def members(folder: Path) -> list[RunFolder]:
-    """The runs of a pipeline, bench, ladder or tune folder that began, each once, in its record's order."""
-    known = campaign(str(folder))
-    folder = known.path if known else folder
-    paths = (path for name in _RECORDS for path in _runs_in(read_json(folder / name)))
-    # a folder that was moved took what lies in it along
-    runs = dict.fromkeys(RunFolder(path if os.path.isdir(path) else folder / path.name) for path in paths)
-    return [run for run in runs if run.attempts() and _belongs(run, folder)]
+def campaign_runs(folder: Path) -> list[RunFolder]:
+    """The runs of a campaign that began, each once, in the order of its record."""
+    campaign = find_campaign(str(folder))
+    if campaign is not None:
+        folder = campaign.path
+    runs: dict[RunFolder, None] = {}
+    for name in _RECORDS:
+        for path in _runs_named_in(read_json(folder / name)):
+            if not os.path.isdir(path):
+                # the campaign's folder was moved, with the runs in it
+                path = folder / path.name
+            runs[RunFolder(path)] = None
+    return [run for run in runs if run.attempts() and _belongs_to(run, folder)]
 
 
-def _belongs(run: RunFolder, folder: Path) -> bool:
-    """Whether a run that a record names lies in its folder, beside that, or is known here: it is judged, and written
-    to, and a record could name anything."""
+def _belongs_to(run: RunFolder, campaign: Path) -> bool:
+    """Whether a run lies in a campaign, beside it, or is in the index.
+
+    Runs of a campaign are judged and written to, and its record could name any folder.
+    """
     parent = canonical(run.path).parent
-    beside = (canonical(folder), canonical(folder).parent)
-    return parent in beside or entry_name(run.path) in files.names(state_folder() / "runs")
+    campaign = canonical(campaign)
+    if parent in (campaign, campaign.parent):
+        return True
+    return entry_name(run.path) in files.names(state_folder() / "runs")
 
 
-def _runs_in(record: object) -> Iterator[Path]:
+def _runs_named_in(record: object) -> Iterator[Path]:
+    """The values of all `run` keys, at any depth."""
+    values: Iterable[object] = ()
     if isinstance(record, dict):
-        path: Path | None = codec.fit(record.get("run"), Path)
+        path: Path | None = codec.fit_value(record.get("run"), Path)
         if path is not None:
             yield path
-        record = list(record.values())
-    for value in record if isinstance(record, list) else ():
-        yield from _runs_in(value)
+        values = record.values()
+    elif isinstance(record, list):
+        values = record
+    for value in values:
+        yield from _runs_named_in(value)
 
 
-def begun(folder: RunFolder) -> bool:
-    """Whether a process of the run was ever started, or a job submitted: else its start was cut short."""
+def has_begun(folder: RunFolder) -> bool:
+    """Whether a process of the run was started, or a job submitted."""
     return folder.process.exists() or folder.attempts() > 0 or folder.job.exists()
 
 

@@ -1,4 +1,4 @@
-"""Start a `Command` in a session of its own, follow its log for display, end it, record the `ProcessExit`.
+"""Start a `Command` in a session of its own, wait for its end or stop it, record the `ProcessExit`.
 
 The training processes write straight into `console.log`: no pipe runs through the launcher, so
 nothing is lost and nothing stops when it dies.
@@ -13,7 +13,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, BinaryIO
@@ -22,33 +22,36 @@ from launcher import files
 from launcher.errors import DISK_FULL, Finding, NotReady, brief, launch_finding, not_ready, usage
 from launcher.machine import codec, locks, process
 from launcher.machine.codec import LARGEST, Between, Count, Misfit, Positive
-from launcher.machine.process import Identity
+from launcher.machine.process import Identity, ProcessTree
 from launcher.runs import lease, outputs, rundir
 from launcher.runs.attempt import ATTEMPT, Command
+from launcher.runs.lease import Lease
 from launcher.runs.preemption import SaveRequest
 from launcher.runs.rundir import RunFolder
 
 POLL_S = 0.2
+SHORT_POLL_S = 0.05
 GRACE_S = (20.0, 10.0, 5.0)
-"""Seconds that a stop waits before it gets harder: after INT, after TERM, after TERM to the rest."""
-GRACE_VARIABLE = "LAUNCH_GRACE"  # such seconds, as `20,10,5`; fewer numbers change the first ones only
-KILLED_S = 10.0  # seconds that a killed process may take to be gone: it has memory to give back
-SUPERVISOR = "launcher.lifecycle.supervisor"  # the module in the command line of every keeper
-RESERVED = 256 * 2**10
-"""Bytes kept free in the run folder, so that a full disk leaves room to record how the run ended."""
+"""Seconds that a stop waits: after INT, after TERM, after TERM to the remaining processes."""
+GRACE_VARIABLE = "LAUNCH_GRACE"  # overrides GRACE_S, as `20,10,5`; fewer numbers override the first
+KILLED_S = 10.0  # seconds that a killed process may take to be gone: it has memory to release
+SUPERVISOR = "launcher.lifecycle.supervisor"  # the module in the command line of every supervisor
+RESERVED_BYTES = 256 * 2**10
+"""Kept free in the run folder, so that on a full disk there is room to record the end of a run."""
 Grace = tuple[float, float, float]
 Write = Callable[[Path, Any], None]
-Living = Callable[[], frozenset[int]]  # the processes of a run
+Living = Callable[[], frozenset[int]]  # the live processes of a run
 ExitCode = Annotated[int, Between(-255, 255)]
 SignalNumber = Annotated[int, Between(1, 64)]
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessExit:
-    """How an attempt ended; `signal` is the one that killed the process, `stopped` the one we sent.
+    """How an attempt ended.
 
-    `preempted` where it saved a checkpoint and ended because that was requested; `grace_s` are the seconds within
-    which such a save was not done, so that it was stopped without.
+    `signal` killed the process, `stopped` is the signal that launch sent. `preempted`: it was asked
+    to save a checkpoint and end, and did. `grace_s`: it did not save within so many seconds, and
+    was stopped.
     """
 
     returncode: ExitCode
@@ -61,51 +64,75 @@ class ProcessExit:
     grace_s: Annotated[float, Between(0, LARGEST)] | None = None
 
 
-def grace(text: str | None) -> Grace:
-    """`20,10,5` as seconds. Raises UsageError where it is none of that."""
+def parse_stop_grace(text: str | None) -> Grace:
+    """The value of GRACE_VARIABLE as seconds. Raises UsageError."""
+    numbers = list[float]()
     try:
-        numbers = [float(part) for part in text.split(",")] if text else []
+        if text:
+            numbers = [float(part) for part in text.split(",")]
     except ValueError:
         numbers = [-1.0]
-    if len(numbers) > len(GRACE_S) or not all(0 <= number < 1e6 for number in numbers):
+    if len(numbers) > len(GRACE_S) or any(not 0 <= number < 1e6 for number in numbers):
         help = f"seconds after INT, after TERM, and for what is left: {GRACE_VARIABLE}=20,10,5"
-        raise usage("bad-grace", f"`{brief(text)}` is not a number of seconds", help)
-    first, second, third = (*numbers, *GRACE_S[len(numbers) :])
+        raise usage(
+            "bad-grace",
+            f"`{brief(text)}` is not a number of seconds",
+            help,
+        )
+    first, second, third = [*numbers, *GRACE_S[len(numbers) :]]
     return first, second, third
 
 
-# Who trains into an output folder has its lease. The kernel's locks confirm that: they are on a file beside
-# the lease and on one of the run folder, and the started process inherits them, so they are free as soon as
-# that process has gone, however it went, and never before.
+# Who trains into an output folder has its lease. Locks of the kernel confirm that: on a file beside
+# the lease, and on one of the run folder. The started process inherits them, so they are released
+# when that process has gone, however it ended, and never before.
 
 
 @contextlib.contextmanager
 def lock_run(
     folder: RunFolder, attempt: int, output: Path | None
-) -> Iterator[tuple[lease.Lease | None, tuple[int, ...]]]:
-    """Hold run and output folder until a keeper has them; yields lease and descriptors to pass on. Raises NotReady."""
+) -> Iterator[tuple[Lease | None, tuple[int, ...]]]:
+    """Hold run and output folder until a supervisor does. Raises NotReady.
+
+    Yields the lease, and the descriptors to pass on.
+    """
     process.hold_standard_streams()
     with contextlib.ExitStack() as stack:
-        granted, descriptors = None, tuple[int, ...]()
+        acquired = None
         if output is not None:
-            granted = lease.take(output, folder.path)
-            stack.callback(granted.give_back)
-            # two that begin at once see each other's lease at the latest now
+            acquired = lease.acquire(output, folder.path)
+            stack.callback(acquired.release)
+            # of two starts at the same time, each sees the other's lease at the latest now
             outputs.require_apart(output, folder.path)
+        lock_files = [folder.lock]
+        if acquired is not None:
+            lock_files.append(acquired.lock)
+        descriptors = []
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
         with rundir.writing(folder.path):
             folder.path.mkdir(rundir.OWN, parents=True, exist_ok=True)
-            for file in [folder.lock] if granted is None else [folder.lock, granted.lock]:
-                flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NONBLOCK
-                descriptors = (*descriptors, os.open(file, flags, 0o666))
-                stack.callback(os.close, descriptors[-1])
-        free = [locks.locked(one, seconds=locks.GLANCE_S) for one in descriptors]
-        # the attempt: another start may have been quicker, and be over already
-        if False in free or alive(folder.path) or folder.attempts() >= attempt:
-            where = f" into {output}" if output is not None else ""
-            message = f"the run {folder.path.name} was started before and trains{where}"
-            help = "wait for it, stop it, or choose another output_dir"
-            raise not_ready("run-is-live", message, help, file=str(folder.path))
-        yield granted, descriptors
+            for file in lock_files:
+                descriptor = os.open(file, flags, 0o666)
+                stack.callback(os.close, descriptor)
+                descriptors.append(descriptor)
+        _require_not_running(folder, attempt, output, descriptors)
+        yield acquired, tuple(descriptors)
+
+
+def _require_not_running(
+    folder: RunFolder,
+    attempt: int,
+    output: Path | None,
+    descriptors: Sequence[int],
+) -> None:
+    locked = [locks.try_lock(each, seconds=locks.GLANCE_S) for each in descriptors]
+    # by the attempts: another start may have been quicker, and be over already
+    if False in locked or is_alive(folder.path) or folder.attempts() >= attempt:
+        message = f"the run {folder.path.name} was started before and trains"
+        if output is not None:
+            message += f" into {output}"
+        help = "wait for it, stop it, or choose another output_dir"
+        raise not_ready("run-is-live", message, help, file=str(folder.path))
 
 
 def run(
@@ -121,76 +148,114 @@ def run(
     save: SaveRequest | None = None,
     stands_still: Callable[[Living], bool] = lambda _: False,
 ) -> ProcessExit:
-    """Run to the end; INT and TERM to this process stop every process of the run, HUP none.
+    """Run a command to its end; INT and TERM to this process stop all of it, HUP is ignored.
 
-    With `save`, TERM and USR1 ask the training to save a checkpoint and end; what has not done so in time is stopped.
-    `stands_still` is asked every few seconds whether the processes of the run are to be ended as they hang.
-    So does a `StopRequest` in the run folder, as soon as it is `due`. `began` is called once the process is
-    there, which keeps the descriptors `pass_fds` open as long as it lives. `inherited` is the environment that
-    the command's own adds to, this process's unless given. With `adopting`, all children of this process are
-    the run's, orphans that it has adopted too. Raises NotReady where the trainer's Python cannot be started, or
-    the run folder cannot be written.
+    With `save`, TERM and USR1 ask the training to save a checkpoint and end; if it does not in
+    time, it is stopped. A `StopRequest` in the run folder stops it as soon as it is `due`, and so
+    does `stands_still`, which is asked regularly whether the processes hang. `began` is called once
+    the process exists. The process keeps the descriptors `pass_fds` open as long as it lives.
+    `inherited` is the environment that the command's own adds to, by default this process's. With
+    `adopting`, all children of this process belong to the run, adopted orphans too. Raises NotReady
+    if the trainer's Python cannot be started, or the run folder cannot be written.
     """
-    started = rundir.now()
-    inherited = os.environ if inherited is None else inherited
-    watch = _Watch(folder, attempt, due, save, stands_still)
-    noted = dict.fromkeys((signal.SIGINT, signal.SIGTERM, signal.SIGUSR1), watch.note)
+    started = rundir.utc_now()
+    if inherited is None:
+        inherited = os.environ
+    mark = str(folder.path)
+    env = {
+        **inherited,
+        **command.env,
+        ATTEMPT: str(attempt),
+        process.MARK: mark,
+    }
+    watch = _Watch(folder, attempt, due=due, save=save, stands_still=stands_still)
+    handlers: dict[signal.Signals, process.Handler] = {
+        signal.SIGINT: watch.note_signal,
+        signal.SIGTERM: watch.note_signal,
+        signal.SIGUSR1: watch.note_signal,
+        # not SIG_IGN, which the training would inherit
+        signal.SIGHUP: process.ignore_signal,
+    }
     with (
-        # a terminal that goes stops nothing; no SIG_IGN: that would be inherited by the training
-        process.handling({**noted, signal.SIGHUP: process.ignore}),
+        process.signal_handlers(handlers),
         _Reserve(folder.path / ".reserve") as reserve,
     ):
         with rundir.writing(folder.path):
-            console = private(folder.console(attempt))
+            console = open_private_log(folder.console(attempt))
         with console:
             try:
-                child = subprocess.Popen(
-                    command.argv,
-                    env={**inherited, **command.env, ATTEMPT: str(attempt), process.MARK: str(folder.path)},
-                    cwd=command.cwd,
-                    stdin=subprocess.DEVNULL,
-                    stdout=console,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                    pass_fds=tuple(pass_fds),
-                )
-            except (OSError, ValueError) as error:
-                reserve.write(folder.exit(attempt), asdict(_ended(127, None, started, attempt)))
-                reason = error.strerror if isinstance(error, OSError) else str(error)
-                message = f"{command.argv[0]} cannot be started: {reason}"
-                help = "give the trainer's interpreter with --python PATH"
-                raise not_ready("not-started", message, help, file=command.argv[0]) from None
-        leader, keeper = process.identify(child.pid), process.identify(os.getpid())
-        origin = {"mark": str(folder.path), "attempt": attempt, "started": started, "keeper": keeper.as_json()}
-        # for its owner alone: it says which processes a stop ends
-        named = {**leader.as_json(), **origin, "folder": _inode(folder.path)}
-        reserve.write(folder.process, named, files.write_private_json)
+                child = _start(command, env, console, pass_fds)
+            except NotReady:
+                ended = _exit_of(127, None, started, attempt)
+                reserve.write(folder.exit(attempt), asdict(ended))
+                raise
+        leader = process.identify(child.pid)
+        supervisor = process.identify(os.getpid())
+        record = {
+            **leader.as_json(),
+            "mark": mark,
+            "attempt": attempt,
+            "started": started,
+            "keeper": supervisor.as_json(),
+            "folder": _device_and_inode(folder.path),
+        }
+        # private: a stop ends the processes that it names
+        reserve.write(folder.process, record, files.write_private_json)
         began()
-        stopped = watch.until_over(child.pid, process.Family(leader, str(folder.path), keeper if adopting else None))
+        tree = ProcessTree(leader, mark, supervisor if adopting else None)
+        stopped = watch.wait(child.pid, tree)
         if watch.hangs:
             # nobody asked for it
             stopped = None
-        ended = _ended(child.wait(), stopped, started, attempt)
+        ended = _exit_of(child.wait(), stopped, started, attempt)
         if save is not None:
-            late = save.grace_s if watch.late else None
-            ended = replace(ended, preempted=save.is_answered(), grace_s=late)
+            late_s = save.grace_s if watch.late else None
+            ended = replace(ended, preempted=save.is_answered(), grace_s=late_s)
         if stopped is None:
             reserve.explain(folder.console(attempt))
         reserve.write(folder.exit(attempt), asdict(ended))
     return ended
 
 
+def _start(
+    command: Command,
+    env: Mapping[str, str],
+    console: BinaryIO,
+    pass_fds: Sequence[int],
+) -> subprocess.Popen[bytes]:
+    """Start a command in a session of its own, with its output in `console`. Raises NotReady."""
+    try:
+        return subprocess.Popen(
+            command.argv,
+            env=env,
+            cwd=command.cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=console,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            pass_fds=tuple(pass_fds),
+        )
+    except OSError as error:
+        reason = error.strerror
+    except ValueError as error:
+        reason = str(error)
+    program = command.argv[0]
+    message = f"{program} cannot be started: {reason}"
+    help = "give the trainer's interpreter with --python PATH"
+    raise not_ready("not-started", message, help, file=program)
+
+
 @dataclass(slots=True)
 class _Reserve:
-    """Room for the records of a run whose disk becomes full: a file, given up where it is needed."""
+    """A file that holds room for the records of a run; deleted when the disk is full."""
 
     path: Path
 
     def __enter__(self) -> _Reserve:
-        """Raises NotReady where there is no such room to begin with."""
+        """Raises NotReady if there is no room to begin with."""
         try:
-            # a hole would keep no room; nor do zeros, on a file system that compresses
-            self.path.write_bytes(os.urandom(RESERVED))
+            # random: a hole takes no room, nor do zeros on a file system that compresses
+            self.path.write_bytes(os.urandom(RESERVED_BYTES))
         except OSError as error:
             self.release()
             raise rundir.not_writable(self.path.parent, error.strerror) from None
@@ -203,47 +268,72 @@ class _Reserve:
         with contextlib.suppress(OSError):
             self.path.unlink(missing_ok=True)
 
-    def write(self, path: Path, data: Mapping[str, Any], write: Write | None = None) -> None:
-        """A record, written whole or not at all: a disk that fails must not take the watch with it."""
-        for _ in range(2):
-            try:
-                return (write or files.write_json)(path, data)
-            except OSError as error:
-                if error.errno not in DISK_FULL:
-                    return
+    def write(
+        self,
+        path: Path,
+        content: Mapping[str, Any],
+        write: Write = files.write_json,
+    ) -> None:
+        """Write a record, or nothing: a disk that fails must not end the supervision."""
+        try:
+            write(path, content)
+        except OSError as error:
+            if error.errno in DISK_FULL:
                 self.release()
+                with contextlib.suppress(OSError):
+                    write(path, content)
 
     def explain(self, console: Path) -> None:
-        """Say in the log that the disk is full at its end: the training could not."""
-        probing = self.path.with_name(".room")
+        """Say in the log that the disk is full, if it is: the training could not."""
+        probe = self.path.with_name(".room")
         try:
-            probing.write_bytes(b"\0" * 8192)
+            probe.write_bytes(b"\0" * 8192)
         except OSError as error:
             if error.errno not in DISK_FULL:
                 return
             self.release()
-            line = f"\nlaunch: no room to write on: {os.strerror(error.errno)}: {console.name}\n"
-            with contextlib.suppress(OSError), console.open("ab") as log:
-                log.write(line.encode())
+            reason = f"{os.strerror(error.errno)}: {console.name}"
+            _append_line(console, f"launch: no room to write on: {reason}")
         finally:
             with contextlib.suppress(OSError):
-                probing.unlink(missing_ok=True)
+                probe.unlink(missing_ok=True)
 
 
-def private(path: Path) -> BinaryIO:
-    """A file to append to, for its owner alone: a trainer prints what it likes, its environment too."""
-    return open(path, "ab", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK, 0o600))
+def _append_line(console: Path, line: str) -> None:
+    with contextlib.suppress(OSError), console.open("ab") as log:
+        log.write(f"\n{line}\n".encode())
 
 
-def _ended(code: int, stopped: int | None, started: str, attempt: int) -> ProcessExit:
-    signal, returncode = (-code, 128 - code) if code < 0 else (None, code)
-    return ProcessExit(returncode, signal, stopped, started, rundir.now(), attempt)
+def open_private_log(path: Path) -> BinaryIO:
+    """A file to append to that only its owner can read: a trainer may print its environment."""
+    return open(path, "ab", opener=_open_private)
 
 
-def recorded(folder: RunFolder, attempt: int) -> ProcessExit | None:
-    """How an attempt ended, as its keeper recorded it; None where nobody lived to do that."""
+def _open_private(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK, 0o600)
+
+
+def _exit_of(code: int, stopped: int | None, started: str, attempt: int) -> ProcessExit:
+    """`code` is negative for a signal, as `subprocess` has it."""
+    killed_by = None
+    returncode = code
+    if code < 0:
+        killed_by = -code
+        returncode = 128 - code
+    return ProcessExit(
+        returncode=returncode,
+        signal=killed_by,
+        stopped=stopped,
+        started=started,
+        ended=rundir.utc_now(),
+        attempt=attempt,
+    )
+
+
+def read_exit(folder: RunFolder, attempt: int) -> ProcessExit | None:
+    """How an attempt ended; None if its supervisor did not live to record that."""
     try:
-        ended = codec.read(ProcessExit, rundir.read_json(folder.exit(attempt)))
+        ended = codec.read_record(ProcessExit, rundir.read_json(folder.exit(attempt)))
     except Misfit:
         return None
     return replace(ended, attempt=attempt)
@@ -251,57 +341,72 @@ def recorded(folder: RunFolder, attempt: int) -> ProcessExit | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Processes:
-    """The processes of the attempt that began last: the one that was started, and its supervisor.
+    """The processes of the attempt that began last: the started one, and its supervisor.
 
-    `mark` is the folder that stands in their environment. `copy_of` is the run that they belong to, where this folder
-    is a copy of that: then it has none itself.
+    `mark` is the run folder in their environment. If this folder is a copy of that one, `copy_of`
+    names it, and the copy has no processes itself.
     """
 
     leader: Identity | None
-    keeper: Identity | None
+    supervisor: Identity | None
     attempt: int | None
     mark: str
     started: str
     copy_of: str | None = None
 
     @property
-    def out_of_sight(self) -> bool:
-        return self.leader is not None and self.leader.elsewhere()
+    def is_remote(self) -> bool:
+        return self.leader is not None and self.leader.is_remote()
 
     @property
-    def leader_lives(self) -> bool:
-        """Whether it runs, and is of this run: its environment names it, or cannot be read."""
+    def leader_is_alive(self) -> bool:
+        """Whether the process runs and has the mark of the run, or an unreadable environment."""
         leader = self.leader
-        return leader is not None and leader.lives() and process.mark_of(leader.pid) in (None, self.mark)
+        if leader is None or not leader.is_alive():
+            return False
+        return process.run_mark(leader.pid) in (None, self.mark)
 
     @property
-    def keeper_lives(self) -> bool:
-        return self.keeper is not None and self.keeper.lives() and self._keeps(self.keeper.pid)
+    def supervisor_is_alive(self) -> bool:
+        """Whether the process runs and has the command line of a supervisor of this run.
 
-    def _keeps(self, pid: int) -> bool:
-        """Whether a process is a supervisor of this run, by its command line; one that cannot be read may be."""
-        words = process.command_of(pid)
-        return not any(words) or (SUPERVISOR in words and self.mark in words)
+        A command line that cannot be read may be one.
+        """
+        supervisor = self.supervisor
+        if supervisor is None or not supervisor.is_alive():
+            return False
+        words = process.command_line(supervisor.pid)
+        return not words or (SUPERVISOR in words and self.mark in words)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ProcessRecord:
-    """`process.json` beside the fields of the leader's identity; `folder` is device and inode of the run folder."""
+    """The fields of `process.json` beside those of the leader's identity.
+
+    `folder` is device and inode of the run folder.
+    """
 
     mark: str | None = None
     attempt: Positive | None = None
     started: str = ""
-    keeper: object = None
+    supervisor: object = field(default=None, metadata={codec.KEY: "keeper"})
     folder: tuple[int, ...] = ()
 
 
-def processes(folder: RunFolder) -> Processes:
-    data = rundir.read_json(folder.process)
-    record = codec.read(_ProcessRecord, data)
-    mark, copy_of = _owner(folder, record)
+def read_processes(folder: RunFolder) -> Processes:
+    content = rundir.read_json(folder.process)
+    record = codec.read_record(_ProcessRecord, content)
+    mark = record.mark or str(folder.path)
+    leader = process.parse_identity(content)
+    supervisor = process.parse_identity(record.supervisor)
+    copy_of = None
+    if _is_copy(folder, mark, record.folder):
+        copy_of = mark
+        leader = None
+        supervisor = None
     return Processes(
-        leader=None if copy_of else process.identity(data),
-        keeper=None if copy_of else process.identity(record.keeper),
+        leader=leader,
+        supervisor=supervisor,
         attempt=record.attempt,
         mark=mark,
         started=record.started,
@@ -309,17 +414,18 @@ def processes(folder: RunFolder) -> Processes:
     )
 
 
-def _owner(folder: RunFolder, record: _ProcessRecord) -> tuple[str, str | None]:
-    """The folder that the processes of a record name, and the same again where this one is a copy of it."""
-    own, mark = str(folder.path), record.mark or str(folder.path)
-    if mark == own or _inode(Path(mark)) == _inode(folder.path):
-        return mark, None
-    # one that was moved has its inode still; older records hold none
-    moved = not os.path.exists(mark) and list(record.folder) in ([], _inode(folder.path))
-    return mark, None if moved else mark
+def _is_copy(folder: RunFolder, mark: str, recorded: Sequence[int]) -> bool:
+    """Whether a run folder is a copy of `mark`, where it was recorded: not the same, nor moved."""
+    current = _device_and_inode(folder.path)
+    if mark == str(folder.path) or _device_and_inode(Path(mark)) == current:
+        return False
+    if os.path.exists(mark):
+        return True
+    was_moved = not recorded or list(recorded) == current
+    return not was_moved
 
 
-def _inode(path: Path) -> list[int]:
+def _device_and_inode(path: Path) -> list[int]:
     try:
         status = path.stat()
     except (OSError, ValueError):
@@ -327,16 +433,16 @@ def _inode(path: Path) -> list[int]:
     return [status.st_dev, status.st_ino]
 
 
-def distrust(folder: RunFolder) -> str | None:
-    """Why no process is ended because `process.json` names it; None where it can be believed."""
+def reason_to_distrust(folder: RunFolder) -> str | None:
+    """Why no process is ended because `process.json` names it; None if it can be trusted."""
     return files.writable_by_others(folder.process)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRequest:
-    """That an attempt be stopped, as a file: whoever asks need not know which process to ask.
+    """A file that asks for an attempt to be stopped, on whatever machine its supervisor is.
 
-    `checkpoint` has it save one first, `after_checkpoint` waits for the next one that it saves anyway.
+    `checkpoint`: save one first. `after_checkpoint`: wait for the next regular one.
     """
 
     attempt: Positive
@@ -349,263 +455,351 @@ class StopRequest:
         return self.after_checkpoint or self.checkpoint
 
     def write(self, folder: RunFolder) -> None:
-        files.write_private_json(folder.stop, {**asdict(self), "asked": rundir.now()})
+        content = {**asdict(self), "asked": rundir.utc_now()}
+        files.write_private_json(folder.stop, content)
 
 
-def request(folder: RunFolder) -> StopRequest | None:
+def read_stop_request(folder: RunFolder) -> StopRequest | None:
     try:
-        return codec.read(StopRequest, rundir.read_json(folder.stop))
+        return codec.read_record(StopRequest, rundir.read_json(folder.stop))
     except Misfit:
         return None
 
 
 class _Watch:
-    """Waits for the end of a training; INT and TERM are counted instead of raising in the middle of something."""
+    """Waits for the end of a training, and stops it when asked to.
+
+    Signals are counted, so that none raises in the middle of something.
+    """
 
     def __init__(
         self,
         folder: RunFolder,
         attempt: int,
+        *,
         due: Callable[[StopRequest], bool],
         save: SaveRequest | None,
         stands_still: Callable[[Living], bool],
     ) -> None:
-        self.folder, self.attempt, self.due = folder, attempt, due
-        self.stands_still = stands_still
-        self.hangs = False
+        self.folder = folder
+        self.attempt = attempt
+        self.due = due
         self.save = save
-        self.waits = grace(os.environ.get(GRACE_VARIABLE))
-        self.signal: int | None = None
-        self.times = 0
-        self.saves = self.late = False
-        self.deadline: float | None = None
+        self.stands_still = stands_still
+        self.grace = parse_stop_grace(os.environ.get(GRACE_VARIABLE))
+        self.signal: int | None = None  # the first that asked for a stop
+        self.signals = 0  # how many asked for it
+        self.hangs = False
+        self.save_requested = False
+        self.save_deadline: float | None = None  # set once the training was asked to save
+        self.late = False
 
-    def note(self, number: int, _frame: FrameType | None) -> None:
-        if self.signal is None and self._is_notice(number):
-            # said again, it is the same notice
-            self.saves = True
+    def note_signal(self, number: int, _frame: FrameType | None) -> None:
+        if self.signal is None and self._asks_to_save(number):
+            # a repeated notice is the same notice
+            self.save_requested = True
             return
         if number == signal.SIGUSR1:
             number = signal.SIGTERM
         self.signal = self.signal or number
-        self.times += 1
+        self.signals += 1
 
-    def _is_notice(self, number: int) -> bool:
+    def _asks_to_save(self, number: int) -> bool:
         if self.save is None:
             return False
         return number == signal.SIGUSR1 or (number == signal.SIGTERM and self.save.on_term)
 
-    def until_over(self, pid: int, family: process.Family) -> int | None:
-        """Returns the signal that requested a stop, if one did."""
+    def wait(self, pid: int, tree: ProcessTree) -> int | None:
+        """Wait until no process of the run is left; returns the signal that stopped it, if any."""
         stopped = None
-        while not process.over(pid):
-            self._look()
-            self._hurry_save()
-            self._look_for_hang(family)
+        while not process.has_exited(pid):
+            self._check_stop_request()
+            self._check_save()
+            self._check_hang(tree)
             if self.signal is not None:
                 stopped = self.signal
-                self._end(pid, family, stopped)
+                self._stop(pid, tree, stopped)
                 break
-            if family.keeper is not None:
-                process.bury(but=pid)
+            self._reap_orphans(pid, tree)
             time.sleep(POLL_S)
-        self._outlast_save(pid, family)
-        # what outlived the process that was started: no part of any result comes from it, and torchrun's
-        # workers are in sessions of their own: the group alone would leave them behind
-        times = self.times
+        self._wait_for_ranks_to_save(pid, tree)
+        # The training is over, and nothing of it may outlive it. The group alone does not do:
+        # torchrun's workers have sessions of their own.
+        signals = self.signals
         process.signal_group(pid, signal.SIGTERM)
-        _vanish(family, signal.SIGTERM, self.waits[2], lambda: self.times > times)
+        _signal_until_gone(
+            tree,
+            signal.SIGTERM,
+            self.grace[2],
+            lambda: self.signals > signals,
+        )
         process.signal_group(pid, signal.SIGKILL)
-        _vanish(family, signal.SIGKILL, KILLED_S)
+        _signal_until_gone(tree, signal.SIGKILL, KILLED_S)
         return stopped
 
-    def _look(self) -> None:
-        found = None if self.signal is not None else request(self.folder)
-        if found is None or found.attempt != self.attempt:
-            return
-        if found.checkpoint and self.save is not None:
-            self.saves = True
-            return
-        try:
-            due = self.due(found)
-        except Exception:
-            # whatever kept us from looking for a checkpoint: the stop was requested
-            due = True
-        if due:
-            # upstream handles neither; INT at least shows where it stood
-            self.signal = signal.SIGINT
+    def _reap_orphans(self, pid: int, tree: ProcessTree) -> None:
+        if tree.supervisor is not None:
+            process.reap_except(pid)
 
-    def _hurry_save(self) -> None:
-        """Hand a notice on to the training; have it stopped once the time is up."""
-        if self.save is None or self.signal is not None:
-            return
-        if self.deadline is None:
-            # on another machine of the run somebody else may have been told
-            if not self.saves and not self.save.is_written():
-                return
-            if not self.save.is_heard():
-                self.signal = signal.SIGTERM
-                return
-            self.deadline = time.monotonic() + self.save.grace_s
-            try:
-                self.save.write()
-            except OSError:
-                self.signal = signal.SIGTERM
-        elif time.monotonic() > self.deadline:
-            self.late = True
-            self.signal = signal.SIGINT
-            line = f"\nlaunch: no checkpoint was saved within {self.save.grace_s:g} s: stopping without\n"
-            with contextlib.suppress(OSError), self.folder.console(self.attempt).open("a") as log:
-                log.write(line)
-
-    def _look_for_hang(self, family: process.Family) -> None:
+    def _check_stop_request(self) -> None:
         if self.signal is not None:
             return
-        # whatever keeps us from looking is no hang
+        request = read_stop_request(self.folder)
+        if request is None or request.attempt != self.attempt:
+            return
+        if request.checkpoint and self.save is not None:
+            self.save_requested = True
+            return
+        try:
+            due = self.due(request)
+        except Exception:
+            # whatever prevented the search for a checkpoint: the stop was requested
+            due = True
+        if due:
+            # trainers handle neither INT nor TERM; INT at least shows where they were
+            self.signal = signal.SIGINT
+
+    def _check_save(self) -> None:
+        """Ask the training to save if that was requested; stop it once its time is up."""
+        if self.save is None or self.signal is not None:
+            return
+        if self.save_deadline is None:
+            self._ask_to_save(self.save)
+        elif time.monotonic() > self.save_deadline:
+            self.late = True
+            self.signal = signal.SIGINT
+            line = f"launch: no checkpoint was saved within {self.save.grace_s:g} s: "
+            line += "stopping without"
+            _append_line(self.folder.console(self.attempt), line)
+
+    def _ask_to_save(self, save: SaveRequest) -> None:
+        # the request may come from another machine of the run
+        if not self.save_requested and not save.is_written():
+            return
+        if not save.is_heard():
+            self.signal = signal.SIGTERM
+            return
+        self.save_deadline = time.monotonic() + save.grace_s
+        try:
+            save.write()
+        except OSError:
+            self.signal = signal.SIGTERM
+
+    def _check_hang(self, tree: ProcessTree) -> None:
+        if self.signal is not None:
+            return
+        # a failure to look is no hang
         with contextlib.suppress(OSError, ValueError):
-            if self.stands_still(family.living):
+            if self.stands_still(tree.living):
                 self.hangs = True
                 self.signal = signal.SIGINT
 
-    def _outlast_save(self, pid: int, family: process.Family) -> None:
-        """Let ranks save whose launcher was ended before them: Slurm tells every process of a job."""
-        if self.deadline is None or self.signal is not None:
+    def _wait_for_ranks_to_save(self, pid: int, tree: ProcessTree) -> None:
+        """Let ranks save whose launcher was ended first: Slurm sends TERM to every process."""
+        if self.save_deadline is None or self.signal is not None:
             return
         ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-        if ended is None or ended.si_code != os.CLD_KILLED or ended.si_status != signal.SIGTERM:
+        if ended is None or ended.si_code != os.CLD_KILLED:
             return
-        while time.monotonic() < self.deadline and self.signal is None and family.living():
-            if family.keeper is not None:
-                process.bury(but=pid)
-            time.sleep(POLL_S / 4)
-
-    def _end(self, pid: int, family: process.Family, first: int) -> None:
-        """INT or TERM to the group, TERM to everything, then KILL; a further signal ends each wait."""
-        # known from now on, whatever becomes of their parents
-        family.living()
-        process.signal_group(pid, first)
-        self._wait(pid, 0)
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            if process.over(pid):
+        if ended.si_status != signal.SIGTERM:
+            return
+        while self.signal is None and tree.living():
+            if time.monotonic() >= self.save_deadline:
                 return
-            process.signal_all(family.living(), number)
-            process.signal_group(pid, number)
-            if number == signal.SIGTERM:
-                self._wait(pid, 1)
+            self._reap_orphans(pid, tree)
+            time.sleep(SHORT_POLL_S)
+
+    def _stop(self, pid: int, tree: ProcessTree, first: int) -> None:
+        """`first` to the group, TERM to all, KILL to all; a further signal ends each wait."""
+        # remember them all, even if they lose their parents meanwhile
+        tree.living()
+        process.signal_group(pid, first)
+        self._wait_for_exit(pid, self.grace[0], 1)
+        if process.has_exited(pid):
+            return
+        self._signal_all(pid, tree, signal.SIGTERM)
+        self._wait_for_exit(pid, self.grace[1], 2)
+        if process.has_exited(pid):
+            return
+        self._signal_all(pid, tree, signal.SIGKILL)
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
-    def _wait(self, pid: int, which: int) -> None:
-        until = time.monotonic() + self.waits[which]
-        while not process.over(pid) and self.times <= which + 1 and time.monotonic() < until:
-            time.sleep(POLL_S / 4)
+    def _signal_all(self, pid: int, tree: ProcessTree, number: int) -> None:
+        process.signal_all(tree.living(), number)
+        process.signal_group(pid, number)
+
+    def _wait_for_exit(self, pid: int, seconds: float, max_signals: int) -> None:
+        until = time.monotonic() + seconds
+        while not process.has_exited(pid) and self.signals <= max_signals:
+            if time.monotonic() >= until:
+                return
+            time.sleep(SHORT_POLL_S)
 
 
-def _vanish(family: process.Family, number: int, seconds: float, hurry: Callable[[], bool] = lambda: False) -> None:
-    """Signal each of them, also those that come meanwhile, until none is left or the time is up."""
-    until, signalled = time.monotonic() + seconds, set[int]()
-    while left := family.living():
-        process.signal_all(left - signalled, number)
-        signalled |= left
-        if time.monotonic() >= until or hurry():
+def _signal_until_gone(
+    tree: ProcessTree,
+    number: int,
+    seconds: float,
+    is_hurried: Callable[[], bool] = lambda: False,
+) -> None:
+    """Signal each process of a run once, new ones too, until none is left or the time is up."""
+    until = time.monotonic() + seconds
+    signalled = set[int]()
+    living = tree.living()
+    while living:
+        process.signal_all(living - signalled, number)
+        signalled |= living
+        if time.monotonic() >= until or is_hurried():
             return
-        time.sleep(POLL_S / 4)
+        time.sleep(SHORT_POLL_S)
+        living = tree.living()
 
 
-def end_orphans(folder: RunFolder, waits: Grace, attempt: int) -> None:
-    """End the processes of a run whose keeper has gone, or stands still: INT, TERM, KILL; record it."""
-    known = processes(folder)
-    family, last = _family_of(folder, known), None
-    for number, seconds in ((signal.SIGINT, waits[0]), (signal.SIGTERM, waits[1]), (signal.SIGKILL, KILLED_S)):
-        if family.living():
-            last = number
-            _vanish(family, number, seconds)
-    if last is not None:
-        ended = _ended(-last, signal.SIGINT, known.started, attempt)
+def end_orphans(folder: RunFolder, grace: Grace, attempt: int) -> None:
+    """End the processes of a run without a working supervisor: INT, TERM, KILL; record that."""
+    processes = read_processes(folder)
+    tree = _trusted_tree(folder, processes)
+    last_signal = None
+    steps = [
+        (signal.SIGINT, grace[0]),
+        (signal.SIGTERM, grace[1]),
+        (signal.SIGKILL, KILLED_S),
+    ]
+    for number, seconds in steps:
+        if tree.living():
+            last_signal = number
+            _signal_until_gone(tree, number, seconds)
+    if last_signal is not None:
+        ended = _exit_of(-last_signal, signal.SIGINT, processes.started, attempt)
         with contextlib.suppress(OSError):
             files.write_json(folder.exit(attempt), asdict(ended))
 
 
-def _family_of(folder: RunFolder, known: Processes) -> process.Family:
-    """Those that a stop may end: what bears the mark of this run, and what descends from that.
+def _trusted_tree(folder: RunFolder, processes: Processes) -> ProcessTree:
+    """The processes that a stop may end: those with the mark of this run, and what they started.
 
-    What the record names counts only where it can be believed, and is what the record says: the leader by the mark in
-    its environment, the keeper by its command line.
+    Those that `process.json` names are added if nobody else can have written it and they are what
+    it says: the leader by its mark, the supervisor by its command line.
     """
-    if distrust(folder) is not None:
-        return process.Family(None, str(folder.path))
-    leader = keeper = None
-    if known.leader is not None and known.leader_lives and process.mark_of(known.leader.pid) == known.mark:
-        leader = known.leader
-    if known.keeper is not None and known.keeper_lives and any(process.command_of(known.keeper.pid)):
-        keeper = known.keeper
-    return process.Family(leader, known.mark, keeper)
+    if reason_to_distrust(folder) is not None:
+        return ProcessTree(None, str(folder.path))
+    leader = processes.leader
+    if leader is not None:
+        has_mark = process.run_mark(leader.pid) == processes.mark
+        if not has_mark or not processes.leader_is_alive:
+            leader = None
+    supervisor = processes.supervisor
+    if supervisor is not None:
+        is_readable = bool(process.command_line(supervisor.pid))
+        if not is_readable or not processes.supervisor_is_alive:
+            supervisor = None
+    return ProcessTree(leader, processes.mark, supervisor)
 
 
-def signal_keeper(folder: RunFolder, number: int) -> bool:
-    """Send a signal to the keeper of a run; whether it lives and is one. Raises PermissionError from the kernel."""
-    keeper = _family_of(folder, processes(folder)).keeper
-    if keeper is None:
+def signal_supervisor(folder: RunFolder, number: int) -> bool:
+    """Signal the supervisor of a run; whether it lives. Raises PermissionError from the kernel."""
+    supervisor = _trusted_tree(folder, read_processes(folder)).supervisor
+    if supervisor is None:
         return False
     try:
-        os.kill(keeper.pid, number)
+        os.kill(supervisor.pid, number)
     except ProcessLookupError:
         return False
     return True
 
 
-def keeper_lives(folder: RunFolder) -> bool:
-    return processes(folder).keeper_lives
+def has_live_supervisor(folder: RunFolder) -> bool:
+    return read_processes(folder).supervisor_is_alive
 
 
-def kill_keeper(folder: RunFolder) -> None:
+def kill_supervisor(folder: RunFolder) -> None:
+    """Kill the supervisor of a run, and wait until it has gone."""
     until = time.monotonic() + KILLED_S
     with contextlib.suppress(PermissionError):
-        while time.monotonic() < until and signal_keeper(folder, signal.SIGKILL):
-            time.sleep(POLL_S / 4)
+        while time.monotonic() < until and signal_supervisor(folder, signal.SIGKILL):
+            time.sleep(SHORT_POLL_S)
 
 
-def orphaned(folder: RunFolder) -> bool:
-    """Whether the keeper that a run had has gone; one of an older launch never had any."""
-    known = processes(folder)
-    return known.keeper is not None and not known.keeper_lives and not known.keeper.elsewhere()
-
-
-def alive(folder: Path, marks: Callable[[], frozenset[str]] = process.marks, known: Processes | None = None) -> bool:
-    """Whether the attempt that began last still runs: by its processes and their mark, else by heartbeat and lock.
-    `known` is what `processes` read of it just now."""
-    run = RunFolder(folder)
-    known = known or processes(run)
-    if known.leader is None or known.leader_lives:
-        return known.leader is not None
-    if run.exit(known.attempt or 1).exists():
+def is_orphaned(folder: RunFolder) -> bool:
+    """Whether the supervisor that a run had on this machine has gone."""
+    processes = read_processes(folder)
+    supervisor = processes.supervisor
+    if supervisor is None or supervisor.is_remote():
         return False
-    if known.mark in marks() or (known.out_of_sight and lease.is_locked(run.lock)):
+    return not processes.supervisor_is_alive
+
+
+def is_alive(
+    folder: Path,
+    marks: Callable[[], frozenset[str]] = process.live_marks,
+    processes: Processes | None = None,
+) -> bool:
+    """Whether the attempt that began last still runs.
+
+    By its processes and their marks; by lock and heartbeat if they are out of sight. `processes` is
+    what `read_processes` returned just now.
+    """
+    run = RunFolder(folder)
+    processes = processes or read_processes(run)
+    if processes.leader is None:
+        return False
+    if processes.leader_is_alive:
         return True
-    last = lease.newest(rundir.read_manifest(run).output) if known.out_of_sight else None
-    return last is not None and Path(last.run).name == folder.name and last.beats()
+    if run.exit(processes.attempt or 1).exists():
+        return False
+    if processes.mark in marks():
+        return True
+    if not processes.is_remote:
+        return False
+    if lease.is_locked(run.lock):
+        return True
+    newest = lease.newest_lease(rundir.read_manifest(run).output)
+    if newest is None or Path(newest.run).name != folder.name:
+        return False
+    return newest.is_beating()
 
 
-def unknown(folder: RunFolder, known: Processes | None = None) -> Finding | None:
-    """That the state of a run is unknown here, where it is: out of sight, and without a heartbeat. `known` is what
-    `processes` read of it just now."""
-    known = known or processes(folder)
-    name = folder.path.name
-    visible = not known.out_of_sight or folder.exit(known.attempt or 1).exists()
-    if known.leader is None or visible or alive(folder.path, known=known):
+def unknown_state(folder: RunFolder, processes: Processes | None = None) -> Finding | None:
+    """The error that a run's state is unknown: its processes are out of sight and silent.
+
+    None if it is known. `processes` is what `read_processes` returned just now.
+    """
+    processes = processes or read_processes(folder)
+    leader = processes.leader
+    if leader is None or not processes.is_remote:
         return None
-    message = f"the state of {name} is unknown here: it was started on {known.leader.place}, whose processes "
-    message += f"are not visible from here, and it had no heartbeat for {lease.SILENT_S:.0f} s or more"
-    help = f"ask there: launch runs, launch stop {name}; the same launch command resumes it here"
-    return launch_finding("error", "run-is-elsewhere", message, help, file=str(folder.path))
+    if folder.exit(processes.attempt or 1).exists():
+        return None
+    if is_alive(folder.path, processes=processes):
+        return None
+    name = folder.path.name
+    message = f"the state of {name} is unknown here: it was started on {leader.place}, "
+    message += "whose processes are not visible from here, "
+    message += f"and it had no heartbeat for {lease.SILENT_S:.0f} s or more"
+    help = f"ask there: launch runs, launch stop {name}; "
+    help += "the same launch command resumes it here"
+    return launch_finding(
+        "error",
+        "run-is-elsewhere",
+        message,
+        help,
+        file=str(folder.path),
+    )
 
 
-def require_sight(folder: RunFolder) -> None:
-    """Raise NotReady where nothing can be concluded of the run: it may go on where nobody here can look, or it is the
-    copy of one whose end it does not hold."""
-    known = processes(folder)
-    if known.copy_of is not None and not folder.exit(known.attempt or 1).exists():
-        message = f"{folder.path.name} is a copy of {known.copy_of}, whose processes are not its own"
-        help = f"launch stop {shlex.quote(known.copy_of)}, or launch attach; launch check judges the copy"
+def require_known_state(folder: RunFolder) -> None:
+    """Raise NotReady if nothing is known of a run's state.
+
+    It may continue out of sight, or the folder is a copy that does not hold its end.
+    """
+    processes = read_processes(folder)
+    original = processes.copy_of
+    if original is not None and not folder.exit(processes.attempt or 1).exists():
+        message = f"{folder.path.name} is a copy of {original}, "
+        message += "whose processes are not its own"
+        help = f"launch stop {shlex.quote(original)}, or launch attach; "
+        help += "launch check judges the copy"
         raise not_ready("run-is-a-copy", message, help, file=str(folder.path))
-    if (why := unknown(folder, known)) is not None:
-        raise NotReady(why)
+    finding = unknown_state(folder, processes)
+    if finding is not None:
+        raise NotReady(finding)

@@ -1,12 +1,11 @@
-"""Runs as jobs of Slurm's: what `slurm:` may say, the batch script, queueing it, what became of jobs, ending one.
+"""Runs as Slurm jobs: the options in `slurm:`, the batch script, submission, states, cancellation.
 
-The script starts `launch exec RUN` once on every node. It holds no value of the stage file but those of `slurm:`,
-which stand in comments that sbatch alone reads, and no environment: what training needs lies in the run folder.
-A job is known by its number.
+The script starts `launch exec RUN` once on every node. Of the stage file it holds only `slurm:`, in
+comments that sbatch alone reads, and no environment: training reads what it needs from the run
+folder.
 """
 
 import contextlib
-import difflib
 import os
 import re
 import shlex
@@ -22,87 +21,122 @@ from launcher.runs import preemption, rundir
 from launcher.runs.record import Record
 from launcher.runs.rundir import RunFolder
 
-WARNING_S = 60  # how long before its time is up a job is queued again; Slurm may say so up to a minute earlier
-RESERVED_S = 50  # of that, what is kept to stop a run that has not saved, and to put its job back into the queue
+WARNING_S = 60  # a job is queued again this long before its end; Slurm may signal a minute earlier
+RESERVED_S = 50  # part of that: to stop a run that has not saved, and to requeue its job
 TIMEOUT_S = 20.0
 SCRIPT = "slurm.sh"  # the batch script in a run folder
-LOG, LIMIT = "slurm.log", "slurm.limit"  # what the job prints, and that its time was up
+LOG = "slurm.log"  # what the job prints
+LIMIT = "slurm.limit"  # exists once the job's time was up
 
-# the long options of sbatch that a run may set
-_OPTIONS = """
-    account acctg-freq bb bbf begin cluster-constraint comment constraint container contiguous core-spec
-    cores-per-socket cpu-freq cpus-per-gpu cpus-per-task deadline delay-boot dependency distribution exclude
-    exclusive extra-node-info gpu-bind gpu-freq gpus gpus-per-node gpus-per-socket gpus-per-task gres gres-flags
-    hint hold kill-on-invalid-dep licenses mail-type mail-user mcs-label mem mem-bind mem-per-cpu mem-per-gpu
-    mincpus network nice no-kill nodefile nodelist ntasks-per-gpu overcommit oversubscribe partition power prefer
-    priority profile propagate qos reboot reservation sockets-per-node spread-job switches thread-spec
-    threads-per-core time time-min tmp tres-bind tres-per-task use-min-nodes wait-all-nodes wckey
-""".split()
-KEYS = (*_OPTIONS, "requeue")
-# options that the run decides
-_OURS = """
-    array chdir clusters error export export-file get-user-env job-name no-requeue nodes ntasks ntasks-per-node
-    open-mode output signal wrap
-""".split()
-ASKS_FOR_GPUS = frozenset({"gres", "gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket"})
+# options of sbatch that launch sets itself
+RESERVED = frozenset(
+    """
+    array chdir clusters error export export-file get-user-env job-name no-requeue nodes ntasks
+    ntasks-per-node open-mode output signal wrap
+    """.split()
+)
+ASKS_FOR_GPUS = frozenset(
+    {
+        "gres",
+        "gpus",
+        "gpus-per-node",
+        "gpus-per-task",
+        "gpus-per-socket",
+    }
+)
 ASKS_FOR_CPUS = frozenset({"cpus-per-task", "cpus-per-gpu", "exclusive", "mincpus"})
-# what sbatch gets of an environment, which Slurm keeps for its administrators to read
-_PASSED = {
-    *("HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "TZ", "USER"),
-    *("SLURM_CONF", "SLURM_CONF_SERVER", "SBATCH_TIMELIMIT"),
-    *(f"SBATCH_{name.upper().replace('-', '_')}" for name in _OPTIONS),
-}
+# the environment that sbatch gets, which Slurm keeps for its administrators to read
+_PASSED = frozenset(
+    """
+    HOME LANG LC_ALL LOGNAME PATH SHELL TZ USER SLURM_CONF SLURM_CONF_SERVER SBATCH_TIMELIMIT
+    """.split()
+)
+_RESERVED_VARIABLES = frozenset({"SBATCH_ARRAY_INX", "SBATCH_REQUEUE"})
 
+_OPTION = re.compile(r"[a-z][a-z0-9-]*", re.ASCII)
 _JOB = re.compile(r"[0-9]{1,20}", re.ASCII)
 _CONTROL = re.compile(r"[\x00-\x1f\x7f\x85\u2028\u2029]")
-Options = Mapping[str, str | None]  # an option of sbatch -> its value; None for one that stands alone
+Options = Mapping[str, str | None]  # option of sbatch -> value; None for a flag
 
 
-def read_options(given: Any, complain: Complain) -> tuple[dict[str, str | None], list[Finding]]:
-    """Options and faults of `slurm:`; false leaves one out, true names it alone, `requeue: false` is `no-requeue`."""
-    if not isinstance(given, Mapping):
-        message = f"`slurm:` is a mapping of sbatch's options, not `{brief(given)}`"
-        return {}, [complain("bad-slurm", "", message, "slurm: {partition: gpu, time: 1-00:00:00}")]
+def read_options(value: Any, complain: Complain) -> tuple[dict[str, str | None], list[Finding]]:
+    """The options of `slurm:` and what is wrong with them. Whether they exist is sbatch's to say.
+
+    False leaves an option out, true makes it a flag; `requeue: false` becomes `no-requeue`.
+    """
+    if not isinstance(value, Mapping):
+        message = f"`slurm:` is a mapping of sbatch's options, not `{brief(value)}`"
+        help = "slurm: {partition: gpu, time: 1-00:00:00}"
+        return {}, [complain("bad-slurm", "", message, help)]
     options: dict[str, str | None] = {}
     findings = []
-    for key, value in given.items():
-        name = _CONTROL.sub(" ", str(key)).replace("_", "-").removeprefix("--")
-        if (wrong := _wrong(name, value)) is not None:
-            findings.append(complain(wrong[0], str(key), *wrong[1:]))
+    for key, setting in value.items():
+        name = option_name(str(key))
+        finding = _check_option(name, str(key), setting, complain)
+        if finding is not None:
+            findings.append(finding)
         elif name == "requeue":
-            options |= {} if value in (True, None) else {"no-requeue": None}
-        elif value not in (None, False):
-            options[name] = None if value is True else str(value)
+            if setting is False:
+                options["no-requeue"] = None
+        elif setting is True:
+            options[name] = None
+        elif setting not in (None, False):
+            options[name] = str(setting)
     return options, findings
 
 
-def _wrong(name: str, value: Any) -> tuple[str, str, str | None] | None:
-    if name in _OURS:
-        help = "launch sets nodes (--nodes), tasks, names, logs, signals and environment; or write `requeue: false`"
-        return "reserved-slurm-option", f"`{name}` is set by launch itself", help
-    if name not in KEYS:
-        near = difflib.get_close_matches(name, KEYS, n=1, cutoff=0.6)
-        help = f"did you mean `{near[0]}`?" if near else "`sbatch --help` lists them"
-        return "unknown-slurm-option", f"`{brief(name)}` is not an option of sbatch", help
-    if isinstance(value, bool | None):
+def option_name(key: str) -> str:
+    """A key of `slurm:` as sbatch spells it: `cpus_per_task` is `cpus-per-task`."""
+    return _CONTROL.sub(" ", key).replace("_", "-").removeprefix("--")
+
+
+def is_settable(name: str) -> bool:
+    """Whether a stage file may set this option: launch does not, and it could be a long option."""
+    return name not in RESERVED and _OPTION.fullmatch(name) is not None
+
+
+def _check_option(name: str, key: str, setting: Any, complain: Complain) -> Finding | None:
+    if name in RESERVED:
+        help = "launch sets nodes (--nodes), tasks, names, logs, signals and environment; "
+        help += "or write `requeue: false`"
+        message = f"`{name}` is set by launch itself"
+        return complain("reserved-slurm-option", key, message, help)
+    if not is_settable(name):
+        message = f"`{brief(name)}` is not the long name of an option of sbatch"
+        return complain(
+            "bad-slurm-option",
+            key,
+            message,
+            "`sbatch --help` lists them",
+        )
+    if setting is None or isinstance(setting, bool):
         return None
-    word = isinstance(value, str | int | float) and str(value).strip() and not _CONTROL.search(str(value))
-    if name == "requeue" or not word:
-        kind = "true or false" if name == "requeue" else "words on one line"
-        shown = brief(_CONTROL.sub(" ", str(value)))
-        return "bad-slurm-option", f"`{name}` is {kind}, not `{shown}`", None
+    shown = brief(_CONTROL.sub(" ", str(setting)))
+    if name == "requeue":
+        message = f"`requeue` is true or false, not `{shown}`"
+        return complain("bad-slurm-option", key, message, None)
+    if not _is_one_line(setting):
+        message = f"`{name}` is words on one line, not `{shown}`"
+        return complain("bad-slurm-option", key, message, None)
     return None
 
 
-def one_cpu(options: Options, gpus: int) -> str | None:
-    """What to say of a job that would get a single core of each node; None where it asks for more."""
+def _is_one_line(setting: object) -> bool:
+    if not isinstance(setting, str | int | float):
+        return False
+    text = str(setting)
+    return bool(text.strip()) and _CONTROL.search(text) is None
+
+
+def single_cpu_help(options: Options, gpus: int) -> str | None:
+    """A hint for a job that would get one core of each node; None if it asks for more."""
     if ASKS_FOR_CPUS & options.keys():
         return None
-    most = f"{8 * gpus}" if gpus else "8"
-    return f"slurm: {{cpus_per_task: {most}}}, or {{exclusive: true}} for whole machines"
+    cpus = 8 * max(1, gpus)
+    return f"slurm: {{cpus_per_task: {cpus}}}, or {{exclusive: true}} for whole machines"
 
 
-def script(
+def batch_script(
     folder: Path,
     command: Sequence[str],
     *,
@@ -112,162 +146,243 @@ def script(
     prepare: bool = True,
     warning_s: int = WARNING_S,
 ) -> str:
-    """A batch script for a command on each node, which first `prepare`s a run that was queued again.
+    """A batch script that starts `command` on each node.
 
-    `warning_s` seconds before its time is up, such a run is asked to save; then the job goes back into the queue.
+    With `prepare`, a job that was queued again first prepares its run, and `warning_s` seconds
+    before its end the run is asked to save. Then the job goes back into the queue.
     """
-    requeue, log = "no-requeue" not in options, _pattern(folder)
-    words: dict[str, str | None] = {
-        "job-name": rundir.dashed(folder.name).strip("-") or "launch",
+    requeues = "no-requeue" not in options
+    log_pattern = _log_pattern(folder)
+    directives: dict[str, str | None] = {
+        "job-name": rundir.replace_unsafe(folder.name).strip("-") or "launch",
         "nodes": str(nodes),
         "ntasks-per-node": "1",
-        **({"gres": f"gpu:{gpus}"} if gpus and not ASKS_FOR_GPUS & options.keys() else {}),
-        **{"output": log or "/dev/null", "open-mode": "append", "chdir": "/"},
-        **({"requeue": None, "signal": f"B:USR1@{warning_s}"} if requeue else {}),
-        **options,
     }
-    srun = f"srun --nodes={nodes} --ntasks-per-node=1 --mpi=none --cpu-bind=none --kill-on-bad-exit=0"
-    lines = [
-        "#!/bin/sh",
-        *(f"#SBATCH --{key}" + ("" if value is None else f"={_quoted(value)}") for key, value in words.items()),
-        "",
-        *([] if log else [_OWN_LOG.format(log=shlex.quote(str(folder / LOG)))]),
-        f"set -- {shlex.join(command)}",
-        *([_PREPARE] if prepare else []),
-        "# whoever stops the job tells every process of it: wait for what they still write down",
-        "trap 'signalled=1' TERM INT",
-    ]
-    if requeue:
-        trap = _SAVE if prepare else _REQUEUE
-        seconds = max(1, warning_s - RESERVED_S)
-        limit = shlex.quote(str(folder / LIMIT))
-        lines.append(trap.format(limit=limit, variable=preemption.GRACE_VARIABLE, seconds=seconds))
-    # srun does not take the number of cores from the job (Slurm 22.05)
-    lines.append(f'{srun} ${{SLURM_CPUS_PER_TASK:+"--cpus-per-task=$SLURM_CPUS_PER_TASK"}} "$@" &')
+    if gpus and not ASKS_FOR_GPUS & options.keys():
+        directives["gres"] = f"gpu:{gpus}"
+    directives["output"] = log_pattern or "/dev/null"
+    directives["open-mode"] = "append"
+    directives["chdir"] = "/"
+    if requeues:
+        directives["requeue"] = None
+        directives["signal"] = f"B:USR1@{warning_s}"
+    directives.update(options)
+
+    lines = ["#!/bin/sh"]
+    lines += [_directive(name, value) for name, value in directives.items()]
+    lines.append("")
+    if log_pattern is None:
+        lines.append(_REDIRECT.format(log=shlex.quote(str(folder / LOG))))
+    lines.append(f"set -- {shlex.join(command)}")
+    if prepare:
+        lines.append(_PREPARE)
+    lines.append(_TRAP_STOP)
+    if requeues:
+        template = _TRAP_SAVE if prepare else _TRAP_REQUEUE
+        trap = template.format(
+            limit=shlex.quote(str(folder / LIMIT)),
+            variable=preemption.GRACE_VARIABLE,
+            seconds=max(1, warning_s - RESERVED_S),
+        )
+        lines.append(trap)
+    lines.append(_SRUN.format(nodes=nodes))
     lines.append(_WAIT)
-    if requeue and prepare:
+    if requeues and prepare:
         lines.append(_QUEUE_AGAIN)
     lines.append('exit "$code"')
     return "\n".join(lines) + "\n"
 
 
-_OWN_LOG = "# sbatch cannot write down the name of this folder\nexec >>{log} 2>&1"
-_PREPARE = '# queued again, the run continues from its last complete checkpoint\n"$@" --prepare || exit'
-_REQUEUE = """\
+_REDIRECT = "# sbatch cannot write down the name of this folder\nexec >>{log} 2>&1"
+_PREPARE = """\
+# queued again, the run continues from its last complete checkpoint
+"$@" --prepare || exit"""
+_TRAP_STOP = """\
+# whoever stops the job tells every process of it: wait for what they still write down
+trap 'signalled=1' TERM INT"""
+_TRAP_REQUEUE = """\
 # its time is almost up: back into the queue
 queue_again() {{ signalled=1; : >{limit}; scontrol requeue "$SLURM_JOB_ID"; }}
 trap queue_again USR1"""
-_SAVE = """\
-# its time is almost up: it saves a checkpoint, and goes back into the queue, without one if that takes too long
+_TRAP_SAVE = """\
+# its time is almost up: it saves a checkpoint, and goes back into the queue, \
+without one if that takes too long
 limit={limit}
 export {variable}={seconds}
-trap 'signalled=1; : >"$limit"; again=1; ("$@" --save || scontrol requeue "$SLURM_JOB_ID") &' USR1"""
+trap 'signalled=1; : >"$limit"; again=1; \
+("$@" --save || scontrol requeue "$SLURM_JOB_ID") &' USR1"""
+# srun does not take the number of cores from the job (Slurm 22.05)
+_SRUN = (
+    "srun --nodes={nodes} --ntasks-per-node=1 --mpi=none --cpu-bind=none --kill-on-bad-exit=0 "
+    '${{SLURM_CPUS_PER_TASK:+"--cpus-per-task=$SLURM_CPUS_PER_TASK"}} "$@" &'
+)
 _WAIT = """\
 job=$!
 while signalled=; wait $job; code=$?; [ "$signalled" ]; do :; done"""
 _QUEUE_AGAIN = '[ "$again" ] && [ "$code" -ne 0 ] && scontrol requeue "$SLURM_JOB_ID"'
 
 
-def _pattern(folder: Path) -> str | None:
-    """The job's log as sbatch's filename pattern; None where a pattern cannot express it."""
+def _log_pattern(folder: Path) -> str | None:
+    """The job's log as sbatch's filename pattern; None if no pattern can express it."""
     path = str(folder / LOG)
-    # a backslash anywhere switches all patterns off and is lost itself
-    return None if "\\" in path or _CONTROL.search(path) else path.replace("%", "%%")
-
-
-def _quoted(value: str) -> str:
-    """A value as sbatch reads it in a script: in double quotes, a backslash before quotes and itself."""
-    plain = re.fullmatch(r"[A-Za-z0-9._:,=@/+%-]+", value)
-    return value if plain else '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
-
-
-def job(folder: RunFolder) -> str | None:
-    """The job that a run was submitted as; None of a copy, whose job is another run's."""
-    record = Record(rundir.read_json(folder.job))
-    number, run = record.text("job") or "", record.text("run")
-    if not _JOB.fullmatch(number):
+    # a backslash anywhere disables all patterns, and is dropped
+    if "\\" in path or _CONTROL.search(path):
         return None
-    copied = run is not None and exists(Path(run)) and canonical(Path(run)) != canonical(folder.path)
-    return None if copied else number
+    return path.replace("%", "%%")
+
+
+def _directive(name: str, value: str | None) -> str:
+    if value is None:
+        return f"#SBATCH --{name}"
+    if not re.fullmatch(r"[A-Za-z0-9._:,=@/+%-]+", value):
+        # sbatch reads double quotes, with a backslash before quotes and backslashes
+        value = '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
+    return f"#SBATCH --{name}={value}"
+
+
+def job_of(folder: RunFolder) -> str | None:
+    """The job that a run was submitted as; None for a copy, whose job is the original's."""
+    record = Record(rundir.read_json(folder.job))
+    job = record.text("job") or ""
+    if not _JOB.fullmatch(job):
+        return None
+    run = record.text("run")
+    if run is None or not exists(Path(run)):
+        return job
+    if canonical(Path(run)) != canonical(folder.path):
+        return None
+    return job
 
 
 def require_own(folder: RunFolder) -> None:
-    """Raise NotReady where somebody else may have written which job a run is: none is ended by that word."""
-    if (why := files.writable_by_others(folder.job)) is not None:
-        message = f"no job is ended because {folder.job.name} names it: {why}"
-        help = f"look at job {job(folder)}; if it is the run's: scancel {job(folder)}"
+    """Raise NotReady if somebody else may have written which job a run is; it is not cancelled."""
+    reason = files.writable_by_others(folder.job)
+    if reason is not None:
+        message = f"no job is ended because {folder.job.name} names it: {reason}"
+        help = f"look at job {job_of(folder)}; if it is the run's: scancel {job_of(folder)}"
         raise not_ready("not-your-process", message, help, file=str(folder.job))
 
 
 def submit(folder: RunFolder, text: str, environ: Mapping[str, str]) -> str:
-    """Queue a batch script; of `environ` Slurm gets what finds it and the user's defaults. Raises NotReady."""
+    """Submit a batch script; returns the job. Raises NotReady.
+
+    Of `environ` sbatch gets what locates Slurm, and the user's defaults for its options.
+    """
     path = folder.path / SCRIPT
     with rundir.writing(folder.path):
         files.write_bytes(path, os.fsencode(text))
-    passed = {name: value for name, value in environ.items() if name in _PASSED}
+    passed = {name: value for name, value in environ.items() if _is_passed(name)}
     answer = _call(["sbatch", "--parsable", str(path)], passed, TIMEOUT_S).strip()
-    found = re.fullmatch(r"(\d+)(?:;.*)?", answer)
-    if found is None:
+    match = re.fullmatch(r"(\d+)(?:;.*)?", answer)
+    if match is None:
         raise not_ready("slurm-failed", f"sbatch answered `{brief(answer)}`")
-    record = {"job": found[1], "submitted": rundir.now(), "run": str(folder.path)}
+    job = match[1]
+    record = {
+        "job": job,
+        "submitted": rundir.utc_now(),
+        "run": str(folder.path),
+    }
     files.write_private_json(folder.job, record)
-    return found[1]
+    return job
 
 
-def states(environ: Mapping[str, str] | None = None) -> dict[str, str] | None:
-    """Job -> state of all of the user's jobs that Slurm still knows; None where it does not answer."""
+def _is_passed(variable: str) -> bool:
+    if variable in _PASSED:
+        return True
+    if not variable.startswith("SBATCH_") or variable in _RESERVED_VARIABLES:
+        return False
+    option = variable.removeprefix("SBATCH_").lower().replace("_", "-")
+    return option not in RESERVED
+
+
+def job_states(
+    environ: Mapping[str, str] | None = None,
+) -> dict[str, str] | None:
+    """The state of each job of this user that Slurm knows; None if it does not answer."""
     if isolation.find_program("squeue", environ) is None:
         return None
-    argv = ["squeue", "--noheader", f"--user={os.getuid()}", "--states=all", "--format=%A %T"]
+    argv = [
+        "squeue",
+        "--noheader",
+        f"--user={os.getuid()}",
+        "--states=all",
+        "--format=%A %T",
+    ]
     try:
         answer = _call(argv, environ, None)
     except NotReady:
         return None
-    rows = [line.split() for line in answer.splitlines()]
-    return {row[0]: row[1] for row in rows if len(row) == 2}
+    states = {}
+    for line in answer.splitlines():
+        words = line.split()
+        if len(words) == 2:
+            states[words[0]] = words[1]
+    return states
 
 
-WAITING = "CONFIGURING PENDING REQUEUED REQUEUE_FED REQUEUE_HOLD RESV_DEL_HOLD SPECIAL_EXIT".split()
-ACTIVE = "COMPLETING RESIZING RUNNING SIGNALING STAGE_OUT STOPPED SUSPENDED".split()
+WAITING = frozenset(
+    """
+    CONFIGURING PENDING REQUEUED REQUEUE_FED REQUEUE_HOLD RESV_DEL_HOLD SPECIAL_EXIT
+    """.split()
+)
+ACTIVE = frozenset("COMPLETING RESIZING RUNNING SIGNALING STAGE_OUT STOPPED SUSPENDED".split())
 
 
-def word(state: str | None) -> str | None:
-    """A state of Slurm's in ours: `queued`, `running`, or None for a job that is over or unknown."""
+def run_state(state: str | None) -> str | None:
+    """`queued` or `running` for a state of Slurm; None for a job that is over or unknown."""
     if state in WAITING:
         return "queued"
-    return "running" if state in ACTIVE else None
+    if state in ACTIVE:
+        return "running"
+    return None
 
 
-def state(job: str) -> str | None:
-    return word((states() or {}).get(job))
+def job_state(job: str) -> str | None:
+    """`queued`, `running` or None, by asking Slurm now."""
+    states = job_states() or {}
+    return run_state(states.get(job))
 
 
 def cancel(job: str, environ: Mapping[str, str] | None = None) -> None:
-    """TERM to every process of a job, KILL after Slurm's KillWait; one that is over is no mistake. Raises NotReady."""
+    """TERM to every process of a job, KILL after Slurm's KillWait. Raises NotReady.
+
+    Cancelling a job that is over succeeds.
+    """
     _call(["scancel", job], environ, TIMEOUT_S)
 
 
-def cut_short(folder: RunFolder) -> bool:
-    """Whether the job's time was up when it ran last. Asked once, it is forgotten."""
+def take_limit_mark(folder: RunFolder) -> bool:
+    """Whether the job's time was up when it ran last; the mark is removed."""
     with contextlib.suppress(OSError):
         (folder.path / LIMIT).unlink()
         return True
     return False
 
 
-def _call(argv: Sequence[str], environ: Mapping[str, str] | None, timeout_s: float | None) -> str:
-    """What a command of Slurm's answers; without `timeout_s` it shares the limit of all tools. Raises NotReady."""
+def _call(
+    argv: Sequence[str],
+    environ: Mapping[str, str] | None,
+    timeout_s: float | None,
+) -> str:
+    """The output of a Slurm command. Raises NotReady if it fails.
+
+    Without `timeout_s` it shares the limit of all tools.
+    """
+    name = argv[0]
     help = None
     try:
-        answer = tools.ask(argv, environ=environ, cwd="/", seconds=timeout_s)
+        answer = tools.run_tool(argv, environ=environ, cwd="/", seconds=timeout_s)
+    except FileNotFoundError:
+        reason = f"{name} is not installed here"
+        help = "start this where jobs are submitted, or without --slurm"
+    except tools.NoAnswer as error:
+        reason = str(error)
+    except OSError as error:
+        reason = f"{name} cannot be started: {error.strerror}"
+    else:
         if answer.returncode == 0:
             return os.fsdecode(answer.out)
-        last = answer.err.decode(errors="replace").strip().splitlines()
-        why = f"{argv[0]} {'; '.join(last[-3:]) or f'ended with {answer.returncode}'}"
-    except FileNotFoundError:
-        why, help = f"{argv[0]} is not installed here", "start this where jobs are submitted, or without --slurm"
-    except tools.NoAnswer as error:
-        why = str(error)
-    except OSError as error:
-        why = f"{argv[0]} cannot be started: {error.strerror}"
-    raise not_ready("slurm-failed", why, help)
+        last_lines = answer.err.decode(errors="replace").strip().splitlines()[-3:]
+        complaint = "; ".join(last_lines) or f"ended with {answer.returncode}"
+        reason = f"{name} {complaint}"
+    raise not_ready("slurm-failed", reason, help)

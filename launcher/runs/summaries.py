@@ -1,7 +1,7 @@
-"""What is asked of all runs at once -> `RunSummary`: out of their manifests, read once and kept in one file.
+"""The few facts that lists need of every run -> `RunSummary`, cached in one file.
 
-Ten thousand manifests take ten seconds to read; the file of their summaries takes a tenth of one. A summary
-counts as long as its manifest is the same file, unchanged.
+Reading ten thousand manifests takes ten seconds, reading their summaries a tenth of one. A summary
+is valid while its manifest has the same inode, time and size.
 """
 
 from __future__ import annotations
@@ -21,15 +21,24 @@ from launcher.runs.record import Manifest
 
 MANIFEST = "run.json"
 _VERSION = 1
-_FIELDS = ("stage", "backend", "cwd", "output", "canonical_output", "requested_output", "model", "card")
+_FIELDS = (
+    "stage",
+    "backend",
+    "cwd",
+    "output",
+    "canonical_output",
+    "requested_output",
+    "model",
+    "card",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """Some of a manifest; `written` is when it was, in seconds since the epoch.
+    """Part of a manifest. `written` is its modification time in seconds since the epoch.
 
-    `output` is as the manifest has it, `canonical_output` without links as they were then. `model` is the argument
-    `model_name_or_path`, `card` the first GPU.
+    `output` is as the manifest has it; `canonical_output` had its links resolved when the summary
+    was made. `model` is the argument `model_name_or_path`, `card` the first GPU.
     """
 
     path: Path
@@ -44,93 +53,112 @@ class RunSummary:
     card: str | None = None
 
 
-def of_runs(paths: Iterable[Path], kept_in: Path) -> list[RunSummary]:
-    """The summaries of those run folders that have a manifest; what is new is kept in the file `kept_in`."""
-    kept = _read(kept_in)
-    summaries: list[RunSummary] = []
-    new: dict[str, Any] = {}
+def summarize_runs(paths: Iterable[Path], cache_file: Path) -> list[RunSummary]:
+    """The summaries of the run folders that have a manifest; new ones go into `cache_file`."""
+    cached = _read_cache(cache_file)
+    summaries = []
+    added: dict[str, object] = {}
     for path in paths:
-        status = _status(path)
+        status = _manifest_status(path)
         if status is None:
             continue
-        name = str(path)
         stamp = [status.st_ino, status.st_mtime_ns, status.st_size]
-        fields = _fields_of(kept.get(name), stamp)
-        if fields is None:
-            fields = _read_fields(path)
-            new[name] = [stamp, fields]
-        summaries.append(RunSummary(path=path, written=status.st_mtime, **dict(zip(_FIELDS, fields, strict=True))))
-    if new:
-        _write(kept_in, kept, new)
+        values = _valid_values(cached.get(str(path)), stamp)
+        if values is None:
+            values = _values_of(path)
+            added[str(path)] = [stamp, values]
+        fields = dict(zip(_FIELDS, values, strict=True))
+        summaries.append(RunSummary(path=path, written=status.st_mtime, **fields))
+    if added:
+        _write_cache(cache_file, cached, added)
     return summaries
 
 
-def kept_paths(kept_in: Path) -> list[Path]:
-    """The run folders whose summaries are kept; some may be gone."""
-    return [Path(name) for name in _read(kept_in)]
+def kept_paths(cache_file: Path) -> list[Path]:
+    """The run folders that have a cached summary; some may be gone."""
+    return [Path(name) for name in _read_cache(cache_file)]
 
 
-def _status(path: Path) -> os.stat_result | None:
+def _manifest_status(path: Path) -> os.stat_result | None:
     try:
         status = os.stat(f"{path}/{MANIFEST}")
     except (OSError, ValueError):
         return None
-    return status if stat.S_ISREG(status.st_mode) else None
+    if not stat.S_ISREG(status.st_mode):
+        return None
+    return status
 
 
-def _read(kept_in: Path) -> Mapping[str, Any]:
-    content = files.read_json(kept_in)
+def _read_cache(cache_file: Path) -> Mapping[str, object]:
+    content = files.read_json(cache_file)
     runs = content.get("runs")
     if content.get("version") != _VERSION or not isinstance(runs, dict):
         return {}
     return runs
 
 
-def _fields_of(row: object, stamp: list[int]) -> list[str | None] | None:
-    """What is kept of a run; None where it is of another manifest, or is no such row."""
+def _valid_values(row: object, stamp: list[int]) -> list[str | None] | None:
+    """The values of a cached row; None if it is damaged or of another manifest."""
     if not isinstance(row, list) or len(row) != 2 or row[0] != stamp:
         return None
-    fields = row[1]
-    if not isinstance(fields, list) or len(fields) != len(_FIELDS):
+    values = row[1]
+    if not isinstance(values, list) or len(values) != len(_FIELDS):
         return None
-    return fields if all(value is None or isinstance(value, str) for value in fields) else None
+    for value in values:
+        if value is not None and not isinstance(value, str):
+            return None
+    return values
 
 
-def _read_fields(path: Path) -> list[str | None]:
-    manifest = Manifest(_content(path / MANIFEST))
+def _values_of(path: Path) -> list[str | None]:
+    """The values of `_FIELDS`, from the manifest."""
+    manifest = Manifest(_read_content(path / MANIFEST))
     output = manifest.text("output")
+    canonical_output = None
+    if output is not None:
+        canonical_output = str(canonical(Path(output)))
     model = manifest.argument("model_name_or_path")
-    cards = manifest.cards
+    if not isinstance(model, str):
+        model = None
+    card = None
+    if manifest.cards:
+        card = str(manifest.cards[0])
     return [
         manifest.stage,
         manifest.backend,
         manifest.cwd,
         output,
-        None if output is None else str(canonical(Path(output))),
+        canonical_output,
         manifest.requested_output,
-        model if isinstance(model, str) else None,
-        str(cards[0]) if cards else None,
+        model,
+        card,
     ]
 
 
-def _content(path: Path) -> dict[str, Any]:
+def _read_content(path: Path) -> dict[str, Any]:
     try:
         raw = files.read_bytes(path)
     except OSError:
         return {}
     try:
-        # no number of it is used: that none is too long need not be looked for
+        # faster than `files.parse_line`: no number of it is used, so their length does not matter
         content = json.loads(raw)
     except (ValueError, RecursionError):
         return files.parse_line(raw, files.MAX_BYTES)
-    return content if isinstance(content, dict) else {}
+    if not isinstance(content, dict):
+        return {}
+    return content
 
 
-def _write(kept_in: Path, kept: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-    rows = {name: row for name, row in kept.items() if name not in new and os.path.isdir(name)}
-    rows.update(new)
+def _write_cache(
+    cache_file: Path,
+    cached: Mapping[str, object],
+    added: Mapping[str, object],
+) -> None:
+    rows = {name: row for name, row in cached.items() if os.path.isdir(name)}
+    rows.update(added)
     raw = json.dumps({"version": _VERSION, "runs": rows}).encode()
-    # a state folder that cannot be written costs the next command some time
+    # without a writable state folder the next command reads the manifests again
     with contextlib.suppress(OSError):
-        kept_in.parent.mkdir(parents=True, exist_ok=True)
-        files.write_bytes(kept_in, raw, mode=0o600)
+        cache_file.parent.mkdir(parents=True, exist_ok=True)
+        files.write_bytes(cache_file, raw, mode=0o600)

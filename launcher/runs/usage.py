@@ -1,9 +1,9 @@
-"""`usage.jsonl`: how busy the machine was while a run trained, a line a few seconds, or more for long runs."""
+"""`usage.jsonl`: how busy the machine was while a run trained, a line every few seconds."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 from launcher import files
 from launcher.machine import codec
@@ -16,7 +16,7 @@ Amount = Annotated[float, Between(0, 10**9)] | None
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSample:
-    """Means over the time since the line before: `busy` is a share, memory in GiB, power in watts."""
+    """Means since the line before. `busy` is a share; memory in GiB, power in watts."""
 
     index: Count
     busy: Share = None
@@ -27,7 +27,10 @@ class GpuSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageSample:
-    """One line: `t` is the end of its time, in seconds since the epoch; `cpu` the share of all cores at work."""
+    """One line. `t` is the end of its interval, in seconds since the epoch.
+
+    `cpu` is the share of all cores that worked.
+    """
 
     t: Annotated[float, Between(0, 10**12)]
     attempt: Count = 1
@@ -36,20 +39,26 @@ class UsageSample:
     memory_total_gib: Amount = None
     gpus: tuple[GpuSample, ...] = ()
 
-    def as_json(self) -> dict[str, Any]:
-        return _known({**asdict(self), "gpus": [_known(asdict(gpu)) for gpu in self.gpus] or None})
+    def as_json(self) -> dict[str, object]:
+        content = _without_none(asdict(self))
+        if self.gpus:
+            content["gpus"] = [_without_none(asdict(gpu)) for gpu in self.gpus]
+        else:
+            del content["gpus"]
+        return content
 
 
-def _known(fields: dict[str, Any]) -> dict[str, Any]:
+def _without_none(fields: dict[str, object]) -> dict[str, object]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def read(folder: RunFolder) -> list[UsageSample]:
-    """The samples of all attempts, in their order; lines that are torn or damaged are left out."""
+def read_usage(folder: RunFolder) -> list[UsageSample]:
+    """The samples of all attempts in order, without torn and damaged lines."""
     samples = []
     for line in files.read_lines(folder.usage):
         try:
-            samples.append(codec.read(UsageSample, line))
+            sample = codec.read_record(UsageSample, line)
         except Misfit:
             continue
+        samples.append(sample)
     return samples

@@ -101,7 +101,7 @@ class RungFacts:
     def from_json(cls, data: Mapping[str, Any]) -> RungFacts:
         """Raises Misfit where it is damaged; what a later launch has written beside is left out."""
         left_out: list[Omission] = []
-        found: RungFacts = codec.read(cls, data, left_out)
+        found: RungFacts = codec.read_record(cls, data, left_out)
         if left_out:
             raise Misfit(str(left_out[0]))
         return found

@@ -110,7 +110,12 @@ def _options(stages: Sequence[str], backends: Sequence[str], schemas: Sequence[S
         "attention": {
             "anyOf": [{"title": "attention (in order)", **several}, *attention, _silent("attention", [None])]
         },
-        "slurm": _mapping({name: {} for key in slurm.KEYS for name in (key, key.replace("-", "_"))}),
+        # which options there are is sbatch's to say
+        "slurm": {
+            "type": ["object", "null"],
+            "propertyNames": {"not": {"enum": sorted(slurm.RESERVED)}},
+            "additionalProperties": {"type": ["string", "number", "boolean", "null"], "pattern": r"\S"},
+        },
         "gates": _mapping({name: {"description": what} for name, (_, what) in gates.GATES.items()}),
         "args": {"type": ["object", "null"]},
         "extends": {"type": ["string", "null"], "pattern": r"\S"},

@@ -23,7 +23,7 @@ from launcher.report.html import figure
 from launcher.report.progress import clock
 from launcher.report.series import Run
 from launcher.runs import attempt
-from launcher.runs.record import listed, mapping
+from launcher.runs.record import as_list, as_mapping
 from launcher.trained.model import Base, TrainedModel, of_folder
 from launcher.upstream.schema import source_name
 from launcher.verdict import summary
@@ -183,7 +183,7 @@ def _metadata(path: Path) -> Mapping[str, Any]:
         content = yaml.safe_load(match[1])
     except yaml.YAMLError:
         return {}
-    return mapping(content)
+    return as_mapping(content)
 
 
 def _head(model: TrainedModel, run: Run, lineage: Sequence[Base]) -> str:
@@ -218,7 +218,7 @@ def _backend(run: Run) -> str:
 
 def _data_names(run: Run) -> list[str]:
     """The data sets that the run read, each once."""
-    records = [mapping(record) for record in listed(run.manifest.get("contents"))]
+    records = [as_mapping(record) for record in as_list(run.manifest.get("contents"))]
     return list(dict.fromkeys(str(record.get("name")) for record in records if record.get("role") == "data"))
 
 
@@ -242,7 +242,7 @@ def _introduction(model: TrainedModel, run: Run, lineage: Sequence[Base]) -> str
     origin = ""
     if names:
         origin = f" of {names[0]}"
-    source = mapping(run.manifest.get("upstream"))
+    source = as_mapping(run.manifest.get("upstream"))
     trainer = source_name(str(source.get("backend") or ""), str(source.get("version") or ""))
     text = f"{kind} from {stage}{origin}, trained with {trainer}, started and checked by launch."
     if len(names) > 1:
@@ -286,8 +286,8 @@ def _verdict(run: Run) -> str:
 def _training(run: Run) -> str:
     measured = series.measured(run)
     planned = series.planned(run)
-    plan = mapping(run.manifest.get("plan"))
-    machine = mapping(run.manifest.get("machine"))
+    plan = as_mapping(run.manifest.get("plan"))
+    machine = as_mapping(run.manifest.get("machine"))
     tokens = [value for value in run.series.columns.get("tokens", ()) if value is not None]
     rows: list[tuple[str, object]] = []
 
@@ -303,7 +303,7 @@ def _training(run: Run) -> str:
     if measured["hours"] is not None:
         rows.append(("time", clock(round(measured["hours"] * 3600))))
     if plan.get("gpus") is not None:
-        rows.append(("GPUs", _gpus(plan["gpus"], listed(machine.get("gpus")))))
+        rows.append(("GPUs", _gpus(plan["gpus"], as_list(machine.get("gpus")))))
     if (plan.get("nodes") or 1) > 1:
         rows.append(("nodes", plan["nodes"]))
     if run.manifest.get("deepspeed"):
@@ -379,7 +379,7 @@ def _without_places(value: object) -> object:
 
 def _data(run: Run) -> str:
     rows = []
-    for record in map(mapping, listed(run.manifest.get("contents"))):
+    for record in map(as_mapping, as_list(run.manifest.get("contents"))):
         if record.get("role") == "data":
             name = _without_places(str(record.get("name")))
             digest = str(record.get("digest") or "unknown")
@@ -388,8 +388,8 @@ def _data(run: Run) -> str:
 
 
 def _versions(run: Run) -> str:
-    source = mapping(run.manifest.get("upstream"))
-    packages = mapping(mapping(run.manifest.get("trainer")).get("packages"))
+    source = as_mapping(run.manifest.get("upstream"))
+    packages = as_mapping(as_mapping(run.manifest.get("trainer")).get("packages"))
     rows: list[list[object]] = [["launch", run.manifest.get("launch_commit") or "unknown"]]
     rows.append([source.get("backend"), source.get("version")])
     rows += [[name, packages[name]] for name in python.DECISIVE if name in packages]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from launcher.artifacts import checkpoints
 from launcher.errors import Finding, launch_finding, not_ready, usage
-from launcher.machine.locks import locked
+from launcher.machine.locks import try_lock
 from launcher.machine.python import Trainer
 from launcher.trained.model import Base, TrainedModel
 from launcher.trained.worker import Worker
@@ -175,7 +175,7 @@ def _unfinished(output: Path) -> Iterator[Path]:
         message = f"cannot be written: {error.strerror}"
         raise not_ready("unwritable-file", message, file=str(output)) from None
     try:
-        if locked(lock) is False or not _is_open(folder, lock):
+        if try_lock(lock) is False or not _is_open(folder, lock):
             raise not_ready("merge-runs", f"another merge writes {output}", file=str(folder))
         _empty(folder)
         yield folder

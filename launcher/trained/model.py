@@ -172,7 +172,7 @@ def writer_of(folder: Path) -> RunFolder | None:
     """The newest run whose output folder this is, or lies right above it; None where none is known."""
     place = canonical(folder)
     places = {str(place), str(place.parent)}
-    runs = [Path(run) for run, output in outputs.recorded().items() if output in places]
+    runs = [Path(run) for run, output in outputs.outputs_by_run().items() if output in places]
     present = [run for run in runs if rundir.is_run(run)]
     newest = max(present, key=lambda run: run.name, default=None)
     if newest is None:
@@ -204,7 +204,7 @@ def finish_of(verdict: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def verdict_of(run: RunFolder) -> Mapping[str, Any]:
     """The verdict of a run's last attempt; judged now where nobody has yet."""
-    if rundir.judged(run, max(1, run.attempts())):
+    if rundir.is_judged(run, max(1, run.attempts())):
         return files.read_json(run.verdict)
     return judge.judge(run).verdict.as_json()
 

@@ -14,7 +14,7 @@ from launcher.dataset.mixer import LOCAL_SUFFIXES
 from launcher.dataset.reading import BadRow, CannotRead
 from launcher.dataset.sources import Source
 from launcher.dataset.survey import ASSISTANTS
-from launcher.runs.record import Manifest, listed
+from launcher.runs.record import Manifest, as_list
 
 _ROWS = 2000
 """Rows of a file to choose from."""
@@ -112,8 +112,8 @@ def _trained_on(values: Mapping[str, Any]) -> Iterator[Source]:
                 yield piece.source
         return
     for key in ("dataset_mixer_list", "mixer_list"):
-        names = [str(word) for word in listed(values.get(key))[::2]]
-        splits = listed(values.get(f"{key}_splits"))
+        names = [str(word) for word in as_list(values.get(key))[::2]]
+        splits = as_list(values.get(f"{key}_splits"))
         split = "train"
         if len(splits) == 1:
             split = str(splits[0])

@@ -17,7 +17,7 @@ from launcher.errors import Exit, InvalidConfig, launch_finding, unreadable
 from launcher.machine import codec
 from launcher.machine.codec import Misfit, Omission
 from launcher.redaction import Redactor
-from launcher.runs.record import mapping
+from launcher.runs.record import as_mapping
 from launcher.verdict.evidence import Event, Evidence, ExitRecord, ProbeStep, read_log
 from launcher.verdict.metrics import metrics
 from launcher.verdict.points import Citable, Observation
@@ -72,7 +72,7 @@ class Verdict:
         """Why a process of the run ended itself, in one line; None where none did."""
         finish = self.point("finish").detail
         broke = finish.get("reason") in ("violation", "hang")
-        return str(mapping(finish.get("error"))["message"]) if broke and finish.get("error") else None
+        return str(as_mapping(finish.get("error"))["message"]) if broke and finish.get("error") else None
 
     def amended(self, name: str, detail: Mapping[str, object], **changes: Any) -> Verdict:
         old = self.point(name)
@@ -92,7 +92,7 @@ def from_json(data: Mapping[str, Any]) -> Verdict | None:
     """What `Verdict.as_json` wrote; None where it is damaged."""
     left_out: list[Omission] = []
     try:
-        verdict = codec.read(Verdict, data, left_out)
+        verdict = codec.read_record(Verdict, data, left_out)
     except Misfit:
         return None
     return None if left_out or "finish" not in {point.name for point in verdict.points} else verdict

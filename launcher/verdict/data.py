@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.config.keys import PAIRED
-from launcher.runs.record import mapping
+from launcher.runs.record import as_mapping
 from launcher.verdict import schedule
 from launcher.verdict.ending import ending
 from launcher.verdict.evidence import Event, Evidence
@@ -169,7 +169,7 @@ def _rows(evidence: Evidence) -> Iterator[Doubt]:
 def _why_dropped(event: Event) -> str:
     entries = event.fields.get("dropped")
     parts = entries if isinstance(entries, list) else []
-    texts = {str(mapping(part).get("while", "")) for part in parts}
+    texts = {str(as_mapping(part).get("while", "")) for part in parts}
     if any("fully truncated" in text for text in texts):
         return "their prompt alone fills the maximal length"
     if any("fully masked" in text for text in texts):
@@ -285,7 +285,7 @@ def _first_rows(evidence: Evidence) -> Iterator[Doubt]:
     events = evidence.last_events("data")
     counts: dict[str, int] = {}
     for event in events:
-        for name, value in mapping(event.fields.get("first")).items():
+        for name, value in as_mapping(event.fields.get("first")).items():
             if isinstance(value, int):
                 counts[name] = counts.get(name, 0) + value
     counts["whole_rows"] = counts.get("ended", 0) + counts.get("endless", 0)

@@ -400,7 +400,7 @@ def read_run(folder: Path, attempt: int | None = None, current: Manifest | None 
     if manifest is None:
         manifest = rundir.read_manifest(run)
     inputs = files.read_json(run.inputs(attempt or 1)).get("changed")
-    evaluated = evaluation.read(run)
+    evaluated = evaluation.read_evaluation(run)
     if evaluated is not None and evaluated.attempt != (attempt or 1):
         evaluated = None
     return Evidence(
@@ -428,7 +428,7 @@ def finite(value: object) -> float | None:
 
 
 def _read_exit(folder: rundir.RunFolder, attempt: int) -> ExitRecord | None:
-    ended = runner.recorded(folder, attempt)
+    ended = runner.read_exit(folder, attempt)
     if ended is None:
         return None
     path = folder.exit(attempt)
@@ -457,7 +457,7 @@ def _read_rank(path: Path, attempt: int | None) -> RankRecord | None:
     with files.open_regular(path) as file:
         for number, raw in enumerate(files.lines(file), start=1):
             faults: list[Omission] = []
-            fields = probe_events.read(raw, faults)
+            fields = probe_events.parse_event(raw, faults)
             left_out += [(path, number, fault) for fault in faults[:1] if len(left_out) < KEPT_FAULTS]
             if fields is None:
                 continue

@@ -31,9 +31,9 @@ def judge(folder: RunFolder, requested: Mapping[str, str] | None = None) -> RunJ
     """Judge a run by its own `expect:`, or by what is requested. Raises OSError if a file cannot be opened."""
     manifest = rundir.read_manifest(folder)
     each = read(folder, manifest)
-    found, known = whole(each), runner.processes(folder)
+    found, known = whole(each), runner.read_processes(folder)
     # whether the attempt that began last did so where its processes could be seen from here
-    here = known.leader is not None and not known.out_of_sight
+    here = known.leader is not None and not known.is_remote
     expected = _expected(manifest) if requested is None else requested
     output = manifest.output
     if found.final_save:
@@ -47,9 +47,9 @@ def judge(folder: RunFolder, requested: Mapping[str, str] | None = None) -> RunJ
     verdict = _without_known_corruption(verdict, manifest)
     finish = verdict.point("finish")
     if finish.state == "running":
-        if (why := runner.unknown(folder, known)) is not None:
+        if (why := runner.unknown_state(folder, known)) is not None:
             verdict = verdict.amended("finish", {"reason": why.message, "help": why.help}, state="unknown", ok=None)
-        elif known.copy_of is not None or (here and not runner.alive(folder.path, known=known)):
+        elif known.copy_of is not None or (here and not runner.is_alive(folder.path, processes=known)):
             ok = finish.expected in (None, "killed")
             help = _LOST_HELP if known.copy_of is None else f"it is a copy of {known.copy_of}: check that one"
             verdict = verdict.amended("finish", {"reason": "lost", "help": help}, state="killed", ok=ok)

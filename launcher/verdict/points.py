@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 
 from launcher.config.keys import PAIRED
-from launcher.runs.record import Manifest, mapping
+from launcher.runs.record import Manifest, as_mapping
 from launcher.upstream.logs.open_instruct import ATTENTION
 from launcher.upstream.trainers import BACKENDS
 from launcher.verdict.ending import fatal
@@ -72,7 +72,7 @@ def observe_liger(evidence: Evidence, expected: str | None) -> Observation:
     for record in evidence.records:
         if record.steps:
             event = record.last("liger")
-            counts = mapping(event.fields.get("calls")) if event else {}
+            counts = as_mapping(event.fields.get("calls")) if event else {}
             calls[record.rank] = {str(k): int(n) for k, v in counts.items() if (n := finite(v)) is not None and n > 0}
     return _liger_counted(evidence, expected, calls) if calls else _liger_logged(evidence, expected)
 
@@ -86,7 +86,7 @@ def _liger_counted(evidence: Evidence, expected: str | None, calls: Mapping[int,
     idle = [rank for rank, counts in calls.items() if not any(counts.values())]
     # the losses that Liger was to put in save the logits' memory, and the other kernels run without them. Which of
     # those a model has is for Liger to know
-    kwargs = [mapping(event.fields.get("kwargs")) for event in patches]
+    kwargs = [as_mapping(event.fields.get("kwargs")) for event in patches]
     fused = [op for op in FUSED if any(one.get(op) is True for one in kwargs)]
     uncalled = {op: counts for op in fused if not all((counts := _calls_of(op, calls)).values())}
     if not idle and expected == "engaged" and uncalled:
@@ -170,7 +170,7 @@ def observe_packing(evidence: Evidence, expected: str | None) -> Observation:
         else:
             observed = Observation("off" if argument else "unknown", proved=bool(argument), cites=argument)
     if expected in ("isolated", "on") and observed.state == "off":
-        idle = [rank for rank, state in mapping(observed.detail.get("ranks")).items() if state == "off"]
+        idle = [rank for rank, state in as_mapping(observed.detail.get("ranks")).items() if state == "off"]
         where = f" of rank {', '.join(idle)}" if idle else ""
         return replace(observed, reason=f"no batch{where} held two samples in one row", help=_NOT_PACKED_HELP)
     if expected == "off" and observed.state in ("on", "isolated"):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from launcher.config.points import BY_NAME, DURING
-from launcher.runs.record import listed, mapping
+from launcher.runs.record import as_list, as_mapping
 
 Point = Mapping[str, Any]
 
@@ -38,7 +38,7 @@ class Cause:
 
 
 def points(verdict: Mapping[str, Any]) -> list[Point]:
-    return [point for point in listed(verdict.get("points")) if isinstance(point, Mapping)]
+    return [point for point in as_list(verdict.get("points")) if isinstance(point, Mapping)]
 
 
 def failed_first(verdict: Mapping[str, Any]) -> list[Point]:
@@ -50,7 +50,7 @@ def outcome(verdict: Mapping[str, Any]) -> str:
     """The status for people: `stopped` where a signal ended the run and nothing else failed."""
     failed = [point for point in points(verdict) if point.get("ok") is False]
     if [point.get("name") for point in failed] == ["finish"]:
-        detail = mapping(failed[0].get("detail"))
+        detail = as_mapping(failed[0].get("detail"))
         requested = detail.get("signal") in ("SIGINT", "SIGTERM") and detail.get("reason") in (None, "save_late")
         state = failed[0].get("state")
         if state == "preempted" or (state == "stopped" and requested):
@@ -68,7 +68,7 @@ def cause(verdict: Mapping[str, Any]) -> Cause | None:
     error = _error(finish)
     if memory.get("state") == "oom":
         message = error.get("message")
-        text = "out of memory" + DURING.get(str(mapping(memory.get("detail")).get("during")), "")
+        text = "out of memory" + DURING.get(str(as_mapping(memory.get("detail")).get("during")), "")
         return _caused(f"{text}: {message}" if message else text, memory, finish)
     if finish.get("ok") is not False:
         first = _gravest(found)
@@ -91,7 +91,7 @@ def _gravest(found: Sequence[Point]) -> Point | None:
 
 
 def _caused(text: str, *points: Point) -> Cause:
-    details = [mapping(point.get("detail")) for point in points]
+    details = [as_mapping(point.get("detail")) for point in points]
     help = next((str(detail["help"]) for detail in details if detail.get("help")), None)
     return Cause(
         text=text,
@@ -114,18 +114,18 @@ def _shortfall(point: Point) -> str:
     name, state, expected = (point.get(key) for key in ("name", "state", "expected"))
     if name == "finish":
         return _ending(point, stopped=False)
-    reason = mapping(point.get("detail")).get("reason")
+    reason = as_mapping(point.get("detail")).get("reason")
     differs = expected not in (None, "any", "unknown", state)
     text = f"{name} is {state}" + (f", expected {expected}" if differs else "")
     return f"{text if differs else name}: {reason}" if reason else text
 
 
 def _error(finish: Point) -> Mapping[str, Any]:
-    return mapping(mapping(finish.get("detail")).get("error"))
+    return as_mapping(as_mapping(finish.get("detail")).get("error"))
 
 
 def _raised(detail: Mapping[str, Any]) -> str | None:
-    error = mapping(detail.get("error"))
+    error = as_mapping(detail.get("error"))
     kind = str(error.get("type"))
     if not error or (detail.get("signal") and kind.endswith((*MESSENGERS, "KeyboardInterrupt"))):
         return None
@@ -134,7 +134,7 @@ def _raised(detail: Mapping[str, Any]) -> str | None:
 
 
 def _ending(finish: Point, *, stopped: bool) -> str:
-    detail, state = mapping(finish.get("detail")), str(finish.get("state"))
+    detail, state = as_mapping(finish.get("detail")), str(finish.get("state"))
     # where a signal was requested, what it raised in Python says nothing
     if not stopped and (raised := _raised(detail)) is not None:
         return raised
@@ -155,7 +155,7 @@ def _ending(finish: Point, *, stopped: bool) -> str:
 
 def _line(point: Point) -> Mapping[str, Any]:
     """The evidence that shows what went wrong: what names the error, else what the log has."""
-    cites = [mapping(cite) for cite in listed(point.get("evidence"))]
+    cites = [as_mapping(cite) for cite in as_list(point.get("evidence"))]
     if message := str(_error(point).get("message") or "").strip()[:40]:
         cites = [cite for cite in cites if message in str(cite.get("text"))] or cites
     logged = (cite for cite in cites if cite.get("source") == "log")
@@ -172,7 +172,7 @@ def sentence(point: Point) -> str | None:
     if kind is None:
         return None
     try:
-        return kind.sentence(str(point.get("state")), mapping(point.get("detail")))
+        return kind.sentence(str(point.get("state")), as_mapping(point.get("detail")))
     except (KeyError, TypeError, ValueError):  # of a damaged verdict
         return None
 

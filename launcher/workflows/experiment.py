@@ -69,16 +69,16 @@ class Campaign:
         name = hashlib.sha256(os.fsencode(f"{self.root}\0{self.key}")).hexdigest()[:32]
         place = rundir.state_folder() / f"{self.kind}s" / name
         with contextlib.ExitStack() as stack:
-            with locks.alone(place, taken=taken):
+            with locks.exclusive(place, taken=taken):
                 before = None if fresh else self.earlier()
-                folder = before or rundir.new_folder(self.root, self.kind, self.name)
-                stack.enter_context(locks.alone(folder / ".lock", taken=taken))
+                folder = before or rundir.make_folder(self.root, self.kind, self.name)
+                stack.enter_context(locks.exclusive(folder / ".lock", taken=taken))
                 if before is None:
                     # from now on the same command finds it, and its lock
                     write(folder / f"{self.kind}.json", {"key": self.key})
             for run in rundir.newest_first(folder):
                 # of a command that has gone: nobody waits for it
-                if runner.alive(run.path) or lease.is_locked(run.lock):
+                if runner.is_alive(run.path) or lease.is_locked(run.lock):
                     with contextlib.suppress(LaunchError, OSError):
                         stop.stop(run)
             yield folder
@@ -178,7 +178,7 @@ def of_prepared(prepared: Prepared, *, timeout_s: float | None = None, allow_unp
         # before anybody listened, or where a batch system signals every process of a job itself
         _leave_nothing(prepared.folder)
         raise KeyboardInterrupt from None
-    verdict, code = conclude.conclusion(folder, attempt)
+    verdict, code = conclude.verdict_and_exit_code(folder, attempt)
     # one that was over by then has its verdict all the same, and nothing comes after it
     code = Exit.INTERRUPTED if interrupted else code
     return Outcome(
@@ -235,4 +235,4 @@ def interruptible() -> Iterator[Stop]:
 
 def unwatched() -> contextlib.AbstractContextManager[None]:
     """HUP is left alone, TERM is what INT is, while a run is being started too: nothing is left behind."""
-    return process.handling({signal.SIGHUP: lambda *_: None, signal.SIGTERM: signal.default_int_handler})
+    return process.signal_handlers({signal.SIGHUP: lambda *_: None, signal.SIGTERM: signal.default_int_handler})

@@ -490,7 +490,7 @@ def test_the_newest_attempt_is_told_of_and_the_manifest_helps_out(place: Path) -
         probed("r1", seen("dataset", "hit"))
     told = reasons("r1")["dataset"]
     assert (told.state, Path(str(told.compared)).name) == ("hit", "r1")
-    manifest = {"created": rundir.now(), "caches": [found["dataset"].as_json()]}
+    manifest = {"created": rundir.utc_now(), "caches": [found["dataset"].as_json()]}
     files.write_json(run("r1").manifest, manifest)
     assert cleared() == {"dataset": "removed"}
     assert reasons("r1")["dataset"].kind == "dataset"

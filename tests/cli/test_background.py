@@ -10,13 +10,13 @@ import yaml
 from experiment import shaped
 from fake_world import World, needs_trl
 
-from launcher.lifecycle.background import own_words
+from launcher.lifecycle.background import foreground_argv
 
 
 def test_what_runs_elsewhere_neither_goes_elsewhere_nor_answers_machines() -> None:
     words = ["tune", "a.yaml", "--detach", "--format", "json", "--on-finish", "x --slurm", "k=1"]
-    assert own_words(words) == ["tune", "a.yaml", "--on-finish", "x --slurm", "k=1"]
-    assert own_words(["bench", "--format=json", "--slurm"]) == ["bench"]
+    assert foreground_argv(words) == ["tune", "a.yaml", "--on-finish", "x --slurm", "k=1"]
+    assert foreground_argv(["bench", "--format=json", "--slurm"]) == ["bench"]
 
 
 @needs_trl

@@ -77,7 +77,7 @@ def test_a_bench_and_a_pipeline_are_one_entry_each(capsys: Capture) -> None:
     files.write_json(trials[0] / "exit.json", {"returncode": 1})
     files.write_json(rundir.runs_root() / bench / "bench.json", {"trials": []})
     for path in trials:
-        rundir.enter("runs", path)
+        rundir.register("runs", path)
     stage = made("20260103T000001Z-sft-stage")
     (rundir.runs_root() / pipeline).mkdir()
     record = {"stages": [{"run": str(stage)}]}
@@ -100,10 +100,10 @@ def test_last_is_the_newest_of_this_folder_and_no_trial(capsys: Capture) -> None
     other = made("20260102T000000Z-sft-other", begun=9, cwd="/elsewhere")
     trial = made("20260103T000000Z-bench-x/20260103T000000Z-sft-trial", begun=99)
     files.write_json(trial.parent / "bench.json", {})
-    rundir.enter("runs", trial)
-    assert rundir.find("last") == RunFolder(mine)
+    rundir.register("runs", trial)
+    assert rundir.find_run("last") == RunFolder(mine)
     (mine / "run.json").unlink()
-    assert rundir.find("last") == RunFolder(other)
+    assert rundir.find_run("last") == RunFolder(other)
     assert main.main(["check", "last"]) == 0
     said = "no run was begun in this folder; the last of all is 2026"
     assert capsys.readouterr().err.startswith(said)
@@ -126,7 +126,7 @@ def run(tmp_path: Path) -> RunFolder:
     ended = datetime.datetime.fromisoformat("2026-01-02T04:34:05+00:00").timestamp()
     os.utime(config, (ended, ended))
     path = made("20260101T000000Z-sft-a", output=str(tmp_path / "model"))
-    rundir.enter("runs", path)
+    rundir.register("runs", path)
     return RunFolder(path)
 
 
@@ -138,7 +138,7 @@ def test_a_run_is_deleted_and_its_model_only_when_asked_for(run: RunFolder, tmp_
     assert main.main(["rm", "2026", "--yes"]) == 0
     assert capsys.readouterr().out.startswith(f"deleted {run.path} (")
     assert not run.path.exists()
-    assert not list(rundir.entered("runs"))
+    assert not list(rundir.registered("runs"))
     assert (tmp_path / "model").is_dir()
     made(run.path.name, output=str(tmp_path / "model"))
     assert main.main(["rm", "2026", "--yes", "--model"]) == 0
@@ -180,7 +180,7 @@ def test_what_lives_or_is_another_runs_is_not_deleted(
 def test_a_bench_is_checked_and_deleted_by_its_name(capsys: Capture) -> None:
     bench = "20260101T000000Z-bench-x"
     trial = made(f"{bench}/20260101T000001Z-sft-trial")
-    rundir.enter("runs", trial)
+    rundir.register("runs", trial)
     files.write_json(trial.parent / "bench.json", {"trials": [{"run": str(trial)}]})
     assert main.main(["check", bench, "--allow-unproven"]) == 0
     assert trial.name in capsys.readouterr().out
@@ -192,17 +192,17 @@ def test_a_bench_is_checked_and_deleted_by_its_name(capsys: Capture) -> None:
     assert main.main(["rm", bench, "--yes"]) == 2
     assert main.main(["rm", bench, "--yes", "--model"]) == 0
     assert not trial.parent.exists()
-    assert not list(rundir.entered("runs"))
+    assert not list(rundir.registered("runs"))
 
 
 def test_clearing_every_cache_is_asked_for(tmp_path: Path, capsys: Capture) -> None:
     from launcher.cache import folders
 
     path = tmp_path / "dataset-0123456789abcdef"
-    record = {"launch_cache": folders.RECORD_VERSION, "kind": "dataset", "created": rundir.now()}
+    record = {"launch_cache": folders.RECORD_VERSION, "kind": "dataset", "created": rundir.utc_now()}
     record["digest"] = path.name[8:] * 4
     path.mkdir()
-    rundir.enter("caches", path)
+    rundir.register("caches", path)
     files.write_json(path / folders.RECORD, record)
     assert [one.path for one in folders.known()] == [path]
     assert main.main(["cache", "clear"]) == 2

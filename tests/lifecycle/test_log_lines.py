@@ -144,7 +144,7 @@ def test_last_lines_that_begin_within_a_private_key_hide_it(folder: RunFolder) -
 
 
 def test_the_begin_of_a_line_is_not_sought_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_lines, "_SOUGHT_BYTES", 4 * MIB)
+    monkeypatch.setattr(log_lines, "_SEARCHED_BYTES", 4 * MIB)
     log = tmp_path / "log"
     log.write_bytes(b"one\n" + b"x" * (9 * MIB) + b"\nlast\n")
     with log.open("rb") as file:

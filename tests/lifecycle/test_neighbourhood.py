@@ -79,7 +79,7 @@ def test_of_a_run_without_a_lease_the_index_tells(world: World) -> None:
     place = world.root / "o" / "model"
     saved.model(place)
     told = made_runs.manifest(output=str(place))
-    rundir.enter("runs", made_runs.made(world.root / "elsewhere" / "20260101T000000Z-sft-a", told=told))
+    rundir.register("runs", made_runs.made(world.root / "elsewhere" / "20260101T000000Z-sft-a", told=told))
     assert "nested-output" in findings(world, "o")
     assert "nested-output" in findings(world, "o/model/x")
     shutil.rmtree(place)
@@ -188,16 +188,16 @@ def test_what_lies_in_the_place_of_a_lease_is_said(
     path.parent.mkdir(parents=True)
     put(path)
     with pytest.raises(NotReady) as raised:
-        lease.take(tmp_path / "out", tmp_path / "run")
+        lease.acquire(tmp_path / "out", tmp_path / "run")
     (finding,) = raised.value.findings
     assert finding.code == "bad-lease"
     assert f"{path} {says}" in finding.message
     assert f"delete it (rm {'-r ' if put is Path.mkdir else ''}{path})" in str(finding.help)
     shutil.rmtree(path) if path.is_dir() else os.unlink(path)
-    assert lease.take(tmp_path / "out", tmp_path / "run").fence == 1
+    assert lease.acquire(tmp_path / "out", tmp_path / "run").fence == 1
 
 
 def test_an_output_that_is_a_link_to_nothing_is_said(tmp_path: Path) -> None:
     dangling(tmp_path / "out")
     with pytest.raises(NotReady, match="is a link to nowhere, which leads nowhere"):
-        lease.take(tmp_path / "out" / "x", tmp_path / "run")
+        lease.acquire(tmp_path / "out" / "x", tmp_path / "run")

@@ -44,7 +44,7 @@ def trained(
     output = output or out(world)
     steps = steps or (f"checkpoint={output}:2", f"model={output}")
     folder = world.prepared(*steps, name=name, output=str(output), **changes)
-    rundir.enter("runs", folder.path)
+    rundir.register("runs", folder.path)
     world.launch("exec", str(folder.path))
     return folder
 
@@ -180,7 +180,7 @@ def test_a_run_killed_with_its_supervisor_leaves_what_came_before(world: World) 
         os.kill(pid, signal.SIGKILL)
     watching.wait()
     world.quiet()
-    record = inventory.read(folder, 1)
+    record = inventory.read_inventory(folder, 1)
     assert record is not None and record.written is None
     # long after the last sign of life somebody puts a model there
     (output / "model.safetensors").write_text("mine")
@@ -199,15 +199,6 @@ def older(world: World, output: Path) -> RunFolder:
     for path in output.rglob("*"):
         os.utime(path, (1767326400, 1767326400))  # 2026-01-02T04:00:00Z
     return folder
-
-
-def test_of_an_older_run_names_and_times_decide(world: World) -> None:
-    folder = older(world, out(world))
-    (out(world) / "README.md").write_text("later")
-    (out(world) / "thesis.tex").write_text("mine")
-    os.utime(out(world) / "thesis.tex", (1767326400, 1767326400))
-    removed(world, folder)
-    assert names(out(world)) == ["README.md", "thesis.tex"]
 
 
 def test_a_home_folder_survives_the_run_that_trained_into_it(world: World) -> None:
@@ -265,7 +256,7 @@ def test_a_finished_model_inside_or_above_stops_it(world: World, leased: bool) -
         # of no lease, and in a runs folder that only the index knows
         told = made_runs.manifest(output=str(place))
         inner = RunFolder(made_runs.made(world.root / "elsewhere" / "20260101T000001Z-dpo-b", told=told))
-        rundir.enter("runs", inner.path)
+        rundir.register("runs", inner.path)
         saved.model(place)
     before = names(out(world))
     done = removed(world, outer)
@@ -482,7 +473,7 @@ def test_a_start_in_a_full_folder_looks_no_further_than_trainers_do(world: World
     for number in range(300):
         (output / "photos" / str(number)).mkdir(parents=True)
     folder = trained(world)
-    record = inventory.read(folder, 1)
+    record = inventory.read_inventory(folder, 1)
     assert record is not None and record.before == {}
     removed(world, folder)
     assert [path.name for path in output.iterdir()] == ["photos"]
@@ -492,9 +483,9 @@ def test_the_list_of_outputs_can_be_lost(world: World) -> None:
     folder = trained(world)
     place = out(world).resolve()
     (world.root / "state" / "launch" / "outputs.jsonl").unlink(missing_ok=True)
-    assert outputs.recorded(seconds=None)[str(folder.path)] == str(place)
+    assert outputs.outputs_by_run(seconds=None)[str(folder.path)] == str(place)
     with (world.root / "state" / "launch" / "outputs.jsonl").open("a") as stream:
         stream.write('["/gone", "/nowhere", "x"]\n[3]\n{"a": 1}\n["torn')
-    assert str(folder.path) in outputs.recorded(seconds=None)
-    assert [other.run for other in outputs.neighbours(place, Path("/x/other"))] == [str(folder.path)]
-    assert lease.newest(place) is not None
+    assert str(folder.path) in outputs.outputs_by_run(seconds=None)
+    assert [other.run for other in outputs.find_neighbours(place, Path("/x/other"))] == [str(folder.path)]
+    assert lease.newest_lease(place) is not None

@@ -42,7 +42,7 @@ def shown(world: World, *words: str) -> subprocess.Popen[bytes]:
 
 
 def living(pid: int) -> bool:
-    return process.identify(pid).lives()
+    return process.identify(pid).is_alive()
 
 
 def kept(folder: RunFolder) -> int:
@@ -89,14 +89,14 @@ def test_a_killed_keeper_leaves_an_orphan_that_ends_well(world: World, looking: 
     if looking:
         viewer = shown(world, "attach", "a run")
     os.kill(kept(folder), signal.SIGKILL)
-    until(lambda: not runner.keeper_lives(folder))
+    until(lambda: not runner.has_live_supervisor(folder))
     (row,) = json.loads(world.launch("runs", "--format", "json").stdout)["data"]
     assert row["state"] == "orphaned"
     (world.root / "go").touch()
     if viewer is not None:
         viewer.communicate(timeout=PATIENCE_S)
     else:
-        until(lambda: not runner.alive(folder.path))
+        until(lambda: not runner.is_alive(folder.path))
         world.launch("attach", "a run")
         world.launch("attach", "a run")
     assert folder.console(1).read_text() == "line 0\nline 1\n"
@@ -109,7 +109,7 @@ def test_what_cannot_be_started_is_said_by_who_asked(world: World) -> None:
     done = world.launch("exec", str(folder.path), "--format", "json")
     assert done.returncode == 5
     assert [f["code"] for f in json.loads(done.stdout)["findings"]] == ["not-started"]
-    assert not runner.alive(folder.path)
+    assert not runner.is_alive(folder.path)
     # a folder where nothing waits
     folder = RunFolder(world.root / "runs" / "old")
     folder.path.mkdir(parents=True)
@@ -124,7 +124,7 @@ def test_an_attempt_is_kept_for_its_owner_alone_and_read_back(world: World) -> N
     odd = {"A": "$(no) `sh`;\n'x'", "B": os.fsdecode(b"\xff\xfe"), "HF_TOKEN": "hf_secret"}
     folder = world.prepared(environ=odd, argv=("a", "ü\n"), cwd=str(world.root))
     assert stat.S_IMODE(folder.start.stat().st_mode) == 0o600
-    told = attempt.read(folder)
+    told = attempt.read_attempt(folder)
     assert (told.environ, told.argv, told.number) == (odd, ("a", "ü\n"), 1)
     assert not [p for p in folder.path.iterdir() if p != folder.start and b"hf_s" in p.read_bytes()]
 
@@ -145,12 +145,12 @@ def test_stop_ends_every_process(world: World, orphan: bool, stubborn: str) -> N
     leader, child = world.pid("leader"), world.pid("child")
     if orphan:
         os.kill(kept(folder), signal.SIGKILL)
-        until(lambda: not runner.keeper_lives(folder))
+        until(lambda: not runner.has_live_supervisor(folder))
     done = world.launch("stop", "a r", "--format", "json")
     assert done.returncode == 0, done.stderr
     assert not living(leader)
     assert not living(child)
-    assert not process.Family(None, str(folder.path)).living()
+    assert not process.ProcessTree(None, str(folder.path)).living()
     assert rundir.read_json(folder.exit(1))["stopped"] == signal.SIGINT
     assert json.loads(world.launch("runs", "--format", "json").stdout)["data"][0]["state"] == "stopped"
     assert folder.verdict.exists()
@@ -193,7 +193,7 @@ def test_a_keeper_that_does_not_go_on_is_done_without(world: World, monkeypatch:
     start.execute(folder)
     leader, child = world.pid("leader"), world.pid("child")
     os.kill(kept(folder), signal.SIGSTOP)
-    monkeypatch.setattr(stop, "_patience", lambda _: 1.0)
+    monkeypatch.setattr(stop, "_patience_s", lambda _: 1.0)
     ended = stop.stop(folder)
     assert ended is not None and ended.stopped == signal.SIGINT
     assert not living(leader) and not living(child) and not living(kept(folder))
@@ -320,18 +320,18 @@ def test_the_command_at_the_end_learns_what_became_of_it(world: World) -> None:
     assert int(told["LAUNCH_FINISHED_CODE"]) == done.returncode
     assert Path(told["LAUNCH_FINISHED_FOLDER"]) == folder.path
     assert process.MARK not in told
-    assert "sent" in folder.diary.read_text()
+    assert "sent" in folder.supervisor_log.read_text()
 
 
 def test_it_is_an_argv_and_no_shell() -> None:
-    words = on_finish.parsed("notify 'a b' $(touch x); `y`")
+    words = on_finish.parse_command("notify 'a b' $(touch x); `y`")
     with pytest.raises(UsageError, match="no program `notify"):
-        on_finish.require_here(("notify-nobody", "x"))
-    on_finish.require_here(("env", "true"))
+        on_finish.require_program(("notify-nobody", "x"))
+    on_finish.require_program(("env", "true"))
     assert words == ("notify", "a b", "$(touch", "x);", "`y`")
     for wrong in ("", "  ", "say 'it"):
         with pytest.raises(UsageError):
-            on_finish.parsed(wrong)
+            on_finish.parse_command(wrong)
 
 
 def told_by(world: World, then: str = "") -> tuple[str, ...]:
@@ -399,7 +399,7 @@ def test_a_keeper_that_fails_says_so_in_one_line(world: World) -> None:
     done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S)
     assert (done.returncode, done.stderr) == (
         1,
-        "launch: the keeper of the run failed: [Errno 9] Bad file descriptor\n",
+        "launch: the supervisor of the run failed: [Errno 9] Bad file descriptor\n",
     )
 
 
@@ -418,7 +418,7 @@ def test_the_command_at_the_end_is_called_at_least_once(world: World, killed: st
     folder.concluded(1).touch()
     if killed != "while judging":
         conclude.finish(folder)
-        rundir.seal(folder, 1, untold=killed == "before the call")
+        rundir.mark_judged(folder, 1, notify_pending=killed == "before the call")
     for _ in range(2):
         assert world.launch("attach", "a run").returncode == 4
     assert (world.root / "told").exists() == (killed != "after the call")
@@ -442,7 +442,7 @@ def test_the_command_at_the_end_finds_the_locks_free(world: World) -> None:
 def test_a_command_at_the_end_has_its_time(world: World, capfd: pytest.CaptureFixture[str]) -> None:
     script = "trap 'echo ended > ended' TERM; sleep 600 & wait; wait"
     folder = over(world, on_finish=("sh", "-c", script), on_finish_s=0.5)
-    on_finish.call(folder, attempt.read(folder), 0)
+    on_finish.call(folder, attempt.read_attempt(folder), 0)
     assert "it took longer than 0.5 s" in capfd.readouterr().err
     assert (world.root / "ended").exists()
 
@@ -474,7 +474,7 @@ def test_of_a_command_whose_time_is_up_nothing_is_left(
     before = process.descendants(os.getpid())
     script = STUBBORN.format(count=20 if bare else 150, bare=bare, sleep=SLEEP, leaves=False)
     folder = over(world, on_finish=(sys.executable, "-c", script), on_finish_s=10.0)
-    on_finish.call(folder, attempt.read(folder), 0)
+    on_finish.call(folder, attempt.read_attempt(folder), 0)
     assert (world.root / "all-started").exists()
     assert not process.descendants(os.getpid()) - before
     assert not world.left() - {os.getpid()}
@@ -483,7 +483,7 @@ def test_of_a_command_whose_time_is_up_nothing_is_left(
 def test_a_command_that_ends_in_time_may_leave_something_running(world: World) -> None:
     script = STUBBORN.format(count=1, bare=False, sleep=SLEEP, leaves=True)
     folder = over(world, on_finish=(sys.executable, "-c", script), on_finish_s=60.0)
-    assert on_finish.call(folder, attempt.read(folder), 0) == 0
+    assert on_finish.call(folder, attempt.read_attempt(folder), 0) == 0
     assert len(world.left()) == 1
 
 
@@ -496,9 +496,9 @@ def test_a_run_that_a_command_at_the_end_has_started_goes_on(
     script += "supervisor.spawn(rundir.RunFolder(pathlib.Path(sys.argv[1])), 1)\ntime.sleep(900)\n"
     words = ("env", f"PYTHONPATH={REPOSITORY}", sys.executable, "-c", script, str(next_run.path))
     folder = over(world, on_finish=words, on_finish_s=15.0)
-    on_finish.call(folder, attempt.read(folder), 0)
+    on_finish.call(folder, attempt.read_attempt(folder), 0)
     assert "it took longer than 15 s" in capfd.readouterr().err
-    assert living(world.pid("next")) and runner.alive(next_run.path)
+    assert living(world.pid("next")) and runner.is_alive(next_run.path)
     (world.root / "go").touch()
     world.quiet()
 
@@ -564,7 +564,7 @@ def test_what_has_not_begun_is_not_judged(world: World) -> None:
 def test_a_keeper_that_is_killed_in_the_command_at_the_end_has_called_it(world: World) -> None:
     folder = world.prepared("exit=0", on_finish=told_by(world, "import time; time.sleep(2)"))
     start.execute(folder)
-    until(lambda: rundir.concluded(folder, 1))
+    until(lambda: rundir.is_concluded(folder, 1))
     os.kill(kept(folder), signal.SIGKILL)
     world.launch("attach", "a run")
     until((world.root / "told").exists)
@@ -578,5 +578,5 @@ def test_term_to_the_keeper_reaches_the_command_at_the_end(world: World) -> None
     until((world.root / "up").exists)
     os.kill(kept(folder), signal.SIGTERM)
     until((world.root / "ended").exists)
-    until(lambda: not runner.keeper_lives(folder))
-    assert "ended with 3" in folder.diary.read_text()
+    until(lambda: not runner.has_live_supervisor(folder))
+    assert "ended with 3" in folder.supervisor_log.read_text()

@@ -78,13 +78,13 @@ def attempt(number: int = 1, **changes: Any) -> Attempt:
 def sampled(folder: Path, *attempts: Attempt) -> list[usage.UsageSample]:
     run = RunFolder(folder)
     for one in attempts:
-        before = len(usage.read(run))
+        before = len(usage.read_usage(run))
         thread = sampling.UsageThread(run, one, look_s=0.01)
         thread.start()
-        until(lambda before=before: len(usage.read(run)) >= before + 3)
+        until(lambda before=before: len(usage.read_usage(run)) >= before + 3)
         thread.end()
         assert not thread.thread.is_alive()
-    return usage.read(run)
+    return usage.read_usage(run)
 
 
 def test_without_a_gpu_the_host_alone_is_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -139,7 +139,7 @@ def test_damaged_lines_are_left_out_and_the_rest_is_drawn(tmp_path: Path) -> Non
     sampled(tmp_path, attempt(devices=(GPU,)), attempt(2, devices=(GPU,)))
     with (tmp_path / "usage.jsonl").open("a") as stream:
         stream.write('{"t": "now"}\n{"t": 1e300}\n[1]\n{"t": 5, "cpu"')
-    samples = usage.read(RunFolder(tmp_path))
+    samples = usage.read_usage(RunFolder(tmp_path))
     assert {sample.attempt for sample in samples} == {1, 2}
     titles = [chart.title for chart in drawing._charts(samples) if chart.lines]
     assert titles == ["GPU busy", "GPU memory", "GPU power", "processor busy", "host memory"]
@@ -163,7 +163,7 @@ def test_the_supervisor_samples_and_the_page_shows_it(
 ) -> None:
     folder = world.prepared("step=1", "sleep=12", env={"CUDA_VISIBLE_DEVICES": ""})
     world.launch("exec", "a run")
-    assert len(usage.read(folder)) >= 2
+    assert len(usage.read_usage(folder)) >= 2
     for name, value in world.environ.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(world.root)

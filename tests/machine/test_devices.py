@@ -34,7 +34,7 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Smi:
 
 
 def chosen(count: int | None, asked: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> Devices:
-    return devices.choose(count, asked, devices.look(environ or {}))
+    return devices.choose_devices(count, asked, devices.survey_devices(environ or {}))
 
 
 @contextlib.contextmanager
@@ -99,15 +99,15 @@ def test_fewer_than_asked_for(smi: Smi, listed: str | None, count: int, words: s
 )  # fmt: skip
 def test_what_cuda_would_see(smi: Smi, listed: str | None, names: str) -> None:
     environ = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
-    seen = devices.look(environ)
+    seen = devices.survey_devices(environ)
     assert ",".join(slot.name for slot in seen.visible) == names
 
 
 @pytest.mark.parametrize("text", ["", "2,2", "-1", "MIG-1", "٣"])
 def test_names_that_name_nothing(text: str) -> None:
-    assert devices.named(" 2 , GPU-00000001 ") == ("2", "GPU-00000001")
+    assert devices.slots_named(" 2 , GPU-00000001 ") == ("2", "GPU-00000001")
     with pytest.raises(UsageError) as caught:
-        devices.named(text)
+        devices.slots_named(text)
     assert caught.value.findings[0].code == "bad-devices"
 
 

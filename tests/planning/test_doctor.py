@@ -52,7 +52,7 @@ def missing(made: Plan, *packages: str) -> list[str]:
 
 def ready(made: Plan, python: Trainer) -> tuple[Finding, ...]:
     """What is warned of before a start on the GPUs here."""
-    chosen = devices.choose(made.gpus, None, devices.look(os.environ))
+    chosen = devices.choose_devices(made.gpus, None, devices.survey_devices(os.environ))
     return checks.require_ready(made, python, chosen)
 
 
@@ -255,9 +255,9 @@ def test_the_environment_of_the_tests_imports(tmp_path: Path) -> None:
 def test_facts_of_gpus(smi: Smi, tmp_path: Path, write: Write) -> None:
     smi.cards(4, 70000)
     smi.processes((1, 999_999_999, 70000))
-    seen = devices.look({})
+    seen = devices.survey_devices({})
     made = planned(staged(TULU), 1)
-    report = checks.examine(subject(made, *ALL), devices.choose(1, None, seen), look=seen, importing=False)
+    report = checks.examine(subject(made, *ALL), devices.choose_devices(1, None, seen), look=seen, importing=False)
     facts = report.as_json()["facts"]
     assert facts["driver"] == {"version": "580.159.04", "cuda": (13, 0)}
     assert facts["GPU 1"]["used_by"].startswith("pid 999999999")

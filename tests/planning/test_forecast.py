@@ -513,7 +513,7 @@ def test_fit_says_so_where_nothing_fits_and_where_nothing_is_larger() -> None:
 def test_a_row_of_a_plan_is_read_by_the_type_that_writes_it(words: tuple[str, ...]) -> None:
     (row,) = planned(TULU, "--gpus", "8", *ROWS, *CARD, *words, *LAX)["gpus"]
     left_out: list[Omission] = []
-    again = codec.read(PlanRecord, row, left_out).as_json()
+    again = codec.read_record(PlanRecord, row, left_out).as_json()
     # the moment of the peak is a text among numbers
     assert {fault.where for fault in left_out} <= {"memory_gib.moment"}
     for memory in (row["memory_gib"], again["memory_gib"]):

@@ -329,7 +329,7 @@ def test_what_comes_out_of_the_checkpoint_is_what_the_record_says(run: Make) -> 
 def forgotten(one: Run, *steps: int, code: int | None = None) -> None:
     """The run with its checkpoints, as an output folder tells of it whose run folder is gone."""
     one.start()
-    granted = lease.take(one.output, one.folder.path)
+    granted = lease.acquire(one.output, one.folder.path)
     lease.keep_manifest(granted, rundir.read_manifest(one.folder))
     replace(granted, state="failed" if code is None else "finished", code=code).write()
     for step in steps:
@@ -362,9 +362,9 @@ def test_fresh_is_continued_without_its_run_folder(run: Make) -> None:
     placed = resume.choose_output(stage, one.output, [], fresh=True)
     assert placed.output is not None
     made = plan.completed(one.plan(), placed.derived)
-    record = manifest.manifest(1, rundir.now(), made, built(made), one.trainer, placed.output)
+    record = manifest.build_manifest(1, rundir.utc_now(), made, built(made), one.trainer, placed.output)
     told = replace(record, asked_output=str(one.output)).as_json()
-    granted = lease.take(placed.output, one.folder.path)
+    granted = lease.acquire(placed.output, one.folder.path)
     lease.keep_manifest(granted, told)
     assert resume.choose_output(stage, one.output, [], fresh=False).output == placed.output
 
@@ -500,7 +500,7 @@ def test_fresh_takes_a_folder_beside_and_the_same_command_then_goes_on_there(run
     assert made.arguments()["output_dir"] == [str(one.place / "out-3")]
     assert (one.output / "step_2").is_dir()
 
-    record = manifest.manifest(1, rundir.now(), made, built(made), one.trainer, placed.output)
+    record = manifest.build_manifest(1, rundir.utc_now(), made, built(made), one.trainer, placed.output)
     told = replace(record, asked_output=str(one.output)).as_json()
     files.write_json(one.folder.manifest, told)
     again = resume.choose_output(stage, one.output, [one.folder], fresh=False)

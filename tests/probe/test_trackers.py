@@ -111,7 +111,7 @@ def recorded(folder: Path, *events: dict[str, Any]) -> tuple[TrackerRun, ...]:
     run.probe.mkdir()
     lines = [json.dumps({"event": "tracker", **event}) for event in events]
     (run.probe / "rank-0.jsonl").write_text("\n".join([*lines, "{", "[]", '{"event": "start"}']))
-    return trackers.recorded(run)
+    return trackers.read_trackers(run)
 
 
 def test_the_last_run_of_each_tracker_is_continued(tmp_path: Path) -> None:
@@ -125,8 +125,8 @@ def test_the_last_run_of_each_tracker_is_continued(tmp_path: Path) -> None:
         {"tracker": "mlflow", "id": "a\nb"},
     )
     added = {"WANDB_RUN_ID": "second", "WANDB_RESUME": "allow", "LAUNCH_TRACKIO_RUN": "brave panda"}
-    assert trackers.environment(runs, {}) == added
+    assert trackers.tracker_variables(runs, {}) == added
     # what the user's environment says is the user's
-    assert trackers.environment(runs, {"WANDB_RUN_ID": "own"}) == {"LAUNCH_TRACKIO_RUN": "brave panda"}
-    assert trackers.environment(runs, {"WANDB_RESUME": "must"})["WANDB_RUN_ID"] == "second"
-    assert "WANDB_RESUME" not in trackers.environment(runs, {"WANDB_RESUME": "must"})
+    assert trackers.tracker_variables(runs, {"WANDB_RUN_ID": "own"}) == {"LAUNCH_TRACKIO_RUN": "brave panda"}
+    assert trackers.tracker_variables(runs, {"WANDB_RESUME": "must"})["WANDB_RUN_ID"] == "second"
+    assert "WANDB_RESUME" not in trackers.tracker_variables(runs, {"WANDB_RESUME": "must"})

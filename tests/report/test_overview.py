@@ -23,7 +23,7 @@ def folder(tmp_path: Path) -> RunFolder:
 
 def manifest(folder: RunFolder, **changes: object) -> None:
     plan = {"gpus": 2, "nodes": 1, "steps": 10}
-    base = {"stage": "sft", "plan": plan, "created": rundir.now(), "output": "/models/demo"}
+    base = {"stage": "sft", "plan": plan, "created": rundir.utc_now(), "output": "/models/demo"}
     files.write_json(folder.manifest, {**base, **changes})
 
 
@@ -132,7 +132,7 @@ def test_the_end_of_an_attempt_before_is_none_of_the_last(folder: RunFolder) -> 
     record(folder, *ended)
     files.write_json(folder.exit(1), {"returncode": 1, "stopped": None})
     files.write_json(folder.verdict, {"status": "fail", "metrics": {"tokens_per_second": 7.0}})
-    rundir.seal(folder, 1)
+    rundir.mark_judged(folder, 1)
     row = overview.row(folder)
     assert (row["state"], row["verdict"], row["step"], row["tokens/s"]) == ("lost", None, 1, None)
     # somebody looked since

@@ -61,7 +61,7 @@ def inside(container: tuple[str, ...], world: World, *words: str, **env: str) ->
 
 
 def silence(world: World, seconds: float) -> None:
-    last = lease.newest(output(world))
+    last = lease.newest_lease(output(world))
     assert last is not None
     os.utime(last.path, (time.time() - seconds,) * 2)
 
@@ -76,7 +76,7 @@ def owned(place: Path, **changes: Any) -> lease.Lease:
     gone = subprocess.Popen(["true"])
     owner = process.identify(gone.pid)
     gone.wait()
-    granted = lease.take(place, place / "run")
+    granted = lease.acquire(place, place / "run")
     granted = replace(granted, owner=replace(owner, began=1, **changes))
     granted.write()
     return granted
@@ -101,10 +101,10 @@ def test_a_lease_is_taken_over_once_its_owner_is_gone(
     granted = owned(tmp_path, **owner)
     os.utime(granted.path, (time.time() - seconds,) * 2)
     if free:
-        assert lease.take(tmp_path, tmp_path / "next").fence == granted.fence + 1 == 2
+        assert lease.acquire(tmp_path, tmp_path / "next").fence == granted.fence + 1 == 2
     else:
         with pytest.raises(NotReady, match=r"last heartbeat \d+ s ago") as caught:
-            lease.take(tmp_path, tmp_path / "next")
+            lease.acquire(tmp_path, tmp_path / "next")
         told = caught.value.findings[0]
         assert told.code == "run-is-live"
         assert f"pid {granted.owner.pid}" in told.message if granted.owner else False
@@ -114,11 +114,11 @@ def test_a_job_that_comes_back_elsewhere_outlasts_its_last_heartbeat(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     granted = owned(tmp_path, host="another")
-    lease.outlast(tmp_path, tmp_path / "another run")
+    lease.wait_for_expiry(tmp_path, tmp_path / "another run")
     with pytest.raises(NotReady):
         lease.require_free(tmp_path)
     monkeypatch.setattr(lease, "SILENT_S", 2.0)
-    lease.outlast(tmp_path, Path(granted.run))
+    lease.wait_for_expiry(tmp_path, Path(granted.run))
     lease.require_free(tmp_path)
 
 
@@ -131,9 +131,9 @@ def test_a_lease_that_cannot_be_read_has_an_unknown_owner(tmp_path: Path, text: 
     else:
         granted.path.write_text(text)
     with pytest.raises(NotReady, match="an unknown host"):
-        lease.take(tmp_path, tmp_path / "next")
+        lease.acquire(tmp_path, tmp_path / "next")
     os.utime(granted.path, (0, 0))
-    assert lease.take(tmp_path, tmp_path / "next").fence == 2
+    assert lease.acquire(tmp_path, tmp_path / "next").fence == 2
 
 
 def test_of_many_starts_at_once_one_gets_the_folder(tmp_path: Path) -> None:
@@ -141,7 +141,7 @@ def test_of_many_starts_at_once_one_gets_the_folder(tmp_path: Path) -> None:
         "import sys, pathlib; from launcher.runs import lease\n"
         "from launcher.errors import NotReady\n"
         "sys.stdin.readline()\n"
-        "try: print(lease.take(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])).fence, flush=True)\n"
+        "try: print(lease.acquire(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])).fence, flush=True)\n"
         "except NotReady: print('refused', flush=True)\n"
         "sys.stdin.readline()\n"
     )
@@ -171,17 +171,17 @@ def test_a_heartbeat_costs_next_to_nothing_and_outlives_a_tidied_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lease, "BEAT_S", 0.01)
-    granted = lease.take(tmp_path, tmp_path / "run")
+    granted = lease.acquire(tmp_path, tmp_path / "run")
     lease.keep_manifest(granted, {"stage": "sft"})
-    with lease.kept(granted, lambda _: None) as end:
+    with lease.heartbeat(granted, lambda _: None) as end:
         before = granted.path.stat().st_mtime_ns
         until(lambda: granted.path.stat().st_mtime_ns > before)
         (tmp_path / ".cache").rename(tmp_path / "tidied")
-        until(lambda: lease.manifests(tmp_path) == [{"stage": "sft"}])
+        until(lambda: lease.read_manifests(tmp_path) == [{"stage": "sft"}])
         used = time.thread_time()
         end("finished", 0)
         assert time.thread_time() - used < 0.1
-    last = lease.newest(tmp_path)
+    last = lease.newest_lease(tmp_path)
     assert last is not None and (last.state, last.code) == ("finished", 0)
     lease.require_free(tmp_path)
 
@@ -202,7 +202,7 @@ def test_a_second_start_into_the_same_output_is_refused(world: World, where: str
     done = inside(prefix, world, "exec", str(second.path), "--format", "json", **env)
     (told,) = json.loads(done.stdout)["findings"]
     assert (done.returncode, told["code"]) == (5, "run-is-live"), done.stderr
-    owner = lease.newest(output(world)).owner  # type: ignore[union-attr]
+    owner = lease.newest_lease(output(world)).owner  # type: ignore[union-attr]
     assert owner is not None
     for part in (folder.path.name, owner.host, f"pid {owner.pid}", "last heartbeat"):
         assert part in told["message"]
@@ -224,7 +224,7 @@ def test_an_orphan_keeps_its_output_folder(world: World) -> None:
 def test_the_probe_keeps_the_heartbeat_of_a_run_without_a_keeper(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    granted = lease.take(tmp_path, tmp_path / "run")
+    granted = lease.acquire(tmp_path, tmp_path / "run")
     os.utime(granted.path, (0, 0))
     monkeypatch.setenv(attempt.LEASE, str(granted.path))
     stacks = str(tmp_path / "rank-0.stacks.txt")
@@ -238,7 +238,7 @@ def test_the_probe_keeps_the_heartbeat_of_a_run_without_a_keeper(
 @pytest.mark.slow
 def test_who_was_overtaken_stops_its_training_and_says_so(world: World) -> None:
     folder = training(world)
-    last = lease.newest(output(world))
+    last = lease.newest_lease(output(world))
     assert last is not None and last.owner is not None
     other = replace(last.owner, host="another", pid=77)
     place = last.path.with_name(f"lease-{last.fence + 1}.json")
@@ -246,8 +246,8 @@ def test_who_was_overtaken_stops_its_training_and_says_so(world: World) -> None:
     assert world.quiet()
     assert rundir.read_json(folder.exit(1))["stopped"] == signal.SIGINT
     said = "was taken over by the run /runs/other (started on"
-    assert said in folder.console(1).read_text() and said in folder.diary.read_text()
-    now = lease.newest(output(world))
+    assert said in folder.console(1).read_text() and said in folder.supervisor_log.read_text()
+    now = lease.newest_lease(output(world))
     assert now is not None and (now.run, now.fence) == ("/runs/other", 2)
 
 

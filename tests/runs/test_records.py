@@ -96,7 +96,7 @@ def test_a_line_that_does_not_fit_costs_what_does_not_fit(
     assert main.main(["report", OVER]) == 0
     assert main.main(["attach", OVER]) in (0, 1, 4)
     assert main.main(["stop", LIVE]) == 0
-    assert not sleeper.lives()
+    assert not sleeper.is_alive()
 
 
 def test_what_is_left_out_is_said(capsys: Capture) -> None:
@@ -163,19 +163,19 @@ def test_a_run_that_cannot_be_read_is_a_row_with_the_reason(capsys: Capture, mon
     ],
 )  # fmt: skip
 def test_one_codec_takes_a_value_or_leaves_it(kind: Any, value: object, expected: object) -> None:
-    assert codec.fit(value, kind) == expected
+    assert codec.fit_value(value, kind) == expected
 
 
 def test_a_record_without_what_it_is_about_is_none() -> None:
     left_out: list[codec.Omission] = []
     own = process.identify(os.getpid())
-    assert codec.read(process.Identity, {**own.as_json(), "namespace": "x"}, left_out).namespace is None
+    assert codec.read_record(process.Identity, {**own.as_json(), "namespace": "x"}, left_out).namespace is None
     assert [str(one) for one in left_out] == ["`namespace` is 'x', not a whole number or null"]
     for damage in ({"pid": 0}, {"pid": -3}, {"pid": 2**40}, {"pid": True}, {"pid": "1"}, {"host": None}):
-        assert process.identity({**own.as_json(), **damage}) is None
+        assert process.parse_identity({**own.as_json(), **damage}) is None
     with pytest.raises(Misfit):
-        codec.read(process.Identity, [])
-    assert events.read(b'{"event": "step", "step": 1, "loss": "low"}') is None
+        codec.read_record(process.Identity, [])
+    assert events.parse_event(b'{"event": "step", "step": 1, "loss": "low"}') is None
 
 
 def test_no_text_of_a_record_is_one_that_no_path_can_be() -> None:
@@ -187,7 +187,7 @@ def test_no_text_of_a_record_is_one_that_no_path_can_be() -> None:
 
 
 def named(folder: RunFolder, pid: int, **changes: Any) -> None:
-    told = {**process.identify(pid).as_json(), "mark": str(folder.path), "attempt": 1, "started": rundir.now()}
+    told = {**process.identify(pid).as_json(), "mark": str(folder.path), "attempt": 1, "started": rundir.utc_now()}
     text = json.dumps({**told, **changes})
     folder.process.unlink(missing_ok=True)
     files.write_bytes(folder.process, text.encode(), mode=0o600)
@@ -210,7 +210,7 @@ def test_what_names_processes_is_for_its_owner_alone(tmp_path: Path) -> None:
     try:
         runner.run(runner.Command(argv=("true",), env={}, cwd=tmp_path), folder, 1)
         runner.StopRequest(attempt=1).write(folder)
-        granted = lease.take(tmp_path / "out", folder.path)
+        granted = lease.acquire(tmp_path / "out", folder.path)
     finally:
         os.umask(before)
     modes = {path.name: path.stat().st_mode & 0o777 for path in (folder.process, folder.stop, granted.path)}
@@ -240,7 +240,7 @@ def test_a_process_of_another_run_is_not_ended(live: tuple[RunFolder, Sleeper], 
     named(other, sleeper.child.pid)
     assert main.main(["stop", HEALTHY]) == 2
     assert states(capsys) == {LIVE: "running", HEALTHY: "finished"}
-    assert sleeper.lives()
+    assert sleeper.is_alive()
 
 
 def test_a_record_that_others_may_write_is_done_without(live: tuple[RunFolder, Sleeper]) -> None:
@@ -248,7 +248,7 @@ def test_a_record_that_others_may_write_is_done_without(live: tuple[RunFolder, S
     folder, sleeper = live
     folder.process.chmod(0o666)
     assert main.main(["stop", LIVE]) == 0
-    assert not sleeper.lives()
+    assert not sleeper.is_alive()
 
 
 def test_a_copy_of_a_live_run_has_no_processes(live: tuple[RunFolder, Sleeper], capsys: Capture) -> None:
@@ -258,14 +258,14 @@ def test_a_copy_of_a_live_run_has_no_processes(live: tuple[RunFolder, Sleeper], 
     for verb in ("stop", "attach"):
         assert main.main([verb, copy.name]) == 5
         assert f"error[run-is-a-copy]: {copy.name} is a copy of {folder.path}" in capsys.readouterr().err
-    assert sleeper.lives()
+    assert sleeper.is_alive()
     # its probe had written its end
     assert states(capsys) == {LIVE: "running", copy.name: "finished"}
     # the original by a link, and under another name, is still itself
     link = folder.path.with_name("link")
     link.symlink_to(folder.path)
     assert main.main(["stop", str(link)]) == 0
-    assert not sleeper.lives()
+    assert not sleeper.is_alive()
 
 
 def test_a_run_that_was_moved_is_stopped(live: tuple[RunFolder, Sleeper]) -> None:
@@ -275,18 +275,18 @@ def test_a_run_that_was_moved_is_stopped(live: tuple[RunFolder, Sleeper]) -> Non
     files.write_private_json(folder.process, {**told, "folder": [status.st_dev, status.st_ino]})
     moved = folder.path.rename(folder.path.with_name("20260109T000000Z-dpo-moved"))
     assert main.main(["stop", moved.name]) == 0
-    assert not sleeper.lives()
+    assert not sleeper.is_alive()
 
 
 @pytest.mark.parametrize("job", ["1; rm -rf /", "-1", "٣", "", "../1", {}, 7, None, "9" * 400])
 def test_a_job_is_a_number_of_the_run_itself(job: object) -> None:
     folder = made(OVER)
     files.write_json(folder.job, {"job": job})
-    assert slurm.job(folder) is None
+    assert slurm.job_of(folder) is None
     files.write_json(folder.job, {"job": "12", "run": str(made(HEALTHY).path)})
-    assert slurm.job(folder) is None
+    assert slurm.job_of(folder) is None
     files.write_json(folder.job, {"job": "12", "run": str(folder.path)})
-    assert slurm.job(folder) == "12"
+    assert slurm.job_of(folder) == "12"
     folder.job.chmod(0o666)
     with pytest.raises(NotReady, match="can be written by others"):
         slurm.require_own(folder)
@@ -319,7 +319,7 @@ def leases(output: Path) -> Path:
 )  # fmt: skip
 @pytest.mark.parametrize("content", ["copy", "", "{}", "[]", "folder", "link"])
 def test_a_file_that_is_no_lease_ends_no_training(tmp_path: Path, name: str, content: str) -> None:
-    granted = lease.take(tmp_path, tmp_path / "run")
+    granted = lease.acquire(tmp_path, tmp_path / "run")
     stray = leases(tmp_path) / f"{name}.json"
     if content == "folder":
         stray.mkdir()
@@ -327,18 +327,18 @@ def test_a_file_that_is_no_lease_ends_no_training(tmp_path: Path, name: str, con
         stray.symlink_to("nowhere")
     else:
         stray.write_text(granted.path.read_text() if content == "copy" else content)
-    assert lease.overtaking(granted) is None
+    assert lease.find_successor(granted) is None
 
 
 def test_a_lease_of_another_run_ends_a_training(tmp_path: Path) -> None:
-    granted = lease.take(tmp_path, tmp_path / "run")
+    granted = lease.acquire(tmp_path, tmp_path / "run")
     other = lease.Lease(
         path=leases(tmp_path) / "lease-2.json", run=str(tmp_path / "other"), owner=process.identify(os.getppid())
     )
     other.write()
-    assert lease.overtaking(granted) is not None
+    assert lease.find_successor(granted) is not None
     other.path.chmod(0o666)
-    assert lease.overtaking(granted) is None
+    assert lease.find_successor(granted) is None
 
 
 @pytest.mark.parametrize("number", [lease.LARGEST_FENCE, 10**60])
@@ -348,7 +348,7 @@ def test_a_number_that_cannot_be_followed_is_refused_with_what_to_delete(tmp_pat
     stray.write_text("{}")
     os.utime(stray, (0, 0))
     with pytest.raises(NotReady, match="has the highest number") as refused:
-        lease.take(tmp_path, tmp_path / "run")
+        lease.acquire(tmp_path, tmp_path / "run")
     assert refused.value.findings[0].help == f"delete it: rm {stray}"
 
 
@@ -357,17 +357,17 @@ def test_a_stray_number_is_followed(tmp_path: Path, number: int) -> None:
     leases(tmp_path).mkdir(parents=True)
     (stray := leases(tmp_path) / f"lease-{number}.json").write_text("{}")
     os.utime(stray, (0, 0))
-    granted = lease.take(tmp_path, tmp_path / "run")
+    granted = lease.acquire(tmp_path, tmp_path / "run")
     assert granted.fence == number + 1
-    assert lease.overtaking(granted) is None
+    assert lease.find_successor(granted) is None
 
 
 def test_a_stray_file_hides_no_run_that_trains(tmp_path: Path) -> None:
-    lease.take(tmp_path, tmp_path / "run")
+    lease.acquire(tmp_path, tmp_path / "run")
     (stray := leases(tmp_path) / "lease-40.json").write_text("{}")
     os.utime(stray, (0, 0))
     with pytest.raises(NotReady, match="trains into"):
-        lease.take(tmp_path, tmp_path / "next")
+        lease.acquire(tmp_path, tmp_path / "next")
 
 
 # What a record names
@@ -379,7 +379,7 @@ def test_no_record_makes_check_write_elsewhere(tmp_path: Path) -> None:
     bench = rundir.runs_root() / "20260101T000000Z-bench-x"
     trial = made_runs.made(bench / "20260101T000001Z-dpo-trial")
     files.write_json(bench / "bench.json", {"samples": [{"run": str(elsewhere)}, {"run": str(trial)}, {"run": 7}]})
-    assert [run.path for run in rundir.members(bench)] == [trial]
+    assert [run.path for run in rundir.campaign_runs(bench)] == [trial]
     main.main(["check", str(bench)])
     assert sorted(elsewhere.rglob("*")) == before
 
@@ -422,7 +422,7 @@ RICH = (
 
 
 def scene(root: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
-    """Runs as this and older versions left them, with output, lease, campaigns, caches and index."""
+    """Runs with output, lease, campaigns, caches and index."""
     demo = root / "demo-run"
     shutil.copytree(DATA / "run_661540d", demo)
     for path in (demo / "runs").rglob("*"):
@@ -435,7 +435,7 @@ def scene(root: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
     monkeypatch.setenv("XDG_STATE_HOME", str(root / "state"))
     monkeypatch.chdir(demo)
     finished = root / "runs" / "20261124T110632Z-sft-sft"
-    granted = lease.take(demo / "out", finished)
+    granted = lease.acquire(demo / "out", finished)
     lease.keep_manifest(granted, json.loads((finished / "run.json").read_text()))
     lease.replace(granted, state="finished", code=0).write()
     (made(OVER).probe / "rank-0.jsonl").open("a").writelines(json.dumps(event) + "\n" for event in RICH)
@@ -463,14 +463,14 @@ def scene(root: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
         "inputs": [{"role": "data", "name": "a/b", "digest": "d", "shown": shown}],
     }  # fmt: skip
     (cache / folders.USES).mkdir(parents=True)
-    head = {"launch_cache": folders.RECORD_VERSION, "created": rundir.now()}
+    head = {"launch_cache": folders.RECORD_VERSION, "created": rundir.utc_now()}
     files.write_json(cache / folders.RECORD, {**head, **described})
     for number, run in enumerate((finished, over.path)):
         use = {"run": str(run), "attempt": 1 + number, "time": 1e9 + number, "config": None, "cache": described}
         files.write_json(cache / folders.USES / f"{number}.json", use)
-    rundir.enter("caches", cache)
+    rundir.register("caches", cache)
     for path in (finished, over.path, trial):
-        rundir.enter("runs", path)
+        rundir.register("runs", path)
     monkeypatch.setenv("XDG_STATE_HOME", str(root / "state"))
     return Scene(
         root=root,

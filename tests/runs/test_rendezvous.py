@@ -25,7 +25,7 @@ def code(error: pytest.ExceptionInfo[UsageError]) -> str:
 )
 def test_by_options(given: str, host: str, port: int) -> None:
     expected = Rendezvous(nodes=3, rank=2, address=host, port=port)
-    assert rendezvous.find(3, 2, given, {}) == expected
+    assert rendezvous.find_rendezvous(3, 2, given, {}) == expected
 
 
 @pytest.mark.parametrize(
@@ -38,39 +38,39 @@ def test_by_options(given: str, host: str, port: int) -> None:
 )  # fmt: skip
 def test_options_that_cannot_be(nodes: int, rank: int | None, address: str | None, expected: str) -> None:
     with pytest.raises(UsageError) as error:
-        rendezvous.find(nodes, rank, address, {})
+        rendezvous.find_rendezvous(nodes, rank, address, {})
     assert code(error) == expected
     assert error.value.findings[0].help
 
 
 def test_by_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rendezvous, "_resolves", lambda _: True)
-    found = rendezvous.find(2, None, None, SLURM)
+    found = rendezvous.find_rendezvous(2, None, None, SLURM)
     assert found == Rendezvous(nodes=2, rank=1, address="gpu007", port=20345)
     # a name that only Slurm knows
     monkeypatch.setattr(rendezvous, "_resolves", lambda _: False)
-    found = rendezvous.find(2, None, None, SLURM)
+    found = rendezvous.find_rendezvous(2, None, None, SLURM)
     assert found is not None
     assert found.address == "10.0.0.7"
     # options win
-    found = rendezvous.find(2, None, "other:1", SLURM)
+    found = rendezvous.find_rendezvous(2, None, "other:1", SLURM)
     assert found == Rendezvous(nodes=2, rank=1, address="other", port=1)
     # two jobs on one node meet elsewhere
     ports = set()
     for job in ("1", "2", "11999"):
-        found = rendezvous.find(2, None, None, {**SLURM, "SLURM_JOB_ID": job})
+        found = rendezvous.find_rendezvous(2, None, None, {**SLURM, "SLURM_JOB_ID": job})
         assert found is not None
         ports.add(found.port)
     assert len(ports) == 3
     assert all(1024 < port < 32768 for port in ports)
     # a step of another shape is refused
     with pytest.raises(UsageError) as error:
-        rendezvous.find(2, None, None, {**SLURM, "SLURM_STEP_NUM_TASKS": "16"})
+        rendezvous.find_rendezvous(2, None, None, {**SLURM, "SLURM_STEP_NUM_TASKS": "16"})
     assert code(error) == "wrong-step"
     # a batch script alone is no step
     batch = {k: v for k, v in SLURM.items() if not k.startswith("SLURM_STEP")}
     with pytest.raises(UsageError) as error:
-        rendezvous.find(2, None, None, {**batch, "SLURM_NODEID": "0"})
+        rendezvous.find_rendezvous(2, None, None, {**batch, "SLURM_NODEID": "0"})
     assert code(error) == "wrong-step"
 
 
@@ -105,7 +105,7 @@ def test_the_command_of_each_node(deepspeed: str) -> None:
     stage = staged(CONFIGS / "tulu" / "sft_qwen7b.yaml", words)
     argv = built(planned(stage, 8, nodes=2)).argv
     here = Rendezvous(nodes=2, rank=1, address="10.0.0.4", port=1234)
-    made = rendezvous.filled(argv, here)
+    made = rendezvous.fill_placeholders(argv, here)
     told = {option: made[made.index(option) + 1] for option in rendezvous.OPTIONS}
     assert told == {"--machine_rank": "1", "--main_process_ip": "10.0.0.4", "--main_process_port": "1234"}
     assert made[made.index("--exp_name") + 1] == "NODE_RANK"
@@ -113,5 +113,5 @@ def test_the_command_of_each_node(deepspeed: str) -> None:
     assert changed == list(rendezvous.OPTIONS.values())
     # what was filled in for one node can be for another
     other = Rendezvous(nodes=2, rank=0, address="10.0.0.4", port=1234)
-    assert rendezvous.filled(made, other) == rendezvous.filled(argv, other)
-    assert rendezvous.filled(argv, None) == argv
+    assert rendezvous.fill_placeholders(made, other) == rendezvous.fill_placeholders(argv, other)
+    assert rendezvous.fill_placeholders(argv, None) == argv

@@ -13,7 +13,6 @@ from launcher import files
 from launcher.errors import NotReady, UsageError
 from launcher.lifecycle import manifest
 from launcher.runs import rundir
-from launcher.runs.attempt import Attempt
 from launcher.runs.record import Manifest, PlanRecord, RunRecord
 from launcher.runs.rundir import RunFolder
 
@@ -36,7 +35,7 @@ def run(root: Path, name: str, **manifest: object) -> RunFolder:
 def create(folder: RunFolder, *overrides: str, output: Path | None = None) -> None:
     text = SFT.format(more="exp_name: one")
     made = planned(from_text(folder.path.parent, text, *overrides))
-    content = manifest.manifest(1, rundir.now(), made, built(made), trainer("torch"), output)
+    content = manifest.build_manifest(1, rundir.utc_now(), made, built(made), trainer("torch"), output)
     manifest.create(folder, content)
 
 
@@ -79,32 +78,32 @@ def test_the_same_output_is_another_attempt_of_the_newest_run(root: Path, tmp_pa
     run(root, "20250103T000000Z-sft-a", stage="sft", output="elsewhere")
     run(root, "20250104T000000Z-dpo-a", stage="dpo", output=str(output))
     newest.console(1).touch()
-    assert rundir.choose("sft", "a", output, root) == (newest, 2)
+    assert rundir.choose_folder("sft", "a", output, root) == (newest, 2)
     # however it is written, through `..` or a link
     (output.parent / "link").symlink_to(output.parent)
     for again in (output.parent / "x" / ".." / output.name, output.parent / "link" / output.name):
-        assert rundir.choose("sft", "a", again, root) == (newest, 2)
-    assert rundir.choose("sft", "a", None, root)[1] == 1
-    assert rundir.choose("sft", "a", None, root)[0] != newest
+        assert rundir.choose_folder("sft", "a", again, root) == (newest, 2)
+    assert rundir.choose_folder("sft", "a", None, root)[1] == 1
+    assert rundir.choose_folder("sft", "a", None, root)[0] != newest
 
 
 @pytest.mark.parametrize(
     ("name", "shown"), [("../../etc", "..-..-etc"), ("a b\n'c'", "a-b-c"), ("ü", "run"), (TOKEN, "redacted")]
 )
 def test_any_name_makes_a_folder_below_the_root(root: Path, name: str, shown: str) -> None:
-    folder, _ = rundir.choose("dpo", name, None, root)
+    folder, _ = rundir.choose_folder("dpo", name, None, root)
     assert folder.path.parent == root
     assert folder.path.name.partition("-dpo-")[2] == shown
 
 
 def test_choosing_a_folder_makes_none(root: Path) -> None:
-    folder, attempt = rundir.choose("sft", "a", None, root)
+    folder, attempt = rundir.choose_folder("sft", "a", None, root)
     assert attempt == 1
     assert not folder.path.exists()
 
 
 def test_two_starts_of_one_second_get_two_folders(root: Path) -> None:
-    folder, _ = rundir.choose("sft", "a", None, root)
+    folder, _ = rundir.choose_folder("sft", "a", None, root)
     assert rundir.reserve(folder) == folder
     assert rundir.reserve(folder).path.name == f"{folder.path.name}-2"
 
@@ -112,21 +111,21 @@ def test_two_starts_of_one_second_get_two_folders(root: Path) -> None:
 def test_a_reserved_folder_is_removed_only_if_empty(root: Path) -> None:
     folder = rundir.reserve(rundir.free_folder(root, "sft", "a"))
     (folder.path / "x").touch()
-    rundir.release(folder)
+    rundir.remove_if_empty(folder)
     assert folder.path.is_dir()
     (folder.path / "x").unlink()
-    rundir.release(folder)
-    rundir.release(folder)
+    rundir.remove_if_empty(folder)
+    rundir.remove_if_empty(folder)
     assert not folder.path.exists()
 
 
 def test_a_runs_folder_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "runs").touch()
     with pytest.raises(NotReady, match="cannot be written") as caught:
-        rundir.new_folder(tmp_path / "runs", "sft", "a")
+        rundir.make_folder(tmp_path / "runs", "sft", "a")
     assert [f.code for f in caught.value.findings] == ["runs-not-writable"]
     with pytest.raises(NotReady, match="cannot be written"):
-        rundir.new_folder(tmp_path / "runs" / "deeper", "sft", "a")
+        rundir.make_folder(tmp_path / "runs" / "deeper", "sft", "a")
 
 
 def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +198,7 @@ def test_runs_are_known_from_elsewhere(root: Path, tmp_path: Path, monkeypatch: 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LAUNCH_RUNS", str(tmp_path / "none"))
     assert [f.path.name for f in rundir.known_runs()] == ["2025 b", "2025-a", "2025-b"]
-    assert rundir.find("2025-a") == RunFolder(odd / "2025-a")
+    assert rundir.find_run("2025-a") == RunFolder(odd / "2025-a")
     # each once, whatever else lies in the runs folder here
     monkeypatch.setenv("LAUNCH_RUNS", str(odd))
     (odd / "not a run").mkdir()
@@ -211,34 +210,26 @@ def test_find_by_folder_name_prefix_and_last(root: Path, monkeypatch: pytest.Mon
     one = run(root, "20250101T000000Z-sft-a")
     two = run(root, "20250102T000000Z-sft-a")
     longer = run(root, "20250102T000000Z-sft-a-2")
-    assert rundir.find(str(one.path)) == one
+    assert rundir.find_run(str(one.path)) == one
     monkeypatch.chdir(one.path.parent)
-    assert rundir.find(f"./{one.path.name}") == one
-    assert rundir.find("20250101") == one
-    assert rundir.find("20250102T000000Z-sft-a") == two
-    assert rundir.find("nothing") is None
-    assert rundir.find("") is None
+    assert rundir.find_run(f"./{one.path.name}") == one
+    assert rundir.find_run("20250101") == one
+    assert rundir.find_run("20250102T000000Z-sft-a") == two
+    assert rundir.find_run("nothing") is None
+    assert rundir.find_run("") is None
     with pytest.raises(UsageError) as caught:
-        rundir.find("2025")
+        rundir.find_run("2025")
     (finding,) = caught.value.findings
     assert finding.code == "ambiguous-run"
     assert longer.path.name in (finding.help or "")
 
 
 def test_last_is_the_run_that_was_started_last(root: Path) -> None:
-    assert rundir.find("last") is None
+    assert rundir.find_run("last") is None
     first, second = run(root, "20250101T000000Z-sft-a"), run(root, "20250102T000000Z-sft-a")
     for one in (first, second):
         os.utime(one.manifest, (time.time() - 10,) * 2)
-    assert rundir.find("last") == second
+    assert rundir.find_run("last") == second
     # a further attempt writes its manifest anew
     files.write_json(first.manifest, {"attempt": 2})
-    assert rundir.find("last") == first
-
-
-@pytest.mark.parametrize("name", ["probe.py", "accelerate/neutral.yaml", "deepspeed/zero3.json"])
-def test_an_attempt_of_an_earlier_version_finds_launchs_own_files(name: str) -> None:
-    argv = ("python", f"/opt/launch/launcher/{name}", "/mine/launcher/probe.pyx", "--x", "1")
-    waiting = Attempt(number=1, argv=argv, env={}, environ={}, cwd="/", stage="sft", backend="trl", title="x")
-    command = waiting.command({})
-    assert Path(command.argv[1]).is_file() and command.argv[2:] == argv[2:]
+    assert rundir.find_run("last") == first

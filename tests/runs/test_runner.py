@@ -49,7 +49,7 @@ def fake(*steps: str) -> Command:
 
 
 def living(pid: int) -> bool:
-    return process.identify(pid).lives() if Path(f"/proc/{pid}").exists() else False
+    return process.identify(pid).is_alive() if Path(f"/proc/{pid}").exists() else False
 
 
 def pid_of(pids: Path, name: str) -> int:
@@ -72,7 +72,7 @@ def test_the_exit_is_recorded(folder: RunFolder, steps: list[str], code: int, nu
         "ended": ended.ended, "attempt": 1, "preempted": False, "grace_s": None,
     }  # fmt: skip
     assert ended.started <= ended.ended
-    assert not runner.alive(folder.path)
+    assert not runner.is_alive(folder.path)
 
 
 def test_a_full_disk_costs_the_records_not_the_run(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,7 +90,7 @@ def test_what_outlives_the_leader_is_ended(folder: RunFolder, pids: Path, where:
     runner.run(fake(*steps), folder, 1)
     # killed it is, but a busy machine may take its time to bury it
     until(lambda: not living(pid_of(pids, "child")))
-    assert not runner.alive(folder.path)
+    assert not runner.is_alive(folder.path)
 
 
 def written(folder: RunFolder, **changes: object) -> None:
@@ -100,17 +100,17 @@ def written(folder: RunFolder, **changes: object) -> None:
 
 @pytest.mark.parametrize("changes", [{"began": 1}, {"boot": "an earlier boot"}, {"host": "elsewhere"}, {"pid": None}])
 def test_a_reused_number_is_not_alive(folder: RunFolder, changes: dict[str, object]) -> None:
-    assert not runner.alive(folder.path)
+    assert not runner.is_alive(folder.path)
     written(folder)
-    assert runner.alive(folder.path)
+    assert runner.is_alive(folder.path)
     written(folder, **changes)
-    assert not runner.alive(folder.path)
+    assert not runner.is_alive(folder.path)
 
 
 def test_a_zombie_is_dead(folder: RunFolder) -> None:
     child = subprocess.Popen([sys.executable, "-c", ""])
     told = process.identify(child.pid)
-    until(lambda: not told.lives())
+    until(lambda: not told.is_alive())
     assert Path(f"/proc/{child.pid}").exists()
     child.wait()
 
@@ -121,12 +121,12 @@ def test_a_worker_without_its_leader_is_alive_until_it_ends(folder: RunFolder, p
     leader = subprocess.Popen(argv, env=environment, start_new_session=True)
     written(folder, **process.identify(leader.pid).as_json(), mark=str(folder.path))
     leader.wait()
-    assert runner.alive(folder.path)
+    assert runner.is_alive(folder.path)
     files.write_json(folder.exit(1), {"returncode": 0})
-    assert not runner.alive(folder.path)
+    assert not runner.is_alive(folder.path)
     folder.exit(1).unlink()
     os.kill(pid_of(pids, "child"), signal.SIGKILL)
-    until(lambda: not runner.alive(folder.path))
+    until(lambda: not runner.is_alive(folder.path))
 
 
 def test_a_command_name_with_brackets_is_read_right(tmp_path: Path) -> None:
@@ -134,8 +134,8 @@ def test_a_command_name_with_brackets_is_read_right(tmp_path: Path) -> None:
     script.symlink_to("/bin/sleep")
     child = subprocess.Popen([script, "60"])
     try:
-        assert process.identify(child.pid).lives()
-        assert child.pid in process.Family(process.identify(child.pid), "no mark").living()
+        assert process.identify(child.pid).is_alive()
+        assert child.pid in process.ProcessTree(process.identify(child.pid), "no mark").living()
     finally:
         child.kill()
         child.wait()

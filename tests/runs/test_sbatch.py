@@ -28,7 +28,7 @@ def complain(code: str, key: str, message: str, help: str | None) -> Finding:
 
 def made(folder: Path = RUN, launch: Sequence[str] = LAUNCH, **changed: Any) -> str:
     given = {"nodes": 2, "gpus": 8, "options": {}, **changed}
-    return slurm.script(folder, [*launch, "exec", str(folder)], **given)
+    return slurm.batch_script(folder, [*launch, "exec", str(folder)], **given)
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_options() -> None:
 @pytest.mark.parametrize(
     ("given", "code", "help"),
     [
-        ({"partion": "gpu"}, "unknown-slurm-option", "did you mean `partition`?"),
+        ({"time limit": 3}, "bad-slurm-option", "sbatch --help"),
         ({"nodes": 2}, "reserved-slurm-option", "--nodes"),
         ({"no_requeue": True}, "reserved-slurm-option", "requeue: false"),
         ({"comment": "a\nb"}, "bad-slurm-option", None),
@@ -134,6 +134,6 @@ def test_options_that_cannot_be(given: Any, code: str, help: str | None) -> None
 
 
 def test_a_single_core_is_said() -> None:
-    assert "cpus_per_task: 64" in str(slurm.one_cpu({}, 8))
-    assert slurm.one_cpu({"exclusive": None}, 8) is None
-    assert slurm.one_cpu({"cpus-per-task": "4"}, 0) is None
+    assert "cpus_per_task: 64" in str(slurm.single_cpu_help({}, 8))
+    assert slurm.single_cpu_help({"exclusive": None}, 8) is None
+    assert slurm.single_cpu_help({"cpus-per-task": "4"}, 0) is None

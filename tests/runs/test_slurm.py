@@ -85,14 +85,14 @@ def until(true: Callable[[], bool], told: Callable[[], object]) -> None:
 
 def until_state(job: str, environ: dict[str, str], *wanted: str) -> None:
     def state() -> str | None:
-        return (slurm.states(environ) or {}).get(job)
+        return (slurm.job_states(environ) or {}).get(job)
 
     until(lambda: state() in wanted, state)
 
 
 def submitted(folder: Path, launch: list[str], environ: dict[str, str], **options: str | None) -> str:
     folder.mkdir()
-    text = slurm.script(folder, [*launch, "exec", str(folder)], nodes=2, gpus=0, options=options)
+    text = slurm.batch_script(folder, [*launch, "exec", str(folder)], nodes=2, gpus=0, options=options)
     return slurm.submit(RunFolder(folder), text, environ)
 
 
@@ -115,7 +115,7 @@ def test_the_same_command_on_each_node_whatever_the_folder(
 ) -> None:
     folder = tmp_path / name
     job = submitted(folder, stand_in, environ, comment='it\'s "a" $(touch pwned) \\ # b')
-    assert slurm.job(RunFolder(folder)) == job
+    assert slurm.job_of(RunFolder(folder)) == job
     (folder / "go").touch()
     until_state(job, environ, "COMPLETED")
     first, *others = told(folder)
@@ -135,12 +135,12 @@ def test_a_cancelled_job_may_write_down_how_it_ended(
     folder = tmp_path / "run"
     job = submitted(folder, stand_in, environ)
     until(nodes_up(folder), lambda: told(folder))
-    assert (slurm.states(environ) or {})[job] == "RUNNING"
+    assert (slurm.job_states(environ) or {})[job] == "RUNNING"
     slurm.cancel(job, environ)
     until_state(job, environ, "CANCELLED")
     assert [one["stopped"] for one in told(folder) if "stopped" in one] == [15, 15]
     assert slurm_cluster.left(cluster) == []
-    assert slurm.word("CANCELLED") is None
+    assert slurm.run_state("CANCELLED") is None
     # once more is no mistake
     slurm.cancel(job, environ)
 
@@ -160,8 +160,8 @@ def test_a_job_whose_time_is_up_saves_and_goes_back_into_the_queue(
     assert len([one for one in told(folder) if "--save" in one["argv"]]) == 1
     # Slurm itself has to stop what does not save
     assert any("stopped" in one for one in told(folder)) == (not saves)
-    assert slurm.cut_short(RunFolder(folder))
-    assert not slurm.cut_short(RunFolder(folder))
+    assert slurm.take_limit_mark(RunFolder(folder))
+    assert not slurm.take_limit_mark(RunFolder(folder))
     slurm.cancel(job, environ)
     until_state(job, environ, "CANCELLED")
 
@@ -174,7 +174,7 @@ def test_a_command_runs_where_and_as_it_was_queued(
     for name, value in {**environ, "LAUNCH_RUNS": "here"}.items():
         monkeypatch.setenv(name, value)
     started = background.queue("bench", "a b", ["runs", "--slurm"], gpus=0, options={})
-    job = slurm.job(RunFolder(Path(started.folder)))
+    job = slurm.job_of(RunFolder(Path(started.folder)))
     assert job is not None and job == started.job
     until_state(job, environ, "COMPLETED")
     assert "no runs yet" in Path(started.log).read_text()
@@ -206,7 +206,7 @@ def test_what_sbatch_refuses_is_said(tmp_path: Path, environ: dict[str, str], st
         submitted(tmp_path / "run", stand_in, environ, partition="nowhere")
     message = error.value.findings[0].message
     assert "nowhere" in message or "partition" in message
-    assert slurm.job(RunFolder(tmp_path / "run")) is None
+    assert slurm.job_of(RunFolder(tmp_path / "run")) is None
 
 
 def test_without_an_answer_nothing_is_said(
@@ -217,11 +217,11 @@ def test_without_an_answer_nothing_is_said(
     text = cluster.conf.read_text().replace("SlurmctldPort=", f"SlurmctldPort={port}\n#")
     nowhere.write_text(text + "MessageTimeout=2\n")
     lost = {**environ, "SLURM_CONF": str(nowhere)}
-    assert slurm.states(lost) is None
+    assert slurm.job_states(lost) is None
     with pytest.raises(NotReady):
         submitted(tmp_path / "run", stand_in, lost)
     # where there is no Slurm at all
-    assert slurm.states({"PATH": str(tmp_path)}) is None
+    assert slurm.job_states({"PATH": str(tmp_path)}) is None
     with pytest.raises(NotReady) as error:
         submitted(tmp_path / "other", stand_in, {**environ, "PATH": str(tmp_path)})
     assert "not installed" in error.value.findings[0].message
@@ -303,7 +303,7 @@ def test_two_nodes_train_are_queued_again_and_finish(
     launch: Callable[..., dict[str, Any]], environ: dict[str, str], cluster: Cluster
 ) -> None:
     run = queued(launch, "again", "max_steps=10", "save_strategy=steps", "save_steps=2", "learning_rate=1e-3")
-    job = slurm.job(RunFolder(run))
+    job = slurm.job_of(RunFolder(run))
     assert job is not None
     until(lambda: steps(run) > 2, lambda: (run / "slurm.log").read_text() + cluster.logs())
     # its ten steps may be over before the question is answered
@@ -338,7 +338,7 @@ def test_two_nodes_whose_time_is_up_save_and_continue_by_themselves(
 ) -> None:
     # it saves no other checkpoint
     run = queued(launch, "warned", "max_steps=40", "learning_rate=1e-3")
-    job = slurm.job(RunFolder(run))
+    job = slurm.job_of(RunFolder(run))
     assert job is not None
     until(lambda: steps(run) > 2, lambda: (run / "slurm.log").read_text() + cluster.logs())
     cluster.call("scancel", "--batch", "--signal=USR1", job)
@@ -363,7 +363,7 @@ def test_a_stopped_job_leaves_no_process(
     run = queued(launch, "stopped", "max_steps=100000")
     until(lambda: steps(run) > 0, lambda: (run / "slurm.log").read_text() + cluster.logs())
     assert launch("stop", str(run))["ok"]
-    job = slurm.job(RunFolder(run))
+    job = slurm.job_of(RunFolder(run))
     assert job is not None
     until_state(job, environ, "CANCELLED")
     until_word(launch, run, "stopped")

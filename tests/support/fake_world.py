@@ -81,7 +81,7 @@ def bearing(variable: str, value: Path) -> set[int]:
         with contextlib.suppress(OSError, ValueError):
             if mark in (entry / "environ").read_bytes().split(b"\0"):
                 found.add(int(entry.name))
-    return {pid for pid in found if process.identify(pid).lives()}
+    return {pid for pid in found if process.identify(pid).is_alive()}
 
 
 def cmdline(pid: int) -> bytes:

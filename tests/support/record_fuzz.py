@@ -237,9 +237,9 @@ class Sleeper:
         )
         told = {**process.identify(self.child.pid).as_json(), "mark": str(self.folder.path), "attempt": 1}
         self.folder.process.unlink(missing_ok=True)
-        files.write_bytes(self.folder.process, json.dumps({**told, "started": rundir.now()}).encode(), mode=0o600)
+        files.write_bytes(self.folder.process, json.dumps({**told, "started": rundir.utc_now()}).encode(), mode=0o600)
 
-    def lives(self) -> bool:
+    def is_alive(self) -> bool:
         return self.child is not None and self.child.poll() is None
 
     def end(self) -> None:
@@ -352,7 +352,7 @@ class Fuzz:
 
     def _try(self, change: Mutation, chance: random.Random) -> None:
         for sleeper in self.sleepers.values():
-            if not sleeper.lives():
+            if not sleeper.is_alive():
                 sleeper.begin()
         live, healthy = self.scene.live, self.scene.healthy
         for folder in (live, healthy):
@@ -373,7 +373,7 @@ class Fuzz:
                     self._require_listed(change, words, out)
             if change.path.is_relative_to(live.path) and change.path != live.process:
                 code, _ = self.launch("stop", live.path.name)
-                if code or self.sleepers[live.path].lives():
+                if code or self.sleepers[live.path].is_alive():
                     self.failures.append(Failure(change, ["stop"], f"a live run is not stopped: {code} {self.bug}"))
             elif change.path == live.process:
                 self.launch("stop", live.path.name)
@@ -383,7 +383,7 @@ class Fuzz:
                 self.stops_healthy = True
                 code, _ = self.launch("stop", healthy.path.name)
                 self.stops_healthy = False
-                if code or self.sleepers[healthy.path].lives():
+                if code or self.sleepers[healthy.path].is_alive():
                     self.failures.append(Failure(change, ["stop healthy"], f"{code} {self.bug}"))
         finally:
             self.kept.restore()

@@ -117,7 +117,7 @@ class Run:
         resume.set_aside(decision, attempt)
         rundir.keep_manifest(self.folder)
         made = plan.completed(self.made, decision.derived)
-        record = manifest.manifest(attempt, rundir.now(), made, built(made), self.trainer, self.output)
+        record = manifest.build_manifest(attempt, rundir.utc_now(), made, built(made), self.trainer, self.output)
         record = replace(record, resume=decision.as_json(), contents=inputs.of_plan(made))
         files.write_json(self.folder.manifest, record.as_json())
         self.folder.console(attempt).write_text("")

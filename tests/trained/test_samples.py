@@ -122,7 +122,7 @@ def attempt_of(run: RunFolder) -> Attempt:
 def test_the_page_shows_them_and_the_verdict_stays(run: RunFolder, standing_in: Callable[[str], None]) -> None:
     standing_in(ALL)
     run.verdict.write_text('{"status": "fail"}')
-    sampling.take(run, attempt_of(run))
+    sampling.take_samples(run, attempt_of(run))
     assert "after 1" in run.report.read_text()
     assert run.verdict.read_text() == '{"status": "fail"}'
 
@@ -132,7 +132,7 @@ def test_no_error_leaves_it(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> 
         raise RuntimeError("whatever")
 
     monkeypatch.setattr(samples, "take", fail)
-    sampling.take(run, attempt_of(run))
+    sampling.take_samples(run, attempt_of(run))
     assert not run.samples.exists()
 
 

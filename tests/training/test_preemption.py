@@ -273,8 +273,8 @@ def training(place: Path, request: pytest.FixtureRequest) -> Iterator[Callable[.
         if run.run is not None:
             # of a test that failed
             for folder in RunFolder(run.run).nodes():
-                runner.kill_keeper(folder)
-                process_tree = processes.Family(None, str(folder.path))
+                runner.kill_supervisor(folder)
+                process_tree = processes.ProcessTree(None, str(folder.path))
                 processes.signal_all(process_tree.living(), signal.SIGKILL)
 
 

@@ -341,7 +341,7 @@ def said(decision: Decision, code: str) -> str:
 def watched_checkpoint(one: repeated.Run) -> Path:
     """A run of TRL, with its lease in the output folder, and checksums of its checkpoint-2."""
     one.start()
-    lease.keep_manifest(lease.take(one.output, one.folder.path), rundir.read_manifest(one.folder))
+    lease.keep_manifest(lease.acquire(one.output, one.folder.path), rundir.read_manifest(one.folder))
     folder = saved.trl(one.output, 2)
     tensors(folder / "model.safetensors", noise(2))
     watch = checksums.ChecksumThread(one.folder, "trl", one.output, 1)

@@ -35,7 +35,7 @@ def about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Campaign:
 
 
 def test_the_newest_of_the_same_key_is_found_again(about: Campaign) -> None:
-    folders = [rundir.new_folder(about.root, about.kind, about.name) for _ in range(3)]
+    folders = [rundir.make_folder(about.root, about.kind, about.name) for _ in range(3)]
     assert len(set(folders)) == 3 and folders[0].name.endswith("-bench-a-b-c")
     for folder, key in zip(folders, ("k", "k", "other"), strict=True):
         files.write_json(folder / "bench.json", {"key": key})
@@ -115,7 +115,7 @@ def asked(world: World, monkeypatch: pytest.MonkeyPatch, *steps: str, **args: ob
 
 
 def test_a_run_lies_below_the_folder_that_several_share(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    shared = rundir.new_folder(world.runs, "ladder", "a b/c")
+    shared = rundir.make_folder(world.runs, "ladder", "a b/c")
     told = run(asked(world, monkeypatch, "print=2"), root=shared)
     assert told.run.path.parent == shared
     assert shared.name.endswith("-ladder-a-b-c")
@@ -210,13 +210,13 @@ def test_term_while_it_is_being_started_leaves_nothing(world: World) -> None:
 
 
 def test_an_end_that_is_asked_for_while_it_is_judged_counts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    look_on = follow._look_on
+    look_on = follow._update_view
 
     def judged(folder: RunFolder, view: View) -> None:
         look_on(folder, view)
         os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(follow, "_look_on", judged)
+    monkeypatch.setattr(follow, "_update_view", judged)
     # what its time is up for besides does not hide it
     told = run(asked(world, monkeypatch, "sleep=600"), timeout_s=2)
     assert told.interrupted and not told.timed_out

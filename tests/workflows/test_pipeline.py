@@ -451,7 +451,7 @@ def test_what_was_begun_goes_on_unless_it_would_become_something_else(world: Cha
 @needs_trl
 def test_a_stage_that_was_refused_has_no_run_and_no_report(world: Chained) -> None:
     world.usual()
-    lease.take(world.root / "o" / "first", world.root / "by the test")
+    lease.acquire(world.root / "o" / "first", world.root / "by the test")
     done = world.launch(*world.words())
     assert done.returncode == 5 and "run-is-live" in done.stderr
     assert "\nreport: " not in done.stdout and "first: refused" in done.stdout

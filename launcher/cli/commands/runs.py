@@ -139,17 +139,17 @@ def remove(
     from launcher.lifecycle import removal
     from launcher.runs import rundir
 
-    folder = rundir.campaign(run) or found_run(run)
-    members = rundir.members(folder.path)
-    planned = removal.plan(folder, model=model)
+    folder = rundir.find_campaign(run) or found_run(run)
+    members = rundir.campaign_runs(folder.path)
+    planned = removal.plan_removal(folder, model=model)
     lines = planned.lines()
     kept = planned.kept_lines()
     if not confirmed(lines, yes, "--yes", kept):
         return answer("rm", format, {"removed": [], "kept": kept}, ["nothing was deleted"])
-    kept += removal.carry_out(planned)
+    kept += removal.remove(planned)
     for one in (folder, *members):
         if not one.manifest.exists():
-            rundir.forget("runs", one.path)
+            rundir.unregister("runs", one.path)
     data = {"removed": [str(path) for path in planned.roots], "kept": kept}
     return answer("rm", format, data, [*(f"deleted {line}" for line in lines), *kept])
 
@@ -174,12 +174,12 @@ def check(
         from launcher.lifecycle import conclude
         from launcher.runs import rundir
 
-        if members := rundir.members(log):
+        if members := rundir.campaign_runs(log):
             return _check_each(log, members, allow_unproven, format)
         folder = found_run(target, "run or log")
         if not folder.attempts() and not exists(folder.probe):
             raise not_begun(folder)
-        judged = conclude.judged(folder)
+        judged = conclude.judge_and_write(folder)
         name, verdict = folder.path.name, judged.verdict
         notes = (*conclude.unpinned_note(folder), *conclude.left_out_notes(judged, folder))
     code = check.exit_code(verdict, allow_unproven=allow_unproven)
@@ -228,7 +228,7 @@ def report_command(
     from launcher.report import page, series
     from launcher.runs import rundir
 
-    campaign = rundir.campaign(targets[0]) if len(targets) == 1 and output is None and format == "text" else None
+    campaign = rundir.find_campaign(targets[0]) if len(targets) == 1 and output is None and format == "text" else None
     if campaign and (written := next(campaign.path.glob("*.html"), None)):
         # it begins with the table and the decision, which its runs alone do not hold
         console.say(f"report: {written}")

@@ -72,10 +72,10 @@ def _run(request: Request, shared: Shared) -> Exit:
     from launcher.runs import lease, preemption, runner
 
     format, ending = shared.format, shared.at_end()
-    on_finish.require_here(ending["on_finish"])
+    on_finish.require_program(ending["on_finish"])
     # the keeper reads it too late to say so
-    runner.grace(os.environ.get(runner.GRACE_VARIABLE))
-    preemption.grace(os.environ.get(preemption.GRACE_VARIABLE))
+    runner.parse_stop_grace(os.environ.get(runner.GRACE_VARIABLE))
+    preemption.parse_save_grace(os.environ.get(preemption.GRACE_VARIABLE))
     with supervisor.interruptible():
         prepared = forecast.with_forecast(prepare.prepare(request, Scope.START))
         if prepared.decision.kind == "finished":
@@ -100,7 +100,7 @@ def _conclude_finished(prepared: Prepared, shared: Shared) -> Exit:
 
     folder, findings = prepared.folder, prepared.findings
     console.findings(findings if shared.format == "text" else (), prepared.redactor)
-    verdict = conclude.judged_now(folder, prepared.plan, conclude.finish(folder))
+    verdict = conclude.judge_by_plan(folder, prepared.plan, conclude.finish(folder))
     code = check.exit_code(verdict, allow_unproven=shared.allow_unproven)
     return _conclude(str(prepared.facts.request.stage), folder, verdict, code, findings, shared.format)
 
@@ -117,7 +117,7 @@ def _queue(request: Request, shared: Shared) -> Exit:
         return _conclude_finished(prepared, shared)
     shared.rehearse_first({"": prepared.facts})
     options, findings = prepared.plan.stage.options.slurm, prepared.findings
-    if (help := slurm.one_cpu(options, prepared.plan.gpus)) is not None:
+    if (help := slurm.single_cpu_help(options, prepared.plan.gpus)) is not None:
         message = "the job asks for one core of each machine"
         findings = (*findings, launch_finding("warning", "slurm-one-cpu", message, help))
     with supervisor.interruptible():
@@ -162,10 +162,10 @@ def until_over(
     from launcher.lifecycle import conclude
 
     if attempt.rank:
-        code = conclude.of_a_further_machine(folder, attempt)
+        code = conclude.worker_exit_code(folder, attempt)
         data = {"run": str(folder.path), "rank": attempt.rank}
         return answer(command, format, data, (), code=code, before=findings, redactor=attempt.redactor)
-    verdict, code = conclude.conclusion(folder, attempt)
+    verdict, code = conclude.verdict_and_exit_code(folder, attempt)
     return _conclude(command, folder, verdict, code, findings, format)
 
 

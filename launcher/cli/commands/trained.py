@@ -62,7 +62,7 @@ def found_model(target: str, base: Base | None = None) -> TrainedModel:
         run = model.writer_of(folder)
         if run is not None:
             return model.of_run(run, base)
-    campaign = rundir.campaign(target)
+    campaign = rundir.find_campaign(target)
     if campaign is not None:
         return model.of_run(_last_of(campaign.path), base)
     if folder.is_dir() and not rundir.is_run(folder):
@@ -78,7 +78,7 @@ def _last_of(campaign: Path) -> RunFolder:
     if not (campaign / rundir.PIPELINE_RECORD).is_file():
         message = f"{campaign.name} is no run: trials of bench, ladder and tune leave no model"
         raise not_ready("no-final-model", message, "launch runs lists the others", file=str(campaign))
-    members = rundir.members(campaign)
+    members = rundir.campaign_runs(campaign)
     if not members:
         raise not_ready("no-final-model", f"no stage of {campaign.name} has begun", file=str(campaign))
     return members[-1]
@@ -232,7 +232,7 @@ def _ending_answers(talk: Chat) -> Iterator[None]:
             raise KeyboardInterrupt
         talk.interrupt()
 
-    with process.handling({signal.SIGINT: end}):
+    with process.signal_handlers({signal.SIGINT: end}):
         yield
 
 
@@ -241,7 +241,7 @@ def _terminated() -> Iterator[None]:
     """TERM ends this command as INT does: nothing is left behind."""
     from launcher.machine import process
 
-    with process.handling({signal.SIGTERM: signal.default_int_handler}):
+    with process.signal_handlers({signal.SIGTERM: signal.default_int_handler}):
         yield
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from launcher.errors import Exit, Finding, NotReady, launch_finding
 from launcher.machine.git import CommitTree, Repository
-from launcher.machine.locks import alone
+from launcher.machine.locks import exclusive
 from launcher.paths import IS_CLONE
 from launcher.pin import cited, pin
 from launcher.pin.move import staging
@@ -92,7 +92,7 @@ def move(
     clone = locate.REPOSITORY
     git_folder = _git_folder(clone)
     journal = Journal(clone, git_folder / NAME)
-    with alone(git_folder / f"{NAME}.lock", waiting=lambda: say("Waiting for another move of the pin")):
+    with exclusive(git_folder / f"{NAME}.lock", waiting=lambda: say("Waiting for another move of the pin")):
         staging.require_packages()
         if journal.exists:
             say("Completing a move of the pin that was interrupted")

@@ -20,7 +20,7 @@ from launcher.artifacts.fingerprint import cache_home
 from launcher.cache.keys import REFERENCE_VARIABLE
 from launcher.errors import DISK_FULL, Finding, InvalidConfig, launch_finding
 from launcher.files import read_json
-from launcher.machine.sizes import below, sized
+from launcher.machine.sizes import size_below, sized
 from launcher.paths import exists
 from launcher.plan.memory.setup import Setup
 from launcher.plan.plan import Plan, step_limit
@@ -109,7 +109,7 @@ def needs(plan: Plan, output: Path | None, environ: Mapping[str, str]) -> Needs 
     if output is not None:
         # they go as new ones come
         with contextlib.suppress(OSError, ValueError):
-            there = sum(below(place) for place in output.iterdir() if place.name.startswith(_CHECKPOINTS))
+            there = sum(size_below(place) for place in output.iterdir() if place.name.startswith(_CHECKPOINTS))
     at_least = max(0, least.most - there)
     at_most = max(0, likely.most - there)
     there = min(there, likely.most)

@@ -22,12 +22,12 @@ def of_stage(request: Request, *, importing: bool = True) -> Report:
 
 def of_backend(request: Request, backend: str, *, importing: bool = True) -> Report:
     """For a backend, with whatever stage: of the request only the machine's side counts."""
-    look = devices.look(os.environ)
-    named = devices.named(request.devices)
+    look = devices.survey_devices(os.environ)
+    named = devices.slots_named(request.devices)
     locator, trainer = collect.find_source(request, backend)
     count = request.gpus if request.gpus is not None or named else len(look.visible)
     every = Devices(slots=look.visible, why="all that are visible")
-    chosen = every if request.gpus is None and not named else devices.choose(count, named, look)
+    chosen = every if request.gpus is None and not named else devices.choose_devices(count, named, look)
     gpus = len(chosen.slots) or count or 0
     subject = Subject(trainer=trainer, upstream=locator.find(backend), stages=keys.STAGES, gpus=gpus)
     return checks.examine(subject, chosen, look=look, importing=importing)

@@ -119,7 +119,7 @@ def choose_output(stage: Stage, configured: Path | None, runs: Iterable[RunFolde
     # of runs whose folders are gone, their output folders tell
     beside = itertools.takewhile(lambda one: exists(one[1]), _beside(stage))
     for folder in reversed([configured, *(folder for _, folder in beside)]):
-        known += lease.manifests(folder)[-1:]
+        known += lease.read_manifests(folder)[-1:]
     for record in known:
         if record.stage != stage.options.stage:
             continue
@@ -189,7 +189,7 @@ def manifests(stage: str, folder: RunFolder | None, output: Path | None) -> list
     They are in the run folder, and in the output folder too: there those of all starts into it, whichever
     run folder these had, and whatever has become of that.
     """
-    kept = [record for record in lease.manifests(output) if record.stage == stage]
+    kept = [record for record in lease.read_manifests(output) if record.stage == stage]
     if folder is None:
         return kept
     last = rundir.read_manifest(folder)
@@ -281,10 +281,10 @@ class _Judge:
         return EpochLayout(
             rows=rows,
             per_device=per_device,
-            devices=max(1, count // codec.fit(shared, Positive, 1)),
+            devices=max(1, count // codec.fit_value(shared, Positive, 1)),
             accumulation=accumulation,
-            epochs=codec.fit(epochs, Annotated[float, Between(0, 10**9)], 1),
-            limit=codec.fit(limit, Positive),
+            epochs=codec.fit_value(epochs, Annotated[float, Between(0, 10**9)], 1),
+            limit=codec.fit_value(limit, Positive),
         )
 
     def _in_logs(self, pattern: re.Pattern[bytes]) -> bytes | None:
@@ -315,9 +315,9 @@ class _Judge:
             return False
         if self.folder is None:
             # as far as the output folder tells
-            last = lease.newest(self.output)
+            last = lease.newest_lease(self.output)
             return last is not None and last.code == 0
-        ended = runner.recorded(self.folder, max(1, self.folder.attempts()))
+        ended = runner.read_exit(self.folder, max(1, self.folder.attempts()))
         if ended is not None:
             return ended.returncode == 0
         # whoever had to write that record did not live to: the probe's last word
@@ -529,7 +529,7 @@ class _Judge:
             return epochs.of_epoch(one.number, was, now)
         # its attempt counted from where that began
         begun = maker.part("resume")
-        at = codec.fit(begun.get("place"), list[Count], [])
+        at = codec.fit_value(begun.get("place"), list[Count], [])
         step = begun.number("step")
         if len(at) != 2 or step is None or step > one.number:
             at = [0, 0]

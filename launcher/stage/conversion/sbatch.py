@@ -192,13 +192,13 @@ def carry(job: Job) -> Carried:
         elif name in ("requeue", "no-requeue"):
             carried.options["requeue"] = name == "requeue"
             carried.targets[setting.written] = "slurm.requeue"
-        elif name in slurm.KEYS and _is_usable(value):
+        elif slurm.is_settable(name) and _is_usable(value):
             carried.options[name.replace("-", "_")] = value
             carried.targets[setting.written] = f"slurm.{name.replace('-', '_')}"
-        elif name in slurm.KEYS:
+        elif slurm.is_settable(name):
             carried.reasons[setting.written] = "its value is a placeholder: add it to `slurm:`"
         else:
-            carried.reasons[setting.written] = _REASONS.get(name, f"{_SETS}, or sbatch has no such option")
+            carried.reasons[setting.written] = _REASONS.get(name, _SETS)
     return carried
 
 

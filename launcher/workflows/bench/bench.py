@@ -127,7 +127,7 @@ def require_gpu(request: Request, *, cpu: bool) -> Request:
         raise usage("useless-option", "--gpus and --devices have no effect with --cpu")
     if cpu:
         return replace(request, gpus=0)
-    if request.gpus == 0 or devices.look(os.environ).visible:
+    if request.gpus == 0 or devices.survey_devices(os.environ).visible:
         return request
     raise not_ready(
         "no-gpu-here",

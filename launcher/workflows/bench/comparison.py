@@ -85,8 +85,8 @@ class Sample:
     def from_json(cls, data: Mapping[str, Any]) -> Sample:
         """What `as_json` wrote. Raises Misfit where any of it is something else: it is measured again."""
         left_out: list[Omission] = []
-        curve = codec.reader(tuple[tuple[float | None, ...], ...])(data.get("curve"), "curve", left_out)
-        sample = codec.read(cls, {**data, "curve": []}, left_out)
+        curve = codec.reader_of(tuple[tuple[float | None, ...], ...])(data.get("curve"), "curve", left_out)
+        sample = codec.read_record(cls, {**data, "curve": []}, left_out)
         if left_out or not math.isfinite(sample.seconds):
             raise Misfit(str(left_out[:1]))
         return replace(sample, curve=tuple(map(_curve_step, curve)))
@@ -170,7 +170,7 @@ class VariantSummary:
         left_out: list[Omission] = []
         spreads = {name: value for name, value in data.items() if name not in own and name != LOSS}
         row = {name: value for name, value in data.items() if name in own}
-        summary = codec.read(cls, {**row, "samples": [], "spreads": spreads, "loss": data.get(LOSS)}, left_out)
+        summary = codec.read_record(cls, {**row, "samples": [], "spreads": spreads, "loss": data.get(LOSS)}, left_out)
         if left_out:
             raise Misfit(str(left_out[:1]))
         return summary

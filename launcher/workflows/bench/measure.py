@@ -49,7 +49,7 @@ def measure(
     then nothing else can be started either.
     """
     began, models = time.monotonic(), root / "models"
-    place = models / f"{rundir.dashed(variant.name)[:60]}-{repeat + 1}"
+    place = models / f"{rundir.replace_unsafe(variant.name)[:60]}-{repeat + 1}"
     try:
         turned = facts.with_overrides(*overrides) if overrides else facts
         prepared = prepare.complete(short(turned, steps, place, batch, runs=root).look_again())

@@ -65,7 +65,7 @@ class BenchRecord:
     def from_json(cls, data: Mapping[str, Any]) -> BenchRecord:
         """What `as_json` wrote. Raises Misfit where a trial is damaged: then all are measured again. A damaged row is
         left out: rows follow from the trials."""
-        record = codec.read(cls, {**data, "rows": [], "samples": []})
+        record = codec.read_record(cls, {**data, "rows": [], "samples": []})
         samples = [Sample.from_json(sample) for sample in mappings(data.get("samples"))]
         rows = []
         for row in mappings(data.get("rows")):

@@ -32,7 +32,7 @@ from launcher.redaction import Redactor
 from launcher.report import console
 from launcher.report.page import Lead
 from launcher.runs import rundir
-from launcher.runs.record import Record, mapping
+from launcher.runs.record import Record, as_mapping
 from launcher.stage import gates
 from launcher.stage.gates import Flag, RungFacts
 from launcher.stage.stage import Stage
@@ -333,7 +333,7 @@ def _climb(ladder: Ladder, rung: Prepared, *, allow_unproven: bool, quiet: bool)
 
 def _standing(ladder: Ladder, gpus: int, *, allow_unproven: bool) -> Standing | None:
     """What the gates say of a rung by its record; None where there is none, or it cannot be read."""
-    known = mapping(ladder.records.get(str(gpus)))
+    known = as_mapping(ladder.records.get(str(gpus)))
     try:
         facts = RungFacts.from_json(known["facts"])
     except (AttributeError, KeyError, TypeError, ValueError):

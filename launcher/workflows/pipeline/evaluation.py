@@ -55,7 +55,7 @@ class PlannedEvaluation:
 
     @property
     def folder(self) -> RunFolder:
-        return records.folder_of(self.run)
+        return records.evaluation_folder(self.run)
 
     @property
     def values(self) -> dict[str, str]:
@@ -150,10 +150,10 @@ def evaluate(evaluation: PlannedEvaluation, chosen: Devices | None, attempt: int
     )
     with rundir.writing(folder.path):
         folder.path.mkdir(rundir.OWN, parents=True, exist_ok=True)
-    with locks.alone(folder.path / ".lock", taken=taken):
+    with locks.exclusive(folder.path / ".lock", taken=taken):
         _end_leftovers(folder)
         key = _key_of(evaluation)
-        earlier = records.read(evaluation.run)
+        earlier = records.read_evaluation(evaluation.run)
         if earlier is not None and earlier.key == key and earlier.state == "measured":
             record = replace(earlier, attempt=attempt)
             return _written(evaluation, _with_gates(record, evaluation))
@@ -162,7 +162,7 @@ def evaluate(evaluation: PlannedEvaluation, chosen: Devices | None, attempt: int
 
 def is_finished(evaluation: PlannedEvaluation) -> bool:
     """Whether the same command has measured the same model before."""
-    earlier = records.read(evaluation.run)
+    earlier = records.read_evaluation(evaluation.run)
     return earlier is not None and earlier.state == "measured" and earlier.key == _key_of(evaluation)
 
 
@@ -176,7 +176,7 @@ def _key_of(evaluation: PlannedEvaluation) -> str:
 
 def _end_leftovers(folder: RunFolder) -> None:
     """End what an evaluation left running whose pipeline was killed: nobody reads its result."""
-    if runner.alive(folder.path):
+    if runner.is_alive(folder.path):
         runner.end_orphans(folder, runner.GRACE_S, max(1, folder.attempts()))
 
 
@@ -192,7 +192,7 @@ def _started(evaluation: PlannedEvaluation, chosen: Devices | None, attempt: int
         model=str(evaluation.model),
         gpus=evaluation.gpus,
         timeout_s=evaluation.spec.timeout_s,
-        began=rundir.now(),
+        began=rundir.utc_now(),
         log=str(log),
     )
     _written(evaluation, record)
@@ -205,9 +205,9 @@ def _started(evaluation: PlannedEvaluation, chosen: Devices | None, attempt: int
             ended = runner.run(command, folder, number, descriptors, stands_still=lambda _: clock.is_up())
     except NotReady as error:
         reason = str(error.findings[0].message)
-        _written(evaluation, replace(record, state="crashed", ended=rundir.now(), reason=reason))
+        _written(evaluation, replace(record, state="crashed", ended=rundir.utc_now(), reason=reason))
         raise
-    record = replace(record, ended=rundir.now(), seconds=round(clock.seconds, 1), returncode=ended.returncode)
+    record = replace(record, ended=rundir.utc_now(), seconds=round(clock.seconds, 1), returncode=ended.returncode)
     if clock.rang:
         reason = f"its time was up after {evaluation.spec.timeout_s:g} s; log: {log}"
         return _written(evaluation, replace(record, state="timed_out", reason=reason))

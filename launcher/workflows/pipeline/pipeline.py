@@ -197,7 +197,9 @@ def run(order: PipelineRequest, planned: PipelinePlan, *, quiet: bool = False) -
             stage, model = step.plan.stage, str(step.plan.values.get(step.plan.stage.entry.names.model))
             name, config, output = step.link.name, str(step.link.config), str(step.output)
             rows.append(StageRow(name=name, stage=stage.options.stage, config=config, model=model, output=output))
-        result = PipelineResult(folder=folder, order=order, rows=rows, key=key, began=rundir.now(), redactor=redactor)
+        result = PipelineResult(
+            folder=folder, order=order, rows=rows, key=key, began=rundir.utc_now(), redactor=redactor
+        )
         _Runner(order, planned, result, quiet).run()
     return result
 
@@ -230,7 +232,7 @@ class _Runner:
                 row.status = "interrupted" if row.status == "running" else row.status
         states = {Exit.OK: "finished", Exit.INTERRUPTED: "interrupted"}
         result.state = states.get(result.exit, "stopped")
-        result.ended = rundir.now()
+        result.ended = rundir.utc_now()
         self._page()
         self._write()
 
@@ -261,7 +263,7 @@ class _Runner:
         try:
             record = evaluation.evaluate(task, self.ready.start.devices, self.ready.folder.attempts())
         except LaunchError as error:
-            row.evaluation = records.read(task.run)
+            row.evaluation = records.read_evaluation(task.run)
             self._stopped(row, "refused", error.exit_code, error.findings)
             return False
         row.seconds += time.monotonic() - began
@@ -373,7 +375,7 @@ class _Runner:
         if not outcome.finished_before:
             return outcome
         # by what is expected of it now: that may have been changed since
-        verdict = conclude.judged_now(outcome.run, outcome.plan, outcome.verdict)
+        verdict = conclude.judge_by_plan(outcome.run, outcome.plan, outcome.verdict)
         # an evaluation is judged after it, by what is expected of it now
         verdict = verdict.with_points(point for point in verdict.points if point.name != records.POINT)
         code = check.exit_code(verdict, allow_unproven=allow)
@@ -391,7 +393,7 @@ class _Runner:
         interrupted = follow.until_over(folder, attempt, forward=True)
         # by what is allowed now
         attempt = replace(attempt, allow_unproven=self.order.allow_unproven)
-        verdict, code = conclude.conclusion(folder, attempt)
+        verdict, code = conclude.verdict_and_exit_code(folder, attempt)
         if interrupted:
             code = Exit.INTERRUPTED
         return None if code is Exit.OK else Outcome(run=folder, plan=step.plan, verdict=verdict, exit=code)

@@ -106,7 +106,7 @@ class PlannedStage:
     def live(self) -> bool:
         """Whether it is being trained, or judged, right now."""
         folder = self.prepared.folder
-        return runner.alive(folder.path) or runner.keeper_lives(folder)
+        return runner.is_alive(folder.path) or runner.has_live_supervisor(folder)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -176,9 +176,9 @@ class Servers(contextlib.ExitStack):
 
     def __exit__(self, *error: Any) -> bool | None:
         # a second signal must not end the removal halfway
-        ignored = dict.fromkeys((*self._before, signal.SIGINT) if self._before else (), process.ignore)
+        ignored = dict.fromkeys((*self._before, signal.SIGINT) if self._before else (), process.ignore_signal)
         try:
-            with process.handling(ignored):
+            with process.signal_handlers(ignored):
                 return super().__exit__(*error)
         finally:
             for number, handler in self._before.items():

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.machine.locks import locked
+from launcher.machine.locks import try_lock
 
 PREFIX = "launch-rehearsal-"
 LOCK = "owner.lock"
@@ -38,7 +38,7 @@ def make() -> Scratch:
     except BaseException:
         shutil.rmtree(path, ignore_errors=True)
         raise
-    locked(lock)
+    try_lock(lock)
     return Scratch(path, lock)
 
 
@@ -61,6 +61,6 @@ def _is_left(folder: Path) -> bool:
     except OSError:
         return False
     try:
-        return locked(lock) is True
+        return try_lock(lock) is True
     finally:
         os.close(lock)

@@ -23,7 +23,7 @@ from launcher.config import load
 from launcher.config.keys import DEEPSPEED
 from launcher.config.load import Config, spelt
 from launcher.errors import InvalidConfig, not_ready, usage
-from launcher.lifecycle.manifest import escaped
+from launcher.lifecycle.manifest import escape_interpolation
 from launcher.machine.datasheets import Card
 from launcher.plan import footprint, plan, speed
 from launcher.plan.footprint import Footprint
@@ -441,7 +441,9 @@ def write(place: Path, space: Space, settings: Settings, *, head: Sequence[str],
     # a path may hold what ends a comment
     redactor = stage.config.redactor
     lines = [_LINE_ENDS.sub(" ", line) for line in redactor.redact(head)]
-    body = yaml.safe_dump(escaped(redactor.redact(values)), sort_keys=False, allow_unicode=True, width=100)
+    body = yaml.safe_dump(
+        escape_interpolation(redactor.redact(values)), sort_keys=False, allow_unicode=True, width=100
+    )
     text = MARK + "\n# ".join(lines) + "\n" + body
     try:
         place.parent.mkdir(parents=True, exist_ok=True)

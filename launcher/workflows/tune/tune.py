@@ -218,7 +218,7 @@ def prepare(
     request = require_gpu(request, cpu=cpu)
     resolved = collect.collect(request, Scope.START)
     # those that are merely in use may be a killed command's own: `opened` asks again
-    idle = replace(resolved.look or devices.look(os.environ), uses={}) if resolved.gpus else None
+    idle = replace(resolved.look or devices.survey_devices(os.environ), uses={}) if resolved.gpus else None
     chosen = _choose(replace(resolved, look=idle))
     stage, packages = resolved.stage, resolved.trainer.packages
     made = check.require(resolved, output=Path("model"))

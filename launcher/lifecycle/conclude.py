@@ -120,7 +120,7 @@ def judged(folder: RunFolder) -> judge.RunJudgement:
     with contextlib.suppress(OSError):
         files.write_json(folder.verdict, found.verdict.as_json())
         files.write_text(folder.metrics, "".join(map(rundir.json_line, judge.rows_of(found.attempts))))
-        files.write_text(folder.report, page.overlay([series.of_judged(folder.path, found)]))
+        files.write_text(folder.report, page.render([series.run_from_judgement(folder.path, found)]))
     return found
 
 

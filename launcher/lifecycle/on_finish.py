@@ -73,11 +73,11 @@ def call(
         _say(attempt.environ, f"`{brief(shown)}` was not run: {why}")
         return None
     progress = Progress(total=None)
-    overview.last_steps(folder, progress)
+    overview.read_last_steps(folder, progress)
     about = {
         "LAUNCH_FINISHED": folder.path.name,
         "LAUNCH_FINISHED_FOLDER": str(folder.path),
-        "LAUNCH_FINISHED_STATE": overview.ended_state(folder, progress),
+        "LAUNCH_FINISHED_STATE": overview.read_end_state(folder, progress),
         "LAUNCH_FINISHED_VERDICT": str(folder.verdict),
         "LAUNCH_FINISHED_STATUS": str(rundir.read_json(folder.verdict).get("status", "")),
         "LAUNCH_FINISHED_CODE": str(code),

@@ -118,7 +118,7 @@ class Removal:
 def require_over(folder: RunFolder) -> None:
     """Raise NotReady where the run, or any of a pipeline, bench, ladder or tune, trains, waits or may train unseen."""
     for run in [folder, *rundir.members(folder.path)]:
-        state = overview.state(run)
+        state = overview.read_state(run)
         begins = any(lease.is_locked(run.path / lock) for lock in ("lock", ".lock"))
         measured = lease.is_locked(evaluation.folder_of(run).path / ".lock")
         if state in _LIVE or begins or measured:

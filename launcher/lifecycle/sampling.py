@@ -24,7 +24,7 @@ def take(folder: RunFolder, attempt: Attempt) -> None:
             return
         with _interruptible(), contextlib.chdir(attempt.cwd):
             samples.take(folder, attempt.command(os.environ).env, lambda text: _say(folder, attempt.number, text))
-        files.write_text(folder.report, page.overlay([series.read(folder.path)]))
+        files.write_text(folder.report, page.render([series.load_run(folder.path)]))
     except Exception:
         # the verdict stands, whatever becomes of its illustration; this goes to the keeper's log
         traceback.print_exc()

@@ -44,7 +44,7 @@ def cost(folder: RunFolder) -> Cost:
     last = next((one for one in reversed(found) if one.complete), None)
     saved = last.number if last is not None and last.kind == "step" else None
     progress = Progress(total=None)
-    overview.last_steps(folder, progress)
+    overview.read_last_steps(folder, progress)
     step, checkpoint = progress.step, None if last is None else str(last.path)
     return Cost(step=step, saved=saved, checkpoint=checkpoint, lost=max(0, step - (saved or 0)))
 
@@ -68,7 +68,7 @@ def stop(folder: RunFolder, *, after_checkpoint: bool = False, checkpoint: bool 
     if number is None and runner.alive(evaluation.folder_of(folder).path):
         return _stop_evaluation(folder)
     if number is None:
-        state = overview.state(folder)
+        state = overview.read_state(folder)
         raise usage("not-running", f"{folder.path.name} is not running: {state}", "launch runs")
     request = runner.StopRequest(attempt=number, after_checkpoint=after_checkpoint, checkpoint=checkpoint)
     if checkpoint:

@@ -160,7 +160,7 @@ def main(words: Sequence[str]) -> int:
                 sums.end(resumable=ended.returncode != 0 or ended.preempted)
                 # while nobody else may begin there
                 inventory.end(folder, number)
-                end(overview.ended_state(folder), ended.returncode)
+                end(overview.read_end_state(folder), ended.returncode)
         except LaunchError as error:
             tell(json.dumps([one.as_json() for one in error.findings]).encode())
             return error.exit_code

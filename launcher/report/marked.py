@@ -36,7 +36,10 @@ _STYLES = {
 _TRAINED = ("trained", "rejected")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(
+    frozen=True,
+    slots=True,
+)
 class Span:
     """A part of a line, in one of the styles of `_STYLES`, or in none."""
 
@@ -95,7 +98,10 @@ def _terminal() -> Console:
     from rich.console import Console
 
     # whether there is colour was decided before: an empty NO_COLOR forbids none
-    return Console(highlight=False, no_color=False)
+    return Console(
+        highlight=False,
+        no_color=False,
+    )
 
 
 def _rich(parts: Sequence[Span]) -> Text:

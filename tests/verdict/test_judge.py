@@ -333,7 +333,7 @@ def test_a_report_says_what_a_check_says(tmp_path: Path, what: str) -> None:
     if what == "no expectations":
         told["expect"] = None
     (path / "run.json").write_text(json.dumps(told))
-    reported = series.read(path).verdict
+    reported = series.load_run(path).verdict
     assert reported == json.loads(json.dumps(conclude.finish(RunFolder(path)).as_json()))
 
 
@@ -360,7 +360,7 @@ def test_each_log_is_read_once_for_verdict_and_page(tmp_path: Path, monkeypatch:
         return scan(log, *more)
 
     monkeypatch.setattr(evidence, "scan", counted)
-    for report in (lambda: conclude.finish(RunFolder(path)), lambda: series.read(path)):
+    for report in (lambda: conclude.finish(RunFolder(path)), lambda: series.load_run(path)):
         scanned.clear()
         report()
         assert sorted(scanned) == ["console.2.log", "console.log"]
@@ -390,6 +390,6 @@ def test_a_judgement_reads_every_record_once(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(files, "open_regular", counted_open)
     monkeypatch.setattr(evidence, "_metrics_rows", counted_rows)
     judged = judge.judge(RunFolder(folder))
-    series.of_judged(folder, judged)
+    series.run_from_judgement(folder, judged)
     assert reads["run.json"] == reads["run.1.json"] == reads["process.json"] == 1
     assert reads["rows"] == 2

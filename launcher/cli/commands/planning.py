@@ -59,7 +59,7 @@ def plan(
 
     def show() -> None:
         rows = made.rows()
-        console.table(rows, list(rows[0]))
+        console.print_table(rows, list(rows[0]))
         console.say("\n".join(made.lines(why=why)))
 
     return answer("plan", shared.format, made.as_json(why=why), show, findings, code)
@@ -148,7 +148,7 @@ def prepare(shared: Shared) -> Exit:
     from launcher.workflows.prefetch import prefetch
 
     resolved = collect(shared.request(), Scope.HOST)
-    done = prefetch.prepare(resolved, console.aside)
+    done = prefetch.prepare(resolved, console.say_aside)
     # now that model, tokenizer and data are here
     shared.rehearse_first({"": resolved})
     return answer("prepare", shared.format, done.as_json(), done.lines(), done.findings, done.exit)
@@ -182,11 +182,11 @@ def ladder(
         def show() -> None:
             for rung in planned.rungs:
                 console.say(f"# rung: {ladder.label(rung.plan.gpus)}")
-                console.dry_run(rung.plan, rung.command)
+                console.print_dry_run(rung.plan, rung.command)
 
         data = {"rungs": [rung.as_json() for rung in planned.rungs]}
         return answer("ladder", shared.format, data, show, planned.findings)
-    console.findings(() if quiet else planned.findings)
+    console.print_findings(() if quiet else planned.findings)
     shared.rehearse_first({"": planned.resolved})
     if shared.hands_over:
         stage = planned.stage
@@ -222,7 +222,7 @@ def bench(
     draft = bench.Bench(request=request, variants=grid, steps=steps, repeats=repeats, timeout_s=limit)
     planned = bench.plan(draft, Scope.FILE if shared.slurm else Scope.START)
     text = shared.format == "text"
-    console.findings(planned.findings if text else ())
+    console.print_findings(planned.findings if text else ())
     shared.rehearse_first(planned.resolved)
     if shared.hands_over:
         first = planned.resolved[planned.variants[0].name]

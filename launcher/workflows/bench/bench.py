@@ -408,9 +408,9 @@ def remarks(bench: Bench) -> list[str]:
 
 
 def show(bench: Bench) -> None:
-    console.findings(comparison.baseline_fault(bench.samples))
+    console.print_findings(comparison.baseline_fault(bench.samples))
     if lines := _table(bench):
-        console.table(lines, tuple(lines[0]))
+        console.print_table(lines, tuple(lines[0]))
     for line in remarks(bench):
         console.say(line)
     if (bench.folder / PAGE).exists():

@@ -104,7 +104,7 @@ def conclusion(
 ) -> tuple[check.Verdict, Exit]:
     """The verdict and the exit code of an attempt that is over; judged now where nobody has yet."""
     known = rundir.judged(folder, attempt.number)
-    verdict = (check.from_json(rundir.read_json(folder.verdict)) if known else None) or finish(folder)
+    verdict = (check.read_verdict(rundir.read_json(folder.verdict)) if known else None) or finish(folder)
     ended = ended or runner.recorded(folder, attempt.number)
     return verdict, exit_code(ended, verdict, allow_unproven=attempt.allow_unproven)
 
@@ -115,11 +115,11 @@ def finish(folder: RunFolder) -> check.Verdict:
 
 def judged(folder: RunFolder) -> judge.RunJudgement:
     """Judge a run folder; write verdict.json, metrics.jsonl and report.html where that is possible."""
-    found = judge.judge(folder)
+    found = judge.judge_run(folder)
     # a read-only or full disk costs these files, not the verdict
     with contextlib.suppress(OSError):
         files.write_json(folder.verdict, found.verdict.as_json())
-        files.write_text(folder.metrics, "".join(map(rundir.json_line, judge.rows_of(found.attempts))))
+        files.write_text(folder.metrics, "".join(map(rundir.json_line, judge.merge_rows(found.attempts))))
         files.write_text(folder.report, page.render([series.run_from_judgement(folder.path, found)]))
     return found
 
@@ -128,7 +128,7 @@ def judged_now(folder: RunFolder, planned: Plan, verdict: check.Verdict) -> chec
     """The verdict of a finished run by what is expected of it now: that may have been changed since."""
     expected = command.expectations(planned)
     same = rundir.read_manifest(folder).expected == expected
-    return verdict if same else judge.judge(folder, expected).verdict
+    return verdict if same else judge.judge_run(folder, expected).verdict
 
 
 def exit_code(ended: runner.ProcessExit | None, verdict: check.Verdict, *, allow_unproven: bool) -> Exit:

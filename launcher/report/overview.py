@@ -342,7 +342,7 @@ def read_end_state(
 def _is_stopped_by_signal(folder: RunFolder) -> bool:
     """Whether the evidence of a run without a recorded end says that a signal ended it."""
     try:
-        end = ending.ending(evidence.read_run(folder.path))
+        end = ending.find_ending(evidence.read_run(folder.path))
     except OSError:
         return False
     return end.state == "stopped" and end.signal is not None

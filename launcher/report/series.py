@@ -146,7 +146,7 @@ def load_run(path: Path) -> Run:
     """
     if is_file(path):
         return _load_log(path)
-    judgement = judge.judge(RunFolder(path))
+    judgement = judge.judge_run(RunFolder(path))
     last = judgement.attempts[-1]
     if last.log is not None or last.probe is not None:
         return run_from_judgement(path, judgement)
@@ -178,7 +178,7 @@ def _load_log(path: Path) -> Run:
         name=path.name,
         path=path.absolute(),
         manifest={},
-        verdict=redact(check.judge_alone(training).as_json()),
+        verdict=redact(check.judge_log_evidence(training).as_json()),
         series=series_from_rows(training.rows),
         ended={},
         arguments=redact(arguments),
@@ -194,7 +194,7 @@ def _unquote(value: str) -> str:
 
 
 def run_from_judgement(path: Path, judgement: RunJudgement) -> Run:
-    rows = judge.rows_of(judgement.attempts)
+    rows = judge.merge_rows(judgement.attempts)
     verdict = judgement.verdict.as_json()
     return run_from_records(
         path,

@@ -51,7 +51,7 @@ stages = repeated.run  # a fixture
 
 
 def judged(folder: Path, **asked: str) -> Verdict:
-    return judge.judge(RunFolder(folder), {**ASKED, **asked}).verdict
+    return judge.judge_run(RunFolder(folder), {**ASKED, **asked}).verdict
 
 
 def point(verdict: Verdict, name: str) -> Point | None:

@@ -42,7 +42,7 @@ from launcher.runs.attempt import PROBE_SETTINGS, Command
 from launcher.runs.rundir import RunFolder
 from launcher.upstream.citations import rendered
 from launcher.verdict import evidence
-from launcher.verdict.ending import ending
+from launcher.verdict.ending import find_ending
 
 # the model is fetched here, and what lies in the output folder is asked when something is to be trained into it
 _ASKED_LATER = frozenset({"missing-model", "incomplete-model", "foreign-checkpoints", "finished-output"})
@@ -329,7 +329,7 @@ def _reason(folder: RunFolder) -> str:
     found = evidence.read_run(folder.path, attempt=1)
     if found.log is None:
         return "no reason"
-    end = ending(found)
+    end = find_ending(found)
     error = end.error or {}
     why = ": ".join(str(error[k]) for k in ("type", "message") if error.get(k))
     if not why and found.exit is not None and found.exit.signal:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from launcher.config.durations import format_age
 from launcher.config.points import POINTS
 from launcher.printable import printable
 from launcher.redaction import redact
@@ -290,7 +291,8 @@ def _machine(progress: Progress) -> list[str]:
         parts.append(f"{memory} GiB")
     if progress.saved is not None:
         step, moment = progress.saved
-        parts.append(f"checkpoint of step {step:,}, {_clock_since(moment)} ago")
+        age = format_age(time.time() - moment)
+        parts.append(f"checkpoint of step {step:,}, {age} ago")
     return parts
 
 

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from launcher import __version__, files
+from launcher.config.durations import format_age
 from launcher.errors import brief
 from launcher.machine import codec, process
 from launcher.paths import exists
-from launcher.report.progress import Progress, find_tracker, format_clock
+from launcher.report.progress import Progress, find_tracker
 from launcher.runs import events, preemption, rundir, runner, slurm
 from launcher.runs.record import Manifest, Record
 from launcher.runs.rundir import RunFolder
@@ -227,8 +228,8 @@ def _current_columns(manifest: Manifest) -> Row:
 
         written = checkpoints.last_written(str(manifest.backend), manifest.output)
         if written is not None:
-            checkpoint = format_clock(max(0.0, time.time() - written))
-    return {"age": format_age(manifest.created), "checkpoint": checkpoint}
+            checkpoint = format_age(time.time() - written)
+    return {"age": _age(manifest.created), "checkpoint": checkpoint}
 
 
 def _lasting_columns(folder: RunFolder, manifest: Manifest) -> Row:
@@ -399,12 +400,9 @@ def read_last_steps(
         progress.add_event(events.read(line) or {})
 
 
-def format_age(created: object) -> str | None:
+def _age(created: object) -> str | None:
     try:
         age = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(str(created))
     except (TypeError, ValueError, OverflowError):
         return None
-    if age.days > 0:
-        return f"{age.days}d"
-    # a clock that was set back makes nothing younger than now
-    return format_clock(max(0.0, age.total_seconds()))
+    return format_age(age.total_seconds())

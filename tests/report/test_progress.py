@@ -212,7 +212,7 @@ def test_the_panel_fits_and_shows_what_is_known(columns: int, monkeypatch: pytes
     head, figures, machine, proofs, tracked = shown_on(columns, trained(25), "https://wandb.ai/a/b/runs/c")
     assert head.startswith("sft demo   █") and head.endswith("step 25/100   0:30 elapsed   1:15 left")
     assert figures.startswith("loss 0.0800 █") and "learning rate 1.00e-05" in figures
-    assert machine == "100 tokens/s   61.2 of 80 GiB   checkpoint of step 20, 0:10 ago"
+    assert machine == "100 tokens/s   61.2 of 80 GiB   checkpoint of step 20, 10s ago"
     assert proofs == ("so far: data cache hit, attention sdpa, packing isolated, liger engaged")
     assert tracked == "https://wandb.ai/a/b/runs/c"
     # the bar gives way to the words

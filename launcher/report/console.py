@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -280,7 +280,10 @@ def print_dry_run(
 
 
 def print_verdict(verdict: Verdict, name: str) -> None:
-    """Print the status and name of a run, why it did not pass, its points and its figures."""
+    """Print one line for a run that passed; else also the cause, what is not proved, the figures.
+
+    A point that is as expected is left out unless it has something to say.
+    """
     record = verdict.as_json()
     outcome = summary.outcome(record)
     stage = verdict.stage or "unknown stage"
@@ -295,12 +298,18 @@ def print_verdict(verdict: Verdict, name: str) -> None:
         printed = {cause.text, cause.help, *cause.repeated}
     unreached = summary.unreached(record)
     for point in summary.failed_first(record):
-        if point["name"] not in unreached:
-            _print_point(point, printed, outcome)
+        lines = _point_lines(point)
+        if point["name"] in unreached or (point["ok"] is True and not lines):
+            continue
+        _print_point(point, outcome)
+        for line in lines:
+            if line not in printed:
+                _echo(folded(f"    {line}"))
     if unreached:
         # each of them would say the same
         _echo(f"  not shown, training never reached step 1: {', '.join(unreached)}")
-    _print_metrics(verdict.metrics)
+    if verdict.status != "pass":
+        _print_metrics(verdict.metrics)
 
 
 def _print_evidence(cause: summary.Cause) -> None:
@@ -325,12 +334,7 @@ def _print_metrics(metrics: Mapping[str, float | None]) -> None:
         _echo(f"  {line}".replace("\xa0", " "))
 
 
-def _print_point(
-    point: summary.Point,
-    printed: Container[str | None],
-    outcome: str,
-) -> None:
-    """Print the state of a point, and what is known of it that was not `printed` before."""
+def _print_point(point: summary.Point, outcome: str) -> None:
     word = _POINT_WORDS[point["ok"]]
     if word == "FAIL" and outcome == "stopped":
         # of a stopped run, the only point that fails is its end
@@ -341,9 +345,6 @@ def _print_point(
     mark = _style(f"{word:<10}", _POINT_COLOUR[word], bold=False)
     state = f"  {point['name']:<16}{point['state']!s:<18}"
     _echo(folded(state), mark, folded(expected))
-    for line in _point_lines(point):
-        if line not in printed:
-            _echo(folded(f"    {line}"))
 
 
 def _point_lines(point: summary.Point) -> list[str]:

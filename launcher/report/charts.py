@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import NamedTuple
 
-from launcher.report.html import Html, details, join, tag
+from launcher.report.html import Html, details, join, page_section, tag
 from launcher.report.series import Run, compact_json, has_number
 
 COLOURS = 8
@@ -128,9 +128,9 @@ class Panel:
         title: list[object] = [self.title]
         if self.unit:
             title.append(tag("span", f" {self.unit}", class_="unit"))
-        caption = [tag("h3", join(title), id=f"{key}-title")]
+        caption = [tag("h3", *title, id=f"{key}-title")]
         if labels:
-            caption.append(tag("span", join(labels), class_="lines"))
+            caption.append(tag("span", *labels, class_="lines"))
         return Html(
             f'<figure id="{key}" role="group" aria-labelledby="{key}-title">'
             f"<figcaption>{join(caption)}</figcaption>"
@@ -223,10 +223,10 @@ class _StageCharts:
 
     def as_json(self) -> list[dict[str, object]]:
         panels = []
-        for panel in self.shown:
-            panels.append(panel.as_json(self.suffix, self.run_numbers, folded=False))
-        for panel in self.folded:
-            panels.append(panel.as_json(self.suffix, self.run_numbers, folded=True))
+        for panel in (*self.shown, *self.folded):
+            is_folded = panel in self.folded
+            fields = panel.as_json(self.suffix, self.run_numbers, folded=is_folded)
+            panels.append(fields)
         return panels
 
     def as_html(self) -> Html:
@@ -244,7 +244,8 @@ class _StageCharts:
         return join([grid, more])
 
     def _grid(self, panels: Sequence[Panel]) -> Html:
-        return tag("div", join(panel.as_html(self.suffix) for panel in panels), class_="grid")
+        figures = [panel.as_html(self.suffix) for panel in panels]
+        return tag("div", *figures, class_="grid")
 
 
 def section(entries: Sequence[PageRun]) -> Html:
@@ -265,14 +266,14 @@ def section(entries: Sequence[PageRun]) -> Html:
         grids.append(charts.as_html())
     controls = [_run_switches(entries), _TOOLS]
     data = _script_data(panels, entries)
-    parts = [
-        tag("h2", "Curves", id="curves"),
-        tag("div", join(controls), class_="controls"),
+    return page_section(
+        "curves",
+        "Curves",
+        tag("div", *controls, class_="controls"),
         Html("<noscript><p>The curves need scripts; everything else does not.</p></noscript>"),
         *grids,
         Html(f'<script type="application/json" id="curves-data">{data}</script>'),
-    ]
-    return tag("section", join(parts))
+    )
 
 
 def _stage_charts(suffix: str, entries: Sequence[PageRun]) -> _StageCharts:
@@ -315,7 +316,7 @@ def _run_switches(entries: Sequence[PageRun]) -> Html:
     for entry in entries:
         box = f'<input type="checkbox" data-run="{entry.number}" checked autocomplete="off">'
         switches.append(Html(f"<label>{box}{entry.heading}</label>"))
-    return tag("fieldset", join(switches))
+    return tag("fieldset", *switches)
 
 
 def _script_data(panels: Sequence[dict[str, object]], entries: Sequence[PageRun]) -> str:

@@ -165,7 +165,8 @@ def workflow_command(finding: Finding, root: Path) -> str:
     properties["title"] = finding.code
     escaped = []
     for name, value in properties.items():
-        value = _escape_data(value).replace(":", "%3A").replace(",", "%2C")
+        value = _escape_data(value)
+        value = value.replace(":", "%3A").replace(",", "%2C")
         escaped.append(f"{name}={value}")
     message = finding.message
     if finding.help is not None:
@@ -265,7 +266,8 @@ def print_dry_run(
         lines.append(
             f"no open-instruct checkout was found, training needs one: {pin.get_checkout()}"
         )
-    for variable in sorted(set(command.variables.values()) - os.environ.keys()):
+    secrets = set(command.variables.values()) - os.environ.keys()
+    for variable in sorted(secrets):
         lines.append(f"{variable} is a secret: export it before you paste this")
     words = command.redacted().shell()
     if script is not None:
@@ -315,9 +317,12 @@ def print_verdict(verdict: Verdict, name: str) -> None:
 def _print_evidence(cause: summary.Cause) -> None:
     """Print the place and the line that show a cause, and what to do about it."""
     if cause.line:
-        place = ":".join(str(cause.line[key]) for key in ("file", "line") if cause.line.get(key))
-        text = cause.line.get("text")
-        _echo(folded(f"    {place}: {text}" if text else f"    {place}"))
+        place = f"    {cause.line.get('file')}"
+        if cause.line.get("line"):
+            place += f":{cause.line['line']}"
+        if cause.line.get("text"):
+            place += f": {cause.line['text']}"
+        _echo(folded(place))
     if cause.help:
         _echo(folded(f"    help: {cause.help}"))
 
@@ -391,12 +396,15 @@ def _pad(texts: Sequence[str]) -> list[str]:
 def _cell_text(value: object) -> str:
     if value is None:
         return "-"
-    return printable(str(value)).replace("\n", " ").removeprefix(f"{os.getcwd()}/")
+    text = printable(str(value)).replace("\n", " ")
+    return text.removeprefix(f"{os.getcwd()}/")
 
 
 def _bands(widths: Sequence[int]) -> list[list[int]]:
     """The columns that stand beside each other, by number; the first one leads every band."""
-    room = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
+    room = math.inf
+    if sys.stdout.isatty():
+        room = shutil.get_terminal_size().columns
     bands = [[0]]
     for number in range(1, len(widths)):
         band = [*bands[-1], number]

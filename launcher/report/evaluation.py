@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from launcher.report import sections
 from launcher.report.charts import PageRun
-from launcher.report.html import Html, details, figure, join, table, tag
+from launcher.report.html import Html, details, figure, join, page_section, table, tag
 from launcher.runs.evaluation import POINT
 from launcher.runs.record import Json, listed, mapping
 from launcher.verdict import summary
@@ -26,19 +26,18 @@ def section(entries: Sequence[PageRun]) -> Html:
                     parts.append(tag("h3", entry.heading))
                 parts.append(_evaluation(point))
                 break
-    if not parts:
-        return Html("")
-    return tag("section", join([tag("h2", "Evaluation", id=KEY), *parts]))
+    return page_section(KEY, "Evaluation", *parts)
 
 
 def _evaluation(point: Json) -> Html:
     detail = mapping(point.get("detail"))
     state = str(point.get("state"))
-    outcome: list[object] = [sections.word(_WORDS.get(state, state.replace("_", " ")))]
+    word = _WORDS.get(state, state.replace("_", " "))
+    outcome: list[object] = [sections.word(word)]
     seconds = detail.get("seconds")
     if isinstance(seconds, int | float):
         outcome.append(f" in {seconds:,.0f} s")
-    parts: list[object] = [tag("p", join(outcome))]
+    parts: list[object] = [tag("p", *outcome)]
     if point.get("ok") is False and detail.get("reason"):
         parts.append(tag("p", detail["reason"], class_="why"))
     values = mapping(detail.get("metrics"))
@@ -52,7 +51,7 @@ def _evaluation(point: Json) -> Html:
     for title, key in (("metrics", "metrics_file"), ("log", "log")):
         if detail.get(key):
             path = tag("code", detail[key])
-            parts.append(tag("p", join([f"{title}: ", path]), class_="soft"))
+            parts.append(tag("p", f"{title}: ", path, class_="soft"))
     return join(parts)
 
 

@@ -20,17 +20,26 @@ def text(value: object) -> Html:
     return Html(escape(visible))
 
 
-def tag(name: str, inner: object, **attributes: str) -> Html:
+def tag(name: str, *parts: object, **attributes: str) -> Html:
     """An element; `class_` and `data_copy` stand for `class` and `data-copy`."""
     opening = name
     for key, value in attributes.items():
         attribute = key.strip("_").replace("_", "-")
         opening += f' {attribute}="{text(value)}"'
-    return Html(f"<{opening}>{text(inner)}</{name}>")
+    return Html(f"<{opening}>{join(parts)}</{name}>")
 
 
 def join(parts: Iterable[object], separator: str = "") -> Html:
     return Html(separator.join(map(text, parts)))
+
+
+def page_section(key: str, title: str, *parts: object) -> Html:
+    """A part of the page below its heading; empty without content."""
+    content = join(parts)
+    if not content:
+        return content
+    heading = tag("h2", title, id=key)
+    return tag("section", heading, content)
 
 
 def small_below(value: object, note: object) -> Html:
@@ -48,12 +57,12 @@ def table(
     for first, *others in rows:
         cells = [_cell(first, "th", scope="row")]
         cells += map(_cell, others)
-        body.append(tag("tr", join(cells)))
+        body.append(tag("tr", *cells))
     if not body:
         return Html("")
     titles = join(_cell(title, "th", scope="col") for title in head)
-    parts = [tag("thead", tag("tr", titles)), tag("tbody", join(body))]
-    element = tag("table", join(parts), class_=kind)
+    parts = [tag("thead", tag("tr", titles)), tag("tbody", *body)]
+    element = tag("table", *parts, class_=kind)
     if "wide" in kind:
         return element
     return tag(
@@ -83,4 +92,4 @@ def details(summary: object, inner: object, *, is_open: bool = False, **attribut
     """A part that the reader can unfold."""
     if is_open:
         attributes["open"] = "open"
-    return tag("details", join([tag("summary", summary), inner]), **attributes)
+    return tag("details", tag("summary", summary), inner, **attributes)

@@ -111,9 +111,13 @@ class _RowCache:
     def save(self) -> None:
         if not self.added:
             return
-        entries = {path: entry for path, entry in self.saved.items() if os.path.isdir(path)}
+        entries = {}
+        for path, entry in self.saved.items():
+            if os.path.isdir(path):
+                entries[path] = entry
+        entries |= self.added
         # one line: ten thousand rows take seconds to indent
-        text = json.dumps(entries | self.added, default=str)
+        text = json.dumps(entries, default=str)
         # without a writable state folder, the next list takes longer
         with contextlib.suppress(OSError):
             self.file.parent.mkdir(
@@ -302,7 +306,8 @@ def read_state(
         word = slurm.word(jobs.get(job))
         if word is not None:
             return word
-    if runner.alive(folder.path, lambda: _marks(int(time.monotonic()))):
+    second = int(time.monotonic())
+    if runner.alive(folder.path, lambda: _marks(second)):
         return "orphaned" if runner.orphaned(folder) else "running"
     state = read_end_state(folder, progress, number)
     if state == "lost" and runner.unknown(folder) is not None:
@@ -402,7 +407,8 @@ def read_last_steps(
 
 def _age(created: object) -> str | None:
     try:
-        age = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(str(created))
+        moment = datetime.datetime.fromisoformat(str(created))
+        age = datetime.datetime.now(datetime.UTC) - moment
     except (TypeError, ValueError, OverflowError):
         return None
     return format_age(age.total_seconds())

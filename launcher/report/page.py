@@ -55,7 +55,10 @@ def render(runs: Sequence[Run], lead: Lead | None = None) -> str:
     """The page of one run, or of several with a common part at the top."""
     runs = series.rename_duplicates(runs)
     if lead is None:
-        lead = Lead(title=_title(runs[0]) if len(runs) == 1 else f"{len(runs)} runs")
+        title = f"{len(runs)} runs"
+        if len(runs) == 1:
+            title = _title(runs[0])
+        lead = Lead(title=title)
     entries = _page_runs(runs, lead)
     body = {
         "curves": charts.section(entries),
@@ -75,7 +78,7 @@ def render(runs: Sequence[Run], lead: Lead | None = None) -> str:
     for entry in entries:
         parts.append(_banner(entry, several=len(runs) > 1))
     parts.append(_overview(entries))
-    parts.append(tag("main", join(body.values())))
+    parts.append(tag("main", *body.values()))
     return _document(lead.title, join(parts))
 
 
@@ -143,7 +146,8 @@ def _digest(content: str) -> str:
 def _title(run: Run) -> str:
     if not run.manifest:
         return run.name
-    title = titled(run.stage or "", str(run.manifest.get("name") or run.name))
+    name = str(run.manifest.get("name") or run.name)
+    title = titled(run.stage or "", name)
     model = _model(run)
     if model and title == run.stage:
         return f"{title} of {Path(str(model)).name}"
@@ -177,11 +181,11 @@ def _head(
     for key, section in body.items():
         if section:
             links.append(tag("a", _LINK_WORDS.get(key, key), href=f"#{key}"))
-    parts = [tag("h1", join(title))]
+    parts = [tag("h1", *title)]
     if subtitle:
         parts.append(tag("p", join(subtitle, " · "), class_="folder"))
     parts.append(tag("nav", join(links, " ")))
-    return tag("header", tag("div", join(parts)), class_="top")
+    return tag("header", tag("div", *parts), class_="top")
 
 
 def _banner(entry: PageRun, *, several: bool) -> Html:
@@ -194,9 +198,9 @@ def _banner(entry: PageRun, *, several: bool) -> Html:
     head: list[object] = [sections.word(outcome), " "]
     if several:
         head += [entry.heading, ": "]
-    parts = [tag("p", join([*head, cause.text]), class_="cause")]
+    parts = [tag("p", *head, cause.text, class_="cause")]
     if cause.help:
-        parts.append(tag("p", join([tag("b", "What to do: "), cause.help])))
+        parts.append(tag("p", tag("b", "What to do: "), cause.help))
     if cause.line:
         parts.append(sections.citations([cause.line]))
     if run.tail:
@@ -205,11 +209,12 @@ def _banner(entry: PageRun, *, several: bool) -> Html:
             title += f" (all of it: launch logs {run.name})"
         log = tag("pre", "\n".join(run.tail), tabindex="0")
         # how a run ended that did train is not what failed
-        parts.append(details(title, log, is_open=outcome == "fail" and not several))
+        is_open = outcome == "fail" and not several
+        parts.append(details(title, log, is_open=is_open))
     colour = outcome if outcome in ("fail", "unproven") else "stopped"
     return tag(
         "section",
-        join(parts),
+        *parts,
         class_=f"banner {colour}",
         aria_label="what went wrong",
     )
@@ -227,7 +232,7 @@ def _lead(lead: Lead) -> Html:
         return Html("")
     return tag(
         "section",
-        join(parts),
+        *parts,
         class_="result",
         aria_label="result",
     )
@@ -284,7 +289,10 @@ def _overview(entries: Sequence[PageRun]) -> Html:
         figures = _figures(run)
         reference = first_of_stage.setdefault(run.stage, figures)
         outcome = summary.outcome(run.verdict) if run.verdict else "unproven"
-        row = [_run_cell(entry, several=several), tag("td", sections.word(outcome))]
+        row = [
+            _run_cell(entry, several=several),
+            tag("td", sections.word(outcome)),
+        ]
         row += _figure_cells(figures, reference)
         if with_model:
             row.append(

@@ -227,7 +227,11 @@ class Progress:
     @property
     def losses(self) -> list[float]:
         """The finite losses of all steps."""
-        return [loss.total / loss.ranks for loss in self.sums.values() if math.isfinite(loss.total)]
+        losses = []
+        for loss in self.sums.values():
+            if math.isfinite(loss.total):
+                losses.append(loss.total / loss.ranks)
+        return losses
 
     @property
     def loss(self) -> float | None:
@@ -371,7 +375,10 @@ def read_last_lines(path: Path, environ: Mapping[str, str] | None = None) -> tup
             raw = log.read(_TAIL_BYTES)
     except OSError:
         return ()
-    lines = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in raw.split(b"\n")]
+    lines = []
+    for raw_line in raw.split(b"\n"):
+        frames = raw_line.rstrip(b"\r").split(b"\r")
+        lines.append(frames[-1])
     partial = b""
     if size > len(raw):
         # a secret in the first line may be cut in two

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from launcher.plan.plan import titled
 from launcher.report import series
 from launcher.report.charts import PageRun
-from launcher.report.html import Html, details, figure, join, small_below, table, tag
+from launcher.report.html import Html, details, figure, join, page_section, small_below, table, tag
 from launcher.report.progress import format_clock
 from launcher.report.series import Run
 from launcher.runs.record import Json, listed, mapping
@@ -29,16 +29,6 @@ _PACKAGES = (
     "ai2-olmo-core",
 )
 _MARKS = {"pass": "✓", "ok": "✓", "fail": "✗", "unproven": "?", "stopped": "■"}
-
-
-def _section(
-    key: str,
-    title: str,
-    inner: object,
-) -> Html:
-    if not inner:
-        return Html("")
-    return tag("section", join([tag("h2", title, id=key), inner]))
 
 
 def _for_each(
@@ -64,7 +54,7 @@ def _for_each(
             verdict = entry.run.verdict
             heading += [" ", word(summary.outcome(verdict))]
             is_open = verdict.get("status") != "pass"
-        parts.append(details(tag("h3", join(heading)), inner, is_open=is_open))
+        parts.append(details(tag("h3", *heading), inner, is_open=is_open))
     return join(parts)
 
 
@@ -112,7 +102,7 @@ def verdicts(entries: Sequence[PageRun]) -> Html:
     if len(judged) > 1:
         parts.append(_points_matrix(judged))
     parts.append(_for_each(entries, _points_table, is_judged=True))
-    return _section("verdict", "Verdict", join(parts))
+    return page_section("verdict", "Verdict", join(parts))
 
 
 def _points_matrix(entries: Sequence[PageRun]) -> Html:
@@ -210,10 +200,10 @@ def citations(lines: Sequence[Json]) -> Html:
         ]
         if line.get("text"):
             parts.append(tag("code", line["text"]))
-        items.append(tag("li", join(parts)))
+        items.append(tag("li", *parts))
     if len(lines) > _CITATIONS:
         items.append(tag("li", f"and {len(lines) - _CITATIONS} more", class_="soft"))
-    return tag("ul", join(items), class_="cites")
+    return tag("ul", *items, class_="cites")
 
 
 _ENDS = {"length": "cut off", "interrupted": "interrupted"}
@@ -221,7 +211,7 @@ _ENDS = {"length": "cut off", "interrupted": "interrupted"}
 
 def samples(entries: Sequence[PageRun]) -> Html:
     """What a model answered before and after its training, and what the data set answers."""
-    return _section("samples", "Before and after", _for_each(entries, _samples))
+    return page_section("samples", "Before and after", _for_each(entries, _samples))
 
 
 def _samples(entry: PageRun) -> Html:
@@ -243,9 +233,9 @@ def _samples(entry: PageRun) -> Html:
 
 
 def _sample(prompt: Json) -> Html:
-    messages = [mapping(message) for message in listed(prompt.get("messages"))]
+    messages = listed(prompt.get("messages"))
     texts = []
-    for message in messages:
+    for message in map(mapping, messages):
         content = str(message.get("content"))
         if len(messages) > 1:
             content = f"{message.get('role')}: {content}"
@@ -263,9 +253,9 @@ def _sample(prompt: Json) -> Html:
             class_="prompt",
             tabindex="0",
         ),
-        tag("div", join(answers), class_="answers"),
+        tag("div", *answers, class_="answers"),
     ]
-    return tag("article", join(parts), class_="sample")
+    return tag("article", *parts, class_="sample")
 
 
 def _answer(
@@ -282,7 +272,7 @@ def _answer(
         word = "nothing" if text == "" else "–"
         shown = tag("span", word, class_="soft")
     answer = tag("pre", shown, tabindex="0")
-    return tag("div", join([tag("h4", join(heading)), answer]))
+    return tag("div", tag("h4", *heading), answer)
 
 
 _QUANTITIES = {
@@ -332,7 +322,7 @@ def plans(entries: Sequence[PageRun]) -> Html:
         shown = _plan_of_one(runs[0], keys)
     else:
         shown = _plan_of_several(runs, keys)
-    return _section("plan", "Plan and measurement", shown)
+    return page_section("plan", "Plan and measurement", shown)
 
 
 def _plan_of_one(run: _Figures, keys: Sequence[str]) -> Html:
@@ -351,7 +341,8 @@ def _plan_of_one(run: _Figures, keys: Sequence[str]) -> Html:
                 tag("td", ratio, class_="number soft"),
             ]
         )
-    return table(["", right("plan"), right("measured"), right("ratio")], rows, "figures")
+    head = ["", right("plan"), right("measured"), right("ratio")]
+    return table(head, rows, "figures")
 
 
 def _plan_of_several(runs: Sequence[_Figures], keys: Sequence[str]) -> Html:
@@ -451,7 +442,7 @@ def arguments(entries: Sequence[PageRun]) -> Html:
     if tables.defaults:
         title = f"{len(tables.defaults)} defaults"
         parts.append(details(title, table(head, tables.defaults, "wide")))
-    return _section("arguments", "Arguments", join(parts))
+    return page_section("arguments", "Arguments", join(parts))
 
 
 def _values_cell(marks_by_value: Mapping[str | None, Sequence[Html]]) -> Html:
@@ -460,7 +451,7 @@ def _values_cell(marks_by_value: Mapping[str | None, Sequence[Html]]) -> Html:
     for value, marks in marks_by_value.items():
         shown = tag("code", "–" if value is None else value)
         items.append(tag("li", join([*marks, shown], " ")))
-    return tag("td", tag("ul", join(items), class_="cites"))
+    return tag("td", tag("ul", *items, class_="cites"))
 
 
 def _yaml(value: object) -> str:
@@ -483,7 +474,7 @@ def findings(entries: Sequence[PageRun]) -> Html:
     head = ["finding", "place", ""]
     if several:
         head.insert(0, "run")
-    return _section("findings", "Findings", table(head, rows, "wide"))
+    return page_section("findings", "Findings", table(head, rows, "wide"))
 
 
 def _finding_row(finding: Json) -> list[object]:
@@ -494,11 +485,15 @@ def _finding_row(finding: Json) -> list[object]:
     if finding.get("help"):
         message = small_below(message, finding["help"])
     code = f"{finding.get('severity')}[{finding.get('code')}]"
-    return [tag("code", code), tag("small", place), join([message])]
+    return [
+        tag("code", code),
+        tag("small", place),
+        join([message]),
+    ]
 
 
 def versions(entries: Sequence[PageRun]) -> Html:
-    return _section("versions", "Versions and command", _for_each(entries, _versions))
+    return page_section("versions", "Versions and command", _for_each(entries, _versions))
 
 
 def _versions(entry: PageRun) -> Html:
@@ -534,14 +529,16 @@ def _facts(run: Run) -> dict[str, object]:
     machine = mapping(manifest.get("machine"))
     trainer = mapping(manifest.get("trainer"))
     packages = mapping(trainer.get("packages"))
-    title = titled(str(source.get("backend") or ""), str(source.get("version") or ""))
+    backend = str(source.get("backend") or "")
+    version = str(source.get("version") or "")
+    title = titled(backend, version)
     if not source.get("pinned", True):
         title += f", not the pin {source.get('pin')}"
     python = None
     if trainer:
         python = f"Python {trainer.get('version')}, {trainer.get('python')}"
     versions = [f"{name} {packages[name]}" for name in _PACKAGES if name in packages]
-    host = [machine[key] for key in ("host", "system") if machine.get(key)]
+    host = filter(None, [machine.get("host"), machine.get("system")])
     return {
         "source": title,
         "changed files": _comma_joined(source.get("changed_files")),
@@ -549,7 +546,7 @@ def _facts(run: Run) -> dict[str, object]:
         "launch": manifest.get("launch_commit"),
         "trainer": python,
         "packages": _comma_joined(versions),
-        "machine": _comma_joined(host),
+        "machine": _comma_joined(list(host)),
         "GPUs": "; ".join(map(str, listed(machine.get("gpus")))),
         "stage file": manifest.get("config"),
         "model folder": manifest.get("output"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from launcher.report.charts import COLOURS, PageRun
-from launcher.report.html import Html, details, figure, join, table, tag, text
+from launcher.report.html import Html, details, figure, join, page_section, table, tag, text
 from launcher.runs import usage
 from launcher.runs.rundir import RunFolder
 from launcher.runs.usage import GpuSample, UsageSample
@@ -69,12 +69,10 @@ def section(entries: Sequence[PageRun]) -> Html:
                 continue
             node = "" if machine.path == path else f" {machine.path.name}"
             if len(entries) > 1 or node:
-                parts.append(tag("h3", join([entry.heading, node])))
-            parts.append(tag("div", join(map(_chart_figure, charts)), class_="grid"))
+                parts.append(tag("h3", entry.heading, node))
+            parts.append(tag("div", *map(_chart_figure, charts), class_="grid"))
             parts.append(_statistics(charts))
-    if not parts:
-        return Html("")
-    return tag("section", join([tag("h2", "Machine", id=KEY), *parts]))
+    return page_section(KEY, "Machine", *parts)
 
 
 def _charts(samples: Sequence[UsageSample]) -> list[UsageChart]:
@@ -155,9 +153,9 @@ def _chart_figure(chart: UsageChart) -> Html:
     title = join([chart.title, unit])
     caption = [tag("h3", title)]
     if labels:
-        caption.append(tag("span", join(labels), class_="lines"))
-    figcaption = tag("figcaption", join(caption))
-    return tag("figure", join([figcaption, _svg(chart)]), class_="usage")
+        caption.append(tag("span", *labels, class_="lines"))
+    figcaption = tag("figcaption", *caption)
+    return tag("figure", figcaption, _svg(chart), class_="usage")
 
 
 def _colour(number: int) -> str:

@@ -189,10 +189,10 @@ def _without_known_corruption(verdict: Verdict, manifest: Manifest) -> Verdict:
     if deepspeed is None or not manifest.gpus or verdict.point("gradients").state != "unknown":
         return verdict
     accumulation = manifest.accumulation
-    known = fault(deepspeed.config, deepspeed.version, accumulation=accumulation)
-    if known is None:
+    defect = fault(deepspeed.config, deepspeed.version, accumulation=accumulation)
+    if defect is None:
         return verdict
-    severity, _, message, _ = known
+    severity, _, message, _ = defect
     if severity != "error":
         return verdict
     detail = {"reason": message, "help": "train again: docs/gradients.md"}

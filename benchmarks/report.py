@@ -27,7 +27,7 @@ def made(folder: Path, name: str, steps: int) -> Run:
     with (path / "metrics.jsonl").open("w") as file:
         for step in range(1, steps + 1):
             file.write(json.dumps(row(step, steps, noise)) + "\n")
-    return series.read(path)
+    return series.load_run(path)
 
 
 def row(step: int, steps: int, noise: random.Random) -> dict[str, float]:
@@ -66,5 +66,5 @@ def pairs(folder: Path) -> Iterator[Pair]:
 
     yield Pair(
         name="report", what="10,000 steps, read and drawn / parsing them as JSON",
-        ours=ratio.timed(lambda: page.overlay([series.read(path)])), beside=ratio.timed(parse),
+        ours=ratio.timed(lambda: page.render([series.load_run(path)])), beside=ratio.timed(parse),
     )  # fmt: skip

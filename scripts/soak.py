@@ -183,7 +183,7 @@ class Soak:
         if started.returncode == 0:
             # it came behind the last step
             return False
-        state = None if run is None else overview.ended_state(RunFolder(run))
+        state = None if run is None else overview.read_end_state(RunFolder(run))
         # before the training is there to hear, nothing is saved
         heard = run is not None and _own_steps(run, 0.0)
         if started.returncode != 130 or (heard and state != "preempted"):

@@ -126,7 +126,7 @@ def test_a_point_of_the_verdict_is_a_module_and_its_row(extended: Extended) -> N
     assert "long with 150 steps" in page.read_text()
     panel = (
         "from launcher.report.progress import Progress; panel = Progress(None);"
-        "panel.event({'event': 'made_up', 'state': 'short'}); print(panel.shown)"
+        "panel.add_event({'event': 'made_up', 'state': 'short'}); print(panel.shown)"
     )
     assert extended.python(panel) == "{'made up': 'short'}"
 

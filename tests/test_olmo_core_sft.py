@@ -402,7 +402,7 @@ def test_a_trial_saves_no_state(tmp_path: Path) -> None:
 def test_a_recorded_run_passes_and_names_its_stand_in(tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(DATA / "run_sft_olmo_core", run)
-    verdict = judge.judge(judge.RunFolder(run)).verdict
+    verdict = judge.judge_run(judge.RunFolder(run)).verdict
     points = {point.name: point for point in verdict.points}
     assert verdict.status == "pass"
     assert points["packing"].state == "isolated"

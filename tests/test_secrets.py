@@ -199,7 +199,7 @@ def test_a_bug_is_reported_without_them(
 
     world.prepared()
     monkeypatch.setenv("COMPANY_TOKEN", ODD)
-    monkeypatch.setattr(overview, "rows", broken)
+    monkeypatch.setattr(overview, "list_rows", broken)
     assert main.main(["runs", "--format", "json"]) == 70
     monkeypatch.setattr(rundir, "state_folder", lambda: Path("/dev/null/none"))
     assert main.main(["runs", "--format", "json"]) == 70

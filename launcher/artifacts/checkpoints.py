@@ -25,6 +25,7 @@ from launcher.paths import is_dir
 from launcher.upstream.trainers import BACKENDS
 
 Kind = Literal["step", "epoch"]
+_RANKS_NAMED = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,14 +65,21 @@ def find(
 
     `ranks` is how many processes must have left their part, where it is known.
     """
-    folders = (path for path in _folders(backend, output) if path.name not in known)
-    found = (_read(_layout(backend), path, ranks) for path in folders)
-    return sorted(found, key=lambda checkpoint: (checkpoint.kind, checkpoint.number))
+    layout = _layout(backend)
+    checkpoints = []
+    for path in _folders(backend, output):
+        if path.name not in known:
+            checkpoints.append(_read(layout, path, ranks))
+    return sorted(checkpoints, key=lambda checkpoint: (checkpoint.kind, checkpoint.number))
 
 
 def last_written(backend: str, output: Path | None) -> float | None:
-    found = filter(None, map(_status, _folders(backend, output)))
-    return max((status.st_mtime for status in found), default=None)
+    times = []
+    for path in _folders(backend, output):
+        status = _status(path)
+        if status is not None:
+            times.append(status.st_mtime)
+    return max(times, default=None)
 
 
 def taken_by_upstream(backend: str, output: Path | None) -> Path | None:
@@ -82,10 +90,18 @@ def taken_by_upstream(backend: str, output: Path | None) -> Path | None:
     """
     if output is None or not _layout(backend).resumes_itself:
         return None
-    steps, epochs = ([n for n in files.names(output) if n.startswith(stem)] for stem in ("step_", "epoch_"))
+    names = files.names(output)
     # steps go before epochs, complete or not: a first half-written one hides every epoch
-    marked = [output / name for name in steps or epochs if (output / name / "COMPLETED").exists()]
+    candidates = _with_prefix(names, "step_") or _with_prefix(names, "epoch_")
+    marked = []
+    for name in candidates:
+        if (output / name / "COMPLETED").exists():
+            marked.append(output / name)
     return max(marked, key=lambda path: int(path.name.split("_")[-1]), default=None)
+
+
+def _with_prefix(names: Iterable[str], prefix: str) -> list[str]:
+    return [name for name in names if name.startswith(prefix)]
 
 
 def strange_names(backend: str, output: Path | None) -> list[str]:
@@ -93,8 +109,13 @@ def strange_names(backend: str, output: Path | None) -> list[str]:
     (utils.py::get_last_checkpoint[checkpoint_steps =]).
     """
     layout = _layout(backend)
-    names = files.names(output) if layout.resumes_itself else []
-    return [n for n in names if n.startswith(("step_", "epoch_")) and not layout.folder.match(n)]
+    if not layout.resumes_itself:
+        return []
+    strange = []
+    for name in files.names(output):
+        if name.startswith(("step_", "epoch_")) and not layout.folder.match(name):
+            strange.append(name)
+    return strange
 
 
 def folder_name(backend: str, kind: Kind, number: int) -> str | None:
@@ -118,32 +139,56 @@ def damage(folder: Path) -> str | None:
 
 
 def _folders(backend: str, output: Path | None) -> Iterator[Path]:
-    names = filter(_layout(backend).folder.match, files.names(output))
-    return (path for name in names if output is not None and (path := output / name).is_dir())
+    if output is None:
+        return
+    layout = _layout(backend)
+    for name in files.names(output):
+        path = output / name
+        if layout.folder.match(name) and path.is_dir():
+            yield path
+
+
+_ONE_RANK = "rng_state.pth"
+"""The random states of a training with one process, under transformers."""
 
 
 def _read(layout: _Layout, path: Path, ranks: int | None) -> Checkpoint:
-    names, alone = set(files.names(path)), path / "rng_state.pth"
+    names = set(files.names(path))
     stem, number = re.split("[_-]", path.name)
     state = files.read_json(path / "trainer_state.json")
-    fault = None if layout.mark in names else f"it was not finished: {layout.unmarked}"
-    if fault is None and layout.mark == "trainer_state.json" and state.get("global_step") != int(number):
-        fault = f"trainer_state.json is not that of step {number}"
-    fault = fault or _state_fault(path, names, f"optimizer.{layout.suffix}", f"scheduler.{layout.suffix}")
-    if fault is None and (ranks or 1) == 1 and alone.name in names:
-        fault = archive_fault(alone)
-    elif fault is None:
-        fault = _ranks_fault(path, names, layout.states, ranks)
     epochs = state.get("epoch")
     return Checkpoint(
         path=path,
         kind="epoch" if stem == "epoch" else "step",
         number=int(number),
         marked=bool(state) or "COMPLETED" in names,
-        why_incomplete=fault,
+        why_incomplete=_fault(layout, path, names, state, ranks),
         epochs=float(epochs) if isinstance(epochs, int | float) else None,
-        ranks=1 if alone.name in names else sum(map(bool, map(layout.states.match, names))) or None,
+        ranks=_count_ranks(layout, names),
     )
+
+
+def _fault(layout: _Layout, path: Path, names: set[str], state: Mapping[str, object], ranks: int | None) -> str | None:
+    """Why a checkpoint is incomplete; None if it is whole."""
+    if layout.mark not in names:
+        return f"it was not finished: {layout.unmarked}"
+    if layout.mark == "trainer_state.json":
+        number = re.split("[_-]", path.name)[-1]
+        if state.get("global_step") != int(number):
+            return f"trainer_state.json is not that of step {number}"
+    fault = _state_fault(path, names, f"optimizer.{layout.suffix}", f"scheduler.{layout.suffix}")
+    if fault is not None:
+        return fault
+    if _ONE_RANK in names and (ranks or 1) == 1:
+        return archive_fault(path / _ONE_RANK)
+    return _ranks_fault(path, names, layout.states, ranks)
+
+
+def _count_ranks(layout: _Layout, names: set[str]) -> int | None:
+    if _ONE_RANK in names:
+        return 1
+    states = [name for name in names if layout.states.match(name)]
+    return len(states) or None
 
 
 class _Layout(NamedTuple):
@@ -187,8 +232,10 @@ _LAYOUTS = {
 
 def _layout(backend: str) -> _Layout:
     # a record may be of a backend that is no more, or say none
-    known = BACKENDS.get(backend)
-    return _LAYOUTS["accelerate" if known is None else known.CHECKPOINTS]
+    trainer = BACKENDS.get(backend)
+    if trainer is None:
+        return _LAYOUTS["accelerate"]
+    return _LAYOUTS[trainer.CHECKPOINTS]
 
 
 def _state_fault(path: Path, names: set[str], optimizer: str, scheduler: str) -> str | None:
@@ -213,11 +260,31 @@ def _state_fault(path: Path, names: set[str], optimizer: str, scheduler: str) ->
 
 
 def _ranks_fault(path: Path, names: set[str], pattern: re.Pattern[str], ranks: int | None) -> str | None:
-    found = {int(m[1]): name for name in names if (m := pattern.match(name)) is not None}
-    expected = range(ranks if ranks is not None else max(found, default=0) + 1)
-    if lacking := [str(rank) for rank in expected if rank not in found]:
-        return f"the random states of rank {', '.join(lacking[:8])} are missing"
-    return next(filter(None, (archive_fault(path / name) for name in found.values())), None)
+    states: dict[int, str] = {}
+    for name in names:
+        match = pattern.match(name)
+        if match is not None:
+            states[int(match[1])] = name
+    if ranks is None:
+        ranks = max(states, default=0) + 1
+    missing = _missing_ranks(states, ranks)
+    if missing:
+        return f"the random states of rank {missing} are missing"
+    return _first_archive_fault(path, states.values())
+
+
+def _missing_ranks(present: Container[int], count: int) -> str:
+    """The first ranks that are not present, of so many, separated by commas."""
+    missing = [str(rank) for rank in range(count) if rank not in present]
+    return ", ".join(missing[:_RANKS_NAMED])
+
+
+def _first_archive_fault(folder: Path, names: Iterable[str]) -> str | None:
+    for name in names:
+        fault = archive_fault(folder / name)
+        if fault is not None:
+            return fault
+    return None
 
 
 def _engine_folder(path: Path, names: set[str]) -> Path | None:
@@ -225,34 +292,49 @@ def _engine_folder(path: Path, names: set[str]) -> Path | None:
     if "latest" in names:
         with contextlib.suppress(OSError, ValueError):
             return path / files.read_bytes(path / "latest", 4096).decode().strip()
-    inside = [n for n in sorted(names) if n == "pytorch_model" or n.startswith("global_step")]
-    return next((path / name for name in reversed(inside) if is_dir(path / name)), None)
+    for name in sorted(names, reverse=True):
+        is_engine = name == "pytorch_model" or name.startswith("global_step")
+        if is_engine and is_dir(path / name):
+            return path / name
+    return None
 
 
 def _engine_fault(folder: Path) -> str | None:
     """Every rank's optimizer and at least one model state (deepspeed/runtime/engine.py)."""
     names = files.names(folder)
-    models, optimizers = ([n for n in names if n.endswith(f"{kind}_states.pt")] for kind in ("model", "optim"))
+    models = [name for name in names if name.endswith("model_states.pt")]
+    optimizers = [name for name in names if name.endswith("optim_states.pt")]
     if not models:
         return f"{folder.name} holds no model states"
-    ranks = {int(m[1]) for n in optimizers if (m := re.search(r"zero_pp_rank_(\d+)_", n))}
-    if lacking := [str(rank) for rank in range(max(ranks, default=-1) + 1) if rank not in ranks]:
-        return f"{folder.name} lacks the optimizer of rank {', '.join(lacking[:8])}"
-    return next(filter(None, (archive_fault(folder / name) for name in (*models, *optimizers))), None)
+    ranks = set()
+    for name in optimizers:
+        match = re.search(r"zero_pp_rank_(\d+)_", name)
+        if match is not None:
+            ranks.add(int(match[1]))
+    missing = _missing_ranks(ranks, max(ranks, default=-1) + 1)
+    if missing:
+        return f"{folder.name} lacks the optimizer of rank {missing}"
+    return _first_archive_fault(folder, models + optimizers)
 
 
 def _fsdp_fault(path: Path, names: Iterable[str]) -> str | None:
     """Single files, or folders of torch's distributed checkpoints, which write `.metadata` last."""
     for name in names:
-        if is_dir(path / name):
-            inside = set(files.names(path / name))
-            if ".metadata" not in inside:
-                return f"{name} was not finished: no .metadata"
-            statuses = ((n, _status(path / name / n)) for n in sorted(inside))
-            if empty := [n for n, status in statuses if status is None or not status.st_size]:
-                return f"{name}/{empty[0]} is empty"
-        elif (fault := archive_fault(path / name)) is not None:
+        check = _distributed_fault if is_dir(path / name) else archive_fault
+        fault = check(path / name)
+        if fault is not None:
             return fault
+    return None
+
+
+def _distributed_fault(folder: Path) -> str | None:
+    names = files.names(folder)
+    if ".metadata" not in names:
+        return f"{folder.name} was not finished: no .metadata"
+    for name in sorted(names):
+        status = _status(folder / name)
+        if status is None or not status.st_size:
+            return f"{folder.name}/{name} is empty"
     return None
 
 

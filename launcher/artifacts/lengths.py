@@ -57,7 +57,8 @@ class Lengths:
             return self
         counts: dict[int, float] = {}
         for length, count in self.counts:
-            counts[min(length, limit)] = counts.get(min(length, limit), 0) + count
+            length = min(length, limit)
+            counts[length] = counts.get(length, 0) + count
         cut = _counted(counts, f"{self.source}, cut at {limit}", self.rows)
         mean = self.mean * cut.mean / _counted(dict(self.counts), "", None).mean
         return replace(cut, mean=min(max(1.0, mean), float(limit)), longest=limit)
@@ -69,7 +70,8 @@ class Lengths:
 
     def sum_of(self, rows: int, batches: int = 1) -> float:
         """The median largest sum over batches of so many rows, by a gamma curve of the same moments."""
-        mean, deviation = rows * self.mean, math.sqrt(rows) * self.deviation
+        mean = rows * self.mean
+        deviation = math.sqrt(rows) * self.deviation
         if not deviation:
             return mean
         z = _NORMAL.inv_cdf(0.5 ** (1 / max(1, batches)))
@@ -106,11 +108,13 @@ def log_normal(mean: float, longest: int, source: str) -> Lengths:
     if not spread:
         return uniform(longest, source)
     curve = NormalDist(math.log(mean) - spread * spread / 2, spread)
-    step, below = max(1, longest // _STEPS), 0.0
     counts: dict[int, float] = {}
+    step = max(1, longest // _STEPS)
+    below = 0.0
     for length in range(step, longest, step):
         share = curve.cdf(math.log(length))
-        counts[length], below = share - below, share
+        counts[length] = share - below
+        below = share
     counts[longest] = 1 - below
     deviation = min(mean * math.sqrt(math.expm1(spread * spread)), longest / 2)
     return Lengths(mean=mean, deviation=deviation, longest=longest, source=source, counts=tuple(counts.items()))
@@ -176,27 +180,41 @@ def pack(rows: Lengths, *, pairs: int, limit: int) -> Packed:
     model computes it all the same. The same pairs are drawn each time, so that plans of different batches compare.
     """
     chance = random.Random(20260101)
-    drawn = iter(rows.quantiles(chance.random() for _ in range(2 * _PAIRS)))
-    full, current, chosen, rejected, tokens = 0, 0, 0, 0, 0
-    for one, other in ((min(limit, one), min(limit, next(drawn))) for one in drawn):
-        if current and (current >= pairs or chosen + one > limit or rejected + other > limit):
-            full, tokens = full + 1, tokens + chosen + rejected
-            current = chosen = rejected = 0
-        current, chosen, rejected = current + 1, chosen + one, rejected + other
-    if not full:
+    drawn = rows.quantiles(chance.random() for _ in range(2 * _PAIRS))
+    full_rows = 0
+    full_tokens = 0
+    # the row that is being filled: its pairs, and the tokens of its two branches
+    current = 0
+    chosen = 0
+    rejected = 0
+    for place in range(0, len(drawn), 2):
+        chosen_length = min(limit, drawn[place])
+        rejected_length = min(limit, drawn[place + 1])
+        is_longer = chosen + chosen_length > limit or rejected + rejected_length > limit
+        if current and (current >= pairs or is_longer):
+            full_rows += 1
+            full_tokens += chosen + rejected
+            current = 0
+            chosen = 0
+            rejected = 0
+        current += 1
+        chosen += chosen_length
+        rejected += rejected_length
+    if not full_rows:
         return Packed(pairs=current, real=chosen + rejected, positions=2 * limit)
     # the last row may not be full
-    return Packed(pairs=(_PAIRS - current) / full, real=tokens / full, positions=2 * limit)
+    return Packed(pairs=(_PAIRS - current) / full_rows, real=full_tokens / full_rows, positions=2 * limit)
 
 
 def fuller(rows: Lengths, *, pairs: int, limit: int) -> tuple[int, Packed]:
     """The least doubling of a batch whose rows are filled to 80 %, or that fills them no further."""
     row = pack(rows, pairs=pairs, limit=limit)
     while row.filled < 0.8 and pairs < 4096:
-        more = pack(rows, pairs=2 * pairs, limit=limit)
-        if more.filled < 1.02 * row.filled:
+        doubled = pack(rows, pairs=2 * pairs, limit=limit)
+        if doubled.filled < 1.02 * row.filled:
             break
-        pairs, row = 2 * pairs, more
+        pairs *= 2
+        row = doubled
     return pairs, row
 
 

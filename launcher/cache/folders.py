@@ -24,6 +24,7 @@ from typing import Annotated, Any
 from launcher import files, redaction
 from launcher.artifacts.fingerprint import cache_home
 from launcher.cache.keys import KINDS, Cache
+from launcher.config.durations import format_age
 from launcher.errors import not_ready, usage
 from launcher.machine import codec, locks, process, sizes
 from launcher.machine.codec import Between, Misfit, Positive
@@ -118,18 +119,11 @@ def shown(row: Mapping[str, Any]) -> dict[str, str]:
     return {
         **{name: str(value) for name, value in row.items()},
         "size": sized(row["size"]),
-        "age": aged(row["age"]),
-        "last used": aged(row["last used"]),
+        "age": format_age(row["age"]),
+        "last used": format_age(row["last used"]),
         "of": ", ".join(row["of"]) or "-",
         "runs": f"{runs[-1]}{more}" if runs else "-",
     }
-
-
-def aged(seconds: float) -> str:
-    for unit in ("d", "h", "m"):
-        if seconds >= _SECONDS[unit]:
-            return f"{int(seconds / _SECONDS[unit])}{unit}"
-    return f"{int(seconds)}s"
 
 
 @contextlib.contextmanager

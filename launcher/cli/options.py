@@ -176,13 +176,16 @@ class Shared:
 
             interpreter = python.find_interpreter(self.python, os.environ)
         return locate.Locator(
-            checkout=self.open_instruct, allow_unpinned=self.allow_unpinned, interpreter=interpreter, say=console.aside
+            checkout=self.open_instruct,
+            allow_unpinned=self.allow_unpinned,
+            interpreter=interpreter,
+            say=console.say_aside,
         )
 
     @property
     def show_progress(self) -> Callable[[str], None]:
         """What tells on stderr how far it is; nothing does for machines."""
-        return console.aside if self.format == "text" else lambda _: None
+        return console.say_aside if self.format == "text" else lambda _: None
 
     def rehearse_first(self, stages: Mapping[str, Facts], *, by_itself: bool = True) -> None:
         """Rehearse stages that are about to start, and show what is worth a warning.
@@ -192,7 +195,7 @@ class Shared:
         from launcher.workflows.rehearse import rehearsal
 
         findings = rehearsal.require(stages, self.show_progress, by_itself=by_itself)
-        console.findings(findings if self.format == "text" else ())
+        console.print_findings(findings if self.format == "text" else ())
 
     def at_end(self) -> dict[str, Any]:
         """What is to happen once a run has ended, as those that start it take it. Raises UsageError."""
@@ -287,7 +290,7 @@ def found_run(name: str, kind: str = "run") -> RunFolder:
     if folder is None:
         raise usage("no-such-run", f"there is no {kind} `{name}`", "launch runs")
     if name == "last" and not rundir.was_started_here(folder):
-        console.aside(f"no run was begun in this folder; the last of all is {folder.path.name}")
+        console.say_aside(f"no run was begun in this folder; the last of all is {folder.path.name}")
     return folder
 
 
@@ -301,7 +304,7 @@ def confirmed(lines: Sequence[str], given: bool, flag: str, kept: Sequence[str] 
     if not sys.stdin.isatty():
         message = f"this would delete {', '.join(lines)}"
         raise usage("not-confirmed", "; ".join([message, *kept]), f"add {flag}")
-    console.aside("\n".join([*(f"delete {line}" for line in lines), *kept]))
+    console.say_aside("\n".join([*(f"delete {line}" for line in lines), *kept]))
     return typer.confirm("Delete?", err=True)
 
 
@@ -339,11 +342,11 @@ def answer(
     """
     findings = (*findings, *_silent_tools([*before, *findings]))
     if format == "json":
-        console.envelope(command, code is Exit.OK, [*before, *findings], data, redactor)
+        console.print_envelope(command, code is Exit.OK, [*before, *findings], data, redactor)
     elif format == "github":
         console.annotate([*before, *findings], redactor)
     else:
-        console.findings(findings, redactor)
+        console.print_findings(findings, redactor)
         if callable(show):
             show()
         elif lines := list(show):

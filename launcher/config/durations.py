@@ -17,3 +17,17 @@ def seconds(text: str) -> float:
     if not 0 < total <= _LONGEST_S:
         raise usage("bad-time", f"`{brief(text)}` is not a duration", "such as 90s, 10m or 1h30m")
     return total
+
+
+def format_age(seconds: float) -> str:
+    """How long ago something was, in its largest unit: `40s`, `12m`, `5h` or `3d`.
+
+    A clock that was set back makes nothing younger than now.
+    """
+    if seconds >= 86_400:
+        return f"{int(seconds / 86_400)}d"
+    if seconds >= 3_600:
+        return f"{int(seconds / 3_600)}h"
+    if seconds >= 60:
+        return f"{int(seconds / 60)}m"
+    return f"{max(0, int(seconds))}s"

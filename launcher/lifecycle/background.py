@@ -65,10 +65,7 @@ def foreground_argv(argv: Sequence[str]) -> list[str]:
             is_format = False
         elif word == "--format":
             is_format = True
-        elif word not in (
-            "--detach",
-            "--slurm",
-        ) and not word.startswith("--format="):
+        elif word not in ("--detach", "--slurm") and not word.startswith("--format="):
             words.append(word)
     return words
 
@@ -77,10 +74,7 @@ def detach(kind: str, name: str, argv: Sequence[str]) -> Started:
     """Start a command line in a session of its own. Raises NotReady if it gets no folder."""
     folder = _make_folder(kind, name)
     log_file = folder / LOG
-    with (
-        rundir.writing(folder),
-        runner.open_private_log(log_file) as log,
-    ):
+    with rundir.writing(folder), runner.open_private_log(log_file) as log:
         child = subprocess.Popen(
             [*start.launch_argv(), *foreground_argv(argv)],
             stdin=subprocess.DEVNULL,
@@ -89,30 +83,13 @@ def detach(kind: str, name: str, argv: Sequence[str]) -> Started:
             start_new_session=True,
             env={**os.environ, FOLDER: str(folder)},
         )
-    tail = [
-        "tail",
-        f"--pid={child.pid}",
-        "-n",
-        "+1",
-        "-F",
-        str(log_file),
-    ]
+    tail = ["tail", f"--pid={child.pid}", "-n", "+1", "-F", str(log_file)]
     session = _open_session(folder.name, tail)
-    return Started(
-        folder=str(folder),
-        log=str(log_file),
-        pid=child.pid,
-        session=session,
-    )
+    return Started(folder=str(folder), log=str(log_file), pid=child.pid, session=session)
 
 
 def queue(
-    kind: str,
-    name: str,
-    argv: Sequence[str],
-    *,
-    gpus: int,
-    options: slurm.Options,
+    kind: str, name: str, argv: Sequence[str], *, gpus: int, options: slurm.Options
 ) -> Started:
     """Queue a command line as a job on one machine. Raises NotReady with sbatch's complaint."""
     folder = RunFolder(_make_folder(kind, name))
@@ -127,17 +104,9 @@ def queue(
         title=f"{kind} {name}",
     )
     attempt.write(folder)
-    command = [
-        *start.launch_argv("launcher.lifecycle.background"),
-        str(folder.path),
-    ]
+    command = [*start.launch_argv("launcher.lifecycle.background"), str(folder.path)]
     script = slurm.batch_script(
-        folder.path,
-        command,
-        nodes=1,
-        gpus=gpus,
-        options=options,
-        prepare=False,
+        folder.path, command, nodes=1, gpus=gpus, options=options, prepare=False
     )
     try:
         job = slurm.submit(folder, script, os.environ)
@@ -154,11 +123,7 @@ def _make_folder(kind: str, name: str) -> Path:
 
 
 def finish(
-    words: Sequence[str],
-    limit_s: float,
-    command: str,
-    code: int,
-    status: str,
+    words: Sequence[str], limit_s: float, command: str, code: int, status: str
 ) -> int | None:
     """Run the `--on-finish` command of a command that has ended with `code`."""
     state = "failed"
@@ -194,17 +159,7 @@ def _open_session(name: str, command: Sequence[str]) -> str | None:
     argv = ["/bin/sh", "-c", _STAY_OPEN, "sh", program, *command[1:]]
     # in the session of an earlier attempt if there is one: ending the last would end the server
     respawn = ["respawn-pane", "-k", "-t", f"={name}:", *argv]
-    new = [
-        "new-session",
-        "-d",
-        "-s",
-        name,
-        "-x",
-        "200",
-        "-y",
-        "50",
-        *argv,
-    ]
+    new = ["new-session", "-d", "-s", name, "-x", "200", "-y", "50", *argv]
     for words in (respawn, new):
         with contextlib.suppress(OSError, ValueError):
             if tools.run_tool(["tmux", *words]).returncode == 0:

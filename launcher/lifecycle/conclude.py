@@ -61,11 +61,7 @@ def conclude(
         # the command may start the next run on the same cards
         _release(locks)
         on_finish.call(
-            folder,
-            attempt,
-            code,
-            own=own,
-            began=lambda: rundir.mark_notified(folder, number),
+            folder, attempt, code, own=own, began=lambda: rundir.mark_notified(folder, number)
         )
     return code
 
@@ -75,11 +71,7 @@ def _release(locks: Sequence[int]) -> None:
         os.close(lock)
 
 
-def _conclude_worker(
-    folder: RunFolder,
-    attempt: Attempt,
-    ended: runner.ProcessExit | None,
-) -> int:
+def _conclude_worker(folder: RunFolder, attempt: Attempt, ended: runner.ProcessExit | None) -> int:
     """The first machine judges and notifies; one that failed gives it time for that."""
     if ended is not None and not ended.returncode:
         return Exit.OK
@@ -114,8 +106,7 @@ def record_input_changes(folder: RunFolder, attempt: Attempt) -> None:
     with contextlib.suppress(OSError):
         changed = inputs.changed(rundir.read_manifest(folder).contents, Path(attempt.cwd))
         files.write_json(
-            folder.inputs(attempt.number),
-            {"changed": attempt.redactor.redact(changed)},
+            folder.inputs(attempt.number), {"changed": attempt.redactor.redact(changed)}
         )
     for cache in attempt.caches:
         with contextlib.suppress(Misfit):
@@ -123,14 +114,12 @@ def record_input_changes(folder: RunFolder, attempt: Attempt) -> None:
 
 
 def verdict_and_exit_code(
-    folder: RunFolder,
-    attempt: Attempt,
-    ended: runner.ProcessExit | None = None,
+    folder: RunFolder, attempt: Attempt, ended: runner.ProcessExit | None = None
 ) -> tuple[check.Verdict, Exit]:
     """The verdict and the exit code of an attempt that is over; judged now if nobody has yet."""
     verdict = None
     if rundir.is_judged(folder, attempt.number):
-        verdict = check.from_json(rundir.read_json(folder.verdict))
+        verdict = check.read_verdict(rundir.read_json(folder.verdict))
     if verdict is None:
         verdict = finish(folder)
     ended = ended or runner.read_exit(folder, attempt.number)
@@ -143,15 +132,14 @@ def finish(folder: RunFolder) -> check.Verdict:
 
 def judge_and_write(folder: RunFolder) -> judge.RunJudgement:
     """Judge a run folder; write verdict.json, metrics.jsonl and report.html if possible."""
-    judgement = judge.judge(folder)
+    judgement = judge.judge_run(folder)
     # a read-only or full disk costs these files, not the verdict
     with contextlib.suppress(OSError):
         files.write_json(folder.verdict, judgement.verdict.as_json())
-        rows = judge.rows_of(judgement.attempts)
+        rows = judge.merge_rows(judgement.attempts)
         files.write_text(folder.metrics, "".join(map(rundir.json_line, rows)))
         files.write_text(
-            folder.report,
-            page.overlay([series.of_judged(folder.path, judgement)]),
+            folder.report, page.render([series.run_from_judgement(folder.path, judgement)])
         )
     return judgement
 
@@ -161,14 +149,11 @@ def judge_by_plan(folder: RunFolder, planned: Plan, verdict: check.Verdict) -> c
     expected = command.expectations(planned)
     if rundir.read_manifest(folder).expected == expected:
         return verdict
-    return judge.judge(folder, expected).verdict
+    return judge.judge_run(folder, expected).verdict
 
 
 def exit_code(
-    ended: runner.ProcessExit | None,
-    verdict: check.Verdict,
-    *,
-    allow_unproven: bool,
+    ended: runner.ProcessExit | None, verdict: check.Verdict, *, allow_unproven: bool
 ) -> Exit:
     if ended is not None and _was_stopped(ended):
         return Exit.INTERRUPTED
@@ -199,14 +184,7 @@ def _left_out_note(file: str, faults: Sequence[tuple[int | None, Omission]]) -> 
     if len(faults) > 1:
         message += f", and {len(faults) - 1} more like it"
     help = "was it edited, or written by another version? what it says is left out"
-    return launch_finding(
-        "warning",
-        "damaged-record",
-        message,
-        help,
-        file=file,
-        line=line,
-    )
+    return launch_finding("warning", "damaged-record", message, help, file=file, line=line)
 
 
 def unpinned_note(folder: RunFolder) -> tuple[Finding, ...]:

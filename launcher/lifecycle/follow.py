@@ -58,11 +58,7 @@ def until_over(folder: RunFolder, attempt: Attempt, *, forward: bool) -> bool:
 
 
 def _view_of(folder: RunFolder, attempt: Attempt) -> View:
-    progress = Progress(
-        total=attempt.total,
-        attempt=attempt.number,
-        world=attempt.world,
-    )
+    progress = Progress(total=attempt.total, attempt=attempt.number, world=attempt.world)
     manifest = rundir.read_manifest(folder)
     # without planned steps, packing makes other rows than those of the data
     if manifest.steps is not None:
@@ -167,13 +163,7 @@ def _print_last_lines(log: BinaryIO, printer: LogLines, count: int) -> None:
         log.seek(gap.stop)
 
 
-def _print_rest(
-    log: BinaryIO,
-    printer: LogLines,
-    folder: RunFolder,
-    *,
-    follow: bool,
-) -> None:
+def _print_rest(log: BinaryIO, printer: LogLines, folder: RunFolder, *, follow: bool) -> None:
     """Print a log from its position to its end, or with `follow` to the end of the run."""
     out = sys.stdout.buffer
     while True:

@@ -94,11 +94,7 @@ class LogLines:
     def leave_out(self, count: int, *, at_least: bool = False) -> None:
         """Skip `count` bytes of the last line."""
         if self.cut is None:
-            self.cut = CutLine(
-                head=self.line[:_SHOWN_BYTES],
-                tail=b"",
-                length=len(self.line),
-            )
+            self.cut = CutLine(head=self.line[:_SHOWN_BYTES], tail=b"", length=len(self.line))
             self.line = b""
         self.cut.length += count
         self.cut.tail = b""
@@ -188,11 +184,7 @@ class LogLines:
 
 
 def _cut_line(line: bytes) -> CutLine:
-    return CutLine(
-        head=line[:_SHOWN_BYTES],
-        tail=line[-_SHOWN_BYTES:],
-        length=len(line),
-    )
+    return CutLine(head=line[:_SHOWN_BYTES], tail=line[-_SHOWN_BYTES:], length=len(line))
 
 
 def _last_frame(line: bytes) -> int:

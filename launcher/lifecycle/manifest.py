@@ -87,10 +87,7 @@ def _deepspeed(plan: Plan, trainer: Trainer) -> dict[str, Any] | None:
     for name in ("zero_optimization", "communication_data_type"):
         if name in config:
             deciding[name] = config[name]
-    return {
-        "version": trainer.packages.get("deepspeed"),
-        "config": deciding,
-    }
+    return {"version": trainer.packages.get("deepspeed"), "config": deciding}
 
 
 def _resolve_arguments(plan: Plan) -> dict[str, dict[str, Any]]:
@@ -112,9 +109,7 @@ def _resolve_arguments(plan: Plan) -> dict[str, dict[str, Any]]:
 
 
 def write_stage_file(
-    plan: Plan,
-    folder: RunFolder,
-    restored: Mapping[str, Any] | None = None,
+    plan: Plan, folder: RunFolder, restored: Mapping[str, Any] | None = None
 ) -> None:
     """Write the resolved stage file without secrets, so that it can be started again.
 
@@ -168,10 +163,7 @@ def _options_of(plan: Plan) -> dict[str, Any]:
         "probe": probe,
     }
     if options.batch is not None:
-        batch = {
-            "global": options.batch.total,
-            "per_device": options.batch.per_device,
-        }
+        batch = {"global": options.batch.total, "per_device": options.batch.per_device}
         keys["batch"] = _without_none(batch)
     return _without_none(keys)
 

@@ -42,11 +42,7 @@ def parse_command(command: str | None) -> tuple[str, ...]:
     if not words:
         help = "a program and its arguments in one word: --on-finish 'notify-send done'"
         help += "; for pipes and the like name a script"
-        raise usage(
-            "bad-on-finish",
-            f"--on-finish has no command: {fault}",
-            help,
-        )
+        raise usage("bad-on-finish", f"--on-finish has no command: {fault}", help)
     return tuple(words)
 
 
@@ -91,18 +87,15 @@ def call(
         reason = writable_by_others(folder)
         if reason is not None:
             command = shlex.join(map(str, attempt.on_finish))
-            _say(
-                attempt.environ,
-                f"`{brief(_escape(command))}` was not run: {reason}",
-            )
+            _say(attempt.environ, f"`{brief(_escape(command))}` was not run: {reason}")
             return None
     progress = Progress(total=None)
-    overview.last_steps(folder, progress)
+    overview.read_last_steps(folder, progress)
     environ = {
         **attempt.environ,
         "LAUNCH_FINISHED": folder.path.name,
         "LAUNCH_FINISHED_FOLDER": str(folder.path),
-        "LAUNCH_FINISHED_STATE": overview.ended_state(folder, progress),
+        "LAUNCH_FINISHED_STATE": overview.read_end_state(folder, progress),
         "LAUNCH_FINISHED_VERDICT": str(folder.verdict),
         "LAUNCH_FINISHED_STATUS": str(rundir.read_json(folder.verdict).get("status", "")),
         "LAUNCH_FINISHED_CODE": str(code),
@@ -162,10 +155,7 @@ def run(
         try:
             returncode = child.wait(limit_s)
         except subprocess.TimeoutExpired:
-            _say(
-                environ,
-                f"{name} is ended: it took longer than {limit_s:g} s",
-            )
+            _say(environ, f"{name} is ended: it took longer than {limit_s:g} s")
             _end(child.pid, earlier)
             returncode = child.wait()
     if returncode:
@@ -182,11 +172,7 @@ def _start(words: Sequence[str], env: Mapping[str, str], cwd: Path) -> subproces
         raise FileNotFoundError("there is no such program in PATH")
     argv = [program, *words[1:]]
     return subprocess.Popen(
-        argv,
-        env=env,
-        cwd=cwd,
-        stdin=subprocess.DEVNULL,
-        start_new_session=True,
+        argv, env=env, cwd=cwd, stdin=subprocess.DEVNULL, start_new_session=True
     )
 
 
@@ -228,7 +214,4 @@ def _started_since(earlier: frozenset[int]) -> frozenset[int]:
 
 
 def _say(environ: Mapping[str, str], text: str) -> None:
-    print(
-        redact(printable(f"--on-finish {text}"), environ),
-        file=sys.stderr,
-    )
+    print(redact(printable(f"--on-finish {text}"), environ), file=sys.stderr)

@@ -142,18 +142,14 @@ def require_over(folder: RunFolder) -> None:
         activity = _activity_of(run)
         if activity is not None:
             name = run.path.name
-            raise not_ready(
-                "run-is-live",
-                f"{name} is {activity}",
-                f"launch stop {name}",
-            )
+            raise not_ready("run-is-live", f"{name} is {activity}", f"launch stop {name}")
 
 
 def _activity_of(run: RunFolder) -> str | None:
     """What a run does now; None if it is over."""
     if lease.is_locked(evaluation.evaluation_folder(run).path / ".lock"):
         return "being evaluated"
-    state = overview.state(run)
+    state = overview.read_state(run)
     if state in _LIVE:
         return state
     if lease.is_locked(run.lock) or lease.is_locked(run.path / ".lock"):
@@ -194,9 +190,7 @@ def _require_own_folder(path: Path) -> None:
     """Raise UsageError if a folder is a link, or another user's."""
     if os.path.islink(path):
         raise usage(
-            "output-kept",
-            f"{path} is a link to {os.readlink(path)}",
-            "delete the link by hand",
+            "output-kept", f"{path} is a link to {os.readlink(path)}", "delete the link by hand"
         )
     status = os.lstat(path)
     if status.st_uid != os.geteuid():
@@ -207,26 +201,15 @@ def _require_own_folder(path: Path) -> None:
 def _require_no_model_inside(folder: RunFolder) -> None:
     output = rundir.read_manifest(folder).output
     if exists(folder.path / _MODELS):
-        raise usage(
-            "output-kept",
-            f"models are in the folder: {folder.path}/{_MODELS}",
-            "--model",
-        )
+        raise usage("output-kept", f"models are in the folder: {folder.path}/{_MODELS}", "--model")
     if output is None or not exists(output):
         return
     if canonical(output).is_relative_to(canonical(folder.path)):
-        raise usage(
-            "output-kept",
-            f"the model is in the run folder: {output}",
-            "--model",
-        )
+        raise usage("output-kept", f"the model is in the run folder: {output}", "--model")
 
 
 def _require_no_others(
-    place: Path,
-    runs: Iterable[RunFolder],
-    *,
-    inside_only: bool = False,
+    place: Path, runs: Iterable[RunFolder], *, inside_only: bool = False
 ) -> None:
     """Raise if the output of a run that is none of `runs` lies in a folder, or above it."""
     own = [run.path.name for run in runs]
@@ -238,12 +221,7 @@ def _require_no_others(
             message = f"the run {other.name} trains into {other.output}"
             if other.where != "here":
                 message += f", which lies {other.where} {place}"
-            raise not_ready(
-                "run-is-live",
-                message,
-                f"launch stop {other.name}",
-                file=other.run,
-            )
+            raise not_ready("run-is-live", message, f"launch stop {other.name}", file=other.run)
         if other.where != "inside" and other.gone:
             # that run was removed, and its output left as it is
             continue
@@ -253,11 +231,7 @@ def _require_no_others(
 def _shared_output(place: Path, other: outputs.Neighbour) -> UsageError:
     if other.where == "here":
         help = f"launch rm {other.name} removes that run, and keeps the output"
-        return usage(
-            "output-kept",
-            f"{place} is the output of {other.name} too",
-            help,
-        )
+        return usage("output-kept", f"{place} is the output of {other.name} too", help)
     message = f"{other.output}, the output of {other.name}, lies {other.where} {place}"
     help = f"move {other.output} elsewhere, or delete it by hand"
     if other.where == "above":
@@ -343,13 +317,7 @@ def _sort_files(run: RunFolder, place: Path, written: _Written) -> Deletion:
             else:
                 kept[entry.path] = _CHANGED
     doomed += own_leases
-    return Deletion(
-        root=place,
-        inode=inode,
-        doomed=tuple(doomed),
-        kept=kept,
-        unsure=budget.spent,
-    )
+    return Deletion(root=place, inode=inode, doomed=tuple(doomed), kept=kept, unsure=budget.spent)
 
 
 def _is_own(entry: TreeEntry) -> bool:
@@ -366,25 +334,19 @@ def _opening(place: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise not_ready(
-            "not-removed",
-            f"it cannot be read: {error.strerror}",
-            file=str(place),
+            "not-removed", f"it cannot be read: {error.strerror}", file=str(place)
         ) from None
 
 
 def _is_unchanged(
-    entry: TreeEntry,
-    states: Iterable[FileState],
-    sums: Mapping[str, Mapping[str, object]],
+    entry: TreeEntry, states: Iterable[FileState], sums: Mapping[str, Mapping[str, object]]
 ) -> bool:
     """Whether a file has one of the states that the run left it in."""
     return any(_has_state(entry, state, sums) for state in states)
 
 
 def _has_state(
-    entry: TreeEntry,
-    recorded: FileState,
-    sums: Mapping[str, Mapping[str, object]],
+    entry: TreeEntry, recorded: FileState, sums: Mapping[str, Mapping[str, object]]
 ) -> bool:
     """Whether nobody wrote into a file since; if its ctime changed, the digest decides."""
     current = inventory.file_state(entry.status)
@@ -456,13 +418,7 @@ def _plan_records(folder: RunFolder, elsewhere: set[str]) -> Deletion:
                 kept[entry.path] = _NOT_WRITTEN
     # the manifest last: with it, a removal that is cut short can be repeated
     doomed.sort(key=_is_manifest)
-    return Deletion(
-        root=place,
-        inode=inode,
-        doomed=tuple(doomed),
-        kept=kept,
-        unsure=budget.spent,
-    )
+    return Deletion(root=place, inode=inode, doomed=tuple(doomed), kept=kept, unsure=budget.spent)
 
 
 def _is_manifest(file: Doomed) -> bool:
@@ -506,9 +462,7 @@ def _held(removal: Removal) -> Iterator[None]:
                 if locks.try_lock(descriptor, seconds=locks.GLANCE_S) is False:
                     name = removal.folder.path.name
                     raise not_ready(
-                        "run-is-live",
-                        f"{name} is being started",
-                        f"launch stop {name}",
+                        "run-is-live", f"{name} is being started", f"launch stop {name}"
                     )
         yield
 

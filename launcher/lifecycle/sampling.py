@@ -28,7 +28,7 @@ def take_samples(folder: RunFolder, attempt: Attempt) -> None:
             return
         with _interruptible(), contextlib.chdir(attempt.cwd):
             samples.take(folder, attempt.command(os.environ).env, say)
-        files.write_text(folder.report, page.overlay([series.read(folder.path)]))
+        files.write_text(folder.report, page.render([series.load_run(folder.path)]))
     except Exception:
         # the verdict stands without its illustration; this goes to the supervisor's log
         traceback.print_exc()
@@ -37,10 +37,7 @@ def take_samples(folder: RunFolder, attempt: Attempt) -> None:
 def _say(folder: RunFolder, number: int, text: str) -> None:
     """Tell whoever follows the run why it goes on."""
     print(f"launch: {text}", file=sys.stderr)
-    with (
-        contextlib.suppress(OSError),
-        folder.console(number).open("a") as log,
-    ):
+    with contextlib.suppress(OSError), folder.console(number).open("a") as log:
         log.write(f"\nlaunch: {text}\n")
 
 
@@ -48,8 +45,5 @@ def _say(folder: RunFolder, number: int, text: str) -> None:
 def _interruptible() -> Iterator[None]:
     interrupt = signal.default_int_handler
     handlers = {signal.SIGINT: interrupt, signal.SIGTERM: interrupt}
-    with (
-        process.signal_handlers(handlers),
-        contextlib.suppress(KeyboardInterrupt),
-    ):
+    with process.signal_handlers(handlers), contextlib.suppress(KeyboardInterrupt):
         yield

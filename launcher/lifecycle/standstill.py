@@ -22,12 +22,7 @@ from launcher.runs.runner import Living
 EVERY_S = 5.0
 SHORTEST_S = 15.0  # without a sign of life: the watchdog gives one every 5 s
 _DEFAULT_LIMIT_S = 300.0
-_STATES = {
-    "T": "stopped",
-    "t": "traced",
-    "D": "waiting for a disk or a network",
-    "Z": "ended",
-}
+_STATES = {"T": "stopped", "t": "traced", "D": "waiting for a disk or a network", "Z": "ended"}
 
 
 @dataclass(slots=True)

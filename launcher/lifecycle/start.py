@@ -69,10 +69,7 @@ def _begin(
             output = prepared.output
         with (
             _removed_if_empty(folder),
-            runner.lock_run(folder, attempt.number, output) as (
-                acquired,
-                locks,
-            ),
+            runner.lock_run(folder, attempt.number, output) as (acquired, locks),
             _rollback_on_error(folder),
         ):
             if is_first or not prepared.folder.manifest.exists():
@@ -234,12 +231,7 @@ def _write_records(prepared: Prepared, attempt: Attempt) -> None:
         with rundir.writing(folder.path):
             files.write_text(Path(path), text)
     continued: list[Json] = [run.as_json() for run in _continued_trackers(prepared)]
-    record = replace(
-        record,
-        **prepared.for_record(),
-        launch_argv=_typed_argv(),
-        trackers=continued,
-    )
+    record = replace(record, **prepared.for_record(), launch_argv=_typed_argv(), trackers=continued)
     manifest.create(folder, record, prepared.redactor)
     restored = {}
     for change in prepared.decision.changes:
@@ -265,22 +257,14 @@ def _rollback_on_error(folder: RunFolder) -> Iterator[None]:
     if names == {folder.lock.name}:
         # the lock of this start, in the folder of a new run
         names = set()
-    replaced = [
-        folder.manifest,
-        folder.start,
-        folder.stage_file,
-        folder.deepspeed,
-    ]
+    replaced = [folder.manifest, folder.start, folder.stage_file, folder.deepspeed]
     replaced += [path for path in folder.path.iterdir() if path.suffix == ".yaml"]
     contents = {path: path.read_bytes() for path in replaced if path.name in names}
     try:
         yield
     except BaseException:
         ignored = dict.fromkeys((signal.SIGINT, signal.SIGTERM), process.ignore_signal)
-        with (
-            process.signal_handlers(ignored),
-            contextlib.suppress(OSError),
-        ):
+        with process.signal_handlers(ignored), contextlib.suppress(OSError):
             if folder.attempts() == attempts_before:
                 _restore(folder, names, contents)
         raise
@@ -322,10 +306,7 @@ def _attempt_of(prepared: Prepared, **at_end: Any) -> Attempt:
         devices=gpu_ids,
         config=str(plan.stage.config.path),
         borrowed=prepared.redactor.secrets,
-        request={
-            **prepared.facts.request.as_json(),
-            "gpus": plan.gpus,
-        },
+        request={**prepared.facts.request.as_json(), "gpus": plan.gpus},
         **at_end,
     )
 
@@ -375,9 +356,7 @@ def prepare_again(folder: RunFolder) -> Attempt:
 
 
 def execute(
-    folder: RunFolder,
-    rank: int | None = None,
-    address: str | None = None,
+    folder: RunFolder, rank: int | None = None, address: str | None = None
 ) -> tuple[RunFolder, Attempt]:
     """What `launch exec` does: start the attempt that waits, unless it has begun.
 
@@ -399,10 +378,7 @@ def execute(
         # the output folder is the same for all machines: the first one takes its lease
         if attempt.output is not None and attempt.rank == 0:
             output = Path(attempt.output)
-        with runner.lock_run(folder, attempt.number, output) as (
-            acquired,
-            locks,
-        ):
+        with runner.lock_run(folder, attempt.number, output) as (acquired, locks):
             chosen = _devices_of(attempt)
             _spawn_supervisor(folder, attempt, acquired, locks, chosen)
     return folder, attempt
@@ -443,10 +419,4 @@ def _spawn_supervisor(
         devices.lock_slots(chosen, folder.path) as gpu_locks,
     ):
         all_locks = (*cache_locks, *gpu_locks, *locks)
-        supervisor.spawn(
-            folder,
-            attempt.number,
-            all_locks,
-            attempt.digest(),
-            acquired,
-        )
+        supervisor.spawn(folder, attempt.number, all_locks, attempt.digest(), acquired)

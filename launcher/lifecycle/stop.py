@@ -55,17 +55,14 @@ def cost(folder: RunFolder) -> Cost:
         if complete[-1].kind == "step":
             saved = complete[-1].number
     progress = Progress(total=None)
-    overview.last_steps(folder, progress)
+    overview.read_last_steps(folder, progress)
     step = progress.step
     lost = max(0, step - (saved or 0))
     return Cost(step=step, saved=saved, checkpoint=checkpoint, lost=lost)
 
 
 def stop(
-    folder: RunFolder,
-    *,
-    after_checkpoint: bool = False,
-    checkpoint: bool = False,
+    folder: RunFolder, *, after_checkpoint: bool = False, checkpoint: bool = False
 ) -> ProcessExit | None:
     """Stop a run, and wait until every process of it has gone; returns how it ended.
 
@@ -75,11 +72,7 @@ def stop(
     reach.
     """
     number = max(1, folder.attempts())
-    request = StopRequest(
-        attempt=number,
-        after_checkpoint=after_checkpoint,
-        checkpoint=checkpoint,
-    )
+    request = StopRequest(attempt=number, after_checkpoint=after_checkpoint, checkpoint=checkpoint)
     job = slurm.job_of(folder)
     state = None
     if job is not None:
@@ -95,9 +88,7 @@ def stop(
         if starting is None:
             return _stop_evaluation(folder)
         request = StopRequest(
-            attempt=starting,
-            after_checkpoint=after_checkpoint,
-            checkpoint=checkpoint,
+            attempt=starting, after_checkpoint=after_checkpoint, checkpoint=checkpoint
         )
     return _stop_attempt(folder, request)
 
@@ -135,12 +126,8 @@ def _stop_evaluation(run: RunFolder) -> ProcessExit | None:
     """
     folder = evaluation.evaluation_folder(run)
     if not runner.is_alive(folder.path):
-        state = overview.state(run)
-        raise usage(
-            "not-running",
-            f"{run.path.name} is not running: {state}",
-            "launch runs",
-        )
+        state = overview.read_state(run)
+        raise usage("not-running", f"{run.path.name} is not running: {state}", "launch runs")
     number = max(1, folder.attempts())
     _ask(folder, StopRequest(attempt=number))
     until = time.monotonic() + _patience_s(run)
@@ -296,12 +283,7 @@ def _wait_if_remote(folder: RunFolder, request: StopRequest) -> None:
             message = f"the supervisor of {name} on {processes.leader.place} "
             message += "does not answer the request"
             help = f"stop it there: launch stop {name}"
-            raise not_ready(
-                "run-is-elsewhere",
-                message,
-                help,
-                file=str(folder.path),
-            )
+            raise not_ready("run-is-elsewhere", message, help, file=str(folder.path))
         time.sleep(LONG_POLL_S)
     if runner.read_exit(folder, request.attempt) is None:
         runner.require_known_state(folder)

@@ -48,12 +48,7 @@ def spawn(
     """
     process.hold_standard_streams()
     reading, writing = os.pipe()
-    words = [
-        str(folder.path),
-        str(number),
-        str(writing),
-        ",".join(map(str, locks)),
-    ]
+    words = [str(folder.path), str(number), str(writing), ",".join(map(str, locks))]
     if acquired is not None:
         words.append(str(acquired.path))
     early_signals: list[int] = []
@@ -70,13 +65,7 @@ def spawn(
             runner.open_private_log(folder.supervisor_log) as log,
         ):
             child = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-P",
-                    "-m",
-                    runner.SUPERVISOR,
-                    *words,
-                ],
+                [sys.executable, "-P", "-m", runner.SUPERVISOR, *words],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -106,11 +95,7 @@ def _environment(digest: str | None) -> dict[str, str]:
     search_path = str(PROJECT)
     if environ.get("PYTHONPATH"):
         search_path = f"{environ['PYTHONPATH']}{os.pathsep}{search_path}"
-    return {
-        **environ,
-        "PYTHONPATH": search_path,
-        on_finish.START_DIGEST: digest or "",
-    }
+    return {**environ, "PYTHONPATH": search_path, on_finish.START_DIGEST: digest or ""}
 
 
 def _failure_of(folder: RunFolder, answer: bytes) -> NotReady:
@@ -196,7 +181,7 @@ def main(words: Sequence[str]) -> int:
             ended = _train(folder, attempt, number, starter, locks, acquired)
             # recorded while nobody else may begin there
             inventory.record_written(folder, number)
-            record_end(overview.ended_state(folder), ended.returncode)
+            record_end(overview.read_end_state(folder), ended.returncode)
     except LaunchError as error:
         findings = [finding.as_json() for finding in error.findings]
         starter.answer(json.dumps(findings).encode())
@@ -267,9 +252,7 @@ def _train(
     return ended
 
 
-def _hang_detector(
-    command: Command,
-) -> Callable[[runner.Living], bool]:
+def _hang_detector(command: Command) -> Callable[[runner.Living], bool]:
     detector = standstill.standstill_of(command.env)
     if detector is None:
         return lambda _: False

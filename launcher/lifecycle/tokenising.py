@@ -36,7 +36,7 @@ from launcher.runs.attempt import PROBE_SETTINGS, TOKENISED, Command
 from launcher.runs.rundir import RunFolder
 from launcher.upstream.citations import rendered
 from launcher.verdict import evidence
-from launcher.verdict.ending import ending
+from launcher.verdict.ending import find_ending
 
 # no key of tokenised data holds any of these: services, engines, devices. None: not handed over
 _REPLACED: Mapping[str, bool | None] = {
@@ -226,7 +226,7 @@ def _reason(folder: RunFolder) -> str:
     found = evidence.read_run(folder.path, attempt=1)
     if found.log is None:
         return "no reason"
-    end = ending(found)
+    end = find_ending(found)
     error = end.error or {}
     why = ": ".join(str(error[k]) for k in ("type", "message") if error.get(k))
     if not why and found.exit is not None and found.exit.signal:

@@ -67,12 +67,7 @@ def _mean(values: Iterable[float | None]) -> float | None:
 class UsageThread:
     """Samples until it is ended. A failure costs the samples, not the run."""
 
-    def __init__(
-        self,
-        folder: RunFolder,
-        attempt: Attempt,
-        look_s: float = LOOK_S,
-    ) -> None:
+    def __init__(self, folder: RunFolder, attempt: Attempt, look_s: float = LOOK_S) -> None:
         self.folder = folder
         self.attempt = attempt
         self.look_s = look_s
@@ -114,8 +109,5 @@ class UsageThread:
         sample = looks.sample(time.time(), self.attempt.number)
         line = rundir.json_line(sample.as_json())
         # a full disk, or a folder that is gone: the next line may find room
-        with (
-            contextlib.suppress(OSError),
-            self.folder.usage.open("a", encoding="utf-8") as stream,
-        ):
+        with contextlib.suppress(OSError), self.folder.usage.open("a", encoding="utf-8") as stream:
             stream.write(line)

@@ -1,1 +1,4 @@
-"""What people see: findings on the terminal, progress, lists, the HTML page. Start with `console` and `page`."""
+"""What people see: terminal output, progress, lists, the HTML page.
+
+Start with `console` and `page`.
+"""

@@ -1,4 +1,4 @@
-"""The charts of a page: which curve goes where, grouped by stage, and their data for the page's script."""
+"""The charts of a page: which curve goes where, by stage, and the data for the page's script."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import NamedTuple
 
-from launcher.report import series
-from launcher.report.html import Html, details, join, tag
-from launcher.report.series import Run, any_number
+from launcher.report.html import Html, details, join, page_section, tag
+from launcher.report.series import Run, compact_json, has_number
 
 COLOURS = 8
 _TOOLS = Html(
@@ -18,7 +17,8 @@ _TOOLS = Html(
     '<option value="time">training time</option></select></label>'
     '<button type="button" id="log-y" aria-pressed="false">log scale</button>'
     '<label class="soft">smoothing <input type="range" id="smoothing" min="0" '
-    'max="0.99" step="0.01" value="0" autocomplete="off"> <output id="smoothing-is">0.00</output></label>'
+    'max="0.99" step="0.01" value="0" autocomplete="off">'
+    ' <output id="smoothing-is">0.00</output></label>'
     '<button type="button" id="reset" title="drag over a chart to zoom">all steps</button>'
     '<a id="csv" class="button" href="#curves" title="all curves, a row a step">CSV</a>'
     '<output id="at" class="at soft">last step</output></div>'
@@ -26,7 +26,7 @@ _TOOLS = Html(
 
 
 class PageRun(NamedTuple):
-    """A run as the page shows it: its number, which gives it its colour, and the name of its stage file."""
+    """A run on the page: its number, which gives it its colour, and the name of its stage file."""
 
     number: int
     name: str
@@ -38,16 +38,21 @@ class PageRun(NamedTuple):
 
     @property
     def mark(self) -> Html:
-        swatch = f'<span class="swatch k{self.number % COLOURS}" aria-hidden="true"></span>'
-        return join([Html(swatch), tag("span", self.number + 1, class_="no", title=self.name)])
+        colour = self.number % COLOURS
+        swatch = Html(f'<span class="swatch k{colour}" aria-hidden="true"></span>')
+        number = tag("span", self.number + 1, class_="no", title=self.name)
+        return join([swatch, number])
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One chart over the optimizer steps. Of a run each line draws the first of its columns that the run has; a second
-    line is dashed. The y axis begins at the `floor` "zero", or is a "share" of 1. `marks` shows where a step was not
-    finite; what is not `noisy` is never smoothed; `clips` leaves a few spikes off the scale, and says so; `log` has a
-    logarithmic scale where the reader asks for one."""
+    """One chart over the optimizer steps.
+
+    For each run, a line draws the first of its columns that the run has; the second line is dashed.
+    The y axis begins at zero if `floor` is "zero"; "share" ends it at 1. `marks` shows steps that
+    were not finite. Panels that are not `noisy` are never smoothed. `clips` leaves rare spikes off
+    the scale and says so. `log` permits a logarithmic scale.
+    """
 
     key: str
     title: str
@@ -60,44 +65,58 @@ class Panel:
     clips: bool = False
     log: bool = False
 
-    def of(self, runs: Iterable[Run]) -> Panel:
-        """The panel with those of its lines that there are; one alone needs no name."""
-        present = {
-            label: columns
-            for label, columns in self.lines.items()
-            if any(any_number(run.series.columns.get(name, ())) for run in runs for name in columns)
-        }
-        first = next(iter(self.lines))
-        if list(present) == [first] and len(self.lines) > 1:
-            present = {"": self.lines[first]}
-        return replace(self, lines=present or self.lines)
+    def restrict_to(self, runs: Sequence[Run]) -> Panel:
+        """The panel with the lines that any of these runs has; a single line has no label."""
+        lines: dict[str, tuple[str, ...]] = {}
+        for label, columns in self.lines.items():
+            if any(_first_column(run, columns) for run in runs):
+                lines[label] = columns
+        first, *others = self.lines
+        if others and list(lines) == [first]:
+            lines = {"": self.lines[first]}
+        return replace(self, lines=lines or self.lines)
 
-    def drawn(self, runs: Iterable[Run]) -> set[str]:
-        """The columns that it draws of any of these runs."""
-        first = (
-            next((name for name in columns if any_number(run.series.columns.get(name, ()))), None)
-            for columns in self.lines.values()
-            for run in runs
-        )
-        return {name for name in first if name is not None}
+    def drawn_columns(self, runs: Iterable[Run]) -> set[str]:
+        drawn: set[str] = set()
+        for run in runs:
+            for columns in self.lines.values():
+                name = _first_column(run, columns)
+                if name is not None:
+                    drawn.add(name)
+        return drawn
 
     def as_json(self, suffix: str, runs: Sequence[int], *, folded: bool) -> dict[str, object]:
-        lines = [
-            {"columns": columns, "label": label, "second": number > 0}
-            for number, (label, columns) in enumerate(self.lines.items())
-        ]
-        options = {name: getattr(self, name) for name in ("floor", "marks", "noisy", "clips", "log")}
-        return {"key": f"{self.key}{suffix}", "lines": lines, **options, "folded": folded, "runs": runs}
+        lines = []
+        for number, (label, columns) in enumerate(self.lines.items()):
+            lines.append({"columns": columns, "label": label, "second": number > 0})
+        return {
+            "key": f"{self.key}{suffix}",
+            "lines": lines,
+            "floor": self.floor,
+            "marks": self.marks,
+            "noisy": self.noisy,
+            "clips": self.clips,
+            "log": self.log,
+            "folded": folded,
+            "runs": runs,
+        }
 
-    def figure(self, suffix: str) -> Html:
-        key, unit = f"panel-{self.key}{suffix}", tag("span", f" {self.unit}", class_="unit")
-        lines = [
-            tag("span", label, **({"class_": "second"} if number else {}))
-            for number, label in enumerate(self.lines)
-            if label
-        ]
-        title = tag("h3", join([self.title, unit if self.unit else ""]), id=f"{key}-title")
-        caption = [title, tag("span", join(lines), class_="lines") if lines else ""]
+    def as_html(self, suffix: str) -> Html:
+        key = f"panel-{self.key}{suffix}"
+        labels = []
+        for number, label in enumerate(self.lines):
+            if not label:
+                continue
+            if number:
+                labels.append(tag("span", label, class_="second"))
+            else:
+                labels.append(tag("span", label))
+        title: list[object] = [self.title]
+        if self.unit:
+            title.append(tag("span", f" {self.unit}", class_="unit"))
+        caption = [tag("h3", *title, id=f"{key}-title")]
+        if labels:
+            caption.append(tag("span", *labels, class_="lines"))
         return Html(
             f'<figure id="{key}" role="group" aria-labelledby="{key}-title">'
             f"<figcaption>{join(caption)}</figcaption>"
@@ -106,59 +125,136 @@ class Panel:
         )
 
 
+def _first_column(run: Run, columns: Iterable[str]) -> str | None:
+    for name in columns:
+        if has_number(run.series.columns.get(name, ())):
+            return name
+    return None
+
+
+_LOSS = {"training": ("loss",), "validation": ("eval_loss",)}
+_SPEED = {"": ("tokens_per_second", "logged_tokens_per_second")}
 _MEMORY = {"allocated": ("allocated_gib",), "reserved": ("reserved_gib",)}
+_REWARDS = {"chosen": ("rewards/chosen",), "rejected": ("rewards/rejected",)}
+_MARGIN = {"": ("rewards/margins", "rewards/margin")}
+_ACCURACY = {"": ("rewards/accuracies", "rewards/accuracy")}
+
 PANELS: tuple[Panel, ...] = (
-    Panel("loss", "loss", {"training": ("loss",), "validation": ("eval_loss",)}, marks=True, log=True),
-    Panel("learning_rate", "learning rate", {"": ("learning_rate",)}, floor="zero", noisy=False, log=True),
-    Panel("tokens", "tokens/s", {"": ("tokens_per_second", "logged_tokens_per_second")}, floor="zero"),
+    Panel("loss", "loss", _LOSS, marks=True, log=True),
+    Panel(
+        "learning_rate",
+        "learning rate",
+        {"": ("learning_rate",)},
+        floor="zero",
+        noisy=False,
+        log=True,
+    ),
+    Panel("tokens", "tokens/s", _SPEED, floor="zero"),
     Panel("memory", "peak memory", _MEMORY, unit="GiB", floor="zero", noisy=False),
-    Panel("rewards", "rewards", {"chosen": ("rewards/chosen",), "rejected": ("rewards/rejected",)}),
-    Panel("margin", "reward margin", {"": ("rewards/margins", "rewards/margin")}),
-    Panel("accuracy", "reward accuracy", {"": ("rewards/accuracies", "rewards/accuracy")}, floor="share"),
+    Panel("rewards", "rewards", _REWARDS),
+    Panel("margin", "reward margin", _MARGIN),
+    Panel("accuracy", "reward accuracy", _ACCURACY, floor="share"),
     Panel("grad_norm", "gradient norm", {"": ("grad_norm",)}, floor="zero", clips=True, log=True),
     Panel("wasted", "wasted share", {"": ("wasted_share",)}, floor="zero"),
 )
-"""The charts that everybody looks at; any other column has one of its own, folded away."""
+"""The charts in view; every other column has a chart of its own, folded away."""
+
+
+@dataclass(frozen=True, slots=True)
+class _StageCharts:
+    """The charts of the runs of one stage."""
+
+    suffix: str
+    run_numbers: Sequence[int]
+    shown: Sequence[Panel]
+    folded: Sequence[Panel]
+
+    def as_json(self) -> list[dict[str, object]]:
+        panels = []
+        for panel in (*self.shown, *self.folded):
+            is_folded = panel in self.folded
+            fields = panel.as_json(self.suffix, self.run_numbers, folded=is_folded)
+            panels.append(fields)
+        return panels
+
+    def as_html(self) -> Html:
+        grid = self._grid(self.shown)
+        if not self.folded:
+            return grid
+        title = f"{len(self.folded)} more"
+        inner = self._grid(self.folded)
+        more = details(title, inner, id=f"more-curves{self.suffix}", class_="more-curves")
+        return join([grid, more])
+
+    def _grid(self, panels: Sequence[Panel]) -> Html:
+        figures = [panel.as_html(self.suffix) for panel in panels]
+        return tag("div", *figures, class_="grid")
 
 
 def section(entries: Sequence[PageRun]) -> Html:
-    """A grid of charts a stage: losses of SFT and DPO have nothing in common."""
+    """The charts by stage: losses of SFT and DPO cannot be compared."""
     if not any(entry.run.series.steps for entry in entries):
         return Html("")
-    stages = dict.fromkeys(entry.run.stage or "" for entry in entries)
-    data: list[dict[str, object]] = []
+    by_stage: dict[str, list[PageRun]] = {}
+    for entry in entries:
+        by_stage.setdefault(entry.run.stage or "", []).append(entry)
+    panels: list[dict[str, object]] = []
     grids: list[Html] = []
-    for number, stage in enumerate(stages):
-        own = [entry for entry in entries if (entry.run.stage or "") == stage]
-        suffix, numbers, runs = f"-{number}" if number else "", [one.number for one in own], [one.run for one in own]
-        shown = [panel.of(runs) for panel in PANELS if panel.drawn(runs)]
-        drawn = {name for panel in shown for name in panel.drawn(runs)}
-        names = dict.fromkeys(name for run in runs for name, one in run.series.columns.items() if any_number(one))
-        folded = [
-            Panel(f"column-{n}", name, {"": (name,)}, log=True) for n, name in enumerate(names) if name not in drawn
-        ]
-        data += [panel.as_json(suffix, numbers, folded=panel in folded) for panel in (*shown, *folded)]
-        if len(stages) > 1:
+    for number, (stage, members) in enumerate(by_stage.items()):
+        suffix = f"-{number}" if number else ""
+        charts = _stage_charts(suffix, members)
+        panels += charts.as_json()
+        if len(by_stage) > 1:
             grids.append(tag("h3", stage.upper() or "other", class_="stage"))
-        grid, more = (
-            tag("div", join(panel.figure(suffix) for panel in panels), class_="grid") for panels in (shown, folded)
-        )
-        grids.append(grid)
-        if folded:
-            grids.append(details(f"{len(folded)} more", more, id=f"more-curves{suffix}", class_="more-curves"))
+        grids.append(charts.as_html())
+    controls = [_run_switches(entries), _TOOLS]
+    data = _script_data(panels, entries)
+    return page_section(
+        "curves",
+        "Curves",
+        tag("div", *controls, class_="controls"),
+        Html("<noscript><p>The curves need scripts; everything else does not.</p></noscript>"),
+        *grids,
+        Html(f'<script type="application/json" id="curves-data">{data}</script>'),
+    )
+
+
+def _stage_charts(suffix: str, entries: Sequence[PageRun]) -> _StageCharts:
+    runs = [entry.run for entry in entries]
+    shown: list[Panel] = []
+    drawn: set[str] = set()
+    for panel in PANELS:
+        columns = panel.drawn_columns(runs)
+        if columns:
+            shown.append(panel.restrict_to(runs))
+            drawn |= columns
+    names: dict[str, None] = {}
+    for run in runs:
+        for name, values in run.series.columns.items():
+            if has_number(values):
+                names[name] = None
+    folded = []
+    for number, name in enumerate(names):
+        if name not in drawn:
+            folded.append(Panel(f"column-{number}", name, {"": (name,)}, log=True))
+    return _StageCharts(suffix, [entry.number for entry in entries], shown, folded)
+
+
+def _run_switches(entries: Sequence[PageRun]) -> Html:
+    if len(entries) == 1:
+        return Html("")
     switches = [Html('<legend class="visually-hidden">runs</legend>')]
     for entry in entries:
         box = f'<input type="checkbox" data-run="{entry.number}" checked autocomplete="off">'
         switches.append(Html(f"<label>{box}{entry.heading}</label>"))
-    fieldset = tag("fieldset", join(switches)) if len(entries) > 1 else ""
-    curves = ",".join(f'{{"name":{json.dumps(entry.name)},{series.compact(entry.run.series)[1:]}' for entry in entries)
-    # no text in it can end it early
-    whole = f'{{"version":1,"panels":{json.dumps(data)},"runs":[{curves}]}}'.replace("<", "\\u003c")
-    parts = [
-        tag("h2", "Curves", id="curves"),
-        tag("div", join([fieldset, _TOOLS]), class_="controls"),
-        Html("<noscript><p>The curves need scripts; everything else does not.</p></noscript>"),
-        *grids,
-        Html(f'<script type="application/json" id="curves-data">{whole}</script>'),
-    ]
-    return tag("section", join(parts))
+    return tag("fieldset", *switches)
+
+
+def _script_data(panels: Sequence[dict[str, object]], entries: Sequence[PageRun]) -> str:
+    curves = []
+    for entry in entries:
+        fields = compact_json(entry.run.series).removeprefix("{")
+        curves.append(f'{{"name":{json.dumps(entry.name)},{fields}')
+    data = f'{{"version":1,"panels":{json.dumps(panels)},"runs":[{",".join(curves)}]}}'
+    # no text inside may close the script element
+    return data.replace("<", "\\u003c")

@@ -1,4 +1,4 @@
-"""Results -> text for people, the JSON envelope for machines. The only module that knows colour."""
+"""Results as text for people, or as JSON for programs. Only this module knows colour."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,238 +32,351 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 _COLOUR = {"error": "red", "warning": "yellow", "note": "cyan"}
 _STATUS = {"pass": "green", "fail": "red", "unproven": "yellow", "stopped": "yellow"}
-_FIGURES_WIDTH = 76  # columns of a terminal of 80
-_MARK = {True: "ok", False: "FAIL", None: "unproven"}
+_FIGURES_WIDTH = 76
+"""Columns of the figures below a verdict, on a terminal of 80."""
+_POINT_WORDS = {True: "ok", False: "FAIL", None: "unproven"}
 _POINT_COLOUR = {"ok": "green", "FAIL": "red", "unproven": "yellow", "stopped": "yellow"}
 
 
 class _Styled(str):
-    """A word of launch's own in colour: nothing else reaches a terminal with an escape sequence."""
+    """A word of launch in colour: nothing else reaches a terminal with an escape sequence."""
 
 
 def _style(word: str, colour: str, *, bold: bool = True) -> _Styled:
     return _Styled(typer.style(word, fg=colour, bold=bold))
 
 
-def _echo(*parts: str, err: bool = False, nl: bool = True, redactor: Redactor | None = None) -> None:
-    """Print, without the secrets in it: most of what is shown quotes what was given."""
+def _echo(
+    *parts: str, err: bool = False, nl: bool = True, redactor: Redactor | None = None
+) -> None:
+    """Print text without secrets: most of what is shown quotes what users wrote."""
     redactor = _redactor(redactor)
-    # first what is invisible: it may part a token
-    clean = [part if isinstance(part, _Styled) else redactor.redact(printable(part)) for part in parts]
+    clean: list[str] = []
+    for part in parts:
+        if isinstance(part, _Styled):
+            clean.append(part)
+        else:
+            # invisible characters go first: they may part a secret
+            clean.append(redactor.redact(printable(part)))
     _write("".join(clean), err=err, nl=nl)
 
 
 def _redactor(redactor: Redactor | None) -> Redactor:
-    """What is secret to a plan or a run; where neither is shown, by the environment of this process."""
-    return redaction.of_process() if redactor is None else redactor
+    """What is secret to a plan or a run; without either, to the environment of this process."""
+    if redactor is None:
+        return redaction.of_process()
+    return redactor
 
 
 def _write(text: str, *, err: bool = False, nl: bool = True) -> None:
-    """Print what is printable; a reader that has gone takes neither a run nor its exit code with it."""
+    """Print clean text; a reader that has gone must end neither a run nor change its exit code."""
     try:
         try:
             typer.echo(text, err=err, nl=nl)
         except UnicodeEncodeError:
-            # a path that is no UTF-8
+            # a path that is not UTF-8
             typer.echo(text.encode(errors="backslashreplace").decode(), err=err, nl=nl)
     except OSError as error:
         if error.errno not in {errno.EPIPE, errno.EIO}:
             raise
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 2 if err else 1)
-        os.close(nowhere)
+        sink = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(sink, 2 if err else 1)
+        os.close(sink)
 
 
-def envelope(command: str, ok: bool, findings: Iterable[Finding], data: Any, redactor: Redactor | None = None) -> None:
+def print_envelope(
+    command: str, ok: bool, findings: Iterable[Finding], data: Any, redactor: Redactor | None = None
+) -> None:
     redactor = _redactor(redactor)
-    found = [finding.naming_variables(redactor).as_json() for finding in findings]
-    whole = {"schema_version": SCHEMA_VERSION, "command": command, "ok": ok, "findings": found, "data": data}
-    # as data, not as text: there `"hub_token": {` would be a name and its value
-    clean = json.dumps(
-        redactor.redact(whole), indent=2, ensure_ascii=False, default=lambda value: redactor.redact(str(value))
-    )
-    _write(escaped(clean))
+    envelope = {
+        "schema_version": SCHEMA_VERSION,
+        "command": command,
+        "ok": ok,
+        "findings": [finding.naming_variables(redactor).as_json() for finding in findings],
+        "data": data,
+    }
+    # redacted as data, not as text: there `"hub_token": {` would be a name and its value
+    clean = redactor.redact(envelope)
+
+    def redacted_text(value: object) -> str:
+        return redactor.redact(str(value))
+
+    text = json.dumps(clean, indent=2, ensure_ascii=False, default=redacted_text)
+    _write(escaped(text))
 
 
-def raw(text: str, redactor: Redactor | None = None) -> None:
+def print_raw(text: str, redactor: Redactor | None = None) -> None:
     _echo(text, nl=False, redactor=redactor)
 
 
-def plain_json(data: Any) -> None:
+def print_json(data: Any) -> None:
     _write(escaped(json.dumps(data, indent=1, ensure_ascii=False, default=str)))
 
 
-def annotate(found: Iterable[Finding], redactor: Redactor | None = None) -> None:
-    """Findings as GitHub's workflow commands, which it shows as annotations of a pull request."""
+def annotate(findings: Iterable[Finding], redactor: Redactor | None = None) -> None:
+    """Print findings as GitHub's workflow commands: annotations of a pull request."""
     redactor = _redactor(redactor)
-    for finding in found:
-        line = workflow_command(finding.naming_variables(redactor), Path.cwd())
-        _write(redactor.redact(printable(line, commands=True)))
+    for finding in findings:
+        command = workflow_command(finding.naming_variables(redactor), Path.cwd())
+        _write(redactor.redact(printable(command, commands=True)))
 
 
 def workflow_command(finding: Finding, root: Path) -> str:
-    properties = {"title": finding.code}
+    properties: dict[str, str] = {}
     if finding.file is not None:
         path = Path(os.path.abspath(root / finding.file))
-        name = path.relative_to(root) if path.is_relative_to(root) else path
-        line = {} if finding.line is None else {"line": str(finding.line)}
-        properties = {"file": str(name), **line, **properties}
-    escaped = (f"{name}={_data(value).replace(':', '%3A').replace(',', '%2C')}" for name, value in properties.items())
-    help = "" if finding.help is None else f"\nhelp: {finding.help}"
+        if path.is_relative_to(root):
+            path = path.relative_to(root)
+        properties["file"] = str(path)
+        if finding.line is not None:
+            properties["line"] = str(finding.line)
+    properties["title"] = finding.code
+    escaped = []
+    for name, value in properties.items():
+        value = _escape_data(value)
+        value = value.replace(":", "%3A").replace(",", "%2C")
+        escaped.append(f"{name}={value}")
+    message = finding.message
+    if finding.help is not None:
+        message += f"\nhelp: {finding.help}"
     kind = "notice" if finding.severity == "note" else finding.severity
-    return f"::{kind} {','.join(escaped)}::{_data(f'{finding.message}{help}')}"
+    return f"::{kind} {','.join(escaped)}::{_escape_data(message)}"
 
 
-def _data(text: str) -> str:
-    """A text inside a workflow command; no stream takes the lone surrogates of a name that is no UTF-8."""
+def _escape_data(text: str) -> str:
+    """Escape text for a workflow command; lone surrogates of a name that is not UTF-8 go first."""
     text = text.encode("utf-8", "backslashreplace").decode()
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
-def arguments(schemas: Sequence[Schema], notes: Mapping[str, Mapping[str, Sequence[str]]]) -> None:
-    """Every argument of some stages, with what is to be known of it: `notes` are lines by script and name."""
+def print_arguments(
+    schemas: Sequence[Schema], notes: Mapping[str, Mapping[str, Sequence[str]]]
+) -> None:
+    """Print every argument of some stages; `notes` are lines by script and name."""
     for schema in schemas:
         _echo(f"{schema.stage} on {schema.backend}: {schema.script} at {schema.named}")
-        columns, rows = ("name", "type", "default", "defined", "note"), []
-        for name, known in schema.fields.items():
-            note = "; ".join(notes[schema.script].get(name, ())) or None
-            values = (name, known.type, known.default_text or known.default, known.where, note)
-            rows.append(dict(zip(columns, values, strict=True)))
-        table(rows, columns)
+        rows = []
+        for name, argument in schema.fields.items():
+            note = "; ".join(notes[schema.script].get(name, ()))
+            rows.append(
+                {
+                    "name": name,
+                    "type": argument.type,
+                    "default": argument.default_text or argument.default,
+                    "defined": argument.where,
+                    "note": note or None,
+                }
+            )
+        print_table(rows, ("name", "type", "default", "defined", "note"))
 
 
 def say(text: str, redactor: Redactor | None = None) -> None:
     _echo(text, redactor=redactor)
 
 
-def aside(text: str) -> None:
-    """How far a command is, to stderr: its answer goes to stdout."""
+def say_aside(text: str) -> None:
+    """Print how far a command is, to stderr: its answer goes to stdout."""
     _echo(text, err=True)
 
 
-def findings(found: Sequence[Finding], redactor: Redactor | None = None) -> None:
+def print_findings(findings: Sequence[Finding], redactor: Redactor | None = None) -> None:
     redactor = _redactor(redactor)
-    named = tuple(finding.naming_variables(redactor) for finding in found)
+    named = tuple(finding.naming_variables(redactor) for finding in findings)
     for finding in redactor.redact(named):
         head = _style(f"{finding.severity}[{finding.code}]", _COLOUR[finding.severity])
         _write(head + folded(f": {finding.message}"), err=True)
-        for mark, text in (("-->", finding.place), ("help:", finding.help)):
-            if text is not None:
-                _write(folded(f"  {mark} {text}"), err=True)
+        if finding.place is not None:
+            _write(folded(f"  --> {finding.place}"), err=True)
+        if finding.help is not None:
+            _write(folded(f"  help: {finding.help}"), err=True)
 
 
 def plan_lines(plan: Plan) -> list[str]:
     """The plan, the source and the derived values, one fact a line."""
-    where = f"{plan.gpus} GPU(s)" if plan.gpus else "the CPU"
-    nodes = f" on each of {plan.nodes} nodes" if plan.nodes > 1 else ""
-    rows = "unknown number of" if plan.rows is None else f"{plan.rows:,}"
-    steps = "steps unknown until the data is read" if plan.steps is None else f"{plan.steps:,} steps"
+    machine = f"{plan.gpus} GPU(s)" if plan.gpus else "the CPU"
+    if plan.nodes > 1:
+        machine += f" on each of {plan.nodes} nodes"
+    rows = "unknown number of"
+    if plan.rows is not None:
+        rows = f"{plan.rows:,}"
+    steps = "steps unknown until the data is read"
+    if plan.steps is not None:
+        steps = f"{plan.steps:,} steps"
     lines = [
-        f"{plan.title} on {where}{nodes}, deepspeed {plan.stage.options.deepspeed_name}",
+        f"{plan.title} on {machine}, deepspeed {plan.stage.options.deepspeed_name}",
         f"source: {plan.stage.upstream.describe()}",
         f"batch: {plan.per_device} rows x {plan.accumulation} accumulated x {plan.processes} "
         f"process(es) = {plan.global_batch} rows a step",
         f"data: {rows} rows, {steps}",
     ]
-    return lines + [f"set: {name}={d.value}  ({d.why})" for name, d in plan.derived.items()]
+    for name, derived in plan.derived.items():
+        lines.append(f"set: {name}={derived.value}  ({derived.why})")
+    return lines
 
 
-def beginning(plan: Plan, console: Path) -> None:
-    for line in (*plan_lines(plan), f"log: {console}"):
-        _echo(line, err=True, redactor=plan.redactor)
+def print_plan(plan: Plan, log: Path) -> None:
+    for line in plan_lines(plan):
+        _echo(line, err=True)
+    _echo(f"log: {log}", err=True)
 
 
-def dry_run(plan: Plan, command: Command, script: str | None = None) -> None:
-    """The plan as comments, then the command on one line, ready to paste, or its batch script."""
+def print_dry_run(plan: Plan, command: Command, script: str | None = None) -> None:
+    """Print the plan as comments, then the command in one line to paste, or its batch script."""
     lines = plan_lines(plan)
     source = plan.stage.upstream
     if source.is_checkout and source.root is None:
         from launcher.pin import pin
 
-        lines.append(f"no open-instruct checkout was found, training needs one: {pin.get_checkout()}")
-    for variable in sorted(set(command.variables.values()) - os.environ.keys()):
+        lines.append(
+            f"no open-instruct checkout was found, training needs one: {pin.get_checkout()}"
+        )
+    secrets = set(command.variables.values()) - os.environ.keys()
+    for variable in sorted(secrets):
         lines.append(f"{variable} is a secret: export it before you paste this")
     words = command.redacted(plan.redactor).shell()
     if script is not None:
         lines.append(f"what trains on each node: {words}")
-    # a comment throughout: what is pasted must not run the second line of a value
+    # each line of a value is a comment: pasted text must not run the second one
     for line in "\n".join(lines).splitlines():
-        _echo(f"# {line}", redactor=plan.redactor)
+        _echo(f"# {line}")
     if script is None:
-        _echo(words, redactor=plan.redactor)
+        _echo(words)
     else:
-        raw(script, plan.redactor)
+        print_raw(script)
 
 
-def verdict(judged: Verdict, name: str) -> None:
-    """The status and the name of a run, why it did not pass, its points (failed ones first), its figures."""
-    record = judged.as_json()
-    outcome, cause = summary.outcome(record), summary.cause(record)
-    what = f"  {name}  ({judged.stage or 'unknown stage'}, {judged.steps or 0} steps)"
-    _echo("verdict: ", _style(outcome, _STATUS[outcome]), folded(what))
+def print_verdict(verdict: Verdict, name: str) -> None:
+    """Print one line for a run that passed; else also the cause, what is not proved, the figures.
+
+    A point that is as expected is left out unless it has something to say.
+    """
+    record = verdict.as_json()
+    outcome = summary.outcome(record)
+    stage = verdict.stage or "unknown stage"
+    heading = f"  {name}  ({stage}, {verdict.steps or 0} steps)"
+    _echo("verdict: ", _style(outcome, _STATUS[outcome]), folded(heading))
     printed: set[str | None] = set()
+    cause = summary.cause(record)
     if cause is not None:
-        label = "stopped" if judged.stopped is not None else "cause"
+        label = "stopped" if verdict.stopped is not None else "cause"
         _echo("  ", _style(label, _STATUS[outcome]), folded(f": {cause.text}"))
-        if cause.line:
-            place = ":".join(str(cause.line[key]) for key in ("file", "line") if cause.line.get(key))
-            shown = cause.line.get("text")
-            _echo(folded(f"    {place}: {shown}" if shown else f"    {place}"))
-        if cause.help:
-            _echo(folded(f"    help: {cause.help}"))
-        printed = {cause.text, *cause.repeated, cause.help}
+        _print_evidence(cause)
+        printed = {cause.text, cause.help, *cause.repeated}
     unreached = summary.unreached(record)
     for point in summary.failed_first(record):
-        if point["name"] not in unreached:
-            _point(point, printed, outcome)
+        lines = _point_lines(point)
+        if point["name"] in unreached or (point["ok"] is True and not lines):
+            continue
+        _print_point(point, outcome)
+        for line in lines:
+            if line not in printed:
+                _echo(folded(f"    {line}"))
     if unreached:
         # each of them would say the same
         _echo(f"  not shown, training never reached step 1: {', '.join(unreached)}")
-    known = {key: value for key, value in judged.metrics.items() if value is not None}
-    # a figure stays beside its name
-    figures = (f"{key}\xa0{f'{v:,.4g}' if isinstance(v, float) else v}" for key, v in known.items())
+    if verdict.status != "pass":
+        _print_metrics(verdict.metrics)
+
+
+def _print_evidence(cause: summary.Cause) -> None:
+    """Print the place and the line that show a cause, and what to do about it."""
+    if cause.line:
+        place = f"    {cause.line.get('file')}"
+        if cause.line.get("line"):
+            place += f":{cause.line['line']}"
+        if cause.line.get("text"):
+            place += f": {cause.line['text']}"
+        _echo(folded(place))
+    if cause.help:
+        _echo(folded(f"    help: {cause.help}"))
+
+
+def _print_metrics(metrics: Mapping[str, float | None]) -> None:
+    figures = []
+    for name, value in metrics.items():
+        if value is None:
+            continue
+        shown = f"{value:,.4g}" if isinstance(value, float) else str(value)
+        # a line break must not part a figure from its name
+        figures.append(f"{name}\xa0{shown}")
     for line in textwrap.wrap(", ".join(figures), _FIGURES_WIDTH):
         _echo(f"  {line}".replace("\xa0", " "))
 
 
-def _point(point: summary.Point, printed: Container[str | None], outcome: str) -> None:
-    ok, detail = point["ok"], point["detail"]
-    expected = "" if point["expected"] in {None, "any"} else f"expected {point['expected']}"
-    # what fails of a run that was stopped is that it was
-    word = "stopped" if ok is False and outcome == "stopped" else _MARK[ok]
+def _print_point(point: summary.Point, outcome: str) -> None:
+    word = _POINT_WORDS[point["ok"]]
+    if word == "FAIL" and outcome == "stopped":
+        # of a stopped run, the only point that fails is its end
+        word = "stopped"
+    expected = ""
+    if point["expected"] not in {None, "any"}:
+        expected = f"expected {point['expected']}"
     mark = _style(f"{word:<10}", _POINT_COLOUR[word], bold=False)
-    _echo(folded(f"  {point['name']:<16}{point['state']!s:<18}"), mark, folded(expected))
-    reasons = () if ok is True else summary.reasons(detail)
-    # of a point that is as expected too: half of the batch may hold nothing
-    stand_in = detail.get("stand_in")
-    lines = [*reasons, *filter(None, [detail.get("wasted"), stand_in and f"stand-in: {stand_in}"])]
+    state = f"  {point['name']:<16}{point['state']!s:<18}"
+    _echo(folded(state), mark, folded(expected))
+
+
+def _point_lines(point: summary.Point) -> list[str]:
+    lines = []
     kind = BY_NAME.get(str(point["name"]))
     if kind is not None and kind.on_terminal:
-        lines = [*filter(None, [summary.sentence(point)]), *lines]
-    for line in lines:
-        if line not in printed:
-            _echo(folded(f"    {line}"))
+        sentence = summary.sentence(point)
+        if sentence:
+            lines.append(sentence)
+    detail = point["detail"]
+    if point["ok"] is not True:
+        lines += summary.reasons(detail)
+    # also of a point that is as expected: half of the batch may be empty
+    if detail.get("wasted"):
+        lines.append(detail["wasted"])
+    return lines
 
 
-def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], redactor: Redactor | None = None) -> None:
-    """Plain columns, as wide as their widest entry, none empty; paths below the working directory are relative.
-    On a terminal that is too narrow for all of them the others follow below, beside the first one again."""
-    columns = [c for c in columns if any(row.get(c) is not None for row in rows)]
-    here = f"{os.getcwd()}/"
-    cells = [
-        [printable(str("-" if row.get(c) is None else row[c])).replace("\n", " ") for c in columns] for row in rows
-    ]
-    whole = [columns, *([cell.removeprefix(here) for cell in row] for row in cells)]
-    widths = [max(map(len, column)) for column in zip(*whole, strict=True)]
-    room = shutil.get_terminal_size().columns if sys.stdout.isatty() else math.inf
-    bands = [[0]]
-    for number in range(1, len(columns)):
-        if len(bands[-1]) > 1 and sum(widths[n] + 2 for n in [*bands[-1], number]) - 2 > room:
-            bands.append([0])
-        bands[-1].append(number)
-    for band in bands:
-        lines = ["  ".join(row[n].ljust(widths[n]) for n in band).rstrip() for row in whole]
-        if band is not bands[0]:
-            _write("")
+def print_table(
+    rows: Sequence[Mapping[str, Any]], columns: Sequence[str], redactor: Redactor | None = None
+) -> None:
+    """Print plain columns, without the empty ones; paths below the working directory are relative.
+
+    If a terminal is too narrow, the further columns follow below, beside the first one again.
+    """
+    texts: list[list[str]] = []
+    for name in columns:
+        values = [row.get(name) for row in rows]
+        if values.count(None) < len(values):
+            texts.append([name, *map(_cell_text, values)])
+    bands = _bands([max(map(len, column)) for column in texts])
+    for number, band in enumerate(bands):
+        lines = [""] if number else []
+        padded = [_pad(texts[column]) for column in band]
+        for cells in zip(*padded, strict=True):
+            lines.append("  ".join(cells).rstrip())
         for line in _redactor(redactor).redact(lines):
             _write(line)
+
+
+def _pad(texts: Sequence[str]) -> list[str]:
+    width = max(map(len, texts))
+    return [text.ljust(width) for text in texts]
+
+
+def _cell_text(value: object) -> str:
+    if value is None:
+        return "-"
+    text = printable(str(value)).replace("\n", " ")
+    return text.removeprefix(f"{os.getcwd()}/")
+
+
+def _bands(widths: Sequence[int]) -> list[list[int]]:
+    """The columns that stand beside each other, by number; the first one leads every band."""
+    room = math.inf
+    if sys.stdout.isatty():
+        room = shutil.get_terminal_size().columns
+    bands = [[0]]
+    for number in range(1, len(widths)):
+        band = [*bands[-1], number]
+        needed = sum(widths[column] + 2 for column in band) - 2
+        if len(bands[-1]) > 1 and needed > room:
+            band = [0, number]
+            bands.append(band)
+        bands[-1] = band
+    return bands

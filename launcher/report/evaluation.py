@@ -1,101 +1,106 @@
-"""The part of a page about the evaluation of the models: their numbers, and what was expected of them."""
+"""The part of a page about the evaluation of the models: their metrics, and what was expected."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from launcher.report import sections
 from launcher.report.charts import PageRun
-from launcher.report.html import Html, details, figure, join, table, tag
+from launcher.report.html import Html, details, figure, join, page_section, table, tag
 from launcher.runs.evaluation import POINT
-from launcher.runs.record import as_list, as_mapping
+from launcher.runs.record import Json, as_list, as_mapping
 from launcher.verdict import summary
 
 KEY = "evaluation"
 _SHOWN = 40
-"""Rows of numbers that are not folded: a benchmark may have a hundred subjects."""
+"""Rows that are not folded: a benchmark may have a hundred subjects."""
+_WORDS = {"passed": "pass", "failed": "fail"}
 
 
 def section(entries: Sequence[PageRun]) -> Html:
-    """A table of numbers for each run that was evaluated; empty where none was."""
+    """A table of metrics for each evaluated run; empty if there is none."""
     parts: list[object] = []
     for entry in entries:
-        point = _point(entry)
-        if point is None:
-            continue
-        if len(entries) > 1:
-            parts.append(tag("h3", entry.heading))
-        parts.append(_of_run(point, entry))
-    return tag("section", join([tag("h2", "Evaluation", id=KEY), *parts])) if parts else Html("")
+        for point in summary.points(entry.run.verdict):
+            if point.get("name") == POINT:
+                if len(entries) > 1:
+                    parts.append(tag("h3", entry.heading))
+                parts.append(_evaluation(point))
+                break
+    return page_section(KEY, "Evaluation", *parts)
 
 
-def _point(entry: PageRun) -> Mapping[str, Any] | None:
-    for point in summary.points(entry.run.verdict):
-        if point.get("name") == POINT:
-            return point
-    return None
-
-
-def _of_run(point: Mapping[str, Any], entry: PageRun) -> Html:
+def _evaluation(point: Json) -> Html:
     detail = as_mapping(point.get("detail"))
     state = str(point.get("state"))
-    shown = {"passed": "pass", "failed": "fail"}.get(state, state.replace("_", " "))
+    word = _WORDS.get(state, state.replace("_", " "))
+    outcome: list[object] = [sections.word(word)]
     seconds = detail.get("seconds")
-    took = f" in {seconds:,.0f} s" if isinstance(seconds, int | float) else ""
-    parts: list[object] = [tag("p", join([sections.word(shown), took]))]
+    if isinstance(seconds, int | float):
+        outcome.append(f" in {seconds:,.0f} s")
+    parts: list[object] = [tag("p", *outcome)]
     if point.get("ok") is False and detail.get("reason"):
         parts.append(tag("p", detail["reason"], class_="why"))
-    rows = [*_gates(detail), *_numbers(detail)]
-    head = ("metric", sections.right("value"), sections.right("±"), "expected", "")
-    parts.append(table(head, rows[:_SHOWN], "wide"))
-    if rows[_SHOWN:]:
-        parts.append(details(f"{len(rows) - _SHOWN} more numbers", table(head, rows[_SHOWN:], "wide")))
-    files = [("metrics", detail.get("metrics_file")), ("log", detail.get("log"))]
-    for what, path in files:
-        if path:
-            parts.append(tag("p", join([f"{what}: ", tag("code", path)]), class_="soft"))
+    values = as_mapping(detail.get("metrics"))
+    gates = [as_mapping(gate) for gate in as_list(detail.get("gates"))]
+    rows = _Metrics(values, gates).rows()
+    parts.append(_metrics_table(rows[:_SHOWN]))
+    folded = rows[_SHOWN:]
+    if folded:
+        title = f"{len(folded)} more numbers"
+        parts.append(details(title, _metrics_table(folded)))
+    for title, key in (("metrics", "metrics_file"), ("log", "log")):
+        if detail.get(key):
+            path = tag("code", detail[key])
+            parts.append(tag("p", f"{title}: ", path, class_="soft"))
     return join(parts)
 
 
-def _gates(detail: Mapping[str, Any]) -> list[list[object]]:
-    """What was expected comes first, by the names that the pipeline file has."""
-    rows: list[list[object]] = []
-    for gate in map(as_mapping, as_list(detail.get("gates"))):
-        name = gate.get("name") or gate.get("metric")
-        rows.append(_row(detail, str(name), gate.get("value"), str(gate.get("expected")), gate.get("ok")))
-    return rows
+def _metrics_table(rows: Sequence[Sequence[object]]) -> Html:
+    head = ("metric", sections.right("value"), sections.right("±"), "expected", "")
+    return table(head, rows, "wide")
 
 
-def _numbers(detail: Mapping[str, Any]) -> list[list[object]]:
-    gated = {gate.get("name") for gate in map(as_mapping, as_list(detail.get("gates")))}
-    rows = []
-    for name, value in as_mapping(detail.get("metrics")).items():
-        if name in gated or _is_error(name):
-            continue
-        rows.append(_row(detail, name, value, "", None))
-    return rows
+@dataclass(frozen=True, slots=True)
+class _Metrics:
+    """The metrics of an evaluation, and the gates that the pipeline file sets."""
 
+    values: Json
+    gates: Sequence[Json]
 
-def _row(detail: Mapping[str, Any], name: str, value: object, expected: str, ok: object) -> list[object]:
-    error = as_mapping(detail.get("metrics")).get(_error_of(name))
-    verdict: object = ""
-    if expected:
-        verdict = sections.word("ok" if ok is True else "fail")
-    return [
-        tag("th", tag("code", name), scope="row"),
-        _number(value, "value"),
-        _number(error, "±"),
-        tag("td", expected, class_="mono", data_label="expected"),
-        tag("td", verdict),
-    ]
+    def rows(self) -> list[list[object]]:
+        """The gates first, under the names of the pipeline file, then the other metrics."""
+        rows = []
+        gated = set()
+        for gate in self.gates:
+            gated.add(gate.get("name"))
+            name = str(gate.get("name") or gate.get("metric"))
+            expected = str(gate.get("expected"))
+            word = sections.word("ok" if gate.get("ok") is True else "fail")
+            rows.append(self._row(name, gate.get("value"), expected, word))
+        for name, value in self.values.items():
+            if name not in gated and not _is_error(name):
+                rows.append(self._row(name, value, "", ""))
+        return rows
+
+    def _row(self, name: str, value: object, expected: str, word: object) -> list[object]:
+        return [
+            tag("th", tag("code", name), scope="row"),
+            _number(value, "value"),
+            _number(self.values.get(_error_name(name)), "±"),
+            tag("td", expected, class_="mono", data_label="expected"),
+            tag("td", word if expected else ""),
+        ]
 
 
 def _number(value: object, label: str) -> Html:
-    known = isinstance(value, int | float) and not isinstance(value, bool)
-    return tag("td", figure(float(str(value))) if known else "–", class_="number", data_label=label)
+    shown = "–"
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        shown = figure(float(value))
+    return tag("td", shown, class_="number", data_label=label)
 
 
-def _error_of(name: str) -> str:
-    """Where lm-evaluation-harness writes the standard error of a number: `task/acc_stderr,none` of `task/acc,none`."""
+def _error_name(name: str) -> str:
+    """The name of a metric's standard error in lm-evaluation-harness: `task/acc_stderr,none`."""
     measure, comma, kind = name.partition(",")
     return f"{measure}_stderr{comma}{kind}"
 

@@ -1,54 +1,77 @@
-"""HTML out of plain values: whatever is not markup already is escaped where it enters."""
+"""HTML from plain values. Text is escaped where it enters; `Html` marks what is markup already."""
 
 import re
 from collections.abc import Iterable, Sequence
 from html import escape
 
-# control characters, those that turn the direction of text, and halves of characters
-_UNSEEN = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+# control characters, marks that turn the direction of text, and unpaired surrogates
+_INVISIBLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 class Html(str):
-    """Text that is HTML already; every other text is escaped where it enters one."""
+    """Markup: it is not escaped again."""
 
 
 def text(value: object) -> Html:
-    """Any text, escaped; characters that nobody would see are written out."""
+    """Escape a value; invisible characters are written as `\\x..`."""
     if isinstance(value, Html):
         return value
-    shown = _UNSEEN.sub(lambda found: f"\\x{ord(found[0]):02x}", str(value))
-    return Html(escape(shown))
+    visible = _INVISIBLE.sub(lambda match: f"\\x{ord(match[0]):02x}", str(value))
+    return Html(escape(visible))
 
 
-def tag(name: str, inner: object, **attributes: str) -> Html:
+def tag(name: str, *parts: object, **attributes: str) -> Html:
     """An element; `class_` and `data_copy` stand for `class` and `data-copy`."""
-    names = {key: key.strip("_").replace("_", "-") for key in attributes}
-    written = "".join(f' {names[key]}="{text(value)}"' for key, value in attributes.items())
-    return Html(f"<{name}{written}>{text(inner)}</{name}>")
+    opening = name
+    for key, value in attributes.items():
+        attribute = key.strip("_").replace("_", "-")
+        opening += f' {attribute}="{text(value)}"'
+    return Html(f"<{opening}>{join(parts)}</{name}>")
 
 
-def join(parts: Iterable[object], between: str = "") -> Html:
-    return Html(between.join(text(part) for part in parts))
+def join(parts: Iterable[object], separator: str = "") -> Html:
+    return Html(separator.join(map(text, parts)))
+
+
+def page_section(key: str, title: str, *parts: object) -> Html:
+    """A part of the page below its heading; empty without content."""
+    content = join(parts)
+    if not content:
+        return content
+    heading = tag("h2", title, id=key)
+    return tag("section", heading, content)
+
+
+def small_below(value: object, note: object) -> Html:
+    """A value with a note in small print on the next line."""
+    return join([value, Html("<br>"), tag("small", note)])
 
 
 def table(head: Sequence[object], rows: Iterable[Sequence[object]], kind: str = "") -> Html:
     """A table; a cell that is Html and begins with `<t` is a cell already."""
-    top = join(cell(word, "th", scope="col") for word in head)
-    body = [tag("tr", join([cell(row[0], "th", scope="row"), *map(cell, row[1:])])) for row in rows]
+    body = []
+    for first, *others in rows:
+        cells = [_cell(first, "th", scope="row")]
+        cells += map(_cell, others)
+        body.append(tag("tr", *cells))
     if not body:
         return Html("")
-    whole = tag("table", join([tag("thead", tag("tr", top)), tag("tbody", join(body))]), class_=kind)
-    return tag("div", whole, class_="scroll", tabindex="0") if "wide" not in kind else whole
+    titles = join(_cell(title, "th", scope="col") for title in head)
+    parts = [tag("thead", tag("tr", titles)), tag("tbody", *body)]
+    element = tag("table", *parts, class_=kind)
+    if "wide" in kind:
+        return element
+    return tag("div", element, class_="scroll", tabindex="0")
 
 
-def cell(value: object, name: str = "td", **attributes: str) -> Html:
+def _cell(value: object, name: str = "td", **attributes: str) -> Html:
     if isinstance(value, Html) and value.startswith(("<td", "<th")):
         return value
     return tag(name, value, **attributes)
 
 
 def figure(value: float, digits: int = 4) -> str:
-    """A number for people: at most so many significant digits, thousands apart."""
+    """A number for people: at most so many significant digits, with thousands separators."""
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
     if abs(value) >= 10 ** (digits - 1):
@@ -56,5 +79,8 @@ def figure(value: float, digits: int = 4) -> str:
     return f"{value:,.{digits}g}"
 
 
-def details(summary: object, inner: object, **attributes: str) -> Html:
-    return tag("details", join([tag("summary", summary), inner]), **attributes)
+def details(summary: object, inner: object, *, is_open: bool = False, **attributes: str) -> Html:
+    """A part that the reader can unfold."""
+    if is_open:
+        attributes["open"] = "open"
+    return tag("details", tag("summary", summary), inner, **attributes)

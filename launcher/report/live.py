@@ -1,4 +1,4 @@
-"""What a terminal shows while a run goes on: a panel of a few lines; elsewhere a line now and then."""
+"""What a terminal shows of a live run: a panel of a few lines; elsewhere a line now and then."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 import typer
 
 from launcher import redaction
+from launcher.config.durations import format_age
 from launcher.config.points import POINTS
 from launcher.printable import printable
 from launcher.redaction import Redactor, redact
-from launcher.report.progress import ENDED, TRACKER, Progress, Tail, clock, tracker
+from launcher.report.progress import ENDED, TRACKER, Progress, Tail, find_tracker, format_clock
 from launcher.runs import events
 from launcher.upstream.logs import open_instruct
 from launcher.verdict.logs.segments import BAR
@@ -27,13 +28,17 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _ANNOUNCED = next(p.regex for p in open_instruct.PATTERNS if p.name == "total_steps")
-# a row of the data, which upstream shows before it trains, may say anything
-_OF_DATA = re.compile(rb"['\"{}]")
-PLAIN_EVERY_S = 5.0  # seconds between plain lines in the first minute; later up to twelve times as many
-CAUGHT_UP = 64 * 2**10  # bytes at the end of a record that are enough to say where a run stands
-BACKLOG = 16 * 2**20  # bytes of the log that the view reads at most after falling behind a very talkative training
+# upstream shows a row of the data before it trains, and that may say anything
+_DATA_MARK = re.compile(rb"['\"{}]")
+PLAIN_EVERY_S = 5.0
+"""Seconds between plain lines in the first minute; later up to twelve times as many."""
+CAUGHT_UP = 64 * 2**10
+"""Bytes at the end of a record that are enough to say where a run stands."""
+BACKLOG = 16 * 2**20
+"""Bytes of the log that the view reads at most after falling behind."""
 _BLOCKS = "▁▂▃▄▅▆▇█"
-_CELLS = 30  # of the bar, where there is room
+_BAR_CELLS = 30
+_LEAST_BAR_CELLS = 4
 _ALARMING = [state for point in POINTS for state in point.alarming]
 
 
@@ -47,27 +52,34 @@ class View:
         terminal: bool,
         redactor: Redactor | None = None,
     ):
-        # a terminal is looked at over shoulders, and its lines end up in logs of jobs
+        # a terminal is seen by others, and its lines end up in logs of jobs
         self.redactor = redactor or redaction.of_process()
         self.title = self.redactor.redact(title)
-        self.log, self.events = Tail(console), Tail(probe / "rank-0.jsonl")
-        self.probe, self.others = probe, list[tuple[Tail, Progress]]()
-        self.progress, self.tracker = progress, tracker(console, self.redactor)
-        # of a run that goes on, the last of what it has done is enough
+        self.log = Tail(console)
+        self.events = Tail(probe / "rank-0.jsonl")
+        self.probe = probe
+        self.others: list[tuple[Tail, Progress]] = []
+        self.progress = progress
+        self.tracker = find_tracker(console, self.redactor)
+        self.announced = False
+        self.terminal = terminal
+        self.live: Live | None = None
+        self.begun = time.monotonic()
+        self.printed_at = 0.0
+        self.printed = ""
+        self.tracker_printed = False
+        self._catch_up()
+
+    def _catch_up(self) -> None:
+        """Read the beginning of the record, which has the proofs, and leave out all but its end."""
         self.log.skip(CAUGHT_UP)
-        # what was proved stands at its beginning
         for raw in self.events.read(CAUGHT_UP):
-            self.progress.event(events.parse_event(raw) or {})
+            self.progress.add_event(events.parse_event(raw) or {})
         beginning = self.events.offset
         self.events.skip(CAUGHT_UP)
         if self.events.offset > beginning:
             # an attempt that began in between is the one to show
             self.progress.foreign = False
-        self.announced = False
-        self.terminal = terminal
-        self.live: Live | None = None
-        self.begun, self.since = time.monotonic(), 0.0
-        self.printed, self.linked = "", False
 
     @contextlib.contextmanager
     def showing(self) -> Iterator[None]:
@@ -80,127 +92,175 @@ class View:
         try:
             yield
             if self.progress.step:
-                self.progress.enter(ENDED)
+                self.progress.enter_phase(ENDED)
         finally:
             # a terminal that has gone must not take the verdict with it
             with contextlib.suppress(OSError, ValueError):
-                self.take_in()
+                self.read_new()
                 self.show(last=True)
             if self.live is not None:
                 with contextlib.suppress(OSError, ValueError):
                     self.live.stop()
 
     def tick(self) -> None:
-        self.take_in()
+        self.read_new()
         self.show()
 
-    def take_in(self) -> None:
+    def read_new(self) -> None:
+        """Read what the training has written since the last call."""
         for raw in self.events.read():
-            self.progress.event(events.parse_event(raw) or {})
-        self._take_in_losses()
+            self.progress.add_event(events.parse_event(raw) or {})
+        self._read_losses_of_other_ranks()
         self.log.skip(BACKLOG)
         for raw in self.log.read():
-            self._total(raw)
-            self.progress.work(raw)
-            self.progress.logged(raw)
+            self._read_total(raw)
+            self.progress.read_phase(raw)
+            self.progress.read_logged_step(raw)
             if self.tracker is None and TRACKER.search(raw):
-                self.tracker = tracker(self.log.path)
+                self.tracker = find_tracker(self.log.path, self.redactor)
 
-    def _take_in_losses(self) -> None:
-        """Those of the other ranks."""
-        for rank in range(len(self.others) + 1, self.progress.world):
-            self.others.append((Tail(self.probe / f"rank-{rank}.jsonl"), Progress(None, self.progress.attempt)))
-            self.others[-1][0].skip(CAUGHT_UP)
+    def _read_losses_of_other_ranks(self) -> None:
+        first = len(self.others) + 1
+        for rank in range(first, self.progress.world):
+            tail = Tail(self.probe / f"rank-{rank}.jsonl")
+            tail.skip(CAUGHT_UP)
+            progress = Progress(None, self.progress.attempt)
+            self.others.append((tail, progress))
         for tail, other in self.others:
             for raw in tail.read():
                 before = other.step
-                other.event(events.parse_event(raw) or {})
+                other.add_event(events.parse_event(raw) or {})
                 if other.step not in (before, 0):
                     self.progress.add_loss(other.step, other.loss)
 
-    def _total(self, raw: bytes) -> None:
-        announced, bar = _ANNOUNCED.search(raw), BAR.match(raw)
-        if announced and not _OF_DATA.search(raw, 0, announced.start()):
-            # what upstream says counts for more than what the plan could know, and its last word for most
-            self.progress.total, self.announced = int(announced["total"]), True
-        elif bar and self.progress.total is None and not self.announced:
-            # a bar that is further than the training is of something else
-            done, total = int(bar["done"]), int(bar["total"])
-            here = self.progress.step
-            self.progress.total = total if 0 < here <= total and done <= here + 1 else None
+    def _read_total(self, raw: bytes) -> None:
+        """Take the number of steps from a line of the log, if it says one."""
+        announced = _ANNOUNCED.search(raw)
+        if announced and not _DATA_MARK.search(raw, 0, announced.start()):
+            # upstream knows it better than the plan, and its last word counts
+            self.progress.total = int(announced["total"])
+            self.announced = True
+            return
+        bar = BAR.match(raw)
+        if bar is None or self.progress.total is not None or self.announced:
+            return
+        # a bar that is further than the training is of something else
+        total = int(bar["total"])
+        step = self.progress.step
+        if 0 < step <= total and int(bar["done"]) <= step + 1:
+            self.progress.total = total
 
     def show(self, *, last: bool = False) -> None:
-        """Draw the panel, or print a line where it is due: it changed, and not so often."""
+        """Draw the panel, or print a line if it changed and one is due."""
         if self.live is not None:
             from rich.console import Group
 
             lines = panel(self.title, self.progress, self.live.console, self.tracker, self.redactor)
             self.live.update(Group(*lines))
             return
-        if self.tracker and not self.linked:
-            self.linked = True
+        if self.tracker and not self.tracker_printed:
+            self.tracker_printed = True
             typer.echo(f"{self.title}   {self.tracker}", err=True)
-        line = self.redactor.redact(printable(f"{self.title}   {self.progress.line()}")).replace("\n", " ")
+        text = f"{self.title}   {self.progress.describe()}"
+        line = self.redactor.redact(printable(text)).replace("\n", " ")
         now = time.monotonic()
-        every = PLAIN_EVERY_S * min(12.0, max(1.0, (now - self.begun) / 60))
-        due = last or now - self.since >= every or not self.printed
-        if due and line != self.printed:
-            self.since, self.printed = now, line
+        minutes = (now - self.begun) / 60
+        interval = PLAIN_EVERY_S * min(12.0, max(1.0, minutes))
+        is_due = last or not self.printed or now - self.printed_at >= interval
+        if is_due and line != self.printed:
+            self.printed_at = now
+            self.printed = line
             typer.echo(line, err=True)
 
 
 def panel(
-    title: str, progress: Progress, console: Console, tracker: str | None, redactor: Redactor | None = None
+    title: str,
+    progress: Progress,
+    console: Console,
+    tracker: str | None,
+    redactor: Redactor | None = None,
 ) -> list[Text]:
-    """The lines on a terminal: how far, the loss, the machine, what is proved, where it is tracked."""
+    """The lines on a terminal: progress, loss, machine, what is proved, where it is tracked."""
     plain = console.options.ascii_only
-    parts = [_head(progress, console.width - len(title), plain=plain)]
+    head = _head(progress, console.width - len(title), plain=plain)
+    first = _line([title, *head])
+    first.stylize("bold", 0, len(title))
+    lines = [first]
     if progress.step:
-        parts += [_figures(progress, plain=plain), _machine(progress)]
-    lines = [_line([title, *parts[0]], bold=len(title)), *map(_line, filter(None, parts[1:]))]
+        lines.append(_line(_figures(progress, plain=plain)))
+        machine = _machine(progress)
+        if machine:
+            lines.append(_line(machine))
     if progress.hang is not None:
-        hang = progress.hang if redactor is None else redactor.redact(progress.hang)
-        lines.append(_hang(hang))
+        said = progress.hang
+        if redactor is not None:
+            said = redactor.redact(said)
+        hang = _line([f"hangs: {said}"])
+        hang.stylize("bold red")
+        lines.append(hang)
     if progress.shown:
         lines.append(_proofs(progress))
-    return [*lines, *([_line([tracker])] if tracker else [])]
+    if tracker:
+        lines.append(_line([tracker]))
+    return lines
 
 
-def _line(parts: Sequence[str], *, bold: int = 0) -> Text:
+def _line(parts: Sequence[str]) -> Text:
     from rich.text import Text
 
-    text = " ".join(redact(printable("   ".join(parts))).split("\n"))
-    line = Text(text, no_wrap=True, overflow="ellipsis")
-    line.stylize("bold", 0, bold)
-    return line
+    return Text(_clean_line("   ".join(parts)), no_wrap=True, overflow="ellipsis")
+
+
+def _clean_line(text: str) -> str:
+    return redact(printable(text)).replace("\n", " ")
 
 
 def _head(progress: Progress, width: int, *, plain: bool) -> list[str]:
-    """Bar, step and both clocks, in so many columns; before the first step the phase and its clock."""
-    now = time.time()
-    passed = [] if progress.began is None else [f"{clock(max(0.0, now - progress.began))} elapsed"]
+    """Bar, step and both clocks within `width` columns; before the first step the phase."""
     if not progress.step:
-        whole = progress.since is None or progress.since == progress.began
-        own = [] if progress.since is None or whole else [clock(max(0.0, now - progress.since))]
-        return [progress.phase, *own, *passed]
-    of = f"/{progress.total:,}" if progress.total else ""
-    epoch = [] if progress.epoch is None else [f"epoch {progress.epoch:.2f}"]
-    parts = [f"step {progress.step:,}{of}", *epoch, *passed]
+        return _phase(progress)
+    step = f"step {progress.step:,}"
+    if progress.total:
+        step += f"/{progress.total:,}"
+    parts = [step]
+    if progress.epoch is not None:
+        parts.append(f"epoch {progress.epoch:.2f}")
+    parts += _elapsed(progress)
     if progress.step == progress.total or progress.phase == ENDED:
         parts.append(progress.phase)
     elif progress.left_s is not None:
-        parts.append(f"{clock(progress.left_s)} left")
-    # the bar gives way to words
-    cells = min(_CELLS, width - sum(len(part) + 3 for part in parts) - 3)
-    if not progress.total or cells < 4:
+        parts.append(f"{format_clock(progress.left_s)} left")
+    taken = sum(len(part) + 3 for part in parts) + 3
+    cells = min(_BAR_CELLS, width - taken)
+    if not progress.total or cells < _LEAST_BAR_CELLS:
         return parts
     done = min(cells, cells * progress.step // progress.total)
-    full, empty = ("#", "-") if plain else ("█", "░")
-    return [full * done + empty * (cells - done), *parts]
+    bar = "█" * done + "░" * (cells - done)
+    if plain:
+        bar = bar.replace("█", "#").replace("░", "-")
+    return [bar, *parts]
+
+
+def _phase(progress: Progress) -> list[str]:
+    parts = [progress.phase]
+    if progress.since is not None and progress.since != progress.began:
+        parts.append(_clock_since(progress.since))
+    return parts + _elapsed(progress)
+
+
+def _elapsed(progress: Progress) -> list[str]:
+    if progress.began is None:
+        return []
+    return [f"{_clock_since(progress.began)} elapsed"]
+
+
+def _clock_since(moment: float) -> str:
+    """How long ago a moment was, in seconds since the epoch."""
+    return format_clock(max(0.0, time.time() - moment))
 
 
 def _figures(progress: Progress, *, plain: bool) -> list[str]:
-    loss = "loss not finite" if progress.loss is None else f"loss {progress.loss:.4f}"
+    loss = progress.loss_text()
     curve = "" if plain else sparkline(progress.losses)
     parts = [f"{loss} {curve}".strip(), *progress.preferences()]
     if progress.grad_norm is not None:
@@ -215,33 +275,40 @@ def _machine(progress: Progress) -> list[str]:
     if progress.tokens_per_second:
         parts.append(f"{progress.tokens_per_second:,.0f} tokens/s")
     if progress.memory_gib:
-        of = f" of {progress.card_gib:.0f}" if progress.card_gib else ""
-        parts.append(f"{progress.memory_gib:.1f}{of} GiB")
+        memory = f"{progress.memory_gib:.1f}"
+        if progress.card_gib:
+            memory += f" of {progress.card_gib:.0f}"
+        parts.append(f"{memory} GiB")
     if progress.saved is not None:
-        step, at = progress.saved
-        parts.append(f"checkpoint of step {step:,}, {clock(max(0.0, time.time() - at))} ago")
+        step, moment = progress.saved
+        age = format_age(time.time() - moment)
+        parts.append(f"checkpoint of step {step:,}, {age} ago")
     return parts
 
 
-def _hang(message: str) -> Text:
-    line = _line([f"hangs: {message}"])
-    line.stylize("bold red")
-    return line
-
-
 def _proofs(progress: Progress) -> Text:
-    line = _line(["so far: " + ", ".join(f"{name} {state}" for name, state in progress.shown.items())])
+    proofs = ", ".join(f"{name} {state}" for name, state in progress.shown.items())
+    line = _line([f"so far: {proofs}"])
     line.stylize("dim")
     line.highlight_words(_ALARMING, "bold red")
     return line
 
 
 def sparkline(values: Sequence[float], cells: int = 20) -> str:
-    """Values as a curve one line high, over all of them."""
+    """Values as a curve one line high; each cell is the mean of a group of values."""
     size = -(-len(values) // cells) or 1
-    bins = [statistics.fmean(values[at : at + size]) for at in range(0, len(values), size)]
-    if len(bins) < 2:
+    means = []
+    for begin in range(0, len(values), size):
+        means.append(statistics.fmean(values[begin : begin + size]))
+    if len(means) < 2:
         return ""
-    low, high = min(bins), max(bins)
-    scale = (len(_BLOCKS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BLOCKS[round((value - low) * scale)] for value in bins)
+    low = min(means)
+    height = max(means) - low
+    scale = 0.0
+    if height:
+        scale = (len(_BLOCKS) - 1) / height
+    curve = ""
+    for mean in means:
+        level = round((mean - low) * scale)
+        curve += _BLOCKS[level]
+    return curve

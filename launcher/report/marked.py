@@ -51,25 +51,30 @@ class Paper:
         self._redactor = redactor
         is_terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
         self.colour = is_terminal and not os.environ.get("NO_COLOR")
-        encoding = (sys.stdout.encoding or "ascii").lower().replace("-", "")
-        self._is_ascii = not encoding.startswith("utf")
+        encoding = sys.stdout.encoding or "ascii"
+        self._is_ascii = not encoding.lower().startswith("utf")
 
     def line(self, parts: Sequence[Span]) -> None:
         """One line of launch's own words; what they quote stays on it."""
-        clean = [Span(self._clean(part.text).replace("\n", " "), part.style) for part in parts]
-        if not self.colour:
-            console.say("".join(part.text for part in clean).rstrip())
+        clean = []
+        for part in self._clean_parts(parts):
+            text = part.text.replace("\n", " ")
+            clean.append(Span(text, part.style))
+        if self.colour:
+            self._print(clean)
             return
-        self._print(clean)
+        line = "".join(part.text for part in clean)
+        console.say(line.rstrip())
 
     def text(self, parts: Sequence[Span]) -> None:
         """Text of any length behind a line at the left; trained parts are marked."""
-        for line in _lines([Span(self._clean(part.text), part.style) for part in parts]):
-            gutter = Span(f"  {self._drawn(GUTTER)} ", "quiet")
+        gutter = Span(f"  {self._drawn(GUTTER)} ", "quiet")
+        for line in _lines(self._clean_parts(parts)):
             if self.colour:
                 self._print_wrapped(gutter, line)
             else:
-                console.say("".join([gutter.text, *_bracketed(line)]).rstrip())
+                text = gutter.text + "".join(_bracketed(line))
+                console.say(text.rstrip())
 
     def _drawn(self, text: str) -> str:
         if self._is_ascii:
@@ -77,9 +82,12 @@ class Paper:
                 text = text.replace(drawn, plain)
         return text
 
-    def _clean(self, text: str) -> str:
-        cleaned = self._redactor.redact(printable(text))
-        return self._drawn(cleaned) if self._is_ascii else cleaned
+    def _clean_parts(self, parts: Sequence[Span]) -> list[Span]:
+        clean = []
+        for part in parts:
+            text = self._drawn(self._redactor.redact(printable(part.text)))
+            clean.append(Span(text, part.style))
+        return clean
 
     def _print(self, parts: Sequence[Span]) -> None:
         # the terminal wraps it
@@ -104,7 +112,8 @@ def _rich(parts: Sequence[Span]) -> Text:
 
     text = Text()
     for part in parts:
-        text.append(part.text, _STYLES[part.style] if part.style is not None else "")
+        style = "" if part.style is None else _STYLES[part.style]
+        text.append(part.text, style)
     return text
 
 

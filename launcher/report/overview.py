@@ -7,209 +7,314 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from launcher import __version__, files
+from launcher.config.durations import format_age
 from launcher.errors import brief
 from launcher.machine import codec, process
 from launcher.paths import exists
-from launcher.report.progress import Progress, clock, tracker
+from launcher.report.progress import Progress, find_tracker
 from launcher.runs import events, preemption, rundir, runner, slurm
 from launcher.runs.record import Manifest, Record
 from launcher.runs.rundir import RunFolder
 from launcher.verdict import ending, evidence, summary
 
-COLUMNS = "run stage state verdict step loss tokens/s age gpus checkpoint output wandb".split()
-_IN_WORDS = {"unknown": "unknown here"}  # in a table beside nothing that explains it
+COLUMNS = (
+    "run",
+    "stage",
+    "state",
+    "verdict",
+    "step",
+    "loss",
+    "tokens/s",
+    "age",
+    "gpus",
+    "checkpoint",
+    "output",
+    "wandb",
+)
 _STEP = b'"event": "step"'
-_ROW = 2  # version of the rows of runs that are over, which are kept: read anew, a thousand take a second
+_CACHE_VERSION = 2
+_CACHED_FIELDS = ("created", "backend", "output")
+"""What the current columns of a run need of its manifest."""
 _SETTLED_S = 2.0
 _RECORDED = ("finished", "failed", "stopped", "preempted")
 _ENDED = (*_RECORDED, "lost")
+_TAIL_WINDOWS = (2**11, 2**16, 2**22)
+
+Row = dict[str, Any]
+"""The columns of one run, by name."""
 
 
-def rows(folders: Sequence[RunFolder]) -> list[dict[str, Any]]:
-    """Rows of the runs that have begun, oldest first; `part_of` is the pipeline, bench, ladder or tune."""
-    campaigns, file = rundir.campaign_by_run(folders), rundir.state_folder() / "rows.json"
-    known, new, found = Record(rundir.read_json(file)), dict[str, Any](), []
+def list_rows(folders: Sequence[RunFolder]) -> list[Row]:
+    """The rows of the runs that have begun, oldest first.
+
+    `part_of` is the folder of the pipeline, bench, ladder or tune that a run belongs to.
+    """
+    campaigns = rundir.campaign_by_run(folders)
+    cache = _RowCache.load()
+    rows = []
     for folder in folders:
-        # no run's records may end the list of the others
+        # unreadable records of one run must not end the list of the others
         try:
-            one = _row_or_kept(folder, known, new)
+            row = cache.read_row(folder)
         except Exception as error:
-            one = _unreadable(folder, error)
-        if one is not None:
-            part_of = campaigns.get(folder.path)
-            found.append({**one, "part_of": str(part_of) if part_of else None})
-    if new:
-        there = {path: kept for path, kept in known.items() if os.path.isdir(path)}
-        # a state folder that cannot be written costs the next list some time
+            row = _unreadable_row(folder, error)
+        if row is not None:
+            campaign = campaigns.get(folder.path)
+            rows.append({**row, "part_of": str(campaign) if campaign else None})
+    cache.save()
+    return rows
+
+
+@dataclass(slots=True)
+class _RowCache:
+    """The rows of runs that are over, in one file: without it, a thousand rows take a second."""
+
+    file: Path
+    saved: Record
+    added: Record = field(default_factory=Record)
+
+    @classmethod
+    def load(cls) -> "_RowCache":
+        file = rundir.state_folder() / "rows.json"
+        return cls(file, Record(rundir.read_json(file)))
+
+    def read_row(self, folder: RunFolder) -> Row | None:
+        """The row of a run; None if the run never began."""
+        path = str(folder.path)
+        stamp = _stamp(folder)
+        if stamp is not None:
+            entry = self.saved.part(path)
+            row = entry.part("row")
+            if entry.get("stamp") == stamp and _is_row(row, path):
+                manifest = Manifest(entry.part("manifest"))
+                return row | _current_columns(manifest)
+        if not rundir.has_begun(folder):
+            return None
+        manifest = rundir.read_manifest(folder)
+        columns = _lasting_columns(folder, manifest)
+        is_over = columns["state"] in _RECORDED and not folder.job.exists()
+        if stamp is not None and is_over:
+            self.added[path] = {
+                "stamp": stamp,
+                "manifest": {name: manifest.get(name) for name in _CACHED_FIELDS},
+                "row": columns,
+            }
+        return columns | _current_columns(manifest)
+
+    def save(self) -> None:
+        if not self.added:
+            return
+        entries = {}
+        for path, entry in self.saved.items():
+            if os.path.isdir(path):
+                entries[path] = entry
+        entries |= self.added
+        # one line: ten thousand rows take seconds to indent
+        text = json.dumps(entries, default=str)
+        # without a writable state folder, the next list takes longer
         with contextlib.suppress(OSError):
-            file.parent.mkdir(parents=True, exist_ok=True)
-            # in one line: ten thousand rows take seconds to indent
-            files.write_bytes(file, json.dumps(there | new, default=str).encode())
-    return found
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            files.write_bytes(self.file, text.encode())
 
 
-def _row_or_kept(folder: RunFolder, known: Record, new: dict[str, Any]) -> dict[str, Any] | None:
-    """The row of a run, of one that is over as it was kept; into `new` goes what is to be kept. None of what never
-    began."""
-    path = str(folder.path)
-    stamp = _stamp(folder)
-    kept = known.part(path) if stamp else Record()
-    if kept.get("stamp") == stamp and _is_row(kept.part("row"), path):
-        return kept.part("row") | _passing(Manifest(kept.part("manifest")))
-    if not rundir.has_begun(folder):
-        return None
-    manifest = rundir.read_manifest(folder)
-    row = _lasting(folder, manifest)
-    if stamp and row["state"] in _RECORDED and not folder.job.exists():
-        about = {name: manifest.get(name) for name in ("created", "backend", "output")}
-        new[path] = {"stamp": stamp, "manifest": about, "row": row}
-    return row | _passing(manifest)
-
-
-_TEXT = str | None
 _ROW_KINDS: Mapping[str, Any] = {
     "run": str,
     "path": str,
-    "stage": _TEXT,
+    "stage": str | None,
     "state": str,
-    "verdict": _TEXT,
-    "outcome": _TEXT,
+    "verdict": str | None,
+    "outcome": str | None,
     "step": int,
     "steps": int | None,
     "loss": float | None,
     "tokens/s": float | None,
     "gpus": int | None,
-    "output": _TEXT,
-    "wandb": _TEXT,
+    "output": str | None,
+    "wandb": str | None,
 }
 
 
-def _is_row(kept: Record, path: str) -> bool:
-    """Whether a row that was kept is one of this run, each value of its type."""
-    fits = (codec.fit_value(kept.get(name), kind, kept) is not kept for name, kind in _ROW_KINDS.items())
-    return kept.keys() == _ROW_KINDS.keys() and kept.get("path") == path and all(fits)
+def _is_row(cached: Record, path: str) -> bool:
+    """Whether a cached row is one of this run, with every value of its type."""
+    if cached.keys() != _ROW_KINDS.keys() or cached.get("path") != path:
+        return False
+    misfit = object()
+    for name, kind in _ROW_KINDS.items():
+        if codec.fit_value(cached.get(name), kind, misfit) is misfit:
+            return False
+    return True
 
 
-def _unreadable(folder: RunFolder, error: Exception) -> dict[str, Any]:
+def _unreadable_row(folder: RunFolder, error: Exception) -> Row:
     """The row of a run whose records cannot be read, with the reason as its outcome."""
-    row = dict.fromkeys(_ROW_KINDS)
-    reason = f"its records cannot be read: {brief(f'{type(error).__name__}: {error}')}"
-    about = {"run": folder.path.name, "path": str(folder.path), "state": "unknown", "step": 0, "outcome": reason}
-    return {**row, **about, "age": None, "checkpoint": None}
+    reason = brief(f"{type(error).__name__}: {error}")
+    row: Row = dict.fromkeys(_ROW_KINDS)
+    row |= {
+        "run": folder.path.name,
+        "path": str(folder.path),
+        "state": "unknown",
+        "step": 0,
+        "outcome": f"its records cannot be read: {reason}",
+        "age": None,
+        "checkpoint": None,
+    }
+    return row
 
 
 def _stamp(folder: RunFolder) -> str | None:
-    """Changes with every file that is written into a run folder; None where that may just be happening."""
+    """A text that changes with every file written into a run folder; None while it may change."""
     try:
         changed = folder.path.stat().st_mtime_ns
     except OSError:
         return None
-    settled = time.time() - changed / 1e9 > _SETTLED_S
-    return f"{__version__} {_ROW} {changed}" if settled else None
+    if time.time() - changed / 1e9 <= _SETTLED_S:
+        return None
+    return f"{__version__} {_CACHE_VERSION} {changed}"
 
 
-def entries(rows: Sequence[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """The rows by pipeline, bench, ladder and tune, each other run by itself; the newest last."""
-    found: dict[str, list[dict[str, Any]]] = {}
-    for one in reversed(rows):
-        found.setdefault(one["part_of"] or one["path"], []).insert(0, one)
-    return [*reversed(found.values())]
+def group_rows(rows: Sequence[Row]) -> list[list[Row]]:
+    """The rows by pipeline, bench, ladder or tune, each other run by itself; the newest last."""
+    groups: dict[str, list[Row]] = {}
+    for row in reversed(rows):
+        group = groups.setdefault(row["part_of"] or row["path"], [])
+        group.insert(0, row)
+    return list(reversed(groups.values()))
 
 
-def entry(group: Sequence[Mapping[str, Any]], *, whole: bool = False) -> Mapping[str, Any]:
-    """One line for a group of `entries`, or with `whole` for its first run."""
+def summarize(group: Sequence[Row], *, runs_only: bool = False) -> Row:
+    """One line for a group of rows; with `runs_only`, for its first run."""
     first = group[0]
-    words = [[_IN_WORDS.get(one[key], one[key]) for one in group] for key in ("state", "outcome")]
-    if whole or first["part_of"] is None:
-        return {**first, "state": words[0][0], "verdict": words[1][0]}
-    path = Path(first["part_of"])
-    counts = (Counter(word for word in column if word is not None) for column in words)
-    state, verdict = (", ".join(f"{n} {word}" for word, n in count.items()) or None for count in counts)
-    kind = path.name.partition("-")[2].partition("-")[0]
-    return {"run": path.name, "stage": kind, "age": first["age"], "state": state, "verdict": verdict}
+    states = [_state_word(row) for row in group]
+    if runs_only or first["part_of"] is None:
+        return {**first, "state": states[0], "verdict": first["outcome"]}
+    name = Path(first["part_of"]).name
+    return {
+        "run": name,
+        "stage": name.partition("-")[2].partition("-")[0],
+        "age": first["age"],
+        "state": _count_words(states),
+        "verdict": _count_words(row["outcome"] for row in group),
+    }
 
 
-def row(folder: RunFolder) -> dict[str, Any]:
+def _state_word(row: Row) -> str:
+    # nothing in a table explains `unknown`
+    state = str(row["state"])
+    return "unknown here" if state == "unknown" else state
+
+
+def _count_words(words: Iterable[str | None]) -> str | None:
+    counts = Counter(word for word in words if word is not None)
+    return ", ".join(f"{count} {word}" for word, count in counts.items()) or None
+
+
+def read_row(folder: RunFolder) -> Row:
     manifest = rundir.read_manifest(folder)
-    return _lasting(folder, manifest) | _passing(manifest)
+    return _lasting_columns(folder, manifest) | _current_columns(manifest)
 
 
-def _passing(manifest: Manifest) -> dict[str, Any]:
-    written = None
+def _current_columns(manifest: Manifest) -> Row:
+    """The columns that depend on the time of the question."""
+    checkpoint = None
     if manifest.output is not None and exists(manifest.output):
-        # what names checkpoints need not be waited for where none can be
+        # imported here: it is slow, and without an output there are no checkpoints
         from launcher.artifacts import checkpoints
 
         written = checkpoints.last_written(str(manifest.backend), manifest.output)
-    checkpoint = None if written is None else clock(max(0.0, time.time() - written))
-    return {"age": age(manifest.created), "checkpoint": checkpoint}
+        if written is not None:
+            checkpoint = format_age(time.time() - written)
+    return {"age": _age(manifest.created), "checkpoint": checkpoint}
 
 
-def _lasting(folder: RunFolder, manifest: Manifest) -> dict[str, Any]:
+def _lasting_columns(folder: RunFolder, manifest: Manifest) -> Row:
     progress = Progress(total=manifest.steps, world=manifest.processes or 1)
     number = max(1, folder.attempts())
-    # the speed of an attempt that is over is its verdict's: that of all steady steps, and of every rank
-    last_steps(folder, progress, last_only=folder.exit(number).exists())
-    now = state(folder, progress, number)
-    judged = Record(rundir.read_json(folder.verdict) if now in _ENDED else {})
-    # the file of an attempt that goes on is that of the one before; so is it where nobody lived to judge the last one
-    if judged and not folder.concluded(number).exists() and rundir.is_judged(folder, number - 1):
-        judged = Record()
-    # a verdict counts every rank; the end of rank 0's record is all that is read of a run that goes on
-    loss, rate = judged.figure("metrics", "last_loss"), judged.figure("metrics", "tokens_per_second")
-    loss = progress.loss if loss is None else loss
-    rate = progress.tokens_per_second if rate is None else rate
-    if rate is not None and not math.isfinite(rate):
-        rate = None
+    # the speed of an attempt that is over is its verdict's: that of all steady steps and ranks
+    read_last_steps(folder, progress, last_only=folder.exit(number).exists())
+    state = read_state(folder, progress, number)
+    verdict = Record()
+    if state in _ENDED:
+        verdict = _verdict_of(folder, number)
+    loss = verdict.figure("metrics", "last_loss")
+    if loss is None:
+        loss = progress.loss
+    speed = verdict.figure("metrics", "tokens_per_second")
+    if speed is None:
+        speed = progress.tokens_per_second
+    if speed is not None and not math.isfinite(speed):
+        speed = None
+    outcome = None
+    if verdict:
+        outcome = summary.outcome(verdict)
+    elif progress.hang is not None and state in ("running", "orphaned"):
+        outcome = "hangs"
+    tracker = None
+    if manifest.get("tracked"):
+        tracker = find_tracker(folder.console(number))
     return {
         "run": folder.path.name,
         "path": str(folder.path),
         "stage": manifest.stage,
-        "state": now,
-        "verdict": judged.text("status"),
-        "outcome": _outcome(judged, progress, now),
-        "step": max(progress.step, judged.number("steps") or 0),
+        "state": state,
+        "verdict": verdict.text("status"),
+        "outcome": outcome,
+        "step": max(progress.step, verdict.number("steps") or 0),
         "steps": progress.total,
         "loss": None if loss is None else round(loss, 4),
-        "tokens/s": None if rate is None else round(rate),
+        "tokens/s": None if speed is None else round(speed),
         "gpus": manifest.gpus,
         "output": manifest.text("output"),
-        "wandb": tracker(folder.console(number)) if manifest.get("tracked") else None,
+        "wandb": tracker,
     }
 
 
-def _outcome(judged: Record, progress: Progress, state: str) -> str | None:
-    if judged:
-        return summary.outcome(judged)
-    if progress.hang is not None and state in ("running", "orphaned"):
-        return "hangs"
-    return None
+def _verdict_of(folder: RunFolder, number: int) -> Record:
+    """The verdict of an attempt; empty if the file is still that of the attempt before."""
+    verdict = Record(rundir.read_json(folder.verdict))
+    is_concluded = folder.concluded(number).exists()
+    if verdict and not is_concluded and rundir.is_judged(folder, number - 1):
+        return Record()
+    return verdict
 
 
-def state(folder: RunFolder, progress: Progress | None = None, number: int | None = None) -> str:
-    """queued, running, orphaned, finished, failed, stopped, preempted, unknown or lost. Preempted: it saved a
-    checkpoint and ended, as requested. Unknown: its processes are out of sight, and there was no heartbeat lately.
-    Lost: ended without a record of how. An orphan trains without the process that keeps it. Where that did not live to
-    record the end, the last word of rank 0's probe counts."""
+def read_state(
+    folder: RunFolder, progress: Progress | None = None, number: int | None = None
+) -> str:
+    """The state of a run: running, queued or orphaned, unknown, or one of `read_end_state`.
+
+    An orphan trains without its supervisor. Unknown: its processes are out of sight, and there was
+    no heartbeat lately.
+    """
     job = slurm.job_of(folder)
-    if job is not None and (jobs := _jobs(int(time.monotonic()))) is not None:
+    jobs = None if job is None else _jobs(int(time.monotonic()))
+    if job is not None and jobs is not None:
         word = slurm.run_state(jobs.get(job))
         if word is not None:
             return word
-    if runner.is_alive(folder.path, lambda: _marks(int(time.monotonic()))):
+    second = int(time.monotonic())
+    if runner.is_alive(folder.path, lambda: _marks(second)):
         return "orphaned" if runner.is_orphaned(folder) else "running"
-    word = ended_state(folder, progress, number)
-    return "unknown" if word == "lost" and runner.unknown_state(folder) is not None else word
+    state = read_end_state(folder, progress, number)
+    if state == "lost" and runner.unknown_state(folder) is not None:
+        return "unknown"
+    return state
 
 
-def ended_state(folder: RunFolder, progress: Progress | None = None, number: int | None = None) -> str:
-    """finished, failed, stopped, preempted or lost, by the run's own record of its last attempt, the `number`-th."""
+def read_end_state(
+    folder: RunFolder, progress: Progress | None = None, number: int | None = None
+) -> str:
+    """How the last attempt, the `number`-th, ended: finished, failed, stopped, preempted or lost.
+
+    Preempted: it saved a checkpoint and ended, as requested. Lost: nothing recorded how it ended.
+    If the supervisor did not live to record the end, the last event of rank 0's probe counts.
+    """
     ended = runner.read_exit(folder, number or max(1, folder.attempts()))
     if ended is not None:
         if ended.preempted:
@@ -217,67 +322,75 @@ def ended_state(folder: RunFolder, progress: Progress | None = None, number: int
         if ended.stopped is not None:
             return "stopped"
         return "finished" if ended.returncode == 0 else "failed"
-    if preemption.SaveRequest(folder=folder.probe, attempt=max(1, folder.attempts())).is_answered():
+    request = preemption.SaveRequest(folder=folder.probe, attempt=max(1, folder.attempts()))
+    if request.is_answered():
         return "preempted"
-    if progress is None or progress.exit is None or not _last_told(folder):
+    if progress is None or progress.exit is None or not _is_last_attempt(folder):
         return "lost"
     if progress.exit == 0:
         return "finished"
-    return "stopped" if _stopped_by_signal(folder) else "failed"
+    return "stopped" if _is_stopped_by_signal(folder) else "failed"
 
 
-def _stopped_by_signal(folder: RunFolder) -> bool:
-    """Whether what is left of a run that nobody could record the end of says that a signal was to end it."""
+def _is_stopped_by_signal(folder: RunFolder) -> bool:
+    """Whether the evidence of a run without a recorded end says that a signal ended it."""
     try:
-        end = ending.ending(evidence.read_run(folder.path))
+        end = ending.find_ending(evidence.read_run(folder.path))
     except OSError:
         return False
     return end.state == "stopped" and end.signal is not None
 
 
-def _last_told(folder: RunFolder) -> bool:
-    """Whether what rank 0's record ends with is of the last attempt, and not of one before."""
-    record = events.read_events(folder.probe / "rank-0.jsonl") if folder.attempts() > 1 else ()
-    attempts = [event.get("attempt") for event in record if event["event"] == "start"]
-    return not attempts or attempts[-1] in (None, folder.attempts())
+def _is_last_attempt(folder: RunFolder) -> bool:
+    """Whether rank 0's record ends with the last attempt."""
+    number = folder.attempts()
+    if number <= 1:
+        return True
+    attempt = None
+    for event in events.read_events(folder.probe / "rank-0.jsonl"):
+        if event["event"] == "start":
+            attempt = event.get("attempt")
+    return attempt in (None, number)
 
 
 @lru_cache(maxsize=1)
 def _jobs(_second: int) -> dict[str, str] | None:
-    """One squeue serves a whole list of runs too."""
+    """The jobs of the queue; one squeue serves a whole list of runs."""
     return slurm.job_states()
 
 
 @lru_cache(maxsize=1)
 def _marks(_second: int) -> frozenset[str]:
-    """One look at all processes serves a whole list of runs."""
+    """The marks of all processes; one look serves a whole list of runs."""
     return process.live_marks()
 
 
-def last_steps(folder: RunFolder, progress: Progress, *, last_only: bool = False) -> None:
-    """Fill in the progress from the end of rank 0's record, or from the last step in it."""
+def read_last_steps(folder: RunFolder, progress: Progress, *, last_only: bool = False) -> None:
+    """Fill in the progress from the end of rank 0's record; `last_only` from the last step on."""
     block = b""
     try:
         with files.open_regular(folder.probe / "rank-0.jsonl") as record:
             size = os.fstat(record.fileno()).st_size
-            # what follows the last step is short, but for the phases of a GPU's memory and the files of a model
-            for window in (2**11, 2**16, 2**22):
+            # what follows the last step is short, except for memory phases and files of a model
+            for window in _TAIL_WINDOWS:
                 record.seek(max(0, size - window))
-                if _STEP in (block := record.read()):
+                block = record.read()
+                if _STEP in block:
                     break
     except OSError:
         return
-    if last_only and (last := block.rfind(_STEP)) >= 0:
+    last = block.rfind(_STEP)
+    if last_only and last >= 0:
         block = block[block.rfind(b"\n", 0, last) + 1 :]
-    # the first may be torn by the window, the last not be finished: neither is JSON then
+    # the window may tear the first line, and the last may be incomplete: neither is JSON then
     for line in block.split(b"\n"):
-        progress.event(events.parse_event(line) or {})
+        progress.add_event(events.parse_event(line) or {})
 
 
-def age(created: object) -> str | None:
+def _age(created: object) -> str | None:
     try:
-        passed = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(str(created))
+        moment = datetime.datetime.fromisoformat(str(created))
+        age = datetime.datetime.now(datetime.UTC) - moment
     except (TypeError, ValueError, OverflowError):
         return None
-    # a clock that was set back makes nothing younger than now
-    return f"{passed.days}d" if passed.days > 0 else clock(max(0.0, passed.total_seconds()))
+    return format_age(age.total_seconds())

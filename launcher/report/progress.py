@@ -1,10 +1,11 @@
-"""How far a running attempt is, and what else people look for, read from what the training processes write."""
+"""How far a running attempt is, read from what the training processes write."""
 
 import contextlib
 import math
 import os
 import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,60 +19,74 @@ from launcher.redaction import Redactor
 TAIL_LINES = 20
 _TAIL_BYTES = 32 * 2**10
 _LINE_CHARS = 400
+_READ_BYTES = 4 * 2**20
+_REST_BYTES = 64 * 2**10
 # W&B and MLflow print the address of a run, trackio the command that shows it
 TRACKER = re.compile(
-    rb"View run\b.{0,200}?(https?://[^\s\x1b\"']+)|(trackio show --project [^\r\n\x1b]{1,100})", re.DOTALL
+    rb"View run\b.{0,200}?(https?://[^\s\x1b\"']+)"
+    rb"|(trackio show --project [^\r\n\x1b]{1,100})",
+    re.DOTALL,
 )
-_TRACKER_WITHIN = 4 * 2**20
 _END = re.compile(rb"[\r\n]")
 WINDOW = 20
-ENDED = "ended"  # the last phase
-# what HF Trainer logs of a step: `{'loss': '0.69', ..., 'rewards/margins': '0.01', 'epoch': '0.25'}`
+ENDED = "ended"
+"""The last phase."""
+# HF Trainer logs of a step: `{'loss': '0.69', ..., 'rewards/margins': '0.01', 'epoch': '0.25'}`
 _LOGGED = re.compile(rb"\{'loss': [^{}]*\}")
-_LOGGED_VALUE = re.compile(rb"'(epoch|rewards/margins|rewards/accuracies)': '?(-?[\d.]+(?:e[+-]?\d+)?)")
+_LOGGED_VALUE = re.compile(
+    rb"'(epoch|rewards/margins|rewards/accuracies)': '?(-?[\d.]+(?:e[+-]?\d+)?)"
+)
 # `Tokenizing train dataset:  38%|###   | 150/400 [00:00<00:00, 1477.32 examples/s]`
-_WORK = re.compile(rb"(?:\A|[ \t])([A-Za-z][^|%\r\n:]{2,60}?): +\d+%\|[^|]*\| *([\d.]+[kMGT]?)/([\d.]+[kMGT]?) \[")
+_WORK = re.compile(
+    rb"(?:\A|[ \t])([A-Za-z][^|%\r\n:]{2,60}?): +\d+%\|[^|]*\| *"
+    rb"([\d.]+[kMGT]?)/([\d.]+[kMGT]?) \["
+)
+_WORKERS = re.compile(r" *\(num_proc=\d+\)")
 # torch/utils/cpp_extension.py
 _BUILD = re.compile(rb"Building extension module (\w+)")
 _LABELS = {event: point.label for point in POINTS for event in point.events}
-"""What the panel calls the point of which an event tells the state."""
+"""The panel's name of the point whose state an event reports."""
 
 
 @dataclass(slots=True)
 class Tail:
-    """New complete lines of a growing file; one that was truncated is begun anew."""
+    """New complete lines of a growing file; a file that was truncated is read from its start."""
 
     path: Path
     offset: int = 0
     rest: bytes = b""
 
-    def read(self, limit: int = 4 * 2**20) -> list[bytes]:
-        """The lines that were finished since the last call, at most `limit` bytes of them."""
+    def read(self, limit: int = _READ_BYTES) -> list[bytes]:
+        """The lines that were completed since the last call, from at most `limit` bytes."""
         try:
             with files.open_regular(self.path, buffering=0) as stream:
                 if os.fstat(stream.fileno()).st_size < self.offset:
-                    self.offset, self.rest = 0, b""
+                    self.offset = 0
+                    self.rest = b""
                 stream.seek(self.offset)
                 block = stream.read(limit)
         except OSError:
             return []
         self.offset += len(block)
-        *lines, self.rest = _END.split(self.rest + block)
+        *lines, rest = _END.split(self.rest + block)
         # a line without end must not grow in memory
-        self.rest = self.rest[-65536:]
+        self.rest = rest[-_REST_BYTES:]
         return lines
 
     def skip(self, backlog: int) -> None:
         """Leave out what is more than `backlog` bytes behind, up to the next line."""
         with contextlib.suppress(OSError):
-            behind = self.path.stat().st_size - backlog
-            if behind > self.offset:
-                self.offset, self.rest = behind, b""
+            offset = self.path.stat().st_size - backlog
+            if offset > self.offset:
+                self.offset = offset
+                self.rest = b""
 
 
 class StepTime(NamedTuple):
-    """One optimizer step: when it was over, its tokens, and what it took itself, where that is recorded. `interrupted`
-    steps followed a save or an evaluation, which counts into their seconds."""
+    """One optimizer step: when it ended, its tokens, and its own seconds if they are recorded.
+
+    An `interrupted` step followed a save or an evaluation, which counts into its seconds.
+    """
 
     elapsed: float
     tokens: float
@@ -79,20 +94,31 @@ class StepTime(NamedTuple):
     interrupted: bool
 
 
+class LossSum(NamedTuple):
+    """The losses of a step, added over so many ranks."""
+
+    total: float
+    ranks: int
+
+
 @dataclass(slots=True)
 class Progress:
-    """What is known of the run right now; memory in GiB. Where an `attempt` is named, what the same record holds of
-    others is left out. `phase` is what happens before the first step and after the last, and `since` when that began;
-    `began`, `since` and `saved` are seconds since the epoch. `shown` is what the probe has proved so far, by name.
-    `sums` are the losses of a step over so many ranks: of TRL only their mean is that of the batch. `hang` says
-    since when nothing moves. `rows_per_step` are those of all ranks, `rows` those of an epoch, None where unknown;
-    `logged_epoch` is the last one in the log. `margin` (of rewards) and `accuracy` (a share) are those of DPO."""
+    """What is known of a run right now; memory in GiB.
+
+    With an `attempt`, what the same record holds of other attempts is left out (`foreign`).
+    `phase` is what happens before the first step and after the last, `since` when it began.
+    `began`, `since` and `saved` are seconds since the epoch. `shown` is what the probe has proved,
+    by name. `sums` has the losses by step: of TRL, only the mean over ranks is that of the batch.
+    `hang` says since when nothing moves. `rows_per_step` counts the rows of all ranks, `rows` those
+    of an epoch; None if unknown. `logged_epoch` is the last one in the log. `margin` (of rewards)
+    and `accuracy` (a share) are those of DPO.
+    """
 
     total: int | None
     attempt: int | None = None
     foreign: bool = False
     step: int = 0
-    sums: dict[int, tuple[float, int]] = field(default_factory=dict)
+    sums: dict[int, LossSum] = field(default_factory=dict)
     grad_norm: float | None = None
     learning_rate: float | None = None
     memory_gib: float | None = None
@@ -112,11 +138,13 @@ class Progress:
     margin: float | None = None
     accuracy: float | None = None
 
-    def event(self, event: dict[str, Any]) -> None:
-        """Take in an event as `runs.events.parse_event` gives it."""
-        name, at, state = event.get("event"), _optional(event.get("t")), event.get("state")
+    def add_event(self, event: Mapping[str, Any]) -> None:
+        """Add an event as `runs.events.parse_event` gives it."""
+        name = event.get("event")
+        moment = _number(event.get("t"))
+        state = event.get("state")
         if name == "start":
-            self._start(event, at)
+            self._start(event, moment)
         if self.foreign:
             return
         if name == "hang":
@@ -125,84 +153,109 @@ class Progress:
         elif name in ("hang_over", "step", "end"):
             self.hang = None
         if name == "step" and isinstance(event.get("step"), int):
-            self._step(event, at)
+            self._add_step(event, moment)
         elif name == "end" and isinstance(event.get("exit"), int):
             self.exit = event["exit"]
-            self.enter(ENDED, at)
+            self.enter_phase(ENDED, moment)
         elif name == "model":
-            self.enter("waiting for the first step", at)
+            self.enter_phase("waiting for the first step", moment)
             self.shown[BY_NAME["attention"].label] = str(event.get("attention"))
         elif name == "data_rows" and isinstance(event.get("kept"), int) and self.rows is not None:
             self.rows = event["kept"]
         elif name == "device":
-            self.card_gib = _optional(event.get("total_gib"))
-        elif name == "saved" and at is not None:
-            if CHECKPOINT.search(str(event.get("path"))):
-                self.saved = self.step, at
-            elif self.step:
-                self.enter("model saved, ending", at)
+            self.card_gib = _number(event.get("total_gib"))
+        elif name == "saved" and moment is not None:
+            self._add_saved(str(event.get("path")), moment)
         elif name == "liger" and isinstance(event.get("calls"), dict):
             engaged = any(event["calls"].values())
             self.shown[BY_NAME["liger"].label] = "engaged" if engaged else "not engaged"
         elif name in _LABELS and state:
             self.shown[_LABELS[name]] = str(state)
 
-    def _start(self, event: dict[str, Any], at: float | None) -> None:
+    def _start(self, event: Mapping[str, Any], moment: float | None) -> None:
+        """Forget what an earlier attempt did."""
         self.foreign = self.attempt not in (None, event.get("attempt", self.attempt))
-        self.world = int(_optional(event.get("world")) or 0) or self.world
-        self.step, self.times, self.exit, self.began = 0, [], None, at
+        self.world = int(_number(event.get("world")) or 0) or self.world
+        self.step = 0
+        self.times = []
+        self.exit = None
+        self.began = moment
         self.hang = None
-        self.memory_gib = self.grad_norm = self.learning_rate = self.saved = None
-        self.logged_epoch = self.margin = self.accuracy = None
-        self.sums, self.shown = {}, {}
-        self.enter("starting" if self.foreign else "importing", at)
+        self.memory_gib = None
+        self.grad_norm = None
+        self.learning_rate = None
+        self.saved = None
+        self.logged_epoch = None
+        self.margin = None
+        self.accuracy = None
+        self.sums = {}
+        self.shown = {}
+        self.enter_phase("starting" if self.foreign else "importing", moment)
 
-    def _step(self, event: dict[str, Any], at: float | None) -> None:
-        names = ("allocated_gib", "grad_norm", "learning_rate", "elapsed", "tokens", "seconds")
-        self.memory_gib, norm, rate, elapsed, tokens, seconds = (_optional(event.get(n)) for n in names)
+    def _add_step(self, event: Mapping[str, Any], moment: float | None) -> None:
         self.step = event["step"]
-        self.grad_norm = self.grad_norm if norm is None else norm
-        self.learning_rate = self.learning_rate if rate is None else rate
-        margin = _optional(event.get("margin"))
-        accuracy = _optional(event.get("accuracy"))
-        self.margin = self.margin if margin is None else margin
-        self.accuracy = self.accuracy if accuracy is None else accuracy
-        self.add_loss(self.step, _optional(event.get("loss")))
-        step = StepTime(elapsed or 0.0, tokens or 0.0, seconds, interrupted=event.get("interrupted") is True)
+        self.memory_gib = _number(event.get("allocated_gib"))
+        for name in ("grad_norm", "learning_rate", "margin", "accuracy"):
+            value = _number(event.get(name))
+            if value is not None:
+                setattr(self, name, value)
+        self.add_loss(self.step, _number(event.get("loss")))
+        step = StepTime(
+            elapsed=_number(event.get("elapsed")) or 0.0,
+            tokens=_number(event.get("tokens")) or 0.0,
+            seconds=_number(event.get("seconds")),
+            interrupted=event.get("interrupted") is True,
+        )
         self.times = [*self.times, step][-WINDOW:]
-        if self.began is None and at is not None:
-            self.began = at - step.elapsed
+        if self.began is None and moment is not None:
+            self.began = moment - step.elapsed
         if self.step == self.total:
-            self.enter("saving the model", at)
+            self.enter_phase("saving the model", moment)
+
+    def _add_saved(self, path: str, moment: float) -> None:
+        if CHECKPOINT.search(path):
+            self.saved = (self.step, moment)
+        elif self.step:
+            self.enter_phase("model saved, ending", moment)
 
     def add_loss(self, step: int, loss: float | None) -> None:
-        """The loss of one rank; None where it was not finite."""
-        whole, ranks = self.sums.get(step, (0.0, 0))
-        self.sums[step] = whole + (math.nan if loss is None else loss), ranks + 1
+        """Add the loss of one rank; None if it was not finite."""
+        total, ranks = self.sums.get(step, (0.0, 0))
+        total += math.nan if loss is None else loss
+        self.sums[step] = LossSum(total, ranks + 1)
 
     @property
     def losses(self) -> list[float]:
         """The finite losses of all steps."""
-        return [whole / ranks for whole, ranks in self.sums.values() if math.isfinite(whole)]
+        losses = []
+        for loss in self.sums.values():
+            if math.isfinite(loss.total):
+                losses.append(loss.total / loss.ranks)
+        return losses
 
     @property
     def loss(self) -> float | None:
-        """That of the newest step that no rank is behind of; None where it is not finite."""
-        newest = [self.sums[step] for step in (self.step - 1, self.step) if step in self.sums]
-        whole, ranks = max(reversed(newest), key=lambda one: one[1], default=(math.nan, 1))
-        return whole / ranks if math.isfinite(whole) else None
+        """The loss of the newest step that no rank is behind of; None if it is not finite."""
+        newest = self.sums.get(self.step)
+        previous = self.sums.get(self.step - 1)
+        if newest is None or (previous is not None and previous.ranks > newest.ranks):
+            newest = previous
+        if newest is None or not math.isfinite(newest.total):
+            return None
+        return newest.total / newest.ranks
 
-    def enter(self, phase: str, at: float | None = None) -> None:
-        """A phase begins, at this time or now."""
+    def enter_phase(self, phase: str, moment: float | None = None) -> None:
+        """Begin a phase, at this time or now."""
         if phase != self.phase:
-            self.phase, self.since = phase, time.time() if at is None else at
+            self.phase = phase
+            self.since = time.time() if moment is None else moment
 
-    def logged(self, raw: bytes) -> None:
-        """Take in a line of the log: what HF Trainer says of a step, and the probe does not."""
-        found = _LOGGED.search(raw)
-        if found is None:
+    def read_logged_step(self, raw: bytes) -> None:
+        """Take from a line of the log what HF Trainer says of a step, and the probe does not."""
+        logged = _LOGGED.search(raw)
+        if logged is None:
             return
-        for name, value in _LOGGED_VALUE.findall(found[0]):
+        for name, value in _LOGGED_VALUE.findall(logged[0]):
             number = _finite(value)
             if name == b"epoch":
                 self.logged_epoch = number
@@ -213,48 +266,61 @@ class Progress:
 
     @property
     def epoch(self) -> float | None:
-        """How many passes over the data are done: as the log says, else by the rows of the steps."""
+        """Passes over the data that are done: as the log says, else by the rows of the steps."""
         if self.logged_epoch is not None:
             return self.logged_epoch
         if not self.step or not self.rows or not self.rows_per_step:
             return None
         return self.step * self.rows_per_step / self.rows
 
-    def work(self, raw: bytes) -> None:
-        """Take in a line of the log: outside of training its bars name the phase, in the words of the log."""
+    def read_phase(self, raw: bytes) -> None:
+        """Take the phase from a progress bar in a line of the log, outside of training."""
         if self.exit is not None or (self.step and self.step != self.total):
             return
-        if found := _WORK.search(raw):
-            what, done, total = (part.decode(errors="replace") for part in found.groups())
-            what = re.sub(r" *\(num_proc=\d+\)", "", what)
-            # the clock is that of the whole bar
-            since = self.since if self.phase.startswith(f"{what} ") else time.time()
-            self.phase, self.since = f"{what} {done}/{total}", since
-        elif built := _BUILD.search(raw):
-            self.enter(f"building {built[1].decode()}")
+        bar = _WORK.search(raw)
+        if bar is not None:
+            task, done, total = (part.decode(errors="replace") for part in bar.groups())
+            task = _WORKERS.sub("", task)
+            if not self.phase.startswith(f"{task} "):
+                # the clock is that of the whole bar
+                self.since = time.time()
+            self.phase = f"{task} {done}/{total}"
+            return
+        build = _BUILD.search(raw)
+        if build is not None:
+            self.enter_phase(f"building {build[1].decode()}")
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Over the last steps, all ranks taken to do what rank 0 does; as a verdict counts it. Saves and evaluations
-        take no part in it, where the record holds the seconds of a step."""
+        """The speed of the last steps, as a verdict counts it: every rank counts like rank 0.
+
+        Saves and evaluations are left out if the record holds the seconds of each step.
+        """
         if len(self.times) < 2:
             return None
-        seconds, after = self.times[-1].elapsed - self.times[0].elapsed, self.times[1:]
-        if all(step.seconds is not None for step in after):
-            after = [step for step in after if not step.interrupted]
-            seconds = sum(step.seconds or 0.0 for step in after)
-        tokens = sum(step.tokens for step in after) * self.world
-        return tokens / seconds if seconds > 0 and tokens else None
+        steps = self.times[1:]
+        seconds = self.times[-1].elapsed - self.times[0].elapsed
+        if all(step.seconds is not None for step in steps):
+            steps = [step for step in steps if not step.interrupted]
+            seconds = sum(step.seconds or 0.0 for step in steps)
+        tokens = sum(step.tokens for step in steps) * self.world
+        if seconds <= 0 or not tokens:
+            return None
+        return tokens / seconds
 
     @property
     def left_s(self) -> float | None:
         if self.total is None or len(self.times) < 2:
             return None
-        pace = (self.times[-1].elapsed - self.times[0].elapsed) / (len(self.times) - 1)
-        return max(0, self.total - self.step) * pace
+        seconds = self.times[-1].elapsed - self.times[0].elapsed
+        seconds_per_step = seconds / (len(self.times) - 1)
+        return max(0, self.total - self.step) * seconds_per_step
+
+    def loss_text(self) -> str:
+        return "loss not finite" if self.loss is None else f"loss {self.loss:.4f}"
 
     def preferences(self) -> list[str]:
-        """What DPO is looked at for, in words."""
+        """The figures of DPO, in words."""
         parts = []
         if self.margin is not None:
             parts.append(f"margin {self.margin:.3g}")
@@ -262,28 +328,30 @@ class Progress:
             parts.append(f"accuracy {self.accuracy:.0%}")
         return parts
 
-    def line(self) -> str:
+    def describe(self) -> str:
         """One line for a person."""
         if self.hang is not None:
             return f"hangs: {self.hang}"
         if not self.step:
             return self.phase
-        of = f"/{self.total:,}" if self.total else ""
-        parts = [f"step {self.step:,}{of}"]
+        step = f"step {self.step:,}"
+        if self.total:
+            step += f"/{self.total:,}"
+        parts = [step]
         if self.epoch is not None:
             parts.append(f"epoch {self.epoch:.2f}")
-        parts.append("loss not finite" if self.loss is None else f"loss {self.loss:.4f}")
+        parts.append(self.loss_text())
         parts += self.preferences()
         if self.tokens_per_second:
             parts.append(f"{self.tokens_per_second:,.0f} tokens/s")
         if self.left_s is not None:
-            parts.append(f"{clock(self.left_s)} left")
+            parts.append(f"{format_clock(self.left_s)} left")
         if self.memory_gib:
             parts.append(f"{self.memory_gib:.1f} GiB")
         return "   ".join(parts)
 
 
-def _optional(value: object) -> float | None:
+def _number(value: object) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
@@ -295,8 +363,11 @@ def _finite(text: bytes) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def last_lines(path: Path, redactor: Redactor | None = None) -> tuple[str, ...]:
-    """The last lines without secrets, of a progress bar its last frame; none without a log."""
+def read_last_lines(path: Path, redactor: Redactor | None = None) -> tuple[str, ...]:
+    """The last lines of a log without secrets, or none without a log.
+
+    Of a progress bar, only its last frame is shown.
+    """
     redactor = redactor or redaction.of_process()
     try:
         with files.open_regular(path) as log:
@@ -305,40 +376,53 @@ def last_lines(path: Path, redactor: Redactor | None = None) -> tuple[str, ...]:
             raw = log.read(_TAIL_BYTES)
     except OSError:
         return ()
-    lines = [line.rstrip(b"\r").rpartition(b"\r")[2] for line in raw.split(b"\n")]
-    cut = b""
+    lines = []
+    for raw_line in raw.split(b"\n"):
+        frames = raw_line.rstrip(b"\r").split(b"\r")
+        lines.append(frames[-1])
+    partial = b""
     if size > len(raw):
-        # where the first one is cut off, a secret may be cut in two
-        cut = lines.pop(0)
-    text = b"\n".join(lines).decode(errors="replace")
-    shown = [_shortened(line) for line in redactor.redact(printable(text)).splitlines() if line.strip()]
-    if not shown and cut:
-        end = redactor.redact(printable(cut.decode(errors="replace")))[-_LINE_CHARS:]
-        shown = [f"... the begin of this line left out ... {end}"]
+        # a secret in the first line may be cut in two
+        partial = lines.pop(0)
+    shown = []
+    for line in _clean(b"\n".join(lines), redactor).splitlines():
+        if line.strip():
+            shown.append(_shorten(line))
+    if not shown and partial:
+        end = _clean(partial, redactor)[-_LINE_CHARS:]
+        shown.append(f"... the begin of this line left out ... {end}")
     return tuple(shown[-TAIL_LINES:])
 
 
-def _shortened(line: str) -> str:
+def _clean(raw: bytes, redactor: Redactor) -> str:
+    return redactor.redact(printable(raw.decode(errors="replace")))
+
+
+def _shorten(line: str) -> str:
     if len(line) <= _LINE_CHARS:
         return line
-    return f"{line[:_LINE_CHARS]} ... {len(line) - _LINE_CHARS:,} characters of this line left out"
+    omitted = len(line) - _LINE_CHARS
+    return f"{line[:_LINE_CHARS]} ... {omitted:,} characters of this line left out"
 
 
-def tracker(path: Path, redactor: Redactor | None = None) -> str | None:
-    """Where W&B, MLflow or trackio shows the run: an address or a command, as the log says; else None."""
+def find_tracker(path: Path, redactor: Redactor | None = None) -> str | None:
+    """The address or command by which a log says that W&B, MLflow or trackio shows the run."""
     try:
         with files.open_regular(path) as log:
-            found = TRACKER.search(log.read(_TRACKER_WITHIN))
+            match = TRACKER.search(log.read(_READ_BYTES))
     except OSError:
         return None
-    # of an anonymous run the address holds its key
-    if not found:
+    if match is None:
         return None
-    address = (found[1] or found[2]).decode(errors="replace").strip()
-    return (redactor or redaction.of_process()).redact(address)
+    # the address of an anonymous run holds its key
+    address = match[1] or match[2]
+    return (redactor or redaction.of_process()).redact(address.decode(errors="replace").strip())
 
 
-def clock(seconds: float) -> str:
+def format_clock(seconds: float) -> str:
+    """`h:mm:ss`, or `m:ss` below an hour."""
     minutes, second = divmod(int(seconds), 60)
     hours, minute = divmod(minutes, 60)
-    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+    if hours:
+        return f"{hours}:{minute:02}:{second:02}"
+    return f"{minute}:{second:02}"

@@ -1,122 +1,175 @@
-"""The parts of a page below its curves: verdict, plan and measurement, arguments, findings, versions."""
+"""The parts of a page below its curves: verdict, plan, arguments, findings, versions."""
 
 import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from launcher.plan.plan import titled
-from launcher.report import progress, series
+from launcher.report import series
 from launcher.report.charts import PageRun
-from launcher.report.html import Html, details, figure, join, table, tag
+from launcher.report.html import Html, details, figure, join, page_section, small_below, table, tag
+from launcher.report.progress import format_clock
 from launcher.report.series import Run
-from launcher.runs.record import as_list, as_mapping
+from launcher.runs.record import Json, as_list, as_mapping
 from launcher.verdict import summary
 
 _CITATIONS = 4
-_PACKAGES = "torch transformers trl accelerate deepspeed peft datasets liger-kernel flash-attn olmo-core".split()
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "trl",
+    "accelerate",
+    "deepspeed",
+    "peft",
+    "datasets",
+    "liger-kernel",
+    "flash-attn",
+    "olmo-core",
+    "ai2-olmo-core",
+)
 _MARKS = {"pass": "✓", "ok": "✓", "fail": "✗", "unproven": "?", "stopped": "■"}
 
 
-def _section(key: str, title: str, inner: object) -> Html:
-    return tag("section", join([tag("h2", title, id=key), inner])) if inner else Html("")
+def _for_each(
+    entries: Sequence[PageRun], render: Callable[[PageRun], Html], *, is_judged: bool = False
+) -> Html:
+    """A part of every run; of several, each is folded below its name.
 
-
-def _each(entries: Sequence[PageRun], inner_of: Callable[[PageRun], Html], *, judged: bool) -> Html:
-    """A part of every run, of several below their names; open where a judgement needs a look."""
+    With `is_judged` the name has the outcome beside it, and what did not pass is unfolded.
+    """
     if len(entries) == 1:
-        return inner_of(entries[0])
+        return render(entries[0])
     parts = []
     for entry in entries:
-        if inner := inner_of(entry):
-            badge = [" ", word(summary.outcome(entry.run.verdict))] if judged else []
-            opened = {"open": "open"} if judged and entry.run.verdict.get("status") != "pass" else {}
-            parts.append(details(tag("h3", join([entry.heading, *badge])), inner, **opened))
+        inner = render(entry)
+        if not inner:
+            continue
+        heading: list[object] = [entry.heading]
+        is_open = False
+        if is_judged:
+            verdict = entry.run.verdict
+            heading += [" ", word(summary.outcome(verdict))]
+            is_open = verdict.get("status") != "pass"
+        parts.append(details(tag("h3", *heading), inner, is_open=is_open))
     return join(parts)
 
 
 def word(status: object) -> Html:
+    """A word that judges, with its mark and in its colour; other words are plain."""
     key = str(status)
-    colour = {"ok": "pass"}.get(key, key) if key in _MARKS else ""
-    return tag("span", f"{_MARKS.get(key, '')} {key}".strip(), class_=f"word {colour}")
+    if key not in _MARKS:
+        return tag("span", key.strip(), class_="word ")
+    colour = "pass" if key == "ok" else key
+    return tag("span", f"{_MARKS[key]} {key}", class_=f"word {colour}")
 
 
-def right(text: str) -> Html:
-    return tag("th", text, scope="col", class_="number")
+def right(title: str) -> Html:
+    """The head of a column of numbers."""
+    return tag("th", title, scope="col", class_="number")
 
 
 def clock(hours: float | None) -> str:
-    return "–" if hours is None else progress.clock(round(hours * 3600))
+    return "–" if hours is None else format_clock(round(hours * 3600))
 
 
 def link(address: str) -> Html:
     """A link that leaves the page; anything but http(s) is text."""
-    is_link = address.startswith(("https://", "http://"))
-    return tag("a", address, href=address, rel="noreferrer") if is_link else tag("span", address)
+    if address.startswith(("https://", "http://")):
+        return tag("a", address, href=address, rel="noreferrer")
+    return tag("span", address)
 
 
 def verdicts(entries: Sequence[PageRun]) -> Html:
-    """Each point with what it rests on; of several runs a table of points first."""
-    judged, by_run = [], []
-    for entry in entries:
-        if points := summary.points(entry.run.verdict):
-            judged.append(entry)
-            by_run.append({str(point.get("name")): _ok(point, entry.run, point.get("state")) for point in points})
-    names = dict.fromkeys(name for points in by_run for name in points)
-    rows = [[name, *(points.get(name, "–") for points in by_run)] for name in names]
-    matrix = table(["point", *(entry.mark for entry in judged)], rows) if len(judged) > 1 else ""
-    each = _each(entries, _points, judged=True) if judged else ""
-    return _section("verdict", "Verdict", join([matrix, each]))
+    """Each point with what it rests on; of several runs, a table of points first."""
+    judged = [entry for entry in entries if summary.points(entry.run.verdict)]
+    if not judged:
+        return Html("")
+    parts = []
+    if len(judged) > 1:
+        parts.append(_points_matrix(judged))
+    parts.append(_for_each(entries, _points_table, is_judged=True))
+    return page_section("verdict", "Verdict", join(parts))
 
 
-def _points(entry: PageRun) -> Html:
-    rows = [
-        [
-            point.get("name"),
-            tag("td", point.get("state"), class_="mono", data_label="state"),
-            tag("td", point.get("expected") or "–", class_="mono", data_label="expected"),
-            tag("td", _ok(point, entry.run)),
-            _why(point),
-        ]
-        for point in summary.failed_first(entry.run.verdict)
-    ]
+def _points_matrix(entries: Sequence[PageRun]) -> Html:
+    rows: dict[str, list[object]] = {}
+    dashes = ["–"] * len(entries)
+    head: list[object] = ["point"]
+    for column, entry in enumerate(entries, start=1):
+        head.append(entry.mark)
+        for point in summary.points(entry.run.verdict):
+            name = str(point.get("name"))
+            row = rows.setdefault(name, [name, *dashes])
+            row[column] = _ok(point, entry.run, point.get("state"))
+    return table(head, rows.values())
+
+
+def _points_table(entry: PageRun) -> Html:
+    rows = []
+    for point in summary.failed_first(entry.run.verdict):
+        expected = point.get("expected") or "–"
+        rows.append(
+            [
+                point.get("name"),
+                tag("td", point.get("state"), class_="mono", data_label="state"),
+                tag("td", expected, class_="mono", data_label="expected"),
+                tag("td", _ok(point, entry.run)),
+                _reasons(point),
+            ]
+        )
     return table(("point", "state", "expected", "", "what it rests on"), rows, "wide")
 
 
-def _ok(point: Mapping[str, Any], run: Run, words: object = None) -> Html:
-    """By colour and sign whether a point is as requested, beside other words if there are any."""
+def _ok(point: Json, run: Run, state: object = None) -> Html:
+    """Whether a point is as expected, by colour and sign, and beside it the state, if given."""
     ok = point.get("ok")
     if ok is True and point.get("expected") in (None, "any"):
-        return tag("span", words or "–", class_="soft")
-    # what fails of a run that was stopped is that it was
-    failed = "stopped" if summary.outcome(run.verdict) == "stopped" else "fail"
-    shown = word("ok" if ok is True else failed if ok is False else "unproven")
-    return shown if words is None else join([shown, " ", words])
+        return tag("span", state or "–", class_="soft")
+    status = "unproven"
+    if ok is True:
+        status = "ok"
+    elif ok is False:
+        # of a stopped run, the only point that fails is its end
+        status = "stopped" if summary.outcome(run.verdict) == "stopped" else "fail"
+    if state is None:
+        return word(status)
+    return join([word(status), " ", state])
 
 
-def _why(point: Mapping[str, Any]) -> Html:
-    """What is known of a point, in sentences; the evidence itself is folded below."""
+def _reasons(point: Json) -> Html:
+    """What is known of a point, in sentences; the evidence is folded below."""
     detail = as_mapping(point.get("detail"))
-    reasons = () if point.get("ok") is True else summary.reasons(detail)
-    lines = filter(None, (summary.sentence(point), *reasons, detail.get("wasted")))
-    sentences = [tag("p", line, class_="why") for line in dict.fromkeys(map(str, lines))]
-    if cites := [as_mapping(cite) for cite in as_list(point.get("evidence"))]:
-        count = "1 line of evidence" if len(cites) == 1 else f"{len(cites)} lines of evidence"
-        sentences.append(details(count, citations(cites), class_="evidence"))
-    return join(sentences)
+    lines: list[object] = [summary.sentence(point)]
+    if point.get("ok") is not True:
+        lines += summary.reasons(detail)
+    lines.append(detail.get("wasted"))
+    unique = dict.fromkeys(str(line) for line in lines if line)
+    parts = [tag("p", line, class_="why") for line in unique]
+    evidence = [as_mapping(citation) for citation in as_list(point.get("evidence"))]
+    if evidence:
+        count = "1 line of evidence"
+        if len(evidence) > 1:
+            count = f"{len(evidence)} lines of evidence"
+        parts.append(details(count, citations(evidence), class_="evidence"))
+    return join(parts)
 
 
-def citations(lines: Sequence[Mapping[str, Any]]) -> Html:
+def citations(lines: Sequence[Json]) -> Html:
     items = []
     for line in lines[:_CITATIONS]:
-        file, number = str(line.get("file") or ""), line.get("line")
-        place = file.rpartition("/")[2] + ("" if number is None else f":{number}")
-        shown = tag("span", place, class_="place mono", title=f"{line.get('source')}: {file}")
-        code = tag("code", line["text"]) if line.get("text") else ""
-        items.append(tag("li", join([shown, code])))
+        file = str(line.get("file") or "")
+        place = file.rpartition("/")[2]
+        if line.get("line") is not None:
+            place += f":{line['line']}"
+        title = f"{line.get('source')}: {file}"
+        parts = [tag("span", place, class_="place mono", title=title)]
+        if line.get("text"):
+            parts.append(tag("code", line["text"]))
+        items.append(tag("li", *parts))
     if len(lines) > _CITATIONS:
         items.append(tag("li", f"and {len(lines) - _CITATIONS} more", class_="soft"))
-    return tag("ul", join(items), class_="cites") if items else Html("")
+    return tag("ul", *items, class_="cites")
 
 
 _ENDS = {"length": "cut off", "interrupted": "interrupted"}
@@ -124,18 +177,19 @@ _ENDS = {"length": "cut off", "interrupted": "interrupted"}
 
 def samples(entries: Sequence[PageRun]) -> Html:
     """What a model answered before and after its training, and what the data set answers."""
-    return _section("samples", "Before and after", _each(entries, _samples, judged=False))
+    return page_section("samples", "Before and after", _for_each(entries, _samples))
 
 
 def _samples(entry: PageRun) -> Html:
     record = entry.run.samples
-    if not record:
-        return Html("")
     parts: list[object] = []
-    base = as_mapping(record.get("base")).get("name")
-    if origin := record.get("from"):
-        words = f"Prompts from {origin}; the likeliest tokens, at most {record.get('max_new_tokens')}."
-        parts.append(tag("p", f"{words} Before: {base}." if base else words, class_="soft"))
+    if record.get("from"):
+        limit = record.get("max_new_tokens")
+        origin = f"Prompts from {record['from']}; the likeliest tokens, at most {limit}."
+        base = as_mapping(record.get("base")).get("name")
+        if base:
+            origin += f" Before: {base}."
+        parts.append(tag("p", origin, class_="soft"))
     if record.get("failed"):
         parts.append(tag("p", f"There are not all answers: {record['failed']}", class_="soft"))
     for prompt in map(as_mapping, as_list(record.get("prompts"))):
@@ -144,29 +198,38 @@ def _samples(entry: PageRun) -> Html:
     return join(parts)
 
 
-def _sample(prompt: Mapping[str, Any]) -> Html:
-    messages = [as_mapping(message) for message in as_list(prompt.get("messages"))]
-    texts = [str(message.get("content")) for message in messages]
-    if len(messages) > 1:
-        texts = [f"{message.get('role')}: {message.get('content')}" for message in messages]
-    answers = [
-        _sample_answer(title, as_mapping(prompt.get(when)).get("text"), as_mapping(prompt.get(when)).get("ended"))
-        for title, when in (("before", "before"), ("after", "after"))
-    ]
+def _sample(prompt: Json) -> Html:
+    messages = as_list(prompt.get("messages"))
+    texts = []
+    for message in map(as_mapping, messages):
+        content = str(message.get("content"))
+        if len(messages) > 1:
+            content = f"{message.get('role')}: {content}"
+        texts.append(content)
+    answers = []
+    for when in ("before", "after"):
+        answer = as_mapping(prompt.get(when))
+        answers.append(_answer(when, answer.get("text"), answer.get("ended")))
     if prompt.get("expected"):
-        answers.append(_sample_answer("in the data set", prompt["expected"], None))
-    shown = [
+        answers.append(_answer("in the data set", prompt["expected"], None))
+    parts = [
         tag("pre", "\n\n".join(texts), class_="prompt", tabindex="0"),
-        tag("div", join(answers), class_="answers"),
+        tag("div", *answers, class_="answers"),
     ]
-    return tag("article", join(shown), class_="sample")
+    return tag("article", *parts, class_="sample")
 
 
-def _sample_answer(title: str, text: object, ended: object) -> Html:
+def _answer(title: str, text: object, ended: object) -> Html:
+    heading: list[object] = [title]
     note = _ENDS.get(str(ended))
-    head = [title, *([" ", tag("small", f"({note})")] if note else [])]
-    shown = text if text else tag("span", "nothing" if text == "" else "–", class_="soft")
-    return tag("div", join([tag("h4", join(head)), tag("pre", shown, tabindex="0")]))
+    if note:
+        heading += [" ", tag("small", f"({note})")]
+    shown = text
+    if not text:
+        word = "nothing" if text == "" else "–"
+        shown = tag("span", word, class_="soft")
+    answer = tag("pre", shown, tabindex="0")
+    return tag("div", tag("h4", *heading), answer)
 
 
 _QUANTITIES = {
@@ -184,139 +247,266 @@ _QUANTITIES = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class _Figures:
+    """What was planned of a run, and what was measured."""
+
+    entry: PageRun
+    planned: Mapping[str, float | None]
+    measured: Mapping[str, float | None]
+
+    def has(self, key: str) -> bool:
+        return self.planned.get(key) is not None or self.measured.get(key) is not None
+
+
 def plans(entries: Sequence[PageRun]) -> Html:
-    """The plan of each run beside what was measured, and where both are known their ratio; of several, a row a run."""
+    """The plan of each run beside the measurement; one run has a row a quantity."""
     if not any(entry.run.manifest or entry.run.series.steps for entry in entries):
         return Html("")
-    figures = [(series.planned(entry.run), series.measured(entry.run)) for entry in entries]
-    keys = [key for key in _QUANTITIES if any(part.get(key) is not None for pair in figures for part in pair)]
-    rows: list[list[object]] = []
-    if len(entries) == 1:
-        ((planned, measured),) = figures
-        for key in keys:
-            plan, value = planned.get(key), measured.get(key)
-            ratio = f"{value / plan:.0%}" if plan and plan > 0 and value is not None else ""
-            cells = [tag("td", _in_words(key, one), class_="number") for one in (plan, value)]
-            rows.append([_QUANTITIES[key], *cells, tag("td", ratio, class_="number soft")])
-        head = ["", *map(right, ("plan", "measured", "ratio"))]
+    runs = []
+    for entry in entries:
+        planned = series.planned_figures(entry.run)
+        measured = series.measured_figures(entry.run)
+        runs.append(_Figures(entry, planned, measured))
+    keys = []
+    for key in _QUANTITIES:
+        if any(run.has(key) for run in runs):
+            keys.append(key)
+    if len(runs) == 1:
+        shown = _plan_of_one(runs[0], keys)
     else:
-        for entry, (planned, measured) in zip(entries, figures, strict=True):
-            row: list[object] = [tag("th", entry.heading, scope="row", class_="run")]
-            for key in keys:
-                plan, value = planned.get(key), measured.get(key)
-                below = [] if plan in (None, value) else [Html("<br>"), tag("small", f"plan {_in_words(key, plan)}")]
-                row.append(tag("td", join([_in_words(key, value), *below]), class_="number"))
-            rows.append(row)
-        head = ["", *(tag("th", _QUANTITIES[key], scope="col", class_="number fold") for key in keys)]
-    return _section("plan", "Plan and measurement", table(head, rows, "figures"))
+        shown = _plan_of_several(runs, keys)
+    return page_section("plan", "Plan and measurement", shown)
 
 
-def _in_words(key: str, value: float | None) -> str:
+def _plan_of_one(run: _Figures, keys: Sequence[str]) -> Html:
+    rows: list[list[object]] = []
+    for key in keys:
+        planned = run.planned.get(key)
+        measured = run.measured.get(key)
+        ratio = ""
+        if planned and planned > 0 and measured is not None:
+            ratio = f"{measured / planned:.0%}"
+        rows.append(
+            [
+                _QUANTITIES[key],
+                tag("td", _format_quantity(key, planned), class_="number"),
+                tag("td", _format_quantity(key, measured), class_="number"),
+                tag("td", ratio, class_="number soft"),
+            ]
+        )
+    head = ["", right("plan"), right("measured"), right("ratio")]
+    return table(head, rows, "figures")
+
+
+def _plan_of_several(runs: Sequence[_Figures], keys: Sequence[str]) -> Html:
+    head: list[object] = [""]
+    for key in keys:
+        head.append(tag("th", _QUANTITIES[key], scope="col", class_="number fold"))
+    rows = []
+    for run in runs:
+        row = [tag("th", run.entry.heading, scope="row", class_="run")]
+        for key in keys:
+            planned = run.planned.get(key)
+            measured = run.measured.get(key)
+            shown: object = _format_quantity(key, measured)
+            if planned is not None and planned != measured:
+                shown = small_below(shown, f"plan {_format_quantity(key, planned)}")
+            row.append(tag("td", shown, class_="number"))
+        rows.append(row)
+    return table(head, rows, "figures")
+
+
+def _format_quantity(key: str, value: float | None) -> str:
     if value is None:
         return "–"
     if key == "hours":
         return clock(value)
-    return f"{figure(value * 100, 3)} %" if key in ("wasted_share", "mfu") else figure(value)
+    if key in ("wasted_share", "mfu"):
+        return f"{figure(value * 100, 3)} %"
+    return figure(value)
+
+
+@dataclass(slots=True)
+class _ArgumentTables:
+    """Rows of arguments: those in which runs differ, those set alike in all, and the defaults."""
+
+    differing: list[Sequence[Html]] = field(default_factory=list)
+    alike: list[Sequence[object]] = field(default_factory=list)
+    defaults: list[Sequence[object]] = field(default_factory=list)
+
+    def add(self, key: str, entries: Sequence[PageRun]) -> None:
+        marks_by_value: dict[str | None, list[Html]] = {}
+        items = []
+        for entry in entries:
+            item = entry.run.arguments.get(key)
+            value = None
+            if item is not None:
+                items.append(item)
+                value = _yaml(item.get("value"))
+            marks_by_value.setdefault(value, []).append(entry.mark)
+        name = tag("code", key)
+        origins = [str(item.get("origin", "")) for item in items]
+        is_set = not all(origin.startswith("default: ") for origin in origins)
+        values = marks_by_value.keys() - {None}
+        if len(marks_by_value) > 1 and (is_set or len(values) > 1):
+            self.differing.append([name, _values_cell(marks_by_value)])
+            return
+        value = tag("code", _yaml(items[0].get("value")))
+        cell = tag("td", value, class_="value")
+        rows = self.alike if is_set else self.defaults
+        rows.append([name, cell, origins[0]])
 
 
 def arguments(entries: Sequence[PageRun]) -> Html:
-    """What was set and by whom, the defaults folded; of several runs what differs first."""
-    differing: list[Sequence[Html]] = []
-    alike: dict[bool, list[Sequence[object]]] = {True: [], False: []}
-    for key in dict.fromkeys(name for entry in entries for name in entry.run.arguments):
-        items = [entry.run.arguments.get(key) for entry in entries]
-        runs: dict[str | None, list[Html]] = {}
-        for entry, item in zip(entries, items, strict=True):
-            runs.setdefault(None if item is None else _yaml(item.get("value")), []).append(entry.mark)
-        known = [item for item in items if item is not None]
-        is_set = not all(str(item.get("origin", "")).startswith("default: ") for item in known)
-        if len(runs) > 1 and (is_set or len(runs.keys() - {None}) > 1):
-            lines = (
-                tag("li", join([*marks, tag("code", "–" if value is None else value)], " "))
-                for value, marks in runs.items()
-            )
-            differing.append([tag("code", key), tag("td", tag("ul", join(lines), class_="cites"))])
-        else:
-            value = tag("td", tag("code", _yaml(known[0].get("value"))), class_="value")
-            alike[is_set].append([tag("code", key), value, str(known[0].get("origin", ""))])
-    if not (differing or alike[True] or alike[False]):
+    """What was set and by whom, with the defaults folded; of several runs what differs first."""
+    tables = _ArgumentTables()
+    names: dict[str, None] = {}
+    for entry in entries:
+        names.update(dict.fromkeys(entry.run.arguments))
+    for name in names:
+        tables.add(name, entries)
+    if not names:
         return Html("")
-    tables = [table(("argument", "value", "set by"), alike[is_set], "wide") for is_set in (True, False)]
-    parts = tables[:1]
-    if len(entries) > 1:
-        parts = [tag("h3", f"{len(differing)} that differ"), table(("argument", "value"), differing, "wide")]
-        parts += [details(f"{len(alike[True])} set alike", tables[0])] if alike[True] else []
-    parts += [details(f"{len(alike[False])} defaults", tables[1])] if alike[False] else []
-    return _section("arguments", "Arguments", join(parts))
+    head = ("argument", "value", "set by")
+    alike = table(head, tables.alike, "wide")
+    if len(entries) == 1:
+        parts = [alike]
+    else:
+        parts = [
+            tag("h3", f"{len(tables.differing)} that differ"),
+            table(("argument", "value"), tables.differing, "wide"),
+        ]
+        if alike:
+            parts.append(details(f"{len(tables.alike)} set alike", alike))
+    if tables.defaults:
+        title = f"{len(tables.defaults)} defaults"
+        parts.append(details(title, table(head, tables.defaults, "wide")))
+    return page_section("arguments", "Arguments", join(parts))
+
+
+def _values_cell(marks_by_value: Mapping[str | None, Sequence[Html]]) -> Html:
+    """The values of an argument, each beside the runs that have it."""
+    items = []
+    for value, marks in marks_by_value.items():
+        shown = tag("code", "–" if value is None else value)
+        items.append(tag("li", join([*marks, shown], " ")))
+    return tag("td", tag("ul", *items, class_="cites"))
 
 
 def _yaml(value: object) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    if isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def findings(entries: Sequence[PageRun]) -> Html:
     several = len(entries) > 1
-    rows: list[list[object]] = []
+    rows = []
     for entry in entries:
         for finding in map(as_mapping, as_list(entry.run.manifest.get("findings"))):
-            file, line = finding.get("file") or "", finding.get("line")
-            help = [Html("<br>"), tag("small", finding["help"])] if finding.get("help") else []
-            row = [
-                tag("code", f"{finding.get('severity')}[{finding.get('code')}]"),
-                tag("small", f"{file}:{line}" if line else file),
-                join([finding.get("message") or "", *help]),
-            ]
-            rows.append([entry.mark, *row] if several else [*row])
-    head = ["run"] * several + ["finding", "place", ""]
-    return _section("findings", "Findings", table(head, rows, "wide"))
+            row = _finding_row(finding)
+            rows.append([entry.mark, *row] if several else row)
+    head = ["finding", "place", ""]
+    if several:
+        head.insert(0, "run")
+    return page_section("findings", "Findings", table(head, rows, "wide"))
+
+
+def _finding_row(finding: Json) -> list[object]:
+    place = str(finding.get("file") or "")
+    if finding.get("line"):
+        place += f":{finding['line']}"
+    message = finding.get("message") or ""
+    if finding.get("help"):
+        message = small_below(message, finding["help"])
+    code = f"{finding.get('severity')}[{finding.get('code')}]"
+    return [tag("code", code), tag("small", place), join([message])]
 
 
 def versions(entries: Sequence[PageRun]) -> Html:
-    return _section("versions", "Versions and command", _each(entries, _versions, judged=False))
+    return page_section("versions", "Versions and command", _for_each(entries, _versions))
 
 
 def _versions(entry: PageRun) -> Html:
-    manifest, trainer = entry.run.manifest, as_mapping(entry.run.manifest.get("trainer"))
+    manifest = entry.run.manifest
     if not manifest:
         return Html("")
-    source, machine = as_mapping(manifest.get("upstream")), as_mapping(manifest.get("machine"))
-    packages, ended = as_mapping(trainer.get("packages")), entry.run.ended
-    pinned = "" if source.get("pinned", True) else f", not the pin {source.get('pin')}"
-    signal = f", signal {ended['signal']}" if ended.get("signal") else ""
-    when = f", {ended['ended']}" if ended.get("ended") else ""
-    backend, version = (str(source.get(key) or "") for key in ("backend", "version"))
-    facts: list[tuple[str, object]] = [
-        ("source", titled(backend, version) + pinned),
-        ("changed files", ", ".join(map(str, as_list(source.get("changed_files"))))),
-        ("where", source.get("root")),
-        ("launch", manifest.get("launch_commit")),
-        ("trainer", f"Python {trainer.get('version')}, {trainer.get('python')}" if trainer else None),
-        ("packages", ", ".join(f"{n} {packages[n]}" for n in (*_PACKAGES, "ai2-olmo-core") if n in packages)),
-        ("machine", ", ".join(str(machine[key]) for key in ("host", "system") if machine.get(key))),
-        ("GPUs", "; ".join(map(str, as_list(machine.get("gpus"))))),
-        ("stage file", manifest.get("config")),
-        ("model folder", manifest.get("output")),
-        ("attempt", manifest.get("attempt")),
-        ("ended", ended and f"exit code {ended.get('returncode')}{signal}{when}"),
-    ]
-    if entry.run.tracker:
-        facts.append(("tracker", link(entry.run.tracker)))
-    parts: list[object] = [table(("", ""), [row for row in facts if row[1]], "wide facts")]
-    where = f"in {manifest.get('cwd')}"
-    if typed := as_list(manifest.get("launch_argv")):
-        parts += _command(f"typed-{entry.number}", "Command", where, typed)
-    if argv := as_list(manifest.get("argv")):
-        variables = ", ".join(map(str, as_list(manifest.get("env")))) or "no variable"
-        title = "What it started" if typed else "Command"
-        command = _command(f"command-{entry.number}", title, f"{where}, with {variables} set", argv)
-        parts += [details(command[0], join(command[1:]))] if typed else command
+    rows = []
+    for name, value in _facts(entry.run).items():
+        if value:
+            rows.append([name, value])
+    parts: list[object] = [table(("", ""), rows, "wide facts")]
+    folder = f"in {manifest.get('cwd')}"
+    typed = as_list(manifest.get("launch_argv"))
+    if typed:
+        parts.append(tag("h3", "Command"))
+        parts.append(_command(f"typed-{entry.number}", folder, typed))
+    argv = as_list(manifest.get("argv"))
+    if argv:
+        variables = _comma_joined(manifest.get("env")) or "no variable"
+        where = f"{folder}, with {variables} set"
+        command = _command(f"command-{entry.number}", where, argv)
+        if typed:
+            parts.append(details(tag("h3", "What it started"), command))
+        else:
+            parts += [tag("h3", "Command"), command]
     return join(parts)
 
 
-def _command(key: str, title: str, where: str, argv: Sequence[Any]) -> list[Html]:
-    return [
-        tag("h3", title),
+def _facts(run: Run) -> dict[str, object]:
+    """Where a run comes from and how it ended; what is empty is not shown."""
+    manifest = run.manifest
+    source = as_mapping(manifest.get("upstream"))
+    machine = as_mapping(manifest.get("machine"))
+    trainer = as_mapping(manifest.get("trainer"))
+    packages = as_mapping(trainer.get("packages"))
+    backend = str(source.get("backend") or "")
+    version = str(source.get("version") or "")
+    title = titled(backend, version)
+    if not source.get("pinned", True):
+        title += f", not the pin {source.get('pin')}"
+    python = None
+    if trainer:
+        python = f"Python {trainer.get('version')}, {trainer.get('python')}"
+    versions = [f"{name} {packages[name]}" for name in _PACKAGES if name in packages]
+    host = filter(None, [machine.get("host"), machine.get("system")])
+    return {
+        "source": title,
+        "changed files": _comma_joined(source.get("changed_files")),
+        "where": source.get("root"),
+        "launch": manifest.get("launch_commit"),
+        "trainer": python,
+        "packages": _comma_joined(versions),
+        "machine": _comma_joined(list(host)),
+        "GPUs": "; ".join(map(str, as_list(machine.get("gpus")))),
+        "stage file": manifest.get("config"),
+        "model folder": manifest.get("output"),
+        "attempt": manifest.get("attempt"),
+        "ended": _end(run.ended),
+        "tracker": link(run.tracker) if run.tracker else None,
+    }
+
+
+def _end(ended: Json) -> str:
+    if not ended:
+        return ""
+    parts = [f"exit code {ended.get('returncode')}"]
+    if ended.get("signal"):
+        parts.append(f"signal {ended['signal']}")
+    if ended.get("ended"):
+        parts.append(str(ended["ended"]))
+    return ", ".join(parts)
+
+
+def _comma_joined(values: object) -> str:
+    return ", ".join(map(str, as_list(values)))
+
+
+def _command(key: str, where: str, argv: Iterable[object]) -> Html:
+    parts = [
         tag("p", where, class_="soft"),
         tag("pre", shlex.join(map(str, argv)), id=key, tabindex="0"),
         tag("p", tag("button", "copy", type="button", data_copy=key)),
     ]
+    return join(parts)

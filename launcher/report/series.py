@@ -1,7 +1,8 @@
-"""What runs left behind -> `Run`: their curves by step, the verdict, and what was decided before. A run of ours is
-read from its folder, live or finished; a stranger's from its console log alone."""
+"""What a run left, as a `Run`: its curves by step, its verdict, and what was decided before it.
 
-import contextlib
+A run of launch is read from its folder, live or finished; any other training from its log alone.
+"""
+
 import datetime
 import json
 import math
@@ -24,15 +25,19 @@ from launcher.verdict import check, judge
 from launcher.verdict.evidence import Evidence, Row, finite
 from launcher.verdict.judge import RunJudgement
 
-REPORT_VERSION = 1  # of the JSON form; a change that a reader would notice counts it up
+REPORT_VERSION = 1
+"""Version of the JSON form; it rises with each change that a reader would notice."""
 
-_RUN_FILES = ("run.json", "verdict.json", "metrics.jsonl", "console.log", "probe")  # any makes a folder a run's
+_RUN_FILES = ("run.json", "verdict.json", "metrics.jsonl", "console.log", "probe")
+"""A folder with any of these is a run's."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Series:
-    """A table: one row a step, one column a quantity; None where a step does not have it. `nonfinite` are the steps
-    whose loss, or whatever else the probe looks at, was NaN or infinite."""
+    """A table with a row a step and a column a quantity; None where a step does not have it.
+
+    `nonfinite` are the steps whose loss, or whatever else the probe watches, was NaN or infinite.
+    """
 
     steps: tuple[int, ...] = ()
     columns: Mapping[str, tuple[float | None, ...]] = field(default_factory=dict)
@@ -45,10 +50,13 @@ class Series:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One run: `manifest` is run.json (empty for a log), `verdict` the JSON form, `ended` exit.json. `arguments` holds
-    value and origin of every argument, `ranks` is how many processes the probe saw or missed, `tail` the last lines of
-    the log, `tracker` the address of the run at W&B or the like, `samples` what samples.json holds. Secrets are taken
-    out of all of it."""
+    """One run, without secrets.
+
+    `manifest` is run.json (empty for a log), `verdict` the JSON form, `ended` exit.json, `samples`
+    samples.json. `arguments` holds value and origin of every argument. `ranks` counts the processes
+    that the probe saw or missed. `tail` are the last lines of the log, `tracker` is the address of
+    the run at W&B or the like.
+    """
 
     name: str
     path: Path
@@ -64,8 +72,8 @@ class Run:
 
     @property
     def stage(self) -> str | None:
-        named = self.manifest.get("stage") or self.verdict.get("stage")
-        return None if named is None else str(named)
+        stage = self.manifest.get("stage") or self.verdict.get("stage")
+        return None if stage is None else str(stage)
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -74,7 +82,7 @@ class Run:
             "stage": self.stage,
             "verdict": self.verdict or None,
             "plan": as_mapping(self.manifest.get("plan")) or None,
-            "measured": measured(self),
+            "measured": measured_figures(self),
             "series": self.series.as_json(),
             "ended": self.ended or None,
             "samples": self.samples or None,
@@ -87,174 +95,278 @@ def as_json(runs: Sequence[Run]) -> dict[str, object]:
     return {"report_version": REPORT_VERSION, "runs": [run.as_json() for run in runs]}
 
 
-def gather(targets: Sequence[str]) -> list[Run]:
-    """Runs by folder, name, unique beginning or `last`, and console logs, each called differently. The folder of a
-    pipeline, bench, ladder or tune stands for its runs. Raises UsageError where one is not known, NotReady where a
-    file cannot be read, InvalidConfig of a text that is no training log."""
-    runs = []
+def load_runs(targets: Sequence[str]) -> list[Run]:
+    """Runs by folder, name, unique beginning or `last`, and logs, each under a name of its own.
+
+    The folder of a pipeline, bench, ladder or tune stands for its runs. Raises UsageError if a
+    target is unknown, NotReady if a file cannot be read, InvalidConfig if it is no training log.
+    """
+    paths: list[Path] = []
     for target in targets:
-        for path in [run.path for run in rundir.campaign_runs(Path(target))] or [_path(target)]:
-            try:
-                runs.append(read(path))
-            except OSError as error:
-                raise unreadable(error.filename or path, error) from None
-    return named_apart(runs)
+        members = rundir.campaign_runs(Path(target))
+        if members:
+            paths += [member.path for member in members]
+        else:
+            paths.append(_resolve(target))
+    runs = []
+    for path in paths:
+        try:
+            runs.append(load_run(path))
+        except OSError as error:
+            raise unreadable(error.filename or path, error) from None
+    return rename_duplicates(runs)
 
 
-def _path(target: str) -> Path:
+def _resolve(target: str) -> Path:
     path = Path(target)
     if is_file(path) or any(exists(path / name) for name in _RUN_FILES):
         return path
-    if (found := rundir.find_run(target)) is None:
+    folder = rundir.find_run(target)
+    if folder is None:
         raise usage("no-such-run", f"there is no run or log `{target}`", "launch runs")
-    return found.path
+    return folder.path
 
 
-def read(path: Path) -> Run:
-    """A log alone, or a run folder, judged as it stands now; where only results were kept, those. Raises OSError."""
+def load_run(path: Path) -> Run:
+    """A log or a run folder, judged as it stands now; the kept results where no more is left.
+
+    Raises OSError.
+    """
     if is_file(path):
-        return _read_log(path)
-    judged = judge.judge(RunFolder(path))
-    last = judged.attempts[-1]
+        return _load_log(path)
+    judgement = judge.judge_run(RunFolder(path))
+    last = judgement.attempts[-1]
     if last.log is not None or last.probe is not None:
-        return of_judged(path, judged)
-    rows = [row for row in files.read_lines(path / "metrics.jsonl") if finite(row.get("step")) is not None]
+        return run_from_judgement(path, judgement)
+    rows = []
+    for row in files.read_lines(path / "metrics.jsonl"):
+        if finite(row.get("step")) is not None:
+            rows.append(row)
     rows.sort(key=lambda row: row["step"])
-    return of_kept(path, judged.manifest, rundir.read_json(path / "verdict.json"), rows, last)
+    verdict = rundir.read_json(path / "verdict.json")
+    return run_from_records(path, judgement.manifest, verdict, rows, last)
 
 
-def _read_log(path: Path) -> Run:
-    found = check.read_training_log(path)
-    lines = found.log.argument_lines if found.log else {}
+def _load_log(path: Path) -> Run:
+    training = check.read_training_log(path)
+    lines: Mapping[str, int] = {}
+    if training.log is not None:
+        lines = training.log.argument_lines
     arguments = {}
-    for name, value in found.arguments.items():
-        quoted = len(value) >= 2 and value[0] == value[-1] and value[0] in "'\""
-        value = value[1:-1] if quoted else value
-        arguments[name] = {"value": value, "origin": f"{path.name}:{lines.get(name)}"}
+    for name, value in training.arguments.items():
+        origin = f"{path.name}:{lines.get(name)}"
+        arguments[name] = {"value": _unquote(value), "origin": origin}
     return Run(
         name=path.name,
         path=path.absolute(),
         manifest={},
-        verdict=redact(check.judge_alone(found).as_json()),
-        series=of_rows(found.rows),
+        verdict=redact(check.judge_log_evidence(training).as_json()),
+        series=series_from_rows(training.rows),
         ended={},
         arguments=redact(arguments),
-        tail=progress.last_lines(path),
-        tracker=progress.tracker(path),
+        tail=progress.read_last_lines(path),
+        tracker=progress.find_tracker(path),
     )
 
 
-def of_judged(path: Path, judged: RunJudgement) -> Run:
-    rows = judge.rows_of(judged.attempts)
-    return of_kept(path, judged.manifest, judged.verdict.as_json(), rows, judged.attempts[-1])
+def _unquote(value: str) -> str:
+    if len(value) >= 2 and value[0] == value[-1] and value[0] in "'\"":
+        return value[1:-1]
+    return value
 
 
-def of_kept(path: Path, manifest: object, verdict: object, rows: Iterable[Row], last: Evidence | None = None) -> Run:
-    """A run out of what was written about it, whatever it is by now, and its last attempt."""
+def run_from_judgement(path: Path, judgement: RunJudgement) -> Run:
+    rows = judge.merge_rows(judgement.attempts)
+    verdict = judgement.verdict.as_json()
+    return run_from_records(path, judgement.manifest, verdict, rows, judgement.attempts[-1])
+
+
+def run_from_records(
+    path: Path, manifest: object, verdict: object, rows: Iterable[Row], last: Evidence | None = None
+) -> Run:
+    """A run from what was recorded of it, and the evidence of its last attempt."""
     path = path.absolute()
     folder = RunFolder(path)
-    ended = {} if last is None or last.exit is None else rundir.read_json(last.exit.path)
+    ended: Mapping[str, Any] = {}
+    if last is not None and last.exit is not None:
+        ended = rundir.read_json(last.exit.path)
+    ranks = None
+    if last is not None and last.probe is not None:
+        ranks = last.probe.world
     redactor = attempt.redactor(folder)
-    samples = rundir.read_json(folder.samples)
-    records = {"manifest": as_mapping(manifest), "verdict": as_mapping(verdict), "ended": ended, "samples": samples}
+    records: dict[str, Mapping[str, Any]] = {
+        "manifest": as_mapping(manifest),
+        "verdict": as_mapping(verdict),
+        "ended": ended,
+        "samples": rundir.read_json(folder.samples),
+    }
     clean = redactor.redact(records)
-    arguments = as_mapping(clean["manifest"].get("args"))
+    arguments = {}
+    for name, argument in as_mapping(clean["manifest"].get("args")).items():
+        if isinstance(argument, Mapping):
+            arguments[name] = argument
     console = folder.console(max(1, folder.attempts()))
     return Run(
         name=path.name,
         path=path,
-        **clean,
-        series=of_rows(rows),
-        arguments={name: item for name, item in arguments.items() if isinstance(item, Mapping)},
-        ranks=None if last is None or last.probe is None else last.probe.world,
-        tail=progress.last_lines(console, redactor),
-        tracker=progress.tracker(console, redactor),
+        manifest=clean["manifest"],
+        verdict=clean["verdict"],
+        series=series_from_rows(rows),
+        ended=clean["ended"],
+        arguments=arguments,
+        ranks=ranks,
+        tail=progress.read_last_lines(console, redactor),
+        tracker=progress.find_tracker(console, redactor),
+        samples=clean["samples"],
     )
 
 
-def of_rows(rows: Iterable[Row]) -> Series:
-    kept = [row for row in rows if finite(row.get("step")) is not None]
-    names = dict.fromkeys(name for row in kept for name in row if name not in ("step", "finite"))
-    columns = {name: tuple(finite(row.get(name)) for row in kept) for name in names}
-    for name, part, whole in (("tokens_per_second", "tokens", "seconds"), ("wasted_share", "wasted", "positions")):
-        if part in columns and whole in columns:
-            pairs = zip(columns[part], columns[whole], strict=True)
-            columns.setdefault(name, tuple(a / b if a is not None and b else None for a, b in pairs))
+def series_from_rows(rows: Iterable[Row]) -> Series:
+    steps: list[int] = []
+    nonfinite: list[int] = []
+    table: list[Row] = []
+    names: dict[str, None] = {}
+    for row in rows:
+        if finite(row.get("step")) is None:
+            continue
+        table.append(row)
+        step = int(row["step"])
+        steps.append(step)
+        if row.get("finite") is False:
+            nonfinite.append(step)
+        names.update(dict.fromkeys(row))
+    columns: dict[str, tuple[float | None, ...]] = {}
+    for name in names:
+        if name not in ("step", "finite"):
+            columns[name] = tuple(finite(row.get(name)) for row in table)
+    _add_ratio(columns, "tokens_per_second", "tokens", "seconds")
+    _add_ratio(columns, "wasted_share", "wasted", "positions")
     return Series(
-        steps=tuple(int(row["step"]) for row in kept),
-        columns={name: values for name, values in columns.items() if any_number(values)},
-        nonfinite=tuple(int(row["step"]) for row in kept if row.get("finite") is False),
+        steps=tuple(steps),
+        columns={name: values for name, values in columns.items() if has_number(values)},
+        nonfinite=tuple(nonfinite),
     )
 
 
-def any_number(values: Iterable[float | None]) -> bool:
+def _add_ratio(
+    columns: dict[str, tuple[float | None, ...]], name: str, numerator: str, denominator: str
+) -> None:
+    if name in columns or numerator not in columns or denominator not in columns:
+        return
+    ratios: list[float | None] = []
+    for over, under in zip(columns[numerator], columns[denominator], strict=True):
+        if over is None or not under:
+            ratios.append(None)
+        else:
+            ratios.append(over / under)
+    columns[name] = tuple(ratios)
+
+
+def has_number(values: Iterable[float | None]) -> bool:
     return any(value is not None for value in values)
 
 
-_MEASURED = (
-    *("tokens_per_second", "logged_tokens_per_second", "mfu", "wasted_share"),
-    *("first_loss", "last_loss", "min_loss", "rewards_margin", "rewards_accuracy"),
+_METRICS = (
+    "tokens_per_second",
+    "logged_tokens_per_second",
+    "mfu",
+    "wasted_share",
+    "first_loss",
+    "last_loss",
+    "min_loss",
+    "rewards_margin",
+    "rewards_accuracy",
 )
 
 
-def measured(run: Run) -> dict[str, float | None]:
-    """What the run turned out to be, under the plan's names; None where nobody measured it. Memory is the peak in GiB,
-    `hours` the whole last attempt, loading and saving included, `wasted_share` and `mfu` are shares of 1;
-    `logged_tokens_per_second` is upstream's own figure."""
-    figures, means, hours = as_mapping(run.verdict.get("metrics")), dict[str, float](), None
-    for name in ("tokens", "rows"):
-        if kept := [value for value in run.series.columns.get(name, ()) if value is not None]:
-            means[name] = math.fsum(kept) / len(kept)
-    # in the rows of the data, as the plan counts: DPO's batches hold two sequences of each
-    each = 2 if run.stage in PAIRED else 1
-    with contextlib.suppress(KeyError, TypeError, ValueError):
-        begun, ended = (datetime.datetime.fromisoformat(str(run.ended[key])) for key in ("started", "ended"))
-        hours = (ended - begun).total_seconds() / 3600
-    return {
+def measured_figures(run: Run) -> dict[str, float | None]:
+    """What was measured of a run, under the plan's names; None where nothing was.
+
+    Memory is the peak in GiB. `hours` is the whole last attempt, loading and saving included.
+    `wasted_share` and `mfu` are shares of 1; `logged_tokens_per_second` is upstream's own figure.
+    """
+    rows_per_step = _mean(run.series.columns.get("rows", ()))
+    if rows_per_step is not None and run.stage in PAIRED:
+        # the plan counts rows of the data; a batch of DPO holds two sequences of each
+        rows_per_step /= 2
+    metrics = as_mapping(run.verdict.get("metrics"))
+    figures = {
         "processes": run.ranks,
-        "rows_per_step": means["rows"] / each if "rows" in means else None,
+        "rows_per_step": rows_per_step,
         "steps": finite(run.verdict.get("steps")),
-        "tokens_per_step": means.get("tokens"),
-        "peak_gib": finite(figures.get("peak_allocated_gib")),
-        "reserved_gib": finite(figures.get("peak_reserved_gib")),
-        "hours": hours,
-        **{name: finite(figures.get(name)) for name in _MEASURED},
+        "tokens_per_step": _mean(run.series.columns.get("tokens", ())),
+        "peak_gib": finite(metrics.get("peak_allocated_gib")),
+        "reserved_gib": finite(metrics.get("peak_reserved_gib")),
+        "hours": _hours(run.ended),
     }
+    for name in _METRICS:
+        figures[name] = finite(metrics.get(name))
+    return figures
 
 
-def planned(run: Run) -> dict[str, float | None]:
-    """What was planned, under the names of `measured`; None where it is unknown."""
+def _mean(values: Iterable[float | None]) -> float | None:
+    numbers = [value for value in values if value is not None]
+    return math.fsum(numbers) / len(numbers) if numbers else None
+
+
+def _hours(ended: Mapping[str, Any]) -> float | None:
+    try:
+        start = datetime.datetime.fromisoformat(str(ended["started"]))
+        end = datetime.datetime.fromisoformat(str(ended["ended"]))
+        return (end - start).total_seconds() / 3600
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def planned_figures(run: Run) -> dict[str, float | None]:
+    """What was planned, under the names of `measured_figures`; None where it is unknown."""
     plan = codec.read_record(PlanRecord, as_mapping(run.manifest.get("plan")))
-    tokens, hours = finite(plan.tokens_per_step), finite(plan.hours)
-    rate = finite(plan.tokens_per_second)
-    if rate is None and plan.steps and tokens and hours:
-        rate = plan.steps * tokens / (hours * 3600)
+    tokens_per_step = finite(plan.tokens_per_step)
+    tokens_per_second = finite(plan.tokens_per_second)
+    hours = finite(plan.hours)
+    if tokens_per_second is None and plan.steps and tokens_per_step and hours:
+        tokens_per_second = plan.steps * tokens_per_step / (hours * 3600)
+    processes = None
+    if plan.gpus is not None:
+        processes = max(1, plan.gpus) * (plan.nodes or 1)
+    memory = plan.memory_gib or {}
     return {
-        "processes": None if plan.gpus is None else max(1, plan.gpus) * (plan.nodes or 1),
+        "processes": processes,
         "rows_per_step": plan.global_batch,
         "steps": plan.steps,
-        "tokens_per_step": tokens,
-        "tokens_per_second": rate,
-        "peak_gib": finite((plan.memory_gib or {}).get("peak")),
+        "tokens_per_step": tokens_per_step,
+        "tokens_per_second": tokens_per_second,
+        "peak_gib": finite(memory.get("peak")),
         "hours": hours,
     }
 
 
-def named_apart(runs: Sequence[Run]) -> list[Run]:
+def rename_duplicates(runs: Sequence[Run]) -> list[Run]:
+    """The runs, each under a name of its own: with its parent folder, else with a number."""
     names = [run.name for run in runs]
-    apart: list[Run] = []
+    taken: set[str] = set()
+    renamed: list[Run] = []
     for number, run in enumerate(runs, start=1):
-        name = f"{run.path.parent.name}/{run.name}" if names.count(run.name) > 1 else run.name
-        taken = {other.name for other in apart}
-        apart.append(replace(run, name=f"{name} ({number})" if name in taken else name))
-    return apart
+        name = run.name
+        if names.count(name) > 1:
+            name = f"{run.path.parent.name}/{name}"
+        if name in taken:
+            name = f"{name} ({number})"
+        taken.add(name)
+        renamed.append(replace(run, name=name))
+    return renamed
 
 
-def compact(series: Series) -> str:
+def compact_json(series: Series) -> str:
     """The JSON form with no more digits than a curve can show: half of the bytes."""
-    columns = ",".join(
-        f"{json.dumps(name)}:[{','.join(['null' if v is None else f'{v:.7g}' for v in values])}]"
-        for name, values in series.columns.items()
-    )
-    steps, bad = (",".join(map(str, numbers)) for numbers in (series.steps, series.nonfinite))
-    return f'{{"steps":[{steps}],"columns":{{{columns}}},"nonfinite":[{bad}]}}'
+    columns = []
+    for name, values in series.columns.items():
+        digits = ",".join(map(_seven_digits, values))
+        columns.append(f"{json.dumps(name)}:[{digits}]")
+    steps = ",".join(map(str, series.steps))
+    nonfinite = ",".join(map(str, series.nonfinite))
+    return f'{{"steps":[{steps}],"columns":{{{",".join(columns)}}},"nonfinite":[{nonfinite}]}}'
+
+
+def _seven_digits(value: float | None) -> str:
+    return "null" if value is None else f"{value:.7g}"

@@ -1,13 +1,14 @@
-"""The part of a page about the machine: how busy GPUs, processor and memory were over the time of the run.
+"""The part of a page about the machine: how busy GPUs, processor and memory were during the run.
 
-Drawn as SVG here, over the clock: unlike the curves, these have no steps, and no script is needed to see them.
+The charts are SVG over the clock, made here: these samples have no steps, and no script is needed.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from launcher.report.charts import COLOURS, PageRun
-from launcher.report.html import Html, details, figure, join, table, tag, text
+from launcher.report.html import Html, details, figure, join, page_section, table, tag, text
 from launcher.runs import usage
 from launcher.runs.rundir import RunFolder
 from launcher.runs.usage import GpuSample, UsageSample
@@ -18,25 +19,30 @@ _HEIGHT = 170
 _LEFT = 44
 _BOTTOM = 20
 _TOP = 8
+_PLOT_WIDTH = _WIDTH - _LEFT
+_PLOT_HEIGHT = _HEIGHT - _TOP - _BOTTOM
 _POINTS = 400
 """Points of a line at most: neighbours are drawn as their mean."""
 _GAP = 4.0
-"""Where this many usual intervals lie between two samples, the line is broken: nobody sampled, as between attempts."""
+"""A line is broken where two samples are this many usual intervals apart, as between attempts."""
 
-Point = tuple[float, float]
+
+class UsagePoint(NamedTuple):
+    """`seconds` are those since the first sample."""
+
+    seconds: float
+    value: float
 
 
 @dataclass(frozen=True, slots=True)
 class UsageLine:
-    """One line of a chart: (seconds since the start, value)."""
-
     label: str
-    points: Sequence[Point]
+    points: Sequence[UsagePoint]
 
 
 @dataclass(frozen=True, slots=True)
 class UsageChart:
-    """`top` is where its axis ends, None for the largest value."""
+    """`top` is the end of its axis, None for the largest value."""
 
     title: str
     unit: str
@@ -45,124 +51,151 @@ class UsageChart:
 
 
 def section(entries: Sequence[PageRun]) -> Html:
-    """The charts of each run that was sampled, a machine at a time; empty where none was."""
+    """The charts of each sampled run, a machine at a time; empty if no run was sampled."""
     parts: list[object] = []
     for entry in entries:
-        for machine in RunFolder(entry.run.path).nodes() if entry.run.path.is_dir() else ():
-            charts = [chart for chart in _charts(usage.read_usage(machine)) if chart.lines]
+        path = entry.run.path
+        if not path.is_dir():
+            continue
+        for machine in RunFolder(path).nodes():
+            charts = _charts(usage.read_usage(machine))
             if not charts:
                 continue
-            name = "" if machine.path == entry.run.path else machine.path.name
-            if len(entries) > 1 or name:
-                parts.append(tag("h3", join([entry.heading, f" {name}" if name else ""])))
-            parts.append(tag("div", join(map(_figure, charts)), class_="grid"))
-            parts.append(_means(charts))
-    return tag("section", join([tag("h2", "Machine", id=KEY), *parts])) if parts else Html("")
+            node = "" if machine.path == path else f" {machine.path.name}"
+            if len(entries) > 1 or node:
+                parts.append(tag("h3", entry.heading, node))
+            parts.append(tag("div", *map(_chart_figure, charts), class_="grid"))
+            parts.append(_statistics(charts))
+    return page_section(KEY, "Machine", *parts)
 
 
 def _charts(samples: Sequence[UsageSample]) -> list[UsageChart]:
     if len(samples) < 2:
         return []
-    largest = max((sample.memory_total_gib or 0.0 for sample in samples), default=0.0)
-    host: tuple[tuple[str, str, Callable[[UsageSample], float | None], float | None], ...] = (
-        ("processor busy", "%", lambda sample: _percent(sample.cpu), 100.0),
-        ("host memory", "GiB", lambda sample: sample.memory_gib, largest or None),
-    )
-    gpus: tuple[tuple[str, str, Callable[[GpuSample], float | None], float | None], ...] = (
-        ("GPU busy", "%", lambda gpu: _percent(gpu.busy), 100.0),
-        ("GPU memory", "GiB", lambda gpu: gpu.memory_gib, None),
-        ("GPU power", "W", lambda gpu: gpu.power_w, None),
-    )
-    charts = [UsageChart(title, unit, _gpu_lines(samples, value), top) for title, unit, value, top in gpus]
-    for title, unit, of_host, top in host:
-        points = _points((sample.t, of_host(sample)) for sample in samples)
-        charts.append(UsageChart(title, unit, _since(samples, {"": points}), top))
-    return charts
+    totals = [sample.memory_total_gib or 0.0 for sample in samples]
+    memory_top = max(totals) or None
+    cpu = _host_line(samples, lambda sample: _percent(sample.cpu))
+    memory = _host_line(samples, lambda sample: sample.memory_gib)
+    charts = [
+        UsageChart("GPU busy", "%", _gpu_lines(samples, lambda gpu: _percent(gpu.busy)), 100.0),
+        UsageChart("GPU memory", "GiB", _gpu_lines(samples, lambda gpu: gpu.memory_gib)),
+        UsageChart("GPU power", "W", _gpu_lines(samples, lambda gpu: gpu.power_w)),
+        UsageChart("processor busy", "%", cpu, 100.0),
+        UsageChart("host memory", "GiB", memory, memory_top),
+    ]
+    return [chart for chart in charts if chart.lines]
 
 
-def _gpu_lines(samples: Sequence[UsageSample], value: Callable[[GpuSample], float | None]) -> list[UsageLine]:
-    indices = sorted({gpu.index for sample in samples for gpu in sample.gpus})
-    by_label: dict[str, list[Point]] = {}
-    for index in indices:
-        found = ((sample.t, value(gpu)) for sample in samples for gpu in sample.gpus if gpu.index == index)
-        by_label[f"GPU {index}"] = _points(found)
-    return _since(samples, by_label)
-
-
-def _points(values: Iterable[tuple[float, float | None]]) -> list[Point]:
-    return [(at, value) for at, value in values if value is not None]
-
-
-def _since(samples: Sequence[UsageSample], by_label: dict[str, list[Point]]) -> list[UsageLine]:
+def _host_line(
+    samples: Sequence[UsageSample], value_of: Callable[[UsageSample], float | None]
+) -> list[UsageLine]:
     start = samples[0].t
-    lines = []
-    for label, points in by_label.items():
-        if len(points) > 1:
-            lines.append(UsageLine(label, [(at - start, value) for at, value in points]))
-    return lines
+    points = []
+    for sample in samples:
+        value = value_of(sample)
+        if value is not None:
+            points.append(UsagePoint(sample.t - start, value))
+    return _drawable({"": points})
+
+
+def _gpu_lines(
+    samples: Sequence[UsageSample], value_of: Callable[[GpuSample], float | None]
+) -> list[UsageLine]:
+    start = samples[0].t
+    by_gpu: dict[int, list[UsagePoint]] = {}
+    for sample in samples:
+        for gpu in sample.gpus:
+            value = value_of(gpu)
+            if value is not None:
+                points = by_gpu.setdefault(gpu.index, [])
+                points.append(UsagePoint(sample.t - start, value))
+    return _drawable({f"GPU {index}": by_gpu[index] for index in sorted(by_gpu)})
+
+
+def _drawable(by_label: Mapping[str, Sequence[UsagePoint]]) -> list[UsageLine]:
+    """The lines of two points or more."""
+    return [UsageLine(label, points) for label, points in by_label.items() if len(points) > 1]
 
 
 def _percent(share: float | None) -> float | None:
     return None if share is None else 100 * share
 
 
-def _figure(chart: UsageChart) -> Html:
-    labels = [
-        tag("span", line.label, class_=f"line{number % COLOURS}")
-        for number, line in enumerate(chart.lines)
-        if line.label
-    ]
-    head = tag("h3", join([chart.title, tag("span", f" {chart.unit}", class_="unit")]))
-    caption = tag("figcaption", join([head, tag("span", join(labels), class_="lines") if labels else ""]))
-    return tag("figure", join([caption, _svg(chart)]), class_="usage")
+def _chart_figure(chart: UsageChart) -> Html:
+    labels = []
+    for number, line in enumerate(chart.lines):
+        if line.label:
+            labels.append(tag("span", line.label, class_=_colour(number)))
+    unit = tag("span", f" {chart.unit}", class_="unit")
+    title = join([chart.title, unit])
+    caption = [tag("h3", title)]
+    if labels:
+        caption.append(tag("span", *labels, class_="lines"))
+    figcaption = tag("figcaption", *caption)
+    return tag("figure", figcaption, _svg(chart), class_="usage")
+
+
+def _colour(number: int) -> str:
+    return f"line{number % COLOURS}"
 
 
 def _svg(chart: UsageChart) -> Html:
-    last = max(line.points[-1][0] for line in chart.lines) or 1.0
-    top = chart.top or max(value for line in chart.lines for _, value in line.points) or 1.0
-
-    def place(point: Point) -> str:
-        x = _LEFT + (_WIDTH - _LEFT) * max(0.0, point[0]) / last
-        y = _TOP + (_HEIGHT - _TOP - _BOTTOM) * (1 - min(1.0, point[1] / top))
-        return f"{x:.1f},{y:.1f}"
-
-    parts: list[str] = []
-    for share in (0.0, 0.5, 1.0):
-        y = _TOP + (_HEIGHT - _TOP - _BOTTOM) * (1 - share)
-        parts.append(f'<line class="rule" x1="{_LEFT}" x2="{_WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{text(figure(share * top, 3))}</text>')
-    parts.append(f'<text x="{_LEFT}" y="{_HEIGHT - 4}">0</text>')
-    parts.append(f'<text x="{_WIDTH}" y="{_HEIGHT - 4}" text-anchor="end">{text(_clock(last))}</text>')
+    duration = max(line.points[-1].seconds for line in chart.lines) or 1.0
+    top = chart.top or _largest_value(chart) or 1.0
+    parts = list(_axes(duration, top))
     for number, line in enumerate(chart.lines):
-        for stretch in _unbroken(_thinned(line.points)):
-            path = " ".join(map(place, stretch))
-            parts.append(f'<polyline class="line{number % COLOURS}" points="{path}"/>')
-    label = f"{chart.title} over {_clock(last)}"
-    box = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{text(label)}"'
+        for stretch in _split_at_gaps(_thin(line.points)):
+            places = " ".join(_place(point, duration, top) for point in stretch)
+            parts.append(f'<polyline class="{_colour(number)}" points="{places}"/>')
+    label = text(f"{chart.title} over {_clock(duration)}")
+    box = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}"'
     return Html(f'<svg class="usage" {box}>{"".join(parts)}</svg>')
 
 
-def _thinned(points: Sequence[Point]) -> list[Point]:
+def _largest_value(chart: UsageChart) -> float:
+    return max(point.value for line in chart.lines for point in line.points)
+
+
+def _axes(duration: float, top: float) -> Iterable[str]:
+    """Three horizontal rules with their values, and the clock below."""
+    for share in (0.0, 0.5, 1.0):
+        y = _TOP + _PLOT_HEIGHT * (1 - share)
+        value = text(figure(share * top, 3))
+        yield f'<line class="rule" x1="{_LEFT}" x2="{_WIDTH}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        yield f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value}</text>'
+    end = text(_clock(duration))
+    yield f'<text x="{_LEFT}" y="{_HEIGHT - 4}">0</text>'
+    yield f'<text x="{_WIDTH}" y="{_HEIGHT - 4}" text-anchor="end">{end}</text>'
+
+
+def _place(point: UsagePoint, duration: float, top: float) -> str:
+    x = _LEFT + _PLOT_WIDTH * max(0.0, point.seconds) / duration
+    y = _TOP + _PLOT_HEIGHT * (1 - min(1.0, point.value / top))
+    return f"{x:.1f},{y:.1f}"
+
+
+def _thin(points: Sequence[UsagePoint]) -> list[UsagePoint]:
+    """At most `_POINTS` points: of each group of neighbours the end and the mean."""
     size = -(-len(points) // _POINTS)
     thinned = []
     for begin in range(0, len(points), size):
         group = points[begin : begin + size]
-        mean = sum(value for _, value in group) / len(group)
-        thinned.append((group[-1][0], mean))
+        mean = sum(point.value for point in group) / len(group)
+        thinned.append(UsagePoint(group[-1].seconds, mean))
     return thinned
 
 
-def _unbroken(points: Sequence[Point]) -> list[list[Point]]:
-    """The stretches between which nobody sampled."""
-    stretches: list[list[Point]] = [[]]
-    usual = 0.0
+def _split_at_gaps(points: Sequence[UsagePoint]) -> list[list[UsagePoint]]:
+    """The stretches between gaps without samples."""
+    stretches: list[list[UsagePoint]] = [[]]
+    usual_interval = 0.0
     for point in points:
         if stretches[-1]:
-            passed = point[0] - stretches[-1][-1][0]
-            if usual and passed > _GAP * usual:
+            interval = point.seconds - stretches[-1][-1].seconds
+            if usual_interval and interval > _GAP * usual_interval:
                 stretches.append([])
             else:
-                usual = max(usual, passed)
+                usual_interval = max(usual_interval, interval)
         stretches[-1].append(point)
     return stretches
 
@@ -175,12 +208,16 @@ def _clock(seconds: float) -> str:
     return f"{seconds / 3600:.1f} h"
 
 
-def _means(charts: Sequence[UsageChart]) -> Html:
+def _statistics(charts: Sequence[UsageChart]) -> Html:
     rows = []
     for chart in charts:
         for line in chart.lines:
-            values = [value for _, value in line.points]
             name = f"{chart.title}, {line.label}" if line.label else chart.title
-            numbers = (sum(values) / len(values), min(values), max(values))
-            rows.append([name, *(f"{figure(number, 3)} {chart.unit}" for number in numbers)])
-    return details("mean, least and most", table(("", "mean", "least", "most"), rows))
+            values = [point.value for point in line.points]
+            mean = sum(values) / len(values)
+            row = [name]
+            for value in (mean, min(values), max(values)):
+                row.append(f"{figure(value, 3)} {chart.unit}")
+            rows.append(row)
+    head = ("", "mean", "least", "most")
+    return details("mean, least and most", table(head, rows))

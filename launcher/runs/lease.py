@@ -111,10 +111,7 @@ class Lease:
         """
         import tempfile
 
-        with (
-            contextlib.suppress(OSError),
-            tempfile.TemporaryFile(dir=self.path.parent) as probe,
-        ):
+        with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=self.path.parent) as probe:
             # after a clock is set back, the last heartbeat is in the future
             return abs(os.fstat(probe.fileno()).st_mtime - self.last_beat)
         return None
@@ -129,12 +126,7 @@ class Lease:
         owner = None
         if self.owner is not None:
             owner = self.owner.as_json()
-        content = {
-            "run": self.run,
-            "state": self.state,
-            "returncode": self.code,
-            "owner": owner,
-        }
+        content = {"run": self.run, "state": self.state, "returncode": self.code, "owner": owner}
         self.path.parent.mkdir(parents=True, exist_ok=True)
         raw = json.dumps(content, indent=1).encode()
         files.write_bytes(self.path, raw, durable=True, mode=_MODE)
@@ -152,10 +144,7 @@ class Lease:
             self.manifest.unlink(missing_ok=True)
             if not _fences_in(folder):
                 self.lock.unlink(missing_ok=True)
-                for empty in (
-                    folder,
-                    *folder.parents[: len(FOLDER.parts) - 1],
-                ):
+                for empty in (folder, *folder.parents[: len(FOLDER.parts) - 1]):
                     empty.rmdir()
 
 
@@ -425,11 +414,7 @@ def heartbeat(
         raise
 
 
-def _beat(
-    own: Lease,
-    ended: threading.Event,
-    overtaken: Callable[[Lease], None],
-) -> None:
+def _beat(own: Lease, ended: threading.Event, overtaken: Callable[[Lease], None]) -> None:
     manifest = rundir.read_json(own.manifest)
     while not ended.wait(BEAT_S):
         successor = find_successor(own)

@@ -145,12 +145,7 @@ def state_folder() -> Path:
 
 
 def choose_folder(
-    stage: str,
-    name: str,
-    output: Path | None,
-    root: Path,
-    *,
-    rank: int = 0,
+    stage: str, name: str, output: Path | None, root: Path, *, rank: int = 0
 ) -> tuple[RunFolder, int]:
     """The folder and the number of the next attempt on machine `rank`.
 
@@ -463,9 +458,7 @@ def _by_start(run: RunSummary) -> tuple[float, str]:
     return run.written, run.path.name
 
 
-def _of_working_folder(
-    runs: Iterable[RunSummary],
-) -> list[RunSummary]:
+def _of_working_folder(runs: Iterable[RunSummary]) -> list[RunSummary]:
     cwd = redact(os.getcwd())
     return [run for run in runs if run.cwd == cwd]
 

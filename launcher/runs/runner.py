@@ -74,11 +74,7 @@ def parse_stop_grace(text: str | None) -> Grace:
         numbers = [-1.0]
     if len(numbers) > len(GRACE_S) or any(not 0 <= number < 1e6 for number in numbers):
         help = f"seconds after INT, after TERM, and for what is left: {GRACE_VARIABLE}=20,10,5"
-        raise usage(
-            "bad-grace",
-            f"`{brief(text)}` is not a number of seconds",
-            help,
-        )
+        raise usage("bad-grace", f"`{brief(text)}` is not a number of seconds", help)
     first, second, third = [*numbers, *GRACE_S[len(numbers) :]]
     return first, second, third
 
@@ -120,10 +116,7 @@ def lock_run(
 
 
 def _require_not_running(
-    folder: RunFolder,
-    attempt: int,
-    output: Path | None,
-    descriptors: Sequence[int],
+    folder: RunFolder, attempt: int, output: Path | None, descriptors: Sequence[int]
 ) -> None:
     locked = [locks.try_lock(each, seconds=locks.GLANCE_S) for each in descriptors]
     # by the attempts: another start may have been quicker, and be over already
@@ -162,12 +155,7 @@ def run(
     if inherited is None:
         inherited = os.environ
     mark = str(folder.path)
-    env = {
-        **inherited,
-        **command.env,
-        ATTEMPT: str(attempt),
-        process.MARK: mark,
-    }
+    env = {**inherited, **command.env, ATTEMPT: str(attempt), process.MARK: mark}
     watch = _Watch(folder, attempt, due=due, save=save, stands_still=stands_still)
     handlers: dict[signal.Signals, process.Handler] = {
         signal.SIGINT: watch.note_signal,
@@ -176,10 +164,7 @@ def run(
         # not SIG_IGN, which the training would inherit
         signal.SIGHUP: process.ignore_signal,
     }
-    with (
-        process.signal_handlers(handlers),
-        _Reserve(folder.path / ".reserve") as reserve,
-    ):
+    with process.signal_handlers(handlers), _Reserve(folder.path / ".reserve") as reserve:
         with rundir.writing(folder.path):
             console = open_private_log(folder.console(attempt))
         with console:
@@ -218,10 +203,7 @@ def run(
 
 
 def _start(
-    command: Command,
-    env: Mapping[str, str],
-    console: BinaryIO,
-    pass_fds: Sequence[int],
+    command: Command, env: Mapping[str, str], console: BinaryIO, pass_fds: Sequence[int]
 ) -> subprocess.Popen[bytes]:
     """Start a command in a session of its own, with its output in `console`. Raises NotReady."""
     try:
@@ -269,10 +251,7 @@ class _Reserve:
             self.path.unlink(missing_ok=True)
 
     def write(
-        self,
-        path: Path,
-        content: Mapping[str, Any],
-        write: Write = files.write_json,
+        self, path: Path, content: Mapping[str, Any], write: Write = files.write_json
     ) -> None:
         """Write a record, or nothing: a disk that fails must not end the supervision."""
         try:
@@ -527,12 +506,7 @@ class _Watch:
         # torchrun's workers have sessions of their own.
         signals = self.signals
         process.signal_group(pid, signal.SIGTERM)
-        _signal_until_gone(
-            tree,
-            signal.SIGTERM,
-            self.grace[2],
-            lambda: self.signals > signals,
-        )
+        _signal_until_gone(tree, signal.SIGTERM, self.grace[2], lambda: self.signals > signals)
         process.signal_group(pid, signal.SIGKILL)
         _signal_until_gone(tree, signal.SIGKILL, KILLED_S)
         return stopped
@@ -637,10 +611,7 @@ class _Watch:
 
 
 def _signal_until_gone(
-    tree: ProcessTree,
-    number: int,
-    seconds: float,
-    is_hurried: Callable[[], bool] = lambda: False,
+    tree: ProcessTree, number: int, seconds: float, is_hurried: Callable[[], bool] = lambda: False
 ) -> None:
     """Signal each process of a run once, new ones too, until none is left or the time is up."""
     until = time.monotonic() + seconds
@@ -660,11 +631,7 @@ def end_orphans(folder: RunFolder, grace: Grace, attempt: int) -> None:
     processes = read_processes(folder)
     tree = _trusted_tree(folder, processes)
     last_signal = None
-    steps = [
-        (signal.SIGINT, grace[0]),
-        (signal.SIGTERM, grace[1]),
-        (signal.SIGKILL, KILLED_S),
-    ]
+    steps = [(signal.SIGINT, grace[0]), (signal.SIGTERM, grace[1]), (signal.SIGKILL, KILLED_S)]
     for number, seconds in steps:
         if tree.living():
             last_signal = number
@@ -778,13 +745,7 @@ def unknown_state(folder: RunFolder, processes: Processes | None = None) -> Find
     message += f"and it had no heartbeat for {lease.SILENT_S:.0f} s or more"
     help = f"ask there: launch runs, launch stop {name}; "
     help += "the same launch command resumes it here"
-    return launch_finding(
-        "error",
-        "run-is-elsewhere",
-        message,
-        help,
-        file=str(folder.path),
-    )
+    return launch_finding("error", "run-is-elsewhere", message, help, file=str(folder.path))
 
 
 def require_known_state(folder: RunFolder) -> None:

@@ -20,7 +20,7 @@ from launcher.machine import python
 from launcher.paths import is_dir
 from launcher.report import series
 from launcher.report.html import figure
-from launcher.report.progress import clock
+from launcher.report.progress import format_clock
 from launcher.report.series import Run
 from launcher.runs import attempt
 from launcher.runs.record import as_list, as_mapping
@@ -55,7 +55,7 @@ def made_of(model: TrainedModel) -> str:
     if model.run is None:
         message = f"no run's record names {model.path}: there is nothing to write a card of"
         raise not_ready("no-such-run", message, "launch runs lists the runs that are known here")
-    run = series.read(model.run.path)
+    run = series.load_run(model.run.path)
     lineage = list(_lineage(model))
     text = "\n\n".join(part for part in _parts(model, run, lineage) if part) + "\n"
     text = attempt.redactor(model.run).redact(text)
@@ -284,8 +284,8 @@ def _verdict(run: Run) -> str:
 
 
 def _training(run: Run) -> str:
-    measured = series.measured(run)
-    planned = series.planned(run)
+    measured = series.measured_figures(run)
+    planned = series.planned_figures(run)
     plan = as_mapping(run.manifest.get("plan"))
     machine = as_mapping(run.manifest.get("machine"))
     tokens = [value for value in run.series.columns.get("tokens", ()) if value is not None]
@@ -301,7 +301,7 @@ def _training(run: Run) -> str:
     add("tokens/s", measured["tokens_per_second"])
     add("peak memory", measured["peak_gib"], " GiB a GPU")
     if measured["hours"] is not None:
-        rows.append(("time", clock(round(measured["hours"] * 3600))))
+        rows.append(("time", format_clock(round(measured["hours"] * 3600))))
     if plan.get("gpus") is not None:
         rows.append(("GPUs", _gpus(plan["gpus"], as_list(machine.get("gpus")))))
     if (plan.get("nodes") or 1) > 1:
@@ -339,7 +339,7 @@ def _losses(run: Run) -> str:
     names = {"loss": "loss", "eval_loss": "validation loss"}
     if run.stage in PAIRED:
         names |= {"rewards/margins": "reward margin", "rewards/accuracies": "reward accuracy"}
-    present = [name for name in names if series.any_number(columns.get(name, ()))]
+    present = [name for name in names if series.has_number(columns.get(name, ()))]
     rows = []
     for number in chosen:
         row: list[object] = [run.series.steps[number]]

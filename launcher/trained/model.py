@@ -206,7 +206,7 @@ def verdict_of(run: RunFolder) -> Mapping[str, Any]:
     """The verdict of a run's last attempt; judged now where nobody has yet."""
     if rundir.is_judged(run, max(1, run.attempts())):
         return files.read_json(run.verdict)
-    return judge.judge(run).verdict.as_json()
+    return judge.judge_run(run).verdict.as_json()
 
 
 def _no_final_model(run: RunFolder, manifest: Manifest, output: Path, why: str) -> NotReady:

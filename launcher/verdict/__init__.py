@@ -1,1 +1,1 @@
-"""What a run left -> `Evidence` -> points -> `Verdict`. Start with `judge.judge`."""
+"""What a run left (`Evidence`), judged by points: a `Verdict`. Start with `judge.judge_run`."""

@@ -1,5 +1,7 @@
-"""What a run was to do + what it left behind -> a `Verdict`, each point with its evidence. `ok` is True or False only
-where there is proof; None where something was expected and there is none either way."""
+"""Judge evidence by what was expected: a `Verdict` of points, each with the lines it rests on.
+
+`ok` is True or False only with proof; it is None if something was expected and nothing proves it.
+"""
 
 from __future__ import annotations
 
@@ -17,26 +19,32 @@ from launcher.errors import Exit, InvalidConfig, launch_finding, unreadable
 from launcher.machine import codec
 from launcher.machine.codec import Misfit, Omission
 from launcher.redaction import Redactor
-from launcher.runs.record import as_mapping
+from launcher.runs.record import Json, as_mapping
 from launcher.verdict.evidence import Event, Evidence, ExitRecord, ProbeStep, read_log
-from launcher.verdict.metrics import metrics
+from launcher.verdict.logs.scan import Log
+from launcher.verdict.metrics import compute_metrics
 from launcher.verdict.points import Citable, Observation
 
 Status = Literal["pass", "fail", "unproven"]
 
 Observe = Callable[[Evidence, str | None], Observation]
 
-NOT_SHOWN = "unknown"  # what is expected of a point where the log does not show what was requested
+NOT_SHOWN = "unknown"
+"""What is expected of a point if no record shows what was requested."""
 
 UNKNOWN: Mapping[str, str] = {point.name: NOT_SHOWN for point in POINTS if point.from_arguments}
-"""What is expected where no record says what was requested."""
+"""What is expected of a run without any record of what was requested."""
 
-CITES = 8  # of one point: 64 ranks would say the same
+CITES = 8
+"""Lines that a point cites at most: 64 ranks would say the same."""
+
+_RANKS_NAMED = 8
+_EVENT_CHARS = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cite:
-    """One line that a point of a verdict rests on; `line` is 1-based."""
+    """A line that a point rests on; `line` is 1-based."""
 
     source: Literal["probe", "log", "exit"]
     file: str
@@ -65,37 +73,48 @@ class Verdict:
     metrics: Mapping[str, float | None]
 
     def point(self, name: str) -> Point:
-        return {point.name: point for point in self.points}[name]
+        by_name = {point.name: point for point in self.points}
+        return by_name[name]
 
     @property
     def stopped(self) -> str | None:
-        """Why a process of the run ended itself, in one line; None where none did."""
+        """Why a process of the run ended itself, in one line; None if none did."""
         finish = self.point("finish").detail
-        broke = finish.get("reason") in ("violation", "hang")
-        return str(as_mapping(finish.get("error"))["message"]) if broke and finish.get("error") else None
+        error = finish.get("error")
+        if not error or finish.get("reason") not in ("violation", "hang"):
+            return None
+        return str(as_mapping(error)["message"])
 
-    def amended(self, name: str, detail: Mapping[str, object], **changes: Any) -> Verdict:
-        old = self.point(name)
-        new = replace(old, detail={**old.detail, **detail}, **changes)
-        return self.with_points(new if point is old else point for point in self.points)
+    def amend(self, name: str, detail: Mapping[str, object], **changes: Any) -> Verdict:
+        """The verdict with more details of a point, and other fields of it."""
+        point = self.point(name)
+        amended = replace(point, detail={**point.detail, **detail}, **changes)
+        return self.with_points(amended if old is point else old for old in self.points)
 
     def with_points(self, points: Iterable[Point]) -> Verdict:
         points = tuple(points)
-        return replace(self, points=points, status=_status(point.ok for point in points))
+        status = _status(point.ok for point in points)
+        return replace(self, points=points, status=status)
 
     def as_json(self) -> dict[str, object]:
-        points = [{**asdict(point), "evidence": [*map(asdict, point.evidence)]} for point in self.points]
+        points = []
+        for point in self.points:
+            evidence = [asdict(cite) for cite in point.evidence]
+            points.append({**asdict(point), "evidence": evidence})
         return {**asdict(self), "points": points}
 
 
-def from_json(data: Mapping[str, Any]) -> Verdict | None:
-    """What `Verdict.as_json` wrote; None where it is damaged."""
-    left_out: list[Omission] = []
+def read_verdict(data: Json) -> Verdict | None:
+    """Read what `Verdict.as_json` wrote; None if it is damaged."""
+    omissions: list[Omission] = []
     try:
-        verdict = codec.read_record(Verdict, data, left_out)
+        verdict = codec.read_record(Verdict, data, omissions)
     except Misfit:
         return None
-    return None if left_out or "finish" not in {point.name for point in verdict.points} else verdict
+    has_finish = any(point.name == "finish" for point in verdict.points)
+    if omissions or not has_finish:
+        return None
+    return verdict
 
 
 def _observer(point: PointType) -> Observe:
@@ -107,129 +126,183 @@ def _observer(point: PointType) -> Observe:
 OBSERVERS: Mapping[str, Observe] = {point.name: _observer(point) for point in POINTS}
 
 
-def judge(stage: str | None, expected: Mapping[str, str | None], evidence: Evidence) -> Verdict:
-    """Compare what was expected with what the evidence shows. A state of None or `any` expects nothing."""
-    named = stage or evidence.stage
-    judged = []
+def judge_evidence(
+    stage: str | None, expected: Mapping[str, str | None], evidence: Evidence
+) -> Verdict:
+    """Compare what was expected with what the evidence shows.
+
+    A state of None or `any` expects nothing.
+    """
+    stage = stage or evidence.stage
+    points = []
     for kind in POINTS:
-        if kind.pairs_only and named not in PAIRED:
+        if kind.pairs_only and stage not in PAIRED:
             continue
         state = expected.get(kind.name, kind.default)
         if kind.needs_plan and state is None and evidence.manifest.processes is None:
-            continue  # a stranger's run: nobody knows what was planned
+            # of a log alone, the plan is unknown
+            continue
         observe = OBSERVERS[kind.name]
         if state == ANY:
             state = None
-            observed = replace(observe(evidence, None), unwanted=False)
+            observation = replace(observe(evidence, None), unwanted=False)
         else:
-            observed = observe(evidence, state)
-        if kind.optional and state is None and observed.state == "unknown":
-            continue  # a record of an older version, or a stranger's
-        judged.append(_point(kind, state, observed))
+            observation = observe(evidence, state)
+        if kind.optional and state is None and observation.state == "unknown":
+            # the record of an older version, or a log alone
+            continue
+        points.append(_judge_point(kind, state, observation))
     return Verdict(
-        status=_status(point.ok for point in judged),
-        stage=named,
+        status=_status(point.ok for point in points),
+        stage=stage,
         steps=evidence.last_step,
-        points=tuple(judged),
-        metrics=metrics(evidence),
+        points=tuple(points),
+        metrics=compute_metrics(evidence),
     )
 
 
 def judge_log(path: Path, redactor: Redactor | None = None) -> Verdict:
-    """The verdict of a console log; `redactor` is that of its run, where that is known."""
+    """The verdict of a console log; `redactor` is that of its run, if that is known."""
     redactor = redactor or redaction.of_process()
-    return redactor.redact(judge_alone(read_training_log(path)))
+    return redactor.redact(judge_log_evidence(read_training_log(path)))
 
 
-def judge_alone(found: Evidence) -> Verdict:
-    """What a console log can prove by itself."""
-    return judge(found.stage, expected_from_log(found), found)
+def judge_log_evidence(evidence: Evidence) -> Verdict:
+    """Judge a console log by itself, by what it says was requested."""
+    return judge_evidence(evidence.stage, expected_by_log(evidence), evidence)
 
 
 def read_training_log(path: Path) -> Evidence:
-    """The evidence of a console log alone. Raises NotReady where it cannot be read, InvalidConfig where no line of it
-    could be a training's."""
+    """The evidence of a console log alone.
+
+    Raises NotReady if it cannot be read, InvalidConfig if no line of it could be a training's.
+    """
     try:
-        found = read_log(path)
+        evidence = read_log(path)
     except OSError as error:
         raise unreadable(path, error) from None
-    log = found.log
-    if log is None or not (log.signals or log.steps or log.blocks or log.last_bar):
-        message = "not a training log: it holds no arguments, step, progress bar or error"
-        help = "name a run (launch runs), or the console log of an SFT or DPO training"
-        raise InvalidConfig(launch_finding("error", "not-a-training-log", message, help, file=str(path)))
-    return found
+    if evidence.log is None or not _shows_training(evidence.log):
+        finding = launch_finding(
+            "error",
+            "not-a-training-log",
+            "not a training log: it holds no arguments, step, progress bar or error",
+            "name a run (launch runs), or the console log of an SFT or DPO training",
+            file=str(path),
+        )
+        raise InvalidConfig(finding)
+    return evidence
+
+
+def _shows_training(log: Log) -> bool:
+    return bool(log.signals or log.steps or log.blocks or log.last_bar)
 
 
 def exit_code(verdict: Verdict, *, allow_unproven: bool) -> Exit:
-    passed = verdict.status == "pass" or (verdict.status == "unproven" and allow_unproven)
-    return Exit.OK if passed else Exit.VERDICT
+    if verdict.status == "pass":
+        return Exit.OK
+    if verdict.status == "unproven" and allow_unproven:
+        return Exit.OK
+    return Exit.VERDICT
 
 
 def _status(oks: Iterable[bool | None]) -> Status:
-    known = {*oks}
-    return "fail" if False in known else "unproven" if None in known else "pass"
+    states = set(oks)
+    if False in states:
+        return "fail"
+    if None in states:
+        return "unproven"
+    return "pass"
 
 
-def expected_from_log(found: Evidence) -> dict[str, str | None]:
-    """What a stranger's run was to do, by the arguments dump near its top or by what follows it."""
-    log = found.log
+def expected_by_log(evidence: Evidence) -> dict[str, str | None]:
+    """What was requested, by the arguments near the top of a log, or by its messages."""
+    log = evidence.log
     if log is None:
         return dict(UNKNOWN)
-    liger = {"True": "engaged", "False": "off"}.get(log.arguments.get("use_liger_kernel", ""))
-    packs = "off" if found.packs_nothing else "isolated"
-    packing = {"True": packs, "False": "off"}.get(log.arguments.get("packing", ""))
-    # TRL shows no arguments, and says these only where they were requested
-    liger = liger or ("engaged" if log.all("liger_asked") else None)
-    packing = packing or ("isolated" if log.all("packing") else None)
+    expected: dict[str, str | None] = {"liger": None, "packing": None, **DEFAULTS}
     if log.headless:
-        liger, packing = liger or NOT_SHOWN, packing or NOT_SHOWN
-    return {"liger": liger, "packing": packing, **DEFAULTS}
+        expected |= {"liger": NOT_SHOWN, "packing": NOT_SHOWN}
+    # TRL shows no arguments, and says these only if they were requested
+    if log.all("liger_asked"):
+        expected["liger"] = "engaged"
+    if log.all("packing"):
+        expected["packing"] = "isolated"
+    liger = log.arguments.get("use_liger_kernel")
+    if liger == "True":
+        expected["liger"] = "engaged"
+    elif liger == "False":
+        expected["liger"] = "off"
+    packing = log.arguments.get("packing")
+    if packing == "False" or (packing == "True" and evidence.packs_nothing):
+        expected["packing"] = "off"
+    elif packing == "True":
+        expected["packing"] = "isolated"
+    return expected
 
 
-def _meets(kind: PointType, expected: str | None, observed: Observation) -> bool:
+def _meets(kind: PointType, expected: str | None, observation: Observation) -> bool:
     if expected is None:
         return False
     accepted = kind.meets.get(expected, (expected,))
-    return observed.state in accepted or observed.synonym == expected
+    return observation.state in accepted or observation.synonym == expected
 
 
-def _point(kind: PointType, expected: str | None, observed: Observation) -> Point:
+def _judge_point(kind: PointType, expected: str | None, observation: Observation) -> Point:
     ok: bool | None = True
-    if expected is not None or observed.unwanted:
-        settled = observed.proved and expected != NOT_SHOWN
-        ok = _meets(kind, expected, observed) if settled else None
-    reason, help = observed.reason, observed.help
-    absent = observed.detail.get("missing_ranks")
-    if expected == NOT_SHOWN:
-        reason, help = "what was requested is unknown: its record is missing", None
-    elif reason is None and observed.state == "unknown":
-        reason = "no record of it, neither by the probe nor in the log"
-    elif reason is None and isinstance(absent, list):
-        ranks = ", ".join(map(str, absent[:8])) + (", …" if absent[8:] else "")
-        reason = f"no record of rank {ranks}"
-        help = "its file in `probe/` is missing or cut off: check that folder, and the disk"
-    why = {key: text for key, text in (("reason", reason), ("help", help)) if text is not None}
+    if expected is not None or observation.unwanted:
+        ok = None
+        if observation.proved and expected != NOT_SHOWN:
+            ok = _meets(kind, expected, observation)
+    detail = observation.detail
+    if ok is not True:
+        reasons = _reasons(expected, observation)
+        # first, and not to be replaced
+        detail = {**reasons, **detail, **reasons}
     return Point(
         name=kind.name,
-        state=observed.state,
+        state=observation.state,
         expected=expected,
         ok=ok,
-        evidence=tuple(map(_cite, observed.cites[:CITES])),
-        detail=observed.detail if ok is True else {**why, **observed.detail, **why},
+        evidence=tuple(map(_cite, observation.cites[:CITES])),
+        detail=detail,
     )
 
 
-def _cite(found: Citable) -> Cite:
-    file = str(found.path)
-    match found:
+def _reasons(expected: str | None, observation: Observation) -> dict[str, str]:
+    """Why a point is not as expected, and what to do about it, as far as that is known."""
+    if expected == NOT_SHOWN:
+        return {"reason": "what was requested is unknown: its record is missing"}
+    reason = observation.reason
+    help = observation.help
+    missing = observation.detail.get("missing_ranks")
+    if reason is None and observation.state == "unknown":
+        reason = "no record of it, neither by the probe nor in the log"
+    elif reason is None and isinstance(missing, list):
+        ranks = ", ".join(map(str, missing[:_RANKS_NAMED]))
+        if len(missing) > _RANKS_NAMED:
+            ranks += ", …"
+        reason = f"no record of rank {ranks}"
+        help = "its file in `probe/` is missing or cut off: check that folder, and the disk"
+    reasons = {}
+    if reason is not None:
+        reasons["reason"] = reason
+    if help is not None:
+        reasons["help"] = help
+    return reasons
+
+
+def _cite(source: Citable) -> Cite:
+    file = str(source.path)
+    match source:
         case ExitRecord():
-            text = f"returncode {found.returncode}, signal {found.signal}"
+            text = f"returncode {source.returncode}, signal {source.signal}"
             return Cite(source="exit", file=file, line=1, text=text)
         case Event():
-            text = json.dumps({"event": found.name, **found.fields}, ensure_ascii=False)[:300]
+            event = {"event": source.name, **source.fields}
+            text = json.dumps(event, ensure_ascii=False)[:_EVENT_CHARS]
+            return Cite(source="probe", file=file, line=source.line, text=text)
         case ProbeStep():
-            text = f"step {found.step}, loss {found.loss}, finite {found.finite}"
+            text = f"step {source.step}, loss {source.loss}, finite {source.finite}"
+            return Cite(source="probe", file=file, line=source.line, text=text)
         case _:
-            return Cite(source="log", file=file, line=found.line, text=found.text)
-    return Cite(source="probe", file=file, line=found.line, text=text)
+            return Cite(source="log", file=file, line=source.line, text=source.text)

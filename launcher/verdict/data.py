@@ -1,40 +1,49 @@
-"""Evidence -> the point `data`: whether rows and steps are those that were planned, and can train what was meant."""
+"""The point `data`: whether rows and steps are as planned, and can train what was meant."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 from launcher.config.keys import PAIRED
-from launcher.runs.record import as_mapping
+from launcher.runs.record import as_list, as_mapping
 from launcher.verdict import schedule
-from launcher.verdict.ending import ending
-from launcher.verdict.evidence import Event, Evidence
+from launcher.verdict.ending import find_ending
+from launcher.verdict.evidence import Event, Evidence, ProbeStep
 from launcher.verdict.logs.scan import StepLine
 from launcher.verdict.metrics import REWARDS
 from launcher.verdict.points import FIRST_LOSS, UNKNOWN, Citable, Observation, first_plain_loss
 
 LN2 = math.log(2)
-FEW = 0.01  # of rows or steps: what is as good as planned
-HALF = 0.5  # of rows or steps: what is certainly not what was planned
-ODD_SHARE = 0.05  # of all pairs or micro-batches
-MOST = 0.5  # of the rows that were read
-LEAST_ROWS = 4  # that must have been read
+FEW = 0.01
+"""A difference of rows or steps, as a share, that is as good as planned."""
+HALF = 0.5
+"""A difference that is certainly not what was planned."""
+ODD_SHARE = 0.05
+"""Of all pairs or micro-batches."""
+MOST = 0.5
+"""Of the rows that were read."""
+LEAST_ROWS = 4
+"""Rows that must have been read."""
 FLAT_LINES = 3
-FLAT = 1e-3  # from ln 2 and from 0
-REWARD = 0.1  # DPO's, at the first step: more than bfloat16 explains of a thousand tokens at beta 0.1
-ROUNDED_LOSS = 0.02  # the same of the loss, where the reference was computed in another pass
+FLAT = 1e-3
+"""A distance from ln 2 and from 0."""
+REWARD = 0.1
+"""Of DPO's first step: more than bfloat16 explains of a thousand tokens at beta 0.1."""
+ROUNDED_LOSS = 0.02
+"""The same of the loss, if the reference was computed in another pass."""
 USUAL_BETA = 0.1
-HALF_PRECISION = ("bfloat16", "float16")
-# what losses log that have no reference
+HALF_PRECISION_BITS = {"bfloat16": 8, "float16": 11}
+"""The bits that a number keeps."""
 _REFERENCE_FREE = ("nll_loss", "sft_loss", "odds_ratio_loss", "log_odds_ratio", "log_odds_chosen")
+"""What losses without a reference log."""
 
 _ACCEPT = "`expect: {data: any}` accepts it"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Doubt:
-    """One thing that is not as planned; `certain` if it cannot be what was meant."""
+    """Something that is not as planned; `certain` if it cannot be what was meant."""
 
     state: str = "suspect"
     certain: bool = False
@@ -57,8 +66,10 @@ def observe_data(evidence: Evidence, _expected: str | None) -> Observation:
     ]
     detail = _detail(evidence)
     if not doubts:
-        known = evidence.last_events("data_rows") or evidence.last_events("data")
-        return Observation("as_planned", cites=known[:1], detail=detail) if known else UNKNOWN
+        events = evidence.last_events("data_rows") or evidence.last_events("data")
+        if not events:
+            return UNKNOWN
+        return Observation("as_planned", cites=events[:1], detail=detail)
     doubts.sort(key=lambda doubt: not doubt.certain)
     gravest = doubts[0]
     cites: list[Citable] = []
@@ -76,9 +87,10 @@ def observe_data(evidence: Evidence, _expected: str | None) -> Observation:
 
 
 def _first_event(evidence: Evidence, name: str) -> Event | None:
-    """The last one of the first rank that wrote one."""
-    events = evidence.last_events(name)
-    return events[0] if events else None
+    """The last event of this name of the first rank that wrote one."""
+    for event in evidence.last_events(name):
+        return event
+    return None
 
 
 def _count(event: Event | None, name: str) -> int:
@@ -134,62 +146,64 @@ def _rows(evidence: Evidence) -> Iterator[Doubt]:
     event = _first_event(evidence, "data_rows")
     if event is None:
         return
-    given, kept = _count(event, "given"), _count(event, "kept")
-    dropped = given - kept
-    if dropped > FEW * given:
+    rows = _count(event, "given")
+    dropped = rows - _count(event, "kept")
+    if dropped > FEW * rows:
         limit = event.number("max_length")
         length = f" (max_length {limit:.0f})" if limit else ""
         yield Doubt(
             state="fewer",
-            certain=dropped >= HALF * given,
-            reason=f"the trainer dropped {_share(dropped, given)} rows{length}: {_why_dropped(event)}",
-            help=f"raise the maximal length, shorten the prompts, or drop those rows yourself; {_ACCEPT}",
+            certain=dropped >= HALF * rows,
+            reason=f"the trainer dropped {_share(dropped, rows)} rows{length}: "
+            f"{_drop_reason(event)}",
+            help="raise the maximal length, shorten the prompts, or drop those rows yourself; "
+            f"{_ACCEPT}",
             cites=(event,),
         )
     planned = evidence.manifest.plan.rows
-    if not planned or not given:
+    if not planned or not rows:
         return
-    if given > planned * (1 + FEW):
+    if rows > planned * (1 + FEW):
         yield Doubt(
             state="more",
-            reason=f"the trainer read {given:,} rows, {planned:,} were planned",
+            reason=f"the trainer read {rows:,} rows, {planned:,} were planned",
             help=f"check which files, splits and copies the data set has; {_ACCEPT}",
             cites=(event,),
         )
-    elif given < planned * (1 - FEW):
+    elif rows < planned * (1 - FEW):
         yield Doubt(
             state="fewer",
-            certain=given <= HALF * planned,
-            reason=f"the trainer read {_share(given, planned)} planned rows",
+            certain=rows <= HALF * planned,
+            reason=f"the trainer read {_share(rows, planned)} planned rows",
             help=f"check which files and splits the data set has; {_ACCEPT}",
             cites=(event,),
         )
 
 
-def _why_dropped(event: Event) -> str:
-    entries = event.fields.get("dropped")
-    parts = entries if isinstance(entries, list) else []
-    texts = {str(as_mapping(part).get("while", "")) for part in parts}
-    if any("fully truncated" in text for text in texts):
+def _drop_reason(event: Event) -> str:
+    steps = ""
+    for part in as_list(event.fields.get("dropped")):
+        steps += f"{as_mapping(part).get('while', '')}\n"
+    if "fully truncated" in steps:
         return "their prompt alone fills the maximal length"
-    if any("fully masked" in text for text in texts):
+    if "fully masked" in steps:
         return "behind the cut no token of theirs has a label"
     return "its filters took them out, as rows without any label within the maximal length"
 
 
 def _steps(evidence: Evidence) -> Iterator[Doubt]:
-    planned, made = evidence.manifest.steps, evidence.last_step
-    end = ending(evidence)
-    if not planned or made is None or (end.state != "completed" and end.reason != "fewer_steps"):
+    planned = evidence.manifest.steps
+    steps = evidence.last_step
+    end = find_ending(evidence)
+    has_ended = end.state == "completed" or end.reason == "fewer_steps"
+    if not planned or steps is None or not has_ended:
         return
-    difference = made - planned
-    if abs(difference) <= max(1, FEW * planned):
+    if abs(steps - planned) <= max(1, FEW * planned):
         return
-    state = "more" if difference > 0 else "fewer"
     yield Doubt(
-        state=state,
-        certain=made <= HALF * planned,
-        reason=f"{made:,} steps were made, {planned:,} were planned",
+        state="more" if steps > planned else "fewer",
+        certain=steps <= HALF * planned,
+        reason=f"{steps:,} steps were made, {planned:,} were planned",
         help=f"rows that are dropped, filtered or repeated change the number of steps; {_ACCEPT}",
         cites=evidence.lines[-1:],
     )
@@ -209,28 +223,33 @@ def _sums(evidence: Evidence) -> Mapping[str, int]:
 
 
 def _batches(evidence: Evidence) -> Iterator[Doubt]:
-    sums, events = _sums(evidence), evidence.last_events("data")
-    batches, unlabelled = sums["micro_batches"], sums["unlabelled"]
+    sums = _sums(evidence)
+    events = evidence.last_events("data")
+    batches = sums["micro_batches"]
+    unlabelled = sums["unlabelled"]
     if batches and unlabelled > ODD_SHARE * batches:
         yield Doubt(
             certain=unlabelled == batches,
             reason=f"no token had a label in {_share(unlabelled, batches)} micro-batches",
-            help="check the chat template and its assistant mask, and the maximal length, which may cut every answer",
+            help="check the chat template and its assistant mask, and the maximal length, which "
+            "may cut every answer",
             cites=events,
         )
-    pairs, equal = sums["pairs"], sums["equal_pairs"]
+    pairs = sums["pairs"]
+    equal = sums["equal_pairs"]
     if pairs and equal > ODD_SHARE * pairs:
         yield Doubt(
             certain=equal >= HALF * pairs,
             reason=f"chosen and rejected are equal in {_share(equal, pairs)} pairs",
-            help="such a pair teaches nothing: check which columns the answers come from, and remove equal pairs",
+            help="such a pair teaches nothing: check which columns the answers come from, and "
+            "remove equal pairs",
             cites=events,
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Look:
-    """What is odd where it is so of most rows (`of`) that were read."""
+class _OddRows:
+    """What is odd if most rows that were read are so; `of` counts the rows that could be."""
 
     name: str
     of: str
@@ -239,44 +258,47 @@ class _Look:
     share: float = MOST
 
 
-_LOOKS = (
-    _Look(
+_ODD_ROWS = (
+    _OddRows(
         name="begun_twice",
         of="rows",
         text="begin with two BOS tokens",
-        help="the template writes a BOS and the tokenizer adds another: take one away (`add_bos_token`)",
+        help="the template writes a BOS and the tokenizer adds another: take one away "
+        "(`add_bos_token`)",
     ),
-    _Look(
+    _OddRows(
         name="endless",
         of="whole_rows",
         text="that were not cut train no end token: the model does not learn to stop",
-        help="end each answer with the end-of-turn or EOS token of the template, with a label of its own",
+        help="end each answer with the end-of-turn or EOS token of the template, with a label of "
+        "its own",
     ),
-    _Look(
+    _OddRows(
         name="cut",
         of="rows",
         text="are cut at the maximal length, within the answer",
         help="raise the maximal length, or leave such rows out",
     ),
-    _Look(
+    _OddRows(
         name="empty",
         of="pairs",
         text="have an empty answer",
         help="check which columns chosen and rejected come from",
         share=ODD_SHARE,
     ),
-    _Look(
+    _OddRows(
         name="promptless",
         of="pairs",
         text="have no prompt",
         help="TRL takes it from `prompt`, or from what two conversations have in common: "
         "write `prompt`, or chosen and rejected as messages that begin with it",
     ),
-    _Look(
+    _OddRows(
         name="prompt_twice",
         of="searched",
         text="hold their prompt twice: before the answers and within them",
-        help="`prompt` stands beside whole conversations: leave it out, or leave only the answers in the others",
+        help="`prompt` stands beside whole conversations: leave it out, or leave only the answers "
+        "in the others",
     ),
 )
 
@@ -289,12 +311,13 @@ def _first_rows(evidence: Evidence) -> Iterator[Doubt]:
             if isinstance(value, int):
                 counts[name] = counts.get(name, 0) + value
     counts["whole_rows"] = counts.get("ended", 0) + counts.get("endless", 0)
-    for look in _LOOKS:
-        found, total = counts.get(look.name, 0), counts.get(look.of, 0)
-        if total >= LEAST_ROWS and found > look.share * total:
-            what = "pairs" if look.of in ("pairs", "searched") else "rows"
-            reason = f"{_share(found, total)} {what} that were read {look.text}"
-            yield Doubt(reason=reason, help=f"{look.help}; {_ACCEPT}", cites=events)
+    for odd in _ODD_ROWS:
+        count = counts.get(odd.name, 0)
+        total = counts.get(odd.of, 0)
+        if total >= LEAST_ROWS and count > odd.share * total:
+            rows = "pairs" if odd.of in ("pairs", "searched") else "rows"
+            reason = f"{_share(count, total)} {rows} that were read {odd.text}"
+            yield Doubt(reason=reason, help=f"{odd.help}; {_ACCEPT}", cites=events)
 
 
 # -- DPO's reference, and what it shows at the first step
@@ -302,89 +325,114 @@ def _first_rows(evidence: Evidence) -> Iterator[Doubt]:
 
 def _reference(evidence: Evidence) -> Iterator[Doubt]:
     event = _first_event(evidence, "reference_precision")
-    if event is None or event.text("dtype") not in HALF_PRECISION:
+    dtype = None if event is None else event.text("dtype")
+    if event is None or dtype not in HALF_PRECISION_BITS:
         return
     size = event.number("mean") or 0.0
-    rounding = _rounding(size, str(event.text("dtype")))
-    beta = evidence.manifest.argument("beta")
-    scale = beta if isinstance(beta, int | float) else USUAL_BETA
-    if scale * rounding < ROUNDED_LOSS:
+    error = _rounding_error(size, HALF_PRECISION_BITS[dtype])
+    beta = _beta(evidence)
+    if beta * error < ROUNDED_LOSS:
         return
     yield Doubt(
-        certain=scale * rounding >= REWARD,
-        reason=f"the reference log-probs reached the loss rounded to {event.text('dtype')}: of {size:,.0f} nats "
-        f"each is off by up to {rounding:g}, times beta {scale:g}",
-        help="DeepSpeed in bf16 or fp16 makes transformers' Trainer cast them: set `precompute_ref_log_probs: false`, "
-        "or train without DeepSpeed (`deepspeed: none`, or FSDP)",
+        certain=beta * error >= REWARD,
+        reason=f"the reference log-probs reached the loss rounded to {dtype}: of {size:,.0f} nats "
+        f"each is off by up to {error:g}, times beta {beta:g}",
+        help="DeepSpeed in bf16 or fp16 makes transformers' Trainer cast them: set "
+        "`precompute_ref_log_probs: false`, or train without DeepSpeed (`deepspeed: none`, or "
+        "FSDP)",
         cites=(event,),
     )
 
 
-def _rounding(size: float, dtype: str) -> float:
-    """The largest error of a number of this size, in its own unit: bfloat16 keeps 8 bits of it, float16 11."""
+def _rounding_error(size: float, bits: int) -> float:
+    """The largest error of a number of this size, in its own unit, if it keeps so many bits."""
     if size < 1:
         return 0.0
-    digits = 8 if dtype == "bfloat16" else 11
-    return 2.0 ** (math.floor(math.log2(size)) - digits)
+    return 2.0 ** (math.floor(math.log2(size)) - bits)
+
+
+def _beta(evidence: Evidence) -> float:
+    beta = evidence.manifest.argument("beta")
+    return beta if isinstance(beta, int | float) else USUAL_BETA
+
+
+_REFERENCE_HELP = (
+    "the reference is another model than the one that training starts from, or its log-probs are "
+    "stale or rounded (`precompute_ref_log_probs`); a loss without a reference (SimPO, CPO) shows "
+    f"the same; {_ACCEPT}"
+)
 
 
 def _first_loss(evidence: Evidence) -> Iterator[Doubt]:
-    """A policy that has not moved is its own reference: every reward is 0 then, and the sigmoid's loss ln 2."""
-    shown = _first_line(evidence)
-    rewards = [shown.extra[name] for name in ("rewards/chosen", "rewards/rejected") if shown and name in shown.extra]
-    largest = max(map(abs, rewards), default=0.0)
-    help = (
-        "the reference is another model than the one that training starts from, or its log-probs are stale or "
-        "rounded (`precompute_ref_log_probs`); a loss without a reference (SimPO, CPO) shows the same; "
-        f"{_ACCEPT}"
-    )
-    if shown is not None and math.isfinite(largest) and largest > REWARD:
-        numbers = " and ".join(f"{value:g}" for value in rewards)
-        yield Doubt(
-            reason=f"DPO's rewards were {numbers} at the first step, where policy and reference are one model: "
-            f"they must be 0, and the loss was {shown.loss:g}",
-            help=help,
-            cites=(shown,),
-        )
+    """Doubts about the reference, by DPO's first step.
+
+    A policy that has not moved is its own reference: its rewards are 0, and its loss is ln 2.
+    """
+    reward = _first_rewards(evidence)
+    if reward is not None:
+        yield reward
         return
-    loss, cite = _sigmoid_loss(evidence)
-    allowed = _allowed(evidence)
-    if loss is None or cite is None or abs(loss - LN2) <= allowed:
+    first = _sigmoid_step(evidence)
+    if first is None or first.loss is None:
+        return
+    allowed = _allowed_difference(evidence)
+    if abs(first.loss - LN2) <= allowed:
         return
     yield Doubt(
-        reason=f"DPO's first loss was {loss:.4f}, not ln 2 = {LN2:.4f} (within {allowed:.2g})",
-        help=help,
-        cites=(cite,),
+        reason=f"DPO's first loss was {first.loss:.4f}, not ln 2 = {LN2:.4f} "
+        f"(within {allowed:.2g})",
+        help=_REFERENCE_HELP,
+        cites=(first,),
+    )
+
+
+def _first_rewards(evidence: Evidence) -> Doubt | None:
+    line = _first_line(evidence)
+    if line is None:
+        return None
+    rewards = []
+    for name in ("rewards/chosen", "rewards/rejected"):
+        if name in line.extra:
+            rewards.append(line.extra[name])
+    largest = max(map(abs, rewards), default=0.0)
+    if not math.isfinite(largest) or largest <= REWARD:
+        return None
+    numbers = " and ".join(f"{value:g}" for value in rewards)
+    return Doubt(
+        reason=f"DPO's rewards were {numbers} at the first step, where policy and reference are "
+        f"one model: they must be 0, and the loss was {line.loss:g}",
+        help=_REFERENCE_HELP,
+        cites=(line,),
     )
 
 
 def _first_line(evidence: Evidence) -> StepLine | None:
-    """The logged line of step 1 of a fresh DPO under HF Trainer; None where the first line is a mean of several."""
+    """The logged step 1 of a fresh DPO under HF Trainer; None if it is a mean of several steps."""
     log = evidence.log
     if log is None or not log.numbered or not log.steps or evidence.stage not in PAIRED:
         return None
+    if evidence.signals("resumed") or evidence.events("resumed"):
+        return None
     first = log.steps[0]
-    fresh = not evidence.signals("resumed") and not evidence.events("resumed")
-    plain = not any(name in first.extra for name in _REFERENCE_FREE)
-    return first if first.step == 1 and fresh and plain else None
+    if first.step != 1 or any(name in first.extra for name in _REFERENCE_FREE):
+        return None
+    return first
 
 
-def _sigmoid_loss(evidence: Evidence) -> tuple[float | None, Citable | None]:
-    """The loss of step 1, where it must be ln 2."""
+def _sigmoid_step(evidence: Evidence) -> ProbeStep | StepLine | None:
+    """Step 1, if its loss must be ln 2."""
     manifest = evidence.manifest
     if manifest.stage in PAIRED:
         if evidence.events("resumed") or manifest.resumed_step or not _is_plain_sigmoid(evidence):
-            return None, None
+            return None
         for record in evidence.records:
             if record.steps and record.steps[0].step == 1:
-                return record.steps[0].loss, record.steps[0]
-        shown = _first_line(evidence)
-        return (shown.loss, shown) if shown is not None else (None, None)
-    # of a run of launch's the probe compared it, with the point `reference_cache`
-    line = first_plain_loss(evidence.log) if not manifest and not evidence.records else None
-    if line is None or evidence.arguments.get("packing") == "True":
-        return None, None
-    return line.loss, line
+                return record.steps[0]
+        return _first_line(evidence)
+    if manifest or evidence.records or evidence.arguments.get("packing") == "True":
+        # of a run of launch, the probe compared it, with the point `reference_cache`
+        return None
+    return first_plain_loss(evidence.log)
 
 
 def _is_plain_sigmoid(evidence: Evidence) -> bool:
@@ -403,27 +451,28 @@ def _is_plain_sigmoid(evidence: Evidence) -> bool:
     )
 
 
-def _allowed(evidence: Evidence) -> float:
-    """How far rounding moves the first loss: not at all where one batch gives both log-probs."""
+def _allowed_difference(evidence: Evidence) -> float:
+    """How far rounding moves the first loss: hardly if one batch gives both log-probs."""
     if not evidence.manifest.argument("precompute_ref_log_probs"):
         return FIRST_LOSS
-    beta = evidence.manifest.argument("beta")
-    scale = beta if isinstance(beta, int | float) else USUAL_BETA
-    return ROUNDED_LOSS * max(1.0, scale / USUAL_BETA)
+    return ROUNDED_LOSS * max(1.0, _beta(evidence) / USUAL_BETA)
 
 
 def _flat(evidence: Evidence) -> Iterator[Doubt]:
-    """DPO whose margins and accuracies stay 0, with a loss that stays ln 2."""
-    lines = [line for line in evidence.lines if _reward(line, "rewards_margin") is not None]
-    if len(lines) < FLAT_LINES or len(lines) < len(evidence.lines):
+    """Doubts about a DPO whose margins and accuracies stay 0, with a loss that stays ln 2."""
+    lines = evidence.lines
+    if len(lines) < FLAT_LINES:
         return
     for line in lines:
-        accuracy, margin = _reward(line, "rewards_accuracy"), _reward(line, "rewards_margin")
-        if accuracy != 0 or abs(margin or 0.0) > FLAT or abs(line.loss - LN2) > FLAT:
+        margin = _reward(line, "rewards_margin")
+        if margin is None or abs(margin) > FLAT:
+            return
+        if _reward(line, "rewards_accuracy") != 0 or abs(line.loss - LN2) > FLAT:
             return
     yield Doubt(
         certain=True,
-        reason=f"DPO's accuracies and margins are 0 and its loss is ln 2 in all {len(lines)} logged steps",
+        reason="DPO's accuracies and margins are 0 and its loss is ln 2 in all "
+        f"{len(lines)} logged steps",
         help="chosen and rejected are the same text, or nothing is trained: compare some pairs",
         cites=(lines[0], lines[-1]),
     )
@@ -439,34 +488,56 @@ def _reward(line: StepLine, name: str) -> float | None:
 # -- the learning rate
 
 
+class _Rate(NamedTuple):
+    """The learning rate of a step, with its evidence."""
+
+    value: float | None
+    cite: Citable
+
+
 def _learning_rates(evidence: Evidence) -> Iterator[Doubt]:
     if evidence.left_out_save:
-        return  # a trial that ends in the midst of its schedule
-    steps: Sequence[Any] = evidence.lines
-    recorded = [record.steps for record in evidence.records if record.steps]
-    if recorded:
-        steps = recorded[0]
-    rates = [step.learning_rate for step in steps if step.learning_rate is not None]
-    rates = [rate for rate in rates if math.isfinite(rate)]
-    for reason, help in schedule.oddities(
+        # a trial ends in the midst of its schedule
+        return
+    steps = _rates(evidence)
+    rates = []
+    for step in steps:
+        if step.value is not None and math.isfinite(step.value):
+            rates.append(step.value)
+    oddities = schedule.find_oddities(
         rates,
-        schedule=_text(evidence, "lr_scheduler_type"),
-        requested=_requested(evidence),
-        whole=ending(evidence).state == "completed",
-    ):
-        yield Doubt(reason=reason, help=f"{help}; {_ACCEPT}", cites=(steps[0], steps[-1]))
+        schedule=_argument(evidence, "lr_scheduler_type"),
+        requested=_requested_rate(evidence),
+        is_complete=find_ending(evidence).state == "completed",
+    )
+    for oddity in oddities:
+        yield Doubt(
+            reason=oddity.reason,
+            help=f"{oddity.help}; {_ACCEPT}",
+            cites=(steps[0].cite, steps[-1].cite),
+        )
 
 
-def _text(evidence: Evidence, name: str) -> str | None:
+def _rates(evidence: Evidence) -> list[_Rate]:
+    """The rates that the first rank with any steps recorded, else those in the log."""
+    for record in evidence.records:
+        if record.steps:
+            return [_Rate(step.learning_rate, step) for step in record.steps]
+    return [_Rate(line.learning_rate, line) for line in evidence.lines]
+
+
+def _argument(evidence: Evidence, name: str) -> str | None:
     value = evidence.manifest.argument(name)
-    if value is None:
-        value = evidence.arguments.get(name, "").strip("'") or None
-    return None if value is None else str(value)
+    if value is not None:
+        return str(value)
+    return evidence.arguments.get(name, "").strip("'") or None
 
 
-def _requested(evidence: Evidence) -> float | None:
-    shown = _text(evidence, "learning_rate")
+def _requested_rate(evidence: Evidence) -> float | None:
+    rate = _argument(evidence, "learning_rate")
+    if rate is None:
+        return None
     try:
-        return None if shown is None else float(shown)
+        return float(rate)
     except ValueError:
         return None

@@ -1,5 +1,7 @@
-"""Everything a run left behind -> `Evidence`: its console log, its probe's events, its exit, each of which may be
-missing; of the last attempt `console.3.log` and `exit.3.json` with the events since the third `start`."""
+"""What a run left, as `Evidence`: its console log, its probe's events, its exit, or some of these.
+
+The third attempt has `console.3.log`, `exit.3.json`, and the events since the third `start`.
+"""
 
 from __future__ import annotations
 
@@ -25,25 +27,41 @@ from launcher.upstream.logs.common import Pattern
 from launcher.verdict.logs.scan import Log, Signal, StepLine, scan
 
 PATTERNS: tuple[Pattern, ...] = tuple(dict.fromkeys(open_instruct.PATTERNS + trl.PATTERNS))
-"""The patterns of every backend: a stranger's log does not say which one wrote it."""
+"""The patterns of every backend: a log alone does not say which one wrote it."""
 
-MEASURED = "tokens positions wasted rows seconds allocated_gib reserved_gib grad_norm learning_rate".split()
+MEASURED = (
+    "tokens",
+    "positions",
+    "wasted",
+    "rows",
+    "seconds",
+    "allocated_gib",
+    "reserved_gib",
+    "grad_norm",
+    "learning_rate",
+)
+"""What the probe measures of each step."""
+_SUMMED = ("tokens", "positions", "wasted", "rows")
 
 _LOGGED_PAIR = re.compile(r"'(\w+)': '?(-?\d+(?:\.\d+)?(?:e[-+]?\d+)?)\b")
 _EVALUATION_SPEEDS = ("_runtime", "_per_second", "_time")
-_SUMMED = ("tokens", "positions", "wasted", "rows")
-Row = dict[str, float]  # one optimizer step: `step`, `finite`, and what is known of the rest
-
-FaultAt = tuple[Path, int, Omission]  # what was left out, in which file and line
-KEPT_FAULTS = 100  # of a rank: they are said, not counted
-KEPT_EVENTS = 1_000  # of each name but `step`, a rank
+KEPT_FAULTS = 100
+"""Damaged lines of a rank that are named; the others are not counted."""
+KEPT_EVENTS = 1_000
+"""Events of each name but `step` that are kept of a rank."""
 _SCRIPT = re.compile(r"\b(?:(?P<dpo>dpo\w*)|finetune)\.py:")
-# What HF Trainer's dicts hold of DPO, and of none of both: ORPO, KTO, online methods, a reward model.
+# What the dicts of HF Trainer hold of DPO, of SFT (which may show no more than a loss), and of
+# neither: ORPO, KTO, online methods, a reward model.
 _DPO_METRICS = {"rewards/chosen", "rewards/margins"}
-_SFT_METRICS = {"mean_token_accuracy", "num_tokens"}  # anything may show but a loss
+_SFT_METRICS = {"mean_token_accuracy", "num_tokens"}
 _OTHER_METRICS = {"log_odds_ratio", "kl", "objective/kl", "reward", "reward_std", "margin"}
 _MODEL_FILE = re.compile(r"'(?:adapter_)?(?:pytorch_)?model[\w.-]*'")
-_DPO_ARGUMENT = re.compile(r"^dpo_")  # of a time when both stages had a class of one name
+
+Row = dict[str, float]
+"""One optimizer step: `step`, `finite`, and what else is known of it."""
+
+FaultAt = tuple[Path, int, Omission]
+"""What was left out of a record, with its file and line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +84,11 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeStep:
-    """One optimizer step as one rank lived it; memory in GiB, time in seconds. `wasted` positions hold no token;
-    `interrupted` steps followed a save or an evaluation. Of a pair of DPO's, `rows` counts both."""
+    """One optimizer step of one rank; memory in GiB, time in seconds.
+
+    `wasted` positions hold no token. `interrupted` steps followed a save or an evaluation. `rows`
+    counts both rows of a pair of DPO's.
+    """
 
     rank: int
     path: Path
@@ -96,15 +117,30 @@ class RankRecord:
     left_out: tuple[FaultAt, ...] = ()
 
     def all(self, *names: str) -> tuple[Event, ...]:
-        return tuple(e for e in self.events if e.name in names)
+        return tuple(event for event in self.events if event.name in names)
 
-    def last(self, name: str) -> Event | None:
-        return next((e for e in reversed(self.events) if e.name == name), None)
+    def last(self, *names: str) -> Event | None:
+        for event in reversed(self.events):
+            if event.name in names:
+                return event
+        return None
 
     def start(self, key: str) -> int | None:
+        """A count from the last `start`."""
         event = self.last("start")
-        value = event.number(key) if event else None
-        return int(value) if value is not None and 0 <= value <= LARGEST_WORLD else None
+        value = None if event is None else event.number(key)
+        if value is None or not 0 <= value <= LARGEST_WORLD:
+            return None
+        return int(value)
+
+    @property
+    def attempt(self) -> int:
+        return self.start("attempt") or 1
+
+    @property
+    def last_line(self) -> int:
+        """The line of the last step, 0 before the first."""
+        return self.steps[-1].line if self.steps else 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,24 +149,35 @@ class ProbeRecords:
 
     @property
     def world(self) -> int:
-        return max((record.start("world") or 1 for record in self.ranks.values()), default=0)
+        world = 0
+        for record in self.ranks.values():
+            world = max(world, record.start("world") or 1)
+        return world
 
     @property
     def missing(self) -> tuple[int, ...]:
         return self.without(self.ranks)
 
     def without(self, ranks: Container[int]) -> tuple[int, ...]:
+        """The ranks of the world that are not among these."""
         return tuple(rank for rank in range(self.world) if rank not in ranks)
 
     @property
     def last_step(self) -> int | None:
-        return max((r.steps[-1].step for r in self.ranks.values() if r.steps), default=None)
+        last = None
+        for record in self.ranks.values():
+            if record.steps:
+                last = max(last or 0, record.steps[-1].step)
+        return last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitRecord:
-    """How the training command ended; a negative `returncode` is a signal too. `signal` is the one that ended it,
-    `stopped` the one that launch sent, which it may have answered; `grace_s` see `runner.ProcessExit`."""
+    """How the training command ended; a negative `returncode` is a signal too.
+
+    `signal` is the signal that ended it, `stopped` the one that launch sent, which it may have
+    answered; `grace_s`: see `runner.ProcessExit`.
+    """
 
     path: Path
     returncode: int
@@ -144,10 +191,11 @@ class ExitRecord:
 class Evidence:
     """All that is known of one attempt of a run.
 
-    `earlier` are the steps (see `Row`) of the attempts that this one continues, `moved_before` the largest
-    share of the weights that one of them moved. `inputs` is what of data and model had changed at the end (see
-    `contents.changed`), `model` how the files of the saved model are now (see `judge`); both None where unknown.
-    `evaluation` is that of the model of this attempt, None where it was not evaluated.
+    `earlier` are the steps (see `Row`) of the attempts that this one continues, `moved_before` is
+    the largest share of the weights that one of them moved. `inputs` is what of data and model had
+    changed at the end (see `contents.changed`), `model` how the files of the saved model are now
+    (see `judge`); both None if unknown. `evaluation` is that of the model of this attempt, None if
+    it was not evaluated.
     """
 
     manifest: Manifest = field(default_factory=Manifest)
@@ -162,112 +210,143 @@ class Evidence:
 
     @property
     def pinned(self) -> bool | None:
-        """Whether its source is the one whose log lines the patterns know; None where that is unknown."""
+        """Whether its source is the one whose log lines the patterns know; None if unknown."""
         return self.manifest.upstream.pinned
 
     @property
     def records(self) -> tuple[RankRecord, ...]:
-        ranks = self.probe.ranks if self.probe else {}
-        return tuple(record for _, record in sorted(ranks.items()))
+        if self.probe is None:
+            return ()
+        ranks = self.probe.ranks
+        return tuple(ranks[rank] for rank in sorted(ranks))
 
     @property
     def rank_steps(self) -> Iterator[ProbeStep]:
-        return (step for record in self.records for step in record.steps)
+        for record in self.records:
+            yield from record.steps
 
     @property
     def lines(self) -> tuple[StepLine, ...]:
-        return self.log.steps if self.log else ()
+        if self.log is None:
+            return ()
+        return self.log.steps
 
     @cached_property
     def rows(self) -> Sequence[Row]:
-        """One row a step of this attempt, sorted: what the probe says, and of the log what it does not.
+        """One row a step of this attempt, sorted: what the probe says, and what only the log says.
 
-        A logged loss is a mean over the steps since the line before: where the probe has the loss of every step and
-        the log tells of fewer, the mean is `logged_loss`. Tokens, positions, wasted positions and rows are sums over
-        the ranks, seconds and memory (GiB) the largest of them. A number that is not finite is left out, and `finite`
-        is then false.
+        A logged loss is a mean over the steps since the line before. If the probe has the loss of
+        every step and the log has fewer, the mean is `logged_loss`. Tokens, positions, wasted
+        positions and rows are sums over the ranks; seconds and memory (GiB) are the largest of
+        them. A number that is not finite is left out, and `finite` is false then.
         """
-        rows = _metrics_rows(self.rank_steps, self.lines)
-        measured = self.records[0].all("evaluation") if self.records else ()
-        if measured:
-            _add_evaluations(rows, measured)
+        rows = _step_rows(self.rank_steps, self.lines)
+        evaluations: tuple[Event, ...] = ()
+        for record in self.records[:1]:
+            evaluations = record.all("evaluation")
+        if evaluations:
+            _add_evaluations(rows, evaluations)
         elif self.log is not None:
             _add_logged_evaluations(rows, self.log)
         return rows
 
-    def changed(self, **changes: Any) -> Evidence:
-        """The same steps with other facts about them; `log` and `probe` are not among the changes."""
+    def with_facts(self, **facts: Any) -> Evidence:
+        """The same steps with other facts about them; not for other values of `log` or `probe`."""
         rows = self.rows
-        evidence = replace(self, **changes)
-        # how a cached property keeps its value
+        evidence = replace(self, **facts)
+        # a cached property keeps its value here
         vars(evidence)["rows"] = rows
         return evidence
 
     @property
     def arguments(self) -> Mapping[str, str]:
-        return self.log.arguments if self.log else {}
+        if self.log is None:
+            return {}
+        return self.log.arguments
 
     def signals(self, *names: str) -> tuple[Signal, ...]:
-        return self.log.all(*names) if self.log else ()
+        if self.log is None:
+            return ()
+        return self.log.all(*names)
 
     def events(self, *names: str) -> tuple[Event, ...]:
         return tuple(event for record in self.records for event in record.all(*names))
 
     def last_events(self, name: str) -> tuple[Event, ...]:
-        return tuple(event for record in self.records if (event := record.last(name)))
+        """The last event of this name on each rank that has one."""
+        events = []
+        for record in self.records:
+            event = record.last(name)
+            if event is not None:
+                events.append(event)
+        return tuple(events)
 
     def missing_ranks(self, present: Container[int]) -> dict[str, object]:
-        """The ranks that should be there and are not among those given, as a detail of a point."""
-        absent = self.probe.without(present) if self.probe else ()
-        return {"missing_ranks": list(absent)} if absent else {}
+        """The ranks that should be there and are not `present`, as a detail of a point."""
+        if self.probe is None:
+            return {}
+        missing = self.probe.without(present)
+        if not missing:
+            return {}
+        return {"missing_ranks": list(missing)}
 
     @property
     def last_step(self) -> int | None:
-        steps = [part.last_step for part in (self.log, self.probe) if part is not None]
-        steps += [int(signal.fields["step"]) for signal in self.signals("progress")[-1:]]
-        return max((s for s in steps if s is not None), default=None)
+        steps = []
+        if self.log is not None:
+            steps.append(self.log.last_step)
+        if self.probe is not None:
+            steps.append(self.probe.last_step)
+        for signal in self.signals("progress")[-1:]:
+            steps.append(int(signal.fields["step"]))
+        return max((step for step in steps if step is not None), default=None)
 
     @property
     def stopped(self) -> Event | None:
-        """The broken contract, or the hang, for which a process ended itself: the earliest of all."""
-        events = self.events("violation", "hang")
-        ended = [event for event in events if event.fields.get("stopped") is True]
-        return min(ended, key=lambda event: event.number("t") or 0.0, default=None)
+        """The first broken contract, or hang, for which a process ended itself."""
+        stops = []
+        for event in self.events("violation", "hang"):
+            if event.fields.get("stopped") is True:
+                stops.append(event)
+        return min(stops, key=lambda event: event.number("t") or 0.0, default=None)
 
     @property
     def last_hang(self) -> Event | None:
-        """That nothing moved on a rank, where nothing shows that it went on."""
+        """That a rank does not move, unless something shows that it went on."""
         for record in self.records:
-            word = next((event for event in reversed(record.events) if event.name in ("hang", "hang_over")), None)
-            after = record.steps[-1].line if record.steps else 0
-            if word is not None and word.name == "hang" and word.line > after:
-                return word
+            event = record.last("hang", "hang_over")
+            if event is None or event.name == "hang_over":
+                continue
+            if event.line > record.last_line:
+                return event
         return None
 
     @property
     def total_steps(self) -> int | None:
         if self.log is None:
             return None
+        if self.log.total_steps:
+            return self.log.total_steps
         progress = self.log.last("progress")
-        return self.log.total_steps or (int(progress.fields["total"]) if progress else None)
+        if progress is None:
+            return None
+        return int(progress.fields["total"])
 
     @property
     def final_save(self) -> Signal | Event | None:
-        """Where the final model was saved: after the last step, and no checkpoint."""
-        since = self.lines[-1].line if self.lines else 0
-        begun = {s.fields["path"] for s in self.signals("saving") if s.line >= since}
+        """Where the final model was saved: after the last step, and not as a checkpoint."""
+        last_line = self.lines[-1].line if self.lines else 0
+        saving = set()
+        for signal in self.signals("saving"):
+            if signal.line >= last_line:
+                saving.add(signal.fields["path"])
         for signal in self.signals("saved", "remaining", "tokenizer_saved"):
-            if signal.name == "remaining":
-                final = bool(_MODEL_FILE.search(signal.fields["files"]))
-            else:  # open-instruct says the same of its checkpoints
-                final = not CHECKPOINT.search(signal.fields["path"])
-            whole = signal.name != "tokenizer_saved" or signal.fields["path"] in begun
-            if signal.line >= since and whole and final:
+            if signal.line >= last_line and _is_final_save(signal, saving):
                 return signal
         for record in self.records:
-            since = record.steps[-1].line if record.steps else 0
             for event in record.all("saved"):
-                if event.line > since and not CHECKPOINT.search(event.text("path") or ""):
+                is_checkpoint = CHECKPOINT.search(event.text("path") or "")
+                if event.line > record.last_line and not is_checkpoint:
                     return event
         return None
 
@@ -279,32 +358,94 @@ class Evidence:
     @property
     def stage(self) -> str | None:
         """`sft` or `dpo`, by the arguments dump, DPO's rewards or the script; None if unknown."""
-        log, stages = self.log, open_instruct.STAGES
-        if log is not None and (named := [stages[b] for b in log.blocks if b in stages]):
-            return "dpo" if any(map(_DPO_ARGUMENT.match, log.arguments)) else named[-1]
-        last = log.steps[-1] if log is not None and log.steps else None
-        shown = {} if last is None else last.extra
-        if not _OTHER_METRICS.isdisjoint(shown):
-            return None
-        if not (_DPO_METRICS | _SFT_METRICS).isdisjoint(shown):
-            return "sft" if _DPO_METRICS.isdisjoint(shown) else "dpo"
-        if last is not None and (name := _SCRIPT.search(last.text)):
-            return "dpo" if name["dpo"] else "sft"
-        if log is not None and (trainer := _named(log)) is not None:
-            return trainer
-        for start in self.events("start"):
+        if self.log is not None:
+            stage = _stage_of_arguments(self.log)
+            if stage is not None:
+                return stage
+            if self.log.steps:
+                last = self.log.steps[-1]
+                if not _OTHER_METRICS.isdisjoint(last.extra):
+                    return None
+                stage = _stage_of_step(last)
+                if stage is not None:
+                    return stage
+            stage = _stage_of_trainer(self.log)
+            if stage is not None:
+                return stage
+        for start in self.events("start")[:1]:
             script = Path(start.text("target") or "").name
-            return "dpo" if "dpo" in script else "sft" if re.search("sft|finetune", script) else None
+            if "dpo" in script:
+                return "dpo"
+            if "sft" in script or "finetune" in script:
+                return "sft"
         return None
 
     @property
     def packs_nothing(self) -> bool:
-        """Whether the arguments dump leaves SFT one row a micro-batch: it is packed with no other."""
-        alone = self.arguments.get("per_device_train_batch_size") == "1"
-        return alone and self.stage not in {None, *PAIRED}
+        """Whether the arguments dump leaves SFT one row a micro-batch: nothing to pack it with."""
+        if self.arguments.get("per_device_train_batch_size") != "1":
+            return False
+        return self.stage is not None and self.stage not in PAIRED
 
 
-def _metrics_rows(steps: Iterable[ProbeStep], lines: Sequence[StepLine]) -> list[Row]:
+def ranks_of(events: Iterable[Event]) -> set[int]:
+    return {event.rank for event in events}
+
+
+def in_state(events: Iterable[Event], state: str) -> list[Event]:
+    return [event for event in events if event.text("state") == state]
+
+
+def _is_final_save(signal: Signal, saving: Container[str]) -> bool:
+    """Whether a line tells of a save that is no checkpoint; `saving` are paths of begun saves."""
+    if signal.name == "remaining":
+        return _MODEL_FILE.search(signal.fields["files"]) is not None
+    path = signal.fields["path"]
+    # open-instruct says the same of its checkpoints
+    if CHECKPOINT.search(path):
+        return False
+    return signal.name == "saved" or path in saving
+
+
+def _stage_of_arguments(log: Log) -> str | None:
+    stage = None
+    for block in log.blocks:
+        stage = open_instruct.STAGES.get(block, stage)
+    if stage is not None and any(name.startswith("dpo_") for name in log.arguments):
+        # once, both stages had a class of one name
+        return "dpo"
+    return stage
+
+
+def _stage_of_step(line: StepLine) -> str | None:
+    if not _DPO_METRICS.isdisjoint(line.extra):
+        return "dpo"
+    if not _SFT_METRICS.isdisjoint(line.extra):
+        return "sft"
+    script = _SCRIPT.search(line.text)
+    if script is None:
+        return None
+    return "dpo" if script["dpo"] else "sft"
+
+
+def _stage_of_trainer(log: Log) -> str | None:
+    """The stage of the one trainer that warnings and frames name; None if they name several."""
+    names = set()
+    for signal in log.all("trainer", "trainer_of"):
+        name = signal.fields.get("of")
+        if name:
+            names.add(name.lower())
+    # all of them inherit from it
+    names.discard("base")
+    if len(names) != 1:
+        return None
+    name = names.pop()
+    if name not in STAGES:
+        return None
+    return name
+
+
+def _step_rows(steps: Iterable[ProbeStep], lines: Sequence[StepLine]) -> list[Row]:
     by_step: dict[int, list[ProbeStep]] = {}
     for step in steps:
         by_step.setdefault(step.step, []).append(step)
@@ -329,25 +470,27 @@ def _recorded_row(number: int, ranks: Sequence[ProbeStep]) -> Row:
         row["loss"] = math.fsum(losses) / len(losses)
     for key in MEASURED:
         values = [getattr(step, key) for step in ranks]
-        parts = [value for value in values if value is not None]
-        if parts:
-            row[key] = sum(parts) if key in _SUMMED else max(parts)
+        numbers = [value for value in values if value is not None]
+        if numbers:
+            row[key] = sum(numbers) if key in _SUMMED else max(numbers)
     return row
 
 
 def _add_logged(row: Row, line: StepLine, *, is_mean: bool) -> None:
     """Add what a logged line tells of a step and the probe does not."""
-    own = row.get("loss")
-    finite = math.isfinite(line.loss)
-    logged = {
-        "loss": own if own is not None and finite else line.loss,
-        "logged_loss": line.loss if is_mean else None,
+    is_finite = math.isfinite(line.loss)
+    logged: dict[str, float | None] = {}
+    if "loss" not in row:
+        logged["loss"] = line.loss
+    if is_mean:
+        logged["logged_loss"] = line.loss
+    logged |= {
         "learning_rate": line.learning_rate,
         "logged_tokens_per_second": line.tokens_per_second,
         **line.extra,
     }
-    row["finite"] = row.get("finite", True) and finite
-    if not finite:
+    row["finite"] = row.get("finite", True) and is_finite
+    if not is_finite:
         row.pop("loss", None)
     for name, value in logged.items():
         if value is not None and math.isfinite(value):
@@ -355,8 +498,8 @@ def _add_logged(row: Row, line: StepLine, *, is_mean: bool) -> None:
 
 
 def _add_evaluations(rows: Sequence[Row], evaluations: Iterable[Event]) -> None:
-    """Add what evaluations measured to the rows of the steps behind which they came."""
-    by_step = {row["step"]: row for row in rows}
+    """Add the results of evaluations to the rows of the steps that they followed."""
+    by_step = _by_step(rows)
     for event in evaluations:
         row = by_step.get(event.number("step") or 0)
         metrics = event.fields.get("metrics")
@@ -365,21 +508,33 @@ def _add_evaluations(rows: Sequence[Row], evaluations: Iterable[Event]) -> None:
 
 
 def _add_logged_evaluations(rows: Sequence[Row], log: Log) -> None:
-    """The same of what the log shows, behind the last step that it shows before."""
-    by_step = {row["step"]: row for row in rows}
+    """Add the logged results of evaluations to the rows of the steps logged before them."""
+    by_step = _by_step(rows)
     for signal in log.all("evaluated"):
-        before = [line.step for line in log.steps if line.line < signal.line]
-        row = by_step.get(before[-1]) if before else None
-        if row is not None:
-            pairs = _LOGGED_PAIR.findall(signal.fields["pairs"] or "")
-            _add_evaluation(row, {name: float(number) for name, number in pairs})
+        last_step = None
+        for line in log.steps:
+            if line.line < signal.line:
+                last_step = line.step
+        row = None if last_step is None else by_step.get(last_step)
+        if row is None:
+            continue
+        metrics = {}
+        for name, number in _LOGGED_PAIR.findall(signal.fields["pairs"] or ""):
+            metrics[name] = float(number)
+        _add_evaluation(row, metrics)
+
+
+def _by_step(rows: Iterable[Row]) -> dict[float, Row]:
+    return {row["step"]: row for row in rows}
 
 
 def _add_evaluation(row: Row, metrics: Mapping[str, object]) -> None:
-    """Add the losses and accuracies of an evaluation, not how fast it was."""
+    """Add the losses and accuracies of an evaluation, not its speed."""
     for name, value in metrics.items():
+        if not name.startswith("eval_") or name.endswith(_EVALUATION_SPEEDS):
+            continue
         number = finite(value)
-        if number is not None and name.startswith("eval_") and not name.endswith(_EVALUATION_SPEEDS):
+        if number is not None:
             row[name] = number
 
 
@@ -389,103 +544,174 @@ def read_log(path: Path) -> Evidence:
 
 
 def read_run(folder: Path, attempt: int | None = None, current: Manifest | None = None) -> Evidence:
-    """The evidence of an attempt, of the last one unless it is named; `current` is run.json where the caller has read
-    it. Raises OSError if a file cannot be opened."""
+    """The evidence of an attempt, by default the last one.
+
+    `current` is run.json if the caller has read it. Raises OSError if a file cannot be opened.
+    """
     run = rundir.RunFolder(folder)
     attempt = attempt or run.attempts() or None
-    console = run.console(attempt or 1)
-    # that of an attempt which another one followed is kept beside it
-    kept = files.read_json(folder / f"run.{attempt}.json")
-    manifest = Manifest(kept) if kept else current
-    if manifest is None:
-        manifest = rundir.read_manifest(run)
-    inputs = files.read_json(run.inputs(attempt or 1)).get("changed")
+    number = attempt or 1
+    console = run.console(number)
     evaluated = evaluation.read_evaluation(run)
-    if evaluated is not None and evaluated.attempt != (attempt or 1):
+    if evaluated is not None and evaluated.attempt != number:
         evaluated = None
     return Evidence(
-        manifest=manifest,
+        manifest=_read_manifest(run, attempt, current),
         log=scan(console, PATTERNS) if console.is_file() else None,
         probe=_read_probe(run.probe, attempt),
-        exit=_read_exit(run, attempt or 1),
-        inputs=[one for one in inputs if isinstance(one, dict)] if isinstance(inputs, list) else None,
+        exit=_read_exit(run, number),
+        inputs=_read_inputs(run.inputs(number)),
         evaluation=evaluated,
     )
 
 
-def _named(log: Log) -> str | None:
-    """The stage of the one trainer that warnings and frames name; None where they name several, or none."""
-    names = {of.lower() for s in log.all("trainer", "trainer_of") if (of := s.fields.get("of"))}
-    trainers = names - {"base"}  # what all of them inherit from
-    return trainers.pop() if len(trainers) == 1 and trainers <= {*STAGES} else None
+def _read_manifest(
+    run: rundir.RunFolder, attempt: int | None, current: Manifest | None
+) -> Manifest:
+    """The manifest of an attempt: kept beside run.json if another attempt followed."""
+    kept = files.read_json(run.path / f"run.{attempt}.json")
+    if kept:
+        return Manifest(kept)
+    if current is not None:
+        return current
+    return rundir.read_manifest(run)
+
+
+def _read_inputs(path: Path) -> Sequence[Mapping[str, object]] | None:
+    changes = files.read_json(path).get("changed")
+    if not isinstance(changes, list):
+        return None
+    return [change for change in changes if isinstance(change, dict)]
 
 
 def finite(value: object) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     # a whole number of JSON may be larger than any float
-    return value if abs(value) <= sys.float_info.max else None
+    if abs(value) > sys.float_info.max:
+        return None
+    return value
 
 
 def _read_exit(folder: rundir.RunFolder, attempt: int) -> ExitRecord | None:
     ended = runner.read_exit(folder, attempt)
     if ended is None:
         return None
-    path = folder.exit(attempt)
     return ExitRecord(
-        path=path, returncode=ended.returncode, signal=ended.signal, stopped=ended.stopped, grace_s=ended.grace_s
+        path=folder.exit(attempt),
+        returncode=ended.returncode,
+        signal=ended.signal,
+        stopped=ended.stopped,
+        grace_s=ended.grace_s,
     )
 
 
 def _read_probe(folder: Path, attempt: int | None) -> ProbeRecords | None:
-    records = (_read_rank(path, attempt) for path in sorted(folder.glob("rank-*.jsonl")) if path.is_file())
-    found = [record for record in records if record is not None]
-    # a rank of an earlier, larger attempt left its file behind: it is not of this one
-    latest = max((r.start("attempt") or 1 for r in found), default=1)
-    ours = [r for r in found if (r.start("attempt") or 1) == latest]
-    world = next((r.start("world") for r in ours if r.rank == 0), None)
-    ranks = {r.rank: r for r in ours if world is None or r.rank < world}
+    records = []
+    for path in sorted(folder.glob("rank-*.jsonl")):
+        record = _read_rank(path, attempt) if path.is_file() else None
+        if record is not None:
+            records.append(record)
+    # a rank of an earlier, larger attempt may have left its file
+    latest = max((record.attempt for record in records), default=1)
+    records = [record for record in records if record.attempt == latest]
+    world: int | None = None
+    for record in records:
+        if record.rank == 0:
+            world = record.start("world")
+            break
+    ranks = {}
+    for record in records:
+        if world is None or record.rank < world:
+            ranks[record.rank] = record
     return ProbeRecords(ranks=ranks) if ranks else None
 
 
 def _read_rank(path: Path, attempt: int | None) -> RankRecord | None:
-    """The events since the last `start`, of the attempt if it is named."""
-    events: dict[str, list[Event]] = {}
-    steps: list[ProbeStep] = []
+    """The events since the last `start`, or of the named attempt."""
+    reading = _RankReading(rank=_rank_of(path), attempt=attempt)
     left_out: list[FaultAt] = []
-    ours, rank = True, _rank_of(path)
     with files.open_regular(path) as file:
         for number, raw in enumerate(files.lines(file), start=1):
             faults: list[Omission] = []
             fields = probe_events.parse_event(raw, faults)
-            left_out += [(path, number, fault) for fault in faults[:1] if len(left_out) < KEPT_FAULTS]
-            if fields is None:
-                continue
-            name = fields.pop("event")
-            event = Event(rank=rank, path=path, line=number, name=name, fields=fields)
-            if name == "start":
-                ours = attempt is None or (event.number("attempt") or attempt) == attempt
-                events, steps = ({}, []) if ours else (events, steps)
-            if not ours:
-                continue
-            if name == "step":
-                step, loss = event.number("step"), event.number("loss")
-                if step is not None:
-                    sound = fields.get("finite") is not False and (loss is not None or fields.get("loss") is None)
-                    values: dict[str, Any] = {key: event.number(key) for key in (*MEASURED, "micro_batches")}
-                    values |= {"finite": sound, "interrupted": fields.get("interrupted") is True}
-                    steps.append(ProbeStep(rank=rank, path=path, line=number, step=int(step), loss=loss, **values))
-                continue
-            kept = events.setdefault(name, [])
-            kept.append(event)
-            if len(kept) > KEPT_EVENTS:
-                del kept[KEPT_EVENTS // 2]
-    flat = sorted((e for kept in events.values() for e in kept), key=lambda e: e.line)
-    if not flat and not steps:
+            if faults and len(left_out) < KEPT_FAULTS:
+                left_out.append((path, number, faults[0]))
+            if fields is not None:
+                name = fields.pop("event")
+                reading.add(
+                    Event(rank=reading.rank, path=path, line=number, name=name, fields=fields)
+                )
+    events = []
+    for same_name in reading.events.values():
+        events += same_name
+    if not events and not reading.steps:
         return None
-    return RankRecord(rank=rank, events=tuple(flat), steps=tuple(steps), left_out=tuple(left_out))
+    events.sort(key=lambda event: event.line)
+    return RankRecord(
+        rank=reading.rank,
+        events=tuple(events),
+        steps=tuple(reading.steps),
+        left_out=tuple(left_out),
+    )
+
+
+@dataclass(slots=True)
+class _RankReading:
+    """What is kept of a rank's record while it is read."""
+
+    rank: int
+    attempt: int | None
+    events: dict[str, list[Event]] = field(default_factory=dict)
+    steps: list[ProbeStep] = field(default_factory=list)
+    is_wanted: bool = True
+
+    def add(self, event: Event) -> None:
+        if event.name == "start":
+            self._start(event)
+        if not self.is_wanted:
+            return
+        if event.name == "step":
+            step = _probe_step(event)
+            if step is not None:
+                self.steps.append(step)
+            return
+        kept = self.events.setdefault(event.name, [])
+        kept.append(event)
+        if len(kept) > KEPT_EVENTS:
+            # the first and the last events say the most
+            del kept[KEPT_EVENTS // 2]
+
+    def _start(self, event: Event) -> None:
+        number = event.number("attempt") or self.attempt
+        self.is_wanted = self.attempt is None or number == self.attempt
+        if self.is_wanted:
+            self.events = {}
+            self.steps = []
+
+
+def _probe_step(event: Event) -> ProbeStep | None:
+    step = event.number("step")
+    if step is None:
+        return None
+    loss = event.number("loss")
+    is_loss_sound = loss is not None or event.fields.get("loss") is None
+    measured: dict[str, Any] = {key: event.number(key) for key in MEASURED}
+    return ProbeStep(
+        rank=event.rank,
+        path=event.path,
+        line=event.line,
+        step=int(step),
+        loss=loss,
+        finite=is_loss_sound and event.fields.get("finite") is not False,
+        interrupted=event.fields.get("interrupted") is True,
+        micro_batches=event.number("micro_batches"),
+        **measured,
+    )
 
 
 def _rank_of(path: Path) -> int:
     digits = path.stem.removeprefix("rank-")
-    return min(int(digits), LARGEST_WORLD) if digits.isascii() and digits.isdigit() else 0
+    if digits.isascii() and digits.isdigit():
+        return min(int(digits), LARGEST_WORLD)
+    return 0

@@ -1,10 +1,10 @@
-"""A run folder -> its `Verdict`, out of the evidence of all its attempts: one answer for whoever asks."""
+"""Judge a run folder by the evidence of all its attempts: one answer for everyone who asks."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from launcher.artifacts import checkpoints, digest, fingerprint, model_files
 from launcher.artifacts.fingerprint import MissingContent
@@ -13,11 +13,16 @@ from launcher.rules.deepspeed import fault
 from launcher.runs import attempt, rundir, runner
 from launcher.runs.record import Manifest
 from launcher.runs.rundir import RunFolder
+from launcher.runs.runner import Processes
 from launcher.verdict import check, evidence, metrics
-from launcher.verdict.check import Verdict
+from launcher.verdict.check import Point, Verdict
 from launcher.verdict.evidence import Evidence, ProbeRecords, Row
 
-_LOST_HELP = "no process of it is left and none recorded an end: the machine went down, or all were killed"
+_LOST_HELP = (
+    "no process of it is left and none recorded an end: the machine went down, or all were killed"
+)
+_LEAST_GIB = 0.05
+"""Parts of the planned memory below this are not named."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,149 +32,218 @@ class RunJudgement:
     attempts: tuple[Evidence, ...]
 
 
-def judge(folder: RunFolder, requested: Mapping[str, str] | None = None) -> RunJudgement:
-    """Judge a run by its own `expect:`, or by what is requested. Raises OSError if a file cannot be opened."""
+def judge_run(folder: RunFolder, requested: Mapping[str, str] | None = None) -> RunJudgement:
+    """Judge a run by its own `expect:`, or by what is requested.
+
+    Raises OSError if a file cannot be opened.
+    """
     manifest = rundir.read_manifest(folder)
-    each = read(folder, manifest)
-    found, known = whole(each), runner.read_processes(folder)
-    # whether the attempt that began last did so where its processes could be seen from here
-    here = known.leader is not None and not known.is_remote
-    expected = _expected(manifest) if requested is None else requested
-    output = manifest.output
-    if found.final_save:
-        models = folder.path.parent / "models"
-        # the weights of a ladder's rungs are removed after each: that they are gone is no fault
-        if models.exists() or not str(output).startswith(f"{models}/"):
-            found = found.changed(model=_saved_model(found, output, here=here))
-    verdict = check.judge(manifest.stage, expected, found)
-    verdict = _with_earlier(verdict, manifest, each, expected)
-    verdict = _beside_plan(verdict, manifest)
+    attempts = read_attempts(folder, manifest)
+    run = merge_attempts(attempts)
+    processes = runner.read_processes(folder)
+    # whether this machine could see the processes of the last attempt
+    was_visible = processes.leader is not None and not processes.is_remote
+    if run.final_save and _keeps_model(folder, manifest.output):
+        run = run.with_facts(model=_saved_model(run, manifest.output, was_visible=was_visible))
+    expected: Mapping[str, str | None] = _expected(manifest)
+    if requested is not None:
+        expected = requested
+    verdict = check.judge_evidence(manifest.stage, expected, run)
+    verdict = _with_earlier_attempts(verdict, manifest, attempts, expected)
+    verdict = _with_planned_memory(verdict, manifest)
     verdict = _without_known_corruption(verdict, manifest)
     finish = verdict.point("finish")
     if finish.state == "running":
-        if (why := runner.unknown_state(folder, known)) is not None:
-            verdict = verdict.amended("finish", {"reason": why.message, "help": why.help}, state="unknown", ok=None)
-        elif known.copy_of is not None or (here and not runner.is_alive(folder.path, processes=known)):
-            ok = finish.expected in (None, "killed")
-            help = _LOST_HELP if known.copy_of is None else f"it is a copy of {known.copy_of}: check that one"
-            verdict = verdict.amended("finish", {"reason": "lost", "help": help}, state="killed", ok=ok)
-    elif finish.state == "completed" and found.final_save and output is not None:
-        verdict = _with_whole_model(verdict, output)
+        verdict = _with_lost_end(verdict, folder, processes, was_visible=was_visible)
+    elif finish.state == "completed" and run.final_save and manifest.output is not None:
+        verdict = _with_model_damage(verdict, manifest.output)
     # a secret that training printed must not get from the log into what is shown and kept
     clean = attempt.redactor(folder).redact(verdict)
-    return RunJudgement(verdict=clean, manifest=manifest, attempts=each)
+    return RunJudgement(verdict=clean, manifest=manifest, attempts=attempts)
 
 
 def _expected(manifest: Manifest) -> Mapping[str, str | None]:
-    # without a record of what was requested nothing can have been proved of it
-    return check.UNKNOWN if manifest.expected is None else manifest.expected
+    if manifest.expected is None:
+        # nothing can be proved of a run without a record of what was requested
+        return check.UNKNOWN
+    return manifest.expected
 
 
-def _with_earlier(
-    verdict: Verdict, current: Manifest, each: Sequence[Evidence], expected: Mapping[str, str | None]
+def _keeps_model(folder: RunFolder, output: Path | None) -> bool:
+    """Whether the run should still have its model: a ladder removes the weights of its rungs."""
+    models = folder.path.parent / "models"
+    return models.exists() or not str(output).startswith(f"{models}/")
+
+
+def _with_lost_end(
+    verdict: Verdict, folder: RunFolder, processes: Processes, *, was_visible: bool
 ) -> Verdict:
-    """A point is proved of a run only if it is of every attempt whose steps are in the weights. Each is judged by its
-    own `expect:`: that may have been changed since, and allowed."""
+    """The verdict on a run without a recorded end, by what is known of its processes."""
+    unknown = runner.unknown_state(folder, processes)
+    if unknown is not None:
+        detail = {"reason": unknown.message, "help": unknown.help}
+        return verdict.amend("finish", detail, state="unknown", ok=None)
+    help = _LOST_HELP
+    if processes.copy_of is not None:
+        help = f"it is a copy of {processes.copy_of}: check that one"
+    elif not was_visible or runner.is_alive(folder.path, processes=processes):
+        return verdict
+    ok = verdict.point("finish").expected in (None, "killed")
+    return verdict.amend("finish", {"reason": "lost", "help": help}, state="killed", ok=ok)
+
+
+def _with_earlier_attempts(
+    verdict: Verdict,
+    current: Manifest,
+    attempts: Sequence[Evidence],
+    expected: Mapping[str, str | None],
+) -> Verdict:
+    """The verdict with what earlier attempts did not prove, if their steps are in the weights.
+
+    Each attempt is judged by its own `expect:`, which may have been changed since.
+    """
     points = {point.name: point for point in verdict.points}
-    for number, one, (first, last) in _kept(each):
-        # where no manifest of that attempt was kept, it has the one of the run
-        own = expected if one.manifest is current else _expected(one.manifest)
-        before = check.judge(verdict.stage, own, one)
-        for point in before.points:
-            known = points.get(point.name) if BY_NAME[point.name].whole_run else None
-            if known is not None and known.ok is True and point.ok is not True:
-                why = point.detail.get("reason") or f"it was {point.state}"
-                reason = f"in attempt {number}, which made steps {first} to {last}: {why}"
-                points[point.name] = replace(point, detail={**point.detail, "reason": reason})
+    for earlier in _attempts_in_weights(attempts):
+        manifest = earlier.evidence.manifest
+        # an attempt without a manifest of its own has that of the run
+        own = expected if manifest is current else _expected(manifest)
+        earlier_verdict = check.judge_evidence(verdict.stage, own, earlier.evidence)
+        for point in earlier_verdict.points:
+            latest = points.get(point.name)
+            if latest is None or not BY_NAME[point.name].whole_run:
+                continue
+            if latest.ok is True and point.ok is not True:
+                points[point.name] = _with_attempt(point, earlier)
     return verdict.with_points(points.values())
 
 
-def _kept(each: Sequence[Evidence]) -> Iterator[tuple[int, Evidence, tuple[int, int]]]:
-    """The earlier attempts whose steps later ones went on from: number, evidence, first and last step."""
-    begun = math.inf
-    for number in range(len(each), 0, -1):
-        steps = [row["step"] for row in each[number - 1].rows]
-        kept = [int(step) for step in steps if step < begun]
-        if kept and number < len(each):
-            yield number, each[number - 1], (kept[0], kept[-1])
-        begun = min([*steps, begun])
+class _EarlierAttempt(NamedTuple):
+    """An attempt whose steps, from the first to the last, later attempts continued from."""
+
+    number: int
+    evidence: Evidence
+    first: int
+    last: int
+
+
+def _with_attempt(point: Point, earlier: _EarlierAttempt) -> Point:
+    reason = point.detail.get("reason") or f"it was {point.state}"
+    steps = f"steps {earlier.first} to {earlier.last}"
+    reason = f"in attempt {earlier.number}, which made {steps}: {reason}"
+    return replace(point, detail={**point.detail, "reason": reason})
+
+
+def _attempts_in_weights(attempts: Sequence[Evidence]) -> Iterator[_EarlierAttempt]:
+    """The earlier attempts whose steps are in the weights, the latest first."""
+    next_start = math.inf
+    for number in range(len(attempts), 0, -1):
+        attempt_evidence = attempts[number - 1]
+        steps = [row["step"] for row in attempt_evidence.rows]
+        kept = [int(step) for step in steps if step < next_start]
+        if kept and number < len(attempts):
+            yield _EarlierAttempt(number, attempt_evidence, kept[0], kept[-1])
+        next_start = min([next_start, *steps])
 
 
 def _without_known_corruption(verdict: Verdict, manifest: Manifest) -> Verdict:
-    """No pass for gradients that nobody compared, of a DeepSpeed that is known to corrupt them."""
-    recorded = manifest.deepspeed
-    if verdict.point("gradients").state != "unknown" or not manifest.gpus or recorded is None:
+    """No pass for unchecked gradients of a DeepSpeed that is known to corrupt them."""
+    deepspeed = manifest.deepspeed
+    if deepspeed is None or not manifest.gpus or verdict.point("gradients").state != "unknown":
         return verdict
-    known = fault(recorded.config, recorded.version, accumulation=manifest.accumulation)
-    if known is None or known[0] != "error":
+    accumulation = manifest.accumulation
+    defect = fault(deepspeed.config, deepspeed.version, accumulation=accumulation)
+    if defect is None:
         return verdict
-    detail = {"reason": known[2], "help": "train again: docs/gradients.md"}
-    return verdict.amended("gradients", detail, ok=None)
+    severity, _, message, _ = defect
+    if severity != "error":
+        return verdict
+    detail = {"reason": message, "help": "train again: docs/gradients.md"}
+    return verdict.amend("gradients", detail, ok=None)
 
 
-def _with_whole_model(verdict: Verdict, output: Path) -> Verdict:
-    """A saved model is none if its files are not whole; that it was moved or removed since is no fault of the run."""
-    # dpo.py saves its model one folder below (dpo.py::_handle_post_training[hf_model_path = os.path.join])
+def _with_model_damage(verdict: Verdict, output: Path) -> Verdict:
+    """No pass for a saved model with incomplete files; that it was moved since is no fault."""
+    # dpo.py saves its model one folder below
+    # (dpo.py::_handle_post_training[hf_model_path = os.path.join])
     for folder in (output, output / "hf_model"):
-        if (fault := checkpoints.damage(folder)) is not None:
-            help = (
-                f"{folder} cannot be loaded: save it again from a checkpoint (the same command continues from the "
-                "last complete one), and check the disk"
-            )
-            detail = {"reason": f"the saved model is not whole: {fault}", "help": help}
+        damage = checkpoints.damage(folder)
+        if damage is not None:
+            detail = {
+                "reason": f"the saved model is not whole: {damage}",
+                "help": f"{folder} cannot be loaded: save it again from a checkpoint (the same "
+                "command continues from the last complete one), and check the disk",
+            }
             ok = verdict.point("finish").ok
-            return verdict.amended("finish", detail, ok=None if ok else ok)
+            return verdict.amend("finish", detail, ok=None if ok else ok)
     return verdict
 
 
-def _beside_plan(verdict: Verdict, manifest: Manifest) -> Verdict:
-    """The verdict with the peak that was planned, in GiB by part, beside what memory came to."""
-    planned = {part: float(gib) for part, gib in (manifest.plan.memory_gib or {}).items()}
-    if "peak" not in planned:
+def _with_planned_memory(verdict: Verdict, manifest: Manifest) -> Verdict:
+    """The verdict with the planned peak of memory, in GiB by part, beside the measured one."""
+    parts = dict(manifest.plan.memory_gib or {})
+    if "peak" not in parts:
         return verdict
-    detail = dict[str, object](planned_gib=planned)
+    detail: dict[str, object] = {"planned_gib": {part: float(gib) for part, gib in parts.items()}}
     if verdict.point("memory").state == "oom":
-        largest = sorted(planned.items(), key=lambda one: -one[1])
-        shares = ", ".join(f"{k} {v:.1f}" for k, v in largest if k != "peak" and v >= 0.05)
-        detail["reason"] = f"planned: {planned['peak']:.1f} GiB a GPU: {shares}"
-    return verdict.amended("memory", detail)
+        peak = parts.pop("peak")
+        shares = []
+        for part in sorted(parts, key=lambda part: -parts[part]):
+            if parts[part] >= _LEAST_GIB:
+                shares.append(f"{part} {parts[part]:.1f}")
+        detail["reason"] = f"planned: {peak:.1f} GiB a GPU: {', '.join(shares)}"
+    return verdict.amend("memory", detail)
 
 
-def _saved_model(found: Evidence, output: Path | None, *, here: bool) -> dict[str, Any] | None:
-    """The saved model as it is now: `path` and, where that is not as it was saved, `state` and `reason`. None where
-    nothing was fingerprinted; without a probe only whether the `output` folder is there counts. `here` is whether the
-    run trained on this machine: of another one the folder may not be visible."""
-    if found.probe is None and here and output is not None and not output.exists():
+def _saved_model(
+    run: Evidence, output: Path | None, *, was_visible: bool
+) -> dict[str, object] | None:
+    """The saved model as it is now: `path`, and if that differs from the save `state` and `reason`.
+
+    None if nothing was fingerprinted; without a probe, only the existence of `output` counts.
+    `was_visible`: the run trained on this machine. The folder of another one may not be visible.
+    """
+    if run.probe is None and was_visible and output is not None and not output.exists():
         return {"path": str(output), "state": "missing", "reason": f"{output} does not exist"}
-    event = next(iter(found.last_events("saved_model")), None)
-    path, files = (None, None) if event is None else (event.text("path"), event.fields.get("files"))
-    if path is None or not isinstance(files, list):
-        return None
-    folder = Path(path)
+    for event in run.last_events("saved_model"):
+        path = event.text("path")
+        files = event.fields.get("files")
+        if path is None or not isinstance(files, list):
+            return None
+        digests = {}
+        for file in files:
+            if isinstance(file, Mapping):
+                digests[str(file.get("name"))] = str(file.get("digest"))
+        change = _model_change(Path(path), digests, was_visible=was_visible)
+        return {"path": path, **change}
+    return None
 
-    def model(state: str, reason: str) -> dict[str, Any]:
-        return {"path": path, "state": state, "reason": reason}
 
-    known = {str(one.get("name")): one for one in files if isinstance(one, Mapping)}
-    if not folder.is_dir() and not here:
-        return model("unknown", f"{folder} cannot be seen from this machine")
-    if not known:
-        return model("missing", f"the save left no weights in {folder}")
+def _model_change(
+    folder: Path, digests: Mapping[str, str], *, was_visible: bool
+) -> dict[str, object]:
+    """How a model differs from its `digests` by file; empty if it does not."""
+    if not was_visible and not folder.is_dir():
+        return {"state": "unknown", "reason": f"{folder} cannot be seen from this machine"}
+    if not digests:
+        return {"state": "missing", "reason": f"the save left no weights in {folder}"}
     try:
-        now = {*digest.weights(path)}
+        names = set(digest.weights(str(folder)))
     except OSError:
-        return model("missing", f"{folder} is gone")
-    if gone := known.keys() - now:
-        return model("missing", f"{', '.join(sorted(gone))} in {folder} is gone")
-    if more := now - known.keys():
-        return model("changed", f"{folder} holds {', '.join(sorted(more))}, which the run did not save")
-    for name, one in known.items():
-        if (change := _change_of(folder / name, str(one.get("digest")))) is not None:
-            return {"path": path, "state": "changed", "file": name, **change}
-    return {"path": path}
+        return {"state": "missing", "reason": f"{folder} is gone"}
+    missing = ", ".join(sorted(digests.keys() - names))
+    if missing:
+        return {"state": "missing", "reason": f"{missing} in {folder} is gone"}
+    added = ", ".join(sorted(names - digests.keys()))
+    if added:
+        return {"state": "changed", "reason": f"{folder} holds {added}, which the run did not save"}
+    for name, before in digests.items():
+        change = _file_change(folder / name, before)
+        if change is not None:
+            return {"state": "changed", "file": name, **change}
+    return {}
 
 
-def _change_of(path: Path, before: str) -> dict[str, Any] | None:
+def _file_change(path: Path, before: str) -> dict[str, str] | None:
     try:
         after = fingerprint.of_file(path).digest
     except MissingContent as error:
@@ -182,40 +256,62 @@ def _change_of(path: Path, before: str) -> dict[str, Any] | None:
     return {"reason": reason, "before": before, "after": after}
 
 
-def read(folder: RunFolder, current: Manifest | None = None) -> tuple[Evidence, ...]:
-    """The evidence of every attempt, the last one last; `current` as in `read_run`, which says what it raises."""
-    before = (evidence.read_run(folder.path, attempt=n, current=current) for n in range(1, folder.attempts()))
-    return *before, evidence.read_run(folder.path, current=current)
+def read_attempts(folder: RunFolder, current: Manifest | None = None) -> tuple[Evidence, ...]:
+    """The evidence of every attempt, the last one last; see `evidence.read_run`."""
+    attempts = []
+    for number in range(1, folder.attempts()):
+        attempts.append(evidence.read_run(folder.path, attempt=number, current=current))
+    attempts.append(evidence.read_run(folder.path, current=current))
+    return tuple(attempts)
 
 
-def rows_of(attempts: Sequence[Evidence]) -> list[Row]:
-    """Every optimizer step of a run once. An attempt continues a checkpoint, so whatever earlier ones did from its
-    first step on is gone from the weights, and is left out here too."""
+def merge_rows(attempts: Sequence[Evidence]) -> list[Row]:
+    """Every optimizer step of a run once.
+
+    An attempt continues a checkpoint: what earlier attempts did from its first step on is not in
+    the weights, and is left out.
+    """
     rows: list[Row] = []
     for attempt_evidence in attempts:
         own = attempt_evidence.rows
         if own:
-            before = [row for row in rows if row["step"] < own[0]["step"]]
-            rows = [*before, *own]
+            rows = _rows_before(rows, own[0]["step"])
+            rows += own
     return rows
 
 
-def whole(attempts: Sequence[Evidence]) -> Evidence:
-    """The evidence of the last attempt, with the steps of those before it. Where that had no step left to train, with
-    the steps of one before: it was resumed from the last step of all, and only saved the model."""
-    found, earlier = attempts[-1], attempts[:-1]
-    if found.probe is not None and found.probe.last_step is None and found.events("resumed"):
-        probes = (one.probe for one in reversed(earlier))
-        before = next((probe.ranks for probe in probes if probe is not None and probe.last_step is not None), {})
-        ranks = dict(found.probe.ranks)
-        for rank in ranks.keys() & before.keys():
-            # one file holds both, so the lines of the later one are the higher ones
-            events = (*before[rank].events, *ranks[rank].events)
-            ranks[rank] = replace(ranks[rank], events=events, steps=before[rank].steps)
-        found = replace(found, probe=ProbeRecords(ranks=ranks))
+def _rows_before(rows: Sequence[Row], step: float) -> list[Row]:
+    return [row for row in rows if row["step"] < step]
+
+
+def merge_attempts(attempts: Sequence[Evidence]) -> Evidence:
+    """The evidence of the last attempt, with the steps of the attempts before it."""
+    *earlier, last = attempts
+    last = _with_resumed_steps(last, earlier)
     if not earlier:
-        return found
-    own = found.rows
-    kept = [row for row in rows_of(earlier) if own and row["step"] < own[0]["step"]]
-    moved = max(metrics.moved_share(one) or 0.0 for one in earlier)
-    return found.changed(earlier=kept, moved_before=moved)
+        return last
+    kept: list[Row] = []
+    if last.rows:
+        kept = _rows_before(merge_rows(earlier), last.rows[0]["step"])
+    moved = [metrics.moved_share(attempt_evidence) or 0.0 for attempt_evidence in earlier]
+    return last.with_facts(earlier=kept, moved_before=max(moved))
+
+
+def _with_resumed_steps(last: Evidence, earlier: Sequence[Evidence]) -> Evidence:
+    """The last attempt; if it only saved the model, with the steps of the one that trained it.
+
+    It was resumed from the last step of all then, and had none left to train.
+    """
+    probe = last.probe
+    if probe is None or probe.last_step is not None or not last.events("resumed"):
+        return last
+    trained: Mapping[int, evidence.RankRecord] = {}
+    for attempt_evidence in earlier:
+        if attempt_evidence.probe is not None and attempt_evidence.probe.last_step is not None:
+            trained = attempt_evidence.probe.ranks
+    ranks = dict(probe.ranks)
+    for rank in ranks.keys() & trained.keys():
+        # one file holds both, and the lines of the later attempt are the higher ones
+        events = trained[rank].events + ranks[rank].events
+        ranks[rank] = replace(ranks[rank], events=events, steps=trained[rank].steps)
+    return replace(last, probe=ProbeRecords(ranks=ranks))

@@ -1,52 +1,75 @@
-"""Evidence -> what ran: an `Observation` of Liger, packing, attention, batch and caches. Each function takes the
-evidence and what is expected (None: nothing), because what proves a point depends on it: an announcement can disprove
-`off`, and never prove `engaged`."""
+"""What ran, by the evidence: an `Observation` of Liger, packing, attention, batch and caches.
+
+Each function takes the evidence and what is expected (None: nothing), because what proves a point
+depends on it: an announcement can disprove `off`, but never prove `engaged`.
+"""
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 
 from launcher.config.keys import PAIRED
 from launcher.runs.record import Manifest, as_mapping
 from launcher.upstream.logs.open_instruct import ATTENTION
 from launcher.upstream.trainers import BACKENDS
-from launcher.verdict.ending import fatal
-from launcher.verdict.evidence import Event, Evidence, ExitRecord, ProbeStep, finite
+from launcher.verdict.ending import final_signals
+from launcher.verdict.evidence import (
+    Event,
+    Evidence,
+    ExitRecord,
+    ProbeStep,
+    RankRecord,
+    finite,
+    in_state,
+    ranks_of,
+)
 from launcher.verdict.logs.scan import Log, LogLine, Signal, StepLine
 
 OPERATIONS = ("rms_norm", "rope", "swiglu", "fused_linear_cross_entropy", "preference_loss")
 FUSED = ("fused_linear_cross_entropy", "cross_entropy")
-FIRST_LOSS = 0.01  # more than rounding moves DPO's first loss by
+FIRST_LOSS = 0.01
+"""More than rounding moves DPO's first loss by."""
 _LEAKING_HELP = (
-    "packed samples attend to each other: use an attention that separates them (flash-attn) or set `packing: false`; "
-    "TRL's `packing_strategy: wrapped` never separates them. In open-instruct's DPO on SDPA, transformers does not "
-    "separate samples while it uses a cache: switch that off with `additional_model_arguments: {use_cache: false}`"
+    "packed samples attend to each other: use an attention that separates them (flash-attn) or set "
+    "`packing: false`; TRL's `packing_strategy: wrapped` never separates them. In open-instruct's "
+    "DPO on SDPA, transformers does not separate samples while it uses a cache: switch that off "
+    "with `additional_model_arguments: {use_cache: false}`"
 )
 _STALE_HELP = (
-    "the cached log-probabilities belong to another model than the one that training starts from, or to "
-    "another attention mask: remove the file, or set REFERENCE_LOGPROBS_CACHE_PATH to a new folder"
+    "the cached log-probabilities belong to another model than the one that training starts from, "
+    "or to another attention mask: remove the file, or set REFERENCE_LOGPROBS_CACHE_PATH to a new "
+    "folder"
 )
 _STALE = re.compile(r"reference_cache expected .*, seen stale: ")
 _NOT_PACKED_HELP = (
-    "open-instruct's SFT packs the rows of one micro-batch: a single row has nothing to be packed with. In "
-    "data packed beforehand, a row of the maximal length leaves no room. Check the batch and row lengths; "
-    "`launch explain packing CONFIG` says what reads the argument"
+    "open-instruct's SFT packs the rows of one micro-batch: a single row has nothing to be packed "
+    "with. In data packed beforehand, a row of the maximal length leaves no room. Check the batch "
+    "and row lengths; `launch explain packing CONFIG` says what reads the argument"
 )
 _BATCH_HELP = (
-    "check what started the processes (an accelerate config, a scheduler's task count, the visible GPUs) and "
-    "what changed the batch (a DeepSpeed file, `auto_find_batch_size`); `expect: {batch: any}` accepts it"
+    "check what started the processes (an accelerate config, a scheduler's task count, the visible "
+    "GPUs) and what changed the batch (a DeepSpeed file, `auto_find_batch_size`); "
+    "`expect: {batch: any}` accepts it"
 )
 _LIGER_LOGGED = "the log only says {}; only the probe can count calls of the kernels"
+_UNCALLED_HELP = (
+    "the loss does not come from Liger's forward: check that Liger supports the model type, and "
+    "what computes the loss; `expect: {liger: any}` accepts it"
+)
+_PACKING_STATES = ("off", "on", "isolated", "leaking")
 
 Citable = Event | ProbeStep | ExitRecord | LogLine
 
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """A point's state; `proved` is False where the evidence settles nothing for what is expected. An `unwanted` state
-    must not pass even where nothing is expected; `reason` and `help` are only for a point that is not as expected.
-    `synonym` is the word of the stage file for the same state, where it has another one."""
+    """The state of a point.
+
+    `proved` is False if the evidence settles nothing for what is expected. An `unwanted` state must
+    not pass even if nothing is expected. `reason` and `help` are for a point that is not as
+    expected. `synonym` is the stage file's other word for the same state.
+    """
 
     state: str = "unknown"
     _: KW_ONLY
@@ -62,196 +85,330 @@ class Observation:
 UNKNOWN = Observation(proved=False)
 
 
-def probe_lines(evidence: Evidence, start: str | re.Pattern[str] = "") -> tuple[Signal, ...]:
-    lines = (*fatal(evidence, "violation"), *evidence.signals("warned"))
-    return tuple(s for s in lines if re.match(start, s.fields["message"]))
+def probe_messages(evidence: Evidence, start: str | re.Pattern[str] = "") -> tuple[Signal, ...]:
+    """The lines of a log in which the probe reports a broken contract, by their beginning."""
+    lines = final_signals(evidence, "violation") + evidence.signals("warned")
+    return tuple(line for line in lines if re.match(start, line.fields["message"]))
+
+
+@dataclass(frozen=True, slots=True)
+class _LigerCalls:
+    """The calls of Liger's operations, by rank, of every rank that made a step."""
+
+    by_rank: Mapping[int, Mapping[str, int]]
+
+    def operations(self) -> list[str]:
+        names = dict.fromkeys(OPERATIONS)
+        for counts in self.by_rank.values():
+            names.update(dict.fromkeys(counts))
+        return list(names)
+
+    def of(self, operation: str) -> dict[str, int]:
+        return {str(rank): counts.get(operation, 0) for rank, counts in self.by_rank.items()}
+
+    def idle_ranks(self) -> list[int]:
+        return [rank for rank, counts in self.by_rank.items() if not any(counts.values())]
 
 
 def observe_liger(evidence: Evidence, expected: str | None) -> Observation:
-    calls = {}
+    by_rank = {}
     for record in evidence.records:
         if record.steps:
-            event = record.last("liger")
-            counts = as_mapping(event.fields.get("calls")) if event else {}
-            calls[record.rank] = {str(k): int(n) for k, v in counts.items() if (n := finite(v)) is not None and n > 0}
-    return _liger_counted(evidence, expected, calls) if calls else _liger_logged(evidence, expected)
+            by_rank[record.rank] = _liger_counts(record)
+    if not by_rank:
+        return _liger_logged(evidence, expected)
+    return _liger_counted(evidence, expected, _LigerCalls(by_rank))
 
 
-def _liger_counted(evidence: Evidence, expected: str | None, calls: Mapping[int, Mapping[str, int]]) -> Observation:
-    """From the calls counted in every rank that came as far as a step."""
-    names = dict.fromkeys((*OPERATIONS, *(op for counts in calls.values() for op in counts)))
-    missing = evidence.missing_ranks(calls)
-    detail: dict[str, object] = {op: _calls_of(op, calls) for op in names} | missing
-    patches, cites = evidence.events("liger_patch"), evidence.last_events("liger")
-    idle = [rank for rank, counts in calls.items() if not any(counts.values())]
-    # the losses that Liger was to put in save the logits' memory, and the other kernels run without them. Which of
-    # those a model has is for Liger to know
-    kwargs = [as_mapping(event.fields.get("kwargs")) for event in patches]
-    fused = [op for op in FUSED if any(one.get(op) is True for one in kwargs)]
-    uncalled = {op: counts for op in fused if not all((counts := _calls_of(op, calls)).values())}
-    if not idle and expected == "engaged" and uncalled:
+def _liger_counts(record: RankRecord) -> dict[str, int]:
+    event = record.last("liger")
+    if event is None:
+        return {}
+    counts = {}
+    for operation, value in as_mapping(event.fields.get("calls")).items():
+        number = finite(value)
+        if number is not None and number > 0:
+            counts[str(operation)] = int(number)
+    return counts
+
+
+def _liger_counted(evidence: Evidence, expected: str | None, calls: _LigerCalls) -> Observation:
+    missing = evidence.missing_ranks(calls.by_rank)
+    detail: dict[str, object] = {name: calls.of(name) for name in calls.operations()}
+    detail |= missing
+    cites = evidence.last_events("liger")
+    idle = calls.idle_ranks()
+    if idle:
+        return _liger_idle(evidence, expected, idle, replace(UNKNOWN, cites=cites, detail=detail))
+    uncalled = _uncalled_losses(evidence, calls)
+    if uncalled and expected == "engaged":
+        names = ", ".join(uncalled)
         return Observation(
             "not_engaged",
-            cites=(*cites, *patches),
+            cites=(*cites, *evidence.events("liger_patch")),
             detail={**detail, "uncalled": uncalled},
-            reason=f"`{', '.join(uncalled)}` was patched in but never called in {evidence.last_step} steps: "
+            reason=f"`{names}` was patched in but never called in {evidence.last_step} steps: "
             "the full logits are computed",
-            help="the loss does not come from Liger's forward: check that Liger supports the model type, and what "
-            "computes the loss; `expect: {liger: any}` accepts it",
+            help=_UNCALLED_HELP,
         )
-    if not idle:
-        called = ", ".join(op for op in names if any(counts.get(op) for counts in calls.values()))
-        reason = f"Liger's kernels were called: {called}" if expected == "off" else None
-        proved = not missing or expected == "off"
-        return Observation("engaged", proved=proved, cites=cites, detail=detail, reason=reason)
-    some = len(idle) < len(calls)
-    where = f" on rank {', '.join(map(str, idle))}" if some else ""
-    detail |= {"idle_ranks": idle} if some else {}
-    steps = [record.steps[-1] for record in evidence.records if record.rank in idle]
-    if not (some or expected == "engaged" or evidence.arguments.get("use_liger_kernel") == "True"):
-        # of a rank without steps it is not known, unless another one shows that it is not as expected
-        return Observation("off", proved=not missing, cites=(*cites, *steps), detail=detail)
-    patched = "though its patches were applied"
-    help = "the model class that trains is not the one that was patched"
-    if not patches:
+    reason = None
+    if expected == "off":
+        called = []
+        for name in calls.operations():
+            if any(calls.of(name).values()):
+                called.append(name)
+        reason = f"Liger's kernels were called: {', '.join(called)}"
+    return Observation(
+        "engaged",
+        proved=not missing or expected == "off",
+        cites=cites,
+        detail=detail,
+        reason=reason,
+    )
+
+
+def _uncalled_losses(evidence: Evidence, calls: _LigerCalls) -> dict[str, dict[str, int]]:
+    """The fused losses that Liger patched in, and that some rank never called.
+
+    They save the memory of the logits, and the other kernels run without them. Which of the other
+    kernels a model has, only Liger knows.
+    """
+    uncalled = {}
+    for operation in FUSED:
+        counts = calls.of(operation)
+        if not all(counts.values()) and _is_patched(evidence, operation):
+            uncalled[operation] = counts
+    return uncalled
+
+
+def _is_patched(evidence: Evidence, operation: str) -> bool:
+    for event in evidence.events("liger_patch"):
+        if as_mapping(event.fields.get("kwargs")).get(operation) is True:
+            return True
+    return False
+
+
+def _liger_idle(
+    evidence: Evidence, expected: str | None, idle: Sequence[int], observation: Observation
+) -> Observation:
+    """What is to be said of ranks that called no kernel; `observation` has cites and detail."""
+    ranks = 0
+    steps = []
+    for record in evidence.records:
+        if record.steps:
+            ranks += 1
+        if record.rank in idle:
+            steps.append(record.steps[-1])
+    detail = dict(observation.detail)
+    cites = (*observation.cites, *steps)
+    is_requested = evidence.arguments.get("use_liger_kernel") == "True"
+    where = ""
+    if len(idle) < ranks:
+        detail["idle_ranks"] = list(idle)
+        where = f" on rank {', '.join(map(str, idle))}"
+    elif expected != "engaged" and not is_requested:
+        # a rank without a record may have called them
+        proved = "missing_ranks" not in detail
+        return Observation("off", proved=proved, cites=cites, detail=detail)
+    if evidence.events("liger_patch"):
+        patched = "though its patches were applied"
+        help = "the model class that trains is not the one that was patched"
+    else:
         patched = "and no patch was applied"
         help = "check that liger-kernel is installed (`launch doctor`) and supports the model type"
     reason = f"no Liger kernel was called{where} in {evidence.last_step} steps, {patched}"
-    return Observation("not_engaged", cites=(*cites, *steps), detail=detail, reason=reason, help=help)
-
-
-def _calls_of(operation: str, calls: Mapping[int, Mapping[str, int]]) -> dict[str, int]:
-    return {str(rank): counts.get(operation, 0) for rank, counts in calls.items()}
+    return Observation("not_engaged", cites=cites, detail=detail, reason=reason, help=help)
 
 
 def _liger_logged(evidence: Evidence, expected: str | None) -> Observation:
-    """From announcements, which can rule Liger out but never prove that it runs."""
-    log, arguments = evidence.log, evidence.arguments
-    patches, is_off = evidence.events("liger_patch"), arguments.get("use_liger_kernel") == "False"
-    # upstream asks Liger for nothing then: whatever speaks of it is a row of the data
-    applied, attempted, refused = (
-        () if is_off else evidence.signals(f"liger_{name}") for name in ("applied", "attempted", "unsupported")
-    )
+    """By announcements, which can rule Liger out but never prove that it runs."""
+    is_off = evidence.arguments.get("use_liger_kernel") == "False"
+    applied: tuple[Signal, ...] = ()
+    attempted: tuple[Signal, ...] = ()
+    refused: tuple[Signal, ...] = ()
+    if not is_off:
+        # with Liger off, only rows of the data speak of it
+        applied = evidence.signals("liger_applied")
+        attempted = evidence.signals("liger_attempted")
+        refused = evidence.signals("liger_unsupported")
+    patches = evidence.events("liger_patch")
     if applied or patches:
-        kwargs = applied[0].fields.get("kwargs") if applied else None
+        detail = {}
+        if applied and applied[0].fields.get("kwargs") is not None:
+            detail["kwargs"] = applied[0].fields["kwargs"]
         return Observation(
             "applied",
             proved=expected != "engaged",
             cites=(*patches, *applied),
-            detail={} if kwargs is None else {"kwargs": kwargs},
+            detail=detail,
             reason=_LIGER_LOGGED.format("that patches were applied"),
         )
     if refused:
-        return Observation("not_engaged", cites=(*attempted, *refused), reason=refused[0].text)
+        cites = attempted + refused
+        return Observation("not_engaged", cites=cites, reason=refused[0].text)
     if attempted:
         reason = _LIGER_LOGGED.format("that it is tried")
-        return Observation("attempted", proved=expected == "off", cites=attempted, reason=reason)
-    # Training began and the attempt, logged right before it, is not there. That it was never made is proved where the
-    # arguments or the script rule it out (use_qlora wins over use_liger_kernel, and dpo.py does not read it), or where
-    # the source is known to announce it in these words.
-    began = bool(arguments and evidence.signals("total_steps", "progress"))
-    ruled_out = arguments.get("use_qlora") == "True" or bool(evidence.signals("progress"))
-    never = began and (ruled_out or evidence.pinned is True)
+        proved = expected == "off"
+        return Observation("attempted", proved=proved, cites=attempted, reason=reason)
+    return _liger_unannounced(evidence, expected, is_off=is_off)
+
+
+def _liger_unannounced(evidence: Evidence, expected: str | None, *, is_off: bool) -> Observation:
+    """What the absence of the announcement right before training proves.
+
+    No attempt was made if the arguments or the script rule it out (use_qlora wins over
+    use_liger_kernel, and dpo.py does not read it), or if the source is known to announce it in
+    these words.
+    """
+    arguments = evidence.arguments
+    is_dpo = bool(evidence.signals("progress"))
+    has_begun = bool(arguments and evidence.signals("total_steps", "progress"))
+    is_ruled_out = is_dpo or arguments.get("use_qlora") == "True"
+    is_proved = has_begun and (is_ruled_out or evidence.pinned is True)
+    cites: Sequence[Citable] = ()
+    if evidence.log is not None:
+        cites = evidence.log.argument("use_liger_kernel")
+    reason = None
+    if expected == "engaged":
+        reason = "the log shows no attempt to apply it"
     return Observation(
-        "off" if never or is_off else "unknown",
-        proved=never or (is_off and expected == "off"),
-        cites=(log.argument("use_liger_kernel") if log else ()) or evidence.signals("liger_asked"),
-        reason="the log shows no attempt to apply it" if expected == "engaged" else None,
+        "off" if is_proved or is_off else "unknown",
+        proved=is_proved or (is_off and expected == "off"),
+        cites=cites or evidence.signals("liger_asked"),
+        reason=reason,
     )
 
 
 def observe_packing(evidence: Evidence, expected: str | None) -> Observation:
-    observed = _packing_by_rank(evidence, expected)
-    if observed is None:
-        announced = evidence.signals("packing")
-        argument = evidence.log.argument("packing") if evidence.log else ()
-        if announced or (evidence.arguments.get("packing") == "True" and not evidence.packs_nothing):
-            observed = Observation("on", proved=expected != "isolated", cites=(*announced, *argument))
-        else:
-            observed = Observation("off" if argument else "unknown", proved=bool(argument), cites=argument)
-    if expected in ("isolated", "on") and observed.state == "off":
-        idle = [rank for rank, state in as_mapping(observed.detail.get("ranks")).items() if state == "off"]
+    observation = _packing_by_rank(evidence, expected)
+    if observation is None:
+        observation = _packing_logged(evidence, expected)
+    state = observation.state
+    if state == "off" and expected in ("isolated", "on"):
+        ranks = as_mapping(observation.detail.get("ranks"))
+        idle = [rank for rank, rank_state in ranks.items() if rank_state == "off"]
         where = f" of rank {', '.join(idle)}" if idle else ""
-        return replace(observed, reason=f"no batch{where} held two samples in one row", help=_NOT_PACKED_HELP)
-    if expected == "off" and observed.state in ("on", "isolated"):
+        reason = f"no batch{where} held two samples in one row"
+        return replace(observation, reason=reason, help=_NOT_PACKED_HELP)
+    if state in ("on", "isolated") and expected == "off":
         help = "write `packing: false`, or `expect: {packing: isolated}`"
-        return replace(observed, reason="several samples share one row", help=help)
-    if expected == "isolated" and observed.state == "on" and "missing_ranks" not in observed.detail:
+        return replace(observation, reason="several samples share one row", help=help)
+    is_explained = observation.reason or "missing_ranks" in observation.detail
+    if state == "on" and expected == "isolated" and not is_explained:
         why = "was not tested" if evidence.probe else "cannot be shown by a log alone"
-        return replace(observed, reason=observed.reason or f"whether packed samples see each other {why}")
-    return observed
+        return replace(observation, reason=f"whether packed samples see each other {why}")
+    return observation
+
+
+def _packing_logged(evidence: Evidence, expected: str | None) -> Observation:
+    announced = evidence.signals("packing")
+    argument: tuple[LogLine, ...] = ()
+    if evidence.log is not None:
+        argument = evidence.log.argument("packing")
+    is_on = evidence.arguments.get("packing") == "True" and not evidence.packs_nothing
+    if announced or is_on:
+        cites = (*announced, *argument)
+        return Observation("on", proved=expected != "isolated", cites=cites)
+    if argument:
+        return Observation("off", cites=argument)
+    return UNKNOWN
 
 
 def _packing_by_rank(evidence: Evidence, expected: str | None) -> Observation | None:
-    """As the ranks saw it, the gravest of them; None where none looked at a batch."""
-    by_rank: dict[int, Event] = {}
+    """The gravest state that a rank saw; None if no rank looked at a batch."""
+    by_rank = {}
     for record in evidence.records:
-        states = {event.text("state"): event for event in record.all("packing_isolation", "packing")}
-        for known in ("off", "on", "isolated", "leaking"):
-            if known in states:
-                by_rank[record.rank] = states[known]
+        event = _packing_event(record)
+        if event is not None:
+            by_rank[record.rank] = event
     if not by_rank:
         return None
-    states_by_rank = {str(rank): str(event.text("state")) for rank, event in by_rank.items()}
-    packed = expected in ("isolated", "on")
-    order = ("leaking", "off", "on", "isolated") if packed else ("leaking", "on", "isolated", "off")
-    state = next(s for s in order if s in states_by_rank.values())
-    cites = [event for event in by_rank.values() if event.text("state") == state]
-    why = reason_of(evidence.events("packing_isolation")) if state == "on" else None
+    states = {str(rank): str(event.text("state")) for rank, event in by_rank.items()}
+    is_packed = expected in ("isolated", "on")
+    state = _gravest_packing(states.values(), is_packed=is_packed)
+    cites = in_state(by_rank.values(), state)
     missing = evidence.missing_ranks(by_rank)
     detail = _fields(cites[0]) | missing
-    if len({*states_by_rank.values()}) > 1:
-        detail["ranks"] = states_by_rank
-    if (stand_in := _stand_in(evidence, "documents")) is not None:
-        detail["stand_in"] = stand_in
+    if len(set(states.values())) > 1:
+        detail["ranks"] = states
     for event in evidence.events("half_wasted")[:1]:
         # packed rows are mostly empty, and another batch would fill them
         detail["wasted"] = event.text("message")
-    # a single rank can disprove what was requested; to prove it takes all. `on` is neither for isolation
-    disproved = state == "leaking" or (state == "off") == packed
+    # one rank can disprove what was requested; proving it takes all of them
+    is_disproved = state == "leaking" or (state == "off") == is_packed
+    # `on` neither proves nor disproves isolation
+    is_open = bool(missing) or (state == "on" and expected == "isolated")
+    reason = None
+    if state == "on":
+        untested = first_reason(evidence.events("packing_isolation"))
+        if untested:
+            reason = f"isolation was not tested: {untested}"
     return Observation(
         state,
-        proved=disproved or not (missing or (state == "on" and expected == "isolated")),
+        proved=is_disproved or not is_open,
         unwanted=state == "leaking",
         cites=cites,
         detail=detail,
-        reason=f"isolation was not tested: {why}" if why else None,
+        reason=reason,
         help=_LEAKING_HELP if state == "leaking" else None,
     )
 
 
-def _stand_in(evidence: Evidence, what: str) -> str | None:
-    """What the probe supplied in the place of something that a CPU lacks."""
-    for event in evidence.events("supplied"):
-        if event.text("what") == what:
-            return event.text("why")
+def _packing_event(record: RankRecord) -> Event | None:
+    """The event with the gravest state of a rank."""
+    by_state = {event.text("state"): event for event in record.all("packing_isolation", "packing")}
+    for state in reversed(_PACKING_STATES):
+        if state in by_state:
+            return by_state[state]
     return None
 
 
-def reason_of(events: Sequence[Event]) -> str | None:
-    return next((text for event in events if (text := event.text("reason"))), None)
+def _gravest_packing(states: Collection[str], *, is_packed: bool) -> str:
+    order = ("leaking", "on", "isolated", "off")
+    if is_packed:
+        order = ("leaking", "off", "on", "isolated")
+    return min(states, key=order.index)
+
+
+def first_reason(events: Iterable[Event]) -> str | None:
+    for event in events:
+        reason = event.text("reason")
+        if reason:
+            return reason
+    return None
 
 
 def observe_attention(evidence: Evidence, expected: str | None) -> Observation:
     events = [event for event in evidence.events("model") if event.text("attention")]
     if not events:
         return _attention_logged(evidence, expected)
-    accepted = (expected, ATTENTION.get(expected or "", expected))
-    other = [e for e in events if expected is not None and e.text("attention") not in accepted]
-    state = str((other or events)[0].text("attention"))
-    detail = evidence.missing_ranks({event.rank for event in events})
-    proved, where = bool(other) or not detail, ""
+    differing = []
+    if expected is not None:
+        accepted = (expected, ATTENTION.get(expected, expected))
+        differing = [event for event in events if event.text("attention") not in accepted]
+    shown = differing[0] if differing else events[0]
+    state = str(shown.text("attention"))
+    detail = evidence.missing_ranks(ranks_of(events))
+    is_proved = bool(differing) or not detail
+    by_rank = {str(event.rank): event.text("attention") for event in events}
+    where = ""
     if len({event.text("attention") for event in events}) > 1:
-        detail["ranks"] = by_rank = {str(event.rank): event.text("attention") for event in events}
-        where = f" ({', '.join(f'rank {rank} {name}' for rank, name in by_rank.items())})"
-    return Observation(
+        detail["ranks"] = by_rank
+        ranks = [f"rank {rank} {name}" for rank, name in by_rank.items()]
+        where = f" ({', '.join(ranks)})"
+    observation = Observation(
         state,
-        proved=proved,
-        synonym=None if other else expected,
+        proved=is_proved,
+        synonym=None if differing else expected,
         cites=[event for event in events if event.text("attention") == state],
         detail=detail,
-        reason=f"the loaded model has {state}{where}" if proved else None,
-        help=f"check that `{expected}` is installed (`launch doctor`), and what requests another" if proved else None,
+    )
+    if not is_proved:
+        return observation
+    return replace(
+        observation,
+        reason=f"the loaded model has {state}{where}",
+        help=f"check that `{expected}` is installed (`launch doctor`), and what requests another",
     )
 
 
@@ -259,13 +416,15 @@ def _attention_logged(evidence: Evidence, expected: str | None) -> Observation:
     detected = evidence.signals("attention")[-1:]
     # DPO's own argument wins
     word = evidence.arguments.get("attn_implementation", "").strip("'")
-    word = word or "".join(s.fields["value"] for s in detected)
+    if not word and detected:
+        word = detected[0].fields["value"]
     if word in ("", "None"):
         return UNKNOWN
     state = ATTENTION.get(word, word)
+    is_disproved = expected is not None and ATTENTION.get(expected, expected) != state
     return Observation(
         state,
-        proved=expected is not None and ATTENTION.get(expected, expected) != state,
+        proved=is_disproved,
         cites=detected,
         detail={"announced": word},
         reason=f"the log announces {word}; only the probe can prove it",
@@ -273,116 +432,184 @@ def _attention_logged(evidence: Evidence, expected: str | None) -> Observation:
 
 
 def observe_batch(evidence: Evidence, _expected: str | None) -> Observation:
-    probe, manifest = evidence.probe, evidence.manifest
-    if probe is None or (world := manifest.processes) is None:
+    probe = evidence.probe
+    manifest = evidence.manifest
+    world = manifest.processes
+    if probe is None or world is None:
         return UNKNOWN
-    started = evidence.last_events("start")
+    starts = evidence.last_events("start")
     detail: dict[str, object] = {"world": probe.world, "planned_world": world}
     different = Observation("different", unwanted=True, detail=detail, help=_BATCH_HELP)
-    if other := [event for event in started if event.number("world") not in (None, world)]:
-        return replace(different, cites=other, reason=f"the world size was {probe.world}, {world} was planned")
-    planned, data = _planned_sizes(manifest), manifest.plan.rows
-    # of data that have not the rows of one step, every step is an epoch's last
-    few = data is not None and manifest.global_batch is not None and data < manifest.global_batch
+    others = [start for start in starts if start.number("world") not in (None, world)]
+    if others:
+        reason = f"the world size was {probe.world}, {world} was planned"
+        return replace(different, cites=others, reason=reason)
+    planned = _planned_batch(manifest)
+    # of data with fewer rows than a step, every step is an epoch's last
+    rows = manifest.plan.rows
+    has_few_rows = False
+    if rows is not None and manifest.global_batch is not None:
+        has_few_rows = rows < manifest.global_batch
     as_planned = []
-    for start in started:
+    for start in starts:
         steps = probe.ranks[start.rank].steps
-        odd = []
-        for step in steps:
-            sizes = zip(_sizes(step).values(), planned.values(), strict=True)
-            # what a record lacks is no difference
-            over = [size - plan for size, plan in sizes if size and plan]
-            odd.append(any(more > 0 or (more < 0 and not few) for more in over))
-        # an epoch's last step may be smaller, and then none beside it
-        for step, before, now in zip(steps[1:], odd, odd[1:], strict=False):
-            if before and now:
-                found = f"step {step.step} of rank {step.rank}: {_in_words(_sizes(step))}"
-                return replace(different, cites=(step,), reason=f"{found}; planned: {_in_words(planned)}")
+        odd = [planned.differs(_batch_of(step), has_few_rows=has_few_rows) for step in steps]
+        # an epoch's last step may be smaller, but not two steps in a row
+        for number in range(1, len(steps)):
+            if odd[number - 1] and odd[number]:
+                step = steps[number]
+                sizes = f"step {step.step} of rank {step.rank}: {_batch_of(step).describe()}"
+                reason = f"{sizes}; planned: {planned.describe()}"
+                return replace(different, cites=(step,), reason=reason)
         if start.number("world") and (manifest.steps == 0 or not all(odd)):
             as_planned.append(start.rank)
-    if absent := [rank for rank in range(world) if rank not in as_planned]:
-        detail["missing_ranks"] = absent
-    return Observation("planned" if as_planned else "unknown", proved=not absent, cites=started, detail=detail)
+    missing = [rank for rank in range(world) if rank not in as_planned]
+    if missing:
+        detail["missing_ranks"] = missing
+    state = "planned" if as_planned else "unknown"
+    return Observation(state, proved=not missing, cites=starts, detail=detail)
 
 
-def _planned_sizes(manifest: Manifest) -> dict[str, float | None]:
-    """Of an optimizer step of one rank, as its probe counts them; None where that cannot be known."""
+@dataclass(frozen=True, slots=True)
+class _BatchSize:
+    """An optimizer step of one rank, as its probe counts it; None where that is unknown."""
+
+    micro_batches: float | None
+    rows: float | None
+
+    def differs(self, actual: "_BatchSize", *, has_few_rows: bool) -> bool:
+        """Whether a step differs from this plan; with few rows it may be smaller."""
+        pairs = ((self.micro_batches, actual.micro_batches), (self.rows, actual.rows))
+        for planned, size in pairs:
+            # what a record lacks is no difference
+            if not planned or not size:
+                continue
+            if size > planned or (size < planned and not has_few_rows):
+                return True
+        return False
+
+    def describe(self) -> str:
+        parts = []
+        if self.micro_batches:
+            parts.append(f"micro-batches {self.micro_batches:.0f}")
+        if self.rows:
+            parts.append(f"rows {self.rows:.0f}")
+        return ", ".join(parts)
+
+
+def _batch_of(step: ProbeStep) -> _BatchSize:
+    return _BatchSize(step.micro_batches, step.rows)
+
+
+def _planned_batch(manifest: Manifest) -> _BatchSize:
+    stage = str(manifest.stage)
     backend = BACKENDS.get(str(manifest.backend))
-    entry = None if backend is None else backend.STAGES.get(str(manifest.script or manifest.stage))
-    packs = entry is not None and (entry.packing == "always" or bool(manifest.argument("packing")))
-    kind = entry.packing if entry is not None and packs else None
-    split = manifest.argument(entry.names.shared) if entry is not None else manifest.argument("sequence_parallel_size")
-    each, rows = manifest.accumulation, manifest.per_device
-    if kind in ("paired", "one-row") or (isinstance(split, int) and split > 1):
-        # dpo.py fills its micro-batches anew (data_loader.py::HFDataLoader._reshard[usable_size = total_batches #1]);
+    packing = None
+    if backend is not None and manifest.argument("packing"):
+        entry = backend.STAGES.get(stage)
+        packing = entry and entry.packing
+    micro_batches = manifest.accumulation
+    rows = manifest.per_device
+    split = manifest.argument("sequence_parallel_size")
+    if packing in ("paired", "one-row") or (isinstance(split, int) and split > 1):
+        # dpo.py fills its micro-batches anew
+        # (data_loader.py::HFDataLoader._reshard[usable_size = total_batches #1]);
         # ranks that share rows take turns with them
-        each = None
-    elif kind in ("refilled", "always"):
-        rows = None  # of a row that is packed nobody knows how many it holds
-    pair = 2 if str(manifest.stage) in PAIRED else 1
-    return {"micro-batches": each, "rows": each * rows * pair if each and rows else None}
-
-
-def _sizes(step: ProbeStep) -> dict[str, float | None]:
-    return {"micro-batches": step.micro_batches, "rows": step.rows}
-
-
-def _in_words(sizes: Mapping[str, float | None]) -> str:
-    return ", ".join(f"{name} {number:.0f}" for name, number in sizes.items() if number)
+        return _BatchSize(None, None)
+    if packing == "refilled" or not micro_batches or not rows:
+        # how many rows a packed row holds is unknown
+        return _BatchSize(micro_batches, None)
+    sequences = 2 if stage in PAIRED else 1
+    return _BatchSize(micro_batches, micro_batches * rows * sequences)
 
 
 def observe_dataset_cache(evidence: Evidence, expected: str | None) -> Observation:
-    observed = _cache_by_rank(evidence, "dataset_cache")
-    if observed is None:
-        whole = not (evidence.log and evidence.log.headless)
-        observed = _cache_logged(evidence, ("dataset_missed", "dataset_saved"), "dataset_found", whole=whole)
-    return _with_reason(observed, expected)
+    observation = _cache_by_rank(evidence, "dataset_cache")
+    if observation is None:
+        misses = evidence.signals("dataset_missed", "dataset_saved")
+        hits = evidence.signals("dataset_found")
+        is_headless = evidence.log is not None and evidence.log.headless
+        observation = UNKNOWN
+        if misses or not is_headless:
+            observation = _cache_logged(evidence, misses, hits)
+    return _with_cache_reason(observation, expected)
 
 
 def observe_reference_cache(evidence: Evidence, expected: str | None) -> Observation:
-    stale = Observation("stale", unwanted=True, help=_STALE_HELP)
-    observed = _cache_by_rank(evidence, "reference_cache")
-    if observed is not None and observed.state == "stale":
-        observed = replace(stale, cites=observed.cites, detail=observed.detail)
-    elif observed is None and (lines := probe_lines(evidence, _STALE)):
-        observed = replace(stale, cites=lines)
-    elif observed is None:
-        observed = _cache_logged(evidence, ("reference_missed",), "reference_hit")
-        first = first_plain_loss(evidence.log) if observed.state == "hit" else None
-        if first is not None and abs(first.loss - math.log(2)) > FIRST_LOSS:
-            # dropout moves the first loss too: what the log shows is a doubt, and no proof
-            detail = {**observed.detail, "first_loss": first.loss}
-            observed = replace(stale, proved=False, cites=(*observed.cites, first), detail=detail)
-    return _with_reason(observed, expected)
+    observation = _cache_by_rank(evidence, "reference_cache")
+    if observation is None:
+        observation = _reference_cache_logged(evidence)
+    if observation.state == "stale":
+        return replace(observation, unwanted=True, help=_STALE_HELP)
+    return _with_cache_reason(observation, expected)
+
+
+def _reference_cache_logged(evidence: Evidence) -> Observation:
+    messages = probe_messages(evidence, _STALE)
+    if messages:
+        return Observation("stale", cites=messages)
+    misses = evidence.signals("reference_missed")
+    hits = evidence.signals("reference_hit")
+    observation = _cache_logged(evidence, misses, hits)
+    first = first_plain_loss(evidence.log)
+    if observation.state != "hit" or first is None:
+        return observation
+    if abs(first.loss - math.log(2)) <= FIRST_LOSS:
+        return observation
+    # dropout moves the first loss too: the log shows a doubt, and no proof
+    return Observation(
+        "stale",
+        proved=False,
+        cites=(*observation.cites, first),
+        detail={**observation.detail, "first_loss": first.loss},
+    )
 
 
 def first_plain_loss(log: Log | None) -> StepLine | None:
-    """The first step of a DPO whose loss must be ln 2, if the policy still is its own reference."""
+    """The first step of a DPO whose loss is ln 2 if the policy still is its own reference."""
     if log is None or not log.steps or log.all("resumed"):
         return None
-    plain = re.search(r"\bdpo(?:_norm)?\b", log.arguments.get("loss_type", ""))
-    added = log.arguments.get("load_balancing_loss") != "False"
-    return log.steps[0] if log.steps[0].step == 1 and plain and not added else None
+    first = log.steps[0]
+    is_plain = re.search(r"\bdpo(?:_norm)?\b", log.arguments.get("loss_type", ""))
+    has_extra_loss = log.arguments.get("load_balancing_loss") != "False"
+    if first.step != 1 or not is_plain or has_extra_loss:
+        return None
+    return first
 
 
-def _cache_logged(evidence: Evidence, misses: Sequence[str], hit: str, *, whole: bool = True) -> Observation:
-    """One rank fills a cache and the others then find it, so a single miss outweighs all finds. A find proves nothing
-    where another source may say a miss in other words, or the log is not `whole`."""
-    missed, found = evidence.signals(*misses), evidence.signals(hit)
-    if not missed and (not found or not whole or evidence.pinned is False):
+def _cache_logged(
+    evidence: Evidence, misses: Sequence[Signal], hits: Sequence[Signal]
+) -> Observation:
+    """A miss outweighs all hits: one rank fills a cache and the others find it.
+
+    A hit proves nothing if the source may report a miss in other words.
+    """
+    if not misses and (not hits or evidence.pinned is False):
         return UNKNOWN
-    paths = [s.fields["path"] for s in (*found, *missed) if "path" in s.fields]
-    cites = (*missed[:1], *missed[1:][-1:]) if missed else found
-    return Observation("miss" if missed else "hit", cites=cites, detail={"path": paths[0]} if paths else {})
+    detail = {}
+    for signal in (*hits, *misses):
+        if "path" in signal.fields:
+            detail["path"] = signal.fields["path"]
+            break
+    if not misses:
+        return Observation("hit", cites=hits, detail=detail)
+    cites = [misses[0]]
+    if len(misses) > 1:
+        cites.append(misses[-1])
+    return Observation("miss", cites=cites, detail=detail)
 
 
 def _cache_by_rank(evidence: Evidence, name: str) -> Observation | None:
     for state in ("stale", "miss", "hit"):
-        if found := [event for event in evidence.events(name) if event.text("state") == state]:
-            # whoever left no record may be the one that filled the cache
-            ranks = evidence.probe.ranks if evidence.probe else {}
-            missing = evidence.missing_ranks(ranks) if state == "hit" else {}
-            return Observation(state, proved=not missing, cites=found, detail=_fields(found[0]) | missing)
+        events = in_state(evidence.events(name), state)
+        if not events:
+            continue
+        missing: dict[str, object] = {}
+        if state == "hit" and evidence.probe is not None:
+            # a rank without a record may be the one that filled the cache
+            missing = evidence.missing_ranks(evidence.probe.ranks)
+        detail = _fields(events[0]) | missing
+        return Observation(state, proved=not missing, cites=events, detail=detail)
     return None
 
 
@@ -390,11 +617,13 @@ def _fields(event: Event) -> dict[str, object]:
     return {key: value for key, value in event.fields.items() if key not in ("t", "state")}
 
 
-def _with_reason(observed: Observation, expected: str | None) -> Observation:
-    path = f": {observed.detail['path']}" if observed.detail.get("path") else ""
-    if (expected, observed.state) == ("hit", "miss"):
+def _with_cache_reason(observation: Observation, expected: str | None) -> Observation:
+    path = observation.detail.get("path")
+    where = f": {path}" if path else ""
+    if expected == "hit" and observation.state == "miss":
         help = "`launch cache why RUN` says what differs from the nearest one"
-        return replace(observed, reason=f"not found, so it was computed{path}", help=help)
-    if (expected, observed.state) == ("miss", "hit"):
-        return replace(observed, reason=f"it was found{path}")
-    return observed
+        reason = f"not found, so it was computed{where}"
+        return replace(observation, reason=reason, help=help)
+    if expected == "miss" and observation.state == "hit":
+        return replace(observation, reason=f"it was found{where}")
+    return observation

@@ -1,16 +1,20 @@
-"""A verdict in its JSON form -> plain words: what came of the run, why, and what each point rests on."""
+"""A verdict in its JSON form, in plain words: its outcome, its cause, what each point rests on."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from launcher.config.points import BY_NAME, DURING
-from launcher.runs.record import as_list, as_mapping
+from launcher.runs.record import Json, as_list, as_mapping
 
 Point = Mapping[str, Any]
 
-_READ_TRACEBACK = "read the traceback above that line of the log, fix its cause, start the same command again"
-_START_AGAIN = "start the same command again: it continues from the last checkpoint, if there is one"
+_READ_TRACEBACK = (
+    "read the traceback above that line of the log, fix its cause, start the same command again"
+)
+_START_AGAIN = (
+    "start the same command again: it continues from the last checkpoint, if there is one"
+)
 _ENDS = {
     "crashed": "crashed",
     "killed": "was killed",
@@ -19,171 +23,235 @@ _ENDS = {
     "unknown": "ended in an unknown way",
     "running": "has no recorded end",
 }
-MESSENGERS = ("ChildFailedError", "CalledProcessError", "SignalException")  # they only report another's failure
-_ODD = ("suspect", "fewer", "more")
+MESSENGERS = ("ChildFailedError", "CalledProcessError", "SignalException")
+"""Exceptions that only report another process's failure."""
+_ODD_STATES = ("suspect", "fewer", "more")
+_UNREACHED_STATES = ("unknown", "none_logged", "too_short")
 _LINE_CHARS = 160
-# errors that are not exceptions: what their message says is enough
-_MESSAGES = ("violation", "hang", "arguments", "not_started", "not_found")
+_MESSAGE_CHARS = 40
+_MESSAGE_KINDS = ("violation", "hang", "arguments", "not_started", "not_found")
+"""Errors that are no exceptions: their message says it all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cause:
-    """Why a run did not pass: `line` is the evidence that shows it (file, line, text), empty if none does. `repeated`
-    are texts of the verdict that say no more than it."""
+    """Why a run did not pass.
+
+    `line` is the evidence that shows it (file, line, text), empty if none does. `repeated` are
+    texts of the verdict that say no more than it.
+    """
 
     text: str
     help: str | None = None
-    line: Mapping[str, Any]
+    line: Point
     repeated: tuple[str, ...] = ()
 
 
-def points(verdict: Mapping[str, Any]) -> list[Point]:
+def points(verdict: Json) -> list[Point]:
     return [point for point in as_list(verdict.get("points")) if isinstance(point, Mapping)]
 
 
-def failed_first(verdict: Mapping[str, Any]) -> list[Point]:
-    """The points by what needs a look: those that failed, those that nothing proves, the others."""
-    return sorted(points(verdict), key=lambda p: (p.get("ok") is not False, p.get("ok") is not None))
+def failed_first(verdict: Json) -> list[Point]:
+    """The points that failed, then those that nothing proves, then the others."""
+    failed = _with_ok(points(verdict), False)
+    unproved = _with_ok(points(verdict), None)
+    others = [point for point in points(verdict) if point not in failed + unproved]
+    return failed + unproved + others
 
 
-def outcome(verdict: Mapping[str, Any]) -> str:
-    """The status for people: `stopped` where a signal ended the run and nothing else failed."""
-    failed = [point for point in points(verdict) if point.get("ok") is False]
-    if [point.get("name") for point in failed] == ["finish"]:
-        detail = as_mapping(failed[0].get("detail"))
-        requested = detail.get("signal") in ("SIGINT", "SIGTERM") and detail.get("reason") in (None, "save_late")
-        state = failed[0].get("state")
-        if state == "preempted" or (state == "stopped" and requested):
+def _with_ok(points: Iterable[Point], ok: bool | None) -> list[Point]:
+    return [point for point in points if point.get("ok") is ok]
+
+
+def outcome(verdict: Json) -> str:
+    """The status for people: `stopped` if a signal ended the run and nothing else failed."""
+    failed = _with_ok(points(verdict), False)
+    if len(failed) == 1 and failed[0].get("name") == "finish":
+        finish = failed[0]
+        detail = as_mapping(finish.get("detail"))
+        is_signalled = detail.get("signal") in ("SIGINT", "SIGTERM")
+        is_requested = is_signalled and detail.get("reason") in (None, "save_late")
+        state = finish.get("state")
+        if state == "preempted" or (state == "stopped" and is_requested):
             return "stopped"
     return str(verdict.get("status"))
 
 
-def cause(verdict: Mapping[str, Any]) -> Cause | None:
-    """The first thing to know about a run that did not pass; None where it passed."""
+def cause(verdict: Json) -> Cause | None:
+    """The first thing to know about a run that did not pass; None if it passed."""
     if verdict.get("status") == "pass":
         return None
-    found = points(verdict)
-    by_name = {str(point.get("name")): point for point in found}
-    finish, memory = by_name.get("finish", {}), by_name.get("memory", {})
-    error = _error(finish)
+    by_name = {str(point.get("name")): point for point in points(verdict)}
+    finish = by_name.get("finish", {})
+    memory = by_name.get("memory", {})
     if memory.get("state") == "oom":
-        message = error.get("message")
-        text = "out of memory" + DURING.get(str(as_mapping(memory.get("detail")).get("during")), "")
-        return _caused(f"{text}: {message}" if message else text, memory, finish)
+        return _out_of_memory(memory, finish)
     if finish.get("ok") is not False:
-        first = _gravest(found)
-        return None if first is None else _caused(_shortfall(first), first)
-    stopped = outcome(verdict) == "stopped"
-    # what broke `expect:` knows more about it than the end that followed
-    broken = [point for point in found if point.get("ok") is False and point is not finish]
-    caused = _caused(_ending(finish, stopped=stopped), *(broken if error.get("type") == "violation" else []), finish)
-    if stopped:
-        return replace(caused, help=_START_AGAIN, line={})
-    return replace(caused, help=_READ_TRACEBACK) if caused.help is None and error else caused
+        gravest = _gravest(points(verdict))
+        return None if gravest is None else _cause_of(_shortfall(gravest), gravest)
+    return _bad_end(verdict, finish)
 
 
-def _gravest(found: Sequence[Point]) -> Point | None:
-    """The first point that failed; else one that shows something odd, before those that show nothing."""
-    failed = [point for point in found if point.get("ok") is False]
-    unproved = [point for point in found if point.get("ok") is None]
-    odd = [point for point in unproved if point.get("state") in _ODD]
-    return next(iter((*failed, *odd, *unproved)), None)
+def _out_of_memory(memory: Point, finish: Point) -> Cause:
+    phase = str(as_mapping(memory.get("detail")).get("during"))
+    text = "out of memory" + DURING.get(phase, "")
+    message = _error(finish).get("message")
+    if message:
+        text += f": {message}"
+    return _cause_of(text, memory, finish)
 
 
-def _caused(text: str, *points: Point) -> Cause:
-    details = [as_mapping(point.get("detail")) for point in points]
-    help = next((str(detail["help"]) for detail in details if detail.get("help")), None)
-    return Cause(
-        text=text,
-        help=help,
-        line=next(filter(None, map(_line, points)), {}),
-        repeated=tuple(line for detail in details for line in reasons(detail)),
-    )
+def _bad_end(verdict: Json, finish: Point) -> Cause:
+    is_stopped = outcome(verdict) == "stopped"
+    error = _error(finish)
+    witnesses = [finish]
+    if error.get("type") == "violation":
+        # the point that broke `expect:` knows more about it than the end that followed
+        broken = [point for point in _with_ok(points(verdict), False) if point is not finish]
+        witnesses = [*broken, finish]
+    cause = _cause_of(_describe_end(finish, is_stopped=is_stopped), *witnesses)
+    if is_stopped:
+        return replace(cause, help=_START_AGAIN, line={})
+    if cause.help is None and error:
+        return replace(cause, help=_READ_TRACEBACK)
+    return cause
 
 
-def unreached(verdict: Mapping[str, Any]) -> list[str]:
+def _gravest(points: Sequence[Point]) -> Point | None:
+    """The first point that failed; else one that shows something odd, else one without proof."""
+    unproved = _with_ok(points, None)
+    odd = [point for point in unproved if point.get("state") in _ODD_STATES]
+    for point in (*_with_ok(points, False), *odd, *unproved):
+        return point
+    return None
+
+
+def _cause_of(text: str, *witnesses: Point) -> Cause:
+    """A cause with the first help and the first line of evidence of its points."""
+    help = None
+    line: Point = {}
+    repeated: list[str] = []
+    for point in witnesses:
+        detail = as_mapping(point.get("detail"))
+        if help is None and detail.get("help"):
+            help = str(detail["help"])
+        line = line or _line(point)
+        repeated += reasons(detail)
+    return Cause(text=text, help=help, line=line, repeated=tuple(repeated))
+
+
+def unreached(verdict: Json) -> list[str]:
     """The points that could not be shown because training never reached its first step."""
     if verdict.get("steps") or outcome(verdict) == "pass":
         return []
-    states = ("unknown", "none_logged", "too_short")
-    missing = (p for p in points(verdict) if p.get("ok") is None and p.get("state") in states)
-    return [str(point.get("name")) for point in missing]
+    unproved = _with_ok(points(verdict), None)
+    return [str(point.get("name")) for point in unproved if point.get("state") in _UNREACHED_STATES]
 
 
 def _shortfall(point: Point) -> str:
-    name, state, expected = (point.get(key) for key in ("name", "state", "expected"))
+    name = point.get("name")
+    state = point.get("state")
+    expected = point.get("expected")
     if name == "finish":
-        return _ending(point, stopped=False)
+        return _describe_end(point, is_stopped=False)
+    text = str(name)
     reason = as_mapping(point.get("detail")).get("reason")
     differs = expected not in (None, "any", "unknown", state)
-    text = f"{name} is {state}" + (f", expected {expected}" if differs else "")
-    return f"{text if differs else name}: {reason}" if reason else text
+    if differs or not reason:
+        text += f" is {state}"
+    if differs:
+        text += f", expected {expected}"
+    return f"{text}: {reason}" if reason else text
 
 
-def _error(finish: Point) -> Mapping[str, Any]:
+def _error(finish: Point) -> Point:
     return as_mapping(as_mapping(finish.get("detail")).get("error"))
 
 
-def _raised(detail: Mapping[str, Any]) -> str | None:
+def _raised(detail: Json) -> str | None:
     error = as_mapping(detail.get("error"))
-    kind = str(error.get("type"))
-    if not error or (detail.get("signal") and kind.endswith((*MESSENGERS, "KeyboardInterrupt"))):
+    if not error:
         return None
-    where = f"  ({error['at']})" if error.get("at") else ""
-    return f"{'' if kind in _MESSAGES else f'{kind}: '}{error.get('message')}{where}"
+    kind = str(error.get("type"))
+    if detail.get("signal") and kind.endswith((*MESSENGERS, "KeyboardInterrupt")):
+        return None
+    text = str(error.get("message"))
+    if kind not in _MESSAGE_KINDS:
+        text = f"{kind}: {text}"
+    if error.get("at"):
+        text += f"  ({error['at']})"
+    return text
 
 
-def _ending(finish: Point, *, stopped: bool) -> str:
-    detail, state = as_mapping(finish.get("detail")), str(finish.get("state"))
-    # where a signal was requested, what it raised in Python says nothing
-    if not stopped and (raised := _raised(detail)) is not None:
+def _describe_end(finish: Point, *, is_stopped: bool) -> str:
+    detail = as_mapping(finish.get("detail"))
+    state = str(finish.get("state"))
+    raised = _raised(detail)
+    if raised is not None and not is_stopped:
         return raised
+    # if a signal was requested, what it raised in Python says nothing
     text = f"the run {_ENDS.get(state, state)}"
     if detail.get("signal"):
-        text += f" {'with' if state == 'crashed' else 'by'} {detail['signal']}"
+        preposition = "with" if state == "crashed" else "by"
+        text += f" {preposition} {detail['signal']}"
     elif detail.get("returncode"):
         text += f" with exit code {detail['returncode']}"
-    last, total = detail.get("last_step"), detail.get("total_steps")
-    if last is not None and state in ("stopped", "killed", "preempted"):
-        text += f" after step {last}" + (f" of {total}" if total else "")
+    if detail.get("last_step") is not None and state in ("stopped", "killed", "preempted"):
+        text += f" after step {detail['last_step']}"
+        if detail.get("total_steps"):
+            text += f" of {detail['total_steps']}"
     if detail.get("hang"):
-        text += f"; before that {str(detail['hang']).partition('; stacks in')[0]}"
+        hang = str(detail["hang"]).partition("; stacks in")[0]
+        text += f"; before that {hang}"
     if detail.get("grace_s") is not None:
         text += f"; no checkpoint was saved within {detail['grace_s']:g} s of the notice"
     return text
 
 
-def _line(point: Point) -> Mapping[str, Any]:
+def _line(point: Point) -> Point:
     """The evidence that shows what went wrong: what names the error, else what the log has."""
-    cites = [as_mapping(cite) for cite in as_list(point.get("evidence"))]
-    if message := str(_error(point).get("message") or "").strip()[:40]:
-        cites = [cite for cite in cites if message in str(cite.get("text"))] or cites
-    logged = (cite for cite in cites if cite.get("source") == "log")
-    cite = next(logged, cites[0] if cites else {})
-    # what the probe recorded is in the text already, what a launcher reports is no cause: the place is enough
-    text = str(cite.get("text") or "") if cite.get("source") == "log" else ""
-    text = "" if any(name in text for name in MESSENGERS) else text
-    return {**cite, "text": text[:_LINE_CHARS]} if cite else {}
+    citations = [as_mapping(citation) for citation in as_list(point.get("evidence"))]
+    message = str(_error(point).get("message") or "").strip()[:_MESSAGE_CHARS]
+    if message:
+        naming = [citation for citation in citations if message in str(citation.get("text"))]
+        citations = naming or citations
+    if not citations:
+        return {}
+    for citation in citations:
+        if citation.get("source") == "log":
+            # what a launcher reports is no cause: the place is enough
+            text = str(citation.get("text") or "")
+            if any(name in text for name in MESSENGERS):
+                text = ""
+            return {**citation, "text": text[:_LINE_CHARS]}
+    # what the probe recorded is in the text of the cause already
+    return {**citations[0], "text": ""}
 
 
 def sentence(point: Point) -> str | None:
-    """What is known about a point, from its details; None where the state says it all."""
+    """What is known about a point, by its details; None if the state says it all."""
     kind = BY_NAME.get(str(point.get("name")))
     if kind is None:
         return None
     try:
         return kind.sentence(str(point.get("state")), as_mapping(point.get("detail")))
-    except (KeyError, TypeError, ValueError):  # of a damaged verdict
+    except (KeyError, TypeError, ValueError):
+        # of a damaged verdict
         return None
 
 
-def reasons(detail: Mapping[str, Any]) -> Iterator[str]:
+def reasons(detail: Point) -> Iterator[str]:
     """Why a point is not as expected, and what to do about it."""
-    if (raised := _raised(detail)) is not None:
+    raised = _raised(detail)
+    if raised is not None:
         yield raised
     if detail.get("signal"):
         yield f"ended by {detail['signal']}"
     for key in ("reason", "detail", "help"):
-        # of an end the reason is a key of `ending.HELP`
-        if detail.get(key) and not (key == "reason" and detail.get("help") and " " not in detail[key]):
-            yield str(detail[key])
+        text = detail.get(key)
+        if not text:
+            continue
+        # the reason of an end is a key of `ending.HELP`
+        is_key = key == "reason" and detail.get("help") and " " not in text
+        if not is_key:
+            yield str(text)

@@ -98,7 +98,7 @@ def page(runs: Iterable[Path], path: Path, lead: report_page.Lead) -> Path | Non
     begun = [str(run) for run in runs if RunFolder(run).attempts()]
     if not begun:
         return None
-    report_page.write(series.gather(begun), path, lead)
+    report_page.write(series.load_runs(begun), path, lead)
     return path
 
 

@@ -16,7 +16,7 @@ from launcher.lifecycle import log_lines
 from launcher.lifecycle.log_lines import LINE_BYTES, LogLines, find_last_lines
 from launcher.printable import printable
 from launcher.redaction import redact_bytes
-from launcher.report.progress import TAIL_LINES, Tail, last_lines
+from launcher.report.progress import TAIL_LINES, Tail, read_last_lines
 from launcher.runs.rundir import RunFolder
 
 MIB = 2**20
@@ -223,12 +223,12 @@ def test_the_view_of_a_run_reads_a_long_line_in_bounded_memory(tmp_path: Path) -
 def test_the_end_of_a_long_line_is_shown_on_the_page(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_bytes(b"x" * MIB + b" the end")
-    (line,) = last_lines(log)
+    (line,) = read_last_lines(log)
     assert line.startswith("... ") and "left out" in line and line.endswith("the end")
     log.write_bytes(b"short\n" + b"y" * 1_000 + b"\n")
-    assert last_lines(log) == ("short", f"{'y' * 400} ... 600 characters of this line left out")
+    assert read_last_lines(log) == ("short", f"{'y' * 400} ... 600 characters of this line left out")
     log.write_bytes(b"a\n" * 100_000)
-    assert last_lines(log) == ("a",) * TAIL_LINES
+    assert read_last_lines(log) == ("a",) * TAIL_LINES
 
 
 @pytest.fixture

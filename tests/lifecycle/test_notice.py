@@ -74,7 +74,7 @@ def test_a_notice_is_handed_on_and_the_run_ends_as_preempted(world: World, numbe
     assert ended(running) == 130
     record = rundir.read_json(folder.exit(1))
     assert (record["returncode"], record["stopped"], record["preempted"]) == (0, None, True)
-    assert overview.ended_state(folder) == "preempted"
+    assert overview.read_end_state(folder) == "preempted"
 
 
 def test_stop_with_checkpoint_waits_for_the_save(world: World) -> None:
@@ -91,7 +91,7 @@ def test_an_orphan_is_asked_too(world: World) -> None:
     os.kill(keeper_of(folder), signal.SIGKILL)
     world.launch("stop", "a run", "--checkpoint")
     ended(running)
-    assert overview.ended_state(folder) == "preempted"
+    assert overview.read_end_state(folder) == "preempted"
 
 
 def test_what_does_not_save_in_time_is_stopped_without(world: World) -> None:
@@ -102,7 +102,7 @@ def test_what_does_not_save_in_time_is_stopped_without(world: World) -> None:
     assert ended(running) == 130
     record = rundir.read_json(folder.exit(1))
     assert (record["stopped"], record["preempted"], record["grace_s"]) == (signal.SIGINT, False, 0.5)
-    assert overview.ended_state(folder) == "stopped"
+    assert overview.read_end_state(folder) == "stopped"
     said = world.launch("check", "a run").stdout
     assert "no checkpoint was saved within 0.5 s of the notice" in said
     assert "no checkpoint was saved within 0.5 s" in folder.console(1).read_text()

@@ -572,7 +572,7 @@ def test_the_plan_stands_beside_what_was_measured(prepared: Prepared, tmp_path: 
     record = forecast.with_forecast(prepared).for_record()
     assert record["plan"]["per_device"] == prepared.plan.per_device
     (tmp_path / "run.json").write_text(json.dumps({"stage": "sft", **record}))
-    planned = series.planned(series.read(tmp_path))
+    planned = series.planned_figures(series.load_run(tmp_path))
     assert planned["peak_gib"] == pytest.approx(85.2, rel=0.05)
     assert planned["tokens_per_step"] == pytest.approx(128 * 302, rel=0.02)
     assert planned["hours"] is not None and planned["steps"] == 2 * -(-939_343 // 4 // 128)

@@ -580,21 +580,21 @@ def test_every_step_is_told_once_and_by_the_attempt_that_counts(tmp_path: Path) 
     made_runs.made(path, attempt=2, first=31, steps=35, scale=2, ended=False)
     made_runs.made(path, attempt=3, first=31, steps=30, ended=False)
     made_runs.made(path, attempt=4, first=31, steps=50, scale=3)
-    rows = judge.rows_of([read_run(path, attempt=n) for n in range(1, 5)])
+    rows = judge.merge_rows([read_run(path, attempt=n) for n in range(1, 5)])
     assert [row["step"] for row in rows] == list(range(1, 51))
     assert [row["seconds"] for row in rows] == [0.5] * 30 + [1.5] * 20
-    assert judge.rows_of([]) == []
+    assert judge.merge_rows([]) == []
 
 
 def test_a_resumed_run_is_judged_as_one_run(tmp_path: Path) -> None:
     path = made_runs.made(tmp_path / "run", steps=40, ended=False)
     first = [row["loss"] for row in read_run(path).rows]
     made_runs.made(path, attempt=2, first=38, steps=40)
-    found = judge.whole(judge.read(RunFolder(path)))
+    found = judge.merge_attempts(judge.read_attempts(RunFolder(path)))
     # what the first attempt did from step 38 on is not in the weights
-    assert metrics.earlier(found, "loss") == first[:37] and len(metrics.whole_losses(found)) == 40
-    assert metrics.metrics(found)["first_loss"] == first[0]
-    (trend,) = (p for p in check.judge("sft", {"trend": "any"}, found).points if p.name == "trend")
+    assert metrics.earlier_values(found, "loss") == first[:37] and len(metrics.losses_of_run(found)) == 40
+    assert metrics.compute_metrics(found)["first_loss"] == first[0]
+    (trend,) = (p for p in check.judge_evidence("sft", {"trend": "any"}, found).points if p.name == "trend")
     assert trend.detail["losses"] == 40
 
 
@@ -602,7 +602,7 @@ def test_an_attempt_with_nothing_left_is_judged_by_the_steps_before(tmp_path: Pa
     path = made_runs.made(tmp_path / "run", steps=40, ended=False)
     made_runs.made(path, attempt=2, first=41, steps=40)
     folder = RunFolder(path)
-    assert judge.whole(judge.read(folder)).probe is not None
+    assert judge.merge_attempts(judge.read_attempts(folder)).probe is not None
     with (path / "probe" / "rank-0.jsonl").open("a") as file:
         for event in (
             {"event": "start", "rank": 0, "world": 1, "attempt": 3},
@@ -611,7 +611,7 @@ def test_an_attempt_with_nothing_left_is_judged_by_the_steps_before(tmp_path: Pa
         ):
             file.write(json.dumps(event) + "\n")
     (path / "console.3.log").write_text("💾 Model saved to out/a.\n")
-    found = judge.whole(judge.read(folder))
+    found = judge.merge_attempts(judge.read_attempts(folder))
     assert found.probe is not None and found.probe.last_step == 40
     assert found.exit is None and found.log is not None and found.log.path.name == "console.3.log"
 
@@ -631,6 +631,6 @@ def test_the_largest_gradient_norm_is_that_of_the_whole_run(tmp_path: Path) -> N
             event["grad_norm"] = 99.0 if gone else norms.get(event["step"], 1.0)
         lines.append(json.dumps(event) + "\n")
     record.write_text("".join(lines))
-    found = metrics.metrics(judge.whole(judge.read(RunFolder(path))))
+    found = metrics.compute_metrics(judge.merge_attempts(judge.read_attempts(RunFolder(path))))
     assert (found["max_grad_norm"], found["last_grad_norm"]) == (9.0, 1.0)
-    assert metrics.metrics(read_run(path))["max_grad_norm"] == 2.0
+    assert metrics.compute_metrics(read_run(path))["max_grad_norm"] == 2.0

@@ -16,7 +16,7 @@ from real_training import CONFIGS, launch, needs_open_instruct, needs_packages, 
 from real_training import place as place  # a fixture
 from test_probe import PROBE, Training
 
-from launcher.verdict.check import judge
+from launcher.verdict.check import judge_evidence
 from launcher.verdict.evidence import read_run
 
 VIOLATION = 79
@@ -180,7 +180,7 @@ def test_it_has_an_ending_of_its_own(training: Training, tmp_path: Path) -> None
     training.run(script(), expect={"liger": "engaged"}, on_violation="stop")
     (tmp_path / "console.log").write_text("Traceback (most recent call last):\nRuntimeError: gloo\n")
     (tmp_path / "exit.json").write_text('{"returncode": 1, "signal": null}')
-    verdict = judge("sft", {"liger": "engaged"}, read_run(tmp_path))
+    verdict = judge_evidence("sft", {"liger": "engaged"}, read_run(tmp_path))
     finish = verdict.point("finish")
     assert (verdict.status, finish.state, finish.detail["reason"]) == ("fail", "stopped", "violation")
     assert verdict.stopped == "liger expected engaged, seen not_engaged (step 3, rank 0)"

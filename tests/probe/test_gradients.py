@@ -16,7 +16,7 @@ from launcher.probe.watching.gradients import ElementSample, tolerance
 from launcher.rules.deepspeed import fault
 from launcher.runs.rundir import RunFolder
 from launcher.verdict import judge as judgement
-from launcher.verdict.check import judge
+from launcher.verdict.check import judge_evidence
 from launcher.verdict.evidence import Evidence, read_log, read_run
 from launcher.workflows.bench.comparison import CurveStep, Sample, baseline_fault, compare
 
@@ -89,11 +89,11 @@ def evidence_of(runs: Runs, case: dict[str, Any]) -> tuple[Evidence, list[int]]:
 def test_true_gradients_are_true(case: dict[str, Any], runs: Runs) -> None:
     found, exits = evidence_of(runs, case)
     assert set(exits) == {0}
-    point = judge("sft", {"gradients": "true"}, found).point("gradients")
+    point = judge_evidence("sft", {"gradients": "true"}, found).point("gradients")
     assert (point.state, point.ok) == ("true", True), point
     assert point.detail["checks"] == 5
     # of the weights that this engine's optimizer steps, wherever it keeps them
-    moved = judge("sft", {"weights": "moved"}, found).point("weights")
+    moved = judge_evidence("sft", {"weights": "moved"}, found).point("weights")
     assert (moved.state, moved.ok) == ("moved", True), moved
     assert found.probe is not None
     for record in found.probe.ranks.values():
@@ -108,7 +108,7 @@ def test_true_gradients_are_true(case: dict[str, Any], runs: Runs) -> None:
 def test_corrupt_gradients_stop_the_run_in_the_step_that_is_wrong(case: dict[str, Any], runs: Runs) -> None:
     found, exits = evidence_of(runs, case)
     assert VIOLATION in exits
-    point = judge("sft", {"gradients": "true"}, found).point("gradients")
+    point = judge_evidence("sft", {"gradients": "true"}, found).point("gradients")
     assert (point.state, point.ok, point.detail["first_step"]) == ("corrupt", False, FAULTY)
     # said of the parameter, with how large it is and should be
     assert "model." in str(point.detail["parameter"])
@@ -125,7 +125,7 @@ def test_corrupt_gradients_stop_the_run_in_the_step_that_is_wrong(case: dict[str
 def test_a_process_without_a_probe_is_waited_for_once_and_nothing_is_claimed(case: dict[str, Any], runs: Runs) -> None:
     found, exits = evidence_of(runs, case)
     assert set(exits) == {0}
-    point = judge("sft", {"gradients": "true"}, found).point("gradients")
+    point = judge_evidence("sft", {"gradients": "true"}, found).point("gradients")
     assert (point.state, point.ok) == ("unknown", None)
     assert "every process" in str(point.detail["reason"])
 
@@ -221,12 +221,12 @@ def test_norms_that_no_batch_gives_pass_no_log(
     )
     path.write_text("".join(rows))
     found = read_log(path)
-    point = judge("sft", {}, found).point("gradients")
+    point = judge_evidence("sft", {}, found).point("gradients")
     assert point.state == "unknown"
     assert point.ok is (True if reason is None else None)
     assert reason is None or reason in str(point.detail["reason"])
     # switched off
-    assert judge("sft", {"gradients": "any"}, found).point("gradients").ok is True
+    assert judge_evidence("sft", {"gradients": "any"}, found).point("gradients").ok is True
 
 
 def trial(
@@ -312,7 +312,7 @@ def test_gradients_that_nobody_compared_do_not_pass_where_deepspeed_corrupts_the
     config = {"zero_optimization": {"stage": stage, "overlap_comm": overlap}}
     told = made_runs.manifest(deepspeed={"version": version, "config": config})
     folder = made_runs.made(tmp_path / "runs" / "one", told=told)
-    found = judgement.judge(RunFolder(folder)).verdict.point("gradients")
+    found = judgement.judge_run(RunFolder(folder)).verdict.point("gradients")
     assert (found.state, found.ok) == ("unknown", None if doubted else True)
     assert not doubted or "corrupt gradients" in str(found.detail["reason"])
 

@@ -48,8 +48,8 @@ def test_a_row(folder: RunFolder) -> None:
     record(folder, {"event": "start", "world": 2}, step(1), step(2), step(3), *after)
     files.write_json(folder.exit(1), {"returncode": 0, "stopped": None})
     files.write_json(folder.verdict, {"status": "pass", "metrics": {"tokens_per_second": 2266.4}})
-    row = overview.row(folder)
-    assert row.pop("age") in {"0:00", "0:01"}
+    row = overview.read_row(folder)
+    assert row.pop("age") in {"0s", "1s"}
     assert row == {
         "run": folder.path.name, "path": str(folder.path), "stage": "sft", "state": "finished",
         "verdict": "pass", "outcome": "pass", "step": 3, "steps": 10, "loss": 1.2346, "tokens/s": 2266,
@@ -58,12 +58,12 @@ def test_a_row(folder: RunFolder) -> None:
     assert set(overview.COLUMNS) <= {*row, "age"}
     # of one that is over the figures are its verdict's, of every rank
     files.write_json(folder.verdict, {"steps": 4, "metrics": {"tokens_per_second": None, "last_loss": 1.5}})
-    row = overview.row(folder)
+    row = overview.read_row(folder)
     assert (row["step"], row["loss"], row["tokens/s"]) == (4, 1.5, None)
     # a further attempt goes on: the verdict is still that of the one before
     folder.console(2).touch()
     live(folder, attempt=2)
-    row = overview.row(folder)
+    row = overview.read_row(folder)
     assert (row["state"], row["verdict"], row["tokens/s"]) == ("running", None, 100)
 
 
@@ -79,10 +79,10 @@ def test_the_last_checkpoint_and_the_tracker(folder: RunFolder, tmp_path: Path) 
         "wandb: ⭐️ View project at \x1b[34mhttps://wandb.ai/e/p\x1b[0m\nwandb: 🚀 View run at "
         "\x1b[34m\x1b[4mhttps://wandb.ai/e/p/runs/abc\x1b[0m\n".encode()
     )
-    row = overview.row(folder)
-    assert (row["checkpoint"], row["wandb"]) == ("1:00:00", "https://wandb.ai/e/p/runs/abc")
+    row = overview.read_row(folder)
+    assert (row["checkpoint"], row["wandb"]) == ("1h", "https://wandb.ai/e/p/runs/abc")
     manifest(folder, backend="trl", output=str(output), args={})
-    row = overview.row(folder)
+    row = overview.read_row(folder)
     assert (row["checkpoint"], row["wandb"]) == (None, None)
 
 
@@ -100,27 +100,27 @@ def test_states(folder: RunFolder, ended: dict[str, object], state: str) -> None
     manifest(folder)
     if ended:
         files.write_json(folder.exit(1), ended)
-    assert overview.state(folder) == state
+    assert overview.read_state(folder) == state
     live(folder)
-    assert overview.state(folder) == "running"
+    assert overview.read_state(folder) == "running"
 
 
 def test_the_last_attempt_counts(folder: RunFolder) -> None:
     for attempt, code in ((1, 0), (2, 1)):
         folder.console(attempt).touch()
         files.write_json(folder.exit(attempt), {"returncode": code, "stopped": None})
-    assert overview.state(folder) == "failed"
+    assert overview.read_state(folder) == "failed"
     folder.console(3).touch()
-    assert overview.state(folder) == "lost"
+    assert overview.read_state(folder) == "lost"
 
 
 @pytest.mark.parametrize(("code", "state"), [(0, "finished"), (1, "failed")])
 def test_the_probe_knows_the_end_when_the_launcher_was_killed(folder: RunFolder, code: int, state: str) -> None:
     manifest(folder)
     record(folder, {"event": "start"}, step(1), {"event": "end", "exit": code})
-    assert overview.row(folder)["state"] == state
+    assert overview.read_row(folder)["state"] == state
     record(folder, {"event": "start"}, step(1), {"event": "end", "exit": code}, {"event": "start"})
-    assert overview.row(folder)["state"] == "lost"
+    assert overview.read_row(folder)["state"] == "lost"
 
 
 def test_the_end_of_an_attempt_before_is_none_of_the_last(folder: RunFolder) -> None:
@@ -133,19 +133,19 @@ def test_the_end_of_an_attempt_before_is_none_of_the_last(folder: RunFolder) -> 
     files.write_json(folder.exit(1), {"returncode": 1, "stopped": None})
     files.write_json(folder.verdict, {"status": "fail", "metrics": {"tokens_per_second": 7.0}})
     rundir.mark_judged(folder, 1)
-    row = overview.row(folder)
+    row = overview.read_row(folder)
     assert (row["state"], row["verdict"], row["step"], row["tokens/s"]) == ("lost", None, 1, None)
     # somebody looked since
     files.write_json(folder.verdict, {"status": "unproven"})
-    assert overview.row(folder)["verdict"] == "unproven"
+    assert overview.read_row(folder)["verdict"] == "unproven"
     record(folder, *ended, {"event": "start", "attempt": 2}, step(2), {"event": "end", "exit": 0})
-    assert overview.row(folder)["state"] == "finished"
+    assert overview.read_row(folder)["state"] == "finished"
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"plan": {"gpus": "two"}}', '{"created": 5}', "\0"])
 def test_a_half_written_folder_is_a_row_too(folder: RunFolder, text: str) -> None:
     folder.manifest.write_text(text)
-    row = overview.row(folder)
+    row = overview.read_row(folder)
     assert (row["state"], row["step"], row["age"]) == ("lost", 0, None)
 
 
@@ -153,12 +153,12 @@ def test_a_table_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, capsys:
     run = str(Path.cwd() / "runs" / "b")
     rows = [{"variant": "a" * 20, "tokens/s": "5,865 (5,392 to 6,338)", "run": run}]
     names = ("variant", "tokens/s", "loss", "run")
-    console.table(rows, names)
+    console.print_table(rows, names)
     head, line = capsys.readouterr().out.splitlines()
     assert head.split() == ["variant", "tokens/s", "run"] and line.endswith("  runs/b")
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "48")
-    console.table(rows, names)
+    console.print_table(rows, names)
     lines = capsys.readouterr().out.splitlines()
     assert [line.split() for line in lines[::3]] == [["variant", "tokens/s"], ["variant", "run"]]
     assert max(map(len, lines)) <= 48 and lines[2] == ""

@@ -104,16 +104,16 @@ def curves(tree: Element) -> Any:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    return series.read(made(tmp_path / "20260102T030405Z-dpo-tulu"))
+    return series.load_run(made(tmp_path / "20260102T030405Z-dpo-tulu"))
 
 
 @pytest.fixture
 def tree(run: Run) -> Element:
-    return parsed(page.overlay([run]))
+    return parsed(page.render([run]))
 
 
 def test_the_page_is_one_file_that_loads_nothing(run: Run) -> None:
-    text = page.overlay([run])
+    text = page.render([run])
     tree = parsed(text)
     assert text.startswith("<!doctype html>")
     for name in ("link", "img", "iframe", "object", "embed", "base", "video"):
@@ -163,7 +163,7 @@ def broken(tmp_path: Path, error: str, **ended: int) -> Run:
     path = made(tmp_path / "run", steps=20, extra=f"{trace}{error}\n" if error else "")
     over = json.loads((path / "exit.json").read_text())
     (path / "exit.json").write_text(json.dumps({**over, **ended}))
-    return series.read(path)
+    return series.load_run(path)
 
 
 def banners(tree: Element) -> list[Element]:
@@ -171,7 +171,7 @@ def banners(tree: Element) -> list[Element]:
 
 
 def test_a_failed_run_begins_with_its_cause_and_the_end_of_its_log(tmp_path: Path) -> None:
-    text = page.overlay([broken(tmp_path, "ValueError: row 7 has no messages", returncode=1)])
+    text = page.render([broken(tmp_path, "ValueError: row 7 has no messages", returncode=1)])
     (banner,) = banners(parsed(text))
     assert "fail" in banner.attributes["class"]
     first = next(banner.all("p")).text
@@ -187,7 +187,7 @@ def test_a_failed_run_begins_with_its_cause_and_the_end_of_its_log(tmp_path: Pat
 
 def test_a_run_that_was_stopped_is_not_red(tmp_path: Path) -> None:
     run = broken(tmp_path, "", returncode=-15, signal=15, stopped=15)
-    tree = parsed(page.overlay([run]))
+    tree = parsed(page.render([run]))
     assert run.verdict["status"] == "fail"
     (heading,) = tree.all("h1")
     assert heading.text.endswith("stopped")
@@ -200,7 +200,7 @@ def test_a_run_that_was_stopped_is_not_red(tmp_path: Path) -> None:
 def test_stages_share_no_axis(tmp_path: Path) -> None:
     sft = made(tmp_path / "sft", told=manifest(name="a", stage="sft"), steps=20)
     dpo = made(tmp_path / "dpo", told=manifest(name="b"))
-    tree = parsed(page.overlay(series.gather([str(sft), str(dpo)])))
+    tree = parsed(page.render(series.load_runs([str(sft), str(dpo)])))
     losses = [p for p in curves(tree)["panels"] if p["key"].startswith("loss")]
     assert [p["runs"] for p in losses] == [[0], [1]]
     heads = section(tree, "curves").all("h3")
@@ -210,8 +210,8 @@ def test_stages_share_no_axis(tmp_path: Path) -> None:
 def test_what_was_typed_stands_above_what_it_started(tmp_path: Path) -> None:
     typed = ["launch", "dpo", "configs/a.yaml", "learning_rate=5e-7"]
     tracker = "wandb: View run it at: https://wandb.ai/a/b/runs/c\n"
-    run = series.read(made(tmp_path / "run", told=manifest(launch_argv=typed), extra=tracker))
-    tree = parsed(page.overlay([run]))
+    run = series.load_run(made(tmp_path / "run", told=manifest(launch_argv=typed), extra=tracker))
+    tree = parsed(page.render([run]))
     assert "https://wandb.ai/a/b/runs/c" in {a.attributes["href"] for a in tree.all("a")}
     found = section(tree, "versions")
     first, second = found.all("pre")
@@ -267,8 +267,8 @@ def test_the_curves_are_those_of_the_run(tree: Element) -> None:
 def test_several_runs_share_the_charts_and_can_be_switched(tmp_path: Path) -> None:
     told = manifest(name="other")
     told["args"]["learning_rate"] = {"value": 1e-6, "origin": "configs/b.yaml:3"}
-    runs = series.gather([str(made(tmp_path / "one")), str(made(tmp_path / "two", told=told, steps=60))])
-    tree = parsed(page.overlay(runs))
+    runs = series.load_runs([str(made(tmp_path / "one")), str(made(tmp_path / "two", told=told, steps=60))])
+    tree = parsed(page.render(runs))
     assert [r["name"] for r in curves(tree)["runs"]] == ["dpo tulu", "dpo other"]
     boxes = [i for i in tree.all("input") if i.attributes["type"] == "checkbox"]
     assert [b.attributes["data-run"] for b in boxes] == ["0", "1"]
@@ -283,8 +283,8 @@ def test_several_runs_share_the_charts_and_can_be_switched(tmp_path: Path) -> No
 
 
 def test_figures_of_several_runs_show_the_difference_from_the_first(tmp_path: Path) -> None:
-    runs = series.gather([str(made(tmp_path / "one")), str(made(tmp_path / "two", scale=2))])
-    (table,) = [t for t in parsed(page.overlay(runs)).all("table") if t.attributes.get("class") == "overview"]
+    runs = series.load_runs([str(made(tmp_path / "one")), str(made(tmp_path / "two", scale=2))])
+    (table,) = [t for t in parsed(page.render(runs)).all("table") if t.attributes.get("class") == "overview"]
     first, second = rows(table)[1:]
     place = rows(table)[0].index("tokens/s")
     assert (first[place], second[place]) == ("6,000", "3,000−50.0%")
@@ -302,7 +302,7 @@ def evaluated(folder: Path) -> Path:
 
 
 def test_the_validation_loss_is_drawn_beside_the_loss(tmp_path: Path) -> None:
-    tree = parsed(page.overlay([series.read(evaluated(made(tmp_path / "one")))]))
+    tree = parsed(page.render([series.load_run(evaluated(made(tmp_path / "one")))]))
     told = curves(tree)
     column = told["runs"][0]["columns"]["eval_loss"]
     assert {step: value for step, value in enumerate(column, start=1) if value is not None} == {20: 0.5, 40: 0.4}
@@ -332,8 +332,8 @@ SAMPLES = {
 def test_answers_before_and_after_stand_beside_each_other(tmp_path: Path) -> None:
     folder = made(tmp_path / "one")
     (folder / "samples.json").write_text(json.dumps(SAMPLES))
-    run = series.read(folder)
-    found = section(parsed(page.overlay([run])), "samples")
+    run = series.load_run(folder)
+    found = section(parsed(page.render([run])), "samples")
     texts = [pre.text for pre in found.all("pre")]
     assert texts == ["What is <b>a list</b>?", "no idea", "Something ordered.", "A sequence."]
     assert [h.text for h in found.all("h4")] == ["before (cut off)", "after", "in the data set"]
@@ -347,7 +347,7 @@ def test_answers_before_and_after_stand_beside_each_other(tmp_path: Path) -> Non
 def test_a_damaged_record_of_samples_breaks_no_page(record: Any, tmp_path: Path) -> None:
     folder = made(tmp_path / "one")
     (folder / "samples.json").write_text(json.dumps(record))
-    assert "<h1>" in page.overlay([series.read(folder)])
+    assert "<h1>" in page.render([series.load_run(folder)])
 
 
 def test_a_log_alone_is_enough(tmp_path: Path) -> None:
@@ -355,10 +355,10 @@ def test_a_log_alone_is_enough(tmp_path: Path) -> None:
     for log in logs:
         log.parent.mkdir()
         log.write_text(console(1, 40))
-    names = [run.name for run in series.gather([*map(str, logs), str(logs[0])])]
+    names = [run.name for run in series.load_runs([*map(str, logs), str(logs[0])])]
     assert names == ["a/train.log", "b/train.log", "a/train.log (3)"]
-    (run,) = series.gather([str(logs[0])])
-    tree = parsed(page.overlay([run]))
+    (run,) = series.load_runs([str(logs[0])])
+    tree = parsed(page.render([run]))
     assert curves(tree)["runs"][0]["steps"] == list(range(5, 41, 5))
     assert run.stage == "dpo"
     assert f"train.log:{2 * 8 + 1}" in row_of(section(tree, "verdict"), "finish")[4]
@@ -374,7 +374,7 @@ def test_a_run_from_its_results_alone(tmp_path: Path, run: Run) -> None:
     ]  # fmt: skip
     lines = [json.dumps(row) for row in table]
     (kept / "metrics.jsonl").write_text("\n".join([lines[1], lines[0], lines[2], '{"step": 4, "lo']))
-    (again,) = series.gather([str(kept)])
+    (again,) = series.load_runs([str(kept)])
     assert again.verdict == run.verdict
     assert again.series.steps == (1, 2, 3)
     assert again.series.columns == {"loss": (2.5, None, 2.25)}
@@ -382,11 +382,11 @@ def test_a_run_from_its_results_alone(tmp_path: Path, run: Run) -> None:
 
 
 def test_steps_that_were_not_finite_are_told(tmp_path: Path) -> None:
-    run = series.read(made(tmp_path / "run", bad=(17, 20)))
-    told = curves(parsed(page.overlay([run])))["runs"][0]
+    run = series.load_run(made(tmp_path / "run", bad=(17, 20)))
+    told = curves(parsed(page.render([run])))["runs"][0]
     assert told["nonfinite"] == [17, 20]
     assert told["columns"]["loss"][16] is None
-    data = page.overlay([run]).partition('id="curves-data">')[2].partition("</script>")[0]
+    data = page.render([run]).partition('id="curves-data">')[2].partition("</script>")[0]
     assert "NaN" not in data
 
 
@@ -412,12 +412,12 @@ def hostile(tmp_path: Path) -> Run:
     told["trainer"]["packages"][NASTY] = NASTY
     line = "{'loss': '0.5', 'a</script><script>alert(3)</script>': '1.5'}\n"
     broken = f'Traceback (most recent call last):\n  File "a.py", line 1\nValueError: {NASTY[:90]}\n'
-    return series.read(made(tmp_path / "run", told=told, extra=line + broken))
+    return series.load_run(made(tmp_path / "run", told=told, extra=line + broken))
 
 
 def test_texts_of_a_run_stay_texts(tmp_path: Path) -> None:
     run = hostile(tmp_path)
-    text = page.overlay([run])
+    text = page.render([run])
     tree = parsed(text)
     assert not list(tree.all("img"))
     # ours, and the data
@@ -441,29 +441,29 @@ def test_tokens_get_into_no_report(tmp_path: Path) -> None:
     told["args"]["exp_name"] = {"value": TOKEN, "origin": "configs/a.yaml:4"}
     broken = f"Traceback (most recent call last):\nValueError: bad token {TOKEN}\n"
     path = made(tmp_path / "run", told=told, extra=broken)
-    runs = series.gather([str(path), str(path / "console.log")])
-    for text in (page.overlay(runs), json.dumps(series.as_json(runs))):
+    runs = series.load_runs([str(path), str(path / "console.log")])
+    for text in (page.render(runs), json.dumps(series.as_json(runs))):
         assert TOKEN not in text
         assert REDACTED in text.replace("&lt;", "<").replace("&gt;", ">")
-    assert row_of(section(parsed(page.overlay(runs[:1])), "arguments"), "hub_token")[1] == REDACTED
+    assert row_of(section(parsed(page.render(runs[:1])), "arguments"), "hub_token")[1] == REDACTED
 
 
 def test_finish_writes_the_page_of_the_run_that_was_judged(tmp_path: Path) -> None:
     path = made(tmp_path / "run")
     judged = conclude.finish(RunFolder(path))
-    assert page.usual_path([series.read(path)]) == path / "report.html"
+    assert page.default_path([series.load_run(path)]) == path / "report.html"
     tree = parsed((path / "report.html").read_text())
     assert curves(tree)["runs"][0]["steps"] == list(range(1, 41))
     # without the evidence it is the page without curves, and without a way there
     told = rundir.read_json(path / "run.json")
-    tree = parsed(page.overlay([series.of_kept(path, told, judged.as_json(), [])]))
+    tree = parsed(page.render([series.run_from_records(path, told, judged.as_json(), [])]))
     assert not [h for h in tree.all("h2") if h.attributes["id"] == "curves"]
     assert "#curves" not in [a.attributes["href"] for a in tree.all("a")]
     assert row_of(section(tree, "verdict"), "finish")[1] == "completed"
 
 
 def test_the_validation_loss_of_a_log_alone() -> None:
-    run = series.read(DATA.parent / "corpus" / "trl_sft_eval.log")
+    run = series.load_run(DATA.parent / "corpus" / "trl_sft_eval.log")
     column = run.series.columns["eval_loss"]
     measured = [(step, value) for step, value in zip(run.series.steps, column, strict=True) if value is not None]
     assert measured == [(4, 6.099), (8, 5.668), (12, 5.597)]

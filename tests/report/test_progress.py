@@ -48,17 +48,17 @@ def test_it_does_not_fall_behind_for_ever(tmp_path: Path) -> None:
 
 def test_speed_and_time_left() -> None:
     progress = Progress(total=10)
-    assert progress.line() == "starting"
-    progress.event({"event": "start", "world": 2})
-    assert progress.line() == "importing"
-    progress.event(step(1, 30.0))
+    assert progress.describe() == "starting"
+    progress.add_event({"event": "start", "world": 2})
+    assert progress.describe() == "importing"
+    progress.add_event(step(1, 30.0))
     assert progress.tokens_per_second is None
-    assert progress.line() == "step 1/10   loss 2.0000"
-    progress.event(step(2, 31.0, allocated_gib=12.34))
-    progress.event(step(3, 32.0, allocated_gib=12.34))
+    assert progress.describe() == "step 1/10   loss 2.0000"
+    progress.add_event(step(2, 31.0, allocated_gib=12.34))
+    progress.add_event(step(3, 32.0, allocated_gib=12.34))
     assert progress.tokens_per_second == 200.0
     assert progress.left_s == 7.0
-    assert progress.line() == "step 3/10   loss 0.6667   200 tokens/s   0:07 left   12.3 GiB"
+    assert progress.describe() == "step 3/10   loss 0.6667   200 tokens/s   0:07 left   12.3 GiB"
 
 
 def test_evaluations_and_saves_take_no_part_in_the_speed() -> None:
@@ -66,7 +66,7 @@ def test_evaluations_and_saves_take_no_part_in_the_speed() -> None:
     for number in range(1, 9):
         # 40 s of evaluation after every second step count into the one that follows
         more = {"seconds": 41.0, "interrupted": True} if number % 2 else {"interrupted": False}
-        progress.event(step(number, number + 40.0 * ((number - 1) // 2), **more))
+        progress.add_event(step(number, number + 40.0 * ((number - 1) // 2), **more))
     assert progress.tokens_per_second == 100.0
     # and into the time that is left
     assert progress.left_s is not None and progress.left_s > 60
@@ -116,10 +116,10 @@ def test_a_further_attempt_does_not_show_the_steps_of_the_first(tmp_path: Path) 
     (tmp_path / "probe").mkdir()
     write(tmp_path, {"event": "start", "attempt": 1}, step(9, 9.0))
     shown = watching(tmp_path)
-    shown.take_in()
+    shown.read_new()
     assert shown.progress.step == 0
     write(tmp_path, {"event": "start", "attempt": 2}, step(1, 1.0))
-    shown.take_in()
+    shown.read_new()
     assert shown.progress.step == 1
 
 
@@ -144,7 +144,7 @@ def test_how_many_steps_there_will_be(tmp_path: Path, planned: int | None, text:
     shown = watching(tmp_path, planned)
     write(tmp_path, step(3, 1.0))
     log(tmp_path, "an early line\n" + text)
-    shown.take_in()
+    shown.read_new()
     assert shown.progress.total == total
 
 
@@ -189,20 +189,20 @@ def shown_on(columns: int, progress: Progress, tracker: str | None = None) -> li
 def trained(steps: int) -> Progress:
     """A run that has come so far, with everything that a record can hold."""
     progress = Progress(total=100)
-    progress.event({"event": "start", "t": 1000.0, "world": 1})
-    progress.event({"event": "dataset_cache", "state": "hit"})
-    progress.event({"event": "model", "attention": "sdpa"})
-    progress.event({"event": "device", "total_gib": 79.6})
-    progress.event({"event": "packing", "state": "on"})
-    progress.event({"event": "packing_isolation", "state": "isolated"})
-    progress.event({"event": "liger", "calls": {"rms_norm": 12}})
+    progress.add_event({"event": "start", "t": 1000.0, "world": 1})
+    progress.add_event({"event": "dataset_cache", "state": "hit"})
+    progress.add_event({"event": "model", "attention": "sdpa"})
+    progress.add_event({"event": "device", "total_gib": 79.6})
+    progress.add_event({"event": "packing", "state": "on"})
+    progress.add_event({"event": "packing_isolation", "state": "isolated"})
+    progress.add_event({"event": "liger", "calls": {"rms_norm": 12}})
     for number in range(1, steps + 1):
         more = {
             "grad_norm": 0.5, "learning_rate": 1e-5, "allocated_gib": 61.25, "t": 1000.0 + number,
         }  # fmt: skip
-        progress.event(step(number, float(number), **more))
+        progress.add_event(step(number, float(number), **more))
         if number == 20:
-            progress.event({"event": "saved", "t": 1020.0, "path": "out/step_20"})
+            progress.add_event({"event": "saved", "t": 1020.0, "path": "out/step_20"})
     return progress
 
 
@@ -212,7 +212,7 @@ def test_the_panel_fits_and_shows_what_is_known(columns: int, monkeypatch: pytes
     head, figures, machine, proofs, tracked = shown_on(columns, trained(25), "https://wandb.ai/a/b/runs/c")
     assert head.startswith("sft demo   █") and head.endswith("step 25/100   0:30 elapsed   1:15 left")
     assert figures.startswith("loss 0.0800 █") and "learning rate 1.00e-05" in figures
-    assert machine == "100 tokens/s   61.2 of 80 GiB   checkpoint of step 20, 0:10 ago"
+    assert machine == "100 tokens/s   61.2 of 80 GiB   checkpoint of step 20, 10s ago"
     assert proofs == ("so far: data cache hit, attention sdpa, packing isolated, liger engaged")
     assert tracked == "https://wandb.ai/a/b/runs/c"
     # the bar gives way to the words
@@ -224,26 +224,27 @@ def test_before_the_first_step_the_phase_is_shown_with_its_clock(monkeypatch: py
     monkeypatch.setattr("time.time", lambda: now)
     progress = Progress(total=10)
     assert shown_on(80, progress) == ["sft demo   starting"]
-    progress.event({"event": "start", "t": 1000.0})
+    progress.add_event({"event": "start", "t": 1000.0})
     now = 1004.0
     assert shown_on(80, progress) == ["sft demo   importing   0:04 elapsed"]
-    progress.work(b"Tokenizing train dataset (num_proc=2):  38%|###   | 150/400 [00:00<00:00, 1477.32 examples/s]")
+    bar = b"Tokenizing train dataset (num_proc=2):  38%|###   | 150/400 [00:00<00:00, 1477.32 examples/s]"
+    progress.read_phase(bar)
     now = 1006.0
     assert shown_on(80, progress) == ["sft demo   Tokenizing train dataset 150/400   0:02   0:06 elapsed"]
-    progress.work(b"model.safetensors:  45%|####      | 445M/988M [00:02<00:02, 400MB/s]")
-    assert progress.line() == "model.safetensors 445M/988M"
-    progress.work(b"Caching reference logprobs:  20%|##    | 3/15 [00:02<00:02, 1.2it/s]")
-    assert progress.line() == "Caching reference logprobs 3/15"
-    progress.work(b"Building extension module cpu_adam...")
-    assert progress.line() == "building cpu_adam"
-    progress.event({"event": "model", "t": 1007.0, "attention": "sdpa"})
-    assert progress.line() == "waiting for the first step"
-    progress.event(step(10, 12.0))
+    progress.read_phase(b"model.safetensors:  45%|####      | 445M/988M [00:02<00:02, 400MB/s]")
+    assert progress.describe() == "model.safetensors 445M/988M"
+    progress.read_phase(b"Caching reference logprobs:  20%|##    | 3/15 [00:02<00:02, 1.2it/s]")
+    assert progress.describe() == "Caching reference logprobs 3/15"
+    progress.read_phase(b"Building extension module cpu_adam...")
+    assert progress.describe() == "building cpu_adam"
+    progress.add_event({"event": "model", "t": 1007.0, "attention": "sdpa"})
+    assert progress.describe() == "waiting for the first step"
+    progress.add_event(step(10, 12.0))
     assert progress.phase == "saving the model"
     # while it trains, bars of evaluations are not the phase
     progress = trained(3)
     before = progress.phase
-    progress.work(b"Evaluating:  20%|##    | 3/15 [00:02<00:02, 1.2it/s]")
+    progress.read_phase(b"Evaluating:  20%|##    | 3/15 [00:02<00:02, 1.2it/s]")
     assert progress.phase == before
 
 
@@ -260,17 +261,17 @@ def test_the_loss_is_the_mean_over_ranks(tmp_path: Path) -> None:
     write(tmp_path, {"event": "start", "world": 2}, step(1, 1.0, loss=13.0), step(2, 2.0, loss=14.0))
     other = tmp_path / "probe" / "rank-1.jsonl"
     other.write_text(json.dumps(step(1, 1.0, loss=11.0)) + "\n")
-    view.take_in()
+    view.read_new()
     # the other rank is still at its second step
     assert (view.progress.step, view.progress.loss) == (2, 12.0)
     with other.open("a") as stream:
         stream.write(json.dumps(step(2, 2.0, loss=8.0)) + "\n")
-    view.take_in()
+    view.read_new()
     assert (view.progress.loss, view.progress.losses) == (11.0, [12.0, 11.0])
     with other.open("a") as stream:
         stream.write(json.dumps(step(3, 3.0, loss=None)) + "\n")
     write(tmp_path, step(3, 3.0, loss=9.0))
-    view.take_in()
+    view.read_new()
     assert (view.progress.loss, view.progress.losses) == (None, [12.0, 11.0])
 
 
@@ -279,7 +280,7 @@ def test_what_was_proved_at_the_beginning_is_shown_to_whoever_comes_late(tmp_pat
     write(tmp_path, {"event": "start", "attempt": 2, "t": 1.0}, {"event": "packing", "state": "off"})
     write(tmp_path, *(step(number, float(number), pad="x" * 900) for number in range(1, 300)))
     shown = watching(tmp_path)
-    shown.take_in()
+    shown.read_new()
     assert shown.progress.shown == {"packing": "off"} and shown.progress.step == 299
 
 
@@ -300,37 +301,37 @@ def test_epoch_and_preferences_out_of_the_log(tmp_path: Path, line: str, shown: 
     view = watching(tmp_path, 75)
     write(tmp_path, step(3, 1.0))
     log(tmp_path, "an early line\n" + line + "\n")
-    view.take_in()
-    parts = view.progress.line().split("   ")
+    view.read_new()
+    parts = view.progress.describe().split("   ")
     assert ", ".join(part for part in parts if part.split()[0] in ("epoch", "margin", "accuracy")) == shown
 
 
 def test_epoch_by_the_rows_where_no_log_says_it() -> None:
     progress = Progress(total=100, rows=400, rows_per_step=16)
-    progress.event({"event": "start"})
+    progress.add_event({"event": "start"})
     assert progress.epoch is None
-    progress.event(step(5, 1.0))
+    progress.add_event(step(5, 1.0))
     assert progress.epoch == 0.2
     # the trainer dropped some, and trains on fewer
-    progress.event({"event": "data_rows", "given": 400, "kept": 320})
+    progress.add_event({"event": "data_rows", "given": 400, "kept": 320})
     assert progress.epoch == 0.25
     unknown = Progress(total=100)
-    unknown.event({"event": "data_rows", "given": 400, "kept": 320})
-    unknown.event(step(5, 1.0))
-    assert unknown.epoch is None and "epoch" not in unknown.line()
+    unknown.add_event({"event": "data_rows", "given": 400, "kept": 320})
+    unknown.add_event(step(5, 1.0))
+    assert unknown.epoch is None and "epoch" not in unknown.describe()
 
 
 def test_the_panel_shows_what_dpo_is_looked_at_for() -> None:
     progress = trained(20)
     progress.rows, progress.rows_per_step = 400, 16
-    progress.event(step(21, 21.0, margin=0.125, accuracy=0.75))
+    progress.add_event(step(21, 21.0, margin=0.125, accuracy=0.75))
     # a step without them changes nothing
-    progress.event(step(22, 22.0))
+    progress.add_event(step(22, 22.0))
     for columns in (80, 120):
         lines = shown_on(columns, progress)
         assert "step 22/100   epoch 0.88" in lines[0]
         assert "margin 0.125   accuracy 75%" in lines[1]
     # of a further attempt nothing is left
-    progress.event({"event": "start"})
-    progress.event(step(1, 1.0))
+    progress.add_event({"event": "start"})
+    progress.add_event(step(1, 1.0))
     assert progress.margin is None

@@ -72,7 +72,7 @@ def _nothing_goes_wrong(browser: Browser) -> Iterator[None]:
 
 
 def show(browser: Browser, path: Path, runs: list[Run]) -> None:
-    path.write_text(page.overlay(runs), encoding="utf-8")
+    path.write_text(page.render(runs), encoding="utf-8")
     browser.get(path.as_uri())
     waited(browser, "performance.getEntriesByName('drawn').length > 0")
 
@@ -113,7 +113,7 @@ def hover(browser: Browser, key: str, share: float) -> None:
 def runs(tmp_path: Path) -> list[Run]:
     told = manifest(name="other")
     other = made(tmp_path / "two", steps=60, told=told, bad=(30, 31), scale=0.5)
-    return series.gather([str(made(tmp_path / "one")), str(other)])
+    return series.load_runs([str(made(tmp_path / "one")), str(other)])
 
 
 def test_curves_are_drawn_and_switched_off(browser: Browser, runs: list[Run], tmp_path: Path) -> None:
@@ -178,8 +178,8 @@ def test_texts_of_a_run_run_nothing(browser: Browser, tmp_path: Path) -> None:
     told["args"]["x"] = {"value": nasty, "origin": nasty}
     rows = [{"step": n, "loss": 1.0 / n, nasty: 1.0} for n in range(1, 20)]
     verdict = {"status": nasty, "points": [{"name": nasty, "state": nasty, "detail": {"reason": nasty}}]}
-    runs = [series.of_kept(tmp_path, told, verdict, rows) for _ in range(2)]
-    show(browser, tmp_path / "a.html", series.named_apart(runs))
+    runs = [series.run_from_records(tmp_path, told, verdict, rows) for _ in range(2)]
+    show(browser, tmp_path / "a.html", series.rename_duplicates(runs))
     assert browser.title == "2 runs"
     show(browser, tmp_path / "a.html", runs[:1])
     assert nasty in browser.title
@@ -214,14 +214,14 @@ def test_nothing_lies_outside_of_a_narrow_screen(browser: Browser, runs: list[Ru
 
 def test_equal_curves_are_both_seen(browser: Browser, tmp_path: Path) -> None:
     paths = [made(tmp_path / name, told=manifest(name=name)) for name in ("one", "two")]
-    show(browser, tmp_path / "a.html", series.gather([str(path) for path in paths]))
+    show(browser, tmp_path / "a.html", series.load_runs([str(path) for path in paths]))
     counts = [count(browser, "loss", colour) for colour in ("--c0", "--c1")]
     assert min(counts) > 50, counts
 
 
 def test_a_spike_is_off_the_scale_and_said(browser: Browser, tmp_path: Path) -> None:
     table = [{"step": n, "loss": 1.0, "grad_norm": 90.0 if n == 9 else 1.0} for n in range(1, 60)]
-    run = series.of_kept(tmp_path, manifest(), {"status": "pass"}, table)
+    run = series.run_from_records(tmp_path, manifest(), {"status": "pass"}, table)
     show(browser, tmp_path / "a.html", [run])
     button = found(browser, "#panel-grad_norm button.clip")
     assert button.text == "up to 90 at step 9: show"
@@ -276,7 +276,7 @@ def test_a_logarithmic_scale(browser: Browser, runs: list[Run], tmp_path: Path) 
 def test_all_curves_as_csv(browser: Browser, tmp_path: Path) -> None:
     """A file from disk, of a page that may load nothing."""
     told = manifest(name='=2+3,"x"')
-    runs = series.gather([str(made(tmp_path / "one")), str(made(tmp_path / "two", told=told, steps=60))])
+    runs = series.load_runs([str(made(tmp_path / "one")), str(made(tmp_path / "two", told=told, steps=60))])
     show(browser, tmp_path / "a.html", runs)
     place = tmp_path / "downloads"
     place.mkdir()

@@ -138,14 +138,14 @@ def test_an_expectation_that_is_no_word_is_never_met(name: str, value: object, c
 def test_a_run_that_cannot_be_read_is_a_row_with_the_reason(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     made(OVER)
     made(HEALTHY)
-    read = overview._lasting
+    read = overview._lasting_columns
 
     def fails(folder: RunFolder, manifest: Any) -> dict[str, Any]:
         if folder.path.name == OVER:
             raise RuntimeError("nobody thought of it")
         return read(folder, manifest)
 
-    monkeypatch.setattr(overview, "_lasting", fails)
+    monkeypatch.setattr(overview, "_lasting_columns", fails)
     assert states(capsys) == {OVER: "unknown", HEALTHY: "finished"}
     assert main.main(["runs"]) == 0
     assert "nobody thought of it" in capsys.readouterr().out

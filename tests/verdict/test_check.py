@@ -17,7 +17,7 @@ from conftest import DATA
 from launcher.lifecycle import conclude
 from launcher.machine import process
 from launcher.runs.rundir import RunFolder
-from launcher.verdict.check import Point, Verdict, expected_from_log, judge, judge_log
+from launcher.verdict.check import Point, Verdict, expected_by_log, judge_evidence, judge_log
 from launcher.verdict.evidence import read_log, read_run
 
 LOGS = DATA / "logs"
@@ -79,7 +79,7 @@ def verdict_of_log(folder: Path, content: str, expected: Mapping[str, str | None
     path = folder / "some.log"
     path.write_text(content)
     evidence = read_log(path)
-    return judge(None, expected_from_log(evidence) if expected is None else expected, evidence)
+    return judge_evidence(None, expected_by_log(evidence) if expected is None else expected, evidence)
 
 
 class Run:
@@ -105,7 +105,7 @@ class Run:
         return self
 
     def judge(self, stage: str = "sft", **expected: str | None) -> Verdict:
-        return judge(stage, expected, read_run(self.folder))  # type: ignore[arg-type]
+        return judge_evidence(stage, expected, read_run(self.folder))  # type: ignore[arg-type]
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 from conftest import DATA
 
 from launcher.verdict.evidence import Evidence, read_log, read_run
-from launcher.verdict.metrics import memory_phases, metrics
+from launcher.verdict.metrics import compute_metrics, memory_phases
 
 LOGS = DATA / "logs"
 
@@ -137,7 +137,7 @@ def test_the_share_of_the_peak(tmp_path: Path, more: dict[str, Any], flops: floa
         rest = [step(n, rows=2, wasted=28, interrupted=n == 4) for n in range(2, 7)]
         rest[2]["seconds"] = 9.0  # it followed a save
         write_rank(tmp_path, rank, device, model(**more), slow, *rest, world=2)
-    numbers = metrics(read_run(tmp_path))
+    numbers = compute_metrics(read_run(tmp_path))
     assert numbers["tokens_per_second"] == 400.0
     assert numbers["tokens_per_row"] == 50.0
     assert numbers["wasted_share"] == 28 / 128

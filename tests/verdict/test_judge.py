@@ -333,7 +333,7 @@ def test_a_report_says_what_a_check_says(tmp_path: Path, what: str) -> None:
     if what == "no expectations":
         told["expect"] = None
     (path / "run.json").write_text(json.dumps(told))
-    reported = series.read(path).verdict
+    reported = series.load_run(path).verdict
     assert reported == json.loads(json.dumps(conclude.finish(RunFolder(path)).as_json()))
 
 
@@ -360,7 +360,7 @@ def test_each_log_is_read_once_for_verdict_and_page(tmp_path: Path, monkeypatch:
         return scan(log, *more)
 
     monkeypatch.setattr(evidence, "scan", counted)
-    for report in (lambda: conclude.finish(RunFolder(path)), lambda: series.read(path)):
+    for report in (lambda: conclude.finish(RunFolder(path)), lambda: series.load_run(path)):
         scanned.clear()
         report()
         assert sorted(scanned) == ["console.2.log", "console.log"]
@@ -371,7 +371,7 @@ def test_a_judgement_reads_every_record_once(tmp_path: Path, monkeypatch: pytest
     folder = made_runs.made(tmp_path / "run", steps=20, told=made_runs.manifest(resume={"step": 0}))
     files.write_json(folder / "run.1.json", made_runs.manifest())
     made_runs.made(folder, attempt=2, first=11, told=made_runs.manifest(attempt=2))
-    read_bytes, open_regular, rows = files.read_bytes, files.open_regular, evidence._metrics_rows
+    read_bytes, open_regular, rows = files.read_bytes, files.open_regular, evidence._step_rows
     reads: Counter[str] = Counter()
 
     def counted_bytes(path: Path, *arguments: Any, **named: Any) -> bytes:
@@ -388,8 +388,8 @@ def test_a_judgement_reads_every_record_once(tmp_path: Path, monkeypatch: pytest
 
     monkeypatch.setattr(files, "read_bytes", counted_bytes)
     monkeypatch.setattr(files, "open_regular", counted_open)
-    monkeypatch.setattr(evidence, "_metrics_rows", counted_rows)
-    judged = judge.judge(RunFolder(folder))
-    series.of_judged(folder, judged)
+    monkeypatch.setattr(evidence, "_step_rows", counted_rows)
+    judged = judge.judge_run(RunFolder(folder))
+    series.run_from_judgement(folder, judged)
     assert reads["run.json"] == reads["run.1.json"] == reads["process.json"] == 1
     assert reads["rows"] == 2

@@ -191,7 +191,7 @@ def test_it_does_not_matter_where_a_log_is_divided(tmp_path: Path, monkeypatch: 
 def test_a_log_that_is_still_written_to(tmp_path: Path) -> None:
     path = tmp_path / "console.log"
     path.write_text(sft_step(1) + sft_step(2) + "2026-11-20 15:41:37 - INFO")
-    with segments.opened(path) as pieces:
+    with segments.open_pieces(path) as pieces:
         with path.open("a") as file:
             file.write(" - more\n" + sft_step(3) * 9)
         assert pieces.read(0)[0].decode() == sft_step(1) + sft_step(2) + STAMP.rstrip(" -")

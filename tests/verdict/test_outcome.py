@@ -51,7 +51,7 @@ stages = repeated.run  # a fixture
 
 
 def judged(folder: Path, **asked: str) -> Verdict:
-    return judge.judge(RunFolder(folder), {**ASKED, **asked}).verdict
+    return judge.judge_run(RunFolder(folder), {**ASKED, **asked}).verdict
 
 
 def point(verdict: Verdict, name: str) -> Point | None:
@@ -421,7 +421,7 @@ def test_losses_are_those_of_the_probes_steps_where_there_are_any(tmp_path: Path
     assert brief(verdict.point("trend")) == ("falling", True)
     assert verdict.point("trend").detail["losses"] == 20
     # the page draws the same numbers, and keeps the means apart
-    columns = series.read(folder).series.columns
+    columns = series.load_run(folder).series.columns
     assert columns["loss"] == pytest.approx([made_runs.loss(number, 20) for number in range(1, 21)])
     assert sum(mean is not None for mean in columns["logged_loss"]) == 4
 

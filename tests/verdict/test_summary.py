@@ -46,6 +46,20 @@ def test_a_crash_begins_with_its_cause_and_its_line(tmp_path: Path, capsys: pyte
     assert sum("row 7 has no messages" in line for line in lines) == 2
 
 
+def test_a_run_that_passed_takes_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, lines = check(made(tmp_path / "run"), capsys)
+    assert (code, lines) == (0, ["verdict: pass  run  (dpo, 40 steps)"])
+
+
+def test_only_the_points_that_are_not_as_expected_are_shown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, lines = check(crashed(tmp_path / "run", steps=20), capsys)
+    states = [line.split()[1:3] for line in lines if line.startswith("  ") and line[2] != " "]
+    assert ["crashed", "FAIL"] in states
+    assert not [line for line in lines if " ok " in line]
+
+
 def test_a_run_that_was_stopped_is_shown_as_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = crashed(tmp_path / "run", steps=20, returncode=-15, signal=15, stopped=15)
     code, lines = check(path, capsys)

@@ -258,11 +258,11 @@ def schema(
     if json_schema:
         from launcher.stage.json_schema import combined
 
-        console.plain_json(combined(schemas))
+        console.print_json(combined(schemas))
         return Exit.OK
 
     def show() -> None:
-        console.arguments(schemas, {one.script: explain.notes(one) for one in schemas})
+        console.print_arguments(schemas, {one.script: explain.notes(one) for one in schemas})
 
     return answer("schema", shared.format, {"schemas": [one.as_json() for one in schemas]}, show)
 
@@ -304,7 +304,7 @@ def pin_diff(
     changes = difference.between(pair, paths, stage=shared.stage)
     if shared.format == "json":
         new = [finding for config in changes.configs for finding in config.appeared]
-        console.envelope("pin diff", not changes.worse, new, changes.as_json())
+        console.print_envelope("pin diff", not changes.worse, new, changes.as_json())
     else:
         console.say("\n".join(difference.lines(changes, everything=everything)))
     return changes.exit_code
@@ -322,7 +322,7 @@ def pin_move(
     """
     from launcher.pin.move import move
 
-    moved = move.move(commit, shared.open_instruct, os.environ, console.aside)
+    moved = move.move(commit, shared.open_instruct, os.environ, console.say_aside)
     columns = shutil.get_terminal_size((160, 50)).columns
     lines = [] if shared.format == "json" else list(moved.lines(columns))
     return answer("pin move", shared.format, moved.as_json(), lines, moved.findings, moved.exit_code)

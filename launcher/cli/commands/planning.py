@@ -60,7 +60,7 @@ def plan(
 
     def show() -> None:
         rows = made.rows()
-        console.table(rows, list(rows[0]), redactor)
+        console.print_table(rows, list(rows[0]), redactor)
         console.say("\n".join(made.lines(why=why)), redactor)
 
     return answer("plan", shared.format, made.as_json(why=why), show, findings, code, redactor=redactor)
@@ -151,7 +151,7 @@ def prepare(shared: Shared) -> Exit:
     from launcher.workflows.prefetch import prefetch
 
     resolved = collect(shared.request(), Scope.HOST)
-    done = prefetch.prepare(resolved, console.aside)
+    done = prefetch.prepare(resolved, console.say_aside)
     # now that model, tokenizer and data are here
     shared.rehearse_first({"": resolved})
     redactor = resolved.redactor
@@ -186,11 +186,11 @@ def ladder(
         def show() -> None:
             for rung in planned.rungs:
                 console.say(f"# rung: {ladder.label(rung.plan.gpus)}")
-                console.dry_run(rung.plan, rung.command)
+                console.print_dry_run(rung.plan, rung.command)
 
         data = {"rungs": [rung.as_json() for rung in planned.rungs]}
         return answer("ladder", shared.format, data, show, planned.findings, redactor=planned.redactor)
-    console.findings(() if quiet else planned.findings, planned.redactor)
+    console.print_findings(() if quiet else planned.findings, planned.redactor)
     shared.rehearse_first({"": planned.resolved})
     if shared.hands_over:
         stage = planned.stage
@@ -233,7 +233,7 @@ def bench(
     draft = bench.Bench(request=request, variants=grid, steps=steps, repeats=repeats, timeout_s=limit)
     planned = bench.plan(draft, Scope.FILE if shared.slurm else Scope.START)
     text = shared.format == "text"
-    console.findings(planned.findings if text else (), planned.redactor)
+    console.print_findings(planned.findings if text else (), planned.redactor)
     shared.rehearse_first(planned.resolved)
     if shared.hands_over:
         first = planned.resolved[planned.variants[0].name]

@@ -83,7 +83,7 @@ def stop(
         raise usage("useless-option", "--after-checkpoint has no effect with --checkpoint, which saves one now")
     folder = found_run(run)
     cost = stop.cost(folder)
-    if format == "text" and overview.state(folder) in {"running", "orphaned", "queued"}:
+    if format == "text" and overview.read_state(folder) in {"running", "orphaned", "queued"}:
         progress = cost.line()
         if after_checkpoint:
             progress = "waiting for the next checkpoint, or the end"
@@ -115,11 +115,11 @@ def runs(
     from launcher.runs import rundir
 
     folders = rundir.runs_here() if here else rundir.known_runs()
-    rows = [one for one in overview.rows(folders) if state in (None, one["state"])]
-    groups = ([[row] for row in rows] if whole else overview.entries(rows))[-(last or 0) :]
+    rows = [one for one in overview.list_rows(folders) if state in (None, one["state"])]
+    groups = ([[row] for row in rows] if whole else overview.group_rows(rows))[-(last or 0) :]
 
     def show() -> None:
-        console.table([overview.entry(group, whole=whole) for group in groups], overview.COLUMNS)
+        console.print_table([overview.summarize(group, runs_only=whole) for group in groups], overview.COLUMNS)
 
     none = "no such runs" if state or here else "no runs yet"
     return answer("runs", format, [row for one in groups for row in one], show if groups else [none])
@@ -183,7 +183,7 @@ def check(
         name, verdict = folder.path.name, judged.verdict
         notes = (*conclude.unpinned_note(folder), *conclude.left_out_notes(judged, folder))
     code = check.exit_code(verdict, allow_unproven=allow_unproven)
-    return answer("check", format, verdict.as_json(), lambda: console.verdict(verdict, name), notes, code)
+    return answer("check", format, verdict.as_json(), lambda: console.print_verdict(verdict, name), notes, code)
 
 
 def _redactor_of_log(log: Path) -> Redactor | None:
@@ -209,7 +209,7 @@ def _check_each(folder: Path, members: Sequence[RunFolder], allow_unproven: bool
 
     def show() -> None:
         for path, verdict in verdicts.items():
-            console.verdict(verdict, path.name)
+            console.print_verdict(verdict, path.name)
 
     return answer("check", format, data, show, code=next(filter(None, codes), Exit.OK))
 
@@ -233,15 +233,15 @@ def report_command(
         # it begins with the table and the decision, which its runs alone do not hold
         console.say(f"report: {written}")
         return
-    runs = series.gather(targets)
+    runs = series.load_runs(targets)
     # the JSON form says all that the page says, so no page is written beside it that nobody asked for
-    path = page.usual_path(runs) if output is None and format == "text" else output
+    path = page.default_path(runs) if output is None and format == "text" else output
     if path is not None:
         page.write(runs, path)
         console.say(f"report: {path}") if format == "text" else None
     # once nothing can fail any more: a reader gets one envelope
     if format == "json":
-        console.envelope("report", True, (), series.as_json(runs))
+        console.print_envelope("report", True, (), series.as_json(runs))
 
 
 @cache.command("list", epilog="Example: launch cache list --format json")
@@ -252,7 +252,7 @@ def cache_list(format: Format = FORMAT) -> Exit:
     rows = [folder.row() for folder in folders.known()]
 
     def show() -> None:
-        console.table([folders.shown(row) for row in rows], folders.COLUMNS)
+        console.print_table([folders.shown(row) for row in rows], folders.COLUMNS)
 
     return answer("cache list", format, rows, show if rows else ["no caches yet"])
 

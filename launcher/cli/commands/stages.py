@@ -60,7 +60,7 @@ def _dry_run(request: Request, shared: Shared) -> Exit:
     data = {**prepared.as_json(), **({} if script is None else {"batch_script": script})}
 
     def show() -> None:
-        console.dry_run(prepared.plan, prepared.command, script)
+        console.print_dry_run(prepared.plan, prepared.command, script)
 
     return answer(str(request.stage), shared.format, data, show, findings, redactor=prepared.redactor)
 
@@ -85,10 +85,10 @@ def _run(request: Request, shared: Shared) -> Exit:
             if request.rehearse or prepared.plan.stage.options.rehearse:
                 shared.rehearse_first({"": prepared.facts}, by_itself=False)
         if format == "text":
-            console.findings(prepared.findings, prepared.redactor)
-        folder, attempt = start.begin(prepared, say=console.aside, **ending)
+            console.print_findings(prepared.findings, prepared.redactor)
+        folder, attempt = start.begin(prepared, say=console.say_aside, **ending)
         if format == "text":
-            console.beginning(prepared.plan, folder.console(attempt.number))
+            console.print_plan(prepared.plan, folder.console(attempt.number))
         started = str(request.stage), folder, attempt, prepared.findings, format
         return _detach(*started) if shared.detach else until_over(*started)
 
@@ -99,7 +99,7 @@ def _conclude_finished(prepared: Prepared, shared: Shared) -> Exit:
     from launcher.verdict import check
 
     folder, findings = prepared.folder, prepared.findings
-    console.findings(findings if shared.format == "text" else (), prepared.redactor)
+    console.print_findings(findings if shared.format == "text" else (), prepared.redactor)
     verdict = conclude.judge_by_plan(folder, prepared.plan, conclude.finish(folder))
     code = check.exit_code(verdict, allow_unproven=shared.allow_unproven)
     return _conclude(str(prepared.facts.request.stage), folder, verdict, code, findings, shared.format)
@@ -178,7 +178,7 @@ def _conclude(
     steps = next_steps.of_finished(folder)
 
     def show() -> None:
-        console.verdict(verdict, folder.path.name)
+        console.print_verdict(verdict, folder.path.name)
         console.say(f"run: {folder.path}\nreport: {folder.report}")
         if steps is not None:
             console.say("\n".join(steps.lines()))
@@ -260,7 +260,7 @@ def pipeline(
         def show_plan() -> None:
             for number, one in enumerate(steps):
                 console.say(f"# stage {number + 1} of {len(steps)}: {one.link.name}")
-                console.dry_run(one.plan, one.prepared.command)
+                console.print_dry_run(one.plan, one.prepared.command)
                 for line in one.evaluation.lines() if one.evaluation is not None else ():
                     console.say(line, plan.redactor)
 
@@ -268,7 +268,7 @@ def pipeline(
         return answer("pipeline", shared.format, data, show_plan, plan.findings, redactor=plan.redactor)
     quiet = shared.format == "json"
     plan = plan_stages(order, Scope.FILE if shared.slurm else Scope.START)
-    console.findings([one for one in plan.findings if one.severity != "note" and not quiet], plan.redactor)
+    console.print_findings([one for one in plan.findings if one.severity != "note" and not quiet], plan.redactor)
     stages = plan.resolved()
     shared.rehearse_first(stages)
     if shared.hands_over:
@@ -280,7 +280,7 @@ def pipeline(
     def show() -> None:
         table = result.table()
         say = partial(console.say, redactor=plan.redactor)
-        console.table(table, tuple(table[0]), plan.redactor)
+        console.print_table(table, tuple(table[0]), plan.redactor)
         if (row := result.stopped_at) is not None:
             say(f"stopped at {row.name}: {row.reason or row.status}")
         for line in result.advice():

@@ -117,11 +117,11 @@ def chat(
     trainer = _trainer(model, python, chat.needs(model))
     sampling = chat.Sampling(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
     environ = worker.environment(os.environ, devices=devices, cpu=cpu)
-    console.aside(f"loading {model.path}" + (f" and {model.base.name}" if base and model.base else ""))
+    console.say_aside(f"loading {model.path}" + (f" and {model.base.name}" if base and model.base else ""))
     with _terminated(), chat.open_worker(model, trainer, environ, beside=base) as process:
         talk = chat.Chat(process, process.wait_for("loaded"), sampling, system)
         if not talk.has_template:
-            console.aside("the tokenizer has no chat template: a prompt is continued as plain text")
+            console.say_aside("the tokenizer has no chat template: a prompt is continued as plain text")
         if given is None:
             _converse(talk, redactor, beside=base)
             return Exit.OK
@@ -176,10 +176,10 @@ def _show_turn(talk: Chat, prompt: str, redactor: Redactor, *, beside: bool) -> 
 
 
 def _show_answer(talk: Chat, prompt: str, who: str, redactor: Redactor) -> None:
-    result = talk.ask(prompt, who, partial(console.raw, redactor=redactor))
+    result = talk.ask(prompt, who, partial(console.print_raw, redactor=redactor))
     console.say("")
     if result.ended != "stop":
-        console.aside(_why_it_ended(result))
+        console.say_aside(_why_it_ended(result))
 
 
 def _why_it_ended(result: Reply) -> str:
@@ -194,7 +194,7 @@ def _converse(talk: Chat, redactor: Redactor, *, beside: bool) -> None:
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401
 
-    console.aside(_HINT)
+    console.say_aside(_HINT)
     while True:
         try:
             prompt = input("> ").strip()
@@ -203,7 +203,7 @@ def _converse(talk: Chat, redactor: Redactor, *, beside: bool) -> None:
             return
         if prompt == _BEGIN_ANEW:
             talk.begin()
-            console.aside("a new conversation")
+            console.say_aside("a new conversation")
         elif prompt:
             with _ending_answers(talk):
                 try:
@@ -211,7 +211,7 @@ def _converse(talk: Chat, redactor: Redactor, *, beside: bool) -> None:
                 except LaunchError as error:
                     if not _goes_on(error):
                         raise
-                    console.findings(error.findings)
+                    console.print_findings(error.findings)
 
 
 def _goes_on(error: LaunchError) -> bool:
@@ -284,7 +284,7 @@ def merge(
 
     def say(text: str) -> None:
         if format == "text":
-            console.aside(text)
+            console.say_aside(text)
 
     with _terminated():
         merged = merge.merge(model, trainer, place, environ, say)

@@ -1,33 +1,38 @@
-"""Console lines of a training run -> signals and metrics with line numbers: a `Log`.
+"""Read the console log of a training into signals and metrics with line numbers: a `Log`.
 
-What to look for is data (`Pattern`), supplied by `upstream/logs`; how to read a log that is huge, interleaved,
-coloured, cut off or full of progress bars is here. Pattern names with a meaning of their own: `arguments` (groups
-block, first, deep, field, other), `step` (step, lr, loss, aux, tps), `metrics` (pairs) and `total_steps` (total). Any
-other match becomes a `Signal` of that name.
+What to look for is data (`Pattern`) of `upstream/logs`; this module reads logs that are huge,
+interleaved, coloured, cut off or full of progress bars. Some pattern names have a meaning of their
+own: `arguments` (groups block, first, deep, field, other), `step` (step, lr, loss, aux, tps),
+`metrics` (pairs) and `total_steps` (total). A match of any other becomes a `Signal` of that name.
 """
 
-import itertools
 import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from launcher.upstream.logs.common import Pattern
-from launcher.verdict.logs.segments import SEGMENT_BYTES, clean, opened, text
-from launcher.verdict.logs.survey import KEPT_SIGNALS, KEPT_STEPS, Hit, survey
+from launcher.verdict.logs.segments import SEGMENT_BYTES, clean, open_pieces, text
+from launcher.verdict.logs.survey import KEPT_SIGNALS, KEPT_STEPS, Hit, LastBar, ShownBar, survey
 
-KEPT_BAD = 1_000  # steps that are not finite, whatever else is left out
+KEPT_BAD = 1_000
+"""Steps that are not finite and are kept, whatever else is left out."""
 KEPT_ARGUMENTS = 2_000
-FIELD_BYTES = 4_096  # of what a pattern names
-PAIRS_BYTES = 8_192  # of one dict of metrics
+FIELD_BYTES = 4_096
+"""Bytes of what a pattern names."""
+PAIRS_BYTES = 8_192
+"""Bytes of one dict of metrics."""
 
-_WHOLE = re.compile(rb"\.\d{4}|nan|inf")  # enough of a loss where the log is cut off
+_COMPLETE_LOSS = re.compile(rb"\.\d{4}|nan|inf")
+"""Enough of a loss if the log is cut off behind it."""
 _PAIR = re.compile(rb"'([^']+)': (?:'([^']*)'|([^,}']+))")
-_EPOCH_DIGITS = 0.005  # what HF Trainer rounds an epoch by, at most
-_WORK = ("total_steps", "progress")  # signals after which a failure before them is of the past
+_EPOCH_ERROR = 0.005
+"""The largest error of an epoch that HF Trainer rounds."""
+_WORK = ("total_steps", "progress")
+"""Signals after which an earlier failure is of the past."""
 _STARTS = ("begun", "loading")
 _ENDS = ("saved", "remaining", "training_completed")
 
@@ -60,14 +65,15 @@ class StepLine(LogLine):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Log:
-    """Everything one console log says about its last run (an appended-to file holds several).
+    """Everything one console log says about its last run (a file may hold several).
 
-    `arguments` is their dump, `argument_lines` the line of each, and `blocks` the dataclasses it shows; `total_steps`
-    the announced or displayed number of optimizer steps; `last_bar` the (step, line) of the training bar's end;
-    `numbered` is False where nothing tells which step a loss is of: `step` then counts the losses. `summed` is whether
-    HF Trainer has summed the run up, as it does behind the last step of whatever it trained. Of each signal some of
-    the first and last are kept. Of many step lines some 50,000 are read at even distances, with the first, the last,
-    and those whose loss or gradient norm is not finite (of every 4 MiB the first 64 for sure).
+    `arguments` is their dump, `argument_lines` the line of each, and `blocks` the dataclasses it
+    shows. `total_steps` is the announced or displayed number of optimizer steps; `last_bar` the
+    (step, line) of the training bar's end. `numbered` is False if nothing tells which step a loss
+    is of: `step` then counts the losses. `summed`: HF Trainer has summed the run up, as it does
+    after the last step of whatever it trained. Of each signal some of the first and last are kept.
+    Of many step lines some 50,000 are read at even distances, with the first, the last, and those
+    whose loss or gradient norm is not finite (of every 4 MiB the first 64 for sure).
     """
 
     path: Path
@@ -83,75 +89,105 @@ class Log:
     summed: bool
 
     def all(self, *names: str) -> tuple[Signal, ...]:
-        return tuple(s for s in self.signals if s.name in names)
+        return tuple(signal for signal in self.signals if signal.name in names)
 
     def last(self, *names: str) -> Signal | None:
-        return next((s for s in reversed(self.signals) if s.name in names), None)
+        for signal in reversed(self.signals):
+            if signal.name in names:
+                return signal
+        return None
 
     @property
     def headless(self) -> bool:
-        """Whether the beginning is not there: of open-instruct its arguments; of HF Trainer its first steps, or the
-        bar before them. Of its stdout alone, or what W&B kept of it, nothing that came before training is there."""
-        if not any("epoch" in s.extra for s in self.steps[:1]):
-            return not self.blocks and bool(self.steps or self.all("total_steps"))
-        started = [int(s.fields["total"]) for s in self.all("bar_begun")]
-        if self.total_steps in started:
+        """Whether the beginning is missing.
+
+        Of open-instruct the arguments; of HF Trainer the first steps, or the bar before them. Its
+        stdout alone, or what W&B kept of it, has nothing that came before training.
+        """
+        is_of_trainer = bool(self.steps) and "epoch" in self.steps[0].extra
+        if not is_of_trainer:
+            has_training = bool(self.steps or self.all("total_steps"))
+            return has_training and not self.blocks
+        if any(int(bar.fields["total"]) == self.total_steps for bar in self.all("bar_begun")):
             return False
-        prepared = any("%|" in s.text for s in self.all(*_STARTS))
-        if not prepared and not self.all("trainer", "trainer_of"):
+        has_bar = any("%|" in signal.text for signal in self.all(*_STARTS))
+        if not has_bar and not self.all("trainer", "trainer_of"):
             return True
-        steps = [s.step for s in self.steps[:2]]
-        return self.numbered and (len(steps) == 1 or steps[0] > steps[1] - steps[0])
+        if not self.numbered:
+            return False
+        if len(self.steps) == 1:
+            return True
+        first = self.steps[0].step
+        return first > self.steps[1].step - first
 
     @property
     def last_step(self) -> int | None:
-        shown = [self.steps[-1].step] if self.steps and self.numbered else []
-        return max([*shown, *(self.last_bar or ())[:1]], default=None)
+        steps = []
+        if self.steps and self.numbered:
+            steps.append(self.steps[-1].step)
+        if self.last_bar is not None:
+            steps.append(self.last_bar[0])
+        return max(steps, default=None)
 
     def argument(self, key: str) -> tuple[LogLine, ...]:
+        """The line of an argument, if there is one."""
         if key not in self.arguments:
             return ()
-        return (LogLine(path=self.path, line=self.argument_lines[key], text=f"{key}={self.arguments[key]}"),)
+        text = f"{key}={self.arguments[key]}"
+        return (LogLine(path=self.path, line=self.argument_lines[key], text=text),)
 
 
 def scan(path: Path, patterns: Sequence[Pattern]) -> Log:
-    """Read a console log of any size, in pieces, into a `Log`. Lines are counted by line feeds; carriage returns
-    divide a line into segments. A log that is still written to is read as far as it goes now, a pipe to its end.
-    Raises OSError if the file cannot be read; nothing in its content raises."""
-    with opened(path) as pieces:
+    """Read a console log of any size, in pieces, into a `Log`.
+
+    Lines are counted by line feeds; carriage returns divide a line into segments. A log that is
+    still written to is read as far as it goes now, a pipe to its end. Raises OSError if the file
+    cannot be read; nothing in its content raises.
+    """
+    with open_pieces(path) as pieces:
         reading = _Reading(path=path, patterns=patterns)
-        bars: list[tuple[int, int, int]] = []
+        bars: list[LastBar] = []
+        # hits beyond the end of a piece, which belong among those of the next, with their lines
         late: list[tuple[int, Hit]] = []
         line = 1
         # a piece at a time: all of them together would hold the whole file
         for piece in survey(pieces, patterns):
-            following = line + piece.feeds
+            next_line = line + piece.feeds
             hits = late + [(line + hit.line, hit) for hit in piece.hits]
             hits.sort(key=lambda placed: placed[0])
-            # what is followed past the end of a piece stands among the hits of the next
-            late = [(at, hit) for at, hit in hits if at >= following]
-            for at, hit in hits:
-                if at < following:
-                    reading.match(hit, at)
-            bars += [(total, done, line + at) for total, done, at in piece.bars]
-            line = following
-        for at, hit in late:
-            reading.match(hit, at)
-        for total, done, at in bars:
-            reading.bar(total, done, at)
-        return reading.log(line - (not pieces.cut_off))
+            late = []
+            for number, hit in hits:
+                if number < next_line:
+                    reading.add(hit, number)
+                else:
+                    late.append((number, hit))
+            for bar in piece.bars:
+                bars.append(bar._replace(line=line + bar.line))
+            line = next_line
+        for number, hit in late:
+            reading.add(hit, number)
+        for bar in bars:
+            reading.add_bar(bar)
+        lines = line if pieces.cut_off else line - 1
+        return reading.finish(lines)
 
 
 def number(text: str | bytes | None) -> float | None:
+    if text is None:
+        return None
     try:
-        return None if text is None else float(text)
+        return float(text)
     except ValueError:
         return None
 
 
 @dataclass(slots=True, kw_only=True)
 class _Reading:
-    """One scan: what was kept so far, and what is still open where a piece ends."""
+    """One scan: what is kept so far, and what is still open where a piece ends.
+
+    `dicts` are the step lines of HF Trainer, `entries` counts its dicts, `shown` are the bars
+    beside them by line. `busy_line` is the last line of work, `earlier_line` the one before.
+    """
 
     path: Path
     patterns: Sequence[Pattern]
@@ -165,222 +201,360 @@ class _Reading:
     open_value: tuple[str, str] | None = None
     announced: int | None = None
     highest: int = 0
-    shown: dict[int, tuple[int, int]] = field(default_factory=dict)
+    shown: dict[int, ShownBar] = field(default_factory=dict)
     entries: int = 0
     final_epoch: float | None = None
     over: bool = False
     rated: int | None = None
     numbered: bool = True
-    bars: dict[int, tuple[int, int]] = field(default_factory=dict)
+    bars: dict[int, LastBar] = field(default_factory=dict)
     begins: int = 1
     busy_line: int = 0
     earlier_line: int = 0
 
-    def bar(self, total: int, done: int, line: int) -> None:
-        if line >= self.begins and (total in self.bars or len(self.bars) < KEPT_SIGNALS):
-            self.bars[total] = (done, line)
+    def add_bar(self, bar: LastBar) -> None:
+        if bar.line < self.begins:
+            return
+        if bar.total in self.bars or len(self.bars) < KEPT_SIGNALS:
+            self.bars[bar.total] = bar
 
-    def match(self, hit: Hit, line: int) -> None:
+    def add(self, hit: Hit, line: int) -> None:
         if hit.fields is not None:
             self._keep("exception", hit, hit.fields, line)
             return
-        name, regex = self.patterns[hit.pattern].name, self.patterns[hit.pattern].regex
-        match = regex.search(hit.segment)
+        pattern = self.patterns[hit.pattern]
+        match = pattern.regex.search(hit.segment)
         if match is None:
-            self.entries += hit.skipped if name == "metrics" else 0
-            return
-        if name == "metrics":
-            self._metrics(match["pairs"], hit, line)
-            return
-        if name == "step":
-            if hit.whole or _WHOLE.search(match["loss"]):
-                self._step(match, hit.segment, line)
-            return
-        # of arguments the whole value counts
-        most = len(hit.segment) if name == "arguments" else FIELD_BYTES
-        groups = {k: text(v[:most]) for k, v in match.groupdict().items() if v is not None}
-        if name == "arguments":
-            self._argument(groups, line)
-            return
+            if pattern.name == "metrics":
+                self.entries += hit.skipped
+        elif pattern.name == "metrics":
+            self._add_dict(match["pairs"], hit, line)
+        elif pattern.name == "step":
+            if hit.is_complete or _COMPLETE_LOSS.search(match["loss"]):
+                self._add_step(match, hit.segment, line)
+        elif pattern.name == "arguments":
+            self._add_argument(_groups(match, len(hit.segment)), line)
+        else:
+            self._add_signal(pattern.name, _groups(match, FIELD_BYTES), hit, line)
+
+    def _add_signal(self, name: str, fields: Mapping[str, str], hit: Hit, line: int) -> None:
         if name in _WORK:
-            self.earlier_line, self.busy_line = self.busy_line, line
+            self._work(line)
         if name == "total_steps":
-            # a line of a step before is a word of the training data, which upstream shows
-            self.announced, self.highest, self.steps = int(groups["total"]), 0, []
-        self._keep(name, hit, groups, line)
+            # a step line before it is a word of the training data, which upstream shows
+            self.announced = int(fields["total"])
+            self.highest = 0
+            self.steps = []
+        self._keep(name, hit, fields, line)
+
+    def _work(self, line: int) -> None:
+        self.earlier_line = self.busy_line
+        self.busy_line = line
 
     def _keep(self, name: str, hit: Hit, fields: Mapping[str, str], line: int) -> None:
-        """Of many, the first ones, the first ones after the last work, and the last ones."""
+        """Keep a signal; of many the first, the first after the last work, and the last."""
         kept = self.kept.setdefault(name, [])
-        kept.append(Signal(name=name, path=self.path, line=line, text=clean(hit.segment), fields=fields))
+        content = clean(hit.segment)
+        kept.append(Signal(name=name, path=self.path, line=line, text=content, fields=fields))
         while len(kept) > 2 * KEPT_SIGNALS:
-            since = kept[0].line <= self.earlier_line < kept[KEPT_SIGNALS].line
-            if since and len(kept) <= 3 * KEPT_SIGNALS:
+            is_after_work = kept[0].line <= self.earlier_line < kept[KEPT_SIGNALS].line
+            if not is_after_work:
+                del kept[KEPT_SIGNALS]
+            elif len(kept) > 3 * KEPT_SIGNALS:
+                del kept[2 * KEPT_SIGNALS]
+            else:
                 break
-            del kept[(2 if since else 1) * KEPT_SIGNALS]
 
-    def _argument(self, groups: Mapping[str, str], line: int) -> None:
-        """A line of the arguments dump: one value a line, a long list over several."""
+    def _add_argument(self, groups: Mapping[str, str], line: int) -> None:
+        """Add a line of the arguments dump: one value a line, a long list over several."""
         if "field" in groups:
             if self.in_block and len(self.arguments) < KEPT_ARGUMENTS:
-                self._value(groups["field"], "deep" in groups, line)
+                self._add_value(groups["field"], line, is_deep="deep" in groups)
             return
-        self.in_block, self.open_value = "block" in groups, None
-        if self.in_block:
-            if groups["block"] in self.blocks or ("first" in groups and self.blocks):
-                # a second dump means a second run in one file; of the first only what came after its last sign of
-                # work stays, because DPO prints its attention line before the dump
-                late = [s for s in self._kept("attention") if s.line > self.busy_line]
-                self._forget_arguments()
-                self._restart(line)
-                self.kept = {"attention": late}
-            self.blocks.append(groups["block"])
+        self.in_block = "block" in groups
+        self.open_value = None
+        if not self.in_block:
+            return
+        block = groups["block"]
+        if block in self.blocks or ("first" in groups and self.blocks):
+            # a second dump is of a second run in one file; of what stood before it, only what came
+            # after the last work stays: DPO prints its attention line before the dump
+            late = [signal for signal in self._kept("attention") if signal.line > self.busy_line]
+            self._forget_arguments()
+            self._restart(line)
+            self.kept = {"attention": late}
+        self.blocks.append(block)
 
-    def _value(self, shown: str, deep: bool, line: int) -> None:
+    def _add_value(self, shown: str, line: int, *, is_deep: bool) -> None:
         key, value = self.open_value or ("", "")
-        if deep or (self.open_value and shown[:1] in ("]", "}", ")")):
-            value = f"{value}{shown} " if deep else value.rstrip(", ") + shown
+        if is_deep:
+            value += f"{shown} "
+        elif self.open_value and shown.startswith(("]", "}", ")")):
+            value = value.rstrip(", ") + shown
         else:
             key, _, value = shown.partition("=")
-        closed = not deep and not value.endswith(("[", "{", "("))
-        self.open_value = None if closed or len(value) > SEGMENT_BYTES else (key, value)
-        if closed and key:
+        is_closed = not is_deep and not value.endswith(("[", "{", "("))
+        self.open_value = None
+        if not is_closed and len(value) <= SEGMENT_BYTES:
+            self.open_value = (key, value)
+        if is_closed and key:
             self.arguments.setdefault(key, value.rstrip(","))
             self.argument_lines.setdefault(key, line)
 
     def _forget_arguments(self) -> None:
-        self.steps, self.blocks, self.arguments, self.argument_lines = [], [], {}, {}
-        self.announced, self.highest = None, 0
+        self.steps = []
+        self.blocks = []
+        self.arguments = {}
+        self.argument_lines = {}
+        self.announced = None
+        self.highest = 0
 
     def _restart(self, begins: int) -> None:
-        """What stands before this line is of an earlier run, to whose log this one's is appended."""
+        """Forget what stands before this line: it is of an earlier run in the same file."""
         self.begins = begins
-        self.kept = {n: [s for s in ss if s.line >= begins] for n, ss in self.kept.items()}
-        self.bars = {total: bar for total, bar in self.bars.items() if bar[1] >= begins}
-        self.dicts, self.shown, self.entries = [], {}, 0
-        self.final_epoch, self.over, self.rated = None, False, None
+        for name, signals in self.kept.items():
+            self.kept[name] = [signal for signal in signals if signal.line >= begins]
+        self.bars = {bar.total: bar for bar in self.bars.values() if bar.line >= begins}
+        self.dicts = []
+        self.shown = {}
+        self.entries = 0
+        self.final_epoch = None
+        self.over = False
+        self.rated = None
 
-    def _leave_an_earlier(self) -> None:
-        """What has begun behind the end of a run, and came to no step, is another one."""
-        ended = max([self.busy_line if self.over else 0, *(s.line for s in self._kept(*_ENDS))])
-        last = max((s.line for s in self.steps + self.dicts), default=0)
-        if begun := [s.line for s in self._kept("begun", "refused") if s.line > ended > last]:
+    def _forget_ended_run(self) -> None:
+        """Forget a run if another one began behind its end and came to no step."""
+        ended = self.busy_line if self.over else 0
+        for signal in self._kept(*_ENDS):
+            ended = max(ended, signal.line)
+        last = max((step.line for step in self.steps + self.dicts), default=0)
+        if last >= ended:
+            return
+        begun = [signal.line for signal in self._kept("begun", "refused") if signal.line > ended]
+        if begun:
             self._forget_arguments()
             self._restart(min(begun))
 
     def _kept(self, *names: str) -> list[Signal]:
-        return [signal for name in names for signal in self.kept.get(name, ())]
+        signals = []
+        for name in names:
+            signals += self.kept.get(name, [])
+        return signals
 
-    def _step(self, match: re.Match[bytes], segment: bytes, line: int) -> None:
-        step, loss, aux = int(match["step"]), number(match["loss"]), number(match["aux"])
-        if loss is None or step <= self.highest:  # every rank of DPO prints the same step
+    def _add_step(self, match: re.Match[bytes], segment: bytes, line: int) -> None:
+        step = int(match["step"])
+        loss = number(match["loss"])
+        # every rank of DPO prints the same step
+        if loss is None or step <= self.highest:
             return
         self.highest = step
-        rates = {"learning_rate": number(match["lr"]), "tokens_per_second": number(match["tps"])}
-        extra = {} if aux is None else {"aux_loss": aux}
-        self._add(self.steps, segment, line, step=step, loss=loss, extra=extra, **rates)
+        extra = {}
+        aux_loss = number(match["aux"])
+        if aux_loss is not None:
+            extra["aux_loss"] = aux_loss
+        self.steps.append(
+            StepLine(
+                path=self.path,
+                line=line,
+                text=clean(segment),
+                step=step,
+                loss=loss,
+                learning_rate=number(match["lr"]),
+                tokens_per_second=number(match["tps"]),
+                extra=extra,
+            )
+        )
+        self._work(line)
+        self._thin_out(self.steps)
 
-    def _metrics(self, pairs: bytes, hit: Hit, line: int) -> None:
-        """One dict of HF Trainer; which step it belongs to is settled at the end (`_number`)."""
-        shown = {text(k): text(a or b) for k, a, b in _PAIR.findall(pairs[:PAIRS_BYTES])}
-        values = {k: v for k in shown if (v := number(shown[k])) is not None}
+    def _add_dict(self, pairs: bytes, hit: Hit, line: int) -> None:
+        """Add a dict of HF Trainer; `_number_dicts` finds later which step it belongs to."""
+        shown = {}
+        for key, quoted, plain in _PAIR.findall(pairs[:PAIRS_BYTES]):
+            shown[text(key)] = text(quoted or plain)
+        values = {}
+        for name, words in shown.items():
+            value = number(words)
+            if value is not None:
+                values[name] = value
         if "loss" not in values:
-            self.final_epoch, self.over = values.get("epoch", self.final_epoch), True
-            self.rated = _product(*(shown.get(k, "") for k in ("train_runtime", "train_steps_per_second")))
-            self.earlier_line, self.busy_line = self.busy_line, line
+            # HF Trainer sums up
+            self.over = True
+            self.final_epoch = values.get("epoch", self.final_epoch)
+            runtime = shown.get("train_runtime", "")
+            steps_per_second = shown.get("train_steps_per_second", "")
+            self.rated = _product(runtime, steps_per_second)
+            self._work(line)
             return
-        before = self.dicts[-1].extra.get("epoch", 0) if self.dicts else 0
-        if self.over or values.get("epoch", 0) < before:
+        epoch_before = self.dicts[-1].extra.get("epoch", 0) if self.dicts else 0
+        if self.over or values.get("epoch", 0) < epoch_before:
             self._restart(self.busy_line + 1)
         self.entries += 1 + hit.skipped
         if hit.bar is not None:
             self.shown[line] = hit.bar
-        loss, rate = values.pop("loss"), values.pop("learning_rate", None)
-        self._add(self.dicts, hit.segment, line, step=self.entries, loss=loss, learning_rate=rate, extra=values)
+        loss = values.pop("loss")
+        learning_rate = values.pop("learning_rate", None)
+        self.dicts.append(
+            StepLine(
+                path=self.path,
+                line=line,
+                text=clean(hit.segment),
+                step=self.entries,
+                loss=loss,
+                learning_rate=learning_rate,
+                extra=values,
+            )
+        )
+        self._work(line)
+        self._thin_out(self.dicts)
 
-    def _add(self, steps: list[StepLine], segment: bytes, line: int, **values: Any) -> None:
-        self.earlier_line, self.busy_line = self.busy_line, line
-        steps.append(StepLine(path=self.path, line=line, text=clean(segment), **values))
-        if len(steps) > KEPT_STEPS:  # memory is bounded: half of a longer run is let go
-            sound = (math.isfinite(s.loss) and math.isfinite(s.extra.get("grad_norm", 0.0)) for s in steps)
-            spared = set([s.line for s, good in zip(steps, sound, strict=True) if not good][:KEPT_BAD])
-            steps[1:-1] = [s for i, s in enumerate(steps[1:-1]) if i % 2 or s.line in spared]
-            self.shown = {s.line: self.shown[s.line] for s in steps if s.line in self.shown}
+    def _thin_out(self, steps: list[StepLine]) -> None:
+        """Let half of a long run go, so that memory is bounded; not the steps that are bad."""
+        if len(steps) <= KEPT_STEPS:
+            return
+        bad = [step.line for step in steps if not _is_finite(step)]
+        spared = set(bad[:KEPT_BAD])
+        middle = []
+        for index, step in enumerate(steps[1:-1]):
+            if index % 2 or step.line in spared:
+                middle.append(step)
+        steps[1:-1] = middle
+        lines = {step.line for step in steps}
+        self.shown = {line: bar for line, bar in self.shown.items() if line in lines}
 
-    def log(self, lines: int) -> Log:
-        self._leave_an_earlier()
-        bars = [self.shown.get(found.line, (0, 0)) for found in self.dicts]
-        total = self.announced or self._beside([of for _, of in bars]) or self._total()
-        if not self.steps and self.announced is None:  # else a dict is a word of the training data
-            steps = self._number([done for done, of in bars if of == total], total)
-            self.steps = [replace(found, step=step) for found, step in zip(self.dicts, steps, strict=True)]
+    def finish(self, lines: int) -> Log:
+        self._forget_ended_run()
+        bars = [self.shown.get(step.line, ShownBar(0, 0)) for step in self.dicts]
+        total = self.announced or self._total_beside(bars) or self._total_alone()
+        # with an announcement, a dict is a word of the training data
+        if not self.steps and self.announced is None:
+            shown_steps = [bar.done for bar in bars if bar.total == total]
+            numbers = self._number_dicts(shown_steps, total)
+            for step, step_number in zip(self.dicts, numbers, strict=True):
+                self.steps.append(replace(step, step=step_number))
+        last_bar = None
+        if total is not None and total in self.bars:
+            last_bar = (self.bars[total].done, self.bars[total].line)
+        signals = self._kept(*self.kept)
+        signals.sort(key=lambda signal: (signal.line, signal.name))
         return Log(
             path=self.path,
             lines=lines,
-            signals=tuple(sorted(itertools.chain(*self.kept.values()), key=lambda s: (s.line, s.name))),
+            signals=tuple(signals),
             steps=tuple(self.steps),
             numbered=self.numbered,
             arguments=self.arguments,
             argument_lines=self.argument_lines,
             blocks=tuple(self.blocks),
             total_steps=total,
-            last_bar=self.bars.get(total) if total is not None else None,
+            last_bar=last_bar,
             summed=self.over,
         )
 
-    def _beside(self, totals: Sequence[int]) -> int | None:
-        """The total of the training's bar: the last one beside a dict, where that is no evaluation's."""
-        counts = Counter(total for total in totals if total)
-        last = next((total for total in reversed(totals) if total), None)
-        if last is None or counts[last] > 1 or len(counts) == 1:
+    def _total_beside(self, bars: Sequence[ShownBar]) -> int | None:
+        """The total of training's bar: the last one beside a dict that is no evaluation's."""
+        totals = [bar.total for bar in bars if bar.total]
+        if not totals:
+            return None
+        last = totals[-1]
+        counts = Counter(totals)
+        if counts[last] > 1 or len(counts) == 1:
             return last
-        since = self.dicts[-2].line
-        again = any(s.line > since for s in self._kept(*_STARTS))
-        return last if again else counts.most_common(1)[0][0]
+        dict_before = self.dicts[-2].line
+        has_restarted = any(signal.line > dict_before for signal in self._kept(*_STARTS))
+        return last if has_restarted else counts.most_common(1)[0][0]
 
-    def _total(self) -> int | None:
-        """The steps where no dict stands beside a bar. A bar alone may be of anything."""
-        trains = self.dicts or self.over or self.blocks or self._kept("planned", "trainer", "saving", *_ENDS)
-        bars = self.bars if trains or any(" train dataset" in s.text for s in self._kept("begun")) else {}
+    def _total_alone(self) -> int | None:
+        """The steps if no dict stands beside a bar. A bar alone may be of anything."""
         planned = self._kept("planned")
-        announced = int(planned[-1].fields["total"].replace(",", "")) if planned else None
-        # those of the data are over before it begins, those of its evaluations begin after it
-        begun = [of for s in self._kept("bar_begun") if (of := int(s.fields["total"])) in bars]
-        cut = next((of for of in begun if bars[of][0] < of), None)
-        return announced or cut or max(begun, default=next(iter(bars), self.rated))
+        if planned:
+            announced = int(planned[-1].fields["total"].replace(",", ""))
+            if announced:
+                return announced
+        bars = self.bars if self._is_training() else {}
+        begun = []
+        for signal in self._kept("bar_begun"):
+            total = int(signal.fields["total"])
+            if total in bars:
+                begun.append(total)
+        # bars of the data are over before training begins, bars of its evaluations begin after it
+        for total in begun:
+            if bars[total].done < total:
+                return total
+        if begun:
+            return max(begun)
+        return next(iter(bars), self.rated)
 
-    def _number(self, beside: list[int], total: int | None) -> list[int]:
-        """The optimizer step of each of HF Trainer's dicts, which do not name it. The bar redrawn beside the dict
-        shows it, unless stdout was buffered and all dicts came in one heap: then the share of the epochs done tells,
-        else the count."""
-        if len(beside) == len(self.dicts) and _rising(beside):
-            return beside
-        epochs = [s.extra.get("epoch", 0.0) for s in self.dicts]
+    def _is_training(self) -> bool:
+        if self.dicts or self.over or self.blocks:
+            return True
+        if self._kept("planned", "trainer", "saving", *_ENDS):
+            return True
+        return any(" train dataset" in signal.text for signal in self._kept("begun"))
+
+    def _number_dicts(self, shown_steps: list[int], total: int | None) -> list[int]:
+        """The optimizer step of each of HF Trainer's dicts, which do not name it.
+
+        The bar redrawn beside the dict shows it, unless stdout was buffered and all dicts came in
+        one heap: then the share of the epochs done tells, else the count.
+        """
+        if len(shown_steps) == len(self.dicts) and _is_rising(shown_steps):
+            return shown_steps
         if total and self.final_epoch:
-            shares = [round(total * epoch / self.final_epoch) for epoch in epochs]
-            counts = [s.step for s in self.dicts]
-            each = max(1, round(shares[-1] / counts[-1])) if counts else 1
-            margin = total / self.final_epoch * _EPOCH_DIGITS + 1
-            if all(abs(each * n - at) <= margin for n, at in zip(counts, shares, strict=True)):
-                return [each * n for n in counts]
-            if _rising([0, *shares]):
-                return shares
-        last = self.bars.get(total or 0, (0, 0))[0]
+            numbers = self._number_by_epochs(total, self.final_epoch)
+            if numbers is not None:
+                return numbers
+        bar = self.bars.get(total or 0)
+        last = 0 if bar is None else bar.done
         self.numbered = not self.dicts or last > 0
-        every = max(1, round(last / max(1, self.entries)))
-        return [s.step * every for s in self.dicts]
+        interval = max(1, round(last / max(1, self.entries)))
+        return [step.step * interval for step in self.dicts]
+
+    def _number_by_epochs(self, total: int, final_epoch: float) -> list[int] | None:
+        by_epoch = []
+        for step in self.dicts:
+            epoch = step.extra.get("epoch", 0.0)
+            by_epoch.append(round(total * epoch / final_epoch))
+        interval = 1
+        if self.dicts:
+            interval = max(1, round(by_epoch[-1] / self.dicts[-1].step))
+        by_count = [interval * step.step for step in self.dicts]
+        margin = total / final_epoch * _EPOCH_ERROR + 1
+        if _are_close(by_count, by_epoch, margin):
+            return by_count
+        return by_epoch if _is_rising([0, *by_epoch]) else None
+
+
+def _groups(match: re.Match[bytes], most: int) -> dict[str, str]:
+    groups = {}
+    for name, value in match.groupdict().items():
+        if value is not None:
+            groups[name] = text(value[:most])
+    return groups
+
+
+def _is_finite(step: StepLine) -> bool:
+    return math.isfinite(step.loss) and math.isfinite(step.extra.get("grad_norm", 0.0))
 
 
 def _product(*factors: str) -> int | None:
-    """The whole number of which these are rounded factors, where they leave but one."""
-    low = high = 1.0
-    for shown in factors:
-        value, half = number(shown), 0.5 * 0.1 ** len(shown.partition(".")[2])
-        if value is None or not half < value < math.inf:
+    """The whole number of which these are rounded factors, if only one is possible."""
+    low = 1.0
+    high = 1.0
+    for factor in factors:
+        value = number(factor)
+        decimals = len(factor.partition(".")[2])
+        error = 0.5 * 0.1**decimals
+        if value is None or not error < value < math.inf:
             return None
-        low, high = low * (value - half), high * (value + half)
+        low *= value - error
+        high *= value + error
     return math.floor(high) if math.floor(high) == math.ceil(low) else None
 
 
-def _rising(values: Sequence[int]) -> bool:
-    return all(a < b for a, b in itertools.pairwise(values))
+def _are_close(left: Sequence[int], right: Sequence[int], margin: float) -> bool:
+    return all(abs(a - b) <= margin for a, b in zip(left, right, strict=True))
+
+
+def _is_rising(values: Sequence[int]) -> bool:
+    return all(before < after for before, after in pairwise(values))

@@ -1,5 +1,8 @@
-"""A console file of any size -> `Pieces` of it, and the segments between line feeds and carriage returns: a bar
-redraws itself behind a carriage return, so that one physical line may hold thousands of segments."""
+"""A console file of any size as `Pieces`, and the segments between its line breaks.
+
+A progress bar redraws itself behind a carriage return: one physical line may hold thousands of
+segments.
+"""
 
 import os
 import re
@@ -9,24 +12,40 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 PIECE_BYTES = 4 << 20
-SEGMENT_BYTES = 1 << 16  # as much of one segment as is ever looked at
-BAR_BYTES = 2_000  # a bar on a wide terminal
-BEYOND_BYTES = 1 << 17  # of what follows a piece, for a traceback that is open where it ends
+SEGMENT_BYTES = 1 << 16
+"""Bytes of a segment that are looked at."""
+BAR_BYTES = 2_000
+"""A bar on a wide terminal."""
+BEYOND_BYTES = 1 << 17
+"""Bytes behind a piece that belong to it, for a traceback that is open where it ends."""
 TEXT_CHARS = 300
 
-# Training's bar is the one without a description before the percentage.
-BAR = re.compile(rb"(?:\A|[\r\n])[ \t]*\d+%\|[^|\r\n]*\|[ \t]*(?P<done>\d{1,12})/(?P<total>\d{1,12}) \[")
+# The bar of training has no description before the percentage.
+BAR = re.compile(
+    rb"(?:\A|[\r\n])[ \t]*\d+%\|[^|\r\n]*\|[ \t]*(?P<done>\d{1,12})/(?P<total>\d{1,12}) \["
+)
 _ANSI = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b\r\n]*(?:\x07|\x1b\\)?|[@-Z\\^_])")
 _LEADING_BAR = re.compile(r"^[^|]{0,120}%\|[^|]*\|[^\[]{1,40}\[[^\]]*\]")
 _BREAK = re.compile(rb"[\r\n]")
 
 
+class LogPiece(NamedTuple):
+    """The segments from `start` to `stop` of a block without colours, with what surrounds them."""
+
+    block: bytes
+    start: int
+    stop: int
+
+
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """A file as it was when it was opened: what is written to it later is not read. Every piece can be read by itself;
-    a file that was cut short since gives less."""
+    """A file as it was when it was opened: what is written later is not read.
+
+    Every piece can be read by itself; a file that was cut short since gives less.
+    """
 
     file: int
     size: int
@@ -38,34 +57,46 @@ class Pieces:
     def cut_off(self) -> bool:
         return self.size > 0 and self._read(self.size - 1, self.size) != b"\n"
 
-    def read(self, index: int) -> tuple[bytes, int, int]:
-        """The segments that begin in one part of the file: a block, without colours, from where to where. Before them
-        stands as much as a progress bar takes, behind them as much as a traceback does."""
-        begin, end = self._edge(index * PIECE_BYTES), self._edge((index + 1) * PIECE_BYTES)
+    def read(self, index: int) -> LogPiece:
+        """The segments that begin in one part of the file.
+
+        Before them the block has as much as a progress bar takes, behind them as much as a
+        traceback does.
+        """
+        begin = self._segment_start(index * PIECE_BYTES)
+        end = self._segment_start((index + 1) * PIECE_BYTES)
         low = max(0, begin - BAR_BYTES)
         block = self._read(low, min(self.size, end + BEYOND_BYTES))
-        start, stop = begin - low, end - low
-        if b"\x1b" in block:
-            # faster than `sub`
-            parts = [b"".join(_ANSI.split(part)) for part in (block[:start], block[start:stop], block[stop:])]
-            block, start = b"".join(parts), len(parts[0])
-            stop = start + len(parts[1])
-        return block, start, stop
+        start = begin - low
+        stop = end - low
+        if b"\x1b" not in block:
+            return LogPiece(block, start, stop)
+        before = _without_colours(block[:start])
+        inside = _without_colours(block[start:stop])
+        behind = _without_colours(block[stop:])
+        start = len(before)
+        return LogPiece(before + inside + behind, start, start + len(inside))
 
-    def _edge(self, at: int) -> int:
+    def _segment_start(self, position: int) -> int:
         """Where the first segment from here on begins; a very long one is cut in two."""
-        if at == 0 or at >= self.size:
-            return min(at, self.size)
-        found = _BREAK.search(self._read(at - 1, at + SEGMENT_BYTES))
-        return at - 1 + found.end() if found else at
+        if position == 0 or position >= self.size:
+            return min(position, self.size)
+        view = self._read(position - 1, position + SEGMENT_BYTES)
+        match = _BREAK.search(view)
+        return position if match is None else position - 1 + match.end()
 
     def _read(self, start: int, stop: int) -> bytes:
         return os.pread(self.file, min(stop, self.size) - start, start)
 
 
+def _without_colours(raw: bytes) -> bytes:
+    # faster than `sub`
+    return b"".join(_ANSI.split(raw))
+
+
 @contextmanager
-def opened(path: Path) -> Iterator[Pieces]:
-    """The pieces of a file; a pipe, which has no beginning to look at, is copied first. Raises OSError."""
+def open_pieces(path: Path) -> Iterator[Pieces]:
+    """The pieces of a file; a pipe has no beginning to go back to and is copied. Raises OSError."""
     with path.open("rb") as file:
         if path.is_file():
             yield Pieces(file.fileno(), os.fstat(file.fileno()).st_size)
@@ -76,28 +107,29 @@ def opened(path: Path) -> Iterator[Pieces]:
             yield Pieces(copy.fileno(), os.fstat(copy.fileno()).st_size)
 
 
-def bounds(block: bytes, at: int) -> tuple[int, int]:
-    """Start and end of the segment around `at`; start is -1 where it begins too far back. Then `end` is where the
-    next segment may begin."""
-    low = max(0, at - SEGMENT_BYTES)
-    feed = block.rfind(b"\n", low, at)
-    carriage = block.rfind(b"\r", max(low, feed), at)
+def find_segment(block: bytes, position: int) -> tuple[int, int]:
+    """Start and end of the segment around a position.
+
+    Start is -1 if the segment begins too far back; `end` is then where the next one may begin.
+    """
+    low = max(0, position - SEGMENT_BYTES)
+    feed = block.rfind(b"\n", low, position)
+    carriage = block.rfind(b"\r", max(low, feed), position)
     start = max(feed, carriage) + 1
     if start == 0 and low > 0:
-        return -1, _next_break(block, at)
-    high = min(len(block), start + SEGMENT_BYTES)
-    for separator in (b"\n", b"\r"):
-        found = block.find(separator, at, high)
-        high = found if found >= 0 else high
-    return start, max(high, at + 1)
+        return -1, _next_break(block, position, len(block))
+    limit = min(len(block), start + SEGMENT_BYTES)
+    end = _next_break(block, position, limit)
+    return start, max(end, position + 1)
 
 
-def _next_break(block: bytes, at: int) -> int:
-    feed = block.find(b"\n", at)
+def _next_break(block: bytes, position: int, limit: int) -> int:
+    """The next line feed or carriage return before the limit, else the limit."""
+    feed = block.find(b"\n", position, limit)
     if feed < 0:
-        feed = len(block)
-    carriage = block.find(b"\r", at, feed)
-    return carriage if carriage >= 0 else feed
+        feed = limit
+    carriage = block.find(b"\r", position, feed)
+    return feed if carriage < 0 else carriage
 
 
 def text(raw: bytes) -> str:
@@ -105,8 +137,12 @@ def text(raw: bytes) -> str:
 
 
 def clean(segment: bytes) -> str:
-    """At most 300 printable characters, without the progress bar that the text stands behind."""
-    whole = text(segment)
-    rest = _LEADING_BAR.sub("", whole).strip() if "%|" in whole else whole
-    shown = (rest or whole)[:TEXT_CHARS]
-    return shown if shown.isprintable() else "".join(c for c in shown if c.isprintable())
+    """At most 300 printable characters, without a progress bar before them."""
+    content = text(segment)
+    if "%|" in content:
+        behind_bar = _LEADING_BAR.sub("", content).strip()
+        content = behind_bar or content
+    shown = content[:TEXT_CHARS]
+    if shown.isprintable():
+        return shown
+    return "".join(filter(str.isprintable, shown))

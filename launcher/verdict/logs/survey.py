@@ -1,5 +1,8 @@
-"""Pieces of a log -> what is worth reading of each: a `LogSurvey`. A piece is surveyed by itself, so that a large file
-is never in memory. The lines of a survey are counted from 0 where the piece begins."""
+"""What is worth reading of each piece of a log: a `LogSurvey`.
+
+A piece is surveyed by itself, so that a large file is never in memory. The lines of a survey are
+counted from 0 where the piece begins.
+"""
 
 from __future__ import annotations
 
@@ -9,57 +12,91 @@ from itertools import islice
 from typing import NamedTuple
 
 from launcher.upstream.logs.common import EVERYWHERE, Pattern
-from launcher.verdict.logs.segments import BAR, BAR_BYTES, Pieces, bounds
+from launcher.verdict.logs.segments import BAR, BAR_BYTES, LogPiece, Pieces, find_segment
 from launcher.verdict.logs.tracebacks import FIRST_LINE, FRAMES_FIRST, Tracebacks
 
-KEPT_SIGNALS = 50  # of each name: from the beginning, from the last step on, and from the end
+KEPT_SIGNALS = 50
+"""Signals of each name: from the beginning, from the last step on, and from the end."""
 KEPT_STEPS = 50_000
-SAMPLED_STEPS = 20_000  # lines of steps of a large log, at even distances
+SAMPLED_STEPS = 20_000
+"""Lines of steps of a large log, at even distances."""
 SAMPLED = ("step", "metrics")
-NUMBERED = "metrics"  # the sampled pattern whose lines tell by their number what they belong to
-RAISED = -1  # the index of no pattern: what a traceback raised
+NUMBERED = "metrics"
+"""The sampled pattern whose lines tell by their number what they belong to."""
+RAISED = -1
+"""The index of no pattern: what a traceback raised."""
 
-_EDGE_PIECES = 2  # at either end of a log, searched for every pattern
-_STARTS = (b"TokenizerConfig(", b"Total optimization steps = ")  # a piece with one of these is too
-_TRIED = 8_000  # lines with a needle, where none of them matches
-_ALWAYS = 64  # lines of a piece that are read whatever the sample, or as many as that is
-_LAST = 17  # lines of a piece that are read too: the last steps, as eight ranks print them
-_LAST_BARS = 400  # of a piece, looked through from its end
+_EDGE_PIECES = 2
+"""Pieces at either end of a log that are searched for every pattern."""
+_STARTS = (b"TokenizerConfig(", b"Total optimization steps = ")
+"""A piece with one of these is searched too."""
+_TRIED = 8_000
+"""Lines with a needle that are tried if none matches."""
+_ALWAYS = 64
+"""Lines of a piece that are read whatever the sample, or as many as that is."""
+_LAST = 17
+"""Last lines of a piece that are read too: the last steps, as eight ranks print them."""
+_LAST_BARS = 400
+"""Bars of a piece that are looked at, from its end."""
 _DUMP_LINES = 4_000
 
 
+class ShownBar(NamedTuple):
+    """A progress bar beside a segment."""
+
+    done: int
+    total: int
+
+
+class LastBar(NamedTuple):
+    """Where the bar of a total stands last."""
+
+    total: int
+    done: int
+    line: int
+
+
 class Hit(NamedTuple):
-    """A segment that a pattern is about; of a pattern that is not sampled, one that it matches. `skipped` counts the
-    segments of a numbered pattern that were left out since its last hit, `whole` is False where the log ends before
-    the segment does, and `bar` is the progress bar beside it: (done, total). `fields` are those of an exception."""
+    """A segment that a pattern is about; if the pattern is not sampled, one that it matches.
+
+    `skipped` counts the segments of a numbered pattern that were left out since its last hit.
+    `is_complete` is False if the log ends before the segment does. `fields` are those of an
+    exception.
+    """
 
     pattern: int
     line: int
     segment: bytes
-    whole: bool = True
+    is_complete: bool = True
     skipped: int = 0
-    bar: tuple[int, int] | None = None
+    bar: ShownBar | None = None
     fields: Mapping[str, str] | None = None
 
 
 def survey(pieces: Pieces, patterns: Sequence[Pattern]) -> Iterator[LogSurvey]:
     count = len(pieces)
-    few = count <= 2 * _EDGE_PIECES
-    share = KEPT_STEPS if few else max(_ALWAYS, SAMPLED_STEPS // count)
+    share = KEPT_STEPS
+    if count > 2 * _EDGE_PIECES:
+        share = max(_ALWAYS, SAMPLED_STEPS // count)
     for index in range(count):
-        edge = not _EDGE_PIECES <= index < count - _EDGE_PIECES
-        block, start, stop = pieces.read(index)
-        if index and not _has_break(block, start, stop):
+        piece = pieces.read(index)
+        if index and not _has_break(piece):
             # the middle of a line of which only the begin is looked at
-            block, start, stop = b"", 0, 0
-        yield LogSurvey(block, start, stop, patterns, share, edge, index == 0)
+            piece = LogPiece(b"", 0, 0)
+        is_edge = not _EDGE_PIECES <= index < count - _EDGE_PIECES
+        yield LogSurvey(piece, patterns, share, is_edge=is_edge, is_first=index == 0)
 
 
-def _has_break(block: bytes, start: int, stop: int) -> bool:
-    return block.find(b"\n", start, stop) >= 0 or block.find(b"\r", start, stop) >= 0
+def _has_break(piece: LogPiece) -> bool:
+    for separator in (b"\n", b"\r"):
+        if piece.block.find(separator, piece.start, piece.stop) >= 0:
+            return True
+    return False
 
 
 class _Place(NamedTuple):
+    """A segment of a block that a pattern may be about."""
+
     start: int
     pattern: int
     end: int
@@ -67,160 +104,242 @@ class _Place(NamedTuple):
 
 
 class LogSurvey:
-    """What one piece holds: its line feeds, its hits, and where each bar stands last: total, done, line."""
+    """What one piece holds: its line feeds, its hits, and where each bar stands last."""
 
     def __init__(
-        self, block: bytes, start: int, stop: int, patterns: Sequence[Pattern], share: int, edge: bool, first: bool
+        self,
+        piece: LogPiece,
+        patterns: Sequence[Pattern],
+        share: int,
+        *,
+        is_edge: bool,
+        is_first: bool,
     ) -> None:
-        self.block, self.start, self.stop, self.patterns, self.share = block, start, stop, patterns, share
-        self.edge = edge or any(map(self._holds, _STARTS))
-        self.hits, self.bars = list[Hit](), list[tuple[int, int, int]]()
-        at, line, done = start, 0, 0
-        for place in sorted(self._places(first)):
-            line += block.count(b"\n", at, place.start)
-            at = place.start
-            if place.pattern == RAISED:
-                if place.start >= done:
-                    done, raised = Tracebacks().follow(block, at, stop, line)
-                    self.hits += (Hit(RAISED, found.line, found.segment, fields=found.fields) for found in raised)
-            elif self.patterns[place.pattern].name == "arguments":
-                self._dump(place, line)
-            else:
-                bar = self._bar(place) if self.patterns[place.pattern].name == NUMBERED else None
-                whole = place.end < len(block)
-                self.hits.append(Hit(place.pattern, line, block[at : place.end], whole, place.skipped, bar))
-        self.feeds = line + block.count(b"\n", at, stop)
-        self._bars()
+        self.block = piece.block
+        self.start = piece.start
+        self.stop = piece.stop
+        self.patterns = patterns
+        self.share = share
+        self.is_edge = is_edge or any(map(self._holds, _STARTS))
+        self.hits: list[Hit] = []
+        self.bars: list[LastBar] = []
+        self.feeds = self._read_hits(sorted(self._places(is_first)))
+        self._read_bars()
+
+    def _read_hits(self, places: Sequence[_Place]) -> int:
+        """Read the hits of the places, and count the line feeds of the piece."""
+        position = self.start
+        line = 0
+        followed_to = 0
+        for place in places:
+            line += self.block.count(b"\n", position, place.start)
+            position = place.start
+            if place.pattern != RAISED:
+                self._read_hit(place, line)
+            elif position >= followed_to:
+                followed_to = self._follow_traceback(position, line)
+        return line + self.block.count(b"\n", position, self.stop)
+
+    def _read_hit(self, place: _Place, line: int) -> None:
+        name = self.patterns[place.pattern].name
+        if name == "arguments":
+            self._read_dump(place, line)
+            return
+        self.hits.append(
+            Hit(
+                place.pattern,
+                line,
+                self.block[place.start : place.end],
+                is_complete=place.end < len(self.block),
+                skipped=place.skipped,
+                bar=self._bar_beside(place) if name == NUMBERED else None,
+            )
+        )
+
+    def _follow_traceback(self, position: int, line: int) -> int:
+        end, exceptions = Tracebacks().follow(self.block, position, self.stop, line)
+        for raised in exceptions:
+            self.hits.append(Hit(RAISED, raised.line, raised.segment, fields=raised.fields))
+        return end
 
     def _holds(self, needle: bytes) -> bool:
         return self.block.find(needle, self.start, self.stop) >= 0
 
-    def _places(self, first: bool) -> list[_Place]:
-        there = [
-            (index, known)
-            for index, known in enumerate(self.patterns)
-            if (self.edge or known.name in EVERYWHERE) and self._holds(known.needle)
-        ]
-        found = [place for index, known in there if known.name in SAMPLED for place in self._sample(index, known)]
-        work = sorted(place.start for place in found)[-2:-1]
-        for index, known in there:
-            if known.name not in SAMPLED:
-                found += self._ends(index, known.needle, known.regex, work)
-        if self._holds(FIRST_LINE):
-            found += self._ends(RAISED, FIRST_LINE, None, work)
-        if first and (frame := FRAMES_FIRST.match(self.block)):
-            found.append(_Place(frame.start("frame"), RAISED, frame.end()))
-        return list(dict.fromkeys(found))
-
-    def _sample(self, index: int, known: Pattern) -> list[_Place]:
-        """All segments with the needle, or evenly spaced ones, with the first and the last."""
-        block, needle = self.block, known.needle
-        few = list(islice(self._walk(index, needle, self.start), self.share + 1))
-        if len(few) <= self.share:
-            return few
-        first, last = few[0].start, block.rfind(needle, self.start, self.stop)
-        points = (first + (last - first) * n // self.share for n in range(self.share + 1))
-        found = {block.find(needle, point, self.stop) for point in points}
-        # how the last step differs from the one before it says what happened after work had ended
-        found |= {place.start for place in islice(self._back(index, needle), _LAST)}
-        for always in known.always:
-            matches = always.finditer(block, self.start, self.stop)
-            found |= {match.start() for match in islice(matches, max(_ALWAYS, self.share))}
+    def _places(self, is_first: bool) -> list[_Place]:
+        present: list[tuple[int, Pattern]] = []
+        for index, pattern in enumerate(self.patterns):
+            is_searched = self.is_edge or pattern.name in EVERYWHERE
+            if is_searched and self._holds(pattern.needle):
+                present.append((index, pattern))
         places: list[_Place] = []
-        before = self.start
-        for at in sorted(found):
-            start, end = bounds(block, at)
-            if start < before or (here := block.find(needle, start, end)) < 0:
+        for index, pattern in present:
+            if pattern.name in SAMPLED:
+                places += self._sample(index, pattern)
+        last_steps = sorted(place.start for place in places)[-2:-1]
+        for index, pattern in present:
+            if pattern.name not in SAMPLED:
+                places += self._ends(index, pattern.needle, pattern.regex, last_steps)
+        if self._holds(FIRST_LINE):
+            places += self._ends(RAISED, FIRST_LINE, None, last_steps)
+        if is_first:
+            frame = FRAMES_FIRST.match(self.block)
+            if frame is not None:
+                places.append(_Place(frame.start("frame"), RAISED, frame.end()))
+        return list(dict.fromkeys(places))
+
+    def _sample(self, index: int, pattern: Pattern) -> list[_Place]:
+        """All segments with the needle, or evenly spaced ones, with the first and the last."""
+        forward = self._walk(index, pattern.needle, self.start)
+        places = list(islice(forward, self.share + 1))
+        if len(places) <= self.share:
+            return places
+        positions = self._sampled_positions(index, pattern, places[0].start)
+        return self._places_at(index, pattern, sorted(positions))
+
+    def _sampled_positions(self, index: int, pattern: Pattern, first: int) -> set[int]:
+        """Positions with the needle, at even distances, and those that are always read."""
+        block = self.block
+        needle = pattern.needle
+        last = block.rfind(needle, self.start, self.stop)
+        positions = set()
+        for number in range(self.share + 1):
+            even = first + (last - first) * number // self.share
+            positions.add(block.find(needle, even, self.stop))
+        # how the last step differs from the one before says what happened after work had ended
+        for place in islice(self._walk_back(index, needle), _LAST):
+            positions.add(place.start)
+        most = max(_ALWAYS, self.share)
+        for always in pattern.always:
+            matches = always.finditer(block, self.start, self.stop)
+            for match in islice(matches, most):
+                positions.add(match.start())
+        return positions
+
+    def _places_at(self, index: int, pattern: Pattern, positions: Iterable[int]) -> list[_Place]:
+        block = self.block
+        needle = pattern.needle
+        places = []
+        end_before = self.start
+        for position in positions:
+            start, end = find_segment(block, position)
+            if start < end_before:
                 continue
-            skipped = block.count(needle, before, here) if known.name == NUMBERED else 0
+            needle_start = block.find(needle, start, end)
+            if needle_start < 0:
+                continue
+            skipped = 0
+            if pattern.name == NUMBERED:
+                skipped = block.count(needle, end_before, needle_start)
             places.append(_Place(start, index, end, skipped))
-            before = end
+            end_before = end
         return places
 
     def _walk(self, index: int, needle: bytes, low: int) -> Iterator[_Place]:
-        """The segments with the needle from there on."""
-        at = self.block.find(needle, low, self.stop)
-        while at >= 0:
-            start, end = bounds(self.block, at)
+        """The segments with the needle from a position on."""
+        position = self.block.find(needle, low, self.stop)
+        while position >= 0:
+            start, end = find_segment(self.block, position)
             if start >= 0:
                 yield _Place(start, index, end)
-            at = self.block.find(needle, end, self.stop)
+            position = self.block.find(needle, end, self.stop)
 
-    def _back(self, index: int, needle: bytes) -> Iterator[_Place]:
-        at = self.block.rfind(needle, self.start, self.stop)
-        while at >= 0:
-            start, end = bounds(self.block, at)
+    def _walk_back(self, index: int, needle: bytes) -> Iterator[_Place]:
+        position = self.block.rfind(needle, self.start, self.stop)
+        while position >= 0:
+            start, end = find_segment(self.block, position)
+            high = position
             if start >= 0:
                 yield _Place(start, index, end)
-            at = self.block.rfind(needle, self.start, start if start >= 0 else at)
+                high = start
+            position = self.block.rfind(needle, self.start, high)
 
-    def _ends(self, index: int, needle: bytes, regex: re.Pattern[bytes] | None, since: Sequence[int]) -> list[_Place]:
-        """The first and the last segments that match, and the first ones from each of `since` on."""
-        found: dict[int, _Place] = {}
+    def _ends(
+        self, index: int, needle: bytes, regex: re.Pattern[bytes] | None, steps: Sequence[int]
+    ) -> list[_Place]:
+        """The first and the last segments that match, and the first ones after each of `steps`."""
+        forward = self._walk(index, needle, self.start)
+        is_complete, places = self._take(forward, regex)
+        if not is_complete:
+            for step in steps:
+                places += self._take(self._walk(index, needle, step), regex)[1]
+            places += self._take(self._walk_back(index, needle), regex)[1]
+        return list({place.start: place for place in places}.values())
 
-        def take(walk: Iterable[_Place]) -> bool:
-            """Whether the walk came to its end."""
-            kept = 0
-            for tried, place in enumerate(walk):
-                if kept >= KEPT_SIGNALS or tried >= _TRIED:
-                    return False
-                if regex is None or regex.search(self.block[place.start : place.end]):
-                    found[place.start] = place
-                    kept += 1
-            return True
+    def _take(
+        self, walk: Iterable[_Place], regex: re.Pattern[bytes] | None
+    ) -> tuple[bool, list[_Place]]:
+        """The first places of a walk that match, and whether these are all that there are."""
+        places: list[_Place] = []
+        for number, place in enumerate(walk):
+            if len(places) >= KEPT_SIGNALS or number >= _TRIED:
+                return False, places
+            if regex is None or regex.search(self.block[place.start : place.end]):
+                places.append(place)
+        return True, places
 
-        if not take(self._walk(index, needle, self.start)):
-            for low in since:
-                take(self._walk(index, needle, low))
-            take(self._back(index, needle))
-        return list(found.values())
-
-    def _bar(self, place: _Place) -> tuple[int, int] | None:
+    def _bar_beside(self, place: _Place) -> ShownBar | None:
         """The progress bar that was redrawn right behind a segment, or last before it."""
-        block, end = self.block, place.end
-        found = BAR.match(block, end, end + BAR_BYTES) or BAR.match(block, end + 1)
-        low, at = max(0, place.start - BAR_BYTES), place.start
-        while found is None and (at := block.rfind(b"%|", low, at)) >= 0:
-            start, stop = bounds(block, at)
+        block = self.block
+        end = place.end
+        bar = BAR.match(block, end, end + BAR_BYTES) or BAR.match(block, end + 1)
+        low = max(0, place.start - BAR_BYTES)
+        position = block.rfind(b"%|", low, place.start)
+        while bar is None and position >= 0:
+            start, stop = find_segment(block, position)
             # where the view is cut, a description may have stood before
-            cut = start < low or (start == 0 and self.start > 0)
-            found = None if cut else BAR.match(block[start:stop])
-        return (int(found["done"]), int(found["total"])) if found else None
+            is_cut = start < low or (start == 0 and self.start > 0)
+            if not is_cut:
+                bar = BAR.match(block[start:stop])
+            position = block.rfind(b"%|", low, position)
+        if bar is None:
+            return None
+        return ShownBar(int(bar["done"]), int(bar["total"]))
 
-    def _bars(self) -> None:
-        """Where each bar without a description stands last; training's has none."""
-        block, at, totals = self.block, self.stop, set[int]()
-        known: re.Pattern[bytes] | None = None
-        if not (self._holds(b"%") and self._holds(b"|")):  # far faster to see than that both are
+    def _read_bars(self) -> None:
+        """Find where each bar without a description stands last; training's has none."""
+        # far faster to see than that both are
+        if not self._holds(b"%") or not self._holds(b"|"):
             return
+        block = self.block
+        totals: set[int] = set()
+        same_total: re.Pattern[bytes] | None = None
+        position = self.stop
         for _ in range(_LAST_BARS):
-            at = block.rfind(b"%|", self.start, at)
-            if at < 0 or len(totals) >= KEPT_SIGNALS:
+            position = block.rfind(b"%|", self.start, position)
+            if position < 0 or len(totals) >= KEPT_SIGNALS:
                 return
-            if known is not None and known.match(block, at):
+            if same_total is not None and same_total.match(block, position):
                 continue
-            start, end = bounds(block, at)
+            start, end = find_segment(block, position)
             bar = BAR.match(block[start:end]) if start >= 0 else None
-            if bar is None or (total := int(bar["total"])) in totals:
+            if bar is None:
+                continue
+            total = int(bar["total"])
+            if total in totals:
                 continue
             totals.add(total)
-            known = re.compile(rb"%%\|[^|\r\n]*\|[ \t]*\d+/%d \[" % total)
+            same_total = re.compile(rb"%%\|[^|\r\n]*\|[ \t]*\d+/%d \[" % total)
             line = self.feeds - block.count(b"\n", start, self.stop)
-            self.bars.append((total, int(bar["done"]), line))
+            self.bars.append(LastBar(total, int(bar["done"]), line))
 
-    def _dump(self, place: _Place, line: int) -> None:
-        """The lines of one block of the dump, as far as its closing bracket."""
-        known, at = self.patterns[place.pattern], place.start
-        for nth in range(_DUMP_LINES):
-            stop = self.block.find(b"\n", at)
-            stop = stop if stop >= 0 else len(self.block)
-            if at >= len(self.block):
+    def _read_dump(self, place: _Place, line: int) -> None:
+        """Read the lines of one block of the arguments dump, as far as its closing bracket."""
+        block = self.block
+        regex = self.patterns[place.pattern].regex
+        position = place.start
+        for number in range(_DUMP_LINES):
+            if position >= len(block):
                 return
-            if match := known.regex.search(self.block, at, stop):
-                if match["block"] is not None and nth:
+            stop = block.find(b"\n", position)
+            if stop < 0:
+                stop = len(block)
+            match = regex.search(block, position, stop)
+            if match is not None:
+                if number and match["block"] is not None:
                     return
-                whole = stop < len(self.block)
-                self.hits.append(Hit(place.pattern, line, self.block[at:stop], whole))
+                is_complete = stop < len(block)
+                self.hits.append(Hit(place.pattern, line, block[position:stop], is_complete))
                 if match["other"] is not None:
                     return
-            at, line = stop + 1, line + 1
+            position = stop + 1
+            line += 1

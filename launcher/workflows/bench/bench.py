@@ -416,9 +416,9 @@ def remarks(bench: Bench) -> list[str]:
 
 def show(bench: Bench) -> None:
     redactor = bench.redactor
-    console.findings(comparison.baseline_fault(bench.samples), redactor)
+    console.print_findings(comparison.baseline_fault(bench.samples), redactor)
     if lines := _table(bench):
-        console.table(lines, tuple(lines[0]), redactor)
+        console.print_table(lines, tuple(lines[0]), redactor)
     for line in remarks(bench):
         console.say(line, redactor)
     if (bench.folder / PAGE).exists():

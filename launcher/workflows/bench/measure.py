@@ -128,7 +128,7 @@ def _cause(outcome: Outcome) -> Cause:
 
 def _metrics(found: Evidence, outcome: Outcome, curve: Sequence[CurveStep]) -> dict[str, float | None]:
     ranks = list(found.probe.ranks.values()) if found.probe else []
-    figures, steady = outcome.verdict.metrics, [metrics.steady(record) for record in ranks]
+    figures, steady = outcome.verdict.metrics, [metrics.steady_steps(record) for record in ranks]
     speed = figures.get("tokens_per_second")
     timed = [[s.seconds for s in steps if s.seconds is not None] for steps in steady]
     counted = [[s.tokens for s in steps if s.tokens is not None] for steps in steady]
@@ -165,7 +165,7 @@ def _pace(found: Evidence) -> tuple[float, ...]:
     """Seconds a token of each steady step: of the slowest rank, over the tokens of all."""
     ranks = found.probe.ranks.values() if found.probe else ()
     pace = []
-    for parts in _by_step(map(metrics.steady, ranks)):
+    for parts in _by_step(map(metrics.steady_steps, ranks)):
         seconds = max(part.seconds or 0.0 for part in parts)
         tokens = math.fsum(part.tokens or 0.0 for part in parts)
         pace.append(seconds / tokens if tokens else 0.0)

@@ -312,7 +312,7 @@ def _climb(ladder: Ladder, rung: Prepared, *, allow_unproven: bool, quiet: bool)
         prepared = prepare.complete(rung.facts.with_overrides(place, runs=ladder.folder).look_again())
         if not quiet:
             # its findings were shown with those of all rungs
-            console.beginning(prepared.plan, prepared.folder.console(prepared.attempt))
+            console.print_plan(prepared.plan, prepared.folder.console(prepared.attempt))
         outcome = experiment.of_prepared(prepared)
         # the weights after so few steps are of no use, and large
         shutil.rmtree(ladder.folder / _MODELS, ignore_errors=True)
@@ -462,7 +462,7 @@ def _estimate(ladder: Ladder, top: Standing) -> FullRun:
 def show(ladder: Ladder) -> None:
     say = functools.partial(console.say, redactor=ladder.redactor)
     if rows := [_row(one) for one in ladder.standings]:
-        console.table(rows, tuple(rows[0]), ladder.redactor)
+        console.print_table(rows, tuple(rows[0]), ladder.redactor)
     flags = [(label(one.gpus), flag) for one in ladder.standings for flag in one.flags if flag.colour != "green"]
     for name, flag in flags:
         say(f"  {name}: {flag.colour}[{flag.gate}] {flag.text}")

@@ -323,7 +323,7 @@ class _Runner:
 
     def _show(self, findings: list[Finding]) -> None:
         if not self.quiet:
-            console.findings(findings, self.result.redactor)
+            console.print_findings(findings, self.result.redactor)
 
     def _came_of(self, row: StageRow, outcome: Outcome) -> None:
         row.exit, row.verdict = int(outcome.exit), outcome.verdict.status
@@ -367,7 +367,7 @@ class _Runner:
         shown = {"already-finished", *(one.message for one in self.planned.findings)}
         self._show([one for one in prepared.findings if not {one.code, one.message} & shown])
         if not self.quiet and prepared.decision.kind != "finished":
-            console.beginning(prepared.plan, prepared.folder.console(prepared.attempt))
+            console.print_plan(prepared.plan, prepared.folder.console(prepared.attempt))
         allow = self.order.allow_unproven
         outcome = experiment.of_prepared(prepared, allow_unproven=allow)
         row.run = str(outcome.run.path)

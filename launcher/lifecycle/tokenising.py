@@ -1,7 +1,8 @@
-"""The data of a run, tokenised by upstream's script in one process on the CPU, where the run will look for them.
+"""The data of a run, tokenised by upstream's script on the CPU, where the run will look for them.
 
 It leaves before the model is loaded (finetune.py::main[if args.cache_dataset_only],
-dpo_tune_cache.py::main[if args.cache_dataset_only], dpo.py::main[if args.cache_dataset_only]). `launch prepare` asks
+dpo_tune_cache.py::main[if args.cache_dataset_only],
+dpo.py::main[if args.cache_dataset_only]). `launch prepare` asks
 for that; a script that does not tokenise itself (`TokenisingPhase`) is always started so first.
 """
 
@@ -52,7 +53,10 @@ _REPLACED: Mapping[str, bool | None] = {
 
 Say = Callable[[str], None]
 
-_LOOKS = "dataset_transformation.py::LocalDatasetTransformationCache.load_or_transform_dataset[cache_path) and]"
+_LOOKS = (
+    "dataset_transformation.py::LocalDatasetTransformationCache.load_or_transform_dataset"
+    "[cache_path) and]"
+)
 
 
 class TokenisingFailed(LaunchError):
@@ -71,7 +75,8 @@ class Interrupted(LaunchError):
 class Tokenised:
     """The tokenised data of a run: where, and how long their rows are, where that is known.
 
-    `state` is `there`, `filled`, `missed` (the run would not find them), or `left` (the run makes them).
+    `state` is `there`, `filled`, `missed` (the run would not find them), or `left` (the run makes
+    them).
     """
 
     state: str
@@ -131,7 +136,7 @@ class Filling:
             return self._fill(cache) if entry is None else (self._of(entry, "there", 0.0), ())
 
     def _entry(self, cache: Cache) -> Path | None:
-        """The set that the run would find; None where there is none, or not all that the training reads of it."""
+        """The set that the run would find; None if there is none, or if a part of it is missing."""
         entry = entries.hit(cache.path, self.plan)
         phase = self.plan.stage.entry.tokenising
         if entry is None or phase is None:
@@ -191,7 +196,8 @@ class Filling:
             sets = folders.CacheFolder(cache.path, {"kind": "dataset"}).entries()
             if not sets:
                 raise self._failure(folder, "upstream saved no set of tokenised data")
-            why = f"the run would not find what was tokenised into {cache.path}: upstream made it with other values"
+            why = f"the run would not find what was tokenised into {cache.path}: "
+            why += "upstream made it with other values"
         return Tokenised(state="missed"), (self._missed(None, why, "run this again"),)
 
     def _command(self, cache: Cache, folder: RunFolder) -> Command:
@@ -235,9 +241,9 @@ def _reason(folder: RunFolder) -> str:
 
 
 def before_training(prepared: Prepared, say: Say = lambda _: None) -> Prepared:
-    """Tokenise for a script that does not do that itself; the same start, which then knows what was there.
+    """Tokenise for a script that does not do that itself; returns the start with the data's state.
 
-    Raises TokenisingFailed where upstream's script fails, NotReady where the run would not find the data, and
+    Raises TokenisingFailed if upstream's script fails, NotReady if the run would not find the data,
     Interrupted.
     """
     plan = prepared.plan
@@ -259,7 +265,7 @@ def before_training(prepared: Prepared, say: Say = lambda _: None) -> Prepared:
 
 
 def _counted(prepared: Prepared, tokenised: Tokenised, say: Say) -> Prepared:
-    """The start with the steps that the tokenised data make, and what there is to say of them. Raises NotReady."""
+    """The start with the steps that the tokenised data make. Raises NotReady."""
     plan = prepared.plan
     phase = plan.stage.entry.tokenising
     limit = plan.values.get(plan.stage.entry.names.max_length)
@@ -295,15 +301,18 @@ def _counted(prepared: Prepared, tokenised: Tokenised, say: Say) -> Prepared:
             )
         )
     say(
-        f"{rows.samples:,} samples are packed into {rows.rows:,} rows of {limit:,} tokens: {steps or 0:,} steps"
+        f"{rows.samples:,} samples are packed into {rows.rows:,} rows of {limit:,} tokens: "
+        f"{steps or 0:,} steps"
     )
     return replace(prepared, plan=replace(plan, steps=steps, rows=rows.rows))
 
 
 def _cut_samples(plan: Plan, rows: PackedRows, key: str) -> Finding:
-    message = f"{rows.samples:,} samples are {rows.documents:,} documents for OLMo-core: it takes every end of text "
+    message = f"{rows.samples:,} samples are {rows.documents:,} documents for OLMo-core: "
+    message += "it takes every end of text "
     message += "for the end of a document, and no part of a conversation sees the one before"
-    help = "a chat template that ends the whole conversation with the end-of-text token, and a turn with another one"
+    help = "a chat template that ends the whole conversation with the end-of-text token, "
+    help += "and a turn with another one"
     return plan.stage.config.placed(
         launch_finding("warning", "cut-samples", message, help, key=key)
     )

@@ -35,16 +35,11 @@ PROBE_SETTINGS = "LAUNCH_PROBE"
 ATTEMPT = "LAUNCH_ATTEMPT"
 LEASE = "LAUNCH_LEASE"
 TOKENISED = "LAUNCH_TOKENISED"
-"""Whether the data were tokenised before this start (`hit`) or for it (`miss`), and where, as JSON."""
+"""Whether the data were tokenised before (`hit`) or for this start (`miss`), and where; JSON."""
 ARGUMENT = "LAUNCH_ARG_"  # prefix of variables that hold secret words of the command line
 _SCHEDULER = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMIX_")
 # these come from the job, even if the shell that submitted it had them too
-_OF_THE_JOB = (
-    "CUDA_VISIBLE_DEVICES",
-    "ROCR_VISIBLE_DEVICES",
-    "TMPDIR",
-    "HOSTNAME",
-)
+_OF_THE_JOB = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "TMPDIR", "HOSTNAME")
 ON_FINISH_S = 600.0  # seconds that `--on-finish` may take
 _NOBODY = 65534  # the owner that a user namespace shows for every user it does not map
 _END_OF_FILE = "END_OF_FILE"
@@ -249,10 +244,7 @@ def is_private_group(gid: int) -> bool:
     with contextlib.suppress(KeyError):
         user = pwd.getpwuid(os.geteuid())
         group = grp.getgrgid(gid)
-        return user.pw_gid == gid and {
-            *group.gr_mem,
-            group.gr_name,
-        } == {user.pw_name}
+        return user.pw_gid == gid and {*group.gr_mem, group.gr_name} == {user.pw_name}
     return False
 
 
@@ -267,7 +259,7 @@ def require_own(folder: RunFolder) -> None:
 
 
 def redactor(folder: RunFolder) -> Redactor:
-    """What is secret here or was where the run was started, whose tokens a later reader need not have."""
+    """What is secret here, or was where the run was started."""
     start = Record(rundir.read_json(folder.start))
     environ = {name: str(value) for name, value in start.part("environ").items()}
     then = Redactor.of(environ, map(str, start.items_of("borrowed")))

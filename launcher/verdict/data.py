@@ -126,7 +126,7 @@ def _share(part: float, whole: float) -> str:
 
 
 def _masked_rows(evidence: Evidence) -> Iterator[Doubt]:
-    """Conversations of which open-instruct cannot tell what the answers are: each is masked whole, and dropped."""
+    """Conversations whose answers open-instruct cannot find: each is masked whole, and dropped."""
     lines = evidence.signals("row_masked")
     planned = evidence.manifest.plan.rows
     if not planned or len(lines) <= FEW * planned:
@@ -135,9 +135,11 @@ def _masked_rows(evidence: Evidence) -> Iterator[Doubt]:
     yield Doubt(
         state="fewer",
         certain=len(lines) >= HALF * planned,
-        reason=f"the answers of {_share(len(lines), planned)} conversations could not be found in the text that "
+        reason=f"the answers of {_share(len(lines), planned)} conversations "
+        "could not be found in the text that "
         "the chat template makes of them, so that they are dropped",
-        help=f"see what the template makes of a row (`launch preview FILE`), or choose another one; {_ACCEPT}",
+        help="see what the template makes of a row (`launch preview FILE`), or choose another one; "
+        f"{_ACCEPT}",
         cites=lines[:3],
     )
 

@@ -6,13 +6,17 @@ LaunchError                  anything a user can cause and mend
 └── UsageError               exit 2   the command line itself makes no sense
 """
 
+from __future__ import annotations
+
 import errno
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Any, Literal
 
-from launcher.redaction import redact, unechoed
+from launcher import redaction
+from launcher.redaction import Redactor
 
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})  # the numbers of an OSError that a full disk, or a quota, is
 # ... that a limit of the shell or the machine is: on memory, open files, processes
@@ -56,11 +60,15 @@ class Finding:
     override: str | None = None
     about: About = "file"
 
-    def __post_init__(self) -> None:
-        # whoever wrote the file may not be who reads the message, nor whose environment it is
-        object.__setattr__(self, "message", unechoed(self.message))
-        if self.help is not None:
-            object.__setattr__(self, "help", unechoed(self.help))
+    def naming_variables(self, redactor: Redactor) -> Finding:
+        """The same finding, with variables named where a value stands that the stage file borrowed.
+
+        Whoever wrote the file may not be who reads the message, nor whose environment it is.
+        """
+        if not redactor.borrowed:
+            return self
+        help = None if self.help is None else redactor.name_variables(self.help)
+        return replace(self, message=redactor.name_variables(self.message), help=help)
 
     def as_json(self) -> dict[str, object]:
         names = ("severity", "layer", "code", "key", "message", "help", "file", "line", "override")
@@ -87,6 +95,10 @@ class LaunchError(Exception):
         self.findings: tuple[Finding, ...] = (findings,) if isinstance(findings, Finding) else tuple(findings)
         super().__init__("; ".join(f.message for f in self.findings))
 
+    def naming_variables(self, redactor: Redactor) -> LaunchError:
+        """The same error, with variables named where a value stands that the stage file borrowed."""
+        return type(self)(finding.naming_variables(redactor) for finding in self.findings)
+
 
 class UsageError(LaunchError):
     exit_code = Exit.USAGE
@@ -98,6 +110,17 @@ class InvalidConfig(LaunchError):
 
 class NotReady(LaunchError):
     exit_code = Exit.NOT_READY
+
+
+@contextmanager
+def naming_variables(redactor: Redactor) -> Iterator[None]:
+    """Have errors name the variables whose values they would show; see `Finding.naming_variables`."""
+    try:
+        yield
+    except LaunchError as error:
+        if not redactor.borrowed:
+            raise
+        raise error.naming_variables(redactor).with_traceback(error.__traceback__) from error.__cause__
 
 
 def launch_finding(severity: Severity, code: str, message: str, help: str | None = None, **place: Any) -> Finding:
@@ -137,5 +160,5 @@ def brief(value: object, limit: int = 80) -> str:
     text = str(value)
     if len(text) > limit:
         # half a token is not known for one when it is shown
-        text = redact(unechoed(text))
+        text = redaction.named_in_environment(text)
     return text if len(text) <= limit else f"{text[: limit - 3]}..."

@@ -1,11 +1,14 @@
 """Secrets out of whatever is written down: by the name of their key, by their shape, by their value."""
 
+from __future__ import annotations
+
+import itertools
 import json
 import os
 import re
 from base64 import b64decode, b64encode
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeVar
 from urllib.parse import quote, quote_plus
@@ -15,38 +18,44 @@ REDACTED = "<redacted>"
 _T = TypeVar("_T")
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 
-# `eos_token`, `max_new_token`, `forward_pass`, `CACHE_KEY` and the like are words of the trade
-_TRADE = {
-    "token": "additional audio bos boundary cls each end eos first image last mask max min new next num pad per "
-    "prefix sep special start stop suffix unk video".split(),
-    "pass": "all backward by did eval first forward last max min multi new next num one per second should single "
-    "test tests then train two will".split(),
-    "key": "cache column config data dict foreign hash index input label map message messages metric output "
-    "partition primary public row sort split state then truths".split(),
-}
+# Names of secrets. A name is split into words: `hub_token`, `hubToken` and `HUB_TOKEN` are the same two.
 _ALWAYS = (
     "apikey cred credential credentials creds passphrase passwd password passwords secret secrets webhook webhooks"
 ).split()
 # `PGPASSWORD`, `OPENAIAPIKEY`: words that are written as one
 _ENDINGS = ("password", "passwd", "passphrase", "apikey", "accesskey", "secretkey", "privatekey")
+# `eos_token`: a token of a text, which is named by what stands before it
+_TEXT_TOKENS = frozenset(
+    (
+        "audio bos boundary cls end eos image mask max min new next num pad prefix sep special start stop suffix unk "
+        "video"
+    ).split()
+)
+# in lower case `_key` is a secret's only after one of these: `messages_key` names a column
 _KEY_OF = (
     "access account admin anthropic api app auth aws azure bot client cohere comet decryption deepseek deploy "
     "encryption fireworks gemini github gitlab google groq hf hmac huggingface jwt license master mistral neptune "
     "openai openrouter private replicate secret server service session signing slack ssh ssl storage stripe swanlab "
     "tls together wandb webhook"
 ).split()
+# in capitals every `_KEY` is one but for these
+_STORE_KEYS = frozenset("cache foreign index partition primary public sort".split())
+# in lower case `_pass` is a secret's only after one of these: `forward_pass` is something else
+_PASS_OF = frozenset(
+    (
+        "admin api app auth account basic client cluster database db docker email ftp git http https imap jdbc kafka "
+        "keystore ldap mail mongo mqtt my mysql pg postgres proxy rabbitmq redis root service sftp smtp sql ssh sudo "
+        "svc user vpn wifi"
+    ).split()
+)
 # `HF_TOKEN_PATH` says where a token is, not what it is
 _ABOUT = frozenset({"dir", "file", "folder", "fn", "id", "name", "path", "type"})
+_ABOUT_VARIABLES = _ABOUT | frozenset(
+    "host len length limit method mode port provider size sock timeout ttl uri url version".split()
+)
 # what may stand anywhere in the name of a variable: `MY_TOKEN_B64`, `LANGFUSE_PK`
 _OF_VARIABLES = frozenset("auth cred creds key passcode pass pk pwd secret sk token".split())
-# `SSHPASS`, `GHTOKEN`: words that are written as one; `COMPASS`, `OLDPWD` are none
-_VARIABLE_ENDINGS = ("pass", "pwd", "secret", "token")
-_NO_ENDING = re.compile("(?:by|com|encom|over|sur|tres|under)pass|(?:old)?pwd")
-# `TOKEN_LIMIT`, `AUTH_METHOD`: what they say of a secret is none
-_ABOUT_VARIABLES = _ABOUT | frozenset(
-    "alg algorithm backend board bytes count enabled env error errors expiry failed failure host ids len length limit "
-    "map method missing mode per port provider rate required server size sock timeout ttl url uri version".split()
-)
+_SHELL_FOLDERS = frozenset({"pwd", "oldpwd"})
 # what `launch` itself says is never a secret, whatever somebody chose as a password
 _OURS = frozenset({"backend", "code", "expected", "layer", "severity", "stage", "state", "status"})
 
@@ -107,6 +116,8 @@ _LINE = re.compile(rb"[^\n\r]+")
 _WORDS_OF_NAMES = (b"token", b"key", b"secret", b"cred", b"pass", b"pwd", b"auth", b"dsn", b"webhook", b"pk", b"sk")
 _ANY_WORD = b"(?:" + b"|".join(_WORDS_OF_NAMES) + b")"
 _NAME_HINT = re.compile(_ANY_WORD + rb"[\w.-]{0,200}+[\"']?\s*[:=]|--[\w.-]{0,60}?" + _ANY_WORD)
+_INTERPOLATION = re.compile(r"(\$\{oc\.env:\w+\})")
+_CUT = "..."
 _PLAIN_WORDS = frozenset({"none", "null", "true", "false"})
 _SHORTEST = 6
 _LONGEST_NAME = 200  # characters at the end of a name that are looked at
@@ -114,9 +125,7 @@ _LONGEST_NAME = 200  # characters at the end of a name that are looked at
 _REFERENCE = re.compile(r"\$(?:\w+|\{[\w.:,]+\})")
 # a path, or the name of a model or a data set: what a variable holds that is no secret
 _PLACE = re.compile(r"~.*|[.]{0,2}/.*|[A-Za-z][\w.-]*/[\w./-]+|", re.DOTALL)
-_borrowed: set[str] = set()
 _ESCAPED_IN_URL = re.compile("%[0-9A-F]{2}")
-_remembered: set[str] = set()
 # `completed`, `flash_attention_2`, `Qwen`, `1234.5`: words and numbers that anything may say
 _WORDLIKE = re.compile(
     r"(?:[A-Z]?[a-z]+|[A-Z]+)(?<!.{20})|[A-Za-z]+\d{0,2}(?:_(?:[a-z]+\d{0,2}|\d{1,4}))+|[\d.,:e+-]{1,15}"
@@ -124,55 +133,113 @@ _WORDLIKE = re.compile(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Redactor:
+    """What is secret to a stage file, a plan or a run beside what names and shapes tell.
+
+    `values` are texts, in every spelling, longest first. `borrowed` are variables that a file took values from, with
+    what they hold: a finding names the variable in place of the value, whether that is a secret or not.
+    """
+
+    values: tuple[str, ...] = ()
+    borrowed: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str], borrowed: Iterable[str] = ()) -> Redactor:
+        """What is secret in this environment, of which a file borrowed these variables."""
+        taken = {name: environ[name] for name in sorted(borrowed) if name in environ}
+        return cls(known_values(environ, taken), taken)
+
+    def joined(self, other: Redactor) -> Redactor:
+        """What either of both hides."""
+        values = _longest_first({*self.values, *other.values})
+        return Redactor(values, {**other.borrowed, **self.borrowed})
+
+    def redact(self, value: _T) -> _T:
+        """The same value, of the same types throughout, without secrets."""
+        cleaned: _T = _clean(value, "", self.values)
+        return cleaned
+
+    def name_variables(self, text: str) -> str:
+        """The text, with variables named where a value stands that a file borrowed."""
+        for variable, value in self.borrowed.items():
+            text = _name_variable(text, variable, value)
+        return text
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        """The names of borrowed variables that hold secrets."""
+        return tuple(name for name, value in self.borrowed.items() if holds_secret(name, value))
+
+
+def of_process() -> Redactor:
+    """What is secret in the environment of this process."""
+    return Redactor.of(os.environ)
+
+
+def together(redactors: Iterable[Redactor]) -> Redactor:
+    """What any of them hides, or the environment of this process tells."""
+    whole = of_process()
+    for redactor in redactors:
+        whole = whole.joined(redactor)
+    return whole
+
+
+def named_in_environment(text: str) -> str:
+    """The text without secrets; of those that a variable of this process holds it names the variable."""
+    secrets = [name for name, value in os.environ.items() if is_secret_variable(name) and _is_telling(value)]
+    redactor = Redactor.of(os.environ, secrets)
+    return redactor.redact(redactor.name_variables(text))
+
+
 def redact(value: _T, environ: Mapping[str, str] | None = None) -> _T:
-    """The same value, of the same types throughout, without tokens and the values of those in `environ`."""
-    known = known_values(os.environ if environ is None else environ)
-    if environ is None and _remembered:
-        known = _longest_first({*known, *_remembered})
-    cleaned: _T = _clean(value, "", known)
-    return cleaned
+    """The same value, of the same types throughout, without what is secret by its name, its shape or by `environ`.
 
-
-def remember(environ: Mapping[str, str]) -> None:
-    """Take the secrets of a run's environment for secrets of this process too, which may not have them."""
-    _remembered.update(known_values(environ))
-
-
-def forget() -> None:
-    """Forget what was remembered: another command begins."""
-    _remembered.clear()
-
-
-def borrow(variable: str) -> None:
-    """Note that a config took a value from a variable: messages name that in its place, and it may be a secret."""
-    _borrowed.add(variable)
-
-
-def borrowed(environ: Mapping[str, str]) -> tuple[str, ...]:
-    return tuple(sorted(n for n in _borrowed & environ.keys() if holds_secret(n, environ[n])))
+    `environ` is that of this process where it is None. What files borrowed is known to a `Redactor`.
+    """
+    return Redactor.of(os.environ if environ is None else environ).redact(value)
 
 
 def holds_secret(variable: str, value: str) -> bool:
+    """Whether a variable that a file borrowed holds a secret: by its name, or as neither a place nor a plain word."""
     if not value or value.lower() in _PLAIN_WORDS:
         return False
     return is_secret_variable(variable) or not (_PLACE.fullmatch(value) or _WORDLIKE.fullmatch(value))
 
 
-def unechoed(text: str) -> str:
-    """The text, with variables named where a value stands that a config took from the environment."""
-    for variable in _borrowed & os.environ.keys():
-        value = os.environ[variable]
-        # as messages spell it: quoted, escaped, or its words one by one
-        spelt = {value, repr(value)[1:-1], json.dumps(value)[1:-1], value.strip()}
-        forms = [re.escape(form) for form in spelt if len(form) > 3]
-        forms += [rf"(?<![\w./]){re.escape(word)}(?![\w/])" for word in value.split() if len(word) > 5]
-        forms += [rf"(?<=[`'\"]){re.escape(form)}(?=[`'\"])" for form in spelt if form]
-        forms.sort(key=len, reverse=True)
-        # a value may be `oc` or `env`
-        parts = re.split(r"(\$\{oc\.env:\w+\})", text)
-        pattern, name = (re.compile("|".join(forms) or r"(?!)", re.IGNORECASE), f"${{oc.env:{variable}}}")
-        text = "".join(p if at % 2 else pattern.sub(lambda _, n=name: n, p) for at, p in enumerate(parts))
-    return text
+def _name_variable(text: str, variable: str, value: str) -> str:
+    name = f"${{oc.env:{variable}}}"
+    # as messages spell it: quoted, escaped, or its words one by one
+    spellings = {value, repr(value)[1:-1], json.dumps(value)[1:-1], value.strip()}
+    forms = [re.escape(spelling) for spelling in spellings if len(spelling) > 3]
+    forms += [rf"(?<![\w./]){re.escape(word)}(?![\w/])" for word in value.split() if len(word) > 5]
+    forms += [rf"(?<=[`'\"]){re.escape(spelling)}(?=[`'\"])" for spelling in spellings if spelling]
+    if not forms:
+        return text
+    forms.sort(key=len, reverse=True)
+    pattern = re.compile("|".join(forms), re.IGNORECASE)
+    parts = []
+    # a value may be `oc` or `env`: what names a variable already is left as it is
+    for index, part in enumerate(_INTERPOLATION.split(text)):
+        if index % 2 == 0:
+            part = pattern.sub(lambda _: name, part)
+            for spelling in sorted(spellings, key=len, reverse=True):
+                part = _name_cut_value(part, spelling, name)
+        parts.append(part)
+    return "".join(parts)
+
+
+def _name_cut_value(text: str, value: str, name: str) -> str:
+    """The text, with the variable named where only the begin of its value stands: `errors.brief` cut it."""
+    before, dots, after = text.partition(_CUT)
+    while dots:
+        for length in range(min(len(value), len(before)), 3, -1):
+            if before.endswith(value[:length]):
+                before = before[:-length] + name
+                break
+        rest, dots, after = after.partition(_CUT)
+        before += _CUT + rest
+    return before
 
 
 def redact_bytes(raw: bytes, known: Sequence[str]) -> bytes:
@@ -202,14 +269,14 @@ def redact_bytes(raw: bytes, known: Sequence[str]) -> bytes:
     return _LINE.sub(clean, raw)
 
 
-def known_values(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Values of variables that are secret by name, as they may be spelt, longest first.
+def known_values(environ: Mapping[str, str], borrowed: Collection[str] = ()) -> tuple[str, ...]:
+    """Values of variables that are secret by name, or borrowed and secret, as they may be spelt, longest first.
 
     What is short, a path, a number or a word is left out. Of a value of several lines each line counts.
     """
     forms: set[str] = set()
     for name, value in environ.items():
-        if is_secret_variable(name) or (name in _borrowed and holds_secret(name, value)):
+        if is_secret_variable(name) or (name in borrowed and holds_secret(name, value)):
             forms.update(_spellings(value))
     return _longest_first(forms)
 
@@ -290,16 +357,30 @@ def _is_secret_variable(name: str) -> bool:
     words = [word.lower() for word in _WORD.findall(name)]
     if not words or words[-1] in _ABOUT_VARIABLES:
         return False
-    for before, word in zip(["", *words], words, strict=False):
-        trade = _TRADE.get("pass" if word == "pwd" else word, ())
-        if word in _OF_VARIABLES and len(words) > 1 and before not in trade:
-            return True
-        ending = next((one for one in _VARIABLE_ENDINGS if word.endswith(one) and word != one), None)
-        if ending is None or _NO_ENDING.fullmatch(word):
-            continue
-        if word.removesuffix(ending) not in _TRADE.get(ending, ()):
+    for index, word in enumerate(words):
+        before = words[index - 1] if index else ""
+        if word in _OF_VARIABLES:
+            if len(words) > 1 and not _is_of_the_trade(word, before):
+                return True
+        elif _is_joined_name(word):
             return True
     return False
+
+
+def _is_joined_name(word: str) -> bool:
+    """Whether one word is the name of a secret: `SSHPASS`, `GHTOKEN`."""
+    if word.endswith("pass"):
+        return word.removesuffix("pass") in _PASS_OF
+    if word.endswith("token"):
+        return word.removesuffix("token") not in _TEXT_TOKENS
+    return word.endswith(("pwd", "secret")) and word not in _SHELL_FOLDERS
+
+
+def _is_of_the_trade(word: str, before: str) -> bool:
+    """Whether two words name something of a model or of a store: `EOS_TOKEN`, `CACHE_KEY`."""
+    if word == "token":
+        return before in _TEXT_TOKENS
+    return word == "key" and before in _STORE_KEYS
 
 
 def is_secret(name: str) -> bool:
@@ -315,17 +396,18 @@ def _is_secret(name: str) -> bool:
         return False
     if any(word in _ALWAYS or word.endswith(_ENDINGS) for word in words):
         return True
-    pairs = list(zip(["", *words], words, strict=False))
-    if any(word == "key" and before in _KEY_OF for before, word in pairs):
-        return True
-    before, last = pairs[-1]
+    for before, word in itertools.pairwise(words):
+        if word == "key" and before in _KEY_OF:
+            return True
+    last = words[-1]
+    before = words[-2] if len(words) > 1 else ""
     if last == "token":
-        return before not in _TRADE["token"]
-    if last in ("pass", "pwd"):
-        return bool(before) and before not in _TRADE["pass"]
-    # in lower case these are keys of mappings, methods and the like
-    upper = bool(before) and name.isupper()
-    return upper and (last in ("auth", "dsn") or (last == "key" and before not in _TRADE["key"]))
+        return before not in _TEXT_TOKENS
+    if not before:
+        return False
+    if name.isupper():
+        return last in ("auth", "dsn", "pass", "pwd") or (last == "key" and before not in _STORE_KEYS)
+    return last in ("pass", "pwd") and before in _PASS_OF
 
 
 def _clean(value: Any, name: str, known: Sequence[str]) -> Any:
@@ -356,7 +438,8 @@ def _ours(key: object, value: object) -> bool:
 
 def _words(values: Sequence[Any], name: str, known: Sequence[str]) -> list[Any]:
     """A list, which may be a command line: the words after `--hub_token` are its value."""
-    cleaned, flag = [], ""
+    cleaned = []
+    flag = ""
     for value in values:
         if isinstance(value, str) and value.startswith("--"):
             flag = value if is_secret(value) and "=" not in value else ""
@@ -387,16 +470,18 @@ def _flag(found: re.Match[str]) -> str:
 
 def _pairs(text: str) -> str:
     """The values behind secret names; what a harmless name stands before may be a pair itself."""
-    parts, done = [], 0
+    parts = []
+    done = 0
     for named in _NAME.finditer(text):
-        name, sign = named["name"], named["sign"]
+        name = named["name"]
+        sign = named["sign"]
         if named.start() < done:
             continue
         if not is_secret(name) and not ("=" in sign and is_secret_variable(name)):
             continue
-        # `unexpected token: foo` is a sentence; a name is of several words, in capitals, or nothing but a password
-        spoken = len(_WORD.findall(name)) > 1 or name.isupper() or name.lower().endswith(_ENDINGS)
-        found = _VALUE.match(text, named.end()) if spoken or "=" in sign else None
+        # before a colon `token` is a word of a sentence
+        is_name = len(_WORD.findall(name)) > 1 or name.isupper() or name.lower().endswith(_ENDINGS)
+        found = _VALUE.match(text, named.end()) if is_name or "=" in sign else None
         if found is None or _harmless(name, found["quoted"] or found["plain"]):
             continue
         quote = found["quote"] or ""

@@ -21,14 +21,14 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
 
-from launcher import files
+from launcher import files, redaction
 from launcher.artifacts.fingerprint import cache_home
 from launcher.cache.keys import KINDS, Cache
 from launcher.errors import not_ready, usage
 from launcher.machine import codec, locks, process, sizes
 from launcher.machine.codec import Between, Misfit, Positive
 from launcher.machine.sizes import sized
-from launcher.redaction import redact
+from launcher.redaction import Redactor
 from launcher.runs import rundir, runner
 from launcher.runs.rundir import RunFolder
 
@@ -134,7 +134,12 @@ def aged(seconds: float) -> str:
 
 @contextlib.contextmanager
 def lock(
-    caches: Sequence[Cache], run: RunFolder, attempt: int, *, config: Path | None = None
+    caches: Sequence[Cache],
+    run: RunFolder,
+    attempt: int,
+    *,
+    config: Path | None = None,
+    redactor: Redactor | None = None,
 ) -> Iterator[tuple[int, ...]]:
     """Make the folders and lock them for an attempt; yields the descriptors for the started process.
 
@@ -149,7 +154,7 @@ def lock(
                 if (lock := _hold(one)) is not None:
                     stack.callback(os.close, lock)
                     descriptors.append(lock)
-                _record(one, run, attempt, config)
+                _record(one, run, attempt, config, redactor or redaction.of_process())
             except OSError as error:
                 message = f"the cache folder cannot be written: {error.strerror}"
                 help = "set LAUNCH_CACHE to a writable folder"
@@ -183,8 +188,8 @@ def _same(path: Path, descriptor: int) -> bool:
     return (there.st_dev, there.st_ino) == (opened.st_dev, opened.st_ino)
 
 
-def _record(cache: Cache, run: RunFolder, attempt: int, config: Path | None) -> None:
-    described = redact(cache.as_json())
+def _record(cache: Cache, run: RunFolder, attempt: int, config: Path | None, redactor: Redactor) -> None:
+    described = redactor.redact(cache.as_json())
     uses = cache.path / USES
     uses.mkdir(exist_ok=True)
     if not _is_ours(cache.path, rundir.read_json(cache.path / RECORD)):

@@ -19,7 +19,7 @@ from launcher.cli.options import Findings, answer
 from launcher.errors import DISK_FULL, Exit, LaunchError, NotReady, not_ready, unreadable, usage
 from launcher.machine import process, tools
 from launcher.printable import folded, printable
-from launcher.redaction import forget, redact
+from launcher.redaction import Redactor, redact
 
 # what typer raises for a command line that it cannot parse: only its heir has a public name
 _Unparsed: type[Any] = typer.BadParameter.__mro__[1]
@@ -154,7 +154,6 @@ def _out_of_memory(arguments: list[str]) -> int:
 
 def _run_command(arguments: list[str]) -> None:
     """Run one command. A machine that asks wrongly gets its envelope too, people typer's usage lines."""
-    forget()
     try:
         code = app(args=arguments, prog_name="launch", standalone_mode=False)
     except _Unparsed as error:
@@ -196,6 +195,8 @@ def _form(arguments: list[str]) -> Findings:
 def _bug(error: Exception, arguments: list[str]) -> int:
     from launcher.runs import rundir
 
+    # nobody knows here what the file of the command borrowed: any variable may be it
+    redactor = Redactor.of(os.environ, os.environ)
     folder = rundir.state_folder()
     now = datetime.datetime.now(datetime.UTC).strftime("%Y%m%dT%H%M%SZ")
     text = "".join(traceback.format_exception(error))
@@ -205,10 +206,10 @@ def _bug(error: Exception, arguments: list[str]) -> int:
         on = f"launch {__version__}, Python {platform.python_version()}, {platform.platform()}"
         head = f"launch {' '.join(arguments)}\n{on}\n\n"
         # the name of a file need not be UTF-8
-        path.write_text(redact(head + text), encoding="utf-8", errors="backslashreplace")
+        path.write_text(redactor.redact(head + text), encoding="utf-8", errors="backslashreplace")
     except OSError:
-        typer.echo(_encodable(redact(printable(text))), err=True)
-    summary = redact(folded(f"{type(error).__name__}: {error}"))
+        typer.echo(_encodable(redactor.redact(printable(text))), err=True)
+    summary = redactor.redact(folded(f"{type(error).__name__}: {error}"))
     typer.echo(_encodable(f"bug in launch: {summary}  (traceback in {path})"), err=True)
     return Exit.BUG
 

@@ -18,6 +18,7 @@ from launcher import __version__
 from launcher.cli import help
 from launcher.errors import Exit, Finding, LaunchError, UsageError, launch_finding, usage
 from launcher.paths import is_dir, is_file
+from launcher.redaction import Redactor
 from launcher.report import console
 
 if TYPE_CHECKING:
@@ -280,12 +281,11 @@ def takes(*names: str) -> Callable[[Command], Command]:
 
 def found_run(name: str, kind: str = "run") -> RunFolder:
     """The run of that name. Raises UsageError where there is none, or several."""
-    from launcher.runs import attempt, rundir
+    from launcher.runs import rundir
 
     folder = rundir.find(name)
     if folder is None:
         raise usage("no-such-run", f"there is no {kind} `{name}`", "launch runs")
-    attempt.remember_secrets(folder)
     if name == "last" and not rundir.begun_here(folder):
         console.aside(f"no run was begun in this folder; the last of all is {folder.path.name}")
     return folder
@@ -330,22 +330,24 @@ def answer(
     code: Exit = Exit.OK,
     *,
     before: Sequence[Finding] = (),
+    redactor: Redactor | None = None,
 ) -> Exit:
     """Print one envelope for machines, or the findings and what `show` prints or holds; the code.
 
-    `before` are findings that people have been shown before. Tools that did not answer are added.
+    `before` are findings that people have been shown before. Tools that did not answer are added. `redactor` is that
+    of the stage file or the run that is shown.
     """
     findings = (*findings, *_silent_tools([*before, *findings]))
     if format == "json":
-        console.envelope(command, code is Exit.OK, [*before, *findings], data)
+        console.envelope(command, code is Exit.OK, [*before, *findings], data, redactor)
     elif format == "github":
-        console.annotate([*before, *findings])
+        console.annotate([*before, *findings], redactor)
     else:
-        console.findings(findings)
+        console.findings(findings, redactor)
         if callable(show):
             show()
         elif lines := list(show):
-            console.say("\n".join(lines))
+            console.say("\n".join(lines), redactor)
     return code
 
 

@@ -5,14 +5,15 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import dataclass, field
 from functools import reduce
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from launcher import redaction
 from launcher.config.document import Origin, Steps, join, leaves, misplaced
 from launcher.errors import Finding, InvalidConfig
+from launcher.redaction import Redactor, holds_secret
 
 MAX_CHARS = 2**15
 """Characters of all texts of a file that hold a `${`: omegaconf's parser takes 100 us for each."""
@@ -23,16 +24,28 @@ MAX_COST = 2**19
 _TOO_MUCH = "it expands to too much"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interpolated:
+    """The tree of a file with every `${...}` resolved.
+
+    `secrets` are the texts, by key, that took a secret from the environment, `borrowed` all variables that any took.
+    """
+
+    value: dict[str, Any]
+    secrets: Mapping[str, str] = field(default_factory=dict)
+    borrowed: frozenset[str] = frozenset()
+
+
 def interpolate(
     path: Path, tree: dict[str, Any], origins: Mapping[str, Origin], named: Mapping[str, Any] | None = None
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """The tree with every `${...}` resolved, and the texts, by key, that took a secret from the environment.
+) -> Interpolated:
+    """Resolve every `${...}` of a file. Raises InvalidConfig naming each that cannot be resolved.
 
-    `named` are further values that may be named. Raises InvalidConfig naming each that cannot be resolved.
+    `named` are further values that may be named.
     """
     texts = {k: text for k, text in leaves(tree) if isinstance(text, str) and "${" in text}
     if not texts:
-        return tree, {}
+        return Interpolated(value=tree)
     left, faults = MAX_CHARS, []
     for steps, text in texts.items():
         left -= len(text)
@@ -45,12 +58,13 @@ def interpolate(
     from omegaconf.resolvers import oc
 
     read: set[str] = set()
+    borrowed: set[str] = set()
 
     def env(variable: str, *default: Any) -> Any:
         value = oc.env(variable, *default)
         if variable in os.environ:
             read.add(variable)
-            redaction.borrow(variable)
+            borrowed.add(variable)
         return value
 
     # the older name warns where the newer is there
@@ -76,11 +90,12 @@ def interpolate(
                 faults.append(_unresolved(path, origins, steps, error, read))
                 if _TOO_MUCH in str(error):
                     break
-            if any(redaction.holds_secret(name, os.environ[name]) for name in read):
+            if any(holds_secret(name, os.environ[name]) for name in read):
                 secrets[reduce(join, steps, "")] = text
     if faults:
-        raise InvalidConfig(faults)
-    return resolved, secrets
+        redactor = Redactor.of(os.environ, borrowed)
+        raise InvalidConfig(fault.naming_variables(redactor) for fault in faults)
+    return Interpolated(value=resolved, secrets=secrets, borrowed=frozenset(borrowed))
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,8 +22,9 @@ from launcher.config import document
 from launcher.config.document import Document, Origin, join, place_of, refused
 from launcher.config.interpolation import interpolate
 from launcher.config.keys import KEYS
-from launcher.errors import Finding, InvalidConfig, brief
+from launcher.errors import Finding, InvalidConfig, brief, naming_variables
 from launcher.paths import canonical, exists, expanded
+from launcher.redaction import Redactor
 
 LARGEST = 10**64
 """Numbers from here on are a mistake."""
@@ -35,7 +37,10 @@ PIPELINE = "is-pipeline"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """A stage file and its parents as they were read, before any override; `named` is what else `${}` finds."""
+    """A stage file and its parents as they were read, before any override; `named` is what else `${}` finds.
+
+    `borrowed` are variables of the environment that later overrides hold values of.
+    """
 
     path: Path
     shape: Shape
@@ -45,6 +50,7 @@ class Written:
     parents: tuple[Path, ...]
     faults: tuple[Finding, ...]
     kept: tuple[document.KeptKey, ...]
+    borrowed: frozenset[str] = frozenset()
 
     def config(self, overrides: Sequence[str]) -> Config:
         """What the file says with these overrides, each a `key=value`. Raises InvalidConfig; see `load`."""
@@ -58,8 +64,11 @@ class Written:
                 faults.append(fault)
         if faults:
             raise InvalidConfig(faults)
-        value, secrets = interpolate(self.path, value, origins, named)
-        args = _mapping(self.path, origins, "args", value.pop("args", None))
+        interpolated = interpolate(self.path, value, origins, named)
+        borrowed = self.borrowed | interpolated.borrowed
+        value = interpolated.value
+        with naming_variables(Redactor.of(os.environ, borrowed)):
+            args = _mapping(self.path, origins, "args", value.pop("args", None))
         return Config(
             path=self.path,
             shape=self.shape,
@@ -68,7 +77,8 @@ class Written:
             origins=origins,
             parents=self.parents,
             faults=(*self.faults, *_too_large(self.path, {**value, "args": args}, origins)),
-            secrets=secrets,
+            secrets=interpolated.secrets,
+            borrowed=borrowed,
             kept=self.kept,
             written=self,
             overrides=tuple(overrides),
@@ -82,8 +92,9 @@ class Config:
     `args` go to upstream under exactly these names. `options` are launch's own top-level keys.
     `origins` maps dotted keys (`args.learning_rate`, `args.mixer_list[1]`) to places. `faults` are
     keys that stand twice or cannot be keys; the last value of a key that is given twice is held. `secrets`
-    are the texts, by dotted key, of values that took a secret from the environment. `kept` are arguments in
-    comments of `--fix`, of the parents too. `written` is the file without the `overrides`.
+    are the texts, by dotted key, of values that took a secret from the environment, `borrowed` all variables
+    that any value was taken from. `kept` are arguments in comments of `--fix`, of the parents too. `written` is the
+    file without the `overrides`.
     """
 
     path: Path
@@ -94,6 +105,7 @@ class Config:
     parents: tuple[Path, ...] = ()
     faults: tuple[Finding, ...] = ()
     secrets: Mapping[str, str] = field(default_factory=dict)
+    borrowed: frozenset[str] = frozenset()
     kept: tuple[document.KeptKey, ...] = ()
     written: Written | None = field(default=None, repr=False, compare=False)
     overrides: tuple[str, ...] = ()
@@ -107,14 +119,26 @@ class Config:
         """The place of `key`, or of the nearest enclosing key, or the start of the file."""
         return place_of(self.path, self.origins, key)
 
+    @property
+    def redactor(self) -> Redactor:
+        """What must not be shown of the values of this file."""
+        return Redactor.of(os.environ, self.borrowed)
+
     def placed(self, finding: Finding) -> Finding:
-        return replace(finding, **self.origin(finding.key or "").place)
+        """The finding at the place of its key, with variables named where it would show what they hold."""
+        placed = replace(finding, **self.origin(finding.key or "").place)
+        if not self.borrowed:
+            return placed
+        return placed.naming_variables(self.redactor)
 
 
-def load(path: str | Path, overrides: Sequence[str] = (), *, text: str | None = None) -> Config:
+def load(
+    path: str | Path, overrides: Sequence[str] = (), *, text: str | None = None, borrowed: frozenset[str] = frozenset()
+) -> Config:
     """Read a stage file of any of the three shapes, merge its parents and the overrides into it.
 
-    `text` is taken in the place of what the file holds, which then is not read. Raises InvalidConfig
+    `text` is taken in the place of what the file holds, which then is not read. `borrowed` are variables that the
+    overrides hold values of. Raises InvalidConfig
     with every problem of the layer that failed: unreadable file, broken YAML, `extends` cycles,
     malformed overrides, unresolvable interpolation.
     """
@@ -134,6 +158,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, text: str | None = 
         parents=parents,
         faults=content.faults,
         kept=content.kept,
+        borrowed=borrowed,
     )
     return written.config(overrides)
 

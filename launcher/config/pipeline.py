@@ -3,6 +3,7 @@
 Nothing about the stage files themselves is judged here, only that there is one for every stage.
 """
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,6 +18,7 @@ from launcher.config.keys import STAGES
 from launcher.config.load import spelt
 from launcher.errors import Finding, InvalidConfig, brief, launch_finding, usage
 from launcher.paths import exists, expanded
+from launcher.redaction import Redactor
 
 KEYS = ("name", "gpus", "stages")
 STAGE_KEYS = ("name", "config", "stage", "gpus", "from", "with", "eval")
@@ -56,11 +58,20 @@ class Link:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chain:
-    """A whole pipeline; every `source` is the name of an earlier stage."""
+    """A whole pipeline; every `source` is the name of an earlier stage.
+
+    `borrowed` are variables of the environment that the file took values from.
+    """
 
     path: Path
     name: str
     links: tuple[Link, ...]
+    borrowed: frozenset[str] = frozenset()
+
+    @property
+    def redactor(self) -> Redactor:
+        """What must not be shown of the values of this file."""
+        return Redactor.of(os.environ, self.borrowed)
 
     def link(self, name: str) -> Link:
         """The stage of that name. Raises UsageError with the names that there are."""
@@ -93,14 +104,14 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Chain:
         # nearly every line would be wrong
         message, help = "this is a stage file, not a pipeline", f"launch sft {path}, or launch dpo {path}"
         raise InvalidConfig(launch_finding("error", "bad-pipeline", message, help, file=str(path), line=1))
-    value, secrets = interpolate(path, document.value, document.origins)
-    reader = _PipelineReader(path, replace(document, value=value))
-    chain = Chain(path=path, links=reader.links(), name=reader.name())
-    for key, text in secrets.items():
+    interpolated = interpolate(path, document.value, document.origins)
+    reader = _PipelineReader(path, replace(document, value=interpolated.value))
+    chain = Chain(path=path, links=reader.links(), name=reader.name(), borrowed=interpolated.borrowed)
+    for key, text in interpolated.secrets.items():
         if _OF_COMMAND.fullmatch(key):
             reader.exposed(key, text)
     if reader.findings:
-        raise InvalidConfig(reader.findings)
+        raise InvalidConfig(finding.naming_variables(chain.redactor) for finding in reader.findings)
     for text in overrides:
         name, dot, rest = text.partition(".")
         if not dot or "=" in name:

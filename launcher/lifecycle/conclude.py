@@ -14,7 +14,6 @@ from launcher.lifecycle import on_finish, sampling
 from launcher.machine.codec import Misfit, Omission
 from launcher.plan import command
 from launcher.plan.plan import Plan
-from launcher.redaction import redact
 from launcher.report import page, series
 from launcher.runs import inventory, rundir, runner
 from launcher.runs.attempt import Attempt
@@ -93,7 +92,7 @@ def look_back(folder: RunFolder, attempt: Attempt) -> None:
     # a record that cannot be written costs a point, not the verdict
     with contextlib.suppress(OSError):
         changed = inputs.changed(rundir.read_manifest(folder).contents, Path(attempt.cwd))
-        files.write_json(folder.inputs(attempt.number), {"changed": redact(changed)})
+        files.write_json(folder.inputs(attempt.number), {"changed": attempt.redactor.redact(changed)})
     for one in attempt.caches:
         with contextlib.suppress(Misfit):
             folders.discard_spoiled(keys.from_json(one))

@@ -16,10 +16,10 @@ from launcher import files
 from launcher.errors import NotReady, unreadable
 from launcher.lifecycle.log_lines import BLOCK_BYTES, LogLines, find_last_lines
 from launcher.machine import process
-from launcher.redaction import known_values
 from launcher.report.live import View
 from launcher.report.progress import Progress
-from launcher.runs import attempt, rundir, runner
+from launcher.runs import attempt as attempts
+from launcher.runs import rundir, runner
 from launcher.runs.attempt import Attempt
 from launcher.runs.rundir import RunFolder
 
@@ -44,7 +44,8 @@ def until_over(folder: RunFolder, attempt: Attempt, *, forward: bool) -> bool:
             progress = Progress(total=attempt.total, attempt=attempt.number, world=attempt.world)
             _know_epoch(progress, folder)
             terminal = sys.stderr is not None and sys.stderr.isatty()
-            view = View(attempt.title, folder.console(attempt.number), folder.probe, progress, terminal)
+            redactor = attempts.redactor(folder)
+            view = View(attempt.title, folder.console(attempt.number), folder.probe, progress, terminal, redactor)
             with view.showing():
                 _look_on(folder, view)
         runner.require_sight(folder)
@@ -121,7 +122,7 @@ def print_log(folder: RunFolder, number: int, *, last: int | None, follow: bool)
     if sys.stdout is None:
         return
     path = folder.console(number)
-    shown = LogLines(known_values(attempt.tokens(folder)), frames=follow or last is None)
+    shown = LogLines(attempts.redactor(folder).values, frames=follow or last is None)
     try:
         opened = files.open_regular(path, buffering=0)
     except OSError as error:
@@ -174,7 +175,7 @@ def has_begun(folder: RunFolder, attempt: Attempt) -> bool:
 def newest_attempt(folder: RunFolder) -> Attempt:
     """The attempt that began last, as far as it is known; a run of an older launch has no private file."""
     with contextlib.suppress(NotReady):
-        return attempt.read(folder)
+        return attempts.read(folder)
     manifest = rundir.read_manifest(folder)
     return Attempt(
         number=max(1, folder.attempts()),

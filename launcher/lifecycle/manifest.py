@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from launcher import files
+from launcher import files, redaction
 from launcher.config.keys import DEEPSPEED, KEYS
 from launcher.errors import Finding
 from launcher.machine import python
@@ -15,7 +15,7 @@ from launcher.machine.python import Trainer
 from launcher.paths import PROJECT
 from launcher.plan.command import HUB, expectations
 from launcher.plan.plan import Plan
-from launcher.redaction import redact
+from launcher.redaction import Redactor
 from launcher.rules.deepspeed import engine_config
 from launcher.runs import outputs, rundir
 from launcher.runs.attempt import Command
@@ -121,7 +121,8 @@ def write_stage_file(plan: Plan, folder: RunFolder, restored: Mapping[str, Any] 
         files.write_bytes(folder.deepspeed, options.deepspeed.read_bytes())
         given["deepspeed"] = folder.deepspeed.name
     shown = {key: value for key, value in given.items() if value is not None}
-    content = escaped(redact({**shown, "args": {**plan.stage.args, **(restored or {})}}))
+    redactor = plan.stage.config.redactor
+    content = escaped(redactor.redact({**shown, "args": {**plan.stage.args, **(restored or {})}}))
     for name, value in content["args"].items():
         # what is started again takes it from where it was taken, or from where huggingface_hub looks
         whole = plan.stage.config.secrets.get(f"args.{name}")
@@ -143,10 +144,10 @@ def escaped(value: Any) -> Any:
     return value if isinstance(value, bool | int | float) or value is None else str(value)
 
 
-def create(folder: RunFolder, record: RunRecord) -> None:
+def create(folder: RunFolder, record: RunRecord, redactor: Redactor | None = None) -> None:
     """Make the folder, write its manifest without tokens, enter the run in the index. Raises NotReady where that
     fails."""
-    content = redact(record.as_json())
+    content = (redactor or redaction.of_process()).redact(record.as_json())
     with rundir.writing(folder.path):
         folder.path.mkdir(rundir.OWN, parents=True, exist_ok=True)
         files.write_json(folder.manifest, content)

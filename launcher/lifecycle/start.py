@@ -6,14 +6,14 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from launcher import files
 from launcher.cache import folders, inputs, keys
-from launcher.errors import NotReady, errors, not_ready
+from launcher.errors import NotReady, errors, naming_variables, not_ready
 from launcher.lifecycle import manifest, supervisor, tokenising
 from launcher.machine import devices, process
 from launcher.machine.codec import Misfit
@@ -24,7 +24,6 @@ from launcher.planning.doctor import disk
 from launcher.planning.prepare import Prepared, prepare
 from launcher.planning.request import Request
 from launcher.planning.resume import decision
-from launcher.redaction import borrowed
 from launcher.runs import attempt as attempts
 from launcher.runs import lease, preemption, rendezvous, rundir, runner, slurm, trackers
 from launcher.runs.attempt import Attempt
@@ -42,6 +41,11 @@ def begin(prepared: Prepared, say: tokenising.Say = lambda _: None, **at_end: An
 
     What a script does not tokenise itself is tokenised first, before any GPU is taken; `say` gets a line about it.
     """
+    with naming_variables(prepared.redactor):
+        return _begin(prepared, say, at_end)
+
+
+def _begin(prepared: Prepared, say: tokenising.Say, at_end: Mapping[str, Any]) -> tuple[RunFolder, Attempt]:
     machine = prepared.start.machine
     rendezvous.check_port(machine)
     prepared = _continuing_trackers(prepared)
@@ -195,7 +199,8 @@ def _make(prepared: Prepared, attempt: Attempt) -> None:
     # None where another program calls launch
     typed = ["launch", *sys.argv[1:]] if program.name == "launch" or program.parent.name == "launcher" else None
     continued: list[Json] = [run.as_json() for run in _continued_trackers(prepared)]
-    manifest.create(folder, replace(record, **prepared.for_record(), launch_argv=typed, trackers=continued))
+    record = replace(record, **prepared.for_record(), launch_argv=typed, trackers=continued)
+    manifest.create(folder, record, prepared.redactor)
     with contextlib.suppress(OSError):
         restored = {one.what: one.before for one in prepared.decision.changes if one.restored}
         manifest.write_stage_file(prepared.plan, folder, restored)
@@ -245,7 +250,7 @@ def _attempt(prepared: Prepared, **at_end: Any) -> Attempt:
         caches=tuple(one.as_json() for one in prepared.start.caches),
         devices=() if prepared.start.devices is None else tuple(slot.id for slot in prepared.start.devices.slots),
         config=str(planned.stage.config.path),
-        borrowed=borrowed(os.environ),
+        borrowed=prepared.redactor.secrets,
         request={**prepared.facts.request.as_json(), "gpus": planned.gpus},
         **at_end,
     )
@@ -323,7 +328,7 @@ def _keep(
     if granted is not None:
         lease.keep_manifest(granted, rundir.read_manifest(folder))
     with (
-        folders.lock(caches, folder, attempt.number, config=config) as cache_locks,
+        folders.lock(caches, folder, attempt.number, config=config, redactor=attempt.redactor) as cache_locks,
         devices.lock_slots(chosen, folder.path) as gpu_locks,
     ):
         supervisor.spawn(folder, attempt.number, (*cache_locks, *gpu_locks, *locks), attempt.digest(), granted)

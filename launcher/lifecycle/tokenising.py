@@ -31,7 +31,6 @@ from launcher.plan import plan as plans
 from launcher.plan.plan import Plan
 from launcher.planning.prepare import Prepared
 from launcher.planning.request import Request
-from launcher.redaction import redact
 from launcher.runs import rundir, runner
 from launcher.runs.attempt import PROBE_SETTINGS, TOKENISED, Command
 from launcher.runs.rundir import RunFolder
@@ -155,10 +154,12 @@ class Filling:
 
     def _fill(self, cache: Cache) -> tuple[Tokenised, tuple[Finding, ...]]:
         began = time.monotonic()
-        self.work = rundir.new_folder(self.request.runs or rundir.runs_root(), "prepare", self.plan.stage.name)
+        redactor = self.plan.redactor
+        name = redactor.redact(self.plan.stage.name)
+        self.work = rundir.new_folder(self.request.runs or rundir.runs_root(), "prepare", name)
         folder = RunFolder(self.work)
         self.say(f"tokenising with {self.plan.stage.entry.script}; log: {folder.console(1)}")
-        with folders.lock((cache,), folder, 1, config=self.request.config) as locks:
+        with folders.lock((cache,), folder, 1, config=self.request.config, redactor=redactor) as locks:
             made = self._command(cache, folder)
             ended = runner.run(made, folder, 1, pass_fds=locks, inherited=os.environ)
         if ended.stopped is not None:
@@ -194,7 +195,7 @@ class Filling:
         return Command(argv=argv, env=env, cwd=built.cwd)
 
     def _failure(self, folder: RunFolder, why: str) -> TokenisingFailed:
-        message = f"upstream's script failed before the data were ready: {redact(why)}"
+        message = f"upstream's script failed before the data were ready: {self.plan.redactor.redact(why)}"
         failed = launch_finding("error", "tokenising-failed", message, "read the log", file=str(folder.console(1)))
         return TokenisingFailed(replace(failed, layer="run"))
 

@@ -47,7 +47,9 @@ def find_alternatives(
 
 def _changed(footprint: Footprint, way: Mapping[str, Any]) -> Footprint | None:
     """The same set-up with a change; None where the batch cannot be split so, or it would crash."""
-    plan, stage, args = footprint.plan, footprint.plan.stage, dict(way)
+    plan = footprint.plan
+    stage = footprint.plan.stage
+    args = dict(way)
     split = {k: args.pop(k, getattr(plan, k)) for k in ("per_device", "gpus", "nodes")}
     accumulation, rest = divmod(plan.global_batch, math.prod(split.values()))
     if rest or not accumulation:
@@ -71,7 +73,8 @@ def _smaller_batches(footprint: Footprint) -> Iterator[Alternative]:
     if plan.stage.entry.takes_one_row(plan.values):
         # a packed row is as long as it may be, however many pairs stand in it
         return
-    names, batch = plan.stage.entry.names, plan.stage.options.batch
+    names = plan.stage.entry.names
+    batch = plan.stage.options.batch
     each = plan.per_device * plan.accumulation
     smaller = [one for one in divisors(each) if one < plan.per_device]
     # a search through all of them would take long where the batch is large
@@ -85,7 +88,9 @@ def _smaller_batches(footprint: Footprint) -> Iterator[Alternative]:
 
 def without_packing(plan: Plan, per_device: int) -> tuple[Mapping[str, Any], str]:
     """What goes with a micro-batch of so many rows that packs nothing where the file packs, and in words."""
-    entry, values, expect = plan.stage.entry, plan.values, plan.stage.options.expect
+    entry = plan.stage.entry
+    values = plan.values
+    expect = plan.stage.options.expect
     if not entry.packs(values, plan.per_device) or entry.packs(values, per_device):
         return {}, ""
     name = "packing" if values.get("packing") else "padding_free"
@@ -94,7 +99,8 @@ def without_packing(plan: Plan, per_device: int) -> tuple[Mapping[str, Any], str
 
 
 def _recomputing(footprint: Footprint) -> Iterator[Alternative]:
-    values, key = footprint.plan.values, "activation_memory_budget"
+    values = footprint.plan.values
+    key = "activation_memory_budget"
     now = values.get(key)
     if footprint.plan.stage.entry.selects_modules(values):
         # no budget is read
@@ -119,7 +125,8 @@ def _kernels(footprint: Footprint) -> Iterator[Alternative]:
 
 
 def _zero_stages(footprint: Footprint) -> Iterator[Alternative]:
-    stage, zero = footprint.plan.stage, footprint.zero
+    stage = footprint.plan.stage
+    zero = footprint.zero
     if stage.entry.sharding != "deepspeed" or (zero is not None and zero.offload_params):
         return
     now = 0 if zero is None else zero.stage

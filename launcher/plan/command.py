@@ -16,7 +16,7 @@ from launcher.machine import isolation
 from launcher.machine.python import Trainer
 from launcher.paths import PACKAGE
 from launcher.plan.plan import Plan, caches_only, model_in, output_folder
-from launcher.redaction import redact
+from launcher.redaction import Redactor
 from launcher.runs import rendezvous
 from launcher.runs.attempt import ARGUMENT, PROBE_SETTINGS, Command
 from launcher.runs.rundir import RunFolder
@@ -49,8 +49,12 @@ def hide_secrets(
     given: Mapping[str, Sequence[str]], plan: Plan, environ: Mapping[str, str], *, watched: bool
 ) -> TrainerArguments:
     """The arguments as they may be shown; what starts upstream's script (`watched`) puts the words back."""
-    shown: dict[str, Any] = redact({name: list(words) for name, words in given.items()}, environ)
-    words, env, variables, exposed = dict(given), dict[str, str](), dict[str, str](), list[str]()
+    redactor = Redactor.of(environ, plan.stage.config.borrowed)
+    shown = redactor.redact({name: list(words) for name, words in given.items()})
+    words = dict(given)
+    env = dict[str, str]()
+    variables = dict[str, str]()
+    exposed = list[str]()
     for name, own in given.items():
         taken = _secret_words(name, plan)
         secret = [at for at, word in enumerate(own) if word != shown[name][at] or taken & {-1, at}]
@@ -76,7 +80,8 @@ def _variable(word: str, environ: Mapping[str, str], default: str) -> str:
 
 def _secret_words(name: str, plan: Plan) -> set[int]:
     """Which words of an argument took a secret from the environment; -1 stands for all."""
-    config, pattern = plan.stage.config, re.compile(rf"args\.{re.escape(name)}(?:\[(\d+)\])?(?![\w-])")
+    config = plan.stage.config
+    pattern = re.compile(rf"args\.{re.escape(name)}(?:\[(\d+)\])?(?![\w-])")
     if name not in config.args or name in plan.derived:
         return set()
     return {int(match[1] or -1) for key in config.secrets if (match := pattern.match(key)) is not None}
@@ -139,9 +144,10 @@ def config_file(arguments: Mapping[str, Any]) -> str:
 
 def secrets_in_file(plan: Plan, environ: Mapping[str, str]) -> Iterator[str]:
     """The arguments with a secret that a config file would hold."""
+    redactor = Redactor.of(environ, plan.stage.config.borrowed)
     for name, value in plan.file_arguments().items():
         is_taken = any(key.startswith(f"args.{name}") for key in plan.stage.config.secrets)
-        if is_taken or redact({name: value}, environ) != {name: value}:
+        if is_taken or redactor.redact({name: value}) != {name: value}:
             yield name
 
 
@@ -221,7 +227,8 @@ def source_environment(backend: Backend, root: Path, environ: Mapping[str, str])
 
 def _probe(plan: Plan, script: Path, folder: Path, watch: Watch) -> dict[str, object]:
     """The probe's settings; what they mean stands in its `Settings`."""
-    options, expected = plan.stage.options, expectations(plan)
+    options = plan.stage.options
+    expected = expectations(plan)
     packs = plan.stage.entry.joins_rows(plan.values)
     pairs = plan.stage.schema.pairs
     # the other points need the end of the run
@@ -264,7 +271,8 @@ def _first_loss(plan: Plan) -> dict[str, float]:
     Of open-instruct's losses that holds for these two (dpo_utils.py::compute_loss[if loss_type in]); an auxiliary loss
     is added.
     """
-    values, entry = plan.values, plan.stage.entry
+    values = plan.values
+    entry = plan.stage.entry
     # there the reference is computed beside other neighbours, whom a sample attends to
     # (dpo.py::main[cache_batch_size = int])
     beside = entry.takes_one_row(values)
@@ -273,7 +281,8 @@ def _first_loss(plan: Plan) -> dict[str, float]:
 
 
 def expectations(plan: Plan) -> dict[str, str]:
-    entry, values = plan.stage.entry, plan.values
+    entry = plan.stage.entry
+    values = plan.values
     expected = {
         **DEFAULTS,
         "liger": "engaged" if entry.liger(values) else "off",

@@ -23,10 +23,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Derived:
-    """A value that launch sets where the stage file is silent, and why."""
+    """A value that launch sets where the stage file is silent, and why.
+
+    `of_script` says that the entry script needs it: then a note tells of it.
+    """
 
     value: Any
     why: str
+    of_script: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,10 +116,10 @@ def of_script(setting: Setting) -> Iterator[tuple[str, Derived]]:
     stage = setting.stage
     for name, (value, why) in stage.entry.derived.items():
         if _is_open(stage, name):
-            yield name, Derived(value, rendered(why))
+            yield name, Derived(value, rendered(why), of_script=True)
     for name, value, why in stage.entry.settle(stage.values, setting.gpus):
         if _is_open(stage, name):
-            yield name, Derived(value, rendered(why))
+            yield name, Derived(value, rendered(why), of_script=True)
 
 
 def of_attention(setting: Setting) -> Iterator[tuple[str, Derived]]:

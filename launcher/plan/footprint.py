@@ -25,7 +25,8 @@ UNKNOWN_STEPS = 1000  # the largest of so many steps is taken where it is not kn
 _OPEN_INSTRUCT_TARGETS = ("q_proj", "o_proj", "v_proj", "k_proj", "gate_proj", "up_proj", "down_proj")
 # peft/utils/constants.py::[TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING =]: what PEFT adapts where nothing is
 # named, and of the families in `shapes` those for which it does
-_PEFT_TARGETS, _PEFT_CHOOSES = ("q_proj", "v_proj"), ("llama", "mistral", "qwen2", "qwen3")
+_PEFT_TARGETS = ("q_proj", "v_proj")
+_PEFT_CHOOSES = ("llama", "mistral", "qwen2", "qwen3")
 # what keeps Adam's two states, and whether it is the fused one;
 # transformers/training_args.py::TrainingArguments[default_optim #2]
 _ADAM = {"adamw_torch_fused": True, "adamw_torch": False}
@@ -77,7 +78,8 @@ class Footprint:
 
         Rows that dpo.py packs are computed whole, however full: one a rank.
         """
-        ranks, times = self.plan.processes, self.plan.accumulation
+        ranks = self.plan.processes
+        times = self.plan.accumulation
         if self.plan.stage.entry.packing == "always":
             # those that share a row compute its parts
             ranks = self.plan.devices
@@ -98,12 +100,14 @@ class Footprint:
 
     @property
     def adapters(self) -> Adapters | None:
-        values, narrow = self.plan.values, self.zero is not None
+        values = self.plan.values
+        narrow = self.zero is not None
         targets: tuple[str, ...] = _OPEN_INSTRUCT_TARGETS
         if values.get("use_lora"):
             rank = values["lora_rank"]
         elif values.get("use_peft"):
-            rank, targets = values["lora_r"], self._targets()[0]
+            rank = values["lora_r"]
+            targets = self._targets()[0]
             # on 4-bit weights TRL has made them bf16
             # (trl/trainer/sft_trainer.py::SFTTrainer.__init__[if _is_quantized_model])
             narrow = narrow or self.quantised is not None
@@ -113,7 +117,8 @@ class Footprint:
 
     def _targets(self) -> tuple[tuple[str, ...], str]:
         """The layer's linears that PEFT adapts, and what is not described."""
-        named, linears = self.plan.values.get("lora_target_modules"), self.shape.linears()
+        named = self.plan.values.get("lora_target_modules")
+        linears = self.shape.linears()
         if named in ("all-linear", ["all-linear"]):
             return tuple(linears), ""
         if not named:
@@ -170,17 +175,23 @@ class Footprint:
 
     def setup(self, per_device: int | None = None, accumulation: int | None = None) -> Setup:
         """What memory depends on, with this split of the batch. Raises InvalidConfig (`unknown-memory`)."""
-        plan, values, entry = self.plan, self.plan.values, self.plan.stage.entry
+        plan = self.plan
+        values = self.plan.values
+        entry = self.plan.stage.entry
         self._require_described()
-        each, times = per_device or plan.per_device, accumulation or plan.accumulation
-        rows, packed = each * (2 if self.pairs else 1), self._packed(each)
+        each = per_device or plan.per_device
+        times = accumulation or plan.accumulation
+        rows = each * (2 if self.pairs else 1)
+        packed = self._packed(each)
         if entry.sharding == "fsdp" and entry.fills_rows(values):
             return self._filled(rows, times)
         if entry.sharding == "fsdp":
             return self._sharded(rows, times)
         batches = (plan.steps or UNKNOWN_STEPS) * times * plan.processes
         fused = values.get("fused_optimizer") or values.get("use_qlora")
-        loss = "logprobs" if self.pairs else "liger" if self.liger else "full"
+        loss = "liger" if self.liger else "full"
+        if self.pairs:
+            loss = "logprobs"
         return Setup(
             shape=self.shape,
             batch=lengths.largest(self.rows, rows=rows, batches=batches, packed=packed),
@@ -227,7 +238,8 @@ class Footprint:
 
     def _sharded(self, rows: int, times: int) -> Setup:
         """dpo.py: FSDP, no mask, and packed rows that are as long as they may be, however full."""
-        plan, values = self.plan, self.plan.values
+        plan = self.plan
+        values = self.plan.values
         limit = int(values.get(plan.stage.entry.names.max_length) or self.rows.longest)
         if self.packed:
             # chosen and rejected, each filled up
@@ -242,7 +254,8 @@ class Footprint:
                 for n, b in ((1, batches), (4, max(1, batches // 4)))
             )
             # a model that gets no mask of the padding computes it like any token
-            one, whole = replace(one, real=one.tokens), replace(whole, real=whole.tokens)
+            one = replace(one, real=one.tokens)
+            whole = replace(whole, real=whole.tokens)
         share = min(1.0, float(values.get("activation_memory_budget") or 0))
         shards = olmo_core.mesh(values, plan.processes, plan.nodes)[1]
         return Setup(
@@ -290,7 +303,8 @@ class Footprint:
         if self.zero is not None:
             # deepspeed/runtime/engine.py::DeepSpeedEngine._configure_distributed_model[is_zero_init_model,]
             return HALF
-        values, entry = self.plan.values, self.plan.stage.entry
+        values = self.plan.values
+        entry = self.plan.stage.entry
         own = _model_arguments(values)
         dtype = entry.liger_dtype if self.liger else entry.dtype
         if values.get("use_qlora"):
@@ -309,7 +323,9 @@ class Footprint:
         return width
 
     def _require_described(self) -> None:
-        values, optimizer, shared = self.plan.values, self._optimizer, self.plan.stage.entry.names.shared
+        values = self.plan.values
+        optimizer = self._optimizer
+        shared = self.plan.stage.entry.names.shared
         lora = values.get("use_lora") or values.get("use_peft")
         more = ("use_dora", "lora_modules_to_save", "lora_target_parameters")
         entry = self.plan.stage.entry
@@ -368,7 +384,9 @@ def shape_of(plan: Plan, like: str | None = None, packages: Mapping[str, str] | 
 
     Raises InvalidConfig (`unknown-shape`) where no config of it is to be had.
     """
-    values, environ, stage = plan.values, os.environ, plan.stage
+    values = plan.values
+    environ = os.environ
+    stage = plan.stage
     if like is not None:
         return architecture.find(like, environ)
     own = values.get(stage.entry.names.model)

@@ -13,6 +13,7 @@ from launcher.dataset.mixer import entry_rows
 from launcher.errors import Finding, Severity, launch_finding
 from launcher.plan import derive
 from launcher.plan.derive import Derived, Setting
+from launcher.redaction import Redactor
 from launcher.runs.record import BatchRecord
 from launcher.stage.batch import divisors
 from launcher.stage.stage import Stage, trend_fault
@@ -66,6 +67,11 @@ class Plan:
         """The implementation chosen of those that the stage file prefers; None where it prefers none."""
         chosen = self.derived.get("attn_implementation")
         return None if chosen is None else str(chosen.value)
+
+    @property
+    def redactor(self) -> Redactor:
+        """What must not be shown of its values."""
+        return self.stage.config.redactor
 
     @property
     def title(self) -> str:
@@ -124,8 +130,9 @@ def make(
     findings = [
         *_devices_and_deepspeed(stage, gpus, nodes),
         *_without_probe(stage, gpus),
-        *_set_by_launch(setting, derived),
+        *_set_by_launch(stage, derived),
         *_attention(setting),
+        *_endless_epochs(stage, values),
         *_late_trend(stage, steps),
         *_endless_warmup(stage, values, steps),
     ]
@@ -153,11 +160,11 @@ def _arguments(stage: Stage, derived: Mapping[str, Derived]) -> dict[str, Any]:
     return arguments
 
 
-def _set_by_launch(setting: Setting, derived: Mapping[str, Derived]) -> Iterator[Finding]:
+def _set_by_launch(stage: Stage, derived: Mapping[str, Derived]) -> Iterator[Finding]:
     """What the entry script needs and the stage file does not say."""
-    file = str(setting.stage.config.path)
-    for name, value in derive.of_script(setting):
-        if derived.get(name) == value:
+    file = str(stage.config.path)
+    for name, value in derived.items():
+        if value.of_script:
             message = f"`{name}: {value.value}` is set by launch: {value.why}"
             yield launch_finding("note", "derived", message, key=f"args.{name}", file=file)
 
@@ -167,6 +174,19 @@ def _late_trend(stage: Stage, steps: int | None) -> Iterator[Finding]:
     fault = trend_fault(stage.options, steps)
     if fault is not None and fault.key not in {finding.key for finding in stage.findings}:
         yield stage.config.placed(fault)
+
+
+def _endless_epochs(stage: Stage, values: Values) -> Iterator[Finding]:
+    """Epochs that no trainer can turn into steps
+    (transformers/trainer.py::Trainer.set_initial_training_values[if args.max_steps > 0 #1] rounds them up).
+    """
+    name = stage.entry.names.epochs
+    epochs = values[name]
+    if not isinstance(epochs, float) or math.isfinite(epochs) or step_limit(stage, values) is not None:
+        return
+    message = f"`{name}: {epochs}`: the trainer cannot count the steps of so many epochs and stops"
+    help = f"a number, such as `{name}: 3`, or a limit by `{stage.entry.names.max_steps}`"
+    yield _run_finding(stage, "error", "out-of-range", f"args.{name}", message, help)
 
 
 _WARMUPS = ("warmup_steps", "warmup_ratio")
@@ -225,7 +245,8 @@ def _run_finding(
 def completed(plan: Plan, last: Mapping[str, Derived], findings: Iterable[Finding] = ()) -> Plan:
     """The plan with the values that are known only when the others are, and what there is to say of them.
 
-    They hold whatever the stage file says.
+    They hold whatever the stage file says. The names of cache folders come of the other values, and so does whether
+    a run can be resumed: hence a second set of `Values` where there are such.
     """
     derived = {**plan.derived, **last}
     values = plan.values
@@ -325,7 +346,7 @@ def caches_only(stage: Stage, values: Values) -> str | None:
 def steps_of(stage: Stage, values: Values, rows: int, batch: int) -> int | None:
     """Optimizer steps of all epochs over so many rows, `batch` of them a step."""
     epochs = values[stage.entry.names.epochs]
-    if not isinstance(epochs, int | float):
+    if not isinstance(epochs, int | float) or not math.isfinite(epochs):
         return None
     if stage.entry.drops_last:
         return int(rows // batch * epochs)

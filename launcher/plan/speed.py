@@ -11,26 +11,34 @@ from launcher.plan.footprint import Footprint
 from launcher.plan.memory.setup import HALF
 
 # shares of the peak that large kernels of each kind reach
-_MATMUL, _FLASH, _SDPA = 0.78, 0.45, 0.25
+_MATMUL = 0.78
+_FLASH = 0.45
+_SDPA = 0.25
 # what DeepSpeed's buckets reach of a link's data sheet, and how much of that nothing hides: 135 of 450 GB/s
 # and 16 of 27 % of a step on two H200 (docs/benchmarks.md)
-_LINK, _SHOWN = 0.3, 0.6
+_LINK = 0.3
+_SHOWN = 0.6
 # positions at which matrix products reach half of that
 _HALF_FULL = 150
 # kernels of one layer and pass, and of one micro-batch beside the layers
-_KERNELS, _KERNELS_AROUND = 22, 150
+_KERNELS = 22
+_KERNELS_AROUND = 150
 # Seconds that Python takes for one layer and pass while the device waits, on hosts of H100 and H200. DeepSpeed
 # calls hooks around every module. Under ZeRO-3 they gather and release weights, which shows in the backward
 # pass and in what a checkpointed layer computes again; its own linears take three times as long as plain ones.
-_HOOKS, _GATHERS, _GATHERS_OF_PLAIN_LINEARS = 0.0013, 0.015, 0.0045
+_HOOKS = 0.0013
+_GATHERS = 0.015
+_GATHERS_OF_PLAIN_LINEARS = 0.0045
 # With plain linears the host works beside the device, but a pass through a layer takes it so long at least.
 _FEEDING = 0.009
 # bytes a second to the host and back, and of its own memory
-_HOST_LINK, _HOST_MEMORY = 25e9, 60e9
+_HOST_LINK = 25e9
+_HOST_MEMORY = 60e9
 
 
 def step_seconds(footprint: Footprint, card: Card) -> float:
-    zero, times = footprint.zero, footprint.plan.accumulation
+    zero = footprint.zero
+    times = footprint.plan.accumulation
     sent = _sent(footprint) / (_LINK * card.link)
     if zero is not None:
         # the rest hides behind the backward pass; ZeRO-1 reduces once a step, as does no ZeRO at all:
@@ -45,8 +53,10 @@ def _trained(footprint: Footprint) -> int:
 
 
 def _micro_batch(footprint: Footprint, card: Card) -> float:
-    shape, batch = footprint.shape, footprint.typical
-    tokens, adapted = batch.tokens, footprint.adapters is not None
+    shape = footprint.shape
+    batch = footprint.typical
+    tokens = batch.tokens
+    adapted = footprint.adapters is not None
     # a backward pass costs two forward ones, but for frozen weights
     passes = (2.0 if adapted else 3.0) + (1.0 if footprint.checkpointing else 0.0)
     if footprint.plan.stage.refers and not footprint.plan.stage.entry.caches_reference:
@@ -55,7 +65,9 @@ def _micro_batch(footprint: Footprint, card: Card) -> float:
     a_pass = 2 * shape.multiplied * tokens / rate
     # flash follows the rows, a mask makes a square of all of it
     flash = footprint.attention.startswith("flash")
-    width = (footprint.rows.mean if flash else tokens) if footprint.packed else batch.width
+    width: float = batch.width
+    if footprint.packed:
+        width = footprint.rows.mean if flash else tokens
     times, share = (2, _FLASH) if flash else (4, _SDPA)
     a_pass += shape.layers * (times * tokens * width * shape.query / (card.flops * share))
     a_pass += _moved(footprint) * tokens / card.bandwidth
@@ -67,7 +79,8 @@ def _micro_batch(footprint: Footprint, card: Card) -> float:
 
 def _beside_host(footprint: Footprint, passes: float, device: float) -> float:
     """Seconds of a micro-batch that takes `device` seconds on the card, with what DeepSpeed's Python code adds."""
-    zero, layers = footprint.zero, footprint.shape.layers
+    zero = footprint.zero
+    layers = footprint.shape.layers
     if zero is None:
         return device
     if zero.stage < 3:
@@ -81,7 +94,8 @@ def _beside_host(footprint: Footprint, passes: float, device: float) -> float:
 
 def _moved(footprint: Footprint) -> float:
     """Bytes a position moves through memory in one pass, beside matrix products and attention."""
-    shape, liger = footprint.shape, footprint.liger
+    shape = footprint.shape
+    liger = footprint.liger
     norms, gates = (10, 3) if liger else (22, 6)
     layer: float = HALF * (norms * shape.hidden + gates * shape.intermediate)
     # casts of every operand
@@ -96,7 +110,8 @@ def _sent(footprint: Footprint) -> float:
     (deepspeed/runtime/zero/stage_1_and_2.py::DeepSpeedZeroOptimizer.allreduce_bucket[dist.all_reduce]). What ZeRO-3
     gathers to compute a checkpointed layer again it keeps for that layer's backward pass.
     """
-    zero, processes = footprint.zero, footprint.plan.processes
+    zero = footprint.zero
+    processes = footprint.plan.processes
     share = (processes - 1) / processes
     reduced = _trained(footprint) * (HALF if zero is None else zero.communication) * share
     if zero is None or zero.stage < 3:
@@ -106,7 +121,9 @@ def _sent(footprint: Footprint) -> float:
 
 def _optimizer(footprint: Footprint, card: Card) -> float:
     """The optimizer's pass over its states, and sending the new weights around."""
-    zero, processes, trained = footprint.zero, footprint.plan.processes, _trained(footprint)
+    zero = footprint.zero
+    processes = footprint.plan.processes
+    trained = _trained(footprint)
     if zero is None:
         return 30 * trained / card.bandwidth
     own = trained / processes

@@ -30,7 +30,10 @@ _WHOLE = 2**63
 class ChecksumThread(threading.Thread):
     def __init__(self, folder: RunFolder, backend: str, output: Path | None, ranks: int) -> None:
         super().__init__(name="checksums", daemon=True)
-        self.folder, self.backend, self.output, self.ranks = folder, backend, output, ranks
+        self.folder = folder
+        self.backend = backend
+        self.output = output
+        self.ranks = ranks
         self.over = threading.Event()
         # a name may come again after its folder was set aside or deleted
         self.known = {

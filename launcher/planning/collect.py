@@ -15,6 +15,7 @@ from launcher.machine import devices, python
 from launcher.machine.devices import Devices, Look
 from launcher.machine.python import Interpreter, Trainer
 from launcher.planning.request import Request
+from launcher.redaction import Redactor
 from launcher.rules import deepspeed
 from launcher.rules.context import Machine
 from launcher.stage import stage as stages
@@ -93,6 +94,11 @@ class Facts:
     def trainer(self) -> Trainer:
         return self.file.trainer
 
+    @property
+    def redactor(self) -> Redactor:
+        """What must not be shown of the stage file."""
+        return self.file.config.redactor
+
     def choose_devices(self) -> Devices | None:
         """The GPUs that it would get now, None where they were not looked at; see `devices.choose` for refusals."""
         if self.look is None:
@@ -131,7 +137,7 @@ class Facts:
 
 def open(request: Request, *, loaded: Config | None = None) -> StageFile:
     """Read the stage file of a request, unless `loaded`, and find its trainer. Raises InvalidConfig or NotReady."""
-    config = loaded or load.load(request.config, request.overrides)
+    config = loaded or load.load(request.config, request.overrides, borrowed=request.borrowed)
     return StageFile(request=request, config=config, source=find_source(request, stages.backend_of(config)))
 
 
@@ -225,7 +231,8 @@ def _of_judged(file: StageFile, judged: stages.Judged, machine: Machine | None, 
 
 def _named_devices(request: Request) -> tuple[tuple[str, ...] | None, int | None]:
     """The GPUs that the command line names, and how many it asks for. Raises UsageError."""
-    named, count = devices.named(request.devices), request.gpus
+    named = devices.named(request.devices)
+    count = request.gpus
     if named is not None and count not in (None, len(named)):
         # a dry run looks at no GPU, and would plan for what no start gets
         help = f"--gpus {len(named)}, or leave it out"

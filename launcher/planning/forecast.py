@@ -81,10 +81,14 @@ class Estimate:
     def __init__(
         self, footprint: Footprint, rows: int | None, terms: ForecastOptions, card: Card, *, static: bool = False
     ) -> None:
-        self.footprint, self.plan, self.rows = footprint, footprint.plan, rows
-        self.terms, self.card, self.static = terms, card, static
+        self.footprint = footprint
+        self.plan = footprint.plan
+        self.rows = rows
+        self.terms = terms
+        self.card = card
+        self.static = static
         self.setup = footprint.setup()
-        self.memory = self.memory_of(footprint, self.setup) if self.plan.gpus else None
+        self.memory = self.memory_of(self.setup) if self.plan.gpus else None
         self.spare = None if card.gib is None or self.memory is None else self.memory.spare(card.gib)
         self.tokens = footprint.tokens
         self.measured = _measured_speed(self.plan, self.card.name) if self.card.name else None
@@ -112,7 +116,7 @@ class Estimate:
         count = self.plan.gpus * self.plan.nodes
         return f"{count} GPU(s): " if count else "CPU: "
 
-    def memory_of(self, footprint: Footprint, setup: Setup) -> Memory:
+    def memory_of(self, setup: Setup) -> Memory:
         whole = estimate(setup)
         return whole.without("activations", "logits") if self.static else whole
 
@@ -124,13 +128,14 @@ class Estimate:
 
     def _fit(self) -> tuple[Fit | None, Memory | None]:
         """The largest split of the batch that fits; else what one row a device takes."""
-        gib, best = self.card.gib, None
+        gib = self.card.gib
+        best = None
         if self.memory is None or gib is None or self.static:
             return None, None
         each = self.plan.global_batch // self.plan.processes
         for per_device in plan.splits(self.plan.global_batch, self.plan.processes):
             accumulation = each // per_device
-            planned = self.memory_of(self.footprint, self.footprint.setup(per_device, accumulation))
+            planned = self.memory_of(self.footprint.setup(per_device, accumulation))
             spare = planned.spare(gib)
             if spare >= 0:
                 best = Fit(per_device, accumulation, planned, spare)
@@ -139,7 +144,7 @@ class Estimate:
                 break
         if best is not None:
             return best, None
-        return None, self.memory_of(self.footprint, self.footprint.setup(1, each))
+        return None, self.memory_of(self.footprint.setup(1, each))
 
     def _speed(self) -> tuple[float | None, str | None]:
         """Real tokens a second over all devices, as measured, else as estimated; and where that comes from.
@@ -153,7 +158,8 @@ class Estimate:
             return None, None
         if self.measured is not None:
             return self.measured
-        peak, shape = datasheets.peak_flops(self.card.name), self.footprint.shape
+        peak = datasheets.peak_flops(self.card.name)
+        shape = self.footprint.shape
         if peak is None:
             message = f"the arithmetic speed of {self.card.name} is not known"
             help = f"known are {', '.join(one.name for one in datasheets.SHEETS)}; or give --tokens-per-second"
@@ -163,7 +169,8 @@ class Estimate:
             source = f"estimated: {seconds:,.1f} s a step, from the data sheet of {self.card.name} and measured runs"
             return self.tokens.real / seconds, source
         row = packed_row(self.plan, self.footprint.rows)
-        trained, frozen = shape.multiplied, 0
+        trained = shape.multiplied
+        frozen = 0
         if self.footprint.adapters is not None:
             trained, frozen = 0, trained
         # attention goes over the whole of a row that dpo.py packs
@@ -177,8 +184,12 @@ class Estimate:
 
     def _bill(self) -> tuple[float | None, float | None, str]:
         """Hours, money and their formula; a row through the reference is a forward pass: a third of one of a step."""
-        planned, tokens, speed, steps = self.plan, self.tokens, self.speed, self.plan.steps
-        named, referred = "--gpu H100, or " if planned.gpus else "", None
+        planned = self.plan
+        tokens = self.tokens
+        speed = self.speed
+        steps = self.plan.steps
+        named = "--gpu H100, or " if planned.gpus else ""
+        referred = None
         if self.footprint.pairs and (
             self.setup.reference == "cache" or planned.values.get("precompute_ref_log_probs")
         ):
@@ -202,19 +213,24 @@ class Estimate:
                 together = max(1, round(row.pairs * planned.processes))
             seconds += referred / max(1, together) * tokens.real / speed / 3
             formula += f", and {referred:,} rows forward through the reference: a third of a step"
-        hours, price = seconds / 3600, self.terms.price
+        hours = seconds / 3600
+        price = self.terms.price
         cost = None if price is None else hours * price * planned.processes
         return hours, cost, formula
 
     def _memory_findings(self) -> Iterator[Finding]:
-        planned, memory, best, gib = self.plan, self.memory, self.best, self.card.gib
+        planned = self.plan
+        memory = self.memory
+        best = self.best
+        gib = self.card.gib
         place = planned.stage.config.origin("batch.per_device").place
         if memory is None:
             message = f"{self.where}memory is planned for GPUs, not for the CPU"
             yield launch_finding("note", "unknown-memory", message, None)
         elif gib is not None and memory.spare(gib) < 0:
             help = None if self.static else self._instead(memory, gib)
-            kind, room = max(KINDS, key=memory.of), usable(gib)
+            kind = max(KINDS, key=memory.of)
+            room = usable(gib)
             alike = [one for one in memory.fullest.allocations if one.kind == kind]
             largest = max(alike, key=lambda one: one.gib)
             message = (
@@ -238,7 +254,7 @@ class Estimate:
     def _instead(self, memory: Memory, gib: float) -> str:
 
         def peak_of(other: Footprint) -> float:
-            return self.memory_of(other, other.setup()).peak
+            return self.memory_of(other.setup()).peak
 
         ways = find_alternatives(self.footprint, peak_of, usable(gib))
         if ways:
@@ -251,13 +267,15 @@ class Estimate:
 
     def _waste_findings(self) -> Iterator[Finding]:
         """More than half of what a packed step computes is empty; which batch would fill it."""
-        planned, rows = self.plan, self.footprint.rows
+        planned = self.plan
+        rows = self.footprint.rows
         row = packed_row(planned, rows)
         if row is None or row.filled >= 0.5 or self.static:
             return
         pairs = planned.per_device * planned.accumulation
         more, full = fuller(rows, pairs=pairs, limit=row.positions // 2)
-        better, help = "", "shorter `max_seq_length`, or `packing: false`"
+        better = ""
+        help = "shorter `max_seq_length`, or `packing: false`"
         if more > pairs:
             better = f"; {more} fills {full.filled:.0%}"
             help = f"write `per_device: {more}`: a step takes the same time and memory"
@@ -271,7 +289,9 @@ class Estimate:
 
     @property
     def record(self) -> PlanRecord:
-        spare, speed, saved = self.spare, self.speed, self.saved
+        spare = self.spare
+        speed = self.speed
+        saved = self.saved
         unknown = dict.fromkeys(("activations", "logits")) if self.static else {}
         disk = {"model": saved.final, "checkpoint": saved.checkpoint, "most": saved.most}
         return PlanRecord(
@@ -295,7 +315,8 @@ class Estimate:
         return self.record if self.memory is None else replace(self.record, why=self.memory.why())
 
     def row(self) -> dict[str, str | None]:
-        spare, fits = self.spare, None
+        spare = self.spare
+        fits = None
         if spare is not None and not (self.static and spare >= 0):
             fits = f"yes, {spare:.1f} left" if spare >= 0 else f"no, {-spare:.1f} over"
         return {
@@ -452,7 +473,8 @@ def _remarks(rungs: Sequence[Estimate], terms: ForecastOptions) -> Iterator[Find
             peak = f"{rung.smallest.peak:.1f} GiB with one row a device"
             message = f"{rung.where}--fit: no split of the batch fits; {peak}"
             yield launch_finding("note", "nothing-fits", message, None, key="batch.per_device")
-    stage, values = rungs[0].plan.stage, rungs[0].plan.values
+    stage = rungs[0].plan.stage
+    values = rungs[0].plan.values
     name = stage.entry.names.max_steps
     warning: dict[str, Any] = {"severity": "warning", "layer": "run", "code": "no-steps"}
     if plan.step_limit(stage, values) == 0:
@@ -478,7 +500,8 @@ def _rung(
         message = f"the run ends after the {only}: it has no step to plan"
         raise InvalidConfig(launch_finding("error", "caches-only", message, "leave `cache_..._only` out to plan it"))
     count, cut, steps = counted(planned, rows, terms)
-    shape, attention = shape_of(planned, terms.shape, packages), attention_of(planned, terms.attention)
+    shape = shape_of(planned, terms.shape, packages)
+    attention = attention_of(planned, terms.attention)
     planned = replace(planned, steps=steps)
     needs = Footprint(plan=planned, shape=shape, rows=cut, attention=attention)
     return Estimate(needs, count, terms, card, static=rows is None)
@@ -490,7 +513,8 @@ def counted(planned: Plan, rows: Lengths | None, terms: ForecastOptions) -> tupl
     if rows is None:
         return count, _SHORTEST, planned.steps
     count = rows.rows if count is None else count
-    cut, trained = footprint.rows_of(planned, rows), footprint.rows_per_epoch(planned, rows, count)
+    cut = footprint.rows_of(planned, rows)
+    trained = footprint.rows_per_epoch(planned, rows, count)
     return count, cut, footprint.optimizer_steps(planned, trained, cut, override=terms.rows is not None)
 
 
@@ -508,10 +532,13 @@ def with_forecast(prepared: Prepared) -> Prepared:
     It stays as it is on the CPU, where the run is over, and where the model's shape or the row lengths are
     not known.
     """
-    planned, chosen = prepared.plan, prepared.start.devices
+    planned = prepared.plan
+    chosen = prepared.start.devices
     if not planned.gpus or prepared.forecast is not None or prepared.decision.kind == "finished":
         return prepared
-    packages, terms, card = prepared.facts.trainer.packages, ForecastOptions(), Card()
+    packages = prepared.facts.trainer.packages
+    terms = ForecastOptions()
+    card = Card()
     unset = planned.values.get("attn_implementation") is None
     if unset and planned.stage.entry.best_attention and "flash-attn" not in packages:
         terms = ForecastOptions(attention="sdpa")

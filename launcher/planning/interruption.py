@@ -55,7 +55,8 @@ class Interruption:
         return saved / (saved + self.interval * seconds)
 
     def as_json(self) -> dict[str, Any]:
-        lost, share = self.lost_gpu_hours, self.save_share
+        lost = self.lost_gpu_hours
+        share = self.save_share
         return {
             "interval": self.interval,
             "lost_gpu_hours": None if lost is None else round(lost, 2),

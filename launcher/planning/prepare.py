@@ -10,7 +10,7 @@ from typing import Any
 
 from launcher.cache import inputs, keys
 from launcher.cache.keys import Cache
-from launcher.errors import Finding, InvalidConfig, about, errors, launch_finding
+from launcher.errors import Finding, InvalidConfig, about, errors, launch_finding, naming_variables
 from launcher.machine.devices import Devices
 from launcher.paths import exists
 from launcher.plan import command
@@ -22,7 +22,7 @@ from launcher.planning.doctor import checks
 from launcher.planning.neighbourhood import OutputPlace
 from launcher.planning.request import Request
 from launcher.planning.resume import decision as resume
-from launcher.redaction import redact
+from launcher.redaction import Redactor
 from launcher.runs import lease, rendezvous, rundir
 from launcher.runs.attempt import Command
 from launcher.runs.record import Manifest, PlanRecord
@@ -74,11 +74,16 @@ class Prepared:
         return replace(start.prepare(self.decision), warnings=self.warnings, forecast=self.forecast)
 
     @property
+    def redactor(self) -> Redactor:
+        """What must not be shown of this start."""
+        return self.plan.redactor
+
+    @property
     def findings(self) -> tuple[Finding, ...]:
         return (*self.plan.all_findings, *self.warnings)
 
     def as_json(self) -> dict[str, object]:
-        shown = self.command.redacted()
+        shown = self.command.redacted(self.redactor)
         files = {"files": dict(shown.files)} if shown.files else {}
         return {
             "plan": {"gpus": [self.plan.record.as_json()]},
@@ -119,6 +124,11 @@ class Target:
     earlier: RunFolder | None
     is_new: bool
 
+    @property
+    def attempts_so_far(self) -> int | None:
+        """How many attempts there were, None for a new run."""
+        return len(self.history) or None
+
 
 def _target(facts: Facts, machine: Rendezvous | None) -> Target:
     request = facts.request
@@ -129,14 +139,18 @@ def _target(facts: Facts, machine: Rendezvous | None) -> Target:
     output = resume.choose_output(stage, requested, rundir.newest_first(root), fresh=request.fresh)
     kind = stage.options.stage
     if request.folder is None:
-        folder, attempt = rundir.choose(kind, stage.name, output.output, root, rank=rank)
+        redactor = stage.config.redactor
+        # as a manifest holds them
+        shown = redactor.redact(stage.name)
+        into = None if output.output is None else Path(redactor.redact(str(output.output)))
+        folder, attempt = rundir.choose(kind, shown, into, root, rank=rank)
     else:
         folder = request.folder
         attempt = max(node.attempts() for node in folder.nodes()) + 1
     dry_run_folder = None
     if facts.machine is None and exists(folder.path):
         # what is pasted is no attempt of that run, and must not write into its record
-        dry_run_folder, _ = rundir.choose(kind, stage.name, None, root)
+        dry_run_folder, _ = rundir.choose(kind, stage.config.redactor.redact(stage.name), None, root)
     earlier = folder if attempt > 1 else None
     history = resume.manifests(kind, earlier, output.output)
     last = lease.newest(output.output)
@@ -217,6 +231,10 @@ class StartPlan:
 
     def prepare(self, decision: resume.Decision) -> Prepared:
         """The start with this decision. Raises InvalidConfig with everything that stops it."""
+        with naming_variables(self.facts.redactor):
+            return self._prepare(decision)
+
+    def _prepare(self, decision: resume.Decision) -> Prepared:
         plan = self._completed(decision)
         if errors(plan.all_findings, strict=self.facts.request.strict):
             raise InvalidConfig(plan.all_findings)
@@ -257,16 +275,40 @@ class StartPlan:
         return plans.completed(self.plan, last, findings)
 
 
-def plan_start(facts: Facts) -> StartPlan:
-    """Plan what was read, but for what earlier attempts left. Raises InvalidConfig, NotReady or UsageError."""
+@dataclass(frozen=True, slots=True)
+class JudgedPlan:
+    """A plan of facts, as it was judged for a start that has had so many attempts (None: a new run)."""
+
+    plan: Plan
+    attempts: int | None
+
+    def holds_for(self, target: Target) -> bool:
+        """Whether a start that goes there would be planned and judged to the same."""
+        output = self.plan.stage.entry.names.output
+        is_same_place = self.plan.derived.get(output) == target.output.derived.get(output)
+        return is_same_place and self.attempts == target.attempts_so_far
+
+
+def plan_start(facts: Facts, *, judged: JudgedPlan | None = None) -> StartPlan:
+    """Plan what was read, but for what earlier attempts left. Raises InvalidConfig, NotReady or UsageError.
+
+    `judged` is the plan of these facts where they were judged just now.
+    """
+    with naming_variables(facts.redactor):
+        return _plan_start(facts, judged)
+
+
+def _plan_start(facts: Facts, judged: JudgedPlan | None) -> StartPlan:
     request = facts.request
     machine: Rendezvous | None = None
     if facts.look is not None:
         machine = rendezvous.find(request.nodes, request.node_rank, request.main_address, os.environ)
     target = _target(facts, machine)
-    plan = check.settle(
-        facts, output=target.folder.path / "model", decided=target.output.derived, attempts=len(target.history) or None
-    )
+    if judged is not None and judged.holds_for(target):
+        plan = judged.plan
+    else:
+        inside = target.folder.path / "model"
+        plan = check.settle(facts, output=inside, decided=target.output.derived, attempts=target.attempts_so_far)
     place = _place(plan, target, machine)
     if place is not None:
         plan = replace(plan, findings=(*plan.findings, *map(plan.stage.config.placed, place.nested())))
@@ -350,9 +392,10 @@ def of_earlier_run(dry: Prepared) -> tuple[Finding, ...]:
 
 
 def _on_our_command_line(made: Plan) -> Iterator[Finding]:
+    redactor = made.redactor
     for key, origin in made.stage.config.origins.items():
         name, _, value = (origin.override or "").partition("=")
-        if value and "${" not in value and redact({name: value}) != {name: value}:
+        if value and "${" not in value and redactor.redact({name: value}) != {name: value}:
             yield launch_finding(
                 "warning",
                 "exposed-secret",

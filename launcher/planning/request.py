@@ -15,7 +15,7 @@ class Request:
     """One command line: which stage (None: as the file says), from which file, on what.
 
     `folder` is the run that is to go on, `runs` where a new one is made. `rehearse` is None where the file, or the
-    command, decides.
+    command, decides. `borrowed` are variables of the environment whose values the overrides hold.
     """
 
     stage: str | None
@@ -38,17 +38,19 @@ class Request:
     runs: Path | None = None
     fresh: bool = False
     allowed: Sequence[str] = ()
+    borrowed: frozenset[str] = frozenset()
 
     def as_json(self) -> dict[str, Any]:
         """What `from_json` reads, but for the folder and the names of machines."""
         skipped = {"folder", "node_rank", "main_address", "fresh", "rehearse"}
         given = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in skipped}
         paths = {name: str(value.absolute()) for name, value in given.items() if isinstance(value, Path)}
-        return given | paths | {name: list(given[name]) for name in ("overrides", "allowed")}
+        return given | paths | {name: list(given[name]) for name in ("overrides", "allowed", "borrowed")}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], *, config: Path) -> Request:
         """The same request of a resolved stage file, whose overrides are in it."""
         given = {k: v for k, v in data.items() if k in cls.__dataclass_fields__}
         given |= {k: Path(given[k]) for k in ("python", "checkout", "runs") if given.get(k)}
-        return cls(**{**given, "config": config, "overrides": ()})
+        borrowed = frozenset(given.get("borrowed", ()))
+        return cls(**{**given, "config": config, "overrides": (), "borrowed": borrowed})

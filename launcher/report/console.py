@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from launcher import redaction
 from launcher.config.points import BY_NAME
 from launcher.errors import Finding
 from launcher.printable import escaped, folded, printable
-from launcher.redaction import redact
+from launcher.redaction import Redactor
 from launcher.verdict import summary
 
 if TYPE_CHECKING:
@@ -44,11 +45,17 @@ def _style(word: str, colour: str, *, bold: bool = True) -> _Styled:
     return _Styled(typer.style(word, fg=colour, bold=bold))
 
 
-def _echo(*parts: str, err: bool = False, nl: bool = True) -> None:
-    """Print, without the tokens in it: most of what is shown quotes what was given."""
+def _echo(*parts: str, err: bool = False, nl: bool = True, redactor: Redactor | None = None) -> None:
+    """Print, without the secrets in it: most of what is shown quotes what was given."""
+    redactor = _redactor(redactor)
     # first what is invisible: it may part a token
-    clean = [one if isinstance(one, _Styled) else redact(printable(one)) for one in parts]
+    clean = [part if isinstance(part, _Styled) else redactor.redact(printable(part)) for part in parts]
     _write("".join(clean), err=err, nl=nl)
+
+
+def _redactor(redactor: Redactor | None) -> Redactor:
+    """What is secret to a plan or a run; where neither is shown, by the environment of this process."""
+    return redaction.of_process() if redactor is None else redactor
 
 
 def _write(text: str, *, err: bool = False, nl: bool = True) -> None:
@@ -67,26 +74,31 @@ def _write(text: str, *, err: bool = False, nl: bool = True) -> None:
         os.close(nowhere)
 
 
-def envelope(command: str, ok: bool, findings: Iterable[Finding], data: Any) -> None:
-    found = [finding.as_json() for finding in findings]
+def envelope(command: str, ok: bool, findings: Iterable[Finding], data: Any, redactor: Redactor | None = None) -> None:
+    redactor = _redactor(redactor)
+    found = [finding.naming_variables(redactor).as_json() for finding in findings]
     whole = {"schema_version": SCHEMA_VERSION, "command": command, "ok": ok, "findings": found, "data": data}
     # as data, not as text: there `"hub_token": {` would be a name and its value
-    clean = json.dumps(redact(whole), indent=2, ensure_ascii=False, default=lambda value: redact(str(value)))
+    clean = json.dumps(
+        redactor.redact(whole), indent=2, ensure_ascii=False, default=lambda value: redactor.redact(str(value))
+    )
     _write(escaped(clean))
 
 
-def raw(text: str) -> None:
-    _echo(text, nl=False)
+def raw(text: str, redactor: Redactor | None = None) -> None:
+    _echo(text, nl=False, redactor=redactor)
 
 
 def plain_json(data: Any) -> None:
     _write(escaped(json.dumps(data, indent=1, ensure_ascii=False, default=str)))
 
 
-def annotate(found: Iterable[Finding]) -> None:
+def annotate(found: Iterable[Finding], redactor: Redactor | None = None) -> None:
     """Findings as GitHub's workflow commands, which it shows as annotations of a pull request."""
+    redactor = _redactor(redactor)
     for finding in found:
-        _write(redact(printable(workflow_command(finding, Path.cwd()), commands=True)))
+        line = workflow_command(finding.naming_variables(redactor), Path.cwd())
+        _write(redactor.redact(printable(line, commands=True)))
 
 
 def workflow_command(finding: Finding, root: Path) -> str:
@@ -120,8 +132,8 @@ def arguments(schemas: Sequence[Schema], notes: Mapping[str, Mapping[str, Sequen
         table(rows, columns)
 
 
-def say(text: str) -> None:
-    _echo(text)
+def say(text: str, redactor: Redactor | None = None) -> None:
+    _echo(text, redactor=redactor)
 
 
 def aside(text: str) -> None:
@@ -129,9 +141,10 @@ def aside(text: str) -> None:
     _echo(text, err=True)
 
 
-def findings(found: Sequence[Finding]) -> None:
-    # all at once: for each the environment would be looked through again
-    for finding in redact(tuple(found)):
+def findings(found: Sequence[Finding], redactor: Redactor | None = None) -> None:
+    redactor = _redactor(redactor)
+    named = tuple(finding.naming_variables(redactor) for finding in found)
+    for finding in redactor.redact(named):
         head = _style(f"{finding.severity}[{finding.code}]", _COLOUR[finding.severity])
         _write(head + folded(f": {finding.message}"), err=True)
         for mark, text in (("-->", finding.place), ("help:", finding.help)):
@@ -157,7 +170,7 @@ def plan_lines(plan: Plan) -> list[str]:
 
 def beginning(plan: Plan, console: Path) -> None:
     for line in (*plan_lines(plan), f"log: {console}"):
-        _echo(line, err=True)
+        _echo(line, err=True, redactor=plan.redactor)
 
 
 def dry_run(plan: Plan, command: Command, script: str | None = None) -> None:
@@ -170,13 +183,16 @@ def dry_run(plan: Plan, command: Command, script: str | None = None) -> None:
         lines.append(f"no open-instruct checkout was found, training needs one: {pin.get_checkout()}")
     for variable in sorted(set(command.variables.values()) - os.environ.keys()):
         lines.append(f"{variable} is a secret: export it before you paste this")
-    words = command.redacted().shell()
+    words = command.redacted(plan.redactor).shell()
     if script is not None:
         lines.append(f"what trains on each node: {words}")
     # a comment throughout: what is pasted must not run the second line of a value
     for line in "\n".join(lines).splitlines():
-        _echo(f"# {line}")
-    _echo(words) if script is None else raw(script)
+        _echo(f"# {line}", redactor=plan.redactor)
+    if script is None:
+        _echo(words, redactor=plan.redactor)
+    else:
+        raw(script, plan.redactor)
 
 
 def verdict(judged: Verdict, name: str) -> None:
@@ -229,7 +245,7 @@ def _point(point: summary.Point, printed: Container[str | None], outcome: str) -
             _echo(folded(f"    {line}"))
 
 
-def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
+def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str], redactor: Redactor | None = None) -> None:
     """Plain columns, as wide as their widest entry, none empty; paths below the working directory are relative.
     On a terminal that is too narrow for all of them the others follow below, beside the first one again."""
     columns = [c for c in columns if any(row.get(c) is not None for row in rows)]
@@ -247,5 +263,7 @@ def table(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
         bands[-1].append(number)
     for band in bands:
         lines = ["  ".join(row[n].ljust(widths[n]) for n in band).rstrip() for row in whole]
-        for line in redact([*([""] if band is not bands[0] else []), *lines]):
+        if band is not bands[0]:
+            _write("")
+        for line in _redactor(redactor).redact(lines):
             _write(line)

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from launcher import redaction
 from launcher.config.points import POINTS
 from launcher.printable import printable
-from launcher.redaction import redact
+from launcher.redaction import Redactor, redact
 from launcher.report.progress import ENDED, TRACKER, Progress, Tail, clock, tracker
 from launcher.runs import events
 from launcher.upstream.logs import open_instruct
@@ -37,12 +38,21 @@ _ALARMING = [state for point in POINTS for state in point.alarming]
 
 
 class View:
-    def __init__(self, title: str, console: Path, probe: Path, progress: Progress, terminal: bool):
+    def __init__(
+        self,
+        title: str,
+        console: Path,
+        probe: Path,
+        progress: Progress,
+        terminal: bool,
+        redactor: Redactor | None = None,
+    ):
         # a terminal is looked at over shoulders, and its lines end up in logs of jobs
-        self.title = redact(title)
+        self.redactor = redactor or redaction.of_process()
+        self.title = self.redactor.redact(title)
         self.log, self.events = Tail(console), Tail(probe / "rank-0.jsonl")
         self.probe, self.others = probe, list[tuple[Tail, Progress]]()
-        self.progress, self.tracker = progress, tracker(console)
+        self.progress, self.tracker = progress, tracker(console, self.redactor)
         # of a run that goes on, the last of what it has done is enough
         self.log.skip(CAUGHT_UP)
         # what was proved stands at its beginning
@@ -124,12 +134,13 @@ class View:
         if self.live is not None:
             from rich.console import Group
 
-            self.live.update(Group(*panel(self.title, self.progress, self.live.console, self.tracker)))
+            lines = panel(self.title, self.progress, self.live.console, self.tracker, self.redactor)
+            self.live.update(Group(*lines))
             return
         if self.tracker and not self.linked:
             self.linked = True
             typer.echo(f"{self.title}   {self.tracker}", err=True)
-        line = redact(printable(f"{self.title}   {self.progress.line()}")).replace("\n", " ")
+        line = self.redactor.redact(printable(f"{self.title}   {self.progress.line()}")).replace("\n", " ")
         now = time.monotonic()
         every = PLAIN_EVERY_S * min(12.0, max(1.0, (now - self.begun) / 60))
         due = last or now - self.since >= every or not self.printed
@@ -138,7 +149,9 @@ class View:
             typer.echo(line, err=True)
 
 
-def panel(title: str, progress: Progress, console: Console, tracker: str | None) -> list[Text]:
+def panel(
+    title: str, progress: Progress, console: Console, tracker: str | None, redactor: Redactor | None = None
+) -> list[Text]:
     """The lines on a terminal: how far, the loss, the machine, what is proved, where it is tracked."""
     plain = console.options.ascii_only
     parts = [_head(progress, console.width - len(title), plain=plain)]
@@ -146,7 +159,8 @@ def panel(title: str, progress: Progress, console: Console, tracker: str | None)
         parts += [_figures(progress, plain=plain), _machine(progress)]
     lines = [_line([title, *parts[0]], bold=len(title)), *map(_line, filter(None, parts[1:]))]
     if progress.hang is not None:
-        lines.append(_hang(progress.hang))
+        hang = progress.hang if redactor is None else redactor.redact(progress.hang)
+        lines.append(_hang(hang))
     if progress.shown:
         lines.append(_proofs(progress))
     return [*lines, *([_line([tracker])] if tracker else [])]

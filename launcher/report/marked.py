@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from launcher.printable import printable
-from launcher.redaction import redact
+from launcher.redaction import Redactor
 from launcher.report import console
 
 if TYPE_CHECKING:
@@ -47,7 +47,8 @@ class Span:
 class Paper:
     """Standard output, in colour where it is a terminal and NO_COLOR does not forbid it."""
 
-    def __init__(self) -> None:
+    def __init__(self, redactor: Redactor) -> None:
+        self._redactor = redactor
         is_terminal = sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
         self.colour = is_terminal and not os.environ.get("NO_COLOR")
         encoding = (sys.stdout.encoding or "ascii").lower().replace("-", "")
@@ -77,7 +78,7 @@ class Paper:
         return text
 
     def _clean(self, text: str) -> str:
-        cleaned = redact(printable(text))
+        cleaned = self._redactor.redact(printable(text))
         return self._drawn(cleaned) if self._is_ascii else cleaned
 
     def _print(self, parts: Sequence[Span]) -> None:

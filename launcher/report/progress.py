@@ -5,16 +5,15 @@ import math
 import os
 import re
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launcher import files
+from launcher import files, redaction
 from launcher.artifacts.digest import CHECKPOINT
 from launcher.config.points import BY_NAME, POINTS
 from launcher.printable import printable
-from launcher.redaction import redact
+from launcher.redaction import Redactor
 
 TAIL_LINES = 20
 _TAIL_BYTES = 32 * 2**10
@@ -296,8 +295,9 @@ def _finite(text: bytes) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def last_lines(path: Path, environ: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """The last lines without secrets (see `redact`), of a progress bar its last frame; none without a log."""
+def last_lines(path: Path, redactor: Redactor | None = None) -> tuple[str, ...]:
+    """The last lines without secrets, of a progress bar its last frame; none without a log."""
+    redactor = redactor or redaction.of_process()
     try:
         with files.open_regular(path) as log:
             size = os.fstat(log.fileno()).st_size
@@ -311,9 +311,9 @@ def last_lines(path: Path, environ: Mapping[str, str] | None = None) -> tuple[st
         # where the first one is cut off, a secret may be cut in two
         cut = lines.pop(0)
     text = b"\n".join(lines).decode(errors="replace")
-    shown = [_shortened(line) for line in redact(printable(text), environ).splitlines() if line.strip()]
+    shown = [_shortened(line) for line in redactor.redact(printable(text)).splitlines() if line.strip()]
     if not shown and cut:
-        end = redact(printable(cut.decode(errors="replace")), environ)[-_LINE_CHARS:]
+        end = redactor.redact(printable(cut.decode(errors="replace")))[-_LINE_CHARS:]
         shown = [f"... the begin of this line left out ... {end}"]
     return tuple(shown[-TAIL_LINES:])
 
@@ -324,7 +324,7 @@ def _shortened(line: str) -> str:
     return f"{line[:_LINE_CHARS]} ... {len(line) - _LINE_CHARS:,} characters of this line left out"
 
 
-def tracker(path: Path) -> str | None:
+def tracker(path: Path, redactor: Redactor | None = None) -> str | None:
     """Where W&B, MLflow or trackio shows the run: an address or a command, as the log says; else None."""
     try:
         with files.open_regular(path) as log:
@@ -332,7 +332,10 @@ def tracker(path: Path) -> str | None:
     except OSError:
         return None
     # of an anonymous run the address holds its key
-    return redact((found[1] or found[2]).decode(errors="replace").strip()) if found else None
+    if not found:
+        return None
+    address = (found[1] or found[2]).decode(errors="replace").strip()
+    return (redactor or redaction.of_process()).redact(address)
 
 
 def clock(seconds: float) -> str:

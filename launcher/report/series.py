@@ -154,10 +154,10 @@ def of_kept(path: Path, manifest: object, verdict: object, rows: Iterable[Row], 
     path = path.absolute()
     folder = RunFolder(path)
     ended = {} if last is None or last.exit is None else rundir.read_json(last.exit.path)
-    secrets = attempt.tokens(folder)
+    redactor = attempt.redactor(folder)
     samples = rundir.read_json(folder.samples)
     records = {"manifest": mapping(manifest), "verdict": mapping(verdict), "ended": ended, "samples": samples}
-    clean = redact(records, secrets)
+    clean = redactor.redact(records)
     arguments = mapping(clean["manifest"].get("args"))
     console = folder.console(max(1, folder.attempts()))
     return Run(
@@ -167,8 +167,8 @@ def of_kept(path: Path, manifest: object, verdict: object, rows: Iterable[Row], 
         series=of_rows(rows),
         arguments={name: item for name, item in arguments.items() if isinstance(item, Mapping)},
         ranks=None if last is None or last.probe is None else last.probe.world,
-        tail=progress.last_lines(console, secrets),
-        tracker=progress.tracker(console),
+        tail=progress.last_lines(console, redactor),
+        tracker=progress.tracker(console, redactor),
     )
 
 

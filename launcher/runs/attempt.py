@@ -25,7 +25,7 @@ from launcher.machine import codec
 from launcher.machine.codec import Between, Count, Misfit, Omission
 from launcher.paths import PACKAGE
 from launcher.printable import printable
-from launcher.redaction import redact, remember
+from launcher.redaction import Redactor
 from launcher.runs import rundir
 from launcher.runs.record import LARGEST_WORLD, Record
 from launcher.runs.rundir import RunFolder
@@ -83,9 +83,10 @@ class Command:
         ]
         return " ".join([*words, *map(_quoted, self.argv)])
 
-    def redacted(self) -> Command:
+    def redacted(self, redactor: Redactor) -> Command:
+        """The command as it may be shown, with `$VARIABLE` for the secrets that it hands over."""
         named = {name: f"${variable}" for name, variable in self.variables.items()}
-        shown = redact(replace(self, env={**self.env, **named}))
+        shown = redactor.redact(replace(self, env={**self.env, **named}))
         return replace(shown, variables=self.variables)
 
 
@@ -143,6 +144,11 @@ class Attempt:
     allow_unproven: bool = False
     request: Mapping[str, Any] = field(default_factory=dict)
     borrowed: tuple[str, ...] = ()
+
+    @property
+    def redactor(self) -> Redactor:
+        """What is secret by the environment of whoever gave the command."""
+        return Redactor.of(self.environ, self.borrowed)
 
     def command(self, environ: Mapping[str, str]) -> Command:
         """The command in the whole environment that it is to run in; `environ` is the starter's own."""
@@ -235,15 +241,9 @@ def require_own(folder: RunFolder) -> None:
         raise not_ready("not-your-run", message, help, file=str(folder.path))
 
 
-def tokens(folder: RunFolder) -> dict[str, str]:
-    """For `redact`: this environment and that of who started the run, whose tokens a later reader need not have."""
+def redactor(folder: RunFolder) -> Redactor:
+    """What is secret here or was where the run was started, whose tokens a later reader need not have."""
     start = Record(rundir.read_json(folder.start))
-    borrowed, then = start.items_of("borrowed"), start.part("environ").items()
-    # names of their own: both may have the same variable with another value
-    recorded = {f"THEN_{'SECRET_' * (name in borrowed)}{name}": str(value) for name, value in then}
-    return {**os.environ, **recorded}
-
-
-def remember_secrets(folder: RunFolder) -> None:
-    """Hide what was secret at the start of a run in all that this process prints: it may have other variables."""
-    remember(tokens(folder))
+    environ = {name: str(value) for name, value in start.part("environ").items()}
+    then = Redactor.of(environ, map(str, start.items_of("borrowed")))
+    return Redactor.of(os.environ).joined(then)

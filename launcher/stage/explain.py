@@ -13,7 +13,6 @@ from launcher.config.keys import KEYS, STAGES, Key
 from launcher.config.load import Config
 from launcher.errors import Finding, InvalidConfig, brief
 from launcher.findings import CodeSection, Meaning
-from launcher.redaction import redact
 from launcher.stage import gates, stage, unused
 from launcher.stage.conversion.names import FOREIGN
 from launcher.upstream import history, locate
@@ -294,7 +293,7 @@ def _here(key: str, config: Config, judged: stage.Judged, derived: Mapping[str, 
         is_flag = known is not None and not schema.in_file(key, given)
         words = tuple(schema.words(key, given)) if is_flag else ()
         # by its name too: a password has no shape
-        value, words = redact({key: (given, words)})[key]
+        value, words = config.redactor.redact({key: (given, words)})[key]
         return Here(value=value, origin=str(place), via=via, words=words, findings=found)
     if key in derived:
         value, origin = derived[key]

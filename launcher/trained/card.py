@@ -12,17 +12,17 @@ from typing import Any
 
 import yaml
 
-from launcher import files
+from launcher import files, redaction
 from launcher.artifacts import layout, model_config
 from launcher.config.keys import PAIRED
 from launcher.errors import NotReady, not_ready
 from launcher.machine import python
 from launcher.paths import is_dir
-from launcher.redaction import redact
 from launcher.report import series
 from launcher.report.html import figure
 from launcher.report.progress import clock
 from launcher.report.series import Run
+from launcher.runs import attempt
 from launcher.runs.record import listed, mapping
 from launcher.trained.model import Base, TrainedModel, of_folder
 from launcher.upstream.schema import source_name
@@ -58,7 +58,7 @@ def made_of(model: TrainedModel) -> str:
     run = series.read(model.run.path)
     lineage = list(_lineage(model))
     text = "\n\n".join(part for part in _parts(model, run, lineage) if part) + "\n"
-    text = redact(text)
+    text = attempt.redactor(model.run).redact(text)
     digest = hashlib.sha256(text.encode()).hexdigest()
     return f"{_head(model, run, lineage)}<!-- launch card {digest}: what is edited here is kept -->\n{text}"
 
@@ -207,7 +207,8 @@ def _head(model: TrainedModel, run: Run, lineage: Sequence[Base]) -> str:
     content |= _license(lineage)
     content["pipeline_tag"] = "text-generation"
     content["tags"] = [*tags, "launch"]
-    dumped = yaml.safe_dump(redact(content), sort_keys=False, allow_unicode=True, width=100)
+    redactor = redaction.of_process() if model.run is None else attempt.redactor(model.run)
+    dumped = yaml.safe_dump(redactor.redact(content), sort_keys=False, allow_unicode=True, width=100)
     return f"---\n{dumped}---\n"
 
 

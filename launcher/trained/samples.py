@@ -8,8 +8,7 @@ from typing import Any
 
 from launcher import files
 from launcher.errors import LaunchError
-from launcher.redaction import redact
-from launcher.runs import rundir
+from launcher.runs import attempt, rundir
 from launcher.runs.rundir import RunFolder
 from launcher.trained import chat, model, prompts, worker
 from launcher.trained.model import TrainedModel
@@ -51,7 +50,7 @@ def take(folder: RunFolder, environ: Mapping[str, str], say: Callable[[str], Non
         record["failed"] = str(error)
     except KeyboardInterrupt:
         record["failed"] = "it was interrupted"
-    files.write_json(folder.samples, redact(record))
+    files.write_json(folder.samples, attempt.redactor(folder).redact(record))
 
 
 def _record(chosen: Prompts) -> dict[str, Any]:

@@ -10,12 +10,13 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
+from launcher import redaction
 from launcher.config.keys import PAIRED
 from launcher.config.points import ANY, DEFAULTS, POINTS, PointType
 from launcher.errors import Exit, InvalidConfig, launch_finding, unreadable
 from launcher.machine import codec
 from launcher.machine.codec import Misfit, Omission
-from launcher.redaction import redact
+from launcher.redaction import Redactor
 from launcher.runs.record import mapping
 from launcher.verdict.evidence import Event, Evidence, ExitRecord, ProbeStep, read_log
 from launcher.verdict.metrics import metrics
@@ -134,8 +135,10 @@ def judge(stage: str | None, expected: Mapping[str, str | None], evidence: Evide
     )
 
 
-def judge_log(path: Path) -> Verdict:
-    return redact(judge_alone(read_training_log(path)))
+def judge_log(path: Path, redactor: Redactor | None = None) -> Verdict:
+    """The verdict of a console log; `redactor` is that of its run, where that is known."""
+    redactor = redactor or redaction.of_process()
+    return redactor.redact(judge_alone(read_training_log(path)))
 
 
 def judge_alone(found: Evidence) -> Verdict:

@@ -9,7 +9,6 @@ from typing import Any
 from launcher.artifacts import checkpoints, digest, fingerprint, model_files
 from launcher.artifacts.fingerprint import MissingContent
 from launcher.config.points import BY_NAME
-from launcher.redaction import redact
 from launcher.rules.deepspeed import fault
 from launcher.runs import attempt, rundir, runner
 from launcher.runs.record import Manifest
@@ -57,7 +56,7 @@ def judge(folder: RunFolder, requested: Mapping[str, str] | None = None) -> RunJ
     elif finish.state == "completed" and found.final_save and output is not None:
         verdict = _with_whole_model(verdict, output)
     # a secret that training printed must not get from the log into what is shown and kept
-    clean = redact(verdict, attempt.tokens(folder))
+    clean = attempt.redactor(folder).redact(verdict)
     return RunJudgement(verdict=clean, manifest=manifest, attempts=each)
 
 

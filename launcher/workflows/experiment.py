@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from launcher import files
+from launcher import files, redaction
 from launcher.errors import Exit, Finding, LaunchError, brief, launch_finding
 from launcher.lifecycle import conclude, follow, start, stop
 from launcher.machine import locks, process
 from launcher.plan.plan import Plan
 from launcher.planning import forecast
 from launcher.planning.prepare import Prepared
-from launcher.redaction import redact
+from launcher.redaction import Redactor
 from launcher.report import page as report_page
 from launcher.report import series
 from launcher.runs import lease, rundir, runner
@@ -84,10 +84,11 @@ class Campaign:
             yield folder
 
 
-def write(file: Path, record: Mapping[str, Any]) -> None:
-    """Whole or not at all. Raises NotReady where it cannot be written."""
+def write(file: Path, record: Mapping[str, Any], redactor: Redactor | None = None) -> None:
+    """Whole or not at all, without secrets. Raises NotReady where it cannot be written."""
+    redactor = redactor or redaction.of_process()
     try:
-        files.write_json(file, redact(dict(record)))
+        files.write_json(file, redactor.redact(dict(record)))
     except OSError as error:
         raise rundir.not_writable(file.parent, error.strerror) from None
 

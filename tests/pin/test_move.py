@@ -27,6 +27,8 @@ from launcher.upstream.open_instruct import PIN
 from launcher.upstream.source.packages import Folder
 
 FILES = {"README.md": b"new\n", "docs/a.md": b"new too\n", "launcher/made.py": b"MADE = 1\n"}
+GONE = "docs/gone.md"
+"""A file that a change removes."""
 COMMIT = 40 * "b"
 
 
@@ -43,6 +45,7 @@ def clone(tmp_path: Path) -> Path:
     (place / "docs").mkdir(parents=True)
     (place / "README.md").write_text("old\n")
     (place / "docs/a.md").write_text("old too\n")
+    (place / GONE).write_text("of a commit that is forgotten\n")
     (place / "README.md").chmod(0o755)
     git(place, "init", "-q")
     git(place, "add", ".")
@@ -88,7 +91,7 @@ else:
 
 def run(clone: Path, limit: int) -> int:
     """Change the clone by a process that is killed before its renaming number `limit`; its exit code."""
-    program = PROGRAM.format(files=FILES, commit=COMMIT)
+    program = PROGRAM.format(files={**FILES, GONE: None}, commit=COMMIT)
     environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     return subprocess.run([sys.executable, "-c", program, str(clone), str(limit)], env=environ).returncode
 

@@ -10,9 +10,11 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import checkouts
 import pytest
 from conftest import NO_PACKAGES, PATIENCE_S, REPOSITORY, STAND_INS
 
@@ -41,6 +43,16 @@ def open_instruct_reason() -> str | None:
         return f"the checkout at {source.root} is not the pin"
     lacking = missing(OPEN_INSTRUCT)
     return f"no packages for open-instruct: {', '.join(lacking)}" if lacking else None
+
+
+@pytest.fixture(scope="module", params=checkouts.COMMITS, ids=[commit[:8] for commit in checkouts.COMMITS])
+def known_commit(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each known commit in turn, whose checkout all that is launched then uses; skips where it is not here."""
+    commit: str = request.param
+    root = checkouts.require(commit)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LAUNCH_OPEN_INSTRUCT", str(root))
+        yield commit
 
 
 needs_trl = pytest.mark.skipif(bool(missing(("trl",))), reason="no training packages: trl")

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import REPOSITORY, STAND_INS, find_checkout
+from conftest import REPOSITORY, STAND_INS
+from real_training import known_commit as known_commit  # a fixture
 from real_training import needs_open_instruct, needs_training
 
 from launcher.cache import diagnosis, folders, keys
@@ -72,7 +73,7 @@ def dpo(name: str, *overrides: str) -> tuple[dict[str, str], dict[str, Cache], R
         "batch.global=8", "batch.per_device=8", *overrides,
     )  # fmt: skip
     trainer = machine.find_trainer(Path(sys.executable), None)
-    locator = Locator(checkout=find_checkout(), search=trainer.path)
+    locator = Locator(checkout=Path(os.environ["LAUNCH_OPEN_INSTRUCT"]), search=trainer.path)
     stage = stages.validate(stages.judge(load.load(STAGE_FILE, words), locator=locator))
     made = plan.make(stage, gpus=0)
     found = keys.derive(made, trainer.packages)
@@ -95,6 +96,7 @@ def states(run: RunFolder) -> dict[str, str]:
 
 
 @needs_open_instruct
+@pytest.mark.usefixtures("known_commit")
 def test_dpo_never_meets_a_stale_cache(place: Path) -> None:
     data = place / "build/demo/data/dpo/train.jsonl"
     model = place / "build/demo/model/model.safetensors"

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_training import CONFIGS, launch, needs_open_instruct, needs_training, place, states
+from real_training import CONFIGS, known_commit, launch, needs_open_instruct, needs_training, place, states
 
-__all__ = ["place"]  # a fixture
+__all__ = ["known_commit", "place"]  # fixtures
 
 pytestmark = [pytest.mark.slow, *needs_training]
 
@@ -85,19 +85,24 @@ def test_trl_sft_then_dpo_and_sft_again_to_the_same_weights(place: Path, chain: 
 FEW = ("max_train_steps=3", "expect.trend=any")
 
 
+def outputs_of(commit: str) -> str:
+    return f"oi/{commit[:8]}"
+
+
 @pytest.fixture(scope="module")
-def pinned(place: Path) -> tuple[tuple[str, ...], dict[str, Any]]:
+def pinned(place: Path, known_commit: str) -> tuple[tuple[str, ...], dict[str, Any]]:
     """Their SFT, the same again on its result, then their DPO: the words, and what these answered."""
-    (place / "chain.yaml").write_text(
+    outputs = outputs_of(known_commit)
+    (place / f"chain-{known_commit}.yaml").write_text(
         "gpus: 0\nstages:\n"
-        f"  - {{name: one, config: {CONFIGS}/sft_open_instruct.yaml, with: {{output_dir: oi/one}}}}\n"
+        f"  - {{name: one, config: {CONFIGS}/sft_open_instruct.yaml, with: {{output_dir: {outputs}/one}}}}\n"
         f"  - {{name: two, config: {CONFIGS}/sft_open_instruct.yaml, from: one,\n"
-        "     with: {output_dir: oi/two, seed: 7}}\n"
+        f"     with: {{output_dir: {outputs}/two, seed: 7}}}}\n"
         f"  - {{name: dpo, config: {CONFIGS}/dpo_open_instruct.yaml, from: two,\n"
-        "     with: {output_dir: oi/dpo}}\n"
+        f"     with: {{output_dir: {outputs}/dpo}}}}\n"
     )
     short = [f"{name}.{key}" for name in ("one", "two", "dpo") for key in FEW]
-    words = ("pipeline", "chain.yaml", *short)
+    words = ("pipeline", f"chain-{known_commit}.yaml", *short)
     code, told = launch(place, *words)
     assert code == 0, told
     return words, told
@@ -134,7 +139,7 @@ def test_the_pinned_dpo_runs_on_the_sft_result(pinned: tuple[tuple[str, ...], di
 
 @needs_open_instruct
 def test_the_pinned_finetune_runs_and_hits_its_cache_the_second_time(
-    place: Path, pinned: tuple[tuple[str, ...], dict[str, Any]]
+    place: Path, known_commit: str, pinned: tuple[tuple[str, ...], dict[str, Any]]
 ) -> None:
     first = pinned[1]["data"]["stages"][0]
     run = Path(first["run"])
@@ -146,11 +151,12 @@ def test_the_pinned_finetune_runs_and_hits_its_cache_the_second_time(
     }  # fmt: skip
     manifest = json.loads((run / "run.json").read_text())
     assert manifest["upstream"]["pinned"] is True
+    assert manifest["upstream"]["version"] == known_commit
     assert manifest["args"]["logging_steps"]["value"] == 1
     assert "snapshot_download" in {event["what"] for event in events(str(run), "supplied")}
 
     config = str(CONFIGS / "sft_open_instruct.yaml")
-    words = ("sft", config, "output_dir=oi/one", *FEW, "--gpus", "0")
+    words = ("sft", config, f"output_dir={outputs_of(known_commit)}/one", *FEW, "--gpus", "0")
     code, answer = launch(place, *words, "--fresh")
     assert code == 0, answer
     assert states(answer)["dataset_cache"] == "hit"

@@ -9,6 +9,7 @@ import signal
 from collections.abc import Callable
 
 import pytest
+from real_training import known_commit as known_commit  # a fixture
 from real_training import needs_open_instruct, needs_training
 from test_preemption import Training
 from test_preemption import place as place  # a fixture
@@ -59,6 +60,7 @@ def test_trl_continues_its_tracker_run(training: Begin, tracker: str) -> None:
 
 @needs("wandb")
 @needs_open_instruct
+@pytest.mark.usefixtures("known_commit")
 @pytest.mark.parametrize("kind", ["sft", "dpo"])
 def test_open_instruct_continues_its_wandb_run(training: Begin, kind: str) -> None:
     # DPO's loss is ln 2 in the few steps before

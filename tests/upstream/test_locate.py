@@ -2,10 +2,12 @@
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import checkouts
 import pytest
 from conftest import NO_PACKAGES, Write
 
@@ -35,6 +37,12 @@ def fake(write: Write) -> Checkout:
         return write(f"{name}/open_instruct/finetune.py", finetune).parent.parent
 
     return made
+
+
+@pytest.fixture(scope="session", params=checkouts.COMMITS)
+def known_root(request: pytest.FixtureRequest) -> tuple[str, Path]:
+    """A known commit, and a checkout of it."""
+    return request.param, checkouts.require(request.param)
 
 
 @pytest.fixture(autouse=True)
@@ -196,10 +204,40 @@ def test_another_commit_that_cannot_be_read(fake: Checkout, text: str) -> None:
     assert raised.value.findings[0].code == "unreadable-source"
 
 
-def test_the_snapshot_is_what_the_pinned_sources_give(checkout: Path) -> None:
+def test_a_snapshot_is_what_its_commit_gives(known_root: tuple[str, Path]) -> None:
+    commit, root = known_root
     if find_package("olmo_core") is None:
         pytest.skip(NO_PACKAGES)
-    assert_current("open_instruct", snapshot.take("open_instruct", checkout))
+    taken = snapshot.take("open_instruct", root)
+    assert json.loads(json.dumps(taken)) == locate.known_facts("open_instruct", commit), "make snapshot"
+
+
+def test_the_commit_of_a_checkout_decides_which_facts_serve(known_root: tuple[str, Path], tmp_path: Path) -> None:
+    commit, root = known_root
+    source = locate.locate("open_instruct", checkout=root)
+    assert (source.version, source.release, source.pinned) == (commit, commit, True)
+    assert locate.unpinned(source, where_found="error", allowed=False) is None
+    schema = locate.load_schema(source, "dpo")
+    assert (schema.source, schema.version) == ("snapshot", commit)
+    # without a git history the files tell
+    copy = tmp_path / "copy"
+    shutil.copytree(root / "open_instruct", copy / "open_instruct")
+    assert locate.locate("open_instruct", checkout=copy).version == commit
+
+
+def test_of_checkouts_that_are_found_the_pin_comes_first(
+    fake: Checkout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever lies in the usual place: the search goes on past it, and comes back to the first one."""
+    fake("oi")
+    beside = fake("oi-other", f"{FINETUNE}# at the pin\n")
+    monkeypatch.setattr(locate, "FOUND_IN", (tmp_path / "oi",))
+    assert locate.locate("open_instruct").root == tmp_path / "oi"
+    pin_to(beside, monkeypatch)
+    assert locate.locate("open_instruct").root == beside
+    # a place that is named is taken as it is
+    environ = {"LAUNCH_OPEN_INSTRUCT": str(tmp_path / "oi")}
+    assert locate.locate("open_instruct", environ=environ).root == tmp_path / "oi"
 
 
 @pytest.mark.slow

@@ -182,8 +182,8 @@ def test_the_start_of_a_pipeline_reads_and_plans_once_and_makes_no_run_before_on
     here.launch("pipeline", chain(world), "--gpus", "0", "--no-rehearse", "--python", str(world.root / "python"))
     assert begun == ["sft"]
     assert set(loads.files.values()) == {1}
-    # a stage is judged once more when its turn comes: until then its model, its data and the machine may change
-    assert "planned" not in loads.repeated and max(loads.judged.values()) <= 2
+    # the first stage starts as it was judged; a later one is judged once more when its turn comes
+    assert not {"planned", "judged"} & loads.repeated.keys()
 
 
 def interrupted(*_words: Any, **_options: Any) -> Any:

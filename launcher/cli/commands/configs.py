@@ -208,7 +208,8 @@ def explain(
     texts = ["\n".join(one.lines()) for one in explained if known]
     texts += ["\n".join(explain.meaning_lines(section, meaning, key)) for section, meaning in meanings]
     # what is the same for SFT and DPO is said once
-    return answer("explain", shared.format, data, ["\n\n".join(dict.fromkeys(texts))])
+    redactor = None if loaded is None else loaded.redactor
+    return answer("explain", shared.format, data, ["\n\n".join(dict.fromkeys(texts))], redactor=redactor)
 
 
 def _derived(request: Request, loaded: Config) -> dict[str, tuple[object, str]]:

@@ -56,13 +56,14 @@ def plan(
     findings = (*made.findings, *rehearsal.dropped_rows(resolved))
     # a count that cannot be must not cost the table of the others
     code = Exit.CONFIG if errors(findings) else Exit.OK
+    redactor = resolved.redactor
 
     def show() -> None:
         rows = made.rows()
-        console.table(rows, list(rows[0]))
-        console.say("\n".join(made.lines(why=why)))
+        console.table(rows, list(rows[0]), redactor)
+        console.say("\n".join(made.lines(why=why)), redactor)
 
-    return answer("plan", shared.format, made.as_json(why=why), show, findings, code)
+    return answer("plan", shared.format, made.as_json(why=why), show, findings, code, redactor=redactor)
 
 
 @app.command(epilog="Example: launch doctor configs/tulu/sft_qwen7b_25pct.yaml --gpus 8")
@@ -112,8 +113,9 @@ def preview(
 
     judged, trainer = collect.judge(shared.request())
     done = preview.preview(judged, trainer, first=rows, row=row, say=shared.show_progress)
-    show = partial(text.show, done, whole=row is not None)
-    return answer("preview", shared.format, done.as_json(), show, done.findings, done.exit)
+    redactor = judged.config.redactor
+    show = partial(text.show, done, redactor, whole=row is not None)
+    return answer("preview", shared.format, done.as_json(), show, done.findings, done.exit, redactor=redactor)
 
 
 @app.command(epilog="Example: launch rehearse configs/tulu/sft_qwen7b_25pct.yaml")
@@ -137,7 +139,8 @@ def rehearse(
         code = Exit.BUG
     else:
         code = Exit.OK
-    return answer("rehearse", shared.format, done.as_json(), done.lines(), found, code)
+    redactor = judged.config.redactor
+    return answer("rehearse", shared.format, done.as_json(), done.lines(), found, code, redactor=redactor)
 
 
 @app.command(epilog="Example: launch prepare configs/tulu/sft_qwen7b_25pct.yaml --gpus 8")
@@ -151,7 +154,8 @@ def prepare(shared: Shared) -> Exit:
     done = prefetch.prepare(resolved, console.aside)
     # now that model, tokenizer and data are here
     shared.rehearse_first({"": resolved})
-    return answer("prepare", shared.format, done.as_json(), done.lines(), done.findings, done.exit)
+    redactor = resolved.redactor
+    return answer("prepare", shared.format, done.as_json(), done.lines(), done.findings, done.exit, redactor=redactor)
 
 
 @app.command(epilog="Example: launch ladder configs/tulu/sft_qwen7b.yaml --gpus 1,2,8 --steps 50 --price 2.5")
@@ -185,15 +189,22 @@ def ladder(
                 console.dry_run(rung.plan, rung.command)
 
         data = {"rungs": [rung.as_json() for rung in planned.rungs]}
-        return answer("ladder", shared.format, data, show, planned.findings)
-    console.findings(() if quiet else planned.findings)
+        return answer("ladder", shared.format, data, show, planned.findings, redactor=planned.redactor)
+    console.findings(() if quiet else planned.findings, planned.redactor)
     shared.rehearse_first({"": planned.resolved})
     if shared.hands_over:
         stage = planned.stage
         return shared.hand_over("ladder", stage.name, gpus=max(counts), options=stage.options.slurm)
     ladder.climb(planned, fresh=shared.fresh, allow_unproven=shared.allow_unproven, quiet=quiet)
-    data, code = planned.as_json(), planned.exit
-    return answer("ladder", shared.format, data, lambda: ladder.show(planned), code=code, before=planned.findings)
+    return answer(
+        "ladder",
+        shared.format,
+        planned.as_json(),
+        lambda: ladder.show(planned),
+        code=planned.exit,
+        before=planned.findings,
+        redactor=planned.redactor,
+    )
 
 
 @app.command(epilog="Example: launch bench configs/tulu/sft_qwen7b.yaml --vary packing=false,true --gpus 8")
@@ -222,7 +233,7 @@ def bench(
     draft = bench.Bench(request=request, variants=grid, steps=steps, repeats=repeats, timeout_s=limit)
     planned = bench.plan(draft, Scope.FILE if shared.slurm else Scope.START)
     text = shared.format == "text"
-    console.findings(planned.findings if text else ())
+    console.findings(planned.findings if text else (), planned.redactor)
     shared.rehearse_first(planned.resolved)
     if shared.hands_over:
         first = planned.resolved[planned.variants[0].name]
@@ -231,7 +242,9 @@ def bench(
         code = bench.run(opened, show=shared.show_progress)
         bench.write_page(opened)
         found = (*planned.findings, *comparison.baseline_fault(opened.samples))
-        answer("bench", shared.format, opened.as_json(), lambda: bench.show(opened), code=code, before=found)
+        show = partial(bench.show, opened)
+        data = opened.as_json()
+        answer("bench", shared.format, data, show, code=code, before=found, redactor=opened.redactor)
         if text and code is Exit.INTERRUPTED:
             console.say(bench.interrupted(opened))
     return code
@@ -280,5 +293,6 @@ def tune(
             found = (*found, *comparison.baseline_fault([one.sample for one in opened.search.runs]))
         elif trials is not None:
             bench.show(trials)
-        answer("tune", shared.format, opened.as_json(), tune.ending(opened), found, code)
+        redactor = resolved.redactor
+        answer("tune", shared.format, opened.as_json(), tune.ending(opened), found, code, redactor=redactor)
     return code

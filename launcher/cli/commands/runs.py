@@ -14,6 +14,7 @@ from launcher.cli.commands.stages import until_over
 from launcher.cli.options import FORMAT, LAST_RUN, RUN, UNPROVEN, Format, answer, app, confirmed, found_run, not_begun
 from launcher.errors import Exit, Finding, usage
 from launcher.paths import exists
+from launcher.redaction import Redactor
 from launcher.report import console
 
 if TYPE_CHECKING:
@@ -167,8 +168,7 @@ def check(
     # a pipe is a log too
     name = "standard input" if target == "-" else target
     if exists(log) and not log.is_dir():
-        _remember_secrets_of(log)
-        verdict = check.judge_log(log)
+        verdict = check.judge_log(log, _redactor_of_log(log))
     else:
         # a log is judged without importing all that starts runs
         from launcher.lifecycle import conclude
@@ -186,14 +186,15 @@ def check(
     return answer("check", format, verdict.as_json(), lambda: console.verdict(verdict, name), notes, code)
 
 
-def _remember_secrets_of(log: Path) -> None:
-    """Where a log lies in the folder of its run, hide what was secret at the start of that."""
+def _redactor_of_log(log: Path) -> Redactor | None:
+    """What was secret at the start of the run in whose folder a log lies; None where it lies in none."""
     folder = log.absolute().parent
-    if exists(folder / "start.json"):
-        from launcher.runs import attempt
-        from launcher.runs.rundir import RunFolder
+    if not exists(folder / "start.json"):
+        return None
+    from launcher.runs import attempt
+    from launcher.runs.rundir import RunFolder
 
-        attempt.remember_secrets(RunFolder(folder))
+    return attempt.redactor(RunFolder(folder))
 
 
 def _check_each(folder: Path, members: Sequence[RunFolder], allow_unproven: bool, format: Format) -> Exit:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,7 +62,7 @@ def _dry_run(request: Request, shared: Shared) -> Exit:
     def show() -> None:
         console.dry_run(prepared.plan, prepared.command, script)
 
-    return answer(str(request.stage), shared.format, data, show, findings)
+    return answer(str(request.stage), shared.format, data, show, findings, redactor=prepared.redactor)
 
 
 def _run(request: Request, shared: Shared) -> Exit:
@@ -84,7 +85,7 @@ def _run(request: Request, shared: Shared) -> Exit:
             if request.rehearse or prepared.plan.stage.options.rehearse:
                 shared.rehearse_first({"": prepared.facts}, by_itself=False)
         if format == "text":
-            console.findings(prepared.findings)
+            console.findings(prepared.findings, prepared.redactor)
         folder, attempt = start.begin(prepared, say=console.aside, **ending)
         if format == "text":
             console.beginning(prepared.plan, folder.console(attempt.number))
@@ -98,7 +99,7 @@ def _conclude_finished(prepared: Prepared, shared: Shared) -> Exit:
     from launcher.verdict import check
 
     folder, findings = prepared.folder, prepared.findings
-    console.findings(findings if shared.format == "text" else ())
+    console.findings(findings if shared.format == "text" else (), prepared.redactor)
     verdict = conclude.judged_now(folder, prepared.plan, conclude.finish(folder))
     code = check.exit_code(verdict, allow_unproven=shared.allow_unproven)
     return _conclude(str(prepared.facts.request.stage), folder, verdict, code, findings, shared.format)
@@ -123,7 +124,8 @@ def _queue(request: Request, shared: Shared) -> Exit:
         folder, job = start.queue(prepared, **ending)
     path = folder.path
     lines = (f"run: {path}", f"job: {job}", "launch runs", f"launch stop {path.name}")
-    return answer(str(request.stage), shared.format, {"run": str(path), "job": job}, lines, findings)
+    data = {"run": str(path), "job": job}
+    return answer(str(request.stage), shared.format, data, lines, findings, redactor=prepared.redactor)
 
 
 def _detach(stage: str, folder: RunFolder, attempt: Attempt, findings: tuple[Finding, ...], format: Format) -> Exit:
@@ -135,7 +137,8 @@ def _detach(stage: str, folder: RunFolder, attempt: Attempt, findings: tuple[Fin
     name = folder.path.name if first else str(folder.path)
     lines = [f"run: {folder.path}", *([f"tmux attach -t {session}"] if session is not None else [])]
     lines += [f"launch attach {name}", f"launch logs {name} -f", f"launch stop {name}"]
-    return answer(stage, format, {"run": str(folder.path), "session": session}, lines, before=findings)
+    data = {"run": str(folder.path), "session": session}
+    return answer(stage, format, data, lines, before=findings, redactor=attempt.redactor)
 
 
 def until_over(
@@ -153,14 +156,15 @@ def until_over(
         follow.until_over(folder, attempt, forward=forward)
     except follow.Detached:
         data = {"run": str(folder.path), "detached": True}
-        return answer(command, format, data, [f"the run continues: launch attach {folder.path.name}"], before=findings)
+        lines = [f"the run continues: launch attach {folder.path.name}"]
+        return answer(command, format, data, lines, before=findings, redactor=attempt.redactor)
     # not before: what is looked at should be shown at once, and what judges runs is slow to import
     from launcher.lifecycle import conclude
 
     if attempt.rank:
         code = conclude.of_a_further_machine(folder, attempt)
         data = {"run": str(folder.path), "rank": attempt.rank}
-        return answer(command, format, data, (), code=code, before=findings)
+        return answer(command, format, data, (), code=code, before=findings, redactor=attempt.redactor)
     verdict, code = conclude.conclusion(folder, attempt)
     return _conclude(command, folder, verdict, code, findings, format)
 
@@ -168,6 +172,7 @@ def until_over(
 def _conclude(
     command: str, folder: RunFolder, verdict: Verdict, code: Exit, findings: tuple[Finding, ...], format: Format
 ) -> Exit:
+    from launcher.runs import attempt as attempts
     from launcher.trained import next_steps
 
     steps = next_steps.of_finished(folder)
@@ -179,7 +184,7 @@ def _conclude(
             console.say("\n".join(steps.lines()))
 
     data = {**verdict.as_json(), "run": str(folder.path), "next": None if steps is None else steps.as_json()}
-    return answer(command, format, data, show, code=code, before=findings)
+    return answer(command, format, data, show, code=code, before=findings, redactor=attempts.redactor(folder))
 
 
 def _show_next_steps(runs: Sequence[str | None]) -> None:
@@ -257,13 +262,13 @@ def pipeline(
                 console.say(f"# stage {number + 1} of {len(steps)}: {one.link.name}")
                 console.dry_run(one.plan, one.prepared.command)
                 for line in one.evaluation.lines() if one.evaluation is not None else ():
-                    console.say(line)
+                    console.say(line, plan.redactor)
 
         data = {"stages": [one.as_json() for one in steps]}
-        return answer("pipeline", shared.format, data, show_plan, plan.findings)
+        return answer("pipeline", shared.format, data, show_plan, plan.findings, redactor=plan.redactor)
     quiet = shared.format == "json"
     plan = plan_stages(order, Scope.FILE if shared.slurm else Scope.START)
-    console.findings([one for one in plan.findings if one.severity != "note" and not quiet])
+    console.findings([one for one in plan.findings if one.severity != "note" and not quiet], plan.redactor)
     stages = plan.resolved()
     shared.rehearse_first(stages)
     if shared.hands_over:
@@ -274,15 +279,18 @@ def pipeline(
 
     def show() -> None:
         table = result.table()
-        console.table(table, tuple(table[0]))
+        say = partial(console.say, redactor=plan.redactor)
+        console.table(table, tuple(table[0]), plan.redactor)
         if (row := result.stopped_at) is not None:
-            console.say(f"stopped at {row.name}: {row.reason or row.status}")
+            say(f"stopped at {row.name}: {row.reason or row.status}")
         for line in result.advice():
-            console.say(f"  {line}")
+            say(f"  {line}")
         if result.exit is Exit.OK:
             _show_next_steps([row.run for row in result.rows])
-        console.say(f"pipeline: {result.folder}")
+        say(f"pipeline: {result.folder}")
         if result.page is not None:
-            console.say(f"report: {result.page}")
+            say(f"report: {result.page}")
 
-    return answer("pipeline", shared.format, result.as_json(), show, code=result.exit, before=result.findings)
+    data = result.as_json()
+    code, before = result.exit, result.findings
+    return answer("pipeline", shared.format, data, show, code=code, before=before, redactor=plan.redactor)

@@ -7,14 +7,17 @@ import os
 import signal
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
 from typer import Argument, Option
 
+from launcher import redaction
 from launcher.cli.options import FORMAT, Format, answer, app, found_run, run_names
 from launcher.errors import Exit, LaunchError, not_ready, usage
+from launcher.redaction import Redactor
 from launcher.report import console
 
 if TYPE_CHECKING:
@@ -106,6 +109,7 @@ def chat(
     if cpu and devices is not None:
         raise usage("useless-option", "--devices has no effect with --cpu")
     model = found_model(target)
+    redactor = _redactor(model)
     given = _given_prompts(prompts, format)
     if base and model.base is None:
         message = f"it is unknown which model {model.path} was trained from: no run's record names it"
@@ -119,7 +123,7 @@ def chat(
         if not talk.has_template:
             console.aside("the tokenizer has no chat template: a prompt is continued as plain text")
         if given is None:
-            _converse(talk, beside=base)
+            _converse(talk, redactor, beside=base)
             return Exit.OK
         if format == "json":
             turns = chat.answer_all(talk, given, beside=base)
@@ -132,9 +136,9 @@ def chat(
                 "chat_template": talk.has_template,
                 "turns": [turn.as_json() for turn in turns],
             }
-            return answer("chat", format, data, ())
+            return answer("chat", format, data, (), redactor=redactor)
         for prompt in given:
-            _show_turn(talk, prompt, beside=base)
+            _show_turn(talk, prompt, redactor, beside=base)
     return Exit.OK
 
 
@@ -152,18 +156,27 @@ def _given_prompts(prompts: Sequence[str] | None, format: Format) -> list[str] |
     return given
 
 
-def _show_turn(talk: Chat, prompt: str, *, beside: bool) -> None:
+def _redactor(model: TrainedModel) -> Redactor:
+    """What must not be shown of a model: what was secret to the run that left it, where that is known."""
+    if model.run is None:
+        return redaction.of_process()
+    from launcher.runs import attempt
+
+    return attempt.redactor(model.run)
+
+
+def _show_turn(talk: Chat, prompt: str, redactor: Redactor, *, beside: bool) -> None:
     from launcher.trained import chat
 
     if beside:
         console.say("base:")
-        _show_answer(talk, prompt, chat.BASE)
+        _show_answer(talk, prompt, chat.BASE, redactor)
         console.say("trained:")
-    _show_answer(talk, prompt, chat.MODEL)
+    _show_answer(talk, prompt, chat.MODEL, redactor)
 
 
-def _show_answer(talk: Chat, prompt: str, who: str) -> None:
-    result = talk.ask(prompt, who, console.raw)
+def _show_answer(talk: Chat, prompt: str, who: str, redactor: Redactor) -> None:
+    result = talk.ask(prompt, who, partial(console.raw, redactor=redactor))
     console.say("")
     if result.ended != "stop":
         console.aside(_why_it_ended(result))
@@ -175,7 +188,7 @@ def _why_it_ended(result: Reply) -> str:
     return f"(cut off after {result.tokens} tokens: --max-new-tokens N)"
 
 
-def _converse(talk: Chat, *, beside: bool) -> None:
+def _converse(talk: Chat, redactor: Redactor, *, beside: bool) -> None:
     """Ask whoever sits at the terminal, until they have had enough."""
     # lines can be edited, and come back with the arrow keys
     with contextlib.suppress(ImportError):
@@ -194,7 +207,7 @@ def _converse(talk: Chat, *, beside: bool) -> None:
         elif prompt:
             with _ending_answers(talk):
                 try:
-                    _show_turn(talk, prompt, beside=beside)
+                    _show_turn(talk, prompt, redactor, beside=beside)
                 except LaunchError as error:
                     if not _goes_on(error):
                         raise
@@ -276,7 +289,7 @@ def merge(
     with _terminated():
         merged = merge.merge(model, trainer, place, environ, say)
     lines = [*merged.lines(), f"launch chat {merged.output}"]
-    return answer("merge", format, merged.as_json(), lines, merged.findings)
+    return answer("merge", format, merged.as_json(), lines, merged.findings, redactor=_redactor(model))
 
 
 @app.command(epilog="Example: launch card last --output card.md")

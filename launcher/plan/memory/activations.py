@@ -32,7 +32,9 @@ def compiled_layer(setup: Setup, share: float) -> float:
     counts between keeping the layer's input alone (0) and all of that (1).
     """
     shape = setup.shape
-    q, k, norms = shape.query, shape.key, bool(shape.layout.qk_norm)
+    q = shape.query
+    k = shape.key
+    norms = bool(shape.layout.qk_norm)
     # OLMo-core repeats keys and values for the queries' heads where no flash kernel does
     repeated = k if setup.attention == "flash" else q
     a_token = 4 * shape.hidden + 2 * q + 2 * repeated + norms * (q + k) + 3 * shape.intermediate
@@ -84,8 +86,11 @@ def _norms(setup: Setup) -> float:
     """Bytes a token in norms and what the linear layers after them keep of their input."""
     shape = setup.shape
     # an autocast linear casts its fp32 input for itself: q, k, v and gate, up; a frozen one keeps none
-    outputs = 0 if setup.frozen else HALF * (5 if setup.wide else 2)
-    kept, extra = norm_kept(setup, setup.state_width), 0.0
+    outputs = 0
+    if not setup.frozen:
+        outputs = HALF * (5 if setup.wide else 2)
+    kept = norm_kept(setup, setup.state_width)
+    extra = 0.0
     if shape.layout.qk_norm:
         extra = norm_kept(setup, HALF) * (shape.query + shape.key)
         extra += FULL * (shape.heads + shape.kv_heads if shape.layout.qk_norm == "head" else 2)
@@ -105,8 +110,12 @@ def norm_kept(setup: Setup, state: int) -> int:
 
 def _attention(setup: Setup) -> float:
     """Bytes in all: q, k, v, the output, the log-sum-exp, and masks."""
-    shape, batch = setup.shape, setup.batch
-    q, k, heads, tokens = shape.query, shape.key, shape.heads, batch.tokens
+    shape = setup.shape
+    batch = setup.batch
+    q = shape.query
+    k = shape.key
+    heads = shape.heads
+    tokens = batch.tokens
     plain = 4 * (q + k + heads)
     if setup.attention == "flash" and batch.real < tokens:
         # transformers takes the padding out of q, k and v and puts it back into the output
@@ -121,9 +130,11 @@ def _attention(setup: Setup) -> float:
 
 def _adapters(setup: Setup, adapters: Adapters) -> float:
     """LoRA keeps each pair's dropped-out input (bf16), the dropout's mask, and the narrow product."""
-    shape, targets = setup.shape, set(adapters.targets)
+    shape = setup.shape
+    targets = set(adapters.targets)
     inputs = [into for name, (_, into) in shape.linears().items() if name in targets]
-    narrow, width = HALF * adapters.rank * len(inputs), sum(inputs)
+    narrow = HALF * adapters.rank * len(inputs)
+    width = sum(inputs)
     if adapters.dropout:
         return 3 * width + narrow
     if setup.autocast and (adapters.bytes == FULL or setup.wide):
@@ -139,8 +150,12 @@ def _adapters(setup: Setup, adapters: Adapters) -> float:
 
 def backward(setup: Setup) -> float:
     """The most that one layer's backward pass needs beside what was kept."""
-    shape, adapters, state = setup.shape, setup.adapters, setup.state_width
-    hidden, inner, tokens = shape.hidden, shape.intermediate, setup.batch.tokens
+    shape = setup.shape
+    adapters = setup.adapters
+    state = setup.state_width
+    hidden = shape.hidden
+    inner = shape.intermediate
+    tokens = setup.batch.tokens
     total: float
     if adapters is not None and (setup.quantised is not None or not setup.wide):
         # around fp32 states the same in fp32, whatever the adapters are of
@@ -167,15 +182,20 @@ def _adapted_backward(setup: Setup, adapters: Adapters, width: int) -> list[tupl
 
     Read off traces: a frozen linear keeps no input, an adapter's own (`width` bytes) is cast and dropped out.
     """
-    wide, liger, dropped = width == FULL, setup.liger, adapters.dropout
-    norms, targets = 8 if liger else 10, set(adapters.targets)
+    wide = width == FULL
+    liger = setup.liger
+    dropped = adapters.dropout
+    norms = 8 if liger else 10
+    targets = set(adapters.targets)
     if "down_proj" in targets:
         if wide:
             return [(10 if dropped else 6, norms)]
         return [(4, 2), (2, norms)] if dropped else [(4, 2)]
     if {"gate_proj", "up_proj"} & targets:
         if liger:
-            return [(4, norms if wide else 4 if dropped else 2)]
+            if wide:
+                return [(4, norms)]
+            return [(4, 4 if dropped else 2)]
         return [(6, 2), (4, norms)] if wide else [(6, 2)]
     return [(2, 4)] if liger else [(6, 2)]
 
@@ -191,7 +211,9 @@ def fused_loss(setup: Setup) -> float:
     The output layer's is summed up in its own type, from a product in bf16 and that again in fp32; a
     weight in fp32 is cast beside it.
     """
-    shape, tokens, width = setup.shape, setup.batch.tokens, setup.weight_bytes
+    shape = setup.shape
+    tokens = setup.batch.tokens
+    width = setup.weight_bytes
     factor = -(-shape.vocab // shape.hidden)
     chunk = 1 << (-(-tokens // factor) - 1).bit_length()
     times = (0 if setup.adapters else width + HALF + FULL) + (HALF if setup.wide else 0)
@@ -199,7 +221,8 @@ def fused_loss(setup: Setup) -> float:
 
 
 # trl/kernels/chunked_logprob.py::[TOKEN_CHUNK_SIZE] and trl/trainer/utils.py::[_CHUNKED_LOGPROB_CHUNK_SIZE]
-_TILE_TOKENS, _TILE_WORDS = 4096, 32768
+_TILE_TOKENS = 4096
+_TILE_WORDS = 32768
 
 
 def tiles(setup: Setup) -> float:
@@ -211,6 +234,8 @@ def tiles(setup: Setup) -> float:
 
 def tiled_loss(setup: Setup, *, trained: bool) -> float:
     """TRL's own output layer: log-probabilities in tiles, gradients summed up in fp32."""
-    gradient = (FULL + (0 if setup.wide else HALF)) * setup.shape.embedding if trained else 0
+    gradient = 0
+    if trained:
+        gradient = (FULL if setup.wide else FULL + HALF) * setup.shape.embedding
     states = (FULL + 2 * HALF) * setup.shape.hidden * setup.batch.tokens
     return tiles(setup) + gradient + states

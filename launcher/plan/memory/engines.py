@@ -43,12 +43,18 @@ def _ahead(setup: Setup) -> list[str]:
 
 def _plain(setup: Setup, ledger: at.Ledger) -> None:
     """No DeepSpeed: one process, or torch's DistributedDataParallel."""
-    width, steps, shape, add = setup.weight_bytes, _steps(setup), setup.shape, ledger.add
-    trained, own, few = setup.trained, setup.gradient_bytes, shape.linear_elements
+    width = setup.weight_bytes
+    steps = _steps(setup)
+    shape = setup.shape
+    add = ledger.add
+    trained = setup.trained
+    own = setup.gradient_bytes
+    few = shape.linear_elements
     if (quantised := setup.quantised) is None:
         add(at.PHASES, "weights", "weights", width * shape.parameters, f"{width}P")
     else:
-        name, why = "linear weights (4 bits and their scales)", f"{quantised.bytes:.3f} x {few:,}"
+        name = "linear weights (4 bits and their scales)"
+        why = f"{quantised.bytes:.3f} x {few:,}"
         add(at.PHASES, "weights", name, quantised.bytes * few, why, "bitsandbytes/functional.py")
         add(at.PHASES, "weights", "other weights", width * (shape.parameters - few), f"{width} x the rest")
     _beside(setup, ledger, width, f"{width}P")
@@ -63,7 +69,8 @@ def _plain(setup: Setup, ledger: at.Ledger) -> None:
         _roots(ledger, states / 2 * trained, f"{states / 2:g} x trained")
     _embedding_gradient(setup, ledger)
     if setup.casts:
-        why, whole = "bf16 copies that autocast keeps: 2 x the layers' linear weights", HALF * few
+        why = "bf16 copies that autocast keeps: 2 x the layers' linear weights"
+        whole = HALF * few
         if setup.checkpointing:
             # forgotten at the end of the pass; the backward pass casts a layer's again
             add([at.FORWARD], "weights", "autocast's copies", whole, why)
@@ -119,13 +126,16 @@ def _fsdp(setup: Setup, sharding: Sharding, ledger: at.Ledger) -> None:
     wait for the end of the backward pass (torch/distributed/fsdp/_fully_shard/_fsdp_state.py:
     `_root_post_backward_final_callback`), where they are reduced in turn.
     """
-    shape, add = setup.shape, ledger.add
-    own, large = shape.parameters / sharding.shards, FULL * shape.embedding
+    shape = setup.shape
+    add = ledger.add
+    own = shape.parameters / sharding.shards
+    large = FULL * shape.embedding
     add(at.PHASES, "weights", "weights (fp32), this rank's", FULL * own, "4P/N")
     # every layer has its own, for good: an empty cache is taken for none
     # (olmo_core/nn/rope.py::RotaryEmbeddingBase.__init__[self._cache = (cache])
     width = max(setup.batch.width, (setup.reference_batch or setup.batch).width)
-    name, why = "rope: sines and cosines of each layer (fp32)", f"{shape.layers} x 8 x {width:,} x {shape.head_dim}"
+    name = "rope: sines and cosines of each layer (fp32)"
+    why = f"{shape.layers} x 8 x {width:,} x {shape.head_dim}"
     add(at.PHASES, "other", name, shape.layers * 2 * FULL * width * shape.head_dim, why)
     add(_steps(setup), "optimizer", "Adam's two states (fp32)", 2 * FULL * own, "8P/N")
     live = [at.EMBEDDING, at.STEP, *([*_ahead(setup), at.LAYER] if setup.accumulation > 1 else [])]
@@ -135,10 +145,12 @@ def _fsdp(setup: Setup, sharding: Sharding, ledger: at.Ledger) -> None:
     ahead = shape.layer_parameters + shape.embedding
     for phases, elements in (([at.REFERENCE], shape.embedding), ([at.LOSS, at.OUTPUT, at.LAYER], ahead)):
         add(phases, "weights", "gathered weights (bf16)", HALF * elements, f"2 x {elements:,}")
-    reduced, why = (HALF + FULL) * shape.layer_parameters, "6 x one layer, bf16 and fp32"
+    reduced = (HALF + FULL) * shape.layer_parameters
+    why = "6 x one layer, bf16 and fp32"
     add([at.LAYER], "communication", "gradients being reduced", reduced, why)
     add([at.EMBEDDING], "communication", "large gradient being reduced", large, "4VH")
-    name, whole = "embedding's and output layer's gradients, whole", large * (1 - 1 / sharding.shards)
+    name = "embedding's and output layer's gradients, whole"
+    whole = large * (1 - 1 / sharding.shards)
     add([at.EMBEDDING], "gradients", name, whole, "4VH - 4VH/N")
     if not setup.fused_optimizer:
         _roots(ledger, FULL * own, "4P/N")
@@ -152,8 +164,12 @@ def _partitioned(setup: Setup, zero: Zero, ledger: at.Ledger) -> None:
     The last rank owns what the backward pass begins with and the first what it ends with: each phase is that of the
     rank that has most then.
     """
-    shape, trained, steps, add = setup.shape, setup.trained, _steps(setup), ledger.add
-    own, on_card = trained / setup.processes, not zero.offload_optimizer
+    shape = setup.shape
+    trained = setup.trained
+    steps = _steps(setup)
+    add = ledger.add
+    own = trained / setup.processes
+    on_card = not zero.offload_optimizer
     owned = [(own, own)] if setup.adapters else cut(shape.sizes, setup.processes)
     add(at.PHASES, "weights", "weights (bf16)", HALF * shape.parameters, "2P")
     _beside(setup, ledger, HALF, "2P")
@@ -179,7 +195,8 @@ def _partitioned(setup: Setup, zero: Zero, ledger: at.Ledger) -> None:
     why = f"{buckets} x 2 x {zero.bucket:,}"
     add(live, "communication", "gradient buckets", HALF * buckets * zero.bucket, why)
     # a flat copy where several ranks' parts are in it, one more in the communication type
-    elements, width = min(zero.bucket, trained), zero.communication
+    elements = min(zero.bucket, trained)
+    width = zero.communication
     sent = HALF * elements if setup.processes > 1 and elements == zero.bucket else 0
     sent += width * elements if width != HALF else 0
     why = f"{width} x {elements:,.0f} to send"
@@ -218,13 +235,14 @@ def _partitioned(setup: Setup, zero: Zero, ledger: at.Ledger) -> None:
 
 def _partitioned_gradients(setup: Setup, zero: Zero, ledger: at.Ledger, fullest: float) -> None:
     """Gradients of ZeRO-1 and ZeRO-2: room for all of a rank's is made when the first have been sent."""
-    shape, add, so_far = setup.shape, ledger.add, "gradients so far"
-    early, on_card = at.SECOND_BUCKET not in bucket_phases(setup), not zero.offload_optimizer
+    shape = setup.shape
+    add = ledger.add
+    so_far = "gradients so far"
+    early = at.SECOND_BUCKET not in bucket_phases(setup)
+    on_card = not zero.offload_optimizer
     filled = [at.EMBEDDING, at.STEP, *([at.LAYER, at.FIRST_BUCKET] if early else [at.SECOND_BUCKET])]
-    part, source = (
-        HALF * fullest,
-        "deepspeed/runtime/zero/stage_1_and_2.py::DeepSpeedZeroOptimizer.copy_grads_in_partition[int(total_size]",
-    )
+    part = HALF * fullest
+    source = "deepspeed/runtime/zero/stage_1_and_2.py::DeepSpeedZeroOptimizer.copy_grads_in_partition[int(total_size]"
     formula = f"2 x {fullest:,.0f}: P/N, and the rest of weights that the boundaries cut"
     if on_card:
         add(filled, "gradients", "gradients of this rank", part, formula, source)
@@ -235,7 +253,8 @@ def _partitioned_gradients(setup: Setup, zero: Zero, ledger: at.Ledger, fullest:
         return
     # those of other ranks stay to the end, unless they fitted into a bucket and live there
     large = 0 if setup.adapters else setup.trained - shape.smaller_than(zero.bucket + 1)
-    name, why = "gradients of other ranks, reduced", "2 x weights larger than a bucket, less this rank's"
+    name = "gradients of other ranks, reduced"
+    why = "2 x weights larger than a bucket, less this rank's"
     add(
         [at.EMBEDDING],
         "gradients",
@@ -245,9 +264,11 @@ def _partitioned_gradients(setup: Setup, zero: Zero, ledger: at.Ledger, fullest:
         "deepspeed/runtime/zero/stage_1_and_2.py::DeepSpeedZeroOptimizer.reduce_ipg_grads[only optimizer]",
     )
     if setup.accumulation > 1:
-        whole, embedding = HALF * setup.trained, 0 if setup.adapters else HALF * shape.embedding
+        whole = HALF * setup.trained
+        embedding = 0 if setup.adapters else HALF * shape.embedding
         add({*_ahead(setup), at.OUTPUT_SENT}, "gradients", so_far, whole, "2P, not cut")
-        left, why = whole - (0 if shape.tied else embedding), "2P, without the output layer's that has gone"
+        left = whole - (0 if shape.tied else embedding)
+        why = "2P, without the output layer's that has gone"
         add({at.LAYER, *at.BUCKETS}, "gradients", so_far, left, why)
         add([at.EMBEDDING], "gradients", "the embedding's so far", embedding, "2VH")
 
@@ -258,7 +279,8 @@ def bucket_phases(setup: Setup) -> dict[str, int]:
     The output layer's gradient is in the first, if not too large; adapters fill none. The second counts
     where nothing has been sent before the last layer is through.
     """
-    shape, zero = setup.shape, setup.zero
+    shape = setup.shape
+    zero = setup.zero
     if zero is None:
         return {}
     passed = shape.layers
@@ -276,7 +298,8 @@ def cut(sizes: Sequence[int], ranks: int) -> list[tuple[float, float]]:
     """Elements of the weights that each rank has a part of; the largest part."""
     # deepspeed/runtime/zero/stage_1_and_2.py::DeepSpeedZeroOptimizer.get_partition_info cuts them, all in a row,
     # evenly
-    own, start = -(-sum(sizes) // ranks), 0
+    own = -(-sum(sizes) // ranks)
+    start = 0
     owned = [(0.0, 0.0)] * ranks
     for size in sizes:
         end = start + size
@@ -290,7 +313,10 @@ def cut(sizes: Sequence[int], ranks: int) -> list[tuple[float, float]]:
 
 def _sharded(setup: Setup, zero: Zero, ledger: at.Ledger) -> None:
     """ZeRO-3: everything cut into one part a rank; weights are gathered where they are used."""
-    shape, ranks, steps, add = setup.shape, setup.processes, _steps(setup), ledger.add
+    shape = setup.shape
+    ranks = setup.processes
+    steps = _steps(setup)
+    add = ledger.add
     own = setup.trained / ranks
     if not zero.offload_params:
         add(at.PHASES, "weights", "weights (bf16), this rank's", HALF * shape.parameters / ranks, "2P/N")
@@ -311,17 +337,16 @@ def _sharded(setup: Setup, zero: Zero, ledger: at.Ledger) -> None:
             _roots(ledger, FULL * group, why)
     width = zero.communication
     # made with the engine, for good, however small the model is
-    why, source = (
-        f"{width} x {zero.bucket:,}",
-        "deepspeed/runtime/zero/stage3.py::DeepSpeedZeroOptimizer_Stage3._setup_for_real_optimizer[= torch.empty]",
-    )
+    why = f"{width} x {zero.bucket:,}"
+    source = "deepspeed/runtime/zero/stage3.py::DeepSpeedZeroOptimizer_Stage3._setup_for_real_optimizer[= torch.empty]"
     add(at.PHASES, "communication", "gradient bucket", width * zero.bucket, why, source)
     if ranks > 1 or zero.offload_params:
         # a single rank takes its own as they are
         # (deepspeed/runtime/zero/partition_parameters.py::Init._allgather_params_coalesced[_no_gather_coalesced])
         _gathered(setup, zero, ledger)
     elements = min(zero.bucket, setup.trained)
-    sent, why = width * elements, f"{width} x {elements:,.0f} to send"
+    sent = width * elements
+    why = f"{width} x {elements:,.0f} to send"
     add([at.FIRST_BUCKET], "communication", "bucket being sent", sent, why)
     # in the communication type; once more where it has to be filled up to be cut evenly
     # (deepspeed/runtime/comm/coalesced_collectives.py::reduce_scatter_coalesced[if len(tensors])
@@ -338,10 +363,13 @@ def _sharded(setup: Setup, zero: Zero, ledger: at.Ledger) -> None:
 
 def _gathered(setup: Setup, zero: Zero, ledger: at.Ledger) -> None:
     """Weights of other ranks: one stays while it is used again within the reuse distance."""
-    shape, parameters, layer = setup.shape, setup.shape.parameters, setup.shape.layer_parameters
+    shape = setup.shape
+    parameters = setup.shape.parameters
+    layer = setup.shape.layer_parameters
     reach = min(zero.reuse, 2 * parameters)
     # at the loss: from a layer's end to its backward pass lie twice what is after it, and the output layer
-    left, at_loss = reach - 2.0 * shape.embedding, float(shape.embedding)
+    left = reach - 2.0 * shape.embedding
+    at_loss = float(shape.embedding)
     near = math.ceil(left / (2 * layer))
     count = min(shape.layers, near)
     if count > 0:

@@ -50,16 +50,21 @@ def _phases(setup: Setup) -> set[str]:
 
 def _kept(setup: Setup, ledger: at.Ledger) -> None:
     """What the layers keep when the loss is there; while buckets are sent, some are through again."""
-    shape, batch, kind = setup.shape, setup.batch, "activations"
+    shape = setup.shape
+    batch = setup.batch
+    kind = "activations"
     if setup.checkpointing:
-        a_layer, name = activations.checkpoint(setup), "inputs of checkpointed layers"
+        a_layer = activations.checkpoint(setup)
+        name = "inputs of checkpointed layers"
     elif setup.selects_modules:
-        a_layer, name = activations.selected_modules(setup), "inputs of checkpointed modules"
+        a_layer = activations.selected_modules(setup)
+        name = "inputs of checkpointed modules"
     elif setup.share is not None:
         a_layer = activations.compiled_layer(setup, setup.share)
         name = f"kept by the layers, activation budget {setup.share:g}"
     else:
-        a_layer, name = activations.layer(setup), "kept by the layers"
+        a_layer = activations.layer(setup)
+        name = "kept by the layers"
     buckets = engines.bucket_phases(setup)
     # the pass beforehand keeps nothing
     beside = set() if setup.reference == "cache" else {at.REFERENCE}
@@ -91,7 +96,9 @@ def _reference(setup: Setup, ledger: at.Ledger) -> None:
     """The reference pass keeps nothing but its logits
     (dpo_utils.py::build_reference_logprobs_cache[with torch.no_grad]), and before them a cache of keys.
     """
-    shape, batch, live = setup.shape, setup.reference_batch or setup.batch, [at.REFERENCE]
+    shape = setup.shape
+    batch = setup.reference_batch or setup.batch
+    live = [at.REFERENCE]
     if setup.loss == "tiled":
         tiled = activations.tiled_loss(setup, trained=False)
         ledger.add(live, "logits", "log-probabilities in tiles", tiled)
@@ -101,14 +108,16 @@ def _reference(setup: Setup, ledger: at.Ledger) -> None:
         return
     half, full = (activations.logits(shape, batch, element) for element in (HALF, FULL))
     if setup.sharding is None:
-        state, tokens = setup.state_width, batch.tokens
+        state = setup.state_width
+        tokens = batch.tokens
         width = FULL if setup.wide and setup.quantised is not None else HALF
         keys = 2 * width * shape.layers * shape.key * tokens
         # what the last layer passes through, the embedded tokens, the residual and its norm
         last = activations.passing(replace(setup, batch=batch)) + 3 * state * shape.hidden * tokens
         if keys + max(last, half[0]) > half[0] + 2 * full[0]:
             # until the logits are there
-            name, why = "keys and values of all layers", f"{2 * width} x {shape.layers}KT"
+            name = "keys and values of all layers"
+            why = f"{2 * width} x {shape.layers}KT"
             ledger.add(live, "activations", name, keys, why, "dpo_utils.py::concatenated_forward[logits = model]")
             if last > half[0]:
                 ledger.add(live, "activations", "the last layer, passing", last)
@@ -134,8 +143,12 @@ def _reference(setup: Setup, ledger: at.Ledger) -> None:
 
 def _loss(setup: Setup, ledger: at.Ledger) -> None:
     """The end of a checkpointed forward pass, the final norm, and the loss at its fullest, forward or backward."""
-    live, kind, state, batch = [at.LOSS], "logits", setup.state_width, setup.batch
-    last, tile = activations.passing(setup), activations.tiles(setup)
+    live = [at.LOSS]
+    kind = "logits"
+    state = setup.state_width
+    batch = setup.batch
+    last = activations.passing(setup)
+    tile = activations.tiles(setup)
     if setup.loss == "tiled" and tile > last:
         ledger.add([at.FORWARD], kind, "a tile of logits", tile)
     else:
@@ -165,7 +178,8 @@ def _compiled_loss(setup: Setup, ledger: at.Ledger, phases: Iterable[str], batch
 
 def _backward(setup: Setup, ledger: at.Ledger) -> None:
     """The output layer's weight gradient, those inside a layer, and what they are made from."""
-    shape, width = setup.shape, setup.gradient_bytes
+    shape = setup.shape
+    width = setup.gradient_bytes
     # a tied one waits for the embedding's; under FSDP any: it is the root's
     waits = setup.adapters is None and (shape.tied or setup.sharding is not None)
     live = {at.OUTPUT, at.OUTPUT_SENT, *((at.LAYER, *at.BUCKETS) if waits else ())}
@@ -182,5 +196,6 @@ def _backward(setup: Setup, ledger: at.Ledger) -> None:
         state = setup.weight_bytes
         element = HALF if state == HALF else HALF + FULL
         size = element * widest - 2 * state * shape.intermediate * setup.batch.tokens
-        why, source = f"{element} x {widest:,} - {2 * state}IT", "bitsandbytes/autograd/_functions.py"
+        why = f"{element} x {widest:,} - {2 * state}IT"
+        source = "bitsandbytes/autograd/_functions.py"
         ledger.add([at.LAYER], "weights", "one weight, dequantised", size, why, source)

@@ -21,11 +21,16 @@ allocator has reserved in pieces."""
 # the phases that can be the fullest, in the order of a run. The engine's start is none: Adam's states are made in
 # the first step, and weights are made flat on the host where there is no room
 # (deepspeed/runtime/zero/stage_1_and_2.py::DeepSpeedZeroOptimizer.__init__[= flat_buffer_bytes])
-REFERENCE, FORWARD, LOSS = "reference pass", "forward pass", "loss"
-OUTPUT, OUTPUT_SENT = "output layer's gradient", "sending the output layer's gradient"
+REFERENCE = "reference pass"
+FORWARD = "forward pass"
+LOSS = "loss"
+OUTPUT = "output layer's gradient"
+OUTPUT_SENT = "sending the output layer's gradient"
 LAYER = "last layer's backward pass"
 BUCKETS = FIRST_BUCKET, SECOND_BUCKET = "first bucket being sent", "second bucket being sent"
-EMBEDDING, NORM, STEP = "embedding's gradient", "gradient norm", "optimizer's step"
+EMBEDDING = "embedding's gradient"
+NORM = "gradient norm"
+STEP = "optimizer's step"
 PHASES = (REFERENCE, FORWARD, LOSS, OUTPUT, OUTPUT_SENT, LAYER, *BUCKETS, EMBEDDING, NORM, STEP)
 
 

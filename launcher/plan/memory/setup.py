@@ -47,7 +47,8 @@ def zero_of(config: Mapping[str, Any] | None, hidden: int) -> Zero | None:
         return None
     section = config.get("zero_optimization")
     zero: Mapping[str, Any] = section if isinstance(section, Mapping) else {}
-    stage, overlap = zero.get("stage", 0), zero.get("overlap_comm")
+    stage = zero.get("stage", 0)
+    overlap = zero.get("overlap_comm")
     if isinstance(stage, bool) or not isinstance(stage, int):
         raise undescribed(f"`stage` of `zero_optimization` is {brief(repr(stage), 40)}, no number")
     auto = {"bucket": hidden * hidden, "prefetch": int(0.9 * hidden * hidden), "persistence": 10 * hidden}

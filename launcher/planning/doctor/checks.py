@@ -123,7 +123,8 @@ def require_ready(plan: Plan, trainer: Trainer, chosen: Devices | None) -> tuple
 def of_plan(plan: Plan, trainer: Trainer) -> Subject:
     output = output_of(plan)
     output = None if output is None else output.absolute()
-    stage, stages = plan.stage, (plan.stage.schema.key,)
+    stage = plan.stage
+    stages = (plan.stage.schema.key,)
     return Subject(trainer=trainer, upstream=stage.upstream, stages=stages, gpus=plan.gpus, plan=plan, output=output)
 
 
@@ -201,7 +202,8 @@ def packages(subject: Subject, imports: Imports | None = None) -> Iterator[Findi
 
     Without `imports` only metadata and files tell.
     """
-    imports, trainer = imports or Imports(), subject.trainer
+    imports = imports or Imports()
+    trainer = subject.trainer
     absent = install.missing(needed(subject), trainer)
     names = {module: name for name, module in install.MODULES.items()}
     absent += tuple(names.get(one.missing, one.missing) for one in imports.failures if one.missing)
@@ -300,7 +302,8 @@ def driver_and_torch(trainer: Trainer, cuda: tuple[int, int] | None) -> Iterator
     torch = torch_of(trainer)
     if not torch or torch["hip"] is not None:
         return
-    version, needs = torch["version"], torch["cuda"]
+    version = torch["version"]
+    needs = torch["cuda"]
     install = f"{trainer.python} -m pip install --force-reinstall torch --index-url"
     index = "https://download.pytorch.org/whl/cu" + ("" if cuda is None else f"{cuda[0]}{cuda[1]}")
     if needs is None:
@@ -326,7 +329,9 @@ def shared_memory(processes: int) -> Iterator[Finding]:
 
 
 def _facts(subject: Subject, imports: Imports | None, chosen: Devices, look: Look | None) -> Iterator[Fact]:
-    trainer, source, torch = subject.trainer, subject.upstream, torch_of(subject.trainer)
+    trainer = subject.trainer
+    source = subject.upstream
+    torch = torch_of(subject.trainer)
     python = {"path": str(trainer.python), "version": ".".join(map(str, trainer.version)), "source": trainer.source}
     yield Fact("python", f"{trainer.python} ({trainer.source}), {python['version']}", python)
     yield Fact("source", source.describe(), source.as_json())
@@ -342,11 +347,13 @@ def _facts(subject: Subject, imports: Imports | None, chosen: Devices, look: Loo
     if look is not None and not look.present:
         yield Fact("GPUs", "none", [])
     elif look is not None:
-        driver, cuda = look.present[0].driver, look.present[0].cuda
+        driver = look.present[0].driver
+        cuda = look.present[0].cuda
         serves = "" if cuda is None else f", CUDA up to {cuda[0]}.{cuda[1]}"
         yield Fact("driver", f"{driver or 'unknown'}{serves}", {"version": driver, "cuda": cuda})
         for slot in look.visible:
-            use, gpu = look.uses.get(slot.id), slot.gpu
+            use = look.uses.get(slot.id)
+            gpu = slot.gpu
             state = "taken" if slot in chosen.slots else "free"
             state = f"used by {use.text}" if use is not None else state
             card = {"id": slot.id, "name": gpu.name, "memory_mib": gpu.memory_mib, "used_mib": gpu.used_mib}
@@ -355,7 +362,8 @@ def _facts(subject: Subject, imports: Imports | None, chosen: Devices, look: Loo
     if look is None or look.present:
         yield Fact("run gets", chosen.visible or chosen.why or "no GPU", chosen.as_json())
     if subject.plan is not None:
-        needs, text = _needs(subject), "unknown: the model's size is not known from here"
+        needs = _needs(subject)
+        text = "unknown: the model's size is not known from here"
         if needs is not None:
             text = f"up to {sized(needs.likely)}: {disk.described(needs)}"
         yield Fact("will write", text)

@@ -110,7 +110,9 @@ def needs(plan: Plan, output: Path | None, environ: Mapping[str, str]) -> Needs 
         # they go as new ones come
         with contextlib.suppress(OSError, ValueError):
             there = sum(below(place) for place in output.iterdir() if place.name.startswith(_CHECKPOINTS))
-    at_least, at_most, there = max(0, least.most - there), max(0, likely.most - there), min(there, likely.most)
+    at_least = max(0, least.most - there)
+    at_most = max(0, likely.most - there)
+    there = min(there, likely.most)
     return Needs(least=at_least, likely=at_most, there=there, saved=likely, parameters=count)
 
 
@@ -134,8 +136,10 @@ def _open_instruct(plan: Plan, count: int, setup: Setup | None) -> Saved:
     dpo_tune_cache.py::main[clean_last_n_checkpoints(args.output_dir #1] delete the oldest after that;
     model_utils.py::save_with_accelerate[unwrapped_model.save_pretrained #2] saves the model at the end.
     """
-    values, final = plan.values, 2 * count
-    limit, own = values.get("keep_last_n_checkpoints"), values.get("zero_stage")
+    values = plan.values
+    final = 2 * count
+    limit = values.get("keep_last_n_checkpoints")
+    own = values.get("zero_stage")
     sharded = bool(plan.gpus) and (plan.stage.options.deepspeed is not None or own is not None)
     moments = 2 if values.get("dpo_use_paged_optimizer") else 8
     if values.get("use_lora") or values.get("use_qlora"):
@@ -149,7 +153,8 @@ def _open_instruct(plan: Plan, count: int, setup: Setup | None) -> Saved:
         each = (2 + 4 + moments) * count
         formula = f"2 + 4 + {moments} bytes a parameter: weights, their 32-bit copy, moments"
     else:
-        each, formula = (2 + 4) * count, "2 + 4 bytes a parameter: weights and moments"
+        each = (2 + 4) * count
+        formula = "2 + 4 bytes a parameter: weights and moments"
     kept = limit if isinstance(limit, int) and limit >= 0 else None
     return Saved(checkpoint=each, final=final, times=_times(plan), formula=formula, limit=kept)
 
@@ -159,7 +164,8 @@ def _olmo_core(plan: Plan, count: int) -> Saved:
     (olmo_core_utils.py::build_checkpointer_callback[max_checkpoints=max_checkpoints]). Before #1701 every one stays,
     the first and the last step's too.
     """
-    times, final = _times(plan), 4 * count
+    times = _times(plan)
+    final = 4 * count
     formula = "4 + 8 bytes a parameter: weights and moments"
     limit = None
     if plan.stage.schema.does(behaviour.LIMITS_CHECKPOINTS):
@@ -168,7 +174,8 @@ def _olmo_core(plan: Plan, count: int) -> Saved:
     if limit is None:
         formula += ", none of which is deleted"
     if plan.values.get("cache_logprobs_only"):
-        times, final = 0, 0
+        times = 0
+        final = 0
     elif times is not None:
         times += 1
     return Saved(checkpoint=12 * count, final=final, times=times, limit=limit, formula=formula)
@@ -183,14 +190,17 @@ def _trl(plan: Plan, count: int, setup: Setup | None) -> Saved | None:
     # `auto` is what the files hold
     width = {"bfloat16": 2, "float16": 2, "float32": 4}.get(str(values.get("dtype")), 2)
     sharded = bool(plan.gpus) and plan.stage.options.deepspeed is not None
-    final, alone = width * count, values.get("save_only_model")
+    final = width * count
+    alone = values.get("save_only_model")
     if values.get("use_peft"):
         if setup is None:
             return None
         final = setup.adapter_bytes
-        each, formula = final if alone else 3 * final, "the adapter, and its moments"
+        each = final if alone else 3 * final
+        formula = "the adapter, and its moments"
     elif alone:
-        each, formula = final, f"{width} bytes a parameter: weights"
+        each = final
+        formula = f"{width} bytes a parameter: weights"
     elif sharded:
         each = final + (2 + 12) * count
         formula = f"{width} + 2 + 12 bytes a parameter: weights, and DeepSpeed's own with moments"
@@ -210,7 +220,8 @@ def _trl(plan: Plan, count: int, setup: Setup | None) -> Saved | None:
 
 def _times(plan: Plan) -> int | None:
     """Checkpoints that are saved every so often in the whole run; None where that is not known."""
-    every, entry = interval(plan), plan.stage.entry
+    every = interval(plan)
+    entry = plan.stage.entry
     if every is None or plan.steps == 0:
         return 0
     if every == "epoch":
@@ -233,7 +244,8 @@ class WriteTarget(NamedTuple):
 
 
 def places(plan: Plan | None, output: Path | None, runs: Path, environ: Mapping[str, str]) -> Iterator[WriteTarget]:
-    hub, home = model_config.hub_home(environ), model_config.home(environ)
+    hub = model_config.hub_home(environ)
+    home = model_config.home(environ)
     triton = Path(environ.get("TRITON_HOME") or home) / ".triton" / "cache"
 
     def of(variable: str, what: str, default: Path) -> WriteTarget:
@@ -310,10 +322,12 @@ def too_little(needed: Needs | None, output: Path | None, found: Iterable[WriteT
         help = "another output_dir, fewer checkpoints (keep_last_n_checkpoints or save_total_limit), "
         help += "or remove what is not needed"
         if room < needed.least:
-            tight, message = device, f"{message}at least {sized(needed.least)}: {described(needed)}"
+            tight = device
+            message = f"{message}at least {sized(needed.least)}: {described(needed)}"
             yield launch_finding("error", "too-little-space", message, help, file=str(output))
         elif room < needed.likely * MARGIN:
-            tight, message = device, f"{message}up to {sized(needed.likely)}: {described(needed)}"
+            tight = device
+            message = f"{message}up to {sized(needed.likely)}: {described(needed)}"
             yield launch_finding("warning", "little-space", message, help, file=str(output))
     low: dict[int, tuple[int, list[WriteTarget]]] = {}
     for place in found:
@@ -321,14 +335,16 @@ def too_little(needed: Needs | None, output: Path | None, found: Iterable[WriteT
         if here is not None and here[0] < LOW and here[1] != tight:
             low.setdefault(here[1], (here[0], []))[1].append(place)
     for room, listed in low.values():
-        names, first = ", ".join(dict.fromkeys(place.what for place in listed)), listed[0].path
+        names = ", ".join(dict.fromkeys(place.what for place in listed))
+        first = listed[0].path
         message = f"{sized(room)} free at {first} ({names})"
         yield launch_finding("warning", "little-space", message, "remove what is not needed there", file=str(first))
 
 
 def described(needed: Needs) -> str:
     """The sum behind a number: `3 checkpoints of 99 GiB (...), final model 14 GiB`."""
-    parts, saved = [], needed.saved
+    parts = []
+    saved = needed.saved
     if saved.together:
         parts.append(f"{saved.together} checkpoint(s) of {sized(saved.checkpoint)} ({saved.formula})")
     if saved.final:

@@ -187,14 +187,16 @@ def install(trainer: Trainer, requirements: Sequence[str], why: str = "") -> tup
     tools = [*BUILD, *(() if "torch" in map(_name, plain) else (tested().get("torch", "torch"),))]
     lacking = [text for text in tools if _name(text) not in trainer.packages]
     plain += lacking if built else []
-    pip, steps = pip_install(trainer), list[InstallStep]()
+    pip = pip_install(trainer)
+    steps = list[InstallStep]()
     if "pip" not in trainer.packages and pip[0] == str(trainer.python):
         ensure = (str(trainer.python), "-m", "ensurepip", "--upgrade")
         steps.append(InstallStep(argv=ensure, why="this Python has no pip"))
     if plain:
         steps.append(InstallStep(argv=(*pip, *plain), why=why or ", ".join(map(_name, plain))))
     if built:
-        argv, listed = (*pip, "--no-build-isolation", *built), ", ".join(map(_name, built))
+        argv = (*pip, "--no-build-isolation", *built)
+        listed = ", ".join(map(_name, built))
         steps.append(InstallStep(argv=argv, env=BUILD_ENV, why=f"{listed}: their builds import torch"))
     if last:
         present = {name: f"{name}=={version}" for name, version in trainer.packages.items()}

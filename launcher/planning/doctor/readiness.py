@@ -22,7 +22,8 @@ def of_stage(request: Request, *, importing: bool = True) -> Report:
 
 def of_backend(request: Request, backend: str, *, importing: bool = True) -> Report:
     """For a backend, with whatever stage: of the request only the machine's side counts."""
-    look, named = devices.look(os.environ), devices.named(request.devices)
+    look = devices.look(os.environ)
+    named = devices.named(request.devices)
     locator, trainer = collect.find_source(request, backend)
     count = request.gpus if request.gpus is not None or named else len(look.visible)
     every = Devices(slots=look.visible, why="all that are visible")

@@ -13,7 +13,7 @@ from launcher.errors import Severity, brief
 from launcher.machine import python
 from launcher.machine.python import Trainer
 from launcher.plan.plan import Plan
-from launcher.redaction import REDACTED, redact
+from launcher.redaction import REDACTED
 from launcher.runs.record import Manifest, Record
 from launcher.stage import unused
 
@@ -130,14 +130,17 @@ def _devices(record: Manifest, plan: Plan) -> Iterator[ResumeChange]:
     """deepspeed/runtime/engine.py::DeepSpeedEngine._load_zero_checkpoint[raise ZeRORuntimeException]: ZeRO's states
     belong to one number of processes.
     """
-    was, now = record.processes, plan.processes
+    was = record.processes
+    now = plan.processes
     severity: Severity = "error"
     own_engine = plan.values.get("zero_stage") is not None or bool(plan.values.get("fsdp"))
     if was is None or (was == now and record.gpus == plan.gpus):
         return
     if was == now:
-        was, now = record.gpus, plan.gpus
-        effect, severity = "another kind of device rounds in another way", "warning"
+        was = record.gpus
+        now = plan.gpus
+        effect = "another kind of device rounds in another way"
+        severity = "warning"
     elif plan.gpus and (plan.stage.options.deepspeed is not None or own_engine):
         effect = "its states were saved for that number of processes and cannot be loaded"
     elif not plan.stage.entry.by_trainer:
@@ -145,7 +148,8 @@ def _devices(record: Manifest, plan: Plan) -> Iterator[ResumeChange]:
         # dpo_tune_cache.py::main[num_training_steps_for_scheduler =]
         effect = "the learning rate schedule counts every process and would continue at another place"
     else:
-        effect, severity = "new processes start with new random states", "warning"
+        effect = "new processes start with new random states"
+        severity = "warning"
     yield ResumeChange("gpus", was, now, effect, severity)
 
 
@@ -169,6 +173,7 @@ def _batch(record: Manifest, plan: Plan, steps: Steps) -> Iterator[ResumeChange]
 
 def _arguments(record: Manifest, plan: Plan, now: Contents) -> Iterator[ResumeChange]:
     names = plan.stage.entry.names
+    redactor = plan.redactor
     same = {
         name
         for name, role in ((names.model, "model"), (names.data, "data"))
@@ -176,21 +181,25 @@ def _arguments(record: Manifest, plan: Plan, now: Contents) -> Iterator[ResumeCh
     }
     for name in plan.stage.schema.fields:
         effect, severity = next((e, s) for pattern, e, s in _ARGUMENTS if pattern.fullmatch(name))
-        before, after = record.argument(name), _plain(plan.values[name])
+        before = record.argument(name)
+        after = _plain(plan.values[name])
         recorded = isinstance(record.args.get(name), dict)
         if severity is None or not recorded or before == after:
             continue
         # what looks like a token is kept out of a manifest
-        if REDACTED in str(before) or redact({name: after}) != {name: after}:
+        if REDACTED in str(before) or redactor.redact({name: after}) != {name: after}:
             continue
         if _ADAPTER.fullmatch(name) and not _has_adapter(plan):
             continue
         if name in same:
-            effect, severity = "another name for the same content", "note"
+            effect = "another name for the same content"
+            severity = "note"
         elif _STATE.fullmatch(name) and not unused.acts(plan.values, plan.stage.entry, name):
-            effect, severity = "nothing reads it here", "note"
+            effect = "nothing reads it here"
+            severity = "note"
         elif name == "optim" and before in _ADAMW and after in _ADAMW:
-            effect, severity = _RESTORED, "warning"
+            effect = _RESTORED
+            severity = "warning"
         yield ResumeChange(name, before, after, effect, severity, name, effect == _RESTORED)
 
 
@@ -215,7 +224,8 @@ def _contents(record: Manifest, plan: Plan, now: Contents) -> Iterator[ResumeCha
     before = record.contents
     base = plan.stage.schema.pairs or _has_adapter(plan)
     for role, what, effect in _EFFECTS:
-        was, digests = inputs.digests(before, role), inputs.digests(now, role)
+        was = inputs.digests(before, role)
+        digests = inputs.digests(now, role)
         if not was or not digests or None in (*was, *digests) or was == digests:
             continue
         after = f"{inputs.names(now, role)}, with other content"
@@ -226,7 +236,8 @@ def _contents(record: Manifest, plan: Plan, now: Contents) -> Iterator[ResumeCha
 
 def _engine(record: Manifest, plan: Plan, now: Contents) -> Iterator[ResumeChange]:
     """With DeepSpeed or without, and in which precision; between a CPU and GPUs nothing is compared."""
-    gpus, before = record.gpus, record.contents
+    gpus = record.gpus
+    before = record.contents
     if gpus is None or bool(gpus) is not bool(plan.gpus):
         return
     # the first record that was kept of contents tells whether there was none
@@ -251,7 +262,8 @@ def _reference(record: Manifest, plan: Plan, caches: Sequence[Cache]) -> Iterato
     was = next((one for one in kept if one.get("kind") == "reference"), None)
     if now is None or was is None or not plan.stage.entry.caches_reference:
         return
-    key, before = _plain(dict(now.key)), was.part("key")
+    key = _plain(dict(now.key))
+    before = was.part("key")
     other = [name for name in key if name in before and before[name] != key[name]]
     if was.get("digest") != now.digest or other:
         by = ", ".join(other) or "the content of the model, the data or upstream's code"
@@ -260,11 +272,13 @@ def _reference(record: Manifest, plan: Plan, caches: Sequence[Cache]) -> Iterato
 
 
 def _versions(record: Manifest, plan: Plan, trainer: Trainer) -> Iterator[ResumeChange]:
-    was, now = record.upstream.version, plan.stage.upstream.version
+    was = record.upstream.version
+    now = plan.stage.upstream.version
     if plan.stage.backend.CHECKOUT and was is not None and was != now:
         effect = "another version may count, tokenise and save in another way"
         yield ResumeChange("pin", was, now, effect, "error")
-    before, after = record.packages, trainer.packages
+    before = record.packages
+    after = trainer.packages
     other = [n for n in python.DECISIVE if before and before.get(n) != after.get(n)]
     if other:
         effect = "they may round, tokenise and shuffle in another way"

@@ -34,7 +34,6 @@ from launcher.planning import checksums
 from launcher.planning.resume import changes, epochs
 from launcher.planning.resume.changes import ResumeChange
 from launcher.planning.resume.epochs import DataPosition, EpochLayout, ResumeMismatch
-from launcher.redaction import redact
 from launcher.runs import lease, rundir, runner
 from launcher.runs.record import Manifest
 from launcher.runs.rundir import RunFolder
@@ -108,13 +107,14 @@ def choose_output(stage: Stage, configured: Path | None, runs: Iterable[RunFolde
     if fresh:
         used = {one.output for one in earlier}
         places = itertools.chain([(None, configured)], _beside(stage))
-        value, folder = next(one for one in places if not exists(one[1]) and _text(one[1]) not in used)
+        value, folder = next(one for one in places if not exists(one[1]) and _text(one[1], stage) not in used)
         if value is None:
             return OutputChoice(configured)
         why = f"--fresh: {configured} is left as it is"
         return OutputChoice(folder, {name: Derived(value=value, why=why)})
+    wanted = _text(configured, stage)
     # only manifests that name the folder are read: there may be ten thousand others
-    folders = [RunFolder(one.path) for one in earlier if (one.requested_output or one.output) == _text(configured)]
+    folders = [RunFolder(one.path) for one in earlier if (one.requested_output or one.output) == wanted]
     known = list(map(rundir.read_manifest, folders))
     # of runs whose folders are gone, their output folders tell
     beside = itertools.takewhile(lambda one: exists(one[1]), _beside(stage))
@@ -123,25 +123,28 @@ def choose_output(stage: Stage, configured: Path | None, runs: Iterable[RunFolde
     for record in known:
         if record.stage != stage.options.stage:
             continue
-        if (record.requested_output or str(record.output)) != _text(configured):
+        if (record.requested_output or str(record.output)) != _text(configured, stage):
             continue
         value = record.argument(name)
-        if record.output in (None, Path(_text(configured))) or not isinstance(value, str):
+        if record.output in (None, Path(_text(configured, stage))) or not isinstance(value, str):
             break
         why = "the run that --fresh started continues there"
         return OutputChoice(record.output, {name: Derived(value=value, why=why)})
     return OutputChoice(configured)
 
 
-def _text(path: Path) -> str:
+def _text(path: Path, stage: Stage) -> str:
     # as a manifest holds it
-    return redact(str(path))
+    return stage.config.redactor.redact(str(path))
 
 
 def _beside(stage: Stage) -> Iterator[tuple[str, Path]]:
     """Values of `output_dir` next to the file's own, and the folders that they come to."""
     name = stage.entry.names.output
     begin = str(stage.values[name]).rstrip("/")
+    if begin.startswith("-"):
+        # with a number behind it, `-` would be read as a flag
+        begin = f"./{begin}"
     for number in itertools.count(2):
         folder = stage.backend.output_folder(Values(stage.schema, {**stage.args, name: f"{begin}-{number}"}))
         assert folder is not None
@@ -258,16 +261,23 @@ class _Judge:
         The log of an earlier attempt says how many rows were left after filtering.
         """
         logged = self._in_logs(open_instruct.TRAINING_ROWS)
-        plan, names = self.plan, self.plan.stage.entry.names
+        plan = self.plan
+        names = self.plan.stage.entry.names
         rows = plan.rows if logged is None else int(logged.replace(b",", b""))
         if rows is None:
             return None
         value: Callable[[str], Any] = plan.values.get
-        per_device, accumulation, count = plan.per_device, plan.accumulation, plan.processes
+        per_device = plan.per_device
+        accumulation = plan.accumulation
+        count = plan.processes
         if record is not None:
-            value, count = record.argument, record.processes or 1
-            per_device, accumulation = record.per_device or per_device, record.accumulation or accumulation
-        shared, limit, epochs = value(names.shared), value(names.max_steps), value(names.epochs)
+            value = record.argument
+            count = record.processes or 1
+            per_device = record.per_device or per_device
+            accumulation = record.accumulation or accumulation
+        shared = value(names.shared)
+        limit = value(names.max_steps)
+        epochs = value(names.epochs)
         return EpochLayout(
             rows=rows,
             per_device=per_device,
@@ -345,7 +355,8 @@ class _Judge:
         if chosen is None:
             whole = [one for one in found if one.complete]
             if whole and not self.entry.unjudged:
-                help, key = "--fresh starts over in a new folder", self.entry.names.resume
+                help = "--fresh starts over in a new folder"
+                key = self.entry.names.resume
                 if key is not None:
                     help = f"`{key}: {whole[-1].path}` continues from it; {help}"
                 message = f"{self.output} holds {whole[-1].name}, and no record of the run that saved it: "
@@ -358,7 +369,8 @@ class _Judge:
             message = f"upstream would resume from {chosen.path}, and {fault}"
             self._say("error", "broken-checkpoint", message, "move it out of the output folder")
         self._check_reference(())
-        step, place = self.steps(chosen), self._place(chosen)
+        step = self.steps(chosen)
+        place = self._place(chosen)
         return Decision(kind="resume", checkpoint=chosen, step=step, place=place, kept=_names(found))
 
     def again(self) -> Decision:
@@ -392,7 +404,8 @@ class _Judge:
         self, found: Sequence[Checkpoint], chosen: Checkpoint, newest: Checkpoint, wrong: ResumeMismatch | None
     ) -> Decision:
         """From a checkpoint of this run; `wrong` is about the newest one, in whose place an older may be taken."""
-        total, at = self.total(), self.steps(chosen)
+        total = self.total()
+        at = self.steps(chosen)
         left = "" if total is None else f", {max(0, total - at)} of {total} steps are left"
         message = f"continues from {chosen.path}{left}"
         if not checksums.recorded(self.folder, chosen):
@@ -403,7 +416,8 @@ class _Judge:
         self._check_names()
         for one in changed:
             names = {one.what, "position"} if one.what in changes.BATCH else {one.what}
-            severity, help = one.severity, None
+            severity = one.severity
+            help = None
             if severity == "error" and names & self.allowed:
                 severity = "warning"
             elif severity == "error":
@@ -441,10 +455,12 @@ class _Judge:
         """The stage file names a checkpoint for the first time: that one, whatever else is there."""
         same = next((one for one in found if canonical(one.path) == canonical(named)), None)
         if same is not None and (fault := checksums.fault(self.folder, same)) is not None:
-            message, help = f"{named}: {fault}", "name an older one"
+            message = f"{named}: {fault}"
+            help = "name an older one"
             self._say("error", "broken-checkpoint", message, help, "resume_from_checkpoint")
         # what a run did not continue from, it must not rotate away
-        aside, step = self._aside(found, same), same.number if same else 0
+        aside = self._aside(found, same)
+        step = same.number if same else 0
         return Decision(kind="resume", checkpoint=same, step=step, kept=_names(found, aside), aside=aside)
 
     def _over(self, found: Sequence[Checkpoint]) -> Decision:
@@ -488,7 +504,8 @@ class _Judge:
 
     def _chosen(self, whole: Sequence[Checkpoint]) -> tuple[Checkpoint, ResumeMismatch | None]:
         """The newest that can be resumed exactly, else the newest; and what is wrong with the newest."""
-        newest, wrong = whole[-1], self._wrong(whole[-1])
+        newest = whole[-1]
+        wrong = self._wrong(whole[-1])
         if wrong is None or wrong.reason == "again" or "position" in self.allowed:
             return newest, wrong
         return next((one for one in reversed(whole[:-1]) if self._wrong(one) is None), newest), wrong
@@ -497,13 +514,15 @@ class _Judge:
         maker = self.maker(one)
         if self.entry.by_trainer:
             skips = not self.plan.values.get("ignore_data_skip")
-            rows, total = (maker.global_batch, self.plan.global_batch), self.total()
+            rows = (maker.global_batch, self.plan.global_batch)
+            total = self.total()
             wrong = epochs.of_trl(one.number, one.epochs, *rows, total, skips=skips)
             if wrong is None and skips and maker.argument("ignore_data_skip") and maker.resumed_step:
                 text = "the attempt that saved it had begun an epoch again, and rows that it never "
                 return ResumeMismatch("skipped", f"{text}reached would be skipped")
             return wrong
-        was, now = self.shape(maker), self.shape()
+        was = self.shape(maker)
+        now = self.shape()
         if was is None or now is None:
             return None
         if one.kind == "epoch":
@@ -513,7 +532,8 @@ class _Judge:
         at = codec.fit(begun.get("place"), list[Count], [])
         step = begun.number("step")
         if len(at) != 2 or step is None or step > one.number:
-            at, step = [0, 0], 0
+            at = [0, 0]
+            step = 0
         saved = epochs.advanced(was, DataPosition(at[0], at[1]), one.number - step)
         kept = epochs.keeps_order(self.trainer)
         return epochs.of_step(self.entry.skips_each_epoch, one.number, saved, was, now, keeps_order=kept)

@@ -85,12 +85,15 @@ class ResumeMismatch:
 
 def advanced(shape: EpochLayout, begin: DataPosition, steps: int) -> DataPosition:
     """Where training is `steps` optimizer steps after `begin`, nothing skipped."""
-    epoch, micro = begin.epoch, begin.micro
+    epoch = begin.epoch
+    micro = begin.micro
     if micro and steps:
         left = -(-(shape.micro - micro) // shape.accumulation)
         if steps < left:
             return DataPosition(epoch, micro + steps * shape.accumulation)
-        epoch, micro, steps = epoch + 1, 0, steps - left
+        epoch = epoch + 1
+        micro = 0
+        steps = steps - left
     whole, rest = divmod(steps, shape.updates)
     return DataPosition(epoch + whole, micro + rest * shape.accumulation)
 
@@ -134,7 +137,8 @@ def of_epoch(epoch: int, was: EpochLayout, now: EpochLayout) -> ResumeMismatch |
     """What goes wrong when open-instruct resumes from `epoch_N`: only the count can."""
     if was.updates == now.updates or epoch + 1 >= now.passes:
         return None
-    done, counted = (epoch + 1) * was.updates, (epoch + 1) * now.updates
+    done = (epoch + 1) * was.updates
+    counted = (epoch + 1) * now.updates
     return ResumeMismatch("count", f"it was saved after {done} steps, which upstream would count as {counted}")
 
 
@@ -187,7 +191,8 @@ def interval(plan: Plan) -> int | str | None:
 
     That is `epoch`, `best` (the score), or `share` of steps whose number is not known.
     """
-    values, names = plan.values, plan.stage.entry.names
+    values = plan.values
+    names = plan.stage.entry.names
     if names.save_strategy is not None:
         strategy = str(values.get(names.save_strategy)).rpartition(".")[2].lower()
         if strategy != "steps":
@@ -207,30 +212,37 @@ def interval(plan: Plan) -> int | str | None:
 
 def findings(plan: Plan, shape: EpochLayout | None, trainer: Trainer) -> Iterator[Finding]:
     """What to say at the first start; `shape` is how epochs will be cut, where that is known."""
-    every, entry, message = interval(plan), plan.stage.entry, None
-    key, strategy = entry.names.save_every, entry.names.save_strategy
+    every = interval(plan)
+    entry = plan.stage.entry
+    message = None
+    key = entry.names.save_every
+    strategy = entry.names.save_strategy
     if every is None:
         message = "checkpointing is off: if the run stops, all progress is lost"
         help = f"`{strategy}: steps` and " if strategy else ""
         key, help = strategy or key, f"{help}`{key}: N` saves one every N steps"
     elif isinstance(every, int) and plan.steps is not None and every > plan.steps:
         why = f"the first checkpoint comes at step {every}, and the run has {plan.steps}"
-        message, help = f"{why}: if it stops before, all progress is lost", f"a smaller `{key}`"
+        message = f"{why}: if it stops before, all progress is lost"
+        help = f"a smaller `{key}`"
     elif plan.values.get("save_only_model"):
         message = "checkpoints hold no optimizer: if the run stops, all progress is lost"
-        key, help = "save_only_model", "`save_only_model: false`"
+        key = "save_only_model"
+        help = "`save_only_model: false`"
     if message is not None:
         yield launch_finding("note", "no-checkpoints", message, help, key=f"args.{key}")
     if not entry.counts_in_script or not isinstance(every, int) or shape is None or every < 1:
         return
-    skips_each, kept = entry.skips_each_epoch, keeps_order(trainer)
+    skips_each = entry.skips_each_epoch
+    kept = keeps_order(trainer)
     wrong = list(inexact(skips_each, shape, every, keeps_order=kept))
     if not wrong:
         return
     first = of_step(
         skips_each, wrong[0], advanced(shape, DataPosition(0, 0), wrong[0]), shape, shape, keeps_order=kept
     )
-    number, why = len(range(every, shape.total, every)), "" if first is None else first.text
+    number = len(range(every, shape.total, every))
+    why = "" if first is None else first.text
     message = f"a resume from {len(wrong)} of the {number} checkpoints would go wrong, the first of them "
     message += f"step_{wrong[0]}: {why}"
     epochs_exact = not any(inexact(skips_each, shape, shape.updates, keeps_order=kept))

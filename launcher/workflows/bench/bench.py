@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from launcher import redaction
 from launcher.config.keys import EXPECT, PAIRED
 from launcher.errors import Exit, Finding, InvalidConfig, NotReady, errors, launch_finding, not_ready, usage
 from launcher.machine import devices
@@ -17,6 +18,7 @@ from launcher.planning import check, collect, prepare
 from launcher.planning.collect import Facts, Scope, StageFile
 from launcher.planning.prepare import Prepared
 from launcher.planning.request import Request
+from launcher.redaction import Redactor
 from launcher.report import console
 from launcher.report.html import figure
 from launcher.report.page import Lead
@@ -56,6 +58,11 @@ class Bench:
     folder: Path = Path()
     samples: list[Sample] = field(default_factory=list)
     proposed: str | None = None
+
+    @property
+    def redactor(self) -> Redactor:
+        """What must not be shown of any variant."""
+        return redaction.together(facts.redactor for facts in self.resolved.values())
 
     @property
     def rows(self) -> list[VariantSummary]:
@@ -111,7 +118,7 @@ class Bench:
 
     def write(self) -> None:
         """Raises NotReady where it cannot be written."""
-        self.record().write(self.folder)
+        self.record().write(self.folder, self.redactor)
 
 
 def require_gpu(request: Request, *, cpu: bool) -> Request:
@@ -408,10 +415,11 @@ def remarks(bench: Bench) -> list[str]:
 
 
 def show(bench: Bench) -> None:
-    console.findings(comparison.baseline_fault(bench.samples))
+    redactor = bench.redactor
+    console.findings(comparison.baseline_fault(bench.samples), redactor)
     if lines := _table(bench):
-        console.table(lines, tuple(lines[0]))
+        console.table(lines, tuple(lines[0]), redactor)
     for line in remarks(bench):
-        console.say(line)
+        console.say(line, redactor)
     if (bench.folder / PAGE).exists():
-        console.say(str(bench.folder / PAGE))
+        console.say(str(bench.folder / PAGE), redactor)

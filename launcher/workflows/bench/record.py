@@ -10,6 +10,7 @@ from typing import Any
 
 from launcher.machine import codec
 from launcher.machine.codec import Misfit
+from launcher.redaction import Redactor
 from launcher.runs import rundir
 from launcher.workflows import experiment
 from launcher.workflows.bench.comparison import Sample, VariantSummary
@@ -72,9 +73,9 @@ class BenchRecord:
                 rows.append(VariantSummary.from_json(row))
         return replace(record, rows=tuple(rows), samples=tuple(samples))
 
-    def write(self, folder: Path) -> None:
+    def write(self, folder: Path, redactor: Redactor) -> None:
         """Raises NotReady where it cannot be written."""
-        experiment.write(folder / FILE, self.as_json())
+        experiment.write(folder / FILE, self.as_json(), redactor)
 
 
 def mappings(value: object) -> Sequence[Mapping[str, Any]]:

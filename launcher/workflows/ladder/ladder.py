@@ -5,6 +5,7 @@ and are judged by the gates of now.
 """
 
 import contextlib
+import functools
 import json
 import math
 import shutil
@@ -27,6 +28,7 @@ from launcher.planning.collect import Facts, Scope
 from launcher.planning.forecast import ForecastOptions
 from launcher.planning.prepare import Prepared
 from launcher.planning.request import Request
+from launcher.redaction import Redactor
 from launcher.report import console
 from launcher.report.page import Lead
 from launcher.runs import rundir
@@ -126,6 +128,11 @@ class Ladder:
     def stage(self) -> Stage:
         return self.resolved.stage
 
+    @property
+    def redactor(self) -> Redactor:
+        """What must not be shown of its stage."""
+        return self.stage.config.redactor
+
     def as_json(self) -> dict[str, Any]:
         return {
             "folder": str(self.folder),
@@ -148,7 +155,7 @@ class Ladder:
             "steps": self.steps,
             "rungs": self.records,
         }
-        experiment.write(self.folder / RECORD, record)
+        experiment.write(self.folder / RECORD, record, self.redactor)
 
 
 def label(gpus: int) -> str:
@@ -219,7 +226,7 @@ def plan_rungs(
         rungs=tuple(rungs),
         steps=steps,
         terms=terms,
-        campaign=experiment.Campaign(kind="ladder", key=key, name=stage.name, root=root),
+        campaign=experiment.Campaign(kind="ladder", key=key, name=stage.config.redactor.redact(stage.name), root=root),
         findings=tuple(dict.fromkeys(findings)),
     )
 
@@ -453,21 +460,22 @@ def _estimate(ladder: Ladder, top: Standing) -> FullRun:
 
 
 def show(ladder: Ladder) -> None:
+    say = functools.partial(console.say, redactor=ladder.redactor)
     if rows := [_row(one) for one in ladder.standings]:
-        console.table(rows, tuple(rows[0]))
+        console.table(rows, tuple(rows[0]), ladder.redactor)
     flags = [(label(one.gpus), flag) for one in ladder.standings for flag in one.flags if flag.colour != "green"]
     for name, flag in flags:
-        console.say(f"  {name}: {flag.colour}[{flag.gate}] {flag.text}")
+        say(f"  {name}: {flag.colour}[{flag.gate}] {flag.text}")
     if ladder.exit is Exit.OK:
-        console.say("go" + (f", with {len(flags)} yellow flag(s)" if flags else ""))
+        say("go" + (f", with {len(flags)} yellow flag(s)" if flags else ""))
     else:
-        console.say(f"no-go: {ladder.reason}")
-        console.say("the same command continues at this rung; --fresh starts over")
+        say(f"no-go: {ladder.reason}")
+        say("the same command continues at this rung; --fresh starts over")
     if ladder.estimate is not None:
-        console.say(ladder.estimate.line())
-    console.say(f"ladder: {ladder.folder}")
+        say(ladder.estimate.line())
+    say(f"ladder: {ladder.folder}")
     if ladder.page is not None:
-        console.say(f"report: {ladder.page}")
+        say(f"report: {ladder.page}")
 
 
 def _row(one: Standing) -> dict[str, Any]:

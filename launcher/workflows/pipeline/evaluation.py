@@ -11,11 +11,11 @@ import shlex
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from launcher import files
+from launcher import files, redaction
 from launcher.artifacts import fingerprint
 from launcher.config.evaluation import Evaluation
 from launcher.config.pipeline import Link
@@ -23,7 +23,7 @@ from launcher.errors import Exit, Finding, NotReady, launch_finding
 from launcher.machine import devices, isolation, locks
 from launcher.machine.devices import Devices
 from launcher.planning.prepare import Prepared
-from launcher.redaction import redact
+from launcher.redaction import Redactor
 from launcher.runs import evaluation as records
 from launcher.runs import rundir, runner
 from launcher.runs.attempt import Command
@@ -51,6 +51,7 @@ class PlannedEvaluation:
     model: Path
     gpus: int
     python: Path
+    redactor: Redactor = field(default_factory=redaction.of_process)
 
     @property
     def folder(self) -> RunFolder:
@@ -81,7 +82,7 @@ class PlannedEvaluation:
         """For the answer of a dry run."""
         place = self.metrics
         return {
-            "argv": list(redact(self.argv)),
+            "argv": list(self.redactor.redact(self.argv)),
             "metrics": None if place is None else str(place.path),
             "expect": {name: str(gate) for name, gate in self.spec.expect.items()},
             "timeout_s": self.spec.timeout_s,
@@ -93,7 +94,7 @@ class PlannedEvaluation:
         gates = "; ".join(f"{name} {gate}" for name, gate in self.spec.expect.items())
         expected = f", expects {gates}" if gates else ""
         yield f"# evaluation of {self.link.name}, at most {self.spec.timeout_s / 3600:g} h{expected}"
-        yield " ".join(map(shlex.quote, redact(self.argv)))
+        yield " ".join(map(shlex.quote, self.redactor.redact(self.argv)))
 
     def environment(self, chosen: Devices | None) -> dict[str, str]:
         """The stage's GPUs alone, the programs of the trainer's Python before others of the same name, and no code out
@@ -116,6 +117,7 @@ def planned(link: Link, prepared: Prepared, model: Path) -> PlannedEvaluation | 
         run=prepared.command_folder,
         model=model,
         gpus=prepared.plan.gpus,
+        redactor=prepared.redactor,
         python=prepared.facts.trainer.python,
     )
 
@@ -126,7 +128,8 @@ def missing_program(evaluation: PlannedEvaluation) -> Finding | None:
     path = evaluation.environment(None)["PATH"]
     if shutil.which(name, path=path) is not None:
         return None
-    message = f"the program of the evaluation, `{redact(name)}`, is neither in {evaluation.python.parent} nor on PATH"
+    shown = evaluation.redactor.redact(name)
+    message = f"the program of the evaluation, `{shown}`, is neither in {evaluation.python.parent} nor on PATH"
     help = "install it in the trainer's Python, or name its path"
     return launch_finding("error", "no-eval-program", message, help, **_place(evaluation.link, "command"))
 
@@ -264,7 +267,7 @@ def _with_gates(record: EvaluationRecord, evaluation: PlannedEvaluation) -> Eval
 
 def _written(evaluation: PlannedEvaluation, record: EvaluationRecord) -> EvaluationRecord:
     with rundir.writing(evaluation.folder.path):
-        files.write_json(records.record_file(evaluation.run), redact(record.as_json()))
+        files.write_json(records.record_file(evaluation.run), evaluation.redactor.redact(record.as_json()))
     return record
 
 

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from launcher import redaction
 from launcher.artifacts import checkpoints
 from launcher.config.pipeline import placed
 from launcher.errors import Exit, Finding, LaunchError, brief, errors, launch_finding
@@ -20,8 +21,8 @@ from launcher.lifecycle import conclude, follow
 from launcher.plan import plan
 from launcher.planning import forecast, prepare
 from launcher.planning.collect import Facts, Scope
-from launcher.planning.prepare import Prepared
-from launcher.redaction import redact
+from launcher.planning.prepare import JudgedPlan, Prepared
+from launcher.redaction import Redactor
 from launcher.report import console
 from launcher.report.page import Lead
 from launcher.runs import evaluation as records
@@ -110,11 +111,12 @@ class PipelineResult:
     exit: Exit = Exit.OK
     findings: tuple[Finding, ...] = ()
     ended: str | None = None
+    redactor: Redactor = field(default_factory=redaction.of_process)
 
     def as_json(self) -> dict[str, Any]:
         """The record; the envelope's data is the same."""
         chain = self.order.chain
-        record: dict[str, Any] = redact(
+        record: dict[str, Any] = self.redactor.redact(
             {
                 "pipeline": str(self.folder),
                 "name": chain.name,
@@ -182,7 +184,8 @@ def run(order: PipelineRequest, planned: PipelinePlan, *, quiet: bool = False) -
     """
     root = order.common.runs or rundir.runs_root()
     key = experiment.key_of([str(order.chain.path.absolute()), os.getcwd()])
-    series = Campaign(kind=KIND, key=key, name=order.chain.name, root=root)
+    redactor = planned.redactor
+    series = Campaign(kind=KIND, key=key, name=redactor.redact(order.chain.name), root=root)
     message, help = "this pipeline is running already", "launch runs shows its stage; launch stop ends it"
     running = launch_finding("error", "pipeline-running", message, help, file=str(order.chain.path))
     # one that came to its end has its record
@@ -194,7 +197,7 @@ def run(order: PipelineRequest, planned: PipelinePlan, *, quiet: bool = False) -
             stage, model = step.plan.stage, str(step.plan.values.get(step.plan.stage.entry.names.model))
             name, config, output = step.link.name, str(step.link.config), str(step.output)
             rows.append(StageRow(name=name, stage=stage.options.stage, config=config, model=model, output=output))
-        result = PipelineResult(folder=folder, order=order, rows=rows, key=key, began=rundir.now())
+        result = PipelineResult(folder=folder, order=order, rows=rows, key=key, began=rundir.now(), redactor=redactor)
         _Runner(order, planned, result, quiet).run()
     return result
 
@@ -314,11 +317,11 @@ class _Runner:
     def _say(self, line: str) -> None:
         # machines get one answer at the end
         if not self.quiet:
-            console.say(line)
+            console.say(line, self.result.redactor)
 
     def _show(self, findings: list[Finding]) -> None:
         if not self.quiet:
-            console.findings(findings)
+            console.findings(findings, self.result.redactor)
 
     def _came_of(self, row: StageRow, outcome: Outcome) -> None:
         row.exit, row.verdict = int(outcome.exit), outcome.verdict.status
@@ -344,7 +347,10 @@ class _Runner:
             file = step.file.with_overrides(*more, allowed=allowed)
             resolved = resolved.with_file(file, file.read())
         resolved = resolved.look_again()
-        prepared, why = _prepared(resolved, step, fresh=self.order.common.fresh)
+        # nothing has happened since it was judged
+        is_first = row is self.result.rows[0] and not self.joined
+        judged = step.judged if is_first and not more else None
+        prepared, why = _prepared(resolved, step, judged, fresh=self.order.common.fresh)
         prepared = forecast.with_forecast(prepared)
         self.ready = prepared
         output = prepared.output or step.output
@@ -393,7 +399,7 @@ class _Runner:
     def _write(self) -> None:
         # a full disk costs the record, not the run that goes on
         with contextlib.suppress(LaunchError):
-            experiment.write(self.result.folder / RECORD, self.result.as_json())
+            experiment.write(self.result.folder / RECORD, self.result.as_json(), self.result.redactor)
 
     def _page(self) -> None:
         """The stages so far on one page, and how far they came at its top."""
@@ -408,7 +414,9 @@ class _Runner:
             self._show(list(error.findings))
 
 
-def _prepared(resolved: Facts, step: PlannedStage, *, fresh: bool) -> tuple[Prepared, str | None]:
+def _prepared(
+    resolved: Facts, step: PlannedStage, judged: JudgedPlan | None, *, fresh: bool
+) -> tuple[Prepared, str | None]:
     """Ready to start: as it is, or started over with the reason why."""
     anew, dry = resolved.with_request(fresh=True), step.prepared
     if fresh:
@@ -416,7 +424,7 @@ def _prepared(resolved: Facts, step: PlannedStage, *, fresh: bool) -> tuple[Prep
         return prepared, None if prepared.output == prepared.requested_output else "--fresh"
     if dry.attempt <= 1 and dry.output and checkpoints.model_fault(plan.model_in(dry.plan, dry.output)) is None:
         return prepare.complete(anew), f"{dry.output} holds a model, and no run is known that made it"
-    planned = prepare.plan_start(resolved)
+    planned = prepare.plan_start(resolved, judged=judged)
     # with every change allowed
     decision = planned.decide(plans.known_changes(resolved.stage.schema.fields))
     passing = {*resolved.request.allowed, *_NO_INPUT}

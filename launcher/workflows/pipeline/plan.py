@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from launcher import redaction
 from launcher.artifacts import checkpoints
 from launcher.config import pipeline
 from launcher.config.load import Config, spelt
@@ -21,9 +22,10 @@ from launcher.plan.plan import Plan
 from launcher.planning import check, collect, prepare
 from launcher.planning.collect import Facts, Scope, StageFile
 from launcher.planning.doctor import checks
-from launcher.planning.prepare import Prepared
+from launcher.planning.prepare import JudgedPlan, Prepared
 from launcher.planning.request import Request
 from launcher.planning.resume import changes
+from launcher.redaction import Redactor
 from launcher.runs import runner
 from launcher.stage import stage
 from launcher.upstream.citations import rendered
@@ -59,15 +61,15 @@ class PipelineRequest:
         """The command line of one stage."""
         gpus = link.gpus if self.common.gpus is None else self.common.gpus
         own: dict[str, Any] = {"stage": link.stage, "config": link.config, "overrides": link.texts()}
-        return replace(self.common, gpus=gpus, fresh=False, allowed=(), **own)
+        return replace(self.common, gpus=gpus, fresh=False, allowed=(), borrowed=self.chain.borrowed, **own)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedStage:
     """One stage as it is known beforehand.
 
-    `file` is its own, `root` the model that its chain begins from, with which it was `resolved`; `prepared` is the
-    dry run, with what the stage before hands over.
+    `file` is its own, `root` the model that its chain begins from, with which it was `resolved` and `judged` where
+    it is to run; `prepared` is the dry run, with what the stage before hands over.
     """
 
     link: Link
@@ -75,6 +77,7 @@ class PlannedStage:
     resolved: Facts
     prepared: Prepared
     root: str | None
+    judged: JudgedPlan | None = None
 
     @property
     def plan(self) -> Plan:
@@ -117,6 +120,11 @@ class PipelinePlan:
     links: tuple[Link, ...]
     findings: tuple[Finding, ...]
     live: tuple[PlannedStage, ...] = ()
+
+    @property
+    def redactor(self) -> Redactor:
+        """What must not be shown of any stage."""
+        return redaction.together(step.prepared.redactor for step in self.steps.values())
 
     def resolved(self) -> dict[str, Facts]:
         """Each stage that is to run, with the model that its chain begins from."""
@@ -189,11 +197,11 @@ def _dry_run(facts: Facts, resolved: Facts) -> Prepared:
         raise
 
 
-def _settle_like(resolved: Facts, dry: Prepared) -> Plan:
+def _judge_like(resolved: Facts, dry: Prepared) -> JudgedPlan:
     """The plan of a stage with the model that its chain begins from, into the folder of its dry run."""
-    name = resolved.stage.entry.names.output
-    placed = {name: dry.plan.derived[name]} if name in dry.plan.derived else {}
-    return check.settle(resolved, decided=placed, attempts=dry.attempt - 1 or None)
+    target = dry.start.target
+    plan = check.settle(resolved, decided=target.output.derived, attempts=target.attempts_so_far)
+    return JudgedPlan(plan, target.attempts_so_far)
 
 
 class _Planner:
@@ -254,17 +262,17 @@ class _Planner:
             _require_model(link, source)
         facts = resolved if source is None else _with_model(resolved, source.model)
         dry = _dry_run(facts, resolved)
+        judged: JudgedPlan | None = None
         if within:
-            examined = dry.plan
             if facts is not resolved or resolved.machine is not None:
-                examined = _settle_like(resolved, dry)
-            self._examine(link, resolved, dry, examined)
-        step = PlannedStage(link=link, file=file, resolved=resolved, prepared=dry, root=root)
+                judged = _judge_like(resolved, dry)
+            self._examine(link, resolved, dry, dry.plan if judged is None else judged.plan)
+        step = PlannedStage(link=link, file=file, resolved=resolved, prepared=dry, root=root, judged=judged)
         if named and self._has_own_output(step):
             if source is not None and within:
                 self._check_between(source, step)
             self.steps[link.name] = step
-            if within and self.scope is Scope.START:
+            if within and resolved.machine is not None and resolved.look is not None:
                 self._check_program(step)
 
     def _examine(self, link: Link, resolved: Facts, dry: Prepared, made: Plan) -> None:

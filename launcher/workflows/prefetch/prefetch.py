@@ -19,7 +19,7 @@ from launcher.artifacts.model_config import offline
 from launcher.cache import hub, keys
 from launcher.cache.hub import Part
 from launcher.cache.keys import Cache
-from launcher.errors import Exit, Finding, InvalidConfig, NotReady, errors
+from launcher.errors import Exit, Finding, InvalidConfig, NotReady, errors, naming_variables
 from launcher.lifecycle import tokenising
 from launcher.lifecycle.tokenising import Tokenised
 from launcher.machine.python import Trainer
@@ -106,6 +106,11 @@ def prepare(resolved: Facts, say: Say = lambda _: None) -> Prefetch:
     Raises InvalidConfig and NotReady as a start would, NotReady too where a model cannot be fetched,
     TokenisingFailed where upstream's script fails, and Interrupted.
     """
+    with naming_variables(resolved.redactor):
+        return _prepare(resolved, say)
+
+
+def _prepare(resolved: Facts, say: Say) -> Prefetch:
     began = time.monotonic()
     request, trainer, planned = resolved.request, resolved.trainer, _planned(resolved)
     # what training needs besides is asked where it trains

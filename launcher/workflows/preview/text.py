@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from launcher.redaction import Redactor
 from launcher.report import marked
 from launcher.report.marked import Span
 from launcher.workflows.preview.preview import Preview, PreviewedRow, Section
@@ -18,9 +19,9 @@ _BAR = 32
 _LABEL = 10
 
 
-def show(preview: Preview, *, whole: bool) -> None:
+def show(preview: Preview, redactor: Redactor, *, whole: bool) -> None:
     """Print a preview; `whole` leaves nothing out of the rows."""
-    paper = marked.Paper()
+    paper = marked.Paper(redactor)
     paper.line([Span(preview.title, "title"), Span(f"  {preview.data}")])
     paper.line([])
     for label, parts in _head(preview):

@@ -29,7 +29,6 @@ from launcher.plan import footprint, plan, speed
 from launcher.plan.footprint import Footprint
 from launcher.plan.memory import peak
 from launcher.plan.plan import Plan
-from launcher.redaction import redact
 from launcher.stage import options
 from launcher.stage.options import SWITCHED, Batch
 from launcher.stage.stage import Stage
@@ -440,8 +439,9 @@ def write(place: Path, space: Space, settings: Settings, *, head: Sequence[str],
         # a file that lies beside the stage file does not lie beside this one
         values["deepspeed"] = _relative(opts.deepspeed, place)
     # a path may hold what ends a comment
-    lines = [_LINE_ENDS.sub(" ", line) for line in redact(head)]
-    body = yaml.safe_dump(escaped(redact(values)), sort_keys=False, allow_unicode=True, width=100)
+    redactor = stage.config.redactor
+    lines = [_LINE_ENDS.sub(" ", line) for line in redactor.redact(head)]
+    body = yaml.safe_dump(escaped(redactor.redact(values)), sort_keys=False, allow_unicode=True, width=100)
     text = MARK + "\n# ".join(lines) + "\n" + body
     try:
         place.parent.mkdir(parents=True, exist_ok=True)

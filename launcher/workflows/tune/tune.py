@@ -200,7 +200,7 @@ class Tuning:
 
     def write(self) -> None:
         """Raises NotReady where it cannot be written."""
-        experiment.write(self.folder / FILE, self.as_json())
+        experiment.write(self.folder / FILE, self.as_json(), self.resolved.redactor)
 
 
 def prepare(

@@ -109,5 +109,5 @@ def _valid_or_text(known: Field, chance: random.Random) -> Any:
 
 def _conflict(schema: Schema, chance: random.Random, arguments: Arguments) -> None:
     names = [name for name in CONFLICTS if name in schema.fields]
-    for name in chance.sample(names, chance.randint(1, 3)):
+    for name in chance.sample(names, min(len(names), chance.randint(1, 3))):
         arguments[name] = chance.choice(CONFLICTS[name])

@@ -20,6 +20,7 @@ from launcher.stage import stage
 from launcher.upstream import locate
 from launcher.upstream.locate import Locator, Upstream
 from launcher.upstream.schema import Schema
+from launcher.upstream.trainers import BACKENDS
 
 GOLDEN = DATA / "agreement"
 
@@ -55,8 +56,9 @@ def words_of(schema: Schema, arguments: Arguments) -> list[str]:
 
 
 def refused_by_launch(backend: str, stage_name: str, sets: Sequence[Arguments], release: str = "") -> list[list[str]]:
-    """For each set, what launch says that upstream's parser would refuse."""
-    options = {"backend": backend, "stage": stage_name}
+    """For each set, what launch says that upstream's parser would refuse; `stage_name` may be a further script's."""
+    own = BACKENDS[backend].STAGES[stage_name].stage
+    options = {"backend": backend, "stage": own or stage_name, **({"script": stage_name} if own else {})}
     locator = Snapshot(release=release)
     told = []
     for arguments in sets:

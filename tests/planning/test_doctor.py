@@ -24,7 +24,7 @@ from launcher.planning.doctor.checks import Report, Subject
 from launcher.planning.doctor.install import Imports, InstallStep
 from launcher.stage.stage import Stage
 from launcher.upstream import behaviour, locate
-from launcher.upstream.trainers import BACKENDS
+from launcher.upstream.trainers import BACKENDS, Release
 
 TULU = CONFIGS / "tulu" / "sft_qwen7b.yaml"
 WITH_PIP = Trainer(python=Path("/env/my bin/python"), source="a test", version=(3, 12, 1), packages={"pip": "26"})
@@ -78,7 +78,8 @@ def test_everything_that_is_missing_is_said_at_once(tmp_path: Path) -> None:
 def test_the_command_that_installs() -> None:
     made = planned(staged(TULU), 2)
     (found,) = checks.packages(subject(made, *set(ALL) - {"flash-attn", "deepspeed", "wandb"}))
-    assert found.message == "/env/bin/python (a test) lacks deepspeed, wandb, flash-attn"
+    # the pin begins without flash-attn
+    assert found.message == "/env/bin/python (a test) lacks deepspeed, wandb"
     plain, built = (found.help or "").split("; then ")
     assert plain.startswith("/env/bin/python -m pip install")
     assert "'wandb>=0.23.1'" in plain and "ninja" in plain
@@ -407,3 +408,14 @@ def test_flash_attn_is_needed_where_looking_for_it_fails_without(detects: bool, 
     schema = replace(made.stage.schema, behaviours=behaviours)
     made = replace(made, stage=replace(made.stage, schema=schema))
     assert ("flash-attn" in checks.needed(subject(made))) == lacking
+
+
+@pytest.mark.parametrize("release", BACKENDS["open_instruct"].KNOWN, ids=lambda release: release.version[:8])
+def test_without_a_plan_the_commit_decides_whether_flash_attn_is_needed(release: Release) -> None:
+    source = locate.Upstream(
+        backend="open_instruct", root=Path("/x"), source="found", is_named=False, pin=BACKENDS["open_instruct"].PIN,
+        version=release.version, release=release.version,
+    )  # fmt: skip
+    asked = Subject(trainer=trainer(), upstream=source, stages=("sft",), gpus=2)
+    is_needed = release.version == BACKENDS["open_instruct"].BASELINE
+    assert ("flash-attn" in checks.needed(asked)) is is_needed

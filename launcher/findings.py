@@ -279,7 +279,9 @@ _ARGUMENTS = CodeSection(
             "DPO since #1591: `max_grad_norm` below 0 reverses the gradient (with DeepSpeed it is not read), and 0 "
             "makes it nothing in dpo.py",
         ),
-        _row("packing-refused", "run", "dpo.py since #1670: `packing` without flash-attn's attention"),
+        _row(
+            "packing-refused", "run", "OLMo-core's packed rows without flash-attn's attention (of dpo.py since #1670)"
+        ),
         _row(
             "olmo-tokenizer",
             "run",
@@ -336,6 +338,11 @@ _ARGUMENTS = CodeSection(
             "run",
             "dpo.py: of Qwen3 and Llama shapes it saves a state dict under OLMo-core's "
             "names, which from_pretrained does not read",
+        ),
+        _row(
+            "context-parallel",
+            "run",
+            "`cp_degree`: several rows a micro-batch, GPUs that it does not divide, or a package that is not there",
         ),
         _row("shard-degree", "run", "dpo.py: FSDP or tensor degrees that do not divide the processes"),
         _row("deepspeed-with-torchrun", "launch", "`deepspeed` with a script that shards with FSDP"),
@@ -584,6 +591,17 @@ _THE_ROWS_OF_THE_DATA = CodeSection(
         ),
         _row("unseen-data", "run", "a note: rows that were not looked at, and why"),
         _row(
+            "pair-lengths",
+            "run",
+            "TRL: DPO is to draw pairs by their lengths, and the rows have no column with "
+            "them, or it would be dropped",
+        ),
+        _row(
+            "unlike-micro-batches",
+            "run",
+            "TRL: micro-batches of unlike numbers of pairs count alike, so that long pairs weigh more",
+        ),
+        _row(
             "data-columns",
             "run",
             "the rows lack the columns that the trainer reads, the columns do not go "
@@ -653,7 +671,7 @@ _SOURCE_AND_MACHINE = CodeSection(
     intro="",
     rows=(
         _row("no-checkout", "launch", "a path that holds no open-instruct checkout, or none found"),
-        _row("unpinned-checkout", "launch", "the checkout is not the pin, or edited: names both commits"),
+        _row("unpinned-checkout", "launch", "the checkout is at no known commit, or edited: names the commits"),
         _row("other-version", "launch", "a note: TRL or transformers differ from the pair that was tested"),
         _row("unreadable-source", "launch", "another commit's layout lacks the dataclasses"),
         _row("no-python old-python", "launch", "the trainer's Python does not run (exit code 5), or is too old"),
@@ -852,6 +870,11 @@ _SOURCE_AND_MACHINE = CodeSection(
             "`plan`, `tune`: a value that cannot be, or that says nothing without another",
         ),
         _row("unknown-cost", "launch", "`plan`: a price, and no time to pay for"),
+        _row(
+            "cut-samples",
+            "launch",
+            "olmo_core_finetune.py: more documents than samples: OLMo-core takes every end of text for the end of one",
+        ),
         _row(
             "would-miss",
             "launch",

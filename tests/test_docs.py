@@ -182,7 +182,7 @@ def test_the_pin_is_the_submodule_and_the_snapshot() -> None:
 
     from launcher.upstream import open_instruct
 
-    facts = json.loads((ROOT / "launcher/upstream/snapshots/open_instruct.json").read_text())
+    facts = json.loads((ROOT / "launcher/upstream/snapshots" / open_instruct.KNOWN[0].snapshot).read_text())
     assert facts["version"] == open_instruct.PIN
     assert open_instruct.PIN in README
     listed = subprocess.run(

@@ -151,10 +151,30 @@ def is_judged_and_planned(extended: Extended, text: str) -> None:
     assert "--use_cpu" in answer["data"]["argv"]
 
 
-def test_an_entry_script_is_a_row(extended: Extended) -> None:
+def test_an_entry_script_is_a_file_and_its_row(extended: Extended) -> None:
+    """Its description says what it takes; the probe is told which of its modules to watch, and with what."""
     pytest.importorskip("trl")
-    extended.add("upstream/trl.py", "STAGES", '"sft_twin": replace(_SFT, stage="sft")')
-    is_judged_and_planned(extended, f"script: sft_twin\n{DEMO.read_text()}")
+    described = """
+        from dataclasses import replace
+
+        from launcher.upstream.scripts import trl_sft
+
+        SCRIPT = replace(
+            trl_sft.SCRIPT,
+            stage="sft",
+            watchers={"made_up.trainer": "watch_preparation"},
+            stand_ins={"made_up.cuda": "supply_cuda_counters"},
+        )
+    """
+    (extended.place / "launcher/upstream/scripts/trl_twin.py").write_text(dedent(described))
+    row = '"sft_twin": trl_twin.SCRIPT'
+    extended.add("upstream/trl.py", "STAGES", row, "from launcher.upstream.scripts import trl_twin")
+    text = f"script: sft_twin\n{DEMO.read_text()}"
+    is_judged_and_planned(extended, text)
+    answer = extended.launch("sft", str(extended.place / "stage.yaml"), "--gpus", "0", "--dry-run")
+    settings = json.loads(answer["data"]["env"]["LAUNCH_PROBE"])
+    assert settings["watchers"] == {"made_up.trainer": "watch_preparation"}
+    assert settings["stand_ins"] == {"made_up.cuda": "supply_cuda_counters"}
 
 
 def test_a_trainer_is_a_module_and_its_names(extended: Extended) -> None:

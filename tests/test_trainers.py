@@ -12,6 +12,7 @@ PACKAGE = REPOSITORY / "launcher"
 INSIDE = "workflows/rehearse/inside"
 DESCRIPTIONS = {
     *(f"upstream/{name}.py" for name in BACKENDS),
+    *(path.relative_to(PACKAGE).as_posix() for path in (PACKAGE / "upstream" / "scripts").glob("*.py")),
     # what a new stage file holds for each of them
     "stage/draft.py",
     # what the scripts and files of other tools become for each of them

@@ -33,8 +33,13 @@ def where(name: object, environ: Mapping[str, str], revision: str | None = None)
 
 
 def built_from(values: Values, environ: Mapping[str, str]) -> Mapping[str, Any]:
-    """The config that the model is built by: `config_name` wins, and single keys may be replaced."""
-    name = values.get("config_name") or values["model_name_or_path"]
+    """The config that the model is built by: `config_name` wins, and single keys may be replaced.
+
+    Of a script that builds models of its own library `config_name` names one of that library's shapes, no model.
+    """
+    name = values["model_name_or_path"]
+    if not values.schema.models:
+        name = values.get("config_name") or name
     config = read(name, environ, values.get("model_revision"))
     return {**config, **replaced(values.get("additional_model_arguments"))} if config else {}
 

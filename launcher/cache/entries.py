@@ -60,6 +60,8 @@ def key(plan: Plan) -> dict[str, Any]:
     listed = values.get(plan.stage.entry.names.data)
     pairs = listed if isinstance(listed, list) else []
     splits = list(values.get(f"{prefix}mixer_list_splits") or ["train"])
+    phase = plan.stage.entry.tokenising
+    columns = values.get(f"{prefix}target_columns") if phase is None else list(phase.columns)
     data = [
         {
             "dataset_name": pairs[at],
@@ -67,7 +69,7 @@ def key(plan: Plan) -> dict[str, Any]:
             "dataset_revision": _REVISION,
             "transform_fn": values.get(f"{prefix}transform_fn"),
             "transform_fn_args": [{"max_seq_length": values.get("max_seq_length")}, {}],
-            "target_columns": values.get(f"{prefix}target_columns"),
+            "target_columns": columns,
             "frac_or_num_samples": float(amount) if "." in (amount := str(pairs[at + 1])) else int(amount),
             "dataset_commit_hash": _commit(str(pairs[at])),
         }

@@ -125,7 +125,9 @@ class Shared:
         help="checkout of open-instruct",
         show_default="LAUNCH_OPEN_INSTRUCT, external/, ~/",
     )
-    allow_unpinned: bool = Option(False, "--allow-unpinned", help="accept a checkout at another commit than the pin")
+    allow_unpinned: bool = Option(
+        False, "--allow-unpinned", help="accept a checkout at a commit that is not known, or edited"
+    )
     allow_unproven: bool = UNPROVEN
     strict: bool = Option(False, "--strict", help="treat warnings as errors")
     no_probe: bool = Option(

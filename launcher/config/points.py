@@ -80,7 +80,17 @@ def _liger(_state: str, detail: Detail) -> str | None:
 
 
 def _packing(_state: str, detail: Detail) -> str | None:
-    return str(detail["detail"]) if detail.get("detail") else None
+    parts = [str(detail["detail"])] if detail.get("detail") else []
+    if detail.get("stand_in"):
+        parts.append(f"shown with a stand-in: {detail['stand_in']}")
+    return "; ".join(parts) or None
+
+
+def _model(_state: str, detail: Detail) -> str | None:
+    export = detail.get("export")
+    if not isinstance(export, Mapping) or not isinstance(export.get("error"), int | float):
+        return None
+    return f"its logits lie {export['error']:.2g} of their size from those of {export.get('checkpoint')}"
 
 
 def _attention(_state: str, detail: Detail) -> str | None:
@@ -265,7 +275,7 @@ POINTS: tuple[PointType, ...] = (
     PointType(name="memory", states=("ok", ANY), observed_in="outcome", default="ok", sentence=_memory),
     PointType(name="finish", states=("completed", ANY), observed_in="outcome", default="completed", sentence=_finish),
     PointType(name="weights", states=("moved", ANY), observed_in="outcome", optional=True, sentence=_weights),
-    PointType(name="model", states=("saved", ANY), observed_in="outcome", optional=True),
+    PointType(name="model", states=("saved", ANY), observed_in="outcome", optional=True, sentence=_model),
     PointType(name="inputs", states=("same", ANY), observed_in="outcome", whole_run=True, optional=True),
     PointType(
         name="evaluation",

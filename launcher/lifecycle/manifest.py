@@ -69,6 +69,7 @@ def manifest(
         devices=devices,
         findings=[finding.as_json() for finding in (*stage.findings, *plan.findings, *warnings)],
         samples=stage.options.samples,
+        script=stage.options.script,
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from launcher import files
 from launcher.cache import folders, inputs, keys
 from launcher.errors import NotReady, errors, not_ready
-from launcher.lifecycle import manifest, supervisor
+from launcher.lifecycle import manifest, supervisor, tokenising
 from launcher.machine import devices, process
 from launcher.machine.codec import Misfit
 from launcher.machine.devices import Devices
@@ -37,12 +37,16 @@ SHORTEST_WARNING_S = 120
 LONGEST_WARNING_S = 1800
 
 
-def begin(prepared: Prepared, **at_end: Any) -> tuple[RunFolder, Attempt]:
-    """Start the keeper of this machine; training runs at return. `at_end` are fields of `Attempt`. Raises NotReady."""
+def begin(prepared: Prepared, say: tokenising.Say = lambda _: None, **at_end: Any) -> tuple[RunFolder, Attempt]:
+    """Start the keeper of this machine; training runs at return. `at_end` are fields of `Attempt`. Raises NotReady.
+
+    What a script does not tokenise itself is tokenised first, before any GPU is taken; `say` gets a line about it.
+    """
     machine = prepared.start.machine
     rendezvous.check_port(machine)
     prepared = _continuing_trackers(prepared)
     with _reserved(prepared) as prepared:
+        prepared = tokenising.before_training(prepared, say)
         attempt = _attempt(prepared, **at_end)
         if machine is not None:
             attempt = replace(attempt, argv=rendezvous.filled(attempt.argv, machine), rank=machine.rank)
@@ -115,6 +119,7 @@ def queue(prepared: Prepared, **at_end: Any) -> tuple[RunFolder, str]:
     """
     prepared = _continuing_trackers(prepared)
     with _reserved(prepared) as prepared:
+        prepared = tokenising.before_training(prepared)
         folder = prepared.folder
         attempt = _attempt(prepared, **at_end)
         with _released(folder), runner.lock_run(folder, attempt.number, prepared.output), _taken_back(folder):
@@ -265,6 +270,7 @@ def prepare_again(folder: RunFolder) -> Attempt:
     prepared = prepare(replace(again, folder=folder), Scope.HOST)
     if prepared.decision.kind == "finished":
         return waiting
+    prepared = tokenising.before_training(prepared)
     if cut_short and prepared.decision.step <= reached:
         message = f"the job's time was up before a checkpoint behind step {reached}: it would never end"
         help = "ask Slurm for more time, or save checkpoints more often"

@@ -105,10 +105,11 @@ class Tables:
 
 
 def commits_of_rules() -> tuple[str, ...]:
-    """The commits, of any length, at which rules were confirmed: the baseline, and all that `reviewed` names."""
+    """The commits, of any length, that have a table: the baseline, those that `reviewed` names, and the known ones."""
     backend = BACKENDS[PACKAGE]
     names = {name for rule in rules_of(PACKAGE) for name in citations.reviews_of(rule)}
-    return (backend.BASELINE, *sorted(names))
+    names |= {release.version for release in backend.KNOWN}
+    return (backend.BASELINE, *sorted(names - {backend.BASELINE}))
 
 
 def rules_of(backend: str) -> list[Callable[..., object]]:

@@ -11,11 +11,12 @@ from pathlib import Path
 
 from launcher.errors import Exit, Finding, NotReady, UsageError, launch_finding, not_ready, usage
 from launcher.machine.git import Repository
-from launcher.paths import canonical, exists
+from launcher.paths import canonical, exists, expanded
 from launcher.upstream import locate
 from launcher.upstream.trainers import BACKENDS
 
 PIN = BACKENDS["open_instruct"].PIN
+KNOWN = tuple(release.version for release in BACKENDS["open_instruct"].KNOWN)
 PACKAGE = BACKENDS["open_instruct"].PACKAGES[0]
 URL = "https://github.com/allenai/open-instruct.git"
 _SHOWN = 12
@@ -26,9 +27,10 @@ class CheckoutStatus:
     """One place where a checkout may lie, and what is there.
 
     `source` says who names it. `commit`, `date` (YYYY-MM-DD) and `subject` are what is checked out,
-    None without a git history of its own; `edited_files` are tracked files that differ from that commit,
-    `changed_files` those files that launch reads and that differ from the pin's. `ahead` and `behind` count
-    commits against the pin, None where the pin is not among the objects.
+    None without a git history of its own; `edited_files` are tracked files that differ from that commit.
+    `release` is the known commit that the files are compared with, `changed_files` those files that launch reads
+    and that differ from it. `ahead` and `behind` count commits against the pin, None where the pin is not among the
+    objects.
     """
 
     path: Path
@@ -40,6 +42,7 @@ class CheckoutStatus:
     subject: str | None = None
     edited_files: tuple[str, ...] = ()
     changed_files: tuple[str, ...] = ()
+    release: str | None = None
     ahead: int | None = None
     behind: int | None = None
 
@@ -49,14 +52,26 @@ class CheckoutStatus:
         return any(name.startswith(f"{PACKAGE}/") for name in self.edited_files)
 
     @property
-    def equal(self) -> bool:
-        """Whether it is the pin: its commit, as far as there is one, and no edit in the package."""
-        here = self.state == "checkout" and self.commit in {None, PIN}
+    def known(self) -> bool:
+        """Whether it is a known commit: its commit, as far as there is one, and no edit in the package."""
+        here = self.state == "checkout" and self.commit in {None, self.release}
         return here and not self.changed_files and not self.edited_source
+
+    @property
+    def equal(self) -> bool:
+        """Whether it is the pin."""
+        return self.known and self.release == PIN
+
+    def standing(self) -> str:
+        if self.state != "checkout":
+            return self.state
+        if self.equal:
+            return "the pin"
+        return "a known commit" if self.known else "not the pin"
 
     def lines(self) -> Iterator[str]:
         here = self.state == "checkout"
-        standing = ("the pin" if self.equal else "not the pin") if here else self.state
+        standing = self.standing()
         yield f"{'used' if self.used else 'here' if here else '-':<5} {self.path}  ({self.source}): {standing}"
         if self.commit is not None:
             yield f"      at {self.commit[:_SHOWN]}, {self.date}, {self.subject}"
@@ -66,7 +81,8 @@ class CheckoutStatus:
         if self.edited_files:
             yield f"      edited: {_listed(self.edited_files)}"
         if self.changed_files:
-            yield f"      different from the pin: {_listed(self.changed_files)}"
+            other = "the pin" if self.release in {None, PIN} else f"{str(self.release)[:_SHOWN]}"
+            yield f"      different from {other}: {_listed(self.changed_files)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,16 +109,16 @@ class Status:
 
     @property
     def exit_code(self) -> Exit:
-        """0 for the pin, 3 for another commit or edits, 5 where there is no checkout."""
+        """0 for a known commit, 3 for another one or edits, 5 where there is no checkout."""
         if self.used is None:
             return Exit.NOT_READY
-        return Exit.OK if self.used.equal else Exit.CONFIG
+        return Exit.OK if self.used.known else Exit.CONFIG
 
     @property
     def findings(self) -> tuple[Finding, ...]:
         if self.fault is not None:
             return (self.fault,)
-        if self.used is not None and self.used.equal:
+        if self.used is not None and self.used.known:
             return ()
         code, file = "no-checkout", None
         message = "there is no open-instruct checkout; what needs none uses the committed snapshot"
@@ -120,6 +136,7 @@ class Status:
         used, module = self.used, self.submodule
         return {
             "pin": PIN,
+            "known": list(dict.fromkeys((PIN, *KNOWN))),
             "equal": used is not None and used.equal,
             "used": None if used is None else _as_json(used),
             "places": [_as_json(place) for place in self.places],
@@ -129,6 +146,7 @@ class Status:
 
     def lines(self) -> list[str]:
         lines = [f"pin   {PIN}"]
+        lines += [f"known {commit}" for commit in KNOWN if commit != PIN]
         for place in self.places:
             lines += place.lines()
         if self.used is None:
@@ -137,7 +155,7 @@ class Status:
 
 
 def _as_json(place: CheckoutStatus) -> dict[str, object]:
-    return {**asdict(place), "path": str(place.path), "equal": place.equal}
+    return {**asdict(place), "path": str(place.path), "equal": place.equal, "known": place.known}
 
 
 def status(checkout: Path | None, environ: Mapping[str, str]) -> Status:
@@ -168,7 +186,8 @@ def _look(path: Path, source: str, *, used: bool) -> CheckoutStatus:
     place = CheckoutStatus(path=path, source=source, used=used, state=locate.state_of(path))
     if place.state != "checkout":
         return place
-    place = replace(place, changed_files=locate.locate("open_instruct", checkout=path, environ={}).changed)
+    located = locate.locate("open_instruct", checkout=path, environ={})
+    place = replace(place, changed_files=located.changed, release=located.release)
     repository = Repository(path)
     commit = repository.commit("HEAD") if _is_own(repository) else None
     if commit is None:
@@ -190,19 +209,19 @@ def _look(path: Path, source: str, *, used: bool) -> CheckoutStatus:
 def _next(status: Status) -> Iterator[str]:
     used = status.used
     if used is None:
-        other = next((place for place in status.places if place.equal), None)
+        other = next((place for place in status.places if place.known), None)
         if other is not None and status.fault is not None:
             # the place that was named is none, another one is
             yield f"export LAUNCH_OPEN_INSTRUCT={_word(other.path)}"
-        place = _word(status.places[-1].path)
+        place = _word(expanded(locate.FOUND_IN[-1]) if locate.FOUND_IN else status.places[-1].path)
         yield status.fill or f"git clone {URL} {place} && git -C {place} checkout {PIN}"
-    elif not used.equal and used.commit is None:
+    elif not used.known and used.commit is None:
         yield f"git clone {URL} PATH && git -C PATH checkout {PIN}"
-    elif not used.equal:
+    elif not used.known:
         git = f"git -C {_word(used.path)}"
         if used.edited_source:
             yield f"{git} stash"
-        if used.commit != PIN:
+        if used.commit != used.release:
             fetch = f"{git} fetch origin {PIN} && " if used.ahead is None else ""
             own = status.fill if used.source == "submodule" else None
             yield own or f"{fetch}{git} checkout {PIN}"

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from launcher.artifacts import chat_template
+from launcher.machine.git import CommitTree, Repository
 from launcher.paths import PACKAGE
 from launcher.upstream import facts, locate
-from launcher.upstream.source.packages import Folder, find_package
-from launcher.upstream.trainers import BACKENDS
+from launcher.upstream.source.packages import Folder, Tree, find_package
+from launcher.upstream.trainers import BACKENDS, Release
 
 VERSION = 2
 FOLDER = PACKAGE / "upstream" / "snapshots"
@@ -25,11 +26,22 @@ def take(backend: str, checkout: Path | None = None) -> dict[str, Any]:
     Raises LookupError where there is no source, or no package whose types the dataclasses use. A
     stage that cannot be read stands under `unreadable`, with the reason.
     """
-    module = BACKENDS[backend]
     source = locate.locate(backend, checkout=checkout)
     packages = {name: tree for name, tree in source.packages.items() if isinstance(tree, Folder)}
     if source.root is None:
         raise LookupError(f"there is no source of {backend} here to take a snapshot of")
+    return _take(backend, packages, locate.version_of(backend, packages))
+
+
+def take_at(repository: Repository, commit: str) -> dict[str, Any]:
+    """The facts of open-instruct at a commit of a repository, without a checkout of it; raises as `take`."""
+    backend = "open_instruct"
+    trees = {name: CommitTree(repository, commit, name) for name in BACKENDS[backend].PACKAGES}
+    return _take(backend, trees, commit)
+
+
+def _take(backend: str, packages: Mapping[str, Tree], version: str) -> dict[str, Any]:
+    module = BACKENDS[backend]
     foreign = {}
     if backend == "open_instruct":
         path = find_package("olmo_core")
@@ -48,16 +60,24 @@ def take(backend: str, checkout: Path | None = None) -> dict[str, Any]:
     return {
         "schema_version": VERSION,
         "backend": backend,
-        "version": locate.version_of(backend, packages),
+        "version": version,
         "foreign": {f"ai2_{n}": locate.package_version(p.path.parent, f"ai2_{n}") for n, p in foreign.items()},
         **data,
         "files": dict(sorted(digests.items())),
     }
 
 
-def write(backend: str, data: Mapping[str, Any]) -> None:
+def write(release: Release, data: Mapping[str, Any]) -> None:
     """The commit-ready file of a snapshot."""
-    (FOLDER / f"{backend}.json").write_text(written(data) + "\n", encoding="utf-8")
+    (FOLDER / release.snapshot).write_text(written(data) + "\n", encoding="utf-8")
+
+
+def remove_others(backend: str) -> None:
+    """Remove the snapshots of commits that are no longer known."""
+    names = {release.snapshot for release in BACKENDS[backend].KNOWN}
+    for path in FOLDER.glob(f"{backend}_*.json"):
+        if path.name not in names:
+            path.unlink()
 
 
 def templates_of(package: Path) -> dict[str, str]:

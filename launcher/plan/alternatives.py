@@ -68,7 +68,7 @@ def _changed(footprint: Footprint, way: Mapping[str, Any]) -> Footprint | None:
 
 def _smaller_batches(footprint: Footprint) -> Iterator[Alternative]:
     plan = footprint.plan
-    if plan.stage.entry.packing == "one-row" and plan.values.get("packing"):
+    if plan.stage.entry.takes_one_row(plan.values):
         # a packed row is as long as it may be, however many pairs stand in it
         return
     names, batch = plan.stage.entry.names, plan.stage.options.batch
@@ -96,6 +96,9 @@ def without_packing(plan: Plan, per_device: int) -> tuple[Mapping[str, Any], str
 def _recomputing(footprint: Footprint) -> Iterator[Alternative]:
     values, key = footprint.plan.values, "activation_memory_budget"
     now = values.get(key)
+    if footprint.plan.stage.entry.selects_modules(values):
+        # no budget is read
+        return
     if (needed := footprint.plan.stage.entry.names.recompute_needs) is not None:
         given = values.get(needed)
         for share in (0.5, 0.1):

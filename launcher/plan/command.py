@@ -15,7 +15,7 @@ from launcher.config.points import DEFAULTS, POINTS
 from launcher.machine import isolation
 from launcher.machine.python import Trainer
 from launcher.paths import PACKAGE
-from launcher.plan.plan import Plan
+from launcher.plan.plan import Plan, caches_only, model_in, output_folder
 from launcher.redaction import redact
 from launcher.runs import rendezvous
 from launcher.runs.attempt import ARGUMENT, PROBE_SETTINGS, Command
@@ -222,7 +222,7 @@ def source_environment(backend: Backend, root: Path, environ: Mapping[str, str])
 def _probe(plan: Plan, script: Path, folder: Path, watch: Watch) -> dict[str, object]:
     """The probe's settings; what they mean stands in its `Settings`."""
     options, expected = plan.stage.options, expectations(plan)
-    packs = any(plan.values.get(name) for name in ("packing", "padding_free"))
+    packs = plan.stage.entry.joins_rows(plan.values)
     pairs = plan.stage.schema.pairs
     # the other points need the end of the run
     enforced = {point.name for point in POINTS if point.enforced and (pairs or not point.pairs_only)}
@@ -230,8 +230,9 @@ def _probe(plan: Plan, script: Path, folder: Path, watch: Watch) -> dict[str, ob
         "target": str(script),
         "out": str(folder / "probe"),
         "cpu": plan.gpus == 0,
-        "stand_ins": not plan.stage.entry.runs_on_cpu,
-        "divides_loss": plan.stage.entry.by_trainer,
+        "watchers": dict(plan.stage.entry.watchers),
+        "stand_ins": dict(plan.stage.entry.stand_ins) if plan.gpus == 0 else {},
+        "divides_loss": plan.stage.entry.divides_loss,
         "packed": packs or expected["packing"] in ("isolated", "on"),
         "expect": {point: state for point, state in expected.items() if point in enforced},
         "on_violation": options.on_violation,
@@ -240,7 +241,21 @@ def _probe(plan: Plan, script: Path, folder: Path, watch: Watch) -> dict[str, ob
         "max_length": plan.values.get(plan.stage.entry.names.max_length),
         **asdict(watch),
         **_first_loss(plan),
+        **_export(plan),
     }
+
+
+def _export(plan: Plan) -> dict[str, object]:
+    """What is to be written once the training is over; nothing where it ends without a model."""
+    phase = plan.stage.entry.export
+    output = output_folder(plan)
+    if phase is None or output is None or caches_only(plan.stage, plan.values) is not None:
+        return {}
+    settings = phase.settings(plan.values)
+    if settings is None:
+        return {}
+    places = {"output": str(output.absolute()), "into": str(model_in(plan, output).absolute())}
+    return {"export": {"function": phase.function, **places, **settings}}
 
 
 def _first_loss(plan: Plan) -> dict[str, float]:
@@ -252,7 +267,7 @@ def _first_loss(plan: Plan) -> dict[str, float]:
     values, entry = plan.values, plan.stage.entry
     # there the reference is computed beside other neighbours, whom a sample attends to
     # (dpo.py::main[cache_batch_size = int])
-    beside = entry.packing == "one-row" and values.get("packing")
+    beside = entry.takes_one_row(values)
     plain = str(values.get("loss_type")) in ("dpo", "dpo_norm") and not values.get("load_balancing_loss")
     return {"first_loss": math.log(2)} if entry.caches_reference and plain and not beside else {}
 

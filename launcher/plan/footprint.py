@@ -78,6 +78,9 @@ class Footprint:
         Rows that dpo.py packs are computed whole, however full: one a rank.
         """
         ranks, times = self.plan.processes, self.plan.accumulation
+        if self.plan.stage.entry.packing == "always":
+            # those that share a row compute its parts
+            ranks = self.plan.devices
         if (row := packed_row(self.plan, self.rows)) is not None:
             formula = (
                 f"{ranks} rows of {row.positions:,} positions, {row.pairs:.1f} pairs and "
@@ -171,6 +174,8 @@ class Footprint:
         self._require_described()
         each, times = per_device or plan.per_device, accumulation or plan.accumulation
         rows, packed = each * (2 if self.pairs else 1), self._packed(each)
+        if entry.sharding == "fsdp" and entry.fills_rows(values):
+            return self._filled(rows, times)
         if entry.sharding == "fsdp":
             return self._sharded(rows, times)
         batches = (plan.steps or UNKNOWN_STEPS) * times * plan.processes
@@ -195,6 +200,29 @@ class Footprint:
             state_bytes=self._state_bytes(),
             # bitsandbytes' kernel makes nothing beside its states
             fused_optimizer=_ADAM.get(self._optimizer, True) if "optim" in values else bool(fused),
+        )
+
+    def _filled(self, rows: int, times: int) -> Setup:
+        """olmo_core_finetune.py: FSDP over a machine, full rows, each cut over the GPUs that share it."""
+        plan, values, entry = self.plan, self.plan.values, self.plan.stage.entry
+        names = entry.names
+        limit = int(values.get(names.max_length) or self.rows.longest)
+        shared = max(1, int(values.get(names.shared) or 1))
+        width = -(-limit // shared)
+        share = min(1.0, float(values.get("activation_memory_budget") or 0))
+        sharding = Sharding(
+            shards=max(1, plan.processes // plan.nodes // shared),
+            share=share if values.get("compile_model") else None,
+            selected=entry.selects_modules(values),
+        )
+        return Setup(
+            shape=self.shape,
+            batch=MicroBatch(rows=rows, width=width, real=rows * width),
+            processes=plan.processes,
+            accumulation=times,
+            loss="liger" if values.get("loss_implementation") == "fused_linear" else "full",
+            attention=self.attention.partition("_")[0],
+            sharding=sharding,
         )
 
     def _sharded(self, rows: int, times: int) -> Setup:
@@ -284,12 +312,14 @@ class Footprint:
         values, optimizer, shared = self.plan.values, self._optimizer, self.plan.stage.entry.names.shared
         lora = values.get("use_lora") or values.get("use_peft")
         more = ("use_dora", "lora_modules_to_save", "lora_target_parameters")
+        entry = self.plan.stage.entry
+        chooses, fills = entry.selects_modules(values), entry.fills_rows(values)
         table = {
             "eager attention": self.attention == "eager",
             "weights quantised to 8 bits": values.get("load_in_8bit"),
             "quantised weights without adapters": self.quantised is not None and not lora,
             "FSDP": values.get("fsdp"),
-            f"`{shared}`": int(values.get(shared) or 1) > 1,
+            f"`{shared}`": int(values.get(shared) or 1) > 1 and self.plan.stage.entry.packing != "always",
             f"`optim: {optimizer}`": optimizer not in (*_ADAM, *_BITSANDBYTES),
             f"`optim: {optimizer}` under DeepSpeed": optimizer in _BITSANDBYTES and self.zero is not None,
             # dpo_tune_cache.py::main[if args.use_qlora or]
@@ -298,6 +328,7 @@ class Footprint:
             "adapters that are more than LoRA": values.get("use_peft") and any(values.get(key) for key in more),
             "offloaded activations": values.get("activation_offloading"),
             "the Muon optimizer": values.get("optimizer_type") == "muon",
+            "`activation_checkpointing_mode: selected_modules`": chooses and not fills,
         }
         if lacking := [name for name, present in table.items() if present]:
             raise self._undescribed(f"the memory of {' and '.join(lacking)} is not described")
@@ -368,9 +399,11 @@ def rows_of(plan: Plan, data: Lengths) -> Lengths:
     """
     full = _limit(plan)
     cut = data.cut(full)
-    if full is None or plan.stage.entry.packing != "refilled" or not plan.values.get("packing"):
+    entry = plan.stage.entry
+    if full is None or not entry.fills_rows(plan.values):
         return cut
-    before = cut if plan.values.get("packing_strategy") == "bfd" else data
+    cuts_first = entry.packing == "always" or plan.values.get("packing_strategy") == "bfd"
+    before = cut if cuts_first else data
     rows = None if before.rows is None else math.ceil(before.rows * before.mean / full)
     return lengths.uniform(full, f"{before.source}, packed into rows of {full:,}", rows)
 
@@ -383,7 +416,7 @@ def rows_per_epoch(plan: Plan, data: Lengths, rows: int | None) -> int | None:
 def packed_row(plan: Plan, rows: Lengths | None) -> Packed | None:
     """How full the row of each rank is on average where dpo.py packs; None anywhere else."""
     limit = _limit(plan)
-    if plan.stage.entry.packing != "one-row" or not plan.values.get("packing") or rows is None or limit is None:
+    if not plan.stage.entry.takes_one_row(plan.values) or rows is None or limit is None:
         return None
     return pack(rows, pairs=plan.per_device * plan.accumulation, limit=limit)
 

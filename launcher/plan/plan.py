@@ -334,7 +334,7 @@ def steps_of(stage: Stage, values: Values, rows: int, batch: int) -> int | None:
 
 def repacks(stage: Stage, values: Values) -> bool:
     """Whether rows are put together before they are counted into batches."""
-    return bool(values.get("packing")) and stage.entry.packing in ("refilled", "one-row")
+    return stage.entry.repacks(values)
 
 
 def count_rows(stage: Stage, values: Values) -> int | None:

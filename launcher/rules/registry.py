@@ -13,7 +13,6 @@ from typing import Any
 from launcher.errors import About, Finding, about
 from launcher.rules.context import Context, StageRule
 from launcher.rules.rule import Rule, as_it_stands
-from launcher.upstream.open_instruct import OLMO_CORE
 from launcher.upstream.schema import NoSuchField, Values
 from launcher.upstream.trainers import BACKENDS
 
@@ -28,10 +27,6 @@ _FURTHER = {
 }
 
 
-# a further script of a stage has the rules of that stage, or all of a module
-_OWN = {OLMO_CORE: "open_instruct.olmo_core"}
-
-
 def _stage(backend: str, key: str) -> str:
     return BACKENDS[backend].STAGES[key].stage or key
 
@@ -43,16 +38,18 @@ def _rules(module: str, key: str, table: str = "RULES") -> tuple[Any, ...]:
 
 def of_script(backend: str, key: str) -> tuple[Rule, ...]:
     """The rules about arguments alone of one entry script, by its key."""
-    if key in _OWN:
-        return _rules(_OWN[key], key)
+    own = BACKENDS[backend].STAGES[key].rules
+    if own:
+        return _rules(own, key)
     return _rules(f"{backend}.arguments", _stage(backend, key)) if backend in _FURTHER else ()
 
 
 @cache
 def of_stage(backend: str, key: str) -> tuple[StageRule, ...]:
     """The rules of one entry script that need more than its arguments."""
-    if key in _OWN:
-        return _rules(_OWN[key], key, "STAGE_RULES")
+    own = BACKENDS[backend].STAGES[key].rules
+    if own:
+        return _rules(own, key, "STAGE_RULES")
     key = _stage(backend, key)
     from launcher.rules import deepspeed, embedding, model, output, precision, split
 

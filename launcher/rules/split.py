@@ -8,7 +8,7 @@ from launcher.rules.rule import cites, needs, say
 from launcher.rules.trl.mixture import unseeded_test_split
 
 
-@cites("finetune.py::main[args.sequence_parallel_size != 0]")
+@cites("finetune.py::main[args.sequence_parallel_size != 0]", reviewed=("e6c3044aa620",))
 @needs("split")
 def sequence_parallel(context: Context) -> Iterator[Finding]:
     """Each group of so many processes shares its rows."""

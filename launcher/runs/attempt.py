@@ -35,6 +35,8 @@ from launcher.runs.rundir import RunFolder
 PROBE_SETTINGS = "LAUNCH_PROBE"
 ATTEMPT = "LAUNCH_ATTEMPT"
 LEASE = "LAUNCH_LEASE"
+TOKENISED = "LAUNCH_TOKENISED"
+"""Whether the data were tokenised before this start (`hit`) or for it (`miss`), and where, as JSON."""
 ARGUMENT = "LAUNCH_ARG_"  # how the names begin of variables that hold secret words of the command line
 _SCHEDULER = ("SLURM_", "SLURMD_", "SRUN_", "PMI_", "PMIX_")
 # what a scheduler hands to a job counts for more than what the shell had that submitted it

@@ -60,7 +60,8 @@ class RunRecord:
     reports to W&B. `args` are value and origin of every argument, `env` the names of the variables that the command
     adds, `contents` the digests of what it reads, `samples` the number of prompts that the model answers at the end.
     `launch_argv` is what was typed, None where a program called launch.
-    `trackers` are the runs of W&B and the like that a resume continues; left out where there are none.
+    `trackers` are the runs of W&B and the like that a resume continues; left out where there are none. `script` is the
+    key of the script where it is not the stage's own.
     """
 
     schema_version: int = 1
@@ -92,11 +93,14 @@ class RunRecord:
     samples: Count = 0
     launch_argv: list[str] | None = None
     trackers: list[Json] = field(default_factory=list)
+    script: str | None = None
 
     def as_json(self) -> dict[str, Any]:
         record = codec.as_json(self)
         if not self.trackers:
             del record["trackers"]
+        if self.script is None:
+            del record["script"]
         return record
 
 
@@ -228,6 +232,7 @@ class Manifest(Record):
     created = _Field(Record.text)
     stage = _Field(Record.text)
     backend = _Field(Record.text)
+    script = _Field(Record.text)
     cwd = _Field(Record.text)
     # the output folder that the stage file names, where that is not the one of the run
     requested_output = _Field(Record.text, "asked_output")

@@ -203,7 +203,10 @@ def _script_key(given: Any, backend: str) -> str | None:
     entries = BACKENDS[backend].STAGES
     if not isinstance(given, str) or given in entries:
         return given if isinstance(given, str) else None
-    return next((key for key, one in entries.items() if Path(one.script).name == Path(given).name), None)
+    name = Path(given).name
+    # at a checkout that has it, or before
+    named = {key: {Path(one.script).name, Path(one.renamed).name} for key, one in entries.items()}
+    return next((key for key, names in named.items() if name in names), None)
 
 
 def _stage_of(key: str, backend: str = "open_instruct") -> str:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 from launcher.upstream.schema import Field, Values
 
 Checkpoints = Literal["accelerate", "transformers"]
-Packing = Literal["flattened", "paired", "refilled", "one-row", "padded"]
+Packing = Literal["flattened", "paired", "refilled", "one-row", "padded", "always"]
 """What packing makes of a micro-batch: its rows behind each other (`paired`: two sequences a row, so that one
-row is packed too); full rows, made before batching; one row of a rank's whole step; or still padded rows."""
+row is packed too); full rows, made before batching (`always`: whatever the arguments say); one row of a rank's whole
+step; or still padded rows."""
 
 _CITED = re.compile(r"\b[\w/]+\.py::[\w.]*(?:\[[^\]]*\])?")
 
@@ -86,11 +88,72 @@ class Names:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """A release of a trainer that launch knows: its snapshot lies in snapshots/, and rules are held against it.
+
+    `version` is a full commit, or the versions of packages; `date` (YYYY-MM-DD) that of a commit, "" of packages.
+    """
+
+    version: str
+    snapshot: str
+    date: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenisingPhase:
+    """The data of a script that does not tokenise itself: launch starts it for that, before any GPU is taken.
+
+    `arguments` make it do that alone. `columns` are those of the set that it makes, whatever `target_columns` says.
+    `place` is where the training looks, by the folder of that set in the cache; `is_complete` whether all is there.
+    """
+
+    arguments: Mapping[str, Any]
+    columns: tuple[str, ...]
+    place: Callable[[Path, Values], Path]
+    is_complete: Callable[[Path], bool]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportPhase:
+    """What the probe does once the training is over: it writes the model as transformers reads it.
+
+    `function` is one of `probe/models/exporting.py`; `settings` are what it needs to know, by the typed values; None
+    where there is no way.
+    """
+
+    function: str
+    settings: Callable[[Values], Mapping[str, Any] | None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RehearsalRecipe:
+    """How a script is rehearsed: two steps in one process on a CPU.
+
+    `values` are arguments that this takes. `parses` is the method of its parser that the script calls, `trainer` the
+    class of its library that it builds. `adapts` names a function of `workflows/rehearse/inside` that makes the
+    script's model small. Where it `imports_others`, what it imports for the sake of other scripts may be absent.
+    """
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    parses: str = "parse_args_into_dataclasses"
+    trainer: str = ""
+    adapts: str = ""
+    imports_others: bool = False
+
+
+def _output_dir(values: Values) -> Path | None:
+    """`output_dir` as it is given."""
+    folder = values["output_dir"]
+    return Path(str(folder)) if folder else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
     """One entry script: where it is, which dataclasses it parses, how it names things.
 
-    `script` is relative to the folder that holds the package. `classes` are (module, class name) in the
-    parser's order, for a script that does not show them; `owner` is the one of them to name to people.
+    `script` is relative to the folder that holds the package, `renamed` what it is called where a checkout has that
+    file (upstream's issue 1827 announces it; the old name then only points there). `classes` are (module, class
+    name) in the parser's order, for a script that does not show them; `owner` is the one of them to name to people.
     `splits` are list keys whose value may be one text split at blanks. `by_file` are those whose values a config
     file of the trainer's can hold where no flag can. `hints` say what to write instead of a
     value that is refused, or of a key that always is. `lost` are keys that are gone and changed what was
@@ -106,15 +169,22 @@ class Entry:
     that it has beside the library's, at commits that have one. `tables` are the mappings of a
     module in which it looks up what arguments name. `needs` are distributions that it imports beside the
     backend's, `imports` modules that it imports only when it runs. `settle` gives further derived values, by
-    the typed values and the number of GPUs; `rehearsal` are values for one process on a CPU.
+    the typed values and the number of GPUs; `rehearsal` is how it is rehearsed, None where it cannot be. `rules` is
+    the module of `launcher.rules` that holds all its rules; without one a script has those of its stage.
+    `behaves_as` is the key of the script whose behaviours (`behaviour.py`) it shares, where it has none of its own.
 
-    How it starts: `launcher`; whether it runs on a CPU without the probe's stand-ins (`runs_on_cpu`), and
-    without DeepSpeed on one GPU (`needs_process_group`: not). Its loop: `loop` is the library that counts
-    steps, saves states and resumes from them; `drops_last` an epoch's last batch that is not full;
-    `zero_is_limit`: no step at all is a limit; `skips_each_epoch`: after a resume, every later epoch skips
-    batches too; `epoch_checkpoints`: it can save one an epoch; `unjudged` is a pattern of states that it
-    resumes from by itself, and launch does not read; `ends_after` are switches after which it ends without a
-    model, and after what; `final_model` is the folder of the model below the output.
+    What runs inside: `watchers` are functions of `probe/watching` by the module that each watches, beside those of
+    the libraries that every script may use; `stand_ins` those that supply what a module lacks on a CPU.
+
+    Its phases: `tokenising` before the training, in a process of its own, and `export` after it.
+
+    How it starts: `launcher`; whether one GPU without DeepSpeed is not enough (`needs_process_group`). Its loop:
+    `loop` is the library that counts steps, saves states and resumes from them; `drops_last` an epoch's last batch
+    that is not full; `divides_loss` the loss of each micro-batch by their number, or by the tokens of all;
+    `zero_is_limit`: no step at all is a limit; `skips_each_epoch`: after a resume, every later epoch skips batches
+    too; `epoch_checkpoints`: it can save one an epoch; `unjudged` is a pattern of states that it resumes from by
+    itself, and launch does not read; `ends_after` are switches after which it ends without a model, and after what;
+    `output` is the folder of the output, by the typed values, and `final_model` that of the model below it.
 
     Memory: `sharding`; `own_precision`: its arguments decide, not accelerate's; `dtype` of loaded weights,
     and `liger_dtype` under Liger, `strict_liger`: which crashes for models without kernels; `attentions` are
@@ -125,6 +195,7 @@ class Entry:
     """
 
     script: str
+    renamed: str = ""
     classes: tuple[tuple[str, str], ...]
     owner: str
     names: Names
@@ -145,18 +216,25 @@ class Entry:
     tables: tuple[str, tuple[str, ...]] | None = None
     needs: tuple[str, ...] = ()
     imports: tuple[str, ...] = ()
-    rehearsal: Mapping[str, Any] = field(default_factory=dict)
+    rules: str = ""
+    behaves_as: str = ""
+    watchers: Mapping[str, str] = field(default_factory=dict)
+    stand_ins: Mapping[str, str] = field(default_factory=dict)
+    rehearsal: RehearsalRecipe | None = RehearsalRecipe()
     settle: Callable[[Values, int], Iterable[tuple[str, Any, str]]] = lambda values, gpus: ()
+    tokenising: TokenisingPhase | None = None
+    export: ExportPhase | None = None
     launcher: Literal["accelerate", "torchrun"] = "accelerate"
-    runs_on_cpu: bool = True
     needs_process_group: bool = False
     loop: Literal["accelerate", "transformers", "olmo_core"]
     drops_last: bool = False
+    divides_loss: bool = False
     zero_is_limit: bool = True
     skips_each_epoch: bool = False
     epoch_checkpoints: bool = False
     ends_after: Mapping[str, str] = field(default_factory=dict)
     unjudged: str = ""
+    output: Callable[[Values], Path | None] = _output_dir
     final_model: str = ""
     packing: Packing
     sharding: Literal["deepspeed", "fsdp"] = "deepspeed"
@@ -171,6 +249,11 @@ class Entry:
     caches_reference: bool = False
     without_reference: tuple[str, ...] = ()
     whole_model: bool = False
+
+    @property
+    def runs_on_cpu(self) -> bool:
+        """Whether it runs on a CPU without what the probe supplies there."""
+        return not self.stand_ins
 
     @property
     def mixes(self) -> bool:
@@ -208,12 +291,23 @@ class Entry:
 
     def recomputes(self, values: Mapping[str, Any]) -> bool:
         """Whether activations are computed again: open-instruct's DPO asks by its memory budget."""
+        if self.selects_modules(values):
+            return True
+        needed = self.names.recompute_needs
+        if needed is not None and not values.get(needed):
+            return False
         budget = values.get("activation_memory_budget")
         if isinstance(budget, int | float):
             # dpo_tune_cache.py::main[if args.use_lora]
             is_plain_lora = bool(values.get("use_lora")) and not values.get("use_qlora")
             return budget < 1 and not is_plain_lora
         return bool(values.get("gradient_checkpointing"))
+
+    def selects_modules(self, values: Mapping[str, Any]) -> bool:
+        """Whether modules are computed again by their names, without a budget or torch.compile
+        (olmo_core_utils.py::build_ac_config). The other scripts have the argument and do not read it.
+        """
+        return self.loop == "olmo_core" and values.get("activation_checkpointing_mode") == "selected_modules"
 
     def packs(self, values: Mapping[str, Any], per_device: int | None) -> bool:
         """Whether these arguments come to rows of several samples, of `per_device` rows a micro-batch.
@@ -222,10 +316,28 @@ class Entry:
         `packing` (trl/trainer/sft_trainer.py::SFTTrainer.__init__[if args.per_device_train_batch_size]), or are pairs,
         as of DPO.
         """
+        if self.packing == "always":
+            return True
         joined = bool(self.names.packing and values.get(self.names.packing))
         if per_device == 1 and self.packing != "padded":
             return joined and self.packing != "flattened"
         return joined or bool(values.get("padding_free"))
+
+    def joins_rows(self, values: Mapping[str, Any]) -> bool:
+        """Whether several samples may stand in a row, however few rows a micro-batch has."""
+        return self.packing == "always" or bool(values.get("packing") or values.get("padding_free"))
+
+    def fills_rows(self, values: Mapping[str, Any]) -> bool:
+        """Whether full rows are made of the samples before they are counted into batches."""
+        return self.packing == "always" or (self.packing == "refilled" and bool(values.get("packing")))
+
+    def takes_one_row(self, values: Mapping[str, Any]) -> bool:
+        """Whether a step of a rank is one packed row, however many samples it holds."""
+        return self.packing == "one-row" and bool(values.get("packing"))
+
+    def repacks(self, values: Mapping[str, Any]) -> bool:
+        """Whether rows are put together before they are counted into batches."""
+        return self.fills_rows(values) or self.takes_one_row(values)
 
     def at(self, fields: Mapping[str, Field]) -> Entry:
         """This script at a commit that has these fields: each idea under the name it has there.

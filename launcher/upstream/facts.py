@@ -20,7 +20,7 @@ from launcher.paths import PACKAGE
 from launcher.upstream import behaviour
 from launcher.upstream.schema import Path as ScriptPath
 from launcher.upstream.schema import Read, Refusal, Schema, Shadow, field_as_json, field_from_json
-from launcher.upstream.trainers import Backend
+from launcher.upstream.trainers import Backend, Entry
 
 if TYPE_CHECKING:
     import ast
@@ -47,7 +47,8 @@ def read(
 
     entries = backend.STAGES.values()
     optional = [key for key in ("tables", "models") if any(getattr(e, key) for e in entries)]
-    described = [stage for stage in stages if any(behaviour.of_script(stage))] if backend.CHECKOUT else []
+    kinds = {stage: backend.STAGES[stage].behaves_as or stage for stage in stages}
+    described = [stage for stage, kind in kinds.items() if backend.CHECKOUT and any(behaviour.of_script(kind))]
     if described:
         optional.append("behaviours")
     keys = ("stages", "classes", "paths", "fields", "externals", *optional, "unreadable", "files")
@@ -57,15 +58,18 @@ def read(
     for stage in stages:
         sources, walked = Sources(trees), Sources(own)
         try:
-            if digest(trees, script := backend.STAGES[stage].script) is None:
+            script = script_in(trees, backend.STAGES[stage])
+            if digest(trees, script) is None:
                 raise LookupError(f"it has no {script}")
-            _read_stage(backend, stage, sources, walked, externals, facts)
+            if script != backend.STAGES[stage].script:
+                facts.setdefault("renamed", {})[stage] = script
+            _read_stage(backend, stage, trees, sources, walked, externals, facts)
             if (tables := backend.STAGES[stage].tables) is not None:
                 facts["tables"][stage] = _tables(walked, *tables)
             if (places := backend.STAGES[stage].models) is not None:
                 facts["models"][stage] = _models(sources, *places, backend.STAGES[stage].own_shapes)
             if stage in described:
-                facts["behaviours"][stage] = behaviour.read(walked, stage, script)
+                facts["behaviours"][stage] = behaviour.read(walked, kinds[stage], script)
         except (LookupError, OSError, RecursionError, SyntaxError, TypeError, ValueError) as error:
             facts["unreadable"][stage] = str(error) or type(error).__name__
         facts["files"] |= sources.digests | walked.digests
@@ -76,9 +80,17 @@ def read(
     return facts
 
 
+def script_in(trees: Mapping[str, Tree], entry: Entry) -> str:
+    """The file of an entry script in a source: under its announced name where that is there."""
+    if entry.renamed and digest(trees, entry.renamed) is not None:
+        return entry.renamed
+    return entry.script
+
+
 def _read_stage(
     backend: Backend,
     stage: str,
+    trees: Mapping[str, Tree],
     sources: Sources,
     walked: Sources,
     externals: Mapping[str, Sequence[Any]],
@@ -88,16 +100,17 @@ def _read_stage(
     from launcher.upstream.source.fields import read_fields
 
     entry = backend.STAGES[stage]
+    script = script_in(trees, entry)
     try:
-        classes = reads.entry_classes(walked, entry.script)
+        classes = reads.entry_classes(walked, script)
     except LookupError:
         # a script that builds its parser in a way of its own
         classes = list(entry.classes)
     fields = read_fields(sources, classes, {**externals, **backend.COMPUTED}, takes_none=backend.TAKES_NONE)
-    fields = reads.with_own_defaults(walked, entry.script, fields)
+    fields = reads.with_own_defaults(walked, script, fields)
     if absent := sorted(entry.at(fields).names.needed - fields.keys()):
         raise LookupError(f"it has no {', '.join(absent)}")
-    path = reads.find(walked, entry.script, classes, fields, entry.recorders)
+    path = reads.find(walked, script, classes, fields, entry.recorders)
     if not any(path.reads.values()):
         # nothing was followed: that says nothing about any argument
         path = ScriptPath()
@@ -212,12 +225,12 @@ def schema_of(
         backend=backend.NAME,
         stage=entry.stage or stage,
         entry=stage,
-        script=entry.script,
+        script=facts.get("renamed", {}).get(stage, entry.script),
         source=source,
         version=version,
         fields=fields,
         digests=facts["files"],
-        splits=(entry if source == "snapshot" else entry.at(fields)).splits,
+        splits=entry.at(fields).splits,
         by_file=entry.by_file & fields.keys(),
         owner=entry.owner if entry.owner in owners else max(set(owners), key=owners.count),
         path=_script_path(paths.get(stage) or {}),
@@ -258,7 +271,7 @@ def cached(
     was looked for in vain; a folder that cannot be written costs time, nothing else. Several processes
     may write at once: the last one stays.
     """
-    script = digest(trees, backend.STAGES[stage].script) or ""
+    script = digest(trees, script_in(trees, backend.STAGES[stage])) or ""
     name = hashlib.sha256(f"{FORM} {_reader()} {backend.NAME} {stage} {script}".encode())
     place = cache_folder() / f"{name.hexdigest()[:32]}.json"
     with suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):

@@ -23,7 +23,7 @@ from launcher.upstream import behaviour, facts, history
 from launcher.upstream.history import ArgumentChange
 from launcher.upstream.schema import Schema, short_version, source_name
 from launcher.upstream.source.packages import Folder, Tree, find_package
-from launcher.upstream.trainers import BACKENDS
+from launcher.upstream.trainers import BACKENDS, Entry, Release
 
 if TYPE_CHECKING:
     # what asks programs is imported only where a Python was named
@@ -45,8 +45,10 @@ class Upstream:
     `root` is the folder on PYTHONPATH (the checkout, or the one that holds the entry scripts'
     package), None where only the snapshot is here; `packages` are the files of all packages that
     are read, on disk in one or several places, or at a commit. `is_named` is false for a checkout that
-    was merely found in one of the usual places. `changed` are the files that differ from the
-    snapshot's.
+    was merely found in one of the usual places.
+
+    `release` is the known release whose facts serve: the one that the files are of, else the pin, or of an edited
+    checkout the commit that it was. `changed` are the files that differ from that release's.
     """
 
     backend: str
@@ -57,10 +59,17 @@ class Upstream:
     version: str
     packages: Mapping[str, Tree] = field(default_factory=dict)
     changed: tuple[str, ...] = ()
+    release: str = ""
 
     @property
     def pinned(self) -> bool:
+        """Whether its files are those of a known release: the pin, or one that is kept beside it."""
         return not self.changed
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """The committed facts of the known release that serves."""
+        return known_facts(self.backend, self.release or self.pin)
 
     @property
     def is_checkout(self) -> bool:
@@ -76,6 +85,7 @@ class Upstream:
             "root": None if self.root is None else str(self.root),
             "source": self.source,
             "pin": self.pin,
+            "release": self.release or self.pin,
             "version": self.version,
             "pinned": self.pinned,
             "changed_files": list(self.changed),
@@ -84,12 +94,35 @@ class Upstream:
 
 @cache
 def snapshot(backend: str) -> Mapping[str, Any]:
-    """The committed facts of one backend; without any where none were taken: its source is read."""
-    path = files("launcher.upstream.snapshots").joinpath(f"{backend}.json")
+    """The committed facts of one backend at its pin; without any where none were taken: its source is read."""
+    pin = BACKENDS[backend].KNOWN[0]
+    return _read(pin.snapshot) or {"version": pin.version, "stages": {}, "files": {}, "externals": {}}
+
+
+@cache
+def _read(name: str) -> Mapping[str, Any] | None:
+    """A file of committed facts; None where it was not taken yet."""
+    path = files("launcher.upstream.snapshots").joinpath(name)
     if not path.is_file():
-        return {"version": BACKENDS[backend].PIN, "stages": {}, "files": {}, "externals": {}}
+        return None
     data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     return data
+
+
+def known_facts(backend: str, version: str) -> Mapping[str, Any]:
+    """The committed facts of a known release; those of the pin for any other version."""
+    for release in _beside_the_pin(backend):
+        if release.version == version:
+            return _read(release.snapshot) or snapshot(backend)
+    return snapshot(backend)
+
+
+def _beside_the_pin(backend: str) -> Iterator[Release]:
+    """The known releases with a snapshot, but for the pin."""
+    pin = str(snapshot(backend)["version"])
+    for release in BACKENDS[backend].KNOWN:
+        if release.version != pin and _read(release.snapshot) is not None:
+            yield release
 
 
 def locate(
@@ -116,23 +149,47 @@ def checkout_places(named: Path | None, environ: Mapping[str, str]) -> Iterator[
     if variable := environ.get("LAUNCH_OPEN_INSTRUCT"):
         yield expanded(variable).absolute(), "LAUNCH_OPEN_INSTRUCT"
     yield SUBMODULE, "submodule"
-    for place in FOUND_IN:
-        yield expanded(place), "found"
+    usual = [expanded(place) for place in FOUND_IN]
+    for place in usual:
+        yield place, "found"
+    for place in usual:
+        for beside in _beside(place):
+            yield beside, "found"
+
+
+def _beside(place: Path) -> Iterator[Path]:
+    """Folders that are named after one of the usual places, as `~/open-instruct-45901fd0` is."""
+    try:
+        yield from sorted(place.parent.glob(f"{place.name}-*"))
+    except OSError:
+        return
 
 
 def _locate_checkout(named: Path | None, environ: Mapping[str, str]) -> Upstream:
+    """The checkout that is named, or the submodule; of those that are merely found, the first at the pin, else the
+    first at another known commit, else the first.
+    """
+    found: list[Upstream] = []
     for root, source in checkout_places(named, environ):
         if state_of(root) == "checkout":
             packages = packages_below("open_instruct", root)
-            return _compare("open_instruct", root, packages, source, is_named=source != "found")
-        if source not in {"submodule", "found"}:
+            located = _compare("open_instruct", root, packages, source, is_named=source != "found")
+            if located.is_named or (located.pinned and located.version == located.pin):
+                return located
+            found.append(located)
+        elif source not in {"submodule", "found"}:
             raise NotReady(_no_checkout(root, source))
-    return _snapshot_only("open_instruct")
+    found.sort(key=lambda located: not located.pinned)
+    return found[0] if found else _snapshot_only("open_instruct")
+
+
+# the script for SFT, by its name and the one that is announced
+_SIGNS = ("open_instruct/finetune.py", "open_instruct/sft_deepspeed.py")
 
 
 def state_of(path: Path) -> State:
     """What is in a place where a checkout may lie."""
-    if is_file(path / "open_instruct" / "finetune.py"):
+    if any(is_file(path / name) for name in _SIGNS):
         return "checkout"
     if not exists(path):
         return "missing"
@@ -152,7 +209,7 @@ def _no_checkout(root: Path, source: str) -> Finding:
 
 def _snapshot_only(backend: str) -> Upstream:
     pin = str(snapshot(backend)["version"])
-    return Upstream(backend=backend, root=None, source="snapshot", is_named=False, pin=pin, version=pin)
+    return Upstream(backend=backend, root=None, source="snapshot", is_named=False, pin=pin, version=pin, release=pin)
 
 
 def _locate_packages(backend: str, search: Sequence[Path] | None) -> Upstream:
@@ -184,13 +241,28 @@ def at_commit(repository: Repository, commit: str) -> Upstream:
 def _compare(
     backend: str, root: Path | None, packages: Mapping[str, Tree], source: str, *, is_named: bool
 ) -> Upstream:
-    known = _snapshot_only(backend)
-    changed = tuple(n for n, sha in snapshot(backend)["files"].items() if facts.digest(packages, n) != sha)
+    pin = _snapshot_only(backend)
+    located = replace(pin, root=root, source=source, is_named=is_named, packages=packages)
+    changed = _differing(packages, snapshot(backend))
+    if not changed:
+        return located
+    others = list(_beside_the_pin(backend))
+    for release in others:
+        if not _differing(packages, known_facts(backend, release.version)):
+            return replace(located, version=release.version, release=release.version)
     folders = {name: tree for name, tree in packages.items() if isinstance(tree, Folder)}
-    version = version_of(backend, folders) if changed and folders else known.pin
-    return replace(
-        known, root=root, source=source, is_named=is_named, version=version, packages=packages, changed=changed
-    )
+    version = version_of(backend, folders) if folders else pin.pin
+    for release in others:
+        # edited
+        if version.partition("+")[0] == release.version:
+            changed = _differing(packages, known_facts(backend, release.version))
+            return replace(located, version=version, changed=changed, release=release.version)
+    return replace(located, version=version, changed=changed)
+
+
+def _differing(packages: Mapping[str, Tree], known: Mapping[str, Any]) -> tuple[str, ...]:
+    """The files that are not as committed facts have them."""
+    return tuple(label for label, sha in known["files"].items() if facts.digest(packages, label) != sha)
 
 
 def version_of(backend: str, packages: Mapping[str, Folder]) -> str:
@@ -210,10 +282,10 @@ def package_version(site: Path, name: str) -> str:
 
 
 def unpinned(upstream: Upstream, *, allowed: bool, where_found: Severity) -> Finding | None:
-    """What to say about a source that is not the pinned one; None where there is nothing to say.
+    """What to say about a source that is not of a known release; None where there is nothing to say.
 
-    A checkout that was named, or is the submodule, must be the pin. That one which was merely found is not has
-    the severity `where_found`. Installed TRL packages are simply read: they are what will run.
+    A checkout that was named, or is the submodule, must be at a known commit. That one which was merely found is not
+    has the severity `where_found`. Installed TRL packages are simply read: they are what will run.
     """
     if upstream.pinned:
         return None
@@ -226,16 +298,23 @@ def unpinned(upstream: Upstream, *, allowed: bool, where_found: Severity) -> Fin
     git, commit = f"git -C {upstream.root}", upstream.version.removesuffix("+edited")
     # checking out the commit that is checked out undoes no edit
     steps = [f"{git} stash"] if commit != upstream.version else []
-    if commit != upstream.pin or not steps:
+    if commit != (upstream.release or upstream.pin) or not steps:
         steps.append(f"{git} checkout {upstream.pin[:12]}")
     files_changed = ", ".join(upstream.changed[:4])
     return launch_finding(
         severity,
         "unpinned-checkout",
-        f"the checkout is at {upstream.version}, the pin is {upstream.pin} (different: {files_changed})",
+        f"the checkout is at {upstream.version}, {_known(upstream)} (different: {files_changed})",
         " && ".join(steps) + ("" if allowed else ", or continue with --allow-unpinned"),
         file=str(upstream.root),
     )
+
+
+def _known(upstream: Upstream) -> str:
+    """The pin, and what is known beside it, for people."""
+    others = [short_version(release.version) for release in _beside_the_pin(upstream.backend)]
+    beside = f", {' and '.join(others)} known beside it" if others else ""
+    return f"the pin is {upstream.pin}{beside}"
 
 
 def no_trainer(backend: str, interpreter: Interpreter, severity: Severity) -> Finding:
@@ -256,27 +335,28 @@ def load_schema(
     Raises InvalidConfig where the source lacks the dataclasses (another commit's layout).
     """
     backend = BACKENDS[upstream.backend]
-    pin_facts = snapshot(upstream.backend)
+    known = upstream.facts
     use_source = not upstream.pinned and (allow_unpinned or not upstream.is_checkout)
     # the snapshot may be older than the description of a further script
-    if not use_source and stage in pin_facts["stages"]:
-        schema = facts.schema_of(pin_facts, backend, stage, "snapshot", str(pin_facts["version"]))
-        return replace(schema, standing=_standing(upstream, schema.script, at_pin=True))
+    if not use_source and stage in known["stages"]:
+        release = str(known["version"])
+        schema = facts.schema_of(known, backend, stage, "snapshot", release)
+        return replace(schema, standing=_standing(upstream, schema.script, release))
 
     def announce() -> None:
         if say is not None:
             say(f"reading the source of {upstream.version}: once, which can take half a minute")
 
-    found = facts.cached(backend, upstream.packages, pin_facts["externals"], stage, announce)
+    found = facts.cached(backend, upstream.packages, known["externals"], stage, announce)
     try:
         schema = facts.schema_of(found, backend, stage, "source", upstream.version)
     except LookupError as error:
         message = f"{upstream.version} cannot be read as this stage's source: {error.args[0]}"
         file = None if upstream.root is None else str(upstream.root)
         raise InvalidConfig(launch_finding("error", "unreadable-source", message, file=file)) from None
-    known = pin_facts.get("models", {}).get(stage, {})
+    models = known.get("models", {}).get(stage, {})
     # OLMo-core is no part of a checkout
-    configs = schema.configs | frozenset(known.get("configs", ()))
+    configs = schema.configs | frozenset(models.get("configs", ()))
     behaviours = _behaviours(upstream, schema)
     standing = _standing(upstream, schema.script)
     return replace(schema, configs=configs, standing=standing, behaviours=behaviours)
@@ -285,38 +365,47 @@ def load_schema(
 def _behaviours(upstream: Upstream, schema: Schema) -> Mapping[str, bool | None]:
     """What this source does: as it shows, else as its history says, where it has one."""
     answers = schema.behaviours
+    key = BACKENDS[schema.backend].STAGES[schema.key].behaves_as or schema.key
     tree = upstream.packages.get(upstream.backend)
     if not upstream.is_checkout or None not in answers.values():
         return answers
     if isinstance(tree, CommitTree):
-        return behaviour.completed(answers, schema.key, tree.repository, tree.commit)
+        return behaviour.completed(answers, key, tree.repository, tree.commit)
     commit = upstream.version.removesuffix("+edited")
     if upstream.root is None or not _COMMIT.fullmatch(commit):
         return answers
-    return behaviour.completed(answers, schema.key, Repository(upstream.root), commit)
+    return behaviour.completed(answers, key, Repository(upstream.root), commit)
 
 
-def _standing(upstream: Upstream, script: str, *, at_pin: bool = False) -> RuleStanding | None:
-    """Whether the rules about a script hold in a source; None where they were written for just this one."""
+def _own_files(entry: Entry) -> set[str]:
+    """The files of one script, and those that define its arguments; what it shares with another is a library's."""
+    own = {entry.script}
+    if not entry.behaves_as:
+        own |= {f"{module.replace('.', '/')}.py" for module, _ in entry.classes}
+    return own
+
+
+def _standing(upstream: Upstream, script: str, release: str = "") -> RuleStanding | None:
+    """Whether the rules about a script hold in a source, or in a known `release`; None where they were written for
+    just this one, and its lines are those that messages show.
+    """
     from launcher.upstream import citations
 
     backend = BACKENDS[upstream.backend]
-    if at_pin and backend.PIN == backend.BASELINE:
+    if release and release == backend.PIN == backend.BASELINE:
         return None
     # scripts that do not run, and files that define arguments of theirs
-    own = {
-        entry.script: {entry.script, *(f"{module.replace('.', '/')}.py" for module, _ in entry.classes)}
-        for entry in backend.STAGES.values()
-    }
-    others = frozenset(set().union(*own.values()) - own[script])
+    entries = backend.STAGES.values()
+    running = next(entry for entry in entries if script in (entry.script, entry.renamed))
+    others = frozenset(set().union(*map(_own_files, entries)) - _own_files(running))
     if not backend.CHECKOUT:
         confirmed = {backend.PIN: citations.at_release(backend.PIN.split(", "))}
         place = citations.SourceFiles(upstream.packages).place
         return citations.RuleStanding(backend.BASELINE, confirmed, place, others, by_line=True)
     written_for = short_version(backend.BASELINE)
     confirmed = citations.commits(backend.NAME, backend.BASELINE)
-    if at_pin:
-        table = confirmed.get(f"{backend.NAME} {backend.PIN}", {})
+    if release:
+        table = confirmed.get(f"{backend.NAME} {release}", {})
         return citations.RuleStanding(written_for, confirmed, table.get, others)
     place = citations.SourceFiles(upstream.packages).place
     return citations.RuleStanding(written_for, confirmed, place, others)
@@ -334,15 +423,21 @@ def at_pin(schema: Schema, key: str) -> str | None:
 def past(upstream: Upstream, script: str, key: str) -> tuple[ArgumentChange, ...]:
     """What happened to an argument of a script, newest first; see `history.of`.
 
-    At the pin the committed table answers; anything else asks its own git history, if it has one.
+    At the pin the committed table answers; anything else asks its own git history, if it has one. Of another
+    known commit without a history, the table answers up to that commit's day.
     """
-    if not upstream.is_checkout or upstream.pinned:
+    release = upstream.release or upstream.pin
+    if not upstream.is_checkout or (upstream.pinned and release == upstream.pin):
         return history.of(key, script)
     tree = upstream.packages.get(upstream.backend)
     if isinstance(tree, CommitTree):
         return history.of(key, script, tree.repository, head=tree.commit)
     repository = Repository(upstream.root) if upstream.root is not None else None
-    return history.of(key, script, repository)
+    events = history.of(key, script, repository)
+    dates = {known.version: known.date for known in BACKENDS[upstream.backend].KNOWN if known.date}
+    if not upstream.pinned or release not in dates:
+        return events
+    return tuple(event for event in events if event.date <= dates[release])
 
 
 @dataclass(slots=True)

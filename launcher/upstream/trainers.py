@@ -4,14 +4,15 @@ A backend is a module that satisfies `Backend`, registered in the literal dict b
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from launcher.upstream import open_instruct, trl
-from launcher.upstream.entry import Checkpoints, Entry, Moved, Names
+from launcher.upstream.entry import Checkpoints, Entry, Moved, Names, Release
 from launcher.upstream.schema import Schema, Values
 
-__all__ = ["BACKENDS", "Backend", "Entry", "Moved", "Names", "entry_of"]
+__all__ = ["BACKENDS", "Backend", "Entry", "Moved", "Names", "Release", "entry_of"]
 
 
 class Backend(Protocol):
@@ -26,6 +27,8 @@ class Backend(Protocol):
     """The commit, or the version, that the committed snapshot was read from."""
     BASELINE: str
     """The commit, or the version, at which every rule is true that names no other in `reviewed`."""
+    KNOWN: tuple[Release, ...]
+    """The releases that have a snapshot, `PIN` first: each is judged and run as it is."""
     COMPUTED: Mapping[str, tuple[str, ...]]
     """Choices that its source computes: the expression as it stands there, or the dotted name of a type
     of another package that no snapshot holds, and its values."""
@@ -62,5 +65,10 @@ BACKENDS: Mapping[str, Backend] = {"open_instruct": open_instruct, "trl": trl}
 
 def entry_of(schema: Schema) -> Entry:
     """The description of a schema's entry script, in the names of its commit."""
-    entry = BACKENDS[schema.backend].STAGES[schema.key]
-    return entry if schema.tested else entry.at(schema.fields)
+    backend = BACKENDS[schema.backend]
+    entry = backend.STAGES[schema.key]
+    if schema.script != entry.script:
+        # a checkout in which it has the name that was announced
+        entry = replace(entry, script=schema.script)
+    is_pin = schema.tested and schema.version == backend.PIN
+    return entry if is_pin else entry.at(schema.fields)

@@ -65,6 +65,7 @@ class Doubt:
 def observe_data(evidence: Evidence, _expected: str | None) -> Observation:
     doubts = [
         *_rows(evidence),
+        *_masked_rows(evidence),
         *_steps(evidence),
         *_batches(evidence),
         *_first_rows(evidence),
@@ -121,6 +122,9 @@ def _detail(evidence: Evidence) -> dict[str, object]:
         detail["planned_rows"] = planned_rows
     if evidence.manifest.steps is not None:
         detail |= {"planned_steps": evidence.manifest.steps, "steps": evidence.last_step}
+    masked = len(evidence.signals("row_masked"))
+    if masked:
+        detail["masked_rows"] = masked
     counts = _sums(evidence)
     for name in ("pairs", "equal_pairs", "unlabelled", "full_rows", "rows"):
         if counts.get(name):
@@ -133,6 +137,24 @@ def _share(part: float, whole: float) -> str:
 
 
 # -- rows and steps beside the plan
+
+
+def _masked_rows(evidence: Evidence) -> Iterator[Doubt]:
+    """Conversations whose answers open-instruct cannot find: each is masked whole, and dropped."""
+    lines = evidence.signals("row_masked")
+    planned = evidence.manifest.plan.rows
+    if not planned or len(lines) <= FEW * planned:
+        # a few are usual
+        return
+    yield Doubt(
+        state="fewer",
+        certain=len(lines) >= HALF * planned,
+        reason=f"the answers of {_share(len(lines), planned)} conversations could not be found in "
+        "the text that the chat template makes of them, so that they are dropped",
+        help="see what the template makes of a row (`launch preview FILE`), or choose another one; "
+        f"{_ACCEPT}",
+        cites=lines[:3],
+    )
 
 
 def _rows(evidence: Evidence) -> Iterator[Doubt]:

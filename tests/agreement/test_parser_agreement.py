@@ -1,8 +1,8 @@
 """The findings of layer `parser` against open-instruct's own parser, on generated argument sets.
 
-The verdicts of the pin lie in data/agreement/open_instruct.json, so that ours are compared with them
-also where no checkout or no packages are. LAUNCH_GOLDEN=write asks the real parser and writes them
-anew. TRL's is in test_trl_agreement.py.
+The verdicts of each known commit lie in data/agreement/, so that ours are compared with them also where no
+checkout or no packages are. LAUNCH_GOLDEN=write asks the real parsers of the checkouts that are here and writes
+theirs anew. TRL's is in test_trl_agreement.py.
 """
 
 import json
@@ -11,18 +11,18 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import checkouts
 import pytest
 from argument_sets import Arguments, generate
 from conftest import NO_PACKAGES
 from verdicts import GOLDEN, ask, bits, differences, digest, flags, refused_by_launch, schema_of, words_of
 
-from launcher.upstream import locate, open_instruct
+from launcher.upstream import locate
 from launcher.upstream.schema import Field, Schema
 
 SETS = 2500  # for each stage
 SEED = 20260407
 STAGES = ("sft", "dpo")
-VERDICTS = GOLDEN / "open_instruct.json"
 
 # What only a running process can tell.
 COMPUTED_DEFAULTS = {"optim"}
@@ -33,24 +33,39 @@ CLASSES = {"datasets": "DatasetConfig", "parallelism_config": "ParallelismConfig
 
 
 @cache
-def sets_of(stage_name: str) -> tuple[Arguments, ...]:
-    return tuple(generate(schema_of("open_instruct", stage_name), SETS, SEED))
+def sets_of(commit: str, stage_name: str) -> tuple[Arguments, ...]:
+    return tuple(generate(schema_of("open_instruct", stage_name, commit), SETS, SEED))
 
 
 @cache
-def words() -> dict[str, list[list[str]]]:
-    return {name: [words_of(schema_of("open_instruct", name), one) for one in sets_of(name)] for name in STAGES}
+def words(commit: str) -> dict[str, list[list[str]]]:
+    by_stage = {}
+    for name in STAGES:
+        schema = schema_of("open_instruct", name, commit)
+        by_stage[name] = [words_of(schema, one) for one in sets_of(commit, name)]
+    return by_stage
 
 
 @cache
-def ours(stage_name: str) -> list[list[str]]:
-    return refused_by_launch("open_instruct", stage_name, sets_of(stage_name))
+def ours(commit: str, stage_name: str) -> list[list[str]]:
+    return refused_by_launch("open_instruct", stage_name, sets_of(commit, stage_name), commit)
+
+
+def verdicts_of(commit: str) -> Path:
+    """Where the verdicts of a known commit lie."""
+    return GOLDEN / f"open_instruct_{commit[:12]}.json"
+
+
+@pytest.fixture(scope="session", params=checkouts.COMMITS, ids=[commit[:8] for commit in checkouts.COMMITS])
+def commit(request: pytest.FixtureRequest) -> str:
+    known: str = request.param
+    return known
 
 
 @pytest.fixture(scope="session")
-def open_instruct_answers(checkout: Path) -> list[Any]:
-    requests = [{"stage": name, "words": one} for name in STAGES for one in words()[name]]
-    return ask("open_instruct", checkout, requests)
+def open_instruct_answers(commit: str) -> list[Any]:
+    requests = [{"stage": name, "words": one} for name in STAGES for one in words(commit)[name]]
+    return ask("open_instruct", checkouts.require(commit), requests)
 
 
 @pytest.fixture(scope="session")
@@ -68,31 +83,39 @@ def trl_description() -> dict[str, Any]:
     return described
 
 
-def test_the_kept_verdicts_are_those_of_the_real_parser(theirs: dict[str, list[str | None]]) -> None:
+def test_the_kept_verdicts_are_those_of_the_real_parser(commit: str, theirs: dict[str, list[str | None]]) -> None:
     made = {
-        "commit": open_instruct.PIN,
+        "commit": commit,
         "seed": SEED,
         "count": SETS,
-        "words": digest(words()),
+        "words": digest(words(commit)),
         "refused": {name: bits([a is not None for a in theirs[name]]) for name in STAGES},
     }
     if os.environ.get("LAUNCH_GOLDEN") == "write":
-        VERDICTS.write_text(json.dumps(made, indent=1) + "\n")
-    assert json.loads(VERDICTS.read_text()) == made, "make golden"
+        verdicts_of(commit).write_text(json.dumps(made, indent=1) + "\n")
+    assert json.loads(verdicts_of(commit).read_text()) == made, "make golden"
+
+
+def test_verdicts_are_kept_of_the_known_commits_alone() -> None:
+    known = {verdicts_of(commit) for commit in checkouts.COMMITS}
+    for path in set(GOLDEN.glob("open_instruct_*.json")) - known:
+        if os.environ.get("LAUNCH_GOLDEN") == "write":
+            path.unlink()
+    assert set(GOLDEN.glob("open_instruct_*.json")) == known, "make golden"
 
 
 @pytest.mark.parametrize("stage_name", STAGES)
-def test_launch_says_what_the_kept_verdicts_say(stage_name: str) -> None:
-    kept = json.loads(VERDICTS.read_text())
-    assert kept["words"] == digest(words()), "other sets were generated: make golden"
+def test_launch_says_what_the_kept_verdicts_say(commit: str, stage_name: str) -> None:
+    kept = json.loads(verdicts_of(commit).read_text())
+    assert kept["words"] == digest(words(commit)), "other sets were generated: make golden"
     refused = flags(kept["refused"][stage_name], SETS)
-    found = differences(sets_of(stage_name), ours(stage_name), refused, [False] * SETS)
+    found = differences(sets_of(commit, stage_name), ours(commit, stage_name), refused, [False] * SETS)
     assert not found, "\n".join(found)
 
 
 @pytest.mark.parametrize("stage_name", STAGES)
-def test_the_generated_sets_are_a_fair_mixture(stage_name: str) -> None:
-    assert 0.3 < sum(map(bool, ours(stage_name))) / SETS < 0.8
+def test_the_generated_sets_are_a_fair_mixture(commit: str, stage_name: str) -> None:
+    assert 0.3 < sum(map(bool, ours(commit, stage_name))) / SETS < 0.8
 
 
 def described(known: Field) -> dict[str, Any]:
@@ -127,8 +150,11 @@ def unlike(schema: Schema, theirs: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.parametrize("stage_name", STAGES)
-def test_the_snapshot_is_the_real_open_instruct_parser(open_instruct_answers: list[Any], stage_name: str) -> None:
-    schema, theirs = schema_of("open_instruct", stage_name), open_instruct_answers[0][stage_name]
+def test_the_snapshot_is_the_real_open_instruct_parser(
+    commit: str, open_instruct_answers: list[Any], stage_name: str
+) -> None:
+    schema = schema_of("open_instruct", stage_name, commit)
+    theirs = open_instruct_answers[0][stage_name]
     assert list(schema.fields) == list(theirs)
     assert unlike(schema, theirs) == []
 

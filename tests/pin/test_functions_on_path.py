@@ -13,6 +13,7 @@ from launcher.errors import Exit
 from launcher.pin import difference, pin
 from launcher.pin.difference import CommitDifference
 from launcher.pin.functions import FunctionDifference
+from launcher.upstream.open_instruct import BASELINE
 from launcher.upstream.trainers import BACKENDS
 
 PIN = BACKENDS["open_instruct"].PIN
@@ -125,7 +126,7 @@ def test_the_section_for_people_and_for_programs(tmp_path: Path, capsys: pytest.
 
 def test_what_the_newest_commit_does_otherwise() -> None:
     root = checkouts.require(checkouts.NEWEST)
-    told = between(root, PIN, checkouts.NEWEST)
+    told = between(root, BASELINE, checkouts.NEWEST)
     by_stage = {name: {one.symbol for one in stage.functions} for name, stage in told.stages.items()}
     shared = "open_instruct/dataset_transformation.py::load_dataset_configs"
     assert all(shared in symbols for symbols in by_stage.values())

@@ -2,8 +2,15 @@
 
 import pytest
 
-from launcher.probe.watching import process, script
+from launcher.probe.watching import process, script, supplies, trainers
 from launcher.runs import attempt
+from launcher.upstream.trainers import BACKENDS, Entry
+
+SCRIPTS = [
+    pytest.param(entry, id=f"{name}-{key}")
+    for name, backend in BACKENDS.items()
+    for key, entry in backend.STAGES.items()
+]
 
 
 @pytest.mark.parametrize(
@@ -23,3 +30,17 @@ def test_a_hidden_word_of_the_command_line_is_put_back(monkeypatch: pytest.Monke
     monkeypatch.setenv(f"{attempt.ARGUMENT}PROJECT", "s3cret")
     assert script.word(f"${attempt.ARGUMENT}PROJECT") == "s3cret"
     assert script.word("$HOME") == "$HOME"
+
+
+@pytest.mark.parametrize("entry", SCRIPTS)
+def test_a_script_names_functions_that_the_probe_has(entry: Entry) -> None:
+    assert [name for name in entry.watchers.values() if not hasattr(trainers, name)] == []
+    assert [name for name in entry.stand_ins.values() if not hasattr(supplies, name)] == []
+
+
+@pytest.mark.parametrize("supplied", [True, False])
+def test_an_attempt_of_an_older_launch_is_watched_as_it_was(supplied: bool) -> None:
+    """It waits in a queue with settings that name no watchers: those of the scripts that launch knew then hold."""
+    settings = process.Settings({"target": "x.py", "out": "y", "stand_ins": supplied})
+    assert settings.watchers["open_instruct.dpo_utils"] == "watch_pairs"
+    assert bool(settings.stand_ins) == supplied

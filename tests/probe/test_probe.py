@@ -127,7 +127,7 @@ FAKES = {
             def __init__(self): self.hooks = []
             def named_parameters(self): return [("w", Parameter())]
             def parameters(self): return [Parameter(), Parameter()]
-            def register_forward_pre_hook(self, hook, with_kwargs): self.hooks.append(hook)
+            def register_forward_pre_hook(self, hook, with_kwargs, prepend): self.hooks.append(hook)
             def forward(self, *args, **kwargs):
                 for hook in self.hooks:
                     hook(self, args, kwargs)

@@ -26,7 +26,9 @@ ZERO2 = {"zero_optimization": {"stage": 2}}
 
 @dataclass(frozen=True)
 class Case:
-    """A stage, what is said of it where upstream behaves as at the pin (`before`), and where it does not."""
+    """A stage, what is said of it where upstream behaves as at the commit that rules were written for (`before`),
+    and where it does not.
+    """
 
     script: str
     behaviour: str
@@ -132,8 +134,11 @@ CASES = {
 }  # fmt: skip
 
 
-def pinned(script: str) -> Schema:
-    return facts.schema_of(locate.snapshot("open_instruct"), BACKENDS["open_instruct"], script, "snapshot", "pin")
+def baseline(script: str) -> Schema:
+    """A script at the commit that rules were written for."""
+    backend = BACKENDS["open_instruct"]
+    known = locate.known_facts("open_instruct", backend.BASELINE)
+    return facts.schema_of(known, backend, script, "snapshot", backend.BASELINE)
 
 
 def with_fields(schema: Schema, given: Mapping[str, Any]) -> Schema:
@@ -158,7 +163,7 @@ def said(schema: Schema, case: Case) -> set[str]:
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_stage_at_a_commit_of_each_kind(case: Case) -> None:
-    schema = pinned(case.script)
+    schema = baseline(case.script)
     was = schema.does(case.behaviour)
     assert was is not None
     other = replace(schema, behaviours={**schema.behaviours, case.behaviour: not was})
@@ -174,7 +179,7 @@ def test_a_stage_at_a_commit_of_each_kind(case: Case) -> None:
 def test_a_budget_has_a_range_where_it_is_read(mode: str, codes: set[str]) -> None:
     given = {"activation_checkpointing_mode": mode, "activation_memory_budget": -0.5}
     case = Case(OLMO_CORE, behaviour.RECOMPUTES_MODULES, given, set(), set())
-    newer = replace(pinned(OLMO_CORE), behaviours={**pinned(OLMO_CORE).behaviours, case.behaviour: True})
+    newer = replace(baseline(OLMO_CORE), behaviours={**baseline(OLMO_CORE).behaviours, case.behaviour: True})
     assert said(newer, case) & {"out-of-range"} == codes
 
 
@@ -197,14 +202,14 @@ def test_a_scaled_rotary_embedding_reaches_further(
         "model_name_or_path": str(tmp_path), "max_seq_length": length, "rope_scaling_factor": factor,
         "rope_scaling_old_context_len": 8192,
     }  # fmt: skip
-    assert said(pinned(OLMO_CORE), Case(OLMO_CORE, "", given, set(), set())) & {"beyond-positions"} == codes
+    assert said(baseline(OLMO_CORE), Case(OLMO_CORE, "", given, set(), set())) & {"beyond-positions"} == codes
 
 
 @pytest.mark.parametrize(("verifies", "random"), [(False, True), (True, False)])
 def test_missing_layers_are_refused_where_the_export_is_verified(tmp_path: Path, verifies: bool, random: bool) -> None:
     shape = {"model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 20}
     (tmp_path / "config.json").write_text(json.dumps(shape))
-    schema = pinned(OLMO_CORE)
+    schema = baseline(OLMO_CORE)
     schema = replace(schema, behaviours={**schema.behaviours, behaviour.VERIFIES_EXPORT: verifies})
     given = {**PLAIN, "model_name_or_path": str(tmp_path), "config_name": "qwen3_0_6B"}
     context = Context(values=Values(schema, given))
@@ -214,7 +219,7 @@ def test_missing_layers_are_refused_where_the_export_is_verified(tmp_path: Path,
 
 def test_a_hybrid_model_is_loaded_from_the_cache() -> None:
     """Since #1822 transformers loads it, of which OLMo-core asks the hub nothing."""
-    schema = replace(pinned(OLMO_CORE), models={"org/hybrid": "olmo3_hybrid_7B", "org/plain": "olmo3_7B"})
+    schema = replace(baseline(OLMO_CORE), models={"org/hybrid": "olmo3_hybrid_7B", "org/plain": "olmo3_7B"})
     environ = {"HF_HUB_OFFLINE": "1"}
 
     def codes(name: str) -> set[str]:
@@ -238,7 +243,7 @@ def test_tools_that_upstream_cannot_read(tmp_path: Path, tools: Any, codes: set[
     data = tmp_path / "rows.jsonl"
     data.write_text(json.dumps({"messages": messages, "tools": tools}) + "\n")
     case = Case("sft", behaviour.GIVES_TOOLS, {"dataset_mixer_list": [str(data), "1.0"]}, set(), codes)
-    schema = pinned("sft")
+    schema = baseline("sft")
     newer = replace(schema, behaviours={**schema.behaviours, case.behaviour: True})
     assert said(newer, case) & {"data-types"} == codes
 
@@ -248,14 +253,14 @@ def test_frozen_biases_crash_where_their_group_is_kept(tmp_path: Path, biased: b
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "attention_bias": biased}))
     given = {"model_name_or_path": str(tmp_path), "use_lora": True}
     case = Case("sft", behaviour.KEEPS_EMPTY_GROUPS, given, codes, set(), {"deepspeed": ZERO2, "gpus": 2})
-    schema = pinned("sft")
+    schema = baseline("sft")
     mended = replace(schema, behaviours={**schema.behaviours, case.behaviour: False})
     assert said(schema, case) & {"lora-biases"} == codes
     assert "lora-biases" not in said(mended, case)
 
 
 def test_where_nothing_tells_a_new_rule_is_silent_and_an_old_one_speaks() -> None:
-    schema = replace(pinned(OLMO_CORE), behaviours={})
+    schema = replace(baseline(OLMO_CORE), behaviours={})
     assert not premises.applies(gradient.scaled_by_limit, schema)
     packed = Case(OLMO_CORE, "", {"packing": True, "max_grad_norm": -1}, set(), set())
     assert "packing-leaks" in said(schema, packed)

@@ -172,15 +172,12 @@ def test_quantised_models_and_deepspeed(script: str) -> None:
 
 @pytest.mark.parametrize("script", ["sft", "dpo"])
 def test_lora_and_frozen_biases(write: Write, script: str) -> None:
-    for kind, biased, crashes in (("qwen2", None, True), ("llama", True, True), ("qwen3", None, False)):
+    """The pin leaves a group without a trained parameter out; what crashed before is in test_behaviour_rules.py."""
+    for kind, biased in (("qwen2", None), ("llama", True), ("qwen3", None)):
         name = model(write, model_type=kind, attention_bias=biased)
         args = {"use_lora": True, "model_name_or_path": name}
-        expected = ["lora-biases"] if crashes else []
-        assert [f.code for f in found(script, args, deepspeed=ZERO2)] == expected
-        # ZeRO-3 leaves such a group out, and without DeepSpeed nothing minds it
-        assert found(script, args, deepspeed=ZERO3) == []
-        assert found(script, args) == []
-        assert found(script, {**args, "use_lora": False}, deepspeed=ZERO2) == []
+        for deepspeed in (ZERO2, ZERO3, None):
+            assert found(script, args, deepspeed=deepspeed) == []
 
 
 def test_lora_is_not_checkpointed_under_zero_3() -> None:

@@ -196,3 +196,27 @@ def test_conversations_need_a_template(write: Write) -> None:
     write("model/tokenizer_config.json", "{}")
     write("model/chat_template.jinja", "{{ messages }}")
     assert columns(write, "trl-dpo", pairs, **model) == []
+
+
+@pytest.mark.parametrize("strategy", ["group_by_length", "batch_rebalance"])
+def test_pairs_that_are_drawn_by_length_need_a_column_that_is_kept(write: Write, strategy: str) -> None:
+    pair = {"chosen": CHAT, "rejected": OTHER}
+    args: dict[str, Any] = {"dataset_name": "data", "train_sampling_strategy": strategy}
+    kept = {**args, "remove_unused_columns": False}
+    missing = ("pair-lengths", "error", "train_sampling_strategy")
+
+    write("data/rows.jsonl", f"{json.dumps(pair)}\n")
+    assert missing in told("trl-dpo", args, machine=HERE)
+    assert "pair-lengths" in [code for code, *_ in told("trl-dpo", kept, machine=HERE)]
+
+    write("data/rows.jsonl", f"{json.dumps({**pair, 'length': 12})}\n")
+    assert missing in told("trl-dpo", args, machine=HERE)
+    codes = [code for code, *_ in told("trl-dpo", kept, machine=HERE)]
+    assert "pair-lengths" not in codes
+    assert ("unlike-micro-batches" in codes) == (strategy == "batch_rebalance")
+
+
+def test_rows_of_sft_are_drawn_by_length_without_a_column(write: Write) -> None:
+    write("data/rows.jsonl", f"{json.dumps({'messages': CHAT})}\n")
+    args = {"dataset_name": "data", "train_sampling_strategy": "group_by_length"}
+    assert "pair-lengths" not in [code for code, *_ in told("trl-sft", args, machine=HERE)]

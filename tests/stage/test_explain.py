@@ -15,6 +15,7 @@ from launcher.config import keys, load
 from launcher.errors import Exit
 from launcher.stage import explain
 from launcher.stage.explain import Explained
+from launcher.upstream import locate
 from launcher.upstream.locate import Upstream
 from launcher.upstream.meaning import meaning_of
 from launcher.upstream.schema import Field
@@ -129,7 +130,8 @@ def test_a_key_that_came_after_a_commit(capsys: pytest.CaptureFixture[str], writ
     write("oi/open_instruct/dataset_transformation.py", tokenizer)
     asked = ["--stage", "sft", "--open-instruct", str(root), "--allow-unpinned"]
     assert main(["explain", "push_to_hub", *asked]) == Exit.OK
-    assert "it is one at the pin (open_instruct/finetune.py:283)" in capsys.readouterr().out
+    there = locate.snapshot("open_instruct")["fields"]["FlatArguments.push_to_hub"]["where"]
+    assert f"it is one at the pin ({there})" in capsys.readouterr().out
     # and nothing is advised that is not there either
     assert main(["explain", "chat_template", *asked]) == Exit.USAGE
 

@@ -15,6 +15,7 @@ from launcher.stage import options, stage
 from launcher.stage.stage import Judged
 from launcher.upstream import locate
 from launcher.upstream.locate import Locator
+from launcher.upstream.open_instruct import PIN
 from launcher.upstream.trainers import BACKENDS
 
 SFT = """\
@@ -114,7 +115,7 @@ def test_what_a_user_reads(judged: Any) -> None:
         ("deepspeed: zero2", "unknown-key", ["it goes beside `args:`"]),
         ("learning-rate: 1", "abbreviated-key", ["write `learning_rate`"]),
         ("no_push_to_hub: true", "negated-key", ["write `push_to_hub: true` or `push_to_hub: false`"]),
-        ("frobnicate: 1", "unknown-key", ["at 45901fd00593 has no such argument"]),
+        ("frobnicate: 1", "unknown-key", [f"at {PIN[:12]} has no such argument"]),
         ("seed: [1, 2]", "bad-value", ["takes one value, got 2", "its type is int", "finetune.py:"]),
         ("learning_rate: -1e-5", "bad-value", ["read as a flag"]),
         ("dataset_cache_mode: no", "bad-value", ["not one of hf, local", "put the text in quotes"]),

@@ -53,6 +53,10 @@ def generate(schema: Schema, count: int, seed: int) -> Iterator[Arguments]:
 def _argument_set(schema: Schema, chance: random.Random) -> Arguments:
     quiet = ("try_launch_beaker_eval_jobs", "push_to_hub")
     arguments: Arguments = {name: False for name in quiet if name in schema.fields}
+    for known in schema.fields.values():
+        # what the parser itself demands is seldom forgotten
+        if known.required and chance.random() < 0.9:
+            arguments[known.name] = _valid(known, chance)
     # the first two kinds hardly ever have a valid value, the name stops open-instruct
     fields = [f for f in schema.fields.values() if f.kind not in {"dict", "opaque"} and f.name != "dataset_name"]
     for known in chance.sample(fields, chance.randrange(6)):

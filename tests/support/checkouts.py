@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from launcher.upstream import locate
-from launcher.upstream.open_instruct import PIN
+from launcher.upstream.open_instruct import KNOWN, PIN
 
-NEWEST = "e6c3044aa6201c8bfa4573c1b03142af599e730d"
-"""The newest commit that rules are held against."""
-COMMITS = (PIN, NEWEST)
+COMMITS = tuple(release.version for release in KNOWN)
+"""The known commits, the pin first: tests hold launch against a checkout of each that is here."""
+NEWEST = max(KNOWN, key=lambda release: release.date).version
+"""The newest of them, in whose history the others are."""
 REQUIRED = "LAUNCH_REQUIRE_CHECKOUT"
 """With this variable set to 1, a missing checkout of the pin fails a test in place of skipping it."""
 
@@ -26,11 +27,8 @@ def places() -> Iterator[Path]:
     named = os.environ.get("LAUNCH_OPEN_INSTRUCT")
     if named:
         yield Path(named).expanduser()
-    yield locate.SUBMODULE
-    for place in locate.FOUND_IN:
-        yield place.expanduser()
-    home = Path("~").expanduser()
-    yield from sorted(home.glob("open-instruct-*"))
+    for place, _ in locate.checkout_places(None, {}):
+        yield place
 
 
 def find(commit: str = PIN) -> Path | None:
@@ -43,9 +41,7 @@ def find(commit: str = PIN) -> Path | None:
 
 def holds(root: Path, commit: str) -> bool:
     source = locate.locate("open_instruct", checkout=root)
-    if commit == PIN:
-        return source.pinned
-    return source.version == commit
+    return source.pinned and source.version == commit
 
 
 def require(commit: str = PIN) -> Path:

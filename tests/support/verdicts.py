@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +25,24 @@ GOLDEN = DATA / "agreement"
 
 
 @functools.cache
-def schema_of(backend: str, stage_name: str) -> Schema:
-    """The committed schema, whatever is installed or checked out; thousands of cases ask for it."""
-    pinned = Upstream(backend=backend, root=None, source="snapshot", is_named=False, pin="", version="")
-    return locate.load_schema(pinned, stage_name)
+def schema_of(backend: str, stage_name: str, release: str = "") -> Schema:
+    """The committed schema, of the pin or of another known release, whatever is installed or checked out."""
+    return locate.load_schema(snapshot_of(backend, release), stage_name)
 
 
+@functools.cache
+def snapshot_of(backend: str, release: str = "") -> Upstream:
+    return Upstream(backend=backend, root=None, source="snapshot", is_named=False, pin="", version="", release=release)
+
+
+@dataclass(slots=True)
 class Snapshot(Locator):
     """Finds nothing but the committed snapshots."""
 
+    release: str = ""
+
     def find(self, backend: str) -> Upstream:
-        return locate.locate(backend, search=()) if backend == "trl" else SNAPSHOT
-
-
-SNAPSHOT = Upstream(backend="open_instruct", root=None, source="snapshot", is_named=False, pin="", version="")
+        return locate.locate(backend, search=()) if backend == "trl" else snapshot_of(backend, self.release)
 
 
 def words_of(schema: Schema, arguments: Arguments) -> list[str]:
@@ -49,10 +54,10 @@ def words_of(schema: Schema, arguments: Arguments) -> list[str]:
     return words
 
 
-def refused_by_launch(backend: str, stage_name: str, sets: Sequence[Arguments]) -> list[list[str]]:
+def refused_by_launch(backend: str, stage_name: str, sets: Sequence[Arguments], release: str = "") -> list[list[str]]:
     """For each set, what launch says that upstream's parser would refuse."""
     options = {"backend": backend, "stage": stage_name}
-    locator = Snapshot()
+    locator = Snapshot(release=release)
     told = []
     for arguments in sets:
         config = Config(path=Path("made.yaml"), shape="stage", options=options, args=arguments)

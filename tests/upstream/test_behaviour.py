@@ -9,7 +9,7 @@ from repositories import commit
 from launcher.machine.git import CommitTree, Repository
 from launcher.upstream import behaviour, facts, locate
 from launcher.upstream.behaviour import BEHAVIOURS, Behaviour
-from launcher.upstream.open_instruct import PIN, STAGES
+from launcher.upstream.open_instruct import BASELINE, PIN, STAGES
 from launcher.upstream.source.packages import Sources
 
 CHANGES = [(known, change) for known in BEHAVIOURS for change in (known.since, known.until) if change is not None]
@@ -57,15 +57,19 @@ def test_history_says_the_same_as_the_source(history: Repository, key: str) -> N
         assert {name: by_history[name] for name in dated} == {name: by_source[name] for name in dated}
 
 
+@pytest.mark.parametrize("commit_name", (BASELINE, checkouts.NEWEST))
 @pytest.mark.parametrize("key", STAGES)
-def test_the_snapshot_holds_the_behaviours_of_the_pin(key: str) -> None:
-    pinned = facts.schema_of(locate.snapshot("open_instruct"), locate.BACKENDS["open_instruct"], key, "snapshot", PIN)
-    assert pinned.behaviours.keys() == {known.name for known in behaviour.of_script(key)}
+def test_a_snapshot_holds_the_behaviours_of_its_commit(commit_name: str, key: str) -> None:
+    """All that came or went did so between these two."""
+    known_facts = locate.known_facts("open_instruct", commit_name)
+    schema = facts.schema_of(known_facts, locate.BACKENDS["open_instruct"], key, "snapshot", commit_name)
+    assert schema.behaviours.keys() == {known.name for known in behaviour.of_script(key)}
+    is_newest = commit_name == checkouts.NEWEST
     for known in behaviour.of_script(key):
         if known.since is not None:
-            assert pinned.does(known.name) is False
+            assert schema.does(known.name) is is_newest
         if known.until is not None:
-            assert pinned.does(known.name) is True
+            assert schema.does(known.name) is not is_newest
 
 
 def test_a_source_that_shows_neither_form_is_not_guessed_at(tmp_path: Path) -> None:

@@ -559,12 +559,17 @@ def test_a_failure_of_launchs_own_refuses_nothing(
     assert begun(stage_file, by_itself=True, rehearse=True) == ["rehearsal-failed"]
 
 
-def test_every_entry_script_has_its_own_trainer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_entry_script_says_how_it_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server is told what stands in the script's description; of a script without one it knows nothing."""
     monkeypatch.syspath_prepend(ask.SERVER.parent)
     calls = importlib.import_module("inside.calls")
-    for backend, table in (("trl", "TRAINERS"), ("open_instruct", "SCRIPTS")):
+    for backend in ("trl", "open_instruct"):
         stage = importlib.import_module(f"inside.{backend}_stage")
-        assert getattr(stage, table).keys() == BACKENDS[backend].STAGES.keys()
+        for key, entry in BACKENDS[backend].STAGES.items():
+            told = ask.script_as_json(backend, key)
+            assert bool(told) == (entry.rehearsal is not None)
+            assert not told or told["adapts"] in ("", *getattr(stage, "ADAPTERS", ()))
+        assert ask.script_as_json(backend, "reward") == {}
         with pytest.raises(calls.NoRehearsal, match="reward"):
             stage.run({"entry": "reward", "stage": "reward"}, {})
 

@@ -85,7 +85,7 @@ def _run(request: Request, shared: Shared) -> Exit:
                 shared.rehearse_first({"": prepared.facts}, by_itself=False)
         if format == "text":
             console.print_findings(prepared.findings)
-        folder, attempt = start.begin(prepared, **ending)
+        folder, attempt = start.begin(prepared, say=console.say_aside, **ending)
         if format == "text":
             console.print_plan(prepared.plan, folder.console(attempt.number))
         started = str(request.stage), folder, attempt, prepared.findings, format

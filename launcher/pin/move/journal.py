@@ -33,15 +33,21 @@ class Journal:
     def exists(self) -> bool:
         return (self.folder / "changes.json").is_file()
 
-    def write(self, files: Mapping[str, bytes], gitlink: Mapping[str, str]) -> None:
-        """Prepare new texts of files, by their path in the clone, and the commits of its submodules."""
+    def write(self, files: Mapping[str, bytes | None], gitlink: Mapping[str, str]) -> None:
+        """Prepare new texts of files, by their path in the clone, and the commits of its submodules.
+
+        A file without a text is removed.
+        """
         part = self.folder.with_name(_PART)
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
         listed: list[dict[str, Any]] = []
         for number, (name, raw) in enumerate(sorted(files.items())):
-            write_bytes(part / str(number), raw, durable=True)
-            listed.append({"path": name, "before": _digest_of(self.clone / name), "after": _digest(raw)})
+            after = None
+            if raw is not None:
+                write_bytes(part / str(number), raw, durable=True)
+                after = _digest(raw)
+            listed.append({"path": name, "before": _digest_of(self.clone / name), "after": after})
         record = {"files": listed, "gitlink": dict(gitlink)}
         write_bytes(part / "changes.json", json.dumps(record, indent=1).encode(), durable=True)
         os.rename(part, self.folder)
@@ -65,9 +71,13 @@ class Journal:
             self._record(path, commit, begun=any(_is_new(self.clone, row) for row in record["files"]))
         for number, row in enumerate(record["files"]):
             target = self.clone / row["path"]
-            if not _is_new(self.clone, row):
-                target.parent.mkdir(parents=True, exist_ok=True)
-                _replace(target, (self.folder / str(number)).read_bytes())
+            if _is_new(self.clone, row):
+                continue
+            if row["after"] is None:
+                target.unlink()
+                continue
+            target.parent.mkdir(parents=True, exist_ok=True)
+            _replace(target, (self.folder / str(number)).read_bytes())
         shutil.rmtree(self.folder)
 
     def _record(self, path: str, commit: str, *, begun: bool) -> None:
@@ -85,7 +95,7 @@ class Journal:
 
 
 def _is_new(clone: Path, row: Mapping[str, Any]) -> bool:
-    after: str = row["after"]
+    after: str | None = row["after"]
     return _digest_of(clone / row["path"]) == after
 
 

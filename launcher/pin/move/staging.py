@@ -29,9 +29,12 @@ _STALE = 3  # of scripts/snapshot.py: all is written, some citations are not at 
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """What a move would change: new texts by path, and the tests of `GOLDEN` that fail at the new commit."""
+    """What a move would change, and the tests of `GOLDEN` that fail at the new commit.
 
-    files: Mapping[str, bytes]
+    `files` are new texts by path, None where the file goes.
+    """
+
+    files: Mapping[str, bytes | None]
     failed: tuple[str, ...]
 
 
@@ -63,8 +66,7 @@ def stage(clone: Path, place: Path, repository: Repository, commit: str, say: Ca
     steps = _Steps(copy, checkout)
     # each step reads what the ones before it wrote
     say("Taking its snapshot (about half a minute)")
-    source = ["--repository", str(repository.root), "--commit", commit, "--only", "open_instruct"]
-    steps.run("scripts/snapshot.py", str(checkout), *source, also=_STALE)
+    steps.run("scripts/snapshot.py", str(repository.root), "--only", "open_instruct", also=_STALE)
     steps.run("scripts/history.py", str(repository.root), commit)
     for name in NAMING:
         page = copy / name
@@ -72,8 +74,7 @@ def stage(clone: Path, place: Path, repository: Repository, commit: str, say: Ca
     steps.run("scripts/reference.py")
     say("Asking its own parsers about the generated sets and planning the shipped files (some minutes)")
     failed = steps.write_golden()
-    changed = {name: raw for name in _files_below(copy, names) if (raw := _changed(copy, clone, name)) is not None}
-    return Staged(changed, failed)
+    return Staged(_changes(copy, clone, names), failed)
 
 
 def _tracked(clone: Path) -> Iterator[str]:
@@ -121,13 +122,19 @@ def _files_below(copy: Path, names: Sequence[str]) -> Iterator[str]:
                 yield name
 
 
-def _changed(copy: Path, clone: Path, name: str) -> bytes | None:
-    """The new text of a file; None where it is as it was."""
-    if (copy / name).is_symlink():
-        return None
-    raw = (copy / name).read_bytes()
-    before = clone / name
-    return None if before.is_file() and before.read_bytes() == raw else raw
+def _changes(copy: Path, clone: Path, names: Sequence[str]) -> dict[str, bytes | None]:
+    """The new text of each file that is not as it was; None where it is gone."""
+    changes: dict[str, bytes | None] = {}
+    for name in _files_below(copy, names):
+        path = copy / name
+        if path.is_symlink():
+            continue
+        before = clone / name
+        if not path.is_file():
+            changes[name] = None
+        elif not before.is_file() or before.read_bytes() != path.read_bytes():
+            changes[name] = path.read_bytes()
+    return changes
 
 
 @dataclass(frozen=True, slots=True)

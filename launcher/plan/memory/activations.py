@@ -41,6 +41,20 @@ def compiled_layer(setup: Setup, share: float) -> float:
     return whole if share >= 1 else least + share * (whole - least)
 
 
+def selected_modules(setup: Setup) -> float:
+    """What one layer keeps where each of its modules is computed again by itself: their inputs.
+
+    These are six states of the residual's width: the layer's input, and what norms, attention, the gated product and
+    the sum of the residual hand on (olmo_core_utils.py::TrainingConfig[activation_checkpointing_modules: list]).
+    """
+    return 6 * HALF * setup.shape.hidden * setup.batch.tokens
+
+
+def widest_module(setup: Setup) -> float:
+    """What the largest of these modules keeps while it is computed again: the gated product's parts."""
+    return 3 * HALF * setup.shape.intermediate * setup.batch.tokens
+
+
 def checkpoint(setup: Setup) -> float:
     """What one checkpointed layer keeps: its input."""
     return setup.state_width * setup.shape.hidden * setup.batch.tokens

@@ -53,6 +53,8 @@ def _kept(setup: Setup, ledger: at.Ledger) -> None:
     shape, batch, kind = setup.shape, setup.batch, "activations"
     if setup.checkpointing:
         a_layer, name = activations.checkpoint(setup), "inputs of checkpointed layers"
+    elif setup.selects_modules:
+        a_layer, name = activations.selected_modules(setup), "inputs of checkpointed modules"
     elif setup.share is not None:
         a_layer = activations.compiled_layer(setup, setup.share)
         name = f"kept by the layers, activation budget {setup.share:g}"
@@ -71,7 +73,9 @@ def _kept(setup: Setup, ledger: at.Ledger) -> None:
         ledger.add(through, kind, "rope", rope, "cosines and sines")
     if activations.needs_mask(setup):
         ledger.add(through, kind, "attention mask", batch.rows * batch.width**2, "BS^2, the mask")
-    if setup.share is not None and setup.share < 1:
+    if setup.selects_modules:
+        again = activations.widest_module(setup)
+    elif setup.share is not None and setup.share < 1:
         again = activations.compiled_layer(setup, 1) - a_layer
     elif setup.checkpointing:
         again = activations.layer(setup)

@@ -105,7 +105,8 @@ class Quantised(NamedTuple):
 class Sharding:
     """FSDP as OLMo-core lays it: 32-bit weights cut over `shards` ranks, 16 bits where they compute.
 
-    `share` is the activation memory budget of torch.compile, None without compile. The loss is compiled
+    `share` is the activation memory budget of torch.compile, None without compile. With `selected` each module of a
+    layer is computed again from its inputs, by itself. The loss is compiled
     with the output layer (olmo_core_train_modules.py::DPOLMHead[All DTensor handling]), but not before upstream's PR
     1467.
     """
@@ -113,6 +114,7 @@ class Sharding:
     shards: int
     share: float | None = None
     loss: bool = True
+    selected: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,6 +180,11 @@ class Setup:
     @property
     def share(self) -> float | None:
         return None if self.sharding is None else self.sharding.share
+
+    @property
+    def selects_modules(self) -> bool:
+        """Whether the modules of a layer are computed again one by one."""
+        return self.sharding is not None and self.sharding.selected
 
     @property
     def compiles_loss(self) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from launcher.errors import Exit, Finding, NotReady, about, errors, launch_finding
+from launcher.errors import Exit, Finding, InvalidConfig, NotReady, about, errors, launch_finding
 from launcher.machine.devices import Devices, Look
 from launcher.machine.python import Trainer
 from launcher.machine.sizes import sized
@@ -25,7 +25,7 @@ from launcher.planning.doctor import disk, install
 from launcher.planning.doctor.install import TIMEOUT_S, Imports, InstallStep
 from launcher.runs import rundir
 from launcher.upstream import behaviour
-from launcher.upstream.locate import Upstream, unpinned
+from launcher.upstream.locate import Upstream, load_schema, unpinned
 from launcher.upstream.trainers import BACKENDS, Backend, Entry
 
 OLDEST = (3, 10)
@@ -230,7 +230,7 @@ def packages(subject: Subject, imports: Imports | None = None) -> Iterator[Findi
 def needed(subject: Subject) -> tuple[str, ...]:
     plan = subject.plan
     distributions = [*subject.backend.NEEDS, *(name for entry in subject.entries for name in entry.needs)]
-    if subject.gpus and not _does_without_flash(plan):
+    if subject.gpus and not _does_without_flash(subject):
         distributions += subject.backend.GPU_NEEDS
     if plan is not None:
         if plan.stage.entry.liger(plan.values):
@@ -242,9 +242,17 @@ def needed(subject: Subject) -> tuple[str, ...]:
     return tuple(dict.fromkeys(distributions))
 
 
-def _does_without_flash(plan: Plan | None) -> bool:
-    """Whether the planned script's source is known to begin without flash-attn."""
-    return plan is not None and bool(plan.stage.schema.does(behaviour.DETECTS_WITHOUT_FLASH))
+def _does_without_flash(subject: Subject) -> bool:
+    """Whether the source that trains is known to begin without flash-attn."""
+    if subject.plan is not None:
+        return bool(subject.plan.stage.schema.does(behaviour.DETECTS_WITHOUT_FLASH))
+    if not subject.upstream.is_checkout:
+        return False
+    stage = next(iter(subject.backend.STAGES))
+    with contextlib.suppress(InvalidConfig):
+        schema = load_schema(subject.upstream, stage, allow_unpinned=True)
+        return bool(schema.does(behaviour.DETECTS_WITHOUT_FLASH))
+    return False
 
 
 def _import(subject: Subject, chosen: Devices, timeout_s: float) -> Imports:

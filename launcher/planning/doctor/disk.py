@@ -100,6 +100,9 @@ def needs(plan: Plan, output: Path | None, environ: Mapping[str, str]) -> Needs 
     watch = plan.stage.options.probe
     if watch is not None and not watch.final_save:
         likely = replace(likely, final=0)
+        if plan.stage.entry.keeps_every_state:
+            # a trial saves no state of OLMo-core's, either
+            likely = replace(likely, times=0)
     # shards of several machines may lie on a disk each, and unknown steps may save nothing
     least = replace(likely, checkpoint=likely.checkpoint // plan.nodes, times=likely.times or 0)
     there = 0
@@ -152,8 +155,9 @@ def _open_instruct(plan: Plan, count: int, setup: Setup | None) -> Saved:
 
 
 def _olmo_core(plan: Plan, count: int) -> Saved:
-    """dpo.py::_setup_callbacks[checkpointer]: every checkpoint stays, the first and the last step's too (OLMo-core at
-    the pin). Since #1701 the oldest go (olmo_core_utils.py::build_checkpointer_callback).
+    """The oldest checkpoints go where `keep_last_n_checkpoints` limits them
+    (olmo_core_utils.py::build_checkpointer_callback[max_checkpoints=max_checkpoints]). Before #1701 every one stays,
+    the first and the last step's too.
     """
     times, final = _times(plan), 4 * count
     formula = "4 + 8 bytes a parameter: weights and moments"

@@ -3,6 +3,8 @@
 import contextlib
 import importlib.metadata
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from .process import EventLog, ProbePiece, Process
@@ -140,3 +142,79 @@ class PeakMemory(ProbePiece):
                 # KiB
                 counters["peak_host_gib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 3)
             self.record.write("memory", phase=phase, step=self.process.at, **counters)
+
+
+FREQUENCIES = "inv_freq"
+"""How the names of the buffers with rotary frequencies end, in every model of transformers."""
+ROUNDED = 1e-5
+"""The least relative error of a frequency that is no rounding of float32: bfloat16 makes 4e-3 of it."""
+
+
+class Rotary(ProbePiece):
+    """Whether the model's rotary frequencies are those that its config describes, and are put right where not.
+
+    DeepSpeed's `zero.Init` makes every float tensor in the precision of training, so that transformers computes
+    the frequencies in bfloat16 under ZeRO-3; a cast of the whole model rounds them, too. They are then off by up
+    to 0.4 %: position 1,000 is turned by as much as 3 radians more or less than in what later loads the model.
+    deepspeedai/DeepSpeed#4932, huggingface/transformers#28596.
+    """
+
+    def __init__(self, process: Process) -> None:
+        super().__init__(process)
+        self.largest_error = 0.0
+
+    def restore(self, model: Any) -> None:
+        """Replace rounded frequencies by those that the module's class computes of its config."""
+        for frequency in frequencies(model):
+            error = frequency.error()
+            if frequency.true is not None and error >= ROUNDED:
+                self.largest_error = max(self.largest_error, error)
+                setattr(frequency.module, frequency.name, frequency.true.to(frequency.tensor.device))
+
+    def report(self, model: Any) -> None:
+        """Write the state of the model that is about to be trained: exact, restored or rounded."""
+        errors = [frequency.error() for frequency in frequencies(model)]
+        if not errors:
+            return
+        if max(errors) >= ROUNDED:
+            state = "rounded"
+        elif self.largest_error:
+            state = "restored"
+        else:
+            state = "exact"
+        self.record.write("rotary", state=state, largest_error=max(self.largest_error, *errors))
+
+
+@dataclass(frozen=True, slots=True)
+class Frequency:
+    """One tensor of a rotary embedding; `true` is None where its class cannot be made of a config."""
+
+    module: Any
+    name: str
+    tensor: Any
+    true: Any
+
+    def error(self) -> float:
+        """The largest error of a frequency, as a share of it."""
+        if self.true is None:
+            # what a rounding to this precision can make of it
+            return float(sys.modules["torch"].finfo(self.tensor.dtype).eps) / 2
+        true = self.true.detach().cpu().float()
+        difference = (self.tensor.detach().cpu().float() - true).abs()
+        return float((difference / true.abs()).max())
+
+
+def frequencies(model: Any) -> Iterator[Frequency]:
+    """The frequencies of every rotary embedding in the model."""
+    modules = model.named_modules() if hasattr(model, "named_modules") else ()
+    for _, module in modules:
+        names = [name for name in (*vars(module), *module._buffers) if name.endswith(FREQUENCIES)]
+        tensors = {name: getattr(module, name) for name in names}
+        tensors = {name: tensor for name, tensor in tensors.items() if hasattr(tensor, "dtype") and not tensor.is_meta}
+        if not tensors:
+            continue
+        fresh = type(module)(module.config) if hasattr(module, "config") else None
+        for name, tensor in tensors.items():
+            true = getattr(fresh, name, None)
+            known = true is not None and true.shape == tensor.shape
+            yield Frequency(module, name, tensor, true if known else None)

@@ -102,6 +102,33 @@ class Packing(ProbePiece):
             self.contract.seen("packing", state)
 
 
+def told_by_lengths(ids: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """What OLMo-core says of its rows, under transformers' names; nothing where it says nothing.
+
+    It tells the lengths of documents (`doc_lens`), of which the last may be padding, and labels of the token behind.
+    """
+    lengths, labels = kwargs.get("doc_lens"), kwargs.get("labels")
+    if lengths is None or ids.dim() != 2:
+        return {}
+    torch = sys.modules["torch"]
+    rows, width = ids.shape
+    ends = lengths.to(ids.device).cumsum(1)
+    places = torch.arange(width, device=ids.device).expand(rows, width)
+    document = torch.searchsorted(ends, places.contiguous(), right=True)
+    begins = torch.nn.functional.pad(ends, (1, 0)).gather(1, document)
+    position_ids = places - begins
+    known: dict[str, Any] = {}
+    if labels is not None and tuple(labels.shape) == tuple(ids.shape):
+        own = torch.nn.functional.pad(labels[:, :-1], (1, 0), value=-100)
+        known["labels"] = own
+        # the same token to the end of the row, and none of it is learnt
+        last = (ids == ids[:, -1:]) & (own == -100)
+        padding = last.int().flip(1).cumprod(1).flip(1).bool()
+        position_ids = position_ids.masked_fill(padding, 0)
+    known["position_ids"] = position_ids
+    return known
+
+
 def _all_agree(mine: bool, ids: Any, world: int) -> bool:
     if world == 1:
         return mine
@@ -169,7 +196,11 @@ def two_samples(
     for name, value in kwargs.items():
         if name == "num_items_in_batch" or value is None:
             continue
-        if name.startswith("cu_seq_lens"):
+        if name == "doc_lens":
+            made[name] = torch.tensor([[first, second]], dtype=value.dtype, device=value.device)
+        elif name == "max_doc_lens":
+            made[name] = [max(first, second)]
+        elif name.startswith("cu_seq_lens"):
             made[name] = torch.tensor([0, first, first + second], dtype=value.dtype, device=value.device)
         elif name.startswith("max_length"):
             made[name] = max(first, second)
@@ -186,6 +217,9 @@ def two_samples(
         # the loss is the second sample's alone, its first token belongs to nobody
         labels = made["input_ids"].clone()
         labels[:, : first + 1] = -100
+        if "doc_lens" in made:
+            # OLMo-core's are those of the token behind
+            labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
         made["labels"] = labels
     other = made["input_ids"].clone()
     other[:, :first] = other[:, :first].flip(1)

@@ -9,9 +9,9 @@ from typing import Any
 from .contract import Caches, Contract, Liger
 from .data import Data
 from .gradients import Gradients
-from .model import PeakMemory, base_of, described, device
+from .model import PeakMemory, Rotary, base_of, described, device
 from .optimizer import Movement, Optimizer
-from .packing import Packing
+from .packing import Packing, told_by_lengths
 from .preemption import Preemption
 from .process import Process, Settings, say
 from .steps import Pairs, Steps, Tally
@@ -28,6 +28,7 @@ class Probe:
         self.settings = self.process.settings
         self.record = self.process.record
         self.memory = PeakMemory(self.process)
+        self.rotary = Rotary(self.process)
         self.liger = Liger(self.process)
         self.contract = Contract(self.process, self.liger, self.leave)
         self.gradients = Gradients(self.process, self.contract)
@@ -55,7 +56,8 @@ class Probe:
         self.record.write("model", **facts)
         with self.record.quietly("end tokens"):
             self.data.saw_model(base_of(model))
-        model.register_forward_pre_hook(self.forward_begins, with_kwargs=True)
+        # before an engine's own: a forward inside of one would put its weights back (FSDP2)
+        model.register_forward_pre_hook(self.forward_begins, with_kwargs=True, prepend=True)
         self.contract.seen("attention", facts["attention"])
 
     def forward_begins(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -78,12 +80,12 @@ class Probe:
                 self.steps.start_clock()
             # what was being saved or evaluated is over
             self.watchdog.enter(TRAINING if self.process.step else FIRST_STEP)
-            if self.pairs.hidden is None:
-                self.tally.count(ids, kwargs)
-            with self.record.quietly("data"):
-                self.data.batch(ids, kwargs, self.tally)
             # what the model is not told (dpo_utils.py::concatenated_forward_olmo[output = model]), the batch says
-            known = {**kwargs, **(self.pairs.hidden or {})}
+            known = {**kwargs, **told_by_lengths(ids, kwargs), **(self.pairs.hidden or {})}
+            if self.pairs.hidden is None:
+                self.tally.count(ids, known)
+            with self.record.quietly("data"):
+                self.data.batch(ids, known, self.tally)
             self.packing.look(module, ids, known)
             self.packing.test(module, args, ids, kwargs, known)
 

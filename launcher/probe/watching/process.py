@@ -19,7 +19,25 @@ SETTINGS = "LAUNCH_PROBE"
 ATTEMPT = "LAUNCH_ATTEMPT"
 LEASE = "LAUNCH_LEASE"
 ARGUMENT = "LAUNCH_ARG_"
+TOKENISED = "LAUNCH_TOKENISED"
 NOTES = 20  # of trouble: what fails in every step fails in the same way
+# what an older launch, which did not name them, had of every script
+EARLIER_WATCHERS = {
+    "olmo_core.train.train_module.transformer.train_module": "watch_olmo_step",
+    "olmo_core.train.trainer": "watch_olmo_trainer",
+    "open_instruct.dataset_transformation": "watch_tokenising",
+    "open_instruct.dpo_utils": "watch_pairs",
+    "open_instruct.model_utils": "watch_final_save",
+    "open_instruct.olmo_core_train_modules": "watch_olmo_module",
+    "trl.trainer.dpo_trainer": "watch_preparation",
+    "trl.trainer.sft_trainer": "watch_preparation",
+}
+EARLIER_STAND_INS = {
+    "olmo_core.distributed.utils": "supply_gloo",
+    "olmo_core.train.callbacks.gpu_memory_monitor": "supply_memory_monitor",
+    "open_instruct.utils": "supply_mfu",
+    "torch.cuda": "supply_cuda_counters",
+}
 ROOM = 2**20  # bytes of events that are kept while the disk is full
 
 
@@ -125,8 +143,10 @@ def finite(value: float | None) -> float | None:
 class Settings:
     """What `launch` wants of the probe; whatever is missing asks for nothing.
 
-    `target` upstream's script, `out` folder of the records, `cpu`; `stand_ins` whether it needs those of
-    `supplies` on a CPU; `divides_loss` whether its loop divides each micro-batch's loss by their number;
+    `target` upstream's script, `out` folder of the records, `cpu`; `watchers` are functions of `trainers` by the
+    module of the script's that each watches, `stand_ins` those of `supplies` that it needs on a CPU;
+    `divides_loss` whether its loop divides each micro-batch's loss by their number; `export` what a function of
+    `models/exporting.py` is to write once the training is over;
     `packed` whether packing was requested (the same on every rank, so that collectives may depend on it);
     `gradients` whether those of autograd are compared with those that the optimizer uses; `expect`
     point -> state; `on_violation` stop or warn; `within` optimizer steps until what is expected must be
@@ -140,9 +160,12 @@ class Settings:
         self.target = str(values["target"])
         self.out = str(values["out"])
         self.cpu = bool(values.get("cpu"))
-        self.stand_ins = bool(values.get("stand_ins"))
         # an attempt that waits in a queue may have the settings of an older launch
+        self.watchers: dict[str, str] = values.get("watchers", EARLIER_WATCHERS)
+        stand_ins = values.get("stand_ins")
+        self.stand_ins: dict[str, str] = EARLIER_STAND_INS if stand_ins is True else stand_ins or {}
         self.divides_loss = bool(values.get("divides_loss", values.get("backend") == "trl"))
+        self.export: dict[str, Any] = values.get("export") or {}
         self.packed = bool(values.get("packed"))
         expect = values.get("expect") or {}
         self.expect = {point: state for point, state in expect.items() if state != "any"}

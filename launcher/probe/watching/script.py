@@ -1,5 +1,6 @@
 """Upstream's script, run as `__main__` under watch; its exit code and exceptions stay its own."""
 
+import importlib.util
 import json
 import os
 import runpy
@@ -7,76 +8,41 @@ import sys
 import types
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from . import supplies, trainers
-from .hooks import Watcher, observed, wrap_known
+from .hooks import Watcher
 from .probe import Probe
-from .process import ARGUMENT, SETTINGS, Console, attempt_number, spare_streams
+from .process import ARGUMENT, SETTINGS, Console, attempt_number, say, spare_streams
+
+LIBRARIES = {
+    "accelerate.accelerator": "watch_accelerate",
+    "accelerate.optimizer": "watch_optimizer",
+    "datasets.arrow_dataset": "watch_data_sets",
+    "mlflow": "watch_mlflow",
+    "trackio": "watch_trackio",
+    "transformers.modeling_utils": "watch_pretrained",
+    "transformers.trainer": "watch_trainer",
+    "transformers.trainer_callback": "watch_callbacks",
+    "wandb": "watch_wandb",
+}
+"""Watchers of what any script may use; those of its own modules stand in its description."""
 
 
 def watched(probe: Probe) -> dict[str, Callable[[types.ModuleType], None]]:
-    settings, caches, data = probe.settings, probe.caches, probe.data
-    watching = {
-        "accelerate.accelerator": trainers.watch_accelerate,
-        "accelerate.optimizer": trainers.watch_optimizer,
-        "transformers.modeling_utils": trainers.watch_saving,
-        "transformers.trainer": watch_trainer,
-        "transformers.trainer_callback": trainers.watch_callbacks,
-        "open_instruct.model_utils": trainers.watch_final_save,
-        "open_instruct.olmo_core_train_modules": trainers.watch_olmo_module,
-        "olmo_core.train.train_module.transformer.train_module": trainers.watch_olmo_step,
-        "olmo_core.train.trainer": trainers.watch_olmo_trainer,
-        "wandb": trainers.watch_wandb,
-        "mlflow": trainers.watch_mlflow,
-        "trackio": trainers.watch_trackio,
-    }
-    supplied = {"huggingface_hub": supplies.supply_snapshot}
+    settings = probe.settings
+    supplied = {"huggingface_hub": "supply_snapshot"}
     if settings.cpu:
-        supplied["torch.serialization"] = supplies.supply_locations
-    if settings.cpu and settings.stand_ins:
-        supplied |= supplies.STAND_INS
-    return {
-        "datasets.arrow_dataset": several(caches.watch_maps, data.watch_filters),
-        "open_instruct.dataset_transformation": several(caches.watch_dataset, data.watch_transformation),
-        "open_instruct.dpo_utils": several(caches.watch_reference, partial(watch_pairs, probe)),
-        "trl.trainer.sft_trainer": data.watch_preparation,
-        "trl.trainer.dpo_trainer": data.watch_preparation,
-        **probe.liger.watched(),
-        **{name: partial(watch, probe) for name, watch in watching.items()},
-        **{name: partial(supply, probe.record) for name, supply in supplied.items()},
-    }
+        supplied |= {"torch.serialization": "supply_locations", **settings.stand_ins}
+    watching = {name: watcher(trainers, action, probe) for name, action in {**LIBRARIES, **settings.watchers}.items()}
+    supplying = {name: watcher(supplies, action, probe.record) for name, action in supplied.items()}
+    return {**probe.liger.watched(), **watching, **supplying}
 
 
-def several(*actions: Callable[[types.ModuleType], None]) -> Callable[[types.ModuleType], None]:
-    """All of these; one that fails, at a commit that lacks what it looks for, keeps none of the others back."""
-
-    def watch(module: types.ModuleType) -> None:
-        faults: list[Exception] = []
-        for action in actions:
-            try:
-                action(module)
-            except Exception as fault:
-                faults.append(fault)
-        if faults:
-            raise faults[0]
-
-    return watch
-
-
-def watch_trainer(probe: Probe, module: types.ModuleType) -> None:
-    trainers.watch_trainer(probe, module)
-    probe.data.watch_inputs(module)
-
-
-def watch_pairs(probe: Probe, module: types.ModuleType) -> None:
-    probe.data.watch_pairs(module, lambda: probe.tally)
-
-    def computed(result: Any, *_: Any, **__: Any) -> None:
-        _, chosen, rejected = result
-        probe.tally.rewards(chosen, rejected)
-
-    wrap_known(module, ("compute_loss",), observed(probe.record, after=computed))
+def watcher(owner: types.ModuleType, name: str, subject: Any) -> Callable[[types.ModuleType], None]:
+    """The function of `trainers` or `supplies` of this name, for a module that is imported."""
+    return partial(getattr(owner, name), subject)
 
 
 def word(shown: str) -> str:
@@ -89,6 +55,22 @@ def run(target: str) -> None:
     if not getattr(sys.flags, "safe_path", False):
         sys.path[0] = os.path.dirname(os.path.abspath(target))
     runpy.run_path(target, run_name="__main__")
+
+
+def export(probe: Probe) -> None:
+    """Write the model that was trained in another library's form, where the script does not do that itself."""
+    settings = probe.settings.export
+    if not settings or probe.process.rank:
+        return
+    probe.rests()
+    path = Path(__file__).resolve().parents[1] / "models" / "exporting.py"
+    spec = importlib.util.spec_from_file_location("launch_export", path)
+    assert spec is not None and spec.loader is not None
+    exporting = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(exporting)
+    say(f"writing the weights for transformers into {settings['into']}")
+    getattr(exporting, settings["function"])(settings, probe.record.write)
+    trainers.note_saved(probe.record, settings["into"])
 
 
 def main() -> None:
@@ -110,6 +92,7 @@ def main() -> None:
     code: Any = 0
     try:
         run(target)
+        export(probe)
     except SystemExit as stop:
         code = stop.code
         raise

@@ -53,9 +53,43 @@ def supply_gloo(record: EventLog, module: types.ModuleType) -> None:
 
 
 def supply_memory_monitor(record: EventLog, module: types.ModuleType) -> None:
-    """dpo.py::_setup_callbacks[gpu_memory] watches the GPU's memory whether there is one or not."""
+    """dpo.py watches the GPU's memory whether there is one or not
+    (olmo_core_utils.py::build_base_callbacks[GPUMemoryMonitorCallback]).
+    """
     nothing = answer(record, "memory_monitor", "OLMo-core's memory monitor needs a GPU")
     wrap_known(module.GPUMemoryMonitorCallback, ("pre_train", "pre_step", "post_step"), nothing)
+
+
+def supply_documents(record: EventLog, module: types.ModuleType) -> None:
+    """OLMo-core keeps the documents of a row apart with flash-attn alone, and refuses them elsewhere.
+
+    Torch's attention is given a mask in which each sees itself: the same numbers, without the speed.
+    """
+    import torch
+
+    def attend(original: Any, backend: Any, qkv: Any, cu_doc_lens: Any = None, **kwargs: Any) -> Any:
+        if cu_doc_lens is None:
+            return original(backend, qkv, **kwargs)
+        record.supply("documents", "torch's attention, with a mask for each document: flash-attn needs a GPU")
+        queries, keys, values = qkv
+        rows, length = queries.shape[:2]
+        repeated = backend.n_heads // backend.n_kv_heads
+        places = torch.arange(rows * length, device=queries.device)
+        ends = cu_doc_lens[1:].to(places.dtype)
+        documents = torch.searchsorted(ends, places, right=True).view(rows, length)
+        order = torch.arange(length, device=queries.device)
+        mask = (documents[:, :, None] == documents[:, None, :]) & (order[:, None] >= order[None, :])
+        window = backend.window_size[0]
+        if window >= 0:
+            mask = mask & (order[:, None] - order[None, :] <= window)
+        keys = keys.repeat_interleave(repeated, dim=2)
+        values = values.repeat_interleave(repeated, dim=2)
+        attended = torch.nn.functional.scaled_dot_product_attention(
+            *(part.transpose(1, 2) for part in (queries, keys, values)), attn_mask=mask[:, None], scale=backend.scale
+        )
+        return attended.transpose(1, 2).contiguous()
+
+    wrap(module.TorchAttentionBackend, "forward", attend)
 
 
 def supply_cuda_counters(record: EventLog, module: types.ModuleType) -> None:
@@ -90,12 +124,3 @@ def supply_mfu(record: EventLog, module: types.ModuleType) -> None:
     why = "MFU needs a known GPU; reported as 0"
     for name, value in (("calculate_mfu", 0.0), ("approximate_learner_utilization", {"mfu": 0.0})):
         wrap(module.ModelDims, name, answer(record, "mfu", why, value))
-
-
-STAND_INS = {
-    "torch.cuda": supply_cuda_counters,
-    "open_instruct.utils": supply_mfu,
-    "olmo_core.distributed.utils": supply_gloo,
-    "olmo_core.train.callbacks.gpu_memory_monitor": supply_memory_monitor,
-}
-"""By module, what a script needs on a CPU that does not run there as it is."""

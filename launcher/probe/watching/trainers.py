@@ -8,6 +8,7 @@ it. The first two take it from variables of their own. trackio has none: a run i
 import contextlib
 import functools
 import importlib.util
+import json
 import os
 import sys
 import types
@@ -17,7 +18,7 @@ from typing import Any
 
 from .hooks import observed, wrap, wrap_known
 from .probe import Probe
-from .process import EventLog
+from .process import TOKENISED, EventLog
 from .watchdog import EVALUATION, SAVING
 
 TRACKIO_RUN = "LAUNCH_TRACKIO_RUN"  # the variable with the name of the trackio run to continue
@@ -40,6 +41,9 @@ def watch_accelerate(probe: Probe, module: types.ModuleType) -> None:
                     probe.optimizer.saw_engine(item)
                 if _is_model(item):
                     probe.gradients.prepared(item)
+                    # an engine may cast the whole model
+                    probe.rotary.restore(item)
+                    probe.rotary.report(item)
         if any(map(_is_model, items)):
             probe.memory.mark("prepare")
 
@@ -105,6 +109,48 @@ def _variables_of_loop() -> dict[str, Any] | None:
     return None
 
 
+def _several(*actions: Callable[[types.ModuleType], None]) -> Callable[[types.ModuleType], None]:
+    """All of these; one that fails, at a commit that lacks what it looks for, keeps none of the others back."""
+
+    def watch(module: types.ModuleType) -> None:
+        faults: list[Exception] = []
+        for action in actions:
+            try:
+                action(module)
+            except Exception as fault:
+                faults.append(fault)
+        if faults:
+            raise faults[0]
+
+    return watch
+
+
+def watch_data_sets(probe: Probe, module: types.ModuleType) -> None:
+    _several(probe.caches.watch_maps, probe.data.watch_filters)(module)
+
+
+def watch_tokenising(probe: Probe, module: types.ModuleType) -> None:
+    _several(probe.caches.watch_dataset, probe.data.watch_transformation)(module)
+
+
+def watch_preparation(probe: Probe, module: types.ModuleType) -> None:
+    probe.data.watch_preparation(module)
+
+
+def watch_pairs(probe: Probe, module: types.ModuleType) -> None:
+    _several(probe.caches.watch_reference, functools.partial(_watch_forward_of_pairs, probe))(module)
+
+
+def _watch_forward_of_pairs(probe: Probe, module: types.ModuleType) -> None:
+    probe.data.watch_pairs(module, lambda: probe.tally)
+
+    def computed(result: Any, *_: Any, **__: Any) -> None:
+        _, chosen, rejected = result
+        probe.tally.rewards(chosen, rejected)
+
+    wrap_known(module, ("compute_loss",), observed(probe.record, after=computed))
+
+
 def _is_model(item: Any) -> bool:
     return hasattr(item, "named_parameters") and hasattr(item, "forward")
 
@@ -137,6 +183,7 @@ def watch_trainer(probe: Probe, module: types.ModuleType) -> None:
         probe.stops_after_save(step, os.path.join(trainer.args.output_dir, f"checkpoint-{step}"))
 
     wrap_known(module.Trainer, ("_maybe_log_save_evaluate",), save)
+    probe.data.watch_inputs(module)
 
 
 def watch_callbacks(probe: Probe, module: types.ModuleType) -> None:
@@ -163,6 +210,17 @@ def watch_final_save(probe: Probe, module: types.ModuleType) -> None:
 
     wrap_known(module, ("push_folder_to_hub",), resting(probe, None))
     wrap_known(module, ("save_with_accelerate",), saving(probe, folder))
+
+
+def watch_pretrained(probe: Probe, module: types.ModuleType) -> None:
+    """A model is loaded, or made of a config, before any pass of it."""
+
+    def loaded(result: Any, *_: Any, **__: Any) -> None:
+        # with `output_loading_info` the model is the first of two
+        probe.rotary.restore(result[0] if isinstance(result, tuple) else result)
+
+    wrap_known(module.PreTrainedModel, ("from_pretrained", "_from_config"), observed(probe.record, after=loaded))
+    watch_saving(probe, module)
 
 
 def watch_saving(probe: Probe, module: types.ModuleType) -> None:
@@ -266,7 +324,7 @@ def clipping(probe: Probe) -> Callable[..., Any]:
     return observed(probe.record, before=probe.before_clipping, after=probe.clipped)
 
 
-# -- OLMo-core's trainer, which dpo.py starts: it calls everything itself, with no accelerate around it
+# -- OLMo-core's trainer: it calls everything itself, with no accelerate around it
 
 
 def watch_olmo_module(probe: Probe, module: types.ModuleType) -> None:
@@ -313,6 +371,46 @@ def watch_olmo_step(probe: Probe, module: types.ModuleType) -> None:
     wrap_known(owner, ("_clip_grad_norm",), clipping(probe))
 
 
+def watch_olmo_utils(probe: Probe, module: types.ModuleType) -> None:
+    """The tokenizer of a script whose data were tokenised before it began, and whether they were there already."""
+
+    def prepared(tokenizer: Any, *_: Any, **__: Any) -> None:
+        probe.data.saw_tokenizer(tokenizer)
+        answer = json.loads(os.environ.get(TOKENISED) or "{}")
+        if answer:
+            probe.caches.tell("dataset_cache", answer["state"] == "hit", str(answer["path"]))
+
+    wrap_known(module, ("setup_tokenizer_and_cache",), observed(probe.record, after=prepared))
+
+
+def watch_olmo_training(probe: Probe, module: types.ModuleType) -> None:
+    """OLMo-core's own training of a language model: it calls the model with all that it knows of the rows."""
+    watch_olmo_step(probe, module)
+
+    def built(_: Any, trained: Any, *args: Any, **kwargs: Any) -> None:
+        probe.saw_model(trained.model)
+        probe.optimizer.saw(trained.optim, None)
+        probe.gradients.prepared(trained.model)
+        probe.memory.mark("prepare")
+
+    def forward_ended(result: Any, *_: Any, **__: Any) -> None:
+        if not probe.process.testing and hasattr(result, "ce_loss"):
+            probe.backward_begins(result.ce_loss)
+
+    def train(original: Any, trained: Any, batch: Any, dry_run: bool = False) -> Any:
+        # a batch that only warms up is none of training
+        probe.process.testing = probe.process.testing or dry_run
+        try:
+            return original(trained, batch, dry_run=dry_run)
+        finally:
+            probe.process.testing = False if dry_run else probe.process.testing
+
+    owner, record = module.TransformerTrainModule, probe.record
+    wrap(owner, "__init__", observed(record, before=marking(probe, "load"), after=built))
+    wrap(owner, "model_forward", observed(record, after=forward_ended))
+    wrap(owner, "train_batch", train)
+
+
 def watch_olmo_trainer(probe: Probe, module: types.ModuleType) -> None:
     """Checkpoints are loaded and saved by it; after `fit` the weights are gathered, which may take long."""
 
@@ -347,6 +445,21 @@ def watch_olmo_trainer(probe: Probe, module: types.ModuleType) -> None:
     wrap_known(owner, ("save_checkpoint", "save_checkpoint_async"), resting(probe, SAVING))
     # OLMo-core's memory monitor sets the counters back before its first step
     wrap(owner, "fit", observed(record, before=marking(probe, "reference"), after=over))
+
+
+def watch_olmo_checkpoints(probe: Probe, module: types.ModuleType) -> None:
+    """OLMo-core saves a state before the first step and after the last; of a trial nobody wants one."""
+    if probe.settings.final_save:
+        return
+
+    def leave_out(_: Any, callback: Any, *args: Any, **kwargs: Any) -> str:
+        callback._latest_checkpoint_step = callback.step
+        return f"step{callback.step}, not saved"
+
+    owner = module.CheckpointerCallback
+    wrap(owner, "_save_checkpoint", leave_out)
+    # what was not saved is not removed, either
+    wrap_known(owner, ("_remove_checkpoint",), lambda *_, **__: None)
 
 
 def watch_wandb(probe: Probe, module: types.ModuleType) -> None:

@@ -16,7 +16,6 @@ from launcher.paths import exists
 from launcher.rules.premises import asks, where
 from launcher.rules.rule import Range, Rule, cites, no_model, outside, say, warn
 from launcher.upstream import behaviour
-from launcher.upstream.open_instruct import PIN
 from launcher.upstream.schema import Values, json_fault
 from launcher.upstream.trainers import entry_of
 
@@ -386,8 +385,7 @@ _RANGES: Mapping[str, tuple[Range, ...]] = {
         Range(lambda n: n >= 0, "error", "the optimizer refuses it"),
         Range(lambda n: n != 0, "warning", "nothing is learnt"),
     ),
-    # finetune.py::main[: args.weight_decay], dpo_tune_cache.py::main[: args.weight_decay]: as a group's own it is not
-    # looked at by torch
+    # utils.py::get_optimizer_grouped_parameters[: weight_decay,]: as a group's own it is not looked at by torch
     "weight_decay": (Range(lambda n: n >= 0, "warning", "the weights grow with every step, which nothing refuses"),),
     # finetune.py::main[if accelerator.sync_gradients and], dpo_tune_cache.py::main[if accelerator.sync_gradients and],
     # dpo.py::main[max_grad_norm = args.max_grad_norm]
@@ -559,7 +557,7 @@ def scheduler_type(values: Values) -> Iterator[Finding]:
     name = values["lr_scheduler_type"]
     if name not in SCHEDULES and not values["cache_dataset_only"]:
         # another commit may want a newer transformers, which knows more of them
-        severity: Severity = "error" if values.schema.version == PIN else "warning"
+        severity: Severity = "error" if values.schema.tested else "warning"
         message = f"`lr_scheduler_type: {brief(name)}` crashes: it needs more than the number of steps"
         yield say(severity, "scheduler-type", "lr_scheduler_type", message, f"one of {', '.join(SCHEDULES)}")
 

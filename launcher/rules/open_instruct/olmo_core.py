@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from operator import itemgetter
+from pathlib import PurePath
 from typing import Any
 
 from launcher import files
@@ -26,11 +27,10 @@ from launcher.rules.places import unintended_output
 from launcher.rules.premises import asks, unless, where
 from launcher.rules.rule import Range, Rule, check, cites, needs, no_model, number, outside, say, say_of_option, warn
 from launcher.upstream import behaviour
-from launcher.upstream.open_instruct import output_folder
+from launcher.upstream.open_instruct import STAGES, output_folder
 from launcher.upstream.schema import Values
 
 _OTHER = "leave out `script:`: dpo_tune_cache.py does that"
-_TRAINS = "leave out `script:`, dpo_tune_cache.py trains it"
 # olmo_core's prepare_training_environment, which `timeout` does not reach
 _TIMEOUT_S = 15 * 60
 # OLMo-core's shapes (olmo_core/nn/transformer/config.py), in the words of a config.json
@@ -70,10 +70,22 @@ _TIED = ("qwen3_0_6B", "qwen3_1_7B", "qwen3_4B")
 # the families whose layers OLMo-core writes in transformers' form (olmo_core/nn/hf/config.py)
 _EXPORTED = ("olmo2", "olmo3", "olmoe")
 # since #1671 a converter writes them all but the mixtures of experts, and the run is refused
-_NOT_EXPORTED = ("olmoe", "smallmoe", "small_hybrid_moe")
+NOT_EXPORTED = ("olmoe", "smallmoe", "small_hybrid_moe")
 # the family that upstream itself builds and loads since #1822, beside OLMo-core
 _HYBRID = "olmo3_hybrid"
 _SELECTED = "selected_modules"
+# shapes of OLMo-core with layers of Gated DeltaNet, and those of nGPT
+_RECURRENT = ("qwen3_5_", "olmo3_hybrid", "olmo_hybrid")
+_OWN_ATTENTION = "ngpt_"
+
+
+def script_of(values: Values) -> str:
+    return PurePath(values.schema.script).name
+
+
+def trains_instead(values: Values) -> str:
+    """The script of the stage itself, which builds any model of transformers'."""
+    return f"leave out `script:`, {PurePath(STAGES[values.schema.stage].script).name} trains it"
 
 
 @cites(
@@ -82,9 +94,7 @@ _SELECTED = "selected_modules"
     reviewed=("e6c3044aa620",),
 )
 def model(values: Values) -> Iterator[Finding]:
-    """The name is looked up, then OLMo-core is asked; a shape has no
-    weights.
-    """
+    """The name is looked up, then OLMo-core is asked; a shape has no weights."""
     name, config = str(values["model_name_or_path"] or ""), values["config_name"]
     models, configs = values.schema.models, values.schema.configs
     requested = str(config or name)
@@ -96,11 +106,18 @@ def model(values: Values) -> Iterator[Finding]:
     if not config and (model_config.here(name) or model_config.is_path(name) or name in configs):
         help = f"add `config_name: {name if name in configs else '<its shape>'}` to a model's name or folder; "
     shapes = ", ".join(sorted(set(models.values())))
-    help += f"the models {', '.join(models)}, or a `config_name` of OLMo-core's ({shapes}); for any other {_TRAINS}"
+    help += f"the models {', '.join(models)}, or a `config_name` of OLMo-core's ({shapes}); "
+    help += f"for any other {trains_instead(values)}"
     # another commit may want an OLMo-core that has more shapes
     severity: Severity = "error" if values.schema.tested else "warning"
     key = "config_name" if config else "model_name_or_path"
-    yield say(severity, "unsupported-model", key, f"{brief(requested)} is not a model that dpo.py can build", help)
+    yield say(
+        severity,
+        "unsupported-model",
+        key,
+        f"{brief(requested)} is not a model that {script_of(values)} can build",
+        help,
+    )
 
 
 @where(behaviour.MIXES_PACKED_SAMPLES)
@@ -120,7 +137,7 @@ def packing(values: Values) -> Iterator[Finding]:
 @cites("olmo_core_utils.py::save_state_dict_as_hf[except NotImplementedError]", reviewed=("e6c3044aa620",))
 def export(values: Values) -> Iterator[Finding]:
     """Where OLMo-core cannot write the model, a plain state dict is saved."""
-    named, key = _shape(values)
+    named, key = shape_of(values)
     if values["cache_dataset_only"] or values["cache_logprobs_only"]:
         return
     if named in values.schema.configs and not named.startswith(_EXPORTED):
@@ -137,15 +154,16 @@ def unexportable(values: Values) -> Iterator[Finding]:
 
     Of the shapes of ai2-olmo-core 2.6.0 these are the mixtures of experts.
     """
-    named, key = _shape(values)
+    named, key = shape_of(values)
     if values["cache_dataset_only"]:
         return
-    if named.startswith(_NOT_EXPORTED):
-        message = f"OLMo-core cannot write {named} as transformers reads it: dpo.py crashes once the model is built"
-        yield say("error", "no-hf-export", key, message, _TRAINS)
+    if named.startswith(NOT_EXPORTED):
+        message = f"OLMo-core cannot write {named} as transformers reads it: "
+        message += f"{script_of(values)} crashes once the model is built"
+        yield say("error", "no-hf-export", key, message, trains_instead(values))
 
 
-def _shape(values: Values) -> tuple[str, str]:
+def shape_of(values: Values) -> tuple[str, str]:
     """OLMo-core's name of the shape that is built, and the argument that says so."""
     key = "config_name" if values["config_name"] else "model_name_or_path"
     return values.schema.models.get(str(values[key]), str(values[key])), key
@@ -182,7 +200,8 @@ def checkpoint_intervals(values: Values) -> Iterator[Finding]:
     if isinstance(steps, int) and steps < 1:
         message = f"`checkpointing_steps: {steps}`: OLMo-core refuses it once the model is loaded"
         yield say("error", "checkpoint-steps", "checkpointing_steps", message, "write a number of steps")
-    if not isinstance(interval, int):
+    # where none is given launch sets one that fits the other
+    if not isinstance(interval, int) or not values.given(key):
         return
     if interval < 1:
         if not values.schema.does(behaviour.SKIPS_NO_INTERVAL):
@@ -194,7 +213,7 @@ def checkpoint_intervals(values: Values) -> Iterator[Finding]:
 
 
 def _ends_early(values: Values) -> bool:
-    return bool(values["cache_dataset_only"] or values["cache_logprobs_only"])
+    return bool(values["cache_dataset_only"] or values.get("cache_logprobs_only"))
 
 
 def _keeps_activations(values: Values) -> bool:
@@ -240,7 +259,7 @@ def unsaved_scaling(values: Values) -> Iterator[Finding]:
     factor = number(values.get(key))
     if factor is None or values["cache_dataset_only"]:
         return
-    named, _ = _shape(values)
+    named, _ = shape_of(values)
     if named.startswith(_HYBRID):
         message = f"`{key}`: OLMo-core scales no model with layers of several kinds, and crashes once it is built"
         yield say("error", "rope-scaling", key, message, "delete the line")
@@ -273,6 +292,18 @@ def _like(schedule: str) -> str:
     return "linear"
 
 
+budget_without_compile = asks(behaviour.RECOMPUTES_MODULES)(
+    warn(
+        "olmo_core_utils.py::build_ac_config[if activation_memory_budget]",
+        "budget-without-compile",
+        "activation_memory_budget",
+        _keeps_activations,
+        "`activation_memory_budget` does nothing with `compile_model: false`: every activation is kept",
+        "leave `compile_model` true",
+        reviewed=("e6c3044aa620",),
+    )
+)
+
 RULES: tuple[Rule, ...] = (
     *OF_ALL_SCRIPTS,
     zero_stage,
@@ -287,17 +318,7 @@ RULES: tuple[Rule, ...] = (
     unread_recomputing,
     unread_loss,
     unsaved_scaling,
-    asks(behaviour.RECOMPUTES_MODULES)(
-        warn(
-            "olmo_core_utils.py::build_ac_config[if activation_memory_budget]",
-            "budget-without-compile",
-            "activation_memory_budget",
-            _keeps_activations,
-            "`activation_memory_budget` does nothing with `compile_model: false`: every activation is kept",
-            "leave `compile_model` true",
-            reviewed=("e6c3044aa620",),
-        )
-    ),
+    budget_without_compile,
     # no line of dpo.py reads it (dpo.py::main[LoRA is not supported] asks for `use_lora` alone)
     check(
         "dpo.py::main[LoRA is not supported]",
@@ -337,8 +358,10 @@ RULES: tuple[Rule, ...] = (
 def no_deepspeed(context: Context) -> Iterator[Finding]:
     """`dpo.py` shards with FSDP; torchrun starts it, and nothing hands it a DeepSpeed file."""
     if context.deepspeed is not None:
-        message = "dpo.py shards with FSDP: nothing would read a DeepSpeed file"
-        help = "delete `deepspeed:`; `fsdp_shard_degree` says over how many GPUs it shards"
+        message = f"{script_of(context.values)} shards with FSDP: nothing would read a DeepSpeed file"
+        help = "delete `deepspeed:`"
+        if _DEGREES[0] in context.values:
+            help += "; `fsdp_shard_degree` says over how many GPUs it shards"
         yield say_of_option("error", "deepspeed-with-torchrun", "deepspeed", message, help, layer="launch")
 
 
@@ -364,14 +387,14 @@ def other_shape(context: Context) -> Iterator[Finding]:
     Layers that the files do not have stay as they were made; since #1671 they are refused.
     """
     values, name = context.values, str(context.values["model_name_or_path"])
-    named, key = _shape(values)
+    named, key = shape_of(values)
     model = model_config.read(name, context.environ) or architecture.table().get(name.lower()) or {}
     if named not in values.schema.configs or not model or caches_only(context):
         return
     family, differing = model.get("model_type"), _differing(model, named)
     # OLMo-core does not scale llama's rotary embedding
     fitting = next((s for s in _SHAPES if s != "llama3_8B" and not _differing(model, s)), None)
-    help = f"write `config_name: {fitting}`" if fitting else f"no `config_name` fits it: {_TRAINS}"
+    help = f"write `config_name: {fitting}`" if fitting else f"no `config_name` fits it: {trains_instead(values)}"
     if family not in _LOADED and family in architecture.FAMILIES:
         message = f"{brief(name)} is of the family {family}: OLMo-core loads {', '.join(_LOADED)}"
         yield say("error", "other-shape", key, message, help)
@@ -406,10 +429,11 @@ def offline_model(context: Context) -> Iterator[Finding]:
     values, environ = context.values, context.environ
     name, variable = values["model_name_or_path"], model_config.offline_by(environ)
     far = isinstance(name, str) and name and not model_config.here(name)
-    by_transformers = _shape(values)[0].startswith(_HYBRID)
+    by_transformers = shape_of(values)[0].startswith(_HYBRID)
     asks_hub = far and not model_config.is_path(name) and not by_transformers
     if variable is None or not asks_hub or caches_only(context):
-        # dpo.py::main[args.config_name]: a `config_name` is one of OLMo-core's own, no folder and nothing of the hub's
+        # olmo_core_utils.py::setup_model[model_config_args.config_name or]: a `config_name` is one of OLMo-core's own,
+        # no folder and nothing of the hub's
         found = missing_model(context) if context.machine is not None else ()
         yield from (finding for finding in found if finding.key != "args.config_name")
         return
@@ -498,6 +522,25 @@ def packed_without_documents(context: Context) -> Iterator[Finding]:
         return
     message = f"`packing` crashes once the model is built: {why}"
     yield say("error", "packing-refused", key, message, "`pip install flash-attn`, or write `packing: false`")
+
+
+@cites(
+    "olmo_core/nn/attention/recurrent.py::GatedDeltaNet.__init__[assert has_fla()]",
+    "olmo_core/nn/transformer/config.py::TransformerConfig.ngpt_like",
+)
+def unbuildable(context: Context) -> Iterator[Finding]:
+    """Some of OLMo-core's shapes want a package more, or take no attention, which both scripts hand to each."""
+    named, key = shape_of(context.values)
+    if context.values["cache_dataset_only"] or named not in context.values.schema.configs:
+        return
+    if named.startswith(_RECURRENT) and context.lacks("flash-linear-attention", "fla-core"):
+        message = f"{named} has recurrent layers: building it crashes without flash-linear-attention"
+        yield say("error", "unsupported-model", key, message, "`pip install flash-linear-attention`")
+    if named.startswith(_OWN_ATTENTION):
+        script = script_of(context.values)
+        message = f"{named} takes no `attn_implementation`, which {script} always hands over: building it crashes"
+        help = f"another shape; for any other model {trains_instead(context.values)}"
+        yield say("error", "unsupported-model", key, message, help)
 
 
 # older commits have others, or neither
@@ -611,6 +654,7 @@ STAGE_RULES: tuple[StageRule, ...] = (
     impossible_name,
     no_deepspeed,
     packed_without_documents,
+    unbuildable,
     gradient.scaled_by_limit,
     olmo_tokenizer,
     tokenising,

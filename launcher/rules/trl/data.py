@@ -665,6 +665,41 @@ def no_template(context: Context) -> Iterator[Finding]:
         return
 
 
+_BY_LENGTH = ("group_by_length", "batch_rebalance")
+
+
+@cites(
+    "transformers/trainer.py::Trainer._get_dataloader[sampler = sampler_fn]",
+    "transformers/trainer_pt_utils.py::LengthGroupedSampler.__init__[Can only automatically infer]",
+    "trl/trainer/dpo_trainer.py::DPOTrainer._set_signature_columns_if_needed[self._signature_columns = #2]",
+)
+def lengths_of_pairs(context: Context) -> Iterator[Finding]:
+    """Rows of DPO have no `input_ids`, and a column with their lengths goes before it is read."""
+    values = context.values
+    strategy = values.get("train_sampling_strategy")
+    if not values.schema.pairs or strategy not in _BY_LENGTH:
+        return
+    key = "train_sampling_strategy"
+    column = values["length_column_name"]
+    advice = f"write each pair's length into the column `{column}` of the rows, and `remove_unused_columns: false`"
+    if values["remove_unused_columns"] is not False:
+        message = (
+            f"`{key}: {strategy}`: DPO's rows have no lengths, because TRL drops every column but those it trains on"
+        )
+        yield say("error", "pair-lengths", key, message, advice)
+        return
+    for looked in _looked_at(context):
+        if column not in looked.survey.columns:
+            message = f"`{key}: {strategy}` reads the column `{column}`, which the rows do not have"
+            yield looked.say("error", "pair-lengths", message, advice)
+    if strategy == "batch_rebalance":
+        message = (
+            f"`{key}: {strategy}` makes micro-batches of unlike numbers of pairs, and DPO's loss is the mean of the "
+            "micro-batches: a long pair counts more than a short one"
+        )
+        yield say("warning", "unlike-micro-batches", key, message, "write `group_by_length`")
+
+
 RULES: tuple[StageRule, ...] = (
     data_here,
     sets_here,
@@ -676,4 +711,5 @@ RULES: tuple[StageRule, ...] = (
     test_split_here,
     template_here,
     no_template,
+    lengths_of_pairs,
 )

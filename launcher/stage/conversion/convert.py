@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from launcher.config.keys import PAIRED, STAGES
@@ -140,9 +140,10 @@ def _choose(recipes: tuple[Recipe, ...], stage: str | None, locator: Locator) ->
 
 def _script(recipe: Recipe, tool: _Tool, stage: str) -> str:
     """The key of the script among those of its trainer: a further one where the source starts that."""
-    name = recipe.program.rpartition("/")[2]
+    module = recipe.program.removesuffix(".py").replace("/", ".")
+    name = f"{module.rpartition('.')[2]}.py"
     for key, entry in BACKENDS[tool.backend].STAGES.items():
-        is_same = entry.script.rpartition("/")[2] == name
+        is_same = name in (PurePath(entry.script).name, PurePath(entry.renamed).name)
         if is_same and entry.stage == stage:
             return key
     return stage

@@ -1,4 +1,4 @@
-"""SFT on OLMo-core, which launch does not start: named, so that nobody gets a stage file that cannot train the same.
+"""SFT by OLMo-core's own scripts, which launch does not start: named, so that nobody gets another training.
 
 Its model is a checkpoint of OLMo-core's, its rows are token files and its batch counts tokens.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-_OF_OPEN_INSTRUCT = re.compile(r"(^|[/.])olmo_core_finetune(\.py)?$")
 # src/scripts/train/sft/OLMo-sft.py, Olmo-3-7B-SFT.py, FlexOlmo-SFT.py: in the folder of OLMo-core, or elsewhere
 _OF_OLMO_CORE = re.compile(
     r"(^|/)src/scripts/(official|train)/(.*/)?[^/]*olmo[^/]*\.py$|(^|/)(flex)?olmo[^/]*-sft\.py$", re.IGNORECASE
@@ -26,11 +25,6 @@ class UnsupportedProgram:
 
 def refusal(program: str) -> UnsupportedProgram | None:
     """Why a program of OLMo-core's is not converted; None of any other program."""
-    if _OF_OPEN_INSTRUCT.search(program):
-        return UnsupportedProgram(
-            what="is open-instruct's SFT on OLMo-core, which launch does not support yet",
-            instead=f"{_OTHER_WAY}with `--backend open_instruct` for open-instruct's finetune.py",
-        )
     if _OF_OLMO_CORE.search(program):
         return UnsupportedProgram(
             what="is a training of OLMo-core, which launch does not support yet",

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import yaml
@@ -23,6 +23,7 @@ from launcher.stage.conversion.settings import Recipe, SourceSetting, from_mappi
 from launcher.stage.shell import interpreter, syntax
 from launcher.stage.shell.expansion import Argument
 from launcher.stage.shell.interpreter import Script
+from launcher.upstream.open_instruct import STAGES
 
 _SHELL_SUFFIXES = frozenset({".sh", ".bash", ".zsh", ".slurm", ".sbatch", ".sub", ".job", ".cmd"})
 _YAML_SUFFIXES = frozenset({".yaml", ".yml", ".json"})
@@ -46,7 +47,18 @@ _OTHER_STAGES = re.compile(
     r"generate\w*|inference|infer|serve|merge\w*|convert\w*|prepare\w*|preprocess\w*|export|tokenize\w*|download\w*|"
     r"predict\w*|benchmark\w*|quantize\w*|upload\w*|sample|plot\w*|test|score\w*|vllm\w*|setup)(?![a-z])"
 )
-_OPEN_INSTRUCT = {"finetune": "sft", "finetune1": "sft", "dpo_tune": "dpo", "dpo_tune_cache": "dpo", "dpo": "dpo"}
+
+
+def _open_instruct_scripts() -> dict[str, str]:
+    """The stage of each script of open-instruct's, by its name now, before or as it is announced."""
+    stages = {"finetune1": "sft", "dpo_tune": "dpo"}
+    for key, entry in STAGES.items():
+        for path in filter(None, (entry.script, entry.renamed)):
+            stages[PurePath(path).stem] = entry.stage or key
+    return stages
+
+
+_OPEN_INSTRUCT = _open_instruct_scripts()
 _OPEN_INSTRUCT_SIGNS = frozenset(
     "with_tracking checkpointing_steps use_slow_tokenizer dataset_mixer_list mixer_list "
     "tokenizer_name max_train_steps preprocessing_num_workers exp_name add_bos chat_template_name "

@@ -238,8 +238,7 @@ _TABLE: Table = {
         "Error 803: system has unsupported display driver / cuda driver combination",
     ),
     "flash_attn_missing": (
-        # open_instruct/model_utils.py::_is_flash_attn_4_available[return importlib.util.find_spec];
-        # transformers/modeling_utils.py
+        # open_instruct/model_utils.py before #1716; transformers/modeling_utils.py
         ("flash_attn", r"No module named 'flash_attn|package flash_attn seems to be not installed"),
         # transformers/modeling_utils.py::PreTrainedModel._flash_attn_import_error[the package for]
         (" doesn't seem to be installed", r"the package for FlashAttention\d doesn't seem to be installed"),

@@ -1,4 +1,7 @@
-"""What open-instruct prints at the pin (45901fd0), as patterns with the line that prints each."""
+"""What open-instruct prints, as patterns with the line that prints each: at the pin, and at the other known commits.
+
+What the known commits print in other words has a pattern of each.
+"""
 
 import re
 
@@ -91,6 +94,9 @@ _TABLE: Table = {
         # open_instruct/dataset_transformation.py::DatasetTransformationCache.load_or_transform_dataset[so we will]
         ("dataset_skip_cache is True", r"dataset_skip_cache is True, so we will not load the dataset from cache"),
     ),
+    # open_instruct/dataset_transformation.py::_tokenize_row_or_mask_out[Dropping a conversation]: the whole row is
+    # masked, and dropped with those without a trained token
+    "row_masked": (_LOGGED + r"Dropping a conversation whose assistant label spans could not be derived",),
     # open_instruct/dataset_transformation.py::LocalDatasetTransformationCache.load_or_transform_dataset[dataset to]
     # (local), :1842 (hf)
     "dataset_saved": (r"(?:Saved|Pushed) transformed dataset to (?P<path>[^🚀✅\n]+)",),

@@ -10,6 +10,7 @@ from launcher.artifacts import model_config
 from launcher.dataset import sources
 from launcher.paths import exists
 from launcher.stage.options import Batch, Options
+from launcher.upstream import behaviour
 from launcher.upstream.schema import Schema
 from launcher.upstream.trainers import BACKENDS, Entry
 
@@ -95,6 +96,11 @@ def of_stage(args: Mapping[str, Any], options: Options, schema: Schema, entry: E
     given = {name: value for name, value in args.items() if value is not None and name in fields}
     left: dict[str, tuple[str, ...]] = {}
     added: dict[str, Any] = {}
+    if schema.does(behaviour.PACKS_WITH_FLASH_ALONE) and given.get(names.packing or "packing"):
+        # it asserts that attention is one of flash-attn's
+        packing = names.packing or "packing"
+        given[packing] = False
+        left["packing, which needs the attention kernels of GPUs"] = (packing,)
     for one in LEFT_OUT:
         asking = tuple(name for name in one.names if name in given and one.asks(given[name]))
         for name in asking:
@@ -128,7 +134,8 @@ def of_stage(args: Mapping[str, Any], options: Options, schema: Schema, entry: E
     for name in ("dataset_cache_mode", "cache_mode"):
         if given.pop(name, None) == "hf":
             left["the dataset cache on the hub"] = (name,)
-    added |= entry.rehearsal
+    if entry.rehearsal is not None:
+        added |= entry.rehearsal.values
     _shorten_mixture(given, added, left)
     listed = reporters if isinstance(reporters, list) else [reporters] if reporters else []
     trackers = [str(name) for name in listed if "report_to" in added and name not in ("none", "all")]

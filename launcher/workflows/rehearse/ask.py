@@ -16,6 +16,7 @@ from typing import Any
 from launcher.errors import Finding, not_ready
 from launcher.machine import isolation, process
 from launcher.machine.python import Trainer
+from launcher.upstream.trainers import BACKENDS
 from launcher.workflows.rehearse import scratch
 
 SERVER = Path(__file__).resolve().parent / "server.py"
@@ -43,6 +44,25 @@ def environment(scratch: Path, environ: Mapping[str, str]) -> dict[str, str]:
         "PYTHONDONTWRITEBYTECODE": "1",
         "REFERENCE_LOGPROBS_CACHE_PATH": str(scratch / "reference"),
         "HF_HUB_DISABLE_TELEMETRY": "1",
+    }
+
+
+def script_as_json(backend: str, key: str) -> dict[str, Any]:
+    """What is rehearsed of an entry script, for the trainer's Python; empty for a script that is not described."""
+    described = BACKENDS.get(backend)
+    entry = None if described is None else described.STAGES.get(key)
+    recipe = None if entry is None else entry.rehearsal
+    if entry is None or recipe is None:
+        return {}
+    return {
+        "module": entry.script.removesuffix(".py").replace("/", "."),
+        "classes": [list(one) for one in entry.classes],
+        "parses": recipe.parses,
+        "trainer": recipe.trainer,
+        "adapts": recipe.adapts,
+        "imports_others": recipe.imports_others,
+        "final_model": entry.final_model,
+        "ends_after": list(entry.ends_after),
     }
 
 
@@ -81,7 +101,7 @@ class Server:
             start_new_session=True,
             text=True,
         )
-        about = {"backend": self.backend, "stage": self.stage}
+        about = {"backend": self.backend, "stage": self.stage, "script": script_as_json(self.backend, self.stage)}
         paths = [] if self.root is None else [str(self.root)]
         first = self._answer({**about, "paths": paths}, STARTS_S)
         if first is None or "failed" in first:

@@ -124,6 +124,12 @@ def rehearse(
     """
     if judged.schema is None or judged.options is None or judged.upstream is None:
         return Rehearsal(findings=(), seconds=0)
+    entry = entry_of(judged.schema)
+    if entry.rehearsal is None:
+        message = f"{entry.script} is not rehearsed: how it trains on a CPU with few rows is not described"
+        help = "`launch prepare` tokenises its data; a short run: max_train_steps=2"
+        note = launch_finding("note", "not-rehearsed", message, help)
+        return Rehearsal(findings=(judged.config.placed(note),), seconds=0)
     known = None if anew else memory.recall(judged, trainer)
     if known is not None:
         lists = {name: tuple(known[name]) for name in ("losses", "left_out", "stand_ins")}
@@ -210,7 +216,8 @@ def dropped_rows(resolved: Facts) -> tuple[Finding, ...]:
         return tuple(map(stage.config.placed, counted))
     name = stage.entry.names.max_length
     limit = stage.values.get(name)
-    if not isinstance(limit, int) or stage.values.get(stage.entry.names.packing or ""):
+    joins = stage.entry.packing == "always" or bool(stage.values.get(stage.entry.names.packing or ""))
+    if not isinstance(limit, int) or joins:
         return ()
     message = f"the plan counts every row: how many the trainer drops at `{name}: {limit}` is not known"
     help = f"`launch rehearse {stage.config.path}` counts those among the first {ROWS}"

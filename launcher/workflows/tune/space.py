@@ -287,7 +287,7 @@ def _liger(made: Plan, packages: Packages, _rows: Lengths) -> Choice:
 
 
 def _per_device(made: Plan, _packages: Packages, _rows: Lengths) -> Choice:
-    if made.stage.entry.packing == "one-row" and made.values.get("packing"):
+    if made.stage.entry.takes_one_row(made.values):
         return "packed, dpo.py computes one row a GPU in a step, whatever it holds"
     values = tuple(plan.splits(made.global_batch, devices(made)))
     if len(values) < 2:
@@ -299,6 +299,8 @@ def _checkpointing(made: Plan, _packages: Packages, _rows: Lengths) -> Choice:
     if _BUDGET in made.values:
         if _adapters(made):
             return "open-instruct's DPO reads it for the full model alone"
+        if made.stage.entry.selects_modules(made.values):
+            return "`activation_checkpointing_mode: selected_modules` decides it, and no budget is read"
         if (needed := made.stage.entry.names.recompute_needs) and not made.values.get(needed):
             return f"{made.stage.entry.script} computes again only with `{needed}: true`"
         return Lever(name="checkpointing", now=float(made.values[_BUDGET]) < 1, values=(_OFF, _ON))

@@ -43,7 +43,7 @@ def run(request: dict[str, Any], report: dict[str, Any]) -> None:
             tokenizer.tokenizer_name_or_path = preview.model_folder(request, report, own)
         # a revision is that of the folder
         tokenizer.tokenizer_revision = None
-        adapt(script, request["entry"])
+        adapt(script)
         report["phase"] = "construct"
         call_trainer(script.main, arguments, tokenizer)
     except preview.Absent as absent:

@@ -14,14 +14,10 @@ from .calls import NoRehearsal, Refused, call_trainer
 from .trl_stage import shrink_model
 
 _NEEDED = {"open_instruct", "torch", "transformers", "datasets", "accelerate", "olmo_core"}
-SCRIPTS = {"sft": "finetune", "dpo": "dpo_tune_cache", "dpo_olmo_core": "dpo"}
-"""The module of each entry script."""
-ARGUMENTS: dict[str, Callable[[Any], Any]] = {
-    "sft": lambda module: module.FlatArguments,
-    "dpo": lambda module: module.dpo_utils.DPOExperimentConfig,
-    "dpo_olmo_core": lambda module: module.dpo_utils.DPOExperimentConfig,
-}
-"""The dataclass of arguments that each entry script parses."""
+SCRIPT: dict[str, Any] = {}
+"""What launch says of the entry script that this server rehearses (`script_as_json` of `ask.py`)."""
+ADAPTERS: dict[str, Callable[[Any], None]] = {}
+"""Functions that make the model of a script small, by their names."""
 
 
 class Dummies(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -67,11 +63,11 @@ def load(setup: dict[str, Any]) -> None:
     import torch
     import transformers.models.qwen2.modeling_qwen2  # noqa: F401
 
-    if setup["stage"] in SCRIPTS:
-        name = f"open_instruct.{SCRIPTS[setup['stage']]}"
-        if setup["stage"] == "dpo_olmo_core":
-            import_with_dummies(name)
-        importlib.import_module(name)
+    SCRIPT.update(setup["script"])
+    if SCRIPT:
+        if SCRIPT["imports_others"]:
+            import_with_dummies(SCRIPT["module"])
+        importlib.import_module(SCRIPT["module"])
     torch.set_num_threads(1)
     rows.prepare_in_process()
 
@@ -91,7 +87,6 @@ def answer(request: dict[str, Any], report: dict[str, Any]) -> None:
 def run(request: dict[str, Any], report: dict[str, Any]) -> None:
     """Parse; then the script's own `main` on the small model and few rows."""
     script, arguments, tokenizer = parse(request)
-    olmo_core = request["entry"] == "dpo_olmo_core"
     if request["level"] == "parse":
         return
     supply_for_cpu()
@@ -100,10 +95,10 @@ def run(request: dict[str, Any], report: dict[str, Any]) -> None:
     if tokenizer.tokenizer_name_or_path in (None, name):
         tokenizer.tokenizer_name_or_path = request["model"]
     arguments.model_name_or_path = request["model"]
-    if olmo_core:
+    if SCRIPT["adapts"]:
         # which model OLMo-core builds goes by this name (olmo_core_utils.py::setup_model[config_name or])
         arguments.config_name = arguments.config_name or name
-        shrink_olmo_core(script)
+        adapt(script)
     elif getattr(arguments, "config_name", None) not in (None, name):
         arguments.config_name = request["model"]
     if hasattr(script, "snapshot_download"):
@@ -112,12 +107,12 @@ def run(request: dict[str, Any], report: dict[str, Any]) -> None:
     with steps.losses(report) as losses:
         call_trainer(script.main, arguments, tokenizer)
     report["losses"] = losses
-    if getattr(arguments, "cache_dataset_only", False) or getattr(arguments, "cache_logprobs_only", False):
+    if any(getattr(arguments, switch, False) for switch in SCRIPT["ends_after"]):
         return
     report["phase"] = "train"
     steps.require_finite(losses)
     report["phase"] = "save"
-    out = os.path.join(arguments.output_dir, "hf_model") if olmo_core else arguments.output_dir
+    out = os.path.join(arguments.output_dir, SCRIPT["final_model"])
     report["raw"] = not steps.require_trained(out, request["model"])
     report["phase"] = "load"
     if not report["raw"]:
@@ -126,20 +121,16 @@ def run(request: dict[str, Any], report: dict[str, Any]) -> None:
 
 def parse(request: dict[str, Any]) -> tuple[Any, Any, Any]:
     """The script of a request, its arguments, and what it is told of the tokenizer."""
-    if request["entry"] not in SCRIPTS:
+    if not SCRIPT:
         raise NoRehearsal(f"how the script `{request['entry']}` trains is not known")
-    script: Any = importlib.import_module(f"open_instruct.{SCRIPTS[request['entry']]}")
-    from open_instruct.dataset_transformation import TokenizerConfig
+    script: Any = importlib.import_module(SCRIPT["module"])
     from open_instruct.utils import ArgumentParserPlus
 
-    kind = ARGUMENTS[request["entry"]](script)
+    kinds = [getattr(importlib.import_module(module), name) for module, name in SCRIPT["classes"]]
     # as a command line is read, from sys.argv: ArgumentParserPlus looks there for a YAML file
     sys.argv = [script.__file__, *request["words"]]
-    parser = ArgumentParserPlus((kind, TokenizerConfig))
-    if request["entry"] == "dpo_olmo_core":
-        arguments, tokenizer = call_trainer(parser.parse)
-    else:
-        arguments, tokenizer = call_trainer(parser.parse_args_into_dataclasses)
+    parser = ArgumentParserPlus(tuple(kinds))
+    arguments, tokenizer = call_trainer(getattr(parser, SCRIPT["parses"]))
     return script, arguments, tokenizer
 
 
@@ -197,10 +188,10 @@ def constant(value: Any) -> Callable[..., Any]:
     return lambda *_, **__: value
 
 
-def adapt(script: Any, entry: str) -> None:
-    """Have a script run as one process on a CPU up to its data set."""
-    if entry == "dpo_olmo_core":
-        shrink_olmo_core(script)
+def adapt(script: Any) -> None:
+    """Have a script run as one process on a CPU, with a small model where it builds one by a name."""
+    if SCRIPT["adapts"]:
+        ADAPTERS[SCRIPT["adapts"]](script)
 
 
 def shrink_olmo_core(script: Any) -> None:
@@ -230,3 +221,6 @@ def shrink_olmo_core(script: Any) -> None:
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", NUM_NODES="1")
     for name in ("pre_train", "pre_step", "post_step"):
         setattr(gpu_memory_monitor.GPUMemoryMonitorCallback, name, constant(None))
+
+
+ADAPTERS["shrink_olmo_core"] = shrink_olmo_core

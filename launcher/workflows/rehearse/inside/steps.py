@@ -15,9 +15,7 @@ STILL = 1e-12
 BLOWN_UP = 1e3
 """No learning rate that trains makes weights so many times as large within two steps."""
 RAW = "model_state_dict.pt"
-"""What dpo.py saves of a model that OLMo-core cannot export
-(olmo_core_utils.py::save_state_dict_as_hf[torch.save(state_dict]).
-"""
+"""What dpo.py saves, at commits before #1671, of a model that OLMo-core cannot export."""
 
 
 @contextlib.contextmanager

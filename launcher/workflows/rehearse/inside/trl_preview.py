@@ -7,7 +7,7 @@ from typing import Any
 from . import preview, rows
 from .calls import call_trainer
 from .preview import ROW, Finished, Loader, PreparedSet
-from .trl_stage import TRAINERS, parse
+from .trl_stage import SCRIPT, parse
 
 
 def run(request: dict[str, Any], report: dict[str, Any]) -> None:
@@ -36,7 +36,7 @@ def run(request: dict[str, Any], report: dict[str, Any]) -> None:
             training.precompute_ref_log_probs = False
         report["phase"] = "construct"
         build_no_model()
-        look_instead_of_training(getattr(trl, TRAINERS[request["entry"]]), loader, request)
+        look_instead_of_training(getattr(trl, SCRIPT["trainer"]), loader, request)
         call_trainer(script.main, *parts)
     except preview.Absent as absent:
         report["absent"] = [absent.kind, absent.name]

@@ -8,8 +8,8 @@ from typing import Any
 from . import rows, shrink, steps
 from .calls import NoRehearsal, Refused, call_trainer
 
-TRAINERS = {"sft": "SFTTrainer", "dpo": "DPOTrainer"}
-"""The class of trl that each entry script builds."""
+SCRIPT: dict[str, Any] = {}
+"""What launch says of the entry script that this server rehearses (`script_as_json` of `ask.py`)."""
 
 
 def load(setup: dict[str, Any]) -> None:
@@ -19,9 +19,10 @@ def load(setup: dict[str, Any]) -> None:
     import transformers.models.qwen2.modeling_qwen2  # noqa: F401
     import trl
 
-    for script, trainer in TRAINERS.items():
-        importlib.import_module(f"trl.scripts.{script}")
-        getattr(trl, trainer)
+    SCRIPT.update(setup["script"])
+    if SCRIPT:
+        importlib.import_module(SCRIPT["module"])
+        getattr(trl, SCRIPT["trainer"])
     torch.set_num_threads(1)
     rows.prepare_in_process()
 
@@ -66,7 +67,7 @@ def run(request: dict[str, Any], report: dict[str, Any]) -> None:
     rows.replace_everywhere("trl", "load_dataset", real, rows.limit(real, request, report))
     model.model_name_or_path = request["model"]
     report["phase"] = "construct"
-    watch(getattr(trl, TRAINERS[request["entry"]]), request, report)
+    watch(getattr(trl, SCRIPT["trainer"]), request, report)
     with steps.losses(report) as losses:
         call_trainer(script.main, *parts)
     report["losses"] = losses
@@ -77,9 +78,9 @@ def run(request: dict[str, Any], report: dict[str, Any]) -> None:
 
 def parse(request: dict[str, Any]) -> tuple[Any, tuple[Any, ...]]:
     """The script of a request, and what its parser makes of the words."""
-    if request["entry"] not in TRAINERS:
-        raise NoRehearsal(f"which trainer trl.scripts.{request['entry']} builds is not known")
-    script: Any = importlib.import_module(f"trl.scripts.{request['entry']}")
+    if not SCRIPT:
+        raise NoRehearsal(f"which trainer the script `{request['entry']}` builds is not known")
+    script: Any = importlib.import_module(SCRIPT["module"])
     parser = call_trainer(script.make_parser)
     words = [*config_words(request), *request["words"]]
     parts = call_trainer(parser.parse_args_and_config, words, fail_with_unknown_args=False)

@@ -1,0 +1,271 @@
+"""The data of a run, tokenised by upstream's script in one process on the CPU, where the run will look for them.
+
+It leaves before the model is loaded (finetune.py::main[if args.cache_dataset_only],
+dpo_tune_cache.py::main[if args.cache_dataset_only], dpo.py::main[if args.cache_dataset_only]). `launch prepare` asks
+for that; a script that does not tokenise itself (`TokenisingPhase`) is always started so first.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from launcher.artifacts import lengths
+from launcher.artifacts.fingerprint import cache_home
+from launcher.artifacts.lengths import Lengths
+from launcher.cache import entries, folders, keys
+from launcher.cache.keys import Cache
+from launcher.config.load import spelt
+from launcher.dataset import packed
+from launcher.dataset.packed import PackedRows
+from launcher.errors import Exit, Finding, LaunchError, NotReady, launch_finding
+from launcher.machine import locks, sizes
+from launcher.machine.python import Trainer
+from launcher.plan import command
+from launcher.plan import plan as plans
+from launcher.plan.plan import Plan
+from launcher.planning.prepare import Prepared
+from launcher.planning.request import Request
+from launcher.redaction import redact
+from launcher.runs import rundir, runner
+from launcher.runs.attempt import PROBE_SETTINGS, TOKENISED, Command
+from launcher.runs.rundir import RunFolder
+from launcher.upstream.citations import rendered
+from launcher.verdict import evidence
+from launcher.verdict.ending import find_ending
+
+# no key of tokenised data holds any of these: services, engines, devices. None: not handed over
+_REPLACED: Mapping[str, bool | None] = {
+    "cache_dataset_only": True,
+    **dict.fromkeys("push_to_hub try_launch_beaker_eval_jobs with_tracking send_slack_alerts".split(), False),
+    **dict.fromkeys("zero_stage use_liger_kernel use_qlora use_lora use_8bit_optimizer".split()),
+    **dict.fromkeys("dpo_use_paged_optimizer attn_implementation offload_param offload_optimizer".split()),
+}
+
+Say = Callable[[str], None]
+
+_LOOKS = "dataset_transformation.py::LocalDatasetTransformationCache.load_or_transform_dataset[cache_path) and]"
+
+
+class TokenisingFailed(LaunchError):
+    """Upstream's script ended with an error before the data were ready (exit 4)."""
+
+    exit_code = Exit.TRAINING
+
+
+class Interrupted(LaunchError):
+    """The user stopped it (exit 130)."""
+
+    exit_code = Exit.INTERRUPTED
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tokenised:
+    """The tokenised data of a run: where, and how long their rows are, where that is known.
+
+    `state` is `there`, `filled`, `missed` (the run would not find them), or `left` (the run makes them).
+    """
+
+    state: str
+    place: Path | None = None
+    seconds: float = 0.0
+    lengths: Lengths | None = None
+
+    @property
+    def size(self) -> int:
+        return 0 if self.place is None else sizes.below(self.place, links=True)
+
+    def as_json(self) -> dict[str, Any]:
+        known = self.lengths
+        return {
+            "state": self.state,
+            "places": [] if self.place is None else [str(self.place)],
+            "bytes": self.size,
+            "seconds": round(self.seconds, 2),
+            "rows": None if known is None else known.rows,
+            "tokens": None if known is None else known.tokens,
+            "mean": None if known is None else round(known.mean, 2),
+            "longest": None if known is None else known.longest,
+        }
+
+
+class Filling:
+    """The tokenised data of one plan, made where the run will look."""
+
+    def __init__(self, planned: Plan, trainer: Trainer, request: Request, say: Say, caches: Sequence[Cache]) -> None:
+        self.plan, self.trainer, self.request, self.say, self.caches = planned, trainer, request, say, caches
+        self.work: Path | None = None
+
+    def done(self) -> tuple[Tokenised, tuple[Finding, ...]]:
+        """Fill what is not there; returns the data and what the run would miss."""
+        if self.plan.stage.backend.DATA_CACHE != "own":
+            return Tokenised(state="left"), ()
+        missed = tuple(self._impossible())
+        if missed:
+            return Tokenised(state="missed"), missed
+        cache = next(one for one in self.caches if one.kind == "dataset")
+        entry = self._entry(cache)
+        if entry is not None:
+            return self._of(entry, "there", 0.0), ()
+        lock = cache_home() / "prepared" / f"{cache.path.name}.lock"
+        waiting = "another `launch prepare` is filling this: waiting for it"
+        with locks.alone(lock, waiting=lambda: self.say(waiting)):
+            # whoever was at it may have filled it in the meantime
+            entry = self._entry(cache)
+            return self._fill(cache) if entry is None else (self._of(entry, "there", 0.0), ())
+
+    def _entry(self, cache: Cache) -> Path | None:
+        """The set that the run would find; None where there is none, or not all that the training reads of it."""
+        entry = entries.hit(cache.path, self.plan)
+        phase = self.plan.stage.entry.tokenising
+        if entry is None or phase is None:
+            return entry
+        place = phase.place(entry, self.plan.values)
+        return entry if phase.is_complete(place) else None
+
+    def _impossible(self) -> Iterator[Finding]:
+        values = self.plan.values
+        prefix = "dataset_" if "dataset_skip_cache" in values else ""
+        ways = {
+            "skip_cache": f"the run tokenises all over, and looks for no set ({rendered(_LOOKS)})",
+            "cache_mode": "the run looks for its set on the hub, not here",
+            "config_hash": "the run takes a set by its name, whatever is there",
+        }
+        for key, why in ways.items():
+            name = f"{prefix}{key}"
+            if (value := values.get(name)) not in (None, False, "local"):
+                yield self._missed(name, f"`{name}: {spelt(value)}`: {why}", f"leave {name} out")
+
+    def _missed(self, key: str | None, message: str, help: str) -> Finding:
+        """That the run would not find what was, or could be, made."""
+        place = self.plan.stage.config.origin(f"args.{key}").place
+        return launch_finding("error", "would-miss", message, help, key=key and f"args.{key}", **place)
+
+    def _of(self, entry: Path, state: str, seconds: float) -> Tokenised:
+        known: Lengths | None = None
+        # no pyarrow in launch's own Python, or other columns: nothing hangs on it
+        with contextlib.suppress(LaunchError):
+            known = lengths.of_dataset(entry, pairs=self.plan.stage.schema.pairs)
+        return Tokenised(state=state, place=entry, seconds=seconds, lengths=known)
+
+    def _fill(self, cache: Cache) -> tuple[Tokenised, tuple[Finding, ...]]:
+        began = time.monotonic()
+        self.work = rundir.new_folder(self.request.runs or rundir.runs_root(), "prepare", self.plan.stage.name)
+        folder = RunFolder(self.work)
+        self.say(f"tokenising with {self.plan.stage.entry.script}; log: {folder.console(1)}")
+        with folders.lock((cache,), folder, 1, config=self.request.config) as locks:
+            made = self._command(cache, folder)
+            ended = runner.run(made, folder, 1, pass_fds=locks, inherited=os.environ)
+        if ended.stopped is not None:
+            raise Interrupted(())
+        if ended.returncode:
+            raise self._failure(folder, _reason(folder))
+        spoiled = folders.discard_spoiled(cache) is not None
+        entry = self._entry(cache)
+        if entry is not None and not spoiled:
+            return self._of(entry, "filled", time.monotonic() - began), ()
+        why = "the data, the tokenizer or the model were written to while they were read"
+        if not spoiled:
+            sets = folders.CacheFolder(cache.path, {"kind": "dataset"}).entries()
+            if not sets:
+                raise self._failure(folder, "upstream saved no set of tokenised data")
+            why = f"the run would not find what was tokenised into {cache.path}: upstream made it with other values"
+        return Tokenised(state="missed"), (self._missed(None, why, "run this again"),)
+
+    def _command(self, cache: Cache, folder: RunFolder) -> Command:
+        """Upstream's script in one process on the CPU, as far as its data are ready."""
+        made = replace(plans.completed(self.plan, keys.derived((cache,))), gpus=0, nodes=1)
+        stage, arguments = made.stage, dict(made.arguments())
+        for name, value in _REPLACED.items():
+            arguments.pop(name, None)
+            if value is not None and name in stage.schema.fields:
+                arguments[name] = stage.schema.words(name, value)
+        arguments[stage.entry.names.output] = [str(folder.path / "model")]
+        built = command.build(made, self.trainer, folder.path, environ=os.environ, caches=keys.environment((cache,)))
+        assert stage.upstream.root is not None
+        words = [word for name, given in arguments.items() for word in (f"--{name}", *given)]
+        env = {name: value for name, value in built.env.items() if name != PROBE_SETTINGS}
+        argv = (str(self.trainer.python), str(stage.upstream.root / stage.entry.script), *words)
+        return Command(argv=argv, env=env, cwd=built.cwd)
+
+    def _failure(self, folder: RunFolder, why: str) -> TokenisingFailed:
+        message = f"upstream's script failed before the data were ready: {redact(why)}"
+        failed = launch_finding("error", "tokenising-failed", message, "read the log", file=str(folder.console(1)))
+        return TokenisingFailed(replace(failed, layer="run"))
+
+
+def _reason(folder: RunFolder) -> str:
+    found = evidence.read_run(folder.path, attempt=1)
+    if found.log is None:
+        return "no reason"
+    end = find_ending(found)
+    error = end.error or {}
+    why = ": ".join(str(error[k]) for k in ("type", "message") if error.get(k))
+    if not why and found.exit is not None and found.exit.signal:
+        why = f"killed by {signal.Signals(found.exit.signal).name}"
+    return why or end.reason or "no reason"
+
+
+def before_training(prepared: Prepared, say: Say = lambda _: None) -> Prepared:
+    """Tokenise for a script that does not do that itself; the same start, which then knows what was there.
+
+    Raises TokenisingFailed where upstream's script fails, NotReady where the run would not find the data, and
+    Interrupted.
+    """
+    plan = prepared.plan
+    if plan.stage.entry.tokenising is None or plans.caches_only(plan.stage, plan.values) is not None:
+        return prepared
+    caches = prepared.start.caches
+    filling = Filling(plan, prepared.facts.trainer, prepared.facts.request, say, caches)
+    tokenised, missed = filling.done()
+    if missed:
+        raise NotReady(missed)
+    hit = tokenised.state == "there"
+    answer = {"state": "hit" if hit else "miss", "path": str(tokenised.place)}
+    env = {**prepared.command.env, TOKENISED: json.dumps(answer)}
+    prepared = replace(prepared, command=replace(prepared.command, env=env))
+    return _counted(prepared, tokenised, say)
+
+
+def _counted(prepared: Prepared, tokenised: Tokenised, say: Say) -> Prepared:
+    """The start with the steps that the tokenised data make, and what there is to say of them. Raises NotReady."""
+    plan = prepared.plan
+    phase = plan.stage.entry.tokenising
+    limit = plan.values.get(plan.stage.entry.names.max_length)
+    if phase is None or tokenised.place is None or not isinstance(limit, int):
+        return prepared
+    name = plan.values.get("tokenizer_name_or_path") or plan.values.get(plan.stage.entry.names.model)
+    place = phase.place(tokenised.place, plan.values)
+    rows: PackedRows | None = None
+    # a file that cannot be read costs the count; the training says what is wrong
+    with contextlib.suppress(OSError):
+        rows = packed.read(place, limit=limit, tokenizer=str(name))
+    if rows is None:
+        return prepared
+    data = f"args.{plan.stage.entry.names.data}"
+    if rows.documents > rows.samples:
+        cut = _cut_samples(plan, rows, data)
+        say(cut.message)
+        prepared = replace(prepared, warnings=(*prepared.warnings, cut))
+    if plans.step_limit(plan.stage, plan.values) is not None:
+        return prepared
+    steps = plans.steps_of(plan.stage, plan.values, rows.rows, plan.global_batch)
+    if steps is not None and steps < 1:
+        message = f"{rows.samples:,} samples are packed into {rows.rows:,} rows: less than one step of "
+        message += f"{plan.global_batch:,}, there is nothing to train on"
+        help = "a smaller batch, fewer GPUs, or more data"
+        raise NotReady(plan.stage.config.placed(launch_finding("error", "too-few-rows", message, help, key=data)))
+    say(f"{rows.samples:,} samples are packed into {rows.rows:,} rows of {limit:,} tokens: {steps or 0:,} steps")
+    return replace(prepared, plan=replace(plan, steps=steps, rows=rows.rows))
+
+
+def _cut_samples(plan: Plan, rows: PackedRows, key: str) -> Finding:
+    message = f"{rows.samples:,} samples are {rows.documents:,} documents for OLMo-core: it takes every end of text "
+    message += "for the end of a document, and no part of a conversation sees the one before"
+    help = "a chat template that ends the whole conversation with the end-of-text token, and a turn with another one"
+    return plan.stage.config.placed(launch_finding("warning", "cut-samples", message, help, key=key))

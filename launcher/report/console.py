@@ -329,6 +329,8 @@ def _point_lines(point: summary.Point) -> list[str]:
     # also of a point that is as expected: half of the batch may be empty
     if detail.get("wasted"):
         lines.append(detail["wasted"])
+    if detail.get("stand_in"):
+        lines.append(f"stand-in: {detail['stand_in']}")
     return lines
 
 

@@ -135,9 +135,8 @@ def _masked_rows(evidence: Evidence) -> Iterator[Doubt]:
     yield Doubt(
         state="fewer",
         certain=len(lines) >= HALF * planned,
-        reason=f"the answers of {_share(len(lines), planned)} conversations "
-        "could not be found in the text that "
-        "the chat template makes of them, so that they are dropped",
+        reason=f"the answers of {_share(len(lines), planned)} conversations could not be found in "
+        "the text that the chat template makes of them, so that they are dropped",
         help="see what the template makes of a row (`launch preview FILE`), or choose another one; "
         f"{_ACCEPT}",
         cites=lines[:3],

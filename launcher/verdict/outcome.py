@@ -721,6 +721,10 @@ def observe_model(evidence: Evidence, _expected: str | None) -> Observation:
     detail = dict(evidence.model)
     state = str(detail.pop("state", "saved"))
     cites = evidence.events("saved_model")[-1:]
+    for event in evidence.events("export")[-1:]:
+        # what was written for transformers, compared with the checkpoint
+        detail["export"] = {key: event.fields.get(key) for key in ("state", "error", "checkpoint")}
+        cites = (*cites, event)
     observation = Observation(state, proved=state != "unknown", cites=cites, detail=detail)
     if state not in ("missing", "changed"):
         return observation

@@ -331,6 +331,9 @@ def _packing_by_rank(evidence: Evidence, expected: str | None) -> Observation | 
     detail = _fields(cites[0]) | missing
     if len(set(states.values())) > 1:
         detail["ranks"] = states
+    stand_in = _stand_in(evidence, "documents")
+    if stand_in is not None:
+        detail["stand_in"] = stand_in
     for event in evidence.events("half_wasted")[:1]:
         # packed rows are mostly empty, and another batch would fill them
         detail["wasted"] = event.text("message")
@@ -352,6 +355,14 @@ def _packing_by_rank(evidence: Evidence, expected: str | None) -> Observation | 
         reason=reason,
         help=_LEAKING_HELP if state == "leaking" else None,
     )
+
+
+def _stand_in(evidence: Evidence, feature: str) -> str | None:
+    """What the probe supplied for a feature that a CPU lacks."""
+    for event in evidence.events("supplied"):
+        if event.text("what") == feature:
+            return event.text("why")
+    return None
 
 
 def _packing_event(record: RankRecord) -> Event | None:
@@ -502,24 +513,28 @@ def _batch_of(step: ProbeStep) -> _BatchSize:
 
 
 def _planned_batch(manifest: Manifest) -> _BatchSize:
-    stage = str(manifest.stage)
     backend = BACKENDS.get(str(manifest.backend))
+    entry = None
+    if backend is not None:
+        entry = backend.STAGES.get(str(manifest.script or manifest.stage))
     packing = None
-    if backend is not None and manifest.argument("packing"):
-        entry = backend.STAGES.get(stage)
-        packing = entry and entry.packing
+    split_name = "sequence_parallel_size"
+    if entry is not None:
+        split_name = entry.names.shared
+        if entry.packing == "always" or manifest.argument("packing"):
+            packing = entry.packing
     micro_batches = manifest.accumulation
     rows = manifest.per_device
-    split = manifest.argument("sequence_parallel_size")
+    split = manifest.argument(split_name)
     if packing in ("paired", "one-row") or (isinstance(split, int) and split > 1):
         # dpo.py fills its micro-batches anew
         # (data_loader.py::HFDataLoader._reshard[usable_size = total_batches #1]);
         # ranks that share rows take turns with them
         return _BatchSize(None, None)
-    if packing == "refilled" or not micro_batches or not rows:
+    if packing in ("refilled", "always") or not micro_batches or not rows:
         # how many rows a packed row holds is unknown
         return _BatchSize(micro_batches, None)
-    sequences = 2 if stage in PAIRED else 1
+    sequences = 2 if str(manifest.stage) in PAIRED else 1
     return _BatchSize(micro_batches, micro_batches * rows * sequences)
 
 

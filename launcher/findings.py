@@ -481,6 +481,12 @@ _MODEL_DEEPSPEED_OUTPUT_FOLDER = CodeSection(
         _row("qlora-deepspeed", "run", "a quantised model with DeepSpeed (ZeRO-3 crashes), or without a GPU"),
         _row("lora-biases", "run", "LoRA on a model with biases crashes with ZeRO-1 and 2"),
         _row(
+            "empty-group",
+            "run",
+            "finetune.py and dpo_tune_cache.py of older commits: a model without biases ends with "
+            "a ValueError in its first step under DeepSpeed",
+        ),
+        _row(
             "lora-zero3-checkpointing",
             "run",
             "finetune.py: LoRA's frozen weights are gone when ZeRO-3 computes a layer again",

@@ -10,7 +10,7 @@ from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
-from launcher.artifacts import model_config
+from launcher.artifacts import architecture, model_config, model_files
 from launcher.errors import Finding, Severity, brief
 from launcher.rules.context import Context, StageRule, caches_only, section
 from launcher.rules.premises import asks, where
@@ -30,6 +30,17 @@ _PASSES = "gradient_accumulation_steps"
 _MICRO = "train_micro_batch_size_per_gpu"
 # attention with biases whatever else their config says; `attention_bias` tells for the others
 _BIASED = frozenset({"qwen2", "qwen2_moe"})
+# families without a bias, unless their config asks for some
+_UNBIASED = frozenset(
+    (
+        "cohere cohere2 gemma gemma2 gemma3 gemma3_text granite llama ministral mistral mixtral "
+        "olmo olmo2 olmo3 olmoe phi3 qwen3 qwen3_moe smollm3"
+    ).split()
+)
+# what both scripts look for in a parameter's name
+_WITHOUT_DECAY = ("bias", "layer_norm.weight")
+STRICT_SCHEDULES = Version("2.10")
+"""The release of torch from which on a schedule refuses other groups than those that it was made for."""
 # accelerate/utils/deepspeed.py::map_pytorch_optim_to_deepspeed[is_adaw = isinstance],
 # accelerate/utils/deepspeed.py::map_pytorch_optim_to_deepspeed[if isinstance(optimizer, (bnb_opt.AdamW],
 # accelerate/utils/deepspeed.py::map_pytorch_optim_to_deepspeed[if is_bnb_available(min_version]: those that stay what
@@ -251,6 +262,49 @@ def frozen_biases(context: Context) -> Iterator[Finding]:
         yield say("error", "lora-biases", "use_lora", message, help)
 
 
+@where(behaviour.KEEPS_EMPTY_GROUPS)
+@cites(
+    "finetune.py::main[no_decay =]",
+    "dpo_tune_cache.py::main[no_decay =]",
+    "deepspeed/runtime/engine.py::DeepSpeedEngine._configure_optimizer[basic_optimizer.param_groups]",
+    "torch/optim/lr_scheduler.py::LRScheduler._update_lr[strict=True]",
+    reviewed=("e6c3044aa620",),
+)
+def no_biases(context: Context) -> Iterator[Finding]:
+    """Both scripts put biases into a second group of the optimizer, which is empty in most models.
+
+    DeepSpeed leaves an empty group out. The schedule was made for two groups, and from torch 2.10
+    on it refuses to step with one. Measured: Llama-3.1-8B, ZeRO-3, torch 2.11, first step.
+    """
+    if not context.distributed or caches_only(context) or not _has_no_bias(context):
+        return
+    torch = (context.packages or {}).get("torch")
+    if torch is not None and Version(torch) < STRICT_SCHEDULES:
+        return
+    message = (
+        "this model has no bias, and with DeepSpeed the first step ends with a ValueError: the optimizer's group of "
+        f"biases is empty, DeepSpeed drops it, and torch {STRICT_SCHEDULES} and later refuse the schedule for it"
+    )
+    help = "train with a checkout that leaves empty groups out, or with `deepspeed: none`"
+    yield say("error", "empty-group", "model_name_or_path", message, help)
+
+
+def _has_no_bias(context: Context) -> bool:
+    """Whether no parameter is a bias: by the weights that lie here, or by the family."""
+    values = context.values
+    name = values["model_name_or_path"]
+    path = model_config.where(name, context.environ, values.get("model_revision"))
+    weights = None if path is None else model_files.sizes(path.parent)
+    if weights:
+        return not any(mark in weight for weight in weights for mark in _WITHOUT_DECAY)
+    config = model_config.built_from(values, context.environ)
+    if not config:
+        config = architecture.table().get(str(name).lower(), {})
+    if config.get("attention_bias") is True or config.get("mlp_bias") is True:
+        return False
+    return config.get("model_type") in _UNBIASED
+
+
 @cites(
     "finetune.py::main[model.gradient_checkpointing_enable #1]",
     "transformers/modeling_utils.py::PreTrainedModel.gradient_checkpointing_enable[gradient_checkpointing_kwargs =]",
@@ -444,7 +498,7 @@ def true_gradients(context: Context) -> Iterator[Finding]:
 
 
 _SHARED: tuple[StageRule, ...] = (zero_section, no_batch, unsaved_weights, clipping, true_gradients)
-_OWN_LOOP = (*_SHARED, refused_file, batch_of_the_file, quantised, frozen_biases)
+_OWN_LOOP = (*_SHARED, refused_file, batch_of_the_file, quantised, frozen_biases, no_biases)
 
 RULES: Mapping[str, Mapping[str, tuple[StageRule, ...]]] = {
     "open_instruct": {"sft": (*_OWN_LOOP, frozen_released), "dpo": (*_OWN_LOOP, two_zero_stages)},

@@ -259,6 +259,31 @@ def test_frozen_biases_crash_where_their_group_is_kept(tmp_path: Path, biased: b
     assert "lora-biases" not in said(mended, case)
 
 
+@pytest.mark.parametrize(
+    ("config", "torch", "refused"),
+    [
+        ({"model_type": "llama"}, "2.11.0", True),
+        ({"model_type": "llama"}, None, True),
+        ({"model_type": "llama"}, "2.9.1", False),
+        ({"model_type": "llama", "attention_bias": True}, "2.11.0", False),
+        ({"model_type": "qwen2"}, "2.11.0", False),
+    ],
+)
+def test_models_without_biases_where_empty_groups_are_kept(
+    tmp_path: Path, config: dict[str, Any], torch: str | None, refused: bool
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    given = {"model_name_or_path": str(tmp_path)}
+    packages = {} if torch is None else {"packages": {"torch": torch}}
+    context = {"deepspeed": ZERO2, "gpus": 2, **packages}
+    codes = {"empty-group"} if refused else set()
+    case = Case("sft", behaviour.KEEPS_EMPTY_GROUPS, given, codes, set(), context)
+    schema = baseline("sft")
+    mended = replace(schema, behaviours={**schema.behaviours, case.behaviour: False})
+    assert said(schema, case) & {"empty-group"} == codes
+    assert "empty-group" not in said(mended, case)
+
+
 def test_where_nothing_tells_a_new_rule_is_silent_and_an_old_one_speaks() -> None:
     schema = replace(baseline(OLMO_CORE), behaviours={})
     assert not premises.applies(gradient.scaled_by_limit, schema)

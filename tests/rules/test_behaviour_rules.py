@@ -293,7 +293,7 @@ def test_where_nothing_tells_a_new_rule_is_silent_and_an_old_one_speaks() -> Non
 
 
 def test_every_premise_is_a_behaviour_that_launch_knows_of_that_script() -> None:
-    for key in BACKENDS["open_instruct"].STAGES:
-        known = {one.name for one in behaviour.of_script(key)}
+    for key, entry in BACKENDS["open_instruct"].STAGES.items():
+        known = {one.name for one in behaviour.of_script(entry.behaves_as or key)}
         for rule in (*registry.of_script("open_instruct", key), *registry.of_stage("open_instruct", key)):
             assert {premise.behaviour for premise in premises.premises_of(rule)} <= known, rule.__qualname__

@@ -99,6 +99,14 @@ def _attention(_state: str, detail: Detail) -> str | None:
     return f"the log announces {detail['announced']}"
 
 
+def _positions(state: str, detail: Detail) -> str | None:
+    if state != "restored":
+        return None
+    return (
+        f"loading had rounded the rotary frequencies by up to {detail['largest_error']:.1%}; the probe put them right"
+    )
+
+
 def _batch(state: str, detail: Detail) -> str | None:
     if state != "planned":
         return None
@@ -228,6 +236,14 @@ POINTS: tuple[PointType, ...] = (
         whole_run=True,
         label="attention",
         sentence=_attention,
+    ),
+    PointType(
+        name="positions",
+        states=("exact", "restored", ANY),
+        observed_in="points",
+        whole_run=True,
+        optional=True,
+        sentence=_positions,
     ),
     PointType(
         name="batch", states=("planned", ANY), observed_in="points", needs_plan=True, whole_run=True, sentence=_batch

@@ -423,6 +423,28 @@ def observe_attention(evidence: Evidence, expected: str | None) -> Observation:
     )
 
 
+def observe_positions(evidence: Evidence, _expected: str | None) -> Observation:
+    """Whether the model turns positions by the frequencies of its config (`probe.Rotary`)."""
+    events = evidence.last_events("rotary")
+    if not events:
+        return UNKNOWN
+    detail: dict[str, object] = evidence.missing_ranks(ranks_of(events))
+    missing = bool(detail)
+    detail["largest_error"] = max(event.number("largest_error") or 0.0 for event in events)
+    states = {event.text("state") for event in events}
+    if "rounded" in states:
+        return Observation(
+            "rounded",
+            unwanted=True,
+            cites=events,
+            detail=detail,
+            reason="the rotary frequencies of the trained model are not those of its config",
+            help="train with ZeRO-2 or FSDP: ZeRO-3 loads every float tensor in bfloat16",
+        )
+    state = "restored" if "restored" in states else "exact"
+    return Observation(state, proved=not missing, cites=events, detail=detail)
+
+
 def _attention_logged(evidence: Evidence, expected: str | None) -> Observation:
     detected = evidence.signals("attention")[-1:]
     # DPO's own argument wins

@@ -72,6 +72,24 @@ def weights(moved: int, sampled: int = 10_000, steps: int = 10, **more: Any) -> 
 @pytest.mark.parametrize(
     ("reports", "state", "ok"),
     [
+        (["exact", "exact"], "exact", True),
+        (["restored", "restored"], "restored", True),
+        (["exact", "rounded"], "rounded", False),
+        ([], None, None),
+    ],
+)
+def test_positions_are_those_of_the_config(run: Run, reports: list[str], state: str | None, ok: bool | None) -> None:
+    for rank, reported in enumerate(reports or [""]):
+        event = {"event": "rotary", "state": reported, "largest_error": 0.004}
+        run.rank(rank, *([event] if reported else []), world=max(1, len(reports)))
+    found = point(judged(run.folder), "positions")
+    assert (found and found.state) == state
+    assert (found and found.ok) == ok
+
+
+@pytest.mark.parametrize(
+    ("reports", "state", "ok"),
+    [
         ([weights(9_000)], "moved", True),
         ([weights(0)], "still", False),
         ([weights(200)], "few", None),

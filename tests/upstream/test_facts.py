@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from unused_arguments import FINETUNE, HELPER
 
-from launcher.upstream import facts
+from launcher.upstream import facts, locate
 from launcher.upstream.source.packages import Folder
 from launcher.upstream.trainers import BACKENDS
 
@@ -64,6 +64,16 @@ def test_what_is_read_survives_json(root: Path) -> None:
     } - ({"open_instruct/__init__.py"} - set(one.digests))  # fmt: skip
     with pytest.raises(LookupError, match="dpo"):
         facts.schema_of(told, BACKEND, "dpo", "source", "x")
+
+
+@pytest.mark.parametrize(
+    ("stage", "epochs", "rate"),
+    [("dpo", 1, 2e-5), ("dpo_olmo_core", 1, 2e-5), ("sft_olmo_core", 3, 8e-5)],
+)
+def test_the_snapshot_keeps_the_defaults_of_each_script(stage: str, epochs: int, rate: float) -> None:
+    """SFT on OLMo-core parses DPO's dataclasses, and gives its parser defaults of its own."""
+    fields = facts.schema_of(locate.snapshot("open_instruct"), BACKEND, stage, "snapshot", "x").fields
+    assert (fields["num_epochs"].default, fields["learning_rate"].default) == (epochs, rate)
 
 
 def test_mappings_that_names_are_looked_up_in(root: Path) -> None:

@@ -483,8 +483,8 @@ _MODEL_DEEPSPEED_OUTPUT_FOLDER = CodeSection(
         _row(
             "empty-group",
             "run",
-            "finetune.py and dpo_tune_cache.py of older commits: a model without biases ends with "
-            "a ValueError in its first step under DeepSpeed",
+            "finetune.py and dpo_tune_cache.py of older commits: under DeepSpeed a model without "
+            "biases fails in its first step with a ValueError",
         ),
         _row(
             "lora-zero3-checkpointing",
@@ -599,13 +599,12 @@ _THE_ROWS_OF_THE_DATA = CodeSection(
         _row(
             "pair-lengths",
             "run",
-            "TRL: DPO is to draw pairs by their lengths, and the rows have no column with "
-            "them, or it would be dropped",
+            "TRL: DPO is to draw pairs by their lengths, and the rows have no column with them, or TRL drops it",
         ),
         _row(
             "unlike-micro-batches",
             "run",
-            "TRL: micro-batches of unlike numbers of pairs count alike, so that long pairs weigh more",
+            "TRL: DPO weighs micro-batches alike, whatever their number of pairs, so that long pairs count more",
         ),
         _row(
             "data-columns",
@@ -878,7 +877,7 @@ _SOURCE_AND_MACHINE = CodeSection(
         _row(
             "cut-samples",
             "launch",
-            "olmo_core_finetune.py: more documents than samples: OLMo-core takes every end of text for the end of one",
+            "olmo_core_finetune.py: OLMo-core ends a document at every end-of-text token, and splits samples there",
         ),
         _row(
             "would-miss",
@@ -896,9 +895,7 @@ _SOURCE_AND_MACHINE = CodeSection(
         _row("no-such-log", "launch", "a run without a log of that attempt"),
         _row("not-prepared", "launch", "a run folder in which no attempt waits to be started"),
         _row(
-            "no-keeper",
-            "launch",
-            "the process that keeps a run ended before training began; the help is the last line that it wrote",
+            "no-keeper", "launch", "the supervisor ended before training began; the help is the last line of its log"
         ),
         _row(
             "not-your-run",

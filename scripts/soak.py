@@ -33,6 +33,7 @@ from launcher.machine import process
 from launcher.report import overview
 from launcher.runs import rundir
 from launcher.runs.rundir import RunFolder
+from launcher.upstream import open_instruct
 from launcher.verdict import evidence
 
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets", "deepspeed")
@@ -394,7 +395,8 @@ def _page(told: dict[str, Any]) -> str:
         "largest difference of a loss | of a final weight | final loss, alone | ok |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
-    names = {"trl": "TRL, SFT", "sft": "open-instruct at the pin, SFT", "dpo": "open-instruct at the pin, DPO"}
+    commit = f"open-instruct {open_instruct.PIN[:12]}"
+    names = {"trl": "TRL, SFT", "sft": f"{commit}, SFT", "dpo": f"{commit}, DPO"}
     for one in told["kinds"]:
         runs = one["runs"]
         losses = max((run["largest_loss_difference"] for run in runs), default=float("nan"))

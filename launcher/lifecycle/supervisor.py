@@ -107,7 +107,7 @@ def _failure_of(folder: RunFolder, answer: bytes) -> NotReady:
         lines = folder.supervisor_log.read_text(errors="replace").splitlines()
         if lines:
             help = f"its last line: {brief(lines[-1], 300)}"
-    message = "the process that keeps the run ended before training began"
+    message = "the supervisor of the run ended before training began"
     return not_ready("no-keeper", message, help, file=str(folder.path))
 
 

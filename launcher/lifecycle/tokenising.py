@@ -308,11 +308,9 @@ def _counted(prepared: Prepared, tokenised: Tokenised, say: Say) -> Prepared:
 
 
 def _cut_samples(plan: Plan, rows: PackedRows, key: str) -> Finding:
-    message = f"{rows.samples:,} samples are {rows.documents:,} documents for OLMo-core: "
-    message += "it takes every end of text "
-    message += "for the end of a document, and no part of a conversation sees the one before"
-    help = "a chat template that ends the whole conversation with the end-of-text token, "
-    help += "and a turn with another one"
+    message = f"OLMo-core splits {rows.samples:,} samples into {rows.documents:,} documents, "
+    message += "one for each end-of-text token: an answer does not see the question before it"
+    help = "use a chat template that writes the end-of-text token after the last turn only"
     return plan.stage.config.placed(
         launch_finding("warning", "cut-samples", message, help, key=key)
     )

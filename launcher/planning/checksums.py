@@ -1,7 +1,7 @@
 """Checksums of checkpoints: taken beside the training once one is complete, compared before a resume.
 
 Files are read whole: a changed block in an optimizer's state shows in no header. sha256 takes about 3 s a GB on
-one slow core; the keeper does it at the lowest priority, mostly out of the page cache. They lie in the run folder
+one slow core; the supervisor does it at the lowest priority, mostly out of the page cache. They lie in the run folder
 and beside the lease in the output folder, for a run folder may vanish; nothing may be written into a checkpoint that
 upstream is about to delete.
 """

@@ -282,10 +282,10 @@ def no_biases(context: Context) -> Iterator[Finding]:
     if torch is not None and Version(torch) < STRICT_SCHEDULES:
         return
     message = (
-        "this model has no bias, and with DeepSpeed the first step ends with a ValueError: the optimizer's group of "
-        f"biases is empty, DeepSpeed drops it, and torch {STRICT_SCHEDULES} and later refuse the schedule for it"
+        "this model has no biases, and with DeepSpeed its first step fails with a ValueError: DeepSpeed drops the "
+        f"optimizer's empty group of biases, and torch {STRICT_SCHEDULES} and later refuse a schedule made with it"
     )
-    help = "train with a checkout that leaves empty groups out, or with `deepspeed: none`"
+    help = "check out a later open-instruct, such as the pin (`launch pin status`), or write `deepspeed: none`"
     yield say("error", "empty-group", "model_name_or_path", message, help)
 
 

@@ -67,8 +67,7 @@ def test_what_is_read_survives_json(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "epochs", "rate"),
-    [("dpo", 1, 2e-5), ("dpo_olmo_core", 1, 2e-5), ("sft_olmo_core", 3, 8e-5)],
+    ("stage", "epochs", "rate"), [("dpo", 1, 2e-5), ("dpo_olmo_core", 1, 2e-5), ("sft_olmo_core", 3, 8e-5)]
 )
 def test_the_snapshot_keeps_the_defaults_of_each_script(stage: str, epochs: int, rate: float) -> None:
     """SFT on OLMo-core parses DPO's dataclasses, and gives its parser defaults of its own."""

@@ -73,7 +73,7 @@ def _run(request: Request, shared: Shared) -> Exit:
 
     format, ending = shared.format, shared.at_end()
     on_finish.require_program(ending["on_finish"])
-    # the keeper reads it too late to say so
+    # the supervisor reads it too late to say so
     runner.parse_stop_grace(os.environ.get(runner.GRACE_VARIABLE))
     preemption.parse_save_grace(os.environ.get(preemption.GRACE_VARIABLE))
     with supervisor.interruptible():

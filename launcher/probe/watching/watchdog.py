@@ -69,7 +69,7 @@ class Watchdog(threading.Thread):
                 # that this process runs at all: whoever supervises it looks at the time of the file
                 os.utime(self.process.record.stacks.replace(".stacks.txt", ".jsonl"))
             if self.process.rank == 0 and LEASE in os.environ:
-                # a keeper that was killed must not seem to have left the output folder
+                # a supervisor that was killed must not seem to have left the output folder
                 with contextlib.suppress(OSError):
                     os.utime(os.environ[LEASE])
 

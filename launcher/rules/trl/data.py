@@ -681,23 +681,25 @@ def lengths_of_pairs(context: Context) -> Iterator[Finding]:
         return
     key = "train_sampling_strategy"
     column = values["length_column_name"]
-    advice = f"write each pair's length into the column `{column}` of the rows, and `remove_unused_columns: false`"
+    advice = (
+        f"add a column `{column}` with the length of each pair to the rows, and write `remove_unused_columns: false`"
+    )
     if values["remove_unused_columns"] is not False:
         message = (
-            f"`{key}: {strategy}`: DPO's rows have no lengths, because TRL drops every column but those it trains on"
+            f"`{key}: {strategy}` needs the length of each pair, and TRL drops every column that DPO does not train on"
         )
         yield say("error", "pair-lengths", key, message, advice)
         return
     for looked in _looked_at(context):
         if column not in looked.survey.columns:
-            message = f"`{key}: {strategy}` reads the column `{column}`, which the rows do not have"
+            message = f"`{key}: {strategy}` needs the length of each pair in a column `{column}`, and the rows lack it"
             yield looked.say("error", "pair-lengths", message, advice)
     if strategy == "batch_rebalance":
         message = (
-            f"`{key}: {strategy}` makes micro-batches of unlike numbers of pairs, and DPO's loss is the mean of the "
-            "micro-batches: a long pair counts more than a short one"
+            f"`{key}: {strategy}` puts fewer pairs into a micro-batch the longer they are, and DPO weighs every "
+            "micro-batch alike: a long pair counts more than a short one"
         )
-        yield say("warning", "unlike-micro-batches", key, message, "write `group_by_length`")
+        yield say("warning", "unlike-micro-batches", key, message, f"write `{key}: group_by_length`")
 
 
 RULES: tuple[StageRule, ...] = (

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from launcher.paths import PACKAGE
 from launcher.upstream import behaviour
-from launcher.upstream.schema import Field, Read, Refusal, Schema, Shadow, field_as_json, field_from_json
 from launcher.upstream.schema import Path as ScriptPath
+from launcher.upstream.schema import Read, Refusal, Schema, Shadow, field_as_json, field_from_json
 from launcher.upstream.trainers import Backend, Entry
 
 if TYPE_CHECKING:
@@ -114,29 +114,18 @@ def _read_stage(
     if not any(path.reads.values()):
         # nothing was followed: that says nothing about any argument
         path = ScriptPath()
-    facts["stages"][stage] = [_add_field(facts, stage, known) for known in fields.values()]
+    keys = [f"{known.owner}.{known.name}" for known in fields.values()]
+    facts["stages"][stage] = keys
     facts["classes"][stage] = [list(one) for one in classes]
     facts["paths"][stage] = {
         "reads": {name: [[one.where, *one.when] for one in found] for name, found in path.reads.items()},
         "shadows": {name: [one.where, *one.by] for name, one in path.shadows.items()},
         "refusals": [{**asdict(one), "when": list(one.when)} for one in path.refusals],
     }
-    for known in fields.values():
+    for key, known in zip(keys, fields.values(), strict=True):
+        facts["fields"][key] = field_as_json(known)
         if known.external and known.external.partition(".")[0] not in backend.PACKAGES:
             facts["externals"][known.external] = list(known.choices)
-
-
-def _add_field(facts: dict[str, Any], stage: str, known: Field) -> str:
-    """Add a field and return its key: `CLASS.NAME`, or `STAGE:CLASS.NAME` where it differs from another stage's.
-
-    Scripts share dataclasses, and each may give its parser defaults of its own.
-    """
-    key = f"{known.owner}.{known.name}"
-    described = field_as_json(known)
-    if facts["fields"].get(key, described) != described:
-        key = f"{stage}:{key}"
-    facts["fields"][key] = described
-    return key
 
 
 def _models(

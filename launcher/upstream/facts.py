@@ -107,6 +107,7 @@ def _read_stage(
         # a script that builds its parser in a way of its own
         classes = list(entry.classes)
     fields = read_fields(sources, classes, {**externals, **backend.COMPUTED}, takes_none=backend.TAKES_NONE)
+    declared = fields
     fields = reads.with_own_defaults(walked, script, fields)
     if absent := sorted(entry.at(fields).names.needed - fields.keys()):
         raise LookupError(f"it has no {', '.join(absent)}")
@@ -114,7 +115,11 @@ def _read_stage(
     if not any(path.reads.values()):
         # nothing was followed: that says nothing about any argument
         path = ScriptPath()
-    keys = [f"{known.owner}.{known.name}" for known in fields.values()]
+    keys = []
+    for name, known in fields.items():
+        # a default that a script gives its parser is that of no other script with the same dataclass
+        owner = known.owner if known == declared[name] else f"{known.owner}@{stage}"
+        keys.append(f"{owner}.{known.name}")
     facts["stages"][stage] = keys
     facts["classes"][stage] = [list(one) for one in classes]
     facts["paths"][stage] = {

@@ -40,7 +40,7 @@ ALLOWED = {
     "probe/watching/process.py": ["values.get('backend') == 'trl'"],
     # what the path of an unknown file or script suggests
     "stage/stage.py": ["'dpo' in str(config.path).lower()"],
-    "verdict/evidence.py": ["'dpo' in script"],
+    "verdict/evidence.py": ["'dpo' in script", "'sft' in script"],
 }
 
 

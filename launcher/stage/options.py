@@ -205,8 +205,10 @@ def _script_key(given: Any, backend: str) -> str | None:
         return given if isinstance(given, str) else None
     name = Path(given).name
     # at a checkout that has it, or before
-    named = {key: {Path(one.script).name, Path(one.renamed).name} for key, one in entries.items()}
-    return next((key for key, names in named.items() if name in names), None)
+    for key, entry in entries.items():
+        if name and name in (Path(entry.script).name, Path(entry.renamed).name):
+            return key
+    return None
 
 
 def _stage_of(key: str, backend: str = "open_instruct") -> str:

@@ -119,7 +119,7 @@ def test_a_shell_completes_the_names_of_runs() -> None:
 
 @pytest.fixture
 def run(tmp_path: Path) -> RunFolder:
-    """A finished run with a model, of before launch recorded what a run wrote."""
+    """A finished run with a model and no record of what it wrote."""
     (tmp_path / "model").mkdir()
     config = tmp_path / "model" / "config.json"
     config.touch()
@@ -130,7 +130,7 @@ def run(tmp_path: Path) -> RunFolder:
     return RunFolder(path)
 
 
-def test_a_run_is_deleted_and_its_model_only_when_asked_for(run: RunFolder, tmp_path: Path, capsys: Capture) -> None:
+def test_a_run_is_deleted_and_its_model_stays(run: RunFolder, tmp_path: Path, capsys: Capture) -> None:
     assert main.main(["rm", "2026"]) == 2
     shown = capsys.readouterr().err
     assert f"error[not-confirmed]: this would delete {run.path} (" in shown
@@ -140,9 +140,12 @@ def test_a_run_is_deleted_and_its_model_only_when_asked_for(run: RunFolder, tmp_
     assert not run.path.exists()
     assert not list(rundir.registered("runs"))
     assert (tmp_path / "model").is_dir()
-    made(run.path.name, output=str(tmp_path / "model"))
+
+
+def test_files_that_no_record_names_stay_with_model_too(run: RunFolder, tmp_path: Path) -> None:
     assert main.main(["rm", "2026", "--yes", "--model"]) == 0
-    assert not (tmp_path / "model").exists()
+    assert not run.path.exists()
+    assert (tmp_path / "model" / "config.json").exists()
 
 
 def test_a_terminal_is_asked(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:

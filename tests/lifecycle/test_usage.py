@@ -146,8 +146,8 @@ def test_damaged_lines_are_left_out_and_the_rest_is_drawn(tmp_path: Path) -> Non
 
 
 def test_a_line_is_broken_where_nobody_sampled() -> None:
-    points = [(0.0, 1.0), (5.0, 1.0), (10.0, 1.0), (900.0, 1.0), (905.0, 1.0)]
-    assert [len(stretch) for stretch in drawing._unbroken(points)] == [3, 2]
+    points = [drawing.UsagePoint(seconds, 1.0) for seconds in (0.0, 5.0, 10.0, 900.0, 905.0)]
+    assert [len(stretch) for stretch in drawing._split_at_gaps(points)] == [3, 2]
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ CARD = ("--gpu", "H100", "--gpu-memory", "80", "--price", "2.5", "--fit")
 # MEAN:MAX tokens a row and rows, by data set
 DATA = {
     "allenai/tulu-3-sft-mixture": ("665:4096", 939_000),
+    "allenai/tulu-3-sft-olmo-2-mixture": ("665:4096", 939_000),
     "allenai/llama-3.1-tulu-3-8b-preference-mixture": ("600:2048", 272_000),
     "allenai/olmo-2-1124-7b-preference-mix": ("900:4096", 366_000),
     "trl-lib/Capybara": ("700:4096", 200),

@@ -897,11 +897,6 @@ def test_a_broken_script_ends_in_an_error_and_nothing_else(text: str, tmp_path: 
         ),
         ("python OLMo/src/scripts/train/sft/Olmo-3-7B-SFT.py launch run ckpt x --dataset_path d", "OLMo-core"),
         ('torchrun "${OLMOCORE_PATH}/src/scripts/train/sft/OLMo-sft.py" train --save_folder=o', "OLMo-core"),
-        (
-            "torchrun open_instruct/olmo_core_finetune.py --model_name_or_path org/tiny --mixer_list a 1.0",
-            "open-instruct's SFT on OLMo-core",
-        ),
-        ("python -m open_instruct.olmo_core_finetune --model_name_or_path org/tiny --mixer_list a 1.0", "OLMo-core"),
     ],
 )
 def test_sft_on_olmo_core_is_named_as_not_supported(command: str, name: str, tmp_path: Path, capsys: Capture) -> None:

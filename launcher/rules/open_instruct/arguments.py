@@ -33,12 +33,12 @@ _UNEXPANDED = re.compile(r"~|.*\$\{?\w", re.DOTALL)
     reviewed=("e6c3044aa620",),
 )
 def two_data_sources(values: Values) -> Iterator[Finding]:
-    """Beside a list that is never None, both others fail."""
+    """Beside a list that is never None, both others fail; a script that has neither takes none."""
     data = listed(values)
     if values[data] is None:  # a commit whose list has no default: its own `__post_init__` is read
         return
     for key in ("dataset_name", "dataset_mixer"):
-        if values[key] is not None:
+        if values.get(key) is not None:
             message = f"`{key}` beside `{data}` is refused, even where `{data}` is not given"
             help = f"write `{data}: [name, amount, ...]` instead"
             yield say("error", "two-data-sources", key, message, help, layer="parser")
@@ -594,6 +594,8 @@ def unexpanded(values: Values) -> Iterator[Finding]:
 
 _REFUSED: tuple[Rule, ...] = (two_data_sources, beaker_without_push, json_mappings)
 _NAMES: tuple[Rule, ...] = (entity_twice, push_by_default, no_epochs, unknown_template, unknown_function)
+OF_THE_HUB: tuple[Rule, ...] = (beaker_without_push, entity_twice, push_by_default)
+"""Of `OF_ALL_SCRIPTS` those about scripts that can upload the model."""
 # dpo.py has these, too
 OF_ALL_SCRIPTS: tuple[Rule, ...] = (*_REFUSED, no_data, mixer_amounts, mixer_splits, missing_data_files, *_NAMES)
 _SHARED: tuple[Rule, ...] = (

@@ -13,7 +13,7 @@ from launcher.rules.context import Context, StageRule, caches_only
 from launcher.rules.embedding import beyond_olmo_core
 from launcher.rules.model import beyond_positions, impossible_name
 from launcher.rules.open_instruct import olmo_core
-from launcher.rules.open_instruct.arguments import OF_ALL_SCRIPTS
+from launcher.rules.open_instruct.arguments import OF_ALL_SCRIPTS, OF_THE_HUB
 from launcher.rules.open_instruct.tokenizer import olmo_tokenizer
 from launcher.rules.places import unintended_output
 from launcher.rules.rule import Rule, cites, needs, no_model, say
@@ -150,7 +150,7 @@ def laid_out(context: Context) -> Iterator[Finding]:
 
 
 RULES: tuple[Rule, ...] = (
-    *OF_ALL_SCRIPTS,
+    *(rule for rule in OF_ALL_SCRIPTS if rule not in OF_THE_HUB),
     olmo_core.model,
     no_model("olmo_core_utils.py::ModelConfig[model_name_or_path: str]", reviewed=("e6c3044aa620",)),
     olmo_core.ranges,
@@ -183,6 +183,5 @@ STAGE_RULES: tuple[StageRule, ...] = (
     beyond_positions,
     beyond_olmo_core,
     olmo_core.offline_model,
-    services.hub_token,
     services.remote_code,
 )

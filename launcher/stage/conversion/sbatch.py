@@ -69,6 +69,13 @@ def read(text: str, file: str) -> Job:
 
 
 _PROGRAMS = ("srun ", "sbatch ", "salloc ")
+# srun(1): what only a step has, and sbatch refuses
+_OF_STEPS = frozenset(
+    (
+        "cpu-bind exact gpu-bind input jobid kill-on-bad-exit label mem-bind mpi multi-prog "
+        "overlap pty resv-ports unbuffered wait"
+    ).split()
+)
 
 
 def is_of_slurm(setting: SourceSetting) -> bool:
@@ -83,6 +90,8 @@ def of_command_line(launchers: list[SourceSetting]) -> list[SourceSetting]:
         if not is_of_slurm(setting) or setting.missing:
             continue
         name = setting.key.replace("_", "-")
+        if name in _OF_STEPS:
+            continue
         value = setting.value
         short = re.fullmatch(r"([A-Za-z])(\d*)", name)
         if short is not None:

@@ -33,7 +33,7 @@ def _known() -> tuple[Release, ...]:
 
 KNOWN: tuple[Release, ...] = _known()
 TAKES_NONE = False
-# an enum of OLMo-core's that arguments of commits after the pin have as their type
+# an enum of OLMo-core's that arguments of commits after 45901fd0 have as their type
 COMPUTED: Mapping[str, tuple[str, ...]] = {"olmo_core.nn.lm_head.LMLossImplementation": ("default", "fused_linear")}
 # finetune.py::[import deepspeed] and what those modules import in turn
 NEEDS: tuple[str, ...] = (

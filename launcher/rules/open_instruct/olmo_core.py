@@ -64,8 +64,8 @@ _RANGES: Mapping[str, tuple[Range, ...]] = {
     )
 }
 _SCHEDULERS = ("cosine", "linear", "constant", "constant_with_warmup")
-# what OLMo-core 2.6.0 ties as the models do (olmo_core/nn/transformer/config.py); at the pin it
-# ties none
+# what OLMo-core 2.6.0 ties as the models do (olmo_core/nn/transformer/config.py); the commits
+# of it that open-instruct locks tie none
 _TIED = ("qwen3_0_6B", "qwen3_1_7B", "qwen3_4B")
 # the families whose layers OLMo-core writes in transformers' form (olmo_core/nn/hf/config.py)
 _EXPORTED = ("olmo2", "olmo3", "olmoe")

@@ -144,7 +144,7 @@ def test_the_pinned_finetune_runs_and_hits_its_cache_the_second_time(
     first = pinned[1]["data"]["stages"][0]
     run = Path(first["run"])
     assert seen(str(run)) | {"trend": ""} == {
-        "liger": "off", "packing": "off", "attention": "sdpa", "batch": "planned",
+        "liger": "off", "packing": "off", "attention": "sdpa", "positions": "exact", "batch": "planned",
         "dataset_cache": "miss", "data": "as_planned",
         "loss": "finite", "gradients": "true", "trend": "", "memory": "ok", "finish": "completed",
         "weights": "moved", "model": "saved", "inputs": "same",

@@ -7,7 +7,6 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-import checkouts
 import pytest
 from conftest import DATA, PATIENCE_S
 from plans import CONFIGS, SFT, built, from_text, planned, staged, trainer
@@ -15,12 +14,6 @@ from plans import CONFIGS, SFT, built, from_text, planned, staged, trainer
 from launcher.paths import PACKAGE
 from launcher.plan import command, plan
 from launcher.runs.attempt import Command
-
-
-@pytest.fixture(autouse=True)
-def _at_the_pin() -> None:
-    checkouts.skip_at_another_commit()
-
 
 GOLDEN = DATA / "argv"
 STUB = """#!{python}

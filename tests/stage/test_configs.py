@@ -4,7 +4,6 @@ import re
 import shutil
 from pathlib import Path
 
-import checkouts
 import pytest
 from conftest import REPOSITORY, STAGE_FILES
 
@@ -12,12 +11,6 @@ from launcher.config import load
 from launcher.errors import errors
 from launcher.stage import stage
 from launcher.stage.stage import Stage
-
-
-@pytest.fixture(autouse=True)
-def _at_the_pin() -> None:
-    checkouts.skip_at_another_commit()
-
 
 # data of files that a step of the demo makes first; a model that is only measured
 EXPECTED_WARNINGS = {"demo": {"missing-data"}, "olmo_core": {"no-hf-export"}}

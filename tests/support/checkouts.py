@@ -54,8 +54,6 @@ def require(commit: str = PIN) -> Path:
     pytest.skip(missing(commit))
 
 
-def skip_at_another_commit() -> None:
-    """Skip where launch would find only a checkout of another commit: shipped files are written for the pin."""
-    source = locate.locate("open_instruct")
-    if source.root is not None and source.version != PIN:
-        pytest.skip(missing(PIN))
+def only_another_is_found() -> bool:
+    """Whether launch would take the checkout of another commit, because the pin's is not here."""
+    return find() is None and locate.locate("open_instruct").root is not None

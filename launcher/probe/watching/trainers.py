@@ -327,11 +327,29 @@ def clipping(probe: Probe) -> Callable[..., Any]:
 # -- OLMo-core's trainer: it calls everything itself, with no accelerate around it
 
 
+def _saw_olmo_module(probe: Probe, trained: Any) -> None:
+    """Watch the model and the optimizer of a train module that has been built."""
+    probe.saw_model(trained.model)
+    probe.optimizer.saw(trained.optim, None)
+    probe.gradients.prepared(trained.model)
+
+
+def warming_up(probe: Probe) -> Callable[..., Any]:
+    """For `train_batch`: a batch that only warms up is none of training."""
+
+    def train(original: Any, trained: Any, batch: Any, dry_run: bool = False) -> Any:
+        probe.process.testing = probe.process.testing or dry_run
+        try:
+            return original(trained, batch, dry_run=dry_run)
+        finally:
+            probe.process.testing = False if dry_run else probe.process.testing
+
+    return train
+
+
 def watch_olmo_module(probe: Probe, module: types.ModuleType) -> None:
     def built(_: Any, trained: Any, *args: Any, **kwargs: Any) -> None:
-        probe.saw_model(trained.model)
-        probe.optimizer.saw(trained.optim, None)
-        probe.gradients.prepared(trained.model)
+        _saw_olmo_module(probe, trained)
         # dpo.py::main[dp_rank = global_rank]
         degree = getattr(trained.dpo_config, "tensor_parallel_degree", 1)
         probe.pairs.alike = max(1, int(degree))
@@ -346,18 +364,10 @@ def watch_olmo_module(probe: Probe, module: types.ModuleType) -> None:
         if not probe.process.testing:
             probe.backward_begins(result[0])
 
-    def train(original: Any, trained: Any, batch: Any, dry_run: bool = False) -> Any:
-        # a batch that only warms up is none of training
-        probe.process.testing = probe.process.testing or dry_run
-        try:
-            return original(trained, batch, dry_run=dry_run)
-        finally:
-            probe.process.testing = False if dry_run else probe.process.testing
-
     owner, record = module.DPOTrainModule, probe.record
     wrap(owner, "__init__", observed(record, before=marking(probe, "load"), after=built))
     wrap(owner, "_compute_microbatch_loss", observed(record, before=before_batch, after=after_batch))
-    wrap(owner, "train_batch", train)
+    wrap(owner, "train_batch", warming_up(probe))
 
 
 def watch_olmo_step(probe: Probe, module: types.ModuleType) -> None:
@@ -388,27 +398,17 @@ def watch_olmo_training(probe: Probe, module: types.ModuleType) -> None:
     watch_olmo_step(probe, module)
 
     def built(_: Any, trained: Any, *args: Any, **kwargs: Any) -> None:
-        probe.saw_model(trained.model)
-        probe.optimizer.saw(trained.optim, None)
-        probe.gradients.prepared(trained.model)
+        _saw_olmo_module(probe, trained)
         probe.memory.mark("prepare")
 
     def forward_ended(result: Any, *_: Any, **__: Any) -> None:
         if not probe.process.testing and hasattr(result, "ce_loss"):
             probe.backward_begins(result.ce_loss)
 
-    def train(original: Any, trained: Any, batch: Any, dry_run: bool = False) -> Any:
-        # a batch that only warms up is none of training
-        probe.process.testing = probe.process.testing or dry_run
-        try:
-            return original(trained, batch, dry_run=dry_run)
-        finally:
-            probe.process.testing = False if dry_run else probe.process.testing
-
     owner, record = module.TransformerTrainModule, probe.record
     wrap(owner, "__init__", observed(record, before=marking(probe, "load"), after=built))
     wrap(owner, "model_forward", observed(record, after=forward_ended))
-    wrap(owner, "train_batch", train)
+    wrap(owner, "train_batch", warming_up(probe))
 
 
 def watch_olmo_trainer(probe: Probe, module: types.ModuleType) -> None:

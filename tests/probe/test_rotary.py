@@ -13,6 +13,8 @@ from conftest import PATIENCE_S
 from real_training import needs_packages
 from test_probe import PROBE
 
+from launcher.probe.watching.model import ROUNDED, Frequency, frequencies
+
 pytestmark = [pytest.mark.slow, needs_packages]
 
 LOAD = """
@@ -81,3 +83,20 @@ def test_frequencies_that_a_cast_of_the_model_rounded_are_restored(tmp_path: Pat
     dtype, event = load(tmp_path, cast="model.bfloat16()")
     assert dtype == "torch.float32"
     assert event["state"] == "restored"
+
+
+def test_a_frequency_of_0_does_not_hide_that_others_are_rounded() -> None:
+    torch = pytest.importorskip("torch")
+    true = torch.tensor([1.0, 0.3, 0.0])
+    assert Frequency(None, "inv_freq", true.clone(), true).error() == 0.0
+    assert Frequency(None, "inv_freq", true.bfloat16(), true).error() > 1e-3
+
+
+def test_frequencies_of_a_class_that_no_config_makes_are_told_by_their_precision() -> None:
+    torch = pytest.importorskip("torch")
+    module = torch.nn.Module()
+    module.config = "none"
+    module.register_buffer("inv_freq", torch.ones(2, dtype=torch.bfloat16))
+    (frequency,) = frequencies(module)
+    assert frequency.true is None
+    assert frequency.error() > ROUNDED

@@ -1,8 +1,9 @@
-"""The evaluation of a stage's model: planned beside the stage, run after it, judged by what it expects.
+"""The evaluation of a stage's model: planned beside the stage, run after it, judged by what it
+expects.
 
-It is a process tree like a training's: in a session of its own, writing its own log, ended as a whole by a signal to
-the pipeline, by `launch stop` of the stage's run, or when its time is up. What it leaves lies in the run folder of the
-stage, where the verdict and the page of the run find it.
+It is a process tree like a training's: in a session of its own, writing its own log, ended as a
+whole by a signal to the pipeline, by `launch stop` of the stage's run, or when its time is up. What
+it leaves lies in the run folder of the stage, where the verdict and the page of the run find it.
 """
 
 import contextlib
@@ -43,7 +44,9 @@ _EXITS: Mapping[State, Exit] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedEvaluation:
-    """An evaluation with everything that its placeholders stand for; `run` is the run folder of its stage."""
+    """An evaluation with everything that its placeholders stand for; `run` is the run folder of its
+    stage.
+    """
 
     link: Link
     spec: Evaluation
@@ -93,22 +96,30 @@ class PlannedEvaluation:
         """For people: what is run after the stage, as it can be pasted into a shell."""
         gates = "; ".join(f"{name} {gate}" for name, gate in self.spec.expect.items())
         expected = f", expects {gates}" if gates else ""
-        yield f"# evaluation of {self.link.name}, at most {self.spec.timeout_s / 3600:g} h{expected}"
+        hours = self.spec.timeout_s / 3600
+        yield f"# evaluation of {self.link.name}, at most {hours:g} h{expected}"
         yield " ".join(map(shlex.quote, self.redactor.redact(self.argv)))
 
     def environment(self, chosen: Devices | None) -> dict[str, str]:
-        """The stage's GPUs alone, the programs of the trainer's Python before others of the same name, and no code out
-        of the current folder."""
-        isolated = isolation.isolated(os.environ)
-        path = os.pathsep.join(filter(None, (str(self.python.parent), isolated.get("PATH"))))
-        visible = {devices.VARIABLE: ""}
-        if self.gpus:
-            visible = {} if chosen is None else chosen.env()
-        return {**isolation.changes(os.environ), "PATH": path, "PYTHONUNBUFFERED": "1", **visible}
+        """The variables of the command.
+
+        It gets the stage's GPUs alone, the programs of the trainer's Python before others of the
+        same name, and no code out of the current folder.
+        """
+        path = str(self.python.parent)
+        inherited = isolation.isolated(os.environ).get("PATH")
+        if inherited:
+            path += os.pathsep + inherited
+        environ = {**isolation.changes(os.environ), "PATH": path, "PYTHONUNBUFFERED": "1"}
+        if not self.gpus:
+            environ[devices.VARIABLE] = ""
+        elif chosen is not None:
+            environ |= chosen.env()
+        return environ
 
 
 def planned(link: Link, prepared: Prepared, model: Path) -> PlannedEvaluation | None:
-    """The evaluation of a stage whose model goes to `model`; None where its pipeline asks for none."""
+    """The evaluation of a stage whose model goes to `model`; None if its pipeline has none."""
     if link.evaluation is None:
         return None
     return PlannedEvaluation(
@@ -122,68 +133,75 @@ def planned(link: Link, prepared: Prepared, model: Path) -> PlannedEvaluation | 
     )
 
 
-def missing_program(evaluation: PlannedEvaluation) -> Finding | None:
-    """An error where the program of an evaluation is not on this machine."""
+def missing_program(evaluation: PlannedEvaluation) -> Iterator[Finding]:
+    """An error if the program of an evaluation is not on this machine."""
     name = evaluation.argv[0]
-    path = evaluation.environment(None)["PATH"]
-    if shutil.which(name, path=path) is not None:
-        return None
-    shown = evaluation.redactor.redact(name)
-    message = f"the program of the evaluation, `{shown}`, is neither in {evaluation.python.parent} nor on PATH"
+    if shutil.which(name, path=evaluation.environment(None)["PATH"]) is not None:
+        return
+    message = f"the program of the evaluation, `{evaluation.redactor.redact(name)}`, "
+    message += f"is neither in {evaluation.python.parent} nor on PATH"
     help = "install it in the trainer's Python, or name its path"
-    return launch_finding("error", "no-eval-program", message, help, **_place(evaluation.link, "command"))
+    yield _fault(evaluation.link, "no-eval-program", "command", message, help)
 
 
-def _place(link: Link, key: str) -> dict[str, Any]:
-    return {"key": f"eval.{key}", **link.origin(f"eval.{key}").place}
+def _fault(link: Link, code: str, key: str, message: str, help: str) -> Finding:
+    key = f"eval.{key}"
+    return launch_finding("error", code, message, help, key=key, **link.origin(key).place)
 
 
-def evaluate(evaluation: PlannedEvaluation, chosen: Devices | None, attempt: int) -> EvaluationRecord:
-    """Run an evaluation to its end, or take the finished one of the same command and model; returns its record.
+def evaluate(
+    evaluation: PlannedEvaluation, chosen: Devices | None, attempt: int
+) -> EvaluationRecord:
+    """Run an evaluation, or take the finished one of the same command and model; its record.
 
-    `attempt` is that of the training. INT and TERM end it, and the record says `interrupted`. Raises NotReady where
-    it cannot be started, where its folder cannot be written, or where another process evaluates the same model.
+    `attempt` is that of the training. INT and TERM end it, and the record says `interrupted`.
+    Raises NotReady if it cannot be started, if its folder cannot be written, or if another process
+    evaluates the same model.
     """
     folder = evaluation.folder
-    taken = launch_finding(
-        "error", "eval-running", f"the model of {evaluation.link.name} is being evaluated", file=str(folder.path)
-    )
+    message = f"the model of {evaluation.link.name} is being evaluated"
+    taken = launch_finding("error", "eval-running", message, file=str(folder.path))
     with rundir.writing(folder.path):
         folder.path.mkdir(rundir.OWN, parents=True, exist_ok=True)
     with locks.exclusive(folder.path / ".lock", taken=taken):
-        _end_leftovers(folder)
+        if runner.is_alive(folder.path):
+            # left by a pipeline that was killed: nobody reads its result
+            runner.end_orphans(folder, runner.GRACE_S, max(1, folder.attempts()))
         key = _key_of(evaluation)
-        earlier = records.read_evaluation(evaluation.run)
-        if earlier is not None and earlier.key == key and earlier.state == "measured":
-            record = replace(earlier, attempt=attempt)
-            return _written(evaluation, _with_gates(record, evaluation))
-        return _started(evaluation, chosen, attempt, key)
+        earlier = _measured_before(evaluation, key)
+        if earlier is not None:
+            gates = _judge_again(earlier, evaluation)
+            return _write(evaluation, replace(earlier, attempt=attempt, gates=gates))
+        return _run(evaluation, chosen, attempt, key)
 
 
 def is_finished(evaluation: PlannedEvaluation) -> bool:
     """Whether the same command has measured the same model before."""
-    earlier = records.read_evaluation(evaluation.run)
-    return earlier is not None and earlier.state == "measured" and earlier.key == _key_of(evaluation)
+    return _measured_before(evaluation, _key_of(evaluation)) is not None
+
+
+def _measured_before(evaluation: PlannedEvaluation, key: str) -> EvaluationRecord | None:
+    record = records.read_evaluation(evaluation.run)
+    if record is not None and record.state == "measured" and record.key == key:
+        return record
+    return None
 
 
 def _key_of(evaluation: PlannedEvaluation) -> str:
     model = fingerprint.of_model(str(evaluation.model)).digest
     tokenizer = fingerprint.of_tokenizer(str(evaluation.model)).digest
     place = evaluation.metrics
+    pattern = None if place is None else place.pattern
     # where the model lies is no part of what was measured, but its words are those of the command
-    return experiment.key_of([evaluation.argv, None if place is None else place.pattern, model, tokenizer])
+    return experiment.key_of([evaluation.argv, pattern, model, tokenizer])
 
 
-def _end_leftovers(folder: RunFolder) -> None:
-    """End what an evaluation left running whose pipeline was killed: nobody reads its result."""
-    if runner.is_alive(folder.path):
-        runner.end_orphans(folder, runner.GRACE_S, max(1, folder.attempts()))
-
-
-def _started(evaluation: PlannedEvaluation, chosen: Devices | None, attempt: int, key: str) -> EvaluationRecord:
+def _run(
+    evaluation: PlannedEvaluation, chosen: Devices | None, attempt: int, key: str
+) -> EvaluationRecord:
     folder = evaluation.folder
     number = folder.attempts() + 1
-    log = folder.console(number)
+    timeout_s = evaluation.spec.timeout_s
     record = EvaluationRecord(
         key=key,
         attempt=attempt,
@@ -191,40 +209,63 @@ def _started(evaluation: PlannedEvaluation, chosen: Devices | None, attempt: int
         command=evaluation.argv,
         model=str(evaluation.model),
         gpus=evaluation.gpus,
-        timeout_s=evaluation.spec.timeout_s,
+        timeout_s=timeout_s,
         began=rundir.utc_now(),
-        log=str(log),
+        log=str(folder.console(number)),
     )
-    _written(evaluation, record)
+    _write(evaluation, record)
     place = evaluation.metrics
     before = None if place is None else scores.snapshot(place)
-    command = Command(argv=evaluation.argv, env=evaluation.environment(chosen), cwd=Path.cwd())
-    clock = _Clock(evaluation.spec.timeout_s)
+    environ = evaluation.environment(chosen)
+    command = Command(argv=evaluation.argv, env=environ, cwd=Path.cwd())
+    clock = _Clock(timeout_s)
     try:
         with _holding(chosen, evaluation.run) as descriptors:
-            ended = runner.run(command, folder, number, descriptors, stands_still=lambda _: clock.is_up())
+            ended = runner.run(
+                command, folder, number, descriptors, stands_still=lambda _: clock.is_up()
+            )
     except NotReady as error:
-        reason = str(error.findings[0].message)
-        _written(evaluation, replace(record, state="crashed", ended=rundir.utc_now(), reason=reason))
+        message = str(error.findings[0].message)
+        crashed = replace(record, state="crashed", ended=rundir.utc_now(), reason=message)
+        _write(evaluation, crashed)
         raise
-    record = replace(record, ended=rundir.utc_now(), seconds=round(clock.seconds, 1), returncode=ended.returncode)
+    record = replace(
+        record, ended=rundir.utc_now(), seconds=round(clock.seconds, 1), returncode=ended.returncode
+    )
+    state: State = "measured"
+    reason: str | None = None
     if clock.rang:
-        reason = f"its time was up after {evaluation.spec.timeout_s:g} s; log: {log}"
-        return _written(evaluation, replace(record, state="timed_out", reason=reason))
-    if ended.stopped is not None:
-        return _written(evaluation, replace(record, state="interrupted", reason="it was stopped"))
-    if ended.returncode:
-        reason = f"the command ended with exit code {ended.returncode}; log: {log}"
-        return _written(evaluation, replace(record, state="crashed", reason=reason))
-    record = replace(record, state="measured")
-    if place is None or before is None:
-        return _written(evaluation, record)
+        state = "timed_out"
+        reason = f"its time was up after {timeout_s:g} s; log: {record.log}"
+    elif ended.stopped is not None:
+        state = "interrupted"
+        reason = "it was stopped"
+    elif ended.returncode:
+        state = "crashed"
+        reason = f"the command ended with exit code {ended.returncode}; log: {record.log}"
+    record = replace(record, state=state, reason=reason)
+    if state == "measured" and place is not None and before is not None:
+        record = _with_scores(evaluation, record, before, place)
+    return _write(evaluation, record)
+
+
+def _with_scores(
+    evaluation: PlannedEvaluation,
+    record: EvaluationRecord,
+    before: scores.Snapshot,
+    place: MetricsPlace,
+) -> EvaluationRecord:
     try:
-        found = scores.read(scores.written_since(before, place))
+        measured = scores.read(scores.written_since(before, place))
     except UnreadableScores as error:
-        return _written(evaluation, replace(record, state="unreadable", reason=str(error)))
-    record = replace(record, metrics_file=str(found.path), metrics=found.numbers, main=dict(found.main))
-    return _written(evaluation, replace(record, gates=scores.judge(found, evaluation.spec.expect)))
+        return replace(record, state="unreadable", reason=str(error))
+    return replace(
+        record,
+        metrics_file=str(measured.path),
+        metrics=measured.numbers,
+        main=dict(measured.main),
+        gates=scores.judge(measured, evaluation.spec.expect),
+    )
 
 
 class _Clock:
@@ -246,7 +287,9 @@ class _Clock:
 
 @contextlib.contextmanager
 def _holding(chosen: Devices | None, run: RunFolder) -> Iterator[tuple[int, ...]]:
-    """Keep other runs away from the GPUs meanwhile; the training of this run may be about to let go of them."""
+    """Keep other runs away from the GPUs meanwhile; the training of this run may be about to let go
+    of them.
+    """
     if chosen is None or not chosen.slots:
         yield ()
         return
@@ -254,20 +297,25 @@ def _holding(chosen: Devices | None, run: RunFolder) -> Iterator[tuple[int, ...]
         yield descriptors
 
 
-def _with_gates(record: EvaluationRecord, evaluation: PlannedEvaluation) -> EvaluationRecord:
-    """A finished evaluation by what is expected of it now: that may have been changed since."""
+def _judge_again(
+    record: EvaluationRecord, evaluation: PlannedEvaluation
+) -> tuple[records.GateResult, ...]:
+    """The gates of a finished evaluation as they are now: they may have been changed since."""
     if record.metrics_file is None:
-        return replace(record, gates=())
-    kept = scores.Scores(path=Path(record.metrics_file), values=record.metrics, main=record.main)
-    with contextlib.suppress(UnreadableScores):
+        return ()
+    path = Path(record.metrics_file)
+    try:
         # the file itself also holds what is not a number
-        kept = scores.read(kept.path)
-    return replace(record, gates=scores.judge(kept, evaluation.spec.expect))
+        measured = scores.read(path)
+    except UnreadableScores:
+        measured = scores.Scores(path=path, values=record.metrics, main=record.main)
+    return scores.judge(measured, evaluation.spec.expect)
 
 
-def _written(evaluation: PlannedEvaluation, record: EvaluationRecord) -> EvaluationRecord:
+def _write(evaluation: PlannedEvaluation, record: EvaluationRecord) -> EvaluationRecord:
+    content = evaluation.redactor.redact(record.as_json())
     with rundir.writing(evaluation.folder.path):
-        files.write_json(records.record_file(evaluation.run), evaluation.redactor.redact(record.as_json()))
+        files.write_json(records.record_file(evaluation.run), content)
     return record
 
 
@@ -277,54 +325,53 @@ def exit_code(record: EvaluationRecord) -> Exit:
     return _EXITS.get(record.state, Exit.TRAINING)
 
 
+_FAULTS: Mapping[State, tuple[str, str]] = {
+    "crashed": ("eval-failed", "command"),
+    "timed_out": ("eval-failed", "timeout"),
+    "unreadable": ("eval-metrics", "metrics"),
+}
+
+
 def faults(evaluation: PlannedEvaluation, record: EvaluationRecord) -> list[Finding]:
-    """What is wrong with an evaluation, each at its line of the pipeline file; nothing of one that was interrupted."""
+    """What is wrong with an evaluation, each at its line of the pipeline file."""
     link = evaluation.link
-    name = link.name
+    found = []
     if record.state == "measured":
         help = f"the numbers: {record.metrics_file}"
-        return [
-            launch_finding(
-                "error", "eval-gate", f"{name}: {gate.reason}", help, **_place(link, f"expect.{gate.metric}")
-            )
-            for gate in record.gates
-            if not gate.ok
-        ]
-    codes: dict[State, tuple[str, str]] = {
-        "crashed": ("eval-failed", "command"),
-        "timed_out": ("eval-failed", "timeout"),
-        "unreadable": ("eval-metrics", "metrics"),
-    }
-    if record.state not in codes:
-        return []
-    code, key = codes[record.state]
-    message = f"the evaluation of {name} failed: {record.reason}"
-    return [launch_finding("error", code, message, f"its log: {record.log}", **_place(link, key))]
+        for gate in record.gates:
+            if not gate.ok:
+                message = f"{link.name}: {gate.reason}"
+                key = f"expect.{gate.metric}"
+                found.append(_fault(link, "eval-gate", key, message, help))
+    elif record.state in _FAULTS:
+        code, key = _FAULTS[record.state]
+        message = f"the evaluation of {link.name} failed: {record.reason}"
+        found.append(_fault(link, code, key, message, f"its log: {record.log}"))
+    return found
 
 
 def ending(name: str, record: EvaluationRecord, *, reused: bool) -> str:
-    """One line about what came of it."""
+    """One line about the result."""
     if record.state != "measured":
         return f"{name}: evaluation {record.state.replace('_', ' ')}: {record.reason}"
-    verb = "measured before" if reused else f"measured in {record.seconds:.0f} s"
-    word = "passed" if record.passed else "failed"
-    return f"{name}: evaluation {word if record.gates else 'done'}, {verb}{_shown(record)}"
-
-
-def _shown(record: EvaluationRecord) -> str:
+    result = "done"
+    if record.gates:
+        result = "passed" if record.passed else "failed"
+    how = "measured before" if reused else f"measured in {record.seconds:.0f} s"
     text = summary(record)
-    return f": {text}" if text else ""
+    return f"{name}: evaluation {result}, {how}" + (f": {text}" if text else "")
 
 
 def summary(record: EvaluationRecord) -> str:
     """The numbers that gates are on, else the first few tasks'."""
-    if record.gates:
-        return "; ".join(_of_gate(gate) for gate in record.gates)
+    numbers = []
+    for gate in record.gates:
+        value = "no number" if gate.value is None else f"{gate.value:.4g}"
+        numbers.append(f"{gate.metric} {value} ({gate.expected})")
+    if numbers:
+        return "; ".join(numbers)
     names = dict(record.main) or {name: name for name in record.metrics}
-    shown = [f"{name} {record.metrics[full]:.4g}" for name, full in names.items() if full in record.metrics]
-    return "; ".join(shown[:4])
-
-
-def _of_gate(gate: records.GateResult) -> str:
-    value = "no number" if gate.value is None else f"{gate.value:.4g}"
-    return f"{gate.metric} {value} ({gate.expected})"
+    for name, full_name in names.items():
+        if full_name in record.metrics:
+            numbers.append(f"{name} {record.metrics[full_name]:.4g}")
+    return "; ".join(numbers[:4])

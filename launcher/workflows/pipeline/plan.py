@@ -1,8 +1,8 @@
 """What each stage of a pipeline gets from the one before, and everything that is wrong with that.
 
-All of it is asked before the first stage starts, when the models in between do not exist yet. So a stage
-is judged twice: with the model that the whole chain begins from, whose shape every later one has, and
-with the folder that it will really be given.
+All of it is asked before the first stage starts, when the models in between do not exist yet. So a
+stage is judged twice: with the model that the whole chain begins from, whose shape every later one
+has, and with the folder that it will really be given.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,7 +15,16 @@ from launcher.artifacts import checkpoints
 from launcher.config import pipeline
 from launcher.config.load import Config, spelt
 from launcher.config.pipeline import Chain, Link
-from launcher.errors import Finding, InvalidConfig, NotReady, brief, errors, launch_finding, not_ready, usage
+from launcher.errors import (
+    Finding,
+    InvalidConfig,
+    NotReady,
+    brief,
+    errors,
+    launch_finding,
+    not_ready,
+    usage,
+)
 from launcher.paths import canonical
 from launcher.plan import plan
 from launcher.plan.plan import Plan
@@ -35,15 +44,17 @@ from launcher.workflows.pipeline import evaluation
 from launcher.workflows.pipeline.evaluation import PlannedEvaluation
 
 # every script calls the first two so; TRL's have no third
-MODEL, OUTPUT, TOKENIZER = "model_name_or_path", "output_dir", "tokenizer_name_or_path"
+MODEL = "model_name_or_path"
+OUTPUT = "output_dir"
+TOKENIZER = "tokenizer_name_or_path"
 _ADAPTERS = ("use_lora", "use_qlora", "use_peft")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineRequest:
-    """What was asked of a pipeline: from which stage to which (None: from the start, to the end).
+    """A pipeline and its command line: from which stage to which (None: the first, the last).
 
-    `common` is what its command line says for every stage.
+    `common` is what the command line says for every stage.
     """
 
     chain: Chain
@@ -54,22 +65,29 @@ class PipelineRequest:
 
     @property
     def links(self) -> tuple[Link, ...]:
-        """The stages that are to run. Raises UsageError where a name is none."""
+        """The stages that are to run. Raises UsageError for a name that does not exist."""
         return self.chain.between(self.first, self.last)
 
     def request(self, link: Link) -> Request:
         """The command line of one stage."""
-        gpus = link.gpus if self.common.gpus is None else self.common.gpus
-        own: dict[str, Any] = {"stage": link.stage, "config": link.config, "overrides": link.texts()}
-        return replace(self.common, gpus=gpus, fresh=False, allowed=(), borrowed=self.chain.borrowed, **own)
+        return replace(
+            self.common,
+            stage=link.stage,
+            config=link.config,
+            overrides=link.texts(),
+            gpus=link.gpus if self.common.gpus is None else self.common.gpus,
+            fresh=False,
+            allowed=(),
+            borrowed=self.chain.borrowed,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedStage:
     """One stage as it is known beforehand.
 
-    `file` is its own, `root` the model that its chain begins from, with which it was `resolved` and `judged` where
-    it is to run; `prepared` is the dry run, with what the stage before hands over.
+    `file` is its own. `root` is the model that its chain begins from, with which it was `resolved`
+    and, if it is to run, `judged`. `prepared` is the dry run with the model of the stage before.
     """
 
     link: Link
@@ -89,14 +107,20 @@ class PlannedStage:
         return self.prepared.output
 
     @property
+    def requested_output(self) -> Path:
+        return self.prepared.requested_output or self.output
+
+    @property
     def model(self) -> Path:
         """The folder that a later stage begins from."""
         return plan.model_in(self.plan, self.output)
 
     def as_json(self) -> dict[str, object]:
         """For the answer of a dry run."""
-        evaluated = {} if self.evaluation is None else {"eval": self.evaluation.as_json()}
-        return {"name": self.link.name, **self.prepared.as_json(), **evaluated}
+        content = {"name": self.link.name, **self.prepared.as_json()}
+        if self.evaluation is not None:
+            content["eval"] = self.evaluation.as_json()
+        return content
 
     @property
     def evaluation(self) -> PlannedEvaluation | None:
@@ -111,9 +135,9 @@ class PlannedStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelinePlan:
-    """All stages that matter, by name, in order, and what is worth saying of those that are to run.
+    """All stages that matter, by name, in order; `links` are those that are to run.
 
-    `live` are those of the latter that are being trained already: whoever started them did not live to.
+    `live` are those of the latter that are being trained already, by a pipeline that was killed.
     """
 
     steps: Mapping[str, PlannedStage]
@@ -128,41 +152,49 @@ class PipelinePlan:
 
     def resolved(self) -> dict[str, Facts]:
         """Each stage that is to run, with the model that its chain begins from."""
-        steps = {link.name: self.steps[link.name] for link in self.links}
-        return {name: step.resolved for name, step in steps.items() if step.root is not None}
+        facts = {}
+        for link in self.links:
+            step = self.steps[link.name]
+            if step.root is not None:
+                facts[link.name] = step.resolved
+        return facts
 
 
 def plan_stages(order: PipelineRequest, scope: Scope) -> PipelinePlan:
     """Judge every stage that is to run, and what they hand to each other; nothing is started.
 
-    Raises InvalidConfig with everything that is wrong with any of them, NotReady with everything that
-    this machine lacks for any of them, UsageError for stages or names that there are not.
+    Raises InvalidConfig with everything that is wrong with any of them, NotReady with everything
+    that this machine lacks for any of them, UsageError for stages or names that do not exist.
     """
     planner = _Planner(order, scope)
     links = order.links
+    names = {link.name for link in links}
     # those before the first one are needed for where their model lies
-    needed = {*(one.name for one in links), *(one.source for one in links)}
+    names.update(link.source for link in links if link.source is not None)
     for link in order.chain.links:
-        if link.name in needed:
+        if link.name in names:
             planner.visit(link)
-    live = tuple(step for step in planner.steps.values() if step.link in links and step.live)
+    steps = planner.steps
+    live = tuple(step for step in steps.values() if step.link in links and step.live)
     planner.ask_machine(live=bool(live))
-    known = known_changes(name for step in planner.steps.values() for name in step.plan.stage.schema.fields)
-    wrong = [name for name in order.common.allowed if name not in known]
-    if wrong and not planner.refused:
-        raise usage(
-            "unknown-change", f"--allow-changed-resume: no argument or group is named {', '.join(map(repr, wrong))}"
-        )
-    found = tuple(dict.fromkeys(planner.findings))
-    if planner.refused or errors(found, strict=order.common.strict):
-        raise InvalidConfig(found)
+    known = set(changes.NAMES)
+    for step in steps.values():
+        known.update(step.plan.stage.schema.fields)
+    unknown = [repr(name) for name in order.common.allowed if name not in known]
+    if unknown and not planner.refused:
+        message = f"--allow-changed-resume: no argument or group is named {', '.join(unknown)}"
+        raise usage("unknown-change", message)
+    findings = tuple(dict.fromkeys(planner.findings))
+    if planner.refused or errors(findings, strict=order.common.strict):
+        raise InvalidConfig(findings)
     if planner.lacking:
-        raise NotReady(tuple(dict.fromkeys(planner.lacking)))
-    return PipelinePlan(steps=planner.steps, links=links, findings=found, live=live)
+        raise NotReady(dict.fromkeys(planner.lacking))
+    return PipelinePlan(steps=steps, links=links, findings=findings, live=live)
 
 
-def known_changes(fields: Iterable[str]) -> frozenset[str]:
-    return frozenset((*changes.NAMES, *fields))
+def known_changes(facts: Facts) -> frozenset[str]:
+    """What `--allow-changed-resume` takes for a stage."""
+    return frozenset((*changes.NAMES, *facts.stage.schema.fields))
 
 
 def handed(backend: str, source: Path | str) -> list[str]:
@@ -170,37 +202,31 @@ def handed(backend: str, source: Path | str) -> list[str]:
     return [f"{name}={spelt(str(source))}" for name in BACKENDS[backend].MODEL_ARGUMENTS]
 
 
-def _with_model(resolved: Facts, model: Path) -> Facts:
-    """The stage with a model that need not exist yet, of which nothing is asked."""
-    stage = resolved.stage
-    handed = dict.fromkeys(BACKENDS[stage.options.backend].MODEL_ARGUMENTS, str(model))
-    args = {**stage.args, **handed}
-    return replace(resolved, stage=replace(stage, args=args, values=Values(stage.schema, args)))
+def _with_model(facts: Facts, model: Path) -> Facts:
+    """The stage with a model that need not exist yet, and is not read."""
+    stage = facts.stage
+    args = {**stage.args, **dict.fromkeys(stage.backend.MODEL_ARGUMENTS, str(model))}
+    return replace(facts, stage=replace(stage, args=args, values=Values(stage.schema, args)))
 
 
 def _require_model(link: Link, source: PlannedStage) -> None:
-    """Raise NotReady where a stage that is not to run has not left the model that the next one begins from."""
+    """Raise NotReady if a stage that is not to run left no model for `link` to begin from."""
     fault = "it is being trained" if source.live else checkpoints.model_fault(source.model)
     if fault is not None:
-        message = f"{link.name} begins from {source.model}, the model of {source.link.name}: {fault}"
-        help = f"`--from {source.link.name}` trains it first"
+        name = source.link.name
+        message = f"{link.name} begins from {source.model}, the model of {name}: {fault}"
+        help = f"`--from {name}` trains it first"
         raise not_ready("pipeline-needs", message, help, file=str(source.model))
 
 
 def _dry_run(facts: Facts, resolved: Facts) -> Prepared:
-    """The dry run of a stage. Raises InvalidConfig, where it can with what this machine lacks besides."""
+    """The dry run of a stage. Raises InvalidConfig, also with what this machine lacks."""
     try:
         return prepare.complete(facts.of_any_machine())
     except InvalidConfig:
         if resolved.machine is not None:
             check.require(resolved)
         raise
-
-
-def _judge_like(resolved: Facts, dry: Prepared) -> Plan:
-    """The plan of a stage with the model that its chain begins from, into the folder of its dry run."""
-    target = dry.start.target
-    return check.settle(resolved, decided=target.output.derived, attempts=target.attempts_so_far)
 
 
 class _Planner:
@@ -216,8 +242,7 @@ class _Planner:
         self.roots: dict[str, str | None] = {}
         self.starts: list[tuple[Link, Facts, Plan]] = []
         self.configs: dict[str, Config] = {}
-        files = [canonical(link.config) for link in order.chain.links]
-        self.twice = {file for file in files if files.count(file) > 1}
+        self.files = [canonical(link.config) for link in order.chain.links]
 
     def visit(self, link: Link) -> None:
         """Judge one stage; one that is not to run only as far as it is needed."""
@@ -227,104 +252,122 @@ class _Planner:
             self._say(link, error.findings)
             self.refused = True
         except NotReady as error:
-            self.lacking += [self._named(link, one) for one in error.findings]
+            self._note_lacking(link, error.findings)
 
     def _visit(self, link: Link, *, within: bool) -> None:
-        order, source = self.order, self.steps.get(link.source or "")
-        file = collect.open(order.request(link))
-        loaded = self.configs[link.name] = file.config
-        root, more = _text(loaded.args.get(MODEL)), list[str]()
+        source = self.steps.get(link.source or "")
+        runs_before = source is not None and source.link in self.order.links
+        file = collect.open(self.order.request(link))
+        config = file.config
+        self.configs[link.name] = config
+        root = _text(config.args.get(MODEL))
+        overrides: list[str] = []
         if link.source is not None:
             root = self.roots.get(link.source)
             if source is not None:
-                self._check_models(link, loaded, source)
-                if within and source.link not in order.links:
+                self._check_models(link, config, source)
+                if within and not runs_before:
                     root = str(source.model)
             if within and root is None and source is None:
-                # of a model that nobody knows nothing can be said
+                # nothing can be said of a model that nobody knows
                 return
             model = root or f"the model of {link.source}"
             if source is not None and not within:
                 model = str(source.model)
-            more = handed(stage.backend_of(loaded), model)
+            overrides = handed(stage.backend_of(config), model)
         self.roots[link.name] = root
-        named = loaded.args.get(OUTPUT) is not None
-        if not named:
+        names_output = config.args.get(OUTPUT) is not None
+        if not names_output:
             message = f"`{OUTPUT}` is missing: where a stage's model goes must be known beforehand"
             help = f"give it an `{OUTPUT}`, in its file or under `with:`"
             self._add(link, "pipeline-output", message, help, "args")
-        chained = file.with_overrides(*more, fresh=order.common.fresh and within)
+        fresh = self.order.common.fresh and within
+        chained = file.with_overrides(*overrides, fresh=fresh)
         # a stage that is not to run needs nothing of this machine
         scope = self.scope if within else Scope.PLAN
         resolved = collect.of_read(chained, chained.read(), scope)
-        if resolved.machine is not None and source is not None and source.link not in order.links:
-            _require_model(link, source)
-        facts = resolved if source is None else _with_model(resolved, source.model)
+        facts = resolved
+        if source is not None:
+            if resolved.machine is not None and not runs_before:
+                _require_model(link, source)
+            facts = _with_model(resolved, source.model)
         dry = _dry_run(facts, resolved)
         judged: Plan | None = None
+        if within and (source is not None or resolved.machine is not None):
+            judged = check.settle(
+                resolved,
+                decided=dry.start.target.output.derived,
+                attempts=dry.start.target.attempts_so_far,
+            )
         if within:
-            if facts is not resolved or resolved.machine is not None:
-                judged = _judge_like(resolved, dry)
             self._examine(link, resolved, dry, judged or dry.plan)
-        step = PlannedStage(link=link, file=file, resolved=resolved, prepared=dry, root=root, judged=judged)
-        if named and self._has_own_output(step):
-            if source is not None and within:
-                self._check_between(source, step)
-            self.steps[link.name] = step
-            if within and resolved.machine is not None and resolved.look is not None:
-                self._check_program(step)
+        step = PlannedStage(
+            link=link, file=file, resolved=resolved, prepared=dry, root=root, judged=judged
+        )
+        if not names_output or not self._has_own_output(step):
+            return
+        if source is not None and within:
+            self._check_between(source, step)
+        self.steps[link.name] = step
+        if within and resolved.machine is not None and resolved.look is not None:
+            self._check_program(step)
 
-    def _examine(self, link: Link, resolved: Facts, dry: Prepared, made: Plan) -> None:
-        """With the model that the chain begins from: by the rules, and for a run by this machine."""
-        # a model of nobody's is not written over
-        self._say(link, (finding for finding in made.all_findings if finding.code != "finished-output"))
-        self._say(link, (one for one in dry.findings if one.severity != "note"))
+    def _examine(self, link: Link, resolved: Facts, dry: Prepared, judged: Plan) -> None:
+        """Collect what the rules say, with the model that the chain begins from."""
+        for finding in judged.all_findings:
+            # a model that no run here made is not written over
+            if finding.code != "finished-output":
+                self._say(link, [finding])
+        self._say(link, [finding for finding in dry.findings if finding.severity != "note"])
         if resolved.machine is not None:
-            self.starts.append((link, resolved, made))
+            self.starts.append((link, resolved, judged))
 
     def ask_machine(self, *, live: bool) -> None:
-        """What this machine lacks for any stage; not of its GPUs while one is training on them."""
-        for link, resolved, made in self.starts:
+        """What this machine lacks for any stage; without GPUs while one is training on them."""
+        for link, resolved, judged in self.starts:
             try:
                 chosen = None if live else resolved.choose_devices()
-                self._say(link, checks.require_ready(made, resolved.trainer, chosen))
+                self._say(link, checks.require_ready(judged, resolved.trainer, chosen))
             except NotReady as error:
-                self.lacking += [self._named(link, one) for one in error.findings]
+                self._note_lacking(link, error.findings)
 
     def _check_program(self, step: PlannedStage) -> None:
-        measured = step.evaluation
-        fault = None if measured is None else evaluation.missing_program(measured)
-        if fault is not None:
-            self.lacking.append(self._named(step.link, fault))
+        if step.evaluation is not None:
+            self._note_lacking(step.link, evaluation.missing_program(step.evaluation))
 
-    def _check_models(self, link: Link, loaded: Config, source: PlannedStage) -> None:
-        """A stage that names another model, or tokenizer, than the stage before leaves."""
-        places = {canonical(one) for one in (source.model, source.prepared.requested_output) if one is not None}
+    def _check_models(self, link: Link, config: Config, source: PlannedStage) -> None:
+        """A stage must not name another model, or tokenizer, than the stage before leaves."""
+        places = (canonical(source.model), canonical(source.requested_output))
         for key in (MODEL, TOKENIZER):
-            own, origin = _text(loaded.args.get(key)), loaded.origin(f"args.{key}")
-            if own is None or canonical(Path(own)) in places:
+            value = _text(config.args.get(key))
+            if value is None or canonical(Path(value)) in places:
                 continue
-            if link.explicit and origin.override is None:
+            if link.explicit and config.origin(f"args.{key}").override is None:
                 continue
             help = f"delete the line, or say which with `from: {link.source}` or `from: none`"
             if link.explicit:
                 help = f"delete it, or write `from: none` instead of `from: {link.source}`"
-            message = f"`{key}` is {brief(own)} here, and the pipeline hands over {source.model}, "
+            message = (
+                f"`{key}` is {brief(value)} here, and the pipeline hands over {source.model}, "
+            )
             message += f"the model of {link.source}"
             self._add(link, "pipeline-model", message, help, f"args.{key}")
 
     def _has_own_output(self, step: PlannedStage) -> bool:
-        own = step.prepared.requested_output or step.output
-        place = canonical(own)
+        """Whether no stage before writes into the same folder, inside or above it."""
+        output = step.requested_output
+        place = canonical(output)
         for other in self.steps.values():
-            output = other.prepared.requested_output or other.output
             name = other.link.name
-            if canonical(output) == place:
-                message = f"{step.link.name} and {name} both write into {own}"
-            elif place.is_relative_to(canonical(output)):
-                message = f"{step.link.name} writes into {own}, which lies in {output}, the output of {name}"
-            elif canonical(output).is_relative_to(place):
-                message = f"{step.link.name} writes into {own}, which holds {output}, the output of {name}"
+            other_output = other.requested_output
+            other_place = canonical(other_output)
+            message = f"{step.link.name} writes into {output}, which "
+            if place == other_place:
+                message = f"{step.link.name} and {name} both write into {output}"
+            elif place.is_relative_to(other_place):
+                message += f"lies in {other_output}, the output of {name}"
+            elif other_place.is_relative_to(place):
+                message += f"holds {other_output}, the output of {name}"
             else:
                 continue
             help = f"give one of them another `{OUTPUT}`"
@@ -333,51 +376,70 @@ class _Planner:
         return True
 
     def _check_between(self, source: PlannedStage, step: PlannedStage) -> None:
-        given, values, link = source.plan.values, step.plan.values, step.link
+        link = step.link
         before = source.link.name
+        values = source.plan.values
         for name in sorted(source.plan.stage.entry.partial):
-            if given.get(name) is True:
+            if values.get(name) is True:
                 message = f"`{name}` ends {before} before there is a model to continue from"
-                self._add(source.link, "pipeline-output", message, f"write `{name}: false`", f"args.{name}")
-        if any(given.get(name) for name in _ADAPTERS):
+                help = f"write `{name}: false`"
+                self._add(source.link, "pipeline-output", message, help, f"args.{name}")
+        if any(values.get(name) for name in _ADAPTERS):
             # finetune.py::main[config = AutoConfig.from_pretrained #2],
             # dpo_tune_cache.py::main[config = AutoConfig.from_pretrained #2],
-            # trl/trainer/utils.py::create_model_from_path[config = AutoConfig.from_pretrained] read the model's config
+            # trl/trainer/utils.py::create_model_from_path[config = AutoConfig.from_pretrained] read
+            # the model's config
             message = f"{before} saves an adapter without its model: {link.name} cannot load it"
             help = "merge it into its model (`merge_and_unload` of peft), and begin from that"
             self._add(link, "pipeline-adapter", message, help, "from", layer="run")
         own = step.plan.stage
         if own.entry.whole_model and own.options.probe is None:
             asks = rendered("finetune.py::main[snapshot_download]")
-            message = f"{asks} asks the hub for {source.model}: without the probe, which answers it, a local "
-            message += "model cannot be trained"
+            message = f"{asks} asks the hub for {source.model}: without the probe, which answers "
+            message += "it, a local model cannot be trained"
             self._add(link, "pipeline-probe", message, "leave the probe on", "probe", layer="run")
-        # one tokenizer for all of them: its chat template, and the token that it begins with
+        self._check_templates(link, before, values, step.plan.values)
+
+    def _check_templates(self, link: Link, before: str, was: Values, now: Values) -> None:
+        """All stages use one tokenizer: its chat template, and the token that it begins with."""
         name = "chat_template_name"
-        was, now = given.get(name), values.get(name)
-        if now is not None and now != was:
-            shown, change = "the tokenizer's own template", "delete the line"
-            if was:
-                shown, change = f"`{was}`", f"write `{name}: {was}`"
-            message, help = f"`{name}: {now}`: {before} trains with {shown}", f"one template for both: {change}"
-            self._add(link, "pipeline-template", message, help, f"args.{name}", severity="warning")
-        elif now is None and given.get("add_bos") is True and values.get("add_bos") is True:
+        template = now.get(name)
+        if template is not None and template != was.get(name):
+            other = "the tokenizer's own template"
+            change = "delete the line"
+            if was.get(name):
+                other = f"`{was.get(name)}`"
+                change = f"write `{name}: {was.get(name)}`"
+            message = f"`{name}: {template}`: {before} trains with {other}"
+            help = f"one template for both: {change}"
+            key = f"args.{name}"
+            self._add(link, "pipeline-template", message, help, key, severity="warning")
+        elif template is None and was.get("add_bos") is True and now.get("add_bos") is True:
             # dataset_transformation.py::get_tokenizer_tulu_v2_2[You specified add_bos]
-            message = f"`add_bos` crashes: {before} saves a template that begins with the token already"
+            message = f"`add_bos` crashes: {before} saves a template that begins with the token "
             help = "write `add_bos: false`"
-            self._add(link, "pipeline-template", message, help, "args.add_bos", layer="run")
+            key = "args.add_bos"
+            self._add(link, "pipeline-template", f"{message}already", help, key, layer="run")
 
-    def _add(self, link: Link, code: str, message: str, help: str, key: str, **other: Any) -> None:
-        """An error about how stages fit, at its key; `other` fields than those of launch's errors."""
-        place = (link if key == "from" else self.configs[link.name]).origin(key).place
-        self._say(link, [replace(launch_finding("error", code, message, help, key=key, **place), **other)])
+    def _add(
+        self, link: Link, code: str, message: str, help: str, key: str, **changes: Any
+    ) -> None:
+        """An error about how stages fit, at its key; `changes` are to launch's errors."""
+        origin = (link if key == "from" else self.configs[link.name]).origin(key)
+        finding = launch_finding("error", code, message, help, key=key, **origin.place)
+        self._say(link, [replace(finding, **changes)])
 
-    def _say(self, link: Link, found: Iterable[Finding]) -> None:
-        self.findings += [self._named(link, one) for one in found]
+    def _say(self, link: Link, findings: Iterable[Finding]) -> None:
+        self.findings += [self._named(link, finding) for finding in findings]
+
+    def _note_lacking(self, link: Link, findings: Iterable[Finding]) -> None:
+        self.lacking += [self._named(link, finding) for finding in findings]
 
     def _named(self, link: Link, finding: Finding) -> Finding:
+        """The finding at its place; with the stage's name if several stages have the same file."""
         finding = pipeline.placed(link, finding)
-        if canonical(link.config) not in self.twice or finding.message.startswith(f"{link.name}: "):
+        is_shared = self.files.count(canonical(link.config)) > 1
+        if not is_shared or finding.message.startswith(f"{link.name}: "):
             return finding
         return replace(finding, message=f"{link.name}: {finding.message}")
 

@@ -1,7 +1,9 @@
-"""The file that an evaluation leaves -> its numbers by name, and the one that a short name stands for.
+"""The file that an evaluation leaves -> its numbers by name, and the one that a short name stands
+for.
 
-Two forms are read: an object of numbers, nested or not, and what lm-evaluation-harness writes, whose `results` hold
-for each task numbers that are called `metric,filter` (its docs/interface.md, `--output_path`).
+Two forms are read: an object of numbers, nested or not, and what lm-evaluation-harness writes,
+whose `results` hold for each task numbers that are called `metric,filter` (its docs/interface.md,
+`--output_path`).
 """
 
 import glob
@@ -9,7 +11,7 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,6 @@ from launcher.runs.evaluation import GateResult
 LARGEST_BYTES = 256 * 2**20
 """Of a metrics file: lm-evaluation-harness writes single samples into files of their own."""
 _DEEPEST = 8
-_STDERR = "_stderr"
 # what stands beside the numbers of a task and measures nothing
 _NO_METRICS = frozenset({"alias", "samples", "sample_len", "sample_count", "n"})
 
@@ -32,8 +33,9 @@ class UnreadableScores(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """`values` holds whatever stands at a full name (`gsm8k/exact_match,strict-match`), a number or not. `main` is the
-    full name that a task stands for."""
+    """`values` holds whatever stands at a full name (`gsm8k/exact_match,strict-match`), a number or
+    not. `main` is the full name that a task stands for.
+    """
 
     path: Path
     values: Mapping[str, object] = field(default_factory=dict)
@@ -41,29 +43,39 @@ class Scores:
 
     @property
     def numbers(self) -> dict[str, float]:
-        return {name: number for name, value in self.values.items() if (number := _number(value)) is not None}
+        numbers = {}
+        for name, value in self.values.items():
+            number = _number(value)
+            if number is not None:
+                numbers[name] = number
+        return numbers
 
     def full_name(self, name: str) -> str | None:
-        """The full name of what somebody calls `gsm8k`, `gsm8k/exact_match` or by its full name; None where there is
-        no such."""
+        """The full name of `gsm8k`, `gsm8k/exact_match` or a full name; None if there is none."""
         if name in self.values:
             return name
         if name in self.main:
             return self.main[name]
-        filtered = [full for full in self.values if full.startswith(f"{name},")]
-        return filtered[0] if filtered else None
+        for full in self.values:
+            if full.startswith(f"{name},"):
+                return full
+        return None
 
 
 @dataclass(frozen=True, slots=True)
 class MetricsPlace:
-    """Where a metrics file is expected: `path` as it is written, and the same as a `pattern` of glob."""
+    """Where a metrics file is expected: `path` as it is written, and the same as a `pattern` of
+    glob.
+    """
 
     path: Path
     pattern: str
 
     @classmethod
     def of(cls, text: str, folder: Path, values: Mapping[str, str]) -> "MetricsPlace":
-        """A text of `metrics:`; what its placeholders stand for is no pattern, whatever characters it holds."""
+        """A text of `metrics:`; what its placeholders stand for is no pattern, whatever characters
+        it holds.
+        """
         escaped = {name: glob.escape(value) for name, value in values.items()}
         pattern = os.path.join(glob.escape(str(folder)), fill(text, escaped))
         return cls(path=folder / fill(text, values), pattern=pattern)
@@ -72,29 +84,29 @@ class MetricsPlace:
         # a name may hold brackets
         if self.path.is_file():
             return [self.path]
-        return sorted(Path(name) for name in glob.glob(self.pattern, recursive=True) if os.path.isfile(name))
+        return sorted(
+            Path(name) for name in glob.glob(self.pattern, recursive=True) if os.path.isfile(name)
+        )
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """The files that matched at one moment, with what no write leaves as it is."""
-
-    states: Mapping[Path, tuple[int, ...]]
+Snapshot = Mapping[Path, tuple[int, ...]]
+"""The files that matched at one moment, with what no write leaves as it is."""
 
 
 def snapshot(place: MetricsPlace) -> Snapshot:
-    return Snapshot({path: _state(path) for path in place.matching()})
+    return {path: _state(path) for path in place.matching()}
 
 
 def written_since(before: Snapshot, place: MetricsPlace) -> Path:
-    """The newest file that matches and was written since. Raises UnreadableScores where none was."""
+    """The newest file that matches and was written since. Raises UnreadableScores if none was."""
     matching = place.matching()
-    fresh = [path for path in matching if before.states.get(path) != _state(path)]
+    fresh = [path for path in matching if before.get(path) != _state(path)]
     if fresh:
         return max(fresh, key=lambda path: (_state(path)[-1], str(path)))
+    fault = f"the command wrote no {place.path}"
     if matching:
-        raise UnreadableScores(f"the command wrote no {place.path}: {matching[-1]} is of an earlier evaluation")
-    raise UnreadableScores(f"the command wrote no {place.path}")
+        fault += f": {matching[-1]} is of an earlier evaluation"
+    raise UnreadableScores(fault)
 
 
 def _state(path: Path) -> tuple[int, ...]:
@@ -117,26 +129,32 @@ def read(path: Path) -> Scores:
         raise UnreadableScores(f"{path} is not JSON") from None
     if not isinstance(content, Mapping):
         raise UnreadableScores(f"{path} holds no object of names and numbers")
-    tree = _tasks(content)
     values: dict[str, object] = {}
     main: dict[str, str] = {}
-    _flatten(tree, "", values, main)
-    if not any(_number(value) is not None for value in values.values()):
+    _flatten(_tasks(content), "", values, main)
+    scores = Scores(path=path, values=values, main=main)
+    if not scores.numbers:
         raise UnreadableScores(f"{path} holds no number")
-    return Scores(path=path, values=values, main=main)
+    return scores
 
 
 def _tasks(content: Mapping[str, Any]) -> Mapping[str, Any]:
     """The tasks and groups of lm-evaluation-harness; of any other file the whole."""
     results = content.get("results")
-    if not isinstance(results, Mapping) or not all(isinstance(task, Mapping) for task in results.values()):
-        return content
     groups = content.get("groups")
-    return {**(groups if isinstance(groups, Mapping) else {}), **results}
+    if not isinstance(results, Mapping):
+        return content
+    if not all(isinstance(task, Mapping) for task in results.values()):
+        return content
+    return {**groups, **results} if isinstance(groups, Mapping) else results
 
 
 def _flatten(
-    tree: Mapping[str, Any], prefix: str, values: dict[str, object], main: dict[str, str], depth: int = 0
+    tree: Mapping[str, Any],
+    prefix: str,
+    values: dict[str, object],
+    main: dict[str, str],
+    depth: int = 0,
 ) -> None:
     for key, value in tree.items():
         name = f"{prefix}{key}".strip()
@@ -150,17 +168,20 @@ def _flatten(
 
 
 def _main_of(task: Mapping[str, Any]) -> str | None:
-    """The first metric of a task, in the order of its file, as lm-evaluation-harness has it from the task's own."""
+    """The first metric of a task, which lm-evaluation-harness has in the order of the task."""
     measures = [key for key in task if key not in _NO_METRICS and not _is_error(key)]
-    filtered = [key for key in measures if "," in key]
-    numbers = [key for key in measures if _number(task[key]) is not None]
-    candidates = filtered or numbers
-    return candidates[0] if candidates else None
+    for key in measures:
+        if "," in key:
+            return key
+    for key in measures:
+        if _number(task[key]) is not None:
+            return key
+    return None
 
 
 def _is_error(name: str) -> bool:
     """Whether a name is that of a standard error: `acc_stderr,none`."""
-    return name.partition(",")[0].rpartition("/")[2].endswith(_STDERR)
+    return name.partition(",")[0].endswith("_stderr")
 
 
 def _number(value: object) -> float | None:
@@ -175,20 +196,20 @@ def _number(value: object) -> float | None:
 
 def judge(scores: Scores, expect: Mapping[str, Gate]) -> tuple[GateResult, ...]:
     """Each gate against its number; one without a number fails."""
-    return tuple(_judged(scores, name, gate) for name, gate in expect.items())
+    return tuple(_judge_gate(scores, name, gate) for name, gate in expect.items())
 
 
-def _judged(scores: Scores, name: str, gate: Gate) -> GateResult:
+def _judge_gate(scores: Scores, name: str, gate: Gate) -> GateResult:
     full = scores.full_name(name)
+    result = GateResult(metric=name, expected=str(gate), ok=False, name=full)
     if full is None:
-        known = list(dict.fromkeys([*scores.main, *scores.numbers]))
-        reason = f"{scores.path} has no metric `{name}`: {keys.nearest(name, known[:20])}"
-        return GateResult(metric=name, expected=str(gate), ok=False, reason=reason)
+        names = list(dict.fromkeys([*scores.main, *scores.numbers]))
+        reason = f"{scores.path} has no metric `{name}`: {keys.nearest(name, names[:20])}"
+        return replace(result, reason=reason)
     value = _number(scores.values[full])
     if value is None:
-        reason = f"`{full}` in {scores.path} is {json.dumps(scores.values[full])[:80]}, not a number"
-        return GateResult(metric=name, expected=str(gate), ok=False, name=full, reason=reason)
+        shown = json.dumps(scores.values[full])[:80]
+        return replace(result, reason=f"`{full}` in {scores.path} is {shown}, not a number")
     if gate.holds(value):
-        return GateResult(metric=name, expected=str(gate), ok=True, name=full, value=value)
-    reason = f"{full} is {value:.6g}, expected {gate}"
-    return GateResult(metric=name, expected=str(gate), ok=False, name=full, value=value, reason=reason)
+        return replace(result, ok=True, value=value)
+    return replace(result, value=value, reason=f"{full} is {value:.6g}, expected {gate}")

@@ -286,10 +286,9 @@ def _counted(prepared: Prepared, tokenised: Tokenised, say: Say) -> Prepared:
         cut = _cut_samples(plan, rows, data)
         say(cut.message)
         prepared = replace(prepared, warnings=(*prepared.warnings, cut))
-    if plans.step_limit(plan.stage, plan.values) is not None:
-        return prepared
     steps = plans.steps_of(plan.stage, plan.values, rows.rows, plan.global_batch)
     if steps is not None and steps < 1:
+        # with `max_train_steps` OLMo-core would begin one epoch without a step after the other, for ever
         message = (
             f"{rows.samples:,} samples are packed into {rows.rows:,} rows: less than one step of "
         )
@@ -300,6 +299,8 @@ def _counted(prepared: Prepared, tokenised: Tokenised, say: Say) -> Prepared:
                 launch_finding("error", "too-few-rows", message, help, key=data)
             )
         )
+    if plans.step_limit(plan.stage, plan.values) is not None:
+        return prepared
     say(
         f"{rows.samples:,} samples are packed into {rows.rows:,} rows of {limit:,} tokens: "
         f"{steps or 0:,} steps"

@@ -16,6 +16,8 @@ from launcher.upstream.schema import Values
 RESERVE = 1.25
 """Rows cut for each that is trained on: upstream leaves out those with nothing to learn."""
 FEWEST_ROWS = 64
+SHORTEST_MEAN = 64
+"""Tokens a row, below which no data set of chats is expected: what fills a packed row is cut by it."""
 ASSUMED_DEVICES = 8
 """Taken where neither the caller nor `batch:` says how many rows a step takes."""
 
@@ -45,7 +47,8 @@ def short_overrides(stage: Stage, *, steps: int, output: Path, batch: int | None
     # None where they cannot be counted here
     pairs = [words[at : at + 2] for at in range(0, len(words), 2)]
     sizes = [plan.count_rows(stage, Values(stage.schema, {names.data: pair})) for pair in pairs]
-    if words and (cut := _cut(words, sizes, rows_needed(stage, steps, batch))):
+    cut = _cut(words, sizes, rows_needed(stage, steps, batch)) if words else None
+    if cut is not None:
         changes[names.data] = cut
     warm = values.get("warmup_steps")
     if isinstance(warm, int | float) and warm >= 1:
@@ -94,7 +97,12 @@ def rows_needed(stage: Stage, steps: int, batch: int | None = None) -> int:
         names, values = stage.entry.names, stage.values
         own = stage.options.batch and stage.options.batch.per_device
         step = (own or int(values[names.per_device])) * int(values[names.accumulation]) * ASSUMED_DEVICES
-    return max(FEWEST_ROWS, math.ceil(steps * step * RESERVE) + step)
+    rows = math.ceil(steps * step * RESERVE) + step
+    limit = stage.values.get(stage.entry.names.max_length)
+    if stage.entry.packing == "always" and isinstance(limit, int):
+        # a step counts packed rows, and each holds as many samples as fit
+        rows *= math.ceil(limit / SHORTEST_MEAN)
+    return max(FEWEST_ROWS, rows)
 
 
 def _cut(listed: Sequence[str], sizes: Sequence[int | None], needed: int) -> tuple[str, ...] | None:

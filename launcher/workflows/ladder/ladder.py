@@ -21,7 +21,6 @@ from launcher.cache import inputs
 from launcher.config.load import spelt
 from launcher.errors import Exit, Finding, InvalidConfig, LaunchError, errors, launch_finding, not_ready, usage
 from launcher.machine import python
-from launcher.plan import plan
 from launcher.plan.plan import Plan
 from launcher.planning import check, collect, forecast, prepare
 from launcher.planning.collect import Facts, Scope
@@ -433,7 +432,7 @@ def _estimate(ladder: Ladder, top: Standing) -> FullRun:
     stage, step, terms = ladder.stage, top.facts.step_seconds, ladder.terms
     whole = ladder.plans[top.gpus]
     known = _predicted(whole, ladder.resolved, terms)
-    repacked = plan.repacks(stage, stage.values)
+    repacked = stage.entry.repacks(stage.values)
     if known is not None:
         steps = known.steps
     else:

@@ -178,9 +178,7 @@ class Filling:
         self.work = rundir.make_folder(self.request.runs or rundir.runs_root(), "prepare", name)
         folder = RunFolder(self.work)
         self.say(f"tokenising with {self.plan.stage.entry.script}; log: {folder.console(1)}")
-        with folders.lock(
-            (cache,), folder, 1, config=self.request.config, redactor=redactor
-        ) as locks:
+        with folders.lock((cache,), folder, 1, redactor=redactor) as locks:
             made = self._command(cache, folder)
             ended = runner.run(made, folder, 1, pass_fds=locks, inherited=os.environ)
         if ended.stopped is not None:

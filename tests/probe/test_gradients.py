@@ -295,11 +295,6 @@ def test_nothing_is_compared_with_a_corrupt_baseline() -> None:
     # a sample is read as it was written
     one = trial("a", LEARNS)
     assert Sample.from_json(json.loads(json.dumps(one.as_json()))) == one
-    # of before there were norms
-    old = one.as_json()
-    old["curve"] = [row[:3] for row in old["curve"]]
-    del old["gradients"]
-    assert Sample.from_json(old).curve[0] == CurveStep(50.0, 50.0, 12.637)
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,12 @@ def read_fields(
             raise LookupError(f"{module_name} has no class {class_name}")
         for owner, node in sources.linearised(module, module.classes[class_name]):
             for known in _ClassReader(sources, owner, externals).fields(node):
-                nullable = takes_none and known.kind in _NULLABLE and "None" in known.type and not known.many
+                nullable = (
+                    takes_none
+                    and known.kind in _NULLABLE
+                    and "None" in known.type
+                    and not known.many
+                )
                 # a field keeps the position of its first definition, as dataclasses do
                 fields[known.name] = replace(known, nullable=nullable)
     return fields
@@ -99,7 +104,9 @@ class _ClassReader:
     def _metadata(self, node: ast.expr | None) -> dict[str, Any]:
         """What of a field's metadata can be read; argparse gets it as it is."""
         known = {}
-        for key, expression in zip(node.keys, node.values, strict=True) if isinstance(node, ast.Dict) else ():
+        for key, expression in (
+            zip(node.keys, node.values, strict=True) if isinstance(node, ast.Dict) else ()
+        ):
             value = self.sources.evaluate(self.module, expression)
             if value is UNKNOWN:
                 value = self.externals.get(ast.unparse(expression), UNKNOWN)
@@ -151,7 +158,10 @@ class _ClassReader:
         match mark(node.value):
             case "Literal":
                 items = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-                return _Resolved("choice", choices=tuple(self.sources.evaluate(self.module, item) for item in items))
+                return _Resolved(
+                    "choice",
+                    choices=tuple(self.sources.evaluate(self.module, item) for item in items),
+                )
             case "list" | "List":
                 # argparse calls the item's type on each word; calling an enum checks its values
                 return replace(self._single(node.slice), many=True)
@@ -167,8 +177,13 @@ class _ClassReader:
             if members is None:
                 return _Resolved("opaque")
             # named for types that live in another package than the module that uses them
-            foreign = external is not None and external.partition(".")[0] != self.module.name.partition(".")[0]
-            return _Resolved("choice", choices=tuple(members.values()), external=external if foreign else None)
+            foreign = (
+                external is not None
+                and external.partition(".")[0] != self.module.name.partition(".")[0]
+            )
+            return _Resolved(
+                "choice", choices=tuple(members.values()), external=external if foreign else None
+            )
         if external is not None and external in self.externals:
             return _Resolved("choice", choices=tuple(self.externals[external]), external=external)
         return _Resolved("opaque", external=external)

@@ -46,7 +46,7 @@ def find_package(name: str, search: Iterable[Path] | None = None) -> Path | None
     return Path(spec.origin).parent if spec is not None and spec.origin is not None else None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Module:
     """One parsed file: where each name comes from, its classes, functions and constants.
 
@@ -206,7 +206,11 @@ class Sources:
                 return self._value(module, one)
             case ast.Dict(keys=keys, values=values):
                 pairs = zip(keys, values, strict=True)
-                return {self._value(module, k): self._value(module, v) for k, v in pairs if k is not None}
+                return {
+                    self._value(module, k): self._value(module, v)
+                    for k, v in pairs
+                    if k is not None
+                }
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 return -self._value(module, operand)
             case ast.Name(id="__file__"):
@@ -223,11 +227,16 @@ class Sources:
             case ast.Lambda(body=body):
                 return self._value(module, body)
             case ast.Subscript(value=inner, slice=ast.Slice(lower=lower, upper=upper, step=None)):
-                start, end = (None if bound is None else self._value(module, bound) for bound in (lower, upper))
+                start, end = (
+                    None if bound is None else self._value(module, bound)
+                    for bound in (lower, upper)
+                )
                 return self._value(module, inner)[start:end]
             case ast.Call(func=ast.Name(id="len"), args=[one], keywords=[]):
                 return len(self._value(module, one))
-            case ast.Call(func=function, args=[one], keywords=[]) if ast.unparse(function) == "os.path.basename":
+            case ast.Call(func=function, args=[one], keywords=[]) if (
+                ast.unparse(function) == "os.path.basename"
+            ):
                 return Path(self._value(module, one)).name
         raise _Unknowable
 
@@ -297,4 +306,10 @@ def mark(node: ast.expr) -> str:
     """The last part of a decorator's or a function's name."""
     while isinstance(node, ast.Call):
         node = node.func
-    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+    return (
+        node.id
+        if isinstance(node, ast.Name)
+        else node.attr
+        if isinstance(node, ast.Attribute)
+        else ""
+    )

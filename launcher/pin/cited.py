@@ -44,12 +44,20 @@ def find_citations(root: Path) -> list[Citing]:
     for folder in FOLDERS:
         for path in sorted((root / folder).rglob("*")):
             name = path.relative_to(root).as_posix()
-            if path.suffix not in {".py", ".md"} or _EVIDENCE in path.parts or name in _ABOUT_CITATIONS:
+            if (
+                path.suffix not in {".py", ".md"}
+                or _EVIDENCE in path.parts
+                or name in _ABOUT_CITATIONS
+            ):
                 continue
             text = path.read_text(encoding="utf-8")
             if "::" in text:
                 pieces = _python(text) if path.suffix == ".py" else enumerate(text.splitlines(), 1)
-                found += [Citing(name, line, cited) for line, piece in pieces for cited in citations.citations(piece)]
+                found += [
+                    Citing(name, line, cited)
+                    for line, piece in pieces
+                    for cited in citations.citations(piece)
+                ]
     for name in _BESIDE:
         path = root / name
         lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
@@ -84,7 +92,9 @@ def _python(text: str) -> Iterator[tuple[int, str]]:
 
 def in_package(cited: Sequence[Citing], package: str) -> list[str]:
     """The citations of one package, each once, sorted."""
-    return sorted({citing.citation for citing in cited if citing.citation.startswith(f"{package}/")})
+    return sorted(
+        {citing.citation for citing in cited if citing.citation.startswith(f"{package}/")}
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +108,10 @@ class Tables:
         """The tables as JSON, one citation a line."""
         parts = []
         for release, table in sorted(self.committed.tables.items()):
-            rows = [f"  {json.dumps(name)}: {json.dumps(list(place))}" for name, place in sorted(table.items())]
+            rows = [
+                f"  {json.dumps(name)}: {json.dumps(list(place))}"
+                for name, place in sorted(table.items())
+            ]
             parts.append(f" {json.dumps(release)}: {{\n" + ",\n".join(rows) + "\n }")
         head = f'"pin": {json.dumps(self.committed.pin)},\n"later": {json.dumps(list(self.committed.later))},\n'
         return f'{{\n{head}"releases": {{\n' + ",\n".join(parts) + "\n}\n}\n"
@@ -123,7 +136,11 @@ def rules_of(backend: str) -> list[Callable[..., object]]:
 def later_than(pin: str, commits: Iterable[str], repository: Repository) -> tuple[str, ...]:
     """Those of some commits that come after the pin."""
     others = sorted(commit for commit in commits if commit != pin)
-    return tuple(commit for commit in others if repository.ask("merge-base", "--is-ancestor", pin, commit) is not None)
+    return tuple(
+        commit
+        for commit in others
+        if repository.ask("merge-base", "--is-ancestor", pin, commit) is not None
+    )
 
 
 def take_tables(
@@ -142,7 +159,9 @@ def take_tables(
     by_release: dict[str, Table] = {}
     problems: list[str] = []
     for commit, tree in commits.items():
-        by_release[f"{PACKAGE} {commit}"] = citations.table({PACKAGE: tree}, in_package(cited, PACKAGE))
+        by_release[f"{PACKAGE} {commit}"] = citations.table(
+            {PACKAGE: tree}, in_package(cited, PACKAGE)
+        )
     names = {citing.citation.partition("/")[0] for citing in cited} - {PACKAGE}
     for package in sorted(names):
         named = in_package(cited, package)
@@ -151,12 +170,16 @@ def take_tables(
         if current is not None and kept in {None, current}:
             by_release[current] = citations.table({package: trees[current]}, named)
             continue
-        unlisted = named if kept is None else [citation for citation in named if citation not in old[kept]]
+        unlisted = (
+            named if kept is None else [citation for citation in named if citation not in old[kept]]
+        )
         if kept is not None:
             by_release[kept] = {name: place for name, place in old[kept].items() if name in named}
         if unlisted:
             release = kept or package
-            problems.append(f"{len(unlisted)} line(s) of {release} are cited and it is not installed: {unlisted[0]}")
+            problems.append(
+                f"{len(unlisted)} line(s) of {release} are cited and it is not installed: {unlisted[0]}"
+            )
     return Tables(Committed(BACKENDS[PACKAGE].PIN, by_release, later), tuple(problems))
 
 

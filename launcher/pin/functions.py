@@ -53,12 +53,16 @@ def on_path(source: Upstream, entry: Entry, schema: Schema) -> Mapping[str, Reac
     except LookupError:
         classes = list(entry.classes)
     try:
-        return reached.functions_on_path(sources, entry.script, classes, schema.fields, entry.recorders)
+        return reached.functions_on_path(
+            sources, entry.script, classes, schema.fields, entry.recorders
+        )
     except (LookupError, RecursionError, SyntaxError, ValueError):
         return {}
 
 
-def compare(old: Mapping[str, Reached], new: Mapping[str, Reached]) -> tuple[FunctionDifference, ...]:
+def compare(
+    old: Mapping[str, Reached], new: Mapping[str, Reached]
+) -> tuple[FunctionDifference, ...]:
     """What differs, by symbol: other bodies first, then what is reached at one commit alone."""
     changed = [name for name in new if name in old and new[name].text != old[name].text]
     begun = [name for name in new if name not in old]
@@ -76,10 +80,18 @@ def _difference(what: str, old: Reached | None, new: Reached | None) -> Function
     after = None if new is None else new.text
     lines: tuple[str, ...] = ()
     if before is not None and after is not None:
-        compared = difflib.unified_diff(before.splitlines(), after.splitlines(), n=_CONTEXT_LINES, lineterm="")
+        compared = difflib.unified_diff(
+            before.splitlines(), after.splitlines(), n=_CONTEXT_LINES, lineterm=""
+        )
         lines = tuple(compared)[2:]
     return FunctionDifference(
-        symbol=one.symbol, what=what, old=_place(old), new=_place(new), before=before, after=after, diff=lines
+        symbol=one.symbol,
+        what=what,
+        old=_place(old),
+        new=_place(new),
+        before=before,
+        after=after,
+        diff=lines,
     )
 
 
@@ -97,11 +109,15 @@ def behaviours(old: Schema, new: Schema) -> tuple[BehaviourDifference, ...]:
         first = old.does(known.name)
         second = new.does(known.name)
         if first is not second:
-            differences.append(BehaviourDifference(name=known.name, says=known.says, old=first, new=second))
+            differences.append(
+                BehaviourDifference(name=known.name, says=known.says, old=first, new=second)
+            )
     return tuple(differences)
 
 
-def lines(by_stage: Mapping[str, tuple[FunctionDifference, ...]], *, everything: bool) -> Iterator[str]:
+def lines(
+    by_stage: Mapping[str, tuple[FunctionDifference, ...]], *, everything: bool
+) -> Iterator[str]:
     """The section for people: each function once, with the stages that reach it."""
     stages: dict[FunctionDifference, list[str]] = {}
     for stage, differences in by_stage.items():

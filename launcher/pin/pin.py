@@ -235,7 +235,9 @@ class Commits:
     names: tuple[str, str]
 
 
-def find_commits(words: Sequence[str], checkout: Path | None, environ: Mapping[str, str]) -> Commits:
+def find_commits(
+    words: Sequence[str], checkout: Path | None, environ: Mapping[str, str]
+) -> Commits:
     """Two commits for `OLD NEW`, `OLD..NEW`, or `NEW` alone (against the pin), and where they are.
 
     A name is any that git knows, or `pin`. They are looked for in the first place of a checkout that is a
@@ -253,7 +255,9 @@ def find_commits(words: Sequence[str], checkout: Path | None, environ: Mapping[s
         case [old, new]:
             names = (old, new)
         case _:
-            raise usage("unknown-commit", "two commits are compared", "launch pin diff pin origin/main")
+            raise usage(
+                "unknown-commit", "two commits are compared", "launch pin diff pin origin/main"
+            )
     places = list(locate.checkout_places(checkout, environ))
     if checkout is not None or environ.get("LAUNCH_OPEN_INSTRUCT"):
         places = places[:1]

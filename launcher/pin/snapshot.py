@@ -51,7 +51,9 @@ def _take(backend: str, packages: Mapping[str, Tree], version: str) -> dict[str,
     # a commit without a further script of a stage lacks nothing that belongs to a stage
     scripts = {name: entry.script for name, entry in module.STAGES.items()}
     found = {name: facts.digest(packages, script) for name, script in scripts.items()}
-    stages = [name for name, entry in module.STAGES.items() if not entry.stage or found[name] is not None]
+    stages = [
+        name for name, entry in module.STAGES.items() if not entry.stage or found[name] is not None
+    ]
     data = facts.read(module, {**packages, **foreign}, {}, stages)
     del data["absent"]
     # the files of other packages are not among the digests
@@ -61,7 +63,10 @@ def _take(backend: str, packages: Mapping[str, Tree], version: str) -> dict[str,
         "schema_version": VERSION,
         "backend": backend,
         "version": version,
-        "foreign": {f"ai2_{n}": locate.package_version(p.path.parent, f"ai2_{n}") for n, p in foreign.items()},
+        "foreign": {
+            f"ai2_{n}": locate.package_version(p.path.parent, f"ai2_{n}")
+            for n, p in foreign.items()
+        },
         **data,
         "files": dict(sorted(digests.items())),
     }
@@ -83,7 +88,9 @@ def remove_others(backend: str) -> None:
 def templates_of(package: Path) -> dict[str, str]:
     """The chat templates for which a TRL package has a training template: digests and names, by name."""
     source = (package / "chat_template_utils.py").read_text(encoding="utf-8")
-    replaced = re.findall(r"if chat_template == (\w+)_chat_template:\s+return \w+_training_chat_template", source)
+    replaced = re.findall(
+        r"if chat_template == (\w+)_chat_template:\s+return \w+_training_chat_template", source
+    )
     table = {}
     for name in sorted(replaced):
         text = (package / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")

@@ -63,12 +63,16 @@ class Journal:
             if _digest_of(self.clone / row["path"]) not in {row["before"], row["after"]}:
                 message = "was changed after a move of the pin began that did not end"
                 help = f"undo the change and repeat the command, or give that move up: rm -r {self.folder}"
-                findings.append(launch_finding("error", "move-interrupted", message, help, file=row["path"]))
+                findings.append(
+                    launch_finding("error", "move-interrupted", message, help, file=row["path"])
+                )
         if findings:
             raise NotReady(findings)
         # what can be refused comes first
         for path, commit in record["gitlink"].items():
-            self._record(path, commit, begun=any(_is_new(self.clone, row) for row in record["files"]))
+            self._record(
+                path, commit, begun=any(_is_new(self.clone, row) for row in record["files"])
+            )
         for number, row in enumerate(record["files"]):
             target = self.clone / row["path"]
             if _is_new(self.clone, row):
@@ -91,7 +95,9 @@ class Journal:
             shutil.rmtree(self.folder)
         reason = " ".join(done.stderr.split())
         message = f"git cannot record the commit of {path}: {reason}"
-        raise NotReady(launch_finding("error", "move-interrupted", message, "repeat the command", file=path))
+        raise NotReady(
+            launch_finding("error", "move-interrupted", message, "repeat the command", file=path)
+        )
 
 
 def _is_new(clone: Path, row: Mapping[str, Any]) -> bool:

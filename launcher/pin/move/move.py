@@ -49,15 +49,17 @@ class Move:
             file, _, number = line.where.rpartition(":")
             message = f"{line.citation} is not in open-instruct at {self.new[:_SHORT]}"
             help = "cite what is there now" + ("" if line.now is None else f", perhaps {line.now}")
-            yield launch_finding("error", "stale-citation", message, help, file=file, line=int(number))
+            yield launch_finding(
+                "error", "stale-citation", message, help, file=file, line=int(number)
+            )
         reviewed = f'reviewed=("{self.new[:_SHORT]}",)'
         for rule, functions in self.review.rules.items():
             file, _, number = rule.where.rpartition(":")
-            message = (
-                f"{rule.name} is a note at {self.new[:_SHORT]} until it is confirmed: {', '.join(functions)} changed"
-            )
+            message = f"{rule.name} is a note at {self.new[:_SHORT]} until it is confirmed: {', '.join(functions)} changed"
             help = f"compare the texts below; where the rule is still true, add {reviewed} to its citations"
-            yield launch_finding("warning", "unconfirmed-rule", message, help, file=file, line=int(number))
+            yield launch_finding(
+                "warning", "unconfirmed-rule", message, help, file=file, line=int(number)
+            )
         for test in self.failed:
             file = test.partition("::")[0]
             message = f"{test} fails at {self.new[:_SHORT]}"
@@ -82,7 +84,10 @@ class Move:
 
 
 def move(
-    name: str, checkout: Path | None, environ: Mapping[str, str], say: Callable[[str], None] = lambda text: None
+    name: str,
+    checkout: Path | None,
+    environ: Mapping[str, str],
+    say: Callable[[str], None] = lambda text: None,
 ) -> Move:
     """Move the pin of this clone to a commit by any name that git knows.
 
@@ -92,7 +97,9 @@ def move(
     clone = locate.REPOSITORY
     git_folder = _git_folder(clone)
     journal = Journal(clone, git_folder / NAME)
-    with exclusive(git_folder / f"{NAME}.lock", waiting=lambda: say("Waiting for another move of the pin")):
+    with exclusive(
+        git_folder / f"{NAME}.lock", waiting=lambda: say("Waiting for another move of the pin")
+    ):
         staging.require_packages()
         if journal.exists:
             say("Completing a move of the pin that was interrupted")
@@ -103,7 +110,11 @@ def move(
 
 
 def _move(
-    name: str, checkout: Path | None, environ: Mapping[str, str], journal: Journal, say: Callable[[str], None]
+    name: str,
+    checkout: Path | None,
+    environ: Mapping[str, str],
+    journal: Journal,
+    say: Callable[[str], None],
 ) -> Move:
     clone = journal.clone
     commits = pin.find_commits([name], checkout, environ)
@@ -136,9 +147,13 @@ def _trees(commits: pin.Commits) -> dict[str, SourceFiles]:
         if commit is None:
             message = f"{repository.root} lacks {name}, at which rules were confirmed"
             help = f"git -C {repository.root} fetch origin {name}"
-            findings.append(launch_finding("error", "unknown-commit", message, help, file=str(repository.root)))
+            findings.append(
+                launch_finding("error", "unknown-commit", message, help, file=str(repository.root))
+            )
         else:
-            trees[commit] = SourceFiles({cited.PACKAGE: CommitTree(repository, commit, cited.PACKAGE)})
+            trees[commit] = SourceFiles(
+                {cited.PACKAGE: CommitTree(repository, commit, cited.PACKAGE)}
+            )
     if findings:
         raise NotReady(findings)
     return trees
@@ -152,7 +167,9 @@ def _git_folder(clone: Path) -> Path:
     if not IS_CLONE or top is None or answer is None or not os.path.samefile(top, clone):
         message = f"{clone} is no clone of launch: the pin belongs to its source"
         raise NotReady(
-            launch_finding("error", "no-clone", message, "run .venv/bin/launch of a clone", file=str(clone))
+            launch_finding(
+                "error", "no-clone", message, "run .venv/bin/launch of a clone", file=str(clone)
+            )
         )
     return Path(answer)
 

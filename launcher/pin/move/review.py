@@ -42,7 +42,9 @@ class Changed:
         width = max(_LEAST_WIDTH, (columns - 3) // 2)
         old = list(_wrapped(self.old, width))
         new = list(_wrapped(self.new, width))
-        groups = difflib.SequenceMatcher(None, old, new, autojunk=False).get_grouped_opcodes(_CONTEXT)
+        groups = difflib.SequenceMatcher(None, old, new, autojunk=False).get_grouped_opcodes(
+            _CONTEXT
+        )
         for number, group in enumerate(groups):
             if number:
                 yield f"{'...':<{width}} | ..."
@@ -105,7 +107,10 @@ class Review:
 
 
 def review(
-    cited: Sequence[Citing], trees: Mapping[str, SourceFiles], commits: tuple[str, str], later: Sequence[str] = ()
+    cited: Sequence[Citing],
+    trees: Mapping[str, SourceFiles],
+    commits: tuple[str, str],
+    later: Sequence[str] = (),
 ) -> Review:
     """What differs for rules between the commits at which they were confirmed and the second of `commits`.
 
@@ -148,7 +153,9 @@ def _unconfirmed(rule: Callable[..., object], cited: Sequence[Citing]) -> Unconf
         return Unconfirmed(rule.__name__, f"{file}:{code.co_firstlineno}")
     # made by `check`: it stands where its citation is written
     named = set(citations.of_rule(rule))
-    where = next(citing.where for citing in cited if citing.citation in named and "/rules/" in citing.file)
+    where = next(
+        citing.where for citing in cited if citing.citation in named and "/rules/" in citing.file
+    )
     return Unconfirmed(about, where)
 
 
@@ -163,9 +170,13 @@ def _function(citation: str, sources: Sequence[SourceFiles]) -> str:
     return citation
 
 
-def _changed(name: str, pairs: Sequence[tuple[Unconfirmed, str]], old: SourceFiles, new: SourceFiles) -> Changed:
+def _changed(
+    name: str, pairs: Sequence[tuple[Unconfirmed, str]], old: SourceFiles, new: SourceFiles
+) -> Changed:
     names = sorted({citation for _, citation in pairs})
-    rows = [(citation, _line(old.place(citation)), _line(new.place(citation))) for citation in names]
+    rows = [
+        (citation, _line(old.place(citation)), _line(new.place(citation))) for citation in names
+    ]
     rules = tuple(sorted({rule for rule, _ in pairs}))
     return Changed(name, rules, tuple(rows), _text(old, names), _text(new, names))
 
@@ -202,12 +213,19 @@ def _stale(citing: Citing, old: SourceFiles, new: SourceFiles) -> Stale:
     if after is not None:
         nearest = _nearest(before.lines, after.lines, line)
         now = None if nearest is None else after.cite(named.label, nearest)
-    return Stale(citing.where, citing.citation, before.lines[line - 1].strip(), None if now is None else str(now))
+    return Stale(
+        citing.where,
+        citing.citation,
+        before.lines[line - 1].strip(),
+        None if now is None else str(now),
+    )
 
 
 def _nearest(old: Sequence[str], new: Sequence[str], line: int) -> int | None:
     """The line that took the place of a line: the most alike of those that replaced the text around it."""
-    for tag, first, last, begin, end in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+    for tag, first, last, begin, end in difflib.SequenceMatcher(
+        None, old, new, autojunk=False
+    ).get_opcodes():
         if first < line <= last:
             if tag == "equal":
                 return begin + line - first
@@ -220,6 +238,10 @@ def _wrapped(text: str, width: int) -> Iterator[str]:
     for line in text.splitlines():
         indent = " " * (len(line) - len(line.lstrip()))
         pieces = textwrap.wrap(
-            line, width, subsequent_indent=f"{indent}    ", drop_whitespace=False, break_on_hyphens=False
+            line,
+            width,
+            subsequent_indent=f"{indent}    ",
+            drop_whitespace=False,
+            break_on_hyphens=False,
         )
         yield from (piece.rstrip() for piece in pieces or [""])

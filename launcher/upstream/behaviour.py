@@ -115,7 +115,10 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
                 scripts=(DPO,),
             ),
             Sign(
-                symbol="{script}::main", text="max_grad_norm=args.max_grad_norm", holds=False, scripts=(DPO_OLMO_CORE,)
+                symbol="{script}::main",
+                text="max_grad_norm=args.max_grad_norm",
+                holds=False,
+                scripts=(DPO_OLMO_CORE,),
             ),
         ),
     ),
@@ -164,8 +167,16 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
         scripts=(DPO_OLMO_CORE,),
         until="1bc3178a7",
         signs=(
-            Sign(symbol=f"{_OLMO_CORE_UTILS}::save_state_dict_as_hf", text="save_hf_model(", holds=True),
-            Sign(symbol=f"{_OLMO_CORE_UTILS}::save_state_dict_as_hf", text="state_to_hf(", holds=False),
+            Sign(
+                symbol=f"{_OLMO_CORE_UTILS}::save_state_dict_as_hf",
+                text="save_hf_model(",
+                holds=True,
+            ),
+            Sign(
+                symbol=f"{_OLMO_CORE_UTILS}::save_state_dict_as_hf",
+                text="state_to_hf(",
+                holds=False,
+            ),
         ),
     ),
     Behaviour(
@@ -184,7 +195,11 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
         scripts=(DPO_OLMO_CORE,),
         until="b6901f008",
         signs=(
-            Sign(symbol="{script}::_setup_scheduler", text="olmo_optim.ConstantWithWarmup", holds=True),
+            Sign(
+                symbol="{script}::_setup_scheduler",
+                text="olmo_optim.ConstantWithWarmup",
+                holds=True,
+            ),
             Sign(
                 symbol=f"{_OLMO_CORE_UTILS}::build_scheduler",
                 text="raise ValueError(f'Unknown lr_scheduler_type",
@@ -198,7 +213,9 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
         scripts=(SFT, DPO),
         until="0895af14c",
         signs=(
-            Sign(symbol="{script}::main", text="no_decay = ['bias', 'layer_norm.weight']", holds=True),
+            Sign(
+                symbol="{script}::main", text="no_decay = ['bias', 'layer_norm.weight']", holds=True
+            ),
             Sign(
                 symbol="open_instruct/utils.py::get_optimizer_grouped_parameters",
                 text="if group['params']",
@@ -211,8 +228,16 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
         says="the key of a cached data set holds the chat template",
         since="00ffbfc32",
         signs=(
-            Sign(symbol=f"{_TRANSFORMATION}::compute_config_hash", text="chat_template_hash", holds=True),
-            Sign(symbol=f"{_TRANSFORMATION}::compute_config_hash", text="'tokenizer_config': tc_dict", holds=False),
+            Sign(
+                symbol=f"{_TRANSFORMATION}::compute_config_hash",
+                text="chat_template_hash",
+                holds=True,
+            ),
+            Sign(
+                symbol=f"{_TRANSFORMATION}::compute_config_hash",
+                text="'tokenizer_config': tc_dict",
+                holds=False,
+            ),
         ),
     ),
     Behaviour(
@@ -221,8 +246,16 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
         scripts=(DPO_OLMO_CORE,),
         since="b08d6dc8e",
         signs=(
-            Sign(symbol="{script}::_setup_callbacks", text="max_checkpoints=args.keep_last_n_checkpoints", holds=True),
-            Sign(symbol="{script}::_setup_callbacks", text="args.ephemeral_save_interval", holds=False),
+            Sign(
+                symbol="{script}::_setup_callbacks",
+                text="max_checkpoints=args.keep_last_n_checkpoints",
+                holds=True,
+            ),
+            Sign(
+                symbol="{script}::_setup_callbacks",
+                text="args.ephemeral_save_interval",
+                holds=False,
+            ),
         ),
     ),
     Behaviour(
@@ -259,8 +292,16 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
         scripts=(DPO_OLMO_CORE,),
         since="18f6520b5",
         signs=(
-            Sign(symbol=f"{_OLMO_CORE_UTILS}::build_ac_config", text="mode == 'selected_modules'", holds=True),
-            Sign(symbol=f"{_OLMO_CORE_UTILS}::build_ac_config", text="activation_memory_budget < 1.0", holds=False),
+            Sign(
+                symbol=f"{_OLMO_CORE_UTILS}::build_ac_config",
+                text="mode == 'selected_modules'",
+                holds=True,
+            ),
+            Sign(
+                symbol=f"{_OLMO_CORE_UTILS}::build_ac_config",
+                text="activation_memory_budget < 1.0",
+                holds=False,
+            ),
         ),
     ),
     Behaviour(
@@ -305,7 +346,9 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
         since="b6901f008",
         signs=(
             Sign(symbol=f"{_OLMO_CORE_UTILS}::setup_model", text="with_rope_scaling(", holds=True),
-            Sign(symbol=f"{_OLMO_CORE_UTILS}::setup_model", text="model_config.build(", holds=False),
+            Sign(
+                symbol=f"{_OLMO_CORE_UTILS}::setup_model", text="model_config.build(", holds=False
+            ),
         ),
     ),
     Behaviour(
@@ -314,8 +357,14 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
         scripts=(DPO_OLMO_CORE,),
         since="49226584b",
         signs=(
-            Sign(symbol=f"{_OLMO_CORE_UTILS}::setup_model", text="model_config_args.loss_implementation", holds=True),
-            Sign(symbol=f"{_OLMO_CORE_UTILS}::setup_model", text="model_config.build(", holds=False),
+            Sign(
+                symbol=f"{_OLMO_CORE_UTILS}::setup_model",
+                text="model_config_args.loss_implementation",
+                holds=True,
+            ),
+            Sign(
+                symbol=f"{_OLMO_CORE_UTILS}::setup_model", text="model_config.build(", holds=False
+            ),
         ),
     ),
     Behaviour(
@@ -329,7 +378,9 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
                 holds=True,
             ),
             Sign(
-                symbol=f"{_MODEL_UTILS}::detect_attn_implementation", text="_is_flash_attn_4_available()", holds=False
+                symbol=f"{_MODEL_UTILS}::detect_attn_implementation",
+                text="_is_flash_attn_4_available()",
+                holds=False,
             ),
         ),
     ),
@@ -339,7 +390,11 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
         scripts=(DPO, DPO_OLMO_CORE),
         until="94a17b99a",
         signs=(
-            Sign(symbol=f"{_DPO_UTILS}::_get_batch_logps", text="loss_mask.sum(-1).clamp(min=1)", holds=False),
+            Sign(
+                symbol=f"{_DPO_UTILS}::_get_batch_logps",
+                text="loss_mask.sum(-1).clamp(min=1)",
+                holds=False,
+            ),
             Sign(symbol=f"{_DPO_UTILS}::_get_batch_logps", text="/ loss_mask.sum(-1)", holds=True),
         ),
     ),
@@ -464,7 +519,9 @@ def _text_of(sources: Sources, file: str, function: str) -> str | None:
     return None
 
 
-def completed(answers: Answers, key: str, repository: Repository, commit: str) -> dict[str, bool | None]:
+def completed(
+    answers: Answers, key: str, repository: Repository, commit: str
+) -> dict[str, bool | None]:
     """The answers, with those that the source does not give by the history of a repository, as far as it goes."""
     complete = dict(answers)
     for behaviour in of_script(key):

@@ -307,7 +307,10 @@ class Entry:
         """Whether modules are computed again by their names, without a budget or torch.compile
         (olmo_core_utils.py::build_ac_config). The other scripts have the argument and do not read it.
         """
-        return self.loop == "olmo_core" and values.get("activation_checkpointing_mode") == "selected_modules"
+        return (
+            self.loop == "olmo_core"
+            and values.get("activation_checkpointing_mode") == "selected_modules"
+        )
 
     def packs(self, values: Mapping[str, Any], per_device: int | None) -> bool:
         """Whether these arguments come to rows of several samples, of `per_device` rows a micro-batch.
@@ -329,7 +332,9 @@ class Entry:
 
     def fills_rows(self, values: Mapping[str, Any]) -> bool:
         """Whether full rows are made of the samples before they are counted into batches."""
-        return self.packing == "always" or (self.packing == "refilled" and bool(values.get("packing")))
+        return self.packing == "always" or (
+            self.packing == "refilled" and bool(values.get("packing"))
+        )
 
     def takes_one_row(self, values: Mapping[str, Any]) -> bool:
         """Whether a step of a rank is one packed row, however many samples it holds."""
@@ -360,7 +365,9 @@ class Entry:
         derived = {key: (value, cite(text)) for key, (value, text) in self.derived.items()}
         logging = fields.get(changed.logging_steps)
         if logging is not None and logging.default is None and not logging.default_text:
-            derived.setdefault(logging.name, (1, "the default of this commit prints no loss line at all"))
+            derived.setdefault(
+                logging.name, (1, "the default of this commit prints no loss line at all")
+            )
         return replace(
             self,
             names=changed,

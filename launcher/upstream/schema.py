@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 Kind = Literal["int", "float", "str", "bool", "dict", "choice", "opaque"]
 
-_NEGATIVE_NUMBER = re.compile(r"-\d+$|-\d*\.\d+$")  # argparse's own, with its `$`: a line end may follow
+_NEGATIVE_NUMBER = re.compile(
+    r"-\d+$|-\d*\.\d+$"
+)  # argparse's own, with its `$`: a line end may follow
 _SHOWN = ("name", "type", "many", "choices", "required", "default", "default_text", "owner")
 _TRUE = {"yes", "true", "t", "y", "1"}
 _FALSE = {"no", "false", "f", "n", "0"}
@@ -97,7 +99,11 @@ class Field:
                 return "a mapping cannot be given as a flag, upstream refuses every value"
             return f"expected {_EXPECTED.get(self.kind, 'text')}, got `{brief(word)}`"
         # `choices` in the field's metadata go straight to argparse
-        return not_one if self.choices and self.kind != "choice" and value not in self.choices else None
+        return (
+            not_one
+            if self.choices and self.kind != "choice" and value not in self.choices
+            else None
+        )
 
     def _convert(self, word: str) -> Any:
         if self.nullable and word.lower() in {"none", "null"}:
@@ -303,7 +309,11 @@ class Schema:
     def refusal(self, name: str, words: Sequence[str]) -> str | None:
         """Why upstream's parser would refuse `--name WORDS...`; None where it takes them."""
         flag = next(filter(self._reads_as_flag, words), None)
-        return self.fields[name].refusal(words) if flag is None else f"`{brief(flag)}` would be read as a flag"
+        return (
+            self.fields[name].refusal(words)
+            if flag is None
+            else f"`{brief(flag)}` would be read as a flag"
+        )
 
     def flags(self) -> dict[str, OptionString | None]:
         """Every flag that upstream's parser knows, in its order; None for help."""

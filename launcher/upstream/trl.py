@@ -41,7 +41,10 @@ REHEARSAL: Mapping[str, Any] = {
 # transformers/training_args.py::[trainer_log_levels] builds it by calls, transformers/utils/logging.py::[log_levels =]
 # holds the names
 COMPUTED: Mapping[str, tuple[str, ...]] = {
-    "trainer_log_levels.keys()": (*("detail", "debug", "info", "warning"), *("error", "critical", "passive"))
+    "trainer_log_levels.keys()": (
+        *("detail", "debug", "info", "warning"),
+        *("error", "critical", "passive"),
+    )
 }
 
 STAGES: Mapping[str, Entry] = {"sft": trl_sft.SCRIPT, "dpo": trl_dpo.SCRIPT}

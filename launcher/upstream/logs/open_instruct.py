@@ -28,7 +28,9 @@ ATTENTION = {
 _LOGGED = r"(?:\.py:\d+ -|\[RANK \d+\]|INFO:[\w.]+:| - [A-Z]+ - [\w.]+ -)\s+"
 # of a row of the data, which upstream shows as a dict, the same words are no announcement
 _BARE = r"^[^'\"{}]{0,400}?"
-_LIGER = r"^(?:\[\w+\]:?\s*|\d+:\s+)?(?:[^'\"{}]{0,400}?(?:" + _LOGGED + r"|[A-Z]+:[\w.]+:\s*|>>\s+))?"
+_LIGER = (
+    r"^(?:\[\w+\]:?\s*|\d+:\s+)?(?:[^'\"{}]{0,400}?(?:" + _LOGGED + r"|[A-Z]+:[\w.]+:\s*|>>\s+))?"
+)
 
 _ARGUMENT = (
     r"│   (?:(?P<block>(?P<first>FlatArguments|(?:DPO)?ExperimentConfig)|TokenizerConfig)\(|"
@@ -92,11 +94,16 @@ _TABLE: Table = {
         # (local), :1821 (hf)
         ("Cache not found", r"Cache not found(?: or invalid)?, transforming datasets\.\.\."),
         # open_instruct/dataset_transformation.py::DatasetTransformationCache.load_or_transform_dataset[so we will]
-        ("dataset_skip_cache is True", r"dataset_skip_cache is True, so we will not load the dataset from cache"),
+        (
+            "dataset_skip_cache is True",
+            r"dataset_skip_cache is True, so we will not load the dataset from cache",
+        ),
     ),
     # open_instruct/dataset_transformation.py::_tokenize_row_or_mask_out[Dropping a conversation]: the whole row is
     # masked, and dropped with those without a trained token
-    "row_masked": (_LOGGED + r"Dropping a conversation whose assistant label spans could not be derived",),
+    "row_masked": (
+        _LOGGED + r"Dropping a conversation whose assistant label spans could not be derived",
+    ),
     # open_instruct/dataset_transformation.py::LocalDatasetTransformationCache.load_or_transform_dataset[dataset to]
     # (local), :1842 (hf)
     "dataset_saved": (r"(?:Saved|Pushed) transformed dataset to (?P<path>[^🚀✅\n]+)",),
@@ -141,11 +148,15 @@ _TABLE: Table = {
     "remaining": (_LOGGED + r"Remaining files: ?\[(?P<files>.*)\]",),
 }
 
-TRAINING_ROWS = re.compile(rb"\*{5} Running training \*{5}.{0,400}?Num examples = ([\d,]+)", re.DOTALL)
+TRAINING_ROWS = re.compile(
+    rb"\*{5} Running training \*{5}.{0,400}?Num examples = ([\d,]+)", re.DOTALL
+)
 """How many rows an epoch has (open_instruct/finetune.py::main[Num examples =],
 dpo_tune_cache.py::main[Num examples =]): several lines, no `Pattern`.
 """
-REFERENCE_CACHE = re.compile(rb"(?:Saving|Loading) reference logprobs cache (?:to|from) (\S[^\r\n]*)")
+REFERENCE_CACHE = re.compile(
+    rb"(?:Saving|Loading) reference logprobs cache (?:to|from) (\S[^\r\n]*)"
+)
 """The file of the reference's log-probabilities, whichever of `reference_hit` and `reference_missed` names it."""
 
 PATTERNS: tuple[Pattern, ...] = (*_LINES, *patterns(_TABLE), *COMMON)

@@ -45,7 +45,10 @@ SCRIPT = Entry(
     hints=data_hints("dataset_mixer_list"),
     lost={"reduce_loss": SUMMED_LOSS, **data_file("dataset_mixer_list")},
     tables=TABLES,
-    moved={**REMOVED, **{theirs: Moved(ours, f"DPO's name; SFT has `{ours}`") for ours, theirs in PAIRS}},
+    moved={
+        **REMOVED,
+        **{theirs: Moved(ours, f"DPO's name; SFT has `{ours}`") for ours, theirs in PAIRS},
+    },
     derived={
         "logging_steps": (
             1,

@@ -55,7 +55,11 @@ def _settle(values: Values, gpus: int) -> Iterator[tuple[str, Any, str]]:
     own, every = values[name], values["checkpointing_steps"]
     if isinstance(own, int) and isinstance(every, int) and own >= every and not values.given(name):
         why = f"the script's default, {own}, is not below `checkpointing_steps` "
-        yield name, 0, f"{why}(olmo_core_finetune.py::[_DEFAULT_EPHEMERAL_SAVE_INTERVAL =]); 0: none"
+        yield (
+            name,
+            0,
+            f"{why}(olmo_core_finetune.py::[_DEFAULT_EPHEMERAL_SAVE_INTERVAL =]); 0: none",
+        )
 
 
 def _export(values: Values) -> Mapping[str, Any] | None:
@@ -129,7 +133,10 @@ SCRIPT = Entry(
     partial=frozenset({"cache_dataset_only"}),
     hints=data_hints("mixer_list"),
     lost={"reduce_loss": SUMMED_LOSS, **data_file("mixer_list")},
-    moved={**REMOVED, **{old: Moved(new, f"finetune.py's name; this script has `{new}`") for old, new in PAIRS}},
+    moved={
+        **REMOVED,
+        **{old: Moved(new, f"finetune.py's name; this script has `{new}`") for old, new in PAIRS},
+    },
     instead={**INSTEAD, "overwrite_cache": "`skip_cache: true` rebuilds the dataset cache"},
     settle=_settle,
     # its main takes seven dataclasses in one, and data that another process has tokenised

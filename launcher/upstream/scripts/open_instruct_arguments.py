@@ -70,7 +70,10 @@ SUMMED_LOSS = Lost(
 )
 
 
-TABLES = ("open_instruct.dataset_transformation", ("CHAT_TEMPLATES", "GET_TOKENIZER_FN", "TRANSFORM_FNS"))
+TABLES = (
+    "open_instruct.dataset_transformation",
+    ("CHAT_TEMPLATES", "GET_TOKENIZER_FN", "TRANSFORM_FNS"),
+)
 
 # finetune.py::main[if args.cache_dataset_only], dpo_tune_cache.py::main[if args.cache_dataset_only],
 # dpo.py::main[if args.cache_dataset_only]

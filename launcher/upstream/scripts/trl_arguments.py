@@ -23,7 +23,9 @@ MOVED = {
     "checkpointing_steps": Moved("save_steps", _OPEN_INSTRUCT),
     "keep_last_n_checkpoints": Moved("save_total_limit", _OPEN_INSTRUCT),
     "chat_template_name": Moved("chat_template_path", _OPEN_INSTRUCT),
-    "use_flash_attn": Moved("attn_implementation", "spelt `attn_implementation: flash_attention_2`"),
+    "use_flash_attn": Moved(
+        "attn_implementation", "spelt `attn_implementation: flash_attention_2`"
+    ),
 }
 # Of transformers' arguments; those of launchers, devices, logs and the hub change nothing of what is trained.
 LOST = {
@@ -33,7 +35,9 @@ LOST = {
         instead="""write `accelerator_config: '{"split_batches": true}'`""",
     ),
     "adafactor": Lost(
-        did="it trained with Adafactor", now="`optim` alone names the optimizer", instead="write `optim: adafactor`"
+        did="it trained with Adafactor",
+        now="`optim` alone names the optimizer",
+        instead="write `optim: adafactor`",
     ),
     "group_by_length": Lost(
         did="it drew rows of like length together",

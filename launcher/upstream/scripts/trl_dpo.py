@@ -32,7 +32,10 @@ _LOST = {
         harmless=(),
     ),
     "max_completion_length": Lost(
-        did="it cut the end of longer answers off", now=_WHOLE_LENGTH, instead="set `max_length`", harmless=()
+        did="it cut the end of longer answers off",
+        now=_WHOLE_LENGTH,
+        instead="set `max_length`",
+        harmless=(),
     ),
     "ref_adapter_name": Lost(
         did="it named the adapter that is the reference",
@@ -78,6 +81,8 @@ SCRIPT = replace(
     packing="padded",  # trl/trainer/dpo_trainer.py::DPOTrainer.__init__[padding_free=True]
     moved={
         **MOVED,
-        "chat_template_name": Moved(None, "open-instruct's name; TRL's DPO takes the tokenizer's own template"),
+        "chat_template_name": Moved(
+            None, "open-instruct's name; TRL's DPO takes the tokenizer's own template"
+        ),
     },
 )

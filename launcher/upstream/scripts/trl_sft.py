@@ -1,7 +1,15 @@
 """trl/scripts/sft.py: SFT by TRL's `SFTTrainer`."""
 
 from launcher.upstream.entry import Entry, Names, RehearsalRecipe
-from launcher.upstream.scripts.trl_arguments import LOST, MIXTURE, MODEL, MOVED, RECORDERS, SCRIPT_ARGUMENTS, settle
+from launcher.upstream.scripts.trl_arguments import (
+    LOST,
+    MIXTURE,
+    MODEL,
+    MOVED,
+    RECORDERS,
+    SCRIPT_ARGUMENTS,
+    settle,
+)
 
 SCRIPT = Entry(
     script="trl/scripts/sft.py",

@@ -1,4 +1,6 @@
-"""Which functions on a script's path have other bodies at another commit, and which behaviours launch knows of."""
+"""Which functions on a script's path have other bodies at another commit, and which behaviours
+launch knows of.
+"""
 
 import difflib
 from collections.abc import Iterator, Mapping
@@ -21,9 +23,9 @@ HEADINGS = {"changed": "changed", "reached": "newly reached", "left": "reached n
 class FunctionDifference:
     """One function, or constant, on the path of a script that is not the same at both commits.
 
-    `what` is a key of `HEADINGS`; `old` and `new` are `file:line` where it stands, None where the script does
-    not reach it. `before` and `after` are its texts without docstrings and log calls, `diff` their lines as
-    `diff -u` would show them.
+    `what` is a key of `HEADINGS`; `old` and `new` are `file:line` where it stands, None where the
+    script does not reach it. `before` and `after` are its texts without docstrings and log calls,
+    `diff` their lines as `diff -u` would show them.
     """
 
     symbol: str
@@ -37,7 +39,9 @@ class FunctionDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BehaviourDifference:
-    """One behaviour that rules depend on and that differs; `old` and `new` are None where nothing tells."""
+    """One behaviour that rules depend on and that differs; `old` and `new` are None where nothing
+    tells.
+    """
 
     name: str
     says: str
@@ -46,7 +50,7 @@ class BehaviourDifference:
 
 
 def on_path(source: Upstream, entry: Entry, schema: Schema) -> Mapping[str, Reached]:
-    """The functions that an entry script reaches in a source; nothing where it cannot be followed."""
+    """The functions that an entry script reaches in a source; nothing if it cannot be followed."""
     sources = Sources(source.packages)
     try:
         classes = reads.entry_classes(sources, entry.script)

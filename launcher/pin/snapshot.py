@@ -1,4 +1,5 @@
-"""Taking a snapshot: the facts of what is checked out or installed, written as the committed JSON is.
+"""Taking a snapshot: the facts of what is checked out or installed, written as the committed JSON
+is.
 
 For those who move the pin, by scripts/snapshot.py.
 """
@@ -34,7 +35,9 @@ def take(backend: str, checkout: Path | None = None) -> dict[str, Any]:
 
 
 def take_at(repository: Repository, commit: str) -> dict[str, Any]:
-    """The facts of open-instruct at a commit of a repository, without a checkout of it; raises as `take`."""
+    """The facts of open-instruct at a commit of a repository, without a checkout of it; raises as
+    `take`.
+    """
     backend = "open_instruct"
     trees = {name: CommitTree(repository, commit, name) for name in BACKENDS[backend].PACKAGES}
     return _take(backend, trees, commit)
@@ -86,7 +89,9 @@ def remove_others(backend: str) -> None:
 
 
 def templates_of(package: Path) -> dict[str, str]:
-    """The chat templates for which a TRL package has a training template: digests and names, by name."""
+    """The chat templates for which a TRL package has a training template: digests and names, by
+    name.
+    """
     source = (package / "chat_template_utils.py").read_text(encoding="utf-8")
     replaced = re.findall(
         r"if chat_template == (\w+)_chat_template:\s+return \w+_training_chat_template", source

@@ -98,7 +98,7 @@ def of_rule(rule: Callable[..., object]) -> list[str]:
 
 
 def reviews_of(rule: Callable[..., object]) -> tuple[str, ...]:
-    """The commits, besides `BASELINE`, at which somebody confirmed the rule (`rules.rule.cites`)."""
+    """The commits, besides `BASELINE`, at which the rule was confirmed; see `rules.rule.cites`."""
     reviewed: tuple[str, ...] = getattr(rule, "reviewed", ())
     return reviewed
 

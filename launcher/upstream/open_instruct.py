@@ -1,6 +1,7 @@
 """allenai/open-instruct at the pin, as data: what all of its SFT and DPO scripts have in common.
 
-Line numbers are those of the pin; tests/agreement/test_upstream_facts.py holds them against a checkout.
+Line numbers are those of the pin; tests/agreement/test_upstream_facts.py holds them against a
+checkout.
 """
 
 from collections.abc import Mapping
@@ -52,7 +53,8 @@ NEEDS: tuple[str, ...] = (
     ),
     *("beaker-py", "immutabledict", "langdetect", "litellm", "nltk", "ray", "wandb"),
 )
-# with CUDA and no such package the detection of commits before eb9c5ff24 raises; later ones take torch's attention
+# with CUDA and no such package the detection of commits before eb9c5ff24 raises; later ones take
+# torch's attention
 # (model_utils.py::detect_attn_implementation[transformers.utils.is_flash_attn_2_available])
 GPU_NEEDS: tuple[str, ...] = ("flash-attn",)
 EXTRA = "open-instruct"

@@ -1,4 +1,6 @@
-"""`launch pin move`: every citation found again at another commit, and all that follows from the pin made anew."""
+"""`launch pin move`: every citation found again at another commit, and all that follows from the
+pin made anew.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ _SHORT = 12
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A move that is done: the files that it changed, what waits for a person, and tests that fail now."""
+    """A move that is done: the files that it changed, what waits for a person, and tests that fail
+    now.
+    """
 
     old: str
     new: str
@@ -55,8 +59,11 @@ class Move:
         reviewed = f'reviewed=("{self.new[:_SHORT]}",)'
         for rule, functions in self.review.rules.items():
             file, _, number = rule.where.rpartition(":")
-            message = f"{rule.name} is a note at {self.new[:_SHORT]} until it is confirmed: {', '.join(functions)} changed"
-            help = f"compare the texts below; where the rule is still true, add {reviewed} to its citations"
+            changed = ", ".join(functions)
+            message = f"{rule.name} is a note at {self.new[:_SHORT]} until it is confirmed"
+            message = f"{message}: {changed} changed"
+            help = "compare the texts below; where the rule is still true,"
+            help = f"{help} add {reviewed} to its citations"
             yield launch_finding(
                 "warning", "unconfirmed-rule", message, help, file=file, line=int(number)
             )
@@ -78,9 +85,11 @@ class Move:
         yield from self.review.lines(columns)
         yield ""
         state = f"moved to {self.new}" if self.files else f"the pin is {self.new}"
-        waiting = f"{len(self.review.rules)} rule(s) to confirm, {len(self.review.stale)} citation(s) to mend"
-        yield f"{state}: {len(self.files)} file(s) written; {waiting}"
-        yield f"next: git -C {locate.REPOSITORY} submodule update --init {SUBMODULE}, make test, git commit"
+        rules = f"{len(self.review.rules)} rule(s) to confirm"
+        stale = f"{len(self.review.stale)} citation(s) to mend"
+        yield f"{state}: {len(self.files)} file(s) written; {rules}, {stale}"
+        update = f"git -C {locate.REPOSITORY} submodule update --init {SUBMODULE}"
+        yield f"next: {update}, make test, git commit"
 
 
 def move(
@@ -91,8 +100,9 @@ def move(
 ) -> Move:
     """Move the pin of this clone to a commit by any name that git knows.
 
-    Raises UsageError and NotReady as `pin.find_commits`, NotReady outside of a clone or without the packages,
-    InvalidConfig for a commit that launch cannot read. Whatever is raised, the clone is as it was.
+    Raises UsageError and NotReady as `pin.find_commits`, NotReady outside of a clone or without the
+    packages, InvalidConfig for a commit that launch cannot read. Whatever is raised, the clone is
+    as it was.
     """
     clone = locate.REPOSITORY
     git_folder = _git_folder(clone)
@@ -137,7 +147,9 @@ def _move(
 
 
 def _trees(commits: pin.Commits) -> dict[str, SourceFiles]:
-    """open-instruct's files at both commits, and at each that confirms a rule. Raises NotReady for one not there."""
+    """open-instruct's files at both commits, and at each that confirms a rule. Raises NotReady for
+    one not there.
+    """
     repository = commits.repository
     names = [commits.old, commits.new, *cited.commits_of_rules()]
     trees = {}
@@ -160,7 +172,9 @@ def _trees(commits: pin.Commits) -> dict[str, SourceFiles]:
 
 
 def _git_folder(clone: Path) -> Path:
-    """The folder of the clone's own git data. Raises NotReady where launch was installed without a clone."""
+    """The folder of the clone's own git data. Raises NotReady where launch was installed without a
+    clone.
+    """
     repository = Repository(clone)
     top = repository.top()
     answer = repository.ask("rev-parse", "--absolute-git-dir")

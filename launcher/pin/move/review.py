@@ -1,4 +1,6 @@
-"""What a person has to look at after a move of the pin: rules whose lines changed, and citations that are gone."""
+"""What a person has to look at after a move of the pin: rules whose lines changed, and citations
+that are gone.
+"""
 
 import difflib
 import textwrap
@@ -27,8 +29,9 @@ class Unconfirmed:
 class Changed:
     """A function (or a statement outside any) that rules cite and that changed.
 
-    `old` and `new` are its texts without docstrings and log calls; `new` is "" where it is gone. `lines` are the
-    citations: each with its line in the old and in the new commit, None where it is gone.
+    `old` and `new` are its texts without docstrings and log calls; `new` is "" where it is gone.
+    `lines` are the citations: each with its line in the old and in the new commit, None where it is
+    gone.
     """
 
     name: str
@@ -60,7 +63,9 @@ class Changed:
 
 @dataclass(frozen=True, slots=True)
 class Stale:
-    """A citation that the new commit lacks: who cites it, what the line was, and where it may be now."""
+    """A citation that the new commit lacks: who cites it, what the line was, and where it may be
+    now.
+    """
 
     where: str
     citation: str
@@ -112,10 +117,12 @@ def review(
     commits: tuple[str, str],
     later: Sequence[str] = (),
 ) -> Review:
-    """What differs for rules between the commits at which they were confirmed and the second of `commits`.
+    """What differs for rules between the commits at which they were confirmed and the second of
+    `commits`.
 
-    A citation is gone where neither that commit nor one of the known commits `later` than it has it. `trees` are
-    open-instruct's files by full commit: of both commits, and of every one that confirms a rule.
+    A citation is gone where neither that commit nor one of the known commits `later` than it has
+    it. `trees` are open-instruct's files by full commit: of both commits, and of every one that
+    confirms a rule.
     """
     old, new = commits
     confirmed = _confirmed(cited, trees)
@@ -160,7 +167,9 @@ def _unconfirmed(rule: Callable[..., object], cited: Sequence[Citing]) -> Unconf
 
 
 def _function(citation: str, sources: Sequence[SourceFiles]) -> str:
-    """What encloses a cited line, as it is headed in the list: the function's symbol, else the citation itself."""
+    """What encloses a cited line, as it is headed in the list: the function's symbol, else the
+    citation itself.
+    """
     named = citations.parse(citation)
     for source in sources:
         file = source.file(named.label)
@@ -186,7 +195,9 @@ def _line(place: CitedPlace | None) -> int | None:
 
 
 def _text(source: SourceFiles, names: Sequence[str]) -> str:
-    """What encloses the first of some citations of one function that is there; else the function by its name."""
+    """What encloses the first of some citations of one function that is there; else the function by
+    its name.
+    """
     for citation in names:
         named = citations.parse(citation)
         file = source.file(named.label)
@@ -222,7 +233,9 @@ def _stale(citing: Citing, old: SourceFiles, new: SourceFiles) -> Stale:
 
 
 def _nearest(old: Sequence[str], new: Sequence[str], line: int) -> int | None:
-    """The line that took the place of a line: the most alike of those that replaced the text around it."""
+    """The line that took the place of a line: the most alike of those that replaced the text around
+    it.
+    """
     for tag, first, last, begin, end in difflib.SequenceMatcher(
         None, old, new, autojunk=False
     ).get_opcodes():

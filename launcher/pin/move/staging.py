@@ -1,4 +1,6 @@
-"""A copy of a clone in which everything that follows from the pin is made anew, before the clone is touched."""
+"""A copy of a clone in which everything that follows from the pin is made anew, before the clone is
+touched.
+"""
 
 import io
 import os
@@ -48,7 +50,7 @@ class Staged:
 
 
 def require_packages() -> None:
-    """Raises NotReady where this Python lacks what the snapshot and the golden files are made with."""
+    """Raises NotReady if this Python lacks what snapshot and golden files are made with."""
     lacking = [name for name in NEEDS if find_package(name) is None]
     if lacking:
         message = f"moving the pin needs {', '.join(lacking)} in {sys.executable}"
@@ -64,8 +66,8 @@ def stage(
 ) -> Staged:
     """Move the pin in a copy of a clone that is made in `place`.
 
-    Raises InvalidConfig where the new commit cannot be read as this launch reads open-instruct, NotReady where
-    something here is lacking.
+    Raises InvalidConfig where the new commit cannot be read as this launch reads open-instruct,
+    NotReady where something here is lacking.
     """
     copy, checkout = place / "launch", place / "open-instruct"
     names = list(_tracked(clone))
@@ -85,9 +87,7 @@ def stage(
         page = copy / name
         page.write_text(page.read_text(encoding="utf-8").replace(old, commit), encoding="utf-8")
     steps.run("scripts/reference.py")
-    say(
-        "Asking its own parsers about the generated sets and planning the shipped files (some minutes)"
-    )
+    say("Asking its own parsers about generated sets, planning the shipped files (some minutes)")
     failed = steps.write_golden()
     return Staged(_changes(copy, clone, names), failed)
 
@@ -177,7 +177,9 @@ class _Steps:
     checkout: Path
 
     def run(self, *words: str, also: int = 0) -> None:
-        """Raises InvalidConfig with the last lines of a step that ends with another code than 0 or `also`."""
+        """Raises InvalidConfig with the last lines of a step that ends with another code than 0 or
+        `also`.
+        """
         done = self._python(words, {})
         if done.returncode not in {0, also}:
             last = "; ".join((done.stderr or done.stdout).strip().splitlines()[-_TRAILING:])

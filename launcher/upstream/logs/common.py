@@ -7,7 +7,9 @@ from re import _constants, _parser  # type: ignore[attr-defined]
 from signal import Signals
 
 EVERYWHERE = {"step", "metrics", "evaluated", "mean_nonfinite", "warned"}
-"""The names that are looked for in the middle of a large log too; all others only near both its ends."""
+"""The names that are looked for in the middle of a large log too; all others only near both its
+ends.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +28,9 @@ class Pattern:
 def pattern(
     name: str, regex: str, needle: str | None = None, *, always: Iterable[str] = ()
 ) -> Pattern:
-    """A `Pattern` from readable text; without a needle it is the longest text that every match holds."""
+    """A `Pattern` from readable text; without a needle it is the longest text that every match
+    holds.
+    """
     return Pattern(
         name=name,
         needle=(_longest_literal(regex) if needle is None else needle).encode(),
@@ -56,8 +60,8 @@ SHELL_SIGNALS: Mapping[str, Signals] = {
 
 # What may stand before a word of the shell's: a number, a job, or a bar.
 _SHELL = r"(?:^|[\]|>] ?|[\d\]]: ?|[ZF] |\d |^\[\d+\][+-]? +)"
-# Raised: what is only warned about is tried again, or done without. Others than the hub, such as wandb,
-# answer in the same words.
+# Raised: what is only warned about is tried again, or done without. Others than the hub, such as
+# wandb, answer in the same words.
 _RAISED = r"\b(?:requests|urllib3|httpx|huggingface_hub)\.[\w.]+: "
 _BY_HUB = r"\b(?:huggingface_hub\.[\w.]+: |(?:requests|httpx)\.[\w.]+: (?=.*//huggingface\.co/))"
 

@@ -26,8 +26,8 @@ _LINES: tuple[Pattern, ...] = (
 _TABLE: Table = {
     # trl/scripts/sft.py::main[Training completed.], trl/scripts/dpo.py::main[Training completed.]
     "training_completed": (r"✅ Training completed\.",),
-    # trl/scripts/sft.py::main[Model saved to], trl/scripts/dpo.py::main[Model saved to]; alignment-handbook, axolotl,
-    # and many own scripts
+    # trl/scripts/sft.py::main[Model saved to], trl/scripts/dpo.py::main[Model saved to];
+    # alignment-handbook, axolotl, and many own scripts
     "saved": (
         r"\b[Mm]odel saved (?:to|in)[: ]+(?P<path>\S.*?)\.?$",
         r"\b[Mm]odel successfully saved (?:to|in)[: ]+(?P<path>\S.*?)\.?$",

@@ -1,4 +1,5 @@
-"""open_instruct/olmo_core_finetune.py: SFT of OLMo-core models under FSDP, on rows that are always packed.
+"""open_instruct/olmo_core_finetune.py: SFT of OLMo-core models under FSDP, on rows that are always
+packed.
 
 It is there since #1620, and replaces finetune.py, which upstream calls deprecated.
 """
@@ -50,7 +51,9 @@ def _is_complete(folder: Path) -> bool:
 
 
 def _settle(values: Values, gpus: int) -> Iterator[tuple[str, Any, str]]:
-    """The script's own default of temporary checkpoints is refused beside shorter intervals than that."""
+    """The script's own default of temporary checkpoints is refused beside shorter intervals than
+    that.
+    """
     name = "ephemeral_save_interval"
     own, every = values[name], values["checkpointing_steps"]
     if isinstance(own, int) and isinstance(every, int) and own >= every and not values.given(name):
@@ -109,7 +112,8 @@ SCRIPT = Entry(
     loop="olmo_core",
     # olmo_core_finetune.py::main[num_training_steps = len]
     drops_last=True,
-    # olmo_core/train/train_module/transformer/train_module.py: each loss is divided by the tokens of the step
+    # olmo_core/train/train_module/transformer/train_module.py: each loss is divided by the tokens
+    # of the step
     divides_loss=True,
     ends_after=CACHES_DATA,
     tokenising=TokenisingPhase(

@@ -27,7 +27,8 @@ MOVED = {
         "attn_implementation", "spelt `attn_implementation: flash_attention_2`"
     ),
 }
-# Of transformers' arguments; those of launchers, devices, logs and the hub change nothing of what is trained.
+# Of transformers' arguments; those of launchers, devices, logs and the hub change nothing of what
+# is trained.
 LOST = {
     "split_batches": Lost(
         did="it divided each batch among the GPUs, so that the global batch did not grow with them",
@@ -53,7 +54,8 @@ LOST = {
 }
 # They compare these values, or copy them into the trainer's state, by computed names
 # (transformers/trainer_utils.py::compare_trainer_and_checkpoint_args[arg_value = getattr],
-# transformers/trainer_callback.py::TrainerState.compute_steps[num_steps = getattr]): that is no use of them.
+# transformers/trainer_callback.py::TrainerState.compute_steps[num_steps = getattr]): that is no use
+# of them.
 RECORDERS = frozenset({"compare_trainer_and_checkpoint_args", "compute_steps"})
 
 

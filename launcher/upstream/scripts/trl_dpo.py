@@ -11,11 +11,13 @@ _LOST = {
     **LOST,
     "group_by_length": replace(
         LOST["group_by_length"],
-        instead="write `train_sampling_strategy: group_by_length` and `remove_unused_columns: false`, and each pair's "
+        instead="write `train_sampling_strategy: group_by_length` and "
+        "`remove_unused_columns: false`, and each pair's "
         "length into a column `length`",
     ),
     "rpo_alpha": Lost(
-        did="it added the negative log-likelihood of the chosen answers to the loss, times that number",
+        did="it added the negative log-likelihood of the chosen answers to the loss, times that "
+        "number",
         now="the loss is that of `loss_type` alone",
         instead="write `loss_type: [sigmoid, sft]` with `loss_weights: [1.0, <that number>]`",
         harmless=("0", "0.0"),

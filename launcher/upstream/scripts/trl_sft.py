@@ -39,7 +39,8 @@ SCRIPT = Entry(
     rehearsal=RehearsalRecipe(trainer="SFTTrainer"),
     loop="transformers",
     divides_loss=True,
-    zero_is_limit=False,  # transformers/trainer.py::Trainer.set_initial_training_values[if args.max_steps > 0 #1]
+    # transformers/trainer.py::Trainer.set_initial_training_values[if args.max_steps > 0 #1]
+    zero_is_limit=False,
     packing="refilled",
     own_precision=True,
     dtype="float32",

@@ -295,7 +295,7 @@ def pin_diff(
 ) -> Exit:
     """Show what changes between two commits.
 
-    Arguments, defaults, where they are read, and what the parser refuses.
+    Arguments, defaults, which arguments are read, and the functions that read them.
     """
     from launcher.pin import difference, pin
 

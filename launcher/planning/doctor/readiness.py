@@ -13,21 +13,25 @@ from launcher.planning.request import Request
 
 
 def of_stage(request: Request, *, importing: bool = True) -> Report:
-    resolved = collect.collect(request, Scope.START)
-    plan = check.require(resolved)
-    chosen = resolved.choose_devices() or Devices()
-    subject = checks.of_plan(plan, resolved.trainer)
-    return checks.examine(subject, chosen, look=resolved.look, importing=importing)
+    facts = collect.collect(request, Scope.START)
+    subject = checks.of_plan(check.require(facts), facts.trainer)
+    chosen = facts.choose_devices() or Devices()
+    return checks.examine(subject, chosen, look=facts.look, importing=importing)
 
 
 def of_backend(request: Request, backend: str, *, importing: bool = True) -> Report:
-    """For a backend, with whatever stage: of the request only the machine's side counts."""
+    """For a backend, whatever the stage: of the request only the machine's side counts."""
     look = devices.survey_devices(os.environ)
-    named = devices.slots_named(request.devices)
+    names = devices.slots_named(request.devices)
     locator, trainer = collect.find_source(request, backend)
-    count = request.gpus if request.gpus is not None or named else len(look.visible)
-    every = Devices(slots=look.visible, why="all that are visible")
-    chosen = every if request.gpus is None and not named else devices.choose_devices(count, named, look)
-    gpus = len(chosen.slots) or count or 0
-    subject = Subject(trainer=trainer, upstream=locator.find(backend), stages=keys.STAGES, gpus=gpus)
+    if request.gpus is None and not names:
+        chosen = Devices(slots=look.visible, why="all that are visible")
+    else:
+        chosen = devices.choose_devices(request.gpus, names, look)
+    subject = Subject(
+        trainer=trainer,
+        upstream=locator.find(backend),
+        stages=keys.STAGES,
+        gpus=len(chosen.slots) or request.gpus or 0,
+    )
     return checks.examine(subject, chosen, look=look, importing=importing)

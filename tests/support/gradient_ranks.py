@@ -223,7 +223,7 @@ def train(case: dict[str, Any], folder: Path, rank: int) -> None:
                     optimizer.zero_grad()
                 if case.get("fault") == "dropped" and step == FAULTY and not last:
                     lose(case, model)
-    probe.ends()
+    probe.end()
 
 
 def rank(case: dict[str, Any], folder: Path, number: int, world: int) -> None:

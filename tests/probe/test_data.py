@@ -11,6 +11,7 @@ import pytest
 
 from launcher.probe.watching.data import Data, is_repeated
 from launcher.probe.watching.packing import UNLABELLED
+from launcher.probe.watching.packing import batch_of as token_batch
 from launcher.probe.watching.process import Process, Settings
 from launcher.probe.watching.steps import Tally
 
@@ -49,7 +50,7 @@ def batch_of(rows: list[tuple[list[int], int]]) -> tuple[Any, dict[str, Any]]:
 def counted(folder: Path, rows: list[tuple[list[int], int]], **settings: Any) -> dict[str, Any]:
     data, tally = probe(folder, **settings), Tally()
     ids, kwargs = batch_of(rows)
-    data.count_batch(ids, kwargs, tally)
+    data.count_batch(token_batch(ids, kwargs), tally)
     data.add_sums({name: [float(value) for value in values] for name, values in tally.scalars.items()})
     data.report()
     (event,) = [event for event in events(folder) if event["event"] == "data"]
@@ -103,7 +104,7 @@ def test_packed_samples_are_read_apart(folder: Path) -> None:
     labels = torch.tensor([[UNLABELLED, UNLABELLED, 30, END, UNLABELLED, UNLABELLED, 31, 32]])
     places = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
     data, tally = probe(folder), Tally()
-    data.count_batch(ids, {"labels": labels, "position_ids": places}, tally)
+    data.count_batch(token_batch(ids, {"labels": labels, "position_ids": places}), tally)
     assert (data.first["rows"], data.first["ended"], data.first["endless"]) == (2, 1, 1)
 
 

@@ -21,7 +21,7 @@ def watching() -> Any:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.pieces()
+    return module.load_package()
 
 
 class Store:

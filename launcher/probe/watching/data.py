@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from .hooks import Call, observed, wrap, wrap_known
-from .packing import UNLABELLED, starts_of
+from .packing import UNLABELLED, TokenBatch, side_of, starts_of
 from .process import ProbePiece, Process
 
 LOOKS = 8  # micro-batches whose rows are read
@@ -63,19 +63,6 @@ class TokenRow:
 def row_of(tokens: list[int], labels: list[int]) -> TokenRow:
     trained = [place for place, label in enumerate(labels) if label != UNLABELLED]
     return TokenRow(tokens, trained)
-
-
-@dataclass(frozen=True, slots=True)
-class Side:
-    """The chosen or the rejected rows of a micro-batch of pairs."""
-
-    ids: Any
-    labels: Any
-    mask: Any
-    ends: Any
-
-    def samples(self) -> list[TokenRow]:
-        return list(split(self.ids, self.labels, self.mask, ends=self.ends))
 
 
 class Data(ProbePiece):
@@ -219,60 +206,55 @@ class Data(ProbePiece):
 
         def forward(call: Call) -> None:
             if not self.process.testing and sys.modules["torch"].is_grad_enabled():
-                self.count_pair_batch(call.argument(1, "batch"), open_tally())
+                pairs = call.argument(1, "batch")
+                chosen = side_of(pairs, "chosen")
+                self.count_pairs(chosen, side_of(pairs, "rejected"), open_tally())
 
         wrap_known(module, ("concatenated_forward",), observed(self.record, before=forward))
 
     # -- batches
 
-    def count_batch(self, ids: Any, facts: dict[str, Any], tally: Any) -> None:
+    def count_batch(self, batch: TokenBatch, tally: Any) -> None:
         """A micro-batch with labels; of pairs it has the chosen rows, then the rejected ones."""
-        labels = facts.get("labels")
-        if labels is None or ids.dim() != 2 or labels.shape != ids.shape:
+        if batch.labels is None:
             return
-        rows = int(ids.shape[0])
-        scalars = tally.scalars
-        self._count((labels != UNLABELLED).sum(), scalars)
-        mask = facts.get("attention_mask")
-        if mask is not None and mask.dim() != 2:
-            mask = None
-        if mask is not None and self.max_length:
-            self.rows += rows
-            scalars["full_rows"].append((mask.sum(1) >= self.max_length).sum())
-        half = rows // 2
-        is_paired = self.settings.pairs and rows % 2 == 0
+        self._count((batch.labels != UNLABELLED).sum(), tally)
+        if batch.padding is not None and self.max_length:
+            self.rows += batch.rows
+            full = batch.padding.sum(1) >= self.max_length
+            tally.scalars["full_rows"].append(full.sum())
+        half = batch.rows // 2
+        is_paired = self.settings.pairs and batch.rows % 2 == 0
         if is_paired:
             self.pairs += half
-            scalars["equal_pairs"].append((ids[:half] == ids[half:]).all(1).sum())
+            equal = (batch.ids[:half] == batch.ids[half:]).all(1)
+            tally.scalars["equal_pairs"].append(equal.sum())
         if not self._is_read():
             return
-        samples = list(split(ids, labels, mask, facts.get("position_ids")))
+        samples = list(split(batch))
         if is_paired:
             half = len(samples) // 2
             self._read_pairs(samples[:half], samples[half:])
         else:
             self._read(samples)
 
-    def count_pair_batch(self, batch: dict[str, Any], tally: Any) -> None:
-        """A micro-batch of pairs under open-instruct's names."""
-        chosen = _side_of(batch, "chosen")
-        rejected = _side_of(batch, "rejected")
+    def count_pairs(self, chosen: TokenBatch, rejected: TokenBatch, tally: Any) -> None:
+        """A micro-batch of open-instruct's pairs."""
         labelled = (chosen.labels != UNLABELLED).sum() + (rejected.labels != UNLABELLED).sum()
-        self._count(labelled, tally.scalars)
-        is_packed = chosen.ends is not None
-        if not is_packed:
-            self.pairs += int(chosen.ids.shape[0])
+        self._count(labelled, tally)
+        if chosen.ends is None:
+            self.pairs += chosen.rows
             width = min(int(chosen.ids.shape[1]), int(rejected.ids.shape[1]))
             equal = (chosen.ids[:, :width] == rejected.ids[:, :width]).all(1)
             if chosen.mask is not None and rejected.mask is not None:
                 equal = equal & (chosen.mask.sum(1) == rejected.mask.sum(1))
             tally.scalars["equal_pairs"].append(equal.sum())
         if self._is_read():
-            self._read_pairs(chosen.samples(), rejected.samples())
+            self._read_pairs(list(split(chosen)), list(split(rejected)))
 
-    def _count(self, labelled: Any, scalars: dict[str, list[Any]]) -> None:
+    def _count(self, labelled: Any, tally: Any) -> None:
         self.batches += 1
-        scalars["unlabelled"].append(labelled == 0)
+        tally.scalars["unlabelled"].append(labelled == 0)
 
     def add_sums(self, values: dict[str, list[float]]) -> None:
         for name in SUMS:
@@ -335,37 +317,26 @@ class Data(ProbePiece):
         )
 
 
-def _side_of(batch: dict[str, Any], branch: str) -> Side:
-    return Side(
-        batch[f"{branch}_input_ids"],
-        batch[f"{branch}_labels"],
-        batch.get(f"{branch}_attention_mask"),
-        batch.get(f"{branch}_cu_seq_lens_k"),
-    )
-
-
-def split(
-    ids: Any, labels: Any, mask: Any = None, places: Any = None, ends: Any = None
-) -> Iterator[TokenRow]:
-    """The samples of a micro-batch, packed or padded."""
-    rows = list(zip(ids.tolist(), labels.tolist(), strict=True))
-    if ends is not None:
-        tokens, targets = rows[0]
-        for begin, end in itertools.pairwise(ends.tolist()):
-            yield row_of(tokens[begin:end], targets[begin:end])
-    elif mask is not None:
-        for (tokens, targets), kept in zip(rows, mask.tolist(), strict=True):
+def split(batch: TokenBatch) -> Iterator[TokenRow]:
+    """The samples of a micro-batch with labels, packed or padded."""
+    rows = list(zip(batch.ids.tolist(), batch.labels.tolist(), strict=True))
+    if batch.ends is not None:
+        tokens, labels = rows[0]
+        for begin, end in itertools.pairwise(batch.ends.tolist()):
+            yield row_of(tokens[begin:end], labels[begin:end])
+    elif batch.padding is not None:
+        for (tokens, labels), kept in zip(rows, batch.padding.tolist(), strict=True):
             real = list(itertools.compress(tokens, kept))
-            yield row_of(real, list(itertools.compress(targets, kept)))
-    elif places is not None and places.shape == ids.shape:
-        for (tokens, targets), positions in zip(rows, places.tolist(), strict=True):
+            yield row_of(real, list(itertools.compress(labels, kept)))
+    elif batch.positions is not None:
+        for (tokens, labels), positions in zip(rows, batch.positions.tolist(), strict=True):
             for begin, end in itertools.pairwise(starts_of(positions)):
                 # padding behind the last sample has position 0 throughout
                 if end - begin > 1:
-                    yield row_of(tokens[begin:end], targets[begin:end])
+                    yield row_of(tokens[begin:end], labels[begin:end])
     else:
-        for tokens, targets in rows:
-            yield row_of(tokens, targets)
+        for tokens, labels in rows:
+            yield row_of(tokens, labels)
 
 
 def is_repeated(prompt: list[int], answer: list[int]) -> bool:

@@ -28,7 +28,7 @@ from .steps import Reading
 
 ELEMENTS = 2**21  # of all parameters, at most: three fp32 buffers and one temporary, 32 MiB
 ROW = 4096  # of one parameter, at most; one with fewer elements is compared whole
-DENSE = 32  # the first steps, which are all compared; after them every `EVERY`th
+DENSE = 8  # the first steps, which are all compared; after them every `EVERY`th
 EVERY = 8
 AGREEMENT = 60.0  # seconds to wait, once, until every process has its hooks
 STRICTNESS = 4.0  # standard deviations of the rounding error that still pass for rounding

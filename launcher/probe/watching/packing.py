@@ -25,6 +25,83 @@ Span = tuple[int, int]
 """The first position of a sample in its row, and the one behind its last."""
 
 
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """Rows of tokens with what is known of them; what is not known, or of another shape, is None.
+
+    `positions` begin at 0 in each sample. `ends` are where the samples of a single row end, after a
+    first 0, `samples` is their number. `mask` may have any shape, `padding` has that of `ids`.
+    """
+
+    ids: Any
+    labels: Any = None
+    mask: Any = None
+    positions: Any = None
+    ends: Any = None
+    samples: int = 0
+
+    @property
+    def is_flat(self) -> bool:
+        return bool(self.ids.dim() != 2)
+
+    @property
+    def rows(self) -> int:
+        return 1 if self.is_flat else int(self.ids.shape[0])
+
+    @property
+    def padding(self) -> Any:
+        if self.mask is None or self.mask.dim() != 2:
+            return None
+        return self.mask
+
+    def count(self) -> tuple[Any, Any]:
+        """Samples and tokens without padding; they may lie on the device."""
+        if self.ends is not None:
+            return self.samples, self.ends[-1]
+        if self.padding is not None:
+            return self.rows, self.padding.sum()
+        if self.positions is not None:
+            starts = self.positions == 0
+            # padding behind the last sample has position 0 throughout
+            padding = (starts[:, 1:] & starts[:, :-1]).sum()
+            return starts.sum() - padding, self.positions.numel() - padding
+        return self.rows, self.ids.numel()
+
+
+def batch_of(ids: Any, facts: dict[str, Any]) -> TokenBatch:
+    """What a model of transformers' is given, or what is known under the same names."""
+    return TokenBatch(
+        ids,
+        _if_shaped_as(ids, facts.get("labels")),
+        facts.get("attention_mask"),
+        _if_shaped_as(ids, facts.get("position_ids")),
+        facts.get("cu_seq_lens_q"),
+        _count_samples(facts.get("cu_seq_lens_q")),
+    )
+
+
+def side_of(pairs: dict[str, Any], branch: str) -> TokenBatch:
+    """The chosen or the rejected answers of a micro-batch of pairs, under open-instruct's names."""
+    ends = pairs.get(f"{branch}_cu_seq_lens_k")
+    return TokenBatch(
+        pairs[f"{branch}_input_ids"],
+        pairs.get(f"{branch}_labels"),
+        pairs.get(f"{branch}_attention_mask"),
+        ends=ends,
+        samples=_count_samples(ends),
+    )
+
+
+def _count_samples(ends: Any) -> int:
+    return 0 if ends is None else int(ends.numel()) - 1
+
+
+def _if_shaped_as(ids: Any, tensor: Any) -> Any:
+    if tensor is None or ids.dim() != 2 or tensor.shape != ids.shape:
+        return None
+    return tensor
+
+
 class Packing(ProbePiece):
     """What the first batches show. `on` is None until one was looked at."""
 
@@ -35,47 +112,40 @@ class Packing(ProbePiece):
         self.looks = 0
         self.tested = False
 
-    def look(self, module: Any, ids: Any, facts: dict[str, Any]) -> None:
-        """Record whether this micro-batch is packed; `facts` are what is known of it."""
+    def look(self, module: Any, batch: TokenBatch) -> None:
+        """Record whether this micro-batch is packed."""
         # each look reads the device; a packed batch settles it
         if self.on or (self.looks >= LOOKS and self.process.step >= self.settings.within):
             return
         self.looks += 1
-        detail = self._packed_by(module, ids, facts)
+        detail = self._packed_by(module, batch)
         packed = detail is not None
         if self.on is not None and not packed:
             return
         self.on = packed
         state = "on" if packed else "off"
         if detail is None:
-            detail = f"{_row_count(ids)} rows of {int(ids.shape[-1])} positions"
+            detail = f"{batch.rows} rows of {int(batch.ids.shape[-1])} positions"
         self.record.write("packing", state=state, detail=detail)
         if packed and self.contract.expect.get("packing") == "off":
             self.contract.saw("packing", state)
         else:
             self.contract.note("packing", state)
 
-    def _packed_by(self, module: Any, ids: Any, facts: dict[str, Any]) -> str | None:
+    def _packed_by(self, module: Any, batch: TokenBatch) -> str | None:
         """How the batch shows that its rows hold several samples; None if it does not."""
-        ends = facts.get("cu_seq_lens_q")
-        samples = facts.get("samples", 0 if ends is None else int(ends.numel()) - 1)
-        if samples > 1:
-            return f"{samples} samples in one row (cu_seq_lens)"
-        positions = facts.get("position_ids")
-        mask = facts.get("attention_mask")
-        if positions is not None and positions.dim() == 2:
-            starts = int((positions == 0).sum())
-            rows = int(positions.shape[0])
-            if mask is None and starts > rows:
+        if batch.samples > 1:
+            return f"{batch.samples} samples in one row (cu_seq_lens)"
+        if batch.positions is not None:
+            starts = int((batch.positions == 0).sum())
+            rows = int(batch.positions.shape[0])
+            if batch.mask is None and starts > rows:
                 return f"{starts} samples in {rows} row(s) (position_ids)"
-        elif self.settings.packed and end_of_first(module, ids, mask) is not None:
-            rows = _row_count(ids)
-            return f"samples run on in {rows} row(s), with no boundary but their end"
+        elif self.settings.packed and end_of_first(module, batch) is not None:
+            return f"samples run on in {batch.rows} row(s), with no boundary but their end"
         return None
 
-    def test(
-        self, module: Any, args: Any, ids: Any, kwargs: dict[str, Any], facts: dict[str, Any]
-    ) -> None:
+    def test(self, module: Any, args: Any, kwargs: dict[str, Any], batch: TokenBatch) -> None:
         """Test isolation, once, at the first micro-batch that is packed on every rank.
 
         The forward pass of a sharded model is a collective, so the ranks agree on it first. Whether
@@ -92,10 +162,11 @@ class Packing(ProbePiece):
         begun = time.perf_counter()
         try:
             if self.on:
-                pair = two_samples(module, args, ids, kwargs, facts)
+                pair = two_samples(module, args, kwargs, batch)
         except Exception as failure:
             error = failure
-        if _all_agree(pair is not None, ids, process.world) and pair is not None:
+        is_packed = _all_agree(pair is not None, batch.ids.device, process.world)
+        if is_packed and pair is not None:
             self.tested = True
             process.testing = True
             try:
@@ -139,10 +210,6 @@ class Packing(ProbePiece):
             self.contract.saw("packing", state)
 
 
-def _row_count(ids: Any) -> int:
-    return int(ids.shape[0]) if ids.dim() == 2 else 1
-
-
 def facts_by_lengths(ids: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Positions and labels of OLMo-core's rows, in transformers' form; empty for other models.
 
@@ -171,28 +238,29 @@ def facts_by_lengths(ids: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
     return facts
 
 
-def _all_agree(agrees: bool, ids: Any, world: int) -> bool:
+def _all_agree(agrees: bool, device: Any, world: int) -> bool:
     if world == 1:
         return agrees
     torch = sys.modules["torch"]
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
         return agrees
-    flag = torch.tensor([int(agrees)], device=ids.device)
+    flag = torch.tensor([int(agrees)], device=device)
     distributed.all_reduce(flag, op=distributed.ReduceOp.MIN)
     return bool(flag.item())
 
 
-def end_of_first(module: Any, ids: Any, mask: Any) -> int | None:
+def end_of_first(module: Any, batch: TokenBatch) -> int | None:
     """Where the first sample of a full row without boundaries ends, by its end-of-text token."""
-    if ids.dim() != 2:
+    if batch.is_flat:
         return None
-    if mask is not None and (mask.dim() != 2 or not bool(mask[0].all())):
+    padding = batch.padding
+    if batch.mask is not None and (padding is None or not bool(padding[0].all())):
         return None
     ends = getattr(getattr(module, "config", None), "eos_token_id", None)
     if not isinstance(ends, (list, tuple)):
         ends = [ends]
-    row = ids[0].tolist()
+    row = batch.ids[0].tolist()
     for position in range(2, len(row) - 1):
         if row[position - 1] in ends:
             return position
@@ -205,21 +273,19 @@ def starts_of(positions: Sequence[int]) -> list[int]:
     return [*starts, len(positions)]
 
 
-def _spans(module: Any, ids: Any, facts: dict[str, Any]) -> tuple[int, list[Span]]:
+def _spans(module: Any, batch: TokenBatch) -> tuple[int, list[Span]]:
     """A row with several samples, and where they are; no spans if there is none."""
-    ends = facts.get("cu_seq_lens_q")
-    if ends is not None:
-        return 0, list(itertools.pairwise(ends.tolist()))
-    positions = facts.get("position_ids")
-    if positions is not None and positions.dim() == 2:
-        for row, values in enumerate(positions.tolist()):
-            starts = starts_of(values)
+    if batch.ends is not None:
+        return 0, list(itertools.pairwise(batch.ends.tolist()))
+    if batch.positions is not None:
+        for row, positions in enumerate(batch.positions.tolist()):
+            starts = starts_of(positions)
             if len(starts) > 2:
                 return row, list(itertools.pairwise(starts))
-    end = end_of_first(module, ids, facts.get("attention_mask"))
+    end = end_of_first(module, batch)
     if end is None:
         return 0, []
-    return 0, [(0, end), (end, int(ids.shape[-1]))]
+    return 0, [(0, end), (end, int(batch.ids.shape[-1]))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,18 +302,19 @@ class SamplePair:
 
 
 def two_samples(
-    module: Any, args: Any, ids: Any, kwargs: dict[str, Any], facts: dict[str, Any]
+    module: Any, args: Any, kwargs: dict[str, Any], whole: TokenBatch
 ) -> SamplePair | None:
     """The first two adjacent samples of a packed batch, each cut to `TOKENS`.
 
-    `kwargs` are the model's, `facts` are what is known of the batch besides. None if there are no
-    two such samples. Raises ValueError if the batch has parts of unknown meaning.
+    `args` and `kwargs` are what the model is given. None if there are no two such samples. Raises
+    ValueError if the batch has parts of unknown meaning.
     """
-    if ids.dim() != 2 or len(args) > 1:
+    ids = whole.ids
+    if whole.is_flat or len(args) > 1:
         raise ValueError("the batch is not plain rows of tokens")
     if kwargs.get("shift_labels") is not None:
         raise ValueError("the sequence is split over several GPUs")
-    row, spans = _spans(module, ids, facts)
+    row, spans = _spans(module, whole)
     neighbours = _first_neighbours(spans)
     if neighbours is None:
         return None

@@ -11,7 +11,7 @@ from .data import Data
 from .gradients import Gradients
 from .model import PeakMemory, Rotary, base_of, describe, describe_device
 from .optimizer import Movement, Optimizer
-from .packing import Packing, facts_by_lengths
+from .packing import Packing, batch_of, facts_by_lengths, side_of
 from .preemption import Preemption
 from .process import Process, Settings, say
 from .steps import ClosedStep, Pairs, Steps, Tally
@@ -86,17 +86,15 @@ class Probe:
             self._begin_first_step()
         # a save or an evaluation is over
         self.watchdog.enter(TRAINING if self.process.step else FIRST_STEP)
-        facts = {**kwargs, **facts_by_lengths(ids, kwargs)}
-        hidden = self.pairs.hidden
-        if hidden is None:
-            self.tally.count_batch(ids, facts)
-        else:
-            # dpo_utils.py::concatenated_forward_olmo[output = model] gives the model less
-            facts |= hidden
+        batch = batch_of(ids, {**kwargs, **facts_by_lengths(ids, kwargs)})
+        if self.pairs.hidden is None:
+            self.tally.add_batch(batch)
+        # dpo_utils.py::concatenated_forward_olmo[output = model] gives the model less
+        batch = self.pairs.complete(batch)
         with self.record.quietly("data"):
-            self.data.count_batch(ids, facts, self.tally)
-        self.packing.look(module, ids, facts)
-        self.packing.test(module, args, ids, kwargs, facts)
+            self.data.count_batch(batch, self.tally)
+        self.packing.look(module, batch)
+        self.packing.test(module, args, kwargs, batch)
 
     def _begin_first_step(self) -> None:
         self.process.step_begun = time.perf_counter()
@@ -109,9 +107,11 @@ class Probe:
     def begin_micro_batch(self, batch: dict[str, Any]) -> None:
         """A micro-batch of pairs, of which the model is given a part."""
         self.close_step()
-        self.pairs.begin(batch, self.tally)
+        chosen = side_of(batch, "chosen")
+        rejected = side_of(batch, "rejected")
+        self.pairs.begin(chosen, rejected, self.tally)
         with self.record.quietly("data"):
-            self.data.count_pair_batch(batch, self.tally)
+            self.data.count_pairs(chosen, rejected, self.tally)
 
     def begin_backward(self, loss: Any) -> None:
         with self.record.quietly("loss"):

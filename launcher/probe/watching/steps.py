@@ -4,16 +4,14 @@ import collections
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .contract import Caches, Contract
 from .data import Data
 from .model import torch_in_use
-from .packing import Packing
+from .packing import Packing, TokenBatch
 from .process import ProbePiece, Process, finite, say
-
-BRANCHES = ("chosen", "rejected")
 
 
 class Tally:
@@ -43,66 +41,53 @@ class Tally:
         self.scalars["margin"].append((chosen - rejected).mean())
         self.scalars["accuracy"].append((chosen > rejected).float().mean())
 
-    def add_batch(self, rows: Any, positions: int, tokens: Any) -> None:
-        self.positions += positions
-        self.scalars["tokens"].append(tokens)
-        self.scalars["rows"].append(rows)
+    def add_batch(self, batch: TokenBatch) -> None:
+        samples, tokens = batch.count()
+        self.add_counts(int(batch.ids.numel()), samples, tokens)
 
-    def count_batch(self, ids: Any, facts: dict[str, Any]) -> None:
-        mask = facts.get("attention_mask")
-        places = facts.get("position_ids")
-        ends = facts.get("cu_seq_lens_q")
-        rows: Any = int(ids.shape[0]) if ids.dim() == 2 else 1
-        tokens: Any = ids.numel()
-        if mask is not None and mask.dim() == 2:
-            tokens = mask.sum()
-        elif places is not None and places.dim() == 2 and places.shape[-1] == ids.shape[-1]:
-            starts = places == 0
-            # padding behind the last sample has position 0 throughout
-            padding = (starts[:, 1:] & starts[:, :-1]).sum()
-            tokens = places.numel() - padding
-            rows = starts.sum() - padding
-        elif ends is not None:
-            tokens = ends[-1]
-            rows = int(ends.numel()) - 1
-        self.add_batch(rows, int(ids.numel()), tokens)
+    def add_counts(self, positions: int, samples: Any, tokens: Any) -> None:
+        self.positions += positions
+        self.scalars["rows"].append(samples)
+        self.scalars["tokens"].append(tokens)
 
 
 class Pairs(ProbePiece):
     """The pairs of each micro-batch of OLMo-core's DPO.
 
-    `hidden` holds facts about the running micro-batch that its model is not given, under
-    transformers' names; None outside of one. `alike` ranks share each batch.
+    `hidden` is the chosen half of the running micro-batch, whose model is not given all that is
+    known of it; None outside of one. `alike` ranks share each batch.
     """
 
     def __init__(self, process: Process, packing: Packing) -> None:
         super().__init__(process)
         self.packing = packing
-        self.hidden: dict[str, Any] | None = None
+        self.hidden: TokenBatch | None = None
         self.most = 0
         self.alike = 1
 
-    def begin(self, batch: dict[str, Any], tally: Tally) -> None:
-        ids = [batch[f"{branch}_input_ids"] for branch in BRANCHES]
-        chosen_ends, rejected_ends = _of_branches(batch, "cu_seq_lens_k")
-        chosen_mask, rejected_mask = _of_branches(batch, "attention_mask")
-        positions = sum(int(branch.numel()) for branch in ids)
-        rows = sum(int(branch.shape[0]) for branch in ids)
-        tokens: Any = positions
-        self.hidden = {}
-        if chosen_ends is not None and rejected_ends is not None:
-            tokens = chosen_ends[-1] + rejected_ends[-1]
-            rows = int(chosen_ends.numel()) + int(rejected_ends.numel()) - 2
-            # both are joined to one row; these are the ends in its first half
-            self.hidden = {"cu_seq_lens_q": chosen_ends, "samples": rows}
-            tally.scalars["longer"].append(chosen_ends[-1].maximum(rejected_ends[-1]))
-        elif chosen_mask is not None and rejected_mask is not None:
-            tokens = chosen_mask.sum() + rejected_mask.sum()
-            self.hidden = {"attention_mask": chosen_mask}
-        self.most = max(self.most, rows // 2)
+    def begin(self, chosen: TokenBatch, rejected: TokenBatch, tally: Tally) -> None:
+        chosen_samples, chosen_tokens = chosen.count()
+        rejected_samples, rejected_tokens = rejected.count()
+        samples = chosen_samples + rejected_samples
+        self.most = max(self.most, samples // 2)
+        self.hidden = chosen
+        if chosen.ends is not None:
+            # both sides become one row
+            self.hidden = replace(chosen, samples=samples)
+            tally.scalars["longer"].append(chosen_tokens.maximum(rejected_tokens))
         # of ranks with the same batch only the first counts it
         if self.process.rank % self.alike == 0:
-            tally.add_batch(rows, positions, tokens)
+            positions = int(chosen.ids.numel()) + int(rejected.ids.numel())
+            tally.add_counts(positions, samples, chosen_tokens + rejected_tokens)
+
+    def complete(self, batch: TokenBatch) -> TokenBatch:
+        """What the model is given, with what is known of the first half of its row."""
+        hidden = self.hidden
+        if hidden is None:
+            return batch
+        if hidden.ends is not None:
+            return replace(batch, ends=hidden.ends, samples=hidden.samples)
+        return replace(batch, mask=batch.mask if hidden.mask is None else hidden.mask)
 
     def tell_waste(self, tokens: int, positions: int, pairs: int, longer: float) -> None:
         """Warn about rows that are computed whole and stay empty for more than half.
@@ -125,10 +110,6 @@ class Pairs(ProbePiece):
         self.record.write("half_wasted", pairs=pairs, filled=share, better=better, message=message)
         if self.process.rank == 0:
             say(f"warning: {message}: rows are computed whole, however many pairs they hold")
-
-
-def _of_branches(batch: dict[str, Any], name: str) -> list[Any]:
-    return [batch.get(f"{branch}_{name}") for branch in BRANCHES]
 
 
 class Reading:

@@ -218,7 +218,7 @@ class Data(ProbePiece):
         """A micro-batch with labels; of pairs it has the chosen rows, then the rejected ones."""
         if batch.labels is None:
             return
-        self._count((batch.labels != UNLABELLED).sum(), tally)
+        self._count(_labelled(batch), tally)
         if batch.padding is not None and self.max_length:
             self.rows += batch.rows
             full = batch.padding.sum(1) >= self.max_length
@@ -240,12 +240,12 @@ class Data(ProbePiece):
 
     def count_pairs(self, chosen: TokenBatch, rejected: TokenBatch, tally: Any) -> None:
         """A micro-batch of open-instruct's pairs."""
-        labelled = (chosen.labels != UNLABELLED).sum() + (rejected.labels != UNLABELLED).sum()
-        self._count(labelled, tally)
+        self._count(_labelled(chosen) + _labelled(rejected), tally)
         if chosen.ends is None:
             self.pairs += chosen.rows
             width = min(int(chosen.ids.shape[1]), int(rejected.ids.shape[1]))
-            equal = (chosen.ids[:, :width] == rejected.ids[:, :width]).all(1)
+            same = chosen.ids[:, :width] == rejected.ids[:, :width]
+            equal = same.all(1)
             if chosen.mask is not None and rejected.mask is not None:
                 equal = equal & (chosen.mask.sum(1) == rejected.mask.sum(1))
             tally.scalars["equal_pairs"].append(equal.sum())
@@ -315,6 +315,11 @@ class Data(ProbePiece):
             first=first,
             **sums,
         )
+
+
+def _labelled(batch: TokenBatch) -> Any:
+    """How many labels there are, on the device."""
+    return (batch.labels != UNLABELLED).sum()
 
 
 def split(batch: TokenBatch) -> Iterator[TokenRow]:

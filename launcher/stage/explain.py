@@ -157,9 +157,10 @@ def explain(
     backend: str | None = None,
     derived: Mapping[str, tuple[Any, str]] | None = None,
 ) -> list[Explained]:
-    """The argument `key`, or what people call it (`lr`, `model`), for the stage of a config or each of a backend.
+    """The argument `key`, or what people call it (`lr`, `model`), for the stage of a config or for each stage.
 
-    `backend` counts where no config is given; `derived` are the values that launch sets for this config, with
+    `stage_name` and `backend` choose among the stages where no config is given, and those of them that never had
+    such an argument are left out if another one had; `derived` are the values that launch sets for this config, with
     the reason. Raises what judging the config raises, and InvalidConfig where the source cannot be read.
     """
     # of what stands inside a mapping or a list, the whole is explained
@@ -173,10 +174,13 @@ def explain(
             _explained(name, judged.schema, judged.upstream, _here(name, config, judged, derived or {}))
             for name in _names(key, judged.schema, judged.upstream)
         ]
-    chosen, stages = backend or "open_instruct", [stage_name] if stage_name else STAGES
-    source = locator.find(chosen)
-    schemas = [locator.schema(chosen, name) for name in stages]
-    return [_explained(one, schema, source, None) for schema in schemas for one in _names(key, schema, source)]
+    explained = []
+    for chosen in [backend] if backend else BACKENDS:
+        source = locator.find(chosen)
+        for name in [stage_name] if stage_name else STAGES:
+            schema = locator.schema(chosen, name)
+            explained += [_explained(argument, schema, source, None) for argument in _names(key, schema, source)]
+    return [answer for answer in explained if answer.known] or explained
 
 
 def _names(key: str, schema: Schema, source: Upstream) -> list[str]:
@@ -332,6 +336,16 @@ def _limits(limit: gates.Limit) -> str:
 
 def _default(known: Field) -> Any:
     return known.default_text if known.default_text is not None else known.default
+
+
+def pipeline_lines(key: Key) -> Iterator[str]:
+    """What a key of pipeline files takes, for the terminal."""
+    yield f"{key.name}  (a key of pipeline files)"
+    yield f"  meaning    {key.meaning}"
+    yield f"  type       {key.shape}"
+    for number, part in enumerate(key.parts):
+        yield f"  {'' if number else 'values':<9}  {_part(part)}"
+    yield f"  default    {key.default}"
 
 
 def meaning_lines(section: CodeSection, meaning: Meaning, code: str) -> Iterator[str]:

@@ -352,8 +352,11 @@ def _print_point(point: summary.Point, outcome: str) -> None:
         # of a stopped run, the only point that fails is its end
         word = "stopped"
     expected = ""
-    if point["expected"] not in {None, "any"}:
+    if summary.is_wanted(point):
         expected = f"expected {point['expected']}"
+    elif point["ok"] is True:
+        _echo(folded(f"  {point['name']:<16}{point['state']!s}"))
+        return
     mark = _style(f"{word:<10}", _POINT_COLOUR[word], bold=False)
     state = f"  {point['name']:<16}{point['state']!s:<18}"
     _echo(folded(state), mark, folded(expected))

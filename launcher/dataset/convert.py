@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from launcher.dataset.survey import Fault
 from launcher.errors import InvalidConfig, UsageError, launch_finding, usage
 from launcher.paths import is_dir, is_file
 
+_SAY_EVERY_S = 2.0
 _MOST_FAULTS = 20  # rows that are told one by one
 
 
@@ -29,8 +32,10 @@ class Converted:
     skipped: tuple[Fault, ...] = ()
 
 
-def convert(source: Path, output: Path, *, split: str = "train", skip: bool = False) -> Converted:
-    """Convert the rows of a file, or of the split of a folder.
+def convert(
+    source: Path, output: Path, *, split: str = "train", skip: bool = False, say: Callable[[str], None] | None = None
+) -> Converted:
+    """Convert the rows of a file, or of the split of a folder. `say` is told now and then how far it is.
 
     Raises UsageError where there is nothing to convert, or `output` is there already; InvalidConfig where
     rows have not the form of the others, unless `skip` leaves them out. Writes all of `output` or nothing.
@@ -51,7 +56,7 @@ def convert(source: Path, output: Path, *, split: str = "train", skip: bool = Fa
     output.parent.mkdir(parents=True, exist_ok=True)
     half = output.with_name(f".{output.name}.{os.urandom(4).hex()}")
     try:
-        rows, faults = _write(files, half, shape)
+        rows, faults = _write(files, half, shape, say or (lambda _: None))
         if faults and not skip:
             raise _refused(faults)
         os.rename(half, output)
@@ -73,9 +78,13 @@ def _files(source: Path, split: str) -> tuple[Path, ...]:
     return found.files
 
 
-def _write(files: tuple[Path, ...], output: Path, shape: shapes.RowForm) -> tuple[int, list[Fault]]:
+def _write(
+    files: tuple[Path, ...], output: Path, shape: shapes.RowForm, say: Callable[[str], None]
+) -> tuple[int, list[Fault]]:
     rows = 0
     faults = []
+    began = time.monotonic()
+    said_at = began
     with output.open("w", encoding="utf-8") as stream:
         for file in files:
             for number, row in reading.read_rows(file):
@@ -90,6 +99,10 @@ def _write(files: tuple[Path, ...], output: Path, shape: shapes.RowForm) -> tupl
                     continue
                 stream.write(json.dumps(converted, ensure_ascii=False, default=str) + "\n")
                 rows += 1
+                now = time.monotonic()
+                if now - said_at >= _SAY_EVERY_S:
+                    said_at = now
+                    say(f"converting {file}: {rows:,} rows in {now - began:.0f} s")
     return rows, faults
 
 

@@ -64,7 +64,7 @@ def _with_ok(points: Iterable[Point], ok: bool | None) -> list[Point]:
 
 
 def is_wanted(point: Point) -> bool:
-    """Whether something was expected of a point: of others, whatever their state is, nothing is `ok`."""
+    """Whether something was expected of a point; of others nothing is `ok`, whatever their state."""
     return point.get("expected") not in (None, "any")
 
 

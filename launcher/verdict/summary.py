@@ -64,7 +64,7 @@ def _with_ok(points: Iterable[Point], ok: bool | None) -> list[Point]:
 
 
 def is_wanted(point: Point) -> bool:
-    """Whether something was expected of a point; of others nothing is `ok`, whatever their state."""
+    """Whether something was expected of a point. Of others nothing is `ok`, in no state."""
     return point.get("expected") not in (None, "any")
 
 

@@ -286,7 +286,7 @@ def _counted(prepared: Prepared, tokenised: Tokenised, say: Say) -> Prepared:
         prepared = replace(prepared, warnings=(*prepared.warnings, cut))
     steps = plans.steps_of(plan.stage, plan.values, rows.rows, plan.global_batch)
     if steps is not None and steps < 1:
-        # with `max_train_steps` OLMo-core would begin one epoch without a step after the other, for ever
+        # with `max_train_steps` OLMo-core would begin epochs without a step for ever
         message = (
             f"{rows.samples:,} samples are packed into {rows.rows:,} rows: less than one step of "
         )

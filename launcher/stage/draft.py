@@ -169,11 +169,14 @@ def new(
     model: str,
     data: str,
     gpus: int,
+    output: str,
     environ: Mapping[str, str],
+    lora: bool = False,
     is_pinned: bool = True,
 ) -> Draft:
     """A first stage file for a model and a data set, each a name on the hub or a path.
 
+    `output` is the folder for the trained model. `lora`: train an adapter instead of all weights.
     `is_pinned`: it is for the release of TRL whose templates launch knows. Raises UsageError if the
     rows have to be converted first, or if TRL cannot load the file alone.
     """
@@ -191,21 +194,53 @@ def new(
     draft.batch = (on_all * max(1, _ROWS // on_all), per_device)
     draft.rows = {"model_name_or_path": Row(model, "a name on the hub, or a folder")}
     draft.rows |= _trl(stage, data) if backend == "trl" else _open_instruct(stage, data)
+    draft.rows["output_dir"] = Row(output)
     length = "max_length" if backend == "trl" else "max_seq_length"
-    draft.rows[length] = Row(_length(model, environ), "tokens; longer rows are cut")
+    draft.rows[length] = _length(model, environ)
+    if lora:
+        draft.rows |= _LORA[backend]
+        # dpo_tune_cache.py reads it only without LoRA
+        draft.rows.pop("activation_memory_budget", None)
+        draft.rows["learning_rate"] = Row(
+            2e-4 if stage == "sft" else 2e-5, "LoRA needs about ten times more"
+        )
+    if gpus > 0 and backend == "trl":
+        draft.rows["dtype"] = Row("bfloat16", "TRL loads in float32 otherwise")
+        if stage == "dpo" and not lora:
+            # the finding steps-rounded
+            why = "half the memory, but steps of this learning rate are lost in rounding"
+            draft.rows["dtype"] = Row("bfloat16", why, off=True)
     if stage == "sft" and backend == "trl":
         obstacle = _mask_obstacle(model, environ, is_pinned=is_pinned)
         _mask_questions(draft, data, rows, obstacle)
     return draft
 
 
-def _length(model: str, environ: Mapping[str, str]) -> int:
-    """Tokens of a row: the usual number, or that of a local model that takes fewer."""
+_LORA: Mapping[str, Rows] = {
+    "trl": {
+        "use_peft": Row(True, "LoRA: trains an adapter, needs far less memory"),
+        "lora_r": Row(16),
+        "lora_alpha": Row(32),
+        "lora_dropout": Row(0.05),
+        "lora_target_modules": Row(["all-linear"]),
+    },
+    "open_instruct": {
+        "use_lora": Row(True, "trains an adapter, needs far less memory"),
+        "lora_rank": Row(16),
+        "lora_alpha": Row(32),
+        "lora_dropout": Row(0.05),
+    },
+}
+"""The arguments of LoRA, by trainer."""
+
+
+def _length(model: str, environ: Mapping[str, str]) -> Row:
+    """The longest row in tokens: the model's own maximum if its config is here."""
     config = model_config.text_part(model_config.read(model, environ))
     positions = config.get("max_position_embeddings")
-    if isinstance(positions, int) and 0 < positions < _TOKENS:
-        return positions
-    return _TOKENS
+    if isinstance(positions, int) and positions > 0:
+        return Row(positions, "tokens, the model's maximum; longer rows are cut")
+    return Row(_TOKENS, "tokens; longer rows are cut")
 
 
 def _require_readable(rows: data_rows.Rows, stage: str, backend: str) -> None:

@@ -189,9 +189,10 @@ def explain(
 ) -> list[Explained]:
     """The argument `key`, or what people call it (`lr`, `model`).
 
-    It is explained for the stage of a config, or without one for each stage of `backend`. `derived`
-    are the values that launch sets for this config, with the reason. Raises what judging the config
-    raises, and InvalidConfig if the source cannot be read.
+    It is explained for the stage of a config. Without one it is explained for each stage, those of
+    `stage_name` and `backend` if they are given; stages that never had such an argument are left
+    out if another one had. `derived` are the values that launch sets for this config, with the
+    reason. Raises what judging the config raises, and InvalidConfig if the source cannot be read.
     """
     # of what stands inside a mapping or a list, the whole is explained
     key = re.split(r"[.\[]", key.removeprefix("args."), maxsplit=1)[0]
@@ -205,14 +206,14 @@ def explain(
             here = _here(name, config, judged, derived or {})
             explained.append(_explained(name, judged.schema, judged.upstream, here))
         return explained
-    backend = backend or "open_instruct"
-    source = locator.find(backend)
     explained = []
-    for name_of_stage in [stage_name] if stage_name else STAGES:
-        schema = locator.schema(backend, name_of_stage)
-        for name in _names(key, schema, source):
-            explained.append(_explained(name, schema, source, None))
-    return explained
+    for chosen in [backend] if backend else BACKENDS:
+        source = locator.find(chosen)
+        for name_of_stage in [stage_name] if stage_name else STAGES:
+            schema = locator.schema(chosen, name_of_stage)
+            for name in _names(key, schema, source):
+                explained.append(_explained(name, schema, source, None))
+    return [answer for answer in explained if answer.known] or explained
 
 
 def _names(key: str, schema: Schema, source: Upstream) -> list[str]:
@@ -381,6 +382,16 @@ def _limits(limit: gates.Limit) -> str:
 
 def _default(field: Field) -> Any:
     return field.default if field.default_text is None else field.default_text
+
+
+def pipeline_lines(key: Key) -> Iterator[str]:
+    """What a key of pipeline files takes, for the terminal."""
+    yield f"{key.name}  (a key of pipeline files)"
+    yield f"  meaning    {key.meaning}"
+    yield f"  type       {key.shape}"
+    for number, part in enumerate(key.parts):
+        yield f"  {'' if number else 'values':<9}  {_part(part)}"
+    yield f"  default    {key.default}"
 
 
 def meaning_lines(section: CodeSection, meaning: Meaning, code: str) -> Iterator[str]:

@@ -77,9 +77,13 @@ class Upstream:
     def is_checkout(self) -> bool:
         return BACKENDS[self.backend].CHECKOUT
 
+    @property
+    def name(self) -> str:
+        return source_name(self.backend, self.version)
+
     def describe(self) -> str:
         where = f"{self.root} ({self.source})" if self.root else "the committed snapshot"
-        return f"{source_name(self.backend, self.version)}, {where}"
+        return f"{self.name}, {where}"
 
     def as_json(self) -> dict[str, object]:
         return {

@@ -238,7 +238,7 @@ def packages(subject: Subject, imports: Imports | None = None) -> Iterator[Findi
     if absent:
         steps = install.install(trainer, [install.requirement(name) for name in absent])
         commands = "; then ".join(step.shell() for step in steps)
-        target = ""
+        target = f" --backend {subject.upstream.backend}"
         if subject.plan is not None:
             target = f" {shlex.quote(str(subject.plan.stage.config.path))}"
         message = f"{trainer.python} ({trainer.source}) lacks {', '.join(absent)}"
@@ -291,7 +291,7 @@ def needed(subject: Subject) -> tuple[str, ...]:
 def _does_without_flash(subject: Subject) -> bool:
     """Whether the source that trains is known to start without flash-attn."""
     if subject.plan is not None:
-        return bool(subject.plan.stage.schema.does(behaviour.DETECTS_WITHOUT_FLASH))
+        return _begins_without_flash(subject.plan)
     if not subject.upstream.is_checkout:
         return False
     stage = next(iter(subject.backend.STAGES))
@@ -300,6 +300,16 @@ def _does_without_flash(subject: Subject) -> bool:
     except InvalidConfig:
         return False
     return bool(schema.does(behaviour.DETECTS_WITHOUT_FLASH))
+
+
+def _begins_without_flash(plan: Plan) -> bool:
+    schema = plan.stage.schema
+    if not schema.does(behaviour.DETECTS_WITHOUT_FLASH):
+        return False
+    if plan.stage.entry.packing == "always":
+        return False
+    # OLMo-core keeps packed samples apart with flash-attn alone
+    return not (schema.does(behaviour.PACKS_WITH_FLASH_ALONE) and plan.values.get("packing"))
 
 
 def _import(subject: Subject, chosen: Devices, timeout_s: float) -> Imports:

@@ -177,7 +177,7 @@ def preview(judged: Judged, trainer: Trainer, *, first: int, row: str | None, sa
     sources = list(further.sources_of(judged.config.args, entry))
     totals = [_count(source) for source in sources]
     number = None if row is None else _number(row, sources, totals)
-    say("preparing rows on the CPU; first the trainer's packages are imported")
+    say("preparing rows on the CPU: importing packages, usually 15 to 60 s")
     with Servers() as servers:
         key = judged.schema.backend, judged.schema.key, judged.upstream.root
         inquiry = _Inquiry(judged, entry, servers.of(trainer, *key), first=first, number=number)

@@ -137,7 +137,7 @@ def rehearse(
         seconds, rows = known["seconds"], known["rows"]
         return Rehearsal(findings=findings, seconds=seconds, rows=rows, remembered=True, **lists)
     began = time.monotonic()
-    say("rehearsing on the CPU; first the trainer's packages are imported")
+    say(f"rehearsing {judged.config.path} on the CPU: importing packages, usually 15 to 60 s")
     with contextlib.nullcontext(servers) if servers is not None else Servers() as opened:
         key = judged.schema.backend, judged.schema.key, judged.upstream.root
         done = Attempts(judged, opened.of(trainer, *key)).all()

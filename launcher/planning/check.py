@@ -66,9 +66,14 @@ def beyond_file(plan: Plan) -> tuple[Finding, ...]:
     return (*plan.findings, *of_plan)
 
 
+def find_output(plan: Plan) -> Path | None:
+    """The absolute folder that the model goes to."""
+    folder = plans.output_folder(plan)
+    return None if folder is None else folder.absolute()
+
+
 def _context(facts: Facts, plan: Plan, attempts: int | None) -> Context:
     options = plan.stage.options
-    output = plans.output_folder(plan)
     split = Split(
         processes=plan.processes,
         devices=plan.devices,
@@ -87,7 +92,7 @@ def _context(facts: Facts, plan: Plan, attempts: int | None) -> Context:
         split=split,
         packages=facts.packages,
         machine=facts.machine,
-        output=None if output is None else output.absolute(),
+        output=find_output(plan),
         attempts=attempts,
         source=plan.stage.upstream.root,
     )

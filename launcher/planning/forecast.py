@@ -351,18 +351,17 @@ class Estimate:
             if self.spare < 0:
                 fits = f"no, {-self.spare:.1f} over"
         bound = "> " if self.static else ""
-        hours, cost, _ = self.bill
         return {
             "GPUs": str(self.count or "CPU"),
             "per device": str(self.plan.per_device),
             "accumulation": str(self.plan.accumulation),
             "global": str(self.plan.global_batch),
-            "steps": None if self.steps is None else f"{self.steps:,}",
+            "steps": _cell(self.steps, ","),
             "tokens/step": None if self.static else f"{self.tokens.real:,.0f}",
             "peak GiB": None if self.memory is None else f"{bound}{self.memory.peak:.1f}",
             "fits": fits,
-            "hours": None if hours is None else f"{hours:.2f}",
-            "cost": None if cost is None else f"{cost:.2f}",
+            "hours": _cell(self.bill.hours, ".2f"),
+            "cost": _cell(self.bill.cost, ".2f"),
             "disk GiB": f"{self.saved.most / GIB:.1f}",
         }
 
@@ -388,6 +387,10 @@ class Estimate:
             yield f"  tokens a step: {self.tokens.formula}"
         yield f"  time: {self.bill.formula}"
         yield f"  disk: {self.saved.formula}"
+
+
+def _cell(value: float | None, form: str) -> str | None:
+    return None if value is None else format(value, form)
 
 
 def _rounded(value: float | None, digits: int | None = 2) -> float | None:

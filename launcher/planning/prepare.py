@@ -66,7 +66,7 @@ class Prepared:
 
     @property
     def output(self) -> Path | None:
-        return _output(self.plan)
+        return check.find_output(self.plan)
 
     @property
     def requested_output(self) -> Path | None:
@@ -239,7 +239,7 @@ class StartPlan:
             return resume.Decision()
         judge = resume.ResumeJudge(
             plan=self.plan,
-            output=_output(self.plan),
+            output=check.find_output(self.plan),
             history=self.target.history,
             folder=self.target.earlier,
             trainer=self.facts.trainer,
@@ -349,16 +349,11 @@ def plan_start(facts: Facts, *, judged: Plan | None = None) -> StartPlan:
 
 
 def _place(plan: Plan, target: Target) -> OutputPlace | None:
-    output = _output(plan)
+    output = check.find_output(plan)
     if output is None:
         return None
     key = plan.stage.entry.names.output
     return OutputPlace(output=output, run=target.folder, attempt=target.attempt, key=key)
-
-
-def _output(plan: Plan) -> Path | None:
-    folder = plans.output_folder(plan)
-    return None if folder is None else folder.absolute()
 
 
 def _require_concealed(plan: Plan) -> None:

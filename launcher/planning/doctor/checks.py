@@ -21,7 +21,7 @@ from launcher.machine.python import Trainer
 from launcher.machine.sizes import sized
 from launcher.plan.command import source_environment
 from launcher.plan.plan import Plan
-from launcher.plan.plan import output_folder as output_of
+from launcher.planning import check
 from launcher.planning.doctor import disk, install
 from launcher.planning.doctor.install import TIMEOUT_S, Imports, InstallStep
 from launcher.runs import rundir
@@ -137,14 +137,13 @@ def require_ready(plan: Plan, trainer: Trainer, chosen: Devices | None) -> tuple
 
 
 def of_plan(plan: Plan, trainer: Trainer) -> Subject:
-    output = output_of(plan)
     return Subject(
         trainer=trainer,
         upstream=plan.stage.upstream,
         stages=(plan.stage.schema.key,),
         gpus=plan.gpus,
         plan=plan,
-        output=None if output is None else output.absolute(),
+        output=check.find_output(plan),
     )
 
 
@@ -435,9 +434,10 @@ def _facts(
     for place in subject.places():
         room = disk.free(place.path)
         text = "unknown"
+        value: dict[str, object] = {"path": str(place.path), "free": None}
         if room is not None:
             text = f"{sized(room.free)} free"
-        value = {"path": str(place.path), "free": None if room is None else room.free}
+            value["free"] = room.free
         yield Fact(place.what, f"{place.path}, {text}", value)
 
 
@@ -459,16 +459,17 @@ def _gpu_facts(chosen: Devices, look: Look | None) -> Iterator[Fact]:
 def _slot_fact(slot: Slot, chosen: Devices, look: Look) -> Fact:
     gpu = slot.gpu
     use = look.uses.get(slot.id)
-    state = "taken" if slot in chosen.slots else "free"
-    if use is not None:
-        state = f"used by {use.text}"
     card = {
         "id": slot.id,
         "name": gpu.name,
         "memory_mib": gpu.memory_mib,
         "used_mib": gpu.used_mib,
-        "used_by": None if use is None else use.text,
+        "used_by": None,
     }
+    state = "taken" if slot in chosen.slots else "free"
+    if use is not None:
+        state = f"used by {use.text}"
+        card["used_by"] = use.text
     text = f"{gpu.name}, {gpu.used_mib} of {gpu.memory_mib} MiB used, {state}"
     return Fact(f"GPU {gpu.index}", text, card)
 

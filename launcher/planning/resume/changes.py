@@ -239,8 +239,8 @@ class Comparison:
             return
         # the first record that was kept of contents tells whether there was none
         if inputs.digests(record, "code"):
-            was = "DeepSpeed" if inputs.digests(record, "deepspeed") else "none"
-            now = "DeepSpeed" if inputs.digests(self.now, "deepspeed") else "none"
+            was = _engine_in(record)
+            now = _engine_in(self.now)
             if was != now:
                 effect = "the states of the one are not those of the other"
                 yield ResumeChange("deepspeed", was, now, effect, "error")
@@ -303,6 +303,10 @@ def _effect_of(name: str) -> tuple[str, Severity | None]:
 
 def _versions_of(names: Iterable[str], packages: Mapping[str, str]) -> str:
     return ", ".join(f"{name} {packages.get(name) or 'none'}" for name in names)
+
+
+def _engine_in(contents: Any) -> str:
+    return "DeepSpeed" if inputs.digests(contents, "deepspeed") else "none"
 
 
 def _has_adapter(plan: Plan) -> bool:

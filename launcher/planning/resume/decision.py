@@ -288,9 +288,9 @@ class ResumeJudge:
 
     def _find_in_logs(self, pattern: re.Pattern[bytes]) -> bytes | None:
         """The last match in the log of the newest attempt that has one."""
-        attempts = 0 if self.folder is None else self.folder.attempts()
-        for attempt in range(attempts, 0, -1):
-            assert self.folder is not None
+        if self.folder is None:
+            return None
+        for attempt in range(self.folder.attempts(), 0, -1):
             log = self.folder.console(attempt)
             with contextlib.suppress(OSError), files.open_regular(log) as file:
                 matches = pattern.findall(file.read(_LOG_BYTES))
@@ -472,16 +472,18 @@ class ResumeJudge:
     def _resume_named(self, named: Path, found: Sequence[Checkpoint]) -> Decision:
         """The checkpoint that the stage file names for the first time, whatever else is there."""
         same = None
+        step = 0
+        fault = None
         for checkpoint in found:
             if canonical(checkpoint.path) == canonical(named):
                 same = checkpoint
-        fault = None if same is None else checksums.fault(self.folder, same)
+                step = checkpoint.number
+                fault = checksums.fault(self.folder, checkpoint)
         if fault is not None:
             key = "resume_from_checkpoint"
             self._say("error", "broken-checkpoint", f"{named}: {fault}", "name an older one", key)
         # the run must not rotate away what it did not continue from
         aside = self._collect_aside(found, same)
-        step = 0 if same is None else same.number
         kept = _names(found, aside)
         return Decision(kind="resume", checkpoint=same, step=step, kept=kept, aside=aside)
 
@@ -582,8 +584,8 @@ class ResumeJudge:
     def _place(self, checkpoint: Checkpoint) -> DataPosition:
         if checkpoint.kind == "epoch":
             return DataPosition(checkpoint.number + 1, 0)
-        layout = None if self.entry.by_trainer else self._layout()
-        if layout is None:
+        layout = self._layout()
+        if layout is None or self.entry.by_trainer:
             return DataPosition(0, 0)
         return epochs.counted(layout, checkpoint.number)
 
@@ -594,19 +596,22 @@ class ResumeJudge:
 
         A half-written one stays if this attempt writes it next.
         """
-        step = -1 if chosen is None else self._step(chosen)
-        after_epoch = chosen is not None and chosen.kind == "epoch"
+        step = -1
+        epoch = -1
+        if chosen is not None:
+            step = self._step(chosen)
+            if chosen.kind == "epoch":
+                epoch = chosen.number
         every = epochs.interval(self.plan)
         next_name = None
         if isinstance(every, int):
             following = (max(step, 0) // every + 1) * every
             next_name = checkpoints.folder_name(self.backend, "step", following)
         elif every == "epoch":
-            following = chosen.number + 1 if chosen is not None and after_epoch else 0
-            next_name = checkpoints.folder_name(self.backend, "epoch", following)
+            next_name = checkpoints.folder_name(self.backend, "epoch", epoch + 1)
         aside = []
         for checkpoint in found:
-            is_hiding = after_epoch and checkpoint.kind == "step"
+            is_hiding = epoch >= 0 and checkpoint.kind == "step"
             is_newer = self._step(checkpoint) > step or is_hiding
             if checkpoint is chosen or not is_newer:
                 continue

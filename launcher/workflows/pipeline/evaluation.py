@@ -6,7 +6,6 @@ whole by a signal to the pipeline, by `launch stop` of the stage's run, or when 
 it leaves lies in the run folder of the stage, where the verdict and the page of the run find it.
 """
 
-import contextlib
 import os
 import shlex
 import shutil
@@ -14,7 +13,6 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from launcher import files, redaction
 from launcher.artifacts import fingerprint
@@ -81,7 +79,7 @@ class PlannedEvaluation:
             return None
         return MetricsPlace.of(self.spec.metrics, self.folder.path, self.values)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         """For the answer of a dry run."""
         place = self.metrics
         return {
@@ -220,7 +218,7 @@ def _run(
     command = Command(argv=evaluation.argv, env=environ, cwd=Path.cwd())
     clock = _Clock(timeout_s)
     try:
-        with _holding(chosen, evaluation.run) as descriptors:
+        with devices.lock_slots(chosen or Devices(), evaluation.run.path) as descriptors:
             ended = runner.run(
                 command, folder, number, descriptors, stands_still=lambda _: clock.is_up()
             )
@@ -232,19 +230,17 @@ def _run(
     record = replace(
         record, ended=rundir.utc_now(), seconds=round(clock.seconds, 1), returncode=ended.returncode
     )
-    state: State = "measured"
-    reason: str | None = None
     if clock.rang:
-        state = "timed_out"
         reason = f"its time was up after {timeout_s:g} s; log: {record.log}"
+        record = replace(record, state="timed_out", reason=reason)
     elif ended.stopped is not None:
-        state = "interrupted"
-        reason = "it was stopped"
+        record = replace(record, state="interrupted", reason="it was stopped")
     elif ended.returncode:
-        state = "crashed"
         reason = f"the command ended with exit code {ended.returncode}; log: {record.log}"
-    record = replace(record, state=state, reason=reason)
-    if state == "measured" and place is not None and before is not None:
+        record = replace(record, state="crashed", reason=reason)
+    elif place is None or before is None:
+        record = replace(record, state="measured")
+    else:
         record = _with_scores(evaluation, record, before, place)
     return _write(evaluation, record)
 
@@ -261,6 +257,7 @@ def _with_scores(
         return replace(record, state="unreadable", reason=str(error))
     return replace(
         record,
+        state="measured",
         metrics_file=str(measured.path),
         metrics=measured.numbers,
         main=dict(measured.main),
@@ -283,18 +280,6 @@ class _Clock:
     def is_up(self) -> bool:
         self.rang = self.rang or self.seconds > self.limit_s
         return self.rang
-
-
-@contextlib.contextmanager
-def _holding(chosen: Devices | None, run: RunFolder) -> Iterator[tuple[int, ...]]:
-    """Keep other runs away from the GPUs meanwhile; the training of this run may be about to let go
-    of them.
-    """
-    if chosen is None or not chosen.slots:
-        yield ()
-        return
-    with devices.lock_slots(chosen, run.path) as descriptors:
-        yield descriptors
 
 
 def _judge_again(

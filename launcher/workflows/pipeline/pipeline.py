@@ -73,7 +73,7 @@ class StageRow:
     whole: bool = False
     evaluation: EvaluationRecord | None = None
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         row = asdict(self)
         del row["whole"]
         del row["evaluation"]
@@ -83,13 +83,13 @@ class StageRow:
             row["eval"] = self.evaluation.as_json()
         return row
 
-    def shown(self) -> dict[str, Any]:
+    def shown(self) -> dict[str, object]:
         losses = []
         for name in ("first_loss", "last_loss"):
             loss = self.metrics.get(name)
             if isinstance(loss, int | float):
                 losses.append(f"{loss:.4g}")
-        cells = {
+        cells: dict[str, object] = {
             "stage": self.name,
             "status": self.status,
             "steps": self.steps,
@@ -137,7 +137,7 @@ class PipelineResult:
     def as_json(self) -> dict[str, Any]:
         """The record; the envelope's data is the same."""
         chain = self.order.chain
-        record: dict[str, Any] = {
+        record = {
             "pipeline": str(self.folder),
             "name": chain.name,
             "file": str(chain.path.absolute()),
@@ -155,7 +155,7 @@ class PipelineResult:
         redacted: dict[str, Any] = self.redactor.redact(record)
         return redacted
 
-    def table(self) -> list[dict[str, Any]]:
+    def table(self) -> list[dict[str, object]]:
         """A row a stage, each with the same columns."""
         shown = [row.shown() for row in self.rows]
         if any(EVALUATED in row for row in shown):

@@ -179,7 +179,7 @@ def plan_stages(order: PipelineRequest, scope: Scope) -> PipelinePlan:
     planner.ask_machine(live=bool(live))
     known = set(changes.NAMES)
     for step in steps.values():
-        known.update(step.plan.stage.schema.fields)
+        known |= known_changes(step.resolved)
     unknown = [repr(name) for name in order.common.allowed if name not in known]
     if unknown and not planner.refused:
         message = f"--allow-changed-resume: no argument or group is named {', '.join(unknown)}"
@@ -254,26 +254,32 @@ class _Planner:
         except NotReady as error:
             self._note_lacking(link, error.findings)
 
+    def _root(
+        self, link: Link, config: Config, source: PlannedStage | None, *, within: bool
+    ) -> str | None:
+        """The model that the chain of a stage begins from; None if unknown."""
+        if link.source is None:
+            return _text(config.args.get(MODEL))
+        if source is not None and within and source.link not in self.order.links:
+            return str(source.model)
+        return self.roots.get(link.source)
+
     def _visit(self, link: Link, *, within: bool) -> None:
         source = self.steps.get(link.source or "")
-        runs_before = source is not None and source.link in self.order.links
         file = collect.open(self.order.request(link))
         config = file.config
         self.configs[link.name] = config
-        root = _text(config.args.get(MODEL))
+        root = self._root(link, config, source, within=within)
         overrides: list[str] = []
         if link.source is not None:
-            root = self.roots.get(link.source)
+            model = root or f"the model of {link.source}"
             if source is not None:
                 self._check_models(link, config, source)
-                if within and not runs_before:
-                    root = str(source.model)
-            if within and root is None and source is None:
+                if not within:
+                    model = str(source.model)
+            elif within and root is None:
                 # nothing can be said of a model that nobody knows
                 return
-            model = root or f"the model of {link.source}"
-            if source is not None and not within:
-                model = str(source.model)
             overrides = handed(stage.backend_of(config), model)
         self.roots[link.name] = root
         names_output = config.args.get(OUTPUT) is not None
@@ -288,7 +294,7 @@ class _Planner:
         resolved = collect.of_read(chained, chained.read(), scope)
         facts = resolved
         if source is not None:
-            if resolved.machine is not None and not runs_before:
+            if resolved.machine is not None and source.link not in self.order.links:
                 _require_model(link, source)
             facts = _with_model(resolved, source.model)
         dry = _dry_run(facts, resolved)
@@ -309,8 +315,9 @@ class _Planner:
         if source is not None and within:
             self._check_between(source, step)
         self.steps[link.name] = step
-        if within and resolved.machine is not None and resolved.look is not None:
-            self._check_program(step)
+        trains_here = within and resolved.machine is not None and resolved.look is not None
+        if trains_here and step.evaluation is not None:
+            self._note_lacking(link, evaluation.missing_program(step.evaluation))
 
     def _examine(self, link: Link, resolved: Facts, dry: Prepared, judged: Plan) -> None:
         """Collect what the rules say, with the model that the chain begins from."""
@@ -330,10 +337,6 @@ class _Planner:
                 self._say(link, checks.require_ready(judged, resolved.trainer, chosen))
             except NotReady as error:
                 self._note_lacking(link, error.findings)
-
-    def _check_program(self, step: PlannedStage) -> None:
-        if step.evaluation is not None:
-            self._note_lacking(step.link, evaluation.missing_program(step.evaluation))
 
     def _check_models(self, link: Link, config: Config, source: PlannedStage) -> None:
         """A stage must not name another model, or tokenizer, than the stage before leaves."""

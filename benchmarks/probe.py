@@ -112,6 +112,8 @@ def switch(training: Training, folder: str) -> tuple[Callable[[bool], None], Any
             setattr(owner, name, function)
         training.bare._forward_pre_hooks.clear()
         training.bare._forward_pre_hooks.update(hooks if on else {})
+        if not on:
+            probe.gradients.unhook()
 
     return turn, probe
 
@@ -154,6 +156,8 @@ def main(arguments: Sequence[str]) -> int:
     taken: dict[bool, list[float]] = {True: [], False: []}
     with tempfile.TemporaryDirectory() as folder:
         turn, probe = switch(training, folder)
+        # a model that was prepared before: its gradients are compared as in a run
+        probe.gradients.prepared(training.bare)
         for number in range(options.blocks + 4):
             on = number % 2 == 0
             turn(on)

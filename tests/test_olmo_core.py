@@ -25,6 +25,7 @@ from launcher.planning.doctor import disk
 from launcher.planning.resume import epochs
 from launcher.planning.resume.epochs import EpochLayout
 from launcher.probe.watching import Probe
+from launcher.probe.watching.packing import TokenBatch
 from launcher.rules.context import Context, Machine
 from launcher.rules.open_instruct import olmo_core
 from launcher.runs import rendezvous
@@ -631,8 +632,8 @@ def test_packing_as_upstream_packs() -> None:
 
 def watching(folder: Path) -> Probe:
     settings = {
-        "target": "dpo.py", "out": str(folder), "cpu": True, "backend": "open_instruct",
-        "stage": "dpo", "packed": True, "expect": {"packing": "on"}, "on_violation": "warn",
+        "target": "dpo.py", "out": str(folder), "cpu": True,
+        "packed": True, "expect": {"packing": "on"}, "on_violation": "warn",
         "on_hang": "report", "within": 3, "isolation": False, "hang_factor": 20, "hang_seconds": 300,
         "final_save": True,
     }  # fmt: skip
@@ -666,10 +667,10 @@ def test_what_a_packed_row_wastes(
         ends = [sum(sizes[:n]) for n in range(len(sizes) + 1)]
         batch[f"{branch}_cu_seq_lens_k"] = torch.tensor(ends, dtype=torch.int32)
     for _ in range(3):
-        made.micro_batch_begins(batch)
-        made.packing.look(None, ids, made.pairs.hidden or {})
-        made.backward_begins(torch.tensor(0.5))
-        made.step_begins()
+        made.begin_micro_batch(batch)
+        made.packing.look(None, made.pairs.complete(TokenBatch(ids)))
+        made.begin_backward(torch.tensor(0.5))
+        made.begin_step()
         made.close_step()
     steps = heard(made, "step")
     real = sum(chosen) + sum(rejected)
@@ -690,8 +691,8 @@ def test_ranks_of_one_model_count_their_batch_once(
     mask = torch.zeros((2, 20), dtype=torch.int64)
     mask[:, :8] = 1
     keys = ("input_ids", "attention_mask")
-    made.micro_batch_begins({f"{b}_{key}": mask for b in ("chosen", "rejected") for key in keys})
-    made.step_begins()
+    made.begin_micro_batch({f"{b}_{key}": mask for b in ("chosen", "rejected") for key in keys})
+    made.begin_step()
     made.close_step()
     (step,) = heard(made, "step")
     assert (step["tokens"], step["positions"]) == (tokens, 80 if tokens else 0)
@@ -699,7 +700,8 @@ def test_ranks_of_one_model_count_their_batch_once(
 
 def test_a_row_that_had_no_room_for_the_next_pair_needs_no_larger_batch(tmp_path: Path) -> None:
     made = watching(tmp_path)
-    made.packing.on, made.pairs.counts = True, [4, 3]
+    made.packing.on = True
+    made.pairs.most = 4
     made.pairs.tell_waste(900, 4096, 3, 700)
     (told,) = heard(made, "half_wasted")
     assert told["message"] == "batch 3 uses 22% of each step"

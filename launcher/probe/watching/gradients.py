@@ -121,6 +121,7 @@ class Gradients(ProbePiece):
         self.filled = False
         self.finished = False
         self.failed: BaseException | None = None
+        self.handles: dict[int, Any] = {}
         self.readings: list[Reading] = []
         self.index = 0
         self.micro_batches = 0
@@ -207,7 +208,6 @@ class Gradients(ProbePiece):
         self.counts = torch.tensor(counts, device=device)
         self.columns = torch.arange(width, device=device)
         self.spans = [(0, 0)] * rows
-        self.handles: dict[int, Any] = {}
         self.scale: Any = 1.0
 
     def _hook_all(self, engine: Plain) -> None:
@@ -218,7 +218,8 @@ class Gradients(ProbePiece):
             if tensor is not None and row not in self.handles:
                 self.handles[row] = tensor.register_hook(functools.partial(self._add, row))
 
-    def _unhook_all(self) -> None:
+    def unhook(self) -> None:
+        """Take the hooks off, until a step that is compared begins."""
         for handle in self.handles.values():
             handle.remove()
         self.handles.clear()
@@ -250,7 +251,7 @@ class Gradients(ProbePiece):
         self.failed = None
         self.active = self.index <= DENSE or self.index % EVERY == 0
         if not self.active:
-            self._unhook_all()
+            self.unhook()
             return
         self.sample.draw(self.index)
         for tensor in (self.total, self.added, self.used):

@@ -85,7 +85,7 @@ class Watchdog(threading.Thread):
 
     def limit(self, phase: str) -> float:
         """Seconds that a phase may stand still."""
-        least = PATIENCE[phase] * self.settings.hang_seconds
+        least = float(PATIENCE[phase] * self.settings.hang_seconds)
         if phase == TRAINING:
             return max(least, self.settings.hang_factor * (self._median() or 0.0))
         if phase == FIRST_STEP:

@@ -287,6 +287,18 @@ def test_checkpointing_and_context_parallel_are_planned(tmp_path: Path) -> None:
     assert activations("cp_degree: 2", "cp_strategy: ulysses") < 0.6 * whole
 
 
+def test_the_optimizer_s_step_is_the_fullest_moment_of_a_large_share(tmp_path: Path) -> None:
+    """Two H200 held OLMo-2-7B at 95.37 GiB (docs/evidence/h200x4.md)."""
+    args = ("activation_checkpointing_mode: selected_modules", "compile_model: true")
+    plan = planned(from_text(tmp_path, text(*args)), gpus=2)
+    shape = footprint.shape_of(plan)
+    rows = footprint.rows_of(plan, lengths.parse("290:1100"))
+    setup = footprint.Footprint(plan=plan, shape=shape, rows=rows, attention="flash_2").setup()
+    estimate = memory.estimate(setup)
+    assert estimate.fullest.name == "optimizer's step"
+    assert estimate.peak == pytest.approx(95.37, rel=0.02)
+
+
 # -- inside the training
 
 

@@ -298,7 +298,9 @@ class Footprint:
         shards = max(1, self.plan.processes // self.plan.nodes // shared)
         fused = self.values.get("loss_implementation") == "fused_linear"
         setup = self._fsdp(batch, accumulation, shards)
-        return replace(setup, loss="liger" if fused else "full")
+        # SkipStepAdamW has three lists as large as the gradients at once
+        # (olmo_core_finetune.py::main[optim=optim.SkipStepAdamWConfig])
+        return replace(setup, loss="liger" if fused else "full", step_copies=3)
 
     def _fsdp_of_pairs(self, per_device: int, accumulation: int) -> Setup:
         """dpo.py: no mask, and packed rows that are as long as they may be, however full."""

@@ -33,6 +33,9 @@ from launcher.plan.memory.setup import FULL, HALF, Setup, Sharding, Zero, undesc
 
 # where each allocation is made; torch's Adam where it is not the fused one
 _ADAM = "torch/optim/adam.py::_multi_tensor_adam[exp_avg_sq_sqrt = torch._foreach_sqrt #4]"
+_SKIP_STEP_ADAM = (
+    "olmo_core/optim/adamw.py::foreach_adamw_step[updates = torch._foreach_div(exp_avgs, denoms)]"
+)
 _WEIGHTS_PARTITION = (
     "deepspeed/runtime/zero/stage_1_and_2.py::DeepSpeedZeroOptimizer"
     ".__init__[weights_partition = #1]"
@@ -209,6 +212,9 @@ def _fsdp(setup: Setup, sharding: Sharding, ledger: Ledger) -> None:
     add({EMBEDDING}, "gradients", name, whole, "4VH - 4VH/N")
     if not setup.fused_optimizer:
         _square_roots(ledger, part, "4P/N")
+    copies = setup.step_copies
+    name = "squares of the gradients, denominators, updates"
+    add({STEP}, "optimizer", name, copies * part, f"{copies} x 4P/N", _SKIP_STEP_ADAM)
 
 
 def _partitioned(setup: Setup, zero: Zero, ledger: Ledger) -> None:

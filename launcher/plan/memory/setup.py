@@ -139,7 +139,8 @@ class Setup:
     switched off: TRL with LoRA). `weight_bytes` are those of the loaded weights; 4 with `autocast`
     is TRL's default. `reference_batch` is that of the pass beforehand where it differs from the
     training's. `quantised` are frozen weights below the adapters. `state_bytes` are those of the
-    optimizer's states for each trained element; None for torch's Adam.
+    optimizer's states for each trained element; None for torch's Adam. `step_copies` are the
+    temporary copies of all gradients that the optimizer's step makes.
     """
 
     shape: Shape
@@ -155,6 +156,7 @@ class Setup:
     weight_bytes: int = HALF
     autocast: bool = False
     fused_optimizer: bool = True
+    step_copies: int = 0
     state_bytes: float | None = None
     adapters: Adapters | None = None
     quantised: Quantised | None = None

@@ -81,7 +81,7 @@ class ShellScope:
 
 def expand(word: Word, scope: ShellScope) -> list[Argument]:
     """The arguments that a word becomes: none, one, or several."""
-    fields = _Fields(word.line)
+    fields = _SplitWords(word.line)
     for part in _at_home(word.parts, scope):
         _expand_part(part, scope, fields)
     fields.end()
@@ -122,7 +122,7 @@ def _at_home(parts: tuple[WordPart, ...], scope: ShellScope) -> tuple[WordPart, 
     return (WordPart("text", home.first.text + first.text[1:], quoted=True), *parts[1:])
 
 
-class _Fields:
+class _SplitWords:
     """The arguments that the parts of a word become; `texts` are those of the one not yet ended."""
 
     def __init__(self, line: int) -> None:
@@ -148,7 +148,7 @@ class _Fields:
         self.line_of_field = None
 
 
-def _expand_part(part: WordPart, scope: ShellScope, fields: _Fields) -> None:
+def _expand_part(part: WordPart, scope: ShellScope, fields: _SplitWords) -> None:
     if part.kind == "text":
         fields.add(part.text)
         return
@@ -164,7 +164,7 @@ def _expand_part(part: WordPart, scope: ShellScope, fields: _Fields) -> None:
             _split(item, fields)
 
 
-def _split(item: Argument, fields: _Fields) -> None:
+def _split(item: Argument, fields: _SplitWords) -> None:
     """Add a value that is not quoted: blanks in it separate arguments."""
     text = item.text
     for expression in item.missing:

@@ -145,7 +145,7 @@ def scan(path: Path, patterns: Sequence[Pattern]) -> Log:
     cannot be read; nothing in its content raises.
     """
     with open_pieces(path) as pieces:
-        reading = _Reading(path=path, patterns=patterns)
+        reading = _Scan(path=path, patterns=patterns)
         bars: list[LastBar] = []
         # hits beyond the end of a piece, which belong among those of the next, with their lines
         late: list[tuple[int, Hit]] = []
@@ -182,7 +182,7 @@ def number(text: str | bytes | None) -> float | None:
 
 
 @dataclass(slots=True, kw_only=True)
-class _Reading:
+class _Scan:
     """One scan: what is kept so far, and what is still open where a piece ends.
 
     `dicts` are the step lines of HF Trainer, `entries` counts its dicts, `shown` are the bars

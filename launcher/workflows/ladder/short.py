@@ -16,7 +16,7 @@ RESERVE = 1.25
 """Rows cut for each that is trained on: upstream leaves out those with nothing to learn."""
 FEWEST_ROWS = 64
 SHORTEST_MEAN = 64
-"""Tokens of a chat, at the least, averaged over a data set: what fills a packed row is cut by it."""
+"""Tokens of a chat on average, at the least: what fills a packed row is cut by it."""
 ASSUMED_DEVICES = 8
 """Taken if neither the caller nor `batch:` says how many rows a step takes."""
 

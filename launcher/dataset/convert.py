@@ -20,7 +20,9 @@ _MOST_FAULTS = 20  # rows that are told one by one
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Converted:
-    """What a conversion wrote: `rows` of the form `shape` into `output`; `skipped` rows were left out."""
+    """What a conversion wrote: `rows` of the form `shape` into `output`; `skipped` rows were left
+    out.
+    """
 
     output: Path
     rows: int
@@ -32,12 +34,15 @@ class Converted:
 def convert(source: Path, output: Path, *, split: str = "train", skip: bool = False) -> Converted:
     """Convert the rows of a file, or of the split of a folder.
 
-    Raises UsageError where there is nothing to convert, or `output` is there already; InvalidConfig where
-    rows have not the form of the others, unless `skip` leaves them out. Writes all of `output` or nothing.
+    Raises UsageError where there is nothing to convert, or `output` is there already; InvalidConfig
+    where rows have not the form of the others, unless `skip` leaves them out. Writes all of
+    `output` or nothing.
     """
     files = _files(source, split)
     if os.path.exists(output):
-        raise usage("output-exists", f"{output} is there already", "name another file, or delete it")
+        raise usage(
+            "output-exists", f"{output} is there already", "name another file, or delete it"
+        )
     if output.suffix != ".jsonl":
         raise usage("bad-output", f"{output} would hold JSON lines", "name it .jsonl")
     surveyed = survey.look(files)
@@ -58,7 +63,9 @@ def convert(source: Path, output: Path, *, split: str = "train", skip: bool = Fa
     finally:
         with contextlib.suppress(FileNotFoundError):
             half.unlink()
-    return Converted(output=output, rows=rows, shape=shape.name, into=shape.into, skipped=tuple(faults))
+    return Converted(
+        output=output, rows=rows, shape=shape.name, into=shape.into, skipped=tuple(faults)
+    )
 
 
 def _files(source: Path, split: str) -> tuple[Path, ...]:
@@ -96,7 +103,7 @@ def _write(files: tuple[Path, ...], output: Path, shape: shapes.RowForm) -> tupl
 def _unknown_form(source: Path, surveyed: survey.Survey) -> UsageError:
     columns = ", ".join(sorted(surveyed.columns)) or "no columns"
     message = f"{source} has {columns}: launch knows no conversion of such rows"
-    help = "rows that a trainer reads already need none: launch validate-config says which columns it reads"
+    help = "rows that a trainer reads need none: launch validate-config says which columns it reads"
     return usage("unknown-form", message, help)
 
 
@@ -107,5 +114,7 @@ def _refused(faults: list[Fault]) -> InvalidConfig:
     ]
     if len(faults) > _MOST_FAULTS:
         shown.append(launch_finding("error", "bad-data", f"{len(faults) - _MOST_FAULTS} more rows"))
-    shown.append(launch_finding("note", "bad-data", "nothing was written", "--skip leaves these rows out"))
+    shown.append(
+        launch_finding("note", "bad-data", "nothing was written", "--skip leaves these rows out")
+    )
     return InvalidConfig(shown)

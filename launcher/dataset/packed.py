@@ -1,8 +1,9 @@
-"""Tokens that lie as OLMo-core reads them -> the rows that it packs them into, and how many documents it sees.
+"""Tokens that lie as OLMo-core reads them -> the rows that it packs them into, and how many
+documents it sees.
 
-It finds a document by the token that ends it (olmo_core/data/utils.py::iter_document_indices), not by the samples
-that were tokenised, and packs documents by best fit, the longest first, each file by itself
-(olmo_core/data/numpy_dataset.py::NumpyPackedFSLDataset).
+It finds a document by the token that ends it (olmo_core/data/utils.py::iter_document_indices), not
+by the samples that were tokenised, and packs documents by best fit, the longest first, each file by
+itself (olmo_core/data/numpy_dataset.py::NumpyPackedFSLDataset).
 """
 
 import array
@@ -22,7 +23,9 @@ _DOLMA2_END = 100257
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRows:
-    """What a folder of tokens holds: samples that were tokenised, documents that are found, rows that they fill."""
+    """What a folder of tokens holds: samples that were tokenised, documents that are found, rows
+    that they fill.
+    """
 
     samples: int
     documents: int
@@ -30,7 +33,8 @@ class PackedRows:
 
 
 def read(folder: Path, *, limit: int, tokenizer: str) -> PackedRows | None:
-    """Count them, for rows of `limit` tokens; None where the tokenizer in the folder does not say how texts end.
+    """Count them, for rows of `limit` tokens; None where the tokenizer in the folder does not say
+    how texts end.
 
     `tokenizer` is the name by which upstream knows it. Raises OSError.
     """
@@ -49,9 +53,10 @@ def read(folder: Path, *, limit: int, tokenizer: str) -> PackedRows | None:
 
 
 def rows_of(lengths: Mapping[int, int], limit: int) -> int:
-    """How many rows of `limit` tokens best fit makes of documents, by their number of each length."""
+    """How many rows of `limit` tokens best fit makes of so many documents of each length."""
     rows = 0
-    # how many rows have so much room left, and the same as bits, to find the smallest that is enough
+    # how many rows have so much room left, and the same as bits, to find the smallest that is
+    # enough
     room: Counter[int] = Counter()
     there = 0
     for length in sorted(lengths, reverse=True):
@@ -100,11 +105,15 @@ def _lengths(tokens: Path, mask: Path, end: int, begin: int | None) -> Iterator[
 
 
 def _marks(folder: Path, name: str) -> tuple[int, int | None] | None:
-    """The token that ends a text and the one that begins it, where both have to stand; None where neither is known."""
+    """The token that ends a text and the one that begins it, where both have to stand; None where
+    neither is known.
+    """
     if any(marker in name for marker in _DOLMA2):
         return _DOLMA2_END, None
     try:
-        config: dict[str, Any] = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        config: dict[str, Any] = json.loads(
+            (folder / "tokenizer_config.json").read_text(encoding="utf-8")
+        )
         whole: dict[str, Any] = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None

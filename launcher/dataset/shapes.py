@@ -216,10 +216,9 @@ def _chat_form(name: str, column: str) -> RowForm:
 def _name_chats(survey: Survey, column: str) -> str | None:
     """The name of the conversations in a column; None where a trainer reads them."""
     kind = survey.kind(column)
-    is_messages = column.lower() == "messages"
     if kind == "text" and _is_written_out(survey, column):
         return "messages as text"
-    if kind == "object" and is_messages:
+    if kind == "object" and column.lower() == "messages":
         return "`messages` as an object of lists"
     if kind != "list":
         return None
@@ -233,7 +232,7 @@ def _name_chats(survey: Survey, column: str) -> str | None:
     if survey.count(column, "no-role") or survey.count(column, "no-content") == survey.rows:
         is_unsure = column.lower() in _UNSURE_CHATS and set(roles) == {"?"}
         return None if is_unsure else f"`{column}` with other keys"
-    if not is_messages:
+    if column != "messages":
         return f"`{column}`"
     if any(_role(role) != role for role in roles):
         return "`messages` with other roles"

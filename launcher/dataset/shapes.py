@@ -208,7 +208,7 @@ def _first_column(survey: Survey, columns: Mapping[str, str], names: list[str]) 
 
 def _chat_form(name: str, column: str) -> RowForm:
     def convert(row: Row) -> dict[str, Any]:
-        return _with_columns(_messages(_decode(column, row.get(column))), row)
+        return _with_columns(messages_of(_decode(column, row.get(column))), row)
 
     return RowForm(name=name, into="`messages`", convert=convert)
 
@@ -325,8 +325,8 @@ def _role(role: str) -> str:
     return role
 
 
-def _messages(value: object) -> list[Message]:
-    """Messages with `role` and `content`, whatever they were called."""
+def messages_of(value: object) -> list[Message]:
+    """Messages with `role` and `content`, whatever they were called. Raises CannotConvert."""
     if isinstance(value, dict):
         value = _rows_of(value)
     if not isinstance(value, list) or not value:
@@ -405,7 +405,7 @@ def _spoken(row: Row, name: str, role: str) -> list[Message]:
     """What a column holds: messages, or a text of this role."""
     value = row.get(name)
     if isinstance(value, list | dict):
-        return _messages(value)
+        return messages_of(value)
     return [{"role": role, "content": _text(row, name)}]
 
 

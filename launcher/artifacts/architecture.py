@@ -1,8 +1,8 @@
 """A model's `config.json` -> `Shape`: every weight's size, exactly, and what its layers keep.
 
-Nothing is guessed: a family that is not described here, or a missing key, is an error that names it. The
-counts are compared with transformers' own modules by a test. The small committed table `shapes.json` has
-the configs of common models, for machines that have none of them.
+Nothing is guessed: a family that is not described here, or a missing key, is an error that names
+it. The counts are compared with transformers' own modules by a test. The small committed table
+`shapes.json` has the configs of common models, for machines that have none of them.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ Size = tuple[int, ...]
 class Layout:
     """What one family's decoder layer does that costs memory.
 
-    `norm_kept`: bytes an element that a norm keeps besides its output, in transformers' own bf16 code
-    (its fp32 copy of the input, and the normalised values in the type they are multiplied in).
+    `norm_kept`: bytes an element that a norm keeps besides its output, in transformers' own bf16
+    code (its fp32 copy of the input, and the normalised values in the type they are multiplied in).
     """
 
     norm_kept: int = 6
@@ -35,9 +35,12 @@ class Layout:
     qkv_bias: bool = False
     divided: bool = False  # transformers refuses a hidden size that the heads do not divide
     windows: str = ""
-    """Whether layers look back over `sliding_window` tokens alone: "" never, "always" all or most of them,
-    "switchable" where `use_sliding_window`."""
-    keys: Mapping[str, Any]  # what transformers' config class takes where a key is absent, as far as it is not derived
+    """Whether layers look back over `sliding_window` tokens alone: "" never, "always" all or most
+    of them, "switchable" where `use_sliding_window`.
+    """
+    keys: Mapping[
+        str, Any
+    ]  # what transformers' config class takes where a key is absent, as far as it is not derived
     nulls: frozenset[str] = frozenset({"num_key_value_heads"})
     """Keys that the class lets be null: then they are derived."""
 
@@ -49,7 +52,9 @@ _QWEN3 = {"attention_bias": False, "head_dim": 128, "num_key_value_heads": 32}
 _OLMO2 = Layout(norm_kept=8, post_norm=True, qk_norm="full", keys=_NO_BIAS)
 
 FAMILIES: Mapping[str, Layout] = {
-    "llama": Layout(divided=True, keys=_LLAMA, nulls=frozenset({"num_key_value_heads", "head_dim"})),
+    "llama": Layout(
+        divided=True, keys=_LLAMA, nulls=frozenset({"num_key_value_heads", "head_dim"})
+    ),
     "mistral": Layout(windows="always", keys=_MISTRAL, nulls=frozenset({"head_dim"})),
     "granite": Layout(keys=_LLAMA),
     "qwen2": Layout(qkv_bias=True, windows="switchable", keys={"num_key_value_heads": 32}),
@@ -63,10 +68,11 @@ FAMILIES: Mapping[str, Layout] = {
 class Shape:
     """A decoder model's widths (in elements) and weights.
 
-    `layer` are the sizes of one layer's weights, under transformers' names; `outer` those outside the
-    layers. A tied output layer is not listed twice. `source` says where the config was found. `window` is how
-    far layers look back that do not see everything. `dtype` is that of the weights, empty where the config
-    does not say. `query` and `key` are the widths of all such heads together.
+    `layer` are the sizes of one layer's weights, under transformers' names; `outer` those outside
+    the layers. A tied output layer is not listed twice. `source` says where the config was found.
+    `window` is how far layers look back that do not see everything. `dtype` is that of the weights,
+    empty where the config does not say. `query` and `key` are the widths of all such heads
+    together.
     """
 
     name: str
@@ -110,12 +116,14 @@ class Shape:
 
     @property
     def multiplied(self) -> int:
-        """Parameters that a token is multiplied with: an embedding that is only looked up is none."""
+        """Parameters that a token is multiplied with: an embedding only looked up is none."""
         return self.parameters - (0 if self.tied else self.embedding)
 
     @property
     def sizes(self) -> list[int]:
-        """Elements of every weight in the model's order: the embedding, the layers, what comes after them."""
+        """Elements of every weight in the model's order: the embedding, the layers, what comes
+        after them.
+        """
         first, *after = (math.prod(size) for size in self.outer.values())
         layer = [math.prod(size) for size in self.layer.values()]
         return [first, *layer * self.layers, *after]
@@ -125,7 +133,12 @@ class Shape:
         return sum(size for size in self.sizes if size < elements)
 
     def linears(self) -> Mapping[str, tuple[int, int]]:
-        return {name.split(".")[-2]: (size[0], size[1]) for name, size in self.layer.items() if len(size) == 2}
+        """(out, into) of each linear weight of a layer, by its name such as `q_proj`."""
+        linears: dict[str, tuple[int, int]] = {}
+        for name, size in self.layer.items():
+            if len(size) == 2:
+                linears[name.split(".")[-2]] = (size[0], size[1])
+        return linears
 
     @property
     def linear_elements(self) -> int:
@@ -141,26 +154,32 @@ class Shape:
 def untied(shape: Shape) -> Shape:
     if not shape.tied:
         return shape
-    own = {"lm_head.weight": (shape.vocab, shape.hidden)}
-    return replace(shape, tied=False, outer={**shape.outer, **own})
+    output = (shape.vocab, shape.hidden)
+    return replace(shape, tied=False, outer={**shape.outer, "lm_head.weight": output})
 
 
 def find(
-    name: object, environ: Mapping[str, str], revision: str | None = None, replaced: Mapping[str, Any] | None = None
+    name: object,
+    environ: Mapping[str, str],
+    revision: str | None = None,
+    replaced: Mapping[str, Any] | None = None,
 ) -> Shape:
     """The shape of a model by folder, hub name or committed table, in that order; no network.
 
-    `replaced` are single config keys given beside the model. Raises InvalidConfig (`unknown-shape`) where
-    no config is here, or it describes something that this module does not.
+    `replaced` are single config keys that stand beside the model. Raises InvalidConfig
+    (`unknown-shape`) where no config is here, or it describes something that this module does not.
     """
     if not isinstance(name, str) or not name:
         raise _unknown("no model is named", "set `model_name_or_path`")
-    config, source = model_config.read(name, environ, revision), f"config.json of {name}"
-    if not config and (path := model_config.where(name, environ, revision)) is not None:
-        message = f"{path} is not a model config: it is not a mapping"
-        raise _unknown(message, "download it again, or name another model")
+    source = f"config.json of {name}"
+    config = model_config.read(name, environ, revision)
     if not config:
-        config, source = table().get(name.lower(), {}), f"launcher/artifacts/shapes.json, {name}"
+        path = model_config.where(name, environ, revision)
+        if path is not None:
+            message = f"{path} is not a model config: it is not a mapping"
+            raise _unknown(message, "download it again, or name another model")
+        source = f"launcher/artifacts/shapes.json, {name}"
+        config = table().get(name.lower(), {})
     if not config:
         where = "no config.json of it is here, nor in the hub's cache"
         help = "download its config.json, or name a folder that has one"
@@ -169,62 +188,67 @@ def find(
 
 
 def shape_of(config: Mapping[str, Any], *, name: str = "", source: str = "config.json") -> Shape:
-    """A parsed config.json -> `Shape`; raises InvalidConfig (`unknown-shape`) naming what is missing."""
+    """A parsed config.json -> `Shape`; raises InvalidConfig (`unknown-shape`) naming what is
+    missing.
+    """
     family = config.get("model_type")
     if "vision_config" in config or "audio_config" in config:
-        raise _unknown(f"{name}: {family} has more than a language model", _KNOWN)
-    layout = FAMILIES.get(family) if isinstance(family, str) else None
-    if layout is None:
+        raise _unknown(f"{name}: {family} has more than a language model", _DESCRIBED)
+    if not isinstance(family, str) or family not in FAMILIES:
         kind = f"`model_type: {family}`" if family else "no `model_type`"
-        raise _unknown(f"{name}: a model with {kind} is not described", _KNOWN)
+        raise _unknown(f"{name}: a model with {kind} is not described", _DESCRIBED)
     if config.get("quantization_config"):
-        message = f"{name}: its weights are quantised (`quantization_config`), which is not described"
+        message = (
+            f"{name}: its weights are quantised (`quantization_config`), which is not described"
+        )
         raise _unknown(message, "name the model that it was made from, or --shape MODEL")
+    layout = FAMILIES[family]
     reader = _ConfigReader(config, layout, name)
-    heads, hidden = reader.whole("num_attention_heads"), reader.whole("hidden_size")
+    heads = reader.whole("num_attention_heads")
+    hidden = reader.whole("hidden_size")
     kv_heads = reader.whole("num_key_value_heads", heads)
     head_count = f"`num_attention_heads: {heads}`"
     if layout.divided and hidden % heads:
         raise reader.fault(f"`hidden_size: {hidden}` is not a multiple of {head_count}")
     if heads % kv_heads:
         raise reader.fault(f"{head_count} is not a multiple of `num_key_value_heads: {kv_heads}`")
-    head_dim = reader.whole("head_dim", hidden // heads)
-    inner, layers = reader.whole("intermediate_size"), reader.whole("num_hidden_layers")
-    vocab, tied = reader.whole("vocab_size"), reader.flag("tie_word_embeddings")
-    outer: dict[str, Size] = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
-    window, windows = reader.value("sliding_window"), layout.windows
-    windowed = windows == "always" or (windows == "switchable" and config.get("use_sliding_window"))
+    vocab = reader.whole("vocab_size")
     shape = Shape(
         name=name,
-        family=str(family),
+        family=family,
         source=source,
         layout=layout,
         hidden=hidden,
-        intermediate=inner,
-        layers=layers,
+        intermediate=reader.whole("intermediate_size"),
+        layers=reader.whole("num_hidden_layers"),
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=head_dim,
+        head_dim=reader.whole("head_dim", hidden // heads),
         vocab=vocab,
         tied=True,
         dtype=model_config.weights_type(config),
-        layer=_layer(reader, hidden, inner, heads * head_dim, kv_heads * head_dim, head_dim),
-        outer=outer,
-        window=window if windowed and isinstance(window, int) and window > 0 else 0,
+        layer={},
+        outer={"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)},
+        window=reader.window(),
     )
-    return shape if tied else untied(shape)
+    shape = replace(shape, layer=_layer(reader, shape))
+    return shape if reader.flag("tie_word_embeddings") else untied(shape)
 
 
-def _layer(reader: _ConfigReader, hidden: int, inner: int, query: int, key: int, head_dim: int) -> dict[str, Size]:
+def _layer(reader: _ConfigReader, shape: Shape) -> dict[str, Size]:
     """The sizes of one layer's weights in transformers' order."""
-    layout = reader.layout
+    layout = shape.layout
+    hidden = shape.hidden
+    inner = shape.intermediate
     # a family whose class does not have the key reads none, whatever the config holds
-    biased, mlp_bias = (key in layout.keys and reader.flag(key) for key in ("attention_bias", "mlp_bias"))
+    biased = "attention_bias" in layout.keys and reader.flag("attention_bias")
+    mlp_bias = "mlp_bias" in layout.keys and reader.flag("mlp_bias")
+    qkv_bias = layout.qkv_bias or biased
     linears = (
-        ("self_attn.q_proj", query, hidden, layout.qkv_bias or biased),
-        ("self_attn.k_proj", key, hidden, layout.qkv_bias or biased),
-        ("self_attn.v_proj", key, hidden, layout.qkv_bias or biased),
-        ("self_attn.o_proj", hidden, query, biased),
+        ("self_attn.q_proj", shape.query, hidden, qkv_bias),
+        ("self_attn.k_proj", shape.key, hidden, qkv_bias),
+        ("self_attn.v_proj", shape.key, hidden, qkv_bias),
+        ("self_attn.o_proj", hidden, shape.query, biased),
         ("mlp.gate_proj", inner, hidden, mlp_bias),
         ("mlp.up_proj", inner, hidden, mlp_bias),
         ("mlp.down_proj", hidden, inner, mlp_bias),
@@ -235,10 +259,15 @@ def _layer(reader: _ConfigReader, hidden: int, inner: int, query: int, key: int,
         if bias:
             sizes[f"{name}.bias"] = (out,)
         if layout.qk_norm and name == "self_attn.o_proj":
-            q_norm, k_norm = (query, key) if layout.qk_norm == "full" else (head_dim, head_dim)
-            sizes |= {"self_attn.q_norm.weight": (q_norm,), "self_attn.k_norm.weight": (k_norm,)}
-    last = "post_feedforward_layernorm" if layout.post_norm else "input_layernorm"
-    return sizes | {f"{name}.weight": (hidden,) for name in sorted((last, "post_attention_layernorm"))}
+            is_full = layout.qk_norm == "full"
+            sizes["self_attn.q_norm.weight"] = (shape.query if is_full else shape.head_dim,)
+            sizes["self_attn.k_norm.weight"] = (shape.key if is_full else shape.head_dim,)
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    if layout.post_norm:
+        norms = ["post_attention_layernorm", "post_feedforward_layernorm"]
+    for name in norms:
+        sizes[f"{name}.weight"] = (hidden,)
+    return sizes
 
 
 # no size of a model comes near it
@@ -247,18 +276,20 @@ _LARGEST = 2**31
 
 @dataclass(frozen=True, slots=True)
 class _ConfigReader:
-    """The config's keys, transformers' defaults for a family, and errors that name what is missing."""
+    """The config's keys, else transformers' defaults for a family."""
 
     config: Mapping[str, Any]
     layout: Layout
     name: str
 
     def value(self, key: str, default: Any = None) -> Any:
-        """A key's value: where it is absent what transformers' class takes, null only where that derives."""
+        """A key's value: where it is absent what transformers' class takes, null only where that
+        derives.
+        """
         if key not in self.config:
             return self.layout.keys.get(key, default)
-        given = self.config[key]
-        return default if given is None and key in self.layout.nulls else given
+        value = self.config[key]
+        return default if value is None and key in self.layout.nulls else value
 
     def flag(self, key: str) -> bool:
         value = self.value(key, False)
@@ -270,10 +301,23 @@ class _ConfigReader:
         value = self.value(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < _LARGEST:
             fault = f"is {_shown(value)}" if key in self.config else "is missing"
-            raise self.fault(f"`{key}` {fault}", "its config.json must hold it as a whole number above 0")
+            raise self.fault(
+                f"`{key}` {fault}", "its config.json must hold it as a whole number above 0"
+            )
         return value
 
-    def fault(self, message: str, help: str = "transformers does not run such a model") -> InvalidConfig:
+    def window(self) -> int:
+        """How far layers look back that do not see everything; 0 without such."""
+        windows = self.layout.windows
+        is_on = windows == "switchable" and self.config.get("use_sliding_window")
+        window = self.value("sliding_window")
+        if windows != "always" and not is_on:
+            return 0
+        return window if isinstance(window, int) and window > 0 else 0
+
+    def fault(
+        self, message: str, help: str = "transformers does not run such a model"
+    ) -> InvalidConfig:
         return _unknown(f"{message} in the config of {self.name or 'the model'}", help)
 
 
@@ -284,12 +328,18 @@ def _shown(value: object) -> str:
 @functools.cache
 def table() -> Mapping[str, Mapping[str, Any]]:
     """Common models by lower-case hub name; aliases are written out."""
-    data = json.loads(resources.files("launcher.artifacts").joinpath("shapes.json").read_text(encoding="utf-8"))
-    return {name.lower(): one["config"] for one in data["models"] for name in one["names"]}
+    file = resources.files("launcher.artifacts").joinpath("shapes.json")
+    configs: dict[str, Mapping[str, Any]] = {}
+    for model in json.loads(file.read_text(encoding="utf-8"))["models"]:
+        for name in model["names"]:
+            configs[name.lower()] = model["config"]
+    return configs
 
 
-_KNOWN = "described are: " + ", ".join(sorted(FAMILIES))
+_DESCRIBED = "described are: " + ", ".join(sorted(FAMILIES))
 
 
 def _unknown(message: str, help: str) -> InvalidConfig:
-    return InvalidConfig(launch_finding("error", "unknown-shape", message, help, key="args.model_name_or_path"))
+    return InvalidConfig(
+        launch_finding("error", "unknown-shape", message, help, key="args.model_name_or_path")
+    )

@@ -1,4 +1,6 @@
-"""A model's chat template: its text, and whether TRL can tell answers from questions in what it writes."""
+"""A model's chat template: its text, and whether TRL can tell answers from questions in what it
+writes.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ PUT_IT_BESIDE = (
     "`tokenizer_name_or_path: FOLDER`, and delete this line"
 )
 """The same for a trainer that takes names alone, or what lies with the tokenizer."""
-PUT_IT_INTO_THE_MODEL = "write it to chat_template.jinja in the model's folder, and delete this line"
+PUT_IT_INTO_THE_MODEL = (
+    "write it to chat_template.jinja in the model's folder, and delete this line"
+)
 _JINJA = re.compile(r"\{[%{#]|[\r\n]")
 # trl/chat_template_utils.py::has_generation_markers
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -29,7 +33,9 @@ _MOST_BYTES = 2**20
 
 
 def read(model: str, environ: Mapping[str, str]) -> str | None:
-    """The chat template of a model by folder or hub name; empty where it has none, None where it is not here."""
+    """The chat template of a model by folder or hub name; empty where it has none, None where it is
+    not here.
+    """
     folder = _folder(model, environ)
     if folder is None:
         return None
@@ -81,7 +87,7 @@ def is_replaced(template: str) -> bool:
     """Whether the pinned TRL knows how to change the template so that it does.
 
     TRL replaces the templates that it ships, by their exact text
-    (trl/chat_template_utils.py::get_training_chat_template[if chat_template == cohere_chat_template]).
+    (trl/chat_template_utils.py::get_training_chat_template[== cohere_chat_template]).
     """
     return digest(template) in _replaced_by_trl()
 
@@ -93,7 +99,9 @@ def digest(template: str) -> str:
 
 @functools.lru_cache(maxsize=1)
 def _replaced_by_trl() -> Mapping[str, str]:
-    """The templates that the pinned TRL replaces: digests and names. `scripts/snapshot.py` writes the table."""
+    """The templates that the pinned TRL replaces: digests and names. `scripts/snapshot.py` writes
+    the table.
+    """
     table = files("launcher.upstream.snapshots").joinpath("trl_templates.json")
     content: dict[str, str] = json.loads(table.read_text(encoding="utf-8"))
     return content

@@ -1,11 +1,14 @@
-"""What lies in an output folder -> `Checkpoint`: the training states in it, and whether they are whole.
+"""What lies in an output folder -> `Checkpoint`: the training states in it, and whether they are
+whole.
 
-open-instruct writes `step_N` and `epoch_N` and a file COMPLETED into them, which every rank writes when
-its own part is done (finetune.py::main[with open(os.path.join #1]): with several ranks it can stand beside weights
-that are still being written. transformers writes `checkpoint-N` and trainer_state.json last
-(transformers/trainer.py::Trainer._save_checkpoint[self.state.save_to_json]), and takes the highest number whatever is
-in it (transformers/trainer_utils.py::get_last_checkpoint). So no mark is believed: every file that a resume reads must
-be there and end where its own header or directory says. No weights are loaded.
+open-instruct writes `step_N` and `epoch_N` and a file COMPLETED into them, which every rank writes
+when its own part is done (finetune.py::main[with open(os.path.join #1]): with several ranks it can
+stand beside weights that are still being written. transformers writes `checkpoint-N` and
+trainer_state.json last
+(transformers/trainer.py::Trainer._save_checkpoint[self.state.save_to_json]), and takes the highest
+number whatever is in it (transformers/trainer_utils.py::get_last_checkpoint). So no mark is
+believed: every file that a resume reads must be there and end where its own header or directory
+says. No weights are loaded.
 """
 
 from __future__ import annotations
@@ -32,9 +35,9 @@ _RANKS_NAMED = 8
 class Checkpoint:
     """One folder of a training state.
 
-    `number` stands in its name: optimizer steps done, or for `epoch` the epoch that was trained last,
-    counted from 0. `epochs` is the place in the data in passes, where the state says it. `marked` is
-    what upstream itself goes by. `ranks` is how many processes left their part.
+    `number` stands in its name: optimizer steps done, or for `epoch` the epoch that was trained
+    last, counted from 0. `epochs` is the place in the data in passes, where the state says it.
+    `marked` is what upstream itself goes by. `ranks` is how many processes left their part.
     """
 
     path: Path
@@ -61,7 +64,8 @@ class Checkpoint:
 def find(
     backend: str, output: Path | None, *, ranks: int | None = None, known: Container[str] = ()
 ) -> list[Checkpoint]:
-    """The checkpoints of an output folder, what upstream would take last, without those whose names are `known`.
+    """The checkpoints of an output folder, what upstream would take last, without those whose names
+    are `known`.
 
     `ranks` is how many processes must have left their part, where it is known.
     """
@@ -83,10 +87,11 @@ def last_written(backend: str, output: Path | None) -> float | None:
 
 
 def taken_by_upstream(backend: str, output: Path | None) -> Path | None:
-    """The checkpoint that open-instruct would resume from by itself (utils.py::get_last_checkpoint).
+    """The checkpoint that open-instruct would resume from by itself
+    (utils.py::get_last_checkpoint).
 
-    None for a trainer that resumes only from what is named. Raises ValueError where a name in the folder
-    makes its own look-up crash.
+    None for a trainer that resumes only from what is named. Raises ValueError where a name in the
+    folder makes its own look-up crash.
     """
     if output is None or not _layout(backend).resumes_itself:
         return None
@@ -168,7 +173,9 @@ def _read(layout: _Layout, path: Path, ranks: int | None) -> Checkpoint:
     )
 
 
-def _fault(layout: _Layout, path: Path, names: set[str], state: Mapping[str, object], ranks: int | None) -> str | None:
+def _fault(
+    layout: _Layout, path: Path, names: set[str], state: Mapping[str, object], ranks: int | None
+) -> str | None:
     """Why a checkpoint is incomplete; None if it is whole."""
     if layout.mark not in names:
         return f"it was not finished: {layout.unmarked}"
@@ -194,9 +201,9 @@ def _count_ranks(layout: _Layout, names: set[str]) -> int | None:
 class _Layout(NamedTuple):
     """How the checkpoints of a loop lie in an output folder.
 
-    `folder` matches their names, which begin with one of `stems`; `mark` is the file that upstream itself goes
-    by, `states` matches the files of each rank's random states. `resumes_itself`: a start takes the newest
-    that is marked.
+    `folder` matches their names, which begin with one of `stems`; `mark` is the file that upstream
+    itself goes by, `states` matches the files of each rank's random states. `resumes_itself`: a
+    start takes the newest that is marked.
     """
 
     folder: re.Pattern[str]
@@ -241,7 +248,9 @@ def _layout(backend: str) -> _Layout:
 def _state_fault(path: Path, names: set[str], optimizer: str, scheduler: str) -> str | None:
     """What is wrong with weights, optimizer and schedule, in whichever of the three layouts."""
     engine = _engine_folder(path, names)
-    sharded = [name for name in sorted(names) if name.startswith(("pytorch_model_fsdp", "optimizer_"))]
+    sharded = [
+        name for name in sorted(names) if name.startswith(("pytorch_model_fsdp", "optimizer_"))
+    ]
     if engine is not None:
         fault = _engine_fault(engine)
     elif any(name.startswith("pytorch_model_fsdp") for name in sharded):
@@ -259,7 +268,9 @@ def _state_fault(path: Path, names: set[str], optimizer: str, scheduler: str) ->
     return archive_fault(path / scheduler)
 
 
-def _ranks_fault(path: Path, names: set[str], pattern: re.Pattern[str], ranks: int | None) -> str | None:
+def _ranks_fault(
+    path: Path, names: set[str], pattern: re.Pattern[str], ranks: int | None
+) -> str | None:
     states: dict[int, str] = {}
     for name in names:
         match = pattern.match(name)
@@ -339,7 +350,9 @@ def _distributed_fault(folder: Path) -> str | None:
 
 
 def _weights_fault(folder: Path) -> str | None:
-    """What is wrong with a whole model, or with adapters: PEFT writes some into folders of their own."""
+    """What is wrong with a whole model, or with adapters: PEFT writes some into folders of their
+    own.
+    """
     adapters = sorted([*folder.glob("adapter_model.*"), *folder.glob("*/adapter_model.*")])
     if adapters and model_files.first(folder) is None:
         return next(filter(None, map(file_fault, adapters)), None)

@@ -1,19 +1,21 @@
-"""What a file holds, as one digest: read whole by several threads, or a large checkpoint by samples.
+"""What a file holds, as one digest: read whole by several threads, or a large checkpoint by
+samples.
 
-A file that is read whole is cut into pieces of 8 MiB, which are hashed in parallel (sha256 lets go of
-the interpreter); the digest is that of the size and of all pieces' digests. Any changed byte changes it.
+A file that is read whole is cut into pieces of 8 MiB, which are hashed in parallel (sha256 lets go
+of the interpreter); the digest is that of the size and of all pieces' digests. Any changed byte
+changes it.
 
-A `.safetensors` file above 64 MiB is not read whole: its digest is that of its size, its header (names,
-shapes, dtypes, offsets) and one 4 KiB block out of each stratum of each tensor; a stratum is at most
-1 MiB long, and a tensor has at least 16 (a smaller tensor is read whole). For 15 GB that is about
-70 MB. What it may miss:
+A `.safetensors` file above 64 MiB is not read whole: its digest is that of its size, its header
+(names, shapes, dtypes, offsets) and one 4 KiB block out of each stratum of each tensor; a stratum
+is at most 1 MiB long, and a tensor has at least 16 (a smaller tensor is read whole). For 15 GB that
+is about 70 MB. What it may miss:
 
-* a change of less than two strata in one stretch (2 MiB; an eighth of a tensor below 16 MiB), if it lies
-  between the blocks: of a stretch of 2 MiB and more a whole block is always read;
-* scattered changes of a share p of a tensor's elements, with a probability of (1 - p) ** n, where n is
-  the number of sampled elements: 2,048 of two bytes for each MiB, at least 32,768. Training moves all
-  elements; of those too small a step for bfloat16 leaves most where they are. Already at p = 0.001 a
-  single tensor escapes with a probability below 1e-14, and a checkpoint has hundreds.
+* a change of less than two strata in one stretch (2 MiB; an eighth of a tensor below 16 MiB), if it
+lies between the blocks: of a stretch of 2 MiB and more a whole block is always read; * scattered
+changes of a share p of a tensor's elements, with a probability of (1 - p) ** n, where n is the
+number of sampled elements: 2,048 of two bytes for each MiB, at least 32,768. Training moves all
+elements; of those too small a step for bfloat16 leaves most where they are. Already at p = 0.001 a
+single tensor escapes with a probability below 1e-14, and a checkpoint has hundreds.
 
 An edit of single rows of an embedding by hand can escape: that is what `whole_below` is for.
 
@@ -37,7 +39,9 @@ PIECE = 8 * 2**20  # bytes that one thread hashes at a time
 BLOCK = 4096  # bytes of one sample: a page, the least that a disk reads
 STRATUM = 2**20  # bytes of a tensor that one block stands for, at most
 STRATA = 16  # strata that a tensor has, at least
-WHOLE_BELOW = 64 * 2**20  # bytes up to which a checkpoint's file is read whole: adapters and small models are
+WHOLE_BELOW = (
+    64 * 2**20
+)  # bytes up to which a checkpoint's file is read whole: adapters and small models are
 # what the safetensors library itself accepts
 _LARGEST_HEADER = 100_000_000
 CHECKPOINT = re.compile(r"(?:^|/)(?:step_|epoch_|global_step|(?:tmp-)?checkpoint-)\d+(?:/|$)")
@@ -63,8 +67,8 @@ class Content:
 def read(path: Path, *, whole_below: int = WHOLE_BELOW) -> tuple[Content, os.stat_result]:
     """The content of a file and the state in which it was read, links followed.
 
-    Only `.safetensors` of `whole_below` bytes and more are sampled. Raises OSError where it cannot be
-    read or is no regular file, `Changing` where it does not hold still.
+    Only `.safetensors` of `whole_below` bytes and more are sampled. Raises OSError where it cannot
+    be read or is no regular file, `Changing` where it does not hold still.
     """
     # without ever waiting for a pipe
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
@@ -75,12 +79,15 @@ def read(path: Path, *, whole_below: int = WHOLE_BELOW) -> tuple[Content, os.sta
             before = os.fstat(descriptor)
             sampled = path.suffix == ".safetensors" and before.st_size >= whole_below
             try:
-                found = _read(descriptor, before.st_size, sampled)
+                content = _read(descriptor, before.st_size, sampled)
             except Changing:
                 continue
             after = os.fstat(descriptor)
-            if all(getattr(after, key) == getattr(before, key) for key in ("st_size", "st_mtime_ns", "st_ctime_ns")):
-                return found, before
+            if all(
+                getattr(after, key) == getattr(before, key)
+                for key in ("st_size", "st_mtime_ns", "st_ctime_ns")
+            ):
+                return content, before
     finally:
         os.close(descriptor)
     raise Changing(None, "it is written to while it is read", str(path))
@@ -136,7 +143,8 @@ def _bytes(descriptor: int, offset: int, length: int) -> bytes:
     """Exactly these bytes; raises Changing where the file has become shorter."""
     raw = b""
     while len(raw) < length:
-        if not (more := os.pread(descriptor, length - len(raw), offset + len(raw))):
+        more = os.pread(descriptor, length - len(raw), offset + len(raw))
+        if not more:
             raise Changing
         raw += more
     return raw
@@ -145,22 +153,27 @@ def _bytes(descriptor: int, offset: int, length: int) -> bytes:
 def sampled_regions(descriptor: int, size: int) -> list[tuple[int, int]] | None:
     """Offset and length of every stretch of a safetensors file that is read, the header first.
 
-    None where the file is no safetensors file, or its tensors do not cover it: then all of it counts.
+    None where the file is no safetensors file, or its tensors do not cover it: then all of it
+    counts.
     """
     try:
         data, entries = header(descriptor, size)
-        places = {name: map(int, one["data_offsets"]) for name, one in entries.items()}
-        tensors = [(name, begin, end) for name, (begin, end) in places.items()]
-        tensors.sort(key=lambda one: one[1:])
+        tensors: list[tuple[int, int, str]] = []
+        for name, entry in entries.items():
+            begin, end = entry["data_offsets"]
+            tensors.append((int(begin), int(end), name))
+        # an empty tensor and the one behind it begin at the same byte
+        tensors.sort(key=lambda tensor: tensor[:2])
     except (ValueError, TypeError, LookupError, AttributeError, OverflowError, EOFError, Changing):
         return None
-    regions, at = [(0, data)], 0
-    for name, begin, end in tensors:
-        if begin != at or not begin <= end <= size:
+    regions = [(0, data)]
+    place = 0
+    for begin, end, name in tensors:
+        if begin != place or not begin <= end <= size:
             return None
-        at = end
+        place = end
         regions += _blocks(name, data + begin, data + end)
-    return regions if data + at == size else None
+    return regions if data + place == size else None
 
 
 def _blocks(name: str, begin: int, end: int) -> Iterator[tuple[int, int]]:
@@ -187,8 +200,8 @@ def _blocks(name: str, begin: int, end: int) -> Iterator[tuple[int, int]]:
 def header(descriptor: int, size: int) -> tuple[int, dict[str, Any]]:
     """Where the data of a safetensors file begin, and what its header says of each tensor.
 
-    Raises EOFError where the file is too short for its header, ValueError, TypeError or AttributeError
-    where it is no safetensors file.
+    Raises EOFError where the file is too short for its header, ValueError, TypeError or
+    AttributeError where it is no safetensors file.
     """
     length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
     if not 2 <= length <= min(_LARGEST_HEADER, size - 8):
@@ -202,10 +215,10 @@ def header(descriptor: int, size: int) -> tuple[int, dict[str, Any]]:
 
 
 def weights(folder: str) -> list[str]:
-    """The files of weights in a folder and, for PEFT's further adapters, in those right below it."""
-    found = []
+    """The files of weights in a folder and (PEFT's further adapters) in those right below it."""
+    files: list[str] = []
     for prefix in ("", *sorted(entry.name + "/" for entry in os.scandir(folder) if entry.is_dir())):
         if not CHECKPOINT.search(prefix):
             names = os.listdir(os.path.join(folder, prefix))
-            found += [prefix + name for name in sorted(names) if _WEIGHTS.match(name)]
-    return found
+            files += [prefix + name for name in sorted(names) if _WEIGHTS.match(name)]
+    return files

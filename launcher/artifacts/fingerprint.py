@@ -1,4 +1,5 @@
-"""Data files, model folders and names on the hub -> `Fingerprint`: equal exactly where the content is.
+"""Data files, model folders and names on the hub -> `Fingerprint`: equal exactly where the content
+is.
 
 Neither where a file lies nor when it was written is part of a digest: a copy, a moved folder and a
 touched file have the digest of the original.
@@ -28,8 +29,8 @@ _WEIGHTS = "*.safetensors *.bin *.gguf *.index.json config.json adapter_config.j
 _NO_WEIGHTS = ("training_args.bin", "optimizer*.bin", "scheduler*.bin", "random_states*")
 _TEMPLATES = "additional_chat_templates/"
 _TOKENIZER = f"""
-    tokenizer* special_tokens_map.json added_tokens.json vocab* merges.txt spiece.model sentencepiece*
-    *.tiktoken tekken.json chat_template* {_TEMPLATES}* config.json *.py
+    tokenizer* special_tokens_map.json added_tokens.json vocab* merges.txt spiece.model
+    sentencepiece* *.tiktoken tekken.json chat_template* {_TEMPLATES}* config.json *.py
 """.split()
 
 
@@ -37,12 +38,14 @@ _MARGIN_S = 2.0
 
 
 class MissingContent(NotReady):
-    """A file or folder whose content is needed and that is not there, or cannot be read (exit 5)."""
+    """A file or folder whose content is needed and cannot be read (exit 5)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilePrint:
-    """One file: its name below the fingerprinted path, its state when it was read, its digest as in `Content`."""
+    """One file: its name below the fingerprinted path, its state when it was read, its digest as in
+    `Content`.
+    """
 
     name: str
     size: int
@@ -55,8 +58,8 @@ class FilePrint:
 class Fingerprint:
     """What something holds. `name` is how the stage file calls it, and no part of the digest.
 
-    `hub` is a name on the hub whose commit is known here (`revision`), `name` one of which nothing is
-    known but what it is called.
+    `hub` is a name on the hub whose commit is known here (`revision`), `name` one of which nothing
+    is known but what it is called.
     """
 
     name: str
@@ -70,30 +73,35 @@ class Fingerprint:
 
 
 def cache_home(environ: Mapping[str, str] | None = None) -> Path:
-    """Where launch keeps what can be made again: LAUNCH_CACHE, else `launch` in the user's cache folder."""
+    """Where launch keeps what can be made again: LAUNCH_CACHE, else `launch` in the user's cache
+    folder.
+    """
     environ = os.environ if environ is None else environ
-    if own := environ.get("LAUNCH_CACHE"):
-        return Path(os.path.expanduser(own)).absolute()
-    # where there is no home at all, `~` stays: then there is nothing to be written there either
-    base = environ.get("XDG_CACHE_HOME") or os.path.join(environ.get("HOME") or "~", ".cache")
-    return Path(os.path.expanduser(base)).absolute() / "launch"
+    folder = environ.get("LAUNCH_CACHE")
+    if not folder:
+        # where there is no home at all, `~` stays: then there is nothing to be written there either
+        home = os.path.join(environ.get("HOME") or "~", ".cache")
+        folder = os.path.join(environ.get("XDG_CACHE_HOME") or home, "launch")
+    return Path(os.path.expanduser(folder)).absolute()
 
 
 def of_file(path: Path, *, name: str | None = None) -> FilePrint:
-    """The fingerprint of one file, links followed; raises MissingContent where there is none to read."""
+    """The fingerprint of one file, links followed; raises MissingContent where there is none to
+    read.
+    """
     try:
         status = path.stat()
         # a clock of a file system may be too coarse to tell a write of just now from the next one
-        settled = time.time() - max(status.st_ctime, status.st_mtime) > _MARGIN_S
-        found = _content(path, _state(status)) if settled else digest.read(path)[0]
+        is_settled = time.time() - max(status.st_ctime, status.st_mtime) > _MARGIN_S
+        content = _content(path, _state(status)) if is_settled else digest.read(path)[0]
     except (OSError, ValueError) as error:
         raise _missing(path, error) from None
     return FilePrint(
         name=path.name if name is None else name,
-        size=found.size,
+        size=content.size,
         mtime=round(status.st_mtime_ns / 1e9, 6),
-        method=found.method,
-        digest=found.digest,
+        method=content.method,
+        digest=content.digest,
     )
 
 
@@ -111,7 +119,8 @@ def _content(path: Path, _: tuple[int, ...]) -> digest.Content:
 def of_data(name: str, revision: str | None = None) -> Fingerprint:
     """A data file, or a folder of data with everything below it; raises MissingContent.
 
-    Hidden files count for nothing; a folder's README.md does, since `datasets` reads settings from it.
+    Hidden files count for nothing; a folder's README.md does, since `datasets` reads settings from
+    it.
     """
     path = Path(name)
     if exists(path) and is_dir(path):
@@ -120,20 +129,27 @@ def of_data(name: str, revision: str | None = None) -> Fingerprint:
 
 
 def of_model(name: str, revision: str | None = None) -> Fingerprint:
-    """A model folder by its weights, their index, its configs and its own code; or a name on the hub.
+    """A model folder by its weights, their index, its configs and its own code; or a name on the
+    hub.
 
-    An adapter's folder counts together with its base model. Raises MissingContent where a file of the
-    folder cannot be read.
+    An adapter's folder counts together with its base model. Raises MissingContent where a file of
+    the folder cannot be read.
     """
-    found = _pretrained(name, _WEIGHTS, revision)
+    model = _pretrained(name, _WEIGHTS, revision)
     config = files.read_json(Path(name) / "adapter_config.json")
-    base = config.get("base_model_name_or_path")
-    if found.kind != "folder" or not isinstance(base, str) or base == name:
-        return found
-    below = _pretrained(base, _WEIGHTS, str(config.get("revision") or "") or None)
-    both = hashlib.sha256(f"adapter {found.digest} {below.digest}\n".encode()).hexdigest()
-    prints = (*found.files, *(replace(one, name=f"{base}/{one.name}") for one in below.files))
-    return replace(found, digest=both, files=prints)
+    base_name = config.get("base_model_name_or_path")
+    if model.kind != "folder" or not isinstance(base_name, str) or base_name == name:
+        return model
+    base = _pretrained(base_name, _WEIGHTS, str(config.get("revision") or "") or None)
+    prints = [*model.files]
+    for file in base.files:
+        prints.append(replace(file, name=f"{base_name}/{file.name}"))
+    both = f"adapter {model.digest} {base.digest}\n"
+    return replace(model, digest=_sha256(both), files=tuple(prints))
+
+
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()
 
 
 def of_tokenizer(name: str, revision: str | None = None) -> Fingerprint:
@@ -159,41 +175,51 @@ READERS: Mapping[str, Callable[[str, str | None], Fingerprint]] = {
 
 def _pretrained(name: str, patterns: Sequence[str], revision: str | None) -> Fingerprint:
     path = Path(name)
-    if not (exists(path) and is_dir(path)):
-        return _single(name, path) if is_file(path) else of_hub(name, revision)
-    found = (one for one in _top(path) if _matches(one[0], patterns) and not _matches(one[0], _NO_WEIGHTS))
-    return _folder(name, path, found)
+    if exists(path) and is_dir(path):
+        return _folder(name, path, _top(path, patterns))
+    return _single(name, path) if is_file(path) else of_hub(name, revision)
 
 
 def _single(name: str, path: Path) -> Fingerprint:
-    one = of_file(path)
-    return Fingerprint(name=name, kind="file", digest=one.digest, files=(one,))
+    file = of_file(path)
+    return Fingerprint(name=name, kind="file", digest=file.digest, files=(file,))
 
 
 def _matches(name: str, patterns: Iterable[str]) -> bool:
-    # `*` of fnmatch takes slashes too: a pattern speaks of its own depth only
-    return any(fnmatch(name, one) and name.count("/") == one.count("/") for one in patterns)
+    for pattern in patterns:
+        # `*` of fnmatch takes slashes too: a pattern speaks of its own depth only
+        if fnmatch(name, pattern) and name.count("/") == pattern.count("/"):
+            return True
+    return False
 
 
-def _folder(name: str, path: Path, found: Iterable[tuple[str, Path]]) -> Fingerprint:
+def _folder(name: str, path: Path, files: Iterable[tuple[str, Path]]) -> Fingerprint:
     try:
-        listed = sorted(found)
+        listed = sorted(files)
     except OSError as error:
         raise _missing(path, error) from None
     prints = tuple(of_file(file, name=below) for below, file in listed)
-    tree = "".join(f"{one.name}\0{one.digest}\n" for one in prints).encode(errors="surrogateescape")
-    return Fingerprint(name=name, kind="folder", digest=hashlib.sha256(b"folder\n" + tree).hexdigest(), files=prints)
+    tree = "".join(f"{file.name}\0{file.digest}\n" for file in prints)
+    return Fingerprint(name=name, kind="folder", digest=_sha256("folder\n" + tree), files=prints)
 
 
-def _top(folder: Path) -> Iterator[tuple[str, Path]]:
+def _top(folder: Path, patterns: Sequence[str]) -> Iterator[tuple[str, Path]]:
+    """Name and path of the files of a model that match, those of its templates among them."""
     for prefix in ("", _TEMPLATES):
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder / prefix) as entries:
-            yield from ((prefix + entry.name, Path(entry.path)) for entry in entries if not entry.is_dir())
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            for entry in os.scandir(folder / prefix):
+                name = prefix + entry.name
+                is_read = _matches(name, patterns) and not _matches(name, _NO_WEIGHTS)
+                if is_read and not entry.is_dir():
+                    yield name, Path(entry.path)
 
 
-def _below(folder: Path, prefix: str = "", above: frozenset[str] = frozenset()) -> Iterator[tuple[str, Path]]:
+def _below(
+    folder: Path, prefix: str = "", above: frozenset[str] = frozenset()
+) -> Iterator[tuple[str, Path]]:
     """Name and path of every file below a folder, links followed, hidden ones left out."""
-    if (real := os.path.realpath(folder)) in above:
+    real = os.path.realpath(folder)
+    if real in above:
         # a link that leads back up
         return
     with os.scandir(folder) as entries:
@@ -208,17 +234,20 @@ def _below(folder: Path, prefix: str = "", above: frozenset[str] = frozenset()) 
 
 
 def _missing(path: Path, error: OSError | ValueError) -> MissingContent:
-    reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-    code, message = "unreadable-file", f"{path} cannot be read: {reason}"
     if isinstance(error, FileNotFoundError):
-        code, message = "missing-file", f"there is no {path}"
+        code = "missing-file"
+        message = f"there is no {path}"
+    else:
+        code = "unreadable-file"
+        message = f"{path} cannot be read: {getattr(error, 'strerror', None) or error}"
     help = "without its content nobody can say which cache belongs to it"
     return MissingContent(launch_finding("error", code, message, help, file=str(path)))
 
 
 def of_hub(name: str, revision: str | None = None) -> Fingerprint:
-    """A model on the hub by the commit that the hub's cache here holds for it, else by name: no network is used."""
+    """A model on the hub by its commit in the hub's cache, else by name; no network."""
     commit = None if is_path(name) else model_config.commit(name, os.environ, revision)
-    known = f"hub {name} {commit}" if commit else f"name {name} {revision or 'main'}"
-    digest = hashlib.sha256(known.encode(errors="surrogateescape")).hexdigest()
-    return Fingerprint(name=name, kind="hub" if commit else "name", revision=commit, digest=digest)
+    if commit:
+        digest = _sha256(f"hub {name} {commit}")
+        return Fingerprint(name=name, kind="hub", revision=commit, digest=digest)
+    return Fingerprint(name=name, kind="name", digest=_sha256(f"name {name} {revision or 'main'}"))

@@ -1,8 +1,8 @@
 """Row lengths in tokens, and what they make of a batch: from `MEAN:MAX`, from a tokenised dataset.
 
-A padded batch is as wide as its longest row; a packed one is the sum of its rows. The peak of a run is its
-largest micro-batch, so both are given as the median largest of so many. How full the rows are that
-dpo.py packs is found by packing as it does.
+A padded batch is as wide as its longest row; a packed one is the sum of its rows. The peak of a run
+is its largest micro-batch, so both are given as the median largest of so many. How full the rows
+are that dpo.py packs is found by packing as it does.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import NamedTuple
 
 from launcher.errors import InvalidConfig, NotReady, brief, launch_finding, usage
 
-# With a mean and a maximum alone, rows are taken as log-normal, which lengths of documents commonly are,
-# with this many standard deviations (of the logarithm) from the median to the maximum.
+# With a mean and a maximum alone, rows are taken as log-normal, which lengths of documents commonly
+# are, with this many standard deviations (of the logarithm) from the median to the maximum.
 _REACH = 2.9
 # A maximum further away than that comes to is one row of its own, and says nothing of the others.
 _WIDEST = 1.5
@@ -37,8 +37,9 @@ _NORMAL = NormalDist()
 class Lengths:
     """How long rows are, in tokens.
 
-    `counts` are the rows of each length, or its share where `mean` and `longest` are given and the form
-    between them is assumed. A row of DPO is one of its two sequences. `rows` counts dataset rows.
+    `counts` are the rows of each length, or its share where `mean` and `longest` are given and the
+    form between them is assumed. A row of DPO is one of its two sequences. `rows` counts dataset
+    rows.
     """
 
     mean: float
@@ -69,7 +70,9 @@ class Lengths:
         return [self.counts[min(place, len(sums) - 1)][0] for place in places]
 
     def sum_of(self, rows: int, batches: int = 1) -> float:
-        """The median largest sum over batches of so many rows, by a gamma curve of the same moments."""
+        """The median largest sum over batches of so many rows, by a gamma curve of the same
+        moments.
+        """
         mean = rows * self.mean
         deviation = math.sqrt(rows) * self.deviation
         if not deviation:
@@ -117,7 +120,9 @@ def log_normal(mean: float, longest: int, source: str) -> Lengths:
         below = share
     counts[longest] = 1 - below
     deviation = min(mean * math.sqrt(math.expm1(spread * spread)), longest / 2)
-    return Lengths(mean=mean, deviation=deviation, longest=longest, source=source, counts=tuple(counts.items()))
+    return Lengths(
+        mean=mean, deviation=deviation, longest=longest, source=source, counts=tuple(counts.items())
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +164,9 @@ def typical(lengths: Lengths, *, rows: int, packed: bool) -> MicroBatch:
 
 
 class Packed(NamedTuple):
-    """One row of a rank on average: pairs in it, real tokens of both branches, and all its positions."""
+    """One row of a rank on average: pairs in it, real tokens of both branches, and all its
+    positions.
+    """
 
     pairs: float
     real: float
@@ -175,9 +182,10 @@ def pack(rows: Lengths, *, pairs: int, limit: int) -> Packed:
     """Rows of at most `pairs` pairs and `limit` tokens a branch, from pairs as long as `rows` says.
 
     dpo.py goes through the shuffled pairs in order
-    (data_loader.py::HFDataLoader._reshard_with_packing[for i in range]): a row holds as many pairs as fit, chosen and
-    rejected each within the limit, and never more than the rank's batch. What is left of the row is padding, and the
-    model computes it all the same. The same pairs are drawn each time, so that plans of different batches compare.
+    (data_loader.py::HFDataLoader._reshard_with_packing[for i in range]): a row holds as many pairs
+    as fit, chosen and rejected each within the limit, and never more than the rank's batch. What is
+    left of the row is padding, and the model computes it all the same. The same pairs are drawn
+    each time, so that plans of different batches compare.
     """
     chance = random.Random(20260101)
     drawn = rows.quantiles(chance.random() for _ in range(2 * _PAIRS))
@@ -203,11 +211,13 @@ def pack(rows: Lengths, *, pairs: int, limit: int) -> Packed:
     if not full_rows:
         return Packed(pairs=current, real=chosen + rejected, positions=2 * limit)
     # the last row may not be full
-    return Packed(pairs=(_PAIRS - current) / full_rows, real=full_tokens / full_rows, positions=2 * limit)
+    return Packed(
+        pairs=(_PAIRS - current) / full_rows, real=full_tokens / full_rows, positions=2 * limit
+    )
 
 
 def fuller(rows: Lengths, *, pairs: int, limit: int) -> tuple[int, Packed]:
-    """The least doubling of a batch whose rows are filled to 80 %, or that fills them no further."""
+    """The least doubling of a batch that fills rows to 80 %, or fills them no further."""
     row = pack(rows, pairs=pairs, limit=limit)
     while row.filled < 0.8 and pairs < 4096:
         doubled = pack(rows, pairs=2 * pairs, limit=limit)
@@ -222,24 +232,27 @@ def parse(text: str) -> Lengths:
     """`MEAN:MAX` (tokens a row) or one number for rows of one length; raises UsageError."""
     mean, _, longest = text.partition(":")
     try:
-        values = float(mean), int(longest) if longest else int(float(mean))
+        mean_tokens = float(mean)
+        longest_tokens = int(longest or mean_tokens)
     except (ValueError, OverflowError):
-        values = (0.0, 0)
-    if not (math.isfinite(values[0]) and 1 <= values[0] <= values[1]):
+        mean_tokens = 0.0
+        longest_tokens = 0
+    if not 1 <= mean_tokens <= longest_tokens:
         message = f"--row-tokens {brief(text, 40)} is not MEAN:MAX with 1 <= MEAN <= MAX"
         raise usage("row-tokens", message, "for example --row-tokens 290:1100")
-    return log_normal(*values, f"--row-tokens {text}")
+    return log_normal(mean_tokens, longest_tokens, f"--row-tokens {text}")
 
 
 def of_dataset(folder: Path, *, pairs: bool = False) -> Lengths:
     """Lengths of a tokenised dataset on disk (`save_to_disk`, or a folder of .arrow files).
 
-    The files are mapped, and only the offsets of the list columns are read: no row is made into Python
-    objects. The two sequences of `pairs` count as rows of their own. Raises NotReady without pyarrow,
-    InvalidConfig where there is no such dataset or column.
+    The files are mapped, and only the offsets of the list columns are read: no row is made into
+    Python objects. The two sequences of `pairs` count as rows of their own. Raises NotReady without
+    pyarrow, InvalidConfig where there is no such dataset or column.
     """
     try:
-        arrow, compute = map(importlib.import_module, ("pyarrow", "pyarrow.compute"))
+        arrow = importlib.import_module("pyarrow")
+        compute = importlib.import_module("pyarrow.compute")
     except ImportError:
         help = "pip install pyarrow, or give --row-tokens MEAN:MAX"
         raise NotReady(_unread(f"{folder} cannot be read without pyarrow", help).findings) from None
@@ -251,13 +264,14 @@ def of_dataset(folder: Path, *, pairs: bool = False) -> Lengths:
             with arrow.memory_map(str(path)) as source:
                 for chunk in arrow.ipc.open_stream(source):
                     rows += chunk.num_rows
-                    have = chunk.schema.names
-                    if missing := [name for name in columns if name not in have]:
-                        what = f"{path} has no column {', '.join(missing)}: it has {brief(', '.join(have))}"
-                        raise _unread(what)
+                    names = chunk.schema.names
+                    missing = ", ".join(name for name in columns if name not in names)
+                    if missing:
+                        present = brief(", ".join(names))
+                        raise _unread(f"{path} has no column {missing}: it has {present}")
                     for name in columns:
-                        values = compute.value_counts(compute.list_value_length(chunk.column(name)))
-                        for value in values.to_pylist():
+                        lengths = compute.list_value_length(chunk.column(name))
+                        for value in compute.value_counts(lengths).to_pylist():
                             if value["values"] is not None:
                                 counts[int(value["values"])] += int(value["counts"])
         except (OSError, arrow.ArrowException) as error:
@@ -281,4 +295,6 @@ def _arrow_files(folder: Path) -> list[Path]:
 
 
 def _unread(message: str, help: str = "give --row-tokens MEAN:MAX") -> InvalidConfig:
-    return InvalidConfig(launch_finding("error", "unknown-lengths", message, help, key="row_tokens"))
+    return InvalidConfig(
+        launch_finding("error", "unknown-lengths", message, help, key="row_tokens")
+    )

@@ -1,4 +1,6 @@
-"""A model's own `config.json` and tokenizer, where they lie here: a folder or the hub's cache. No network."""
+"""A model's own `config.json` and tokenizer, where they lie here: a folder or the hub's cache. No
+network.
+"""
 
 import functools
 import json
@@ -15,7 +17,9 @@ _HUB_NAME = re.compile(r"\w[\w.-]*(?:/\w[\w.-]*)?", re.ASCII)
 _LONGEST_HUB_NAME = 96
 
 
-def read(name: object, environ: Mapping[str, str], revision: str | None = None) -> Mapping[str, Any]:
+def read(
+    name: object, environ: Mapping[str, str], revision: str | None = None
+) -> Mapping[str, Any]:
     """The config of a model by folder or hub name; empty where none is here, or it is broken."""
     path = where(name, environ, revision)
     return {} if path is None else read_json(path)
@@ -25,29 +29,36 @@ def where(name: object, environ: Mapping[str, str], revision: str | None = None)
     """The file that holds it, readable or not; None where none is here."""
     if not isinstance(name, str) or not name:
         return None
-    places = [_joined(name, "config.json")]
-    # a folder of that name wins over the hub, as in transformers; `~` is not expanded there
-    if not is_path(name) and (folder := snapshot(name, environ, revision)) is not None:
-        places.append(folder / "config.json")
-    return next(filter(is_file, places), None)
+    # a folder of that name takes precedence over the hub, as in transformers; `~` is not expanded
+    # there
+    path = _joined(name, "config.json")
+    if is_file(path):
+        return path
+    folder = None if is_path(name) else snapshot(name, environ, revision)
+    if folder is None or not is_file(folder / "config.json"):
+        return None
+    return folder / "config.json"
 
 
 def built_from(values: Values, environ: Mapping[str, str]) -> Mapping[str, Any]:
     """The config that the model is built by: `config_name` wins, and single keys may be replaced.
 
-    Of a script that builds models of its own library `config_name` names one of that library's shapes, no model.
+    Of a script that builds models of its own library `config_name` names one of that library's
+    shapes, no model.
     """
     name = values["model_name_or_path"]
     if not values.schema.models:
         name = values.get("config_name") or name
     config = read(name, environ, values.get("model_revision"))
-    return {**config, **replaced(values.get("additional_model_arguments"))} if config else {}
+    if not config:
+        return {}
+    return {**config, **replaced(values.get("additional_model_arguments"))}
 
 
-def replaced(given: Any) -> Mapping[str, Any]:
-    """The keys of the config that a mapping, or its JSON text, replaces; none where it cannot be read."""
+def replaced(arguments: Any) -> Mapping[str, Any]:
+    """The keys of the config that a mapping, or its JSON text, replaces; none if unreadable."""
     try:
-        data = json.loads(given) if isinstance(given, str) else given
+        data = json.loads(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
         return {}
     return data if isinstance(data, dict) else {}
@@ -62,20 +73,23 @@ def text_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def weights_type(config: Mapping[str, Any]) -> str:
     """The type of a model's weights, such as `bfloat16`; empty where its config names none.
 
-    transformers 5 writes `dtype`, earlier ones `torch_dtype`; some only in the language model's part.
+    transformers 5 writes `dtype`, earlier ones `torch_dtype`; some only in the language model's
+    part.
     """
-    names = ("dtype", "torch_dtype")
-    found = (part.get(name) for part in (config, text_part(config)) for name in names)
-    return str(next(filter(None, found), "")).removeprefix("torch.")
+    for part in (config, text_part(config)):
+        name = part.get("dtype") or part.get("torch_dtype")
+        if name:
+            return str(name).removeprefix("torch.")
+    return ""
 
 
 def is_path(name: str) -> bool:
-    """Whether a model's name can only be a folder: a hub name has at most one slash, and no dots."""
+    """Whether a name can only be a folder: a hub name has at most one slash, and no dots."""
     return name.startswith(("/", "./", "../", "~")) or name.count("/") > 1
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether the hub could have a repository of that name (huggingface_hub's `validate_repo_id`)."""
+    """Whether the hub could have such a repository (huggingface_hub's `validate_repo_id`)."""
     return len(name) <= _LONGEST_HUB_NAME and _HUB_NAME.fullmatch(name) is not None
 
 
@@ -98,27 +112,36 @@ def repository(name: str, environ: Mapping[str, str], kind: str = "models") -> P
     return _joined(str(hub_cache(environ)), f"{kind}--{name.replace('/', '--')}")
 
 
-def commit(name: str, environ: Mapping[str, str], revision: str | None = None, kind: str = "models") -> str | None:
-    """The commit that the hub's cache here holds for a name and revision; None where it holds none."""
-    kept, branch = str(repository(name, environ, kind)), revision or "main"
+def commit(
+    name: str, environ: Mapping[str, str], revision: str | None = None, kind: str = "models"
+) -> str | None:
+    """The commit that the hub's cache holds for a name and revision; None where it holds none."""
+    cache = str(repository(name, environ, kind))
+    branch = revision or "main"
     if ".." in branch:
         return None
     try:
-        commit = read_bytes(_joined(kept, "refs", branch)).decode().strip()
+        commit = read_bytes(_joined(cache, "refs", branch)).decode().strip()
     except (OSError, ValueError):
         commit = ""
-    return commit or (branch if exists(_joined(kept, "snapshots", branch)) else None)
+    if commit:
+        return commit
+    return branch if exists(_joined(cache, "snapshots", branch)) else None
 
 
-def snapshot(name: str, environ: Mapping[str, str], revision: str | None = None, kind: str = "models") -> Path | None:
-    """The folder of that commit, where one is known; nobody says that it is there, or whole."""
-    at = commit(name, environ, revision, kind)
-    return None if at is None else _joined(str(repository(name, environ, kind)), "snapshots", at)
+def snapshot(
+    name: str, environ: Mapping[str, str], revision: str | None = None, kind: str = "models"
+) -> Path | None:
+    """The folder of that commit, if one is known; it may be missing or incomplete."""
+    folder = commit(name, environ, revision, kind)
+    if folder is None:
+        return None
+    return _joined(str(repository(name, environ, kind)), "snapshots", folder)
 
 
 def hub_cache(environ: Mapping[str, str]) -> Path:
-    own = environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE")
-    return _joined(own or str(hub_home(environ) / "hub"))
+    cache = environ.get("HF_HUB_CACHE") or environ.get("HUGGINGFACE_HUB_CACHE")
+    return _joined(cache or str(hub_home(environ) / "hub"))
 
 
 def hub_home(environ: Mapping[str, str]) -> Path:
@@ -135,9 +158,10 @@ def offline_by(environ: Mapping[str, str]) -> str | None:
     """The variable that keeps the hub off: the first that holds anything
     (huggingface_hub/constants.py::[HF_HUB_OFFLINE]).
     """
-    names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
-    first = next((name for name in names if environ.get(name)), None)
-    return first if first and environ[first].upper() in {"1", "ON", "YES", "TRUE"} else None
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        if environ.get(name):
+            return name if environ[name].upper() in {"1", "ON", "YES", "TRUE"} else None
+    return None
 
 
 def home(environ: Mapping[str, str]) -> Path:

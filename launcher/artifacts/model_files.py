@@ -1,21 +1,31 @@
-"""Whether a model's folder can be loaded: its config, its tokenizer and its weights, as transformers looks."""
+"""Whether a model's folder can be loaded: its config, its tokenizer and its weights, as
+transformers looks.
+"""
 
 import os
 import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from launcher.artifacts import digest
-from launcher.files import open_regular, parse_json, read_bytes
+from launcher.files import open_regular, parse_json, read_bytes, read_json
 from launcher.paths import is_file, is_pointer
 
 TOKENIZERS = """
-    tokenizer.json tokenizer.model vocab.json vocab.txt spiece.model sentencepiece.bpe.model tekken.json
+    tokenizer.json tokenizer.model vocab.json vocab.txt spiece.model sentencepiece.bpe.model
+    tekken.json
 """.split()
 ADAPTER = "adapter_config.json"
-_CONFIG, _TOKENIZER = "config.json", "tokenizer_config.json"
-_SAFE, _TORCH = "model.safetensors", "pytorch_model.bin"
+_CONFIG = "config.json"
+_TOKENIZER = "tokenizer_config.json"
+_LOADED = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+"""What transformers loads, the first that is there."""
 _LARGEST_INDEX = 2**28
 NO_WEIGHTS = "it holds no weights"
 
@@ -26,7 +36,9 @@ def is_bare(folder: Path) -> bool:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether a folder holds an adapter and no model: peft writes no config.json, and somebody may have copied one."""
+    """Whether a folder holds an adapter and no model: peft writes no config.json, and somebody may
+    have copied one.
+    """
     return is_file(folder / ADAPTER) and (not is_file(folder / _CONFIG) or not _holds_model(folder))
 
 
@@ -36,8 +48,7 @@ def _holds_model(folder: Path) -> bool:
 
 def adapter_base(folder: Path) -> str | None:
     """The model that an adapter was made for, as its config names it."""
-    config = _read(folder / ADAPTER)
-    base = config.get("base_model_name_or_path") if isinstance(config, dict) else None
+    base = read_json(folder / ADAPTER).get("base_model_name_or_path")
     return base if isinstance(base, str) and base else None
 
 
@@ -47,79 +58,91 @@ def has_tokenizer(folder: Path) -> bool:
 
 def config_fault(folder: Path) -> str | None:
     """What is wrong with the config of a model
-    (transformers/models/auto/configuration_auto.py::AutoConfig.from_pretrained[Unrecognized model]).
+    (transformers/models/auto/configuration_auto.py::AutoConfig.from_pretrained[Unrecognized model])
     """
     if not is_file(folder / _CONFIG):
         return f"it holds no {_CONFIG}"
     config = _read(folder / _CONFIG)
     if not isinstance(config, dict):
         return _unread(folder / _CONFIG)
-    return None if "model_type" in config or "auto_map" in config else f"its {_CONFIG} names no `model_type`"
+    if "model_type" in config or "auto_map" in config:
+        return None
+    return f"its {_CONFIG} names no `model_type`"
 
 
 def tokenizer_fault(folder: Path) -> str | None:
-    """What is wrong with a tokenizer; without a vocabulary transformers makes one that knows no word."""
-    path, there = folder / _TOKENIZER, _tokenizers(folder)
+    """What is wrong with a tokenizer; without a vocabulary transformers makes one that knows no
+    word.
+    """
+    path = folder / _TOKENIZER
     config = _read(path) if is_file(path) else {}
     if not isinstance(config, dict):
         return _unread(path)
     if "auto_map" in config:
         # code of its own may read anything
         return None
-    if not there:
+    tokenizers = _tokenizers(folder)
+    if not tokenizers:
         return "it holds no tokenizer, and one that knows no word would be made"
-    if (pointer := next(filter(is_pointer, there), None)) is not None:
-        return _unread(pointer)
-    whole = there[0].suffix != ".json" or _closed(there[0])
-    return None if whole else f"its {there[0].name} is cut off"
+    for tokenizer in tokenizers:
+        if is_pointer(tokenizer):
+            return _unread(tokenizer)
+    if tokenizers[0].suffix == ".json" and not _closed(tokenizers[0]):
+        return f"its {tokenizers[0].name} is cut off"
+    return None
 
 
 def weights_fault(folder: Path) -> str | None:
     """What is wrong with the weights: the first of four names decides
-    (transformers/modeling_utils.py::_get_resolved_checkpoint_files[elif use_safetensors is not False and #1]).
+    (transformers/modeling_utils.py::_get_resolved_checkpoint_files[elif use_safetensors is not #1])
     """
-    found = first(folder)
-    if found is None:
+    path = first(folder)
+    if path is None:
         others = sorted(path.name for path in _weights(folder))
-        beside = f" under a name that is looked for, only {', '.join(others[:3])}" if others else ""
-        return f"{NO_WEIGHTS}{beside}"
-    if not found.name.endswith(".json"):
-        return file_fault(found)
-    shards = _shards(found)
+        if not others:
+            return NO_WEIGHTS
+        return f"{NO_WEIGHTS} under a name that is looked for, only {', '.join(others[:3])}"
+    if not path.name.endswith(".json"):
+        return file_fault(path)
+    shards = _shards(path)
     # transformers/utils/hub.py::get_checkpoint_shard_files[sharded_metadata = index]
-    if not shards or "metadata" not in _read(found):
-        return _unread(found)
-    faults = [fault for path in shards if (fault := file_fault(path)) is not None]
-    more = f" ({len(faults)} of its {len(shards)} files)" if len(faults) > 1 else ""
-    return f"{faults[0]}{more}" if faults else None
+    if not shards or "metadata" not in _read(path):
+        return _unread(path)
+    faults = [fault for fault in map(file_fault, shards) if fault is not None]
+    if len(faults) > 1:
+        return f"{faults[0]} ({len(faults)} of its {len(shards)} files)"
+    return faults[0] if faults else None
 
 
 def sizes(folder: Path) -> Mapping[str, tuple[int, ...]] | None:
-    """The size of each weight that is loaded, under its name in the files; None where no header tells."""
-    found = first(folder)
-    if found is None or found.name.startswith("pytorch_model"):
-        return None
-    paths = _shards(found) if found.name.endswith(".json") else [found]
+    """The size of each weight that is loaded, under its name in the files; None where no header
+    tells.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
     try:
-        tensors = {name: one for path in paths for name, one in _header(path)[2].items()}
-        return {name: tuple(map(int, one["shape"])) for name, one in tensors.items()} if paths else None
+        for path in _safetensors(folder):
+            for name, tensor in _header(path).tensors.items():
+                shapes[name] = tuple(map(int, tensor["shape"]))
     except _UNREADABLE:
         return None
+    return shapes or None
+
+
+def _safetensors(folder: Path) -> list[Path]:
+    """The safetensors files that are loaded."""
+    path = first(folder)
+    if path is None or path.name.startswith("pytorch_model"):
+        return []
+    return _shards(path) if path.name.endswith(".json") else [path]
 
 
 _FORMATS = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 def number_format(folder: Path) -> str:
-    """The format of the first weight in the files, such as `bfloat16`; empty where no header tells."""
-    path = first(folder)
-    if path is None or path.name.startswith("pytorch_model"):
-        return ""
-    paths = [path]
-    if path.name.endswith(".json"):
-        paths = _shards(path)
+    """The format of the first weight in the files, such as `bfloat16`; empty if unknown."""
     try:
-        for tensor in _header(paths[0])[2].values():
+        for tensor in _header(_safetensors(folder)[0]).tensors.values():
             if tensor["dtype"] in _FORMATS:
                 return _FORMATS[tensor["dtype"]]
     except _UNREADABLE:
@@ -131,28 +154,44 @@ def file_fault(path: Path) -> str | None:
     """What is wrong with one file of weights; None where it ends where it says that it does."""
     if is_pointer(path):
         return f"{path.name} is a git-lfs pointer, not the file"
-    return _tensors_fault(path) if path.suffix == ".safetensors" else archive_fault(path)
+    if path.suffix == ".safetensors":
+        return _tensors_fault(path)
+    return archive_fault(path)
 
 
 _UNREADABLE = (OSError, EOFError, ValueError, TypeError, LookupError, AttributeError, OverflowError)
 
 
-def _header(path: Path) -> tuple[int, int, dict[str, Any]]:
-    """The size of a safetensors file, where its data begin, and its tensors; raises _UNREADABLE."""
+class _Header(NamedTuple):
+    """The size of a safetensors file, where its data begin, and its tensors."""
+
+    size: int
+    data: int
+    tensors: dict[str, Any]
+
+
+def _header(path: Path) -> _Header:
+    """Raises _UNREADABLE."""
     with open_regular(path, 0) as file:
         size = os.fstat(file.fileno()).st_size
-        return size, *digest.header(file.fileno(), size)
+        return _Header(size, *digest.header(file.fileno(), size))
 
 
 def blank(path: Path) -> bool:
-    """Whether all floating-point tensors of a safetensors file are 0, as far as samples of each tell."""
+    """Whether all floating-point tensors of a safetensors file are 0, as far as samples of each
+    tell.
+    """
     try:
-        size, _, tensors = _header(path)
-        if not tensors or not all("F" in one["dtype"] for one in tensors.values()):
+        header = _header(path)
+        formats = [tensor["dtype"] for tensor in header.tensors.values()]
+        if not formats or not all("F" in name for name in formats):
             return False
         with open_regular(path, 0) as file:
-            regions = digest.sampled_regions(file.fileno(), size) or []
-            return bool(regions) and not any(os.pread(file.fileno(), n, at).strip(b"\0") for at, n in regions[1:])
+            regions = digest.sampled_regions(file.fileno(), header.size) or []
+            for offset, length in regions[1:]:
+                if os.pread(file.fileno(), length, offset).strip(b"\0"):
+                    return False
+            return bool(regions)
     except _UNREADABLE:
         return False
 
@@ -161,25 +200,34 @@ def _tensors_fault(path: Path) -> str | None:
     """Whether a safetensors file ends where its header says that the last tensor ends.
 
     Weights without a value are what ZeRO-3 leaves in a parameter that was not gathered for the save
-    (deepspeed/runtime/zero/partition_parameters.py); whole numbers of a quantised model may have none.
+    (deepspeed/runtime/zero/partition_parameters.py); whole numbers of a quantised model may have
+    none.
     """
     try:
-        size, data, tensors = _header(path)
-        ends = [int(one["data_offsets"][1]) for one in tensors.values()]
-        empty = [n for n, one in tensors.items() if 0 in one["shape"] and "F" in one["dtype"]]
+        header = _header(path)
+        end = header.data
+        empty: list[str] = []
+        for name, tensor in header.tensors.items():
+            end = max(end, header.data + int(tensor["data_offsets"][1]))
+            if 0 in tensor["shape"] and "F" in tensor["dtype"]:
+                empty.append(name)
     except OSError as error:
         return _unreadable(path, error)
-    except _UNREADABLE as error:
-        return f"{path.name} {'is cut off' if isinstance(error, EOFError) else 'cannot be read'}"
-    if data + max(ends, default=0) != size:
+    except EOFError:
+        return f"{path.name} is cut off"
+    except _UNREADABLE:
+        return f"{path.name} cannot be read"
+    if end != header.size:
         return f"{path.name} is cut off"
     if empty:
-        return f"{len(empty)} of the {len(tensors)} tensors in {path.name} have no values, such as {empty[0]}"
+        count = f"{len(empty)} of the {len(header.tensors)} tensors in {path.name}"
+        return f"{count} have no values, such as {empty[0]}"
     return None
 
 
 def archive_fault(path: Path) -> str | None:
-    """Whether a file of torch's is whole: its zip directory stands at its end and fits what is before.
+    """Whether a file of torch's is whole: its zip directory stands at its end and fits what is
+    before.
 
     The form before torch 1.6 has no end that could be looked for: not being empty has to do.
     """
@@ -200,29 +248,33 @@ def archive_fault(path: Path) -> str | None:
 
 
 def _unreadable(path: Path, error: OSError) -> str:
-    missing = isinstance(error, FileNotFoundError)
-    return f"{path.name} is missing" if missing else f"{path.name} cannot be read: {error.strerror}"
+    if isinstance(error, FileNotFoundError):
+        return f"{path.name} is missing"
+    return f"{path.name} cannot be read: {error.strerror}"
 
 
 def first(folder: Path) -> Path | None:
     """The file that transformers loads, or its index."""
-    names = (f"{name}{index}" for name in (_SAFE, _TORCH) for index in ("", ".index.json"))
-    return next((path for name in names if is_file(path := folder / name)), None)
+    for name in _LOADED:
+        if is_file(folder / name):
+            return folder / name
+    return None
 
 
 def _shards(index: Path) -> list[Path]:
     """The files that an index names; empty where it cannot be read."""
-    data = _read(index)
-    placed = data.get("weight_map") if isinstance(data, dict) else None
-    names = sorted({str(one) for one in placed.values()}) if isinstance(placed, dict) else []
-    return [index.parent / name for name in names]
+    content = _read(index)
+    files = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(files, dict):
+        return []
+    return [index.parent / name for name in sorted(set(map(str, files.values())))]
 
 
 def _weights(folder: Path) -> Iterator[Path]:
     for pattern in ("*.safetensors", "*.bin", "*.gguf", "*.index.json"):
-        yield from (
-            p for p in folder.glob(pattern) if not p.name.startswith(("training_args", "optimizer", "scheduler"))
-        )
+        for path in folder.glob(pattern):
+            if not path.name.startswith(("training_args", "optimizer", "scheduler")):
+                yield path
 
 
 def _tokenizers(folder: Path) -> list[Path]:

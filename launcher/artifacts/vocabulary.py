@@ -1,7 +1,8 @@
 """The tokens that a tokenizer's files give ids, as transformers counts them once it is loaded.
 
-Compared with transformers 5.17: what `added_tokens_decoder`, added_tokens.json or the special tokens of
-tokenizer_config.json name beside tokenizer.json gets the next free id, whatever number is written there.
+Compared with transformers 5.17: what `added_tokens_decoder`, added_tokens.json or the special
+tokens of tokenizer_config.json name beside tokenizer.json gets the next free id, whatever number is
+written there.
 """
 
 import functools
@@ -19,12 +20,21 @@ _LARGEST = 2**26
 # quotes inside of a word are escaped
 _WORDS = re.compile(r'"vocab"\s*:\s*[\[{]')
 _ADDED = re.compile(r'"added_tokens"\s*:\s*\[')
-_SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_SPECIAL = (
+    "bos_token",
+    "eos_token",
+    "unk_token",
+    "sep_token",
+    "pad_token",
+    "cls_token",
+    "mask_token",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vocabulary:
-    """How many ids a tokenizer uses, from 0 on; those that were added to its own vocabulary, by their token.
+    """How many ids a tokenizer uses, from 0 on; those that were added to its own vocabulary, by
+    their token.
 
     `special` has the token of each role, such as `pad_token`.
     """
@@ -39,7 +49,9 @@ class Vocabulary:
 
 
 def read(folder: Path) -> Vocabulary | None:
-    """The vocabulary of a tokenizer's folder; None where its files do not tell, as with code of its own."""
+    """The vocabulary of a tokenizer's folder; None where its files do not tell, as with code of its
+    own.
+    """
     path = folder / "tokenizer.json"
     if not is_file(path):
         return None
@@ -61,7 +73,9 @@ def read(folder: Path) -> Vocabulary | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Base:
-    """What tokenizer.json holds: its own words, the tokens added to them, and the first id behind the words."""
+    """What tokenizer.json holds: its own words, the tokens added to them, and the first id behind
+    the words.
+    """
 
     own: frozenset[str]
     added: tuple[str, ...]
@@ -70,7 +84,9 @@ class _Base:
 
 @functools.lru_cache(maxsize=4)
 def _base(path: Path, _changed: int, _size: int) -> _Base | None:
-    """Two parts of the file alone are parsed: all of a large one takes half a second, most of it for its merges."""
+    """Two parts of the file alone are parsed: all of a large one takes half a second, most of it
+    for its merges.
+    """
     try:
         text = read_bytes(path, _LARGEST).decode()
         words = _part(text, _WORDS)
@@ -87,12 +103,16 @@ def _base(path: Path, _changed: int, _size: int) -> _Base | None:
         next_id = len(words)
     else:
         return None
-    listed = [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
-    return _Base(own=own, added=tuple(str(entry.get("content")) for entry in listed), next_id=next_id)
+    listed = (
+        [entry for entry in entries if isinstance(entry, dict)] if isinstance(entries, list) else []
+    )
+    return _Base(
+        own=own, added=tuple(str(entry.get("content")) for entry in listed), next_id=next_id
+    )
 
 
 def _part(text: str, beginning: re.Pattern[str]) -> Any:
-    """The value of the first key that looks like this; None where there is none. Raises ValueError."""
+    """The value of the first key that looks like this; None without one. Raises ValueError."""
     match = beginning.search(text)
     if match is None:
         return None

@@ -23,7 +23,9 @@ _MOST_FAULTS = 20  # rows that are told one by one
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Converted:
-    """What a conversion wrote: `rows` of the form `shape` into `output`; `skipped` rows were left out."""
+    """What a conversion wrote: `rows` of the form `shape` into `output`; `skipped` rows were left
+    out.
+    """
 
     output: Path
     rows: int
@@ -42,8 +44,9 @@ def convert(
 ) -> Converted:
     """Convert the rows of a file, or of the split of a folder. `say` is told now and then how far it is.
 
-    Raises UsageError where there is nothing to convert, or `output` is there already; InvalidConfig where
-    rows have not the form of the others, unless `skip` leaves them out. Writes all of `output` or nothing.
+    Raises UsageError where there is nothing to convert, or `output` is there already; InvalidConfig
+    where rows have not the form of the others, unless `skip` leaves them out. Writes all of
+    `output` or nothing.
     """
     files = _files(source, split)
     if os.path.exists(output):
@@ -77,14 +80,14 @@ def convert(
 
 def _files(source: Path, split: str) -> tuple[Path, ...]:
     if is_dir(source):
-        found = sources.of_name(str(source), split, None, os.environ)
+        data = sources.of_name(str(source), split, None, os.environ)
     elif is_file(source):
-        found = sources.of_file(str(source))
+        data = sources.of_file(str(source))
     else:
         raise usage("no-such-data", f"there is no file or folder {source}")
-    if not found.files:
-        raise usage("no-such-data", f"{source}: {found.fault or found.unseen}")
-    return found.files
+    if not data.files:
+        raise usage("no-such-data", f"{source}: {data.fault or data.unseen}")
+    return data.files
 
 
 def _write(
@@ -118,7 +121,7 @@ def _write(
 def _unknown_form(source: Path, surveyed: survey.Survey) -> UsageError:
     columns = ", ".join(sorted(surveyed.columns)) or "no columns"
     message = f"{source} has {columns}: launch knows no conversion of such rows"
-    help = "rows that a trainer reads already need none: launch validate-config says which columns it reads"
+    help = "rows that a trainer reads need none: launch validate-config says which columns it reads"
     return usage("unknown-form", message, help)
 
 

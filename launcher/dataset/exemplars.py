@@ -1,4 +1,6 @@
-"""Rows that show what the first rows of a data set do not: a role, a kind of value, a fault -> list of rows."""
+"""Rows that show what the first rows of a data set do not: a role, a kind of value, a fault -> list
+of rows.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ class Exemplar:
 
 
 def beyond(survey: Survey, count: int) -> list[Exemplar]:
-    """The first row of each kind that is not among the first `count` rows of the first file, in their order.
+    """The first row of each kind that is not among the first `count` rows of the first file, in
+    their order.
 
     Only of files whose rows are read as the trainer's reader types them: cells of CSV are not.
     """

@@ -12,7 +12,8 @@ HUB_ROWS = {
     "allenai/llama-3.1-tulu-3-70b-preference-mixture": 334_367,
     "allenai/llama-3.1-tulu-3-405b-preference-mixture": 360_924,
 }
-# what is read from disk by its name (dataset_transformation.py::DatasetConfig.__post_init__[.jsonl],
+# what is read from disk by its name
+# (dataset_transformation.py::DatasetConfig.__post_init__[.jsonl],
 # dataset_transformation.py::DatasetConfig.__post_init__[elif os.path.exists])
 LOCAL_SUFFIXES = (".jsonl", ".parquet")
 
@@ -21,7 +22,8 @@ def entry_rows(name: str, amount: str) -> int | None:
     """Rows that one entry gives before filtering; None where that is not known.
 
     A count stands for itself, rows are repeated
-    (dataset_transformation.py::load_dataset_configs[frac_or_num_samples * original_size] rounds a share down).
+    (dataset_transformation.py::load_dataset_configs[frac_or_num_samples * original_size] rounds a
+    share down).
     """
     try:
         if "." not in amount:

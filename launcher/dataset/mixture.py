@@ -1,4 +1,5 @@
-"""TRL's `datasets:` -> `Mixture`: its entries, the rows that each of them gives, and those of the test split.
+"""TRL's `datasets:` -> `Mixture`: its entries, the rows that each of them gives, and those of the
+test split.
 
 Follows trl/scripts/utils.py::get_dataset (`get_dataset`).
 """
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,12 +51,14 @@ class SetEntry:
 
     def source(self, split: str, environ: Mapping[str, str]) -> Source:
         """The files of one of its splits."""
-        return sources.of_set(self.path, split, self.name, environ, data_dir=self.data_dir, data_files=self.data_files)
+        return sources.of_set(
+            self.path, split, self.name, environ, data_dir=self.data_dir, data_files=self.data_files
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Rows of one split of a set: those that are read of it, or None where their number is unknown."""
+    """The rows that are read of one split of a set; None where their number is unknown."""
 
     source: Source
     rows: range | None
@@ -66,8 +69,18 @@ class Piece:
 
     def survey(self, columns: Sequence[str] | None) -> Survey:
         """What its rows are like, in the columns that are selected."""
-        found = survey.look(self.source.files, self.rows)
-        return found if columns is None else found.of_columns(columns)
+        whole = survey.look(self.source.files, self.rows)
+        return whole if columns is None else whole.of_columns(columns)
+
+
+def _total(counts: Iterable[int | None]) -> int | None:
+    """The sum of all counts; None where one of them is unknown."""
+    total = 0
+    for count in counts:
+        if count is None:
+            return None
+        total += count
+    return total
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,90 +92,96 @@ class MixedSet:
 
     @property
     def rows(self) -> int | None:
-        counts = [piece.count for piece in self.pieces]
-        return None if None in counts else sum(count for count in counts if count is not None)
+        return _total(piece.count for piece in self.pieces)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixture:
-    """The sets behind each other, and what is split off for evaluation: rows, or a share of them."""
+    """The sets in order, and what is split off for evaluation: rows, or a share of them."""
 
     sets: tuple[MixedSet, ...]
     test_split_size: float | None = None
 
     def names(self) -> list[str]:
-        """What the data are read from, each once: folders, single files where they are named, names of the hub."""
+        """What the data are read from, each once: folders, named files, names of the hub."""
         named: dict[str, None] = {}
         for mixed in self.sets:
             entry = mixed.entry
-            is_folder = entry.data_files is None and entry.data_dir is None and os.path.isdir(entry.path)
-            files = [str(file) for piece in mixed.pieces for file in (*piece.source.files, *piece.source.beside)]
-            if is_folder or not files:
-                named[entry.path] = None
-            named.update(dict.fromkeys([] if is_folder else files))
+            files: list[str] = []
+            if entry.data_files or entry.data_dir or not os.path.isdir(entry.path):
+                for piece in mixed.pieces:
+                    files += map(str, (*piece.source.files, *piece.source.beside))
+            named.update(dict.fromkeys(files or [entry.path]))
         return list(named)
 
     @property
     def rows(self) -> int | None:
         """The rows of all sets together; None where that is unknown."""
-        counts = [mixed.rows for mixed in self.sets]
-        return None if None in counts else sum(count for count in counts if count is not None)
+        return _total(mixed.rows for mixed in self.sets)
 
     @property
     def test_rows(self) -> int | None:
-        """datasets/arrow_dataset.py::Dataset.train_test_split[n_test = ceil(test_size]: a share is rounded up."""
-        if self.test_split_size is None:
-            return 0
-        if isinstance(self.test_split_size, int):
-            return self.test_split_size
+        """datasets/arrow_dataset.py::Dataset.train_test_split[n_test = ceil(test_size]: a share is
+        rounded up.
+        """
+        size = self.test_split_size
         rows = self.rows
-        return None if rows is None else math.ceil(self.test_split_size * rows)
+        if size is None or isinstance(size, int):
+            return size or 0
+        return None if rows is None else math.ceil(size * rows)
 
     @property
     def train_rows(self) -> int | None:
-        if self.rows is None or self.test_rows is None:
+        rows = self.rows
+        test_rows = self.test_rows
+        if rows is None or test_rows is None:
             return None
-        return max(0, self.rows - self.test_rows)
+        return max(0, rows - test_rows)
 
 
 def entries(listed: Any) -> tuple[SetEntry, ...]:
-    """The entries of a list as a stage file holds it; those that are none, or of wrong types, are left out."""
+    """The valid entries of a list as a stage file holds it."""
     read = []
     for index, item in enumerate(listed if isinstance(listed, list) else []):
         if isinstance(item, str):
             read.append(SetEntry(index=index, path=item))
-        elif (
-            isinstance(item, dict)
-            and isinstance(item.get("path"), str)
-            and not any(map(type_fault, item, item.values()))
-        ):
+        elif isinstance(item, dict) and _is_valid(item):
             read.append(_entry(index, item))
     return tuple(read)
 
 
+def _is_valid(item: dict[str, Any]) -> bool:
+    has_path = isinstance(item.get("path"), str)
+    return has_path and not any(type_fault(key, value) for key, value in item.items())
+
+
 def _entry(index: int, item: Mapping[str, Any]) -> SetEntry:
-    given = {key: value for key, value in item.items() if key in KEYS}
-    if given.get("columns") is not None:
-        given["columns"] = tuple(given["columns"])
-    return SetEntry(index=index, **given)
+    fields = {key: value for key, value in item.items() if key in KEYS}
+    if fields.get("columns") is not None:
+        fields["columns"] = tuple(fields["columns"])
+    return SetEntry(index=index, **fields)
 
 
 def type_fault(key: str, value: Any) -> str | None:
-    """Why the value of a key of an entry is of a type that TRL or `datasets` cannot use; None where it can."""
+    """Why TRL or `datasets` cannot use the type of a key's value; None where they can."""
     if value is None:
         # these have to be there, or the default is meant and null is none
         return "is empty" if key in ("path", "split") else None
     if key in ("path", "name", "data_dir", "split"):
-        return None if isinstance(value, str) else "is not text"
-    if key == "fraction":
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return None if is_number else "is not a number"
-    if key == "columns":
-        is_names = isinstance(value, list) and all(isinstance(name, str) for name in value)
-        return None if is_names else "is not a list of names"
-    if key == "data_files":
-        return None if _is_files(value) else "is neither a path, a list of paths, nor a mapping of splits to paths"
-    return None
+        fits = isinstance(value, str)
+        fault = "is not text"
+    elif key == "fraction":
+        fits = isinstance(value, int | float) and not isinstance(value, bool)
+        fault = "is not a number"
+    elif key == "columns":
+        fits = isinstance(value, list) and all(isinstance(name, str) for name in value)
+        fault = "is not a list of names"
+    elif key == "data_files":
+        fits = _is_files(value)
+        fault = "is neither a path, a list of paths, nor a mapping of splits to paths"
+    else:
+        return None
+    return None if fits else fault
 
 
 def _is_files(value: Any) -> bool:
@@ -198,34 +217,36 @@ def _pieces(entry: SetEntry, environ: Mapping[str, str]) -> tuple[Piece, ...]:
 def _piece(part: Slice, source: Source) -> Piece:
     if not source.files:
         return Piece(source=source, rows=None)
-    found = survey.look(source.files)
-    if found.unread or found.faults:
+    surveyed = survey.look(source.files)
+    if surveyed.unread or surveyed.faults:
         return Piece(source=source, rows=None)
-    return Piece(source=source, rows=part.rows(found.rows))
+    return Piece(source=source, rows=part.rows(surveyed.rows))
 
 
 def _by_fraction(sets: Sequence[MixedSet]) -> list[MixedSet]:
-    """trl/scripts/utils.py::get_dataset[if any(fraction is not]: the first rows of each set, by its share of the
-    largest mixture without copies.
+    """trl/scripts/utils.py::get_dataset[if any(fraction is not]: the first rows of each set, by its
+    share of the largest mixture without copies.
     """
-    fractions = [mixed.entry.fraction for mixed in sets]
-    if None in fractions or not _are_shares(fractions):
-        return list(sets)
-    whole = sum(fraction for fraction in fractions if fraction is not None)
-    limits = []
+    fractions: list[float] = []
     for mixed in sets:
-        weight = (mixed.entry.fraction or 0) / whole
+        fraction = mixed.entry.fraction
+        if fraction is None or not 0 <= fraction < math.inf:
+            return list(sets)
+        fractions.append(fraction)
+    whole = sum(fractions)
+    if not whole:
+        return list(sets)
+    weights = [fraction / whole for fraction in fractions]
+    limits: list[float] = []
+    for mixed, weight in zip(sets, weights, strict=True):
         if mixed.rows is None:
             return [_unknown(other) for other in sets]
         if weight > 0:
             limits.append(mixed.rows / weight)
     total = min(limits)
-    return [_first(mixed, round((mixed.entry.fraction or 0) / whole * total)) for mixed in sets]
-
-
-def _are_shares(fractions: Sequence[float | None]) -> bool:
-    numbers = [fraction for fraction in fractions if fraction is not None]
-    return all(0 <= number < math.inf for number in numbers) and sum(numbers) > 0
+    return [
+        _first(mixed, round(weight * total)) for mixed, weight in zip(sets, weights, strict=True)
+    ]
 
 
 def _unknown(mixed: MixedSet) -> MixedSet:
@@ -234,10 +255,9 @@ def _unknown(mixed: MixedSet) -> MixedSet:
 
 
 def _first(mixed: MixedSet, count: int) -> MixedSet:
-    pieces = []
-    left = count
+    pieces: list[Piece] = []
     for piece in mixed.pieces:
-        rows = (piece.rows or range(0))[:left]
-        left -= len(rows)
+        rows = (piece.rows or range(0))[:count]
+        count -= len(rows)
         pieces.append(replace(piece, rows=rows))
     return replace(mixed, pieces=tuple(pieces))

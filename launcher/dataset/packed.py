@@ -1,8 +1,9 @@
-"""Tokens that lie as OLMo-core reads them -> the rows that it packs them into, and how many documents it sees.
+"""Tokens that lie as OLMo-core reads them -> the rows that it packs them into, and how many
+documents it sees.
 
-It finds a document by the token that ends it (olmo_core/data/utils.py::iter_document_indices), not by the samples
-that were tokenised, and packs documents by best fit, the longest first, each file by itself
-(olmo_core/data/numpy_dataset.py::NumpyPackedFSLDataset).
+It finds a document by the token that ends it (olmo_core/data/utils.py::iter_document_indices), not
+by the samples that were tokenised, and packs documents by best fit, the longest first, each file by
+itself (olmo_core/data/numpy_dataset.py::NumpyPackedFSLDataset).
 """
 
 import array
@@ -22,7 +23,9 @@ _DOLMA2_END = 100257
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedRows:
-    """What a folder of tokens holds: samples that were tokenised, documents that are found, rows that they fill."""
+    """What a folder of tokens holds: samples that were tokenised, documents that are found, rows
+    that they fill.
+    """
 
     samples: int
     documents: int
@@ -30,14 +33,17 @@ class PackedRows:
 
 
 def read(folder: Path, *, limit: int, tokenizer: str) -> PackedRows | None:
-    """Count them, for rows of `limit` tokens; None where the tokenizer in the folder does not say how texts end.
+    """Count them, for rows of `limit` tokens; None where the tokenizer in the folder does not say
+    how texts end.
 
     `tokenizer` is the name by which upstream knows it. Raises OSError.
     """
     ends = _marks(folder / "tokenizer", tokenizer)
     if ends is None:
         return None
-    samples = documents = rows = 0
+    samples = 0
+    documents = 0
+    rows = 0
     for tokens in sorted(folder.glob("token_ids_part_*.npy")):
         with gzip.open(tokens.with_suffix("").with_suffix(".csv.gz"), "rt") as lines:
             samples += sum(1 for _ in lines)
@@ -49,15 +55,16 @@ def read(folder: Path, *, limit: int, tokenizer: str) -> PackedRows | None:
 
 
 def rows_of(lengths: Mapping[int, int], limit: int) -> int:
-    """How many rows of `limit` tokens best fit makes of documents, by their number of each length."""
+    """How many rows of `limit` tokens best fit makes of so many documents of each length."""
     rows = 0
-    # how many rows have so much room left, and the same as bits, to find the smallest that is enough
+    # how many rows have so much room left, and the same as bits, to find the smallest that is
+    # enough
     room: Counter[int] = Counter()
-    there = 0
+    spaces = 0
     for length in sorted(lengths, reverse=True):
         left = lengths[length]
         while left:
-            larger = there >> length
+            larger = spaces >> length
             space = limit
             if larger:
                 space = length + (larger & -larger).bit_length() - 1
@@ -68,14 +75,14 @@ def rows_of(lengths: Mapping[int, int], limit: int) -> int:
                 taken = min(taken, room[space])
                 room[space] -= taken
                 if not room[space]:
-                    there &= ~(1 << space)
+                    spaces &= ~(1 << space)
             else:
                 rows += taken
             put = min(each, left)
             rest = space - put * length
             left -= put * taken
             room[rest] += taken
-            there |= 1 << rest
+            spaces |= 1 << rest
     return rows
 
 
@@ -90,21 +97,24 @@ def _lengths(tokens: Path, mask: Path, end: int, begin: int | None) -> Iterator[
     start = place = 0
     while place < count:
         try:
-            at = content.index(end, place)
+            place = content.index(end, place) + 1
         except ValueError:
             return
-        place = at + 1
         if begin is None or place == count or content[place] == begin:
             yield place - start
             start = place
 
 
 def _marks(folder: Path, name: str) -> tuple[int, int | None] | None:
-    """The token that ends a text and the one that begins it, where both have to stand; None where neither is known."""
+    """The token that ends a text and the one that begins it, where both have to stand; None where
+    neither is known.
+    """
     if any(marker in name for marker in _DOLMA2):
         return _DOLMA2_END, None
     try:
-        config: dict[str, Any] = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        config: dict[str, Any] = json.loads(
+            (folder / "tokenizer_config.json").read_text(encoding="utf-8")
+        )
         whole: dict[str, Any] = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
@@ -121,5 +131,5 @@ def _id_of(token: Any, tokenizer: Mapping[str, Any]) -> int | None:
         if added.get("content") == text:
             return int(added["id"])
     vocabulary = tokenizer.get("model", {}).get("vocab", {})
-    found = vocabulary.get(text) if isinstance(vocabulary, dict) else None
-    return found if isinstance(found, int) else None
+    token_id = vocabulary.get(text) if isinstance(vocabulary, dict) else None
+    return token_id if isinstance(token_id, int) else None

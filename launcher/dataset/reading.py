@@ -1,7 +1,8 @@
 """Data files -> rows, one at a time: JSON lines, JSON arrays, CSV, text, Parquet and Arrow.
 
-Memory is bounded by the longest row, not by the file. What `datasets` refuses in a file is a `BadRow`
-in the stream of rows, so that every one of them can be told. Parquet and Arrow need pyarrow.
+Memory is bounded by the longest row, not by the file. What `datasets` refuses in a file is a
+`BadRow` in the stream of rows, so that every one of them can be told. Parquet and Arrow need
+pyarrow.
 """
 
 from __future__ import annotations
@@ -34,11 +35,21 @@ _PACKED: Mapping[bytes, tuple[str, Callable[[Any], Any]]] = {
     b"BZh": (".bz2", bz2.open),
     b"\xfd7zXZ\x00": (".xz", lzma.open),
 }
-_PACKED_OTHERWISE = (b"\x28\xb5\x2f\xfd", b"\x04\x22\x4d\x18", b"PK\x03\x04", b"7z\xbc\xaf", b"Rar!\x1a\x07")
+_PACKED_OTHERWISE = (
+    b"\x28\xb5\x2f\xfd",
+    b"\x04\x22\x4d\x18",
+    b"PK\x03\x04",
+    b"7z\xbc\xaf",
+    b"Rar!\x1a\x07",
+)
 
-# What pandas reads as a missing value unless told otherwise (pandas/_libs/parsers.pyx: STR_NA_VALUES).
+# What pandas reads as a missing value unless told otherwise (pandas/_libs/parsers.pyx:
+# STR_NA_VALUES).
 CSV_MISSING = frozenset(
-    "|#N/A|#N/A N/A|#NA|-1.#IND|-1.#QNAN|-NaN|-nan|1.#IND|1.#QNAN|<NA>|N/A|NA|NULL|NaN|None|n/a|nan|null".split("|")
+    (
+        "|#N/A|#N/A N/A|#NA|-1.#IND|-1.#QNAN|-NaN|-nan|1.#IND|1.#QNAN|<NA>|N/A|NA|NULL|NaN|None|"
+        "n/a|nan|null"
+    ).split("|")
 )
 
 
@@ -62,14 +73,18 @@ class NeedsPyarrow(CannotRead):
 
 
 Numbered = tuple[int, Any]
-"""The number of a row, as an editor counts lines where the file has lines, and the row or a `BadRow`."""
+"""The number of a row, as an editor counts lines where the file has lines, and the row or a
+`BadRow`.
+"""
 
 
 def read_rows(path: Path) -> Iterator[Numbered]:
     """The rows of a data file. Raises CannotRead, OSError where the file is gone."""
     reader = _READERS.get(data_suffix(path))
     if reader is None:
-        raise UnsupportedFile(f"is a {path.suffix or 'file without a suffix'}, which launch does not read")
+        raise UnsupportedFile(
+            f"is a {path.suffix or 'file without a suffix'}, which launch does not read"
+        )
     if is_pointer(path):
         raise CannotRead("is a git-lfs pointer, not the file: `git lfs pull`")
     try:
@@ -93,8 +108,9 @@ def has_lines(path: Path) -> bool:
 
 
 def rows_typed_first(path: Path) -> int:
-    """How many rows of a file `datasets` reads before it fixes the types of columns: those of ten megabytes of lines
-    (datasets/packaged_modules/json/json.py::JsonConfig[chunksize: int]), all rows of other files.
+    """How many rows of a file `datasets` reads before it fixes the types of columns: those of ten
+    megabytes of lines (datasets/packaged_modules/json/json.py::JsonConfig[chunksize: int]), all
+    rows of other files.
     """
     if _READERS.get(data_suffix(path)) is not _read_json:
         return sys.maxsize
@@ -121,7 +137,9 @@ def _open(path: Path) -> IO[bytes]:
 
 
 def _read_json(path: Path) -> Iterator[Numbered]:
-    """JSON lines or one array, whatever the suffix, as datasets/packaged_modules/json/json.py reads them."""
+    """JSON lines or one array, whatever the suffix, as datasets/packaged_modules/json/json.py reads
+    them.
+    """
     with _open(path) as stream:
         head = stream.read(_CHUNK)
         stream.seek(0)
@@ -187,7 +205,9 @@ def _json_lines(stream: IO[bytes]) -> Iterator[Numbered]:
 
 
 def _refuse_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Raises ValueError for an object that has a key twice: json takes the last, pyarrow refuses the file."""
+    """Raises ValueError for an object that has a key twice: json takes the last, pyarrow refuses
+    the file.
+    """
     keys = dict(pairs)
     if len(keys) < len(pairs):
         names = [key for key, _ in pairs]
@@ -202,7 +222,7 @@ _CHECKED_FOR_TWINS = 1000
 
 
 def _decode_line(text: str) -> Any:
-    """One JSON value; raises ValueError. Rows without blanks around them cost no search for blanks."""
+    """One JSON value; raises ValueError. Rows without blanks cost no search for them."""
     try:
         row, end = _DECODER.raw_decode(text)
     except json.JSONDecodeError:
@@ -216,7 +236,9 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def _refuse_surrogates(row: Any) -> None:
-    """Raises UnicodeEncodeError for half of a surrogate pair: no text holds it, and pyarrow refuses it."""
+    """Raises UnicodeEncodeError for half of a surrogate pair: no text holds it, and pyarrow refuses
+    it.
+    """
     json.dumps(row, ensure_ascii=False).encode()
 
 
@@ -258,7 +280,11 @@ def _items_up_to_end(window: _Window) -> Iterator[Numbered]:
         yield from _next_item(window)
         character = window.next_character()
         if character not in (",", "]"):
-            reason = "is followed by neither `,` nor `]`" if character else "ends inside the array: `]` is missing"
+            reason = (
+                "is followed by neither `,` nor `]`"
+                if character
+                else "ends inside the array: `]` is missing"
+            )
             yield window.line, BadRow(reason)
             raise _Undecodable
         window.skip(character)
@@ -350,7 +376,11 @@ class _Window:
 
 
 def _read_csv(path: Path, delimiter: str = ",") -> Iterator[Numbered]:
-    """Cells as pandas types them: missing words are null, numbers are numbers (`read_csv`)."""
+    """Cells as pandas types them: missing words are null, numbers are numbers (`read_csv`).
+
+    What stands in front of the named cells is an index
+    (pandas/io/parsers/c_parser_wrapper.py::CParserWrapper._set_noconvert_columns[self.names #2]).
+    """
     # a quote that is never closed makes one cell of the rest of the file
     csv.field_size_limit(MAX_ROW)
     with _open(path) as stream:
@@ -371,15 +401,16 @@ def _read_csv(path: Path, delimiter: str = ",") -> Iterator[Numbered]:
                 if not values:
                     continue
                 if is_first and len(values) > len(names):
-                    # pandas/io/parsers/c_parser_wrapper.py::CParserWrapper._set_noconvert_columns[self.names #2]: what
-                    # stands in front of the named cells is an index
                     names = [INDEX] * (len(values) - len(names)) + names
                 is_first = False
                 if len(values) > len(names):
                     yield number, BadRow(f"has {len(values)} cells, the header has {len(names)}")
                     continue
                 padded = values + [""] * (len(names) - len(values))
-                yield number, {name: _cell(value) for name, value in zip(names, padded, strict=True)}
+                yield (
+                    number,
+                    {name: _cell(value) for name, value in zip(names, padded, strict=True)},
+                )
         except UnicodeDecodeError:
             yield number, BadRow("is not UTF-8")
         except csv.Error as error:
@@ -391,7 +422,9 @@ INDEX = "__index_level_0__"
 
 
 class _Lines:
-    """Lines of a text. `ended` is whether a reader went on after the last, as it does inside a quoted cell."""
+    """Lines of a text. `ended` is whether a reader went on after the last, as it does inside a
+    quoted cell.
+    """
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
@@ -448,12 +481,16 @@ def _read_parquet(path: Path) -> Iterator[Numbered]:
     try:
         with arrow.parquet.ParquetFile(path) as file:
             if file.num_row_groups and not file.metadata.row_group(0).num_rows:
-                # datasets/packaged_modules/parquet/parquet.py::Parquet._generate_tables[) #3]: its size is how many
-                # rows are read at once
-                raise CannotRead("begins with an empty row group, which `datasets` refuses: leave the file out")
+                # datasets/packaged_modules/parquet/parquet.py::Parquet._generate_tables[) #3]: its
+                # size is how many rows are read at once
+                raise CannotRead(
+                    "begins with an empty row group, which `datasets` refuses: leave the file out"
+                )
             for field in file.schema_arrow:
                 if arrow.types.is_map(field.type):
-                    raise CannotRead(f"has a column of the type map, `{field.name}`, which `datasets` refuses")
+                    raise CannotRead(
+                        f"has a column of the type map, `{field.name}`, which `datasets` refuses"
+                    )
             yield from _batch_rows(file.iter_batches(batch_size=1024))
     except (arrow.ArrowException, ValueError, OverflowError) as error:
         raise CannotRead(f"is not a readable Parquet file: {_first_line(error)}") from None
@@ -469,8 +506,8 @@ def _read_arrow(path: Path) -> Iterator[Numbered]:
 
 
 def _arrow_batches(arrow: Any, source: Any) -> Iterator[Any]:
-    """datasets/packaged_modules/arrow/arrow.py::Arrow._generate_tables[reader = pa.ipc.open_file]: a stream, or else a
-    file with a footer.
+    """datasets/packaged_modules/arrow/arrow.py::Arrow._generate_tables[reader = pa.ipc.open_file]:
+    a stream, or else a file with a footer.
     """
     try:
         stream = arrow.ipc.open_stream(source)
@@ -505,8 +542,8 @@ _READERS: Mapping[str, Callable[[Path], Iterator[Numbered]]] = {
     ".parquet": _read_parquet,
     ".arrow": _read_arrow,
 }
-"""The reader of each format by its suffix; datasets/packaged_modules/__init__.py::[_EXTENSION_TO_MODULE: dict] reads
-more of them.
+"""The reader of each format by its suffix;
+datasets/packaged_modules/__init__.py::[_EXTENSION_TO_MODULE: dict] reads more of them.
 """
 
 READABLE = frozenset(_READERS)

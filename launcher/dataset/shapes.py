@@ -208,7 +208,7 @@ def _first_column(survey: Survey, columns: Mapping[str, str], names: list[str]) 
 
 def _chat_form(name: str, column: str) -> RowForm:
     def convert(row: Row) -> dict[str, Any]:
-        return _with_columns(_messages(_decode(column, row.get(column))), row)
+        return _with_columns(messages_of(_decode(column, row.get(column))), row)
 
     return RowForm(name=name, into="`messages`", convert=convert)
 
@@ -216,10 +216,9 @@ def _chat_form(name: str, column: str) -> RowForm:
 def _name_chats(survey: Survey, column: str) -> str | None:
     """The name of the conversations in a column; None where a trainer reads them."""
     kind = survey.kind(column)
-    is_messages = column.lower() == "messages"
     if kind == "text" and _is_written_out(survey, column):
         return "messages as text"
-    if kind == "object" and is_messages:
+    if kind == "object" and column.lower() == "messages":
         return "`messages` as an object of lists"
     if kind != "list":
         return None
@@ -233,7 +232,7 @@ def _name_chats(survey: Survey, column: str) -> str | None:
     if survey.count(column, "no-role") or survey.count(column, "no-content") == survey.rows:
         is_unsure = column.lower() in _UNSURE_CHATS and set(roles) == {"?"}
         return None if is_unsure else f"`{column}` with other keys"
-    if not is_messages:
+    if column != "messages":
         return f"`{column}`"
     if any(_role(role) != role for role in roles):
         return "`messages` with other roles"
@@ -326,8 +325,8 @@ def _role(role: str) -> str:
     return role
 
 
-def _messages(value: object) -> list[Message]:
-    """Messages with `role` and `content`, whatever they were called."""
+def messages_of(value: object) -> list[Message]:
+    """Messages with `role` and `content`, whatever they were called. Raises CannotConvert."""
     if isinstance(value, dict):
         value = _rows_of(value)
     if not isinstance(value, list) or not value:
@@ -406,7 +405,7 @@ def _spoken(row: Row, name: str, role: str) -> list[Message]:
     """What a column holds: messages, or a text of this role."""
     value = row.get(name)
     if isinstance(value, list | dict):
-        return _messages(value)
+        return messages_of(value)
     return [{"role": role, "content": _text(row, name)}]
 
 

@@ -1,6 +1,7 @@
 """A split as `load_dataset` takes it, such as `train[:10%]+test`, as ranges of rows.
 
-Follows datasets/arrow_reader.py (ReadInstruction): the grammar, how a percentage becomes a row, and what is refused.
+Follows datasets/arrow_reader.py (ReadInstruction): the grammar, how a percentage becomes a row, and
+what is refused.
 """
 
 from __future__ import annotations
@@ -9,7 +10,8 @@ import math
 import re
 from dataclasses import dataclass
 
-# datasets/arrow_reader.py::[_SUB_SPEC_RE = re.compile], datasets/arrow_reader.py::[_ADDITION_SEP_RE]
+# datasets/arrow_reader.py::[_SUB_SPEC_RE = re.compile],
+# datasets/arrow_reader.py::[_ADDITION_SEP_RE]
 _PART = re.compile(
     r"(?P<split>\w+(\.\w+)*)"
     r"(\[((?P<start>-?[\d_]+)(?P<start_percent>%)?)?:((?P<stop>-?[\d_]+)(?P<stop_percent>%)?)?\])?"
@@ -26,7 +28,9 @@ class BadSplit(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """A part of a split: rows `start` to `stop`, in rows or in percent; None for its beginning and its end."""
+    """A part of a split: rows `start` to `stop`, in rows or in percent; None for its beginning and
+    its end.
+    """
 
     split: str
     start: int | None = None
@@ -52,7 +56,9 @@ class Slice:
         if not self.drops_remainder:
             return round(boundary * total / 100)
         if total < _LEAST_FOR_WHOLE_PERCENT:
-            raise BadSplit(f"pct1_dropremainder needs {_LEAST_FOR_WHOLE_PERCENT} rows, and there are {total}")
+            raise BadSplit(
+                f"pct1_dropremainder needs {_LEAST_FOR_WHOLE_PERCENT} rows, and there are {total}"
+            )
         return boundary * math.trunc(total / 100)
 
 
@@ -87,7 +93,13 @@ def _slice(text: str) -> Slice:
     if in_percent and any(abs(bound or 0) > 100 for bound in (start, stop)):
         raise BadSplit("a percentage lies between -100 and 100")
     drops_remainder = rounding == "pct1_dropremainder"
-    return Slice(split=match["split"], start=start, stop=stop, in_percent=in_percent, drops_remainder=drops_remainder)
+    return Slice(
+        split=match["split"],
+        start=start,
+        stop=stop,
+        in_percent=in_percent,
+        drops_remainder=drops_remainder,
+    )
 
 
 def _number(digits: str | None) -> int | None:

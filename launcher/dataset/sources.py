@@ -1,7 +1,7 @@
 """What a stage file names as data -> `Source`: the files of one split, here or in the hub's cache.
 
-Follows datasets/data_files.py and datasets/load.py: which files of a folder are a split, by the folder's
-own description, or by their names; and which of them are read, by the most common format.
+Follows datasets/data_files.py and datasets/load.py: which files of a folder are a split, by the
+folder's own description, or by their names; and which of them are read, by the most common format.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -23,8 +23,8 @@ from launcher.paths import is_file
 
 _MOST_ENTRIES = 20_000  # entries of a folder to look at; a larger one is not judged
 
-# datasets/data_files.py::[SPLIT_KEYWORDS =]: words in the names of files and folders, in the order in which they are
-# tried
+# datasets/data_files.py::[SPLIT_KEYWORDS =]: words in the names of files and folders, in the order
+# in which they are tried
 _SPLIT_WORDS = {
     "train": frozenset({"train", "training"}),
     "validation": frozenset({"validation", "valid", "dev", "val"}),
@@ -35,10 +35,12 @@ _SEPARATORS = re.compile(r"[-._ 0-9]")
 _SHARD = re.compile(r"data/(?P<split>[^/]+)-\d{5}-of-\d{5}[^/]*\.[^/]*\Z")
 # datasets/data_files.py::[FILES_TO_IGNORE]
 _IGNORED = frozenset(
-    "README.md config.json dataset_info.json dataset_infos.json dummy_data.zip dataset_dict.json".split()
+    """
+    README.md config.json dataset_info.json dataset_infos.json dummy_data.zip dataset_dict.json
+    """.split()
 )
-# datasets/load.py::dataset_module_factory[data_files=data_files #3]: the file of one data set; a folder of several
-# splits is read as any other
+# datasets/load.py::dataset_module_factory[data_files=data_files #3]: the file of one data set; a
+# folder of several splits is read as any other
 SAVED_TO_DISK = "state.json"
 
 # datasets/packaged_modules/__init__.py::[_EXTENSION_TO_MODULE: dict], as far as launch reads them
@@ -55,22 +57,24 @@ _FORMATS = {
 # the most usual of those that it does not read
 _OTHER_FORMATS = frozenset(
     """
-    .geoparquet .gpq .conll .conllu .tar .xml .hdf5 .h5 .eval .toml .md .lance .tsfile .vortex .zip .pdf .png .jpg
-    .jpeg .webp .gif .bmp .tif .tiff .svg .wav .mp3 .flac .ogg .opus .m4a .mp4 .mkv .avi .mov .webm .nii .pdb .cif
-    .fa .fasta .fastq .fq .gb
+    .geoparquet .gpq .conll .conllu .tar .xml .hdf5 .h5 .eval .toml .md .lance .tsfile .vortex .zip
+    .pdf .png .jpg .jpeg .webp .gif .bmp .tif .tiff .svg .wav .mp3 .flac .ogg .opus .m4a .mp4 .mkv
+    .avi .mov .webm .nii .pdb .cif .fa .fasta .fastq .fq .gb
     """.split()
 )
-# datasets/load.py::infer_module_for_data_files_list.sort_key[ext == #1]: of formats that are as common, the last of
-# these
+# datasets/load.py::infer_module_for_data_files_list.sort_key[ext == #1]: of formats that are as
+# common, the last of these
 _PREFERRED = (".csv", ".json", ".jsonl", ".arrow", ".vortex", ".lance", ".parquet")
 # files that describe images and sounds: they count where there is nothing else
 _METADATA = re.compile(r"metadata\.(jsonl|csv|parquet)\Z")
 
-# Names that `load_dataset` takes for a reader (datasets/packaged_modules/__init__.py::[_PACKAGED_DATASETS_MODULES =]).
+# Names that `load_dataset` takes for a reader
+# (datasets/packaged_modules/__init__.py::[_PACKAGED_DATASETS_MODULES =]).
 LOADERS = frozenset(
     """
-    csv json pandas parquet arrow text conll imagefolder audiofolder videofolder meshfolder pdffolder
-    niftifolder webdataset xml hdf5 eval lance tsfile iceberg vortex mmcif pdb genbank fasta fastq harbor
+    csv json pandas parquet arrow text conll imagefolder audiofolder videofolder meshfolder
+    pdffolder niftifolder webdataset xml hdf5 eval lance tsfile iceberg vortex mmcif pdb genbank
+    fasta fastq harbor
     """.split()
 )
 
@@ -79,9 +83,9 @@ LOADERS = frozenset(
 class Source:
     """The files of one split of a data set.
 
-    `beside` are the files of its other splits, which the library reads too. Without files, `unseen` says why its rows
-    cannot be looked at, or `fault` why no trainer can read them and `remedy` what to do about it; `missing` are paths
-    that are not here.
+    `beside` are the files of its other splits, which the library reads too. Without files, `unseen`
+    says why its rows cannot be looked at, or `fault` why no trainer can read them and `remedy` what
+    to do about it; `missing` are paths that are not here.
     """
 
     name: str
@@ -93,31 +97,34 @@ class Source:
     missing: tuple[str, ...] = ()
 
 
-class _UnknownFolder(Exception):
-    """A folder of which launch does not know how it is read; the message says why."""
+class _NoFiles(Exception):
+    """A data set whose files cannot be told; `source` says why, in the words of a `Source`."""
+
+    def __init__(self, source: Source) -> None:
+        super().__init__()
+        self.source = source
 
 
-class _MissingFiles(Exception):
-    """Files that are named and that are not there."""
-
-    def __init__(self, patterns: Sequence[str]) -> None:
-        super().__init__(f"there is no {', '.join(patterns)}")
-        self.patterns = tuple(patterns)
+def _unseen(reason: str, missing: Sequence[str] = ()) -> _NoFiles:
+    """Rows that launch cannot look at."""
+    return _NoFiles(Source(name="", unseen=reason, missing=tuple(missing)))
 
 
-class _RefusedFolder(Exception):
-    """A folder that the library refuses: why, and what to do."""
+def _refused(fault: str, remedy: str) -> _NoFiles:
+    """Rows that the library refuses."""
+    return _NoFiles(Source(name="", fault=fault, remedy=remedy))
 
-    def __init__(self, fault: str, remedy: str) -> None:
-        super().__init__(fault)
-        self.fault = fault
-        self.remedy = remedy
+
+def _source(name: str, splits: dict[str, list[Path]], split: str) -> Source:
+    files = tuple(splits.pop(split))
+    beside = tuple(file for others in splits.values() for file in others)
+    return Source(name=name, files=files, beside=beside)
 
 
 def reader_of(path: Path) -> str | None:
     """The reader of `datasets` for a file, such as `json`; None where launch knows none."""
     kind = _FORMATS.get(reading.data_suffix(path))
-    return "csv" if kind == "tsv" else kind
+    return None if kind is None else _reader(kind)
 
 
 def of_file(name: str) -> Source:
@@ -128,9 +135,10 @@ def of_file(name: str) -> Source:
 
 
 def of_name(name: str, split: str, config: str | None, environ: Mapping[str, str]) -> Source:
-    """The source of `load_dataset(name, config)[split]`: a folder, or a data set in the hub's cache."""
+    """The source of `load_dataset(name, config)[split]`: a folder, or a set in the hub's cache."""
     folder = Path(name)
-    if not os.path.isdir(folder):
+    is_local = os.path.isdir(folder)
+    if not is_local:
         if model_config.is_path(name) or name.count("/") != 1:
             return Source(name=name, unseen="it is not here")
         cached = model_config.snapshot(name, environ, kind="datasets")
@@ -139,36 +147,41 @@ def of_name(name: str, split: str, config: str | None, environ: Mapping[str, str
         folder = cached
     elif os.path.exists(folder / SAVED_TO_DISK):
         fault = "was written by `save_to_disk`, which `load_dataset` refuses"
-        remedy = "write it as Parquet (`Dataset.to_parquet`) or JSON lines (`to_json`), and name that folder"
+        remedy = (
+            "write it as Parquet (`Dataset.to_parquet`) or JSON lines (`to_json`), "
+            "and name that folder"
+        )
         return Source(name=name, fault=fault, remedy=remedy)
     elif is_file(folder / f"{folder.name}.py"):
-        fault = f"holds {folder.name}.py, which `load_dataset` takes for a script of its own, and refuses"
+        script = f"{folder.name}.py"
+        fault = f"holds {script}, which `load_dataset` takes for a script of its own, and refuses"
         return Source(name=name, fault=fault, remedy="rename that file, or the folder")
     try:
         splits = _files_of_splits(folder, split, config)
-    except _UnknownFolder as error:
-        return Source(name=name, unseen=str(error))
-    except _RefusedFolder as error:
-        if os.path.isdir(name):
-            return Source(name=name, fault=error.fault, remedy=error.remedy)
-        # of a data set of the hub, only a part may be in the cache
-        return Source(name=name, unseen=f"as far as it is downloaded, it {error.fault}")
-    files = tuple(folder / file for file in splits.pop(split))
-    beside = tuple(folder / file for others in splits.values() for file in others)
-    return Source(name=name, files=files, beside=beside)
+    except _NoFiles as error:
+        if error.source.fault is not None and not is_local:
+            # of a data set of the hub, only a part may be in the cache
+            reason = f"as far as it is downloaded, it {error.source.fault}"
+            return Source(name=name, unseen=reason)
+        return replace(error.source, name=name)
+    return _source(name, _in_folder(folder, splits), split)
+
+
+def _in_folder(folder: Path, splits: Mapping[str, Sequence[str]]) -> dict[str, list[Path]]:
+    return {split: [folder / file for file in files] for split, files in splits.items()}
 
 
 def split_names(name: str, config: str | None) -> tuple[str, ...] | None:
-    """The splits that `load_dataset(name, config)` makes of a folder; None where launch does not know them."""
+    """The splits that `load_dataset(name, config)` makes of a folder; None if unknown."""
     folder = Path(name)
     if not os.path.isdir(folder) or os.path.exists(folder / SAVED_TO_DISK):
         return None
     try:
         splits = _all_splits(folder, config)
-    except (_UnknownFolder, _RefusedFolder):
+    except _NoFiles:
         return None
-    names = tuple(split for split, files in splits.items() if _common_format(files) is not None)
-    return names or None
+    names = [split for split, files in splits.items() if _common_format(files) is not None]
+    return tuple(names) or None
 
 
 def of_set(
@@ -180,9 +193,10 @@ def of_set(
     data_dir: str | None = None,
     data_files: Any = None,
 ) -> Source:
-    """The source of `load_dataset(path, config, data_dir, data_files)[split]`; `path` may name a reader."""
-    is_reader = path in LOADERS
-    if data_dir is None and data_files is None and not is_reader:
+    """The source of `load_dataset(path, config, data_dir, data_files)[split]`; `path` may name a
+    reader.
+    """
+    if data_dir is None and data_files is None and path not in LOADERS:
         return of_name(path, split, config, environ)
     folder = _base(path, data_dir, environ)
     if folder is None:
@@ -193,16 +207,10 @@ def of_set(
     if data_files is None and not os.path.isdir(folder):
         return Source(name=path, unseen=f"there is no folder {folder}", missing=(str(folder),))
     try:
-        read = _files_of_set(path, folder, data_files, split)
-    except _UnknownFolder as error:
-        return Source(name=path, unseen=str(error))
-    except _MissingFiles as error:
-        return Source(name=path, unseen=str(error), missing=error.patterns)
-    except _RefusedFolder as error:
-        return Source(name=path, fault=error.fault, remedy=error.remedy)
-    files = tuple(read.pop(split))
-    beside = tuple(file for others in read.values() for file in others)
-    return Source(name=path, files=files, beside=beside)
+        splits = _files_of_set(path, folder, data_files, split)
+    except _NoFiles as error:
+        return replace(error.source, name=path)
+    return _source(path, splits, split)
 
 
 def _base(path: str, data_dir: str | None, environ: Mapping[str, str]) -> Path | None:
@@ -219,85 +227,85 @@ def _base(path: str, data_dir: str | None, environ: Mapping[str, str]) -> Path |
 
 
 def _files_of_set(path: str, folder: Path, data_files: Any, split: str) -> dict[str, list[Path]]:
-    """The files of each split. Raises _UnknownFolder, _MissingFiles, and _RefusedFolder without `split`."""
+    """The files of each split. Raises _NoFiles, also without `split`."""
     if data_files is None:
-        splits = {
-            name: [folder / file for file in files] for name, files in _splits_by_name(_names_below(folder)).items()
-        }
+        splits = _in_folder(folder, _splits_by_name(_names_below(folder)))
     else:
-        splits = {name: _named(folder, patterns) for name, patterns in _patterns(data_files).items()}
+        splits = {}
+        for name, patterns in _patterns(data_files).items():
+            splits[name] = _named(folder, patterns)
     if split not in splits:
-        fault = f"has no split {split}: `data_files` and the names of the files make them {', '.join(splits)}"
-        raise _RefusedFolder(fault, "name a split that there is, or make `data_files` a mapping of splits to files")
+        there = ", ".join(splits)
+        fault = f"has no split {split}: `data_files` and the names of the files make them {there}"
+        remedy = "name a split that there is, or make `data_files` a mapping of splits to files"
+        raise _refused(fault, remedy)
     reader = path if path in LOADERS else None
     return {name: _of_reader(files, reader) for name, files in splits.items()}
 
 
 def _of_reader(files: Sequence[Path], reader: str | None) -> list[Path]:
-    """The files that are read. Raises _UnknownFolder where a reader reads them in a way of its own."""
+    """The files that are read. Raises _NoFiles where a reader has a way of its own."""
     names = [str(file) for file in files]
     if reader is None:
         return [Path(name) for name in _files_of_format(names, _common_format(names))]
     for name in names:
         suffix = reading.data_suffix(Path(name))
-        if suffix not in reading.READABLE or _FORMATS[suffix].replace("tsv", "csv") != reader:
-            raise _UnknownFolder(f"launch does not read {name} as `{reader}` does")
+        if suffix not in reading.READABLE or _reader(_FORMATS[suffix]) != reader:
+            raise _unseen(f"launch does not read {name} as `{reader}` does")
     return list(files)
 
 
 def _named(folder: Path, patterns: Sequence[str]) -> list[Path]:
-    """datasets/data_files.py::resolve_pattern[if is_relative_path]: the files that patterns name, each relative to
-    `folder`. Raises _MissingFiles.
+    """datasets/data_files.py::resolve_pattern[if is_relative_path]: the files that patterns
+    name, each relative to `folder`. Raises _NoFiles.
     """
     named: list[Path] = []
-    missing = []
+    missing: list[str] = []
     for pattern in patterns:
         if "://" in pattern or "::" in pattern:
-            raise _UnknownFolder(f"{pattern} is not a file of this machine")
+            raise _unseen(f"{pattern} is not a file of this machine")
         whole = os.path.join(folder, pattern)
-        found = sorted(glob.glob(whole, recursive=True)) if glob.has_magic(whole) else [whole]
-        files = [Path(file) for file in found if os.path.isfile(file) and os.path.basename(file) not in _IGNORED]
+        paths = sorted(glob.glob(whole, recursive=True)) if glob.has_magic(whole) else [whole]
+        files = [Path(path) for path in paths if os.path.isfile(path)]
+        files = [file for file in files if file.name not in _IGNORED]
         if not files:
             missing.append(pattern)
         named += files
     if missing:
-        raise _MissingFiles(missing)
+        raise _unseen(f"there is no {', '.join(missing)}", missing)
     return named
 
 
 def _all_splits(folder: Path, config: str | None) -> dict[str, list[str]]:
     names = _names_below(folder)
     if "dataset_infos.json" in os.listdir(folder):
-        raise _UnknownFolder("dataset_infos.json decides how it is read")
+        raise _unseen("dataset_infos.json decides how it is read")
     splits = _splits_of_card(names, _card(folder), config)
-    if splits is None:
-        splits = _splits_by_name(names)
-    return splits
+    return _splits_by_name(names) if splits is None else splits
 
 
 def _files_of_splits(folder: Path, split: str, config: str | None) -> dict[str, list[str]]:
-    """datasets/load.py::LocalDatasetModuleFactory.get_module: the files of each split. Raises _UnknownFolder, and
-    _RefusedFolder without `split`.
+    """datasets/load.py::LocalDatasetModuleFactory.get_module: the files of each split.
+
+    Raises _NoFiles, also without `split`.
     """
     splits = _all_splits(folder, config)
-    formats = {}
+    formats: dict[str, str] = {}
     for name, files in splits.items():
-        formats[name] = _common_format(files)
-    if not any(formats.values()):
-        raise _RefusedFolder("holds no data files", "write the rows as .jsonl, .csv or .parquet files")
-    if len({kind for kind in formats.values() if kind is not None}) > 1:
-        shown = ", ".join(f"{name}: {kind}" for name, kind in formats.items())
+        kind = _common_format(files)
+        if kind is not None:
+            formats[name] = kind
+    if not formats:
+        raise _refused("holds no data files", "write the rows as .jsonl, .csv or .parquet files")
+    if len(set(formats.values())) > 1:
+        shown = ", ".join(f"{name}: {formats.get(name)}" for name in splits)
         fault = f"has splits of different formats ({shown}), which `load_dataset` refuses"
-        raise _RefusedFolder(fault, "write all splits in one format, or keep them in folders of their own")
-    if formats.get(split) is None:
-        there = ", ".join(name for name, kind in formats.items() if kind is not None)
-        fault = f"has no split {split}: the names of its files make them {there}"
-        raise _RefusedFolder(fault, f"name the split that there is, or rename a file to {split}")
-    read = {}
-    for name, files in splits.items():
-        if formats[name] is not None:
-            read[name] = _files_of_format(files, formats[name])
-    return read
+        remedy = "write all splits in one format, or keep them in folders of their own"
+        raise _refused(fault, remedy)
+    if split not in formats:
+        fault = f"has no split {split}: the names of its files make them {', '.join(formats)}"
+        raise _refused(fault, f"name the split that there is, or rename a file to {split}")
+    return {name: _files_of_format(splits[name], kind) for name, kind in formats.items()}
 
 
 def _names_below(folder: Path) -> list[str]:
@@ -306,9 +314,9 @@ def _names_below(folder: Path) -> list[str]:
         below = list(islice(folder.rglob("*"), _MOST_ENTRIES + 1))
         files = [path.relative_to(folder) for path in below if path.is_file()]
     except (OSError, ValueError):
-        raise _UnknownFolder("it cannot be listed") from None
+        raise _unseen("it cannot be listed") from None
     if len(below) > _MOST_ENTRIES:
-        raise _UnknownFolder("it holds too many files")
+        raise _unseen("it holds too many files")
     return sorted(str(path) for path in files if not _is_left_out(path))
 
 
@@ -327,12 +335,15 @@ def _card(folder: Path) -> Mapping[str, Any]:
     card: dict[str, Any] = {}
     text = _text_of(folder / "README.md").replace("\r\n", "\n")
     front = re.match(r"\s*---[^\S\n]*\n(.*?)\n---[^\S\n]*(\n|\Z)", text, re.DOTALL)
-    for part in (front[1] if front is not None else "", _text_of(folder / ".huggingface.yaml")):
+    parts = [_text_of(folder / ".huggingface.yaml")]
+    if front is not None:
+        parts.insert(0, front[1])
+    for part in parts:
         try:
             content = yaml.safe_load(part)
         except (yaml.YAMLError, RecursionError, ValueError):
             fault = "has a README.md whose head is not YAML, which `load_dataset` refuses"
-            raise _RefusedFolder(fault, "correct what stands between the lines `---`") from None
+            raise _refused(fault, "correct what stands between the lines `---`") from None
         if isinstance(content, dict):
             card.update(content)
     return card
@@ -345,23 +356,29 @@ def _text_of(path: Path) -> str:
         return ""
 
 
-def _splits_of_card(names: Sequence[str], card: Mapping[str, Any], config: str | None) -> dict[str, list[str]] | None:
+def _splits_of_card(
+    names: Sequence[str], card: Mapping[str, Any], config: str | None
+) -> dict[str, list[str]] | None:
     """The files of each split as a card lists them; None where it lists none."""
     configs = card.get("configs")
     if not isinstance(configs, list) or not configs:
         if config is not None:
-            raise _UnknownFolder(f"its configuration {config} is not described here")
+            raise _unseen(f"its configuration {config} is not described here")
         return None
     data_files = _config(configs, config).get("data_files")
     if data_files is None:
-        raise _UnknownFolder("its README.md describes its files in another way")
-    splits = {}
+        raise _unseen("its README.md describes its files in another way")
+    splits: dict[str, list[str]] = {}
     for split, patterns in _patterns(data_files).items():
-        splits[split] = [file for file in names if any(_matches(file, pattern) for pattern in patterns)]
+        splits[split] = [file for file in names if _matches_any(file, patterns)]
         if not splits[split]:
             fault = f"describes files in its README.md that are not there: {', '.join(patterns)}"
-            raise _RefusedFolder(fault, "correct `data_files` there")
+            raise _refused(fault, "correct `data_files` there")
     return splits
+
+
+def _matches_any(file: str, patterns: Sequence[str]) -> bool:
+    return any(_matches(file, pattern) for pattern in patterns)
 
 
 def _config(configs: Sequence[Any], name: str | None) -> Mapping[str, Any]:
@@ -369,7 +386,7 @@ def _config(configs: Sequence[Any], name: str | None) -> Mapping[str, Any]:
     names = [str(entry.get("config_name", "default")) for entry in described]
     if name is not None:
         if name not in names:
-            raise _UnknownFolder(f"its README.md describes no configuration {name}")
+            raise _unseen(f"its README.md describes no configuration {name}")
         return described[names.index(name)]
     for entry, entry_name in zip(described, names, strict=True):
         if entry.get("default") or entry_name == "default":
@@ -377,7 +394,8 @@ def _config(configs: Sequence[Any], name: str | None) -> Mapping[str, Any]:
     if len(described) == 1:
         return described[0]
     fault = f"has the configurations {', '.join(names)}, and none of them is the default"
-    raise _RefusedFolder(fault, f"name one: `dataset_config: {names[0]}`" if names else "correct its README.md")
+    remedy = f"name one: `dataset_config: {names[0]}`" if names else "correct its README.md"
+    raise _refused(fault, remedy)
 
 
 def _patterns(data_files: Any) -> dict[str, list[str]]:
@@ -404,7 +422,7 @@ def _strings(paths: Any) -> list[str]:
 
 
 def _matches(file: str, pattern: str) -> bool:
-    """Whether a pattern of the hub names a file: `**` stands for folders, a star stops at a slash."""
+    """Whether a pattern of the hub names a file: `**` is folders, a star stops at a slash."""
     parts = [part for part in pattern.split("/") if part not in ("", ".")]
     regex = ""
     for part in parts[:-1]:
@@ -432,8 +450,8 @@ def _part_regex(part: str) -> str:
 
 def _splits_by_name(names: Sequence[str]) -> dict[str, list[str]]:
     """datasets/data_files.py::[DEFAULT_PATTERNS_SPLIT_IN_FILENAME =],
-    datasets/data_files.py::_get_data_files_patterns: shards, then folders, then files that bear the name of a split;
-    else all.
+    datasets/data_files.py::_get_data_files_patterns: shards, then folders, then files that bear the
+    name of a split; else all.
     """
     shards: dict[str, list[str]] = {}
     for file in names:
@@ -466,8 +484,8 @@ def _suffixes(file: str) -> list[str]:
 
 
 def _common_format(files: Iterable[str]) -> str | None:
-    """The format of the most common suffix (datasets/load.py::infer_module_for_data_files_list); None where no file is
-    data.
+    """The format of the most common suffix (datasets/load.py::infer_module_for_data_files_list);
+    None where no file is data.
     """
     counts: Counter[tuple[bool, str]] = Counter()
     for file in files:
@@ -490,19 +508,23 @@ def _common_format(files: Iterable[str]) -> str | None:
 
 
 def _files_of_format(files: Iterable[str], kind: str | None) -> list[str]:
-    """The files that are read. Raises _UnknownFolder where launch does not read them."""
+    """The files that are read. Raises _NoFiles where launch does not read them."""
     if kind is None or kind not in _FORMATS.values():
-        raise _UnknownFolder(f"most of its files are {kind}, and they are what is read")
+        raise _unseen(f"most of its files are {kind}, and they are what is read")
     # a reader takes all its suffixes: that of .csv also .tsv, and .zip
-    reader = kind.replace("tsv", "csv")
-    read = []
+    reader = _reader(kind)
+    read: list[str] = []
     for file in files:
-        modules = {_FORMATS[suffix].replace("tsv", "csv") for suffix in _suffixes(file) if suffix in _FORMATS}
-        if reader in modules:
+        suffixes = _suffixes(file)
+        if reader in [_reader(_FORMATS.get(suffix, "")) for suffix in suffixes]:
             read.append(file)
-        elif ".zip" in _suffixes(file):
-            raise _UnknownFolder(f"launch does not look into {file}")
+        elif ".zip" in suffixes:
+            raise _unseen(f"launch does not look into {file}")
     for file in read:
         if reading.data_suffix(Path(file)) not in reading.READABLE:
-            raise _UnknownFolder(f"launch does not read {file}")
+            raise _unseen(f"launch does not read {file}")
     return read
+
+
+def _reader(kind: str) -> str:
+    return "csv" if kind == "tsv" else kind

@@ -1,7 +1,8 @@
-"""Every row of a data set -> `Survey`: columns, types, roles, and rows that cannot train what was meant.
+"""Every row of a data set -> `Survey`: columns, types, roles, and rows that cannot train what was
+meant.
 
-One pass in bounded memory. A survey is remembered by the state of its files, so that a second look at the
-same rows costs nothing.
+One pass in bounded memory. A survey is remembered by the state of its files, so that a second look
+at the same rows costs nothing.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import itertools
 import json
 import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,9 @@ _MOST_FACTS = 400  # different facts: names of columns and roles are the data's 
 _MOST_DIALOGUES = 4096  # different sequences of roles
 _TRAINED = frozenset("text prompt completion chosen rejected messages conversations".split())
 # what templates write of a message; ids and scores beside it are not among them
-_WRITTEN = tuple("role content from value text tool_calls function_call name reasoning_content thinking".split())
+_WRITTEN = tuple(
+    "role content from value text tool_calls function_call name reasoning_content thinking".split()
+)
 _KINDS: Mapping[type, str] = {
     type(None): "null",
     str: "text",
@@ -41,12 +44,19 @@ _KINDS: Mapping[type, str] = {
     list: "list",
     dict: "object",
 }
-ASSISTANTS = ("assistant", "gpt", "model", "bot")  # roles of answers, in templates and in ShareGPT's rows
+ASSISTANTS = (
+    "assistant",
+    "gpt",
+    "model",
+    "bot",
+)  # roles of answers, in templates and in ShareGPT's rows
 
 
 @dataclass(frozen=True, slots=True)
 class RowPlace:
-    """One row: its file and its number there, a line where the file has lines; `index` counts the rows before it."""
+    """One row: its file and its number there, a line where the file has lines; `index` counts the
+    rows before it.
+    """
 
     file: str
     number: int
@@ -84,9 +94,10 @@ class Fault:
 class Survey:
     """What all rows of a data set are like.
 
-    `kinds` has a tally for each column and kind of value (text, number, bool, list, object, null, and absent:
-    rows without the column). `facts` has one for each column and fact; the facts of whole rows are under the
-    column "". `unread` says what was not looked at, `pyarrow` is whether that was for want of it.
+    `kinds` has a tally for each column and kind of value (text, number, bool, list, object, null,
+    and absent: rows without the column). `facts` has one for each column and fact; the facts of
+    whole rows are under the column "". `unread` says what was not looked at, `pyarrow` is whether
+    that was for want of it.
     """
 
     rows: int = 0
@@ -106,13 +117,16 @@ class Survey:
 
     def kind(self, column: str) -> str | None:
         """The kind that most values of a column have, nulls left out; None where it has none."""
-        counts = {kind: tally.count for kind, tally in self.kinds_of(column).items() if kind not in ("null", "absent")}
-        return max(counts, key=lambda kind: counts[kind]) if counts else None
+        counts: dict[str, int] = {}
+        for kind, tally in self.kinds_of(column).items():
+            if kind not in ("null", "absent"):
+                counts[kind] = tally.count
+        return max(counts, key=counts.__getitem__, default=None)
 
     def of_columns(self, names: Sequence[str]) -> Survey:
         """The same rows with these columns alone.
 
-        What is known of whole rows stays where every column that is trained on does.
+        Facts of whole rows stay where every column that is trained on does.
         """
         kept = set(names)
         if (self.columns & _TRAINED) <= kept:
@@ -125,6 +139,7 @@ class Survey:
         return self.facts.get((column, name))
 
     def count(self, column: str, name: str) -> int:
+        """In how many rows a column has a fact."""
         tally = self.facts.get((column, name))
         return 0 if tally is None else tally.count
 
@@ -134,19 +149,22 @@ class Survey:
 
     def named(self, column: str, prefix: str) -> dict[str, Occurrence]:
         """The facts of a column that begin with `prefix`, such as `role:`, without it."""
-        return {
-            name.removeprefix(prefix): tally
-            for (owner, name), tally in self.facts.items()
-            if owner == column and name.startswith(prefix)
-        }
+        named: dict[str, Occurrence] = {}
+        for (owner, name), tally in self.facts.items():
+            if owner == column and name.startswith(prefix):
+                named[name.removeprefix(prefix)] = tally
+        return named
 
 
 def look(paths: Sequence[Path], rows: range | None = None) -> Survey:
-    """Look at every row of these files, or remember what was seen of them. Never raises for what they hold.
+    """Look at every row of these files, or remember what was seen of them. Never raises for what
+    they hold.
 
-    With `rows` only at these, counted over all files; rows that cannot be read are found in front of their end.
+    With `rows` only at these, counted over all files; rows that cannot be read are found in front
+    of their end.
     """
-    return _look(tuple(_state(path) for path in paths), None if rows is None else (rows.start, rows.stop))
+    bounds = None if rows is None else (rows.start, rows.stop)
+    return _look(tuple(_state(path) for path in paths), bounds)
 
 
 State = tuple[str, int, int, int, int]
@@ -163,29 +181,26 @@ def _state(path: Path) -> State:
 
 @functools.lru_cache(maxsize=256)
 def _look(states: tuple[State, ...], bounds: tuple[int, int] | None) -> Survey:
-    paths = [Path(state[0]) for state in states]
-    absolute = [(os.path.abspath(state[0]), *state[1:]) for state in states]
-    name = hashlib.sha256(
-        json.dumps([_VERSION, absolute, *(bounds or ())]).encode(errors="surrogateescape")
-    ).hexdigest()
-    memory = cache_home() / "surveys" / f"{name}.json"
-    remembered = _from_json(files.read_json(memory), [state[0] for state in states])
+    names = [state[0] for state in states]
+    absolute = [
+        (os.path.abspath(name), *state[1:]) for name, state in zip(names, states, strict=True)
+    ]
+    content = json.dumps([_VERSION, absolute, *(bounds or ())])
+    digest = hashlib.sha256(content.encode(errors="surrogateescape")).hexdigest()
+    memory = cache_home() / "surveys" / f"{digest}.json"
+    remembered = _from_json(files.read_json(memory), names)
     if remembered is not None:
         return remembered
-    survey = _survey(paths, bounds)
-    newest = max((max(state[3], state[4]) for state in states), default=0)
+    surveyor = _Surveyor(bounds)
+    for name in names:
+        surveyor.read(Path(name))
+    survey = surveyor.survey()
+    newest = max((max(state[3:]) for state in states), default=0)
     if time.time() - newest / 1e9 > _SETTLED_S and not survey.lacks_pyarrow:
         with contextlib.suppress(OSError, ValueError):
             memory.parent.mkdir(parents=True, exist_ok=True)
-            files.write_json(memory, _as_json(survey, [state[0] for state in states]))
+            files.write_json(memory, _as_json(survey, names))
     return survey
-
-
-def _survey(paths: Iterable[Path], bounds: tuple[int, int] | None) -> Survey:
-    surveyor = _Surveyor(bounds)
-    for path in paths:
-        surveyor.read(path)
-    return surveyor.survey()
 
 
 class _Surveyor:
@@ -250,7 +265,7 @@ class _Surveyor:
             kind = type(value)
             seen = counts.get((name, kind))
             if seen is None:
-                self._new_kind(name, kind)
+                self._count(counts, (name, kind), _MOST_FACTS)
             else:
                 seen[0] += 1
             if kind is str:
@@ -268,34 +283,39 @@ class _Surveyor:
                 self._mark(name, "false")
         if "chosen" in row and "rejected" in row:
             self._see_pair(row)
-        elif "completion" in row and "prompt" in row:
-            self._see_completion(row["prompt"], row["completion"])
+        elif "prompt" in row and _begins_with(row.get("completion"), row["prompt"]):
+            self._mark("", "prompt-twice")
         if "input_ids" in row:
             self._see_tokens(row)
         self._compare_with_earlier()
 
-    def _new_kind(self, name: str, kind: type) -> None:
-        if len(self._counts) < _MOST_FACTS:
-            self._counts[name, kind] = [1, self._file, self._number, self._index]
-
-    def _mark(self, column: str, fact: str, count: int = 1) -> None:
-        seen = self._facts.get((column, fact))
+    def _count(self, table: dict[Any, list[Any]], key: object, most: int, count: int = 1) -> bool:
+        """Count a key, and remember the row where it is new; False if the table has too many."""
+        seen = table.get(key)
         if seen is not None:
             seen[0] += count
-        elif len(self._facts) < _MOST_FACTS:
-            self._facts[column, fact] = [count, self._file, self._number, self._index]
+        elif len(table) < most:
+            table[key] = [count, self._file, self._number, self._index]
+        else:
+            return False
+        return True
+
+    def _mark(self, column: str, fact: str, count: int = 1) -> None:
+        self._count(self._facts, (column, fact), _MOST_FACTS, count)
 
     def _see_marked_text(self, name: str, value: str) -> None:
-        """Text that may be something else: messages written as JSON, or a special token in front."""
+        """Text that may be something else: messages as JSON, or a special token in front."""
         if value.startswith("\n\nHuman:"):
             self._mark(name, "human-assistant")
         elif value[0] == "<":
             end = value.find(">", 1, 32)
             if end > 0:
                 self._mark(name, f"starts:{value[: end + 1]}")
-        elif value[:40].lstrip("[{ \n").startswith(('"role"', '"content"', '"from"', '"value"')):
+            return
+        key = value[:40].lstrip("[{ \n")
+        if key.startswith(('"role"', '"content"', '"from"', '"value"')):
             self._mark(name, "json-messages")
-        elif value[:40].lstrip("[{ \n").startswith(("'role'", "'content'", "'from'", "'value'")):
+        elif key.startswith(("'role'", "'content'", "'from'", "'value'")):
             self._mark(name, "python-messages")
 
     def _see_tools(self, text: str) -> None:
@@ -326,11 +346,11 @@ class _Surveyor:
         tokens = row["input_ids"]
         if type(tokens) is not list:
             return
-        labels = row.get("labels")
         for name in ("labels", "completion_mask", "assistant_masks"):
             beside = row.get(name)
             if type(beside) is list and len(beside) != len(tokens):
                 self._mark(name, "other-length")
+        labels = row.get("labels")
         if type(labels) is list and labels and all(label == -100 for label in labels):
             self._mark("labels", "masked")
 
@@ -344,12 +364,7 @@ class _Surveyor:
         dialogue = (name, tuple([self._see_message(name, message) for message in messages]))
         if self._marked.get((name, "null-content")) == self._rows and _lack_content(messages):
             self._mark(name, "no-content")
-        seen = self._dialogues.get(dialogue)
-        if seen is not None:
-            seen[0] += 1
-        elif len(self._dialogues) < _MOST_DIALOGUES:
-            self._dialogues[dialogue] = [1, self._file, self._number, self._index]
-        else:
+        if not self._count(self._dialogues, dialogue, _MOST_DIALOGUES):
             self._mark_dialogue(dialogue, 1)
 
     def _mark_dialogue(self, dialogue: tuple[str, tuple[str, ...]], count: int) -> None:
@@ -424,13 +439,11 @@ class _Surveyor:
         elif type(chosen) is str and chosen[:1] != rejected[:1]:
             # TRL takes what both have in common as the prompt (trl/data_utils.py::extract_prompt)
             self._mark("", "no-common-prompt")
-        elif type(chosen) is list and (min(len(chosen), len(rejected)) < 2 or chosen[0] != rejected[0]):
+        elif type(chosen) is list and (
+            min(len(chosen), len(rejected)) < 2 or chosen[0] != rejected[0]
+        ):
             # a conversation of one message leaves nothing for the prompt
             self._mark("", "no-common-prompt")
-
-    def _see_completion(self, prompt: Any, completion: Any) -> None:
-        if _begins_with(completion, prompt):
-            self._mark("", "prompt-twice")
 
     def _compare_with_earlier(self) -> None:
         """Whether an earlier row had the same text in its trained columns."""
@@ -443,10 +456,8 @@ class _Surveyor:
 
     def survey(self) -> Survey:
         for dialogue, seen in self._dialogues.items():
-            self._file = seen[1]
-            self._number = seen[2]
-            self._index = seen[3]
-            self._mark_dialogue(dialogue, seen[0])
+            count, self._file, self._number, self._index = seen
+            self._mark_dialogue(dialogue, count)
         kinds = _merge_kinds(self._counts)
         for column in {name for name, _ in kinds}:
             present = sum(tally.count for (name, _), tally in kinds.items() if name == column)
@@ -468,7 +479,7 @@ def _lack_content(messages: list[Any]) -> bool:
 
 
 def _begins_with(answer: Any, prompt: Any) -> bool:
-    """Whether an answer repeats its prompt; a word or two may stand at the start of both by chance."""
+    """Whether an answer repeats its prompt; a word or two may begin both by chance."""
     if type(answer) is list and type(prompt) is list:
         return bool(prompt) and len(answer) > len(prompt) and answer[: len(prompt)] == prompt
     if type(answer) is str and type(prompt) is str:
@@ -516,9 +527,9 @@ def _as_json(survey: Survey, names: Sequence[str]) -> dict[str, Any]:
 
     def tallies(table: Mapping[tuple[str, str], Occurrence]) -> list[list[Any]]:
         listed = []
-        for key, one in table.items():
-            file = number.get(one.first.file, 0)
-            listed.append([*key, one.count, file, one.first.number, one.first.index])
+        for key, tally in table.items():
+            first = tally.first
+            listed.append([*key, tally.count, number.get(first.file, 0), first.number, first.index])
         return listed
 
     return {
@@ -535,26 +546,26 @@ def _from_json(content: Mapping[str, Any], names: Sequence[str]) -> Survey | Non
     """A survey that was remembered; None where it is of another version, or damaged."""
 
     def tallies(key: str) -> dict[tuple[str, str], Occurrence]:
-        return {
-            (str(column), str(name)): Occurrence(int(count), RowPlace(names[file], int(number), int(index)))
-            for column, name, count, file, number, index in content[key]
-        }
+        table = {}
+        for column, name, count, file, number, index in content[key]:
+            place = RowPlace(names[file], int(number), int(index))
+            table[str(column), str(name)] = Occurrence(int(count), place)
+        return table
 
     try:
+        faults = []
+        for fault in content["faults"]:
+            number = fault["number"]
+            if number is not None:
+                number = int(number)
+            faults.append(Fault(names[fault["file"]], str(fault["reason"]), number))
         return Survey(
             rows=int(content["rows"]),
             kinds=tallies("kinds"),
             facts=tallies("facts"),
-            faults=tuple(
-                Fault(names[fault["file"]], str(fault["reason"]), _row_number(fault["number"]))
-                for fault in content["faults"]
-            ),
+            faults=tuple(faults),
             fault_count=int(content["fault_count"]),
             unread=tuple(map(str, content["unread"])),
         )
     except (ValueError, TypeError, KeyError, IndexError, OverflowError, AttributeError):
         return None
-
-
-def _row_number(value: Any) -> int | None:
-    return None if value is None else int(value)

@@ -37,13 +37,17 @@ _LONGEST_LINEAGE = 10
 _FIELDS_OF_FORM = 20
 _LOSSES = 11
 """Steps of the table of losses, the first and the last among them."""
-_PLACES = frozenset("output_dir logging_dir run_name hub_token hub_model_id cache_dir local_cache_dir".split())
+_PLACES = frozenset(
+    "output_dir logging_dir run_name hub_token hub_model_id cache_dir local_cache_dir".split()
+)
 """Arguments that tell where a run wrote, not what it trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrittenCard:
-    """A card that was written; `kept` is where the one before was moved to, `replaced` what was written over."""
+    """A card that was written; `kept` is where the one before was moved to, `replaced` what was
+    written over.
+    """
 
     path: Path
     kept: Path | None = None
@@ -51,23 +55,27 @@ class WrittenCard:
 
 
 def made_of(model: TrainedModel) -> str:
-    """The card of a model, out of the record of the run that wrote it. Raises NotReady where there is no record."""
+    """The card of a model, out of the record of the run that wrote it. Raises NotReady where there
+    is no record.
+    """
     if model.run is None:
         message = f"no run's record names {model.path}: there is nothing to write a card of"
         raise not_ready("no-such-run", message, "launch runs lists the runs that are known here")
     run = series.load_run(model.run.path)
     lineage = list(_lineage(model))
-    text = "\n\n".join(part for part in _parts(model, run, lineage) if part) + "\n"
+    text = "\n\n".join(filter(None, _parts(model, run, lineage))) + "\n"
     text = attempt.redactor(model.run).redact(text)
     digest = hashlib.sha256(text.encode()).hexdigest()
-    return f"{_head(model, run, lineage)}<!-- launch card {digest}: what is edited here is kept -->\n{text}"
+    mark = f"<!-- launch card {digest}: what is edited here is kept -->\n"
+    return _head(model, run, lineage) + mark + text
 
 
 def write(model: TrainedModel, text: str, *, replace: bool) -> WrittenCard:
-    """Write a card beside the model; with `replace` another one is moved aside first. An empty form is written over.
+    """Write a card beside the model; with `replace` another one is moved aside first. An empty form
+    is written over.
 
-    Raises NotReady where a README.md lies there that launch did not write, or that was edited, or that cannot be
-    written.
+    Raises NotReady where a README.md lies there that launch did not write, or that was edited, or
+    that cannot be written.
     """
     path = model.path / NAME
     kept: Path | None = None
@@ -98,7 +106,10 @@ def _is_form(path: Path) -> bool:
     """Whether a file is the form that peft writes beside an adapter, which nobody has filled in
     (peft/peft_model.py, create_or_update_model_card)."""
     text = _text_of(path)
-    return "# Model Card for Model ID" in text and text.count("[More Information Needed]") >= _FIELDS_OF_FORM
+    return (
+        "# Model Card for Model ID" in text
+        and text.count("[More Information Needed]") >= _FIELDS_OF_FORM
+    )
 
 
 def _exists(path: Path) -> NotReady:
@@ -131,7 +142,9 @@ def _author(path: Path) -> str:
 
 
 def _lineage(model: TrainedModel) -> Iterator[Base]:
-    """The models that this one came from, the nearest first: a base that is itself the result of a run has one."""
+    """The models that this one came from, the nearest first: a base that is itself the result of a
+    run has one.
+    """
     base = model.base
     for _ in range(_LONGEST_LINEAGE):
         if base is None:
@@ -142,12 +155,8 @@ def _lineage(model: TrainedModel) -> Iterator[Base]:
 
 def _base_of(base: Base) -> Base | None:
     """What a model that lies here came from, as far as the record of its run tells."""
-    if not base.is_folder:
-        return None
-    before = of_folder(Path(base.name))
-    if before is None:
-        return None
-    return before.base
+    before = of_folder(Path(base.name)) if base.is_folder else None
+    return None if before is None else before.base
 
 
 def _public(lineage: Sequence[Base]) -> Base | None:
@@ -167,10 +176,10 @@ def _license(lineage: Sequence[Base]) -> dict[str, str]:
         if folder is None:
             continue
         metadata = _metadata(folder / NAME)
+        if not isinstance(metadata.get("license"), str):
+            continue
         names = ("license", "license_name", "license_link")
-        kept = {name: str(metadata[name]) for name in names if isinstance(metadata.get(name), str)}
-        if "license" in kept:
-            return kept
+        return {name: str(metadata[name]) for name in names if metadata.get(name)}
     return {}
 
 
@@ -188,38 +197,34 @@ def _metadata(path: Path) -> Mapping[str, Any]:
 
 def _head(model: TrainedModel, run: Run, lineage: Sequence[Base]) -> str:
     """The front matter that the hub reads."""
-    public = _public(lineage)
-    relation = "finetune"
-    library = "transformers"
-    tags = [str(run.stage), _backend(run)]
+    backend = str(run.manifest.get("backend") or "").replace("_", "-")
+    tags = [str(run.stage), backend]
     if model.is_adapter:
-        relation = "adapter"
-        library = "peft"
         tags.append("lora")
     content: dict[str, Any] = {}
+    public = _public(lineage)
     if public is not None:
         content["base_model"] = public.name
-        content["base_model_relation"] = relation
-    datasets = [name for name in _data_names(run) if not is_dir(name) and model_config.is_hub_name(name)]
+        content["base_model_relation"] = "adapter" if model.is_adapter else "finetune"
+    names = [str(record.get("name")) for record in _data_records(run)]
+    datasets = [name for name in names if not is_dir(name) and model_config.is_hub_name(name)]
     if datasets:
-        content["datasets"] = datasets
-    content["library_name"] = library
+        content["datasets"] = list(dict.fromkeys(datasets))
+    content["library_name"] = "peft" if model.is_adapter else "transformers"
     content |= _license(lineage)
     content["pipeline_tag"] = "text-generation"
     content["tags"] = [*tags, "launch"]
     redactor = redaction.of_process() if model.run is None else attempt.redactor(model.run)
-    dumped = yaml.safe_dump(redactor.redact(content), sort_keys=False, allow_unicode=True, width=100)
+    dumped = yaml.safe_dump(
+        redactor.redact(content), sort_keys=False, allow_unicode=True, width=100
+    )
     return f"---\n{dumped}---\n"
 
 
-def _backend(run: Run) -> str:
-    return str(run.manifest.get("backend") or "").replace("_", "-")
-
-
-def _data_names(run: Run) -> list[str]:
-    """The data sets that the run read, each once."""
-    records = [as_mapping(record) for record in as_list(run.manifest.get("contents"))]
-    return list(dict.fromkeys(str(record.get("name")) for record in records if record.get("role") == "data"))
+def _data_records(run: Run) -> list[Mapping[str, Any]]:
+    """What the run's record says of its data sets."""
+    records = map(as_mapping, as_list(run.manifest.get("contents")))
+    return [record for record in records if record.get("role") == "data"]
 
 
 def _parts(model: TrainedModel, run: Run, lineage: Sequence[Base]) -> Iterator[str]:
@@ -234,17 +239,14 @@ def _parts(model: TrainedModel, run: Run, lineage: Sequence[Base]) -> Iterator[s
 
 
 def _introduction(model: TrainedModel, run: Run, lineage: Sequence[Base]) -> str:
-    kind = "A model"
-    if model.is_adapter:
-        kind = "An adapter"
-    stage = (run.stage or "training").upper()
+    kind = "An adapter" if model.is_adapter else "A model"
+    text = f"{kind} from {(run.stage or 'training').upper()}"
     names = [_link(base) for base in lineage]
-    origin = ""
     if names:
-        origin = f" of {names[0]}"
+        text += f" of {names[0]}"
     source = as_mapping(run.manifest.get("upstream"))
     trainer = source_name(str(source.get("backend") or ""), str(source.get("version") or ""))
-    text = f"{kind} from {stage}{origin}, trained with {trainer}, started and checked by launch."
+    text += f", trained with {trainer}, started and checked by launch."
     if len(names) > 1:
         text += f" {names[0]} itself was trained from {', which came from '.join(names[1:])}."
     if not _license(lineage):
@@ -381,11 +383,10 @@ def _without_places(value: object) -> object:
 
 def _data(run: Run) -> str:
     rows = []
-    for record in map(as_mapping, as_list(run.manifest.get("contents"))):
-        if record.get("role") == "data":
-            name = _without_places(str(record.get("name")))
-            digest = str(record.get("digest") or "unknown")
-            rows.append([f"`{name}`", f"`{digest[:16]}`"])
+    for record in _data_records(run):
+        name = _without_places(str(record.get("name")))
+        digest = str(record.get("digest") or "unknown")
+        rows.append([f"`{name}`", f"`{digest[:16]}`"])
     return _part("Data", ("data set", "sha256 (first 16 digits)"), rows)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from launcher.machine.python import Trainer
@@ -12,7 +12,8 @@ from launcher.trained.worker import Worker
 
 NEEDS = ("torch", "transformers")
 NEEDS_OF_ADAPTERS = (*NEEDS, "peft")
-BASE, MODEL = "base", "model"
+BASE = "base"
+MODEL = "model"
 """Who answers."""
 
 Say = Callable[[str], None]
@@ -20,7 +21,9 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How tokens are drawn: at `temperature` 0 the likeliest one. `max_new_tokens` is the longest answer."""
+    """How tokens are drawn: at `temperature` 0 the likeliest one. `max_new_tokens` is the longest
+    answer.
+    """
 
     temperature: float
     max_new_tokens: int
@@ -29,7 +32,9 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """One answer. `ended` is `stop`, `length` (it was cut off) or `interrupted`; `seconds` are those of generating."""
+    """One answer. `ended` is `stop`, `length` (it was cut off) or `interrupted`; `seconds` are
+    those of generating.
+    """
 
     text: str
     prompt_tokens: int
@@ -51,18 +56,12 @@ class Turn:
         return {"prompt": self.prompt, MODEL: asdict(self.model), BASE: base}
 
 
-@dataclass(slots=True)
-class _Conversation:
-    messages: list[dict[str, str]] = field(default_factory=list)
-
-    def add(self, role: str, content: str) -> None:
-        self.messages.append({"role": role, "content": content})
-
-
 class Chat:
     """A model that has been loaded, and the conversation with it."""
 
-    def __init__(self, worker: Worker, loaded: Mapping[str, Any], sampling: Sampling, system: str | None) -> None:
+    def __init__(
+        self, worker: Worker, loaded: Mapping[str, Any], sampling: Sampling, system: str | None
+    ) -> None:
         self._worker = worker
         self._sampling = sampling
         self._system = system
@@ -73,23 +72,26 @@ class Chat:
 
     def begin(self) -> None:
         """Begin a new conversation."""
-        self._conversations = {MODEL: _Conversation(), BASE: _Conversation()}
+        self._messages: dict[str, list[dict[str, str]]] = {MODEL: [], BASE: []}
         if self._system is not None:
-            for conversation in self._conversations.values():
-                conversation.add("system", self._system)
+            for messages in self._messages.values():
+                messages.append({"role": "system", "content": self._system})
 
     def ask(self, prompt: str, who: str, say: Say) -> Reply:
-        """The next answer of the model or its base; `say` gets it in pieces. Raises NotReady where that fails."""
-        conversation = self._conversations[who]
-        conversation.add("user", prompt)
-        self._worker.send({"messages": conversation.messages, "as": who, "sampling": asdict(self._sampling)})
+        """The next answer of the model or its base; `say` gets it in pieces. Raises NotReady where
+        that fails.
+        """
+        messages = self._messages[who]
+        messages.append({"role": "user", "content": prompt})
+        sampling = asdict(self._sampling)
+        self._worker.send({"messages": messages, "as": who, "sampling": sampling})
         try:
             answer = self._receive(say)
         except BaseException:
-            # it was not answered: the next prompt stands in its place
-            conversation.messages.pop()
+            # it was not answered: the next prompt takes its place
+            messages.pop()
             raise
-        conversation.add("assistant", answer.text)
+        messages.append({"role": "assistant", "content": answer.text})
         return answer
 
     def _receive(self, say: Say) -> Reply:
@@ -110,20 +112,22 @@ def needs(model: TrainedModel) -> tuple[str, ...]:
     return NEEDS_OF_ADAPTERS if model.is_adapter else NEEDS
 
 
-def open_worker(model: TrainedModel, trainer: Trainer, environ: Mapping[str, str], *, beside: bool) -> Worker:
+def open_worker(
+    model: TrainedModel, trainer: Trainer, environ: Mapping[str, str], *, beside: bool
+) -> Worker:
     """A process that answers as the model, and with `beside` as its base."""
     return Worker(trainer, "chat", {"model": model.as_json(), "beside": beside}, environ)
 
 
 def answer_all(chat: Chat, prompts: Iterable[str], *, beside: bool) -> list[Turn]:
     """The turns of one conversation, without a word on the way."""
-    return [_turn(chat, prompt, beside=beside) for prompt in prompts]
+    turns: list[Turn] = []
+    for prompt in prompts:
+        base = chat.ask(prompt, BASE, _say_nothing) if beside else None
+        model = chat.ask(prompt, MODEL, _say_nothing)
+        turns.append(Turn(prompt=prompt, model=model, base=base))
+    return turns
 
 
-def _turn(chat: Chat, prompt: str, *, beside: bool) -> Turn:
-    base = chat.ask(prompt, BASE, _nothing) if beside else None
-    return Turn(prompt=prompt, model=chat.ask(prompt, MODEL, _nothing), base=base)
-
-
-def _nothing(_text: str) -> None:
-    """Say nothing."""
+def _say_nothing(_text: str) -> None:
+    return

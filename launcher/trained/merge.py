@@ -17,22 +17,30 @@ from launcher.trained.model import Base, TrainedModel
 from launcher.trained.worker import Worker
 
 TOLERANCES: Mapping[str, float] = {"float32": 0.001, "float16": 0.01, "bfloat16": 0.05}
-"""How far the logits of the saved model may lie from those of base and adapter, by the format of its weights: the root
-mean square of the difference as a share of that of the logits. Adding the adapter rounds every weight once."""
+"""How far the logits of the saved model may lie from those of base and adapter, by the format of
+its weights: the root mean square of the difference as a share of that of the logits. Adding the
+adapter rounds every weight once.
+"""
 _STRICTEST = min(TOLERANCES.values())
 LEAST_KEPT = 0.25
-"""The least share of what the adapter changes that the saved model must have. A change that is all rounding shows as a
-half, because that of the base is in both; an adapter that was left out shows as nothing."""
+"""The least share of what the adapter changes that the saved model must have. A change that is all
+rounding shows as a half, because that of the base is in both; an adapter that was left out shows as
+nothing.
+"""
 MOSTLY_KEPT = 0.9
 """Below this share a warning says that part of the adapter is lost."""
-_STEPS = {"saving": "saving the merged model", "checking": "loading it again, to compare its logits"}
+_STEPS = {
+    "saving": "saving the merged model",
+    "checking": "loading it again, to compare its logits",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merged:
-    """A merged model. `error` and `effect` are shares of the size of the logits: how far the saved model lies from
-    base and adapter, and how far the base alone does; `tolerance` is the largest `error` that is accepted. `kept` is
-    the share of the effect that the saved model has."""
+    """A merged model. `error` and `effect` are shares of the size of the logits: how far the saved
+    model lies from base and adapter, and how far the base alone does; `tolerance` is the largest
+    `error` that is accepted. `kept` is the share of the effect that the saved model has.
+    """
 
     output: Path
     base: Base
@@ -62,9 +70,10 @@ class Merged:
         allowed = f"at most {_share(self.tolerance)} in {self.dtype}"
         return [
             f"merged into {self.base.name}: {self.output} ({self.dtype})",
-            f"checked over {self.positions} positions: the logits of base and adapter, and those of what was saved, "
-            f"differ by {_share(self.error)} ({allowed})",
-            f"the adapter itself moves them by {_share(self.effect)}, and {self.kept:.1%} of that is kept",
+            f"checked over {self.positions} positions: the logits of base and adapter, and "
+            f"those of what was saved, differ by {_share(self.error)} ({allowed})",
+            f"the adapter itself moves them by {_share(self.effect)}, and {self.kept:.1%} of that "
+            "is kept",
         ]
 
 
@@ -85,12 +94,18 @@ def require_mergeable(model: TrainedModel) -> None:
 
 
 def merge(
-    model: TrainedModel, trainer: Trainer, output: Path, environ: Mapping[str, str], say: Callable[[str], None]
+    model: TrainedModel,
+    trainer: Trainer,
+    output: Path,
+    environ: Mapping[str, str],
+    say: Callable[[str], None],
 ) -> Merged:
-    """Merge an adapter into its base, in full precision whatever it was trained on, and save that in `output`.
+    """Merge an adapter into its base, in full precision whatever it was trained on, and save that
+    in `output`.
 
-    The folder is written under another name beside `output` and renamed once its logits agree. Raises UsageError
-    where `output` is there already, NotReady where loading, saving or the comparison fails: then nothing is left.
+    The folder is written under another name beside `output` and renamed once its logits agree.
+    Raises UsageError where `output` is there already, NotReady where loading, saving or the
+    comparison fails: then nothing is left.
     """
     require_mergeable(model)
     assert model.base is not None
@@ -100,7 +115,9 @@ def merge(
         result = _merge_into(folder, model, trainer, environ, say)
         fault = checkpoints.model_fault(folder)
         if fault is not None:
-            raise not_ready("damaged-model", f"what was saved cannot be loaded: {fault}", file=str(output))
+            raise not_ready(
+                "damaged-model", f"what was saved cannot be loaded: {fault}", file=str(output)
+            )
         require_free(output)
         os.rename(folder, output)
     return replace(result, output=output, findings=tuple(_notes(model, result)))
@@ -114,7 +131,11 @@ def require_free(output: Path) -> None:
 
 
 def _merge_into(
-    folder: Path, model: TrainedModel, trainer: Trainer, environ: Mapping[str, str], say: Callable[[str], None]
+    folder: Path,
+    model: TrainedModel,
+    trainer: Trainer,
+    environ: Mapping[str, str],
+    say: Callable[[str], None],
 ) -> Merged:
     assert model.base is not None
     settings = {"model": model.as_json(), "into": str(folder)}
@@ -137,9 +158,9 @@ def _merge_into(
     # a NaN is no agreement
     if not (result.error <= result.tolerance and result.kept >= LEAST_KEPT):
         message = (
-            f"the merged model does not say what base and adapter say: its logits differ by {_share(result.error)} "
-            f"(at most {_share(result.tolerance)} is rounding in {result.dtype}), and {result.kept:.1%} of what the "
-            "adapter changes is kept"
+            "the merged model does not say what base and adapter say: its logits differ by "
+            f"{_share(result.error)} (at most {_share(result.tolerance)} is rounding in "
+            f"{result.dtype}), and {result.kept:.1%} of what the adapter changes is kept"
         )
         help = "nothing was written; serve base and adapter as they are"
         raise not_ready("merge-differs", message, help, file=str(model.path))
@@ -149,23 +170,28 @@ def _merge_into(
 def _notes(model: TrainedModel, result: Merged) -> Iterator[Finding]:
     if model.quantised:
         message = (
-            "the adapter was trained on a base in 4 or 8 bits (QLoRA) and is merged into the unquantised "
-            f"{result.base.name}: the comparison is with that"
+            "the adapter was trained on a base in 4 or 8 bits (QLoRA) and is merged into the "
+            f"unquantised {result.base.name}: the comparison is with that"
         )
-        yield launch_finding("note", "merged-unquantised", message, "compare some answers: launch chat on both")
+        yield launch_finding(
+            "note", "merged-unquantised", message, "compare some answers: launch chat on both"
+        )
     if result.kept < MOSTLY_KEPT:
         message = (
-            f"{result.kept:.1%} of what the adapter changes is kept: the rest is less than what {result.dtype} can "
-            "tell apart"
+            f"{result.kept:.1%} of what the adapter changes is kept: the rest is less than what "
+            f"{result.dtype} can tell apart"
         )
-        yield launch_finding("warning", "merge-loses-adapter", message, "serve base and adapter as they are")
+        yield launch_finding(
+            "warning", "merge-loses-adapter", message, "serve base and adapter as they are"
+        )
 
 
 @contextlib.contextmanager
 def _unfinished(output: Path) -> Iterator[Path]:
     """A folder beside `output` to write into, gone afterwards unless it was renamed.
 
-    It is locked: one whose lock is free was left by a merge that was killed, and is emptied. Raises NotReady.
+    It is locked: one whose lock is free was left by a merge that was killed, and is emptied. Raises
+    NotReady.
     """
     folder = output.with_name(f".{output.name}.merging")
     try:

@@ -1,4 +1,4 @@
-"""A run, or a folder -> `TrainedModel`: where its final model lies, and what it was trained from."""
+"""A run, or a folder -> `TrainedModel`: where its final model lies, and its base."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ _SHOWN = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Base:
-    """The model that training started from: a folder, or a name of the hub, which may have a revision."""
+    """The model that training started from: a folder, or a name of the hub, which may have a
+    revision.
+    """
 
     name: str
     revision: str | None = None
@@ -45,10 +47,11 @@ class Base:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedModel:
-    """A model that can be loaded. `run` is the run that wrote it, None where no record names its folder.
+    """A model that can be loaded. `run` is the run that wrote it, None where no record names its
+    folder.
 
-    `quantised` is whether the base was loaded in 4 or 8 bits for training, `trusts_code` whether training ran code of
-    the model's repository.
+    `quantised` is whether the base was loaded in 4 or 8 bits for training, `trusts_code` whether
+    training ran code of the model's repository.
     """
 
     path: Path
@@ -77,7 +80,8 @@ class TrainedModel:
 
 
 def of_folder(folder: Path, base: Base | None = None) -> TrainedModel | None:
-    """The model that lies in a folder; None where none does. `base` counts instead of what records say.
+    """The model that lies in a folder; None where none does. `base` counts instead of what records
+    say.
 
     Raises NotReady where it is damaged, or the base of an adapter is not known or not here.
     """
@@ -89,12 +93,16 @@ def of_folder(folder: Path, base: Base | None = None) -> TrainedModel | None:
 
 
 def of_run(run: RunFolder, base: Base | None = None) -> TrainedModel:
-    """The final model of a run. Raises NotReady where there is none yet: which checkpoints exist, what to type."""
+    """The final model of a run. Raises NotReady where there is none yet: which checkpoints exist,
+    what to type.
+    """
     manifest = rundir.read_manifest(run)
     output = output_of(manifest)
     if output is None:
         message = f"the record of {run.path.name} names no output folder"
-        raise not_ready("no-final-model", message, "give the model's folder instead", file=str(run.manifest))
+        raise not_ready(
+            "no-final-model", message, "give the model's folder instead", file=str(run.manifest)
+        )
     why = why_unfinished(run)
     if why is not None:
         raise _no_final_model(run, manifest, output, why)
@@ -109,9 +117,7 @@ def _described(path: Path, run: RunFolder | None, base: Base | None) -> TrainedM
     if fault is not None:
         raise not_ready("damaged-model", f"the model cannot be loaded: {fault}", file=str(path))
     is_adapter = model_files.is_adapter(path)
-    manifest = Manifest()
-    if run is not None:
-        manifest = rundir.read_manifest(run)
+    manifest = Manifest() if run is None else rundir.read_manifest(run)
     base = base or _recorded_base(manifest)
     if base is None and is_adapter:
         name = model_files.adapter_base(path)
@@ -119,10 +125,15 @@ def _described(path: Path, run: RunFolder | None, base: Base | None) -> TrainedM
             base = Base(name=name)
     if is_adapter and base is None:
         message = "neither a run's record nor the adapter's config names its base model"
-        raise not_ready("no-base-model", message, "set base_model_name_or_path in its config", file=str(path))
+        raise not_ready(
+            "no-base-model", message, "set base_model_name_or_path in its config", file=str(path)
+        )
     if is_adapter and base is not None and model_config.is_path(base.name) and not base.is_folder:
         message = f"the base model {base.name} is not here"
-        help = f"start this where that path begins, or change base_model_name_or_path in {model_files.ADAPTER}"
+        help = (
+            "start this where that path begins, "
+            f"or change base_model_name_or_path in {model_files.ADAPTER}"
+        )
         raise not_ready("no-base-model", message, help, file=str(path))
     return TrainedModel(
         path=path,
@@ -157,7 +168,9 @@ def output_of(manifest: Manifest) -> Path | None:
 
 
 def final_folder(manifest: Manifest, output: Path) -> Path:
-    """Where a run's final model lies: its output folder, or the folder below that some scripts write."""
+    """Where a run's final model lies: its output folder, or the folder below that some scripts
+    write.
+    """
     backend = BACKENDS.get(manifest.backend or "")
     if backend is None:
         return output
@@ -169,15 +182,13 @@ def final_folder(manifest: Manifest, output: Path) -> Path:
 
 
 def writer_of(folder: Path) -> RunFolder | None:
-    """The newest run whose output folder this is, or lies right above it; None where none is known."""
+    """The newest known run whose output folder this is, or lies right above it."""
     place = canonical(folder)
     places = {str(place), str(place.parent)}
     runs = [Path(run) for run, output in outputs.outputs_by_run().items() if output in places]
     present = [run for run in runs if rundir.is_run(run)]
     newest = max(present, key=lambda run: run.name, default=None)
-    if newest is None:
-        return None
-    return RunFolder(newest)
+    return None if newest is None else RunFolder(newest)
 
 
 def why_unfinished(run: RunFolder) -> str | None:
@@ -189,10 +200,8 @@ def why_unfinished(run: RunFolder) -> str | None:
     if finish.get("state") == "running":
         last = verdict.get("steps") or 0
         return f"it is still running, at step {last}"
-    caused = summary.cause(verdict)
-    if caused is None:
-        return "it did not come to its end"
-    return caused.text
+    cause = summary.cause(verdict)
+    return "it did not come to its end" if cause is None else cause.text
 
 
 def finish_of(verdict: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -220,29 +229,34 @@ def _instead(manifest: Manifest, output: Path) -> Iterator[str]:
     saved: list[Checkpoint] = []
     if manifest.backend in BACKENDS:
         saved = checkpoints.find(str(manifest.backend), output)
-    loadable = [one for one in saved if checkpoints.model_fault(one.path) is None]
+    loadable = [
+        checkpoint for checkpoint in saved if checkpoints.model_fault(checkpoint.path) is None
+    ]
     if loadable:
-        names = ", ".join(one.name for one in loadable[-_SHOWN:])
-        yield f"checkpoints that can be loaded: {names}"
+        yield f"checkpoints that can be loaded: {_names(loadable)}"
         yield f"launch chat {shown(loadable[-1].path)}"
     elif saved:
-        names = ", ".join(one.name for one in saved[-_SHOWN:])
-        yield f"its checkpoints hold training states, no model: {names}"
+        yield f"its checkpoints hold training states, no model: {_names(saved)}"
     else:
         yield "it has saved no checkpoint"
     yield "the command that started it continues it"
 
 
+def _names(listed: list[Checkpoint]) -> str:
+    return ", ".join(checkpoint.name for checkpoint in listed[-_SHOWN:])
+
+
 def shown(path: Path) -> str:
     """A path as it is typed: relative where it lies below the working directory."""
-    here = Path(os.getcwd())
-    if path.is_relative_to(here):
-        path = path.relative_to(here)
+    folder = Path.cwd()
+    if path.is_relative_to(folder):
+        path = path.relative_to(folder)
     return str(path)
 
 
 def trainer_of(model: TrainedModel, named: Path | None, needs: tuple[str, ...]) -> Trainer:
-    """The Python to load a model with: the one that is named, the one that trained it, else launch's choice.
+    """The Python to load a model with: the one that is named, the one that trained it, else
+    launch's choice.
 
     Raises NotReady where it does not run, or lacks one of the packages `needs`.
     """
@@ -264,7 +278,9 @@ def _find_trainer(model: TrainedModel, named: Path | None) -> Trainer:
 
 
 def _is_own(run: RunFolder | None) -> bool:
-    """Whether nobody but this user can have written the record of a run: what it says may be executed."""
+    """Whether nobody but this user can have written the record of a run: what it says may be
+    executed.
+    """
     if run is None or attempt.writable_by_others(run, parents=False) is not None:
         return False
     try:
@@ -274,11 +290,17 @@ def _is_own(run: RunFolder | None) -> bool:
     others = stat.S_IWOTH
     if not attempt.is_private_group(status.st_gid):
         others |= stat.S_IWGRP
-    return stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & others
+    return (
+        stat.S_ISREG(status.st_mode)
+        and status.st_uid == os.geteuid()
+        and not status.st_mode & others
+    )
 
 
 def _recorded_python(model: TrainedModel) -> Path | None:
-    """The Python that a run's record names; None where it is gone, or where others could have written that."""
+    """The Python that a run's record names; None where it is gone, or where others could have
+    written that.
+    """
     if model.run is None or not _is_own(model.run):
         return None
     recorded = rundir.read_manifest(model.run).value("trainer", "python")

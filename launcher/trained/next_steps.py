@@ -107,7 +107,9 @@ def _serve(model: TrainedModel, target: str) -> str:
 
 
 def _rank(config: Mapping[str, object]) -> int | None:
-    """The rank that vLLM must make room for; None for an adapter that it does not serve (DoRA, whole layers)."""
+    """The rank that vLLM must make room for; None for an adapter that it does not serve (DoRA,
+    whole layers).
+    """
     rank = config.get("r")
     if config.get("peft_type") not in _VLLM_KINDS or not isinstance(rank, int):
         return None

@@ -1,19 +1,19 @@
-"""Rows of the data of a run -> prompts with the answers of the data, of a split apart where there is one."""
+"""Rows of a run's data -> prompts with their answers, of a held-out split where there is one."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from launcher.dataset import mixture, reading, sources
+from launcher.dataset import mixture, reading, shapes, sources
 from launcher.dataset.mixer import LOCAL_SUFFIXES
 from launcher.dataset.reading import BadRow, CannotRead
+from launcher.dataset.shapes import CannotConvert
 from launcher.dataset.sources import Source
-from launcher.dataset.survey import ASSISTANTS
 from launcher.runs.record import Manifest, as_list
 
 _ROWS = 2000
@@ -21,7 +21,6 @@ _ROWS = 2000
 _LONGEST = 4000
 """Characters of a prompt; a longer one is passed over."""
 _HELD_BACK = ("test", "validation")
-_ROLES = {"human": "user", **dict.fromkeys(ASSISTANTS, "assistant")}
 
 Messages = list[dict[str, str]]
 
@@ -53,19 +52,24 @@ class _RowFiles:
 
 
 def choose(manifest: Manifest, count: int) -> Prompts:
-    """So many prompts, evenly from the first rows of the data; relative names start at the working directory."""
-    places = list(_places(manifest))
-    if not places:
-        return Prompts(origin="", missing="the rows of the data set are not in files that launch reads")
-    place = places[0]
+    """So many prompts, evenly from the first rows of the data; relative names start at the working
+    directory.
+    """
+    place = next(_places(manifest), None)
+    if place is None:
+        missing = "the rows of the data set are not in files that launch reads"
+        return Prompts(origin="", missing=missing)
+    prompts: list[Prompt] = []
     try:
-        found = [prompt for file in place.files for prompt in islice(_prompts_in(file), _ROWS)]
+        for file in place.files:
+            prompts += _prompts_in(file)
     except (CannotRead, OSError) as error:
         return Prompts(origin=place.origin, missing=str(error))
-    if not found:
-        return Prompts(origin=place.origin, missing="its rows hold no prompt apart from the answer")
-    step = max(1, len(found) // count)
-    return Prompts(origin=place.origin, chosen=tuple(found[::step][:count]))
+    if not prompts:
+        missing = "its rows hold no prompt apart from the answer"
+        return Prompts(origin=place.origin, missing=missing)
+    step = max(1, len(prompts) // count)
+    return Prompts(origin=place.origin, chosen=tuple(prompts[::step][:count]))
 
 
 def _places(manifest: Manifest) -> Iterator[_RowFiles]:
@@ -75,20 +79,20 @@ def _places(manifest: Manifest) -> Iterator[_RowFiles]:
     trained = str(values.get("dataset_train_split") or "train")
     config = values.get("dataset_config")
     if isinstance(name, str) and name and not values.get("datasets"):
-        named = str(values.get("dataset_test_split") or "test")
-        for split in dict.fromkeys((named, *_HELD_BACK)):
-            if split != trained:
-                yield from _of_source(_split(name, split, config), f"the split {split}, which was not trained on")
-        yield from _of_source(_split(name, trained, config), "rows that were trained on")
-        return
-    files = [file for source in _trained_on(values) for file in source.files]
+        test = str(values.get("dataset_test_split") or "test")
+        for split in (test, *_HELD_BACK):
+            source = _split(name, split, config)
+            if split != trained and source is not None and source.files:
+                yield _RowFiles(f"the split {split}, which was not trained on", source.files)
+        trained_on = [_split(name, trained, config)]
+    else:
+        trained_on = list(_trained_on(values))
+    files: list[Path] = []
+    for source in trained_on:
+        if source is not None:
+            files += source.files
     if files:
         yield _RowFiles("rows that were trained on", tuple(files))
-
-
-def _of_source(source: Source | None, origin: str) -> Iterator[_RowFiles]:
-    if source is not None and source.files:
-        yield _RowFiles(origin, source.files)
 
 
 def _split(name: str, split: str, config: Any) -> Source | None:
@@ -107,17 +111,14 @@ def _split(name: str, split: str, config: Any) -> Source | None:
 def _trained_on(values: Mapping[str, Any]) -> Iterator[Source]:
     mixed = mixture.of_values(values, os.environ)
     if mixed is not None:
-        for one in mixed.sets:
-            for piece in one.pieces:
+        for mixed_set in mixed.sets:
+            for piece in mixed_set.pieces:
                 yield piece.source
         return
     for key in ("dataset_mixer_list", "mixer_list"):
-        names = [str(word) for word in as_list(values.get(key))[::2]]
         splits = as_list(values.get(f"{key}_splits"))
-        split = "train"
-        if len(splits) == 1:
-            split = str(splits[0])
-        for name in names:
+        split = str(splits[0]) if len(splits) == 1 else "train"
+        for name in map(str, as_list(values.get(key))[::2]):
             if name.endswith(LOCAL_SUFFIXES):
                 yield sources.of_file(name)
             else:
@@ -129,7 +130,10 @@ def _prompts_in(file: Path) -> Iterator[Prompt]:
         if isinstance(row, BadRow) or not isinstance(row, dict):
             continue
         prompt = of_row(row)
-        if prompt is not None and sum(len(message["content"]) for message in prompt.messages) <= _LONGEST:
+        if prompt is None:
+            continue
+        length = sum(len(message["content"]) for message in prompt.messages)
+        if length <= _LONGEST:
             yield prompt
 
 
@@ -163,12 +167,10 @@ def _of_completion(prompt: object, completion: object) -> Prompt | None:
     messages = _as_messages(prompt)
     if messages is None:
         return None
-    answer = _messages(completion)
-    if answer is not None:
-        return _prompt(messages, answer[-1]["content"])
     if isinstance(completion, str):
         return _prompt(messages, completion)
-    return _prompt(messages, "")
+    answer = _messages(completion)
+    return _prompt(messages, "" if answer is None else answer[-1]["content"])
 
 
 def _up_to_first_answer(messages: Messages) -> Prompt | None:
@@ -192,15 +194,16 @@ def _as_messages(prompt: object) -> Messages | None:
 
 def _messages(value: object) -> Messages | None:
     """Messages of text with `role` and `content`; None where they are something else."""
-    if not isinstance(value, Sequence) or isinstance(value, str) or not value:
+    if not isinstance(value, list):
         return None
-    messages = []
-    for item in value:
-        if not isinstance(item, Mapping):
+    try:
+        converted = shapes.messages_of(value)
+    except CannotConvert:
+        return None
+    messages: Messages = []
+    for message in converted:
+        content = message["content"]
+        if not isinstance(content, str) or not content:
             return None
-        role = item.get("role") or item.get("from")
-        content = item.get("content") or item.get("value")
-        if not isinstance(role, str) or not isinstance(content, str):
-            return None
-        messages.append({"role": _ROLES.get(role, role), "content": content})
+        messages.append({"role": str(message["role"]), "content": content})
     return messages

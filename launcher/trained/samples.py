@@ -31,7 +31,8 @@ def is_due(folder: RunFolder) -> bool:
 
 
 def take(folder: RunFolder, environ: Mapping[str, str], say: Callable[[str], None]) -> None:
-    """Write `samples.json` of a run; whatever goes wrong is written there. Names start at the working directory.
+    """Write `samples.json` of a run; whatever goes wrong is written there. Names start at the
+    working directory.
 
     INT and TERM end it where they raise KeyboardInterrupt: what there is by then is kept.
     """
@@ -42,7 +43,8 @@ def take(folder: RunFolder, environ: Mapping[str, str], say: Callable[[str], Non
         trained = model.of_run(folder)
         record["base"] = None if trained.base is None else trained.base.as_json()
         if chosen.missing is None:
-            say(f"answering {len(chosen.chosen)} prompt(s) before and after the training, for the report")
+            count = len(chosen.chosen)
+            say(f"answering {count} prompt(s) before and after the training, for the report")
             _ask(trained, chosen, record, environ)
         else:
             record["failed"] = chosen.missing
@@ -59,12 +61,16 @@ def _record(chosen: Prompts) -> dict[str, Any]:
         "from": chosen.origin,
         "base": None,
         "max_new_tokens": MAX_NEW_TOKENS,
-        "prompts": [{**prompt.as_json(), "before": None, "after": None} for prompt in chosen.chosen],
+        "prompts": [
+            {**prompt.as_json(), "before": None, "after": None} for prompt in chosen.chosen
+        ],
         "failed": None,
     }
 
 
-def _ask(trained: TrainedModel, chosen: Prompts, record: dict[str, Any], environ: Mapping[str, str]) -> None:
+def _ask(
+    trained: TrainedModel, chosen: Prompts, record: dict[str, Any], environ: Mapping[str, str]
+) -> None:
     """Add the answers to a record, one after the other."""
     trainer = model.trainer_of(trained, None, chat.needs(trained))
     settings = {

@@ -47,9 +47,13 @@ def environment(environ: Mapping[str, str], *, devices: str | None, cpu: bool) -
 
 
 class Worker:
-    """One such process: open while the context is. An interrupt of the terminal does not reach it by itself."""
+    """One such process: open while the context is. An interrupt of the terminal does not reach it
+    by itself.
+    """
 
-    def __init__(self, trainer: Trainer, task: str, settings: Mapping[str, Any], environ: Mapping[str, str]) -> None:
+    def __init__(
+        self, trainer: Trainer, task: str, settings: Mapping[str, Any], environ: Mapping[str, str]
+    ) -> None:
         self._trainer = trainer
         self._task = task
         self._settings = settings
@@ -71,7 +75,9 @@ class Worker:
         except OSError as error:
             self._log.close()
             message = f"{self._trainer.python} cannot be started: {error.strerror}"
-            raise not_ready("no-python", message, "name the trainer's Python with --python PATH") from None
+            raise not_ready(
+                "no-python", message, "name the trainer's Python with --python PATH"
+            ) from None
         self.send(self._settings)
         return self
 
@@ -133,7 +139,11 @@ class Worker:
             return not_ready(code, event["message"], _CODES[code])
         if event["out_of_memory"]:
             help = "--devices names other GPUs, --cpu uses none"
-            return not_ready("model-out-of-memory", f"the model does not fit: {_one_line(event['message'])}", help)
+            return not_ready(
+                "model-out-of-memory",
+                f"the model does not fit: {_one_line(event['message'])}",
+                help,
+            )
         text = f"{event['type']}: {_one_line(event['message'])}"
         return not_ready("model-fails", f"{self._trainer.python}: {text}", self._help())
 
@@ -143,7 +153,9 @@ class Worker:
         how = f"ended with {returncode}"
         if returncode < 0:
             how = f"was ended by {signal.Signals(-returncode).name}"
-        return not_ready("model-fails", f"the process that had loaded the model {how}", self._help())
+        return not_ready(
+            "model-fails", f"the process that had loaded the model {how}", self._help()
+        )
 
     def _help(self) -> str | None:
         """The last line that the process printed."""

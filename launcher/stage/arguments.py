@@ -2,6 +2,7 @@
 
 import difflib
 import functools
+import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -107,6 +108,8 @@ def _check_value(schema: Schema, entry: Entry, field: Field, value: Any) -> Find
     help = type_help
     if not words:
         reason = "an empty list, which upstream would read as true"
+    elif field.kind in {"int", "float"} and any(map(_overflows, words)):
+        reason = "a number that is too large to be one"
     elif isinstance(value, list) and any(v is None or isinstance(v, list | dict) for v in value):
         reason = "an entry is a list, a mapping or empty, which no flag can carry"
     elif isinstance(value, dict) and field.many and name in schema.by_file:
@@ -117,6 +120,14 @@ def _check_value(schema: Schema, entry: Entry, field: Field, value: Any) -> Find
     else:
         return None
     return _error("launch", "bad-value", name, f"`{name}`: {reason}", help)
+
+
+def _overflows(word: str) -> bool:
+    """Whether Python reads digits as infinity, such as `1e999`."""
+    try:
+        return math.isinf(float(word)) and any(map(str.isdigit, word))
+    except (OverflowError, ValueError):
+        return False
 
 
 def _unknown(schema: Schema, entry: Entry, past: Past, key: str, value: Any) -> Finding:

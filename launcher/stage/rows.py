@@ -57,8 +57,7 @@ def look(data: str, stage: str, backend: str, environ: Mapping[str, str]) -> Row
     if not surveyed.rows:
         return None
     kind = _KINDS[backend, stage](surveyed)
-    # dataset_transformation.py::DatasetConfig.__post_init__[.jsonl]
-    if is_alone and backend == "open_instruct" and not data.endswith(LOCAL_SUFFIXES):
+    if is_alone and not data.endswith(_SUFFIXES.get(backend, "")):
         kind = None
     return Rows(source=source, survey=surveyed, kind=kind, wants_pairs=stage in PAIRED)
 
@@ -122,6 +121,8 @@ def _open_instruct_pairs(surveyed: Survey) -> Kind | None:
     return None if surveyed.count("chosen", "starts-with:assistant") else "pairs"
 
 
+# dataset_transformation.py::DatasetConfig.__post_init__[.jsonl]
+_SUFFIXES: Mapping[str, tuple[str, ...]] = {"open_instruct": LOCAL_SUFFIXES}
 _KINDS: Mapping[tuple[str, str], Callable[[Survey], Kind | None]] = {
     ("trl", "sft"): _trl_answers,
     ("trl", "dpo"): _trl_pairs,

@@ -46,6 +46,11 @@ _SWITCHES_OF_OTHERS = frozenset(
     "export unbuffered overlap rm it gpus-all nv pty no_sync frozen active isolated no_project "
     "exact".split()
 )
+_SWITCHES: Mapping[str, frozenset[str]] = {
+    "accelerate": _ACCELERATE_SWITCHES,
+    "deepspeed": _DEEPSPEED_SWITCHES,
+    **dict.fromkeys(("torchrun", "tune run", *_ELASTIC), _TORCHRUN_SWITCHES),
+}
 _STARTERS = frozenset({"accelerate", "torchrun", "deepspeed", *_TOOLS})
 _CONFIG_FILE = re.compile(r"\.(ya?ml|json)$")
 _OVERRIDE = re.compile(r"[+~]{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
@@ -138,11 +143,9 @@ def _launcher(words: Sequence[Argument], at: int, invocation: Invocation) -> int
     name = posixpath.basename(text)
     following = _text(words, at + 1)
     if name == "accelerate" and following == "launch":
-        return _options(words, at + 2, "accelerate", _ACCELERATE_SWITCHES, invocation)
-    if name == "torchrun":
-        return _options(words, at + 1, "torchrun", _TORCHRUN_SWITCHES, invocation)
-    if name == "deepspeed" and following:
-        return _options(words, at + 1, "deepspeed", _DEEPSPEED_SWITCHES, invocation)
+        return _options(words, at + 2, name, invocation)
+    if name in ("torchrun", "deepspeed") and following:
+        return _options(words, at + 1, name, invocation)
     if name in _TOOLS and following in _TOOLS[name]:
         if name == "tune":
             return _tune(words, at, invocation)
@@ -158,7 +161,7 @@ def _launcher(words: Sequence[Argument], at: int, invocation: Invocation) -> int
 
 def _tune(words: Sequence[Argument], at: int, invocation: Invocation) -> int | None:
     """`tune run [options of torchrun] RECIPE ...`."""
-    place = _flags(words, at + 2, "tune run", _TORCHRUN_SWITCHES, invocation)
+    place = _flags(words, at + 2, "tune run", invocation)
     if place >= len(words):
         return None
     invocation.program = f"tune run {words[place].text}"
@@ -183,12 +186,12 @@ def _module(words: Sequence[Argument], at: int, invocation: Invocation) -> int |
     module = words[at].text
     following = _text(words, at + 1)
     if module in _ELASTIC:
-        return _options(words, at + 1, module, _TORCHRUN_SWITCHES, invocation)
+        return _options(words, at + 1, module, invocation)
     if module in _ACCELERATE_MODULES:
         place = at + 2 if following == "launch" else at + 1
-        return _options(words, place, "accelerate", _ACCELERATE_SWITCHES, invocation)
+        return _options(words, place, "accelerate", invocation)
     if module in ("deepspeed", "deepspeed.launcher.runner"):
-        return _options(words, at + 1, "deepspeed", _DEEPSPEED_SWITCHES, invocation)
+        return _options(words, at + 1, "deepspeed", invocation)
     if module == "trl" and following:
         invocation.program = f"trl {following}"
         invocation.kind = "trl"
@@ -231,7 +234,7 @@ def _all_flags(words: Sequence[Argument], at: int, program: str, invocation: Inv
     """Read flags that may take several values each."""
     place = at
     while place < len(words):
-        place = _flags(words, place, program, _SWITCHES_OF_OTHERS, invocation)
+        place = _flags(words, place, program, invocation)
         if place < len(words) and invocation.launchers:
             last = invocation.launchers[-1]
             values = last.value if isinstance(last.value, list) else [last.value]
@@ -240,14 +243,10 @@ def _all_flags(words: Sequence[Argument], at: int, program: str, invocation: Inv
 
 
 def _options(
-    words: Sequence[Argument],
-    at: int,
-    program: str,
-    switches: frozenset[str],
-    invocation: Invocation,
+    words: Sequence[Argument], at: int, program: str, invocation: Invocation
 ) -> int | None:
     """The options of a launcher, then the script or module that it starts."""
-    place = _flags(words, at, program, switches, invocation)
+    place = _flags(words, at, program, invocation)
     if place >= len(words):
         return None
     text = words[place].text
@@ -263,14 +262,9 @@ def _options(
     return _script(words, place, invocation)
 
 
-def _flags(
-    words: Sequence[Argument],
-    at: int,
-    program: str,
-    switches: frozenset[str],
-    invocation: Invocation,
-) -> int:
+def _flags(words: Sequence[Argument], at: int, program: str, invocation: Invocation) -> int:
     """Read flags of a launcher up to the first word that belongs to none; its place."""
+    switches = _SWITCHES.get(program, _SWITCHES_OF_OTHERS)
     place = at
     while place < len(words):
         word = words[place]

@@ -37,12 +37,6 @@ _UNNEEDED: Mapping[str, str] = {
     "placement_strategy": _STARTS,
 }
 _DEFAULTS: Mapping[str, Any] = {"learning_rate": 5e-5, "max_length": 2048}
-_ATTENTION = {
-    "fa2": "flash_attention_2",
-    "fa3": "flash_attention_3",
-    "sdpa": "sdpa",
-    "disabled": "eager",
-}
 _MOST_BYTES = 2**22
 
 
@@ -219,8 +213,8 @@ def _attention(ledger: ConversionLedger) -> None:
     setting = ledger.take("flash_attn")
     if setting is None:
         return
-    value = _ATTENTION.get(str(setting.value))
-    if value is not None:
+    if str(setting.value) in ("fa2", "fa3", "sdpa", "disabled"):
+        value = names.spell("attn_implementation", setting.value)
         ledger.carry(setting, "attn_implementation", value)
     else:
         ledger.leave(setting, "the model's default attention", matters=False)

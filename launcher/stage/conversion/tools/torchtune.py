@@ -70,7 +70,6 @@ _REASONS: Mapping[str, str] = {
     "dataset_val.split": "TRL's script holds back a part by `test_split_size`, or a split by name",
     "tokenizer.prompt_template": "TRL takes the template of the tokenizer",
 }
-_DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
 _OPTIMIZERS = {
     "AdamW": "adamw_torch",
     "PagedAdamW8bit": "paged_adamw_8bit",
@@ -272,6 +271,6 @@ def _optimizer(ledger: ConversionLedger) -> None:
 def _precision(ledger: ConversionLedger) -> None:
     setting = ledger.take("dtype")
     if setting is not None:
-        ledger.carry(setting, "dtype", _DTYPES.get(str(setting.value), setting.value))
+        ledger.carry(setting, "dtype", names.spell("dtype", setting.value))
         if str(setting.value) == "bf16":
             ledger.carry(setting, "bf16", value=True)

@@ -32,13 +32,17 @@ class DataSet:
 
 @dataclass(slots=True, kw_only=True)
 class SourceData:
-    """The sets of a source, and what is set aside: a part, or a split of the same set."""
+    """The sets of a source, and what is set aside: a part, or a split of the same set.
+
+    `also` are settings that the arguments for `setting` say too.
+    """
 
     setting: SourceSetting
     sets: list[DataSet] = field(default_factory=list)
     test_size: float | int | None = None
     test_setting: SourceSetting | None = None
     test_split: str | None = None
+    also: list[SourceSetting] = field(default_factory=list)
 
 
 def is_file(path: str) -> bool:
@@ -53,12 +57,21 @@ def set_aside(ledger: ConversionLedger, mixture: SourceData, *keys: str) -> None
     if isinstance(size.value, int | float) and size.value > 0:
         mixture.test_size = size.value
         mixture.test_setting = size
+        mixture.also.append(size)
     else:
         ledger.leave(size, "no rows are set aside", matters=False)
 
 
-def write(ledger: ConversionLedger, mixture: SourceData, *also: SourceSetting) -> None:
-    """Write the sets as TRL's arguments; `also` are settings that the same arguments say."""
+def limit_rows(ledger: ConversionLedger, mixture: SourceData, *keys: str) -> None:
+    """Take so many rows of every set."""
+    limit = ledger.take(*keys)
+    if limit is not None and isinstance(limit.value, int) and limit.value > 0:
+        mixture.sets = [replace(data, rows=limit.value) for data in mixture.sets]
+        mixture.also.append(limit)
+
+
+def write(ledger: ConversionLedger, mixture: SourceData) -> None:
+    """Write the sets as TRL's arguments."""
     if not mixture.sets:
         return
     for index, data in enumerate(mixture.sets):
@@ -82,9 +95,7 @@ def write(ledger: ConversionLedger, mixture: SourceData, *also: SourceSetting) -
                 mixture.test_setting or mixture.setting, "test_split_size", mixture.test_size
             )
         target = "datasets"
-    if mixture.test_size is not None and mixture.test_setting is not None:
-        also = (*also, mixture.test_setting)
-    for setting in also:
+    for setting in mixture.also:
         ledger.point(setting, target)
 
 

@@ -69,8 +69,6 @@ def _data(ledger: ConversionLedger) -> None:
     folder = ledger.take("dataset_dir")
     place = str(folder.value) if folder is not None else "data"
     info = _dataset_info(ledger, place)
-    rows = ledger.take("max_samples")
-    count = rows.value if rows is not None and isinstance(rows.value, int) else None
     mixture = SourceData(setting=setting)
     data_sets.set_aside(ledger, mixture, "val_size")
     unknown: list[str] = []
@@ -78,15 +76,15 @@ def _data(ledger: ConversionLedger) -> None:
     for name in words(setting.value):
         entry = info.get(name)
         if isinstance(entry, Mapping):
-            data, form = _of_entry(entry, place, count, ledger)
+            data, form = _of_entry(entry, place, ledger)
             forms.add(form)
         else:
-            data = DataSet(path=name, rows=count)
+            data = DataSet(path=name)
             if "/" not in name or name.endswith((".yaml", ".yml")):
                 unknown.append(name)
         mixture.sets.append(data)
-    also = [] if rows is None else [rows]
-    data_sets.write(ledger, mixture, *also)
+    data_sets.limit_rows(ledger, mixture, "max_samples")
+    data_sets.write(ledger, mixture)
     if folder is not None:
         reason = "the paths of `datasets` hold it" if info else "no dataset_info.json is in it here"
         ledger.leave(folder, reason, matters=False)
@@ -120,17 +118,16 @@ def _dataset_info(ledger: ConversionLedger, folder: str) -> Mapping[str, Any]:
 
 
 def _of_entry(
-    entry: Mapping[str, Any], folder: str, count: int | None, ledger: ConversionLedger
+    entry: Mapping[str, Any], folder: str, ledger: ConversionLedger
 ) -> tuple[DataSet, str]:
     """A set of dataset_info.json, and the form of its rows."""
     form = str(entry.get("formatting") or "alpaca")
     split = entry.get("split")
-    hub = entry.get("hf_hub_url") or entry.get("ms_hub_url") or entry.get("script_url")
-    if hub:
-        return DataSet(path=str(hub), name=entry.get("subset"), split=split, rows=count), form
+    for key in ("hf_hub_url", "ms_hub_url", "script_url"):
+        if entry.get(key):
+            return DataSet(path=str(entry[key]), name=entry.get("subset"), split=split), form
     path = str(Path(folder) / str(entry.get("file_name") or ""))
-    path = data_sets.local_path(path, ledger.recipe)
-    return DataSet(path=path, split=split, rows=count), form
+    return DataSet(path=data_sets.local_path(path, ledger.recipe), split=split), form
 
 
 def _mask(ledger: ConversionLedger, setting: SourceSetting) -> None:

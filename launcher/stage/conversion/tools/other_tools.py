@@ -96,16 +96,16 @@ def _openrlhf_data(ledger: ConversionLedger) -> None:
     setting = ledger.take("dataset", "preference_dataset")
     if setting is None:
         return
-    limit = ledger.take("max_samples")
     split = ledger.take("dataset_split", "train_split")
-    count = limit.value if limit is not None and isinstance(limit.value, int) else None
     name_of_split = None if split is None else str(split.value)
     mixture = SourceData(setting=setting)
     for text in words(setting.value):
         path, _, _ = text.partition("@")
-        mixture.sets.append(DataSet(path=path, split=name_of_split, rows=count))
-    also = [item for item in (limit, split) if item is not None]
-    data_sets.write(ledger, mixture, *also)
+        mixture.sets.append(DataSet(path=path, split=name_of_split))
+    if split is not None:
+        mixture.also.append(split)
+    data_sets.limit_rows(ledger, mixture, "max_samples")
+    data_sets.write(ledger, mixture)
     keys = ("input_key", "output_key", "prompt_key", "chosen_key", "rejected_key")
     if _leave_columns(ledger, keys) and "completion_only_loss" in ledger.schema.fields:
         data_sets.mask_questions(ledger, setting, "OpenRLHF's loss counts answers alone")

@@ -156,22 +156,19 @@ def _data(ledger: ConversionLedger) -> None:
     if isinstance(component.value, list):
         _several(ledger, component)
         return
-    data, also = _data_set(ledger, component)
-    data_sets.write(ledger, SourceData(setting=component, sets=[data]), *also)
+    data_sets.write(ledger, _mixture(ledger, component))
     _mask(ledger, component)
 
 
-def _data_set(
-    ledger: ConversionLedger, component: SourceSetting
-) -> tuple[DataSet, list[SourceSetting]]:
+def _mixture(ledger: ConversionLedger, component: SourceSetting) -> SourceData:
     builder = str(component.value).rpartition(".")[2]
-    also: list[SourceSetting] = []
+    mixture = SourceData(setting=component)
     path = _SETS.get(builder, ("", False))[0]
     values: dict[str, Any] = {}
     for key in ("source", "split", "data_files", "name", "subset"):
         setting = ledger.take(f"dataset.{key}")
         if setting is not None and not is_off(setting.value):
-            also.append(setting)
+            mixture.also.append(setting)
             values[key] = setting.value
     path = str(values.get("source", path))
     if not path:
@@ -192,7 +189,8 @@ def _data_set(
         files=values.get("data_files"),
         name=values.get("subset", values.get("name")),
     )
-    return data, also
+    mixture.sets.append(data)
+    return mixture
 
 
 def _several(ledger: ConversionLedger, component: SourceSetting) -> None:

@@ -142,7 +142,8 @@ def _mixer(ledger: ConversionLedger) -> None:
     evaluates = _evaluates(ledger)
     if is_single and test and evaluates:
         mixture.test_split = test[0]
-    data_sets.write(ledger, mixture, *filter(None, [splits, configs]))
+    mixture.also += filter(None, [splits, configs])
+    data_sets.write(ledger, mixture)
     data_sets.advise(ledger, mixture)
     if test and evaluates and not is_single and splits is not None:
         split_off = "of several sets TRL's script splits off `test_split_size`"
@@ -189,16 +190,12 @@ def _own_data(ledger: ConversionLedger, setting: SourceSetting) -> None:
         values = words(str(values).strip("[]"))
     splits = ledger.take("splits", "dataset_split")
     train, test, *_ = [*([] if splits is None else words(splits.value)), None, None]
-    limit = ledger.take(*_LIMITS)
-    if limit is not None and not (isinstance(limit.value, int) and limit.value > 0):
-        limit = None
-    count = None if limit is None else limit.value
     mixture = SourceData(setting=setting)
     for value in values:
         path = str(value.get("path")) if isinstance(value, Mapping) else str(value)
         if data_sets.is_file(path):
             path = data_sets.local_path(path, ledger.recipe)
-        mixture.sets.append(DataSet(path=path, split=train, rows=count))
+        mixture.sets.append(DataSet(path=path, split=train))
     if _evaluates(ledger):
         mixture.test_split = test
     shares = ("val_set_size", "split_dataset_ratio", "eval_split_ratio")
@@ -206,7 +203,10 @@ def _own_data(ledger: ConversionLedger, setting: SourceSetting) -> None:
     share = mixture.test_setting
     if share is not None and share.key not in shares:
         mixture.test_size = share.value / 100
-    data_sets.write(ledger, mixture, *filter(None, [splits, limit]))
+    data_sets.limit_rows(ledger, mixture, *_LIMITS)
+    if splits is not None:
+        mixture.also.append(splits)
+    data_sets.write(ledger, mixture)
 
 
 _LIMITS = ("max_train_samples", "max_samples", "num_train_samples", "max_examples", "train_samples")

@@ -33,14 +33,14 @@ def check(config: Config, schema: Schema, entry: Entry, past: Past) -> Iterator[
                 yield fault
 
 
-def missing(
+def find_missing(
     config: Config, schema: Schema, entry: Entry, reported: Container[str | None]
 ) -> Iterator[Finding]:
     """Arguments that upstream's parser requires, and that neither the file nor launch sets.
 
     Nothing is said of the keys in `reported`.
     """
-    names = taken(schema, config.args).keys() | entry.derived.keys() | {entry.names.output}
+    names = parse_names(schema, config.args).keys() | entry.derived.keys() | {entry.names.output}
     if "batch" in config.options:
         names |= {entry.names.per_device, entry.names.accumulation}
     for name, field in schema.fields.items():
@@ -55,7 +55,7 @@ def _error(layer: Layer, code: str, name: str, message: str, help: str) -> Findi
     return Finding(severity="error", layer=layer, code=code, key=key, message=message, help=help)
 
 
-def taken(schema: Schema, args: Mapping[str, Any]) -> dict[str, Any]:
+def parse_names(schema: Schema, args: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments under the names that upstream's parser takes them for; the last one wins."""
     taken: dict[str, Any] = {}
     for key, value in args.items():
@@ -71,7 +71,7 @@ def taken(schema: Schema, args: Mapping[str, Any]) -> dict[str, Any]:
     return taken
 
 
-def reported(
+def reported_keys(
     config: Config, schema: Schema, entry: Entry, faults: Sequence[Finding]
 ) -> frozenset[str | None]:
     """Keys that are reported already: wrong ones, and those that a wrong key was meant to be."""
@@ -157,7 +157,7 @@ def _unknown(schema: Schema, entry: Entry, past: Past, key: str, value: Any) -> 
     return replace(finding, layer="launch", message=message)
 
 
-def lost(config: Config, schema: Schema, entry: Entry) -> Iterator[Finding]:
+def find_lost(config: Config, schema: Schema, entry: Entry) -> Iterator[Finding]:
     """Arguments that `--fix` made comments, and about whose meaning nobody has decided yet."""
     for kept in config.kept:
         meaning = entry.lost.get(kept.key)

@@ -294,7 +294,7 @@ class _File:
         return _Edit((_Span(begin, rest.end()),), what, {key: _GONE})
 
     def comment_out(self, key: str) -> _Edit:
-        """Make an argument that changed the training a comment: `arguments.lost` warns of it."""
+        """Make an argument that changed the training a comment; `arguments.find_lost` warns."""
         (line,) = self.delete(key, "").spans
         start = self.find(key).key.start_mark.index
         raw = self.text[start : line.end].rstrip("\r\n")

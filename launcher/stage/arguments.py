@@ -2,6 +2,7 @@
 
 import difflib
 import functools
+import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -32,14 +33,14 @@ def check(config: Config, schema: Schema, entry: Entry, past: Past) -> Iterator[
                 yield fault
 
 
-def missing(
+def find_missing(
     config: Config, schema: Schema, entry: Entry, reported: Container[str | None]
 ) -> Iterator[Finding]:
     """Arguments that upstream's parser requires, and that neither the file nor launch sets.
 
     Nothing is said of the keys in `reported`.
     """
-    names = taken(schema, config.args).keys() | entry.derived.keys() | {entry.names.output}
+    names = parse_names(schema, config.args).keys() | entry.derived.keys() | {entry.names.output}
     if "batch" in config.options:
         names |= {entry.names.per_device, entry.names.accumulation}
     for name, field in schema.fields.items():
@@ -54,7 +55,7 @@ def _error(layer: Layer, code: str, name: str, message: str, help: str) -> Findi
     return Finding(severity="error", layer=layer, code=code, key=key, message=message, help=help)
 
 
-def taken(schema: Schema, args: Mapping[str, Any]) -> dict[str, Any]:
+def parse_names(schema: Schema, args: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments under the names that upstream's parser takes them for; the last one wins."""
     taken: dict[str, Any] = {}
     for key, value in args.items():
@@ -70,7 +71,7 @@ def taken(schema: Schema, args: Mapping[str, Any]) -> dict[str, Any]:
     return taken
 
 
-def reported(
+def reported_keys(
     config: Config, schema: Schema, entry: Entry, faults: Sequence[Finding]
 ) -> frozenset[str | None]:
     """Keys that are reported already: wrong ones, and those that a wrong key was meant to be."""
@@ -107,6 +108,8 @@ def _check_value(schema: Schema, entry: Entry, field: Field, value: Any) -> Find
     help = type_help
     if not words:
         reason = "an empty list, which upstream would read as true"
+    elif field.kind in {"int", "float"} and any(map(_overflows, words)):
+        reason = "a number that is too large to be one"
     elif isinstance(value, list) and any(v is None or isinstance(v, list | dict) for v in value):
         reason = "an entry is a list, a mapping or empty, which no flag can carry"
     elif isinstance(value, dict) and field.many and name in schema.by_file:
@@ -117,6 +120,14 @@ def _check_value(schema: Schema, entry: Entry, field: Field, value: Any) -> Find
     else:
         return None
     return _error("launch", "bad-value", name, f"`{name}`: {reason}", help)
+
+
+def _overflows(word: str) -> bool:
+    """Whether Python reads digits as infinity, such as `1e999`."""
+    try:
+        return math.isinf(float(word)) and any(map(str.isdigit, word))
+    except (OverflowError, ValueError):
+        return False
 
 
 def _unknown(schema: Schema, entry: Entry, past: Past, key: str, value: Any) -> Finding:
@@ -146,7 +157,7 @@ def _unknown(schema: Schema, entry: Entry, past: Past, key: str, value: Any) -> 
     return replace(finding, layer="launch", message=message)
 
 
-def lost(config: Config, schema: Schema, entry: Entry) -> Iterator[Finding]:
+def find_lost(config: Config, schema: Schema, entry: Entry) -> Iterator[Finding]:
     """Arguments that `--fix` made comments, and about whose meaning nobody has decided yet."""
     for kept in config.kept:
         meaning = entry.lost.get(kept.key)

@@ -218,14 +218,17 @@ def explain(
 
 def _names(key: str, schema: Schema, source: Upstream) -> list[str]:
     """The argument itself, those of an idea, or those with the key among their words."""
-    if key in schema.fields or key in KEYS or _explained(key, schema, source, None).known:
+    if key in KEYS or _explained(key, schema, source, None).known:
         return [key]
-    idea = {*IDEAS.get(key, ()), *(names.get(key, "") for names in FOREIGN.values())}
-    names = [name for name in schema.fields if name in idea]
-    if names:
-        return names
-    names = [name for name in schema.fields if key in name.split("_")]
-    return names if 0 < len(names) <= _MOST_NAMES else [key]
+    meant = {*IDEAS.get(key, ())}
+    for names_there in FOREIGN.values():
+        meant.add(names_there.get(key, ""))
+    names = [name for name in schema.fields if name in meant]
+    if not names:
+        names = [name for name in schema.fields if key in name.split("_")]
+        if len(names) > _MOST_NAMES:
+            return [key]
+    return names or [key]
 
 
 IDEAS: Mapping[str, tuple[str, ...]] = {

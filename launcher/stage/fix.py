@@ -217,7 +217,6 @@ class _File:
         if judged.schema is not None:
             self.schema = judged.schema
             self.entry = entry_of(judged.schema)
-        self.line_end = "\r\n" if "\r\n" in text else "\n"
         self.root: yaml.Node | None = None
         # the composer refuses an anchor that is given twice, the loader does not
         with contextlib.suppress(yaml.YAMLError):
@@ -295,24 +294,17 @@ class _File:
         return _Edit((_Span(begin, rest.end()),), what, {key: _GONE})
 
     def comment_out(self, key: str) -> _Edit:
-        """Make an argument that changed the training a comment: `arguments.lost` warns of it."""
+        """Make an argument that changed the training a comment; `arguments.find_lost` warns."""
         (line,) = self.delete(key, "").spans
         start = self.find(key).key.start_mark.index
         raw = self.text[start : line.end].rstrip("\r\n")
+        end = start + len(raw)
         if "\n" in raw:
             value = json.dumps(self.args.get(key), ensure_ascii=False, default=str)
             raw = f"{key}: {value}"
-        indent = self.text[self.line_start(start) : start]
-        text = f"{indent}{KEPT} {raw}"
-        if self.text[: line.end].endswith("\n"):
-            text = f"{text}{self.line_end}"
-        else:
-            # the line end before it is deleted too
-            text = f"{self.line_end}{text}"
-        what = (
-            f"`{brief(raw, 40)}` made a comment: it changed what is trained, and nothing takes it"
-        )
-        return _Edit((line._replace(text=text),), what, {key: _GONE})
+        why = "it changed what is trained, and nothing takes it"
+        what = f"`{brief(raw, 40)}` made a comment: {why}"
+        return _Edit((_Span(start, end, f"{KEPT} {raw}"),), what, {key: _GONE})
 
     def move(self, key: str, to: str, value: object = _GONE) -> _Edit:
         """Rename one argument, and change its value if one is given."""
@@ -344,7 +336,8 @@ class _File:
             if not mapping.flow_style:
                 yield _Span(begin, begin, "- ")
                 indent = self.text[self.line_start(begin) : begin]
-                between = f"{self.line_end}{indent}- "
+                line_end = "\r\n" if "\r\n" in self.text else "\n"
+                between = f"{line_end}{indent}- "
             if "#" in self.text[after : value.start_mark.index]:
                 raise Declined("a comment is between a name and its amount")
             yield _Span(after, value.start_mark.index, between)

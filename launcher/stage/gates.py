@@ -272,8 +272,9 @@ def _is_past(value: float, limit: float, is_upper: bool) -> bool:
 def judge(
     facts: RungFacts, limits: Mapping[str, Limit], base: RungFacts | None = None
 ) -> list[Flag]:
-    """What every gate says that has something to judge; `base` is the run that efficiency is
-    measured against.
+    """What every gate says that has something to judge.
+
+    `base` is the run that efficiency is measured against.
     """
     all_limits = {name: default for name, (default, _) in GATES.items()} | dict(limits)
     all_limits["loss_fall"] = _scaled_fall(facts, all_limits["loss_fall"])

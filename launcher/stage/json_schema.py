@@ -12,7 +12,6 @@ from typing import Any
 
 from launcher.config.document import plain
 from launcher.config.keys import KEYS, LARGEST, OFF, ON, STAGES, Key
-from launcher.dataset import mixture
 from launcher.runs import slurm
 from launcher.stage import explain, gates
 from launcher.upstream.schema import Field, Schema, source_name
@@ -281,39 +280,11 @@ def _value_of(schema: Schema, field: Field) -> Json:
     if field.name not in schema.by_file:
         return value
     if field.name == "datasets":
-        return {**value, "items": {"anyOf": [value["items"], _set_of_mixture()]}}
+        mixture = {"type": "object", "required": ["path"]}
+        return {**value, "items": {"anyOf": [value["items"], mixture]}}
     if field.kind == "str":
         return {key: limit for key, limit in value.items() if key not in ("minItems", "maxItems")}
     return value
-
-
-def _set_of_mixture() -> Json:
-    """One entry of `datasets`."""
-    text: Json = {"type": ["string", "null"]}
-    texts: Json = {"items": {"type": "string"}}
-    types: Json = {
-        "path": {"type": "string"},
-        "split": {"type": "string", "default": "train"},
-        "columns": {"type": ["array", "null"], **texts},
-        "fraction": {"type": ["number", "null"]},
-        "data_files": {"type": ["string", "array", "object", "null"], **texts},
-    }
-    properties = {}
-    for key in mixture.KEYS:
-        meaning = {"title": key, "description": _MEANINGS[key]}
-        properties[key] = meaning | types.get(key, text)
-    return {**_mapping(properties), "type": "object", "required": ["path"]}
-
-
-_MEANINGS = {
-    "path": "a folder, a name on the hub, or a reader such as json",
-    "name": "the configuration of the data set",
-    "data_dir": "the folder in it that holds the files",
-    "data_files": "the files, a list of them, or those of each split",
-    "split": "the split, or a part of it: train[:1000], train[10%:20%]",
-    "columns": "the columns to keep",
-    "fraction": "its share of the whole mixture, given for all sets or for none",
-}
 
 
 def _value(field: Field) -> Json:

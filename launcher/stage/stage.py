@@ -128,14 +128,14 @@ def read(config: Config, *, stage: str | None = None, locator: Locator | None = 
     entry = entry_of(schema)
     folders = () if source.root is None else (source.root,)
     opts, option_faults = options.read(config, name, folders, schema.fields)
-    values = _values(opts, schema, arguments.taken(schema, config.args))
+    values = _values(opts, schema, arguments.parse_names(schema, config.args))
 
     past = functools.partial(locate.past, source, schema.script)
     argument_faults = list(arguments.check(config, schema, entry, past))
-    reported = arguments.reported(config, schema, entry, argument_faults)
-    missing = list(arguments.missing(config, schema, entry, reported))
+    reported = arguments.reported_keys(config, schema, entry, argument_faults)
+    missing = list(arguments.find_missing(config, schema, entry, reported))
     reported |= {fault.key for fault in missing}
-    lost = arguments.lost(config, schema, entry)
+    lost = arguments.find_lost(config, schema, entry)
     findings += [*option_faults, *argument_faults, *missing, *lost]
     for finding in _apply_argument_rules(opts, values):
         if finding.layer == "parser" or finding.key not in reported:

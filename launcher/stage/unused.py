@@ -3,6 +3,7 @@
 Everything here comes from the reads in a `Schema`, so that it moves with the source.
 """
 
+import itertools
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -142,18 +143,16 @@ def instead(schema: Schema, entry: Entry, name: str) -> str:
 def _unreachable(
     entry: Entry, name: str, closed: list[_ClosedRead], effective_values: Mapping[str, Any]
 ) -> Finding:
-    first = closed[0].conditions
-    everywhere = [text for text in first if all(text in read.conditions for read in closed)]
-    if everywhere:
-        alternatives = [tuple(everywhere)]
-        places = closed[:2]
-    else:
-        # the first read under each combination of conditions
-        by_conditions = {read.conditions: read for read in reversed(closed)}
-        alternatives = list(dict.fromkeys(read.conditions for read in closed))[:_MOST_PLACES]
-        places = [by_conditions[alternative] for alternative in alternatives]
-    where = ", ".join(dict.fromkeys(place.read.where for place in places))
-    state = _state(_names(text for texts in alternatives for text in texts), effective_values)
+    everywhere = list(closed[0].conditions)
+    for each in closed:
+        everywhere = [text for text in everywhere if text in each.conditions]
+    # the place of the first read under each combination of conditions
+    places: dict[tuple[str, ...], str] = {}
+    for each in closed:
+        places.setdefault(tuple(everywhere) or each.conditions, each.read.where)
+    alternatives = list(places)[:_MOST_PLACES]
+    where = ", ".join(dict.fromkeys(places[texts] for texts in alternatives))
+    state = _state(_names(itertools.chain(*alternatives)), effective_values)
     ways = " or ".join(map(shown, alternatives))
     message = f"`{name}` does nothing here: it is read only where {ways} ({where}), and {state}"
     help = rendered(entry.instead.get(name, "delete the line, or set what it needs"))

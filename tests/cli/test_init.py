@@ -292,7 +292,7 @@ def test_a_flat_trl_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     config, said, _ = convert(TRL, tmp_path, capsys)
     assert config.options["deepspeed"] == "zero2"
     assert config.args == {
-        "model_name_or_path": "org/tiny", "dataset_name": "org/text", "dataset_config": "en",
+        "model_name_or_path": "org/tiny", "datasets": [{"path": "org/text", "name": "en"}],
         "max_length": 512, "learning_rate": 1e-4,
     }  # fmt: skip
     assert said["data"]["lost"] == ["env"]

@@ -1,7 +1,8 @@
-"""A command of a script -> what it starts (`Invocation`): launchers taken off one by one, flags as settings.
+"""A command of a script -> what it starts (`Invocation`): launchers removed, flags as settings.
 
-The options that take no value are those of accelerate/commands/launch.py, torch/distributed/run.py and
-deepspeed/launcher/runner.py; of programs that only run others (srun, nohup, docker) they are guessed.
+The options that take no value are those of accelerate/commands/launch.py,
+torch/distributed/run.py and deepspeed/launcher/runner.py; of programs that only run others (srun,
+nohup, docker) they are guessed.
 """
 
 from __future__ import annotations
@@ -16,18 +17,21 @@ from launcher.stage.shell.expansion import Argument
 from launcher.stage.shell.interpreter import ScriptCommand
 
 _ACCELERATE_SWITCHES = frozenset(
-    "cpu multi_gpu tpu use_xpu ipex mps use_mps_device debug quiet q no_python module m same_network "
-    "use_deepspeed use_fsdp use_megatron_lm use_tp use_parallelism_config tpu_use_cluster "
-    "tpu_use_sudo no_tpu_cluster dynamo_use_fullgraph dynamo_use_dynamic "
+    "cpu multi_gpu tpu use_xpu ipex mps use_mps_device debug quiet q no_python module m "
+    "same_network use_deepspeed use_fsdp use_megatron_lm use_tp use_parallelism_config "
+    "tpu_use_cluster tpu_use_sudo no_tpu_cluster dynamo_use_fullgraph dynamo_use_dynamic "
     "dynamo_use_regional_compilation enable_cpu_affinity standalone".split()
 )
 _TORCHRUN_SWITCHES = frozenset("standalone module m no_python run_path use_env use-env".split())
 _DEEPSPEED_SWITCHES = frozenset(
-    "module no_python no_local_rank no_ssh no_ssh_check force_multi save_pid bind_cores_to_rank".split()
+    "module no_python no_local_rank no_ssh no_ssh_check force_multi save_pid "
+    "bind_cores_to_rank".split()
 )
 _PYTHON = re.compile(r"(.*/)?(python|python3|python3\.\d+|pypy3|\$\w*PYTHON\w*|\$\{\w*PYTHON\w*\})")
 _ELASTIC = frozenset({"torch.distributed.run", "torch.distributed.launch"})
-_ACCELERATE_MODULES = frozenset({"accelerate.commands.launch", "accelerate.commands.accelerate_cli"})
+_ACCELERATE_MODULES = frozenset(
+    {"accelerate.commands.launch", "accelerate.commands.accelerate_cli"}
+)
 _TOOLS: Mapping[str, frozenset[str]] = {
     "trl": frozenset({"sft", "dpo", "kto", "grpo", "reward", "rloo", "ppo", "orpo", "cpo"}),
     "llamafactory-cli": frozenset({"train"}),
@@ -37,18 +41,27 @@ _TOOLS: Mapping[str, frozenset[str]] = {
     "axolotl": frozenset({"train"}),
     "tune": frozenset({"run"}),
 }
-# words behind which a value follows, of programs that run others
 _SWITCHES_OF_OTHERS = frozenset(
-    "pure_docker_mode preemptible no_auto_dataset_cache non_resumable exclusive verbose v l u export unbuffered "
-    "overlap rm it gpus-all nv pty no_sync frozen active isolated no_project exact".split()
+    "pure_docker_mode preemptible no_auto_dataset_cache non_resumable exclusive verbose v l u "
+    "export unbuffered overlap rm it gpus-all nv pty no_sync frozen active isolated no_project "
+    "exact".split()
 )
+_SWITCHES: Mapping[str, frozenset[str]] = {
+    "accelerate": _ACCELERATE_SWITCHES,
+    "deepspeed": _DEEPSPEED_SWITCHES,
+    **dict.fromkeys(("torchrun", "tune run", *_ELASTIC), _TORCHRUN_SWITCHES),
+}
+_STARTERS = frozenset({"accelerate", "torchrun", "deepspeed", *_TOOLS})
+_CONFIG_FILE = re.compile(r"\.(ya?ml|json)$")
+_OVERRIDE = re.compile(r"[+~]{0,2}([A-Za-z_][\w.]*)=(.*)", re.DOTALL)
 
 
 @dataclass(slots=True)
 class Invocation:
-    """What a command starts in the end: `program`, with `settings` of the trainer's and `launchers` before it.
+    """What a command starts: `program`, with the trainer's `settings` and those of `launchers`.
 
-    `kind` is `script`, `module` or the name of a command line tool; `configs` are YAML files among the arguments.
+    `kind` is `script`, `module` or the name of a command line tool; `configs` are YAML files among
+    the arguments.
     """
 
     program: str
@@ -60,40 +73,62 @@ class Invocation:
     environment: list[SourceSetting] = field(default_factory=list)
     configs: list[Argument] = field(default_factory=list)
     positional: list[SourceSetting] = field(default_factory=list)
-    with_accelerate: bool = False
-    with_elastic: bool = False
-    with_deepspeed: bool = False
     unless: str = ""
+
+    def setting(
+        self, key: str, written: str, value: object, word: Argument, missing: tuple[str, ...]
+    ) -> SourceSetting:
+        return SourceSetting(
+            key=key, value=value, written=written, file=self.file, line=word.line, missing=missing
+        )
+
+    def add_option(
+        self, program: str, flag: str, value: object, word: Argument, missing: tuple[str, ...]
+    ) -> None:
+        """Add an option of a launcher."""
+        key = _option_name(flag)
+        setting = self.setting(key, f"{program} {flag}", value, word, missing)
+        self.launchers.append(setting)
+
+    def add_config(self, flag: str, file: Argument, word: Argument) -> None:
+        """Add a file of arguments that a flag names."""
+        self.configs.append(file)
+        setting = self.setting(CONFIG, flag, file.text, word, file.missing)
+        self.launchers.append(setting)
 
 
 def read(command: ScriptCommand) -> Invocation | None:
-    """What a command starts; None of one that starts no Python program."""
+    """What a command starts; None if it starts no Python program."""
     words = command.arguments
-    invocation = Invocation(program="", kind="", line=command.line, file=command.file, unless=command.unless)
+    invocation = Invocation(
+        program="", kind="", line=command.line, file=command.file, unless=command.unless
+    )
     for name, value in command.environment:
-        setting = SourceSetting(
-            key=name, value=value.text, written=name, file=command.file, line=command.line, missing=value.missing
-        )
+        word = Argument("", command.line)
+        setting = invocation.setting(name, name, value.text, word, value.missing)
         invocation.environment.append(setting)
     for prefix in command.prefixes:
         _prefix(prefix, invocation)
-    at = 0
-    while at < len(words):
-        step = _launcher(words, at, invocation)
-        if step is None:
-            break
-        at = step
-        if invocation.program:
+    at: int | None = 0
+    while at is not None and at < len(words):
+        at = _launcher(words, at, invocation)
+        if at is not None and invocation.program:
             _read_arguments(words[at:], invocation)
             return invocation
     return None
 
 
+def _option_name(flag: str) -> str:
+    return flag.lstrip("-").replace("-", "_")
+
+
+def _text(words: Sequence[Argument], at: int) -> str:
+    return words[at].text if at < len(words) else ""
+
+
 def _prefix(words: Sequence[Argument], invocation: Invocation) -> None:
     """The options of a program that runs another script: `srun --nodes=2 ./train.sh`."""
-    if not words:
-        return
-    program = posixpath.basename(words[0].text)
+    program = posixpath.basename(_text(words, 0))
     place = 1
     while place < len(words):
         if words[place].text.startswith("-") and words[place].text != "--":
@@ -103,19 +138,14 @@ def _prefix(words: Sequence[Argument], invocation: Invocation) -> None:
 
 
 def _launcher(words: Sequence[Argument], at: int, invocation: Invocation) -> int | None:
-    """Read one program and its options; the place behind them, or None where nothing starts Python."""
+    """Read one program and its options; the place behind them, or None if it starts no Python."""
     text = words[at].text
     name = posixpath.basename(text)
-    following = words[at + 1].text if at + 1 < len(words) else ""
+    following = _text(words, at + 1)
     if name == "accelerate" and following == "launch":
-        invocation.with_accelerate = True
-        return _options(words, at + 2, "accelerate", _ACCELERATE_SWITCHES, invocation)
-    if name == "torchrun":
-        invocation.with_elastic = True
-        return _options(words, at + 1, "torchrun", _TORCHRUN_SWITCHES, invocation)
-    if name in ("deepspeed", "deepspeed.exe") and at + 1 < len(words):
-        invocation.with_deepspeed = True
-        return _options(words, at + 1, "deepspeed", _DEEPSPEED_SWITCHES, invocation)
+        return _options(words, at + 2, name, invocation)
+    if name in ("torchrun", "deepspeed") and following:
+        return _options(words, at + 1, name, invocation)
     if name in _TOOLS and following in _TOOLS[name]:
         if name == "tune":
             return _tune(words, at, invocation)
@@ -131,8 +161,7 @@ def _launcher(words: Sequence[Argument], at: int, invocation: Invocation) -> int
 
 def _tune(words: Sequence[Argument], at: int, invocation: Invocation) -> int | None:
     """`tune run [options of torchrun] RECIPE ...`."""
-    invocation.with_elastic = True
-    place = _flags(words, at + 2, "tune run", _TORCHRUN_SWITCHES, invocation)
+    place = _flags(words, at + 2, "tune run", invocation)
     if place >= len(words):
         return None
     invocation.program = f"tune run {words[place].text}"
@@ -155,18 +184,16 @@ def _python(words: Sequence[Argument], at: int, invocation: Invocation) -> int |
 def _module(words: Sequence[Argument], at: int, invocation: Invocation) -> int | None:
     """What stands behind `python -m`."""
     module = words[at].text
+    following = _text(words, at + 1)
     if module in _ELASTIC:
-        invocation.with_elastic = True
-        return _options(words, at + 1, module, _TORCHRUN_SWITCHES, invocation)
+        return _options(words, at + 1, module, invocation)
     if module in _ACCELERATE_MODULES:
-        invocation.with_accelerate = True
-        place = at + 2 if words[at + 1 : at + 2] and words[at + 1].text == "launch" else at + 1
-        return _options(words, place, "accelerate", _ACCELERATE_SWITCHES, invocation)
+        place = at + 2 if following == "launch" else at + 1
+        return _options(words, place, "accelerate", invocation)
     if module in ("deepspeed", "deepspeed.launcher.runner"):
-        invocation.with_deepspeed = True
-        return _options(words, at + 1, "deepspeed", _DEEPSPEED_SWITCHES, invocation)
-    if module == "trl" and at + 1 < len(words):
-        invocation.program = f"trl {words[at + 1].text}"
+        return _options(words, at + 1, "deepspeed", invocation)
+    if module == "trl" and following:
+        invocation.program = f"trl {following}"
         invocation.kind = "trl"
         return at + 2
     invocation.program = module
@@ -176,166 +203,152 @@ def _module(words: Sequence[Argument], at: int, invocation: Invocation) -> int |
 
 def _script(words: Sequence[Argument], at: int, invocation: Invocation) -> int | None:
     """A Python file: the program, or one that itself starts what stands behind `--`."""
-    rest = [word.text for word in words[at + 1 :]]
-    if "--" in rest:
-        behind = at + 1 + rest.index("--") + 1
-        if _starts_something(words[behind:]):
+    texts = [word.text for word in words]
+    if "--" in texts[at:]:
+        behind = texts.index("--", at) + 1
+        start = _first_start(words, behind)
+        if start is not None:
             program = posixpath.basename(words[at].text)
             _all_flags(words[: behind - 1], at + 1, program, invocation)
-            return _first_start(words, behind)
+            return start
     invocation.program = words[at].text
     invocation.kind = "script"
     return at + 1
 
 
-def _starts_something(words: Sequence[Argument]) -> bool:
-    for word in words:
-        name = posixpath.basename(word.text)
-        if name in ("accelerate", "torchrun", "deepspeed", *_TOOLS) or _PYTHON.fullmatch(word.text):
-            return True
-        if word.text.endswith(".py"):
-            return True
-    return False
+def _starts(text: str) -> bool:
+    """Whether a word starts something that may be a training."""
+    is_program = posixpath.basename(text) in _STARTERS or _PYTHON.fullmatch(text)
+    return bool(is_program) or text.endswith(".py")
+
+
+def _first_start(words: Sequence[Argument], at: int) -> int | None:
+    """The place of the first word that starts something: `source profile.sh &&` may precede it."""
+    for place in range(at, len(words)):
+        if _starts(words[place].text):
+            return place
+    return None
 
 
 def _all_flags(words: Sequence[Argument], at: int, program: str, invocation: Invocation) -> None:
     """Read flags that may take several values each."""
     place = at
     while place < len(words):
-        place = _flags(words, place, program, _SWITCHES_OF_OTHERS, invocation)
+        place = _flags(words, place, program, invocation)
         if place < len(words) and invocation.launchers:
             last = invocation.launchers[-1]
-            before = last.value if isinstance(last.value, list) else [last.value]
-            invocation.launchers[-1] = replace(last, value=[*before, words[place].text])
-            place += 1
-        elif place < len(words):
-            place += 1
-
-
-def _first_start(words: Sequence[Argument], at: int) -> int:
-    """The place of the first word that starts something: before it may stand `source profile.sh &&`."""
-    for place in range(at, len(words)):
-        if _starts_something(words[place : place + 1]):
-            return place
-    return at
+            values = last.value if isinstance(last.value, list) else [last.value]
+            invocation.launchers[-1] = replace(last, value=[*values, words[place].text])
+        place += 1
 
 
 def _options(
-    words: Sequence[Argument], at: int, program: str, switches: frozenset[str], invocation: Invocation
+    words: Sequence[Argument], at: int, program: str, invocation: Invocation
 ) -> int | None:
     """The options of a launcher, then the script or module that it starts."""
-    place = _flags(words, at, program, switches, invocation)
+    place = _flags(words, at, program, invocation)
     if place >= len(words):
         return None
-    is_module = any(setting.key in ("module", "m") for setting in invocation.launchers)
     text = words[place].text
+    is_module = any(setting.key in ("module", "m") for setting in invocation.launchers)
     if is_module:
         return _module(words, place, invocation)
     if _PYTHON.fullmatch(text):
         return _python(words, place, invocation)
-    following = words[place + 1].text if place + 1 < len(words) else ""
-    if posixpath.basename(text) in _TOOLS and following:
+    if posixpath.basename(text) in _TOOLS and place + 1 < len(words):
         return _launcher(words, place, invocation)
-    if "/" not in text and not text.endswith(".py") and re.fullmatch(r"[\w]+(\.[\w]+)+", text):
+    if not text.endswith(".py") and re.fullmatch(r"\w+(\.\w+)+", text):
         return _module(words, place, invocation)
     return _script(words, place, invocation)
 
 
-def _flags(words: Sequence[Argument], at: int, program: str, switches: frozenset[str], invocation: Invocation) -> int:
+def _flags(words: Sequence[Argument], at: int, program: str, invocation: Invocation) -> int:
     """Read flags of a launcher up to the first word that belongs to none; its place."""
+    switches = _SWITCHES.get(program, _SWITCHES_OF_OTHERS)
     place = at
     while place < len(words):
         word = words[place]
         if not word.text.startswith("-") or word.text == "--":
             break
         flag, equals, value = word.text.partition("=")
-        name = flag.lstrip("-").replace("-", "_")
         missing = word.missing
         place += 1
+        parsed: object = True
         if equals:
             parsed = value_of(value)
-        elif name in switches or place >= len(words) or _is_flag(words[place].text):
-            parsed = True
-        else:
+        elif _option_name(flag) not in switches and _is_value(words, place):
             parsed = value_of(words[place].text)
             missing = words[place].missing
             place += 1
-        setting = SourceSetting(
-            key=name, value=parsed, written=f"{program} {flag}", file=invocation.file, line=word.line, missing=missing
-        )
-        invocation.launchers.append(setting)
+        invocation.add_option(program, flag, parsed, word, missing)
     return place
 
 
 def _wrapper(words: Sequence[Argument], at: int, invocation: Invocation) -> int | None:
-    """A program that runs another one (`srun`, `nohup`, `uv run`): skip to that, its flags noted."""
+    """A program that runs another one (`srun`, `nohup`, `uv run`): skip to that, note its flags."""
     program = posixpath.basename(words[at].text)
-    if program in _NO_WRAPPERS or not _starts_something(words[at + 1 :]):
+    if program in _NO_WRAPPERS or _first_start(words, at + 1) is None:
         return None
     place = at + 1
     while place < len(words):
-        text = words[place].text
-        name = posixpath.basename(text)
+        word = words[place]
+        name = posixpath.basename(word.text)
+        if _starts(word.text):
+            return place
         if name in _WRAPPERS:
             program = name
-        is_start = name in ("accelerate", "torchrun", "deepspeed", *_TOOLS) or _PYTHON.fullmatch(text)
-        if is_start or text.endswith(".py"):
-            return place
-        if text.startswith("-") and text != "--":
+        if word.text.startswith("-") and word.text != "--":
             place = _wrapper_flag(words, place, program, invocation)
             continue
-        variable = re.fullmatch(r"([A-Za-z_]\w*)=(.*)", text, re.S)
+        variable = re.fullmatch(r"([A-Za-z_]\w*)=(.*)", word.text, re.DOTALL)
         if variable is not None:
-            setting = SourceSetting(
-                key=variable[1],
-                value=variable[2],
-                written=variable[1],
-                file=invocation.file,
-                line=words[place].line,
-                missing=words[place].missing,
-            )
+            name = variable[1]
+            setting = invocation.setting(name, name, variable[2], word, word.missing)
             invocation.environment.append(setting)
         place += 1
     return None
 
 
 def _wrapper_flag(words: Sequence[Argument], at: int, program: str, invocation: Invocation) -> int:
+    """Read one flag of a program that runs another; the place behind its value."""
     word = words[at]
     flag, equals, value = word.text.partition("=")
-    name = flag.lstrip("-").replace("-", "_")
     place = at + 1
     parsed: object = True
     missing = word.missing
     if equals:
         parsed = value_of(value)
-    elif place < len(words) and name not in _SWITCHES_OF_OTHERS and not _is_flag(words[place].text):
+    elif _option_name(flag) not in _SWITCHES_OF_OTHERS and _is_value(words, place):
         following = words[place].text
-        begins = _PYTHON.fullmatch(following) or posixpath.basename(following) in ("accelerate", "torchrun", *_TOOLS)
-        if not begins and not following.endswith(".py") and following != "run":
+        if not _starts(following) and following != "run":
             parsed = value_of(following)
             missing = words[place].missing
             place += 1
-    setting = SourceSetting(
-        key=name, value=parsed, written=f"{program} {flag}", file=invocation.file, line=word.line, missing=missing
-    )
-    invocation.launchers.append(setting)
+    invocation.add_option(program, flag, parsed, word, missing)
     return place
 
 
 _WRAPPERS = frozenset(
-    "srun sbatch uv env nohup time timeout sudo numactl docker podman singularity apptainer conda mamba micromamba "
-    "poetry pdm pixi hatch mpirun mpiexec stdbuf nice ionice taskset xvfb-run".split()
+    "srun sbatch uv env nohup time timeout sudo numactl docker podman singularity apptainer conda "
+    "mamba micromamba poetry pdm pixi hatch mpirun mpiexec stdbuf nice ionice taskset "
+    "xvfb-run".split()
 )
 CONFIG = "trainer's config"
 """The key of a flag that names a file with arguments of the trainer."""
 _NO_WRAPPERS = frozenset(
-    "echo printf cat cp mv rm mkdir tee grep sed awk pip pip3 ls test [ [[ source . set module".split()
+    "echo printf cat cp mv rm mkdir tee grep sed awk pip pip3 ls test [ [[ source . set "
+    "module".split()
 )
 
 
 def _is_flag(text: str) -> bool:
     """Whether argparse takes a word for a flag: no negative number."""
-    return text.startswith("-") and len(text) > 1 and not re.fullmatch(r"-\d*\.?\d+([eE][+-]?\d+)?", text)
+    is_number = re.fullmatch(r"-\d*\.?\d+([eE][+-]?\d+)?", text)
+    return text.startswith("-") and len(text) > 1 and not is_number
+
+
+def _is_value(words: Sequence[Argument], place: int) -> bool:
+    return place < len(words) and not _is_flag(words[place].text)
 
 
 def _read_arguments(words: Sequence[Argument], invocation: Invocation) -> None:
@@ -349,51 +362,43 @@ def _read_arguments(words: Sequence[Argument], invocation: Invocation) -> None:
         if _is_flag(word.text):
             place = _trainer_flag(words, place, invocation)
             continue
-        override = re.fullmatch(r"[+~]{0,2}([A-Za-z_][\w.]*)=(.*)", word.text, re.S)
+        override = _OVERRIDE.fullmatch(word.text)
         if override is not None:
-            invocation.settings.append(_setting(override[1], override[1], value_of(override[2]), word, word.missing))
-        elif re.search(r"\.(ya?ml|json)$", word.text):
+            name = override[1]
+            value = value_of(override[2])
+            setting = invocation.setting(name, name, value, word, word.missing)
+            invocation.settings.append(setting)
+        elif _CONFIG_FILE.search(word.text):
             invocation.configs.append(word)
         else:
-            invocation.positional.append(_setting("", word.text, word.text, word, word.missing))
-    invocation.settings = [replace(setting, file=invocation.file) for setting in invocation.settings]
-    invocation.positional = [replace(setting, file=invocation.file) for setting in invocation.positional]
-    invocation.launchers = [replace(setting, file=invocation.file) for setting in invocation.launchers]
+            setting = invocation.setting("", word.text, word.text, word, word.missing)
+            invocation.positional.append(setting)
 
 
 def _trainer_flag(words: Sequence[Argument], place: int, invocation: Invocation) -> int:
     """Read the flag before `place` with its values; the place behind them."""
     word = words[place - 1]
     flag, equals, text = word.text.partition("=")
-    if equals:
-        value = value_of(text)
-        if flag.lstrip("-") == "config" and re.search(r"\.(ya?ml|json)$", text):
-            invocation.configs.append(Argument(text, word.line, word.missing))
-            invocation.launchers.append(_setting(CONFIG, flag, text, word, word.missing))
-            return place
-        invocation.settings.append(_setting(name_of(flag), flag, value, word, word.missing))
-        return place
     values: list[Argument] = []
-    while place < len(words) and not _is_flag(words[place].text):
-        if values and re.fullmatch(r"[A-Za-z_][\w.]*=.*", words[place].text, re.S):
+    if equals:
+        values.append(Argument(text, word.line, word.missing))
+    while not equals and _is_value(words, place):
+        if values and re.fullmatch(r"[A-Za-z_][\w.]*=.*", words[place].text, re.DOTALL):
             break
         values.append(words[place])
         place += 1
-    missing = tuple(name for value in values for name in value.missing)
-    names_config = flag in ("--config", "--training_config", "--yaml_config") and len(values) == 1
-    is_recipe = invocation.kind == "tune"
-    if names_config and (missing or is_recipe or re.search(r"\.(ya?ml|json)$", values[0].text)):
-        invocation.configs.append(values[0])
-        invocation.launchers.append(_setting(CONFIG, flag, values[0].text, word, missing))
-        return place
+    if len(values) == 1 and flag in ("--config", "--training_config", "--yaml_config"):
+        is_unknown = bool(values[0].missing) and not equals
+        is_config = is_unknown or _CONFIG_FILE.search(values[0].text) is not None
+        if is_config or (invocation.kind == "tune" and not equals):
+            invocation.add_config(flag, values[0], word)
+            return place
     parsed: object = True
     if len(values) == 1:
         parsed = value_of(values[0].text)
     elif values:
         parsed = [value_of(value.text) for value in values]
-    invocation.settings.append(_setting(name_of(flag), flag, parsed, word, missing))
+    missing = tuple(name for value in values for name in value.missing)
+    setting = invocation.setting(name_of(flag), flag, parsed, word, missing)
+    invocation.settings.append(setting)
     return place
-
-
-def _setting(key: str, written: str, value: object, word: Argument, missing: tuple[str, ...]) -> SourceSetting:
-    return SourceSetting(key=key, value=value, written=written, file="", line=word.line, missing=missing)

@@ -1,7 +1,8 @@
-"""A file or script that somebody trains with -> a draft of a stage file, and what became of every setting."""
+"""A training file or script -> a draft of a stage file, and what became of every setting."""
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -9,15 +10,22 @@ from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
-from launcher.config.keys import PAIRED, STAGES
+from launcher.config.keys import STAGES
 from launcher.config.load import TOOLS
 from launcher.errors import Finding, InvalidConfig, Severity, brief, launch_finding
 from launcher.redaction import is_secret_variable, redact
 from launcher.stage.conversion import launchers, replacement, sbatch, sources
 from launcher.stage.conversion.ledger import PLACEHOLDER, ConversionLedger, is_secret, unknown_value
 from launcher.stage.conversion.replacement import Replacements
-from launcher.stage.conversion.settings import Recipe, SourceSetting, last_of_each, name_of
-from launcher.stage.conversion.tools import axolotl, llama_factory, open_instruct, other_tools, torchtune, trl
+from launcher.stage.conversion.settings import Recipe, SourceSetting, flag_of, last_of_each
+from launcher.stage.conversion.tools import (
+    axolotl,
+    llama_factory,
+    open_instruct,
+    other_tools,
+    torchtune,
+    trl,
+)
 from launcher.stage.draft import Draft
 from launcher.upstream.locate import Locator, past
 from launcher.upstream.trainers import BACKENDS
@@ -25,7 +33,7 @@ from launcher.upstream.trainers import BACKENDS
 
 @dataclass(frozen=True, slots=True)
 class _Tool:
-    """How the settings of a tool are settled, the trainer they are for, and which key names its stage."""
+    """How a tool's settings are settled, the trainer they are for, the key that names its stage."""
 
     convert: Callable[[ConversionLedger], None]
     backend: str = "trl"
@@ -42,7 +50,9 @@ _TOOLS: Mapping[str, _Tool] = {
     "llama_factory": _Tool(llama_factory.convert, stage_key="stage"),
     "torchtune": _Tool(torchtune.convert, prepare=torchtune.flatten),
     "open_instruct": _Tool(open_instruct.convert, backend="open_instruct", name="open-instruct"),
-    "openrlhf": _Tool(other_tools.convert_openrlhf, prepare=other_tools.flatten_openrlhf, name="OpenRLHF"),
+    "openrlhf": _Tool(
+        other_tools.convert_openrlhf, prepare=other_tools.flatten_openrlhf, name="OpenRLHF"
+    ),
     "verl": _Tool(other_tools.convert_verl, name="verl"),
     "swift": _Tool(other_tools.convert_swift, name="ms-swift"),
 }
@@ -71,12 +81,12 @@ class Conversion:
     @property
     def left_out(self) -> dict[str, str]:
         """Every setting that the stage file does not say, with the reason."""
-        return {written: omission.reason for written, omission in self.ledger.omissions.items()}
+        return {key: omission.reason for key, omission in self.ledger.omissions.items()}
 
     @property
     def lost(self) -> list[str]:
         """Those without which the stage trains, or is run, differently."""
-        return [written for written, omission in self.ledger.omissions.items() if omission.matters]
+        return [key for key, omission in self.ledger.omissions.items() if omission.matters]
 
     def findings(self) -> list[Finding]:
         return [*_findings(self.ledger)]
@@ -92,16 +102,15 @@ def convert(
     environ: Mapping[str, str] = os.environ,
     replacements: Replacements = replacement.NONE,
 ) -> Conversion:
-    """The stage that a file or script describes; `arguments` are those that a script would be started with.
+    """The stage that a file or script describes; `arguments` are those that a script starts with.
 
-    `replacements` take the place of the model and the data of the source.
-
-    Raises InvalidConfig where the file cannot be read or its stage is neither SFT nor DPO, and UsageError where it
-    describes no training that is known.
+    `replacements` take the place of the model and the data of the source. Raises InvalidConfig if
+    the file cannot be read or its stage is neither SFT nor DPO, and UsageError if it describes no
+    known training.
     """
     circumstances = sources.Circumstances(environ=environ, arguments=arguments, gpus=gpus)
-    source = sources.read(path, circumstances)
-    recipe = _choose(source.recipes, stage, locator)
+    recipes = sources.read(path, circumstances)
+    recipe = _choose(recipes, stage, locator)
     tool = _TOOLS[recipe.tool]
     if tool.prepare is not None:
         tool.prepare(recipe)
@@ -110,23 +119,22 @@ def convert(
     script = _script(recipe, tool, name)
     schema = locator.schema(tool.backend, script)
     entry = BACKENDS[tool.backend].STAGES[script]
-    described = tool.name or TOOLS.get(recipe.tool, recipe.tool)
-    name_of_file = "".join(character if character.isprintable() else "?" for character in path.name)
-    origin = f"from {name_of_file} ({described})"
-    draft = Draft(stage=name, backend=tool.backend, origin=origin, gpus=gpus)
+    draft = Draft(stage=name, backend=tool.backend, origin=_origin(recipe, tool), gpus=gpus)
     if script != name:
         draft.script = script
-    upstream = locator.find(tool.backend)
-
-    def changes(key: str) -> Any:
-        return past(upstream, entry.script, key)
-
+    changes = functools.partial(past, locator.find(tool.backend), entry.script)
     ledger = ConversionLedger(recipe=recipe, draft=draft, schema=schema, entry=entry, past=changes)
     _settle(ledger, tool, gpus)
     replacement.apply(ledger, replacements)
     _sort(draft)
-    _others(source.recipes, recipe, ledger)
+    _others(recipes, recipe, ledger)
     return Conversion(draft=draft, ledger=ledger)
+
+
+def _origin(recipe: Recipe, tool: _Tool) -> str:
+    described = tool.name or TOOLS.get(recipe.tool, recipe.tool)
+    name = "".join(sign if sign.isprintable() else "?" for sign in recipe.path.name)
+    return f"from {name} ({described})"
 
 
 def _choose(recipes: tuple[Recipe, ...], stage: str | None, locator: Locator) -> Recipe:
@@ -139,7 +147,7 @@ def _choose(recipes: tuple[Recipe, ...], stage: str | None, locator: Locator) ->
 
 
 def _script(recipe: Recipe, tool: _Tool, stage: str) -> str:
-    """The key of the script among those of its trainer: a further one where the source starts that."""
+    """The key of the script among those of its trainer: a further one if the source starts that."""
     module = recipe.program.removesuffix(".py").replace("/", ".")
     name = f"{module.rpartition('.')[2]}.py"
     for key, entry in BACKENDS[tool.backend].STAGES.items():
@@ -152,7 +160,7 @@ def _script(recipe: Recipe, tool: _Tool, stage: str) -> str:
 def _stage(recipe: Recipe, tool: _Tool, stage: str | None, locator: Locator) -> str:
     named = _named_stage(recipe, tool, locator)
     if named not in (None, *STAGES):
-        setting = recipe.get(tool.stage_key) if tool.stage_key else None
+        setting = recipe.get(tool.stage_key)
         line = None if setting is None else setting.line
         message = f"`{named}` is not a stage of launch, which trains {' and '.join(STAGES)}"
         place = {"key": tool.stage_key or "stage", "file": str(recipe.path), "line": line}
@@ -163,43 +171,45 @@ def _stage(recipe: Recipe, tool: _Tool, stage: str | None, locator: Locator) -> 
 def _named_stage(recipe: Recipe, tool: _Tool, locator: Locator) -> str | None:
     if recipe.stage is not None:
         return recipe.stage
-    value = recipe.value(tool.stage_key) if tool.stage_key else None
+    value = recipe.value(tool.stage_key)
     if value is not None:
         return str(value)
     if tool.stage_key and recipe.get("train_dataset") is None:
         # what the tool trains without the key is SFT
         return None
+    return "dpo" if _is_dpo(recipe, tool, locator) else None
+
+
+def _is_dpo(recipe: Recipe, tool: _Tool, locator: Locator) -> bool:
+    """Whether arguments, names or the loss of a source tell DPO."""
+    sft = locator.schema(tool.backend, "sft").fields.keys()
+    further = locator.schema(tool.backend, "dpo").fields.keys() - sft - _NOT_OF_DPO
+    further |= {"max_prompt_length", "dataset_mixer_pref"}
+    if any(setting.key in further for setting in recipe.settings):
+        return True
     words = f"{recipe.program} {recipe.path.name} {recipe.path.parent.name}".lower()
-    keys = {setting.key for setting in recipe.settings}
-    for paired in PAIRED:
-        own = set(locator.schema(tool.backend, paired).fields)
-        first = next(name for name in STAGES if name not in PAIRED)
-        further = own - set(locator.schema(tool.backend, first).fields)
-        further |= {"max_prompt_length", "dataset_mixer_pref"}
-        if keys & further - {"loss_type", "run_name", "attn_implementation", "max_grad_norm", "label_smoothing"}:
-            return paired
-        if re.search(rf"(?<![a-z]){paired}(?![a-z])", words) and "sft" not in recipe.path.name.lower():
-            return paired
-        loss = recipe.value("loss", "loss_name", "method", "rl_type")
-        if loss is not None and paired in str(loss).lower():
-            return paired
-    return None
+    if re.search(r"(?<![a-z])dpo(?![a-z])", words) and "sft" not in recipe.path.name.lower():
+        return True
+    loss = recipe.value("loss", "loss_name", "method", "rl_type")
+    return "dpo" in str(loss).lower()
+
+
+# arguments that other tools' SFT has too
+_NOT_OF_DPO = {"loss_type", "run_name", "attn_implementation", "max_grad_norm", "label_smoothing"}
 
 
 def _settle(ledger: ConversionLedger, tool: _Tool, gpus: int | None) -> None:
     recipe = ledger.recipe
     recipe.settings, earlier = last_of_each(recipe.settings)
-    recipe.launchers, doubled = last_of_each(recipe.launchers)
+    recipe.launchers, earlier_options = last_of_each(recipe.launchers)
     launchers.settle(recipe, ledger)
     launchers.arguments_of(recipe, ledger)
     _placeholders(ledger)
     tool.convert(ledger)
     _directives(ledger)
     _environment(ledger)
-    for setting in (*earlier, *doubled):
-        if not ledger.is_settled(setting):
-            ledger.leave(setting, "a later one takes its place", matters=False)
-    for setting, reason in recipe.skipped:
+    replaced = [(setting, "a later one takes its place") for setting in earlier + earlier_options]
+    for setting, reason in replaced + recipe.skipped:
         if not ledger.is_settled(setting):
             ledger.leave(setting, reason, matters=False)
     _rest_of_script(ledger)
@@ -217,49 +227,52 @@ def _rest_of_script(ledger: ConversionLedger) -> None:
     recipe = ledger.recipe
     settled = {written.rpartition(" ")[2] for written in (*ledger.carried, *ledger.omissions)}
     for number, line in enumerate(recipe.text.splitlines(), start=1):
-        if line.lstrip().startswith("#"):
-            continue
-        for flag in _FLAG.findall(line):
-            if flag in settled:
-                continue
-            settled.add(flag)
-            setting = SourceSetting(key=name_of(flag), value=None, written=flag, file=str(recipe.path), line=number)
-            ledger.leave(setting, f"line {number} is no part of this training", matters=False)
+        flags = [] if line.lstrip().startswith("#") else _FLAG.findall(line)
+        for flag in flags:
+            if flag not in settled:
+                settled.add(flag)
+                setting = flag_of(flag, str(recipe.path), number)
+                reason = f"line {number} is no part of this training"
+                ledger.leave(setting, reason, matters=False)
 
 
 def _placeholders(ledger: ConversionLedger) -> None:
     """Names of model, data and output that the script does not tell: a person writes them."""
-    for keys, target in ((_MODEL, "model_name_or_path"), (_OUTPUT, "output_dir")):
-        for setting in ledger.recipe.settings:
-            if setting.key in keys and setting.missing and target in ledger.schema.fields:
-                if target == "output_dir":
-                    _output(ledger, setting)
-                else:
-                    ledger.placeholder(setting, target)
-    for setting in ledger.recipe.settings:
-        target = _NAMED.get(setting.key, "")
-        if setting.missing and target in ledger.schema.fields:
-            _name(ledger, setting, target)
+    fields = ledger.schema.fields
     data = ledger.entry.names.data
-    for setting in ledger.recipe.settings:
-        if setting.key in _DATA and setting.missing and data not in ledger.draft.rows:
+    missing = [setting for setting in ledger.recipe.settings if setting.missing]
+    for setting in missing:
+        if setting.key in _MODEL and "model_name_or_path" in fields:
+            ledger.placeholder(setting, "model_name_or_path")
+    for setting in missing:
+        if setting.key in _OUTPUT and "output_dir" in fields:
+            _output(ledger, setting)
+    for setting in missing:
+        target = _NAMED.get(setting.key, "")
+        if target in fields:
+            _name(ledger, setting, target)
+    for setting in missing:
+        if setting.key in _DATA and data not in ledger.draft.rows:
             ledger.placeholder(setting, data)
             row = ledger.draft.rows[data]
-            if ledger.schema.fields[data].many:
+            if fields[data].many:
                 ledger.draft.rows[data] = row._replace(value=[row.value, 1.0])
 
 
 _MODEL = frozenset(
-    "model_name_or_path model_name model base_model model_path pretrain pretrained_model_name_or_path model_id "
-    "base_model_name_or_path model_dir checkpointer.checkpoint_dir checkpoint_dir model_id_or_path "
-    "model.partial_pretrain model.path".split()
+    "model_name_or_path model_name model base_model model_path pretrain "
+    "pretrained_model_name_or_path model_id base_model_name_or_path model_dir "
+    "checkpointer.checkpoint_dir checkpoint_dir model_id_or_path model.partial_pretrain "
+    "model.path".split()
 )
 _OUTPUT = frozenset(
-    "output_dir save_path save_dir output_path output checkpoint_dir out_dir trainer.default_local_dir".split()
+    "output_dir save_path save_dir output_path output checkpoint_dir out_dir "
+    "trainer.default_local_dir".split()
 )
 _DATA = frozenset(
-    "dataset_name dataset dataset_path data_path train_file train_files train_data dataset_mixer_list mixer_list "
-    "train_data_path train_file_path preference_dataset dataset_name_or_path data_file data data.train_files".split()
+    "dataset_name dataset dataset_path data_path train_file train_files train_data "
+    "dataset_mixer_list mixer_list train_data_path train_file_path preference_dataset "
+    "dataset_name_or_path data_file data data.train_files".split()
 )
 
 
@@ -291,7 +304,7 @@ def _without_unknown(setting: SourceSetting) -> str:
 
 
 def _output(ledger: ConversionLedger, setting: SourceSetting) -> None:
-    """A folder whose name holds what only the shell knows, such as the date: the rest of the name."""
+    """A folder whose name holds what only the shell knows, such as the date: the rest of it."""
     text = re.sub(r"/{2,}", "/", _without_unknown(setting)).strip()
     text = text.rstrip("/") or text
     if not re.search(r"\w", text):
@@ -302,15 +315,14 @@ def _output(ledger: ConversionLedger, setting: SourceSetting) -> None:
 
 def _directives(ledger: ConversionLedger) -> None:
     recipe = ledger.recipe
-    job = sbatch.Job(settings=recipe.directives, gpus=recipe.gpus, nodes=recipe.nodes)
-    carried = sbatch.carry(job)
+    carried = sbatch.carry(recipe.directives, recipe.gpus)
     ledger.draft.slurm = carried.options
     ledger.draft.name = carried.name
     for setting in recipe.directives:
         if setting.written in carried.targets:
             ledger.point(setting, carried.targets[setting.written])
         else:
-            ledger.leave(setting, carried.reasons.get(setting.written, "launch sets it"), matters=False)
+            ledger.leave(setting, carried.reasons[setting.written], matters=False)
 
 
 _HARMLESS = re.compile(
@@ -329,7 +341,8 @@ def _environment(ledger: ConversionLedger) -> None:
         elif _HARMLESS.match(setting.key):
             ledger.leave(setting, "launch hands on the environment that it runs in", matters=False)
         else:
-            ledger.leave(setting, "set it where launch runs", matters=setting.key.startswith(("WANDB_", "HF_")))
+            matters = setting.key.startswith(("WANDB_", "HF_"))
+            ledger.leave(setting, "set it where launch runs", matters=matters)
 
 
 _PER_DEVICE = "per_device_train_batch_size"
@@ -337,26 +350,23 @@ _ACCUMULATION = "gradient_accumulation_steps"
 
 
 def _batch(ledger: ConversionLedger, gpus: int | None) -> None:
-    """`batch:` in the place of the two arguments, where the source tells its GPUs, or the command does."""
-    draft, recipe = ledger.draft, ledger.recipe
-    source_gpus = recipe.gpus
-    if draft.gpus is None:
-        draft.gpus = source_gpus
+    """`batch:` in place of the two arguments, if the source or the command tells the GPUs."""
+    draft = ledger.draft
+    recipe = ledger.recipe
     draft.nodes = recipe.nodes or 1
-    devices = gpus if source_gpus is None else source_gpus * (recipe.nodes or 1)
+    devices = gpus
+    if recipe.gpus is not None:
+        devices = recipe.gpus * draft.nodes
+        if draft.gpus is None:
+            draft.gpus = recipe.gpus
     devices = devices or recipe.counted
-    if draft.batch is not None or devices is None:
+    if draft.batch is not None or devices is None or _is_batch_unknown(recipe):
         return
-    each = draft.rows.get(_PER_DEVICE)
-    steps = draft.rows.get(_ACCUMULATION)
-    each_value = _default(ledger, _PER_DEVICE) if each is None else each.value
-    steps_value = _default(ledger, _ACCUMULATION) if steps is None else steps.value
-    unknown = _unknown_batch(ledger)
-    if unknown or not isinstance(each_value, int) or not isinstance(steps_value, int):
+    per_device = _row_or_default(ledger, _PER_DEVICE)
+    steps = _row_or_default(ledger, _ACCUMULATION)
+    if per_device is None or steps is None:
         return
-    if each_value < 1 or steps_value < 1:
-        return
-    draft.batch = each_value * steps_value * max(1, devices), each_value
+    draft.batch = (per_device * steps * max(1, devices), per_device)
     for target, key in ((_PER_DEVICE, "batch.per_device"), (_ACCUMULATION, "batch.global")):
         draft.rows.pop(target, None)
         for targets in ledger.carried.values():
@@ -364,35 +374,38 @@ def _batch(ledger: ConversionLedger, gpus: int | None) -> None:
                 targets[targets.index(target)] = key
 
 
-def _unknown_batch(ledger: ConversionLedger) -> bool:
-    """Whether the source computes one of the two numbers from what is not known."""
-    names = [setting.key for setting in ledger.recipe.settings if setting.missing]
+def _is_batch_unknown(recipe: Recipe) -> bool:
+    """Whether the source computes one of the two numbers from something unknown."""
+    names = [setting.key for setting in recipe.settings if setting.missing]
     return any(re.search(r"batch_size|accum", name) for name in names)
 
 
-def _default(ledger: ConversionLedger, name: str) -> Any:
-    known = ledger.schema.fields.get(name)
-    return None if known is None else known.default
+def _row_or_default(ledger: ConversionLedger, name: str) -> int | None:
+    """A number of rows above 0."""
+    row = ledger.draft.rows.get(name)
+    field = ledger.schema.fields.get(name)
+    value = None
+    if row is not None:
+        value = row.value
+    elif field is not None:
+        value = field.default
+    return value if isinstance(value, int) and value > 0 else None
 
 
 def _complete(ledger: ConversionLedger) -> None:
     """Write what no stage file can do without, for a person to fill in."""
     draft = ledger.draft
     data = ledger.entry.names.data
-    for name, advice in (("model_name_or_path", "the model"), (data, "the data set")):
-        if name in draft.rows or (name == data and "datasets" in draft.rows):
-            continue
-        value: Any = f"{PLACEHOLDER}_{'model' if name != data else 'data'}"
-        if ledger.schema.fields[name].many:
+    unnamed = "the source does not name it"
+    model = f"{PLACEHOLDER}_model"
+    draft.add_defaults({"model_name_or_path": model}, note=f"the model: {unnamed}")
+    if "datasets" not in draft.rows:
+        value: Any = f"{PLACEHOLDER}_data"
+        if ledger.schema.fields[data].many:
             value = [value, 1.0]
-        draft.add_defaults({name: value}, note=f"{advice}: the source does not name it")
-    if ledger.recipe.choices:
-        draft.remarks += tuple(_choices(ledger))
-
-
-def _choices(ledger: ConversionLedger) -> Iterator[str]:
+        draft.add_defaults({data: value}, note=f"the data set: {unnamed}")
     for name, reason in ledger.recipe.choices.items():
-        yield f"`{name}`: {reason}"
+        draft.remarks += (f"`{name}`: {reason}",)
 
 
 def _sort(draft: Draft) -> None:
@@ -402,14 +415,13 @@ def _sort(draft: Draft) -> None:
 
 def _others(recipes: tuple[Recipe, ...], chosen: Recipe, ledger: ConversionLedger) -> None:
     """Name the further trainings of a script."""
-    further = len(recipes) - 1
-    if further < 1:
+    further = [recipe.program for recipe in recipes if recipe is not chosen]
+    if not further:
         return
-    programs = dict.fromkeys(recipe.program for recipe in recipes if recipe is not chosen)
-    noun = "training" if further == 1 else "trainings"
-    ledger.draft.remarks += (
-        f"{chosen.path.name} starts {further} further {noun} ({', '.join(programs)}): one stage file each",
-    )
+    noun = "training" if len(further) == 1 else "trainings"
+    programs = ", ".join(dict.fromkeys(further))
+    starts = f"{chosen.path.name} starts {len(further)} further {noun} ({programs})"
+    ledger.draft.remarks += (f"{starts}: one stage file each",)
 
 
 def settle_refused(conversion: Conversion, findings: tuple[Finding, ...]) -> bool:
@@ -417,18 +429,20 @@ def settle_refused(conversion: Conversion, findings: tuple[Finding, ...]) -> boo
     ledger = conversion.ledger
     changed = False
     for finding in findings:
-        if finding.severity != "error" or not (finding.key or "").startswith("args."):
+        key = re.match(r"args\.([^.\[]+)", finding.key or "")
+        if finding.severity != "error" or finding.code in _ABOUT_FILES or key is None:
             continue
-        name = re.split(r"[.\[]", (finding.key or "").removeprefix("args."), maxsplit=1)[0]
-        if name not in ledger.draft.rows or name in _KEPT or finding.code in _ABOUT_FILES:
-            continue
-        ledger.drop(name, finding.message if finding.help is None else f"{finding.message}; {finding.help}")
-        changed = True
+        name = key[1]
+        if name in ledger.draft.rows and name not in _KEPT:
+            ledger.drop(name, "; ".join(filter(None, [finding.message, finding.help])))
+            changed = True
     return changed
 
 
 # what no stage can do without, and findings about files that are not here
-_KEPT = frozenset({"model_name_or_path", "dataset_name", "datasets", "dataset_mixer_list", "mixer_list", "output_dir"})
+_KEPT = frozenset(
+    "model_name_or_path dataset_name datasets dataset_mixer_list mixer_list output_dir".split()
+)
 _ABOUT_FILES = frozenset({"missing-data", "missing-file", "no-such-data"})
 
 
@@ -461,17 +475,20 @@ def _shown(setting: SourceSetting) -> str:
 def _findings(ledger: ConversionLedger) -> Iterator[Finding]:
     for check in ledger.checks:
         name = check.setting.written
-        yield _finding(check.setting, "note", "converted", f"`{name}` is converted in part", check.advice)
-    for file, cut in ledger.recipe.mended:
-        message = (
-            "a comment or a blank behind the backslash ends the command here: bash passes on nothing that follows"
+        yield _finding(
+            check.setting, "note", "converted", f"`{name}` is converted in part", check.advice
         )
+    for file, cut in ledger.recipe.mended:
+        message = "a comment or a blank behind the backslash ends the command here: "
+        message += "bash passes on nothing that follows"
         help = "the options below are carried as if it did not; take the comment out"
         yield launch_finding("warning", "cut-command", message, help, file=file, line=cut)
     for name, line in ledger.recipe.absent.items():
         message = f"{brief(name)} is not here: what it says is missing"
         help = "put it where the script looks for it, or give it to `--from`"
-        yield launch_finding("warning", "missing-source", message, help, file=str(ledger.recipe.path), line=line)
+        yield launch_finding(
+            "warning", "missing-source", message, help, file=str(ledger.recipe.path), line=line
+        )
     reasons: dict[str, list[SourceSetting]] = {}
     for omission in ledger.omissions.values():
         if omission.matters:
@@ -482,6 +499,8 @@ def _findings(ledger: ConversionLedger) -> Iterator[Finding]:
         yield _finding(settings[0], "warning", "no-counterpart", f"{names} {verb} left out", reason)
 
 
-def _finding(setting: SourceSetting, severity: Severity, code: str, message: str, help: str | None = None) -> Finding:
+def _finding(
+    setting: SourceSetting, severity: Severity, code: str, message: str, help: str | None = None
+) -> Finding:
     place: dict[str, Any] = {"key": setting.key, "file": setting.file, "line": setting.line}
     return launch_finding(severity, code, message, help, **place)

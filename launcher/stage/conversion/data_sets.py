@@ -1,36 +1,25 @@
-"""The data sets of a source -> `dataset_name` or `datasets` of TRL's scripts (trl/scripts/utils.py).
+"""The data sets of a source -> `dataset_name` or `datasets` of TRL's scripts.
 
-TRL's script takes one set by name with its splits, or several, each with a split of its own; of several it splits off
-a part for evaluation (`test_split_size`), and names no split of its own for that.
+TRL's script (trl/scripts/utils.py) takes one set by name with its splits, or several, each with a
+split of its own. Of several it splits off a part for evaluation (`test_split_size`).
 """
 
 from __future__ import annotations
 
-import posixpath
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from launcher.dataset import sources
 from launcher.stage.conversion import local_rows
 from launcher.stage.conversion.ledger import ConversionLedger
-from launcher.stage.conversion.settings import SourceSetting, is_off
-
-_READERS = {
-    ".json": "json",
-    ".jsonl": "json",
-    ".csv": "csv",
-    ".tsv": "csv",
-    ".parquet": "parquet",
-    ".arrow": "arrow",
-    ".txt": "text",
-}
+from launcher.stage.conversion.settings import Recipe, SourceSetting, find_near, is_off
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSet:
-    """One set: `path` is a name on the hub, a folder or a file. `share` is a part of 1, `rows` a number of rows."""
+    """One set: `path` is a name on the hub, a folder or a file. `share` is a part of 1."""
 
     path: str
     name: str | None = None
@@ -43,25 +32,52 @@ class DataSet:
 
 @dataclass(slots=True, kw_only=True)
 class SourceData:
-    """The sets of a source, and what is set aside from training: a part, or a split of the same set."""
+    """The sets of a source, and what is set aside: a part, or a split of the same set.
+
+    `also` are settings that the arguments for `setting` say too.
+    """
 
     setting: SourceSetting
     sets: list[DataSet] = field(default_factory=list)
     test_size: float | int | None = None
     test_setting: SourceSetting | None = None
     test_split: str | None = None
-    evaluates: bool = False
+    also: list[SourceSetting] = field(default_factory=list)
 
 
 def is_file(path: str) -> bool:
-    return posixpath.splitext(path.rstrip("/"))[1].lower() in _READERS
+    return sources.reader_of(Path(path)) is not None
 
 
-def write(ledger: ConversionLedger, mixture: SourceData, *also: SourceSetting) -> None:
-    """Write the sets as TRL's arguments; `also` are settings that the same arguments say."""
+def set_aside(ledger: ConversionLedger, mixture: SourceData, *keys: str) -> None:
+    """Read how many rows a source sets aside for evaluation: a share of all, or a number."""
+    size = ledger.take(*keys)
+    if size is None:
+        return
+    if isinstance(size.value, int | float) and size.value > 0:
+        mixture.test_size = size.value
+        mixture.test_setting = size
+        mixture.also.append(size)
+    else:
+        ledger.leave(size, "no rows are set aside", matters=False)
+
+
+def limit_rows(ledger: ConversionLedger, mixture: SourceData, *keys: str) -> None:
+    """Take so many rows of every set."""
+    limit = ledger.take(*keys)
+    if limit is not None and isinstance(limit.value, int) and limit.value > 0:
+        mixture.sets = [replace(data, rows=limit.value) for data in mixture.sets]
+        mixture.also.append(limit)
+
+
+def write(ledger: ConversionLedger, mixture: SourceData) -> None:
+    """Write the sets as TRL's arguments."""
     if not mixture.sets:
         return
-    mixture.sets = [_readable(data, mixture.setting, ledger) for data in mixture.sets]
+    for index, data in enumerate(mixture.sets):
+        if is_file(data.path):
+            path = local_rows.readable(data.path, mixture.setting, ledger)
+            mixture.sets[index] = replace(data, path=path)
     first = mixture.sets[0]
     if _is_plain(mixture):
         ledger.carry(mixture.setting, "dataset_name", first.path)
@@ -75,20 +91,26 @@ def write(ledger: ConversionLedger, mixture: SourceData, *also: SourceSetting) -
     else:
         ledger.carry(mixture.setting, "datasets", [_entry(data) for data in mixture.sets])
         if mixture.test_size is not None:
-            ledger.carry(mixture.test_setting or mixture.setting, "test_split_size", mixture.test_size)
+            ledger.carry(
+                mixture.test_setting or mixture.setting, "test_split_size", mixture.test_size
+            )
         target = "datasets"
-    for setting in also:
+    for setting in mixture.also:
         ledger.point(setting, target)
 
 
-def _readable(data: DataSet, setting: SourceSetting, ledger: ConversionLedger) -> DataSet:
-    if not is_file(data.path):
-        return data
-    return replace(data, path=local_rows.readable(data.path, setting, ledger))
+EVALUATES_ON_A_PART = "TRL's script evaluates on a split or a part of the training sets alone"
+
+
+def needed_columns(ledger: ConversionLedger) -> str:
+    """The columns of rows that TRL reads for the stage."""
+    if "assistant_only_loss" in ledger.schema.fields:
+        return "`messages`, or `prompt` and `completion`"
+    return "`chosen` and `rejected`"
 
 
 def mask_questions(ledger: ConversionLedger, setting: SourceSetting, note: str) -> None:
-    """Have the loss count answers alone: of rows with `prompt` and `completion` by another argument than of chats."""
+    """Count answers alone in the loss: chats and completions have different arguments for it."""
     key = "assistant_only_loss"
     if ledger.kinds and ledger.kinds <= {"completions"}:
         key = "completion_only_loss"
@@ -101,22 +123,18 @@ def _is_plain(mixture: SourceData) -> bool:
     if len(mixture.sets) != 1 or mixture.test_size is not None:
         return False
     data = mixture.sets[0]
-    is_cut = data.columns or data.share not in (None, 1, 1.0) or data.rows is not None
-    return not (
-        is_cut
-        or data.files is not None
-        or is_file(data.path)
-        or "[" in (data.split or "")
-        or "+" in (data.split or "")
-    )
+    if data.columns or data.share not in (None, 1) or data.rows is not None:
+        return False
+    has_files = data.files is not None or is_file(data.path)
+    return not has_files and not re.search(r"[\[+]", data.split or "")
 
 
 def _entry(data: DataSet) -> dict[str, Any]:
     """One entry of `datasets`."""
     entry: dict[str, Any] = {"path": data.path}
-    suffix = posixpath.splitext(data.path)[1].lower()
-    if suffix in _READERS:
-        entry = {"path": _READERS[suffix], "data_files": data.path}
+    reader = sources.reader_of(Path(data.path))
+    if reader is not None:
+        entry = {"path": reader, "data_files": data.path}
     if data.name:
         entry["name"] = data.name
     if data.files is not None:
@@ -153,50 +171,41 @@ def advise(ledger: ConversionLedger, mixture: SourceData) -> None:
             ledger.check(mixture.setting, advice, target="dataset_name")
 
 
+_EVALUATES = ("eval_", "evals_", "per_device_eval", "do_eval", "evaluation_strategy")
 _NO_TEST = "no rows are set aside: name `dataset_test_split`, or `test_split_size` with `datasets`"
 
 
 def settle_evaluation(ledger: ConversionLedger) -> None:
-    """Leave out the arguments of evaluation where nothing is left to evaluate on."""
+    """Leave out the arguments of evaluation if there is nothing to evaluate on."""
     rows = ledger.draft.rows
     if "test_split_size" in rows or "dataset_test_split" in rows:
         return
     if "datasets" not in rows and _is_evaluated(ledger):
-        # TRL's script evaluates on the split `test`, as the source's did or did not
+        # TRL's script evaluates on the split `test`, as the source did or did not
         return
     for setting in ledger.recipe.settings:
-        if ledger.is_settled(setting):
-            continue
-        if setting.key.startswith(("eval_", "evals_", "per_device_eval")) or setting.key in (
-            "do_eval",
-            "evaluation_strategy",
-        ):
+        if setting.key.startswith(_EVALUATES) and not ledger.is_settled(setting):
             ledger.leave(setting, _NO_TEST, matters=not is_off(setting.value))
 
 
 def _is_evaluated(ledger: ConversionLedger) -> bool:
     """Whether a source for TRL evaluates on the set's own split."""
-    return ledger.recipe.tool in ("trl", "handbook") and ledger.recipe.get("dataset_test_split") is not None
+    return (
+        ledger.recipe.tool in ("trl", "handbook")
+        and ledger.recipe.get("dataset_test_split") is not None
+    )
 
 
-def of_text(text: str, *, rows: int | None = None) -> DataSet:
+def of_text(text: str) -> DataSet:
     """`name#500` and `name:subset` as ms-swift has them; other texts are names or paths."""
-    match = re.fullmatch(r"(.+?)(?:#(\d+))?", text.strip())
-    path = text if match is None else match[1]
-    count = int(match[2]) if match is not None and match[2] else rows
+    path, _, count = text.strip().partition("#")
+    rows = int(count) if count.isdecimal() else None
     name = None
     if not is_file(path) and re.fullmatch(r"[\w.-]+/[\w.-]+:[\w.,/-]+", path):
         path, _, name = path.partition(":")
-    return DataSet(path=path, name=name, rows=count)
+    return DataSet(path=path, name=name, rows=rows)
 
 
-def local_path(path: str, folders: Sequence[Path]) -> str:
-    """A path of the source as it is from here, where the file lies beside the source."""
-    for folder in (Path(), *folders):
-        candidate = folder / path
-        try:
-            if candidate.exists():
-                return str(candidate)
-        except OSError:
-            continue
-    return path
+def local_path(path: str, recipe: Recipe) -> str:
+    """A path of the source as it is from here, if it exists."""
+    return str(find_near(path, recipe.path) or path)

@@ -1,4 +1,4 @@
-"""The options of accelerate, torchrun, deepspeed, srun and others -> GPUs, machines and launch's keys."""
+"""The options of accelerate, torchrun, deepspeed, srun -> GPUs, machines and launch's keys."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from launcher.stage.conversion import sharding
 from launcher.stage.conversion.commands import CONFIG
 from launcher.stage.conversion.ledger import ConversionLedger, unknown_value
 from launcher.stage.conversion.settings import Recipe, SourceSetting, is_off, is_on, words
+from launcher.stage.conversion.sharding import ShardingName
 
 _PROCESSES = "num_processes"
 _MACHINES = frozenset({"num_machines", "nnodes", "num_nodes", "nodes", "N"})
@@ -19,63 +20,74 @@ _CONNECTS = "launch connects the processes itself; --main-address names the firs
 _SHARDS = "`deepspeed:` covers it"
 _REASONS: Mapping[str, str] = {
     **dict.fromkeys(
-        "main_process_port main_process_ip main_training_function master_addr master_port machine_rank node_rank "
-        "rdzv_backend rdzv_endpoint rdzv_id rdzv_conf standalone same_network hostfile deepspeed_hostfile launcher "
-        "deepspeed_multinode_launcher i include exclude no_ssh".split(),
+        "main_process_port main_process_ip main_training_function master_addr master_port "
+        "machine_rank node_rank rdzv_backend rdzv_endpoint rdzv_id rdzv_conf standalone "
+        "same_network hostfile deepspeed_hostfile launcher deepspeed_multinode_launcher i "
+        "include exclude no_ssh".split(),
         _CONNECTS,
     ),
-    **dict.fromkeys("max_restarts monitor_interval".split(), "the same command continues an interrupted run"),
-    **dict.fromkeys("tee redirects log_dir role log_line_prefix_template".split(), "launch keeps every rank's log"),
+    **dict.fromkeys(
+        "max_restarts monitor_interval".split(), "the same command continues an interrupted run"
+    ),
+    **dict.fromkeys(
+        "tee redirects log_dir role log_line_prefix_template".split(),
+        "launch keeps every rank's log",
+    ),
     **dict.fromkeys(
         "gradient_accumulation_steps gradient_clipping".split(),
         "the trainer's own argument counts: write it below `args:`",
     ),
-    **dict.fromkeys("rdzv_configs tpu_zone tpu_name commands_file command_file".split(), "launch uses GPUs"),
+    **dict.fromkeys(
+        "rdzv_configs tpu_zone tpu_name commands_file command_file".split(), "launch uses GPUs"
+    ),
+    **dict.fromkeys(
+        "debug quiet compute_environment downcast_bf16 enable_cpu_affinity use_cpu cpu gpu_ids "
+        "tpu_env tpu_use_cluster tpu_use_sudo num_cpu_threads_per_process mpirun_hostfile "
+        "same_network dynamo_mode config_name".split(),
+        "launch decides it",
+    ),
+    **dict.fromkeys(("module", "m"), "launch starts the trainer's script itself"),
+    CONFIG: "its keys are read one by one",
 }
+_CONFIG_FILES = ("config_file", "accelerate_config")
 _SHARDING = frozenset(
-    "use_deepspeed deepspeed_config_file zero_stage offload_optimizer_device offload_param_device zero3_init_flag "
-    "zero3_save_16bit_model deepspeed_moe_layer_cls_names zero_force_ds_cpu_optimizer use_fsdp fsdp_sharding_strategy "
-    "fsdp_version fsdp_offload_params fsdp_min_num_params fsdp_auto_wrap_policy fsdp_backward_prefetch "
-    "fsdp_forward_prefetch fsdp_state_dict_type fsdp_use_orig_params fsdp_cpu_ram_efficient_loading "
-    "fsdp_sync_module_states fsdp_transformer_layer_cls_to_wrap fsdp_activation_checkpointing "
-    "fsdp_reshard_after_forward fsdp_backward_prefetch_policy distributed_type multi_gpu".split()
-)
-_NOT_NEEDED = frozenset(
-    "debug quiet compute_environment downcast_bf16 enable_cpu_affinity use_cpu cpu gpu_ids tpu_env tpu_use_cluster "
-    "tpu_use_sudo num_cpu_threads_per_process mpirun_hostfile same_network dynamo_mode config_name".split()
+    "use_deepspeed deepspeed_config_file zero_stage offload_optimizer_device "
+    "offload_param_device zero3_init_flag zero3_save_16bit_model deepspeed_moe_layer_cls_names "
+    "zero_force_ds_cpu_optimizer use_fsdp fsdp_sharding_strategy fsdp_version "
+    "fsdp_offload_params fsdp_min_num_params fsdp_auto_wrap_policy fsdp_backward_prefetch "
+    "fsdp_forward_prefetch fsdp_state_dict_type fsdp_use_orig_params "
+    "fsdp_cpu_ram_efficient_loading fsdp_sync_module_states fsdp_transformer_layer_cls_to_wrap "
+    "fsdp_activation_checkpointing fsdp_reshard_after_forward fsdp_backward_prefetch_policy "
+    "distributed_type multi_gpu".split()
 )
 
 
 def read_configs(recipe: Recipe) -> None:
-    """Add the keys of accelerate's config file to the options of the launchers, where the file is here."""
+    """Add the keys of accelerate's config file, if it exists, to the options of the launchers."""
     for setting in [*recipe.launchers]:
-        if setting.key not in ("config_file", "accelerate_config"):
+        if setting.key not in _CONFIG_FILES:
             continue
-        content = sharding.read_mapping(str(setting.value), recipe)
-        if content is None:
-            continue
-        given = {other.key for other in recipe.launchers}
-        for key, value in _flat(content):
-            if key not in given:
-                written = f"{setting.value}: {key}"
-                file = str(sharding.find(str(setting.value), recipe) or setting.file)
-                recipe.launchers.append(SourceSetting(key=key, value=value, written=written, file=file))
+        path = str(setting.value)
+        content = sharding.read_mapping(path, recipe) or {}
+        file = str(sharding.find(path, recipe) or setting.file)
+        keys = {other.key for other in recipe.launchers}
+        for key, value in _flat(content).items():
+            if key not in keys:
+                written = f"{path}: {key}"
+                option = SourceSetting(key=key, value=value, written=written, file=file)
+                recipe.launchers.append(option)
 
 
-def _flat(content: Mapping[str, Any]) -> list[tuple[str, Any]]:
+def _flat(content: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of accelerate's config file under the names of its options."""
-    pairs: list[tuple[str, Any]] = []
+    options: dict[str, Any] = {}
     for key, value in content.items():
-        if isinstance(value, Mapping):
-            for inner, below in value.items():
-                pairs.append((str(inner), below))
-        else:
-            pairs.append((str(key), value))
-    return pairs
+        options |= value if isinstance(value, Mapping) else {key: value}
+    return options
 
 
 def settle(recipe: Recipe, ledger: ConversionLedger) -> None:
-    """Find out GPUs, machines, precision and sharding, and say what became of every option."""
+    """Read GPUs, machines, precision and sharding, and say what became of every option."""
     _count_devices(recipe, ledger)
     _set_precision(recipe, ledger)
     _set_sharding(recipe, ledger)
@@ -83,29 +95,14 @@ def settle(recipe: Recipe, ledger: ConversionLedger) -> None:
     for setting in recipe.launchers:
         if ledger.is_settled(setting):
             continue
-        if setting.key in ("module", "m"):
-            ledger.leave(setting, "launch starts the trainer's script itself", matters=False)
-            continue
-        if setting.key == CONFIG:
-            _settle_config(setting, recipe, ledger)
-            continue
-        if setting.missing:
+        if setting.key == CONFIG and setting.value in recipe.absent:
+            ledger.leave(setting, "it is not here: what it says is missing")
+        elif setting.missing and setting.key != CONFIG:
             ledger.leave(setting, unknown_value(setting), matters=setting.key not in _REASONS)
-            continue
-        reason = _REASONS.get(setting.key, "")
-        if setting.key in _NOT_NEEDED:
-            reason = "launch decides it"
-        if not reason:
+        else:
             program = setting.written.partition(" ")[0]
-            reason = f"an option of {program}: launch starts the processes itself"
-        ledger.leave(setting, reason, matters=False)
-
-
-def _settle_config(setting: SourceSetting, recipe: Recipe, ledger: ConversionLedger) -> None:
-    if setting.value in recipe.absent:
-        ledger.leave(setting, "it is not here: what it says is missing")
-    else:
-        ledger.leave(setting, "its keys are read one by one", matters=False)
+            other = f"an option of {program}: launch starts the processes itself"
+            ledger.leave(setting, _REASONS.get(setting.key, other), matters=False)
 
 
 def _whole(value: Any) -> int | None:
@@ -114,19 +111,19 @@ def _whole(value: Any) -> int | None:
 
 
 def _count_devices(recipe: Recipe, ledger: ConversionLedger) -> None:
-    nodes = recipe.nodes
     for setting in recipe.launchers:
         if setting.key in _MACHINES and not setting.missing:
-            # torchrun's `1:4` is a range
-            count = _whole(str(setting.value).rpartition(":")[2])
+            count = _upper(setting.value)
             if count is not None:
-                nodes = count
+                recipe.nodes = count
                 ledger.point(setting, "--nodes")
-    recipe.nodes = nodes
-    each = _devices_of_launchers(recipe, ledger)
-    if each is not None:
-        recipe.gpus = each
+    recipe.gpus = _devices_of_launchers(recipe, ledger) or recipe.gpus
     _visible_devices(recipe, ledger)
+
+
+def _upper(value: Any) -> int | None:
+    """A number, or the end of torchrun's range `1:4`."""
+    return _whole(str(value).rpartition(":")[2])
 
 
 def _devices_of_launchers(recipe: Recipe, ledger: ConversionLedger) -> int | None:
@@ -140,7 +137,7 @@ def _devices_of_launchers(recipe: Recipe, ledger: ConversionLedger) -> int | Non
             total = _whole(setting.value)
             ledger.point(setting, "--gpus")
         elif setting.key in _EACH:
-            count = _whole(str(setting.value).rpartition(":")[2])
+            count = _upper(setting.value)
             if count is not None:
                 each = count
                 ledger.point(setting, "--gpus")
@@ -148,25 +145,25 @@ def _devices_of_launchers(recipe: Recipe, ledger: ConversionLedger) -> int | Non
             devices = str(setting.value).partition("@")[0].rpartition(":")[2]
             each = len(words(devices)) or None
             ledger.point(setting, "--gpus")
-    if each is not None:
-        return each
-    if total is None:
-        return None
-    return max(1, total // (recipe.nodes or 1))
+    if each is None and total is not None:
+        return max(1, total // (recipe.nodes or 1))
+    return each
 
 
 def _visible_devices(recipe: Recipe, ledger: ConversionLedger) -> None:
     for setting in recipe.environment:
-        if (
-            setting.key in ("NPROC_PER_NODE", "CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES")
-            and not setting.missing
-        ):
-            counts = setting.key == "NPROC_PER_NODE"
-            number = _whole(setting.value) if counts else len(words(setting.value))
-            if recipe.gpus is None and number is not None:
-                recipe.gpus = number
-            if recipe.gpus is not None:
-                ledger.point(setting, "--gpus")
+        if setting.missing:
+            continue
+        if setting.key == "NPROC_PER_NODE":
+            number = _whole(setting.value)
+        elif setting.key in ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"):
+            number = len(words(setting.value))
+        else:
+            continue
+        if recipe.gpus is None:
+            recipe.gpus = number
+        if recipe.gpus is not None:
+            ledger.point(setting, "--gpus")
 
 
 def _set_precision(recipe: Recipe, ledger: ConversionLedger) -> None:
@@ -174,63 +171,49 @@ def _set_precision(recipe: Recipe, ledger: ConversionLedger) -> None:
         if setting.key != "mixed_precision" or setting.missing:
             continue
         value = "no" if is_off(setting.value) else str(setting.value)
-        if value in KEYS["mixed_precision"].words:
+        precisions = KEYS["mixed_precision"].words
+        if value in precisions:
             ledger.draft.mixed_precision = value
             ledger.point(setting, "mixed_precision")
         else:
-            ledger.leave(
-                setting, f"`mixed_precision: {value}` is not one of {', '.join(KEYS['mixed_precision'].words)}"
-            )
+            reason = f"`mixed_precision: {value}` is not one of {', '.join(precisions)}"
+            ledger.leave(setting, reason)
 
 
 def _set_sharding(recipe: Recipe, ledger: ConversionLedger) -> None:
     options = {setting.key: setting for setting in recipe.launchers if not setting.missing}
-    result = _sharding_of(options, recipe)
-    for setting in recipe.launchers:
-        is_config = setting.key in ("config_file", "accelerate_config")
-        if setting.key not in _SHARDING and not is_config:
-            continue
-        if setting.missing:
-            continue
-        if result is not None:
-            ledger.point(setting, "deepspeed")
-        elif is_config and sharding.read_text(str(setting.value), recipe) is None:
-            reason = "no such file here: what it says of precision and sharding is not known"
-            if re.search(r"multi_?gpu|single|ddp|default", str(setting.value).lower()):
-                ledger.leave(setting, "without ZeRO and FSDP launch needs no such file", matters=False)
-            else:
-                ledger.leave(setting, reason)
-        else:
-            ledger.leave(setting, "launch decides it: no ZeRO and no FSDP", matters=False)
-    if result is None:
+    result = _sharding_of({key: setting.value for key, setting in options.items()}, recipe)
+    settings = [options[key] for key in options if key in _SHARDING or key in _CONFIG_FILES]
+    if result is not None:
+        ledger.shard(result, *settings)
         return
-    ledger.draft.deepspeed = result.name
-    if result.advice:
-        about = next(s for s in recipe.launchers if "deepspeed" in ledger.carried.get(s.written, ()))
-        ledger.check(about, result.advice)
+    for setting in settings:
+        if setting.key in _SHARDING or sharding.read_text(str(setting.value), recipe) is not None:
+            ledger.leave(setting, "launch decides it: no ZeRO and no FSDP", matters=False)
+        elif re.search(r"multi_?gpu|single|ddp|default", str(setting.value).lower()):
+            reason = "without ZeRO and FSDP launch needs no such file"
+            ledger.leave(setting, reason, matters=False)
+        else:
+            reason = "no such file here: what it says of precision and sharding is not known"
+            ledger.leave(setting, reason)
 
 
-def _sharding_of(options: Mapping[str, SourceSetting], recipe: Recipe) -> sharding.ShardingName | None:
-    file = options.get("deepspeed_config_file")
-    if file is not None:
-        return sharding.of_deepspeed(file.value, recipe)
+def _sharding_of(options: Mapping[str, Any], recipe: Recipe) -> ShardingName | None:
+    if "deepspeed_config_file" in options:
+        return sharding.of_deepspeed(options["deepspeed_config_file"], recipe)
     if "zero_stage" in options:
-        devices = [
-            options[key].value for key in ("offload_optimizer_device", "offload_param_device") if key in options
-        ]
-        offloads = any(not is_off(device) for device in devices)
-        return sharding.of_stage(options["zero_stage"].value, offloads=offloads)
-    uses_fsdp = "use_fsdp" in options and is_on(options["use_fsdp"].value)
-    kind = options.get("distributed_type")
-    if uses_fsdp or (kind is not None and str(kind.value).upper() == "FSDP"):
-        strategy = options.get("fsdp_sharding_strategy")
-        return sharding.of_fsdp("FULL_SHARD" if strategy is None else strategy.value)
-    config = options.get("config_file") or options.get("accelerate_config")
-    if config is not None and sharding.read_text(str(config.value), recipe) is None:
-        return sharding.of_name(str(config.value))
+        devices = (options.get("offload_optimizer_device"), options.get("offload_param_device"))
+        offloads = not all(map(is_off, devices))
+        return sharding.of_stage(options["zero_stage"], offloads=offloads)
+    kind = str(options.get("distributed_type")).upper()
+    if is_on(options.get("use_fsdp")) or kind == "FSDP":
+        return sharding.of_fsdp(options.get("fsdp_sharding_strategy", "FULL_SHARD"))
+    config = options.get("config_file", options.get("accelerate_config"))
+    if config is not None and sharding.read_text(str(config), recipe) is None:
+        return sharding.of_name(str(config))
     if "use_deepspeed" in options:
         # accelerate/utils/dataclasses.py: without a file it is ZeRO-2
-        return sharding.ShardingName("zero2")
+        return ShardingName("zero2")
     return None
 
 
@@ -242,7 +225,8 @@ def _set_compilation(recipe: Recipe, ledger: ConversionLedger) -> None:
         if setting.key != "dynamo_backend" or is_off(setting.value):
             ledger.leave(setting, "nothing is compiled", matters=False)
         elif "torch_compile" not in ledger.schema.fields:
-            ledger.leave(setting, f"{ledger.schema.script} does not compile by accelerate's option")
+            reason = f"{ledger.schema.script} does not compile by accelerate's option"
+            ledger.leave(setting, reason)
         else:
             ledger.carry(setting, "torch_compile", value=True)
             ledger.carry(setting, "torch_compile_backend", str(setting.value).lower())
@@ -256,51 +240,39 @@ def arguments_of(recipe: Recipe, ledger: ConversionLedger) -> None:
     for setting in recipe.settings:
         if ledger.is_settled(setting) or setting.missing:
             continue
-        is_file = setting.key in _DEEPSPEED_FILES and not is_off(setting.value)
         if setting.key == "deepspeed" and setting.value is True:
             ledger.leave(setting, _SHARDS, matters=False)
-        elif is_file:
-            _own_deepspeed(setting, recipe, ledger)
+        elif setting.key in _DEEPSPEED_FILES and not is_off(setting.value):
+            result = sharding.of_deepspeed(setting.value, recipe)
+            if result is None:
+                reason = "write `deepspeed:` with one of launch's names, or a path"
+                ledger.leave(setting, reason)
+            else:
+                ledger.shard(result, setting)
         elif setting.key == "zero_stage":
-            _own_stage(setting, recipe, ledger)
+            _zero_stage(setting, recipe, ledger)
         elif setting.key == "fsdp":
             result = sharding.of_fsdp(setting.value)
             if result is None:
                 ledger.leave(setting, "no FSDP", matters=False)
             else:
-                ledger.draft.deepspeed = result.name
-                ledger.point(setting, "deepspeed")
-                ledger.check(setting, result.advice)
+                ledger.shard(result, setting)
         elif setting.key in ("fsdp_config", "fsdp_transformer_layer_cls_to_wrap", "fsdp_version"):
             ledger.leave(setting, _SHARDS, matters=False)
         elif setting.key in ("local_rank", "ddp_find_unused_parameters", "ddp_backend"):
             ledger.leave(setting, _CONNECTS, matters=False)
 
 
-def _own_stage(setting: SourceSetting, recipe: Recipe, ledger: ConversionLedger) -> None:
+def _zero_stage(setting: SourceSetting, recipe: Recipe, ledger: ConversionLedger) -> None:
     """`--zero_stage 3 --offload` of a script that makes its DeepSpeed config itself."""
     offload = recipe.get("offload", "cpu_offload", "offload_optimizer", "adam_offload")
     offloads = offload is not None and is_on(offload.value)
     result = sharding.of_stage(setting.value, offloads=offloads)
     if result is None or "zero_stage" in ledger.schema.fields:
         return
-    ledger.draft.deepspeed = result.name
-    ledger.point(setting, "deepspeed")
+    ledger.shard(result, setting)
     if offload is not None and offloads:
         ledger.point(offload, "deepspeed")
-    if result.advice:
-        ledger.check(setting, result.advice)
-
-
-def _own_deepspeed(setting: SourceSetting, recipe: Recipe, ledger: ConversionLedger) -> None:
-    result = sharding.of_deepspeed(setting.value, recipe)
-    if result is None:
-        ledger.leave(setting, "write `deepspeed:` with one of launch's names, or a path")
-        return
-    ledger.draft.deepspeed = result.name
-    ledger.point(setting, "deepspeed")
-    if result.advice:
-        ledger.check(setting, result.advice)
 
 
 _OF_ACCELERATE = frozenset(

@@ -1,14 +1,17 @@
-"""What becomes of every setting of a source: it is carried into the stage file, or left out with the reason."""
+"""What becomes of every setting: carried into the stage file, or left out with the reason."""
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from launcher.errors import brief
 from launcher.redaction import redact
-from launcher.stage.conversion.settings import Recipe, SourceSetting, is_off
+from launcher.stage.conversion.settings import Recipe, SourceSetting, is_off, is_on
+from launcher.stage.conversion.sharding import ShardingName
 from launcher.stage.draft import Draft, Row
 from launcher.upstream import history
 from launcher.upstream.entry import Entry
@@ -16,12 +19,12 @@ from launcher.upstream.history import ArgumentChange
 from launcher.upstream.schema import Schema
 
 PLACEHOLDER = "SET_ME"
-"""What stands for a value that the source does not tell and no stage file can do without."""
+"""Stands for a value that every stage file needs and the source does not tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UncarriedSetting:
-    """A setting that is left out. `matters`: without it the stage trains, or is run, differently."""
+    """A setting that is left out. `matters`: the stage trains, or runs, differently without it."""
 
     setting: SourceSetting
     reason: str
@@ -42,9 +45,9 @@ class Check:
 
 @dataclass(slots=True, kw_only=True)
 class ConversionLedger:
-    """`carried` holds the keys of the stage file that a setting went to, by the setting as it was written.
+    """`carried` are the keys of the stage file that a setting went to, by the setting as written.
 
-    `kinds` are those of the rows that lie here, as `rows.Rows` has them.
+    `kinds` are those of local rows, as `rows.Rows` has them.
     """
 
     recipe: Recipe
@@ -78,10 +81,11 @@ class ConversionLedger:
     def leave(self, setting: SourceSetting, reason: str, *, matters: bool = True) -> None:
         """Leave a setting out, unless it is carried already."""
         if setting.written not in self.carried:
-            self.omissions[setting.written] = UncarriedSetting(setting=setting, reason=reason, matters=matters)
+            omission = UncarriedSetting(setting=setting, reason=reason, matters=matters)
+            self.omissions[setting.written] = omission
 
     def drop(self, target: str, reason: str, *, matters: bool = True) -> None:
-        """Take an argument out again: the settings that it came from are left out for this reason."""
+        """Take an argument out again, and leave out the settings that it came from."""
         self.draft.rows.pop(target, None)
         for written, targets in [*self.carried.items()]:
             if target not in targets:
@@ -93,7 +97,8 @@ class ConversionLedger:
 
     def _setting(self, written: str) -> SourceSetting:
         recipe = self.recipe
-        for setting in (*recipe.settings, *recipe.launchers, *recipe.directives, *recipe.environment):
+        places = (recipe.settings, recipe.launchers, recipe.directives, recipe.environment)
+        for setting in itertools.chain(*places):
             if setting.written == written:
                 return setting
         return SourceSetting(key=written, value=None, written=written, file=str(recipe.path))
@@ -109,10 +114,35 @@ class ConversionLedger:
                 return setting
         return None
 
+    def take_on(self, *keys: str) -> SourceSetting | None:
+        """The same, if it is a switch that is on."""
+        setting = self.take(*keys)
+        return setting if setting is not None and is_on(setting.value) else None
+
+    def shard(self, sharding: ShardingName, *settings: SourceSetting) -> None:
+        """Write `deepspeed:`, which these settings say."""
+        self.draft.deepspeed = sharding.name
+        for setting in settings:
+            self.point(setting, "deepspeed")
+        if sharding.advice:
+            self.check(settings[0], sharding.advice)
+
+    def switch_on_lora(self, rank: SourceSetting | None) -> bool:
+        """Carry the rank of LoRA, if a source names one above 0."""
+        if rank is None or not isinstance(rank.value, int) or rank.value <= 0:
+            return False
+        self.carry(rank, "use_peft", value=True)
+        self.carry(rank, "lora_r", rank.value)
+        return True
+
     def by_name(
-        self, setting: SourceSetting, names: Mapping[str, str], reasons: Mapping[str, str], unneeded: Mapping[str, str]
+        self,
+        setting: SourceSetting,
+        names: Mapping[str, str],
+        reasons: Mapping[str, str],
+        unneeded: Mapping[str, str],
     ) -> None:
-        """Carry a setting whose name, or the name that `names` has for it, is an argument of the trainer's.
+        """Carry a setting whose name, or that which `names` has for it, is an argument.
 
         `reasons` are why names have no counterpart, `unneeded` why others need none.
         """
@@ -125,42 +155,37 @@ class ConversionLedger:
             self.leave(setting, unneeded[setting.key], matters=False)
             return
         if setting.missing:
-            self.leave(setting, unknown_value(setting), matters=True)
+            self.leave(setting, unknown_value(setting))
             return
         if setting.key in reasons:
             self.leave(setting, reasons[setting.key], matters=not is_off(setting.value))
             return
-        target = names.get(setting.key, setting.key)
-        if target not in self.schema.fields:
-            renamed = self._renamed(target)
-            if renamed is None:
-                self._leave_unknown(setting, target)
-                return
-            target = renamed
-        self._carry_value(setting, target, setting.value)
+        name = names.get(setting.key, setting.key)
+        target = name if name in self.schema.fields else self._renamed(name)
+        if target is None:
+            self._leave_unknown(setting, name)
+        else:
+            self._carry_value(setting, target)
 
-    def _carry_value(self, setting: SourceSetting, target: str, value: Any) -> None:
-        known = self.schema.fields[target]
+    def _carry_value(self, setting: SourceSetting, target: str) -> None:
+        value = setting.value
+        refusal = self.refusal(target, value)
         if value is None:
             self.leave(setting, "empty: the default counts", matters=False)
-            return
-        if value is False and known.default is False:
+        elif value is False and self.schema.fields[target].default is False:
             self.leave(setting, f"`{target}` is off by default", matters=False)
-            return
-        if target in self.draft.rows:
+        elif target in self.draft.rows:
             self.leave(setting, f"`{target}` is written already", matters=False)
-            return
-        if "${" in str(value):
-            self.leave(setting, "it holds `${`, which launch would read as a reference: write the value")
-            return
-        reason = self.refusal(target, value)
-        if reason is not None:
-            self.leave(setting, f"`{target}`: {reason}")
-            return
-        self.carry(setting, target, value)
+        elif "${" in str(value):
+            reason = "it holds `${`, which launch would read as a reference: write the value"
+            self.leave(setting, reason)
+        elif refusal is not None:
+            self.leave(setting, f"`{target}`: {refusal}")
+        else:
+            self.carry(setting, target, value)
 
     def refusal(self, target: str, value: Any) -> str | None:
-        """Why the trainer's parser refuses a value of an argument; None where it takes it."""
+        """Why the trainer's parser refuses a value of an argument; None if it takes it."""
         if self.schema.in_file(target, value):
             return None
         if isinstance(value, dict) and "dict" not in self.schema.fields[target].type:
@@ -183,28 +208,27 @@ class ConversionLedger:
     def _leave_unknown(self, setting: SourceSetting, target: str) -> None:
         matters = not is_off(setting.value)
         flag = self.schema.taken_as(target)
+        lost = self.entry.lost.get(target)
+        moved = self.entry.moved.get(target)
+        changes = self.past(target)
         if flag is not None and flag.negated:
             self.carry(setting, flag.name, value=False)
-            return
-        lost = self.entry.lost.get(target)
-        if lost is not None:
-            self.leave(setting, f"{lost.did}; now {lost.now}: {lost.instead}", matters=lost.mattered(setting.value))
-            return
-        moved = self.entry.moved.get(target)
-        if moved is not None and moved.to is None:
+        elif lost is not None:
+            reason = f"{lost.did}; now {lost.now}: {lost.instead}"
+            self.leave(setting, reason, matters=lost.mattered(setting.value))
+        elif moved is not None and moved.to is None:
             self.leave(setting, moved.why, matters=False)
-            return
-        events = self.past(target)
-        if events and events[0].gone:
-            self.leave(setting, history.sentence(events[0]), matters=matters)
-            return
-        reason = f"{self.schema.script} has no such argument"
-        self.leave(setting, reason if matters else f"off there; {reason}", matters=matters)
+        elif changes and changes[0].gone:
+            self.leave(setting, history.sentence(changes[0]), matters=matters)
+        else:
+            off = "" if matters else "off there; "
+            reason = f"{off}{self.schema.script} has no such argument"
+            self.leave(setting, reason, matters=matters)
 
     def placeholder(self, setting: SourceSetting, target: str) -> None:
         """Write a value that has to be filled in for one that the source does not tell."""
-        name = "".join(character for character in setting.missing[0] if character.isalnum() or character == "_")
-        self.carry(setting, target, f"{PLACEHOLDER}_{name}"[:60] if name else PLACEHOLDER)
+        name = re.sub(r"\W", "", setting.missing[0])
+        self.carry(setting, target, f"{PLACEHOLDER}_{name}"[:60].rstrip("_"))
         self.check(setting, f"write `{target}`: {unknown_value(setting)}", target=target)
 
 
@@ -222,5 +246,7 @@ def holds_secret_by_name(name: str, value: str) -> bool:
 
 def unknown_value(setting: SourceSetting) -> str:
     """Why a setting has no value here."""
-    expressions = ", ".join(f"`{brief(redact(name), 60)}`" for name in dict.fromkeys(setting.missing))
+    expressions = ", ".join(
+        f"`{brief(redact(name), 60)}`" for name in dict.fromkeys(setting.missing)
+    )
     return f"its value is {expressions}, which the script does not tell"

@@ -1,4 +1,4 @@
-"""Rows that lie here in a form that no trainer reads -> the file that `launch data convert` makes of them."""
+"""Local rows that the trainer cannot read -> the file that `launch data convert` makes of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FOLDER = "converted"
 
 
 def readable(path: str, setting: SourceSetting, ledger: ConversionLedger) -> str:
-    """The path of rows that the trainer reads: this one, or that of the converted file, which a person has to make."""
+    """The path of rows that the trainer reads: this one, or that of a file yet to be converted."""
     draft = ledger.draft
     try:
         local = rows.look(path, draft.stage, draft.backend, os.environ)

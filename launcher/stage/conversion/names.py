@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from launcher.stage.conversion.ledger import ConversionLedger
@@ -16,35 +17,41 @@ def pairs(text: str) -> dict[str, str]:
 
 AXOLOTL = pairs(
     "base_model=model_name_or_path revision_of_model=model_revision sequence_len=max_length "
-    "sample_packing=packing micro_batch_size=per_device_train_batch_size eval_sample_packing=eval_packing "
-    "eval_batch_size=per_device_eval_batch_size num_epochs=num_train_epochs lr_scheduler=lr_scheduler_type "
-    "optimizer=optim warmup_ratio=warmup_steps peft_use_dora=use_dora peft_use_rslora=use_rslora "
-    "dpo_beta=beta rl_beta=beta dpo_label_smoothing=label_smoothing dataset_processes=dataset_num_proc "
-    "dataset_num_proc=dataset_num_proc wandb_name=run_name torch_dtype=dtype hub_model_id=hub_model_id "
-    "wandb_run_name=run_name auto_resume_from_checkpoints=resume_from_checkpoint logging_steps=logging_steps"
+    "sample_packing=packing micro_batch_size=per_device_train_batch_size "
+    "eval_sample_packing=eval_packing eval_batch_size=per_device_eval_batch_size "
+    "num_epochs=num_train_epochs lr_scheduler=lr_scheduler_type optimizer=optim "
+    "warmup_ratio=warmup_steps peft_use_dora=use_dora peft_use_rslora=use_rslora dpo_beta=beta "
+    "rl_beta=beta dpo_label_smoothing=label_smoothing dataset_processes=dataset_num_proc "
+    "dataset_num_proc=dataset_num_proc wandb_name=run_name torch_dtype=dtype "
+    "hub_model_id=hub_model_id wandb_run_name=run_name "
+    "auto_resume_from_checkpoints=resume_from_checkpoint logging_steps=logging_steps"
 )
 LLAMA_FACTORY = pairs(
     "cutoff_len=max_length preprocessing_num_workers=dataset_num_proc warmup_ratio=warmup_steps "
-    "pref_beta=beta pref_loss=loss_type dpo_label_smoothing=label_smoothing enable_liger_kernel=use_liger_kernel "
-    "additional_target=lora_modules_to_save evaluation_strategy=eval_strategy lora_rank=lora_r "
-    "torch_dtype=dtype model=model_name_or_path micro_batch_size=per_device_train_batch_size "
-    "bf16=bf16 use_llama_pro=use_llama_pro"
+    "pref_beta=beta pref_loss=loss_type dpo_label_smoothing=label_smoothing "
+    "enable_liger_kernel=use_liger_kernel additional_target=lora_modules_to_save "
+    "evaluation_strategy=eval_strategy lora_rank=lora_r torch_dtype=dtype "
+    "model=model_name_or_path micro_batch_size=per_device_train_batch_size bf16=bf16 "
+    "use_llama_pro=use_llama_pro"
 )
 TRL = pairs(
-    "max_seq_length=max_length warmup_ratio=warmup_steps torch_dtype=dtype evaluation_strategy=eval_strategy "
-    "use_liger=use_liger_kernel preprocessing_num_workers=dataset_num_proc model_name=model_name_or_path "
-    "lora_rank=lora_r use_lora=use_peft bnb_4bit_use_double_quant=use_bnb_nested_quant"
+    "max_seq_length=max_length warmup_ratio=warmup_steps torch_dtype=dtype "
+    "evaluation_strategy=eval_strategy use_liger=use_liger_kernel "
+    "preprocessing_num_workers=dataset_num_proc model_name=model_name_or_path lora_rank=lora_r "
+    "use_lora=use_peft bnb_4bit_use_double_quant=use_bnb_nested_quant"
 )
 TORCHTUNE = pairs(
     "batch_size=per_device_train_batch_size epochs=num_train_epochs "
     "gradient_accumulation_steps=gradient_accumulation_steps optimizer.lr=learning_rate "
     "optimizer.weight_decay=weight_decay lr_scheduler.num_warmup_steps=warmup_steps "
     "tokenizer.max_seq_len=max_length model.lora_rank=lora_r model.lora_alpha=lora_alpha "
-    "model.lora_dropout=lora_dropout model.use_dora=use_dora dataset.packed=packing loss.beta=beta "
-    "loss.label_smoothing=label_smoothing clip_grad_norm=max_grad_norm compile=torch_compile "
-    "log_every_n_steps=logging_steps enable_activation_checkpointing=gradient_checkpointing "
-    "enable_activation_offloading=activation_offloading dtype=dtype seed=seed output_dir=output_dir "
-    "batch_size_val=per_device_eval_batch_size run_val_every_n_steps=eval_steps"
+    "model.lora_dropout=lora_dropout model.use_dora=use_dora dataset.packed=packing "
+    "loss.beta=beta loss.label_smoothing=label_smoothing clip_grad_norm=max_grad_norm "
+    "compile=torch_compile log_every_n_steps=logging_steps "
+    "enable_activation_checkpointing=gradient_checkpointing "
+    "enable_activation_offloading=activation_offloading dtype=dtype seed=seed "
+    "output_dir=output_dir batch_size_val=per_device_eval_batch_size "
+    "run_val_every_n_steps=eval_steps"
 )
 OPENRLHF = pairs(
     "pretrain=model_name_or_path model_name_or_path=model_name_or_path max_len=max_length "
@@ -62,19 +69,22 @@ OPENRLHF = pairs(
 SWIFT = pairs(
     "model=model_name_or_path model_id_or_path=model_name_or_path model_revision=model_revision "
     "torch_dtype=dtype dtype=dtype lora_rank=lora_r target_modules=lora_target_modules "
-    "lora_target_modules=lora_target_modules attn_impl=attn_implementation warmup_ratio=warmup_steps "
-    "rpo_alpha=rpo_alpha dataset_num_proc=dataset_num_proc modules_to_save=lora_modules_to_save "
-    "evaluation_strategy=eval_strategy batch_size=per_device_train_batch_size max_seq_length=max_length"
+    "lora_target_modules=lora_target_modules attn_impl=attn_implementation "
+    "warmup_ratio=warmup_steps rpo_alpha=rpo_alpha dataset_num_proc=dataset_num_proc "
+    "modules_to_save=lora_modules_to_save evaluation_strategy=eval_strategy "
+    "batch_size=per_device_train_batch_size max_seq_length=max_length"
 )
 VERL = pairs(
-    "model.partial_pretrain=model_name_or_path model.path=model_name_or_path data.max_length=max_length "
-    "optim.lr=learning_rate optim.weight_decay=weight_decay optim.clip_grad=max_grad_norm "
-    "optim.lr_scheduler=lr_scheduler_type optim.lr_warmup_steps_ratio=warmup_steps "
-    "optim.warmup_steps_ratio=warmup_steps trainer.default_local_dir=output_dir "
-    "trainer.total_epochs=num_train_epochs trainer.total_training_steps=max_steps trainer.seed=seed "
-    "trainer.save_freq=save_steps trainer.experiment_name=run_name model.lora_alpha=lora_alpha "
-    "model.target_modules=lora_target_modules model.enable_gradient_checkpointing=gradient_checkpointing "
-    "model.use_liger=use_liger_kernel trainer.logger=report_to model.trust_remote_code=trust_remote_code"
+    "model.partial_pretrain=model_name_or_path model.path=model_name_or_path "
+    "data.max_length=max_length optim.lr=learning_rate optim.weight_decay=weight_decay "
+    "optim.clip_grad=max_grad_norm optim.lr_scheduler=lr_scheduler_type "
+    "optim.lr_warmup_steps_ratio=warmup_steps optim.warmup_steps_ratio=warmup_steps "
+    "trainer.default_local_dir=output_dir trainer.total_epochs=num_train_epochs "
+    "trainer.total_training_steps=max_steps trainer.seed=seed trainer.save_freq=save_steps "
+    "trainer.experiment_name=run_name model.lora_alpha=lora_alpha "
+    "model.target_modules=lora_target_modules "
+    "model.enable_gradient_checkpointing=gradient_checkpointing model.use_liger=use_liger_kernel "
+    "trainer.logger=report_to model.trust_remote_code=trust_remote_code"
 )
 # scripts of one's own; what several of them mean by a name, or what the name says by itself
 OWN = pairs(
@@ -82,12 +92,13 @@ OWN = pairs(
     "model_path=model_name_or_path pretrain=model_name_or_path "
     "pretrained_model_name_or_path=model_name_or_path model_id=model_name_or_path "
     "base_model_name_or_path=model_name_or_path model_dir=model_name_or_path "
-    "hf_model=model_name_or_path base_model_name=model_name_or_path policy_model=model_name_or_path "
-    "revision=model_revision max_seq_length=max_length max_seq_len=max_length "
-    "model_max_length=max_length cutoff_len=max_length block_size=max_length seq_length=max_length "
-    "seq_len=max_length max_len=max_length sequence_len=max_length max_source_length=max_length "
-    "max_sequence_length=max_length context_length=max_length max_token_length=max_length "
-    "max_tokens=max_length lr=learning_rate learning_rate=learning_rate epochs=num_train_epochs "
+    "hf_model=model_name_or_path base_model_name=model_name_or_path "
+    "policy_model=model_name_or_path revision=model_revision max_seq_length=max_length "
+    "max_seq_len=max_length model_max_length=max_length cutoff_len=max_length "
+    "block_size=max_length seq_length=max_length seq_len=max_length max_len=max_length "
+    "sequence_len=max_length max_source_length=max_length max_sequence_length=max_length "
+    "context_length=max_length max_token_length=max_length max_tokens=max_length "
+    "lr=learning_rate learning_rate=learning_rate epochs=num_train_epochs "
     "num_epochs=num_train_epochs max_epochs=num_train_epochs n_epochs=num_train_epochs "
     "epoch=num_train_epochs micro_batch_size=per_device_train_batch_size "
     "per_device_batch_size=per_device_train_batch_size "
@@ -96,32 +107,35 @@ OWN = pairs(
     "train_batch_size=per_device_train_batch_size batch_size=per_device_train_batch_size "
     "bs=per_device_train_batch_size val_batch_size=per_device_eval_batch_size "
     "eval_batch_size=per_device_eval_batch_size grad_accum=gradient_accumulation_steps "
-    "gradient_accumulation=gradient_accumulation_steps accumulation_steps=gradient_accumulation_steps "
-    "grad_acc=gradient_accumulation_steps grad_acc_steps=gradient_accumulation_steps "
+    "gradient_accumulation=gradient_accumulation_steps "
+    "accumulation_steps=gradient_accumulation_steps grad_acc=gradient_accumulation_steps "
+    "grad_acc_steps=gradient_accumulation_steps "
     "gradient_accumulate_steps=gradient_accumulation_steps "
-    "grad_accum_steps=gradient_accumulation_steps accumulate_grad_batches=gradient_accumulation_steps "
-    "save_path=output_dir save_dir=output_dir output_path=output_dir output=output_dir "
-    "out_dir=output_dir checkpoint_dir=output_dir out=output_dir saving_path=output_dir "
+    "grad_accum_steps=gradient_accumulation_steps "
+    "accumulate_grad_batches=gradient_accumulation_steps save_path=output_dir "
+    "save_dir=output_dir output_path=output_dir output=output_dir out_dir=output_dir "
+    "checkpoint_dir=output_dir out=output_dir saving_path=output_dir "
     "lr_scheduler=lr_scheduler_type scheduler=lr_scheduler_type lr_schedule=lr_scheduler_type "
     "warmup_ratio=warmup_steps warmup=warmup_steps num_warmup_steps=warmup_steps "
     "lr_warmup_ratio=warmup_steps wd=weight_decay optimizer=optim optim_name=optim "
     "optimizer_type=optim torch_dtype=dtype lora_rank=lora_r r=lora_r lora_dim=lora_r "
     "peft_lora_r=lora_r peft_lora_alpha=lora_alpha target_modules=lora_target_modules "
     "lora_target=lora_target_modules lora_modules=lora_target_modules use_lora=use_peft "
-    "use_peft_lora=use_peft lora=use_peft lora_enable=use_peft enable_lora=use_peft peft=use_peft "
-    "use_4bit_quantization=load_in_4bit use_4bit=load_in_4bit use_8bit=load_in_8bit "
-    "use_8bit_quantization=load_in_8bit use_nested_quant=use_bnb_nested_quant "
-    "bnb_4bit_use_double_quant=use_bnb_nested_quant evaluation_strategy=eval_strategy "
-    "evaluation_steps=eval_steps use_liger=use_liger_kernel "
+    "use_peft_lora=use_peft lora=use_peft lora_enable=use_peft enable_lora=use_peft "
+    "peft=use_peft use_4bit_quantization=load_in_4bit use_4bit=load_in_4bit "
+    "use_8bit=load_in_8bit use_8bit_quantization=load_in_8bit "
+    "use_nested_quant=use_bnb_nested_quant bnb_4bit_use_double_quant=use_bnb_nested_quant "
+    "evaluation_strategy=eval_strategy evaluation_steps=eval_steps use_liger=use_liger_kernel "
     "use_gradient_checkpointing=gradient_checkpointing grad_checkpointing=gradient_checkpointing "
     "gradient_clipping=max_grad_norm max_norm=max_grad_norm grad_clip=max_grad_norm "
-    "clip_grad=max_grad_norm clip_grad_norm=max_grad_norm wandb_run_name=run_name wandb_name=run_name "
-    "experiment_name=run_name exp_name=run_name random_state=seed random_seed=seed "
-    "preprocessing_num_workers=dataset_num_proc num_proc=dataset_num_proc "
+    "clip_grad=max_grad_norm clip_grad_norm=max_grad_norm wandb_run_name=run_name "
+    "wandb_name=run_name experiment_name=run_name exp_name=run_name random_state=seed "
+    "random_seed=seed preprocessing_num_workers=dataset_num_proc num_proc=dataset_num_proc "
     "num_workers=dataloader_num_workers hub_path=hub_model_id max_train_steps=max_steps "
     "total_steps=max_steps lora_modules=lora_target_modules double_quant=use_bnb_nested_quant "
-    "quant_type=bnb_4bit_quant_type name_or_path=model_name_or_path neftune_alpha=neftune_noise_alpha "
-    "checkpointing_steps=save_steps dpo_beta=beta resume=resume_from_checkpoint"
+    "quant_type=bnb_4bit_quant_type name_or_path=model_name_or_path "
+    "neftune_alpha=neftune_noise_alpha checkpointing_steps=save_steps dpo_beta=beta "
+    "resume=resume_from_checkpoint"
 )
 FOREIGN: Mapping[str, Mapping[str, str]] = {
     "axolotl": AXOLOTL,
@@ -158,20 +172,21 @@ _OPTIMIZERS = {
     "adam": "adamw_torch",
     "PagedAdamW8bit": "paged_adamw_8bit",
 }
+_SPELLINGS: Mapping[str, Mapping[str, str]] = {
+    "dtype": _DTYPES,
+    "attn_implementation": _ATTENTION,
+    "optim": _OPTIMIZERS,
+}
 _FLASH = frozenset(
-    "flash_attention use_flash_attn use_flash_attention use_flash_attention_2 flash_attn use_flash_attn_2 use_fa2 "
-    "enable_flash_attention flash_attn_2".split()
+    "flash_attention use_flash_attn use_flash_attention use_flash_attention_2 flash_attn "
+    "use_flash_attn_2 use_fa2 enable_flash_attention flash_attn_2".split()
 )
 
 
 def spell(target: str, value: Any) -> Any:
     """A value as TRL spells it."""
-    if target == "dtype":
-        return _DTYPES.get(str(value), value)
-    if target == "attn_implementation":
-        return _ATTENTION.get(str(value), value)
-    if target == "optim":
-        return _OPTIMIZERS.get(str(value), value)
+    if target in _SPELLINGS:
+        return _SPELLINGS[target].get(str(value), value)
     if target in ("lora_target_modules", "lora_modules_to_save") and isinstance(value, str):
         return _modules(value)
     if target == "num_train_epochs" and isinstance(value, float) and value.is_integer():
@@ -190,7 +205,10 @@ def _modules(text: str) -> list[str]:
 
 
 def carry_rest(
-    ledger: ConversionLedger, names: Mapping[str, str], reasons: Mapping[str, str], unneeded: Mapping[str, str]
+    ledger: ConversionLedger,
+    names: Mapping[str, str],
+    reasons: Mapping[str, str],
+    unneeded: Mapping[str, str],
 ) -> None:
     """Carry every setting that no module has settled, by its name."""
     for setting in ledger.recipe.settings:
@@ -200,19 +218,8 @@ def carry_rest(
             _flash(ledger, setting)
             continue
         target = names.get(setting.key, setting.key)
-        spelt = spell(target, setting.value)
-        if spelt is not setting.value:
-            setting_spelt = SourceSetting(
-                key=setting.key,
-                value=spelt,
-                written=setting.written,
-                file=setting.file,
-                line=setting.line,
-                missing=setting.missing,
-            )
-            ledger.by_name(setting_spelt, names, reasons, unneeded)
-        else:
-            ledger.by_name(setting, names, reasons, unneeded)
+        spelt = replace(setting, value=spell(target, setting.value))
+        ledger.by_name(spelt, names, reasons, unneeded)
 
 
 def _flash(ledger: ConversionLedger, setting: SourceSetting) -> None:
@@ -225,8 +232,9 @@ def _flash(ledger: ConversionLedger, setting: SourceSetting) -> None:
 
 
 def warmup(ledger: ConversionLedger) -> None:
-    """`warmup_steps` takes a share too (transformers/training_args.py::TrainingArguments[warmup_steps: float]); steps
-    come before a ratio.
+    """Steps come before a ratio, and `warmup_steps` takes a share too.
+
+    transformers/training_args.py::TrainingArguments[warmup_steps: float]
     """
     steps = ledger.take("warmup_steps")
     ratio = ledger.take("warmup_ratio", "lr_warmup_ratio")
@@ -237,34 +245,50 @@ def warmup(ledger: ConversionLedger) -> None:
         ledger.leave(ratio, "`warmup_steps` comes before it", matters=False)
         return
     if isinstance(ratio.value, int | float):
-        ledger.carry(ratio, "warmup_steps", ratio.value, note=f"{ratio.key}: below 1 it is a share of all steps")
+        note = f"{ratio.key}: below 1 it is a share of all steps"
+        ledger.carry(ratio, "warmup_steps", ratio.value, note=note)
         if steps is not None:
             ledger.point(steps, "warmup_steps")
 
 
+_LORA_SWITCHES = (
+    "use_lora",
+    "use_peft",
+    "use_peft_lora",
+    "lora",
+    "lora_enable",
+    "enable_lora",
+    "peft",
+)
+
+
 def lora(ledger: ConversionLedger) -> None:
     """Switch LoRA on where a source names what it needs, and keep its quantization."""
-    setting = ledger.take("use_lora", "use_peft", "use_peft_lora", "lora", "lora_enable", "enable_lora", "peft")
+    setting = ledger.take(*_LORA_SWITCHES)
     if setting is not None and not isinstance(setting.value, dict):
         if is_on(setting.value):
             ledger.carry(setting, "use_peft", value=True)
         elif is_off(setting.value) or setting.value == 0:
             ledger.leave(setting, "no LoRA", matters=False)
     rank = ledger.take("lora_r", "lora_rank", "lora_dim", "peft_lora_r")
-    if setting is None and rank is not None and ledger.recipe.tool == _OWN and isinstance(rank.value, int):
-        if rank.value > 0:
-            ledger.carry(rank, "use_peft", value=True)
-            ledger.carry(rank, "lora_r", rank.value)
+    if (
+        setting is None
+        and rank is not None
+        and ledger.recipe.tool == _OWN
+        and isinstance(rank.value, int)
+    ):
+        if ledger.switch_on_lora(rank):
             ledger.check(rank, "taken as LoRA: the script names a rank")
         else:
             ledger.leave(rank, "no LoRA", matters=False)
     quantized = ledger.take("q_lora", "use_qlora", "qlora")
-    if quantized is not None:
-        if is_on(quantized.value):
-            ledger.carry(quantized, "use_peft", value=True)
-            ledger.carry(quantized, "load_in_4bit", value=True)
-        else:
-            ledger.leave(quantized, "no QLoRA", matters=False)
+    if quantized is None:
+        return
+    if is_on(quantized.value):
+        ledger.carry(quantized, "use_peft", value=True)
+        ledger.carry(quantized, "load_in_4bit", value=True)
+    else:
+        ledger.leave(quantized, "no QLoRA", matters=False)
 
 
 def bits(ledger: ConversionLedger) -> None:

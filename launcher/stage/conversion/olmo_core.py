@@ -1,4 +1,4 @@
-"""SFT by OLMo-core's own scripts, which launch does not start: named, so that nobody gets another training.
+"""SFT by OLMo-core's own scripts: refused by name, so that nobody gets another training.
 
 Its model is a checkpoint of OLMo-core's, its rows are token files and its batch counts tokens.
 """
@@ -8,11 +8,15 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-# src/scripts/train/sft/OLMo-sft.py, Olmo-3-7B-SFT.py, FlexOlmo-SFT.py: in the folder of OLMo-core, or elsewhere
+# src/scripts/train/sft/OLMo-sft.py, Olmo-3-7B-SFT.py, FlexOlmo-SFT.py, in any folder
 _OF_OLMO_CORE = re.compile(
-    r"(^|/)src/scripts/(official|train)/(.*/)?[^/]*olmo[^/]*\.py$|(^|/)(flex)?olmo[^/]*-sft\.py$", re.IGNORECASE
+    r"(^|/)src/scripts/(official|train)/(.*/)?[^/]*olmo[^/]*\.py$|(^|/)(flex)?olmo[^/]*-sft\.py$",
+    re.IGNORECASE,
 )
-_OTHER_WAY = "`launch init sft --model NAME --data NAME` writes a stage file of the same model and data for TRL, "
+_OTHER_WAY = (
+    "`launch init sft --model NAME --data NAME` writes a stage file of the same model and data "
+    "for TRL, with `--backend open_instruct` for open-instruct"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,11 +28,11 @@ class UnsupportedProgram:
 
 
 def refusal(program: str) -> UnsupportedProgram | None:
-    """Why a program of OLMo-core's is not converted; None of any other program."""
+    """Why a program of OLMo-core is not converted; None for any other program."""
     if _OF_OLMO_CORE.search(program):
         return UnsupportedProgram(
             what="is a training of OLMo-core, which launch does not support yet",
-            instead="convert its checkpoint to a folder that transformers loads, take the rows before they became "
-            f"token files; then {_OTHER_WAY}with `--backend open_instruct` for open-instruct",
+            instead="convert its checkpoint to a folder that transformers loads, take the rows "
+            f"before they became token files; then {_OTHER_WAY}",
         )
     return None

@@ -1,4 +1,4 @@
-"""`launch init --from FILE --model NAME --data NAME`: what a person names takes the place of the source's."""
+"""`launch init --from FILE --model NAME --data NAME`: model and data in place of the source's."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _OF_DATA = (
 
 
 def apply(ledger: ConversionLedger, replacements: Replacements) -> None:
-    """Write the model and the data that a person names, and leave out what was said of those of the source."""
+    """Write the model and the data that a person names, and leave out those of the source."""
     if replacements.model is not None:
         _replace_model(ledger, replacements.model)
     if replacements.data is not None:
@@ -56,7 +56,9 @@ def _replace_data(ledger: ConversionLedger, path: str) -> None:
     had_test_split = "dataset_test_split" in draft.rows
     for name in _OF_DATA:
         _forget(ledger, name, "`--data` takes its place")
-    draft.remarks = tuple(remark for remark in draft.remarks if not remark.startswith("first: launch data convert "))
+    draft.remarks = tuple(
+        remark for remark in draft.remarks if not remark.startswith("first: launch data convert ")
+    )
     ledger.kinds.clear()
     option = _option("--data", path)
     data = ledger.entry.names.data
@@ -65,19 +67,23 @@ def _replace_data(ledger: ConversionLedger, path: str) -> None:
         return
     held_out = draft.rows.get("test_split_size")
     test_size = None if held_out is None else held_out.value
-    data_sets.write(ledger, SourceData(setting=option, sets=[DataSet(path=path)], test_size=test_size))
+    data_sets.write(
+        ledger, SourceData(setting=option, sets=[DataSet(path=path)], test_size=test_size)
+    )
     for name in ledger.carried["--data"]:
         draft.rows[name] = draft.rows[name]._replace(comment="--data")
     if held_out is not None:
         draft.rows["test_split_size"] = held_out
     elif had_test_split and "eval_strategy" in draft.rows:
-        advice = f"it is evaluated on the split `test` of {path}: `dataset_test_split` names another one"
+        advice = (
+            f"it is evaluated on the split `test` of {path}: `dataset_test_split` names another one"
+        )
         ledger.check(option, advice)
     _mask_as_rows_need(ledger)
 
 
 def _mask_as_rows_need(ledger: ConversionLedger) -> None:
-    """Of rows with `prompt` and `completion` another argument has answers alone count than of chats."""
+    """Mask questions by the argument for the kind of rows: chats, or prompts and completions."""
     row = ledger.draft.rows.pop("assistant_only_loss", None)
     if row is None:
         return

@@ -39,33 +39,22 @@ _DIRECTIVE = re.compile(r"\s*#SBATCH\s+(.*)")
 _GPUS = re.compile(r"(?:gpu:)?(?:(?P<model>[A-Za-z][\w.-]*):)?(?P<number>\d+)")
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Job:
-    """What the directives of a batch script come to."""
+    """GPUs of one machine, and machines, that directives ask for."""
 
-    settings: list[SourceSetting] = field(default_factory=list)
-    gpus: int | None = None
-    nodes: int | None = None
-
-    def value(self, name: str) -> str | None:
-        for setting in reversed(self.settings):
-            if setting.key == name:
-                return str(setting.value)
-        return None
+    gpus: int | None
+    nodes: int | None
 
 
-def read(text: str, file: str) -> Job:
+def read(text: str, file: str) -> list[SourceSetting]:
     """The directives in the comments of a script."""
-    job = Job()
+    settings: list[SourceSetting] = []
     for number, line in enumerate(text.splitlines(), start=1):
         match = _DIRECTIVE.match(line)
-        if match is None:
-            continue
-        for name, written, value in _options(match[1]):
-            job.settings.append(
-                SourceSetting(key=name, value=value, written=f"#SBATCH {written}", file=file, line=number)
-            )
-    return of_settings(job.settings)
+        if match is not None:
+            settings += _options(match[1], file, number)
+    return settings
 
 
 _PROGRAMS = ("srun ", "sbatch ", "salloc ")
@@ -101,21 +90,19 @@ def of_command_line(launchers: list[SourceSetting]) -> list[SourceSetting]:
     return settings
 
 
-def of_settings(settings: list[SourceSetting]) -> Job:
-    """The GPUs and machines that directives ask for."""
-    job = Job(settings=settings)
-    job.nodes = _number(job.value("nodes"))
-    job.gpus = _gpus(job)
-    return job
+def job_of(settings: list[SourceSetting]) -> Job:
+    values = {setting.key: str(setting.value) for setting in settings}
+    nodes = _number(values.get("nodes"))
+    return Job(gpus=_gpus(values, nodes or 1), nodes=nodes)
 
 
-def _options(text: str) -> list[tuple[str, str, str | bool]]:
-    """The options of one line: name, as it was written, and value."""
+def _options(text: str, file: str, line: int) -> list[SourceSetting]:
+    """The options of one line."""
     try:
         words = shlex.split(text, comments=True)
     except ValueError:
         words = text.split()
-    options: list[tuple[str, str, str | bool]] = []
+    options = []
     at = 0
     while at < len(words):
         word = words[at]
@@ -136,7 +123,10 @@ def _options(text: str) -> list[tuple[str, str, str | bool]]:
                 values.append(words[at])
                 at += 1
             value = " ".join(values)
-        options.append((name, written, value or True))
+        option = SourceSetting(
+            key=name, value=value or True, written=f"#SBATCH {written}", file=file, line=line
+        )
+        options.append(option)
     return options
 
 
@@ -145,25 +135,27 @@ def _number(text: str | None) -> int | None:
     return int(match[0]) if match else None
 
 
-def _gpus(job: Job) -> int | None:
+def _gpus(values: Mapping[str, str], nodes: int) -> int | None:
     """GPUs of one machine."""
+    numbers = {}
+    for name in ("gpus-per-node", "gres", "gpus", "gpus-per-task"):
+        value = values.get(name, "")
+        match = _GPUS.fullmatch(value)
+        if match is not None and (name != "gres" or value.startswith("gpu")):
+            numbers[name] = int(match["number"])
     for name in ("gpus-per-node", "gres"):
-        match = _GPUS.fullmatch(job.value(name) or "")
-        if match is not None and (name != "gres" or str(job.value(name)).startswith("gpu")):
-            return int(match["number"])
-    whole = _GPUS.fullmatch(job.value("gpus") or "")
-    if whole is not None:
-        return max(1, int(whole["number"]) // (job.nodes or 1))
-    each = _GPUS.fullmatch(job.value("gpus-per-task") or "")
-    if each is not None:
-        tasks = _number(job.value("ntasks-per-node")) or 1
-        return int(each["number"]) * tasks
+        if name in numbers:
+            return numbers[name]
+    if "gpus" in numbers:
+        return max(1, numbers["gpus"] // nodes)
+    if "gpus-per-task" in numbers:
+        return numbers["gpus-per-task"] * (_number(values.get("ntasks-per-node")) or 1)
     return None
 
 
 @dataclass(slots=True)
 class Carried:
-    """What becomes of directives: options of `slurm:`, the run's name, and reasons why others are left out."""
+    """What becomes of directives: options of `slurm:`, the run's name, or reasons against them."""
 
     options: dict[str, str | bool] = field(default_factory=dict)
     name: str | None = None
@@ -185,18 +177,18 @@ _REASONS: Mapping[str, str] = {
 }
 
 
-def carry(job: Job) -> Carried:
-    """Directives as launch's keys, by the flag as it was written."""
+def carry(directives: list[SourceSetting], gpus: int | None) -> Carried:
+    """Directives as launch's keys, by the flag as it was written; `gpus` are those of a machine."""
     carried = Carried()
-    for setting in job.settings:
-        name = str(setting.key)
+    for setting in directives:
+        name = setting.key
         value = setting.value
         if name == "job-name" and isinstance(value, str) and re.fullmatch(r"[\w.+-]+", value):
             carried.name = value
             carried.targets[setting.written] = "name"
         elif name == "nodes":
             carried.targets[setting.written] = "--nodes"
-        elif name in slurm.ASKS_FOR_GPUS and _is_plain(name, value, job):
+        elif name in slurm.ASKS_FOR_GPUS and gpus is not None and _is_plain(name, value):
             carried.targets[setting.written] = "--gpus"
         elif name in ("requeue", "no-requeue"):
             carried.options["requeue"] = name == "requeue"
@@ -211,10 +203,10 @@ def carry(job: Job) -> Carried:
     return carried
 
 
-def _is_plain(name: str, value: object, job: Job) -> bool:
+def _is_plain(name: str, value: object) -> bool:
     """Whether a request for GPUs says nothing but their number."""
     match = _GPUS.fullmatch(str(value))
-    if match is None or job.gpus is None:
+    if match is None:
         return False
     return match["model"] is None or (name == "gres" and match["model"] == "gpu")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -9,13 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from launcher.config import document
+from launcher.config.document import Document
 
 _DASHES = re.compile(r"-{1,2}(?=[A-Za-z])")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceSetting:
-    """`written` is the flag or key as its author wrote it, `key` its name without dashes in front or inside.
+    """`written` is the flag or key as its author wrote it, `key` its name with underscores alone.
 
     `missing` are the shell's expressions in the value that the script does not tell.
     """
@@ -32,11 +34,12 @@ class SourceSetting:
 class Recipe:
     """What a source says of one training.
 
-    `tool` is whose names the settings have, `program` what the source starts, in its own words. `settings` are the
-    trainer's. `launchers` are those of whatever starts the trainer (accelerate, torchrun, srun), `directives` those of
-    sbatch, `environment` the variables that the source sets. `gpus` are those of one machine, `counted` all that a
-    command of the script was taken to count. `text` is that of a script, `texts` are files that the script writes.
-    `skipped` are flags in places of the source that are not reached, with the reason.
+    `tool` is whose names the settings have, `program` what the source starts, in its own words.
+    `settings` are the trainer's, `launchers` those of whatever starts the trainer (accelerate,
+    torchrun, srun), `directives` those of sbatch, `environment` the variables that the source sets.
+    `gpus` are those of one machine, `counted` all that a command of the script was taken to count.
+    `text` is that of a script, `texts` are files that the script writes. `skipped` are flags in
+    places of the source that are not reached, with the reason.
     """
 
     path: Path
@@ -75,8 +78,23 @@ def name_of(flag: str) -> str:
     return _DASHES.sub("", flag, count=1).replace("-", "_")
 
 
+def find_near(path: str, source: Path) -> Path | None:
+    """What a source means by a path: from here, beside the source, or in three folders above."""
+    folder = source.parent
+    for place in (Path(), folder, *folder.parents[:3]):
+        with contextlib.suppress(OSError, ValueError):
+            if (place / path).exists():
+                return place / path
+    return None
+
+
+def flag_of(flag: str, file: str, line: int) -> SourceSetting:
+    """A flag whose value is not read."""
+    return SourceSetting(key=name_of(flag), value=None, written=flag, file=file, line=line)
+
+
 def value_of(text: str) -> Any:
-    """A word of a command line: a number, `true`, `false`, nothing (`None`), or the text; `no` stays text."""
+    """A word of a command line: a number, `true`, `false`, `None`, or text; `no` stays text."""
     if text in ("None", "null"):
         return None
     if text.lower() in ("true", "false"):
@@ -87,23 +105,21 @@ def value_of(text: str) -> Any:
     return text if isinstance(value, bool) or value is None else value
 
 
-def from_mapping(values: Mapping[str, Any], file: str, lines: Mapping[str, int | None]) -> list[SourceSetting]:
+def of_document(content: Document, file: str) -> list[SourceSetting]:
     """The keys of a YAML file as settings."""
     settings = []
-    for key, value in values.items():
-        settings.append(SourceSetting(key=key, value=value, written=key, file=file, line=lines.get(key)))
+    for key, value in content.value.items():
+        origin = content.origins.get(key)
+        line = None if origin is None else origin.line
+        settings.append(SourceSetting(key=key, value=value, written=key, file=file, line=line))
     return settings
 
 
 def is_off(value: Any) -> bool:
     """Whether a value only says that something is not used."""
-    if value is None or value is False:
-        return True
     if isinstance(value, str):
         return value.strip().lower() in ("", "false", "no", "none", "null", "off")
-    if isinstance(value, list | dict):
-        return not value
-    return False
+    return value is None or value is False or value in ([], {})
 
 
 def is_on(value: Any) -> bool:
@@ -120,8 +136,10 @@ def words(value: Any) -> list[str]:
     return [word for word in re.split(r"[,\s]+", str(value)) if word]
 
 
-def last_of_each(settings: Iterable[SourceSetting]) -> tuple[list[SourceSetting], list[SourceSetting]]:
-    """Settings by name, the last of each, and the earlier ones that it takes the place of."""
+def last_of_each(
+    settings: Iterable[SourceSetting],
+) -> tuple[list[SourceSetting], list[SourceSetting]]:
+    """The last setting of each name, and the earlier ones that it replaces."""
     latest: dict[str, SourceSetting] = {}
     earlier: list[SourceSetting] = []
     for setting in settings:

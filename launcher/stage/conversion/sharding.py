@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any
 import yaml
 
 from launcher.files import read_bytes
-from launcher.stage.conversion.settings import Recipe, is_off
+from launcher.stage.conversion.settings import Recipe, find_near, is_off
 
 _MOST_BYTES = 2**18
 _SUFFIXES = frozenset({".yaml", ".yml", ".json", ".conf"})
@@ -27,16 +26,17 @@ class ShardingName:
     advice: str = ""
 
 
-_OFFLOAD_TWO = "launch has no ZeRO-2 that offloads: write a DeepSpeed file, and its path as `deepspeed:`"
+_OFFLOAD_TWO = (
+    "launch has no ZeRO-2 that offloads: write a DeepSpeed file, and its path as `deepspeed:`"
+)
 _FULL = "FSDP shards parameters, gradients and optimizer as ZeRO-3 does"
 _HALF = "FSDP's SHARD_GRAD_OP shards gradients and optimizer as ZeRO-2 does"
 
 
 def read_text(path: str, recipe: Recipe) -> str | None:
-    """The text of a file that a source names, or writes; None where there is none."""
-    text = recipe.texts.get(path)
-    if text is not None:
-        return text
+    """The text of a file that a source names, or writes; None if there is none."""
+    if path in recipe.texts:
+        return recipe.texts[path]
     file = find(path, recipe)
     if file is None:
         return None
@@ -47,37 +47,24 @@ def read_text(path: str, recipe: Recipe) -> str | None:
 
 
 def find(path: str, recipe: Recipe) -> Path | None:
-    """The file that a path of the source means: below this folder, beside the source, or above that."""
-    if not path or "\0" in path or "\n" in path:
+    """The config file that a source means by a path."""
+    # whoever wrote the source may not be who may read what it names
+    is_hidden = re.search(r"(^|/)\.(?!\.?(/|$))", path)
+    if Path(path).suffix not in _SUFFIXES or is_hidden:
         return None
-    named = Path(path)
-    is_hidden = any(part.startswith(".") and part not in (".", "..") for part in named.parts)
-    if named.suffix not in _SUFFIXES or is_hidden:
-        # whoever wrote the source may not be who may read what it names
-        return None
-    folders = [Path(), recipe.path.parent, *recipe.path.parent.parents[:3]]
-    for folder in folders:
-        candidate = folder / named
-        try:
-            if candidate.is_file():
-                return candidate
-        except OSError:
-            continue
-    return None
+    return find_near(path, recipe.path)
 
 
 def read_mapping(path: str, recipe: Recipe) -> dict[str, Any] | None:
-    """What a file of JSON or YAML holds; None where it is not there or holds something else."""
+    """What a file of JSON or YAML holds; None if there is none or it is no mapping."""
     text = read_text(path, recipe)
     if text is None:
         return None
     try:
-        value = json.loads(text)
-    except (ValueError, RecursionError):
-        try:
-            value = yaml.safe_load(text)
-        except (yaml.YAMLError, RecursionError, ValueError):
-            return None
+        # with tabs for blanks JSON is YAML too
+        value = yaml.safe_load(text.replace("\t", " "))
+    except (yaml.YAMLError, RecursionError, ValueError):
+        return None
     return value if isinstance(value, dict) else None
 
 
@@ -87,11 +74,8 @@ def of_deepspeed(value: Any, recipe: Recipe) -> ShardingName | None:
         return _of_mapping(value)
     text = str(value)
     content = read_mapping(text, recipe)
-    if content is not None:
-        sharding = _of_mapping(content)
-        if sharding is not None:
-            return sharding
-    return of_name(text)
+    sharding = None if content is None else _of_mapping(content)
+    return sharding or of_name(text)
 
 
 def _of_mapping(content: Mapping[str, Any]) -> ShardingName | None:
@@ -99,12 +83,12 @@ def _of_mapping(content: Mapping[str, Any]) -> ShardingName | None:
     if not isinstance(zero, Mapping):
         return None
     stage = zero.get("stage", zero.get("zero_stage"))
-    devices = []
+    offloads = False
     for key in ("offload_optimizer", "offload_param"):
         device = zero.get(key)
-        devices.append(device.get("device") if isinstance(device, Mapping) else device)
-    devices += [zero.get("offload_optimizer_device"), zero.get("offload_param_device")]
-    offloads = any(not is_off(device) for device in devices)
+        if isinstance(device, Mapping):
+            device = device.get("device")
+        offloads = offloads or not is_off(device) or not is_off(zero.get(f"{key}_device"))
     return of_stage(stage, offloads=offloads)
 
 
@@ -131,8 +115,9 @@ def of_stage(stage: Any, *, offloads: bool) -> ShardingName | None:
 
 def of_fsdp(strategy: Any) -> ShardingName | None:
     """launch's name for FSDP's sharding strategy."""
-    text = " ".join(map(str, strategy)) if isinstance(strategy, list) else str(strategy)
-    text = text.upper()
+    text = str(strategy).upper()
     if is_off(strategy) or "NO_SHARD" in text:
         return None
-    return ShardingName("zero2", _HALF) if "SHARD_GRAD_OP" in text or text == "2" else ShardingName("zero3", _FULL)
+    if "SHARD_GRAD_OP" in text or text == "2":
+        return ShardingName("zero2", _HALF)
+    return ShardingName("zero3", _FULL)

@@ -22,11 +22,15 @@ def settle(ledger: ConversionLedger) -> None:
         elif not chat_template.is_template(text):
             _named(ledger, key)
         elif "chat_template_path" in ledger.schema.fields:
-            ledger.carry(setting, "chat_template_path", ledger.draft.add_file("chat_template.jinja", text))
+            ledger.carry(
+                setting, "chat_template_path", ledger.draft.add_file("chat_template.jinja", text)
+            )
         else:
             path = ledger.draft.add_file("chat_template.jinja", text)
             ledger.point(setting, path)
-            ledger.check(setting, f"{path} holds it: copy it to chat_template.jinja in the model's folder")
+            ledger.check(
+                setting, f"{path} holds it: copy it to chat_template.jinja in the model's folder"
+            )
 
 
 def _named(ledger: ConversionLedger, key: str) -> None:
@@ -35,7 +39,10 @@ def _named(ledger: ConversionLedger, key: str) -> None:
         return
     if str(setting.value) in ("tokenizer_default", "default"):
         ledger.leave(setting, "the tokenizer's template counts", matters=False)
-    elif str(setting.value).endswith((".jinja", ".jinja2", ".j2")) and "chat_template_path" in ledger.schema.fields:
+    elif (
+        str(setting.value).endswith((".jinja", ".jinja2", ".j2"))
+        and "chat_template_path" in ledger.schema.fields
+    ):
         ledger.carry(setting, "chat_template_path", str(setting.value))
     else:
         ledger.leave(setting, _BY_NAME)

@@ -184,7 +184,7 @@ def _split(item: Argument, fields: _SplitWords) -> None:
 
 def _value(part: WordPart, scope: ShellScope, line: int) -> Variable:
     if part.kind == "text":
-        return _variable(part.text, line)
+        return text_variable(part.text, line)
     value = None
     if scope.depth < lexer.MAX_DEPTH:
         scope.depth += 1
@@ -201,7 +201,7 @@ def _value(part: WordPart, scope: ShellScope, line: int) -> Variable:
     return value
 
 
-def _variable(text: str, line: int) -> Variable:
+def text_variable(text: str, line: int = 0) -> Variable:
     return Variable((Argument(text, line),))
 
 
@@ -228,11 +228,11 @@ def _parameter(text: str, scope: ShellScope, line: int) -> Variable | None:
     if match is None:
         return None
     if match["name"] == "#" and not match["rest"]:
-        return _variable(str(len(scope.parameters)), line)
+        return text_variable(str(len(scope.parameters)), line)
     value = _named(match["name"], match["index"], scope)
     if match["length"] and value is not None:
         length = len(value.items) if value.is_array else len(value.first.text)
-        return _variable(str(length), line)
+        return text_variable(str(length), line)
     return _modified(value, match["rest"], scope, line)
 
 
@@ -240,7 +240,7 @@ def _named(name: str, index: str | None, scope: ShellScope) -> Variable | None:
     if name in ("@", "*"):
         return Variable(scope.parameters, is_array=name == "@")
     if name in ("0", "BASH_SOURCE"):
-        return _variable(f"{scope.folder}/script", 0)
+        return text_variable(f"{scope.folder}/script")
     if name.isdecimal():
         return _element(scope.parameters, int(name) - 1)
     value = scope.get(name)
@@ -334,7 +334,7 @@ def _without(text: str, pattern: str, *, at_start: bool, longest: bool) -> str:
 
 def _calculated(text: str, scope: ShellScope, line: int) -> Variable | None:
     number = calculate(text, scope)
-    return None if number is None else _variable(str(number), line)
+    return None if number is None else text_variable(str(number), line)
 
 
 def calculate(text: str, scope: ShellScope) -> int | None:
@@ -383,7 +383,7 @@ def _output(text: str, scope: ShellScope, line: int) -> Variable | None:
         return _script_folder(text, scope, line)
     number = _counted(text, scope, line)
     if number is not None:
-        return _variable(str(number), line)
+        return text_variable(str(number), line)
     if any(isinstance(token, Operator) and token.text != "\n" for token in tokens):
         return None
     arguments = expand_all(words, scope)
@@ -393,7 +393,7 @@ def _output(text: str, scope: ShellScope, line: int) -> Variable | None:
     if command == "expr":
         return _calculated(" ".join(values).replace("\\", ""), scope, line)
     printed = _printed(command, values)
-    return None if printed is None else _variable(printed, line)
+    return None if printed is None else text_variable(printed, line)
 
 
 _COUNTS = re.compile(r"\bwc\s+-[lw]|device_count\(\)|grep\s+-c")
@@ -441,7 +441,7 @@ def _script_folder(text: str, scope: ShellScope, line: int) -> Variable | None:
     if "dirname" not in text:
         return None
     ups = re.findall(r"\.\.(?=[/\"'\s]|$)", text)
-    return _variable(posixpath.normpath(posixpath.join(scope.folder, *ups)), line)
+    return text_variable(posixpath.normpath(posixpath.join(scope.folder, *ups)), line)
 
 
 def _printed(command: str, values: list[str]) -> str | None:

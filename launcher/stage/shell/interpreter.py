@@ -457,30 +457,11 @@ def _added(before: Variable, value: Variable) -> Variable:
     return Variable((Argument(first.text + second.text, second.line, missing),))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScriptSetup:
-    """What a script is walked with: variables, arguments, and the devices that it would count."""
-
-    folder: str
-    known: Mapping[str, str]
-    arguments: tuple[str, ...] = ()
-    gpus: int = 1
-    nodes: int = 1
-
-
-def read_script(text: str, file: str, *, find: Find, setup: ScriptSetup) -> Script:
+def read_script(text: str, file: str, *, find: Find, scope: ShellScope) -> Script:
     """The commands of a script with all that the text tells of their arguments.
 
     Raises syntax.TooDeep.
     """
-    scope = ShellScope(
-        parameters=tuple(Argument(argument, 0) for argument in setup.arguments),
-        folder=setup.folder,
-        gpus=setup.gpus,
-        nodes=setup.nodes,
-    )
-    for name, value in setup.known.items():
-        scope.variables[name] = Variable((Argument(value, 0),))
     interpreter = _Interpreter(find, scope)
     interpreter.read(text, file)
     return interpreter.script

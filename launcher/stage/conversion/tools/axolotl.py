@@ -17,6 +17,7 @@ _REASONS: Mapping[str, str] = {
     "wandb_log_model": "TRL uploads no model to W&B",
     "pad_to_sequence_len": "TRL pads to the longest row of a batch",
     "pad_to_sequence_length": "TRL pads to the longest row of a batch",
+    "test_datasets": data_sets.EVALUATES_ON_A_PART,
     "group_by_length": "write `train_sampling_strategy: group_by_length`",
 }
 _UNNEEDED: Mapping[str, str] = {
@@ -58,8 +59,8 @@ def convert(ledger: ConversionLedger) -> None:
     _adapter(ledger)
     _precision(ledger)
     for key, (target, value) in _SWITCHES.items():
-        setting = ledger.take(key)
-        if setting is None or not is_on(setting.value) or target not in ledger.schema.fields:
+        setting = ledger.take_on(key)
+        if setting is None or target not in ledger.schema.fields:
             continue
         if ledger.refusal(target, value) is None:
             ledger.carry(setting, target, value)
@@ -79,58 +80,54 @@ def _data(ledger: ConversionLedger) -> None:
     setting = ledger.take("datasets")
     if setting is None:
         return
-    listed = setting.value if isinstance(setting.value, list) else [setting.value]
-    entries = [item if isinstance(item, Mapping) else {"path": item} for item in listed]
-    size = ledger.take("val_set_size")
-    share = size.value if size is not None and isinstance(size.value, int | float) and size.value else None
-    mixture = SourceData(setting=setting, test_size=share, test_setting=size)
+    values = setting.value if isinstance(setting.value, list) else [setting.value]
+    entries = [value if isinstance(value, Mapping) else {"path": value} for value in values]
+    mixture = SourceData(setting=setting)
+    data_sets.set_aside(ledger, mixture, "val_set_size")
     for entry in entries:
         mixture.sets.append(_of_entry(entry, ledger))
-    also = [size] if size is not None and share is not None else []
-    data_sets.write(ledger, mixture, *also)
-    if size is not None and share is None:
-        ledger.leave(size, "no rows are set aside", matters=False)
-    test = ledger.take("test_datasets")
-    if test is not None:
-        ledger.leave(test, "TRL's script evaluates on a split or a part of the training sets alone")
-    _forms(ledger, setting, entries)
+    data_sets.write(ledger, mixture)
+    _require_forms(ledger, setting, entries)
     _mask(ledger, setting, entries)
 
 
 def _of_entry(entry: Mapping[str, Any], ledger: ConversionLedger) -> DataSet:
     path = str(entry.get("path") or "")
-    files = entry.get("data_files")
-    if files is not None and path in ("json", "csv", "parquet", "arrow", "text"):
-        return DataSet(path=path, files=files, split=entry.get("split"), name=entry.get("name"))
     if data_sets.is_file(path):
-        path = data_sets.local_path(path, [ledger.recipe.path.parent])
-    return DataSet(path=path, name=entry.get("name"), split=entry.get("split"), files=files)
+        path = data_sets.local_path(path, ledger.recipe)
+    return DataSet(
+        path=path, name=entry.get("name"), split=entry.get("split"), files=entry.get("data_files")
+    )
 
 
+_LOST_KEYS = ("shards", "preprocess_shards", "conversation", "roles_to_train")
 _READ = frozenset({"", "chat_template", "completion", "pretrain"})
 
 
-def _forms(ledger: ConversionLedger, setting: SourceSetting, entries: list[Mapping[str, Any]]) -> None:
+def _require_forms(
+    ledger: ConversionLedger, setting: SourceSetting, entries: list[Mapping[str, Any]]
+) -> None:
     """Say which rows have to be converted: TRL reads fewer forms."""
-    needs = "`messages`, or `prompt` and `completion`"
-    if "assistant_only_loss" not in ledger.schema.fields:
-        needs = "`chosen` and `rejected`"
     unread = []
     for entry in entries:
-        kind = str(entry.get("type") or "") if not isinstance(entry.get("type"), Mapping) else "of its own"
-        if kind not in _READ or entry.get("field_messages") not in (None, "messages"):
-            unread.append(f"{entry.get('path')} ({kind or entry.get('field_messages')})")
+        kind = entry.get("type") or ""
+        if isinstance(kind, Mapping):
+            kind = "of its own"
+        column = entry.get("field_messages")
+        if str(kind) not in _READ or column not in (None, "messages"):
+            unread.append(f"{entry.get('path')} ({kind or column})")
     if unread:
+        needs = data_sets.needed_columns(ledger)
         ledger.check(setting, f"`type` is not applied to {', '.join(unread)}: rows need {needs}")
     for entry in entries:
-        kept = [key for key in ("shards", "preprocess_shards", "conversation", "roles_to_train") if entry.get(key)]
-        if kept:
-            ledger.check(
-                setting, f"{', '.join(f'`{key}`' for key in kept)} of {entry.get('path')}: TRL has no such key"
-            )
+        lost = [f"`{key}`" for key in _LOST_KEYS if entry.get(key)]
+        if lost:
+            ledger.check(setting, f"{', '.join(lost)} of {entry.get('path')}: TRL has no such key")
 
 
-def _mask(ledger: ConversionLedger, setting: SourceSetting, entries: list[Mapping[str, Any]]) -> None:
+def _mask(
+    ledger: ConversionLedger, setting: SourceSetting, entries: list[Mapping[str, Any]]
+) -> None:
     """`train_on_inputs` is off there: the loss counts answers alone."""
     whole = ledger.take("train_on_inputs")
     if "assistant_only_loss" not in ledger.schema.fields:
@@ -141,7 +138,9 @@ def _mask(ledger: ConversionLedger, setting: SourceSetting, entries: list[Mappin
     if whole is not None and is_on(whole.value):
         ledger.carry(whole, "completion_only_loss", value=False)
     elif kinds - {"completion", "pretrain", ""}:
-        data_sets.mask_questions(ledger, whole or setting, "`train_on_inputs` is off: answers alone")
+        data_sets.mask_questions(
+            ledger, whole or setting, "`train_on_inputs` is off: answers alone"
+        )
     elif whole is not None:
         ledger.leave(whole, "rows of one text have no question", matters=False)
     for entry in entries:
@@ -156,11 +155,13 @@ def _adapter(ledger: ConversionLedger) -> None:
         return
     kind = str(setting.value)
     if kind not in ("lora", "qlora"):
-        ledger.leave(setting, f"`{kind}`: TRL trains all weights, or LoRA", matters=not is_off(setting.value))
+        reason = f"`{kind}`: TRL trains all weights, or LoRA"
+        ledger.leave(setting, reason, matters=not is_off(setting.value))
         return
     ledger.carry(setting, "use_peft", value=True)
-    dropout = ledger.take("lora_dropout")
-    ledger.carry(dropout or setting, "lora_dropout", (dropout.value if dropout is not None else 0.0) or 0.0)
+    dropout = ledger.take("lora_dropout") or setting
+    value = 0.0 if dropout is setting else dropout.value
+    ledger.carry(dropout, "lora_dropout", value or 0.0)
     if kind == "qlora":
         ledger.carry(setting, "load_in_4bit", value=True)
         ledger.carry(setting, "use_bnb_nested_quant", value=True)
@@ -194,9 +195,8 @@ def _plugins(ledger: ConversionLedger) -> None:
     setting = ledger.take("plugins")
     if setting is None:
         return
-    plugins = setting.value if isinstance(setting.value, list) else [setting.value]
     others = []
-    for plugin in plugins:
+    for plugin in setting.value if isinstance(setting.value, list) else [setting.value]:
         if "liger" in str(plugin).lower():
             ledger.carry(setting, "use_liger_kernel", value=True)
         else:
@@ -208,7 +208,10 @@ def _plugins(ledger: ConversionLedger) -> None:
 
 
 def _checkpoints(ledger: ConversionLedger) -> None:
-    """Saves and evaluations by epoch: below 1, steps are a share of all (transformers/training_args.py)."""
+    """Saves and evaluations by epoch: steps below 1 are a share of all.
+
+    transformers/training_args.py
+    """
     saves = ledger.take("saves_per_epoch")
     if saves is not None and saves.value == 0:
         ledger.carry(saves, "save_strategy", "no")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,11 +12,17 @@ from launcher.files import read_bytes
 from launcher.stage.conversion import data_sets, names, templates
 from launcher.stage.conversion.data_sets import DataSet, SourceData
 from launcher.stage.conversion.ledger import ConversionLedger
-from launcher.stage.conversion.settings import SourceSetting, is_off, is_on, words
+from launcher.stage.conversion.settings import SourceSetting, find_near, is_off, is_on, words
 
 _TEMPLATE = "TRL takes the template of the tokenizer; `chat_template_path` names another one"
 _SETS = "TRL's script joins the sets whole; slices in `datasets` weigh them"
-_REASONS: Mapping[str, str] = {"template": _TEMPLATE, "mix_strategy": _SETS, "interleave_probs": _SETS}
+_STARTS = "launch starts the processes itself"
+_REASONS: Mapping[str, str] = {
+    "template": _TEMPLATE,
+    "mix_strategy": _SETS,
+    "interleave_probs": _SETS,
+    "loraplus_lr_ratio": "TRL has no LoRA+",
+}
 _UNNEEDED: Mapping[str, str] = {
     "do_train": "a stage trains",
     "overwrite_cache": "launch knows data by content",
@@ -23,14 +30,13 @@ _UNNEEDED: Mapping[str, str] = {
     "plot_loss": "`launch report` draws the loss",
     "tokenized_path": "launch keeps prepared rows by content",
     "include_num_input_tokens_seen": "launch counts tokens itself",
-    "ray_run_name": "launch starts the processes itself",
-    "ray_storage_path": "launch starts the processes itself",
-    "ray_num_workers": "launch starts the processes itself",
-    "resources_per_worker": "launch starts the processes itself",
-    "placement_strategy": "launch starts the processes itself",
+    "ray_run_name": _STARTS,
+    "ray_storage_path": _STARTS,
+    "ray_num_workers": _STARTS,
+    "resources_per_worker": _STARTS,
+    "placement_strategy": _STARTS,
 }
 _DEFAULTS: Mapping[str, Any] = {"learning_rate": 5e-5, "max_length": 2048}
-_ATTENTION = {"fa2": "flash_attention_2", "fa3": "flash_attention_3", "sdpa": "sdpa", "disabled": "eager"}
 _MOST_BYTES = 2**22
 
 
@@ -43,11 +49,11 @@ def convert(ledger: ConversionLedger) -> None:
     _method(ledger)
     _quantization(ledger)
     _attention(ledger)
-    packing = ledger.take("neat_packing")
-    if packing is not None and is_on(packing.value) and "packing" in ledger.schema.fields:
+    packing = ledger.take_on("neat_packing")
+    if packing is not None and "packing" in ledger.schema.fields:
         ledger.carry(packing, "packing", value=True)
-    pure = ledger.take("pure_bf16")
-    if pure is not None and is_on(pure.value):
+    pure = ledger.take_on("pure_bf16")
+    if pure is not None:
         ledger.carry(pure, "dtype", "bfloat16")
     templates.settle(ledger)
     names.warmup(ledger)
@@ -63,90 +69,78 @@ def _data(ledger: ConversionLedger) -> None:
     folder = ledger.take("dataset_dir")
     place = str(folder.value) if folder is not None else "data"
     info = _dataset_info(ledger, place)
-    rows = ledger.take("max_samples")
-    count = rows.value if rows is not None and isinstance(rows.value, int) else None
-    size = ledger.take("val_size")
-    share = size.value if size is not None and isinstance(size.value, int | float) and size.value else None
-    mixture = SourceData(setting=setting, test_size=share, test_setting=size)
+    mixture = SourceData(setting=setting)
+    data_sets.set_aside(ledger, mixture, "val_size")
     unknown: list[str] = []
     forms: set[str] = set()
     for name in words(setting.value):
         entry = info.get(name)
         if isinstance(entry, Mapping):
-            data, form = _of_entry(entry, place, count, ledger)
+            data, form = _of_entry(entry, place, ledger)
             forms.add(form)
         else:
-            data = DataSet(path=name, rows=count)
+            data = DataSet(path=name)
             if "/" not in name or name.endswith((".yaml", ".yml")):
                 unknown.append(name)
         mixture.sets.append(data)
-    also = [item for item in (rows, size) if item is not None and (item is not size or share is not None)]
-    data_sets.write(ledger, mixture, *also)
-    if size is not None and share is None:
-        ledger.leave(size, "no rows are set aside", matters=False)
+    data_sets.limit_rows(ledger, mixture, "max_samples")
+    data_sets.write(ledger, mixture)
     if folder is not None:
         reason = "the paths of `datasets` hold it" if info else "no dataset_info.json is in it here"
         ledger.leave(folder, reason, matters=False)
     if unknown:
         noun = "a name" if len(unknown) == 1 else "names"
-        advice = (
-            f"{', '.join(unknown)}: {noun} of dataset_info.json, which is not here: write the hub's name, or a file"
-        )
+        origin = f"{noun} of dataset_info.json, which is not here"
+        advice = f"{', '.join(unknown)}: {origin}: write the hub's name, or a file"
         ledger.check(setting, advice)
-    _mask(ledger, setting, forms, are_known=bool(info) and not unknown)
+    elif info and not ledger.kinds:
+        needs = data_sets.needed_columns(ledger)
+        rows_there = f"rows of the form {' and '.join(sorted(forms))}"
+        advice = f"{rows_there}: `launch data convert` makes rows with {needs}"
+        ledger.check(setting, advice)
+    _mask(ledger, setting)
     evaluation = ledger.take("eval_dataset")
     if evaluation is not None:
-        ledger.leave(evaluation, "TRL's script evaluates on a split or a part of the training sets alone")
+        ledger.leave(evaluation, data_sets.EVALUATES_ON_A_PART)
 
 
 def _dataset_info(ledger: ConversionLedger, folder: str) -> Mapping[str, Any]:
     """The sets that dataset_info.json describes; empty where it is not here."""
-    source = ledger.recipe.path.parent
-    for above in (Path(), source, *source.parents[:3]):
-        for place in (above / folder, above):
-            file = place / "dataset_info.json"
-            try:
-                content = json.loads(read_bytes(file, _MOST_BYTES))
-            except (OSError, ValueError, RecursionError):
-                continue
+    for path in (f"{folder}/dataset_info.json", "dataset_info.json"):
+        file = find_near(path, ledger.recipe.path)
+        if file is None:
+            continue
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            content = json.loads(read_bytes(file, _MOST_BYTES))
             if isinstance(content, dict):
                 return content
     return {}
 
 
 def _of_entry(
-    entry: Mapping[str, Any], folder: str, count: int | None, ledger: ConversionLedger
+    entry: Mapping[str, Any], folder: str, ledger: ConversionLedger
 ) -> tuple[DataSet, str]:
     """A set of dataset_info.json, and the form of its rows."""
     form = str(entry.get("formatting") or "alpaca")
     split = entry.get("split")
-    hub = entry.get("hf_hub_url") or entry.get("ms_hub_url") or entry.get("script_url")
-    if hub:
-        return DataSet(path=str(hub), name=entry.get("subset"), split=split, rows=count), form
+    for key in ("hf_hub_url", "ms_hub_url", "script_url"):
+        if entry.get(key):
+            return DataSet(path=str(entry[key]), name=entry.get("subset"), split=split), form
     path = str(Path(folder) / str(entry.get("file_name") or ""))
-    path = data_sets.local_path(path, [ledger.recipe.path.parent, *ledger.recipe.path.parent.parents[:3]])
-    return DataSet(path=path, split=split, rows=count), form
+    return DataSet(path=data_sets.local_path(path, ledger.recipe), split=split), form
 
 
-def _mask(ledger: ConversionLedger, setting: SourceSetting, forms: set[str], *, are_known: bool) -> None:
+def _mask(ledger: ConversionLedger, setting: SourceSetting) -> None:
     """LLaMA-Factory's loss counts answers alone, unless `train_on_prompt`."""
     whole = ledger.take("train_on_prompt")
-    trains_on_prompt = whole is not None and is_on(whole.value)
-    about = setting if whole is None else whole
-    if are_known and not ledger.kinds:
-        needs = "`messages`, or `prompt` and `completion`"
-        if "assistant_only_loss" not in ledger.schema.fields:
-            needs = "`chosen` and `rejected`"
-        described = " and ".join(sorted(forms))
-        ledger.check(setting, f"rows of the form {described}: `launch data convert` makes rows with {needs}")
     if "assistant_only_loss" not in ledger.schema.fields:
         if whole is not None:
             ledger.leave(whole, "DPO's loss counts answers alone", matters=False)
-        return
-    if trains_on_prompt:
-        ledger.carry(about, "completion_only_loss", value=False)
-        return
-    data_sets.mask_questions(ledger, about, "LLaMA-Factory's loss counts answers alone")
+    elif whole is not None and is_on(whole.value):
+        ledger.carry(whole, "completion_only_loss", value=False)
+    else:
+        note = "LLaMA-Factory's loss counts answers alone"
+        data_sets.mask_questions(ledger, whole or setting, note)
 
 
 def _method(ledger: ConversionLedger) -> None:
@@ -157,18 +151,16 @@ def _method(ledger: ConversionLedger) -> None:
         return
     kind = "lora" if setting is None else str(setting.value)
     about = setting or ledger.take("lora_rank", "lora_target", "dataset", "model_name_or_path")
-    if kind != "lora":
-        if setting is not None and kind == "full":
-            ledger.leave(setting, "all weights are trained, as without LoRA here", matters=False)
-        elif setting is not None:
-            ledger.leave(setting, f"`{kind}`: TRL trains all weights, or LoRA")
+    if setting is not None and kind == "full":
+        ledger.leave(setting, "all weights are trained, as without LoRA here", matters=False)
+        return
+    if setting is not None and kind != "lora":
+        ledger.leave(setting, f"`{kind}`: TRL trains all weights, or LoRA")
+        return
+    if about is None:
         return
     rank_setting = ledger.take("lora_rank")
     rank = 8 if rank_setting is None else rank_setting.value
-    about = about or rank_setting
-    if about is None:
-        # nothing of the file is known
-        return
     ledger.carry(about, "use_peft", value=True)
     ledger.carry(rank_setting or about, "lora_r", rank)
     alpha = ledger.take("lora_alpha")
@@ -179,12 +171,11 @@ def _method(ledger: ConversionLedger) -> None:
     dropout = ledger.take("lora_dropout")
     ledger.carry(dropout or about, "lora_dropout", 0.0 if dropout is None else dropout.value)
     target = ledger.take("lora_target")
-    modules = ["all-linear"] if target is None else names.spell("lora_target_modules", str(target.value))
+    modules = ["all-linear"]
+    if target is not None:
+        modules = names.spell("lora_target_modules", str(target.value))
     ledger.carry(target or about, "lora_target_modules", modules)
     ledger.carry(about, "dtype", "bfloat16", note="the base model's type there")
-    loraplus = ledger.take("loraplus_lr_ratio")
-    if loraplus is not None:
-        ledger.leave(loraplus, "TRL has no LoRA+")
 
 
 def _method_of_mapping(ledger: ConversionLedger, setting: SourceSetting) -> None:
@@ -194,9 +185,9 @@ def _method_of_mapping(ledger: ConversionLedger, setting: SourceSetting) -> None
         ledger.leave(setting, f"`{content.get('name')}`: TRL trains all weights, or LoRA")
         return
     ledger.carry(setting, "use_peft", value=True)
-    for theirs, ours in (("r", "lora_r"), ("lora_alpha", "lora_alpha"), ("lora_dropout", "lora_dropout")):
-        if isinstance(content.get(theirs), int | float):
-            ledger.carry(setting, ours, content[theirs])
+    for key in ("r", "lora_alpha", "lora_dropout"):
+        if isinstance(content.get(key), int | float):
+            ledger.carry(setting, "lora_r" if key == "r" else key, content[key])
     if content.get("target_modules"):
         modules = names.spell("lora_target_modules", content["target_modules"])
         ledger.carry(setting, "lora_target_modules", modules)
@@ -219,8 +210,8 @@ def _attention(ledger: ConversionLedger) -> None:
     setting = ledger.take("flash_attn")
     if setting is None:
         return
-    value = _ATTENTION.get(str(setting.value))
-    if value is not None:
+    if str(setting.value) in ("fa2", "fa3", "sdpa", "disabled"):
+        value = names.spell("attn_implementation", setting.value)
         ledger.carry(setting, "attn_implementation", value)
     else:
         ledger.leave(setting, "the model's default attention", matters=False)

@@ -1,4 +1,4 @@
-"""open-instruct's scripts and files, of this commit and of earlier ones -> a stage for open-instruct."""
+"""open-instruct's scripts and files, of this and earlier commits -> a stage for open-instruct."""
 
 from __future__ import annotations
 
@@ -38,22 +38,18 @@ def convert(ledger: ConversionLedger) -> None:
     _recomputation(ledger)
     for setting in ledger.recipe.settings:
         ledger.by_name(setting, names, {}, _UNNEEDED)
-    for key, value in (("push_to_hub", False), ("try_launch_beaker_eval_jobs", False)):
-        if key in ledger.schema.fields and key not in ledger.draft.rows and ledger.recipe.get(key) is None:
-            ledger.draft.add_defaults({key: value}, note="launch's choice: upstream's default uploads")
-
-
-def _listed(ledger: ConversionLedger) -> str:
-    return ledger.entry.names.data
+    for key in ("push_to_hub", "try_launch_beaker_eval_jobs"):
+        if key in ledger.schema.fields and ledger.recipe.get(key) is None:
+            note = "launch's choice: upstream's default uploads"
+            ledger.draft.add_defaults({key: False}, note=note)
 
 
 def _data(ledger: ConversionLedger) -> None:
     setting = ledger.take("dataset_mixer_list", "mixer_list")
-    target = _listed(ledger)
+    target = ledger.entry.names.data
     if setting is not None:
         value = setting.value
-        amounts = value.split() if isinstance(value, str) else value
-        ledger.carry(setting, target, amounts)
+        ledger.carry(setting, target, value.split() if isinstance(value, str) else value)
     for key in ("dataset_mixer", "dataset_name", "train_file"):
         other = ledger.take(key)
         if other is None or is_off(other.value):
@@ -62,50 +58,41 @@ def _data(ledger: ConversionLedger) -> None:
             ledger.leave(other, f"`{target}` names the data")
             continue
         ledger.carry(other, target, _mixer(other, ledger))
-    _fix_amounts(ledger, target)
 
 
 def _mixer(setting: SourceSetting, ledger: ConversionLedger) -> list[Any]:
     if isinstance(setting.value, Mapping):
         listed: list[Any] = []
         for name, amount in setting.value.items():
-            listed += [str(name), amount]
+            # 1 is the whole set there, and one row as a word of the list
+            listed += [str(name), 1.0 if amount == 1 else amount]
         return listed
     path = str(setting.value)
     if data_sets.is_file(path):
-        path = data_sets.local_path(path, [ledger.recipe.path.parent])
+        path = data_sets.local_path(path, ledger.recipe)
         path = local_rows.readable(path, setting, ledger)
     return [path, 1.0]
 
 
-def _fix_amounts(ledger: ConversionLedger, target: str) -> None:
-    """A mapping's 1 is the whole set; as a word of the list it would be one row."""
-    row = ledger.draft.rows.get(target)
-    mapping = ledger.recipe.get("dataset_mixer")
-    if row is None or mapping is None or not isinstance(mapping.value, Mapping) or not isinstance(row.value, list):
-        return
-    amounts = []
-    for item in row.value:
-        amounts.append(1.0 if item == 1 and not isinstance(item, bool | str) else item)
-    ledger.draft.rows[target] = row._replace(value=amounts)
-
-
 def _tokenizer(ledger: ConversionLedger) -> None:
     slow = ledger.take("use_slow_tokenizer")
-    if slow is not None and "use_fast" in ledger.schema.fields:
-        if is_on(slow.value):
-            ledger.carry(slow, "use_fast", value=False)
-        else:
-            ledger.leave(slow, "off: the fast tokenizer is the default", matters=False)
+    if slow is None or "use_fast" not in ledger.schema.fields:
+        return
+    if is_on(slow.value):
+        ledger.carry(slow, "use_fast", value=False)
+    else:
+        ledger.leave(slow, "off: the fast tokenizer is the default", matters=False)
 
 
 def _recomputation(ledger: ConversionLedger) -> None:
-    """DPO recomputes activations where `activation_memory_budget` is below 1
-    (open_instruct/dpo_tune_cache.py::main[elif args.activation_memory_budget]).
+    """DPO recomputes activations if `activation_memory_budget` is below 1.
+
+    open_instruct/dpo_tune_cache.py::main[elif args.activation_memory_budget]
     """
     setting = ledger.take("gradient_checkpointing")
     target = "activation_memory_budget"
-    is_older = "gradient_checkpointing" not in ledger.schema.fields and target in ledger.schema.fields
+    fields = ledger.schema.fields
+    is_older = "gradient_checkpointing" not in fields and target in fields
     if setting is None or not is_older or ledger.recipe.get(target) is not None:
         return
     if is_on(setting.value):
@@ -122,12 +109,11 @@ def _report(ledger: ConversionLedger) -> None:
     value = setting.value
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
+    tracking = ledger.take_on("with_tracking")
     if value in ("wandb", "all"):
         ledger.carry(setting, "report_to", value)
-        return
-    tracking = ledger.take("with_tracking")
-    if tracking is not None and is_on(tracking.value):
-        ledger.leave(setting, "`with_tracking` asks for wandb's tracker alone (open_instruct/finetune.py)")
-        ledger.leave(
-            tracking, f"`report_to: {value}` is no tracker of open-instruct's: launch keeps the curves itself"
-        )
+    elif tracking is not None:
+        alone = "`with_tracking` asks for wandb's tracker alone (open_instruct/finetune.py)"
+        ledger.leave(setting, alone)
+        none = f"`report_to: {value}` is no tracker of open-instruct's"
+        ledger.leave(tracking, f"{none}: launch keeps the curves itself")

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from launcher.stage.conversion import data_sets, names, sharding, templates
 from launcher.stage.conversion.data_sets import DataSet, SourceData
 from launcher.stage.conversion.ledger import ConversionLedger
-from launcher.stage.conversion.settings import Recipe, is_off, is_on, words
+from launcher.stage.conversion.settings import Recipe, is_on, words
 
 _OPENRLHF_REASONS: Mapping[str, str] = {
     "tokenizer_chat_template": "TRL takes the template of the tokenizer",
@@ -42,29 +42,29 @@ _SWIFT_UNNEEDED: Mapping[str, str] = {
 }
 
 
+_SWIFT_DEFAULTS: Mapping[str, Any] = {
+    "lr_scheduler_type": "cosine",
+    "num_train_epochs": 3,
+    "per_device_train_batch_size": 1,
+}
+
+
 def flatten_openrlhf(recipe: Recipe) -> None:
     """Newer names have a section in front: `--data.max_len` is `--max_len`."""
-    recipe.settings = [replace(setting, key=setting.key.rpartition(".")[2]) for setting in recipe.settings]
     for index, setting in enumerate(recipe.settings):
-        written = setting.written.lstrip("-")
-        section = written.partition(".")[0] if "." in written else ""
-        key = {("eval", "steps"): "eval_steps"}.get((section, setting.key), setting.key)
+        key = "eval_steps" if setting.key == "eval.steps" else setting.key.rpartition(".")[2]
         recipe.settings[index] = replace(setting, key=key)
 
 
 def convert_openrlhf(ledger: ConversionLedger) -> None:
     """Settle the settings of openrlhf.cli.train_sft and train_dpo."""
     _openrlhf_batch(ledger)
-    _openrlhf_sharding(ledger)
     _openrlhf_data(ledger)
     precision = ledger.take("param_dtype", "bf16")
     if precision is not None and (str(precision.value) == "bf16" or is_on(precision.value)):
         ledger.carry(precision, "bf16", value=True)
         ledger.carry(precision, "dtype", "bfloat16")
-    rank = ledger.take("lora_rank")
-    if rank is not None and isinstance(rank.value, int) and rank.value > 0:
-        ledger.carry(rank, "use_peft", value=True)
-        ledger.carry(rank, "lora_r", rank.value)
+    ledger.switch_on_lora(ledger.take("lora_rank"))
     for key in ("save_steps", "eval_steps"):
         setting = ledger.take(key)
         if setting is not None and setting.value == -1:
@@ -72,7 +72,8 @@ def convert_openrlhf(ledger: ConversionLedger) -> None:
             if key == "save_steps":
                 ledger.draft.add_defaults({"save_strategy": "no"})
     packing = ledger.take("packing_samples")
-    if packing is not None and "packing" not in ledger.schema.fields and "padding_free" in ledger.schema.fields:
+    fields = ledger.schema.fields
+    if packing is not None and "packing" not in fields and "padding_free" in fields:
         ledger.carry(packing, "padding_free", value=is_on(packing.value))
     names.warmup(ledger)
     data_sets.settle_evaluation(ledger)
@@ -91,45 +92,35 @@ def _openrlhf_batch(ledger: ConversionLedger) -> None:
         ledger.point(each, "batch.per_device")
 
 
-def _openrlhf_sharding(ledger: ConversionLedger) -> None:
-    stage = ledger.take("zero_stage")
-    offload = ledger.take("adam_offload")
-    if stage is None:
-        return
-    result = sharding.of_stage(stage.value, offloads=offload is not None and is_on(offload.value))
-    if result is None:
-        return
-    ledger.draft.deepspeed = result.name
-    ledger.point(stage, "deepspeed")
-    if offload is not None and result.name == "zero3_offload":
-        ledger.point(offload, "deepspeed")
-    if result.advice:
-        ledger.check(stage, result.advice)
-
-
 def _openrlhf_data(ledger: ConversionLedger) -> None:
     setting = ledger.take("dataset", "preference_dataset")
     if setting is None:
         return
-    limit = ledger.take("max_samples")
     split = ledger.take("dataset_split", "train_split")
-    count = limit.value if limit is not None and isinstance(limit.value, int) else None
+    name_of_split = None if split is None else str(split.value)
     mixture = SourceData(setting=setting)
     for text in words(setting.value):
         path, _, _ = text.partition("@")
-        mixture.sets.append(DataSet(path=path, split=None if split is None else str(split.value)))
-    if limit is not None and count is not None:
-        mixture.sets = [replace(data, rows=count) for data in mixture.sets]
-    also = [item for item in (limit, split) if item is not None]
-    data_sets.write(ledger, mixture, *also)
-    columns = []
-    for key in ("input_key", "output_key", "prompt_key", "chosen_key", "rejected_key"):
+        mixture.sets.append(DataSet(path=path, split=name_of_split))
+    if split is not None:
+        mixture.also.append(split)
+    data_sets.limit_rows(ledger, mixture, "max_samples")
+    data_sets.write(ledger, mixture)
+    keys = ("input_key", "output_key", "prompt_key", "chosen_key", "rejected_key")
+    if _leave_columns(ledger, keys) and "completion_only_loss" in ledger.schema.fields:
+        data_sets.mask_questions(ledger, setting, "OpenRLHF's loss counts answers alone")
+
+
+def _leave_columns(ledger: ConversionLedger, keys: Sequence[str]) -> bool:
+    """Leave out the names of columns; whether there are any."""
+    has_columns = False
+    for key in keys:
         column = ledger.take(key)
         if column is not None:
-            columns.append(f"`{column.value}`")
-            ledger.leave(column, "TRL reads columns of fixed names: `launch data convert`, or rename it")
-    if columns and "completion_only_loss" in ledger.schema.fields:
-        data_sets.mask_questions(ledger, setting, "OpenRLHF's loss counts answers alone")
+            reason = "TRL reads columns of fixed names: `launch data convert`, or rename it"
+            ledger.leave(column, reason)
+            has_columns = True
+    return has_columns
 
 
 def convert_swift(ledger: ConversionLedger) -> None:
@@ -153,22 +144,21 @@ def convert_swift(ledger: ConversionLedger) -> None:
     templates.settle(ledger)
     names.warmup(ledger)
     data_sets.settle_evaluation(ledger)
-    evaluates = "test_split_size" in ledger.draft.rows and ledger.recipe.get("eval_strategy") is None
-    if evaluates and ledger.recipe.get("eval_steps") is not None:
+    is_by_steps = ledger.recipe.get("eval_steps") is not None
+    has_strategy = ledger.recipe.get("eval_strategy") is not None
+    if "test_split_size" in ledger.draft.rows and is_by_steps and not has_strategy:
         ledger.draft.add_defaults({"eval_strategy": "steps"})
     names.carry_rest(ledger, names.SWIFT, _SWIFT_REASONS, _SWIFT_UNNEEDED)
-    ledger.draft.add_defaults({"lr_scheduler_type": "cosine", "num_train_epochs": 3, "per_device_train_batch_size": 1})
+    ledger.draft.add_defaults(_SWIFT_DEFAULTS)
 
 
 def _lora_defaults(ledger: ConversionLedger) -> None:
-    target = ledger.take("target_modules", "lora_target_modules")
-    if target is None:
+    if ledger.take("target_modules", "lora_target_modules") is None:
         ledger.draft.add_defaults({"lora_target_modules": ["all-linear"]})
-    defaults: dict[str, Any] = {}
-    for ours, theirs, value in (("lora_r", "lora_rank", 8), ("lora_alpha", "lora_alpha", 32)):
-        if ledger.recipe.get(theirs) is None:
-            defaults[ours] = value
-    ledger.draft.add_defaults(defaults)
+    if ledger.recipe.get("lora_rank") is None:
+        ledger.draft.add_defaults({"lora_r": 8})
+    if ledger.recipe.get("lora_alpha") is None:
+        ledger.draft.add_defaults({"lora_alpha": 32})
 
 
 def _swift_data(ledger: ConversionLedger) -> None:
@@ -176,39 +166,31 @@ def _swift_data(ledger: ConversionLedger) -> None:
     if setting is None:
         return
     values = setting.value if isinstance(setting.value, list) else str(setting.value).split()
-    size = ledger.take("split_dataset_ratio")
-    share = size.value if size is not None and isinstance(size.value, int | float) and size.value else None
-    mixture = SourceData(setting=setting, test_size=share, test_setting=size)
+    mixture = SourceData(setting=setting)
+    data_sets.set_aside(ledger, mixture, "split_dataset_ratio")
     for text in values:
         data = data_sets.of_text(str(text))
         if data_sets.is_file(data.path):
-            path = data_sets.local_path(data.path, [ledger.recipe.path.parent])
-            data = DataSet(path=path, name=data.name, rows=data.rows)
+            data = replace(data, path=data_sets.local_path(data.path, ledger.recipe))
         mixture.sets.append(data)
-    also = [size] if size is not None and share is not None else []
-    data_sets.write(ledger, mixture, *also)
-    if size is not None and share is None:
-        ledger.leave(size, "no rows are set aside", matters=False)
-    ledger.check(
-        setting, "ms-swift makes rows of many forms: TRL needs `messages`, or pairs; `launch data convert` makes them"
-    )
+    data_sets.write(ledger, mixture)
+    advice = "TRL needs `messages`, or pairs; `launch data convert` makes them"
+    ledger.check(setting, f"ms-swift makes rows of many forms: {advice}")
     if "assistant_only_loss" in ledger.schema.fields and _masks(ledger):
         data_sets.mask_questions(ledger, setting, "ms-swift's loss counts answers alone")
 
 
 def _masks(ledger: ConversionLedger) -> bool:
     setting = ledger.take("loss_scale")
-    if setting is None or is_off(setting.value):
+    if setting is None or str(setting.value) != "all":
         return True
-    if str(setting.value) == "all":
-        ledger.leave(setting, "every token counts, as in TRL by default", matters=False)
-        return False
-    return True
+    ledger.leave(setting, "every token counts, as in TRL by default", matters=False)
+    return False
 
 
 _VERL_REASONS: Mapping[str, str] = {
     "trainer.project_name": "set WANDB_PROJECT where it runs",
-    "data.val_files": "TRL's script evaluates on a split or a part of the training sets alone",
+    "data.val_files": data_sets.EVALUATES_ON_A_PART,
     "ulysses_sequence_parallel_size": "launch splits no sequence among GPUs with TRL",
     "data.truncation": "TRL cuts rows at `max_length`",
 }
@@ -224,15 +206,14 @@ def convert_verl(ledger: ConversionLedger) -> None:
     whole = ledger.take("data.train_batch_size")
     each = ledger.take("data.micro_batch_size_per_gpu", "data.micro_batch_size")
     if each is not None and isinstance(each.value, int):
-        size = whole.value if whole is not None and isinstance(whole.value, int) else 256
+        size = 256
+        if whole is not None and isinstance(whole.value, int):
+            size = whole.value
         ledger.draft.batch = (size, each.value)
         ledger.point(each, "batch.per_device")
         if whole is not None:
             ledger.point(whole, "batch.global")
-    rank = ledger.take("model.lora_rank")
-    if rank is not None and isinstance(rank.value, int) and rank.value > 0:
-        ledger.carry(rank, "use_peft", value=True)
-        ledger.carry(rank, "lora_r", rank.value)
+    ledger.switch_on_lora(ledger.take("model.lora_rank"))
     _verl_data(ledger)
     _verl_sharding(ledger)
     scheduler = ledger.take("optim.lr_scheduler")
@@ -247,20 +228,17 @@ def _verl_data(ledger: ConversionLedger) -> None:
         return
     mixture = SourceData(setting=setting)
     for path in words(str(setting.value).strip("[]")):
-        local = data_sets.local_path(path.strip("'\""), [ledger.recipe.path.parent])
+        local = data_sets.local_path(path.strip("'\""), ledger.recipe)
         mixture.sets.append(DataSet(path=local))
     data_sets.write(ledger, mixture)
-    for key in ("data.prompt_key", "data.response_key", "data.prompt_dict_keys", "data.response_dict_keys"):
-        column = ledger.take(key)
-        if column is not None:
-            ledger.leave(column, "TRL reads columns of fixed names: `launch data convert`, or rename it")
+    sides = ("prompt", "response")
+    keys = [f"data.{side}_{kind}" for kind in ("key", "dict_keys") for side in sides]
+    _leave_columns(ledger, keys)
     if ledger.recipe.get("data.prompt_key") is not None:
         data_sets.mask_questions(ledger, setting, "verl's loss counts answers alone")
 
 
 def _verl_sharding(ledger: ConversionLedger) -> None:
     """Its trainer shards with FSDP."""
-    ledger.draft.deepspeed = "zero3"
-    setting = ledger.take("model.strategy")
-    if setting is not None:
-        ledger.point(setting, "deepspeed")
+    strategy = ledger.take("model.strategy")
+    ledger.shard(sharding.ShardingName("zero3"), *filter(None, [strategy]))

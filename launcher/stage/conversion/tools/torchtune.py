@@ -1,9 +1,10 @@
-"""torchtune's recipes (recipes/configs) and `tune run`: components of its own, whose names tell model and data."""
+"""torchtune's recipes (recipes/configs) and `tune run`: its components tell model and data."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from launcher.stage.conversion import data_sets, names
@@ -24,7 +25,16 @@ _SETS: Mapping[str, tuple[str, bool]] = {
     "wikitext_dataset": ("EleutherAI/wikitext_document_level", False),
     "cnn_dailymail_articles_dataset": ("ccdv/cnn_dailymail", False),
 }
-_SECTIONS = ("tokenizer", "model", "checkpointer", "dataset", "dataset_val", "optimizer", "lr_scheduler", "loss")
+_SECTIONS = (
+    "tokenizer",
+    "model",
+    "checkpointer",
+    "dataset",
+    "dataset_val",
+    "optimizer",
+    "lr_scheduler",
+    "loss",
+)
 _UNNEEDED: Mapping[str, str] = {
     "profiler": "launch measures speed and memory itself",
     "metric_logger": "write `report_to: wandb`, trackio or mlflow",
@@ -50,12 +60,22 @@ _UNNEEDED: Mapping[str, str] = {
     "lr_scheduler": "`lr_scheduler_type` names it",
     "optimizer": "`optim` names it",
     "dataset": "`dataset_name` names it",
+    **dict.fromkeys(
+        ("dataset_val", "dataset_val.source", "dataset_val.packed"),
+        "TRL's script evaluates on a split or a part of the training set alone",
+    ),
 }
 _REASONS: Mapping[str, str] = {
     "max_steps_per_epoch": "write `max_steps`",
+    "dataset_val.split": "TRL's script holds back a part by `test_split_size`, or a split by name",
     "tokenizer.prompt_template": "TRL takes the template of the tokenizer",
 }
-_DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
+_OPTIMIZERS = {
+    "AdamW": "adamw_torch",
+    "PagedAdamW8bit": "paged_adamw_8bit",
+    "PagedAdamW": "paged_adamw_32bit",
+}
+_NOT_APPLIED = "is not applied: `launch preview` shows what TRL reads"
 _LORA_LAYERS = {"output_proj": "o_proj"}
 _MLP = ("gate_proj", "up_proj", "down_proj")
 
@@ -71,14 +91,14 @@ def flatten(recipe: Recipe) -> None:
         else:
             flat.append(setting)
     values = {setting.key: setting.value for setting in flat}
-    recipe.settings = [_changed(setting, setting.key, _resolved(setting.value, values)) for setting in flat]
+    recipe.settings = [
+        _changed(setting, setting.key, _resolved(setting.value, values)) for setting in flat
+    ]
 
 
 def _changed(setting: SourceSetting, key: str, value: Any) -> SourceSetting:
     written = setting.written if setting.written.startswith("-") else key
-    return SourceSetting(
-        key=key, value=value, written=written, file=setting.file, line=setting.line, missing=setting.missing
-    )
+    return replace(setting, key=key, value=value, written=written)
 
 
 def _resolved(value: Any, values: Mapping[str, Any]) -> Any:
@@ -112,7 +132,8 @@ def convert(ledger: ConversionLedger) -> None:
         for key in ("run_val_every_n_steps", "batch_size_val"):
             setting = ledger.take(key)
             if setting is not None:
-                ledger.leave(setting, "no rows are set aside", matters=not is_off(setting.value) and key[0] == "r")
+                matters = key == "run_val_every_n_steps" and not is_off(setting.value)
+                ledger.leave(setting, "no rows are set aside", matters=matters)
     names.carry_rest(ledger, names.TORCHTUNE, _REASONS, _UNNEEDED)
 
 
@@ -120,9 +141,8 @@ def _model(ledger: ConversionLedger) -> None:
     folder = ledger.take("checkpointer.checkpoint_dir", "checkpoint_dir", "base_model_path")
     if folder is not None:
         ledger.carry(folder, "model_name_or_path", str(folder.value).rstrip("/"))
-        ledger.check(
-            folder, "a folder that `tune download` filled: transformers needs its config.json and safetensors"
-        )
+        needs = "transformers needs its config.json and safetensors"
+        ledger.check(folder, f"a folder that `tune download` filled: {needs}")
     for key in ("model", "tokenizer"):
         setting = ledger.take(key)
         if setting is not None and folder is not None:
@@ -136,51 +156,41 @@ def _data(ledger: ConversionLedger) -> None:
     if isinstance(component.value, list):
         _several(ledger, component)
         return
-    mixture = SourceData(setting=component)
-    data, also = _data_set(ledger, component)
-    mixture.sets.append(data)
-    validation = ledger.take("dataset_val.split")
-    if validation is not None:
-        ledger.leave(validation, "TRL's script holds back a part by `test_split_size`, or a split by name")
-    data_sets.write(ledger, mixture, *also)
-    for key in ("dataset_val", "dataset_val.source", "dataset_val.packed"):
-        setting = ledger.take(key)
-        if setting is not None:
-            ledger.leave(
-                setting, "TRL's script evaluates on a split or a part of the training set alone", matters=False
-            )
+    data_sets.write(ledger, _mixture(ledger, component))
     _mask(ledger, component)
 
 
-def _data_set(ledger: ConversionLedger, component: SourceSetting) -> tuple[DataSet, list[SourceSetting]]:
+def _mixture(ledger: ConversionLedger, component: SourceSetting) -> SourceData:
     builder = str(component.value).rpartition(".")[2]
-    also: list[SourceSetting] = []
+    mixture = SourceData(setting=component)
     path = _SETS.get(builder, ("", False))[0]
-    split = None
-    files = None
-    name = None
+    values: dict[str, Any] = {}
     for key in ("source", "split", "data_files", "name", "subset"):
         setting = ledger.take(f"dataset.{key}")
-        if setting is None or is_off(setting.value):
-            continue
-        also.append(setting)
-        if key == "source":
-            path = str(setting.value)
-        elif key == "split":
-            split = str(setting.value)
-        elif key == "data_files":
-            files = setting.value
-        else:
-            name = str(setting.value)
+        if setting is not None and not is_off(setting.value):
+            mixture.also.append(setting)
+            values[key] = setting.value
+    path = str(values.get("source", path))
     if not path:
         path = f"{PLACEHOLDER}_{builder}"
         ledger.check(component, f"write the data set: launch does not know what `{builder}` loads")
     if builder in _SETS:
-        needs = "`chosen` and `rejected`" if _SETS[builder][1] else "`messages`, or `prompt` and `completion`"
+        needs = (
+            "`chosen` and `rejected`"
+            if _SETS[builder][1]
+            else "`messages`, or `prompt` and `completion`"
+        )
         ledger.check(component, f"`{builder}` makes rows of {path}: TRL needs rows with {needs}")
-    elif path.startswith(PLACEHOLDER) is False:
-        ledger.check(component, f"how `{builder}` makes rows is not applied: `launch preview` shows what TRL reads")
-    return DataSet(path=path, split=split, files=files, name=name), also
+    elif not path.startswith(PLACEHOLDER):
+        ledger.check(component, f"how `{builder}` makes rows {_NOT_APPLIED}")
+    data = DataSet(
+        path=path,
+        split=values.get("split"),
+        files=values.get("data_files"),
+        name=values.get("subset", values.get("name")),
+    )
+    mixture.sets.append(data)
+    return mixture
 
 
 def _several(ledger: ConversionLedger, component: SourceSetting) -> None:
@@ -189,10 +199,15 @@ def _several(ledger: ConversionLedger, component: SourceSetting) -> None:
     for entry in component.value:
         content = entry if isinstance(entry, Mapping) else {}
         builder = str(content.get("_component_", "")).rpartition(".")[2]
-        path = str(content.get("source") or _SETS.get(builder, (f"{PLACEHOLDER}_{builder}", False))[0])
-        mixture.sets.append(DataSet(path=path, split=content.get("split"), files=content.get("data_files")))
+        default, _ = _SETS.get(builder, (f"{PLACEHOLDER}_{builder}", False))
+        data = DataSet(
+            path=str(content.get("source") or default),
+            split=content.get("split"),
+            files=content.get("data_files"),
+        )
+        mixture.sets.append(data)
     data_sets.write(ledger, mixture)
-    ledger.check(component, "how torchtune's builders make rows is not applied: `launch preview` shows what TRL reads")
+    ledger.check(component, f"how torchtune's builders make rows {_NOT_APPLIED}")
 
 
 def _mask(ledger: ConversionLedger, component: SourceSetting) -> None:
@@ -200,32 +215,33 @@ def _mask(ledger: ConversionLedger, component: SourceSetting) -> None:
     setting = ledger.take("dataset.train_on_input", "dataset.masking_strategy")
     if "completion_only_loss" not in ledger.schema.fields:
         return
-    if setting is not None and (is_on(setting.value) or setting.value == "train_on_all"):
-        ledger.carry(setting, "completion_only_loss", value=False)
-        return
     builder = str(component.value).rpartition(".")[2]
-    masks = setting is not None or builder in ("chat_dataset", "instruct_dataset", "slimorca_dataset")
-    if not masks:
-        return
-    data_sets.mask_questions(ledger, setting or component, "the loss counts answers alone there")
+    note = "the loss counts answers alone there"
+    if setting is None:
+        if builder in ("chat_dataset", "instruct_dataset", "slimorca_dataset"):
+            data_sets.mask_questions(ledger, component, note)
+    elif is_on(setting.value) or setting.value == "train_on_all":
+        ledger.carry(setting, "completion_only_loss", value=False)
+    else:
+        data_sets.mask_questions(ledger, setting, note)
 
 
 def _lora(ledger: ConversionLedger) -> None:
     layers = ledger.take("model.lora_attn_modules")
-    model = ledger.recipe.get("model")
-    if layers is None and ledger.take("model.lora_rank") is None:
-        return
     about = layers or ledger.take("model.lora_rank")
     if about is None:
         return
     ledger.carry(about, "use_peft", value=True)
-    modules = [_LORA_LAYERS.get(str(name), str(name)) for name in (layers.value if layers is not None else ())]
+    modules: list[str] = []
+    if layers is not None:
+        modules += [_LORA_LAYERS.get(str(name), str(name)) for name in layers.value]
     mlp = ledger.take("model.apply_lora_to_mlp")
     if mlp is not None and is_on(mlp.value):
         modules += _MLP
     ledger.carry(about, "lora_target_modules", modules or ["all-linear"])
     if mlp is not None:
         ledger.point(mlp, "lora_target_modules")
+    model = ledger.recipe.get("model")
     if model is not None and "qlora" in str(model.value):
         ledger.carry(model, "load_in_4bit", value=True)
 
@@ -234,11 +250,9 @@ def _optimizer(ledger: ConversionLedger) -> None:
     setting = ledger.take("optimizer")
     if setting is not None:
         kind = str(setting.value).rpartition(".")[2]
-        optim = {"AdamW": "adamw_torch", "PagedAdamW8bit": "paged_adamw_8bit", "PagedAdamW": "paged_adamw_32bit"}.get(
-            kind
-        )
-        fused = ledger.take("optimizer.fused")
-        if optim == "adamw_torch" and fused is not None and is_on(fused.value):
+        optim = _OPTIMIZERS.get(kind)
+        fused = ledger.take_on("optimizer.fused")
+        if optim == "adamw_torch" and fused is not None:
             optim = "adamw_torch_fused"
             ledger.point(fused, "optim")
         if optim is None:
@@ -255,6 +269,6 @@ def _optimizer(ledger: ConversionLedger) -> None:
 def _precision(ledger: ConversionLedger) -> None:
     setting = ledger.take("dtype")
     if setting is not None:
-        ledger.carry(setting, "dtype", _DTYPES.get(str(setting.value), setting.value))
+        ledger.carry(setting, "dtype", names.spell("dtype", setting.value))
         if str(setting.value) == "bf16":
             ledger.carry(setting, "bf16", value=True)

@@ -1,7 +1,8 @@
-"""Sources with TRL's names: its own scripts and files, the alignment handbook's recipes, and scripts of one's own."""
+"""Sources with TRL's names: its scripts and files, the alignment handbook's, and own scripts."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -28,21 +29,23 @@ UNNEEDED: Mapping[str, str] = {
     "lazy_preprocess": "TRL prepares the rows before it trains",
     "use_fast_tokenizer": "transformers takes the fast tokenizer",
 }
+_TEMPLATE = "TRL takes the template of the tokenizer"
+_TEMPLATE_PATH = f"{_TEMPLATE}; `chat_template_path` names another one"
 _OWN_REASONS: Mapping[str, str] = {
     **REASONS,
-    "conversation_template": "TRL takes the template of the tokenizer",
-    "template": "TRL takes the template of the tokenizer",
-    "chat_template_format": "TRL takes the template of the tokenizer; `chat_template_path` names another one",
     **dict.fromkeys(
-        "conv_template prompt_template_name prompt_type conv_type".split(), "TRL takes the template of the tokenizer"
+        "conversation_template template conv_template prompt_template_name prompt_type "
+        "conv_type".split(),
+        _TEMPLATE,
     ),
     **dict.fromkeys(
-        "eval_data_path validation_file validation_file_dir eval_file val_file eval_dir eval_dataset test_file "
-        "eval_dataset_path validation_data val_data_path eval_data".split(),
-        "TRL's script evaluates on a split or a part of the training sets alone",
+        "eval_data_path validation_file validation_file_dir eval_file val_file eval_dir "
+        "eval_dataset test_file eval_dataset_path validation_data val_data_path eval_data".split(),
+        data_sets.EVALUATES_ON_A_PART,
     ),
     "cache_dir": "set HF_HOME where it runs",
-    "template_path": "TRL takes the template of the tokenizer; `chat_template_path` names another one",
+    "chat_template_format": _TEMPLATE_PATH,
+    "template_path": _TEMPLATE_PATH,
 }
 _DATA = (
     "dataset_name dataset dataset_path data_path dataset_name_or_path train_file train_files "
@@ -68,25 +71,14 @@ def _common(ledger: ConversionLedger) -> None:
 
 
 def _sets_as_they_are(ledger: ConversionLedger) -> None:
-    """The sets of TRL's own file; a single whole one as `dataset_name`, which says the same."""
+    """The sets of TRL's own file, and a file that TRL loads as a set of `datasets` alone."""
     setting = ledger.take("datasets")
     if setting is not None and isinstance(setting.value, list):
-        sets = setting.value
-        keys = set(sets[0]) if len(sets) == 1 and isinstance(sets[0], Mapping) else set()
-        beside = ledger.recipe.get("test_split_size", "streaming")
-        if keys and not keys - {"path", "name"} and beside is None:
-            data = DataSet(path=str(sets[0]["path"]), name=sets[0].get("name"))
-            data_sets.write(ledger, SourceData(setting=setting, sets=[data]))
-        else:
-            ledger.carry(setting, "datasets", sets)
+        ledger.carry(setting, "datasets", setting.value)
     setting = ledger.take("dataset_name")
     if setting is not None and isinstance(setting.value, str) and data_sets.is_file(setting.value):
-        _file(ledger, setting)
-
-
-def _file(ledger: ConversionLedger, setting: SourceSetting) -> None:
-    path = data_sets.local_path(str(setting.value), [ledger.recipe.path.parent])
-    data_sets.write(ledger, SourceData(setting=setting, sets=[DataSet(path=path)]))
+        path = data_sets.local_path(setting.value, ledger.recipe)
+        data_sets.write(ledger, SourceData(setting=setting, sets=[DataSet(path=path)]))
 
 
 def convert_handbook(ledger: ConversionLedger) -> None:
@@ -98,7 +90,7 @@ def convert_handbook(ledger: ConversionLedger) -> None:
 
 
 def _mixture(ledger: ConversionLedger) -> None:
-    """`dataset_mixture: {datasets: [{id, config, split, columns, weight}], test_split_size, seed}`."""
+    """`dataset_mixture: {datasets: [{id, config, split, weight}], test_split_size, seed}`."""
     setting = ledger.take("dataset_mixture")
     if setting is None or not isinstance(setting.value, Mapping):
         return
@@ -110,53 +102,52 @@ def _mixture(ledger: ConversionLedger) -> None:
     data_sets.write(ledger, mixture)
     data_sets.advise(ledger, mixture)
     if content.get("seed") is not None:
-        ledger.check(setting, f"`seed: {content['seed']}` of the mixture is not carried: TRL shuffles with `seed`")
+        seed = f"`seed: {content['seed']}` of the mixture"
+        ledger.check(setting, f"{seed} is not carried: TRL shuffles with `seed`")
 
 
 def _of_entry(item: Mapping[str, Any]) -> DataSet:
-    weight = item.get("weight")
     return DataSet(
         path=str(item.get("id") or item.get("path") or PLACEHOLDER),
         name=item.get("config") or item.get("name"),
         split=item.get("split"),
         columns=tuple(item.get("columns") or ()),
-        share=float(weight) if isinstance(weight, int | float) else None,
+        share=_share(item.get("weight")),
     )
+
+
+def _share(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
 
 
 def _mixer(ledger: ConversionLedger) -> None:
     """`dataset_mixer: {name: share}` with `dataset_splits` and `dataset_configs`."""
     setting = ledger.take("dataset_mixer")
-    if setting is None:
-        return
-    if not isinstance(setting.value, Mapping):
+    if setting is None or not isinstance(setting.value, Mapping):
         return
     splits = ledger.take("dataset_splits")
     configs = ledger.take("dataset_configs")
-    listed = words(splits.value) if splits is not None else ["train", "test"]
-    train = [name for name in listed if "train" in name] or [name for name in listed if "test" not in name]
-    test = [name for name in listed if "test" in name]
-    named = words(configs.value) if configs is not None else []
+    split_names = words(splits.value) if splits is not None else ["train", "test"]
+    train = [name for name in split_names if "train" in name]
+    test = [name for name in split_names if "test" in name]
+    if not train:
+        train = [name for name in split_names if name not in test] or ["train"]
+    config_names: list[str | None] = [*words(configs.value)] if configs is not None else []
     mixture = SourceData(setting=setting)
-    for index, (path, share) in enumerate(setting.value.items()):
-        for split in train or ["train"]:
-            data = DataSet(
-                path=str(path),
-                name=named[index] if index < len(named) else None,
-                split=split,
-                share=float(share) if isinstance(share, int | float) else None,
-            )
+    for (path, share), config in itertools.zip_longest(setting.value.items(), config_names):
+        for split in train:
+            data = DataSet(path=str(path), name=config, split=split, share=_share(share))
             mixture.sets.append(data)
     is_single = len(mixture.sets) == 1 and mixture.sets[0].share in (None, 1.0)
     evaluates = _evaluates(ledger)
     if is_single and test and evaluates:
         mixture.test_split = test[0]
-    also = [item for item in (splits, configs) if item is not None]
-    data_sets.write(ledger, mixture, *also)
+    mixture.also += filter(None, [splits, configs])
+    data_sets.write(ledger, mixture)
     data_sets.advise(ledger, mixture)
     if test and evaluates and not is_single and splits is not None:
-        advice = f"{', '.join(test)} is not evaluated: of several sets TRL's script splits off `test_split_size`"
-        ledger.check(splits, advice)
+        split_off = "of several sets TRL's script splits off `test_split_size`"
+        ledger.check(splits, f"{', '.join(test)} is not evaluated: {split_off}")
 
 
 def _evaluates(ledger: ConversionLedger) -> bool:
@@ -194,32 +185,39 @@ def convert_own(ledger: ConversionLedger) -> None:
 
 
 def _own_data(ledger: ConversionLedger, setting: SourceSetting) -> None:
-    values = setting.value if isinstance(setting.value, list) else words(str(setting.value).strip("[]"))
+    values = setting.value
+    if not isinstance(values, list):
+        values = words(str(values).strip("[]"))
     splits = ledger.take("splits", "dataset_split")
-    listed = words(splits.value) if splits is not None else []
-    limit = ledger.take("max_train_samples", "max_samples", "num_train_samples", "max_examples", "train_samples")
-    count = limit.value if limit is not None and isinstance(limit.value, int) and limit.value > 0 else None
-    share = ledger.take("val_set_size", "validation_split_percentage", "split_dataset_ratio", "eval_split_ratio")
+    train, test, *_ = [*([] if splits is None else words(splits.value)), None, None]
     mixture = SourceData(setting=setting)
-    for item in values:
-        path = str(item.get("path")) if isinstance(item, Mapping) else str(item)
+    for value in values:
+        path = str(value.get("path")) if isinstance(value, Mapping) else str(value)
         if data_sets.is_file(path):
-            path = data_sets.local_path(path, [ledger.recipe.path.parent])
-        mixture.sets.append(DataSet(path=path, split=listed[0] if listed else None, rows=count))
-    if len(listed) > 1 and _evaluates(ledger):
-        mixture.test_split = listed[1]
-    also = [] if splits is None else [splits]
-    if limit is not None and count is not None:
-        also.append(limit)
-    if share is not None and isinstance(share.value, int | float) and share.value > 0:
-        mixture.test_size = share.value / 100 if "percentage" in share.key else share.value
-        also.append(share)
-    elif share is not None:
-        ledger.leave(share, "no rows are set aside", matters=False)
-    data_sets.write(ledger, mixture, *also)
+            path = data_sets.local_path(path, ledger.recipe)
+        mixture.sets.append(DataSet(path=path, split=train))
+    if _evaluates(ledger):
+        mixture.test_split = test
+    shares = ("val_set_size", "split_dataset_ratio", "eval_split_ratio")
+    data_sets.set_aside(ledger, mixture, *shares, "validation_split_percentage")
+    share = mixture.test_setting
+    if share is not None and share.key not in shares:
+        mixture.test_size = share.value / 100
+    data_sets.limit_rows(ledger, mixture, *_LIMITS)
+    if splits is not None:
+        mixture.also.append(splits)
+    data_sets.write(ledger, mixture)
 
 
-_MASKS = ("mask_user", "mask_prompt", "mask_inputs", "mask_question", "only_train_on_response", "completion_only")
+_LIMITS = ("max_train_samples", "max_samples", "num_train_samples", "max_examples", "train_samples")
+_MASKS = (
+    "mask_user",
+    "mask_prompt",
+    "mask_inputs",
+    "mask_question",
+    "only_train_on_response",
+    "completion_only",
+)
 _TRAINS_ON_ALL = ("train_on_inputs", "train_on_source", "train_on_prompt", "train_on_input")
 
 
@@ -227,8 +225,8 @@ def _own_mask(ledger: ConversionLedger) -> None:
     """Flags whose names say which tokens count in the loss."""
     if "assistant_only_loss" not in ledger.schema.fields:
         return
-    masks = ledger.take(*_MASKS)
-    if masks is not None and is_on(masks.value):
+    masks = ledger.take_on(*_MASKS)
+    if masks is not None:
         data_sets.mask_questions(ledger, masks, "answers alone")
     whole = ledger.take(*_TRAINS_ON_ALL)
     if whole is not None and is_on(whole.value):
@@ -244,7 +242,9 @@ def _ambiguous(ledger: ConversionLedger) -> None:
     """Names that one script means otherwise than another."""
     for setting in ledger.recipe.settings:
         if setting.key in _AMBIGUOUS and not ledger.is_settled(setting) and not setting.missing:
-            ledger.check(setting, "taken as rows per device; of all devices together it is `batch.global`")
+            ledger.check(
+                setting, "taken as rows per device; of all devices together it is `batch.global`"
+            )
 
 
 def _say_unknown(ledger: ConversionLedger) -> None:
@@ -254,8 +254,6 @@ def _say_unknown(ledger: ConversionLedger) -> None:
         setting = ledger.recipe.settings[0]
     if setting is None:
         return
-    advice = (
-        f"{ledger.recipe.program} is a script of its own: how it writes rows, and which tokens count in its loss, "
-        "is not read; `launch preview` shows what TRL does"
-    )
-    ledger.check(setting, advice)
+    program = f"{ledger.recipe.program} is a script of its own"
+    unread = "how it writes rows, and which tokens count in its loss, is not read"
+    ledger.check(setting, f"{program}: {unread}; `launch preview` shows what TRL does")

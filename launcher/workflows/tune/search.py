@@ -215,17 +215,10 @@ class Search:
             candidate.peak < other.peak for other in full if other.peak
         )
 
-    def predicted(self, candidate: Candidate) -> float:
-        """Tokens per second and GPU: as much faster than the best as the plan says."""
-        best = self.best
-        if best is None:
-            return candidate.speed
-        return candidate.speed * best.speed / best.candidate.speed
-
     def _gain(self, candidate: Candidate) -> float:
-        """The share by which it should be faster than the best; 1 if there is none."""
+        """The share by which it should be faster than the best, by the plan; 1 if there is none."""
         best = self.best
-        return 1.0 if best is None else self.predicted(candidate) / best.speed - 1
+        return 1.0 if best is None else candidate.speed / best.candidate.speed - 1
 
     def trial_seconds(self, candidate: Candidate) -> float:
         """Wall time of a trial, learned from those before."""

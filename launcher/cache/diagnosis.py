@@ -61,7 +61,8 @@ def why(run: RunFolder) -> list[Reason]:
     uses = [use for folder in folders.known() for use in folder.uses()]
     uses.sort(key=lambda use: use.time)
     own = [use for use in uses if use.run == str(run.path.absolute())]
-    newest = [use for use in own if use.attempt == max(other.attempt for other in own)]
+    last = max((use.attempt for use in own), default=0)
+    newest = [use for use in own if use.attempt == last]
     seen = _first_events(run)
     return [_reason(use, uses, seen.get(f"{use.kind}_cache", {})) for use in newest]
 

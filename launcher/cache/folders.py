@@ -30,6 +30,7 @@ from launcher.machine.codec import Between, Misfit, Positive
 from launcher.machine.sizes import sized
 from launcher.redaction import Redactor
 from launcher.runs import rundir, runner
+from launcher.runs.record import as_mapping
 from launcher.runs.rundir import RunFolder
 
 RECORD = "launch-cache.json"
@@ -122,7 +123,7 @@ class CacheFolder:
         if self.live():
             state = "in use"
         inputs = codec.fit_value(record.get("inputs"), list[Mapping[str, object]], [])
-        of = [str(one.get("name")) for one in inputs if one.get("role") in ("data", "model")]
+        of = [str(item.get("name")) for item in inputs if item.get("role") in ("data", "model")]
         runs = [Path(use.run).name for use in self.uses()]
         return {
             "kind": self.kind,
@@ -258,13 +259,13 @@ def discard_spoiled(cache: Cache) -> list[Path] | None:
 
 def _local_files(cache: Cache) -> Iterator[Path]:
     """The files that its local inputs were read from; and folders of data, which may get more."""
-    for one in cache.inputs:
-        kind = one.shown.get("kind") if isinstance(one.shown, dict) else None
-        path = Path(one.name)
-        if kind == "folder":
-            files = codec.fit_value(one.shown.get("files"), list[Mapping[str, object]], [])
-            yield from (path / str(file.get("name")) for file in files)
-        if kind == "file" or (kind == "folder" and one.role == "data"):
+    for source in cache.inputs:
+        shown = as_mapping(source.shown)
+        path = Path(source.name)
+        if shown.get("kind") == "folder":
+            for file in codec.fit_value(shown.get("files"), list[Mapping[str, object]], []):
+                yield path / str(file.get("name"))
+        if shown.get("kind") == "file" or (shown.get("kind") == "folder" and source.role == "data"):
             yield path
 
 

@@ -33,7 +33,7 @@ def of_plan(plan: Plan) -> list[dict[str, Any]]:
     values = plan.values
     stage = plan.stage
     contents = []
-    for name in _data(plan):
+    for name in data_names(plan):
         if exists(Path(name)):
             contents.append(_read("data", name, None))
         else:
@@ -57,7 +57,7 @@ def of_plan(plan: Plan) -> list[dict[str, Any]]:
     return contents
 
 
-def _data(plan: Plan) -> list[str]:
+def data_names(plan: Plan) -> list[str]:
     """The files, folders and names of the hub that a stage reads its data from."""
     mixed = mixture.of_values(plan.values, os.environ)
     if mixed is not None:

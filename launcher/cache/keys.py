@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from launcher.artifacts.fingerprint import READERS, MissingContent, cache_home
-from launcher.dataset import mixture
+from launcher.cache import inputs
 from launcher.errors import Finding
 from launcher.machine import codec
 from launcher.machine.codec import Misfit, Omission
@@ -225,12 +225,12 @@ class _Sources:
         return {name: values[name] for name in names if name in values}
 
     def cache(
-        self, kind: Kind, base: str | None, inputs: Sequence[Input], key: Mapping[str, Any]
+        self, kind: Kind, base: str | None, read: Sequence[Input], key: Mapping[str, Any]
     ) -> Cache:
         """`base` is the user's own folder for such caches; without one it is launch's."""
         options = self.plan.stage.options
         hashed = []
-        for source in inputs:
+        for source in read:
             # the name counts if the digest does not stand for itself
             is_named = source.role in ("code", "package", "value")
             name = [source.name] if is_named else []
@@ -242,7 +242,7 @@ class _Sources:
             kind=kind,
             path=home / f"{kind}-{digest[:16]}",
             digest=digest,
-            inputs=tuple(inputs),
+            inputs=tuple(read),
             stage=options.stage,
             backend=options.backend,
             key=key,
@@ -275,31 +275,29 @@ def _open_instruct(sources: _Sources) -> Iterator[Cache]:
         tokenised = sources.read("data", str(Path(str(values.get(option))) / named_set))
     if refers:
         key |= sources.values(_REFERENCE_KEY)
-        inputs = [
+        read = [
             *tokenised,
             *sources.read_model("model"),
             *sources.read("config", sources.text("config_name"), sources.text("model_revision")),
             *sources.arguments(_REFERENCE_VALUES),
             *sources.code(_SCORING),
         ]
-        cache = sources.cache("reference", os.environ.get(REFERENCE_VARIABLE), inputs, key)
+        cache = sources.cache("reference", os.environ.get(REFERENCE_VARIABLE), read, key)
         yield replace(cache, env={REFERENCE_VARIABLE: str(cache.path)})
 
 
 def _tokenising(sources: _Sources) -> list[Input]:
     """What tokenised data depend on and upstream's key does not see."""
-    data = sources.plan.values.get(sources.plan.stage.entry.names.data)
-    inputs: list[Input] = []
-    for listed in data[::2] if isinstance(data, list) else ():
-        name = str(listed)
+    read: list[Input] = []
+    for name in inputs.data_names(sources.plan):
         # dataset_transformation.py::DatasetConfig.__post_init__[.jsonl]: any other name goes to
         # `load_dataset`, which prefers a folder here
         if name.endswith((".jsonl", ".parquet")) or exists(name):
-            inputs += sources.read("data", name)
+            read += sources.read("data", name)
     tokenizer = sources.text("tokenizer_name_or_path") or sources.text("model_name_or_path")
     revision = sources.text("tokenizer_revision") or sources.text("model_revision")
     return [
-        *inputs,
+        *read,
         *sources.read("tokenizer", tokenizer, revision),
         *sources.code(_TOKENISING),
         *sources.versions(),
@@ -314,37 +312,34 @@ def _trl(sources: _Sources) -> Iterator[Cache]:
     need a folder of their own only beside local ones, or for a precomputed reference.
     """
     values = sources.plan.values
-    mixed = mixture.of_values(values, os.environ)
-    if mixed is not None:
-        names = mixed.names()
+    names = inputs.data_names(sources.plan)
+    if values.get("datasets"):
         local = [name for name in names if exists(Path(name))]
         streams = values.get("streaming")
         key = sources.values((*_TRL_KEY, *_MIXTURE_KEY))
     else:
-        name = sources.text("dataset_name")
-        names = [name] if name else []
         local = [name for name in names if is_dir(name)]
         streams = values.get("dataset_streaming")
         key = sources.values(_TRL_KEY)
     precomputed = values.get("precompute_ref_log_probs") is True
     if not names or streams is True or not (local or precomputed):
         return
-    inputs: list[Input] = []
+    read: list[Input] = []
     for name in local:
-        inputs += sources.read("data", name)
+        read += sources.read("data", name)
     for name in names:
         if name not in local:
             digest = hashlib.sha256(name.encode()).hexdigest()
-            inputs.append(Input(role="data", name=name, digest=digest))
-    inputs += sources.read_model("tokenizer")
-    inputs += sources.read("template", sources.text("chat_template_path"))
-    inputs += sources.versions()
+            read.append(Input(role="data", name=name, digest=digest))
+    read += sources.read_model("tokenizer")
+    read += sources.read("template", sources.text("chat_template_path"))
+    read += sources.versions()
     if precomputed:
-        inputs += sources.arguments(_PRECOMPUTED_VALUES)
+        read += sources.arguments(_PRECOMPUTED_VALUES)
         # TRL's own key holds a hash of the weights, which under ZeRO-3 are empty here
         # (trl/trainer/utils.py::hash_module)
-        inputs += sources.read_model("model")
-    cache = sources.cache("dataset", os.environ.get(DATASETS_VARIABLE), inputs, key)
+        read += sources.read_model("model")
+    cache = sources.cache("dataset", os.environ.get(DATASETS_VARIABLE), read, key)
     yield replace(cache, env={DATASETS_VARIABLE: str(cache.path)})
 
 

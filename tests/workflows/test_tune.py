@@ -420,7 +420,7 @@ def written(world: Space, place: Path, overrides: tuple[str, ...] = (), **settin
     """The text of a proposal, which says what the same overrides on the command line say."""
     whole = {**world.base, **settings}
     head = ["x on 2 x H200\nb: c", "y\u2028z"]
-    space.write(place, world, whole, head=head, given=overrides)
+    space.write(place, world, whole, head=head, requested=overrides)
     path = world.plan.stage.config.path
     wanted = load.load(path, (*overrides, *world.overrides(whole)))
     found = load.load(place)

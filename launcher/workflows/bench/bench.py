@@ -161,6 +161,10 @@ class _PlannedVariant:
     facts: Facts
     prepared: Prepared
 
+    @property
+    def plan(self) -> Plan:
+        return self.prepared.plan
+
 
 def plan(bench: Bench, scope: Scope = Scope.PLAN) -> Bench:
     """Judge every variant of a bench, and its trial, before the first one starts.
@@ -170,47 +174,46 @@ def plan(bench: Bench, scope: Scope = Scope.PLAN) -> Bench:
     """
     request = bench.request
     planner = _VariantPlanner(collect.open(request), scope)
-    planned: list[_PlannedVariant] = []
+    variants: list[_PlannedVariant] = []
     wrong: dict[str, LaunchError] = {}
     for variant in bench.variants:
         try:
-            planned.append(planner.plan(variant))
+            variants.append(planner.plan(variant))
         except InvalidConfig as error:
             wrong[variant.name] = error
     if wrong:
         raise InvalidConfig(_stopping(wrong, len(bench.variants)))
-    count = len(planned)
-    batch = max(one.prepared.plan.global_batch for one in planned)
+    batch = max(variant.plan.global_batch for variant in variants)
     root = request.runs or rundir.runs_root()
     lacking: dict[str, LaunchError] = {}
-    for one in planned:
+    for planned in variants:
         try:
-            trial = short(one.facts, bench.steps, root / "models", batch, runs=root)
+            trial = short(planned.facts, bench.steps, root / "models", batch, runs=root)
             # a trial that a killed command left may have the GPUs: it is ended later
             prepare.complete(trial.without_gpus())
         except InvalidConfig as error:
-            wrong[one.variant.name] = error
+            wrong[planned.variant.name] = error
         except NotReady as error:
-            lacking[one.variant.name] = error
+            lacking[planned.variant.name] = error
     if wrong:
-        raise InvalidConfig(_stopping(wrong, count))
-    if len(lacking) == count:
-        raise NotReady(_stopping(lacking, count))
-    first = planned[0].prepared.plan
+        raise InvalidConfig(_stopping(wrong, len(variants)))
+    if len(lacking) == len(variants):
+        raise NotReady(_stopping(lacking, len(variants)))
     identities = []
     warnings = []
-    for one in planned:
-        name = one.variant.name
-        identities.append([name, identity(one.prepared.plan, one.facts.trainer)])
-        warnings += [(name, f) for f in one.prepared.findings if f.severity != "note"]
+    for planned in variants:
+        name = planned.variant.name
+        identities.append([name, identity(planned.plan, planned.facts.trainer)])
+        warnings += [(name, f) for f in planned.prepared.findings if f.severity != "note"]
+    first = variants[0].plan
     return replace(
         bench,
         request=replace(request, stage=first.stage.options.stage, gpus=first.gpus),
-        variants=tuple(one.variant for one in planned),
-        resolved={one.variant.name: one.facts for one in planned},
+        variants=tuple(planned.variant for planned in variants),
+        resolved={planned.variant.name: planned.facts for planned in variants},
         batch=batch,
         key=experiment.key_of([BENCH_VERSION, bench.steps, identities]),
-        findings=tuple(_named(warnings, count)),
+        findings=tuple(_named(warnings, len(variants))),
     )
 
 
@@ -400,7 +403,7 @@ def run(bench: Bench, *, show: Callable[[str], None]) -> Exit:
 def _outcome(sample: Sample) -> str:
     if not sample.measured:
         return f"{sample.cause}: {sample.reason}"
-    speed = sample.metrics.get(SPEED)
+    speed = sample.speed
     loss = sample.metrics.get(LOSS)
     text = "no speed" if speed is None else f"{speed:,.0f} tokens/s per GPU"
     text += ", loss unknown" if loss is None else f", loss {loss:.4f}"

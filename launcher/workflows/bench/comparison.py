@@ -88,6 +88,14 @@ class Sample:
     def measured(self) -> bool:
         return self.cause == "ok"
 
+    @property
+    def speed(self) -> float | None:
+        return self.metrics.get(SPEED)
+
+    @property
+    def tokens(self) -> float:
+        return math.fsum(step.tokens for step in self.curve)
+
     def as_json(self) -> dict[str, Any]:
         curve = [list(step) for step in self.curve]
         return {**asdict(self), "curve": curve, "seconds": round(self.seconds, 1)}
@@ -204,8 +212,7 @@ def within(curve: Sequence[CurveStep], tokens: float) -> tuple[float | None, flo
 
 def common_tokens(samples: Iterable[Sample]) -> float | None:
     """How many tokens every measured trial has trained on; None if none has a loss."""
-    counts = [math.fsum(step.tokens for step in sample.curve) for sample in _with_curve(samples)]
-    return min(counts, default=None)
+    return min((sample.tokens for sample in _with_curve(samples)), default=None)
 
 
 def _with_curve(samples: Iterable[Sample]) -> list[Sample]:
@@ -336,7 +343,10 @@ def _judge(
         return "unknown", f"{word}; no loss of both to compare"
     if abs(row.loss_change) > TOLERANCE:
         return "loss changed", _changed_loss(row, first, word)
-    early = [one.variant for one in (first, row) if one.steps_within and one.steps_within <= 1]
+    early = []
+    for summary in (first, row):
+        if summary.steps_within and summary.steps_within <= 1:
+            early.append(summary.variant)
     if early:
         doubts.append(
             f"the {tokens:,.0f} tokens that all have seen are the first step of "
@@ -423,8 +433,8 @@ def speed_test(runs: Iterable[Sample], base: Iterable[Sample]) -> SpeedTest | No
     """How fast runs are beside those of `base`, as `compare` says. None without a speed of both."""
     timed = _timed(runs)
     base_timed = _timed(base)
-    speed = Spread.of(run.metrics[SPEED] for run in timed)
-    base_speed = Spread.of(run.metrics[SPEED] for run in base_timed)
+    speed = Spread.of(run.speed for run in timed)
+    base_speed = Spread.of(run.speed for run in base_timed)
     if speed is None or base_speed is None:
         return None
     ratio = speed.median / base_speed.median
@@ -448,15 +458,14 @@ def speed_test(runs: Iterable[Sample], base: Iterable[Sample]) -> SpeedTest | No
 
 
 def _timed(samples: Iterable[Sample]) -> list[Sample]:
-    return [sample for sample in samples if sample.measured and sample.metrics.get(SPEED)]
+    return [sample for sample in samples if sample.measured and sample.speed]
 
 
 def _pace_of(sample: Sample) -> Pace:
-    speed = sample.metrics[SPEED]
-    if sample.pace or not speed:
+    if sample.pace or not sample.speed:
         return sample.pace
     # if steps are not known, all of them count as one
-    return (1 / speed,)
+    return (1 / sample.speed,)
 
 
 def _word(ratio: float, clear: bool) -> Standing:

@@ -154,14 +154,14 @@ def _metrics(
     steady = [metrics.steady_steps(record) for record in ranks]
     seconds = [_mean(step.seconds for step in steps) for steps in steady]
     tokens = [_mean(step.tokens for step in steps) for steps in steady]
-    wasted = _known(step.wasted for record in ranks for step in record.steps)
+    wasted = _numbers(step.wasted for record in ranks for step in record.steps)
     speed = figures.get("tokens_per_second")
     loss, _ = comparison.within(curve, math.fsum(step.tokens for step in curve))
     return {
         "tokens_per_second_per_gpu": speed and speed / max(1, len(ranks)),
-        "seconds_per_step": max(_known(seconds), default=None),
+        "seconds_per_step": max(_numbers(seconds), default=None),
         "seconds_before_steps": _seconds_before_steps(ranks),
-        "tokens_per_step": None if None in tokens else math.fsum(_known(tokens)) or None,
+        "tokens_per_step": None if None in tokens else math.fsum(_numbers(tokens)) or None,
         "mfu": figures.get("mfu"),
         "wasted_share": figures.get("wasted_share"),
         "wasted_tokens": math.fsum(wasted) if wasted else None,
@@ -172,13 +172,13 @@ def _metrics(
     }
 
 
-def _known(values: Iterable[float | None]) -> list[float]:
+def _numbers(values: Iterable[float | None]) -> list[float]:
     return [value for value in values if value is not None]
 
 
 def _mean(values: Iterable[float | None]) -> float | None:
-    known = _known(values)
-    return statistics.fmean(known) if known else None
+    numbers = _numbers(values)
+    return statistics.fmean(numbers) if numbers else None
 
 
 def _seconds_before_steps(ranks: Sequence[RankRecord]) -> float | None:
@@ -189,7 +189,7 @@ def _seconds_before_steps(ranks: Sequence[RankRecord]) -> float | None:
     device = ranks[0].last("device")
     if start is None or device is None:
         return None
-    times = _known((start.number("t"), device.number("t")))
+    times = _numbers((start.number("t"), device.number("t")))
     return times[1] - times[0] if len(times) == 2 else None
 
 
@@ -218,7 +218,7 @@ def _curve(ranks: Sequence[RankRecord], *, paired: bool) -> tuple[CurveStep, ...
     """The steps that every rank finished: tokens of all ranks, the mean of their losses."""
     curve = []
     for parts in _by_step(record.steps for record in ranks):
-        losses = _known(part.loss for part in parts if part.finite)
+        losses = _numbers(part.loss for part in parts if part.finite)
         if len(losses) < len(ranks):
             break
         tokens = math.fsum(part.tokens or 0.0 for part in parts)

@@ -153,13 +153,10 @@ class Ladder:
 
     def write(self) -> None:
         """Write `ladder.json`. Raises NotReady if that is impossible."""
-        stage = self.stage
         record = {
             "version": 1,
             "key": self.campaign.key,
-            "config": str(stage.config.path),
-            "stage": stage.options.stage,
-            "backend": stage.options.backend,
+            "config": str(self.stage.config.path),
             "steps": self.steps,
             "rungs": self.records,
         }
@@ -450,9 +447,10 @@ def _facts(prepared: Prepared, outcome: experiment.Outcome, ladder: Ladder) -> R
     # row lengths may have become known by the run
     predicted = _predict(prepared.plan, ladder.resolved, ladder.terms)
     trend = None
-    if ladder.stage.options.expect.get("trend") == "falling":
+    for point in verdict.points:
         # the rung itself expects no trend: it is too short for what a verdict asks
-        trend = {point.name: point.state for point in verdict.points}.get("trend")
+        if point.name == "trend" and ladder.stage.options.expect.get("trend") == "falling":
+            trend = point.state
     memory = []
     if plan.gpus and prepared.start.devices is not None:
         memory = [slot.gpu.memory_mib / 1024 for slot in prepared.start.devices.slots]

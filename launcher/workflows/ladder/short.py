@@ -126,19 +126,19 @@ def _cut_mixture(stage: Stage, needed: int) -> list[str]:
         # None if they cannot be counted here
         size = plan.count_rows(stage, Values(stage.schema, {key: [name, amount]}))
         entries.append((name, amount, size))
-    known = sum(size for _, _, size in entries if size is not None)
+    rows = sum(size for _, _, size in entries if size is not None)
     shares = [float(amount) for _, amount, size in entries if size is None]
-    if not entries or (not shares and known <= needed):
+    if not entries or (not shares and rows <= needed):
         return []
     # sets of unknown size count as much as any others
-    rest = max(needed * len(shares) / len(entries), needed - known)
+    rest = max(needed * len(shares) / len(entries), needed - rows)
     cut = []
     for name, amount, size in entries:
         # a count of 1 looks like a slip of the pen
         if size is None:
             count = max(2, math.ceil(rest * float(amount) / math.fsum(shares)))
         else:
-            part = (needed - rest) * size / max(1, known)
+            part = (needed - rest) * size / max(1, rows)
             count = min(size, max(2, math.ceil(part)))
         cut += [name, str(count) if count else amount]
     return cut

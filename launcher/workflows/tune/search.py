@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from launcher.plan.memory.phases import usable
-from launcher.workflows.bench.comparison import SPEED, Cause, Sample, Spread
+from launcher.workflows.bench.comparison import Cause, Sample, Spread
 from launcher.workflows.tune.space import ORDER, Candidate, Item, Space, described
 
 THRESHOLD = 0.005
@@ -65,7 +65,7 @@ class Trial:
 
     @property
     def speed(self) -> float:
-        return self.sample.metrics.get(SPEED) or 0.0
+        return self.sample.speed or 0.0
 
     @property
     def step(self) -> float | None:
@@ -215,17 +215,10 @@ class Search:
             candidate.peak < other.peak for other in full if other.peak
         )
 
-    def predicted(self, candidate: Candidate) -> float:
-        """Tokens per second and GPU: as much faster than the best as the plan says."""
-        best = self.best
-        if best is None:
-            return candidate.speed
-        return candidate.speed * best.speed / best.candidate.speed
-
     def _gain(self, candidate: Candidate) -> float:
-        """The share by which it should be faster than the best; 1 if there is none."""
+        """The share by which it should be faster than the best, by the plan; 1 if there is none."""
         best = self.best
-        return 1.0 if best is None else self.predicted(candidate) / best.speed - 1
+        return 1.0 if best is None else candidate.speed / best.candidate.speed - 1
 
     def trial_seconds(self, candidate: Candidate) -> float:
         """Wall time of a trial, learned from those before."""
@@ -296,8 +289,10 @@ class Search:
     def ranked(self) -> list[tuple[float, Candidate]]:
         """What may be tried next, with the share that it could gain at most; the most first."""
         best = self.best
-        fresh = [one for one in self.grid.values() if one.key not in self.results]
-        fresh = [candidate for candidate in fresh if self.eligible(candidate)]
+        fresh = []
+        for candidate in self.grid.values():
+            if candidate.key not in self.results and self.eligible(candidate):
+                fresh.append(candidate)
         leaps = [setting for key, setting in self.results.items() if key != self.base.key]
         if best is None or all(leap.decisive.status in ("oom", "refused") for leap in leaps):
             # the fastest by the plan, until one runs
@@ -319,7 +314,10 @@ class Search:
         for name in ORDER:
             # a micro-batch that fits may come with it
             allowed = {name, "per_device"}
-            around = [one for one in fresh if {name} <= set(one.differing(best)) <= allowed]
+            around = []
+            for candidate in fresh:
+                if {name} <= set(candidate.differing(best)) <= allowed:
+                    around.append(candidate)
             if name == "per_device":
                 # the next larger and the next smaller size
                 around.sort(key=lambda candidate: candidate.rows)
@@ -455,8 +453,9 @@ class Search:
         return f"{why}, {peak:.0f} of {self.room:.0f} GiB"
 
     def summary(self) -> dict[str, int]:
-        too_large = [one for one in self.grid.values() if (one.peak or 0.0) > self.limit]
-        return {"settings": len(self.grid), "too_large": len(too_large)}
+        peaks = [candidate.peak or 0.0 for candidate in self.grid.values()]
+        too_large = sum(peak > self.limit for peak in peaks)
+        return {"settings": len(self.grid), "too_large": too_large}
 
 
 def _whole_peak(runs: SettingRuns | Trial) -> float | None:

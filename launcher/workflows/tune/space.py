@@ -57,9 +57,13 @@ _LINE_ENDS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lever:
-    """One lever: the value as the file is written, and all that may be tried, that one included."""
+    """One lever: the value as the file is written, and all that may be tried, that one included.
+
+    `key` is that of a stage file; the rows of a device have several.
+    """
 
     name: str
+    key: str = ""
     now: Setting
     values: tuple[Setting, ...]
 
@@ -173,30 +177,18 @@ class Space:
         What the file expects of a switch follows it: what is turned on must be `isolated` or
         `engaged`.
         """
-        base = self.base
         changed: dict[str, Any] = {}
-        for name in ORDER:
-            if name not in settings or name == "per_device" or settings[name] == base[name]:
+        for lever in self.levers:
+            value = settings.get(lever.name, lever.now)
+            if lever.name == "per_device" or value == lever.now:
                 continue
-            value = settings[name]
-            if name == "deepspeed":
-                changed[name] = value
-            elif name == "checkpointing" and _BUDGET in self.plan.values:
-                changed[f"args.{_BUDGET}"] = 0.5 if value else 1.0
-            else:
-                changed[f"args.{self._argument(name)}"] = value
-            state = self._expectation(name, value)
+            changed[lever.key] = value
+            if lever.key == f"args.{_BUDGET}":
+                changed[lever.key] = 0.5 if value else 1.0
+            state = self._expectation(lever.name, value)
             if state is not None:
-                changed[f"expect.{name}"] = state
+                changed[f"expect.{lever.name}"] = state
         return changed | self._batch(settings)
-
-    def _argument(self, name: str) -> str | None:
-        names = self.plan.stage.entry.names
-        if name == "attention":
-            return "attn_implementation"
-        if name == "checkpointing":
-            return "gradient_checkpointing"
-        return names.liger if name == "liger" else names.packing
 
     def _expectation(self, name: str, value: Setting) -> str | None:
         """What the file must expect of a lever with this value, if not what it expects."""
@@ -208,10 +200,9 @@ class Space:
         if name not in SWITCHED or expected is None:
             return None
         # what is turned on is proved even if the file does not care
-        holds = not value if expected == "any" else (expected != "off") == value
-        on, off = SWITCHED[name]
-        if holds:
+        if (expected in ("off", "any")) != value:
             return None
+        on, off = SWITCHED[name]
         return on if value else off
 
     def _batch(self, settings: Settings) -> dict[str, Any]:
@@ -340,7 +331,9 @@ def _attention(space: Space) -> Choice:
         return f"`attn_implementation: {now}` is the file's own choice"
     if not has_flash:
         return "flash-attn is not installed"
-    return Lever(name="attention", now=str(now), values=(plain, flash))
+    return Lever(
+        name="attention", key="args.attn_implementation", now=str(now), values=(plain, flash)
+    )
 
 
 def _packing(space: Space) -> Choice:
@@ -372,7 +365,7 @@ def _packing(space: Space) -> Choice:
                 f"a step of as many tokens in rows of {limit} cannot be made: "
                 f"fewer `{names.max_length}`"
             )
-    return Lever(name="packing", now=now, values=_ON_OFF)
+    return Lever(name="packing", key=f"args.{names.packing}", now=now, values=_ON_OFF)
 
 
 def _keeps_tokens(space: Space, limit: int, *, packed: bool) -> bool:
@@ -395,7 +388,7 @@ def _liger(space: Space) -> Choice:
     now = bool(plan.values[name])
     if _trains_adapters(plan) and not now:
         return "on adapters it slows training down: only a full fine-tune gains by it"
-    return Lever(name="liger", now=now, values=_ON_OFF)
+    return Lever(name="liger", key=f"args.{name}", now=now, values=_ON_OFF)
 
 
 def _per_device(space: Space) -> Choice:
@@ -412,7 +405,8 @@ def _checkpointing(space: Space) -> Choice:
     plan = space.plan
     values = plan.values
     entry = plan.stage.entry
-    now = bool(values.get("gradient_checkpointing"))
+    key = "gradient_checkpointing"
+    now = bool(values.get(key))
     if _BUDGET in values:
         if _trains_adapters(plan):
             return "open-instruct's DPO reads it for the full model alone"
@@ -424,10 +418,11 @@ def _checkpointing(space: Space) -> Choice:
         needed = entry.names.recompute_needs
         if needed and not values.get(needed):
             return f"{entry.script} computes again only with `{needed}: true`"
-        now = float(values[_BUDGET]) < 1
+        key = _BUDGET
+        now = float(values[key]) < 1
     elif not plan.gpus and not entry.runs_on_cpu:
         return "on the CPU it shows nothing"
-    return Lever(name="checkpointing", now=now, values=_ON_OFF)
+    return Lever(name="checkpointing", key=f"args.{key}", now=now, values=_ON_OFF)
 
 
 def _deepspeed(space: Space) -> Choice:
@@ -448,7 +443,9 @@ def _deepspeed(space: Space) -> Choice:
     if plan.processes == 1:
         # it sends nothing, and its gradients are whole under every stage
         values = ("zero2", "zero2_fp32_comm", "zero3_offload")
-    return Lever(name="deepspeed", now=now, values=tuple(dict.fromkeys((*values, now))))
+    return Lever(
+        name="deepspeed", key="deepspeed", now=now, values=tuple(dict.fromkeys((*values, now)))
+    )
 
 
 def described(name: str, value: Setting) -> str:
@@ -461,19 +458,19 @@ def described(name: str, value: Setting) -> str:
 
 
 def write(
-    place: Path, space: Space, settings: Settings, *, head: Sequence[str], given: Sequence[str]
+    place: Path, space: Space, settings: Settings, *, head: Sequence[str], requested: Sequence[str]
 ) -> None:
     """Write the stage file of a setting, with `head` as its comment. Raises NotReady.
 
     It extends the file that was tuned and holds what differs, the overrides of the command line
-    (`given`) included. Files of other shapes cannot be extended: of those the whole stage is
+    (`requested`) included. Files of other shapes cannot be extended: of those the whole stage is
     written.
     """
     stage = space.plan.stage
     source = stage.config.path
     values: dict[str, Any] = {"name": f"{stage.name}-tuned"}
     changed = space.overrides(settings)
-    tuned = load.load(source, (*given, *changed)) if changed else stage.config
+    tuned = load.load(source, (*requested, *changed)) if changed else stage.config
     if stage.config.shape == "stage":
         values["extends"] = _relative(source, place)
         values |= _differences(load.load(source), tuned)

@@ -350,7 +350,7 @@ def _propose(tuning: Tuning, best: SettingRuns) -> None:
     head = _head(tuning, best, place)
     settings = best.candidate.settings
     try:
-        space.write(place, tuning.space, settings, head=head, given=tuning.request.overrides)
+        space.write(place, tuning.space, settings, head=head, requested=tuning.request.overrides)
         tuning.place = place
     except NotReady as error:
         # the measurements are kept all the same

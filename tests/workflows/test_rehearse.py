@@ -527,7 +527,7 @@ def test_who_raised_an_exception_is_told_by_the_frames(ending: Trainer, tmp_path
     blamed = {}
     for who, response in zip(RAISED, responses, strict=True):
         assert response.refusal is not None
-        blamed[who] = response.refusal.own
+        blamed[who] = response.refusal.by_launch
     assert blamed == {who: own for who, (_, own) in RAISED.items()}
 
 

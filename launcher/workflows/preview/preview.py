@@ -172,7 +172,7 @@ def _request(
         kind="preview",
         words=whole.words(schema),
         config=whole.in_file(schema),
-        mixture=local_data.mixture_parts(whole.given),
+        mixture=local_data.mixture_parts(whole.kept),
         sizes={local.source.name: local.size for local in data.sets},
         revision=judged.config.args.get("model_revision"),
         shape=shape_of(model),
@@ -191,7 +191,7 @@ def _ask(server: Server, request: ServerRequest) -> tuple[ServerResponse, Previe
         raise _absent(*response.absent)
     if response.phase is None:
         raise NotReady(crash(response, server.log(response)))
-    if response.refusal is not None and response.refusal.own:
+    if response.refusal is not None and response.refusal.by_launch:
         raise PreviewFailed(response.refusal)
     try:
         content = json.loads(Path(request.result).read_text(encoding="utf-8"))

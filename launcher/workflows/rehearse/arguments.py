@@ -78,13 +78,13 @@ LEFT_OUT: tuple[LeftOut, ...] = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """The arguments of one rehearsal: those of the file (`given`), as far as they are rehearsed.
+    """The arguments of one rehearsal: those of the file (`kept`), as far as they are rehearsed.
 
     `added` are launch's own, which no finding is about. `left_out` says what is not rehearsed, each
     with the file's arguments that ask for it.
     """
 
-    given: Mapping[str, Any]
+    kept: Mapping[str, Any]
     added: Mapping[str, Any]
     left_out: Mapping[str, tuple[str, ...]]
 
@@ -100,7 +100,7 @@ class Arguments:
         return {name: value for name, value in self._items() if schema.in_file(name, value)}
 
     def _items(self) -> Iterator[tuple[str, Any]]:
-        for name, value in {**self.given, **self.added}.items():
+        for name, value in {**self.kept, **self.added}.items():
             if value is not None:
                 yield name, value
 
@@ -128,11 +128,11 @@ def of_stage(args: Mapping[str, Any], options: Options, schema: Schema, entry: E
         draft.replace(name, f"{OWN}/cache")
     if entry.rehearsal is not None:
         draft.added |= entry.rehearsal.values
-    if isinstance(draft.given.get(_TEST_SIZE), int):
+    if isinstance(draft.kept.get(_TEST_SIZE), int):
         # more than the first rows may be split off
         draft.replace(_TEST_SIZE, 1)
     draft.leave_absent_sets_out()
-    return Arguments(given=draft.given, added=draft.added, left_out=draft.left_out)
+    return Arguments(kept=draft.kept, added=draft.added, left_out=draft.left_out)
 
 
 class _Draft:
@@ -140,48 +140,48 @@ class _Draft:
 
     def __init__(self, args: Mapping[str, Any], schema: Schema) -> None:
         self.schema = schema
-        self.given: dict[str, Any] = {}
+        self.kept: dict[str, Any] = {}
         self.added: dict[str, Any] = {}
         self.left_out: dict[str, tuple[str, ...]] = {}
         for name, value in args.items():
             if value is not None and name in schema.fields:
-                self.given[name] = value
+                self.kept[name] = value
 
     def replace(self, name: str, value: Any) -> None:
         if name in self.schema.fields:
-            self.given.pop(name, None)
+            self.kept.pop(name, None)
             self.added[name] = value
 
     def leave_out(self, kind: LeftOut) -> None:
         for name in kind.names:
-            if name not in self.given or not kind.asks(self.given[name]):
+            if name not in self.kept or not kind.asks(self.kept[name]):
                 continue
-            del self.given[name]
+            del self.kept[name]
             self.left_out[kind.what] = (*self.left_out.get(kind.what, ()), name)
             if kind.instead is not None:
                 self.added[name] = kind.instead
 
     def limit_batch(self, name: str, default: int | None) -> None:
         """At most two rows a micro-batch and two micro-batches a step."""
-        value = self.given.get(name, default)
+        value = self.kept.get(name, default)
         # the parser has something to say of what is no number
         if isinstance(value, int):
-            self.given.pop(name, None)
+            self.kept.pop(name, None)
             self.added[name] = min(value, LARGEST_BATCH)
 
     def leave_absent_sets_out(self) -> None:
         """Of a mixture the sets that are on this machine, if any are."""
-        listed = self.given.get("datasets")
+        listed = self.kept.get("datasets")
         if not isinstance(listed, list) or not all(isinstance(item, dict) for item in listed):
             return
         present = [item for item in listed if not _is_absent(item.get("path"))]
         if not present:
             # the rows that stand in have columns of their own
-            self.given["datasets"] = [_with_all_columns(item) for item in listed]
+            self.kept["datasets"] = [_with_all_columns(item) for item in listed]
         elif len(present) < len(listed):
             names = ", ".join(str(item.get("path")) for item in listed if item not in present)
             self.left_out[f"the rows of {names}, which are not on this machine"] = ("datasets",)
-            self.given["datasets"] = present
+            self.kept["datasets"] = present
 
 
 def _with_all_columns(item: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -148,7 +148,7 @@ class Attempts:
             kind="run",
             words=whole.words(self.schema),
             config=whole.in_file(self.schema),
-            mixture=local_data.mixture_parts(whole.given),
+            mixture=local_data.mixture_parts(whole.kept),
             sizes=self.sizes,
             model=self.model,
             only_parses=only_parses or self.model is None,
@@ -201,20 +201,20 @@ class Attempts:
         """Arguments that are left out or replaced are at least parsed, with the others."""
         left_out = {}
         for name, value in self.config.args.items():
-            is_tried = name in self.whole.given or name in self.refused
+            is_tried = name in self.whole.kept or name in self.refused
             if name in self.schema.fields and value is not None and not is_tried:
                 left_out[name] = value
         if not left_out:
             return
         added = {name: value for name, value in self.whole.added.items() if name not in left_out}
-        whole = replace(self.whole, given={**self.whole.given, **left_out}, added=added)
+        whole = replace(self.whole, kept={**self.whole.kept, **left_out}, added=added)
         response = self.ask(whole, only_parses=True)
         refusal = response.refusal
         if refusal is None or re.search(r"GPU|CUDA|cuda", refusal.message):
             return
         if self.ask(self.whole, only_parses=True).refusal is not None:
             return
-        if refusal.own:
+        if refusal.by_launch:
             self.findings.append(_own_failure(refusal))
             return
         culprits = self.causes(response, whole, list(left_out))
@@ -237,24 +237,24 @@ class Attempts:
         coming: then the argument has to bring the refusal about without the others, or to stand in
         its words.
         """
-        given = self.whole.given
-        names = [name for name in given if name != self.entry.names.model]
-        likely = suspects(refusal, given, names)
+        args = self.whole.kept
+        names = [name for name in args if name != self.entry.names.model]
+        likely = suspects(refusal, args, names)
         if response.phase in {"data", "construct"} or refusal.type == "KeyError":
-            likely += [name for name in self.data_names if name in given and name not in likely]
+            likely += [name for name in self.data_names if name in args and name not in likely]
         likely = likely[:_MOST_SUSPECTS]
         effects = self.effects(response, self.whole, likely)
         best = max(effects.values(), default=Effect.NONE)
         shown = [name for name in likely if effects[name] == best >= Effect.LATER]
         unsure = [name for name in likely if effects[name] == Effect.ELSEWHERE]
-        quoted = [name for name in shown + unsure if quotes(refusal.message, given[name])]
+        quoted = [name for name in shown + unsure if quotes(refusal.message, args[name])]
         named = list(dict.fromkeys(quoted + shown))
         # with other data much is gone that is not about the data
         if not set(named) <= set(self.data_names):
             return named
         others = self.causes(response, self.whole, [name for name in names if name not in likely])
         # a switch brings others into play, and one of those is rather what is wrong
-        others.sort(key=lambda name: given[name] is True)
+        others.sort(key=lambda name: args[name] is True)
         if others or named or not unsure:
             return others + named
         kept = {*likely, *self.data_names}
@@ -292,8 +292,8 @@ class Attempts:
             left |= set(self.data_names)
             data = [_MADE_UP_ROWS, "1.0"] if self.entry.mixes else _MADE_UP_ROWS
             added[self.entry.names.data] = data
-        given = {name: value for name, value in whole.given.items() if name not in left}
-        return replace(whole, given=given, added=added)
+        kept = {name: value for name, value in whole.kept.items() if name not in left}
+        return replace(whole, kept=kept, added=added)
 
     def refused_rows(self, response: ServerResponse) -> list[str]:
         """Which of the further rows bring a refusal about; none where the first rows do already."""
@@ -366,7 +366,7 @@ def _obstacle(refusal: ErrorRecord) -> Finding | None:
     if what is not None:
         message = f"{what} for a rehearsal: {described(refusal)}"
         return launch_finding("error", "rehearsal-no-room", message, help)
-    return _own_failure(refusal) if refusal.own else None
+    return _own_failure(refusal) if refusal.by_launch else None
 
 
 def _own_failure(refusal: ErrorRecord) -> Finding:

@@ -39,7 +39,7 @@ def compare(before: ServerResponse, now: ServerResponse) -> Effect:
         return Effect.NONE
     if now.refusal is None:
         return Effect.GONE
-    if now.refusal.own or _signature(now.refusal) == _signature(before.refusal):
+    if now.refusal.by_launch or _signature(now.refusal) == _signature(before.refusal):
         return Effect.NONE
     if _PHASES.index(now.phase) > _PHASES.index(before.phase):
         return Effect.LATER

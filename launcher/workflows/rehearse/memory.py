@@ -21,7 +21,6 @@ from launcher.upstream.trainers import entry_of
 from launcher.workflows.rehearse import arguments
 from launcher.workflows.rehearse.result import Rehearsal
 
-_KEPT = 200
 _MOST_FILES = 1000
 
 
@@ -33,14 +32,11 @@ def recall(judged: Judged, trainer: Trainer) -> Rehearsal | None:
 
 
 def keep(judged: Judged, trainer: Trainer, result: Rehearsal) -> None:
-    """Remember a rehearsal if the cache can be written; the oldest make room."""
+    """Remember a rehearsal if the cache can be written."""
     path = _path(judged, trainer)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_json(path, asdict(result))
-        files = sorted(path.parent.glob("*.json"), key=lambda file: file.stat().st_mtime)
-        for old in files[:-_KEPT]:
-            old.unlink(missing_ok=True)
 
 
 def _path(judged: Judged, trainer: Trainer) -> Path:
@@ -62,11 +58,11 @@ def _parts(judged: Judged, trainer: Trainer) -> Iterator[Any]:
         [finding.code, finding.key] for finding in judged.findings if finding.severity == "error"
     ]
     yield _state(Path(__file__).parent)
-    for text in _texts(whole.given):
+    for text in _texts(whole.kept):
         if is_hub_name(text):
             yield [commit(text, os.environ, kind=kind) for kind in ("models", "datasets")]
         yield _state(Path(os.path.expanduser(text)))
-    mixed = mixture.of_values(whole.given, os.environ)
+    mixed = mixture.of_values(whole.kept, os.environ)
     if mixed is not None:
         yield [_state(Path(name)) for name in mixed.names()]
 

@@ -56,14 +56,13 @@ def file_of(request: Any, kind: str) -> str:
     return os.path.join(request.scratch, f"{request.id}.{kind}")
 
 
-def collect(request: Any, shared: mmap.mmap, status: int) -> dict[str, Any]:
+def collect(request: Any, shared: mmap.mmap, status: int) -> Any:
     """The response of a process that has ended, as JSON; how it ended where there is none."""
     records = importlib.import_module("inside.records")
     shutil.rmtree(os.path.join(request.scratch, str(request.id)), ignore_errors=True)
     line = shared.readline()
     if line.endswith(b"\n"):
-        content: dict[str, Any] = json.loads(line)
-        return content
+        return json.loads(line)
     with open(file_of(request, "stack"), errors="replace") as file:
         stack = file.read()
     response = records.ServerResponse(id=request.id)
@@ -117,10 +116,10 @@ def exit_message(log: int) -> str | None:
 
 def described(error: BaseException) -> dict[str, Any]:
     """The fields of an `ErrorRecord`."""
-    own = is_launchs_fault(error)
+    by_launch = is_launchs_fault(error)
     frames = list(traceback.extract_tb(error.__traceback__))
     places = frames
-    if own:
+    if by_launch:
         places = [frame for frame in frames if is_launchs(frame.filename)]
     message = str(error)
     if isinstance(error, KeyError):
@@ -129,7 +128,7 @@ def described(error: BaseException) -> dict[str, Any]:
         "type": type(error).__name__,
         "message": message[:4000],
         "errno": getattr(error, "errno", None),
-        "own": own,
+        "by_launch": by_launch,
         "code": [frame.line or "" for frame in frames[-6:]],
     }
     if places:
@@ -174,10 +173,10 @@ def is_launchs(path: str) -> bool:
     return path.startswith(HERE + os.sep)
 
 
-def answer_all(stage: Any, requests: list[Any]) -> list[dict[str, Any]]:
+def answer_all(stage: Any, requests: list[Any]) -> list[Any]:
     """Answer some requests, several at once."""
     waiting = requests[::-1]
-    responses: list[dict[str, Any]] = []
+    responses = []
     running: dict[int, tuple[Any, mmap.mmap]] = {}
     while waiting or running:
         while waiting and len(running) < JOBS:

@@ -82,7 +82,7 @@ class FirstRows:
                 splits[split] = first_rows(rows, self.request.rows)
         return datasets.DatasetDict(splits)
 
-    def part_of_mixture(self, call: dict[str, Any]) -> MixturePart | None:
+    def part_of_mixture(self, call: Any) -> MixturePart | None:
         """The set of the mixture that is loaded by this call; None where it is another one."""
         key = [call.get(name) for name in CALL]
         for part in self.request.mixture:
@@ -90,7 +90,7 @@ class FirstRows:
                 return part
         return None
 
-    def load_part(self, part: MixturePart, call: dict[str, Any]) -> Any:
+    def load_part(self, part: MixturePart, call: Any) -> Any:
         import datasets
 
         taken = []
@@ -145,7 +145,7 @@ def first_rows(rows: Any, count: int) -> Any:
     return datasets.Dataset.from_list(taken, features=None if taken else rows.features)
 
 
-def made_up(count: int, *, pairs: bool) -> list[dict[str, Any]]:
+def made_up(count: int, *, pairs: bool) -> list[Any]:
     """Conversations as the hub's sets hold them: messages for SFT, pairs for DPO."""
     rows = []
     for number in range(count):

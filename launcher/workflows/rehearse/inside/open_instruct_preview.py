@@ -50,9 +50,7 @@ def look(
     call_trainer(script.main, arguments, tokenizer)
 
 
-def views_of(
-    script: Any, arguments: Any, loader: SampledRows, kwargs: dict[str, Any]
-) -> list[PreparedSet]:
+def views_of(script: Any, arguments: Any, loader: SampledRows, kwargs: Any) -> list[PreparedSet]:
     """A view of each set of the mixture."""
     import open_instruct.dataset_transformation as transformation
 
@@ -95,10 +93,9 @@ def view_of(config: Any, loaded: Any, facts: Any, collator: Any, limit: int | No
         prepared.set_format(type="pt")
         return prepared
 
-    def collate(row: dict[str, Any], limited: bool) -> dict[str, Any]:
+    def collate(row: Any, limited: bool) -> Any:
         features = {key: value for key, value in row.items() if key != ROW}
-        batch: dict[str, Any] = call_trainer(collator, [features])
-        return batch
+        return call_trainer(collator, [features])
 
     return PreparedSet(
         selected=config.dataset,

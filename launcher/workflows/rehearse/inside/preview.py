@@ -4,7 +4,7 @@ import contextlib
 import copy
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ Prepare = Callable[[Any, bool], Any]
 
 Then no row is left out either, as far as the trainer can do without.
 """
-Collate = Callable[[dict[str, Any], bool], dict[str, Any]]
+Collate = Callable[[Any, bool], Any]
 """The trainer's batch of one prepared row; False for one without a limit."""
 
 
@@ -69,9 +69,9 @@ def holds_tokenizer(folder: str) -> bool:
     return False
 
 
-def by_number(prepared: Iterable[Any]) -> dict[int, list[dict[str, Any]]]:
+def by_number(prepared: Iterable[Any]) -> dict[int, list[Any]]:
     """Prepared rows by the number of the row that they come from; a mixture may repeat one."""
-    listed: dict[int, list[dict[str, Any]]] = {}
+    listed: dict[int, list[Any]] = {}
     for row in prepared:
         listed.setdefault(int(row[ROW]), []).append(row)
     return listed
@@ -93,10 +93,10 @@ class PreparedSet:
     limit: int | None
     packs: bool = False
 
-    def whole_strands(self, row: dict[str, Any]) -> list[Strand]:
+    def whole_strands(self, row: Any) -> list[Strand]:
         return strands_of(self.collate(row, False))
 
-    def kept_strands(self, row: dict[str, Any]) -> list[Strand]:
+    def kept_strands(self, row: Any) -> list[Strand]:
         return strands_of(self.collate(row, True))
 
     def count(self) -> RowCounts:
@@ -129,7 +129,7 @@ class PreparedSet:
                 counts.dropped.untrained += 1
         return counts
 
-    def has_trained(self, listed: list[dict[str, Any]] | None) -> bool:
+    def has_trained(self, listed: list[Any] | None) -> bool:
         """Whether each sequence of a row has a token that counts, as long as nothing is cut."""
         if not listed:
             return False
@@ -248,7 +248,7 @@ def finish(
     raise faults[0][0] if faults else Finished
 
 
-def numbers_to_show(views: list[PreparedSet], request: ServerRequest) -> list[int]:
+def numbers_to_show(views: list[PreparedSet], request: ServerRequest) -> Sequence[int]:
     """The rows that the request names, or the first ones that are trained on."""
     if request.numbers:
         return request.numbers

@@ -5,6 +5,7 @@ Both sides import this module, so it needs nothing but the standard library.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,13 +15,13 @@ class ScriptFacts:
     """How an entry script is called; see `RehearsalRecipe` and `Entry` of `upstream/entry.py`."""
 
     module: str = ""
-    classes: list[tuple[str, str]] = field(default_factory=list)
+    classes: Sequence[tuple[str, str]] = ()
     parses: str = ""
     trainer: str = ""
     adapts: str = ""
     imports_others: bool = False
     final_model: str = ""
-    ends_after: list[str] = field(default_factory=list)
+    ends_after: Sequence[str] = ()
 
 
 @dataclass(kw_only=True)
@@ -57,9 +58,9 @@ class ServerRequest:
     folder: str = ""
     limit_s: float = 0.0
     script: ScriptFacts = field(default_factory=ScriptFacts)
-    words: list[str] = field(default_factory=list)
+    words: Sequence[str] = ()
     config: dict[str, Any] = field(default_factory=dict)
-    mixture: list[MixturePart] = field(default_factory=list)
+    mixture: Sequence[MixturePart] = ()
     sizes: dict[str, tuple[int | None, int | None]] = field(default_factory=dict)
     model: str | None = None
     revision: str | None = None
@@ -71,7 +72,7 @@ class ServerRequest:
     further: dict[str, list[Any]] = field(default_factory=dict)
     special: dict[str, int] = field(default_factory=dict)
     first: int = 0
-    numbers: list[int] = field(default_factory=list)
+    numbers: Sequence[int] = ()
     result: str = ""
 
     @classmethod
@@ -86,7 +87,7 @@ class ServerRequest:
 class ErrorRecord:
     """An exception. `file` and `line` are where it was raised, `code` the last lines before that.
 
-    `own` says that launch's code raised it, and not the trainer's.
+    `by_launch` says that launch's code raised it, and not the trainer's.
     """
 
     type: str
@@ -94,8 +95,8 @@ class ErrorRecord:
     file: str | None = None
     line: int | None = None
     errno: int | None = None
-    own: bool = False
-    code: list[str] = field(default_factory=list)
+    by_launch: bool = False
+    code: Sequence[str] = ()
 
 
 @dataclass(kw_only=True)

@@ -44,7 +44,7 @@ def prepare_in_process() -> None:
     datasets.Dataset.filter = filter_here
 
 
-def without_processes(options: dict[str, Any]) -> dict[str, Any]:
+def without_processes(options: Any) -> Any:
     """Options of `map` or `filter`; a wrong number of processes is left for them to refuse."""
     count = options.get("num_proc")
     if isinstance(count, int) and count > 0:
@@ -57,7 +57,7 @@ def shorten(rows: Any) -> Any:
     return rows.map(cut_row)
 
 
-def cut_row(row: dict[str, Any]) -> dict[str, Any]:
+def cut_row(row: Any) -> Any:
     short = {}
     for key, value in row.items():
         short[key] = value[:TOKENS] if isinstance(value, list) else value
@@ -106,7 +106,7 @@ def describe(data: Any, limit: int | None, special: dict[str, int], rows: Prepar
 Lists = dict[str, list[Any]]
 
 
-def lists_of(row: dict[str, Any]) -> Lists:
+def lists_of(row: Any) -> Lists:
     """The columns of a row that hold lists or tensors."""
     lists = {}
     for name, value in row.items():

@@ -30,7 +30,7 @@ class Mark:
     differs: bool | None = None
 
 
-def strands_of(batch: dict[str, Any]) -> list[Strand]:
+def strands_of(batch: Any) -> list[Strand]:
     """The sequences of a batch of one row, without padding."""
     if "chosen_input_ids" in batch:
         return [labelled_strand(batch, name, f"{name}_") for name in ("chosen", "rejected")]
@@ -39,14 +39,14 @@ def strands_of(batch: dict[str, Any]) -> list[Strand]:
     return [labelled_strand(batch, "text", "")]
 
 
-def masked_strand(batch: dict[str, Any], name: str, place: int) -> Strand:
+def masked_strand(batch: Any, name: str, place: int) -> Strand:
     count = int(batch["attention_mask"][place].sum())
     ids = batch["input_ids"][place][:count].tolist()
     mask = batch["completion_mask"][place][:count].tolist()
     return Strand(name, ids, [bool(bit) for bit in mask])
 
 
-def labelled_strand(batch: dict[str, Any], name: str, prefix: str) -> Strand:
+def labelled_strand(batch: Any, name: str, prefix: str) -> Strand:
     ids = batch[f"{prefix}input_ids"][0]
     labels = batch[f"{prefix}labels"][0]
     attended = batch.get(f"{prefix}attention_mask")

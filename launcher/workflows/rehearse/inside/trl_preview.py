@@ -102,10 +102,9 @@ def view_of(trainer: Any, prepare: Any, calls: list[inspect.BoundArguments]) -> 
                 arguments["packing"] = False
         return call_trainer(prepare, **arguments)
 
-    def collate(row: dict[str, Any], limited: bool) -> dict[str, Any]:
+    def collate(row: Any, limited: bool) -> Any:
         collator = trainer.data_collator if limited else unlimited_collator
-        batch: dict[str, Any] = call_trainer(collator, [row])
-        return batch
+        return call_trainer(collator, [row])
 
     selected = trainer.train_dataset
     if ROW not in selected.column_names:

@@ -74,9 +74,9 @@ def alone(training: Training, probe: Any) -> float:
 
     def step() -> None:
         for _ in range(training.options.micro):
-            probe.forward_begins(training.bare, (), training.batch)
-            probe.backward_begins(loss)
-        probe.backward_ended(training.accelerator)
+            probe.begin_forward(training.bare, (), training.batch)
+            probe.begin_backward(loss)
+        probe.end_backward(training.accelerator)
         probe.clipped(loss)
         probe.before_optimizer(training.optimizer)
         probe.close_step()
@@ -94,7 +94,7 @@ def switch(training: Training, folder: str) -> tuple[Callable[[bool], None], Any
     import accelerate.optimizer
 
     cpu = training.options.device == "cpu"
-    probe = Probe({"target": "", "out": folder, "cpu": cpu, "backend": "open_instruct"})
+    probe = Probe({"target": "", "out": folder, "cpu": cpu})
     places = [(accelerate.accelerator.Accelerator, name) for name in WATCHED]
     places.append((accelerate.optimizer.AcceleratedOptimizer, "step"))
     bare = [vars(owner)[name] for owner, name in places]

@@ -91,11 +91,12 @@ def section(name: str, command: Any) -> str:
 
 
 def _names(option: Any, context: Any) -> str:
+    # the site shows a bar in a table with its backslash, GitHub ends the cell without one
     if option.param_type_name == "argument":
-        return f"`{option.make_metavar(context)}`"
+        return f"`{option.make_metavar(context)}`".replace("|", " or ")
     value = "" if option.is_flag or option.count else f" {option.make_metavar(context)}"
     names = " / ".join([*option.opts, *option.secondary_opts])
-    return f"`{names}{value}`".replace("|", "\\|")
+    return f"`{names}{value}`".replace("|", " or ")
 
 
 def _meaning(option: Any) -> str:
@@ -104,7 +105,7 @@ def _meaning(option: Any) -> str:
     # typer says so of most defaults by itself; an off switch and an empty list go without saying
     if option.show_default and default not in (None, False, "", ()) and not callable(default):
         text += f" (default: `{getattr(default, 'value', default)}`)"
-    return text.replace("|", "\\|").strip()
+    return text.strip()
 
 
 def _plain(text: str | None) -> str:

@@ -190,3 +190,18 @@ def test_the_pin_is_the_submodule_and_the_snapshot() -> None:
         capture_output=True, text=True,
     ).stdout  # fmt: skip
     assert not listed or f"160000 {open_instruct.PIN}" in listed
+
+
+def test_the_site_can_be_searched_from_a_disk() -> None:
+    """Browsers start no worker there: a script takes its place, and must not come from elsewhere."""
+    settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert re.search(r"^plugins: \[search, offline\]$", settings, re.M)
+    scripts = re.search(r"^  polyfills: \[(\S+)\]$", settings, re.M)
+    # by this name the plugin knows that it need not load it
+    assert scripts and "iframe-worker" in scripts[1]
+    assert (ROOT / "docs" / scripts[1]).is_file()
+
+
+def test_no_table_has_an_escaped_bar() -> None:
+    """The site would print the backslash."""
+    assert [page.name for page in PAGES if "\\|" in page.read_text(encoding="utf-8")] == []

@@ -36,8 +36,6 @@ ALLOWED = {
     "workflows/ladder/ladder.py": ["names <= {'dpo', 'dpo_norm', 'sigmoid'}"],
     # the package that has types of its dataclasses
     "pin/snapshot.py": ["backend == 'open_instruct'"],
-    # settings that an older launch wrote, and that still wait in a queue
-    "probe/watching/process.py": ["values.get('backend') == 'trl'"],
     # what the path of an unknown file or script suggests
     "stage/stage.py": ["'dpo' in str(config.path).lower()"],
     "verdict/evidence.py": ["'dpo' in script", "'sft' in script"],

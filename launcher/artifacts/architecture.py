@@ -129,7 +129,13 @@ class Shape:
 
     @property
     def linear_elements(self) -> int:
-        return self.layers * sum(out * into for out, into in self.linears().values())
+        """Elements of all layers' linear weights."""
+        return self.layers * sum(math.prod(size) for size in self.linears().values())
+
+    @property
+    def widest_linear(self) -> int:
+        """Elements of the largest linear weight of a layer."""
+        return max(math.prod(size) for size in self.linears().values())
 
 
 def untied(shape: Shape) -> Shape:

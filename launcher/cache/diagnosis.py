@@ -1,7 +1,8 @@
 """`launch cache why RUN`: what made a run's caches hit or miss, by what differed from before.
 
-Two keys are looked at, from the outside in: launch's, which names the folder (contents, versions), and
-upstream's own, which names the entry in it (arguments; its `config.json` where nothing else differs).
+Two keys are compared, from the outside in: launch's, which names the folder (contents, versions),
+and upstream's own, which names the entry in it (arguments; its `config.json` if nothing else
+differs).
 """
 
 import collections
@@ -14,24 +15,20 @@ from typing import Any, NamedTuple
 
 from launcher import files
 from launcher.cache import folders
+from launcher.cache.folders import CacheUse
 from launcher.errors import brief
 from launcher.machine import codec
 from launcher.runs import events, rundir
 from launcher.runs.record import as_mapping
 from launcher.runs.rundir import RunFolder
 
-# events of the probe, by the kind of cache that they speak of
-_EVENTS = {"dataset": "dataset_cache", "reference": "reference_cache"}
 _DIGITS = 12
 _MOST = 12
-
-Use = Mapping[str, Any]
-"""What a cache folder records of one run that used it."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyDifference:
-    """One thing that is not as it was: what, before and now, and the sentence for people."""
+    """One thing that changed: what, before and now, and the sentence for people."""
 
     what: str
     before: Any
@@ -43,8 +40,8 @@ class KeyDifference:
 class Reason:
     """Why one cache of a run was hit or missed.
 
-    `state` is what the probe saw (`hit`, `miss`, `unknown`), `compared` the run that `differences` are
-    against, None where there was none before.
+    `state` is what the probe saw (`hit`, `miss`, `unknown`), `compared` the run that `differences`
+    are against, None if there was none before.
     """
 
     kind: str
@@ -55,84 +52,73 @@ class Reason:
     text: str
 
     def lines(self) -> list[str]:
-        return [f"{self.kind} cache: {self.text}", *(f"  {one.text}" for one in self.differences)]
+        differences = [f"  {difference.text}" for difference in self.differences]
+        return [f"{self.kind} cache: {self.text}", *differences]
 
 
 def why(run: RunFolder) -> list[Reason]:
-    """The reasons for every cache of a run's newest attempt; empty where it had none of launch's."""
-    uses = [use for folder in folders.known() for use in folder.uses() if _cache(use)]
-    seen = _events(run)
-    return [_reason(use, uses, seen.get(str(_cache(use)["kind"]), {})) for use in _of_run(run, uses)]
+    """The reasons for every cache of a run's newest attempt; empty if no folder of it is here."""
+    uses = [use for folder in folders.known() for use in folder.uses()]
+    uses.sort(key=lambda use: use.time)
+    own = [use for use in uses if use.run == str(run.path.absolute())]
+    newest = [use for use in own if use.attempt == max(other.attempt for other in own)]
+    seen = _first_events(run)
+    return [_reason(use, uses, seen.get(f"{use.kind}_cache", {})) for use in newest]
 
 
-def _cache(use: Use) -> Mapping[str, Any]:
-    cache = use.get("cache")
-    kind = cache.get("kind") if isinstance(cache, Mapping) else None
-    return cache if isinstance(cache, Mapping) and isinstance(kind, str) and kind in _EVENTS else {}
+def _first_events(run: RunFolder) -> dict[str, Mapping[str, Any]]:
+    """What rank 0's probe recorded first of each kind in the newest attempt.
 
-
-def _of_run(run: RunFolder, uses: Sequence[Use]) -> list[Use]:
-    """The run's own uses in its newest attempt; from its manifest where the folders were cleared."""
-    own = [use for use in uses if use.get("run") == str(run.path.absolute())]
-    attempt = max((int(use.get("attempt") or 1) for use in own), default=0)
-    newest = [use for use in own if int(use.get("attempt") or 1) == attempt]
-    kinds = {_cache(use)["kind"] for use in newest}
-    manifest = rundir.read_manifest(run)
-    cleared = {"run": str(run.path), "time": folders.seconds(manifest.created), "cleared": True}
-    recorded = filter(None, (_cache({"cache": cache}) for cache in manifest.caches))
-    missing = [cache for cache in recorded if cache["kind"] not in kinds]
-    return [*newest, *({**cleared, "cache": cache} for cache in missing)]
-
-
-def _events(run: RunFolder) -> dict[str, Mapping[str, Any]]:
-    """What rank 0's probe recorded of each kind in the newest attempt."""
-    found: dict[str, Mapping[str, Any]] = {}
-    kinds = {event: kind for kind, event in _EVENTS.items()}
+    The first look at a cache decides; a later one finds what was just made.
+    """
+    first: dict[str, Mapping[str, Any]] = {}
     for event in events.read_events(run.probe / "rank-0.jsonl"):
-        if event.get("event") == "start":
-            found = {}
-        # the first look is the one that decides; a later one finds what was just made
-        elif (kind := kinds.get(event["event"])) is not None:
-            found.setdefault(kind, event)
-    return found
+        if event["event"] == "start":
+            first = {}
+        first.setdefault(event["event"], event)
+    return first
 
 
-def _reason(use: Use, uses: Sequence[Use], event: Mapping[str, Any]) -> Reason:
-    cache, state = _cache(use), str(event.get("state") or "unknown")
-    facts = _facts(cache)
-    # earlier uses of the same kind of cache by the same kind of stage
-    place = [cache.get(name) for name in ("kind", "stage", "backend")]
-    alike = (one for one in uses if [_cache(one).get(name) for name in ("kind", "stage", "backend")] == place)
-    before = (one for one in alike if float(one["time"]) < float(use["time"]))
-    compared = [(one, list(_differences(_facts(_cache(one)), facts))) for one in before]
-    nearest, differences = min(compared, key=lambda pair: (len(pair[1]), -float(pair[0]["time"])), default=(None, []))
+def _reason(use: CacheUse, uses: Sequence[CacheUse], event: Mapping[str, Any]) -> Reason:
+    state = str(event.get("state") or "unknown")
+    facts = _facts(use.cache)
+    nearest: CacheUse | None = None
+    differences: list[KeyDifference] = []
+    for other in uses:
+        if other.time >= use.time or other.owner != use.owner:
+            continue
+        changed = list(_differences(_facts(other.cache), facts))
+        if nearest is None or len(changed) <= len(differences):
+            nearest = other
+            differences = changed
     if nearest is not None and not differences and state == "miss":
-        differences = _neighbour(event, cache)
+        differences = _compare_neighbours(event, use)
     return Reason(
-        kind=str(cache["kind"]),
+        kind=use.kind,
         state=state,
-        folder=str(cache.get("path")),
-        compared=None if nearest is None else str(nearest.get("run")),
+        folder=str(use.cache.get("path")),
+        compared=None if nearest is None else nearest.run,
         differences=tuple(differences[:_MOST]),
-        text=_sentence(state, use, nearest, differences),
+        text=_sentence(state, nearest, len(differences)),
     )
 
 
-def _sentence(state: str, use: Use, nearest: Use | None, differences: Sequence[KeyDifference]) -> str:
+def _sentence(state: str, nearest: CacheUse | None, differences: int) -> str:
     if nearest is None and state == "hit":
         return "hit: made before launch kept records"
     if nearest is None:
         return f"{state}: no earlier run of this stage is known to have used one"
-    run = f"{Path(str(nearest.get('run'))).name} ({_moment(nearest['time'])})"
-    if state == "hit" and differences:
+    run = f"{Path(nearest.run).name} ({_moment(nearest.time)})"
+    if differences and state == "hit":
         return f"hit: made by a run that is no longer known; {run} had another"
+    if differences > _MOST:
+        return f"{state}: not as it was for {run}, the first {_MOST} of {differences}:"
     if differences:
-        more = f", the first {_MOST} of {len(differences)}" if len(differences) > _MOST else ""
-        return f"{state}: not as it was for {run}{more}:"
-    same = f"{state}: the same content and the same key as {run}"
-    if state != "hit" and use.get("cleared"):
-        return f"{same}; the folder has been cleared since"
-    return same + ": the entry was not finished, was cleared, or `skip_cache` is set" * (state == "miss")
+        return f"{state}: not as it was for {run}:"
+    text = f"{state}: the same content and the same key as {run}"
+    if state == "miss":
+        text += ": the entry was not finished, was cleared, or `skip_cache` is set"
+    return text
 
 
 class KeyFact(NamedTuple):
@@ -145,92 +131,117 @@ Facts = Mapping[tuple[object, ...], KeyFact]
 
 
 def _facts(cache: Mapping[str, Any]) -> Facts:
-    """By what they are: files by the place of their data set or model in the list, others by name."""
-    key = as_mapping(cache.get("key"))
-    facts: dict[tuple[object, ...], KeyFact] = {
-        ("key", name): KeyFact(f"`{name}`", value, value) for name, value in key.items()
-    }
+    """What a cache was named by: files by their place in the list of their role, others by name."""
+    facts: dict[tuple[object, ...], KeyFact] = {}
+    for name, value in as_mapping(cache.get("key")).items():
+        facts["key", name] = KeyFact(f"`{name}`", value, value)
     counts: collections.Counter[str] = collections.Counter()
-    for one in _mappings(cache.get("inputs")):
-        role, name, digest = (str(one.get(field)) for field in ("role", "name", "digest"))
-        if role in {"code", "package"}:
+    for entry in _mappings(cache.get("inputs")):
+        role = str(entry.get("role"))
+        name = str(entry.get("name"))
+        digest = str(entry.get("digest"))
+        if role in ("code", "package"):
             facts[role, name] = KeyFact(name, digest, digest[:_DIGITS])
-        elif role == "value":
-            facts[role, name] = KeyFact(f"`{name}`", digest, one.get("shown"))
-        else:
-            counts[role] += 1
-            place = role, counts[role]
-            shown = as_mapping(one.get("shown"))
-            listed = _mappings(shown.get("files"))
-            for file in listed:
-                # one file each, whatever they are called
-                below = "" if shown.get("kind") == "file" else f"/{file.get('name')}"
-                facts[(*place, below)] = KeyFact(f"{name}{below}", file.get("digest"), file)
-            if not listed or len(listed) != shown.get("count", len(listed)):
-                version = str(shown.get("revision") or digest)
-                facts[place] = KeyFact(f"{role} {name}", digest, version[:_DIGITS])
+            continue
+        if role == "value":
+            facts[role, name] = KeyFact(f"`{name}`", digest, entry.get("shown"))
+            continue
+        counts[role] += 1
+        place = (role, counts[role])
+        shown = as_mapping(entry.get("shown"))
+        listed = _mappings(shown.get("files"))
+        for file in listed:
+            # a single file is the same whatever it is called
+            below = "" if shown.get("kind") == "file" else f"/{file.get('name')}"
+            facts[(*place, below)] = KeyFact(f"{name}{below}", file.get("digest"), file)
+        if not listed or len(listed) != shown.get("count", len(listed)):
+            version = str(shown.get("revision") or digest)
+            facts[place] = KeyFact(f"{role} {name}", digest, version[:_DIGITS])
     return facts
 
 
 def _differences(before: Facts, now: Facts) -> Iterator[KeyDifference]:
     for place in dict.fromkeys([*now, *before]):
-        # a value that only now counts, or no longer does, need not have changed: the keys hold it too
+        # a value that only now counts, or no longer does, need not have changed: the keys tell
         key = ("key", *place[1:])
         if place[0] == "value" and key in before and key in now:
             continue
-        was, is_ = before.get(place), now.get(place)
-        if was is None or is_ is None or was.content != is_.content:
-            name = (is_ or was or KeyFact("", 0, 0)).name
-            values = was and was.shown, is_ and is_.shown
-            yield KeyDifference(name, *values, f"{name} {_change(*values)}")
+        old = before.get(place)
+        new = now.get(place)
+        if old and new and old.content == new.content:
+            continue
+        fact = new or old
+        assert fact is not None
+        shown_before = old and old.shown
+        shown_now = new and new.shown
+        text = f"{fact.name} {_change(shown_before, shown_now)}"
+        yield KeyDifference(fact.name, shown_before, shown_now, text)
 
 
 def _change(before: Any, now: Any) -> str:
-    listed = [one for one in (before, now) if isinstance(one, Mapping) and "digest" in one]
+    listed = [file for file in (before, now) if isinstance(file, Mapping) and "digest" in file]
     if not listed:
-        was, is_ = (brief(one if isinstance(one, str) else json.dumps(one, default=str)) for one in (before, now))
-        return f"{was} -> {is_}"
-    size = " -> ".join(dict.fromkeys(f"{codec.fit_value(file.get('size'), int, 0):,} bytes" for file in listed))
-    if before is None or now is None:
-        return f"{'is new' if before is None else 'is gone'} ({size})"
-    times = f"{_moment(before.get('mtime'))} -> {_moment(now.get('mtime'))}"
+        return f"{_brief(before)} -> {_brief(now)}"
+    sizes = [f"{codec.fit_value(file.get('size'), int, 0):,} bytes" for file in listed]
+    size = " -> ".join(dict.fromkeys(sizes))
+    if before is None:
+        return f"is new ({size})"
+    if now is None:
+        return f"is gone ({size})"
+    written = _moment(now.get("mtime"))
     if before.get("mtime") == now.get("mtime"):
-        times = f"{_moment(now.get('mtime'))}, the same time"
-    digests = " -> ".join(str(one.get("digest"))[:_DIGITS] for one in listed)
-    return f"changed: {size}, written {times}, content {digests}"
-
-
-def _neighbour(event: Mapping[str, Any], cache: Mapping[str, Any]) -> list[KeyDifference]:
-    """What upstream wrote down about the entry of this run, against its neighbours in the folder."""
-    place = Path(str(event.get("path")))
-    if place.parent != Path(str(cache.get("path"))):
-        return []
-    now = _upstreams(place)
-    names = (name for name in files.names(place.parent) if name != place.name and not name.startswith("."))
-    beside = [place.parent / name for name in names]
-    known = filter(None, map(_upstreams, beside if now else []))
-    return min((list(_differences(before, now)) for before in known), key=len, default=[])
-
-
-def _upstreams(entry: Path) -> Facts:
-    values = _flat(rundir.read_json(entry / "config.json"))
-    values.pop("config_hash", None)
-    return {("", name): KeyFact(f"upstream's `{name}`", one, one) for name, one in values.items()}
-
-
-def _flat(value: Any, name: str = "") -> dict[str, Any]:
-    """`{"a": [{"b": 1}]}` -> `{"a[0].b": 1}`."""
-    if isinstance(value, Mapping):
-        pairs = ((f"{name}.{key}" if name else str(key), one) for key, one in value.items())
-    elif isinstance(value, list):
-        pairs = ((f"{name}[{number}]", one) for number, one in enumerate(value))
+        written += ", the same time"
     else:
-        return {name: value}
-    return {inner: one for key, part in pairs for inner, one in _flat(part, key).items()}
+        written = f"{_moment(before.get('mtime'))} -> {written}"
+    digests = " -> ".join(str(file.get("digest"))[:_DIGITS] for file in listed)
+    return f"changed: {size}, written {written}, content {digests}"
+
+
+def _brief(value: Any) -> str:
+    return brief(value if isinstance(value, str) else json.dumps(value, default=str))
+
+
+def _compare_neighbours(event: Mapping[str, Any], use: CacheUse) -> list[KeyDifference]:
+    """What upstream recorded of this run's entry, against the most similar one in the folder."""
+    place = Path(str(event.get("path")))
+    folder = place.parent
+    now = _upstream_facts(place)
+    if folder != Path(str(use.cache.get("path"))) or not now:
+        return []
+    compared = []
+    for name in files.names(folder):
+        before = _upstream_facts(folder / name)
+        if name != place.name and before:
+            compared.append(list(_differences(before, now)))
+    return min(compared, key=len, default=[])
+
+
+def _upstream_facts(entry: Path) -> Facts:
+    values = _flatten(rundir.read_json(entry / "config.json"))
+    values.pop("config_hash", None)
+    facts: dict[tuple[object, ...], KeyFact] = {}
+    for name, value in values.items():
+        facts["", name] = KeyFact(f"upstream's `{name}`", value, value)
+    return facts
+
+
+def _flatten(value: Any, name: str = "") -> dict[str, Any]:
+    """`{"a": [{"b": 1}]}` -> `{"a[0].b": 1}`."""
+    flat: dict[str, Any] = {}
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            flat |= _flatten(inner, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            flat |= _flatten(inner, f"{name}[{number}]")
+    else:
+        flat[name] = value
+    return flat
 
 
 def _mappings(value: Any) -> list[Mapping[str, Any]]:
-    return [one for one in value if isinstance(one, Mapping)] if isinstance(value, list) else []
+    mappings: list[Mapping[str, Any]] = codec.fit_value(value, list[Mapping[str, Any]], [])
+    return mappings
 
 
 def _moment(seconds: Any) -> str:

@@ -1,9 +1,9 @@
-"""Which set of a dataset cache folder open-instruct would take: by what its own key is made of.
+"""Which set of a dataset cache folder open-instruct would take, by what its own key is made of.
 
 Upstream writes beside each set what its key was made of (`config.json`,
-dataset_transformation.py::LocalDatasetTransformationCache.save_config[= os.path.join]). Whoever holds that against the
-arguments knows, without starting anything, whether a run would find its set. The rest (contents of local data, code,
-versions) is in the name of the folder.
+dataset_transformation.py::LocalDatasetTransformationCache.save_config[= os.path.join]). Comparing
+that with the arguments tells, without starting anything, whether a run would find its set. The rest
+(contents of local data, code, versions) is in the name of the folder.
 """
 
 import hashlib
@@ -27,71 +27,86 @@ _REVISION = "main"
 
 
 def hit(folder: Path, plan: Plan) -> Path | None:
+    """The complete entry that a run would take; None if there is none."""
     expected = key(plan)
-    found = folders.opened(folder)
-    names = found.entries() if found is not None else ()
-    return next((folder / name for name in names if _alike(expected, folder / name)), None)
+    cache = folders.opened(folder)
+    for name in cache.entries() if cache else ():
+        if _matches(rundir.read_json(folder / name / "config.json"), expected):
+            return folder / name
+    return None
 
 
-def _alike(expected: Mapping[str, Any], entry: Path) -> bool:
-    config = rundir.read_json(entry / "config.json")
-    tokenizer, data = config.get("tokenizer_config"), config.get("dataset_configs")
-    if not isinstance(tokenizer, dict) or not isinstance(data, list) or len(data) != len(expected["data"]):
+def _matches(config: Mapping[str, Any], expected: Mapping[str, Any]) -> bool:
+    tokenizer = config.get("tokenizer_config")
+    data = config.get("dataset_configs")
+    if not isinstance(tokenizer, dict) or not isinstance(data, list):
         return False
-    # upstream leaves out of its key what is None
-    pairs = zip(data, expected["data"], strict=True)
-    return all(tokenizer.get(name, value) == value for name, value in expected["tokenizer"].items()) and all(
-        there.get(name) == value for there, requested in pairs for name, value in requested.items()
-    )
+    # upstream leaves None out of its key
+    for name, value in expected["tokenizer"].items():
+        if tokenizer.get(name, value) != value:
+            return False
+    if len(data) != len(expected["data"]):
+        return False
+    for entry, requested in zip(data, expected["data"], strict=True):
+        if any(entry.get(name) != value for name, value in requested.items()):
+            return False
+    return True
 
 
 def key(plan: Plan) -> dict[str, Any]:
-    """What upstream's key would be made of now, as it stands in `config.json`."""
+    """What upstream's key would be made of now, as it is in `config.json`."""
     values = plan.values
+    entry = plan.stage.entry
     prefix = "dataset_" if "dataset_local_cache_dir" in values else ""
+    tokenizer = {field: values[field] for field in _TOKENIZER_FIELDS if field in values}
     name = values.get("tokenizer_name_or_path") or values.get("model_name_or_path")
     revision = values.get("tokenizer_revision") or values.get("model_revision")
-    tokenizer = {
-        **{field: values[field] for field in _TOKENIZER_FIELDS if field in values},
-        "tokenizer_name_or_path": name,
-        "tokenizer_revision": revision,
-        "tokenizer_files_hash": [_hash(str(name), revision, file) for file in _HASHED],
-    }
-    listed = values.get(plan.stage.entry.names.data)
-    pairs = listed if isinstance(listed, list) else []
+    tokenizer["tokenizer_name_or_path"] = name
+    tokenizer["tokenizer_revision"] = revision
+    tokenizer["tokenizer_files_hash"] = [_hash(str(name), revision, file) for file in _HASHED]
     splits = list(values.get(f"{prefix}mixer_list_splits") or ["train"])
-    phase = plan.stage.entry.tokenising
-    columns = values.get(f"{prefix}target_columns") if phase is None else list(phase.columns)
-    data = [
-        {
-            "dataset_name": pairs[at],
-            "dataset_split": splits[0] if len(splits) == 1 else splits[at],
-            "dataset_revision": _REVISION,
-            "transform_fn": values.get(f"{prefix}transform_fn"),
-            "transform_fn_args": [{"max_seq_length": values.get("max_seq_length")}, {}],
-            "target_columns": columns,
-            "frac_or_num_samples": float(amount) if "." in (amount := str(pairs[at + 1])) else int(amount),
-            "dataset_commit_hash": _commit(str(pairs[at])),
-        }
-        for at in range(0, len(pairs) - 1, 2)
-        if len(splits) == 1 or at < len(splits)
-    ]
-    plain: dict[str, Any] = json.loads(json.dumps({"tokenizer": tokenizer, "data": data}, default=str))
+    columns = values.get(f"{prefix}target_columns")
+    if entry.tokenising is not None:
+        columns = list(entry.tokenising.columns)
+    listed = values.get(entry.names.data)
+    words = listed if isinstance(listed, list) else []
+    if len(splits) == 1:
+        splits *= len(words)
+    data = []
+    for at in range(0, min(len(words) - 1, len(splits)), 2):
+        amount = str(words[at + 1])
+        data.append(
+            {
+                "dataset_name": words[at],
+                "dataset_split": splits[at],
+                "dataset_revision": _REVISION,
+                "transform_fn": values.get(f"{prefix}transform_fn"),
+                "transform_fn_args": [{"max_seq_length": values.get("max_seq_length")}, {}],
+                "target_columns": columns,
+                "frac_or_num_samples": float(amount) if "." in amount else int(amount),
+                "dataset_commit_hash": _commit(str(words[at])),
+            }
+        )
+    text = json.dumps({"tokenizer": tokenizer, "data": data}, default=str)
+    plain: dict[str, Any] = json.loads(text)
     return plain
 
 
 def _commit(name: str) -> str | None:
-    """The commit of a data set on the hub, as upstream reads it: where its README.md is in the cache."""
+    """The commit of a data set on the hub; upstream knows it if its README.md is in the cache."""
     if exists(name) or model_config.is_path(name):
         return None
     snapshot = model_config.snapshot(name, os.environ, _REVISION, "datasets")
+    if snapshot is None or not is_file(snapshot / "README.md"):
+        return None
     # the folder is named by the commit
-    return snapshot.name if snapshot is not None and is_file(snapshot / "README.md") else None
+    return snapshot.name
 
 
 def _hash(name: str, revision: str | None, file: str) -> str:
-    local = Path(name)
-    folder = local if is_dir(local) else model_config.snapshot(name, os.environ, revision)
+    folder: Path | None = Path(name)
+    if not is_dir(name):
+        folder = model_config.snapshot(name, os.environ, revision)
     if folder is None or not is_file(folder / file):
         return f"{file} not found"
     return hashlib.sha256((folder / file).read_bytes()).hexdigest()

@@ -1,8 +1,9 @@
-"""What a stage reads of models, tokenizers and data, local or on the hub: brought here, and looked through.
+"""What a stage reads of models, tokenizers and data, local or on the hub: downloaded, and checked.
 
-Before anything is tokenised: upstream's key of tokenised data holds what is in the hub's cache at that
-moment (dataset_transformation.py::get_commit_hash[file = launch_utils.custom_cached_file]), so that a set made before
-the download has another key than the same set made after it.
+This comes before anything is tokenised: upstream's key of tokenised data holds what is in the hub's
+cache at that moment
+(dataset_transformation.py::get_commit_hash[file = launch_utils.custom_cached_file]), so that a set
+made before the download has another key than the same set made after it.
 """
 
 import json
@@ -53,12 +54,13 @@ _TOKENIZER = tuple(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """A model, a tokenizer or a data set by its name, and what became of it.
+    """A model, a tokenizer or a data set by its name, and whether it is here.
 
-    `role` says how much of it is read: `whole` is every file, which SFT's `snapshot_download` takes;
-    `card` the one file that open-instruct's key of tokenised data knows; `data` what TRL trains on, in its
-    configuration `config`, of a mixture also from a `folder` of it, or from named `files`. `state` is
-    `there`, `fetched`, `missing`, or `unknown` for a card: a data set may have none.
+    `role` says how much of it is read: `whole` is every file, which SFT's `snapshot_download`
+    takes; `card` the one file that open-instruct's key of tokenised data knows; `data` what TRL
+    trains on, in its configuration `config`, of a mixture also from a `folder` of it, or from named
+    `files`. `state` is `there`, `fetched`, `missing`, or `unknown` for a card: a data set may have
+    none.
     """
 
     role: Role
@@ -96,95 +98,108 @@ class Part:
 
 
 def required_parts(plan: Plan) -> tuple[Part, ...]:
-    return tuple(
-        {
-            (one.role, one.name, one.revision, one.config, one.folder, str(one.files)): one
-            for one in _required_parts(plan)
-        }.values()
-    )
+    """What the run reads, each once, whichever argument names it first."""
+    parts: dict[Part, Part] = {}
+    for part in _required_parts(plan):
+        parts.setdefault(replace(part, key="", files=str(part.files)), part)
+    return tuple(parts.values())
 
 
 def _required_parts(plan: Plan) -> Iterator[Part]:
-    values, entry = plan.values, plan.stage.entry
-    names = entry.names
+    values = plan.values
+    names = plan.stage.entry.names
     revision = values.get("model_revision")
-    role: Role = "whole" if entry.whole_model else "model"
+    role: Role = "whole" if plan.stage.entry.whole_model else "model"
     for key in ("model_name_or_path", "config_name"):
-        # OLMo-core's names of shapes are nothing of the hub's
-        if isinstance(values.get(key), str) and values[key] not in values.schema.configs:
-            yield Part(role=role, name=values[key], key=key, revision=revision)
-    for key, at in (
-        ("tokenizer_name_or_path", values.get("tokenizer_revision") or revision),
-        ("chat_template_path", None),
-    ):
+        name = values.get(key)
+        # OLMo-core's names of shapes are not on the hub
+        if isinstance(name, str) and name not in values.schema.configs:
+            yield Part(role=role, name=name, key=key, revision=revision)
+    tokenizer_revision = values.get("tokenizer_revision") or revision
+    revisions = {"tokenizer_name_or_path": tokenizer_revision, "chat_template_path": None}
+    for key, tokenizer_revision in revisions.items():
         name = values.get(key)
         if isinstance(name, str) and name != values.get(names.model) and not is_file(name):
-            yield Part(role="tokenizer", name=name, key=key, revision=at)
+            yield Part(role="tokenizer", name=name, key=key, revision=tokenizer_revision)
     mixed = mixture.of_values(values, os.environ)
+    listed = values.get(names.data)
     if mixed is not None:
         yield from _parts_of_mixture(mixed, values)
-        return
-    listed = values.get(names.data)
-    if isinstance(listed, str) and values.get("dataset_streaming") is not True:
+    elif isinstance(listed, list):
+        for name in listed[::2]:
+            if isinstance(name, str):
+                yield Part(role="card", name=name, key=names.data, revision="main")
+    elif isinstance(listed, str) and values.get("dataset_streaming") is not True:
         yield Part(role="data", name=listed, key=names.data, config=values.get("dataset_config"))
-    for name in listed[::2] if isinstance(listed, list) else []:
-        if isinstance(name, str):
-            yield Part(role="card", name=name, key=names.data, revision="main")
 
 
 def _parts_of_mixture(mixed: mixture.Mixture, values: Mapping[str, Any]) -> Iterator[Part]:
     """The sets of a mixture that are on the hub; a stream is read while it is trained on."""
     if values.get("streaming") is True:
         return
-    for one in mixed.sets:
-        entry = one.entry
-        if entry.path in sources.LOADERS:
-            continue
-        key = f"{entry.key}.path"
-        yield Part(
-            role="data", name=entry.path, key=key, config=entry.name, folder=entry.data_dir, files=entry.data_files
-        )
+    for piece in mixed.sets:
+        entry = piece.entry
+        if entry.path not in sources.LOADERS:
+            yield Part(
+                role="data",
+                name=entry.path,
+                key=f"{entry.key}.path",
+                config=entry.name,
+                folder=entry.data_dir,
+                files=entry.data_files,
+            )
 
 
 def fetch(parts: Sequence[Part], trainer: Trainer, environ: Mapping[str, str]) -> tuple[Part, ...]:
-    """Bring what is on the hub, by the trainer's own packages; say of each what came of it.
+    """Download what is on the hub, by the trainer's own packages; the result of each part.
 
-    HF_HUB_OFFLINE is honoured, and without a network what is here has to do. Progress goes to stderr.
-    Raises NotReady where the trainer's Python cannot do it at all.
+    HF_HUB_OFFLINE is honoured, and without a network the hub's cache here has to do. Progress goes
+    to stderr. Raises NotReady if the trainer's Python cannot do it at all.
     """
-    return tuple(_looked(one) if one.local else _brought(one, trainer, environ) for one in parts)
+    return tuple(
+        _checked(part) if part.local else _download(part, trainer, environ) for part in parts
+    )
 
 
-def _brought(part: Part, trainer: Trainer, environ: Mapping[str, str]) -> Part:
-    before, began = _snapshot(part), time.monotonic()
+def _download(part: Part, trainer: Trainer, environ: Mapping[str, str]) -> Part:
+    before = _snapshot(part)
+    began = time.monotonic()
     answer = _call(part, trainer, environ)
-    error, now = answer.get("error"), _snapshot(part)
+    now = _snapshot(part)
+    error = answer.get("error")
     place = Path(answer["path"]) if answer.get("path") else None
-    part = replace(part, place=place, seconds=time.monotonic() - began, commit=now[0], error=error)
+    seconds = time.monotonic() - began
+    part = replace(part, place=place, seconds=seconds, commit=now[0], error=error)
+    if part.role == "card" and error:
+        return replace(part, state="unknown")
     if part.role in ("card", "data"):
-        failed = "unknown" if part.role == "card" else "missing"
-        return replace(part, state=failed if error else "there")
+        return replace(part, state="missing" if error else "there")
     if place is None:
         return replace(part, state="missing")
-    return _looked(replace(part, state="there" if now == before else "fetched"))
+    return _checked(replace(part, state="there" if now == before else "fetched"))
 
 
 def _call(part: Part, trainer: Trainer, environ: Mapping[str, str]) -> dict[str, Any]:
+    """Have the trainer's Python download a part; `path` or `error`. Raises NotReady."""
+    module = "huggingface_hub"
+    function = "snapshot_download"
+    arguments: dict[str, Any] = {"repo_id": part.name, "revision": part.revision}
     if part.role == "data":
-        words: dict[str, Any] = {"path": part.name, "name": part.config}
+        module = "datasets"
+        function = "load_dataset"
+        arguments = {"path": part.name, "name": part.config}
         if part.folder is not None or part.files is not None:
-            words |= {"data_dir": part.folder, "data_files": part.files}
-        call: list[Any] = ["datasets", "load_dataset", words]
-    else:
-        of_role: dict[str, dict[str, Any]] = {
-            "card": {"repo_type": "dataset", "allow_patterns": ["README.md"]},
-            "tokenizer": {"allow_patterns": list(_TOKENIZER)},
-            "model": {"ignore_patterns": list(_OTHERS)},
-        }
-        words = {"repo_id": part.name, "revision": part.revision, **of_role.get(part.role, {})}
-        call = ["huggingface_hub", "snapshot_download", words]
-    argv = [str(trainer.python), "-c", _CALL, json.dumps(call)]
-    ended = subprocess.run(argv, stdout=subprocess.PIPE, env=isolation.isolated(environ), check=False)
+            arguments |= {"data_dir": part.folder, "data_files": part.files}
+    elif part.role == "card":
+        arguments |= {"repo_type": "dataset", "allow_patterns": ["README.md"]}
+    elif part.role == "tokenizer":
+        arguments["allow_patterns"] = _TOKENIZER
+    elif part.role == "model":
+        arguments["ignore_patterns"] = _OTHERS
+    call = json.dumps([module, function, arguments])
+    argv = [str(trainer.python), "-c", _CALL, call]
+    env = isolation.isolated(environ)
+    ended = subprocess.run(argv, stdout=subprocess.PIPE, env=env, check=False)
     answer = parse_line(ended.stdout.strip().rpartition(b"\n")[2])
     if not answer:
         message = f"{trainer.python} cannot download from the hub: it ended with {ended.returncode}"
@@ -192,18 +207,20 @@ def _call(part: Part, trainer: Trainer, environ: Mapping[str, str]) -> dict[str,
     return answer
 
 
-def _looked(part: Part) -> Part:
+def _checked(part: Part) -> Part:
+    """A part that is on this disk, or should be."""
     place = part.place or Path(part.name)
+    size = sizes.size_below(place, links=True)
     if part.role in ("card", "data"):
-        error, state = part.error, "there" if exists(place) else "missing"
-    else:
-        error = part.error or lacking(place, part.role)
-        state = "missing" if error else part.state or "there"
-    return replace(part, place=place, state=state, size=sizes.size_below(place, links=True), error=error)
+        state = "there" if exists(place) else "missing"
+        return replace(part, place=place, state=state, size=size)
+    error = part.error or lacking(place, part.role)
+    state = "missing" if error else part.state or "there"
+    return replace(part, place=place, state=state, size=size, error=error)
 
 
 def lacking(folder: Path, role: Role) -> str | None:
-    """What a model's or a tokenizer's folder lacks to be loaded; None where nothing is missed."""
+    """What a model's or a tokenizer's folder lacks to be loaded; None if it is complete."""
     if not is_dir(folder):
         return f"there is no folder {folder}"
     if role == "tokenizer":
@@ -214,7 +231,7 @@ def lacking(folder: Path, role: Role) -> str | None:
 
 
 def _snapshot(part: Part) -> tuple[str | None, set[Path]]:
-    """The commit that the hub's cache here holds for a part now, and its files."""
+    """The commit of a part in the hub's cache now, and its files there."""
     kind = "datasets" if part.role in ("card", "data") else "models"
     folder = model_config.snapshot(part.name, os.environ, part.revision, kind)
     if folder is None:
@@ -223,19 +240,25 @@ def _snapshot(part: Part) -> tuple[str | None, set[Path]]:
 
 
 def findings(parts: Sequence[Part], plan: Plan, *, offline: bool) -> Iterator[Finding]:
-    for one in parts:
-        if one.state != "missing" or one.role == "card":
+    for part in parts:
+        if part.state != "missing" or part.role == "card":
             continue
-        origin = plan.stage.config.origin(f"args.{one.key}")
-        if one.local or one.place is not None:
-            code, what = "incomplete-model", str(one.error)
-            again = "finish the run that makes it, or copy it again"
-            help = again if one.local else f"hf download {one.name}"
+        code = "incomplete-model"
+        fault = str(part.error)
+        if part.local:
+            help = "finish the run that makes it, or copy it again"
+        elif part.place is not None:
+            help = f"hf download {part.name}"
         else:
             code = "not-fetched"
-            why = "HF_HUB_OFFLINE is set" if offline else redact(one.error or "no answer")
-            what = f"not in the hub's cache, and cannot be fetched: {why}"
-            first = "unset HF_HUB_OFFLINE for this" if offline else "check the name and the network"
+            why = redact(part.error or "no answer")
+            first = "check the name and the network"
+            if offline:
+                why = "HF_HUB_OFFLINE is set"
+                first = "unset HF_HUB_OFFLINE for this"
+            fault = f"not in the hub's cache, and cannot be fetched: {why}"
             help = f"{first}, or bring the hub's cache of a machine that has it (HF_HOME)"
-        message = f"`{one.key}: {one.name}`: {what}"
-        yield launch_finding("error", code, message, help, key=f"args.{one.key}", **origin.place)
+        key = f"args.{part.key}"
+        place = plan.stage.config.origin(key).place
+        message = f"`{part.key}: {part.name}`: {fault}"
+        yield launch_finding("error", code, message, help, key=key, **place)

@@ -71,7 +71,7 @@ def run_names(incomplete: str) -> list[str]:
     return [name for name in names if name.startswith(incomplete)]
 
 
-_RUN = "a run, the beginning of its name, or `last`, the newest of this folder"
+_RUN = "a run, its name or the beginning of it, or `last`, the newest of this folder"
 RUN = Argument(..., metavar="RUN", help=_RUN, autocompletion=run_names)
 LAST_RUN = Argument("last", metavar="RUN", help=_RUN, autocompletion=run_names)
 OVERRIDES = Argument(
@@ -283,11 +283,18 @@ def takes(*names: str) -> Callable[[Command], Command]:
 
 
 def found_run(name: str, kind: str = "run") -> RunFolder:
-    """The run of that name. Raises UsageError where there is none, or several."""
+    """The run of that name, or the last one of a pipeline, bench, ladder or tune of that name.
+
+    Raises UsageError where there is none, or several.
+    """
     from launcher.runs import rundir
 
     folder = rundir.find_run(name)
     if folder is None:
+        members = rundir.campaign_runs(Path(name))
+        if members:
+            console.say_aside(f"the last run of {name}: {members[-1].path.name}")
+            return members[-1]
         raise usage("no-such-run", f"there is no {kind} `{name}`", "launch runs")
     if name == "last" and not rundir.was_started_here(folder):
         console.say_aside(f"no run was begun in this folder; the last of all is {folder.path.name}")

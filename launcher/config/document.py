@@ -144,7 +144,7 @@ def _broken(path: Path, text: str, error: yaml.MarkedYAMLError | yaml.reader.Rea
 def _near(path: Path) -> str | None:
     """Advice about a file that is not there: names like it in the same folder."""
     if "=" in path.name:
-        return "`launch sft FILE KEY=VALUE --dry-run` checks a file with an override"
+        return "the stage file comes first: FILE KEY=VALUE"
     names = [name for name in files.names(path.parent) if name.endswith((".yaml", ".yml"))]
     if near := difflib.get_close_matches(path.name, names, n=3):
         return f"did you mean {' or '.join(str(path.parent / name) for name in near)}?"

@@ -54,6 +54,11 @@ class Key:
     def shape(self) -> str:
         return self.takes or _SHAPES[self.kind]
 
+    def as_json(self) -> dict[str, Any]:
+        parts = [part.as_json() for part in self.parts]
+        texts = {"key": self.name, "type": self.shape, "default": self.default, "meaning": self.meaning}
+        return {**texts, "words": list(self.words), "parts": parts}
+
     def read(self, value: Any, where: str = "") -> tuple[Any, list[Fault]]:
         """The value, None for a null or faulty one, and what is wrong with it."""
         where = where or self.name
@@ -221,3 +226,30 @@ TABLE = (
     Key("extends", "path", "another stage file, relative to this one, whose keys this one inherits"),
 )
 KEYS = {key.name: key for key in TABLE}
+
+_EVAL = (
+    Key("command", "list", "the words of the command; `{model}` is the folder of the stage's model", takes="a list"),
+    Key("metrics", "path", "the JSON file with its numbers, or a pattern for it, below the evaluation's folder"),
+    Key("expect", "mapping", "gates", takes='a mapping of metrics to what they must be: `">= 0.4"`'),
+    Key("timeout", "text", "how long it may take", "24h", "a duration such as 90s, 10m or 1h30m"),
+)
+PIPELINE_TABLE = (
+    Key("name", "text", "the name of the pipeline, or of a stage in it", "the name of its file"),
+    Key("gpus", "number", "GPUs of every stage, or of one; 0 is the CPU", "--gpus", "a number"),
+    Key(
+        "stages",
+        "list",
+        "the stages in their order",
+        "none, it must be given",
+        "a list of mappings, or of stage files",
+    ),
+    Key(
+        "config", "path", "the stage file of a stage", "none, it must be given", "a path relative to the pipeline file"
+    ),
+    Key("stage", "word", "the training stage", "as the stage file says", words=STAGES),
+    Key("from", "text", "the earlier stage whose model this one starts from", "the stage before", "a name, or none"),
+    Key("with", "mapping", "changes of the stage file", takes="a mapping of keys to values: {learning_rate: 1e-5}"),
+    Key("eval", "mapping", "a command that measures the stage's model, and what its metrics must be", parts=_EVAL),
+)
+PIPELINE = {key.name: key for key in PIPELINE_TABLE}
+"""The keys of pipeline files, those of one stage among them."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +17,7 @@ from launcher.dataset.survey import Fault
 from launcher.errors import InvalidConfig, UsageError, launch_finding, usage
 from launcher.paths import is_dir, is_file
 
+_SAY_EVERY_S = 2.0
 _MOST_FAULTS = 20  # rows that are told one by one
 
 
@@ -29,15 +32,24 @@ class Converted:
     skipped: tuple[Fault, ...] = ()
 
 
-def convert(source: Path, output: Path, *, split: str = "train", skip: bool = False) -> Converted:
-    """Convert the rows of a file, or of the split of a folder.
+def convert(
+    source: Path,
+    output: Path,
+    *,
+    split: str = "train",
+    skip: bool = False,
+    say: Callable[[str], None] | None = None,
+) -> Converted:
+    """Convert the rows of a file, or of the split of a folder. `say` is told now and then how far it is.
 
     Raises UsageError where there is nothing to convert, or `output` is there already; InvalidConfig where
     rows have not the form of the others, unless `skip` leaves them out. Writes all of `output` or nothing.
     """
     files = _files(source, split)
     if os.path.exists(output):
-        raise usage("output-exists", f"{output} is there already", "name another file, or delete it")
+        raise usage(
+            "output-exists", f"{output} is there already", "name another file, or delete it"
+        )
     if output.suffix != ".jsonl":
         raise usage("bad-output", f"{output} would hold JSON lines", "name it .jsonl")
     surveyed = survey.look(files)
@@ -51,14 +63,16 @@ def convert(source: Path, output: Path, *, split: str = "train", skip: bool = Fa
     output.parent.mkdir(parents=True, exist_ok=True)
     half = output.with_name(f".{output.name}.{os.urandom(4).hex()}")
     try:
-        rows, faults = _write(files, half, shape)
+        rows, faults = _write(files, half, shape, say or (lambda _: None))
         if faults and not skip:
             raise _refused(faults)
         os.rename(half, output)
     finally:
         with contextlib.suppress(FileNotFoundError):
             half.unlink()
-    return Converted(output=output, rows=rows, shape=shape.name, into=shape.into, skipped=tuple(faults))
+    return Converted(
+        output=output, rows=rows, shape=shape.name, into=shape.into, skipped=tuple(faults)
+    )
 
 
 def _files(source: Path, split: str) -> tuple[Path, ...]:
@@ -73,9 +87,13 @@ def _files(source: Path, split: str) -> tuple[Path, ...]:
     return found.files
 
 
-def _write(files: tuple[Path, ...], output: Path, shape: shapes.RowForm) -> tuple[int, list[Fault]]:
+def _write(
+    files: tuple[Path, ...], output: Path, shape: shapes.RowForm, say: Callable[[str], None]
+) -> tuple[int, list[Fault]]:
     rows = 0
     faults = []
+    began = time.monotonic()
+    said_at = began
     with output.open("w", encoding="utf-8") as stream:
         for file in files:
             for number, row in reading.read_rows(file):
@@ -90,6 +108,10 @@ def _write(files: tuple[Path, ...], output: Path, shape: shapes.RowForm) -> tupl
                     continue
                 stream.write(json.dumps(converted, ensure_ascii=False, default=str) + "\n")
                 rows += 1
+                now = time.monotonic()
+                if now - said_at >= _SAY_EVERY_S:
+                    said_at = now
+                    say(f"converting {file}: {rows:,} rows in {now - began:.0f} s")
     return rows, faults
 
 
@@ -107,5 +129,7 @@ def _refused(faults: list[Fault]) -> InvalidConfig:
     ]
     if len(faults) > _MOST_FAULTS:
         shown.append(launch_finding("error", "bad-data", f"{len(faults) - _MOST_FAULTS} more rows"))
-    shown.append(launch_finding("note", "bad-data", "nothing was written", "--skip leaves these rows out"))
+    shown.append(
+        launch_finding("note", "bad-data", "nothing was written", "--skip leaves these rows out")
+    )
     return InvalidConfig(shown)

@@ -5,18 +5,23 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from launcher.dataset.survey import Survey
 
 Row = Mapping[str, Any]
+Message = dict[str, object]
 
-_QUESTIONS = tuple("question query instruction prompt input problem user human user_input message_1 title".split())
-_ANSWERS = tuple(
-    "answer response output completion solution assistant reply target assistant_response message_2".split()
-)
+_QUESTIONS = (
+    "question query instruction prompt input problem user human user_input message_1 title"
+).split()
+_ANSWERS = (
+    "answer response output completion solution assistant reply target assistant_response message_2"
+).split()
+# questions of Alpaca's rows, the first that is filled
+_INSTRUCTIONS = ("instruction", "question", "query", "problem", "input")
 # columns of conversations, the first that is there; some of these names stand for other things too
 _UNSURE_CHATS = ("items", "chat", "turns", "data")
 _CHATS = ("messages", "conversations", "conversation", "dialog", "dialogue", *_UNSURE_CHATS)
@@ -48,8 +53,6 @@ _CALLS = ("function_call", "tool_call")
 _ROLE_KEYS = ("role", "from", "author", "speaker", "user")
 _CONTENT_KEYS = ("content", "value", "text", "message")
 _TURN = re.compile(r"\n\n(Human|Assistant):")
-
-
 _TEMPLATE_ROLES = frozenset({"system", "user", "assistant", "tool"})
 
 
@@ -83,7 +86,7 @@ def pair_columns(survey: Survey) -> tuple[str, str] | None:
 
 
 def readable(survey: Survey) -> RowForm | None:
-    """The form of rows that a trainer reads already: they are written as they are, in another file format."""
+    """The form of rows that a trainer reads already: they are written as they are."""
     if survey.kind("messages") == "list":
         return RowForm(name="`messages`", into="`messages`", convert=dict)
     if survey.kind("chosen") == "list" and survey.kind("rejected") == "list":
@@ -91,148 +94,150 @@ def readable(survey: Survey) -> RowForm | None:
     return None
 
 
-def prompt_columns(survey: Survey) -> tuple[str, ...]:
-    """Columns beside `chosen` and `rejected` that hold the question, under another name than `prompt`."""
-    names = ("instruction", "question", "query", "problem", "input", "system", "conversations", "messages", "history")
-    used = [name for name in names if survey.kind(name) in ("text", "list") and _has_text(survey, name)]
-    return tuple(used)
-
-
-def _has_text(survey: Survey, column: str) -> bool:
-    filled = sum(tally.count for kind, tally in survey.kinds_of(column).items() if kind not in ("null", "absent"))
-    return filled > survey.count(column, "empty") + survey.count(column, "empty-list")
-
-
-def _recognise_pairs(survey: Survey, better: str, worse: str) -> RowForm | None:
-    columns = survey.columns
-    kind = survey.kind(better)
-    if survey.named(better, "items:"):
-        return None
-    written_out = survey.count(better, "json-messages") or survey.count(better, "python-messages")
-    questions = [name for name in prompt_columns(survey) if name != "conversations"]
-
-    def form(name: str, convert: Callable[[Row], dict[str, Any]]) -> RowForm:
-        def renamed(row: Row) -> dict[str, Any]:
-            return convert({**row, "chosen": row.get(better), "rejected": row.get(worse)})
-
-        into = "`chosen` and `rejected`, each a conversation with its prompt"
-        return RowForm(name=name, into=into, convert=renamed)
-
-    if survey.kind("conversations") == "list":
-        return form("ShareGPT pairs", _convert_sharegpt_pair)
-    if kind == "list" and survey.count(better, "from-value"):
-        return form("ShareGPT pairs", _convert_sharegpt_pair)
-    if written_out:
-        return form("messages as text", _convert_written_out)
-    if survey.kind("prompt") == "text" and kind in ("list", "object"):
-        return form("a text prompt beside conversations", _convert_text_prompt)
-    if survey.kind("prompt") == "list" and kind in ("list", "object"):
-        return form("a `prompt` beside answers", _convert_prompt_beside)
-    if survey.kind("prompt") == "text" and kind == "text":
-        return form("pairs of texts", _convert_text_pair)
-    if survey.kind("input") == "object" and kind == "list":
-        return form("preferences as OpenAI has them", _convert_openai_pair)
-    if "prompt" not in columns and kind == "text" and survey.kind("messages") == "list":
-        return form("a `messages` prompt beside answers", _convert_messages_prompt)
-    if "prompt" not in columns and kind == "text" and questions:
-        return form("Alpaca pairs", _convert_alpaca_pair)
-    if "prompt" not in columns and kind == "list" and "messages" in questions:
-        return form("a `messages` prompt beside answers", _convert_messages_prompt)
-    if kind == "text" and survey.count(better, "human-assistant"):
-        return form("dialogues of `Human:` and `Assistant:`", _convert_dialogue_pair)
-    return None
-
-
-def _recognise_answers(survey: Survey) -> RowForm | None:
-    columns = survey.columns
-    plain = {name.strip().lower(): name for name in sorted(columns, reverse=True)}
-    for name in _CHATS:
-        column = plain.get(name)
-        if column is None:
-            continue
-        shape = _recognise_chats(survey, column)
-        if shape is not None:
-            return shape
-    if survey.kind("messages") == "list" and "prompt" in columns:
-        return RowForm(name="`messages` beside a prompt", into="`messages`", convert=_keep_messages)
-    instruction = plain.get("instruction")
-    output = plain.get("output")
-    if instruction is not None and output is not None and survey.kind(instruction) == survey.kind(output) == "text":
-        return RowForm(name="Alpaca", into="`messages`", convert=_convert_alpaca)
-    if is_labelled(survey):
-        # some of these answers are bad ones
-        return None
-    question = _first_column(survey, plain, _QUESTIONS)
-    answer = _first_column(survey, plain, _ANSWERS)
-    if question is None or answer is None:
-        return None
-    if survey.named(question, "items:") or survey.named(answer, "items:"):
-        return None
-    if survey.kind(question) == "list" or survey.kind(answer) == "list":
-        name = f"`{question}` and `{answer}`, one of them a list"
-        return RowForm(name=name, into="`messages`", convert=lambda row: _joined(row, question, answer))
-
-    def convert(row: Row) -> dict[str, Any]:
-        prompt = _below(_text(row, question), row.get("context"))
-        return _chat(prompt, _text(row, answer), row.get("system"))
-
-    return RowForm(name=f"`{question}` and `{answer}`", into="`messages`", convert=convert)
-
-
 def is_labelled(survey: Survey) -> bool:
     """Answers that are marked as good or bad, as KTO trains on them."""
     return survey.kind("label") == "bool" and {"prompt", "completion"} <= survey.columns
 
 
-def _first_column(survey: Survey, plain: Mapping[str, str], names: Iterable[str]) -> str | None:
+def prompt_columns(survey: Survey) -> tuple[str, ...]:
+    """Columns beside `chosen` and `rejected` that hold the question, other than `prompt`."""
+    names = (
+        "instruction",
+        "question",
+        "query",
+        "problem",
+        "input",
+        "system",
+        "conversations",
+        "messages",
+        "history",
+    )
+    return tuple(name for name in names if _has_text(survey, name))
+
+
+def _has_text(survey: Survey, column: str) -> bool:
+    if survey.kind(column) not in ("text", "list"):
+        return False
+    filled = 0
+    for kind, tally in survey.kinds_of(column).items():
+        if kind not in ("null", "absent"):
+            filled += tally.count
+    return filled > survey.count(column, "empty") + survey.count(column, "empty-list")
+
+
+def _recognise_pairs(survey: Survey, better: str, worse: str) -> RowForm | None:
+    convert = _convert_pair
+    if _is_written_out(survey, better):
+        convert = _convert_written_out_pair
+        name: str | None = "messages as text"
+    else:
+        name = _name_pairs(survey, better)
+    if name is None or survey.named(better, "items:"):
+        return None
+    into = "`chosen` and `rejected`, each a conversation with its prompt"
+
+    def renamed(row: Row) -> dict[str, Any]:
+        return convert({**row, "chosen": row.get(better), "rejected": row.get(worse)})
+
+    return RowForm(name=name, into=into, convert=renamed)
+
+
+def _is_written_out(survey: Survey, column: str) -> bool:
+    return survey.count(column, "json-messages") + survey.count(column, "python-messages") > 0
+
+
+def _name_pairs(survey: Survey, better: str) -> str | None:
+    """What pairs with a prompt are called; None where no prompt can be told from the answers."""
+    answer = survey.kind(better)
+    prompt = survey.kind("prompt")
+    are_messages = answer in ("list", "object")
+    if survey.kind("conversations") == "list" or survey.count(better, "from-value"):
+        return "ShareGPT pairs"
+    if prompt == "text" and are_messages:
+        return "a text prompt beside conversations"
+    if prompt == "list" and are_messages:
+        return "a `prompt` beside answers"
+    if prompt == "text" and answer == "text":
+        return "pairs of texts"
+    if survey.kind("input") == "object" and answer == "list":
+        return "preferences as OpenAI has them"
+    if "prompt" not in survey.columns and answer in ("text", "list"):
+        if survey.kind("messages") == "list":
+            return "a `messages` prompt beside answers"
+        if answer == "text" and {*prompt_columns(survey)} - {"conversations"}:
+            return "Alpaca pairs"
+    if survey.count(better, "human-assistant"):
+        return "dialogues of `Human:` and `Assistant:`"
+    return None
+
+
+def _recognise_answers(survey: Survey) -> RowForm | None:
+    columns = {name.strip().lower(): name for name in sorted(survey.columns, reverse=True)}
+    for plain in _CHATS:
+        if plain in columns:
+            name = _name_chats(survey, columns[plain])
+            if name is not None:
+                return _chat_form(name, columns[plain])
+    instruction = columns.get("instruction", "")
+    output = columns.get("output", "")
+    if survey.kind(instruction) == "text" and survey.kind(output) == "text":
+        return RowForm(name="Alpaca", into="`messages`", convert=_convert_alpaca)
+    if is_labelled(survey):
+        # some of these answers are bad ones
+        return None
+    question = _first_column(survey, columns, _QUESTIONS)
+    answer = _first_column(survey, columns, _ANSWERS)
+    if question is None or answer is None:
+        return None
+    if survey.named(question, "items:") or survey.named(answer, "items:"):
+        return None
+
+    def convert(row: Row) -> dict[str, Any]:
+        return _convert_answer(row, question, answer)
+
+    return RowForm(name=f"`{question}` and `{answer}`", into="`messages`", convert=convert)
+
+
+def _first_column(survey: Survey, columns: Mapping[str, str], names: list[str]) -> str | None:
     for name in names:
-        column = plain.get(name)
+        column = columns.get(name)
         if column is not None and survey.kind(column) is not None:
             return column
     return None
 
 
-def _recognise_chats(survey: Survey, column: str) -> RowForm | None:
-    """The form of the conversations in a column; None where a trainer reads them, or they are none."""
+def _chat_form(name: str, column: str) -> RowForm:
+    def convert(row: Row) -> dict[str, Any]:
+        return _with_columns(_messages(_decode(column, row.get(column))), row)
+
+    return RowForm(name=name, into="`messages`", convert=convert)
+
+
+def _name_chats(survey: Survey, column: str) -> str | None:
+    """The name of the conversations in a column; None where a trainer reads them."""
     kind = survey.kind(column)
-
-    def form(name: str, convert: Callable[[Row], dict[str, Any]]) -> RowForm:
-        def renamed(row: Row) -> dict[str, Any]:
-            return convert({**row, "messages": row.get(column), "conversations": None})
-
-        return RowForm(name=name, into="`messages`", convert=renamed)
-
-    if kind == "text":
-        if survey.count(column, "json-messages") or survey.count(column, "python-messages"):
-            return form("messages as text", _convert_written_out)
-        return None
-    if kind == "object" and column.lower() == "messages":
-        return form("`messages` as an object of lists", _convert_columns)
+    is_messages = column.lower() == "messages"
+    if kind == "text" and _is_written_out(survey, column):
+        return "messages as text"
+    if kind == "object" and is_messages:
+        return "`messages` as an object of lists"
     if kind != "list":
         return None
     if survey.count(column, "items:text"):
-        return form(f"`{column}`, questions and answers in turn", _convert_turns)
+        return f"`{column}`, questions and answers in turn"
     if survey.count(column, "from-value"):
-        return form("ShareGPT", _convert_sharegpt)
+        return "ShareGPT"
     if survey.named(column, "items:"):
         return None
-    if survey.count(column, "no-role") or survey.count(column, "no-content") == survey.rows:
-        if column.lower() in _UNSURE_CHATS and set(survey.named(column, "role:")) == {"?"}:
-            return None
-        return form(f"`{column}` with other keys", _convert_sharegpt)
-    if column != "messages":
-        return form(f"`{column}`", _convert_sharegpt)
     roles = survey.named(column, "role:")
+    if survey.count(column, "no-role") or survey.count(column, "no-content") == survey.rows:
+        is_unsure = column.lower() in _UNSURE_CHATS and set(roles) == {"?"}
+        return None if is_unsure else f"`{column}` with other keys"
+    if not is_messages:
+        return f"`{column}`"
     if any(_role(role) != role for role in roles):
-        return form("`messages` with other roles", _convert_sharegpt)
-    return None
-
-
-def _chat(question: str, answer: str, system: object = None) -> dict[str, Any]:
-    messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-    if isinstance(system, str) and system.strip():
-        messages.insert(0, {"role": "system", "content": system})
-    return {"messages": messages}
+        return "`messages` with other roles"
+    return "`messages` beside a prompt" if "prompt" in survey.columns else None
 
 
 def _text(row: Row, name: str) -> str:
@@ -255,51 +260,65 @@ def _below(question: str, context: object) -> str:
 
 def _instruction(row: Row) -> str:
     """The question of an Alpaca row: the instruction, and the input below it where there is one."""
-    name = next((name for name in ("instruction", "question", "query", "problem", "input") if row.get(name)), None)
-    if name is None:
-        raise CannotConvert("has no `instruction`")
-    question = _text(row, name)
-    if name != "input":
-        question = _below(question, row.get("input"))
-    return _below(question, row.get("context"))
+    for name in _INSTRUCTIONS:
+        if row.get(name):
+            question = _text(row, name)
+            if name != "input":
+                question = _below(question, row.get("input"))
+            return _below(question, row.get("context"))
+    raise CannotConvert("has no `instruction`")
 
 
 def _convert_alpaca(row: Row) -> dict[str, Any]:
-    plain = {name.strip().lower(): value for name, value in row.items()}
-    chat = _chat(_instruction(plain), _text(plain, "output"), plain.get("system"))
-    messages = chat["messages"]
-    earlier = _history(plain.get("history"))
-    return {"messages": [*messages[:-2], *earlier, *messages[-2:]]}
+    row = {name.strip().lower(): value for name, value in row.items()}
+    messages = _history(row.get("history"))
+    messages.append({"role": "user", "content": _instruction(row)})
+    messages.append({"role": "assistant", "content": _text(row, "output")})
+    return _with_columns(messages, row)
 
 
-def _history(history: object) -> list[dict[str, Any]]:
+def _history(history: object) -> list[Message]:
     """Earlier turns, each a question and its answer."""
-    messages = []
+    messages: list[Message] = []
     for turn in history if isinstance(history, list) else []:
-        if not isinstance(turn, list) or len(turn) != 2 or not all(isinstance(text, str) for text in turn):
+        if not isinstance(turn, list) or len(turn) != 2 or not _are_texts(turn):
             raise CannotConvert("its `history` is no list of a question and an answer each")
-        question, answer = turn
-        messages.append({"role": "user", "content": question})
-        messages.append({"role": "assistant", "content": answer})
+        messages += _turns(turn)
     return messages
 
 
-def _convert_alpaca_pair(row: Row) -> dict[str, Any]:
-    prompt = _chat(_instruction(row), "", row.get("system"))["messages"][:-1]
-    chosen = [{"role": "assistant", "content": _text(row, "chosen")}]
-    rejected = [{"role": "assistant", "content": _text(row, "rejected")}]
-    return _pair(prompt, chosen, rejected)
+def _are_texts(items: list[Any]) -> bool:
+    return all(isinstance(item, str) for item in items)
 
 
-def _pair(
-    prompt: list[dict[str, Any]], chosen: list[dict[str, Any]], rejected: list[dict[str, Any]]
-) -> dict[str, Any]:
-    """Two conversations that hold their prompt: open-instruct reads no column `prompt`, and TRL needs none."""
-    return {"chosen": [*prompt, *chosen], "rejected": [*prompt, *rejected]}
+def _turns(texts: list[str]) -> list[Message]:
+    """Messages of the user and the assistant in turn."""
+    messages: list[Message] = []
+    for index, text in enumerate(texts):
+        role = "assistant" if index % 2 else "user"
+        messages.append({"role": role, "content": text})
+    return messages
+
+
+def _with_columns(messages: list[Message], row: Row) -> dict[str, Any]:
+    """A row of these messages, with what stands beside them."""
+    return {"messages": _with_system(messages, row), **_kept(row)}
+
+
+def _with_system(messages: list[Message], row: Row) -> list[Message]:
+    system = row.get("system")
+    if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
+        return [{"role": "system", "content": system}, *messages]
+    return messages
+
+
+def _kept(row: Row) -> dict[str, Any]:
+    """Columns that the trainers read beside the messages."""
+    return {name: row[name] for name in ("tools", "chat_template_kwargs") if row.get(name)}
 
 
 def _role(role: str) -> str:
-    """The role that templates know for one that is written otherwise; the same where there is none."""
+    """The role that templates know for one that is written otherwise, else the same."""
     plain = role.strip().lower()
     plain = _ROLES.get(plain, plain)
     if plain in _TEMPLATE_ROLES or plain in _CALLS:
@@ -307,25 +326,46 @@ def _role(role: str) -> str:
     return role
 
 
-def _messages(value: object) -> list[dict[str, Any]]:
+def _messages(value: object) -> list[Message]:
     """Messages with `role` and `content`, whatever they were called."""
     if isinstance(value, dict):
-        value = [value]
+        value = _rows_of(value)
     if not isinstance(value, list) or not value:
         raise CannotConvert("has no messages")
-    messages: list[dict[str, Any]] = []
+    if isinstance(value[0], str):
+        return _texts_in_turn(value)
+    messages: list[Message] = []
     for message in value:
         if not isinstance(message, dict):
             raise CannotConvert("has a message that is no object")
-        if isinstance(message.get("input"), str) and isinstance(message.get("output"), str):
-            messages.append({"role": "user", "content": message["input"]})
-            messages.append({"role": "assistant", "content": message["output"]})
+        question = message.get("input")
+        answer = message.get("output")
+        if isinstance(question, str) and isinstance(answer, str):
+            messages += _turns([question, answer])
         else:
             messages.append(_message(message))
     return messages
 
 
-def _message(message: Mapping[str, Any]) -> dict[str, Any]:
+def _rows_of(columns: dict[str, Any]) -> list[Message]:
+    """The messages of `{"role": [...], "content": [...]}`; another object is one message."""
+    if not all(isinstance(column, list) for column in columns.values()):
+        return [columns]
+    if len({len(column) for column in columns.values()}) != 1:
+        raise CannotConvert("its messages have not as many roles as contents")
+    rows = zip(*columns.values(), strict=True)
+    return [dict(zip(columns, row, strict=True)) for row in rows]
+
+
+def _texts_in_turn(texts: list[Any]) -> list[Message]:
+    if not _are_texts(texts):
+        raise CannotConvert("has a turn that is no text")
+    if len(texts) < 2:
+        raise CannotConvert("has no answer")
+    return _turns(texts)
+
+
+def _message(message: Message) -> Message:
     role_key = _first_filled(message, _ROLE_KEYS)
     content_key = _first_filled(message, _CONTENT_KEYS)
     role = message.get(role_key)
@@ -342,7 +382,7 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
     return {"role": role, "content": content, **rest}
 
 
-def _first_filled(message: Mapping[str, Any], keys: tuple[str, ...]) -> str:
+def _first_filled(message: Message, keys: tuple[str, ...]) -> str:
     for key in keys:
         if message.get(key) is not None:
             return key
@@ -355,170 +395,99 @@ def _calls(content: object) -> list[dict[str, Any]]:
         calls = json.loads(content) if isinstance(content, str) else content
     except (ValueError, RecursionError):
         raise CannotConvert("has a function call that is not JSON") from None
-    if isinstance(calls, dict):
+    if not isinstance(calls, list):
         calls = [calls]
-    if not isinstance(calls, list) or not all(isinstance(call, dict) and "name" in call for call in calls):
+    if not all(isinstance(call, dict) and "name" in call for call in calls):
         raise CannotConvert("has a function call without a name")
     return [{"type": "function", "function": call} for call in calls]
 
 
-def _with_system(messages: list[dict[str, Any]], row: Row) -> list[dict[str, Any]]:
-    system = row.get("system")
-    if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
-        return [{"role": "system", "content": system}, *messages]
-    return messages
+def _spoken(row: Row, name: str, role: str) -> list[Message]:
+    """What a column holds: messages, or a text of this role."""
+    value = row.get(name)
+    if isinstance(value, list | dict):
+        return _messages(value)
+    return [{"role": role, "content": _text(row, name)}]
 
 
-def _kept(row: Row) -> dict[str, Any]:
-    """Columns that the trainers read beside the messages."""
-    return {name: row[name] for name in ("tools", "chat_template_kwargs") if row.get(name)}
+def _convert_answer(row: Row, question: str, answer: str) -> dict[str, Any]:
+    prompt = _spoken(row, question, "user")
+    if isinstance(row.get(question), str):
+        text = _below(_text(row, question), row.get("context"))
+        prompt = [{"role": "user", "content": text}]
+    return _with_columns(_answered(prompt, _spoken(row, answer, "assistant")), row)
 
 
-def _convert_sharegpt(row: Row) -> dict[str, Any]:
-    value = row.get("conversations") or row.get("messages")
-    return {"messages": _with_system(_messages(value), row), **_kept(row)}
+def _answered(prompt: list[Message], answer: list[Message]) -> list[Message]:
+    """The prompt and its answer, which may hold the prompt itself."""
+    if answer[: len(prompt)] == prompt:
+        return answer
+    return [*prompt, *answer]
 
 
-def _convert_turns(row: Row) -> dict[str, Any]:
-    """Texts of the user and the assistant in turn."""
-    messages = []
-    for index, text in enumerate(row.get("messages") or []):
-        if not isinstance(text, str):
-            raise CannotConvert("has a turn that is no text")
-        messages.append({"role": "assistant" if index % 2 else "user", "content": text})
-    if len(messages) < 2:
-        raise CannotConvert("has no answer")
-    return {"messages": _with_system(messages, row), **_kept(row)}
-
-
-def _convert_columns(row: Row) -> dict[str, Any]:
-    """`{"role": [...], "content": [...]}`: the columns of messages instead of messages."""
-    columns = row.get("messages")
-    if not isinstance(columns, dict) or not all(isinstance(column, list) for column in columns.values()):
-        raise CannotConvert("has no messages")
-    if len({len(column) for column in columns.values()}) != 1:
-        raise CannotConvert("its messages have not as many roles as contents")
-    messages = []
-    for values in zip(*columns.values(), strict=True):
-        messages.append(dict(zip(columns, values, strict=True)))
-    return _convert_sharegpt({**row, "messages": messages})
-
-
-def _joined(row: Row, question: str, answer: str) -> dict[str, Any]:
-    """A question and an answer, of which one is a list of messages and the other perhaps a text."""
-    prompt = row.get(question)
-    reply = row.get(answer)
-    if isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    if isinstance(reply, str):
-        reply = [{"role": "assistant", "content": reply}]
-    messages = _messages(reply)
-    if messages[: len(_messages(prompt))] != _messages(prompt):
-        messages = [*_messages(prompt), *messages]
-    return {"messages": _with_system(messages, row), **_kept(row)}
-
-
-def _keep_messages(row: Row) -> dict[str, Any]:
-    return {"messages": _messages(row.get("messages")), **_kept(row)}
-
-
-def _whole_pair(chosen: list[dict[str, Any]], rejected: list[dict[str, Any]]) -> dict[str, Any]:
-    """Two conversations that begin with the same prompt, as they are."""
+def _convert_pair(row: Row) -> dict[str, Any]:
+    """Two conversations with their prompt: open-instruct reads no `prompt`, TRL needs none."""
+    request = row.get("input")
+    if isinstance(request, dict):
+        row = {**row, **request}
+    chosen = _answer_of_pair(row, "chosen")
+    rejected = _answer_of_pair(row, "rejected")
+    prompt = _prompt_of_pair(row)
+    if prompt and "assistant" in (chosen[0]["role"], rejected[0]["role"]):
+        prompt = _with_system(prompt, row)
+        chosen = _answered(prompt, chosen)
+        rejected = _answered(prompt, rejected)
+    else:
+        chosen = _with_system(chosen, row)
+        rejected = _with_system(rejected, row)
     if min(len(chosen), len(rejected)) < 2 or chosen[0] != rejected[0]:
         raise CannotConvert("its two conversations begin differently: there is no prompt")
-    return _pair([], chosen, rejected)
+    return {"chosen": chosen, "rejected": rejected, **_kept(row)}
 
 
-def _convert_sharegpt_pair(row: Row) -> dict[str, Any]:
-    chosen = _messages(row.get("chosen"))
-    rejected = _messages(row.get("rejected"))
-    if row.get("conversations"):
-        prompt = _with_system(_messages(row["conversations"]), row)
-        return {**_pair(prompt, chosen, rejected), **_kept(row)}
-    return {**_whole_pair(_with_system(chosen, row), _with_system(rejected, row)), **_kept(row)}
+def _prompt_of_pair(row: Row) -> list[Message]:
+    """The prompt beside the two answers; empty where they hold it."""
+    for name in ("conversations", "prompt", "messages"):
+        if row.get(name):
+            return _spoken(row, name, "user")
+    if any(row.get(name) for name in _INSTRUCTIONS):
+        return [{"role": "user", "content": _instruction(row)}]
+    return []
 
 
-def _convert_text_prompt(row: Row) -> dict[str, Any]:
-    chosen = _messages(row.get("chosen"))
-    rejected = _messages(row.get("rejected"))
-    if chosen[0]["role"] == "assistant":
-        prompt = [{"role": "user", "content": _text(row, "prompt")}]
-        return {**_pair(prompt, chosen, rejected), **_kept(row)}
-    return {**_whole_pair(chosen, rejected), **_kept(row)}
+def _answer_of_pair(row: Row, name: str) -> list[Message]:
+    """Messages, the answer as a text, or as in HH-RLHF the dialogue as one text."""
+    text = row.get(name)
+    if isinstance(text, str) and _TURN.match(text):
+        return _dialogue(text)
+    return _spoken(row, name, "assistant")
 
 
-def _convert_messages_prompt(row: Row) -> dict[str, Any]:
-    prompt = _with_system(_messages(row.get("messages")), row)
-    return {**_answered(prompt, row), **_kept(row)}
-
-
-def _convert_prompt_beside(row: Row) -> dict[str, Any]:
-    prompt = _with_system(_messages(row.get("prompt")), row)
-    return {**_answered(prompt, row), **_kept(row)}
-
-
-def _convert_text_pair(row: Row) -> dict[str, Any]:
-    prompt = _with_system([{"role": "user", "content": _text(row, "prompt")}], row)
-    return {**_answered(prompt, row), **_kept(row)}
-
-
-def _convert_openai_pair(row: Row) -> dict[str, Any]:
-    request = row.get("input")
-    if not isinstance(request, dict):
-        raise CannotConvert("has no `input`")
-    return {**_answered(_messages(request.get("messages")), row), **_kept(request)}
-
-
-def _answered(prompt: list[dict[str, Any]], row: Row) -> dict[str, Any]:
-    """A prompt with each of the two answers, texts or messages, below it."""
-    answers = {}
-    for name in ("chosen", "rejected"):
-        answer = row.get(name)
-        if isinstance(answer, str):
-            answer = [{"role": "assistant", "content": answer}]
-        messages = _messages(answer)
-        if messages[: len(prompt)] != prompt:
-            messages = [*prompt, *messages]
-        answers[name] = messages
-    return answers
-
-
-def _convert_dialogue_pair(row: Row) -> dict[str, Any]:
-    """HH-RLHF: a dialogue as one text, in each of the two columns."""
-    return _whole_pair(_dialogue(row.get("chosen")), _dialogue(row.get("rejected")))
-
-
-def _dialogue(text: object) -> list[dict[str, Any]]:
-    if not isinstance(text, str):
-        raise CannotConvert("has no dialogue")
-    before, *parts = _TURN.split(text)
-    if before.strip() or not parts:
-        raise CannotConvert("does not begin with `Human:`")
-    messages = []
+def _dialogue(text: str) -> list[Message]:
+    _, *parts = _TURN.split(text)
+    messages: list[Message] = []
     for speaker, words in zip(parts[::2], parts[1::2], strict=True):
         role = "user" if speaker == "Human" else "assistant"
         messages.append({"role": role, "content": words.strip()})
     return messages
 
 
-def _convert_written_out(row: Row) -> dict[str, Any]:
-    decoded = dict(row)
-    for name, value in row.items():
-        if isinstance(value, str) and value[:1] in ("[", "{"):
-            decoded[name] = _decode(name, value)
-    if decoded.get("chosen") is not None:
-        return _convert_sharegpt_pair(decoded)
-    return _convert_sharegpt(decoded)
+def _convert_written_out_pair(row: Row) -> dict[str, Any]:
+    return _convert_pair({name: _decode(name, value) for name, value in row.items()})
 
 
-def _decode(name: str, text: str) -> Any:
-    """Messages that were written as JSON, or as Python shows them."""
+def _decode(name: str, value: Any) -> Any:
+    """Messages that were written as JSON, or as Python shows them; any other value as it is."""
+    if not isinstance(value, str) or value[:1] not in ("[", "{"):
+        return value
     try:
-        return json.loads(text)
+        return json.loads(value)
     except (ValueError, RecursionError):
         pass
     try:
-        # numpy writes no commas between the items of an array; a line break inside a text would be escaped
-        return ast.literal_eval(text.replace("}\n {", "},\n {"))
+        # numpy writes no commas between the items of an array; a line break inside a text would be
+        # escaped
+        return ast.literal_eval(value.replace("}\n {", "},\n {"))
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-        raise CannotConvert(f"its `{name}` is neither JSON nor a list as Python shows it") from None
+        fault = f"its `{name}` is neither JSON nor a list as Python shows it"
+        raise CannotConvert(fault) from None

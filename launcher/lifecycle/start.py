@@ -407,15 +407,10 @@ def _spawn_supervisor(
     except Misfit as misfit:
         message = f"the caches in {folder.start.name} cannot be read: {misfit}"
         raise not_ready("not-prepared", message, file=str(folder.start)) from None
-    config = None
-    if attempt.config is not None:
-        config = Path(attempt.config)
     if acquired is not None:
         lease.keep_manifest(acquired, rundir.read_manifest(folder))
     with (
-        folders.lock(
-            caches, folder, attempt.number, config=config, redactor=attempt.redactor
-        ) as cache_locks,
+        folders.lock(caches, folder, attempt.number, redactor=attempt.redactor) as cache_locks,
         devices.lock_slots(chosen, folder.path) as gpu_locks,
     ):
         all_locks = (*cache_locks, *gpu_locks, *locks)

@@ -178,9 +178,7 @@ class Filling:
         self.work = rundir.make_folder(self.request.runs or rundir.runs_root(), "prepare", name)
         folder = RunFolder(self.work)
         self.say(f"tokenising with {self.plan.stage.entry.script}; log: {folder.console(1)}")
-        with folders.lock(
-            (cache,), folder, 1, config=self.request.config, redactor=redactor
-        ) as locks:
+        with folders.lock((cache,), folder, 1, redactor=redactor) as locks:
             made = self._command(cache, folder)
             ended = runner.run(made, folder, 1, pass_fds=locks, inherited=os.environ)
         if ended.stopped is not None:
@@ -286,10 +284,9 @@ def _counted(prepared: Prepared, tokenised: Tokenised, say: Say) -> Prepared:
         cut = _cut_samples(plan, rows, data)
         say(cut.message)
         prepared = replace(prepared, warnings=(*prepared.warnings, cut))
-    if plans.step_limit(plan.stage, plan.values) is not None:
-        return prepared
     steps = plans.steps_of(plan.stage, plan.values, rows.rows, plan.global_batch)
     if steps is not None and steps < 1:
+        # with `max_train_steps` OLMo-core would begin epochs without a step for ever
         message = (
             f"{rows.samples:,} samples are packed into {rows.rows:,} rows: less than one step of "
         )
@@ -300,6 +297,8 @@ def _counted(prepared: Prepared, tokenised: Tokenised, say: Say) -> Prepared:
                 launch_finding("error", "too-few-rows", message, help, key=data)
             )
         )
+    if plans.step_limit(plan.stage, plan.values) is not None:
+        return prepared
     say(
         f"{rows.samples:,} samples are packed into {rows.rows:,} rows of {limit:,} tokens: "
         f"{steps or 0:,} steps"

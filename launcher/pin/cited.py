@@ -1,4 +1,5 @@
-"""Every citation of upstream's source in this repository, and the committed tables of where each is.
+"""Every citation of upstream's source in this repository, and the committed tables of where each
+is.
 
 For those who change rules or move the pin: nothing else reads launch's own source.
 """
@@ -40,22 +41,21 @@ class Citing:
 
 def find_citations(root: Path) -> list[Citing]:
     """What the source, the tests and the pages of a clone cite, in the order of files and lines."""
-    found: list[Citing] = []
+    paths = [root / name for name in _BESIDE if (root / name).is_file()]
     for folder in FOLDERS:
-        for path in sorted((root / folder).rglob("*")):
-            name = path.relative_to(root).as_posix()
-            if path.suffix not in {".py", ".md"} or _EVIDENCE in path.parts or name in _ABOUT_CITATIONS:
-                continue
-            text = path.read_text(encoding="utf-8")
-            if "::" in text:
-                pieces = _python(text) if path.suffix == ".py" else enumerate(text.splitlines(), 1)
-                found += [Citing(name, line, cited) for line, piece in pieces for cited in citations.citations(piece)]
-    for name in _BESIDE:
-        path = root / name
-        lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-        for line, text in enumerate(lines, 1):
-            found += [Citing(name, line, cited) for cited in citations.citations(text)]
-    return sorted(set(found))
+        paths += [path for path in (root / folder).rglob("*") if path.suffix in {".py", ".md"}]
+    cited: set[Citing] = set()
+    for path in paths:
+        name = path.relative_to(root).as_posix()
+        if _EVIDENCE in path.parts or name in _ABOUT_CITATIONS:
+            continue
+        text = path.read_text(encoding="utf-8")
+        if "::" not in text:
+            continue
+        pieces = _python(text) if path.suffix == ".py" else enumerate(text.splitlines(), 1)
+        for line, piece in pieces:
+            cited.update(Citing(name, line, citation) for citation in citations.citations(piece))
+    return sorted(cited)
 
 
 # they show what a citation looks like, or list all of them
@@ -72,7 +72,9 @@ _ABOUT_CITATIONS = frozenset(
 
 
 def _python(text: str) -> Iterator[tuple[int, str]]:
-    """The strings of a module, whole where they are written in parts, and its comments, with their lines."""
+    """The strings of a module, whole where they are written in parts, and its comments, with their
+    lines.
+    """
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             for number, line in enumerate(node.value.split("\n")):
@@ -84,7 +86,9 @@ def _python(text: str) -> Iterator[tuple[int, str]]:
 
 def in_package(cited: Sequence[Citing], package: str) -> list[str]:
     """The citations of one package, each once, sorted."""
-    return sorted({citing.citation for citing in cited if citing.citation.startswith(f"{package}/")})
+    return sorted(
+        {citing.citation for citing in cited if citing.citation.startswith(f"{package}/")}
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +102,21 @@ class Tables:
         """The tables as JSON, one citation a line."""
         parts = []
         for release, table in sorted(self.committed.tables.items()):
-            rows = [f"  {json.dumps(name)}: {json.dumps(list(place))}" for name, place in sorted(table.items())]
+            rows = [
+                f"  {json.dumps(name)}: {json.dumps(list(place))}"
+                for name, place in sorted(table.items())
+            ]
             parts.append(f" {json.dumps(release)}: {{\n" + ",\n".join(rows) + "\n }")
-        head = f'"pin": {json.dumps(self.committed.pin)},\n"later": {json.dumps(list(self.committed.later))},\n'
-        return f'{{\n{head}"releases": {{\n' + ",\n".join(parts) + "\n}\n}\n"
+        pin = json.dumps(self.committed.pin)
+        later = json.dumps(list(self.committed.later))
+        head = f'{{\n"pin": {pin},\n"later": {later},\n"releases": {{\n'
+        return head + ",\n".join(parts) + "\n}\n}\n"
 
 
 def commits_of_rules() -> tuple[str, ...]:
-    """The commits, of any length, that have a table: the baseline, those that `reviewed` names, and the known ones."""
+    """The commits, of any length, that have a table: the baseline, those that `reviewed` names, and
+    the known ones.
+    """
     backend = BACKENDS[PACKAGE]
     names = {name for rule in rules_of(PACKAGE) for name in citations.reviews_of(rule)}
     names |= {release.version for release in backend.KNOWN}
@@ -123,7 +134,11 @@ def rules_of(backend: str) -> list[Callable[..., object]]:
 def later_than(pin: str, commits: Iterable[str], repository: Repository) -> tuple[str, ...]:
     """Those of some commits that come after the pin."""
     others = sorted(commit for commit in commits if commit != pin)
-    return tuple(commit for commit in others if repository.ask("merge-base", "--is-ancestor", pin, commit) is not None)
+    return tuple(
+        commit
+        for commit in others
+        if repository.ask("merge-base", "--is-ancestor", pin, commit) is not None
+    )
 
 
 def take_tables(
@@ -135,35 +150,47 @@ def take_tables(
 ) -> Tables:
     """The tables of the commits that are to be known, and of the packages at hand.
 
-    `commits` are trees of open-instruct by full commit, those of `later` come after the pin; `trees` are other
-    packages by release (`trl 1.16.0`). A package that is not among these keeps its table of `old`, if that holds
-    all that is cited.
+    `commits` are trees of open-instruct by full commit, those of `later` come after the pin;
+    `trees` are other packages by release (`trl 1.16.0`). A package that is not among these keeps
+    its table of `old`, if that holds all that is cited.
     """
     by_release: dict[str, Table] = {}
     problems: list[str] = []
+    named = in_package(cited, PACKAGE)
     for commit, tree in commits.items():
-        by_release[f"{PACKAGE} {commit}"] = citations.table({PACKAGE: tree}, in_package(cited, PACKAGE))
-    names = {citing.citation.partition("/")[0] for citing in cited} - {PACKAGE}
-    for package in sorted(names):
+        by_release[f"{PACKAGE} {commit}"] = citations.table({PACKAGE: tree}, named)
+    for package in _other_packages(cited):
         named = in_package(cited, package)
-        kept = next((release for release in old if release.startswith(f"{package} ")), None)
-        current = next((release for release in trees if release.startswith(f"{package} ")), None)
+        kept = _release_of(package, old)
+        current = _release_of(package, trees)
         if current is not None and kept in {None, current}:
             by_release[current] = citations.table({package: trees[current]}, named)
             continue
-        unlisted = named if kept is None else [citation for citation in named if citation not in old[kept]]
+        table = {} if kept is None else old[kept]
         if kept is not None:
-            by_release[kept] = {name: place for name, place in old[kept].items() if name in named}
+            by_release[kept] = {name: table[name] for name in named if name in table}
+        unlisted = [name for name in named if name not in table]
         if unlisted:
-            release = kept or package
-            problems.append(f"{len(unlisted)} line(s) of {release} are cited and it is not installed: {unlisted[0]}")
+            count = f"{len(unlisted)} line(s) of {kept or package} are cited"
+            problems.append(f"{count} and it is not installed: {unlisted[0]}")
     return Tables(Committed(BACKENDS[PACKAGE].PIN, by_release, later), tuple(problems))
+
+
+def _other_packages(cited: Iterable[Citing]) -> list[str]:
+    return sorted({citing.citation.partition("/")[0] for citing in cited} - {PACKAGE})
+
+
+def _release_of(package: str, releases: Iterable[str]) -> str | None:
+    for release in releases:
+        if release.startswith(f"{package} "):
+            return release
+    return None
 
 
 def installed(cited: Sequence[Citing]) -> dict[str, Tree]:
     """The cited packages that are installed here, by release."""
     trees: dict[str, Tree] = {}
-    for package in sorted({citing.citation.partition("/")[0] for citing in cited} - {PACKAGE}):
+    for package in _other_packages(cited):
         folder = find_package(package)
         if folder is not None:
             distribution = _DISTRIBUTIONS.get(package, package)
@@ -176,21 +203,19 @@ _DISTRIBUTIONS = {"olmo_core": "ai2-olmo-core"}
 
 
 def stale(cited: Sequence[Citing], tables: Sequence[Table], pin: str) -> list[Citing]:
-    """What is cited of open-instruct and is in none of these tables: of the pin, and of known commits after it.
+    """What is cited of open-instruct and is in none of these tables: of the pin, and of known
+    commits after it.
 
     What a rule cites may be gone where somebody has confirmed the rule at the pin.
     """
-    excused = {
-        citation
-        for rule in rules_of(PACKAGE)
-        if any(pin.startswith(name) for name in citations.reviews_of(rule))
-        for citation in citations.of_rule(rule)
-    }
-    prefix = f"{PACKAGE}/"
-    return [
-        citing
-        for citing in cited
-        if citing.citation.startswith(prefix)
-        and citing.citation not in excused
-        and not any(citing.citation in table for table in tables)
-    ]
+    excused: set[str] = set()
+    for rule in rules_of(PACKAGE):
+        if any(pin.startswith(name) for name in citations.reviews_of(rule)):
+            excused.update(citations.of_rule(rule))
+    gone = []
+    for citing in cited:
+        citation = citing.citation
+        is_excused = citation in excused or any(citation in table for table in tables)
+        if citation.startswith(f"{PACKAGE}/") and not is_excused:
+            gone.append(citing)
+    return gone

@@ -1,4 +1,6 @@
-"""Which functions on a script's path have other bodies at another commit, and which behaviours launch knows of."""
+"""Which functions on a script's path have other bodies at another commit, and which behaviours
+launch knows of.
+"""
 
 import difflib
 from collections.abc import Iterator, Mapping
@@ -21,9 +23,9 @@ HEADINGS = {"changed": "changed", "reached": "newly reached", "left": "reached n
 class FunctionDifference:
     """One function, or constant, on the path of a script that is not the same at both commits.
 
-    `what` is a key of `HEADINGS`; `old` and `new` are `file:line` where it stands, None where the script does
-    not reach it. `before` and `after` are its texts without docstrings and log calls, `diff` their lines as
-    `diff -u` would show them.
+    `what` is a key of `HEADINGS`; `old` and `new` are `file:line` where it stands, None where the
+    script does not reach it. `before` and `after` are its texts without docstrings and log calls,
+    `diff` their lines as `diff -u` would show them.
     """
 
     symbol: str
@@ -37,7 +39,9 @@ class FunctionDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BehaviourDifference:
-    """One behaviour that rules depend on and that differs; `old` and `new` are None where nothing tells."""
+    """One behaviour that rules depend on and that differs; `old` and `new` are None where nothing
+    tells.
+    """
 
     name: str
     says: str
@@ -46,19 +50,23 @@ class BehaviourDifference:
 
 
 def on_path(source: Upstream, entry: Entry, schema: Schema) -> Mapping[str, Reached]:
-    """The functions that an entry script reaches in a source; nothing where it cannot be followed."""
+    """The functions that an entry script reaches in a source; nothing if it cannot be followed."""
     sources = Sources(source.packages)
     try:
         classes = reads.entry_classes(sources, entry.script)
     except LookupError:
         classes = list(entry.classes)
     try:
-        return reached.functions_on_path(sources, entry.script, classes, schema.fields, entry.recorders)
+        return reached.functions_on_path(
+            sources, entry.script, classes, schema.fields, entry.recorders
+        )
     except (LookupError, RecursionError, SyntaxError, ValueError):
         return {}
 
 
-def compare(old: Mapping[str, Reached], new: Mapping[str, Reached]) -> tuple[FunctionDifference, ...]:
+def compare(
+    old: Mapping[str, Reached], new: Mapping[str, Reached]
+) -> tuple[FunctionDifference, ...]:
     """What differs, by symbol: other bodies first, then what is reached at one commit alone."""
     changed = [name for name in new if name in old and new[name].text != old[name].text]
     begun = [name for name in new if name not in old]
@@ -76,10 +84,18 @@ def _difference(what: str, old: Reached | None, new: Reached | None) -> Function
     after = None if new is None else new.text
     lines: tuple[str, ...] = ()
     if before is not None and after is not None:
-        compared = difflib.unified_diff(before.splitlines(), after.splitlines(), n=_CONTEXT_LINES, lineterm="")
+        compared = difflib.unified_diff(
+            before.splitlines(), after.splitlines(), n=_CONTEXT_LINES, lineterm=""
+        )
         lines = tuple(compared)[2:]
     return FunctionDifference(
-        symbol=one.symbol, what=what, old=_place(old), new=_place(new), before=before, after=after, diff=lines
+        symbol=one.symbol,
+        what=what,
+        old=_place(old),
+        new=_place(new),
+        before=before,
+        after=after,
+        diff=lines,
     )
 
 
@@ -97,11 +113,15 @@ def behaviours(old: Schema, new: Schema) -> tuple[BehaviourDifference, ...]:
         first = old.does(known.name)
         second = new.does(known.name)
         if first is not second:
-            differences.append(BehaviourDifference(name=known.name, says=known.says, old=first, new=second))
+            differences.append(
+                BehaviourDifference(name=known.name, says=known.says, old=first, new=second)
+            )
     return tuple(differences)
 
 
-def lines(by_stage: Mapping[str, tuple[FunctionDifference, ...]], *, everything: bool) -> Iterator[str]:
+def lines(
+    by_stage: Mapping[str, tuple[FunctionDifference, ...]], *, everything: bool
+) -> Iterator[str]:
     """The section for people: each function once, with the stages that reach it."""
     stages: dict[FunctionDifference, list[str]] = {}
     for stage, differences in by_stage.items():

@@ -1,4 +1,4 @@
-"""Which open-instruct checkouts are here and how they stand to the pin; commits by any name git knows.
+"""Which open-instruct checkouts are here and how they stand to the pin; commits by name.
 
 Everything is asked of git and of the files; nothing is changed, and nothing asks the network.
 """
@@ -20,6 +20,7 @@ KNOWN = tuple(release.version for release in BACKENDS["open_instruct"].KNOWN)
 PACKAGE = BACKENDS["open_instruct"].PACKAGES[0]
 URL = "https://github.com/allenai/open-instruct.git"
 _SHOWN = 12
+_MOST_FILES = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,10 +28,10 @@ class CheckoutStatus:
     """One place where a checkout may lie, and what is there.
 
     `source` says who names it. `commit`, `date` (YYYY-MM-DD) and `subject` are what is checked out,
-    None without a git history of its own; `edited_files` are tracked files that differ from that commit.
-    `release` is the known commit that the files are compared with, `changed_files` those files that launch reads
-    and that differ from it. `ahead` and `behind` count commits against the pin, None where the pin is not among the
-    objects.
+    None without a git history of its own; `edited_files` are tracked files that differ from that
+    commit. `release` is the known commit that the files are compared with, `changed_files` those
+    files that launch reads and that differ from it. `ahead` and `behind` count commits against the
+    pin, None if the pin is not among the objects.
     """
 
     path: Path
@@ -53,9 +54,10 @@ class CheckoutStatus:
 
     @property
     def known(self) -> bool:
-        """Whether it is a known commit: its commit, as far as there is one, and no edit in the package."""
-        here = self.state == "checkout" and self.commit in {None, self.release}
-        return here and not self.changed_files and not self.edited_source
+        """Whether it is a known commit, as far as there is one, without an edit in the package."""
+        if self.state != "checkout" or self.changed_files or self.edited_source:
+            return False
+        return self.commit in {None, self.release}
 
     @property
     def equal(self) -> bool:
@@ -70,27 +72,36 @@ class CheckoutStatus:
         return "a known commit" if self.known else "not the pin"
 
     def lines(self) -> Iterator[str]:
-        here = self.state == "checkout"
-        standing = self.standing()
-        yield f"{'used' if self.used else 'here' if here else '-':<5} {self.path}  ({self.source}): {standing}"
+        word = "-"
+        if self.used:
+            word = "used"
+        elif self.state == "checkout":
+            word = "here"
+        yield f"{word:<5} {self.path}  ({self.source}): {self.standing()}"
         if self.commit is not None:
             yield f"      at {self.commit[:_SHOWN]}, {self.date}, {self.subject}"
             yield f"      {counts(self.ahead, self.behind) or 'the pin is not among its objects'}"
-        elif here:
+        elif self.state == "checkout":
             yield "      without a git history of its own"
         if self.edited_files:
             yield f"      edited: {_listed(self.edited_files)}"
         if self.changed_files:
-            other = "the pin" if self.release in {None, PIN} else f"{str(self.release)[:_SHOWN]}"
+            other = "the pin"
+            if self.release is not None and self.release != PIN:
+                other = self.release[:_SHOWN]
             yield f"      different from {other}: {_listed(self.changed_files)}"
+
+    def as_json(self) -> dict[str, object]:
+        data = asdict(self)
+        return {**data, "path": str(self.path), "equal": self.equal, "known": self.known}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
     """Which checkout launch would use, which others are here, and what to do next.
 
-    `fill` is the command that fills launch's own submodule, from wherever it is typed; None where launch
-    was installed without its repository. `fault` is why the place that was named cannot be used.
+    `fill` is the command that fills launch's own submodule, from wherever it is typed; None if
+    launch was installed without its repository. `fault` is why the named place cannot be used.
     """
 
     places: tuple[CheckoutStatus, ...]
@@ -118,28 +129,34 @@ class Status:
     def findings(self) -> tuple[Finding, ...]:
         if self.fault is not None:
             return (self.fault,)
-        if self.used is not None and self.used.known:
+        used = self.used
+        help = self.next[0] if self.next else None
+        if used is None:
+            message = (
+                "there is no open-instruct checkout; what needs none uses the committed snapshot"
+            )
+            return tuple(not_ready("no-checkout", message, help).findings)
+        if used.known:
             return ()
-        code, file = "no-checkout", None
-        message = "there is no open-instruct checkout; what needs none uses the committed snapshot"
-        if self.used is not None:
-            edited = ", edited" if self.used.edited_source else ""
-            code, file = "unpinned-checkout", str(self.used.path)
-            message = f"the checkout is at {self.used.commit or 'an unknown commit'}{edited}, the pin is {PIN}"
-        return tuple(not_ready(code, message, next(iter(self.next), None), file=file).findings)
+        edited = ", edited" if used.edited_source else ""
+        commit = used.commit or "an unknown commit"
+        message = f"the checkout is at {commit}{edited}, the pin is {PIN}"
+        file = str(used.path)
+        return tuple(not_ready("unpinned-checkout", message, help, file=file).findings)
 
     @property
     def next(self) -> tuple[str, ...]:
         return tuple(_next(self))
 
     def as_json(self) -> dict[str, object]:
-        used, module = self.used, self.submodule
+        used = self.used
+        module = self.submodule
         return {
             "pin": PIN,
             "known": list(dict.fromkeys((PIN, *KNOWN))),
             "equal": used is not None and used.equal,
-            "used": None if used is None else _as_json(used),
-            "places": [_as_json(place) for place in self.places],
+            "used": None if used is None else used.as_json(),
+            "places": [place.as_json() for place in self.places],
             "submodule": {"path": str(module.path), "state": module.state, "fill": self.fill},
             "next": list(self.next),
         }
@@ -154,32 +171,38 @@ class Status:
         return lines + [f"next: {command}" for command in self.next]
 
 
-def _as_json(place: CheckoutStatus) -> dict[str, object]:
-    return {**asdict(place), "path": str(place.path), "equal": place.equal, "known": place.known}
-
-
 def status(checkout: Path | None, environ: Mapping[str, str]) -> Status:
     """Look at every documented place, in the order in which launch looks for a checkout.
 
-    Raises nothing for what is there: a place that was named and cannot be used is `Status.fault`.
+    Raises nothing for what is there: a named place that cannot be used is `Status.fault`.
     """
-    fault, used = None, None
+    fault = None
+    used = None
     try:
         used = locate.locate("open_instruct", checkout=checkout, environ=environ).root
     except NotReady as error:
         fault = error.findings[0]
     places: dict[Path, CheckoutStatus] = {}
     for path, source in locate.checkout_places(checkout, environ):
-        if (place := canonical(path)) not in places:
-            places[place] = _look(path, source, used=used is not None and place == canonical(used))
-    root, fill = locate.REPOSITORY, None
-    if exists(root / ".gitmodules") and locate.SUBMODULE.is_relative_to(root):
-        fill = f"git -C {_word(root)} submodule update --init {locate.SUBMODULE.relative_to(root)}"
-    return Status(places=tuple(places.values()), fill=fill, fault=fault)
+        place = canonical(path)
+        if place not in places:
+            is_used = used is not None and place == canonical(used)
+            places[place] = _look(path, source, used=is_used)
+    return Status(places=tuple(places.values()), fill=_fill_command(), fault=fault)
+
+
+def _fill_command() -> str | None:
+    root = locate.REPOSITORY
+    if not exists(root / ".gitmodules") or not locate.SUBMODULE.is_relative_to(root):
+        return None
+    module = locate.SUBMODULE.relative_to(root)
+    return f"git -C {_word(root)} submodule update --init {module}"
 
 
 def get_checkout() -> str:
-    return next(iter(status(None, {}).next), "git submodule update --init external/open-instruct")
+    """The command that brings the pin here."""
+    commands = status(None, {}).next
+    return commands[0] if commands else "git submodule update --init external/open-instruct"
 
 
 def _look(path: Path, source: str, *, used: bool) -> CheckoutStatus:
@@ -209,22 +232,31 @@ def _look(path: Path, source: str, *, used: bool) -> CheckoutStatus:
 def _next(status: Status) -> Iterator[str]:
     used = status.used
     if used is None:
-        other = next((place for place in status.places if place.known), None)
-        if other is not None and status.fault is not None:
+        others = [place for place in status.places if place.known]
+        if others and status.fault is not None:
             # the place that was named is none, another one is
-            yield f"export LAUNCH_OPEN_INSTRUCT={_word(other.path)}"
-        place = _word(expanded(locate.FOUND_IN[-1]) if locate.FOUND_IN else status.places[-1].path)
+            yield f"export LAUNCH_OPEN_INSTRUCT={_word(others[0].path)}"
+        # none is usual in a test
+        usual = expanded(locate.FOUND_IN[-1]) if locate.FOUND_IN else status.places[-1].path
+        place = _word(usual)
         yield status.fill or f"git clone {URL} {place} && git -C {place} checkout {PIN}"
-    elif not used.known and used.commit is None:
+        return
+    if used.known:
+        return
+    if used.commit is None:
         yield f"git clone {URL} PATH && git -C PATH checkout {PIN}"
-    elif not used.known:
-        git = f"git -C {_word(used.path)}"
-        if used.edited_source:
-            yield f"{git} stash"
-        if used.commit != used.release:
-            fetch = f"{git} fetch origin {PIN} && " if used.ahead is None else ""
-            own = status.fill if used.source == "submodule" else None
-            yield own or f"{fetch}{git} checkout {PIN}"
+        return
+    git = f"git -C {_word(used.path)}"
+    if used.edited_source:
+        yield f"{git} stash"
+    if used.commit == used.release:
+        return
+    if used.source == "submodule" and status.fill is not None:
+        yield status.fill
+    elif used.ahead is None:
+        yield f"{git} fetch origin {PIN} && {git} checkout {PIN}"
+    else:
+        yield f"{git} checkout {PIN}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,14 +267,16 @@ class Commits:
     names: tuple[str, str]
 
 
-def find_commits(words: Sequence[str], checkout: Path | None, environ: Mapping[str, str]) -> Commits:
+def find_commits(
+    words: Sequence[str], checkout: Path | None, environ: Mapping[str, str]
+) -> Commits:
     """Two commits for `OLD NEW`, `OLD..NEW`, or `NEW` alone (against the pin), and where they are.
 
-    A name is any that git knows, or `pin`. They are looked for in the first place of a checkout that is a
-    repository, be it a bare one.
+    A name is any that git knows, or `pin`. They are looked for in the first place of a checkout
+    that is a repository, be it a bare one.
 
-    Raises UsageError for words or names that make no sense, NotReady where there is no repository or
-    where objects were never fetched; the help is the command that gets them.
+    Raises UsageError for words or names that make no sense, NotReady if there is no repository or
+    objects were never fetched; the help is the command that gets them.
     """
     match words:
         case [both] if ".." in both:
@@ -253,54 +287,73 @@ def find_commits(words: Sequence[str], checkout: Path | None, environ: Mapping[s
         case [old, new]:
             names = (old, new)
         case _:
-            raise usage("unknown-commit", "two commits are compared", "launch pin diff pin origin/main")
-    places = list(locate.checkout_places(checkout, environ))
+            help = "launch pin diff pin origin/main"
+            raise usage("unknown-commit", "two commits are compared", help)
+    repository = _find_repository(checkout, environ)
+    old, new = (_commit(repository, name) for name in names)
+    return Commits(repository, old, new, names)
+
+
+def _find_repository(checkout: Path | None, environ: Mapping[str, str]) -> Repository:
+    places = [path for path, _ in locate.checkout_places(checkout, environ)]
     if checkout is not None or environ.get("LAUNCH_OPEN_INSTRUCT"):
         places = places[:1]
-    repository = next((one for path, _ in places if _is_own(one := Repository(path))), None)
-    if repository is None:
-        message = f"there is no git repository in {' or '.join(str(path) for path, _ in places)}"
-        help = f"git clone {URL}, then --open-instruct PATH (a bare clone will do)"
-        raise not_ready("no-repository", message, help)
-    old, new = (PIN if name == "pin" else name for name in names)
-    commits = repository.commit(old), repository.commit(new)
-    if commits[0] is None or commits[1] is None:
-        raise _unknown(repository, old if commits[0] is None else new)
-    return Commits(repository, commits[0], commits[1], names)
+    for path in places:
+        repository = Repository(path)
+        if _is_own(repository):
+            return repository
+    message = f"there is no git repository in {' or '.join(map(str, places))}"
+    help = f"git clone {URL}, then --open-instruct PATH (a bare clone will do)"
+    raise not_ready("no-repository", message, help)
 
 
 def _is_own(repository: Repository) -> bool:
-    """Whether a folder is a repository: an empty one inside of another would answer for that one."""
+    """Whether a folder is a repository: an empty one inside another would answer for that one."""
     if not exists(repository.root):
         return False
-    found = repository.top(), repository.ask("rev-parse", "--absolute-git-dir")
-    return canonical(repository.root) in {canonical(Path(one)) for one in found if one}
+    folders = [repository.top(), repository.ask("rev-parse", "--absolute-git-dir")]
+    return canonical(repository.root) in {canonical(Path(folder)) for folder in folders if folder}
 
 
-def _unknown(repository: Repository, name: str) -> NotReady | UsageError:
-    """The error for a name that a repository does not know, with what would get it."""
-    whole = re.fullmatch(r"[0-9a-f]{40,64}", name) is not None
-    shallow = repository.is_shallow()
-    words = f"origin {name}" if whole else "--unshallow origin" if shallow else "origin"
+def _commit(repository: Repository, name: str) -> str:
+    """The commit of a name. Raises NotReady or UsageError with the command that would fetch it."""
+    if name == "pin":
+        name = PIN
+    commit = repository.commit(name)
+    if commit is not None:
+        return commit
+    is_hash = re.fullmatch(r"[0-9a-f]{40,64}", name) is not None
     message = f"`{name}`: no commit that {repository.root} knows"
-    message += ", whose history was cut off when it was cloned" if shallow else ""
+    words = "origin"
+    if repository.is_shallow():
+        message += ", whose history was cut off when it was cloned"
+        words = "--unshallow origin"
+    if is_hash:
+        words = f"origin {name}"
     help = f"git -C {_word(repository.root)} fetch {words}"
-    finding = launch_finding("error", "unknown-commit", message, help, file=str(repository.root))
-    return NotReady(finding) if shallow or whole else UsageError(finding)
+    file = str(repository.root)
+    finding = launch_finding("error", "unknown-commit", message, help, file=file)
+    if is_hash or repository.is_shallow():
+        raise NotReady(finding)
+    raise UsageError(finding)
 
 
 def describe(repository: Repository, commit: str) -> tuple[str | None, str | None]:
-    """The date (YYYY-MM-DD) and the subject of a commit; None where it is not there."""
+    """The date (YYYY-MM-DD) and the subject of a commit; None if it is not there."""
     answer = repository.ask("show", "-s", "--no-show-signature", "--format=%cs%x00%s", commit)
-    date, found, subject = (answer or "").partition("\0")
-    return (date, subject) if found else (None, None)
+    if not answer or "\0" not in answer:
+        return None, None
+    date, _, subject = answer.partition("\0")
+    return date, subject
 
 
 def distance(repository: Repository, old: str, new: str) -> tuple[int | None, int | None]:
-    """How many commits `new` is ahead of `old` and behind it; None where one is not there."""
+    """How many commits `new` is ahead of `old` and behind it; None if one is not there."""
     answer = repository.ask("rev-list", "--left-right", "--count", f"{old}...{new}", "--")
-    numbers = (answer or "").split()
-    return (int(numbers[1]), int(numbers[0])) if len(numbers) == 2 else (None, None)
+    match (answer or "").split():
+        case [behind, ahead]:
+            return int(ahead), int(behind)
+    return None, None
 
 
 def counts(ahead: int | None, behind: int | None) -> str | None:
@@ -308,8 +361,9 @@ def counts(ahead: int | None, behind: int | None) -> str | None:
 
 
 def _listed(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 6} more" if len(names) > 6 else ""
-    return ", ".join(names[:6]) + more
+    shown = ", ".join(names[:_MOST_FILES])
+    more = len(names) - _MOST_FILES
+    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def _word(path: Path) -> str:

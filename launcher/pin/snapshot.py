@@ -1,4 +1,5 @@
-"""Taking a snapshot: the facts of what is checked out or installed, written as the committed JSON is.
+"""Taking a snapshot: the facts of what is checked out or installed, written as the committed JSON
+is.
 
 For those who move the pin, by scripts/snapshot.py.
 """
@@ -34,7 +35,9 @@ def take(backend: str, checkout: Path | None = None) -> dict[str, Any]:
 
 
 def take_at(repository: Repository, commit: str) -> dict[str, Any]:
-    """The facts of open-instruct at a commit of a repository, without a checkout of it; raises as `take`."""
+    """The facts of open-instruct at a commit of a repository, without a checkout of it; raises as
+    `take`.
+    """
     backend = "open_instruct"
     trees = {name: CommitTree(repository, commit, name) for name in BACKENDS[backend].PACKAGES}
     return _take(backend, trees, commit)
@@ -51,7 +54,9 @@ def _take(backend: str, packages: Mapping[str, Tree], version: str) -> dict[str,
     # a commit without a further script of a stage lacks nothing that belongs to a stage
     scripts = {name: entry.script for name, entry in module.STAGES.items()}
     found = {name: facts.digest(packages, script) for name, script in scripts.items()}
-    stages = [name for name, entry in module.STAGES.items() if not entry.stage or found[name] is not None]
+    stages = [
+        name for name, entry in module.STAGES.items() if not entry.stage or found[name] is not None
+    ]
     data = facts.read(module, {**packages, **foreign}, {}, stages)
     del data["absent"]
     # the files of other packages are not among the digests
@@ -61,7 +66,10 @@ def _take(backend: str, packages: Mapping[str, Tree], version: str) -> dict[str,
         "schema_version": VERSION,
         "backend": backend,
         "version": version,
-        "foreign": {f"ai2_{n}": locate.package_version(p.path.parent, f"ai2_{n}") for n, p in foreign.items()},
+        "foreign": {
+            f"ai2_{n}": locate.package_version(p.path.parent, f"ai2_{n}")
+            for n, p in foreign.items()
+        },
         **data,
         "files": dict(sorted(digests.items())),
     }
@@ -81,9 +89,13 @@ def remove_others(backend: str) -> None:
 
 
 def templates_of(package: Path) -> dict[str, str]:
-    """The chat templates for which a TRL package has a training template: digests and names, by name."""
+    """The chat templates for which a TRL package has a training template: digests and names, by
+    name.
+    """
     source = (package / "chat_template_utils.py").read_text(encoding="utf-8")
-    replaced = re.findall(r"if chat_template == (\w+)_chat_template:\s+return \w+_training_chat_template", source)
+    replaced = re.findall(
+        r"if chat_template == (\w+)_chat_template:\s+return \w+_training_chat_template", source
+    )
     table = {}
     for name in sorted(replaced):
         text = (package / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")

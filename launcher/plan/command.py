@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from importlib.resources import files
+from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,8 @@ from launcher.upstream.locate import SUBMODULE
 from launcher.upstream.trainers import Backend
 
 HUB = "HF_TOKEN"
-# names a YAML file to TRL's parser (trl/scripts/utils.py::TrlParser.parse_args_and_config[config = yaml.safe_load])
+# names a YAML file to TRL's parser
+# (trl/scripts/utils.py::TrlParser.parse_args_and_config[config = yaml.safe_load])
 CONFIG = "--config"
 PROBE = PACKAGE / "probe" / "run.py"
 START = PACKAGE / "probe" / "start.py"
@@ -33,10 +34,10 @@ SAFE_PATH_SINCE = (3, 11)  # the first Python that knows PYTHONSAFEPATH
 
 
 class TrainerArguments(NamedTuple):
-    """The trainer's arguments, secrets taken out: every user of a machine may read a command line.
+    """The trainer's arguments without secrets: every user of a machine may read a command line.
 
-    `env` holds them instead, `variables` is as in `Command`. `exposed` are the arguments that could not
-    be handed over so.
+    `env` holds them instead, `variables` is as in `Command`. `exposed` are the arguments whose
+    secret stays visible.
     """
 
     words: Mapping[str, Sequence[str]]
@@ -46,45 +47,56 @@ class TrainerArguments(NamedTuple):
 
 
 def hide_secrets(
-    given: Mapping[str, Sequence[str]], plan: Plan, environ: Mapping[str, str], *, watched: bool
+    arguments: Mapping[str, Sequence[str]], plan: Plan, environ: Mapping[str, str], *, watched: bool
 ) -> TrainerArguments:
-    """The arguments as they may be shown; what starts upstream's script (`watched`) puts the words back."""
+    """The arguments as they may be shown; the probe (`watched`) puts the words back."""
     redactor = Redactor.of(environ, plan.stage.config.borrowed)
-    shown = redactor.redact({name: list(words) for name, words in given.items()})
-    words = dict(given)
-    env = dict[str, str]()
-    variables = dict[str, str]()
-    exposed = list[str]()
-    for name, own in given.items():
-        taken = _secret_words(name, plan)
-        secret = [at for at, word in enumerate(own) if word != shown[name][at] or taken & {-1, at}]
-        if secret and name == "hub_token" and environ.get(HUB, own[0]) == own[0]:
-            # where no token is given, huggingface_hub takes this one
+    shown = redactor.redact({name: list(words) for name, words in arguments.items()})
+    words = dict(arguments)
+    env: dict[str, str] = {}
+    exposed: list[str] = []
+    for name, original in arguments.items():
+        secret = _secret_places(name, original, shown[name], plan)
+        if not secret:
+            continue
+        if name == "hub_token" and environ.get(HUB, original[0]) == original[0]:
+            # where no token is passed, huggingface_hub takes this one
             del words[name]
             if HUB not in environ:
-                env[HUB], variables[HUB] = own[0], _variable(own[0], environ, HUB)
-        elif secret and not watched:
+                env[HUB] = original[0]
+        elif not watched:
             exposed.append(name)
-        elif secret:
-            words[name] = replaced = list(own)
-            for at in secret:
-                variable = f"{ARGUMENT}{name.upper()}" + (f"_{at}" if len(own) > 1 else "")
-                env[variable], replaced[at] = own[at], f"${variable}"
-                variables[variable] = _variable(own[at], environ, variable)
+        else:
+            replaced = list(original)
+            for index in secret:
+                variable = f"{ARGUMENT}{name.upper()}"
+                if len(original) > 1:
+                    variable += f"_{index}"
+                env[variable] = original[index]
+                replaced[index] = f"${variable}"
+            words[name] = replaced
+    variables: dict[str, str] = {}
+    for variable, word in env.items():
+        holders = [name for name, value in environ.items() if value == word]
+        variables[variable] = min(holders, default=variable)
     return TrainerArguments(words, env, variables, tuple(exposed))
 
 
-def _variable(word: str, environ: Mapping[str, str], default: str) -> str:
-    return min((name for name, value in environ.items() if value == word), default=default)
-
-
-def _secret_words(name: str, plan: Plan) -> set[int]:
-    """Which words of an argument took a secret from the environment; -1 stands for all."""
+def _secret_places(name: str, words: Sequence[str], shown: Sequence[str], plan: Plan) -> list[int]:
+    """Which words are redacted, or took a secret from the environment."""
+    secret = {index for index, word in enumerate(words) if word != shown[index]}
     config = plan.stage.config
-    pattern = re.compile(rf"args\.{re.escape(name)}(?:\[(\d+)\])?(?![\w-])")
     if name not in config.args or name in plan.derived:
-        return set()
-    return {int(match[1] or -1) for key in config.secrets if (match := pattern.match(key)) is not None}
+        return sorted(secret)
+    pattern = re.compile(rf"args\.{re.escape(name)}(?:\[(\d+)\])?(?![\w-])")
+    for key in config.secrets:
+        match = pattern.match(key)
+        if match is None:
+            continue
+        if match[1] is None:
+            return list(range(len(words)))
+        secret.add(int(match[1]))
+    return [index for index in range(len(words)) if index in secret]
 
 
 def build(
@@ -97,43 +109,50 @@ def build(
     devices: Mapping[str, str] | None = None,
     attempt: int = 1,
 ) -> Command:
-    """The `accelerate launch` or torchrun command of a plan, with the probe as the script it starts.
+    """The `accelerate launch` or torchrun command of a plan, with the probe as the script it
+    starts.
 
-    Without the probe it starts upstream's script itself, and nothing of ours runs inside.
-    `folder` is the run folder; `environ` the environment that training will inherit. Arguments that no flag can
-    carry go into a file of the `attempt` there.
+    Without the probe it starts upstream's script itself, and nothing of launch runs inside.
+    `folder` is the run folder; `environ` the environment that training will inherit. Arguments that
+    no flag can carry go into a file of the `attempt` there.
     """
-    root = plan.stage.upstream.root
-    if root is None:
-        # only a dry run gets here: say where the source would be
-        places = (path for path in trainer.path if path.name in {"site-packages", "dist-packages"})
-        installed = next(places, Path("site-packages").absolute())
-        root = SUBMODULE if plan.stage.backend.CHECKOUT else installed
-    script = root / plan.stage.entry.script
+    entry = plan.stage.entry
+    root = plan.stage.upstream.root or _expected_root(plan, trainer)
+    script = root / entry.script
     watched = plan.stage.options.probe is not None
-    started = str(PROBE if watched else script)
-    module, options = LAUNCHERS[plan.stage.entry.launcher]
-    argv = [str(trainer.python), *_module(module, plan, trainer), *options(plan), started]
+    module, options = LAUNCHERS[entry.launcher]
+    argv = [str(trainer.python), *_module(module, plan, trainer), *options(plan)]
+    argv.append(str(PROBE if watched else script))
     arguments = hide_secrets(plan.arguments(), plan, environ, watched=watched)
-    config = RunFolder(folder).trainer_config(attempt)
-    written = config_file(plan.file_arguments())
-    if written:
-        argv += [CONFIG, str(config)]
+    files: dict[str, str] = {}
+    content = config_file(plan.file_arguments())
+    if content:
+        config = str(RunFolder(folder).trainer_config(attempt))
+        files[config] = content
+        argv += [CONFIG, config]
     for name, words in arguments.words.items():
         argv += [f"--{name}", *words]
-    env = _environment(plan, root, script, folder, environ) | {**(caches or {}), **(devices or {}), **arguments.env}
+    env = _environment(plan, root, script, folder, environ)
+    env.update({**(caches or {}), **(devices or {}), **arguments.env})
     return Command(
-        argv=tuple(argv),
-        cwd=Path.cwd(),
-        env=env,
-        variables=arguments.variables,
-        files={str(config): written} if written else {},
+        argv=tuple(argv), cwd=Path.cwd(), env=env, variables=arguments.variables, files=files
     )
+
+
+def _expected_root(plan: Plan, trainer: Trainer) -> Path:
+    """Where the source would be: only a dry run comes here without it."""
+    if plan.stage.backend.CHECKOUT:
+        return SUBMODULE
+    for path in trainer.path:
+        if path.name in {"site-packages", "dist-packages"}:
+            return path
+    return Path("site-packages").absolute()
 
 
 def config_file(arguments: Mapping[str, Any]) -> str:
     """The text of a config file with these arguments
-    (trl/scripts/utils.py::TrlParser.parse_args_and_config[config = yaml.safe_load]); empty without any.
+    (trl/scripts/utils.py::TrlParser.parse_args_and_config[config = yaml.safe_load]); empty without
+    any.
     """
     if not arguments:
         return ""
@@ -144,44 +163,54 @@ def config_file(arguments: Mapping[str, Any]) -> str:
 
 def secrets_in_file(plan: Plan, environ: Mapping[str, str]) -> Iterator[str]:
     """The arguments with a secret that a config file would hold."""
-    redactor = Redactor.of(environ, plan.stage.config.borrowed)
+    config = plan.stage.config
+    redactor = Redactor.of(environ, config.borrowed)
     for name, value in plan.file_arguments().items():
-        is_taken = any(key.startswith(f"args.{name}") for key in plan.stage.config.secrets)
+        is_taken = any(key.startswith(f"args.{name}") for key in config.secrets)
         if is_taken or redactor.redact({name: value}) != {name: value}:
             yield name
 
 
 def _module(name: str, plan: Plan, trainer: Trainer) -> list[str]:
-    """The words that run a module: with `-m`, or by `START` where the current folder would get onto the path."""
-    engine = plan.stage.options.deepspeed is not None and plan.gpus > 0
-    deepspeed = engine and plan.stage.entry.launcher == "accelerate"
-    old_python = bool(trainer.version) and trainer.version < SAFE_PATH_SINCE
-    return [str(START), name] if deepspeed or old_python else ["-m", name]
+    """The words that run a module: `-m`, or `START` where that would put the current folder on the
+    path.
+    """
+    uses_deepspeed = plan.stage.options.deepspeed is not None and plan.gpus > 0
+    is_old = bool(trainer.version) and trainer.version < SAFE_PATH_SINCE
+    if is_old or (uses_deepspeed and plan.stage.entry.launcher == "accelerate"):
+        return [str(START), name]
+    return ["-m", name]
 
 
 def _accelerate(plan: Plan) -> list[str]:
-    """accelerate's own options; an own config file, so that the user's default one changes nothing."""
-    deepspeed = plan.stage.deepspeed
-    neutral = files("launcher.plan.accelerate").joinpath("neutral.yaml")
-    argv = ["--config_file", str(neutral), "--num_machines", str(plan.nodes), "--num_processes", str(plan.processes)]
+    """accelerate's own options; a config file of launch's, so that the user's default one is not
+    read.
+    """
+    neutral = resources.files("launcher.plan.accelerate").joinpath("neutral.yaml")
+    argv = ["--config_file", str(neutral)]
+    argv += ["--num_machines", str(plan.nodes), "--num_processes", str(plan.processes)]
     argv += ["--mixed_precision", plan.mixed_precision, "--dynamo_backend", "no"]
     if not plan.gpus and plan.nodes == 1:
         return [*argv, "--cpu"]
     if not plan.gpus:
         # --cpu starts a process that knows of no other
-        # (accelerate/commands/launch.py::launch_command[elif args.multi_gpu]): torchrun tells each its rank, and
-        # ACCELERATE_USE_CPU makes gloo of it
+        # (accelerate/commands/launch.py::launch_command[elif args.multi_gpu]): torchrun tells each
+        # its rank, and ACCELERATE_USE_CPU makes gloo of it
         return [*argv, "--multi_gpu", *rendezvous.placeholders()]
+    deepspeed = plan.stage.deepspeed
     if deepspeed is not None:
         argv += ["--use_deepspeed", "--deepspeed_config_file", str(deepspeed)]
     elif plan.processes > 1:
-        argv += ["--multi_gpu"]
+        argv.append("--multi_gpu")
     if plan.nodes > 1:
-        # accelerate's own default needs pdsh, and starts the other machines itself
-        standard = ["--deepspeed_multinode_launcher", "standard"] if deepspeed is not None else []
-        return [*argv, *standard, *rendezvous.placeholders()]
-    # 0: accelerate picks a free port; DeepSpeed takes one for a single process too
-    return [*argv, "--main_process_port", "0"] if plan.processes > 1 or deepspeed is not None else argv
+        if deepspeed is not None:
+            # accelerate's own default needs pdsh, and starts the other machines itself
+            argv += ["--deepspeed_multinode_launcher", "standard"]
+        return [*argv, *rendezvous.placeholders()]
+    if plan.processes > 1 or deepspeed is not None:
+        # 0: accelerate picks a free port; DeepSpeed takes one for a single process too
+        argv += ["--main_process_port", "0"]
+    return argv
 
 
 def _torchrun(plan: Plan) -> list[str]:
@@ -199,14 +228,19 @@ LAUNCHERS = {
 """The module that Python runs to start the processes, and its options, by `Entry.launcher`."""
 
 
-def _environment(plan: Plan, root: Path, script: Path, folder: Path, environ: Mapping[str, str]) -> dict[str, str]:
+def _environment(
+    plan: Plan, root: Path, script: Path, folder: Path, environ: Mapping[str, str]
+) -> dict[str, str]:
+    env: dict[str, str] = {}
     watch = plan.stage.options.probe
-    env = {} if watch is None else {PROBE_SETTINGS: json.dumps(_probe(plan, script, folder, watch))}
+    if watch is not None:
+        env[PROBE_SETTINGS] = json.dumps(_probe(plan, script, folder, watch))
     # training writes straight into console.log: unbuffered, or the last lines die with it
-    env |= {"PYTHONUNBUFFERED": "1"} | source_environment(plan.stage.backend, root, environ)
+    env["PYTHONUNBUFFERED"] = "1"
+    env.update(source_environment(plan.stage.backend, root, environ))
+    if plan.gpus == 0 and plan.stage.entry.launcher == "accelerate":
+        env["ACCELERATE_USE_CPU"] = "true"
     if plan.gpus == 0:
-        if plan.stage.entry.launcher == "accelerate":
-            env["ACCELERATE_USE_CPU"] = "true"
         env["CUDA_VISIBLE_DEVICES"] = ""
     if plan.gpus == 1:
         # one process that sees several cards: transformers spreads it over all (nn.DataParallel)
@@ -215,8 +249,8 @@ def _environment(plan: Plan, root: Path, script: Path, folder: Path, environ: Ma
 
 
 def source_environment(backend: Backend, root: Path, environ: Mapping[str, str]) -> dict[str, str]:
-    """What isolates a Python from the current folder, what it needs to import a trainer's source from `root`,
-    and what the trainer's scripts need.
+    """What isolates a Python from the current folder, what it needs to import a trainer's source
+    from `root`, and what the trainer's scripts need.
     """
     env = isolation.changes(environ)
     if backend.CHECKOUT:
@@ -226,74 +260,83 @@ def source_environment(backend: Backend, root: Path, environ: Mapping[str, str])
 
 
 def _probe(plan: Plan, script: Path, folder: Path, watch: Watch) -> dict[str, object]:
-    """The probe's settings; what they mean stands in its `Settings`."""
+    """The probe's settings; its `Settings` describes them."""
+    entry = plan.stage.entry
     options = plan.stage.options
-    expected = expectations(plan)
-    packs = plan.stage.entry.joins_rows(plan.values)
     pairs = plan.stage.schema.pairs
+    expected = expectations(plan)
     # the other points need the end of the run
-    enforced = {point.name for point in POINTS if point.enforced and (pairs or not point.pairs_only)}
-    return {
+    enforced = {
+        point.name for point in POINTS if point.enforced and (pairs or not point.pairs_only)
+    }
+    is_packed = entry.joins_rows(plan.values) or expected["packing"] in ("isolated", "on")
+    settings = {
         "target": str(script),
         "out": str(folder / "probe"),
         "cpu": plan.gpus == 0,
-        "watchers": dict(plan.stage.entry.watchers),
-        "stand_ins": dict(plan.stage.entry.stand_ins) if plan.gpus == 0 else {},
-        "divides_loss": plan.stage.entry.divides_loss,
-        "packed": packs or expected["packing"] in ("isolated", "on"),
+        "watchers": dict(entry.watchers),
+        "stand_ins": dict(entry.stand_ins) if plan.gpus == 0 else {},
+        "divides_loss": entry.divides_loss,
+        "packed": is_packed,
         "expect": {point: state for point, state in expected.items() if point in enforced},
         "on_violation": options.on_violation,
         "on_hang": options.on_hang,
         "pairs": pairs,
-        "max_length": plan.values.get(plan.stage.entry.names.max_length),
+        "max_length": plan.values.get(entry.names.max_length),
         **asdict(watch),
-        **_first_loss(plan),
-        **_export(plan),
     }
+    if _begins_at_reference(plan):
+        settings["first_loss"] = math.log(2)
+    export = _export(plan)
+    if export is not None:
+        settings["export"] = export
+    return settings
 
 
-def _export(plan: Plan) -> dict[str, object]:
-    """What is to be written once the training is over; nothing where it ends without a model."""
+def _export(plan: Plan) -> dict[str, object] | None:
+    """What is to be written after the training; None where it ends without a model."""
     phase = plan.stage.entry.export
     output = output_folder(plan)
     if phase is None or output is None or caches_only(plan.stage, plan.values) is not None:
-        return {}
+        return None
     settings = phase.settings(plan.values)
     if settings is None:
-        return {}
+        return None
     places = {"output": str(output.absolute()), "into": str(model_in(plan, output).absolute())}
-    return {"export": {"function": phase.function, **places, **settings}}
+    return {"function": phase.function, **places, **settings}
 
 
-def _first_loss(plan: Plan) -> dict[str, float]:
-    """DPO's loss before the first update is ln 2 if the reference is the model that training starts from.
+def _begins_at_reference(plan: Plan) -> bool:
+    """Whether DPO's loss before the first update is ln 2: the reference is the model it starts
+    from.
 
-    Of open-instruct's losses that holds for these two (dpo_utils.py::compute_loss[if loss_type in]); an auxiliary loss
-    is added.
+    Of open-instruct's losses that holds for two (dpo_utils.py::compute_loss[if loss_type in]),
+    without an auxiliary loss. Where a step is one packed row, the reference is computed beside
+    other neighbours, whom a sample attends to (dpo.py::main[cache_batch_size = int]).
     """
-    values = plan.values
     entry = plan.stage.entry
-    # there the reference is computed beside other neighbours, whom a sample attends to
-    # (dpo.py::main[cache_batch_size = int])
-    beside = entry.takes_one_row(values)
-    plain = str(values.get("loss_type")) in ("dpo", "dpo_norm") and not values.get("load_balancing_loss")
-    return {"first_loss": math.log(2)} if entry.caches_reference and plain and not beside else {}
+    values = plan.values
+    if not entry.caches_reference or entry.takes_one_row(values):
+        return False
+    is_plain = str(values.get("loss_type")) in ("dpo", "dpo_norm")
+    return is_plain and not values.get("load_balancing_loss")
 
 
 def expectations(plan: Plan) -> dict[str, str]:
+    """The state that each point of the verdict is expected to have."""
     entry = plan.stage.entry
-    values = plan.values
+    options = plan.stage.options
     expected = {
         **DEFAULTS,
-        "liger": "engaged" if entry.liger(values) else "off",
-        "packing": "isolated" if entry.packs(values, plan.per_device) else "off",
+        "liger": "engaged" if entry.liger(plan.values) else "off",
+        "packing": "isolated" if entry.packs(plan.values, plan.per_device) else "off",
     }
-    if plan.stage.options.probe is not None:
+    if options.probe is not None:
         expected["batch"] = "planned"
         # where one process trains alone, nothing stands between backward and optimizer
-        if plan.processes > 1 or (plan.gpus and plan.stage.options.deepspeed is not None):
+        if plan.processes > 1 or (plan.gpus and options.deepspeed is not None):
             expected["gradients"] = "true"
     # a kernel of the hub has a name of its own, which no point of a verdict knows
-    if (chosen := plan.attention) and chosen in EXPECT["attention"]:
-        expected["attention"] = chosen
-    return {**expected, **plan.stage.options.expect}
+    if plan.attention in EXPECT["attention"]:
+        expected["attention"] = plan.attention
+    return {**expected, **options.expect}

@@ -1,7 +1,9 @@
-"""A stage on GPUs -> the values that launch sets where the stage file is silent, each with its reason.
+"""A stage on GPUs -> the values that launch sets where the stage file is silent, each with its
+reason.
 
-`STEPS` names what derives them, in turn: a new value is one more function there. Two kinds of values are known only
-later and come on top: the folders of the caches (`cache.keys.Cache.arguments`) and what a resumed run needs
+`STEPS` names what derives them, in turn: a new value is one more function there. Two kinds of
+values are known only later and come on top: the folders of the caches
+(`cache.keys.Cache.arguments`) and what a resumed run needs
 (`planning.resume.decision.Decision.derived`).
 """
 
@@ -37,7 +39,8 @@ class Derived:
 class BatchSplit:
     """A batch over `devices`, which are groups of processes that share their rows.
 
-    `per_device` rows times `accumulation` forward passes times `devices` are the `rows` of an optimizer step.
+    `per_device` rows times `accumulation` forward passes times `devices` are the `rows` of an
+    optimizer step.
     """
 
     per_device: int
@@ -53,8 +56,8 @@ class BatchSplit:
 class Setting:
     """A stage on `gpus` of each of `nodes` machines, 0 is the CPU.
 
-    `packages` are those of the trainer's Python, None where they are not known. `output` is where the model goes
-    when the stage file names no place.
+    `packages` are those of the trainer's Python, None where they are not known. `output` is where
+    the model goes when the stage file names no place.
     """
 
     stage: Stage
@@ -68,10 +71,19 @@ class Setting:
 def setting(
     stage: Stage, *, gpus: int, nodes: int, packages: Mapping[str, str] | None, output: Path | None
 ) -> Setting:
-    """Raises InvalidConfig with the nearest possible splits where the global batch cannot be divided."""
-    attention = preferred_attention(stage.options, stage.values, gpus=gpus * nodes, packages=packages)
+    """Raises InvalidConfig with the nearest possible splits where the global batch cannot be
+    divided.
+    """
+    attention = preferred_attention(
+        stage.options, stage.values, gpus=gpus * nodes, packages=packages
+    )
     return Setting(
-        stage=stage, gpus=gpus, nodes=nodes, batch=split_batch(stage, gpus, nodes), attention=attention, output=output
+        stage=stage,
+        gpus=gpus,
+        nodes=nodes,
+        batch=split_batch(stage, gpus, nodes),
+        attention=attention,
+        output=output,
     )
 
 
@@ -79,7 +91,8 @@ def split_batch(stage: Stage, gpus: int, nodes: int) -> BatchSplit:
     """The batch of a stage over these GPUs; see `setting` for what is raised."""
     names = stage.entry.names
     batch = stage.options.batch
-    # GPUs that share a sequence work on the same rows (finetune.py::main[= accelerator.num_processes])
+    # GPUs that share a sequence work on the same rows
+    # (finetune.py::main[= accelerator.num_processes])
     shared = int(stage.values.get(names.shared) or 1)
     devices = max(1, max(1, gpus) * nodes // max(1, shared))
     per_device = int(stage.values[names.per_device])
@@ -89,7 +102,9 @@ def split_batch(stage: Stage, gpus: int, nodes: int) -> BatchSplit:
         accumulation = int(stage.values[names.accumulation])
         return BatchSplit(per_device=per_device, accumulation=accumulation, devices=devices)
     if batch.total % (per_device * devices):
-        raise InvalidConfig(impossible(stage.config, total=batch.total, per_device=per_device, devices=devices))
+        raise InvalidConfig(
+            impossible(stage.config, total=batch.total, per_device=per_device, devices=devices)
+        )
     accumulation = batch.total // (per_device * devices)
     return BatchSplit(per_device=per_device, accumulation=accumulation, devices=devices)
 

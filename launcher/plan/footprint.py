@@ -1,4 +1,4 @@
-"""`Plan` -> `Setup`: what of a stage file memory and time depend on, under either backend's names."""
+"""`Plan` -> `Setup`: what of a stage file memory and time depend on, for either trainer."""
 
 import math
 import os
@@ -9,22 +9,32 @@ from typing import Any, NamedTuple
 from launcher.artifacts import architecture, lengths, model_config
 from launcher.artifacts.architecture import Shape
 from launcher.artifacts.lengths import Lengths, MicroBatch, Packed, pack
-from launcher.errors import InvalidConfig, launch_finding
-from launcher.plan.memory import setup
-from launcher.plan.memory.setup import FULL, HALF, Adapters, Quantised, Setup, Sharding, Zero
+from launcher.errors import InvalidConfig
+from launcher.plan.memory.setup import (
+    FULL,
+    HALF,
+    Adapters,
+    Quantised,
+    Setup,
+    Sharding,
+    Zero,
+    undescribed,
+    zero_of,
+)
 from launcher.plan.plan import Plan, step_limit, steps_of
 from launcher.rules.deepspeed import engine_config
 from launcher.rules.model import LIGER_MODELS
 from launcher.rules.open_instruct import olmo_core
 from launcher.rules.trl import resolved
+from launcher.upstream.entry import Entry
 from launcher.upstream.schema import Values
 
 ATTENTIONS = ("flash_2", "flash_3", "flash_4", "sdpa", "eager")
-UNKNOWN_STEPS = 1000  # the largest of so many steps is taken where it is not known how many there are
-# finetune.py::main[target_modules] and dpo_tune_cache.py::main[target_modules]; PEFT's own choice where TRL names none
-_OPEN_INSTRUCT_TARGETS = ("q_proj", "o_proj", "v_proj", "k_proj", "gate_proj", "up_proj", "down_proj")
-# peft/utils/constants.py::[TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING =]: what PEFT adapts where nothing is
-# named, and of the families in `shapes` those for which it does
+UNKNOWN_STEPS = 1000  # where the number of steps is not known, the largest of this many is taken
+# finetune.py::main[target_modules] and dpo_tune_cache.py::main[target_modules]
+_OPEN_INSTRUCT_TARGETS = tuple("q_proj o_proj v_proj k_proj gate_proj up_proj down_proj".split())
+# peft/utils/constants.py::[TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING =]: what PEFT adapts
+# where nothing is named, and of the families in `shapes` those for which it does
 _PEFT_TARGETS = ("q_proj", "v_proj")
 _PEFT_CHOOSES = ("llama", "mistral", "qwen2", "qwen3")
 # what keeps Adam's two states, and whether it is the fused one;
@@ -47,12 +57,22 @@ class Tokens(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
-    """One plan with the shape of its model and the lengths of its rows; `attention` as in ATTENTIONS."""
+    """One plan with the shape of its model and the lengths of its rows; `attention` as in
+    ATTENTIONS.
+    """
 
     plan: Plan
     shape: Shape
     rows: Lengths
     attention: str
+
+    @property
+    def entry(self) -> Entry:
+        return self.plan.stage.entry
+
+    @property
+    def values(self) -> Values:
+        return self.plan.values
 
     @property
     def pairs(self) -> bool:
@@ -61,15 +81,17 @@ class Footprint:
 
     @property
     def packed(self) -> bool:
-        return self._packed(self.plan.per_device)
+        return self._packs(self.plan.per_device)
 
-    def _packed(self, per_device: int) -> bool:
-        entry = self.plan.stage.entry
-        return entry.packing != "padded" and entry.packs(self.plan.values, per_device)
+    def _packs(self, per_device: int) -> bool:
+        return self.entry.packing != "padded" and self.entry.packs(self.values, per_device)
+
+    def _sequences(self, per_device: int) -> int:
+        return 2 * per_device if self.pairs else per_device
 
     @property
     def typical(self) -> MicroBatch:
-        sequences = self.plan.per_device * (2 if self.pairs else 1)
+        sequences = self._sequences(self.plan.per_device)
         return lengths.typical(self.rows, rows=sequences, packed=self.packed)
 
     @property
@@ -79,128 +101,153 @@ class Footprint:
         Rows that dpo.py packs are computed whole, however full: one a rank.
         """
         ranks = self.plan.processes
-        times = self.plan.accumulation
-        if self.plan.stage.entry.packing == "always":
-            # those that share a row compute its parts
+        if self.entry.packing == "always":
+            # ranks that share a row compute its parts
             ranks = self.plan.devices
-        if (row := packed_row(self.plan, self.rows)) is not None:
+        row = packed_row(self.plan, self.rows)
+        if row is not None:
             formula = (
                 f"{ranks} rows of {row.positions:,} positions, {row.pairs:.1f} pairs and "
                 f"{row.real:,.0f} tokens in each on average"
             )
             return Tokens(row.real * ranks, float(row.positions * ranks), formula)
-        one = self.typical
-        formula = f"{one.rows} x {one.width:,} on average, x {times} x {ranks}"
-        return Tokens(one.real * times * ranks, one.tokens * times * ranks, formula)
+        batch = self.typical
+        accumulation = self.plan.accumulation
+        formula = f"{batch.rows} x {batch.width:,} on average, x {accumulation} x {ranks}"
+        batches = accumulation * ranks
+        return Tokens(batch.real * batches, batch.tokens * batches, formula)
 
     @property
     def checkpointing(self) -> bool:
-        """Whether activations are computed again."""
-        return self.plan.stage.entry.recomputes(self.plan.values)
+        """Whether activations are recomputed."""
+        return self.entry.recomputes(self.values)
 
     @property
     def adapters(self) -> Adapters | None:
-        values = self.plan.values
+        values = self.values
         narrow = self.zero is not None
-        targets: tuple[str, ...] = _OPEN_INSTRUCT_TARGETS
         if values.get("use_lora"):
             rank = values["lora_rank"]
+            targets: tuple[str, ...] = _OPEN_INSTRUCT_TARGETS
         elif values.get("use_peft"):
             rank = values["lora_r"]
-            targets = self._targets()[0]
+            targets = self._peft_targets()
             # on 4-bit weights TRL has made them bf16
             # (trl/trainer/sft_trainer.py::SFTTrainer.__init__[if _is_quantized_model])
             narrow = narrow or self.quantised is not None
         else:
             return None
-        return Adapters(int(rank), targets, HALF if narrow else FULL, bool(values.get("lora_dropout")))
+        dropout = bool(values.get("lora_dropout"))
+        return Adapters(int(rank), targets, HALF if narrow else FULL, dropout)
 
-    def _targets(self) -> tuple[tuple[str, ...], str]:
-        """The layer's linears that PEFT adapts, and what is not described."""
-        named = self.plan.values.get("lora_target_modules")
-        linears = self.shape.linears()
-        if named in ("all-linear", ["all-linear"]):
-            return tuple(linears), ""
+    def _named_targets(self) -> list[str]:
+        """The last parts of `lora_target_modules`; empty where PEFT itself chooses."""
+        named = self.values.get("lora_target_modules") or []
+        if isinstance(named, str):
+            named = [named]
+        return [str(target).split(".")[-1] for target in named]
+
+    def _peft_targets(self) -> tuple[str, ...]:
+        """The layer's linears that PEFT adapts."""
+        named = self._named_targets()
         if not named:
-            chosen = self.shape.family in _PEFT_CHOOSES
-            fault = f"PEFT itself chooses no `lora_target_modules` for {self.shape.family} models"
-            return _PEFT_TARGETS, "" if chosen else fault
-        adapted = [str(target).split(".")[-1] for target in ([named] if isinstance(named, str) else named)]
-        fault = ""
-        if unknown := [name for name in adapted if name not in linears]:
-            fault = f"the memory of LoRA on `{unknown[-1]}` is not described: described are {', '.join(linears)}"
-        return tuple(name for name in linears if name in adapted), fault
+            return _PEFT_TARGETS
+        linears = self.shape.linears()
+        if named == ["all-linear"]:
+            return tuple(linears)
+        return tuple(name for name in linears if name in named)
+
+    def _peft_fault(self) -> str | None:
+        """What is not described of the linears that PEFT adapts."""
+        named = self._named_targets()
+        family = self.shape.family
+        if not named and family not in _PEFT_CHOOSES:
+            return f"PEFT itself chooses no `lora_target_modules` for {family} models"
+        linears = self.shape.linears()
+        unknown = [name for name in named if name not in linears]
+        if not unknown or named == ["all-linear"]:
+            return None
+        described = ", ".join(linears)
+        return f"the memory of LoRA on `{unknown[-1]}` is not described: described are {described}"
 
     @property
     def quantised(self) -> Quantised | None:
-        """Whether the frozen weights are of 4 bits; open-instruct always takes nested scales for them."""
-        values = self.plan.values
-        nested = values.get("use_qlora") or values.get("use_bnb_nested_quant")
-        return Quantised(bool(nested)) if values.get("use_qlora") or values.get("load_in_4bit") else None
+        """Frozen weights of 4 bits; open-instruct always takes nested scales for them."""
+        qlora = self.values.get("use_qlora")
+        if not qlora and not self.values.get("load_in_4bit"):
+            return None
+        return Quantised(bool(qlora or self.values.get("use_bnb_nested_quant")))
 
     @property
     def zero(self) -> Zero | None:
-        """DeepSpeed, by the stage file or by DPO's own option, which replaces it; None on the CPU."""
+        """DeepSpeed by the stage file, or by DPO's own option instead; None on the CPU."""
         if not self.plan.gpus:
             return None
         file, _ = self.plan.stage.read_deepspeed()
-        return setup.zero_of(engine_config(self.plan.values, file), self.shape.hidden)
+        return zero_of(engine_config(self.values, file), self.shape.hidden)
 
     @property
     def autocast(self) -> bool:
-        """Whether accelerate casts to 16 bits around each operator; DeepSpeed casts the model instead."""
+        """Whether accelerate casts to 16 bits around each operator; DeepSpeed casts the model."""
         if self.zero is not None:
             return False
-        if self.plan.stage.entry.own_precision:
-            return resolved.precision(self.plan.values) is not None
+        if self.entry.own_precision:
+            return resolved.precision(self.values) is not None
         return self.plan.mixed_precision != "no"
 
     @property
     def liger(self) -> bool:
         """Whether Liger's kernels run: TRL goes on without them where it has none for the model."""
         # finetune.py::main[elif args.use_liger_kernel]
-        quantised = self.plan.values.get("use_qlora")
-        return self.plan.stage.entry.liger(self.plan.values) and not quantised and self.shape.family in LIGER_MODELS
+        if self.values.get("use_qlora") or self.shape.family not in LIGER_MODELS:
+            return False
+        return self.entry.liger(self.values)
 
     @property
     def reference(self) -> str:
         """Where DPO's reference stands, as in `Setup`."""
         if not self.plan.stage.refers:
             return ""
-        if self.plan.stage.entry.caches_reference:
+        if self.entry.caches_reference:
             return "cache"
         if self.adapters is not None:
             return "adapter"
-        return "" if self.plan.values.get("precompute_ref_log_probs") else "model"
+        return "" if self.values.get("precompute_ref_log_probs") else "model"
 
     def setup(self, per_device: int | None = None, accumulation: int | None = None) -> Setup:
-        """What memory depends on, with this split of the batch. Raises InvalidConfig (`unknown-memory`)."""
-        plan = self.plan
-        values = self.plan.values
-        entry = self.plan.stage.entry
+        """What memory depends on, with this split of the batch.
+
+        Raises InvalidConfig (`unknown-memory`).
+        """
         self._require_described()
-        each = per_device or plan.per_device
-        times = accumulation or plan.accumulation
-        rows = each * (2 if self.pairs else 1)
-        packed = self._packed(each)
-        if entry.sharding == "fsdp" and entry.fills_rows(values):
-            return self._filled(rows, times)
-        if entry.sharding == "fsdp":
-            return self._sharded(rows, times)
-        batches = (plan.steps or UNKNOWN_STEPS) * times * plan.processes
-        fused = values.get("fused_optimizer") or values.get("use_qlora")
-        loss = "liger" if self.liger else "full"
-        if self.pairs:
+        per_device = per_device or self.plan.per_device
+        accumulation = accumulation or self.plan.accumulation
+        if self.entry.sharding == "fsdp" and self.entry.fills_rows(self.values):
+            return self._fsdp_of_full_rows(per_device, accumulation)
+        if self.entry.sharding == "fsdp":
+            return self._fsdp_of_pairs(per_device, accumulation)
+        values = self.values
+        packed = self._packs(per_device)
+        if self.entry.tiled_loss:
+            loss = "tiled"
+        elif self.pairs:
             loss = "logprobs"
+        else:
+            loss = "liger" if self.liger else "full"
+        if "optim" in values:
+            # bitsandbytes' kernel makes nothing beside its states
+            fused = _ADAM.get(self._optimizer, True)
+        else:
+            fused = bool(values.get("fused_optimizer") or values.get("use_qlora"))
         return Setup(
             shape=self.shape,
-            batch=lengths.largest(self.rows, rows=rows, batches=batches, packed=packed),
-            processes=plan.processes,
-            accumulation=times,
+            batch=self._largest(self._sequences(per_device), accumulation, packed=packed),
+            processes=self.plan.processes,
+            accumulation=accumulation,
             reference=self.reference,
             zero=self.zero,
-            loss="tiled" if entry.tiled_loss else loss,
-            attention=self.attention.partition("_")[0],
+            loss=loss,
+            attention=self._kernel,
             liger=self.liger,
             checkpointing=self.checkpointing,
             weight_bytes=self._weight_bytes(),
@@ -209,221 +256,258 @@ class Footprint:
             packed=packed,
             quantised=self.quantised,
             state_bytes=self._state_bytes(),
-            # bitsandbytes' kernel makes nothing beside its states
-            fused_optimizer=_ADAM.get(self._optimizer, True) if "optim" in values else bool(fused),
+            fused_optimizer=fused,
         )
 
-    def _filled(self, rows: int, times: int) -> Setup:
-        """olmo_core_finetune.py: FSDP over a machine, full rows, each cut over the GPUs that share it."""
-        plan, values, entry = self.plan, self.plan.values, self.plan.stage.entry
-        names = entry.names
-        limit = int(values.get(names.max_length) or self.rows.longest)
-        shared = max(1, int(values.get(names.shared) or 1))
-        width = -(-limit // shared)
-        share = min(1.0, float(values.get("activation_memory_budget") or 0))
-        sharding = Sharding(
-            shards=max(1, plan.processes // plan.nodes // shared),
-            share=share if values.get("compile_model") else None,
-            selected=entry.selects_modules(values),
-        )
+    @property
+    def _kernel(self) -> str:
+        return self.attention.partition("_")[0]
+
+    def _largest(self, rows: int, accumulation: int, *, packed: bool = False) -> MicroBatch:
+        steps = self.plan.steps or UNKNOWN_STEPS
+        batches = steps * accumulation * self.plan.processes
+        return lengths.largest(self.rows, rows=rows, batches=batches, packed=packed)
+
+    @property
+    def _limit(self) -> int:
+        return int(self.values.get(self.entry.names.max_length) or self.rows.longest)
+
+    def _fsdp(self, batch: MicroBatch, accumulation: int, shards: int) -> Setup:
+        """OLMo-core's FSDP; what the loss needs is left to the scripts."""
+        share = None
+        if self.values.get("compile_model"):
+            share = min(1.0, float(self.values.get("activation_memory_budget") or 0))
         return Setup(
             shape=self.shape,
-            batch=MicroBatch(rows=rows, width=width, real=rows * width),
-            processes=plan.processes,
-            accumulation=times,
-            loss="liger" if values.get("loss_implementation") == "fused_linear" else "full",
-            attention=self.attention.partition("_")[0],
-            sharding=sharding,
+            batch=batch,
+            processes=self.plan.processes,
+            accumulation=accumulation,
+            attention=self._kernel,
+            sharding=Sharding(
+                shards=shards, share=share, selected=self.entry.selects_modules(self.values)
+            ),
         )
 
-    def _sharded(self, rows: int, times: int) -> Setup:
-        """dpo.py: FSDP, no mask, and packed rows that are as long as they may be, however full."""
-        plan = self.plan
-        values = self.plan.values
-        limit = int(values.get(plan.stage.entry.names.max_length) or self.rows.longest)
+    def _fsdp_of_full_rows(self, rows: int, accumulation: int) -> Setup:
+        """olmo_core_finetune.py: full rows, each split over the GPUs that share it, FSDP over a
+        machine.
+        """
+        shared = max(1, int(self.values.get(self.entry.names.shared) or 1))
+        width = -(-self._limit // shared)
+        batch = MicroBatch(rows=rows, width=width, real=rows * width)
+        shards = max(1, self.plan.processes // self.plan.nodes // shared)
+        fused = self.values.get("loss_implementation") == "fused_linear"
+        setup = self._fsdp(batch, accumulation, shards)
+        return replace(setup, loss="liger" if fused else "full")
+
+    def _fsdp_of_pairs(self, per_device: int, accumulation: int) -> Setup:
+        """dpo.py: no mask, and packed rows that are as long as they may be, however full."""
         if self.packed:
             # chosen and rejected, each filled up
-            one = whole = MicroBatch(rows=1, width=2 * limit, real=2 * limit)
-            # every step is one row: nothing is accumulated (dpo.py::main[args.gradient_accumulation_steps])
-            times = 1
+            width = 2 * self._limit
+            batch = MicroBatch(rows=1, width=width, real=width)
+            reference = batch
+            # every step is one row: nothing is accumulated
+            # (dpo.py::main[args.gradient_accumulation_steps])
+            accumulation = 1
         else:
-            batches = (plan.steps or UNKNOWN_STEPS) * times * plan.processes
+            rows = 2 * per_device
+            batch = self._largest(rows, accumulation)
             # the reference takes four times the rows (dpo.py::main[cache_batch_size = int])
-            one, whole = (
-                lengths.largest(self.rows, rows=n * rows, batches=b, packed=False)
-                for n, b in ((1, batches), (4, max(1, batches // 4)))
-            )
+            steps = self.plan.steps or UNKNOWN_STEPS
+            batches = max(1, steps * accumulation * self.plan.processes // 4)
+            reference = lengths.largest(self.rows, rows=4 * rows, batches=batches, packed=False)
             # a model that gets no mask of the padding computes it like any token
-            one = replace(one, real=one.tokens)
-            whole = replace(whole, real=whole.tokens)
-        share = min(1.0, float(values.get("activation_memory_budget") or 0))
-        shards = olmo_core.mesh(values, plan.processes, plan.nodes)[1]
-        return Setup(
-            shape=self.shape,
-            batch=one,
-            reference_batch=whole,
-            processes=plan.processes,
-            accumulation=times,
+            batch = replace(batch, real=batch.tokens)
+            reference = replace(reference, real=reference.tokens)
+        _, shards = olmo_core.mesh(self.values, self.plan.processes, self.plan.nodes)
+        return replace(
+            self._fsdp(batch, accumulation, shards),
+            reference_batch=reference,
             loss="logprobs",
             reference="cache",
-            attention=self.attention.partition("_")[0],
-            sharding=Sharding(shards=shards, share=share if values.get("compile_model") else None),
-            fused_optimizer=bool(values.get("fused_optimizer")),
+            fused_optimizer=bool(self.values.get("fused_optimizer")),
         )
 
     @property
     def _optimizer(self) -> str:
-        values = self.plan.values
-        if values.get("use_qlora"):
-            # finetune.py::main[if args.use_qlora #3]
-            return "paged_adamw_8bit" if values.get("use_8bit_optimizer") else "paged_adamw_32bit"
-        return str(values.get("optim") or "adamw_torch_fused")
+        values = self.values
+        if not values.get("use_qlora"):
+            return str(values.get("optim") or "adamw_torch_fused")
+        # finetune.py::main[if args.use_qlora #3]
+        return "paged_adamw_8bit" if values.get("use_8bit_optimizer") else "paged_adamw_32bit"
 
     def _state_bytes(self) -> float | None:
         """Of bitsandbytes' Adam, an element; None for torch's own.
 
         Two states of 8 bits, but those of the embedding, with scales for every 256
-        (transformers/trainer.py::Trainer.create_optimizer[manager.register_module_override]). Paged states leave the
-        card where there is no room, scales stay.
+        (transformers/trainer.py::Trainer.create_optimizer[manager.register_module_override]). Paged
+        states leave the card where there is no room, scales stay.
         """
         name = self._optimizer
         if name not in _BITSANDBYTES:
             return None
-        narrow = 1 - (0 if self.adapters else self.shape.embedding / self.shape.parameters)
         if "8bit" not in name:
             return 0.0
+        narrow = 1.0
+        if self.adapters is None:
+            narrow = 1 - self.shape.embedding / self.shape.parameters
         scales = narrow * 2 * FULL / 256
-        return scales if "paged" in name else scales + 2 * narrow + 2 * FULL * (1 - narrow)
+        if "paged" in name:
+            return scales
+        return scales + 2 * narrow + 2 * FULL * (1 - narrow)
 
     def _weight_bytes(self) -> int:
-        """Bytes an element of the loaded weights; what DeepSpeed trains it has cast to 16 bits.
+        """Bytes an element of the loaded weights; what DeepSpeed trains it has cast to 16 bits
+        (deepspeed/runtime/engine.py::DeepSpeedEngine._configure_distributed_model[is_zero_init_model,]).
 
-        Raises InvalidConfig where the config would have to say their type, or everything is of 32 bits.
+        Raises InvalidConfig where the config would have to say their type, or everything is of 32
+        bits.
         """
         if self.zero is not None:
-            # deepspeed/runtime/engine.py::DeepSpeedEngine._configure_distributed_model[is_zero_init_model,]
             return HALF
-        values = self.plan.values
-        entry = self.plan.stage.entry
-        own = _model_arguments(values)
-        dtype = entry.liger_dtype if self.liger else entry.dtype
-        if values.get("use_qlora"):
-            # what is not quantised PEFT makes fp32
-            # (peft/utils/other.py::prepare_model_for_kbit_training[cast all non INT8])
-            dtype = "float32"
-        else:
-            dtype = str(own.get("dtype") or own.get("torch_dtype") or values.get("dtype") or dtype)
-        dtype = self.shape.dtype if dtype == "auto" else dtype
+        dtype = self._dtype()
+        if dtype == "auto":
+            dtype = self.shape.dtype
         if not dtype:
             where = "the model's config.json has no `torch_dtype`"
             raise self._undescribed(f"the type of the loaded weights is not known: {where}")
-        width = HALF if dtype in {"bfloat16", "float16", "bf16", "fp16"} else FULL
-        if width == FULL and not self.autocast and self.plan.gpus:
-            raise self._undescribed("the memory of training in 32 bits throughout is not described")
-        return width
+        if dtype in {"bfloat16", "float16", "bf16", "fp16"}:
+            return HALF
+        if not self.autocast and self.plan.gpus:
+            message = "the memory of training in 32 bits throughout is not described"
+            raise self._undescribed(message)
+        return FULL
+
+    def _dtype(self) -> str:
+        """The type that the arguments ask for, else the script's; `auto` is the model's own."""
+        if self.values.get("use_qlora"):
+            # what is not quantised PEFT makes fp32
+            # (peft/utils/other.py::prepare_model_for_kbit_training[cast all non INT8])
+            return "float32"
+        own = _model_arguments(self.values)
+        dtype = own.get("dtype") or own.get("torch_dtype") or self.values.get("dtype")
+        if dtype:
+            return str(dtype)
+        return self.entry.liger_dtype if self.liger else self.entry.dtype
 
     def _require_described(self) -> None:
-        values = self.plan.values
+        values = self.values
+        entry = self.entry
         optimizer = self._optimizer
-        shared = self.plan.stage.entry.names.shared
-        lora = values.get("use_lora") or values.get("use_peft")
+        shared = entry.names.shared
+        peft = values.get("use_peft")
+        adapted = peft or values.get("use_lora")
         more = ("use_dora", "lora_modules_to_save", "lora_target_parameters")
-        entry = self.plan.stage.entry
-        chooses, fills = entry.selects_modules(values), entry.fills_rows(values)
+        selects = entry.selects_modules(values) and not entry.fills_rows(values)
+        is_shared = int(values.get(shared) or 1) > 1 and entry.packing != "always"
+        is_bitsandbytes = optimizer in _BITSANDBYTES
         table = {
             "eager attention": self.attention == "eager",
             "weights quantised to 8 bits": values.get("load_in_8bit"),
-            "quantised weights without adapters": self.quantised is not None and not lora,
+            "quantised weights without adapters": self.quantised is not None and not adapted,
             "FSDP": values.get("fsdp"),
-            f"`{shared}`": int(values.get(shared) or 1) > 1 and self.plan.stage.entry.packing != "always",
-            f"`optim: {optimizer}`": optimizer not in (*_ADAM, *_BITSANDBYTES),
-            f"`optim: {optimizer}` under DeepSpeed": optimizer in _BITSANDBYTES and self.zero is not None,
+            f"`{shared}`": is_shared,
+            f"`optim: {optimizer}`": not is_bitsandbytes and optimizer not in _ADAM,
+            f"`optim: {optimizer}` under DeepSpeed": is_bitsandbytes and self.zero is not None,
             # dpo_tune_cache.py::main[if args.use_qlora or]
             "a paged optimizer": values.get("dpo_use_paged_optimizer"),
             "separate forward passes": values.get("concatenated_forward") is False,
-            "adapters that are more than LoRA": values.get("use_peft") and any(values.get(key) for key in more),
+            "adapters that are more than LoRA": peft and any(values.get(key) for key in more),
             "offloaded activations": values.get("activation_offloading"),
             "the Muon optimizer": values.get("optimizer_type") == "muon",
-            "`activation_checkpointing_mode: selected_modules`": chooses and not fills,
+            "`activation_checkpointing_mode: selected_modules`": selects,
         }
-        if lacking := [name for name, present in table.items() if present]:
+        lacking = [name for name, present in table.items() if present]
+        if lacking:
             raise self._undescribed(f"the memory of {' and '.join(lacking)} is not described")
-        if values.get("use_peft") and (fault := self._targets()[1]):
+        fault = self._peft_fault() if peft else None
+        if fault is not None:
             raise self._undescribed(fault)
 
     def _undescribed(self, message: str) -> InvalidConfig:
-        help = "measure it: `launch check` tells the peak of a short run"
-        finding = launch_finding("error", "unknown-memory", message, help)
-        return InvalidConfig(replace(finding, **self.plan.stage.config.origin("args").place))
+        return undescribed(message, **self.plan.stage.config.origin("args").place)
 
 
 _SPELT = {"flash_attention_2": "flash_2", "flash_attention_3": "flash_3", "torch": "sdpa"}
 
 
-def attention_of(plan: Plan, named: str | None = None) -> str:
+def attention_of(plan: Plan, requested: str | None = None) -> str:
     """The attention that is requested, else what the file says, else the backend's own choice.
 
-    That is sdpa, or (`Entry.best_attention`) the best that is installed on GPUs: taken to be flash_2.
+    That is sdpa, or (`Entry.best_attention`) the best that is installed on GPUs: taken to be
+    flash_2.
     """
-    given = _model_arguments(plan.values).get("attn_implementation")
-    chosen = str(named or given or plan.values.get("attn_implementation")).removeprefix("paged|")
-    if _SPELT.get(chosen, chosen) in ATTENTIONS:
-        return _SPELT.get(chosen, chosen)
+    name = requested or _model_arguments(plan.values).get("attn_implementation")
+    name = str(name or plan.values.get("attn_implementation")).removeprefix("paged|")
+    name = _SPELT.get(name, name)
+    if name in ATTENTIONS:
+        return name
     return "flash_2" if plan.gpus and plan.stage.entry.best_attention else "sdpa"
 
 
 def _model_arguments(values: Values) -> Mapping[str, Any]:
-    """What TRL hands to the model's making (trl/scripts/sft.py::main[model_init_kwargs.update]): keys of its config
-    among them.
+    """What TRL passes to the model (trl/scripts/sft.py::main[model_init_kwargs.update]): keys of
+    its config among them.
     """
     return resolved.inline(values.get("model_init_kwargs")) or {}
 
 
-def shape_of(plan: Plan, like: str | None = None, packages: Mapping[str, str] | None = None) -> Shape:
-    """The model's shape, or that of another one that it is `like`; `packages` are those that train.
+def shape_of(
+    plan: Plan, like: str | None = None, packages: Mapping[str, str] | None = None
+) -> Shape:
+    """The shape of the plan's model, or of the model `like`; `packages` are those that train.
 
     Raises InvalidConfig (`unknown-shape`) where no config of it is to be had.
     """
     values = plan.values
-    environ = os.environ
     stage = plan.stage
     if like is not None:
-        return architecture.find(like, environ)
-    own = values.get(stage.entry.names.model)
-    name = values.get("config_name") or own
-    if stage.entry.models is not None:
-        if values.get("config_name"):
-            # OLMo-core's name for a shape: the folder itself says it, or else the model of that name
-            known = (hub for hub, config in stage.schema.models.items() if config == name)
-            name = own if model_config.read(own, environ) else next(known, name)
-        shape = architecture.find(name, environ)
-        return shape if olmo_core.ties(values, packages or {}) else architecture.untied(shape)
-    replaced = _model_arguments(values) or values.get("additional_model_arguments")
-    revision = values.get("model_revision")
-    revision = revision if isinstance(revision, str) else None
-    return architecture.find(name, environ, revision, replaced if isinstance(replaced, Mapping) else None)
+        return architecture.find(like, os.environ)
+    model = values.get(stage.entry.names.model)
+    name = values.get("config_name") or model
+    if stage.entry.models is None:
+        replaced = _model_arguments(values) or values.get("additional_model_arguments")
+        revision = values.get("model_revision")
+        return architecture.find(
+            name,
+            os.environ,
+            revision if isinstance(revision, str) else None,
+            replaced if isinstance(replaced, Mapping) else None,
+        )
+    if values.get("config_name"):
+        # OLMo-core's name for a shape: the folder itself says it, or else the model of that name
+        hubs = [hub for hub, config in stage.schema.models.items() if config == name]
+        if model_config.read(model, os.environ):
+            name = model
+        elif hubs:
+            name = hubs[0]
+    shape = architecture.find(name, os.environ)
+    return shape if olmo_core.ties(values, packages or {}) else architecture.untied(shape)
 
 
-def _limit(plan: Plan) -> int | None:
+def _row_limit(plan: Plan) -> int | None:
     """Tokens of a row at most, where the arguments say so."""
     limit = plan.values.get(plan.stage.entry.names.max_length)
     return limit if isinstance(limit, int) and limit > 0 else None
 
 
 def rows_of(plan: Plan, data: Lengths) -> Lengths:
-    """The rows as training gets them: cut at the limit, or put together into full ones.
+    """The rows as training gets them: cut at the limit, or packed into full ones.
 
     Best fit leaves less than 1 % of a row empty, which is taken for none; only `bfd` cuts first.
     """
-    full = _limit(plan)
-    cut = data.cut(full)
+    limit = _row_limit(plan)
     entry = plan.stage.entry
-    if full is None or not entry.fills_rows(plan.values):
+    cut = data.cut(limit)
+    if limit is None or not entry.fills_rows(plan.values):
         return cut
-    cuts_first = entry.packing == "always" or plan.values.get("packing_strategy") == "bfd"
-    before = cut if cuts_first else data
-    rows = None if before.rows is None else math.ceil(before.rows * before.mean / full)
-    return lengths.uniform(full, f"{before.source}, packed into rows of {full:,}", rows)
+    if entry.packing == "always" or plan.values.get("packing_strategy") == "bfd":
+        data = cut
+    rows = None
+    if data.rows is not None:
+        rows = math.ceil(data.rows * data.mean / limit)
+    return lengths.uniform(limit, f"{data.source}, packed into rows of {limit:,}", rows)
 
 
 def rows_per_epoch(plan: Plan, data: Lengths, rows: int | None) -> int | None:
@@ -433,7 +517,7 @@ def rows_per_epoch(plan: Plan, data: Lengths, rows: int | None) -> int | None:
 
 def packed_row(plan: Plan, rows: Lengths | None) -> Packed | None:
     """How full the row of each rank is on average where dpo.py packs; None anywhere else."""
-    limit = _limit(plan)
+    limit = _row_limit(plan)
     if not plan.stage.entry.takes_one_row(plan.values) or rows is None or limit is None:
         return None
     return pack(rows, pairs=plan.per_device * plan.accumulation, limit=limit)
@@ -444,12 +528,15 @@ def optimizer_steps(
 ) -> int | None:
     """Steps in all: what the plan knows, else by the number of rows, and (packed) their lengths.
 
-    `override`: somebody says how many rows there are, whatever the plan has counted.
+    `override`: `rows` replace what the plan has counted.
     """
-    counted = override and step_limit(plan.stage, plan.values) is None
-    if rows is None or (plan.steps is not None and not counted):
+    if rows is None:
+        return plan.steps
+    is_limited = step_limit(plan.stage, plan.values) is not None
+    if plan.steps is not None and (is_limited or not override):
         return plan.steps
     epochs = plan.values.get(plan.stage.entry.names.epochs)
-    if (row := packed_row(plan, data)) is not None and isinstance(epochs, int | float):
+    row = packed_row(plan, data)
+    if row is not None and isinstance(epochs, int | float):
         return int(rows / row.pairs / plan.processes) * int(epochs)
     return steps_of(plan.stage, plan.values, rows, plan.global_batch)

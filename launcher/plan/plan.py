@@ -1,4 +1,4 @@
-"""GPUs -> `Plan`: batch x accumulation, steps, and the arguments that upstream will be given."""
+"""GPUs -> `Plan`: batch x accumulation, steps, and the arguments that upstream will get."""
 
 import math
 import os
@@ -10,7 +10,7 @@ from typing import Any
 
 from launcher.dataset import mixture, sources, survey
 from launcher.dataset.mixer import entry_rows
-from launcher.errors import Finding, Severity, launch_finding
+from launcher.errors import Finding, Layer, Severity, launch_finding
 from launcher.plan import derive
 from launcher.plan.derive import Derived, Setting
 from launcher.redaction import Redactor
@@ -25,10 +25,10 @@ from launcher.upstream.schema import Values
 class Plan:
     """What will run on how many devices.
 
-    `gpus` 0 is the CPU. `devices` are groups of processes that share their rows. `per_device` x `accumulation` x
-    `devices` = `global_batch`, in rows. `rows` and
-    `steps` are None where they cannot be known without reading data elsewhere. `values` are the typed
-    values, derived ones included.
+    `gpus` 0 is the CPU. `devices` are groups of processes that share their rows. `per_device` x
+    `accumulation` x `devices` = `global_batch`, in rows. `rows` and `steps` are None where they
+    cannot be known without reading data elsewhere. `values` are the typed values, derived ones
+    included.
     """
 
     stage: Stage
@@ -50,21 +50,25 @@ class Plan:
 
     @property
     def all_findings(self) -> tuple[Finding, ...]:
-        """What is worth saying of the stage, and of it on these devices."""
+        """The findings about the stage, and about it on these devices."""
         return (*self.stage.findings, *self.findings)
 
     @property
     def mixed_precision(self) -> str:
         """accelerate's option: the stage file's word, else bf16 on GPUs.
 
-        It would win over TRL's own `bf16: false`, so that there the arguments alone decide.
+        It would take precedence over TRL's own `bf16: false`, so that there the arguments alone
+        decide.
         """
-        bf16 = self.gpus and not self.stage.entry.own_precision
-        return self.stage.options.mixed_precision or ("bf16" if bf16 else "no")
+        if self.stage.options.mixed_precision:
+            return self.stage.options.mixed_precision
+        return "bf16" if self.gpus and not self.stage.entry.own_precision else "no"
 
     @property
     def attention(self) -> str | None:
-        """The implementation chosen of those that the stage file prefers; None where it prefers none."""
+        """The chosen implementation of those that the stage file prefers; None where it prefers
+        none.
+        """
         chosen = self.derived.get("attn_implementation")
         return None if chosen is None else str(chosen.value)
 
@@ -80,19 +84,17 @@ class Plan:
     def arguments(self) -> dict[str, list[str]]:
         """Upstream's flags and their words, the file's first, then the derived ones."""
         schema = self.stage.schema
-        flags = {}
-        for name, value in self._all_arguments().items():
+        flags: dict[str, list[str]] = {}
+        for name, value in arguments(self.stage, self.derived).items():
             if not schema.in_file(name, value):
                 flags[name] = schema.words(name, value)
         return flags
 
     def file_arguments(self) -> dict[str, Any]:
         """The arguments that no flag can carry: for the trainer's own config file."""
-        schema = self.stage.schema
-        return {name: value for name, value in self._all_arguments().items() if schema.in_file(name, value)}
-
-    def _all_arguments(self) -> dict[str, Any]:
-        return _arguments(self.stage, self.derived)
+        in_file = self.stage.schema.in_file
+        values = arguments(self.stage, self.derived)
+        return {name: value for name, value in values.items() if in_file(name, value)}
 
     @property
     def record(self) -> BatchRecord:
@@ -116,14 +118,14 @@ def make(
     """Solve the batch for this many GPUs (a node) and settle every argument.
 
     `output` is where the model goes when the stage file names no place; `packages` are those of the
-    trainer's Python, where they count; `rows` are those of the data set where somebody says how many.
-    `decided` are values that hold whatever the stage file says.
-    Raises InvalidConfig with the nearest possible splits where the global batch cannot be divided.
+    trainer's Python, where they count; `rows` are those of the data set where the user says how
+    many. `decided` are values that hold whatever the stage file says. Raises InvalidConfig with the
+    nearest possible splits where the global batch cannot be divided.
     """
     setting = derive.setting(stage, gpus=gpus, nodes=nodes, packages=packages, output=output)
     batch = setting.batch
     derived = {**derive.derive(setting), **decided}
-    values = Values(stage.schema, _arguments(stage, derived))
+    values = Values(stage.schema, arguments(stage, derived))
     if rows is None:
         rows = count_rows(stage, values)
     steps = total_steps(stage, values, rows, batch.rows)
@@ -152,12 +154,34 @@ def make(
     )
 
 
-def _arguments(stage: Stage, derived: Mapping[str, Derived]) -> dict[str, Any]:
+def completed(plan: Plan, last: Mapping[str, Derived], findings: Iterable[Finding] = ()) -> Plan:
+    """The plan with the values that are known only when the others are, and the findings about
+    them.
+
+    They hold whatever the stage file says. The names of cache folders depend on the other values,
+    and so does whether a run can be resumed: hence a second set of `Values`.
+    """
+    derived = {**plan.derived, **last}
+    values = Values(plan.stage.schema, arguments(plan.stage, derived))
+    return replace(plan, derived=derived, values=values, findings=(*plan.findings, *findings))
+
+
+def arguments(stage: Stage, derived: Mapping[str, Derived]) -> dict[str, Any]:
     """The stage file's arguments with the derived ones, by upstream's names."""
-    arguments = dict(stage.args)
-    for name, value in derived.items():
-        arguments[name] = value.value
-    return arguments
+    return {**stage.args, **{name: value.value for name, value in derived.items()}}
+
+
+def _finding(
+    stage: Stage,
+    severity: Severity,
+    code: str,
+    key: str,
+    message: str,
+    help: str | None = None,
+    layer: Layer = "run",
+) -> Finding:
+    finding = launch_finding(severity, code, message, help, key=key)
+    return stage.config.placed(replace(finding, layer=layer))
 
 
 def _set_by_launch(stage: Stage, derived: Mapping[str, Derived]) -> Iterator[Finding]:
@@ -170,97 +194,79 @@ def _set_by_launch(stage: Stage, derived: Mapping[str, Derived]) -> Iterator[Fin
 
 
 def _late_trend(stage: Stage, steps: int | None) -> Iterator[Finding]:
-    """A trend that so few steps cannot show, where the stage file alone did not tell."""
+    """A trend that so few steps cannot show, where the file alone did not show that."""
     fault = trend_fault(stage.options, steps)
-    if fault is not None and fault.key not in {finding.key for finding in stage.findings}:
+    if fault is not None and all(finding.key != fault.key for finding in stage.findings):
         yield stage.config.placed(fault)
 
 
 def _endless_epochs(stage: Stage, values: Values) -> Iterator[Finding]:
     """Epochs that no trainer can turn into steps
-    (transformers/trainer.py::Trainer.set_initial_training_values[if args.max_steps > 0 #1] rounds them up).
+    (transformers/trainer.py::Trainer.set_initial_training_values[if args.max_steps > 0 #1] rounds
+    them up).
     """
-    name = stage.entry.names.epochs
-    epochs = values[name]
-    if not isinstance(epochs, float) or math.isfinite(epochs) or step_limit(stage, values) is not None:
+    names = stage.entry.names
+    epochs = values[names.epochs]
+    if not isinstance(epochs, float) or math.isfinite(epochs):
         return
-    message = f"`{name}: {epochs}`: the trainer cannot count the steps of so many epochs and stops"
-    help = f"a number, such as `{name}: 3`, or a limit by `{stage.entry.names.max_steps}`"
-    yield _run_finding(stage, "error", "out-of-range", f"args.{name}", message, help)
-
-
-_WARMUPS = ("warmup_steps", "warmup_ratio")
-_WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau")
+    if step_limit(stage, values) is None:
+        name = names.epochs
+        message = (
+            f"`{name}: {epochs}`: the trainer cannot count the steps of so many epochs and stops"
+        )
+        help = f"a number, such as `{name}: 3`, or a limit by `{names.max_steps}`"
+        yield _finding(stage, "error", "out-of-range", f"args.{name}", message, help)
 
 
 def _endless_warmup(stage: Stage, values: Values, steps: int | None) -> Iterator[Finding]:
-    """A warm-up that takes at least as long as training: no step has the learning rate that the file names.
+    """A warm-up that takes at least as long as training: no step has the full learning rate.
 
     TRL's `warmup_steps` is a share of all steps below 1
-    (transformers/training_args.py::TrainingArguments.get_warmup_steps[int(self.warmup_steps]), open-instruct's
-    `warmup_ratio` always (finetune.py::_create_scheduler[num_warmup_steps = int],
+    (transformers/training_args.py::TrainingArguments.get_warmup_steps[int(self.warmup_steps]),
+    open-instruct's `warmup_ratio` always (finetune.py::_create_scheduler[num_warmup_steps = int],
     dpo_tune_cache.py::main[num_warmup_steps]). Step k of W has k/W of the learning rate.
     """
-    if not steps or values.get("lr_scheduler_type") in _WITHOUT_WARMUP:
+    if not steps or values.get("lr_scheduler_type") in ("constant", "reduce_lr_on_plateau"):
         return
     # a rule that knows the arguments alone may have said it already
-    said = {finding.key for finding in stage.findings if finding.code == "out-of-range"}
-    for name in _WARMUPS:
+    refused = {finding.key for finding in stage.findings if finding.code == "out-of-range"}
+    for name in ("warmup_steps", "warmup_ratio"):
         warmup = values.get(name)
-        if f"args.{name}" in said or not isinstance(warmup, int | float) or not 0 < warmup < math.inf:
+        key = f"args.{name}"
+        if key in refused or not isinstance(warmup, int | float) or not 0 < warmup < math.inf:
             continue
-        is_share = name == "warmup_ratio" or warmup < 1
-        length = steps * warmup if is_share else warmup
+        length = warmup
+        if name == "warmup_ratio" or warmup < 1:
+            length = steps * warmup
         if int(length) < steps:
             continue
-        message = f"`{name}: {warmup:g}`: the warm-up takes {length:,.0f} steps, and {steps:,} are planned"
+        message = (
+            f"`{name}: {warmup:g}`: the warm-up takes {length:,.0f} steps, "
+            f"and {steps:,} are planned"
+        )
         rate = values.get("learning_rate")
         if isinstance(rate, int | float):
-            reached = (steps - 1) / length
-            message += f": the learning rate gets to {rate * reached:.3g}, {100 * reached:.2g} % of {rate:g}"
+            share = (steps - 1) / length
+            message += (
+                f": the learning rate gets to {rate * share:.3g}, {100 * share:.2g} % of {rate:g}"
+            )
         help = f"a share of all steps: `{name}: 0.1`"
-        yield _run_finding(stage, "warning", "endless-warmup", f"args.{name}", message, help)
+        yield _finding(stage, "warning", "endless-warmup", key, message, help)
 
 
 def _attention(setting: Setting) -> Iterator[Finding]:
     """Why implementations that `attention:` prefers are passed over."""
     choice = setting.attention
+    stage = setting.stage
     if choice is None or not choice.why:
         return
     if choice.name is None:
         message = f"no implementation of `attention:` is available here: {choice.why}"
-        yield _run_finding(setting.stage, "error", "attention-missing", "attention", message, "add sdpa to the list")
-        return
-    message = f"attention falls back to {choice.name}: {choice.why}"
-    yield _run_finding(setting.stage, "note", "attention-fallback", "attention", message)
-
-
-def _run_finding(
-    stage: Stage, severity: Severity, code: str, key: str, message: str, help: str | None = None
-) -> Finding:
-    finding = launch_finding(severity, code, message, help, key=key)
-    return stage.config.placed(replace(finding, layer="run"))
-
-
-def completed(plan: Plan, last: Mapping[str, Derived], findings: Iterable[Finding] = ()) -> Plan:
-    """The plan with the values that are known only when the others are, and what there is to say of them.
-
-    They hold whatever the stage file says. The names of cache folders come of the other values, and so does whether
-    a run can be resumed: hence a second set of `Values` where there are such.
-    """
-    derived = {**plan.derived, **last}
-    values = plan.values
-    if derived != plan.derived:
-        values = Values(plan.stage.schema, _arguments(plan.stage, derived))
-    return replace(plan, derived=derived, values=values, findings=(*plan.findings, *findings))
-
-
-def output_folder(plan: Plan) -> Path | None:
-    return plan.stage.backend.output_folder(plan.values)
-
-
-def model_in(plan: Plan, output: Path) -> Path:
-    return output / plan.stage.entry.final_model
+        help = "add sdpa to the list"
+        yield _finding(stage, "error", "attention-missing", "attention", message, help)
+    else:
+        message = f"attention falls back to {choice.name}: {choice.why}"
+        yield _finding(stage, "note", "attention-fallback", "attention", message)
 
 
 def _without_probe(stage: Stage, gpus: int) -> Iterator[Finding]:
@@ -272,30 +278,29 @@ def _without_probe(stage: Stage, gpus: int) -> Iterator[Finding]:
             "counters, a process group)"
         )
         help = "leave the probe on, or use GPUs"
-        yield _run_finding(stage, "error", "probe-needed", "probe", message, help)
-        return
-    message = (
-        "without the probe nothing that runs inside is counted, tested or enforced: the verdict has "
-        "the console log alone"
-    )
-    yield stage.config.placed(launch_finding("note", "no-probe", message, key="probe"))
+        yield _finding(stage, "error", "probe-needed", "probe", message, help)
+    else:
+        message = (
+            "without the probe nothing that runs inside is counted, tested or enforced: the "
+            "verdict has the console log alone"
+        )
+        yield _finding(stage, "note", "no-probe", "probe", message, layer="launch")
 
 
 def _devices_and_deepspeed(stage: Stage, gpus: int, nodes: int) -> Iterator[Finding]:
     options = stage.options
     if options.deepspeed is not None and not gpus:
         message = f"`deepspeed: {options.deepspeed_name}` is left out on the CPU"
-        yield stage.config.placed(launch_finding("note", "deepspeed-left-out", message, key="deepspeed"))
+        yield _finding(stage, "note", "deepspeed-left-out", "deepspeed", message, layer="launch")
     # DPO's own `zero_stage` starts DeepSpeed too (dpo_tune_cache.py::main[if args.zero_stage])
-    started = options.deepspeed is not None or stage.values.get("zero_stage") is not None
-    if (gpus, nodes) == (1, 1) and not started and stage.entry.needs_process_group:
-        message = (
+    has_deepspeed = options.deepspeed is not None or stage.values.get("zero_stage") is not None
+    if gpus == 1 and nodes == 1 and not has_deepspeed and stage.entry.needs_process_group:
+        message = rendered(
             "one process without DeepSpeed has no process group: the reference pass crashes in "
             "dist.barrier (dpo_utils.py::build_reference_logprobs_cache[dist.barrier #1])"
         )
-        message = rendered(message)
         help = "set a `deepspeed:`, such as zero2"
-        yield _run_finding(stage, "error", "no-process-group", "deepspeed", message, help)
+        yield _finding(stage, "error", "no-process-group", "deepspeed", message, help)
     if nodes > 1:
         message = (
             "the same command runs on each machine, with NODE_RANK (0, 1, ...), HEAD_ADDRESS and "
@@ -304,7 +309,16 @@ def _devices_and_deepspeed(stage: Stage, gpus: int, nodes: int) -> Iterator[Find
         yield launch_finding("note", "several-nodes", message, key="nodes")
 
 
+def output_folder(plan: Plan) -> Path | None:
+    return plan.stage.backend.output_folder(plan.values)
+
+
+def model_in(plan: Plan, output: Path) -> Path:
+    return output / plan.stage.entry.final_model
+
+
 def splits(total: int, processes: int) -> list[int]:
+    """The rows a device that a global batch of `total` rows can be split into."""
     if total < 1 or processes < 1 or total % processes:
         return []
     return divisors(total // processes)
@@ -314,9 +328,10 @@ def total_steps(stage: Stage, values: Values, rows: int | None, batch: int) -> i
     """Optimizer steps in all; an epoch's last batch is rounded up
     (finetune.py::main[num_update_steps_per_epoch = math.ceil #1], trainer.py).
     """
-    if (limit := step_limit(stage, values)) is not None:
+    limit = step_limit(stage, values)
+    if limit is not None:
         return limit
-    if rows is None or repacks(stage, values):
+    if rows is None or stage.entry.repacks(values):
         return None
     return steps_of(stage, values, rows, batch)
 
@@ -325,8 +340,10 @@ def step_limit(stage: Stage, values: Values) -> int | None:
     """Steps that are trained however many rows there are; None where the rows decide.
 
     open-instruct's scripts take every limit but None for one, 0 and -1 too: no epoch is begun
-    (finetune.py::main[if args.max_train_steps], finetune.py::main[args.num_train_epochs = math.ceil],
-    dpo_tune_cache.py::main[if args.max_train_steps], dpo.py::main[effective_steps = args.max_train_steps],
+    (finetune.py::main[if args.max_train_steps],
+    finetune.py::main[args.num_train_epochs = math.ceil],
+    dpo_tune_cache.py::main[if args.max_train_steps],
+    dpo.py::main[effective_steps = args.max_train_steps],
     dpo.py::main[if args.max_train_steps is not None:]). TRL's -1 and 0 stand for none
     (transformers/trainer.py::Trainer.set_initial_training_values[if args.max_steps > 0 #1]).
     """
@@ -339,23 +356,21 @@ def step_limit(stage: Stage, values: Values) -> int | None:
 
 
 def caches_only(stage: Stage, values: Values) -> str | None:
-    """What a run ends after, without a step and without a model: `data set` or `reference pass`."""
-    return next((what for key, what in stage.entry.ends_after.items() if values.get(key)), None)
+    """What a run ends after, without a step or a model: `data set` or `reference pass`."""
+    for key, end in stage.entry.ends_after.items():
+        if values.get(key):
+            return end
+    return None
 
 
 def steps_of(stage: Stage, values: Values, rows: int, batch: int) -> int | None:
-    """Optimizer steps of all epochs over so many rows, `batch` of them a step."""
+    """Optimizer steps of all epochs over these rows, `batch` of them a step."""
     epochs = values[stage.entry.names.epochs]
     if not isinstance(epochs, int | float) or not math.isfinite(epochs):
         return None
     if stage.entry.drops_last:
         return int(rows // batch * epochs)
     return math.ceil(epochs * -(-rows // batch))
-
-
-def repacks(stage: Stage, values: Values) -> bool:
-    """Whether rows are put together before they are counted into batches."""
-    return stage.entry.repacks(values)
 
 
 def count_rows(stage: Stage, values: Values) -> int | None:
@@ -366,18 +381,33 @@ def count_rows(stage: Stage, values: Values) -> int | None:
     mixed = mixture.of_values(values, os.environ)
     if mixed is not None:
         return mixed.train_rows
-    listed = values.get(stage.entry.names.data)
-    if isinstance(listed, list) and listed and len(listed) % 2 == 0:
-        splits = values.get(f"{stage.entry.names.data}_splits") or ["train"]
-        if set(splits) != {"train"} and not all(str(n).endswith(".jsonl") for n in listed[::2]):
-            return None
-        pairs = zip(listed[::2], listed[1::2], strict=True)
-        counted = [entry_rows(str(name), str(amount)) for name, amount in pairs]
-        return sum(n for n in counted if n is not None) if None not in counted else None
+    data = stage.entry.names.data
+    listed = values.get(data)
+    if isinstance(listed, list):
+        return _listed_rows(listed, values.get(f"{data}_splits") or ["train"])
     if not isinstance(listed, str):
         return None
     split = values.get("dataset_train_split") or "train"
     source = sources.of_name(listed, str(split), values.get("dataset_config"), os.environ)
-    # an error about the rows says more than a count of the others
+    if not source.files:
+        return None
     surveyed = survey.look(source.files)
-    return None if not source.files or surveyed.unread or surveyed.faults else surveyed.rows
+    # an error about the rows says more than a count of the others
+    return None if surveyed.unread or surveyed.faults else surveyed.rows
+
+
+def _listed_rows(listed: list[Any], splits: list[Any]) -> int | None:
+    """Rows of a mixer list: names and amounts in turn."""
+    names = [str(name) for name in listed[::2]]
+    amounts = listed[1::2]
+    if not names or len(names) != len(amounts):
+        return None
+    if set(splits) != {"train"} and not all(name.endswith(".jsonl") for name in names):
+        return None
+    total = 0
+    for name, amount in zip(names, amounts, strict=True):
+        rows = entry_rows(name, str(amount))
+        if rows is None:
+            return None
+        total += rows
+    return total

@@ -1,9 +1,10 @@
-"""How long an optimizer step should take, before anything was measured: arithmetic, bytes, launches.
+"""How long an optimizer step should take, before anything was measured: arithmetic, bytes,
+launches.
 
-Of 20 measured steps of 7B (docs/benchmarks.md) each is within 25 %; what short runs then measure corrects it
-(`search`). Arithmetic counts as in "PaLM: Scaling Language Modeling with Pathways" (Chowdhery et al.,
-2022, appendix B), the traffic of the ZeRO stages as in "ZeRO: Memory Optimizations Toward Training
-Trillion Parameter Models" (Rajbhandari et al., 2020, section 7).
+Of 20 measured steps of 7B (docs/benchmarks.md) each is within 25 %; what short runs then measure
+corrects it (`search`). Arithmetic counts as in "PaLM: Scaling Language Modeling with Pathways"
+(Chowdhery et al., 2022, appendix B), the traffic of the ZeRO stages as in "ZeRO: Memory
+Optimizations Toward Training Trillion Parameter Models" (Rajbhandari et al., 2020, section 7).
 """
 
 from launcher.machine.datasheets import Card
@@ -14,8 +15,8 @@ from launcher.plan.memory.setup import HALF
 _MATMUL = 0.78
 _FLASH = 0.45
 _SDPA = 0.25
-# what DeepSpeed's buckets reach of a link's data sheet, and how much of that nothing hides: 135 of 450 GB/s
-# and 16 of 27 % of a step on two H200 (docs/benchmarks.md)
+# what DeepSpeed's buckets reach of a link's data sheet, and how much of that nothing hides: 135 of
+# 450 GB/s and 16 of 27 % of a step on two H200 (docs/benchmarks.md)
 _LINK = 0.3
 _SHOWN = 0.6
 # positions at which matrix products reach half of that
@@ -23,13 +24,15 @@ _HALF_FULL = 150
 # kernels of one layer and pass, and of one micro-batch beside the layers
 _KERNELS = 22
 _KERNELS_AROUND = 150
-# Seconds that Python takes for one layer and pass while the device waits, on hosts of H100 and H200. DeepSpeed
-# calls hooks around every module. Under ZeRO-3 they gather and release weights, which shows in the backward
-# pass and in what a checkpointed layer computes again; its own linears take three times as long as plain ones.
+# Seconds that Python takes for one layer and pass while the device waits, on hosts of H100 and
+# H200. DeepSpeed calls hooks around every module. Under ZeRO-3 they gather and release weights,
+# which shows in the backward pass and in what a checkpointed layer computes again; its own linears
+# take three times as long as plain ones.
 _HOOKS = 0.0013
 _GATHERS = 0.015
 _GATHERS_OF_PLAIN_LINEARS = 0.0045
-# With plain linears the host works beside the device, but a pass through a layer takes it so long at least.
+# With plain linears the host works beside the device, but a pass through a layer takes it so long
+# at least.
 _FEEDING = 0.009
 # bytes a second to the host and back, and of its own memory
 _HOST_LINK = 25e9
@@ -37,14 +40,16 @@ _HOST_MEMORY = 60e9
 
 
 def step_seconds(footprint: Footprint, card: Card) -> float:
+    """Seconds of one optimizer step on these cards."""
     zero = footprint.zero
-    times = footprint.plan.accumulation
-    sent = _sent(footprint) / (_LINK * card.link)
+    accumulation = footprint.plan.accumulation
+    sent = _sent_bytes(footprint) / (_LINK * card.link)
     if zero is not None:
-        # the rest hides behind the backward pass; ZeRO-1 reduces once a step, as does no ZeRO at all:
-        # deepspeed/runtime/engine.py::DeepSpeedEngine.allreduce_gradients[elif self.is_gradient_accumulation_boundary]
-        sent *= _SHOWN * (times if zero.stage > 1 else 1)
-    return times * _micro_batch(footprint, card) + sent + _optimizer(footprint, card)
+        # the rest hides behind the backward pass; ZeRO-1 reduces once a step, as does no ZeRO at
+        # all:
+        # deepspeed/runtime/engine.py::DeepSpeedEngine.allreduce_gradients[Communicate only at]
+        sent *= _SHOWN * (accumulation if zero.stage > 1 else 1)
+    return accumulation * _micro_batch(footprint, card) + sent + _optimizer(footprint, card)
 
 
 def _trained(footprint: Footprint) -> int:
@@ -52,33 +57,44 @@ def _trained(footprint: Footprint) -> int:
     return adapters.parameters(footprint.shape) if adapters else footprint.shape.parameters
 
 
+def _passes(footprint: Footprint) -> float:
+    """Forward passes that a micro-batch costs: a backward pass is two, one on frozen weights."""
+    passes = 3.0 if footprint.adapters is None else 2.0
+    if footprint.checkpointing:
+        passes += 1
+    is_referred = footprint.plan.stage.refers and not footprint.entry.caches_reference
+    if is_referred and not footprint.values.get("precompute_ref_log_probs"):
+        passes += 1
+    return passes
+
+
 def _micro_batch(footprint: Footprint, card: Card) -> float:
     shape = footprint.shape
     batch = footprint.typical
     tokens = batch.tokens
-    adapted = footprint.adapters is not None
-    # a backward pass costs two forward ones, but for frozen weights
-    passes = (2.0 if adapted else 3.0) + (1.0 if footprint.checkpointing else 0.0)
-    if footprint.plan.stage.refers and not footprint.plan.stage.entry.caches_reference:
-        passes += 0.0 if footprint.plan.values.get("precompute_ref_log_probs") else 1.0
+    passes = _passes(footprint)
     rate = card.flops * _MATMUL * tokens / (tokens + _HALF_FULL)
     a_pass = 2 * shape.multiplied * tokens / rate
-    # flash follows the rows, a mask makes a square of all of it
-    flash = footprint.attention.startswith("flash")
     width: float = batch.width
-    if footprint.packed:
-        width = footprint.rows.mean if flash else tokens
-    times, share = (2, _FLASH) if flash else (4, _SDPA)
-    a_pass += shape.layers * (times * tokens * width * shape.query / (card.flops * share))
-    a_pass += _moved(footprint) * tokens / card.bandwidth
-    kernels = (2 if adapted else 1) * passes * (_KERNELS * shape.layers + _KERNELS_AROUND)
+    if footprint.attention.startswith("flash"):
+        if footprint.packed:
+            # flash follows the rows, a mask makes a square of all of it
+            width = footprint.rows.mean
+        attention = 2 * tokens * width * shape.query / (card.flops * _FLASH)
+    else:
+        attention = 4 * tokens * width * shape.query / (card.flops * _SDPA)
+    a_pass += shape.layers * attention
+    a_pass += _moved_bytes(footprint) * tokens / card.bandwidth
+    kernels = passes * (_KERNELS * shape.layers + _KERNELS_AROUND)
+    if footprint.adapters is not None:
+        kernels *= 2
     # what runs between launches is hidden, what is shorter is not
     device = max(passes * a_pass, kernels * card.launch) + 0.02 * kernels * card.launch
     return _beside_host(footprint, passes, device)
 
 
 def _beside_host(footprint: Footprint, passes: float, device: float) -> float:
-    """Seconds of a micro-batch that takes `device` seconds on the card, with what DeepSpeed's Python code adds."""
+    """Seconds of a micro-batch with what DeepSpeed's Python code adds to those on the card."""
     zero = footprint.zero
     layers = footprint.shape.layers
     if zero is None:
@@ -92,28 +108,34 @@ def _beside_host(footprint: Footprint, passes: float, device: float) -> float:
     return min(gathered, fed + layers * (passes - 2) * _GATHERS_OF_PLAIN_LINEARS)
 
 
-def _moved(footprint: Footprint) -> float:
-    """Bytes a position moves through memory in one pass, beside matrix products and attention."""
+def _moved_bytes(footprint: Footprint) -> float:
+    """What a position moves through memory in one pass, beside matrix products and attention."""
     shape = footprint.shape
-    liger = footprint.liger
-    norms, gates = (10, 3) if liger else (22, 6)
-    layer: float = HALF * (norms * shape.hidden + gates * shape.intermediate)
-    # casts of every operand
-    layer = 1.5 * layer if footprint.autocast else layer
-    return shape.layers * layer + (2 if liger else 6) * shape.vocab
+    if footprint.liger:
+        layer: float = HALF * (10 * shape.hidden + 3 * shape.intermediate)
+        logits = 2 * shape.vocab
+    else:
+        layer = HALF * (22 * shape.hidden + 6 * shape.intermediate)
+        logits = 6 * shape.vocab
+    if footprint.autocast:
+        # casts of every operand
+        layer *= 1.5
+    return shape.layers * layer + logits
 
 
-def _sent(footprint: Footprint) -> float:
-    """Bytes that one device sends at a time: gradients, and what ZeRO-3 gathers too.
+def _sent_bytes(footprint: Footprint) -> float:
+    """What one device sends at a time: gradients, and what ZeRO-3 gathers too.
 
     All but ZeRO-3 all-reduce, which sends everything twice
-    (deepspeed/runtime/zero/stage_1_and_2.py::DeepSpeedZeroOptimizer.allreduce_bucket[dist.all_reduce]). What ZeRO-3
-    gathers to compute a checkpointed layer again it keeps for that layer's backward pass.
+    (deepspeed/runtime/zero/stage_1_and_2.py::DeepSpeedZeroOptimizer.allreduce_bucket[dist.all_reduce]).
+    What ZeRO-3 gathers to compute a checkpointed layer again it keeps for that layer's backward
+    pass.
     """
     zero = footprint.zero
     processes = footprint.plan.processes
     share = (processes - 1) / processes
-    reduced = _trained(footprint) * (HALF if zero is None else zero.communication) * share
+    width = HALF if zero is None else zero.communication
+    reduced = _trained(footprint) * width * share
     if zero is None or zero.stage < 3:
         return 2 * reduced
     return reduced + 2 * HALF * footprint.shape.parameters * share
@@ -126,13 +148,13 @@ def _optimizer(footprint: Footprint, card: Card) -> float:
     trained = _trained(footprint)
     if zero is None:
         return 30 * trained / card.bandwidth
-    own = trained / processes
-    seconds = 30 * own / card.bandwidth
+    part = trained / processes
+    seconds = 30 * part / card.bandwidth
     if zero.offload_optimizer:
         # states on the host: gradients there, weights back, Adam at the host's speed
-        seconds += own * (2 * HALF / _HOST_LINK + 30 / _HOST_MEMORY)
+        seconds += part * (2 * HALF / _HOST_LINK + 30 / _HOST_MEMORY)
     if zero.offload_params:
-        seconds += 3 * HALF * own / _HOST_LINK
+        seconds += 3 * HALF * part / _HOST_LINK
     if zero.stage < 3 and processes > 1:
         seconds += HALF * trained / (_LINK * card.link)
     return seconds

@@ -11,7 +11,7 @@ from launcher.errors import Finding, InvalidConfig, errors
 from launcher.plan import plan as plans
 from launcher.plan.derive import Derived
 from launcher.plan.plan import Plan
-from launcher.planning.collect import Facts, accept_overlap, unplanned_findings, without_trainer
+from launcher.planning.collect import Facts, adapt, unplanned_findings
 from launcher.rules.context import Context, Split
 from launcher.stage import stage as stages
 
@@ -27,15 +27,15 @@ def settle(
 ) -> Plan:
     """Plan facts on so many GPUs (None: as they say), with everything that is worth saying of it.
 
-    `output` is where the model goes when the stage file names no place, `rows` are those of the data set where
-    somebody says how many, `decided` values that hold whatever the file says, `attempts` those that this run has
-    had. What stops the run is among the findings. Raises InvalidConfig where the batch cannot be divided.
+    `output` is where the model goes when the stage file names no place, `rows` are those of the
+    data set where somebody says how many, `decided` values that hold whatever the file says,
+    `attempts` those that this run has had. What stops the run is among the findings. Raises
+    InvalidConfig where the batch cannot be divided.
     """
-    count = facts.gpus if gpus is None else gpus
     try:
         plan = plans.make(
             facts.stage,
-            gpus=count,
+            gpus=facts.gpus if gpus is None else gpus,
             nodes=facts.request.nodes,
             output=output,
             packages=facts.packages,
@@ -46,14 +46,14 @@ def settle(
         findings = unplanned_findings(facts.file, facts.checked, facts.machine)
         raise InvalidConfig((*findings, *error.findings)) from None
     ruled = stages.apply_rules(facts.checked, _context(facts, plan, attempts))
-    findings = accept_overlap(facts.request, ruled)
-    if facts.machine is None:
-        findings = (*without_trainer(facts.file, facts.checked), *findings)
+    findings = adapt(facts.file, facts.checked, facts.machine, ruled)
     return replace(plan, stage=replace(plan.stage, findings=findings))
 
 
 def require(facts: Facts, **about: Any) -> Plan:
-    """The same plan, where nothing stops it. Raises InvalidConfig with everything that is worth saying of it."""
+    """The same plan, where nothing stops it. Raises InvalidConfig with everything that is worth
+    saying of it.
+    """
     plan = settle(facts, **about)
     if errors(plan.all_findings, strict=facts.request.strict):
         raise InvalidConfig(plan.all_findings)
@@ -69,9 +69,11 @@ def beyond_file(plan: Plan) -> tuple[Finding, ...]:
 def _context(facts: Facts, plan: Plan, attempts: int | None) -> Context:
     options = plan.stage.options
     output = plans.output_folder(plan)
-    batch = options.batch
     split = Split(
-        processes=plan.processes, devices=plan.devices, rows=plan.rows, total=None if batch is None else batch.total
+        processes=plan.processes,
+        devices=plan.devices,
+        rows=plan.rows,
+        total=None if options.batch is None else options.batch.total,
     )
     return Context(
         values=plan.values,

@@ -1,9 +1,10 @@
-"""Checksums of checkpoints: taken beside the training once one is complete, compared before a resume.
+"""Checksums of checkpoints: taken beside the training once one is complete, compared before a
+resume.
 
-Files are read whole: a changed block in an optimizer's state shows in no header. sha256 takes about 3 s a GB on
-one slow core; the supervisor does it at the lowest priority, mostly out of the page cache. They lie in the run folder
-and beside the lease in the output folder, for a run folder may vanish; nothing may be written into a checkpoint that
-upstream is about to delete.
+Files are read whole: a changed block in an optimizer's state shows in no header. sha256 takes about
+3 s a GB on one slow core; the supervisor does it at the lowest priority, mostly out of the page
+cache. They lie in the run folder and beside the lease in the output folder, for a run folder may
+vanish; nothing may be written into a checkpoint that upstream is about to delete.
 """
 
 import contextlib
@@ -23,11 +24,14 @@ from launcher.runs import lease, rundir
 from launcher.runs.record import Record
 from launcher.runs.rundir import RunFolder
 
-EVERY_S = 2.0  # between two looks for new checkpoints; one that was written to within this time is not complete yet
+# between two looks for new checkpoints; one that was written to since the last is not complete yet
+EVERY_S = 2.0
 _WHOLE = 2**63
 
 
 class ChecksumThread(threading.Thread):
+    """Takes the checksums of checkpoints while a run trains into `output`."""
+
     def __init__(self, folder: RunFolder, backend: str, output: Path | None, ranks: int) -> None:
         super().__init__(name="checksums", daemon=True)
         self.folder = folder
@@ -35,35 +39,38 @@ class ChecksumThread(threading.Thread):
         self.output = output
         self.ranks = ranks
         self.over = threading.Event()
-        # a name may come again after its folder was set aside or deleted
-        self.known = {
-            name: digests for name, digests in read(folder, output).items() if output and (output / name).is_dir()
-        }
+        self.digests: dict[str, dict[str, Any]] = {}
+        for name, digests in read(folder, output).items():
+            # a name may come again after its folder was set aside or deleted
+            if output is not None and (output / name).is_dir():
+                self.digests[name] = digests
 
     def run(self) -> None:
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         while not self.over.wait(EVERY_S):
-            self._look()
+            self._look(EVERY_S)
 
     def end(self, *, resumable: bool) -> None:
-        """Training is over; where it may be resumed, the last checkpoints count too."""
+        """Stop at the end of the training; the last checkpoints count if it may be resumed."""
         self.over.set()
         if resumable:
             self.join()
-            self._look(quiet_s=0)
+            self._look(0)
 
-    def _look(self, quiet_s: float = EVERY_S) -> None:
+    def _look(self, quiet_s: float) -> None:
         # whatever fails here must not end the watch over the training
         with contextlib.suppress(OSError, ValueError):
-            found = checkpoints.find(self.backend, self.output, ranks=self.ranks, known=self.known.keys())
-            for one in found:
-                if one.complete and (taken := _taken(one.path, quiet_s)):
-                    self.known[one.name] = taken
+            for checkpoint in checkpoints.find(
+                self.backend, self.output, ranks=self.ranks, known=self.digests
+            ):
+                digests = _digests_of(checkpoint.path, quiet_s) if checkpoint.complete else {}
+                if digests:
+                    self.digests[checkpoint.name] = digests
                     self._write()
 
     def _write(self) -> None:
-        content = {"checkpoints": self.known}
+        content = {"checkpoints": self.digests}
         files.write_json(self.folder.checksums, content)
         if self.output is not None:
             # where no lease is, nobody but this run goes by what lies there
@@ -72,54 +79,66 @@ class ChecksumThread(threading.Thread):
 
 
 def beside_lease(output: Path) -> Path:
-    """The copy of the digests that outlives the run folder."""
+    """The copy of the checksums that outlives the run folder."""
     return output / lease.FOLDER / "checksums.json"
 
 
 def read(folder: RunFolder | None, output: Path | None = None) -> dict[str, dict[str, Any]]:
-    """The digests of checkpoints by their names: those in the run folder, and those in the output folder."""
-    recorded: dict[str, dict[str, Any]] = {}
+    """The checksums of files by checkpoint: those in the run folder, and those in the output
+    folder.
+    """
+    paths = []
     if folder is not None:
-        recorded |= _read(folder.checksums)
+        paths.append(folder.checksums)
     if output is not None:
         # whoever trained there last has written it
-        recorded |= _read(beside_lease(output))
+        paths.append(beside_lease(output))
+    recorded = {}
+    for path in paths:
+        for name, digests in Record(rundir.read_json(path)).part("checkpoints").items():
+            if isinstance(digests, dict):
+                recorded[name] = digests
     return recorded
 
 
-def _read(path: Path) -> dict[str, dict[str, Any]]:
-    recorded = Record(rundir.read_json(path)).part("checkpoints")
-    return {str(name): digests for name, digests in recorded.items() if isinstance(digests, dict)}
+def recorded(folder: RunFolder | None, checkpoint: Checkpoint) -> dict[str, Any]:
+    """The checksums of the files of a checkpoint; empty if none were recorded."""
+    return read(folder, checkpoint.path.parent).get(checkpoint.name, {})
 
 
-def recorded(folder: RunFolder | None, one: Checkpoint) -> bool:
-    """Whether the bytes of a checkpoint can be compared with what was saved."""
-    return bool(_digests(folder, one))
-
-
-def _digests(folder: RunFolder | None, one: Checkpoint) -> dict[str, Any]:
-    return read(folder, one.path.parent).get(one.name, {})
-
-
-def fault(folder: RunFolder | None, one: Checkpoint) -> str | None:
-    """What is not as it was saved; without checksums by torch's own CRCs, and whether weights are all zeros."""
-    known = _digests(folder, one)
-    for name, digest in known.items():
+def fault(folder: RunFolder | None, checkpoint: Checkpoint) -> str | None:
+    """What is not as it was saved; without checksums by torch's own CRCs, and whether weights are
+    all zeros.
+    """
+    digests = recorded(folder, checkpoint)
+    for name, digest in digests.items():
         try:
-            found = content.read(one.path / name, whole_below=_WHOLE)[0].digest
+            now = _digest(checkpoint.path / name)
         except OSError as error:
             return f"{name} cannot be read: {error.strerror}"
-        if found != digest:
-            return f"{name} was changed after it was saved: sha256 {str(digest)[:12]}, now {found[:12]}"
-    return None if known else next(filter(None, map(_own_fault, _files(one.path))), None)
+        if now != digest:
+            before = str(digest)[:12]
+            return f"{name} was changed after it was saved: sha256 {before}, now {now[:12]}"
+    if digests:
+        return None
+    for path in _files(checkpoint.path):
+        damage = _damage(path)
+        if damage is not None:
+            return damage
+    return None
 
 
-def _own_fault(path: Path) -> str | None:
+def _digest(path: Path) -> str:
+    return content.read(path, whole_below=_WHOLE)[0].digest
+
+
+def _damage(path: Path) -> str | None:
+    """What a file shows by itself."""
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
                 bad = archive.testzip()
-            return None if bad is None else f"{path.name} is damaged: the CRC of {bad} does not match"
+            return bad and f"{path.name} is damaged: the CRC of {bad} does not match"
     except (OSError, zipfile.BadZipFile, ValueError, EOFError, NotImplementedError):
         return f"{path.name} is damaged"
     if path.suffix == ".safetensors" and model_files.blank(path):
@@ -127,16 +146,17 @@ def _own_fault(path: Path) -> str | None:
     return None
 
 
-def _taken(folder: Path, quiet_s: float) -> dict[str, str]:
-    """The digests; empty where a file was written to lately, or meanwhile."""
-    paths = list(_files(folder))
-    before = [path.stat() for path in paths]
-    if any(time.time() - one.st_mtime < quiet_s for one in before):
+def _digests_of(folder: Path, quiet_s: float) -> dict[str, str]:
+    """The checksums by name; empty if a file was written less than `quiet_s` ago, or meanwhile."""
+    before = _times(folder)
+    if any(time.time() - written_ns / 10**9 < quiet_s for written_ns in before.values()):
         return {}
-    found = [content.read(path, whole_below=_WHOLE)[0].digest for path in paths]
-    if [path.stat().st_mtime_ns for path in _files(folder)] != [b.st_mtime_ns for b in before]:
-        return {}
-    return {str(path.relative_to(folder)): digest for path, digest in zip(paths, found, strict=True)}
+    digests = {str(path.relative_to(folder)): _digest(path) for path in before}
+    return digests if _times(folder) == before else {}
+
+
+def _times(folder: Path) -> dict[Path, int]:
+    return {path: path.stat().st_mtime_ns for path in _files(folder)}
 
 
 def _files(folder: Path) -> Iterator[Path]:

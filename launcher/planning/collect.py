@@ -1,12 +1,14 @@
-"""A request and the machine, read once -> `Facts`: the only step of planning that reads the stage file."""
+"""A request and the machine, read once -> `Facts`: the only step of planning that reads the stage
+file.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import Enum, auto
-from typing import Any, NamedTuple
+from typing import Any
 
 from launcher.config import load
 from launcher.config.load import Config
@@ -26,8 +28,9 @@ from launcher.upstream.trainers import BACKENDS
 class Scope(Enum):
     """What is read for a request.
 
-    FILE is the stage file and the source that trains it. PLAN are also the GPUs here, where nobody says how many.
-    HOST is this machine without its GPUs, which are another's, or free only later. START is all of this machine.
+    FILE is the stage file and the source that trains it. PLAN are also the GPUs here, where nobody
+    says how many. HOST is this machine without its GPUs, which are another's, or free only later.
+    START is all of this machine.
     """
 
     FILE = auto()
@@ -36,45 +39,41 @@ class Scope(Enum):
     START = auto()
 
 
-class TrainerSource(NamedTuple):
-    """Where the trainer of a stage file is: what reads its source, and the Python that has it."""
-
-    locator: Locator
-    trainer: Trainer
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageFile:
-    """The stage file of a request, read from disk once, and what trains it."""
+    """The stage file of a request, read from disk once.
+
+    `locator` finds the source that trains it, `trainer` is the Python that has it.
+    """
 
     request: Request
     config: Config
-    source: TrainerSource
-
-    @property
-    def trainer(self) -> Trainer:
-        return self.source.trainer
+    locator: Locator
+    trainer: Trainer
 
     def with_overrides(self, *overrides: str, **changes: Any) -> StageFile:
-        """The same file with further overrides, for a request with these changes. Raises InvalidConfig."""
-        request = replace(self.request, overrides=(*self.request.overrides, *overrides), **changes)
+        """The same file with more overrides, for a request with these changes. Raises
+        InvalidConfig.
+        """
+        overrides_so_far = self.request.overrides
+        request = replace(self.request, overrides=(*overrides_so_far, *overrides), **changes)
         config = self.config.with_overrides(overrides)
-        source = self.source
         if stages.backend_of(config) != stages.backend_of(self.config):
-            source = find_source(request, stages.backend_of(config))
-        return StageFile(request=request, config=config, source=source)
+            return _with_trainer(request, config)
+        return replace(self, request=request, config=config)
 
     def read(self) -> stages.Judged:
         """The file by the source that trains it; see `stage.read`."""
-        return stages.read(self.config, stage=self.request.stage, locator=self.source.locator)
+        return stages.read(self.config, stage=self.request.stage, locator=self.locator)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What was read for a request. Other settings are planned by other values of it, and nothing is read again.
+    """What was read for a request; other settings are planned by other values of it.
 
-    `devices` are the GPUs that the request names, `look` those that this machine has. `packages` are those of the
-    trainer's Python. `machine` is this one. What was not read, because another machine may train, is None.
+    `devices` are the GPUs that the request names, `look` those that this machine has. `packages`
+    are those of the trainer's Python, `machine` is this machine; they and `look` are None if
+    another machine may train.
     """
 
     file: StageFile
@@ -100,13 +99,13 @@ class Facts:
         return self.file.config.redactor
 
     def choose_devices(self) -> Devices | None:
-        """The GPUs that it would get now, None where they were not looked at."""
+        """The GPUs that a start would get now; None if they were not looked at."""
         if self.look is None:
             return None
         return devices.choose_devices(self.gpus, self.devices, self.look)
 
     def of_any_machine(self) -> Facts:
-        """Without what was read of this machine: for a plan that makes no use of it."""
+        """Without what was read of this machine."""
         return replace(self, look=None, packages=None, machine=None)
 
     def look_again(self) -> Facts:
@@ -114,15 +113,15 @@ class Facts:
         return replace(self, look=devices.survey_devices(os.environ))
 
     def without_gpus(self) -> Facts:
-        """For a run that gets its GPUs later, whoever has them now."""
+        """For a run that gets its GPUs later."""
         return replace(self, look=None)
 
     def with_request(self, **changes: Any) -> Facts:
-        """For a request that differs in where it runs and how it goes on, but not in its stage."""
+        """For a request that differs in where it runs and how it continues, not in its stage."""
         return replace(self, file=replace(self.file, request=replace(self.request, **changes)))
 
     def with_overrides(self, *overrides: str, **changes: Any) -> Facts:
-        """The facts of the same file with further overrides, for a request with these changes.
+        """The facts of the same file with more overrides, for a request with these changes.
 
         Neither the file nor the machine is read again. Raises InvalidConfig.
         """
@@ -130,54 +129,75 @@ class Facts:
         return self.with_file(file, file.read())
 
     def with_file(self, file: StageFile, judged: stages.Judged) -> Facts:
-        """The facts of another file, or other overrides, on the same machine. Raises InvalidConfig."""
-        other = _of_judged(file, judged, self.machine, default_gpus=self.gpus)
-        return replace(other, look=self.look, packages=self.packages)
+        """The facts of another file, or other overrides, on this machine. Raises InvalidConfig."""
+        facts = _facts_of(file, judged, self.machine, default_gpus=self.gpus)
+        return replace(facts, look=self.look, packages=self.packages)
 
 
 def open(request: Request, *, loaded: Config | None = None) -> StageFile:
-    """Read the stage file of a request, unless `loaded`, and find its trainer. Raises InvalidConfig or NotReady."""
+    """Read the stage file of a request, unless `loaded`, and find its trainer.
+
+    Raises InvalidConfig or NotReady.
+    """
     config = loaded or load.load(request.config, request.overrides, borrowed=request.borrowed)
-    return StageFile(request=request, config=config, source=find_source(request, stages.backend_of(config)))
+    return _with_trainer(request, config)
+
+
+def _with_trainer(request: Request, config: Config) -> StageFile:
+    locator, trainer = find_source(request, stages.backend_of(config))
+    return StageFile(request=request, config=config, locator=locator, trainer=trainer)
+
+
+def find_source(request: Request, backend: str) -> tuple[Locator, Trainer]:
+    """What finds the source of a trainer, and the Python that has it."""
+    locator = Locator(checkout=request.checkout, allow_unpinned=request.allow_unpinned)
+    checkout = locator.find(backend).root if BACKENDS[backend].CHECKOUT else None
+    trainer = python.find_trainer(request.python, checkout)
+    locator.search = trainer.path
+    return locator, trainer
 
 
 def judge(request: Request) -> tuple[stages.Judged, Trainer]:
-    """Check a stage file by what it tells alone; find the Python that trains it. Raises InvalidConfig or NotReady."""
+    """Check a stage file without a plan, and find its trainer. Raises InvalidConfig or NotReady."""
     file = open(request)
     judged = file.read()
     return replace(judged, findings=unplanned_findings(file, judged)), file.trainer
 
 
-def unplanned_findings(file: StageFile, judged: stages.Judged, machine: Machine | None = None) -> tuple[Finding, ...]:
+def unplanned_findings(
+    file: StageFile, judged: stages.Judged, machine: Machine | None = None
+) -> tuple[Finding, ...]:
     """All findings of a stage file that is not planned; see `stage.unplanned_findings`."""
-    findings = accept_overlap(file.request, stages.unplanned_findings(judged, machine))
-    if machine is None:
-        findings = (*without_trainer(file, judged), *findings)
-    return findings
+    return adapt(file, judged, machine, stages.unplanned_findings(judged, machine))
 
 
-def without_trainer(file: StageFile, judged: stages.Judged) -> Iterator[Finding]:
-    """That the named Python lacks the trainer; a plan does without, and a start says which packages it needs."""
+def adapt(
+    file: StageFile, judged: stages.Judged, machine: Machine | None, findings: Iterable[Finding]
+) -> tuple[Finding, ...]:
+    """The findings of the rules as the request wants them.
+
+    `allow_corrupting_overlap` makes its error a warning. Where no machine trains yet, a named
+    Python without the trainer is a warning too: a start says which packages it needs.
+    """
+    adapted = []
     source = judged.upstream
-    trainer = file.trainer
     is_named = file.request.python is not None or os.environ.get("LAUNCH_PYTHON")
-    if source is None or source.is_checkout or source.root is not None or not is_named:
-        return
-    interpreter = Interpreter(python=trainer.python, source=trainer.source, path=trainer.path)
-    finding = no_trainer(source.backend, interpreter, "warning")
-    yield replace(finding, message=f"{finding.message}; judged by {source.version}")
-
-
-def find_source(request: Request, backend: str) -> TrainerSource:
-    locator = Locator(checkout=request.checkout, allow_unpinned=request.allow_unpinned)
-    checkout = locator.find(backend).root if BACKENDS[backend].CHECKOUT else None
-    trainer = python.find_trainer(request.python, checkout)
-    locator.search = trainer.path
-    return TrainerSource(locator, trainer)
+    lacks_source = source is not None and source.root is None and not source.is_checkout
+    if source is not None and lacks_source and is_named and machine is None:
+        trainer = file.trainer
+        interpreter = Interpreter(python=trainer.python, source=trainer.source, path=trainer.path)
+        finding = no_trainer(source.backend, interpreter, "warning")
+        message = f"{finding.message}; judged by {source.version}"
+        adapted.append(replace(finding, message=message))
+    for finding in findings:
+        if file.request.allow_corrupting_overlap and finding.code == deepspeed.OVERLAP:
+            finding = replace(finding, severity="warning")
+        adapted.append(finding)
+    return tuple(adapted)
 
 
 def collect(request: Request, scope: Scope, *, loaded: Config | None = None) -> Facts:
-    """Read everything that a plan of this request needs. Raises InvalidConfig, NotReady or UsageError."""
+    """Read what a plan of this request needs. Raises InvalidConfig, NotReady or UsageError."""
     _named_devices(request)
     file = open(request, loaded=loaded)
     return of_read(file, file.read(), scope)
@@ -185,62 +205,58 @@ def collect(request: Request, scope: Scope, *, loaded: Config | None = None) -> 
 
 def of_read(file: StageFile, judged: stages.Judged, scope: Scope) -> Facts:
     """`collect` of a stage file that was read already."""
-    machine = None
-    if scope in (Scope.HOST, Scope.START):
-        machine = Machine(cpus=os.cpu_count())
-    # eight cards can take ten seconds to answer: they are asked only where the answer counts
-    look = None
-    default_gpus = None
-    if scope is Scope.START or (scope is Scope.PLAN and _has_default_gpus(file.request, judged)):
-        look = devices.survey_devices(os.environ)
-        default_gpus = min(1, len(look.visible))
-    facts = _of_judged(file, judged, machine, default_gpus=default_gpus)
-    if machine is None:
-        return facts
+    needs_look = scope is Scope.START
+    if scope is Scope.PLAN and judged.options is not None:
+        # eight GPUs can take ten seconds to answer: they are asked only if their number counts
+        is_open = judged.options.gpus is None and _named_devices(file.request)[1] is None
+        needs_look = is_open and BACKENDS[judged.options.backend].ONE_GPU
+    look = devices.survey_devices(os.environ) if needs_look else None
+    default_gpus = None if look is None else min(1, len(look.visible))
+    if scope in (Scope.FILE, Scope.PLAN):
+        return _facts_of(file, judged, None, default_gpus=default_gpus)
+    machine = Machine(cpus=os.cpu_count())
+    facts = _facts_of(file, judged, machine, default_gpus=default_gpus)
     return replace(facts, look=look, packages=file.trainer.packages)
 
 
-def _has_default_gpus(request: Request, judged: stages.Judged) -> bool:
-    """Whether nobody says how many GPUs, and the trainer takes one where there is one."""
-    options = judged.options
-    if options is None or options.gpus is not None or _named_devices(request)[1] is not None:
-        return False
-    return BACKENDS[options.backend].ONE_GPU
-
-
-def _of_judged(file: StageFile, judged: stages.Judged, machine: Machine | None, *, default_gpus: int | None) -> Facts:
-    """The facts of a stage file that was read; `default_gpus` where nobody says how many."""
+def _facts_of(
+    file: StageFile, judged: stages.Judged, machine: Machine | None, *, default_gpus: int | None
+) -> Facts:
+    """`default_gpus` is their number if nobody says it and the trainer takes one."""
     request = file.request
     if errors(judged.findings, strict=request.strict):
         # the rules say at once what else is wrong
         raise InvalidConfig(unplanned_findings(file, judged, machine))
-    named, count = _named_devices(request)
     stage = stages.validate(judged)
-    watch = stage.options.probe if request.probe else None
+    options = stage.options
+    watch = options.probe if request.probe else None
     if watch is not None and not request.final_save:
         watch = replace(watch, final_save=False)
-    stage = replace(stage, options=replace(stage.options, probe=watch))
+    names, count = _named_devices(request)
     if count is None:
-        count = stage.options.gpus
+        count = options.gpus
     if count is None and stage.backend.ONE_GPU:
         count = default_gpus
     if count is None or count < 0:
         raise usage("no-gpus", "how many GPUs?", "--gpus 8, or --gpus 0 for the CPU")
-    return Facts(file=file, checked=judged, stage=stage, gpus=count, devices=named, machine=machine)
+    return Facts(
+        file=file,
+        checked=judged,
+        stage=replace(stage, options=replace(options, probe=watch)),
+        gpus=count,
+        devices=names,
+        machine=machine,
+    )
 
 
 def _named_devices(request: Request) -> tuple[tuple[str, ...] | None, int | None]:
     """The GPUs that the command line names, and how many it asks for. Raises UsageError."""
-    named = devices.slots_named(request.devices)
-    count = request.gpus
-    if named is not None and count not in (None, len(named)):
+    names = devices.slots_named(request.devices)
+    if names is None:
+        return None, request.gpus
+    count = len(names)
+    if request.gpus not in (None, count):
         # a dry run looks at no GPU, and would plan for what no start gets
-        help = f"--gpus {len(named)}, or leave it out"
-        raise usage("bad-devices", f"--gpus {count}, but --devices names {len(named)}", help)
-    return named, count if named is None else len(named)
-
-
-def accept_overlap(request: Request, findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    if not request.allow_corrupting_overlap:
-        return tuple(findings)
-    return tuple(replace(one, severity="warning") if one.code == deepspeed.OVERLAP else one for one in findings)
+        message = f"--gpus {request.gpus}, but --devices names {count}"
+        raise usage("bad-devices", message, f"--gpus {count}, or leave it out")
+    return names, count

@@ -1,9 +1,12 @@
 """`launch plan`: what a stage needs on so many GPUs - batch, steps, memory, time, money, disk.
 
-Nothing is guessed: a number that cannot be had is null, and what memory is made of says where each part
-comes from. Time comes from a measured speed where there is one, else from the model of a step (`plan.speed`).
+Nothing is guessed: a number that cannot be had is null, and what memory is made of says where each
+part comes from. Time comes from a measured speed where there is one, else from the model of a step
+(`plan.speed`).
 """
 
+import contextlib
+import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,9 +19,9 @@ from launcher.cache import entries, folders, keys
 from launcher.errors import Finding, InvalidConfig, LaunchError, errors, launch_finding, usage
 from launcher.machine import datasheets, devices
 from launcher.machine.datasheets import Card, card_of
+from launcher.machine.python import Gpu
 from launcher.plan import footprint, plan
 from launcher.plan.alternatives import find_alternatives, without_packing
-from launcher.plan.command import LAUNCHERS
 from launcher.plan.footprint import ATTENTIONS, Footprint, attention_of, packed_row, shape_of
 from launcher.plan.memory.peak import estimate
 from launcher.plan.memory.phases import GIB, KINDS, Memory, usable
@@ -28,7 +31,6 @@ from launcher.plan.speed import step_seconds
 from launcher.planning import check, interruption
 from launcher.planning.collect import Facts
 from launcher.planning.doctor import disk
-from launcher.planning.doctor.disk import Saved
 from launcher.planning.prepare import Prepared
 from launcher.runs import rundir
 from launcher.runs.record import PlanRecord, Record
@@ -41,8 +43,8 @@ STATED_MFU = 0.35
 class ForecastOptions:
     """What is not in the stage file. `gpu_memory` in GiB, `price` for one GPU and hour.
 
-    `shape` names a model whose config stands for that of one that is not here yet. `rehearsed_tokens` is read
-    like `row_tokens`, where nothing better is known.
+    `shape` names a model whose config stands for that of one that is not here yet.
+    `rehearsed_tokens` is read like `row_tokens`, where nothing better is known.
     """
 
     row_tokens: str | None = None
@@ -58,7 +60,7 @@ class ForecastOptions:
 
 
 class Fit(NamedTuple):
-    """The largest per-device batch that fits, the global batch kept."""
+    """The largest per-device batch that fits, with the same global batch."""
 
     per_device: int
     accumulation: int
@@ -66,389 +68,456 @@ class Fit(NamedTuple):
     spare: float
 
     def as_json(self) -> dict[str, Any]:
-        split = {"per_device": self.per_device, "accumulation": self.accumulation}
-        return {**split, "peak_gib": round(self.memory.peak, 2), "spare_gib": round(self.spare, 2)}
+        return {
+            "per_device": self.per_device,
+            "accumulation": self.accumulation,
+            "peak_gib": round(self.memory.peak, 2),
+            "spare_gib": round(self.spare, 2),
+        }
+
+
+class Speed(NamedTuple):
+    """Tokens a second over all devices, without padding; None if unknown."""
+
+    tokens: float | None = None
+    source: str | None = None
+
+
+class Bill(NamedTuple):
+    """Hours and money, each None if unknown; `formula` says how, or what is missing."""
+
+    hours: float | None
+    cost: float | None
+    formula: str
 
 
 class Estimate:
-    """The forecast for one count of GPUs; None is what cannot be known.
+    """The forecast for one number of GPUs; None is what is unknown.
 
-    `rows` are those of the data set. On the CPU no memory is planned. `spare` are the GiB that are left,
-    below 0 what is missing; `smallest` is the memory of one row a device where no split of the batch fits.
-    `static`: the row lengths are unknown, and memory is that without activations. Raises InvalidConfig.
+    `rows` are those of the data set. On the CPU no memory is planned. `spare` is what remains of
+    the card in GiB, negative if memory is missing. `static`: the row lengths are unknown, and
+    memory excludes activations. Raises InvalidConfig.
     """
 
     def __init__(
-        self, footprint: Footprint, rows: int | None, terms: ForecastOptions, card: Card, *, static: bool = False
+        self,
+        footprint: Footprint,
+        rows: int | None,
+        terms: ForecastOptions,
+        card: Card,
+        *,
+        static: bool,
     ) -> None:
         self.footprint = footprint
         self.plan = footprint.plan
         self.rows = rows
         self.terms = terms
-        self.card = card
+        self.card = card if footprint.plan.gpus else Card()
         self.static = static
         self.setup = footprint.setup()
-        self.memory = self.memory_of(self.setup) if self.plan.gpus else None
-        self.spare = None if card.gib is None or self.memory is None else self.memory.spare(card.gib)
         self.tokens = footprint.tokens
-        self.measured = _measured_speed(self.plan, self.card.name) if self.card.name else None
-        self.speed, self.speed_source = self._speed()
-        self.hours, self.cost, self.bill = self._bill()
-        self.best, self.smallest = self._fit()
-        self.interruption = interruption.of_plan(self.plan, self.steps, self.hours, self.saved.checkpoint)
-        names = self.plan.stage.entry.names
-        risks = self.interruption.findings(names.save_strategy or names.save_every)
-        placed = (self.plan.stage.config.placed(one) for one in risks)
-        self.findings = (*self._memory_findings(), *self._waste_findings(), *placed)
+        self.memory: Memory | None = None
+        self.spare: float | None = None
+        self.best: Fit | None = None
+        if self.plan.gpus:
+            self.memory = self.memory_of(self.setup)
+        if self.memory is not None and card.gib is not None:
+            self.spare = self.memory.spare(card.gib)
+            if static and self.spare >= 0:
+                # nobody knows what activations leave
+                self.spare = None
+            elif not static:
+                self.best = self._fit(card.gib)
+        self.measured = _measured_speed(self.plan, self.card.name)
+        self.speed = self._speed()
+        self.bill = self._bill()
+        saved = disk.saved(self.plan, footprint.shape.parameters, self.setup)
+        assert saved is not None, "a setup tells the size of an adapter"
+        self.saved = saved
+        self.interruption = interruption.of_plan(self.plan, self.bill.hours, saved.checkpoint)
 
     @property
     def steps(self) -> int | None:
         return self.plan.steps
 
     @property
-    def _by_step(self) -> bool:
-        """Whether the speed is that of `plan.speed`, which counts a reference model's pass beside each step."""
-        named = self.terms.tokens_per_second is None and self.measured is None
-        return named and self.plan.nodes == 1 and self.setup.sharding is None and not self.static
+    def count(self) -> int:
+        """The GPUs of all machines."""
+        return self.plan.gpus * self.plan.nodes
 
     @property
     def where(self) -> str:
-        count = self.plan.gpus * self.plan.nodes
-        return f"{count} GPU(s): " if count else "CPU: "
-
-    def memory_of(self, setup: Setup) -> Memory:
-        whole = estimate(setup)
-        return whole.without("activations", "logits") if self.static else whole
+        return f"{self.count} GPU(s): " if self.count else "CPU: "
 
     @property
-    def saved(self) -> Saved:
-        found = disk.saved(self.plan, self.footprint.shape.parameters, self.setup)
-        assert found is not None, "a setup tells the size of an adapter"
-        return found
+    def _by_step(self) -> bool:
+        """Whether `plan.speed` describes it, which includes the reference model's pass."""
+        is_estimated = self.terms.tokens_per_second is None and self.measured is None
+        return is_estimated and self.plan.nodes == 1 and self.setup.sharding is None
 
-    def _fit(self) -> tuple[Fit | None, Memory | None]:
-        """The largest split of the batch that fits; else what one row a device takes."""
-        gib = self.card.gib
+    def memory_of(self, setup: Setup) -> Memory:
+        memory = estimate(setup)
+        if self.static:
+            return memory.without("activations", "logits")
+        return memory
+
+    def _fit(self, gib: float) -> Fit | None:
+        """The largest split of the batch that fits."""
         best = None
-        if self.memory is None or gib is None or self.static:
-            return None, None
-        each = self.plan.global_batch // self.plan.processes
+        rows = self.plan.global_batch // self.plan.processes
         for per_device in plan.splits(self.plan.global_batch, self.plan.processes):
-            accumulation = each // per_device
-            planned = self.memory_of(self.footprint.setup(per_device, accumulation))
-            spare = planned.spare(gib)
+            accumulation = rows // per_device
+            memory = self.memory_of(self.footprint.setup(per_device, accumulation))
+            spare = memory.spare(gib)
             if spare >= 0:
-                best = Fit(per_device, accumulation, planned, spare)
+                best = Fit(per_device, accumulation, memory, spare)
             elif accumulation > 2:
-                # a larger batch never takes less, but accumulation's gradients fall away at the last split
+                # larger batches take more; only the last split does without accumulated gradients
                 break
-        if best is not None:
-            return best, None
-        return None, self.memory_of(self.footprint.setup(1, each))
+        return best
 
-    def _speed(self) -> tuple[float | None, str | None]:
-        """Real tokens a second over all devices, as measured, else as estimated; and where that comes from.
+    def _speed(self) -> Speed:
+        """The measured speed, else an estimate.
 
-        Where the estimate does not apply (several machines, the script's own FSDP) a share of the card's peak
-        stands for it. Raises InvalidConfig for a GPU without a data sheet.
+        A share of the card's peak stands for the estimate where that does not apply (several
+        machines, the script's own FSDP). Raises InvalidConfig for a GPU without a data sheet.
         """
+        name = self.card.name
         if self.terms.tokens_per_second is not None:
-            return self.terms.tokens_per_second, "--tokens-per-second"
-        if not self.card.name:
-            return None, None
+            return Speed(self.terms.tokens_per_second, "--tokens-per-second")
         if self.measured is not None:
             return self.measured
-        peak = datasheets.peak_flops(self.card.name)
-        shape = self.footprint.shape
+        if not name or self.static:
+            return Speed()
+        peak = datasheets.peak_flops(name)
         if peak is None:
-            message = f"the arithmetic speed of {self.card.name} is not known"
-            help = f"known are {', '.join(one.name for one in datasheets.SHEETS)}; or give --tokens-per-second"
-            raise InvalidConfig(launch_finding("error", "unknown-device", message, help, key="gpu"))
+            listed = ", ".join(card.name for card in datasheets.SHEETS)
+            message = f"the arithmetic speed of {name} is not known"
+            help = f"known are {listed}; or give --tokens-per-second"
+            finding = launch_finding("error", "unknown-device", message, help, key="gpu")
+            raise InvalidConfig(finding)
         if self._by_step:
             seconds = step_seconds(self.footprint, self.card)
-            source = f"estimated: {seconds:,.1f} s a step, from the data sheet of {self.card.name} and measured runs"
-            return self.tokens.real / seconds, source
-        row = packed_row(self.plan, self.footprint.rows)
-        trained = shape.multiplied
-        frozen = 0
-        if self.footprint.adapters is not None:
-            trained, frozen = 0, trained
-        # attention goes over the whole of a row that dpo.py packs
-        width = self.footprint.rows.mean if row is None else float(row.positions)
-        each = datasheets.flops_a_token(
-            trained=trained, frozen=frozen, layers=shape.layers, query=shape.query, width=width
+            source = f"estimated: {seconds:,.1f} s a step, "
+            source += f"from the data sheet of {name} and measured runs"
+            return Speed(self.tokens.real / seconds, source)
+        shape = self.footprint.shape
+        rows = self.footprint.rows
+        row = packed_row(self.plan, rows)
+        has_adapters = self.footprint.adapters is not None
+        flops = datasheets.flops_a_token(
+            trained=0 if has_adapters else shape.multiplied,
+            frozen=shape.multiplied if has_adapters else 0,
+            layers=shape.layers,
+            query=shape.query,
+            # attention goes over the whole of a row that dpo.py packs
+            width=rows.mean if row is None else float(row.positions),
         )
-        computed = STATED_MFU * peak * self.plan.processes / each
-        source = f"{STATED_MFU:.0%} MFU of {peak / 1e12:,.0f} TFLOP/s a GPU, {each / 1e9:.1f} GFLOP a token"
-        return computed * (1 - self.tokens.waste), source
+        computed = STATED_MFU * peak * self.plan.processes / flops
+        source = f"{STATED_MFU:.0%} MFU of {peak / 1e12:,.0f} TFLOP/s a GPU, "
+        source += f"{flops / 1e9:.1f} GFLOP a token"
+        return Speed(computed * (1 - self.tokens.waste), source)
 
-    def _bill(self) -> tuple[float | None, float | None, str]:
-        """Hours, money and their formula; a row through the reference is a forward pass: a third of one of a step."""
-        planned = self.plan
-        tokens = self.tokens
-        speed = self.speed
-        steps = self.plan.steps
-        named = "--gpu H100, or " if planned.gpus else ""
-        referred = None
-        if self.footprint.pairs and (
-            self.setup.reference == "cache" or planned.values.get("precompute_ref_log_probs")
-        ):
-            # all of them beforehand
-            referred = self.rows
-        elif self.footprint.pairs and self.setup.reference and steps and not self._by_step:
-            referred = steps * planned.global_batch
+    def _bill(self) -> Bill:
+        steps = self.steps
+        speed = self.speed.tokens
         if self.static:
-            return None, None, "the row lengths are not known: --row-tokens"
+            return Bill(None, None, "the row lengths are not known: --row-tokens")
         if speed is None:
-            return None, None, f"the speed is not known: {named}--tokens-per-second"
+            gpu = "--gpu H100, or " if self.plan.gpus else ""
+            return Bill(None, None, f"the speed is not known: {gpu}--tokens-per-second")
         if steps is None:
-            return None, None, "the steps are not known: --rows, or a limit of steps"
-        seconds = steps * tokens.real / speed
-        formula = f"{steps:,} steps x {tokens.real:,.0f} tokens / {speed:,.0f} a second"
-        if referred:
-            together = planned.global_batch
+            return Bill(None, None, "the steps are not known: --rows, or a limit of steps")
+        step_s = self.tokens.real / speed
+        seconds = steps * step_s
+        formula = f"{steps:,} steps x {self.tokens.real:,.0f} tokens / {speed:,.0f} a second"
+        rows = self._reference_rows()
+        if rows:
             # one pass of all ranks takes four times the rows of a packed step
-            wide = replace(planned, per_device=4 * planned.per_device, accumulation=1)
-            if (row := packed_row(wide, self.footprint.rows)) is not None:
-                together = max(1, round(row.pairs * planned.processes))
-            seconds += referred / max(1, together) * tokens.real / speed / 3
-            formula += f", and {referred:,} rows forward through the reference: a third of a step"
+            wide = replace(self.plan, per_device=4 * self.plan.per_device, accumulation=1)
+            row = packed_row(wide, self.footprint.rows)
+            rows_a_pass = self.plan.global_batch
+            if row is not None:
+                rows_a_pass = max(1, round(row.pairs * self.plan.processes))
+            # a forward pass takes a third of a step
+            seconds += rows / rows_a_pass * step_s / 3
+            formula += f", and {rows:,} rows forward through the reference: a third of a step"
         hours = seconds / 3600
-        price = self.terms.price
-        cost = None if price is None else hours * price * planned.processes
-        return hours, cost, formula
+        cost = None
+        if self.terms.price is not None:
+            cost = hours * self.terms.price * self.plan.processes
+        return Bill(hours, cost, formula)
+
+    def _reference_rows(self) -> int | None:
+        """Rows through the reference model whose time is not part of a step's."""
+        if not self.footprint.pairs:
+            return None
+        is_precomputed = self.plan.values.get("precompute_ref_log_probs")
+        if self.setup.reference == "cache" or is_precomputed:
+            return self.rows
+        if self.setup.reference and self.steps and not self._by_step:
+            return self.steps * self.plan.global_batch
+        return None
+
+    @property
+    def findings(self) -> Iterator[Finding]:
+        names = self.plan.stage.entry.names
+        risk = self.interruption.findings(names.save_strategy or names.save_every)
+        yield from self._memory_findings()
+        yield from map(self.plan.stage.config.placed, (*self._waste_findings(), *risk))
 
     def _memory_findings(self) -> Iterator[Finding]:
-        planned = self.plan
         memory = self.memory
-        best = self.best
         gib = self.card.gib
-        place = planned.stage.config.origin("batch.per_device").place
+        best = self.best
+        place = self.plan.stage.config.origin("batch.per_device").place
         if memory is None:
             message = f"{self.where}memory is planned for GPUs, not for the CPU"
-            yield launch_finding("note", "unknown-memory", message, None)
-        elif gib is not None and memory.spare(gib) < 0:
-            help = None if self.static else self._instead(memory, gib)
-            kind = max(KINDS, key=memory.of)
-            room = usable(gib)
-            alike = [one for one in memory.fullest.allocations if one.kind == kind]
-            largest = max(alike, key=lambda one: one.gib)
-            message = (
-                f"{self.where}{memory.peak:.1f} GiB are planned and {room:.1f} of {gib:g} can be used: "
-                f"{memory.peak - room:.1f} GiB missing, at the {memory.fullest.name}; {memory.of(kind):.1f} of "
-                f"it are {kind} ({largest.name}: {largest.gib:.2f} GiB = {largest.formula})"
-            )
+            yield launch_finding("note", "unknown-memory", message)
+        elif gib is not None and self.spare is not None and self.spare < 0:
+            help = None if self.static else self._instead(memory, usable(gib))
+            message = self.where + _shortage(memory, gib)
             yield launch_finding("warning", "out-of-memory", message, help, **place)
-        elif gib is not None and best is not None and memory.peak < 0.6 * gib and planned.steps != 0:
-            if best.per_device <= planned.per_device:
+        elif gib is not None and best is not None and memory.peak < 0.6 * gib and self.steps != 0:
+            if best.per_device <= self.plan.per_device:
                 return
-            less = planned.accumulation / best.accumulation
-            how = "halves accumulation" if less == 2 else f"divides accumulation by {less:g}"
-            message = (
-                f"{self.where}{memory.peak:.0f} of {gib:g} GiB used: per-device batch "
-                f"{best.per_device} fits ({best.memory.peak:.0f} GiB) and {how}"
-            )
+            factor = self.plan.accumulation / best.accumulation
+            how = "halves accumulation" if factor == 2 else f"divides accumulation by {factor:g}"
+            message = f"{self.where}{memory.peak:.0f} of {gib:g} GiB used: per-device batch "
+            message += f"{best.per_device} fits ({best.memory.peak:.0f} GiB) and {how}"
             help = f"write `per_device: {best.per_device}`, or let --fit choose"
-            yield launch_finding("note", "half-empty", message, help, key="batch.per_device", **place)
+            yield launch_finding(
+                "note", "half-empty", message, help, key="batch.per_device", **place
+            )
 
-    def _instead(self, memory: Memory, gib: float) -> str:
+    def _instead(self, memory: Memory, room: float) -> str:
+        """Changes with which it fits into `room` GiB."""
 
         def peak_of(other: Footprint) -> float:
             return self.memory_of(other.setup()).peak
 
-        ways = find_alternatives(self.footprint, peak_of, usable(gib))
+        ways = find_alternatives(self.footprint, peak_of, room)
         if ways:
-            return "this fits: " + "; or ".join(f"{way} ({peak:.1f} GiB)" for way, peak in ways[:3])
-        large = max(KINDS, key=memory.of) in ("logits", "activations")
-        shorter = ", shorter rows" if large else ""
-        return (
-            f"no setting that launch could change makes it fit: a card with more memory{shorter}, or a smaller model"
-        )
+            listed = [f"{way} ({peak:.1f} GiB)" for way, peak in ways[:3]]
+            return "this fits: " + "; or ".join(listed)
+        largest = max(KINDS, key=memory.of)
+        shorter = ", shorter rows" if largest in ("logits", "activations") else ""
+        text = "no setting that launch could change makes it fit: a card with more memory"
+        return f"{text}{shorter}, or a smaller model"
 
     def _waste_findings(self) -> Iterator[Finding]:
         """More than half of what a packed step computes is empty; which batch would fill it."""
-        planned = self.plan
         rows = self.footprint.rows
-        row = packed_row(planned, rows)
+        row = packed_row(self.plan, rows)
         if row is None or row.filled >= 0.5 or self.static:
             return
-        pairs = planned.per_device * planned.accumulation
+        pairs = self.plan.per_device * self.plan.accumulation
         more, full = fuller(rows, pairs=pairs, limit=row.positions // 2)
         better = ""
         help = "shorter `max_seq_length`, or `packing: false`"
         if more > pairs:
             better = f"; {more} fills {full.filled:.0%}"
             help = f"write `per_device: {more}`: a step takes the same time and memory"
-        message = (
-            f"batch {pairs} uses {row.filled:.0%} of each step{better}: rows of {row.positions:,} "
-            "positions are computed whole, however many pairs they hold"
-        )
-        yield planned.stage.config.placed(
-            launch_finding("warning", "half-wasted", message, help, key="batch.per_device")
-        )
+        message = f"batch {pairs} uses {row.filled:.0%} of each step{better}: rows of "
+        message += f"{row.positions:,} positions are computed whole, however many pairs they hold"
+        yield launch_finding("warning", "half-wasted", message, help, key="batch.per_device")
 
-    @property
-    def record(self) -> PlanRecord:
-        spare = self.spare
-        speed = self.speed
+    def record(self, *, why: bool = False) -> PlanRecord:
+        """`why`: with every allocation of memory; on the CPU none is planned."""
         saved = self.saved
+        sizes = {"model": saved.final, "checkpoint": saved.checkpoint, "most": saved.most}
         unknown = dict.fromkeys(("activations", "logits")) if self.static else {}
-        disk = {"model": saved.final, "checkpoint": saved.checkpoint, "most": saved.most}
         return PlanRecord(
             **{**asdict(self.plan.record), "rows": self.rows},
             tokens_per_step=None if self.static else round(self.tokens.real),
             padding_share=None if self.static else round(self.tokens.waste, 3),
             memory_gib=None if self.memory is None else self.memory.as_json() | unknown,
-            fits=None if spare is None or (self.static and spare >= 0) else spare >= 0,
-            spare_gib=None if spare is None or self.static else round(spare, 2),
-            tokens_per_second=None if speed is None else round(speed),
-            speed_source=self.speed_source,
-            hours=None if self.hours is None else round(self.hours, 2),
-            cost=None if self.cost is None else round(self.cost, 2),
-            disk_gib={name: round(size / GIB, 2) for name, size in disk.items()},
+            fits=None if self.spare is None else self.spare >= 0,
+            spare_gib=_rounded(self.spare),
+            tokens_per_second=_rounded(self.speed.tokens, None),
+            speed_source=self.speed.source,
+            hours=_rounded(self.bill.hours),
+            cost=_rounded(self.bill.cost),
+            disk_gib={name: round(size / GIB, 2) for name, size in sizes.items()},
             interruption=self.interruption.as_json(),
             fit=self.best.as_json() if self.best is not None and self.terms.fit else None,
+            why=self.memory.why() if self.memory is not None and why else None,
         )
 
-    def explained(self) -> PlanRecord:
-        """The record with every allocation of memory; as it is on the CPU, where none is planned."""
-        return self.record if self.memory is None else replace(self.record, why=self.memory.why())
-
     def row(self) -> dict[str, str | None]:
-        spare = self.spare
         fits = None
-        if spare is not None and not (self.static and spare >= 0):
-            fits = f"yes, {spare:.1f} left" if spare >= 0 else f"no, {-spare:.1f} over"
+        if self.spare is not None:
+            fits = f"yes, {self.spare:.1f} left"
+            if self.spare < 0:
+                fits = f"no, {-self.spare:.1f} over"
+        bound = "> " if self.static else ""
+        hours, cost, _ = self.bill
         return {
-            "GPUs": f"{self.plan.gpus * self.plan.nodes or 'CPU'}",
-            "per device": f"{self.plan.per_device}",
-            "accumulation": f"{self.plan.accumulation}",
-            "global": f"{self.plan.global_batch}",
+            "GPUs": str(self.count or "CPU"),
+            "per device": str(self.plan.per_device),
+            "accumulation": str(self.plan.accumulation),
+            "global": str(self.plan.global_batch),
             "steps": None if self.steps is None else f"{self.steps:,}",
             "tokens/step": None if self.static else f"{self.tokens.real:,.0f}",
-            "peak GiB": None if self.memory is None else f"{'> ' * self.static}{self.memory.peak:.1f}",
+            "peak GiB": None if self.memory is None else f"{bound}{self.memory.peak:.1f}",
             "fits": fits,
-            "hours": None if self.hours is None else f"{self.hours:.2f}",
-            "cost": None if self.cost is None else f"{self.cost:.2f}",
+            "hours": None if hours is None else f"{hours:.2f}",
+            "cost": None if cost is None else f"{cost:.2f}",
             "disk GiB": f"{self.saved.most / GIB:.1f}",
         }
 
     def lines(self, *, why: bool) -> Iterator[str]:
-        if self.memory is not None:
-            kinds = ((kind, self.memory.of(kind)) for kind in KINDS)
-            shares = ", ".join(f"{kind} {gib:.1f}" for kind, gib in kinds if gib >= 0.05)
-            peak = f"{self.memory.peak:.1f} GiB at the {self.memory.fullest.name}"
-            if self.static:
-                peak = f"{self.memory.peak:.1f} GiB without activations"
-            yield f"{self.where}{peak}: {shares or 'nothing'}"
+        memory = self.memory
+        if memory is not None:
+            sizes = {kind: memory.of(kind) for kind in KINDS}
+            shares = [f"{kind} {gib:.1f}" for kind, gib in sizes.items() if gib >= 0.05]
+            place = "without activations" if self.static else f"at the {memory.fullest.name}"
+            yield f"{self.where}{memory.peak:.1f} GiB {place}: {', '.join(shares) or 'nothing'}"
         if self.best is not None and self.terms.fit:
             rows, accumulation, fullest, _ = self.best
-            if rows != self.plan.per_device:
-                found = f"per device {rows}, accumulation {accumulation}"
-                packing = without_packing(self.plan, rows)[1]
-                yield f"  --fit: {found}{packing}: {fullest.peak:.1f} GiB"
-            elif accumulation == 1:
-                limit = f"the global batch of {self.plan.global_batch} allows no more"
-                yield f"  --fit: per device {rows} fits, and {limit}"
-            else:
-                yield f"  --fit: per device {rows} is the largest that fits"
-        if self.steps is None or self.steps > 0:
+            packing = without_packing(self.plan, rows)[1]
+            split = f"per device {rows}, accumulation {accumulation}{packing}"
+            yield f"  --fit: {split}: {fullest.peak:.1f} GiB"
+        if self.steps != 0:
             yield f"{self.where}{self.interruption.line()}"
         if not why:
             return
-        phases = () if self.memory is None else self.memory.phases
-        for phase in sorted(phases, key=lambda one: -one.gib):
-            yield f"  {phase.name}: {phase.gib:.2f} GiB"
-            for one in sorted(phase.allocations, key=lambda one: -one.gib):
-                where = f"  [{one.source}]" if one.source else ""
-                yield f"    {one.gib:8.2f}  {one.kind:13} {one.name}: {one.formula}{where}"
+        if memory is not None:
+            yield from _phase_lines(memory)
         if not self.static:
             yield f"  tokens a step: {self.tokens.formula}"
-        yield f"  time: {self.bill}"
+        yield f"  time: {self.bill.formula}"
         yield f"  disk: {self.saved.formula}"
+
+
+def _rounded(value: float | None, digits: int | None = 2) -> float | None:
+    return None if value is None else round(value, digits)
+
+
+def _shortage(memory: Memory, gib: float) -> str:
+    """How much is missing on a card, and what takes most."""
+    room = usable(gib)
+    phase = memory.fullest
+    kind = max(KINDS, key=memory.of)
+    alike = [part for part in phase.allocations if part.kind == kind]
+    largest = max(alike, key=lambda part: part.gib)
+    return (
+        f"{memory.peak:.1f} GiB are planned and {room:.1f} of {gib:g} can be used: "
+        f"{memory.peak - room:.1f} GiB missing, at the {phase.name}; {memory.of(kind):.1f} of "
+        f"it are {kind} ({largest.name}: {largest.gib:.2f} GiB = {largest.formula})"
+    )
+
+
+def _phase_lines(memory: Memory) -> Iterator[str]:
+    for phase in sorted(memory.phases, key=lambda phase: -phase.gib):
+        yield f"  {phase.name}: {phase.gib:.2f} GiB"
+        for part in sorted(phase.allocations, key=lambda part: -part.gib):
+            source = f"  [{part.source}]" if part.source else ""
+            yield f"    {part.gib:8.2f}  {part.kind:13} {part.name}: {part.formula}{source}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
+    """The estimates by number of GPUs; `sources` says where shape, rows and attention come from."""
+
     rungs: tuple[Estimate, ...]
-    shape: str
-    lengths: str
-    attention: str
+    sources: Mapping[str, str]
     findings: tuple[Finding, ...]
 
     def as_json(self, *, why: bool) -> dict[str, Any]:
-        sources = {"shape": self.shape, "rows": self.lengths, "attention": self.attention}
-        records = [rung.explained() if why else rung.record for rung in self.rungs]
-        return {"gpus": [record.as_json() for record in records], "sources": sources}
+        records = [rung.record(why=why).as_json() for rung in self.rungs]
+        return {"gpus": records, "sources": dict(self.sources)}
 
     def rows(self) -> list[dict[str, str | None]]:
         return [rung.row() for rung in self.rungs]
 
     def lines(self, *, why: bool) -> list[str]:
-        """What stands below the table of `rows`."""
-        parts = [line for rung in self.rungs for line in rung.lines(why=why)]
-        speeds = [rung.speed_source for rung in self.rungs if rung.speed_source is not None]
-        sources = [f"shape: {self.shape}", f"rows: {self.lengths}", f"attention: {self.attention}"]
-        sources += [f"speed: {one}" for one in dict.fromkeys(speeds)]
-        return ["", *parts, "", *sources]
+        """The text below the table of `rows`."""
+        lines = [""]
+        for rung in self.rungs:
+            lines += rung.lines(why=why)
+        lines.append("")
+        lines += [f"{name}: {source}" for name, source in self.sources.items()]
+        for source in dict.fromkeys(rung.speed.source for rung in self.rungs):
+            if source is not None:
+                lines.append(f"speed: {source}")
+        return lines
 
 
 def counts(text: str) -> list[int]:
-    """`1,2,8` as numbers, none of them twice. Raises UsageError."""
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() and len(word) < 6 for word in words) or len(set(words)) < len(words):
-        raise usage("bad-gpus", f"`{text}` is not a list of different counts", "--gpus 1,2,8")
-    return [int(word) for word in words]
+    """The numbers of a text such as `1,2,8`, each at most once. Raises UsageError."""
+    words = text.replace(" ", "").split(",")
+    numbers = [int(word) for word in words if word.isdecimal() and len(word) < 6]
+    if len(set(numbers)) < len(words):
+        message = f"`{text}` is not a list of different counts"
+        raise usage("bad-gpus", message, "--gpus 1,2,8")
+    return numbers
 
 
-def make(resolved: Facts, gpus: Sequence[int], terms: ForecastOptions) -> Forecast:
-    """Plan a stage file for each count of GPUs; those that it cannot be planned for are among the findings.
+def make(facts: Facts, gpus: Sequence[int], terms: ForecastOptions) -> Forecast:
+    """Plan a stage file for each number of GPUs; a number that cannot be planned is among the
+    findings.
 
-    Raises InvalidConfig where it cannot be for any, UsageError or NotReady.
+    Raises InvalidConfig if none can be planned, UsageError or NotReady.
     """
-    if terms.attention not in {None, *ATTENTIONS}:
-        known = ", ".join(ATTENTIONS)
-        raise usage("bad-attention", f"`{terms.attention}` is not an attention implementation", f"one of {known}")
-    speed = terms.tokens_per_second
-    values = {"bad-gpu-memory": terms.gpu_memory, "bad-price": terms.price, "bad-tokens-per-second": speed}
-    for code, value in values.items():
-        if value is not None and not 0 < value < float("inf"):
-            raise usage(code, f"--{code.removeprefix('bad-')} is more than 0, not {value:g}")
-    if speed is not None and len(set(gpus)) > 1:
-        help = "plan the count that it was measured on, or give --gpu H100 in its place"
-        raise usage("speed-of-several", "--tokens-per-second is the speed of one count of GPUs", help)
-    if terms.price is not None and not all(gpus):
-        raise usage("price-without-gpus", "a price is for GPUs, and there are none")
+    _require_sense(terms, gpus)
     card = _card(terms)
-    if terms.fit and not any(gpus):
-        raise usage("fit-without-memory", "memory is planned for GPUs, not for the CPU")
     if terms.fit and card.gib is None:
         # a card's name does not tell its memory: most come in several sizes
+        message = "how much fits is not known without the memory of a GPU"
         help = "give the memory of a GPU in GiB, `--gpu-memory 80` for a card of 80 GB"
-        raise usage("fit-without-memory", "how much fits is not known without the memory of a GPU", help)
+        raise usage("fit-without-memory", message, help)
     rungs: list[Estimate] = []
     faults: list[Finding] = []
     rows: Lengths | None = None
-    packages = resolved.trainer.packages
+    packages = facts.trainer.packages
     for count in gpus:
         try:
-            planned = check.settle(resolved, gpus=count, output=Path("model"), rows=terms.rows)
+            planned = check.settle(facts, gpus=count, output=Path("model"), rows=terms.rows)
             if errors(planned.all_findings):
                 raise InvalidConfig(planned.all_findings)
             rows = rows or _lengths_or_none(planned, packages, terms, faults)
-            rungs.append(_rung(planned, rows, terms, card if count else Card(), packages))
+            rungs.append(_rung(planned, rows, terms, card, packages))
         except InvalidConfig as error:
             faults += error.findings
+    faults = list(dict.fromkeys(faults))
     if not rungs:
-        raise InvalidConfig(list(dict.fromkeys(faults)))
-    own = [finding for rung in rungs for finding in rung.findings]
-    return Forecast(
-        rungs=tuple(rungs),
-        shape=shape_of(rungs[0].plan, terms.shape).source,
-        lengths="unknown" if rows is None else rows.source,
-        attention=attention_of(max(rungs, key=lambda one: one.plan.gpus).plan, terms.attention),
-        findings=(*dict.fromkeys(faults), *_split(rungs), *dict.fromkeys(own), *_remarks(rungs, terms)),
-    )
+        raise InvalidConfig(faults)
+    own: list[Finding] = []
+    for rung in rungs:
+        own += rung.findings
+    largest = max(rungs, key=lambda rung: rung.plan.gpus)
+    sources = {
+        "shape": shape_of(rungs[0].plan, terms.shape).source,
+        "rows": "unknown" if rows is None else rows.source,
+        "attention": attention_of(largest.plan, terms.attention),
+    }
+    findings = (*faults, *_split(rungs), *dict.fromkeys(own), *_remarks(rungs, terms))
+    return Forecast(rungs=tuple(rungs), sources=sources, findings=findings)
+
+
+def _require_sense(terms: ForecastOptions, gpus: Sequence[int]) -> None:
+    """Raise UsageError for options that no plan can use."""
+    if terms.attention not in {None, *ATTENTIONS}:
+        message = f"`{terms.attention}` is not an attention implementation"
+        raise usage("bad-attention", message, f"one of {', '.join(ATTENTIONS)}")
+    values = {
+        "bad-gpu-memory": terms.gpu_memory,
+        "bad-price": terms.price,
+        "bad-tokens-per-second": terms.tokens_per_second,
+    }
+    for code, value in values.items():
+        if value is not None and not 0 < value < math.inf:
+            option = code.removeprefix("bad-")
+            raise usage(code, f"--{option} is more than 0, not {value:g}")
+    if terms.tokens_per_second is not None and len(set(gpus)) > 1:
+        message = "--tokens-per-second is the speed of one count of GPUs"
+        help = "plan the count that it was measured on, or give --gpu H100 in its place"
+        raise usage("speed-of-several", message, help)
+    if terms.price is not None and not all(gpus):
+        raise usage("price-without-gpus", "a price is for GPUs, and there are none")
+    if terms.fit and not any(gpus):
+        raise usage("fit-without-memory", "memory is planned for GPUs, not for the CPU")
 
 
 # what is set for any number of GPUs, and what to do at the start
@@ -456,138 +525,167 @@ _ASIDE = frozenset({"derived", "no-probe", "several-nodes"})
 
 
 def _split(rungs: Sequence[Estimate]) -> Iterator[Finding]:
-    """What the plans themselves say: once where all counts agree, else with the count."""
-    findings_of = [tuple(f for f in check.beyond_file(rung.plan) if f.code not in _ASIDE) for rung in rungs]
-    for rung, findings in zip(rungs, findings_of, strict=True):
-        for one in findings:
-            if not all(one in other for other in findings_of):
-                yield replace(one, message=f"{rung.where}{one.message}")
+    """The findings of the plans: once if all have it, else with the number of GPUs."""
+    by_rung = [check.beyond_file(rung.plan) for rung in rungs]
+    for rung, findings in zip(rungs, by_rung, strict=True):
+        for finding in findings:
+            if finding.code in _ASIDE:
+                continue
+            if not all(finding in other for other in by_rung):
+                yield replace(finding, message=f"{rung.where}{finding.message}")
             elif rung is rungs[0]:
-                yield one
+                yield finding
 
 
 def _remarks(rungs: Sequence[Estimate], terms: ForecastOptions) -> Iterator[Finding]:
-    """Why nothing fits, why there is not a single step, and why a price came to no cost."""
+    """Why nothing fits, why there is no step, and why there is no cost."""
     for rung in rungs:
-        if terms.fit and rung.smallest is not None:
-            peak = f"{rung.smallest.peak:.1f} GiB with one row a device"
-            message = f"{rung.where}--fit: no split of the batch fits; {peak}"
-            yield launch_finding("note", "nothing-fits", message, None, key="batch.per_device")
-    stage = rungs[0].plan.stage
-    values = rungs[0].plan.values
-    name = stage.entry.names.max_steps
-    warning: dict[str, Any] = {"severity": "warning", "layer": "run", "code": "no-steps"}
-    if plan.step_limit(stage, values) == 0:
-        message = f"`{name}: {values[name]}`: no step is trained, and the model is saved as it was"
-        yield Finding(**warning, key=f"args.{name}", message=message, help="leave it out for whole epochs")
-    else:
-        for rung in (rung for rung in rungs if rung.steps == 0):
-            message = f"{rung.where}by these lengths {rung.rows or 0:,} rows are less than one step, "
-            message += "and what is not full is left out"
-            help = "fewer GPUs, a smaller batch, or more rows"
-            yield Finding(**warning, key="batch.global", message=message, help=help)
-    unknown = [rung for rung in rungs if rung.cost is None]
+        if terms.fit and rung.best is None and rung.spare is not None:
+            rows = rung.plan.global_batch // rung.plan.processes
+            least = rung.memory_of(rung.footprint.setup(1, rows)).peak
+            message = f"{rung.where}--fit: no split of the batch fits; "
+            message += f"{least:.1f} GiB with one row a device"
+            yield launch_finding("note", "nothing-fits", message, key="batch.per_device")
+    yield from _no_steps(rungs)
+    unknown = [rung for rung in rungs if rung.bill.cost is None]
     if terms.price is not None and unknown:
-        counts = ", ".join(str(rung.plan.gpus * rung.plan.nodes) for rung in unknown)
-        message = f"{counts} GPU(s): no cost: {unknown[0].bill}"
-        yield launch_finding("note", "unknown-cost", message, None)
+        numbers = ", ".join(str(rung.count) for rung in unknown)
+        message = f"{numbers} GPU(s): no cost: {unknown[0].bill.formula}"
+        yield launch_finding("note", "unknown-cost", message)
+
+
+def _no_steps(rungs: Sequence[Estimate]) -> Iterator[Finding]:
+    first = rungs[0].plan
+    name = first.stage.entry.names.max_steps
+    if plan.step_limit(first.stage, first.values) == 0:
+        message = f"`{name}: {first.values[name]}`: no step is trained, "
+        message += "and the model is saved as it was"
+        yield _no_step(f"args.{name}", message, "leave it out for whole epochs")
+        return
+    for rung in rungs:
+        if rung.steps == 0:
+            message = f"{rung.where}by these lengths {rung.rows or 0:,} rows are less than "
+            message += "one step, and what is not full is left out"
+            yield _no_step("batch.global", message, "fewer GPUs, a smaller batch, or more rows")
+
+
+def _no_step(key: str, message: str, help: str) -> Finding:
+    finding = launch_finding("warning", "no-steps", message, help, key=key)
+    return replace(finding, layer="run")
 
 
 def _rung(
-    planned: Plan, rows: Lengths | None, terms: ForecastOptions, card: Card, packages: Mapping[str, str]
+    planned: Plan,
+    rows: Lengths | None,
+    terms: ForecastOptions,
+    card: Card,
+    packages: Mapping[str, str],
 ) -> Estimate:
-    if (only := plan.caches_only(planned.stage, planned.values)) is not None:
-        message = f"the run ends after the {only}: it has no step to plan"
-        raise InvalidConfig(launch_finding("error", "caches-only", message, "leave `cache_..._only` out to plan it"))
+    end = plan.caches_only(planned.stage, planned.values)
+    if end is not None:
+        message = f"the run ends after the {end}: it has no step to plan"
+        help = "leave `cache_..._only` out to plan it"
+        raise InvalidConfig(launch_finding("error", "caches-only", message, help))
     count, cut, steps = counted(planned, rows, terms)
-    shape = shape_of(planned, terms.shape, packages)
-    attention = attention_of(planned, terms.attention)
-    planned = replace(planned, steps=steps)
-    needs = Footprint(plan=planned, shape=shape, rows=cut, attention=attention)
+    needs = Footprint(
+        shape=shape_of(planned, terms.shape, packages),
+        attention=attention_of(planned, terms.attention),
+        plan=replace(planned, steps=steps),
+        rows=cut,
+    )
     return Estimate(needs, count, terms, card, static=rows is None)
 
 
-def counted(planned: Plan, rows: Lengths | None, terms: ForecastOptions) -> tuple[int | None, Lengths, int | None]:
-    """How many rows the data set has, their lengths as they are trained on, and the optimizer steps."""
+def counted(
+    planned: Plan, rows: Lengths | None, terms: ForecastOptions
+) -> tuple[int | None, Lengths, int | None]:
+    """The rows of the data set, their lengths as they are trained on, and the optimizer steps."""
     count = terms.rows if terms.rows is not None else planned.rows
     if rows is None:
         return count, _SHORTEST, planned.steps
-    count = rows.rows if count is None else count
+    if count is None:
+        count = rows.rows
     cut = footprint.rows_of(planned, rows)
     trained = footprint.rows_per_epoch(planned, rows, count)
-    return count, cut, footprint.optimizer_steps(planned, trained, cut, override=terms.rows is not None)
+    override = terms.rows is not None
+    return count, cut, footprint.optimizer_steps(planned, trained, cut, override=override)
 
 
 def of_plan(planned: Plan, packages: Mapping[str, str], terms: ForecastOptions) -> Estimate:
-    """The forecast for one plan. Raises InvalidConfig where shape or row lengths are not known."""
-    if stopping := errors(planned.findings):
-        raise InvalidConfig(stopping)
-    card = _card(terms) if planned.gpus else Card()
-    return _rung(planned, row_lengths(planned, packages, terms), terms, card, packages)
+    """The forecast for one plan. Raises InvalidConfig if shape or row lengths are unknown."""
+    faults = errors(planned.findings)
+    if faults:
+        raise InvalidConfig(faults)
+    rows = row_lengths(planned, packages, terms)
+    return _rung(planned, rows, terms, _card(terms), packages)
 
 
 def with_forecast(prepared: Prepared) -> Prepared:
-    """A start with its forecast, for the record, and with what that finds among the warnings.
+    """A start with its forecast for the record, and the forecast's findings among the warnings.
 
-    It stays as it is on the CPU, where the run is over, and where the model's shape or the row lengths are
-    not known.
+    Unchanged on the CPU, if the run is finished, and if shape or row lengths are unknown.
     """
     planned = prepared.plan
-    chosen = prepared.start.devices
-    if not planned.gpus or prepared.forecast is not None or prepared.decision.kind == "finished":
+    is_finished = prepared.decision.kind == "finished"
+    if not planned.gpus or prepared.forecast is not None or is_finished:
         return prepared
     packages = prepared.facts.trainer.packages
     terms = ForecastOptions()
-    card = Card()
-    unset = planned.values.get("attn_implementation") is None
-    if unset and planned.stage.entry.best_attention and "flash-attn" not in packages:
+    is_open = planned.values.get("attn_implementation") is None
+    if is_open and planned.stage.entry.best_attention and "flash-attn" not in packages:
         terms = ForecastOptions(attention="sdpa")
+    card = Card()
+    chosen = prepared.start.devices
     if chosen is not None and chosen.slots:
-        gpu = chosen.slots[0].gpu
-        card = card_of(gpu.name, gpu.memory_mib / 1024 or None)
+        card = _card_of(chosen.slots[0].gpu)
     try:
-        rung = _rung(planned, row_lengths(planned, packages, terms), terms, card, packages)
+        rows = row_lengths(planned, packages, terms)
+        rung = _rung(planned, rows, terms, card, packages)
     except (LaunchError, OSError):
         return prepared
-    known = {finding.code for finding in prepared.findings}
-    new = [one for one in rung.findings if one.code not in known]
-    return replace(prepared, forecast=rung.record, warnings=(*prepared.warnings, *new))
+    codes = {finding.code for finding in prepared.findings}
+    new = [finding for finding in rung.findings if finding.code not in codes]
+    return replace(prepared, forecast=rung.record(), warnings=(*prepared.warnings, *new))
 
 
 def _card(terms: ForecastOptions) -> Card:
+    """The card that the options name, else the first of this machine."""
+    card = card_of(terms.gpu or "", None)
     present = devices.survey_devices(os.environ).present
-    name = terms.gpu or (present[0].name if present else "")
-    gib = terms.gpu_memory
-    if gib is None and present and terms.gpu is None:
-        gib = present[0].memory_mib / 1024
-    return card_of(name, gib)
+    if not terms.gpu and present:
+        card = _card_of(present[0])
+    return card if terms.gpu_memory is None else replace(card, gib=terms.gpu_memory)
 
 
-_ALIKE = ("model_name_or_path", "packing", "use_liger_kernel", "use_lora", "use_peft")
+def _card_of(gpu: Gpu) -> Card:
+    return card_of(gpu.name, gpu.memory_mib / 1024 or None)
 
 
-def _measured_speed(planned: Plan, card: str) -> tuple[float, str] | None:
-    """What the newest like run on such GPUs did, for as many GPUs as are planned."""
+_ALIKE = ("packing", "use_liger_kernel", "use_lora", "use_peft")
+
+
+def _measured_speed(planned: Plan, card: str) -> Speed | None:
+    """The speed of the newest like run on such GPUs, for as many GPUs as are planned."""
+    if not card:
+        return None
     stage = planned.stage
-    wanted = (stage.options.stage, stage.options.backend, planned.values.get("model_name_or_path"))
+    model = planned.values.get("model_name_or_path")
+    wanted = (stage.options.stage, stage.options.backend, model)
     for summary in reversed(rundir.summarize(rundir.known_runs())):
-        if (summary.stage, summary.backend, summary.model) != wanted or card not in (summary.card or ""):
+        is_like = (summary.stage, summary.backend, summary.model) == wanted
+        if not is_like or card not in (summary.card or ""):
             continue
         folder = RunFolder(summary.path)
         manifest = rundir.read_manifest(folder)
-        rate = Record(rundir.read_json(folder.verdict)).value("metrics", "tokens_per_second")
-        # the stage may have another script
-        is_torchrun = LAUNCHERS["torchrun"][0] in manifest.argv
-        if (
-            card in str([*manifest.cards, ""][0])
-            and isinstance(rate, int | float)
-            and manifest.gpus
-            and is_torchrun == (stage.entry.launcher == "torchrun")
-            and all(manifest.argument(name) == planned.values.get(name) for name in _ALIKE)
-        ):
+        verdict = Record(rundir.read_json(folder.verdict))
+        rate = verdict.figure("metrics", "tokens_per_second")
+        is_like = (manifest.script or manifest.stage) == stage.schema.key
+        for name in _ALIKE:
+            is_like = is_like and manifest.argument(name) == planned.values.get(name)
+        if is_like and rate is not None and manifest.gpus:
             count = manifest.gpus * (manifest.nodes or 1)
             source = f"{folder.path.name}: {rate:,.0f} tokens/s on {count} GPU(s)"
-            return rate / count * planned.processes, source
+            return Speed(rate / count * planned.processes, source)
     return None
 
 
@@ -597,48 +695,56 @@ _SHORTEST = Lengths(mean=1, deviation=0, longest=1, source="", counts=((1, 1),))
 def _lengths_or_none(
     planned: Plan, packages: Mapping[str, str], terms: ForecastOptions, faults: list[Finding]
 ) -> Lengths | None:
-    """The row lengths; without them batch and static memory can still be planned, unless `--fit` is given."""
+    """The row lengths; without them the batch and static memory can be planned, but for `--fit`."""
     try:
         return row_lengths(planned, packages, terms)
     except InvalidConfig as error:
         if terms.fit or not planned.gpus:
             raise
-        message = "how long the rows are is not known: memory is shown without activations, and no time"
-        faults += [replace(one, severity="note", message=message) for one in error.findings]
+        message = "how long the rows are is not known: memory is shown without activations, "
+        message += "and no time"
+        for finding in error.findings:
+            faults.append(replace(finding, severity="note", message=message))
         return None
 
 
 def row_lengths(planned: Plan, packages: Mapping[str, str], terms: ForecastOptions) -> Lengths:
-    """By `--row-tokens`, else of the tokenised data that the run would hit, else as a rehearsal saw them."""
+    """By `--row-tokens`, else of the tokenised data that the run would hit, else by a rehearsal.
+
+    Raises InvalidConfig if none of them is there.
+    """
     if terms.row_tokens is not None:
         return lengths.parse(terms.row_tokens)
     for folder in _tokenised(planned, packages):
-        try:
+        with contextlib.suppress(InvalidConfig):
             return lengths.of_dataset(folder, pairs=planned.stage.schema.pairs)
-        except InvalidConfig:
-            continue
     if terms.rehearsed_tokens is not None:
         rehearsed = lengths.parse(terms.rehearsed_tokens)
         return replace(rehearsed, source="the first rows, as a rehearsal saw them")
     place = planned.stage.config.origin(f"args.{planned.stage.entry.names.data}").place
-    message = "how long the rows are is not known: the data set is in no cache that this run would hit"
-    help = (
-        "--row-tokens MEAN:MAX, in tokens a row, such as --row-tokens 290:1100; or run `launch "
-        "rehearse` or `launch prepare` first"
+    message = (
+        "how long the rows are is not known: the data set is in no cache that this run would hit"
     )
-    raise InvalidConfig(launch_finding("error", "unknown-lengths", message, help, key="row_tokens", **place))
+    help = "--row-tokens MEAN:MAX, in tokens a row, such as --row-tokens 290:1100; "
+    help += "or run `launch rehearse` or `launch prepare` first"
+    finding = launch_finding("error", "unknown-lengths", message, help, key="row_tokens", **place)
+    raise InvalidConfig(finding)
 
 
 def _tokenised(planned: Plan, packages: Mapping[str, str]) -> Iterator[Path]:
-    """What the run would hit: by upstream's own key, of TRL the entries of the folder, the newest first."""
-    for one in keys.derive(planned, packages, lenient=True):
-        if one.kind != "dataset":
+    """What the run would hit: by upstream's own key, of TRL the entries of the folder, newest
+    first.
+    """
+    for cache in keys.derive(planned, packages, lenient=True):
+        if cache.kind != "dataset":
             continue
         if planned.stage.backend.DATA_CACHE == "own":
             # one folder may hold sets of other lengths and templates too
-            found = entries.hit(one.path, planned)
-            yield from () if found is None else (found,)
+            entry = entries.hit(cache.path, planned)
+            if entry is not None:
+                yield entry
             continue
-        folder = folders.opened(one.path)
-        kept = [] if folder is None else [one.path / name for name in folder.entries()]
-        yield from sorted(kept, key=lambda path: -path.stat().st_mtime)
+        folder = folders.opened(cache.path)
+        if folder is not None:
+            paths = [cache.path / name for name in folder.entries()]
+            yield from sorted(paths, key=lambda path: -path.stat().st_mtime)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launcher.machine import codec
 from launcher.runs.rundir import RunFolder
 
 
@@ -14,8 +15,9 @@ from launcher.runs.rundir import RunFolder
 class Request:
     """One command line: which stage (None: as the file says), from which file, on what.
 
-    `folder` is the run that is to go on, `runs` where a new one is made. `rehearse` is None where the file, or the
-    command, decides. `borrowed` are variables of the environment whose values the overrides hold.
+    `folder` is the run that is to go on, `runs` where a new one is made. `rehearse` is None where
+    the file, or the command, decides. `borrowed` are variables of the environment whose values the
+    overrides hold.
     """
 
     stage: str | None
@@ -41,16 +43,27 @@ class Request:
     borrowed: frozenset[str] = frozenset()
 
     def as_json(self) -> dict[str, Any]:
-        """What `from_json` reads, but for the folder and the names of machines."""
-        skipped = {"folder", "node_rank", "main_address", "fresh", "rehearse"}
-        given = {name: getattr(self, name) for name in self.__dataclass_fields__ if name not in skipped}
-        paths = {name: str(value.absolute()) for name, value in given.items() if isinstance(value, Path)}
-        return given | paths | {name: list(given[name]) for name in ("overrides", "allowed", "borrowed")}
+        """What `from_json` reads: all but the folder and what only this start needs."""
+        record: dict[str, Any] = {}
+        for name, value in codec.as_json(self).items():
+            if name in _OF_THIS_START:
+                continue
+            if isinstance(value, Path):
+                value = str(value.absolute())
+            elif isinstance(value, tuple | frozenset):
+                value = list(value)
+            record[name] = value
+        return record
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any], *, config: Path) -> Request:
-        """The same request of a resolved stage file, whose overrides are in it."""
-        given = {k: v for k, v in data.items() if k in cls.__dataclass_fields__}
-        given |= {k: Path(given[k]) for k in ("python", "checkout", "runs") if given.get(k)}
-        borrowed = frozenset(given.get("borrowed", ()))
-        return cls(**{**given, "config": config, "overrides": (), "borrowed": borrowed})
+        """The same request of a resolved stage file, which contains the overrides."""
+        values = {**data, "config": config, "overrides": ()}
+        for name in ("python", "checkout", "runs"):
+            if values.get(name) is not None:
+                values[name] = Path(values[name])
+        values["borrowed"] = frozenset(values.get("borrowed", ()))
+        return cls(**values)
+
+
+_OF_THIS_START = ("folder", "node_rank", "main_address", "fresh", "rehearse")

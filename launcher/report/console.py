@@ -34,6 +34,7 @@ _COLOUR = {"error": "red", "warning": "yellow", "note": "cyan"}
 _STATUS = {"pass": "green", "fail": "red", "unproven": "yellow", "stopped": "yellow"}
 _FIGURES_WIDTH = 76
 """Columns of the figures below a verdict, on a terminal of 80."""
+_PLAN_WIDTH = 80
 _POINT_WORDS = {True: "ok", False: "FAIL", None: "unproven"}
 _POINT_COLOUR = {"ok": "green", "FAIL": "red", "unproven": "yellow", "stopped": "yellow"}
 
@@ -181,7 +182,9 @@ def say_aside(text: str) -> None:
 
 def print_findings(findings: Sequence[Finding], redactor: Redactor | None = None) -> None:
     redactor = _redactor(redactor)
-    named = tuple(finding.naming_variables(redactor) for finding in findings)
+    # what launch sets is said by the lines of the plan
+    printed = [finding for finding in findings if finding.code != "derived"]
+    named = tuple(finding.naming_variables(redactor) for finding in printed)
     for finding in redactor.redact(named):
         head = _style(f"{finding.severity}[{finding.code}]", _COLOUR[finding.severity])
         _write(head + folded(f": {finding.message}"), err=True)
@@ -191,23 +194,38 @@ def print_findings(findings: Sequence[Finding], redactor: Redactor | None = None
             _write(folded(f"  help: {finding.help}"), err=True)
 
 
-def plan_lines(plan: Plan) -> list[str]:
-    """The plan, the source and the derived values, one fact a line."""
-    machine = f"{plan.gpus} GPU(s)" if plan.gpus else "the CPU"
+def _title(plan: Plan) -> str:
+    machine = "the CPU"
+    if plan.gpus:
+        machine = "1 GPU" if plan.gpus == 1 else f"{plan.gpus} GPUs"
     if plan.nodes > 1:
         machine += f" on each of {plan.nodes} nodes"
-    rows = "unknown number of"
+    return f"{plan.title} on {machine}, deepspeed {plan.stage.options.deepspeed_name}"
+
+
+def _rows_and_steps(plan: Plan) -> str:
+    rows = "unknown number of rows"
     if plan.rows is not None:
-        rows = f"{plan.rows:,}"
+        rows = f"{plan.rows:,} rows"
     steps = "steps unknown until the data is read"
     if plan.steps is not None:
         steps = f"{plan.steps:,} steps"
+    return f"{rows}, {steps}"
+
+
+def _batch(plan: Plan) -> str:
+    processes = "1 process" if plan.processes == 1 else f"{plan.processes} processes"
+    each = f"{plan.per_device} rows x {plan.accumulation} accumulated"
+    return f"{each} x {processes} = {plan.global_batch} rows"
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """The plan, the source and the derived values with their reasons, one fact a line."""
     lines = [
-        f"{plan.title} on {machine}, deepspeed {plan.stage.options.deepspeed_name}",
+        _title(plan),
         f"source: {plan.stage.upstream.describe()}",
-        f"batch: {plan.per_device} rows x {plan.accumulation} accumulated x {plan.processes} "
-        f"process(es) = {plan.global_batch} rows a step",
-        f"data: {rows} rows, {steps}",
+        f"batch: {_batch(plan)} a step",
+        f"data: {_rows_and_steps(plan)}",
     ]
     for name, derived in plan.derived.items():
         lines.append(f"set: {name}={derived.value}  ({derived.why})")
@@ -215,9 +233,34 @@ def plan_lines(plan: Plan) -> list[str]:
 
 
 def print_plan(plan: Plan, log: Path) -> None:
-    for line in plan_lines(plan):
-        _echo(line, err=True)
-    _echo(f"log: {log}", err=True)
+    """Print what starts, in a few lines of 80 columns: a dry run shows the reasons."""
+    source = plan.stage.upstream
+    place = f", {shorten(source.root)}" if source.is_checkout and source.root is not None else ""
+    lines = [
+        f"{_title(plan)}, {source.name}{place}",
+        f"batch: {_batch(plan)}; {_rows_and_steps(plan)}",
+    ]
+    names = plan.stage.entry.names
+    values = []
+    for name, derived in plan.derived.items():
+        if name not in {names.per_device, names.accumulation}:
+            values.append(f"{name}={derived.value}")
+    if values:
+        lines.append(f"set: {', '.join(values)}")
+    lines.append(f"log: {shorten(log)}")
+    for line in lines:
+        # paths stay whole: they are copied
+        wrapped = textwrap.wrap(line, _PLAN_WIDTH, subsequent_indent="  ", break_long_words=False)
+        _echo("\n".join(wrapped), err=True)
+
+
+def shorten(path: Path) -> str:
+    """A path as it is written in this folder or below the user's own."""
+    if path.is_relative_to(Path.cwd()):
+        return str(path.relative_to(Path.cwd()))
+    if path.is_relative_to(Path.home()):
+        return f"~/{path.relative_to(Path.home())}"
+    return str(path)
 
 
 def print_dry_run(plan: Plan, command: Command, script: str | None = None) -> None:
@@ -309,8 +352,11 @@ def _print_point(point: summary.Point, outcome: str) -> None:
         # of a stopped run, the only point that fails is its end
         word = "stopped"
     expected = ""
-    if point["expected"] not in {None, "any"}:
+    if summary.is_wanted(point):
         expected = f"expected {point['expected']}"
+    elif point["ok"] is True:
+        _echo(folded(f"  {point['name']:<16}{point['state']!s}"))
+        return
     mark = _style(f"{word:<10}", _POINT_COLOUR[word], bold=False)
     state = f"  {point['name']:<16}{point['state']!s:<18}"
     _echo(folded(state), mark, folded(expected))

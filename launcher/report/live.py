@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 _ANNOUNCED = next(p.regex for p in open_instruct.PATTERNS if p.name == "total_steps")
 # upstream shows a row of the data before it trains, and that may say anything
 _DATA_MARK = re.compile(rb"['\"{}]")
+_USUAL = {"importing": "usually 15 to 60 s"}
+"""How long phases take, where that does not depend on the stage."""
 PLAIN_EVERY_S = 5.0
 """Seconds between plain lines in the first minute; later up to twelve times as many."""
 CAUGHT_UP = 64 * 2**10
@@ -161,7 +163,11 @@ class View:
         if self.tracker and not self.tracker_printed:
             self.tracker_printed = True
             typer.echo(f"{self.title}   {self.tracker}", err=True)
-        text = f"{self.title}   {self.progress.describe()}"
+        parts = [self.title, self.progress.describe()]
+        if not self.progress.step and self.progress.hang is None:
+            # a wait without a word looks like a hang
+            parts = [self.title, *_phase(self.progress)]
+        text = "   ".join(parts)
         line = self.redactor.redact(printable(text)).replace("\n", " ")
         now = time.monotonic()
         minutes = (now - self.begun) / 60
@@ -243,6 +249,8 @@ def _head(progress: Progress, width: int, *, plain: bool) -> list[str]:
 
 def _phase(progress: Progress) -> list[str]:
     parts = [progress.phase]
+    if progress.phase in _USUAL:
+        parts = [f"{progress.phase} ({_USUAL[progress.phase]})"]
     if progress.since is not None and progress.since != progress.began:
         parts.append(_clock_since(progress.since))
     return parts + _elapsed(progress)

@@ -124,7 +124,7 @@ def _points_table(entry: PageRun) -> Html:
 def _ok(point: Json, run: Run, state: object = None) -> Html:
     """Whether a point is as expected, by colour and sign, and beside it the state, if given."""
     ok = point.get("ok")
-    if ok is True and point.get("expected") in (None, "any"):
+    if ok is True and not summary.is_wanted(point):
         return tag("span", state or "–", class_="soft")
     status = "unproven"
     if ok is True:

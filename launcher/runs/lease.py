@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher import files
+from launcher.config.durations import format_age
 from launcher.errors import Finding, NotReady, launch_finding, not_ready
 from launcher.machine import locks, process
 from launcher.machine.process import Identity
@@ -315,7 +316,7 @@ def reason_held(lease: Lease) -> str | None:
     silence_s = lease.silence_s()
     last_beat = ""
     if silence_s is not None:
-        last_beat = f", last heartbeat {silence_s:.0f} s ago"
+        last_beat = f", last heartbeat {format_age(silence_s)} ago"
     if owner is not None and owner.is_alive():
         return last_beat
     owner_is_local = owner is not None and owner.is_local()

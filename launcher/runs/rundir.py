@@ -412,7 +412,8 @@ def _known_paths() -> Iterator[Path]:
 def find_run(name: str) -> RunFolder | None:
     """A run by its folder, its name, a unique prefix of that, or `last`.
 
-    Raises UsageError if several runs match.
+    The name without date and stage is that of the newest such run. Raises UsageError if several
+    runs match.
     """
     if not name:
         return None
@@ -428,12 +429,22 @@ def find_run(name: str) -> RunFolder | None:
     if exact:
         matches = exact
     if not matches:
+        matches = _existing_runs(path for path in _known_paths() if _is_called(path, name))
+        # folders begin with the time
+        matches = sorted(matches, key=lambda path: path.name)[-1:]
+    if not matches:
         return None
     if len(matches) > 1:
         shown = [str(path) if exact else path.name for path in matches[-5:]]
         message = f"{len(matches)} runs match `{name}`"
         raise usage("ambiguous-run", message, f"such as {', '.join(shown)}")
     return RunFolder(matches[0])
+
+
+def _is_called(path: Path, name: str) -> bool:
+    """Whether a folder `TIME-STAGE-NAME` has that NAME, or STAGE-NAME."""
+    _, _, stage_and_name = path.name.partition("-")
+    return name in (stage_and_name, stage_and_name.partition("-")[2])
 
 
 def _last_run() -> RunFolder | None:
@@ -491,11 +502,27 @@ def is_campaign(folder: Path) -> bool:
 
 
 def find_campaign(name: str) -> RunFolder | None:
-    """A campaign by its path, or its name in the runs folder."""
+    """A campaign by its path, or by its name where runs are kept or known runs lie.
+
+    The name without date and kind is that of the newest such campaign.
+    """
     for path in (Path(name).absolute(), runs_root() / name):
         if is_campaign(path):
             return RunFolder(path)
-    return None
+    if not name or "/" in name:
+        return None
+    places = {runs_root()}
+    for path in _known_paths():
+        # a bench holds its runs, a pipeline lies beside them
+        places |= {path.parent, path.parent.parent}
+    matches = []
+    for place in places:
+        for folder in files.names(place):
+            path = place / folder
+            if (folder == name or _is_called(path, name)) and is_campaign(path):
+                matches.append(path)
+    newest = max(matches, key=lambda path: path.name, default=None)
+    return None if newest is None else RunFolder(newest)
 
 
 def campaign_by_run(runs: Iterable[RunFolder]) -> dict[Path, Path]:

@@ -2,7 +2,6 @@
 
 import difflib
 import functools
-import math
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,48 +23,57 @@ Past = Callable[[str], Sequence[ArgumentChange]]
 
 def check(config: Config, schema: Schema, entry: Entry, past: Past) -> Iterator[Finding]:
     for key, value in config.args.items():
-        known = schema.fields.get(key)
-        fault = _check_unknown(schema, entry, past, key, value) if known is None else None
-        if known is not None and value is not None:
-            fault = _check_value(schema, entry, known, value)
-        if fault is not None:
-            yield fault
+        field = schema.fields.get(key)
+        if field is None:
+            yield _unknown(schema, entry, past, key, value)
+        elif value is not None:
+            fault = _check_value(schema, entry, field, value)
+            if fault is not None:
+                yield fault
 
 
-def missing(config: Config, schema: Schema, entry: Entry, reported: Container[str | None]) -> Iterator[Finding]:
-    """Arguments that upstream's parser asks for, and that neither the file nor launch gives.
+def missing(
+    config: Config, schema: Schema, entry: Entry, reported: Container[str | None]
+) -> Iterator[Finding]:
+    """Arguments that upstream's parser requires, and that neither the file nor launch sets.
 
-    `reported` are the keys of which enough was said.
+    Nothing is said of the keys in `reported`.
     """
-    given = taken(schema, config.args).keys() | entry.derived.keys() | {entry.names.output}
+    names = taken(schema, config.args).keys() | entry.derived.keys() | {entry.names.output}
     if "batch" in config.options:
-        given |= {entry.names.per_device, entry.names.accumulation}
-    for name, known in schema.fields.items():
-        if known.required and name not in given and f"args.{name}" not in reported:
-            message = f"`{name}` must be given: it has no default  ({known.where})"
-            yield _error("parser", "missing-argument", name, message, f"add `{name}: ...`; its type is {known.type}")
+        names |= {entry.names.per_device, entry.names.accumulation}
+    for name, field in schema.fields.items():
+        if field.required and name not in names and f"args.{name}" not in reported:
+            message = f"`{name}` must be given: it has no default  ({field.where})"
+            help = f"add `{name}: ...`; its type is {field.type}"
+            yield _error("parser", "missing-argument", name, message, help)
 
 
 def _error(layer: Layer, code: str, name: str, message: str, help: str) -> Finding:
-    return Finding(severity="error", layer=layer, code=code, key=f"args.{name}", message=message, help=help)
+    key = f"args.{name}"
+    return Finding(severity="error", layer=layer, code=code, key=key, message=message, help=help)
 
 
 def taken(schema: Schema, args: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments under the names that upstream's parser would take them for; the last one wins."""
+    """The arguments under the names that upstream's parser takes them for; the last one wins."""
     taken: dict[str, Any] = {}
     for key, value in args.items():
         if value is None:
             continue
         flag = OptionString(key) if key in schema.fields else schema.taken_as(key)
-        if flag is not None and not flag.negated:
+        if flag is None:
+            continue
+        if not flag.negated:
             taken[flag.name] = value
-        elif flag is not None and value == []:
+        elif value == []:
             taken[flag.name] = False
     return taken
 
 
-def reported(config: Config, schema: Schema, entry: Entry, faults: Sequence[Finding]) -> frozenset[str | None]:
-    """Keys about which enough was said: wrong ones, and those that a wrong key was meant to be."""
+def reported(
+    config: Config, schema: Schema, entry: Entry, faults: Sequence[Finding]
+) -> frozenset[str | None]:
+    """Keys that are reported already: wrong ones, and those that a wrong key was meant to be."""
     keys = {fault.key for fault in faults if fault.severity == "error"}
     for key in config.args.keys() - schema.fields.keys():
         moved = entry.moved.get(key)
@@ -76,143 +84,138 @@ def reported(config: Config, schema: Schema, entry: Entry, faults: Sequence[Find
     return frozenset(keys)
 
 
-def _check_value(schema: Schema, entry: Entry, known: Field, value: Any) -> Finding | None:
-    if schema.in_file(known.name, value):
-        return _check_in_file(known, value)
-    layer: Layer = "launch"
-    help = f"its type is {known.type}  ({known.where})"
-    words = schema.words(known.name, value)
-    reason = schema.refusal(known.name, words)
+def _check_value(schema: Schema, entry: Entry, field: Field, value: Any) -> Finding | None:
+    name = field.name
+    type_help = f"its type is {field.type}  ({field.where})"
+    if schema.in_file(name, value):
+        # data sets have rules of their own
+        if field.kind == "str" and any(not isinstance(item, str) for item in value):
+            message = f"`{name}`: an entry is not text"
+            return _error("launch", "bad-value", name, message, type_help)
+        return None
+    words = schema.words(name, value)
+    reason = schema.refusal(name, words)
     if reason is not None:
-        if isinstance(value, bool):
+        help = entry.hints.get(name, type_help)
+        if isinstance(value, bool) and name not in entry.hints:
             help = "YAML reads yes, no, on and off as a bool: put the text in quotes"
-        layer, help = "parser", entry.hints.get(known.name, help)
-    elif not words:
+        return _error("parser", "bad-value", name, f"`{name}`: {reason}", help)
+    if isinstance(value, bool) and field.kind == "str":
+        message = f"`{name}`: YAML reads a bool here, upstream will get the text {value}"
+        finding = _error("run", "bool-as-text", name, message, "put the text in quotes")
+        return replace(finding, severity="warning")
+    help = type_help
+    if not words:
         reason = "an empty list, which upstream would read as true"
-    elif known.kind in {"int", "float"} and any(map(_too_large, words)):
-        reason = "a number that is too large to be one"
     elif isinstance(value, list) and any(v is None or isinstance(v, list | dict) for v in value):
         reason = "an entry is a list, a mapping or empty, which no flag can carry"
-    elif isinstance(value, dict) and known.many and known.name in schema.by_file:
+    elif isinstance(value, dict) and field.many and name in schema.by_file:
         reason = "a mapping, where upstream reads a list of them"
-        help = f"write `- path: ...` below `{known.name}:`, one for each set"
-    elif isinstance(value, dict) and "dict" not in known.type:
+        help = f"write `- path: ...` below `{name}:`, one for each set"
+    elif isinstance(value, dict) and "dict" not in field.type:
         reason = f"a mapping, which upstream would take as the text `{brief(words[0])}`"
-    elif isinstance(value, bool) and known.kind == "str":
-        message = f"`{known.name}`: YAML reads a bool here, upstream will get the text {value}"
-        warning = _error("run", "bool-as-text", known.name, message, "put the text in quotes")
-        return replace(warning, severity="warning")
     else:
         return None
-    return _error(layer, "bad-value", known.name, f"`{known.name}`: {reason}", help)
+    return _error("launch", "bad-value", name, f"`{name}`: {reason}", help)
 
 
-def _check_in_file(known: Field, value: Any) -> Finding | None:
-    """What the trainer's config file would carry, and the trainer then not read; data sets have rules of their own."""
-    if known.kind == "str" and any(not isinstance(item, str) for item in value):
-        help = f"its type is {known.type}  ({known.where})"
-        return _error("launch", "bad-value", known.name, f"`{known.name}`: an entry is not text", help)
-    return None
-
-
-def _too_large(word: str) -> bool:
-    """Whether Python reads infinity out of digits, as it does of `1e999`."""
-    try:
-        return math.isinf(float(word)) and any(map(str.isdigit, word))
-    except (OverflowError, ValueError):
-        return False
-
-
-def _check_unknown(schema: Schema, entry: Entry, past: Past, key: str, value: Any) -> Finding:
+def _unknown(schema: Schema, entry: Entry, past: Past, key: str, value: Any) -> Finding:
     if "template" in key and chat_template.is_template(value):
         return _inline_template(schema, entry, key)
-    code, message, help = _explain_unknown(schema, entry, past, key)
-    meaning = entry.lost.get(key)
-    if code == "removed-key" and meaning is not None and meaning.mattered(value):
-        message += rendered(f": {meaning.did}; now {meaning.now}")
-        help = f"{meaning.instead}; then delete the line"
-    layer: Layer = "launch" if value is None else "parser"
+    finding = _unknown_name(schema, entry, past, key)
+    lost = entry.lost.get(key)
+    if finding.code == "removed-key" and lost is not None and lost.mattered(value):
+        message = finding.message + rendered(f": {lost.did}; now {lost.now}")
+        finding = replace(finding, message=message, help=f"{lost.instead}; then delete the line")
+    if value is None:
+        # nothing of it reaches the command line
+        return replace(finding, layer="launch")
     flag = schema.taken_as(key)
-    if flag is not None and value is not None:
-        if flag.negated:
-            code, help = "negated-key", f"write `{flag.name}: true` or `{flag.name}: false`"
-            layer = "launch" if value == [] else layer
-        elif schema.refusal(flag.name, schema.words(key, value)) is None:
-            # argparse would take the abbreviation without a word: only we object
-            layer = "launch"
-            if code == "unknown-key":
-                code, help = "abbreviated-key", f"write `{flag.name}`"
-            message += f"; upstream would silently take it for `{flag.name}`"
-    return _error(layer, code, key, message, help)
+    if flag is None:
+        return finding
+    if flag.negated:
+        layer: Layer = "launch" if value == [] else "parser"
+        help = f"write `{flag.name}: true` or `{flag.name}: false`"
+        return replace(finding, layer=layer, code="negated-key", help=help)
+    if schema.refusal(flag.name, schema.words(key, value)) is not None:
+        return finding
+    # argparse takes the abbreviation silently: only launch objects
+    if finding.code == "unknown-key":
+        finding = replace(finding, code="abbreviated-key", help=f"write `{flag.name}`")
+    message = f"{finding.message}; upstream would silently take it for `{flag.name}`"
+    return replace(finding, layer="launch", message=message)
 
 
 def lost(config: Config, schema: Schema, entry: Entry) -> Iterator[Finding]:
-    """Arguments that `--fix` has made comments of, and whose meaning nobody has decided about yet."""
+    """Arguments that `--fix` made comments, and about whose meaning nobody has decided yet."""
     for kept in config.kept:
         meaning = entry.lost.get(kept.key)
         is_back = kept.key in schema.fields or kept.key in config.args
         if meaning is None or is_back or not meaning.mattered(kept.value):
             continue
-        yield Finding(
-            severity="warning",
-            layer="launch",
-            code="lost-meaning",
-            key=f"args.{kept.key}",
-            message=f"`{kept.key}: {brief(kept.value)}` was taken out: {meaning.did}; now {rendered(meaning.now)}",
-            help=f"{meaning.instead}; then delete this comment",
-            file=kept.file,
-            line=kept.line,
-        )
+        now = rendered(meaning.now)
+        message = f"`{kept.key}: {brief(kept.value)}` was taken out: {meaning.did}; now {now}"
+        help = f"{meaning.instead}; then delete this comment"
+        finding = _error("launch", "lost-meaning", kept.key, message, help)
+        yield replace(finding, severity="warning", file=kept.file, line=kept.line)
 
 
 def _inline_template(schema: Schema, entry: Entry, key: str) -> Finding:
-    """The text of a template under a key that no script has: renaming the key would not make it a path."""
-    message = f"`{key}` is not a field of {schema.owner or entry.owner}, and no field takes the text of a template"
+    """The text of a template under a key that no script has: no other name would make it a path."""
+    owner = schema.owner or entry.owner
+    message = f"`{key}` is not a field of {owner}, and no field takes the text of a template"
     help = chat_template.PUT_IT_INTO_THE_MODEL
     if "chat_template_path" in schema.fields:
         help = chat_template.WRITE_IT
     elif "tokenizer_name_or_path" in schema.fields:
         help = chat_template.PUT_IT_BESIDE
-    # argparse would take the beginning of a field's name for the field
+    # argparse takes the beginning of a field's name for the field
     layer: Layer = "parser" if schema.taken_as(key) is None else "launch"
     return _error(layer, "inline-template", key, message, help)
 
 
-def _explain_unknown(schema: Schema, entry: Entry, past: Past, key: str) -> tuple[str, str, str]:
+def _unknown_name(schema: Schema, entry: Entry, past: Past, key: str) -> Finding:
+    """The finding about a key that is no argument: what became of it, or what it may mean."""
     message = f"`{key}` is not a field of {schema.owner or entry.owner}"
     moved = entry.moved.get(key)
-    if moved is not None and moved.to is None:
-        return "removed-key", f"{message}: {moved.why}", "delete the line"
-    if moved is not None and moved.to is not None and moved.to in schema.fields:
-        where = schema.fields[moved.to].where
-        return "renamed-key", f"{message}: {moved.why}", f"write `{moved.to}`  ({where})"
-    events = past(key)
-    if events and events[0].gone:
-        return _explain_gone(schema, entry, past, key, events)
+    if moved is not None:
+        why = f"{message}: {moved.why}"
+        if moved.to is None:
+            return _error("parser", "removed-key", key, why, "delete the line")
+        if moved.to in schema.fields:
+            return _renamed(schema, key, why, moved.to)
+    changes = past(key)
+    if changes and changes[0].gone:
+        message = f"{message}: {history.sentence(changes[0])}"
+        name = history.called_now(changes[0], past, schema.fields)
+        if name is not None:
+            return _renamed(schema, key, message, name)
+        help = "delete the line"
+        similar = [name for name in changes[0].see if name in schema.fields]
+        if similar:
+            help += f"; see `{'`, `'.join(similar)}`"
+        return _error("parser", "removed-key", key, message, help)
+    return _error("parser", "unknown-key", key, message, _suggestion(schema, key))
+
+
+def _renamed(schema: Schema, key: str, message: str, name: str) -> Finding:
+    help = f"write `{name}`  ({schema.fields[name].where})"
+    return _error("parser", "renamed-key", key, message, help)
+
+
+def _suggestion(schema: Schema, key: str) -> str:
+    at_pin = locate.at_pin(schema, key)
+    if at_pin is not None:
+        return f"it is one at the pin ({at_pin}), not at {schema.named}"
     near = _nearest(key, tuple(schema.fields))
-    if (there := locate.at_pin(schema, key)) is not None:
-        help = f"it is one at the pin ({there}), not at {schema.named}"
-    elif near:
-        help = f"did you mean `{near[0]}`?  ({schema.fields[near[0]].where})"
-    elif key in keys.KEYS:
-        help = f"`{key}` is launch's own: it goes beside `args:`, not in it"
-    elif others := _homes(key):
-        help = f"available only in: {', '.join(others)}"
-    else:
-        help = f"{schema.script} at {schema.named} has no such argument"
-    return "unknown-key", message, help
-
-
-def _explain_gone(
-    schema: Schema, entry: Entry, past: Past, key: str, events: Sequence[ArgumentChange]
-) -> tuple[str, str, str]:
-    """A key that once was an argument: what became of it, followed over all its renames."""
-    message = f"`{key}` is not a field of {schema.owner or entry.owner}: {history.sentence(events[0])}"
-    name = history.called_now(events[0], past, schema.fields)
-    if name is not None:
-        return "renamed-key", message, f"write `{name}`  ({schema.fields[name].where})"
-    instead = [see for see in events[0].see if see in schema.fields]
-    return "removed-key", message, "delete the line" + (f"; see `{'`, `'.join(instead)}`" if instead else "")
+    if near:
+        return f"did you mean `{near[0]}`?  ({schema.fields[near[0]].where})"
+    if key in keys.KEYS:
+        return f"`{key}` is launch's own: it goes beside `args:`, not in it"
+    stages = _stages_with(key)
+    if stages:
+        return f"available only in: {', '.join(stages)}"
+    return f"{schema.script} at {schema.named} has no such argument"
 
 
 @functools.lru_cache
@@ -220,11 +223,12 @@ def _nearest(key: str, names: tuple[str, ...]) -> list[str]:
     return difflib.get_close_matches(key, names, n=1, cutoff=0.7)
 
 
-def _homes(key: str) -> list[str]:
-    return [
-        f"{stage} on {backend}"
-        for backend in BACKENDS
-        for stage, names in locate.snapshot(backend)["stages"].items()
-        # a further script of a stage has the arguments of the stage's own
-        if not BACKENDS[backend].STAGES[stage].stage and any(name.partition(".")[2] == key for name in names)
-    ]
+def _stages_with(key: str) -> list[str]:
+    stages = []
+    for backend, trainer in BACKENDS.items():
+        for stage, names in locate.snapshot(backend)["stages"].items():
+            # a further script of a stage has the arguments of the stage's own
+            is_further = trainer.STAGES[stage].stage
+            if not is_further and any(name.partition(".")[2] == key for name in names):
+                stages.append(f"{stage} on {backend}")
+    return stages

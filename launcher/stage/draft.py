@@ -18,7 +18,7 @@ from launcher.upstream.trl import PIN as TRL_PIN
 
 
 class Row(NamedTuple):
-    """The value of an argument, and a comment to write beside it. What is `off` is commented out itself."""
+    """The value of an argument, and a comment beside it. One that is `off` is commented out."""
 
     value: Any
     comment: str = ""
@@ -37,9 +37,10 @@ _TOKENS = 2048
 class Draft:
     """A stage file to be written.
 
-    Of a converted file `lost` is what the stage cannot say, `unneeded` what it need not say, each with its value as it
-    is shown and the reason, and `checks` what a person has to look at, all under the names of that file. `files` are
-    written beside the stage file. `remarks` are what a person should know of it. `gpus` are those of one machine.
+    Of a converted file `lost` is what the stage cannot say and `unneeded` what it need not say,
+    each with its value as shown and the reason; `checks` is what a person has to look at; all under
+    the names of that file. `files` are written beside the stage file. `remarks` are what a person
+    should know about it. `gpus` are those of one machine.
     """
 
     stage: str
@@ -61,9 +62,10 @@ class Draft:
     remarks: tuple[str, ...] = ()
 
     def command(self, path: Path) -> str:
-        """How the stage is started with the devices that it was written for."""
-        words = f"launch {self.stage} {path} --gpus {1 if self.gpus is None else self.gpus}"
-        return words if self.nodes == 1 else f"{words} --nodes {self.nodes}"
+        """How the stage is started on the devices that it was written for."""
+        gpus = 1 if self.gpus is None else self.gpus
+        command = f"launch {self.stage} {path} --gpus {gpus}"
+        return command if self.nodes == 1 else f"{command} --nodes {self.nodes}"
 
     def add_file(self, name: str, text: str) -> str:
         """Have a file written beside the stage file; its name until `place_files` says where."""
@@ -71,7 +73,7 @@ class Draft:
         return name
 
     def place_files(self, path: Path) -> dict[Path, str]:
-        """The files to write beside a stage file at `path`, whose rows then name them."""
+        """The files to write beside a stage file at `path`; rows and checks then name them."""
         placed: dict[Path, str] = {}
         for name, text in self.files.items():
             target = path.parent / f"{path.stem}.{name}"
@@ -79,11 +81,12 @@ class Draft:
             for key, row in self.rows.items():
                 if row.value == name:
                     self.rows[key] = row._replace(value=str(target))
-            self.checks = {key: why.replace(name, str(target), 1) for key, why in self.checks.items()}
+            for key, why in self.checks.items():
+                self.checks[key] = why.replace(name, str(target), 1)
         return placed
 
     def add_defaults(self, values: Mapping[str, Any], *, note: str = "the default there") -> None:
-        """Write out values that the source leaves to defaults which are others than the trainer's."""
+        """Write out defaults of the source that differ from those of the trainer."""
         for name, value in values.items():
             self.rows.setdefault(name, Row(value, note))
 
@@ -102,17 +105,13 @@ class Draft:
             lines += _argument(name, row)
         if self.checks:
             lines += ["", "# Check by hand:"]
-            lines += [_comment(key, "", why) for key, why in self.checks.items()]
-        if self.lost:
-            lines += ["", "# No counterpart:"]
-            lines += [_comment(key, value, why) for key, (value, why) in self.lost.items()]
-        if self.unneeded:
-            lines += ["", "# Not needed:"]
-            lines += [_comment(key, value, why) for key, (value, why) in self.unneeded.items()]
+            lines += [_comment(f"{key}: {why}") for key, why in self.checks.items()]
+        lines += _reasons("No counterpart", self.lost)
+        lines += _reasons("Not needed", self.unneeded)
         return "\n".join(lines) + "\n"
 
     def _options(self) -> list[str]:
-        """The lines of launch's own keys between the trainer and what is expected."""
+        """The lines of launch's own keys between `backend` and `expect`."""
         lines = []
         if self.script is not None:
             lines.append(_line("script", Row(self.script)))
@@ -123,25 +122,33 @@ class Draft:
         if self.mixed_precision is not None:
             lines.append(_line("mixed_precision", Row(self.mixed_precision, "bf16, fp16 or no")))
         if self.batch is not None:
-            rows = "batch: {{global: {}, per_device: {}}}".format(*self.batch)
-            lines.append(f"{rows:<42}# rows per step; accumulation follows from --gpus")
+            total, per_device = self.batch
+            batch = f"batch: {{global: {total}, per_device: {per_device}}}"
+            lines.append(f"{batch:<42}# rows per step; accumulation follows from --gpus")
         if self.slurm:
             lines.append(_line("slurm", Row(self.slurm, "for --slurm")))
         return lines
 
 
-def _comment(key: str, value: str, why: str) -> str:
-    """One line of a comment about a key of the source."""
-    shown = f"{key}: {value}" if value else key
-    text = f"{shown}  ({why})" if value else f"{shown}: {why}"
+def _reasons(title: str, settings: Mapping[str, tuple[str, str]]) -> list[str]:
+    """A paragraph of comments about keys of the source that the file does not have."""
+    if not settings:
+        return []
+    lines = ["", f"# {title}:"]
+    for key, (value, why) in settings.items():
+        lines.append(_comment(f"{key}: {value}  ({why})" if value else f"{key}: {why}"))
+    return lines
+
+
+def _comment(text: str) -> str:
     printable = "".join(character if character.isprintable() else " " for character in text)
     return f"#   {printable}"
 
 
 def _argument(key: str, row: Row) -> list[str]:
     """The lines of one argument; of a list of mappings one line a key."""
-    listed = row.value if isinstance(row.value, list) else []
-    if row.off or not any(isinstance(item, dict) for item in listed):
+    values = row.value if isinstance(row.value, list) else []
+    if row.off or not any(isinstance(value, dict) for value in values):
         return [f"  {_line(key, row, 40)}"]
     block = yaml.safe_dump({key: row.value}, sort_keys=False, width=10**6, allow_unicode=True)
     return [f"  {line}" for line in block.splitlines()]
@@ -156,12 +163,22 @@ def _line(key: str, row: Row, width: int = 42) -> str:
 
 
 def new(
-    stage: str, backend: str, *, model: str, data: str, gpus: int, environ: Mapping[str, str], is_pinned: bool = True
+    stage: str,
+    backend: str,
+    *,
+    model: str,
+    data: str,
+    gpus: int,
+    output: str,
+    environ: Mapping[str, str],
+    lora: bool = False,
+    is_pinned: bool = True,
 ) -> Draft:
     """A first stage file for a model and a data set, each a name on the hub or a path.
 
-    `is_pinned`: it is for the release of TRL whose templates launch knows.
-    Raises UsageError of rows that have to be converted first, and of a file that TRL cannot load alone.
+    `output` is the folder for the trained model. `lora`: train an adapter instead of all weights.
+    `is_pinned`: it is for the release of TRL whose templates launch knows. Raises UsageError if the
+    rows have to be converted first, or if TRL cannot load the file alone.
     """
     rows = data_rows.look(data, stage, backend, environ)
     if rows is not None:
@@ -172,49 +189,88 @@ def new(
     elif BACKENDS[backend].STAGES[stage].needs_process_group:
         # one GPU crashes without it, and the CPU leaves it out
         draft.deepspeed = "zero2"
-    each = 4 if stage == "sft" else 2
-    on_all = each * max(1, gpus)
-    draft.batch = on_all * max(1, _ROWS // on_all), each
+    per_device = 4 if stage == "sft" else 2
+    on_all = per_device * max(1, gpus)
+    draft.batch = (on_all * max(1, _ROWS // on_all), per_device)
     draft.rows = {"model_name_or_path": Row(model, "a name on the hub, or a folder")}
     draft.rows |= _trl(stage, data) if backend == "trl" else _open_instruct(stage, data)
+    draft.rows["output_dir"] = Row(output)
     length = "max_length" if backend == "trl" else "max_seq_length"
-    draft.rows[length] = Row(_length(model, environ), "tokens; longer rows are cut")
+    draft.rows[length] = _length(model, environ)
+    if lora:
+        draft.rows |= _LORA[backend]
+        # dpo_tune_cache.py reads it only without LoRA
+        draft.rows.pop("activation_memory_budget", None)
+        draft.rows["learning_rate"] = Row(
+            2e-4 if stage == "sft" else 2e-5, "LoRA needs about ten times more"
+        )
+    if gpus > 0 and backend == "trl":
+        draft.rows["dtype"] = Row("bfloat16", "TRL loads in float32 otherwise")
+        if stage == "dpo" and not lora:
+            # the finding steps-rounded
+            why = "half the memory, but steps of this learning rate are lost in rounding"
+            draft.rows["dtype"] = Row("bfloat16", why, off=True)
     if stage == "sft" and backend == "trl":
         obstacle = _mask_obstacle(model, environ, is_pinned=is_pinned)
         _mask_questions(draft, data, rows, obstacle)
     return draft
 
 
-def _length(model: str, environ: Mapping[str, str]) -> int:
-    """Tokens of a row: as many as usual, or as the model was made for where it lies here and takes fewer."""
+_LORA: Mapping[str, Rows] = {
+    "trl": {
+        "use_peft": Row(True, "LoRA: trains an adapter, needs far less memory"),
+        "lora_r": Row(16),
+        "lora_alpha": Row(32),
+        "lora_dropout": Row(0.05),
+        "lora_target_modules": Row(["all-linear"]),
+    },
+    "open_instruct": {
+        "use_lora": Row(True, "trains an adapter, needs far less memory"),
+        "lora_rank": Row(16),
+        "lora_alpha": Row(32),
+        "lora_dropout": Row(0.05),
+    },
+}
+"""The arguments of LoRA, by trainer."""
+
+
+def _length(model: str, environ: Mapping[str, str]) -> Row:
+    """The longest row in tokens: the model's own maximum if its config is here."""
     config = model_config.text_part(model_config.read(model, environ))
     positions = config.get("max_position_embeddings")
-    if isinstance(positions, int) and 0 < positions < _TOKENS:
-        return positions
-    return _TOKENS
+    if isinstance(positions, int) and positions > 0:
+        return Row(positions, "tokens, the model's maximum; longer rows are cut")
+    return Row(_TOKENS, "tokens; longer rows are cut")
 
 
 def _require_readable(rows: data_rows.Rows, stage: str, backend: str) -> None:
-    """Raise UsageError with the command that converts rows which the trainer does not read."""
+    """Raise UsageError, with the command that converts them, for rows the trainer does not read."""
     form = rows.conversion
     if form is None:
         return
     trainer = "TRL" if backend == "trl" else "open-instruct"
     source = rows.convertible
     output = Path("converted/train.jsonl")
-    message = f"{source} has rows of the form {form.name}, which {trainer}'s {stage.upper()} does not read"
+    unread = f"which {trainer}'s {stage.upper()} does not read"
     command = f"launch data convert {shlex.quote(str(source))} -o {output}"
-    help = f"{command} writes {form.into}; then --data {output}"
-    raise usage("bad-data", message, help)
+    raise usage(
+        "bad-data",
+        f"{source} has rows of the form {form.name}, {unread}",
+        f"{command} writes {form.into}; then --data {output}",
+    )
 
 
 _ANSWERS_ALONE = "the loss counts the answers alone, not the questions"
-# the models whose templates TRL replaces, in the words of their families
-_REPLACED = "Qwen 2.5 and 3, Llama 3.0, Gemma 1 to 3, Phi-3, Cohere, DeepSeek-V3, GLM-4, gpt-oss and others"
+# the models whose templates TRL replaces
+_REPLACED = (
+    "Qwen 2.5 and 3, Llama 3.0, Gemma 1 to 3, Phi-3, Cohere, DeepSeek-V3, GLM-4, gpt-oss and others"
+)
 
 
-def _mask_questions(draft: Draft, data: str, rows: data_rows.Rows | None, obstacle: str | None) -> None:
-    """Have the loss count answers alone, where the rows are chats and no obstacle stands against it.
+def _mask_questions(
+    draft: Draft, data: str, rows: data_rows.Rows | None, obstacle: str | None
+) -> None:
+    """Count answers alone in the loss, if the rows are chats and there is no obstacle.
 
     Without it every token of a chat is trained on
     (trl/trainer/sft_trainer.py::SFTTrainer._prepare_dataset[is enabled. With]).
@@ -224,54 +280,58 @@ def _mask_questions(draft: Draft, data: str, rows: data_rows.Rows | None, obstac
         draft.rows[key] = Row(True, f"for chats: {_ANSWERS_ALONE}", off=True)
         remark = f"the rows of {brief(data)} were not looked at: of chats every token is trained on"
         draft.remarks = (f"{remark}, questions too, without `{key}: true`",)
-        return
-    if rows.kind != "chats":
-        return
-    if obstacle is None:
+    elif rows.kind == "chats" and obstacle is None:
         draft.rows[key] = Row(True, _ANSWERS_ALONE)
         draft.remarks = (f"{key}: true: {_ANSWERS_ALONE}",)
-    else:
-        draft.rows[key] = Row(True, obstacle, off=True)
+    elif rows.kind == "chats":
+        draft.rows[key] = Row(True, obstacle or "", off=True)
         draft.remarks = (f"every token of a chat is trained on, questions too: {obstacle}",)
 
 
 def _mask_obstacle(model: str, environ: Mapping[str, str], *, is_pinned: bool) -> str | None:
-    """Why TRL cannot, or perhaps cannot, tell answers from questions in what a model's template writes."""
+    """Why TRL cannot, or perhaps cannot, tell answers from questions with a model's template."""
     template = chat_template.read(model, environ)
     if template is None:
-        return f"{brief(model)} is not here; `assistant_only_loss` works with unchanged templates of {_REPLACED}"
+        works = f"`assistant_only_loss` works with unchanged templates of {_REPLACED}"
+        return f"{brief(model)} is not here; {works}"
     if not template:
         return f"{brief(model)} has no chat template"
     if chat_template.has_marker(template):
         return None
+    unmarked = "the chat template has no {% generation %}"
     if not chat_template.is_replaced(template):
-        return "the chat template has no {% generation %}, and TRL knows no other version of it"
+        return f"{unmarked}, and TRL knows no other version of it"
     if not is_pinned:
-        return f"the chat template has no {{% generation %}}; only of {TRL_PIN} it is known that TRL replaces it"
+        return f"{unmarked}; only of {TRL_PIN} it is known that TRL replaces it"
     return None
 
 
 def _trl(stage: str, data: str) -> Rows:
-    columns, learning_rate = "`messages`, or `prompt` and `completion`, or `text`", 2e-5
-    own = {"packing": Row(False, "true: several rows in one sequence, faster for short rows")}
     if stage == "dpo":
-        columns, learning_rate = "`chosen` and `rejected`", 5e-7
-        own = {"beta": Row(0.1, "how far the model may go from where it started")}
-    data_row = Row(data, f"rows with {columns}")
+        columns = "`chosen` and `rejected`"
+        learning_rate = 5e-7
+        of_stage = {"beta": Row(0.1, "how far the model may go from where it started")}
+    else:
+        columns = "`messages`, or `prompt` and `completion`, or `text`"
+        learning_rate = 2e-5
+        faster = "true: several rows in one sequence, faster for short rows"
+        of_stage = {"packing": Row(False, faster)}
+    comment = f"rows with {columns}"
     if is_dir(data):
-        data_row = Row(_folder_name(data), f"rows with {columns}")
+        data = _folder_name(data)
     elif is_file(data):
-        # TRL loads a folder of files, not one of them; `datasets` takes the files of a folder for data by their names
+        # TRL loads a folder of files, not one of them
         folder = Path(data).parent
         if any(path.suffix != Path(data).suffix for path in folder.iterdir()):
             message = f"TRL loads a folder of data, and {folder.absolute()} holds more than data"
             raise usage("bad-data", message, f"mkdir data && mv {data} data/, then --data data")
-        data_row = Row(_folder_name(str(folder)), f"all data files of this folder: rows with {columns}")
+        data = _folder_name(str(folder))
+        comment = f"all data files of this folder: {comment}"
     return {
-        "dataset_name": data_row,
+        "dataset_name": Row(data, comment),
         "output_dir": Row(f"output/{stage}"),
-        "max_length": Row(_TOKENS, "tokens; longer rows are cut"),
-        **own,
+        "max_length": Row(_TOKENS),
+        **of_stage,
         "num_train_epochs": Row(1),
         "learning_rate": Row(learning_rate),
         "lr_scheduler_type": Row("cosine"),
@@ -290,24 +350,37 @@ def _folder_name(folder: str) -> str:
 
 
 def _open_instruct(stage: str, data: str) -> Rows:
-    is_sft = stage == "sft"
-    memory = {"activation_memory_budget": Row(0.5, "below 1: less memory, slower")}
-    if is_sft:
-        memory = {"gradient_checkpointing": Row(True, "less memory, slower")}
     amount = 'the data set and its share: 0.5 is half of it, "200" are 200 rows'
+    data_row = Row([data, 1.0], amount)
+    if stage == "sft":
+        data_key = "dataset_mixer_list"
+        training = {
+            "num_train_epochs": Row(1),
+            "learning_rate": Row(5e-6),
+            "lr_scheduler_type": Row("linear"),
+            "warmup_ratio": Row(0.03),
+            "gradient_checkpointing": Row(True, "less memory, slower"),
+            "checkpointing_steps": Row("epoch"),
+        }
+    else:
+        data_key = "mixer_list"
+        training = {
+            "loss_type": Row("dpo_norm"),
+            "beta": Row(5.0),
+            "num_epochs": Row(1),
+            "learning_rate": Row(5e-7),
+            "lr_scheduler_type": Row("linear"),
+            "warmup_ratio": Row(0.03),
+            "activation_memory_budget": Row(0.5, "below 1: less memory, slower"),
+            "checkpointing_steps": Row(500),
+        }
     return {
         "chat_template_name": Row("tulu"),
-        "dataset_mixer_list" if is_sft else "mixer_list": Row([data, 1.0], amount),
-        "max_seq_length": Row(_TOKENS, "tokens; longer rows are cut"),
+        data_key: data_row,
+        "max_seq_length": Row(_TOKENS),
         "output_dir": Row(f"output/{stage}"),
         "do_not_randomize_output_dir": Row(True, "or upstream appends its exp_name"),
-        **({} if is_sft else {"loss_type": Row("dpo_norm"), "beta": Row(5.0)}),
-        "num_train_epochs" if is_sft else "num_epochs": Row(1),
-        "learning_rate": Row(5e-6 if is_sft else 5e-7),
-        "lr_scheduler_type": Row("linear"),
-        "warmup_ratio": Row(0.03),
-        **memory,
-        "checkpointing_steps": Row("epoch" if is_sft else 500),
+        **training,
         "logging_steps": Row(1),
         "with_tracking": Row(False, "true: wandb"),
         "push_to_hub": Row(False),

@@ -1,8 +1,8 @@
-"""Everything known about one argument: what it is, who reads it, its value here, what became of it."""
+"""Everything known about one argument: what it is, who reads it, its value, its history."""
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from textwrap import fill
@@ -41,9 +41,9 @@ class Here:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explained:
-    """One argument of one entry script; `field` is None where the script has no such argument.
+    """One argument of one entry script; `field` is None if the script has no such argument.
 
-    `option` is what launch itself reads under that name beside `args:`, and `words` what may stand there.
+    `option` is launch's own key of that name, beside `args:`, and `words` what it may hold.
     """
 
     key: str
@@ -64,51 +64,51 @@ class Explained:
         return self.field is not None or bool(self.history) or self.advice is not None
 
     def as_json(self) -> dict[str, Any]:
-        known, option = self.field, self.option
+        field = self.field
+        option = self.option
         shadow = self.schema.path.shadows.get(self.key)
-        beside = {script: reads.get(self.key, ()) for script, reads in self.schema.beside.items()}
+        beside = {}
+        for script, reads in self.schema.beside.items():
+            beside[script] = _reads_json(reads.get(self.key, ()))
         return {
             "key": self.key,
             "stage": self.stage,
             "backend": self.schema.backend,
             "script": self.schema.script,
             "upstream": self.upstream.as_json(),
-            "exists": known is not None,
-            "option": option and {"type": option.shape, "default": option.default, "words": list(self.words)},
+            "exists": field is not None,
+            "option": option and _option_json(option, self.words),
             "meaning": self.meaning,
-            "type": known and known.type,
-            "default": known and _default(known),
-            "required": known and known.required,
-            "choices": list(known.choices) if known else [],
-            "defined": known and known.where,
-            "owner": known and known.owner,
-            "reads": None if self.reads is None else [asdict(read) for read in self.reads],
-            "beside": {script: [asdict(read) for read in reads] for script, reads in beside.items()},
+            "type": field and field.type,
+            "default": field and _default(field),
+            "required": field and field.required,
+            "choices": list(field.choices) if field else [],
+            "defined": field and field.where,
+            "owner": field and field.owner,
+            "reads": None if self.reads is None else _reads_json(self.reads),
+            "beside": beside,
             "shadowed_by": list(shadow.by) if shadow else [],
             "advice": self.advice,
             "here": self.here and asdict(self.here),
-            "history": [{**asdict(event), "text": history.sentence(event)} for event in self.history],
+            "history": list(map(_event_json, self.history)),
         }
 
     def lines(self) -> Iterator[str]:
-        where = f"{self.stage} on {self.schema.backend}, {self.schema.script} at {self.schema.named}"
-        own = self.field is None and self.option is not None
-        yield f"{self.key}  ({'a key of stage files' if own else where})"
-        if self.field is not None:
-            yield from self._definition(self.field)
-        if self.option is not None and not own:
-            yield f"  option     launch's own of that name goes beside `args:`: {self.option.shape}"
-        elif self.option is not None:
-            yield f"  option     {self.advice}"
-            yield f"  type       {self.option.shape}"
-            # names fit into one line, what has an explanation gets its own
-            explained = any(" " in word for word in self.words)
-            lines = self.words if explained else filter(None, [", ".join(self.words)])
-            for number, line in enumerate(lines):
-                yield f"  {'' if number else 'values':<9}  {line}"
-            yield f"  default    {self.option.default}"
-        elif self.field is None:
-            yield f"  none       {'this script has no such argument' if self.advice is None else self.advice}"
+        schema = self.schema
+        option = self.option
+        if option is not None and self.field is None:
+            yield f"{self.key}  (a key of stage files)"
+            yield from self._option_lines(option)
+        else:
+            script = f"{schema.script} at {schema.named}"
+            yield f"{self.key}  ({self.stage} on {schema.backend}, {script})"
+            if self.field is not None:
+                yield from self._field_lines(self.field)
+            else:
+                yield f"  none       {self.advice or 'this script has no such argument'}"
+            if option is not None:
+                own = f"launch's own of that name goes beside `args:`: {option.shape}"
+                yield f"  option     {own}"
         if self.here is not None:
             via = f", {self.here.via}" if self.here.via else ""
             yield f"  here       {brief(self.here.value)}  ({self.here.origin}{via})"
@@ -117,35 +117,65 @@ class Explained:
         for event in self.history:
             yield f"  history    {history.sentence(event)}"
 
-    def _definition(self, known: Field) -> Iterator[str]:
+    def _option_lines(self, option: Key) -> Iterator[str]:
+        yield f"  option     {self.advice}"
+        yield f"  type       {option.shape}"
+        words = list(self.words)
+        # names fit into one line, an explanation gets its own
+        if words and not any(" " in word for word in words):
+            words = [", ".join(words)]
+        label = "values"
+        for word in words:
+            yield f"  {label:<9}  {word}"
+            label = ""
+        yield f"  default    {option.default}"
+
+    def _field_lines(self, field: Field) -> Iterator[str]:
         if self.meaning is not None:
-            yield fill(self.meaning, 100, initial_indent="  meaning    ", subsequent_indent=" " * 13)
+            indent = " " * 13
+            yield fill(self.meaning, 100, initial_indent="  meaning    ", subsequent_indent=indent)
         elif not self.upstream.packages:
             yield f"  meaning    is in the source of {self.schema.backend}, which is not here"
-        yield f"  type       {known.type}"
-        if known.choices:
-            yield f"  choices    {', '.join(str(choice) for choice in known.choices)}"
-        yield f"  default    {'none, it must be given' if known.required else _default(known)}"
-        yield f"  defined    {known.where}  ({known.owner})"
+        yield f"  type       {field.type}"
+        if field.choices:
+            yield f"  choices    {', '.join(map(str, field.choices))}"
+        yield f"  default    {'none, it must be given' if field.required else _default(field)}"
+        yield f"  defined    {field.where}  ({field.owner})"
+        yield from self._read_lines()
+
+    def _read_lines(self) -> Iterator[str]:
         shadow = self.schema.path.shadows.get(self.key)
+        reads = self.reads or ()
         if self.reads is None:
             yield "  read       not known for this source"
-        elif not self.reads and shadow is not None:
-            by = " and ".join(shadow.by)
-            yield f"  read       never: {shadow.where} is not reached, {by} comes first"
-        elif not self.reads:
+        elif not reads and shadow is not None:
+            first = " and ".join(shadow.by)
+            yield f"  read       never: {shadow.where} is not reached, {first} comes first"
+        elif not reads:
             yield "  read       no read found: it does nothing here"
         entry = entry_of(self.schema)
-        reads = self.reads or ()
-        for read in reads[:_READS]:
+        for read in reads[:_MOST_READS]:
             conditions = unused.condition_of(read, entry)
             when = f"  where {' and '.join(conditions)}" if conditions else ""
             yield f"  read       {read.where}{when}"
-        if more := reads[_READS:]:
-            yield f"             and in {len(more)} more places: --format json"
-        for script, found in self.schema.beside.items():
-            for read in found.get(self.key, ())[:1]:
+        more = len(reads) - _MOST_READS
+        if more > 0:
+            yield f"             and in {more} more places: --format json"
+        for script, reads_beside in self.schema.beside.items():
+            for read in reads_beside.get(self.key, ())[:1]:
                 yield f"  beside     {script} reads it too: {read.where}"
+
+
+def _option_json(option: Key, words: Sequence[str]) -> dict[str, object]:
+    return {"type": option.shape, "default": option.default, "words": list(words)}
+
+
+def _event_json(event: ArgumentChange) -> dict[str, object]:
+    return {**asdict(event), "text": history.sentence(event)}
+
+
+def _reads_json(reads: Sequence[Read]) -> list[dict[str, object]]:
+    return [asdict(read) for read in reads]
 
 
 def explain(
@@ -157,37 +187,45 @@ def explain(
     backend: str | None = None,
     derived: Mapping[str, tuple[Any, str]] | None = None,
 ) -> list[Explained]:
-    """The argument `key`, or what people call it (`lr`, `model`), for the stage of a config or each of a backend.
+    """The argument `key`, or what people call it (`lr`, `model`).
 
-    `backend` counts where no config is given; `derived` are the values that launch sets for this config, with
-    the reason. Raises what judging the config raises, and InvalidConfig where the source cannot be read.
+    It is explained for the stage of a config. Without one it is explained for each stage, those of
+    `stage_name` and `backend` if they are given; stages that never had such an argument are left
+    out if another one had. `derived` are the values that launch sets for this config, with the
+    reason. Raises what judging the config raises, and InvalidConfig if the source cannot be read.
     """
     # of what stands inside a mapping or a list, the whole is explained
     key = re.split(r"[.\[]", key.removeprefix("args."), maxsplit=1)[0]
     if config is not None:
         judged = stage.judge(config, stage=stage_name, locator=locator)
         if judged.schema is None or judged.upstream is None or judged.values is None:
-            # what is wrong with the file stands before any of its keys
+            # what is wrong with the file comes before its keys
             raise InvalidConfig(judged.findings)
-        return [
-            _explained(name, judged.schema, judged.upstream, _here(name, config, judged, derived or {}))
-            for name in _names(key, judged.schema, judged.upstream)
-        ]
-    chosen, stages = backend or "open_instruct", [stage_name] if stage_name else STAGES
-    source = locator.find(chosen)
-    schemas = [locator.schema(chosen, name) for name in stages]
-    return [_explained(one, schema, source, None) for schema in schemas for one in _names(key, schema, source)]
+        explained = []
+        for name in _names(key, judged.schema, judged.upstream):
+            here = _here(name, config, judged, derived or {})
+            explained.append(_explained(name, judged.schema, judged.upstream, here))
+        return explained
+    explained = []
+    for chosen in [backend] if backend else BACKENDS:
+        source = locator.find(chosen)
+        for name_of_stage in [stage_name] if stage_name else STAGES:
+            schema = locator.schema(chosen, name_of_stage)
+            for name in _names(key, schema, source):
+                explained.append(_explained(name, schema, source, None))
+    return [answer for answer in explained if answer.known] or explained
 
 
 def _names(key: str, schema: Schema, source: Upstream) -> list[str]:
-    """That argument, those of an idea, or those with it among their words."""
+    """The argument itself, those of an idea, or those with the key among their words."""
     if key in schema.fields or key in KEYS or _explained(key, schema, source, None).known:
         return [key]
-    idea = {*IDEAS.get(key, ()), *(foreign.get(key, "") for foreign in FOREIGN.values())}
-    if names := [name for name in schema.fields if name in idea]:
+    idea = {*IDEAS.get(key, ()), *(names.get(key, "") for names in FOREIGN.values())}
+    names = [name for name in schema.fields if name in idea]
+    if names:
         return names
     names = [name for name in schema.fields if key in name.split("_")]
-    return names if 0 < len(names) <= _FEW else [key]
+    return names if 0 < len(names) <= _MOST_NAMES else [key]
 
 
 IDEAS: Mapping[str, tuple[str, ...]] = {
@@ -210,12 +248,12 @@ IDEAS: Mapping[str, tuple[str, ...]] = {
     "template": ("chat_template_name", "chat_template_path"),
 }
 """What people call arguments, beside the names that other tools give them."""
-_FEW = 4
-_READS = 8
+_MOST_NAMES = 4
+_MOST_READS = 8
 
 
 def notes(schema: Schema) -> dict[str, list[str]]:
-    """One line for every argument that nothing reads, or that is read only sometimes."""
+    """One line for every argument that nothing reads, or that is read only under conditions."""
     entry = entry_of(schema)
     lines = {}
     for name, reads in schema.path.reads.items():
@@ -231,91 +269,103 @@ def notes(schema: Schema) -> dict[str, list[str]]:
 
 def near(key: str) -> list[str]:
     """Names of any stage and backend, and codes, that are spelt like `key`, the nearest first."""
-    names = {
-        name.partition(".")[2]
-        for backend in BACKENDS
-        for listed in locate.snapshot(backend)["stages"].values()
-        for name in listed
-    }
-    close = difflib.get_close_matches(key, sorted(names | set(KEYS)), n=3, cutoff=0.6)
-    return [*close, *difflib.get_close_matches(key, findings.all_codes(), n=2, cutoff=0.7)]
+    names = set(KEYS)
+    for backend in BACKENDS:
+        for qualified in locate.snapshot(backend)["stages"].values():
+            names |= {name.partition(".")[2] for name in qualified}
+    close = difflib.get_close_matches(key, sorted(names), n=3, cutoff=0.6)
+    return close + difflib.get_close_matches(key, findings.all_codes(), n=2, cutoff=0.7)
 
 
 def _explained(key: str, schema: Schema, source: Upstream, here: Here | None) -> Explained:
-    known, option = schema.fields.get(key), KEYS.get(key)
-    entry = entry_of(schema)
-    moved = entry.moved.get(key)
-    lost = entry.lost.get(key)
-    advice = None
-    if known is not None:
-        pass
-    elif moved is not None and moved.to is None:
-        advice = moved.why
-    elif moved is not None and moved.to in schema.fields:
-        advice = f"{moved.why}: write `{moved.to}`"
-    elif lost is not None:
-        advice = rendered(f"{lost.did}; now {lost.now}: {lost.instead}")
-    elif (there := locate.at_pin(schema, key)) is not None:
-        advice = f"not at {schema.named}; it is one at the pin ({there})"
-    elif option is not None:
-        advice = f"launch's own, beside `args:`: {option.meaning}"
+    field = schema.fields.get(key)
+    option = KEYS.get(key)
     return Explained(
         key=key,
         stage=schema.stage,
         upstream=source,
         schema=schema,
-        field=known,
+        field=field,
         option=option,
         words=() if option is None else _words(option, schema),
         reads=schema.path.reads.get(key),
-        meaning=None if known is None else meaning_of(source, known),
-        advice=advice,
+        meaning=None if field is None else meaning_of(source, field),
+        advice=_advice(key, schema) if field is None else None,
         here=here,
         history=locate.past(source, schema.script, key),
     )
 
 
-def _here(key: str, config: Config, judged: stage.Judged, derived: Mapping[str, tuple[Any, str]]) -> Here | None:
-    schema, values = judged.schema, judged.values
-    assert schema is not None and values is not None
-    known = schema.fields.get(key)
-    if key in KEYS and known is None and key not in config.args:
+def _advice(key: str, schema: Schema) -> str | None:
+    """What to do about a key that is no argument of this script."""
+    entry = entry_of(schema)
+    moved = entry.moved.get(key)
+    if moved is not None and moved.to is None:
+        return moved.why
+    if moved is not None and moved.to in schema.fields:
+        return f"{moved.why}: write `{moved.to}`"
+    lost = entry.lost.get(key)
+    if lost is not None:
+        return rendered(f"{lost.did}; now {lost.now}: {lost.instead}")
+    at_pin = locate.at_pin(schema, key)
+    if at_pin is not None:
+        return f"not at {schema.named}; it is one at the pin ({at_pin})"
+    if key in KEYS:
+        return f"launch's own, beside `args:`: {KEYS[key].meaning}"
+    return None
+
+
+def _here(
+    key: str, config: Config, judged: stage.Judged, derived: Mapping[str, tuple[Any, str]]
+) -> Here | None:
+    schema = judged.schema
+    assert schema is not None
+    field = schema.fields.get(key)
+    if key in KEYS and field is None and key not in config.args:
         if config.options.get(key) is None:
             return None
-        found = tuple(f for f in judged.findings if (f.key or "").partition(".")[0] == key)
-        return Here(value=config.options[key], origin=str(config.origin(key)), findings=found)
-    found = tuple(f for f in judged.findings if (f.key or "").partition("[")[0] == f"args.{key}")
-    if config.args.get(key) is not None and key not in derived:
-        place = config.origin(f"args.{key}")
-        via = "from a parent, by `extends`" if place.file in map(str, config.parents) else None
-        given = config.args[key]
-        # a config file of the trainer's carries the others
-        is_flag = known is not None and not schema.in_file(key, given)
-        words = tuple(schema.words(key, given)) if is_flag else ()
-        # by its name too: a password has no shape
-        value, words = config.redactor.redact({key: (given, words)})[key]
-        return Here(value=value, origin=str(place), via=via, words=words, findings=found)
+        faults = [f for f in judged.findings if (f.key or "").partition(".")[0] == key]
+        origin = str(config.origin(key))
+        return Here(value=config.options[key], origin=origin, findings=tuple(faults))
+    faults = [f for f in judged.findings if (f.key or "").partition("[")[0] == f"args.{key}"]
     if key in derived:
         value, origin = derived[key]
-    elif known is None:
+    elif config.args.get(key) is not None:
+        value = config.args[key]
+        place = config.origin(f"args.{key}")
+        via = None
+        if place.file in map(str, config.parents):
+            via = "from a parent, by `extends`"
+        words: tuple[str, ...] = ()
+        if field is not None and not schema.in_file(key, value):
+            words = tuple(schema.words(key, value))
+        # with its key, as a password has no shape
+        value, words = config.redactor.redact({key: (value, words)})[key]
+        return Here(value=value, origin=str(place), via=via, words=words, findings=tuple(faults))
+    elif field is None:
         return None
-    elif (fixed := entry_of(schema).derived.get(key)) is not None:
-        value, origin = fixed[0], f"set by launch: {fixed[1]}"
     else:
-        value, origin = _default(known), f"default, {known.where}"
-    return Here(value=value, origin=origin, findings=found)
+        value = _default(field)
+        origin = f"default, {field.where}"
+        fixed = entry_of(schema).derived.get(key)
+        if fixed is not None:
+            value = fixed[0]
+            origin = f"set by launch: {fixed[1]}"
+    return Here(value=value, origin=origin, findings=tuple(faults))
 
 
 def _words(key: Key, schema: Schema) -> tuple[str, ...]:
+    words = list(key.words)
     if key.name == "script":
-        return tuple(
-            f"{name} ({Path(entry.script).name})"
-            for name, entry in BACKENDS[schema.backend].STAGES.items()
-            if schema.stage in {name, entry.stage}
-        )
-    if key.name == "gates":
-        return tuple(f"{gate}: {what}; {_limits(at)}" for gate, (at, what) in gates.GATES.items())
-    return key.words or tuple(_part(part) for part in key.parts)
+        for name, entry in BACKENDS[schema.backend].STAGES.items():
+            if schema.stage in {name, entry.stage}:
+                words.append(f"{name} ({Path(entry.script).name})")
+    elif key.name == "gates":
+        for gate, (limit, meaning) in gates.GATES.items():
+            words.append(f"{gate}: {meaning}; {_limits(limit)}")
+    elif not words:
+        words = [_part(part) for part in key.parts]
+    return tuple(words)
 
 
 def _part(part: Key) -> str:
@@ -330,8 +380,18 @@ def _limits(limit: gates.Limit) -> str:
     return ", ".join(f"{colour} {at:g}" for colour, at in limits.items() if at is not None)
 
 
-def _default(known: Field) -> Any:
-    return known.default_text if known.default_text is not None else known.default
+def _default(field: Field) -> Any:
+    return field.default if field.default_text is None else field.default_text
+
+
+def pipeline_lines(key: Key) -> Iterator[str]:
+    """What a key of pipeline files takes, for the terminal."""
+    yield f"{key.name}  (a key of pipeline files)"
+    yield f"  meaning    {key.meaning}"
+    yield f"  type       {key.shape}"
+    for number, part in enumerate(key.parts):
+        yield f"  {'' if number else 'values':<9}  {_part(part)}"
+    yield f"  default    {key.default}"
 
 
 def meaning_lines(section: CodeSection, meaning: Meaning, code: str) -> Iterator[str]:

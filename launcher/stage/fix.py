@@ -1,9 +1,9 @@
 """`launch validate-config --fix`: the text of a stage file with only the faulty spans edited.
 
-Keys are renamed and deleted, and a data set or a mixer is written as a mixer list. PyYAML's marks say where
-they stand: comments, quotes, order, line ends and blank lines stay byte for byte. Every edit is tried before
-it is believed: the new text is loaded and judged, its own fault must have gone, no error may come, and no
-value but those meant may differ. What is not mended is left with the reason.
+Keys are renamed and deleted, and a data set or a mixer is written as a mixer list. PyYAML's marks
+say where they stand: comments, quotes, order, line ends and blank lines stay byte for byte. Every
+edit is tried first: the new text is loaded and judged, its own fault must have gone, no error may
+be new, and no other value may differ. A finding that is not fixed says why.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,18 +31,22 @@ from launcher.upstream.trainers import entry_of
 
 BOM = b"\xef\xbb\xbf"
 _GONE = object()
-_ARGS: Mapping[str, tuple[str, ...]] = {"stage": ("args",), "wrapped": ("open_instruct", "args"), "flat": ()}
-# renames whose value would have to be another one too
+_ARGS: Mapping[str, tuple[str, ...]] = {
+    "stage": ("args",),
+    "wrapped": ("open_instruct", "args"),
+    "flat": (),
+}
+# renames whose value would have to change too
 _OTHER_VALUE = {
     ("activation_memory_budget", "gradient_checkpointing"),
     ("use_flash_attn", "attn_implementation"),
     ("max_steps", "max_train_steps"),
     ("warmup_ratio", "warmup_steps"),
 }
-# Below 1 switches checkpointing on (dpo_tune_cache.py::main[elif args.activation_memory_budget]), the default does
-# not.
+# a budget below 1 switches checkpointing on
+# (dpo_tune_cache.py::main[elif args.activation_memory_budget])
 _BUDGET = {True: 0.5, False: 1.0}
-# Names for the same idea under which the same value means nothing, or something else.
+# new names under which the same value means nothing, or something else
 _UNLIKE: Mapping[str, str] = {
     "dataset_name": "it takes one set, and no amount",
     "chat_template_path": "it takes a file or a model, no name of a template",
@@ -61,9 +65,9 @@ class Change(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fix:
-    """A file's text before and after; `left` is everything still found about it afterwards.
+    """A file's text before and after; `left` are the findings about it afterwards.
 
-    Of a finding that could have been mended and was not, the help says why.
+    The help of a finding that could have been fixed and was not says why.
     """
 
     path: Path
@@ -76,63 +80,71 @@ class Fix:
     def changed(self) -> bool:
         return self.after != self.before
 
-    def with_reasons(self, found: Sequence[Finding]) -> tuple[Finding, ...]:
-        """Findings of the file as it stands now, with why those that could be mended were not."""
-        helps = {(f.code, f.key, f.message): f.help for f in self.left}
-        return tuple(replace(f, help=helps.get((f.code, f.key, f.message), f.help)) for f in found)
+    def with_reasons(self, findings: Sequence[Finding]) -> tuple[Finding, ...]:
+        """Findings of the file as it is now, with the reasons why some were not fixed."""
+        helps = {_identity(finding): finding.help for finding in self.left}
+        return tuple(replace(f, help=helps.get(_identity(f), f.help)) for f in findings)
 
     def as_json(self) -> dict[str, object]:
         changes = [change._asdict() for change in self.changes]
         return {"path": str(self.path), "changed": self.changed, "changes": changes}
 
 
-def of_file(path: Path, *, stage_name: str | None = None, locator: Locator | None = None) -> Fix:
-    """The mended text of a file, judged as `stage.judge` does it; writes nothing.
+def _identity(finding: Finding) -> tuple[str, str | None, str]:
+    return finding.code, finding.key, finding.message
 
-    Raises InvalidConfig where the file cannot be read at all: then there is nothing to mend.
+
+Judge = Callable[[str], Judged]
+"""Judges a text as that of the file."""
+
+
+def of_file(path: Path, *, stage_name: str | None = None, locator: Locator | None = None) -> Fix:
+    """The fixed text of a file, judged as `stage.judge` does it; writes nothing.
+
+    Raises InvalidConfig if the file cannot be read at all.
     """
     locator = locator or Locator()
 
-    def judged(text: str | None = None) -> Judged:
+    def judge(text: str | None) -> Judged:
         return stage.judge(load.load(path, text=text), stage=stage_name, locator=locator)
 
-    first = judged()
+    first = judge(None)
     before = _read(path).decode("utf-8-sig")
-    file, changes = _File(before, first), list[Change]()
-    while True:
-        declined, known = dict[Finding, str](), len(changes)
+    file = _File(before, first)
+    changes: list[Change] = []
+    is_changed = True
+    while is_changed:
+        is_changed = False
+        reasons: dict[Finding, str] = {}
         for finding in file.judged.findings:
             try:
-                # an edit before may have answered it
-                mend = _mend(file, finding) if _count(finding, file.judged) else None
-                if mend is None:
+                edit = _edit(file, finding)
+                if edit is None:
                     continue
-                text = file.edited(mend.edits)
-                new = _File(text, judged(text))
-                _require_better(finding, mend, file.judged, new.judged)
-            except Leave as reason:
-                declined[finding] = str(reason)
-            except InvalidConfig as error:
-                declined[finding] = f"then {error.findings[0].message}"
-            else:
-                line = first.config.origin(finding.key or "").line or 1
-                changes.append(Change(line, finding.key or "", mend.what))
-                file = new
-        if len(changes) == known:
-            break
+                file = _tried(file, finding, edit, judge)
+            except Declined as reason:
+                reasons[finding] = str(reason)
+                continue
+            line = first.config.origin(finding.key or "").line or 1
+            changes.append(Change(line, finding.key or "", edit.what))
+            is_changed = True
     changes.sort(key=lambda change: change.line)
-    left = tuple(
-        replace(f, help=f"{f'{f.help}; ' if f.help else ''}--fix leaves it: {declined[f]}") if f in declined else f
-        for f in file.judged.findings
-    )
-    return Fix(path=path, before=before, after=file.text, changes=tuple(changes), left=left)
+    left = [_with_reason(finding, reasons.get(finding)) for finding in file.judged.findings]
+    return Fix(path=path, before=before, after=file.text, changes=tuple(changes), left=tuple(left))
+
+
+def _with_reason(finding: Finding, reason: str | None) -> Finding:
+    if reason is None:
+        return finding
+    before = f"{finding.help}; " if finding.help else ""
+    return replace(finding, help=f"{before}--fix leaves it: {reason}")
 
 
 def apply(fix: Fix) -> None:
-    """Write the new text in place of the old one, in one step; a file with no change is not touched.
+    """Write the new text in place of the old one, in one step; an unchanged file is not touched.
 
-    Permissions, a byte order mark and the file that a link points at stay what they are. Raises
-    NotReady where the file cannot be written, or is no longer the one that was judged.
+    Permissions, a byte order mark and the target of a link stay what they are. Raises NotReady if
+    the file cannot be written, or was changed since it was judged.
     """
     if not fix.changed:
         return
@@ -144,333 +156,391 @@ def apply(fix: Fix) -> None:
     mark = BOM if old.startswith(BOM) else b""
     try:
         mode = target.stat().st_mode
-        # replacing needs the folder's permission only: the file's own is asked here
+        # replacing a file needs the folder's permission only: the file's own is tested here
         if not mode & 0o222 or not os.access(target, os.W_OK):
             raise PermissionError(errno.EACCES, "it is read-only")
         files.write_bytes(target, mark + fix.after.encode("utf-8"), mode=0o600)
         target.chmod(mode & 0o7777)
     except OSError as error:
         message = f"cannot be written: {error.strerror or error}"
-        raise NotReady(bad(fix.path, "unwritable-file", message, None, f"chmod u+w {fix.path}")) from None
+        help = f"chmod u+w {fix.path}"
+        raise NotReady(bad(fix.path, "unwritable-file", message, None, help)) from None
 
 
 def _read(path: Path) -> bytes:
     try:
         return files.read_bytes(path)
     except OSError as error:
-        raise NotReady(bad(path, "unreadable-file", f"cannot be read: {error.strerror or error}")) from None
+        message = f"cannot be read: {error.strerror or error}"
+        raise NotReady(bad(path, "unreadable-file", message)) from None
 
 
-class Leave(Exception):
-    """Something is not mended; the text says why."""
+class Declined(Exception):
+    """A finding is not fixed; the text says why."""
 
 
-class _Edit(NamedTuple):
-    # characters `start` to `end` become `text`
+class _Span(NamedTuple):
+    """Characters `start` to `end` become `text`."""
 
     start: int
     end: int
     text: str = ""
 
 
-class _Entry(NamedTuple):
+class _Argument(NamedTuple):
+    """Where an argument is written."""
+
     mapping: yaml.MappingNode
     key: yaml.ScalarNode
     value: yaml.Node
 
 
-class _Mend(NamedTuple):
-    """The edits that answer one finding; `effects` are the arguments that differ afterwards."""
+class _Edit(NamedTuple):
+    """What fixes one finding; `effects` are the arguments that differ afterwards."""
 
-    edits: tuple[_Edit, ...]
+    spans: tuple[_Span, ...]
     what: str
     effects: Mapping[str, object]
 
 
 class _File:
-    """A text that is known to load, and what is found about it.
+    """A text that loads, and its findings.
 
-    An edit need not see every way to write YAML: what it gets wrong, `_require_better` refuses. Comments
-    are all that it has to keep by itself.
+    An edit need not know every way to write YAML: `_tried` refuses what it gets wrong. Only
+    comments have to be kept here.
     """
 
     def __init__(self, text: str, judged: Judged) -> None:
-        self.text, self.judged, self.args = text, judged, judged.config.args
+        self.text = text
+        self.judged = judged
+        self.args = judged.config.args
         if judged.schema is not None:
-            self.schema, self.entry = judged.schema, entry_of(judged.schema)
-        self.root = None
-        # an anchor that is given twice: the composer alone objects
+            self.schema = judged.schema
+            self.entry = entry_of(judged.schema)
+        self.line_end = "\r\n" if "\r\n" in text else "\n"
+        self.root: yaml.Node | None = None
+        # the composer refuses an anchor that is given twice, the loader does not
         with contextlib.suppress(yaml.YAMLError):
             self.root = yaml.compose(text, Loader=LOADER)
 
-    def written(self, key: str) -> _Entry | None:
-        """Where an argument is written in this file; of one that is given twice the last."""
-        found: _Entry | None = None
+    def written(self, key: str) -> _Argument | None:
+        """Where an argument is written in this file; the last place of several."""
+        argument: _Argument | None = None
         node: Any = self.root
         for name in (*_ARGS[self.judged.config.shape], key):
+            argument = None
             pairs = node.value if isinstance(node, yaml.MappingNode) else ()
-            found = next((_Entry(node, *pair) for pair in reversed(pairs) if pair[0].value == name), None)
-            if found is None:
+            for pair in pairs:
+                if pair[0].value == name:
+                    argument = _Argument(node, *pair)
+            if argument is None:
                 return None
-            node = found.value
-        return found
+            node = argument.value
+        return argument
 
-    def find(self, key: str) -> _Entry:
-        """The same; raises Leave where it is not."""
-        if (found := self.written(key)) is None:
-            raise Leave("it is not written in this file, or in an unusual way")
-        return found
+    def find(self, key: str) -> _Argument:
+        """The same; raises Declined if it is not written here."""
+        argument = self.written(key)
+        if argument is None:
+            raise Declined("it is not written in this file, or in an unusual way")
+        return argument
 
     def end(self, node: yaml.Node) -> int:
         """Where a node ends: the mark of a block says where the next token begins."""
-        start, end = node.start_mark.index, int(node.end_mark.index)
+        start = node.start_mark.index
+        end = int(node.end_mark.index)
         if isinstance(node, yaml.CollectionNode) and not node.flow_style:
-            last = node.value[-1] if isinstance(node, yaml.SequenceNode) else node.value[-1][1]
+            last = node.value[-1]
+            if isinstance(node, yaml.MappingNode):
+                last = last[1]
             if last.start_mark.index < start:
-                raise Leave("it holds an alias")
+                raise Declined("it holds an alias")
             return self.end(last)
         if start == end or getattr(node, "style", None) in {"|", ">"}:
             return len(self.text[:end].rstrip())
         return end
 
+    def line_start(self, position: int) -> int:
+        return self.text.rfind("\n", 0, position) + 1
+
     def raw(self, node: yaml.Node) -> str:
         return self.text[node.start_mark.index : self.end(node)]
 
-    def rename(self, key: yaml.ScalarNode, name: str) -> _Edit:
-        raw, start = self.raw(key), key.start_mark.index
-        return _Edit(start, start + len(raw), raw.replace(key.value, name))
+    def rename(self, key: yaml.ScalarNode, name: str) -> _Span:
+        raw = self.raw(key)
+        start = key.start_mark.index
+        return _Span(start, start + len(raw), raw.replace(key.value, name))
 
-    def set(self, value: yaml.Node, raw: str) -> _Edit:
+    def set(self, value: yaml.Node, raw: str) -> _Span:
         if not isinstance(value, yaml.ScalarNode) or "\n" in self.raw(value):
-            raise Leave("its value is not on one line")
-        return _Edit(value.start_mark.index, self.end(value), raw)
+            raise Declined("its value is not on one line")
+        return _Span(value.start_mark.index, self.end(value), raw)
 
-    def delete(self, key: str, why: str) -> _Mend:
-        """Take one argument out of the file with its trailing comment; a comment above it stays."""
-        found = self.find(key)
-        start = found.key.start_mark.index
-        if found.value.start_mark.index < start:
-            raise Leave("its value is an alias")
-        begin = self.text.rfind("\n", 0, start) + 1
-        rest = _REST_OF_LINE.match(self.text, max(self.end(found.key), self.end(found.value)))
-        if found.mapping.flow_style or rest is None or self.text[begin:start].strip(" \t"):
-            raise Leave("it shares its line with something else")
+    def delete(self, key: str, why: str) -> _Edit:
+        """Delete one argument with its trailing comment; a comment above it stays."""
+        argument = self.find(key)
+        start = argument.key.start_mark.index
+        if argument.value.start_mark.index < start:
+            raise Declined("its value is an alias")
+        begin = self.line_start(start)
+        end = max(self.end(argument.key), self.end(argument.value))
+        rest = _REST_OF_LINE.match(self.text, end)
+        if argument.mapping.flow_style or rest is None or self.text[begin:start].strip(" \t"):
+            raise Declined("it shares its line with something else")
         if not rest[0].endswith("\n"):
-            # the last line, without a line end: then the file goes on having none
+            # a last line without a line end: the file goes on having none
             begin = len(self.text[:begin].rstrip("\r\n"))
-        raw = brief(" ".join(self.raw(found.value).split()), 40)
-        return _Mend((_Edit(begin, rest.end()),), f"`{key}: {raw}` deleted: {why}", {key: _GONE})
+        raw = brief(" ".join(self.raw(argument.value).split()), 40)
+        what = f"`{key}: {raw}` deleted: {why}"
+        return _Edit((_Span(begin, rest.end()),), what, {key: _GONE})
 
-    def comment_out(self, key: str) -> _Mend:
-        """Make a comment of an argument that changed what was trained: `stage.arguments.lost` warns of it."""
-        (whole,) = self.delete(key, "").edits
-        found = self.find(key)
-        start = found.key.start_mark.index
-        raw = self.text[start : whole.end].rstrip("\r\n")
+    def comment_out(self, key: str) -> _Edit:
+        """Make an argument that changed the training a comment: `arguments.lost` warns of it."""
+        (line,) = self.delete(key, "").spans
+        start = self.find(key).key.start_mark.index
+        raw = self.text[start : line.end].rstrip("\r\n")
         if "\n" in raw:
-            raw = f"{key}: {json.dumps(self.args.get(key), ensure_ascii=False, default=str)}"
-        indent = self.text[self.text.rfind("\n", 0, start) + 1 : start]
-        line_end = "\r\n" if "\r\n" in self.text else "\n"
-        # of a last line without an end, the line end before it is deleted too
-        is_unended = not self.text[: whole.end].endswith("\n")
-        before = line_end if is_unended else ""
-        after = "" if is_unended else line_end
-        text = f"{before}{indent}{KEPT} {raw}{after}"
-        what = f"`{brief(raw, 40)}` made a comment: it changed what is trained, and nothing takes it"
-        return _Mend((_Edit(whole.start, whole.end, text),), what, {key: _GONE})
+            value = json.dumps(self.args.get(key), ensure_ascii=False, default=str)
+            raw = f"{key}: {value}"
+        indent = self.text[self.line_start(start) : start]
+        text = f"{indent}{KEPT} {raw}"
+        if self.text[: line.end].endswith("\n"):
+            text = f"{text}{self.line_end}"
+        else:
+            # the line end before it is deleted too
+            text = f"{self.line_end}{text}"
+        what = (
+            f"`{brief(raw, 40)}` made a comment: it changed what is trained, and nothing takes it"
+        )
+        return _Edit((line._replace(text=text),), what, {key: _GONE})
 
-    def move(self, key: str, to: str, value: object = _GONE) -> _Mend:
-        """Another name for one argument, with another value where one is given."""
-        found, old = self.find(key), self.args.get(key)
+    def move(self, key: str, to: str, value: object = _GONE) -> _Edit:
+        """Rename one argument, and change its value if one is given."""
+        argument = self.find(key)
+        old = self.args.get(key)
         new = old if value is _GONE else value
         if self.written(to) is not None:
             if repr(self.args.get(to)) == repr(new):
                 return self.delete(key, f"`{to}` says the same")
-            raise Leave(f"`{to}` is there too, with another value")
-        edits, what = [self.rename(found.key, to)], f"`{key}` -> `{to}`"
+            raise Declined(f"`{to}` is there too, with another value")
+        spans = [self.rename(argument.key, to)]
+        what = f"`{key}` -> `{to}`"
         if value is not _GONE:
-            what = f"`{key}: {self.raw(found.value)}` -> `{to}: {value}`"
-            edits.append(self.set(found.value, str(value)))
-        return _Mend(tuple(edits), what, {key: _GONE, to: new})
+            what = f"`{key}: {self.raw(argument.value)}` -> `{to}: {value}`"
+            spans.append(self.set(argument.value, str(value)))
+        return _Edit(tuple(spans), what, {key: _GONE, to: new})
 
-    def as_list(self, mapping: yaml.MappingNode, amounts: Sequence[str]) -> Iterator[_Edit]:
-        start, end = mapping.start_mark.index, mapping.end_mark.index
-        newline = "\r\n" if "\r\n" in self.text else "\n"
+    def as_list(self, mapping: yaml.MappingNode, amounts: Sequence[str]) -> Iterator[_Span]:
+        """A mapping of names to amounts as a list of both in turn."""
         if mapping.flow_style:
-            yield from (_Edit(start, start + 1, "["), _Edit(end - 1, end, "]"))
+            start = mapping.start_mark.index
+            end = mapping.end_mark.index
+            yield _Span(start, start + 1, "[")
+            yield _Span(end - 1, end, "]")
         for (key, value), amount in zip(mapping.value, amounts, strict=True):
-            begin, after = key.start_mark.index, self.end(key)
-            indent = self.text[self.text.rfind("\n", 0, begin) + 1 : begin]
+            begin = key.start_mark.index
+            after = self.end(key)
+            between = ", "
             if not mapping.flow_style:
-                yield _Edit(begin, begin, "- ")
-            between = ", " if mapping.flow_style else f"{newline}{indent}- "
+                yield _Span(begin, begin, "- ")
+                indent = self.text[self.line_start(begin) : begin]
+                between = f"{self.line_end}{indent}- "
             if "#" in self.text[after : value.start_mark.index]:
-                raise Leave("a comment is between a name and its amount")
-            yield _Edit(after, value.start_mark.index, between)
+                raise Declined("a comment is between a name and its amount")
+            yield _Span(after, value.start_mark.index, between)
             yield self.set(value, amount)
 
-    def edited(self, edits: Sequence[_Edit]) -> str:
+    def edited(self, spans: Sequence[_Span]) -> str:
         text = self.text
-        for edit in sorted(edits, reverse=True):
-            text = text[: edit.start] + edit.text + text[edit.end :]
+        for span in sorted(spans, reverse=True):
+            text = text[: span.start] + span.text + text[span.end :]
         return text
 
 
-def _require_better(finding: Finding, mend: _Mend, old: Judged, new: Judged) -> None:
-    """Raises Leave where the file would not be better."""
+def _tried(file: _File, finding: Finding, edit: _Edit, judge: Judge) -> _File:
+    """The file after an edit; raises Declined if it is not better."""
+    text = file.edited(edit.spans)
+    try:
+        new = judge(text)
+    except InvalidConfig as error:
+        raise Declined(f"then {error.findings[0].message}") from None
+    old = file.judged
     if new.stage != old.stage:
-        raise Leave(f"the file would be taken for a {new.stage} stage")
+        raise Declined(f"the file would be taken for a {new.stage} stage")
     if repr(old.config.options) != repr(new.config.options):
-        raise Leave("something beside the arguments would change")
-    was, now = {**old.config.args, **mend.effects}, new.config.args
-    for key in {**was, **now}:
-        # a parent's value may come to light: what is found about it says so below
-        if was.get(key) is not _GONE and repr(was.get(key, _GONE)) != repr(now.get(key, _GONE)):
-            raise Leave(f"another argument would change: `{key}`")
-    came = Counter(map(_error, new.findings)) - Counter(map(_error, old.findings))
+        raise Declined("something beside the arguments would change")
+    expected = {**old.config.args, **edit.effects}
+    for key in {**expected, **new.config.args}:
+        # a value of a parent may appear in place of a deleted one
+        if expected.get(key) is _GONE:
+            continue
+        if repr(expected.get(key, _GONE)) != repr(new.config.args.get(key, _GONE)):
+            raise Declined(f"another argument would change: `{key}`")
+    appeared = Counter(map(_kind, new.findings)) - Counter(map(_kind, old.findings))
     for other in new.findings:
-        if other.severity == "error" and _error(other) in came:
-            raise Leave(f"then {other.message}")
+        if other.severity == "error" and _kind(other) in appeared:
+            raise Declined(f"then {other.message}")
     if _count(finding, new) >= _count(finding, old):
-        raise Leave("the fault would still be there")
+        raise Declined("the fault would still be there")
+    return _File(text, new)
 
 
-def _error(finding: Finding) -> tuple[str, str, str, str | None]:
+def _kind(finding: Finding) -> tuple[str, str, str, str | None]:
     return finding.severity, finding.layer, finding.code, finding.key
 
 
 def _count(finding: Finding, judged: Judged) -> int:
-    fault = finding.code, finding.key, finding.file
-    return sum((f.code, f.key, f.file) == fault for f in judged.findings)
+    faults = [(other.code, other.key, other.file) for other in judged.findings]
+    return faults.count((finding.code, finding.key, finding.file))
 
 
-_MECHANICAL = {"renamed-key", "removed-key", "unread-key", "abbreviated-key", "unknown-key"}
-_OF_KEY = {"bad-value": {"args.dataset_mixer"}, "two-data-sources": {"args.dataset_mixer", "args.dataset_name"}}
+_FIXABLE = {"renamed-key", "removed-key", "unread-key", "abbreviated-key", "unknown-key"}
+_FIXABLE_DATA = {
+    ("bad-value", "args.dataset_mixer"),
+    ("two-data-sources", "args.dataset_mixer"),
+    ("two-data-sources", "args.dataset_name"),
+}
 
 
-def _mend(file: _File, finding: Finding) -> _Mend | None:
-    """What answers a finding; None where nothing mechanical does."""
-    code, key = finding.code, (finding.key or "").removeprefix("args.")
-    is_mechanical = code in _MECHANICAL or finding.key in _OF_KEY.get(code, ())
-    if not is_mechanical or file.judged.schema is None:
+def _edit(file: _File, finding: Finding) -> _Edit | None:
+    """What fixes a finding; None if nothing mechanical does. Raises Declined."""
+    code = finding.code
+    is_fixable = code in _FIXABLE or (code, finding.key) in _FIXABLE_DATA
+    # an earlier edit may have fixed it
+    if not is_fixable or file.judged.schema is None or not _count(finding, file.judged):
         return None
     if finding.file != str(file.judged.config.path):
-        raise Leave(f"it is written in {finding.file}")
+        raise Declined(f"it is written in {finding.file}")
+    key = (finding.key or "").removeprefix("args.")
     match code:
         case "renamed-key" | "abbreviated-key":
             return _renamed(file, finding, key)
-        case "removed-key" if key == DATA_FILE:
-            return _train_file(file, key)
-        case "removed-key" if key in file.entry.lost and file.entry.lost[key].mattered(file.args.get(key)):
-            return file.comment_out(key)
         case "removed-key":
-            moved = file.entry.moved.get(key)
-            return file.delete(key, "nothing takes it" if moved is None else moved.why)
+            return _removed(file, key)
         case "unread-key":
             if key == "dataset_config_name":
                 _require_alone(file, key, _DATA)
             # a note is about a value that asks for nothing
             if key in file.entry.instead and finding.severity != "note":
-                raise Leave("not fixed automatically: replace it by hand")
+                raise Declined("not fixed automatically: replace it by hand")
             return file.delete(key, "nothing reads it")
         case "unknown-key":
-            # only what is no guess: another case or other separators
+            # another case or other separators is no guess, everything else is
             same = [name for name in file.schema.fields if _folded(name) == _folded(key)]
             return file.move(key, same[0]) if len(same) == 1 else None
     if not file.entry.mixes:
-        raise Leave("which of the two is meant the file does not say")
+        raise Declined("which of the two is meant the file does not say")
     return _dataset_mixer(file, key) if key == "dataset_mixer" else _dataset_name(file, key)
 
 
-def _renamed(file: _File, finding: Finding, key: str) -> _Mend:
-    named = re.match(r"write `([^`]+)`", finding.help or "")
-    if named is None or named[1] not in file.schema.fields:
-        raise Leave("what it is called now is not known")
-    to, value = named[1], file.args.get(key)
+def _renamed(file: _File, finding: Finding, key: str) -> _Edit:
+    advice = re.match(r"write `([^`]+)`", finding.help or "")
+    if advice is None or advice[1] not in file.schema.fields:
+        raise Declined("what it is called now is not known")
+    to = advice[1]
+    value = file.args.get(key)
     if finding.code == "renamed-key" and to in _UNLIKE:
-        raise Leave(_UNLIKE[to])
+        raise Declined(_UNLIKE[to])
     if (key, to) in _OTHER_VALUE:
-        raise Leave(f"`{to}` takes another value")
+        raise Declined(f"`{to}` takes another value")
     if to == "activation_memory_budget" and isinstance(value, bool):
         return file.move(key, to, _BUDGET[value])
     return file.move(key, to)
+
+
+def _removed(file: _File, key: str) -> _Edit:
+    if key == DATA_FILE:
+        return _train_file(file, key)
+    lost = file.entry.lost.get(key)
+    if lost is not None and lost.mattered(file.args.get(key)):
+        return file.comment_out(key)
+    moved = file.entry.moved.get(key)
+    return file.delete(key, "nothing takes it" if moved is None else moved.why)
 
 
 def _folded(name: str) -> str:
     return re.sub(r"[-_.]", "", name).lower()
 
 
-def _train_file(file: _File, key: str) -> _Mend:
-    """dataset_transformation.py::DatasetConfig.__post_init__[.jsonl],
-    dataset_transformation.py::DatasetConfig.__post_init__[elif os.path.exists]: the only data as a mixer list, which
-    reads two kinds of files.
+def _train_file(file: _File, key: str) -> _Edit:
+    """The only data as a mixer list, which reads two kinds of files.
+
+    dataset_transformation.py::DatasetConfig.__post_init__[.jsonl],
+    dataset_transformation.py::DatasetConfig.__post_init__[elif os.path.exists]
     """
     value = file.args.get(key)
     if not file.entry.mixes:
-        raise Leave("this trainer takes no list of sets")
+        raise Declined("this trainer takes no list of sets")
     if not isinstance(value, str) or not value.endswith((".jsonl", ".parquet")):
-        raise Leave("open-instruct reads .jsonl and .parquet files alone: `launch data convert` writes one")
+        reads = "open-instruct reads .jsonl and .parquet files alone"
+        raise Declined(f"{reads}: `launch data convert` writes one")
     return _dataset_name(file, key)
 
 
-def _dataset_name(file: _File, key: str) -> _Mend:
-    listed = file.entry.names.data
-    _require_alone(file, key, (*_DATA, listed))
-    found, value = file.find(key), file.args[key]
-    raw = file.raw(found.value)
+def _dataset_name(file: _File, key: str) -> _Edit:
+    to = file.entry.names.data
+    _require_alone(file, key, (*_DATA, to))
+    argument = file.find(key)
+    value = file.args[key]
+    raw = file.raw(argument.value)
     if not isinstance(value, str) or not value or "${" in raw:
-        raise Leave("its value is not a name")
+        raise Declined("its value is not a name")
     if not re.fullmatch(r"[\w./~@+-]+|'[^']*'|\"[^\"\\]*\"", raw):
         raw = json.dumps(value, ensure_ascii=False)
-    edits = file.rename(found.key, listed), file.set(found.value, f"[{raw}, 1.0]")
-    what = f"`{key}: {brief(value)}` -> `{listed}: [{brief(value)}, 1.0]`"
-    return _Mend(edits, what, {key: _GONE, listed: [value, 1.0]})
+    spans = (file.rename(argument.key, to), file.set(argument.value, f"[{raw}, 1.0]"))
+    what = f"`{key}: {brief(value)}` -> `{to}: [{brief(value)}, 1.0]`"
+    return _Edit(spans, what, {key: _GONE, to: [value, 1.0]})
 
 
-def _dataset_mixer(file: _File, key: str) -> _Mend:
-    """`{name: amount}` as `[name, amount]`: what finetune.py::main[if args.dataset_mixer] would do, could it be
-    reached.
+def _dataset_mixer(file: _File, key: str) -> _Edit:
+    """`{name: amount}` as `[name, amount]`.
+
+    That is what finetune.py::main[if args.dataset_mixer] would do, could it be reached.
     """
-    mixer, listed = file.args.get(key), file.entry.names.data
+    mixer = file.args.get(key)
+    to = file.entry.names.data
     if mixer == {}:
         return file.delete(key, "it is empty")
-    _require_alone(file, key, (*_DATA, listed))
-    found = file.find(key)
-    node: Any = found.value
+    _require_alone(file, key, (*_DATA, to))
+    argument = file.find(key)
+    node: Any = argument.value
     pairs = node.value if isinstance(node, yaml.MappingNode) else []
     if not isinstance(mixer, dict) or [name.value for name, _ in pairs] != list(mixer):
-        raise Leave("not every entry is there exactly once")
-    amounts = _amounts(mixer)
-    # as written, unless it becomes another number: 1 is none to YAML where 1.0 is meant
-    raw = [
-        file.raw(value) if repr(old) == repr(new) else str(new)
-        for (_, value), old, new in zip(pairs, mixer.values(), amounts, strict=True)
-    ]
-    words = [word for pair in zip(mixer, amounts, strict=True) for word in pair]
-    edits = file.rename(found.key, listed), *file.as_list(node, raw)
-    return _Mend(edits, f"`{key}` -> `{listed}`, names and amounts in turn", {key: _GONE, listed: words})
+        raise Declined("not every entry is there exactly once")
+    raw: list[str] = []
+    listed: list[object] = []
+    for (_, value), name, amount in zip(pairs, mixer, _amounts(mixer), strict=True):
+        listed += [name, amount]
+        # as written, unless it becomes another number: 1 is a count in a list, 1.0 a share
+        is_same = repr(mixer[name]) == repr(amount)
+        raw.append(file.raw(value) if is_same else str(amount))
+    spans = (file.rename(argument.key, to), *file.as_list(node, raw))
+    what = f"`{key}` -> `{to}`, names and amounts in turn"
+    return _Edit(spans, what, {key: _GONE, to: listed})
 
 
 def _require_alone(file: _File, key: str, others: Sequence[str]) -> None:
-    """Raise Leave where more than `key` says which data to take."""
+    """Raise Declined if more than `key` says which data to take."""
     for other in others:
         if other != key and file.args.get(other) is not None:
-            raise Leave(f"`{other}` is there too, and says which data to take")
+            raise Declined(f"`{other}` is there too, and says which data to take")
 
 
 def _amounts(mixer: Mapping[str, Any]) -> list[float | int]:
     """Each amount as it is in a list, where a count is a whole number and a share has a point.
 
     In a mapping 1 is a share, all of a set, unless a number above 1 shows that they are counts
-    (utils.py::get_datasets[if any(frac_or_samples > 1]). Raises Leave where an amount is neither, or 1 may be both.
+    (utils.py::get_datasets[if any(frac_or_samples > 1]). Raises Declined if an amount is neither,
+    or 1 may be both.
     """
-    counts = any(isinstance(value, int) and value > 1 for value in mixer.values())
-    shares = any(isinstance(value, float) for value in mixer.values())
+    amounts = list(mixer.values())
+    are_counts = any(isinstance(value, int) and value > 1 for value in amounts)
+    are_shares = any(isinstance(value, float) for value in amounts)
     for name, value in mixer.items():
         is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
         is_share = isinstance(value, float) and 0 < value <= 1 and "e" not in str(value)
         if not is_count and not is_share:
-            raise Leave(f"`{brief(value)}` of {brief(name)} is neither a share nor a count")
-        if is_count and value == 1 and counts and shares:
-            raise Leave(f"the amount 1 of {brief(name)} may be a share or a count")
-    return list(mixer.values()) if counts else [float(value) for value in mixer.values()]
+            raise Declined(f"`{brief(value)}` of {brief(name)} is neither a share nor a count")
+        if is_count and value == 1 and are_counts and are_shares:
+            raise Declined(f"the amount 1 of {brief(name)} may be a share or a count")
+    return amounts if are_counts else [float(value) for value in amounts]

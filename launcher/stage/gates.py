@@ -1,18 +1,15 @@
-"""What a short run must show before more is spent: thresholds -> a flag for each, green, yellow or red.
+"""What a short run must show before more is spent: limits -> flags, green, yellow or red.
 
-A red flag stops, a yellow one is said. What is noise counts for neither: a mean over a few steps is
-below a red threshold only where it is so by twice its standard error. What the limits are, and how they
-were chosen: docs/planning.md.
+A red flag stops, a yellow one is shown. Noise is neither: a mean over a few steps is past a red
+limit only if it is so by twice its standard error. How the limits were chosen: docs/planning.md.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
-import operator
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -28,7 +25,7 @@ LN2 = math.log(2)
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """Where a gate turns red and where yellow; None where it never does."""
+    """Where a gate turns red and where yellow; None if it never does."""
 
     red: float | None = None
     yellow: float | None = None
@@ -40,41 +37,58 @@ GATES: Mapping[str, tuple[Limit, str]] = {
         "share by which the loss falls, mean of the first fifth against the "
         "last: more than (these two for 100 steps of SFT)",
     ),
-    "grad_norm": (Limit(red=1000.0, yellow=10.0), "gradient norm at most: of any step (red), the median (yellow)"),
-    "grad_norm_least": (Limit(red=0.0, yellow=0.1), "gradient norm more than: of any step (red), the median (yellow)"),
+    "grad_norm": (
+        Limit(red=1000.0, yellow=10.0),
+        "gradient norm at most: of any step (red), the median (yellow)",
+    ),
+    "grad_norm_least": (
+        Limit(red=0.0, yellow=0.1),
+        "gradient norm more than: of any step (red), the median (yellow)",
+    ),
     "tokens_per_second": (Limit(red=0.0), "tokens a second on all devices, more than"),
     "efficiency": (
         Limit(red=0.5, yellow=0.8),
         "tokens a second and device, as a share of the first rung's, more than",
     ),
     "memory": (Limit(red=1.0, yellow=0.95), "reserved peak as a share of the card, at most"),
-    "memory_over_plan": (Limit(yellow=1.1), "allocated peak as a share of the planned one, at most"),
-    "first_loss": (Limit(red=0.2, yellow=0.02), "DPO: how far the first loss may be from ln 2, as a share of it"),
+    "memory_over_plan": (
+        Limit(yellow=1.1),
+        "allocated peak as a share of the planned one, at most",
+    ),
+    "first_loss": (
+        Limit(red=0.2, yellow=0.02),
+        "DPO: how far the first loss may be from ln 2, as a share of it",
+    ),
     "rewards_accuracy": (
         Limit(red=0.5, yellow=0.55),
-        "DPO: share of pairs whose chosen answer has the higher reward, more than, over the last fifth",
+        "DPO: share of pairs whose chosen answer has the higher reward, more than, "
+        "over the last fifth",
     ),
-    "rewards_margin": (Limit(red=0.0), "DPO: chosen less rejected reward, more than, over the last fifth"),
+    "rewards_margin": (
+        Limit(red=0.0),
+        "DPO: chosen less rejected reward, more than, over the last fifth",
+    ),
 }
 """Every gate with its defaults and what it means; those of `loss_fall` follow stage and steps."""
 
 _AT_MOST = frozenset({"grad_norm", "memory", "memory_over_plan", "first_loss"})
-# of the fall that is asked of SFT, in as many steps
-_FALL_OF = {"sft": 1.0, "dpo": 0.2}
-# with fewer the standard error itself is a guess
+# as a share of what is asked of SFT
+_FALL_BY_STAGE = {"sft": 1.0, "dpo": 0.2}
+# of fewer losses the standard error itself is a guess
 _FEWEST_LOSSES = 8
-# with fewer a sound loss may not have moved yet: red is only one that rises
-_TELLS_FLAT = 20
-# by which a loss falls at least that a verdict calls falling (points.TREND_CHANGE)
+# within fewer steps a sound loss may not have moved yet: only a rising one is red
+_FLAT_STEPS = 20
+# the least fall that a verdict calls falling (points.TREND_CHANGE)
 _FALLING = 0.01
+_FULL_STEPS = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RungFacts:
     """What one run showed. Losses, norms and rewards are one a step, memory is in GiB.
 
-    `devices` is how many trained, `accelerated` whether they were GPUs. `failed` is why the verdict
-    did not pass, `unproven` why it could not tell. `trend` is the verdict's state of that point, where
+    `devices` counts those that trained, `accelerated`: they were GPUs. `failed` is why the verdict
+    did not pass, `unproven` why it could not tell. `trend` is the verdict's state of that point if
     the stage file expects a falling loss.
     """
 
@@ -99,17 +113,17 @@ class RungFacts:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> RungFacts:
-        """Raises Misfit where it is damaged; what a later launch has written beside is left out."""
+        """Raises Misfit if it is damaged; keys of a later launch are ignored."""
         left_out: list[Omission] = []
-        found: RungFacts = codec.read_record(cls, data, left_out)
+        facts: RungFacts = codec.read_record(cls, data, left_out)
         if left_out:
             raise Misfit(str(left_out[0]))
-        return found
+        return facts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flag:
-    """What one gate says of a run; `value` is None where it was not measured."""
+    """What one gate says of a run; `value` is None if it was not measured."""
 
     gate: str
     colour: Colour
@@ -117,190 +131,242 @@ class Flag:
     value: float | None = None
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self) | {"value": None if self.value is None else float(f"{self.value:.6g}")}
+        data = asdict(self)
+        if self.value is not None:
+            data["value"] = float(f"{self.value:.6g}")
+        return data
 
 
-def read(given: Any, complain: Complain) -> tuple[dict[str, Limit], list[Finding]]:
+def read(content: Any, complain: Complain) -> tuple[dict[str, Limit], list[Finding]]:
     """The limits of a `gates:` mapping, and everything wrong with it.
 
-    A number is where the gate turns red, `{red, yellow}` gives both, `off` switches it off. Of a gate
-    that is named, only what is named changes.
+    A number is where the gate turns red, `{red, yellow}` are both, `off` switches it off. What is
+    not named keeps its default.
     """
-    if given is None:
+    if content is None:
         return {}, []
-    if not isinstance(given, Mapping):
-        message = f"`gates` is a mapping of gates to limits, not `{brief(given)}`"
+    if not isinstance(content, Mapping):
+        message = f"`gates` is a mapping of gates to limits, not `{brief(content)}`"
         return {}, [complain("bad-gates", "", message, "gates: {loss_fall: 0.05}")]
     limits: dict[str, Limit] = {}
     findings = []
-    for key, value in given.items():
+    for key, value in content.items():
         name = str(key)
         if name not in GATES:
-            findings.append(complain("unknown-gate", name, f"`{brief(name)}` is not a gate", nearest(name, [*GATES])))
+            message = f"`{brief(name)}` is not a gate"
+            findings.append(complain("unknown-gate", name, message, nearest(name, [*GATES])))
         elif value is not None:
+            default, meaning = GATES[name]
             try:
-                limits[name] = _limit(GATES[name][0], value)
+                limits[name] = _limit(default, value)
             except ValueError:
-                help = f"a number, `off`, or {{red: …, yellow: …}} ({GATES[name][1]})"
                 message = f"`gates.{name}` cannot be `{brief(value)}`"
+                help = f"a number, `off`, or {{red: …, yellow: …}} ({meaning})"
                 findings.append(complain("bad-gate", name, message, help))
     return limits, findings
 
 
-def _limit(usual: Limit, value: Any) -> Limit:
+def _limit(default: Limit, value: Any) -> Limit:
+    """Raises ValueError if it is no limit."""
     if value is True or value == "on":
-        return usual
+        return default
     if value is False or value == "off":
         return Limit()
-    named = value if isinstance(value, Mapping) else {"red": value}
-    if not named or not set(named) <= {"red", "yellow"}:
+    content = value if isinstance(value, Mapping) else {"red": value}
+    if not content or not content.keys() <= {"red", "yellow"}:
         raise ValueError
-    for one in named.values():
-        number = isinstance(one, int | float) and not isinstance(one, bool) and math.isfinite(one)
-        if one is not None and not number:
+    changes: dict[str, float | None] = dict.fromkeys(content)
+    for colour, number in content.items():
+        if number is None:
+            continue
+        if isinstance(number, bool) or not isinstance(number, int | float):
             raise ValueError
-    return replace(usual, **{key: None if one is None else float(one) for key, one in named.items()})
+        if not math.isfinite(number):
+            raise ValueError
+        changes[colour] = float(number)
+    return replace(default, **changes)
 
 
 class Mean(NamedTuple):
-    """A value and its standard error; the steps it is made of are taken as independent."""
+    """A value and its standard error; its steps count as independent."""
 
     value: float
     error: float = 0.0
 
 
 def fallen(losses: Sequence[float]) -> Mean | None:
-    """By what share the mean of the last fifth lies below that of the first; None without two losses.
+    """By what share the mean of the last fifth is below that of the first; None without two losses.
 
-    The noise is taken from the differences of neighbouring steps, so that the fall itself is none.
+    The noise is taken from the differences of neighbouring steps, so that the fall is not noise.
     """
-    seen = [loss for loss in losses if math.isfinite(loss)]
-    if len(seen) < 2:
+    finite = list(filter(math.isfinite, losses))
+    if len(finite) < 2:
         return None
-    count = max(1, len(seen) // 5)
-    first, last = statistics.fmean(seen[:count]), statistics.fmean(seen[-count:])
+    count = max(1, len(finite) // 5)
+    first = statistics.fmean(finite[:count])
+    last = statistics.fmean(finite[-count:])
     level = abs(first) or 1e-12
-    return Mean((first - last) / level, _noise(seen) * math.sqrt(2 / count) / level)
+    return Mean((first - last) / level, _noise(finite) * math.sqrt(2 / count) / level)
 
 
 def settled(series: Sequence[float]) -> Mean | None:
     """The mean of the last fifth."""
-    seen = [value for value in series if math.isfinite(value)]
-    if not seen:
+    finite = list(filter(math.isfinite, series))
+    if not finite:
         return None
-    count = max(1, len(seen) // 5)
-    return Mean(statistics.fmean(seen[-count:]), _noise(seen) / math.sqrt(count))
+    count = max(1, len(finite) // 5)
+    return Mean(statistics.fmean(finite[-count:]), _noise(finite) / math.sqrt(count))
 
 
 def _noise(series: Sequence[float]) -> float:
     """The standard deviation of one step about a smooth curve."""
-    steps = [after - before for before, after in itertools.pairwise(series)]
-    return math.sqrt(math.fsum(d * d for d in steps) / (2 * len(steps))) if steps else 0.0
+    if len(series) < 2:
+        return 0.0
+    squares = [(after - before) ** 2 for before, after in itertools.pairwise(series)]
+    return math.sqrt(math.fsum(squares) / (2 * len(squares)))
 
 
-def _flag(
-    limits: Mapping[str, Limit], gate: str, text: str, red: Mean, yellow: float | None = None, *, stuck: bool = False
-) -> Flag:
-    """What one gate says; `yellow` is the value that counts there, where it is another.
+class _Gates(NamedTuple):
+    limits: Mapping[str, Limit]
 
-    With `stuck` it is red too where noise hides on which side of red it is, but not that it is far
-    from what is usual.
+    def flag(
+        self, gate: str, text: str, mean: Mean, usual: float | None = None, *, stuck: bool = False
+    ) -> Flag:
+        """What one gate says of a measurement; `usual` is held against the yellow limit instead.
+
+        `stuck`: it is red too if noise hides whether it is past the red limit, and not that it is
+        past the yellow one.
+        """
+        limit = self.limits[gate]
+        is_upper = gate in _AT_MOST
+        # as if every limit were a lower one
+        sign = -1 if is_upper else 1
+        value = sign * mean.value
+        best = value + 2 * mean.error
+        colour: Colour = "green"
+        if limit.red is not None and _is_past(value, sign * limit.red, is_upper):
+            if mean.error:
+                text = f"{text}, give or take {2 * mean.error:.2g}"
+            is_unusual = limit.yellow is not None and best < sign * limit.yellow
+            if _is_past(best, sign * limit.red, is_upper) or (stuck and is_unusual):
+                colour = "red"
+                bound = "at most" if is_upper else "more than"
+                text = f"{text}: {bound} {limit.red:g} is asked for"
+            else:
+                colour = "yellow"
+                text = f"{text}: noise hides whether it is past {limit.red:g}"
+        elif limit.yellow is not None:
+            typical = value if usual is None else sign * usual
+            if typical < sign * limit.yellow:
+                colour = "yellow"
+                bound = "at most" if is_upper else "at least"
+                text = f"{text}: {bound} {limit.yellow:.2g} is usual"
+        return Flag(gate=gate, colour=colour, value=mean.value, text=text)
+
+
+def _is_past(value: float, limit: float, is_upper: bool) -> bool:
+    # the limit itself is red for `more than`, and not for `at most`
+    return value < limit if is_upper else value <= limit
+
+
+def judge(
+    facts: RungFacts, limits: Mapping[str, Limit], base: RungFacts | None = None
+) -> list[Flag]:
+    """What every gate says that has something to judge; `base` is the run that efficiency is
+    measured against.
     """
-    limit, sign = limits[gate], -1 if gate in _AT_MOST else 1
-    within = "" if not red.error else f", give or take {2 * red.error:.2g}"
-    value, most = sign * red.value, sign * red.value + 2 * red.error
-    soft = value if yellow is None else sign * yellow
-    colour: Colour = "green"
-    # for `more than`, the limit itself is red
-    past = operator.lt if gate in _AT_MOST else operator.le
-    if limit.red is not None and past(value, sign * limit.red):
-        far = stuck and limit.yellow is not None and most < sign * limit.yellow
-        if far or past(most, sign * limit.red):
-            asked = f"{'at most' if sign < 0 else 'more than'} {limit.red:g} is asked for"
-            colour, text = "red", f"{text}{within}: {asked}"
-        else:
-            hidden = f"noise hides whether it is past {limit.red:g}"
-            colour, text = "yellow", f"{text}{within}: {hidden}"
-    elif limit.yellow is not None and soft < sign * limit.yellow:
-        words = "at most" if sign < 0 else "at least"
-        colour, text = "yellow", f"{text}: {words} {limit.yellow:.2g} is usual"
-    return Flag(gate=gate, colour=colour, value=red.value, text=text)
+    all_limits = {name: default for name, (default, _) in GATES.items()} | dict(limits)
+    all_limits["loss_fall"] = _scaled_fall(facts, all_limits["loss_fall"])
+    gates = _Gates(all_limits)
+    return [*_of_loss(facts, gates), *_of_machine(facts, base, gates), *_of_rewards(facts, gates)]
 
 
-def judge(facts: RungFacts, limits: Mapping[str, Limit], base: RungFacts | None = None) -> list[Flag]:
-    """What every gate that can be asked says; `base` is the run that efficiency is measured against."""
-    whole = {name: usual for name, (usual, _) in GATES.items()} | dict(limits)
-    whole["loss_fall"] = _asked_fall(facts, whole["loss_fall"])
-    ask = functools.partial(_flag, whole)
-    return [*_of_loss(facts, ask), *_of_machine(facts, base, ask), *_of_rewards(facts, ask)]
-
-
-def _asked_fall(facts: RungFacts, given: Limit) -> Limit:
-    usual, steps = GATES["loss_fall"][0], len(facts.losses)
-    share = _FALL_OF.get(facts.stage, 0.0) * min(1.0, steps / 100)
-    red, yellow = given.red, given.yellow
-    if red is not None and red == usual.red:
-        red = red * share if steps >= _TELLS_FLAT else 0.0 if steps >= _FEWEST_LOSSES else None
-    if yellow is not None and yellow == usual.yellow:
+def _scaled_fall(facts: RungFacts, limit: Limit) -> Limit:
+    """The limits of `loss_fall`, where they are the defaults, for the stage and number of steps."""
+    default, _ = GATES["loss_fall"]
+    steps = len(facts.losses)
+    share = _FALL_BY_STAGE.get(facts.stage, 0.0) * min(1.0, steps / _FULL_STEPS)
+    red = limit.red
+    yellow = limit.yellow
+    if yellow is not None and yellow == default.yellow:
         yellow *= share
+    if red is not None and red == default.red:
+        red *= share
+        if steps < _FLAT_STEPS:
+            red = 0.0
+        if steps < _FEWEST_LOSSES:
+            red = None
     return Limit(red, yellow)
 
 
 def colour_of(flags: Sequence[Flag]) -> Colour:
-    return max((flag.colour for flag in flags), key=("green", "yellow", "red").index, default="green")
+    """The worst colour."""
+    colours = {flag.colour for flag in flags}
+    if "red" in colours:
+        return "red"
+    return "yellow" if "yellow" in colours else "green"
 
 
-def _of_loss(facts: RungFacts, ask: Callable[..., Flag]) -> Iterator[Flag]:
+def _of_loss(facts: RungFacts, gates: _Gates) -> Iterator[Flag]:
     fall = fallen(facts.losses)
     if facts.failed is not None:
         yield Flag(gate="verdict", colour="red", text=facts.failed)
     elif facts.unproven is not None:
         yield Flag(gate="verdict", colour="yellow", text=f"unproven: {facts.unproven}")
     if facts.nonfinite:
-        steps = ", ".join(map(str, facts.nonfinite[:3])) + (", …" if facts.nonfinite[3:] else "")
+        steps = ", ".join(map(str, facts.nonfinite[:3]))
+        if len(facts.nonfinite) > 3:
+            steps += ", …"
         yield Flag(gate="loss", colour="red", text=f"NaN or infinite at step {steps}")
     elif fall is not None:
-        word, first, last = "falls" if fall.value >= 0 else "rises", facts.losses[0], facts.losses[-1]
-        yield ask("loss_fall", f"loss {word} by {abs(fall.value):.1%} ({first:.4g} -> {last:.4g})", fall)
+        verb = "falls" if fall.value >= 0 else "rises"
+        ends = f"({facts.losses[0]:.4g} -> {facts.losses[-1]:.4g})"
+        yield gates.flag("loss_fall", f"loss {verb} by {abs(fall.value):.1%} {ends}", fall)
     elif facts.failed is None:
         yield Flag(gate="loss_fall", colour="yellow", text="fewer than two losses were seen")
     if facts.trend is not None and not facts.nonfinite:
         yield _of_trend(facts.trend, fall, len(facts.losses))
     if facts.norms:
-        most, median = max(facts.norms), statistics.median(facts.norms)
-        text = f"gradient norm {median:.3g} in the median, {most:.3g} at most"
-        yield ask("grad_norm", text, Mean(most), median)
-        yield ask("grad_norm_least", text, Mean(most), median)
+        most = Mean(max(facts.norms))
+        median = statistics.median(facts.norms)
+        text = f"gradient norm {median:.3g} in the median, {most.value:.3g} at most"
+        yield gates.flag("grad_norm", text, most, median)
+        yield gates.flag("grad_norm_least", text, most, median)
 
 
 def _of_trend(state: str, fall: Mean | None, steps: int) -> Flag:
-    """`expect: {trend: falling}`: red where the short run already shows that it does not."""
-    asked = "`expect: {trend: falling}` asks for a loss that falls"
+    """`expect: {trend: falling}`: red if the short run already shows that it does not fall."""
+    expectation = "`expect: {trend: falling}` asks for a loss that falls"
     if state == "falling":
         return Flag(gate="trend", colour="green", text="the loss is falling")
     if state == "too_short":
-        return Flag(gate="trend", colour="yellow", text=f"too few losses to tell: {asked}")
-    least = _FALLING * min(1.0, steps / 100) if steps >= _TELLS_FLAT else 0.0
+        return Flag(gate="trend", colour="yellow", text=f"too few losses to tell: {expectation}")
+    least = 0.0
+    if steps >= _FLAT_STEPS:
+        least = _FALLING * min(1.0, steps / _FULL_STEPS)
     if state == "flat" and (fall is None or fall.value + 2 * fall.error >= least):
-        return Flag(gate="trend", colour="yellow", text=f"not seen to fall yet: {asked}")
-    return Flag(gate="trend", colour="red", text=f"the trend is `{state}`: {asked}")
+        return Flag(gate="trend", colour="yellow", text=f"not seen to fall yet: {expectation}")
+    return Flag(gate="trend", colour="red", text=f"the trend is `{state}`: {expectation}")
 
 
-def _of_machine(facts: RungFacts, base: RungFacts | None, ask: Callable[..., Flag]) -> Iterator[Flag]:
+def _of_machine(facts: RungFacts, base: RungFacts | None, gates: _Gates) -> Iterator[Flag]:
     rate = facts.tokens_per_second
     if rate is not None:
-        yield ask("tokens_per_second", f"{rate:,.0f} tokens/s", Mean(rate))
+        yield gates.flag("tokens_per_second", f"{rate:,.0f} tokens/s", Mean(rate))
         share = efficiency(facts, base)
         if share is not None and base is not facts:
-            yield ask("efficiency", f"{share:.0%} of the first rung's tokens/s on each device", Mean(share))
+            text = f"{share:.0%} of the first rung's tokens/s on each device"
+            yield gates.flag("efficiency", text, Mean(share))
     elif facts.failed is None:
         yield Flag(gate="tokens_per_second", colour="yellow", text="the speed was not measured")
-    peak = facts.reserved_gib if facts.reserved_gib is not None else facts.allocated_gib
+    allocated = facts.allocated_gib
+    peak = allocated if facts.reserved_gib is None else facts.reserved_gib
     if peak is not None and facts.card_gib:
-        yield ask("memory", f"{peak:.1f} of {facts.card_gib:.1f} GiB", Mean(peak / facts.card_gib))
-    if facts.allocated_gib is not None and facts.planned_gib:
-        text = f"{facts.allocated_gib:.1f} GiB allocated, {facts.planned_gib:.1f} planned"
-        yield ask("memory_over_plan", text, Mean(facts.allocated_gib / facts.planned_gib))
+        text = f"{peak:.1f} of {facts.card_gib:.1f} GiB"
+        yield gates.flag("memory", text, Mean(peak / facts.card_gib))
+    if allocated is not None and facts.planned_gib:
+        text = f"{allocated:.1f} GiB allocated, {facts.planned_gib:.1f} planned"
+        yield gates.flag("memory_over_plan", text, Mean(allocated / facts.planned_gib))
 
 
 def efficiency(facts: RungFacts, base: RungFacts | None) -> float | None:
@@ -312,15 +378,18 @@ def efficiency(facts: RungFacts, base: RungFacts | None) -> float | None:
     return (facts.tokens_per_second / facts.devices) / (base.tokens_per_second / base.devices)
 
 
-def _of_rewards(facts: RungFacts, ask: Callable[..., Flag]) -> Iterator[Flag]:
+def _of_rewards(facts: RungFacts, gates: _Gates) -> Iterator[Flag]:
     if facts.stage not in PAIRED:
         return
     if facts.starts_at_ln2 and facts.losses and math.isfinite(facts.losses[0]):
-        text = f"first loss {facts.losses[0]:.4f}, ln 2 is {LN2:.4f}"
-        yield ask("first_loss", text, Mean(abs(facts.losses[0] - LN2) / LN2))
-    accuracy, margin = settled(facts.accuracies), settled(facts.margins)
+        first = facts.losses[0]
+        text = f"first loss {first:.4f}, ln 2 is {LN2:.4f}"
+        yield gates.flag("first_loss", text, Mean(abs(first - LN2) / LN2))
+    accuracy = settled(facts.accuracies)
     if accuracy is not None:
         text = f"the chosen answer has the higher reward in {accuracy.value:.0%} of pairs"
-        yield ask("rewards_accuracy", text, accuracy, stuck=True)
+        yield gates.flag("rewards_accuracy", text, accuracy, stuck=True)
+    margin = settled(facts.margins)
     if margin is not None:
-        yield ask("rewards_margin", f"chosen less rejected reward is {margin.value:.3g}", margin)
+        text = f"chosen less rejected reward is {margin.value:.3g}"
+        yield gates.flag("rewards_margin", text, margin)

@@ -1,13 +1,13 @@
-"""`Schema` -> a JSON Schema (draft-07) of stage files, for editors: completion, hover, underlined mistakes.
+"""`Schema` -> a JSON Schema (draft-07) of stage files, for editors: completion, hover, mistakes.
 
-It accepts every stage file that launch accepts, and refuses misspelt names and values of a wrong kind; what
-it cannot see is listed in docs/editors.md. Words such as `1e-5`, `no` and `off` are taken as text too,
-because YAML 1.1 and 1.2 read them differently. `errorMessage`, `doNotSuggest` and `enumDescriptions` are
-editors' own keywords; validators leave them aside.
+It accepts every stage file that launch accepts, and refuses misspelt names and values of a wrong
+kind; docs/editors.md lists what it cannot see. Words such as `1e-5`, `no` and `off` are accepted as
+text too, because YAML 1.1 and 1.2 read them differently. `errorMessage`, `doNotSuggest` and
+`enumDescriptions` are editors' own keywords; validators ignore them.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from launcher.config.document import plain
@@ -26,68 +26,88 @@ DEFAULT_BACKEND = KEYS["backend"].default
 _INTERPOLATED = r"\$\{"
 _NUMBER = r"[-+]?(?:[\d_]+\.?[\d_]*|\.[\d_]+)(?:[eE][-+]?[\d_]+)?"
 _NO_NUMBER = r"[-+]?(?:[iI][nN][fF]\w*|[nN][aA][nN])"
-# What may stand for one word, by the kind that upstream's parser converts it to.
-_WORDS: Mapping[str, Json] = {
-    kind: {"type": types, "pattern": rf"{_INTERPOLATED}|{pattern}", "errorMessage": message, **limits}
-    for kind, types, pattern, message, limits in (
-        ("int", ["integer", "string"], r"^\s*[-+]?[\d_]+\s*$", "a whole number", {}),
-        ("float", ["number", "string"], rf"^\s*(?:{_NUMBER}|{_NO_NUMBER})\s*$", "a number", {}),
-        (
-            "bool",
-            ["boolean", "integer", "string"],
-            r"^(?:[tTyY1fFnN0]|[yY][eE][sS]|[nN][oO]|[tT][rR][uU][eE]|[fF][aA][lL][sS][eE]|[oO][nN]|[oO][fF][fF])$",
-            "true or false",
-            {"minimum": 0, "maximum": 1},
-        ),
-        ("dict", ["string"], "^$", "a mapping cannot be given as a flag, upstream refuses every value", {}),
-    )
+_BOOL = (
+    r"^(?:[tTyY1fFnN0]|[yY][eE][sS]|[nN][oO]|[tT][rR][uU][eE]|[fF][aA][lL][sS][eE]|[oO][nN]|"
+    r"[oO][fF][fF])$"
+)
+
+
+def _kind(types: list[str], pattern: str, message: str) -> Json:
+    return {"type": types, "pattern": rf"{_INTERPOLATED}|{pattern}", "errorMessage": message}
+
+
+_KINDS: Mapping[str, Json] = {
+    "int": _kind(["integer", "string"], r"^\s*[-+]?[\d_]+\s*$", "a whole number"),
+    "float": _kind(["number", "string"], rf"^\s*(?:{_NUMBER}|{_NO_NUMBER})\s*$", "a number"),
+    "bool": {
+        **_kind(["boolean", "integer", "string"], _BOOL, "true or false"),
+        "minimum": 0,
+        "maximum": 1,
+    },
+    "dict": _kind(
+        ["string"], "^$", "a mapping cannot be given as a flag, upstream refuses every value"
+    ),
 }
+"""One word, by the kind that upstream's parser converts it to."""
 
 
 def combined(schemas: Iterable[Schema]) -> Json:
     """One JSON Schema for stage files of these scripts, by its own `stage`, `backend` and `script`.
 
-    Where a file leaves the choice to the file that it extends, whatever one of the candidates takes is accepted.
+    If a file leaves the choice to the file that it extends, what any of the candidates takes is
+    accepted.
     """
     schemas = list(schemas)
-    stages = [name for name in STAGES if any(s.stage == name for s in schemas)]
-    backends = [name for name in BACKENDS if any(s.backend == name for s in schemas)]
-    own = any(schema.key == schema.stage for schema in schemas)
-    needed = {"stage": True, "backend": DEFAULT_BACKEND not in backends, "script": not own}
-    required = {"required": [key for key, is_needed in needed.items() if is_needed]}
-    named = f"{'+'.join(stages if own else [s.key for s in schemas])}-{'+'.join(backends)}"
-    sources = ", ".join(dict.fromkeys(source_name(s.backend, s.version) for s in schemas))
+    stages = [name for name in STAGES if any(schema.stage == name for schema in schemas)]
+    backends = [name for name in BACKENDS if any(schema.backend == name for schema in schemas)]
     further = [schema.key for schema in schemas if schema.key != schema.stage]
-    references = [{"$ref": f"#/definitions/{schema.backend}-{schema.key}"} for schema in schemas]
-    conditions = [_says_it_is(schema, further) for schema in schemas]
-    choices: list[tuple[Json, Json]] = [
-        *zip(conditions, references, strict=True),
-        ({"not": {"anyOf": conditions}}, {"anyOf": references}),
-    ]
+    has_own_script = len(further) < len(schemas)
+    required = ["stage"]
+    if DEFAULT_BACKEND not in backends:
+        required.append("backend")
+    if not has_own_script:
+        required.append("script")
+    definitions = {}
+    conditions = []
+    references = []
+    choices = []
+    for schema in schemas:
+        name = f"{schema.backend}-{schema.key}"
+        definitions[name] = _args(schema)
+        reference = {"$ref": f"#/definitions/{name}"}
+        condition = _is_of(schema, further)
+        references.append(reference)
+        conditions.append(condition)
+        choices.append(_choice(condition, reference))
+    choices.append(_choice({"not": {"anyOf": conditions}}, {"anyOf": references}))
+    names = "+".join(stages if has_own_script else further)
+    sources = dict.fromkeys(source_name(schema.backend, schema.version) for schema in schemas)
     return {
         "$schema": DRAFT,
-        "$id": f"urn:launch:stage-file:{named}",
+        "$id": f"urn:launch:stage-file:{names}-{'+'.join(backends)}",
         "title": f"launch stage file ({', '.join(stages)}; {', '.join(backends)})",
-        "$comment": f"made by `launch schema --json-schema` from {sources}",
+        "$comment": f"made by `launch schema --json-schema` from {', '.join(sources)}",
         "type": "object",
         "properties": _options(stages, backends, schemas),
         "additionalProperties": False,
-        "allOf": [
-            {"if": {"required": ["extends"]}, "else": required},
-            *({"if": condition, "then": {"properties": {"args": args}}} for condition, args in choices),
-        ],
-        "definitions": {f"{schema.backend}-{schema.key}": _args(schema) for schema in schemas},
+        "allOf": [{"if": {"required": ["extends"]}, "else": {"required": required}}, *choices],
+        "definitions": definitions,
     }
 
 
-def _says_it_is(schema: Schema, further: Sequence[str]) -> Json:
+def _choice(condition: Json, args: Json) -> Json:
+    return {"if": condition, "then": {"properties": {"args": args}}}
+
+
+def _is_of(schema: Schema, further: Sequence[str]) -> Json:
     """What a file says of itself whose arguments are those of this script."""
     backend = _is("backend", [schema.backend])
     if schema.backend == DEFAULT_BACKEND:
         unsaid = {"not": {"required": ["extends"]}, "properties": {"backend": {"type": "null"}}}
         backend = {"anyOf": [backend, unsaid]}
-    # a further script of a stage runs where it is named
-    script = {"not": _is("script", further)} if schema.key == schema.stage else _is("script", [schema.key])
+    script = _is("script", [schema.key])
+    if schema.key == schema.stage:
+        script = {"not": _is("script", further)}
     return {"allOf": [_is("stage", [schema.stage]), backend, script]}
 
 
@@ -98,34 +118,43 @@ def _is(key: str, values: Sequence[str]) -> Json:
 def _options(stages: Sequence[str], backends: Sequence[str], schemas: Sequence[Schema]) -> Json:
     scripts = {s.key: BACKENDS[s.backend].STAGES[s.key].script for s in schemas}
     files = "|".join(sorted({path.rpartition("/")[2] for path in scripts.values()}))
-    attention = [_enum("attention", KEYS["attention"].words), {"type": "string", "pattern": "/"}]
-    several = {"type": "array", "minItems": 1, "uniqueItems": True, "items": {"anyOf": attention}}
     script = _word("script", list(scripts), [None], rf"{_INTERPOLATED}|(?:^|/)(?:{files})$")
     script["anyOf"][0]["enumDescriptions"] = list(scripts.values())
-    own: dict[str, Json] = {
+    attention = [_enum("attention", KEYS["attention"].words), {"type": "string", "pattern": "/"}]
+    in_order = {
+        "title": "attention (in order)",
+        "type": "array",
+        "minItems": 1,
+        "uniqueItems": True,
+        "items": {"anyOf": attention},
+    }
+    types: dict[str, Json] = {
         "stage": _word("stage", stages),
         "backend": _word("backend", backends, [None]),
         "script": script,
         "deepspeed": _word("deepspeed", KEYS["deepspeed"].words, [False, None], ""),
-        "attention": {
-            "anyOf": [{"title": "attention (in order)", **several}, *attention, _silent("attention", [None])]
-        },
-        # which options there are is sbatch's to say
+        "attention": {"anyOf": [in_order, *attention, _silent("attention", [None])]},
+        # sbatch knows which options there are
         "slurm": {
             "type": ["object", "null"],
             "propertyNames": {"not": {"enum": sorted(slurm.RESERVED)}},
-            "additionalProperties": {"type": ["string", "number", "boolean", "null"], "pattern": r"\S"},
+            "additionalProperties": {
+                "type": ["string", "number", "boolean", "null"],
+                "pattern": r"\S",
+            },
         },
         "gates": _mapping({name: {"description": what} for name, (_, what) in gates.GATES.items()}),
         "args": {"type": ["object", "null"]},
         "extends": {"type": ["string", "null"], "pattern": r"\S"},
     }
-    return {
-        name: {"title": name, "description": key.meaning, **(own.get(name) or _of(key))} for name, key in KEYS.items()
-    }
+    options = {}
+    for name, key in KEYS.items():
+        type_of_key = types[name] if name in types else _option(key)
+        options[name] = {"title": name, "description": key.meaning, **type_of_key}
+    return options
 
 
-def _of(key: Key) -> Json:
+def _option(key: Key) -> Json:
     if key.kind == "number":
         digits = "^[0-9]{1,9}$"
         if key.least > 0:
@@ -140,7 +169,7 @@ def _of(key: Key) -> Json:
         }
     if key.kind == "text":
         return {"type": ["string", "number", "boolean", "null"]}
-    mapping = _mapping({part.name: _of(part) for part in key.parts})
+    mapping = _mapping({part.name: _option(part) for part in key.parts})
     if key.kind == "mapping" and not key.switch:
         return mapping
     words = key.words or ("on", "off")
@@ -148,33 +177,38 @@ def _of(key: Key) -> Json:
     others: list[Any] = [None]
     for value, texts in ((True, ON), (False, OFF)):
         if not set(texts).isdisjoint(words):
-            others += [value, *(form for t in texts for form in (t, t.capitalize(), t.upper()))]
-    meaning = key.meaning or f"{key.name}: {', '.join(key.words)}"
-    found = {"description": meaning, **_word(key.name, words, others)}
+            others.append(value)
+            for text in texts:
+                others += [text, text.capitalize(), text.upper()]
+    word = _word(key.name, words, others)
     if key.switch:
-        found["anyOf"].append({"title": f"{key.name} (mapping)", **mapping, "type": "object"})
-    return found
+        word["anyOf"].append({"title": f"{key.name} (mapping)", **mapping, "type": "object"})
+    return {"description": key.meaning or f"{key.name}: {', '.join(key.words)}", **word}
 
 
 def _mapping(properties: Json) -> Json:
     return {"type": ["object", "null"], "properties": properties, "additionalProperties": False}
 
 
-def _word(key: str, names: Sequence[Any], others: Sequence[Any] = (), text: str = _INTERPOLATED) -> Json:
+def _word(
+    key: str, names: Sequence[Any], others: Sequence[Any] = (), text: str = _INTERPOLATED
+) -> Json:
     """One of some names; `others`, and texts of a pattern, are accepted and not suggested.
 
-    As alternatives and not as if-then-else, where yaml-language-server suggests nothing. Their titles
-    differ, or its hover would take them for one and show each.
+    These are alternatives and not if-then-else, where yaml-language-server suggests nothing. Their
+    titles differ, or its hover would take them for one and show each.
     """
-    written = {"title": f"{key} (text)", "type": "string", "pattern": text}
-    return {"anyOf": [_enum(key, names), written, _silent(key, others)]}
+    pattern = {"title": f"{key} (text)", "type": "string", "pattern": text}
+    return {"anyOf": [_enum(key, names), pattern, _silent(key, others)]}
 
 
 def _enum(key: str, names: Sequence[Any]) -> Json:
-    # texts are said to be texts, or an editor would insert a plain `no`, which is a bool
-    typed = {"type": "string"} if all(isinstance(name, str) for name in names) else {}
     message = f"one of {', '.join(dict.fromkeys(map(str, names)))}"
-    return {"title": key, "enum": list(names), "errorMessage": message, **typed}
+    enum: Json = {"title": key, "enum": list(names), "errorMessage": message}
+    if all(isinstance(name, str) for name in names):
+        # or an editor would insert a plain `no`, which is a bool
+        enum["type"] = "string"
+    return enum
 
 
 def _silent(key: str, values: Sequence[Any]) -> Json:
@@ -183,58 +217,72 @@ def _silent(key: str, values: Sequence[Any]) -> Json:
 
 
 def _args(schema: Schema) -> Json:
-    entry, notes = BACKENDS[schema.backend].STAGES[schema.key], explain.notes(schema)
+    entry = BACKENDS[schema.backend].STAGES[schema.key]
+    notes = explain.notes(schema)
     properties: Json = {}
-    for name, known in schema.fields.items():
-        properties[name] = {"title": name, **_description(known, entry, notes.get(name, ()))}
-        if name in entry.hints and known.kind in {"str", "dict"}:
-            # upstream refuses it whatever it holds
-            properties[name] |= {"type": "null", "doNotSuggest": True, "errorMessage": entry.hints[name]}
+    for name, field in schema.fields.items():
+        argument: Json = {
+            "title": name,
+            "description": _description(field, entry, notes.get(name, ())),
+        }
+        if name in entry.hints and field.kind in {"str", "dict"}:
+            # upstream refuses every value
+            argument |= {"type": "null", "doNotSuggest": True, "errorMessage": entry.hints[name]}
         else:
-            default = {"default": known.default} if _is_offered(schema, known) else {}
-            properties[name] |= {**default, **_value_of(schema, known)}
+            if _is_offered(schema, field):
+                argument["default"] = field.default
+            argument |= _value_of(schema, field)
+        properties[name] = argument
     for key, moved in entry.moved.items():
         advice = "delete the line" if moved.to is None else f"write `{moved.to}`"
         message = f"not a field of {entry.owner}: {moved.why}; {advice}"
-        # a key that this script does not have: no text matches, and nothing else is a text
-        refused = {"description": message, "errorMessage": message, "doNotSuggest": True}
-        properties.setdefault(key, {"title": key, **refused, "type": "string", "pattern": "(?!)"})
+        refused = {
+            "title": key,
+            "description": message,
+            "errorMessage": message,
+            "doNotSuggest": True,
+            # nothing is a text that no pattern matches
+            "type": "string",
+            "pattern": "(?!)",
+        }
+        properties.setdefault(key, refused)
     return _mapping(properties)
 
 
-def _description(known: Field, entry: Entry, notes: Sequence[str]) -> Json:
+def _description(field: Field, entry: Entry, notes: Sequence[str]) -> str:
     """What is known of a field: its type, default, place, and `notes`."""
-    given = json.dumps(known.default, default=str)
-    default = known.default_text if known.default is None else given
-    lines = [f"default: `{default or 'none'}`", f"defined in `{known.where}`"]
-    if known.name in entry.derived:
-        value, why = entry.derived[known.name]
-        lines.append(f"launch sets `{value}` where it is not given: {why}")
-    if known.name in entry.hints:
-        lines.append(entry.hints[known.name])
-    text = "\n".join([f"{known.type}, {lines[0]}", *lines[1:], *notes])
-    return {"description": text.replace("`", "")}
+    default = json.dumps(field.default, default=str)
+    if field.default is None:
+        default = field.default_text or "none"
+    lines = [f"{field.type}, default: {default}", f"defined in {field.where}"]
+    if field.name in entry.derived:
+        value, why = entry.derived[field.name]
+        lines.append(f"launch sets {value} where it is not given: {why}")
+    if field.name in entry.hints:
+        lines.append(entry.hints[field.name])
+    return "\n".join([*lines, *notes]).replace("`", "")
 
 
-def _is_offered(schema: Schema, known: Field) -> bool:
+def _is_offered(schema: Schema, field: Field) -> bool:
     """Whether an editor may insert the default: it is plain JSON, and launch takes it."""
+    if field.default is None:
+        return False
     try:
-        json.dumps(known.default, allow_nan=False)
+        json.dumps(field.default, allow_nan=False)
     except (TypeError, ValueError):
         return False
-    words = [] if known.default is None else schema.words(known.name, known.default)
-    return bool(words) and schema.refusal(known.name, words) is None
+    words = schema.words(field.name, field.default)
+    return bool(words) and schema.refusal(field.name, words) is None
 
 
-def _value_of(schema: Schema, known: Field) -> Json:
-    """What a stage file may hold for a field, also where only the trainer's config file can carry it."""
-    value = _value(known)
-    if known.name not in schema.by_file:
+def _value_of(schema: Schema, field: Field) -> Json:
+    """What a stage file may hold for a field, also where only the trainer's file can carry it."""
+    value = _value(field)
+    if field.name not in schema.by_file:
         return value
-    if known.name == "datasets":
-        names = value["items"]
-        return {**value, "items": {"anyOf": [names, _set_of_mixture()]}}
-    if known.kind == "str":
+    if field.name == "datasets":
+        return {**value, "items": {"anyOf": [value["items"], _set_of_mixture()]}}
+    if field.kind == "str":
         return {key: limit for key, limit in value.items() if key not in ("minItems", "maxItems")}
     return value
 
@@ -242,16 +290,19 @@ def _value_of(schema: Schema, known: Field) -> Json:
 def _set_of_mixture() -> Json:
     """One entry of `datasets`."""
     text: Json = {"type": ["string", "null"]}
-    texts: Json = {"type": ["string", "array"], "items": {"type": "string"}}
+    texts: Json = {"items": {"type": "string"}}
     types: Json = {
         "path": {"type": "string"},
         "split": {"type": "string", "default": "train"},
-        "columns": {"type": ["array", "null"], "items": {"type": "string"}},
+        "columns": {"type": ["array", "null"], **texts},
         "fraction": {"type": ["number", "null"]},
-        "data_files": {"type": [*texts["type"], "object", "null"], "items": texts["items"]},
+        "data_files": {"type": ["string", "array", "object", "null"], **texts},
     }
-    properties = {key: {"title": key, "description": _MEANINGS[key], **types.get(key, text)} for key in mixture.KEYS}
-    return {"type": "object", "properties": properties, "required": ["path"], "additionalProperties": False}
+    properties = {}
+    for key in mixture.KEYS:
+        meaning = {"title": key, "description": _MEANINGS[key]}
+        properties[key] = meaning | types.get(key, text)
+    return {**_mapping(properties), "type": "object", "required": ["path"]}
 
 
 _MEANINGS = {
@@ -265,34 +316,42 @@ _MEANINGS = {
 }
 
 
-def _value(known: Field) -> Json:
+def _value(field: Field) -> Json:
     """What a stage file may hold for a field: null, one word, or a list of words."""
-    # upstream's parser takes a list of one word for the word itself
-    limits: Json = {"minItems": 1} if known.many else {"minItems": 1, "maxItems": 1}
-    if known.choices or known.kind == "choice":
-        names = list(dict.fromkeys(v for choice in known.choices for v in _spellings(choice)))
-        one = _word(known.name, names, [None])
-        return {"anyOf": [*one["anyOf"], {"title": f"{known.name} (list)", "type": "array", "items": one, **limits}]}
-    if known.kind in _WORDS:
-        word = _WORDS[known.kind]
-        if known.refusal(["none"]) is None:
+    limits: Json = {"minItems": 1}
+    if not field.many:
+        # upstream's parser takes a list of one word for the word itself
+        limits["maxItems"] = 1
+    if field.choices or field.kind == "choice":
+        word = _word(field.name, _spellings(field.choices), [None])
+        title = f"{field.name} (list)"
+        words = {"title": title, "type": "array", "items": word, **limits}
+        return {"anyOf": [*word["anyOf"], words]}
+    if field.kind in _KINDS:
+        word = _KINDS[field.kind]
+        if field.refusal(["none"]) is None:
             none = "|^(?:[nN][oO][nN][eE]|[nN][uU][lL][lL])$"
             word = {**word, "pattern": word["pattern"] + none}
         return {**word, "type": [*word["type"], "array", "null"], "items": word, **limits}
     # text, and what becomes one: a number or a bool is accepted and not suggested
-    mapping = [] if not known.many and "dict" in known.type else ["object"]
+    no_text = ["string"]
+    if field.many or "dict" not in field.type:
+        no_text.append("object")
     return {
         "anyOf": [
-            {"title": known.name, "type": "string"},
-            {"title": f"{known.name} (no text)", "not": {"type": ["string", *mapping]}},
+            {"title": field.name, "type": "string"},
+            {"title": f"{field.name} (no text)", "not": {"type": no_text}},
         ],
         "items": {"type": ["string", "number", "boolean"]},
         **limits,
     }
 
 
-def _spellings(choice: Any) -> Iterator[Any]:
-    """The values that become the same word as a choice."""
-    for value in (choice, str(choice), plain(str(choice))):
-        if str(value) == str(choice):
-            yield value
+def _spellings(choices: Iterable[Any]) -> list[Any]:
+    """The choices, and the values that become the same word as one."""
+    values: dict[Any, None] = {}
+    for choice in choices:
+        for value in (choice, str(choice), plain(str(choice))):
+            if str(value) == str(choice):
+                values[value] = None
+    return list(values)

@@ -14,32 +14,31 @@ from launcher.errors import Finding, brief, launch_finding
 from launcher.paths import expanded, is_file
 from launcher.upstream.trainers import BACKENDS
 
-# what a file of the shape `open_instruct:` may say; the rest of the table is for `stage:` and `args:`
+# the keys of a file of the shape `open_instruct:`
 WRAPPED_KEYS = (
     *(name for name in KEYS if name not in {"stage", "backend", "attention", "args", "extends"}),
     "num_gpus",
 )
-# as an override on a stage file it would say what --gpus says
 _INSTEAD = {
     "num_gpus": "the number of GPUs is given with --gpus",
     "open_instruct": "either `stage:` and `args:`, or everything inside `open_instruct:`",
 }
 _ELSEWHERE = {"stage", "backend", "script", "deepspeed", "slurm", "gates", "args", "extends"}
-# those whose value the table alone judges; `num_gpus` is a key of the wrapped shape alone
+# the keys that the table alone reads
 _BY_TABLE = [
-    *(KEYS[name] for name in KEYS if name not in _ELSEWHERE),
+    *(key for name, key in KEYS.items() if name not in _ELSEWHERE),
     Key("num_gpus", "number", takes="a whole number", least=0),
 ]
 
 TREND_LOSSES = 8
-"""Losses, one a step, of which a trend can be told; fewer say nothing."""
-# what a verdict calls a switch that is on, and one that is off
+"""The fewest losses, one a step, that show a trend."""
+# the states of a verdict's point that is on, and of one that is off
 SWITCHED = {"liger": ("engaged", "off"), "packing": ("isolated", "off")}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Rows per optimizer step, and per device and forward pass; None where the file is silent."""
+    """Rows per optimizer step, and per device and forward pass; None if the file is silent."""
 
     total: int | None = None
     per_device: int | None = None
@@ -49,10 +48,10 @@ class Batch:
 class Watch:
     """How the probe watches a run.
 
-    What is expected must be proved `within` so many optimizer steps. Packing is tested where
-    `isolation` is set. A run hangs when nothing moves for `hang_factor` times the median step and for
-    `hang_seconds` at least.
-    Without `final_save` it ends after the last step and leaves no model: only trials ask for that, no file.
+    What is expected must be proved `within` so many optimizer steps. `isolation` tests packing. A
+    run hangs if nothing moves for `hang_factor` times the median step and for `hang_seconds` at
+    least. Without `final_save` it ends after the last step and saves no model: only trials ask for
+    that, no file.
     """
 
     within: int = 3
@@ -68,10 +67,10 @@ class Options:
 
     `script` is the key of a further script of the stage, None for the stage's own. `deepspeed` is a
     file, or None for no DeepSpeed; `attention` are implementations in the order of preference;
-    `probe` is None where training runs without it; `rehearse` where the file leaves that to the command.
+    `probe` is None if training runs without it; `rehearse` if the file leaves that to the command.
     `samples` is the number of prompts that the trained model and its base answer for the report.
-    `slurm` are options of sbatch, None for one without a value; `gates` those limits of a ladder that are
-    not the usual ones.
+    `slurm` are options of sbatch, None for one without a value; `gates` those limits of a ladder
+    that are not the defaults.
     """
 
     stage: str
@@ -115,97 +114,113 @@ def read(
     `folders` are further places (a checkout) that a relative DeepSpeed path may start from;
     `fields` are upstream's own names, for those who write them beside `args:`.
     """
-    keys = WRAPPED_KEYS if config.shape == "wrapped" else tuple(KEYS)
-    findings = [_unknown(key, keys, fields) for key in config.options if key not in keys]
     raw = config.options
+    keys = WRAPPED_KEYS if config.shape == "wrapped" else tuple(KEYS)
+    findings = [_unknown(key, keys, fields) for key in raw if key not in keys]
+    backend = "open_instruct"
     wrong_backend = backend_fault(config)
-    backend = str(raw.get("backend") or "open_instruct") if wrong_backend is None else "open_instruct"
+    if wrong_backend is not None:
+        findings.append(wrong_backend)
+    elif raw.get("backend"):
+        backend = str(raw["backend"])
     script, wrong_script = entry_of(config, stage, backend)
-    findings += [one for one in (wrong_backend, wrong_script) if one is not None]
+    if wrong_script is not None:
+        findings.append(wrong_script)
     values: dict[str, Any] = {}
     for key in _BY_TABLE:
         values[key.name], faults = key.read(raw.get(key.name))
-        findings += [_bad(*one) for one in faults]
-    # two that a module of their own reads, imported only where a file has one
+        findings += [_bad(*fault) for fault in faults]
     for name in ("slurm", "gates"):
         if raw.get(name) is not None:
             values[name], faulty = _read_elsewhere(config, name)
             findings += faulty
     if values["attention"] and BACKENDS[backend].STAGES[script].best_attention:
         values["attention"] = None
-        message = "`attention` is read for TRL only: open-instruct takes the first that is installed"
+        message = (
+            "`attention` is read for TRL only: open-instruct takes the first that is installed"
+        )
         findings.append(_bad("attention", message, "delete the line"))
     deepspeed, deepspeed_name, wrong_deepspeed = _deepspeed(config, folders)
-    findings += [] if wrong_deepspeed is None else [wrong_deepspeed]
-    if (batch := values["batch"]) is not None:
+    if wrong_deepspeed is not None:
+        findings.append(wrong_deepspeed)
+    if values["batch"] is not None:
+        batch = values["batch"]
         values["batch"] = Batch(total=batch.get("global"), per_device=batch.get("per_device"))
     if values["expect"] is not None:
         values["expect"] = {point: state or "any" for point, state in values["expect"].items()}
-    probe, gpus = values.pop("probe"), values.pop("num_gpus")
-    watch = {name: value for name, value in (probe or {}).items() if value is not None}
-    return Options(
+    values["gpus"] = values.pop("num_gpus")
+    probe = values.pop("probe")
+    options = Options(
         stage=stage,
         backend=backend,
         script=None if script == stage else script,
         deepspeed=deepspeed,
         deepspeed_name=deepspeed_name,
-        probe=None if probe is False else Watch(**watch),
-        gpus=gpus,
-        # what the file leaves open, or says wrongly, keeps its default
-        **{name: value for name, value in values.items() if value is not None},
-    ), findings
+        probe=None if probe is False else Watch(**_without_none(probe or {})),
+        **_without_none(values),
+    )
+    return options, findings
+
+
+def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
 
 
 def _read_elsewhere(config: Config, key: str) -> tuple[Mapping[str, Any], list[Finding]]:
+    """A key that a module of its own reads, imported only if a file has the key."""
     from launcher.runs import slurm
     from launcher.stage import gates
 
-    def complain(code: str, below: str, message: str, help: str | None) -> Finding:
-        return replace(_bad(f"{key}.{below}" if below else key, message, help), code=code)
+    def complain(code: str, part: str, message: str, help: str | None) -> Finding:
+        return replace(_bad(f"{key}.{part}" if part else key, message, help), code=code)
 
-    reader: Any = {"slurm": slurm.read_options, "gates": gates.read}[key]
-    values, findings = reader(config.options[key], complain)
-    return values, findings
+    if key == "slurm":
+        return slurm.read_options(config.options[key], complain)
+    return gates.read(config.options[key], complain)
 
 
 def stage_of(config: Config) -> str | None:
     """The stage that a file names: by `stage`, or by the script of the wrapped shape."""
-    stage = config.options.get("stage")
     if config.shape == "wrapped":
         key = _script_key(config.options.get("script"), "open_instruct")
         return None if key is None else _stage_of(key)
+    stage = config.options.get("stage")
     return stage if isinstance(stage, str) and stage in STAGES else None
 
 
 def entry_of(config: Config, stage: str, backend: str) -> tuple[str, Finding | None]:
-    """Which of a backend's scripts a file of this stage asks for, by its key, and what is wrong there.
+    """The key of the script that a file of this stage asks for, and what is wrong there.
 
     `script:` may be the key or a file name of upstream's; without it the stage's own script runs.
     """
-    given = config.options.get("script")
-    if given is None:
+    script = config.options.get("script")
+    if script is None:
         return stage, None
-    entries = BACKENDS[backend].STAGES
-    key = _script_key(given, backend)
-    if key is not None and _stage_of(key, backend) == stage:
+    key = _script_key(script, backend)
+    if key is None:
+        message = f"`{brief(script)}` is not a script that launch starts"
+    elif _stage_of(key, backend) == stage:
         return key, None
-    names = [name for name in entries if _stage_of(name, backend) == stage]
-    if key is not None:
-        message = f"`script: {brief(given)}` belongs to {_stage_of(key, backend)}, the file's stage is {stage}"
     else:
-        message = f"`{brief(given)}` is not a script that launch starts"
-        names = difflib.get_close_matches(str(given), entries, n=1) or names
-    return stage, _bad("script", message, nearest(str(given), names))
-
-
-def _script_key(given: Any, backend: str) -> str | None:
-    """The key of the script that a text names: itself, or a path that ends in upstream's file name."""
+        belongs = f"belongs to {_stage_of(key, backend)}"
+        message = f"`script: {brief(script)}` {belongs}, the file's stage is {stage}"
     entries = BACKENDS[backend].STAGES
-    if not isinstance(given, str) or given in entries:
-        return given if isinstance(given, str) else None
-    name = Path(given).name
-    # at a checkout that has it, or before
+    names = [name for name in entries if _stage_of(name, backend) == stage]
+    if key is None:
+        names = difflib.get_close_matches(str(script), entries, n=1) or names
+    return stage, _bad("script", message, nearest(str(script), names))
+
+
+def _script_key(script: Any, backend: str) -> str | None:
+    """The key of the script that a text names: itself, or a path that ends in its file name."""
+    entries = BACKENDS[backend].STAGES
+    if not isinstance(script, str):
+        return None
+    if script in entries:
+        return script
+    name = Path(script).name
     for key, entry in entries.items():
+        # some checkouts have it under a new name
         if name and name in (Path(entry.script).name, Path(entry.renamed).name):
             return key
     return None
@@ -217,16 +232,25 @@ def _stage_of(key: str, backend: str = "open_instruct") -> str:
 
 def stage_fault(config: Config) -> Finding | None:
     """Why a file that should name its stage does not; None for flat files, which need not."""
-    if stage_of(config) is not None or (config.shape == "flat" and "stage" not in config.options):
+    if stage_of(config) is not None:
         return None
-    key, what, names, inside = "stage", "stage", [*STAGES], ""
+    if config.shape == "flat" and "stage" not in config.options:
+        return None
+    key = "stage"
+    noun = "stage"
+    place = ""
+    names = list(STAGES)
     if config.shape == "wrapped":
-        key, what, inside = "script", "script that launch starts", " inside `open_instruct:`"
-        names = [Path(entry.script).name for entry in BACKENDS["open_instruct"].STAGES.values()]
+        key = "script"
+        noun = "script that launch starts"
+        place = " inside `open_instruct:`"
+        entries = BACKENDS["open_instruct"].STAGES.values()
+        names = [Path(entry.script).name for entry in entries]
     help = f"one of {', '.join(names)}"
-    if (given := config.options.get(key)) is None:
-        return _bad(key, f"`{key}` is missing", f"add `{key}:`{inside}, {help}")
-    return _bad(key, f"`{brief(given)}` is not a {what}", help)
+    value = config.options.get(key)
+    if value is None:
+        return _bad(key, f"`{key}` is missing", f"add `{key}:`{place}, {help}")
+    return _bad(key, f"`{brief(value)}` is not a {noun}", help)
 
 
 def backend_fault(config: Config) -> Finding | None:
@@ -235,7 +259,8 @@ def backend_fault(config: Config) -> Finding | None:
 
 
 def _bad(key: str, message: str, help: str | None = None) -> Finding:
-    return launch_finding("error", f"bad-{key.partition('.')[0].replace('_', '-')}", message, help, key=key)
+    code = f"bad-{key.partition('.')[0].replace('_', '-')}"
+    return launch_finding("error", code, message, help, key=key)
 
 
 def _unknown(key: str, keys: tuple[str, ...], fields: Collection[str]) -> Finding:
@@ -248,7 +273,8 @@ def _unknown(key: str, keys: tuple[str, ...], fields: Collection[str]) -> Findin
         help = f"did you mean `{near[0]}`?"
     else:
         help = f"upstream's own names go under `args:`; ours are {', '.join(keys)}"
-    return launch_finding("error", "unknown-option", f"`{key}` is not a stage-file option", help, key=key)
+    message = f"`{key}` is not a stage-file option"
+    return launch_finding("error", "unknown-option", message, help, key=key)
 
 
 def deepspeed_file(name: str) -> Path:
@@ -256,16 +282,18 @@ def deepspeed_file(name: str) -> Path:
 
 
 def _deepspeed(config: Config, folders: Sequence[Path]) -> tuple[Path | None, str, Finding | None]:
-    given = config.options.get("deepspeed")
-    if given is None or given is False or given == "none":
+    """The DeepSpeed file, its name, and what is wrong with them."""
+    value = config.options.get("deepspeed")
+    if value is None or value is False or value == "none":
         return None, "none", None
-    if given in DEEPSPEED:
-        return deepspeed_file(given), str(given), None
-    if isinstance(given, str):
-        # beside the stage file, or where launch was started
-        for base in (Path(), config.path.parent, *folders):
-            path = base / expanded(given)
+    if value in DEEPSPEED:
+        return deepspeed_file(value), str(value), None
+    if isinstance(value, str):
+        # where launch was started, or beside the stage file
+        for folder in (Path(), config.path.parent, *folders):
+            path = folder / expanded(value)
             if is_file(path):
                 return path.absolute(), path.stem, None
-    message = f"`{brief(given)}` is neither a DeepSpeed file nor a known name"
-    return (None, "none", _bad("deepspeed", message, nearest(str(given), ("a path", *DEEPSPEED, "none"))))
+    message = f"`{brief(value)}` is neither a DeepSpeed file nor a known name"
+    help = nearest(str(value), ("a path", *DEEPSPEED, "none"))
+    return None, "none", _bad("deepspeed", message, help)

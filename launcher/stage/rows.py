@@ -16,13 +16,13 @@ from launcher.dataset.survey import Survey
 from launcher.paths import is_file
 
 Kind = Literal["chats", "completions", "texts", "pairs"]
-# what a message's role has to be for a template to write it as it is meant
+# the roles that chat templates know
 _TEMPLATE_ROLES = frozenset({"system", "user", "assistant", "tool"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Rows that lie here: where, what they are like, and their `kind` for the trainer; None where it reads none."""
+    """Local rows: where, what they are like, and their `kind`, None if the trainer reads none."""
 
     source: Source
     survey: Survey
@@ -32,12 +32,13 @@ class Rows:
     @property
     def conversion(self) -> RowForm | None:
         """What `launch data convert` makes of rows that the trainer does not read."""
-        if self.kind:
+        if self.kind is not None:
             return None
-        form = shapes.recognise(self.survey)
         are_pairs = shapes.pair_columns(self.survey) is not None
-        # what is converted would be rows of the other stage
-        return form if are_pairs is self.wants_pairs else None
+        if are_pairs is not self.wants_pairs:
+            # rows of the other stage
+            return None
+        return shapes.recognise(self.survey)
 
     @property
     def convertible(self) -> Path:
@@ -47,7 +48,7 @@ class Rows:
 
 
 def look(data: str, stage: str, backend: str, environ: Mapping[str, str]) -> Rows | None:
-    """The rows of a file, a folder or a data set in the hub's cache; None where there are none to look at."""
+    """The rows of a file, a folder or a data set in the hub's cache; None if there are none."""
     is_alone = is_file(data)
     source = sources.of_file(data) if is_alone else sources.of_name(data, "train", None, environ)
     if not source.files:
@@ -56,24 +57,26 @@ def look(data: str, stage: str, backend: str, environ: Mapping[str, str]) -> Row
     if not surveyed.rows:
         return None
     kind = _KINDS[backend, stage](surveyed)
-    suffixes = _FILES.get(backend)
-    if is_alone and suffixes is not None and not data.endswith(suffixes):
+    # dataset_transformation.py::DatasetConfig.__post_init__[.jsonl]
+    if is_alone and backend == "open_instruct" and not data.endswith(LOCAL_SUFFIXES):
         kind = None
     return Rows(source=source, survey=surveyed, kind=kind, wants_pairs=stage in PAIRED)
 
 
 def _trl_answers(surveyed: Survey) -> Kind | None:
-    """trl/trainer/sft_trainer.py::SFTTrainer._prepare_dataset.tokenize_fn[in example:]: `prompt` decides first, then
-    `messages`, then the text.
+    """`prompt` decides first, then `messages`, then the text.
+
+    trl/trainer/sft_trainer.py::SFTTrainer._prepare_dataset.tokenize_fn[in example:]
     """
-    columns = surveyed.columns
-    if "prompt" in columns:
-        return "completions" if "completion" in columns else None
+    if "prompt" in surveyed.columns:
+        return "completions" if "completion" in surveyed.columns else None
     if _is_chat(surveyed, "messages"):
         return "chats"
-    if surveyed.kind("conversations") == "list" and surveyed.count("conversations", "from-value"):
-        # TRL renames the keys and leaves the roles (trl/data_utils.py::maybe_convert_to_chatml[List of possible])
-        roles = surveyed.named("conversations", "role:")
+    column = "conversations"
+    if surveyed.kind(column) == "list" and surveyed.count(column, "from-value"):
+        # TRL renames the keys and leaves the roles
+        # (trl/data_utils.py::maybe_convert_to_chatml[List of possible])
+        roles = surveyed.named(column, "role:")
         return "chats" if _TEMPLATE_ROLES.issuperset(roles) else None
     return "texts" if surveyed.kind("text") == "text" else None
 
@@ -87,7 +90,10 @@ def _trl_pairs(surveyed: Survey) -> Kind | None:
 
 
 def _trl_reads_pairs(surveyed: Survey) -> bool:
-    """Pairs with a prompt, in a column or at the start of both answers (trl/data_utils.py::extract_prompt)."""
+    """Whether a prompt is in a column, or at the start of both answers.
+
+    trl/data_utils.py::extract_prompt
+    """
     if not {"chosen", "rejected"} <= surveyed.columns:
         return False
     if surveyed.count("chosen", "json-messages"):
@@ -107,8 +113,9 @@ def _open_instruct_answers(surveyed: Survey) -> Kind | None:
 
 
 def _open_instruct_pairs(surveyed: Survey) -> Kind | None:
-    """Two whole conversations: a column `prompt` is not read
-    (dataset_transformation.py::preference_tulu_tokenize_and_truncate_v1).
+    """Two whole conversations: a column `prompt` is not read.
+
+    dataset_transformation.py::preference_tulu_tokenize_and_truncate_v1
     """
     if not (_is_chat(surveyed, "chosen") and _is_chat(surveyed, "rejected")):
         return None
@@ -121,5 +128,3 @@ _KINDS: Mapping[tuple[str, str], Callable[[Survey], Kind | None]] = {
     ("open_instruct", "sft"): _open_instruct_answers,
     ("open_instruct", "dpo"): _open_instruct_pairs,
 }
-# the only files that a trainer reads by their names (dataset_transformation.py::DatasetConfig.__post_init__[.jsonl])
-_FILES: Mapping[str, tuple[str, ...]] = {"open_instruct": LOCAL_SUFFIXES}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,10 +27,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """A stage that upstream would take: what was asked for, typed, and what is worth saying of it.
+    """A stage that upstream would take.
 
-    `args` are the values given, under upstream's names and as the file holds them; `findings` hold
-    no errors.
+    `args` are the values that the file gives, under upstream's names; `findings` hold no errors.
     """
 
     config: Config
@@ -57,9 +56,9 @@ class Stage:
     def deepspeed(self) -> Path | None:
         """The DeepSpeed file of the command.
 
-        Launch's own ZeRO-3 leaves the linears as they are, which is faster (docs/benchmarks.md). Where no layer is
-        computed again autograd would then keep every gathered weight until the backward pass: there DeepSpeed's
-        `memory_efficient_linear` stays on.
+        Launch's own ZeRO-3 files switch DeepSpeed's `memory_efficient_linear` off, which is faster
+        (docs/benchmarks.md). Without gradient checkpointing autograd would then keep every gathered
+        weight until the backward pass: there it stays on.
         """
         name = self.options.deepspeed_name
         if name in {"zero3", "zero3_offload"} and not self.entry.recomputes(self.values):
@@ -72,15 +71,16 @@ class Stage:
 
     @property
     def refers(self) -> bool:
-        """Whether DPO holds its log-probabilities against those of a reference model."""
-        return self.schema.pairs and self.values.get("loss_type") not in self.entry.without_reference
+        """Whether DPO compares its log-probabilities with those of a reference model."""
+        loss_type = self.values.get("loss_type")
+        return self.schema.pairs and loss_type not in self.entry.without_reference
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judged:
-    """A config with what was found out about it, valid or not.
+    """A config that was read, valid or not, and its findings.
 
-    `deepspeed` is the DeepSpeed file in use, parsed. `refused` are the keys of which no rule has to say more.
+    `deepspeed` is the content of the DeepSpeed file. Rules say nothing about the keys in `refused`.
     """
 
     config: Config
@@ -96,7 +96,7 @@ class Judged:
 
 
 def judge(config: Config, *, stage: str | None = None, locator: Locator | None = None) -> Judged:
-    """Check a config against the source that would run it, by what the file alone tells; never raises for its content.
+    """Check a config against the source that would run it, by what the file alone tells.
 
     Parameters and errors are those of `read`.
     """
@@ -105,57 +105,56 @@ def judge(config: Config, *, stage: str | None = None, locator: Locator | None =
 
 
 def unplanned_findings(judged: Judged, machine: Machine | None = None) -> tuple[Finding, ...]:
-    """All findings of a config that was read and is not planned: of GPUs only what the file itself says is known."""
+    """All findings of a config that is not planned: of GPUs only what the file says is known."""
     if judged.values is None:
         return judged.findings
     return apply_rules(judged, _file_context(judged, machine))
 
 
 def read(config: Config, *, stage: str | None = None, locator: Locator | None = None) -> Judged:
-    """Read a config by the source that would run it: its options and arguments, typed, and what is wrong with them.
+    """Read a config by the source that would run it: typed options and arguments, and findings.
 
-    The rules that need more facts than the arguments are left to `apply_rules`. `stage` is what the command line
-    asked for; `locator` finds the source, once for several configs. Raises NotReady where a checkout was named
-    and is none.
+    The rules that need more facts than the arguments are left to `apply_rules`. `stage` is what
+    the command line asked for; `locator` finds the source, once for several configs. Never raises
+    for the content of the config; raises NotReady if a named checkout is none.
     """
     locator = locator or Locator()
-    found, findings = _stage_name(config, stage, locator)
-    if found is None:
+    name, findings = _stage_name(config, stage, locator)
+    if name is None:
         return Judged(config=config, findings=_in_order(config, findings))
     source = locator.find(backend_of(config))
-    key, _ = options.entry_of(config, found, source.backend)
+    key, _ = options.entry_of(config, name, source.backend)
     schema = locator.schema(source.backend, key)
     entry = entry_of(schema)
-    folders = (source.root,) if source.root is not None else ()
-    opts, problems = options.read(config, found, folders, schema.fields)
-    findings += problems
-    checked = list(arguments.check(config, schema, entry, functools.partial(locate.past, source, schema.script)))
+    folders = () if source.root is None else (source.root,)
+    opts, option_faults = options.read(config, name, folders, schema.fields)
     values = _values(opts, schema, arguments.taken(schema, config.args))
-    reported = arguments.reported(config, schema, entry, checked)
-    lacking = list(arguments.missing(config, schema, entry, reported))
-    reported |= {fault.key for fault in lacking}
-    checked += lacking
-    checked += arguments.lost(config, schema, entry)
-    ruled = list(registry.apply(values))
-    if opts.expect.get("packing") in {"on", "any"}:
-        # what the file itself puts up with stops nothing
-        ruled = [replace(f, severity="note", help=None) if f.code == "packing-leaks" else f for f in ruled]
-    findings += [*checked, *(f for f in ruled if f.layer == "parser" or f.key not in reported)]
-    wrong = {finding.key for finding in findings if finding.severity == "error"}
-    findings += unused.refused(values, entry, wrong)
-    # the analysis says nothing more of keys of which something as grave was said
-    grave = {f.key for f in findings if f.severity in {"error", "warning"}}
+
+    past = functools.partial(locate.past, source, schema.script)
+    argument_faults = list(arguments.check(config, schema, entry, past))
+    reported = arguments.reported(config, schema, entry, argument_faults)
+    missing = list(arguments.missing(config, schema, entry, reported))
+    reported |= {fault.key for fault in missing}
+    lost = arguments.lost(config, schema, entry)
+    findings += [*option_faults, *argument_faults, *missing, *lost]
+    for finding in _apply_argument_rules(opts, values):
+        if finding.layer == "parser" or finding.key not in reported:
+            findings.append(finding)
+
+    findings += unused.refused(values, entry, _keys(findings, {"error"}))
+    grave = _keys(findings, {"error", "warning"})
     findings += [finding for finding in unused.find(values, entry) if finding.key not in grave]
-    findings += [*_batch_faults(opts, config, entry, values), *_attention_faults(opts, config)]
+    findings += _batch_faults(opts, config, entry, values)
+    findings += _attention_faults(opts, config)
     findings += _expect_faults(opts, entry, values)
-    wrong = {finding.key for finding in findings if finding.severity == "error"}
-    refused = frozenset(reported | wrong)
+
+    refused = reported | _keys(findings, {"error"})
     deepspeed, fault = opts.read_deepspeed()
     if fault is not None and fault.key not in refused:
         findings.append(fault)
     return Judged(
         config=config,
-        stage=found,
+        stage=name,
         options=opts,
         schema=schema,
         upstream=source,
@@ -167,17 +166,34 @@ def read(config: Config, *, stage: str | None = None, locator: Locator | None = 
     )
 
 
+def _keys(findings: Iterable[Finding], severities: set[Severity]) -> frozenset[str | None]:
+    return frozenset(finding.key for finding in findings if finding.severity in severities)
+
+
+def _apply_argument_rules(opts: Options, values: Values) -> Iterator[Finding]:
+    """The findings of the rules that need the arguments alone."""
+    accepts_leaks = opts.expect.get("packing") in {"on", "any"}
+    for finding in registry.apply(values):
+        if accepts_leaks and finding.code == "packing-leaks":
+            finding = replace(finding, severity="note", help=None)
+        yield finding
+
+
 def apply_rules(judged: Judged, context: Context) -> tuple[Finding, ...]:
-    """All findings of a config that was read: its own, those of the rules with these facts, that of the source."""
+    """All findings of a config: its own, those of the rules with these facts, the source's."""
     assert judged.upstream is not None
-    ruled = [finding for finding in registry.apply_in(context) if finding.key not in judged.refused]
-    pin = locate.unpinned(judged.upstream, allowed=judged.allow_unpinned, where_found=context.at_start)
-    placeless = [] if pin is None else [pin]
-    return _in_order(judged.config, [*judged.findings, *ruled], placeless)
+    findings = list(judged.findings)
+    for finding in registry.apply_in(context):
+        if finding.key not in judged.refused:
+            findings.append(finding)
+    allowed = judged.allow_unpinned
+    unpinned = locate.unpinned(judged.upstream, allowed=allowed, where_found=context.at_start)
+    placeless = [] if unpinned is None else [unpinned]
+    return _in_order(judged.config, findings, placeless)
 
 
 def validate(judged: Judged, *, strict: bool = False) -> Stage:
-    """The stage, if it stands; raises InvalidConfig with all findings where one of them stops it."""
+    """The stage of a valid config; raises InvalidConfig with all findings of an invalid one."""
     if errors(judged.findings, strict=strict):
         raise InvalidConfig(judged.findings)
     assert judged.options and judged.schema and judged.upstream and judged.values is not None
@@ -187,33 +203,41 @@ def validate(judged: Judged, *, strict: bool = False) -> Stage:
         schema=judged.schema,
         upstream=judged.upstream,
         values=judged.values,
-        args={k: v for k, v in judged.config.args.items() if v is not None},
+        args={key: value for key, value in judged.config.args.items() if value is not None},
         findings=judged.findings,
     )
 
 
-def _values(opts: Options, schema: Schema, given: Mapping[str, Any]) -> Values:
-    """The values as they will be if the first choice of `attention:` can be had."""
-    values = Values(schema, given)
+def _values(opts: Options, schema: Schema, args: Mapping[str, Any]) -> Values:
+    """The values as they are if the first choice of `attention:` is available."""
+    values = Values(schema, args)
     choice = preferred_attention(opts, values)
     if choice is None or choice.name is None or values.given("attn_implementation"):
         return values
-    return Values(schema, {**given, "attn_implementation": choice.name})
+    return Values(schema, {**args, "attn_implementation": choice.name})
 
 
 def preferred_attention(
-    options: Options, values: Values, *, gpus: int | None = None, packages: Mapping[str, str] | None = None
+    options: Options,
+    values: Values,
+    *,
+    gpus: int | None = None,
+    packages: Mapping[str, str] | None = None,
 ) -> Choice | None:
-    """Which of the attention implementations that a stage file prefers can be had; None without any.
+    """The first attention implementation of `attention:` that is available; None without the key.
 
-    `gpus` counts those of all nodes, `packages` are those of the trainer's Python: None is not known.
+    `gpus` counts those of all nodes, `packages` are those of the trainer's Python; None: unknown.
     """
     if not options.attention or "attn_implementation" not in values.schema.fields:
         return None
     from launcher.rules.trl import attention
 
     context = Context(
-        values=values, environ=os.environ, mixed_precision=options.mixed_precision, gpus=gpus, packages=packages
+        values=values,
+        environ=os.environ,
+        mixed_precision=options.mixed_precision,
+        gpus=gpus,
+        packages=packages,
     )
     return attention.choose(options.attention, context)
 
@@ -243,116 +267,156 @@ def _file_context(judged: Judged, machine: Machine | None) -> Context:
 
 
 def _number(values: Values, name: str) -> int | None:
-    given = values.get(name)
-    return given if isinstance(given, int) else None
+    value = values.get(name)
+    return value if isinstance(value, int) else None
 
 
 def _attention_faults(opts: Options, config: Config) -> Iterator[Finding]:
-    key = "attn_implementation"
-    inside = config.args.get("model_init_kwargs")
-    twice = [f"args.{key}"] if config.args.get(key) is not None else []
-    twice += ["args.model_init_kwargs"] if isinstance(inside, dict) and key in inside else []
-    for where in twice if opts.attention else ():
-        message = f"`{key}` and `attention:` both name the attention implementation"
-        yield launch_finding("error", "attention-twice", message, "keep `attention:`, leave this one out", key=where)
+    if not opts.attention:
+        return
+    name = "attn_implementation"
+    model_kwargs = config.args.get("model_init_kwargs")
+    keys = []
+    if config.args.get(name) is not None:
+        keys.append(name)
+    if isinstance(model_kwargs, dict) and name in model_kwargs:
+        keys.append("model_init_kwargs")
+    message = f"`{name}` and `attention:` both name the attention implementation"
+    help = "keep `attention:`, leave this one out"
+    for key in keys:
+        yield launch_finding("error", "attention-twice", message, help, key=f"args.{key}")
 
 
 def _expect_faults(opts: Options, entry: Entry, values: Values) -> Iterator[Finding]:
     """What `expect:` asks of a run that these arguments do not ask for."""
     names = entry.names
+    if opts.expect.get("liger") == "engaged" and not entry.liger(values):
+        reason = "" if names.liger else f"{entry.script} has no Liger"
+        yield _impossible_expectation(opts, "liger", names.liger, reason)
     per_device = (opts.batch or Batch()).per_device or values[names.per_device]
-    packs = entry.packs(values, per_device)
-    no_liger = "" if names.liger else f"{entry.script} has no Liger"
-    of_one_row = entry.packs(values, None) and not packs
-    no_packing = "a micro-batch of one row has nothing to pack" if of_one_row else ""
-    for point, states, is_on, name, reason in (
-        ("liger", {"engaged"}, entry.liger(values), names.liger, no_liger),
-        ("packing", {"isolated", "on"}, packs, names.packing, no_packing),
-    ):
-        state = opts.expect.get(point)
-        if state not in states or is_on:
-            continue
-        message = f"`expect.{point}: {state}` cannot hold: {reason or f'`{name}` is not true'}"
-        stops = opts.on_violation == "stop"
-        message += ", and the probe would stop the run" if stops else ""
-        help = f"expect.{point}=off" if reason else f"set `{name}: true`, or expect.{point}=off"
-        severity: Severity = "error" if stops else "warning"
-        yield launch_finding(severity, "impossible-expectation", message, help, key=f"expect.{point}")
-    limit = values.get(names.max_steps)
+    if opts.expect.get("packing") in {"isolated", "on"} and not entry.packs(values, per_device):
+        reason = ""
+        if entry.packs(values, None):
+            reason = "a micro-batch of one row has nothing to pack"
+        yield _impossible_expectation(opts, "packing", names.packing, reason)
+    limit = _number(values, names.max_steps)
     # TRL's 0 and -1 are no limit
-    if isinstance(limit, int) and limit > 0 and (fault := trend_fault(opts, limit)) is not None:
-        yield fault
+    if limit is not None and limit > 0:
+        fault = trend_fault(opts, limit)
+        if fault is not None:
+            yield fault
+
+
+def _impossible_expectation(
+    opts: Options, point: str, argument: str | None, reason: str
+) -> Finding:
+    """The finding that `expect.POINT` cannot hold; without a `reason`, as the argument is off."""
+    message = f"`expect.{point}: {opts.expect[point]}` cannot hold: "
+    if reason:
+        message += reason
+        help = f"expect.{point}=off"
+    else:
+        message += f"`{argument}` is not true"
+        help = f"set `{argument}: true`, or expect.{point}=off"
+    severity: Severity = "warning"
+    if opts.on_violation == "stop":
+        severity = "error"
+        message += ", and the probe would stop the run"
+    return launch_finding(severity, "impossible-expectation", message, help, key=f"expect.{point}")
 
 
 def trend_fault(opts: Options, steps: int | None) -> Finding | None:
-    """Where `expect:` asks a run of at most so many steps for a trend that fewer losses cannot show."""
-    if opts.expect.get("trend") in {None, "any"} or steps is None or steps >= TREND_LOSSES:
+    """The finding that a run of so many steps is too short to show the trend of `expect:`."""
+    trend = opts.expect.get("trend")
+    if trend in {None, "any"} or steps is None or steps >= TREND_LOSSES:
         return None
-    message = f"`expect.trend: {opts.expect['trend']}` cannot be proved: a run of {max(steps, 0)} steps "
+    message = f"`expect.trend: {trend}` cannot be proved: a run of {max(steps, 0)} steps "
     message += f"has as many losses at most, {TREND_LOSSES} are needed"
     help = "a longer run, or expect.trend=any"
     return launch_finding("warning", "impossible-expectation", message, help, key="expect.trend")
 
 
 def _batch_faults(opts: Options, config: Config, entry: Entry, values: Values) -> Iterator[Finding]:
+    names = entry.names
     batch = opts.batch or Batch()
-    split = (
-        (entry.names.per_device, "per_device", batch.per_device),
-        (entry.names.accumulation, "global", batch.total),
-    )
-    for name, part, by_batch in split:
-        key = f"args.{name}"
-        if by_batch and values.given(name):
-            message, help = f"`{name}` and `batch:` both set the batch", f"leave this one out; set `batch.{part}`"
-            yield launch_finding("error", "batch-twice", message, help, key=key)
-        elif not by_batch and isinstance(values[name], int) and values[name] < 1:
-            message, help = f"`{name}: {values[name]}` is not a batch size", "a whole number above 0"
-            yield replace(launch_finding("error", "impossible-batch", message, help, key=key), layer="run")
-    per_device = batch.per_device or values[entry.names.per_device]
-    if not batch.total or not isinstance(per_device, int) or per_device < 1:
+    yield from _batch_number_faults(values, names.per_device, "per_device", batch.per_device)
+    yield from _batch_number_faults(values, names.accumulation, "global", batch.total)
+    per_device = batch.per_device or _number(values, names.per_device)
+    if not batch.total or per_device is None or per_device < 1:
         return
     # whole micro-batches, however many devices there are
     if batch.total % per_device:
         yield impossible(config, total=batch.total, per_device=per_device)
 
 
-def _in_order(config: Config, findings: Sequence[Finding], placeless: Sequence[Finding] = ()) -> tuple[Finding, ...]:
-    placed = [one if one.file is not None else config.placed(one) for one in findings]
-    return tuple(sorted([*placeless, *placed], key=lambda one: (one.file or "", one.line or 0)))
+def _batch_number_faults(
+    values: Values, name: str, part: str, by_batch: int | None
+) -> Iterator[Finding]:
+    """What is wrong with an argument that `batch.PART` sets too, or with its value."""
+    key = f"args.{name}"
+    value = values[name]
+    if by_batch and values.given(name):
+        message = f"`{name}` and `batch:` both set the batch"
+        help = f"leave this one out; set `batch.{part}`"
+        yield launch_finding("error", "batch-twice", message, help, key=key)
+    elif not by_batch and isinstance(value, int) and value < 1:
+        message = f"`{name}: {value}` is not a batch size"
+        help = "a whole number above 0"
+        finding = launch_finding("error", "impossible-batch", message, help, key=key)
+        yield replace(finding, layer="run")
+
+
+def _in_order(
+    config: Config, findings: Sequence[Finding], placeless: Sequence[Finding] = ()
+) -> tuple[Finding, ...]:
+    ordered = list(placeless)
+    for finding in findings:
+        ordered.append(config.placed(finding) if finding.file is None else finding)
+    ordered.sort(key=lambda finding: (finding.file or "", finding.line or 0))
+    return tuple(ordered)
 
 
 def backend_of(config: Config) -> str:
-    """The backend that a file names, or the default where it names none that there is."""
+    """The backend that a file names, or the default if it names none that exists."""
     backend = config.options.get("backend")
     return backend if isinstance(backend, str) and backend in BACKENDS else "open_instruct"
 
 
-def _stage_name(config: Config, asked: str | None, locator: Locator) -> tuple[str | None, list[Finding]]:
-    """The stage to check against, None where that makes no sense, and what is wrong so far."""
+def _stage_name(
+    config: Config, asked: str | None, locator: Locator
+) -> tuple[str | None, list[Finding]]:
+    """The stage to check against, None if that makes no sense, and what is wrong so far."""
     faults = list(config.faults)
-    wrong_backend, fault = options.backend_fault(config), options.stage_fault(config)
-    faults += [one for one in (wrong_backend, fault) if one is not None]
+    wrong_backend = options.backend_fault(config)
+    wrong_stage = options.stage_fault(config)
     if wrong_backend is not None:
-        # held against another trainer's arguments, nearly every line would be wrong
+        faults.append(wrong_backend)
+    if wrong_stage is not None:
+        faults.append(wrong_stage)
+    if wrong_backend is not None:
+        # against another trainer's arguments nearly every line would be wrong
         return None, faults
-    if fault is not None:
-        # a stage that was forgotten can be guessed, and everything else said too
-        forgotten = config.shape == "stage" and config.options.get("stage") is None
-        return (asked or _guess(config, locator)) if forgotten else None, faults
     named = options.stage_of(config)
     if named is not None and asked is not None and named != asked:
         key = "script" if config.shape == "wrapped" else "stage"
-        message, help = f"the file's stage is {named}, not {asked}", f"launch {named} {config.path}"
+        message = f"the file's stage is {named}, not {asked}"
+        help = f"launch {named} {config.path}"
         return None, [*faults, launch_finding("error", "wrong-stage", message, help, key=key)]
+    # a stage that is missing can be guessed, one that is wrong cannot
+    is_missing = config.shape == "stage" and config.options.get("stage") is None
+    if wrong_stage is not None and not is_missing:
+        return None, faults
     return named or asked or _guess(config, locator), faults
 
 
 def _guess(config: Config, locator: Locator) -> str:
-    """Which stage a flat upstream file belongs to: the one whose own names it uses more."""
-    if any(key.startswith("dpo_") for key in config.args):
-        return "dpo"  # of no script's for SFT, at any commit
-    sft, dpo = (set(locator.schema("open_instruct", stage).fields) for stage in ("sft", "dpo"))
-    only_sft, only_dpo = len(config.args.keys() & (sft - dpo)), len(config.args.keys() & (dpo - sft))
-    if only_sft == only_dpo:
+    """The stage of a flat upstream file: the one whose own names it uses more."""
+    names = config.args.keys()
+    if any(name.startswith("dpo_") for name in names):
+        return "dpo"
+    sft = locator.schema("open_instruct", "sft").fields.keys()
+    dpo = locator.schema("open_instruct", "dpo").fields.keys()
+    lead = len(names & (sft - dpo)) - len(names & (dpo - sft))
+    if lead == 0:
         return "dpo" if "dpo" in str(config.path).lower() else "sft"
-    return "sft" if only_sft > only_dpo else "dpo"
+    return "sft" if lead > 0 else "dpo"

@@ -275,10 +275,12 @@ def _verdict(run: Run) -> str:
     if not status:
         return ""
     rows = []
+    words = {True: "ok", False: "**failed**", None: "unproven"}
     for point in summary.failed_first(run.verdict):
-        expected = point.get("expected")
-        words = {True: "ok", False: "**failed**", None: "unproven"}
-        rows.append([point.get("name"), point.get("state"), expected or "", words[point.get("ok")]])
+        word = words[point.get("ok")]
+        if point.get("ok") is True and not summary.is_wanted(point):
+            word = ""
+        rows.append([point.get("name"), point.get("state"), point.get("expected") or "", word])
     text = f"## Verdict: {status}\n\nWhat was proved of the run while it trained, and afterwards."
     return f"{text}\n\n{_table(('point', 'state', 'expected', ''), rows)}"
 

@@ -1,9 +1,9 @@
 """What upstream does with arguments, where that has changed between commits that launch knows.
 
-Rules and facts are written by hand, and upstream moves: a rule that was right at one commit can be wrong at
-another, though the line that it cites still stands. What such a rule depends on has a name here, and the
-commits between which it holds. The source itself comes first, by the text of one function; history decides
-only where that text is neither of the known ones.
+Rules and facts are written by hand, and upstream moves: a rule that was right at one commit can be
+wrong at another, though the line that it cites still stands. What such a rule depends on has a name
+here, and the commits between which it holds. The source itself comes first, by the text of one
+function; history decides only where that text is neither of the known ones.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ Answers = Mapping[str, bool | None]
 class Sign:
     """A text in one function of upstream's that tells whether a behaviour holds.
 
-    `symbol` is a file and a function, or `Class.method`, as in a citation; `{script}` is the entry script. `text`
-    stands there as `source.functions.normalised` writes it. `scripts` are the keys of the entry scripts that
-    the sign is about; without any it is about all.
+    `symbol` is a file and a function, or `Class.method`, as in a citation; `{script}` is the entry
+    script. `text` stands there as `source.functions.normalised` writes it. `scripts` are the keys
+    of the entry scripts that the sign is about; without any it is about all.
     """
 
     symbol: str
@@ -47,8 +47,9 @@ class Sign:
 class Behaviour:
     """Something that upstream does at some commits and not at others, or in other words at each.
 
-    `says` is a sentence for people. Of `signs` the first whose text is found decides. `since` is the commit
-    that brought the behaviour (None: older than what launch knows), `until` the one that took it away.
+    `says` is a sentence for people. Of `signs` the first whose text is found decides. `since` is
+    the commit that brought the behaviour (None: older than what launch knows), `until` the one that
+    took it away.
     """
 
     name: str
@@ -115,7 +116,10 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
                 scripts=(DPO,),
             ),
             Sign(
-                symbol="{script}::main", text="max_grad_norm=args.max_grad_norm", holds=False, scripts=(DPO_OLMO_CORE,)
+                symbol="{script}::main",
+                text="max_grad_norm=args.max_grad_norm",
+                holds=False,
+                scripts=(DPO_OLMO_CORE,),
             ),
         ),
     ),
@@ -135,7 +139,8 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
             Sign(symbol=f"{_DPO_UTILS}::concatenated_forward_olmo", text="doc_lens=", holds=False),
             Sign(
                 symbol=f"{_DPO_UTILS}::concatenated_forward_olmo",
-                text="model(concatenated_batch['concatenated_input_ids'], labels=concatenated_labels)",
+                text="model(concatenated_batch['concatenated_input_ids'], "
+                "labels=concatenated_labels)",
                 holds=True,
             ),
         ),
@@ -164,8 +169,16 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
         scripts=(DPO_OLMO_CORE,),
         until="1bc3178a7",
         signs=(
-            Sign(symbol=f"{_OLMO_CORE_UTILS}::save_state_dict_as_hf", text="save_hf_model(", holds=True),
-            Sign(symbol=f"{_OLMO_CORE_UTILS}::save_state_dict_as_hf", text="state_to_hf(", holds=False),
+            Sign(
+                symbol=f"{_OLMO_CORE_UTILS}::save_state_dict_as_hf",
+                text="save_hf_model(",
+                holds=True,
+            ),
+            Sign(
+                symbol=f"{_OLMO_CORE_UTILS}::save_state_dict_as_hf",
+                text="state_to_hf(",
+                holds=False,
+            ),
         ),
     ),
     Behaviour(
@@ -184,7 +197,11 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
         scripts=(DPO_OLMO_CORE,),
         until="b6901f008",
         signs=(
-            Sign(symbol="{script}::_setup_scheduler", text="olmo_optim.ConstantWithWarmup", holds=True),
+            Sign(
+                symbol="{script}::_setup_scheduler",
+                text="olmo_optim.ConstantWithWarmup",
+                holds=True,
+            ),
             Sign(
                 symbol=f"{_OLMO_CORE_UTILS}::build_scheduler",
                 text="raise ValueError(f'Unknown lr_scheduler_type",
@@ -198,7 +215,9 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
         scripts=(SFT, DPO),
         until="0895af14c",
         signs=(
-            Sign(symbol="{script}::main", text="no_decay = ['bias', 'layer_norm.weight']", holds=True),
+            Sign(
+                symbol="{script}::main", text="no_decay = ['bias', 'layer_norm.weight']", holds=True
+            ),
             Sign(
                 symbol="open_instruct/utils.py::get_optimizer_grouped_parameters",
                 text="if group['params']",
@@ -211,8 +230,16 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
         says="the key of a cached data set holds the chat template",
         since="00ffbfc32",
         signs=(
-            Sign(symbol=f"{_TRANSFORMATION}::compute_config_hash", text="chat_template_hash", holds=True),
-            Sign(symbol=f"{_TRANSFORMATION}::compute_config_hash", text="'tokenizer_config': tc_dict", holds=False),
+            Sign(
+                symbol=f"{_TRANSFORMATION}::compute_config_hash",
+                text="chat_template_hash",
+                holds=True,
+            ),
+            Sign(
+                symbol=f"{_TRANSFORMATION}::compute_config_hash",
+                text="'tokenizer_config': tc_dict",
+                holds=False,
+            ),
         ),
     ),
     Behaviour(
@@ -221,8 +248,16 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
         scripts=(DPO_OLMO_CORE,),
         since="b08d6dc8e",
         signs=(
-            Sign(symbol="{script}::_setup_callbacks", text="max_checkpoints=args.keep_last_n_checkpoints", holds=True),
-            Sign(symbol="{script}::_setup_callbacks", text="args.ephemeral_save_interval", holds=False),
+            Sign(
+                symbol="{script}::_setup_callbacks",
+                text="max_checkpoints=args.keep_last_n_checkpoints",
+                holds=True,
+            ),
+            Sign(
+                symbol="{script}::_setup_callbacks",
+                text="args.ephemeral_save_interval",
+                holds=False,
+            ),
         ),
     ),
     Behaviour(
@@ -255,12 +290,21 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
     ),
     Behaviour(
         name=RECOMPUTES_MODULES,
-        says="`activation_checkpointing_mode: selected_modules` recomputes without a budget or torch.compile",
+        says="`activation_checkpointing_mode: selected_modules` recomputes without a budget or"
+        " torch.compile",
         scripts=(DPO_OLMO_CORE,),
         since="18f6520b5",
         signs=(
-            Sign(symbol=f"{_OLMO_CORE_UTILS}::build_ac_config", text="mode == 'selected_modules'", holds=True),
-            Sign(symbol=f"{_OLMO_CORE_UTILS}::build_ac_config", text="activation_memory_budget < 1.0", holds=False),
+            Sign(
+                symbol=f"{_OLMO_CORE_UTILS}::build_ac_config",
+                text="mode == 'selected_modules'",
+                holds=True,
+            ),
+            Sign(
+                symbol=f"{_OLMO_CORE_UTILS}::build_ac_config",
+                text="activation_memory_budget < 1.0",
+                holds=False,
+            ),
         ),
     ),
     Behaviour(
@@ -305,7 +349,9 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
         since="b6901f008",
         signs=(
             Sign(symbol=f"{_OLMO_CORE_UTILS}::setup_model", text="with_rope_scaling(", holds=True),
-            Sign(symbol=f"{_OLMO_CORE_UTILS}::setup_model", text="model_config.build(", holds=False),
+            Sign(
+                symbol=f"{_OLMO_CORE_UTILS}::setup_model", text="model_config.build(", holds=False
+            ),
         ),
     ),
     Behaviour(
@@ -314,8 +360,14 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
         scripts=(DPO_OLMO_CORE,),
         since="49226584b",
         signs=(
-            Sign(symbol=f"{_OLMO_CORE_UTILS}::setup_model", text="model_config_args.loss_implementation", holds=True),
-            Sign(symbol=f"{_OLMO_CORE_UTILS}::setup_model", text="model_config.build(", holds=False),
+            Sign(
+                symbol=f"{_OLMO_CORE_UTILS}::setup_model",
+                text="model_config_args.loss_implementation",
+                holds=True,
+            ),
+            Sign(
+                symbol=f"{_OLMO_CORE_UTILS}::setup_model", text="model_config.build(", holds=False
+            ),
         ),
     ),
     Behaviour(
@@ -329,7 +381,9 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
                 holds=True,
             ),
             Sign(
-                symbol=f"{_MODEL_UTILS}::detect_attn_implementation", text="_is_flash_attn_4_available()", holds=False
+                symbol=f"{_MODEL_UTILS}::detect_attn_implementation",
+                text="_is_flash_attn_4_available()",
+                holds=False,
             ),
         ),
     ),
@@ -339,7 +393,11 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
         scripts=(DPO, DPO_OLMO_CORE),
         until="94a17b99a",
         signs=(
-            Sign(symbol=f"{_DPO_UTILS}::_get_batch_logps", text="loss_mask.sum(-1).clamp(min=1)", holds=False),
+            Sign(
+                symbol=f"{_DPO_UTILS}::_get_batch_logps",
+                text="loss_mask.sum(-1).clamp(min=1)",
+                holds=False,
+            ),
             Sign(symbol=f"{_DPO_UTILS}::_get_batch_logps", text="/ loss_mask.sum(-1)", holds=True),
         ),
     ),
@@ -423,12 +481,14 @@ BEHAVIOURS: tuple[Behaviour, ...] = (
 
 
 def of_script(key: str) -> Iterable[Behaviour]:
-    """The behaviours that rules and facts about one entry script depend on, by its key in `STAGES`."""
+    """The behaviours that rules and facts about an entry script, by its key, depend on."""
     return (behaviour for behaviour in BEHAVIOURS if key in behaviour.scripts)
 
 
 def read(sources: Sources, key: str, script: str) -> dict[str, bool | None]:
-    """What the source of one entry script shows of each behaviour; None where it shows neither form."""
+    """What the source of one entry script shows of each behaviour; None where it shows neither
+    form.
+    """
     answers: dict[str, bool | None] = {}
     for behaviour in of_script(key):
         answers[behaviour.name] = _shown(behaviour, sources, key, script)
@@ -464,8 +524,12 @@ def _text_of(sources: Sources, file: str, function: str) -> str | None:
     return None
 
 
-def completed(answers: Answers, key: str, repository: Repository, commit: str) -> dict[str, bool | None]:
-    """The answers, with those that the source does not give by the history of a repository, as far as it goes."""
+def completed(
+    answers: Answers, key: str, repository: Repository, commit: str
+) -> dict[str, bool | None]:
+    """The answers, with those that the source does not give by the history of a repository, as far
+    as it goes.
+    """
     complete = dict(answers)
     for behaviour in of_script(key):
         if complete.get(behaviour.name) is None:
@@ -488,7 +552,9 @@ def _by_history(behaviour: Behaviour, repository: Repository, commit: str) -> bo
 
 
 def _contains(repository: Repository, commit: str, change: str) -> bool | None:
-    """Whether a commit has a change among its ancestors; None where the history is cut off before that change."""
+    """Whether a commit has a change among its ancestors; None where the history is cut off before
+    that change.
+    """
     if repository.commit(change) is None:
         # a whole history that lacks the change ends before it, or is that of a fork
         return None if repository.is_shallow() else False

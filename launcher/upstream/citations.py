@@ -1,9 +1,10 @@
-"""What launch cites of upstream's source, by symbol and anchor text, and where that is in a source at hand.
+"""What launch cites of upstream's source, by symbol and anchor text, and where that is in a source.
 
-A citation is written `package/file.py::symbol[anchor]`: the function or class that the line stands in (nothing
-for the module itself) and a text that only this line of it holds. `[anchor #2]` is the second line with that
-text. A symbol alone is the line that defines it; a file without a package is open-instruct's. No line number
-stands in launch's source: `rendered` shows it out of the committed table, `RuleStanding` out of a checkout.
+A citation is written `package/file.py::symbol[anchor]`: the function or class that the line stands
+in (nothing for the module itself) and a text that only this line of it holds. `[anchor #2]` is the
+second line with that text. A symbol alone is the line that defines it; a file without a package is
+open-instruct's. No line number stands in launch's source: `rendered` shows it out of the committed
+table, `RuleStanding` out of a checkout.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from launcher.upstream.source.functions import normalised
 from launcher.upstream.source.packages import Tree
 
 _FILE = r"(?<![\w/.{}])((?:\w+/)*\w+\.py)::"
-CITATION = re.compile(rf"{_FILE}(?:([A-Za-z_][\w.]*\w|[A-Za-z_])(?:\[([^\[\]\n]+)\])?|\[([^\[\]\n]+)\])")
+_SYMBOL = r"([A-Za-z_][\w.]*\w|[A-Za-z_])"
+_ANCHOR = r"\[([^\[\]\n]+)\]"
+CITATION = re.compile(rf"{_FILE}(?:{_SYMBOL}(?:{_ANCHOR})?|{_ANCHOR})")
 _NTH = re.compile(r"(.+?) #(\d+)")
 # what a test of this repository is called in words, too
 _OWN_FOLDERS = ("tests/", "launcher/", "scripts/", "benchmarks/", "test_")
@@ -33,8 +36,8 @@ _LESS: Mapping[Severity, Severity] = {"error": "warning", "warning": "note", "no
 class CitedPlace(NamedTuple):
     """Where a cited line is: its number from 1, digests of the line and of what encloses it.
 
-    What encloses a line is the innermost function, without docstrings and log calls; of a line outside any
-    function, the statement of the class or of the module.
+    What encloses a line is the innermost function, without docstrings and log calls; of a line
+    outside any function, the statement of the class or of the module.
     """
 
     line: int
@@ -43,12 +46,12 @@ class CitedPlace(NamedTuple):
 
 
 Table = Mapping[str, CitedPlace]
-"""`package/file.py::symbol[anchor]` -> its place in one release. What that release lacks is not in it."""
+"""`package/file.py::symbol[anchor]` -> its place in one release, without what that lacks."""
 
 
 @dataclass(frozen=True, slots=True)
 class Citation:
-    """One citation: the file with its package, the qualified symbol, the anchor and which of its lines."""
+    """The file with its package, the qualified symbol, the anchor and which of its lines."""
 
     label: str
     symbol: str
@@ -95,14 +98,14 @@ def of_rule(rule: Callable[..., object]) -> list[str]:
 
 
 def reviews_of(rule: Callable[..., object]) -> tuple[str, ...]:
-    """The commits, besides `BASELINE`, at which somebody confirmed the rule; see `rules.rule.cites`."""
+    """The commits, besides `BASELINE`, at which the rule was confirmed; see `rules.rule.cites`."""
     reviewed: tuple[str, ...] = getattr(rule, "reviewed", ())
     return reviewed
 
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """The committed tables by release (`open_instruct COMMIT`, `trl 1.16.0`), and the commit that is the pin.
+    """The committed tables by release (`open_instruct COMMIT`, `trl 1.16.0`), and the pin's commit.
 
     `later` are the commits with a table that come after the pin.
     """
@@ -127,22 +130,24 @@ def committed() -> Committed:
 
 def at_release(releases: Iterable[str]) -> Table:
     """What the committed tables know of some releases, together."""
-    known = committed().tables
+    tables = committed().tables
     places: dict[str, CitedPlace] = {}
     for release in releases:
-        places.update(known.get(release, {}))
+        places.update(tables.get(release, {}))
     return places
 
 
 def commits(package: str, baseline: str) -> dict[str, Table]:
-    """The committed tables of a package that has commits, by release, that of its baseline first."""
-    first = f"{package} {baseline}"
-    known = {release: table for release, table in committed().tables.items() if release.startswith(f"{package} ")}
-    return {first: known.get(first, {}), **known}
+    """The committed tables of a package that has commits, by release, its baseline's first."""
+    tables: dict[str, Table] = {f"{package} {baseline}": {}}
+    for release, table in committed().tables.items():
+        if release.startswith(f"{package} "):
+            tables[release] = table
+    return tables
 
 
 def rendered(text: str, line_of: Callable[[str], int | None] | None = None) -> str:
-    """A text for people: each citation in it as `file.py:LINE`, without a number where the line is not known.
+    """A text for people: each citation in it as `file.py:LINE`, or `file.py` without a known line.
 
     `line_of` answers for another source than the committed releases.
     """
@@ -167,9 +172,9 @@ def _committed_line(citation: str) -> int | None:
 @cache
 def _current() -> Table:
     """What is cited of the pin, and of the release of each package."""
-    known = committed()
-    others = (release for release in known.tables if not release.startswith("open_instruct "))
-    return at_release([f"open_instruct {known.pin}", *others])
+    pin = f"open_instruct {committed().pin}"
+    releases = committed().tables
+    return at_release(r for r in releases if r == pin or not r.startswith("open_instruct "))
 
 
 def table(trees: Mapping[str, Tree], cited: Iterable[str]) -> dict[str, CitedPlace]:
@@ -212,11 +217,12 @@ class SourceFiles:
 class RuleStanding:
     """Whether what a rule cites is, in one source, as it was when somebody last confirmed the rule.
 
-    `confirmed` holds the tables of the commits at which rules were confirmed, the first of them the one that all
-    were `written_for`, as people read it; `place` answers for the source at hand. `others` are scripts that do
-    not run and files that define arguments of theirs: what is cited there counts as unchanged, and so does what
-    no table knows. With `by_line` the enclosing function does not count: nobody confirms rules for a release of a
-    package that is merely installed.
+    `confirmed` holds the tables of the commits at which rules were confirmed, the first of them the
+    one that all were `written_for`, as people read it; `place` answers for the source at hand.
+    `others` are scripts that do not run and files that define arguments of theirs: what is cited
+    there counts as unchanged, and so does what no table knows. With `by_line` the enclosing
+    function does not count: nobody confirms rules for a release of a package that is merely
+    installed.
     """
 
     written_for: str
@@ -226,11 +232,11 @@ class RuleStanding:
     by_line: bool = False
 
     def changed(self, rule: Callable[..., object]) -> list[str]:
-        """What a rule cites and is not as it was at any commit where the rule was confirmed; else nothing."""
+        """What a rule cites and is not as it was at any commit where the rule was confirmed."""
         return self.nearest(rule)[1]
 
     def nearest(self, rule: Callable[..., object]) -> tuple[str, list[str]]:
-        """Of the releases at which a rule was confirmed the one that this source is most like, and what differs."""
+        """The release, of those where a rule was confirmed, most like this source; what differs."""
         first = next(iter(self.confirmed))
         nearest = first
         fewest = self._differing(rule, first)
@@ -251,11 +257,12 @@ class RuleStanding:
         return None if place is None else place.line
 
     def weighed(self, finding: Finding, changed: Sequence[str]) -> Finding:
-        """A finding of a rule some of whose citations changed: a note until somebody confirms the rule."""
+        """A finding of a rule whose citations `changed`: a note until the rule is confirmed."""
         if not changed:
             return finding
         names = ", ".join(self._name(citation) for citation in changed)
-        message = f"{finding.message} (written for {self.written_for}: this source differs at {names})"
+        about = f"written for {self.written_for}: this source differs at {names}"
+        message = f"{finding.message} ({about})"
         severity: Severity = _LESS[finding.severity] if self.by_line else "note"
         return replace(finding, severity=severity, message=message)
 
@@ -303,7 +310,7 @@ class SourceFile:
     tree: ast.Module
     scopes: list[_Scope]
     _innermost: list[_Scope | None]
-    _texts: dict[int, str] = field(default_factory=dict)
+    _texts: dict[ast.stmt, str] = field(default_factory=dict)
 
     def around(self, line: int) -> str:
         """The innermost function or class that a line stands in; "" for the module."""
@@ -321,30 +328,34 @@ class SourceFile:
         if symbol is None:
             return None
         if not citation.anchor:
-            lines = [scope.node.lineno for scope in self.scopes if scope.name == symbol]
-            return lines[0] if lines else None
+            return self._definition(symbol)
         lines = self._lines_with(citation.anchor, symbol)
-        if citation.nth:
-            return lines[citation.nth - 1] if citation.nth <= len(lines) else None
-        return lines[0] if len(lines) == 1 else None
+        if not citation.nth and len(lines) > 1:
+            return None
+        index = max(citation.nth - 1, 0)
+        return lines[index] if index < len(lines) else None
+
+    def _definition(self, symbol: str) -> int | None:
+        """The line that defines a function or class: the first of that name."""
+        for scope in self.scopes:
+            if scope.name == symbol:
+                return scope.node.lineno
+        return None
 
     def enclosing(self, line: int) -> str:
         """The text of what encloses a line, without docstrings and log calls; see `CitedPlace`."""
         node = self._enclosing_node(line)
         if node is None:
             return ""
-        if id(node) not in self._texts:
-            self._texts[id(node)] = _header(node) if isinstance(node, ast.ClassDef) else normalised(node)
-        return self._texts[id(node)]
+        if node not in self._texts:
+            self._texts[node] = _shown_text(node)
+        return self._texts[node]
 
     def cite(self, label: str, line: int) -> Citation | None:
-        """The shortest citation of a line that finds it again; None for a line without a usable text."""
-        scope = self._innermost[line]
-        symbol = "" if scope is None else scope.name
-        if scope is not None and scope.node.lineno == line:
-            first = next(one for one in self.scopes if one.name == symbol)
-            if first is scope:
-                return Citation(label, symbol)
+        """The shortest citation of a line that finds it again; None if its text is not usable."""
+        symbol = self.around(line)
+        if symbol and self._definition(symbol) == line:
+            return Citation(label, symbol)
         texts = _usable(self.lines[line - 1])
         room = max(_LEAST, _WIDTH - len(f"{label}::{symbol}[]"))
         for text in texts:
@@ -359,7 +370,7 @@ class SourceFile:
         return None
 
     def _symbol(self, name: str) -> str | None:
-        """A symbol's name here; where a class has another name, that of the one method called so."""
+        """A symbol's name; if its class has another name, that of the only method called so."""
         names = {scope.name for scope in self.scopes}
         if not name or name in names:
             return name
@@ -368,10 +379,12 @@ class SourceFile:
         return alike[0] if "." in name and len(alike) == 1 else None
 
     def _lines_with(self, anchor: str, symbol: str) -> list[int]:
-        numbers = range(1, len(self.lines) + 1)
-        within = (number for number in numbers if self.around(number) == symbol)
         whole = _whole(anchor)
-        return [number for number in within if whole.search(_spaced(self.lines[number - 1]))]
+        numbers = []
+        for number, text in enumerate(self.lines, 1):
+            if self.around(number) == symbol and whole.search(_spaced(text)):
+                numbers.append(number)
+        return numbers
 
     def _enclosing_node(self, line: int) -> ast.stmt | None:
         scope = self._innermost[line]
@@ -421,22 +434,24 @@ def _scopes(node: ast.AST, prefix: str) -> Iterator[_Scope]:
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             name = f"{prefix}{child.name}"
-            starts = [child.lineno, *(decorator.lineno for decorator in child.decorator_list)]
-            yield _Scope(name=name, first=min(starts), last=child.end_lineno or child.lineno, node=child)
+            first = min(node.lineno for node in (child, *child.decorator_list))
+            yield _Scope(name, first, child.end_lineno or child.lineno, child)
             yield from _scopes(child, f"{name}.")
         else:
             yield from _scopes(child, prefix)
 
 
-def _header(node: ast.ClassDef) -> str:
-    """Decorators, name and bases of a class."""
+def _shown_text(node: ast.stmt) -> str:
+    """Decorators, name and bases of a class; all of anything else."""
+    if not isinstance(node, ast.ClassDef):
+        return normalised(node)
     parts = [*node.decorator_list, *node.bases, *node.keywords]
     return " ".join([node.name, *map(ast.unparse, parts)])
 
 
 _UNUSABLE = re.compile(r"[^\x20-\x7e]+|[\[\]{}\"'`\\#]+")
 _TOKENS = re.compile(r"[\w.]+|\s+|.")
-# lengths of an anchor: what finds a line at all, what tells a reader something, what is more than enough
+# lengths of an anchor: what finds a line at all, what tells a reader something, what is too much
 _LEAST = 8
 _ENOUGH = 14
 _MOST = 40
@@ -444,20 +459,26 @@ _WIDTH = 104
 
 
 def _usable(line: str) -> list[str]:
-    """The parts of a line that can be an anchor wherever it is written, those that say most first."""
+    """The parts of a line that can be an anchor, wherever it is written; wordy ones first."""
     parts = [part.strip(" (,") for part in _UNUSABLE.split(_spaced(line))]
     wordy = [part for part in parts if len(re.findall(r"\w", part)) > 2]
     return wordy or [part for part in parts if part]
 
 
 def _anchors(text: str, room: int) -> Iterator[str]:
-    """Beginnings of a text up to the ends of its words, the shortest first; then other parts; then all of it."""
+    """Beginnings of a text that end with a word, shortest first; other parts; all of it."""
     tokens = _TOKENS.findall(text)
-    yield from (anchor for anchor in _prefixes(tokens) if _ENOUGH <= len(anchor) <= min(room, _MOST))
-    starts = (start for start, token in enumerate(tokens) if re.match(r"[\w.=-]", token))
-    parts = {anchor for start in starts for anchor in _prefixes(tokens[start:])}
+    for anchor in _prefixes(tokens):
+        if _ENOUGH <= len(anchor) <= min(room, _MOST):
+            yield anchor
+    parts: set[str] = set()
+    for start, token in enumerate(tokens):
+        if re.match(r"[\w.=-]", token):
+            parts.update(_prefixes(tokens[start:]))
     least = min(room, _ENOUGH)
-    yield from sorted((part for part in parts if len(part) >= least), key=lambda part: (len(part), part))
+    for part in sorted(parts, key=lambda part: (len(part), part)):
+        if len(part) >= least:
+            yield part
     yield text
 
 

@@ -12,9 +12,10 @@ from launcher.upstream.schema import Field, Values
 
 Checkpoints = Literal["accelerate", "transformers"]
 Packing = Literal["flattened", "paired", "refilled", "one-row", "padded", "always"]
-"""What packing makes of a micro-batch: its rows behind each other (`paired`: two sequences a row, so that one
-row is packed too); full rows, made before batching (`always`: whatever the arguments say); one row of a rank's whole
-step; or still padded rows."""
+"""What packing makes of a micro-batch: its rows behind each other (`paired`: two sequences a row,
+so that one row is packed too); full rows, made before batching (`always`: whatever the arguments
+say); one row of a rank's whole step; or still padded rows.
+"""
 
 _CITED = re.compile(r"\b[\w/]+\.py::[\w.]*(?:\[[^\]]*\])?")
 
@@ -26,8 +27,8 @@ DATA_FILE = "train_file"
 class Moved:
     """A key that this script does not have: what became of it, and who says so.
 
-    `to` is the key to write instead (None: nothing replaces it); `why` names the commit, or the other
-    stage or backend where the key lives.
+    `to` is the key to write instead (None: nothing replaces it); `why` names the commit, or the
+    other stage or backend where the key lives.
     """
 
     to: str | None
@@ -36,10 +37,11 @@ class Moved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
-    """A key that no longer exists and that changed what was trained: deleting it does not bring that back.
+    """A key that no longer exists and that changed what was trained: deleting it does not bring
+    that back.
 
-    `did` is what it did, `now` what holds without it, `instead` what to do. With the values of `harmless` it
-    did nothing.
+    `did` is what it did, `now` what holds without it, `instead` what to do. With the values of
+    `harmless` it did nothing.
     """
 
     did: str
@@ -54,10 +56,12 @@ class Lost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """How one script spells the ideas that launch itself has to know; None where it has no such argument.
+    """How one script spells the ideas that launch itself has to know; None where it has no such
+    argument.
 
-    `shared` says how many GPUs work on one row; `resume` names the checkpoint to start from, `exact_output`
-    puts the model into the output folder itself, `recompute_needs` is what recomputing activations needs.
+    `shared` says how many GPUs work on one row; `resume` names the checkpoint to start from,
+    `exact_output` puts the model into the output folder itself, `recompute_needs` is what
+    recomputing activations needs.
     """
 
     model: str = "model_name_or_path"
@@ -80,7 +84,7 @@ class Names:
 
     @property
     def needed(self) -> frozenset[str]:
-        """The fields without which nothing can be planned; Liger and packing came later upstream."""
+        """The fields without which nothing can be planned: Liger and packing came later."""
         return frozenset(
             {self.model, self.data, self.output, self.per_device, self.accumulation, self.epochs}
             | {self.max_steps, self.max_length, self.logging_steps}
@@ -89,9 +93,11 @@ class Names:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
-    """A release of a trainer that launch knows: its snapshot lies in snapshots/, and rules are held against it.
+    """A release of a trainer that launch knows: its snapshot lies in snapshots/, and rules are held
+    against it.
 
-    `version` is a full commit, or the versions of packages; `date` (YYYY-MM-DD) that of a commit, "" of packages.
+    `version` is a full commit, or the versions of packages; `date` (YYYY-MM-DD) that of a commit,
+    "" of packages.
     """
 
     version: str
@@ -101,10 +107,12 @@ class Release:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenisingPhase:
-    """The data of a script that does not tokenise itself: launch starts it for that, before any GPU is taken.
+    """The data of a script that does not tokenise itself: launch starts it for that, before any GPU
+    is taken.
 
-    `arguments` make it do that alone. `columns` are those of the set that it makes, whatever `target_columns` says.
-    `place` is where the training looks, by the folder of that set in the cache; `is_complete` whether all is there.
+    `arguments` make it do that alone. `columns` are those of the set that it makes, whatever
+    `target_columns` says. `place` is where the training looks, by the folder of that set in the
+    cache; `is_complete` whether all is there.
     """
 
     arguments: Mapping[str, Any]
@@ -117,8 +125,8 @@ class TokenisingPhase:
 class ExportPhase:
     """What the probe does once the training is over: it writes the model as transformers reads it.
 
-    `function` is one of `probe/models/exporting.py`; `settings` are what it needs to know, by the typed values; None
-    where there is no way.
+    `function` is one of `probe/models/exporting.py`; `settings` are what it needs to know, by the
+    typed values; None where there is no way.
     """
 
     function: str
@@ -129,9 +137,10 @@ class ExportPhase:
 class RehearsalRecipe:
     """How a script is rehearsed: two steps in one process on a CPU.
 
-    `values` are arguments that this takes. `parses` is the method of its parser that the script calls, `trainer` the
-    class of its library that it builds. `adapts` names a function of `workflows/rehearse/inside` that makes the
-    script's model small. Where it `imports_others`, what it imports for the sake of other scripts may be absent.
+    `values` are arguments that this takes. `parses` is the method of its parser that the script
+    calls, `trainer` the class of its library that it builds. `adapts` names a function of
+    `workflows/rehearse/inside` that makes the script's model small. Where it `imports_others`, what
+    it imports for the sake of other scripts may be absent.
     """
 
     values: Mapping[str, Any] = field(default_factory=dict)
@@ -151,47 +160,53 @@ def _output_dir(values: Values) -> Path | None:
 class Entry:
     """One entry script: where it is, which dataclasses it parses, how it names things.
 
-    `script` is relative to the folder that holds the package, `renamed` what it is called where a checkout has that
-    file (upstream's issue 1827 announces it; the old name then only points there). `classes` are (module, class
-    name) in the parser's order, for a script that does not show them; `owner` is the one of them to name to people.
-    `splits` are list keys whose value may be one text split at blanks. `by_file` are those whose values a config
-    file of the trainer's can hold where no flag can. `hints` say what to write instead of a
-    value that is refused, or of a key that always is. `lost` are keys that are gone and changed what was
-    trained. `derived` are values that launch sets where the stage
-    file is silent, each with its reason. `older` are the names that ideas had at other commits. `recorders`
-    are functions of upstream's that only write down what they read. `instead` says what to write for an
-    argument that nothing reads. `beside` are other scripts that parse the same dataclasses. `partial` are
-    switches that end the script early, on purpose: what it then leaves unread is no mistake.
+    `script` is relative to the folder that holds the package, `renamed` what it is called where a
+    checkout has that file (upstream's issue 1827 announces it; the old name then only points
+    there). `classes` are (module, class name) in the parser's order, for a script that does not
+    show them; `owner` is the one of them to name to people. `splits` are list keys whose value may
+    be one text split at blanks. `by_file` are those whose values a config file of the trainer's can
+    hold where no flag can. `hints` say what to write instead of a value that is refused, or of a
+    key that always is. `lost` are keys that are gone and changed what was trained. `derived` are
+    values that launch sets where the stage file is silent, each with its reason. `older` are the
+    names that ideas had at other commits. `recorders` are functions of upstream's that only write
+    down what they read. `instead` says what to write for an argument that nothing reads. `beside`
+    are other scripts that parse the same dataclasses. `partial` are switches that end the script
+    early, on purpose: what it then leaves unread is no mistake.
 
-    `stage` is what a further script of a stage is one of; the script that a stage starts by itself stands
-    under the stage's own name. `models` says where its source lists the models that it can build, as (module,
-    name of the mapping) and (module, class whose methods are the configs); `own_shapes` is the mapping of configs
-    that it has beside the library's, at commits that have one. `tables` are the mappings of a
-    module in which it looks up what arguments name. `needs` are distributions that it imports beside the
-    backend's, `imports` modules that it imports only when it runs. `settle` gives further derived values, by
-    the typed values and the number of GPUs; `rehearsal` is how it is rehearsed, None where it cannot be. `rules` is
-    the module of `launcher.rules` that holds all its rules; without one a script has those of its stage.
-    `behaves_as` is the key of the script whose behaviours (`behaviour.py`) it shares, where it has none of its own.
+    `stage` is what a further script of a stage is one of; the script that a stage starts by itself
+    stands under the stage's own name. `models` says where its source lists the models that it can
+    build, as (module, name of the mapping) and (module, class whose methods are the configs);
+    `own_shapes` is the mapping of configs that it has beside the library's, at commits that have
+    one. `tables` are the mappings of a module in which it looks up what arguments name. `needs` are
+    distributions that it imports beside the backend's, `imports` modules that it imports only when
+    it runs. `settle` gives further derived values, by the typed values and the number of GPUs;
+    `rehearsal` is how it is rehearsed, None where it cannot be. `rules` is the module of
+    `launcher.rules` that holds all its rules; without one a script has those of its stage.
+    `behaves_as` is the key of the script whose behaviours (`behaviour.py`) it shares, where it has
+    none of its own.
 
-    What runs inside: `watchers` are functions of `probe/watching` by the module that each watches, beside those of
-    the libraries that every script may use; `stand_ins` those that supply what a module lacks on a CPU.
+    What runs inside: `watchers` are functions of `probe/watching` by the module that each watches,
+    beside those of the libraries that every script may use; `stand_ins` those that supply what a
+    module lacks on a CPU.
 
     Its phases: `tokenising` before the training, in a process of its own, and `export` after it.
 
-    How it starts: `launcher`; whether one GPU without DeepSpeed is not enough (`needs_process_group`). Its loop:
-    `loop` is the library that counts steps, saves states and resumes from them; `drops_last` an epoch's last batch
-    that is not full; `divides_loss` the loss of each micro-batch by their number, or by the tokens of all;
-    `zero_is_limit`: no step at all is a limit; `skips_each_epoch`: after a resume, every later epoch skips batches
-    too; `epoch_checkpoints`: it can save one an epoch; `unjudged` is a pattern of states that it resumes from by
-    itself, and launch does not read; `ends_after` are switches after which it ends without a model, and after what;
-    `output` is the folder of the output, by the typed values, and `final_model` that of the model below it.
+    How it starts: `launcher`; whether one GPU without DeepSpeed is not enough
+    (`needs_process_group`). Its loop: `loop` is the library that counts steps, saves states and
+    resumes from them; `drops_last` an epoch's last batch that is not full; `divides_loss` the loss
+    of each micro-batch by their number, or by the tokens of all; `zero_is_limit`: no step at all is
+    a limit; `skips_each_epoch`: after a resume, every later epoch skips batches too;
+    `epoch_checkpoints`: it can save one an epoch; `unjudged` is a pattern of states that it resumes
+    from by itself, and launch does not read; `ends_after` are switches after which it ends without
+    a model, and after what; `output` is the folder of the output, by the typed values, and
+    `final_model` that of the model below it.
 
-    Memory: `sharding`; `own_precision`: its arguments decide, not accelerate's; `dtype` of loaded weights,
-    and `liger_dtype` under Liger, `strict_liger`: which crashes for models without kernels; `attentions` are
-    its names for torch's own and for flash-attn's, `best_attention`: it takes the best that is installed
-    where none is named; `tiled_loss`, `reentrant` checkpointing. DPO: `caches_reference` before the first
-    step; `without_reference` are losses that take none; `whole_model`: it fetches the model's whole
-    repository.
+    Memory: `sharding`; `own_precision`: its arguments decide, not accelerate's; `dtype` of loaded
+    weights, and `liger_dtype` under Liger, `strict_liger`: which crashes for models without
+    kernels; `attentions` are its names for torch's own and for flash-attn's, `best_attention`: it
+    takes the best that is installed where none is named; `tiled_loss`, `reentrant` checkpointing.
+    DPO: `caches_reference` before the first step; `without_reference` are losses that take none;
+    `whole_model`: it fetches the model's whole repository.
     """
 
     script: str
@@ -262,8 +277,9 @@ class Entry:
 
     @property
     def by_trainer(self) -> bool:
-        """Whether transformers' Trainer runs the steps: it divides each loss, fills in what is `auto` in a DeepSpeed
-        config, and finds its place in the data by the number of the step."""
+        """Whether transformers' Trainer runs the steps: it divides each loss, fills in what is
+        `auto` in a DeepSpeed config, and finds its place in the data by the number of the step.
+        """
         return self.loop == "transformers"
 
     @property
@@ -278,12 +294,16 @@ class Entry:
 
     @property
     def scales_positions(self) -> bool:
-        """Whether the script's own arguments scale the rotary embedding (olmo_core_utils.py::setup_model)."""
+        """Whether the script's own arguments scale the rotary embedding
+        (olmo_core_utils.py::setup_model).
+        """
         return self.loop == "olmo_core"
 
     @property
     def counts_in_script(self) -> bool:
-        """Whether the script itself counts how far it is after a resume; the other loops do that, and exactly."""
+        """Whether the script itself counts how far it is after a resume; the other loops do that,
+        and exactly.
+        """
         return self.loop == "accelerate"
 
     def liger(self, values: Mapping[str, Any]) -> bool:
@@ -305,16 +325,22 @@ class Entry:
 
     def selects_modules(self, values: Mapping[str, Any]) -> bool:
         """Whether modules are computed again by their names, without a budget or torch.compile
-        (olmo_core_utils.py::build_ac_config). The other scripts have the argument and do not read it.
+        (olmo_core_utils.py::build_ac_config). The other scripts have the argument and do not read
+        it.
         """
-        return self.loop == "olmo_core" and values.get("activation_checkpointing_mode") == "selected_modules"
+        return (
+            self.loop == "olmo_core"
+            and values.get("activation_checkpointing_mode") == "selected_modules"
+        )
 
     def packs(self, values: Mapping[str, Any], per_device: int | None) -> bool:
-        """Whether these arguments come to rows of several samples, of `per_device` rows a micro-batch.
+        """Whether these arguments come to rows of several samples, of `per_device` rows a
+        micro-batch.
 
-        One row alone is packed with nothing, unless rows are joined before they are batched, as by TRL's
-        `packing` (trl/trainer/sft_trainer.py::SFTTrainer.__init__[if args.per_device_train_batch_size]), or are pairs,
-        as of DPO.
+        One row alone is packed with nothing, unless rows are joined before they are batched, as by
+        TRL's `packing`
+        (trl/trainer/sft_trainer.py::SFTTrainer.__init__[if args.per_device_train_batch_size]), or
+        are pairs, as of DPO.
         """
         if self.packing == "always":
             return True
@@ -329,7 +355,9 @@ class Entry:
 
     def fills_rows(self, values: Mapping[str, Any]) -> bool:
         """Whether full rows are made of the samples before they are counted into batches."""
-        return self.packing == "always" or (self.packing == "refilled" and bool(values.get("packing")))
+        return self.packing == "always" or (
+            self.packing == "refilled" and bool(values.get("packing"))
+        )
 
     def takes_one_row(self, values: Mapping[str, Any]) -> bool:
         """Whether a step of a rank is one packed row, however many samples it holds."""
@@ -360,7 +388,9 @@ class Entry:
         derived = {key: (value, cite(text)) for key, (value, text) in self.derived.items()}
         logging = fields.get(changed.logging_steps)
         if logging is not None and logging.default is None and not logging.default_text:
-            derived.setdefault(logging.name, (1, "the default of this commit prints no loss line at all"))
+            derived.setdefault(
+                logging.name, (1, "the default of this commit prints no loss line at all")
+            )
         return replace(
             self,
             names=changed,

@@ -11,11 +11,12 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from launcher.files import write_text
 from launcher.paths import PACKAGE
 from launcher.upstream import behaviour
 from launcher.upstream.schema import Path as ScriptPath
@@ -23,10 +24,8 @@ from launcher.upstream.schema import Read, Refusal, Schema, Shadow, field_as_jso
 from launcher.upstream.trainers import Backend, Entry
 
 if TYPE_CHECKING:
-    import ast
-
     # what reads sources is imported only where there is something to read
-    from launcher.upstream.source.packages import Module, Sources, Tree
+    from launcher.upstream.source.packages import Sources, Tree
 
 FORM = 4
 """Of the JSON; part of a cache entry's name."""
@@ -35,178 +34,156 @@ Facts = Mapping[str, Any]
 
 
 def read(
-    backend: Backend, trees: Mapping[str, Tree], externals: Mapping[str, Sequence[Any]], stages: Sequence[str]
+    backend: Backend,
+    trees: Mapping[str, Tree],
+    externals: Mapping[str, Sequence[Any]],
+    stages: Sequence[str],
 ) -> dict[str, Any]:
     """Everything about these stages of a backend, parsed now.
 
-    `externals` are the choices of types that live in packages which are not among the trees. A stage
-    whose script or dataclasses cannot be read stands under `unreadable` with the reason. `absent` are
-    files that were looked for and are not there.
+    `externals` are the choices of types that live in packages which are not among the trees. A
+    stage whose script or dataclasses cannot be read stands under `unreadable` with the reason.
+    `absent` are files that were looked for and are not there.
     """
     from launcher.upstream.source.packages import Sources
 
-    entries = backend.STAGES.values()
-    optional = [key for key in ("tables", "models") if any(getattr(e, key) for e in entries)]
-    kinds = {stage: backend.STAGES[stage].behaves_as or stage for stage in stages}
-    described = [stage for stage, kind in kinds.items() if backend.CHECKOUT and any(behaviour.of_script(kind))]
-    if described:
-        optional.append("behaviours")
-    keys = ("stages", "classes", "paths", "fields", "externals", *optional, "unreadable", "files")
-    facts: dict[str, Any] = {**{key: {} for key in keys}, "absent": []}
+    reading = _Reading(backend, externals)
     # what a script does is read in upstream's own packages only: the same whatever else is here
     own = {name: tree for name, tree in trees.items() if name in backend.PACKAGES}
     for stage in stages:
-        sources, walked = Sources(trees), Sources(own)
+        sources = Sources(trees)
+        walked = Sources(own)
         try:
             script = script_in(trees, backend.STAGES[stage])
             if digest(trees, script) is None:
                 raise LookupError(f"it has no {script}")
-            if script != backend.STAGES[stage].script:
-                facts.setdefault("renamed", {})[stage] = script
-            _read_stage(backend, stage, trees, sources, walked, externals, facts)
-            if (tables := backend.STAGES[stage].tables) is not None:
-                facts["tables"][stage] = _tables(walked, *tables)
-            if (places := backend.STAGES[stage].models) is not None:
-                facts["models"][stage] = _models(sources, *places, backend.STAGES[stage].own_shapes)
-            if stage in described:
-                facts["behaviours"][stage] = behaviour.read(walked, kinds[stage], script)
+            reading.add(stage, script, sources, walked)
         except (LookupError, OSError, RecursionError, SyntaxError, TypeError, ValueError) as error:
-            facts["unreadable"][stage] = str(error) or type(error).__name__
-        facts["files"] |= sources.digests | walked.digests
-        facts["absent"] += sources.absent | walked.absent
-    facts["absent"] = sorted(set(facts["absent"]))
-    facts["files"] = dict(sorted(facts["files"].items()))
-    facts["fields"] = dict(sorted(facts["fields"].items()))
-    return facts
+            reading.unreadable[stage] = str(error) or type(error).__name__
+        reading.files |= sources.digests | walked.digests
+        reading.absent |= sources.absent | walked.absent
+    return reading.as_json(stages)
 
 
 def script_in(trees: Mapping[str, Tree], entry: Entry) -> str:
-    """The file of an entry script in a source: under its announced name where that is there."""
+    """The file of an entry script in a source: its announced new name if that file is there."""
     if entry.renamed and digest(trees, entry.renamed) is not None:
         return entry.renamed
     return entry.script
 
 
-def _read_stage(
-    backend: Backend,
-    stage: str,
-    trees: Mapping[str, Tree],
-    sources: Sources,
-    walked: Sources,
-    externals: Mapping[str, Sequence[Any]],
-    facts: dict[str, Any],
-) -> None:
-    from launcher.upstream.source import reads
-    from launcher.upstream.source.fields import read_fields
+@dataclass(slots=True)
+class _Reading:
+    """The facts so far, each by stage but for `fields` (`Owner.name`), `externals` and `files`."""
 
-    entry = backend.STAGES[stage]
-    script = script_in(trees, entry)
-    try:
-        classes = reads.entry_classes(walked, script)
-    except LookupError:
-        # a script that builds its parser in a way of its own
-        classes = list(entry.classes)
-    fields = read_fields(sources, classes, {**externals, **backend.COMPUTED}, takes_none=backend.TAKES_NONE)
-    declared = fields
-    fields = reads.with_own_defaults(walked, script, fields)
-    if absent := sorted(entry.at(fields).names.needed - fields.keys()):
-        raise LookupError(f"it has no {', '.join(absent)}")
-    path = reads.find(walked, script, classes, fields, entry.recorders)
-    if not any(path.reads.values()):
-        # nothing was followed: that says nothing about any argument
-        path = ScriptPath()
-    keys = []
-    for name, known in fields.items():
-        # a default that a script gives its parser is that of no other script with the same dataclass
-        owner = known.owner if known == declared[name] else f"{known.owner}@{stage}"
-        keys.append(f"{owner}.{known.name}")
-    facts["stages"][stage] = keys
-    facts["classes"][stage] = [list(one) for one in classes]
-    facts["paths"][stage] = {
-        "reads": {name: [[one.where, *one.when] for one in found] for name, found in path.reads.items()},
-        "shadows": {name: [one.where, *one.by] for name, one in path.shadows.items()},
-        "refusals": [{**asdict(one), "when": list(one.when)} for one in path.refusals],
-    }
-    for key, known in zip(keys, fields.values(), strict=True):
-        facts["fields"][key] = field_as_json(known)
-        if known.external and known.external.partition(".")[0] not in backend.PACKAGES:
-            facts["externals"][known.external] = list(known.choices)
+    backend: Backend
+    known_externals: Mapping[str, Sequence[Any]]
+    stages: dict[str, list[str]] = field(default_factory=dict)
+    classes: dict[str, list[list[str]]] = field(default_factory=dict)
+    paths: dict[str, object] = field(default_factory=dict)
+    fields: dict[str, object] = field(default_factory=dict)
+    externals: dict[str, list[object]] = field(default_factory=dict)
+    tables: dict[str, object] = field(default_factory=dict)
+    models: dict[str, object] = field(default_factory=dict)
+    behaviours: dict[str, object] = field(default_factory=dict)
+    renamed: dict[str, str] = field(default_factory=dict)
+    unreadable: dict[str, str] = field(default_factory=dict)
+    files: dict[str, str] = field(default_factory=dict)
+    absent: set[str] = field(default_factory=set)
+
+    def add(self, stage: str, script: str, sources: Sources, walked: Sources) -> None:
+        """Read one entry script. Raises LookupError with the reason if it cannot be read."""
+        from launcher.upstream.source import tables
+
+        entry = self.backend.STAGES[stage]
+        if script != entry.script:
+            self.renamed[stage] = script
+        self._add_path(stage, script, sources, walked)
+        if entry.tables is not None:
+            self.tables[stage] = tables.parameters_by_key(walked, *entry.tables)
+        if entry.models is not None:
+            self.models[stage] = _models(sources, *entry.models, entry.own_shapes)
+        if self._is_described(stage):
+            kind = entry.behaves_as or stage
+            self.behaviours[stage] = behaviour.read(walked, kind, script)
+
+    def _is_described(self, stage: str) -> bool:
+        kind = self.backend.STAGES[stage].behaves_as or stage
+        return self.backend.CHECKOUT and any(behaviour.of_script(kind))
+
+    def _add_path(self, stage: str, script: str, sources: Sources, walked: Sources) -> None:
+        from launcher.upstream.source import reads
+        from launcher.upstream.source.fields import read_fields
+
+        entry = self.backend.STAGES[stage]
+        try:
+            classes = reads.entry_classes(walked, script)
+        except LookupError:
+            # a script that builds its parser in a way of its own
+            classes = list(entry.classes)
+        choices = {**self.known_externals, **self.backend.COMPUTED}
+        declared = read_fields(sources, classes, choices, takes_none=self.backend.TAKES_NONE)
+        fields = reads.with_own_defaults(walked, script, declared)
+        absent = sorted(entry.at(fields).names.needed - fields.keys())
+        if absent:
+            raise LookupError(f"it has no {', '.join(absent)}")
+        path = reads.find(walked, script, classes, fields, entry.recorders)
+        if not any(path.reads.values()):
+            # nothing was followed: that says nothing about any argument
+            path = ScriptPath()
+        self.classes[stage] = [list(names) for names in classes]
+        self.paths[stage] = _path_as_json(path)
+        self.stages[stage] = []
+        for name, argument in fields.items():
+            # a default that a script sets itself is that of no other script of the dataclass
+            owner = argument.owner if argument == declared[name] else f"{argument.owner}@{stage}"
+            key = f"{owner}.{name}"
+            self.stages[stage].append(key)
+            self.fields[key] = field_as_json(argument)
+            external = argument.external
+            if external and external.partition(".")[0] not in self.backend.PACKAGES:
+                self.externals[external] = list(argument.choices)
+
+    def as_json(self, stages: Sequence[str]) -> dict[str, Any]:
+        entries = self.backend.STAGES.values()
+        facts: dict[str, Any] = {
+            "stages": self.stages,
+            "classes": self.classes,
+            "paths": self.paths,
+            "fields": dict(sorted(self.fields.items())),
+            "externals": self.externals,
+        }
+        if any(entry.tables for entry in entries):
+            facts["tables"] = self.tables
+        if any(entry.models for entry in entries):
+            facts["models"] = self.models
+        if any(map(self._is_described, stages)):
+            facts["behaviours"] = self.behaviours
+        facts["unreadable"] = self.unreadable
+        facts["files"] = dict(sorted(self.files.items()))
+        facts["absent"] = sorted(self.absent)
+        if self.renamed:
+            facts["renamed"] = self.renamed
+        return facts
 
 
 def _models(
-    sources: Sources, named: tuple[str, str], configured: tuple[str, str], own: tuple[str, str] | None
+    sources: Sources, named: tuple[str, str], library: tuple[str, str], own: tuple[str, str] | None
 ) -> dict[str, Any]:
-    """The models that a script can build, by hub name, and the names of configs: its library's and its own.
+    """The models that a script can build, by hub name, and the names of configs.
 
-    A library that is not among the trees has none: its source is not here.
+    These are its library's and its own; a library that is not among the trees has none.
     """
-    import ast
+    from launcher.upstream.source import tables
 
-    module, library = sources.module(named[0]), sources.module(configured[0])
-    models = sources.evaluate(module, module.constants.get(named[1])) if module else None
-    made = library.classes.get(configured[1]) if library is not None else None
-    functions = [node for node in made.body if isinstance(node, ast.FunctionDef)] if made else []
-    # a config of a given size takes the vocabulary and no other size
-    sized = [f for f in functions if [a.arg for a in (*f.args.args, *f.args.kwonlyargs)] == ["cls", "vocab_size"]]
-    configs = {function.name for function in sized}
+    module = sources.module(named[0])
+    names = None
+    if module is not None:
+        names = sources.evaluate(module, module.constants.get(named[1]))
+    configs = tables.sized_configs(sources, *library)
     if own is not None:
-        configs |= _keys(sources, *own)
-    return {"names": models if isinstance(models, dict) else {}, "configs": sorted(configs)}
-
-
-def _keys(sources: Sources, where: str, name: str) -> set[str]:
-    """The texts under which a mapping of a module has something; none where the module is not there."""
-    import ast
-
-    module = sources.module(where)
-    table = None if module is None else module.constants.get(name)
-    if module is None or not isinstance(table, ast.Dict):
-        return set()
-    keys = [sources.evaluate(module, key) for key in table.keys]
-    return {key for key in keys if isinstance(key, str)}
-
-
-def _tables(sources: Sources, where: str, names: Sequence[str]) -> dict[str, dict[str, list[str]]]:
-    """The texts that a script looks up in these mappings of a module, each with the parameters of the
-    function that it stands for. A mapping that is not there, or that the module changes later, is none.
-    """
-    import ast
-
-    module, tables = sources.module(where), {}
-    if module is None:
-        return {}
-    changed = set()
-    for node in ast.walk(module.tree):
-        match node:
-            case (
-                ast.Subscript(value=ast.Name(id=name), ctx=ast.Store() | ast.Del())
-                | ast.Attribute(value=ast.Name(id=name), attr="update" | "setdefault")
-                | ast.AugAssign(target=ast.Name(id=name))
-            ):
-                changed.add(name)
-    for name in names:
-        table = module.constants.get(name)
-        if not isinstance(table, ast.Dict) or name in changed:
-            continue
-        keys = [sources.evaluate(module, key) for key in table.keys]
-        if all(isinstance(key, str) for key in keys):
-            functions = [_parameters(sources, module, value) for value in table.values]
-            tables[name] = dict(zip(keys, functions, strict=True))
-    return tables
-
-
-def _parameters(sources: Sources, module: Module, node: ast.expr) -> list[str]:
-    """The parameters of a function that stands alone or first in a tuple; `**` for any others."""
-    import ast
-
-    node = node.elts[0] if isinstance(node, ast.Tuple) and node.elts else node
-    origin = sources.resolve(module, node.id) if isinstance(node, ast.Name) else None
-    function = origin[0].functions.get(origin[1]) if origin is not None else None
-    if function is None:
-        return []
-    taken = function.args
-    names = [one.arg for one in (*taken.posonlyargs, *taken.args, *taken.kwonlyargs)]
-    return [*names, "**"] if taken.kwarg is not None else names
+        configs |= tables.keys_of(sources, *own)
+    return {"names": names if isinstance(names, dict) else {}, "configs": sorted(configs)}
 
 
 def schema_of(
@@ -214,17 +191,27 @@ def schema_of(
 ) -> Schema:
     """The `Schema` of one entry script (`stage` is its key in `STAGES`).
 
-    Raises LookupError with the reason where it is unreadable.
+    Raises LookupError with the reason if it is unreadable.
     """
     entry = backend.STAGES[stage]
-    if (reason := facts.get("unreadable", {}).get(stage)) is not None:
+    reason = facts.get("unreadable", {}).get(stage)
+    if reason is not None:
         raise LookupError(reason)
     if stage not in facts["stages"]:
         # taken before this script was started from here
         raise LookupError(f"nothing was read of {entry.script}")
-    fields = {known.name: known for known in (field_from_json(facts["fields"][key]) for key in facts["stages"][stage])}
-    owners = [known.owner for known in fields.values()]
+    arguments = [field_from_json(facts["fields"][key]) for key in facts["stages"][stage]]
+    fields = {argument.name: argument for argument in arguments}
+    owners = [argument.owner for argument in arguments]
+    owner = entry.owner
+    if owner not in owners:
+        owner = max(set(owners), key=owners.count)
     paths = facts.get("paths", {})
+    # other scripts that parse the same dataclasses, as far as they were read
+    beside = {}
+    for name, other in backend.STAGES.items():
+        if other.script in entry.beside and name in paths:
+            beside[other.script] = _path_from_json(paths[name]).reads
     models = facts.get("models", {}).get(stage, {})
     return Schema(
         backend=backend.NAME,
@@ -237,14 +224,9 @@ def schema_of(
         digests=facts["files"],
         splits=entry.at(fields).splits,
         by_file=entry.by_file & fields.keys(),
-        owner=entry.owner if entry.owner in owners else max(set(owners), key=owners.count),
-        path=_script_path(paths.get(stage) or {}),
-        # other scripts that parse the same dataclasses, as far as they were read
-        beside={
-            other.script: _script_path(paths[name]).reads
-            for name, other in backend.STAGES.items()
-            if other.script in entry.beside and name in paths
-        },
+        owner=owner,
+        path=_path_from_json(paths.get(stage, {})),
+        beside=beside,
         tables=facts.get("tables", {}).get(stage, {}),
         models=models.get("names", {}),
         configs=frozenset(models.get("configs", ())),
@@ -252,15 +234,28 @@ def schema_of(
     )
 
 
-def _script_path(data: Mapping[str, Any]) -> ScriptPath:
-    return ScriptPath(
-        reads={
-            name: tuple(Read(where, tuple(when)) for where, *when in found)
-            for name, found in data.get("reads", {}).items()
-        },
-        shadows={name: Shadow(where, tuple(by)) for name, (where, *by) in data.get("shadows", {}).items()},
-        refusals=tuple(Refusal(**{**one, "when": tuple(one["when"])}) for one in data.get("refusals", ())),
-    )
+def _path_as_json(path: ScriptPath) -> dict[str, object]:
+    reads = {}
+    for name, places in path.reads.items():
+        reads[name] = [[read.where, *read.when] for read in places]
+    return {
+        "reads": reads,
+        "shadows": {name: [shadow.where, *shadow.by] for name, shadow in path.shadows.items()},
+        "refusals": [{**asdict(refusal), "when": list(refusal.when)} for refusal in path.refusals],
+    }
+
+
+def _path_from_json(data: Mapping[str, Any]) -> ScriptPath:
+    reads = {}
+    for name, places in data.get("reads", {}).items():
+        reads[name] = tuple(Read(where, tuple(when)) for where, *when in places)
+    shadows = {}
+    for name, (where, *by) in data.get("shadows", {}).items():
+        shadows[name] = Shadow(where, tuple(by))
+    refusals = []
+    for refusal in data.get("refusals", ()):
+        refusals.append(Refusal(**{**refusal, "when": tuple(refusal["when"])}))
+    return ScriptPath(reads=reads, shadows=shadows, refusals=tuple(refusals))
 
 
 def cached(
@@ -272,31 +267,25 @@ def cached(
 ) -> dict[str, Any]:
     """`read` of one stage, remembered by the content of every file that was read.
 
-    An entry is used only while all those files still have the same sha256, and none is there now that
-    was looked for in vain; a folder that cannot be written costs time, nothing else. Several processes
-    may write at once: the last one stays.
+    An entry is used only while all those files still have the same sha256, and none is there now
+    that was looked for in vain; a folder that cannot be written costs time, nothing else. Several
+    processes may write at once: the last one stays.
     """
     script = digest(trees, script_in(trees, backend.STAGES[stage])) or ""
     name = hashlib.sha256(f"{FORM} {_reader()} {backend.NAME} {stage} {script}".encode())
     place = cache_folder() / f"{name.hexdigest()[:32]}.json"
     with suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        known: dict[str, Any] = json.loads(place.read_text(encoding="utf-8"))
-        answers = (stage in known["stages"] and known["files"]) or stage in known["unreadable"]
-        files = {**known["files"], **dict.fromkeys(known["absent"])}
-        if answers and all(digest(trees, label) == sha for label, sha in files.items()):
-            return known
+        kept: dict[str, Any] = json.loads(place.read_text(encoding="utf-8"))
+        files = {**kept["files"], **dict.fromkeys(kept["absent"])}
+        is_answer = stage in kept["unreadable"] or (stage in kept["stages"] and kept["files"])
+        if is_answer and all(digest(trees, label) == sha for label, sha in files.items()):
+            return kept
     if before_reading is not None:
         before_reading()
-    # only where there is something to write
-    import tempfile
-
     fresh = read(backend, trees, externals, [stage])
     with suppress(OSError):
         place.parent.mkdir(parents=True, exist_ok=True)
-        handle, scratch = tempfile.mkstemp(dir=place.parent, suffix=".part")
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            json.dump(fresh, stream, separators=(",", ":"))
-        os.replace(scratch, place)
+        write_text(place, json.dumps(fresh, separators=(",", ":")))
     return fresh
 
 
@@ -317,6 +306,7 @@ def digest(trees: Mapping[str, Tree], label: str) -> str | None:
 @cache
 def _reader() -> str:
     """What reads the sources, by content: another version of it may find other facts."""
-    files = [PACKAGE / "upstream" / f"{name}.py" for name in ("schema", "facts", "behaviour")]
-    files += sorted((PACKAGE / "upstream" / "source").glob("*.py"))
+    folder = PACKAGE / "upstream"
+    files = [folder / f"{name}.py" for name in ("schema", "facts", "behaviour")]
+    files += sorted((folder / "source").glob("*.py"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()

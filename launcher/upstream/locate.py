@@ -10,6 +10,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
@@ -23,7 +24,7 @@ from launcher.upstream import behaviour, facts, history
 from launcher.upstream.history import ArgumentChange
 from launcher.upstream.schema import Schema, short_version, source_name
 from launcher.upstream.source.packages import Folder, Tree, find_package
-from launcher.upstream.trainers import BACKENDS, Entry, Release
+from launcher.upstream.trainers import BACKENDS, Entry
 
 if TYPE_CHECKING:
     # what asks programs is imported only where a Python was named
@@ -43,12 +44,13 @@ class Upstream:
     """The upstream source that a run or a check would use.
 
     `root` is the folder on PYTHONPATH (the checkout, or the one that holds the entry scripts'
-    package), None where only the snapshot is here; `packages` are the files of all packages that
-    are read, on disk in one or several places, or at a commit. `is_named` is false for a checkout that
+    package), None if only the snapshot is here; `packages` are the files of all packages that are
+    read, on disk in one or several places, or at a commit. `is_named` is false for a checkout that
     was merely found in one of the usual places.
 
-    `release` is the known release whose facts serve: the one that the files are of, else the pin, or of an edited
-    checkout the commit that it was. `changed` are the files that differ from that release's.
+    `release` is the known release whose facts serve: the one that the files are of, else the pin,
+    or of an edited checkout the commit that it was. `changed` are the files that differ from that
+    release's.
     """
 
     backend: str
@@ -63,7 +65,7 @@ class Upstream:
 
     @property
     def pinned(self) -> bool:
-        """Whether its files are those of a known release: the pin, or one that is kept beside it."""
+        """Whether its files are those of a known release: the pin, or one kept beside it."""
         return not self.changed
 
     @property
@@ -75,9 +77,13 @@ class Upstream:
     def is_checkout(self) -> bool:
         return BACKENDS[self.backend].CHECKOUT
 
+    @property
+    def name(self) -> str:
+        return source_name(self.backend, self.version)
+
     def describe(self) -> str:
         where = f"{self.root} ({self.source})" if self.root else "the committed snapshot"
-        return f"{source_name(self.backend, self.version)}, {where}"
+        return f"{self.name}, {where}"
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -94,9 +100,14 @@ class Upstream:
 
 @cache
 def snapshot(backend: str) -> Mapping[str, Any]:
-    """The committed facts of one backend at its pin; without any where none were taken: its source is read."""
+    """The committed facts of one backend at its pin; empty if none were taken yet."""
     pin = BACKENDS[backend].KNOWN[0]
-    return _read(pin.snapshot) or {"version": pin.version, "stages": {}, "files": {}, "externals": {}}
+    return _read(pin.snapshot) or {
+        "version": pin.version,
+        "stages": {},
+        "files": {},
+        "externals": {},
+    }
 
 
 @cache
@@ -111,18 +122,18 @@ def _read(name: str) -> Mapping[str, Any] | None:
 
 def known_facts(backend: str, version: str) -> Mapping[str, Any]:
     """The committed facts of a known release; those of the pin for any other version."""
-    for release in _beside_the_pin(backend):
-        if release.version == version:
-            return _read(release.snapshot) or snapshot(backend)
-    return snapshot(backend)
+    return _others(backend).get(version, snapshot(backend))
 
 
-def _beside_the_pin(backend: str) -> Iterator[Release]:
-    """The known releases with a snapshot, but for the pin."""
-    pin = str(snapshot(backend)["version"])
+def _others(backend: str) -> dict[str, Mapping[str, Any]]:
+    """The committed facts of the known releases but the pin, by version."""
+    pin = snapshot(backend)["version"]
+    others = {}
     for release in BACKENDS[backend].KNOWN:
-        if release.version != pin and _read(release.snapshot) is not None:
-            yield release
+        known = None if release.version == pin else _read(release.snapshot)
+        if known is not None:
+            others[release.version] = known
+    return others
 
 
 def locate(
@@ -146,41 +157,40 @@ def checkout_places(named: Path | None, environ: Mapping[str, str]) -> Iterator[
     """Where a checkout may lie, each place with who names it, in the documented order."""
     if named is not None:
         yield expanded(named).absolute(), "--open-instruct"
-    if variable := environ.get("LAUNCH_OPEN_INSTRUCT"):
+    variable = environ.get("LAUNCH_OPEN_INSTRUCT")
+    if variable:
         yield expanded(variable).absolute(), "LAUNCH_OPEN_INSTRUCT"
     yield SUBMODULE, "submodule"
     usual = [expanded(place) for place in FOUND_IN]
     for place in usual:
         yield place, "found"
     for place in usual:
-        for beside in _beside(place):
-            yield beside, "found"
-
-
-def _beside(place: Path) -> Iterator[Path]:
-    """Folders that are named after one of the usual places, as `~/open-instruct-45901fd0` is."""
-    try:
-        yield from sorted(place.parent.glob(f"{place.name}-*"))
-    except OSError:
-        return
+        # named after a usual place, as `~/open-instruct-45901fd0` is
+        with suppress(OSError):
+            for beside in sorted(place.parent.glob(f"{place.name}-*")):
+                yield beside, "found"
 
 
 def _locate_checkout(named: Path | None, environ: Mapping[str, str]) -> Upstream:
-    """The checkout that is named, or the submodule; of those that are merely found, the first at the pin, else the
-    first at another known commit, else the first.
+    """The checkout that is named, or the submodule; of those that are merely found, the first at
+    the pin, else the first at another known commit, else the first.
     """
-    found: list[Upstream] = []
+    candidates: list[Upstream] = []
     for root, source in checkout_places(named, environ):
-        if state_of(root) == "checkout":
-            packages = packages_below("open_instruct", root)
-            located = _compare("open_instruct", root, packages, source, is_named=source != "found")
-            if located.is_named or (located.pinned and located.version == located.pin):
-                return located
-            found.append(located)
-        elif source not in {"submodule", "found"}:
-            raise NotReady(_no_checkout(root, source))
-    found.sort(key=lambda located: not located.pinned)
-    return found[0] if found else _snapshot_only("open_instruct")
+        is_named = source != "found"
+        if state_of(root) != "checkout":
+            if is_named and source != "submodule":
+                raise NotReady(_no_checkout(root, source))
+            continue
+        packages = packages_below("open_instruct", root)
+        located = _compare("open_instruct", root, packages, source, is_named=is_named)
+        if is_named or (located.pinned and located.version == located.pin):
+            return located
+        candidates.append(located)
+    for located in candidates:
+        if located.pinned:
+            return located
+    return candidates[0] if candidates else _snapshot_only("open_instruct")
 
 
 # the script for SFT, by its name and the one that is announced
@@ -209,7 +219,15 @@ def _no_checkout(root: Path, source: str) -> Finding:
 
 def _snapshot_only(backend: str) -> Upstream:
     pin = str(snapshot(backend)["version"])
-    return Upstream(backend=backend, root=None, source="snapshot", is_named=False, pin=pin, version=pin, release=pin)
+    return Upstream(
+        backend=backend,
+        root=None,
+        source="snapshot",
+        is_named=False,
+        pin=pin,
+        version=pin,
+        release=pin,
+    )
 
 
 def _locate_packages(backend: str, search: Sequence[Path] | None) -> Upstream:
@@ -246,23 +264,26 @@ def _compare(
     changed = _differing(packages, snapshot(backend))
     if not changed:
         return located
-    others = list(_beside_the_pin(backend))
-    for release in others:
-        if not _differing(packages, known_facts(backend, release.version)):
-            return replace(located, version=release.version, release=release.version)
+    others = _others(backend)
+    for version, known in others.items():
+        if not _differing(packages, known):
+            return replace(located, version=version, release=version)
     folders = {name: tree for name, tree in packages.items() if isinstance(tree, Folder)}
-    version = version_of(backend, folders) if folders else pin.pin
-    for release in others:
-        # edited
-        if version.partition("+")[0] == release.version:
-            changed = _differing(packages, known_facts(backend, release.version))
-            return replace(located, version=version, changed=changed, release=release.version)
-    return replace(located, version=version, changed=changed)
+    if folders:
+        version = version_of(backend, folders)
+        located = replace(located, version=version)
+        # a known release that was edited
+        release = version.partition("+")[0]
+        if release in others:
+            changed = _differing(packages, others[release])
+            return replace(located, changed=changed, release=release)
+    return replace(located, changed=changed)
 
 
 def _differing(packages: Mapping[str, Tree], known: Mapping[str, Any]) -> tuple[str, ...]:
     """The files that are not as committed facts have them."""
-    return tuple(label for label, sha in known["files"].items() if facts.digest(packages, label) != sha)
+    files = known["files"].items()
+    return tuple(label for label, sha in files if facts.digest(packages, label) != sha)
 
 
 def version_of(backend: str, packages: Mapping[str, Folder]) -> str:
@@ -271,21 +292,25 @@ def version_of(backend: str, packages: Mapping[str, Folder]) -> str:
         from launcher.machine.python import git_version
 
         return git_version(packages[backend].path.parent, backend) or "no git history"
-    return ", ".join(f"{name} {package_version(p.path.parent, name)}" for name, p in packages.items())
+    versions = [f"{name} {package_version(p.path.parent, name)}" for name, p in packages.items()]
+    return ", ".join(versions)
 
 
 def package_version(site: Path, name: str) -> str:
     """The version of an installed distribution, from the name of its metadata folder."""
     stem = name.replace("-", "_").lower()
-    found = sorted(p.name for p in site.glob("*.dist-info") if p.name.lower().startswith(f"{stem}-"))
-    return found[0].removesuffix(".dist-info").partition("-")[2] if found else "unknown"
+    for path in sorted(site.glob("*.dist-info")):
+        if path.name.lower().startswith(f"{stem}-"):
+            return path.name.removesuffix(".dist-info").partition("-")[2]
+    return "unknown"
 
 
 def unpinned(upstream: Upstream, *, allowed: bool, where_found: Severity) -> Finding | None:
-    """What to say about a source that is not of a known release; None where there is nothing to say.
+    """What to say about a source that is not of a known release; None if there is nothing to say.
 
-    A checkout that was named, or is the submodule, must be at a known commit. That one which was merely found is not
-    has the severity `where_found`. Installed TRL packages are simply read: they are what will run.
+    A checkout that was named, or is the submodule, must be at a known commit. If one that was
+    merely found is not, that has the severity `where_found`. Installed TRL packages are simply
+    read: they are what will run.
     """
     if upstream.pinned:
         return None
@@ -295,44 +320,55 @@ def unpinned(upstream: Upstream, *, allowed: bool, where_found: Severity) -> Fin
     severity: Severity = "error" if upstream.is_named else where_found
     if allowed:
         severity = "warning"
-    git, commit = f"git -C {upstream.root}", upstream.version.removesuffix("+edited")
-    # checking out the commit that is checked out undoes no edit
-    steps = [f"{git} stash"] if commit != upstream.version else []
-    if commit != (upstream.release or upstream.pin) or not steps:
-        steps.append(f"{git} checkout {upstream.pin[:12]}")
+    git = f"git -C {upstream.root}"
+    checkout = f"{git} checkout {upstream.pin[:12]}"
+    commit = upstream.version.removesuffix("+edited")
+    help = checkout
+    if commit != upstream.version:
+        help = f"{git} stash"
+        # checking out the commit that is checked out undoes no edit
+        if commit != (upstream.release or upstream.pin):
+            help = f"{help} && {checkout}"
+    if not allowed:
+        help += ", or continue with --allow-unpinned"
     files_changed = ", ".join(upstream.changed[:4])
+    others = " and ".join(map(short_version, _others(upstream.backend)))
+    known = f"the pin is {upstream.pin}"
+    if others:
+        known += f", {others} known beside it"
     return launch_finding(
         severity,
         "unpinned-checkout",
-        f"the checkout is at {upstream.version}, {_known(upstream)} (different: {files_changed})",
-        " && ".join(steps) + ("" if allowed else ", or continue with --allow-unpinned"),
+        f"the checkout is at {upstream.version}, {known} (different: {files_changed})",
+        help,
         file=str(upstream.root),
     )
 
 
-def _known(upstream: Upstream) -> str:
-    """The pin, and what is known beside it, for people."""
-    others = [short_version(release.version) for release in _beside_the_pin(upstream.backend)]
-    beside = f", {' and '.join(others)} known beside it" if others else ""
-    return f"the pin is {upstream.pin}{beside}"
-
-
 def no_trainer(backend: str, interpreter: Interpreter, severity: Severity) -> Finding:
     """That the Python which was named does not hold the packages of a trainer."""
-    packages = BACKENDS[backend].PACKAGES
-    lacking = [name for name in packages if find_package(name, interpreter.path) is None]
-    message = f"{interpreter.source} names a Python without {' and '.join(lacking)}: {interpreter.python}"
-    help = f"install them there ({' '.join(lacking)}), or name the Python that trains with --python PATH"
+    lacking = []
+    for name in BACKENDS[backend].PACKAGES:
+        if find_package(name, interpreter.path) is None:
+            lacking.append(name)
+    message = f"{interpreter.source} names a Python without {' and '.join(lacking)}"
+    message = f"{message}: {interpreter.python}"
+    names = " ".join(lacking)
+    help = f"install them there ({names}), or name the Python that trains with --python PATH"
     return launch_finding(severity, "no-trainer", message, help, file=str(interpreter.python))
 
 
 def load_schema(
-    upstream: Upstream, stage: str, *, allow_unpinned: bool = False, say: Callable[[str], None] | None = None
+    upstream: Upstream,
+    stage: str,
+    *,
+    allow_unpinned: bool = False,
+    say: Callable[[str], None] | None = None,
 ) -> Schema:
-    """The schema of one entry script, from source where that differs from the snapshot and may be used.
+    """The schema of one entry script, from a source that differs from the snapshot and may be used.
 
-    `say` is told where the source has to be read first, which takes long.
-    Raises InvalidConfig where the source lacks the dataclasses (another commit's layout).
+    `say` is told if the source has to be read first, which takes long. Raises InvalidConfig if the
+    source lacks the dataclasses (another commit's layout).
     """
     backend = BACKENDS[upstream.backend]
     known = upstream.facts
@@ -347,13 +383,15 @@ def load_schema(
         if say is not None:
             say(f"reading the source of {upstream.version}: once, which can take half a minute")
 
-    found = facts.cached(backend, upstream.packages, known["externals"], stage, announce)
+    read = facts.cached(backend, upstream.packages, known["externals"], stage, announce)
     try:
-        schema = facts.schema_of(found, backend, stage, "source", upstream.version)
+        schema = facts.schema_of(read, backend, stage, "source", upstream.version)
     except LookupError as error:
         message = f"{upstream.version} cannot be read as this stage's source: {error.args[0]}"
         file = None if upstream.root is None else str(upstream.root)
-        raise InvalidConfig(launch_finding("error", "unreadable-source", message, file=file)) from None
+        raise InvalidConfig(
+            launch_finding("error", "unreadable-source", message, file=file)
+        ) from None
     models = known.get("models", {}).get(stage, {})
     # OLMo-core is no part of a checkout
     configs = schema.configs | frozenset(models.get("configs", ()))
@@ -378,16 +416,17 @@ def _behaviours(upstream: Upstream, schema: Schema) -> Mapping[str, bool | None]
 
 
 def _own_files(entry: Entry) -> set[str]:
-    """The files of one script, and those that define its arguments; what it shares with another is a library's."""
-    own = {entry.script}
+    """The files of one script, and those that define its arguments; shared ones are a library's."""
+    files = {entry.script}
     if not entry.behaves_as:
-        own |= {f"{module.replace('.', '/')}.py" for module, _ in entry.classes}
-    return own
+        files |= {f"{module.replace('.', '/')}.py" for module, _ in entry.classes}
+    return files
 
 
 def _standing(upstream: Upstream, script: str, release: str = "") -> RuleStanding | None:
-    """Whether the rules about a script hold in a source, or in a known `release`; None where they were written for
-    just this one, and its lines are those that messages show.
+    """Whether the rules about a script hold in a source, or in a known `release`.
+
+    None if they were written for just this one, and its lines are those that messages show.
     """
     from launcher.upstream import citations
 
@@ -395,36 +434,47 @@ def _standing(upstream: Upstream, script: str, release: str = "") -> RuleStandin
     if release and release == backend.PIN == backend.BASELINE:
         return None
     # scripts that do not run, and files that define arguments of theirs
-    entries = backend.STAGES.values()
-    running = next(entry for entry in entries if script in (entry.script, entry.renamed))
-    others = frozenset(set().union(*map(_own_files, entries)) - _own_files(running))
-    if not backend.CHECKOUT:
+    others: set[str] = set()
+    running: set[str] = set()
+    for entry in backend.STAGES.values():
+        others |= _own_files(entry)
+        if not running and script in (entry.script, entry.renamed):
+            running = _own_files(entry)
+    confirmed: Mapping[str, citations.Table]
+    place: Callable[[str], citations.CitedPlace | None]
+    if backend.CHECKOUT:
+        confirmed = citations.commits(backend.NAME, backend.BASELINE)
+    else:
         confirmed = {backend.PIN: citations.at_release(backend.PIN.split(", "))}
+    if backend.CHECKOUT and release:
+        place = confirmed.get(f"{backend.NAME} {release}", {}).get
+    else:
         place = citations.SourceFiles(upstream.packages).place
-        return citations.RuleStanding(backend.BASELINE, confirmed, place, others, by_line=True)
-    written_for = short_version(backend.BASELINE)
-    confirmed = citations.commits(backend.NAME, backend.BASELINE)
-    if release:
-        table = confirmed.get(f"{backend.NAME} {release}", {})
-        return citations.RuleStanding(written_for, confirmed, table.get, others)
-    place = citations.SourceFiles(upstream.packages).place
-    return citations.RuleStanding(written_for, confirmed, place, others)
+    return citations.RuleStanding(
+        written_for=short_version(backend.BASELINE),
+        confirmed=confirmed,
+        place=place,
+        others=frozenset(others - running),
+        by_line=not backend.CHECKOUT,
+    )
 
 
 def at_pin(schema: Schema, key: str) -> str | None:
-    """The `file:line` that defines an argument of this script at the pin; None there or without one."""
+    """The `file:line` that defines an argument of a script at the pin; None at the pin itself."""
     pin_facts = snapshot(schema.backend)
     if schema.version == pin_facts["version"]:
         return None
-    names = (name for name in pin_facts["stages"].get(schema.key, ()) if name.partition(".")[2] == key)
-    return next((str(pin_facts["fields"][name]["where"]) for name in names), None)
+    for name in pin_facts["stages"].get(schema.key, ()):
+        if name.partition(".")[2] == key:
+            return str(pin_facts["fields"][name]["where"])
+    return None
 
 
 def past(upstream: Upstream, script: str, key: str) -> tuple[ArgumentChange, ...]:
     """What happened to an argument of a script, newest first; see `history.of`.
 
-    At the pin the committed table answers; anything else asks its own git history, if it has one. Of another
-    known commit without a history, the table answers up to that commit's day.
+    At the pin the committed table answers; anything else asks its own git history, if it has one.
+    Of another known commit without a history, the table answers up to that commit's day.
     """
     release = upstream.release or upstream.pin
     if not upstream.is_checkout or (upstream.pinned and release == upstream.pin):
@@ -445,7 +495,8 @@ class Locator:
     """Finds each source once, and reads each schema once, for as many files as one command judges.
 
     `interpreter` is the Python that was named, whose packages are judged by: one that lacks them is
-    refused. `say` is told what takes long. The other parameters are those of `locate` and `load_schema`.
+    refused. `say` is told what takes long. The other parameters are those of `locate` and
+    `load_schema`.
     """
 
     checkout: Path | None = None
@@ -463,7 +514,8 @@ class Locator:
     def find(self, backend: str) -> Upstream:
         """The source of a backend.
 
-        Raises NotReady where a checkout was named and is none, or a Python that lacks the trainer's packages.
+        Raises NotReady if a checkout was named and is none, or a Python that lacks the trainer's
+        packages.
         """
         if backend not in self._found:
             self._found[backend] = self._locate(backend)
@@ -482,5 +534,7 @@ class Locator:
         key = (backend, stage)
         if key not in self._schemas:
             source = self.find(backend)
-            self._schemas[key] = load_schema(source, stage, allow_unpinned=self.allow_unpinned, say=self.say)
+            self._schemas[key] = load_schema(
+                source, stage, allow_unpinned=self.allow_unpinned, say=self.say
+            )
         return self._schemas[key]

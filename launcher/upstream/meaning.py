@@ -1,4 +1,4 @@
-"""What an argument does, in upstream's own words: read from its source when somebody asks, never stored."""
+"""What an argument does, in upstream's own words: read from its source when asked, never stored."""
 
 import ast
 import inspect
@@ -8,33 +8,37 @@ from launcher.upstream.locate import Upstream
 from launcher.upstream.schema import Field
 
 
-def meaning_of(source: Upstream, known: Field) -> str | None:
-    """Upstream's help text of an argument; None where it has none, or where only the snapshot is here.
+def meaning_of(source: Upstream, field: Field) -> str | None:
+    """Upstream's help text of an argument; None if it has none, or only the snapshot is here.
 
-    That is the `help` of the field's metadata, else the text below the field, else the class's docstring.
+    That is the `help` of the field's metadata, else the text below the field, else the class's
+    docstring.
     """
-    label, _, line = known.where.rpartition(":")
+    label, _, line = field.where.rpartition(":")
     package, _, path = label.partition("/")
     tree = source.packages.get(package)
+    raw = None if tree is None else tree.read(path)
     try:
-        module = ast.parse((tree and tree.read(path)) or b"")
+        module = ast.parse(raw or b"")
     except (SyntaxError, ValueError):
         return None
-    for owner in (node for node in module.body if isinstance(node, ast.ClassDef)):
+    for owner in module.body:
+        if not isinstance(owner, ast.ClassDef):
+            continue
         for number, node in enumerate(owner.body):
             match node:
-                case ast.AnnAssign(target=ast.Name(id=known.name), lineno=first, end_lineno=last):
-                    if first <= int(line or 0) <= (last or 0) or owner.name == known.owner:
-                        text = _help(node) or _below(owner, number) or _listed(owner, known.name)
+                case ast.AnnAssign(target=ast.Name(id=field.name), lineno=first, end_lineno=last):
+                    if owner.name == field.owner or first <= int(line or 0) <= (last or 0):
+                        text = _help(node) or _below(owner, number) or _listed(owner, field.name)
                         return " ".join(text.split()) if text else None
     return None
 
 
 def _help(node: ast.AnnAssign) -> str | None:
     """`metadata={"help": ...}` of a `field(...)`."""
-    for found in ast.walk(node):
-        if isinstance(found, ast.Dict):
-            for key, value in zip(found.keys, found.values, strict=True):
+    for inner in ast.walk(node):
+        if isinstance(inner, ast.Dict):
+            for key, value in zip(inner.keys, inner.values, strict=True):
                 if isinstance(key, ast.Constant) and key.value == "help":
                     return _text(value)
     return None
@@ -43,8 +47,9 @@ def _help(node: ast.AnnAssign) -> str | None:
 def _text(node: ast.AST) -> str | None:
     match node:
         case ast.BinOp(left=left, op=ast.Add(), right=right):
-            parts = (_text(left), _text(right))
-            return None if None in parts else "".join(map(str, parts))
+            first = _text(left)
+            second = _text(right)
+            return None if first is None or second is None else first + second
         case ast.Constant(value=str() as text):
             return text
     return None
@@ -52,8 +57,10 @@ def _text(node: ast.AST) -> str | None:
 
 def _below(owner: ast.ClassDef, number: int) -> str | None:
     """A text that stands alone after the field."""
-    after = owner.body[number + 1] if number + 1 < len(owner.body) else None
-    return _text(after.value) if isinstance(after, ast.Expr) else None
+    match owner.body[number + 1 :]:
+        case [ast.Expr(value=value), *_]:
+            return _text(value)
+    return None
 
 
 def _listed(owner: ast.ClassDef, name: str) -> str | None:

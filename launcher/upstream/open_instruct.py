@@ -1,6 +1,7 @@
 """allenai/open-instruct at the pin, as data: what all of its SFT and DPO scripts have in common.
 
-Line numbers are those of the pin; tests/agreement/test_upstream_facts.py holds them against a checkout.
+Line numbers are those of the pin; tests/agreement/test_upstream_facts.py holds them against a
+checkout.
 """
 
 from collections.abc import Mapping
@@ -34,13 +35,26 @@ def _known() -> tuple[Release, ...]:
 KNOWN: tuple[Release, ...] = _known()
 TAKES_NONE = False
 # an enum of OLMo-core's that arguments of commits after 45901fd0 have as their type
-COMPUTED: Mapping[str, tuple[str, ...]] = {"olmo_core.nn.lm_head.LMLossImplementation": ("default", "fused_linear")}
+COMPUTED: Mapping[str, tuple[str, ...]] = {
+    "olmo_core.nn.lm_head.LMLossImplementation": ("default", "fused_linear")
+}
 # finetune.py::[import deepspeed] and what those modules import in turn
 NEEDS: tuple[str, ...] = (
-    *("torch", "transformers", "accelerate", "datasets", "deepspeed", "peft", "ai2-olmo-core", "absl-py", "bettermap"),
+    *(
+        "torch",
+        "transformers",
+        "accelerate",
+        "datasets",
+        "deepspeed",
+        "peft",
+        "ai2-olmo-core",
+        "absl-py",
+        "bettermap",
+    ),
     *("beaker-py", "immutabledict", "langdetect", "litellm", "nltk", "ray", "wandb"),
 )
-# with CUDA and no such package the detection of commits before eb9c5ff24 raises; later ones take torch's attention
+# with CUDA and no such package the detection of commits before eb9c5ff24 raises; later ones take
+# torch's attention
 # (model_utils.py::detect_attn_implementation[transformers.utils.is_flash_attn_2_available])
 GPU_NEEDS: tuple[str, ...] = ("flash-attn",)
 EXTRA = "open-instruct"
@@ -50,12 +64,18 @@ CHECKPOINTS: Checkpoints = "accelerate"
 DATA_CACHE: Literal["own", "datasets"] = "own"
 MODEL_ARGUMENTS: tuple[str, ...] = ("model_name_or_path", "tokenizer_name_or_path")
 ONE_GPU = False
-_NO_SERVICES = dict.fromkeys(("push_to_hub", "try_launch_beaker_eval_jobs", "try_auto_save_to_beaker"), False)
+_NO_SERVICES = dict.fromkeys(
+    ("push_to_hub", "try_launch_beaker_eval_jobs", "try_auto_save_to_beaker"), False
+)
 SHORT_RUN: Mapping[str, Any] = {
     **_NO_SERVICES,
-    **dict.fromkeys(("send_slack_alerts", "profiling", "cache_dataset_only", "cache_logprobs_only"), False),
+    **dict.fromkeys(
+        ("send_slack_alerts", "profiling", "cache_dataset_only", "cache_logprobs_only"), False
+    ),
     **dict.fromkeys(("resume_from_checkpoint", "ephemeral_save_interval")),
-    **dict.fromkeys(("dataset_config_hash", "config_hash")),  # the slice would be kept under the name of the whole
+    **dict.fromkeys(
+        ("dataset_config_hash", "config_hash")
+    ),  # the slice would be kept under the name of the whole
     "do_not_randomize_output_dir": True,
     "with_tracking": False,
 }

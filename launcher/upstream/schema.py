@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 Kind = Literal["int", "float", "str", "bool", "dict", "choice", "opaque"]
 
-_NEGATIVE_NUMBER = re.compile(r"-\d+$|-\d*\.\d+$")  # argparse's own, with its `$`: a line end may follow
+_NEGATIVE_NUMBER = re.compile(
+    r"-\d+$|-\d*\.\d+$"
+)  # argparse's own, with its `$`: a line end may follow
 _SHOWN = ("name", "type", "many", "choices", "required", "default", "default_text", "owner")
 _TRUE = {"yes", "true", "t", "y", "1"}
 _FALSE = {"no", "false", "f", "n", "0"}
@@ -97,7 +99,11 @@ class Field:
                 return "a mapping cannot be given as a flag, upstream refuses every value"
             return f"expected {_EXPECTED.get(self.kind, 'text')}, got `{brief(word)}`"
         # `choices` in the field's metadata go straight to argparse
-        return not_one if self.choices and self.kind != "choice" and value not in self.choices else None
+        return (
+            not_one
+            if self.choices and self.kind != "choice" and value not in self.choices
+            else None
+        )
 
     def _convert(self, word: str) -> Any:
         if self.nullable and word.lower() in {"none", "null"}:
@@ -145,7 +151,9 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Shadow:
-    """A read (`file:line`) that is never reached, because of what the arguments `by` already settled."""
+    """A read (`file:line`) that is never reached, because of what the arguments `by` already
+    settled.
+    """
 
     where: str
     by: tuple[str, ...]
@@ -153,7 +161,7 @@ class Shadow:
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """What the path of an entry script does with its arguments; an argument without reads is dead."""
+    """What the path of an entry script does with arguments; one without reads is dead."""
 
     reads: Mapping[str, tuple[Read, ...]] = field(default_factory=dict)
     refusals: tuple[Refusal, ...] = ()
@@ -171,7 +179,8 @@ class OptionString:
 def json_fault(value: Any) -> str | None:
     """Why upstream's `__post_init__` cannot read a text as JSON; only one with a brace is tried.
 
-    transformers/training_args.py::_convert_str_dict converts the values in it, and stumbles over digits such as `²`.
+    transformers/training_args.py::_convert_str_dict converts the values in it, and stumbles over
+    digits such as `²`.
     """
 
     def convert(mapping: dict[str, Any]) -> None:
@@ -202,15 +211,15 @@ def text(value: Any) -> str:
 class Schema:
     """What one entry script takes, what it does with it, and where that knowledge comes from.
 
-    `version` is a commit or a package version; `digests` are sha256 of the files read. `owner` is the
-    dataclass to name to people; `path` what the script reads and refuses. `beside` are the reads of
-    other scripts that parse the same dataclasses. `entry` is the script's key among those of its
-    backend: the stage's name, but for a further script of the stage. `models` are the hub names that it
-    knows, each with its config's name, and `configs` all such names; empty where it takes any.
-    `tables` are mappings by name in which it looks up what an argument names: each text, with the
-    parameters of the function behind it.
-    `standing` tells whether what a rule cites is as it was when the rule was confirmed; None where nothing changed.
-    `behaviours` are what this source does, by the names of `behaviour.BEHAVIOURS`.
+    `version` is a commit or a package version; `digests` are sha256 of the files read. `owner` is
+    the dataclass to name to people; `path` what the script reads and refuses. `beside` are the
+    reads of other scripts that parse the same dataclasses. `entry` is the script's key among those
+    of its backend: the stage's name, but for a further script of the stage. `models` are the hub
+    names that it knows, each with its config's name, and `configs` all such names; empty where it
+    takes any. `tables` are mappings by name in which it looks up what an argument names: each text,
+    with the parameters of the function behind it. `standing` tells whether what a rule cites is as
+    it was when the rule was confirmed; None where nothing changed. `behaviours` are what this
+    source does, by the names of `behaviour.BEHAVIOURS`.
     """
 
     backend: str
@@ -233,7 +242,9 @@ class Schema:
     behaviours: Mapping[str, bool | None] = field(default_factory=dict)
 
     def does(self, behaviour: str) -> bool | None:
-        """Whether upstream behaves so at this commit; None where neither its source nor its history tells."""
+        """Whether upstream behaves so at this commit; None where neither its source nor its history
+        tells.
+        """
         return self.behaviours.get(behaviour)
 
     @property
@@ -248,7 +259,9 @@ class Schema:
 
     @property
     def tested(self) -> bool:
-        """Whether it is the committed one: of the release, or the pin, that the rules were tested with."""
+        """Whether it is the committed one: of the release, or the pin, that the rules were tested
+        with.
+        """
         return self.source == "snapshot"
 
     @property
@@ -281,11 +294,12 @@ class Schema:
         return [text(item) for item in value] if isinstance(value, list) else [text(value)]
 
     def in_file(self, name: str, value: Any) -> bool:
-        """Whether a value goes into the trainer's config file: as flags it would be refused, or become another value.
+        """Whether a value goes into the trainer's config file: as flags it would be refused, or
+        become another value.
 
-        trl/scripts/utils.py::TrlParser.set_defaults_with_config.apply_defaults[action.default] makes it the default of
-        the argument, and argparse converts defaults only where they are texts: a list of mappings stays one, and a
-        whole number is not made a float.
+        trl/scripts/utils.py::TrlParser.set_defaults_with_config.apply_defaults[action.default]
+        makes it the default of the argument, and argparse converts defaults only where they are
+        texts: a list of mappings stays one, and a whole number is not made a float.
         """
         if name not in self.by_file:
             return False
@@ -303,7 +317,11 @@ class Schema:
     def refusal(self, name: str, words: Sequence[str]) -> str | None:
         """Why upstream's parser would refuse `--name WORDS...`; None where it takes them."""
         flag = next(filter(self._reads_as_flag, words), None)
-        return self.fields[name].refusal(words) if flag is None else f"`{brief(flag)}` would be read as a flag"
+        return (
+            self.fields[name].refusal(words)
+            if flag is None
+            else f"`{brief(flag)}` would be read as a flag"
+        )
 
     def flags(self) -> dict[str, OptionString | None]:
         """Every flag that upstream's parser knows, in its order; None for help."""

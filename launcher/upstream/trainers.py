@@ -22,7 +22,9 @@ class Backend(Protocol):
     PACKAGES: tuple[str, ...]
     """Top-level packages whose source holds the dataclasses."""
     CHECKOUT: bool
-    """Whether it runs from a git checkout, of which `PIN` is a commit; else from installed packages."""
+    """Whether it runs from a git checkout, of which `PIN` is a commit; else from installed
+    packages.
+    """
     PIN: str
     """The commit, or the version, that the committed snapshot was read from."""
     BASELINE: str
@@ -30,8 +32,9 @@ class Backend(Protocol):
     KNOWN: tuple[Release, ...]
     """The releases that have a snapshot, `PIN` first: each is judged and run as it is."""
     COMPUTED: Mapping[str, tuple[str, ...]]
-    """Choices that its source computes: the expression as it stands there, or the dotted name of a type
-    of another package that no snapshot holds, and its values."""
+    """Choices that its source computes: the expression as it stands there, or the dotted name of a
+    type of another package that no snapshot holds, and its values.
+    """
     TAKES_NONE: bool
     """Whether its parser reads the word `none`."""
     STAGES: Mapping[str, Entry]
@@ -48,7 +51,9 @@ class Backend(Protocol):
     DATA_CACHE: Literal["own", "datasets"]
     """Whether tokenised data lie in a cache of its own, or in that of the library `datasets`."""
     MODEL_ARGUMENTS: tuple[str, ...]
-    """Where a further stage is given the model of the one before: the model, and its tokenizer if apart."""
+    """Where a further stage is given the model of the one before: the model, and its tokenizer if
+    apart.
+    """
     SHORT_RUN: Mapping[str, Any]
     """Arguments of a run without consequences, where a script has them; None: left out."""
     REHEARSAL: Mapping[str, Any]

@@ -38,10 +38,13 @@ REHEARSAL: Mapping[str, Any] = {
     **dict.fromkeys(("push_to_hub", "trust_remote_code", "resume_from_checkpoint"), None),
     **{"use_cpu": True, "report_to": "none"},
 }
-# transformers/training_args.py::[trainer_log_levels] builds it by calls, transformers/utils/logging.py::[log_levels =]
-# holds the names
+# transformers/training_args.py::[trainer_log_levels] builds it by calls,
+# transformers/utils/logging.py::[log_levels =] holds the names
 COMPUTED: Mapping[str, tuple[str, ...]] = {
-    "trainer_log_levels.keys()": (*("detail", "debug", "info", "warning"), *("error", "critical", "passive"))
+    "trainer_log_levels.keys()": (
+        *("detail", "debug", "info", "warning"),
+        *("error", "critical", "passive"),
+    )
 }
 
 STAGES: Mapping[str, Entry] = {"sft": trl_sft.SCRIPT, "dpo": trl_dpo.SCRIPT}

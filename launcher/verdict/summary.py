@@ -63,6 +63,11 @@ def _with_ok(points: Iterable[Point], ok: bool | None) -> list[Point]:
     return [point for point in points if point.get("ok") is ok]
 
 
+def is_wanted(point: Point) -> bool:
+    """Whether something was expected of a point. Of others nothing is `ok`, in no state."""
+    return point.get("expected") not in (None, "any")
+
+
 def outcome(verdict: Json) -> str:
     """The status for people: `stopped` if a signal ended the run and nothing else failed."""
     failed = _with_ok(points(verdict), False)

@@ -1,4 +1,4 @@
-"""Several runs that belong together: their folder, found again, the record in it, and each run to its verdict."""
+"""Several runs that belong together: their folder, their record, and each run to its verdict."""
 
 import contextlib
 import hashlib
@@ -27,19 +27,19 @@ from launcher.runs import lease, rundir, runner
 from launcher.runs.rundir import RunFolder
 from launcher.verdict.check import Verdict
 
-# whoever waited for the training process tells all of its command line first
+# an error of whatever waited for the training process begins with its whole command line
 _COMMAND = re.compile(r"Command '\[.*\]' (?=died|returned)", re.DOTALL)
 
 
 def key_of(about: Any) -> str:
-    """The key of what a campaign is about: the same for the same values."""
+    """A digest that is the same for the same values."""
     text = json.dumps(about, sort_keys=True, default=str)
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Campaign:
-    """One ladder, pipeline, comparison or search; another `key` is another. Its record is `<kind>.json`."""
+    """One ladder, pipeline, bench or search, known by its `key`; its record is `<kind>.json`."""
 
     kind: str
     key: str
@@ -47,45 +47,48 @@ class Campaign:
     root: Path
 
     def earlier(self) -> Path | None:
-        """The newest folder of it; None where it has never begun."""
-        records = sorted(self.root.glob(f"*-{self.kind}-*/{self.kind}.json"), reverse=True)
-        return next((one.parent for one in records if rundir.read_json(one).get("key") == self.key), None)
+        """Its newest folder; None if it has never begun."""
+        records = self.root.glob(f"*-{self.kind}-*/{self.kind}.json")
+        for record in sorted(records, reverse=True):
+            if rundir.read_json(record).get("key") == self.key:
+                return record.parent
+        return None
 
     @contextlib.contextmanager
     def opened(self, *, fresh: bool = False, taken: Finding | None = None) -> Iterator[Path]:
-        """Its folder, `<UTC time>-<kind>-<name>`, for this command alone; what an earlier one left running is ended.
+        """Its folder, `<UTC time>-<kind>-<name>`, for this command; `fresh` makes another one.
 
-        `fresh` makes another one. Raises NotReady where it cannot be made, or (`taken`) where another process
-        is at it.
+        Runs that an earlier command left are stopped. Raises NotReady if the folder cannot be made,
+        or (with `taken`) if another process uses it.
         """
-        taken = taken or launch_finding(
-            "error",
-            "under-way",
-            "the same command is under way in another process",
-            "wait for it, or --fresh for a folder of its own",
-            file=str(self.root),
-        )
-        # two that begin at once have no folder in common yet
+        if taken is None:
+            taken = launch_finding(
+                "error",
+                "under-way",
+                "the same command is under way in another process",
+                "wait for it, or --fresh for a folder of its own",
+                file=str(self.root),
+            )
+        # two commands that begin at once have no folder in common yet
         name = hashlib.sha256(os.fsencode(f"{self.root}\0{self.key}")).hexdigest()[:32]
         place = rundir.state_folder() / f"{self.kind}s" / name
         with contextlib.ExitStack() as stack:
             with locks.exclusive(place, taken=taken):
-                before = None if fresh else self.earlier()
-                folder = before or rundir.make_folder(self.root, self.kind, self.name)
+                earlier = None if fresh else self.earlier()
+                folder = earlier or rundir.make_folder(self.root, self.kind, self.name)
                 stack.enter_context(locks.exclusive(folder / ".lock", taken=taken))
-                if before is None:
-                    # from now on the same command finds it, and its lock
+                if earlier is None:
+                    # from now on the same command finds the folder, and its lock
                     write(folder / f"{self.kind}.json", {"key": self.key})
             for run in rundir.newest_first(folder):
-                # of a command that has gone: nobody waits for it
+                # its command is gone, and nobody waits for it
                 if runner.is_alive(run.path) or lease.is_locked(run.lock):
-                    with contextlib.suppress(LaunchError, OSError):
-                        stop.stop(run)
+                    _stop(run)
             yield folder
 
 
 def write(file: Path, record: Mapping[str, Any], redactor: Redactor | None = None) -> None:
-    """Whole or not at all, without secrets. Raises NotReady where it cannot be written."""
+    """Write a record atomically, without secrets. Raises NotReady if it cannot be written."""
     redactor = redactor or redaction.of_process()
     try:
         files.write_json(file, redactor.redact(dict(record)))
@@ -94,7 +97,7 @@ def write(file: Path, record: Mapping[str, Any], redactor: Redactor | None = Non
 
 
 def page(runs: Iterable[Path], path: Path, lead: report_page.Lead) -> Path | None:
-    """One page of those runs that began and are still there; None where none is. Raises NotReady."""
+    """Write a page of the runs that began and still exist; None if none does. Raises NotReady."""
     begun = [str(run) for run in runs if RunFolder(run).attempts()]
     if not begun:
         return None
@@ -104,10 +107,10 @@ def page(runs: Iterable[Path], path: Path, lead: report_page.Lead) -> Path | Non
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What came of one run. `seconds` is wall time from the start to the verdict, start-up included.
+    """How one run ended. `seconds` is wall time from the start to the verdict, start-up included.
 
-    `finished_before`: nothing was started, because an earlier attempt had come to its end. `timed_out`:
-    it was stopped because its time was up.
+    `finished_before`: nothing was started, because an earlier attempt had finished. `timed_out`: it
+    was stopped because its time was up.
     """
 
     run: RunFolder
@@ -120,12 +123,12 @@ class Outcome:
 
     @property
     def interrupted(self) -> bool:
-        """Whether the user stopped it: whatever comes next must not be started."""
+        """Whether the user stopped it: then nothing else may start."""
         return self.exit is Exit.INTERRUPTED and not self.timed_out
 
     @property
     def reason(self) -> str | None:
-        """Why it did not pass, in one line; None where it did."""
+        """Why it did not pass, in one line; None if it did."""
         if self.exit is Exit.OK:
             return None
         if self.timed_out:
@@ -138,9 +141,13 @@ class Outcome:
         error = finish.detail.get("error")
         if isinstance(error, dict) and error.get("message"):
             return brief(_COMMAND.sub("the training process ", str(error["message"])), 300)
-        bad = [point for point in self.verdict.points if point.ok is not True]
-        reasons = "; ".join(f"{p.name}: {p.state}, expected {p.expected}" for p in bad)
-        return reasons or ("interrupted" if self.interrupted else f"exit code {int(self.exit)}")
+        reasons = []
+        for point in self.verdict.points:
+            if point.ok is not True:
+                reasons.append(f"{point.name}: {point.state}, expected {point.expected}")
+        if reasons:
+            return "; ".join(reasons)
+        return "interrupted" if self.interrupted else f"exit code {int(self.exit)}"
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -159,61 +166,63 @@ class Outcome:
 
 
 def of_prepared(prepared: Prepared, *, timeout_s: float | None = None, allow_unproven: bool = False) -> Outcome:
-    """Start and judge one run; returns when every process of it has gone.
+    """Start and judge one run; returns when all its processes have ended.
 
-    INT and TERM stop the run, and the outcome says so; one that comes before the run can be told raises
-    KeyboardInterrupt, with nothing left behind. Raises what `start.begin` raises: then nothing was started.
+    INT and TERM stop the run, and the outcome says so; before the run listens to them, they raise
+    KeyboardInterrupt and leave nothing behind. Raises what `start.begin` raises: then nothing was
+    started.
     """
     prepared = forecast.with_forecast(prepared)
+    folder = prepared.folder
+    plan = prepared.plan
     if prepared.decision.kind == "finished":
-        verdict = conclude.finish(prepared.folder)
-        return Outcome(run=prepared.folder, plan=prepared.plan, verdict=verdict, exit=Exit.OK, finished_before=True)
+        verdict = conclude.finish(folder)
+        return Outcome(run=folder, plan=plan, verdict=verdict, exit=Exit.OK, finished_before=True)
     began = time.monotonic()
     try:
         with unwatched():
             folder, attempt = start.begin(prepared, allow_unproven=allow_unproven)
-            with _at_most(timeout_s, folder) as up:
+            with _time_limit(timeout_s, folder) as is_up:
                 interrupted = follow.until_over(folder, attempt, forward=True)
     except (KeyboardInterrupt, follow.Detached):
-        # before anybody listened, or where a batch system signals every process of a job itself
-        _leave_nothing(prepared.folder)
+        # before anybody listened, or if a batch system signals every process of a job itself
+        _stop(prepared.folder)
         raise KeyboardInterrupt from None
     verdict, code = conclude.verdict_and_exit_code(folder, attempt)
-    # one that was over by then has its verdict all the same, and nothing comes after it
-    code = Exit.INTERRUPTED if interrupted else code
+    timed_out = is_up.is_set() and not interrupted and code is Exit.INTERRUPTED
+    if interrupted:
+        # a run that was over by then keeps its verdict, but nothing follows
+        code = Exit.INTERRUPTED
     return Outcome(
-        run=folder,
-        plan=prepared.plan,
-        verdict=verdict,
-        exit=code,
-        seconds=time.monotonic() - began,
-        timed_out=up.is_set() and not interrupted and code is Exit.INTERRUPTED,
+        run=folder, plan=plan, verdict=verdict, exit=code, seconds=time.monotonic() - began, timed_out=timed_out
     )
 
 
 @contextlib.contextmanager
-def _at_most(seconds: float | None, folder: RunFolder) -> Iterator[threading.Event]:
-    """Have the run stopped when its time is up; the event says whether that was so."""
-    up = threading.Event()
+def _time_limit(seconds: float | None, folder: RunFolder) -> Iterator[threading.Event]:
+    """Stop the run when its time is up; the event says whether that happened."""
+    is_up = threading.Event()
+    if seconds is None:
+        yield is_up
+        return
 
     def end() -> None:
-        up.set()
-        _leave_nothing(folder)
+        is_up.set()
+        _stop(folder)
 
-    timer = threading.Timer(max(0.0, seconds or 0.0), end)
+    timer = threading.Timer(max(0.0, seconds), end)
     timer.daemon = True
-    if seconds is not None:
-        timer.start()
+    timer.start()
     try:
-        yield up
+        yield is_up
     finally:
         timer.cancel()
 
 
-def _leave_nothing(folder: RunFolder) -> None:
-    """Stop what runs there; it may have come to its end by itself in the meantime."""
+def _stop(run: RunFolder) -> None:
+    """Stop what runs there; it may have ended by itself in the meantime."""
     with contextlib.suppress(LaunchError, OSError):
-        stop.stop(folder)
+        stop.stop(run)
 
 
 @dataclass(slots=True)
@@ -223,16 +232,17 @@ class Stop:
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[Stop]:
-    """Runs in turn, ended by INT and TERM: the block is left, and what is yielded says so. The terminal may go."""
+    """Runs in turn: INT and TERM leave the block, and what is yielded says so. HUP is ignored."""
     stop = Stop()
     with unwatched():
         try:
             yield stop
         except (KeyboardInterrupt, follow.Detached):
-            # between two runs there is none to hand it to
+            # between two runs there is none to stop
             stop.requested = True
 
 
 def unwatched() -> contextlib.AbstractContextManager[None]:
-    """HUP is left alone, TERM is what INT is, while a run is being started too: nothing is left behind."""
-    return process.signal_handlers({signal.SIGHUP: lambda *_: None, signal.SIGTERM: signal.default_int_handler})
+    """Ignore SIGHUP and treat SIGTERM as SIGINT, also while a run is being started."""
+    handlers = {signal.SIGHUP: lambda *_: None, signal.SIGTERM: signal.default_int_handler}
+    return process.signal_handlers(handlers)

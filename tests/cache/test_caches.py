@@ -6,7 +6,6 @@ import os
 import shutil
 import struct
 import subprocess
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 from plans import from_text, planned
 
-from launcher import files
 from launcher.cache import diagnosis, keys
 from launcher.cache import folders as cache_folders
 from launcher.cache.keys import Cache
@@ -256,7 +254,7 @@ def test_a_model_that_is_not_here_is_said(place: Path) -> None:
 def used(name: str, text: str, *overrides: str, attempt: int = 1, fill: bool = True) -> Iterator[dict[str, Cache]]:
     """A run that holds its folders, and has filled them as upstream would."""
     found = derived(text, *overrides)
-    with cache_folders.lock(tuple(found.values()), run(name), attempt, config=Path("s.yaml")):
+    with cache_folders.lock(tuple(found.values()), run(name), attempt):
         for one in found.values() if fill else ():
             entry(one.path, one.kind)
         yield found
@@ -368,8 +366,7 @@ def test_clearing_takes_the_kind_and_age_that_were_asked_for(place: Path) -> Non
     everything = {"dataset": "would be removed", "reference": "would be removed"}
     assert cleared(dry_run=True) == everything
     assert cleared(older_than_s=60) == {"dataset": "kept", "reference": "kept"}
-    later = time.time() + 3600
-    assert cleared(older_than_s=60, dry_run=True, now=later) == everything
+    assert cleared(older_than_s=0, dry_run=True) == everything
     assert all(one.path.is_dir() for one in found.values())
     assert cleared(kind="reference") == {"reference": "removed"}
     assert not found["reference"].path.exists()
@@ -483,15 +480,11 @@ def test_upstreams_own_record_is_the_last_resort(place: Path) -> None:
     ]
 
 
-def test_the_newest_attempt_is_told_of_and_the_manifest_helps_out(place: Path) -> None:
+def test_the_newest_attempt_is_explained(place: Path) -> None:
     with used("r1", "sft"):
         probed("r1", seen("dataset", "miss"))
-    with used("r1", "sft", attempt=2, fill=False) as found:
+    with used("r1", "sft", attempt=2, fill=False):
         probed("r1", seen("dataset", "hit"))
     told = reasons("r1")["dataset"]
     assert (told.state, Path(str(told.compared)).name) == ("hit", "r1")
-    manifest = {"created": rundir.utc_now(), "caches": [found["dataset"].as_json()]}
-    files.write_json(run("r1").manifest, manifest)
-    assert cleared() == {"dataset": "removed"}
-    assert reasons("r1")["dataset"].kind == "dataset"
     assert diagnosis.why(run("r9")) == []

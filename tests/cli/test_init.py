@@ -342,3 +342,56 @@ def test_a_stage_file_needs_no_conversion(tmp_path: Path, capsys: pytest.Capture
     assert code == 2
     assert "is a stage file of launch already" in said["findings"][0]["message"]
     assert said["findings"][0]["help"] == f"launch validate-config {path}"
+
+
+@pytest.mark.parametrize("backend", ["trl", "open_instruct"])
+def test_each_new_file_has_an_output_folder_of_its_own(
+    backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "output/second").mkdir(parents=True)
+    for file, output in (
+        ("first.yaml", "output/first"),
+        ("below/first.yaml", "output/below/first"),
+        ("second.yaml", "output/second-2"),
+    ):
+        assert answer(capsys, "sft", *ASKED, "--backend", backend, "-o", file)[0] == 0
+        assert load(file).args["output_dir"] == output
+
+
+@pytest.mark.parametrize(
+    ("stage", "options", "dtype"),
+    [
+        ("sft", ["--gpus", "1"], "bfloat16"),
+        ("sft", ["--gpus", "0"], None),
+        ("dpo", ["--gpus", "1", "--lora"], "bfloat16"),
+        # steps of DPO's learning rate would be lost in rounding
+        ("dpo", ["--gpus", "1"], None),
+    ],
+)
+def test_weights_are_in_bfloat16_on_a_gpu(
+    stage: str, options: list[str], dtype: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "new.yaml"
+    assert answer(capsys, stage, *ASKED, *options, "-o", str(path))[0] == 0
+    assert load(path).args.get("dtype") == dtype
+
+
+@pytest.mark.parametrize(("backend", "switch"), [("trl", "use_peft"), ("open_instruct", "use_lora")])
+@pytest.mark.parametrize("stage", ["sft", "dpo"])
+def test_lora_is_an_option(
+    stage: str, backend: str, switch: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "new.yaml"
+    assert answer(capsys, stage, *ASKED, "--lora", "--backend", backend, "-o", str(path))[0] == 0
+    assert load(path).args[switch] is True
+    assert main.main(["validate-config", str(path), "--strict"]) == 0
+
+
+def test_rows_are_as_long_as_the_model_allows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = model_folder(tmp_path / "model", None)
+    (model / "config.json").write_text('{"model_type": "qwen2", "max_position_embeddings": 32768}')
+    path = tmp_path / "new.yaml"
+    words = ("sft", "--model", str(model), "--data", "some/data", "-o", str(path))
+    assert answer(capsys, *words)[0] == 0
+    assert load(path).args["max_length"] == 32768

@@ -129,8 +129,6 @@ def test_a_stage_beside_its_pipeline_is_said_once(write: Write, capsys: pytest.C
     write("all/pipeline.yaml", "gpus: 0\nstages: [{name: sft, config: sft.yaml}]\n")
     assert main(["validate-config", str(stage.parent)]) == Exit.CONFIG
     assert capsys.readouterr().err.count("`learning_rat`") == 1
-    assert main(["validate-config", str(stage), "learning_rate=1"]) == Exit.CONFIG
-    assert "KEY=VALUE --dry-run" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -152,3 +150,28 @@ def test_code_of_a_repository_gets_a_note(
     found = json.loads(capfd.readouterr().out)["findings"]
     noted = [(f["severity"], f["key"], f["line"]) for f in found if f["code"] == "remote-code"]
     assert noted == ([] if key is None else [("note", f"args.{key}", 5)])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "codes"),
+    [
+        (["learning_rate=1e-5", "batch.global=8"], []),
+        (["lerning_rate=1e-5"], ["unknown-key"]),
+        (["learning_rate=x"], ["bad-value"]),
+    ],
+)
+def test_overrides_are_judged_with_the_file(
+    overrides: list[str], codes: list[str], write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = "{model_name_or_path: m, dataset_name: d, output_dir: o}"
+    stage = write("sft.yaml", f"stage: sft\nbackend: trl\nargs: {args}\n")
+    code = main(["validate-config", str(stage), *overrides, "--format", "json"])
+    errors = [f for f in json.loads(capsys.readouterr().out)["findings"] if f["severity"] == "error"]
+    assert [finding["code"] for finding in errors] == codes
+    assert code == (Exit.CONFIG if codes else Exit.OK)
+    assert all(finding["override"] == overrides[0] for finding in errors)
+
+
+def test_an_override_needs_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["validate-config", "learning_rate=1e-5"]) == Exit.USAGE
+    assert "launch validate-config FILE KEY=VALUE" in capsys.readouterr().err

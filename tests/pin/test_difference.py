@@ -150,9 +150,8 @@ def test_every_kind_of_change_of_an_argument(repo: Repo) -> None:
     assert (typed["type"].before, typed["type"].after) == ("Optional[str]", "int")
     assert (typed["default"].before, typed["default"].after) == ("none", "500")
     assert changes(told, "warmup_ratio").keys() == {"default"}
-    assert changes(told, "seed")["unread"].before == "always"
-    rank = changes(told, "lora_rank")["conditions"]
-    assert (rank.before, rank.after) == ("use_lora", "always")
+    assert changes(told, "seed").keys() == {"unread"}
+    assert changes(told, "use_lora").keys() == set()
     assert changes(told, "use_liger_kernel").keys() == {"added"}
     # what only the spelling of a type changed is no change
     assert not changes(told, "tokens")
@@ -160,17 +159,14 @@ def test_every_kind_of_change_of_an_argument(repo: Repo) -> None:
     assert not changes(told, "model_name_or_path")
 
 
-def test_refusals_the_cache_and_the_mirror_image(repo: Repo) -> None:
+def test_the_cache_and_the_mirror_image(repo: Repo) -> None:
     told = repo.diff()
-    change = changes(told.stages["sft"], "ValueError of the parser")["refused"]
-    assert change.after == "`portion > 1`"
     assert (told.old.cache, told.new.cache, told.cache_moved) == (None, "v1", True)
     # backwards is the mirror image
     told = repo.diff(words=(repo.new, repo.old))
     assert (told.ahead, told.behind) == (0, 1)
     assert changes(told.stages["sft"], "clip_grad_norm")["renamed"].to == "clip_norm"
-    assert changes(told.stages["sft"], "seed")["read"].after == "always"
-    assert {"accepted"} == changes(told.stages["sft"], "ValueError of the parser").keys()
+    assert changes(told.stages["sft"], "seed").keys() == {"read"}
 
 
 def test_a_script_that_is_not_there(repo: Repo, write: Write) -> None:
@@ -259,7 +255,7 @@ def test_the_text_counts_what_concerns_no_file(repo: Repo, write: Write) -> None
     full = "\n".join(difference.lines(repo.diff(config), everything=True))
     alone = "\n".join(difference.lines(repo.diff()))
     for text in (full, alone):
-        assert "clip_norm -> clip_grad_norm" in text and "newly refused:" in text
+        assert "clip_norm -> clip_grad_norm" in text and "not read any more:" in text
     assert "version none -> v1" in brief
 
 
@@ -338,7 +334,7 @@ def test_the_time_of_one_flat_class_without_liger(history: Path) -> None:
     assert renames(dpo)["num_train_epochs"] == "num_epochs"
     gone = changes(sft, "use_flash_attn")["removed"]
     assert gone.why is not None and "#1567" in gone.why
-    assert changes(sft, "tokenizer_name")["unread"].after == "nowhere"
+    assert "unread" in changes(sft, "tokenizer_name")
     # Optional[str] became str | None: no change
     assert not changes(sft, "config_name").keys() & {"type", "default"}
     assert (told.old.cache, told.new.cache) == (None, "v7")

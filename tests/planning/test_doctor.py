@@ -14,14 +14,16 @@ from fake_smi import Smi
 from packaging.requirements import Requirement
 from plans import CONFIGS, SFT, TRL, from_text, planned, staged, trainer
 
-from launcher.errors import Exit, Finding, NotReady
+from launcher.cli.main import main
+from launcher.errors import Exit, Finding, NotReady, launch_finding
 from launcher.machine import devices, python
 from launcher.machine.devices import Devices
 from launcher.machine.python import Trainer
 from launcher.plan.plan import Plan
-from launcher.planning.doctor import checks, install
-from launcher.planning.doctor.checks import Report, Subject
+from launcher.planning.doctor import checks, install, readiness
+from launcher.planning.doctor.checks import Fact, Report, Subject
 from launcher.planning.doctor.install import Imports, InstallStep
+from launcher.planning.request import Request
 from launcher.stage.stage import Stage
 from launcher.upstream import behaviour, locate
 from launcher.upstream.trainers import BACKENDS, Release
@@ -336,9 +338,6 @@ def test_an_interpreter_that_dies_or_hangs(bare: Trainer, write: Write, tmp_path
     write("hangs.py", "import time\ntime.sleep(600)\n")
     (failure,) = tried(bare, tmp_path, "json", "hangs", "csv", timeout_s=2).failures
     assert (failure.module, failure.error) == ("hangs", "TimeoutError after 2 s")
-    nobody = replace(WITH_PIP, python=tmp_path / "none")
-    answer = tried(nobody, tmp_path, "json")
-    assert answer.fault is not None and answer.failures == ()
 
 
 def test_torch_is_asked_for_its_gpus(bare: Trainer, write: Write, tmp_path: Path) -> None:
@@ -419,3 +418,51 @@ def test_without_a_plan_the_commit_decides_whether_flash_attn_is_needed(release:
     asked = Subject(trainer=trainer(), upstream=source, stages=("sft",), gpus=2)
     is_needed = release.version == BACKENDS["open_instruct"].BASELINE
     assert ("flash-attn" in checks.needed(asked)) is is_needed
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "is_needed"),
+    [
+        ("olmo_core/dpo_olmo2_7b_16k.yaml", ["packing=true"], True),
+        ("olmo_core/dpo_olmo2_7b_16k.yaml", ["packing=false", "expect.packing=any"], False),
+        ("olmo_core/sft_olmo2_7b.yaml", [], True),
+    ],
+)
+def test_packed_rows_of_olmo_core_need_flash_attn(
+    config: str, overrides: list[str], is_needed: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The trainer's Python has none: what installs it stands beside what the start would be refused with."""
+    words = ["--python", sys.executable, "--gpus", "4", "--install", "--format", "json"]
+    assert main(["doctor", str(CONFIGS / config), *overrides, *words]) == Exit.NOT_READY
+    findings = {f["code"]: f for f in json.loads(capsys.readouterr().out)["findings"]}
+    lacking = findings["missing-packages"]["message"].partition(" lacks ")[2].split(", ")
+    assert ("flash-attn" in lacking) is is_needed
+    assert ("packing-refused" in findings) is is_needed
+
+
+def test_each_trainer_is_examined_where_none_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def examine(request: Request, backend: str) -> Report:
+        lacking = launch_finding("error", "missing-packages", f"{backend} lacks some")
+        source = Fact("source", f"{backend} 1.0")
+        room = Fact("temporary files", "/tmp, 1 GiB free")
+        findings = () if backend in ready_ones else (lacking,)
+        return Report(findings=findings, facts=(source, room), install=())
+
+    monkeypatch.setattr(readiness, "of_backend", examine)
+    ready_ones = {"trl"}
+    assert main(["doctor", "--format", "json"]) == Exit.OK
+    answer = json.loads(capsys.readouterr().out)
+    assert {name: report["ready"] for name, report in answer["data"]["trainers"].items()} == {
+        "open_instruct": False,
+        "trl": True,
+    }
+    assert [finding["severity"] for finding in answer["findings"]] == ["note"]
+    assert main(["doctor"]) == Exit.OK
+    out = capsys.readouterr().out
+    assert out.count("temporary files") == 1
+    assert "open_instruct: not ready: missing-packages" in out
+    assert "trl: ready" in out
+    ready_ones = set()
+    assert main(["doctor"]) == Exit.NOT_READY

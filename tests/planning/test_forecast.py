@@ -256,8 +256,6 @@ def test_what_an_interruption_costs(every: str, interval: int | None, lost_gpu_h
     (one,) = planned(*words)["gpus"]
     risk = one["interruption"]
     assert (risk["interval"], risk["lost_gpu_hours"]) == (interval, pytest.approx(lost_gpu_hours, abs=0.05))
-    # by the size on the disk, 1 GB a second
-    assert risk["save_seconds"] == pytest.approx(one["disk_gib"]["checkpoint"] * 2**30 / 10**9, rel=0.01)
 
 
 def test_a_long_run_without_checkpoints_is_warned_of() -> None:
@@ -505,8 +503,7 @@ def test_fit_says_so_where_nothing_fits_and_where_nothing_is_larger() -> None:
     (note,) = found(answered(*small, "--fit"), "nothing-fits")
     assert note["message"].startswith("1 GPU(s): --fit: no split of the batch fits; 156.1 GiB")
     largest = CliRunner().invoke(app, ["plan", TULU, "--gpus", "8", *ROWS, "--gpu-memory", "80", "--fit"])
-    limit = "and the global batch of 128 allows no more"
-    assert f"\n  --fit: per device 16 fits, {limit}\n" in largest.stdout
+    assert "\n  --fit: per device 16, accumulation 1: " in largest.stdout
 
 
 @pytest.mark.parametrize("words", [(), ("--why",), ("--fit",)], ids=" ".join)

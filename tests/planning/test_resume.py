@@ -452,19 +452,20 @@ def test_a_reference_that_is_gone_is_never_made_of_a_half_trained_model(run: Mak
     def again(*overrides: str) -> Decision:
         made = one.plan(*overrides, gpus=1)
         held[:] = keys.derive(made, one.trainer.packages, lenient=True)
-        return resume.judge(
-            made, output=one.output, history=one.history(), folder=one.folder, trainer=one.trainer,
+        judge = resume.ResumeJudge(
+            plan=made, output=one.output, history=one.history(), folder=one.folder, trainer=one.trainer,
             caches=held, now=inputs.of_plan(made),
         )  # fmt: skip
+        return judge.decide()
 
     # of checkpoints that nobody here has made, before the first start
     saved.engine(one.output, "step_6", ranks=1)
     made = one.plan(gpus=1)
-    foreign = resume.judge(
-        made, output=one.output, history=[], folder=None, trainer=one.trainer,
+    foreign = resume.ResumeJudge(
+        plan=made, output=one.output, history=[], folder=None, trainer=one.trainer,
         caches=keys.derive(made, one.trainer.packages, lenient=True),
     )  # fmt: skip
-    assert "reference-gone" in codes(foreign)
+    assert "reference-gone" in codes(foreign.decide())
     shutil.rmtree(one.output)
     one.start(gpus=1)
     saved.engine(one.output, "step_6", ranks=1)

@@ -256,13 +256,13 @@ MATRIX = """
             ("a cache", packed(10, 8, 6), {}),
         ):
             model = tiny(attn_implementation=attention)
-            pair = packing.two_samples(model, (), batch["input_ids"], {**batch, **more})
-            before, after = packing.leak(model, *pair)
+            pair = packing.two_samples(model, (), {**batch, **more}, packing.batch_of(batch["input_ids"], batch))
+            before, after = packing.leak(model, pair)
             found[f"{attention}, {name}"] = before == after
             assert model.training and all(p.grad is None for p in model.parameters())
         model.gradient_checkpointing_enable()
-        pair = packing.two_samples(model, (), batch["input_ids"], batch)
-        before, after = packing.leak(model, *pair)
+        pair = packing.two_samples(model, (), batch, packing.batch_of(batch["input_ids"], batch))
+        before, after = packing.leak(model, pair)
         found[f"{attention}, a cache and checkpointing"] = before == after
     print(json.dumps(found))
 """

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
-from launcher.probe.watching.data import IGNORED, Data, stands_in
+from launcher.probe.watching.data import Data, is_repeated
+from launcher.probe.watching.packing import UNLABELLED
+from launcher.probe.watching.packing import batch_of as token_batch
 from launcher.probe.watching.process import Process, Settings
 from launcher.probe.watching.steps import Tally
 
@@ -22,7 +24,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def probe(folder: Path, **settings: Any) -> Data:
-    data = Data(Process(Settings({"target": "sft.py", "out": str(folder), **settings})))
+    data = Data(Process(Settings("sft.py", str(folder), **settings)))
     data.saw_tokenizer(types.SimpleNamespace(bos_token_id=BOS, eos_token_id=END, get_added_vocab=dict))
     return data
 
@@ -40,7 +42,7 @@ def batch_of(rows: list[tuple[list[int], int]]) -> tuple[Any, dict[str, Any]]:
     for tokens, prompt in rows:
         rest = width - len(tokens)
         ids.append(tokens + [PAD] * rest)
-        labels.append([IGNORED] * prompt + tokens[prompt:] + [IGNORED] * rest)
+        labels.append([UNLABELLED] * prompt + tokens[prompt:] + [UNLABELLED] * rest)
         mask.append([1] * len(tokens) + [0] * rest)
     return torch.tensor(ids), {"labels": torch.tensor(labels), "attention_mask": torch.tensor(mask)}
 
@@ -48,8 +50,8 @@ def batch_of(rows: list[tuple[list[int], int]]) -> tuple[Any, dict[str, Any]]:
 def counted(folder: Path, rows: list[tuple[list[int], int]], **settings: Any) -> dict[str, Any]:
     data, tally = probe(folder, **settings), Tally()
     ids, kwargs = batch_of(rows)
-    data.batch(ids, kwargs, tally)
-    data.counted({name: [float(value) for value in values] for name, values in tally.scalars.items()})
+    data.count_batch(token_batch(ids, kwargs), tally)
+    data.add_sums({name: [float(value) for value in values] for name, values in tally.scalars.items()})
     data.report()
     (event,) = [event for event in events(folder) if event["event"] == "data"]
     return event
@@ -99,11 +101,11 @@ def test_pairs_that_are_equal_or_empty_or_hold_their_prompt_twice(folder: Path) 
 def test_packed_samples_are_read_apart(folder: Path) -> None:
     torch = pytest.importorskip("torch")
     ids = torch.tensor([[BOS, 10, 30, END, BOS, 11, 31, 32]])
-    labels = torch.tensor([[IGNORED, IGNORED, 30, END, IGNORED, IGNORED, 31, 32]])
+    labels = torch.tensor([[UNLABELLED, UNLABELLED, 30, END, UNLABELLED, UNLABELLED, 31, 32]])
     places = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
     data, tally = probe(folder), Tally()
-    data.batch(ids, {"labels": labels, "position_ids": places}, tally)
-    assert (data.found["rows"], data.found["ended"], data.found["endless"]) == (2, 1, 1)
+    data.count_batch(token_batch(ids, {"labels": labels, "position_ids": places}), tally)
+    assert (data.first["rows"], data.first["ended"], data.first["endless"]) == (2, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -111,7 +113,7 @@ def test_packed_samples_are_read_apart(folder: Path) -> None:
     [([*PROMPT, 30, 31], True), ([7, 8, *PROMPT, 30], True), ([30, 31, 10, 11, 12], False), ([], False)],
 )
 def test_a_prompt_is_found_where_most_of_it_stands_again(answer: list[int], found: bool) -> None:
-    assert stands_in(PROMPT, answer) is found
+    assert is_repeated(PROMPT, answer) is found
 
 
 class FakeSet(list[int]):

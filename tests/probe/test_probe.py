@@ -139,6 +139,14 @@ FAKES = {
 }
 
 
+WATCHERS = {
+    "open_instruct.dataset_transformation": "watch_tokenising",
+    "open_instruct.dpo_utils": "watch_pairs",
+    "open_instruct.model_utils": "watch_final_save",
+}
+"""Of the modules of open-instruct that are faked, by its entry scripts."""
+
+
 def oldest_python() -> str:
     for minor in (10, 11, 12, 13):
         name = f"python3.{minor}"
@@ -170,7 +178,8 @@ class Training:
         target = self.folder / "a script" / "train.py"
         target.parent.mkdir(exist_ok=True)
         target.write_text(textwrap.dedent(script))
-        settings |= {"target": str(target), "out": str(self.out), "cpu": cpu, "stand_ins": cpu}
+        defaults = {"target": str(target), "out": str(self.out), "cpu": cpu, "watchers": WATCHERS}
+        settings = {**defaults, **settings}
         environ = {
             "PATH": os.environ["PATH"], "PYTHONPATH": str(self.folder / "packages"),
             "LAUNCH_PROBE": json.dumps(settings), **self.environ,
@@ -549,8 +558,8 @@ def test_nobody_waits_for_the_numbers_of_a_step(tmp_path: Path, monkeypatch: pyt
     probe = Probe({"target": "", "out": str(tmp_path)})
 
     def step(loss: float) -> list[dict[str, Any]]:
-        probe.backward_begins(OnDevice(loss))
-        probe.backward_ended(types.SimpleNamespace())
+        probe.begin_backward(OnDevice(loss))
+        probe.end_backward(types.SimpleNamespace())
         probe.clipped(OnDevice(0.25))
         probe.close_step()
         lines = (tmp_path / "rank-0.jsonl").read_text().splitlines()

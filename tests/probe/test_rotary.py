@@ -13,7 +13,8 @@ from conftest import PATIENCE_S
 from real_training import needs_packages
 from test_probe import PROBE
 
-from launcher.probe.watching.model import ROUNDED, Frequency, frequencies
+from launcher.probe.watching.model import ROUNDED, Frequency, Rotary, frequencies
+from launcher.probe.watching.process import Process, Settings
 
 pytestmark = [pytest.mark.slow, needs_packages]
 
@@ -100,3 +101,23 @@ def test_frequencies_of_a_class_that_no_config_makes_are_told_by_their_precision
     (frequency,) = frequencies(module)
     assert frequency.true is None
     assert frequency.error() > ROUNDED
+
+
+def test_a_prepared_model_is_restored_and_reported_with_one_computation(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    computed = []
+
+    class Embedding(torch.nn.Module):  # type: ignore[misc, name-defined]
+        def __init__(self, config: str) -> None:
+            super().__init__()
+            computed.append(config)
+            self.config = config
+            self.register_buffer("inv_freq", torch.tensor([1.0, 0.3]))
+
+    model = Embedding("the config").bfloat16()
+    computed.clear()
+    Rotary(Process(Settings("sft.py", str(tmp_path)))).report(model)
+    assert model.inv_freq.dtype == torch.float32
+    assert computed == ["the config"]
+    (line,) = (tmp_path / "rank-0.jsonl").read_text().splitlines()
+    assert json.loads(line)["state"] == "restored"

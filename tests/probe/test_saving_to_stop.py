@@ -21,7 +21,7 @@ def watching() -> Any:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.pieces()
+    return module.load_package()
 
 
 class Store:
@@ -58,7 +58,7 @@ def test_ranks_that_are_not_at_the_same_step_agree_on_one_that_none_has_passed(
     pieces = [probe_of(watching, tmp_path / f"rank{rank}", rank, 3).preemption for rank in range(3)]
     module = sys.modules[type(pieces[0]).__module__]
     monkeypatch.setattr(module, "key_value_store", lambda: store)
-    assert [piece.reached(step) for piece, step in zip(pieces, (5, 6, 0), strict=True)] == [False] * 3
+    assert [piece.has_reached(step) for piece, step in zip(pieces, (5, 6, 0), strict=True)] == [False] * 3
     # one machine alone has the request
     ask(tmp_path / "rank2")
     for piece in reversed(pieces):
@@ -66,8 +66,8 @@ def test_ranks_that_are_not_at_the_same_step_agree_on_one_that_none_has_passed(
     assert [piece.look() for piece in pieces] == [True] * 3
     assert [piece.agreed for piece in pieces] == [7, 7, 7]
     for piece in pieces:
-        assert not piece.reached(6)
-        assert piece.reached(7)
+        assert not piece.has_reached(6)
+        assert piece.has_reached(7)
 
 
 def test_a_rank_waits_at_the_step_that_it_named_until_all_have(
@@ -78,11 +78,11 @@ def test_a_rank_waits_at_the_step_that_it_named_until_all_have(
     first, second = (probe_of(watching, tmp_path, rank, 2).preemption for rank in range(2))
     module = sys.modules[type(first).__module__]
     monkeypatch.setattr(module, "key_value_store", lambda: store)
-    first.reached(3)
+    first.has_reached(3)
     assert not first.look(), "nobody else has named a step"
-    second.reached(4)
+    second.has_reached(4)
     passed: list[bool] = []
-    waiting = threading.Thread(target=lambda: passed.append(first.reached(4)))
+    waiting = threading.Thread(target=lambda: passed.append(first.has_reached(4)))
     waiting.start()
     waiting.join(0.2)
     assert waiting.is_alive(), "it may not go on alone"
@@ -90,8 +90,8 @@ def test_a_rank_waits_at_the_step_that_it_named_until_all_have(
     assert first.look()
     waiting.join(10)
     assert passed == [False]
-    assert first.reached(5)
-    assert second.reached(5)
+    assert first.has_reached(5)
+    assert second.has_reached(5)
 
 
 @pytest.mark.parametrize("content", ['{"attempt": 2}', "{", "[]", "null", '{"attempt": "1"}'])
@@ -99,7 +99,7 @@ def test_a_request_of_another_attempt_or_a_torn_one_is_none(watching: Any, tmp_p
     (tmp_path / "save.json").write_text(content)
     piece = probe_of(watching, tmp_path, 0, 1).preemption
     assert not piece.look()
-    assert not piece.reached(1)
+    assert not piece.has_reached(1)
 
 
 def test_olmo_core_cancels_its_run_and_saves_before_it_ends(watching: Any, tmp_path: Path) -> None:

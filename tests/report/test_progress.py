@@ -226,7 +226,7 @@ def test_before_the_first_step_the_phase_is_shown_with_its_clock(monkeypatch: py
     assert shown_on(80, progress) == ["sft demo   starting"]
     progress.add_event({"event": "start", "t": 1000.0})
     now = 1004.0
-    assert shown_on(80, progress) == ["sft demo   importing   0:04 elapsed"]
+    assert shown_on(80, progress) == ["sft demo   importing (usually 15 to 60 s)   0:04 elapsed"]
     bar = b"Tokenizing train dataset (num_proc=2):  38%|###   | 150/400 [00:00<00:00, 1477.32 examples/s]"
     progress.read_phase(bar)
     now = 1006.0

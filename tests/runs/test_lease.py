@@ -103,7 +103,7 @@ def test_a_lease_is_taken_over_once_its_owner_is_gone(
     if free:
         assert lease.acquire(tmp_path, tmp_path / "next").fence == granted.fence + 1 == 2
     else:
-        with pytest.raises(NotReady, match=r"last heartbeat \d+ s ago") as caught:
+        with pytest.raises(NotReady, match=r"last heartbeat \d+s ago") as caught:
             lease.acquire(tmp_path, tmp_path / "next")
         told = caught.value.findings[0]
         assert told.code == "run-is-live"

@@ -216,6 +216,10 @@ def test_find_by_folder_name_prefix_and_last(root: Path, monkeypatch: pytest.Mon
     assert rundir.find_run(f"./{one.path.name}") == one
     assert rundir.find_run("20250101") == one
     assert rundir.find_run("20250102T000000Z-sft-a") == two
+    # the newest of a name
+    assert rundir.find_run("a") == two
+    assert rundir.find_run("sft-a") == two
+    assert rundir.find_run("a-2") == longer
     assert rundir.find_run("nothing") is None
     assert rundir.find_run("") is None
     with pytest.raises(UsageError) as caught:
@@ -234,3 +238,19 @@ def test_last_is_the_run_that_was_started_last(root: Path) -> None:
     # a further attempt writes its manifest anew
     files.write_json(first.manifest, {"attempt": 2})
     assert rundir.find_run("last") == first
+
+
+@pytest.mark.parametrize("name", ["20250103T000000Z-pipeline-demo", "demo", "pipeline-demo"])
+def test_a_campaign_is_found_by_name_from_any_folder(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = tmp_path / "project/runs"
+    elsewhere.mkdir(parents=True)
+    create(RunFolder(elsewhere / "20250103T000001Z-sft-sft"))
+    pipeline = elsewhere / "20250103T000000Z-pipeline-demo"
+    pipeline.mkdir()
+    (pipeline / rundir.PIPELINE_RECORD).write_text("{}")
+    monkeypatch.setenv("LAUNCH_RUNS", str(tmp_path / "none"))
+    monkeypatch.chdir(tmp_path)
+    assert rundir.find_campaign(name) == RunFolder(pipeline)
+    assert rundir.find_campaign("other") is None

@@ -11,7 +11,7 @@ from unused_arguments import FINETUNE, HELPER
 from verdicts import Snapshot
 
 from launcher.cli.main import main
-from launcher.config import keys, load
+from launcher.config import evaluation, keys, load, pipeline
 from launcher.errors import Exit
 from launcher.stage import explain
 from launcher.stage.explain import Explained
@@ -304,3 +304,24 @@ def test_what_people_call_an_argument(
     assert main(["explain", idea, "--backend", backend, "--format", "json"]) == Exit.OK
     explained = json.loads(capsys.readouterr().out)["data"]["explained"]
     assert sorted({one["key"] for one in explained}) == names
+
+
+def test_both_trainers_are_explained_where_none_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "max_length", "--stage", "sft", "--format", "json"]) == Exit.OK
+    explained = json.loads(capsys.readouterr().out)["data"]["explained"]
+    assert [(row["backend"], row["exists"]) for row in explained] == [("open_instruct", False), ("trl", True)]
+    # a trainer that never had it is left out
+    assert main(["explain", "do_not_randomize_output_dir", "--stage", "sft", "--format", "json"]) == Exit.OK
+    explained = json.loads(capsys.readouterr().out)["data"]["explained"]
+    assert [row["backend"] for row in explained] == ["open_instruct"]
+
+
+@pytest.mark.parametrize("key", [*pipeline.KEYS, *pipeline.STAGE_KEYS, "eval.command"])
+def test_keys_of_pipelines_are_explained(key: str, out: Out) -> None:
+    assert f"{key.partition('.')[0]}  (a key of pipeline files)" in out("explain", key)
+
+
+def test_the_parts_of_an_evaluation_are_explained(out: Out) -> None:
+    text = out("explain", "eval")
+    assert all(f"{part}: " in text for part in evaluation.KEYS)
+    assert "oe_eval_tasks" not in text

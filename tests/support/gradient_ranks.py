@@ -173,6 +173,9 @@ def train(case: dict[str, Any], folder: Path, rank: int) -> None:
         "expect": expect, "on_violation": "stop",
     }  # fmt: skip
     gradients.AGREEMENT = case.get("patience", gradients.AGREEMENT)
+    if case.get("sparse"):
+        gradients.DENSE = 1
+        gradients.EVERY = 2
     probe = Probe(settings)
     real = case["engine"] in ("one", "ddp")
     module = importlib.import_module("accelerate.accelerator") if real else types.SimpleNamespace(Accelerator=StandIn)
@@ -223,7 +226,7 @@ def train(case: dict[str, Any], folder: Path, rank: int) -> None:
                     optimizer.zero_grad()
                 if case.get("fault") == "dropped" and step == FAULTY and not last:
                     lose(case, model)
-    probe.ends()
+    probe.end()
 
 
 def rank(case: dict[str, Any], folder: Path, number: int, world: int) -> None:

@@ -9,7 +9,7 @@ from launcher.machine.python import Trainer
 from launcher.plan import command, plan
 from launcher.plan.plan import Plan
 from launcher.planning import check
-from launcher.planning.collect import Facts, StageFile, TrainerSource
+from launcher.planning.collect import Facts, StageFile
 from launcher.planning.request import Request
 from launcher.runs.attempt import Command
 from launcher.stage import stage as stages
@@ -60,8 +60,8 @@ def settled(folder: Path, text: str, gpus: int = 0) -> Plan:
     """A plan with the findings of all rules, as a dry run makes it."""
     path = folder / "stage.yaml"
     path.write_text(text, encoding="utf-8")
-    source = TrainerSource(Locator(search=()), trainer())
-    file = StageFile(request=Request(stage=None, config=path, gpus=gpus), config=load.load(path), source=source)
+    request = Request(stage=None, config=path, gpus=gpus)
+    file = StageFile(request=request, config=load.load(path), locator=Locator(search=()), trainer=trainer())
     read = file.read()
     facts = Facts(file=file, checked=read, stage=stages.validate(read), gpus=gpus)
     return check.settle(facts, output=Path("/run/model"))

@@ -101,11 +101,12 @@ class Run:
     def decide(self, *overrides: str, allow: tuple[str, ...] = (), **how: Any) -> Decision:
         self.made = self.plan(*overrides, **how)
         told = rundir.read_manifest(self.folder)
-        return resume.judge(
-            self.made, output=self.output, folder=self.folder if told else None,
+        judge = resume.ResumeJudge(
+            plan=self.made, output=self.output, folder=self.folder if told else None,
             history=self.history(),
             trainer=self.trainer, now=inputs.of_plan(self.made), allowed=allow,
         )  # fmt: skip
+        return judge.decide()
 
     def history(self) -> list[Manifest]:
         return resume.manifests(self.made.stage.options.stage, self.folder, self.output)

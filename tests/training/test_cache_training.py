@@ -81,7 +81,7 @@ def dpo(name: str, *overrides: str) -> tuple[dict[str, str], dict[str, Cache], R
     run.path.mkdir(parents=True)
     built = command.build(plan.completed(made, keys.derived(found)), trainer, run.path, environ=os.environ)
     built = replace(built, env={**built.env, **keys.environment(found)})
-    with folders.lock(found, run, 1, config=STAGE_FILE) as locks:
+    with folders.lock(found, run, 1) as locks:
         ended = runner.run(built, run, 1, pass_fds=locks)
     assert ended.returncode == 0, run.console(1).read_text(errors="replace")[-3000:]
     return states(run), {one.kind: one for one in found}, run

@@ -77,7 +77,7 @@ def test_the_whole_way(project: Path) -> None:
     # the documents of a row were kept apart by a stand-in, and that is said
     assert "documents" in [event["what"] for event in events if event["event"] == "supplied"]
     (export,) = [event for event in events if event["event"] == "export"]
-    assert export["state"] == "agrees" and export["same_choice"] == 1.0
+    assert export["state"] == "agrees"
 
     # the steps were known before the training began: those of the packed rows, none half full
     manifest = json.loads((Path(answer["data"]["run"]) / "run.json").read_text())
@@ -97,12 +97,13 @@ def test_the_whole_way(project: Path) -> None:
     assert (code, states(answer)["dataset_cache"]) == (0, "hit"), answer
 
 
-def test_no_gpu_is_taken_for_data_that_make_no_step(project: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("overrides", [(), ("max_train_steps=2",)], ids=["epochs", "steps"])
+def test_no_gpu_is_taken_for_data_that_make_no_step(project: Path, tmp_path: Path, overrides: tuple[str, ...]) -> None:
     folder = tmp_path / "few"
     shutil.copytree(project / "model", folder / "model")
     (folder / "data.jsonl").write_text("".join((project / "data.jsonl").read_text().splitlines(keepends=True)[:4]))
     (folder / "stage.yaml").write_text(STAGE)
-    code, answer = start(folder)
+    code, answer = start(folder, *overrides)
     assert code == 5
     assert [finding["code"] for finding in answer["findings"] if finding["severity"] == "error"] == ["too-few-rows"]
     assert not (folder / "out").exists()

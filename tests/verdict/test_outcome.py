@@ -117,7 +117,7 @@ def test_weights_that_do_not_move_are_no_pass(
 
 @pytest.fixture
 def process(tmp_path: Path) -> Process:
-    return Process(Settings({"target": "sft.py", "out": str(tmp_path / "own" / "probe")}))
+    return Process(Settings("sft.py", str(tmp_path / "own" / "probe")))
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_the_share_that_moved_is_counted_in_the_weights_that_are_stepped(
     frozen = torch.nn.Parameter(torch.ones(9), requires_grad=False)
     trained = list(layer.parameters())
     optimizer = Optimizer(process, None)  # type: ignore[arg-type]
-    optimizer.given = SimpleNamespace(param_groups=[{"params": [*trained, frozen]}])
+    optimizer.inner = SimpleNamespace(param_groups=[{"params": [*trained, frozen]}])
     movement = Movement(process, optimizer)
     for _ in range(5):
         layer(torch.randn(8, 256, dtype=kind)).square().sum().backward()

@@ -8,7 +8,6 @@ from fake_world import needs_trl
 from launcher.config import load
 from launcher.errors import errors
 from launcher.stage import stage
-from launcher.workflows.tune import space as levers
 from launcher.workflows.tune.space import Space
 
 HAND = "bench/hand_recipe.yaml"
@@ -72,10 +71,10 @@ def test_every_value_is_one_that_upstream_takes(path: str, overrides: tuple[str,
     for lever in world.levers:
         for value in lever.values:
             settings = {**world.base, lever.name: value}
-            total = levers.total_rows(made, world.rows, settings)
+            total = world.total_rows(settings)
             if lever.name != "per_device":
-                settings["per_device"] = min(int(settings["per_device"]), total // levers.devices(made))
-            if total % (int(settings["per_device"]) * levers.devices(made)):
+                settings["per_device"] = min(int(settings["per_device"]), total // made.devices)
+            if total % (int(settings["per_device"]) * made.devices):
                 continue
             given = (*overrides, *world.overrides(settings))
             loaded = load.load(tuned.REPOSITORY / "configs" / path, given)

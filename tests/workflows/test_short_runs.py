@@ -144,6 +144,10 @@ def test_packed_rows_and_unknown_batches(tmp_path: Path) -> None:
     assert rows_needed(full, 10) == 10 * 64 * 1.25 + 64
     assert rows_needed(full, 10, 8) == 108
     assert rows_needed(made(tmp_path, SFT, batch={"global": 16}), 10) == 216
+    # a step of OLMo-core's SFT counts packed rows: 8 samples of 64 tokens fill one of 512
+    args = {"model_name_or_path": "allenai/OLMo-2-1124-7B", "mixer_list": ["a/b", "1.0"], "max_seq_length": 512}
+    olmo = made(tmp_path, {**args, "output_dir": "out"}, batch={"global": 16}, script="sft_olmo_core")
+    assert rows_needed(olmo, 10) == 8 * 216
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -41,7 +42,12 @@ app.add_typer(pins, name="pin")
 @takes("stage", "source", "strict")
 def validate_config(
     shared: Shared,
-    paths: list[Path] = Argument(..., metavar="PATH...", help="stage files, or folders of them", show_default=False),
+    words: list[str] = Argument(
+        ...,
+        metavar="PATH... [KEY=VALUE]...",
+        help="stage files, or folders of them, and what to replace in each",
+        show_default=False,
+    ),
     fix: bool = Option(False, "--fix", help="apply the mechanical fixes; comments are kept"),
     deep: bool = Option(False, "--deep", help="rehearse each stage file too"),
     format: Findings = Option("text", "--format", help="print text, one JSON object, or annotations for GitHub"),
@@ -51,7 +57,11 @@ def validate_config(
     All mistakes at once, with file and line. Needs no GPU, no checkout and no packages of the trainer.
     """
     locator, stage = shared.locator, shared.stage
-    paths = [file for path in paths for file in files_of(path)]
+    overrides = [word for word in words if "=" in word and not exists(Path(word))]
+    paths = [file for word in words if word not in overrides for file in files_of(Path(word))]
+    if not paths:
+        raise usage("no-input", "no stage file is named", "launch validate-config FILE KEY=VALUE")
+    shared = replace(shared, overrides=overrides)
     fixes: dict[Path, Fix] = {}
     findings: list[Finding] = []
     for path in paths if fix else ():
@@ -116,7 +126,7 @@ def _judge_file(path: Path, shared: Shared) -> tuple[dict[str, object], tuple[Fi
     from launcher.stage.stage import judge
 
     try:
-        loaded = load.load(path)
+        loaded = load.load(path, shared.overrides or ())
         judged = judge(loaded, stage=shared.stage, locator=shared.locator)
     except InvalidConfig as error:
         if {finding.code for finding in error.findings} == {load.PIPELINE}:
@@ -133,7 +143,7 @@ def _judge_pipeline(path: Path, shared: Shared) -> tuple[dict[str, object], tupl
     from launcher.workflows.pipeline.plan import PipelineRequest, plan_stages
 
     try:
-        whole = pipeline.load(path)
+        whole = pipeline.load(path, shared.overrides or ())
         common = Request(
             stage=None,
             config=path,
@@ -182,7 +192,7 @@ def explain(
     Of an argument: what it does, type, default, who reads it, its value in a stage file, its history.
     """
     from launcher import findings
-    from launcher.config import load
+    from launcher.config import keys, load
     from launcher.stage import explain
 
     loaded, derived = None, {}
@@ -192,20 +202,27 @@ def explain(
     explained = explain.explain(
         key, locator=shared.locator, config=loaded, stage_name=shared.stage, backend=shared.backend, derived=derived
     )
-    known = any(one.known for one in explained)
-    meanings = [] if known else list(findings.rows_of(key))
-    if not known and not meanings:
+    in_pipelines = keys.PIPELINE.get(key.partition(".")[0]) if config is None else None
+    if in_pipelines is not None:
+        # not the arguments that only have the word in their names
+        explained = [argument for argument in explained if argument.key == key]
+    explained = explained if any(argument.known for argument in explained) else []
+    meanings = [] if explained or in_pipelines else list(findings.rows_of(key))
+    if not (explained or in_pipelines or meanings):
         near = " or ".join(f"`{name}`" for name in explain.near(key))
         help = f"did you mean {near}?" if near else "launch schema lists them all"
         raise usage("no-such-key", f"no such argument, now or earlier: `{key}`", help)
     data = {
-        "explained": [one.as_json() for one in explained] if known else [],
+        "explained": [argument.as_json() for argument in explained],
+        "pipeline": None if in_pipelines is None else in_pipelines.as_json(),
         "codes": [
             {"code": key, "layer": meaning.layer, "meaning": meaning.plain_text(), "section": section.title}
             for section, meaning in meanings
         ],
     }
-    texts = ["\n".join(one.lines()) for one in explained if known]
+    texts = ["\n".join(argument.lines()) for argument in explained]
+    if in_pipelines is not None:
+        texts.append("\n".join(explain.pipeline_lines(in_pipelines)))
     texts += ["\n".join(explain.meaning_lines(section, meaning, key)) for section, meaning in meanings]
     # what is the same for SFT and DPO is said once
     redactor = None if loaded is None else loaded.redactor
@@ -295,7 +312,7 @@ def pin_diff(
 ) -> Exit:
     """Show what changes between two commits.
 
-    Arguments, defaults, where they are read, and what the parser refuses.
+    Arguments, defaults, which arguments are read, and the functions that read them.
     """
     from launcher.pin import difference, pin
 
@@ -349,6 +366,7 @@ def init(
         help="data set: a name on the hub, a file or a folder; with --from, in place of that of FILE",
     ),
     gpus: int | None = Option(None, "--gpus", metavar="N", min=0, help="number of GPUs", show_default="1"),
+    lora: bool = Option(False, "--lora", help="train a LoRA adapter instead of all weights"),
     source: Path | None = Option(
         None, "--from", metavar="FILE", help="convert a training script, or a file of another tool"
     ),
@@ -371,6 +389,8 @@ def init(
     if source is not None:
         if backend != "trl":
             raise usage("useless-option", "--from takes the trainer from its file", "leave out --backend")
+        if lora:
+            raise usage("useless-option", "--from takes LoRA from its file", "leave out --lora")
         replacements = Replacements(model=model or None, data=data or None)
         return _convert(shared, source, stage, gpus, output, script_args, replacements)
     if script_args is not None:
@@ -379,7 +399,17 @@ def init(
     path = _require_free(output or Path(f"{stage}.yaml"))
     model, data, gpus = _ask(model, data, gpus, interactive=shared.format == "text")
     is_pinned = shared.locator.find(backend).pinned
-    new = draft.new(stage, backend, model=model, data=data, gpus=gpus, environ=os.environ, is_pinned=is_pinned)
+    new = draft.new(
+        stage,
+        backend,
+        model=model,
+        data=data,
+        gpus=gpus,
+        output=_free_output(path),
+        environ=os.environ,
+        lora=lora,
+        is_pinned=is_pinned,
+    )
     text = new.text(path)
     findings = judge(load.load(path, text=text), locator=shared.locator).findings
     _write(path, text)
@@ -469,6 +499,19 @@ def _require_free(path: Path) -> Path:
     if exists(path):
         raise usage("output-exists", f"{path} exists", "launch overwrites no stage file: choose another name")
     return path
+
+
+def _free_output(path: Path) -> str:
+    """An output folder that no other stage file has: two models in one folder would be one run."""
+    name = path.with_suffix("")
+    if path.is_absolute() or ".." in path.parts:
+        name = Path(path.stem)
+    folder = Path("output") / name
+    number = 2
+    while exists(folder):
+        folder = Path("output") / f"{name}-{number}"
+        number += 1
+    return str(folder)
 
 
 def _ask(model: str | None, data: str | None, gpus: int | None, *, interactive: bool) -> tuple[str, str, int]:

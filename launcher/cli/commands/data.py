@@ -9,6 +9,7 @@ from typer import Argument, Option
 
 from launcher.cli.options import FORMAT, Format, answer, app
 from launcher.errors import Exit
+from launcher.report import console
 
 data = typer.Typer(no_args_is_help=True, help="Convert data sets into the form that the trainers read.")
 app.add_typer(data, name="data")
@@ -25,7 +26,7 @@ def convert(
     """Convert Alpaca, ShareGPT, question and answer, and the like, into messages."""
     from launcher.dataset.convert import convert
 
-    done = convert(source, output, split=split, skip=skip)
+    done = convert(source, output, split=split, skip=skip, say=console.say_aside)
     lines = [f"{done.rows:,} rows of the form {done.shape} written to {done.output} as {done.into}"]
     if done.skipped:
         lines.append(f"{len(done.skipped):,} rows left out, the first: {done.skipped[0]}")

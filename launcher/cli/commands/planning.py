@@ -73,7 +73,7 @@ def doctor(
     config: Path | None = STAGE_FILE,
     overrides: list[str] | None = OVERRIDES,
     install: bool = Option(
-        False, "--install", help="print the commands that build the trainer's environment (| sh runs them)"
+        False, "--install", help="print the commands that build the trainer's environment; `sh` runs them"
     ),
 ) -> Exit:
     """Check whether this machine is ready to train.
@@ -83,16 +83,19 @@ def doctor(
     from launcher.planning.doctor import readiness
 
     request = shared.request(config=config or Path(), overrides=overrides or ())
-    examine = partial(readiness.of_stage, request)
-    if config is None:
-        examine = partial(readiness.of_backend, request, shared.backend or "open_instruct")
+    if config is None and shared.backend is None and not install:
+        reports = readiness.of_each_backend(request, shared.show_progress)
+        return answer("doctor", shared.format, reports.as_json(), reports.lines(), reports.findings, reports.exit_code)
     if not install:
         shared.show_progress("importing what training imports; this can take a minute")
-    state = examine(importing=not install)
+    if config is not None:
+        report = readiness.of_stage(request, importing=not install)
+    else:
+        report = readiness.of_backend(request, shared.backend or "open_instruct", importing=not install)
     if install and shared.format == "text":
-        console.say("\n".join(step.shell() for step in state.install))
+        console.say("\n".join(step.shell() for step in report.install))
         return Exit.OK
-    return answer("doctor", shared.format, state.as_json(), state.lines(), state.findings, state.exit_code)
+    return answer("doctor", shared.format, report.as_json(), report.lines(), report.findings, report.exit_code)
 
 
 @app.command(epilog="Example: launch preview configs/demo/sft.yaml --row 7")

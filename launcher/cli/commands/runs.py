@@ -263,7 +263,7 @@ def cache_why(run: str = RUN, format: Format = FORMAT) -> Exit:
     from launcher.cache import diagnosis
 
     reasons = diagnosis.why(found_run(run))
-    lines = [line for one in reasons for line in one.lines()] or ["it had no caches of launch's"]
+    lines = [line for one in reasons for line in one.lines()] or ["no cache folder that it used is here"]
     return answer("cache why", format, [asdict(one) for one in reasons], lines)
 
 

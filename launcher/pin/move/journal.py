@@ -1,7 +1,8 @@
-"""Files of a clone replaced together: prepared whole beside them first, so that no moment leaves half of them.
+"""Files of a clone replaced together: prepared whole beside them first, so that no moment leaves
+half of them.
 
-A journal lies in the clone's git folder. It is renamed into place once it holds every new text; from then on the
-change happens, by this process or by the next one.
+A journal lies in the clone's git folder. It is renamed into place once it holds every new text;
+from then on the change happens, by this process or by the next one.
 """
 
 import hashlib
@@ -24,7 +25,9 @@ _GITLINK = "160000"
 
 @dataclass(frozen=True, slots=True)
 class Journal:
-    """What is to become of a clone: the folder that holds the new texts, and the clone that they are for."""
+    """What is to become of a clone: the folder that holds the new texts, and the clone that they
+    are for.
+    """
 
     clone: Path
     folder: Path
@@ -34,7 +37,8 @@ class Journal:
         return (self.folder / "changes.json").is_file()
 
     def write(self, files: Mapping[str, bytes | None], gitlink: Mapping[str, str]) -> None:
-        """Prepare new texts of files, by their path in the clone, and the commits of its submodules.
+        """Prepare new texts of files, by their path in the clone, and the commits of its
+        submodules.
 
         A file without a text is removed.
         """
@@ -53,7 +57,8 @@ class Journal:
         os.rename(part, self.folder)
 
     def apply(self) -> None:
-        """Replace the files, then the submodules' commits, and remove the journal; what is done already is skipped.
+        """Replace the files, then the submodules' commits, and remove the journal; what is done
+        already is skipped.
 
         Raises NotReady, before it writes anything, where a file was changed after it was prepared.
         """
@@ -62,13 +67,18 @@ class Journal:
         for row in record["files"]:
             if _digest_of(self.clone / row["path"]) not in {row["before"], row["after"]}:
                 message = "was changed after a move of the pin began that did not end"
-                help = f"undo the change and repeat the command, or give that move up: rm -r {self.folder}"
-                findings.append(launch_finding("error", "move-interrupted", message, help, file=row["path"]))
+                help = "undo the change and repeat the command, or give that move up"
+                help = f"{help}: rm -r {self.folder}"
+                findings.append(
+                    launch_finding("error", "move-interrupted", message, help, file=row["path"])
+                )
         if findings:
             raise NotReady(findings)
         # what can be refused comes first
         for path, commit in record["gitlink"].items():
-            self._record(path, commit, begun=any(_is_new(self.clone, row) for row in record["files"]))
+            self._record(
+                path, commit, begun=any(_is_new(self.clone, row) for row in record["files"])
+            )
         for number, row in enumerate(record["files"]):
             target = self.clone / row["path"]
             if _is_new(self.clone, row):
@@ -81,7 +91,9 @@ class Journal:
         shutil.rmtree(self.folder)
 
     def _record(self, path: str, commit: str, *, begun: bool) -> None:
-        """Write a submodule's commit into git's index; where it was not `begun`, a refusal gives the change up."""
+        """Write a submodule's commit into git's index; where it was not `begun`, a refusal gives
+        the change up.
+        """
         entry = f"{_GITLINK},{commit},{path}"
         words = ["git", "-C", str(self.clone), "update-index", "--add", "--cacheinfo", entry]
         done = subprocess.run(words, capture_output=True, text=True)
@@ -91,7 +103,9 @@ class Journal:
             shutil.rmtree(self.folder)
         reason = " ".join(done.stderr.split())
         message = f"git cannot record the commit of {path}: {reason}"
-        raise NotReady(launch_finding("error", "move-interrupted", message, "repeat the command", file=path))
+        raise NotReady(
+            launch_finding("error", "move-interrupted", message, "repeat the command", file=path)
+        )
 
 
 def _is_new(clone: Path, row: Mapping[str, Any]) -> bool:
@@ -100,7 +114,9 @@ def _is_new(clone: Path, row: Mapping[str, Any]) -> bool:
 
 
 def _replace(target: Path, raw: bytes) -> None:
-    """Write a file whole. What a kill leaves beside it has always the same name, and the next one writes over it."""
+    """Write a file whole. What a kill leaves beside it has always the same name, and the next one
+    writes over it.
+    """
     beside = target.with_name(f".{target.name}.{NAME}")
     with beside.open("wb") as stream:
         stream.write(raw)

@@ -1,4 +1,6 @@
-"""`launch pin move`: every citation found again at another commit, and all that follows from the pin made anew."""
+"""`launch pin move`: every citation found again at another commit, and all that follows from the
+pin made anew.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ _SHORT = 12
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A move that is done: the files that it changed, what waits for a person, and tests that fail now."""
+    """A move that is done: the files that it changed, what waits for a person, and tests that fail
+    now.
+    """
 
     old: str
     new: str
@@ -49,15 +53,20 @@ class Move:
             file, _, number = line.where.rpartition(":")
             message = f"{line.citation} is not in open-instruct at {self.new[:_SHORT]}"
             help = "cite what is there now" + ("" if line.now is None else f", perhaps {line.now}")
-            yield launch_finding("error", "stale-citation", message, help, file=file, line=int(number))
+            yield launch_finding(
+                "error", "stale-citation", message, help, file=file, line=int(number)
+            )
         reviewed = f'reviewed=("{self.new[:_SHORT]}",)'
         for rule, functions in self.review.rules.items():
             file, _, number = rule.where.rpartition(":")
-            message = (
-                f"{rule.name} is a note at {self.new[:_SHORT]} until it is confirmed: {', '.join(functions)} changed"
+            changed = ", ".join(functions)
+            message = f"{rule.name} is a note at {self.new[:_SHORT]} until it is confirmed"
+            message = f"{message}: {changed} changed"
+            help = "compare the texts below; where the rule is still true,"
+            help = f"{help} add {reviewed} to its citations"
+            yield launch_finding(
+                "warning", "unconfirmed-rule", message, help, file=file, line=int(number)
             )
-            help = f"compare the texts below; where the rule is still true, add {reviewed} to its citations"
-            yield launch_finding("warning", "unconfirmed-rule", message, help, file=file, line=int(number))
         for test in self.failed:
             file = test.partition("::")[0]
             message = f"{test} fails at {self.new[:_SHORT]}"
@@ -76,23 +85,31 @@ class Move:
         yield from self.review.lines(columns)
         yield ""
         state = f"moved to {self.new}" if self.files else f"the pin is {self.new}"
-        waiting = f"{len(self.review.rules)} rule(s) to confirm, {len(self.review.stale)} citation(s) to mend"
-        yield f"{state}: {len(self.files)} file(s) written; {waiting}"
-        yield f"next: git -C {locate.REPOSITORY} submodule update --init {SUBMODULE}, make test, git commit"
+        rules = f"{len(self.review.rules)} rule(s) to confirm"
+        stale = f"{len(self.review.stale)} citation(s) to mend"
+        yield f"{state}: {len(self.files)} file(s) written; {rules}, {stale}"
+        update = f"git -C {locate.REPOSITORY} submodule update --init {SUBMODULE}"
+        yield f"next: {update}, make test, git commit"
 
 
 def move(
-    name: str, checkout: Path | None, environ: Mapping[str, str], say: Callable[[str], None] = lambda text: None
+    name: str,
+    checkout: Path | None,
+    environ: Mapping[str, str],
+    say: Callable[[str], None] = lambda text: None,
 ) -> Move:
     """Move the pin of this clone to a commit by any name that git knows.
 
-    Raises UsageError and NotReady as `pin.find_commits`, NotReady outside of a clone or without the packages,
-    InvalidConfig for a commit that launch cannot read. Whatever is raised, the clone is as it was.
+    Raises UsageError and NotReady as `pin.find_commits`, NotReady outside of a clone or without the
+    packages, InvalidConfig for a commit that launch cannot read. Whatever is raised, the clone is
+    as it was.
     """
     clone = locate.REPOSITORY
     git_folder = _git_folder(clone)
     journal = Journal(clone, git_folder / NAME)
-    with exclusive(git_folder / f"{NAME}.lock", waiting=lambda: say("Waiting for another move of the pin")):
+    with exclusive(
+        git_folder / f"{NAME}.lock", waiting=lambda: say("Waiting for another move of the pin")
+    ):
         staging.require_packages()
         if journal.exists:
             say("Completing a move of the pin that was interrupted")
@@ -103,7 +120,11 @@ def move(
 
 
 def _move(
-    name: str, checkout: Path | None, environ: Mapping[str, str], journal: Journal, say: Callable[[str], None]
+    name: str,
+    checkout: Path | None,
+    environ: Mapping[str, str],
+    journal: Journal,
+    say: Callable[[str], None],
 ) -> Move:
     clone = journal.clone
     commits = pin.find_commits([name], checkout, environ)
@@ -126,7 +147,9 @@ def _move(
 
 
 def _trees(commits: pin.Commits) -> dict[str, SourceFiles]:
-    """open-instruct's files at both commits, and at each that confirms a rule. Raises NotReady for one not there."""
+    """open-instruct's files at both commits, and at each that confirms a rule. Raises NotReady for
+    one not there.
+    """
     repository = commits.repository
     names = [commits.old, commits.new, *cited.commits_of_rules()]
     trees = {}
@@ -136,23 +159,31 @@ def _trees(commits: pin.Commits) -> dict[str, SourceFiles]:
         if commit is None:
             message = f"{repository.root} lacks {name}, at which rules were confirmed"
             help = f"git -C {repository.root} fetch origin {name}"
-            findings.append(launch_finding("error", "unknown-commit", message, help, file=str(repository.root)))
+            findings.append(
+                launch_finding("error", "unknown-commit", message, help, file=str(repository.root))
+            )
         else:
-            trees[commit] = SourceFiles({cited.PACKAGE: CommitTree(repository, commit, cited.PACKAGE)})
+            trees[commit] = SourceFiles(
+                {cited.PACKAGE: CommitTree(repository, commit, cited.PACKAGE)}
+            )
     if findings:
         raise NotReady(findings)
     return trees
 
 
 def _git_folder(clone: Path) -> Path:
-    """The folder of the clone's own git data. Raises NotReady where launch was installed without a clone."""
+    """The folder of the clone's own git data. Raises NotReady where launch was installed without a
+    clone.
+    """
     repository = Repository(clone)
     top = repository.top()
     answer = repository.ask("rev-parse", "--absolute-git-dir")
     if not IS_CLONE or top is None or answer is None or not os.path.samefile(top, clone):
         message = f"{clone} is no clone of launch: the pin belongs to its source"
         raise NotReady(
-            launch_finding("error", "no-clone", message, "run .venv/bin/launch of a clone", file=str(clone))
+            launch_finding(
+                "error", "no-clone", message, "run .venv/bin/launch of a clone", file=str(clone)
+            )
         )
     return Path(answer)
 

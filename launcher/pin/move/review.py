@@ -1,4 +1,6 @@
-"""What a person has to look at after a move of the pin: rules whose lines changed, and citations that are gone."""
+"""What a person has to look at after a move of the pin: rules whose lines changed, and citations
+that are gone.
+"""
 
 import difflib
 import textwrap
@@ -27,8 +29,9 @@ class Unconfirmed:
 class Changed:
     """A function (or a statement outside any) that rules cite and that changed.
 
-    `old` and `new` are its texts without docstrings and log calls; `new` is "" where it is gone. `lines` are the
-    citations: each with its line in the old and in the new commit, None where it is gone.
+    `old` and `new` are its texts without docstrings and log calls; `new` is "" where it is gone.
+    `lines` are the citations: each with its line in the old and in the new commit, None where it is
+    gone.
     """
 
     name: str
@@ -42,7 +45,9 @@ class Changed:
         width = max(_LEAST_WIDTH, (columns - 3) // 2)
         old = list(_wrapped(self.old, width))
         new = list(_wrapped(self.new, width))
-        groups = difflib.SequenceMatcher(None, old, new, autojunk=False).get_grouped_opcodes(_CONTEXT)
+        groups = difflib.SequenceMatcher(None, old, new, autojunk=False).get_grouped_opcodes(
+            _CONTEXT
+        )
         for number, group in enumerate(groups):
             if number:
                 yield f"{'...':<{width}} | ..."
@@ -58,7 +63,9 @@ class Changed:
 
 @dataclass(frozen=True, slots=True)
 class Stale:
-    """A citation that the new commit lacks: who cites it, what the line was, and where it may be now."""
+    """A citation that the new commit lacks: who cites it, what the line was, and where it may be
+    now.
+    """
 
     where: str
     citation: str
@@ -105,12 +112,17 @@ class Review:
 
 
 def review(
-    cited: Sequence[Citing], trees: Mapping[str, SourceFiles], commits: tuple[str, str], later: Sequence[str] = ()
+    cited: Sequence[Citing],
+    trees: Mapping[str, SourceFiles],
+    commits: tuple[str, str],
+    later: Sequence[str] = (),
 ) -> Review:
-    """What differs for rules between the commits at which they were confirmed and the second of `commits`.
+    """What differs for rules between the commits at which they were confirmed and the second of
+    `commits`.
 
-    A citation is gone where neither that commit nor one of the known commits `later` than it has it. `trees` are
-    open-instruct's files by full commit: of both commits, and of every one that confirms a rule.
+    A citation is gone where neither that commit nor one of the known commits `later` than it has
+    it. `trees` are open-instruct's files by full commit: of both commits, and of every one that
+    confirms a rule.
     """
     old, new = commits
     confirmed = _confirmed(cited, trees)
@@ -148,12 +160,16 @@ def _unconfirmed(rule: Callable[..., object], cited: Sequence[Citing]) -> Unconf
         return Unconfirmed(rule.__name__, f"{file}:{code.co_firstlineno}")
     # made by `check`: it stands where its citation is written
     named = set(citations.of_rule(rule))
-    where = next(citing.where for citing in cited if citing.citation in named and "/rules/" in citing.file)
+    where = next(
+        citing.where for citing in cited if citing.citation in named and "/rules/" in citing.file
+    )
     return Unconfirmed(about, where)
 
 
 def _function(citation: str, sources: Sequence[SourceFiles]) -> str:
-    """What encloses a cited line, as it is headed in the list: the function's symbol, else the citation itself."""
+    """What encloses a cited line, as it is headed in the list: the function's symbol, else the
+    citation itself.
+    """
     named = citations.parse(citation)
     for source in sources:
         file = source.file(named.label)
@@ -163,9 +179,13 @@ def _function(citation: str, sources: Sequence[SourceFiles]) -> str:
     return citation
 
 
-def _changed(name: str, pairs: Sequence[tuple[Unconfirmed, str]], old: SourceFiles, new: SourceFiles) -> Changed:
+def _changed(
+    name: str, pairs: Sequence[tuple[Unconfirmed, str]], old: SourceFiles, new: SourceFiles
+) -> Changed:
     names = sorted({citation for _, citation in pairs})
-    rows = [(citation, _line(old.place(citation)), _line(new.place(citation))) for citation in names]
+    rows = [
+        (citation, _line(old.place(citation)), _line(new.place(citation))) for citation in names
+    ]
     rules = tuple(sorted({rule for rule, _ in pairs}))
     return Changed(name, rules, tuple(rows), _text(old, names), _text(new, names))
 
@@ -175,7 +195,9 @@ def _line(place: CitedPlace | None) -> int | None:
 
 
 def _text(source: SourceFiles, names: Sequence[str]) -> str:
-    """What encloses the first of some citations of one function that is there; else the function by its name."""
+    """What encloses the first of some citations of one function that is there; else the function by
+    its name.
+    """
     for citation in names:
         named = citations.parse(citation)
         file = source.file(named.label)
@@ -202,12 +224,21 @@ def _stale(citing: Citing, old: SourceFiles, new: SourceFiles) -> Stale:
     if after is not None:
         nearest = _nearest(before.lines, after.lines, line)
         now = None if nearest is None else after.cite(named.label, nearest)
-    return Stale(citing.where, citing.citation, before.lines[line - 1].strip(), None if now is None else str(now))
+    return Stale(
+        citing.where,
+        citing.citation,
+        before.lines[line - 1].strip(),
+        None if now is None else str(now),
+    )
 
 
 def _nearest(old: Sequence[str], new: Sequence[str], line: int) -> int | None:
-    """The line that took the place of a line: the most alike of those that replaced the text around it."""
-    for tag, first, last, begin, end in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+    """The line that took the place of a line: the most alike of those that replaced the text around
+    it.
+    """
+    for tag, first, last, begin, end in difflib.SequenceMatcher(
+        None, old, new, autojunk=False
+    ).get_opcodes():
         if first < line <= last:
             if tag == "equal":
                 return begin + line - first
@@ -220,6 +251,10 @@ def _wrapped(text: str, width: int) -> Iterator[str]:
     for line in text.splitlines():
         indent = " " * (len(line) - len(line.lstrip()))
         pieces = textwrap.wrap(
-            line, width, subsequent_indent=f"{indent}    ", drop_whitespace=False, break_on_hyphens=False
+            line,
+            width,
+            subsequent_indent=f"{indent}    ",
+            drop_whitespace=False,
+            break_on_hyphens=False,
         )
         yield from (piece.rstrip() for piece in pieces or [""])

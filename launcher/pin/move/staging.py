@@ -1,4 +1,6 @@
-"""A copy of a clone in which everything that follows from the pin is made anew, before the clone is touched."""
+"""A copy of a clone in which everything that follows from the pin is made anew, before the clone is
+touched.
+"""
 
 import io
 import os
@@ -19,9 +21,18 @@ PINNED = "launcher/upstream/open_instruct.py"
 _PIN = re.compile(r'^PIN = "([0-9a-f]{40})"$', re.MULTILINE)
 NAMING = ("README.md",)
 """Pages that name the pin in words."""
-GOLDEN = ("tests/plan/test_command.py", "tests/plan/test_plan_golden.py", "tests/agreement/test_parser_agreement.py")
+GOLDEN = (
+    "tests/plan/test_command.py",
+    "tests/plan/test_plan_golden.py",
+    "tests/agreement/test_parser_agreement.py",
+)
 """Tests that write what they compare with; none of them writes what is cited."""
-_READ = ("open_instruct", "configs", "scripts", "pyproject.toml")  # not the pictures, which a partial clone lacks
+_READ = (
+    "open_instruct",
+    "configs",
+    "scripts",
+    "pyproject.toml",
+)  # not the pictures, which a partial clone lacks
 NEEDS = ("pytest", "olmo_core", "transformers", "deepspeed", "hypothesis")
 _TRAILING = 12
 _STALE = 3  # of scripts/snapshot.py: all is written, some citations are not at the commit
@@ -39,20 +50,24 @@ class Staged:
 
 
 def require_packages() -> None:
-    """Raises NotReady where this Python lacks what the snapshot and the golden files are made with."""
+    """Raises NotReady if this Python lacks what snapshot and golden files are made with."""
     lacking = [name for name in NEEDS if find_package(name) is None]
     if lacking:
         message = f"moving the pin needs {', '.join(lacking)} in {sys.executable}"
         raise not_ready(
-            "no-trainer", message, "make install-open-instruct install-dev, then .venv/bin/launch pin move"
+            "no-trainer",
+            message,
+            "make install-open-instruct install-dev, then .venv/bin/launch pin move",
         )
 
 
-def stage(clone: Path, place: Path, repository: Repository, commit: str, say: Callable[[str], None]) -> Staged:
+def stage(
+    clone: Path, place: Path, repository: Repository, commit: str, say: Callable[[str], None]
+) -> Staged:
     """Move the pin in a copy of a clone that is made in `place`.
 
-    Raises InvalidConfig where the new commit cannot be read as this launch reads open-instruct, NotReady where
-    something here is lacking.
+    Raises InvalidConfig where the new commit cannot be read as this launch reads open-instruct,
+    NotReady where something here is lacking.
     """
     copy, checkout = place / "launch", place / "open-instruct"
     names = list(_tracked(clone))
@@ -72,14 +87,23 @@ def stage(clone: Path, place: Path, repository: Repository, commit: str, say: Ca
         page = copy / name
         page.write_text(page.read_text(encoding="utf-8").replace(old, commit), encoding="utf-8")
     steps.run("scripts/reference.py")
-    say("Asking its own parsers about the generated sets and planning the shipped files (some minutes)")
+    say("Asking its own parsers about generated sets, planning the shipped files (some minutes)")
     failed = steps.write_golden()
     return Staged(_changes(copy, clone, names), failed)
 
 
 def _tracked(clone: Path) -> Iterator[str]:
     """The files of a clone that git tracks or would, as they lie there now."""
-    command = ["git", "-C", str(clone), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    command = [
+        "git",
+        "-C",
+        str(clone),
+        "ls-files",
+        "-z",
+        "--cached",
+        "--others",
+        "--exclude-standard",
+    ]
     listed = subprocess.run(command, capture_output=True, check=True).stdout
     for raw in sorted(set(listed.split(b"\0")) - {b""}):
         name = os.fsdecode(raw)
@@ -95,7 +119,10 @@ def _export(repository: Repository, commit: str, target: Path) -> None:
     command = ["git", "-C", str(repository.root), "archive", "--format=tar", commit, "--", *parts]
     done = subprocess.run(command, capture_output=True)
     if done.returncode != 0:
-        raise not_ready("unknown-commit", f"git cannot read {commit}: {done.stderr.decode(errors='replace').strip()}")
+        raise not_ready(
+            "unknown-commit",
+            f"git cannot read {commit}: {done.stderr.decode(errors='replace').strip()}",
+        )
     target.mkdir()
     with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
         archive.extractall(target, filter="data")
@@ -107,7 +134,12 @@ def _set_pin(copy: Path, commit: str) -> str:
     text = path.read_text(encoding="utf-8")
     before = _PIN.search(text)
     if before is None:
-        raise not_ready("no-pin", f"no line `PIN = ...` is in {PINNED}", f"git checkout -- {PINNED}", file=PINNED)
+        raise not_ready(
+            "no-pin",
+            f"no line `PIN = ...` is in {PINNED}",
+            f"git checkout -- {PINNED}",
+            file=PINNED,
+        )
     path.write_text(_PIN.sub(f'PIN = "{commit}"', text), encoding="utf-8")
     return before[1]
 
@@ -145,7 +177,9 @@ class _Steps:
     checkout: Path
 
     def run(self, *words: str, also: int = 0) -> None:
-        """Raises InvalidConfig with the last lines of a step that ends with another code than 0 or `also`."""
+        """Raises InvalidConfig with the last lines of a step that ends with another code than 0 or
+        `also`.
+        """
         done = self._python(words, {})
         if done.returncode not in {0, also}:
             last = "; ".join((done.stderr or done.stdout).strip().splitlines()[-_TRAILING:])
@@ -156,14 +190,28 @@ class _Steps:
     def write_golden(self) -> tuple[str, ...]:
         """Let the tests of `GOLDEN` write; returns those that fail all the same."""
         words = ["-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider", "-rfE", *GOLDEN]
-        done = self._python(words, {"LAUNCH_GOLDEN": "write", "LAUNCH_OPEN_INSTRUCT": str(self.checkout)})
+        done = self._python(
+            words, {"LAUNCH_GOLDEN": "write", "LAUNCH_OPEN_INSTRUCT": str(self.checkout)}
+        )
         if done.returncode not in {0, 1}:
             last = "; ".join((done.stderr + done.stdout).strip().splitlines()[-_TRAILING:])
-            raise NotReady(launch_finding("error", "no-golden", f"the golden files cannot be written: {last}"))
-        lines = (line.partition(" ")[2] for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR ")))
+            raise NotReady(
+                launch_finding("error", "no-golden", f"the golden files cannot be written: {last}")
+            )
+        lines = (
+            line.partition(" ")[2]
+            for line in done.stdout.splitlines()
+            if line.startswith(("FAILED ", "ERROR "))
+        )
         return tuple(line.partition(" - ")[0] for line in lines)
 
-    def _python(self, words: Sequence[str], more: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("LAUNCH_")}
+    def _python(
+        self, words: Sequence[str], more: Mapping[str, str]
+    ) -> subprocess.CompletedProcess[str]:
+        environ = {
+            name: value for name, value in os.environ.items() if not name.startswith("LAUNCH_")
+        }
         environ |= {"PYTHONPATH": str(self.copy), "PYTHONDONTWRITEBYTECODE": "1", **more}
-        return subprocess.run([sys.executable, *words], cwd=self.copy, env=environ, capture_output=True, text=True)
+        return subprocess.run(
+            [sys.executable, *words], cwd=self.copy, env=environ, capture_output=True, text=True
+        )

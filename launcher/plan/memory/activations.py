@@ -1,10 +1,10 @@
 """What a decoder layer and the loss keep for the backward pass, in bytes.
 
 Counted operator by operator from transformers' modules (5.17), liger_kernel 0.7.0, flash-attn 2 and
-trl 1.16, and compared by a test with a run of those modules in which every allocation is counted. The
-form of the formulas is that of "Reducing Activation Recomputation in Large Transformer Models"
-(Korthikanti et al., 2022); the numbers differ because these modules keep fp32 copies in their norms and
-the three products of a gated MLP.
+trl 1.16, and compared by a test with a run of those modules in which every allocation is counted.
+The form of the formulas is that of "Reducing Activation Recomputation in Large Transformer Models"
+(Korthikanti et al., 2022); the numbers differ because these modules keep fp32 copies in their norms
+and the three products of a gated MLP.
 """
 
 from launcher.artifacts.architecture import Shape
@@ -14,46 +14,53 @@ from launcher.plan.memory.setup import FULL, HALF, Adapters, Setup
 
 def layer(setup: Setup) -> float:
     """What one layer keeps from its forward pass to its backward pass, without checkpointing."""
-    # quantised linears give fp32 for fp32
-    wide = 2 if setup.quantised is not None and setup.wide else 1
-    times = ((6 if setup.liger else 8) - (HALF if setup.frozen else 0)) * wide
-    adapters = 0 if setup.adapters is None else _adapters(setup, setup.adapters)
-    a_token = _norms(setup) + times * setup.shape.intermediate + adapters
-    return a_token * setup.batch.tokens + _attention(setup)
+    products = 6 if setup.liger else 8
+    if setup.frozen:
+        products -= HALF
+    if setup.quantised is not None and setup.wide:
+        # quantised linears return fp32 for fp32
+        products *= 2
+    per_token = _norms(setup) + products * setup.shape.intermediate + _adapters(setup)
+    return per_token * setup.batch.tokens + _attention(setup)
 
 
 def compiled_layer(setup: Setup, share: float) -> float:
     """What one layer keeps under torch.compile with a share of the memory budget.
 
-    The partitioner computes again what is fused into other kernels, and keeps what a matrix product takes
-    or makes: four states of the residual's width (the layer's input and what is between its parts, before
-    or behind their norms), Q and K also before norms of their own, Q, K, V and the attention's result, both
-    inputs of the gated product and the product. Held against torch's own partitioner by a test. The budget
-    counts between keeping the layer's input alone (0) and all of that (1).
+    The partitioner recomputes what is fused into other kernels, and keeps the inputs and outputs of
+    matrix products: four states of the residual's width (the layer's input and what lies between
+    its parts, before or behind their norms), Q and K also before norms of their own, Q, K, V and
+    the attention's result, both inputs of the gated product and the product. A test compares this
+    with torch's own partitioner. The budget counts between keeping the layer's input alone (0) and
+    all of that (1).
     """
     shape = setup.shape
-    q = shape.query
-    k = shape.key
-    norms = bool(shape.layout.qk_norm)
+    query = shape.query
+    key = shape.key
     # OLMo-core repeats keys and values for the queries' heads where no flash kernel does
-    repeated = k if setup.attention == "flash" else q
-    a_token = 4 * shape.hidden + 2 * q + 2 * repeated + norms * (q + k) + 3 * shape.intermediate
-    whole = (HALF * a_token + FULL * shape.heads) * setup.batch.tokens
+    repeated = key if setup.attention == "flash" else query
+    elements = 4 * shape.hidden + 2 * query + 2 * repeated + 3 * shape.intermediate
+    if shape.layout.qk_norm:
+        elements += query + key
+    whole = (HALF * elements + FULL * shape.heads) * setup.batch.tokens
+    if share >= 1:
+        return whole
     least = checkpoint(setup)
-    return whole if share >= 1 else least + share * (whole - least)
+    return least + share * (whole - least)
 
 
 def selected_modules(setup: Setup) -> float:
-    """What one layer keeps where each of its modules is computed again by itself: their inputs.
+    """The inputs that one layer keeps where each of its modules is recomputed by itself.
 
-    These are six states of the residual's width: the layer's input, and what norms, attention, the gated product and
-    the sum of the residual hand on (olmo_core_utils.py::TrainingConfig[activation_checkpointing_modules: list]).
+    These are six states of the residual's width: the layer's input, and the outputs of norms,
+    attention, the gated product and the sum of the residual
+    (olmo_core_utils.py::TrainingConfig[activation_checkpointing_modules: list]).
     """
     return 6 * HALF * setup.shape.hidden * setup.batch.tokens
 
 
 def widest_module(setup: Setup) -> float:
-    """What the largest of these modules keeps while it is computed again: the gated product's parts."""
+    """What the largest of these modules keeps while it is recomputed: the gated product's parts."""
     return 3 * HALF * setup.shape.intermediate * setup.batch.tokens
 
 
@@ -62,39 +69,43 @@ def checkpoint(setup: Setup) -> float:
     return setup.state_width * setup.shape.hidden * setup.batch.tokens
 
 
-def passing(setup: Setup) -> float:
+def passing(setup: Setup, batch: MicroBatch) -> float:
     """What a layer needs in a forward pass that keeps nothing: the MLP's widths."""
-    return (6 * setup.shape.intermediate + setup.state_width * setup.shape.hidden) * setup.batch.tokens
+    shape = setup.shape
+    return (6 * shape.intermediate + setup.state_width * shape.hidden) * batch.tokens
 
 
 def needs_mask(setup: Setup) -> bool:
-    """Whether SDPA needs a mask: for padding, packed rows, or a window that rows reach.
+    """Whether SDPA needs a mask: for padding, packed rows, or a window shorter than the rows.
 
-    (transformers/masking_utils.py::_ignore_causal_mask_sdpa[if local_attention_size]). Where some layers alone see a
-    window, all are taken for such.
+    (transformers/masking_utils.py::_ignore_causal_mask_sdpa[if local_attention_size]). Where only
+    some layers have a window, all are counted as if they had.
     """
-    reached = 0 < setup.shape.window <= setup.batch.width
-    # it parts packed rows where keys and values are not kept
-    # (transformers/masking_utils.py::_preprocess_mask_arguments[find_packed_sequence_indices]); DPO keeps them as for
-    # generating: dpo_utils.py::concatenated_forward[logits = model] does not say `use_cache`
-    kept = setup.loss == "logprobs" and not setup.checkpointing and setup.sharding is None
-    padded = setup.batch.real < setup.batch.tokens
-    return setup.attention == "sdpa" and (padded or (setup.packed and not kept) or reached)
+    if setup.attention != "sdpa":
+        return False
+    batch = setup.batch
+    if batch.real < batch.tokens or 0 < setup.shape.window <= batch.width:
+        return True
+    # The mask separates packed rows where keys and values are not cached
+    # (transformers/masking_utils.py::_preprocess_mask_arguments[find_packed_sequence_indices]). DPO
+    # caches them as for generating: dpo_utils.py::concatenated_forward[logits = model] does not
+    # pass `use_cache`
+    caches = setup.loss == "logprobs" and not setup.checkpointing and setup.sharding is None
+    return setup.packed and not caches
 
 
 def _norms(setup: Setup) -> float:
     """Bytes a token in norms and what the linear layers after them keep of their input."""
     shape = setup.shape
-    # an autocast linear casts its fp32 input for itself: q, k, v and gate, up; a frozen one keeps none
-    outputs = 0
+    per_hidden = 2 * norm_kept(setup, setup.state_width)
     if not setup.frozen:
-        outputs = HALF * (5 if setup.wide else 2)
-    kept = norm_kept(setup, setup.state_width)
-    extra = 0.0
-    if shape.layout.qk_norm:
-        extra = norm_kept(setup, HALF) * (shape.query + shape.key)
-        extra += FULL * (shape.heads + shape.kv_heads if shape.layout.qk_norm == "head" else 2)
-    return (2 * kept + outputs) * shape.hidden + FULL * 2 + extra
+        # an autocast linear casts its fp32 input for itself: q, k, v and gate, up
+        per_hidden += HALF * (5 if setup.wide else 2)
+    size = per_hidden * shape.hidden + FULL * 2
+    if not shape.layout.qk_norm:
+        return size
+    groups = shape.heads + shape.kv_heads if shape.layout.qk_norm == "head" else 2
+    return size + norm_kept(setup, HALF) * (shape.query + shape.key) + FULL * groups
 
 
 def norm_kept(setup: Setup, state: int) -> int:
@@ -105,122 +116,144 @@ def norm_kept(setup: Setup, state: int) -> int:
         # without a gradient for the norm's weight the normalised values need not be kept
         return FULL
     kept = setup.shape.layout.norm_kept
-    return kept + (FULL - HALF if state == FULL and kept == 6 else 0)
+    if state == FULL and kept == 6:
+        return kept + FULL - HALF
+    return kept
 
 
 def _attention(setup: Setup) -> float:
     """Bytes in all: q, k, v, the output, the log-sum-exp, and masks."""
     shape = setup.shape
     batch = setup.batch
-    q = shape.query
-    k = shape.key
-    heads = shape.heads
-    tokens = batch.tokens
-    plain = 4 * (q + k + heads)
-    if setup.attention == "flash" and batch.real < tokens:
-        # transformers takes the padding out of q, k and v and puts it back into the output
-        return plain * batch.real + HALF * q * tokens
-    if needs_mask(setup):
-        # k and v are repeated for every query head; the mask is made additive in every layer
-        repeated = shape.kv_heads != heads
-        mask = HALF * batch.rows * batch.width * (-(-batch.width // 8) * 8)
-        return 4 * (q + (q if repeated else k) + heads) * tokens + mask
-    return plain * tokens
+    plain = 4 * (shape.query + shape.key + shape.heads)
+    if setup.attention == "flash" and batch.real < batch.tokens:
+        # transformers removes the padding from q, k and v and puts it back into the output
+        return plain * batch.real + HALF * shape.query * batch.tokens
+    if not needs_mask(setup):
+        return plain * batch.tokens
+    # k and v are repeated for every query head; the mask is made additive in every layer
+    if shape.kv_heads != shape.heads:
+        plain = 4 * (2 * shape.query + shape.heads)
+    mask = HALF * batch.rows * batch.width * (-(-batch.width // 8) * 8)
+    return plain * batch.tokens + mask
 
 
-def _adapters(setup: Setup, adapters: Adapters) -> float:
-    """LoRA keeps each pair's dropped-out input (bf16), the dropout's mask, and the narrow product."""
+def _adapters(setup: Setup) -> float:
+    """LoRA keeps each pair's dropped-out input (bf16), the dropout mask, and the narrow product."""
+    adapters = setup.adapters
+    if adapters is None:
+        return 0
     shape = setup.shape
     targets = set(adapters.targets)
-    inputs = [into for name, (_, into) in shape.linears().items() if name in targets]
+    inputs = [size[1] for name, size in shape.linears().items() if name in targets]
     narrow = HALF * adapters.rank * len(inputs)
-    width = sum(inputs)
     if adapters.dropout:
-        return 3 * width + narrow
+        return 3 * sum(inputs) + narrow
     if setup.autocast and (adapters.bytes == FULL or setup.wide):
-        return HALF * width + narrow
+        return HALF * sum(inputs) + narrow
     if not setup.frozen:
         return narrow
-    # the same tensor serves q, k and v; the attention keeps o's input anyway
-    shared = shape.hidden * bool({"q_proj", "k_proj", "v_proj"} & targets)
-    shared += shape.hidden * bool({"gate_proj", "up_proj"} & targets)
-    shared += shape.intermediate * ("down_proj" in targets)
+    # one tensor serves q, k and v; the attention keeps o's input anyway
+    shared = 0
+    for width, names in (
+        (shape.hidden, {"q_proj", "k_proj", "v_proj"}),
+        (shape.hidden, {"gate_proj", "up_proj"}),
+        (shape.intermediate, {"down_proj"}),
+    ):
+        if names & targets:
+            shared += width
     return HALF * shared + narrow
 
 
 def backward(setup: Setup) -> float:
     """The most that one layer's backward pass needs beside what was kept."""
     shape = setup.shape
+    batch = setup.batch
+    rope = 2 * HALF * shape.head_dim * batch.width
+    if setup.liger and setup.adapters is None:
+        # the down projection's weight gradient
+        rope += HALF * shape.hidden * shape.intermediate
+    per_token = max(
+        inner * shape.intermediate + hidden * shape.hidden
+        for inner, hidden in _backward_points(setup)
+    )
+    return per_token * batch.tokens + rope
+
+
+def _backward_points(setup: Setup) -> list[tuple[float, int]]:
+    """Bytes an element of the MLP's and of the residual's width a token, at the fullest points."""
     adapters = setup.adapters
     state = setup.state_width
-    hidden = shape.hidden
-    inner = shape.intermediate
-    tokens = setup.batch.tokens
-    total: float
     if adapters is not None and (setup.quantised is not None or not setup.wide):
-        # around fp32 states the same in fp32, whatever the adapters are of
-        times, width = (2, HALF) if setup.wide else (1, adapters.bytes)
-        points = [(times * i, times * h) for i, h in _adapted_backward(setup, adapters, width)]
-        total = max(i * inner + h * hidden for i, h in points) * tokens
-    elif adapters is not None and "down_proj" in adapters.targets:
-        share = 11.5 if adapters.bytes == FULL else 4.0
-        total = (share * inner + state * hidden) * tokens
-    elif setup.liger:
-        # the product's gradient and the down projection's; SwiGLU and RMSNorm write in place
-        total = (2 * inner + state * hidden) * tokens + HALF * hidden * inner
-    elif shape.layout.post_norm:
+        if not setup.wide:
+            return _adapted_backward(setup, adapters, adapters.bytes)
+        # around fp32 states twice as much, whatever the type of the adapters
+        points = _adapted_backward(setup, adapters, HALF)
+        return [(2 * inner, 2 * hidden) for inner, hidden in points]
+    if adapters is not None and "down_proj" in adapters.targets:
+        return [(11.5 if adapters.bytes == FULL else 4.0, state)]
+    if setup.liger:
+        # the product's gradient; SwiGLU and RMSNorm write in place
+        return [(2, state)]
+    if setup.shape.layout.post_norm:
         # fp32 gradients of a norm
-        total = max(4 * inner + (state - 8) * hidden, 16 * hidden) * tokens
-    else:
-        # gradients of the MLP's product
-        total = (4 * inner + state * hidden) * tokens
-    return total + 2 * HALF * shape.head_dim * setup.batch.width
+        return [(4, state - 8), (0, 16)]
+    # gradients of the MLP's product
+    return [(4, state)]
 
 
-def _adapted_backward(setup: Setup, adapters: Adapters, width: int) -> list[tuple[int, int]]:
-    """Bytes an element of I and of H a token at each of the fullest points, on 16-bit weights.
+def _adapted_backward(setup: Setup, adapters: Adapters, width: int) -> list[tuple[float, int]]:
+    """The fullest points on 16-bit weights, where adapters have `width` bytes an element.
 
-    Read off traces: a frozen linear keeps no input, an adapter's own (`width` bytes) is cast and dropped out.
+    Read off traces: a frozen linear keeps no input, an adapter's own is cast and dropped out.
     """
     wide = width == FULL
-    liger = setup.liger
-    dropped = adapters.dropout
-    norms = 8 if liger else 10
+    norms = 8 if setup.liger else 10
     targets = set(adapters.targets)
     if "down_proj" in targets:
         if wide:
-            return [(10 if dropped else 6, norms)]
-        return [(4, 2), (2, norms)] if dropped else [(4, 2)]
-    if {"gate_proj", "up_proj"} & targets:
-        if liger:
-            if wide:
-                return [(4, norms)]
-            return [(4, 4 if dropped else 2)]
+            return [(10 if adapters.dropout else 6, norms)]
+        if adapters.dropout:
+            return [(4, 2), (2, norms)]
+        return [(4, 2)]
+    if not {"gate_proj", "up_proj"} & targets:
+        return [(2, 4)] if setup.liger else [(6, 2)]
+    if not setup.liger:
         return [(6, 2), (4, norms)] if wide else [(6, 2)]
-    return [(2, 4)] if liger else [(6, 2)]
+    if wide:
+        return [(4, norms)]
+    return [(4, 4 if adapters.dropout else 2)]
 
 
 def logits(shape: Shape, batch: MicroBatch, element: int) -> tuple[float, str]:
-    return element * shape.vocab * batch.tokens, f"{element} x {batch.tokens:,} x {shape.vocab:,}"
+    """Bytes of the logits of a batch, with their formula."""
+    size = element * shape.vocab * batch.tokens
+    return size, f"{element} x {batch.tokens:,} x {shape.vocab:,}"
 
 
 def fused_loss(setup: Setup) -> float:
-    """liger_kernel/ops/fused_linear_cross_entropy.py::fused_linear_cross_entropy_forward[= triton.cdiv(V]: the
-    gradients are made in the forward pass.
+    """The loss that makes its gradients in the forward pass
+    (liger_kernel/ops/fused_linear_cross_entropy.py::fused_linear_cross_entropy_forward[triton.cdiv(V]).
 
-    The output layer's is summed up in its own type, from a product in bf16 and that again in fp32; a
-    weight in fp32 is cast beside it.
+    The output layer's is summed up in its own type, from a product in bf16 and a copy of that in
+    fp32; an fp32 weight is cast beside it.
     """
     shape = setup.shape
     tokens = setup.batch.tokens
     width = setup.weight_bytes
     factor = -(-shape.vocab // shape.hidden)
     chunk = 1 << (-(-tokens // factor) - 1).bit_length()
-    times = (0 if setup.adapters else width + HALF + FULL) + (HALF if setup.wide else 0)
-    return width * shape.hidden * tokens + HALF * shape.vocab * min(chunk, tokens) + times * shape.embedding
+    gradient = 0
+    if setup.adapters is None:
+        gradient = width + HALF + FULL
+    if setup.wide:
+        gradient += HALF
+    states = width * shape.hidden * tokens
+    return states + HALF * shape.vocab * min(chunk, tokens) + gradient * shape.embedding
 
 
-# trl/kernels/chunked_logprob.py::[TOKEN_CHUNK_SIZE] and trl/trainer/utils.py::[_CHUNKED_LOGPROB_CHUNK_SIZE]
+# trl/kernels/chunked_logprob.py::[TOKEN_CHUNK_SIZE] and
+# trl/trainer/utils.py::[_CHUNKED_LOGPROB_CHUNK_SIZE]
 _TILE_TOKENS = 4096
 _TILE_WORDS = 32768
 
@@ -228,14 +261,15 @@ _TILE_WORDS = 32768
 def tiles(setup: Setup) -> float:
     """One tile of logits, and the output layer's rows for it where they must be cast."""
     tile = HALF * min(_TILE_TOKENS, setup.batch.tokens) * _TILE_WORDS
-    cast = HALF * min(_TILE_WORDS, setup.shape.vocab) * setup.shape.hidden if setup.wide else 0
-    return tile + cast
+    if not setup.wide:
+        return tile
+    return tile + HALF * min(_TILE_WORDS, setup.shape.vocab) * setup.shape.hidden
 
 
 def tiled_loss(setup: Setup, *, trained: bool) -> float:
     """TRL's own output layer: log-probabilities in tiles, gradients summed up in fp32."""
-    gradient = 0
+    shape = setup.shape
+    size = tiles(setup) + (FULL + 2 * HALF) * shape.hidden * setup.batch.tokens
     if trained:
-        gradient = (FULL if setup.wide else FULL + HALF) * setup.shape.embedding
-    states = (FULL + 2 * HALF) * setup.shape.hidden * setup.batch.tokens
-    return tiles(setup) + gradient + states
+        size += (FULL if setup.wide else FULL + HALF) * shape.embedding
+    return size

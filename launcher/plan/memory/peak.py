@@ -1,201 +1,210 @@
 """The peak of torch's allocated memory on the fullest rank, in GiB, by allocation and by phase.
 
-A run has a few phases that can be its peak: the reference pass, the loss, a layer's
-backward pass, the embedding's gradient, the optimizer's step. Each is a sum of allocations; each of those
-carries its formula and where that comes from. The largest phase is the peak. What is not described raises,
+A run has a few phases that can be its peak: the reference pass, the loss, a layer's backward pass,
+the embedding's gradient, the optimizer's step. Each is a sum of allocations; each of those carries
+its formula and where that comes from. The largest phase is the peak. What is not described raises,
 instead of being guessed. `activations` has the formulas of layers and loss, `engines` the weights,
 gradients and the optimizer; here is what a pass has in memory at which phase.
 """
 
-from collections.abc import Iterable
-from dataclasses import replace
-
 from launcher.artifacts.lengths import MicroBatch
 from launcher.plan.memory import activations, engines
-from launcher.plan.memory import phases as at
+from launcher.plan.memory.phases import (
+    BUCKETS,
+    EMBEDDING,
+    FORWARD,
+    LAYER,
+    LOSS,
+    NORM,
+    OUTPUT,
+    OUTPUT_SENT,
+    PHASES,
+    REFERENCE,
+    STEP,
+    Ledger,
+    Memory,
+)
 from launcher.plan.memory.setup import FULL, HALF, Setup
 
 # cuBLAS keeps one workspace a thread that multiplies on Hopper: forward and backward
 _WORKSPACE = 2 * 32 * 2**20
 
 
-def estimate(setup: Setup) -> at.Memory:
+def estimate(setup: Setup) -> Memory:
     """The peak of a run and what it is made of; raises InvalidConfig (`unknown-memory`)."""
-    ledger = at.Ledger(setup.batch.tokens)
+    ledger = Ledger(setup.batch.tokens)
     engines.enter(setup, ledger)
-    ledger.add(at.PHASES, "other", "cuBLAS workspaces", _WORKSPACE, "2 x 32 MiB")
-    for enter in (_kept, _reference, _loss, _backward):
-        enter(setup, ledger)
+    ledger.add(PHASES, "other", "cuBLAS workspaces", _WORKSPACE, "2 x 32 MiB")
+    _enter_kept(setup, ledger)
+    _enter_reference(setup, ledger)
+    _enter_loss(setup, ledger)
+    _enter_backward(setup, ledger)
     phases = _phases(setup)
-    return at.Memory(phases=tuple(ledger.alive(name) for name in at.PHASES if name in phases))
+    return Memory(phases=tuple(ledger.alive(name) for name in PHASES if name in phases))
 
 
 def _phases(setup: Setup) -> set[str]:
-    """Those that this run comes to."""
-    phases = {at.LOSS, at.LAYER, at.STEP}
+    """The phases that this run has."""
+    phases = {LOSS, LAYER, STEP}
     if setup.zero is not None and setup.zero.stage < 3:
-        phases.add(at.NORM)
+        phases.add(NORM)
     if setup.reference:
-        phases.add(at.REFERENCE)
+        phases.add(REFERENCE)
     if setup.adapters is None:
-        phases |= {at.OUTPUT, at.EMBEDDING}
+        phases |= {OUTPUT, EMBEDDING}
         if setup.checkpointing and setup.casts:
-            phases.add(at.FORWARD)
+            phases.add(FORWARD)
         if not setup.shape.tied and setup.sharding is None:
             # when the next gradient is there; a tied one, and FSDP's, wait for the embedding's
-            phases.add(at.OUTPUT_SENT)
-    sent = engines.bucket_phases(setup).items()
-    return phases | {name for name, passed in sent if passed < setup.shape.layers}
+            phases.add(OUTPUT_SENT)
+    for name, passed in engines.bucket_phases(setup).items():
+        if passed < setup.shape.layers:
+            phases.add(name)
+    return phases
 
 
-def _kept(setup: Setup, ledger: at.Ledger) -> None:
-    """What the layers keep when the loss is there; while buckets are sent, some are through again."""
+def _enter_kept(setup: Setup, ledger: Ledger) -> None:
+    """What the layers keep at the loss; while buckets are sent, some are done again."""
     shape = setup.shape
     batch = setup.batch
-    kind = "activations"
     if setup.checkpointing:
-        a_layer = activations.checkpoint(setup)
+        kept = activations.checkpoint(setup)
         name = "inputs of checkpointed layers"
-    elif setup.selects_modules:
-        a_layer = activations.selected_modules(setup)
-        name = "inputs of checkpointed modules"
-    elif setup.share is not None:
-        a_layer = activations.compiled_layer(setup, setup.share)
-        name = f"kept by the layers, activation budget {setup.share:g}"
-    else:
-        a_layer = activations.layer(setup)
-        name = "kept by the layers"
-    buckets = engines.bucket_phases(setup)
-    # the pass beforehand keeps nothing
-    beside = set() if setup.reference == "cache" else {at.REFERENCE}
-    through = {at.FORWARD, at.LOSS, at.OUTPUT, at.OUTPUT_SENT, at.LAYER, *beside}
-    ledger.add(through, kind, name, shape.layers * a_layer)
-    for phase, passed in buckets.items():
-        ledger.add([phase], kind, name, (shape.layers - passed) * a_layer)
-    through |= {*buckets}
-    if setup.sharding is None:
-        rope = 2 * setup.state_width * shape.head_dim * batch.width
-        ledger.add(through, kind, "rope", rope, "cosines and sines")
-    if activations.needs_mask(setup):
-        ledger.add(through, kind, "attention mask", batch.rows * batch.width**2, "BS^2, the mask")
-    if setup.selects_modules:
-        again = activations.widest_module(setup)
-    elif setup.share is not None and setup.share < 1:
-        again = activations.compiled_layer(setup, 1) - a_layer
-    elif setup.checkpointing:
-        again = activations.layer(setup)
+        recomputed = activations.layer(setup)
         if setup.liger:
             # its first norm keeps the layer's input itself, which is counted already
-            again -= HALF * shape.hidden * batch.tokens
+            recomputed -= HALF * shape.hidden * batch.tokens
+    elif setup.selects_modules:
+        kept = activations.selected_modules(setup)
+        name = "inputs of checkpointed modules"
+        recomputed = activations.widest_module(setup)
+    elif setup.share is not None:
+        kept = activations.compiled_layer(setup, setup.share)
+        name = f"kept by the layers, activation budget {setup.share:g}"
+        recomputed = activations.compiled_layer(setup, 1) - kept
     else:
-        return
-    ledger.add({at.LAYER, *buckets}, kind, "one layer, computed again", again)
+        kept = activations.layer(setup)
+        name = "kept by the layers"
+        recomputed = 0
+    buckets = engines.bucket_phases(setup)
+    live = {FORWARD, LOSS, OUTPUT, OUTPUT_SENT, LAYER}
+    if setup.reference != "cache":
+        # the pass beforehand keeps nothing
+        live.add(REFERENCE)
+    ledger.add(live, "activations", name, shape.layers * kept)
+    for phase, passed in buckets.items():
+        ledger.add({phase}, "activations", name, (shape.layers - passed) * kept)
+    live |= {*buckets}
+    if setup.sharding is None:
+        rope = 2 * setup.state_width * shape.head_dim * batch.width
+        ledger.add(live, "activations", "rope", rope, "cosines and sines")
+    if activations.needs_mask(setup):
+        mask = batch.rows * batch.width**2
+        ledger.add(live, "activations", "attention mask", mask, "BS^2, the mask")
+    ledger.add({LAYER, *buckets}, "activations", "one layer, computed again", recomputed)
 
 
-def _reference(setup: Setup, ledger: at.Ledger) -> None:
+def _enter_reference(setup: Setup, ledger: Ledger) -> None:
     """The reference pass keeps nothing but its logits
-    (dpo_utils.py::build_reference_logprobs_cache[with torch.no_grad]), and before them a cache of keys.
+    (dpo_utils.py::build_reference_logprobs_cache[with torch.no_grad]), and before them a cache of
+    keys.
     """
     shape = setup.shape
     batch = setup.reference_batch or setup.batch
-    live = [at.REFERENCE]
     if setup.loss == "tiled":
         tiled = activations.tiled_loss(setup, trained=False)
-        ledger.add(live, "logits", "log-probabilities in tiles", tiled)
+        ledger.add({REFERENCE}, "logits", "log-probabilities in tiles", tiled)
         return
     if setup.compiles_loss:
-        _compiled_loss(setup, ledger, live, batch)
+        _enter_compiled_loss(setup, ledger, REFERENCE, batch)
         return
-    half, full = (activations.logits(shape, batch, element) for element in (HALF, FULL))
+    half = activations.logits(shape, batch, HALF)
+    full = activations.logits(shape, batch, FULL)
     if setup.sharding is None:
-        state = setup.state_width
-        tokens = batch.tokens
         width = FULL if setup.wide and setup.quantised is not None else HALF
-        keys = 2 * width * shape.layers * shape.key * tokens
+        keys = 2 * width * shape.layers * shape.key * batch.tokens
         # what the last layer passes through, the embedded tokens, the residual and its norm
-        last = activations.passing(replace(setup, batch=batch)) + 3 * state * shape.hidden * tokens
+        last = activations.passing(setup, batch)
+        last += 3 * setup.state_width * shape.hidden * batch.tokens
         if keys + max(last, half[0]) > half[0] + 2 * full[0]:
             # until the logits are there
             name = "keys and values of all layers"
             why = f"{2 * width} x {shape.layers}KT"
-            ledger.add(live, "activations", name, keys, why, "dpo_utils.py::concatenated_forward[logits = model]")
+            source = "dpo_utils.py::concatenated_forward[logits = model]"
+            ledger.add({REFERENCE}, "activations", name, keys, why, source)
             if last > half[0]:
-                ledger.add(live, "activations", "the last layer, passing", last)
+                ledger.add({REFERENCE}, "activations", "the last layer, passing", last)
             else:
-                ledger.add(live, "logits", "logits (bf16)", *half)
+                ledger.add({REFERENCE}, "logits", "logits (bf16)", *half)
             return
-    ledger.add(live, "logits", "logits (bf16)", *half)
-    ledger.add(
-        live,
-        "logits",
-        "logits (fp32)",
-        *full,
-        "padding_free_collator.py::calculate_per_token_logps[logits = logits.to]",
-    )
-    ledger.add(
-        live,
-        "logits",
-        "log-softmax (fp32)",
-        *full,
-        "padding_free_collator.py::calculate_per_token_logps[return torch.gather]",
-    )
+    ledger.add({REFERENCE}, "logits", "logits (bf16)", *half)
+    source = "padding_free_collator.py::calculate_per_token_logps[logits = logits.to]"
+    ledger.add({REFERENCE}, "logits", "logits (fp32)", *full, source)
+    source = "padding_free_collator.py::calculate_per_token_logps[return torch.gather]"
+    ledger.add({REFERENCE}, "logits", "log-softmax (fp32)", *full, source)
 
 
-def _loss(setup: Setup, ledger: at.Ledger) -> None:
-    """The end of a checkpointed forward pass, the final norm, and the loss at its fullest, forward or backward."""
-    live = [at.LOSS]
-    kind = "logits"
-    state = setup.state_width
+def _enter_loss(setup: Setup, ledger: Ledger) -> None:
+    """The end of a checkpointed forward pass, the final norm, and the loss at its fullest."""
     batch = setup.batch
-    last = activations.passing(setup)
+    last = activations.passing(setup, batch)
     tile = activations.tiles(setup)
     if setup.loss == "tiled" and tile > last:
-        ledger.add([at.FORWARD], kind, "a tile of logits", tile)
+        ledger.add({FORWARD}, "logits", "a tile of logits", tile)
     else:
-        ledger.add([at.FORWARD], "activations", "the last layer, passing", last)
+        ledger.add({FORWARD}, "activations", "the last layer, passing", last)
+    state = setup.state_width
     norm = (activations.norm_kept(setup, state) + state) * setup.shape.hidden + FULL
-    after = [at.LOSS, at.OUTPUT, at.OUTPUT_SENT]
+    after = {LOSS, OUTPUT, OUTPUT_SENT}
     ledger.add(after, "activations", "final norm", norm * batch.tokens, "kept and output")
     if setup.loss == "liger":
-        ledger.add(live, kind, "fused linear cross entropy", activations.fused_loss(setup))
+        fused = activations.fused_loss(setup)
+        ledger.add({LOSS}, "logits", "fused linear cross entropy", fused)
     elif setup.loss == "tiled":
         tiled = activations.tiled_loss(setup, trained=setup.adapters is None)
-        ledger.add(live, kind, "log-probabilities in tiles", tiled)
+        ledger.add({LOSS}, "logits", "log-probabilities in tiles", tiled)
     elif setup.compiles_loss:
-        _compiled_loss(setup, ledger, live, batch)
+        _enter_compiled_loss(setup, ledger, LOSS, batch)
     else:
         full = activations.logits(setup.shape, batch, FULL)
         for name in ("log-softmax, kept", "gradient of the log-softmax", "gradient of the logits"):
-            ledger.add(live, kind, f"{name} (fp32)", *full)
+            ledger.add({LOSS}, "logits", f"{name} (fp32)", *full)
 
 
-def _compiled_loss(setup: Setup, ledger: at.Ledger, phases: Iterable[str], batch: MicroBatch) -> None:
-    """6 bytes a position and word, measured on an H200: 56.9 GiB for 2 x 16,384 positions of Qwen3-0.6B."""
+def _enter_compiled_loss(setup: Setup, ledger: Ledger, phase: str, batch: MicroBatch) -> None:
+    """6 bytes a position and word, measured on an H200: 56.9 GiB for 2 x 16,384 positions of
+    Qwen3-0.6B.
+    """
+    source = "olmo_core_train_modules.py::DPOLMHead[All DTensor handling]"
     for name, element in (("logits (bf16)", HALF), ("log-softmax, compiled (fp32)", FULL)):
-        amount = activations.logits(setup.shape, batch, element)
-        ledger.add(phases, "logits", name, *amount, "olmo_core_train_modules.py::DPOLMHead[All DTensor handling]")
+        size, why = activations.logits(setup.shape, batch, element)
+        ledger.add({phase}, "logits", name, size, why, source)
 
 
-def _backward(setup: Setup, ledger: at.Ledger) -> None:
+def _enter_backward(setup: Setup, ledger: Ledger) -> None:
     """The output layer's weight gradient, those inside a layer, and what they are made from."""
     shape = setup.shape
+    batch = setup.batch
     width = setup.gradient_bytes
-    # a tied one waits for the embedding's; under FSDP any: it is the root's
-    waits = setup.adapters is None and (shape.tied or setup.sharding is not None)
-    live = {at.OUTPUT, at.OUTPUT_SENT, *((at.LAYER, *at.BUCKETS) if waits else ())}
-    ledger.add(live, "gradients", "output layer's gradient", width * shape.embedding, f"{width}VH")
+    live = {OUTPUT, OUTPUT_SENT}
+    if setup.adapters is None and (shape.tied or setup.sharding is not None):
+        # a tied one waits for the embedding's; under FSDP any: it is the root's
+        live |= {LAYER, *BUCKETS}
+    name = "output layer's gradient"
+    ledger.add(live, "gradients", name, width * shape.embedding, f"{width}VH")
     if setup.loss in {"full", "logprobs"}:
         # until the weight's is made
-        half = activations.logits(shape, setup.batch, HALF)
-        ledger.add([at.OUTPUT], "logits", "gradient of the logits (bf16)", *half)
-    ledger.add([at.LAYER], "activations", "gradients inside a layer", activations.backward(setup))
-    if setup.quantised is not None:
-        # a linear weight while it is multiplied with, in its former type and cast, before or behind the
-        # MLP's gradients: what it has more
-        widest = max(out * into for out, into in shape.linears().values())
-        state = setup.weight_bytes
-        element = HALF if state == HALF else HALF + FULL
-        size = element * widest - 2 * state * shape.intermediate * setup.batch.tokens
-        why = f"{element} x {widest:,} - {2 * state}IT"
-        source = "bitsandbytes/autograd/_functions.py"
-        ledger.add([at.LAYER], "weights", "one weight, dequantised", size, why, source)
+        half = activations.logits(shape, batch, HALF)
+        ledger.add({OUTPUT}, "logits", "gradient of the logits (bf16)", *half)
+    ledger.add({LAYER}, "activations", "gradients inside a layer", activations.backward(setup))
+    if setup.quantised is None:
+        return
+    # a linear weight while it is multiplied with, in its former type and cast, before or behind the
+    # MLP's gradients: what it has more
+    state = setup.weight_bytes
+    element = HALF if state == HALF else HALF + FULL
+    widest = shape.widest_linear
+    size = element * widest - 2 * state * shape.intermediate * batch.tokens
+    why = f"{element} x {widest:,} - {2 * state}IT"
+    source = "bitsandbytes/autograd/_functions.py"
+    ledger.add({LAYER}, "weights", "one weight, dequantised", size, why, source)

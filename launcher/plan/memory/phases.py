@@ -1,4 +1,5 @@
-"""`Allocation` -> `Phase` -> `Memory`: what is in a card's memory, by name and by phase of a run, in GiB.
+"""`Allocation` -> `Phase` -> `Memory`: what is in a card's memory, by name and by phase of a run,
+in GiB.
 
 An allocation is entered once, into a `Ledger`, with all the phases that it lives in.
 """
@@ -15,11 +16,11 @@ GIB = 2**30
 
 KINDS = ("weights", "gradients", "optimizer", "communication", "activations", "logits", "other")
 MARGIN = 0.08
-"""The share of a card that allocated memory cannot use: CUDA's own context, NCCL's buffers, and what the
-allocator has reserved in pieces."""
+"""The share of a card that allocated memory cannot use: CUDA's own context, NCCL's buffers, and
+fragments that the allocator has reserved."""
 
-# the phases that can be the fullest, in the order of a run. The engine's start is none: Adam's states are made in
-# the first step, and weights are made flat on the host where there is no room
+# The phases that can be the fullest, in the order of a run. The engine's start is none: Adam's
+# states are made in the first step, and weights are made flat on the host where there is no room
 # (deepspeed/runtime/zero/stage_1_and_2.py::DeepSpeedZeroOptimizer.__init__[= flat_buffer_bytes])
 REFERENCE = "reference pass"
 FORWARD = "forward pass"
@@ -27,11 +28,14 @@ LOSS = "loss"
 OUTPUT = "output layer's gradient"
 OUTPUT_SENT = "sending the output layer's gradient"
 LAYER = "last layer's backward pass"
-BUCKETS = FIRST_BUCKET, SECOND_BUCKET = "first bucket being sent", "second bucket being sent"
+FIRST_BUCKET = "first bucket being sent"
+SECOND_BUCKET = "second bucket being sent"
+BUCKETS = (FIRST_BUCKET, SECOND_BUCKET)
 EMBEDDING = "embedding's gradient"
 NORM = "gradient norm"
 STEP = "optimizer's step"
-PHASES = (REFERENCE, FORWARD, LOSS, OUTPUT, OUTPUT_SENT, LAYER, *BUCKETS, EMBEDDING, NORM, STEP)
+STEPS = (FORWARD, LOSS, OUTPUT, OUTPUT_SENT, LAYER, *BUCKETS, EMBEDDING, NORM, STEP)
+PHASES = (REFERENCE, *STEPS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +58,18 @@ class Phase:
 
     @property
     def gib(self) -> float:
-        return sum(one.gib for one in self.allocations)
+        return sum(allocation.gib for allocation in self.allocations)
+
+    def without(self, *kinds: str) -> Phase:
+        left = [allocation for allocation in self.allocations if allocation.kind not in kinds]
+        return Phase(name=self.name, allocations=tuple(left))
+
+    def as_json(self) -> dict[str, Any]:
+        parts = [
+            {**asdict(allocation), "gib": round(allocation.gib, 3)}
+            for allocation in self.allocations
+        ]
+        return {"moment": self.name, "gib": round(self.gib, 2), "parts": parts}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,15 +87,15 @@ class Memory:
         return self.fullest.gib
 
     def without(self, *kinds: str) -> Memory:
-        kept = ((p.name, tuple(a for a in p.allocations if a.kind not in kinds)) for p in self.phases)
-        return Memory(phases=tuple(Phase(name=name, allocations=left) for name, left in kept))
+        return Memory(phases=tuple(phase.without(*kinds) for phase in self.phases))
 
     def spare(self, gib: float) -> float:
-        """What a card of so many GiB has left; negative: missing."""
+        """What a card of this size has left; negative: missing."""
         return usable(gib) - self.peak
 
     def of(self, kind: str) -> float:
-        return sum(one.gib for one in self.fullest.allocations if one.kind == kind)
+        allocations = self.fullest.allocations
+        return sum(allocation.gib for allocation in allocations if allocation.kind == kind)
 
     def as_json(self) -> dict[str, Any]:
         """`memory_gib` of the plan's JSON contract: the peak, and what it is made of by kind."""
@@ -89,14 +104,8 @@ class Memory:
 
     def why(self) -> list[dict[str, Any]]:
         """Every phase with its allocations and their formulas, the fullest first."""
-        return [
-            {
-                "moment": phase.name,
-                "gib": round(phase.gib, 2),
-                "parts": [{**asdict(one), "gib": round(one.gib, 3)} for one in phase.allocations],
-            }
-            for phase in sorted(self.phases, key=lambda phase: -phase.gib)
-        ]
+        ordered = sorted(self.phases, key=lambda phase: -phase.gib)
+        return [phase.as_json() for phase in ordered]
 
 
 def usable(gib: float) -> float:
@@ -104,20 +113,31 @@ def usable(gib: float) -> float:
 
 
 class Ledger:
-    """Allocations with the phases that they live in, as they are entered, for a micro-batch of so many tokens."""
+    """Allocations with the phases that they live in, for a micro-batch of `tokens`."""
 
     def __init__(self, tokens: int) -> None:
         self.tokens = tokens
         self._entries: list[tuple[frozenset[str], Allocation]] = []
 
     def add(
-        self, phases: Iterable[str], kind: str, name: str, size: float, formula: str = "", source: str = ""
+        self,
+        phases: Iterable[str],
+        kind: str,
+        name: str,
+        size: float,
+        formula: str = "",
+        source: str = "",
     ) -> None:
-        """Enter so many bytes; nothing where there are none."""
-        if size > 0:
-            formula = formula or f"{self.tokens:,} tokens x {size / self.tokens:,.0f} bytes"
-            entry = Allocation(kind=kind, name=name, gib=size / GIB, formula=formula, source=rendered(source))
-            self._entries.append((frozenset(phases), entry))
+        """Enter an allocation of `size` bytes; nothing is entered where there are none."""
+        if size <= 0:
+            return
+        if not formula:
+            formula = f"{self.tokens:,} tokens x {size / self.tokens:,.0f} bytes"
+        allocation = Allocation(
+            kind=kind, name=name, gib=size / GIB, formula=formula, source=rendered(source)
+        )
+        self._entries.append((frozenset(phases), allocation))
 
     def alive(self, phase: str) -> Phase:
-        return Phase(name=phase, allocations=tuple(one for phases, one in self._entries if phase in phases))
+        alive = [allocation for phases, allocation in self._entries if phase in phases]
+        return Phase(name=phase, allocations=tuple(alive))

@@ -1,4 +1,4 @@
-"""Everything that the peak of a run depends on: shape, batch, loss, operators, and what is cut how."""
+"""Everything that the peak of a run depends on: shape, batch, loss, operators, sharding."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -7,12 +7,15 @@ from typing import Any, NamedTuple
 from launcher.artifacts.architecture import Shape
 from launcher.artifacts.lengths import MicroBatch
 from launcher.errors import InvalidConfig, brief, launch_finding
+from launcher.runs.record import as_mapping
 
-HALF, FULL = 2, 4  # bytes of an element in 16 and in 32 bits
+# bytes of an element in 16 and in 32 bits
+HALF = 2
+FULL = 4
 
 
 class Zero(NamedTuple):
-    """A DeepSpeed config as far as memory depends on it; sizes are elements, `communication` bytes."""
+    """What memory depends on in a DeepSpeed config; sizes are elements, `communication` bytes."""
 
     stage: int
     communication: int = HALF
@@ -25,7 +28,9 @@ class Zero(NamedTuple):
     offload_optimizer: bool = False
     offload_params: bool = False
     plain_linears: bool = False
-    """`memory_efficient_linear: false`: autograd keeps the gathered weight of every linear that it has passed."""
+    """`memory_efficient_linear: false`: autograd keeps the gathered weight of every linear that it
+    has passed.
+    """
 
 
 _SIZES = {
@@ -45,33 +50,37 @@ def zero_of(config: Mapping[str, Any] | None, hidden: int) -> Zero | None:
     """
     if config is None:
         return None
-    section = config.get("zero_optimization")
-    zero: Mapping[str, Any] = section if isinstance(section, Mapping) else {}
-    stage = zero.get("stage", 0)
-    overlap = zero.get("overlap_comm")
+    section = as_mapping(config.get("zero_optimization"))
+    stage = section.get("stage", 0)
     if isinstance(stage, bool) or not isinstance(stage, int):
-        raise undescribed(f"`stage` of `zero_optimization` is {brief(repr(stage), 40)}, no number")
-    auto = {"bucket": hidden * hidden, "prefetch": int(0.9 * hidden * hidden), "persistence": 10 * hidden}
-    sizes = {}
+        shown = brief(repr(stage), 40)
+        raise undescribed(f"`stage` of `zero_optimization` is {shown}, no number")
+    square = hidden * hidden
+    auto = {"bucket": square, "prefetch": int(0.9 * square), "persistence": 10 * hidden}
+    sizes: dict[str, int] = {}
     for name, key in _SIZES.items():
-        default = Zero._field_defaults[name]
-        size = zero.get(key, default)
-        size = auto.get(name, default) if size == "auto" else size
-        sizes[name] = int(size) if isinstance(size, int | float) and size >= 0 else default
-
-    def offloads(key: str) -> bool:
-        part = zero.get(key)
-        return isinstance(part, Mapping) and part.get("device", "none") not in ("none", None)
-
+        size = section.get(key)
+        if size == "auto":
+            size = auto.get(name)
+        if isinstance(size, int | float) and size >= 0:
+            sizes[name] = int(size)
+    overlap = section.get("overlap_comm")
+    if overlap is None:
+        overlap = stage == 3
+    is_fp32 = config.get("communication_data_type") in ("fp32", "float32")
     return Zero(
         stage=stage,
-        communication=FULL if config.get("communication_data_type") in ("fp32", "float32") else HALF,
-        overlap=bool(overlap) if overlap is not None else stage == 3,
-        offload_optimizer=offloads("offload_optimizer"),
-        offload_params=offloads("offload_param"),
-        plain_linears=zero.get("memory_efficient_linear", True) is False,
+        communication=FULL if is_fp32 else HALF,
+        overlap=bool(overlap),
+        offload_optimizer=_offloads(section, "offload_optimizer"),
+        offload_params=_offloads(section, "offload_param"),
+        plain_linears=section.get("memory_efficient_linear") is False,
         **sizes,
     )
+
+
+def _offloads(section: Mapping[str, Any], key: str) -> bool:
+    return as_mapping(section.get(key)).get("device") not in ("none", None)
 
 
 class Adapters(NamedTuple):
@@ -83,15 +92,15 @@ class Adapters(NamedTuple):
     dropout: bool = True
 
     def parameters(self, shape: Shape) -> int:
-        sizes = (sum(size) for name, size in shape.linears().items() if name in self.targets)
-        return shape.layers * self.rank * sum(sizes)
+        widths = [sum(size) for name, size in shape.linears().items() if name in self.targets]
+        return shape.layers * self.rank * sum(widths)
 
 
 class Quantised(NamedTuple):
     """bitsandbytes: the layers' linears in 4 bits, with a scale for every 64 values.
 
-    transformers leaves the output layer out. `nested` scales are of 8 bits themselves, with one of theirs
-    in fp32 for every 256. Everything else, the embedding too, has the weights' type.
+    transformers leaves the output layer out. `nested` scales have 8 bits themselves, with one of
+    theirs in fp32 for every 256. Everything else, the embedding too, has the weights' type.
     """
 
     nested: bool = False
@@ -99,17 +108,18 @@ class Quantised(NamedTuple):
     @property
     def bytes(self) -> float:
         """Bytes an element (bitsandbytes/functional.py: `quantize_4bit`, blocks of 64)."""
-        return 0.5 + ((1 + FULL / 256) if self.nested else FULL) / 64
+        scale = 1 + FULL / 256 if self.nested else FULL
+        return 0.5 + scale / 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """FSDP as OLMo-core lays it: 32-bit weights cut over `shards` ranks, 16 bits where they compute.
+    """OLMo-core's FSDP: 32-bit weights sharded over `shards` ranks, 16 bits where they compute.
 
-    `share` is the activation memory budget of torch.compile, None without compile. With `selected` each module of a
-    layer is computed again from its inputs, by itself. The loss is compiled
-    with the output layer (olmo_core_train_modules.py::DPOLMHead[All DTensor handling]), but not before upstream's PR
-    1467.
+    `share` is the activation memory budget of torch.compile, None without compile. With `selected`
+    each module of a layer is recomputed from its inputs, by itself. The loss is compiled with the
+    output layer (olmo_core_train_modules.py::DPOLMHead[All DTensor handling]), but not before
+    upstream's PR 1467.
     """
 
     shards: int
@@ -122,13 +132,14 @@ class Sharding:
 class Setup:
     """Everything that the peak depends on.
 
-    `batch` is the largest micro-batch (DPO: chosen and rejected rows together), `attention` flash or sdpa.
-    `loss` is "full" (the model's own), "liger" (fused into the output layer), "tiled" (TRL's) or
-    "logprobs" (open-instruct's DPO). `reference` is "" (none), "cache" (a pass beforehand: open-instruct),
-    "model" (a second model beside: TRL) or "adapter" (the adapters are switched off: TRL with LoRA).
-    `weight_bytes` are those of the loaded weights; 4 with `autocast` is TRL's default. `reference_batch`
-    is that of the pass beforehand where it is not the training's. `quantised` are frozen weights below
-    the adapters.
+    `batch` is the largest micro-batch (DPO: chosen and rejected rows together), `attention` flash
+    or sdpa. `loss` is "full" (the model's own), "liger" (fused into the output layer), "tiled"
+    (TRL's) or "logprobs" (open-instruct's DPO). `reference` is "" (none), "cache" (a pass
+    beforehand: open-instruct), "model" (a second model beside: TRL) or "adapter" (the adapters are
+    switched off: TRL with LoRA). `weight_bytes` are those of the loaded weights; 4 with `autocast`
+    is TRL's default. `reference_batch` is that of the pass beforehand where it differs from the
+    training's. `quantised` are frozen weights below the adapters. `state_bytes` are those of the
+    optimizer's states for each trained element; None for torch's Adam.
     """
 
     shape: Shape
@@ -167,11 +178,6 @@ class Setup:
         return self.autocast and self.wide and self.quantised is None
 
     @property
-    def states(self) -> float:
-        """Bytes of the optimizer's states for each trained element, without DeepSpeed or FSDP."""
-        return 2.0 * self.gradient_bytes if self.state_bytes is None else self.state_bytes
-
-    @property
     def frozen(self) -> bool:
         """Whether linears under adapters keep no input: ZeRO-3's own do
         (deepspeed/runtime/zero/linear.py::LinearFunctionForZeroStage3.setup_context[ctx.save_for_backward]).
@@ -184,7 +190,7 @@ class Setup:
 
     @property
     def selects_modules(self) -> bool:
-        """Whether the modules of a layer are computed again one by one."""
+        """Whether the modules of a layer are recomputed one by one."""
         return self.sharding is not None and self.sharding.selected
 
     @property
@@ -203,6 +209,7 @@ class Setup:
 
     @property
     def stored_bytes(self) -> int:
+        """Bytes of all weights but the adapters'."""
         whole = self.weight_bytes * self.shape.parameters
         if self.quantised is None:
             return whole
@@ -214,7 +221,7 @@ class Setup:
         return self.adapters.bytes if self.adapters else self.weight_bytes
 
 
-def undescribed(message: str) -> InvalidConfig:
-    """`unknown-memory`: what the memory model leaves out."""
-    help = "memory cannot be planned for it; the steps and tokens can"
-    return InvalidConfig(launch_finding("error", "unknown-memory", message, help))
+def undescribed(message: str, **place: Any) -> InvalidConfig:
+    """`unknown-memory`: what the memory model leaves out; `place` is where the file asks for it."""
+    help = "measure it: `launch check` tells the peak of a short run"
+    return InvalidConfig(launch_finding("error", "unknown-memory", message, help, **place))

@@ -1,7 +1,8 @@
 """Is this machine ready for a plan: what is missing, each with what mends it.
 
 Before every run only what is cheap is looked at: metadata of packages, files, the driver's answers.
-`launch doctor` also imports what training imports, which costs seconds, and says what it found good.
+`launch doctor` also imports what training imports, which costs seconds, and says what it found
+good.
 """
 
 import contextlib
@@ -9,13 +10,13 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from launcher.errors import Exit, Finding, InvalidConfig, NotReady, about, errors, launch_finding
-from launcher.machine.devices import Devices, Look
+from launcher.machine.devices import VARIABLE, Devices, Look, Slot
 from launcher.machine.python import Trainer
 from launcher.machine.sizes import sized
 from launcher.plan.command import source_environment
@@ -40,13 +41,15 @@ _OPTIONAL = {
 _MODULES = {"flash-attn": "flash_attn", "liger-kernel": "liger_kernel"}
 SHM = Path("/dev/shm")
 LEAST_SHM = 2**30
-"""Bytes that several GPUs should find in /dev/shm: NCCL's buffers and the loaders' batches go there."""
+"""Bytes that several GPUs should find in /dev/shm: NCCL's buffers and the loaders' batches go
+there.
+"""
 _TORCH = re.compile(r"^(cuda|hip)\b[^=\n]*=\s*(?:'([\d.]+)[^']*'|None)", re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """What is examined: a plan, or a backend with some of its stages where there is none.
+    """What is examined: a plan, or a backend with some of its stages if there is none.
 
     `gpus` are those of one machine. `runs` is where run folders go, `output` where the model goes.
     """
@@ -68,8 +71,20 @@ class Subject:
     def entries(self) -> tuple[Entry, ...]:
         return tuple(self.backend.STAGES[stage] for stage in self.stages)
 
+    def places(self) -> tuple[disk.WriteTarget, ...]:
+        """The folders that a run writes into."""
+        return tuple(disk.places(self.plan, self.output, self.runs, self.environ))
+
+    def needs(self) -> disk.Needs | None:
+        """The space that a run needs; None if unknown."""
+        if self.plan is None:
+            return None
+        return disk.needs(self.plan, self.output, self.environ)
+
 
 class Fact(NamedTuple):
+    """A line of `launch doctor`; `value` is what JSON has in place of the text."""
+
     name: str
     text: str
     value: Any = None
@@ -77,7 +92,7 @@ class Fact(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What `launch doctor` answers: what is wrong, what was found, and what would build the environment."""
+    """The answer of `launch doctor`; `install` are the commands that build the environment."""
 
     findings: tuple[Finding, ...]
     facts: tuple[Fact, ...]
@@ -89,43 +104,48 @@ class Report:
 
     def lines(self) -> list[str]:
         width = max((len(fact.name) for fact in self.facts), default=0)
-        faults = ", ".join(dict.fromkeys(fault.code for fault in errors(self.findings)))
-        return [
-            *(f"{fact.name:<{width}}  {fact.text}" for fact in self.facts),
-            f"not ready: {faults}" if faults else "ready",
-        ]
+        lines = [f"{fact.name:<{width}}  {fact.text}" for fact in self.facts]
+        codes = dict.fromkeys(finding.code for finding in errors(self.findings))
+        lines.append(f"not ready: {', '.join(codes)}" if codes else "ready")
+        return lines
 
     def as_json(self) -> dict[str, Any]:
+        facts = {}
+        for fact in self.facts:
+            facts[fact.name] = fact.text if fact.value is None else fact.value
         return {
             "ready": self.exit_code is Exit.OK,
-            "facts": {fact.name: fact.text if fact.value is None else fact.value for fact in self.facts},
+            "facts": facts,
             "install": [step.as_json() for step in self.install],
         }
 
 
 def require_ready(plan: Plan, trainer: Trainer, chosen: Devices | None) -> tuple[Finding, ...]:
-    """Before a run: raises NotReady with everything that is missing, returns the warnings.
+    """Check before a run, without imports; returns the warnings.
 
-    `chosen` are the GPUs that the run gets, None where those of this machine do not count: others train, or these
-    are free only later. What only an import shows is left to training, which imports the same within its first
-    seconds.
+    `chosen` are the GPUs of the run; None if those of this machine do not count, because it trains
+    elsewhere or later. Raises NotReady with everything that is missing.
     """
     subject = of_plan(plan, trainer)
     if chosen is None:
         subject = replace(subject, gpus=0)
         chosen = Devices()
-    found = (*_quick(subject, chosen), *local_files(plan))
-    if errors(found):
-        raise NotReady(errors(found))
-    return about("machine", found)
+    findings = (*_check(subject, chosen), *local_files(plan))
+    if errors(findings):
+        raise NotReady(errors(findings))
+    return about("machine", findings)
 
 
 def of_plan(plan: Plan, trainer: Trainer) -> Subject:
     output = output_of(plan)
-    output = None if output is None else output.absolute()
-    stage = plan.stage
-    stages = (plan.stage.schema.key,)
-    return Subject(trainer=trainer, upstream=stage.upstream, stages=stages, gpus=plan.gpus, plan=plan, output=output)
+    return Subject(
+        trainer=trainer,
+        upstream=plan.stage.upstream,
+        stages=(plan.stage.schema.key,),
+        gpus=plan.gpus,
+        plan=plan,
+        output=None if output is None else output.absolute(),
+    )
 
 
 def examine(
@@ -136,139 +156,178 @@ def examine(
     importing: bool = True,
     timeout_s: float = TIMEOUT_S,
 ) -> Report:
-    """Look at everything, import what training imports, and say what builds the environment.
+    """Check everything, import what training imports, and list what builds the environment.
 
-    Never raises for what is wrong with the machine: it is among the findings.
+    What is wrong with the machine is among the findings and never raised.
     """
-    able = importing and subject.trainer.version >= OLDEST
-    imports = _import(subject, chosen, timeout_s) if able else None
-    local = () if subject.plan is None else local_files(subject.plan)
+    imports = None
+    if importing and subject.trainer.version >= OLDEST:
+        imports = _import(subject, chosen, timeout_s)
+    findings = [*_check(subject, chosen, imports)]
+    if subject.plan is not None:
+        findings += local_files(subject.plan)
+    findings += _checkout_notes(subject)
+    extra = subject.backend.EXTRA
+    gpus = bool(subject.gpus)
     return Report(
-        findings=(*_quick(subject, chosen, imports), *local, *_standing(subject)),
+        findings=tuple(findings),
         facts=tuple(_facts(subject, imports, chosen, look)),
-        install=install.steps(subject.trainer, subject.backend.EXTRA, gpus=bool(subject.gpus), more=needed(subject)),
+        install=install.steps(subject.trainer, extra, gpus=gpus, more=needed(subject)),
     )
 
 
-def _quick(subject: Subject, chosen: Devices, imports: Imports | None = None) -> Iterator[Finding]:
-    """Everything that costs no import, and what importing showed where it was tried; worst first."""
+def _check(subject: Subject, chosen: Devices, imports: Imports | None = None) -> Iterator[Finding]:
+    """Everything that costs no import, and what `imports` showed; worst first."""
     yield from source(subject, imports)
     yield from chosen.findings
     if subject.gpus and chosen.slots:
         yield from driver_and_torch(subject.trainer, chosen.slots[0].gpu.cuda)
     yield from shared_memory(subject.gpus)
-    found = list(disk.places(subject.plan, subject.output, subject.runs, subject.environ))
-    yield from disk.unwritable(found)
-    yield from disk.too_little(_needs(subject), subject.output, found)
-
-
-def _needs(subject: Subject) -> disk.Needs | None:
-    return None if subject.plan is None else disk.needs(subject.plan, subject.output, subject.environ)
+    places = subject.places()
+    yield from disk.unwritable(places)
+    yield from disk.too_little(subject.needs(), subject.output, places)
 
 
 def source(subject: Subject, imports: Imports | None = None) -> Iterator[Finding]:
-    """Whether a checkout, a Python from 3.10 on (upstream and the probe need it) and the packages are there."""
+    """Check for a checkout, packages, and a Python that upstream and the probe run on."""
     trainer = subject.trainer
     if subject.upstream.root is None and subject.upstream.is_checkout:
         from launcher.pin import pin
 
         places = "external/open-instruct, /workspace/open-instruct, ~/open-instruct"
+        message = f"there is no open-instruct checkout ({places})"
         help = f"{pin.get_checkout()}, or --open-instruct PATH"
-        yield launch_finding("error", "no-checkout", f"there is no open-instruct checkout ({places})", help)
+        yield launch_finding("error", "no-checkout", message, help)
     if trainer.version < OLDEST:
-        message = f"{trainer.python} ({trainer.source}) is Python {'.'.join(map(str, trainer.version))}"
-        help = f"name Python {'.'.join(map(str, OLDEST))} or later with --python"
+        message = f"{trainer.python} ({trainer.source}) is Python {_dotted(trainer.version)}"
+        help = f"name Python {_dotted(OLDEST)} or later with --python"
         yield launch_finding("error", "old-python", message, help)
     yield from packages(subject, imports)
 
 
-def _standing(subject: Subject) -> Iterator[Finding]:
-    """A submodule that is empty while another checkout is used, and a checkout that is not the pin."""
+def _dotted(version: Iterable[int]) -> str:
+    return ".".join(map(str, version))
+
+
+def _checkout_notes(subject: Subject) -> Iterator[Finding]:
+    """A checkout that is not the pin, and an empty submodule if another checkout is used."""
     from launcher.pin import pin
 
-    if not subject.upstream.is_checkout or subject.upstream.root is None:
+    upstream = subject.upstream
+    if not upstream.is_checkout or upstream.root is None:
         return
-    if subject.plan is None and (fault := unpinned(subject.upstream, allowed=False, where_found="error")):
-        yield fault
-    status = pin.status(subject.upstream.root, subject.environ)
+    if subject.plan is None:
+        fault = unpinned(upstream, allowed=False, where_found="error")
+        if fault is not None:
+            yield fault
+    status = pin.status(upstream.root, subject.environ)
     module = status.submodule
     if status.fill is not None and module.state in {"missing", "empty"}:
-        message = f"the submodule {module.path} is {module.state}; {subject.upstream.root} is used"
+        message = f"the submodule {module.path} is {module.state}; {upstream.root} is used"
         yield launch_finding("note", "empty-submodule", message, status.fill)
 
 
 def packages(subject: Subject, imports: Imports | None = None) -> Iterator[Finding]:
-    """Packages that the trainer's Python lacks, and those that are there and cannot be imported.
+    """Packages that the trainer's Python lacks, and those that cannot be imported.
 
     Without `imports` only metadata and files tell.
     """
     imports = imports or Imports()
     trainer = subject.trainer
-    absent = install.missing(needed(subject), trainer)
-    names = {module: name for name, module in install.MODULES.items()}
-    absent += tuple(names.get(one.missing, one.missing) for one in imports.failures if one.missing)
-    if distinct := list(dict.fromkeys(absent)):
-        tested = install.tested()
-        steps = install.install(trainer, [tested.get(name, name) for name in distinct])
-        target = "" if subject.plan is None else f" {shlex.quote(str(subject.plan.stage.config.path))}"
-        message = f"{trainer.python} ({trainer.source}) lacks {', '.join(distinct)}"
-        help = (
-            f"{'; then '.join(step.shell() for step in steps)} (`launch doctor{target} --install` has all that "
-            "is needed); or name another interpreter with --python"
-        )
+    absent = _absent(subject, imports)
+    if absent:
+        steps = install.install(trainer, [install.requirement(name) for name in absent])
+        commands = "; then ".join(step.shell() for step in steps)
+        target = f" --backend {subject.upstream.backend}"
+        if subject.plan is not None:
+            target = f" {shlex.quote(str(subject.plan.stage.config.path))}"
+        message = f"{trainer.python} ({trainer.source}) lacks {', '.join(absent)}"
+        help = f"{commands} (`launch doctor{target} --install` has all that is needed); "
+        help += "or name another interpreter with --python"
         yield launch_finding("error", "missing-packages", message, help)
-    for one in imports.failures:
-        if one.missing is None:
-            message = f"importing `{one.module}` fails: {one.error}: {one.message}"
-            help = "the package of the file named does not work here: reinstall it with "
-            help += f"{shlex.join(install.pip_install(trainer))} --force-reinstall --no-deps PACKAGE"
-            yield launch_finding("error", "import-error", message, help, file=one.file, line=one.line)
+    reinstall = f"{shlex.join(install.pip_install(trainer))} --force-reinstall --no-deps PACKAGE"
+    for failure in imports.failures:
+        if failure.missing is None:
+            message = f"importing `{failure.module}` fails: {failure.error}: {failure.message}"
+            help = (
+                f"the package of the file named does not work here: reinstall it with {reinstall}"
+            )
+            place = {"file": failure.file, "line": failure.line}
+            yield launch_finding("error", "import-error", message, help, **place)
     yield from _cuda(subject, imports)
-    if imports.fault is not None:
-        message = f"{trainer.python} could not import: {imports.fault}"
-        yield launch_finding("error", "no-python", message, "name another interpreter with --python")
+
+
+def _absent(subject: Subject, imports: Imports) -> list[str]:
+    """The distributions that are missing, each once."""
+    distributions = {module: name for name, module in install.MODULES.items()}
+    absent = list(install.missing(needed(subject), subject.trainer))
+    for failure in imports.failures:
+        if failure.missing:
+            absent.append(distributions.get(failure.missing, failure.missing))
+    return list(dict.fromkeys(absent))
 
 
 def needed(subject: Subject) -> tuple[str, ...]:
+    """The distributions that training imports."""
     plan = subject.plan
-    distributions = [*subject.backend.NEEDS, *(name for entry in subject.entries for name in entry.needs)]
+    names = list(subject.backend.NEEDS)
+    for entry in subject.entries:
+        names += entry.needs
     if subject.gpus and not _does_without_flash(subject):
-        distributions += subject.backend.GPU_NEEDS
+        names += subject.backend.GPU_NEEDS
     if plan is not None:
-        if plan.stage.entry.liger(plan.values):
-            distributions.append("liger-kernel")
-        own = plan.values.get("zero_stage") is not None
-        if plan.gpus and (own or plan.stage.options.deepspeed is not None):
-            distributions.append("deepspeed")
-        distributions += [name for key, name in _OPTIONAL.items() if plan.values.get(key) is True]
-    return tuple(dict.fromkeys(distributions))
+        values = plan.values
+        if plan.stage.entry.liger(values):
+            names.append("liger-kernel")
+        has_file = plan.stage.options.deepspeed is not None
+        if plan.gpus and (has_file or values.get("zero_stage") is not None):
+            names.append("deepspeed")
+        for switch, name in _OPTIONAL.items():
+            if values.get(switch) is True:
+                names.append(name)
+    return tuple(dict.fromkeys(names))
 
 
 def _does_without_flash(subject: Subject) -> bool:
-    """Whether the source that trains is known to begin without flash-attn."""
+    """Whether the source that trains is known to start without flash-attn."""
     if subject.plan is not None:
-        return bool(subject.plan.stage.schema.does(behaviour.DETECTS_WITHOUT_FLASH))
+        return _begins_without_flash(subject.plan)
     if not subject.upstream.is_checkout:
         return False
     stage = next(iter(subject.backend.STAGES))
-    with contextlib.suppress(InvalidConfig):
+    try:
         schema = load_schema(subject.upstream, stage, allow_unpinned=True)
-        return bool(schema.does(behaviour.DETECTS_WITHOUT_FLASH))
-    return False
+    except InvalidConfig:
+        return False
+    return bool(schema.does(behaviour.DETECTS_WITHOUT_FLASH))
+
+
+def _begins_without_flash(plan: Plan) -> bool:
+    schema = plan.stage.schema
+    if not schema.does(behaviour.DETECTS_WITHOUT_FLASH):
+        return False
+    if plan.stage.entry.packing == "always":
+        return False
+    # OLMo-core keeps packed samples apart with flash-attn alone
+    return not (schema.does(behaviour.PACKS_WITH_FLASH_ALONE) and plan.values.get("packing"))
 
 
 def _import(subject: Subject, chosen: Devices, timeout_s: float) -> Imports:
     modules = [_MODULES[name] for name in needed(subject) if name in _MODULES]
-    modules += [entry.script.removesuffix(".py").replace("/", ".") for entry in subject.entries]
-    modules += [module for entry in subject.entries for module in entry.imports]
+    for entry in subject.entries:
+        modules.append(entry.script.removesuffix(".py").replace("/", "."))
+    for entry in subject.entries:
+        modules += entry.imports
     environ = dict(subject.environ)
     if not subject.gpus:
-        environ["CUDA_VISIBLE_DEVICES"] = ""
+        environ[VARIABLE] = ""
     elif not chosen.refused:
         environ |= chosen.env()
     if subject.upstream.root is not None:
         environ |= source_environment(subject.backend, subject.upstream.root, environ)
-    return install.try_imports(modules, subject.trainer, environ=environ, timeout_s=timeout_s, cuda=bool(subject.gpus))
+    return install.try_imports(
+        modules, subject.trainer, environ=environ, timeout_s=timeout_s, cuda=bool(subject.gpus)
+    )
 
 
 def _cuda(subject: Subject, imports: Imports) -> Iterator[Finding]:
@@ -276,44 +335,57 @@ def _cuda(subject: Subject, imports: Imports) -> Iterator[Finding]:
     if not subject.gpus or torch.get("cuda") is None:
         return
     fault = torch.get("error")
-    if fault is not None or torch.get("count", 0) < subject.gpus:
-        what = fault or f"it sees {torch.get('count')} GPU(s) of {subject.gpus}"
-        message = f"torch {torch.get('version')} cannot use the GPUs: {what}"
-        help = "compare the driver (nvidia-smi) with what this torch is built for; in a container: --gpus all"
-        yield launch_finding("error", "cuda-unusable", message, help)
+    count = torch.get("count", 0)
+    if fault is None and count >= subject.gpus:
+        return
+    reason = fault or f"it sees {count} GPU(s) of {subject.gpus}"
+    message = f"torch {torch.get('version')} cannot use the GPUs: {reason}"
+    help = "compare the driver (nvidia-smi) with what this torch is built for; "
+    help += "in a container: --gpus all"
+    yield launch_finding("error", "cuda-unusable", message, help)
 
 
-def torch_of(trainer: Trainer) -> dict[str, str | None]:
-    """What the trainer's torch is built for, as its own version file says; empty where that says nothing."""
+class TorchBuild(NamedTuple):
+    """What torch is built for: the versions of CUDA and ROCm, both None for the CPU."""
+
+    version: str
+    cuda: str | None
+    hip: str | None
+
+
+def torch_of(trainer: Trainer) -> TorchBuild | None:
+    """The build of the trainer's torch by its own version file; None if that is not readable."""
     for folder in trainer.path:
         with contextlib.suppress(OSError, ValueError):
             text = (folder / "torch" / "version.py").read_text(encoding="utf-8")
-            built = {m[1]: m[2] for m in _TORCH.finditer(text)}
+            versions = {match[1]: match[2] for match in _TORCH.finditer(text)}
+            if "cuda" not in versions:
+                return None
             version = trainer.packages.get("torch", "unknown")
-            return {"version": version, "cuda": built["cuda"], "hip": built.get("hip")} if "cuda" in built else {}
-    return {}
+            return TorchBuild(version, versions["cuda"], versions.get("hip"))
+    return None
 
 
 def driver_and_torch(trainer: Trainer, cuda: tuple[int, int] | None) -> Iterator[Finding]:
-    """Whether torch can use the GPUs that the driver serves. `cuda` is the driver's newest version.
+    """Check that torch can use the driver; `cuda` is the newest version that the driver serves.
 
-    Within one major version an older driver serves newer CUDA (NVIDIA's minor version compatibility).
+    Within a major version an older driver serves newer CUDA (NVIDIA's minor version compatibility).
     """
     torch = torch_of(trainer)
-    if not torch or torch["hip"] is not None:
+    if torch is None or torch.hip is not None:
         return
-    version = torch["version"]
-    needs = torch["cuda"]
-    install = f"{trainer.python} -m pip install --force-reinstall torch --index-url"
-    index = "https://download.pytorch.org/whl/cu" + ("" if cuda is None else f"{cuda[0]}{cuda[1]}")
-    if needs is None:
-        message = f"torch {version} of {trainer.python} is built for the CPU"
-        help = f"install a CUDA build, such as {install} {index}, or --gpus 0"
+    version = "" if cuda is None else f"{cuda[0]}{cuda[1]}"
+    command = f"{trainer.python} -m pip install --force-reinstall torch"
+    command += f" --index-url https://download.pytorch.org/whl/cu{version}"
+    if torch.cuda is None:
+        message = f"torch {torch.version} of {trainer.python} is built for the CPU"
+        help = f"install a CUDA build, such as {command}, or --gpus 0"
         yield launch_finding("error", "cpu-torch", message, help)
-    elif cuda is not None and int(needs.partition(".")[0]) > cuda[0]:
-        message = f"torch {version} is built for CUDA {needs}, the driver serves CUDA {cuda[0]}.{cuda[1]} at most"
-        help = f"a newer driver, or a torch that is built for it: {install} {index} (see pytorch.org "
-        help += "for the builds that there are)"
+    elif cuda is not None and int(torch.cuda.partition(".")[0]) > cuda[0]:
+        message = f"torch {torch.version} is built for CUDA {torch.cuda}, "
+        message += f"the driver serves CUDA {_dotted(cuda)} at most"
+        help = f"a newer driver, or a torch that is built for it: {command} "
+        help += "(see pytorch.org for the builds that there are)"
         yield launch_finding("error", "old-driver", message, help)
 
 
@@ -323,58 +395,86 @@ def shared_memory(processes: int) -> Iterator[Finding]:
     except OSError:
         return
     if processes > 1 and size < LEAST_SHM:
-        message = f"{SHM} holds {size / 2**20:.0f} MiB: NCCL and the data loaders of {processes} processes may not fit"
+        message = f"{SHM} holds {size / 2**20:.0f} MiB: NCCL and the data loaders of "
+        message += f"{processes} processes may not fit"
         help = "docker run --shm-size=16g (or --ipc=host), or mount -o remount,size=16g /dev/shm"
         yield launch_finding("warning", "small-shm", message, help)
 
 
-def _facts(subject: Subject, imports: Imports | None, chosen: Devices, look: Look | None) -> Iterator[Fact]:
+def _facts(
+    subject: Subject, imports: Imports | None, chosen: Devices, look: Look | None
+) -> Iterator[Fact]:
     trainer = subject.trainer
-    source = subject.upstream
-    torch = torch_of(subject.trainer)
-    python = {"path": str(trainer.python), "version": ".".join(map(str, trainer.version)), "source": trainer.source}
+    python = {
+        "path": str(trainer.python),
+        "version": _dotted(trainer.version),
+        "source": trainer.source,
+    }
     yield Fact("python", f"{trainer.python} ({trainer.source}), {python['version']}", python)
-    yield Fact("source", source.describe(), source.as_json())
-    if torch:
-        kinds = {"CUDA": torch["cuda"], "ROCm": torch["hip"]}
-        built = next((f"{kind} {version}" for kind, version in kinds.items() if version), "the CPU")
-        yield Fact("torch", f"{torch['version']}, built for {built}", torch)
+    yield Fact("source", subject.upstream.describe(), subject.upstream.as_json())
+    torch = torch_of(trainer)
+    if torch is not None:
+        target = "the CPU"
+        if torch.cuda:
+            target = f"CUDA {torch.cuda}"
+        elif torch.hip:
+            target = f"ROCm {torch.hip}"
+        yield Fact("torch", f"{torch.version}, built for {target}", torch._asdict())
     if imports is not None:
-        failed = [one.module for one in imports.failures]
+        failed = [failure.module for failure in imports.failures]
         fine = [name for name in imports.modules if name not in failed]
         text = f"{len(fine)} of {len(imports.modules)} modules import"
         yield Fact("imports", text, {"fine": fine, "failed": failed})
-    if look is not None and not look.present:
-        yield Fact("GPUs", "none", [])
-    elif look is not None:
-        driver = look.present[0].driver
-        cuda = look.present[0].cuda
-        serves = "" if cuda is None else f", CUDA up to {cuda[0]}.{cuda[1]}"
-        yield Fact("driver", f"{driver or 'unknown'}{serves}", {"version": driver, "cuda": cuda})
-        for slot in look.visible:
-            use = look.uses.get(slot.id)
-            gpu = slot.gpu
-            state = "taken" if slot in chosen.slots else "free"
-            state = f"used by {use.text}" if use is not None else state
-            card = {"id": slot.id, "name": gpu.name, "memory_mib": gpu.memory_mib, "used_mib": gpu.used_mib}
-            card["used_by"] = None if use is None else use.text
-            yield Fact(f"GPU {gpu.index}", f"{gpu.name}, {gpu.used_mib} of {gpu.memory_mib} MiB used, {state}", card)
-    if look is None or look.present:
-        yield Fact("run gets", chosen.visible or chosen.why or "no GPU", chosen.as_json())
+    yield from _gpu_facts(chosen, look)
     if subject.plan is not None:
-        needs = _needs(subject)
         text = "unknown: the model's size is not known from here"
+        needs = subject.needs()
         if needs is not None:
             text = f"up to {sized(needs.likely)}: {disk.described(needs)}"
         yield Fact("will write", text)
-    for place in disk.places(subject.plan, subject.output, subject.runs, subject.environ):
+    for place in subject.places():
         room = disk.free(place.path)
-        text = "unknown" if room is None else f"{sized(room[0])} free"
-        value = {"path": str(place.path), "free": None if room is None else room[0]}
+        text = "unknown"
+        if room is not None:
+            text = f"{sized(room.free)} free"
+        value = {"path": str(place.path), "free": None if room is None else room.free}
         yield Fact(place.what, f"{place.path}, {text}", value)
 
 
+def _gpu_facts(chosen: Devices, look: Look | None) -> Iterator[Fact]:
+    if look is not None and not look.present:
+        yield Fact("GPUs", "none", [])
+        return
+    if look is not None:
+        gpu = look.present[0]
+        text = gpu.driver or "unknown"
+        if gpu.cuda is not None:
+            text += f", CUDA up to {_dotted(gpu.cuda)}"
+        yield Fact("driver", text, {"version": gpu.driver, "cuda": gpu.cuda})
+        for slot in look.visible:
+            yield _slot_fact(slot, chosen, look)
+    yield Fact("run gets", chosen.visible or chosen.why or "no GPU", chosen.as_json())
+
+
+def _slot_fact(slot: Slot, chosen: Devices, look: Look) -> Fact:
+    gpu = slot.gpu
+    use = look.uses.get(slot.id)
+    state = "taken" if slot in chosen.slots else "free"
+    if use is not None:
+        state = f"used by {use.text}"
+    card = {
+        "id": slot.id,
+        "name": gpu.name,
+        "memory_mib": gpu.memory_mib,
+        "used_mib": gpu.used_mib,
+        "used_by": None if use is None else use.text,
+    }
+    text = f"{gpu.name}, {gpu.used_mib} of {gpu.memory_mib} MiB used, {state}"
+    return Fact(f"GPU {gpu.index}", text, card)
+
+
 def local_files(plan: Plan) -> Iterator[Finding]:
+    """Data files that are missing, which is an error where the run starts."""
     for finding in plan.stage.findings:
         if finding.code == "missing-data":
             yield replace(finding, severity="error")

@@ -1,8 +1,8 @@
 """Room for what a run will write, and folders that it must be able to write into.
 
-What a checkpoint holds follows from the sources: DeepSpeed keeps the weights and, in 32 bits, a copy
-of them with two moments; without it the optimizer's moments have the weights' own type. A size that
-is not known is reported as unknown, and stops nothing.
+What a checkpoint holds follows from the sources: DeepSpeed keeps the weights and, in 32 bits, a
+copy of them with two moments; without it the optimizer's moments have the weights' own type. A size
+that is not known is reported as unknown, and stops nothing.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from typing import NamedTuple
 from launcher.artifacts import architecture, model_config, model_files
 from launcher.artifacts.fingerprint import cache_home
 from launcher.cache.keys import REFERENCE_VARIABLE
-from launcher.errors import DISK_FULL, Finding, InvalidConfig, launch_finding
+from launcher.errors import DISK_FULL, Finding, InvalidConfig, Severity, launch_finding
 from launcher.files import read_json
 from launcher.machine.sizes import size_below, sized
 from launcher.paths import exists
@@ -26,6 +26,7 @@ from launcher.plan.memory.setup import Setup
 from launcher.plan.plan import Plan, step_limit
 from launcher.planning.resume.epochs import interval
 from launcher.upstream import behaviour
+from launcher.upstream.schema import Values
 
 LOW = 2**30
 """Bytes below which a file system is called nearly full, whatever the run will need."""
@@ -35,9 +36,10 @@ _CHECKPOINTS = ("step_", "epoch_", "checkpoint-")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
-    """Bytes of a checkpoint and of the final model, and how many checkpoints there will be.
+    """Bytes of a checkpoint and of the final model, and the number of checkpoints.
 
-    `times` in the whole run and `limit` side by side are None where that is not known, or unlimited.
+    `times` is how many are saved in the whole run, None if unknown. `limit` is how many the trainer
+    keeps, None for all.
     """
 
     checkpoint: int
@@ -48,15 +50,18 @@ class Saved:
 
     @property
     def together(self) -> int:
-        """How many checkpoints there are at once: old ones go only after a new one is there."""
-        if self.times is None:
-            return 1 if self.limit is None else self.limit + 1
-        return self.times if self.limit is None else min(self.times, self.limit + 1)
+        """The checkpoints at once: the trainer deletes an old one after it has saved a new one."""
+        counts = [] if self.times is None else [self.times]
+        if self.limit is not None:
+            counts.append(self.limit + 1)
+        return min(counts, default=1)
 
     @property
     def most(self) -> int:
         """Bytes at the fullest moment; the model is saved beside the checkpoints that are left."""
-        at_end = self.together if self.limit is None else min(self.together, self.limit)
+        at_end = self.together
+        if self.limit is not None:
+            at_end = min(at_end, self.limit)
         return max(self.together * self.checkpoint, at_end * self.checkpoint + self.final)
 
 
@@ -64,8 +69,8 @@ class Saved:
 class Needs:
     """What a run will write into its output folder, in bytes at the fullest moment.
 
-    `least` is certain, `likely` what has to be expected. `there` is what lies there already of that, and is
-    counted in neither.
+    `least` is certain, `likely` is to be expected. Neither counts `there`, the part that the folder
+    holds already.
     """
 
     least: int
@@ -75,15 +80,25 @@ class Needs:
     there: int = 0
 
 
-def parameters_of(name: object, environ: Mapping[str, str], revision: str | None = None) -> int | None:
-    """The parameters of a model by folder or hub name: from its weights' headers, else from its config.
+class Room(NamedTuple):
+    """Bytes that this user may still write, and the file system (`st_dev`)."""
 
-    Nothing is downloaded and no weight is read; None where the number cannot be known from here.
+    free: int
+    device: int
+
+
+def parameters_of(
+    name: object, environ: Mapping[str, str], revision: str | None = None
+) -> int | None:
+    """The parameters of a model by folder or hub name, from its weights' headers or its config.
+
+    None if neither is on this machine; nothing is downloaded.
     """
     path = model_config.where(name, environ, revision)
     if path is None:
         return None
-    if sizes := model_files.sizes(path.parent):
+    sizes = model_files.sizes(path.parent)
+    if sizes:
         return sum(map(math.prod, sizes.values()))
     try:
         return architecture.shape_of(read_json(path)).parameters
@@ -92,10 +107,14 @@ def parameters_of(name: object, environ: Mapping[str, str], revision: str | None
 
 
 def needs(plan: Plan, output: Path | None, environ: Mapping[str, str]) -> Needs | None:
-    """The bytes that checkpoints and the final model take; None where the model's size is not known."""
+    """The bytes of checkpoints and the final model; None if the model's size is unknown."""
     values = plan.values
-    count = parameters_of(values.get("model_name_or_path"), environ, values.get("model_revision"))
-    if count is None or values.get("cache_dataset_only") is True or (likely := saved(plan, count)) is None:
+    name = values.get("model_name_or_path")
+    count = parameters_of(name, environ, values.get("model_revision"))
+    if count is None or values.get("cache_dataset_only") is True:
+        return None
+    likely = saved(plan, count)
+    if likely is None:
         return None
     watch = plan.stage.options.probe
     if watch is not None and not watch.final_save:
@@ -104,20 +123,32 @@ def needs(plan: Plan, output: Path | None, environ: Mapping[str, str]) -> Needs 
             # a trial saves no state of OLMo-core's, either
             likely = replace(likely, times=0)
     # shards of several machines may lie on a disk each, and unknown steps may save nothing
-    least = replace(likely, checkpoint=likely.checkpoint // plan.nodes, times=likely.times or 0)
-    there = 0
-    if output is not None:
-        # they go as new ones come
-        with contextlib.suppress(OSError, ValueError):
-            there = sum(size_below(place) for place in output.iterdir() if place.name.startswith(_CHECKPOINTS))
-    at_least = max(0, least.most - there)
-    at_most = max(0, likely.most - there)
-    there = min(there, likely.most)
-    return Needs(least=at_least, likely=at_most, there=there, saved=likely, parameters=count)
+    shard = likely.checkpoint // plan.nodes
+    least = replace(likely, checkpoint=shard, times=likely.times or 0)
+    there = _checkpoint_bytes(output)
+    return Needs(
+        least=max(0, least.most - there),
+        likely=max(0, likely.most - there),
+        there=min(there, likely.most),
+        saved=likely,
+        parameters=count,
+    )
+
+
+def _checkpoint_bytes(output: Path | None) -> int:
+    """The bytes of checkpoints that lie there: they go as new ones come."""
+    if output is None:
+        return 0
+    total = 0
+    with contextlib.suppress(OSError, ValueError):
+        for place in output.iterdir():
+            if place.name.startswith(_CHECKPOINTS):
+                total += size_below(place)
+    return total
 
 
 def saved(plan: Plan, count: int, setup: Setup | None = None) -> Saved | None:
-    """What a run saves of a model of `count` parameters; None where that is not known.
+    """What a run saves of a model with `count` parameters; None if unknown.
 
     Only its `setup` tells the size of an adapter and of weights in 4 bits.
     """
@@ -133,44 +164,59 @@ def _open_instruct(plan: Plan, count: int, setup: Setup | None) -> Saved:
     """finetune.py::main[accelerator.save_state(output_dir #1],
     dpo_tune_cache.py::main[accelerator.save_state(output_dir #1] save the whole state;
     finetune.py::main[clean_last_n_checkpoints(args.output_dir #1],
-    dpo_tune_cache.py::main[clean_last_n_checkpoints(args.output_dir #1] delete the oldest after that;
-    model_utils.py::save_with_accelerate[unwrapped_model.save_pretrained #2] saves the model at the end.
+    dpo_tune_cache.py::main[clean_last_n_checkpoints(args.output_dir #1] delete the oldest after
+    that; model_utils.py::save_with_accelerate[unwrapped_model.save_pretrained #2] saves the model
+    at the end.
     """
     values = plan.values
     final = 2 * count
-    limit = values.get("keep_last_n_checkpoints")
-    own = values.get("zero_stage")
-    sharded = bool(plan.gpus) and (plan.stage.options.deepspeed is not None or own is not None)
+    has_engine = plan.stage.options.deepspeed is not None or values.get("zero_stage") is not None
     moments = 2 if values.get("dpo_use_paged_optimizer") else 8
     if values.get("use_lora") or values.get("use_qlora"):
-        final = 0 if setup is None else setup.adapter_bytes
-        each = 2 * final + (2 * count if setup is None else setup.stored_bytes)
+        final = 0
+        frozen = 2 * count
         formula = "2 bytes of weights a parameter, beside the adapter"
         if values.get("use_qlora"):
-            each = count // 2 if setup is None else each
+            frozen = count // 2
             formula = "weights in 4 bits, at least"
-    elif sharded:
+        if setup is not None:
+            final = setup.adapter_bytes
+            frozen = setup.stored_bytes
+        each = 2 * final + frozen
+    elif plan.gpus and has_engine:
         each = (2 + 4 + moments) * count
         formula = f"2 + 4 + {moments} bytes a parameter: weights, their 32-bit copy, moments"
     else:
         each = (2 + 4) * count
         formula = "2 + 4 bytes a parameter: weights and moments"
-    kept = limit if isinstance(limit, int) and limit >= 0 else None
-    return Saved(checkpoint=each, final=final, times=_times(plan), formula=formula, limit=kept)
+    return Saved(
+        checkpoint=each,
+        final=final,
+        times=_times(plan),
+        formula=formula,
+        limit=_limit(plan, "keep_last_n_checkpoints", 0),
+    )
+
+
+def _limit(plan: Plan, name: str, least: int) -> int | None:
+    """How many checkpoints the trainer keeps; below `least` it keeps all."""
+    limit = plan.values.get(name)
+    if isinstance(limit, int) and limit >= least:
+        return limit
+    return None
 
 
 def _olmo_core(plan: Plan, count: int) -> Saved:
     """The oldest checkpoints go where `keep_last_n_checkpoints` limits them
-    (olmo_core_utils.py::build_checkpointer_callback[max_checkpoints=max_checkpoints]). Before #1701 every one stays,
-    the first and the last step's too.
+    (olmo_core_utils.py::build_checkpointer_callback[max_checkpoints=max_checkpoints]). Before #1701
+    every one stays, the first and the last step's too.
     """
     times = _times(plan)
     final = 4 * count
     formula = "4 + 8 bytes a parameter: weights and moments"
     limit = None
     if plan.stage.schema.does(behaviour.LIMITS_CHECKPOINTS):
-        kept = plan.values.get("keep_last_n_checkpoints")
-        limit = kept if isinstance(kept, int) and kept >= 0 else None
+        limit = _limit(plan, "keep_last_n_checkpoints", 0)
     if limit is None:
         formula += ", none of which is deleted"
     if plan.values.get("cache_logprobs_only"):
@@ -182,60 +228,76 @@ def _olmo_core(plan: Plan, count: int) -> Saved:
 
 
 def _trl(plan: Plan, count: int, setup: Setup | None) -> Saved | None:
-    """transformers/trainer.py::Trainer._save_checkpoint saves model, optimizer and state; the oldest go after that.
+    """transformers/trainer.py::Trainer._save_checkpoint saves model, optimizer and state; the
+    oldest go after that.
 
-    Of a PeftModel it saves the adapter alone (transformers/trainer.py::Trainer._save[self.model.save_pretrained]).
+    Of a PeftModel it saves the adapter alone
+    (transformers/trainer.py::Trainer._save[self.model.save_pretrained]).
     """
     values = plan.values
     # `auto` is what the files hold
     width = {"bfloat16": 2, "float16": 2, "float32": 4}.get(str(values.get("dtype")), 2)
-    sharded = bool(plan.gpus) and plan.stage.options.deepspeed is not None
     final = width * count
-    alone = values.get("save_only_model")
     if values.get("use_peft"):
         if setup is None:
             return None
         final = setup.adapter_bytes
-        each = final if alone else 3 * final
+        states = 2 * final
         formula = "the adapter, and its moments"
-    elif alone:
-        each = final
+    elif values.get("save_only_model"):
+        states = 0
         formula = f"{width} bytes a parameter: weights"
-    elif sharded:
-        each = final + (2 + 12) * count
+    elif plan.gpus and plan.stage.options.deepspeed is not None:
+        states = (2 + 12) * count
         formula = f"{width} + 2 + 12 bytes a parameter: weights, and DeepSpeed's own with moments"
     else:
-        # the default is AdamW, under a name that is computed
-        # (transformers/training_args.py::TrainingArguments[default_optim #1])
-        optim = str(values.get("optim")) if values.given("optim") else "adamw"
-        # of other kinds it is not known here
-        moments = 2 * width if optim.startswith(("adamw", "paged_adamw")) and "4bit" not in optim else 0
-        moments = min(moments, 2) if "8bit" in optim else moments
-        each = final + moments * count
+        moments = _moment_bytes(values, width)
+        states = moments * count
         formula = f"{width} + {moments} bytes a parameter: weights and moments"
-    limit = values.get("save_total_limit")
-    kept = limit if isinstance(limit, int) and limit > 0 else None
-    return Saved(checkpoint=each, final=final, times=_times(plan), formula=formula, limit=kept)
+    if values.get("save_only_model"):
+        states = 0
+    return Saved(
+        checkpoint=final + states,
+        final=final,
+        times=_times(plan),
+        formula=formula,
+        limit=_limit(plan, "save_total_limit", 1),
+    )
+
+
+def _moment_bytes(values: Values, width: int) -> int:
+    """Bytes a parameter of the optimizer's state; 0 for a kind that is not described.
+
+    The default is AdamW, under a name that is computed
+    (transformers/training_args.py::TrainingArguments[default_optim #1]).
+    """
+    name = str(values.get("optim")) if values.given("optim") else "adamw"
+    if not name.startswith(("adamw", "paged_adamw")) or "4bit" in name:
+        return 0
+    return 2 if "8bit" in name else 2 * width
 
 
 def _times(plan: Plan) -> int | None:
-    """Checkpoints that are saved every so often in the whole run; None where that is not known."""
+    """Checkpoints that are saved every so often in the whole run; None if unknown."""
     every = interval(plan)
     entry = plan.stage.entry
     if every is None or plan.steps == 0:
         return 0
     if every == "epoch":
         epochs = plan.values.get(entry.names.epochs)
-        if step_limit(plan.stage, plan.values) is not None or not isinstance(epochs, int | float):
+        has_limit = step_limit(plan.stage, plan.values) is not None
+        if has_limit or not isinstance(epochs, int | float):
             return None
         return math.ceil(epochs)
     if not isinstance(every, int) or plan.steps is None:
         return None
-    return -(-plan.steps // every) if entry.saves_last_step else plan.steps // every
+    if entry.saves_last_step:
+        return math.ceil(plan.steps / every)
+    return plan.steps // every
 
 
 class WriteTarget(NamedTuple):
-    """A folder that a run writes into: what for, what to set for another, and whether it needs it."""
+    """A folder that a run writes into; `setting` names another, `vital`: no run without it."""
 
     path: Path
     what: str
@@ -243,111 +305,118 @@ class WriteTarget(NamedTuple):
     vital: bool = False
 
 
-def places(plan: Plan | None, output: Path | None, runs: Path, environ: Mapping[str, str]) -> Iterator[WriteTarget]:
+def places(
+    plan: Plan | None, output: Path | None, runs: Path, environ: Mapping[str, str]
+) -> Iterator[WriteTarget]:
     hub = model_config.hub_home(environ)
-    home = model_config.home(environ)
-    triton = Path(environ.get("TRITON_HOME") or home) / ".triton" / "cache"
-
-    def of(variable: str, what: str, default: Path) -> WriteTarget:
-        return WriteTarget(Path(environ.get(variable) or default), what, variable)
-
+    triton = Path(environ.get("TRITON_HOME") or model_config.home(environ), ".triton", "cache")
     if output is not None:
         yield WriteTarget(output, "checkpoints and the model", "output_dir", vital=True)
     yield WriteTarget(runs, "run folders", "LAUNCH_RUNS", vital=True)
     yield WriteTarget(model_config.hub_cache(environ), "models from the hub", "HF_HOME")
-    yield of("HF_DATASETS_CACHE", "data sets from the hub", hub / "datasets")
-    yield WriteTarget(cache_home(environ), "launch's caches", "LAUNCH_CACHE")
-    yield of("TRITON_CACHE_DIR", "compiled kernels", triton)
-    yield of("TMPDIR", "temporary files", Path(tempfile.gettempdir()))
+    by_variable = (
+        ("HF_DATASETS_CACHE", "data sets from the hub", hub / "datasets"),
+        ("LAUNCH_CACHE", "launch's caches", cache_home(environ)),
+        ("TRITON_CACHE_DIR", "compiled kernels", triton),
+        ("TMPDIR", "temporary files", tempfile.gettempdir()),
+    )
+    for variable, what, default in by_variable:
+        yield WriteTarget(Path(environ.get(variable) or default), what, variable)
     if plan is None:
         return
     for name in ("dataset_local_cache_dir", "local_cache_dir"):
         if name in plan.stage.args:
             yield WriteTarget(Path(str(plan.values[name])), "tokenised data", name)
-    if plan.stage.entry.caches_reference and environ.get(REFERENCE_VARIABLE):
-        reference = Path(environ[REFERENCE_VARIABLE])
-        yield WriteTarget(reference, "reference log-probabilities", REFERENCE_VARIABLE)
+    reference = environ.get(REFERENCE_VARIABLE)
+    if plan.stage.entry.caches_reference and reference:
+        yield WriteTarget(Path(reference), "reference log-probabilities", REFERENCE_VARIABLE)
 
 
-def free(path: Path) -> tuple[int, int] | None:
-    """Bytes that this user may still write at a place that need not be there yet, and its file system.
-
-    None where nothing above it can be read.
-    """
-    there = _nearest(path)
+def free(path: Path) -> Room | None:
+    """The room at a place that need not exist yet; None if nothing above it can be read."""
+    folder = _nearest(path)
     try:
-        return shutil.disk_usage(there).free, os.stat(there).st_dev
+        return Room(shutil.disk_usage(folder).free, os.stat(folder).st_dev)
     except (OSError, ValueError):
         return None
 
 
 def not_writable(path: Path) -> str | None:
-    """Why nothing can be written at a place; None where it can. A nameless file is tried."""
-    there = _nearest(path)
-    if not there.is_dir():
-        return f"{there} is not a folder"
+    """Why nothing can be written at a place; None if it can. A nameless file is tried."""
+    folder = _nearest(path)
+    if not folder.is_dir():
+        return f"{folder} is not a folder"
     try:
-        with tempfile.TemporaryFile(dir=there):
+        with tempfile.TemporaryFile(dir=folder):
             return None
     except OSError as error:
-        # a full disk is another matter, which has words of its own
-        return None if error.errno in DISK_FULL else (error.strerror or str(error))
+        if error.errno in DISK_FULL:
+            # `too_little` reports it
+            return None
+        return error.strerror or str(error)
 
 
 def _nearest(path: Path) -> Path:
+    """The path, or the first folder above it that exists."""
     path = path.absolute()
-    return next((one for one in (path, *path.parents) if exists(one)), Path("/"))
+    while not exists(path) and path != path.parent:
+        path = path.parent
+    return path
 
 
-def unwritable(found: Iterable[WriteTarget]) -> Iterator[Finding]:
+def unwritable(targets: Iterable[WriteTarget]) -> Iterator[Finding]:
     reported: set[Path] = set()
-    for place in found:
-        reason = not_writable(place.path)
-        if reason is None or place.path in reported:
+    for target in targets:
+        reason = not_writable(target.path)
+        if reason is None or target.path in reported:
             continue
-        reported.add(place.path)
-        message = f"{place.path} ({place.what}) cannot be written: {reason}"
-        help = f"set {place.setting} to a writable folder"
-        yield launch_finding(
-            "error" if place.vital else "warning", "not-writable", message, help, file=str(place.path)
-        )
+        reported.add(target.path)
+        severity: Severity = "error" if target.vital else "warning"
+        message = f"{target.path} ({target.what}) cannot be written: {reason}"
+        help = f"set {target.setting} to a writable folder"
+        yield launch_finding(severity, "not-writable", message, help, file=str(target.path))
 
 
-def too_little(needed: Needs | None, output: Path | None, found: Iterable[WriteTarget]) -> Iterator[Finding]:
-    available = None if output is None else free(output)
-    tight: int | None = None
-    if available is not None and needed is not None:
-        room, device = available
-        message = f"{sized(room)} free at {output}, and this run writes "
-        help = "another output_dir, fewer checkpoints (keep_last_n_checkpoints or save_total_limit), "
-        help += "or remove what is not needed"
-        if room < needed.least:
-            tight = device
-            message = f"{message}at least {sized(needed.least)}: {described(needed)}"
+def too_little(
+    needed: Needs | None, output: Path | None, targets: Iterable[WriteTarget]
+) -> Iterator[Finding]:
+    room = None if output is None else free(output)
+    reported: int | None = None
+    if room is not None and needed is not None:
+        message = f"{sized(room.free)} free at {output}, and this run writes "
+        help = "another output_dir, fewer checkpoints (keep_last_n_checkpoints or "
+        help += "save_total_limit), or remove what is not needed"
+        if room.free < needed.least:
+            reported = room.device
+            message += f"at least {sized(needed.least)}: {described(needed)}"
             yield launch_finding("error", "too-little-space", message, help, file=str(output))
-        elif room < needed.likely * MARGIN:
-            tight = device
-            message = f"{message}up to {sized(needed.likely)}: {described(needed)}"
+        elif room.free < needed.likely * MARGIN:
+            reported = room.device
+            message += f"up to {sized(needed.likely)}: {described(needed)}"
             yield launch_finding("warning", "little-space", message, help, file=str(output))
-    low: dict[int, tuple[int, list[WriteTarget]]] = {}
-    for place in found:
-        here = free(place.path)
-        if here is not None and here[0] < LOW and here[1] != tight:
-            low.setdefault(here[1], (here[0], []))[1].append(place)
-    for room, listed in low.values():
-        names = ", ".join(dict.fromkeys(place.what for place in listed))
-        first = listed[0].path
-        message = f"{sized(room)} free at {first} ({names})"
-        yield launch_finding("warning", "little-space", message, "remove what is not needed there", file=str(first))
+    full: dict[int, tuple[Room, list[WriteTarget]]] = {}
+    for target in targets:
+        room = free(target.path)
+        if room is not None and room.free < LOW and room.device != reported:
+            full.setdefault(room.device, (room, []))[1].append(target)
+    for room, on_device in full.values():
+        path = on_device[0].path
+        names = ", ".join(dict.fromkeys(target.what for target in on_device))
+        message = f"{sized(room.free)} free at {path} ({names})"
+        help = "remove what is not needed there"
+        yield launch_finding("warning", "little-space", message, help, file=str(path))
 
 
 def described(needed: Needs) -> str:
-    """The sum behind a number: `3 checkpoints of 99 GiB (...), final model 14 GiB`."""
-    parts = []
+    """The sum behind a number: `3 checkpoint(s) of 99 GiB (...), the model, 14 GiB; ...`."""
     saved = needed.saved
+    parts = []
     if saved.together:
-        parts.append(f"{saved.together} checkpoint(s) of {sized(saved.checkpoint)} ({saved.formula})")
+        size = sized(saved.checkpoint)
+        parts.append(f"{saved.together} checkpoint(s) of {size} ({saved.formula})")
     if saved.final:
         parts.append(f"the model, {sized(saved.final)}")
     text = f"{', '.join(parts) or 'an adapter'}; {needed.parameters:,} parameters"
-    return text + (f"; {sized(needed.there)} of it are there already" if needed.there else "")
+    if needed.there:
+        text += f"; {sized(needed.there)} of it are there already"
+    return text

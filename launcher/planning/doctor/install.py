@@ -1,8 +1,8 @@
 """The packages in the trainer's Python: what is missing, what does not import, what installs it.
 
-Before each run only metadata and files are read. `launch doctor` also imports the entry script itself, in
-a process of its own, which takes 15 to 60 seconds for open-instruct.
-Packages are installed in the versions that launch was tested with, as `make install-open-instruct` does.
+Before each run only metadata and files are read. `launch doctor` also imports the entry script
+itself, in a process of its own, which takes 15 to 60 seconds for open-instruct. Packages are
+installed in the versions that launch was tested with, as `make install-open-instruct` does.
 """
 
 import importlib.machinery
@@ -43,19 +43,25 @@ BUILT = ("deepspeed", "flash-attn")
 BUILD_ENV = {"DS_BUILD_OPS": "0"}
 # its mistral-common wants an older numpy than constraints.txt has
 UNCONSTRAINED = ("vllm",)
+# an install without constraints must not change the versions of these
+_KEPT = ("torch", "transformers", "accelerate", "datasets")
 # what such a build needs beside torch, where it may not fetch it for itself
 BUILD = ("setuptools", "wheel", "ninja", "py-cpuinfo", "hjson", "pydantic", "packaging", "psutil")
 
 
 def missing(names: Sequence[str], trainer: Trainer) -> tuple[str, ...]:
-    """Those distributions that the trainer's Python holds neither as such nor as a file."""
+    """The distributions that the trainer's Python has neither as metadata nor as a file."""
     path = [str(folder) for folder in trainer.path]
-    return tuple(name for name in names if name not in trainer.packages and not _has_module(name, path))
+    absent = []
+    for name in names:
+        if name not in trainer.packages and not _has_module(name, path):
+            absent.append(name)
+    return tuple(absent)
 
 
 def _has_module(name: str, path: list[str]) -> bool:
+    module = MODULES.get(name, name.replace("-", "_"))
     try:
-        module = MODULES.get(name, name.replace("-", "_"))
         spec = importlib.machinery.PathFinder.find_spec(module, path)
     except (ImportError, OSError, ValueError):
         return False
@@ -67,7 +73,8 @@ def _has_module(name: str, path: list[str]) -> bool:
 class Failure:
     """An import that fails: the exception, and `file:line` of where it was raised.
 
-    `missing` is the top-level module that is not installed; None where something that is there fails.
+    `missing` is the top-level module that is not installed; None where something that is there
+    fails.
     """
 
     module: str
@@ -77,63 +84,87 @@ class Failure:
     line: int | None = None
     missing: str | None = None
 
+    @property
+    def cause(self) -> object:
+        """Equal for failures with the same reason."""
+        if self.missing is None and self.file is not None:
+            return self.file, self.line
+        return self.missing or self.module
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imports:
-    """How importing went; `cuda` is what torch says of the GPUs, `fault` why nothing could be tried."""
+    """The result of importing `modules`. Of failures with the same cause the first is kept.
+
+    `cuda` is what torch says about the GPUs.
+    """
 
     modules: tuple[str, ...] = ()
     failures: tuple[Failure, ...] = ()
     cuda: Mapping[str, Any] | None = None
-    fault: str | None = None
 
 
 def try_imports(
-    modules: Sequence[str], trainer: Trainer, *, environ: Mapping[str, str], timeout_s: float, cuda: bool = False
+    modules: Sequence[str],
+    trainer: Trainer,
+    *,
+    environ: Mapping[str, str],
+    timeout_s: float,
+    cuda: bool = False,
 ) -> Imports:
     """Import modules in turn, in one process of the trainer's Python.
 
-    One in which the process dies or does not come back (within `timeout_s` for all together) is the last.
+    If the process dies, or takes longer than `timeout_s` for all modules, the module that it was
+    importing has failed and the later ones are not tried.
     """
+    child = subprocess.Popen(
+        [str(trainer.python), str(CHILD)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=isolation.isolated(environ),
+        start_new_session=True,
+    )
+    question = json.dumps({"modules": list(modules), "cuda": cuda})
     try:
-        child = subprocess.Popen(
-            [str(trainer.python), str(CHILD)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=isolation.isolated(environ),
-            start_new_session=True,
-        )
-    except OSError as error:
-        return Imports(modules=tuple(modules), fault=f"OSError: {error}")
-    end = ""
-    try:
-        question = json.dumps({"modules": list(modules), "cuda": cuda})
         out, err = child.communicate(question.encode(), timeout=timeout_s)
-        if child.returncode:
-            end = f"exit code {child.returncode}"
-        if child.returncode < 0:
-            end = signal.Signals(-child.returncode).name
+        end = _describe_end(child.returncode)
     except subprocess.TimeoutExpired:
         started = process.descendants(child.pid)
         process.signal_group(child.pid, signal.SIGKILL)
         process.signal_all(started, signal.SIGKILL)
         out, err = child.communicate()
         end = f"TimeoutError after {timeout_s:.0f} s"
-    words = (err.decode(errors="replace").strip().splitlines() or [""])[-1]
-    answers = [answer for line in out.splitlines() if (answer := parse_line(line))]
-    begun = next((one.get("module") for one in reversed(answers)), None)
-    failures = [Failure(module=one["module"], **one["fault"]) for one in answers if "fault" in one]
-    if end and begun is not None:
-        failures.append(Failure(module=begun, error=end, message=words))
-    # several modules fail for the same reason: the first of them is shown
-    distinct = {one.missing or (one.file and (one.file, one.line)) or one.module: one for one in reversed(failures)}
-    return Imports(
-        modules=tuple(modules),
-        failures=tuple(one for one in failures if one in distinct.values()),
-        cuda=next((one["cuda"] for one in answers if "cuda" in one), None),
-        fault=f"{end}: {words}" if end and begun is None else None,
-    )
+    lines = err.decode(errors="replace").strip().splitlines() or [""]
+    return _read_answers(modules, out, end, lines[-1])
+
+
+def _describe_end(returncode: int) -> str:
+    """How a process failed; empty if it did not."""
+    if returncode < 0:
+        return signal.Signals(-returncode).name
+    return f"exit code {returncode}" if returncode else ""
+
+
+def _read_answers(modules: Sequence[str], out: bytes, end: str, message: str) -> Imports:
+    """`end` is how the process failed, `message` the last line that it wrote."""
+    causes: dict[object, Failure] = {}
+    cuda = None
+    # torch is asked for its GPUs after all imports
+    last_module = "torch"
+    for line in out.splitlines():
+        answer = parse_line(line)
+        if not answer:
+            continue
+        last_module = answer.get("module", "torch")
+        cuda = answer.get("cuda", cuda)
+        if "fault" in answer:
+            failure = Failure(module=last_module, **answer["fault"])
+            causes.setdefault(failure.cause, failure)
+    if end:
+        failure = Failure(module=last_module, error=end, message=message)
+        causes.setdefault(failure.cause, failure)
+    return Imports(modules=tuple(modules), failures=tuple(causes.values()), cuda=cuda)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,7 +172,6 @@ class InstallStep:
     """One command as an argv list, never a shell; `env` is added to the environment."""
 
     argv: tuple[str, ...]
-    why: str
     env: Mapping[str, str] = field(default_factory=dict)
 
     def shell(self) -> str:
@@ -149,62 +179,85 @@ class InstallStep:
         return " ".join([*words, shlex.join(self.argv)])
 
     def as_json(self) -> dict[str, object]:
-        return {"argv": list(self.argv), "env": dict(self.env), "why": self.why}
+        return {"argv": list(self.argv), "env": dict(self.env)}
 
 
 @cache
 def extras() -> Mapping[str, Sequence[str]]:
-    """The requirements of launch's extras; none where it lies without its pyproject.toml."""
+    """The requirements of launch's extras; empty if its pyproject.toml is not there."""
     try:
         text = shipped("pyproject.toml").read_text(encoding="utf-8")
-        project = tomllib.loads(text)["project"]
-        return dict(project["optional-dependencies"]) if project["name"] == "launcher" else {}
-    except (OSError, ValueError, KeyError, TypeError):
+    except OSError:
         return {}
+    return dict(tomllib.loads(text)["project"]["optional-dependencies"])
 
 
 @cache
 def tested() -> Mapping[str, str]:
-    texts = [text for extra in ("gpu", "trl", "open-instruct") for text in extras().get(extra, ())]
-    return {_name(text): text for text in texts}
+    """The requirement of each package with the version that launch was tested with."""
+    requirements = {}
+    for extra in ("gpu", "trl", "open-instruct"):
+        for text in extras().get(extra, ()):
+            requirements[_name(text)] = text
+    return requirements
 
 
-def steps(trainer: Trainer, extra: str, *, gpus: bool, more: Sequence[str] = ()) -> tuple[InstallStep, ...]:
-    """What installs everything that a backend needs (`extra` is its name among launch's), and `more`."""
-    listed = [text for name in dict.fromkeys(("trl", extra)) for text in extras().get(name, ())]
-    listed += extras().get("gpu", ()) if gpus else ()
-    names = set(map(_name, listed))
-    listed += [tested().get(name, name) for name in more if name not in names]
-    return install(trainer, listed, f"the packages of `{extra}`")
+def requirement(name: str) -> str:
+    """The tested requirement of a package, else its name."""
+    return tested().get(name, name)
 
 
-def install(trainer: Trainer, requirements: Sequence[str], why: str = "") -> tuple[InstallStep, ...]:
-    """What installs these: the ordinary ones together, then those that torch must be there for."""
-    distinct = list(dict.fromkeys(requirements))
-    built = [text for text in distinct if _name(text) in BUILT]
-    last = [text for text in distinct if _name(text) in UNCONSTRAINED]
-    plain = [text for text in distinct if text not in (*built, *last)]
-    tools = [*BUILD, *(() if "torch" in map(_name, plain) else (tested().get("torch", "torch"),))]
-    lacking = [text for text in tools if _name(text) not in trainer.packages]
-    plain += lacking if built else []
-    pip = pip_install(trainer)
-    steps = list[InstallStep]()
-    if "pip" not in trainer.packages and pip[0] == str(trainer.python):
-        ensure = (str(trainer.python), "-m", "ensurepip", "--upgrade")
-        steps.append(InstallStep(argv=ensure, why="this Python has no pip"))
-    if plain:
-        steps.append(InstallStep(argv=(*pip, *plain), why=why or ", ".join(map(_name, plain))))
+def steps(
+    trainer: Trainer, extra: str, *, gpus: bool, more: Sequence[str] = ()
+) -> tuple[InstallStep, ...]:
+    """The commands that install all packages of a backend (`extra` of launch), and `more`."""
+    wanted = ["trl", extra]
+    if gpus:
+        wanted.append("gpu")
+    requirements: list[str] = []
+    for name in dict.fromkeys(wanted):
+        requirements += extras().get(name, ())
+    names = set(map(_name, requirements))
+    requirements += [requirement(name) for name in more if name not in names]
+    return install(trainer, requirements)
+
+
+def install(trainer: Trainer, requirements: Sequence[str]) -> tuple[InstallStep, ...]:
+    """The commands that install these: the ordinary ones, then those that need torch."""
+    plain: dict[str, str] = {}
+    built: dict[str, str] = {}
+    unconstrained: dict[str, str] = {}
+    for text in requirements:
+        name = _name(text)
+        group = plain
+        if name in BUILT:
+            group = built
+        elif name in UNCONSTRAINED:
+            group = unconstrained
+        group[name] = text
     if built:
-        argv = (*pip, "--no-build-isolation", *built)
-        listed = ", ".join(map(_name, built))
-        steps.append(InstallStep(argv=argv, env=BUILD_ENV, why=f"{listed}: their builds import torch"))
-    if last:
-        present = {name: f"{name}=={version}" for name, version in trainer.packages.items()}
-        names = ("torch", "transformers", "accelerate", "datasets")
-        kept = [present.get(name) or tested().get(name, name) for name in names]
+        for name in (*BUILD, "torch"):
+            if name not in trainer.packages:
+                plain.setdefault(name, requirement(name))
+    pip = pip_install(trainer)
+    steps = []
+    if "pip" not in trainer.packages and pip[0] == str(trainer.python):
+        steps.append(InstallStep(argv=(pip[0], "-m", "ensurepip", "--upgrade")))
+    if plain:
+        steps.append(InstallStep(argv=(*pip, *plain.values())))
+    if built:
+        argv = (*pip, "--no-build-isolation", *built.values())
+        steps.append(InstallStep(argv=argv, env=BUILD_ENV))
+    if unconstrained:
+        kept = [_as_installed(name, trainer) for name in _KEPT]
         pip = pip_install(trainer, constrained=False)
-        steps.append(InstallStep(argv=(*pip, *last, *kept), why=", ".join(map(_name, last))))
+        steps.append(InstallStep(argv=(*pip, *unconstrained.values(), *kept)))
     return tuple(steps)
+
+
+def _as_installed(name: str, trainer: Trainer) -> str:
+    version = trainer.packages.get(name)
+    return requirement(name) if version is None else f"{name}=={version}"
 
 
 def _name(text: str) -> str:
@@ -212,9 +265,13 @@ def _name(text: str) -> str:
 
 
 def pip_install(trainer: Trainer, *, constrained: bool = True) -> tuple[str, ...]:
-    """The beginning of a command that installs packages, in the tested versions where `constrained`."""
-    python = str(trainer.python)
-    uv = None if "pip" in trainer.packages else isolation.find_program("uv")
-    head = [uv, "pip", "install", "--python", python] if uv else [python, "-m", "pip", "install"]
+    """The beginning of an install command; `constrained` to the versions of constraints.txt."""
+    words = [str(trainer.python), "-m", "pip", "install"]
+    if "pip" not in trainer.packages:
+        uv = isolation.find_program("uv")
+        if uv is not None:
+            words = [uv, "pip", "install", "--python", str(trainer.python)]
     versions = shipped("constraints.txt")
-    return (*head, *(("-c", str(versions)) if constrained and versions.is_file() else ()))
+    if constrained and versions.is_file():
+        words += ["-c", str(versions)]
+    return tuple(words)

@@ -1,11 +1,13 @@
-"""The same command again -> `Decision`: a new run, a further attempt from a checkpoint, or finished.
+"""The same command again -> `Decision`: a new run, a further attempt from a checkpoint, or
+finished.
 
-Upstream decides by what lies in the output folder alone: open-instruct continues from the newest checkpoint
-there (utils.py::get_last_checkpoint_path), whoever made it and even if something changed; TRL starts over without
-`resume_from_checkpoint` (trl/scripts/sft.py::main[trainer.train(resume_from_checkpoint]). Here the run's own record
-counts too. What has changed is reported, and what would go on at the wrong place, or with other weights, is an error
-until it is allowed by name. Where the newest checkpoint cannot be resumed exactly and an older one can, that one is
-taken.
+Upstream decides by what lies in the output folder alone: open-instruct continues from the newest
+checkpoint there (utils.py::get_last_checkpoint_path), whoever made it and even if something
+changed; TRL starts over without `resume_from_checkpoint`
+(trl/scripts/sft.py::main[trainer.train(resume_from_checkpoint]). Here the run's own record counts
+too. What has changed is reported, and what would go on at the wrong place, or with other weights,
+is an error until it is allowed by name. Where the newest checkpoint cannot be resumed exactly and
+an older one can, that one is taken.
 """
 
 import contextlib
@@ -13,7 +15,7 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple
@@ -32,7 +34,7 @@ from launcher.plan.derive import Derived
 from launcher.plan.plan import Plan, model_in
 from launcher.planning import checksums
 from launcher.planning.resume import changes, epochs
-from launcher.planning.resume.changes import ResumeChange
+from launcher.planning.resume.changes import Comparison, ResumeChange
 from launcher.planning.resume.epochs import DataPosition, EpochLayout, ResumeMismatch
 from launcher.runs import lease, rundir, runner
 from launcher.runs.record import Manifest
@@ -46,18 +48,18 @@ from launcher.verdict import evidence
 
 Kind = Literal["new", "resume", "finished"]
 
-_LOOKED_AT = 64 * 2**20  # bytes of a log: training begins long before
+_LOG_BYTES = 64 * 2**20  # of a log: training begins long before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
     """What saying a command again comes to.
 
-    `step` is the optimizer step that training continues from, 0 for a new run, and `place` where upstream
-    then is in the data; `requested` is the checkpoint that the stage file names, under TRL. `kept` are the
-    checkpoints that stay where they are, `aside` those that `set_aside` has to move before the start,
-    `derived` the arguments that upstream needs for it. `findings` hold errors where the decision must not be
-    carried out.
+    `step` is the optimizer step that training continues from, 0 for a new run, and `place` where
+    upstream then is in the data; `requested` is the checkpoint that the stage file names, under
+    TRL. `kept` are the checkpoints that stay where they are, `aside` those that `set_aside` has to
+    move before the start, `derived` the arguments that upstream needs for it. `findings` hold
+    errors where the decision must not be carried out.
     """
 
     kind: Kind = "new"
@@ -81,85 +83,88 @@ class Decision:
             "asked": self.requested,
             "kept": list(self.kept),
             "aside": [path.name for path in self.aside],
-            "changes": [one.as_json() for one in self.changes],
+            "changes": [asdict(change) for change in self.changes],
             "allowed": list(self.allowed),
         }
 
 
 class OutputChoice(NamedTuple):
-    """Where the model of this start goes; `derived` holds the `output_dir` if it is not the file's own."""
+    """Where the model of this start goes; `derived` holds the `output_dir` if it is not the file's
+    own.
+    """
 
     output: Path | None
     derived: Mapping[str, Derived] = MappingProxyType({})
 
 
-def choose_output(stage: Stage, configured: Path | None, runs: Iterable[RunFolder], *, fresh: bool) -> OutputChoice:
+def choose_output(
+    stage: Stage, configured: Path | None, runs: Iterable[RunFolder], *, fresh: bool
+) -> OutputChoice:
     """The output folder of this start: the file's, or the one beside it that `--fresh` began last.
 
-    `configured` is the folder that the stage file names, `runs` the runs here, newest first. A run that was
-    started over is the one that the same command continues from then on. With `fresh` it is a folder that
-    nobody has used: upstream resumes from whatever lies in its folder, so nothing else starts over.
+    `configured` is the folder that the stage file names, `runs` are the runs here, newest first.
+    With `fresh` it is a folder that nobody has used, because upstream resumes from whatever lies
+    in its folder. The same command without it then continues there.
     """
     if configured is None:
         return OutputChoice(None)
     earlier = rundir.summarize(runs)
+    # as a manifest holds it
+    redact = stage.config.redactor.redact
+    wanted = redact(str(configured))
     name = stage.entry.names.output
     if fresh:
-        used = {one.output for one in earlier}
-        places = itertools.chain([(None, configured)], _beside(stage))
-        value, folder = next(one for one in places if not exists(one[1]) and _text(one[1], stage) not in used)
-        if value is None:
+        used = {run.output for run in earlier}
+        if not exists(configured) and wanted not in used:
             return OutputChoice(configured)
-        why = f"--fresh: {configured} is left as it is"
-        return OutputChoice(folder, {name: Derived(value=value, why=why)})
-    wanted = _text(configured, stage)
-    # only manifests that name the folder are read: there may be ten thousand others
-    folders = [RunFolder(one.path) for one in earlier if (one.requested_output or one.output) == wanted]
-    known = list(map(rundir.read_manifest, folders))
-    # of runs whose folders are gone, their output folders tell
-    beside = itertools.takewhile(lambda one: exists(one[1]), _beside(stage))
-    for folder in reversed([configured, *(folder for _, folder in beside)]):
-        known += lease.read_manifests(folder)[-1:]
-    for record in known:
-        if record.stage != stage.options.stage:
-            continue
-        if (record.requested_output or str(record.output)) != _text(configured, stage):
+        for value, folder in _beside(stage):
+            if not exists(folder) and redact(str(folder)) not in used:
+                why = f"--fresh: {configured} is left as it is"
+                return OutputChoice(folder, {name: Derived(value=value, why=why)})
+    records = []
+    for run in earlier:
+        # only manifests that name the folder are read: there may be ten thousand others
+        if (run.requested_output or run.output) == wanted:
+            records.append(rundir.read_manifest(RunFolder(run.path)))
+    # the records of runs whose folders are gone lie in their output folders
+    beside = itertools.takewhile(exists, (folder for _, folder in _beside(stage)))
+    for folder in reversed([configured, *beside]):
+        records += lease.read_manifests(folder)[-1:]
+    for record in records:
+        requested = record.requested_output or str(record.output)
+        if record.stage != stage.options.stage or requested != wanted:
             continue
         value = record.argument(name)
-        if record.output in (None, Path(_text(configured, stage))) or not isinstance(value, str):
+        if record.output in (None, Path(wanted)) or not isinstance(value, str):
             break
         why = "the run that --fresh started continues there"
         return OutputChoice(record.output, {name: Derived(value=value, why=why)})
     return OutputChoice(configured)
 
 
-def _text(path: Path, stage: Stage) -> str:
-    # as a manifest holds it
-    return stage.config.redactor.redact(str(path))
-
-
 def _beside(stage: Stage) -> Iterator[tuple[str, Path]]:
-    """Values of `output_dir` next to the file's own, and the folders that they come to."""
+    """Values of `output_dir` next to the file's own, and their folders."""
     name = stage.entry.names.output
     begin = str(stage.values[name]).rstrip("/")
     if begin.startswith("-"):
         # with a number behind it, `-` would be read as a flag
         begin = f"./{begin}"
     for number in itertools.count(2):
-        folder = stage.backend.output_folder(Values(stage.schema, {**stage.args, name: f"{begin}-{number}"}))
+        value = f"{begin}-{number}"
+        folder = stage.backend.output_folder(Values(stage.schema, {**stage.args, name: value}))
         assert folder is not None
-        yield f"{begin}-{number}", folder.absolute()
+        yield value, folder.absolute()
 
 
 def aside_folder(output: Path) -> Path:
-    """Where checkpoints go that upstream must not find: not inside, where upstream would upload them."""
+    """Where checkpoints go that upstream must not find: upstream would upload what lies inside."""
     return output.with_name(f"{output.name}.set-aside")
 
 
 def set_aside(decision: Decision, attempt: int) -> list[Path]:
-    """Move beside the output folder what upstream would resume from, or mark as complete, wrongly.
+    """Move away the checkpoints that upstream would resume from, or mark as complete, wrongly.
 
-    Only for who holds the run's lock. Returns the new places. Raises NotReady where it cannot be moved.
+    The caller holds the run's lock. Returns the new places. Raises NotReady if one cannot be moved.
     """
     moved = []
     for path in decision.aside:
@@ -171,69 +176,39 @@ def set_aside(decision: Decision, attempt: int) -> list[Path]:
             continue
         except OSError as error:
             message = f"{path} is in the way of a resume and cannot be moved: {error.strerror}"
-            raise not_ready("not-set-aside", message, f"move it to {target}", file=str(path)) from None
+            help = f"move it to {target}"
+            raise not_ready("not-set-aside", message, help, file=str(path)) from None
         moved.append(target)
     return moved
 
 
-def _taken_by_upstream(plan: Plan, output: Path | None) -> Path | None:
-    try:
-        return checkpoints.taken_by_upstream(plan.stage.options.backend, output)
-    except ValueError:
-        return None
-
-
 def manifests(stage: str, folder: RunFolder | None, output: Path | None) -> list[Manifest]:
-    """The manifests of the attempts of a stage so far, the oldest first, without those that cannot be read.
+    """The readable manifests of the attempts of a stage, oldest first.
 
-    They are in the run folder, and in the output folder too: there those of all starts into it, whichever
-    run folder these had, and whatever has become of that.
+    They are in the run folder and in the output folder, which has those of all starts into it, even
+    if their run folders are gone.
     """
     kept = [record for record in lease.read_manifests(output) if record.stage == stage]
     if folder is None:
         return kept
     last = rundir.read_manifest(folder)
-    own = [*(rundir.read_kept_manifest(folder, n) for n in range(1, last.attempt or 1)), last]
-    return max([record for record in own if record], kept, key=len)
+    own = []
+    for number in range(1, last.attempt or 1):
+        own.append(rundir.read_kept_manifest(folder, number))
+    own = [record for record in (*own, last) if record]
+    return max(own, kept, key=len)
 
 
-def judge(
-    plan: Plan,
-    *,
-    output: Path | None,
-    history: Sequence[Manifest],
-    folder: RunFolder | None,
-    trainer: Trainer,
-    caches: Sequence[Cache] = (),
-    now: Contents = (),
-    allowed: Collection[str] = (),
-) -> Decision:
-    """What this start is, given what its output folder and its run folder hold.
+@dataclass(slots=True, kw_only=True)
+class ResumeJudge:
+    """The checkpoints in an output folder, and the attempts that made them, oldest first.
 
-    `history` are the manifests of the attempts so far, `folder` is the run folder, None where it is gone or
-    there is none. `caches` are the cache folders of this start, `now` its contents. Raises UsageError for a
-    name in `allowed` that nothing is called.
-    """
-    wrong = [n for n in allowed if n not in changes.NAMES and n not in plan.stage.schema.fields]
-    if wrong:
-        message = f"--allow-changed-resume: no argument or group is named {', '.join(map(repr, wrong))}"
-        help = f"one of {', '.join(changes.NAMES)}, or the name of an argument"
-        raise usage("unknown-change", message, help)
-    if plan.values.get("cache_dataset_only") is True:
-        return Decision()
-    judge = _Judge(plan, output, history, folder, trainer, frozenset(allowed), caches, now)
-    decision = judge.again() if history else judge.first()
-    found = tuple(plan.stage.config.placed(finding) for finding in judge.findings)
-    return replace(decision, findings=found, allowed=tuple(allowed), requested=judge.named)
+    `history` are the manifests of the attempts so far. `folder` is the run folder, None if it is
+    gone or there is none. `caches` are the cache folders of this start, `now` is what its data and
+    models hold. `allowed` are the changes that the user allows by name.
 
-
-@dataclass(slots=True)
-class _Judge:
-    """The checkpoints in an output folder, by the attempts that made them, the oldest first.
-
-    A checkpoint is compared with the settings it was saved under, not with those of the last attempt: that
-    one may have been started with others and saved nothing. `allowed` are the changes that the user allows by
-    name, `now` is what data and models hold. What there is to say gathers in `findings`.
+    A checkpoint is compared with the settings that it was saved under, not with those of the last
+    attempt, which may have been started with others and saved nothing.
     """
 
     plan: Plan
@@ -241,77 +216,106 @@ class _Judge:
     history: Sequence[Manifest]
     folder: RunFolder | None
     trainer: Trainer
-    allowed: frozenset[str]
-    caches: Sequence[Cache]
-    now: Contents
+    caches: Sequence[Cache] = ()
+    now: Contents = ()
+    allowed: Collection[str] = ()
     findings: list[Finding] = field(default_factory=list)
 
+    def decide(self) -> Decision:
+        """What this start is. Raises UsageError for a name in `allowed` that does not exist."""
+        names = (*changes.NAMES, *self.plan.stage.schema.fields)
+        unknown = [repr(name) for name in self.allowed if name not in names]
+        if unknown:
+            message = "--allow-changed-resume: no argument or group is named "
+            help = f"one of {', '.join(changes.NAMES)}, or the name of an argument"
+            raise usage("unknown-change", message + ", ".join(unknown), help)
+        if self.plan.values.get("cache_dataset_only") is True:
+            return Decision()
+        decision = self._decide_resume() if self.history else self._decide_first_start()
+        findings = tuple(map(self.plan.stage.config.placed, self.findings))
+        allowed = tuple(self.allowed)
+        return replace(decision, findings=findings, allowed=allowed, requested=self.named)
+
     @property
-    def last(self) -> Manifest:
-        return self.history[-1] if self.history else Manifest()
+    def entry(self) -> Entry:
+        return self.plan.stage.entry
 
-    def maker(self, checkpoint: Checkpoint) -> Manifest:
+    @property
+    def backend(self) -> str:
+        return self.plan.stage.options.backend
+
+    @property
+    def named(self) -> str | None:
+        """The checkpoint that the stage file names; open-instruct never looks at it."""
+        name = self.plan.stage.args.get(self.entry.names.resume or "")
+        if isinstance(name, str) and name.lower() not in ("", "true", "false"):
+            return name
+        return None
+
+    def _maker(self, checkpoint: Checkpoint) -> Manifest:
         """The manifest of the attempt that saved it: the last that did not find it there."""
-        makers = (record for record in reversed(self.history) if checkpoint.name not in record.kept)
-        return next(makers, self.history[0] if self.history else Manifest())
+        for record in reversed(self.history):
+            if checkpoint.name not in record.kept:
+                return record
+        return self.history[0] if self.history else Manifest()
 
-    def shape(self, record: Manifest | None = None) -> EpochLayout | None:
-        """How epochs are cut into steps, now or under an earlier manifest; None where rows are unknown.
+    def _layout(self, record: Manifest | None = None) -> EpochLayout | None:
+        """How epochs are cut into steps, now or under an earlier manifest; None if rows are
+        unknown.
 
         The log of an earlier attempt says how many rows were left after filtering.
         """
-        logged = self._in_logs(open_instruct.TRAINING_ROWS)
         plan = self.plan
-        names = self.plan.stage.entry.names
+        logged = self._find_in_logs(open_instruct.TRAINING_ROWS)
         rows = plan.rows if logged is None else int(logged.replace(b",", b""))
         if rows is None:
             return None
+        split: Plan | Manifest = plan
         value: Callable[[str], Any] = plan.values.get
-        per_device = plan.per_device
-        accumulation = plan.accumulation
-        count = plan.processes
         if record is not None:
+            split = record
             value = record.argument
-            count = record.processes or 1
-            per_device = record.per_device or per_device
-            accumulation = record.accumulation or accumulation
-        shared = value(names.shared)
-        limit = value(names.max_steps)
-        epochs = value(names.epochs)
+        names = self.entry.names
+        shared = codec.fit_value(value(names.shared), Positive, 1)
         return EpochLayout(
             rows=rows,
-            per_device=per_device,
-            devices=max(1, count // codec.fit_value(shared, Positive, 1)),
-            accumulation=accumulation,
-            epochs=codec.fit_value(epochs, Annotated[float, Between(0, 10**9)], 1),
-            limit=codec.fit_value(limit, Positive),
+            per_device=split.per_device or plan.per_device,
+            devices=max(1, (split.processes or 1) // shared),
+            accumulation=split.accumulation or plan.accumulation,
+            epochs=codec.fit_value(value(names.epochs), Annotated[float, Between(0, 10**9)], 1),
+            limit=codec.fit_value(value(names.max_steps), Positive),
         )
 
-    def _in_logs(self, pattern: re.Pattern[bytes]) -> bytes | None:
-        if self.folder is None:
-            return None
-        for attempt in range(self.folder.attempts(), 0, -1):
-            with contextlib.suppress(OSError), files.open_regular(self.folder.console(attempt)) as file:
-                if found := pattern.findall(file.read(_LOOKED_AT)):
-                    return bytes(found[-1])
+    def _find_in_logs(self, pattern: re.Pattern[bytes]) -> bytes | None:
+        """The last match in the log of the newest attempt that has one."""
+        attempts = 0 if self.folder is None else self.folder.attempts()
+        for attempt in range(attempts, 0, -1):
+            assert self.folder is not None
+            log = self.folder.console(attempt)
+            with contextlib.suppress(OSError), files.open_regular(log) as file:
+                matches = pattern.findall(file.read(_LOG_BYTES))
+                if matches:
+                    return bytes(matches[-1])
         return None
 
-    def steps(self, checkpoint: Checkpoint) -> int:
+    def _step(self, checkpoint: Checkpoint) -> int:
         if checkpoint.step is not None:
             return checkpoint.step
-        shape = self.shape(self.maker(checkpoint) or None)
-        return (checkpoint.number + 1) * (shape.updates if shape is not None else 1)
+        layout = self._layout(self._maker(checkpoint) or None)
+        return (checkpoint.number + 1) * (1 if layout is None else layout.updates)
 
-    def total(self, record: Manifest | None = None) -> int | None:
-        if not self.plan.stage.entry.by_trainer:
-            shape = self.shape(record)
-            return None if shape is None else shape.total
-        return self.plan.steps if record is None else record.steps
+    def _total(self, record: Manifest | None = None) -> int | None:
+        """All steps, now or under an earlier manifest."""
+        if self.entry.by_trainer:
+            return self.plan.steps if record is None else record.steps
+        layout = self._layout(record)
+        return None if layout is None else layout.total
 
-    def finished(self) -> bool:
+    def _is_finished(self) -> bool:
         """Whether the last attempt ended well and its model lies in the output folder."""
-        fault = checkpoints.model_fault(self.output and model_in(self.plan, self.output))
-        if self.last.argument("cache_dataset_only") is True or fault is not None:
+        model = self.output and model_in(self.plan, self.output)
+        is_cache_only = self.history[-1].argument("cache_dataset_only") is True
+        if is_cache_only or checkpoints.model_fault(model) is not None:
             return False
         if self.folder is None:
             # as far as the output folder tells
@@ -320,307 +324,368 @@ class _Judge:
         ended = runner.read_exit(self.folder, max(1, self.folder.attempts()))
         if ended is not None:
             return ended.returncode == 0
-        # whoever had to write that record did not live to: the probe's last word
+        # the supervisor was killed before it could record the end, but the ranks' probes did
+        codes = set()
         with contextlib.suppress(OSError):
             probe = evidence.read_run(self.folder.path).probe
-            records = probe.ranks.values() if probe is not None else ()
-            ends = [event.number("exit") for one in records if (event := one.last("end"))]
-            return bool(ends) and all(code == 0 for code in ends)
-        return False
+            for rank in probe.ranks.values() if probe is not None else ():
+                end = rank.last("end")
+                if end is not None:
+                    codes.add(end.number("exit"))
+        return codes == {0}
 
-    @property
-    def entry(self) -> Entry:
-        return self.plan.stage.entry
-
-    @property
-    def named(self) -> str | None:
-        """The checkpoint that the stage file names; open-instruct never gets to look at it."""
-        named = self.plan.stage.args.get(self.entry.names.resume or "")
-        return named if isinstance(named, str) and named.lower() not in ("", "true", "false") else None
-
-    def _say(self, severity: Severity, code: str, message: str, help: str | None, key: str | None = None) -> None:
+    def _say(
+        self, severity: Severity, code: str, message: str, help: str | None, key: str | None = None
+    ) -> None:
         key = f"args.{key or self.entry.names.output}"
         finding = launch_finding(severity, code, message, help, key=key)
-        self.findings.append(replace(finding, layer="run") if severity == "error" else finding)
+        if severity == "error":
+            finding = replace(finding, layer="run")
+        self.findings.append(finding)
 
-    def first(self) -> Decision:
-        """No run of ours has been here: what to know of checkpoints before there are any."""
-        found = checkpoints.find(self.plan.stage.options.backend, self.output)
-        self._check_names()
-        self._check_schedule()
+    def _decide_first_start(self) -> Decision:
+        """No recorded run has been here; checkpoints may lie here all the same."""
+        found = checkpoints.find(self.backend, self.output)
+        self._check_first_start()
         if self.named is not None:
-            return self._as_named(Path(self.named), found)
-        taken = None if errors(self.findings) else _taken_by_upstream(self.plan, self.output)
-        chosen = next((one for one in found if one.path == taken), None)
-        if chosen is None:
-            whole = [one for one in found if one.complete]
-            if whole and not self.entry.unjudged:
-                help = "--fresh starts over in a new folder"
-                key = self.entry.names.resume
-                if key is not None:
-                    help = f"`{key}: {whole[-1].path}` continues from it; {help}"
-                message = f"{self.output} holds {whole[-1].name}, and no record of the run that saved it: "
-                message += "training would begin at step 0, and rotation would delete what is there"
-                self._say("error", "not-resumed", message, help, key)
-            return Decision(kept=_names(found))
-        # open-instruct resumes by itself; that it is somebody else's is a rule of its own
+            return self._resume_named(Path(self.named), found)
+        taken = None
+        if not errors(self.findings):
+            taken = checkpoints.taken_by_upstream(self.backend, self.output)
+        for checkpoint in found:
+            if checkpoint.path == taken:
+                return self._resume_foreign(checkpoint, found)
+        whole = [checkpoint for checkpoint in found if checkpoint.complete]
+        if whole and not self.entry.unjudged:
+            help = "--fresh starts over in a new folder"
+            key = self.entry.names.resume
+            if key is not None:
+                help = f"`{key}: {whole[-1].path}` continues from it; {help}"
+            message = f"{self.output} holds {whole[-1].name}, and no record of the run that saved "
+            message += "it: training would begin at step 0, and rotation would delete what is there"
+            self._say("error", "not-resumed", message, help, key)
+        return Decision(kept=_names(found))
+
+    def _resume_foreign(self, chosen: Checkpoint, found: Sequence[Checkpoint]) -> Decision:
+        """open-instruct resumes by itself; that it is not this run's is a rule of its own."""
         fault = chosen.why_incomplete or checksums.fault(None, chosen)
         if fault is not None:
             message = f"upstream would resume from {chosen.path}, and {fault}"
             self._say("error", "broken-checkpoint", message, "move it out of the output folder")
         self._check_reference(())
-        step = self.steps(chosen)
-        place = self._place(chosen)
-        return Decision(kind="resume", checkpoint=chosen, step=step, place=place, kept=_names(found))
+        return self._resume(chosen, found)
 
-    def again(self) -> Decision:
+    def _resume(
+        self, chosen: Checkpoint, found: Iterable[Checkpoint], aside: tuple[Path, ...] = ()
+    ) -> Decision:
+        return Decision(
+            kind="resume",
+            checkpoint=chosen,
+            step=self._step(chosen),
+            place=self._place(chosen),
+            kept=_names(found, aside),
+            aside=aside,
+        )
+
+    def _decide_resume(self) -> Decision:
         """The run has been here: finished, to be continued, or with nothing to continue from."""
-        found = self._found()
-        if self.finished():
-            return self._over(found)
-        before = self.last.resume.requested
-        if self.named is not None and self.named != before:
-            return self._as_named(Path(self.named), found)
-        while whole := [one for one in found if one.complete]:
-            chosen, wrong = self._chosen(whole)
+        found = self._find_checkpoints()
+        if self._is_finished():
+            return self._decide_finished(found)
+        if self.named is not None and self.named != self.history[-1].resume.requested:
+            return self._resume_named(Path(self.named), found)
+        whole = [checkpoint for checkpoint in found if checkpoint.complete]
+        while whole:
+            chosen, wrong = self._choose(whole)
             fault = checksums.fault(self.folder, chosen)
             if fault is None:
-                return self._go_on(found, chosen, whole[-1], wrong)
+                return self._continue(found, chosen, whole[-1], wrong)
+            message = f"{chosen.name} is not used: {fault}"
             help = "look at the disk; an older checkpoint is taken where one is whole"
-            self._say("warning", "damaged-checkpoint", f"{chosen.name} is not used: {fault}", help)
-            found = [replace(one, why_incomplete=fault) if one is chosen else one for one in found]
-        self._check_names()
-        self._check_schedule()
-        if self.entry.unjudged and self.output is not None and any(self.output.glob(self.entry.unjudged)):
+            self._say("warning", "damaged-checkpoint", message, help)
+            found[found.index(chosen)] = replace(chosen, why_incomplete=fault)
+            whole.remove(chosen)
+        self._check_first_start()
+        if self.entry.unjudged and self.output and any(self.output.glob(self.entry.unjudged)):
             # OLMo-core continues from there, which a rule says (`resume-unjudged`)
             return Decision()
         why = f": {found[-1].name}: {found[-1].why_incomplete}" if found else ""
-        message = f"the attempt before left no complete checkpoint in {self.output}{why}; it starts over"
-        self._say("note", "nothing-to-resume", message, None)
-        aside = self._aside(found, None)
+        message = f"the attempt before left no complete checkpoint in {self.output}{why}; "
+        self._say("note", "nothing-to-resume", f"{message}it starts over", None)
+        aside = self._collect_aside(found, None)
         return Decision(kept=_names(found, aside), aside=aside)
 
-    def _go_on(
-        self, found: Sequence[Checkpoint], chosen: Checkpoint, newest: Checkpoint, wrong: ResumeMismatch | None
+    def _continue(
+        self,
+        found: Sequence[Checkpoint],
+        chosen: Checkpoint,
+        newest: Checkpoint,
+        wrong: ResumeMismatch | None,
     ) -> Decision:
-        """From a checkpoint of this run; `wrong` is about the newest one, in whose place an older may be taken."""
-        total = self.total()
-        at = self.steps(chosen)
-        left = "" if total is None else f", {max(0, total - at)} of {total} steps are left"
-        message = f"continues from {chosen.path}{left}"
+        """From a checkpoint of this run; `wrong` is why the newest cannot be resumed exactly."""
+        total = self._total()
+        step = self._step(chosen)
+        message = f"continues from {chosen.path}"
+        if total is not None:
+            message += f", {max(0, total - step)} of {total} steps are left"
         if not checksums.recorded(self.folder, chosen):
-            message += "; not verified: no checksums of it were recorded, and a changed byte of its weights "
-            message += "(`.safetensors`) would show nowhere"
+            message += "; not verified: no checksums of it were recorded, and a changed byte of "
+            message += "its weights (`.safetensors`) would show nowhere"
         self._say("note", "resumes", message, "--fresh starts over in a new folder")
-        changed = self._changed(chosen, wrong if chosen is newest else None)
+        changed = self._compare(chosen, wrong if chosen is newest else None)
         self._check_names()
-        for one in changed:
-            names = {one.what, "position"} if one.what in changes.BATCH else {one.what}
-            severity = one.severity
-            help = None
-            if severity == "error" and names & self.allowed:
-                severity = "warning"
-            elif severity == "error":
-                help = f"bring it back, start over with --fresh, or --allow-changed-resume {one.what}"
-            code = "resume-inexact" if one.what == "position" else "resume-changed"
-            self._say(severity, code, f"continuing from {chosen.name}: {one.text}", help, one.key)
+        derived = {}
+        for change in changed:
+            self._report(change, chosen)
+            if change.restored:
+                why = f"it comes out of {chosen.name}, not {change.after}"
+                derived[change.what] = Derived(value=change.before, why=why)
         if chosen is not newest and wrong is not None:
-            message = f"goes back to {chosen.name}, {self.steps(newest) - at} steps are trained again; "
-            message += f"from {newest.name} upstream would continue wrongly: {wrong.text}"
+            message = f"goes back to {chosen.name}, {self._step(newest) - step} steps are trained "
+            message += f"again; from {newest.name} upstream would continue wrongly: {wrong.text}"
             help = f"--allow-changed-resume position continues from {newest.name} all the same"
             self._say("warning", "resume-earlier", message, help)
         self._check_reference(changed)
-        aside = self._aside(found, chosen)
-        derived = {
-            one.what: Derived(value=one.before, why=f"it comes out of {chosen.name}, not {one.after}")
-            for one in changed
-            if one.restored
-        }
         if self.entry.names.resume is not None:
             # without it TRL begins anew, and `true` takes the highest number, whole or not
             why = "the same command continues from the last complete checkpoint"
             derived[self.entry.names.resume] = Derived(value=str(chosen.path), why=why)
-        return Decision(
-            kind="resume",
-            checkpoint=chosen,
-            step=at,
-            place=self._place(chosen),
-            changes=tuple(changed),
-            kept=_names(found, aside),
-            aside=aside,
-            derived=derived,
-        )
+        decision = self._resume(chosen, found, self._collect_aside(found, chosen))
+        return replace(decision, changes=tuple(changed), derived=derived)
 
-    def _as_named(self, named: Path, found: Sequence[Checkpoint]) -> Decision:
-        """The stage file names a checkpoint for the first time: that one, whatever else is there."""
-        same = next((one for one in found if canonical(one.path) == canonical(named)), None)
-        if same is not None and (fault := checksums.fault(self.folder, same)) is not None:
-            message = f"{named}: {fault}"
-            help = "name an older one"
-            self._say("error", "broken-checkpoint", message, help, "resume_from_checkpoint")
-        # what a run did not continue from, it must not rotate away
-        aside = self._aside(found, same)
-        step = same.number if same else 0
-        return Decision(kind="resume", checkpoint=same, step=step, kept=_names(found, aside), aside=aside)
+    def _report(self, change: ResumeChange, chosen: Checkpoint) -> None:
+        """A change that would continue wrongly is an error until it is allowed by name."""
+        names = {change.what}
+        if change.what in changes.BATCH:
+            names.add("position")
+        severity = change.severity
+        help = None
+        if severity == "error" and not names.isdisjoint(self.allowed):
+            severity = "warning"
+        elif severity == "error":
+            help = "bring it back, start over with --fresh, or "
+            help += f"--allow-changed-resume {change.what}"
+        code = "resume-inexact" if change.what == "position" else "resume-changed"
+        message = f"continuing from {chosen.name}: {change.text}"
+        self._say(severity, code, message, help, change.key)
 
-    def _over(self, found: Sequence[Checkpoint]) -> Decision:
-        """The run is finished; unless something that matters has changed, that is the answer."""
-        last = self.last
-        repeated = [(one.get("what"), one.get("after")) for one in last.resume.changes]
-        changed = [
-            one
-            for one in self._since(last)
-            # what training would be done with now is no reason to do it again
-            if one.severity != "note"
-            and one.what not in ("packages", "gpus", "reference")
-            # nor what the last attempt requested already, and the checkpoint's value was used
-            and not (one.restored and (one.what, one.after) in repeated)
-        ]
-        again = "--fresh trains again in a new folder"
-        if not all(one.what in self.allowed for one in changed):
-            differs = "; ".join(one.differs for one in changed[:6])
-            message = f"{self.output} holds the finished model of this run, and the stage has changed: {differs}"
+    def _resume_named(self, named: Path, found: Sequence[Checkpoint]) -> Decision:
+        """The checkpoint that the stage file names for the first time, whatever else is there."""
+        same = None
+        for checkpoint in found:
+            if canonical(checkpoint.path) == canonical(named):
+                same = checkpoint
+        fault = None if same is None else checksums.fault(self.folder, same)
+        if fault is not None:
+            key = "resume_from_checkpoint"
+            self._say("error", "broken-checkpoint", f"{named}: {fault}", "name an older one", key)
+        # the run must not rotate away what it did not continue from
+        aside = self._collect_aside(found, same)
+        step = 0 if same is None else same.number
+        kept = _names(found, aside)
+        return Decision(kind="resume", checkpoint=same, step=step, kept=kept, aside=aside)
+
+    def _decide_finished(self, found: Sequence[Checkpoint]) -> Decision:
+        """The run is finished: an error if something that matters has changed."""
+        last = self.history[-1]
+        repeated = [(change.get("what"), change.get("after")) for change in last.resume.changes]
+        changed = []
+        for change in self._changes_since(last):
+            if change.severity == "note" or change.what in ("packages", "gpus", "reference"):
+                # how it would be trained now is no reason to do it again
+                continue
+            if change.restored and (change.what, change.after) in repeated:
+                # the last attempt requested it too, and got the checkpoint's value
+                continue
+            changed.append(change)
+        severity: Severity = "error"
+        code = "already-finished"
+        help = "--fresh trains again in a new folder"
+        key = None
+        if not all(change.what in self.allowed for change in changed):
+            code = "finished-changed"
+            differs = "; ".join(change.differs for change in changed[:6])
+            message = f"{self.output} holds the finished model of this run, "
+            message += f"and the stage has changed: {differs}"
             help = "--fresh trains with the new settings in a new folder"
-            self._say("error", "finished-changed", message, help, changed[0].key)
+            key = changed[0].key
         elif self.folder is None:
-            message = f"{self.output} holds the model of a run that finished; its run folder is gone, and with it "
-            message += "what its weights could be compared with: they are not verified"
-            self._say("error", "already-finished", message, again)
+            message = f"{self.output} holds the model of a run that finished; its run folder is "
+            message += "gone, and with it what its weights could be compared with: "
+            message += "they are not verified"
         else:
-            self._say("note", "already-finished", f"this run is finished: {self.output}", again)
-        step = self.total() or 0
+            severity = "note"
+            message = f"this run is finished: {self.output}"
+        self._say(severity, code, message, help, key)
+        step = self._total() or 0
         return Decision(kind="finished", kept=_names(found), changes=tuple(changed), step=step)
 
-    def _found(self) -> list[Checkpoint]:
-        """All of them, in the order of training, with what ranks of their own attempt left out."""
+    def _find_checkpoints(self) -> list[Checkpoint]:
+        """All checkpoints in the order of training; incomplete without the part of each rank."""
         found = []
-        for one in checkpoints.find(self.plan.stage.options.backend, self.output):
-            ranks = self.maker(one).processes
-            if one.complete and ranks is not None and (one.ranks or 0) < ranks:
-                why = f"{ranks} processes were training, {one.ranks or 0} left their random states"
-                one = replace(one, why_incomplete=why)
-            found.append(one)
-        return sorted(found, key=lambda one: (self.steps(one), one.kind))
+        for checkpoint in checkpoints.find(self.backend, self.output):
+            ranks = self._maker(checkpoint).processes
+            saved = checkpoint.ranks or 0
+            if checkpoint.complete and ranks is not None and saved < ranks:
+                why = f"{ranks} processes were training, {saved} left their random states"
+                checkpoint = replace(checkpoint, why_incomplete=why)
+            found.append(checkpoint)
+        return sorted(found, key=lambda checkpoint: (self._step(checkpoint), checkpoint.kind))
 
-    def _chosen(self, whole: Sequence[Checkpoint]) -> tuple[Checkpoint, ResumeMismatch | None]:
-        """The newest that can be resumed exactly, else the newest; and what is wrong with the newest."""
+    def _choose(self, whole: Sequence[Checkpoint]) -> tuple[Checkpoint, ResumeMismatch | None]:
+        """The newest that can be resumed exactly, else the newest; and what is wrong with that."""
         newest = whole[-1]
-        wrong = self._wrong(whole[-1])
+        wrong = self._mismatch(newest)
         if wrong is None or wrong.reason == "again" or "position" in self.allowed:
             return newest, wrong
-        return next((one for one in reversed(whole[:-1]) if self._wrong(one) is None), newest), wrong
+        for checkpoint in reversed(whole):
+            if self._mismatch(checkpoint) is None:
+                return checkpoint, wrong
+        return newest, wrong
 
-    def _wrong(self, one: Checkpoint) -> ResumeMismatch | None:
-        maker = self.maker(one)
+    def _mismatch(self, checkpoint: Checkpoint) -> ResumeMismatch | None:
+        """Why a resume would not continue where the checkpoint was saved."""
+        maker = self._maker(checkpoint)
+        step = checkpoint.number
         if self.entry.by_trainer:
-            skips = not self.plan.values.get("ignore_data_skip")
-            rows = (maker.global_batch, self.plan.global_batch)
-            total = self.total()
-            wrong = epochs.of_trl(one.number, one.epochs, *rows, total, skips=skips)
-            if wrong is None and skips and maker.argument("ignore_data_skip") and maker.resumed_step:
-                text = "the attempt that saved it had begun an epoch again, and rows that it never "
-                return ResumeMismatch("skipped", f"{text}reached would be skipped")
-            return wrong
-        was = self.shape(maker)
-        now = self.shape()
+            return self._trl_mismatch(checkpoint, maker)
+        was = self._layout(maker)
+        now = self._layout()
         if was is None or now is None:
             return None
-        if one.kind == "epoch":
-            return epochs.of_epoch(one.number, was, now)
+        if checkpoint.kind == "epoch":
+            return epochs.of_epoch(step, was, now)
         # its attempt counted from where that began
-        begun = maker.part("resume")
-        at = codec.fit_value(begun.get("place"), list[Count], [])
-        step = begun.number("step")
-        if len(at) != 2 or step is None or step > one.number:
-            at = [0, 0]
-            step = 0
-        saved = epochs.advanced(was, DataPosition(at[0], at[1]), one.number - step)
-        kept = epochs.keeps_order(self.trainer)
-        return epochs.of_step(self.entry.skips_each_epoch, one.number, saved, was, now, keeps_order=kept)
+        record = maker.part("resume")
+        begun = codec.fit_value(record.get("place"), list[Count], [])
+        first = record.number("step")
+        if len(begun) != 2 or first is None or first > step:
+            begun = [0, 0]
+            first = 0
+        saved = epochs.advanced(was, DataPosition(*begun), step - first)
+        keeps_order = epochs.keeps_order(self.trainer)
+        skips_each = self.entry.skips_each_epoch
+        return epochs.of_step(skips_each, step, saved, was, now, keeps_order=keeps_order)
 
-    def _place(self, one: Checkpoint) -> DataPosition:
-        if one.kind == "epoch":
-            return DataPosition(one.number + 1, 0)
-        shape = self.shape() if not self.entry.by_trainer else None
-        return DataPosition(0, 0) if shape is None else epochs.counted(shape, one.number)
+    def _trl_mismatch(self, checkpoint: Checkpoint, maker: Manifest) -> ResumeMismatch | None:
+        skips = not self.plan.values.get("ignore_data_skip")
+        rows = (maker.global_batch, self.plan.global_batch)
+        wrong = epochs.of_trl(
+            checkpoint.number, checkpoint.epochs, *rows, self._total(), skips=skips
+        )
+        began_again = maker.argument("ignore_data_skip") and maker.resumed_step
+        if wrong is None and skips and began_again:
+            text = "the attempt that saved it had begun an epoch again, and rows that it never "
+            return ResumeMismatch("skipped", f"{text}reached would be skipped")
+        return wrong
 
-    def _aside(self, found: Sequence[Checkpoint], chosen: Checkpoint | None) -> tuple[Path, ...]:
-        """What upstream must not see: all that is newer, and steps where an epoch is resumed.
+    def _place(self, checkpoint: Checkpoint) -> DataPosition:
+        if checkpoint.kind == "epoch":
+            return DataPosition(checkpoint.number + 1, 0)
+        layout = None if self.entry.by_trainer else self._layout()
+        if layout is None:
+            return DataPosition(0, 0)
+        return epochs.counted(layout, checkpoint.number)
 
-        A half-written one that this attempt writes next stays: it is written over.
+    def _collect_aside(
+        self, found: Sequence[Checkpoint], chosen: Checkpoint | None
+    ) -> tuple[Path, ...]:
+        """What upstream must not see: all that is newer, and steps if an epoch is resumed.
+
+        A half-written one stays if this attempt writes it next.
         """
-        at = -1 if chosen is None else self.steps(chosen)
-        steps_too = chosen is not None and chosen.kind == "epoch"
-        newer = [
-            one for one in found if one is not chosen and (self.steps(one) > at or (steps_too and one.kind == "step"))
-        ]
+        step = -1 if chosen is None else self._step(chosen)
+        after_epoch = chosen is not None and chosen.kind == "epoch"
         every = epochs.interval(self.plan)
-        written_over = None
+        next_name = None
         if isinstance(every, int):
-            following = (max(at, 0) // every + 1) * every
-            written_over = checkpoints.folder_name(self.plan.stage.options.backend, "step", following)
+            following = (max(step, 0) // every + 1) * every
+            next_name = checkpoints.folder_name(self.backend, "step", following)
         elif every == "epoch":
-            following = chosen.number + 1 if chosen is not None and steps_too else 0
-            written_over = checkpoints.folder_name(self.plan.stage.options.backend, "epoch", following)
-        aside = tuple(one.path for one in newer if one.marked or one.name != written_over)
+            following = chosen.number + 1 if chosen is not None and after_epoch else 0
+            next_name = checkpoints.folder_name(self.backend, "epoch", following)
+        aside = []
+        for checkpoint in found:
+            is_hiding = after_epoch and checkpoint.kind == "step"
+            is_newer = self._step(checkpoint) > step or is_hiding
+            if checkpoint is chosen or not is_newer:
+                continue
+            if checkpoint.marked or checkpoint.name != next_name:
+                aside.append(checkpoint.path)
         if aside and self.output is not None:
             names = ", ".join(path.name for path in aside[:4])
-            message = f"{names} would be resumed from or marked wrongly by "
-            message += f"upstream, and moves to {aside_folder(self.output)}"
+            message = f"{names} would be resumed from or marked wrongly by upstream, "
+            message += f"and moves to {aside_folder(self.output)}"
             self._say("note", "set-aside", message, "delete it there if nobody needs it")
-        return aside
+        return tuple(aside)
 
-    def _since(self, record: Manifest) -> Iterator[ResumeChange]:
-        steps = self.total(record), self.total()
-        return changes.since(record, self.plan, steps, self.trainer, self.caches, self.now)
+    def _changes_since(self, record: Manifest) -> Iterator[ResumeChange]:
+        comparison = Comparison(
+            record=record,
+            plan=self.plan,
+            steps=(self._total(record), self._total()),
+            trainer=self.trainer,
+            caches=self.caches,
+            now=self.now,
+        )
+        return comparison.changes()
 
-    def _changed(self, chosen: Checkpoint, wrong: ResumeMismatch | None) -> list[ResumeChange]:
-        """The changes, with the place that they come to; a wrong place without any is one of its own."""
-        found = list(self._since(self.maker(chosen)))
+    def _compare(self, chosen: Checkpoint, wrong: ResumeMismatch | None) -> list[ResumeChange]:
+        """The changes since a checkpoint, with `wrong` as their effect or as one of its own."""
+        changed = list(self._changes_since(self._maker(chosen)))
         if wrong is None:
-            return found
-        batch = [one for one in found if one.what in changes.BATCH]
+            return changed
+        batch = [change for change in changed if change.what in changes.BATCH]
         if wrong.reason in ("place", "count") and batch:
-            worse = [replace(one, effect=wrong.text, severity="error") for one in batch]
-            return [one for one in found if one not in batch] + worse
+            others = [change for change in changed if change not in batch]
+            worse = [replace(change, effect=wrong.text, severity="error") for change in batch]
+            return others + worse
+        severity: Severity = "error"
+        key = None
         if wrong.reason == "again":
-            more = ResumeChange("position", chosen.name, None, wrong.text, "warning", "ignore_data_skip")
-        else:
-            more = ResumeChange("position", chosen.name, None, wrong.text, "error")
-        return [*found, more]
+            severity = "warning"
+            key = "ignore_data_skip"
+        return [*changed, ResumeChange("position", chosen.name, None, wrong.text, severity, key)]
 
     def _check_reference(self, changed: Sequence[ResumeChange]) -> None:
-        cache = next((one for one in self.caches if one.kind == "reference"), None)
-        other = any(one.what == "reference" for one in changed)
-        if cache is None or other or not self.entry.caches_reference:
+        """Refuse a resume of DPO without the cache of its reference."""
+        caches = [cache for cache in self.caches if cache.kind == "reference"]
+        is_said = any(change.what == "reference" for change in changed)
+        if not caches or is_said or not self.entry.caches_reference:
             return
-        logged = self._in_logs(open_instruct.REFERENCE_CACHE)
-        used = None if logged is None else Path(os.fsdecode(logged))
-        if exists(used) if used is not None else any(cache.path.glob("*.pt")):
+        place = caches[0].path
+        is_there = any(place.glob("*.pt"))
+        logged = self._find_in_logs(open_instruct.REFERENCE_CACHE)
+        if logged is not None:
+            place = Path(os.fsdecode(logged))
+            is_there = exists(place)
+        if is_there:
             return
-        # nobody can allow it for checkpoints without a record: what they were trained against is not known
-        severity: Severity = "warning" if used is not None and "reference" in self.allowed else "error"
-        message = f"{used or cache.path} is gone: the checkpoint is loaded before the reference is computed "
+        severity: Severity = "error"
+        if logged is not None and "reference" in self.allowed:
+            # without a record nobody can allow it: what was trained against is not known
+            severity = "warning"
         loads = "dpo_tune_cache.py::main[accelerator.load_state]"
         computes = "dpo_tune_cache.py::main[dpo_utils.build_reference_logprobs_cache]"
-        message += rendered(f"({loads}, {computes}), and the half-trained model would be its own reference")
+        message = f"{place} is gone: the checkpoint is loaded before the reference is computed "
+        message += rendered(f"({loads}, {computes}), and the half-trained model would be ")
         help = "bring it back, or start over with --fresh"
-        self._say(severity, "reference-gone", message, help, "model_name_or_path")
+        key = "model_name_or_path"
+        self._say(severity, "reference-gone", f"{message}its own reference", help, key)
 
     def _check_names(self) -> None:
-        names = checkpoints.strange_names(self.plan.stage.options.backend, self.output)
+        names = checkpoints.strange_names(self.backend, self.output)
         if names:
-            message = f"{self.output} holds {', '.join(names[:3])}, which upstream takes for a checkpoint "
-            self._say(
-                "error",
-                "checkpoint-name",
-                rendered(rendered(f"{message}(utils.py::get_last_checkpoint[checkpoint_steps =])")),
-                "move or rename it",
-            )
+            crash = rendered("(utils.py::get_last_checkpoint[checkpoint_steps =])")
+            message = f"{self.output} holds {', '.join(names[:3])}, which upstream takes for a "
+            message += f"checkpoint {crash}"
+            self._say("error", "checkpoint-name", message, "move or rename it")
 
-    def _check_schedule(self) -> None:
-        self.findings += epochs.findings(self.plan, self.shape(), self.trainer)
+    def _check_first_start(self) -> None:
+        """What to know of checkpoints before there are any."""
+        self._check_names()
+        self.findings += epochs.findings(self.plan, self._layout(), self.trainer)
 
 
 def _names(found: Iterable[Checkpoint], aside: Collection[Path] = ()) -> tuple[str, ...]:
-    return tuple(one.name for one in found if one.path not in aside)
+    return tuple(checkpoint.name for checkpoint in found if checkpoint.path not in aside)

@@ -1,14 +1,17 @@
-"""Which checkpoints there will be, where in the data each is, and where upstream would continue from it.
+"""Which checkpoints there will be, where in the data each is, and where upstream would continue
+from it.
 
-open-instruct multiplies the step of a checkpoint by the accumulation and divides by the micro-batches of
-an epoch (finetune.py::main[resume_batch_idx = int], dpo_tune_cache.py::main[resume_step = int]). The last step of an
-epoch may have fewer micro-batches than the accumulation, so from the second epoch on that is another place wherever
-the accumulation does not divide an epoch. DPO then skips as many batches again in each epoch that follows
-(dpo_tune_cache.py::main[if last_checkpoint_path and]). Both train one step too many where the last step lies inside an
-epoch: the limit is looked at after a step (finetune.py::main[if completed_steps],
-dpo_tune_cache.py::main[if completed_steps]). transformers counts in steps of an epoch
-(transformers/trainer.py::Trainer._init_training_state[epochs_trained = int]), which is exact as long as a step takes
-as many rows.
+open-instruct multiplies the step of a checkpoint by the accumulation and divides by the
+micro-batches of an epoch (finetune.py::main[resume_batch_idx = int],
+dpo_tune_cache.py::main[resume_step = int]). The last step of an epoch may have fewer micro-batches
+than the accumulation, so from the second epoch on that is another place wherever the accumulation
+does not divide an epoch. DPO then skips as many batches again in each epoch that follows
+(dpo_tune_cache.py::main[if last_checkpoint_path and]). Both train one step too many where the last
+step lies inside an epoch: the limit is looked at after a step
+(finetune.py::main[if completed_steps], dpo_tune_cache.py::main[if completed_steps]). transformers
+counts in steps of an epoch
+(transformers/trainer.py::Trainer._init_training_state[epochs_trained = int]), which is exact as
+long as a step takes as many rows.
 """
 
 import contextlib
@@ -30,8 +33,9 @@ _OVER = "step {} is the last one, inside an epoch: one more would be trained"
 class EpochLayout:
     """How an epoch is cut into steps.
 
-    `rows` of the data, `per_device` rows a micro-batch on each of `devices` (those that share a sequence
-    count once), `accumulation` micro-batches a step; `epochs` and `limit` (steps) as they are given.
+    `rows` of the data, `per_device` rows a micro-batch on each of `devices` (those that share a
+    sequence count once), `accumulation` micro-batches a step; `epochs` and `limit` (steps) as they
+    are given.
     """
 
     rows: int
@@ -43,12 +47,14 @@ class EpochLayout:
 
     @property
     def micro(self) -> int:
-        """Micro-batches of an epoch on each device: the last ones are filled up, none is dropped."""
+        """Micro-batches of an epoch on each device: the last is filled up, none is dropped."""
         return max(1, -(-self.rows // (self.per_device * self.devices)))
 
     @property
     def updates(self) -> int:
-        """Optimizer steps of an epoch (finetune.py::main[num_update_steps_per_epoch = math.ceil #2])."""
+        """Optimizer steps of an epoch
+        (finetune.py::main[num_update_steps_per_epoch = math.ceil #2]).
+        """
         return -(-self.micro // max(1, self.accumulation))
 
     @property
@@ -60,6 +66,10 @@ class EpochLayout:
     def passes(self) -> int:
         """Epochs that are begun (finetune.py::main[args.num_train_epochs = math.ceil])."""
         return -(-self.total // self.updates)
+
+    def rows_of(self, micro: int) -> int:
+        """The rows of so many micro-batches of an epoch, on all devices."""
+        return min(micro * self.per_device * self.devices, self.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +84,9 @@ class DataPosition:
 class ResumeMismatch:
     """Why a resume would not go on where the checkpoint was saved; `reason` is stable.
 
-    `place` (other rows), `order` (rows of another epoch's order), `skips` (rows left out later), `over`
-    (a step after the last one), `count` (steps counted wrongly), `again` (the epoch from its beginning),
-    `skipped` (rows that were never reached).
+    `place` (other rows), `order` (rows of another epoch's order), `skips` (rows left out later),
+    `over` (a step after the last one), `count` (steps counted wrongly), `again` (the epoch from its
+    beginning), `skipped` (rows that were never reached).
     """
 
     reason: str
@@ -91,9 +101,9 @@ def advanced(shape: EpochLayout, begin: DataPosition, steps: int) -> DataPositio
         left = -(-(shape.micro - micro) // shape.accumulation)
         if steps < left:
             return DataPosition(epoch, micro + steps * shape.accumulation)
-        epoch = epoch + 1
+        epoch += 1
         micro = 0
-        steps = steps - left
+        steps -= left
     whole, rest = divmod(steps, shape.updates)
     return DataPosition(epoch + whole, micro + rest * shape.accumulation)
 
@@ -104,12 +114,18 @@ def counted(shape: EpochLayout, step: int) -> DataPosition:
 
 
 def of_step(
-    skips_each: bool, step: int, saved: DataPosition, was: EpochLayout, now: EpochLayout, *, keeps_order: bool = True
+    skips_each: bool,
+    step: int,
+    saved: DataPosition,
+    was: EpochLayout,
+    now: EpochLayout,
+    *,
+    keeps_order: bool = True,
 ) -> ResumeMismatch | None:
     """What goes wrong when open-instruct resumes from `step_N`, saved at a place of shape `was`.
 
-    `skips_each` is `Entry.skips_each_epoch`, `keeps_order` is whether accelerate's skipping keeps the epoch's
-    order. None where nothing does.
+    `skips_each` is `Entry.skips_each_epoch`, `keeps_order` is whether accelerate's skipping keeps
+    the epoch's order. None where nothing does.
     """
     then = counted(now, step)
     if step >= now.total:
@@ -117,19 +133,19 @@ def of_step(
             return None
         return ResumeMismatch("over", _OVER.format(step))
     # rows, not micro-batches: those may have another size now
-    true = (saved.epoch, min(saved.micro * was.per_device * was.devices, was.rows))
-    taken = (then.epoch, min(then.micro * now.per_device * now.devices, now.rows))
-    if true != taken:
-        text = f"it was saved {true[1]} rows into epoch {true[0] + 1}, upstream would continue {taken[1]} rows "
-        return ResumeMismatch("place", f"{text}into epoch {taken[0] + 1}")
+    rows = was.rows_of(saved.micro)
+    taken = now.rows_of(then.micro)
+    if (saved.epoch, rows) != (then.epoch, taken):
+        text = f"it was saved {rows} rows into epoch {saved.epoch + 1}, upstream would continue "
+        return ResumeMismatch("place", f"{text}{taken} rows into epoch {then.epoch + 1}")
     # DPO takes the skipping loader for every epoch that follows, SFT for the first one only
     skipping = now.passes > 1 if skips_each else then.micro > 0 and then.epoch > 0
     if skipping and not keeps_order:
-        text = "accelerate here forgets which epoch it is when it skips batches, and the data would come in "
-        return ResumeMismatch("order", f"{text}the order of the first epoch")
+        text = "accelerate here forgets which epoch it is when it skips batches, and the data "
+        return ResumeMismatch("order", f"{text}would come in the order of the first epoch")
     if skips_each and then.micro and then.epoch < now.passes - 1:
-        text = f"the {taken[1]} rows that epoch {then.epoch + 1} has behind it would be skipped again in each "
-        return ResumeMismatch("skips", f"{text}later epoch")
+        text = f"the {taken} rows that epoch {then.epoch + 1} has behind it would be skipped again "
+        return ResumeMismatch("skips", f"{text}in each later epoch")
     return None
 
 
@@ -139,16 +155,22 @@ def of_epoch(epoch: int, was: EpochLayout, now: EpochLayout) -> ResumeMismatch |
         return None
     done = (epoch + 1) * was.updates
     counted = (epoch + 1) * now.updates
-    return ResumeMismatch("count", f"it was saved after {done} steps, which upstream would count as {counted}")
+    text = f"it was saved after {done} steps, which upstream would count as {counted}"
+    return ResumeMismatch("count", text)
 
 
 def of_trl(
-    step: int, epochs: float | None, was: int | None, now: int, total: int | None, skips: bool = True
+    step: int,
+    epochs: float | None,
+    was: int | None,
+    now: int,
+    total: int | None,
+    skips: bool = True,
 ) -> ResumeMismatch | None:
     """What goes wrong when transformers resumes from `checkpoint-N`.
 
-    `epochs` is what the state says of the place, `was` and `now` are the rows of a step, `total` the
-    last step. Unless it `skips` (not `ignore_data_skip`), the epoch begins again.
+    `epochs` is what the state says of the place, `was` and `now` are the rows of a step, `total`
+    the last step. Unless it `skips` (not `ignore_data_skip`), the epoch begins again.
     """
     inside = epochs is None or not math.isclose(epochs, round(epochs), abs_tol=1e-9)
     if total is not None and step >= total:
@@ -157,12 +179,14 @@ def of_trl(
         text = f"a step took {was} rows and takes {now}: {step} steps are another place"
         return ResumeMismatch("place", text)
     if step and inside and not skips:
-        text = "it was saved inside an epoch, and `ignore_data_skip` would begin that again at its first rows"
-        return ResumeMismatch("again", text)
+        text = "it was saved inside an epoch, and `ignore_data_skip` would begin that again "
+        return ResumeMismatch("again", f"{text}at its first rows")
     return None
 
 
-def inexact(skips_each: bool, shape: EpochLayout, every: int, *, keeps_order: bool = True) -> Iterator[int]:
+def inexact(
+    skips_each: bool, shape: EpochLayout, every: int, *, keeps_order: bool = True
+) -> Iterator[int]:
     """The checkpoints, of those saved every so many steps, from which a resume would go wrong.
 
     The last step of all is left out: it is resumed from only where the final save failed.
@@ -176,8 +200,8 @@ def inexact(skips_each: bool, shape: EpochLayout, every: int, *, keeps_order: bo
 def keeps_order(trainer: Trainer) -> bool:
     """Whether accelerate's `skip_first_batches` hands the epoch on to the loader that it makes.
 
-    Releases before 1.15 do not (the pin's lock file names 1.12.0), and begin the epoch that is resumed in
-    the order of the first one. True where accelerate's source is not found.
+    Releases before 1.15 do not (the pin's lock file names 1.12.0), and begin the epoch that is
+    resumed in the order of the first one. True if accelerate's source is not found.
     """
     for place in trainer.path:
         path = expanded(place) / "accelerate" / "data_loader.py"
@@ -187,72 +211,88 @@ def keeps_order(trainer: Trainer) -> bool:
 
 
 def interval(plan: Plan) -> int | str | None:
-    """Optimizer steps between two checkpoints, or None where none is saved; else what decides.
+    """Optimizer steps between two checkpoints; None if none is saved; else what decides.
 
-    That is `epoch`, `best` (the score), or `share` of steps whose number is not known.
+    That is `epoch`, `best` (the score), or `share` of steps whose number is unknown.
     """
     values = plan.values
     names = plan.stage.entry.names
     if names.save_strategy is not None:
         strategy = str(values.get(names.save_strategy)).rpartition(".")[2].lower()
+        if strategy in ("epoch", "best"):
+            return strategy
         if strategy != "steps":
-            return strategy if strategy in ("epoch", "best") else None
+            return None
     every = values.get(names.save_every)
-    if every is not None and str(every).lower() == "epoch":
+    if str(every).lower() == "epoch":
         return "epoch"
     try:
-        found = float(every) if every is not None else 0.0
+        steps = float(every or 0)
     except (TypeError, ValueError):
         return None
-    if 0 < found < 1:
-        # transformers takes a share of all steps
-        return "share" if plan.steps is None else math.ceil(found * plan.steps) or None
-    return int(found) or None
+    if not 0 < steps < 1:
+        return int(steps) or None
+    # transformers takes a share of all steps
+    return "share" if plan.steps is None else math.ceil(steps * plan.steps) or None
 
 
-def findings(plan: Plan, shape: EpochLayout | None, trainer: Trainer) -> Iterator[Finding]:
-    """What to say at the first start; `shape` is how epochs will be cut, where that is known."""
+def findings(plan: Plan, layout: EpochLayout | None, trainer: Trainer) -> Iterator[Finding]:
+    """What to say at the first start; `layout` is how epochs will be cut, None if unknown."""
     every = interval(plan)
-    entry = plan.stage.entry
-    message = None
-    key = entry.names.save_every
-    strategy = entry.names.save_strategy
+    yield from _no_checkpoints(plan, every)
+    if plan.stage.entry.counts_in_script and isinstance(every, int) and layout is not None:
+        yield from _inexact_checkpoints(plan, layout, every, keeps_order(trainer))
+
+
+def _no_checkpoints(plan: Plan, every: int | str | None) -> Iterator[Finding]:
+    names = plan.stage.entry.names
+    key = names.save_every
     if every is None:
         message = "checkpointing is off: if the run stops, all progress is lost"
-        help = f"`{strategy}: steps` and " if strategy else ""
-        key, help = strategy or key, f"{help}`{key}: N` saves one every N steps"
+        help = f"`{key}: N` saves one every N steps"
+        if names.save_strategy is not None:
+            help = f"`{names.save_strategy}: steps` and {help}"
+            key = names.save_strategy
     elif isinstance(every, int) and plan.steps is not None and every > plan.steps:
-        why = f"the first checkpoint comes at step {every}, and the run has {plan.steps}"
-        message = f"{why}: if it stops before, all progress is lost"
+        message = f"the first checkpoint comes at step {every}, and the run has {plan.steps}: "
+        message += "if it stops before, all progress is lost"
         help = f"a smaller `{key}`"
     elif plan.values.get("save_only_model"):
         message = "checkpoints hold no optimizer: if the run stops, all progress is lost"
         key = "save_only_model"
         help = "`save_only_model: false`"
-    if message is not None:
-        yield launch_finding("note", "no-checkpoints", message, help, key=f"args.{key}")
-    if not entry.counts_in_script or not isinstance(every, int) or shape is None or every < 1:
+    else:
         return
+    yield launch_finding("note", "no-checkpoints", message, help, key=f"args.{key}")
+
+
+def _inexact_checkpoints(
+    plan: Plan, layout: EpochLayout, every: int, keeps_order: bool
+) -> Iterator[Finding]:
+    """Checkpoints from which a resume would go wrong, and which would be exact."""
+    entry = plan.stage.entry
     skips_each = entry.skips_each_epoch
-    kept = keeps_order(trainer)
-    wrong = list(inexact(skips_each, shape, every, keeps_order=kept))
+    wrong = list(inexact(skips_each, layout, every, keeps_order=keeps_order))
     if not wrong:
         return
-    first = of_step(
-        skips_each, wrong[0], advanced(shape, DataPosition(0, 0), wrong[0]), shape, shape, keeps_order=kept
-    )
-    number = len(range(every, shape.total, every))
-    why = "" if first is None else first.text
-    message = f"a resume from {len(wrong)} of the {number} checkpoints would go wrong, the first of them "
-    message += f"step_{wrong[0]}: {why}"
-    epochs_exact = not any(inexact(skips_each, shape, shape.updates, keeps_order=kept))
-    divides = f"choose a batch whose accumulation divides the {shape.micro} micro-batches of an epoch (now "
-    ways = {
-        f"`checkpointing_steps: {shape.updates}` is exact": epochs_exact and shape.updates < shape.total,
-        "`checkpointing_steps: epoch` is exact": entry.epoch_checkpoints,
-        f"{divides}{shape.accumulation})": bool(shape.micro % shape.accumulation),
-        "an accelerate that keeps the order: `pip install 'accelerate>=1.15'`": not kept,
-    }
-    help = "; or ".join(way for way, helps in ways.items() if helps) or "train a single epoch"
-    finding = launch_finding("warning", "resume-inexact", message, help, key="args.checkpointing_steps")
+    saved = advanced(layout, DataPosition(0, 0), wrong[0])
+    first = of_step(skips_each, wrong[0], saved, layout, layout, keeps_order=keeps_order)
+    number = len(range(every, layout.total, every))
+    message = f"a resume from {len(wrong)} of the {number} checkpoints would go wrong, the first "
+    message += f"of them step_{wrong[0]}: {first.text if first else ''}"
+    ways = []
+    updates = layout.updates
+    by_epoch = inexact(skips_each, layout, updates, keeps_order=keeps_order)
+    if updates < layout.total and not any(by_epoch):
+        ways.append(f"`checkpointing_steps: {updates}` is exact")
+    if entry.epoch_checkpoints:
+        ways.append("`checkpointing_steps: epoch` is exact")
+    if layout.micro % layout.accumulation:
+        way = f"choose a batch whose accumulation divides the {layout.micro} micro-batches "
+        ways.append(f"{way}of an epoch (now {layout.accumulation})")
+    if not keeps_order:
+        ways.append("an accelerate that keeps the order: `pip install 'accelerate>=1.15'`")
+    help = "; or ".join(ways) or "train a single epoch"
+    key = "args.checkpointing_steps"
+    finding = launch_finding("warning", "resume-inexact", message, help, key=key)
     yield replace(finding, layer="run")

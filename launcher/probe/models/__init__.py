@@ -1,6 +1,7 @@
-"""Work with a trained model under the trainer's Python: `chat` answers, `merging` merges, `sampling` compares.
+"""Work with a trained model under the trainer's Python: chat with it, merge it, compare its
+answers.
 
-Loaded by `run.py` as the package `launch_models`. `channel` is how it talks, `loading` how models are loaded.
+`run.py` loads it as the package `launch_models`. `channel` has its messages, `loading` its models.
 """
 
 from .channel import Channel
@@ -12,7 +13,7 @@ TASKS = {"chat": chat, "merge": merge, "samples": sample}
 
 
 def main(task: str) -> None:
-    """Do one task. Whatever goes wrong is its last event, `failed`."""
+    """Do one task. An error is its last event, `failed`."""
     channel = Channel()
     try:
         TASKS[task](channel, channel.receive())

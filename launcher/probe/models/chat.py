@@ -9,60 +9,64 @@ from .loading import Loaded
 
 
 class InterruptFlag:
-    """Whether SIGINT came while an answer was being generated: it ends that answer, not this process."""
+    """Whether SIGINT came during an answer: it ends that answer, not this process."""
 
     def __init__(self) -> None:
-        self.came = False
-        signal.signal(signal.SIGINT, self._note)
+        self.is_set = False
+        signal.signal(signal.SIGINT, self._set)
 
-    def _note(self, *_: object) -> None:
-        self.came = True
+    def _set(self, *_: object) -> None:
+        self.is_set = True
+
+
+class Dialogue:
+    """A trained model and, if it was asked for and is no adapter, its base beside it."""
+
+    def __init__(self, channel: Channel, trained: Loaded, base: Loaded | None) -> None:
+        self.channel = channel
+        self.trained = trained
+        self.base = base
+        self.interruption = InterruptFlag()
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        if request["as"] == "model":
+            return self._ask(self.trained, request)
+        if self.base is not None:
+            return self._ask(self.base, request)
+        with self.trained.as_base():
+            return self._ask(self.trained, request)
+
+    def _ask(self, loaded: Loaded, request: dict[str, Any]) -> dict[str, Any]:
+        self.interruption.is_set = False
+        return answering.answer(
+            loaded,
+            request["messages"],
+            answering.Decoding(**request["sampling"]),
+            lambda text: self.channel.send("text", text=text),
+            lambda: self.interruption.is_set,
+        )
 
 
 def chat(channel: Channel, settings: dict[str, Any]) -> None:
-    """Load the model of `settings`, with `beside` its base too; then answer each request.
+    """Load the model, with `beside` its base too; then answer each request.
 
-    A request is `{"messages": [...], "as": "model" or "base", "sampling": {...}}`. Its answer are events `text`, and
-    `answered` at the end.
+    A request is `{"messages": [...], "as": "model" or "base", "sampling": {...}}`. Its answer is
+    events `text`, and `answered` at the end.
     """
-    interruption = InterruptFlag()
-    described = settings["model"]
-    trained = loading.load(described)
-    base: Loaded | None = None
-    if settings["beside"] and not described["is_adapter"]:
-        base = loading.load_base(described, trained)
-    model = trained.model
+    sources = loading.sources_of(settings["model"])
+    trained = loading.load(sources)
+    base = None
+    if settings["beside"] and sources.base is not None and not sources.is_adapter:
+        base = loading.load_base(sources.base, trained.tokenizer)
+    dialogue = Dialogue(channel, trained, base)
     channel.send(
-        "loaded",
-        device=str(trained.device),
-        dtype=str(model.dtype).replace("torch.", ""),
-        template=trained.has_template,
+        "loaded", device=trained.device, dtype=trained.dtype, template=trained.has_template
     )
     while True:
         request = channel.receive()
         if request is None:
             return
-        interruption.came = False
         try:
-            result = _answer(channel, trained, base, request, interruption)
+            channel.send("answered", **dialogue.answer(request))
         except ModelRefused as refusal:
             channel.send_failure(refusal)
-        else:
-            channel.send("answered", **result)
-
-
-def _answer(
-    channel: Channel, trained: Loaded, base: Loaded | None, request: dict[str, Any], interruption: InterruptFlag
-) -> dict[str, Any]:
-    def say(text: str) -> None:
-        channel.send("text", text=text)
-
-    def ask(loaded: Loaded) -> dict[str, Any]:
-        return answering.answer(loaded, request["messages"], request["sampling"], say, lambda: interruption.came)
-
-    if request["as"] == "model":
-        return ask(trained)
-    if base is not None:
-        return ask(base)
-    with trained.as_base():
-        return ask(trained)

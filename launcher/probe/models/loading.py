@@ -1,4 +1,4 @@
-"""Folders and names -> models and tokenizers, as transformers and peft load them."""
+"""Load models and tokenizers, with transformers and peft."""
 
 import contextlib
 import copy
@@ -6,121 +6,153 @@ import json
 import os
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from .channel import ModelRefused
 
 _MARK = "launch7mark"
-"""A word that no template holds: what follows it in a rendered answer is what ends one."""
+"""A word in no template: what follows it in a rendered answer is what ends an answer."""
+
+_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A folder, or a name on the hub with its revision."""
+
+    name: str
+    revision: str | None
+    trusts_code: bool
+
+    def load(self, factory: Any, **options: Any) -> Any:
+        """By a class of transformers that has `from_pretrained`."""
+        return factory.from_pretrained(
+            self.name, revision=self.revision, trust_remote_code=self.trusts_code, **options
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSources:
+    """A trained model; `base` is what it was trained from, and what an adapter needs."""
+
+    trained: ModelSource
+    base: ModelSource | None
+    is_adapter: bool
+    has_tokenizer: bool
+
+    @property
+    def tokenizer(self) -> ModelSource:
+        if self.base is None or self.has_tokenizer:
+            return self.trained
+        return self.base
+
+
+def sources_of(model: dict[str, Any]) -> ModelSources:
+    """Read what `launcher.trained.model` writes."""
+    trusts_code = model["trusts_code"]
+    base = model["base"]
+    if base is not None:
+        base = ModelSource(base["name"], base["revision"], trusts_code)
+    trained = ModelSource(model["path"], None, trusts_code)
+    return ModelSources(trained, base, model["is_adapter"], model["has_tokenizer"])
 
 
 @dataclass
 class Loaded:
-    """A model with its tokenizer. `stops` are ids of tokens that end an answer; `limit` is the longest text in tokens.
-
-    An adapter's model gives the base's answers inside `as_base`.
+    """A model with its tokenizer. `stops` are ids of tokens that end an answer; `limit` is the
+    longest text in tokens, None if the model has no limit.
     """
 
     model: Any
     tokenizer: Any
-    stops: list[int] = field(default_factory=list)
-    limit: int | None = None
+    stops: list[int]
+    limit: int | None
 
     @property
     def has_template(self) -> bool:
         return bool(self.tokenizer.chat_template)
 
     @property
-    def device(self) -> Any:
-        return self.model.get_input_embeddings().weight.device
+    def device(self) -> str:
+        return str(self.model.get_input_embeddings().weight.device)
+
+    @property
+    def dtype(self) -> str:
+        return str(self.model.dtype).removeprefix("torch.")
 
     @contextlib.contextmanager
     def as_base(self) -> Iterator[None]:
+        """The model of an adapter gives its base's answers inside."""
         with self.model.disable_adapter():
             yield
 
 
-def load(described: dict[str, Any]) -> Loaded:
-    """Load what `described` names: `path`, and for an adapter its `base` with `name` and `revision`.
-
-    Raises what transformers and peft raise; ModelRefused for a base that is stored quantised.
-    """
-    base = described["base"] if described["is_adapter"] else None
-    tokenizer = load_tokenizer(described)
-    if base is None:
-        model = load_weights(described["path"], None, described)
-    else:
-        model = load_weights(base["name"], base["revision"], described)
-        model = add_adapter(model, described["path"])
-    model.eval()
-    return complete(model, tokenizer)
-
-
-def load_base(described: dict[str, Any], trained: Loaded) -> Loaded:
-    """The model that a whole model was trained from, with its own tokenizer and the trained one's chat template."""
-    base = described["base"]
-    model = load_weights(base["name"], base["revision"], described)
-    model.eval()
-    try:
-        tokenizer = _tokenizer(base["name"], base["revision"], described)
-    except (OSError, ValueError):
-        # a base without a tokenizer of its own: the trained one's fits, as training used it
-        tokenizer = copy.copy(trained.tokenizer)
-    tokenizer.chat_template = trained.tokenizer.chat_template
-    return complete(model, tokenizer)
-
-
-def complete(model: Any, tokenizer: Any) -> Loaded:
-    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
-    limit = getattr(config, "max_position_embeddings", None)
-    return Loaded(model=model, tokenizer=tokenizer, stops=_stops(model, tokenizer), limit=limit)
-
-
-def load_tokenizer(described: dict[str, Any]) -> Any:
-    """The tokenizer beside the trained model, else that of its base."""
-    if described["has_tokenizer"] or described["base"] is None:
-        return _tokenizer(described["path"], None, described)
-    return _tokenizer(described["base"]["name"], described["base"]["revision"], described)
-
-
-def _tokenizer(name: str, revision: Any, described: dict[str, Any]) -> Any:
+def load(sources: ModelSources) -> Loaded:
+    """Load a trained model. Raises what transformers and peft raise."""
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(name, revision=revision, trust_remote_code=described["trusts_code"])
+    tokenizer = sources.tokenizer.load(AutoTokenizer)
+    if sources.is_adapter and sources.base is not None:
+        model = add_adapter(load_weights(sources.base), sources.trained.name)
+    else:
+        model = load_weights(sources.trained)
+    return complete(model, tokenizer)
 
 
-def load_weights(name: str, revision: Any, described: dict[str, Any]) -> Any:
-    """A whole model in the format that its weights are stored in, on the GPUs where there are some."""
+def load_base(base: ModelSource, trained_tokenizer: Any) -> Loaded:
+    """Load the base of a whole model, with its own tokenizer and the trained chat template."""
+    from transformers import AutoTokenizer
+
+    model = load_weights(base)
+    try:
+        tokenizer = base.load(AutoTokenizer)
+    except (OSError, ValueError):
+        # training used the trained one's with this base
+        tokenizer = copy.copy(trained_tokenizer)
+    tokenizer.chat_template = trained_tokenizer.chat_template
+    return complete(model, tokenizer)
+
+
+def load_weights(source: ModelSource) -> Any:
+    """A whole model in its stored precision, on the GPUs if there are any."""
     import torch
     import transformers
 
-    options: dict[str, Any] = {"revision": revision, "trust_remote_code": described["trusts_code"]}
-    options[_dtype_option(transformers.__version__)] = "auto"
+    options = {"dtype": "auto"}
     if torch.cuda.is_available():
         options["device_map"] = "auto"
-    config = transformers.AutoConfig.from_pretrained(
-        name, revision=revision, trust_remote_code=described["trusts_code"]
-    )
-    if described["is_adapter"] and getattr(config, "quantization_config", None) and described.get("needs_whole_base"):
-        raise ModelRefused("quantised-base", f"{name} is stored quantised: an adapter cannot be merged into it")
     try:
-        return transformers.AutoModelForCausalLM.from_pretrained(name, **options)
+        return source.load(transformers.AutoModelForCausalLM, **options)
     except ValueError as error:
         if "Unrecognized configuration class" not in str(error):
             raise
         # a model of text and pictures
-        return transformers.AutoModelForImageTextToText.from_pretrained(name, **options)
+        return source.load(transformers.AutoModelForImageTextToText, **options)
 
 
-def _dtype_option(version: str) -> str:
-    """transformers 4.56 renamed `torch_dtype`."""
-    major, minor = (int(part) for part in version.split(".")[:2])
-    return "dtype" if (major, minor) >= (4, 56) else "torch_dtype"
+def require_whole(source: ModelSource) -> None:
+    """Raise ModelRefused for a model that is stored quantised."""
+    import transformers
+
+    config = source.load(transformers.AutoConfig)
+    if getattr(config, "quantization_config", None):
+        message = f"{source.name} is stored quantised: an adapter cannot be merged into it"
+        raise ModelRefused("quantised-base", message)
+
+
+def complete(model: Any, tokenizer: Any) -> Loaded:
+    model.eval()
+    config = model.config.get_text_config()
+    limit = getattr(config, "max_position_embeddings", None)
+    ends = end_tokens(model)
+    ends.add(tokenizer.eos_token_id)
+    ends.add(_end_of_turn(tokenizer))
+    return Loaded(model, tokenizer, sorted(ends - {None}), limit)
 
 
 def add_adapter(model: Any, path: str) -> Any:
-    """The model with an adapter on it. Embeddings that were trained with more rows make room for them first."""
+    """The model with an adapter on it, after making room for embeddings trained with more rows."""
     from peft import PeftModel
 
     rows = _embedding_rows(path)
@@ -130,7 +162,7 @@ def add_adapter(model: Any, path: str) -> Any:
 
 
 def _embedding_rows(path: str) -> Any:
-    """Rows of the input embeddings that an adapter's file holds whole; None where it holds none."""
+    """Rows of the input embeddings that an adapter's file holds whole; None if it holds none."""
     file = os.path.join(path, "adapter_model.safetensors")
     try:
         with open(file, "rb") as stream:
@@ -139,35 +171,30 @@ def _embedding_rows(path: str) -> Any:
     except (OSError, ValueError, struct.error):
         return None
     for name, tensor in header.items():
-        if name.endswith(("embed_tokens.weight", "wte.weight", "embed_in.weight")):
+        if name.endswith(_EMBEDDINGS):
             return tensor["shape"][0]
     return None
 
 
-def _stops(model: Any, tokenizer: Any) -> list[int]:
-    """Tokens that end an answer: those of the generation config and the tokenizer, and the template's own."""
-    given = model.generation_config.eos_token_id
-    stops = list(given) if isinstance(given, list) else [given]
-    stops.append(tokenizer.eos_token_id)
-    stops.append(_end_of_turn(tokenizer))
-    return sorted({token for token in stops if token is not None})
+def end_tokens(model: Any) -> set[Any]:
+    """The tokens that end an answer by the generation config."""
+    ends = model.generation_config.eos_token_id
+    return set(ends) if isinstance(ends, list) else {ends}
 
 
-def _end_of_turn(tokenizer: Any) -> Any:
-    """The special token that the chat template writes behind an answer; None where it writes none."""
+def _end_of_turn(tokenizer: Any) -> int | None:
+    """The special token that the chat template writes behind an answer; None if it writes none."""
     if not tokenizer.chat_template:
         return None
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
+    answer = {"role": "assistant", "content": _MARK}
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": "a"}, answer], tokenize=False
+        )
     except Exception:
         # a template may take conversations of another form only
         return None
     behind = text.rpartition(_MARK)[2].lstrip()
-    if not behind:
-        return None
-    ids = tokenizer(behind, add_special_tokens=False)["input_ids"]
+    ids = tokenizer(behind, add_special_tokens=False)["input_ids"] if behind else []
     special = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", {})}
-    if ids and ids[0] in special:
-        return ids[0]
-    return None
+    return ids[0] if ids and ids[0] in special else None

@@ -1,4 +1,4 @@
-"""An adapter and its base -> one model, saved, loaded again, and compared with what it was made from."""
+"""Merge an adapter into its base, save the model, load it again, and compare the two."""
 
 import gc
 import math
@@ -7,7 +7,7 @@ from typing import Any
 
 from . import loading
 from .channel import Channel, ModelRefused
-from .loading import Loaded
+from .loading import Loaded, ModelSource
 
 TEXTS = (
     "The quick brown fox jumps over the lazy dog, and 12 + 30 = 42.",
@@ -19,67 +19,70 @@ QUESTION = "Name three primary colours, and say why they are called primary."
 def merge(channel: Channel, settings: dict[str, Any]) -> None:
     """Merge the adapter of `settings` into its base and save the result in the folder `into`.
 
-    The event `merged` compares logits over the same texts, as shares of the root mean square of all logits: `error`
-    is how far the saved model lies from base and adapter, `effect` how far the base alone does. `kept` is the share of
-    that effect which the saved model has, along its direction: rounding, which has none, does not count.
+    The event `merged` compares logits over the same texts, as shares of the root mean square of all
+    logits: `error` is how far the saved model lies from base and adapter, `effect` how far the base
+    alone does. `kept` is the share of that effect which the saved model has, along its direction:
+    rounding, which has no direction, does not count.
     """
-    described = settings["model"]
-    loaded = loading.load({**described, "needs_whole_base": True})
-    if not hasattr(loaded.model, "merge_and_unload"):
-        raise ModelRefused("not-mergeable", "this kind of adapter has no weights that could be added to the base's")
+    sources = loading.sources_of(settings["model"])
+    if sources.base is not None:
+        loading.require_whole(sources.base)
+    loaded = loading.load(sources)
     texts = _texts(loaded)
     expected = _logits(loaded, texts)
     with loaded.as_base():
         before = _logits(loaded, texts)
-    channel.send("loaded", device=str(loaded.device), dtype=_dtype(loaded.model))
+    channel.send("loaded", device=loaded.device, dtype=loaded.dtype)
     _merge(loaded)
     channel.send("saving")
-    _save(loaded, settings["into"])
-    tokenizer = loaded.tokenizer
+    folder = settings["into"]
+    _save(loaded, folder)
+    template = loaded.tokenizer.chat_template
     del loaded
     gc.collect()
     channel.send("checking")
-    whole = {**described, "path": settings["into"], "is_adapter": False, "has_tokenizer": True}
-    again = loading.load(whole)
-    merged = _logits(again, texts)
+    saved = loading.load(_source_of_merged(folder, sources.trained.trusts_code))
+    merged = _logits(saved, texts)
     size = _root_mean_square(expected)
     channel.send(
         "merged",
-        dtype=_dtype(again.model),
+        dtype=saved.dtype,
         error=_distance(merged, expected) / size,
         effect=_distance(before, expected) / size,
         kept=_share_kept(before, expected, merged),
         positions=sum(len(row) for row in expected),
-        template=bool(tokenizer.chat_template) and again.tokenizer.chat_template == tokenizer.chat_template,
+        template=bool(template) and saved.tokenizer.chat_template == template,
     )
 
 
-def _merge(loaded: Loaded) -> None:
-    from peft import PeftType
+def _source_of_merged(folder: str, trusts_code: bool) -> loading.ModelSources:
+    trained = ModelSource(folder, None, trusts_code)
+    return loading.ModelSources(trained, base=None, is_adapter=False, has_tokenizer=True)
 
-    kinds = {config.peft_type for config in loaded.model.peft_config.values()}
-    if kinds & {PeftType.PROMPT_TUNING, PeftType.PREFIX_TUNING, PeftType.P_TUNING}:
-        names = ", ".join(sorted(str(kind.value) for kind in kinds))
-        raise ModelRefused("not-mergeable", f"an adapter of the kind {names} has no weights to add to the base's")
+
+def _merge(loaded: Loaded) -> None:
+    if not hasattr(loaded.model.base_model, "merge_and_unload"):
+        kinds = {str(config.peft_type.value) for config in loaded.model.peft_config.values()}
+        names = ", ".join(sorted(kinds))
+        message = f"an adapter of the kind {names} has no weights to add to the base's"
+        raise ModelRefused("not-mergeable", message)
     loaded.model = loaded.model.merge_and_unload(safe_merge=True)
 
 
 def _save(loaded: Loaded, folder: str) -> None:
     """Weights, config, generation config, tokenizer and chat template."""
-    given = loaded.model.generation_config.eos_token_id
-    ends = list(given) if isinstance(given, list) else [given]
     end = loaded.tokenizer.eos_token_id
+    ends = loading.end_tokens(loaded.model) - {None}
     # training may have given the model another end of an answer than its base has
     if end is not None and end not in ends:
-        known = [token for token in ends if token is not None]
-        loaded.model.generation_config.eos_token_id = [end, *known] if known else end
+        loaded.model.generation_config.eos_token_id = [end, *sorted(ends)] if ends else end
     os.makedirs(folder, exist_ok=True)
     loaded.model.save_pretrained(folder)
     loaded.tokenizer.save_pretrained(folder)
 
 
 def _texts(loaded: Loaded) -> list[Any]:
-    """What the logits are compared over: plain texts, and a question in the chat template where there is one."""
+    """The tokens to compare logits over: plain texts and, with a chat template, a question."""
     tokenizer = loaded.tokenizer
     texts = [tokenizer(text, return_tensors="pt")["input_ids"] for text in TEXTS]
     if loaded.has_template:
@@ -104,11 +107,14 @@ def _logits(loaded: Loaded, texts: list[Any]) -> list[Any]:
 
 
 def _distance(some: list[Any], others: list[Any]) -> float:
-    return _root_mean_square([one - other for one, other in zip(some, others, strict=True)])
+    differences = []
+    for row, other in zip(some, others, strict=True):
+        differences.append(row - other)
+    return _root_mean_square(differences)
 
 
 def _share_kept(before: list[Any], expected: list[Any], merged: list[Any]) -> float:
-    """How much of the way from `before` to `expected` lies between `before` and `merged`; 1 where there is no way."""
+    """How much of the way from `before` to `expected` the merged model has gone; 1 for no way."""
     along = 0.0
     whole = 0.0
     for start, end, reached in zip(before, expected, merged, strict=True):
@@ -122,7 +128,3 @@ def _root_mean_square(rows: list[Any]) -> float:
     total = sum(float(row.double().pow(2).sum()) for row in rows)
     count = sum(row.numel() for row in rows)
     return math.sqrt(total / count)
-
-
-def _dtype(model: Any) -> str:
-    return str(model.dtype).replace("torch.", "")

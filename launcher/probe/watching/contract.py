@@ -1,25 +1,34 @@
-"""What is expected of this run, against what happens while it trains: Liger's kernels and the caches first."""
+"""What is expected of this run against what is seen: Liger's kernels, the caches, and the rest."""
 
 import os
 import time
-import types
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
-from .hooks import wrap
-from .process import ProbePiece, Process
+from .hooks import Call, observed, wrap
+from .process import ProbePiece, Process, local_rank
 from .supplies import supply_process_group
 from .watchdog import Watchdog
 
 # Modules of liger_kernel.ops whose autograd functions are counted, each under the module's name.
-OPS = ("rms_norm", "rope", "swiglu", "geglu", "layer_norm", "cross_entropy", "fused_linear_cross_entropy")
+OPS = (
+    "rms_norm",
+    "rope",
+    "swiglu",
+    "geglu",
+    "layer_norm",
+    "cross_entropy",
+    "fused_linear_cross_entropy",
+)
 LOSSES = ("fused_linear_cross_entropy", "cross_entropy")
 PREFERENCE = "liger_kernel.chunked_loss.fused_linear_preference"
-FIRST_LOSS = 0.01  # more than rounding moves the first loss by
+FIRST_LOSS = 0.01  # rounding moves the first loss by less
+PROVED_EARLY = ("liger", "packing", "attention", "dataset_cache", "reference_cache")
 
 
 class Liger(ProbePiece):
-    """Calls of Liger's kernels by op, and the losses that its patches were to put in."""
+    """Calls of Liger's kernels by op, and the losses that its patches put in."""
 
     def __init__(self, process: Process) -> None:
         super().__init__(process)
@@ -32,194 +41,234 @@ class Liger(ProbePiece):
             self.reported = dict(self.calls)
             self.record.write("liger", calls=self.reported)
 
-    def watched(self) -> dict[str, Callable[[types.ModuleType], None]]:
-        return {
-            "liger_kernel.transformers.monkey_patch": self.watch_patch,
-            PREFERENCE: self.watch_preference,
-            **{f"liger_kernel.ops.{name}": self.watch_op for name in OPS},
-        }
+    def is_engaged(self) -> bool:
+        """The other kernels do not save what a patched loss saves: the logits."""
+        return bool(self.calls) and self.losses <= self.calls.keys()
 
-    def watch_op(self, module: types.ModuleType) -> None:
-        """`apply` looks `forward` up on the class at each call, so replacing it reaches every user."""
+    def watchers(self) -> dict[str, Callable[[ModuleType], None]]:
+        ops = {f"liger_kernel.ops.{name}": self.watch_op for name in OPS}
+        patches = "liger_kernel.transformers.monkey_patch"
+        return {patches: self.watch_patches, PREFERENCE: self.watch_preference, **ops}
+
+    def watch_op(self, module: ModuleType) -> None:
+        """Count by `forward`: `apply` looks it up on the class at each call."""
         op = module.__name__.rpartition(".")[2]
-        for function in list(vars(module).values()):
-            own = isinstance(function, type) and function.__module__ == module.__name__
-            if own and function.__name__.endswith("Function") and "forward" in vars(function):
-                wrap(function, "forward", self.counter(op))
+        for member in list(vars(module).values()):
+            if not isinstance(member, type) or not member.__name__.endswith("Function"):
+                continue
+            if member.__module__ == module.__name__ and "forward" in vars(member):
+                self._count(member, op)
 
-    def watch_preference(self, module: types.ModuleType) -> None:
-        wrap(module.LigerFusedLinearPreferenceBase, "forward", self.counter("preference_loss"))
+    def watch_preference(self, module: ModuleType) -> None:
+        self._count(module.LigerFusedLinearPreferenceBase, "preference_loss")
 
-    def counter(self, op: str) -> Callable[..., Any]:
+    def _count(self, owner: type, op: str) -> None:
         def count(original: Any, *args: Any, **kwargs: Any) -> Any:
             if not self.process.testing:
                 self.calls[op] = self.calls.get(op, 0) + 1
             return original(*args, **kwargs)
 
-        return count
+        wrap(owner, "forward", count)
 
-    def watch_patch(self, module: types.ModuleType) -> None:
-        """Every apply_liger_kernel_to_X is recorded with its kwargs, wherever it is looked up."""
+    def watch_patches(self, module: ModuleType) -> None:
+        """Record each apply_liger_kernel_to_X, also where it is looked up by the model's type."""
         table = getattr(module, "MODEL_TYPE_TO_APPLY_LIGER_FN", {})
-        for name in [n for n in vars(module) if n.startswith("apply_liger_kernel_to_")]:
-            original = getattr(module, name)
-            wrap(module, name, self.recorder(name))
+        for name, original in list(vars(module).items()):
+            if not name.startswith("apply_liger_kernel_to_"):
+                continue
+            self._record_patch(module, name)
             for kind, function in list(table.items()):
                 if function is original:
                     table[kind] = getattr(module, name)
 
-    def recorder(self, name: str) -> Callable[..., Any]:
-        def record(original: Any, *args: Any, **kwargs: Any) -> Any:
-            plain = {k: v for k, v in kwargs.items() if isinstance(v, (bool, int, str))}
-            self.losses |= {op for op in LOSSES if plain.get(op) is True}
-            result = original(*args, **kwargs)
+    def _record_patch(self, module: ModuleType, name: str) -> None:
+        def patched(call: Call) -> None:
+            plain = {}
+            for key, value in call.kwargs.items():
+                if isinstance(value, (bool, int, str)):
+                    plain[key] = value
+            self.losses.update(loss for loss in LOSSES if plain.get(loss) is True)
             self.record.write("liger_patch", function=name, kwargs=plain)
-            return result
 
-        return record
+        wrap(module, name, observed(self.record, after=patched))
 
 
 class Contract(ProbePiece):
-    """What was expected of this run, held against what is seen; ends the process where it is broken."""
+    """What was expected of this run; may end the process if it is broken."""
 
     def __init__(self, process: Process, liger: Liger, leave: Callable[..., None]) -> None:
         super().__init__(process)
-        self.liger, self.leave = liger, leave
+        self.liger = liger
+        self.leave = leave
         self.states: dict[str, str] = {}
         self.reported: set[str] = set()
-        # one rank of a machine fills a cache, and the others find it
-        free = {"dataset_cache", "reference_cache"} if int(os.environ.get("LOCAL_RANK") or 0) else set()
-        self.expect = {point: state for point, state in self.settings.expect.items() if point not in free}
+        self.expect = {}
+        for point, state in self.settings.expect.items():
+            # the first rank of a machine fills a cache, and the others hit it
+            shared = point in ("dataset_cache", "reference_cache") and local_rank()
+            if state != "any" and not shared:
+                self.expect[point] = state
 
-    def seen(
-        self, point: str, state: str | None, *, final: bool = True, step: int | None = None, message: str = ""
-    ) -> None:
-        """Note a state; where it is `final` and not the one expected, the contract is broken."""
+    def saw(self, point: str, state: str | None, **violation: Any) -> None:
+        """Note a state that cannot change any more; `violation` is passed to `break_at`."""
         if state is None:
             return
         self.states[point] = state
-        if final and not self.met(point):
-            self.broken(point, state, step=step, message=message)
+        if not self.is_met(point):
+            self.break_at(point, state, **violation)
 
-    def met(self, point: str) -> bool:
-        expected, state = self.expect.get(point), self.states.get(point)
-        also = "isolated" if (point, expected) == ("packing", "on") else expected
-        return expected is None or state in (expected, also)
+    def note(self, point: str, state: str) -> None:
+        """Note a state that may still change."""
+        self.states[point] = state
+
+    def is_met(self, point: str) -> bool:
+        expected = self.expect.get(point)
+        state = self.states.get(point)
+        if point == "packing" and expected == "on" and state == "isolated":
+            return True
+        return expected is None or state == expected
 
     def after_step(self, step: int) -> None:
-        """What has to be proved within the first steps is proved now, or it is not."""
+        """Check what has to be proved within the first steps."""
         if step > self.settings.within:
             return
-        engaged = self.expect.get("liger") == "engaged"
-        # what was to be saved is the logits': without the loss that was asked for, the others are not it
-        if self.liger.calls and (self.liger.losses <= self.liger.calls.keys() or not engaged):
-            self.seen("liger", "engaged")
+        is_expected = self.expect.get("liger") == "engaged"
+        if self.liger.is_engaged() or (self.liger.calls and not is_expected):
+            self.saw("liger", "engaged")
         if step < self.settings.within:
             return
-        self.states.setdefault("liger", "not_engaged" if engaged else "off")
-        for point in ("liger", "packing", "attention", "dataset_cache", "reference_cache"):
-            state, expected = self.states.get(point), self.expect.get(point)
-            if (state, expected) == ("on", "isolated") and not self.settings.isolation:
-                # whoever switches the test off wants no proof
-                continue
-            if not self.met(point):
-                self.broken(point, state or "unknown")
+        self.states.setdefault("liger", "not_engaged" if is_expected else "off")
+        for point in PROVED_EARLY:
+            state = self.states.get(point)
+            # without the test of isolation nothing could prove it
+            untested = self.expect.get(point) == "isolated" and not self.settings.isolation
+            if not self.is_met(point) and not (untested and state == "on"):
+                self.break_at(point, state or "unknown")
 
-    def nonfinite(self, what: str, value: str, step: int) -> None:
+    def tell_nonfinite(self, what: str, number: float | None, step: int) -> None:
+        value = str(number)
         self.record.write("nonfinite", step=step, what=what, value=value)
-        if self.settings.checks_loss:
-            self.broken("loss", f"{what} {value}", step=step, message=f"{what} is {value}", expected="finite")
+        if self.settings.checks("loss"):
+            message = f"{what} is {value}"
+            self.break_at("loss", f"{what} {value}", step=step, message=message, expected="finite")
 
-    def broken(
-        self, point: str, state: str, *, step: int | None = None, message: str = "", expected: str | None = None
+    def break_at(
+        self,
+        point: str,
+        state: str,
+        *,
+        step: int | None = None,
+        message: str = "",
+        expected: str | None = None,
     ) -> None:
-        """Say so once: `message`, in place of the two states, and the `step` it was met in; maybe end the process."""
+        """Report a violation, once a point; maybe end the process.
+
+        `message` replaces the sentence about the two states, `step` the step of the process.
+        """
         if point in self.reported:
             return
         self.reported.add(point)
-        process, last = self.process, self.process.last
+        process = self.process
         expected = expected or self.expect.get(point)
-        # a step in the making is the one that the user will look for
-        begun = process.base + 1 if process.step_begun is not None else None
-        at = step if step is not None else process.at if process.step else begun
-        when = f"step {at}" if at else "before the first step"
+        if step is None:
+            step = self._open_step()
+        when = f"step {step}" if step else "before the first step"
         message = message or f"{point} expected {expected}, seen {state}"
         message += f" ({when}, rank {process.rank})"
-        if point == "loss" and last:
-            norm = f", gradient norm {last['grad_norm']:.4g}" if last["grad_norm"] is not None else ""
-            message += f"; last finite: loss {last['loss']:.6g}{norm} at step {last['step']}"
+        if point == "loss" and process.last:
+            message += f"; last finite: {_described(process.last)}"
         self.record.write(
             "violation",
             point=point,
             expected=expected,
             seen=state,
-            step=at,
+            step=step,
             rank=process.rank,
-            last=last or None,
+            last=process.last or None,
             message=message,
             stopped=self.settings.stops,
         )
         self.leave(message, stops=self.settings.stops)
 
+    def _open_step(self) -> int | None:
+        """The step that the user will look for; None before any."""
+        if self.process.step:
+            return self.process.at
+        if self.process.step_begun is not None:
+            return self.process.base + 1
+        return None
+
+
+def _described(step: dict[str, Any]) -> str:
+    text = f"loss {step['loss']:.6g}"
+    if step["grad_norm"] is not None:
+        text += f", gradient norm {step['grad_norm']:.4g}"
+    return f"{text} at step {step['step']}"
+
 
 class Caches(ProbePiece):
-    """Each cache as it is asked for, before the work that it is to save."""
+    """Whether each cache is hit, seen before the work that it is to save."""
 
     def __init__(self, process: Process, contract: Contract, watchdog: Watchdog) -> None:
         super().__init__(process)
-        self.contract, self.watchdog = contract, watchdog
+        self.contract = contract
+        self.watchdog = watchdog
         self.reference: str | None = None
 
     def tell(self, point: str, hit: bool, path: str) -> None:
         state = "hit" if hit else "miss"
         self.record.write(point, state=state, path=path)
-        self.contract.seen(point, state)
+        self.contract.saw(point, state)
 
-    def watch_dataset(self, module: types.ModuleType) -> None:
-        """open-instruct's tokenised set: it prints the same line for a hit and a miss."""
+    def watch_dataset(self, module: ModuleType) -> None:
+        """open-instruct's tokenised set: its log line is the same for a hit and a miss."""
 
-        def load(original: Any, cache: Any, *args: Any, **kwargs: Any) -> Any:
-            with self.record.quietly("dataset cache"):
-                path = cache.get_cache_path()
-                skip = kwargs.get("dataset_skip_cache", args[2] if len(args) > 2 else False)
-                self.tell("dataset_cache", os.path.exists(path) and not skip, str(path))
-            return original(cache, *args, **kwargs)
+        def load(call: Call) -> None:
+            path = call.owner.get_cache_path()
+            skips = call.argument(3, "dataset_skip_cache", False)
+            self.tell("dataset_cache", os.path.exists(path) and not skips, str(path))
 
-        wrap(module.LocalDatasetTransformationCache, "load_or_transform_dataset", load)
+        owner = module.LocalDatasetTransformationCache
+        wrap(owner, "load_or_transform_dataset", observed(self.record, before=load))
 
-    def watch_maps(self, module: types.ModuleType) -> None:
-        """TRL tokenises with `Dataset.map`: a hit is a result whose files are older than the call."""
+    def watch_maps(self, module: ModuleType) -> None:
+        """TRL tokenises with `Dataset.map`: the files of a hit are older than the call."""
 
-        def mapped(original: Any, *args: Any, **kwargs: Any) -> Any:
+        def map_rows(original: Any, *args: Any, **kwargs: Any) -> Any:
             begun = time.time()
             result = original(*args, **kwargs)
             with self.record.quietly("dataset cache"):
-                names = [file["filename"] for file in getattr(result, "cache_files", None) or ()]
-                if str(kwargs.get("desc", "")).startswith("Tokenizing") and names:
-                    hit = all(os.path.getmtime(name) < begun for name in names)
-                    self.tell("dataset_cache", hit, os.path.dirname(names[0]))
+                files = getattr(result, "cache_files", None) or ()
+                paths = [file["filename"] for file in files]
+                if paths and str(kwargs.get("desc", "")).startswith("Tokenizing"):
+                    hit = all(os.path.getmtime(path) < begun for path in paths)
+                    self.tell("dataset_cache", hit, os.path.dirname(paths[0]))
             return result
 
-        wrap(module.Dataset, "map", mapped)
+        wrap(module.Dataset, "map", map_rows)
 
-    def watch_reference(self, module: types.ModuleType) -> None:
-        def build(original: Any, *args: Any, **kwargs: Any) -> Any:
-            with self.record.quietly("reference cache"):
-                path = kwargs["cache_path"]
-                self.reference = str(path)
-                self.tell("reference_cache", path.exists(), self.reference)
+    def watch_reference(self, module: ModuleType) -> None:
+        def build(call: Call) -> None:
+            # it may take any time
             self.watchdog.enter(None)
             if self.settings.cpu:
                 supply_process_group(self.record)
-            return original(*args, **kwargs)
+            path = call.kwargs["cache_path"]
+            self.reference = str(path)
+            self.tell("reference_cache", path.exists(), self.reference)
 
-        wrap(module, "build_reference_logprobs_cache", build)
+        wrap(module, "build_reference_logprobs_cache", observed(self.record, before=build))
 
     def check_first_loss(self, loss: float) -> None:
-        """A policy that has not moved is its own reference: another loss shows another reference."""
-        expected, path = self.settings.first_loss, self.reference
-        if expected is None or path is None or self.process.resumed or abs(loss - expected) <= FIRST_LOSS:
+        """An unchanged policy is its own reference: another loss means another reference."""
+        expected = self.settings.first_loss
+        path = self.reference
+        if expected is None or path is None or self.process.resumed:
             return
-        self.record.write("reference_cache", state="stale", path=path, first_loss=loss, expected_loss=expected)
+        if abs(loss - expected) <= FIRST_LOSS:
+            return
+        self.record.write(
+            "reference_cache", state="stale", path=path, first_loss=loss, expected_loss=expected
+        )
         state = f"stale: the first loss is {loss:.4f}, not {expected:.4f}"
-        self.contract.broken("reference_cache", state, step=1, expected="that of this model")
+        self.contract.break_at("reference_cache", state, step=1, expected="that of this model")

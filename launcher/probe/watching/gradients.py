@@ -1,11 +1,11 @@
-"""Whether the optimizer gets what the batch gave: gradients of autograd against those that are used.
+"""Whether the optimizer uses the gradients that autograd computed.
 
-An engine between backward and optimizer adds up micro-batches, averages over processes, clips, and may
-lose or mix up data on the way (DeepSpeed 0.18.5 to 0.18.9 with `overlap_comm`: DeepSpeed's PRs 7805, 7965
-and 8080). So a hook on every trained parameter copies a sample of the gradient that autograd made of each
-micro-batch, before any engine reads it; the samples are summed in fp32, averaged over the processes by
-an all-reduce of their own, and compared with the same elements of what the optimizer is about to use.
-docs/gradients.md gives the tolerance and the cost.
+An engine between backward and optimizer adds up micro-batches, averages over processes, clips, and
+may lose or mix up data on the way (DeepSpeed 0.18.5 to 0.18.9 with `overlap_comm`: DeepSpeed's PRs
+7805, 7965 and 8080). So a hook on every trained parameter copies a sample of its gradient in each
+micro-batch, before any engine reads it. The samples are summed in fp32, averaged over the processes
+by an all-reduce of their own, and compared with the same elements of what the optimizer is about to
+use. docs/gradients.md gives the tolerance and the cost.
 """
 
 import contextlib
@@ -17,193 +17,260 @@ import random
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from .contract import Contract
-from .engines import DeepSpeed, Unsupported, engine_of
+from .engines import DeepSpeed, Plain, Unsupported, find_engine
 from .model import numel_of
 from .process import ProbePiece, Process
 from .steps import Reading
 
-ELEMENTS = 2**21  # of all parameters together, at most: three fp32 buffers and one temporary, 32 MiB
+ELEMENTS = 2**21  # of all parameters, at most: three fp32 buffers and one temporary, 32 MiB
 ROW = 4096  # of one parameter, at most; one with fewer elements is compared whole
-DENSE = 32  # steps that are all compared; after them every `EVERY`th
+DENSE = 8  # the first steps, which are all compared; after them every `EVERY`th
 EVERY = 8
 AGREEMENT = 60.0  # seconds to wait, once, until every process has its hooks
-STRICTNESS = 4.0  # standard deviations of the rounding error that are still taken for rounding
+STRICTNESS = 4.0  # standard deviations of the rounding error that still pass for rounding
+LARGEST_RATIO = 1e30
 
 
 def tolerance(unit: float, additions: int) -> float:
     """The relative error, in L2 norm, that rounding alone explains.
 
-    Each of `additions` roundings is off by up to `unit` of a partial sum, uniformly, so by unit / sqrt(3)
-    in the mean, and independent errors add up by their squares.
+    Each of `additions` roundings is off by up to `unit` of a partial sum, uniformly, so by
+    unit / sqrt(3) in the mean, and independent errors add up by their squares.
     """
     return max(1e-4, STRICTNESS * unit * math.sqrt(additions / 3))
 
 
 class ElementSample:
-    """One step's elements of each parameter: `count` of them, `stride` apart, from `offset`."""
+    """Some elements of each parameter: `counts` of them, `strides` apart, from `offsets` on."""
 
     def __init__(self, sizes: list[int], width: int) -> None:
+        self.sizes = sizes
         self.counts = [min(size, width) for size in sizes]
         self.strides = []
-        for size, count in zip(sizes, self.counts, strict=True):
-            stride = max(1, (size - 1) // max(1, count - 1)) if size > count else 1
-            # an even stride would meet the same columns of every row of a matrix
-            self.strides.append(stride - 1 if stride > 1 and stride % 2 == 0 else stride)
-        self.sizes = sizes
         self.offsets = [0] * len(sizes)
+        for size, count in zip(sizes, self.counts, strict=True):
+            stride = max(1, (size - 1) // max(1, count - 1))
+            if stride % 2 == 0:
+                # an even stride would meet the same columns in every row of a matrix
+                stride -= 1
+            self.strides.append(stride)
 
     def draw(self, seed: int) -> None:
+        """Choose other offsets."""
         dice = random.Random(seed)
-        for row, (size, count) in enumerate(zip(self.sizes, self.counts, strict=True)):
-            slack = size - 1 - (count - 1) * self.strides[row]
-            self.offsets[row] = dice.randint(0, slack) if slack > 0 else 0
+        for row, size in enumerate(self.sizes):
+            slack = size - 1 - (self.counts[row] - 1) * self.strides[row]
+            self.offsets[row] = int(dice.random() * (slack + 1))
 
-    def place(self, row: int) -> tuple[int, int, int]:
-        """What `elements` takes."""
-        return self.offsets[row], self.strides[row], self.counts[row]
+    def pick(self, row: int, tensor: Any) -> Any:
+        """The sample of a whole parameter, or of a tensor of its size."""
+        return elements(tensor, self.offsets[row], self.strides[row], self.counts[row])
+
+    def pick_from_part(self, row: int, tensor: Any, start: int, first: int, last: int) -> Any:
+        """Samples `first` to `last` of a tensor that holds a parameter from element `start` on."""
+        stride = self.strides[row]
+        return elements(tensor, self.offsets[row] + first * stride - start, stride, last - first)
 
     def within(self, row: int, start: int, end: int) -> tuple[int, int]:
-        """Which of the row's samples lie in elements `start` to `end` of its parameter."""
-        offset, stride = self.offsets[row], self.strides[row]
+        """The range of samples that lie in the elements `start` to `end` of a parameter."""
+        offset = self.offsets[row]
+        stride = self.strides[row]
         first = max(0, -((offset - start) // stride))
         last = min(self.counts[row], -((offset - end) // stride))
         return first, max(first, last)
 
 
+def elements(tensor: Any, offset: int, stride: int, count: int) -> Any:
+    """`count` elements of the flattened tensor, `stride` apart; a view if the tensor allows one."""
+    if tensor.is_contiguous():
+        return tensor.as_strided((count,), (stride,), tensor.storage_offset() + offset)
+    torch = sys.modules["torch"]
+    places = torch.arange(count, device=tensor.device) * stride + offset
+    return tensor[torch.unravel_index(places, tensor.shape)]
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedStep:
+    """A step whose comparison is on its way from the device."""
+
+    step: int
+    elements: int
+    allowed: float
+
+
 class Gradients(ProbePiece):
     """The comparison, from the first training pass on; `reason` says why there is none.
 
-    `index` is that of the optimizer step in the making. `filled`: the hooks have added something that is not
-    folded yet; `finished`: this step has been compared.
+    `index` is the number of the open optimizer step, `active` whether it is compared. `filled`: the
+    hooks have added samples that are not folded into the sums yet. `finished`: the step was
+    compared.
     """
 
     def __init__(self, process: Process, contract: Contract) -> None:
         super().__init__(process)
         self.contract = contract
-        self.models: list[Any] = []
-        self.engine: Any = None
+        self.model: Any = None
+        self.engine: Plain | None = None
         self.reason: str | None = None
-        self.ready = self.filled = self.finished = False
+        self.ready = False
+        self.active = False
+        self.filled = False
+        self.finished = False
         self.failed: BaseException | None = None
         self.readings: list[Reading] = []
-        self.index = self.micro_batches = self.checks = self.skipped = self.corrupt_checks = 0
-        self.corrupt: dict[str, Any] | None = None
+        self.index = 0
+        self.micro_batches = 0
+        self.checks = 0
+        self.skipped = 0
+        self.corrupt_checks = 0
+        self.corrupt: dict[str, Any] = {}
         self.largest = 0.0
-        self.steps: list[int] = []
+        self.first_step = 0
+        self.last: dict[str, Any] = {}
         self.reported: tuple[int, int] | None = None
 
     def prepared(self, model: Any) -> None:
-        """A model as it will be trained: an engine, a wrapper, or itself."""
-        if any(p.requires_grad for p in model.parameters()):
-            self.models.append(model)
+        """A model in the form in which it will be trained: an engine, a wrapper, or itself."""
+        if any(parameter.requires_grad for parameter in model.parameters()):
+            self.model = model
 
     def begin(self) -> None:
         """Set up the hooks before the first backward pass; on every process, or on none."""
         if self.ready or self.reason is not None:
             return
-        compares = self.settings.gradients
+        digest = ""
         try:
-            if not compares:
-                raise Unsupported("`expect: {gradients: any}` switches the comparison off")
-            if not self.models:
-                raise Unsupported("no model was seen on its way to the trainer")
-            self._set_up(self.models[-1])
-            digest = hashlib.sha256(repr((self.names, self.sample.sizes)).encode()).hexdigest()
+            self._set_up()
+            layout = repr((self.names, self.sample.sizes))
+            digest = hashlib.sha256(layout.encode()).hexdigest()
+        except Unsupported as unsupported:
+            self.reason = str(unsupported)
         except Exception as error:
-            digest = ""
-            self.reason = str(error) if isinstance(error, Unsupported) else repr(error)
-        agreed = not compares or self.process.world == 1 or _agreed(digest, self.process.rank, self.process.world)
-        if self.reason is None and not agreed:
-            self.reason = "not every process could set up its hooks"
+            self.reason = repr(error)
+        world = self.process.world
+        if self.settings.checks("gradients") and world > 1:
+            agreed = _all_agree(digest, self.process.rank, world)
+            if self.reason is None and not agreed:
+                self.reason = "not every process could set up its hooks"
         if self.reason is not None:
-            self.contract.seen("gradients", "unknown", final=False)
+            self.contract.note("gradients", "unknown")
             self.record.write("gradients", state="unknown", reason=self.reason)
             return
-        self._hook_all()
         if isinstance(self.engine, DeepSpeed):
             for optimizer in self.engine.steppers:
                 optimizer.register_step_pre_hook(self._before_inner_step)
         self.ready = True
         self._arm()
 
-    def _set_up(self, model: Any) -> None:
+    def _set_up(self) -> None:
+        if not self.settings.checks("gradients"):
+            raise Unsupported("`expect: {gradients: any}` switches the comparison off")
+        if self.model is None:
+            raise Unsupported("no model was seen on its way to the trainer")
         torch = sys.modules["torch"]
-        module = getattr(model, "module", model)
-        trained = {name: p for name, p in module.named_parameters() if p.requires_grad and numel_of(p)}
+        module = getattr(self.model, "module", self.model)
+        trained = {}
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad and numel_of(parameter):
+                trained[name] = parameter
         if not trained:
             raise Unsupported("no parameter is trained")
-        self.engine = engine_of(model, trained, self.process.world)
+        engine = find_engine(self.model, trained, self.process.world)
+        self.engine = engine
         self.names = list(trained)
-        sizes = [numel_of(p) for p in trained.values()]
-        width = max(16, min(ROW, ELEMENTS // len(sizes), max(sizes)))
+        sizes = [numel_of(parameter) for parameter in trained.values()]
+        rows = len(sizes)
+        width = max(16, min(ROW, ELEMENTS // rows, max(sizes)))
         self.sample = ElementSample(sizes, width)
-        self.rows, self.width = len(sizes), width
-        self.device = next(iter(trained.values())).device
-        if self.device.type == "cpu" and torch.cuda.is_available() and not self.settings.cpu:
+        device = next(iter(trained.values())).device
+        if device.type == "cpu" and torch.cuda.is_available() and not self.settings.cpu:
             # offloaded parameters come to the device for their gradients
-            self.device = torch.device("cuda", torch.cuda.current_device())
-        formats = {f for f in self.engine.formats if f.is_floating_point}
-        self.unit = max(torch.finfo(f).eps for f in formats) / 2
-        self.smallest = max(torch.finfo(f).smallest_normal * torch.finfo(f).eps for f in formats)
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.device = device
+        limits = [torch.finfo(dtype) for dtype in engine.formats if dtype.is_floating_point]
+        self.unit = max(limit.eps for limit in limits) / 2
+        self.smallest = max(limit.smallest_normal * limit.eps for limit in limits)
         # the sums of all rows and, behind them, the squares of what was added to each
-        self.total = torch.zeros(self.rows * (width + 1), dtype=torch.float32, device=self.device)
-        self.sums = self.total[: self.rows * width].view(self.rows, width)
-        self.squares = self.total[self.rows * width :]
-        self.added, self.used = torch.zeros_like(self.sums), torch.zeros_like(self.sums)
-        self.spans = [(0, 0)] * self.rows
-        self.handles: set[int] = set()
+        self.total = torch.zeros(rows * (width + 1), dtype=torch.float32, device=device)
+        self.sums = self.total[: rows * width].view(rows, width)
+        self.squares = self.total[rows * width :]
+        self.added = torch.zeros_like(self.sums)
+        self.used = torch.zeros_like(self.sums)
+        counts = self.sample.counts
+        # views that the hooks would otherwise create in every step
+        self.targets = [row[:count] for row, count in zip(self.added, counts, strict=True)]
+        self.used_rows = list(self.used)
+        self.counts = torch.tensor(counts, device=device)
+        self.columns = torch.arange(width, device=device)
+        self.spans = [(0, 0)] * rows
+        self.handles: dict[int, Any] = {}
         self.scale: Any = 1.0
 
-    def _hook_all(self) -> None:
-        for row, parameter in enumerate(self.engine.hooked()):
-            if parameter is not None and row not in self.handles:
-                self.handles.add(row)
-                parameter.register_hook(functools.partial(self._add, row))
+    def _hook_all(self, engine: Plain) -> None:
+        """Hook the rows that have a tensor by now and no hook yet."""
+        if len(self.handles) == len(self.names):
+            return
+        for row, tensor in enumerate(engine.hooked()):
+            if tensor is not None and row not in self.handles:
+                self.handles[row] = tensor.register_hook(functools.partial(self._add, row))
+
+    def _unhook_all(self) -> None:
+        for handle in self.handles.values():
+            handle.remove()
+        self.handles.clear()
 
     def _add(self, row: int, gradient: Any) -> None:
-        if self.active and not self.process.testing:
-            with self._trying():
-                self.added[row, : self.sample.counts[row]].add_(elements(gradient, *self.sample.place(row)))
-                self.filled = True
+        """Runs for each parameter in each backward pass, so it must be cheap."""
+        if self.process.testing or not self.active:
+            return
+        try:
+            self.targets[row].add_(self.sample.pick(row, gradient))
+            self.filled = True
+        except Exception as error:
+            self.failed = error
 
     @contextlib.contextmanager
     def _trying(self) -> Iterator[None]:
-        """What fails in here ends the comparison of this step, and not the training."""
+        """An exception ends the comparison of this step, and not the training."""
         try:
             yield
         except Exception as error:
             self.failed = error
 
     def _arm(self) -> None:
-        """Decide whether the next step is compared, by its number alone: the same on every process."""
+        """Decide whether the next step is compared, by its number: the same on every process."""
         self.index += 1
         self.micro_batches = 0
-        self.filled = self.finished = False
+        self.filled = False
+        self.finished = False
         self.failed = None
         self.active = self.index <= DENSE or self.index % EVERY == 0
-        if self.active:
-            self.sample.draw(self.index)
-            for tensor in (self.total, self.added, self.used):
-                tensor.zero_()
-            self.spans = [(0, 0)] * self.rows
+        if not self.active:
+            self._unhook_all()
+            return
+        self.sample.draw(self.index)
+        for tensor in (self.total, self.added, self.used):
+            tensor.zero_()
+        self.spans = [(0, 0)] * len(self.spans)
 
-    def micro_batch(self) -> None:
-        """A backward pass begins: what the last one left is added up."""
+    def begin_micro_batch(self) -> None:
+        """A backward pass begins: add up what the last one left."""
         if self.process.testing:
             return
         with self.record.quietly("gradients"):
             self.begin()
-        if not self.ready:
+        if not self.ready or self.engine is None:
             return
         if self.finished:
             self._arm()
-        with self._trying():
-            self._fold()
-            if len(self.handles) < self.rows:
-                self._hook_all()
+        if self.active:
+            with self._trying():
+                self._fold()
+                self._hook_all(self.engine)
 
     def _fold(self) -> None:
         if not self.filled:
@@ -215,32 +282,31 @@ class Gradients(ProbePiece):
         self.added.zero_()
 
     def _before_inner_step(self, optimizer: Any, *_: Any) -> None:
-        """DeepSpeed's inner optimizer is about to use flat gradients, of some parameters in each call."""
-        if self.active and not self.finished:
+        """DeepSpeed's inner optimizer is about to use some of the flat gradients."""
+        if self.active and not self.finished and isinstance(self.engine, DeepSpeed):
             with self._trying():
                 self.scale = self.engine.scale()
-                self._take(optimizer)
+                self._take(self.engine, optimizer)
 
     def before_step(self) -> None:
-        """Gradients are whole and not clipped yet, where no engine steps by itself."""
-        if not self.ready or self.finished or isinstance(self.engine, DeepSpeed):
+        """Gradients are complete and not clipped yet, in a loop that calls its optimizer itself."""
+        if self.finished or self.engine is None or isinstance(self.engine, DeepSpeed):
             return
         if self.active:
             with self._trying():
-                self._take()
-        self.step_over()
+                self._take(self.engine)
+        self.end_step()
 
-    def _take(self, optimizer: Any = None) -> None:
-        for row, start, gradient in self.engine.pieces(optimizer):
+    def _take(self, engine: Plain, optimizer: Any = None) -> None:
+        for row, start, gradient in engine.pieces(optimizer):
             first, last = self.sample.within(row, start, start + int(gradient.numel()))
             if first < last:
-                offset, stride, _ = self.sample.place(row)
-                part = elements(gradient, offset + first * stride - start, stride, last - first)
-                self.used[row, first:last].copy_(part)
+                part = self.sample.pick_from_part(row, gradient, start, first, last)
+                self.used_rows[row][first:last].copy_(part)
                 self.spans[row] = (first, last)
 
-    def step_over(self) -> None:
-        """The optimizer has what it uses: compare. Every process calls this once a step."""
+    def end_step(self) -> None:
+        """The optimizer has its gradients: compare. Every process calls this once a step."""
         if not self.ready or self.finished:
             return
         self.finished = True
@@ -249,7 +315,7 @@ class Gradients(ProbePiece):
         with self._trying():
             self._fold()
         with self.record.quietly("gradients"):
-            # a process that failed takes part too, and shows it: the others are waiting
+            # a process that failed takes part, as the others wait for it, and spoils the sums
             if self.failed is not None:
                 self.total.fill_(math.nan)
             if self.process.world > 1:
@@ -257,36 +323,38 @@ class Gradients(ProbePiece):
             if self.failed is not None:
                 self.skipped += 1
                 self.record.trouble("gradients", self.failed)
-            elif not any(last for _, last in self.spans):
+            elif any(last for _, last in self.spans):
+                self._compare()
+            else:
                 # this process updates none of the elements, or the engine skipped the step
                 self.skipped += 1
-            else:
-                self._compare()
 
     def _compare(self) -> None:
+        """Queue the comparison on the device. `_judge` gets its result."""
         torch = sys.modules["torch"]
+        engine: Any = self.engine
         spans = torch.tensor(self.spans, device=self.device)
-        place = torch.arange(self.width, device=self.device)
-        inside = (place >= spans[:, :1]) & (place < spans[:, 1:])
-        scale: Any = self.scale if isinstance(self.engine, DeepSpeed) else 1.0
+        inside = (self.columns >= spans[:, :1]) & (self.columns < spans[:, 1:])
+        scale = self.scale
         if hasattr(scale, "to"):
             scale = scale.to(self.device)
-        factor = scale / self.engine.divisor
+        factor = scale / engine.divisor
         self.sums.mul_(factor).mul_(inside)
         self.used.mul_(inside)
-        true, used = self.sums.square().sum(dim=1).sqrt(), self.used.square().sum(dim=1).sqrt()
-        error = self.used.sub_(self.sums).square().sum(dim=1).sqrt()
-        counts = torch.tensor(self.sample.counts, device=self.device)
-        share = (spans[:, 1] - spans[:, 0]) / counts
-        # what was added up sets the size of the roundings, also where it cancels out
-        parts = (self.squares * share).sqrt() * factor
+        true = _norms(self.sums)
+        used = _norms(self.used)
+        error = _norms(self.used.sub_(self.sums))
+        share = (spans[:, 1] - spans[:, 0]) / self.counts
+        # the summands set the size of the roundings, also where they cancel out
+        summands = (self.squares * share).sqrt() * factor
         additions = self.process.world + max(1, self.micro_batches) + 2
         allowed = tolerance(self.unit, additions)
-        floor = additions * self.smallest * math.sqrt(self.width)
-        limit = allowed * torch.maximum(true, parts) + floor * factor
-        # where autograd itself gave no number or nothing at all, there is nothing to hold it against
-        known = torch.isfinite(self.squares) & torch.isfinite(true) & (self.squares > 0)
-        ratio = torch.where(known, (error / limit).nan_to_num(nan=math.inf, posinf=math.inf), 0.0)
+        floor = additions * self.smallest * math.sqrt(len(self.columns))
+        limit = allowed * torch.maximum(true, summands) + floor * factor
+        # where autograd itself gave no number or nothing, there is nothing to compare with
+        valid = torch.isfinite(self.squares) & torch.isfinite(true) & (self.squares > 0)
+        ratio = (error / limit).nan_to_num(nan=math.inf, posinf=math.inf)
+        ratio = torch.where(valid, ratio, 0.0)
         worst = ratio.argmax()
         scalars = {
             "ratio": [ratio[worst]],
@@ -294,117 +362,122 @@ class Gradients(ProbePiece):
             "error": [error[worst]],
             "true": [true[worst]],
             "used": [used[worst]],
-            "known": [(known & (share > 0)).sum()],
+            "valid": [(valid & (share > 0)).sum()],
             "broken": [(ratio > 1).sum()],
         }
         compared = sum(last - first for first, last in self.spans)
-        facts = {"step": self.process.base + self.index, "elements": compared, "allowed": allowed}
-        self.readings.append(Reading(scalars, facts))
+        step = ComparedStep(self.process.base + self.index, compared, allowed)
+        self.readings.append(Reading(scalars, step))
 
     def settle(self, *, wait: bool = False) -> None:
-        while self.readings and (wait or len(self.readings) > 1 or self.readings[0].ready()):
+        while self.readings and (wait or len(self.readings) > 1 or self.readings[0].is_ready()):
             with self.record.quietly("gradients"):
                 self._judge(self.readings.pop(0))
 
     def _judge(self, reading: Reading) -> None:
-        values = {name: numbers[0] for name, numbers in reading.take().items()}
-        facts = reading.known
-        if not values["known"]:
+        values = {name: numbers[0] for name, numbers in reading.wait().items()}
+        compared: ComparedStep = reading.facts
+        if not values["valid"]:
             self.skipped += 1
             return
         self.checks += 1
-        self.steps = [*self.steps[:1], facts["step"]]
-        self.last = {**facts, "parameters": int(values["known"])}
-        self.largest = max(self.largest, min(values["ratio"], 1e30) * facts["allowed"])
-        if values["ratio"] <= 1:
-            if self.corrupt is None:
-                self.contract.seen("gradients", "true")
-            if self.checks & (self.checks - 1) == 0:
-                self.report()
+        self.first_step = self.first_step or compared.step
+        self.largest = max(self.largest, min(values["ratio"], LARGEST_RATIO) * compared.allowed)
+        self.last = {
+            "last_step": compared.step,
+            "parameters": int(values["valid"]),
+            "elements": compared.elements,
+            "largest_error": _rounded(self.largest),
+            "allowed": round(compared.allowed, 6),
+        }
+        if values["ratio"] > 1:
+            self.corrupt_checks += 1
+            if not self.corrupt:
+                self._tell_corrupt(compared.step, values)
             return
-        self.corrupt_checks += 1
-        if self.corrupt is not None:
-            return
-        name, broken = self.names[int(values["row"])], int(values["broken"])
+        if not self.corrupt:
+            self.contract.saw("gradients", "true")
+        if self.checks & (self.checks - 1) == 0:
+            self.report()
+
+    def _tell_corrupt(self, step: int, values: dict[str, float]) -> None:
+        name = self.names[int(values["row"])]
+        broken = int(values["broken"])
         self.corrupt = {
-            "first_corrupt": facts["step"],
+            "first_corrupt": step,
             "parameter": name,
             "broken": broken,
-            "true_norm": _number(values["true"]),
-            "used_norm": _number(values["used"]),
-            "error": _number(values["error"]),
+            "true_norm": _rounded(values["true"]),
+            "used_norm": _rounded(values["used"]),
+            "error": _rounded(values["error"]),
         }
         self.report()
         message = (
-            f"gradients are corrupt: {name}: the optimizer uses a gradient of norm {values['used']:.4g}, "
-            f"that of the batch is {values['true']:.4g}, their difference {values['error']:.3g}; "
-            f"{broken} of {int(values['known'])} parameters here are wrong"
+            f"gradients are corrupt: {name}: the optimizer uses a gradient of norm "
+            f"{values['used']:.4g}, that of the batch is {values['true']:.4g}, their difference "
+            f"{values['error']:.3g}; {broken} of {int(values['valid'])} parameters here are wrong"
         )
-        self.contract.seen("gradients", "corrupt", step=facts["step"], message=message)
+        self.contract.saw("gradients", "corrupt", step=step, message=message)
 
     def report(self) -> None:
         if not self.ready or self.reported == (self.checks, self.skipped):
             return
         self.reported = (self.checks, self.skipped)
-        state = "corrupt" if self.corrupt else "true" if self.checks else "unknown"
-        fields: dict[str, Any] = {
-            "state": state,
-            "engine": type(self.engine).__name__,
-            "checks": self.checks,
-            "skipped": self.skipped,
-            "corrupt_checks": self.corrupt_checks,
-        }
-        if self.checks:
-            fields |= {
-                "first_step": self.steps[0],
-                "last_step": self.steps[-1],
-                "parameters": self.last["parameters"],
-                "elements": self.last["elements"],
-                "largest_error": _number(self.largest),
-                "allowed": round(self.last["allowed"], 6),
-            }
+        if self.corrupt:
+            state = "corrupt"
+        elif self.checks:
+            state = "true"
         else:
-            fields["reason"] = "no optimizer step was compared"
-        self.record.write("gradients", **fields, **(self.corrupt or {}))
+            state = "unknown"
+        fields: dict[str, Any] = {"reason": "no optimizer step was compared"}
+        if self.checks:
+            fields = {"first_step": self.first_step, **self.last, **self.corrupt}
+        self.record.write(
+            "gradients",
+            state=state,
+            engine=type(self.engine).__name__,
+            checks=self.checks,
+            skipped=self.skipped,
+            corrupt_checks=self.corrupt_checks,
+            **fields,
+        )
 
-    def ends(self) -> None:
-        with self.record.quietly("gradients"):
-            self.settle(wait=True)
-            self.report()
+    def end(self) -> None:
+        self.settle(wait=True)
+        self.report()
 
 
-def elements(tensor: Any, offset: int, stride: int, count: int) -> Any:
-    """`count` elements of the flattened tensor, `stride` apart; without copying it where that can be."""
-    if tensor.is_contiguous():
-        return tensor.view(-1)[offset : offset + (count - 1) * stride + 1 : stride]
-    torch = sys.modules["torch"]
-    places = torch.arange(count, device=tensor.device) * stride + offset
-    return tensor[torch.unravel_index(places, tensor.shape)]
+def _norms(rows: Any) -> Any:
+    return rows.square().sum(dim=1).sqrt()
 
 
-def _number(value: float) -> float | None:
+def _rounded(value: float) -> float | None:
     return float(f"{value:.4g}") if math.isfinite(value) else None
 
 
-def _agreed(digest: str, rank: int, world: int) -> bool:
-    """Whether every process is here with hooks on the same parameters.
+def _all_agree(digest: str, rank: int, world: int) -> bool:
+    """Whether every process is here with hooks on the same parameters; False if it cannot be told.
 
-    Asked once, through the store that the processes met at: a process that has no probe never answers, and
-    a collective would wait for it. Rank 0 decides, so that all do the same.
+    Asked once, through the store that the processes met at: a process without a probe never
+    answers, and a collective would wait for it. Rank 0 decides, so that all do the same.
     """
     distributed = sys.modules["torch"].distributed
     if not distributed.is_initialized() or distributed.get_world_size() != world:
         return False
+    same = f"launch/gradients/{digest or 'none'}"
+    unable = "launch/gradients/none"
+    decision = "launch/gradients/decision"
     try:
         store = distributed.distributed_c10d._get_default_store()
-        here, lacking, decision = (f"launch/gradients/{name}" for name in (digest or "none", "none", "decision"))
-        count, end = store.add(here, 1), time.monotonic() + AGREEMENT
+        count = store.add(same, 1)
         if rank:
+            # longer than rank 0 waits
             store.wait([decision], datetime.timedelta(seconds=AGREEMENT + 30))
             return bool(store.get(decision) == b"yes")
-        while count < world and not store.add(lacking, 0) and time.monotonic() <= end:
+        end = time.monotonic() + AGREEMENT
+        while count < world and not store.add(unable, 0) and time.monotonic() <= end:
             time.sleep(0.01)
-            count = store.add(here, 0)
+            count = store.add(same, 0)
         agreed = bool(digest) and bool(count == world)
         store.set(decision, "yes" if agreed else "no")
         return agreed

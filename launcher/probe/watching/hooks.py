@@ -1,59 +1,96 @@
-"""Watching modules as they are imported: so nothing is imported any earlier than upstream would."""
+"""Watch modules as upstream imports them, so that nothing is imported any earlier."""
 
 import functools
 import importlib.util
-import types
+import sys
 from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 from .process import EventLog
 
 
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a watched function; a method's object is the first of `args`."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    result: Any = None
+
+    @property
+    def owner(self) -> Any:
+        return self.args[0]
+
+    def argument(self, place: int, name: str, default: Any = None) -> Any:
+        if len(self.args) > place:
+            return self.args[place]
+        return self.kwargs.get(name, default)
+
+
+Reaction = Callable[[Call], object]
+
+
 def wrap(owner: Any, name: str, instead: Callable[..., Any]) -> None:
-    """Have `instead` called in place of `owner.name`, with that and its arguments."""
+    """Replace `owner.name` by `instead`, which gets the original before its arguments.
+
+    Raises AttributeError if there is no such function.
+    """
     raw = vars(owner).get(name) if isinstance(owner, type) else getattr(owner, name)
     if raw is None:
         raise AttributeError(f"{owner!r} has no {name}")
-    kind = type(raw) if isinstance(raw, (staticmethod, classmethod)) else None
-    original = raw if kind is None else raw.__func__
+    bound = isinstance(raw, (staticmethod, classmethod))
+    original = raw.__func__ if bound else raw
 
     @functools.wraps(original)
     def inner(*args: Any, **kwargs: Any) -> Any:
         return instead(original, *args, **kwargs)
 
-    setattr(owner, name, inner if kind is None else kind(inner))
+    setattr(owner, name, type(raw)(inner) if bound else inner)
 
 
 def wrap_known(owner: Any, names: tuple[str, ...], instead: Callable[..., Any]) -> None:
-    """The same for those of the names that this version has."""
+    """`wrap` those of the names that this release of the package has."""
     for name in names:
         if vars(owner).get(name) is not None:
             wrap(owner, name, instead)
 
 
 def observed(
-    record: EventLog, *, before: Callable[..., object] | None = None, after: Callable[..., object] | None = None
+    record: EventLog, *, before: Reaction | None = None, after: Reaction | None = None
 ) -> Callable[..., Any]:
-    """For `wrap`: calls `before` with the arguments, `after` with the result too; what fails in them is noted."""
+    """For `wrap`: react to each call. What fails in a reaction is a note in the record."""
 
     def call(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         name = getattr(original, "__name__", "a call")
         if before is not None:
             with record.quietly(f"before {name}"):
-                before(*args, **kwargs)
+                before(Call(args, kwargs))
         result = original(*args, **kwargs)
         if after is not None:
             with record.quietly(f"after {name}"):
-                after(result, *args, **kwargs)
+                after(Call(args, kwargs, result))
         return result
 
     return call
 
 
-class Watcher:
-    """Calls a function once, right after the module that it is registered for has been executed."""
+def load_file(path: str, name: str) -> Any:
+    """Import a file by its path, under a name that no package of a trainer has."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    # dataclasses look their module up
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
 
-    def __init__(self, record: EventLog, after: dict[str, Callable[[types.ModuleType], None]]):
+
+class Watcher:
+    """An import hook that calls a function once, after the module it is registered for has run."""
+
+    def __init__(self, record: EventLog, after: dict[str, Callable[[ModuleType], None]]) -> None:
         self.record = record
         self.after = after
         self.looking: set[str] = set()
@@ -72,9 +109,9 @@ class Watcher:
             return None
         execute = spec.loader.exec_module
 
-        def exec_module(module: types.ModuleType) -> None:
+        def exec_module(module: ModuleType) -> None:
             execute(module)
-            # not before: whoever only asks whether a package is installed looks for it too
+            # only now: find_spec is also called to ask whether a package is installed
             action = self.after.pop(fullname, None)
             if action is not None:
                 with self.record.quietly(f"watching {fullname}"):

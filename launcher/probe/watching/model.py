@@ -1,7 +1,8 @@
-"""What was loaded: the model's class, attention and shape; the device, its memory, and the packages."""
+"""The model's class, attention, shape and frequencies; the device and its memory."""
 
 import contextlib
 import importlib.metadata
+import resource
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,29 +10,42 @@ from typing import Any
 
 from .process import EventLog, ProbePiece, Process
 
-PACKAGES = "torch transformers accelerate deepspeed trl liger_kernel flash_attn bitsandbytes peft".split()
+PACKAGES = (
+    "torch",
+    "transformers",
+    "accelerate",
+    "deepspeed",
+    "trl",
+    "liger_kernel",
+    "flash_attn",
+    "bitsandbytes",
+    "peft",
+)
+GIB = 2**30
 
 
 def base_of(model: Any) -> Any:
+    """The model without its adapter."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def described(model: Any, record: EventLog) -> dict[str, Any]:
-    inner = model
+def describe(model: Any, record: EventLog) -> dict[str, Any]:
+    """The event `model`."""
+    base = model
     with record.quietly("unwrap"):
-        inner = base_of(model)
-    config = getattr(inner, "config", None)
-    sizes = [(numel_of(p), p.requires_grad) for p in model.parameters()]
+        base = base_of(model)
+    config = getattr(base, "config", None)
     shape: dict[str, Any] = {}
     with record.quietly("shape"):
-        shape = shape_of(inner)
+        shape = shape_of(base)
+    parameters = list(model.parameters())
     return {
-        "class": type(inner).__name__,
+        "class": type(base).__name__,
         "model_type": getattr(config, "model_type", None),
-        "attention": getattr(config, "_attn_implementation", None) or _olmo_attention(inner),
-        "dtype": str(next(iter(model.parameters())).dtype).removeprefix("torch."),
-        "parameters": sum(n for n, _ in sizes),
-        "trainable": sum(n for n, trainable in sizes if trainable),
+        "attention": getattr(config, "_attn_implementation", None) or _olmo_attention(base),
+        "dtype": str(parameters[0].dtype).removeprefix("torch."),
+        "parameters": sum(map(numel_of, parameters)),
+        "trainable": sum(numel_of(each) for each in parameters if each.requires_grad),
         **shape,
     }
 
@@ -42,35 +56,51 @@ def numel_of(parameter: Any) -> int:
 
 
 def shape_of(model: Any) -> dict[str, Any]:
-    """What the cost of a token follows from; the text part of a model that also sees."""
+    """The figures that the cost of a token follows from."""
     config = getattr(model, "config", None)
-    text = getattr(config, "text_config", None) or config
-    layers: Any
-    if config is None and (block := _olmo_block(model)) is not None:
-        table, text, config = model.embeddings, getattr(block, "attention", None), model
-        layers, hidden, heads = len(model.blocks), getattr(model, "d_model", None), "n_heads"
-        experts = getattr(getattr(block, "feed_forward_moe", None), "num_experts", None)
+    block = _olmo_block(model)
+    table: Any = None
+    if config is None and block is not None:
+        table = model.embeddings
+        attention = getattr(block, "attention", None)
+        shape = {
+            "layers": len(model.blocks),
+            "hidden": getattr(model, "d_model", None),
+            "heads": getattr(attention, "n_heads", None),
+            "head_dim": getattr(attention, "head_dim", None),
+            "experts": getattr(getattr(block, "feed_forward_moe", None), "num_experts", None),
+        }
     else:
-        table = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-        layers, hidden = getattr(text, "num_hidden_layers", None), getattr(text, "hidden_size", None)
-        heads = "num_attention_heads"
-        names = ("num_experts", "num_local_experts", "n_routed_experts")
-        found = (getattr(text, name, None) for name in names)
-        experts = next((one for one in found if isinstance(one, int)), None)
+        if hasattr(model, "get_input_embeddings"):
+            table = model.get_input_embeddings()
+        # a model that also sees has a config of its text part
+        text = getattr(config, "text_config", None) or config
+        shape = {
+            "layers": getattr(text, "num_hidden_layers", None),
+            "hidden": getattr(text, "hidden_size", None),
+            "heads": getattr(text, "num_attention_heads", None),
+            "head_dim": getattr(text, "head_dim", None),
+            "experts": _experts(text),
+        }
     weight = getattr(table, "weight", None)
     return {
-        "layers": layers,
-        "hidden": hidden,
-        "heads": getattr(text, heads, None),
-        "head_dim": getattr(text, "head_dim", None),
+        **shape,
         "embedding": None if weight is None else numel_of(weight),
         "tied": bool(getattr(config, "tie_word_embeddings", False)),
-        "experts": experts,
         "checkpointing": bool(getattr(model, "is_gradient_checkpointing", False)),
     }
 
 
+def _experts(config: Any) -> int | None:
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
+        number = getattr(config, name, None)
+        if isinstance(number, int):
+            return number
+    return None
+
+
 def _olmo_block(model: Any) -> Any:
+    """The first block of an OLMo-core model; None for any other."""
     blocks: Any = getattr(model, "blocks", None)
     return next(iter(blocks.values()), None) if hasattr(blocks, "values") else None
 
@@ -79,17 +109,21 @@ def _olmo_attention(model: Any) -> str | None:
     """The attention of an OLMo-core model, under transformers' names; None for any other."""
     backend = getattr(getattr(_olmo_block(model), "attention", None), "backend", None)
     name = type(backend).__name__.lower().replace("attention", "").replace("_", "")
-    flash = next((f"flash_attention_{version}" for version in (4, 3, 2) if f"flash{version}" in name), None)
-    return flash or ("sdpa" if "torch" in name else None)
+    for version in (4, 3, 2):
+        if f"flash{version}" in name:
+            return f"flash_attention_{version}"
+    return "sdpa" if "torch" in name else None
 
 
-def device(cpu: bool) -> dict[str, Any]:
-    """The accelerator by name; what its peak is worth is looked up when the run is judged."""
+def describe_device(cpu: bool) -> dict[str, Any]:
+    """The event `device`."""
     torch = torch_in_use(cpu)
-    name, gib = "cpu", None
+    name = "cpu"
+    gib = None
     if torch is not None:
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-        name, gib = properties.name, round(properties.total_memory / 2**30, 2)
+        name = properties.name
+        gib = round(properties.total_memory / GIB, 2)
     versions = {}
     for package in PACKAGES:
         if package in sys.modules:
@@ -99,84 +133,87 @@ def device(cpu: bool) -> dict[str, Any]:
 
 
 def torch_in_use(cpu: bool) -> Any:
+    """The module torch if it uses a GPU; None otherwise."""
     torch = sys.modules.get("torch")
-    return torch if torch is not None and not cpu and torch.cuda.is_initialized() else None
-
-
-_COUNTERS = {"allocated_gib": "allocated_bytes", "reserved_gib": "reserved_bytes"}
+    if torch is None or cpu or not torch.cuda.is_initialized():
+        return None
+    return torch
 
 
 class PeakMemory(ProbePiece):
-    """Peaks of torch's counters. Upstream reads them too, so they are never reset."""
+    """Memory by torch's counters, in GiB. Upstream reads the peaks too, so they are never reset."""
 
     def __init__(self, process: Process) -> None:
         super().__init__(process)
         self.phases: set[str] = set()
 
-    def peaks(self) -> dict[str, float]:
-        counters = self.counters()
-        return {name: counters[f"peak_{name}"] for name in _COUNTERS if counters}
-
     def counters(self) -> dict[str, float]:
-        """What is allocated and reserved, in GiB; nothing where no GPU is in use."""
+        """What is allocated and reserved; empty if no GPU is in use."""
         torch = torch_in_use(self.settings.cpu)
         if torch is None:
             return {}
-        counters, stats = dict[str, float](), torch.cuda.memory_stats_as_nested_dict()
-        for name, counter in _COUNTERS.items():
-            sizes = stats.get(counter, {}).get("all", {})
-            counters[name] = round(sizes.get("current", 0) / 2**30, 3)
-            counters[f"peak_{name}"] = round(sizes.get("peak", 0) / 2**30, 3)
+        counters = {}
+        stats = torch.cuda.memory_stats_as_nested_dict()
+        for kind in ("allocated", "reserved"):
+            sizes = stats.get(f"{kind}_bytes", {}).get("all", {})
+            counters[f"{kind}_gib"] = round(sizes.get("current", 0) / GIB, 3)
+            counters[f"peak_{kind}_gib"] = round(sizes.get("peak", 0) / GIB, 3)
         return counters
 
     def mark(self, phase: str, *, again: bool = False) -> None:
-        """Memory at the end of a phase, once each unless it ends `again`."""
+        """Record memory at the end of a phase: the first time only, unless it ends `again`."""
         if phase in self.phases and not again:
             return
         self.phases.add(phase)
         with self.record.quietly("memory"):
-            counters = self.counters()
-            with contextlib.suppress(Exception):
-                import resource
-
-                # KiB
-                counters["peak_host_gib"] = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 3)
-            self.record.write("memory", phase=phase, step=self.process.at, **counters)
+            kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+            self.record.write(
+                "memory",
+                phase=phase,
+                step=self.process.at,
+                **self.counters(),
+                peak_host_gib=round(kib / 2**20, 3),
+            )
 
 
 FREQUENCIES = "inv_freq"
 """How the names of the buffers with rotary frequencies end, in every model of transformers."""
+
 ROUNDED = 1e-5
-"""The least relative error of a frequency that is no rounding of float32: bfloat16 makes 4e-3 of it."""
+"""The least relative error of a frequency that float32 does not explain; bfloat16 makes 4e-3."""
 
 LEAST = 1e-30
 """Below every frequency but 0."""
 
 
 class Rotary(ProbePiece):
-    """Whether the model's rotary frequencies are those that its config describes, and are put right where not.
+    """Whether the model's rotary frequencies are those of its config; restores rounded ones.
 
-    DeepSpeed's `zero.Init` makes every float tensor in the precision of training, so that transformers computes
-    the frequencies in bfloat16 under ZeRO-3; a cast of the whole model rounds them, too. They are then off by up
-    to 0.4 %: position 1,000 is turned by as much as 3 radians more or less than in what later loads the model.
-    deepspeedai/DeepSpeed#4932, huggingface/transformers#28596.
+    DeepSpeed's `zero.Init` creates every float tensor in the precision of training, so transformers
+    computes the frequencies in bfloat16 under ZeRO-3; a cast of the whole model rounds them, too.
+    They are then off by up to 0.4 %: position 1,000 is turned by up to 3 radians more or less than
+    in what later loads the model. deepspeedai/DeepSpeed#4932, huggingface/transformers#28596.
     """
 
     def __init__(self, process: Process) -> None:
         super().__init__(process)
         self.largest_error = 0.0
 
-    def restore(self, model: Any) -> None:
-        """Replace rounded frequencies by those that the module's class computes of its config."""
+    def restore(self, model: Any) -> list[float]:
+        """Replace rounded frequencies by computed ones; returns the errors that remain."""
+        errors = []
         for frequency in frequencies(model):
             error = frequency.error()
             if frequency.true is not None and error >= ROUNDED:
                 self.largest_error = max(self.largest_error, error)
-                setattr(frequency.module, frequency.name, frequency.true.to(frequency.tensor.device))
+                frequency.restore()
+                error = 0.0
+            errors.append(error)
+        return errors
 
     def report(self, model: Any) -> None:
-        """Write the state of the model that is about to be trained: exact, restored or rounded."""
-        errors = [frequency.error() for frequency in frequencies(model)]
+        """Restore the model that is about to be trained, and record its state."""
+        errors = self.restore(model)
         if not errors:
             return
         if max(errors) >= ROUNDED:
@@ -190,7 +227,7 @@ class Rotary(ProbePiece):
 
 @dataclass(frozen=True, slots=True)
 class Frequency:
-    """One tensor of a rotary embedding; `true` is None where its class cannot be made of a config."""
+    """One tensor of a rotary embedding; `true` is None if the config does not give its values."""
 
     module: Any
     name: str
@@ -198,30 +235,35 @@ class Frequency:
     true: Any
 
     def error(self) -> float:
-        """The largest error of a frequency, as a share of it."""
+        """The largest relative error of a frequency."""
         if self.true is None:
             # what a rounding to this precision can make of it
             return float(sys.modules["torch"].finfo(self.tensor.dtype).eps) / 2
         true = self.true.detach().cpu().float()
         difference = (self.tensor.detach().cpu().float() - true).abs()
-        # some models do not turn a part of each head: those frequencies are 0, and exact in any precision
+        # some models do not turn a part of each head: 0 is exact in any precision
         return float((difference / true.abs().clamp(min=LEAST)).max())
+
+    def restore(self) -> None:
+        setattr(self.module, self.name, self.true.to(self.tensor.device))
 
 
 def frequencies(model: Any) -> Iterator[Frequency]:
     """The frequencies of every rotary embedding in the model."""
-    modules = model.named_modules() if hasattr(model, "named_modules") else ()
-    for _, module in modules:
-        names = [name for name in (*vars(module), *module._buffers) if name.endswith(FREQUENCIES)]
-        tensors = {name: getattr(module, name) for name in names}
-        tensors = {name: tensor for name, tensor in tensors.items() if hasattr(tensor, "dtype") and not tensor.is_meta}
-        if not tensors:
-            continue
-        fresh = None
-        # a class that is made in another way leaves its precision alone to tell
-        with contextlib.suppress(Exception):
-            fresh = type(module)(module.config)
-        for name, tensor in tensors.items():
-            true = getattr(fresh, name, None)
-            known = true is not None and true.shape == tensor.shape
-            yield Frequency(module, name, tensor, true if known else None)
+    modules = model.modules() if hasattr(model, "modules") else ()
+    for module in modules:
+        fresh: Any = None
+        for name in (*vars(module), *module._buffers):
+            if not name.endswith(FREQUENCIES):
+                continue
+            tensor = getattr(module, name)
+            if not hasattr(tensor, "dtype") or tensor.is_meta:
+                continue
+            if fresh is None:
+                # the precision tells of a class that takes something else than a config
+                with contextlib.suppress(Exception):
+                    fresh = type(module)(module.config)
+            true: Any = getattr(fresh, name, None)
+            if true is not None and true.shape != tensor.shape:
+                true = None
+            yield Frequency(module, name, tensor, true)

@@ -1,9 +1,9 @@
-"""The optimizer and DeepSpeed's engine around it: what is in force, and whether weights move.
+"""The optimizer, DeepSpeed's engine around it, and whether weights move.
 
-A learning rate below what a weight's format can add, a frozen model or an optimizer that holds other
-parameters leave losses that look well. So a sample of the weights that the optimizer updates is compared
-with what it was before the first step: of the fp32 copies where an engine keeps some, for they move where
-their bfloat16 copies do not yet.
+A learning rate below what a weight's format can add, a frozen model, or an optimizer that holds
+other parameters leave losses that look well. So a sample of the weights that the optimizer updates
+is compared with their values before the first step. Where an engine keeps fp32 copies they are
+sampled, as they move before their bfloat16 copies do.
 """
 
 import os
@@ -11,88 +11,116 @@ import re
 import sys
 from typing import Any
 
-from .gradients import ElementSample, elements
+from .gradients import ElementSample
 from .model import PeakMemory
 from .process import ProbePiece, Process, finite
 
-SAMPLED = 64  # tensors, each this small, where nobody computes a norm
+SAMPLED = 64  # gradients, each this small, that stand for a norm nobody computes
 SMALL = 2**16
 ELEMENTS = 2**18  # of all tensors together, about: 1 MiB in fp32
-FLOOR = 2.0**-40  # an element that moved by less has not moved: from exactly 0, every learning rate leads away
+FLOOR = 2.0**-40  # smaller movements do not count: from exactly 0, every learning rate leads away
+CHECKPOINT = re.compile(r"(?:step_|checkpoint-)(\d+)")
 # deepspeed/runtime/zero/stage3.py, stage_1_and_2.py, runtime/bf16_optimizer.py
-_MASTERS = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition")
+_MASTERS = (
+    "fp32_partitioned_groups_flat",
+    "single_partition_of_fp32_groups",
+    "fp32_groups_flat_partition",
+)
 
 
 class Optimizer(ProbePiece):
-    """The optimizer of this run. `scaled` where a loss scaler meets overflows: they are its business."""
+    """The optimizer of this run; `scaled`: a loss scaler expects overflows."""
 
     def __init__(self, process: Process, memory: PeakMemory) -> None:
         super().__init__(process)
         self.memory = memory
-        self.given: Any = None
+        self.inner: Any = None
         self.engine: Any = None
         self.scaled = False
         self.small: list[Any] | None = None
 
-    def saw(self, optimizer: Any, accelerator: Any) -> None:
-        self.given = optimizer
-        plugin = getattr(getattr(accelerator, "state", None), "deepspeed_plugin", None)
-        self.record.write("optimizer", **_class_of(optimizer), zero_stage=getattr(plugin, "zero_stage", None))
+    def saw(self, optimizer: Any, plugin: Any = None) -> None:
+        """The optimizer, and accelerate's DeepSpeed plugin: what was asked for."""
+        self.inner = optimizer
+        stage = getattr(plugin, "zero_stage", None)
+        self.record.write("optimizer", **_class_of(optimizer), zero_stage=stage)
 
     def saw_engine(self, engine: Any) -> None:
-        """DeepSpeed after it was set up: what is in force, not what was asked for."""
-        self.engine, original = engine, engine.step
-        self.scaled = bool(getattr(engine, "fp16_enabled", bool)())
-        outer, stage = type(getattr(engine, "optimizer", None)).__name__, engine.zero_optimization_stage()
+        """DeepSpeed's engine: what is in force."""
+        self.engine = engine
+        self.scaled = bool(engine.fp16_enabled())
+        outer = type(engine.optimizer).__name__
+        stage = engine.zero_optimization_stage()
         self.record.write("engine", **_class_of(engine), optimizer=outer, zero_stage=stage)
+        step = engine.step
 
         def first_step(*args: Any, **kwargs: Any) -> Any:
             self.memory.mark("gradients")
             vars(engine).pop("step", None)
-            return original(*args, **kwargs)
+            return step(*args, **kwargs)
 
         vars(engine)["step"] = first_step
 
-    def norm(self) -> Any:
-        return self.engine.get_global_grad_norm() if self.engine is not None else None
-
-    def sample(self, optimizer: Any) -> Any:
-        """A norm of a few small gradients, on the device; None where there are none."""
+    def sample_norm(self, optimizer: Any) -> Any:
+        """A norm of a few small gradients, on the device: not finite if any gradient is not."""
         if self.small is None:
-            trained = [p for group in optimizer.param_groups for p in group["params"]]
-            trained = [p for p in trained if getattr(p, "grad", None) is not None]
-            small = [p for p in trained if p.numel() <= SMALL]
-            self.small = (small or sorted(trained, key=lambda p: p.numel()))[:SAMPLED]
+            trained = [each for each in _parameters(optimizer) if each.grad is not None]
+            trained.sort(key=lambda parameter: parameter.numel())
+            small = [parameter for parameter in trained if parameter.numel() <= SMALL]
+            self.small = (small or trained)[:SAMPLED]
+        gradients = [_local(each.grad) for each in self.small if each.grad is not None]
+        if not gradients:
+            return None
         torch = sys.modules["torch"]
-        found = [getattr(p.grad, "_local_tensor", p.grad) for p in self.small if p.grad is not None]
-        return torch.stack([n.float() for n in torch._foreach_norm(found)]).sum() if found else None
+        norms = torch._foreach_norm(gradients)
+        return torch.stack([norm.float() for norm in norms]).sum()
 
     def learning_rate(self) -> float | None:
-        groups = self.given.param_groups if self.given is not None else []
-        rates = [rate for group in groups if (rate := group.get("lr")) is not None]
-        if not rates or any(getattr(rate, "is_cuda", False) for rate in rates):
-            return None
-        return max(map(float, rates))
+        """The highest of all groups; None if a device holds it."""
+        rates = []
+        for group in getattr(self.inner, "param_groups", ()):
+            rate = group.get("lr")
+            if getattr(rate, "is_cuda", False):
+                return None
+            if rate is not None:
+                rates.append(float(rate))
+        return max(rates, default=None)
 
     def steps_done(self, checkpoint: str) -> int:
-        """Steps that a checkpoint has behind it: by its name, by the engine, by AdamW's own count."""
+        """The steps before a checkpoint: by its name, by the engine, by AdamW's own count."""
         name = os.path.basename(checkpoint.rstrip("/"))
-        if (named := re.fullmatch(r"(?:step_|checkpoint-)(\d+)", name)) is not None:
-            return int(named[1])
-        counted = getattr(self.engine, "global_steps", None)
-        if isinstance(counted, int) and counted:
-            return counted
-        states = getattr(self.given, "state", None) or {}
-        counts = (state.get("step") for state in states.values() if isinstance(state, dict))
-        return max((int(count) for count in counts if count is not None), default=0)
+        numbered = CHECKPOINT.fullmatch(name)
+        if numbered is not None:
+            return int(numbered[1])
+        steps = getattr(self.engine, "global_steps", None)
+        if isinstance(steps, int) and steps:
+            return steps
+        states = getattr(self.inner, "state", None) or {}
+        counts = [0]
+        for state in states.values():
+            if isinstance(state, dict) and state.get("step") is not None:
+                counts.append(int(state["step"]))
+        return max(counts)
 
 
-def _class_of(made: Any) -> dict[str, str]:
-    return {"class": f"{type(made).__module__}.{type(made).__name__}"}
+def _parameters(optimizer: Any) -> list[Any]:
+    parameters = []
+    for group in getattr(optimizer, "param_groups", ()):
+        parameters.extend(group["params"])
+    return parameters
+
+
+def _local(tensor: Any) -> Any:
+    """The part of a sharded tensor that this process has."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def _class_of(value: Any) -> dict[str, str]:
+    return {"class": f"{type(value).__module__}.{type(value).__name__}"}
 
 
 class Movement(ProbePiece):
-    """The sample before the first step, and what has become of it."""
+    """A sample of the weights from before the first step, and how far they have moved."""
 
     def __init__(self, process: Process, optimizer: Optimizer) -> None:
         super().__init__(process)
@@ -103,40 +131,44 @@ class Movement(ProbePiece):
         self.reported = 0
 
     def begin(self, stepping: Any = None) -> None:
-        """An optimizer is about to take its first step: the given one, or that of the engine."""
+        """An optimizer, or else that of the engine, is about to take its first step."""
         if self.begun:
             return
         self.begun = True
-        # `prepare` may have put another one in place of the one that it was given
-        self.stepping = stepping or self.optimizer.given
+        # `prepare` may have replaced the optimizer that it was given
+        self.stepping = stepping or self.optimizer.inner
         with self.record.quietly("weights"):
             tensors = self._tensors()
-            sizes = [int(tensor.numel()) for tensor in tensors]
-            if not sizes:
+            if not tensors:
                 self.record.write("weights", reason="the optimizer's weights were not found")
                 return
+            sizes = [int(tensor.numel()) for tensor in tensors]
             self.sample = ElementSample(sizes, max(16, ELEMENTS // len(sizes)))
             self.sample.draw(0)
-            self.before = self._taken(tensors)
+            self.before = self._pick_all(tensors)
 
     def _tensors(self) -> list[Any]:
-        """What this process's optimizer updates, without what has no element here."""
+        """What this process's optimizer updates, without tensors that have no element here."""
         outer = getattr(self.optimizer.engine, "optimizer", None)
-        masters = next((m for name in _MASTERS if (m := getattr(outer, name, None))), None)
-        if masters is None:
-            groups = getattr(outer or self.stepping, "param_groups", ())
-            masters = [p for group in groups for p in group["params"] if p.requires_grad]
-        local = (getattr(tensor, "_local_tensor", tensor) for tensor in masters)
-        return [tensor for tensor in local if tensor.numel()]
+        masters = None
+        for name in _MASTERS:
+            masters = masters or getattr(outer, name, None)
+        if not masters:
+            parameters = _parameters(outer or self.stepping)
+            masters = [parameter for parameter in parameters if parameter.requires_grad]
+        return [_local(tensor) for tensor in masters if _local(tensor).numel()]
 
-    def _taken(self, tensors: list[Any]) -> Any:
-        torch, sample = sys.modules["torch"], self.sample
-        if [int(tensor.numel()) for tensor in tensors] != sample.sizes:
+    def _pick_all(self, tensors: list[Any]) -> Any:
+        if [int(tensor.numel()) for tensor in tensors] != self.sample.sizes:
             raise RuntimeError("the optimizer has other tensors than before its first step")
+        torch = sys.modules["torch"]
         with torch.no_grad():
-            parts = [elements(tensor, *sample.place(row)) for row, tensor in enumerate(tensors)]
-            # one device, whichever the optimizer's tensors are on
-            return torch.cat([part.detach().float().to(parts[0].device) for part in parts])
+            parts = []
+            for row, tensor in enumerate(tensors):
+                part = self.sample.pick(row, tensor).float()
+                # offloaded tensors may lie on several devices
+                parts.append(part.to(tensors[0].device))
+            return torch.cat(parts)
 
     def report(self) -> None:
         step = self.process.step
@@ -144,9 +176,10 @@ class Movement(ProbePiece):
             return
         self.reported = step
         with self.record.quietly("weights"):
-            change = (self._taken(self._tensors()) - self.before).abs()
-            # what is no number has moved as well
-            sampled, still = int(change.numel()), int((change <= FLOOR).sum())
+            change = (self._pick_all(self._tensors()) - self.before).abs()
+            sampled = int(change.numel())
+            # NaN counts as moved
+            still = int((change <= FLOOR).sum())
             self.record.write(
                 "weights",
                 step=self.process.at,

@@ -1,18 +1,105 @@
-"""Whether batches are packed, and samples kept apart: one of two is changed, the other's loss must not move."""
+"""Whether batches are packed, and whether packed samples see each other.
+
+Two samples go through the model twice: if the first is changed, the loss of the second must not
+move.
+"""
 
 import itertools
 import math
 import sys
 import time
 import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from .contract import Contract
 from .model import base_of, shape_of
 from .process import ProbePiece, Process, finite
 
-LOOKS = 8  # micro-batches that are looked at at least
+LOOKS = 8  # micro-batches that are looked at, at least
 TOKENS = 256  # of each of the two samples: far less than a training step holds
+UNLABELLED = -100
+
+Span = tuple[int, int]
+"""The first position of a sample in its row, and the one behind its last."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """Rows of tokens with what is known of them; what is not known, or of another shape, is None.
+
+    `positions` begin at 0 in each sample. `ends` are where the samples of a single row end, after a
+    first 0, `samples` is their number. `mask` may have any shape, `padding` has that of `ids`.
+    """
+
+    ids: Any
+    labels: Any = None
+    mask: Any = None
+    positions: Any = None
+    ends: Any = None
+    samples: int = 0
+
+    @property
+    def is_flat(self) -> bool:
+        return bool(self.ids.dim() != 2)
+
+    @property
+    def rows(self) -> int:
+        return 1 if self.is_flat else int(self.ids.shape[0])
+
+    @property
+    def padding(self) -> Any:
+        if self.mask is None or self.mask.dim() != 2:
+            return None
+        return self.mask
+
+    def count(self) -> tuple[Any, Any]:
+        """Samples and tokens without padding; they may lie on the device."""
+        if self.ends is not None:
+            return self.samples, self.ends[-1]
+        if self.padding is not None:
+            return self.rows, self.padding.sum()
+        if self.positions is not None:
+            starts = self.positions == 0
+            # padding behind the last sample has position 0 throughout
+            padding = (starts[:, 1:] & starts[:, :-1]).sum()
+            return starts.sum() - padding, self.positions.numel() - padding
+        return self.rows, self.ids.numel()
+
+
+def batch_of(ids: Any, facts: dict[str, Any]) -> TokenBatch:
+    """What a model of transformers' is given, or what is known under the same names."""
+    return TokenBatch(
+        ids,
+        _if_shaped_as(ids, facts.get("labels")),
+        facts.get("attention_mask"),
+        _if_shaped_as(ids, facts.get("position_ids")),
+        facts.get("cu_seq_lens_q"),
+        _count_samples(facts.get("cu_seq_lens_q")),
+    )
+
+
+def side_of(pairs: dict[str, Any], branch: str) -> TokenBatch:
+    """The chosen or the rejected answers of a micro-batch of pairs, under open-instruct's names."""
+    ends = pairs.get(f"{branch}_cu_seq_lens_k")
+    return TokenBatch(
+        pairs[f"{branch}_input_ids"],
+        pairs.get(f"{branch}_labels"),
+        pairs.get(f"{branch}_attention_mask"),
+        ends=ends,
+        samples=_count_samples(ends),
+    )
+
+
+def _count_samples(ends: Any) -> int:
+    return 0 if ends is None else int(ends.numel()) - 1
+
+
+def _if_shaped_as(ids: Any, tensor: Any) -> Any:
+    if tensor is None or ids.dim() != 2 or tensor.shape != ids.shape:
+        return None
+    return tensor
 
 
 class Packing(ProbePiece):
@@ -22,55 +109,69 @@ class Packing(ProbePiece):
         super().__init__(process)
         self.contract = contract
         self.on: bool | None = None
-        self.looks, self.tested = 0, False
+        self.looks = 0
+        self.tested = False
 
-    def look(self, module: Any, ids: Any, kwargs: dict[str, Any]) -> None:
-        # each look reads the device; a batch that is packed says so at once
+    def look(self, module: Any, batch: TokenBatch) -> None:
+        """Record whether this micro-batch is packed."""
+        # each look reads the device; a packed batch settles it
         if self.on or (self.looks >= LOOKS and self.process.step >= self.settings.within):
             return
         self.looks += 1
-        mask, boundaries = kwargs.get("attention_mask"), kwargs.get("cu_seq_lens_q")
-        positions = kwargs.get("position_ids")
-        rows = int(ids.shape[0]) if ids.dim() == 2 else 1
-        packed, detail = False, f"{rows} rows of {int(ids.shape[-1])} positions"
-        samples = kwargs.get("samples", 0 if boundaries is None else int(boundaries.numel()) - 1)
-        if samples > 1:
-            packed, detail = True, f"{samples} samples in one row (cu_seq_lens)"
-        elif positions is not None and positions.dim() == 2:
-            starts = int((positions == 0).sum())
-            packed = mask is None and starts > int(positions.shape[0])
-            detail = f"{starts} samples in {int(positions.shape[0])} row(s) (position_ids)"
-        elif self.settings.packed and run_on(module, ids, mask) is not None:
-            packed = True
-            detail = f"samples run on in {rows} row(s), with no boundary but their end"
-        if self.on is None or packed:
-            self.on, state = packed, "on" if packed else "off"
-            self.record.write("packing", state=state, detail=detail)
-            self.contract.seen("packing", state, final=packed and self.contract.expect.get("packing") == "off")
+        detail = self._packed_by(module, batch)
+        packed = detail is not None
+        if self.on is not None and not packed:
+            return
+        self.on = packed
+        state = "on" if packed else "off"
+        if detail is None:
+            detail = f"{batch.rows} rows of {int(batch.ids.shape[-1])} positions"
+        self.record.write("packing", state=state, detail=detail)
+        if packed and self.contract.expect.get("packing") == "off":
+            self.contract.saw("packing", state)
+        else:
+            self.contract.note("packing", state)
 
-    def test(self, module: Any, args: Any, ids: Any, kwargs: dict[str, Any], known: dict[str, Any]) -> None:
-        """Once, at the first micro-batch that is packed on every rank.
+    def _packed_by(self, module: Any, batch: TokenBatch) -> str | None:
+        """How the batch shows that its rows hold several samples; None if it does not."""
+        if batch.samples > 1:
+            return f"{batch.samples} samples in one row (cu_seq_lens)"
+        if batch.positions is not None:
+            starts = int((batch.positions == 0).sum())
+            rows = int(batch.positions.shape[0])
+            if batch.mask is None and starts > rows:
+                return f"{starts} samples in {rows} row(s) (position_ids)"
+        elif self.settings.packed and end_of_first(module, batch) is not None:
+            return f"samples run on in {batch.rows} row(s), with no boundary but their end"
+        return None
 
-        A sharded model's forward is a collective, so the ranks agree on it first; whether they ask
-        each other at all depends on the settings alone, which are the same everywhere.
+    def test(self, module: Any, args: Any, kwargs: dict[str, Any], batch: TokenBatch) -> None:
+        """Test isolation, once, at the first micro-batch that is packed on every rank.
+
+        The forward pass of a sharded model is a collective, so the ranks agree on it first. Whether
+        they ask each other depends on the settings alone, which are the same on all.
         """
         process = self.process
         if self.tested or not self.settings.isolation or process.step >= self.settings.within:
             return
-        if not (self.on if process.world == 1 else self.settings.packed):
+        may_be_packed = self.on if process.world == 1 else self.settings.packed
+        if not may_be_packed:
             return
-        pair: Any = None
+        pair: SamplePair | None = None
         error: Exception | None = None
         begun = time.perf_counter()
         try:
-            pair = two_samples(module, args, ids, kwargs, known) if self.on else None
+            if self.on:
+                pair = two_samples(module, args, kwargs, batch)
         except Exception as failure:
             error = failure
-        if _all_agree(pair is not None, ids, process.world):
-            self.tested = process.testing = True
+        is_packed = _all_agree(pair is not None, batch.ids.device, process.world)
+        if is_packed and pair is not None:
+            self.tested = True
+            process.testing = True
             try:
-                before, after = leak(module, *pair)
-                self.tell(module, before, after, pair, time.perf_counter() - begun)
+                before, after = leak(module, pair)
+                self._tell(module, before, after, pair, time.perf_counter() - begun)
             except Exception as failure:
                 error = failure
             finally:
@@ -81,163 +182,219 @@ class Packing(ProbePiece):
             reason = f"{type(error).__name__}: {error}"
             self.record.write("packing_isolation", state="untested", reason=reason)
 
-    def tell(self, module: Any, before: float, after: float, pair: Any, seconds: float) -> None:
-        inner = base_of(module)
-        known = math.isfinite(before) and math.isfinite(after)
-        # the same shapes give the same bits; only experts that swap places do not
-        tolerance = 1e-3 if shape_of(inner).get("experts") else 1e-6
-        moved = abs(after - before) > tolerance * max(1.0, abs(before))
-        state = "untested" if not known else "leaking" if moved else "isolated"
+    def _tell(
+        self, module: Any, before: float, after: float, pair: "SamplePair", seconds: float
+    ) -> None:
+        base = base_of(module)
+        # the same shapes give the same bits; only experts change their order
+        tolerance = 1e-3 if shape_of(base).get("experts") else 1e-6
+        reason = None
+        if not math.isfinite(before) or not math.isfinite(after):
+            state = "untested"
+            reason = "the loss is not finite"
+        elif abs(after - before) > tolerance * max(1.0, abs(before)):
+            state = "leaking"
+        else:
+            state = "isolated"
         self.record.write(
             "packing_isolation",
             state=state,
             loss=finite(before),
             changed_loss=finite(after),
-            attention=getattr(getattr(inner, "config", None), "_attn_implementation", None),
-            samples=list(pair[2:]),
+            attention=getattr(getattr(base, "config", None), "_attn_implementation", None),
+            samples=[pair.first, pair.second],
             seconds=round(seconds, 4),
-            reason=None if known else "the loss is not finite",
+            reason=reason,
         )
-        if known:
-            self.contract.seen("packing", state)
+        if reason is None:
+            self.contract.saw("packing", state)
 
 
-def told_by_lengths(ids: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """What OLMo-core says of its rows, under transformers' names; nothing where it says nothing.
+def facts_by_lengths(ids: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Positions and labels of OLMo-core's rows, in transformers' form; empty for other models.
 
-    It tells the lengths of documents (`doc_lens`), of which the last may be padding, and labels of the token behind.
+    OLMo-core passes the lengths of documents (`doc_lens`), of which the last may be padding, and as
+    labels the next token.
     """
-    lengths, labels = kwargs.get("doc_lens"), kwargs.get("labels")
+    lengths = kwargs.get("doc_lens")
     if lengths is None or ids.dim() != 2:
         return {}
     torch = sys.modules["torch"]
+    pad = torch.nn.functional.pad
     rows, width = ids.shape
     ends = lengths.to(ids.device).cumsum(1)
     places = torch.arange(width, device=ids.device).expand(rows, width)
     document = torch.searchsorted(ends, places.contiguous(), right=True)
-    begins = torch.nn.functional.pad(ends, (1, 0)).gather(1, document)
-    position_ids = places - begins
-    known: dict[str, Any] = {}
-    if labels is not None and tuple(labels.shape) == tuple(ids.shape):
-        own = torch.nn.functional.pad(labels[:, :-1], (1, 0), value=-100)
-        known["labels"] = own
-        # the same token to the end of the row, and none of it is learnt
-        last = (ids == ids[:, -1:]) & (own == -100)
-        padding = last.int().flip(1).cumprod(1).flip(1).bool()
-        position_ids = position_ids.masked_fill(padding, 0)
-    known["position_ids"] = position_ids
-    return known
+    begins = pad(ends, (1, 0)).gather(1, document)
+    facts = {"position_ids": places - begins}
+    labels = kwargs.get("labels")
+    if labels is not None and labels.shape == ids.shape:
+        shifted = pad(labels[:, :-1], (1, 0), value=UNLABELLED)
+        # padding repeats one token to the end of the row, without a label
+        repeats = (ids == ids[:, -1:]) & (shifted == UNLABELLED)
+        padding = repeats.int().flip(1).cumprod(1).flip(1).bool()
+        facts["labels"] = shifted
+        facts["position_ids"] = facts["position_ids"].masked_fill(padding, 0)
+    return facts
 
 
-def _all_agree(mine: bool, ids: Any, world: int) -> bool:
+def _all_agree(agrees: bool, device: Any, world: int) -> bool:
     if world == 1:
-        return mine
+        return agrees
     torch = sys.modules["torch"]
     distributed = torch.distributed
     if not (distributed.is_available() and distributed.is_initialized()):
-        return mine
-    flag = torch.tensor([int(mine)], device=ids.device)
+        return agrees
+    flag = torch.tensor([int(agrees)], device=device)
     distributed.all_reduce(flag, op=distributed.ReduceOp.MIN)
     return bool(flag.item())
 
 
-def run_on(module: Any, ids: Any, mask: Any) -> int | None:
+def end_of_first(module: Any, batch: TokenBatch) -> int | None:
     """Where the first sample of a full row without boundaries ends, by its end-of-text token."""
-    if ids.dim() != 2 or (mask is not None and (mask.dim() != 2 or not bool(mask[0].all()))):
+    if batch.is_flat:
         return None
-    end = getattr(getattr(module, "config", None), "eos_token_id", None)
-    ends = end if isinstance(end, (list, tuple)) else [] if end is None else [end]
-    row = ids[0].tolist()
-    found = [i + 1 for i, token in enumerate(row) if token in ends]
-    return next((i for i in found if 2 <= i <= len(row) - 2), None)
+    padding = batch.padding
+    if batch.mask is not None and (padding is None or not bool(padding[0].all())):
+        return None
+    ends = getattr(getattr(module, "config", None), "eos_token_id", None)
+    if not isinstance(ends, (list, tuple)):
+        ends = [ends]
+    row = batch.ids[0].tolist()
+    for position in range(2, len(row) - 1):
+        if row[position - 1] in ends:
+            return position
+    return None
 
 
-def _spans(module: Any, ids: Any, kwargs: dict[str, Any]) -> tuple[int, list[tuple[int, int]]]:
-    ends, places = kwargs.get("cu_seq_lens_q"), kwargs.get("position_ids")
-    if ends is not None:
-        return 0, list(itertools.pairwise(ends.tolist()))
-    if places is not None and places.dim() == 2:
-        for row, values in enumerate(places.tolist()):
-            marks = [i for i, place in enumerate(values) if place == 0] + [len(values)]
-            if len(marks) > 2:
-                return row, list(itertools.pairwise(marks))
-    split = run_on(module, ids, kwargs.get("attention_mask"))
-    return 0, [] if split is None else [(0, split), (split, int(ids.shape[-1]))]
+def starts_of(positions: Sequence[int]) -> list[int]:
+    """Where samples begin in a row, by its `position_ids`, and the length of the row."""
+    starts = [place for place, position in enumerate(positions) if position == 0]
+    return [*starts, len(positions)]
+
+
+def _spans(module: Any, batch: TokenBatch) -> tuple[int, list[Span]]:
+    """A row with several samples, and where they are; no spans if there is none."""
+    if batch.ends is not None:
+        return 0, list(itertools.pairwise(batch.ends.tolist()))
+    if batch.positions is not None:
+        for row, positions in enumerate(batch.positions.tolist()):
+            starts = starts_of(positions)
+            if len(starts) > 2:
+                return row, list(itertools.pairwise(starts))
+    end = end_of_first(module, batch)
+    if end is None:
+        return 0, []
+    return 0, [(0, end), (end, int(batch.ids.shape[-1]))]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplePair:
+    """Two samples as a batch of their own: the model's arguments, and its ids with a changed first.
+
+    `first` and `second` are their lengths in tokens.
+    """
+
+    batch: dict[str, Any]
+    changed: Any
+    first: int
+    second: int
 
 
 def two_samples(
-    module: Any, args: Any, ids: Any, kwargs: dict[str, Any], seen: dict[str, Any] | None = None
-) -> tuple[dict[str, Any], Any, int, int] | None:
-    """The first two samples of a packed batch as a batch of their own, and other tokens for the first.
+    module: Any, args: Any, kwargs: dict[str, Any], whole: TokenBatch
+) -> SamplePair | None:
+    """The first two adjacent samples of a packed batch, each cut to `TOKENS`.
 
-    `kwargs` are what the model is given, `seen` also what is known of the batch besides. None where
-    there are no two; raises ValueError where the batch has parts whose meaning is not
-    known. Each sample is cut to `TOKENS`.
+    `args` and `kwargs` are what the model is given. None if there are no two such samples. Raises
+    ValueError if the batch has parts of unknown meaning.
     """
-    torch = sys.modules["torch"]
-    if ids.dim() != 2 or len(args) > 1:
+    ids = whole.ids
+    if whole.is_flat or len(args) > 1:
         raise ValueError("the batch is not plain rows of tokens")
     if kwargs.get("shift_labels") is not None:
         raise ValueError("the sequence is split over several GPUs")
-    row, spans = _spans(module, ids, kwargs if seen is None else seen)
-    whole = int(ids.shape[-1])
-    long = [(a, b) for a, b in spans if b - a >= 2]
-    near = [(x, y) for x, y in itertools.pairwise(long) if x[1] == y[0]]
-    if not near:
+    row, spans = _spans(module, whole)
+    neighbours = _first_neighbours(spans)
+    if neighbours is None:
         return None
-    (begin, split), (_, end) = near[0]
-    first, second = min(split - begin, TOKENS), min(end - split, TOKENS)
+    torch = sys.modules["torch"]
+    begin, split, end = neighbours
+    first = min(split - begin, TOKENS)
+    second = min(end - split, TOKENS)
 
     def cut(tensor: Any) -> Any:
         line = tensor[row : row + 1]
         return torch.cat([line[:, begin : begin + first], line[:, split : split + second]], dim=1)
 
-    made: dict[str, Any] = {}
+    batch: dict[str, Any] = {"input_ids": cut(ids)}
     for name, value in kwargs.items():
-        if name == "num_items_in_batch" or value is None:
+        if name in ("input_ids", "num_items_in_batch") or value is None:
             continue
+        shape = tuple(value.shape) if hasattr(value, "shape") else ()
         if name == "doc_lens":
-            made[name] = torch.tensor([[first, second]], dtype=value.dtype, device=value.device)
+            batch[name] = torch.tensor([[first, second]], dtype=value.dtype, device=value.device)
         elif name == "max_doc_lens":
-            made[name] = [max(first, second)]
+            batch[name] = [max(first, second)]
         elif name.startswith("cu_seq_lens"):
-            made[name] = torch.tensor([0, first, first + second], dtype=value.dtype, device=value.device)
+            ends = [0, first, first + second]
+            batch[name] = torch.tensor(ends, dtype=value.dtype, device=value.device)
         elif name.startswith("max_length"):
-            made[name] = max(first, second)
-        elif hasattr(value, "dim") and value.dim() == 2 and tuple(value.shape) == tuple(ids.shape):
-            made[name] = cut(value)
-        elif hasattr(value, "dim") and value.dim() and whole in tuple(value.shape):
+            batch[name] = max(first, second)
+        elif shape == tuple(ids.shape):
+            batch[name] = cut(value)
+        elif int(ids.shape[-1]) in shape:
             raise ValueError(f"`{name}` has a shape that is not known")
         else:
-            made[name] = value
-    made["input_ids"] = cut(ids)
-    if "seq_idx" in made:
-        made["seq_idx"] = (torch.arange(first + second, device=ids.device)[None] >= first).to(made["seq_idx"].dtype)
-    if "labels" in made:
-        # the loss is the second sample's alone, its first token belongs to nobody
-        labels = made["input_ids"].clone()
-        labels[:, : first + 1] = -100
-        if "doc_lens" in made:
-            # OLMo-core's are those of the token behind
-            labels = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
-        made["labels"] = labels
-    other = made["input_ids"].clone()
-    other[:, :first] = other[:, :first].flip(1)
-    if bool((other == made["input_ids"]).all()):
-        other[:, :first] = made["input_ids"][:, -1:]
-    if bool((other == made["input_ids"]).all()):
+            batch[name] = value
+    if "seq_idx" in batch:
+        is_second = torch.arange(first + second, device=ids.device)[None] >= first
+        batch["seq_idx"] = is_second.to(batch["seq_idx"].dtype)
+    if "labels" in batch:
+        batch["labels"] = _labels_of_second(batch, first)
+    changed = _change_first(batch["input_ids"], first)
+    return None if changed is None else SamplePair(batch, changed, first, second)
+
+
+def _first_neighbours(spans: list[Span]) -> tuple[int, int, int] | None:
+    """Where the first two adjacent samples begin, meet and end."""
+    long = [span for span in spans if span[1] - span[0] >= 2]
+    for (begin, split), (start, end) in itertools.pairwise(long):
+        if split == start:
+            return begin, split, end
+    return None
+
+
+def _labels_of_second(batch: dict[str, Any], first: int) -> Any:
+    """Labels of the second sample alone, without its first token, which nobody predicts."""
+    labels = batch["input_ids"].clone()
+    labels[:, : first + 1] = UNLABELLED
+    if "doc_lens" in batch:
+        # OLMo-core's labels are those of the next token
+        pad = sys.modules["torch"].nn.functional.pad
+        labels = pad(labels[:, 1:], (0, 1), value=UNLABELLED)
+    return labels
+
+
+def _change_first(ids: Any, first: int) -> Any:
+    """The ids with other tokens in their first sample; None if all tokens are the same."""
+    changed = ids.clone()
+    changed[:, :first] = ids[:, :first].flip(1)
+    if bool((changed == ids).all()):
+        changed[:, :first] = ids[:, -1:]
+    if bool((changed == ids).all()):
         return None
-    return made, other, first, second
+    return changed
 
 
-def leak(module: Any, made: dict[str, Any], other: Any, first: int, second: int) -> tuple[float, float]:
-    """The second sample's loss beside the first sample as it is, and beside a changed one.
+def leak(module: Any, pair: SamplePair) -> tuple[float, float]:
+    """The second sample's loss beside the first sample, and beside the changed one.
 
-    In the mode of training, with the same random numbers for both; nothing is left behind of it: no
-    gradient, no random number drawn, no weight cast without its history.
+    In training mode, with the same random numbers for both. It leaves nothing behind: no gradient,
+    no random number drawn, no weight cast without its history.
     """
     torch = sys.modules["torch"]
-    ids = made["input_ids"]
+    ids = pair.batch["input_ids"]
     host = torch.get_rng_state()
     card = torch.cuda.get_rng_state(ids.device) if ids.is_cuda else None
 
@@ -250,27 +407,29 @@ def leak(module: Any, made: dict[str, Any], other: Any, first: int, second: int)
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            for tokens in (ids, other):
+            for tokens in (ids, pair.changed):
                 rewind()
-                losses.append(_loss_of(module(**{**made, "input_ids": tokens}), ids, first))
+                result = module(**{**pair.batch, "input_ids": tokens})
+                losses.append(_loss_of(result, ids, pair.first))
         before, after = torch.stack(losses).tolist()
     finally:
         rewind()
-        # a cast made without gradients would be used again by the forward that needs them
+        # the forward that needs gradients would use a cast that was made without
         torch.clear_autocast_cache()
     return before, after
 
 
 def _loss_of(result: Any, ids: Any, first: int) -> Any:
-    """The mean loss of the tokens behind `first`, in whatever form the model tells it."""
+    """The mean loss of the tokens behind `first`, whatever form the model returns it in."""
     torch = sys.modules["torch"]
-    if (log_probs := getattr(result, "log_probs", None)) is not None:
+    log_probs = getattr(result, "log_probs", None)
+    if log_probs is not None:
         return -log_probs.double().sum() / (ids.shape[1] - first - 1)
     loss = getattr(result, "loss", None)
-    if loss is not None and loss.numel() > 1:
-        # OLMo-core's head under DPO: one log-probability a token, of the token behind it
+    if loss is None:
+        logits = result.logits[0, first:-1]
+        return torch.nn.functional.cross_entropy(logits.float(), ids[0, first + 1 :]).double()
+    if loss.numel() > 1:
+        # OLMo-core's head under DPO: the log-probability of the next token, at each token
         return -loss[0, first:-1].detach().double().mean()
-    if loss is not None:
-        return loss.detach().double().reshape(())
-    logits = result.logits[0, first:-1]
-    return torch.nn.functional.cross_entropy(logits.float(), ids[0, first + 1 :]).double()
+    return loss.detach().double().reshape(())

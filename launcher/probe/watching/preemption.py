@@ -1,18 +1,18 @@
-"""Saving at a step boundary before the machine is taken away: who asks for it, and how all ranks agree on the step.
+"""Save at a step boundary before the machine is taken away.
 
-launch writes `save.json` beside the records of the ranks. Each rank looks for it in a thread, and for the word of
-another rank in the process group's key-value store, so training itself never waits for either. A rank that knows
-of the request names the first step boundary that it has not passed, and stops there until all have named theirs.
-The latest of them is where all save: no rank is behind a boundary that it named, so every rank still reaches it.
+launch writes `save.json` beside the records of the ranks. Each rank looks for it in a thread, and
+for the word of another rank in the process group's key-value store, so training never waits for
+either. A rank that knows of the request names the first step boundary that it has not passed, and
+stops there until all have named theirs. All save at the latest of them: no rank has passed a
+boundary that it named, so every rank still reaches it.
 """
 
-import json
 import os
 import sys
 import threading
 from typing import Any
 
-from .process import Process, attempt_number, say
+from .process import Process, attempt_number, local_rank, read_json, say, write_json
 
 LISTENS = "listens.json"  # in the folder of the records, once requests are heard: {"attempt": N}
 REQUEST = "save.json"  # beside it: {"attempt": N}
@@ -23,13 +23,14 @@ POLL_S = 0.5
 class Preemption(threading.Thread):
     """Waits for the request to save and stop, and agrees with the other ranks on the step.
 
-    `done` is the last step whose boundary this rank has passed, `named` the one that it offered, `agreed` the one
-    where all ranks save. `saving` from the boundary on.
+    `done` is the last step whose boundary this rank has passed, `named` the one that it offered,
+    `agreed` the one where all ranks save. `saving` is set from that boundary on.
     """
 
     def __init__(self, process: Process) -> None:
         super().__init__(name="launch-preemption", daemon=True)
-        self.process, self.record = process, process.record
+        self.process = process
+        self.record = process.record
         self.attempt = attempt_number()
         self.folder = process.settings.out
         self.lock = threading.Lock()
@@ -41,7 +42,7 @@ class Preemption(threading.Thread):
         self.saving = False
 
     def run(self) -> None:
-        self.tell(LISTENS, {"attempt": self.attempt})
+        self.tell(LISTENS, {})
         while not self.over.wait(POLL_S):
             with self.record.quietly("preemption"):
                 if self.look():
@@ -53,28 +54,22 @@ class Preemption(threading.Thread):
         if self.is_alive():
             self.join(2 * POLL_S)
 
-    def requested(self) -> bool:
-        """Whether launch asks this attempt to save and stop."""
-        try:
-            with open(os.path.join(self.folder, REQUEST), encoding="utf-8") as stream:
-                request = json.load(stream)
-        except (OSError, ValueError):
-            return False
-        return isinstance(request, dict) and request.get("attempt") == self.attempt
-
     def look(self) -> bool:
         """Take the agreement one step further; returns whether it is complete."""
         store = None
-        if self.process.world > 1:
+        world = self.process.world
+        if world > 1:
             store = key_value_store()
             if store is None:
-                # the ranks have not come together: nothing has been trained yet
+                # the ranks have not met: nothing has been trained yet
                 return False
-        if self.named is None and not self._join(store):
+        if self.named is None:
+            self._name_boundary(store)
+        if self.named is None:
             return False
-        steps = [self.named or 0]
+        steps = [self.named]
         if store is not None:
-            keys = [self.key(rank) for rank in range(self.process.world)]
+            keys = [self.key(rank) for rank in range(world)]
             if not store.check(keys):
                 return False
             steps = [int(store.get(key)) for key in keys]
@@ -83,28 +78,28 @@ class Preemption(threading.Thread):
         self.settled.set()
         return True
 
-    def _join(self, store: Any) -> bool:
-        """Name a boundary, if anybody has requested a save; returns whether one is named."""
-        requested = self.requested()
-        if not requested and store is not None:
-            requested = store.check([self.key("request")])
-        if not requested:
-            return False
+    def _name_boundary(self, store: Any) -> None:
+        """Name one if launch, or a rank on another machine, requests a save."""
+        request = read_json(os.path.join(self.folder, REQUEST))
+        is_requested = request.get("attempt") == self.attempt
+        if store is not None and not is_requested:
+            is_requested = store.check([self.key("request")])
+        if not is_requested:
+            return
         with self.lock:
             self.named = self.done + 1
         if store is not None:
             store.set(self.key("request"), "1")
             store.set(self.key(self.process.rank), str(self.named))
         self.record.write("save_requested", step=self.named)
-        return True
 
     def key(self, name: int | str) -> str:
         """A key of this attempt: torchrun keeps its store when it starts the ranks again."""
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0
         return f"launch/save/{self.attempt}.{restart}/{name}"
 
-    def reached(self, step: int) -> bool:
-        """This rank has done a step; returns whether all ranks save now. Waits until the step is agreed on."""
+    def has_reached(self, step: int) -> bool:
+        """This rank has done a step: do all save now? Waits until the ranks agree."""
         with self.lock:
             self.done = step
             named = self.named
@@ -115,33 +110,28 @@ class Preemption(threading.Thread):
         return self.agreed is not None and step >= self.agreed
 
     def begin_save(self, step: int) -> None:
-        """From here on the training saves, to end then."""
         self.saving = True
         self.record.write("saving_to_stop", step=step)
         if self.process.rank == 0:
             say(f"saving a checkpoint after step {step}, to stop there")
 
-    def saved(self, step: int, path: str) -> None:
-        """Leave word that every rank has saved."""
+    def end_save(self, step: int, path: str) -> None:
+        """Tell launch that every rank has saved."""
         self.record.write("preempted", step=step, path=path)
         if self.process.rank == 0:
             say(f"the checkpoint of step {step} is saved: {path}")
-        self.tell(ANSWER, {"attempt": self.attempt, "step": step, "path": path})
+        self.tell(ANSWER, {"step": step, "path": path})
 
     def tell(self, name: str, content: dict[str, Any]) -> None:
-        """Write a file for launch, once a machine: each may have a folder of its own."""
-        if int(os.environ.get("LOCAL_RANK") or 0):
-            return
-        target = os.path.join(self.folder, name)
-        part = f"{target}.{self.process.rank}"
-        with self.record.quietly(name):
-            with open(part, "w", encoding="utf-8") as stream:
-                json.dump(content, stream)
-            os.replace(part, target)
+        """Write a file for launch, once on each machine: each may have a folder of its own."""
+        if local_rank() == 0:
+            with self.record.quietly(name):
+                path = os.path.join(self.folder, name)
+                write_json(path, {"attempt": self.attempt, **content})
 
 
 def key_value_store() -> Any:
-    """The store through which the ranks came together; None before that."""
+    """The store through which the ranks met; None before that."""
     distributed = sys.modules.get("torch.distributed")
     # another thread may be in the middle of importing it
     is_initialized = getattr(distributed, "is_initialized", None)

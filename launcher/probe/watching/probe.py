@@ -1,4 +1,4 @@
-"""The probe of this process: what a watched module tells goes to the piece that it concerns."""
+"""The probe of this process: passes what happens in training to the parts that it concerns."""
 
 import contextlib
 import os
@@ -9,22 +9,26 @@ from typing import Any
 from .contract import Caches, Contract, Liger
 from .data import Data
 from .gradients import Gradients
-from .model import PeakMemory, Rotary, base_of, described, device
+from .model import PeakMemory, Rotary, base_of, describe, describe_device
 from .optimizer import Movement, Optimizer
-from .packing import Packing, told_by_lengths
+from .packing import Packing, batch_of, facts_by_lengths, side_of
 from .preemption import Preemption
 from .process import Process, Settings, say
-from .steps import Pairs, Steps, Tally
+from .steps import ClosedStep, Pairs, Steps, Tally
 from .watchdog import FIRST_STEP, SAVING, TRAINING, Watchdog
 
 VIOLATION = 79  # the exit code of a process that stopped itself; no signal and no shell uses it
 
 
 class Probe:
-    """What happens in training, in its order: a model is loaded, batches go forward, steps are taken."""
+    """What happens in training, in its order: a model is loaded, batches go forward, steps are
+    taken.
+
+    `open`: the gradients of a step are complete, and it is not over yet.
+    """
 
     def __init__(self, settings: dict[str, Any]) -> None:
-        self.process = Process(Settings(settings))
+        self.process = Process(Settings.from_json(settings))
         self.settings = self.process.settings
         self.record = self.process.record
         self.memory = PeakMemory(self.process)
@@ -42,7 +46,8 @@ class Probe:
         self.data = Data(self.process)
         self.steps = Steps(self.process, self.contract, self.caches, self.pairs, self.data)
         self.tally = Tally()
-        self.open = self.leaving = False
+        self.open = False
+        self.leaving = False
         self.models: set[int] = set()
         self.marked = 0
 
@@ -52,128 +57,133 @@ class Probe:
         self.models.add(id(model))
         if self.watchdog.phase is None and not self.process.step:
             self.watchdog.enter(FIRST_STEP)
-        facts = described(model, self.record)
+        facts = describe(model, self.record)
         self.record.write("model", **facts)
         with self.record.quietly("end tokens"):
             self.data.saw_model(base_of(model))
-        # before an engine's own: a forward inside of one would put its weights back (FSDP2)
-        model.register_forward_pre_hook(self.forward_begins, with_kwargs=True, prepend=True)
-        self.contract.seen("attention", facts["attention"])
+        # before an engine's own hook: a forward inside of that would put its weights back (FSDP2)
+        model.register_forward_pre_hook(self.begin_forward, with_kwargs=True, prepend=True)
+        self.contract.saw("attention", facts["attention"])
 
-    def forward_begins(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    def begin_forward(self, module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         if self.process.testing:
             return
         self.watchdog.beat()
         with self.record.quietly("forward"):
-            ids = kwargs.get("input_ids", args[0] if args else None)
-            # a reference pass or an evaluation is no training, whatever mode the model is in
-            graded = getattr(sys.modules.get("torch"), "is_grad_enabled", lambda: True)()
-            if ids is None or not getattr(module, "training", True) or not graded:
-                return
-            self.close_step()
-            self.steps.settle()
-            if self.process.step_begun is None:
-                self.process.step_begun = time.perf_counter()
-                self.memory.mark("load")
-                with self.record.quietly("device"):
-                    self.record.write("device", **device(self.settings.cpu))
-                self.steps.start_clock()
-            # what was being saved or evaluated is over
-            self.watchdog.enter(TRAINING if self.process.step else FIRST_STEP)
-            # what the model is not told (dpo_utils.py::concatenated_forward_olmo[output = model]), the batch says
-            known = {**kwargs, **told_by_lengths(ids, kwargs), **(self.pairs.hidden or {})}
-            if self.pairs.hidden is None:
-                self.tally.count(ids, known)
-            with self.record.quietly("data"):
-                self.data.batch(ids, known, self.tally)
-            self.packing.look(module, ids, known)
-            self.packing.test(module, args, ids, kwargs, known)
+            ids = args[0] if args else None
+            ids = kwargs.get("input_ids", ids)
+            # a reference pass may run on a model in training mode
+            is_graded = getattr(sys.modules.get("torch"), "is_grad_enabled", lambda: True)
+            if ids is not None and getattr(module, "training", True) and is_graded():
+                self._begin_training_pass(module, args, ids, kwargs)
 
-    def micro_batch_begins(self, batch: dict[str, Any]) -> None:
+    def _begin_training_pass(
+        self, module: Any, args: Any, ids: Any, kwargs: dict[str, Any]
+    ) -> None:
         self.close_step()
-        self.pairs.begins(batch, self.tally)
+        self.steps.settle()
+        if self.process.step_begun is None:
+            self._begin_first_step()
+        # a save or an evaluation is over
+        self.watchdog.enter(TRAINING if self.process.step else FIRST_STEP)
+        batch = batch_of(ids, {**kwargs, **facts_by_lengths(ids, kwargs)})
+        if self.pairs.hidden is None:
+            self.tally.add_batch(batch)
+        # dpo_utils.py::concatenated_forward_olmo[output = model] gives the model less
+        batch = self.pairs.complete(batch)
         with self.record.quietly("data"):
-            self.data.pair_batch(batch, self.tally)
+            self.data.count_batch(batch, self.tally)
+        self.packing.look(module, batch)
+        self.packing.test(module, args, kwargs, batch)
 
-    def backward_begins(self, loss: Any) -> None:
+    def _begin_first_step(self) -> None:
+        self.process.step_begun = time.perf_counter()
+        self.memory.mark("load")
+        with self.record.quietly("device"):
+            self.record.write("device", **describe_device(self.settings.cpu))
+        with self.record.quietly("timing"):
+            self.steps.start_clock()
+
+    def begin_micro_batch(self, batch: dict[str, Any]) -> None:
+        """A micro-batch of pairs, of which the model is given a part."""
+        self.close_step()
+        chosen = side_of(batch, "chosen")
+        rejected = side_of(batch, "rejected")
+        self.pairs.begin(chosen, rejected, self.tally)
+        with self.record.quietly("data"):
+            self.data.count_pairs(chosen, rejected, self.tally)
+
+    def begin_backward(self, loss: Any) -> None:
         with self.record.quietly("loss"):
             self.close_step()
-            self.tally.loss(loss)
-        self.gradients.micro_batch()
+            self.tally.add_loss(loss)
+        self.gradients.begin_micro_batch()
         if self.optimizer.engine is not None:
             # it steps inside its backward
             self.movement.begin()
 
-    def backward_ended(self, accelerator: Any) -> None:
+    def end_backward(self, accelerator: Any) -> None:
         self.watchdog.beat()
         if not getattr(accelerator, "sync_gradients", True):
             return
         with self.record.quietly("step"):
             self.process.step += 1
             self.open = True
-            if getattr(accelerator, "deepspeed_engine_wrapped", None) is not None:
-                # the engine has stepped inside its backward, and has a norm of all gradients
-                self.gradients.step_over()
-                norm = self.optimizer.norm()
-                self.tally.norm = [] if norm is None else [norm]
-                self.close_step()
-            else:
+            if getattr(accelerator, "deepspeed_engine_wrapped", None) is None:
                 self.optimizer.scaled = getattr(accelerator, "scaler", None) is not None
                 self.memory.mark("gradients")
+                return
+            # the engine has stepped inside its backward, and has the norm of all gradients
+            self.gradients.end_step()
+            engine = self.optimizer.engine
+            norm = None if engine is None else engine.get_global_grad_norm()
+            if norm is not None:
+                self.tally.set_norm(norm)
+            self.close_step()
 
-    def step_begins(self) -> None:
+    def begin_step(self) -> None:
+        """OLMo-core is about to clip and to step."""
         self.process.step += 1
         self.open = True
         self.memory.mark("gradients")
         self.gradients.before_step()
         self.movement.begin()
 
-    def before_clipping(self, *_: Any, **__: Any) -> None:
+    def before_clipping(self) -> None:
         if self.open:
             self.gradients.before_step()
 
-    def clipped(self, norm: Any, *_: Any, **__: Any) -> None:
+    def clipped(self, norm: Any) -> None:
         if norm is not None and self.open:
-            self.tally.norm = [norm]
+            self.tally.set_norm(norm)
 
-    def before_optimizer(self, optimizer: Any, *_: Any, **__: Any) -> None:
-        """Where nobody computes a norm, a few small gradients tell: what is not finite spreads down."""
+    def before_optimizer(self, optimizer: Any) -> None:
         if not self.open:
             return
         self.gradients.before_step()
         self.movement.begin(optimizer)
-        if not self.tally.norm and not self.optimizer.scaled:
-            norm = self.optimizer.sample(optimizer)
+        # if nobody computes a norm a few small gradients do: what is not finite spreads to them
+        if "norm" not in self.tally.scalars and not self.optimizer.scaled:
+            norm = self.optimizer.sample_norm(optimizer)
             if norm is not None:
                 self.tally.scalars["sampled"] = [norm]
 
-    def close_step(self, *_: Any, **__: Any) -> None:
-        """The optimizer step that is open, if one is, has been taken."""
+    def close_step(self) -> None:
+        """The open optimizer step, if there is one, has been taken."""
         if not self.open:
             return
         self.open = False
-        process, tally = self.process, self.tally
+        process = self.process
         if process.step == 1:
             self.memory.mark("optimizer")
         now = time.perf_counter()
         seconds = now - (process.step_begun or process.begun)
-        event: dict[str, Any] = {
-            "step": process.at,
-            "elapsed": round(now - process.begun, 4),
-            "micro_batches": tally.micro_batches,
-            "positions": tally.positions,
-            "interrupted": tally.interrupted,
-            **dict.fromkeys(("learning_rate", "allocated_gib", "reserved_gib")),
-        }
-        with self.record.quietly("memory"):
-            event |= self.memory.peaks()
-        with self.record.quietly("learning rate"):
-            event["learning_rate"] = self.optimizer.learning_rate()
-        self.watchdog.step(seconds, first=process.step == 1)
-        parts = 1 if self.settings.divides_loss else max(1, len(tally.scalars["loss"]))
-        known = {"seconds": seconds, "scaled": self.optimizer.scaled, "parts": parts, "event": event}
-        self.steps.add({**tally.scalars, "norm": tally.norm}, known)
-        # a step lasts from the end of the one before: its data loading and logging are part of it
+        self.watchdog.end_step(seconds, first=process.step == 1)
+        losses = self.tally.scalars["loss"]
+        parts = 1 if self.settings.divides_loss else max(1, len(losses))
+        event = self._step_event(now)
+        self.steps.add(self.tally, ClosedStep(seconds, self.optimizer.scaled, parts, event))
+        # a step lasts from the end of the one before: it includes data loading and logging
         process.step_begun = now
         self.tally = Tally()
         self.steps.settle()
@@ -183,8 +193,27 @@ class Probe:
             self.data.report()
         self.contract.after_step(process.step)
 
-    def rests(self, phase: str | None = None) -> None:
-        """Something is saved, evaluated or uploaded: first see that what is saved is any good.
+    def _step_event(self, now: float) -> dict[str, Any]:
+        event = {
+            "step": self.process.at,
+            "elapsed": round(now - self.process.begun, 4),
+            "micro_batches": self.tally.micro_batches,
+            "positions": self.tally.positions,
+            "interrupted": self.tally.interrupted,
+            "learning_rate": None,
+            "allocated_gib": None,
+            "reserved_gib": None,
+        }
+        with self.record.quietly("memory"):
+            counters = self.memory.counters()
+            event["allocated_gib"] = counters.get("peak_allocated_gib")
+            event["reserved_gib"] = counters.get("peak_reserved_gib")
+        with self.record.quietly("learning rate"):
+            event["learning_rate"] = self.optimizer.learning_rate()
+        return event
+
+    def rest(self, phase: str | None = None) -> None:
+        """Something is saved, evaluated or uploaded: check first that what is saved is any good.
 
         `phase` is one of the watchdog's, None for what may take any time.
         """
@@ -194,53 +223,58 @@ class Probe:
             self.tally.interrupted = True
             self.steps.settle(wait=True)
             self.gradients.settle(wait=True)
-            if step := self.process.step:
+            step = self.process.step
+            if step:
                 self.memory.mark("steps", again=step > self.marked)
                 self.marked = step
             self.movement.report()
 
-    def leaves_out_final_save(self) -> None:
-        """The script ends here, well, where nobody wants its model. Raises SystemExit then."""
+    def leave_out_final_save(self) -> None:
+        """End the script here if nobody wants its model. Raises SystemExit then."""
         if self.settings.final_save:
             return
         with self.record.quietly("final save"):
-            if self.process.world > 1:
-                # another rank may still be reading from this one's memory
-                sys.modules["torch"].distributed.barrier()
+            # another rank may still be reading from this one's memory
+            self._wait_for_ranks()
             self.record.write("not_saved", step=self.process.at)
         raise SystemExit(0)
 
     def is_to_stop(self, step: int) -> bool:
-        """A step is over; returns whether a checkpoint is to be saved now and the training ended, on every rank."""
+        """A step is over: is every rank to save a checkpoint now, and to end?"""
         if self.preemption.saving:
             return True
-        if not self.preemption.reached(step):
+        if not self.preemption.has_reached(step):
             return False
-        self.rests(SAVING)
+        self.rest(SAVING)
         self.preemption.begin_save(step)
         return True
 
-    def stops_after_save(self, step: int, path: str) -> None:
-        """The checkpoint that was requested is saved: once every rank has its part, end. Raises SystemExit."""
-        if self.process.world > 1:
-            sys.modules["torch"].distributed.barrier()
-        self.preemption.saved(step, os.path.abspath(path))
+    def stop_after_save(self, step: int, path: str) -> None:
+        """End once every rank has saved the requested checkpoint. Raises SystemExit."""
+        self._wait_for_ranks()
+        self.preemption.end_save(step, os.path.abspath(path))
         raise SystemExit(0)
 
-    def ends(self) -> None:
+    def _wait_for_ranks(self) -> None:
+        if self.process.world > 1:
+            sys.modules["torch"].distributed.barrier()
+
+    def end(self) -> None:
         self.preemption.stop()
-        self.rests()
-        self.gradients.ends()
+        self.rest()
+        with self.record.quietly("gradients"):
+            self.gradients.end()
         if self.process.step:
             self.memory.mark("end")
         self.liger.report()
         self.data.report()
 
     def leave(self, message: str, *, stops: bool, settle: bool = True) -> None:
-        """Warn, or (`stops`) end this process now; whoever started the ranks then ends the others."""
+        """Warn, or end this process now; whoever started the ranks then ends the others."""
         if not stops:
             say(f"warning: {message}")
-        if not stops or self.leaving or not self.record.ours():
+            return
+        if self.leaving or not self.record.is_owner():
             return
         self.leaving = True
         if settle:
@@ -253,6 +287,7 @@ class Probe:
         say(f"stopped: {message}")
         with contextlib.suppress(Exception):
             for name in ("multiprocessing", "multiprocess"):
-                for child in getattr(sys.modules.get(name), "active_children", list)():
-                    child.kill()
+                if name in sys.modules:
+                    for child in sys.modules[name].active_children():
+                        child.kill()
         os._exit(VIOLATION)

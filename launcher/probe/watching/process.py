@@ -1,6 +1,7 @@
-"""This training process: what `launch` wants of its probe, where in the run it stands, and its record."""
+"""This training process: the probe's settings, its place in the run, and its record."""
 
 import contextlib
+import dataclasses
 import errno
 import io
 import json
@@ -11,97 +12,90 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
-# The variables in which launch hands things over. `launcher/runs/attempt.py` names the same: nothing of it can be
-# imported here, and tests/probe/test_handover.py compares them.
+# The environment variables by which launch passes values. `launcher/runs/attempt.py` has the same
+# names: it cannot be imported here, and tests/probe/test_handover.py compares them.
 SETTINGS = "LAUNCH_PROBE"
 ATTEMPT = "LAUNCH_ATTEMPT"
 LEASE = "LAUNCH_LEASE"
 ARGUMENT = "LAUNCH_ARG_"
 TOKENISED = "LAUNCH_TOKENISED"
-NOTES = 20  # of trouble: what fails in every step fails in the same way
-# what an older launch, which did not name them, had of every script
-EARLIER_WATCHERS = {
-    "olmo_core.train.train_module.transformer.train_module": "watch_olmo_step",
-    "olmo_core.train.trainer": "watch_olmo_trainer",
-    "open_instruct.dataset_transformation": "watch_tokenising",
-    "open_instruct.dpo_utils": "watch_pairs",
-    "open_instruct.model_utils": "watch_final_save",
-    "open_instruct.olmo_core_train_modules": "watch_olmo_module",
-    "trl.trainer.dpo_trainer": "watch_preparation",
-    "trl.trainer.sft_trainer": "watch_preparation",
-}
-EARLIER_STAND_INS = {
-    "olmo_core.distributed.utils": "supply_gloo",
-    "olmo_core.train.callbacks.gpu_memory_monitor": "supply_memory_monitor",
-    "open_instruct.utils": "supply_mfu",
-    "torch.cuda": "supply_cuda_counters",
-}
+NOTES = 20  # written at most: what fails in every step fails in the same way
 ROOM = 2**20  # bytes of events that are kept while the disk is full
+FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Console(io.FileIO):
-    """A console log that loses what a full disk does not take, and does not end the training."""
+    """A console log that drops what a full disk does not take, instead of ending the training."""
 
     lost = 0
 
     def write(self, block: Any, /) -> int:
-        left = memoryview(block)
+        rest = memoryview(block)
         try:
-            while left:
-                left = left[super().write(left) :]
+            while rest:
+                written = super().write(rest)
+                rest = rest[written:]
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno not in FULL_DISK:
                 raise
-            Console.lost += len(left)
+            Console.lost += len(rest)
         return len(block)
 
 
 def spare_streams() -> None:
-    """Have stdout and stderr go on when the disk that they are written to is full."""
+    """Let stdout and stderr survive a full disk."""
     for name in ("stdout", "stderr"):
+        # a notebook or a test may have put anything there
         with contextlib.suppress(Exception):
-            before = getattr(sys, name)
-            if not stat.S_ISREG(os.fstat(before.fileno()).st_mode):
-                continue
-            before.flush()
-            raw: Any = Console(before.fileno(), "w", closefd=False)
-            plain = isinstance(before.buffer, io.FileIO)
-            stream = io.TextIOWrapper(
-                raw if plain else io.BufferedWriter(raw),
-                encoding=before.encoding,
-                errors=before.errors,
-                line_buffering=before.line_buffering,
-                write_through=before.write_through,
-            )
-            setattr(sys, name, stream)
+            stream = getattr(sys, name)
+            if stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+                stream.flush()
+                setattr(sys, name, _over_console(stream))
+
+
+def _over_console(stream: Any) -> io.TextIOWrapper:
+    raw: Any = Console(stream.fileno(), "w", closefd=False)
+    if not isinstance(stream.buffer, io.FileIO):
+        raw = io.BufferedWriter(raw)
+    return io.TextIOWrapper(
+        raw,
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
 
 
 class EventLog:
-    """Appends events to this rank's file; flushes each; only in the process that opened it."""
+    """Appends events to this rank's file and flushes each."""
 
     def __init__(self, folder: str, rank: int) -> None:
-        self.pid, self.lock, self.troubles = os.getpid(), threading.Lock(), 0
+        self.pid = os.getpid()
+        self.lock = threading.Lock()
+        self.troubles = 0
         self.stream: Any = None
         self.stacks = os.path.join(folder, f"rank-{rank}.stacks.txt")
         self.supplied: set[str] = set()
         with contextlib.suppress(OSError):
             os.makedirs(folder, exist_ok=True)
             path = os.path.join(folder, f"rank-{rank}.jsonl")
-            # what a full disk does not take is kept, and written once there is room again
+            # events that a full disk does not take stay in this buffer until there is room
             self.stream = open(path, "a", ROOM, encoding="utf-8")  # noqa: SIM115 - open until the end
 
-    def ours(self) -> bool:
-        """False in forked data workers, which inherit the stream: their events would tear lines."""
+    def is_owner(self) -> bool:
+        """False in forked data workers: their events would tear the lines of this process."""
         return os.getpid() == self.pid
 
     def write(self, event: str, **fields: Any) -> None:
-        if self.stream is None or not self.ours():
+        if self.stream is None or not self.is_owner():
             return
-        # whatever is wrong, with the disk or with a value, is no reason to stop training
+        # neither a bad disk nor a bad value may stop the training
         with contextlib.suppress(Exception):
-            line = json.dumps({"t": round(time.time(), 3), "event": event, **fields}, default=str)
+            content = {"t": round(time.time(), 3), "event": event, **fields}
+            line = json.dumps(content, default=str)
             with self.lock:
                 self.stream.write(line + "\n")
                 self.stream.flush()
@@ -113,7 +107,7 @@ class EventLog:
 
     @contextlib.contextmanager
     def quietly(self, where: str) -> Iterator[None]:
-        """What fails in here is noted, and not raised into training."""
+        """Record an exception as a note instead of raising it into training."""
         try:
             yield
         except Exception as error:
@@ -126,68 +120,101 @@ class EventLog:
 
 
 def say(message: str) -> None:
-    """One line on stderr, which goes into the run's console log; a bar may stand on the line."""
+    """Write one line to stderr, the run's console log; a progress bar may stand on the line."""
     with contextlib.suppress(OSError):
         os.write(2, f"\nlaunch: {message}\n".encode(errors="replace"))
 
 
+def write_json(path: str, content: dict[str, Any]) -> None:
+    """Write a file that other processes read, at once. Raises OSError."""
+    # ranks may share the folder, and containers have the same process ids
+    rank = os.environ.get("RANK") or 0
+    part = f"{path}.{rank}"
+    with open(part, "w", encoding="utf-8") as stream:
+        json.dump(content, stream)
+    os.replace(part, path)
+
+
+def read_json(path: str) -> dict[str, Any]:
+    """The object in a file of another process; empty if there is none or it is not whole yet."""
+    try:
+        with open(path, encoding="utf-8") as stream:
+            content = json.load(stream)
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
 def attempt_number() -> int:
-    """Which attempt of its run this process belongs to, from 1 on."""
+    """The attempt of the run that this process belongs to, counted from 1."""
     return int(os.environ.get(ATTEMPT) or 1)
 
 
+def local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK") or 0)
+
+
 def finite(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else value
+    if value is None or not math.isfinite(value):
+        return None
+    return value
 
 
+@dataclass(frozen=True, slots=True)
 class Settings:
-    """What `launch` wants of the probe; whatever is missing asks for nothing.
+    """What `launch` asks of the probe (`plan/command.py`).
 
-    `target` upstream's script, `out` folder of the records, `cpu`; `watchers` are functions of `trainers` by the
-    module of the script's that each watches, `stand_ins` those of `supplies` that it needs on a CPU;
-    `divides_loss` whether its loop divides each micro-batch's loss by their number; `export` what a function of
-    `models/exporting.py` is to write once the training is over;
-    `packed` whether packing was requested (the same on every rank, so that collectives may depend on it);
-    `gradients` whether those of autograd are compared with those that the optimizer uses; `expect`
-    point -> state; `on_violation` stop or warn; `within` optimizer steps until what is expected must be
-    proved; `isolation` whether packing is tested; `on_hang` stop or report; `hang_factor` times the
-    median step, and `hang_seconds` at least, make a hang; `first_loss` is what the first step must give
-    where the policy still is its own reference; without `final_save` the run ends after its last step;
-    `pairs` whether a row is a chosen and a rejected answer; `max_length` the tokens that a row is cut to.
+    `target` is upstream's script, `out` the folder of the records. `watchers` are functions of
+    `trainers` by the module that each watches; `stand_ins` those of `supplies`, used on a CPU only.
+    `divides_loss`: the loop divides the loss of each micro-batch by their number. `packed`: packing
+    was requested; the same on every rank, so collectives may depend on it. `expect` has states by
+    point; they must be proved `within` so many optimizer steps. `isolation`: test whether packed
+    samples see each other. `first_loss` is the loss of a policy that still is its own reference.
+    `pairs`: a row is a chosen and a rejected answer. `max_length` is in tokens. `export` names a
+    function of `models/exporting.py` with its settings. Without `final_save` the run ends after its
+    last step.
     """
 
-    def __init__(self, values: dict[str, Any]) -> None:
-        self.target = str(values["target"])
-        self.out = str(values["out"])
-        self.cpu = bool(values.get("cpu"))
-        # an attempt that waits in a queue may have the settings of an older launch
-        self.watchers: dict[str, str] = values.get("watchers", EARLIER_WATCHERS)
-        stand_ins = values.get("stand_ins")
-        self.stand_ins: dict[str, str] = EARLIER_STAND_INS if stand_ins is True else stand_ins or {}
-        self.divides_loss = bool(values.get("divides_loss", values.get("backend") == "trl"))
-        self.export: dict[str, Any] = values.get("export") or {}
-        self.packed = bool(values.get("packed"))
-        expect = values.get("expect") or {}
-        self.expect = {point: state for point, state in expect.items() if state != "any"}
-        self.gradients = expect.get("gradients") != "any"
-        self.checks_loss = expect.get("loss", "finite") != "any"
-        self.stops = values.get("on_violation") == "stop"
-        self.within = int(values.get("within") or 3)
-        self.isolation = bool(values.get("isolation", True))
-        self.stops_hang = values.get("on_hang") == "stop"
-        self.hang_factor = float(values.get("hang_factor") or 20)
-        self.hang_seconds = float(values.get("hang_seconds") or 300)
-        self.first_loss = values.get("first_loss")
-        self.final_save = bool(values.get("final_save", True))
-        self.pairs = bool(values.get("pairs"))
-        self.max_length = values.get("max_length")
+    target: str
+    out: str
+    cpu: bool = False
+    watchers: dict[str, str] = field(default_factory=dict)
+    stand_ins: dict[str, str] = field(default_factory=dict)
+    divides_loss: bool = False
+    packed: bool = False
+    expect: dict[str, str] = field(default_factory=dict)
+    on_violation: str = "warn"
+    on_hang: str = "report"
+    within: int = 3
+    isolation: bool = True
+    hang_factor: float = 20
+    hang_seconds: float = 300
+    first_loss: float | None = None
+    final_save: bool = True
+    pairs: bool = False
+    max_length: int | None = None
+    export: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> "Settings":
+        # an attempt that waited in a queue may have been written by another release of launch
+        names = {each.name for each in dataclasses.fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in names})
+
+    def checks(self, point: str) -> bool:
+        return self.expect.get(point) != "any"
+
+    @property
+    def stops(self) -> bool:
+        return self.on_violation == "stop"
 
 
 class Process:
     """What all pieces share: the settings, the record, the rank, and the optimizer step.
 
-    `step` counts this process's own, `base` those before the checkpoint it was resumed from. `testing`
-    while passes run that are none of training. `last` is the last step whose loss was finite.
+    `step` counts the steps of this process, `base` those before the checkpoint that it resumed
+    from. `testing` is set during passes that are no training. `last` is the last step with a finite
+    loss.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -197,22 +224,26 @@ class Process:
         self.record = EventLog(settings.out, self.rank)
         self.begun = time.perf_counter()
         self.step_begun: float | None = None
-        self.step = self.base = 0
-        self.resumed = self.testing = False
+        self.step = 0
+        self.base = 0
+        self.resumed = False
+        self.testing = False
         self.last: dict[str, Any] = {}
 
     @property
     def at(self) -> int:
+        """The step of the whole run."""
         return self.base + self.step
 
-    def resumes(self, path: str, step: int) -> None:
-        """The policy comes out of a checkpoint: it is not its own reference any more."""
-        self.resumed, self.base = True, step
+    def resume(self, path: str, step: int) -> None:
+        """A checkpoint was loaded: from now on the policy is not its own reference."""
+        self.resumed = True
+        self.base = step
         self.record.write("resumed", path=path, step=step)
 
 
 class ProbePiece:
-    """One piece of the probe: what all of them share, and what it tells with it."""
+    """One part of the probe, with what all parts share."""
 
     def __init__(self, process: Process) -> None:
         self.process = process

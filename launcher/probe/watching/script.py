@@ -1,18 +1,16 @@
-"""Upstream's script, run as `__main__` under watch; its exit code and exceptions stay its own."""
+"""Run upstream's script as `__main__`, watched; its exit code and exceptions stay its own."""
 
-import importlib.util
 import json
 import os
 import runpy
 import sys
-import types
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 from . import supplies, trainers
-from .hooks import Watcher
+from .hooks import Watcher, load_file
 from .probe import Probe
 from .process import ARGUMENT, SETTINGS, Console, attempt_number, say, spare_streams
 
@@ -27,27 +25,32 @@ LIBRARIES = {
     "transformers.trainer_callback": "watch_callbacks",
     "wandb": "watch_wandb",
 }
-"""Watchers of what any script may use; those of its own modules stand in its description."""
+"""Watchers of what any script may use; those of its own modules are in the settings."""
+
+EXPORTING = Path(__file__).resolve().parents[1] / "models" / "exporting.py"
 
 
-def watched(probe: Probe) -> dict[str, Callable[[types.ModuleType], None]]:
+def watchers(probe: Probe) -> dict[str, Callable[[ModuleType], None]]:
+    """What is called with each module once it is imported."""
     settings = probe.settings
-    supplied = {"huggingface_hub": "supply_snapshot"}
+    watching = {**LIBRARIES, **settings.watchers}
+    supplying = {"huggingface_hub": "supply_snapshot"}
     if settings.cpu:
-        supplied |= {"torch.serialization": "supply_locations", **settings.stand_ins}
-    watching = {name: watcher(trainers, action, probe) for name, action in {**LIBRARIES, **settings.watchers}.items()}
-    supplying = {name: watcher(supplies, action, probe.record) for name, action in supplied.items()}
-    return {**probe.liger.watched(), **watching, **supplying}
-
-
-def watcher(owner: types.ModuleType, name: str, subject: Any) -> Callable[[types.ModuleType], None]:
-    """The function of `trainers` or `supplies` of this name, for a module that is imported."""
-    return partial(getattr(owner, name), subject)
+        supplying["torch.serialization"] = "supply_locations"
+        supplying |= settings.stand_ins
+    actions = probe.liger.watchers()
+    for module, name in watching.items():
+        actions[module] = partial(getattr(trainers, name), probe)
+    for module, name in supplying.items():
+        actions[module] = partial(getattr(supplies, name), probe.record)
+    return actions
 
 
 def word(shown: str) -> str:
-    """A word of the command line: a secret is not on it, but in a variable that it names."""
-    return os.environ.get(shown[1:], shown) if shown.startswith(f"${ARGUMENT}") else shown
+    """A word of the command line: a secret is in a variable, which the word names."""
+    if not shown.startswith(f"${ARGUMENT}"):
+        return shown
+    return os.environ.get(shown[1:], shown)
 
 
 def run(target: str) -> None:
@@ -58,16 +61,12 @@ def run(target: str) -> None:
 
 
 def export(probe: Probe) -> None:
-    """Write the model that was trained in another library's form, where the script does not do that itself."""
+    """Write the trained model for another library, if the script does not do that itself."""
     settings = probe.settings.export
     if not settings or probe.process.rank:
         return
-    probe.rests()
-    path = Path(__file__).resolve().parents[1] / "models" / "exporting.py"
-    spec = importlib.util.spec_from_file_location("launch_export", path)
-    assert spec is not None and spec.loader is not None
-    exporting = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(exporting)
+    probe.rest()
+    exporting = load_file(str(EXPORTING), "launch_export")
     say(f"writing the weights for transformers into {settings['into']}")
     getattr(exporting, settings["function"])(settings, probe.record.write)
     trainers.note_saved(probe.record, settings["into"])
@@ -76,32 +75,41 @@ def export(probe: Probe) -> None:
 def main() -> None:
     spare_streams()
     probe = Probe(json.loads(os.environ[SETTINGS]))
-    process, record, target = probe.process, probe.record, probe.settings.target
+    record = probe.record
     record.write(
         "start",
-        rank=process.rank,
-        world=process.world,
+        rank=probe.process.rank,
+        world=probe.process.world,
         pid=os.getpid(),
-        target=target,
+        target=probe.settings.target,
         attempt=attempt_number(),
         python=".".join(map(str, sys.version_info[:3])),
     )
-    sys.meta_path.insert(0, Watcher(record, watched(probe)))
+    sys.meta_path.insert(0, Watcher(record, watchers(probe)))
     probe.watchdog.start()
     probe.preemption.start()
-    code: Any = 0
+    code = 0
     try:
-        run(target)
+        run(probe.settings.target)
         export(probe)
     except SystemExit as stop:
-        code = stop.code
+        code = _exit_code(stop)
         raise
     except BaseException as error:
         code = 1
         record.write("error", type=type(error).__name__, message=str(error)[:2000])
         raise
     finally:
-        probe.ends()
-        if lost := Console.lost:
-            record.write("note", text=f"the disk was full: {lost} bytes of the log are lost")
-        record.write("end", exit=code if isinstance(code, int) else int(code is not None))
+        probe.end()
+        if Console.lost:
+            record.write(
+                "note", text=f"the disk was full: {Console.lost} bytes of the log are lost"
+            )
+        record.write("end", exit=code)
+
+
+def _exit_code(stop: SystemExit) -> int:
+    """As Python exits: a message counts as 1."""
+    if stop.code is None:
+        return 0
+    return stop.code if isinstance(stop.code, int) else 1

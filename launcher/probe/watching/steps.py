@@ -1,228 +1,262 @@
-"""What an optimizer step adds up to, and its numbers' way from the device into the record: nobody waits for them."""
+"""The numbers of each optimizer step, from the device into the record, without waiting for them."""
 
 import collections
 import math
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from .contract import Caches, Contract
 from .data import Data
 from .model import torch_in_use
-from .packing import Packing
+from .packing import Packing, TokenBatch
 from .process import ProbePiece, Process, finite, say
-
-BRANCHES = ("chosen", "rejected")
 
 
 class Tally:
-    """The optimizer step in the making; its numbers stay on the device and are read once a step.
+    """The open optimizer step. `scalars` stay on the device and are read once a step.
 
-    `positions` of the batches, `norm` of the gradients where somebody computes it; `interrupted` where
-    something else happened meanwhile, so that the step tells no speed.
+    `positions` counts those of the batches. `interrupted`: something else happened during the step,
+    so that its time says nothing about speed.
     """
 
     def __init__(self) -> None:
-        self.scalars: dict[str, list[Any]] = {"loss": [], "tokens": [], "rows": []}
-        self.norm: list[Any] = []
+        self.scalars: collections.defaultdict[str, list[Any]] = collections.defaultdict(list)
         self.micro_batches = 0
         self.positions = 0
         self.interrupted = False
 
-    def loss(self, loss: Any) -> None:
+    def add_loss(self, loss: Any) -> None:
         self.scalars["loss"].append(loss.detach())
         self.micro_batches += 1
 
-    def rewards(self, chosen: Any, rejected: Any) -> None:
-        """Of the pairs of a micro-batch; the loss has computed them."""
-        chosen, rejected = chosen.detach(), rejected.detach()
-        self.scalars.setdefault("margin", []).append((chosen - rejected).mean())
-        self.scalars.setdefault("accuracy", []).append((chosen > rejected).float().mean())
+    def set_norm(self, norm: Any) -> None:
+        self.scalars["norm"] = [norm]
 
-    def add(self, rows: Any, positions: int, tokens: Any) -> None:
+    def add_rewards(self, chosen: Any, rejected: Any) -> None:
+        """The rewards of a micro-batch of pairs, as the loss has computed them."""
+        chosen = chosen.detach()
+        rejected = rejected.detach()
+        self.scalars["margin"].append((chosen - rejected).mean())
+        self.scalars["accuracy"].append((chosen > rejected).float().mean())
+
+    def add_batch(self, batch: TokenBatch) -> None:
+        samples, tokens = batch.count()
+        self.add_counts(int(batch.ids.numel()), samples, tokens)
+
+    def add_counts(self, positions: int, samples: Any, tokens: Any) -> None:
         self.positions += positions
+        self.scalars["rows"].append(samples)
         self.scalars["tokens"].append(tokens)
-        self.scalars["rows"].append(rows)
-
-    def count(self, ids: Any, kwargs: dict[str, Any]) -> None:
-        mask, places = kwargs.get("attention_mask"), kwargs.get("position_ids")
-        ends = kwargs.get("cu_seq_lens_q")
-        rows: Any = int(ids.shape[0]) if ids.dim() == 2 else 1
-        real: Any = ids.numel()
-        if mask is not None and mask.dim() == 2:
-            real = mask.sum()
-        elif places is not None and places.dim() == 2 and places.shape[-1] == ids.shape[-1]:
-            # behind the last sample every position is said to be the first
-            start = places == 0
-            waste = (start[:, 1:] & start[:, :-1]).sum()
-            real, rows = places.numel() - waste, start.sum() - waste
-        elif ends is not None:
-            real, rows = ends[-1], int(ends.numel()) - 1
-        self.add(rows, int(ids.numel()), real)
 
 
 class Pairs(ProbePiece):
-    """The pairs of each micro-batch, and what is known of the one that runs.
+    """The pairs of each micro-batch of OLMo-core's DPO.
 
-    `hidden` is that of the model's batch which the model is not told, under transformers' names; None
-    where no micro-batch was seen. `alike` ranks share each batch.
+    `hidden` is the chosen half of the running micro-batch, whose model is not given all that is
+    known of it; None outside of one. `alike` ranks share each batch.
     """
 
     def __init__(self, process: Process, packing: Packing) -> None:
         super().__init__(process)
         self.packing = packing
-        self.hidden: dict[str, Any] | None = None
-        self.counts: list[int] = []
+        self.hidden: TokenBatch | None = None
+        self.most = 0
         self.alike = 1
 
-    def begins(self, batch: dict[str, Any], tally: Tally) -> None:
-        ids = [batch[f"{branch}_input_ids"] for branch in BRANCHES]
-        ends: list[Any] = [batch.get(f"{branch}_cu_seq_lens_k") for branch in BRANCHES]
-        masks: list[Any] = [batch.get(f"{branch}_attention_mask") for branch in BRANCHES]
-        positions = sum(int(one.numel()) for one in ids)
-        real: Any = positions
-        rows = sum(int(one.shape[0]) for one in ids)
-        hidden: dict[str, Any] = {}
-        if all(one is not None for one in ends):
-            real = ends[0][-1] + ends[1][-1]
-            rows = int(ends[0].numel()) + int(ends[1].numel()) - 2
-            # of the row that both become, the first half
-            hidden = {"cu_seq_lens_q": ends[0], "samples": rows}
-            tally.scalars.setdefault("longer", []).append(ends[0][-1].maximum(ends[1][-1]))
-        elif all(one is not None for one in masks):
-            real = masks[0].sum() + masks[1].sum()
-            hidden = {"attention_mask": masks[0]}
-        self.hidden = hidden
-        self.counts.append(rows // 2)
-        # the same batch as another rank's, which counts it
+    def begin(self, chosen: TokenBatch, rejected: TokenBatch, tally: Tally) -> None:
+        chosen_samples, chosen_tokens = chosen.count()
+        rejected_samples, rejected_tokens = rejected.count()
+        samples = chosen_samples + rejected_samples
+        self.most = max(self.most, samples // 2)
+        self.hidden = chosen
+        if chosen.ends is not None:
+            # both sides become one row
+            self.hidden = replace(chosen, samples=samples)
+            tally.scalars["longer"].append(chosen_tokens.maximum(rejected_tokens))
+        # of ranks with the same batch only the first counts it
         if self.process.rank % self.alike == 0:
-            tally.add(rows, positions, real)
+            positions = int(chosen.ids.numel()) + int(rejected.ids.numel())
+            tally.add_counts(positions, samples, chosen_tokens + rejected_tokens)
+
+    def complete(self, batch: TokenBatch) -> TokenBatch:
+        """What the model is given, with what is known of the first half of its row."""
+        hidden = self.hidden
+        if hidden is None:
+            return batch
+        if hidden.ends is not None:
+            return replace(batch, ends=hidden.ends, samples=hidden.samples)
+        return replace(batch, mask=batch.mask if hidden.mask is None else hidden.mask)
 
     def tell_waste(self, tokens: int, positions: int, pairs: int, longer: float) -> None:
-        """Rows that are computed whole, and stay empty for more than half.
+        """Warn about rows that are computed whole and stay empty for more than half.
 
-        Chosen and rejected fill a half each: the one with more tokens, `longer`, decides how many pairs fit.
+        Chosen and rejected answers fill half a row each: the half with more tokens, `longer`,
+        limits how many pairs fit.
         """
-        if not self.counts or not self.packing.on or not positions or tokens * 2 >= positions:
+        if not self.most or not self.packing.on or not positions or tokens * 2 >= positions:
             return
         filled = tokens / positions
-        # by this step's own lengths; a row with fewer pairs than another had no room for the next one
-        known = longer > 0 and pairs >= max(self.counts)
-        fits = max(pairs, int(pairs * positions / 2 / longer)) if known else pairs
+        fits = pairs
+        # a row with fewer pairs than another had no room for its next pair
+        if longer > 0 and pairs >= self.most:
+            fits = max(pairs, int(pairs * positions / 2 / longer))
         better = 1 << max(0, fits.bit_length() - 1)
         message = f"batch {pairs} uses {filled:.0%} of each step"
         if better > pairs:
             message += f"; {better} fills {min(1.0, filled * better / max(1, pairs)):.0%}"
-        self.record.write("half_wasted", pairs=pairs, filled=round(filled, 4), better=better, message=message)
+        share = round(filled, 4)
+        self.record.write("half_wasted", pairs=pairs, filled=share, better=better, message=message)
         if self.process.rank == 0:
             say(f"warning: {message}: rows are computed whole, however many pairs they hold")
 
 
 class Reading:
-    """The numbers of one step: `scalars` that may lie on a device, and what is `known` on the host."""
+    """Numbers on their way from the device; `facts` say what they are about."""
 
-    def __init__(self, scalars: dict[str, list[Any]], known: dict[str, Any], *, at_once: bool = False) -> None:
-        self.known = known
+    def __init__(self, scalars: dict[str, list[Any]], facts: Any) -> None:
+        self.facts = facts
         self.values: dict[str, list[float]] = {}
         self.places: list[tuple[str, int]] = []
         self.event: Any = None
-        self.host: Any = None
         waiting = []
         for name, items in scalars.items():
-            self.values[name] = [0.0] * len(items)
+            self.values[name] = []
             for index, item in enumerate(items):
-                if getattr(item, "is_cuda", False) and not at_once:
+                value = math.nan
+                if getattr(item, "is_cuda", False):
                     self.places.append((name, index))
-                    waiting.append(item.detach())
+                    waiting.append(item.detach().double().reshape(()))
                 else:
-                    self.values[name][index] = float(item)
+                    value = float(item)
+                self.values[name].append(value)
         if waiting:
             torch = sys.modules["torch"]
-            stacked = torch.stack([item.double().reshape(()) for item in waiting])
-            # one copy into pinned memory, behind everything that the step has queued
+            # one copy into pinned memory, queued behind the work of the step
             self.host = torch.empty(len(waiting), dtype=torch.float64, pin_memory=True)
-            self.host.copy_(stacked, non_blocking=True)
+            self.host.copy_(torch.stack(waiting), non_blocking=True)
             self.event = torch.cuda.Event(enable_timing=True)
             self.event.record()
 
-    def ready(self) -> bool:
+    def is_ready(self) -> bool:
         return self.event is None or bool(self.event.query())
 
-    def take(self) -> dict[str, list[float]]:
-        if self.event is not None and self.host is not None:
+    def wait(self) -> dict[str, list[float]]:
+        if self.event is not None:
             self.event.synchronize()
             for (name, index), value in zip(self.places, self.host.tolist(), strict=True):
                 self.values[name][index] = value
-            self.host = None
         return self.values
 
 
-def _preferences(values: dict[str, list[float]]) -> dict[str, float]:
-    """The means over the micro-batches of what DPO's loss says of its pairs; nothing of another loss."""
-    means = {name: sum(values[name]) / len(values[name]) for name in ("margin", "accuracy") if values.get(name)}
-    return {name: mean for name, mean in means.items() if math.isfinite(mean)}
+@dataclass(frozen=True, slots=True)
+class ClosedStep:
+    """What the host knows of a step whose numbers are on their way.
+
+    `parts` divides the sum of the losses. `scaled`: a loss scaler may skip the step. `event` is a
+    part of its record.
+    """
+
+    seconds: float
+    scaled: bool
+    parts: int
+    event: dict[str, Any]
 
 
 class Steps(ProbePiece):
-    """The steps whose numbers have not arrived yet, and what is made of those that have."""
+    """The steps whose numbers have not arrived yet, and the records of those that have."""
 
-    def __init__(self, process: Process, contract: Contract, caches: Caches, pairs: Pairs, data: Data) -> None:
+    def __init__(
+        self, process: Process, contract: Contract, caches: Caches, pairs: Pairs, data: Data
+    ) -> None:
         super().__init__(process)
-        self.contract, self.caches, self.pairs = contract, caches, pairs
+        self.contract = contract
+        self.caches = caches
+        self.pairs = pairs
         self.data = data
         self.readings: collections.deque[Reading] = collections.deque()
-        self.timing: Any = None
+        self.clock: Any = None
 
     def start_clock(self) -> None:
-        """The first step begins; the device's own clock is read where there is one."""
-        with self.record.quietly("timing"):
-            if (torch := torch_in_use(self.settings.cpu)) is not None:
-                self.timing = torch.cuda.Event(enable_timing=True)
-                self.timing.record()
+        """The first step begins: steps are timed by the device's clock if there is a device."""
+        torch = torch_in_use(self.settings.cpu)
+        if torch is not None:
+            self.clock = torch.cuda.Event(enable_timing=True)
+            self.clock.record()
 
-    def add(self, scalars: dict[str, list[Any]], known: dict[str, Any]) -> None:
-        # at most the step before this one is still on its way: no bubble, and no more than one step late
+    def add(self, tally: Tally, step: ClosedStep) -> None:
+        # one step at most is on its way: the device is never idle, and NaN is seen a step later
         self.settle(wait=True)
-        try:
-            reading = Reading(scalars, known)
-        except Exception as error:
-            self.record.trouble("reading without waiting", error)
-            reading = Reading(scalars, known, at_once=True)
-        self.readings.append(reading)
+        self.readings.append(Reading(tally.scalars, step))
 
     def settle(self, *, wait: bool = False) -> None:
-        while self.readings and (wait or self.readings[0].ready()):
+        while self.readings and (wait or self.readings[0].is_ready()):
             with self.record.quietly("step"):
                 self.finish(self.readings.popleft())
 
     def finish(self, reading: Reading) -> None:
-        values, known, process = reading.take(), reading.known, self.process
-        event, seconds = known["event"], known["seconds"]
+        values = reading.wait()
+        closed: ClosedStep = reading.facts
+        event = closed.event
         step = event["step"]
-        if reading.event is not None:
-            if self.timing is not None:
-                seconds = self.timing.elapsed_time(reading.event) / 1000
-            self.timing = reading.event
-        self.data.counted(values)
-        losses = values["loss"]
+        self.data.add_sums(values)
+        losses = values.get("loss", [])
+        norm = _first(values.get("norm", ()))
+        gradient = norm
+        if gradient is None:
+            gradient = _first(values.get("sampled", ()))
         valid = all(math.isfinite(loss) for loss in losses)
-        mean = sum(losses) / known["parts"] if losses and valid else None
-        norm = values["norm"][0] if values["norm"] else None
-        gradient = next((v for v in (norm, *values.get("sampled", ())) if v is not None), 0.0)
-        # a loss scaler meets overflows and skips the step: that is its business
-        whole = valid and (known["scaled"] or math.isfinite(gradient))
-        tokens, rows = int(sum(values["tokens"])), int(sum(values["rows"]))
-        wasted = event["positions"] - tokens
-        if step == process.base + self.settings.within:
-            self.pairs.tell_waste(tokens, event["positions"], rows // 2, max(values.get("longer", [0])))
-        event |= _preferences(values)
-        about = {"rows": rows, "tokens": tokens, "wasted": wasted, "seconds": round(seconds, 4), **event}
-        self.record.write("step", loss=mean, finite=whole, grad_norm=finite(norm), **about)
+        # a loss scaler expects overflows, and skips such a step
+        stable = closed.scaled or gradient is None or math.isfinite(gradient)
+        mean = sum(losses) / closed.parts if losses and valid else None
+        rows = int(sum(values.get("rows", ())))
+        tokens = int(sum(values.get("tokens", ())))
+        positions = event["positions"]
+        if step == self.process.base + self.settings.within:
+            longer = max(values.get("longer", [0]))
+            self.pairs.tell_waste(tokens, positions, rows // 2, longer)
+        self.record.write(
+            "step",
+            loss=mean,
+            finite=valid and stable,
+            grad_norm=finite(norm),
+            rows=rows,
+            tokens=tokens,
+            wasted=positions - tokens,
+            seconds=round(self._device_seconds(reading, closed.seconds), 4),
+            **event,
+            **_preferences(values),
+        )
         if not valid:
-            value = next(str(loss) for loss in losses if not math.isfinite(loss))
-            self.contract.nonfinite("loss", value, step)
-        elif not whole:
-            self.contract.nonfinite("gradient", str(gradient), step)
+            value = next(loss for loss in losses if not math.isfinite(loss))
+            self.contract.tell_nonfinite("loss", value, step)
+        elif not stable:
+            self.contract.tell_nonfinite("gradient", gradient, step)
         elif mean is not None:
-            process.last = {"step": step, "loss": mean, "grad_norm": finite(norm)}
+            self.process.last = {"step": step, "loss": mean, "grad_norm": finite(norm)}
             if step == 1:
                 self.caches.check_first_loss(mean)
+
+    def _device_seconds(self, reading: Reading, seconds: float) -> float:
+        """By the device's clock, since the step before; `seconds`, the host's, without a device."""
+        if reading.event is None:
+            return seconds
+        if self.clock is not None:
+            seconds = self.clock.elapsed_time(reading.event) / 1000
+        self.clock = reading.event
+        return seconds
+
+
+def _first(values: Sequence[float]) -> float | None:
+    return values[0] if values else None
+
+
+def _preferences(values: dict[str, list[float]]) -> dict[str, float]:
+    """The means of a DPO loss's margin and accuracy over the micro-batches."""
+    means = {}
+    for name in ("margin", "accuracy"):
+        items = values.get(name)
+        if items and math.isfinite(sum(items)):
+            means[name] = sum(items) / len(items)
+    return means

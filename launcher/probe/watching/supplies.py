@@ -1,16 +1,20 @@
-"""What upstream takes for granted on a GPU machine and a CPU lacks (and local folders on the hub), each recorded."""
+"""Stand-ins for what upstream takes for granted and this machine lacks, each recorded.
+
+All but `supply_snapshot` are used on a CPU only.
+"""
 
 import os
 import types
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 from .hooks import wrap, wrap_known
 from .process import EventLog
 
 
-def answer(record: EventLog, what: str, why: str, value: Any = None) -> Callable[..., Any]:
-    """A function that answers `value`; one each time: torch.compile refuses one object under two of its names."""
+def constant(record: EventLog, what: str, why: str, value: Any = None) -> Callable[..., Any]:
+    """A new function that returns `value`: torch.compile refuses one under two of its names."""
 
     def call(*_: Any, **__: Any) -> Any:
         record.supply(what, why)
@@ -19,8 +23,8 @@ def answer(record: EventLog, what: str, why: str, value: Any = None) -> Callable
     return call
 
 
-def supply_snapshot(record: EventLog, module: types.ModuleType) -> None:
-    """finetune.py::main[snapshot_download] asks the hub for whatever the model is called, folders too."""
+def supply_snapshot(record: EventLog, module: ModuleType) -> None:
+    """finetune.py::main[snapshot_download] asks the hub for a model in a local folder, too."""
 
     def download(original: Any, repo_id: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(repo_id, str) and os.path.isdir(repo_id):
@@ -32,7 +36,7 @@ def supply_snapshot(record: EventLog, module: types.ModuleType) -> None:
 
 
 def supply_process_group(record: EventLog) -> None:
-    """One process needs no group on a GPU with DeepSpeed, which makes one; on a CPU nothing does."""
+    """DeepSpeed creates a group on a GPU, also for one process; on a CPU nothing does."""
     with record.quietly("process group"):
         import torch.distributed as dist
 
@@ -42,8 +46,8 @@ def supply_process_group(record: EventLog) -> None:
             record.supply("process_group", "the reference pass calls barrier (dpo_utils.py)")
 
 
-def supply_gloo(record: EventLog, module: types.ModuleType) -> None:
-    """OLMo-core asks for NCCL beside gloo whatever the machine has; torch for the CPU has no NCCL."""
+def supply_gloo(record: EventLog, module: ModuleType) -> None:
+    """OLMo-core asks for NCCL beside gloo; torch for the CPU has no NCCL."""
 
     def group(original: Any, backend: str = "gloo", *args: Any, **kwargs: Any) -> Any:
         record.supply("process_group", f"gloo in place of `{backend}`")
@@ -52,61 +56,75 @@ def supply_gloo(record: EventLog, module: types.ModuleType) -> None:
     wrap(module, "init_distributed", group)
 
 
-def supply_memory_monitor(record: EventLog, module: types.ModuleType) -> None:
-    """dpo.py watches the GPU's memory whether there is one or not
+def supply_memory_monitor(record: EventLog, module: ModuleType) -> None:
+    """dpo.py watches the memory of a GPU that may not exist
     (olmo_core_utils.py::build_base_callbacks[GPUMemoryMonitorCallback]).
     """
-    nothing = answer(record, "memory_monitor", "OLMo-core's memory monitor needs a GPU")
+    nothing = constant(record, "memory_monitor", "OLMo-core's memory monitor needs a GPU")
     wrap_known(module.GPUMemoryMonitorCallback, ("pre_train", "pre_step", "post_step"), nothing)
 
 
-def supply_documents(record: EventLog, module: types.ModuleType) -> None:
-    """OLMo-core keeps the documents of a row apart with flash-attn alone, and refuses them elsewhere.
+def supply_documents(record: EventLog, module: ModuleType) -> None:
+    """OLMo-core keeps the documents of a row apart with flash-attn, and refuses them without it.
 
-    Torch's attention is given a mask in which each sees itself: the same numbers, without the speed.
+    torch's attention with a mask in which each document sees itself gives the same numbers, slower.
     """
-    import torch
+    why = "torch's attention, with a mask for each document: flash-attn needs a GPU"
 
-    def attend(original: Any, backend: Any, qkv: Any, cu_doc_lens: Any = None, **kwargs: Any) -> Any:
+    def attend(original: Any, backend: Any, qkv: Any, cu_doc_lens: Any = None, **more: Any) -> Any:
         if cu_doc_lens is None:
-            return original(backend, qkv, **kwargs)
-        record.supply("documents", "torch's attention, with a mask for each document: flash-attn needs a GPU")
-        queries, keys, values = qkv
-        rows, length = queries.shape[:2]
-        repeated = backend.n_heads // backend.n_kv_heads
-        places = torch.arange(rows * length, device=queries.device)
-        ends = cu_doc_lens[1:].to(places.dtype)
-        documents = torch.searchsorted(ends, places, right=True).view(rows, length)
-        order = torch.arange(length, device=queries.device)
-        mask = (documents[:, :, None] == documents[:, None, :]) & (order[:, None] >= order[None, :])
-        window = backend.window_size[0]
-        if window >= 0:
-            mask = mask & (order[:, None] - order[None, :] <= window)
-        keys = keys.repeat_interleave(repeated, dim=2)
-        values = values.repeat_interleave(repeated, dim=2)
-        attended = torch.nn.functional.scaled_dot_product_attention(
-            *(part.transpose(1, 2) for part in (queries, keys, values)), attn_mask=mask[:, None], scale=backend.scale
-        )
-        return attended.transpose(1, 2).contiguous()
+            return original(backend, qkv, **more)
+        record.supply("documents", why)
+        return _attend_by_document(backend, qkv, cu_doc_lens)
 
     wrap(module.TorchAttentionBackend, "forward", attend)
 
 
-def supply_cuda_counters(record: EventLog, module: types.ModuleType) -> None:
-    """finetune.py::main[reserved_mem_GiB] and dpo_utils.py::build_reference_logprobs_cache[mem_GB] read them without
-    asking whether there is a GPU.
+def _attend_by_document(backend: Any, qkv: Any, cu_doc_lens: Any) -> Any:
+    import torch
+
+    queries, keys, values = qkv
+    rows, length = queries.shape[:2]
+    places = torch.arange(rows * length, device=queries.device)
+    ends = cu_doc_lens[1:].to(places.dtype)
+    documents = torch.searchsorted(ends, places, right=True).view(rows, length)
+    order = torch.arange(length, device=queries.device)
+    distance = order[:, None] - order[None, :]
+    mask = (documents[:, :, None] == documents[:, None, :]) & (distance >= 0)
+    window = backend.window_size[0]
+    if window >= 0:
+        mask = mask & (distance <= window)
+    repeated = backend.n_heads // backend.n_kv_heads
+    attended = torch.nn.functional.scaled_dot_product_attention(
+        queries.transpose(1, 2),
+        keys.repeat_interleave(repeated, dim=2).transpose(1, 2),
+        values.repeat_interleave(repeated, dim=2).transpose(1, 2),
+        attn_mask=mask[:, None],
+        scale=backend.scale,
+    )
+    return attended.transpose(1, 2).contiguous()
+
+
+def supply_cuda_counters(record: EventLog, module: ModuleType) -> None:
+    """finetune.py::main[reserved_mem_GiB] and
+    dpo_utils.py::build_reference_logprobs_cache[mem_GB] read them without asking for a GPU.
     """
+    values: dict[str, Any] = {
+        "max_memory_allocated": 0,
+        "max_memory_reserved": 0,
+        "current_device": 0,
+        # olmo_core/distributed/utils.py chooses its device without asking, too
+        "set_device": 0,
+        # upstream divides by the memory
+        "get_device_properties": types.SimpleNamespace(name="cpu", total_memory=1),
+    }
     why = "upstream reads CUDA memory counters at every log line"
-    # upstream divides by the memory
-    properties = types.SimpleNamespace(name="cpu", total_memory=1)
-    # OLMo-core chooses its device without asking, too (olmo_core/distributed/utils.py: set_device)
-    zeros = ("max_memory_allocated", "max_memory_reserved", "current_device", "set_device")
-    for name, value in [*((name, 0) for name in zeros), ("get_device_properties", properties)]:
-        setattr(module, name, answer(record, "cuda_counters", why, value))
+    for name, value in values.items():
+        setattr(module, name, constant(record, "cuda_counters", why, value))
 
 
-def supply_locations(record: EventLog, module: types.ModuleType) -> None:
-    """accelerate numbers the CPU of each of several processes, and torch cannot load a checkpoint onto it."""
+def supply_locations(record: EventLog, module: ModuleType) -> None:
+    """accelerate numbers the CPUs of several processes; torch cannot load onto those."""
 
     def load(storage: Any, location: str) -> Any:
         if not location.startswith("cpu:"):
@@ -117,10 +135,10 @@ def supply_locations(record: EventLog, module: types.ModuleType) -> None:
     module.register_package(11, lambda _: None, load)
 
 
-def supply_mfu(record: EventLog, module: types.ModuleType) -> None:
-    """utils.py::ModelDims.device_flops[return GPU_SPECS]: MFU needs a known GPU name; on a CPU the figure means
-    nothing and is 0.
-    """
+def supply_mfu(record: EventLog, module: ModuleType) -> None:
+    """utils.py::ModelDims.device_flops[return GPU_SPECS]: MFU needs the name of a known GPU."""
     why = "MFU needs a known GPU; reported as 0"
-    for name, value in (("calculate_mfu", 0.0), ("approximate_learner_utilization", {"mfu": 0.0})):
-        wrap(module.ModelDims, name, answer(record, "mfu", why, value))
+    mfu = constant(record, "mfu", why, 0.0)
+    utilization = constant(record, "mfu", why, {"mfu": 0.0})
+    wrap(module.ModelDims, "calculate_mfu", mfu)
+    wrap(module.ModelDims, "approximate_learner_utilization", utilization)

@@ -3,40 +3,48 @@
 import collections
 import contextlib
 import faulthandler
-import json
 import os
 import statistics
 import threading
 import time
 from collections.abc import Callable
 
-from .process import LEASE, Process, attempt_number
+from .process import LEASE, Process, attempt_number, read_json, write_json
 
-FIRST_STEP, TRAINING, SAVING, EVALUATION = "the first step", "training", "a save", "an evaluation"
-"""The phases that are watched; a forward pass of any kind is progress in each."""
+FIRST_STEP = "the first step"
+TRAINING = "training"
+SAVING = "a save"
+EVALUATION = "an evaluation"
 PATIENCE = {FIRST_STEP: 12, TRAINING: 1, SAVING: 6, EVALUATION: 6}
-"""`hang_seconds` at least that each phase may stand still: what compiles, gathers or writes tells nothing."""
+"""Times `hang_seconds` that each phase may stand still: nothing is seen of compiling or writing."""
+
 LONGEST_FACTOR = 5
-"""Times the longest save, or evaluation, so far, at least."""
-WORD = "hang.json"  # in the folder of the records, by the rank that noticed first: {"attempt": N}
+"""Times the longest save, or evaluation, so far."""
+
+HANG = "hang.json"  # in the folder of the records: {"attempt": N, "step": N}
 
 
 class Watchdog(threading.Thread):
-    """Notices that nothing moves any more: no forward pass and no step for far longer than a step.
+    """Notices that there was no forward pass and no step for far longer than a step takes.
 
-    Each phase has a limit of its own: training by its steps, a save and an evaluation by those before, the first step
-    and what comes before any by `hang_seconds` alone. Nothing is watched while the model is loaded or uploaded. What
-    hangs is told from every rank's own stacks: the rank that notices leaves word, and all write theirs.
+    Each phase has a limit: training by its steps, a save and an evaluation by those before, the
+    first step by `hang_seconds` alone. Nothing is watched while the model is loaded or uploaded.
+    The rank that notices a hang announces it, and all ranks write their stacks.
     """
 
     def __init__(self, process: Process, leave: Callable[..., None]) -> None:
         super().__init__(name="launch-watchdog", daemon=True)
-        self.process, self.settings, self.leave = process, process.settings, leave
+        self.process = process
+        self.settings = process.settings
+        self.record = process.record
+        self.leave = leave
         self.interval = min(5.0, self.settings.hang_seconds / 4)
         self.attempt = attempt_number()
-        self.moved = self.entered = time.monotonic()
+        self.moved = time.monotonic()
+        self.entered = self.moved
         self.phase: str | None = None
-        self.reported = self.shown = False
+        self.reported = False
+        self.shown = False
         self.seconds: collections.deque[float] = collections.deque(maxlen=101)
         self.longest: dict[str, float] = {}
 
@@ -54,91 +62,93 @@ class Watchdog(threading.Thread):
         self.phase = phase
         self.entered = self.moved
 
-    def step(self, seconds: float, first: bool) -> None:
-        """A step is over; the first one compiles, and says nothing of the others."""
+    def end_step(self, seconds: float, first: bool) -> None:
+        # the first one compiles
         if not first:
             self.seconds.append(seconds)
         self.enter(TRAINING)
 
     def run(self) -> None:
+        lease = os.environ.get(LEASE)
+        # the supervisor reads a sign of life from the time of the record
+        signs = [self.record.stacks.replace(".stacks.txt", ".jsonl")]
+        if lease is not None and self.process.rank == 0:
+            # and another launch that the output folder is in use, even if the supervisor was killed
+            signs.append(lease)
         while True:
             time.sleep(self.interval)
-            with self.process.record.quietly("watchdog"):
+            with self.record.quietly("watchdog"):
                 self.look()
-            with contextlib.suppress(OSError):
-                # that this process runs at all: whoever supervises it looks at the time of the file
-                os.utime(self.process.record.stacks.replace(".stacks.txt", ".jsonl"))
-            if self.process.rank == 0 and LEASE in os.environ:
-                # a supervisor that was killed must not seem to have left the output folder
+            for path in signs:
                 with contextlib.suppress(OSError):
-                    os.utime(os.environ[LEASE])
+                    os.utime(path)
 
     def limit(self, phase: str) -> float:
         """Seconds that a phase may stand still."""
         least = PATIENCE[phase] * self.settings.hang_seconds
         if phase == TRAINING:
-            median = statistics.median(self.seconds) if self.seconds else 0.0
-            return max(least, self.settings.hang_factor * median)
+            return max(least, self.settings.hang_factor * (self._median() or 0.0))
         if phase == FIRST_STEP:
             return least
         return max(least, LONGEST_FACTOR * self.longest.get(phase, 0.0))
 
+    def _median(self) -> float | None:
+        """Seconds of a step."""
+        return statistics.median(self.seconds) if self.seconds else None
+
     def look(self) -> None:
         phase = self.phase
         waited = time.monotonic() - self.moved
-        before = self.reported
-        self.reported = phase is not None and waited >= self.limit(phase)
-        if self.reported and not before and phase is not None:
-            self.report(phase, waited)
-        elif before and not self.reported:
+        if phase is not None and waited >= self.limit(phase):
+            if not self.reported:
+                self.reported = True
+                self.report(phase, waited)
+        elif self.reported:
+            self.reported = False
             self.shown = False
-            self.process.record.write("hang_over", step=self.process.at)
+            self.record.write("hang_over", step=self.process.at)
         elif phase is not None and not self.shown and self.is_announced():
-            # another rank has noticed
             self.show_stacks(phase, waited)
 
     def is_announced(self) -> bool:
-        """Whether a rank of this attempt hangs at the step where this one is, or one beside it."""
-        try:
-            with open(os.path.join(self.settings.out, WORD), encoding="utf-8") as stream:
-                word = json.load(stream)
-        except (OSError, ValueError):
+        """Whether a rank of this attempt hangs at the step of this one, or at one beside it."""
+        announcement = read_json(os.path.join(self.settings.out, HANG))
+        step = announcement.get("step")
+        if announcement.get("attempt") != self.attempt or not isinstance(step, int):
             return False
-        if not isinstance(word, dict) or word.get("attempt") != self.attempt:
-            return False
-        step = word.get("step")
-        return isinstance(step, int) and abs(step - self.process.at) <= 1
+        return abs(step - self.process.at) <= 1
 
     def announce(self) -> None:
-        part = os.path.join(self.settings.out, f"{WORD}.{self.process.rank}")
-        with self.process.record.quietly("word of a hang"):
-            with open(part, "w", encoding="utf-8") as stream:
-                json.dump({"attempt": self.attempt, "step": self.process.at}, stream)
-            os.replace(part, os.path.join(self.settings.out, WORD))
+        with self.record.quietly("announcing a hang"):
+            path = os.path.join(self.settings.out, HANG)
+            write_json(path, {"attempt": self.attempt, "step": self.process.at})
 
     def show_stacks(self, phase: str, waited: float) -> None:
         """Append the stacks of all threads of this rank to its file."""
-        process, record = self.process, self.process.record
         self.shown = True
-        with record.quietly("stacks"), open(record.stacks, "a", encoding="utf-8") as stream:
-            stream.write(f"# step {process.at}, {phase}: nothing moved for {waited:.0f} s\n")
+        path = self.record.stacks
+        with self.record.quietly("stacks"), open(path, "a", encoding="utf-8") as stream:
+            step = self.process.at
+            stream.write(f"# step {step}, {phase}: nothing moved for {waited:.0f} s\n")
             stream.flush()
             faulthandler.dump_traceback(file=stream, all_threads=True)
 
     def report(self, phase: str, waited: float) -> None:
-        process, record = self.process, self.process.record
-        path, stops, limit = record.stacks, self.settings.stops_hang, self.limit(phase)
         self.announce()
         self.show_stacks(phase, waited)
+        step = self.process.at
+        path = self.record.stacks
+        limit = self.limit(phase)
         during = "" if phase == TRAINING else f" in {phase}"
         message = (
-            f"nothing moved for {waited:.0f} s after step {process.at}{during} (limit {limit:.0f} s), "
-            f"rank {process.rank}; stacks in {path}"
+            f"nothing moved for {waited:.0f} s after step {step}{during} (limit {limit:.0f} s), "
+            f"rank {self.process.rank}; stacks in {path}"
         )
-        median = statistics.median(self.seconds) if self.seconds else None
-        record.write(
+        median = self._median()
+        stops = self.settings.on_hang == "stop"
+        self.record.write(
             "hang",
-            step=process.at,
+            step=step,
             during=phase,
             waited=round(waited, 1),
             limit=round(limit, 1),
@@ -147,7 +157,7 @@ class Watchdog(threading.Thread):
             message=message,
             stopped=stops,
         )
-        if stops and process.world > 1:
-            # once this rank has gone the others are ended: they write their stacks first
+        if stops and self.process.world > 1:
+            # the other ranks end with this one: they write their stacks first
             time.sleep(2 * self.interval)
         self.leave(message, stops=stops, settle=False)

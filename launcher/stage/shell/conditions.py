@@ -1,4 +1,4 @@
-"""The truth of tests in a script: true, false, or None where the script does not tell."""
+"""The truth of tests in a script: true, false, or None if the script does not tell."""
 
 from __future__ import annotations
 
@@ -19,19 +19,27 @@ _NUMBERS: Mapping[str, Callable[[int, int], bool]] = {
     "-lt": operator.lt,
     "-le": operator.le,
 }
+_SIGNS: Mapping[str, Callable[[int, int], bool]] = {
+    "==": operator.eq,
+    "!=": operator.ne,
+    ">=": operator.ge,
+    "<=": operator.le,
+    ">": operator.gt,
+    "<": operator.lt,
+}
+TESTS = frozenset({"[", "[[", "test"})
 
 
 def holds(nodes: tuple[Node, ...], scope: ShellScope) -> bool | None:
     """Whether a condition holds: that of its last command."""
-    if not nodes:
-        return None
-    last = nodes[-1]
-    if isinstance(last, Joined):
-        return _joined(last, scope)
-    if isinstance(last, Simple):
-        return _command(last, scope)
-    if isinstance(last, Arithmetic):
-        return _comparison(last.text, scope)
+    last = nodes[-1] if nodes else None
+    match last:
+        case Joined():
+            return _joined(last, scope)
+        case Simple():
+            return _command(last, scope)
+        case Arithmetic():
+            return _comparison(last.text, scope)
     return None
 
 
@@ -39,15 +47,19 @@ def _joined(node: Joined, scope: ShellScope) -> bool | None:
     value: bool | None = None
     for sign, item in node.items:
         current = holds((item,), scope)
+        if sign == "|":
+            return None
         if sign == "&&":
             value = _and(value, current)
         elif sign == "||":
             value = _or(value, current)
-        elif sign == "|":
-            return None
         else:
             value = current
     return value
+
+
+def negated(value: bool | None) -> bool | None:
+    return None if value is None else not value
 
 
 def _and(left: bool | None, right: bool | None) -> bool | None:
@@ -62,26 +74,26 @@ def _or(left: bool | None, right: bool | None) -> bool | None:
     return None if left is None or right is None else False
 
 
-def _command(node: Simple, scope: ShellScope) -> bool | None:
-    first = node.words[0].keyword if node.words else None
-    if first in ("true", ":"):
+def _command(command: Simple, scope: ShellScope) -> bool | None:
+    if command.keyword in ("true", ":"):
         return True
-    if first == "false":
+    if command.keyword == "false":
         return False
-    if first not in ("[", "[[", "test"):
+    if command.keyword not in TESTS:
         return None
-    terms = [_term(word, scope) for word in node.words[1:]]
+    terms = [_term(word, scope) for word in command.words[1:]]
     if terms and terms[-1].text in ("]", "]]"):
         terms.pop()
     return _test(terms)
 
 
 def _term(word: Word, scope: ShellScope) -> Argument:
-    """A word of a test. A variable that nothing sets is empty there: that is what tests are for."""
+    """A word of a test. A variable that nothing sets is empty there: tests are made for that."""
     argument = expansion.expand_text(word, scope)
     if len(word.parts) == 1 and word.parts[0].kind == "variable" and argument.missing:
         name = word.parts[0].text
-        if not name.isdecimal() and name not in scope.variables and argument.text == f"${name}":
+        is_parameter = name.isdecimal()
+        if not is_parameter and name not in scope.variables and argument.text == f"${name}":
             return Argument("", argument.line)
     return argument
 
@@ -93,45 +105,33 @@ def _test(terms: list[Argument]) -> bool | None:
                 return join(_test(terms[:index]), _test(terms[index + 1 :]))
     texts = [term.text for term in terms]
     if texts and texts[0] == "!":
-        value = _test(terms[1:])
-        return None if value is None else not value
+        return negated(_test(terms[1:]))
     if any(term.missing for term in terms):
         return None
     match texts:
-        case [text]:
+        case [text] | ["-n", text]:
             return bool(text)
         case ["-z", text]:
             return not text
-        case ["-n", text]:
-            return bool(text)
-        case ["-v", _]:
-            return None
         case [left, ("=" | "=="), right]:
             return fnmatch.fnmatchcase(left, right)
         case [left, "!=", right]:
             return not fnmatch.fnmatchcase(left, right)
         case [left, sign, right] if sign in _NUMBERS:
-            return _compared(left, sign, right)
+            try:
+                return _NUMBERS[sign](int(left), int(right))
+            except ValueError:
+                return None
     return None
-
-
-def _compared(left: str, sign: str, right: str) -> bool | None:
-    try:
-        return _NUMBERS[sign](int(left), int(right))
-    except ValueError:
-        return None
 
 
 def _comparison(text: str, scope: ShellScope) -> bool | None:
     """`(( a > b ))`."""
-    signs = {"==": "-eq", "!=": "-ne", ">=": "-ge", "<=": "-le", ">": "-gt", "<": "-lt"}
-    for sign, name in signs.items():
-        left, found, right = text.partition(sign)
-        if found:
+    for sign, compare in _SIGNS.items():
+        left, has_sign, right = text.partition(sign)
+        if has_sign:
             first = expansion.calculate(left, scope)
             second = expansion.calculate(right.lstrip("= "), scope)
-            if first is None or second is None:
-                return None
-            return _NUMBERS[name](first, second)
+            return None if first is None or second is None else compare(first, second)
     number = expansion.calculate(text, scope)
     return None if number is None else number != 0

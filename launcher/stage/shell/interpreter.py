@@ -1,20 +1,31 @@
-"""A script walked from top to bottom as if it were started without arguments -> its commands.
+"""A script walked from top to bottom -> its commands.
 
-Nothing is run and nothing is written. A branch whose condition the script does not tell is walked as one that may be
-taken: its commands are marked, and its assignments count where nothing else sets the variable.
+Nothing is run and nothing is written. A branch whose condition the script does not tell is walked
+as one that may be taken: its commands are marked, and its assignments count if nothing else sets
+the variable.
 """
 
 from __future__ import annotations
 
+import fnmatch
 import posixpath
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 from launcher.stage.shell import conditions, lexer, syntax
-from launcher.stage.shell.expansion import Argument, ShellScope, Variable, document_text, expand, expand_text
+from launcher.stage.shell.expansion import (
+    Argument,
+    ShellScope,
+    Variable,
+    document_text,
+    expand_all,
+    expand_text,
+)
+from launcher.stage.shell.lexer import HereDocument, Word
 from launcher.stage.shell.syntax import (
-    Arithmetic,
+    DECLARATIONS,
     Assignment,
     Case,
     For,
@@ -31,7 +42,7 @@ _MOST_STEPS = 50_000
 _MOST_ROUNDS = 200
 _MOST_CALLS = 12
 """Functions, scripts and `eval` inside each other."""
-_DECLARATIONS = frozenset({"export", "declare", "local", "readonly", "typeset"})
+_COMMAND_SHELLS = frozenset({"bash", "sh", "/bin/bash", "/bin/sh"})
 _SHELLS = frozenset({"bash", "sh", "zsh", "source", ".", "sbatch"})
 _SCRIPT = re.compile(r".+\.(sh|bash|zsh|slurm|sbatch)")
 _FLAG = re.compile(r"\s*--?[A-Za-z]")
@@ -54,15 +65,16 @@ _CLUSTER = {
 }
 
 Find = Callable[[str], str | None]
-"""The text of another script by its path; None where it is not to be read."""
+"""The text of another script by its path; None if it must not be read."""
 
 
 @dataclass(frozen=True, slots=True)
 class ScriptCommand:
-    """One command of a script with its arguments; `environment` are the variables that stand before it.
+    """One command of a script with its arguments; `environment` are the variables before it.
 
-    `unless` says on what it depends whether the command runs at all. `prefixes` are the words before the script, or
-    the text, that holds the command: `srun --nodes=2` of `srun --nodes=2 ./train.sh`.
+    `unless` says on what it depends whether the command runs at all. `prefixes` are the words
+    before the script, or the text, that holds the command: `srun --nodes=2` of
+    `srun --nodes=2 ./train.sh`.
     """
 
     arguments: tuple[Argument, ...]
@@ -77,10 +89,10 @@ class ScriptCommand:
 class Script:
     """What a script would start and set.
 
-    `exported` are the variables that it hands to its commands, `files` those that it writes, with their text,
-    `mended` the lines (file, number) at which bash would have ended a command that was read on, `choices` what was
-    taken of several, `absent` the scripts it starts that were not there. `skipped` are the flags in
-    branches that are not taken, with the reason.
+    `exported` are the variables that it hands to its commands, `files` those that it writes, with
+    their text, `mended` the lines (file, number) at which bash ends a command that was read on,
+    `choices` what was taken of several, `absent` the scripts it starts that do not exist. `skipped`
+    are the flags in branches that are not taken, with the reason.
     """
 
     commands: list[ScriptCommand] = field(default_factory=list)
@@ -136,8 +148,6 @@ class _Interpreter:
                 self._case(node)
             case FunctionDefinition():
                 self.functions[node.name] = node.body
-            case Arithmetic():
-                pass
 
     def _maybe(self, nodes: tuple[Node, ...], why: str) -> None:
         self.unless.append(why)
@@ -149,11 +159,9 @@ class _Interpreter:
         for sign, item in node.items:
             if sign == "&&" and value is False:
                 self._skip((item,), getattr(item, "line", 0))
+            elif sign == "||" and value is True:
                 continue
-            if sign == "||" and value is True:
-                continue
-            is_test = isinstance(item, Simple) and bool(item.words) and item.words[0].keyword in ("[", "[[", "test")
-            if is_test:
+            elif isinstance(item, Simple) and item.keyword in conditions.TESTS:
                 value = conditions.holds((item,), self.script.scope)
             elif value is None:
                 self._maybe((item,), "a condition")
@@ -162,42 +170,43 @@ class _Interpreter:
                 value = True
 
     def _if(self, node: If) -> None:
+        # whether a branch before is taken
+        taken: bool | None = False
         for branch in node.branches:
-            self._test_assignments(branch.condition)
-            value = conditions.holds(branch.condition, self.script.scope)
+            value = conditions.negated(taken)
             if value is True:
-                self.run(branch.body)
-                for other in node.branches[node.branches.index(branch) + 1 :]:
-                    self._skip(other.body, node.line)
-                self._skip(node.otherwise, node.line)
-                return
-            if value is False:
-                self._skip(branch.body, node.line)
-            if value is None:
-                self._maybe(branch.body, f"the condition in line {node.line}")
-                for other in node.branches[node.branches.index(branch) + 1 :]:
-                    self._maybe(other.body, f"the condition in line {node.line}")
-                self._maybe(node.otherwise, f"the condition in line {node.line}")
-                return
-        self.run(node.otherwise)
+                self._run_starts(branch.condition)
+                value = conditions.holds(branch.condition, self.script.scope)
+                taken = value
+            self._branch(value, branch.body, node.line)
+        self._branch(conditions.negated(taken), node.otherwise, node.line)
+
+    def _branch(self, value: bool | None, body: tuple[Node, ...], line: int) -> None:
+        """Walk a branch whose condition has this value."""
+        if value is True:
+            self.run(body)
+        elif value is False:
+            self._skip(body, line)
+        else:
+            self._maybe(body, f"the condition in line {line}")
 
     def _skip(self, nodes: tuple[Node, ...], line: int) -> None:
         """Note the flags of a branch that is not taken."""
         reason = f"only if the condition in line {line} holds, which it does not"
         for word in syntax.words(nodes):
-            flag = word.parts[0] if word.parts else None
-            if flag is not None and flag.kind == "text" and _FLAG.match(flag.text):
-                for name in _FLAGS.findall(flag.text):
+            first = word.parts[0] if word.parts else None
+            if first is not None and first.kind == "text" and _FLAG.match(first.text):
+                for name in _FLAGS.findall(first.text):
                     self.script.skipped.append((Argument(name, word.line), reason))
 
-    def _test_assignments(self, nodes: tuple[Node, ...]) -> None:
-        """Commands of a condition that are no tests, such as `if ! accelerate launch ...; then`."""
-        for node in nodes:
-            if isinstance(node, Simple) and node.words and node.words[0].keyword not in ("[", "[[", "test"):
+    def _run_starts(self, condition: tuple[Node, ...]) -> None:
+        """Commands of a condition that are no tests: `if ! accelerate launch ...; then`."""
+        for node in condition:
+            if isinstance(node, Simple) and node.words and node.keyword not in conditions.TESTS:
                 self._simple(node)
 
     def _for(self, node: For) -> None:
-        items = [argument for word in node.items for argument in expand(word, self.script.scope)]
+        items = expand_all(node.items, self.script.scope)
         if node.variable and items:
             chosen = ""
             if len(items) > 1:
@@ -216,85 +225,86 @@ class _Interpreter:
                 self._maybe(node.body, f"the loop in line {node.line}")
             else:
                 self.run(node.body)
-            # only what takes the arguments of a script one by one is walked again
+            # only a loop that takes the arguments one by one is walked again
             if scope.parameters == before:
                 return
 
     def _case(self, node: Case) -> None:
-        subject = expand_text(node.word, self.script.scope)
-        for choice in node.choices:
-            for pattern in choice.patterns:
-                if subject.missing:
-                    continue
-                test = Simple((), (_WORDS["["], node.word, _WORDS["="], pattern), node.line)
-                if conditions.holds((test,), self.script.scope):
-                    self.run(choice.body)
-                    for other in node.choices:
-                        if other is not choice:
-                            self._skip(other.body, node.line)
-                    return
+        scope = self.script.scope
+        subject = expand_text(node.word, scope)
         if subject.missing:
             for choice in node.choices:
                 self._maybe(choice.body, f"the case in line {node.line}")
+            return
+        for choice in node.choices:
+            patterns = [expand_text(pattern, scope) for pattern in choice.patterns]
+            if any(_matches(subject, pattern) for pattern in patterns):
+                self.run(choice.body)
+                for other in node.choices:
+                    if other is not choice:
+                        self._skip(other.body, node.line)
+                return
 
     def _simple(self, node: Simple) -> None:
         scope = self.script.scope
         if not node.words:
-            for assignment in node.assignments:
-                self._assign(assignment, exports=False)
+            self._assign_all(node, exports=False)
             return
-        first = node.words[0].keyword
-        if first in _DECLARATIONS:
-            self._declare(node, exports=first == "export" or any(word.keyword == "-x" for word in node.words))
+        if node.keyword in DECLARATIONS:
+            self._declare(node)
             return
-        arguments = [argument for word in node.words for argument in expand(word, scope)]
-        if not arguments:
-            return
-        name = arguments[0].text
-        if name == "read":
-            self._read_builtin(node, arguments)
-            return
-        if name == "shift":
-            count = int(arguments[1].text) if len(arguments) > 1 and arguments[1].text.isdecimal() else 1
-            scope.parameters = scope.parameters[count:]
-            return
-        if name == "set" and len(arguments) > 1 and arguments[1].text == "--":
-            scope.parameters = tuple(arguments[2:])
-            return
+        arguments = expand_all(node.words, scope)
+        match [argument.text for argument in arguments]:
+            case []:
+                return
+            case ["read", *_]:
+                self._read_builtin(node, arguments)
+                return
+            case ["shift", *counts]:
+                count = int(counts[0]) if counts and counts[0].isdecimal() else 1
+                scope.parameters = scope.parameters[count:]
+                return
+            case ["set", "--", *_]:
+                scope.parameters = tuple(arguments[2:])
+                return
         if node.document is not None:
-            self._document(node, arguments)
+            self._document(node, node.document, arguments)
         if self._starts_script(node, arguments) or self._starts_text(node, arguments):
             return
-        environment = tuple(
-            (item.name, expand_text(item.values[0], scope)) for item in node.assignments if item.values
-        )
-        unless = self.unless[-1] if self.unless else ""
+        environment = []
+        for assignment in node.assignments:
+            if assignment.values:
+                value = expand_text(assignment.values[0], scope)
+                environment.append((assignment.name, value))
         command = ScriptCommand(
             arguments=tuple(arguments),
-            environment=environment,
+            environment=tuple(environment),
             line=node.line,
             file=self.file,
-            unless=unless,
+            unless=self.unless[-1] if self.unless else "",
             prefixes=tuple(self.prefixes),
         )
         self.script.commands.append(command)
 
-    def _declare(self, node: Simple, *, exports: bool) -> None:
-        for assignment in node.assignments:
-            self._assign(assignment, exports=exports)
-        for word in node.words[1:]:
-            name = word.keyword or ""
+    def _declare(self, node: Simple) -> None:
+        keywords = [word.keyword or "" for word in node.words]
+        exports = keywords[0] == "export" or "-x" in keywords
+        self._assign_all(node, exports=exports)
+        for name in keywords[1:]:
             value = self.script.scope.variables.get(name)
             if exports and value is not None:
                 self.script.exported[name] = value.first
 
+    def _assign_all(self, node: Simple, *, exports: bool) -> None:
+        for assignment in node.assignments:
+            self._assign(assignment, exports=exports)
+
     def _assign(self, assignment: Assignment, *, exports: bool) -> None:
         scope = self.script.scope
         name = assignment.name
-        self._started_inside(assignment)
+        self._run_substitutions(assignment.values)
         if assignment.is_array:
-            items = [argument for word in assignment.values for argument in expand(word, scope)]
-            value = Variable(tuple(items), is_array=True)
+            value = Variable(tuple(expand_all(assignment.values, scope)), is_array=True)
         else:
             value = Variable((expand_text(assignment.values[0], scope),))
         before = scope.variables.get(name)
@@ -304,11 +314,11 @@ class _Interpreter:
         if exports:
             self.script.exported[name] = value.first
 
-    def _started_inside(self, assignment: Assignment) -> None:
+    def _run_substitutions(self, words: Iterable[Word]) -> None:
         """Walk `NAME=$(accelerate launch ...)`, whose output becomes the value."""
-        for word in assignment.values:
+        for word in words:
             for part in word.parts:
-                if part.kind == "command" and _STARTS.search(part.text) and self.calls < _MOST_CALLS:
+                if part.kind == "command" and _STARTS.search(part.text):
                     self._nested(part.text, word.line)
 
     def _set(self, name: str, value: Variable) -> None:
@@ -316,106 +326,107 @@ class _Interpreter:
         if self.unless:
             if name in scope.variables:
                 return
-            value = Variable(value.items, value.is_array, f"it depends on {self.unless[-1]}")
+            value = replace(value, chosen=f"it depends on {self.unless[-1]}")
+        self.script.choices.pop(name, None)
         if value.chosen:
             self.script.choices[name] = value.chosen
-        else:
-            self.script.choices.pop(name, None)
-        scope.set(name, value)
+        scope.variables[name] = value
 
     def _read_builtin(self, node: Simple, arguments: list[Argument]) -> None:
         """`read -r -d '' NAME <<EOF` and `read -ra NAME <<< "$TEXT"`."""
         scope = self.script.scope
-        name = arguments[-1].text
+        *flags, name = [argument.text for argument in arguments]
         if node.document is not None:
             self._set(name, Variable((document_text(node.document, scope),)))
         elif node.text is not None:
             value = expand_text(node.text, scope)
-            is_array = any("a" in argument.text for argument in arguments[1:-1] if argument.text.startswith("-"))
-            words = tuple(Argument(word, value.line, value.missing) for word in value.text.split())
-            self._set(name, Variable(words, is_array=True) if is_array else Variable((value,)))
+            items = [value]
+            is_array = any(flag.startswith("-") and "a" in flag for flag in flags)
+            if is_array:
+                items = [replace(value, text=word) for word in value.text.split()]
+            self._set(name, Variable(tuple(items), is_array))
 
-    def _document(self, node: Simple, arguments: list[Argument]) -> None:
+    def _document(self, node: Simple, document: HereDocument, arguments: list[Argument]) -> None:
         """A here-document that is written into a file."""
+        scope = self.script.scope
+        program = arguments[0].text
         target = None
-        if arguments[0].text == "cat" and node.target is not None:
-            target = expand_text(node.target, self.script.scope).text
-        if arguments[0].text == "tee" and len(arguments) > 1:
+        if program == "cat" and node.target is not None:
+            target = expand_text(node.target, scope).text
+        if program == "tee" and len(arguments) > 1:
             target = arguments[-1].text
-        if target is not None and node.document is not None:
-            self.script.files[target] = document_text(node.document, self.script.scope)
+        if target is not None:
+            self.script.files[target] = document_text(document, scope)
 
     def _starts_script(self, node: Simple, arguments: list[Argument]) -> bool:
-        """Walk a function, the text of `eval` and `bash -c`, or another script; False where it is none of these."""
-        texts = [argument.text for argument in arguments]
+        """Walk a function, the text of `eval` and `bash -c`, or another script, if it is one."""
         if self.calls >= _MOST_CALLS:
             return False
+        texts = [argument.text for argument in arguments]
         if texts[0] in self.functions:
-            self._call(self.functions[texts[0]], tuple(arguments[1:]))
+            with self._inside(arguments[1:]):
+                self.run(self.functions[texts[0]])
             return True
         if texts[0] == "eval":
             self._nested(" ".join(texts[1:]), node.line)
             return True
-        for index, text in enumerate(texts):
-            if text in ("bash", "sh", "/bin/bash", "/bin/sh") and len(texts) > index + 2:
-                flags = texts[index + 1]
-                if re.fullmatch(r"-\w*c", flags):
-                    self._exported_before(node)
-                    scope = self.script.scope
-                    before = scope.parameters
-                    scope.parameters = tuple(arguments[index + 4 :])
-                    self.prefixes.append(tuple(arguments[:index]))
+        for index, text in enumerate(texts[:-2]):
+            if text in _COMMAND_SHELLS and re.fullmatch(r"-\w*c", texts[index + 1]):
+                self._assign_all(node, exports=True)
+                with self._inside(arguments[index + 4 :], arguments[:index]):
                     self._nested(texts[index + 2], node.line)
-                    self.prefixes.pop()
-                    scope.parameters = before
-                    return True
-        return self._other_script(node, arguments)
+                return True
+        return self._starts_file(node, arguments)
 
     def _starts_text(self, node: Simple, arguments: list[Argument]) -> bool:
-        """Walk the text of a training that a program gets as one argument or as a here-document.
+        """Walk the text of a training that a program gets as an argument or a here-document.
 
-        Such as `ssh HOST "torchrun ..."`, `tmux new -d "..."`, `sbatch --wrap "..."` and `sbatch <<EOF`.
+        As in `ssh HOST "torchrun ..."`, `tmux new -d "..."`, `sbatch --wrap "..."`, `sbatch <<EOF`.
         """
         program = posixpath.basename(arguments[0].text)
         if self.calls >= _MOST_CALLS or program in _PRINTERS:
             return False
-        texts = [(place, argument.text) for place, argument in enumerate(arguments[1:], start=1)]
-        if node.document is not None and (program in _SHELLS or program in _REMOTE):
-            texts.append((len(arguments), document_text(node.document, self.script.scope).text))
-        for place, text in texts:
-            if " " in text.strip() and _STARTS.search(text):
-                self.prefixes.append(tuple(arguments[:place]))
-                self._nested(text.partition("--wrap=")[2] or text, node.line)
-                self.prefixes.pop()
+        texts = [argument.text for argument in arguments]
+        if node.document is not None and program in _SHELLS | _REMOTE:
+            texts.append(document_text(node.document, self.script.scope).text)
+        for place, text in enumerate(texts):
+            if place and " " in text.strip() and _STARTS.search(text):
+                with self._inside(self.script.scope.parameters, arguments[:place]):
+                    self._nested(text.partition("--wrap=")[2] or text, node.line)
                 return True
         return False
 
-    def _exported_before(self, node: Simple) -> None:
-        for assignment in node.assignments:
-            self._assign(assignment, exports=True)
-
     def _nested(self, text: str, line: int) -> None:
-        self.calls += 1
-        self.read(text, self.file, line)
-        self.calls -= 1
+        if self.calls < _MOST_CALLS:
+            self.calls += 1
+            self.read(text, self.file, line)
+            self.calls -= 1
 
-    def _call(self, body: tuple[Node, ...], parameters: tuple[Argument, ...]) -> None:
+    @contextmanager
+    def _inside(
+        self, parameters: Iterable[Argument], prefix: Iterable[Argument] | None = None
+    ) -> Iterator[None]:
+        """Walk with other parameters, and with further words before every command."""
         scope = self.script.scope
         before = scope.parameters
-        scope.parameters = parameters
+        prefixes = self.prefixes
+        scope.parameters = tuple(parameters)
+        if prefix is not None:
+            self.prefixes = [*prefixes, tuple(prefix)]
         self.calls += 1
-        self.run(body)
+        yield
         self.calls -= 1
+        self.prefixes = prefixes
         scope.parameters = before
 
-    def _other_script(self, node: Simple, arguments: list[Argument]) -> bool:
+    def _starts_file(self, node: Simple, arguments: list[Argument]) -> bool:
         texts = [argument.text for argument in arguments]
         place = 0
         if posixpath.basename(texts[0]) in _SHELLS or texts[0] in ("srun", "nohup", "exec"):
             place = 1
             while place < len(texts) and not _SCRIPT.fullmatch(texts[place]):
                 place += 1
-        if place >= len(texts) or not _SCRIPT.fullmatch(texts[place]) or arguments[place].missing:
+        if place == len(texts) or arguments[place].missing or not _SCRIPT.fullmatch(texts[place]):
             return False
         path = texts[place]
         document = self.script.files.get(path)
@@ -423,35 +434,32 @@ class _Interpreter:
         if text is None:
             self.script.absent.setdefault(path, node.line)
             return False
-        self._exported_before(node)
-        scope = self.script.scope
-        before = scope.parameters
+        self._assign_all(node, exports=True)
+        parameters = self.script.scope.parameters
         if texts[0] not in ("source", ".") or len(texts) > place + 1:
-            scope.parameters = tuple(arguments[place + 1 :])
-        self.calls += 1
-        self.prefixes.append(tuple(arguments[:place]))
-        self.read(text, path)
-        self.prefixes.pop()
-        self.calls -= 1
-        scope.parameters = before
+            parameters = tuple(arguments[place + 1 :])
+        with self._inside(parameters, arguments[:place]):
+            self.read(text, path)
         return True
 
 
-_WORDS = {sign: lexer.bare_default(sign, 0) for sign in ("[", "=")}
+def _matches(subject: Argument, pattern: Argument) -> bool:
+    return not pattern.missing and fnmatch.fnmatchcase(subject.text, pattern.text)
 
 
 def _added(before: Variable, value: Variable) -> Variable:
     """The value of a variable after `+=`."""
     if before.is_array or value.is_array:
         return Variable((*before.items, *value.items), is_array=True)
-    first, second = before.first, value.first
+    first = before.first
+    second = value.first
     missing = tuple(dict.fromkeys((*first.missing, *second.missing)))
     return Variable((Argument(first.text + second.text, second.line, missing),))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptSetup:
-    """What a script is walked with: variables that are set, its arguments, and the devices that it would count."""
+    """What a script is walked with: variables, arguments, and the devices that it would count."""
 
     folder: str
     known: Mapping[str, str]
@@ -461,11 +469,18 @@ class ScriptSetup:
 
 
 def read_script(text: str, file: str, *, find: Find, setup: ScriptSetup) -> Script:
-    """The commands of a script with all that the text tells of their arguments. Raises syntax.TooDeep."""
-    parameters = tuple(Argument(argument, 0) for argument in setup.arguments)
-    scope = ShellScope(folder=setup.folder, parameters=parameters, gpus=setup.gpus, nodes=setup.nodes)
+    """The commands of a script with all that the text tells of their arguments.
+
+    Raises syntax.TooDeep.
+    """
+    scope = ShellScope(
+        parameters=tuple(Argument(argument, 0) for argument in setup.arguments),
+        folder=setup.folder,
+        gpus=setup.gpus,
+        nodes=setup.nodes,
+    )
     for name, value in setup.known.items():
-        scope.set(name, Variable((Argument(value, 0),)))
+        scope.variables[name] = Variable((Argument(value, 0),))
     interpreter = _Interpreter(find, scope)
     interpreter.read(text, file)
     return interpreter.script

@@ -1,24 +1,24 @@
 """The text of a shell script -> words and operators with their lines.
 
-Quotes, escapes, continued lines, comments, here-documents and substitutions are read as bash reads them
-(bash(1), "QUOTING" and "EXPANSION"). Where bash would end a command by mistake of its author, at a comment
-between continued lines or a blank behind a backslash, the command goes on and the line is noted.
+Quotes, escapes, continued lines, comments, here-documents and substitutions are read as bash reads
+them (bash(1), "QUOTING" and "EXPANSION"). Where bash ends a command by mistake of its author, at a
+comment between continued lines or a blank behind a backslash, the command goes on and the line is
+noted.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Kind = Literal["text", "variable", "command", "arithmetic"]
-_OPERATORS = ("&&", "||", ";;&", ";;", ";&", "|&", "&>>", "&>", ">>", "<<<", "<<-", "<<", ">&", "<&", "<(", ">(")
-_SINGLE = "|&;()<>\n"
+# `<(` and `>(` are process substitutions, parts of words
+_OPERATOR = re.compile(r"(?![<>]\()(&&|\|\||;;&|;;|;&|\|&|&>>|&>|>>|<<<|<<-|<<|>&|<&|[|&;()<>\n])")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*|[0-9]|[@*#?$!-]")
 _BLANK_AFTER_BACKSLASH = re.compile(r"\\[ \t]+(#[^\n]*)?\n")
-_REST_OF_LINE = re.compile(r"[^\n]*")
 MAX_DEPTH = 20
-"""Substitutions inside each other; deeper ones are kept as text."""
+"""Substitutions inside each other; deeper ones are unknown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,19 +74,18 @@ Token = Word | Operator | HereDocument
 
 @dataclass(frozen=True, slots=True)
 class TokenList:
-    """`mended` are the lines at which bash would have ended a command that goes on here."""
+    """`mended` are the lines at which bash ends a command that goes on here."""
 
     tokens: tuple[Token, ...]
     mended: tuple[int, ...]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Pending:
-    """A here-document whose lines begin at the next line."""
+    """A here-document whose lines begin at the next line; `index` is the place of its token."""
 
     delimiter: str
     strips_tabs: bool
-    expands: bool
     index: int
 
 
@@ -112,29 +111,26 @@ class _Lexer:
         if self.at >= len(self.text):
             return
         glued = self.at == start and start > 0
-        character = self.text[self.at]
-        if character == "#" and not glued:
+        after_operator = bool(self.tokens) and isinstance(self.tokens[-1], Operator)
+        if self.text[self.at] == "#" and (after_operator or not glued):
             self._comment()
             return
-        if character == "#" and self.tokens and isinstance(self.tokens[-1], Operator):
-            self._comment()
-            return
-        operator = self._operator()
+        operator = _OPERATOR.match(self.text, self.at)
         if operator is None:
-            self._word(glued)
+            self.tokens.append(self._word(glued=glued))
             return
-        self.at += len(operator)
-        self.tokens.append(Operator(operator, self.line, glued))
-        if operator == "\n":
+        self.at = operator.end()
+        self.tokens.append(Operator(operator[0], self.line, glued))
+        if operator[0] == "\n":
             self.line += 1
             self.continued = False
             self._read_documents()
-        elif operator in ("<<", "<<-"):
-            self._expect_document(strips_tabs=operator == "<<-")
+        elif operator[0] in ("<<", "<<-"):
+            self._expect_document(strips_tabs=operator[0] == "<<-")
 
     def _skip_blanks(self) -> None:
-        while self.at < len(self.text):
-            if self.text[self.at] in " \t":
+        while True:
+            if self.text.startswith((" ", "\t"), self.at):
                 self.at += 1
             elif self.text.startswith("\\\n", self.at):
                 self._continue(2)
@@ -151,12 +147,10 @@ class _Lexer:
         self.continued = True
 
     def _comment(self) -> None:
-        rest = _REST_OF_LINE.match(self.text, self.at)
-        if rest is not None:
-            self.at = rest.end()
+        self.at = _find(self.text, "\n", self.at)
         if self.continued and self._option_follows():
             self.mended.append(self.line)
-            # the line's end, which would end the command
+            # skip the end of the line, which would end the command
             self.at += 1
             self.line += 1
 
@@ -164,63 +158,46 @@ class _Lexer:
         """Whether the next line that is no comment goes on with an option."""
         for text in self.text[self.at + 1 :].split("\n", 200)[:200]:
             stripped = text.strip()
-            if stripped.startswith("#"):
-                continue
-            return stripped.startswith("-")
+            if not stripped.startswith("#"):
+                return stripped.startswith("-")
         return False
-
-    def _operator(self) -> str | None:
-        for operator in _OPERATORS:
-            if self.text.startswith(operator, self.at):
-                # a process substitution is a word
-                return None if operator in ("<(", ">(") else operator
-        if self.text[self.at] in _SINGLE:
-            return self.text[self.at]
-        return None
 
     def _expect_document(self, *, strips_tabs: bool) -> None:
         self._skip_blanks()
         if self.at >= len(self.text) or self.text[self.at] == "\n":
             return
-        self._word(glued=False)
-        word = self.tokens.pop()
-        if not isinstance(word, Word):
-            return
+        word = self._word()
         delimiter = "".join(part.text for part in word.parts)
         expands = not any(part.quoted for part in word.parts)
+        self.pending.append(_Pending(delimiter, strips_tabs, len(self.tokens)))
         self.tokens.append(HereDocument("", word.line, expands))
-        self.pending.append(_Pending(delimiter, strips_tabs, expands, len(self.tokens) - 1))
 
     def _read_documents(self) -> None:
         for pending in self.pending:
             first = self.line
             lines: list[str] = []
             while self.at < len(self.text):
-                end = self.text.find("\n", self.at)
-                end = len(self.text) if end < 0 else end
+                end = _find(self.text, "\n", self.at)
                 line = self.text[self.at : end]
-                self.at = min(end + 1, len(self.text))
+                self.at = end + 1
                 self.line += 1
                 if pending.strips_tabs:
                     line = line.lstrip("\t")
                 if line.rstrip() == pending.delimiter:
                     break
                 lines.append(line)
-            text = "\n".join(lines)
-            self.tokens[pending.index] = HereDocument(text, first, pending.expands)
+            document = self.tokens[pending.index]
+            if isinstance(document, HereDocument):
+                text = "\n".join(lines)
+                self.tokens[pending.index] = replace(document, text=text, line=first)
         self.pending = []
 
-    def _word(self, glued: bool) -> None:
-        line = self.line
+    def _word(self, *, glued: bool = False) -> Word:
         reader = _WordReader(self.text, self.at, self.line)
-        parts = reader.bare()
-        if reader.at == self.at:
-            # a character that begins nothing
-            parts = [WordPart("text", self.text[self.at], quoted=False)]
-            reader.at += 1
+        word = Word(tuple(reader.bare_or_character()), self.line, glued)
         self.at = reader.at
         self.line = reader.line
-        self.tokens.append(Word(tuple(parts), line, glued))
+        return word
 
 
 class _WordReader:
@@ -233,15 +210,26 @@ class _WordReader:
         self.parts: list[WordPart] = []
         self.buffer: list[str] = []
 
+    def bare_or_character(self) -> list[WordPart]:
+        """The parts of a word, or a character that begins none."""
+        start = self.at
+        parts = self.bare()
+        if self.at == start:
+            self.at += 1
+            return [WordPart("text", self.text[start], quoted=False)]
+        return parts
+
     def bare(self) -> list[WordPart]:
         """The parts of a word up to a blank or an operator."""
         while self.at < len(self.text):
             character = self.text[self.at]
-            if character in " \t\n;&|()<>":
-                if not self._process_substitution():
-                    break
-                continue
-            if character == "\\":
+            if self.text.startswith(("<(", ">("), self.at):
+                self._flush(quoted=False)
+                inner = self._balanced(2, "(", ")")
+                self.parts.append(WordPart("command", inner, quoted=True))
+            elif character in " \t\n;&|()<>":
+                break
+            elif character == "\\":
                 if not self._escape():
                     break
             elif character == "'":
@@ -265,39 +253,27 @@ class _WordReader:
             if character == "\\" and self.at + 1 < len(self.text):
                 self._escape_in_quotes()
             elif character in "$`":
-                self._flush(quoted=True)
                 self._dollar(quoted=True)
             else:
-                self._take(character)
+                self.buffer.append(character)
+                self.at += 1
+                if character == "\n":
+                    self.line += 1
         self._flush(quoted=True)
         return self.parts
-
-    def _take(self, character: str) -> None:
-        self.buffer.append(character)
-        self.at += 1
-        if character == "\n":
-            self.line += 1
 
     def _flush(self, *, quoted: bool) -> None:
         if self.buffer:
             self.parts.append(WordPart("text", "".join(self.buffer), quoted))
             self.buffer = []
 
-    def _process_substitution(self) -> bool:
-        if not self.text.startswith(("<(", ">("), self.at):
-            return False
-        self._flush(quoted=False)
-        inner = self._balanced(self.at + 2, "(", ")")
-        self.parts.append(WordPart("command", inner, quoted=True))
-        return True
-
     def _escape(self) -> bool:
-        """Read a backslash outside quotes; False where the word ends at it."""
+        """Read a backslash outside quotes; False if the word ends at it."""
         following = self.text[self.at + 1 : self.at + 2]
         if following == "\n":
             self.at += 2
             self.line += 1
-            # a blank at the begin of the next line ends the word
+            # a blank at the start of the next line ends the word
             return self.text[self.at : self.at + 1] not in ("", " ", "\t", "\n")
         if _BLANK_AFTER_BACKSLASH.match(self.text, self.at):
             return False
@@ -321,12 +297,15 @@ class _WordReader:
 
     def _single_quotes(self) -> None:
         self._flush(quoted=False)
-        end = self.text.find("'", self.at + 1)
-        end = len(self.text) if end < 0 else end
-        inner = self.text[self.at + 1 : end]
-        self.line += inner.count("\n")
-        self.parts.append(WordPart("text", inner, quoted=True))
-        self.at = end + 1
+        self.parts.append(WordPart("text", self._up_to("'"), quoted=True))
+
+    def _up_to(self, end: str) -> str:
+        """The text between this character and the next `end`; moves behind that."""
+        start = self.at + 1
+        stop = _find(self.text, end, start)
+        self.line += self.text.count("\n", start, stop)
+        self.at = stop + 1
+        return self.text[start:stop]
 
     def _double_quotes(self) -> None:
         self._flush(quoted=False)
@@ -338,45 +317,39 @@ class _WordReader:
 
     def _dollar(self, *, quoted: bool) -> None:
         self._flush(quoted=quoted)
-        text = self.text
-        if text[self.at] == "`":
-            end = text.find("`", self.at + 1)
-            end = len(text) if end < 0 else end
-            self.parts.append(WordPart("command", text[self.at + 1 : end], quoted))
-            self.line += text.count("\n", self.at, end)
-            self.at = end + 1
-        elif text.startswith("$((", self.at):
-            inner = self._balanced(self.at + 2, "(", ")")
-            self.parts.append(WordPart("arithmetic", inner.removeprefix("(").removesuffix(")"), quoted))
-        elif text.startswith("$(", self.at):
-            inner = self._balanced(self.at + 2, "(", ")")
-            self.parts.append(WordPart("command", inner, quoted))
-        elif text.startswith("${", self.at):
-            inner = self._balanced(self.at + 2, "{", "}")
-            self.parts.append(WordPart("variable", inner, quoted))
-        elif text.startswith("$'", self.at) and not quoted:
+        name = _NAME.match(self.text, self.at + 1)
+        if self.text[self.at] == "`":
+            part = WordPart("command", self._up_to("`"), quoted)
+        elif self.text.startswith("$((", self.at):
+            inner = self._balanced(2, "(", ")")
+            part = WordPart("arithmetic", inner.removeprefix("(").removesuffix(")"), quoted)
+        elif self.text.startswith("$(", self.at):
+            part = WordPart("command", self._balanced(2, "(", ")"), quoted)
+        elif self.text.startswith("${", self.at):
+            part = WordPart("variable", self._balanced(2, "{", "}"), quoted)
+        elif self.text.startswith("$'", self.at) and not quoted:
             self.at += 1
-            self._single_quotes()
-        else:
-            name = _NAME.match(text, self.at + 1)
-            if name is None:
-                self.buffer.append("$")
-                self.at += 1
-                return
-            self.parts.append(WordPart("variable", name[0], quoted))
+            part = WordPart("text", self._up_to("'"), quoted=True)
+        elif name is not None:
             self.at = name.end()
+            part = WordPart("variable", name[0], quoted)
+        else:
+            self.buffer.append("$")
+            self.at += 1
+            return
+        self.parts.append(part)
 
-    def _balanced(self, start: int, opening: str, closing: str) -> str:
-        """The text from `start` to the bracket that closes it; moves behind that."""
+    def _balanced(self, offset: int, opening: str, closing: str) -> str:
+        """The text from `offset` to the bracket that closes it; moves behind that."""
+        start = self.at + offset
         depth = 1
-        at = start
         quote = ""
+        at = start
         while at < len(self.text):
             character = self.text[at]
             if character == "\\":
-                at += 2
-                continue
-            if quote:
+                at += 1
+            elif quote:
                 if character == quote:
                     quote = ""
             elif character in "\"'":
@@ -393,6 +366,12 @@ class _WordReader:
         return self.text[start:at]
 
 
+def _find(text: str, wanted: str, start: int) -> int:
+    """Where `wanted` begins, or the end of the text."""
+    at = text.find(wanted, start)
+    return len(text) if at < 0 else at
+
+
 def split(text: str, line: int = 1) -> TokenList:
     """The words and operators of a script whose first line has the number `line`."""
     return _Lexer(text, line).run()
@@ -401,8 +380,7 @@ def split(text: str, line: int = 1) -> TokenList:
 def quoted(text: str, line: int) -> Word:
     """A text as if it stood in double quotes, such as the lines of a here-document."""
     reader = _WordReader(text, 0, line)
-    parts = reader.inside_quotes("")
-    return Word(tuple(parts), line)
+    return Word(tuple(reader.inside_quotes("")), line)
 
 
 def bare_default(text: str, line: int) -> Word:
@@ -411,9 +389,6 @@ def bare_default(text: str, line: int) -> Word:
     at = 0
     while at < len(text):
         reader = _WordReader(text, at, line)
-        parts += reader.bare()
-        if reader.at == at:
-            parts.append(WordPart("text", text[at], quoted=False))
-            reader.at += 1
+        parts += reader.bare_or_character()
         at = reader.at
     return Word(tuple(parts), line)

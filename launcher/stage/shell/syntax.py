@@ -1,6 +1,6 @@
 """Words and operators -> the structure of a script: commands, branches, loops, functions.
 
-It is lenient: a word that fits nowhere is passed over, and what is never closed ends with the file.
+It is lenient: a word that fits nowhere is skipped, and what is never closed ends with the file.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from dataclasses import dataclass, field
 
 from launcher.stage.shell.lexer import HereDocument, Operator, Token, Word, WordPart
 
+DECLARATIONS = frozenset({"export", "declare", "local", "readonly", "typeset"})
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\[[^\]]*\])?(\+?=)")
 _REDIRECTIONS = frozenset({">", ">>", "<", "<<<", "&>", "&>>", ">&", "<&"})
 _CLOSING = frozenset({"then", "elif", "else", "fi", "do", "done", "esac", "}"})
+_CASE_ENDS = (";;", ";&", ";;&")
 MAX_DEPTH = 60
 """Structures inside each other."""
 
@@ -29,21 +31,25 @@ class Assignment:
     line: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Simple:
     """One command. `target` is the file that its output goes to, `text` the word behind `<<<`."""
 
-    assignments: tuple[Assignment, ...]
-    words: tuple[Word, ...]
     line: int
+    assignments: list[Assignment] = field(default_factory=list)
+    words: list[Word] = field(default_factory=list)
     document: HereDocument | None = None
     target: Word | None = None
     text: Word | None = None
 
+    @property
+    def keyword(self) -> str | None:
+        return self.words[0].keyword if self.words else None
+
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Commands joined by `&&` and `||`: each with the operator before it."""
+    """Commands joined by `&&`, `||` and `|`: each with the operator before it."""
 
     items: tuple[tuple[str, Node], ...]
 
@@ -63,6 +69,8 @@ class If:
 
 @dataclass(frozen=True, slots=True)
 class For:
+    """`variable` is empty for `for ((...))`."""
+
     variable: str
     items: tuple[Word, ...]
     body: tuple[Node, ...]
@@ -100,7 +108,6 @@ class Arithmetic:
     """`(( ... ))`."""
 
     text: str
-    line: int
 
 
 Node = Simple | Joined | If | For | While | Case | FunctionDefinition | Arithmetic
@@ -110,59 +117,52 @@ class TooDeep(Exception):
     """Structures are nested deeper than `MAX_DEPTH`."""
 
 
-@dataclass(slots=True)
-class _Collected:
-    """What the words of one simple command came to so far."""
-
-    line: int
-    assignments: list[Assignment] = field(default_factory=list)
-    words: list[Word] = field(default_factory=list)
-    document: HereDocument | None = None
-    target: Word | None = None
-    text: Word | None = None
-
-    def node(self) -> Simple:
-        return Simple(
-            assignments=tuple(self.assignments),
-            words=tuple(self.words),
-            line=self.line,
-            document=self.document,
-            target=self.target,
-            text=self.text,
-        )
-
-
 class _Parser:
     def __init__(self, tokens: tuple[Token, ...]) -> None:
         self.tokens = tokens
         self.at = 0
         self.depth = 0
 
-    def _peek(self) -> Token | None:
-        return self.tokens[self.at] if self.at < len(self.tokens) else None
+    def _peek(self, offset: int = 0) -> Token | None:
+        at = self.at + offset
+        return self.tokens[at] if at < len(self.tokens) else None
 
-    def _keyword(self) -> str | None:
-        token = self._peek()
+    def _symbol(self, offset: int = 0) -> str | None:
+        """The next operator or word without quotes and substitutions."""
+        token = self._peek(offset)
+        if isinstance(token, Operator):
+            return token.text
         return token.keyword if isinstance(token, Word) else None
 
-    def _operator(self) -> str | None:
-        token = self._peek()
-        return token.text if isinstance(token, Operator) else None
+    def _skip(self, *symbols: str) -> None:
+        while self._symbol() in symbols:
+            self.at += 1
 
-    def body(self, stops: frozenset[str]) -> tuple[Node, ...]:
-        """Commands up to one of these words or operators, which is not read."""
+    def _take(self, symbol: str) -> None:
+        """Read this symbol if it is the next one."""
+        if self._symbol() == symbol:
+            self.at += 1
+
+    def _close(self, symbol: str) -> None:
+        """Read the end of a structure and the redirections behind it."""
+        self._take(symbol)
+        while self._symbol() in _REDIRECTIONS:
+            self.at += 1
+            if isinstance(self._peek(), Word):
+                self.at += 1
+
+    def body(self, *stops: str) -> tuple[Node, ...]:
+        """Commands up to one of these symbols, which is not read."""
         self.depth += 1
         if self.depth > MAX_DEPTH:
             raise TooDeep
         nodes: list[Node] = []
         while self.at < len(self.tokens):
-            if self._keyword() in stops or self._operator() in stops:
+            symbol = self._symbol()
+            if symbol in stops:
                 break
-            if self._operator() is not None and self._operator() != "(":
-                self.at += 1
-                continue
-            if self._keyword() in _CLOSING:
-                # it closes nothing that is open
+            is_separator = isinstance(self._peek(), Operator) and symbol != "("
+            if is_separator or symbol in _CLOSING:
                 self.at += 1
                 continue
             before = self.at
@@ -178,31 +178,27 @@ class _Parser:
         items: list[tuple[str, Node]] = []
         operator = ""
         while True:
-            nodes = self._command()
-            items += [(operator if index == 0 else "|", node) for index, node in enumerate(nodes)]
-            operator = self._operator() or ""
+            for node in self._command():
+                items.append((operator, node))
+                operator = "|"
+            operator = self._symbol() or ""
             if operator not in ("&&", "||", "|", "|&"):
                 break
             self.at += 1
-            self._skip_newlines()
-        if not items:
-            return None
+            self._skip("\n")
         if len(items) == 1:
             return items[0][1]
-        return Joined(tuple(items))
-
-    def _skip_newlines(self) -> None:
-        while self._operator() == "\n":
-            self.at += 1
+        return Joined(tuple(items)) if items else None
 
     def _command(self) -> tuple[Node, ...]:
         """One command; a group in brackets is those in it."""
-        token = self._peek()
-        if token is None:
-            return ()
-        if isinstance(token, Operator) and token.text == "(":
-            return self._in_brackets(token)
-        match self._keyword():
+        match self._symbol():
+            case "(":
+                if self._is_glued_bracket(1):
+                    return (self._arithmetic(),)
+                return self._group(")")
+            case "{":
+                return self._group("}")
             case "if":
                 return (self._if(),)
             case "for" | "select":
@@ -211,232 +207,188 @@ class _Parser:
                 return (self._while(),)
             case "case":
                 return (self._case(),)
-            case "function":
-                return (self._function(),)
-            case "{":
-                self.at += 1
-                nodes = self.body(frozenset({"}"}))
-                self._close("}")
-                self._skip_redirections()
-                return nodes
             case "!" | "time":
                 self.at += 1
                 return self._command()
-        if self._is_function():
-            return (self._function(),)
-        node = self._simple()
-        return () if node is None else (node,)
+            case "function":
+                self.at += 1
+                return (self._function(),)
+            case str() if self._symbol(1) == "(" and self._symbol(2) == ")":
+                return (self._function(),)
+        return () if self._peek() is None else (self._simple(),)
 
-    def _in_brackets(self, token: Operator) -> tuple[Node, ...]:
-        following = self.tokens[self.at + 1 : self.at + 2]
-        if following and isinstance(following[0], Operator) and following[0].text == "(" and following[0].glued:
-            return (self._arithmetic(token.line),)
+    def _is_glued_bracket(self, offset: int) -> bool:
+        token = self._peek(offset)
+        return isinstance(token, Operator) and token.text == "(" and token.glued
+
+    def _group(self, closing: str) -> tuple[Node, ...]:
         self.at += 1
-        nodes = self.body(frozenset({")"}))
-        self._close(")")
-        self._skip_redirections()
+        nodes = self.body(closing)
+        self._close(closing)
         return nodes
 
-    def _arithmetic(self, line: int) -> Arithmetic:
+    def _arithmetic(self) -> Arithmetic:
         self.at += 2
-        words: list[str] = []
-        while self._peek() is not None and self._operator() != ")":
-            token = self.tokens[self.at]
-            words.append(token.text if isinstance(token, Operator) else _source(token))
+        texts: list[str] = []
+        while self._peek() is not None and self._symbol() != ")":
+            texts.append(_source(self.tokens[self.at]))
             self.at += 1
-        while self._operator() == ")":
-            self.at += 1
-        return Arithmetic(" ".join(words), line)
-
-    def _is_function(self) -> bool:
-        following = self.tokens[self.at + 1 : self.at + 3]
-        return (
-            self._keyword() is not None
-            and len(following) == 2
-            and all(isinstance(token, Operator) for token in following)
-            and [token.text for token in following if isinstance(token, Operator)] == ["(", ")"]
-        )
-
-    def _close(self, word: str) -> None:
-        if self._keyword() == word or self._operator() == word:
-            self.at += 1
-
-    def _skip_redirections(self) -> None:
-        while self._operator() in _REDIRECTIONS:
-            self.at += 1
-            if isinstance(self._peek(), Word):
-                self.at += 1
+        self._skip(")")
+        return Arithmetic(" ".join(texts))
 
     def _if(self) -> If:
         line = self.tokens[self.at].line
         branches: list[Branch] = []
+        while self._symbol() in ("if", "elif"):
+            self.at += 1
+            condition = self.body("then", "fi")
+            self._take("then")
+            branches.append(Branch(condition, self.body("elif", "else", "fi")))
         otherwise: tuple[Node, ...] = ()
-        while self._keyword() in ("if", "elif"):
+        if self._symbol() == "else":
             self.at += 1
-            condition = self.body(frozenset({"then", "fi"}))
-            self._close("then")
-            body = self.body(frozenset({"elif", "else", "fi"}))
-            branches.append(Branch(condition, body))
-        if self._keyword() == "else":
-            self.at += 1
-            otherwise = self.body(frozenset({"fi"}))
+            otherwise = self.body("fi")
         self._close("fi")
-        self._skip_redirections()
         return If(tuple(branches), otherwise, line)
 
-    def _for(self) -> Node:
+    def _for(self) -> For:
         line = self.tokens[self.at].line
         self.at += 1
-        variable = self._keyword() or ""
-        items: list[Word] = []
-        if self._operator() == "(":
-            # for ((i=0; i<3; i++))
-            depth = 0
-            while self._peek() is not None:
-                depth += {"(": 1, ")": -1}.get(self._operator() or "", 0)
-                self.at += 1
-                if depth == 0:
-                    break
-            variable = ""
+        variable = ""
+        items: tuple[Word, ...] = ()
+        if self._symbol() == "(":
+            self._skip_brackets()
         else:
+            variable = self._symbol() or ""
             self.at += 1
-            self._skip_newlines()
-            if self._keyword() == "in":
+            self._skip("\n")
+            if self._symbol() == "in":
                 self.at += 1
                 items = self._words()
-        self._skip_separators()
-        self._close("do")
-        body = self.body(frozenset({"done"}))
-        self._close("done")
-        self._skip_redirections()
-        return For(variable, tuple(items), body, line)
+        return For(variable, items, self._loop_body(), line)
 
-    def _words(self) -> list[Word]:
+    def _skip_brackets(self) -> None:
+        """Skip the `((i=0; i<3; i++))` of a loop."""
+        depth = 0
+        while self._peek() is not None:
+            if self._symbol() == "(":
+                depth += 1
+            elif self._symbol() == ")":
+                depth -= 1
+            self.at += 1
+            if depth == 0:
+                return
+
+    def _words(self) -> tuple[Word, ...]:
         words: list[Word] = []
         token = self._peek()
         while isinstance(token, Word):
             words.append(token)
             self.at += 1
             token = self._peek()
-        return words
+        return tuple(words)
 
-    def _skip_separators(self) -> None:
-        while self._operator() in (";", "\n"):
-            self.at += 1
+    def _loop_body(self) -> tuple[Node, ...]:
+        self._skip(";", "\n")
+        self._take("do")
+        body = self.body("done")
+        self._close("done")
+        return body
 
     def _while(self) -> While:
         line = self.tokens[self.at].line
         self.at += 1
-        condition = self.body(frozenset({"do", "done"}))
-        self._close("do")
-        body = self.body(frozenset({"done"}))
-        self._close("done")
-        self._skip_redirections()
-        return While(condition, body, line)
+        condition = self.body("do", "done")
+        return While(condition, self._loop_body(), line)
 
-    def _case(self) -> Node:
+    def _case(self) -> Case:
         line = self.tokens[self.at].line
         self.at += 1
         word = self._peek()
         self.at += 1
-        self._skip_separators()
-        self._close("in")
+        self._skip(";", "\n")
+        self._take("in")
+        self._skip(";", "\n")
         choices: list[CasePattern] = []
-        while self._peek() is not None and self._keyword() != "esac":
-            self._skip_separators()
-            if self._keyword() == "esac":
-                break
-            patterns: list[Word] = []
-            while self._peek() is not None and self._operator() != ")":
-                token = self.tokens[self.at]
-                if isinstance(token, Word):
-                    patterns.append(token)
-                self.at += 1
-            self._close(")")
-            body = self.body(frozenset({";;", ";&", ";;&", "esac"}))
-            choices.append(CasePattern(tuple(patterns), body))
-            if self._operator() in (";;", ";&", ";;&"):
-                self.at += 1
-            self._skip_separators()
+        while self._peek() is not None and self._symbol() != "esac":
+            patterns = self._words_before_bracket()
+            body = self.body(*_CASE_ENDS, "esac")
+            choices.append(CasePattern(patterns, body))
+            self._skip(*_CASE_ENDS, ";", "\n")
         self._close("esac")
         subject = word if isinstance(word, Word) else Word((), line)
         return Case(subject, tuple(choices), line)
 
+    def _words_before_bracket(self) -> tuple[Word, ...]:
+        """The words up to `)`, which is read too; operators between them are skipped."""
+        words: list[Word] = []
+        while self._peek() is not None and self._symbol() != ")":
+            token = self.tokens[self.at]
+            if isinstance(token, Word):
+                words.append(token)
+            self.at += 1
+        self._take(")")
+        return tuple(words)
+
     def _function(self) -> FunctionDefinition:
-        if self._keyword() == "function":
-            self.at += 1
-        name = self._keyword() or ""
+        name = self._symbol() or ""
         self.at += 1
-        while self._operator() in ("(", ")", "\n"):
-            self.at += 1
+        self._skip("(", ")", "\n")
         return FunctionDefinition(name, self._command())
 
-    def _simple(self) -> Simple | None:
-        token = self._peek()
-        if token is None:
-            return None
-        collected = _Collected(token.line)
+    def _simple(self) -> Simple:
+        command = Simple(self.tokens[self.at].line)
         in_test = False
+        token = self._peek()
         while token is not None:
             if isinstance(token, HereDocument):
-                collected.document = token
+                command.document = token
                 self.at += 1
-            elif isinstance(token, Operator):
-                if not self._operator_in_command(token, collected, in_test=in_test):
-                    break
-            else:
-                self._word(token, collected)
-                if token.keyword == "[[":
-                    in_test = True
-                if token.keyword == "]]":
-                    in_test = False
+            elif isinstance(token, Word):
+                self.at += 1
+                self._add_word(token, command)
+                if token.keyword in ("[[", "]]"):
+                    in_test = token.keyword == "[["
+            elif in_test and token.text != "\n":
+                part = WordPart("text", token.text, quoted=False)
+                command.words.append(Word((part,), token.line))
+                self.at += 1
+            elif not self._redirection(token, command):
+                break
             token = self._peek()
-        return collected.node()
+        return command
 
-    def _operator_in_command(self, token: Operator, collected: _Collected, *, in_test: bool) -> bool:
-        """Read an operator that belongs to a command; False where it ends the command."""
-        if in_test and token.text != "\n":
-            self._take_as_word(token, collected)
-            return True
-        if token.text in ("<<", "<<-"):
+    def _redirection(self, operator: Operator, command: Simple) -> bool:
+        """Read a redirection; False if the operator is none, and ends the command."""
+        if operator.text in ("<<", "<<-"):
             self.at += 1
             return True
-        if token.text not in _REDIRECTIONS:
+        if operator.text not in _REDIRECTIONS:
             return False
-        self._drop_descriptor(token, collected)
+        # the 2 of `2>file` is no argument
+        if operator.glued and command.words and command.words[-1].keyword in ("0", "1", "2"):
+            command.words.pop()
         self.at += 1
         target = self._peek()
         if isinstance(target, Word):
             self.at += 1
-            if token.text == "<<<":
-                collected.text = target
-            elif token.text in (">", ">>", "&>"):
-                collected.target = target
+            if operator.text == "<<<":
+                command.text = target
+            elif operator.text in (">", ">>", "&>"):
+                command.target = target
         return True
 
-    def _take_as_word(self, token: Operator, collected: _Collected) -> None:
-        collected.words.append(Word((WordPart("text", token.text, quoted=False),), token.line))
-        self.at += 1
-
-    def _drop_descriptor(self, token: Operator, collected: _Collected) -> None:
-        """The 2 of `2>file` is no argument."""
-        if token.glued and collected.words and (collected.words[-1].keyword or "") in ("0", "1", "2"):
-            collected.words.pop()
-
-    def _word(self, token: Word, collected: _Collected) -> None:
-        self.at += 1
-        declares = bool(collected.words) and collected.words[0].keyword in _DECLARATIONS
-        if collected.words and not declares:
-            collected.words.append(token)
-            return
-        assignment = self._assignment(token)
+    def _add_word(self, word: Word, command: Simple) -> None:
+        assignment = None
+        if not command.words or command.keyword in DECLARATIONS:
+            assignment = self._assignment(word)
         if assignment is None:
-            collected.words.append(token)
+            command.words.append(word)
         else:
-            collected.assignments.append(assignment)
+            command.assignments.append(assignment)
 
-    def _assignment(self, token: Word) -> Assignment | None:
-        first = token.parts[0] if token.parts else None
+    def _assignment(self, word: Word) -> Assignment | None:
+        first = word.parts[0] if word.parts else None
         if first is None or first.kind != "text" or first.quoted:
             return None
         match = _ASSIGNMENT.match(first.text)
@@ -444,31 +396,17 @@ class _Parser:
             return None
         adds = match[3] == "+="
         rest = first.text[match.end() :]
-        following = self._peek()
-        is_open = isinstance(following, Operator) and following.text == "(" and following.glued
-        if not rest and len(token.parts) == 1 and is_open:
-            return Assignment(match[1], self._array(), is_array=True, adds=adds, line=token.line)
-        parts = token.parts[1:]
+        if not rest and len(word.parts) == 1 and self._is_glued_bracket(0):
+            self.at += 1
+            values = self._words_before_bracket()
+            return Assignment(match[1], values, is_array=True, adds=adds, line=word.line)
+        parts = word.parts[1:]
         if rest:
             parts = (WordPart("text", rest, quoted=False), *parts)
-        value = Word(parts, token.line)
-        # an element of an array is not followed
-        name = match[1] if match[2] is None else f"{match[1]}{match[2]}"
-        return Assignment(name, (value,), is_array=False, adds=adds, line=token.line)
-
-    def _array(self) -> tuple[Word, ...]:
-        self.at += 1
-        words: list[Word] = []
-        while self._peek() is not None and self._operator() != ")":
-            token = self.tokens[self.at]
-            if isinstance(token, Word):
-                words.append(token)
-            self.at += 1
-        self._close(")")
-        return tuple(words)
-
-
-_DECLARATIONS = frozenset({"export", "declare", "local", "readonly", "typeset"})
+        # an element of an array is a variable of its own
+        name = match[1] + (match[2] or "")
+        value = Word(parts, word.line)
+        return Assignment(name, (value,), is_array=False, adds=adds, line=word.line)
 
 
 def _source(token: Token) -> str:
@@ -500,10 +438,8 @@ def words(nodes: tuple[Node, ...]) -> Iterator[Word]:
             case Case():
                 for choice in node.choices:
                     yield from words(choice.body)
-            case Arithmetic():
-                pass
 
 
 def parse(tokens: tuple[Token, ...]) -> tuple[Node, ...]:
     """The commands of a script. Raises TooDeep."""
-    return _Parser(tokens).body(frozenset())
+    return _Parser(tokens).body()

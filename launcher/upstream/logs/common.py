@@ -7,7 +7,9 @@ from re import _constants, _parser  # type: ignore[attr-defined]
 from signal import Signals
 
 EVERYWHERE = {"step", "metrics", "evaluated", "mean_nonfinite", "warned"}
-"""The names that are looked for in the middle of a large log too; all others only near both its ends."""
+"""The names that are looked for in the middle of a large log too; all others only near both its
+ends.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +25,12 @@ class Pattern:
     always: tuple[re.Pattern[bytes], ...] = ()
 
 
-def pattern(name: str, regex: str, needle: str | None = None, *, always: Iterable[str] = ()) -> Pattern:
-    """A `Pattern` from readable text; without a needle it is the longest text that every match holds."""
+def pattern(
+    name: str, regex: str, needle: str | None = None, *, always: Iterable[str] = ()
+) -> Pattern:
+    """A `Pattern` from readable text; without a needle it is the longest text that every match
+    holds.
+    """
     return Pattern(
         name=name,
         needle=(_longest_literal(regex) if needle is None else needle).encode(),
@@ -54,8 +60,8 @@ SHELL_SIGNALS: Mapping[str, Signals] = {
 
 # What may stand before a word of the shell's: a number, a job, or a bar.
 _SHELL = r"(?:^|[\]|>] ?|[\d\]]: ?|[ZF] |\d |^\[\d+\][+-]? +)"
-# Raised: what is only warned about is tried again, or done without. Others than the hub, such as wandb,
-# answer in the same words.
+# Raised: what is only warned about is tried again, or done without. Others than the hub, such as
+# wandb, answer in the same words.
 _RAISED = r"\b(?:requests|urllib3|httpx|huggingface_hub)\.[\w.]+: "
 _BY_HUB = r"\b(?:huggingface_hub\.[\w.]+: |(?:requests|httpx)\.[\w.]+: (?=.*//huggingface\.co/))"
 
@@ -81,7 +87,10 @@ _TABLE: Table = {
         "CUBLAS_STATUS_ALLOC_FAILED",
     ),
     "oom_host": (
-        ("allocate memory", r"DefaultCPUAllocator: (?:not enough|can't allocate) memory|Cannot allocate memory"),
+        (
+            "allocate memory",
+            r"DefaultCPUAllocator: (?:not enough|can't allocate) memory|Cannot allocate memory",
+        ),
         r"(?:^|[\s.])(?:_Array|Arrow)?MemoryError(?::|$)",  # numpy, pyarrow
         "terminate called after throwing an instance of 'std::bad_alloc'",
         ("oom-kill", r"oom.kill event|oom-kill:"),  # slurmstepd; the kernel
@@ -128,7 +137,10 @@ _TABLE: Table = {
         ),
     ),
     "shell_killed": (
-        *((word, _SHELL + rf"(?P<how>{word})(?: \(core dumped\))?(?:\s{{2,}}|$)") for word in SHELL_SIGNALS),
+        *(
+            (word, _SHELL + rf"(?P<how>{word})(?: \(core dumped\))?(?:\s{{2,}}|$)")
+            for word in SHELL_SIGNALS
+        ),
         rf"Fatal Python error: (?P<how>{'|'.join(SHELL_SIGNALS)})$",
     ),
     "terminated": (
@@ -145,7 +157,9 @@ _TABLE: Table = {
     "what": (r"^ *what\(\):  (?P<message>.*)",),
     # of the script itself: no traceback stands before it
     "syntax": (("Error: ", r"^(?P<type>SyntaxError|IndentationError|TabError): (?P<message>.+)"),),
-    "not_started": (r"(?:^|[\s/:|>])python[\d.]*: (?P<message>can't open file .*|No module named \S+$)",),
+    "not_started": (
+        r"(?:^|[\s/:|>])python[\d.]*: (?P<message>can't open file .*|No module named \S+$)",
+    ),
     "not_found": (
         (
             "not found",
@@ -199,7 +213,10 @@ _TABLE: Table = {
         # torch/distributed/elastic/rendezvous/api.py
         (".Rendezvous", r"\.Rendezvous(?:Timeout|Connection|Closed)Error\b"),
         # torch TCPStore and ProcessGroupNCCL: what is only warned about is tried again
-        (" socket", r"\[E[^\]]* socket\S*\] (?:\[c10d\] )?The client socket has (?:timed out|failed to connect)"),
+        (
+            " socket",
+            r"\[E[^\]]* socket\S*\] (?:\[c10d\] )?The client socket has (?:timed out|failed to connect)",
+        ),
         ("store->get(", r"store->get\('[^']*'\) got error: "),
         ("DistStoreError", r"DistStoreError: (?:Timed out|Socket Timeout|wait timeout)"),
         (
@@ -241,7 +258,10 @@ _TABLE: Table = {
         # open_instruct/model_utils.py before #1716; transformers/modeling_utils.py
         ("flash_attn", r"No module named 'flash_attn|package flash_attn seems to be not installed"),
         # transformers/modeling_utils.py::PreTrainedModel._flash_attn_import_error[the package for]
-        (" doesn't seem to be installed", r"the package for FlashAttention\d doesn't seem to be installed"),
+        (
+            " doesn't seem to be installed",
+            r"the package for FlashAttention\d doesn't seem to be installed",
+        ),
     ),
     "hub_access": (
         "You are trying to access a gated repo",  # transformers/utils/hub.py::cached_files[You are trying]
@@ -265,7 +285,9 @@ _TABLE: Table = {
         r"Token is required (?:to call the /whoami-v2 endpoint|\(`token=True`\)), but no token",
         r"Invalid user token\.",  # huggingface_hub/hf_api.py::HfApi._inner_whoami[Invalid user token.]
     ),
-    "hub_limit": (("429 ", _BY_HUB + r".*(?:429 Client Error|Client error '429 |\b429 Too Many Requests)"),),
+    "hub_limit": (
+        ("429 ", _BY_HUB + r".*(?:429 Client Error|Client error '429 |\b429 Too Many Requests)"),
+    ),
     "hub_unreachable": (
         # transformers/utils/hub.py::cached_files[We couldn]
         (
@@ -294,8 +316,12 @@ _TABLE: Table = {
     ),
     "too_many_files": ("Too many open files",),
     "disk_full": ("No space left on device", "Disk quota exceeded"),
-    "file_limit": (("File too large", r"\[Errno 27\] File too large|File too large \(os error 27\)"),),
-    "violation": (r"(?:^|[\s:])launch: stopped: (?P<message>.*)",),  # launcher/probe.py, of a run of ours
+    "file_limit": (
+        ("File too large", r"\[Errno 27\] File too large|File too large \(os error 27\)"),
+    ),
+    "violation": (
+        r"(?:^|[\s:])launch: stopped: (?P<message>.*)",
+    ),  # launcher/probe.py, of a run of ours
     "warned": (r"(?:^|[\s:])launch: warning: (?P<message>.*)",),
 }
 

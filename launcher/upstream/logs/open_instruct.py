@@ -1,4 +1,5 @@
-"""What open-instruct prints, as patterns with the line that prints each: at the pin, and at the other known commits.
+"""What open-instruct prints, as patterns with the line that prints each: at the pin, and at the
+other known commits.
 
 What the known commits print in other words has a pattern of each.
 """
@@ -21,14 +22,18 @@ ATTENTION = {
     "torch": "sdpa",
     "te": "sdpa",
 }
-"""olmo-core's names of attention -> those of transformers (open_instruct/model_utils.py::[_OLMO_CORE_TO_HF_ATTN])."""
+"""olmo-core's names of attention -> those of transformers
+(open_instruct/model_utils.py::[_OLMO_CORE_TO_HF_ATTN]).
+"""
 
 # A logged line, not the same words in a training sample that visualize_token prints.
 # Before August 2025 the logger's name stood where the file does now.
 _LOGGED = r"(?:\.py:\d+ -|\[RANK \d+\]|INFO:[\w.]+:| - [A-Z]+ - [\w.]+ -)\s+"
 # of a row of the data, which upstream shows as a dict, the same words are no announcement
 _BARE = r"^[^'\"{}]{0,400}?"
-_LIGER = r"^(?:\[\w+\]:?\s*|\d+:\s+)?(?:[^'\"{}]{0,400}?(?:" + _LOGGED + r"|[A-Z]+:[\w.]+:\s*|>>\s+))?"
+_LIGER = (
+    r"^(?:\[\w+\]:?\s*|\d+:\s+)?(?:[^'\"{}]{0,400}?(?:" + _LOGGED + r"|[A-Z]+:[\w.]+:\s*|>>\s+))?"
+)
 
 _ARGUMENT = (
     r"│   (?:(?P<block>(?P<first>FlatArguments|(?:DPO)?ExperimentConfig)|TokenizerConfig)\(|"
@@ -41,7 +46,8 @@ _LINES: tuple[Pattern, ...] = (
         pattern("arguments", _ARGUMENT, f"{begin}(")
         for begin in ("│   FlatArguments", "ExperimentConfig", "│   TokenizerConfig")
     ),
-    # open_instruct/finetune.py::main[Total optimization], dpo_tune_cache.py::main[Total optimization]
+    # open_instruct/finetune.py::main[Total optimization],
+    # dpo_tune_cache.py::main[Total optimization]
     pattern("total_steps", _LOGGED + r"Total optimization steps = (?P<total>\d{1,12})"),
     # open_instruct/finetune.py::main[Aux Loss:], open_instruct/finetune.py::main[logger.info #14],
     # dpo_tune_cache.py::main[logger_str = f]
@@ -60,7 +66,8 @@ _TABLE: Table = {
     # accelerate/state.py, by open_instruct/finetune.py::main[logger.info(accelerator.state],
     # dpo_tune_cache.py::main[logger.info(accelerator.state]
     "processes": (r"Num processes: (?P<count>\d+)",),
-    # open_instruct/finetune.py::main[Attempting to apply], dpo_tune_cache.py::main.load_model[Attempting to apply]
+    # open_instruct/finetune.py::main[Attempting to apply],
+    # dpo_tune_cache.py::main.load_model[Attempting to apply]
     "liger_attempted": (
         (
             "Attempting to apply liger-kernel",
@@ -68,7 +75,8 @@ _TABLE: Table = {
             r"(?: fused_linear_cross_entropy=(?P<fused>\w+))?",
         ),
     ),
-    # liger_kernel/transformers/monkey_patch.py::_apply_liger_kernel[Applying Liger] (liger-kernel 0.7.0)
+    # liger_kernel/transformers/monkey_patch.py::_apply_liger_kernel[Applying Liger] (liger-kernel
+    # 0.7.0)
     "liger_applied": (
         (
             _LIGER + r"Applying Liger kernels (?:for|to model instance with) model type: "
@@ -85,18 +93,24 @@ _TABLE: Table = {
     ),
     # open_instruct/model_utils.py::detect_attn_implementation[logger.info(f]
     "attention": (_LOGGED + r"Auto-detected attention implementation: (?P<value>\S+)",),
-    # open_instruct/dpo_tune_cache.py::main[Using packing/padding], dpo.py::main[Using packing/padding]
+    # open_instruct/dpo_tune_cache.py::main[Using packing/padding],
+    # dpo.py::main[Using packing/padding]
     "packing": ("Using packing/padding-free collation",),
     "dataset_missed": (
         # open_instruct/dataset_transformation.py::LocalDatasetTransformationCache.load_or_transform_dataset[found or]
         # (local), :1821 (hf)
         ("Cache not found", r"Cache not found(?: or invalid)?, transforming datasets\.\.\."),
         # open_instruct/dataset_transformation.py::DatasetTransformationCache.load_or_transform_dataset[so we will]
-        ("dataset_skip_cache is True", r"dataset_skip_cache is True, so we will not load the dataset from cache"),
+        (
+            "dataset_skip_cache is True",
+            r"dataset_skip_cache is True, so we will not load the dataset from cache",
+        ),
     ),
-    # open_instruct/dataset_transformation.py::_tokenize_row_or_mask_out[Dropping a conversation]: the whole row is
-    # masked, and dropped with those without a trained token
-    "row_masked": (_LOGGED + r"Dropping a conversation whose assistant label spans could not be derived",),
+    # open_instruct/dataset_transformation.py::_tokenize_row_or_mask_out[Dropping a conversation]:
+    # the whole row is masked, and dropped with those without a trained token
+    "row_masked": (
+        _LOGGED + r"Dropping a conversation whose assistant label spans could not be derived",
+    ),
     # open_instruct/dataset_transformation.py::LocalDatasetTransformationCache.load_or_transform_dataset[dataset to]
     # (local), :1842 (hf)
     "dataset_saved": (r"(?:Saved|Pushed) transformed dataset to (?P<path>[^🚀✅\n]+)",),
@@ -106,8 +120,9 @@ _TABLE: Table = {
     # open_instruct/dpo_utils.py::build_reference_logprobs_cache[Loading reference]
     "reference_hit": (_LOGGED + r"Loading reference logprobs cache from (?P<path>.+)",),
     "reference_missed": (
-        # open_instruct/dpo_utils.py::build_reference_logprobs_cache[for batch in (pbar]. The bar, as it first stands:
-        # open_instruct/dpo.py::main[Caching reference] logs the same words before it looks for the cache.
+        # open_instruct/dpo_utils.py::build_reference_logprobs_cache[for batch in (pbar]. The bar,
+        # as it first stands: open_instruct/dpo.py::main[Caching reference] logs the same words
+        # before it looks for the cache.
         r"Caching reference logprobs:   0%\|",
         # open_instruct/dpo_utils.py::build_reference_logprobs_cache[GiB of GPU RAM],
         # open_instruct/dpo_utils.py::build_reference_logprobs_cache[GiB of RAM.]
@@ -115,10 +130,11 @@ _TABLE: Table = {
         # open_instruct/dpo_utils.py::build_reference_logprobs_cache[Saving reference]
         _LOGGED + r"Saving reference logprobs cache to (?P<path>.+)",
     ),
-    # open_instruct/finetune.py::main[Resumed from checkpoint], dpo_tune_cache.py::main[accelerator.print(f]
+    # open_instruct/finetune.py::main[Resumed from checkpoint],
+    # dpo_tune_cache.py::main[accelerator.print(f]
     "resumed": (r"Resumed from checkpoint: (?P<path>.+)",),
-    # olmo_core/train/callbacks/console_logger.py::ConsoleLoggerCallback._get_progress_marker[eta=], by
-    # open_instruct/dpo.py::main[trainer.fit()]
+    # olmo_core/train/callbacks/console_logger.py::ConsoleLoggerCallback._get_progress_marker[eta=],
+    # by open_instruct/dpo.py::main[trainer.fit()]
     "progress": (("[step=", r"\[step=(?P<step>\d{1,12})/(?P<total>\d{1,12}),epoch="),),
     # olmo_core/train/trainer.py cancel_run, by open_instruct/dpo.py
     "stop_asked": (
@@ -141,11 +157,17 @@ _TABLE: Table = {
     "remaining": (_LOGGED + r"Remaining files: ?\[(?P<files>.*)\]",),
 }
 
-TRAINING_ROWS = re.compile(rb"\*{5} Running training \*{5}.{0,400}?Num examples = ([\d,]+)", re.DOTALL)
+TRAINING_ROWS = re.compile(
+    rb"\*{5} Running training \*{5}.{0,400}?Num examples = ([\d,]+)", re.DOTALL
+)
 """How many rows an epoch has (open_instruct/finetune.py::main[Num examples =],
 dpo_tune_cache.py::main[Num examples =]): several lines, no `Pattern`.
 """
-REFERENCE_CACHE = re.compile(rb"(?:Saving|Loading) reference logprobs cache (?:to|from) (\S[^\r\n]*)")
-"""The file of the reference's log-probabilities, whichever of `reference_hit` and `reference_missed` names it."""
+REFERENCE_CACHE = re.compile(
+    rb"(?:Saving|Loading) reference logprobs cache (?:to|from) (\S[^\r\n]*)"
+)
+"""The file of the reference's log-probabilities, whichever of `reference_hit` and
+`reference_missed` names it.
+"""
 
 PATTERNS: tuple[Pattern, ...] = (*_LINES, *patterns(_TABLE), *COMMON)

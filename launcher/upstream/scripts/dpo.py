@@ -1,4 +1,6 @@
-"""open_instruct/dpo.py: upstream's second DPO script, OLMo-core models under FSDP, started by torchrun."""
+"""open_instruct/dpo.py: upstream's second DPO script, OLMo-core models under FSDP, started by
+torchrun.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,7 +21,8 @@ def _settle(values: Values, gpus: int) -> Iterator[tuple[str, Any, str]]:
 
 
 def _output(values: Values) -> Path:
-    """The name and the seed below `output_dir` (utils.py::setup_experiment_paths[args.exp_name = f],
+    """The name and the seed below `output_dir`
+    (utils.py::setup_experiment_paths[args.exp_name = f],
     utils.py::setup_experiment_paths[args.output_dir = os.path.join]).
     """
     return Path(str(values["output_dir"])) / f"{values['exp_name']}__{values['seed']}"
@@ -31,8 +34,8 @@ SCRIPT = replace(
     renamed="",  # it keeps its name
     stage="dpo",
     # it has the argument for Liger and reads it nowhere; recomputed is only what is compiled
-    # (olmo_core_utils.py::build_ac_config[if activation_memory_budget]); GPUs may share each matrix product
-    # (dpo.py::main[dp_world_size = world_size])
+    # (olmo_core_utils.py::build_ac_config[if activation_memory_budget]); GPUs may share each matrix
+    # product (dpo.py::main[dp_world_size = world_size])
     names=replace(
         dpo_tune_cache.SCRIPT.names,
         liger=None,
@@ -65,14 +68,17 @@ SCRIPT = replace(
     sharding="fsdp",
     packing="one-row",
     needs_process_group=False,
-    # dpo.py::main[drop_last=True], data_loader.py::HFDataLoader._reshard[usable_size = total_batches #1]
+    # dpo.py::main[drop_last=True],
+    # data_loader.py::HFDataLoader._reshard[usable_size = total_batches #1]
     drops_last=True,
-    # dpo.py::main[if args.cache_logprobs_only]: of the DPO scripts only this one ends after the reference
+    # dpo.py::main[if args.cache_logprobs_only]: of the DPO scripts only this one ends after the
+    # reference
     ends_after={**CACHES_DATA, "cache_logprobs_only": "reference pass"},
     unjudged="step[1-9]*",
     output=_output,
     final_model="hf_model",  # dpo.py::_handle_post_training[hf_model_path = os.path.join]
-    without_reference=(),  # dpo.py::main[train_module.reference_cache] computes a reference for simpo too
+    # dpo.py::main[train_module.reference_cache] computes a reference for simpo too
+    without_reference=(),
     models=(
         ("open_instruct.olmo_core_utils", "OLMO_MODEL_CONFIG_MAP"),
         ("olmo_core.nn.transformer.config", "TransformerConfig"),
@@ -83,7 +89,8 @@ SCRIPT = replace(
     instead={
         **INSTEAD,
         "overwrite_cache": "`skip_cache: true` rebuilds the dataset cache",
-        "report_to": "this script reports to wandb only (olmo_core_utils.py::build_base_callbacks[if with_tracking])",
+        "report_to": "this script reports to wandb only"
+        " (olmo_core_utils.py::build_base_callbacks[if with_tracking])",
         "model_revision": "download the revision and name its folder",
         "max_train_samples": "give a number of samples in `mixer_list`: [name, 200]",
         "resume_from_checkpoint": "OLMo-core resumes from what the output folder holds",

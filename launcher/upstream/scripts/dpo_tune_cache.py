@@ -46,8 +46,14 @@ SCRIPT = Entry(
     caches_reference=True,
     without_reference=("simpo",),  # dpo_utils.py::DPOLossType.needs_reference_model[return self in]
     lost=data_file("mixer_list"),
-    hints={**data_hints("mixer_list"), "checkpointing_steps": "DPO counts steps: write a number (`epoch` is SFT's)"},
-    moved={**REMOVED, **{theirs: Moved(ours, f"SFT's name; DPO has `{ours}`") for theirs, ours in PAIRS}},
+    hints={
+        **data_hints("mixer_list"),
+        "checkpointing_steps": "DPO counts steps: write a number (`epoch` is SFT's)",
+    },
+    moved={
+        **REMOVED,
+        **{theirs: Moved(ours, f"SFT's name; DPO has `{ours}`") for theirs, ours in PAIRS},
+    },
     older={"data": ("dataset_mixer_list",), "epochs": ("num_train_epochs",)},
     tables=TABLES,
     recorders=frozenset({"compute_reference_cache_hash"}),  # a hash of the key is no use of a value

@@ -37,7 +37,8 @@ SCRIPT = Entry(
     ends_after=CACHES_DATA,
     output=named_output,
     packing="flattened",
-    dtype="bfloat16",  # finetune.py::main[AutoLigerKernelForCausalLM.from_pretrained] names no type there
+    # finetune.py::main[AutoLigerKernelForCausalLM.from_pretrained] names no type there
+    dtype="bfloat16",
     liger_dtype="auto",
     strict_liger=True,
     best_attention=True,
@@ -45,11 +46,15 @@ SCRIPT = Entry(
     hints=data_hints("dataset_mixer_list"),
     lost={"reduce_loss": SUMMED_LOSS, **data_file("dataset_mixer_list")},
     tables=TABLES,
-    moved={**REMOVED, **{theirs: Moved(ours, f"DPO's name; SFT has `{ours}`") for ours, theirs in PAIRS}},
+    moved={
+        **REMOVED,
+        **{theirs: Moved(ours, f"DPO's name; SFT has `{ours}`") for ours, theirs in PAIRS},
+    },
     derived={
         "logging_steps": (
             1,
-            "upstream's default prints no loss line at all (finetune.py::FlatArguments[Log the training])",
+            "upstream's default prints no loss line at all"
+            " (finetune.py::FlatArguments[Log the training])",
         )
     },
     partial=frozenset({"cache_dataset_only"}),

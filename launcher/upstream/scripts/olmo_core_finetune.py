@@ -1,4 +1,5 @@
-"""open_instruct/olmo_core_finetune.py: SFT of OLMo-core models under FSDP, on rows that are always packed.
+"""open_instruct/olmo_core_finetune.py: SFT of OLMo-core models under FSDP, on rows that are always
+packed.
 
 It is there since #1620, and replaces finetune.py, which upstream calls deprecated.
 """
@@ -50,12 +51,18 @@ def _is_complete(folder: Path) -> bool:
 
 
 def _settle(values: Values, gpus: int) -> Iterator[tuple[str, Any, str]]:
-    """The script's own default of temporary checkpoints is refused beside shorter intervals than that."""
+    """The script's own default of temporary checkpoints is refused beside shorter intervals than
+    that.
+    """
     name = "ephemeral_save_interval"
     own, every = values[name], values["checkpointing_steps"]
     if isinstance(own, int) and isinstance(every, int) and own >= every and not values.given(name):
         why = f"the script's default, {own}, is not below `checkpointing_steps` "
-        yield name, 0, f"{why}(olmo_core_finetune.py::[_DEFAULT_EPHEMERAL_SAVE_INTERVAL =]); 0: none"
+        yield (
+            name,
+            0,
+            f"{why}(olmo_core_finetune.py::[_DEFAULT_EPHEMERAL_SAVE_INTERVAL =]); 0: none",
+        )
 
 
 def _export(values: Values) -> Mapping[str, Any] | None:
@@ -105,7 +112,8 @@ SCRIPT = Entry(
     loop="olmo_core",
     # olmo_core_finetune.py::main[num_training_steps = len]
     drops_last=True,
-    # olmo_core/train/train_module/transformer/train_module.py: each loss is divided by the tokens of the step
+    # olmo_core/train/train_module/transformer/train_module.py: each loss is divided by the tokens
+    # of the step
     divides_loss=True,
     ends_after=CACHES_DATA,
     tokenising=TokenisingPhase(
@@ -129,7 +137,10 @@ SCRIPT = Entry(
     partial=frozenset({"cache_dataset_only"}),
     hints=data_hints("mixer_list"),
     lost={"reduce_loss": SUMMED_LOSS, **data_file("mixer_list")},
-    moved={**REMOVED, **{old: Moved(new, f"finetune.py's name; this script has `{new}`") for old, new in PAIRS}},
+    moved={
+        **REMOVED,
+        **{old: Moved(new, f"finetune.py's name; this script has `{new}`") for old, new in PAIRS},
+    },
     instead={**INSTEAD, "overwrite_cache": "`skip_cache: true` rebuilds the dataset cache"},
     settle=_settle,
     # its main takes seven dataclasses in one, and data that another process has tokenised

@@ -62,18 +62,23 @@ def data_file(listed: str) -> dict[str, Lost]:
 # of DPO it was an argument that nothing read
 SUMMED_LOSS = Lost(
     did="`sum` added up the losses of all tokens, so that each token of a step weighed the same",
-    now="the loss is the mean over the tokens of a micro-batch, and accumulation and GPUs average these means "
-    "(open_instruct/finetune.py::main[loss = outputs.loss]): a learning rate tuned for the sum is far too low, and "
+    now="the loss is the mean over the tokens of a micro-batch, and accumulation and GPUs average "
+    "these means (open_instruct/finetune.py::main[loss = outputs.loss]): a learning rate tuned for "
+    "the sum is far too low, and "
     "how a step is split into micro-batches changes the weights of rows",
-    instead="choose the learning rate anew, with few accumulation steps and micro-batches of like size",
+    instead="choose the learning rate anew, with few accumulation steps and micro-batches of like "
+    "size",
     harmless=("mean",),
 )
 
 
-TABLES = ("open_instruct.dataset_transformation", ("CHAT_TEMPLATES", "GET_TOKENIZER_FN", "TRANSFORM_FNS"))
+TABLES = (
+    "open_instruct.dataset_transformation",
+    ("CHAT_TEMPLATES", "GET_TOKENIZER_FN", "TRANSFORM_FNS"),
+)
 
-# finetune.py::main[if args.cache_dataset_only], dpo_tune_cache.py::main[if args.cache_dataset_only],
-# dpo.py::main[if args.cache_dataset_only]
+# finetune.py::main[if args.cache_dataset_only],
+# dpo_tune_cache.py::main[if args.cache_dataset_only], dpo.py::main[if args.cache_dataset_only]
 CACHES_DATA = {"cache_dataset_only": "data set"}
 
 

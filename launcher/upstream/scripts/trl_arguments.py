@@ -23,9 +23,12 @@ MOVED = {
     "checkpointing_steps": Moved("save_steps", _OPEN_INSTRUCT),
     "keep_last_n_checkpoints": Moved("save_total_limit", _OPEN_INSTRUCT),
     "chat_template_name": Moved("chat_template_path", _OPEN_INSTRUCT),
-    "use_flash_attn": Moved("attn_implementation", "spelt `attn_implementation: flash_attention_2`"),
+    "use_flash_attn": Moved(
+        "attn_implementation", "spelt `attn_implementation: flash_attention_2`"
+    ),
 }
-# Of transformers' arguments; those of launchers, devices, logs and the hub change nothing of what is trained.
+# Of transformers' arguments; those of launchers, devices, logs and the hub change nothing of what
+# is trained.
 LOST = {
     "split_batches": Lost(
         did="it divided each batch among the GPUs, so that the global batch did not grow with them",
@@ -33,7 +36,9 @@ LOST = {
         instead="""write `accelerator_config: '{"split_batches": true}'`""",
     ),
     "adafactor": Lost(
-        did="it trained with Adafactor", now="`optim` alone names the optimizer", instead="write `optim: adafactor`"
+        did="it trained with Adafactor",
+        now="`optim` alone names the optimizer",
+        instead="write `optim: adafactor`",
     ),
     "group_by_length": Lost(
         did="it drew rows of like length together",
@@ -49,7 +54,8 @@ LOST = {
 }
 # They compare these values, or copy them into the trainer's state, by computed names
 # (transformers/trainer_utils.py::compare_trainer_and_checkpoint_args[arg_value = getattr],
-# transformers/trainer_callback.py::TrainerState.compute_steps[num_steps = getattr]): that is no use of them.
+# transformers/trainer_callback.py::TrainerState.compute_steps[num_steps = getattr]): that is no use
+# of them.
 RECORDERS = frozenset({"compare_trainer_and_checkpoint_args", "compute_steps"})
 
 

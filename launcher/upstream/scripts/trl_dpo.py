@@ -11,11 +11,13 @@ _LOST = {
     **LOST,
     "group_by_length": replace(
         LOST["group_by_length"],
-        instead="write `train_sampling_strategy: group_by_length` and `remove_unused_columns: false`, and each pair's "
+        instead="write `train_sampling_strategy: group_by_length` and "
+        "`remove_unused_columns: false`, and each pair's "
         "length into a column `length`",
     ),
     "rpo_alpha": Lost(
-        did="it added the negative log-likelihood of the chosen answers to the loss, times that number",
+        did="it added the negative log-likelihood of the chosen answers to the loss, times that "
+        "number",
         now="the loss is that of `loss_type` alone",
         instead="write `loss_type: [sigmoid, sft]` with `loss_weights: [1.0, <that number>]`",
         harmless=("0", "0.0"),
@@ -32,7 +34,10 @@ _LOST = {
         harmless=(),
     ),
     "max_completion_length": Lost(
-        did="it cut the end of longer answers off", now=_WHOLE_LENGTH, instead="set `max_length`", harmless=()
+        did="it cut the end of longer answers off",
+        now=_WHOLE_LENGTH,
+        instead="set `max_length`",
+        harmless=(),
     ),
     "ref_adapter_name": Lost(
         did="it named the adapter that is the reference",
@@ -78,6 +83,8 @@ SCRIPT = replace(
     packing="padded",  # trl/trainer/dpo_trainer.py::DPOTrainer.__init__[padding_free=True]
     moved={
         **MOVED,
-        "chat_template_name": Moved(None, "open-instruct's name; TRL's DPO takes the tokenizer's own template"),
+        "chat_template_name": Moved(
+            None, "open-instruct's name; TRL's DPO takes the tokenizer's own template"
+        ),
     },
 )

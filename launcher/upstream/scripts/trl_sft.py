@@ -1,7 +1,15 @@
 """trl/scripts/sft.py: SFT by TRL's `SFTTrainer`."""
 
 from launcher.upstream.entry import Entry, Names, RehearsalRecipe
-from launcher.upstream.scripts.trl_arguments import LOST, MIXTURE, MODEL, MOVED, RECORDERS, SCRIPT_ARGUMENTS, settle
+from launcher.upstream.scripts.trl_arguments import (
+    LOST,
+    MIXTURE,
+    MODEL,
+    MOVED,
+    RECORDERS,
+    SCRIPT_ARGUMENTS,
+    settle,
+)
 
 SCRIPT = Entry(
     script="trl/scripts/sft.py",
@@ -31,7 +39,8 @@ SCRIPT = Entry(
     rehearsal=RehearsalRecipe(trainer="SFTTrainer"),
     loop="transformers",
     divides_loss=True,
-    zero_is_limit=False,  # transformers/trainer.py::Trainer.set_initial_training_values[if args.max_steps > 0 #1]
+    # transformers/trainer.py::Trainer.set_initial_training_values[if args.max_steps > 0 #1]
+    zero_is_limit=False,
     packing="refilled",
     own_precision=True,
     dtype="float32",

@@ -1,4 +1,4 @@
-"""Conditions over argument names, as text: what a branch of upstream's implies, and whether it holds.
+"""Conditions over argument names, as text: what a branch of upstream's implies, whether it holds.
 
 A condition is a Python expression whose names are arguments: `use_lora and not use_qlora`,
 `activation_memory_budget < 1`, `loss_type == 'simpo'`. What cannot be written so is left out:
@@ -16,7 +16,13 @@ PERHAPS = "..."
 """A condition that is not known from the arguments: what stands under it happens perhaps."""
 
 Say = Callable[[ast.expr], str | None]
-"""An expression of upstream's as a text over argument names; None where it is none."""
+"""An expression of upstream's as a text over argument names; None if it is none."""
+
+
+def _is(left: Any, right: Any) -> bool:
+    # the members of an enum are texts here
+    return left is right or (isinstance(left, str) and left == right)
+
 
 _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Eq: operator.eq,
@@ -25,10 +31,10 @@ _COMPARE: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.LtE: operator.le,
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
-    ast.Is: lambda one, other: one is other or (isinstance(one, str) and one == other),
-    ast.IsNot: lambda one, other: one is not other and not (isinstance(one, str) and one == other),
-    ast.In: lambda one, other: one in other,
-    ast.NotIn: lambda one, other: one not in other,
+    ast.Is: _is,
+    ast.IsNot: lambda left, right: not _is(left, right),
+    ast.In: lambda left, right: left in right,
+    ast.NotIn: lambda left, right: left not in right,
 }
 _OPPOSITE: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Eq: ast.NotEq,
@@ -45,7 +51,7 @@ class _Unknown(Exception):
 
 
 def implied(test: ast.expr, truth: bool, say: Say) -> frozenset[str]:
-    """The conditions that must hold where `test` is `truth`; `PERHAPS` among them where they are not all."""
+    """The conditions that must hold if `test` is `truth`; with `PERHAPS` if they are not all."""
     match test:
         case ast.NamedExpr(value=value):
             return implied(value, truth, say)
@@ -54,7 +60,9 @@ def implied(test: ast.expr, truth: bool, say: Say) -> frozenset[str]:
         case ast.BoolOp(op=op, values=parts) if isinstance(op, ast.And) == truth:
             return frozenset().union(*(implied(part, truth, say) for part in parts))
     text = say(test)
-    return frozenset({PERHAPS if text is None else text if truth else negated(text)})
+    if text is None:
+        return frozenset({PERHAPS})
+    return frozenset({text if truth else negated(text)})
 
 
 @cache
@@ -67,8 +75,8 @@ def negated(text: str) -> str:
         case ast.Compare(left=left, ops=[op], comparators=comparators):
             node = ast.Compare(left, [_OPPOSITE[type(op)]()], comparators)
         case ast.BoolOp(op=op, values=parts):
-            opposites = [parsed(negated(ast.unparse(part))) for part in parts]
-            node = ast.BoolOp(ast.Or() if isinstance(op, ast.And) else ast.And(), opposites)
+            opposite = ast.Or() if isinstance(op, ast.And) else ast.And()
+            node = ast.BoolOp(opposite, [parsed(negated(ast.unparse(part))) for part in parts])
         case _:
             node = ast.UnaryOp(ast.Not(), node)
     return ast.unparse(node)
@@ -81,8 +89,8 @@ def impossible(conditions: frozenset[str]) -> bool:
 
 def simplified(conditions: Iterable[str]) -> frozenset[str]:
     """The conditions without those alternatives that another one has decided already."""
-    known = frozenset(conditions)
-    return frozenset(text for text in known if not _parts(text) & (known - {text}))
+    texts = frozenset(conditions)
+    return frozenset(text for text in texts if _parts(text).isdisjoint(texts))
 
 
 @cache
@@ -90,7 +98,7 @@ def _parts(text: str) -> frozenset[str]:
     """The alternatives of an `or`; nothing for any other condition."""
     match parsed(text):
         case ast.BoolOp(op=ast.Or(), values=parts):
-            return frozenset(ast.unparse(part) for part in parts)
+            return frozenset(map(ast.unparse, parts))
     return frozenset()
 
 
@@ -105,8 +113,14 @@ def compares(text: str) -> bool:
     return any(isinstance(node, ast.Compare) for node in ast.walk(parsed(text)))
 
 
+@cache
+def parsed(text: str) -> ast.expr:
+    """A condition as a syntax tree, which nobody may change."""
+    return ast.parse(text, mode="eval").body
+
+
 def holds(text: str, values: Mapping[str, Any], unknown: object) -> bool | None:
-    """Whether a condition is true for these values; None where one of them is `unknown` or absent.
+    """Whether a condition is true for these values; None if one of them is `unknown` or absent.
 
     One part of an `and` or `or` may decide, whatever the others are.
     """
@@ -116,36 +130,29 @@ def holds(text: str, values: Mapping[str, Any], unknown: object) -> bool | None:
 def _truth(node: ast.expr, values: Mapping[str, Any], unknown: object) -> bool | None:
     match node:
         case ast.UnaryOp(op=ast.Not(), operand=operand):
-            inner = _truth(operand, values, unknown)
-            return None if inner is None else not inner
+            truth = _truth(operand, values, unknown)
+            return None if truth is None else not truth
         case ast.BoolOp(op=op, values=parts):
-            every = isinstance(op, ast.And)
+            is_and = isinstance(op, ast.And)
             truths = [_truth(part, values, unknown) for part in parts]
-            if (not every) in truths:
-                return not every
-            return None if None in truths else every
+            if (not is_and) in truths:
+                return not is_and
+            return None if None in truths else is_and
     try:
         return bool(_value(node, values, unknown))
     except (_Unknown, ArithmeticError, LookupError, TypeError, ValueError):
         return None
 
 
-@cache
-def parsed(text: str) -> ast.expr:
-    """A condition as a syntax tree, which nobody may change."""
-    return ast.parse(text, mode="eval").body
-
-
 def _value(node: ast.expr, values: Mapping[str, Any], unknown: object) -> Any:
-    """The value of an expression, as Python would compute it; raises _Unknown where it cannot be."""
+    """The value of an expression, as Python would compute it; raises _Unknown if it cannot be."""
     match node:
         case ast.Constant(value=value):
             return value
         case ast.Name(id=name):
-            found = values[name]
-            if found is unknown:
+            if values[name] is unknown:
                 raise _Unknown
-            return found
+            return values[name]
         case ast.Tuple(elts=items) | ast.List(elts=items) | ast.Set(elts=items):
             return [_value(item, values, unknown) for item in items]
         case ast.UnaryOp(op=ast.Not(), operand=operand):
@@ -155,15 +162,16 @@ def _value(node: ast.expr, values: Mapping[str, Any], unknown: object) -> Any:
         case ast.BoolOp(op=op, values=parts):
             for part in parts:
                 # `and` gives its first false part, `or` its first true one, both else the last
-                result = _value(part, values, unknown)
-                if bool(result) is isinstance(op, ast.Or):
+                value = _value(part, values, unknown)
+                if bool(value) is isinstance(op, ast.Or):
                     break
-            return result
+            return value
         case ast.Compare(left=left, ops=ops, comparators=rest):
-            known = [_value(part, values, unknown) for part in (left, *rest)]
-            if any(isinstance(one, float) and math.isnan(one) for one in known):
+            sides = [_value(part, values, unknown) for part in (left, *rest)]
+            if any(isinstance(side, float) and math.isnan(side) for side in sides):
                 # its comparisons and their opposites are both false
                 raise _Unknown
-            pairs = zip(ops, known, known[1:], strict=False)
-            return all(_COMPARE[type(op)](one, other) for op, one, other in pairs)
+            return all(
+                _COMPARE[type(op)](sides[index], sides[index + 1]) for index, op in enumerate(ops)
+            )
     raise _Unknown

@@ -8,8 +8,8 @@ from typing import Any
 from launcher.upstream.schema import Field, Kind
 from launcher.upstream.source.packages import UNKNOWN, Module, Sources, enum_members, mark
 
-# trl/scripts/_hf_argparser.py::HfArgumentParser._parse_dataclass_field[= _accept_none] wraps the converter of these
-# optional types, and of no list
+# trl/scripts/_hf_argparser.py::HfArgumentParser._parse_dataclass_field[= _accept_none] wraps the
+# converter of these optional types, and of no list
 _NULLABLE = {"int", "float", "dict", "opaque"}
 
 
@@ -23,9 +23,9 @@ def read_fields(
     """The fields of several dataclasses, in the parser's order.
 
     `classes` are (module, class name); `externals` gives the choices of types by dotted name that
-    no root holds, and the values of expressions that only running them would tell; `takes_none` says
-    that the parser reads the word `none` for `T | None`. Raises LookupError naming the class that the
-    source does not have.
+    no root holds, and the values of expressions that only running them would tell; `takes_none`
+    says that the parser reads the word `none` for `T | None`. Raises LookupError naming the class
+    that the source does not have.
     """
     fields: dict[str, Field] = {}
     for module_name, class_name in classes:
@@ -33,10 +33,11 @@ def read_fields(
         if module is None or class_name not in module.classes:
             raise LookupError(f"{module_name} has no class {class_name}")
         for owner, node in sources.linearised(module, module.classes[class_name]):
-            for known in _ClassReader(sources, owner, externals).fields(node):
-                nullable = takes_none and known.kind in _NULLABLE and "None" in known.type and not known.many
+            for field in _ClassReader(sources, owner, externals).fields(node):
+                if takes_none and field.kind in _NULLABLE and not field.many:
+                    field = replace(field, nullable="None" in field.type)
                 # a field keeps the position of its first definition, as dataclasses do
-                fields[known.name] = replace(known, nullable=nullable)
+                fields[field.name] = field
     return fields
 
 
@@ -50,7 +51,7 @@ class _Resolved:
 
 @dataclass(slots=True)
 class _ClassReader:
-    """Declarations of one module -> how `HfArgumentParser._parse_dataclass_field` would treat them."""
+    """Declarations of one module, as `HfArgumentParser._parse_dataclass_field` would treat them."""
 
     sources: Sources
     module: Module
@@ -61,35 +62,40 @@ class _ClassReader:
             return
         for statement in node.body:
             match statement:
-                case ast.AnnAssign(target=ast.Name(id=name), annotation=annotation) if not (
-                    name.startswith("_") or "ClassVar" in ast.unparse(annotation)
-                ):
-                    yield from self._field(node.name, name, statement)
+                case ast.AnnAssign(target=ast.Name(id=name), annotation=annotation):
+                    if not name.startswith("_") and "ClassVar" not in ast.unparse(annotation):
+                        yield from self._field(node.name, name, statement)
 
     def _field(self, owner: str, name: str, statement: ast.AnnAssign) -> Iterator[Field]:
-        expression, keywords = statement.value, dict[str | None, ast.expr]()
+        expression = statement.value
+        keywords: dict[str | None, ast.expr] = {}
         if isinstance(expression, ast.Call) and ast.unparse(expression.func).endswith("field"):
-            keywords = {k.arg: k.value for k in expression.keywords}
+            keywords = {keyword.arg: keyword.value for keyword in expression.keywords}
             expression = keywords.get("default") or keywords.get("default_factory")
         match keywords.get("init"):
             case ast.Constant(value=False):
                 return
         default = self.sources.evaluate(self.module, expression)
+        default_text = None
         resolved = self._annotation(statement.annotation)
         if resolved.many and "default_factory" not in keywords:
-            # the parser hands a list field its factory's default and drops a plain one (hf_argparser)
+            # the parser drops the default of a list that is no factory's (hf_argparser)
             default = None
+        elif default is UNKNOWN:
+            default = None
+            default_text = ast.unparse(expression) if expression else None
         extra = self._metadata(keywords.get("metadata"))
+        # the parser takes a bool without a default for false, or for nothing
+        optional = resolved.kind == "bool" and not resolved.many
         yield Field(
             name=name,
             type=ast.unparse(statement.annotation).strip("'\""),
             kind=resolved.kind,
             many=resolved.many,
             choices=resolved.choices or tuple(extra.get("choices") or ()),
-            default=None if default is UNKNOWN else default,
-            default_text=ast.unparse(expression) if expression and default is UNKNOWN else None,
-            # the parser takes a bool without a default for false, or for nothing
-            required=expression is None and (resolved.kind != "bool" or resolved.many),
+            default=default,
+            default_text=default_text,
+            required=expression is None and not optional,
             word_optional=extra.get("nargs") == "?",
             owner=owner,
             where=f"{self.module.label}:{statement.lineno}",
@@ -98,14 +104,16 @@ class _ClassReader:
 
     def _metadata(self, node: ast.expr | None) -> dict[str, Any]:
         """What of a field's metadata can be read; argparse gets it as it is."""
-        known = {}
-        for key, expression in zip(node.keys, node.values, strict=True) if isinstance(node, ast.Dict) else ():
+        metadata: dict[str, Any] = {}
+        if not isinstance(node, ast.Dict):
+            return metadata
+        for key, expression in zip(node.keys, node.values, strict=True):
             value = self.sources.evaluate(self.module, expression)
             if value is UNKNOWN:
                 value = self.externals.get(ast.unparse(expression), UNKNOWN)
             if isinstance(key, ast.Constant) and value is not UNKNOWN:
-                known[str(key.value)] = value
-        return known
+                metadata[str(key.value)] = value
+        return metadata
 
     def _annotation(self, node: ast.expr) -> _Resolved:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -117,7 +125,7 @@ class _ClassReader:
         """The members of a union, in order, however it is spelt."""
         match node:
             case ast.BinOp(left=left, op=ast.BitOr(), right=right):
-                return [*self._members(left), *self._members(right)]
+                return self._members(left) + self._members(right)
             case ast.Subscript(value=outer, slice=inner) if mark(outer) == "Optional":
                 return [*self._members(inner), ast.Constant(None)]
             case ast.Subscript(value=outer, slice=ast.Tuple(elts=items)) if mark(outer) == "Union":
@@ -130,7 +138,7 @@ class _ClassReader:
         if "None" not in names:
             return members[0] if names[1] == "str" else members[1]
         if "bool" in names:
-            return next(member for member in members if ast.unparse(member) != "None")
+            return members[1] if names[0] == "None" else members[0]
         return members[0] if names[1] == "None" else members[1]
 
     def _single(self, node: ast.expr) -> _Resolved:
@@ -151,7 +159,8 @@ class _ClassReader:
         match mark(node.value):
             case "Literal":
                 items = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
-                return _Resolved("choice", choices=tuple(self.sources.evaluate(self.module, item) for item in items))
+                choices = [self.sources.evaluate(self.module, item) for item in items]
+                return _Resolved("choice", choices=tuple(choices))
             case "list" | "List":
                 # argparse calls the item's type on each word; calling an enum checks its values
                 return replace(self._single(node.slice), many=True)
@@ -160,15 +169,17 @@ class _ClassReader:
         return _Resolved("opaque")
 
     def _named(self, name: str) -> _Resolved:
-        found = self.sources.resolve_class(self.module, ast.Name(name))
         external = self.sources.external(self.module, name)
-        if found is not None:
-            members = enum_members(self.sources, *found)
-            if members is None:
-                return _Resolved("opaque")
-            # named for types that live in another package than the module that uses them
-            foreign = external is not None and external.partition(".")[0] != self.module.name.partition(".")[0]
-            return _Resolved("choice", choices=tuple(members.values()), external=external if foreign else None)
-        if external is not None and external in self.externals:
+        key = self.sources.resolve_class(self.module, ast.Name(name))
+        if key is None:
+            if external is None or external not in self.externals:
+                return _Resolved("opaque", external=external)
             return _Resolved("choice", choices=tuple(self.externals[external]), external=external)
-        return _Resolved("opaque", external=external)
+        members = enum_members(self.sources, *key)
+        if members is None:
+            return _Resolved("opaque")
+        package = self.module.name.partition(".")[0]
+        if external is not None and external.partition(".")[0] == package:
+            # only a type of another package is named
+            external = None
+        return _Resolved("choice", choices=tuple(members.values()), external=external)

@@ -10,13 +10,13 @@ import importlib.util
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from launcher.machine.git import CommitTree
 
-_T = TypeVar("_T")
 UNKNOWN: Any = object()
 """What `evaluate` returns for an expression that only running the module could tell."""
+_MAX_IMPORTS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,23 +35,26 @@ class Folder:
 
 
 Tree = Folder | CommitTree
-"""A package's files by their path below it; its `name` is the top-level one, which labels begin with."""
+"""A package's files by their path below it; labels begin with its `name`, the top-level one."""
 
 
 def find_package(name: str, search: Iterable[Path] | None = None) -> Path | None:
     """The folder of a top-level package, without importing it; in `search` or in our own path."""
-    if search is not None:
-        return next((f / name for f in search if (f / name / "__init__.py").is_file()), None)
-    spec = importlib.util.find_spec(name)
-    return Path(spec.origin).parent if spec is not None and spec.origin is not None else None
+    if search is None:
+        spec = importlib.util.find_spec(name)
+        return Path(spec.origin).parent if spec is not None and spec.origin is not None else None
+    for folder in search:
+        if (folder / name / "__init__.py").is_file():
+            return folder / name
+    return None
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Module:
     """One parsed file: where each name comes from, its classes, functions and constants.
 
-    `label` is `package/path/below.py`; `modules` are names that stand for a whole module. What `import *`
-    brings is not followed.
+    `label` is `package/path/below.py`; `modules` are names that stand for a whole module. What
+    `import *` brings is not followed.
     """
 
     name: str
@@ -63,43 +66,56 @@ class Module:
     functions: dict[str, ast.FunctionDef | ast.AsyncFunctionDef] = field(default_factory=dict)
     constants: dict[str, ast.expr] = field(default_factory=dict)
 
-    @property
-    def package(self) -> str:
-        return self.name if self.label.endswith("/__init__.py") else self.name.rpartition(".")[0]
-
     def bind(self, node: ast.stmt) -> None:
-        """Enter what a statement of the module gives names to; of several bindings the last counts."""
+        """Enter the names that a statement binds; of several bindings the last counts."""
         match node:
-            case ast.ImportFrom(names=names):
-                origin = _absolute(node, self.package)
-                for alias in names:
-                    self._bind(self.imports, alias.asname or alias.name, (origin, alias.name))
-            case ast.Import(names=names):
-                for alias in names:
-                    name = alias.asname or alias.name.partition(".")[0]
-                    self._bind(self.modules, name, alias.name if alias.asname else name)
+            case ast.ImportFrom(names=aliases):
+                origin = self._origin(node)
+                for alias in aliases:
+                    name = alias.asname or alias.name
+                    self._forget(name)
+                    self.imports[name] = (origin, alias.name)
+            case ast.Import(names=aliases):
+                for alias in aliases:
+                    top = alias.name.partition(".")[0]
+                    self._forget(alias.asname or top)
+                    self.modules[alias.asname or top] = alias.name if alias.asname else top
             case ast.ClassDef(name=name):
-                self._bind(self.classes, name, node)
+                self._forget(name)
+                self.classes[name] = node
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
-                self._bind(self.functions, name, node)
+                self._forget(name)
+                self.functions[name] = node
             case (
                 ast.Assign(targets=[ast.Name(id=name), *_], value=value)
                 | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
             ):
-                self._bind(self.constants, name, value)
+                self._forget(name)
+                self.constants[name] = value
 
-    def _bind(self, kind: dict[str, _T], name: str, what: _T) -> None:
+    def _forget(self, name: str) -> None:
         for bound in (self.imports, self.modules, self.classes, self.functions, self.constants):
             bound.pop(name, None)
-        kind[name] = what
+
+    def _origin(self, node: ast.ImportFrom) -> str:
+        """The absolute name of the module that a statement imports from."""
+        if not node.level:
+            return node.module or ""
+        above = self.name.split(".")
+        # of a package's own file, one dot is the package itself
+        up = node.level - self.label.endswith("/__init__.py")
+        parts = above[: len(above) - up]
+        if node.module:
+            parts.append(node.module)
+        return ".".join(parts)
 
 
 @dataclass(slots=True)
 class Sources:
     """The packages that may be read, by top-level name, and what has been read of them so far.
 
-    `digests` are the sha256 of every file that was read, by label; `absent` the labels of files that would
-    have been read, had they been there.
+    `digests` are the sha256 of every file that was read, by label; `absent` the labels of files
+    that would have been read, had they been there.
     """
 
     roots: Mapping[str, Tree]
@@ -108,7 +124,7 @@ class Sources:
     _modules: dict[str, Module | None] = field(default_factory=dict)
 
     def module(self, name: str) -> Module | None:
-        """The module `a.b.c`, parsed once; None where it is not among the roots.
+        """The module `a.b.c`, parsed once; None if it is not among the roots.
 
         Raises SyntaxError for a file that Python cannot parse.
         """
@@ -117,80 +133,86 @@ class Sources:
         return self._modules[name]
 
     def module_at(self, file: str) -> Module | None:
-        """The module of a file that is named from a root, such as `open_instruct/finetune.py`; see `module`."""
+        """The module of a file named from a root, such as `open_instruct/finetune.py`."""
         return self.module(file.removesuffix(".py").replace("/", "."))
 
     def resolve(self, module: Module, name: str) -> tuple[Module, str] | None:
-        """Where `name`, used in `module`, is defined, followed over files (at most 20 steps)."""
-        for _ in range(20):
+        """Where `name`, used in `module`, is defined, followed over files."""
+        for _ in range(_MAX_IMPORTS):
             if name in module.classes or name in module.constants or name in module.functions:
                 return module, name
-            origin, name = module.imports.get(name, ("", name))
-            following = self.module(origin) if origin else None
+            if name not in module.imports:
+                return None
+            origin, name = module.imports[name]
+            following = self.module(origin)
             if following is None:
                 return None
             module = following
         return None
 
     def resolve_class(self, module: Module, node: ast.expr) -> tuple[Module, ast.ClassDef] | None:
-        """The class that a name, or `module.Name`, stands for; None where no root holds it."""
-        found = None
-        if isinstance(node, ast.Name):
-            found = self.resolve(module, node.id)
-        elif isinstance(node, ast.Attribute):
-            owner = self.module_of(module, node.value)
-            found = None if owner is None else self.resolve(owner, node.attr)
-        if found is None or found[1] not in found[0].classes:
+        """The class that a name, or `module.Name`, stands for; None if no root holds it."""
+        origin = None
+        match node:
+            case ast.Name(id=name):
+                origin = self.resolve(module, name)
+            case ast.Attribute(value=value, attr=name):
+                owner = self.module_of(module, value)
+                origin = None if owner is None else self.resolve(owner, name)
+        if origin is None:
             return None
-        return found[0], found[0].classes[found[1]]
+        module, name = origin
+        return (module, module.classes[name]) if name in module.classes else None
 
     def named_module(self, module: Module, name: str) -> Module | None:
         """The module that a name of another module's stands for."""
         if name in module.modules:
             return self.module(module.modules[name])
-        origin, original = module.imports.get(name, ("", ""))
-        return self.module(f"{origin}.{original}") if origin else None
+        dotted = self.external(module, name)
+        return None if dotted is None else self.module(dotted)
 
     def submodule(self, owner: Module, name: str) -> Module | None:
-        """`name` of a module, where that is a module itself: imported there, or a file below it."""
+        """`name` of a module, if that is a module itself: imported there, or a file below it."""
         return self.named_module(owner, name) or self.module(f"{owner.name}.{name}")
 
     def module_of(self, module: Module, node: ast.expr) -> Module | None:
-        if isinstance(node, ast.Name):
-            return self.named_module(module, node.id)
-        if isinstance(node, ast.Attribute):
-            owner = self.module_of(module, node.value)
-            return None if owner is None else self.submodule(owner, node.attr)
+        match node:
+            case ast.Name(id=name):
+                return self.named_module(module, name)
+            case ast.Attribute(value=value, attr=name):
+                owner = self.module_of(module, value)
+                return None if owner is None else self.submodule(owner, name)
         return None
 
     def linearised(self, module: Module, node: ast.ClassDef) -> list[tuple[Module, ast.ClassDef]]:
         """The class and its bases over all files, base first: the order dataclasses collect in."""
-        nodes: dict[str, tuple[Module, ast.ClassDef]] = {}
-        stand_ins: dict[str, type] = {}
+        keys: dict[type, tuple[Module, ast.ClassDef]] = {}
+        stand_ins: dict[ast.ClassDef, type] = {}
 
         def build(module: Module, node: ast.ClassDef) -> type:
-            key = f"{module.name}:{node.name}"
-            nodes[key] = (module, node)
-            bases = []
-            for base in node.bases:
-                found = self.resolve_class(module, base)
-                if found is not None:
-                    known = stand_ins.get(f"{found[0].name}:{found[1].name}")
-                    bases.append(known or build(*found))
             # Python's own method resolution order, on empty stand-ins for upstream's classes
-            stand_ins[key] = type(key, tuple(bases), {})
-            return stand_ins[key]
+            if node not in stand_ins:
+                bases = [self.resolve_class(module, base) for base in node.bases]
+                built = tuple(build(*base) for base in bases if base is not None)
+                stand_ins[node] = type(node.name, built, {})
+                keys[stand_ins[node]] = (module, node)
+            return stand_ins[node]
 
         order = build(module, node).__mro__
-        return [nodes[stand_in.__name__] for stand_in in reversed(order) if stand_in is not object]
+        return [keys[stand_in] for stand_in in reversed(order) if stand_in is not object]
 
     def external(self, module: Module, name: str) -> str | None:
         """The dotted name of something imported, as it is called there."""
-        origin, original = module.imports.get(name, ("", ""))
-        return f"{origin}.{original}" if origin else None
+        if name not in module.imports:
+            return None
+        origin, original = module.imports[name]
+        return f"{origin}.{original}"
 
     def evaluate(self, module: Module, node: ast.expr | None) -> Any:
-        """The value of a default: literals, constants, and the few calls upstream uses; executes nothing."""
+        """The value of a default: literals, constants, and the few calls upstream uses.
+
+        Executes nothing.
+        """
         try:
             return self._value(module, node)
         except (_Unknowable, ArithmeticError, LookupError, RecursionError, TypeError, ValueError):
@@ -202,33 +224,43 @@ class Sources:
                 return value
             case ast.List(elts=items) | ast.Tuple(elts=items) | ast.Set(elts=items):
                 return [self._value(module, item) for item in items]
-            case ast.Call(func=ast.Name(id="frozenset"), args=[one], keywords=[]):
-                return self._value(module, one)
             case ast.Dict(keys=keys, values=values):
-                pairs = zip(keys, values, strict=True)
-                return {self._value(module, k): self._value(module, v) for k, v in pairs if k is not None}
+                mapping = {}
+                for key, value in zip(keys, values, strict=True):
+                    if key is not None:
+                        mapping[self._value(module, key)] = self._value(module, value)
+                return mapping
             case ast.UnaryOp(op=ast.USub(), operand=operand):
                 return -self._value(module, operand)
             case ast.Name(id="__file__"):
                 return module.label
             case ast.Name(id=name):
-                found = self.resolve(module, name)
-                if found is not None and found[1] in found[0].constants:
-                    return self._value(found[0], found[0].constants[found[1]])
+                origin = self.resolve(module, name)
+                if origin is not None and origin[1] in origin[0].constants:
+                    return self._value(origin[0], origin[0].constants[origin[1]])
                 return {"list": list, "dict": dict}[name]()
-            case ast.Attribute(value=ast.Name() as owner, attr=attribute):
-                known = self.resolve_class(module, owner)
-                members = enum_members(self, *known) if known is not None else None
-                return (members or {})[attribute]
+            case ast.Attribute(value=ast.Name() as owner, attr=name):
+                enum = self.resolve_class(module, owner)
+                members = None if enum is None else enum_members(self, *enum)
+                return (members or {})[name]
             case ast.Lambda(body=body):
                 return self._value(module, body)
-            case ast.Subscript(value=inner, slice=ast.Slice(lower=lower, upper=upper, step=None)):
-                start, end = (None if bound is None else self._value(module, bound) for bound in (lower, upper))
-                return self._value(module, inner)[start:end]
-            case ast.Call(func=ast.Name(id="len"), args=[one], keywords=[]):
-                return len(self._value(module, one))
-            case ast.Call(func=function, args=[one], keywords=[]) if ast.unparse(function) == "os.path.basename":
-                return Path(self._value(module, one)).name
+            case ast.Subscript(value=value, slice=ast.Slice(lower=lower, upper=upper, step=None)):
+                start = None if lower is None else self._value(module, lower)
+                end = None if upper is None else self._value(module, upper)
+                return self._value(module, value)[start:end]
+            case ast.Call(func=function, args=[argument], keywords=[]):
+                return self._called(ast.unparse(function), self._value(module, argument))
+        raise _Unknowable
+
+    def _called(self, function: str, value: Any) -> Any:
+        match function:
+            case "frozenset":
+                return value
+            case "len":
+                return len(value)
+            case "os.path.basename":
+                return Path(value).name
         raise _Unknowable
 
     def _read(self, name: str) -> Module | None:
@@ -250,31 +282,22 @@ class Sources:
 
     def _parse(self, name: str, label: str, raw: bytes) -> Module:
         self.digests[label] = hashlib.sha256(raw).hexdigest()
-        tree = ast.parse(raw)
-        module = Module(name, label, tree)
-        for node in top_level(tree):
+        module = Module(name, label, ast.parse(raw))
+        for node in _top_level(module.tree.body):
             module.bind(node)
         return module
 
 
-def top_level(tree: ast.Module) -> Iterator[ast.stmt]:
+def _top_level(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
     """Statements that run on import, also under `if` and `try` (lazy packages import there)."""
-    waiting: list[ast.stmt] = list(tree.body)
-    while waiting:
-        node = waiting.pop(0)
+    for node in body:
         yield node
         if isinstance(node, ast.If):
-            waiting[:0] = [*node.body, *node.orelse]
+            yield from _top_level([*node.body, *node.orelse])
         elif isinstance(node, ast.Try):
-            handlers = [statement for handler in node.handlers for statement in handler.body]
-            waiting[:0] = [*handlers, *node.orelse, *node.finalbody, *node.body]
-
-
-def _absolute(node: ast.ImportFrom, package: str) -> str:
-    if not node.level:
-        return node.module or ""
-    base = package.split(".")[: len(package.split(".")) - node.level + 1]
-    return ".".join([*base, *([node.module] if node.module else [])])
+            for handler in node.handlers:
+                yield from _top_level(handler.body)
+            yield from _top_level([*node.orelse, *node.finalbody, *node.body])
 
 
 class _Unknowable(Exception):
@@ -283,18 +306,23 @@ class _Unknowable(Exception):
 
 def enum_members(sources: Sources, module: Module, node: ast.ClassDef) -> dict[str, Any] | None:
     """Member names and values of an Enum class; None for any other class."""
-    if not any(ast.unparse(base).rpartition(".")[2].endswith("Enum") for base in node.bases):
+    if not any(ast.unparse(base).endswith("Enum") for base in node.bases):
         return None
-    values = {
-        statement.targets[0].id: sources.evaluate(module, statement.value)
-        for statement in node.body
-        if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name)
-    }
-    return {name: value for name, value in values.items() if value is not UNKNOWN}
+    members = {}
+    for statement in node.body:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=name), *_], value=expression):
+                value = sources.evaluate(module, expression)
+                if value is not UNKNOWN:
+                    members[name] = value
+    return members
 
 
 def mark(node: ast.expr) -> str:
-    """The last part of a decorator's or a function's name."""
+    """The last part of a decorator's or a function's name; "" if it has none."""
     while isinstance(node, ast.Call):
         node = node.func
-    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+    match node:
+        case ast.Name(id=name) | ast.Attribute(attr=name):
+            return name
+    return ""

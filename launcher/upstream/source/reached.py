@@ -1,15 +1,17 @@
-"""The functions that an entry script reaches: those that the walk goes through, and what these call in turn.
+"""The functions that an entry script reaches: those that the walk goes through, and their callees.
 
-The walk follows arguments. A function that gets tensors or rows instead is found by its name, as Python
-would resolve it; a method by the name of an attribute, in classes that are named on the path.
+The walk follows arguments. A function that gets tensors or rows instead is found by its name, as
+Python would resolve it; a method by the name of an attribute, in classes named on the path.
 """
 
 import ast
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from launcher.upstream.source import functions, reads
+from launcher.upstream.source import reads
+from launcher.upstream.source.functions import normalised
 from launcher.upstream.source.packages import Module, Sources
+from launcher.upstream.source.values import FUNCTIONS, ClassKey
 
 _Node = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -18,7 +20,8 @@ _Node = ast.FunctionDef | ast.AsyncFunctionDef
 class Reached:
     """One function on the path, or a constant of a module that one uses.
 
-    `symbol` is the file and the qualified name, as in a citation; `line` its first, `text` its normalised text.
+    `symbol` is the file and the qualified name, as in a citation; `line` its first, `text` its
+    normalised text.
     """
 
     symbol: str
@@ -32,17 +35,21 @@ def functions_on_path(
     classes: Sequence[tuple[str, str]],
     fields: Iterable[str],
     recorders: Iterable[str] = (),
-) -> dict[str, Reached]:
+) -> Mapping[str, Reached]:
     """Every function and constant of these packages that `script` reaches, by its symbol.
 
-    The parameters are those of `reads.find`. Functions inside a function belong to it. Raises LookupError
-    without the script.
+    The parameters are those of `reads.find`. Functions inside a function belong to it. Raises
+    LookupError without the script.
     """
     walk = reads.walked(sources, script, classes, fields, recorders)
     search = _Search(sources)
-    search.start(walk.script, classes)
-    for node, module_name in walk.ran.items():
-        search.add_node(module_name, node)
+    for statement in walk.script.tree.body:
+        if isinstance(statement, ast.If | ast.Expr):
+            search.waiting.append((walk.script, statement))
+    for key in walk.classes:
+        search.add_class(*key)
+    for node, module in walk.ran.items():
+        search.add_around(module, node.lineno)
     search.run()
     return dict(sorted(search.reached.items()))
 
@@ -51,36 +58,38 @@ def functions_on_path(
 class _Search:
     sources: Sources
     reached: dict[str, Reached] = field(default_factory=dict)
-    _waiting: list[tuple[Module, ast.AST]] = field(default_factory=list)
-    # classes that are named on the path, and the names of attributes there
-    _classes: dict[tuple[str, str], ast.ClassDef] = field(default_factory=dict)
-    _attributes: set[str] = field(default_factory=set)
-    _constants: set[tuple[str, str]] = field(default_factory=set)
-
-    def start(self, script: Module, classes: Sequence[tuple[str, str]]) -> None:
-        for statement in script.tree.body:
-            if isinstance(statement, ast.If | ast.Expr):
-                self._waiting.append((script, statement))
-        for module_name, name in classes:
-            owner = self.sources.module(module_name)
-            if owner is not None and name in owner.classes:
-                self._add_class(owner, owner.classes[name])
-
-    def add_node(self, module_name: str, node: ast.AST) -> None:
-        """A function that the walk went through; one inside another counts as that one."""
-        module = self.sources.module(module_name)
-        if module is None:
-            return
-        for name, known in _definitions(module):
-            if known.lineno <= getattr(node, "lineno", 0) <= (known.end_lineno or 0):
-                self._add_function(module, name, known)
+    waiting: list[tuple[Module, ast.AST]] = field(default_factory=list)
+    # classes that are named on the path, in the order in which they were met
+    classes: dict[ClassKey, None] = field(default_factory=dict)
+    # the names of attributes on the path
+    attributes: set[str] = field(default_factory=set)
 
     def run(self) -> None:
-        while self._waiting:
-            while self._waiting:
-                module, node = self._waiting.pop()
+        while self.waiting:
+            while self.waiting:
+                module, node = self.waiting.pop()
                 self._look(module, node)
-            self._add_methods()
+            for module, owner in list(self.classes):
+                self._add_methods(module, owner)
+
+    def add_around(self, module: Module, line: int) -> None:
+        """The function of a line that the walk went through; one inside another counts as that."""
+        for name, node in _definitions(module):
+            if node.lineno <= line <= (node.end_lineno or 0):
+                self._add(module, name, node)
+
+    def add_class(self, module: Module, node: ast.ClassDef) -> None:
+        if (module, node) in self.classes:
+            return
+        self.classes[module, node] = None
+        for base in node.bases:
+            key = self.sources.resolve_class(module, base)
+            if key is not None:
+                self.add_class(*key)
+        for statement in node.body:
+            # standard values of its fields, and decorators
+            if not isinstance(statement, FUNCTIONS):
+                self.waiting.append((module, statement))
 
     def _look(self, module: Module, node: ast.AST) -> None:
         imported = Module(module.name, module.label, module.tree)
@@ -90,72 +99,53 @@ class _Search:
                     # also inside a function
                     imported.bind(inner)
                 case ast.Name(id=name):
-                    self._named(module, name)
+                    self._add_name(module, name)
                 case ast.Attribute(value=owner, attr=name):
-                    self._attributes.add(name)
-                    around = self.sources.module_of(module, owner)
-                    if around is not None:
-                        self._named(around, name)
+                    self.attributes.add(name)
+                    self._add_name(self.sources.module_of(module, owner), name)
         for name, (origin, original) in imported.imports.items():
-            around = self.sources.module(origin)
-            if around is not None and name not in module.imports:
-                self._named(around, original)
+            if name not in module.imports:
+                self._add_name(self.sources.module(origin), original)
 
-    def _named(self, module: Module, name: str) -> None:
-        found = self.sources.resolve(module, name)
-        if found is None:
+    def _add_name(self, module: Module | None, name: str) -> None:
+        origin = None if module is None else self.sources.resolve(module, name)
+        if origin is None:
             return
-        owner, name = found
+        owner, name = origin
         if name in owner.functions:
-            self._add_function(owner, name, owner.functions[name])
+            self._add(owner, name, owner.functions[name])
         elif name in owner.classes:
-            self._add_class(owner, owner.classes[name])
-        elif name in owner.constants and (owner.name, name) not in self._constants:
+            self.add_class(owner, owner.classes[name])
+        elif name in owner.constants:
             # such as a table of functions, or of chat templates
-            self._constants.add((owner.name, name))
-            value = owner.constants[name]
-            symbol = f"{owner.label}::{name}"
-            self.reached[symbol] = Reached(symbol, value.lineno, f"{name} = {ast.unparse(value)}")
-            self._waiting.append((owner, value))
+            self._add(owner, name, owner.constants[name])
 
-    def _add_function(self, module: Module, name: str, node: _Node) -> None:
+    def _add(self, module: Module, name: str, node: _Node | ast.expr) -> None:
         symbol = f"{module.label}::{name}"
-        if symbol not in self.reached:
-            self.reached[symbol] = Reached(symbol, node.lineno, functions.normalised(node))
-            self._waiting.append((module, node))
-
-    def _add_class(self, module: Module, node: ast.ClassDef) -> None:
-        if (module.name, node.name) in self._classes:
+        if symbol in self.reached:
             return
-        self._classes[module.name, node.name] = node
-        for base in node.bases:
-            known = self.sources.resolve_class(module, base)
-            if known is not None:
-                self._add_class(*known)
-        for statement in node.body:
-            # standard values of its fields, and decorators
-            if not isinstance(statement, _Node):
-                self._waiting.append((module, statement))
+        text = normalised(node)
+        if isinstance(node, ast.expr):
+            text = f"{name} = {text}"
+        self.reached[symbol] = Reached(symbol, node.lineno, text)
+        self.waiting.append((module, node))
 
-    def _add_methods(self) -> None:
-        for (module_name, _), node in list(self._classes.items()):
-            module = self.sources.module(module_name)
-            if module is None:
-                continue
-            outside = any(self.sources.resolve_class(module, base) is None for base in node.bases)
-            for statement in node.body:
-                if not isinstance(statement, _Node):
-                    continue
-                # a base that is not here calls what it likes, as Python does what has underscores around it
-                called = statement.name in self._attributes or statement.name.startswith("__")
-                if called or outside:
-                    self._add_function(module, f"{node.name}.{statement.name}", statement)
+    def _add_methods(self, module: Module, owner: ast.ClassDef) -> None:
+        # a base that is not here calls what it likes, as Python does what has underscores around it
+        outside = any(self.sources.resolve_class(module, base) is None for base in owner.bases)
+        for name, node in _methods(owner):
+            if outside or node.name in self.attributes or node.name.startswith("__"):
+                self._add(module, name, node)
 
 
 def _definitions(module: Module) -> Iterator[tuple[str, _Node]]:
     """The functions and methods of a module, by their qualified names."""
     yield from module.functions.items()
-    for owner, node in module.classes.items():
-        for statement in node.body:
-            if isinstance(statement, _Node):
-                yield f"{owner}.{statement.name}", statement
+    for owner in module.classes.values():
+        yield from _methods(owner)
+
+
+def _methods(owner: ast.ClassDef) -> Iterator[tuple[str, _Node]]:
+    for statement in owner.body:
+        if isinstance(statement, FUNCTIONS):
+            yield f"{owner.name}.{statement.name}", statement

@@ -19,7 +19,8 @@ from launcher.upstream.schema import Field, Path, Read, Refusal
 from launcher.upstream.source import conditions
 from launcher.upstream.source.packages import UNKNOWN as NO_VALUE
 from launcher.upstream.source.packages import Module, Sources, mark
-from launcher.upstream.source.statements import UNSURE, Passed, Walk
+from launcher.upstream.source.statements import UNSURE, Guards, Passed, Walk
+from launcher.upstream.source.values import ClassKey
 
 _PARSERS = {"ArgumentParserPlus", "HfArgumentParser", "TrlParser"}
 _MAX_PASSES = 12
@@ -29,34 +30,38 @@ _MAX_RECURSION = 8_000
 def entry_classes(sources: Sources, script: str) -> list[tuple[str, str]]:
     """The dataclasses that a script parses, as (module, class name): the parser's first argument.
 
-    Raises LookupError where there is no such script, or it hands its parser something else.
+    Raises LookupError if there is no such script, or it hands its parser something else.
     """
     module = _script(sources, script)
     inside = replace(module, imports=dict(module.imports), modules=dict(module.modules))
     assigned: dict[str, ast.expr] = {}
-    calls: list[ast.Call] = []
+    handed: list[ast.expr] = []
     for node in ast.walk(module.tree):
         match node:
             case ast.Assign(targets=targets, value=value):
-                assigned |= {target.id: value for target in targets if isinstance(target, ast.Name)}
+                for target in targets:
+                    if isinstance(target, ast.Name):
+                        assigned[target.id] = value
             case ast.Import() | ast.ImportFrom():
                 # also inside the function that builds the parser
                 inside.bind(node)
-            case ast.Call(func=function, args=[_, *_]) if mark(function) in _PARSERS:
-                calls.append(node)
-    for call in calls:
-        given = call.args[0]
-        if isinstance(given, ast.Name):
-            given = assigned.get(given.id, given)
-        items = given.elts if isinstance(given, ast.Tuple | ast.List) else [given]
-        found = [sources.resolve_class(inside, item) for item in items]
-        if None not in found:
-            return [(owner.name, known.name) for owner, known in filter(None, found)]
+            case ast.Call(func=function, args=[first, *_]) if mark(function) in _PARSERS:
+                handed.append(first)
+    for value in handed:
+        if isinstance(value, ast.Name):
+            value = assigned.get(value.id, value)
+        items = value.elts if isinstance(value, ast.Tuple | ast.List) else [value]
+        keys = [sources.resolve_class(inside, item) for item in items]
+        classes = [(key[0].name, key[1].name) for key in keys if key is not None]
+        if len(classes) == len(items):
+            return classes
     raise LookupError(f"{script} hands its parser no dataclasses")
 
 
-def with_own_defaults(sources: Sources, script: str, fields: Mapping[str, Field]) -> dict[str, Field]:
-    """The fields with those defaults that a script gives its parser itself, by `parser.set_defaults(...)`.
+def with_own_defaults(
+    sources: Sources, script: str, fields: Mapping[str, Field]
+) -> dict[str, Field]:
+    """The fields with the defaults that a script itself sets, by `parser.set_defaults(...)`.
 
     Raises LookupError without the script.
     """
@@ -67,15 +72,14 @@ def with_own_defaults(sources: Sources, script: str, fields: Mapping[str, Field]
             case ast.Call(func=ast.Attribute(attr="set_defaults"), keywords=keywords):
                 for keyword in keywords:
                     if keyword.arg in changed:
-                        changed[keyword.arg] = _with_default(sources, module, changed[keyword.arg], keyword.value)
+                        value = sources.evaluate(module, keyword.value)
+                        text = None
+                        if value is NO_VALUE:
+                            value = None
+                            text = ast.unparse(keyword.value)
+                        field = changed[keyword.arg]
+                        changed[keyword.arg] = replace(field, default=value, default_text=text)
     return changed
-
-
-def _with_default(sources: Sources, module: Module, known: Field, node: ast.expr) -> Field:
-    value = sources.evaluate(module, node)
-    if value is NO_VALUE:
-        return replace(known, default=None, default_text=ast.unparse(node))
-    return replace(known, default=value, default_text=None)
 
 
 def _script(sources: Sources, script: str) -> Module:
@@ -94,8 +98,9 @@ def find(
 ) -> Path:
     """Every read of each argument on the path of `script`, and every refusal of their values.
 
-    `classes` are the parsed dataclasses as (module, class name). `recorders` are functions that only
-    write down what they read, such as the hash of a cache key. Raises LookupError without the script.
+    `classes` are the parsed dataclasses as (module, class name). `recorders` are functions that
+    only write down what they read, such as the hash of a cache key. Raises LookupError without the
+    script or one of the classes.
     """
     walk = walked(sources, script, classes, fields, recorders)
     return Path(
@@ -112,9 +117,13 @@ def walked(
     fields: Iterable[str],
     recorders: Iterable[str] = (),
 ) -> Walk:
-    """The walk along `script`, repeated until nothing new is learnt; the parameters are those of `find`."""
+    """The walk along `script`, repeated until nothing new is learnt; parameters as for `find`."""
     walk = Walk(
-        sources, classes, script=_script(sources, script), fields=frozenset(fields), recorders=frozenset(recorders)
+        sources,
+        [_class_key(sources, *names) for names in classes],
+        script=_script(sources, script),
+        fields=frozenset(fields),
+        recorders=frozenset(recorders),
     )
     # a chain of calls upstream is several times as long a chain here
     limit = sys.getrecursionlimit()
@@ -131,32 +140,42 @@ def walked(
     return walk
 
 
+def _class_key(sources: Sources, module_name: str, name: str) -> ClassKey:
+    module = sources.module(module_name)
+    if module is None or name not in module.classes:
+        raise LookupError(f"{module_name} has no class {name}")
+    return module, module.classes[name]
+
+
 def _reads(walk: Walk, name: str) -> tuple[Read, ...]:
-    found = []
+    reads: list[Read] = []
     for where, alternatives in walk.reads.get(name, {}).items():
-        # what the script itself changes on the way says nothing about the stage file
-        kept = {
-            conditions.simplified(
-                str(c) for c in guards - walk.assumed - UNSURE if not isinstance(c, Passed) and walk.stands(c)
-            )
-            for guards in alternatives
-        }
-        weakest = [one for one in kept if not any(other < one for other in kept)]
-        found += [Read(where, tuple(sorted(one))) for one in weakest if not conditions.impossible(one)]
-    return tuple(sorted(found, key=_by_place))
+        conditions_of = {_about_file(walk, guards) for guards in alternatives}
+        for when in conditions_of:
+            is_weakest = not any(other < when for other in conditions_of)
+            if is_weakest and not conditions.impossible(when):
+                reads.append(Read(where, tuple(sorted(when))))
+    return tuple(sorted(reads, key=_by_place))
+
+
+def _about_file(walk: Walk, guards: Guards) -> frozenset[str]:
+    """The conditions that a stage file decides: not those on what the script itself changes."""
+    kept = [c for c in guards - walk.assumed - UNSURE if not isinstance(c, Passed)]
+    return conditions.simplified(filter(walk.stands, kept))
 
 
 def _refusals(walk: Walk) -> tuple[Refusal, ...]:
-    """The `raise` statements that arguments alone lead to; what is needed to get there included."""
-    found = []
+    """The `raise` statements that arguments alone lead to, with all that it takes to get there."""
+    refusals: list[Refusal] = []
     for where, alternatives in walk.refusals.items():
         for guards, name in alternatives:
             if guards and not conditions.impossible(guards):
                 # what earlier refusals on the way exclude need not be repeated
-                needed = frozenset(str(c) for c in guards if not isinstance(c, Passed)) or guards
-                when = tuple(sorted(map(str, conditions.simplified(needed))))
-                found.append(Refusal(where, when, error=name, parsing=where in walk.parsing))
-    return tuple(sorted(found, key=_by_place))
+                new = frozenset(text for text in guards if not isinstance(text, Passed))
+                when = sorted(map(str, conditions.simplified(new or guards)))
+                parsing = where in walk.parsing
+                refusals.append(Refusal(where, tuple(when), error=name, parsing=parsing))
+    return tuple(sorted(refusals, key=_by_place))
 
 
 def _by_place(read: Read | Refusal) -> tuple[str, int, tuple[str, ...]]:

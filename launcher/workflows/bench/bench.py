@@ -4,15 +4,26 @@ import contextlib
 import functools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from launcher import redaction
 from launcher.config.keys import EXPECT, PAIRED
-from launcher.errors import Exit, Finding, InvalidConfig, NotReady, errors, launch_finding, not_ready, usage
-from launcher.machine import devices
+from launcher.errors import (
+    Exit,
+    Finding,
+    InvalidConfig,
+    LaunchError,
+    NotReady,
+    errors,
+    launch_finding,
+    not_ready,
+    usage,
+)
+from launcher.machine import codec, devices
+from launcher.machine.codec import Misfit
 from launcher.plan.plan import Plan
 from launcher.planning import check, collect, prepare
 from launcher.planning.collect import Facts, Scope, StageFile
@@ -27,23 +38,24 @@ from launcher.stage.options import SWITCHED
 from launcher.stage.stage import Judged
 from launcher.upstream.logs.open_instruct import ATTENTION
 from launcher.workflows import experiment
-from launcher.workflows.bench import comparison, measure, record
-from launcher.workflows.bench.comparison import LOSS, SPEED, TOLERANCE, Sample, VariantSummary, compare
+from launcher.workflows.bench import comparison, measure
+from launcher.workflows.bench.comparison import LOSS, SPEED, TOLERANCE, Sample, VariantSummary
 from launcher.workflows.bench.measure import identity, short
-from launcher.workflows.bench.record import BENCH_VERSION, BenchRecord, Compared
 from launcher.workflows.bench.variants import Variant
 
+BENCH_VERSION = 1
+FILE = rundir.BENCH_RECORD
 PAGE = "bench.html"
-
-Stops = list[tuple[str, InvalidConfig | NotReady]]
+_NO_VALUE = "–"
 
 
 @dataclass(slots=True, kw_only=True)
 class Bench:
-    """One comparison: what is compared, and what is known so far.
+    """One comparison: what is compared, and the trials so far.
 
-    `key` names settings, contents and machine: another key is another comparison. `batch` is the rows of a step,
-    of the largest variant. `proposed` is what a search has chosen, which need not be the fastest.
+    `key` names settings, contents and machine: another key is another comparison. `batch` is the
+    rows of a step, of the largest variant. `proposed` is what `launch tune` has chosen, which need
+    not be the fastest.
     """
 
     request: Request
@@ -66,63 +78,69 @@ class Bench:
 
     @property
     def rows(self) -> list[VariantSummary]:
-        """One a variant, in the order in which they were named; those without a sample are left out."""
-        order = {variant.name: nth for nth, variant in enumerate(self.variants)}
-        known = sorted(self.samples, key=lambda one: (order.get(one.variant, 0), one.repeat))
-        rows = compare(known)
-        if self.proposed is None:
-            return rows
-        return [replace(row, recommended=row.standing == "faster" and row.variant == self.proposed) for row in rows]
+        """One per variant, in the order of `variants`, without those that have no sample."""
+        by_repeat = sorted(self.samples, key=lambda sample: sample.repeat)
+        samples: list[Sample] = []
+        for variant in self.variants:
+            samples += [sample for sample in by_repeat if sample.variant == variant.name]
+        rows = comparison.compare(samples)
+        if self.proposed is not None:
+            for number, row in enumerate(rows):
+                recommended = row.standing == "faster" and row.variant == self.proposed
+                rows[number] = replace(row, recommended=recommended)
+        return rows
 
     @property
     def weights(self) -> str:
         return "rows" if self.request.stage in PAIRED else "tokens"
 
     def due(self) -> list[tuple[int, Variant]]:
-        """Trials that are still to be run, every second round backwards, so that drift hits all alike.
+        """Trials still to run. Every second round goes backwards, so that drift hits all alike.
 
-        What failed for a reason of its own would fail again.
+        A variant that failed is not tried again: it would fail for the same reason.
         """
-        done = {(s.repeat, s.variant) for s in self.samples}
-        failed = {s.variant for s in self.samples if not s.measured}
-        return [
-            (repeat, variant)
-            for repeat in range(self.repeats)
-            for variant in (self.variants[::-1] if repeat % 2 else self.variants)
-            if (repeat, variant.name) not in done and variant.name not in failed
-        ]
-
-    def record(self) -> BenchRecord:
-        return BenchRecord(
-            key=self.key,
-            config=str(self.request.config),
-            overrides=tuple(self.request.overrides),
-            gpus=self.request.gpus,
-            steps=self.steps,
-            repeats=self.repeats,
-            batch=self.batch,
-            variants=self.variants,
-            compared=Compared(
-                loss=f"mean of the probe's loss a step, weighted by {self.weights}",
-                tokens=comparison.common_tokens(self.samples),
-                tolerance=TOLERANCE,
-            ),
-            complete=not self.due(),
-            rows=tuple(self.rows),
-            samples=tuple(self.samples),
-            folder=str(self.folder),
-        )
+        done = {(sample.repeat, sample.variant) for sample in self.samples}
+        failed = {sample.variant for sample in self.samples if not sample.measured}
+        due = []
+        for repeat in range(self.repeats):
+            turns = self.variants[::-1] if repeat % 2 else self.variants
+            for variant in turns:
+                if (repeat, variant.name) not in done and variant.name not in failed:
+                    due.append((repeat, variant))
+        return due
 
     def as_json(self) -> dict[str, Any]:
-        return self.record().as_json()
+        return {
+            "bench_version": BENCH_VERSION,
+            "key": self.key,
+            "config": str(self.request.config),
+            "overrides": list(self.request.overrides),
+            "gpus": self.request.gpus,
+            "steps": self.steps,
+            "repeats": self.repeats,
+            "batch": self.batch,
+            "variants": [asdict(variant) for variant in self.variants],
+            "compared": {
+                "loss": f"mean of the probe's loss a step, weighted by {self.weights}",
+                "tokens": comparison.common_tokens(self.samples),
+                "tolerance": TOLERANCE,
+            },
+            "complete": not self.due(),
+            "rows": [row.as_json() for row in self.rows],
+            "samples": [sample.as_json() for sample in self.samples],
+            "folder": str(self.folder),
+        }
 
     def write(self) -> None:
-        """Raises NotReady where it cannot be written."""
-        self.record().write(self.folder, self.redactor)
+        """Write `bench.json`. Raises NotReady if that is impossible."""
+        experiment.write(self.folder / FILE, self.as_json(), self.redactor)
 
 
 def require_gpu(request: Request, *, cpu: bool) -> Request:
-    """The request on its GPUs, or on the CPU. Raises NotReady without a GPU, UsageError where both are asked for."""
+    """The request on its GPUs, or on the CPU.
+
+    Raises NotReady without a GPU, UsageError for both.
+    """
     if cpu and (request.gpus or request.devices):
         raise usage("useless-option", "--gpus and --devices have no effect with --cpu")
     if cpu:
@@ -132,75 +150,91 @@ def require_gpu(request: Request, *, cpu: bool) -> Request:
     raise not_ready(
         "no-gpu-here",
         "no GPU is visible here, and speed is measured on GPUs",
-        "--cpu tries the mechanics: launch bench configs/demo/sft.yaml --cpu --vary batch.per_device=8,16",
+        "--cpu tries the mechanics: "
+        "launch bench configs/demo/sft.yaml --cpu --vary batch.per_device=8,16",
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _PlannedVariant:
+    variant: Variant
+    facts: Facts
+    prepared: Prepared
 
 
 def plan(bench: Bench, scope: Scope = Scope.PLAN) -> Bench:
-    """Judge every variant of a bench, and its trial, before the first one starts; returns it complete.
+    """Judge every variant of a bench, and its trial, before the first one starts.
 
-    Raises InvalidConfig with the findings of all variants, each with its name; for a start
-    NotReady too if no variant can start on this machine, whatever its GPUs do now.
+    Raises InvalidConfig with the findings of all variants, each with its name; for a start NotReady
+    too if no variant can start on this machine, whatever its GPUs do now.
     """
-    request, requested = bench.request, bench.variants
+    request = bench.request
     planner = _VariantPlanner(collect.open(request), scope)
-    full: list[tuple[Variant, Facts, Prepared]] = []
-    wrong: Stops = []
-    lacking: Stops = []
-    for one in requested:
+    planned: list[_PlannedVariant] = []
+    wrong: dict[str, LaunchError] = {}
+    for variant in bench.variants:
         try:
-            full.append(planner.plan(one))
+            planned.append(planner.plan(variant))
         except InvalidConfig as error:
-            wrong.append((one.name, error))
-    _require_none(wrong, len(requested))
-    batch, root = max(made.plan.global_batch for _, _, made in full), request.runs or rundir.runs_root()
-    for variant, facts, _ in full:
+            wrong[variant.name] = error
+    if wrong:
+        raise InvalidConfig(_stopping(wrong, len(bench.variants)))
+    count = len(planned)
+    batch = max(one.prepared.plan.global_batch for one in planned)
+    root = request.runs or rundir.runs_root()
+    lacking: dict[str, LaunchError] = {}
+    for one in planned:
         try:
+            trial = short(one.facts, bench.steps, root / "models", batch, runs=root)
             # a trial that a killed command left may have the GPUs: it is ended later
-            prepare.complete(short(facts, bench.steps, root / "models", batch, runs=root).without_gpus())
+            prepare.complete(trial.without_gpus())
         except InvalidConfig as error:
-            wrong.append((variant.name, error))
+            wrong[one.variant.name] = error
         except NotReady as error:
-            lacking.append((variant.name, error))
-    _require_none(wrong, len(full))
-    if len(lacking) == len(full):
-        _require_none(lacking, len(full))
-    first = full[0][2].plan
-    key = [
-        BENCH_VERSION,
-        bench.steps,
-        [[variant.name, identity(made.plan, facts.trainer)] for variant, facts, made in full],
-    ]
-    warnings = ((variant.name, f) for variant, _, made in full for f in made.findings if f.severity != "note")
+            lacking[one.variant.name] = error
+    if wrong:
+        raise InvalidConfig(_stopping(wrong, count))
+    if len(lacking) == count:
+        raise NotReady(_stopping(lacking, count))
+    first = planned[0].prepared.plan
+    identities = []
+    warnings = []
+    for one in planned:
+        name = one.variant.name
+        identities.append([name, identity(one.prepared.plan, one.facts.trainer)])
+        warnings += [(name, f) for f in one.prepared.findings if f.severity != "note"]
     return replace(
         bench,
         request=replace(request, stage=first.stage.options.stage, gpus=first.gpus),
-        variants=tuple(variant for variant, _, _ in full),
-        resolved={variant.name: facts for variant, facts, _ in full},
+        variants=tuple(one.variant for one in planned),
+        resolved={one.variant.name: one.facts for one in planned},
         batch=batch,
-        key=experiment.key_of(key),
-        findings=tuple(_named(warnings, len(full))),
+        key=experiment.key_of([BENCH_VERSION, bench.steps, identities]),
+        findings=tuple(_named(warnings, count)),
     )
 
 
-def _require_none(stops: Stops, count: int) -> None:
-    """Raise what stops variants as one error, each finding with the names of those that it is about."""
-    if stops:
-        found = [(name, finding) for name, error in stops for finding in errors(error.findings) or error.findings]
-        raise type(stops[0][1])(_named(found, count))
+def _stopping(stops: Mapping[str, LaunchError], count: int) -> list[Finding]:
+    """What stops variants, each finding with the names of those that it is about."""
+    findings = []
+    for name, error in stops.items():
+        for finding in errors(error.findings) or error.findings:
+            findings.append((name, finding))
+    return _named(findings, count)
 
 
-def _named(found: Iterable[tuple[str, Finding]], count: int) -> list[Finding]:
+def _named(findings: Iterable[tuple[str, Finding]], count: int) -> list[Finding]:
     """Each finding once, with the names of those of the `count` variants that it is about."""
     names: dict[Finding, list[str]] = {}
-    for name, finding in found:
+    for name, finding in findings:
         names.setdefault(finding, []).append(name)
     if count == 1:
         return list(names)
-    return [
-        replace(f, message=f"[{'every variant' if len(some) == count else ', '.join(some)}] {f.message}")
-        for f, some in names.items()
-    ]
+    named = []
+    for finding, concerned in names.items():
+        about = "every variant" if len(concerned) == count else ", ".join(concerned)
+        named.append(replace(finding, message=f"[{about}] {finding.message}"))
+    return named
 
 
 class _VariantPlanner:
@@ -220,94 +254,122 @@ class _VariantPlanner:
 
     @functools.cached_property
     def base(self) -> Plan | None:
-        """The stage file as it is written; None where only its variants stand."""
+        """The stage file as it is written; None if it is only valid as one of the variants."""
         try:
             return check.settle(self.facts(self.file, self.file.read()).of_any_machine())
         except InvalidConfig:
             return None
 
-    def plan(self, variant: Variant) -> tuple[Variant, Facts, Prepared]:
-        """A variant with what follows from it. Raises InvalidConfig, also where its batch cannot be kept."""
+    def plan(self, variant: Variant) -> _PlannedVariant:
+        """Plan a variant, with what follows from it.
+
+        Raises InvalidConfig, also if the global batch cannot be kept.
+        """
         file = self.file.with_overrides(*variant.overrides)
         judged = file.read()
-        # what it expects of a switch that is turned is not wrong before it has followed
-        findings = tuple(one for one in judged.findings if one.code != "impossible-expectation")
-        facts = self.facts(file, replace(judged, findings=findings))
-        more = (*_expected(facts, variant.keys), *_batch(facts, variant.keys, self))
-        if more:
-            variant = replace(variant, overrides=(*variant.overrides, *more))
-            facts = facts.with_overrides(*more)
+        # an expectation may still follow the switch that is turned
+        findings = [f for f in judged.findings if f.code != "impossible-expectation"]
+        facts = self.facts(file, replace(judged, findings=tuple(findings)))
+        further = (*_expected(facts, variant.keys), *_batch(facts, variant.keys, self))
+        if further:
+            variant = replace(variant, overrides=(*variant.overrides, *further))
+            facts = facts.with_overrides(*further)
         else:
             facts = self.facts(file, judged)
-        return variant, facts, prepare.complete(facts.of_any_machine())
+        return _PlannedVariant(variant, facts, prepare.complete(facts.of_any_machine()))
 
 
-def _expected(resolved: Facts, changed: set[str]) -> Iterator[str]:
-    """A file that expects packing expects none of the variant without."""
-    stage = resolved.stage
-    expect, entry, values = stage.options.expect, stage.entry, stage.values
-    names, batch = entry.names, stage.options.batch
+def _expected(facts: Facts, changed: set[str]) -> Iterator[str]:
+    """Expectations that follow a switch: a file that expects packing expects none without it."""
+    stage = facts.stage
+    entry = stage.entry
+    names = entry.names
+    values = stage.values
+    batch = stage.options.batch
     rows = (batch and batch.per_device) or values[names.per_device]
-    # with one row a micro-batch packing may be asked for, and there is none
-    packing = {names.packing, "padding_free", "batch", "batch.per_device", names.per_device}
+    keys = {
+        "liger": (names.liger,),
+        # one row per micro-batch has none to be packed with
+        "packing": (names.packing, "padding_free", "batch", "batch.per_device", names.per_device),
+        "attention": ("attn_implementation", "attention"),
+    }
+    for point, turned_by in keys.items():
+        expected = stage.options.expect.get(point)
+        if expected in (None, "any") or not changed.intersection(turned_by):
+            continue
+        if changed.intersection(("expect", f"expect.{point}")):
+            continue
+        if point == "attention":
+            yield f"expect.attention={_attention_state(facts)}"
+            continue
+        is_on = entry.liger(values) if point == "liger" else entry.packs(values, rows)
+        if is_on == (expected == "off"):
+            on, off = SWITCHED[point]
+            yield f"expect.{point}={on if is_on else off}"
 
-    def is_turned(point: str, keys: Set[str | None]) -> bool:
-        own = changed & {"expect", f"expect.{point}"}
-        return expect.get(point) not in (None, "any") and bool(changed & keys) and not own
 
-    switches = (("liger", {names.liger}, entry.liger(values)), ("packing", packing, entry.packs(values, rows)))
-    for point, keys, on in switches:
-        if is_turned(point, keys) and on != (expect[point] != "off"):
-            yield f"expect.{point}={SWITCHED[point][0 if on else 1]}"
-    if is_turned("attention", {"attn_implementation", "attention"}):
-        # `any` where a verdict has no word for it
-        chosen = check.settle(resolved.of_any_machine()).attention
-        name = str(chosen or values.get("attn_implementation"))
-        state = ATTENTION.get(name, name)
-        yield f"expect.attention={state if state in EXPECT['attention'] else 'any'}"
+def _attention_state(facts: Facts) -> str:
+    """The state of the attention that a variant takes; `any` if a verdict has no word for it."""
+    chosen = check.settle(facts.of_any_machine()).attention
+    name = str(chosen or facts.stage.values.get("attn_implementation"))
+    state = ATTENTION.get(name, name)
+    return state if state in EXPECT["attention"] else "any"
 
 
-def _batch(resolved: Facts, changed: set[str], planner: _VariantPlanner) -> Iterator[str]:
-    """Accumulation that keeps the rows of a step, where only the rows of a device were changed."""
-    names = resolved.stage.entry.names
-    settled = {names.accumulation, "batch", "batch.global"} & changed
-    if settled or names.per_device not in changed or resolved.stage.options.batch:
+def _batch(facts: Facts, changed: set[str], planner: _VariantPlanner) -> Iterator[str]:
+    """Accumulation that keeps the global batch if only the rows of a device were changed."""
+    names = facts.stage.entry.names
+    if names.per_device not in changed or facts.stage.options.batch:
         return
-    written = planner.base
-    if written is None:
+    if changed.intersection((names.accumulation, "batch", "batch.global")) or planner.base is None:
         return
-    made = check.settle(resolved.of_any_machine())
-    rows = made.global_batch // made.accumulation
-    if written.global_batch % rows:
+    total = planner.base.global_batch
+    split = check.settle(facts.of_any_machine())
+    rows = split.global_batch // split.accumulation
+    if total % rows:
         raise InvalidConfig(
             launch_finding(
                 "error",
                 "impossible-batch",
-                f"{rows} rows at once do not divide the global batch of {written.global_batch}",
+                f"{rows} rows at once do not divide the global batch of {total}",
                 f"or say {names.accumulation} too: then the global batch is another",
                 key=f"args.{names.per_device}",
             )
         )
-    yield f"{names.accumulation}={written.global_batch // rows}"
+    yield f"{names.accumulation}={total // rows}"
 
 
 @contextlib.contextmanager
 def opened(bench: Bench, *, fresh: bool = False) -> Iterator[Bench]:
-    """The bench in its folder, with what an earlier start measured. Raises what `Campaign.opened` raises."""
+    """The bench in its folder, with the samples of an earlier start.
+
+    Raises what `Campaign.opened` raises.
+    """
     root = bench.request.runs or rundir.runs_root()
-    series = experiment.Campaign(kind="bench", key=bench.key, name=bench.request.config.stem, root=root)
+    name = bench.request.config.stem
+    series = experiment.Campaign(kind="bench", key=bench.key, name=name, root=root)
     with series.opened(fresh=fresh) as bench.folder:
-        # what was not started is tried again, and what gets more time now
+        # what could not start is tried again, and what timed out if there is more time now
         limits = {"refused": math.inf, "timeout": bench.timeout_s or math.inf}
-        samples = record.read(bench.folder).samples
-        bench.samples = [one for one in samples if one.seconds >= limits.get(one.cause, 0.0)]
+        for sample in _read_samples(bench.folder):
+            if sample.seconds >= limits.get(sample.cause, 0.0):
+                bench.samples.append(sample)
         yield bench
 
 
-def run(bench: Bench, *, show: Callable[[str], None] = lambda _: None) -> Exit:
-    """Run every trial that is due, in a bench that is `opened`; the record is up to date after each.
+def _read_samples(folder: Path) -> list[Sample]:
+    """The samples of `bench.json`; none if one of them is damaged."""
+    listed = rundir.read_json(folder / FILE).get("samples")
+    try:
+        return [Sample.from_json(data) for data in codec.fit_value(listed, list[Any], [])]
+    except Misfit:
+        return []
 
-    What the user stops ends the comparison, whatever else happens only its trial.
+
+def run(bench: Bench, *, show: Callable[[str], None]) -> Exit:
+    """Run every trial that is due, in a bench that is `opened`; write the record after each.
+
+    An interrupt ends the comparison; any other failure ends only its trial.
     """
     bench.write()
     with experiment.interruptible() as stop:
@@ -325,55 +387,79 @@ def run(bench: Bench, *, show: Callable[[str], None] = lambda _: None) -> Exit:
             )
             bench.samples.append(sample)
             bench.write()
-            speed, loss = (sample.metrics.get(name) for name in (SPEED, LOSS))
-            figures = "no speed" if speed is None else f"{speed:,.0f} tokens/s per GPU"
-            figures += f", loss {'unknown' if loss is None else format(loss, '.4f')}, {sample.seconds:.0f} s"
-            show(f"  {figures if sample.measured else f'{sample.cause}: {sample.reason}'}")
+            show(f"  {_outcome(sample)}")
     if stop.requested:
         return Exit.INTERRUPTED
     if any(sample.measured for sample in bench.samples):
         return Exit.OK
-    return Exit.NOT_READY if all(sample.cause == "refused" for sample in bench.samples) else Exit.TRAINING
+    if all(sample.cause == "refused" for sample in bench.samples):
+        return Exit.NOT_READY
+    return Exit.TRAINING
+
+
+def _outcome(sample: Sample) -> str:
+    if not sample.measured:
+        return f"{sample.cause}: {sample.reason}"
+    speed = sample.metrics.get(SPEED)
+    loss = sample.metrics.get(LOSS)
+    text = "no speed" if speed is None else f"{speed:,.0f} tokens/s per GPU"
+    text += ", loss unknown" if loss is None else f", loss {loss:.4f}"
+    return f"{text}, {sample.seconds:.0f} s"
 
 
 def interrupted(bench: Bench) -> str:
     done = len(bench.samples)
-    runs = f"{done} of {done + len(bench.due())} runs are done\nruns: {bench.folder / record.FILE}"
+    runs = f"{done} of {done + len(bench.due())} runs are done\nruns: {bench.folder / FILE}"
     return f"interrupted: the same command continues here, {runs}"
 
 
 def write_page(bench: Bench) -> None:
-    """The curves of one measured run of each variant. Raises NotReady where it cannot be written."""
-    # the first of each
-    names = {s.variant: Path(s.run) for s in reversed(bench.samples) if s.run and Path(s.run).is_dir()}
-    runs = {names[row.variant]: row.variant for row in bench.rows if row.variant in names}
+    """The curves of one measured run of each variant. Raises NotReady if it cannot be written."""
+    rows = bench.rows
+    runs: dict[Path, str] = {}
+    for row in rows:
+        folders = [Path(sample.run) for sample in row.samples if sample.run]
+        folders = [folder for folder in folders if folder.is_dir()]
+        if folders:
+            runs[folders[0]] = row.variant
     title = f"bench {bench.folder.name.rpartition('-bench-')[2]}"
-    lead = Lead(title=title, tables=(_table(bench),), lines=remarks(bench), names=runs)
+    lead = Lead(title=title, tables=(_table(rows),), lines=remarks(bench), names=runs)
     experiment.page(runs, bench.folder / PAGE, lead)
 
 
-def _median(name: str, scale: float = 1.0, unit: str = "", digits: int = 4) -> Callable[[VariantSummary], str]:
+Cell = Callable[[VariantSummary], str]
 
+
+def _median(name: str, scale: float = 1.0, unit: str = "", digits: int = 4) -> Cell:
     def cell(row: VariantSummary) -> str:
-        spread = row.loss if name == LOSS else row.spreads.get(name)
+        spread = row.spreads.get(name)
         if spread is None:
-            return "–"
+            return _NO_VALUE
+        median = f"{figure(spread.median * scale, digits)}{unit}"
         half = (spread.max - spread.min) / 2 * scale
-        around = f" ±{figure(half, 2)}" if half else ""
-        return f"{figure(spread.median * scale, digits)}{unit}{around}"
+        return f"{median} ±{figure(half, 2)}" if half else median
 
     return cell
 
 
+def _speed_ratio(row: VariantSummary) -> str:
+    return _NO_VALUE if row.speed_ratio is None else f"{row.speed_ratio:.2f}x"
+
+
+def _loss_change(row: VariantSummary) -> str:
+    return _NO_VALUE if row.loss_change is None else f"{row.loss_change:+.2%}"
+
+
 def _runs(row: VariantSummary) -> str:
     speed = row.spreads.get(SPEED)
-    return f"{speed.n if speed else 0}{f', {len(row.failures)} failed' if row.failures else ''}"
+    count = str(speed.n if speed else 0)
+    return f"{count}, {len(row.failures)} failed" if row.failures else count
 
 
-COLUMNS: Mapping[str, Callable[[VariantSummary], str]] = {
+COLUMNS: Mapping[str, Cell] = {
     "tokens/s/GPU": _median(SPEED),
-    "speed": lambda row: "–" if row.speed_ratio is None else f"{row.speed_ratio:.2f}x",
-    "loss change": lambda row: "–" if row.loss_change is None else f"{row.loss_change:+.2%}",
+    "speed": _speed_ratio,
+    "loss change": _loss_change,
     "peak GiB": _median("peak_allocated_gib", digits=3),
     "MFU": _median("mfu", 100, " %", 3),
     "wasted": _median("wasted_share", 100, " %", 3),
@@ -383,20 +469,31 @@ COLUMNS: Mapping[str, Callable[[VariantSummary], str]] = {
     "loss/token": _median(LOSS, digits=5),
     "runs": _runs,
 }
-"""What decides comes first: the others may have to go below, on a narrow terminal."""
+"""The decisive ones come first: on a narrow terminal the others may have to go below."""
 
 
 def standing(row: VariantSummary) -> str:
-    word = f"{row.standing}{', recommended' if row.recommended else ''}"
-    if row.too_few and row.standing in ("faster", "slower", "no difference"):
-        word = f"too few trials{', fastest so far' if row.recommended else ''}"
+    word: str = row.standing
+    recommended = ", recommended"
+    if row.too_few and word in ("faster", "slower", "no difference"):
+        word = "too few trials"
+        recommended = ", fastest so far"
+    if row.recommended:
+        word += recommended
     return f"{word}: {row.why}" if row.why else word
 
 
-def _table(bench: Bench) -> list[dict[str, str]]:
-    rows = bench.rows
-    heads = [head for head, cell in COLUMNS.items() if any(cell(row) != "–" for row in rows)]
-    return [{"variant": row.variant, **{h: COLUMNS[h](row) for h in heads}} for row in rows]
+def _table(rows: Iterable[VariantSummary]) -> list[dict[str, str]]:
+    """The rows as texts, without columns that have no value in any row."""
+    table = []
+    for row in rows:
+        cells = {head: cell(row) for head, cell in COLUMNS.items()}
+        table.append({"variant": row.variant, **cells})
+    for head in COLUMNS:
+        if all(cells[head] == _NO_VALUE for cells in table):
+            for cells in table:
+                del cells[head]
+    return table
 
 
 def remarks(bench: Bench) -> list[str]:
@@ -406,19 +503,23 @@ def remarks(bench: Bench) -> list[str]:
     if tokens is not None:
         pair = " of a pair" if bench.weights == "rows" else ""
         lines.append(
-            f"loss{pair}: mean, by {bench.weights}, over the first {tokens:,.0f} tokens of every run; "
-            f"tolerance {comparison.share(TOLERANCE)}"
+            f"loss{pair}: mean, by {bench.weights}, over the first {tokens:,.0f} tokens "
+            f"of every run; tolerance {comparison.share(TOLERANCE)}"
         )
     if any(sample.measured for sample in bench.samples):
-        lines.append("speed: tokens of steady steps (not the first fifth, nor after a save); medians ±half the range")
+        lines.append(
+            "speed: tokens of steady steps (not the first fifth, nor after a save); "
+            "medians ±half the range"
+        )
     return lines
 
 
 def show(bench: Bench) -> None:
     redactor = bench.redactor
     console.print_findings(comparison.baseline_fault(bench.samples), redactor)
-    if lines := _table(bench):
-        console.print_table(lines, tuple(lines[0]), redactor)
+    table = _table(bench.rows)
+    if table:
+        console.print_table(table, tuple(table[0]), redactor)
     for line in remarks(bench):
         console.say(line, redactor)
     if (bench.folder / PAGE).exists():

@@ -5,44 +5,54 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from launcher.errors import Finding
 from launcher.machine import codec
 from launcher.machine.codec import Misfit, Omission
-from launcher.workflows.bench.significance import ERROR, LEAST_RUNS, chance, steadily
+from launcher.workflows.bench.significance import ERROR, LEAST_RUNS, Pace, chance, steadily
 
-SPEED, LOSS = "tokens_per_second_per_gpu", "loss_per_token"
+SPEED = "tokens_per_second_per_gpu"
+LOSS = "loss_per_token"
 
 TOLERANCE = 0.05
 """How far the loss may lie from that of the first variant, as a share of it."""
 ALONE = 0.03
-"""What fewer runs of either than `LEAST_RUNS` have to differ by: of two each, ranges are apart by chance in
-one of three comparisons, and one alone has no spread to tell."""
+"""How far medians must differ with fewer than `LEAST_RUNS` runs of either variant: with two runs
+each, ranges are apart by chance in one of three comparisons, and one run has no range."""
 LEAST = 0.01
-"""What counts as no difference, however little the runs scatter."""
+"""A smaller difference of medians is no difference, however little the runs scatter."""
 SAME_NORM = 0.03
-"""How far the gradient norm of the first step may lie from the first variant's where the same rows are
-split alike over micro-batches: other kernels round otherwise."""
+"""How far the gradient norm of the first step may lie from the first variant's if the same rows
+are split alike over micro-batches: other kernels round differently."""
 SPLIT_NORM = 0.15
-"""The same where they are split otherwise: a mean of means weighs rows by their micro-batch's tokens.
-Measured: up to 9.6 % over 20 batches of 32 chats split into 1 to 32 parts, 5.7 % at 7B between 16 and 32
-rows."""
+"""The same if they are split differently: a mean of means weighs rows by their micro-batch's
+tokens. Measured: up to 9.6 % over 20 batches of 32 chats split into 1 to 32 parts, 5.7 % at 7B
+between 16 and 32 rows."""
 LESS_FALL = 0.1
-"""What a loss may fall less than the first variant's, as a share of that fall."""
+"""How much less than the first variant's a loss may fall, as a share of that fall."""
 
 Cause = Literal["ok", "oom", "diverged", "hang", "timeout", "contract", "crash", "refused"]
-"""What became of a trial; `refused`: it could not be started, `contract`: it was not what was asked."""
-Word = Literal["faster", "slower", "no difference"]
-Standing = Word | Literal["baseline", "loss changed", "unproven", "flawed", "failed", "unknown"]
+"""How a trial ended; `refused`: it could not start, `contract`: an expectation was broken."""
+Standing = Literal[
+    "baseline",
+    "faster",
+    "slower",
+    "no difference",
+    "loss changed",
+    "unproven",
+    "flawed",
+    "failed",
+    "unknown",
+]
 
 
 class CurveStep(NamedTuple):
-    """One optimizer step over all ranks: its tokens, what its loss is a mean over, and that mean.
+    """One optimizer step over all ranks.
 
-    `weight` is tokens for SFT, rows for DPO, whose loss is one of pairs. `norm` is that of the gradient,
-    `micro_batches` those of one rank; None where nobody recorded it.
+    `loss` is a mean weighted by `weight`: tokens for SFT, rows for DPO, whose loss is one of pairs.
+    `norm` is that of the gradient, `micro_batches` the number of one rank; None if unknown.
     """
 
     tokens: float
@@ -54,11 +64,11 @@ class CurveStep(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One trial. `metrics` are numbers of the whole trial, or None where unknown.
+    """One trial. `metrics` are numbers of the whole trial, None if unknown.
 
-    `pace` are seconds a token of the steady steps, of all ranks together; empty where that is not known.
-    `reason` says why it is no measurement, `flaws` are points of the verdict that failed, `unproved` those that
-    could not be settled either way. `seconds` is wall time, start-up included.
+    `pace` is seconds per token of each steady step, over all ranks; empty if unknown. `reason` says
+    why the trial is no measurement. `flaws` are points of the verdict that failed, `unproved` those
+    that nothing proved. `seconds` is wall time, start-up included.
     """
 
     variant: str
@@ -79,25 +89,28 @@ class Sample:
         return self.cause == "ok"
 
     def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "curve": list(map(list, self.curve)), "seconds": round(self.seconds, 1)}
+        curve = [list(step) for step in self.curve]
+        return {**asdict(self), "curve": curve, "seconds": round(self.seconds, 1)}
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Sample:
-        """What `as_json` wrote. Raises Misfit where any of it is something else: it is measured again."""
+        """What `as_json` wrote. Raises Misfit if any of it is damaged."""
         left_out: list[Omission] = []
-        curve = codec.reader_of(tuple[tuple[float | None, ...], ...])(data.get("curve"), "curve", left_out)
+        read_curve = codec.reader_of(tuple[tuple[float | None, ...], ...])
+        curve = read_curve(data.get("curve"), "curve", left_out)
         sample = codec.read_record(cls, {**data, "curve": []}, left_out)
         if left_out or not math.isfinite(sample.seconds):
             raise Misfit(str(left_out[:1]))
-        return replace(sample, curve=tuple(map(_curve_step, curve)))
+        return replace(sample, curve=tuple(_curve_step(values) for values in curve))
 
 
 def _curve_step(values: tuple[float | None, ...]) -> CurveStep:
-    numbers = values[:3]
-    if len(numbers) < 3 or len(values) > 5 or None in numbers:
+    if len(values) != len(CurveStep._fields):
+        raise Misfit("the values of a step")
+    tokens, weight, loss, norm, micro_batches = values
+    if tokens is None or weight is None or loss is None:
         raise Misfit("tokens, weight and loss")
-    tokens, weight, loss = (math.nan if number is None else number for number in numbers)
-    return CurveStep(tokens, weight, loss, *values[3:])
+    return CurveStep(tokens, weight, loss, norm, micro_batches)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +124,11 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float | None]) -> Spread | None:
-        known = [value for value in values if value is not None and math.isfinite(value)]
-        if not known:
+        """None if no value is a finite number."""
+        finite = [value for value in values if value is not None and math.isfinite(value)]
+        if not finite:
             return None
-        return cls(statistics.median(known), min(known), max(known), len(known))
+        return cls(statistics.median(finite), min(finite), max(finite), len(finite))
 
     def __str__(self) -> str:
         if self.n == 1:
@@ -123,9 +137,9 @@ class Spread:
 
 
 class SpeedTest(NamedTuple):
-    """`chance`: how often what is no faster (no slower, where the medians say so) looks so all the same."""
+    """`chance`: how often a variant that is not faster (or slower) would look like this one."""
 
-    word: Word
+    standing: Standing
     chance: float
     why: str
     too_few: bool
@@ -133,10 +147,10 @@ class SpeedTest(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VariantSummary:
-    """What is known of one variant. Ratios and changes are against the first one, None without.
+    """The trials of one variant; ratios and changes are against the first one, None without it.
 
-    `loss` is over the tokens that every measured trial has trained on, and `steps_within` how many optimizer steps
-    (parts of one included) they take. `chance`: see `SpeedTest`.
+    The loss in `spreads` is over the tokens that every measured trial has trained on; they take
+    `steps_within` optimizer steps, parts of one included. `chance`: see `SpeedTest`.
     """
 
     variant: str
@@ -145,7 +159,6 @@ class VariantSummary:
     why: str = ""
     recommended: bool = False
     spreads: Mapping[str, Spread | None]
-    loss: Spread | None = None
     steps_within: float | None = None
     speed_ratio: float | None = None
     chance: float | None = None
@@ -155,119 +168,92 @@ class VariantSummary:
     flaws: tuple[str, ...] = ()
 
     def median(self, name: str) -> float | None:
-        spread = self.loss if name == LOSS else self.spreads.get(name)
+        spread = self.spreads.get(name)
         return None if spread is None else spread.median
 
     def as_json(self) -> dict[str, Any]:
-        row = asdict(replace(self, samples=()))
+        row = asdict(self)
         del row["samples"]
-        return {**row.pop("spreads"), LOSS: row.pop("loss"), **row}
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> VariantSummary:
-        """What `as_json` wrote, without the trials. Raises Misfit where any of it is something else."""
-        own = {part.name for part in fields(cls)} - {"samples", "spreads", "loss"}
-        left_out: list[Omission] = []
-        spreads = {name: value for name, value in data.items() if name not in own and name != LOSS}
-        row = {name: value for name, value in data.items() if name in own}
-        summary = codec.read_record(cls, {**row, "samples": [], "spreads": spreads, "loss": data.get(LOSS)}, left_out)
-        if left_out:
-            raise Misfit(str(left_out[:1]))
-        return summary
+        return {**row.pop("spreads"), **row}
 
 
 def within(curve: Sequence[CurveStep], tokens: float) -> tuple[float | None, float]:
-    """The mean loss of the first `tokens` tokens, each counted alike, and how many steps they take.
+    """The mean loss of the first `tokens` tokens, and how many steps they take.
 
-    A step that reaches beyond counts by the share of its tokens that lies within. The loss is None where
-    the curve ends before, or is empty.
+    A step that reaches beyond counts by its share of tokens within. The loss is None if the curve
+    ends before.
     """
-    left, total, weight, steps = tokens, 0.0, 0.0, 0.0
+    left = tokens
+    total = 0.0
+    weight = 0.0
+    steps = 0.0
     for step in curve:
         if left <= 0:
             break
-        share = min(1.0, left / step.tokens) if step.tokens > 0 else 0.0
-        total += share * step.weight * step.loss
-        weight += share * step.weight
-        steps += share
-        left -= step.tokens
-    # what summing in another order loses is no missing step
-    whole = weight > 0 and left <= 1e-6 * tokens
-    return (total / weight if whole else None), steps
+        if step.tokens > 0:
+            part = min(1.0, left / step.tokens)
+            total += part * step.weight * step.loss
+            weight += part * step.weight
+            steps += part
+            left -= step.tokens
+    # sums of the same tokens in another order differ by rounding
+    if weight > 0 and left <= 1e-6 * tokens:
+        return total / weight, steps
+    return None, steps
 
 
 def common_tokens(samples: Iterable[Sample]) -> float | None:
-    """How many tokens every measured trial has trained on; None where none has a loss."""
-    counts = [math.fsum(s.tokens for s in one.curve) for one in samples if one.measured and one.curve]
+    """How many tokens every measured trial has trained on; None if none has a loss."""
+    counts = [math.fsum(step.tokens for step in sample.curve) for sample in _with_curve(samples)]
     return min(counts, default=None)
 
 
-def compare(samples: Sequence[Sample]) -> list[VariantSummary]:
-    """One row a variant, in the order of their first samples; the first is what the others are held to.
+def _with_curve(samples: Iterable[Sample]) -> list[Sample]:
+    return [sample for sample in samples if sample.measured and sample.curve]
 
-    A variant is faster (or slower) than the first where `significance` says so and the medians of their
-    speeds differ by `LEAST`. With fewer than `LEAST_RUNS` runs of either: where their ranges do not overlap,
-    the medians differ by `ALONE`, and it is so at nearly all steps.
+
+def compare(samples: Sequence[Sample]) -> list[VariantSummary]:
+    """One row per variant, in the order of their first samples; the first is the baseline.
+
+    A variant is faster (or slower) than it if `significance` says so and the medians of their
+    speeds differ by `LEAST`. With fewer than `LEAST_RUNS` runs of either: if their ranges do not
+    overlap, the medians differ by `ALONE`, and it is ahead (or behind) at nearly all steps.
     """
     groups: dict[str, list[Sample]] = {}
     for sample in samples:
         groups.setdefault(sample.variant, []).append(sample)
+    tokens = common_tokens(samples)
     rows: list[VariantSummary] = []
     for group in groups.values():
-        rows.append(_row(group, rows[0] if rows else None, common_tokens(samples)))
+        first = rows[0] if rows else None
+        rows.append(_summarize(group, first, tokens))
     faster = [row for row in rows if row.standing == "faster"]
-    best = max(faster, key=lambda row: row.median(SPEED) or 0.0, default=None)
-    return [replace(row, recommended=True) if row is best else row for row in rows]
+    if faster:
+        best = max(faster, key=lambda row: row.speed_ratio or 0.0)
+        rows[rows.index(best)] = replace(best, recommended=True)
+    return rows
 
 
-def corrupt(samples: Iterable[Sample]) -> str | None:
-    """Why a run's gradients were not its batch's; None where no run's were."""
-    reasons = (one.reason or "gradients are corrupt" for one in samples if one.gradients == "corrupt")
-    return next(reasons, None)
+def corrupt_reason(samples: Iterable[Sample]) -> str | None:
+    """Why a run's gradients were not those of its batch; None if no run's were corrupt."""
+    for sample in samples:
+        if sample.gradients == "corrupt":
+            return sample.reason or "gradients are corrupt"
+    return None
 
 
 def baseline_fault(samples: Sequence[Sample]) -> tuple[Finding, ...]:
-    """An error where the first variant cannot be what others are held to."""
+    """An error if nothing can be compared with the first variant."""
     name = samples[0].variant if samples else ""
-    if (why := corrupt(one for one in samples if one.variant == name)) is None:
+    reason = corrupt_reason(sample for sample in samples if sample.variant == name)
+    if reason is None:
         return ()
-    message = f"{name} trained on corrupt gradients, nothing is compared with it: {why}"
+    message = f"{name} trained on corrupt gradients, nothing is compared with it: {reason}"
     help = "docs/gradients.md: another DeepSpeed, or `overlap_comm: false`"
-    return (Finding(severity="error", layer="run", code="corrupt-baseline", message=message, help=help),)
-
-
-def unlike(samples: Sequence[Sample], base: Sequence[Sample]) -> str | None:
-    """Why runs did not train as those of `base` did, although no loss lies beyond the tolerance.
-
-    By the gradient norm of the first step, where it is of the same rows; and by how far the loss fell, where
-    steps hold the same tokens.
-    """
-    ours = [one for one in samples if one.measured and one.curve]
-    others = [one for one in base if one.measured and one.curve]
-    if not ours or not others:
-        return None
-    step, theirs = ours[0].curve[0], others[0].curve[0]
-    if step.norm is not None and theirs.norm and step.tokens == theirs.tokens:
-        allowed = SAME_NORM if step.micro_batches == theirs.micro_batches else SPLIT_NORM
-        # a norm that is NaN is beyond too
-        if not abs(step.norm / theirs.norm - 1) <= allowed:
-            return (
-                f"the first step's gradient norm is {step.norm:.4g}, {theirs.norm:.4g} in "
-                f"{others[0].variant}: beyond {share(allowed)} for the same rows"
-            )
-    length = min(len(one.curve) for one in (*ours, *others))
-    pairs = zip(ours[0].curve[:length], others[0].curve[:length], strict=True)
-    if length < 2 or any(a.tokens != b.tokens for a, b in pairs):
-        return None
-    # the last half, against the first step, which was taken before any update
-    late = range(max(1, length // 2), length)
-    levels = [[math.fsum(one.curve[i].loss for i in late) / len(late) for one in some] for some in (ours, others)]
-    start = statistics.fmean(one.curve[0].loss for one in others)
-    fell, theirs_fell = (start - statistics.median(some) for some in levels)
-    spread = max(max(some) - min(some) for some in levels)
-    if theirs_fell <= 0 or theirs_fell - fell <= max(LESS_FALL * theirs_fell, spread):
-        return None
-    return f"the loss falls by {fell:.4g}, {theirs_fell:.4g} in {others[0].variant} over the same steps"
+    fault = Finding(
+        severity="error", layer="run", code="corrupt-baseline", message=message, help=help
+    )
+    return (fault,)
 
 
 def share(tolerance: float) -> str:
@@ -275,102 +261,205 @@ def share(tolerance: float) -> str:
     return f"±{100 * tolerance:.4g} %"
 
 
-def _row(samples: Sequence[Sample], first: VariantSummary | None, tokens: float | None) -> VariantSummary:
-    base = samples if first is None else first.samples
+def _summarize(
+    samples: Sequence[Sample], first: VariantSummary | None, tokens: float | None
+) -> VariantSummary:
     measured = [sample for sample in samples if sample.measured]
-    # a loss over everything that a trial saw compares with no other's
-    keys = dict.fromkeys(key for sample in measured for key in sample.metrics if key != LOSS)
-    spreads = {key: Spread.of(sample.metrics.get(key) for sample in measured) for key in keys}
-    means = [] if tokens is None else [within(sample.curve, tokens) for sample in measured]
-    loss, steps = Spread.of(mean for mean, _ in means), Spread.of(count for _, count in means)
-    ratio = change = test = None
-    if first is not None:
-        speed, known = spreads.get(SPEED), first.spreads.get(SPEED)
-        if speed and known and known.median > 0:
-            ratio = speed.median / known.median
-        if loss and first.loss and first.loss.median:
-            change = (loss.median - first.loss.median) / abs(first.loss.median)
-        test = speed_test(samples, base)
+    failed = [sample for sample in samples if not sample.measured]
+    flaws = dict.fromkeys(flaw for sample in measured for flaw in sample.flaws)
+    parts = [within(sample.curve, tokens) for sample in measured if tokens is not None]
+    steps = Spread.of(count for _, count in parts)
     row = VariantSummary(
         variant=samples[0].variant,
         samples=samples,
-        spreads=spreads,
-        loss=loss,
+        spreads={**_spreads(measured), LOSS: Spread.of(loss for loss, _ in parts)},
         steps_within=None if steps is None else steps.median,
-        speed_ratio=ratio,
-        chance=test and round(test.chance, 4),
-        too_few=test is not None and test.too_few,
-        loss_change=change,
-        failures=tuple(f"{one.cause}: {one.reason}" for one in samples if not one.measured),
-        flaws=tuple(dict.fromkeys(flaw for one in measured for flaw in one.flaws)),
+        failures=tuple(f"{sample.cause}: {sample.reason}" for sample in failed),
+        flaws=tuple(flaws),
     )
-    if wrong := corrupt(base):
-        why = f"{base[0].variant} trained on corrupt gradients: nothing is compared with it"
-        return replace(row, why=why) if first else replace(row, standing="flawed", why=wrong)
+    reason = corrupt_reason(first.samples if first else samples)
+    if first is not None:
+        row = _against(row, first)
+        if reason:
+            why = f"{first.variant} trained on corrupt gradients: nothing is compared with it"
+            return replace(row, standing="unknown", why=why)
+    elif reason:
+        return replace(row, standing="flawed", why=reason)
     if not measured:
         return replace(row, standing="failed", why=row.failures[0])
-    if row.flaws:
-        return replace(row, standing="flawed", why=f"not what was asked for: {'; '.join(row.flaws)}")
-    standing, why = _standing(row, first, test, tokens)
+    if flaws:
+        return replace(row, standing="flawed", why=f"not what was asked for: {'; '.join(flaws)}")
+    standing, why = _judge(row, first, tokens)
     return replace(row, standing=standing, why=why)
 
 
-def _standing(
-    row: VariantSummary, first: VariantSummary | None, test: SpeedTest | None, tokens: float | None
+def _spreads(measured: Sequence[Sample]) -> dict[str, Spread | None]:
+    names = dict.fromkeys(name for sample in measured for name in sample.metrics)
+    # the loss over everything that one trial saw cannot be compared with another's
+    names.pop(LOSS, None)
+    return {name: Spread.of(sample.metrics.get(name) for sample in measured) for name in names}
+
+
+def _against(row: VariantSummary, first: VariantSummary) -> VariantSummary:
+    """The row with its ratio and changes; its standing is that of its speed alone."""
+    speed = row.median(SPEED)
+    first_speed = first.median(SPEED)
+    if speed is not None and first_speed:
+        row = replace(row, speed_ratio=speed / first_speed)
+    loss = row.median(LOSS)
+    first_loss = first.median(LOSS)
+    if loss is not None and first_loss:
+        row = replace(row, loss_change=(loss - first_loss) / abs(first_loss))
+    test = speed_test(row.samples, first.samples)
+    if test is None:
+        return row
+    standing, by_chance, why, too_few = test
+    return replace(row, standing=standing, chance=round(by_chance, 4), why=why, too_few=too_few)
+
+
+def _judge(
+    row: VariantSummary, first: VariantSummary | None, tokens: float | None
 ) -> tuple[Standing, str]:
-    """What to say of a variant that was measured and broke nothing, gravest first."""
-    measured = [sample for sample in row.samples if sample.measured]
-    unproved = dict.fromkeys(name for sample in measured for name in sample.unproved)
-    if any(sample.gradients == "unknown" for sample in measured):
-        unproved["gradients"] = None
-    doubts = [f"not proved either way: {', '.join(unproved)}"] if unproved else []
+    """The standing of a variant that was measured and broke nothing, and why; gravest first."""
+    unproved = _unproved(row)
+    doubts = []
+    if unproved:
+        doubts.append(f"not proved either way: {', '.join(unproved)}")
     if row.failures:
         doubts.append(f"{len(row.failures)} of its runs failed: {row.failures[0]}")
     if first is None:
         return "baseline", "; ".join(doubts)
-    if test is None:
+    if row.chance is None:
         return "unknown", "no speed of both to compare"
-    text, change, steps = "too few trials" if test.too_few else test.word, row.loss_change, row.steps_within
-    if change is None:
-        return "unknown", f"{text}; no loss of both to compare"
-    if abs(change) > TOLERANCE:
-        but = "but" if text == "faster" else "and"
-        why = f"{text}, {but} the loss is {change:+.1%}: beyond {share(TOLERANCE)}"
-        if steps and first.steps_within and abs(steps / first.steps_within - 1) >= 0.1:
-            # nothing need be wrong: more tokens a step are fewer updates
-            why += f" ({steps:.3g} steps against {first.steps_within:.3g} within the same tokens)"
-        return "loss changed", why
+    word = "too few trials" if row.too_few else row.standing
+    if row.loss_change is None:
+        return "unknown", f"{word}; no loss of both to compare"
+    if abs(row.loss_change) > TOLERANCE:
+        return "loss changed", _changed_loss(row, first, word)
     early = [one.variant for one in (first, row) if one.steps_within and one.steps_within <= 1]
     if early:
         doubts.append(
-            f"the {tokens:,.0f} tokens that all have seen are the first step of {' and '.join(early)}: "
-            "no loss after an update is compared (more --steps)"
+            f"the {tokens:,.0f} tokens that all have seen are the first step of "
+            f"{' and '.join(early)}: no loss after an update is compared (more --steps)"
         )
     if doubts:
-        return ("unproven" if unproved or early else "flawed"), f"{text}, but {'; '.join(doubts)}"
-    if difference := unlike(row.samples, first.samples):
-        return "loss changed", f"{text}, but {difference}"
-    return test.word, test.why
+        standing: Standing = "unproven" if unproved or early else "flawed"
+        return standing, f"{word}, but {'; '.join(doubts)}"
+    difference = _difference(row.samples, first.samples)
+    if difference is not None:
+        return "loss changed", f"{word}, but {difference}"
+    return row.standing, row.why
+
+
+def _unproved(row: VariantSummary) -> list[str]:
+    measured = [sample for sample in row.samples if sample.measured]
+    names = [name for sample in measured for name in sample.unproved]
+    if any(sample.gradients == "unknown" for sample in measured):
+        names.append("gradients")
+    return list(dict.fromkeys(names))
+
+
+def _changed_loss(row: VariantSummary, first: VariantSummary, word: str) -> str:
+    but = "but" if word == "faster" else "and"
+    why = f"{word}, {but} the loss is {row.loss_change:+.1%}: beyond {share(TOLERANCE)}"
+    steps = row.steps_within
+    first_steps = first.steps_within
+    if steps and first_steps and abs(steps / first_steps - 1) >= 0.1:
+        # nothing need be wrong: more tokens a step are fewer updates
+        why += f" ({steps:.3g} steps against {first_steps:.3g} within the same tokens)"
+    return why
+
+
+def _difference(samples: Sequence[Sample], base: Sequence[Sample]) -> str | None:
+    """Why runs did not train as those of `base` did, although their losses are within tolerance."""
+    runs = _with_curve(samples)
+    base_runs = _with_curve(base)
+    if not runs or not base_runs:
+        return None
+    return _other_norm(runs[0], base_runs[0]) or _smaller_fall(runs, base_runs)
+
+
+def _other_norm(run: Sample, base_run: Sample) -> str | None:
+    """By the gradient norm of the first step, if that is of the same rows."""
+    step = run.curve[0]
+    base_step = base_run.curve[0]
+    if step.norm is None or not base_step.norm or step.tokens != base_step.tokens:
+        return None
+    allowed = SAME_NORM if step.micro_batches == base_step.micro_batches else SPLIT_NORM
+    if abs(step.norm / base_step.norm - 1) <= allowed:
+        # False for NaN
+        return None
+    return (
+        f"the first step's gradient norm is {step.norm:.4g}, {base_step.norm:.4g} in "
+        f"{base_run.variant}: beyond {share(allowed)} for the same rows"
+    )
+
+
+def _smaller_fall(runs: Sequence[Sample], base_runs: Sequence[Sample]) -> str | None:
+    """By how far the loss fell, if steps hold the same tokens."""
+    length = min(len(run.curve) for run in (*runs, *base_runs))
+    steps = zip(runs[0].curve[:length], base_runs[0].curve[:length], strict=True)
+    if length < 2 or any(step.tokens != base_step.tokens for step, base_step in steps):
+        return None
+    levels = _late_losses(runs, length)
+    base_levels = _late_losses(base_runs, length)
+    start = statistics.fmean(run.curve[0].loss for run in base_runs)
+    fall = start - statistics.median(levels)
+    base_fall = start - statistics.median(base_levels)
+    scatter = max(max(levels) - min(levels), max(base_levels) - min(base_levels))
+    if base_fall <= 0 or base_fall - fall <= max(LESS_FALL * base_fall, scatter):
+        return None
+    name = base_runs[0].variant
+    return f"the loss falls by {fall:.4g}, {base_fall:.4g} in {name} over the same steps"
+
+
+def _late_losses(runs: Iterable[Sample], length: int) -> list[float]:
+    """Each run's mean loss over the last half of its steps, but for the first one."""
+    late = slice(max(1, length // 2), length)
+    return [statistics.fmean(step.loss for step in run.curve[late]) for run in runs]
 
 
 def speed_test(runs: Iterable[Sample], base: Iterable[Sample]) -> SpeedTest | None:
-    """How fast runs are beside those of `base`: see `compare`. None without a speed of both."""
-    ours, others = ([one for one in some if one.measured and one.metrics.get(SPEED)] for some in (runs, base))
-    speed, known = (Spread.of(one.metrics[SPEED] for one in some) for some in (ours, others))
-    if speed is None or known is None:
+    """How fast runs are beside those of `base`, as `compare` says. None without a speed of both."""
+    timed = _timed(runs)
+    base_timed = _timed(base)
+    speed = Spread.of(run.metrics[SPEED] for run in timed)
+    base_speed = Spread.of(run.metrics[SPEED] for run in base_timed)
+    if speed is None or base_speed is None:
         return None
-    ratio, fewest = speed.median / known.median, min(speed.n, known.n)
-    few = fewest < LEAST_RUNS
-    # where steps are not known, all of them are one
-    paces = [[one.pace or (1 / (one.metrics[SPEED] or math.inf),) for one in some] for some in (ours, others)]
-    ahead, behind = paces if ratio > 1 else paces[::-1]
-    by_chance = chance(ahead, behind)
-    apart = speed.min > known.max or speed.max < known.min
-    clear = apart and steadily(ahead, behind) if few else by_chance <= ERROR
-    far = abs(ratio - 1) >= (ALONE if few else LEAST)
-    word: Word = "no difference" if not (clear and far) else "faster" if ratio > 1 else "slower"
-    why = f"{ratio - 1:+.1%} by {fewest} of {LEAST_RUNS} runs" if few else ""
-    if far and not clear and not few:
+    ratio = speed.median / base_speed.median
+    groups = [[_pace_of(run) for run in timed], [_pace_of(run) for run in base_timed]]
+    if ratio <= 1:
+        groups.reverse()
+    by_chance = chance(*groups)
+    fewest = min(speed.n, base_speed.n)
+    if fewest < LEAST_RUNS:
+        apart = speed.min > base_speed.max or speed.max < base_speed.min
+        clear = apart and abs(ratio - 1) >= ALONE and steadily(*groups)
+        why = f"{ratio - 1:+.1%} by {fewest} of {LEAST_RUNS} runs"
+        return SpeedTest(_word(ratio, clear), by_chance, why, True)
+    far = abs(ratio - 1) >= LEAST
+    clear = by_chance <= ERROR
+    why = ""
+    if far and not clear:
         rare = f"chance alone does in {by_chance:.0%} of cases"
         why = f"{ratio - 1:+.1%} by the medians, which {rare}: more runs may tell"
-    return SpeedTest(word, by_chance, why, few)
+    return SpeedTest(_word(ratio, clear and far), by_chance, why, False)
+
+
+def _timed(samples: Iterable[Sample]) -> list[Sample]:
+    return [sample for sample in samples if sample.measured and sample.metrics.get(SPEED)]
+
+
+def _pace_of(sample: Sample) -> Pace:
+    speed = sample.metrics[SPEED]
+    if sample.pace or not speed:
+        return sample.pace
+    # if steps are not known, all of them count as one
+    return (1 / speed,)
+
+
+def _word(ratio: float, clear: bool) -> Standing:
+    if not clear:
+        return "no difference"
+    return "faster" if ratio > 1 else "slower"

@@ -1,11 +1,10 @@
-"""One short real run of a setting, judged and measured -> `Sample`. What fails ends that trial alone."""
+"""One short real run of a setting -> `Sample`; a failure ends that trial alone."""
 
-import itertools
 import math
 import shutil
 import statistics
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from launcher.planning import prepare
 from launcher.planning.collect import Facts
 from launcher.runs import rundir
 from launcher.verdict import evidence, metrics
-from launcher.verdict.evidence import Evidence, ProbeStep
+from launcher.verdict.evidence import ProbeStep, RankRecord
 from launcher.workflows import experiment
 from launcher.workflows.bench import comparison
 from launcher.workflows.bench.comparison import Cause, CurveStep, Sample
@@ -40,21 +39,25 @@ def measure(
     repeat: int = 0,
     batch: int | None = None,
 ) -> Sample:
-    """One short real run of a variant, judged and measured; its folder is made below `root`.
+    """Run a variant for some steps, judge and measure it; its run folder is made below `root`.
 
-    `facts` are the variant's, whole, but for the `overrides`; `batch` the rows of a step that data are cut
-    for: the largest of all variants, so that all see the same rows. `timeout_s` counts from this call. Never
-    raises for a training that fails, or that cannot be started: the sample says so. It ends before its model is
-    saved. Raises KeyboardInterrupt where INT or TERM stopped it, and NotReady where its folder cannot be written:
-    then nothing else can be started either.
+    `facts` are the variant's but for the `overrides`; `batch` is the rows of a step that data are
+    cut for: the largest of all variants, so that all see the same rows. `timeout_s` counts from
+    this call. A training that fails, or cannot start, is no error: the sample says so. The model is
+    not saved. Raises KeyboardInterrupt if INT or TERM stopped it, and NotReady if its folder cannot
+    be written, as then nothing else can start either.
     """
-    began, models = time.monotonic(), root / "models"
+    began = time.monotonic()
+    models = root / "models"
     place = models / f"{rundir.replace_unsafe(variant.name)[:60]}-{repeat + 1}"
     try:
-        turned = facts.with_overrides(*overrides) if overrides else facts
-        prepared = prepare.complete(short(turned, steps, place, batch, runs=root).look_again())
-        left = None if timeout_s is None else timeout_s - (time.monotonic() - began)
-        outcome = experiment.of_prepared(prepared, timeout_s=left, allow_unproven=True)
+        if overrides:
+            facts = facts.with_overrides(*overrides)
+        trial = short(facts, steps, place, batch, runs=root).look_again()
+        prepared = prepare.complete(trial)
+        if timeout_s is not None:
+            timeout_s -= time.monotonic() - began
+        outcome = experiment.of_prepared(prepared, timeout_s=timeout_s, allow_unproven=True)
     except LaunchError as error:
         stops = errors(error.findings) or error.findings
         if any(finding.code == "runs-not-writable" for finding in stops):
@@ -62,39 +65,57 @@ def measure(
         reason = "; ".join(finding.message for finding in stops)
         return Sample(variant=variant.name, repeat=repeat, cause="refused", reason=reason)
     finally:
-        # all of it: one that was killed before may have left its own
+        # all of it: a trial that was killed may have left its model
         shutil.rmtree(models, ignore_errors=True)
     if outcome.interrupted:
         raise KeyboardInterrupt
-    found = evidence.read_run(outcome.run.path)
-    cause, points = _cause(outcome), outcome.verdict.points
-    curve = _curve(found, outcome.verdict.stage)
-    # why a trial ended early is in its cause; what it broke is the setting's fault
-    failed = [p for p in points if p.ok is False and cause in ("ok", "contract")]
+    return _sample(variant, repeat, outcome)
+
+
+def _sample(variant: Variant, repeat: int, outcome: Outcome) -> Sample:
+    verdict = outcome.verdict
+    probe = evidence.read_run(outcome.run.path).probe
+    ranks = list(probe.ranks.values()) if probe else []
+    cause = _cause(outcome)
+    curve = _curve(ranks, paired=verdict.stage in PAIRED)
+    flaws = []
+    unproved = []
+    gradients = None
+    for point in verdict.points:
+        # of a trial that ended early, the cause says why
+        if point.ok is False and cause in ("ok", "contract"):
+            flaws.append(f"{point.name} is {point.state}")
+        if point.ok is None and cause == "ok":
+            unproved.append(point.name)
+        if point.name == "gradients":
+            gradients = point.state
+    reason = None
+    if cause != "ok":
+        reason = outcome.reason or "it did not come to its end"
     return Sample(
         variant=variant.name,
         repeat=repeat,
         cause=cause,
-        flaws=tuple(f"{p.name} is {p.state}" for p in failed),
-        unproved=tuple(p.name for p in points if p.ok is None and cause == "ok"),
-        gradients=next((p.state for p in points if p.name == "gradients"), None),
-        reason=None if cause == "ok" else outcome.reason or "it did not come to its end",
-        metrics=_metrics(found, outcome, curve),
+        flaws=tuple(flaws),
+        unproved=tuple(unproved),
+        gradients=gradients,
+        reason=reason,
+        metrics=_metrics(ranks, outcome, curve),
         curve=curve,
-        pace=_pace(found),
+        pace=_pace(ranks),
         run=str(outcome.run.path),
         seconds=outcome.seconds,
     )
 
 
 def short(facts: Facts, steps: int, place: Path, batch: int | None, *, runs: Path) -> Facts:
-    """The same, short and harmless, watched by the probe, stopped where it hangs, its model unsaved, for `place`."""
+    """The facts of a short run into `place`: probed, stopped if it hangs, its model unsaved."""
     stage = facts.stage
     watched = ["on_hang=stop"]
     if stage.options.probe is None:
         watched.append("probe=on")
     if stage.options.expect.get("loss") == "any":
-        # what diverges would be compared by the steps before
+        # a run that diverges would be compared by the steps before
         watched.append("expect.loss=finite")
     shorter = short_overrides(stage, steps=steps, output=place, batch=batch)
     return facts.with_overrides(
@@ -103,15 +124,15 @@ def short(facts: Facts, steps: int, place: Path, batch: int | None, *, runs: Pat
         runs=runs,
         fresh=True,
         probe=True,
-        # to gather and write a model of 7B takes 10 to 20 s of a trial
+        # gathering and writing a model of 7B takes 10 to 20 s of a trial
         final_save=False,
-        # what a short run is warned of says nothing of the stage file
+        # warnings about a short run are not about the stage file
         strict=False,
     )
 
 
 def _cause(outcome: Outcome) -> Cause:
-    """What a trial ended of, by its verdict; a flaw that let it run to its end is none."""
+    """How a trial ended, by its verdict; a flaw that let it run to its end is no cause."""
     if outcome.timed_out:
         return "timeout"
     points = {point.name: point for point in outcome.verdict.points}
@@ -126,83 +147,113 @@ def _cause(outcome: Outcome) -> Cause:
     return "hang" if points["finish"].detail.get("reason") == "hang" else "contract"
 
 
-def _metrics(found: Evidence, outcome: Outcome, curve: Sequence[CurveStep]) -> dict[str, float | None]:
-    ranks = list(found.probe.ranks.values()) if found.probe else []
-    figures, steady = outcome.verdict.metrics, [metrics.steady_steps(record) for record in ranks]
+def _metrics(
+    ranks: Sequence[RankRecord], outcome: Outcome, curve: Sequence[CurveStep]
+) -> dict[str, float | None]:
+    figures = outcome.verdict.metrics
+    steady = [metrics.steady_steps(record) for record in ranks]
+    seconds = [_mean(step.seconds for step in steps) for steps in steady]
+    tokens = [_mean(step.tokens for step in steps) for steps in steady]
+    wasted = _known(step.wasted for record in ranks for step in record.steps)
     speed = figures.get("tokens_per_second")
-    timed = [[s.seconds for s in steps if s.seconds is not None] for steps in steady]
-    counted = [[s.tokens for s in steps if s.tokens is not None] for steps in steady]
-    wasted = [s.wasted for record in ranks for s in record.steps if s.wasted is not None]
-    # from when the probe was loaded to the first step: data, weights, and what is computed beforehand
-    events = [ranks[0].last(name) if ranks else None for name in ("start", "device")]
-    start, begun = (None if event is None else event.number("t") for event in events)
-    tokens = math.fsum(step.tokens for step in curve) or None
+    loss, _ = comparison.within(curve, math.fsum(step.tokens for step in curve))
     return {
-        "tokens_per_second_per_gpu": None if speed is None else speed / max(1, len(ranks)),
-        "seconds_per_step": max((statistics.fmean(one) for one in timed if one), default=None),
-        "seconds_before_steps": None if start is None or begun is None else begun - start,
-        "tokens_per_step": math.fsum(map(statistics.fmean, counted)) if counted and all(counted) else None,
+        "tokens_per_second_per_gpu": speed and speed / max(1, len(ranks)),
+        "seconds_per_step": max(_known(seconds), default=None),
+        "seconds_before_steps": _seconds_before_steps(ranks),
+        "tokens_per_step": None if None in tokens else math.fsum(_known(tokens)) or None,
         "mfu": figures.get("mfu"),
         "wasted_share": figures.get("wasted_share"),
         "wasted_tokens": math.fsum(wasted) if wasted else None,
         "peak_allocated_gib": figures.get("peak_allocated_gib"),
-        "peak_reserved_gib": figures.get("peak_reserved_gib"),
-        "loss_per_token": comparison.within(curve, tokens or 0.0)[0],
-        "steps": found.last_step,
+        "loss_per_token": loss,
+        "steps": outcome.verdict.steps,
         "steady_steps": min(map(len, steady), default=None),
-        "tokens": tokens,
     }
 
 
-def _by_step(some: Iterable[Iterable[ProbeStep]]) -> Iterator[list[ProbeStep]]:
+def _known(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _mean(values: Iterable[float | None]) -> float | None:
+    known = _known(values)
+    return statistics.fmean(known) if known else None
+
+
+def _seconds_before_steps(ranks: Sequence[RankRecord]) -> float | None:
+    """From when the probe was loaded to the first step: data, weights, precomputation."""
+    if not ranks:
+        return None
+    start = ranks[0].last("start")
+    device = ranks[0].last("device")
+    if start is None or device is None:
+        return None
+    times = _known((start.number("t"), device.number("t")))
+    return times[1] - times[0] if len(times) == 2 else None
+
+
+def _by_step(steps_of_ranks: Iterable[Iterable[ProbeStep]]) -> list[list[ProbeStep]]:
+    """What each rank recorded of a step, step by step."""
     by_step: dict[int, list[ProbeStep]] = {}
-    for step in itertools.chain.from_iterable(some):
-        by_step.setdefault(step.step, []).append(step)
-    return (parts for _, parts in sorted(by_step.items()))
+    for steps in steps_of_ranks:
+        for step in steps:
+            by_step.setdefault(step.step, []).append(step)
+    return [by_step[number] for number in sorted(by_step)]
 
 
-def _pace(found: Evidence) -> tuple[float, ...]:
-    """Seconds a token of each steady step: of the slowest rank, over the tokens of all."""
-    ranks = found.probe.ranks.values() if found.probe else ()
+def _pace(ranks: Iterable[RankRecord]) -> tuple[float, ...]:
+    """Seconds per token of each steady step: of the slowest rank, over the tokens of all."""
     pace = []
     for parts in _by_step(map(metrics.steady_steps, ranks)):
         seconds = max(part.seconds or 0.0 for part in parts)
         tokens = math.fsum(part.tokens or 0.0 for part in parts)
-        pace.append(seconds / tokens if tokens else 0.0)
-    return tuple(pace) if all(pace) else ()
+        if not seconds or not tokens:
+            return ()
+        pace.append(seconds / tokens)
+    return tuple(pace)
 
 
-def _curve(found: Evidence, stage: str | None) -> tuple[CurveStep, ...]:
+def _curve(ranks: Sequence[RankRecord], *, paired: bool) -> tuple[CurveStep, ...]:
     """The steps that every rank finished: tokens of all ranks, the mean of their losses."""
-    ranks = found.probe.ranks if found.probe else {}
     curve = []
-    for parts in _by_step(record.steps for record in ranks.values()):
-        losses = [part.loss for part in parts if part.finite and part.loss is not None]
+    for parts in _by_step(record.steps for record in ranks):
+        losses = _known(part.loss for part in parts if part.finite)
         if len(losses) < len(ranks):
             break
         tokens = math.fsum(part.tokens or 0.0 for part in parts)
-        weight = math.fsum(part.rows or 0.0 for part in parts) if stage in PAIRED else tokens
+        weight = tokens
+        if paired:
+            weight = math.fsum(part.rows or 0.0 for part in parts)
         # an engine's norm is of all ranks' gradients, and the same on each
-        norm, micro_batches = parts[0].grad_norm, parts[0].micro_batches
-        curve.append(CurveStep(tokens, weight, math.fsum(losses) / len(losses), norm, micro_batches))
+        norm = parts[0].grad_norm
+        curve.append(
+            CurveStep(tokens, weight, statistics.fmean(losses), norm, parts[0].micro_batches)
+        )
     return tuple(curve)
 
 
-def identity(planned: Plan, trainer: Trainer) -> dict[str, Any]:
-    """What a measurement is one of: settings, source, contents, packages, machine."""
-    stage = planned.stage
-    source, output = stage.upstream, stage.entry.names.output
-    edited = not source.pinned and source.root is not None and Repository(source.root).ask("diff", "HEAD")
+def identity(plan: Plan, trainer: Trainer) -> dict[str, Any]:
+    """What makes measurements comparable: settings, source, contents, packages, machine."""
+    stage = plan.stage
+    source = stage.upstream
+    edits = None
+    if not source.pinned and source.root is not None:
+        edits = Repository(source.root).ask("diff", "HEAD") or None
+    options = {**stage.config.options}
+    options.pop("name", None)
+    arguments = {**plan.arguments(), **plan.file_arguments()}
+    # the model's place differs from trial to trial
+    arguments.pop(stage.entry.names.output, None)
     return {
         "stage": stage.options.stage,
         "backend": stage.options.backend,
-        "options": {k: v for k, v in stage.config.options.items() if k != "name"},
-        # the place of the model is another in every trial
-        "arguments": {k: v for k, v in {**planned.arguments(), **planned.file_arguments()}.items() if k != output},
-        "gpus": planned.gpus,
+        "options": options,
+        "arguments": arguments,
+        "gpus": plan.gpus,
         "source": source.version,
-        "changed": edited or None,
-        "contents": inputs.of_plan(planned),
+        "changed": edits,
+        "contents": inputs.of_plan(plan),
         "python": str(trainer.python),
         "packages": dict(trainer.packages),
         "machine": python.describe(),

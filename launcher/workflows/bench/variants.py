@@ -1,122 +1,147 @@
-"""`--vary key=a,b` and `--variant NAME:key=a,other=b` of the command line -> the settings to compare."""
+"""`--vary KEY=A,B` and `--variant NAME:KEY=A,KEY=B` -> the settings to compare."""
 
 import itertools
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from launcher.errors import brief, usage
-from launcher.planning.request import Request
 
 AS_WRITTEN = "as written"
 MOST = 64
 
 _KEY = re.compile(r"[A-Za-z_][\w.\[\]-]*\Z")
 _NAME = re.compile(r"[\w.+-]+\Z")
+_BEFORE_A_VALUE = "=,[{: "
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One of the settings that are compared: the stage file with these overrides on top."""
+    """One of the settings to compare: the stage file with these overrides on top."""
 
     name: str
     overrides: tuple[str, ...] = ()
 
     @property
     def keys(self) -> set[str]:
-        return set(map(bare, self.overrides))
-
-    def of(self, request: Request) -> Request:
-        return replace(request, overrides=(*request.overrides, *self.overrides))
+        return {_bare_key(override) for override in self.overrides}
 
 
-def pieces(option: str, text: str) -> list[str]:
-    """The parts between commas; what stands in brackets, or in quotes where a value begins, is one part.
+def _bare_key(override: str) -> str:
+    """The key of an override without the levels that may be left out, so that spellings compare."""
+    return override.partition("=")[0].removeprefix("open_instruct.").removeprefix("args.")
 
-    Raises UsageError, which names the `option`, for a bracket or quote that stays open.
+
+def combinations(vary: Sequence[str], variants: Sequence[str]) -> list[Variant]:
+    """Every combination: all `--variant` are one axis, each `--vary` is one; the last turns first.
+
+    A single one is put beside the file as it is written; without any, there is only that file.
+    Raises UsageError.
     """
-    found, depth, quote, begins = [""], 0, "", True
+    axes = [_vary(text) for text in vary]
+    if variants:
+        axes.insert(0, _variants(variants))
+    _refuse_common_keys(axes)
+    count = math.prod(map(len, axes))
+    if count > MOST:
+        help = "vary less at once: each of them is run several times"
+        raise usage("bad-vary", f"that is {count} variants", help)
+    if not axes:
+        return [Variant(AS_WRITTEN)]
+    combined = []
+    for parts in itertools.product(*axes):
+        name = ", ".join(part.name for part in parts)
+        overrides = [override for part in parts for override in part.overrides]
+        combined.append(Variant(name, tuple(overrides)))
+    if count == 1 and combined[0].overrides:
+        combined.insert(0, Variant(AS_WRITTEN))
+    return combined
+
+
+def _refuse_common_keys(axes: Sequence[Sequence[Variant]]) -> None:
+    """Raise UsageError for a key in two axes: one value would silently replace the other."""
+    varied: set[str] = set()
+    for axis in axes:
+        keys = set().union(*(variant.keys for variant in axis))
+        for key in keys & varied:
+            raise usage("bad-vary", f"`{key}` is varied twice")
+        varied |= keys
+
+
+def _vary(text: str) -> list[Variant]:
+    key, equals, rest = text.partition("=")
+    option = f"--vary {text}"
+    if not equals or not _KEY.match(key):
+        message = f"{brief(option)}: not of the form key=a,b"
+        raise usage("bad-vary", message, "--vary packing=false,true")
+    values = _split(option, rest)
+    if "" in values:
+        raise usage("bad-vary", f"{brief(option)}: a value is empty", "an empty text is ''")
+    for value in values:
+        if values.count(value) > 1:
+            help = "to measure the noise, take two --variant"
+            raise usage("bad-vary", f"{brief(option)}: `{value}` is given twice", help)
+    names = [brief(f"{key.removeprefix('args.')}={value}", 60) for value in values]
+    axis = []
+    for number, name in enumerate(names):
+        if names.count(name) > 1:
+            # long values may be cut to the same name
+            name = f"{name} ({number})"
+        axis.append(Variant(name, (f"{key}={values[number]}",)))
+    return axis
+
+
+def _variants(texts: Sequence[str]) -> list[Variant]:
+    named: dict[str, Variant] = {}
+    for text in texts:
+        option = f"--variant {text}"
+        name, _, rest = text.partition(":")
+        if not _NAME.match(name):
+            raise usage(
+                "bad-variant",
+                f"{brief(option)}: it needs a name, then a colon",
+                "--variant packed:packing=true,batch.per_device=2; "
+                "NAME: alone is the file as it is",
+            )
+        if name in named:
+            raise usage("bad-variant", f"two variants are called `{name}`")
+        overrides = _split(option, rest) if rest else []
+        for override in overrides:
+            key, equals, _ = override.partition("=")
+            if not equals or not _KEY.match(key):
+                help = "key=value,key=value; put a value with a comma in brackets or quotes"
+                raise usage("bad-variant", f"{brief(option)}: `{brief(override)}`", help)
+        named[name] = Variant(name, tuple(overrides))
+    return list(named.values())
+
+
+def _split(option: str, text: str) -> list[str]:
+    """The parts between commas outside brackets and quotes; a quote starts where a value begins.
+
+    Raises UsageError for a bracket or quote that stays open.
+    """
+    parts = [""]
+    depth = 0
+    quote = ""
+    previous = ","
     for letter in text:
+        is_end = letter == "," and not depth and not quote
         if quote:
-            quote = "" if letter == quote else quote
-        elif letter in "\"'" and begins:
+            if letter == quote:
+                quote = ""
+        elif letter in "\"'" and previous in _BEFORE_A_VALUE:
             quote = letter
         elif letter in "[{":
             depth += 1
         elif letter in "]}" and depth:
             depth -= 1
-        elif letter == "," and not depth:
-            found.append("")
-            begins = True
-            continue
-        begins = letter in "=,[{: " or (begins and letter == " ")
-        found[-1] += letter
+        if is_end:
+            parts.append("")
+        else:
+            parts[-1] += letter
+        previous = letter
     if quote or depth:
-        raise usage("bad-vary", f"{brief(option)}: a {'quote' if quote else 'bracket'} stays open")
-    return [piece.strip() for piece in found]
-
-
-def combinations(vary: Sequence[str], variants: Sequence[str]) -> list[Variant]:
-    """Every combination: the `--variant`s are one axis, each `--vary` is another; the last turns first.
-
-    One alone is put beside the file as it is written; with none, that is all there is. Raises UsageError.
-    """
-    axes = [_variants(variants)] if variants else []
-    axes += [_vary(text) for text in vary]
-    # of a key in several axes the later one would win unseen
-    for one, other in itertools.combinations(axes, 2):
-        for key in set().union(*(a.keys for a in one)) & set().union(*(a.keys for a in other)):
-            raise usage("bad-vary", f"`{key}` is varied twice")
-    if (count := math.prod(map(len, axes))) > MOST:
-        raise usage("bad-vary", f"that is {count} variants", "vary less at once: each of them is run several times")
-    found = [
-        Variant(", ".join(part.name for part in parts), tuple(text for part in parts for text in part.overrides))
-        for parts in itertools.product(*axes)
-        if parts
-    ]
-    if not found or (len(found) == 1 and found[0].overrides):
-        found = [Variant(AS_WRITTEN), *found]
-    return found
-
-
-def bare(text: str) -> str:
-    """The key of an override without the levels that may be left out, so that spellings compare."""
-    return text.partition("=")[0].removeprefix("open_instruct.").removeprefix("args.")
-
-
-def _vary(text: str) -> list[Variant]:
-    key, equals, rest = text.partition("=")
-    if not equals or not _KEY.match(key):
-        raise usage("bad-vary", f"--vary {brief(text)}: not of the form key=a,b", "--vary packing=false,true")
-    values = pieces(f"--vary {text}", rest)
-    if "" in values:
-        raise usage("bad-vary", f"--vary {brief(text)}: a value is empty", "an empty text is ''")
-    for value in values:
-        if values.count(value) > 1:
-            help = "to measure the noise, take two --variant"
-            raise usage("bad-vary", f"--vary {brief(text)}: `{value}` is given twice", help)
-    names = [brief(f"{key.removeprefix('args.')}={value}", 60) for value in values]
-    apart = [f"{name} ({nth})" if names.count(name) > 1 else name for nth, name in enumerate(names)]
-    return [Variant(name, (f"{key}={value}",)) for name, value in zip(apart, values, strict=True)]
-
-
-def _variants(texts: Sequence[str]) -> list[Variant]:
-    found = dict[str, Variant]()
-    for text in texts:
-        name, _, rest = text.partition(":")
-        if not _NAME.match(name):
-            raise usage(
-                "bad-variant",
-                f"--variant {brief(text)}: it needs a name, then a colon",
-                "--variant packed:packing=true,batch.per_device=2; NAME: alone is the file as it is",
-            )
-        if name in found:
-            raise usage("bad-variant", f"two variants are called `{name}`")
-        settings = pieces(f"--variant {text}", rest) if rest else []
-        for setting in settings:
-            if "=" not in setting or not _KEY.match(setting.partition("=")[0]):
-                help = "key=value,key=value; put a value with a comma in brackets or quotes"
-                raise usage("bad-variant", f"--variant {brief(text)}: `{brief(setting)}`", help)
-        found[name] = Variant(name, tuple(settings))
-    return list(found.values())
+        kind = "quote" if quote else "bracket"
+        raise usage("bad-vary", f"{brief(option)}: a {kind} stays open")
+    return [part.strip() for part in parts]

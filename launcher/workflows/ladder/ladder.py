@@ -1,7 +1,7 @@
 """`launch ladder`: the same stage, short, on more and more GPUs: each rung gated, then go or no-go.
 
-`ladder.json` keeps what every rung showed: the same command goes on there, rungs that passed are not repeated,
-and are judged by the gates of now.
+`ladder.json` keeps what every rung showed: the same command continues there. Rungs that passed are
+not repeated, and are judged by the gates of now.
 """
 
 import contextlib
@@ -19,9 +19,17 @@ from launcher import files
 from launcher.artifacts import lengths
 from launcher.cache import inputs
 from launcher.config.load import spelt
-from launcher.errors import Exit, Finding, InvalidConfig, LaunchError, errors, launch_finding, not_ready, usage
+from launcher.errors import (
+    Exit,
+    Finding,
+    InvalidConfig,
+    LaunchError,
+    errors,
+    launch_finding,
+    not_ready,
+    usage,
+)
 from launcher.machine import python
-from launcher.plan import plan
 from launcher.plan.plan import Plan
 from launcher.planning import check, collect, forecast, prepare
 from launcher.planning.collect import Facts, Scope
@@ -43,15 +51,15 @@ from launcher.workflows.ladder.short import short_findings, short_overrides
 
 RECORD = rundir.LADDER_RECORD
 _MODELS = "models"
-"""The folder of a ladder into which its rungs save; it goes when one has been judged."""
-_OTHERWISE = ("gates", "slurm")
+"""The folder of a ladder into which a rung saves; it is removed when the rung has ended."""
+_NOT_IN_KEY = ("gates", "slurm")
 """Options of a stage file that change nothing of what a rung does."""
 _NAMES_DEEPSPEED = ("deepspeed=", "deepspeed_config=", "open_instruct.deepspeed_config=")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """One rung that was run, now or `before`, what the gates say of it, and the record of its run."""
+    """One rung that was run, now or `before`, what the gates say of it, and its run's record."""
 
     gpus: int
     facts: RungFacts
@@ -66,14 +74,14 @@ class Standing:
 
     def as_json(self) -> dict[str, Any]:
         facts = self.facts
-        first, last = (facts.losses[0], facts.losses[-1]) if facts.losses else (None, None)
+        losses = facts.losses or (None,)
         return {
             "rung": label(self.gpus),
             **self.record,
             "before": self.before,
             "go": self.passed,
-            "first_loss": first,
-            "last_loss": last,
+            "first_loss": losses[0],
+            "last_loss": losses[-1],
             "tokens_per_second": facts.tokens_per_second,
             "efficiency": self.efficiency,
             "step_seconds": facts.step_seconds,
@@ -86,7 +94,7 @@ class Standing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FullRun:
-    """The full run from a measured step; hours and cost None where its steps are not known."""
+    """The full run from a measured step; hours and cost are None if its steps are unknown."""
 
     gpus: int
     steps: int | None
@@ -105,8 +113,8 @@ class FullRun:
 class Ladder:
     """A valid stage, its plan for each rung, the rungs, and how far it went.
 
-    `rungs` were looked at, and are prepared anew when their turn comes. `records` is what each rung showed, by
-    its GPUs. `exit` is that of the command, `reason` why it is no go.
+    `rungs` are prepared anew when their turn comes. `records` is what each rung showed, by its
+    GPUs. `exit` is that of the command, `reason` why it is no go.
     """
 
     resolved: Facts
@@ -138,13 +146,13 @@ class Ladder:
             "folder": str(self.folder),
             "go": self.exit is Exit.OK,
             "reason": self.reason,
-            "rungs": [one.as_json() for one in self.standings],
+            "rungs": [standing.as_json() for standing in self.standings],
             "estimate": self.estimate and asdict(self.estimate),
             "report": None if self.page is None else str(self.page),
         }
 
     def write(self) -> None:
-        """`ladder.json`. Raises NotReady where it cannot be written."""
+        """Write `ladder.json`. Raises NotReady if that is impossible."""
         stage = self.stage
         record = {
             "version": 1,
@@ -159,14 +167,19 @@ class Ladder:
 
 
 def label(gpus: int) -> str:
-    return f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else "CPU"
+    if gpus == 0:
+        return "CPU"
+    return "1 GPU" if gpus == 1 else f"{gpus} GPUs"
 
 
 def _short_label(gpus: int) -> str:
     return f"{gpus}gpu" if gpus else "cpu"
 
 
-def terms(gpus: Sequence[int], *, price: float | None, rows: int | None, row_tokens: str | None) -> ForecastOptions:
+def terms(
+    gpus: Sequence[int], *, price: float | None, rows: int | None, row_tokens: str | None
+) -> ForecastOptions:
+    """What the full run is forecast by. Raises UsageError."""
     if price is not None and not 0 < price < math.inf:
         raise usage("bad-price", f"--price is more than 0, not {price:g}")
     if price is not None and not any(gpus):
@@ -177,111 +190,147 @@ def terms(gpus: Sequence[int], *, price: float | None, rows: int | None, row_tok
 
 
 def plan_rungs(
-    request: Request, gpus: Sequence[int], *, steps: int, terms: ForecastOptions, scope: Scope = Scope.START
+    request: Request,
+    gpus: Sequence[int],
+    *,
+    steps: int,
+    terms: ForecastOptions,
+    scope: Scope = Scope.START,
 ) -> Ladder:
-    """All rungs, validated and planned before the first starts. Raises InvalidConfig, NotReady or UsageError."""
+    """All rungs, validated and planned before the first starts.
+
+    Raises InvalidConfig, NotReady or UsageError.
+    """
     resolved = collect.collect(replace(request, gpus=max(gpus)), scope)
-    stage, root = resolved.stage, rundir.runs_root()
-    visible = None if resolved.look is None else len(resolved.look.visible)
-    if visible is not None and max(gpus) > visible:
+    stage = resolved.stage
+    if resolved.look is not None and max(gpus) > len(resolved.look.visible):
+        visible = len(resolved.look.visible)
         message = f"the rung of {label(max(gpus))} needs more than the {visible} here"
         raise not_ready("too-few-gpus", message, f"--gpus up to {visible}; 0 trains on the CPU")
-    plans = {count: check.settle(resolved, gpus=count, rows=terms.rows) for count in gpus}
-    # all rungs read the same slice: that of the one with most rows a step
-    batch = max(planned.global_batch for planned in plans.values())
-    findings = [finding for planned in plans.values() for finding in planned.stage.findings]
+    full = {count: check.settle(resolved, gpus=count, rows=terms.rows) for count in gpus}
+    findings = [finding for plan in full.values() for finding in plan.stage.findings]
     if errors(findings):
         raise InvalidConfig(tuple(dict.fromkeys(findings)))
     findings += short_findings(stage, steps)
+    # all rungs read the same slice: that of the one with most rows a step
+    batch = max(plan.global_batch for plan in full.values())
+    root = rundir.runs_root()
     rungs = []
     for count in gpus:
-        output = root / _MODELS / _short_label(count)
         name = json.dumps(f"{stage.name}-{_short_label(count)}", ensure_ascii=False)
-        # nobody looks on, and the next rung waits
-        watched = () if stage.config.options.get("on_hang") is not None else ("on_hang=stop",)
-        shorter = (*short_overrides(stage, steps=steps, output=output, batch=batch), f"name={name}", *watched)
-        changes, notes = _without_deepspeed(stage, request, count)
-        short = resolved.with_overrides(*shorter, *changes, gpus=count, fresh=True, strict=False)
+        output = root / _MODELS / _short_label(count)
+        overrides = [*short_overrides(stage, steps=steps, output=output, batch=batch)]
+        overrides.append(f"name={name}")
+        if stage.config.options.get("on_hang") is None:
+            # nobody looks on, and the next rung waits
+            overrides.append("on_hang=stop")
+        deepspeed = _deepspeed_finding(stage, request, count)
+        if deepspeed is not None:
+            findings.append(deepspeed)
+            if deepspeed.code == "deepspeed-off":
+                overrides.append("deepspeed=none")
+        short = resolved.with_overrides(*overrides, gpus=count, fresh=True, strict=False)
         # a rung that a killed command left may have the GPUs: it is ended later
-        prepared = prepare.complete(short.without_gpus())
-        known = _predicted(prepared.plan, resolved, terms)
-        rungs.append(prepared)
-        # what the short stage is told of itself is not about the file
-        findings += [*notes, *(known.findings if known is not None else ())]
-        findings += [one for one in (*prepared.plan.findings, *prepared.warnings) if one.severity != "note"]
-    sizes = {label(rung.plan.gpus): rung.plan.global_batch for rung in rungs}
-    if len(set(sizes.values())) > 1:
-        each = ", ".join(f"{rows} on {name}" for name, rows in sizes.items())
-        message = f"the rungs train with different global batches: {each}"
-        help = "`batch: {global: N, per_device: M}` keeps it, and accumulation follows from --gpus"
-        place = stage.config.origin("batch").place
-        findings.append(launch_finding("warning", "batch-not-constant", message, help, key="batch.global", **place))
-    if stopping := errors(findings, strict=request.strict):
+        rung = prepare.complete(short.without_gpus())
+        rungs.append(rung)
+        predicted = _predict(rung.plan, resolved, terms)
+        if predicted is not None:
+            findings += predicted.findings
+        # notes on the short stage are not about the file
+        for finding in (*rung.plan.findings, *rung.warnings):
+            if finding.severity != "note":
+                findings.append(finding)
+    findings += _batch_findings(stage, rungs)
+    stopping = errors(findings, strict=request.strict)
+    if stopping:
         raise InvalidConfig(stopping)
     # a dry run reads no model and no data
-    key = _key(resolved, plans[gpus[0]], steps) if resolved.packages is not None else ""
+    key = "" if resolved.packages is None else _key(resolved, full[gpus[0]], steps)
+    name = stage.config.redactor.redact(stage.name)
     return Ladder(
         resolved=resolved,
-        plans=plans,
+        plans=full,
         rungs=tuple(rungs),
         steps=steps,
         terms=terms,
-        campaign=experiment.Campaign(kind="ladder", key=key, name=stage.config.redactor.redact(stage.name), root=root),
+        campaign=experiment.Campaign(kind="ladder", key=key, name=name, root=root),
         findings=tuple(dict.fromkeys(findings)),
     )
 
 
-def _key(resolved: Facts, planned: Plan, steps: int) -> str:
-    """The same for the same stage, source, content, length, packages and kind of GPU, whatever the rungs."""
-    stage, present = resolved.stage, () if resolved.look is None else resolved.look.present
-    options = stage.config.options.items()
+def _batch_findings(stage: Stage, rungs: Sequence[Prepared]) -> list[Finding]:
+    sizes = {label(rung.plan.gpus): rung.plan.global_batch for rung in rungs}
+    if len(set(sizes.values())) == 1:
+        return []
+    each = ", ".join(f"{rows} on {name}" for name, rows in sizes.items())
+    message = f"the rungs train with different global batches: {each}"
+    help = "`batch: {global: N, per_device: M}` keeps it, and accumulation follows from --gpus"
+    place = stage.config.origin("batch").place
+    key = "batch.global"
+    return [launch_finding("warning", "batch-not-constant", message, help, key=key, **place)]
+
+
+def _key(resolved: Facts, plan: Plan, steps: int) -> str:
+    """The same for the same stage, source, content, length, packages and GPU, for any rungs."""
+    stage = resolved.stage
+    options = dict(stage.config.options)
+    for name in _NOT_IN_KEY:
+        options.pop(name, None)
+    present = resolved.look.present if resolved.look else ()
     about = {
-        "options": {key: value for key, value in options if key not in _OTHERWISE},
+        "options": options,
         "args": dict(stage.args),
         "steps": steps,
         "source": stage.upstream.as_json(),
         # data, model and code are the same for every number of GPUs
-        "contents": inputs.of_plan(planned),
+        "contents": inputs.of_plan(plan),
         "gpu": present[0].name if present else None,
         "packages": {name: resolved.trainer.packages.get(name) for name in python.DECISIVE},
     }
     return experiment.key_of(about)
 
 
-def _predicted(planned: Plan, resolved: Facts, terms: ForecastOptions) -> forecast.Estimate | None:
-    """The forecast for one rung; None on the CPU, and where shape or row lengths are not known."""
-    if not planned.gpus:
+def _predict(plan: Plan, resolved: Facts, terms: ForecastOptions) -> forecast.Estimate | None:
+    """The forecast for one rung; None on the CPU, and if shape or row lengths are unknown."""
+    if not plan.gpus:
         return None
     try:
-        return forecast.of_plan(planned, resolved.trainer.packages, terms)
+        return forecast.of_plan(plan, resolved.trainer.packages, terms)
     except (LaunchError, OSError):
         return None
 
 
-def _without_deepspeed(stage: Stage, request: Request, gpus: int) -> tuple[list[str], list[Finding]]:
-    options = stage.options
-    named = any(text.startswith(_NAMES_DEEPSPEED) for text in request.overrides)
-    if gpus != 1 or options.deepspeed is None or named:
-        return [], []
-    # one process shards nothing: all that DeepSpeed can save there is what it keeps on the host
-    keep = "offload" in options.deepspeed_name
-    why = f"`{options.deepspeed_name}` keeps on the host what the card may not hold"
+def _deepspeed_finding(stage: Stage, request: Request, gpus: int) -> Finding | None:
+    """Whether DeepSpeed stays on one GPU (`deepspeed-kept`, `deepspeed-off`); else None.
+
+    One process shards nothing: DeepSpeed saves only what it keeps on the host.
+    """
+    name = stage.options.deepspeed_name
+    is_named = any(text.startswith(_NAMES_DEEPSPEED) for text in request.overrides)
+    if gpus != 1 or stage.options.deepspeed is None or is_named:
+        return None
+    place = stage.config.origin("deepspeed").place
+    why = None
+    if "offload" in name:
+        why = f"`{name}` keeps on the host what the card may not hold"
     if stage.entry.needs_process_group:
-        keep = True
         barrier = rendered("dpo_utils.py::build_reference_logprobs_cache[dist.barrier #1]")
         why = f"without it one process has no process group ({barrier})"
-    place: dict[str, Any] = {"key": "deepspeed", **stage.config.origin("deepspeed").place}
-    if keep:
-        return [], [launch_finding("note", "deepspeed-kept", f"DeepSpeed stays on one GPU: {why}", **place)]
+    if why is not None:
+        message = f"DeepSpeed stays on one GPU: {why}"
+        return launch_finding("note", "deepspeed-kept", message, key="deepspeed", **place)
     message = "DeepSpeed is off on one GPU, where it would shard nothing"
-    help = f"`deepspeed={options.deepspeed_name}` on the command line keeps it"
-    return ["deepspeed=none"], [launch_finding("note", "deepspeed-off", message, help, **place)]
+    help = f"`deepspeed={name}` on the command line keeps it"
+    return launch_finding("note", "deepspeed-off", message, help, key="deepspeed", **place)
 
 
-def climb(ladder: Ladder, *, fresh: bool = False, allow_unproven: bool = False, quiet: bool = False) -> None:
+def climb(
+    ladder: Ladder, *, fresh: bool = False, allow_unproven: bool = False, quiet: bool = False
+) -> None:
     """Run the rungs that have not passed yet, in turn, until one does not.
 
-    INT and TERM stop the rung that runs, and nothing follows; a terminal that goes stops nothing. Raises NotReady.
+    INT and TERM stop the rung that runs, and nothing follows; losing the terminal stops nothing.
+    Raises NotReady.
     """
     with ladder.campaign.opened(fresh=fresh) as ladder.folder:
         ladder.records = dict(Record(rundir.read_json(ladder.folder / RECORD)).part("rungs"))
@@ -293,10 +342,11 @@ def climb(ladder: Ladder, *, fresh: bool = False, allow_unproven: bool = False, 
                     break
         if stop.requested:
             ladder.exit = Exit.INTERRUPTED
-            ladder.reason = f"{label(ladder.rungs[len(ladder.standings)].plan.gpus)}: interrupted"
+            rung = ladder.rungs[len(ladder.standings)]
+            ladder.reason = f"{label(rung.plan.gpus)}: interrupted"
         if ladder.exit is Exit.OK:
             ladder.estimate = _estimate(ladder, ladder.standings[-1])
-        runs = [Path(str(one.record.get("run"))) for one in ladder.standings]
+        runs = [Path(str(standing.record.get("run"))) for standing in ladder.standings]
         with contextlib.suppress(LaunchError):
             ladder.page = experiment.page(runs, ladder.folder / "report.html", _lead(ladder))
 
@@ -307,19 +357,9 @@ def _climb(ladder: Ladder, rung: Prepared, *, allow_unproven: bool, quiet: bool)
     standing = _standing(ladder, gpus, allow_unproven=allow_unproven)
     if standing is None or not standing.passed:
         if not quiet:
-            console.say(f"rung {len(ladder.standings) + 1} of {len(ladder.rungs)}: {label(gpus)}")
-        place = f"{rung.plan.stage.entry.names.output}={spelt(str(ladder.folder / _MODELS / _short_label(gpus)))}"
-        prepared = prepare.complete(rung.facts.with_overrides(place, runs=ladder.folder).look_again())
-        if not quiet:
-            # its findings were shown with those of all rungs
-            console.print_plan(prepared.plan, prepared.folder.console(prepared.attempt))
-        outcome = experiment.of_prepared(prepared)
-        # the weights after so few steps are of no use, and large
-        shutil.rmtree(ladder.folder / _MODELS, ignore_errors=True)
-        if outcome.interrupted:
-            raise KeyboardInterrupt
-        facts = _facts(prepared, outcome, ladder)
-        ladder.records[str(gpus)] = {**outcome.as_json(), "facts": asdict(facts)}
+            number = len(ladder.standings) + 1
+            console.say(f"rung {number} of {len(ladder.rungs)}: {label(gpus)}")
+        ladder.records[str(gpus)] = _run(ladder, rung, quiet=quiet)
         ladder.write()
         standing = _standing(ladder, gpus, allow_unproven=allow_unproven)
         assert standing is not None
@@ -327,96 +367,134 @@ def _climb(ladder: Ladder, rung: Prepared, *, allow_unproven: bool, quiet: bool)
     ladder.standings.append(standing)
     if not standing.passed:
         reds = "; ".join(flag.text for flag in standing.flags if flag.colour == "red")
-        crashed = standing.record.get("exit") == Exit.TRAINING
-        ladder.exit, ladder.reason = Exit.TRAINING if crashed else Exit.VERDICT, f"{label(gpus)}: {reds}"
+        ladder.reason = f"{label(gpus)}: {reds}"
+        ladder.exit = Exit.VERDICT
+        if standing.record.get("exit") == Exit.TRAINING:
+            ladder.exit = Exit.TRAINING
+
+
+def _run(ladder: Ladder, rung: Prepared, *, quiet: bool) -> dict[str, Any]:
+    """The record of a rung that is run now. Raises KeyboardInterrupt."""
+    models = ladder.folder / _MODELS
+    output = spelt(str(models / _short_label(rung.plan.gpus)))
+    place = f"{rung.plan.stage.entry.names.output}={output}"
+    facts = rung.facts.with_overrides(place, runs=ladder.folder)
+    prepared = prepare.complete(facts.look_again())
+    if not quiet:
+        # its findings were shown with those of all rungs
+        console.print_plan(prepared.plan, prepared.folder.console(prepared.attempt))
+    outcome = experiment.of_prepared(prepared)
+    # weights after so few steps are useless, and large
+    shutil.rmtree(models, ignore_errors=True)
+    if outcome.interrupted:
+        raise KeyboardInterrupt
+    return {**outcome.as_json(), "facts": asdict(_facts(prepared, outcome, ladder))}
 
 
 def _standing(ladder: Ladder, gpus: int, *, allow_unproven: bool) -> Standing | None:
-    """What the gates say of a rung by its record; None where there is none, or it cannot be read."""
-    known = as_mapping(ladder.records.get(str(gpus)))
+    """What the gates say of a rung by its record; None without one that can be read."""
+    record = dict(as_mapping(ladder.records.get(str(gpus))))
     try:
-        facts = RungFacts.from_json(known["facts"])
-    except (AttributeError, KeyError, TypeError, ValueError):
+        facts = RungFacts.from_json(record.pop("facts", None))
+    except ValueError:
         return None
+    record.pop("metrics", None)
     if facts.unproven is not None and not allow_unproven:
         facts = replace(facts, failed=f"unproven: {facts.unproven}", unproven=None)
+    earlier = [standing.facts for standing in ladder.standings]
     # a GPU is not measured against a CPU
-    alike = (one.facts for one in ladder.standings if one.facts.accelerated == facts.accelerated)
-    base = next(alike, facts)
+    alike = [rung for rung in earlier if rung.accelerated == facts.accelerated]
+    base = alike[0] if alike else facts
     return Standing(
         gpus=gpus,
         facts=facts,
         flags=tuple(gates.judge(facts, ladder.stage.options.gates, base)),
         efficiency=gates.efficiency(facts, base),
         before=True,
-        record={key: value for key, value in known.items() if key not in ("facts", "metrics")},
+        record=record,
     )
 
 
 def _lead(ladder: Ladder) -> Lead:
+    flags = []
+    for standing in ladder.standings:
+        rung = label(standing.gpus)
+        for flag in standing.flags:
+            flags.append({"rung": rung, "gate": flag.gate, "is": flag.colour, "why": flag.text})
+    lines = []
+    if ladder.reason:
+        lines.append(f"no-go: {ladder.reason}")
+    if ladder.estimate is not None:
+        lines.append(ladder.estimate.line())
     go = ladder.exit is Exit.OK
-    flags = [
-        {"rung": label(one.gpus), "gate": flag.gate, "is": flag.colour, "why": flag.text}
-        for one in ladder.standings
-        for flag in one.flags
-    ]
-    lines = [f"no-go: {ladder.reason}"] if ladder.reason else []
-    lines += [ladder.estimate.line()] if ladder.estimate is not None else []
     return Lead(
         title=f"ladder {ladder.stage.name}",
         decision="go" if go else "no-go",
         colour="pass" if go else "fail",
-        tables=([_row(one) for one in ladder.standings], flags),
+        tables=([_row(standing) for standing in ladder.standings], flags),
         lines=lines,
     )
 
 
 def _facts(prepared: Prepared, outcome: experiment.Outcome, ladder: Ladder) -> RungFacts:
-    metrics, ran, verdict = outcome.verdict.metrics, outcome.plan, outcome.verdict
+    plan = outcome.plan
+    verdict = outcome.verdict
+    metrics = verdict.metrics
     rows = files.read_lines(outcome.run.metrics)
-    seconds = [row["seconds"] for row in rows if isinstance(row.get("seconds"), int | float)]
-    # by now the row lengths are known, where they were not before
-    known = _predicted(prepared.plan, ladder.resolved, ladder.terms)
-    doubt = verdict.status == "unproven" and outcome.exit is Exit.VERDICT
-    unproven = outcome.reason if doubt else None
-    passed = outcome.exit is Exit.OK or unproven is not None
-    # the rung itself expects no trend: it is too short for what a verdict asks
-    falling = ladder.stage.options.expect.get("trend") == "falling"
-    trends = (point.state for point in verdict.points if point.name == "trend" and falling)
-    slots = () if prepared.start.devices is None or not ran.gpus else prepared.start.devices.slots
+    seconds = _column(rows, ("seconds",))
+    failed = outcome.reason
+    unproven = None
+    if verdict.status == "unproven" and outcome.exit is Exit.VERDICT:
+        failed = None
+        unproven = outcome.reason
+    # row lengths may have become known by the run
+    predicted = _predict(prepared.plan, ladder.resolved, ladder.terms)
+    trend = None
+    if ladder.stage.options.expect.get("trend") == "falling":
+        # the rung itself expects no trend: it is too short for what a verdict asks
+        trend = {point.name: point.state for point in verdict.points}.get("trend")
+    memory = []
+    if plan.gpus and prepared.start.devices is not None:
+        memory = [slot.gpu.memory_mib / 1024 for slot in prepared.start.devices.slots]
     return RungFacts(
-        stage=ran.stage.options.stage,
-        devices=ran.processes,
-        accelerated=bool(ran.gpus),
+        stage=plan.stage.options.stage,
+        devices=plan.processes,
+        accelerated=bool(plan.gpus),
         losses=_column(rows, ("loss",)),
         norms=_column(rows, ("grad_norm",)),
         accuracies=_column(rows, REWARDS["rewards_accuracy"]),
         margins=_column(rows, REWARDS["rewards_margin"]),
         nonfinite=tuple(int(row["step"]) for row in rows if row.get("finite") is False),
-        tokens_per_second=metrics.get("tokens_per_second") or metrics.get("logged_tokens_per_second"),
+        tokens_per_second=metrics.get("tokens_per_second")
+        or metrics.get("logged_tokens_per_second"),
         step_seconds=usual_step(seconds[len(seconds) // 5 :]),
         allocated_gib=metrics.get("peak_allocated_gib"),
         reserved_gib=metrics.get("peak_reserved_gib"),
-        planned_gib=None if known is None or known.memory is None else known.memory.peak,
-        card_gib=min((slot.gpu.memory_mib / 1024 for slot in slots), default=None),
-        starts_at_ln2=_starts_at_ln2(ran.stage),
-        failed=None if passed else outcome.reason,
+        planned_gib=predicted.memory.peak if predicted and predicted.memory else None,
+        card_gib=min(memory, default=None),
+        starts_at_ln2=_starts_at_ln2(plan.stage),
+        failed=failed,
         unproven=unproven,
-        trend=next(trends, None),
+        trend=trend,
     )
 
 
 def usual_step(seconds: Sequence[float]) -> float | None:
-    """The mean, so that steps of long rows count, but without those that something else held up."""
+    """The mean, so that steps of long rows count, without steps that something else held up."""
     if not seconds:
         return None
     most = 3 * statistics.median(seconds)
-    return statistics.fmean(one for one in seconds if one <= most)
+    return statistics.fmean(value for value in seconds if value <= most)
 
 
 def _column(rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> tuple[float, ...]:
-    values = (next((row[name] for name in names if name in row), None) for row in rows)
-    return tuple(float(one) for one in values if isinstance(one, int | float))
+    """The numbers of each row under the first of these names that it has."""
+    column = []
+    for row in rows:
+        present = [row[name] for name in names if name in row]
+        if present and isinstance(present[0], int | float):
+            column.append(float(present[0]))
+    return tuple(column)
 
 
 def _starts_at_ln2(stage: Stage) -> bool:
@@ -425,25 +503,34 @@ def _starts_at_ln2(stage: Stage) -> bool:
     if not stage.schema.pairs or values.get("load_balancing_loss"):
         return False
     kinds = values.get("loss_type")
-    names = {str(getattr(k, "value", k)) for k in (kinds if isinstance(kinds, list) else [kinds])}
+    if not isinstance(kinds, list):
+        kinds = [kinds]
+    names = {str(getattr(kind, "value", kind)) for kind in kinds}
     return names <= {"dpo", "dpo_norm", "sigmoid"}
 
 
 def _estimate(ladder: Ladder, top: Standing) -> FullRun:
-    stage, step, terms = ladder.stage, top.facts.step_seconds, ladder.terms
+    stage = ladder.stage
+    terms = ladder.terms
+    step = top.facts.step_seconds
     whole = ladder.plans[top.gpus]
-    known = _predicted(whole, ladder.resolved, terms)
-    repacked = plan.repacks(stage, stage.values)
-    if known is not None:
-        steps = known.steps
+    repacked = stage.entry.repacks(stage.values)
+    predicted = _predict(whole, ladder.resolved, terms)
+    if predicted is not None:
+        steps = predicted.steps
     else:
-        # of rows whose lengths are not known nobody can say how many packed ones they come to
+        # how many packed rows they come to depends on their lengths
         row_lengths = lengths.parse(terms.row_tokens) if repacked and terms.row_tokens else None
         _, _, steps = forecast.counted(whole, row_lengths, terms)
-    if step is None or not steps:
-        options = ["--rows N"] if whole.rows is None else []
-        options += ["--row-tokens MEAN:MAX"] if repacked and terms.row_tokens is None else []
-        why = f"its steps are not known: {' and '.join(options)}" if step else "no step was timed"
+    if not step:
+        return FullRun(gpus=top.gpus, steps=steps, formula="no step was timed")
+    if not steps:
+        options = []
+        if whole.rows is None:
+            options.append("--rows N")
+        if repacked and terms.row_tokens is None:
+            options.append("--row-tokens MEAN:MAX")
+        why = f"its steps are not known: {' and '.join(options)}"
         return FullRun(gpus=top.gpus, steps=steps, formula=why)
     seconds = steps * step
     formula = f"{steps:,} steps x {step:.3g} s, as measured"
@@ -454,23 +541,30 @@ def _estimate(ladder: Ladder, top: Standing) -> FullRun:
         seconds += whole.rows / whole.global_batch * step / 3
         formula += f", and {whole.rows:,} rows through the reference"
     hours = seconds / 3600
-    # a price is for GPUs
-    cost = hours * (terms.price or 0) * top.facts.devices if terms.price is not None and top.gpus else None
+    cost = None
+    if terms.price is not None and top.gpus:
+        cost = hours * terms.price * top.facts.devices
     return FullRun(gpus=top.gpus, steps=steps, hours=hours, cost=cost, formula=formula)
 
 
 def show(ladder: Ladder) -> None:
     say = functools.partial(console.say, redactor=ladder.redactor)
-    if rows := [_row(one) for one in ladder.standings]:
+    rows = [_row(standing) for standing in ladder.standings]
+    if rows:
         console.print_table(rows, tuple(rows[0]), ladder.redactor)
-    flags = [(label(one.gpus), flag) for one in ladder.standings for flag in one.flags if flag.colour != "green"]
-    for name, flag in flags:
-        say(f"  {name}: {flag.colour}[{flag.gate}] {flag.text}")
-    if ladder.exit is Exit.OK:
-        say("go" + (f", with {len(flags)} yellow flag(s)" if flags else ""))
-    else:
+    yellow = 0
+    for standing in ladder.standings:
+        for flag in standing.flags:
+            if flag.colour != "green":
+                yellow += 1
+                say(f"  {label(standing.gpus)}: {flag.colour}[{flag.gate}] {flag.text}")
+    if ladder.exit is not Exit.OK:
         say(f"no-go: {ladder.reason}")
         say("the same command continues at this rung; --fresh starts over")
+    elif yellow:
+        say(f"go, with {yellow} yellow flag(s)")
+    else:
+        say("go")
     if ladder.estimate is not None:
         say(ladder.estimate.line())
     say(f"ladder: {ladder.folder}")
@@ -478,25 +572,32 @@ def show(ladder: Ladder) -> None:
         say(f"report: {ladder.page}")
 
 
-def _row(one: Standing) -> dict[str, Any]:
-    facts, record, losses = one.facts, one.record, one.facts.losses
-    word = "go" if one.passed else "no-go"
+def _row(standing: Standing) -> dict[str, Any]:
+    facts = standing.facts
+    record = standing.record
+    loss = None
+    if facts.losses:
+        loss = f"{facts.losses[0]:.4g} -> {facts.losses[-1]:.4g}"
+    verdict = "go" if standing.passed else "no-go"
+    if standing.before:
+        verdict += " (before)"
     return {
-        "rung": label(one.gpus),
+        "rung": label(standing.gpus),
         "batch": f"{record.get('per_device')} x {record.get('accumulation')} x {facts.devices}",
-        "loss": f"{losses[0]:.4g} -> {losses[-1]:.4g}" if losses else None,
+        "loss": loss,
         "tokens/s": _shown(facts.tokens_per_second, ",.0f"),
-        "efficiency": _shown(one.efficiency, ".0%"),
+        "efficiency": _shown(standing.efficiency, ".0%"),
         "peak GiB": _shown(facts.allocated_gib, ".1f"),
         "planned GiB": _shown(facts.planned_gib, ".1f"),
-        "verdict": f"{word} (before)" if one.before else word,
+        "verdict": verdict,
     }
 
 
 def _time(hours: float) -> str:
     if hours >= 0.1:
         return f"{hours:.2f} h"
-    return f"{hours * 60:.1f} min" if hours * 60 >= 1 else f"{hours * 3600:.1f} s"
+    minutes = hours * 60
+    return f"{minutes:.1f} min" if minutes >= 1 else f"{minutes * 60:.1f} s"
 
 
 def _shown(value: float | None, form: str) -> str | None:

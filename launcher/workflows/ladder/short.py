@@ -1,7 +1,6 @@
 """A stage, short and without consequences: what `launch ladder`, `bench` and `tune` train."""
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,130 +15,150 @@ from launcher.upstream.schema import Values
 RESERVE = 1.25
 """Rows cut for each that is trained on: upstream leaves out those with nothing to learn."""
 FEWEST_ROWS = 64
+SHORTEST_MEAN = 64
+"""Tokens of a chat, at the least, averaged over a data set: what fills a packed row is cut by it."""
 ASSUMED_DEVICES = 8
-"""Taken where neither the caller nor `batch:` says how many rows a step takes."""
+"""Taken if neither the caller nor `batch:` says how many rows a step takes."""
 
 
-def short_overrides(stage: Stage, *, steps: int, output: Path, batch: int | None = None) -> tuple[str, ...]:
+def short_overrides(
+    stage: Stage, *, steps: int, output: Path, batch: int | None = None
+) -> tuple[str, ...]:
     """`key=value` texts after which training does exactly `steps` optimizer steps into `output`.
 
-    What stays: model, precision, batch, DeepSpeed, kernels, the peak learning rate. What changes: it reads a
-    slice of the data where upstream can cut one, uploads, evaluates and tracks nothing, saves no checkpoint
-    and writes every loss down. The final model is saved: no argument of either backend leaves it out (the
-    probe does, for `bench` and `tune`). The learning rate goes through its whole schedule, which neither
-    backend counts otherwise than the steps (finetune.py::main[num_training_steps_for_scheduler =]): such runs compare
-    with each other, on any number of GPUs, and not with the first steps of the full run.
+    Model, precision, batch, DeepSpeed, kernels and the peak learning rate stay. The run reads a
+    slice of the data if upstream can cut one, uploads, evaluates and tracks nothing, saves no
+    checkpoint and logs every loss. The final model is saved: no argument of either trainer leaves
+    it out (the probe does, for `bench` and `tune`). The learning rate goes through its whole
+    schedule, which neither trainer counts otherwise than the steps
+    (finetune.py::main[num_training_steps_for_scheduler =]): such runs compare with each other, on
+    any number of GPUs, and not with the first steps of the full run.
 
-    `batch` is the rows of one step, where `batch:` does not say so. Several numbers of GPUs share a
-    tokenised slice where they are given the largest of theirs. Data sets are cut in proportion; one
-    whose size is not known here is cut to a count, which upstream fills up by repeating rows where it
-    has fewer.
+    `batch` is the rows of one step, if `batch:` does not say so. Several numbers of GPUs share a
+    tokenised slice if they get the largest of theirs. Data sets are cut in proportion; one of
+    unknown size is cut to a count, which upstream fills up by repeating rows if it has fewer.
     """
-    names, values = stage.entry.names, stage.values
+    names = stage.entry.names
+    values = stage.values
     changes: dict[str, Any] = {names.max_steps: steps, names.logging_steps: 1}
     if "checkpointing_steps" in stage.schema.fields:
         # DPO's is a number, which no run of so many steps comes to
         changes["checkpointing_steps"] = steps + 1
-    listed = values.get(names.data) if stage.entry.mixes else None
-    words = [str(word) for word in listed] if isinstance(listed, list) else []
-    # None where they cannot be counted here
-    pairs = [words[at : at + 2] for at in range(0, len(words), 2)]
-    sizes = [plan.count_rows(stage, Values(stage.schema, {names.data: pair})) for pair in pairs]
-    if words and (cut := _cut(words, sizes, rows_needed(stage, steps, batch))):
-        changes[names.data] = cut
-    warm = values.get("warmup_steps")
-    if isinstance(warm, int | float) and warm >= 1:
-        step = batch or (stage.options.batch and stage.options.batch.total)
-        rows = plan.count_rows(stage, values) if step else None
-        full = plan.total_steps(stage, values, rows, step or 1)
-        # the share that it has of the full run; where that is not known, never most of this one
-        changes["warmup_steps"] = min(int(warm), round(steps * warm / full) if full else steps // 10)
-    changes |= {**_harmless(stage), names.output: str(output)}
-    # what a slice, or a run that is too short for it, cannot be asked for
-    expected = [point.name for point in POINTS if point.full_length and point.name in stage.options.expect]
-    return (*(f"{k}={spelt(v)}" for k, v in changes.items()), *(f"expect.{name}=any" for name in expected))
+    mixture = _cut_mixture(stage, rows_needed(stage, steps, batch))
+    if mixture:
+        changes[names.data] = mixture
+    warm_up = values.get("warmup_steps")
+    if isinstance(warm_up, int | float) and warm_up >= 1:
+        batch = _batch_rows(stage, batch)
+        rows = plan.count_rows(stage, values) if batch else None
+        full = plan.total_steps(stage, values, rows, batch or 1)
+        # its share of the full run; if that is unknown, never most of this one
+        short = round(steps * warm_up / full) if full else steps // 10
+        changes["warmup_steps"] = min(int(warm_up), short)
+    changes |= _harmless(stage)
+    changes[names.output] = str(output)
+    overrides = [f"{name}={spelt(value)}" for name, value in changes.items()]
+    for point in POINTS:
+        # a slice, or so short a run, cannot prove these
+        if point.full_length and point.name in stage.options.expect:
+            overrides.append(f"expect.{point.name}=any")
+    return tuple(overrides)
+
+
+def _batch_rows(stage: Stage, batch: int | None) -> int | None:
+    if batch or stage.options.batch is None:
+        return batch
+    return stage.options.batch.total
 
 
 def short_findings(stage: Stage, steps: int) -> tuple[Finding, ...]:
-    """What is not as small as it should be, and what such a run cannot show; notes."""
-    schedule = _note(
-        stage,
-        "short-schedule",
-        "learning_rate",
-        f"the learning rate goes through warm-up and decay within {steps} steps: losses compare with "
-        "those of other short runs, not with the first steps of the full one",
+    """Notes on what is not as small as it should be, and what such a run cannot show."""
+    notes = []
+    rows = plan.count_rows(stage, stage.values)
+    needed = rows_needed(stage, steps)
+    is_cut = stage.entry.mixes or stage.values.get("dataset_streaming")
+    if not is_cut and (rows is None or rows > 2 * needed):
+        amount = "all rows" if rows is None else f"all {rows:,} rows"
+        cited = rendered("trl/scripts/sft.py::main[train_dataset=dataset]")
+        message = (
+            f"{amount} are tokenised for {steps} steps: TRL takes a split whole, "
+            f"`train[:{needed}]` is not the name of one ({cited})"
+        )
+        help = "it trains on no more than it needs; the tokenised rows are cached for the full run"
+        notes.append(_note(stage, "uncut-data", stage.entry.names.data, message, help))
+    message = (
+        f"the learning rate goes through warm-up and decay within {steps} steps: losses compare "
+        "with those of other short runs, not with the first steps of the full one"
     )
-    if stage.entry.mixes or stage.values.get("dataset_streaming"):
-        return (schedule,)
-    rows, needed = plan.count_rows(stage, stage.values), rows_needed(stage, steps)
-    if rows is not None and rows <= 2 * needed:
-        return (schedule,)
-    cited = rendered("trl/scripts/sft.py::main[train_dataset=dataset]")
-    cited = rendered("trl/scripts/sft.py::main[train_dataset=dataset]")
-    uncut = _note(
-        stage,
-        "uncut-data",
-        stage.entry.names.data,
-        f"{'all rows' if rows is None else f'all {rows:,} rows'} are tokenised for {steps} steps: TRL takes a split "
-        f"whole, `train[:{needed}]` is not the name of one ({cited})",
-        "it trains on no more than it needs; the tokenised rows are cached for the full run",
-    )
-    return (uncut, schedule)
+    notes.append(_note(stage, "short-schedule", "learning_rate", message))
+    return tuple(notes)
 
 
 def rows_needed(stage: Stage, steps: int, batch: int | None = None) -> int:
     """Rows to cut for that many steps, reserve included."""
-    step = batch or (stage.options.batch and stage.options.batch.total)
-    if not step:
-        names, values = stage.entry.names, stage.values
-        own = stage.options.batch and stage.options.batch.per_device
-        step = (own or int(values[names.per_device])) * int(values[names.accumulation]) * ASSUMED_DEVICES
-    return max(FEWEST_ROWS, math.ceil(steps * step * RESERVE) + step)
+    rows = _batch_rows(stage, batch)
+    if not rows:
+        names = stage.entry.names
+        per_device = stage.options.batch and stage.options.batch.per_device
+        rows = per_device or int(stage.values[names.per_device])
+        rows *= int(stage.values[names.accumulation]) * ASSUMED_DEVICES
+    needed = math.ceil(steps * rows * RESERVE) + rows
+    limit = stage.values.get(stage.entry.names.max_length)
+    if stage.entry.packing == "always" and isinstance(limit, int):
+        # a step counts packed rows, and each holds as many samples as fit
+        needed *= math.ceil(limit / SHORTEST_MEAN)
+    return max(FEWEST_ROWS, needed)
 
 
-def _cut(listed: Sequence[str], sizes: Sequence[int | None], needed: int) -> tuple[str, ...] | None:
-    """A mixer list cut to about so many rows in all; None where it has no more than that already.
+def _cut_mixture(stage: Stage, needed: int) -> list[str]:
+    """The stage's mixer list cut to about `needed` rows in all; empty if there is nothing to cut.
 
-    `sizes` are the rows that each entry gives, None where that is not known. Sets keep their
-    proportions as far as they are known; of the rest each gets its part by the shares asked for. No set
-    that had any rows loses all, and none gets more than it had.
+    Sets keep their proportions as far as their sizes are known; of the rest each gets its part by
+    the shares asked for. No set that had any rows loses all, and none gets more than it had.
     """
-    known = sum(size for size in sizes if size is not None)
-    if None not in sizes and known <= needed:
-        return None
-    entries = list(zip(listed[::2], listed[1::2], sizes, strict=True))
-    shares = math.fsum(float(amount) for _, amount, size in entries if size is None)
-    # where some are not known, each set counts as much as any other
-    unknown = max(needed * sum(size is None for size in sizes) / len(sizes), needed - known)
-    words = []
+    key = stage.entry.names.data
+    listed = stage.values.get(key)
+    if not stage.entry.mixes or not isinstance(listed, list):
+        return []
+    words = [str(word) for word in listed]
+    entries = []
+    for name, amount in zip(words[::2], words[1::2], strict=True):
+        # None if they cannot be counted here
+        size = plan.count_rows(stage, Values(stage.schema, {key: [name, amount]}))
+        entries.append((name, amount, size))
+    known = sum(size for _, _, size in entries if size is not None)
+    shares = [float(amount) for _, amount, size in entries if size is None]
+    if not entries or (not shares and known <= needed):
+        return []
+    # sets of unknown size count as much as any others
+    rest = max(needed * len(shares) / len(entries), needed - known)
+    cut = []
     for name, amount, size in entries:
+        # a count of 1 looks like a slip of the pen
         if size is None:
-            rows = unknown * float(amount) / shares
+            count = max(2, math.ceil(rest * float(amount) / math.fsum(shares)))
         else:
-            rows = min(size, (needed - unknown) * size / max(1, known))
-        # a count of 1 is what a slip of the pen looks like
-        count = max(2, math.ceil(rows))
-        count = count if size is None else min(size, count)
-        words += [name, str(count) if count else amount]
-    return tuple(words)
+            part = (needed - rest) * size / max(1, known)
+            count = min(size, max(2, math.ceil(part)))
+        cut += [name, str(count) if count else amount]
+    return cut
 
 
 def _harmless(stage: Stage) -> dict[str, Any]:
-    """What differs from the value that the stage has, among the fields that there are."""
-    values = stage.values
-    return {
-        name: value
-        for name, value in stage.backend.SHORT_RUN.items()
-        if name in (stage.args if value is None else stage.schema.fields)
-        and not (values[name] is None if value is None else str(_only(values[name])) == str(value))
-    }
-
-
-def _only(value: Any) -> Any:
-    """A list of one says what its element does."""
-    return value[0] if isinstance(value, list) and len(value) == 1 else value
+    """The trainer's settings for a short run that differ from the stage's."""
+    changes: dict[str, Any] = {}
+    for name, value in stage.backend.SHORT_RUN.items():
+        if name not in stage.schema.fields or (value is None and name not in stage.args):
+            continue
+        now = stage.values[name]
+        if isinstance(now, list) and len(now) == 1:
+            now = now[0]
+        if str(now) != str(value):
+            changes[name] = value
+    return changes
 
 
 def _note(stage: Stage, code: str, name: str, message: str, help: str | None = None) -> Finding:
     key = f"args.{name}"
-    return launch_finding("note", code, message, help, key=key, **stage.config.origin(key).place)
+    place = stage.config.origin(key).place
+    return launch_finding("note", code, message, help, key=key, **place)

@@ -21,7 +21,7 @@ from launcher.lifecycle import conclude, follow
 from launcher.plan import plan
 from launcher.planning import forecast, prepare
 from launcher.planning.collect import Facts, Scope
-from launcher.planning.prepare import JudgedPlan, Prepared
+from launcher.planning.prepare import Prepared
 from launcher.redaction import Redactor
 from launcher.report import console
 from launcher.report.page import Lead
@@ -417,7 +417,7 @@ class _Runner:
 
 
 def _prepared(
-    resolved: Facts, step: PlannedStage, judged: JudgedPlan | None, *, fresh: bool
+    resolved: Facts, step: PlannedStage, judged: plan.Plan | None, *, fresh: bool
 ) -> tuple[Prepared, str | None]:
     """Ready to start: as it is, or started over with the reason why."""
     anew, dry = resolved.with_request(fresh=True), step.prepared

@@ -22,7 +22,7 @@ from launcher.plan.plan import Plan
 from launcher.planning import check, collect, prepare
 from launcher.planning.collect import Facts, Scope, StageFile
 from launcher.planning.doctor import checks
-from launcher.planning.prepare import JudgedPlan, Prepared
+from launcher.planning.prepare import Prepared
 from launcher.planning.request import Request
 from launcher.planning.resume import changes
 from launcher.redaction import Redactor
@@ -77,7 +77,7 @@ class PlannedStage:
     resolved: Facts
     prepared: Prepared
     root: str | None
-    judged: JudgedPlan | None = None
+    judged: Plan | None = None
 
     @property
     def plan(self) -> Plan:
@@ -197,11 +197,10 @@ def _dry_run(facts: Facts, resolved: Facts) -> Prepared:
         raise
 
 
-def _judge_like(resolved: Facts, dry: Prepared) -> JudgedPlan:
+def _judge_like(resolved: Facts, dry: Prepared) -> Plan:
     """The plan of a stage with the model that its chain begins from, into the folder of its dry run."""
     target = dry.start.target
-    plan = check.settle(resolved, decided=target.output.derived, attempts=target.attempts_so_far)
-    return JudgedPlan(plan, target.attempts_so_far)
+    return check.settle(resolved, decided=target.output.derived, attempts=target.attempts_so_far)
 
 
 class _Planner:
@@ -262,11 +261,11 @@ class _Planner:
             _require_model(link, source)
         facts = resolved if source is None else _with_model(resolved, source.model)
         dry = _dry_run(facts, resolved)
-        judged: JudgedPlan | None = None
+        judged: Plan | None = None
         if within:
             if facts is not resolved or resolved.machine is not None:
                 judged = _judge_like(resolved, dry)
-            self._examine(link, resolved, dry, dry.plan if judged is None else judged.plan)
+            self._examine(link, resolved, dry, judged or dry.plan)
         step = PlannedStage(link=link, file=file, resolved=resolved, prepared=dry, root=root, judged=judged)
         if named and self._has_own_output(step):
             if source is not None and within:

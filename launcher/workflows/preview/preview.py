@@ -120,7 +120,7 @@ def preview(judged: Judged, trainer: Trainer, *, first: int, row: str | None, sa
         raise _refused(judged, [launch_finding("error", "no-preview", message)])
     data = _Data(local_data.sets_of(judged.config.args, entry))
     number = None if row is None else data.number(row)
-    say("preparing rows on the CPU; first the trainer's packages are imported")
+    say("preparing rows on the CPU: importing packages, usually 15 to 60 s")
     with Servers() as servers:
         server = servers.of(trainer, judged.schema.backend, judged.schema.key, judged.upstream.root)
         request = _request(judged, judged.schema, entry, data, server.folder())

@@ -51,7 +51,7 @@ def rehearse(
         findings = tuple(map(judged.config.placed, remembered.findings))
         return replace(remembered, findings=findings, remembered=True)
     began = time.monotonic()
-    say("rehearsing on the CPU; first the trainer's packages are imported")
+    say(f"rehearsing {judged.config.path} on the CPU: importing packages, usually 15 to 60 s")
     with contextlib.ExitStack() as stack:
         opened = servers or stack.enter_context(Servers())
         server = opened.of(trainer, judged.schema.backend, judged.schema.key, judged.upstream.root)

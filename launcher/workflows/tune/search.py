@@ -1,26 +1,26 @@
-"""Which setting to try next, and when to stop: the plan's estimates, corrected by what trials measured.
+"""Which setting to try next, and when to stop: the plan's estimates, corrected by measurements.
 
-One greedy pass: the file as written, the fastest setting that fits by the plan, then one lever of the best
-at a time, the most promising first; each value of a lever is tried once. What is left of the budget goes into
-more runs of the best and of the file. Nothing here starts, reads or waits.
+One greedy pass: the file as written, the fastest setting that fits by the plan, then one lever of
+the best at a time, the most promising first; each value of a lever is tried once. What is left of
+the budget goes into more runs of the best and of the file. Nothing here starts, reads or waits.
 """
 
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from launcher.plan.memory.phases import usable
 from launcher.workflows.bench.comparison import SPEED, Cause, Sample, Spread
 from launcher.workflows.tune.space import ORDER, Candidate, Item, Space, described
 
 THRESHOLD = 0.005
-"""The search ends where nothing that is left could gain more than this share."""
+"""The search ends if nothing that is left could gain more than this share."""
 RUNS = 3
-"""How often the best and the file are run, where the budget allows."""
+"""How often the best and the file are run, if the budget allows."""
 SAME = 0.01
-"""Speeds that differ by less are taken for the same: then fewer changes are better."""
+"""Speeds that differ by less count as the same: then fewer changes are better."""
 
 _DOUBT = {
     "attention": 0.15,
@@ -31,6 +31,8 @@ _DOUBT = {
     "deepspeed": 0.1,
 }
 """By what share a change of a lever may gain more than the plan says."""
+_SHAPE_OF_PEAK = {"checkpointing", "packing", "liger"}
+"""Levers that decide which moment of a step needs the most memory."""
 
 Status = Cause | Literal["unproven", "loss changed", "no speed"]
 """The outcome of a trial; only `ok` counts. `contract` was disproved, `unproven` neither way."""
@@ -40,7 +42,8 @@ Status = Cause | Literal["unproven", "loss changed", "no speed"]
 class Trial:
     """One run of a candidate, its outcome, and what was learned from it, in one line.
 
-    `blamed` are the levers that a verdict names. `loss_change` is against the file as written, as a share.
+    `blamed` are the levers that a verdict names. `loss_change` is against the file as written, as a
+    share.
     """
 
     candidate: Candidate
@@ -57,7 +60,7 @@ class Trial:
 
     @property
     def counts(self) -> bool:
-        """Whether its end says something about the setting: the budget's end and a refusal do not."""
+        """Whether its end is the setting's: the budget's end and a refusal to start are not."""
         return self.status not in ("timeout", "refused")
 
     @property
@@ -86,8 +89,9 @@ class SettingRuns:
 
     @property
     def samples(self) -> list[Sample]:
-        """All runs, but for later ones that ended for a reason that is not the setting's."""
-        return [run.sample for nth, run in enumerate(self.runs) if not nth or run.counts]
+        """The first run, and those of the others whose end is the setting's."""
+        later = [run for run in self.runs[1:] if run.counts]
+        return [run.sample for run in (self.runs[0], *later)]
 
     @property
     def counted(self) -> list[Trial]:
@@ -100,7 +104,7 @@ class SettingRuns:
 
     @property
     def ok(self) -> bool:
-        return self.decisive.counts and self.decisive.ok
+        return self.decisive.ok
 
     @property
     def speed(self) -> float:
@@ -125,37 +129,43 @@ class SettingRuns:
 class Search:
     """Proposes candidates of a grid and learns from their trials.
 
-    `base` is the file as written, `room` the card's memory in GiB where it is known, `start_s` the seconds of
-    a start before one was measured. `runs` are all trials as they came, `results` their settings, each once;
-    `guilty` are values that fail where all of a set are together, `passed` those that had their trial in the
-    greedy pass. `stopped` says why nothing follows.
+    `base` is the file as written, `room` the card's memory in GiB if known. `runs` are all trials
+    in turn, `results` their settings, each once. `guilty` are sets of values that fail together,
+    `passed` values that had their trial in the greedy pass. `stopped` says why nothing follows.
     """
 
     def __init__(self, space: Space, grid: Iterable[Candidate]) -> None:
-        self.base, self.steps, self.room = space.candidate(space.base), space.steps, space.card.gib
-        self.threshold, self.start_s = THRESHOLD, 60.0 if space.plan.gpus else 20.0
-        self.grid = {one.key: one for one in (self.base, *grid)}
+        self.base = space.candidate(space.base)
+        self.steps = space.steps
+        self.room = space.card.gib
+        self.threshold = THRESHOLD
+        self.expected_start_s = 60.0 if space.plan.gpus else 20.0
+        self.grid = {candidate.key: candidate for candidate in (self.base, *grid)}
         self.runs: list[Trial] = []
-        self.results: list[SettingRuns] = []
+        self.results: dict[tuple[Item, ...], SettingRuns] = {}
         self.guilty: list[frozenset[Item]] = []
         self.passed: set[Item] = set()
         self.stopped: str | None = None
 
-    def runs_of(self, candidate: Candidate) -> list[Trial]:
-        return [run for run in self.runs if run.candidate.key == candidate.key]
+    def runs_of(self, candidate: Candidate) -> tuple[Trial, ...]:
+        setting = self.results.get(candidate.key)
+        return setting.runs if setting else ()
 
     @property
     def good(self) -> list[SettingRuns]:
-        """All that may be proposed, fastest first; of those as fast, the one with the fewest changes."""
-        left = [one for one in self.results if one.ok and self.fits(one)]
+        """All that may be proposed, fastest first; of equals, that with the fewest changes."""
+        left = [setting for setting in self.results.values() if setting.ok and self.fits(setting)]
+        left.sort(key=lambda setting: -setting.speed)
         ranked: list[SettingRuns] = []
         while left:
-            top = max(one.speed for one in left)
-            near = [one for one in left if one.speed >= top * (1 - SAME)]
-            near.sort(key=lambda one: (len(one.candidate.differing(self.base)), -one.speed))
-            ranked.append(near[0])
-            left.remove(near[0])
+            equals = [setting for setting in left if setting.speed >= left[0].speed * (1 - SAME)]
+            plainest = min(equals, key=lambda setting: self._changes(setting.candidate))
+            ranked.append(plainest)
+            left.remove(plainest)
         return ranked
+
+    def _changes(self, candidate: Candidate) -> int:
+        return len(candidate.differing(self.base))
 
     @property
     def best(self) -> SettingRuns | None:
@@ -163,183 +173,245 @@ class Search:
 
     @property
     def first(self) -> SettingRuns | None:
-        return next((one for one in self.results if one.candidate.key == self.base.key), None)
+        """The file as written, once it was tried."""
+        return self.results.get(self.base.key)
 
     @property
     def limit(self) -> float:
         return math.inf if self.room is None else usable(self.room)
 
-    def fits(self, one: SettingRuns | Trial) -> bool:
-        """Whether the whole run should fit, with its longer rows; the file as written is the author's own."""
-        return one.candidate.key == self.base.key or (_whole_peak(one) or 0) <= self.limit
+    def fits(self, runs: SettingRuns | Trial) -> bool:
+        """Whether the whole run fits, with its longer rows; the file as written always does."""
+        return runs.candidate.key == self.base.key or (_whole_peak(runs) or 0) <= self.limit
 
     def peak(self, candidate: Candidate) -> float | None:
         """The estimate in GiB, corrected by measured peaks: of its kind, else of any."""
         if candidate.peak is None:
             return None
-        alike, others = list[float](), [1.0]
-        for one in self.results:
-            full = one.decisive.status == "oom"
-            # what ran out wanted more than there is, whatever was counted when it failed
-            peak, estimate = self.room if full else one.peak, one.candidate.short
-            if estimate and peak and (one.ok or full):
-                others.append(peak / estimate)
-                if not {"checkpointing", "packing", "liger"} & set(candidate.differing(one.candidate)):
-                    # the levers that decide which of memory's moments is the peak
-                    alike.append(peak / estimate)
+        alike: list[float] = []
+        others = [1.0]
+        for setting in self.results.values():
+            peak = setting.peak if setting.ok else None
+            if setting.decisive.status == "oom":
+                # it needs more than there is, whatever was counted when it failed
+                peak = self.room
+            estimate = setting.candidate.short
+            if not peak or not estimate:
+                continue
+            others.append(peak / estimate)
+            if _SHAPE_OF_PEAK.isdisjoint(candidate.differing(setting.candidate)):
+                alike.append(peak / estimate)
         return candidate.peak * max(alike or others)
 
     def eligible(self, candidate: Candidate) -> bool:
-        if any(bad <= set(candidate.key) for bad in self.guilty):
+        """Whether it may succeed, by what failed and by its memory."""
+        if any(values <= set(candidate.key) for values in self.guilty):
             return False
         full = [run.candidate for run in self.runs if run.status == "oom"]
-        peak, estimate = self.peak(candidate), candidate.peak
-        if peak is None or estimate is None:
-            return candidate.rows < min((one.rows for one in full), default=math.inf)
-        least = min((one.peak for one in full if one.peak), default=math.inf)
-        return estimate < least and peak <= self.limit
+        peak = self.peak(candidate)
+        if peak is None or candidate.peak is None:
+            return all(candidate.rows < other.rows for other in full)
+        return peak <= self.limit and all(
+            candidate.peak < other.peak for other in full if other.peak
+        )
 
     def predicted(self, candidate: Candidate) -> float:
-        """Tokens a second and GPU: as much faster than the best as the plan says."""
+        """Tokens per second and GPU: as much faster than the best as the plan says."""
         best = self.best
-        scale = best.speed / best.candidate.speed if best else 1.0
-        return candidate.speed * scale
+        if best is None:
+            return candidate.speed
+        return candidate.speed * best.speed / best.candidate.speed
+
+    def _gain(self, candidate: Candidate) -> float:
+        """The share by which it should be faster than the best; 1 if there is none."""
+        best = self.best
+        return 1.0 if best is None else self.predicted(candidate) / best.speed - 1
 
     def trial_seconds(self, candidate: Candidate) -> float:
         """Wall time of a trial, learned from those before."""
-        own = [run.sample.seconds for run in self.runs_of(candidate) if run.ok]
-        if self.runs and self.runs[0].candidate.key == candidate.key:
-            own = own[1:]
-        starts = [run.sample.seconds - self.steps * run.step for run in self.runs if run.ok and run.step]
-        # the first one fills caches that the others find
-        start = max(0.0, statistics.median(starts[1:] or starts)) if starts else self.start_s
-        best, step = self.best, candidate.seconds
+        # the very first run fills caches that the others find
+        earlier = [run for run in self.runs_of(candidate) if run.ok and run is not self.runs[0]]
+        if earlier:
+            return max(run.sample.seconds for run in earlier)
+        timed = [run for run in self.runs if run.ok and run.step]
+        starts = [run.sample.seconds - self.steps * (run.step or 0) for run in timed]
+        start = self.expected_start_s
+        if starts:
+            start = max(0.0, statistics.median(starts[1:] or starts))
+        step = candidate.seconds
+        best = self.best
         if best is not None and best.step is not None:
-            step = best.step * candidate.seconds / best.candidate.seconds
-        return max(own, default=start + self.steps * step)
+            step *= best.step / best.candidate.seconds
+        return start + self.steps * step
 
     def propose(self, left: float = math.inf) -> Candidate | None:
-        """The next candidate, None at the end: `stopped` says why. `left` are seconds of the budget."""
+        """The next candidate, None at the end, with the reason in `stopped`.
+
+        `left` is seconds of the budget.
+        """
         if not self.runs and (self.base.peak or 0) <= (self.room or math.inf):
             return replace(self.base, purpose="baseline", why="the file as it is written")
-        run = self.first.decisive if self.first is not None and self.best is None else None
-        if run is not None and run.status == "timeout":
-            self.stopped = "the budget: the file as written did not end within it (a larger --budget continues)"
-            return None
-        if run is not None and run.status not in ("ok", "oom") and not run.blamed:
-            self.stopped = f"nothing can be compared with the file as written ({run.status}): {run.reason}"
+        self.stopped = self._unusable_base()
+        if self.stopped is not None:
             return None
         ranked = self.ranked()
-        worth = [one for gain, one in ranked if gain >= self.threshold]
-        for one in worth:
-            if self.trial_seconds(one) <= left:
-                return replace(one, why=self._why(one))
-        if (again := self._again(left)) is not None:
+        worth = [candidate for gain, candidate in ranked if gain >= self.threshold]
+        for candidate in worth:
+            if self.trial_seconds(candidate) <= left:
+                return replace(candidate, why=self._why(candidate))
+        again = self._again(left)
+        if again is not None:
             return again
-        seconds = f"{max(0.0, left):.0f} s are left"
+        seconds_left = f"{max(0.0, left):.0f} s are left"
         if worth:
             self.stopped = (
-                f"the budget: {self._why(worth[0])} and not tried, because a trial of it takes about "
-                f"{self.trial_seconds(worth[0]):.0f} s and {seconds}: a larger --budget continues here"
+                f"the budget: {self._why(worth[0])} and not tried, because a trial of it "
+                f"takes about {self.trial_seconds(worth[0]):.0f} s and {seconds_left}: "
+                "a larger --budget continues here"
             )
         elif ranked:
             self.stopped = f"what is left could gain {max(0.0, ranked[0][0]):.1%} at most"
         else:
             self.stopped = "nothing is left that fits and was not tried"
-        if (due := self._again(math.inf)) is not None:
-            self.stopped += f"; {due.why} takes about {self.trial_seconds(due):.0f} s, {seconds}"
+        due = self._again(math.inf)
+        if due is not None:
+            needed = f"{due.why} takes about {self.trial_seconds(due):.0f} s"
+            self.stopped += f"; {needed}, {seconds_left}"
         return None
+
+    def _unusable_base(self) -> str | None:
+        """Why the file as written, tried without success, ends the search; None if it does not."""
+        if self.first is None or self.best is not None:
+            return None
+        run = self.first.decisive
+        if run.status == "timeout":
+            return (
+                "the budget: the file as written did not end within it "
+                "(a larger --budget continues)"
+            )
+        if run.status in ("ok", "oom") or run.blamed:
+            return None
+        return f"nothing can be compared with the file as written ({run.status}): {run.reason}"
 
     def ranked(self) -> list[tuple[float, Candidate]]:
         """What may be tried next, with the share that it could gain at most; the most first."""
         best = self.best
-        fresh = [one for one in self.grid.values() if self.eligible(one) and not self.runs_of(one)]
-        leaps = (one for one in self.results if one.candidate.key != self.base.key)
-        if best is None or all(one.decisive.status in ("oom", "refused") for one in leaps):
+        fresh = [one for one in self.grid.values() if one.key not in self.results]
+        fresh = [candidate for candidate in fresh if self.eligible(candidate)]
+        leaps = [setting for key, setting in self.results.items() if key != self.base.key]
+        if best is None or all(leap.decisive.status in ("oom", "refused") for leap in leaps):
             # the fastest by the plan, until one runs
-            fresh.sort(key=lambda one: (-one.speed, len(one.differing(self.base))))
-            gains = [(self.predicted(one) / best.speed - 1 if best else 1.0, one) for one in fresh]
+            fresh.sort(key=lambda candidate: (-candidate.speed, self._changes(candidate)))
+            gains = [(self._gain(candidate), candidate) for candidate in fresh]
             if gains and gains[0][0] >= self.threshold:
                 return gains
         if best is None:
             return []
-        around = self._neighbours(best.candidate, fresh)
-        near = [(self.predicted(one) / best.speed - 1 + _DOUBT[name], one) for name, one in around]
-        return sorted(near, key=lambda pair: (-round(pair[0], 4), len(pair[1].differing(self.base))))
+        gains = []
+        for name, candidate in self._neighbours(best.candidate, fresh):
+            gains.append((self._gain(candidate) + _DOUBT[name], candidate))
+        return sorted(gains, key=lambda pair: (-round(pair[0], 4), self._changes(pair[1])))
 
-    def _neighbours(self, best: Candidate, fresh: Sequence[Candidate]) -> Iterator[tuple[str, Candidate]]:
+    def _neighbours(
+        self, best: Candidate, fresh: Sequence[Candidate]
+    ) -> Iterator[tuple[str, Candidate]]:
         """For each value of a lever that had no trial, the fastest in micro-batches that fit."""
         for name in ORDER:
             # a micro-batch that fits may come with it
-            around = [one for one in fresh if {name} <= set(one.differing(best)) <= {name, "per_device"}]
+            allowed = {name, "per_device"}
+            around = [one for one in fresh if {name} <= set(one.differing(best)) <= allowed]
             if name == "per_device":
                 # the next larger and the next smaller size
-                around.sort(key=lambda one: one.rows)
-                below = sum(one.rows < best.rows for one in around)
-                yield from ((name, one) for one in around[max(0, below - 1) : below + 1])
+                around.sort(key=lambda candidate: candidate.rows)
+                smaller = [candidate for candidate in around if candidate.rows < best.rows]
+                larger = around[len(smaller) :]
+                for candidate in (*smaller[-1:], *larger[:1]):
+                    yield name, candidate
                 continue
-            for value in dict.fromkeys(one.settings.get(name) for one in around):
-                if (name, value) not in self.passed:
-                    alike = [one for one in around if one.settings.get(name) == value]
-                    yield name, max(alike, key=lambda one: one.speed)
+            fastest: dict[Item, Candidate] = {}
+            for candidate in around:
+                item = (name, candidate.settings[name])
+                if item not in fastest or candidate.speed > fastest[item].speed:
+                    fastest[item] = candidate
+            for item, candidate in fastest.items():
+                if item not in self.passed:
+                    yield name, candidate
 
     def _again(self, left: float) -> Candidate | None:
-        """The best beside the file, or the file, until each was run often enough: A B, B A, A B."""
-        keys = [one.candidate.key for one in self.good if one.candidate.key != self.base.key][:1]
-        if keys and self.first is not None and self.first.ok:
-            keys.append(self.base.key)
-        contenders = [one for one in self.results if one.candidate.key in keys]
-        fewest = min((len(one.runs) for one in contenders), default=RUNS)
-        turns = [one for one in contenders if len(one.runs) == fewest < RUNS]
-        for one in turns[::-1] if fewest % 2 else turns:
-            if self.trial_seconds(one.candidate) <= left:
-                words = self.words(one.candidate, self.base) or "the file as it is written"
+        """The best or the file, until each was run often enough: A B, B A, A B."""
+        contenders = self._contenders()
+        if not contenders:
+            return None
+        fewest = min(len(setting.runs) for setting in contenders)
+        turns = [setting for setting in contenders if len(setting.runs) == fewest < RUNS]
+        if fewest % 2:
+            turns.reverse()
+        for setting in turns:
+            candidate = setting.candidate
+            if self.trial_seconds(candidate) <= left:
+                words = self.words(candidate, self.base) or "the file as it is written"
                 why = f"{words} once more: run {fewest + 1}"
-                return replace(one.candidate, purpose="repeat", why=why)
+                return replace(candidate, purpose="repeat", why=why)
         return None
 
+    def _contenders(self) -> list[SettingRuns]:
+        """The best other than the file, and the file itself, in the order of their first runs."""
+        others = [setting for setting in self.good if setting.candidate.key != self.base.key]
+        if not others:
+            return []
+        contenders = [others[0]]
+        if self.first is not None and self.first.ok:
+            contenders.append(self.first)
+        return [setting for setting in self.results.values() if setting in contenders]
+
     def learn(self, trial: Trial) -> Trial:
-        """Take in the outcome of a trial, maybe one more of its setting; returns it with what was learned."""
-        candidate, before = trial.candidate, self.best
+        """Take in the outcome of a trial; returns it with what was learned."""
+        candidate = trial.candidate
+        before = self.best
         if before is not None and candidate.purpose == "search":
-            changed = [name for name in candidate.differing(before.candidate) if name != "per_device"]
+            changed = candidate.differing(before.candidate)
+            changed = [name for name in changed if name != "per_device"]
             if len(changed) == 1 and trial.counts and trial.status != "oom":
                 self.passed.add((changed[0], candidate.settings[changed[0]]))
         trial = replace(trial, learned=self._learned(trial, before))
         self.runs.append(trial)
-        keys = dict.fromkeys(run.candidate.key for run in self.runs)
-        runs = [tuple(run for run in self.runs if run.candidate.key == key) for key in keys]
-        self.results = [SettingRuns(candidate=own[0].candidate, runs=own) for own in runs]
+        runs = (*self.runs_of(candidate), trial)
+        self.results[candidate.key] = SettingRuns(candidate=runs[0].candidate, runs=runs)
         return trial
 
     def _learned(self, trial: Trial, before: SettingRuns | None) -> str:
-        candidate, status, speed = trial.candidate, trial.status, trial.speed
-        earlier = self.runs_of(candidate)
-        failure = f"{status}: {trial.reason or 'no reason given'}"
-        if status == "timeout":
+        if trial.status == "timeout":
             return "the budget was used up before it ended"
-        if status == "oom":
+        if trial.status == "oom":
             return "out of memory: nothing that needs at least as much is tried"
-        if earlier and not trial.ok:
-            return failure if status == "refused" else f"{failure}; no longer kept: every run has to pass"
-        if earlier:
-            return f"now {Spread.of([speed, *(run.speed for run in earlier if run.ok)])}"
+        failure = f"{trial.status}: {trial.reason or 'no reason given'}"
+        earlier = self.runs_of(trial.candidate)
         if not trial.ok:
-            return failure + self._blame(trial)
-        parts = [f"{speed / before.speed - 1:+.1%} against the best before"] if before else []
-        if trial.peak is not None and candidate.short:
-            parts.append(f"{trial.peak:.1f} GiB, {candidate.short:.1f} estimated")
+            if not earlier:
+                return failure + self._blame(trial)
+            if trial.status == "refused":
+                return failure
+            return f"{failure}; no longer kept: every run has to pass"
+        if earlier:
+            speeds = [run.speed for run in earlier if run.ok]
+            return f"now {Spread.of([trial.speed, *speeds])}"
+        parts = []
+        if before is not None:
+            parts.append(f"{trial.speed / before.speed - 1:+.1%} against the best before")
+        estimate = trial.candidate.short
+        if trial.peak is not None and estimate:
+            parts.append(f"{trial.peak:.1f} GiB, {estimate:.1f} estimated")
         if not self.fits(trial):
-            parts.append(
-                f"not kept: with its longest rows the run needs {_whole_peak(trial):.0f} of {self.room:.0f} GiB"
-            )
+            needed = f"{_whole_peak(trial):.0f} of {self.room:.0f} GiB"
+            parts.append(f"not kept: with its longest rows the run needs {needed}")
         elif before is not None:
-            parts.append("kept" if speed > before.speed else "not kept")
+            parts.append("kept" if trial.speed > before.speed else "not kept")
         return "; ".join(parts) or "the others are compared with it"
 
     def _blame(self, trial: Trial) -> str:
-        """Which values must not come together again: those that a verdict names, else all that is new."""
-        settings, names = trial.candidate.settings, list(trial.blamed)
+        """Rule out the values that a verdict names, else all that are new together; say which."""
+        settings = trial.candidate.settings
+        names = list(trial.blamed)
         for name in names:
             items = {(name, settings[name])}
             if name == "packing" and "attention" in settings:
@@ -347,42 +419,50 @@ class Search:
                 items.add(("attention", settings["attention"]))
             self.guilty.append(frozenset(items))
         if not names:
-            proved = [one.candidate for one in self.results if one.ok] or [self.base]
-            nearest = min(proved, key=lambda one: len(trial.candidate.differing(one)))
-            names = [name for name in trial.candidate.differing(nearest) if name in settings]
-            if len(names) > 1 and len(set(names) - {"per_device"}) == 1:
-                # a micro-batch that fits comes with a lever
-                names.remove("per_device")
-            if names:
-                self.guilty.append(frozenset((name, settings[name]) for name in names))
+            names = self._new_levers(trial.candidate)
+            if not names:
+                return ""
+            self.guilty.append(frozenset((name, settings[name]) for name in names))
         words = ", ".join(described(name, settings[name]) for name in names)
-        return f"; {words}: not tried again{' together' * (len(names) > 1)}" if names else ""
+        together = " together" if len(names) > 1 else ""
+        return f"; {words}: not tried again{together}"
 
-    def words(self, one: Candidate, other: Candidate) -> str:
-        return ", ".join(described(k, one.settings[k]) for k in one.differing(other) if k in one.settings)
+    def _new_levers(self, candidate: Candidate) -> list[str]:
+        """Levers that differ from the nearest setting that runs."""
+        proved = [setting.candidate for setting in self.results.values() if setting.ok]
+        nearest = min(proved or [self.base], key=lambda other: len(candidate.differing(other)))
+        names = [name for name in candidate.differing(nearest) if name in candidate.settings]
+        if len(names) == 2 and "per_device" in names:
+            # a micro-batch that fits comes with a lever
+            names.remove("per_device")
+        return names
+
+    def words(self, candidate: Candidate, other: Candidate) -> str:
+        """What differs from another candidate, as text."""
+        settings = candidate.settings
+        names = [name for name in candidate.differing(other) if name in settings]
+        return ", ".join(described(name, settings[name]) for name in names)
 
     def _why(self, candidate: Candidate) -> str:
         best = self.best
         if best is None:
             return "the fastest that fits, by the plan"
-        gain = self.predicted(candidate) / best.speed - 1
-        why = f"{self.words(candidate, best.candidate)}: {gain:+.0%} expected"
+        words = self.words(candidate, best.candidate)
+        why = f"{words}: {self._gain(candidate):+.0%} expected"
         peak = self.peak(candidate)
-        return why if peak is None or not self.room else f"{why}, {peak:.0f} of {self.room:.0f} GiB"
+        if peak is None or not self.room:
+            return why
+        return f"{why}, {peak:.0f} of {self.room:.0f} GiB"
 
-    def summary(self) -> dict[str, Any]:
-        grid = self.grid.values()
-        return {
-            "settings": len(self.grid),
-            "too_large": sum(1 for one in grid if (one.peak or 0.0) > self.limit),
-            "tried": len(self.results),
-            "left": sum(1 for one in grid if self.eligible(one) and not self.runs_of(one)),
-        }
+    def summary(self) -> dict[str, int]:
+        too_large = [one for one in self.grid.values() if (one.peak or 0.0) > self.limit]
+        return {"settings": len(self.grid), "too_large": len(too_large)}
 
 
-def _whole_peak(one: SettingRuns | Trial) -> float | None:
-    """The peak of the whole run in GiB, by what a trial measured; None where nobody can tell."""
-    whole, short = one.candidate.peak, one.candidate.short
-    if not whole or not short or one.peak is None:
+def _whole_peak(runs: SettingRuns | Trial) -> float | None:
+    """The peak of the whole run in GiB, by what a trial measured; None if nobody can tell."""
+    whole = runs.candidate.peak
+    short = runs.candidate.short
+    if not whole or not short or runs.peak is None:
         return None
-    return whole * one.peak / short
+    return whole * runs.peak / short

@@ -42,8 +42,8 @@ def run(request: ServerRequest, response: ServerResponse) -> None:
         call_trainer(script.main, *parts)
     response.losses = losses
     response.phase = "train"
-    steps.require_finite(losses)
     steps.require_trained(training.output_dir, str(request.model))
+    steps.require_finite(losses)
     response.phase = "load"
     steps.load_again(training.output_dir)
 

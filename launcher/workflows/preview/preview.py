@@ -85,6 +85,7 @@ class Preview:
 
     def as_json(self) -> dict[str, Any]:
         content = asdict(self.content, dict_factory=_as_object)
+        del content["template"]["bos"]
         return {
             "stage": self.title,
             "data": self.data,
@@ -119,13 +120,15 @@ def preview(judged: Judged, trainer: Trainer, *, first: int, row: str | None, sa
         message = f"these rows cannot be shown: how {entry.script} prepares them is not described"
         raise _refused(judged, [launch_finding("error", "no-preview", message)])
     data = _Data(local_data.sets_of(judged.config.args, entry))
-    number = None if row is None else data.number(row)
+    numbers = []
+    if row is not None:
+        numbers.append(data.number(row))
     say("preparing rows on the CPU: importing packages, usually 15 to 60 s")
     with Servers() as servers:
         server = servers.of(trainer, judged.schema.backend, judged.schema.key, judged.upstream.root)
         request = _request(judged, judged.schema, entry, data, server.folder())
         request.first = first
-        request.numbers = [] if number is None else [number]
+        request.numbers = numbers
         response, content = _ask(server, request)
     findings = list(_about_response(response, content, entry, data))
     if content is None:
@@ -160,11 +163,8 @@ def _request(
     """A request without what is wrong with the file, which need not hide the rows."""
     assert judged.options is not None
     # which rows are split off is drawn anew at each start: all are shown
-    left_out = {"test_split_size"}
-    for finding in errors(judged.findings):
-        name = (finding.key or "").removeprefix("args.").partition("[")[0]
-        if name not in (entry.names.data, entry.names.model):
-            left_out.add(name)
+    left_out = arguments.refused_names(judged) | {"test_split_size"}
+    left_out -= {entry.names.data, entry.names.model}
     args = {name: value for name, value in judged.config.args.items() if name not in left_out}
     whole = arguments.of_stage(args, judged.options, schema, entry)
     model = str(judged.config.args.get(entry.names.model))

@@ -8,8 +8,10 @@ from typing import Any, NamedTuple
 
 from launcher.artifacts import model_config
 from launcher.dataset import sources
+from launcher.errors import errors
 from launcher.paths import exists
 from launcher.stage.options import Batch, Options
+from launcher.stage.stage import Judged
 from launcher.upstream import behaviour
 from launcher.upstream.schema import Schema
 from launcher.upstream.trainers import BACKENDS, Entry
@@ -133,6 +135,15 @@ def of_stage(args: Mapping[str, Any], options: Options, schema: Schema, entry: E
         draft.replace(_TEST_SIZE, 1)
     draft.leave_absent_sets_out()
     return Arguments(kept=draft.kept, added=draft.added, left_out=draft.left_out)
+
+
+def refused_names(judged: Judged) -> set[str]:
+    """The arguments that validation refuses."""
+    names = set()
+    for finding in errors(judged.findings):
+        if finding.key:
+            names.add(finding.key.removeprefix("args.").partition("[")[0])
+    return names
 
 
 class _Draft:

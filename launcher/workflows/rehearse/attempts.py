@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from launcher.artifacts import architecture
-from launcher.errors import DISK_FULL, Finding, brief, errors, launch_finding
+from launcher.errors import DISK_FULL, Finding, brief, launch_finding
 from launcher.rules import registry
 from launcher.rules.context import Context
 from launcher.stage.stage import Judged
@@ -79,10 +79,7 @@ class Attempts:
         sets = local_data.sets_of(args, self.entry)
         self.further = local_data.further_rows(args, sets)
         self.sizes = {local.source.name: local.size for local in sets}
-        self.refused: set[str] = set()
-        for finding in errors(judged.findings):
-            if finding.key:
-                self.refused.add(finding.key.removeprefix("args.").partition("[")[0])
+        self.refused = arguments.refused_names(judged)
         whole = arguments.of_stage(args, judged.options, self.schema, self.entry)
         self.whole = self.without(whole, self.refused)
 

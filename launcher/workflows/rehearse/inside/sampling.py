@@ -110,7 +110,7 @@ class SampledRows(FirstRows):
         return total
 
     def is_sampled(self) -> bool:
-        return any(len(loaded.rows) != loaded.total for loaded in self.sets)
+        return any(loaded.total is None or len(loaded.rows) < loaded.total for loaded in self.sets)
 
     def offset(self) -> int:
         """The number of the first row of the next set."""

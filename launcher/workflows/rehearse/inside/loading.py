@@ -79,7 +79,7 @@ class FirstRows:
             if split == self.split:
                 splits[split] = self.take(rows, name)
             else:
-                splits[split] = first_rows(rows, self.request.rows)
+                splits[split] = self.take_other(rows)
         return datasets.DatasetDict(splits)
 
     def part_of_mixture(self, call: Any) -> MixturePart | None:
@@ -113,6 +113,10 @@ class FirstRows:
         if hasattr(rows, "__len__"):
             total = len(rows)
         return self.with_further(rows, name, total)
+
+    def take_other(self, rows: Any) -> Any:
+        """Rows of another split."""
+        return first_rows(rows, self.request.rows)
 
     def with_further(self, rows: Any, name: str, total: int | None) -> Any:
         first = first_rows(rows, self.request.rows)

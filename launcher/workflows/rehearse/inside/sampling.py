@@ -73,6 +73,9 @@ class SampledRows(FirstRows):
     def take(self, rows: Any, name: str) -> Any:
         return self.sample(rows, Extent(*self.request.sizes.get(name, (None, None))))
 
+    def take_other(self, rows: Any) -> Any:
+        return rows
+
     def take_piece(self, stream: Any, length: int, part: MixturePart) -> Any:
         return self.sample(stream, Extent(length, part.bytes))
 

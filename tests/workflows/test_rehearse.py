@@ -28,9 +28,10 @@ from launcher.planning.collect import Scope, collect, judge
 from launcher.planning.request import Request
 from launcher.stage.stage import Judged
 from launcher.upstream.trainers import BACKENDS
-from launcher.workflows.rehearse import ask, memory, rehearsal, scratch
+from launcher.workflows.rehearse import ask, memory, rehearsal
 from launcher.workflows.rehearse.ask import Server, Servers
-from launcher.workflows.rehearse.rehearsal import Rehearsal
+from launcher.workflows.rehearse.inside.records import PreparedRows, ServerRequest
+from launcher.workflows.rehearse.result import Rehearsal
 
 SFT = """\
 stage: sft
@@ -102,7 +103,6 @@ def test_three_mistakes_are_three_findings_with_their_lines_and_nothing_is_left(
      "unexpected keyword argument 'min_lr'"),
     (["learning_rate=1e-30"], "learning_rate", "change no weight"),
     (["learning_rate=1e30"], "learning_rate", "make weights"),
-    (["report_to=wandbb"], "report_to", "wandbb"),
     (["use_peft=true", "lora_target_modules=[q_prj]"], "lora_target_modules", "q_prj not found in the base model"),
     (["model_init_kwargs={foo: 1}"], "model_init_kwargs", "unexpected keyword argument 'foo'"),
 ])  # fmt: skip
@@ -119,7 +119,7 @@ def test_what_only_shows_in_the_real_script(stage_file: Path, overrides: list[st
 def test_a_sound_stage_is_clean_tells_its_rows_and_is_remembered(stage_file: Path) -> None:
     first = rehearsed(stage_file)
     assert not faults(first)
-    assert first.rows["rows"] == 64 and first.row_tokens is not None
+    assert first.rows is not None and first.rows.rows == 64 and first.row_tokens is not None
     assert len(first.losses) == 2 and not first.stand_ins and not first.remembered
     again = rehearsed(stage_file)
     assert again.remembered and again.rows == first.rows
@@ -152,14 +152,14 @@ def test_what_is_not_here_has_a_stand_in_and_what_a_cpu_lacks_is_said(tmp_path: 
 def test_a_stand_in_for_the_tokenizer_is_no_reason_to_refuse_the_stage(stage_file: Path) -> None:
     done = rehearsed(stage_file, "model_name_or_path=org/model", "assistant_only_loss=true", rules=False)
     assert not faults(done)
-    assert 0 < done.rows["trained"] < done.rows["tokens"]
+    assert done.rows is not None and 0 < done.rows.trained < done.rows.tokens
 
 
 @needs_trl
 @pytest.mark.slow
 def test_numbers_are_those_of_the_files_own_rows(stage_file: Path, tmp_path: Path) -> None:
     done = rehearsed(stage_file)
-    assert (done.rows["read"], done.rows["total"], done.rows["more"]) == (64, 1200, False)
+    assert done.rows is not None and (done.rows.read, done.rows.total) == (64, 1200)
     assert next(iter(done.lines())).startswith("64 of 1,200 rows: ")
     # none of the rows that stand in for those that are refused, or are not here
     (tmp_path / "rows").mkdir()
@@ -167,7 +167,7 @@ def test_numbers_are_those_of_the_files_own_rows(stage_file: Path, tmp_path: Pat
     for name in (str(tmp_path / "rows"), "org/chats"):
         made_up = rehearsed(stage_file, f"dataset_name={name}", rules=False)
         assert any("made-up rows" in text for text in made_up.stand_ins)
-        assert (made_up.rows, made_up.losses, made_up.row_tokens) == ({}, (), None)
+        assert (made_up.rows, made_up.losses, made_up.row_tokens) == (None, (), None)
         assert [line for line in made_up.lines() if "tokens" in line or "loss" in line] == []
 
 
@@ -248,7 +248,7 @@ def test_a_kind_of_row_that_comes_late_is_rehearsed_too(stage_file: Path, tmp_pa
     sound = rehearsed(stage_file, data)
     assert not faults(sound)
     assert next(iter(sound.lines())).startswith("64 of 153 rows and 1 further row of another kind: ")
-    assert sound.rows["further"] == 1
+    assert sound.rows is not None and sound.rows.further == 1
     model = strict_model(tmp_path / "strict", demo_assets)
     (fault,) = faults(rehearsed(stage_file, data, f"model_name_or_path={model}", rules=False)).values()
     assert (fault.code, fault.key) == ("trainer-refuses", "args.dataset_name")
@@ -280,7 +280,7 @@ def test_open_instruct_meets_rows_of_late_kinds_too(tmp_path: Path, demo_assets:
     mixed = f"[{late}, '1.0']"
     path = open_instruct_file(tmp_path, demo_assets, "sft", dataset_mixer_list=mixed)
     done = rehearsed(path)
-    assert not faults(done) and done.rows["further"] == 1
+    assert not faults(done) and done.rows is not None and done.rows.further == 1
     strict = {"model_name_or_path": model, "chat_template_name": None, "dataset_mixer_list": mixed}
     path = open_instruct_file(tmp_path, demo_assets, "sft", **strict)
     (fault,) = faults(rehearsed(path, rules=False)).values()
@@ -361,7 +361,7 @@ def test_open_instructs_own_scripts(stage: str, tmp_path: Path, demo_assets: Pat
     )
     done = rehearsed(path, rules=False)
     assert {*faults(done)} == {f"args.{cache}transform_fn"}
-    assert done.rows["rows"] == 64 and len(done.losses) == 2
+    assert done.rows is not None and done.rows.rows == 64 and len(done.losses) == 2
     assert not (tmp_path / "output").exists()
 
 
@@ -386,7 +386,6 @@ REFUSALS: dict[tuple[str, str], Refusals] = {
         ({"accelerator_config": "{nonsense: 1}"}, "accelerator_config"),
         ({"model_init_kwargs": "{foo: 1}"}, "model_init_kwargs"),
         ({"truncation_mode": "middle"}, "truncation_mode"),
-        ({"dataset_streaming": True}, "dataset_streaming"),
         ({"fsdp": "nonsense"}, "fsdp"),
     ],
     ("trl", "dpo"): [
@@ -461,37 +460,44 @@ ENDINGS = {
 @pytest.fixture
 def ending(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Trainer:
     """A server whose stage ends as the request says."""
-    (tmp_path / "inside").mkdir()
-    (tmp_path / "inside" / "__init__.py").touch()
-    body = "def load(setup):\n    pass\ndef answer(request, seen):\n    exec(request['code'])\n"
+    body = "def load(script):\n    pass\ndef run(request, response):\n    exec(request.words[0])\n"
+    copy_server(tmp_path)
     (tmp_path / "inside" / "made_stage.py").write_text(body)
-    (tmp_path / "server.py").write_bytes(ask.SERVER.read_bytes())
-    (tmp_path / "inside" / "calls.py").write_bytes((ask.SERVER.parent / "inside" / "calls.py").read_bytes())
     monkeypatch.setattr(ask, "SERVER", tmp_path / "server.py")
     return find_trainer(Path(sys.executable), None)
 
 
+def copy_server(folder: Path) -> None:
+    """The server without the code of any stage."""
+    (folder / "inside").mkdir(parents=True)
+    for name in ("server.py", "inside/__init__.py", "inside/calls.py", "inside/records.py"):
+        shutil.copy(ask.SERVER.parent / name, folder / name)
+
+
+def code_request(code: str) -> ServerRequest:
+    return ServerRequest(kind="run", words=[code])
+
+
 def test_however_the_script_ends_there_is_one_answer_and_no_folder(ending: Trainer) -> None:
     with Server(ending, "made", "sft", None) as server:
-        asked = [{"code": code} for code in ENDINGS.values()]
-        hung, died, left, full = server.ask(*asked, limit_s=2)
-        (fine,) = server.ask({"code": "seen['phase'] = 'train'"})
-        said = [ask.crash(one, server.log(one)) for one in (hung, died, left)]
-    assert hung["hung"] and "ending" not in hung and "made_stage" in hung["stack"]
+        hung, died, left, full = server.ask(*map(code_request, ENDINGS.values()), limit_s=2)
+        (fine,) = server.ask(code_request("response.phase = 'train'"))
+        said = [ask.crash(response, server.log(response)) for response in (hung, died, left)]
+    assert hung.hung and hung.phase is None and "made_stage" in hung.stack
     assert [one.code for one in said] == ["rehearsal-hangs", "rehearsal-crash", "rehearsal-crash"]
     assert "SIGSEGV" in said[1].message and "7" in said[2].message
-    assert full["refusal"]["errno"] == 28
-    assert fine["phase"] == "train"
+    assert full.refusal is not None and full.refusal.errno == 28
+    assert fine.phase == "train"
 
 
 # A stage's code around a trainer's: the trainer is what does not lie in launch's folder, as this text here.
 AROUND = """
 from .calls import Refused, call_trainer, pass_on
-def load(setup): pass
+def load(script): pass
 def fault(): None + 1
 def replacement(function): return pass_on(function)
 def reload(function): replacement(function)
-def answer(request, seen): exec(request["code"], {**globals()})
+def run(request, response): exec(request.words[0], {**globals()})
 """
 BREAKS = "\ndef breaks(): raise KeyError('theirs')\ndef calls(f, *args): f(*args)\n"
 RAISED: dict[str, tuple[str, bool]] = {
@@ -516,22 +522,23 @@ RAISED: dict[str, tuple[str, bool]] = {
 def test_who_raised_an_exception_is_told_by_the_frames(ending: Trainer, tmp_path: Path) -> None:
     (tmp_path / "inside" / "made_stage.py").write_text(AROUND)
     with Server(ending, "made", "sft", None) as server:
-        answers = server.ask(*({"code": BREAKS + code} for code, _ in RAISED.values()))
-    told = {who: answer["refusal"]["own"] for who, answer in zip(RAISED, answers, strict=True)}
-    assert told == {who: own for who, (_, own) in RAISED.items()}
+        requests = [code_request(BREAKS + code) for code, _ in RAISED.values()]
+        responses = server.ask(*requests)
+    blamed = {}
+    for who, response in zip(RAISED, responses, strict=True):
+        assert response.refusal is not None
+        blamed[who] = response.refusal.by_launch
+    assert blamed == {who: own for who, (_, own) in RAISED.items()}
 
 
 @pytest.fixture
 def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A rehearsal of TRL whose code fails, in a moment."""
-    source = ask.SERVER.parent
     folder = tmp_path / "broken"
-    (folder / "inside").mkdir(parents=True)
-    (folder / "server.py").write_bytes((source / "server.py").read_bytes())
-    for name in ("__init__.py", "calls.py"):
-        (folder / "inside" / name).write_bytes((source / "inside" / name).read_bytes())
-    text = "def load(setup):\n    pass\ndef answer(request, seen):\n    min(None, 256)\n"
+    copy_server(folder)
+    text = "def load(script):\n    pass\ndef run(request, response):\n    min(None, 256)\n"
     (folder / "inside" / "trl_stage.py").write_text(text)
+    (folder / "inside" / "shrink.py").write_text("from .trl_stage import run as run\n")
     monkeypatch.setattr(ask, "SERVER", folder / "server.py")
 
 
@@ -560,18 +567,15 @@ def test_a_failure_of_launchs_own_refuses_nothing(
 
 
 def test_every_entry_script_says_how_it_is_rehearsed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server is told what stands in the script's description; of a script without one it knows nothing."""
+    """The server gets what stands in the script's description; of a script without one it knows nothing."""
     monkeypatch.syspath_prepend(ask.SERVER.parent)
-    calls = importlib.import_module("inside.calls")
     for backend in ("trl", "open_instruct"):
         stage = importlib.import_module(f"inside.{backend}_stage")
         for key, entry in BACKENDS[backend].STAGES.items():
-            told = ask.script_as_json(backend, key)
-            assert bool(told) == (entry.rehearsal is not None)
-            assert not told or told["adapts"] in ("", *getattr(stage, "ADAPTERS", ()))
-        assert ask.script_as_json(backend, "reward") == {}
-        with pytest.raises(calls.NoRehearsal, match="reward"):
-            stage.run({"entry": "reward", "stage": "reward"}, {})
+            facts = ask.script_facts(backend, key)
+            assert (facts is None) == (entry.rehearsal is None)
+            assert facts is None or facts.adapts in ("", *getattr(stage, "ADAPTERS", ()))
+        assert ask.script_facts(backend, "reward") is None
 
 
 def test_a_launch_that_was_killed_leaves_no_folder(ending: Trainer) -> None:
@@ -587,11 +591,12 @@ import sys, tempfile
 from pathlib import Path
 from launcher.machine.python import find_trainer
 from launcher.workflows.rehearse import ask
+from launcher.workflows.rehearse.inside.records import ServerRequest
 ask.SERVER = Path(sys.argv[1])
 with ask.Servers() as servers:
     server = servers.of(find_trainer(Path(sys.executable), None), "made", "sft", None)
     print("ready", flush=True)
-    server.ask({"code": sys.argv[2]})
+    server.ask(ServerRequest(kind="run", words=[sys.argv[2]]))
 """
 STAGES_OF_A_REHEARSAL = {
     "loading": ("import time\nprint('loading', flush=True)\ntime.sleep(900)\n", ""),
@@ -618,24 +623,6 @@ def test_whatever_ends_a_rehearsal_nothing_of_it_is_left(
     running.communicate(timeout=60)
     until(lambda: not list(temporary.iterdir()))
     until(lambda: not bearing("REHEARSAL_TEST", tmp_path))
-
-
-def test_a_rehearsal_removes_what_a_killed_one_left_and_nothing_else(ending: Trainer, tmp_path: Path) -> None:
-    temporary = tmp_path / "temporary"
-    left = temporary / "launch-rehearsal-left"
-    left.mkdir()
-    (left / scratch.LOCK).touch()
-    fresh, elsewhere = temporary / "launch-rehearsal-fresh", tmp_path / "elsewhere"
-    fresh.mkdir()
-    elsewhere.mkdir()
-    (elsewhere / scratch.LOCK).touch()
-    link = temporary / "launch-rehearsal-link"
-    link.symlink_to(elsewhere)
-    with Server(ending, "made", "sft", None) as first, Server(ending, "made", "sft", None) as second:
-        assert not left.exists()
-        assert first.scratch.exists() and second.scratch.exists() and fresh.exists() and elsewhere.exists()
-    fresh.rmdir()
-    link.unlink()
 
 
 def test_a_python_without_the_packages_is_not_ready(
@@ -786,7 +773,9 @@ def test_a_plan_takes_the_length_of_rows_from_an_earlier_rehearsal(
     words = ["plan", str(stage_file), "--gpus", "1", "--gpu", "H100"]
     seen = "rows: the first rows, as a rehearsal saw them"
     assert seen not in CliRunner().invoke(app, words).stdout
-    monkeypatch.setattr(memory, "recall", lambda *_: {"row_tokens": "79:159", "findings": []})
+    rows = PreparedRows(rows=64, tokens=64 * 79, longest=159)
+    earlier = Rehearsal(findings=(), seconds=1, rows=rows)
+    monkeypatch.setattr(memory, "recall", lambda *_: earlier)
     assert seen in CliRunner().invoke(app, words).stdout
 
 
@@ -797,6 +786,6 @@ def test_what_is_only_parsed_is_remembered_by_its_value_too(stage_file: Path) ->
         return memory.recall(judged, trainer)
 
     judged, trainer = judge(Request(stage=None, config=stage_file, overrides=("fsdp=full_shard",)))
-    memory.keep(judged, trainer, {"findings": []})
+    memory.keep(judged, trainer, Rehearsal(findings=(), seconds=1))
     assert recalled("fsdp=full_shard") is not None
     assert recalled("fsdp=nonsense") is None

@@ -1,15 +1,17 @@
-"""A stage's arguments as they are rehearsed: harmless, small, and without what one CPU process cannot run."""
+"""A stage's arguments, made harmless, small, and free of what a process on a CPU cannot run."""
 
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from launcher.artifacts import model_config
 from launcher.dataset import sources
+from launcher.errors import errors
 from launcher.paths import exists
 from launcher.stage.options import Batch, Options
+from launcher.stage.stage import Judged
 from launcher.upstream import behaviour
 from launcher.upstream.schema import Schema
 from launcher.upstream.trainers import BACKENDS, Entry
@@ -20,11 +22,10 @@ ROWS = 64
 """Rows that are read of each data set."""
 LARGEST_BATCH = 2
 _TEST_SIZE = "test_split_size"
-_LARGEST_TEST_SHARE = 0.5
 
 
 class LeftOut(NamedTuple):
-    """What one process on a CPU cannot show: which arguments ask for it, when, and their stand-in."""
+    """What one process on a CPU cannot show: the arguments for it, when they ask, a stand-in."""
 
     what: str
     names: tuple[str, ...]
@@ -32,137 +33,176 @@ class LeftOut(NamedTuple):
     instead: Any = None
 
 
-def _on_gpu(attention: Any) -> bool:
+def _is_for_gpus(attention: Any) -> bool:
     return isinstance(attention, str) and attention not in {"eager", "sdpa", "torch"}
 
 
-def _quantised(optimizer: Any) -> bool:
-    return any(word in str(optimizer) for word in ("8bit", "4bit", "bnb", "paged", "apex", "npu"))
+def _is_quantised(optimizer: Any) -> bool:
+    kinds = ("8bit", "4bit", "bnb", "paged", "apex", "npu")
+    return any(kind in str(optimizer) for kind in kinds)
 
 
+def _is_set(value: Any) -> bool:
+    return value is not None
+
+
+def _is_not_one(value: Any) -> bool:
+    return value not in (None, 1)
+
+
+def _is_hub(cache_mode: Any) -> bool:
+    return bool(cache_mode == "hf")
+
+
+_COMPILING = ("torch_compile", "torch_compile_backend", "torch_compile_mode", "compile_model")
+_FSDP = ("fsdp", "fsdp_config", "fsdp_shard_degree", "fsdp_num_replicas")
+_PARALLEL = ("sequence_parallel_size", "tensor_parallel_degree", "context_parallel_degree")
+_QUANTISING = ("load_in_8bit", "load_in_4bit", "use_bnb_nested_quant", "use_qlora")
 LEFT_OUT: tuple[LeftOut, ...] = (
-    LeftOut("DeepSpeed", ("deepspeed", "zero_stage"), lambda value: value is not None),
-    LeftOut("FSDP", ("fsdp", "fsdp_config", "fsdp_shard_degree", "fsdp_num_replicas")),
-    LeftOut("torch.compile", ("torch_compile", "torch_compile_backend", "torch_compile_mode", "compile_model")),
+    LeftOut("DeepSpeed", ("deepspeed", "zero_stage"), _is_set),
+    LeftOut("FSDP", _FSDP),
+    LeftOut("torch.compile", _COMPILING),
     LeftOut("Liger's kernels", ("use_liger_kernel", "liger_kernel_config")),
-    LeftOut("the attention kernels of GPUs", ("attn_implementation",), _on_gpu),
-    LeftOut("quantised weights", ("load_in_8bit", "load_in_4bit", "use_bnb_nested_quant", "use_qlora")),
+    LeftOut("the attention kernels of GPUs", ("attn_implementation",), _is_for_gpus),
+    LeftOut("quantised weights", _QUANTISING),
     LeftOut("16-bit floats", ("fp16", "tf32")),
-    LeftOut("the optimizers of GPUs", ("optim",), _quantised, "adamw_torch"),
+    LeftOut("the optimizers of GPUs", ("optim",), _is_quantised, "adamw_torch"),
     LeftOut("the optimizers of GPUs", ("use_8bit_optimizer", "dpo_use_paged_optimizer")),
-    LeftOut(
-        "parallel sequences and tensors",
-        ("sequence_parallel_size", "tensor_parallel_degree", "context_parallel_degree"),
-        lambda value: value not in (None, 1),
-    ),
+    LeftOut("parallel sequences and tensors", _PARALLEL, _is_not_one),
     LeftOut("activations moved to the CPU", ("activation_offloading",)),
+    LeftOut("streaming", ("dataset_streaming", "streaming")),
     LeftOut("resuming", ("resume_from_checkpoint",)),
     LeftOut("code of the model's repository", ("trust_remote_code",)),
-    LeftOut("a checkpointing budget", ("activation_memory_budget",), lambda value: value not in (None, 1)),
+    LeftOut("the dataset cache on the hub", ("dataset_cache_mode", "cache_mode"), _is_hub),
+    LeftOut("a checkpointing budget", ("activation_memory_budget",), _is_not_one),
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arguments:
-    """The arguments of one rehearsal: those of the file (`given`), as far as they are rehearsed.
+    """The arguments of one rehearsal: those of the file (`kept`), as far as they are rehearsed.
 
-    `added` are launch's own, which no finding is about. `left_out` says what is not rehearsed, each with
-    the file's arguments that ask for it.
+    `added` are launch's own, which no finding is about. `left_out` says what is not rehearsed, each
+    with the file's arguments that ask for it.
     """
 
-    given: Mapping[str, Any]
+    kept: Mapping[str, Any]
     added: Mapping[str, Any]
-    left_out: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    report_to: tuple[str, ...] = ()
+    left_out: Mapping[str, tuple[str, ...]]
 
     def words(self, schema: Schema) -> list[str]:
         words = []
-        for name, value in self._all().items():
+        for name, value in self._items():
             if not schema.in_file(name, value):
                 words += [f"--{name}", *schema.words(name, value)]
         return words
 
     def in_file(self, schema: Schema) -> dict[str, Any]:
         """Those that no flag can carry, for the trainer's config file."""
-        return {name: value for name, value in self._all().items() if schema.in_file(name, value)}
+        return {name: value for name, value in self._items() if schema.in_file(name, value)}
 
-    def _all(self) -> dict[str, Any]:
-        return {name: value for name, value in {**self.given, **self.added}.items() if value is not None}
+    def _items(self) -> Iterator[tuple[str, Any]]:
+        for name, value in {**self.kept, **self.added}.items():
+            if value is not None:
+                yield name, value
 
 
 def of_stage(args: Mapping[str, Any], options: Options, schema: Schema, entry: Entry) -> Arguments:
-    """What of a stage's arguments is rehearsed; the model and the caches go into a request's own folder."""
-    fields, names = schema.fields, entry.names
-    given = {name: value for name, value in args.items() if value is not None and name in fields}
-    left: dict[str, tuple[str, ...]] = {}
-    added: dict[str, Any] = {}
-    if schema.does(behaviour.PACKS_WITH_FLASH_ALONE) and given.get(names.packing or "packing"):
+    """What of a stage's arguments is rehearsed; model and caches go into a request's folder."""
+    draft = _Draft(args, schema)
+    names = entry.names
+    if schema.does(behaviour.PACKS_WITH_FLASH_ALONE):
         # it asserts that attention is one of flash-attn's
-        packing = names.packing or "packing"
-        given[packing] = False
-        left["packing, which needs the attention kernels of GPUs"] = (packing,)
-    for one in LEFT_OUT:
-        asking = tuple(name for name in one.names if name in given and one.asks(given[name]))
-        for name in asking:
-            del given[name]
-            if one.instead is not None:
-                added[name] = one.instead
-        if asking:
-            left[one.what] = (*left.get(one.what, ()), *asking)
+        what = "packing, which needs the attention kernels of GPUs"
+        draft.leave_out(LeftOut(what, (names.packing or "packing",), instead=False))
+    for kind in LEFT_OUT:
+        draft.leave_out(kind)
     if options.deepspeed is not None:
-        left.setdefault("DeepSpeed", ())
-    reporters = given.get("report_to")
+        draft.left_out.setdefault("DeepSpeed", ())
     for name, value in BACKENDS[schema.backend].REHEARSAL.items():
-        if name in fields:
-            given.pop(name, None)
-            added[name] = value
-    # at most two rows a micro-batch and two micro-batches a step
+        draft.replace(name, value)
     batch = options.batch or Batch()
-    each, accumulation = batch.per_device or LARGEST_BATCH, 1 if batch.total else None
-    replaced = {names.per_device: each, names.accumulation: accumulation, "per_device_eval_batch_size": None}
-    for name, default in replaced.items():
-        value = given.pop(name, default)
-        if isinstance(value, int):
-            added[name] = min(value, LARGEST_BATCH)
-        elif value is not None:
-            # not a number: the parser has something to say of it
-            given[name] = value
-    for name in (names.output, "dataset_local_cache_dir", "local_cache_dir"):
-        if name in fields:
-            given.pop(name, None)
-            added[name] = f"{OWN}/{'model' if name == names.output else 'cache'}"
-    for name in ("dataset_cache_mode", "cache_mode"):
-        if given.pop(name, None) == "hf":
-            left["the dataset cache on the hub"] = (name,)
+    draft.limit_batch(names.per_device, batch.per_device or LARGEST_BATCH)
+    draft.limit_batch(names.accumulation, None if batch.total is None else 1)
+    draft.limit_batch("per_device_eval_batch_size", None)
+    draft.replace(names.output, f"{OWN}/model")
+    for name in ("dataset_local_cache_dir", "local_cache_dir"):
+        draft.replace(name, f"{OWN}/cache")
     if entry.rehearsal is not None:
-        added |= entry.rehearsal.values
-    _shorten_mixture(given, added, left)
-    listed = reporters if isinstance(reporters, list) else [reporters] if reporters else []
-    trackers = [str(name) for name in listed if "report_to" in added and name not in ("none", "all")]
-    return Arguments(given=given, added=added, left_out=left, report_to=tuple(trackers))
+        draft.added |= entry.rehearsal.values
+    if isinstance(draft.kept.get(_TEST_SIZE), int):
+        # more than the first rows may be split off
+        draft.replace(_TEST_SIZE, 1)
+    draft.leave_absent_sets_out()
+    return Arguments(kept=draft.kept, added=draft.added, left_out=draft.left_out)
 
 
-def _shorten_mixture(given: dict[str, Any], added: dict[str, Any], left: dict[str, tuple[str, ...]]) -> None:
-    """Of a mixture the sets that are on this machine, and a test split that its first rows can bear."""
-    size = given.get(_TEST_SIZE)
-    if isinstance(size, int | float) and not isinstance(size, bool):
-        del given[_TEST_SIZE]
-        added[_TEST_SIZE] = min(size, 1) if isinstance(size, int) else min(size, _LARGEST_TEST_SHARE)
-    listed = given.get("datasets")
-    if not isinstance(listed, list) or not all(isinstance(item, dict) for item in listed):
-        return
-    there = [item for item in listed if not _is_absent(item.get("path"))]
-    if there and len(there) < len(listed):
-        names = [str(item.get("path")) for item in listed if item not in there]
-        left[f"the rows of {', '.join(names)}, which are not on this machine"] = ("datasets",)
-        given["datasets"] = there
-    elif not there:
-        # the rows that stand in have columns of their own
-        given["datasets"] = [{**item, "columns": None} if "columns" in item else item for item in listed]
+def refused_names(judged: Judged) -> set[str]:
+    """The arguments that validation refuses."""
+    names = set()
+    for finding in errors(judged.findings):
+        if finding.key:
+            names.add(finding.key.removeprefix("args.").partition("[")[0])
+    return names
+
+
+class _Draft:
+    """Arguments while they are made fit for a rehearsal."""
+
+    def __init__(self, args: Mapping[str, Any], schema: Schema) -> None:
+        self.schema = schema
+        self.kept: dict[str, Any] = {}
+        self.added: dict[str, Any] = {}
+        self.left_out: dict[str, tuple[str, ...]] = {}
+        for name, value in args.items():
+            if value is not None and name in schema.fields:
+                self.kept[name] = value
+
+    def replace(self, name: str, value: Any) -> None:
+        if name in self.schema.fields:
+            self.kept.pop(name, None)
+            self.added[name] = value
+
+    def leave_out(self, kind: LeftOut) -> None:
+        for name in kind.names:
+            if name not in self.kept or not kind.asks(self.kept[name]):
+                continue
+            del self.kept[name]
+            self.left_out[kind.what] = (*self.left_out.get(kind.what, ()), name)
+            if kind.instead is not None:
+                self.added[name] = kind.instead
+
+    def limit_batch(self, name: str, default: int | None) -> None:
+        """At most two rows a micro-batch and two micro-batches a step."""
+        value = self.kept.get(name, default)
+        # the parser has something to say of what is no number
+        if isinstance(value, int):
+            self.kept.pop(name, None)
+            self.added[name] = min(value, LARGEST_BATCH)
+
+    def leave_absent_sets_out(self) -> None:
+        """Of a mixture the sets that are on this machine, if any are."""
+        listed = self.kept.get("datasets")
+        if not isinstance(listed, list) or not all(isinstance(item, dict) for item in listed):
+            return
+        present = [item for item in listed if not _is_absent(item.get("path"))]
+        if not present:
+            # the rows that stand in have columns of their own
+            self.kept["datasets"] = [_with_all_columns(item) for item in listed]
+        elif len(present) < len(listed):
+            names = ", ".join(str(item.get("path")) for item in listed if item not in present)
+            self.left_out[f"the rows of {names}, which are not on this machine"] = ("datasets",)
+            self.kept["datasets"] = present
+
+
+def _with_all_columns(item: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**item, "columns": None} if "columns" in item else item
 
 
 def _is_absent(path: Any) -> bool:
     """Whether it is the name of a data set of the hub that was not downloaded."""
-    if not isinstance(path, str) or path in sources.LOADERS or exists(Path(path)) or path.count("/") != 1:
+    if not isinstance(path, str) or path in sources.LOADERS or path.count("/") != 1:
         return False
-    return not model_config.is_path(path) and model_config.snapshot(path, os.environ, kind="datasets") is None
+    if exists(Path(path)) or model_config.is_path(path):
+        return False
+    return model_config.snapshot(path, os.environ, kind="datasets") is None

@@ -1,85 +1,88 @@
-"""Rehearsals remembered by content: the same stage, model, data and packages are not rehearsed twice."""
+"""Rehearsals remembered by content: stage, model, data and packages."""
 
 import contextlib
 import hashlib
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from launcher.artifacts.fingerprint import cache_home
-from launcher.artifacts.model_config import commit
+from launcher.artifacts.model_config import commit, is_hub_name
 from launcher.dataset import mixture
 from launcher.files import read_json, write_json
+from launcher.machine import codec
 from launcher.machine.python import DECISIVE, Trainer
 from launcher.paths import is_dir, is_file
 from launcher.stage.stage import Judged
 from launcher.upstream.trainers import entry_of
 from launcher.workflows.rehearse import arguments
+from launcher.workflows.rehearse.result import Rehearsal
 
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
-FORM = 1
-KEPT = 200
-_HEAD = 1 << 20
+_MOST_FILES = 1000
 
 
-def recall(judged: Judged, trainer: Trainer) -> dict[str, Any] | None:
-    """What a rehearsal of the same found; None where there was none."""
-    known = read_json(_path(judged, trainer))
-    return known if known.get("form") == FORM else None
+def recall(judged: Judged, trainer: Trainer) -> Rehearsal | None:
+    """The result of the same rehearsal; None where there was none."""
+    with contextlib.suppress(codec.Misfit):
+        return codec.read_record(Rehearsal, read_json(_path(judged, trainer)))
+    return None
 
 
-def keep(judged: Judged, trainer: Trainer, found: Mapping[str, Any]) -> None:
-    """Remember a rehearsal; the oldest make room. Where nothing can be written it is only not remembered."""
+def keep(judged: Judged, trainer: Trainer, result: Rehearsal) -> None:
+    """Remember a rehearsal if the cache can be written."""
     path = _path(judged, trainer)
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_json(path, {"form": FORM, **found})
-        known = sorted(path.parent.glob("*.json"), key=lambda one: one.stat().st_mtime)
-        for old in known[:-KEPT]:
-            old.unlink(missing_ok=True)
+        write_json(path, asdict(result))
 
 
 def _path(judged: Judged, trainer: Trainer) -> Path:
     parts = json.dumps(list(_parts(judged, trainer)), sort_keys=True, default=str)
-    return cache_home() / "rehearsals" / f"{hashlib.sha256(parts.encode()).hexdigest()[:32]}.json"
+    name = hashlib.sha256(parts.encode()).hexdigest()[:32]
+    return cache_home() / "rehearsals" / f"{name}.json"
 
 
 def _parts(judged: Judged, trainer: Trainer) -> Iterator[Any]:
+    """Whatever a rehearsal depends on, this package among it."""
     assert judged.schema is not None and judged.upstream is not None and judged.options is not None
-    entry = entry_of(judged.schema)
-    whole = arguments.of_stage(judged.config.args, judged.options, judged.schema, entry)
+    args = judged.config.args
+    whole = arguments.of_stage(args, judged.options, judged.schema, entry_of(judged.schema))
     yield [judged.schema.key, judged.upstream.as_json()]
     yield {name: trainer.packages.get(name) for name in (*DECISIVE, "safetensors")}
     # what is left out of the steps is parsed all the same
-    yield [dict(judged.config.args), whole.added, whole.left_out]
-    yield [[one.code, one.key] for one in judged.findings if one.severity == "error"]
+    yield [dict(args), whole.added, whole.left_out]
+    yield [
+        [finding.code, finding.key] for finding in judged.findings if finding.severity == "error"
+    ]
     yield _state(Path(__file__).parent)
-    for value in _texts(whole.given):
-        if _HUB_NAME.fullmatch(value):
-            yield [commit(value, os.environ, kind=kind) for kind in ("models", "datasets")]
-        yield _state(Path(os.path.expanduser(value)))
-    mixed = mixture.of_values(whole.given, os.environ)
-    for name in [] if mixed is None else mixed.names():
-        yield _state(Path(name))
+    for text in _texts(whole.kept):
+        if is_hub_name(text):
+            yield [commit(text, os.environ, kind=kind) for kind in ("models", "datasets")]
+        yield _state(Path(os.path.expanduser(text)))
+    mixed = mixture.of_values(whole.kept, os.environ)
+    if mixed is not None:
+        yield [_state(Path(name)) for name in mixed.names()]
 
 
 def _texts(value: Any) -> Iterator[str]:
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, list | Mapping):
-        for below in value.values() if isinstance(value, Mapping) else value:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, list):
+        for below in value:
             yield from _texts(below)
+    elif isinstance(value, str):
+        yield value
 
 
 def _state(path: Path) -> Any:
-    """Of a local file its head, size and time of writing; of a folder those of the files in it."""
+    """What no write leaves as it is of a local file; of a folder the states of the files in it."""
     with contextlib.suppress(OSError, ValueError):
         if is_dir(path):
-            return [_state(one) for one in sorted(path.rglob("*"))[:1000] if is_file(one)]
-        with path.open("rb") as file:
-            head = hashlib.sha256(file.read(_HEAD)).hexdigest()
-        return [str(path), head, path.stat().st_size, path.stat().st_mtime_ns]
+            below = sorted(path.rglob("*"))[:_MOST_FILES]
+            return [_state(file) for file in below if is_file(file)]
+        status = path.stat()
+        return [str(path), status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
     return None

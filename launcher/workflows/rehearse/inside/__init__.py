@@ -1,1 +1,1 @@
-"""What runs in the trainer's Python while a stage is rehearsed: nothing of launch is imported here."""
+"""What runs in the trainer's Python during a rehearsal; it imports nothing of launch."""

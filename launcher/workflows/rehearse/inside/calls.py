@@ -1,22 +1,18 @@
-"""The border between the trainer and launch's code around it, as frames that a traceback shows (`server.py`)."""
+"""Frames that mark in a traceback where launch's code calls the trainer (`server.py`)."""
 
 from collections.abc import Callable
 from typing import Any
 
 
 class Refused(Exception):
-    """What no exception of the trainer's says, and what makes its result worthless."""
-
-
-class NoRehearsal(Exception):
-    """What launch cannot rehearse; no fault of the stage."""
+    """A fault that raises no exception in the trainer and makes its result worthless."""
 
 
 def call_trainer(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Call a function of the trainer's or of its libraries: what it raises is the trainer's word."""
+    """Call a function of the trainer or its libraries: what it raises counts as the trainer's."""
     return function(*args, **kwargs)
 
 
 def pass_on(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Call what the caller replaces: what it raises is the word of whoever called the replacement."""
+    """Call what the caller replaces: what it raises counts as that of the replacement's caller."""
     return function(*args, **kwargs)

@@ -8,23 +8,22 @@ from collections.abc import Iterator
 from typing import Any
 
 from .calls import Refused, call_trainer
+from .records import ServerResponse
 
 STEPS = 2
 STILL = 1e-12
 """A change up to this is none: a bias that begins at 0 moves by any learning rate."""
 BLOWN_UP = 1e3
 """No learning rate that trains makes weights so many times as large within two steps."""
-RAW = "model_state_dict.pt"
-"""What dpo.py saves, at commits before #1671, of a model that OLMo-core cannot export."""
 
 
 @contextlib.contextmanager
-def losses(report: dict[str, Any]) -> Iterator[list[float]]:
-    """The loss of every optimizer step within; `report` says from the first backward pass on that it trains.
+def losses(response: ServerResponse) -> Iterator[list[float]]:
+    """The loss of every optimizer step; from the first backward pass on the phase is `train`.
 
-    A step minimises the sum of what its backward passes begin with: where a trainer accumulates, each of them
-    begins with the loss of its micro-batch divided by their number. A pass whose gradients are thrown away
-    (OLMo-core tries a batch before it trains) belongs to no step.
+    A step minimises the sum of what its backward passes begin with: where a trainer accumulates,
+    each of them begins with the loss of its micro-batch divided by their number. A pass whose
+    gradients are thrown away (OLMo-core tries a batch before it trains) belongs to no step.
     """
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -34,16 +33,16 @@ def losses(report: dict[str, Any]) -> Iterator[list[float]]:
     accumulated = list[float]()
     losses = list[float]()
 
-    def listen(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.numel() == 1:
-            accumulated.append(float(self.detach()))
-        if report["phase"] == "construct":
-            report["phase"] = "train"
-        return call_trainer(backward, self, *args, **kwargs)
+    def listen(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if tensor.numel() == 1:
+            accumulated.append(float(tensor.detach()))
+        if response.phase == "construct":
+            response.phase = "train"
+        return call_trainer(backward, tensor, *args, **kwargs)
 
-    def forget(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def forget(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         accumulated.clear()
-        return call_trainer(zero_grad, self, *args, **kwargs)
+        return call_trainer(zero_grad, optimizer, *args, **kwargs)
 
     def end_step(*_: Any) -> None:
         if accumulated:
@@ -62,27 +61,32 @@ def losses(report: dict[str, Any]) -> Iterator[list[float]]:
 
 
 def require_finite(losses: list[float]) -> None:
-    bad = [loss for loss in losses if not math.isfinite(loss)]
-    if bad:
-        raise Refused(f"the loss of the first {STEPS} steps is not finite: {bad[0]}")
+    for loss in losses:
+        if not math.isfinite(loss):
+            raise Refused(f"the loss of the first {STEPS} steps is not finite: {loss}")
 
 
 def require_moved(before: dict[str, Any], after: dict[str, Any]) -> None:
     """Raise Refused where no tensor has moved, or where they are worthless."""
-    names = before.keys() & after.keys()
-    compared = False
-    moved, largest, start = False, 0.0, 1.0
-    for name in names:
+    is_compared = False
+    has_moved = False
+    largest = 0.0
+    start = 1.0
+    for name in before.keys() & after.keys():
         old, new = comparable(before[name].detach(), after[name].detach())
         if not new.numel():
             continue
-        compared = True
-        # what is no number has moved too
-        moved |= not float((new - old).abs().max()) <= STILL
+        is_compared = True
+        # a change that is no number is one too
+        if not float((new - old).abs().max()) <= STILL:
+            has_moved = True
+        size = math.inf
         # max() of Python forgets a NaN
-        size = float(new.abs().max()) if bool(new.isfinite().all()) else math.inf
-        largest, start = max(largest, size), max(start, float(old.abs().max()))
-    if compared and not moved:
+        if bool(new.isfinite().all()):
+            size = float(new.abs().max())
+        largest = max(largest, size)
+        start = max(start, float(old.abs().max()))
+    if is_compared and not has_moved:
         raise Refused(f"{STEPS} steps change no weight")
     if largest > BLOWN_UP * start:
         how = f"of {largest:.0e}" if math.isfinite(largest) else "that are not finite"
@@ -92,8 +96,9 @@ def require_moved(before: dict[str, Any], after: dict[str, Any]) -> None:
 def comparable(old: Any, new: Any) -> tuple[Any, Any]:
     """Two states of a tensor, in float32 and of one shape.
 
-    What is trained in 16 bits began at the rounded weights. An embedding that was made larger for new tokens
-    is compared in the rows that were there before; of a tensor with other dimensions nothing is.
+    What is trained in 16 bits began at the rounded weights. An embedding that was made larger for
+    new tokens is compared in the rows that were there before; of a tensor with other dimensions
+    nothing is.
     """
     old = old.to(new.dtype).float()
     new = new.float()
@@ -106,23 +111,20 @@ def comparable(old: Any, new: Any) -> tuple[Any, Any]:
 def weights(folder: str) -> dict[str, Any]:
     from safetensors.torch import load_file
 
-    paths = sorted(glob.glob(os.path.join(folder, "*.safetensors")))
-    return {name: tensor for path in paths for name, tensor in load_file(path).items()}
+    tensors: dict[str, Any] = {}
+    for path in sorted(glob.glob(os.path.join(folder, "*.safetensors"))):
+        tensors.update(load_file(path))
+    return tensors
 
 
 def holds_adapter(folder: str) -> bool:
     return os.path.exists(os.path.join(folder, "adapter_config.json"))
 
 
-def require_trained(folder: str, start: str) -> bool:
-    """Raise Refused where what lies in `folder` is no model, has no numbers, or is still that of `start`.
-
-    False where it is `RAW` alone.
-    """
+def require_trained(folder: str, start: str) -> None:
+    """Raise Refused if `folder` holds no model, one without numbers, or still that of `start`."""
     now = weights(folder)
     if not now:
-        if os.path.exists(os.path.join(folder, RAW)):
-            return False
         raise Refused("no model was saved")
     if holds_adapter(folder):
         # what is added to the model begins at 0
@@ -130,7 +132,6 @@ def require_trained(folder: str, start: str) -> bool:
     else:
         before = weights(start)
     require_moved(before, now)
-    return True
 
 
 def load_again(folder: str) -> None:
@@ -140,11 +141,3 @@ def load_again(folder: str) -> None:
     else:
         from transformers import AutoModelForCausalLM as Auto
     call_trainer(Auto.from_pretrained, folder)
-
-
-def special_tokens(folder: str) -> dict[str, int | None]:
-    """The end-of-sequence token of a model's tokenizer, by its text."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    return {tokenizer.eos_token: tokenizer.eos_token_id} if tokenizer.eos_token else {}

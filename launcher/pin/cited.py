@@ -1,5 +1,4 @@
-"""Every citation of upstream's source in this repository, and the committed tables of where each
-is.
+"""Every citation of upstream's source in this repository, and the committed tables of their lines.
 
 For those who change rules or move the pin: nothing else reads launch's own source.
 """
@@ -72,9 +71,7 @@ _ABOUT_CITATIONS = frozenset(
 
 
 def _python(text: str) -> Iterator[tuple[int, str]]:
-    """The strings of a module, whole where they are written in parts, and its comments, with their
-    lines.
-    """
+    """The strings of a module, their parts joined, and its comments, with their lines."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             for number, line in enumerate(node.value.split("\n")):
@@ -114,9 +111,7 @@ class Tables:
 
 
 def commits_of_rules() -> tuple[str, ...]:
-    """The commits, of any length, that have a table: the baseline, those that `reviewed` names, and
-    the known ones.
-    """
+    """The commits that have a table: the baseline, those that `reviewed` names, the known ones."""
     backend = BACKENDS[PACKAGE]
     names = {name for rule in rules_of(PACKAGE) for name in citations.reviews_of(rule)}
     names |= {release.version for release in backend.KNOWN}
@@ -203,8 +198,7 @@ _DISTRIBUTIONS = {"olmo_core": "ai2-olmo-core"}
 
 
 def stale(cited: Sequence[Citing], tables: Sequence[Table], pin: str) -> list[Citing]:
-    """What is cited of open-instruct and is in none of these tables: of the pin, and of known
-    commits after it.
+    """What is cited of open-instruct and is in no table of the pin or of known commits after it.
 
     What a rule cites may be gone where somebody has confirmed the rule at the pin.
     """

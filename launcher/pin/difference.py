@@ -307,7 +307,9 @@ def _compare(stage: str, old: Revision, new: Revision) -> StageDifference:
         return difference
     first = old.schemas[stage]
     second = new.schemas[stage]
-    changes = _Fields(first, second, old.past(entry.script), new.past(entry.script)).compare()
+    changes = _ArgumentPairs(
+        first, second, old.past(entry.script), new.past(entry.script)
+    ).compare()
     old_functions = functions.on_path(old.locator.find(BACKEND.NAME), entry, first)
     new_functions = functions.on_path(new.locator.find(BACKEND.NAME), entry, second)
     return replace(
@@ -320,7 +322,7 @@ def _compare(stage: str, old: Revision, new: Revision) -> StageDifference:
 
 
 @dataclass(frozen=True, slots=True)
-class _Fields:
+class _ArgumentPairs:
     """The arguments of one script at two commits, with what history says of each up to them."""
 
     old: Schema

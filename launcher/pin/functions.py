@@ -1,6 +1,4 @@
-"""Which functions on a script's path have other bodies at another commit, and which behaviours
-launch knows of.
-"""
+"""Which functions on a script's path, and which known behaviours, differ at another commit."""
 
 import difflib
 from collections.abc import Iterator, Mapping
@@ -39,9 +37,7 @@ class FunctionDifference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BehaviourDifference:
-    """One behaviour that rules depend on and that differs; `old` and `new` are None where nothing
-    tells.
-    """
+    """One behaviour that rules depend on and that differs; None: nothing tells."""
 
     name: str
     says: str

@@ -1,5 +1,4 @@
-"""Taking a snapshot: the facts of what is checked out or installed, written as the committed JSON
-is.
+"""Taking a snapshot: the facts of what is checked out or installed, as JSON to be committed.
 
 For those who move the pin, by scripts/snapshot.py.
 """
@@ -35,9 +34,7 @@ def take(backend: str, checkout: Path | None = None) -> dict[str, Any]:
 
 
 def take_at(repository: Repository, commit: str) -> dict[str, Any]:
-    """The facts of open-instruct at a commit of a repository, without a checkout of it; raises as
-    `take`.
-    """
+    """The facts of open-instruct at a commit, without a checkout of it; raises as `take`."""
     backend = "open_instruct"
     trees = {name: CommitTree(repository, commit, name) for name in BACKENDS[backend].PACKAGES}
     return _take(backend, trees, commit)
@@ -45,31 +42,33 @@ def take_at(repository: Repository, commit: str) -> dict[str, Any]:
 
 def _take(backend: str, packages: Mapping[str, Tree], version: str) -> dict[str, Any]:
     module = BACKENDS[backend]
-    foreign = {}
+    foreign: dict[str, Folder] = {}
+    versions: dict[str, str] = {}
     if backend == "open_instruct":
         path = find_package("olmo_core")
         if path is None:
             raise LookupError("olmo_core is not installed, and the dataclasses use types of it")
         foreign["olmo_core"] = Folder(path)
-    # a commit without a further script of a stage lacks nothing that belongs to a stage
-    scripts = {name: entry.script for name, entry in module.STAGES.items()}
-    found = {name: facts.digest(packages, script) for name, script in scripts.items()}
-    stages = [
-        name for name, entry in module.STAGES.items() if not entry.stage or found[name] is not None
-    ]
+        versions["ai2_olmo_core"] = locate.package_version(path.parent, "ai2_olmo_core")
+    digests: dict[str, str] = {}
+    stages: list[str] = []
+    for name, entry in module.STAGES.items():
+        digest = facts.digest(packages, entry.script)
+        # a commit without a further script of a stage lacks nothing that belongs to a stage
+        if digest is not None or not entry.stage:
+            stages.append(name)
+            digests[entry.script] = digest or ""
     data = facts.read(module, {**packages, **foreign}, {}, stages)
     del data["absent"]
-    # the files of other packages are not among the digests
-    digests = {k: v for k, v in data["files"].items() if k.partition("/")[0] in module.PACKAGES}
-    digests |= {scripts[name]: found[name] or "" for name in stages}
+    for label, digest in data["files"].items():
+        # the files of other packages are not among the digests
+        if label.partition("/")[0] in module.PACKAGES:
+            digests.setdefault(label, digest)
     return {
         "schema_version": VERSION,
         "backend": backend,
         "version": version,
-        "foreign": {
-            f"ai2_{n}": locate.package_version(p.path.parent, f"ai2_{n}")
-            for n, p in foreign.items()
-        },
+        "foreign": versions,
         **data,
         "files": dict(sorted(digests.items())),
     }
@@ -89,9 +88,7 @@ def remove_others(backend: str) -> None:
 
 
 def templates_of(package: Path) -> dict[str, str]:
-    """The chat templates for which a TRL package has a training template: digests and names, by
-    name.
-    """
+    """The names of the chat templates with a training template in a TRL package, by digest."""
     source = (package / "chat_template_utils.py").read_text(encoding="utf-8")
     replaced = re.findall(
         r"if chat_template == (\w+)_chat_template:\s+return \w+_training_chat_template", source

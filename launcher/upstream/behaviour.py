@@ -486,9 +486,7 @@ def of_script(key: str) -> Iterable[Behaviour]:
 
 
 def read(sources: Sources, key: str, script: str) -> dict[str, bool | None]:
-    """What the source of one entry script shows of each behaviour; None where it shows neither
-    form.
-    """
+    """What the source of an entry script shows of each behaviour; None if it shows neither form."""
     answers: dict[str, bool | None] = {}
     for behaviour in of_script(key):
         answers[behaviour.name] = _shown(behaviour, sources, key, script)
@@ -527,9 +525,7 @@ def _text_of(sources: Sources, file: str, function: str) -> str | None:
 def completed(
     answers: Answers, key: str, repository: Repository, commit: str
 ) -> dict[str, bool | None]:
-    """The answers, with those that the source does not give by the history of a repository, as far
-    as it goes.
-    """
+    """The answers; those that the source does not give come from the history of a repository."""
     complete = dict(answers)
     for behaviour in of_script(key):
         if complete.get(behaviour.name) is None:
@@ -552,9 +548,7 @@ def _by_history(behaviour: Behaviour, repository: Repository, commit: str) -> bo
 
 
 def _contains(repository: Repository, commit: str, change: str) -> bool | None:
-    """Whether a commit has a change among its ancestors; None where the history is cut off before
-    that change.
-    """
+    """Whether a commit has a change among its ancestors; None if the history is cut off later."""
     if repository.commit(change) is None:
         # a whole history that lacks the change ends before it, or is that of a fork
         return None if repository.is_shallow() else False

@@ -204,13 +204,18 @@ class SourceFiles:
         return self._files[label]
 
     def place(self, citation: str) -> CitedPlace | None:
-        """Where a citation is; None where its line is gone, or where several lines are alike."""
-        named = parse(citation)
-        file = self.file(named.label)
-        line = None if file is None else file.find(named)
-        if file is None or line is None:
+        """Where a citation is; None if its line is gone, or several lines are alike."""
+        cited = self.find(parse(citation))
+        if cited is None:
             return None
+        file, line = cited
         return CitedPlace(line, digest(file.lines[line - 1]), digest(file.enclosing(line)))
+
+    def find(self, citation: Citation) -> tuple[SourceFile, int] | None:
+        """The file and the line of a citation; None as for `place`."""
+        file = self.file(citation.label)
+        line = None if file is None else file.find(citation)
+        return None if file is None or line is None else (file, line)
 
 
 @dataclass(slots=True)
@@ -351,24 +356,6 @@ class SourceFile:
             self._texts[node] = _shown_text(node)
         return self._texts[node]
 
-    def cite(self, label: str, line: int) -> Citation | None:
-        """The shortest citation of a line that finds it again; None if its text is not usable."""
-        symbol = self.around(line)
-        if symbol and self._definition(symbol) == line:
-            return Citation(label, symbol)
-        texts = _usable(self.lines[line - 1])
-        room = max(_LEAST, _WIDTH - len(f"{label}::{symbol}[]"))
-        for text in texts:
-            for anchor in _anchors(text, room):
-                if self._lines_with(anchor, symbol) == [line]:
-                    return Citation(label, symbol, anchor)
-        for text in texts:
-            anchor = _shortened(text, room)
-            lines = self._lines_with(anchor, symbol)
-            if line in lines:
-                return Citation(label, symbol, anchor, lines.index(line) + 1)
-        return None
-
     def _symbol(self, name: str) -> str | None:
         """A symbol's name; if its class has another name, that of the only method called so."""
         names = {scope.name for scope in self.scopes}
@@ -447,53 +434,3 @@ def _shown_text(node: ast.stmt) -> str:
         return normalised(node)
     parts = [*node.decorator_list, *node.bases, *node.keywords]
     return " ".join([node.name, *map(ast.unparse, parts)])
-
-
-_UNUSABLE = re.compile(r"[^\x20-\x7e]+|[\[\]{}\"'`\\#]+")
-_TOKENS = re.compile(r"[\w.]+|\s+|.")
-# lengths of an anchor: what finds a line at all, what tells a reader something, what is too much
-_LEAST = 8
-_ENOUGH = 14
-_MOST = 40
-_WIDTH = 104
-
-
-def _usable(line: str) -> list[str]:
-    """The parts of a line that can be an anchor, wherever it is written; wordy ones first."""
-    parts = [part.strip(" (,") for part in _UNUSABLE.split(_spaced(line))]
-    wordy = [part for part in parts if len(re.findall(r"\w", part)) > 2]
-    return wordy or [part for part in parts if part]
-
-
-def _anchors(text: str, room: int) -> Iterator[str]:
-    """Beginnings of a text that end with a word, shortest first; other parts; all of it."""
-    tokens = _TOKENS.findall(text)
-    for anchor in _prefixes(tokens):
-        if _ENOUGH <= len(anchor) <= min(room, _MOST):
-            yield anchor
-    parts: set[str] = set()
-    for start, token in enumerate(tokens):
-        if re.match(r"[\w.=-]", token):
-            parts.update(_prefixes(tokens[start:]))
-    least = min(room, _ENOUGH)
-    for part in sorted(parts, key=lambda part: (len(part), part)):
-        if len(part) >= least:
-            yield part
-    yield text
-
-
-def _prefixes(tokens: Sequence[str]) -> Iterator[str]:
-    so_far = ""
-    for token in tokens:
-        so_far += token
-        if len(so_far) >= _LEAST and so_far == so_far.strip() and re.search(r"\w$", so_far):
-            yield so_far
-
-
-def _shortened(text: str, room: int) -> str:
-    longest = text
-    for so_far in _prefixes(_TOKENS.findall(text)):
-        if len(so_far) > min(room, _MOST):
-            break
-        longest = so_far
-    return longest

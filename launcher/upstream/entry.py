@@ -37,8 +37,7 @@ class Moved:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lost:
-    """A key that no longer exists and that changed what was trained: deleting it does not bring
-    that back.
+    """A key that is gone and that changed what was trained: deleting it does not bring that back.
 
     `did` is what it did, `now` what holds without it, `instead` what to do. With the values of
     `harmless` it did nothing.
@@ -56,8 +55,7 @@ class Lost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """How one script spells the ideas that launch itself has to know; None where it has no such
-    argument.
+    """How a script spells the ideas that launch has to know; None if it has no such argument.
 
     `shared` says how many GPUs work on one row; `resume` names the checkpoint to start from,
     `exact_output` puts the model into the output folder itself, `recompute_needs` is what
@@ -93,8 +91,7 @@ class Names:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
-    """A release of a trainer that launch knows: its snapshot lies in snapshots/, and rules are held
-    against it.
+    """A release of a trainer that launch knows: it has a snapshot, and rules are held against it.
 
     `version` is a full commit, or the versions of packages; `date` (YYYY-MM-DD) that of a commit,
     "" of packages.
@@ -107,8 +104,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenisingPhase:
-    """The data of a script that does not tokenise itself: launch starts it for that, before any GPU
-    is taken.
+    """How launch lets a script tokenise its data in a separate start, before any GPU is taken.
 
     `arguments` make it do that alone. `columns` are those of the set that it makes, whatever
     `target_columns` says. `place` is where the training looks, by the folder of that set in the
@@ -301,9 +297,7 @@ class Entry:
 
     @property
     def counts_in_script(self) -> bool:
-        """Whether the script itself counts how far it is after a resume; the other loops do that,
-        and exactly.
-        """
+        """Whether the script itself counts its steps after a resume; other loops are exact."""
         return self.loop == "accelerate"
 
     def liger(self, values: Mapping[str, Any]) -> bool:
@@ -334,8 +328,7 @@ class Entry:
         )
 
     def packs(self, values: Mapping[str, Any], per_device: int | None) -> bool:
-        """Whether these arguments come to rows of several samples, of `per_device` rows a
-        micro-batch.
+        """Whether these arguments pack samples into rows, `per_device` rows a micro-batch.
 
         One row alone is packed with nothing, unless rows are joined before they are batched, as by
         TRL's `packing`

@@ -47,7 +47,7 @@ def read(
     """
     from launcher.upstream.source.packages import Sources
 
-    reading = _Reading(backend, externals)
+    reading = _SourceFacts(backend, externals)
     # what a script does is read in upstream's own packages only: the same whatever else is here
     own = {name: tree for name, tree in trees.items() if name in backend.PACKAGES}
     for stage in stages:
@@ -73,7 +73,7 @@ def script_in(trees: Mapping[str, Tree], entry: Entry) -> str:
 
 
 @dataclass(slots=True)
-class _Reading:
+class _SourceFacts:
     """The facts so far, each by stage but for `fields` (`Owner.name`), `externals` and `files`."""
 
     backend: Backend

@@ -89,9 +89,6 @@ class Field:
     def _word_refusal(self, word: str) -> str | None:
         if self.kind == "bool" and word.lower() not in _TRUE | _FALSE:
             return f"expected true or false, got `{brief(word)}`"
-        not_one = f"`{brief(word)}` is not one of {', '.join(map(str, self.choices))}"
-        if self.kind == "choice" and word not in {str(choice) for choice in self.choices}:
-            return not_one
         try:
             value = self._convert(word)
         except (ValueError, OverflowError):
@@ -99,11 +96,15 @@ class Field:
                 return "a mapping cannot be given as a flag, upstream refuses every value"
             return f"expected {_EXPECTED.get(self.kind, 'text')}, got `{brief(word)}`"
         # `choices` in the field's metadata go straight to argparse
-        return (
-            not_one
-            if self.choices and self.kind != "choice" and value not in self.choices
-            else None
-        )
+        choices: Sequence[Any] = self.choices
+        if self.kind == "choice":
+            value = word
+            choices = [str(choice) for choice in choices]
+        elif not choices:
+            return None
+        if value in choices:
+            return None
+        return f"`{brief(word)}` is not one of {', '.join(map(str, choices))}"
 
     def _convert(self, word: str) -> Any:
         if self.nullable and word.lower() in {"none", "null"}:
@@ -151,9 +152,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Shadow:
-    """A read (`file:line`) that is never reached, because of what the arguments `by` already
-    settled.
-    """
+    """A read (`file:line`) that is never reached: the arguments `by` take precedence."""
 
     where: str
     by: tuple[str, ...]
@@ -183,22 +182,23 @@ def json_fault(value: Any) -> str | None:
     digits such as `²`.
     """
 
-    def convert(mapping: dict[str, Any]) -> None:
-        for one in mapping.values():
-            if isinstance(one, dict):
-                convert(one)
-            elif isinstance(one, str) and one.isdigit():
-                int(one)
-            elif isinstance(one, str) and one.replace(".", "", 1).isdigit():
-                float(one)
-
     if not isinstance(value, str) or not value.startswith("{"):
         return None
     try:
-        convert(json.loads(value))
+        _convert_numbers(json.loads(value))
     except (ValueError, RecursionError) as error:
         return str(error)
     return None
+
+
+def _convert_numbers(mapping: dict[str, Any]) -> None:
+    for value in mapping.values():
+        if isinstance(value, dict):
+            _convert_numbers(value)
+        elif isinstance(value, str) and value.isdigit():
+            int(value)
+        elif isinstance(value, str) and value.replace(".", "", 1).isdigit():
+            float(value)
 
 
 def text(value: Any) -> str:
@@ -242,9 +242,7 @@ class Schema:
     behaviours: Mapping[str, bool | None] = field(default_factory=dict)
 
     def does(self, behaviour: str) -> bool | None:
-        """Whether upstream behaves so at this commit; None where neither its source nor its history
-        tells.
-        """
+        """Whether upstream behaves so at this commit; None if neither source nor history tells."""
         return self.behaviours.get(behaviour)
 
     @property
@@ -259,32 +257,28 @@ class Schema:
 
     @property
     def tested(self) -> bool:
-        """Whether it is the committed one: of the release, or the pin, that the rules were tested
-        with.
-        """
+        """Whether it is a committed snapshot, with which the rules were tested."""
         return self.source == "snapshot"
 
     @property
     def named(self) -> str:
         return short_version(self.version)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
+        fields: list[dict[str, object]] = []
+        for name, known in self.fields.items():
+            shown: dict[str, object] = {key: getattr(known, key) for key in _SHOWN}
+            shown |= {"choices": list(known.choices), "defined": known.where, "reads": None}
+            reads = self.path.reads.get(name)
+            if reads is not None:
+                shown["reads"] = [{"where": read.where, "when": list(read.when)} for read in reads]
+            fields.append(shown)
         return {
             "stage": self.stage,
             "backend": self.backend,
             "script": self.script,
             "version": self.version,
-            "fields": [
-                {
-                    **{key: getattr(known, key) for key in _SHOWN},
-                    "choices": list(known.choices),
-                    "defined": known.where,
-                    "reads": None
-                    if (reads := self.path.reads.get(known.name)) is None
-                    else [{"where": read.where, "when": list(read.when)} for read in reads],
-                }
-                for known in self.fields.values()
-            ],
+            "fields": fields,
         }
 
     def words(self, name: str, value: Any) -> list[str]:
@@ -294,8 +288,7 @@ class Schema:
         return [text(item) for item in value] if isinstance(value, list) else [text(value)]
 
     def in_file(self, name: str, value: Any) -> bool:
-        """Whether a value goes into the trainer's config file: as flags it would be refused, or
-        become another value.
+        """Whether a value goes into the trainer's config file: a flag would refuse or change it.
 
         trl/scripts/utils.py::TrlParser.set_defaults_with_config.apply_defaults[action.default]
         makes it the default of the argument, and argparse converts defaults only where they are
@@ -315,23 +308,23 @@ class Schema:
         return len(value) != 1
 
     def refusal(self, name: str, words: Sequence[str]) -> str | None:
-        """Why upstream's parser would refuse `--name WORDS...`; None where it takes them."""
-        flag = next(filter(self._reads_as_flag, words), None)
-        return (
-            self.fields[name].refusal(words)
-            if flag is None
-            else f"`{brief(flag)}` would be read as a flag"
-        )
+        """Why upstream's parser would refuse `--name WORDS...`; None if it takes them."""
+        for word in words:
+            if self._reads_as_flag(word):
+                return f"`{brief(word)}` would be read as a flag"
+        return self.fields[name].refusal(words)
 
     def flags(self) -> dict[str, OptionString | None]:
         """Every flag that upstream's parser knows, in its order; None for help."""
-        known: dict[str, OptionString | None] = {"-h": None, "--help": None}
-        for name, one in self.fields.items():
+        flags: dict[str, OptionString | None] = {"-h": None, "--help": None}
+        for name, known in self.fields.items():
             dashed = name.replace("_", "-")
-            known[f"--{name}"] = known[f"--{dashed}"] = OptionString(name)
-            if one.kind == "bool" and one.default is True and not one.many:
-                known[f"--no_{name}"] = known[f"--no-{dashed}"] = OptionString(name, negated=True)
-        return known
+            flags[f"--{name}"] = OptionString(name)
+            flags[f"--{dashed}"] = OptionString(name)
+            if known.kind == "bool" and known.default is True and not known.many:
+                flags[f"--no_{name}"] = OptionString(name, negated=True)
+                flags[f"--no-{dashed}"] = OptionString(name, negated=True)
+        return flags
 
     def taken_as(self, key: str) -> OptionString | None:
         """What argparse takes `--key` for: an alias, or the only flag that starts like this."""
@@ -346,7 +339,8 @@ class Schema:
         """argparse's own test (`_parse_optional`) for a word that cannot be a value."""
         if len(word) < 2 or word[0] != "-":
             return False
-        head, flags = word.partition("=")[0], self.flags()
+        head = word.partition("=")[0]
+        flags = self.flags()
         if head in flags or word.startswith("-h"):
             return True
         if word.startswith("--") and any(flag.startswith(head) for flag in flags):
@@ -365,14 +359,14 @@ class Values(Mapping[str, Any]):
         self.schema = schema
         self._given: dict[str, Any] = {}
         for name, value in given.items():
-            known = schema.fields.get(name)
-            if known is not None and value is not None:
-                if schema.in_file(name, value):
-                    self._given[name] = value
-                    continue
-                words = schema.words(name, value)
-                if schema.refusal(name, words) is None:
-                    self._given[name] = known.typed(words)
+            if name not in schema.fields or value is None:
+                continue
+            if schema.in_file(name, value):
+                self._given[name] = value
+                continue
+            words = schema.words(name, value)
+            if schema.refusal(name, words) is None:
+                self._given[name] = schema.fields[name].typed(words)
 
     def __getitem__(self, name: str) -> Any:
         if name in self._given:
@@ -395,14 +389,14 @@ class Values(Mapping[str, Any]):
         return len(self.schema.fields)
 
 
-def field_as_json(known: Field) -> dict[str, Any]:
+def field_as_json(known: Field) -> dict[str, object]:
     """A field for the snapshot; keys with their standard value are left out."""
     standard = asdict(Field(name="", type="", kind="str"))
-    return {
-        key: list(value) if isinstance(value, tuple) else value
-        for key, value in asdict(known).items()
-        if key == "name" or value != standard[key]
-    }
+    data: dict[str, object] = {}
+    for key, value in asdict(known).items():
+        if key == "name" or value != standard[key]:
+            data[key] = list(value) if isinstance(value, tuple) else value
+    return data
 
 
 def field_from_json(data: Mapping[str, Any]) -> Field:

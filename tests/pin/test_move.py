@@ -226,21 +226,21 @@ def test_a_rule_that_is_confirmed_at_the_commit_does_not_wait(reviewed_at: Calla
     assert found.stale == ()
 
 
-def test_both_texts_stand_side_by_side(reviewed_at: Callable[..., Review]) -> None:
+def test_what_changed_in_a_function_is_shown(reviewed_at: Callable[..., Review]) -> None:
     found = reviewed_at(OLD.replace("args.clip > 0", "args.clip is not None"))
     (function,) = found.changed
     assert function.name == "open_instruct/train.py::train"
     assert function.lines == ((LOSS, 4, 4),)
-    rows = [" ".join(row.split()) for row in function.side_by_side(100)]
-    assert "if args.clip > 0: | if args.clip is not None:" in rows
+    rows = function.diff()
+    assert "-    if args.clip > 0:" in rows and "+    if args.clip is not None:" in rows
     assert "One step" not in "".join(rows)
-    assert any("launcher/rules/a.py:1: loss" in line for line in found.lines(100))
+    assert any("launcher/rules/a.py:1: loss" in line for line in found.lines())
 
 
 def test_a_citation_that_is_gone_says_what_may_have_become_of_it(reviewed_at: Callable[..., Review]) -> None:
     (gone,) = reviewed_at(OLD.replace("model.save(args.output)", "model.save_whole(args.output)")).stale
     assert (gone.where, gone.citation, gone.text) == ("launcher/rules/a.py:2", SAVE, "model.save(args.output)")
-    assert gone.now == "open_instruct/train.py::save[model.save_whole]"
+    assert gone.now == "open_instruct/train.py:11: model.save_whole(args.output)"
 
 
 def test_what_a_later_known_commit_has_may_be_cited(reviewed_at: Callable[..., Review]) -> None:

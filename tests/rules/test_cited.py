@@ -62,36 +62,6 @@ def test_citations_of_a_text(text: str, cited: list[str]) -> None:
         assert str(citations.parse(name)) == name
 
 
-def test_every_line_has_a_citation_that_finds_it() -> None:
-    text = (
-        OLD
-        + """
-class Twice:
-    def load(self):
-        for name in self.names:
-            read(
-                name,
-            )
-            read(
-                name,
-            )
-
-    @property
-    def names(self):
-        return [
-        ]
-"""
-    )
-    file = citations.parsed(text.encode())
-    assert file is not None
-    for number, line in enumerate(text.splitlines(), 1):
-        if line.strip(" []"):
-            cited = file.cite(DATA, number)
-            assert cited is not None, line
-            assert file.find(cited) == number, line
-            assert str(citations.parse(str(cited))) == str(cited)
-
-
 @pytest.mark.parametrize(
     ("change", "lost", "differing"),
     [

@@ -340,8 +340,7 @@ def pin_move(
     from launcher.pin.move import move
 
     moved = move.move(commit, shared.open_instruct, os.environ, console.say_aside)
-    columns = shutil.get_terminal_size((160, 50)).columns
-    lines = [] if shared.format == "json" else list(moved.lines(columns))
+    lines = [] if shared.format == "json" else list(moved.lines())
     return answer("pin move", shared.format, moved.as_json(), lines, moved.findings, moved.exit_code)
 
 

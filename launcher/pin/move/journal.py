@@ -1,5 +1,4 @@
-"""Files of a clone replaced together: prepared whole beside them first, so that no moment leaves
-half of them.
+"""Files of a clone replaced together, all or none, from a copy that is whole before it begins.
 
 A journal lies in the clone's git folder. It is renamed into place once it holds every new text;
 from then on the change happens, by this process or by the next one.
@@ -25,9 +24,7 @@ _GITLINK = "160000"
 
 @dataclass(frozen=True, slots=True)
 class Journal:
-    """What is to become of a clone: the folder that holds the new texts, and the clone that they
-    are for.
-    """
+    """A folder with the new texts of files, and the clone that they are for."""
 
     clone: Path
     folder: Path
@@ -37,8 +34,7 @@ class Journal:
         return (self.folder / "changes.json").is_file()
 
     def write(self, files: Mapping[str, bytes | None], gitlink: Mapping[str, str]) -> None:
-        """Prepare new texts of files, by their path in the clone, and the commits of its
-        submodules.
+        """Prepare new texts of files, by path in the clone, and the commits of submodules.
 
         A file without a text is removed.
         """
@@ -57,8 +53,7 @@ class Journal:
         os.rename(part, self.folder)
 
     def apply(self) -> None:
-        """Replace the files, then the submodules' commits, and remove the journal; what is done
-        already is skipped.
+        """Record the submodules' commits, replace files that are not new yet, remove the journal.
 
         Raises NotReady, before it writes anything, where a file was changed after it was prepared.
         """
@@ -91,9 +86,7 @@ class Journal:
         shutil.rmtree(self.folder)
 
     def _record(self, path: str, commit: str, *, begun: bool) -> None:
-        """Write a submodule's commit into git's index; where it was not `begun`, a refusal gives
-        the change up.
-        """
+        """Write a submodule's commit into git's index; a refusal before it has `begun` ends it."""
         entry = f"{_GITLINK},{commit},{path}"
         words = ["git", "-C", str(self.clone), "update-index", "--add", "--cacheinfo", entry]
         done = subprocess.run(words, capture_output=True, text=True)
@@ -114,9 +107,7 @@ def _is_new(clone: Path, row: Mapping[str, Any]) -> bool:
 
 
 def _replace(target: Path, raw: bytes) -> None:
-    """Write a file whole. What a kill leaves beside it has always the same name, and the next one
-    writes over it.
-    """
+    """Write a file whole. A kill leaves one file beside it, which the next run overwrites."""
     beside = target.with_name(f".{target.name}.{NAME}")
     with beside.open("wb") as stream:
         stream.write(raw)

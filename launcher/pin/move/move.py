@@ -1,6 +1,4 @@
-"""`launch pin move`: every citation found again at another commit, and all that follows from the
-pin made anew.
-"""
+"""`launch pin move`: citations found again at another commit, and what follows from the pin."""
 
 from __future__ import annotations
 
@@ -29,9 +27,7 @@ _SHORT = 12
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A move that is done: the files that it changed, what waits for a person, and tests that fail
-    now.
-    """
+    """A finished move: the files that it changed, what waits for a person, tests that fail now."""
 
     old: str
     new: str
@@ -81,8 +77,8 @@ class Move:
             "failed": list(self.failed),
         }
 
-    def lines(self, columns: int) -> Iterator[str]:
-        yield from self.review.lines(columns)
+    def lines(self) -> Iterator[str]:
+        yield from self.review.lines()
         yield ""
         state = f"moved to {self.new}" if self.files else f"the pin is {self.new}"
         rules = f"{len(self.review.rules)} rule(s) to confirm"
@@ -147,9 +143,7 @@ def _move(
 
 
 def _trees(commits: pin.Commits) -> dict[str, SourceFiles]:
-    """open-instruct's files at both commits, and at each that confirms a rule. Raises NotReady for
-    one not there.
-    """
+    """open-instruct's files at both commits and at each that confirms a rule; NotReady without."""
     repository = commits.repository
     names = [commits.old, commits.new, *cited.commits_of_rules()]
     trees = {}
@@ -172,9 +166,7 @@ def _trees(commits: pin.Commits) -> dict[str, SourceFiles]:
 
 
 def _git_folder(clone: Path) -> Path:
-    """The folder of the clone's own git data. Raises NotReady where launch was installed without a
-    clone.
-    """
+    """The folder of the clone's git data. Raises NotReady if launch has no clone."""
     repository = Repository(clone)
     top = repository.top()
     answer = repository.ask("rev-parse", "--absolute-git-dir")

@@ -1,9 +1,6 @@
-"""What a person has to look at after a move of the pin: rules whose lines changed, and citations
-that are gone.
-"""
+"""What a person has to look at after a move: rules whose lines changed, citations that are gone."""
 
 import difflib
-import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,10 +8,9 @@ from pathlib import Path
 from launcher.paths import PROJECT
 from launcher.pin.cited import PACKAGE, Citing, commits_of_rules, rules_of, stale
 from launcher.upstream import citations
-from launcher.upstream.citations import CitedPlace, RuleStanding, SourceFiles, Table
+from launcher.upstream.citations import RuleStanding, SourceFiles, Table
 
 _CONTEXT = 2
-_LEAST_WIDTH = 40
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -40,32 +36,17 @@ class Changed:
     old: str
     new: str
 
-    def side_by_side(self, columns: int) -> Iterator[str]:
-        """What differs between the two texts, the old one on the left."""
-        width = max(_LEAST_WIDTH, (columns - 3) // 2)
-        old = list(_wrapped(self.old, width))
-        new = list(_wrapped(self.new, width))
-        groups = difflib.SequenceMatcher(None, old, new, autojunk=False).get_grouped_opcodes(
-            _CONTEXT
-        )
-        for number, group in enumerate(groups):
-            if number:
-                yield f"{'...':<{width}} | ..."
-            for _, first, last, begin, end in group:
-                left = old[first:last]
-                right = new[begin:end]
-                for row in range(max(len(left), len(right))):
-                    one_side = left[row] if row < len(left) else ""
-                    other_side = right[row] if row < len(right) else ""
-                    mark = " " if one_side == other_side else "|"
-                    yield f"{one_side:<{width}} {mark} {other_side}".rstrip()
+    def diff(self) -> list[str]:
+        """What differs between the two texts, as `diff -u` shows it."""
+        old = self.old.splitlines()
+        new = self.new.splitlines()
+        # without the names of files
+        return list(difflib.unified_diff(old, new, n=_CONTEXT, lineterm=""))[2:]
 
 
 @dataclass(frozen=True, slots=True)
 class Stale:
-    """A citation that the new commit lacks: who cites it, what the line was, and where it may be
-    now.
-    """
+    """A citation that the new commit lacks: who cites it, and its line before and perhaps now."""
 
     where: str
     citation: str
@@ -95,14 +76,16 @@ class Review:
         rules = [{**asdict(rule), "changed": functions} for rule, functions in self.rules.items()]
         return {**asdict(self), "rules": rules}
 
-    def lines(self, columns: int) -> Iterator[str]:
+    def lines(self) -> Iterator[str]:
         for function in self.changed:
             yield ""
             yield function.name
-            yield from (f"  {rule.where}: {rule.name}" for rule in function.rules)
+            for rule in function.rules:
+                yield f"  {rule.where}: {rule.name}"
             for citation, before, after in function.lines:
                 yield f"  {citation}: line {before or '-'} -> {after or 'gone'}"
-            yield from (f"  {row}" for row in function.side_by_side(columns - 2))
+            for row in function.diff():
+                yield f"  {row}".rstrip()
         for line in self.stale:
             yield ""
             yield f"{line.where}: {line.citation} is gone"
@@ -117,8 +100,7 @@ def review(
     commits: tuple[str, str],
     later: Sequence[str] = (),
 ) -> Review:
-    """What differs for rules between the commits at which they were confirmed and the second of
-    `commits`.
+    """What differs for rules between where they were confirmed and the second of `commits`.
 
     A citation is gone where neither that commit nor one of the known commits `later` than it has
     it. `trees` are open-instruct's files by full commit: of both commits, and of every one that
@@ -167,14 +149,12 @@ def _unconfirmed(rule: Callable[..., object], cited: Sequence[Citing]) -> Unconf
 
 
 def _function(citation: str, sources: Sequence[SourceFiles]) -> str:
-    """What encloses a cited line, as it is headed in the list: the function's symbol, else the
-    citation itself.
-    """
+    """What encloses a cited line, as the list heads it: the function, else the citation itself."""
     named = citations.parse(citation)
     for source in sources:
-        file = source.file(named.label)
-        line = None if file is None else file.find(named)
-        if file is not None and line is not None:
+        cited = source.find(named)
+        if cited is not None:
+            file, line = cited
             return f"{named.label}::{named.symbol}" if file.is_function(line) else citation
     return citation
 
@@ -183,78 +163,56 @@ def _changed(
     name: str, pairs: Sequence[tuple[Unconfirmed, str]], old: SourceFiles, new: SourceFiles
 ) -> Changed:
     names = sorted({citation for _, citation in pairs})
-    rows = [
-        (citation, _line(old.place(citation)), _line(new.place(citation))) for citation in names
-    ]
-    rules = tuple(sorted({rule for rule, _ in pairs}))
-    return Changed(name, rules, tuple(rows), _text(old, names), _text(new, names))
+    lines = [(citation, _line(old, citation), _line(new, citation)) for citation in names]
+    rules = sorted({rule for rule, _ in pairs})
+    return Changed(name, tuple(rules), tuple(lines), _text(old, names), _text(new, names))
 
 
-def _line(place: CitedPlace | None) -> int | None:
+def _line(source: SourceFiles, citation: str) -> int | None:
+    place = source.place(citation)
     return None if place is None else place.line
 
 
 def _text(source: SourceFiles, names: Sequence[str]) -> str:
-    """What encloses the first of some citations of one function that is there; else the function by
-    its name.
+    """What encloses the first of some citations of one function that is there.
+
+    If none is, the function by its name.
     """
     for citation in names:
         named = citations.parse(citation)
-        file = source.file(named.label)
-        if file is None:
-            continue
-        line = file.find(named)
-        if line is None and named.symbol:
-            line = file.find(citations.Citation(named.label, named.symbol))
-            if line is not None and not file.is_function(line):
+        cited = source.find(named)
+        if cited is None and named.symbol:
+            cited = source.find(citations.Citation(named.label, named.symbol))
+            if cited is not None and not cited[0].is_function(cited[1]):
                 continue
-        if line is not None:
+        if cited is not None:
+            file, line = cited
             return file.enclosing(line)
     return ""
 
 
 def _stale(citing: Citing, old: SourceFiles, new: SourceFiles) -> Stale:
     named = citations.parse(citing.citation)
-    before = old.file(named.label)
-    line = None if before is None else before.find(named)
-    if before is None or line is None:
+    before = old.find(named)
+    if before is None:
         return Stale(citing.where, citing.citation, "", None)
+    file, line = before
     after = new.file(named.label)
+    nearest = None if after is None else _nearest(file.lines, after.lines, line)
     now = None
-    if after is not None:
-        nearest = _nearest(before.lines, after.lines, line)
-        now = None if nearest is None else after.cite(named.label, nearest)
-    return Stale(
-        citing.where,
-        citing.citation,
-        before.lines[line - 1].strip(),
-        None if now is None else str(now),
-    )
+    if after is not None and nearest is not None:
+        now = f"{named.label}:{nearest}: {after.lines[nearest - 1].strip()}"
+    return Stale(citing.where, citing.citation, file.lines[line - 1].strip(), now)
 
 
 def _nearest(old: Sequence[str], new: Sequence[str], line: int) -> int | None:
-    """The line that took the place of a line: the most alike of those that replaced the text around
-    it.
-    """
-    for tag, first, last, begin, end in difflib.SequenceMatcher(
-        None, old, new, autojunk=False
-    ).get_opcodes():
-        if first < line <= last:
-            if tag == "equal":
-                return begin + line - first
-            alike = difflib.get_close_matches(old[line - 1], new[begin:end], n=1, cutoff=0.5)
-            return begin + 1 + new[begin:end].index(alike[0]) if alike else None
+    """The line most like a line, of those that replaced the text around it."""
+    matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
+    for tag, first, last, begin, end in matcher.get_opcodes():
+        if not first < line <= last:
+            continue
+        if tag == "equal":
+            return begin + line - first
+        alike = difflib.get_close_matches(old[line - 1], new[begin:end], n=1, cutoff=0.5)
+        return begin + 1 + new[begin:end].index(alike[0]) if alike else None
     return None
-
-
-def _wrapped(text: str, width: int) -> Iterator[str]:
-    for line in text.splitlines():
-        indent = " " * (len(line) - len(line.lstrip()))
-        pieces = textwrap.wrap(
-            line,
-            width,
-            subsequent_indent=f"{indent}    ",
-            drop_whitespace=False,
-            break_on_hyphens=False,
-        )
-        yield from (piece.rstrip() for piece in pieces or [""])

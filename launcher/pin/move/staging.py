@@ -1,6 +1,4 @@
-"""A copy of a clone in which everything that follows from the pin is made anew, before the clone is
-touched.
-"""
+"""A copy of a clone in which all that follows from the pin is made anew."""
 
 import io
 import os
@@ -177,9 +175,7 @@ class _Steps:
     checkout: Path
 
     def run(self, *words: str, also: int = 0) -> None:
-        """Raises InvalidConfig with the last lines of a step that ends with another code than 0 or
-        `also`.
-        """
+        """Raises InvalidConfig with the last lines if the exit code is neither 0 nor `also`."""
         done = self._python(words, {})
         if done.returncode not in {0, also}:
             last = "; ".join((done.stderr or done.stdout).strip().splitlines()[-_TRAILING:])

@@ -28,9 +28,7 @@ class Pattern:
 def pattern(
     name: str, regex: str, needle: str | None = None, *, always: Iterable[str] = ()
 ) -> Pattern:
-    """A `Pattern` from readable text; without a needle it is the longest text that every match
-    holds.
-    """
+    """A `Pattern` from readable text; its needle is by default the longest text in every match."""
     return Pattern(
         name=name,
         needle=(_longest_literal(regex) if needle is None else needle).encode(),

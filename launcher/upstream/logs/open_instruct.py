@@ -1,5 +1,4 @@
-"""What open-instruct prints, as patterns with the line that prints each: at the pin, and at the
-other known commits.
+"""What open-instruct prints at the known commits, as patterns with the line that prints each.
 
 What the known commits print in other words has a pattern of each.
 """

@@ -1,5 +1,4 @@
-"""One file for each upstream script that launch starts: its `SCRIPT` says all that is particular to
-it.
+"""One file for each upstream script that launch starts; its `SCRIPT` describes it.
 
 Everything else asks that description. A further script is one more file here and its row in
 `STAGES` of the backend (`open_instruct.py`, `trl.py`). What several scripts share stands in

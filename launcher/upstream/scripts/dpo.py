@@ -1,6 +1,4 @@
-"""open_instruct/dpo.py: upstream's second DPO script, OLMo-core models under FSDP, started by
-torchrun.
-"""
+"""open_instruct/dpo.py: DPO of OLMo-core models under FSDP, started by torchrun."""
 
 from collections.abc import Iterator
 from dataclasses import replace

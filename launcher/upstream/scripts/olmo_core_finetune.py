@@ -1,5 +1,4 @@
-"""open_instruct/olmo_core_finetune.py: SFT of OLMo-core models under FSDP, on rows that are always
-packed.
+"""open_instruct/olmo_core_finetune.py: SFT of OLMo-core models under FSDP; it always packs.
 
 It is there since #1620, and replaces finetune.py, which upstream calls deprecated.
 """
@@ -51,9 +50,7 @@ def _is_complete(folder: Path) -> bool:
 
 
 def _settle(values: Values, gpus: int) -> Iterator[tuple[str, Any, str]]:
-    """The script's own default of temporary checkpoints is refused beside shorter intervals than
-    that.
-    """
+    """The script's default for temporary checkpoints is refused beside shorter intervals."""
     name = "ephemeral_save_interval"
     own, every = values[name], values["checkpointing_steps"]
     if isinstance(own, int) and isinstance(every, int) and own >= every and not values.given(name):

@@ -160,7 +160,7 @@ def _reads(walk: Walk, name: str) -> tuple[Read, ...]:
 
 def _about_file(walk: Walk, guards: Guards) -> frozenset[str]:
     """The conditions that a stage file decides: not those on what the script itself changes."""
-    kept = [c for c in guards - walk.assumed - UNSURE if not isinstance(c, Passed)]
+    kept = [c for c in guards - UNSURE if not isinstance(c, Passed)]
     return conditions.simplified(filter(walk.stands, kept))
 
 

@@ -62,11 +62,6 @@ _PARSES = {"parse_args_into_dataclasses", "parse_args_and_config", "parse", "par
 _LOGS = frozenset("debug info warning warning_once warning_rank0 error exception critical".split())
 _SHOWS = frozenset({"print", "pprint", "warn", "warn_once", "print_rank0"})
 _LOGGER = re.compile(r"(^|[._])log(s|ger|gers|ging)?([._(]|$)", re.IGNORECASE)
-# what these give back holds none of what they were given
-_TELLS = frozenset(
-    "isinstance issubclass len str repr bool int float id hash type any all sum callable format"
-    " print dir".split()
-)
 _PUTS = frozenset("append appendleft add extend insert update setdefault put push".split())
 _CHANGES = _PUTS | {"pop", "popitem", "clear", "remove", "discard", "sort", "reverse"}
 _COLLECTS = frozenset(
@@ -114,9 +109,7 @@ class Spot:
 
 @dataclass(slots=True)
 class Walk(Lookup):
-    """One entry script, walked several times until nothing new is learnt: what is known, and what
-    was recorded of it.
-    """
+    """One entry script, walked until nothing new is learnt: what is known and recorded of it."""
 
     script: Module = field(kw_only=True)
     fields: frozenset[str] = field(kw_only=True)
@@ -130,8 +123,6 @@ class Walk(Lookup):
     reshaped: set[str] = field(default_factory=set)
     # the places of refusals inside `__post_init__`
     parsing: set[str] = field(default_factory=set)
-    # what holds because the script would have raised otherwise, wherever it got to
-    assumed: set[str] = field(default_factory=set)
     # the functions that were walked, each with its module
     ran: dict[FunctionNode, Module] = field(default_factory=dict)
     _walked: dict[object, list[Guards]] = field(default_factory=dict)
@@ -159,8 +150,8 @@ class Walk(Lookup):
         """Walk once, from parsing to the end."""
         for table in (self._walked, self._tables, self.reads, self.refusals, self.written):
             table.clear()
-        for names in (self._visited, self.assumed, self.reshaped):
-            names.clear()
+        self._visited.clear()
+        self.reshaped.clear()
         for index in range(len(self.classes)):
             for function in self.bound(Args(index), "__post_init__"):
                 self._call(function, CallArguments(), ANYHOW)
@@ -407,17 +398,14 @@ class Walk(Lookup):
     def _return(self, node: ast.Return, at: Spot) -> None:
         if node.value is None:
             return
-        values = self.symbolic(node.value, at)
-        if not at.frame.shape.returns_once:
-            # what the other ways out give back is something else
-            values = without_texts(values) or frozenset({UNKNOWN})
-        at.frame.returned |= values
+        # its caller may know other conditions
+        at.frame.returned |= without_texts(self.value(node.value, at)) or {UNKNOWN}
 
     def _assign(self, node: ast.Assign, at: Spot) -> None:
         if self._puts_back(node, at.frame):
             with self._silently():
                 self.value(node.value, at)
-            if not self._only_named(node.value, at.frame):
+            if not self._makes_member(node.value, at.frame):
                 self._write(mark(node.targets[0]))
             return
         values = self.symbolic(node.value, at)
@@ -451,8 +439,6 @@ class Walk(Lookup):
         if not _refuses(body):
             return after
         new = taken.guards - before.guards - UNSURE
-        if _all_passed(before.guards):
-            self.assumed |= new
         kept = after.guards
         if after.guards == taken.guards:
             # whoever was not refused certainly gets here
@@ -522,12 +508,12 @@ class Walk(Lookup):
                 return isinstance(frame.bound, Args) and own_attributes(node.value) == {name}
         return False
 
-    def _only_named(self, value: ast.expr, frame: Frame) -> bool:
+    def _makes_member(self, value: ast.expr, frame: Frame) -> bool:
         """Whether a value stays what it is: the member of an enum for a member's value."""
         match value:
             case ast.Call(func=function, args=[ast.Attribute()], keywords=[]):
-                return self.is_enum(frame.module, function)
-        return isinstance(value, ast.Attribute)
+                return self.members(frame.module, function) is not None
+        return False
 
     def _only_puts_back(self, node: ast.If, frame: Frame) -> bool:
         """Whether a test of one argument decides about nothing but that argument's own form."""
@@ -587,8 +573,6 @@ class Walk(Lookup):
 
     def _not_followed(self, function: ast.expr, arguments: CallArguments, at: Spot) -> Values:
         self._handed_over(arguments, at)
-        if isinstance(function, ast.Name) and function.id in _TELLS:
-            return NOTHING
         # a wrapper gives back what it wraps, a copy what it was made of
         back = carried(arguments.sets()) | self._wrapped(function, arguments, at.frame)
         if not back:

@@ -1,5 +1,4 @@
-"""What names may hold on the path of an entry script: the values that `Walk` follows, its frames,
-and what is known of classes and modules.
+"""What names may hold on the path of an entry script: values, frames, classes and modules.
 
 A set of values says what an expression may be. The empty set is anything else; `UNKNOWN` beside
 others says that it may also be anything else, so that no condition is drawn from it.
@@ -176,7 +175,6 @@ class FunctionShape:
     names: set[str] = field(default_factory=set)  # that it uses
     mentioned: set[str] = field(default_factory=set)  # these, and attributes
     generator: bool = False  # a generator runs only as far as somebody asks
-    returns_once: bool = False  # as its last statement
     refuses: bool = False  # it raises or asserts something itself
 
 
@@ -189,9 +187,7 @@ def shape_of(body: Sequence[ast.stmt], parameters: Iterable[str] = ()) -> Functi
     shape.assigned |= shape.globals
     shape.mentioned |= shape.names
     # without what functions inside it do
-    inside = [node for statement in body for node in within(statement)]
-    returns = [node for node in inside if isinstance(node, ast.Return)]
-    shape.returns_once = len(returns) == 1 and returns[0] is body[-1]
+    inside = (node for statement in body for node in within(statement))
     shape.refuses = any(isinstance(node, ast.Raise | ast.Assert) for node in inside)
     return shape
 
@@ -469,14 +465,12 @@ class Lookup:
         owner = self.sources.module_of(module, node.value)
         if owner is not None:
             return self.literal(owner, ast.Name(node.attr, ast.Load()))
-        members = self._members(module, node.value)
+        members = self.members(module, node.value)
         member = None if members is None else members.get(node.attr)
         return ast.Constant(member) if isinstance(member, str | int | float) else None
 
-    def is_enum(self, module: Module, node: ast.expr) -> bool:
-        return self._members(module, node) is not None
-
-    def _members(self, module: Module, node: ast.expr) -> dict[str, Any] | None:
+    def members(self, module: Module, node: ast.expr) -> dict[str, Any] | None:
+        """Names and values of the enum that an expression names; None for anything else."""
         key = self.sources.resolve_class(module, node)
         return None if key is None else enum_members(self.sources, *key)
 

@@ -79,7 +79,7 @@ def read(path: Path, *, whole_below: int = WHOLE_BELOW) -> tuple[Content, os.sta
             before = os.fstat(descriptor)
             sampled = path.suffix == ".safetensors" and before.st_size >= whole_below
             try:
-                found = _read(descriptor, before.st_size, sampled)
+                content = _read(descriptor, before.st_size, sampled)
             except Changing:
                 continue
             after = os.fstat(descriptor)
@@ -87,7 +87,7 @@ def read(path: Path, *, whole_below: int = WHOLE_BELOW) -> tuple[Content, os.sta
                 getattr(after, key) == getattr(before, key)
                 for key in ("st_size", "st_mtime_ns", "st_ctime_ns")
             ):
-                return found, before
+                return content, before
     finally:
         os.close(descriptor)
     raise Changing(None, "it is written to while it is read", str(path))
@@ -216,9 +216,9 @@ def header(descriptor: int, size: int) -> tuple[int, dict[str, Any]]:
 
 def weights(folder: str) -> list[str]:
     """The files of weights in a folder and (PEFT's further adapters) in those right below it."""
-    found = []
+    files: list[str] = []
     for prefix in ("", *sorted(entry.name + "/" for entry in os.scandir(folder) if entry.is_dir())):
         if not CHECKPOINT.search(prefix):
             names = os.listdir(os.path.join(folder, prefix))
-            found += [prefix + name for name in sorted(names) if _WEIGHTS.match(name)]
-    return found
+            files += [prefix + name for name in sorted(names) if _WEIGHTS.match(name)]
+    return files

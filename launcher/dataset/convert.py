@@ -70,14 +70,14 @@ def convert(source: Path, output: Path, *, split: str = "train", skip: bool = Fa
 
 def _files(source: Path, split: str) -> tuple[Path, ...]:
     if is_dir(source):
-        found = sources.of_name(str(source), split, None, os.environ)
+        data = sources.of_name(str(source), split, None, os.environ)
     elif is_file(source):
-        found = sources.of_file(str(source))
+        data = sources.of_file(str(source))
     else:
         raise usage("no-such-data", f"there is no file or folder {source}")
-    if not found.files:
-        raise usage("no-such-data", f"{source}: {found.fault or found.unseen}")
-    return found.files
+    if not data.files:
+        raise usage("no-such-data", f"{source}: {data.fault or data.unseen}")
+    return data.files
 
 
 def _write(files: tuple[Path, ...], output: Path, shape: shapes.RowForm) -> tuple[int, list[Fault]]:

@@ -41,7 +41,9 @@ def read(folder: Path, *, limit: int, tokenizer: str) -> PackedRows | None:
     ends = _marks(folder / "tokenizer", tokenizer)
     if ends is None:
         return None
-    samples = documents = rows = 0
+    samples = 0
+    documents = 0
+    rows = 0
     for tokens in sorted(folder.glob("token_ids_part_*.npy")):
         with gzip.open(tokens.with_suffix("").with_suffix(".csv.gz"), "rt") as lines:
             samples += sum(1 for _ in lines)
@@ -58,11 +60,11 @@ def rows_of(lengths: Mapping[int, int], limit: int) -> int:
     # how many rows have so much room left, and the same as bits, to find the smallest that is
     # enough
     room: Counter[int] = Counter()
-    there = 0
+    spaces = 0
     for length in sorted(lengths, reverse=True):
         left = lengths[length]
         while left:
-            larger = there >> length
+            larger = spaces >> length
             space = limit
             if larger:
                 space = length + (larger & -larger).bit_length() - 1
@@ -73,14 +75,14 @@ def rows_of(lengths: Mapping[int, int], limit: int) -> int:
                 taken = min(taken, room[space])
                 room[space] -= taken
                 if not room[space]:
-                    there &= ~(1 << space)
+                    spaces &= ~(1 << space)
             else:
                 rows += taken
             put = min(each, left)
             rest = space - put * length
             left -= put * taken
             room[rest] += taken
-            there |= 1 << rest
+            spaces |= 1 << rest
     return rows
 
 
@@ -95,10 +97,9 @@ def _lengths(tokens: Path, mask: Path, end: int, begin: int | None) -> Iterator[
     start = place = 0
     while place < count:
         try:
-            at = content.index(end, place)
+            place = content.index(end, place) + 1
         except ValueError:
             return
-        place = at + 1
         if begin is None or place == count or content[place] == begin:
             yield place - start
             start = place
@@ -130,5 +131,5 @@ def _id_of(token: Any, tokenizer: Mapping[str, Any]) -> int | None:
         if added.get("content") == text:
             return int(added["id"])
     vocabulary = tokenizer.get("model", {}).get("vocab", {})
-    found = vocabulary.get(text) if isinstance(vocabulary, dict) else None
-    return found if isinstance(found, int) else None
+    token_id = vocabulary.get(text) if isinstance(vocabulary, dict) else None
+    return token_id if isinstance(token_id, int) else None

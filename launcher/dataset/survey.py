@@ -265,7 +265,7 @@ class _Surveyor:
             kind = type(value)
             seen = counts.get((name, kind))
             if seen is None:
-                self._new_kind(name, kind)
+                self._count(counts, (name, kind), _MOST_FACTS)
             else:
                 seen[0] += 1
             if kind is str:
@@ -289,16 +289,19 @@ class _Surveyor:
             self._see_tokens(row)
         self._compare_with_earlier()
 
-    def _new_kind(self, name: str, kind: type) -> None:
-        if len(self._counts) < _MOST_FACTS:
-            self._counts[name, kind] = [1, self._file, self._number, self._index]
-
-    def _mark(self, column: str, fact: str, count: int = 1) -> None:
-        seen = self._facts.get((column, fact))
+    def _count(self, table: dict[Any, list[Any]], key: object, most: int, count: int = 1) -> bool:
+        """Count a key, and remember the row where it is new; False if the table has too many."""
+        seen = table.get(key)
         if seen is not None:
             seen[0] += count
-        elif len(self._facts) < _MOST_FACTS:
-            self._facts[column, fact] = [count, self._file, self._number, self._index]
+        elif len(table) < most:
+            table[key] = [count, self._file, self._number, self._index]
+        else:
+            return False
+        return True
+
+    def _mark(self, column: str, fact: str, count: int = 1) -> None:
+        self._count(self._facts, (column, fact), _MOST_FACTS, count)
 
     def _see_marked_text(self, name: str, value: str) -> None:
         """Text that may be something else: messages as JSON, or a special token in front."""
@@ -361,12 +364,7 @@ class _Surveyor:
         dialogue = (name, tuple([self._see_message(name, message) for message in messages]))
         if self._marked.get((name, "null-content")) == self._rows and _lack_content(messages):
             self._mark(name, "no-content")
-        seen = self._dialogues.get(dialogue)
-        if seen is not None:
-            seen[0] += 1
-        elif len(self._dialogues) < _MOST_DIALOGUES:
-            self._dialogues[dialogue] = [1, self._file, self._number, self._index]
-        else:
+        if not self._count(self._dialogues, dialogue, _MOST_DIALOGUES):
             self._mark_dialogue(dialogue, 1)
 
     def _mark_dialogue(self, dialogue: tuple[str, tuple[str, ...]], count: int) -> None:
@@ -458,10 +456,8 @@ class _Surveyor:
 
     def survey(self) -> Survey:
         for dialogue, seen in self._dialogues.items():
-            self._file = seen[1]
-            self._number = seen[2]
-            self._index = seen[3]
-            self._mark_dialogue(dialogue, seen[0])
+            count, self._file, self._number, self._index = seen
+            self._mark_dialogue(dialogue, count)
         kinds = _merge_kinds(self._counts)
         for column in {name for name, _ in kinds}:
             present = sum(tally.count for (name, _), tally in kinds.items() if name == column)

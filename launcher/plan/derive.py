@@ -100,12 +100,12 @@ def split_batch(stage: Stage, gpus: int, nodes: int) -> BatchSplit:
         per_device = batch.per_device
     if batch is None or batch.total is None:
         accumulation = int(stage.values[names.accumulation])
-        return BatchSplit(per_device=per_device, accumulation=accumulation, devices=devices)
-    if batch.total % (per_device * devices):
-        raise InvalidConfig(
-            impossible(stage.config, total=batch.total, per_device=per_device, devices=devices)
-        )
-    accumulation = batch.total // (per_device * devices)
+    else:
+        accumulation, rest = divmod(batch.total, per_device * devices)
+        if rest:
+            raise InvalidConfig(
+                impossible(stage.config, total=batch.total, per_device=per_device, devices=devices)
+            )
     return BatchSplit(per_device=per_device, accumulation=accumulation, devices=devices)
 
 
@@ -129,10 +129,8 @@ def of_batch(setting: Setting) -> Iterator[tuple[str, Derived]]:
 def of_script(setting: Setting) -> Iterator[tuple[str, Derived]]:
     """What the entry script needs: always, or with these values on these GPUs."""
     stage = setting.stage
-    for name, (value, why) in stage.entry.derived.items():
-        if _is_open(stage, name):
-            yield name, Derived(value, rendered(why), of_script=True)
-    for name, value, why in stage.entry.settle(stage.values, setting.gpus):
+    always = [(name, *needed) for name, needed in stage.entry.derived.items()]
+    for name, value, why in (*always, *stage.entry.settle(stage.values, setting.gpus)):
         if _is_open(stage, name):
             yield name, Derived(value, rendered(why), of_script=True)
 

@@ -1,6 +1,4 @@
-"""Rows of the data of a run -> prompts with the answers of the data, of a split apart where there
-is one.
-"""
+"""Rows of a run's data -> prompts with their answers, of a held-out split where there is one."""
 
 from __future__ import annotations
 

@@ -137,8 +137,7 @@ def of_file(name: str) -> Source:
 def of_name(name: str, split: str, config: str | None, environ: Mapping[str, str]) -> Source:
     """The source of `load_dataset(name, config)[split]`: a folder, or a set in the hub's cache."""
     folder = Path(name)
-    is_local = os.path.isdir(folder)
-    if not is_local:
+    if not os.path.isdir(folder):
         if model_config.is_path(name) or name.count("/") != 1:
             return Source(name=name, unseen="it is not here")
         cached = model_config.snapshot(name, environ, kind="datasets")
@@ -159,7 +158,7 @@ def of_name(name: str, split: str, config: str | None, environ: Mapping[str, str
     try:
         splits = _files_of_splits(folder, split, config)
     except _NoFiles as error:
-        if error.source.fault is not None and not is_local:
+        if error.source.fault is not None and not os.path.isdir(name):
             # of a data set of the hub, only a part may be in the cache
             reason = f"as far as it is downloaded, it {error.source.fault}"
             return Source(name=name, unseen=reason)

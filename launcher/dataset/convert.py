@@ -42,7 +42,7 @@ def convert(
     skip: bool = False,
     say: Callable[[str], None] | None = None,
 ) -> Converted:
-    """Convert the rows of a file, or of the split of a folder. `say` is told now and then how far it is.
+    """Convert the rows of a file, or of the split of a folder; `say` gets the progress.
 
     Raises UsageError where there is nothing to convert, or `output` is there already; InvalidConfig
     where rows have not the form of the others, unless `skip` leaves them out. Writes all of

@@ -121,8 +121,6 @@ def _open_instruct_pairs(surveyed: Survey) -> Kind | None:
     return None if surveyed.count("chosen", "starts-with:assistant") else "pairs"
 
 
-# dataset_transformation.py::DatasetConfig.__post_init__[.jsonl]
-_SUFFIXES: Mapping[str, tuple[str, ...]] = {"open_instruct": LOCAL_SUFFIXES}
 _KINDS: Mapping[tuple[str, str], Callable[[Survey], Kind | None]] = {
     ("trl", "sft"): _trl_answers,
     ("trl", "dpo"): _trl_pairs,

@@ -1,4 +1,6 @@
-"""The help pages: commands and options in groups, and what to write for an option that is an argument."""
+"""The help pages: commands and options in groups, and what to write for an option that is an
+argument.
+"""
 
 import itertools
 import re
@@ -31,7 +33,8 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _plain(text: str) -> str:
-    # without the brackets that typer sets around a default in words, and without limits as a formula
+    # without the brackets that typer sets around a default in words, and without limits as a
+    # formula
     text = re.sub(r"default: \(([^()]+)\)", r"default: \1", text)
     return re.sub(r"  \[x>=\d+\]|; x>=\d+(?=\])", "", text)
 
@@ -66,13 +69,20 @@ class SummarizedCommand(TyperCommand):
 
 class Group(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
-        return [name for _, names in _grouped(super().list_commands(ctx), COMMANDS, "Further") for name in names]
+        return [
+            name
+            for _, names in _grouped(super().list_commands(ctx), COMMANDS, "Further")
+            for name in names
+        ]
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         names = [name for name in self.list_commands(ctx) if not self.commands[name].hidden]
         longest = max(map(len, names))
         limit = formatter.width - longest - 4
-        rows = {name: (name.ljust(longest), self.commands[name].get_short_help_str(limit)) for name in names}
+        rows = {
+            name: (name.ljust(longest), self.commands[name].get_short_help_str(limit))
+            for name in names
+        }
         for title, group in _grouped(names, COMMANDS, "Further"):
             _write(formatter, title, [rows[name] for name in group])
 
@@ -94,7 +104,12 @@ def overrides(arguments: list[str], command: Any) -> list[str]:
     from launcher.upstream.trainers import BACKENDS
 
     stages = [command.name] if command.name in keys.STAGES else keys.STAGES
-    fields = (field for backend in BACKENDS for stage in stages for field in locate.snapshot(backend)["stages"][stage])
+    fields = (
+        field
+        for backend in BACKENDS
+        for stage in stages
+        for field in locate.snapshot(backend)["stages"][stage]
+    )
     known = {*keys.KEYS, *(field.partition(".")[2] for field in fields)}
     names = {name for parameter in command.params for name in parameter.opts}
     # of a pipeline the stage is named too
@@ -105,6 +120,10 @@ def overrides(arguments: list[str], command: Any) -> list[str]:
         key = option.removeprefix("--").replace("-", "_")
         if option.startswith("--") and option not in names and key in known:
             # a switch has no value: what follows is the file, an override or the next option
-            bare = following.startswith("--") or "=" in following or following.endswith((".yaml", ".yml"))
+            bare = (
+                following.startswith("--")
+                or "=" in following
+                or following.endswith((".yaml", ".yml"))
+            )
             written.append(f"{prefix}{key}={value or ('true' if bare else following)}")
     return written

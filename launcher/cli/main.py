@@ -41,7 +41,9 @@ _NO_MEMORY = ("failed to map segment", "annot allocate memory", "can't start new
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command line; returns the exit code, or exits with it where `argv` is the process' own."""
+    """Run a command line; returns the exit code, or exits with it where `argv` is the process'
+    own.
+    """
     if argv is not None:
         return _run_guarded(argv)
     open_standard_streams()
@@ -59,7 +61,9 @@ def open_standard_streams() -> None:
 
 
 def _flush_streams(code: int) -> int:
-    """Write what is buffered. Where that fails, nothing more is written: Python would complain at exit."""
+    """Write what is buffered. Where that fails, nothing more is written: Python would complain
+    at exit.
+    """
     failed: OSError | None = None
     for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
         try:
@@ -140,7 +144,9 @@ def _limited(message: str, option: str) -> NotReady:
 def _is_of_a_limit(error: Exception) -> bool:
     """Whether a library or a thread found no memory, and says so in words."""
     text = str(error)
-    return isinstance(error, ImportError | RuntimeError) and any(words in text for words in _NO_MEMORY)
+    return isinstance(error, ImportError | RuntimeError) and any(
+        words in text for words in _NO_MEMORY
+    )
 
 
 def _out_of_memory(arguments: list[str]) -> int:
@@ -153,7 +159,9 @@ def _out_of_memory(arguments: list[str]) -> int:
 
 
 def _run_command(arguments: list[str]) -> None:
-    """Run one command. A machine that asks wrongly gets its envelope too, people typer's usage lines."""
+    """Run one command. A machine that asks wrongly gets its envelope too, people typer's usage
+    lines.
+    """
     try:
         code = app(args=arguments, prog_name="launch", standalone_mode=False)
     except _Unparsed as error:
@@ -175,7 +183,9 @@ def _run_command(arguments: list[str]) -> None:
 def _report(error: LaunchError, arguments: list[str]) -> Exit:
     # what is full, or gone, may be what the answer goes to
     with contextlib.suppress(OSError):
-        answer(_command_name(arguments), _form(arguments), None, (), error.findings, error.exit_code)
+        answer(
+            _command_name(arguments), _form(arguments), None, (), error.findings, error.exit_code
+        )
     return error.exit_code
 
 

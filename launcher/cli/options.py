@@ -44,13 +44,17 @@ def _version(requested: bool) -> None:
     if requested:
         from launcher.upstream import open_instruct, trl
 
-        typer.echo(f"launch {__version__} (pinned: open-instruct {open_instruct.PIN[:7]}, {trl.PIN})")
+        typer.echo(
+            f"launch {__version__} (pinned: open-instruct {open_instruct.PIN[:7]}, {trl.PIN})"
+        )
         raise typer.Exit
 
 
 @app.callback()
 def _launch(
-    version: bool = Option(False, "--version", is_eager=True, callback=_version, help="Show the versions and exit."),
+    version: bool = Option(
+        False, "--version", is_eager=True, callback=_version, help="Show the versions and exit."
+    ),
 ) -> None:
     """The options of `launch` itself."""
 
@@ -106,12 +110,20 @@ class Shared:
     )
     nodes: int = Option(1, "--nodes", metavar="N", min=1, help="number of machines")
     devices: str | None = Option(
-        None, "--devices", metavar="2,3", help="use these GPUs", show_default="free ones, as many as --gpus"
+        None,
+        "--devices",
+        metavar="2,3",
+        help="use these GPUs",
+        show_default="free ones, as many as --gpus",
     )
     dry_run: bool = Option(False, "--dry-run", help="print the plan and the command; start nothing")
     price: float | None = Option(None, "--price", metavar="X", help="price per GPU-hour")
-    rows: int | None = Option(None, "--rows", metavar="N", min=1, help="rows of the data set", show_default="counted")
-    row_tokens: str | None = Option(None, "--row-tokens", metavar="MEAN:MAX", help="tokens per row, mean and longest")
+    rows: int | None = Option(
+        None, "--rows", metavar="N", min=1, help="rows of the data set", show_default="counted"
+    )
+    row_tokens: str | None = Option(
+        None, "--row-tokens", metavar="MEAN:MAX", help="tokens per row, mean and longest"
+    )
     python: Path | None = Option(
         None,
         "--python",
@@ -142,14 +154,21 @@ class Shared:
     )
     fresh: bool = Option(False, "--fresh", help="start over in a new folder (NAME-2)")
     allow_changed_resume: list[str] | None = Option(
-        None, "--allow-changed-resume", metavar="NAME", help="continue although NAME has changed (repeatable)"
+        None,
+        "--allow-changed-resume",
+        metavar="NAME",
+        help="continue although NAME has changed (repeatable)",
     )
     detach: bool = Option(False, "--detach", help="start it in a tmux session and return at once")
     on_finish: str | None = Option(
         None, "--on-finish", metavar="CMD", help="command to run when it has ended, without a shell"
     )
     on_finish_limit: str | None = Option(
-        None, "--on-finish-limit", metavar="TIME", help="time limit of that command: 90s, 2h", show_default="10m"
+        None,
+        "--on-finish-limit",
+        metavar="TIME",
+        help="time limit of that command: 90s, 2h",
+        show_default="10m",
     )
     slurm: bool = Option(False, "--slurm", help="queue it as a Slurm job")
     cpu: bool = Option(False, "--cpu", help="run on the CPU, to try the command out")
@@ -167,7 +186,9 @@ class Shared:
 
     @functools.cached_property
     def locator(self) -> Locator:
-        """Finds the trainers' source, of the Python that is named. Raises NotReady where that does not run."""
+        """Finds the trainers' source, of the Python that is named. Raises NotReady where that
+        does not run.
+        """
         from launcher.upstream import locate
 
         interpreter = None
@@ -198,23 +219,34 @@ class Shared:
         console.print_findings(findings if self.format == "text" else ())
 
     def at_end(self) -> dict[str, Any]:
-        """What is to happen once a run has ended, as those that start it take it. Raises UsageError."""
+        """What is to happen once a run has ended, as those that start it take it. Raises
+        UsageError.
+        """
         from launcher.lifecycle import on_finish
 
         if self.on_finish_limit is not None and self.on_finish is None:
             raise usage("useless-option", "--on-finish-limit has no effect without --on-finish")
-        words, seconds = on_finish.parse_command(self.on_finish), on_finish.parse_limit(self.on_finish_limit)
+        words, seconds = (
+            on_finish.parse_command(self.on_finish),
+            on_finish.parse_limit(self.on_finish_limit),
+        )
         return {"on_finish": words, "on_finish_s": seconds, "allow_unproven": self.allow_unproven}
 
     def require_sense(self) -> None:
         """Raise UsageError with every option that would be taken and ignored beside --slurm."""
-        given = {name: getattr(self, name) for name in ("detach", "devices", "node_rank", "main_address", "cpu")}
+        given = {
+            name: getattr(self, name)
+            for name in ("detach", "devices", "node_rank", "main_address", "cpu")
+        }
         # 0 is a value
-        names = [name for name, value in given.items() if value or (value == 0 and value is not False)]
+        names = [
+            name for name, value in given.items() if value or (value == 0 and value is not False)
+        ]
         if names and self.slurm:
             flags = [f"--{name.replace('_', '-')}" for name in names]
             raise UsageError(
-                launch_finding("error", "useless-option", f"{flag} has no effect with --slurm") for flag in flags
+                launch_finding("error", "useless-option", f"{flag} has no effect with --slurm")
+                for flag in flags
             )
 
     def hand_over(self, command: str, name: str, *, gpus: int, options: Options) -> Exit:
@@ -255,12 +287,16 @@ Command = Callable[..., Any]
 
 
 def takes(*names: str) -> Callable[[Command], Command]:
-    """Give a command these options of `Shared`, or groups of them; it gets `Shared` as its first argument."""
+    """Give a command these options of `Shared`, or groups of them; it gets `Shared` as its
+    first argument.
+    """
     names = tuple(one for name in names for one in GROUPS.get(name, name).split())
     fields = dataclasses.fields(Shared)
     rest = {f.name: vars(f.default)["default"] for f in fields if f.name not in names}
     parameters = [
-        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=_TYPES[f.name])
+        inspect.Parameter(
+            f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=_TYPES[f.name]
+        )
         for f in fields
         if f.name in names
     ]
@@ -273,7 +309,9 @@ def takes(*names: str) -> Callable[[Command], Command]:
         own = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
         # arguments by place come first, and the form of the answer last
         arguments = [p for p in parameters if p.name in {"config", "overrides"}]
-        signature = inspect.Signature([*arguments, *own, *(p for p in parameters if p not in arguments)])
+        signature = inspect.Signature(
+            [*arguments, *own, *(p for p in parameters if p not in arguments)]
+        )
         run.__name__, run.__doc__ = command.__name__, command.__doc__
         run.__signature__ = signature  # type: ignore[attr-defined]
         run.__annotations__ = {name: p.annotation for name, p in signature.parameters.items()}
@@ -302,7 +340,8 @@ def found_run(name: str, kind: str = "run") -> RunFolder:
 
 
 def confirmed(lines: Sequence[str], given: bool, flag: str, kept: Sequence[str] = ()) -> bool:
-    """Whether to delete this, as `flag` says or who sits at the terminal. Raises UsageError without both.
+    """Whether to delete this, as `flag` says or who sits at the terminal. Raises UsageError
+    without both.
 
     `kept` are lines about what stays.
     """
@@ -319,8 +358,16 @@ def files_of(path: Path) -> list[Path]:
     """The YAML files of a folder and of those in it, hidden ones left out; a file is itself."""
     if not is_dir(path):
         return [path]
-    files = [file for file in sorted(path.rglob("*")) if file.suffix in {".yaml", ".yml"} and is_file(file)]
-    found = [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+    files = [
+        file
+        for file in sorted(path.rglob("*"))
+        if file.suffix in {".yaml", ".yml"} and is_file(file)
+    ]
+    found = [
+        file
+        for file in files
+        if not any(part.startswith(".") for part in file.relative_to(path).parts)
+    ]
     # an empty one is judged itself, and refused
     return found or [path]
 
@@ -344,8 +391,8 @@ def answer(
 ) -> Exit:
     """Print one envelope for machines, or the findings and what `show` prints or holds; the code.
 
-    `before` are findings that people have been shown before. Tools that did not answer are added. `redactor` is that
-    of the stage file or the run that is shown.
+    `before` are findings that people have been shown before. Tools that did not answer are added.
+    `redactor` is that of the stage file or the run that is shown.
     """
     findings = (*findings, *_silent_tools([*before, *findings]))
     if format == "json":
@@ -376,7 +423,9 @@ def _silent_tools(findings: Sequence[Finding]) -> Iterator[Finding]:
 
 
 def several_runs(command: Callable[..., Exit]) -> Callable[..., Exit]:
-    """A command that starts several runs: options beside each other are checked, `--on-finish` is called."""
+    """A command that starts several runs: options beside each other are checked, `--on-finish`
+    is called.
+    """
 
     @functools.wraps(command)
     def run(shared: Shared, **given: Any) -> Exit:
@@ -389,7 +438,9 @@ def several_runs(command: Callable[..., Exit]) -> Callable[..., Exit]:
         on_finish.require_program(words)
 
         def finish(code: Exit) -> None:
-            background.finish(words, seconds, command.__name__, code, "pass" if code is Exit.OK else "fail")
+            background.finish(
+                words, seconds, command.__name__, code, "pass" if code is Exit.OK else "fail"
+            )
 
         try:
             code = command(shared, **given)

@@ -1,4 +1,6 @@
-"""`launch init`, `validate-config`, `explain`, `schema`, `pin`: stage files and the source they are for."""
+"""`launch init`, `validate-config`, `explain`, `schema`, `pin`: stage files and the source
+they are for.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,28 @@ import typer
 from typer import Argument, Option
 
 from launcher.cli.help import App
-from launcher.cli.options import FORMAT, OVERRIDES, STAGE_FILE, Findings, Format, Shared, answer, app, files_of, takes
-from launcher.errors import Exit, Finding, InvalidConfig, LaunchError, NotReady, brief, errors, usage
+from launcher.cli.options import (
+    FORMAT,
+    OVERRIDES,
+    STAGE_FILE,
+    Findings,
+    Format,
+    Shared,
+    answer,
+    app,
+    files_of,
+    takes,
+)
+from launcher.errors import (
+    Exit,
+    Finding,
+    InvalidConfig,
+    LaunchError,
+    NotReady,
+    brief,
+    errors,
+    usage,
+)
 from launcher.paths import can_be_name, exists, shipped
 from launcher.report import console
 
@@ -30,15 +52,21 @@ if TYPE_CHECKING:
 
 
 VALIDATED_FOR = 8
-"""GPUs that a pipeline is judged for where its file does not say: a stage file is judged for none."""
+"""GPUs that a pipeline is judged for where its file does not say: a stage file is judged for
+none.
+"""
 
 pins = App(
-    no_args_is_help=True, rich_markup_mode=None, help="Show the pinned checkout, and what another commit changes."
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="Show the pinned checkout, and what another commit changes.",
 )
 app.add_typer(pins, name="pin")
 
 
-@app.command("validate-config", epilog="Example: launch validate-config configs/tulu/*.yaml --strict")
+@app.command(
+    "validate-config", epilog="Example: launch validate-config configs/tulu/*.yaml --strict"
+)
 @takes("stage", "source", "strict")
 def validate_config(
     shared: Shared,
@@ -50,11 +78,14 @@ def validate_config(
     ),
     fix: bool = Option(False, "--fix", help="apply the mechanical fixes; comments are kept"),
     deep: bool = Option(False, "--deep", help="rehearse each stage file too"),
-    format: Findings = Option("text", "--format", help="print text, one JSON object, or annotations for GitHub"),
+    format: Findings = Option(
+        "text", "--format", help="print text, one JSON object, or annotations for GitHub"
+    ),
 ) -> Exit:
     """Report everything that the trainer would refuse or ignore.
 
-    All mistakes at once, with file and line. Needs no GPU, no checkout and no packages of the trainer.
+    All mistakes at once, with file and line. Needs no GPU, no checkout and no packages of the
+    trainer.
     """
     locator, stage = shared.locator, shared.stage
     overrides = [word for word in words if "=" in word and not exists(Path(word))]
@@ -101,7 +132,9 @@ def _fix(path: Path, stage: str | None, locator: Locator, *, quiet: bool) -> Fix
 def _judge_all(
     paths: list[Path], shared: Shared, *, deep: bool, quiet: bool
 ) -> Iterator[tuple[Path, dict[str, object], tuple[Finding, ...]]]:
-    """Each file with its facts and findings, with `deep` those of its rehearsal too, all in one server a script."""
+    """Each file with its facts and findings, with `deep` those of its rehearsal too, all in
+    one server a script.
+    """
     if not deep:
         yield from ((path, *_judge_file(path, shared)) for path in paths)
         return
@@ -181,15 +214,21 @@ def _line(entry: dict[str, object]) -> str:
 def explain(
     shared: Shared,
     key: str = Argument(
-        ..., metavar="KEY|CODE", help="an argument, a key of stage files, or the code of a finding", show_default=False
+        ...,
+        metavar="KEY|CODE",
+        help="an argument, a key of stage files, or the code of a finding",
+        show_default=False,
     ),
     config: Path | None = STAGE_FILE,
     overrides: list[str] | None = OVERRIDES,
-    gpus: int = Option(1, "--gpus", metavar="N", min=0, help="GPUs for the values that depend on them"),
+    gpus: int = Option(
+        1, "--gpus", metavar="N", min=0, help="GPUs for the values that depend on them"
+    ),
 ) -> Exit:
     """Explain an argument, a key, or the code of a finding.
 
-    Of an argument: what it does, type, default, who reads it, its value in a stage file, its history.
+    Of an argument: what it does, type, default, who reads it, its value in a stage file, its
+    history.
     """
     from launcher import findings
     from launcher.config import keys, load
@@ -198,9 +237,16 @@ def explain(
     loaded, derived = None, {}
     if config is not None:
         loaded = load.load(config, overrides or ())
-        derived = _derived(shared.request(config=config, overrides=overrides or (), gpus=gpus), loaded)
+        derived = _derived(
+            shared.request(config=config, overrides=overrides or (), gpus=gpus), loaded
+        )
     explained = explain.explain(
-        key, locator=shared.locator, config=loaded, stage_name=shared.stage, backend=shared.backend, derived=derived
+        key,
+        locator=shared.locator,
+        config=loaded,
+        stage_name=shared.stage,
+        backend=shared.backend,
+        derived=derived,
     )
     in_pipelines = keys.PIPELINE.get(key.partition(".")[0]) if config is None else None
     if in_pipelines is not None:
@@ -216,17 +262,26 @@ def explain(
         "explained": [argument.as_json() for argument in explained],
         "pipeline": None if in_pipelines is None else in_pipelines.as_json(),
         "codes": [
-            {"code": key, "layer": meaning.layer, "meaning": meaning.plain_text(), "section": section.title}
+            {
+                "code": key,
+                "layer": meaning.layer,
+                "meaning": meaning.plain_text(),
+                "section": section.title,
+            }
             for section, meaning in meanings
         ],
     }
     texts = ["\n".join(argument.lines()) for argument in explained]
     if in_pipelines is not None:
         texts.append("\n".join(explain.pipeline_lines(in_pipelines)))
-    texts += ["\n".join(explain.meaning_lines(section, meaning, key)) for section, meaning in meanings]
+    texts += [
+        "\n".join(explain.meaning_lines(section, meaning, key)) for section, meaning in meanings
+    ]
     # what is the same for SFT and DPO is said once
     redactor = None if loaded is None else loaded.redactor
-    return answer("explain", shared.format, data, ["\n\n".join(dict.fromkeys(texts))], redactor=redactor)
+    return answer(
+        "explain", shared.format, data, ["\n\n".join(dict.fromkeys(texts))], redactor=redactor
+    )
 
 
 def _derived(request: Request, loaded: Config) -> dict[str, tuple[object, str]]:
@@ -242,7 +297,12 @@ def _derived(request: Request, loaded: Config) -> dict[str, tuple[object, str]]:
     on = "the CPU" if not gpus else f"{gpus} GPU{'s' * (gpus > 1)}"
     batch = f"batch: {plan.stage.config.origin('batch')}, on {on}"
     return {
-        name: (one.value, batch if name in {names.per_device, names.accumulation} else f"set by launch: {one.why}")
+        name: (
+            one.value,
+            batch
+            if name in {names.per_device, names.accumulation}
+            else f"set by launch: {one.why}",
+        )
         for name, one in plan.derived.items()
     }
 
@@ -251,7 +311,9 @@ def _derived(request: Request, loaded: Config) -> dict[str, tuple[object, str]]:
 @takes("stage", "backend", "source", "format")
 def schema(
     shared: Shared,
-    json_schema: bool = Option(False, "--json-schema", help="print the JSON Schema of stage files, for editors"),
+    json_schema: bool = Option(
+        False, "--json-schema", help="print the JSON Schema of stage files, for editors"
+    ),
 ) -> Exit:
     """List the arguments of a stage, or print a JSON Schema."""
     from launcher.config import keys
@@ -306,9 +368,15 @@ def pin_diff(
         show_default=False,
     ),
     configs: list[Path] | None = Option(
-        None, "--config", "-c", help="stage file, pipeline or folder (repeatable)", show_default="all fields"
+        None,
+        "--config",
+        "-c",
+        help="stage file, pipeline or folder (repeatable)",
+        show_default="all fields",
     ),
-    everything: bool = Option(False, "--all", help="show changes that do not concern these files too"),
+    everything: bool = Option(
+        False, "--all", help="show changes that do not concern these files too"
+    ),
 ) -> Exit:
     """Show what changes between two commits.
 
@@ -331,21 +399,28 @@ def pin_diff(
 @takes("open_instruct", "format")
 def pin_move(
     shared: Shared,
-    commit: str = Argument(..., metavar="COMMIT", help="by any name that git knows", show_default=False),
+    commit: str = Argument(
+        ..., metavar="COMMIT", help="by any name that git knows", show_default=False
+    ),
 ) -> Exit:
     """Make another commit the pin of this clone.
 
-    For maintainers. Exit code 0: nothing waits for you; 1: moved, and rules or citations are listed that do.
+    For maintainers. Exit code 0: nothing waits for you; 1: moved, and rules or citations are
+    listed that do.
     """
     from launcher.pin.move import move
 
     moved = move.move(commit, shared.open_instruct, os.environ, console.say_aside)
     columns = shutil.get_terminal_size((160, 50)).columns
     lines = [] if shared.format == "json" else list(moved.lines(columns))
-    return answer("pin move", shared.format, moved.as_json(), lines, moved.findings, moved.exit_code)
+    return answer(
+        "pin move", shared.format, moved.as_json(), lines, moved.findings, moved.exit_code
+    )
 
 
-@app.command(epilog="Example: launch init sft --model Qwen/Qwen2.5-0.5B --data trl-lib/Capybara --gpus 1")
+@app.command(
+    epilog="Example: launch init sft --model Qwen/Qwen2.5-0.5B --data trl-lib/Capybara --gpus 1"
+)
 @takes("source", "format")
 def init(
     shared: Shared,
@@ -365,13 +440,18 @@ def init(
         metavar="NAME",
         help="data set: a name on the hub, a file or a folder; with --from, in place of that of FILE",
     ),
-    gpus: int | None = Option(None, "--gpus", metavar="N", min=0, help="number of GPUs", show_default="1"),
+    gpus: int | None = Option(
+        None, "--gpus", metavar="N", min=0, help="number of GPUs", show_default="1"
+    ),
     lora: bool = Option(False, "--lora", help="train a LoRA adapter instead of all weights"),
     source: Path | None = Option(
         None, "--from", metavar="FILE", help="convert a training script, or a file of another tool"
     ),
     script_args: str | None = Option(
-        None, "--script-args", metavar="ARGS", help="arguments that the script of --from is started with"
+        None,
+        "--script-args",
+        metavar="ARGS",
+        help="arguments that the script of --from is started with",
     ),
     output: Path | None = Option(
         None, "--output", "-o", metavar="FILE", help="the file to write", show_default="STAGE.yaml"
@@ -379,7 +459,8 @@ def init(
 ) -> Exit:
     """Write a first stage file, or make one of a training script.
 
-    Asks for the model, the data and the number of GPUs on a terminal. A file that exists is not overwritten.
+    Asks for the model, the data and the number of GPUs on a terminal. A file that exists is not
+    overwritten.
     """
     from launcher.config import load
     from launcher.stage import draft
@@ -388,7 +469,9 @@ def init(
 
     if source is not None:
         if backend != "trl":
-            raise usage("useless-option", "--from takes the trainer from its file", "leave out --backend")
+            raise usage(
+                "useless-option", "--from takes the trainer from its file", "leave out --backend"
+            )
         if lora:
             raise usage("useless-option", "--from takes LoRA from its file", "leave out --lora")
         replacements = Replacements(model=model or None, data=data or None)
@@ -439,7 +522,12 @@ def _convert(
 
     arguments = _script_arguments(script_args)
     conversion = convert.convert(
-        source, stage=stage, gpus=gpus, locator=shared.locator, arguments=arguments, replacements=replacements
+        source,
+        stage=stage,
+        gpus=gpus,
+        locator=shared.locator,
+        arguments=arguments,
+        replacements=replacements,
     )
     new = conversion.draft
     path = _require_free(output or Path(f"{new.stage}.yaml"))
@@ -473,7 +561,9 @@ def _script_arguments(text: str | None) -> tuple[str, ...]:
         return tuple(shlex.split(text or ""))
     except ValueError as error:
         raise usage(
-            "useless-option", f"--script-args cannot be split: {error}", "quote them as for the shell"
+            "useless-option",
+            f"--script-args cannot be split: {error}",
+            "quote them as for the shell",
         ) from None
 
 
@@ -495,9 +585,15 @@ def _answer_init(
 
 def _require_free(path: Path) -> Path:
     if not can_be_name(str(path)):
-        raise usage("impossible-name", f"no file can be called {brief(path)}", "choose another name")
+        raise usage(
+            "impossible-name", f"no file can be called {brief(path)}", "choose another name"
+        )
     if exists(path):
-        raise usage("output-exists", f"{path} exists", "launch overwrites no stage file: choose another name")
+        raise usage(
+            "output-exists",
+            f"{path} exists",
+            "launch overwrites no stage file: choose another name",
+        )
     return path
 
 
@@ -514,8 +610,12 @@ def _free_output(path: Path) -> str:
     return str(folder)
 
 
-def _ask(model: str | None, data: str | None, gpus: int | None, *, interactive: bool) -> tuple[str, str, int]:
-    """What no option names, from whoever sits at the terminal. Raises UsageError where nobody does."""
+def _ask(
+    model: str | None, data: str | None, gpus: int | None, *, interactive: bool
+) -> tuple[str, str, int]:
+    """What no option names, from whoever sits at the terminal. Raises UsageError where nobody
+    does.
+    """
     if interactive and sys.stdin.isatty():
         model = model or typer.prompt("Model (a name on the hub, or a folder)", err=True)
         data = data or typer.prompt("Data set (a name on the hub, a file or a folder)", err=True)
@@ -527,7 +627,9 @@ def _ask(model: str | None, data: str | None, gpus: int | None, *, interactive: 
     return str(model), str(data), 1 if gpus is None else gpus
 
 
-shipped_files = App(help="List the stage files that ship with launch, or copy one.", rich_markup_mode=None)
+shipped_files = App(
+    help="List the stage files that ship with launch, or copy one.", rich_markup_mode=None
+)
 app.add_typer(shipped_files, name="configs")
 
 
@@ -542,7 +644,11 @@ def list_configs(context: typer.Context, format: Format = FORMAT) -> None:
     if context.invoked_subcommand is not None:
         return
     rows = [
-        {"name": name, "path": str(path), "summary": path.read_text("utf-8").split("\n")[0].strip("# .:")}
+        {
+            "name": name,
+            "path": str(path),
+            "summary": path.read_text("utf-8").split("\n")[0].strip("# .:"),
+        }
         for name, path in _shipped().items()
     ]
     width = max((len(row["name"]) for row in rows), default=0)
@@ -553,8 +659,12 @@ def list_configs(context: typer.Context, format: Format = FORMAT) -> None:
 
 @shipped_files.command("copy", epilog="Example: launch configs copy tulu/sft_qwen7b mine.yaml")
 def copy_config(
-    name: str = Argument(..., metavar="NAME", help="as `launch configs` lists it", show_default=False),
-    target: Path = Argument(Path("."), metavar="[DEST]", help="a file or a folder", show_default="this folder"),
+    name: str = Argument(
+        ..., metavar="NAME", help="as `launch configs` lists it", show_default=False
+    ),
+    target: Path = Argument(
+        Path("."), metavar="[DEST]", help="a file or a folder", show_default="this folder"
+    ),
     format: Format = FORMAT,
 ) -> Exit:
     """Copy a stage file, or a pipeline with its stage files."""
@@ -564,7 +674,9 @@ def copy_config(
     known = _shipped()
     path = known.get(name.removesuffix(".yaml"))
     if path is None:
-        raise usage("no-such-config", f"no stage file `{name}` ships with launch", nearest(name, [*known]))
+        raise usage(
+            "no-such-config", f"no stage file `{name}` ships with launch", nearest(name, [*known])
+        )
     first = target if target.suffix in {".yaml", ".yml"} else target / path.name
     names = [one["config"] for one in read_yaml(path).value.get("stages") or ()]
     copies = {path: first, **{path.parent / name: first.parent / name for name in names}}

@@ -1,4 +1,6 @@
-"""`launch runs`, `attach`, `logs`, `stop`, `check`, `report`, `cache`: what is under way, or was."""
+"""`launch runs`, `attach`, `logs`, `stop`, `check`, `report`, `cache`: what is under way, or
+was.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,18 @@ import typer
 from typer import Argument, Option
 
 from launcher.cli.commands.stages import until_over
-from launcher.cli.options import FORMAT, LAST_RUN, RUN, UNPROVEN, Format, answer, app, confirmed, found_run, not_begun
+from launcher.cli.options import (
+    FORMAT,
+    LAST_RUN,
+    RUN,
+    UNPROVEN,
+    Format,
+    answer,
+    app,
+    confirmed,
+    found_run,
+    not_begun,
+)
 from launcher.errors import Exit, Finding, usage
 from launcher.paths import exists
 from launcher.redaction import Redactor
@@ -20,7 +33,9 @@ from launcher.report import console
 if TYPE_CHECKING:
     from launcher.runs.rundir import RunFolder
 
-State = Literal["queued", "running", "orphaned", "finished", "failed", "stopped", "preempted", "unknown", "lost"]
+State = Literal[
+    "queued", "running", "orphaned", "finished", "failed", "stopped", "preempted", "unknown", "lost"
+]
 # on one line, as typer writes the choices, they are wider than a terminal
 _ONLY_STATE = f"only runs in this state: {', '.join(get_args(State))}"
 
@@ -44,7 +59,9 @@ def attach(run: str = LAST_RUN, format: Format = FORMAT) -> Exit:
 def logs(
     run: str = LAST_RUN,
     follow: bool = Option(False, "--follow", "-f", help="follow the log until the run ends"),
-    lines: int | None = Option(None, "--lines", "-n", min=1, metavar="N", help="show only the last N lines"),
+    lines: int | None = Option(
+        None, "--lines", "-n", min=1, metavar="N", help="show only the last N lines"
+    ),
     attempt: int | None = Option(
         None, "--attempt", min=1, metavar="N", help="number of the attempt", show_default="the last"
     ),
@@ -68,19 +85,25 @@ def logs(
 @app.command(epilog="Example: launch stop last --after-checkpoint")
 def stop(
     run: str = RUN,
-    after_checkpoint: bool = Option(False, "--after-checkpoint", help="wait for the next checkpoint first"),
+    after_checkpoint: bool = Option(
+        False, "--after-checkpoint", help="wait for the next checkpoint first"
+    ),
     checkpoint: bool = Option(False, "--checkpoint", help="save one first, after the current step"),
     format: Format = FORMAT,
 ) -> Exit:
     """Stop a run, and say how much progress that loses.
 
-    Sends INT, then TERM, then KILL to every process of the run. With --checkpoint, it saves one and ends by itself.
+    Sends INT, then TERM, then KILL to every process of the run. With --checkpoint, it saves one
+    and ends by itself.
     """
     from launcher.lifecycle import stop
     from launcher.report import overview
 
     if checkpoint and after_checkpoint:
-        raise usage("useless-option", "--after-checkpoint has no effect with --checkpoint, which saves one now")
+        raise usage(
+            "useless-option",
+            "--after-checkpoint has no effect with --checkpoint, which saves one now",
+        )
     folder = found_run(run)
     cost = stop.cost(folder)
     if format == "text" and overview.read_state(folder) in {"running", "orphaned", "queued"}:
@@ -99,7 +122,12 @@ def stop(
         outcome = f"stopped; {cost.line()}"
     elif ended.returncode:
         outcome = f"it had failed before; {cost.line()}"
-    return answer("stop", format, {"run": str(folder.path), **cost._asdict()}, [f"{folder.path.name}: {outcome}"])
+    return answer(
+        "stop",
+        format,
+        {"run": str(folder.path), **cost._asdict()},
+        [f"{folder.path.name}: {outcome}"],
+    )
 
 
 @app.command(epilog="Example: launch runs --here --state failed --last 5")
@@ -107,7 +135,9 @@ def runs(
     state: State | None = Option(None, "--state", metavar="STATE", help=_ONLY_STATE),
     last: int | None = Option(None, "--last", metavar="N", min=1, help="only the N newest"),
     here: bool = Option(False, "--here", help="only runs begun in this folder"),
-    whole: bool = Option(False, "--all", help="a line for each run of a pipeline, bench, ladder or tune"),
+    whole: bool = Option(
+        False, "--all", help="a line for each run of a pipeline, bench, ladder or tune"
+    ),
     format: Format = FORMAT,
 ) -> Exit:
     """List the runs known on this machine."""
@@ -119,10 +149,14 @@ def runs(
     groups = ([[row] for row in rows] if whole else overview.group_rows(rows))[-(last or 0) :]
 
     def show() -> None:
-        console.print_table([overview.summarize(group, runs_only=whole) for group in groups], overview.COLUMNS)
+        console.print_table(
+            [overview.summarize(group, runs_only=whole) for group in groups], overview.COLUMNS
+        )
 
     none = "no such runs" if state or here else "no runs yet"
-    return answer("runs", format, [row for one in groups for row in one], show if groups else [none])
+    return answer(
+        "runs", format, [row for one in groups for row in one], show if groups else [none]
+    )
 
 
 @app.command("rm", epilog="Example: launch rm 20260101T000000Z-sft-demo --yes")
@@ -156,7 +190,9 @@ def remove(
 
 @app.command(epilog="Example: launch check runs/20260101T000000Z-sft-demo --format json")
 def check(
-    target: str = Argument(..., metavar="RUN|LOG", help="a run, a pipeline or bench folder, a log, or -"),
+    target: str = Argument(
+        ..., metavar="RUN|LOG", help="a run, a pipeline or bench folder, a log, or -"
+    ),
     allow_unproven: bool = UNPROVEN,
     format: Format = FORMAT,
 ) -> Exit:
@@ -183,11 +219,20 @@ def check(
         name, verdict = folder.path.name, judged.verdict
         notes = (*conclude.unpinned_note(folder), *conclude.left_out_notes(judged, folder))
     code = check.exit_code(verdict, allow_unproven=allow_unproven)
-    return answer("check", format, verdict.as_json(), lambda: console.print_verdict(verdict, name), notes, code)
+    return answer(
+        "check",
+        format,
+        verdict.as_json(),
+        lambda: console.print_verdict(verdict, name),
+        notes,
+        code,
+    )
 
 
 def _redactor_of_log(log: Path) -> Redactor | None:
-    """What was secret at the start of the run in whose folder a log lies; None where it lies in none."""
+    """What was secret at the start of the run in whose folder a log lies; None where it lies
+    in none.
+    """
     folder = log.absolute().parent
     if not exists(folder / "start.json"):
         return None
@@ -197,7 +242,9 @@ def _redactor_of_log(log: Path) -> Redactor | None:
     return attempt.redactor(RunFolder(folder))
 
 
-def _check_each(folder: Path, members: Sequence[RunFolder], allow_unproven: bool, format: Format) -> Exit:
+def _check_each(
+    folder: Path, members: Sequence[RunFolder], allow_unproven: bool, format: Format
+) -> Exit:
     """Judge every run of a pipeline, bench, ladder or tune; the code is the first that is not 0."""
     from launcher.lifecycle import conclude
     from launcher.verdict import check
@@ -217,7 +264,10 @@ def _check_each(folder: Path, members: Sequence[RunFolder], allow_unproven: bool
 @app.command("report", epilog="Example: launch report last -o curves.html")
 def report_command(
     targets: list[str] = Argument(
-        ..., metavar="RUN|LOG...", help="runs, pipeline or bench folders, console logs", show_default=False
+        ...,
+        metavar="RUN|LOG...",
+        help="runs, pipeline or bench folders, console logs",
+        show_default=False,
     ),
     output: Path | None = Option(
         None, "--output", "-o", metavar="FILE", help="the HTML file", show_default="beside the run"
@@ -228,13 +278,18 @@ def report_command(
     from launcher.report import page, series
     from launcher.runs import rundir
 
-    campaign = rundir.find_campaign(targets[0]) if len(targets) == 1 and output is None and format == "text" else None
+    campaign = (
+        rundir.find_campaign(targets[0])
+        if len(targets) == 1 and output is None and format == "text"
+        else None
+    )
     if campaign and (written := next(campaign.path.glob("*.html"), None)):
         # it begins with the table and the decision, which its runs alone do not hold
         console.say(f"report: {written}")
         return
     runs = series.load_runs(targets)
-    # the JSON form says all that the page says, so no page is written beside it that nobody asked for
+    # the JSON form says all that the page says, so no page is written beside it that nobody asked
+    # for
     path = page.default_path(runs) if output is None and format == "text" else output
     if path is not None:
         page.write(runs, path)
@@ -267,10 +322,16 @@ def cache_why(run: str = RUN, format: Format = FORMAT) -> Exit:
     return answer("cache why", format, [asdict(one) for one in reasons], lines)
 
 
-@cache.command("clear", epilog="Example: launch cache clear --older-than 30d --kind reference --dry-run")
+@cache.command(
+    "clear", epilog="Example: launch cache clear --older-than 30d --kind reference --dry-run"
+)
 def cache_clear(
-    older_than: str | None = Option(None, "--older-than", metavar="AGE", help="only caches not used for 30d, 12h, 2w"),
-    kind: Literal["dataset", "reference"] | None = Option(None, "--kind", help="only caches of this kind"),
+    older_than: str | None = Option(
+        None, "--older-than", metavar="AGE", help="only caches not used for 30d, 12h, 2w"
+    ),
+    kind: Literal["dataset", "reference"] | None = Option(
+        None, "--kind", help="only caches of this kind"
+    ),
     dry_run: bool = Option(False, "--dry-run", help="list what would be deleted; delete nothing"),
     whole: bool = Option(False, "--all", help="delete every unused cache without asking"),
     format: Format = FORMAT,

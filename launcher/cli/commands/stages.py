@@ -33,7 +33,9 @@ def _stage_command(stage: str) -> Callable[..., Exit]:
         ),
     ) -> Exit:
         shared.require_sense()
-        request = shared.request(stage=stage, allow_corrupting_overlap=allow_corrupting_overlap, fresh=shared.fresh)
+        request = shared.request(
+            stage=stage, allow_corrupting_overlap=allow_corrupting_overlap, fresh=shared.fresh
+        )
         start = _dry_run if shared.dry_run else _queue if shared.slurm else _run
         return start(request, shared)
 
@@ -43,10 +45,13 @@ def _stage_command(stage: str) -> Callable[..., Exit]:
     return command
 
 
-app.command("sft", epilog="Example: launch sft configs/tulu/sft_qwen7b_25pct.yaml learning_rate=1e-5 --gpus 8")(
-    _stage_command("sft")
+app.command(
+    "sft",
+    epilog="Example: launch sft configs/tulu/sft_qwen7b_25pct.yaml learning_rate=1e-5 --gpus 8",
+)(_stage_command("sft"))
+app.command("dpo", epilog="Example: launch dpo configs/tulu/dpo_qwen7b.yaml --gpus 8 --dry-run")(
+    _stage_command("dpo")
 )
-app.command("dpo", epilog="Example: launch dpo configs/tulu/dpo_qwen7b.yaml --gpus 8 --dry-run")(_stage_command("dpo"))
 
 
 def _dry_run(request: Request, shared: Shared) -> Exit:
@@ -62,7 +67,9 @@ def _dry_run(request: Request, shared: Shared) -> Exit:
     def show() -> None:
         console.print_dry_run(prepared.plan, prepared.command, script)
 
-    return answer(str(request.stage), shared.format, data, show, findings, redactor=prepared.redactor)
+    return answer(
+        str(request.stage), shared.format, data, show, findings, redactor=prepared.redactor
+    )
 
 
 def _run(request: Request, shared: Shared) -> Exit:
@@ -102,7 +109,9 @@ def _conclude_finished(prepared: Prepared, shared: Shared) -> Exit:
     console.print_findings(findings if shared.format == "text" else (), prepared.redactor)
     verdict = conclude.judge_by_plan(folder, prepared.plan, conclude.finish(folder))
     code = check.exit_code(verdict, allow_unproven=shared.allow_unproven)
-    return _conclude(str(prepared.facts.request.stage), folder, verdict, code, findings, shared.format)
+    return _conclude(
+        str(prepared.facts.request.stage), folder, verdict, code, findings, shared.format
+    )
 
 
 def _queue(request: Request, shared: Shared) -> Exit:
@@ -125,10 +134,14 @@ def _queue(request: Request, shared: Shared) -> Exit:
     path = folder.path
     lines = (f"run: {path}", f"job: {job}", "launch runs", f"launch stop {path.name}")
     data = {"run": str(path), "job": job}
-    return answer(str(request.stage), shared.format, data, lines, findings, redactor=prepared.redactor)
+    return answer(
+        str(request.stage), shared.format, data, lines, findings, redactor=prepared.redactor
+    )
 
 
-def _detach(stage: str, folder: RunFolder, attempt: Attempt, findings: tuple[Finding, ...], format: Format) -> Exit:
+def _detach(
+    stage: str, folder: RunFolder, attempt: Attempt, findings: tuple[Finding, ...], format: Format
+) -> Exit:
     """Say where the run can be looked at; only the first of several machines has it by its name."""
     from launcher.lifecycle import background
 
@@ -164,13 +177,20 @@ def until_over(
     if attempt.rank:
         code = conclude.worker_exit_code(folder, attempt)
         data = {"run": str(folder.path), "rank": attempt.rank}
-        return answer(command, format, data, (), code=code, before=findings, redactor=attempt.redactor)
+        return answer(
+            command, format, data, (), code=code, before=findings, redactor=attempt.redactor
+        )
     verdict, code = conclude.verdict_and_exit_code(folder, attempt)
     return _conclude(command, folder, verdict, code, findings, format)
 
 
 def _conclude(
-    command: str, folder: RunFolder, verdict: Verdict, code: Exit, findings: tuple[Finding, ...], format: Format
+    command: str,
+    folder: RunFolder,
+    verdict: Verdict,
+    code: Exit,
+    findings: tuple[Finding, ...],
+    format: Format,
 ) -> Exit:
     from launcher.runs import attempt as attempts
     from launcher.trained import next_steps
@@ -183,8 +203,14 @@ def _conclude(
         if steps is not None:
             console.say("\n".join(steps.lines()))
 
-    data = {**verdict.as_json(), "run": str(folder.path), "next": None if steps is None else steps.as_json()}
-    return answer(command, format, data, show, code=code, before=findings, redactor=attempts.redactor(folder))
+    data = {
+        **verdict.as_json(),
+        "run": str(folder.path),
+        "next": None if steps is None else steps.as_json(),
+    }
+    return answer(
+        command, format, data, show, code=code, before=findings, redactor=attempts.redactor(folder)
+    )
 
 
 def _show_next_steps(runs: Sequence[str | None]) -> None:
@@ -204,9 +230,13 @@ def exec_command(
     shared: Shared,
     run: str = RUN,
     prepare: bool = Option(False, "--prepare", help="only add a waiting attempt, if there is none"),
-    save: bool = Option(False, "--save", help="only ask the attempt that runs to save a checkpoint and end"),
+    save: bool = Option(
+        False, "--save", help="only ask the attempt that runs to save a checkpoint and end"
+    ),
 ) -> Exit:
-    """Start the attempt that waits in a run folder and show it: the command of tmux and Slurm jobs."""
+    """Start the attempt that waits in a run folder and show it: the command of tmux and Slurm
+    jobs.
+    """
     from launcher.lifecycle import start, supervisor
 
     folder = found_run(run)
@@ -216,7 +246,9 @@ def exec_command(
         return answer("exec", shared.format, {"run": str(folder.path)}, (), code=code)
     if prepare:
         waiting = start.prepare_again(folder)
-        return answer("exec", shared.format, {"run": str(folder.path), "attempt": waiting.number}, ())
+        return answer(
+            "exec", shared.format, {"run": str(folder.path), "attempt": waiting.number}, ()
+        )
     with supervisor.interruptible():
         folder, attempt = start.execute(folder, shared.node_rank, shared.main_address)
         return until_over("exec", folder, attempt, (), shared.format)
@@ -234,7 +266,9 @@ def pipeline(
         help="replace a key of one stage: sft.learning_rate=1e-5",
         show_default=False,
     ),
-    first: str | None = Option(None, "--from", metavar="STAGE", help="first stage to run; its inputs must exist"),
+    first: str | None = Option(
+        None, "--from", metavar="STAGE", help="first stage to run; its inputs must exist"
+    ),
     until: str | None = Option(None, "--until", metavar="STAGE", help="last stage to run"),
 ) -> Exit:
     """Run several stages, each on the model of the one before.
@@ -265,10 +299,14 @@ def pipeline(
                     console.say(line, plan.redactor)
 
         data = {"stages": [one.as_json() for one in steps]}
-        return answer("pipeline", shared.format, data, show_plan, plan.findings, redactor=plan.redactor)
+        return answer(
+            "pipeline", shared.format, data, show_plan, plan.findings, redactor=plan.redactor
+        )
     quiet = shared.format == "json"
     plan = plan_stages(order, Scope.FILE if shared.slurm else Scope.START)
-    console.print_findings([one for one in plan.findings if one.severity != "note" and not quiet], plan.redactor)
+    console.print_findings(
+        [one for one in plan.findings if one.severity != "note" and not quiet], plan.redactor
+    )
     stages = plan.resolved()
     shared.rehearse_first(stages)
     if shared.hands_over:
@@ -293,4 +331,6 @@ def pipeline(
 
     data = result.as_json()
     code, before = result.exit, result.findings
-    return answer("pipeline", shared.format, data, show, code=code, before=before, redactor=plan.redactor)
+    return answer(
+        "pipeline", shared.format, data, show, code=code, before=before, redactor=plan.redactor
+    )

@@ -13,7 +13,8 @@ from launcher.report import console
 
 
 @app.command(
-    epilog="Example: launch plan configs/tulu/sft_qwen7b_25pct.yaml --gpus 1,2,8 --row-tokens 290:1100"
+    epilog="Example: launch plan configs/tulu/sft_qwen7b_25pct.yaml --gpus 1,2,8 "
+    "--row-tokens 290:1100"
 )
 @takes("request", "nodes", "price", "rows", "row_tokens")
 def plan(
@@ -57,10 +58,10 @@ def plan(
     from launcher.workflows.rehearse import rehearsal
 
     counts = forecast.counts(gpus)
-    resolved = collect.collect(shared.request(gpus=max(counts)), Scope.PLAN)
-    terms = forecast.ForecastOptions(
+    facts = collect.collect(shared.request(gpus=max(counts)), Scope.PLAN)
+    options = forecast.ForecastOptions(
         row_tokens=shared.row_tokens,
-        rehearsed_tokens=None if shared.row_tokens else rehearsal.row_tokens(resolved),
+        rehearsed_tokens=None if shared.row_tokens else rehearsal.row_tokens(facts),
         rows=shared.rows,
         gpu=gpu,
         gpu_memory=gpu_memory,
@@ -70,20 +71,18 @@ def plan(
         shape=shape,
         fit=fit,
     )
-    made = forecast.make(resolved, counts, terms)
-    findings = (*made.findings, *rehearsal.dropped_rows(resolved))
+    result = forecast.make(facts, counts, options)
+    findings = (*result.findings, *rehearsal.dropped_rows(facts))
     # a count that cannot be must not cost the table of the others
     code = Exit.CONFIG if errors(findings) else Exit.OK
-    redactor = resolved.redactor
 
     def show() -> None:
-        rows = made.rows()
-        console.print_table(rows, list(rows[0]), redactor)
-        console.say("\n".join(made.lines(why=why)), redactor)
+        rows = result.rows()
+        console.print_table(rows, list(rows[0]), facts.redactor)
+        console.say("\n".join(result.lines(why=why)), facts.redactor)
 
-    return answer(
-        "plan", shared.format, made.as_json(why=why), show, findings, code, redactor=redactor
-    )
+    data = result.as_json(why=why)
+    return answer("plan", shared.format, data, show, findings, code, redactor=facts.redactor)
 
 
 @app.command(epilog="Example: launch doctor configs/tulu/sft_qwen7b_25pct.yaml --gpus 8")
@@ -153,11 +152,17 @@ def preview(
     from launcher.workflows.preview import preview, text
 
     judged, trainer = collect.judge(shared.request())
-    done = preview.preview(judged, trainer, first=rows, row=row, say=shared.show_progress)
+    result = preview.preview(judged, trainer, first=rows, row=row, say=shared.show_progress)
     redactor = judged.config.redactor
-    show = partial(text.show, done, redactor, whole=row is not None)
+    show = partial(text.show, result, redactor, whole=row is not None)
     return answer(
-        "preview", shared.format, done.as_json(), show, done.findings, done.exit, redactor=redactor
+        "preview",
+        shared.format,
+        result.as_json(),
+        show,
+        result.findings,
+        result.exit,
+        redactor=redactor,
     )
 
 
@@ -177,18 +182,15 @@ def rehearse(
     from launcher.workflows.rehearse import rehearsal
 
     judged, trainer = collect.judge(shared.request())
-    done = rehearsal.rehearse(judged, trainer, anew=again, say=shared.show_progress)
-    found = rehearsal.combined(judged.findings, done.findings)
-    if errors(found, strict=shared.strict):
+    result = rehearsal.rehearse(judged, trainer, anew=again, say=shared.show_progress)
+    findings = rehearsal.combined(judged.findings, result.findings)
+    code = Exit.BUG if result.failed else Exit.OK
+    if errors(findings, strict=shared.strict):
         code = Exit.CONFIG
-    elif done.failed:
-        code = Exit.BUG
-    else:
-        code = Exit.OK
+    data = result.as_json()
+    lines = result.lines()
     redactor = judged.config.redactor
-    return answer(
-        "rehearse", shared.format, done.as_json(), done.lines(), found, code, redactor=redactor
-    )
+    return answer("rehearse", shared.format, data, lines, findings, code, redactor=redactor)
 
 
 @app.command(epilog="Example: launch prepare configs/tulu/sft_qwen7b_25pct.yaml --gpus 8")
@@ -198,19 +200,18 @@ def prepare(shared: Shared) -> Exit:
     from launcher.planning.collect import Scope, collect
     from launcher.workflows.prefetch import prefetch
 
-    resolved = collect(shared.request(), Scope.HOST)
-    done = prefetch.prepare(resolved, console.say_aside)
+    facts = collect(shared.request(), Scope.HOST)
+    result = prefetch.prepare(facts, console.say_aside)
     # now that model, tokenizer and data are here
-    shared.rehearse_first({"": resolved})
-    redactor = resolved.redactor
+    shared.rehearse_first({"": facts})
     return answer(
         "prepare",
         shared.format,
-        done.as_json(),
-        done.lines(),
-        done.findings,
-        done.exit,
-        redactor=redactor,
+        result.as_json(),
+        result.lines(),
+        result.findings,
+        result.exit,
+        redactor=facts.redactor,
     )
 
 
@@ -247,9 +248,10 @@ def ladder(
 
     counts = forecast.counts(gpus)
     terms = ladder.terms(counts, price=shared.price, rows=shared.rows, row_tokens=shared.row_tokens)
-    quiet = shared.format == "json"
     scope = Scope.FILE if shared.dry_run or shared.slurm else Scope.START
     planned = ladder.plan_rungs(shared.request(), counts, steps=steps, terms=terms, scope=scope)
+    findings = planned.findings
+    redactor = planned.redactor
     if shared.dry_run:
 
         def show() -> None:
@@ -258,23 +260,23 @@ def ladder(
                 console.print_dry_run(rung.plan, rung.command)
 
         data = {"rungs": [rung.as_json() for rung in planned.rungs]}
-        return answer(
-            "ladder", shared.format, data, show, planned.findings, redactor=planned.redactor
-        )
-    console.print_findings(() if quiet else planned.findings, planned.redactor)
+        return answer("ladder", shared.format, data, show, findings, redactor=redactor)
+    shared.print_findings(findings, redactor)
     shared.rehearse_first({"": planned.resolved})
     if shared.hands_over:
-        stage = planned.stage
-        return shared.hand_over("ladder", stage.name, gpus=max(counts), options=stage.options.slurm)
+        name = planned.stage.name
+        options = planned.stage.options.slurm
+        return shared.hand_over("ladder", name, gpus=max(counts), options=options)
+    quiet = shared.format == "json"
     ladder.climb(planned, fresh=shared.fresh, allow_unproven=shared.allow_unproven, quiet=quiet)
     return answer(
         "ladder",
         shared.format,
         planned.as_json(),
-        lambda: ladder.show(planned),
+        partial(ladder.show, planned),
         code=planned.exit,
-        before=planned.findings,
-        redactor=planned.redactor,
+        before=findings,
+        redactor=redactor,
     )
 
 
@@ -306,32 +308,33 @@ def bench(
     from launcher.workflows.bench import bench, comparison, variants
 
     grid = tuple(variants.combinations(vary or (), variant or ()))
-    limit = durations.seconds(timeout)
+    limit_s = durations.seconds(timeout)
     request = shared.request()
     if not shared.slurm:
         request = bench.require_gpu(request, cpu=shared.cpu)
     draft = bench.Bench(
-        request=request, variants=grid, steps=steps, repeats=repeats, timeout_s=limit
+        request=request, variants=grid, steps=steps, repeats=repeats, timeout_s=limit_s
     )
     planned = bench.plan(draft, Scope.FILE if shared.slurm else Scope.START)
-    text = shared.format == "text"
-    console.print_findings(planned.findings if text else (), planned.redactor)
+    shared.print_findings(planned.findings, planned.redactor)
     shared.rehearse_first(planned.resolved)
     if shared.hands_over:
-        first = planned.resolved[planned.variants[0].name]
-        return shared.hand_over(
-            "bench", shared.config.stem, gpus=first.gpus, options=first.stage.options.slurm
-        )
+        facts = planned.resolved[planned.variants[0].name]
+        options = facts.stage.options.slurm
+        return shared.hand_over("bench", shared.config.stem, gpus=facts.gpus, options=options)
     with bench.opened(planned, fresh=shared.fresh) as opened:
         code = bench.run(opened, show=shared.show_progress)
         bench.write_page(opened)
-        found = (*planned.findings, *comparison.baseline_fault(opened.samples))
-        show = partial(bench.show, opened)
-        data = opened.as_json()
         answer(
-            "bench", shared.format, data, show, code=code, before=found, redactor=opened.redactor
+            "bench",
+            shared.format,
+            opened.as_json(),
+            partial(bench.show, opened),
+            code=code,
+            before=(*planned.findings, *comparison.baseline_fault(opened.samples)),
+            redactor=opened.redactor,
         )
-        if text and code is Exit.INTERRUPTED:
+        if shared.format == "text" and code is Exit.INTERRUPTED:
             console.say(bench.interrupted(opened))
     return code
 
@@ -367,37 +370,34 @@ def tune(
     budget_s = durations.seconds(budget)
     if shared.slurm:
         # levers, and what fits, depend on the machine of the job
-        resolved = collect(shared.request(), Scope.FILE)
-        check.require(resolved)
+        facts = collect(shared.request(), Scope.FILE)
+        check.require(facts)
     else:
-        request, cpu, rows = shared.request(), shared.cpu, shared.row_tokens
         prepared = tune.prepare(
-            request, cpu=cpu, steps=steps, row_tokens=rows, budget_s=budget_s, output=output
+            shared.request(),
+            cpu=shared.cpu,
+            steps=steps,
+            row_tokens=shared.row_tokens,
+            budget_s=budget_s,
+            output=output,
         )
-        resolved = prepared.resolved
-    shared.rehearse_first({"": resolved})
+        facts = prepared.resolved
+    shared.rehearse_first({"": facts})
     if shared.hands_over:
-        return shared.hand_over(
-            "tune", shared.config.stem, gpus=resolved.gpus, options=resolved.stage.options.slurm
-        )
+        options = facts.stage.options.slurm
+        return shared.hand_over("tune", shared.config.stem, gpus=facts.gpus, options=options)
     with tune.opened(prepared, fresh=shared.fresh) as opened:
         code = tune.run(opened, show=shared.show_progress)
-        trials = opened.bench() if opened.search.runs else None
-        if trials is not None:
+        findings = opened.findings
+        if opened.search.runs:
+            trials = opened.bench()
             bench.write_page(trials)
-        found = opened.findings
+            if shared.format == "text":
+                bench.show(trials)
         if shared.format == "json":
-            found = (*found, *comparison.baseline_fault([one.sample for one in opened.search.runs]))
-        elif trials is not None:
-            bench.show(trials)
-        redactor = resolved.redactor
-        answer(
-            "tune",
-            shared.format,
-            opened.as_json(),
-            tune.ending(opened),
-            found,
-            code,
-            redactor=redactor,
-        )
+            samples = [trial.sample for trial in opened.search.runs]
+            findings = (*findings, *comparison.baseline_fault(samples))
+        data = opened.as_json()
+        ending = tune.ending(opened)
+        answer("tune", shared.format, data, ending, findings, code, redactor=facts.redactor)
     return code

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -21,9 +22,9 @@ from launcher.cli.options import (
     Format,
     answer,
     app,
-    confirmed,
-    found_run,
+    confirm_deletion,
     not_begun,
+    require_run,
 )
 from launcher.errors import Exit, Finding, usage
 from launcher.paths import exists
@@ -48,7 +49,7 @@ def attach(run: str = LAST_RUN, format: Format = FORMAT) -> Exit:
     """Watch a running job; Ctrl-C detaches."""
     from launcher.lifecycle import follow
 
-    folder = found_run(run)
+    folder = require_run(run)
     attempt = follow.newest_attempt(folder)
     if not follow.has_begun(folder, attempt):
         raise not_begun(folder)
@@ -69,16 +70,16 @@ def logs(
     """Print the training log (secrets redacted)."""
     from launcher.lifecycle.follow import print_log
 
-    folder = found_run(run)
+    folder = require_run(run)
     number = attempt or max(1, folder.attempts())
     try:
         print_log(folder, number, last=lines, follow=follow)
     except FileNotFoundError:
         name = folder.path.name
-        left = [one for one in range(1, folder.attempts() + 1) if folder.console(one).exists()]
+        logs = [n for n in range(1, folder.attempts() + 1) if folder.console(n).exists()]
         help = f"launch check {name} says what is left of it"
-        if left:
-            help = f"it has {', '.join(map(str, left))}: launch logs {name} --attempt {left[-1]}"
+        if logs:
+            help = f"it has {', '.join(map(str, logs))}: launch logs {name} --attempt {logs[-1]}"
         raise usage("no-such-log", f"{name} has no log of attempt {number}", help) from None
 
 
@@ -100,11 +101,9 @@ def stop(
     from launcher.report import overview
 
     if checkpoint and after_checkpoint:
-        raise usage(
-            "useless-option",
-            "--after-checkpoint has no effect with --checkpoint, which saves one now",
-        )
-    folder = found_run(run)
+        message = "--after-checkpoint has no effect with --checkpoint, which saves one now"
+        raise usage("useless-option", message)
+    folder = require_run(run)
     cost = stop.cost(folder)
     if format == "text" and overview.read_state(folder) in {"running", "orphaned", "queued"}:
         progress = cost.line()
@@ -113,21 +112,17 @@ def stop(
         if checkpoint:
             progress = "saving a checkpoint after the step that it is at"
         console.say(progress)
-    ended = stop.stop(folder, after_checkpoint=after_checkpoint, checkpoint=checkpoint)
+    end = stop.stop(folder, after_checkpoint=after_checkpoint, checkpoint=checkpoint)
     cost = stop.cost(folder)
     outcome = "it had ended before that"
-    if ended is not None and ended.preempted:
+    if end is not None and end.preempted:
         outcome = f"saved and ended; {cost.line()}"
-    elif ended is None or ended.stopped is not None:
+    elif end is None or end.stopped is not None:
         outcome = f"stopped; {cost.line()}"
-    elif ended.returncode:
+    elif end.returncode:
         outcome = f"it had failed before; {cost.line()}"
-    return answer(
-        "stop",
-        format,
-        {"run": str(folder.path), **cost._asdict()},
-        [f"{folder.path.name}: {outcome}"],
-    )
+    data = {"run": str(folder.path), **cost._asdict()}
+    return answer("stop", format, data, [f"{folder.path.name}: {outcome}"])
 
 
 @app.command(epilog="Example: launch runs --here --state failed --last 5")
@@ -145,18 +140,15 @@ def runs(
     from launcher.runs import rundir
 
     folders = rundir.runs_here() if here else rundir.known_runs()
-    rows = [one for one in overview.list_rows(folders) if state in (None, one["state"])]
-    groups = ([[row] for row in rows] if whole else overview.group_rows(rows))[-(last or 0) :]
-
-    def show() -> None:
-        console.print_table(
-            [overview.summarize(group, runs_only=whole) for group in groups], overview.COLUMNS
-        )
-
-    none = "no such runs" if state or here else "no runs yet"
-    return answer(
-        "runs", format, [row for one in groups for row in one], show if groups else [none]
-    )
+    rows = [row for row in overview.list_rows(folders) if state in (None, row["state"])]
+    groups = [[row] for row in rows] if whole else overview.group_rows(rows)
+    if last is not None:
+        groups = groups[-last:]
+    data = [row for group in groups for row in group]
+    if not groups:
+        return answer("runs", format, data, ["no such runs" if state or here else "no runs yet"])
+    table = [overview.summarize(group, runs_only=whole) for group in groups]
+    return answer("runs", format, data, partial(console.print_table, table, overview.COLUMNS))
 
 
 @app.command("rm", epilog="Example: launch rm 20260101T000000Z-sft-demo --yes")
@@ -173,18 +165,18 @@ def remove(
     from launcher.lifecycle import removal
     from launcher.runs import rundir
 
-    folder = rundir.find_campaign(run) or found_run(run)
+    folder = rundir.find_campaign(run) or require_run(run)
     members = rundir.campaign_runs(folder.path)
-    planned = removal.plan_removal(folder, model=model)
-    lines = planned.lines()
-    kept = planned.kept_lines()
-    if not confirmed(lines, yes, "--yes", kept):
+    plan = removal.plan_removal(folder, model=model)
+    lines = plan.lines()
+    kept = plan.kept_lines()
+    if not confirm_deletion(lines, yes, "--yes", kept):
         return answer("rm", format, {"removed": [], "kept": kept}, ["nothing was deleted"])
-    kept += removal.remove(planned)
-    for one in (folder, *members):
-        if not one.manifest.exists():
-            rundir.unregister("runs", one.path)
-    data = {"removed": [str(path) for path in planned.roots], "kept": kept}
+    kept += removal.remove(plan)
+    for removed in (folder, *members):
+        if not removed.manifest.exists():
+            rundir.unregister("runs", removed.path)
+    data = {"removed": [str(path) for path in plan.roots], "kept": kept}
     return answer("rm", format, data, [*(f"deleted {line}" for line in lines), *kept])
 
 
@@ -201,8 +193,8 @@ def check(
 
     notes: tuple[Finding, ...] = ()
     log = Path("/dev/stdin" if target == "-" else target)
-    # a pipe is a log too
     name = "standard input" if target == "-" else target
+    # a pipe is a log too
     if exists(log) and not log.is_dir():
         verdict = check.judge_log(log, _redactor_of_log(log))
     else:
@@ -210,23 +202,19 @@ def check(
         from launcher.lifecycle import conclude
         from launcher.runs import rundir
 
-        if members := rundir.campaign_runs(log):
+        members = rundir.campaign_runs(log)
+        if members:
             return _check_each(log, members, allow_unproven, format)
-        folder = found_run(target, "run or log")
+        folder = require_run(target, "run or log")
         if not folder.attempts() and not exists(folder.probe):
             raise not_begun(folder)
         judged = conclude.judge_and_write(folder)
-        name, verdict = folder.path.name, judged.verdict
+        name = folder.path.name
+        verdict = judged.verdict
         notes = (*conclude.unpinned_note(folder), *conclude.left_out_notes(judged, folder))
     code = check.exit_code(verdict, allow_unproven=allow_unproven)
-    return answer(
-        "check",
-        format,
-        verdict.as_json(),
-        lambda: console.print_verdict(verdict, name),
-        notes,
-        code,
-    )
+    show = partial(console.print_verdict, verdict, name)
+    return answer("check", format, verdict.as_json(), show, notes, code)
 
 
 def _redactor_of_log(log: Path) -> Redactor | None:
@@ -249,16 +237,21 @@ def _check_each(
     from launcher.lifecycle import conclude
     from launcher.verdict import check
 
-    verdicts = {run.path: conclude.finish(run) for run in members}
-    codes = [check.exit_code(one, allow_unproven=allow_unproven) for one in verdicts.values()]
-    judged = [{"run": str(path), **one.as_json()} for path, one in verdicts.items()]
-    data = {"folder": str(folder.absolute()), "runs": judged}
+    verdicts = {}
+    judged = []
+    code = Exit.OK
+    for run in members:
+        verdict = conclude.finish(run)
+        verdicts[run.path] = verdict
+        judged.append({"run": str(run.path), **verdict.as_json()})
+        code = code or check.exit_code(verdict, allow_unproven=allow_unproven)
 
     def show() -> None:
         for path, verdict in verdicts.items():
             console.print_verdict(verdict, path.name)
 
-    return answer("check", format, data, show, code=next(filter(None, codes), Exit.OK))
+    data = {"folder": str(folder.absolute()), "runs": judged}
+    return answer("check", format, data, show, code=code)
 
 
 @app.command("report", epilog="Example: launch report last -o curves.html")
@@ -278,23 +271,20 @@ def report_command(
     from launcher.report import page, series
     from launcher.runs import rundir
 
-    campaign = (
-        rundir.find_campaign(targets[0])
-        if len(targets) == 1 and output is None and format == "text"
-        else None
-    )
-    if campaign and (written := next(campaign.path.glob("*.html"), None)):
-        # it begins with the table and the decision, which its runs alone do not hold
-        console.say(f"report: {written}")
-        return
+    if len(targets) == 1 and output is None and format == "text":
+        campaign = rundir.find_campaign(targets[0])
+        pages = [] if campaign is None else sorted(campaign.path.glob("*.html"))
+        if pages:
+            # it begins with the table and the decision, which its runs alone do not hold
+            console.say(f"report: {pages[0]}")
+            return
     runs = series.load_runs(targets)
-    # the JSON form says all that the page says, so no page is written beside it that nobody asked
-    # for
-    path = page.default_path(runs) if output is None and format == "text" else output
-    if path is not None:
+    if output is not None or format == "text":
+        path = output or page.default_path(runs)
         page.write(runs, path)
-        console.say(f"report: {path}") if format == "text" else None
-    # once nothing can fail any more: a reader gets one envelope
+        if format == "text":
+            console.say(f"report: {path}")
+    # the JSON says all that the page says, and comes once nothing can fail any more
     if format == "json":
         console.print_envelope("report", True, (), series.as_json(runs))
 
@@ -305,11 +295,10 @@ def cache_list(format: Format = FORMAT) -> Exit:
     from launcher.cache import folders
 
     rows = [folder.row() for folder in folders.known()]
-
-    def show() -> None:
-        console.print_table([folders.shown(row) for row in rows], folders.COLUMNS)
-
-    return answer("cache list", format, rows, show if rows else ["no caches yet"])
+    if not rows:
+        return answer("cache list", format, rows, ["no caches yet"])
+    table = [folders.shown(row) for row in rows]
+    return answer("cache list", format, rows, partial(console.print_table, table, folders.COLUMNS))
 
 
 @cache.command("why", epilog="Example: launch cache why last")
@@ -317,9 +306,12 @@ def cache_why(run: str = RUN, format: Format = FORMAT) -> Exit:
     """Explain why the caches of a run were hit or missed."""
     from launcher.cache import diagnosis
 
-    reasons = diagnosis.why(found_run(run))
-    lines = [line for one in reasons for line in one.lines()] or ["it had no caches of launch's"]
-    return answer("cache why", format, [asdict(one) for one in reasons], lines)
+    reasons = diagnosis.why(require_run(run))
+    lines: list[str] = []
+    for reason in reasons:
+        lines += reason.lines()
+    data = [asdict(reason) for reason in reasons]
+    return answer("cache why", format, data, lines or ["it had no caches of launch's"])
 
 
 @cache.command(
@@ -346,9 +338,13 @@ def cache_clear(
         return folders.clear(folders.known(), kind=kind, older_than_s=seconds, dry_run=dry_run)
 
     if not (dry_run or older_than or kind):
-        unused = [f"{one.folder} ({sized(one.size)})" for one in clear(True) if one.reason is None]
-        if unused and not confirmed(unused, whole, "--all"):
+        unused = []
+        for folder in clear(True):
+            if folder.reason is None:
+                unused.append(f"{folder.folder} ({sized(folder.size)})")
+        if unused and not confirm_deletion(unused, whole, "--all"):
             return answer("cache clear", format, [], ["nothing was deleted"])
-    done = clear(dry_run)
-    lines = [one.line() for one in done] or ["nothing to clear"]
-    return answer("cache clear", format, [asdict(one) for one in done], lines)
+    cleared = clear(dry_run)
+    data = [asdict(folder) for folder in cleared]
+    lines = [folder.line() for folder in cleared] or ["nothing to clear"]
+    return answer("cache clear", format, data, lines)

@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING
 from typer import Argument, Option
 
 from launcher import redaction
-from launcher.cli.options import FORMAT, Format, answer, app, found_run, run_names
+from launcher.cli.options import FORMAT, Format, answer, app, require_run, run_names
 from launcher.errors import Exit, LaunchError, not_ready, usage
 from launcher.redaction import Redactor
 from launcher.report import console
 
 if TYPE_CHECKING:
-    from launcher.machine.python import Trainer
     from launcher.runs.rundir import RunFolder
     from launcher.trained.chat import Chat, Reply
     from launcher.trained.model import Base, TrainedModel
@@ -45,7 +44,10 @@ DEVICES = Option(
 )
 CPU = Option(False, "--cpu", help="use no GPU")
 _BEGIN_ANEW = "/new"
-_HINT = f"an empty line does nothing; {_BEGIN_ANEW} begins a new conversation, Ctrl-C ends an answer, Ctrl-D the chat"
+_HINT = (
+    f"an empty line does nothing; {_BEGIN_ANEW} begins a new conversation, "
+    "Ctrl-C ends an answer, Ctrl-D the chat"
+)
 
 
 def found_model(target: str, base: Base | None = None) -> TrainedModel:
@@ -59,9 +61,9 @@ def found_model(target: str, base: Base | None = None) -> TrainedModel:
 
     folder = Path(target)
     if folder.is_dir() and not rundir.is_run(folder):
-        lying = model.of_folder(folder, base)
-        if lying is not None:
-            return lying
+        saved = model.of_folder(folder, base)
+        if saved is not None:
+            return saved
         run = model.writer_of(folder)
         if run is not None:
             return model.of_run(run, base)
@@ -75,7 +77,7 @@ def found_model(target: str, base: Base | None = None) -> TrainedModel:
             message,
             "launch runs lists runs; give a run or the folder of its model",
         )
-    return model.of_run(found_run(target, "run or folder"), base)
+    return model.of_run(require_run(target, "run or folder"), base)
 
 
 def _last_of(campaign: Path) -> RunFolder:
@@ -126,34 +128,36 @@ def chat(
     Without a terminal, the prompt is read from stdin.
     """
     from launcher.trained import chat, worker
+    from launcher.trained.model import trainer_of
 
     if cpu and devices is not None:
         raise usage("useless-option", "--devices has no effect with --cpu")
     model = found_model(target)
     redactor = _redactor(model)
-    given = _given_prompts(prompts, format)
+    questions = _read_prompts(prompts, format)
     if base and model.base is None:
         message = (
             f"it is unknown which model {model.path} was trained from: no run's record names it"
         )
         raise not_ready("no-base-model", message, "leave out --base", file=str(model.path))
-    trainer = _trainer(model, python, chat.needs(model))
+    trainer = trainer_of(model, python, chat.needs(model))
     sampling = chat.Sampling(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
     environ = worker.environment(os.environ, devices=devices, cpu=cpu)
-    console.say_aside(
-        f"loading {model.path}" + (f" and {model.base.name}" if base and model.base else "")
-    )
+    names = str(model.path)
+    if base and model.base is not None:
+        names += f" and {model.base.name}"
+    console.say_aside(f"loading {names}")
     with _terminated(), chat.open_worker(model, trainer, environ, beside=base) as process:
         talk = chat.Chat(process, process.wait_for("loaded"), sampling, system)
         if not talk.has_template:
             console.say_aside(
                 "the tokenizer has no chat template: a prompt is continued as plain text"
             )
-        if given is None:
+        if questions is None:
             _converse(talk, redactor, beside=base)
             return Exit.OK
         if format == "json":
-            turns = chat.answer_all(talk, given, beside=base)
+            turns = chat.answer_all(talk, questions, beside=base)
             data = {
                 "model": str(model.path),
                 "base": model.base.as_json() if model.base else None,
@@ -164,27 +168,27 @@ def chat(
                 "turns": [turn.as_json() for turn in turns],
             }
             return answer("chat", format, data, (), redactor=redactor)
-        for prompt in given:
+        for prompt in questions:
             _show_turn(talk, prompt, redactor, beside=base)
     return Exit.OK
 
 
-def _given_prompts(prompts: Sequence[str] | None, format: Format) -> list[str] | None:
-    """What to ask; None where somebody at a terminal is going to say. Raises UsageError where
-    it is empty.
+def _read_prompts(prompts: Sequence[str] | None, format: Format) -> list[str] | None:
+    """What to ask; None where somebody at a terminal is going to say.
+
+    Raises UsageError where it is empty.
     """
+    help = "--prompt TEXT, or text on stdin"
     if prompts is None and sys.stdin.isatty():
         if format == "json":
-            raise usage(
-                "no-prompt", "--format json needs a prompt", "--prompt TEXT, or text on stdin"
-            )
+            raise usage("no-prompt", "--format json needs a prompt", help)
         return None
     if prompts is None:
         prompts = [sys.stdin.read()]
-    given = [prompt.strip() for prompt in prompts]
-    if not all(given):
-        raise usage("no-prompt", "the prompt is empty", "--prompt TEXT, or text on stdin")
-    return given
+    texts = [prompt.strip() for prompt in prompts]
+    if not all(texts):
+        raise usage("no-prompt", "the prompt is empty", help)
+    return texts
 
 
 def _redactor(model: TrainedModel) -> Redactor:
@@ -249,7 +253,7 @@ def _converse(talk: Chat, redactor: Redactor, *, beside: bool) -> None:
 
 def _goes_on(error: LaunchError) -> bool:
     """Whether only this prompt was refused, and the model still answers others."""
-    return all(one.code in ("template-refuses", "too-long-prompt") for one in error.findings)
+    return {finding.code for finding in error.findings} <= {"template-refuses", "too-long-prompt"}
 
 
 @contextlib.contextmanager
@@ -276,12 +280,6 @@ def _terminated() -> Iterator[None]:
 
     with process.signal_handlers({signal.SIGTERM: signal.default_int_handler}):
         yield
-
-
-def _trainer(model: TrainedModel, named: Path | None, needs: tuple[str, ...]) -> Trainer:
-    from launcher.trained.model import trainer_of
-
-    return trainer_of(model, named, needs)
 
 
 @app.command(epilog="Example: launch merge last --output output/my_sft-merged")
@@ -313,7 +311,7 @@ def merge(
     """
     from launcher.trained import merge, worker
     from launcher.trained.chat import NEEDS_OF_ADAPTERS
-    from launcher.trained.model import Base
+    from launcher.trained.model import Base, trainer_of
 
     if cpu and devices is not None:
         raise usage("useless-option", "--devices has no effect with --cpu")
@@ -321,7 +319,7 @@ def merge(
     merge.require_mergeable(model)
     place = output or merge.usual_output(model)
     merge.require_free(place)
-    trainer = _trainer(model, python, NEEDS_OF_ADAPTERS)
+    trainer = trainer_of(model, python, NEEDS_OF_ADAPTERS)
     environ = worker.environment(os.environ, devices=devices, cpu=cpu)
 
     def say(text: str) -> None:

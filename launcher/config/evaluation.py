@@ -117,16 +117,16 @@ def read(where: str, entry: Any, complain: Complain) -> Evaluation | None:
     return Evaluation(command=command, metrics=metrics, expect=expect, timeout_s=timeout_s)
 
 
-def _command(where: str, given: Any, complain: Complain) -> tuple[str, ...] | None:
+def _command(where: str, value: Any, complain: Complain) -> tuple[str, ...] | None:
     help = 'command: [lm_eval, --model, hf, --model_args, "pretrained={model}"]'
-    if isinstance(given, str):
+    if isinstance(value, str):
         complain(where, "`command` is a list of words: no shell reads it", help)
         return None
-    if not isinstance(given, list) or not given:
+    if not isinstance(value, list) or not value:
         complain(where, "`command` is the list of the words of a command", help)
         return None
     words: list[str] = []
-    for number, word in enumerate(given):
+    for number, word in enumerate(value):
         place = f"{where}[{number}]"
         if isinstance(word, bool) or not isinstance(word, str | int | float):
             complain(
@@ -149,30 +149,30 @@ def _check_placeholders(where: str, word: str, complain: Complain) -> None:
             complain(where, message, f"{help}; {{{{{name}}}}} stands for the text itself")
 
 
-def _metrics(where: str, given: Any, complain: Complain) -> str | None:
-    if given is None:
+def _metrics(where: str, value: Any, complain: Complain) -> str | None:
+    if value is None:
         return None
-    if not isinstance(given, str) or not given.strip():
-        message = f"`metrics` is the path of a JSON file, not `{brief(given)}`"
+    if not isinstance(value, str) or not value.strip():
+        message = f"`metrics` is the path of a JSON file, not `{brief(value)}`"
         complain(where, message, 'metrics: "**/results_*.json", below the folder of the evaluation')
         return None
-    _check_placeholders(where, given, complain)
-    return given
+    _check_placeholders(where, value, complain)
+    return value
 
 
-def _expect(where: str, given: Any, complain: Complain) -> dict[str, Gate]:
-    if given is None:
+def _expect(where: str, value: Any, complain: Complain) -> dict[str, Gate]:
+    if value is None:
         return {}
     help = 'expect: {gsm8k: ">= 0.4"}'
-    if not isinstance(given, dict):
+    if not isinstance(value, dict):
         complain(
             where,
-            f"`expect` is a mapping of metrics to what they must be, not `{brief(given)}`",
+            f"`expect` is a mapping of metrics to what they must be, not `{brief(value)}`",
             help,
         )
         return {}
     gates: dict[str, Gate] = {}
-    for name, text in given.items():
+    for name, text in value.items():
         match = _GATE.fullmatch(text) if isinstance(text, str) else None
         if match is None:
             message = f"`{brief(name)}: {brief(text)}` is not a sign and a number"
@@ -190,16 +190,16 @@ def _expect(where: str, given: Any, complain: Complain) -> dict[str, Gate]:
     return gates
 
 
-def _timeout(where: str, given: Any, complain: Complain) -> float:
-    if given is None:
+def _timeout(where: str, value: Any, complain: Complain) -> float:
+    if value is None:
         return TIMEOUT_S
-    if isinstance(given, bool) or not isinstance(given, str | int | float):
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
         complain(
-            where, f"`timeout` is a duration, not `{brief(given)}`", "such as 90s, 10m or 1h30m"
+            where, f"`timeout` is a duration, not `{brief(value)}`", "such as 90s, 10m or 1h30m"
         )
         return TIMEOUT_S
     try:
-        return durations.seconds(str(given))
+        return durations.seconds(str(value))
     except UsageError as error:
         fault = error.findings[0]
         complain(where, fault.message, fault.help)

@@ -110,16 +110,16 @@ def validate_config(
     code = Exit.NOT_READY if findings else Exit.OK
     files: list[dict[str, object]] = []
     for judged in _judge_deeply(paths, shared) if deep else _judge_each(paths, shared):
-        found = judged.findings
+        of_file = judged.findings
         entry = {"path": str(judged.path), "valid": True, **judged.facts}
         if judged.path in fixes:
             entry["fix"] = fixes[judged.path].as_json()
-            found = fixes[judged.path].with_reasons(found)
-        if errors(found, strict=shared.strict):
+            of_file = fixes[judged.path].with_reasons(of_file)
+        if errors(of_file, strict=shared.strict):
             entry["valid"] = False
             code = code or Exit.CONFIG
         files.append(entry)
-        findings += found
+        findings += of_file
     # a stage file beside the pipeline that names it is judged twice
     distinct = list(dict.fromkeys(findings))
     return answer("validate-config", format, {"files": files}, map(_line, files), distinct, code)

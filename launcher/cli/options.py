@@ -16,7 +16,6 @@ from typer import Argument, Option
 
 from launcher import __version__
 from launcher.cli import help
-from launcher.config.document import SUFFIXES
 from launcher.errors import Exit, Finding, LaunchError, UsageError, launch_finding, usage
 from launcher.paths import is_dir, is_file
 from launcher.redaction import Redactor
@@ -381,6 +380,9 @@ def confirm_deletion(
 
 def files_of(path: Path) -> list[Path]:
     """The YAML files of a folder and of those in it, hidden ones left out; a file is itself."""
+    # the help pages need no YAML
+    from launcher.config.document import SUFFIXES
+
     if not is_dir(path):
         return [path]
     files = []

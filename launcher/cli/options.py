@@ -427,9 +427,10 @@ def answer(
     console.print_findings(findings, redactor)
     if callable(show):
         show()
-    else:
-        for line in show:
-            console.say(line, redactor)
+        return code
+    lines = list(show)
+    if lines:
+        console.say("\n".join(lines), redactor)
     return code
 
 

@@ -171,7 +171,13 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, raw: bytes, *, durable: bool = False, mode: int = 0o666) -> None:
-    """Write atomically, by renaming a finished file over the old one; `durable` also after a power cut."""
+    """Write atomically, by renaming a finished file over the old one; `durable` also after a power cut.
+
+    A device or a pipe is written to: renaming a file over `/dev/null` would take it from every process.
+    """
+    if path.exists() and not path.is_file():
+        path.write_bytes(raw)
+        return
     temporary = path.with_name(f".{path.name}.{os.urandom(6).hex()}")
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:

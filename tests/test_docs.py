@@ -205,3 +205,13 @@ def test_the_site_can_be_searched_from_a_disk() -> None:
 def test_no_table_has_an_escaped_bar() -> None:
     """The site would print the backslash."""
     assert [page.name for page in PAGES if "\\|" in page.read_text(encoding="utf-8")] == []
+
+
+def test_the_examples_of_contributing_are_code_of_the_house() -> None:
+    """One rule, one command and one test, each short enough to read at once."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    examples = re.findall(r"<!-- from: (\S+) -->\n```python\n(.*?)\n```", text, re.S)
+    assert [path.split("/")[1] for path, _ in examples] == ["rules", "cli", "cli"]
+    for path, code in examples:
+        assert code in (ROOT / path).read_text(encoding="utf-8"), path
+        assert len(code.splitlines()) < 30

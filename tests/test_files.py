@@ -198,6 +198,16 @@ def harmless(text: str) -> None:
     assert "##[" not in text
 
 
+def test_what_is_written_to_a_pipe_goes_through_it(tmp_path: Path) -> None:
+    """Renaming a file over it would take it away, and `/dev/null` from every process of the machine."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE, text=True)
+    files.write_text(pipe, "a page")
+    assert reader.communicate()[0] == "a page"
+    assert pipe.is_fifo()
+
+
 def test_hostile_text_is_made_harmless() -> None:
     harmless(printable(HOSTILE))
     assert printable("ä\tb\nc :: d") == "ä\tb\nc :: d"

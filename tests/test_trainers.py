@@ -27,7 +27,7 @@ DESCRIPTIONS = {
 }
 ALLOWED = {
     # a key of the file's own, `open_instruct:`
-    "config/load.py": ["'open_instruct' in content.value", "k != 'open_instruct'"],
+    "config/load.py": ["'open_instruct' in names"],
     # the tool that a file was written for, and the trainer that such files are converted for
     "cli/commands/configs.py": ["backend != 'trl'"],
     # names of losses

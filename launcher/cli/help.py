@@ -1,8 +1,10 @@
-"""The help pages: commands and options in groups, and what to write for an option that is an argument."""
+"""The help pages: commands and options in groups, and what to write for an option that is an
+argument.
+"""
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import typer
@@ -21,7 +23,8 @@ COMMANDS = {
 OPTIONS = {
     "Machines": "gpus nodes devices node_rank main_address slurm gpu gpu_memory cpu",
     "Start": "dry_run detach fresh rehearse on_finish on_finish_limit first until",
-    "Checks": "strict no_probe allow_unproven allow_unpinned allow_changed_resume allow_corrupting_overlap",
+    "Checks": "strict no_probe allow_unproven allow_unpinned allow_changed_resume "
+    "allow_corrupting_overlap",
     "Trainer": "stage backend python open_instruct",
     "Output": "format output help",
 }
@@ -31,7 +34,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def _plain(text: str) -> str:
-    # without the brackets that typer sets around a default in words, and without limits as a formula
+    # without the brackets that typer sets around a default in words, and limits as a formula
     text = re.sub(r"default: \(([^()]+)\)", r"default: \1", text)
     return re.sub(r"  \[x>=\d+\]|; x>=\d+(?=\])", "", text)
 
@@ -42,39 +45,55 @@ def _write(formatter: Any, title: str, rows: list[tuple[str, str]]) -> None:
             formatter.write_dl(rows)
 
 
-def _grouped(names: list[str], groups: Mapping[str, str], rest: str) -> Iterator[Any]:
+def _group(
+    names: Iterable[str], groups: Mapping[str, str], rest: str
+) -> Iterator[tuple[str, list[str]]]:
     """Each group with those of its names that there are; last what no group names."""
+    left = list(names)
     for title, members in groups.items():
-        yield title, [name for name in members.split() if name in names]
-    known = " ".join(groups.values()).split()
-    yield rest, [name for name in names if name not in known]
+        group = [name for name in members.split() if name in left]
+        left = [name for name in left if name not in group]
+        yield title, group
+    yield rest, left
 
 
 class SummarizedCommand(TyperCommand):
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        rows: dict[str, dict[str, Any]] = {"argument": {}, "option": {}}
+        arguments: list[tuple[str, str]] = []
+        options: dict[str, tuple[str, str]] = {}
         for parameter in self.get_params(ctx):
-            if (record := parameter.get_help_record(ctx)) is not None:
-                row = record[0].replace("<int range>", "N"), _plain(record[1])
-                rows[parameter.param_type_name][str(parameter.name)] = row
-        _write(formatter, "Arguments", [*rows["argument"].values()])
-        options = rows["option"]
-        *groups, others = _grouped([*options], OPTIONS if len(options) > _FEW else {}, "Options")
-        for title, names in (others, *groups):
+            record = parameter.get_help_record(ctx)
+            if record is None:
+                continue
+            row = (record[0].replace("<int range>", "N"), _plain(record[1]))
+            if parameter.param_type_name == "argument":
+                arguments.append(row)
+            else:
+                options[str(parameter.name)] = row
+        _write(formatter, "Arguments", arguments)
+        groups = OPTIONS if len(options) > _FEW else {}
+        *titled, others = _group(options, groups, "Options")
+        for title, names in (others, *titled):
             _write(formatter, title, [options[name] for name in names])
 
 
 class Group(TyperGroup):
     def list_commands(self, ctx: Any) -> list[str]:
-        return [name for _, names in _grouped(super().list_commands(ctx), COMMANDS, "Further") for name in names]
+        names: list[str] = []
+        for _, group in _group(super().list_commands(ctx), COMMANDS, "Further"):
+            names += group
+        return names
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         names = [name for name in self.list_commands(ctx) if not self.commands[name].hidden]
         longest = max(map(len, names))
         limit = formatter.width - longest - 4
-        rows = {name: (name.ljust(longest), self.commands[name].get_short_help_str(limit)) for name in names}
-        for title, group in _grouped(names, COMMANDS, "Further"):
-            _write(formatter, title, [rows[name] for name in group])
+        for title, group in _group(names, COMMANDS, "Further"):
+            rows = []
+            for name in group:
+                summary = self.commands[name].get_short_help_str(limit)
+                rows.append((name.ljust(longest), summary))
+            _write(formatter, title, rows)
 
 
 class App(typer.Typer):
@@ -94,17 +113,24 @@ def overrides(arguments: list[str], command: Any) -> list[str]:
     from launcher.upstream.trainers import BACKENDS
 
     stages = [command.name] if command.name in keys.STAGES else keys.STAGES
-    fields = (field for backend in BACKENDS for stage in stages for field in locate.snapshot(backend)["stages"][stage])
-    known = {*keys.KEYS, *(field.partition(".")[2] for field in fields)}
-    names = {name for parameter in command.params for name in parameter.opts}
+    names = set(keys.KEYS)
+    for backend in BACKENDS:
+        for stage in stages:
+            for field in locate.snapshot(backend)["stages"][stage]:
+                names.add(field.partition(".")[2])
+    options = {option for parameter in command.params for option in parameter.opts}
     # of a pipeline the stage is named too
     prefix = "STAGE." if command.name == "pipeline" else ""
     written = []
     for word, following in itertools.pairwise([*arguments, "--"]):
         option, _, value = word.partition("=")
         key = option.removeprefix("--").replace("-", "_")
-        if option.startswith("--") and option not in names and key in known:
+        if not option.startswith("--") or option in options or key not in names:
+            continue
+        if not value:
             # a switch has no value: what follows is the file, an override or the next option
-            bare = following.startswith("--") or "=" in following or following.endswith((".yaml", ".yml"))
-            written.append(f"{prefix}{key}={value or ('true' if bare else following)}")
+            is_switch = following.startswith("--") or "=" in following
+            is_file = following.endswith((".yaml", ".yml"))
+            value = "true" if is_switch or is_file else following
+        written.append(f"{prefix}{key}={value}")
     return written

@@ -8,7 +8,7 @@ import os
 import platform
 import sys
 import traceback
-from typing import Any
+from typing import Any, NoReturn
 
 import typer
 
@@ -27,21 +27,17 @@ _Unparsed: type[Any] = typer.BadParameter.__mro__[1]
 _UNREADABLE = {errno.EACCES, errno.EPERM, errno.EINVAL, errno.EFBIG, errno.ELOOP, errno.ESTALE}
 # whoever read the answer has gone
 _GONE = {errno.EPIPE, errno.EIO}
-# what is used up, and the option of `ulimit` that limits it
-_LIMITS = {
-    errno.ENOMEM: ("there is not enough memory", "-v"),
-    errno.EMFILE: ("this command may not open more files", "-n"),
-    errno.ENFILE: ("this machine can open no more files", "-n"),
-    errno.EAGAIN: ("no further process can be started", "-u"),
-    errno.EFBIG: ("a file cannot be written", "-f"),
-}
+# what is used up
+_LIMITS = {errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.EFBIG}
 # what tempfile says of a machine where nothing can be written
 _NO_TEMPORARY = "No usable temporary directory"
 _NO_MEMORY = ("failed to map segment", "annot allocate memory", "can't start new thread")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run a command line; returns the exit code, or exits with it where `argv` is the process' own."""
+    """Run a command line; returns the exit code, or exits with it where `argv` is the process'
+    own.
+    """
     if argv is not None:
         return _run_guarded(argv)
     open_standard_streams()
@@ -59,7 +55,9 @@ def open_standard_streams() -> None:
 
 
 def _flush_streams(code: int) -> int:
-    """Write what is buffered. Where that fails, nothing more is written: Python would complain at exit."""
+    """Write what is buffered. Where that fails, nothing more is written: Python would complain
+    at exit.
+    """
     failed: OSError | None = None
     for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
         try:
@@ -108,88 +106,117 @@ def _exit_code(stop: SystemExit) -> int:
 
 
 def _report_os_error(error: OSError, arguments: list[str]) -> int:
-    try:
-        os.getcwd()
-    except FileNotFoundError:
-        message = "the folder that this shell is in has been removed"
-        return _report(not_ready("no-cwd", message, "cd to one that is there"), arguments)
-    if error.errno in _UNREADABLE and error.filename is not None:
-        return _report(unreadable(error.filename, error), arguments)
     if error.errno in _GONE:
         # nothing is left to say
         return Exit.OK
+    refusal = _refusal(error)
+    return _bug(error, arguments) if refusal is None else _report(refusal, arguments)
+
+
+def _refusal(error: OSError) -> LaunchError | None:
+    """What to say of an error that the machine or the user's files are the cause of."""
+    if not _has_working_folder():
+        message = "the folder that this shell is in has been removed"
+        return not_ready("no-cwd", message, "cd to one that is there")
+    if error.errno in _UNREADABLE and error.filename is not None:
+        return unreadable(error.filename, error)
     if error.errno in DISK_FULL:
         where = error.filename or "what the answer is written to"
         message = f"{where} cannot be written: {error.strerror}"
         help = "free space; a run that has begun continues: launch runs"
-        return _report(not_ready("disk-full", message, help), arguments)
+        return not_ready("disk-full", message, help)
     if error.errno in _LIMITS:
-        what, option = _LIMITS[error.errno]
-        return _report(_limited(f"{what}: {error.strerror}", option), arguments)
+        return _limited(str(error.strerror))
     if _NO_TEMPORARY in str(error):
         help = "free space in one of them, name another with TMPDIR, or see `ulimit -f`"
-        return _report(not_ready("no-space", str(error.strerror), help), arguments)
-    return _bug(error, arguments)
+        return not_ready("no-space", str(error.strerror), help)
+    return None
 
 
-def _limited(message: str, option: str) -> NotReady:
-    help = f"a limit of this shell or machine; `ulimit {option}` shows that of the shell"
+def _has_working_folder() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _limited(message: str) -> NotReady:
+    help = "a limit of this shell or machine; `ulimit -a` shows those of the shell"
     return not_ready("resource-limit", message, help)
 
 
 def _is_of_a_limit(error: Exception) -> bool:
     """Whether a library or a thread found no memory, and says so in words."""
     text = str(error)
-    return isinstance(error, ImportError | RuntimeError) and any(words in text for words in _NO_MEMORY)
+    is_of_library = isinstance(error, ImportError | RuntimeError)
+    return is_of_library and any(words in text for words in _NO_MEMORY)
 
 
 def _out_of_memory(arguments: list[str]) -> int:
+    message = "the memory that this command may use is used up"
     try:
-        return _report(_limited("the memory that this command may use is used up", "-v"), arguments)
+        return _report(_limited(message), arguments)
     except MemoryError:
         with contextlib.suppress(OSError):
-            os.write(2, b"error[resource-limit]: the memory that this command may use is used up\n")
+            os.write(2, f"error[resource-limit]: {message}\n".encode())
         return Exit.NOT_READY
 
 
 def _run_command(arguments: list[str]) -> None:
-    """Run one command. A machine that asks wrongly gets its envelope too, people typer's usage lines."""
+    """Run one command. A program that asks wrongly gets its envelope too, people usage lines."""
     try:
         code = app(args=arguments, prog_name="launch", standalone_mode=False)
     except _Unparsed as error:
-        # typer repeats the word that it does not understand, and that may be a token
-        instead = overrides(arguments, error.ctx.command) if error.ctx else []
-        help = f"write {redact(folded(' '.join(instead)))}" if instead else None
-        message = redact(folded(error.message if instead else error.format_message()))
-        if _form(arguments) != "json":
-            error.format_message = lambda: f"{message}\n  help: {help}" if help else message
-            # nobody may be there to read it
-            with contextlib.suppress(OSError):
-                error.show()
-            sys.exit(error.exit_code)
-        where = error.ctx.command_path if error.ctx else "launch"
-        raise usage("bad-command-line", message, help or f"{where} -h") from None
+        _refuse_command_line(error, arguments)
     sys.exit(code)
+
+
+def _refuse_command_line(error: Any, arguments: list[str]) -> NoReturn:
+    message = error.format_message()
+    where = "launch"
+    help = None
+    if error.ctx is not None:
+        where = error.ctx.command_path
+        words = overrides(arguments, error.ctx.command)
+        if words:
+            message = error.message
+            help = f"write {redact(folded(' '.join(words)))}"
+    # typer repeats the word that it does not understand, and that may be a token
+    message = redact(folded(message))
+    if _form(arguments) == "json":
+        raise usage("bad-command-line", message, help or f"{where} -h") from None
+    if help is not None:
+        message += f"\n  help: {help}"
+    error.format_message = lambda: message
+    # nobody may be there to read it
+    with contextlib.suppress(OSError):
+        error.show()
+    sys.exit(error.exit_code)
 
 
 def _report(error: LaunchError, arguments: list[str]) -> Exit:
     # what is full, or gone, may be what the answer goes to
     with contextlib.suppress(OSError):
-        answer(_command_name(arguments), _form(arguments), None, (), error.findings, error.exit_code)
+        answer(
+            _command_name(arguments), _form(arguments), None, (), error.findings, error.exit_code
+        )
     return error.exit_code
 
 
 def _command_name(arguments: list[str]) -> str:
     """The command of a command line as its answers name it: `pin diff`, not `pin`."""
     words = list(itertools.takewhile(lambda word: not word.startswith("-"), arguments))
-    grouped = words[:1] in [[group.name] for group in app.registered_groups]
-    return " ".join(words[: 2 if grouped else 1]) or "launch"
+    groups = [group.name for group in app.registered_groups]
+    is_of_group = bool(words) and words[0] in groups
+    return " ".join(words[: 2 if is_of_group else 1]) or "launch"
 
 
 def _form(arguments: list[str]) -> Findings:
     line = " ".join(arguments).replace("--format=", "--format ") + " "
-    forms: tuple[Findings, ...] = ("json", "github")
-    return next((form for form in forms if f"--format {form} " in line), "text")
+    if "--format json " in line:
+        return "json"
+    return "github" if "--format github " in line else "text"
 
 
 def _bug(error: Exception, arguments: list[str]) -> int:

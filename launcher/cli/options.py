@@ -44,13 +44,17 @@ def _version(requested: bool) -> None:
     if requested:
         from launcher.upstream import open_instruct, trl
 
-        typer.echo(f"launch {__version__} (pinned: open-instruct {open_instruct.PIN[:7]}, {trl.PIN})")
+        typer.echo(
+            f"launch {__version__} (pinned: open-instruct {open_instruct.PIN[:7]}, {trl.PIN})"
+        )
         raise typer.Exit
 
 
 @app.callback()
 def _launch(
-    version: bool = Option(False, "--version", is_eager=True, callback=_version, help="Show the versions and exit."),
+    version: bool = Option(
+        False, "--version", is_eager=True, callback=_version, help="Show the versions and exit."
+    ),
 ) -> None:
     """The options of `launch` itself."""
 
@@ -67,7 +71,9 @@ def run_names(incomplete: str) -> list[str]:
     """What a shell completes a RUN to, the newest first."""
     from launcher.runs import rundir
 
-    names = ["last", *(run.path.name for run in reversed(rundir.known_runs()))]
+    names = ["last"]
+    for run in reversed(rundir.known_runs()):
+        names.append(run.path.name)
     return [name for name in names if name.startswith(incomplete)]
 
 
@@ -106,12 +112,20 @@ class Shared:
     )
     nodes: int = Option(1, "--nodes", metavar="N", min=1, help="number of machines")
     devices: str | None = Option(
-        None, "--devices", metavar="2,3", help="use these GPUs", show_default="free ones, as many as --gpus"
+        None,
+        "--devices",
+        metavar="2,3",
+        help="use these GPUs",
+        show_default="free ones, as many as --gpus",
     )
     dry_run: bool = Option(False, "--dry-run", help="print the plan and the command; start nothing")
     price: float | None = Option(None, "--price", metavar="X", help="price per GPU-hour")
-    rows: int | None = Option(None, "--rows", metavar="N", min=1, help="rows of the data set", show_default="counted")
-    row_tokens: str | None = Option(None, "--row-tokens", metavar="MEAN:MAX", help="tokens per row, mean and longest")
+    rows: int | None = Option(
+        None, "--rows", metavar="N", min=1, help="rows of the data set", show_default="counted"
+    )
+    row_tokens: str | None = Option(
+        None, "--row-tokens", metavar="MEAN:MAX", help="tokens per row, mean and longest"
+    )
     python: Path | None = Option(
         None,
         "--python",
@@ -142,14 +156,21 @@ class Shared:
     )
     fresh: bool = Option(False, "--fresh", help="start over in a new folder (NAME-2)")
     allow_changed_resume: list[str] | None = Option(
-        None, "--allow-changed-resume", metavar="NAME", help="continue although NAME has changed (repeatable)"
+        None,
+        "--allow-changed-resume",
+        metavar="NAME",
+        help="continue although NAME has changed (repeatable)",
     )
     detach: bool = Option(False, "--detach", help="start it in a tmux session and return at once")
     on_finish: str | None = Option(
         None, "--on-finish", metavar="CMD", help="command to run when it has ended, without a shell"
     )
     on_finish_limit: str | None = Option(
-        None, "--on-finish-limit", metavar="TIME", help="time limit of that command: 90s, 2h", show_default="10m"
+        None,
+        "--on-finish-limit",
+        metavar="TIME",
+        help="time limit of that command: 90s, 2h",
+        show_default="10m",
     )
     slurm: bool = Option(False, "--slurm", help="queue it as a Slurm job")
     cpu: bool = Option(False, "--cpu", help="run on the CPU, to try the command out")
@@ -167,13 +188,15 @@ class Shared:
 
     @functools.cached_property
     def locator(self) -> Locator:
-        """Finds the trainers' source, of the Python that is named. Raises NotReady where that does not run."""
+        """Finds the trainers' source, of the Python that is named.
+
+        Raises NotReady where that does not run.
+        """
+        from launcher.machine import python
         from launcher.upstream import locate
 
         interpreter = None
         if self.python is not None or os.environ.get("LAUNCH_PYTHON"):
-            from launcher.machine import python
-
             interpreter = python.find_interpreter(self.python, os.environ)
         return locate.Locator(
             checkout=self.open_instruct,
@@ -182,10 +205,15 @@ class Shared:
             say=console.say_aside,
         )
 
-    @property
-    def show_progress(self) -> Callable[[str], None]:
-        """What tells on stderr how far it is; nothing does for machines."""
-        return console.say_aside if self.format == "text" else lambda _: None
+    def show_progress(self, text: str) -> None:
+        """Say on stderr how far it is; programs are told nothing."""
+        if self.format == "text":
+            console.say_aside(text)
+
+    def print_findings(self, findings: Sequence[Finding], redactor: Redactor | None = None) -> None:
+        """Show people what was found before a run starts; programs get it with the answer."""
+        if self.format == "text":
+            console.print_findings(findings, redactor)
 
     def rehearse_first(self, stages: Mapping[str, Facts], *, by_itself: bool = True) -> None:
         """Rehearse stages that are about to start, and show what is worth a warning.
@@ -194,30 +222,39 @@ class Shared:
         """
         from launcher.workflows.rehearse import rehearsal
 
-        findings = rehearsal.require(stages, self.show_progress, by_itself=by_itself)
-        console.print_findings(findings if self.format == "text" else ())
+        self.print_findings(rehearsal.require(stages, self.show_progress, by_itself=by_itself))
 
     def at_end(self) -> dict[str, Any]:
-        """What is to happen once a run has ended, as those that start it take it. Raises UsageError."""
+        """What is to happen once a run has ended, as those that start it take it.
+
+        Raises UsageError.
+        """
         from launcher.lifecycle import on_finish
 
         if self.on_finish_limit is not None and self.on_finish is None:
-            raise usage("useless-option", "--on-finish-limit has no effect without --on-finish")
-        words, seconds = on_finish.parse_command(self.on_finish), on_finish.parse_limit(self.on_finish_limit)
-        return {"on_finish": words, "on_finish_s": seconds, "allow_unproven": self.allow_unproven}
+            message = "--on-finish-limit has no effect without --on-finish"
+            raise usage("useless-option", message)
+        return {
+            "on_finish": on_finish.parse_command(self.on_finish),
+            "on_finish_s": on_finish.parse_limit(self.on_finish_limit),
+            "allow_unproven": self.allow_unproven,
+        }
 
     def require_sense(self) -> None:
         """Raise UsageError with every option that would be taken and ignored beside --slurm."""
-        given = {name: getattr(self, name) for name in ("detach", "devices", "node_rank", "main_address", "cpu")}
-        # 0 is a value
-        names = [name for name, value in given.items() if value or (value == 0 and value is not False)]
-        if names and self.slurm:
-            flags = [f"--{name.replace('_', '-')}" for name in names]
-            raise UsageError(
-                launch_finding("error", "useless-option", f"{flag} has no effect with --slurm") for flag in flags
-            )
+        if not self.slurm:
+            return
+        findings = []
+        for name in ("detach", "devices", "node_rank", "main_address", "cpu"):
+            # a rank of 0 is given, and equals False
+            if getattr(self, name) not in (None, "") and getattr(self, name) is not False:
+                message = f"--{name.replace('_', '-')} has no effect with --slurm"
+                findings.append(launch_finding("error", "useless-option", message))
+        if findings:
+            raise UsageError(findings)
 
     def hand_over(self, command: str, name: str, *, gpus: int, options: Options) -> Exit:
+        """Start this command line again in a tmux session or a Slurm job."""
         from launcher.lifecycle import background
 
         words = sys.argv[1:]
@@ -227,18 +264,28 @@ class Shared:
             started = background.detach(command, name, words)
         return answer(command, self.format, started._asdict(), started.lines())
 
-    def request(self, **more: Any) -> Request:
-        """The request of these options; `more` are further fields, or others than these."""
+    def request(self, **changes: Any) -> Request:
+        """The request of these options; `changes` are further fields, or others than these."""
         from launcher.planning.request import Request
 
-        names = "stage config gpus nodes devices python allow_unpinned strict rehearse node_rank main_address"
-        fields = {name: getattr(self, name) for name in names.split()} | {
+        fields: dict[str, Any] = {
+            "stage": self.stage,
+            "config": self.config,
             "overrides": self.overrides or (),
+            "gpus": self.gpus,
+            "nodes": self.nodes,
+            "devices": self.devices,
+            "python": self.python,
             "checkout": self.open_instruct,
+            "allow_unpinned": self.allow_unpinned,
+            "strict": self.strict,
+            "rehearse": self.rehearse,
             "probe": not self.no_probe,
             "allowed": tuple(self.allow_changed_resume or ()),
+            "node_rank": self.node_rank,
+            "main_address": self.main_address,
         }
-        return Request(**{**fields, **more})
+        return Request(**{**fields, **changes})
 
 
 GROUPS = {
@@ -247,42 +294,53 @@ GROUPS = {
     # what every command has that plans a stage, that trains for long, that starts a whole run
     "request": "config overrides stage python open_instruct allow_unpinned format",
     "background": "detach on_finish on_finish_limit slurm",
-    "start": "gpus devices dry_run python open_instruct allow_unpinned allow_unproven strict no_probe rehearse fresh "
-    "allow_changed_resume format",
+    "start": "gpus devices dry_run python open_instruct allow_unpinned allow_unproven strict "
+    "no_probe rehearse fresh allow_changed_resume format",
 }
 _TYPES = get_type_hints(Shared)
 Command = Callable[..., Any]
 
 
 def takes(*names: str) -> Callable[[Command], Command]:
-    """Give a command these options of `Shared`, or groups of them; it gets `Shared` as its first argument."""
-    names = tuple(one for name in names for one in GROUPS.get(name, name).split())
-    fields = dataclasses.fields(Shared)
-    rest = {f.name: vars(f.default)["default"] for f in fields if f.name not in names}
-    parameters = [
-        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=_TYPES[f.name])
-        for f in fields
-        if f.name in names
-    ]
+    """Give a command these options of `Shared`, or groups of them, as its first argument."""
+    words = " ".join(GROUPS.get(name, name) for name in names).split()
+    shared: list[inspect.Parameter] = []
+    defaults: dict[str, Any] = {}
+    for field in dataclasses.fields(Shared):
+        if field.name in words:
+            shared.append(_parameter(field.name, field.default, _TYPES[field.name]))
+        else:
+            defaults[field.name] = vars(field.default)["default"]
 
     def add(command: Command) -> Command:
         def run(**values: Any) -> Any:
-            return command(Shared(**rest, **{name: values.pop(name) for name in names}), **values)
+            options = {name: values.pop(name) for name in words}
+            return command(Shared(**defaults, **options), **values)
 
-        own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
-        own = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
         # arguments by place come first, and the form of the answer last
-        arguments = [p for p in parameters if p.name in {"config", "overrides"}]
-        signature = inspect.Signature([*arguments, *own, *(p for p in parameters if p not in arguments)])
-        run.__name__, run.__doc__ = command.__name__, command.__doc__
-        run.__signature__ = signature  # type: ignore[attr-defined]
-        run.__annotations__ = {name: p.annotation for name, p in signature.parameters.items()}
+        parameters = [parameter for parameter in shared if parameter.name in _BY_PLACE]
+        signature = inspect.signature(command, eval_str=True)
+        for parameter in list(signature.parameters.values())[1:]:
+            parameters.append(_parameter(parameter.name, parameter.default, parameter.annotation))
+        parameters += [parameter for parameter in shared if parameter.name not in _BY_PLACE]
+        run.__name__ = command.__name__
+        run.__doc__ = command.__doc__
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return run
 
     return add
 
 
-def found_run(name: str, kind: str = "run") -> RunFolder:
+_BY_PLACE = ("config", "overrides")
+
+
+def _parameter(name: str, default: Any, annotation: Any) -> inspect.Parameter:
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, kind, default=default, annotation=annotation)
+
+
+def require_run(name: str, kind: str = "run") -> RunFolder:
     """The run of that name, or the last one of a pipeline, bench, ladder or tune of that name.
 
     Raises UsageError where there is none, or several.
@@ -301,28 +359,39 @@ def found_run(name: str, kind: str = "run") -> RunFolder:
     return folder
 
 
-def confirmed(lines: Sequence[str], given: bool, flag: str, kept: Sequence[str] = ()) -> bool:
-    """Whether to delete this, as `flag` says or who sits at the terminal. Raises UsageError without both.
+def confirm_deletion(
+    lines: Sequence[str], is_confirmed: bool, flag: str, kept: Sequence[str] = ()
+) -> bool:
+    """Whether to delete this, as `flag` says or who sits at the terminal.
 
-    `kept` are lines about what stays.
+    `kept` are lines about what stays. Raises UsageError without both.
     """
-    if given:
+    if is_confirmed:
         return True
     if not sys.stdin.isatty():
-        message = f"this would delete {', '.join(lines)}"
-        raise usage("not-confirmed", "; ".join([message, *kept]), f"add {flag}")
-    console.say_aside("\n".join([*(f"delete {line}" for line in lines), *kept]))
+        message = "; ".join([f"this would delete {', '.join(lines)}", *kept])
+        raise usage("not-confirmed", message, f"add {flag}")
+    for line in lines:
+        console.say_aside(f"delete {line}")
+    for line in kept:
+        console.say_aside(line)
     return typer.confirm("Delete?", err=True)
 
 
 def files_of(path: Path) -> list[Path]:
     """The YAML files of a folder and of those in it, hidden ones left out; a file is itself."""
+    # the help pages need no YAML
+    from launcher.config.document import SUFFIXES
+
     if not is_dir(path):
         return [path]
-    files = [file for file in sorted(path.rglob("*")) if file.suffix in {".yaml", ".yml"} and is_file(file)]
-    found = [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
-    # an empty one is judged itself, and refused
-    return found or [path]
+    files = []
+    for file in sorted(path.rglob("*.y*ml")):
+        is_hidden = any(part.startswith(".") for part in file.relative_to(path).parts)
+        if file.suffix in SUFFIXES and not is_hidden and is_file(file):
+            files.append(file)
+    # an empty folder is judged itself, and refused
+    return files or [path]
 
 
 def not_begun(folder: RunFolder) -> UsageError:
@@ -344,20 +413,24 @@ def answer(
 ) -> Exit:
     """Print one envelope for machines, or the findings and what `show` prints or holds; the code.
 
-    `before` are findings that people have been shown before. Tools that did not answer are added. `redactor` is that
-    of the stage file or the run that is shown.
+    `before` are findings that people have been shown before. Tools that did not answer are added.
+    `redactor` is that of the stage file or the run that is shown.
     """
-    findings = (*findings, *_silent_tools([*before, *findings]))
+    findings = [*findings, *_silent_tools([*before, *findings])]
+    everything = [*before, *findings]
     if format == "json":
-        console.print_envelope(command, code is Exit.OK, [*before, *findings], data, redactor)
-    elif format == "github":
-        console.annotate([*before, *findings], redactor)
-    else:
-        console.print_findings(findings, redactor)
-        if callable(show):
-            show()
-        elif lines := list(show):
-            console.say("\n".join(lines), redactor)
+        console.print_envelope(command, code is Exit.OK, everything, data, redactor)
+        return code
+    if format == "github":
+        console.annotate(everything, redactor)
+        return code
+    console.print_findings(findings, redactor)
+    if callable(show):
+        show()
+        return code
+    lines = list(show)
+    if lines:
+        console.say("\n".join(lines), redactor)
     return code
 
 
@@ -376,29 +449,30 @@ def _silent_tools(findings: Sequence[Finding]) -> Iterator[Finding]:
 
 
 def several_runs(command: Callable[..., Exit]) -> Callable[..., Exit]:
-    """A command that starts several runs: options beside each other are checked, `--on-finish` is called."""
+    """A command that starts several runs: options beside each other are checked, `--on-finish`
+    is called.
+    """
 
     @functools.wraps(command)
-    def run(shared: Shared, **given: Any) -> Exit:
+    def run(shared: Shared, **options: Any) -> Exit:
         from launcher.lifecycle import background, on_finish
 
         shared.require_sense()
-        words, seconds = (shared.at_end()[name] for name in ("on_finish", "on_finish_s"))
+        ending = shared.at_end()
+        words = ending["on_finish"]
         if shared.hands_over or shared.dry_run or not words:
-            return command(shared, **given)
+            return command(shared, **options)
         on_finish.require_program(words)
-
-        def finish(code: Exit) -> None:
-            background.finish(words, seconds, command.__name__, code, "pass" if code is Exit.OK else "fail")
-
         try:
-            code = command(shared, **given)
+            code = command(shared, **options)
         except LaunchError as error:
             # nobody reads what it is refused with
             if background.FOLDER in os.environ:
-                finish(error.exit_code)
+                code = error.exit_code
+                background.finish(words, ending["on_finish_s"], command.__name__, code, "fail")
             raise
-        finish(code)
+        outcome = "pass" if code is Exit.OK else "fail"
+        background.finish(words, ending["on_finish_s"], command.__name__, code, outcome)
         return code
 
     return run

@@ -23,7 +23,10 @@ from launcher.paths import canonical, is_dir
 
 SUFFIXES = frozenset({".yaml", ".yml"})
 MAX_BYTES = 4 * 2**20
-_FORM = "a stage file is `stage: sft` or `stage: dpo` and `args:` with names below; a pipeline is `stages:`"
+_FORM = (
+    "a stage file is `stage: sft` or `stage: dpo` and `args:` with names below; "
+    "a pipeline is `stages:`"
+)
 _MISSPELT = "the mistake may be a line earlier: a missing `: `, quote or bracket"
 
 MAX_DEPTH = 64
@@ -33,8 +36,11 @@ MAX_KEYS = 1_000
 
 LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]*)\Z")
-# An exponent without a sign or a point (`12e4567`) is a commit more often than a number: it stays text.
-_FLOAT = re.compile(r"[-+]?((\.[0-9]+|(0|[1-9][0-9]*)\.[0-9]*)([eE][-+]?[0-9]+)?|(0|[1-9][0-9]*)[eE][-+][0-9]+)\Z")
+# An exponent without a sign or a point (`12e4567`) is a commit more often than a number: it stays
+# text.
+_FLOAT = re.compile(
+    r"[-+]?((\.[0-9]+|(0|[1-9][0-9]*)\.[0-9]*)([eE][-+]?[0-9]+)?|(0|[1-9][0-9]*)[eE][-+][0-9]+)\Z"
+)
 _BOOL = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
 _NULL = {"", "~", "null", "Null", "NULL"}
 _TAG = "tag:yaml.org,2002:"
@@ -45,10 +51,14 @@ KEY = re.compile(r"[A-Za-z_][\w.-]*\Z")
 UNUSABLE = re.compile("[\x00\ud800-\udfff]")
 _SHOWN = {type(None): "nothing", dict: "a mapping", list: "a list"}
 _COLLECTIONS = {None, "!", f"{_TAG}map", f"{_TAG}seq"}
+_TEXTS = {"!", f"{_TAG}str"}
+_SCALARS = _TEXTS | {f"{_TAG}{kind}" for kind in ("int", "float", "bool", "null")}
 
 
 KEPT = "# lost:"
-"""What begins a comment in which `--fix` keeps an argument whose meaning is lost, until somebody has decided."""
+"""What begins a comment in which `--fix` keeps an argument whose meaning is lost, until
+somebody has decided.
+"""
 _KEPT_LINE = re.compile(rf"[ \t]*{KEPT}[ \t]*([\w.-]+)[ \t]*:[ \t]*(.*?)[ \t]*(?:#.*)?$")
 
 
@@ -64,7 +74,9 @@ class KeptKey:
 
 @dataclass(frozen=True, slots=True)
 class Document:
-    """What one file holds. `faults` are keys that stand twice or cannot be keys: the rest was read."""
+    """What one file holds. `faults` are keys that stand twice or cannot be keys: the rest was
+    read.
+    """
 
     value: dict[str, Any]
     origins: dict[str, Origin]
@@ -82,71 +94,86 @@ def read_yaml(path: Path) -> Document:
     Raises InvalidConfig: missing, a directory, empty, binary, not UTF-8, broken, not a mapping.
     """
     text = read_text(path)
-    named = canonical(path).suffix in SUFFIXES
+    is_yaml = canonical(path).suffix in SUFFIXES
     try:
         document = parse(path, text)
-        if named or not document.faults:
-            return document
-        found = document.faults
     except InvalidConfig as error:
-        if named:
+        if is_yaml:
             raise
-        found = error.findings
+        findings = error.findings
+    else:
+        if is_yaml or not document.faults:
+            return document
+        findings = document.faults
     if path.suffix in SCRIPTS:
         help = f"launch init --from {path} makes a stage file of it"
         raise refused(path, "foreign-file", "this is a script, not a stage file", 1, help)
     # a link, or a word on a command line, may name any file: what it holds is not shown
     message = "not a stage file, and its name does not end in .yaml or .yml"
-    hidden = {"not-a-mapping", "empty-file"}
-    raise InvalidConfig(f if f.code in hidden else replace(f, message=message, help=None, key=None) for f in found)
+    shown = []
+    for finding in findings:
+        if finding.code not in ("not-a-mapping", "empty-file"):
+            finding = replace(finding, message=message, help=None, key=None)
+        shown.append(finding)
+    raise InvalidConfig(shown)
 
 
 def parse(path: Path, text: str) -> Document:
     """The mapping in a YAML text, as if it stood in the file; raises like `read_yaml`."""
     builder = Builder(str(path))
     try:
-        value = builder.build(yaml.parse(text, Loader=LOADER))
-    except (yaml.MarkedYAMLError, yaml.reader.ReaderError) as error:
+        value = builder.build(text)
+    except yaml.reader.ReaderError as error:
+        raise InvalidConfig([*builder.findings, _bad_character(path, text, error)]) from None
+    except yaml.MarkedYAMLError as error:
         raise InvalidConfig([*builder.findings, _broken(path, text, error)]) from None
     if value is None:
         raise refused(path, "empty-file", "the file holds no YAML", 1, _FORM)
     if not isinstance(value, dict):
         what = "a list" if isinstance(value, list) else "one value"
-        raise refused(path, "not-a-mapping", f"the file is {what}, not a mapping of keys to values", 1, _FORM)
-    kept = _kept_keys(path, text) if KEPT in text else ()
+        message = f"the file is {what}, not a mapping of keys to values"
+        raise refused(path, "not-a-mapping", message, 1, _FORM)
+    kept = _kept_keys(path, text)
     return Document(value, builder.origins, tuple(builder.findings), tuple(kept))
 
 
 def _kept_keys(path: Path, text: str) -> Iterator[KeptKey]:
+    if KEPT not in text:
+        return
     for number, line in enumerate(text.splitlines(), start=1):
-        found = _KEPT_LINE.match(line)
-        if found is not None:
-            yield KeptKey(key=found[1], value=found[2], file=str(path), line=number)
+        match = _KEPT_LINE.match(line)
+        if match is not None:
+            yield KeptKey(key=match[1], value=match[2], file=str(path), line=number)
 
 
-def _broken(path: Path, text: str, error: yaml.MarkedYAMLError | yaml.reader.ReaderError) -> Finding:
-    if isinstance(error, yaml.reader.ReaderError):
-        # libyaml counts bytes
-        line = text.encode("utf-8", "replace").count(b"\n", 0, error.position) + 1
-        what = f"the character U+{error.character:04X} is not allowed in YAML"
-        return bad(path, "broken-yaml", what, line, "delete it, or save the file as UTF-8 text")
+def _bad_character(path: Path, text: str, error: yaml.reader.ReaderError) -> Finding:
+    # libyaml counts bytes
+    line = text.encode("utf-8", "replace").count(b"\n", 0, error.position) + 1
+    message = f"the character U+{error.character:04X} is not allowed in YAML"
+    return bad(path, "broken-yaml", message, line, "delete it, or save the file as UTF-8 text")
+
+
+def _broken(path: Path, text: str, error: yaml.MarkedYAMLError) -> Finding:
+    message = ", ".join(part for part in (error.context, error.problem) if part)
     mark = error.problem_mark or error.context_mark
-    what = ", ".join(part for part in (error.context, error.problem) if part)
     if mark is None:
-        return bad(path, "broken-yaml", what, None, _MISSPELT)
+        return bad(path, "broken-yaml", message, None, _MISSPELT)
+    lines = text.splitlines()
+    help = _MISSPELT
+    if re.match(r"\s*\t", "".join(lines[mark.line : mark.line + 1])):
+        help = "YAML is never indented with tabs: use spaces"
     # the end of the file lies one line beyond its last
-    lines = [*text.splitlines()[: mark.line + 1], ""]
-    with_tabs = mark.line < len(lines) and re.match(r"\s*\t", lines[mark.line])
-    help = "YAML is never indented with tabs: use spaces" if with_tabs else _MISSPELT
-    return bad(path, "broken-yaml", what, min(mark.line + 1, max(1, len(lines) - 1)), help)
+    line = min(mark.line + 1, max(1, len(lines)))
+    return bad(path, "broken-yaml", message, line, help)
 
 
 def _near(path: Path) -> str | None:
     """Advice about a file that is not there: names like it in the same folder."""
     if "=" in path.name:
         return "the stage file comes first: FILE KEY=VALUE"
-    names = [name for name in files.names(path.parent) if name.endswith((".yaml", ".yml"))]
-    if near := difflib.get_close_matches(path.name, names, n=3):
+    names = [name for name in files.names(path.parent) if Path(name).suffix in SUFFIXES]
+    near = difflib.get_close_matches(path.name, names, n=3)
+    if near:
         return f"did you mean {' or '.join(str(path.parent / name) for name in near)}?"
     return None if path.is_absolute() else "a relative path starts where launch is started"
 
@@ -156,21 +183,25 @@ def read_text(path: Path) -> str:
         if is_dir(path):
             raise refused(path, "not-a-file", "this is a directory", help="name a file in it")
         with open_regular(path) as stream:
-            raw = stream.read(MAX_BYTES + 1)
+            content = stream.read(MAX_BYTES + 1)
     except FileNotFoundError:
-        raise refused(path, "missing-file", "there is no such file", help=_near(path)) from None
+        message = "there is no such file"
+        raise refused(path, "missing-file", message, help=_near(path)) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise refused(path, "unreadable-file", f"cannot be read: {reason}") from None
-    if len(raw) > MAX_BYTES:
+    if len(content) > MAX_BYTES:
         raise refused(path, "huge-file", f"larger than {MAX_BYTES >> 20} MiB")
     try:
-        text = raw.decode("utf-8-sig")
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        line, message = raw.count(b"\n", 0, error.start) + 1, f"not UTF-8: byte 0x{raw[error.start]:02x}"
+        line = content.count(b"\n", 0, error.start) + 1
+        message = f"not UTF-8: byte 0x{content[error.start]:02x}"
         raise refused(path, "not-utf8", message, line, "save it as UTF-8") from None
-    if "\0" in text:
-        line, help = text.count("\n", 0, text.index("\0")) + 1, "name a YAML file: a stage file, or a pipeline"
+    before, nul, _ = text.partition("\0")
+    if nul:
+        line = before.count("\n") + 1
+        help = "name a YAML file: a stage file, or a pipeline"
         raise refused(path, "binary-file", "a binary file, not YAML", line, help)
     return text
 
@@ -193,19 +224,29 @@ class Origin:
         return asdict(self)
 
 
-def bad(path: Path, code: str, message: str, line: int | None = None, help: str | None = None) -> Finding:
+def bad(
+    path: Path, code: str, message: str, line: int | None = None, help: str | None = None
+) -> Finding:
     return launch_finding("error", code, message, help, file=str(path), line=line)
 
 
-def refused(path: Path, code: str, message: str, line: int | None = None, help: str | None = None) -> InvalidConfig:
+def refused(
+    path: Path, code: str, message: str, line: int | None = None, help: str | None = None
+) -> InvalidConfig:
     """What to raise for an error after which nothing more can be said of a file."""
     return InvalidConfig(bad(path, code, message, line, help))
 
 
 def misplaced(
-    path: Path, origins: Mapping[str, Origin], key: str, code: str, message: str, help: str | None = None
+    path: Path,
+    origins: Mapping[str, Origin],
+    key: str,
+    code: str,
+    message: str,
+    help: str | None = None,
 ) -> Finding:
-    return launch_finding("error", code, message, help, key=key, **place_of(path, origins, key).place)
+    place = place_of(path, origins, key).place
+    return launch_finding("error", code, message, help, key=key, **place)
 
 
 class Builder:
@@ -222,10 +263,12 @@ class Builder:
         self._nodes = 0
         self._events: Iterator[Any] = iter(())
 
-    def build(self, events: Iterator[Any]) -> Any:
+    def build(self, text: str) -> Any:
         """The value of the only document; raises InvalidConfig where it cannot be read further."""
-        self._events, root, documents = events, None, 0
-        for event in events:
+        self._events = yaml.parse(text, Loader=LOADER)
+        root = None
+        documents = 0
+        for event in self._events:
             if isinstance(event, yaml.DocumentStartEvent):
                 documents += 1
                 if documents > 1:
@@ -240,7 +283,7 @@ class Builder:
             if event.anchor not in self._anchors:
                 help = f"`&{event.anchor}` must come before it; quote a text that begins with `*`"
                 self._stop("broken-yaml", f"undefined alias `*{event.anchor}`", line, help)
-            return self._copied(self._anchors[event.anchor], depth, line)
+            return self._copy(self._anchors[event.anchor], depth, line)
         value: Any
         if isinstance(event, yaml.ScalarEvent):
             self._count(depth, line)
@@ -248,64 +291,82 @@ class Builder:
         else:
             self._count(depth + 1, line)
             if event.tag not in _COLLECTIONS:
-                self._stop("unknown-tag", f"the YAML tag `{event.tag}` is not supported", line)
+                self._stop_at_tag(event.tag, line)
             if isinstance(event, yaml.MappingStartEvent):
                 value = self._mapping(path, depth + 1)
             else:
-                value = []
-                for below in self._until(yaml.SequenceEndEvent):
-                    where = join(path, len(value))
-                    self.origins[where] = Origin(self.file, _line(below))
-                    value.append(self._value(below, where, depth + 1))
+                value = self._list(path, depth + 1)
         if event.anchor:
             self._anchors[event.anchor] = value
         return value
 
-    def _copied(self, value: Any, depth: int, line: int) -> Any:
-        self._count(depth + isinstance(value, dict | list), line)
+    def _copy(self, value: Any, depth: int, line: int) -> Any:
+        """What an alias stands for: counted again, so that aliases of aliases cannot explode."""
         if isinstance(value, dict):
+            self._count(depth + 1, line)
             self._nodes += len(value)
-            return {key: self._copied(below, depth + 1, line) for key, below in value.items()}
-        return [self._copied(below, depth + 1, line) for below in value] if isinstance(value, list) else value
+            return {key: self._copy(below, depth + 1, line) for key, below in value.items()}
+        if isinstance(value, list):
+            self._count(depth + 1, line)
+            return [self._copy(below, depth + 1, line) for below in value]
+        self._count(depth, line)
+        return value
 
     def _until(self, end: type) -> Iterator[Any]:
         """The events that begin an entry of a collection, up to its end."""
-        while not isinstance(event := next(self._events), end):
+        for event in self._events:
+            if isinstance(event, end):
+                return
             yield event
+
+    def _list(self, path: str, depth: int) -> list[Any]:
+        values: list[Any] = []
+        for event in self._until(yaml.SequenceEndEvent):
+            place = join(path, len(values))
+            self.origins[place] = Origin(self.file, _line(event))
+            values.append(self._value(event, place, depth))
+        return values
 
     def _mapping(self, path: str, depth: int) -> dict[str, Any]:
         values: dict[str, Any] = {}
         lines: dict[str, int] = {}
         for event in self._until(yaml.MappingEndEvent):
-            key, line = self._value(event, join(path, "?"), depth), _line(event)
+            line = _line(event)
+            key = self._value(event, join(path, "?"), depth)
             # the author's own spelling: a key `on` or `1e3` is meant as text
             name = self._key(getattr(event, "value", "") or key, path, lines, line)
-            value = self._value(next(self._events), join(path, "?" if name is None else name), depth)
+            value = self._value(next(self._events), join(path, name or "?"), depth)
             if name == "<<" and isinstance(value, dict | list):
-                for source in value if isinstance(value, list) else [value]:
-                    self._merge(values, source, path, line)
+                self._merge(values, value, path, line)
             elif name is not None:
                 values[name] = value
         return values
 
-    def _merge(self, values: dict[str, Any], source: Any, path: str, line: int) -> None:
-        for key in source if isinstance(source, dict) else ():
-            if key not in values:
-                values[key] = source[key]
-                self.origins[join(path, key)] = Origin(self.file, line)
+    def _merge(self, values: dict[str, Any], value: Any, path: str, line: int) -> None:
+        for source in value if isinstance(value, list) else [value]:
+            if not isinstance(source, dict):
+                continue
+            for key, below in source.items():
+                if key not in values:
+                    values[key] = below
+                    self.origins[join(path, key)] = Origin(self.file, line)
 
     def _key(self, name: Any, path: str, lines: dict[str, int], line: int) -> str | None:
         """The name of a key, noted with its place; None for what cannot be one."""
+        if not isinstance(name, str):
+            what = _SHOWN.get(type(name), "this")
+            self._add("bad-key", f"{what} cannot be a key: keys are plain names", line)
+            return None
         # below an argument (a mixer, model kwargs) any text may be a key
-        if not isinstance(name, str) or not (KEY.match(name) or name == "<<" or path not in _NAMED):
-            shown = f"`{name}`" if isinstance(name, str) else _SHOWN.get(type(name), "this")
-            self._add("bad-key", f"{shown} cannot be a key: keys are plain names", line)
+        if path in _NAMED and name != "<<" and not KEY.match(name):
+            self._add("bad-key", f"`{name}` cannot be a key: keys are plain names", line)
             return None
         if name in lines and name != "<<":
             message = f"`{name}` is also in line {lines[name]}"
             self._add("duplicate-key", message, line, join(path, name), "delete one of them")
         lines.setdefault(name, line)
-        if len(lines) > MAX_KEYS and not path.removeprefix("open_instruct.").startswith("args."):
+        is_argument = path.removeprefix("open_instruct.").startswith("args.")
+        if len(lines) > MAX_KEYS and not is_argument:
             where = f"`{path}`" if path else "the file"
             self._stop("too-large", f"{where} holds more than {MAX_KEYS:,} keys", line)
         self.origins[join(path, name)] = Origin(self.file, line)
@@ -320,18 +381,23 @@ class Builder:
 
     def _scalar(self, event: Any, line: int) -> Any:
         tag = event.tag
-        if tag and tag != "!" and not tag.startswith(_TAG):
-            self._stop("unknown-tag", f"the YAML tag `{tag}` is not supported", line)
-        if (character := UNUSABLE.search(event.value)) is not None:
-            self._stop("bad-character", f"the character U+{ord(character[0]):04X} is not allowed in a value", line)
-        kind = tag.removeprefix(_TAG) if tag else None
-        if kind in {"str", "!"} or (kind is None and not event.implicit[0]):
+        if tag is not None and tag not in _SCALARS:
+            self._stop_at_tag(tag, line)
+        unusable = UNUSABLE.search(event.value)
+        if unusable is not None:
+            message = f"the character U+{ord(unusable[0]):04X} is not allowed in a value"
+            self._stop("bad-character", message, line)
+        if tag in _TEXTS or (tag is None and not event.implicit[0]):
             return event.value
-        if kind in {None, "int", "float", "bool", "null"}:
-            return plain(event.value)
-        self._stop("unknown-tag", f"the YAML tag `!!{kind}` is not supported", line)
+        return plain(event.value)
 
-    def _add(self, code: str, message: str, line: int, key: str | None = None, help: str | None = None) -> None:
+    def _stop_at_tag(self, tag: str, line: int) -> NoReturn:
+        shown = tag.replace(_TAG, "!!")
+        self._stop("unknown-tag", f"the YAML tag `{shown}` is not supported", line)
+
+    def _add(
+        self, code: str, message: str, line: int, key: str | None = None, help: str | None = None
+    ) -> None:
         self.findings.append(replace(bad(Path(self.file), code, message, line, help), key=key))
 
     def _stop(self, code: str, message: str, line: int, help: str | None = None) -> NoReturn:
@@ -359,7 +425,9 @@ def plain(text: str) -> Any:
 
 def join(path: str, step: str | int) -> str:
     """A dotted key: `path.name`, or `path[index]`."""
-    return f"{path}[{step}]" if isinstance(step, int) else f"{path}.{step}" if path else step
+    if isinstance(step, int):
+        return f"{path}[{step}]"
+    return f"{path}.{step}" if path else step
 
 
 Steps = tuple[str | int, ...]
@@ -367,9 +435,12 @@ Steps = tuple[str | int, ...]
 
 def leaves(value: Any, steps: Steps = ()) -> Iterator[tuple[Steps, Any]]:
     """What is neither a mapping nor a list in a tree of them, with the steps that lead to each."""
-    if isinstance(value, dict | list):
-        for step, below in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from leaves(below, (*steps, step))
+    if isinstance(value, dict):
+        for key, below in value.items():
+            yield from leaves(below, (*steps, key))
+    elif isinstance(value, list):
+        for index, below in enumerate(value):
+            yield from leaves(below, (*steps, index))
     else:
         yield steps, value
 

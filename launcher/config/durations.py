@@ -9,10 +9,11 @@ _LONGEST_S = 366 * 24 * 3600.0
 
 def seconds(text: str) -> float:
     """`90`, `90s`, `10m`, `1h30m` in seconds. Raises UsageError for what is no time."""
-    found = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?", text.strip())
+    match = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?", text.strip())
     total = 0.0
-    if found is not None:
-        total = sum(float(n or 0) * u for n, u in zip(found.groups(), (3600, 60, 1), strict=True))
+    if match is not None:
+        hours, minutes, seconds = (float(part or 0) for part in match.groups())
+        total = hours * 3600 + minutes * 60 + seconds
     # timers take no more than the platform's
     if not 0 < total <= _LONGEST_S:
         raise usage("bad-time", f"`{brief(text)}` is not a duration", "such as 90s, 10m or 1h30m")

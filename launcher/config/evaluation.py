@@ -1,4 +1,6 @@
-"""`eval:` of a stage in a pipeline: a command that measures the stage's model, and what its metrics must be."""
+"""`eval:` of a stage in a pipeline: a command that measures the stage's model, and what its
+metrics must be.
+"""
 
 import math
 import operator
@@ -54,7 +56,8 @@ class Gate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluation:
-    """One evaluation: the words of its command, the file (a path or a pattern) with its metrics, and its gates.
+    """One evaluation: the words of its command, the file (a path or a pattern) with its metrics,
+    and its gates.
 
     A relative `metrics` is one below the folder of the evaluation. `timeout_s` is in seconds.
     """
@@ -65,12 +68,16 @@ class Evaluation:
     timeout_s: float = TIMEOUT_S
 
     def argv(self, values: Mapping[str, str]) -> tuple[str, ...]:
-        """The words of the command with `values` in the place of placeholders. A value never becomes several words."""
+        """The words of the command with `values` in the place of placeholders. A value never
+        becomes several words.
+        """
         return tuple(fill(word, values) for word in self.command)
 
 
 def fill(word: str, values: Mapping[str, str]) -> str:
-    """A word with its placeholders replaced; `{{model}}` is the text `{model}`, other braces are themselves."""
+    """A word with its placeholders replaced; `{{model}}` is the text `{model}`, other braces
+    are themselves.
+    """
 
     def replaced(match: re.Match[str]) -> str:
         if match["literal"] is not None:
@@ -81,9 +88,12 @@ def fill(word: str, values: Mapping[str, str]) -> str:
 
 
 def read(where: str, entry: Any, complain: Complain) -> Evaluation | None:
-    """The evaluation below the key `where`; None where it is none. Each fault goes to `complain`."""
+    """The evaluation below the key `where`; None where it is none. Each fault goes to
+    `complain`.
+    """
     if not isinstance(entry, dict):
-        help = 'eval: {command: [lm_eval, --model_args, "pretrained={model}"], metrics: "**/results_*.json"}'
+        help = 'eval: {command: [lm_eval, --model_args, "pretrained={model}"], '
+        help += 'metrics: "**/results_*.json"}'
         complain(where, f"`eval` is a mapping, not `{brief(entry)}`", help)
         return None
     for key in entry:
@@ -95,26 +105,33 @@ def read(where: str, entry: Any, complain: Complain) -> Evaluation | None:
     expect = _expect(f"{where}.expect", entry.get("expect"), complain)
     timeout_s = _timeout(f"{where}.timeout", entry.get("timeout"), complain)
     if expect and entry.get("metrics") is None:
-        help = "metrics: results.json, the file that the command writes; a pattern such as `**/results_*.json` too"
-        complain(f"{where}.expect", "`expect` needs `metrics`, the file that the numbers are read from", help)
+        help = "metrics: results.json, the file that the command writes; "
+        help += "a pattern such as `**/results_*.json` too"
+        complain(
+            f"{where}.expect",
+            "`expect` needs `metrics`, the file that the numbers are read from",
+            help,
+        )
     if command is None:
         return None
     return Evaluation(command=command, metrics=metrics, expect=expect, timeout_s=timeout_s)
 
 
-def _command(where: str, given: Any, complain: Complain) -> tuple[str, ...] | None:
+def _command(where: str, value: Any, complain: Complain) -> tuple[str, ...] | None:
     help = 'command: [lm_eval, --model, hf, --model_args, "pretrained={model}"]'
-    if isinstance(given, str):
+    if isinstance(value, str):
         complain(where, "`command` is a list of words: no shell reads it", help)
         return None
-    if not isinstance(given, list) or not given:
+    if not isinstance(value, list) or not value:
         complain(where, "`command` is the list of the words of a command", help)
         return None
     words: list[str] = []
-    for number, word in enumerate(given):
+    for number, word in enumerate(value):
         place = f"{where}[{number}]"
         if isinstance(word, bool) or not isinstance(word, str | int | float):
-            complain(place, f"a word of `command` is a text, not `{brief(word)}`", "put it in quotes")
+            complain(
+                place, f"a word of `command` is a text, not `{brief(word)}`", "put it in quotes"
+            )
             continue
         _check_placeholders(place, str(word), complain)
         words.append(str(word))
@@ -132,30 +149,38 @@ def _check_placeholders(where: str, word: str, complain: Complain) -> None:
             complain(where, message, f"{help}; {{{{{name}}}}} stands for the text itself")
 
 
-def _metrics(where: str, given: Any, complain: Complain) -> str | None:
-    if given is None:
+def _metrics(where: str, value: Any, complain: Complain) -> str | None:
+    if value is None:
         return None
-    if not isinstance(given, str) or not given.strip():
-        message = f"`metrics` is the path of a JSON file, not `{brief(given)}`"
+    if not isinstance(value, str) or not value.strip():
+        message = f"`metrics` is the path of a JSON file, not `{brief(value)}`"
         complain(where, message, 'metrics: "**/results_*.json", below the folder of the evaluation')
         return None
-    _check_placeholders(where, given, complain)
-    return given
+    _check_placeholders(where, value, complain)
+    return value
 
 
-def _expect(where: str, given: Any, complain: Complain) -> dict[str, Gate]:
-    if given is None:
+def _expect(where: str, value: Any, complain: Complain) -> dict[str, Gate]:
+    if value is None:
         return {}
     help = 'expect: {gsm8k: ">= 0.4"}'
-    if not isinstance(given, dict):
-        complain(where, f"`expect` is a mapping of metrics to what they must be, not `{brief(given)}`", help)
+    if not isinstance(value, dict):
+        complain(
+            where,
+            f"`expect` is a mapping of metrics to what they must be, not `{brief(value)}`",
+            help,
+        )
         return {}
     gates: dict[str, Gate] = {}
-    for name, text in given.items():
+    for name, text in value.items():
         match = _GATE.fullmatch(text) if isinstance(text, str) else None
         if match is None:
             message = f"`{brief(name)}: {brief(text)}` is not a sign and a number"
-            complain(f"{where}.{name}", message, f"one of {', '.join(_TESTS)} and a number, in quotes: {help}")
+            complain(
+                f"{where}.{name}",
+                message,
+                f"one of {', '.join(_TESTS)} and a number, in quotes: {help}",
+            )
             continue
         bound = float(match["bound"])
         if not math.isfinite(bound):
@@ -165,14 +190,16 @@ def _expect(where: str, given: Any, complain: Complain) -> dict[str, Gate]:
     return gates
 
 
-def _timeout(where: str, given: Any, complain: Complain) -> float:
-    if given is None:
+def _timeout(where: str, value: Any, complain: Complain) -> float:
+    if value is None:
         return TIMEOUT_S
-    if isinstance(given, bool) or not isinstance(given, str | int | float):
-        complain(where, f"`timeout` is a duration, not `{brief(given)}`", "such as 90s, 10m or 1h30m")
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        complain(
+            where, f"`timeout` is a duration, not `{brief(value)}`", "such as 90s, 10m or 1h30m"
+        )
         return TIMEOUT_S
     try:
-        return durations.seconds(str(given))
+        return durations.seconds(str(value))
     except UsageError as error:
         fault = error.findings[0]
         complain(where, fault.message, fault.help)

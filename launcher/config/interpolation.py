@@ -1,13 +1,11 @@
 """`${...}` in values -> what it stands for; omegaconf's syntax, and its only user."""
 
 import os
-import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import reduce
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +15,12 @@ from launcher.redaction import Redactor, holds_secret
 
 MAX_CHARS = 2**15
 """Characters of all texts of a file that hold a `${`: omegaconf's parser takes 100 us for each."""
-MAX_DEPTH = 16
-"""`${` inside each other."""
+MAX_REFERENCES = 256
+"""`${` in a file: 300 of them inside each other take its parser a second."""
 MAX_COST = 2**19
-"""What all of a file may expand to, in characters; a value costs as much as 16, a reference as 256."""
+"""What all of a file may expand to, in characters; a value costs as much as 16, a reference as
+256.
+"""
 _TOO_MUCH = "it expands to too much"
 
 
@@ -28,7 +28,8 @@ _TOO_MUCH = "it expands to too much"
 class Interpolated:
     """The tree of a file with every `${...}` resolved.
 
-    `secrets` are the texts, by key, that took a secret from the environment, `borrowed` all variables that any took.
+    `secrets` are the texts, by key, that took a secret from the environment, `borrowed` all
+    variables that any took.
     """
 
     value: dict[str, Any]
@@ -37,22 +38,22 @@ class Interpolated:
 
 
 def interpolate(
-    path: Path, tree: dict[str, Any], origins: Mapping[str, Origin], named: Mapping[str, Any] | None = None
+    path: Path,
+    tree: dict[str, Any],
+    origins: Mapping[str, Origin],
+    named: Mapping[str, Any] | None = None,
 ) -> Interpolated:
     """Resolve every `${...}` of a file. Raises InvalidConfig naming each that cannot be resolved.
 
     `named` are further values that may be named.
     """
-    texts = {k: text for k, text in leaves(tree) if isinstance(text, str) and "${" in text}
+    texts: dict[Steps, str] = {}
+    for steps, text in leaves(tree):
+        if isinstance(text, str) and "${" in text:
+            texts[steps] = text
     if not texts:
         return Interpolated(value=tree)
-    left, faults = MAX_CHARS, []
-    for steps, text in texts.items():
-        left -= len(text)
-        if left < 0 or _depth(text) > MAX_DEPTH:
-            long = f"the texts with `${{` are longer than {MAX_CHARS} characters in all"
-            reason = long if left < 0 else f"`${{` is nested more than {MAX_DEPTH} deep"
-            raise InvalidConfig(_unresolved(path, origins, steps, reason))
+    _require_short(path, origins, texts)
     # omegaconf costs 70 ms to import: paid only by files that interpolate
     from omegaconf import OmegaConf
     from omegaconf.resolvers import oc
@@ -70,43 +71,69 @@ def interpolate(
     # the older name warns where the newer is there
     register = getattr(OmegaConf, "register_resolver", None) or OmegaConf.register_new_resolver
     register("oc.env", env, replace=True)
+    faults = []
     for steps, text in texts.items():
         try:
             # each by itself: omegaconf stops at the first text that it cannot read
             OmegaConf.create([text])
         except Exception as error:
-            faults.append(_unresolved(path, origins, steps, error))
+            faults.append(_unresolved(path, origins, steps, _reason(error)))
     if faults:
         raise InvalidConfig(faults)
     secrets: dict[str, str] = {}
-    container, resolved = OmegaConf.create({**(named or {}), **tree}), deepcopy(tree)
+    container = OmegaConf.create({**(named or {}), **tree})
+    resolved = deepcopy(tree)
     with _metered() as spend:
         for steps, text in texts.items():
             read.clear()
             try:
-                _at(resolved, steps[:-1])[steps[-1]] = _plain(_at(container, steps), spend)
+                value = _plain(_at(container, steps), spend)
             except Exception as error:
                 # of one that is circular omegaconf raises whatever comes first
-                faults.append(_unresolved(path, origins, steps, error, read))
-                if _TOO_MUCH in str(error):
+                reason = _reason(error)
+                is_endless = _TOO_MUCH in reason
+                if read and not is_endless:
+                    # the error would quote what the variables hold
+                    reason = f"not with the value of {', '.join(sorted(read))}"
+                faults.append(_unresolved(path, origins, steps, reason))
+                if is_endless:
                     break
+            else:
+                _at(resolved, steps[:-1])[steps[-1]] = value
             if any(holds_secret(name, os.environ[name]) for name in read):
-                secrets[reduce(join, steps, "")] = text
+                secrets[_key(steps)] = text
     if faults:
         redactor = Redactor.of(os.environ, borrowed)
         raise InvalidConfig(fault.naming_variables(redactor) for fault in faults)
     return Interpolated(value=resolved, secrets=secrets, borrowed=frozenset(borrowed))
 
 
+def _require_short(path: Path, origins: Mapping[str, Origin], texts: Mapping[Steps, str]) -> None:
+    """Raise InvalidConfig for more than omegaconf's parser reads in a moment."""
+    length = 0
+    references = 0
+    for steps, text in texts.items():
+        length += len(text)
+        references += text.count("${")
+        if length > MAX_CHARS:
+            reason = f"the texts with `${{` are longer than {MAX_CHARS} characters in all"
+            raise InvalidConfig(_unresolved(path, origins, steps, reason))
+        if references > MAX_REFERENCES:
+            reason = f"the file holds more than {MAX_REFERENCES} `${{`"
+            raise InvalidConfig(_unresolved(path, origins, steps, reason))
+
+
 @contextmanager
 def _metered() -> Iterator[Callable[[int], None]]:
-    """Bound what omegaconf does: it resolves a value anew for each reference, which doubles with every
-    step of `a: ${b}${b}`, `b: ${c}${c}`. Yields what spends of the budget, and raises where that is over.
+    """Bound what omegaconf does: it resolves a value anew for each reference, which doubles
+    with every step of `a: ${b}${b}`, `b: ${c}${c}`. Yields what spends of the budget, and
+    raises where that is over.
     """
     from omegaconf import Container
     from omegaconf.errors import InterpolationResolutionError
 
-    resolve, left = Container.resolve_parse_tree, MAX_COST
+    resolve = Container.resolve_parse_tree
+    left = MAX_COST
 
     def spend(cost: int) -> None:
         nonlocal left
@@ -116,9 +143,10 @@ def _metered() -> Iterator[Callable[[int], None]]:
 
     def metered(self: Container, parse_tree: Any, node: Any, **more: Any) -> Any:
         spend(256)
-        found = resolve(self, parse_tree, node, **more)
-        spend(len(found) if isinstance(found, str) else 0)
-        return found
+        value = resolve(self, parse_tree, node, **more)
+        if isinstance(value, str):
+            spend(len(value))
+        return value
 
     Container.resolve_parse_tree = metered  # type: ignore[method-assign, assignment]
     try:
@@ -128,30 +156,31 @@ def _metered() -> Iterator[Callable[[int], None]]:
 
 
 def _plain(value: Any, spend: Callable[[int], None]) -> Any:
-    spend(16 + (len(value) if isinstance(value, str) else 0))
+    spend(16)
+    if isinstance(value, str):
+        spend(len(value))
+        return value
     if isinstance(value, Mapping):
         return {key: _plain(value[key], spend) for key in value}
-    if isinstance(value, Sequence) and not isinstance(value, str):
+    if isinstance(value, Sequence):
         return [_plain(value[index], spend) for index in range(len(value))]
     return value
 
 
-def _depth(text: str) -> int:
-    steps = (1 if mark == "${" else -1 for mark in re.findall(r"\$\{|\}", text))
-    return max(accumulate(steps, lambda depth, step: max(0, depth + step), initial=0))
+def _reason(error: Exception) -> str:
+    if isinstance(error, RecursionError) or not str(error):
+        return "it is circular"
+    return str(error).splitlines()[0]
 
 
-def _unresolved(
-    path: Path, origins: Mapping[str, Origin], steps: Steps, error: Exception | str, read: Collection[str] = ()
-) -> Finding:
-    key = reduce(join, steps, "")
-    circle = isinstance(error, RecursionError) or not str(error)
-    reason = "it is circular" if circle else str(error).splitlines()[0]
-    if read and _TOO_MUCH not in reason:
-        # the error would quote what the variables hold
-        reason = f"not with the value of {', '.join(sorted(read))}"
+def _unresolved(path: Path, origins: Mapping[str, Origin], steps: Steps, reason: str) -> Finding:
+    key = _key(steps)
     message = f"`{key}` cannot be interpolated: {reason}"
     return misplaced(path, origins, key, "interpolation", message, "write \\${ for a literal ${")
+
+
+def _key(steps: Steps) -> str:
+    return reduce(join, steps, "")
 
 
 def _at(node: Any, steps: Steps) -> Any:

@@ -6,6 +6,7 @@ The reader (`options`), overrides, `launch explain` and the editors' JSON Schema
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,8 +20,8 @@ Fault = tuple[str, str, str | None]
 
 TRAINERS = ("open_instruct", "trl")
 """The names of `backends.BACKENDS`: this table is read before any of them is imported."""
-ON, OFF = ("on", "yes", "true"), ("off", "no", "false")
-_SWITCH = dict.fromkeys(ON, True) | dict.fromkeys(OFF, False)
+ON = ("on", "yes", "true")
+OFF = ("off", "no", "false")
 LARGEST = 999_999_999
 _SHAPES: Mapping[Kind, str] = {
     "word": "one of these words",
@@ -37,7 +38,8 @@ _SHAPES: Mapping[Kind, str] = {
 class Key:
     """One key: the words it knows, the keys of a mapping, and in words what holds without it.
 
-    `switch`: a mapping that can be `off` as a whole. `takes` is said of what the kind does not tell.
+    `switch`: a mapping that can be `off` as a whole. `takes` is said of what the kind does not
+    tell.
     """
 
     name: str
@@ -56,7 +58,12 @@ class Key:
 
     def as_json(self) -> dict[str, Any]:
         parts = [part.as_json() for part in self.parts]
-        texts = {"key": self.name, "type": self.shape, "default": self.default, "meaning": self.meaning}
+        texts = {
+            "key": self.name,
+            "type": self.shape,
+            "default": self.default,
+            "meaning": self.meaning,
+        }
         return {**texts, "words": list(self.words), "parts": parts}
 
     def read(self, value: Any, where: str = "") -> tuple[Any, list[Fault]]:
@@ -64,48 +71,55 @@ class Key:
         where = where or self.name
         if value is None:
             return None, []
-        if self.switch and (on := _switch(value)) is not None:
-            return ({} if on else False), []
+        if self.switch:
+            is_on = _switch(value)
+            if is_on is not None:
+                return ({} if is_on else False), []
         if self.kind == "mapping" and isinstance(value, dict):
             return self._read_parts(value, where)
-        found: Any = None
+        if self.kind == "list":
+            return self._read_words(value, where)
+        result: Any = None
         match self.kind:
             case "word":
-                found = _word(value, self.words)
-                if found not in self.words:
-                    return None, [self._invalid(where, found)]
-            case "list":
-                found = tuple(value) if isinstance(value, list) else (value,)
-                for one in found:
-                    # a kernel has the name of its repository
-                    if not isinstance(one, str) or (one not in self.words and "/" not in one):
-                        return None, [self._invalid(where, one)]
-                if len({*found}) < len(found) or not found:
-                    return None, [(where, f"`{where}` names each once", None)]
+                result = _word(value, self.words)
+                if result not in self.words:
+                    return None, [self._invalid(where, result)]
             case "number":
-                found = _whole_number(value, self.least)
+                result = _whole_number(value, self.least)
             case "switch":
-                found = _switch(value)
-            case "text":
-                found = None if isinstance(value, dict | list) else str(value)
-        if found is not None:
-            return found, []
+                result = _switch(value)
+            case "text" if not isinstance(value, dict | list):
+                result = str(value)
+        if result is not None:
+            return result, []
         limits = f", at most {LARGEST:,}" if self.kind == "number" else ""
         return None, [(where, f"`{where}` is {self.shape}{limits}, not `{brief(value)}`", None)]
+
+    def _read_words(self, value: Any, where: str) -> tuple[Any, list[Fault]]:
+        words = value if isinstance(value, list) else [value]
+        for word in words:
+            # a kernel has the name of its repository
+            if not isinstance(word, str) or (word not in self.words and "/" not in word):
+                return None, [self._invalid(where, word)]
+        if not words or len(set(words)) < len(words):
+            return None, [(where, f"`{where}` names each once", None)]
+        return tuple(words), []
 
     def _read_parts(self, value: dict[str, Any], where: str) -> tuple[dict[str, Any], list[Fault]]:
         parts = {part.name: part for part in self.parts}
         values: dict[str, Any] = {}
         faults: list[Fault] = []
         for name, below in value.items():
+            place = f"{where}.{name}"
             if name not in parts:
                 message = f"unknown key `{brief(name)}` in `{where}`"
-                faults.append((f"{where}.{name}", message, nearest(str(name), tuple(parts))))
+                faults.append((place, message, nearest(str(name), tuple(parts))))
                 continue
-            found, wrong = parts[name].read(below, f"{where}.{name}")
+            result, wrong = parts[name].read(below, place)
             faults += wrong
             if not wrong:
-                values[name] = found
+                values[name] = result
         return values, faults
 
     def _invalid(self, where: str, value: Any) -> Fault:
@@ -114,9 +128,9 @@ class Key:
         return where, f"invalid value `{brief(value)}` for `{where}`", nearest(near, self.words)
 
 
-def nearest(given: str, names: Sequence[str]) -> str:
+def nearest(name: str, names: Sequence[str]) -> str:
     """The name that was probably meant, else all of them."""
-    near = difflib.get_close_matches(given, names, n=1)
+    near = difflib.get_close_matches(name, names, n=1)
     return f"did you mean `{near[0]}`?" if near else f"one of {', '.join(names)}"
 
 
@@ -125,21 +139,28 @@ def _word(value: Any, words: tuple[str, ...]) -> str:
     if not isinstance(value, bool):
         return str(value)
     spellings = ON if value else OFF
-    return next((word for word in spellings if word in words), spellings[0])
+    for spelling in spellings:
+        if spelling in words:
+            return spelling
+    return spellings[0]
 
 
 def _switch(value: Any) -> bool | None:
     if isinstance(value, bool):
         return value
-    return _SWITCH.get(value.lower()) if isinstance(value, str) else None
+    word = value.lower() if isinstance(value, str) else None
+    if word in ON:
+        return True
+    return False if word in OFF else None
 
 
 def _whole_number(value: Any, least: int) -> int | None:
     """A whole number from `least` to `LARGEST`, also as text."""
-    if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 10:
+    if isinstance(value, str) and re.fullmatch("[0-9]{1,9}", value):
         value = int(value)
-    valid = isinstance(value, int) and not isinstance(value, bool) and least <= value <= LARGEST
-    return value if valid else None
+    if isinstance(value, bool) or not isinstance(value, int):
+        return None
+    return value if least <= value <= LARGEST else None
 
 
 STAGES = ("sft", "dpo")
@@ -162,17 +183,37 @@ _PROBE = (
 TABLE = (
     Key("stage", "word", "the training stage", "none, it must be given", words=STAGES),
     Key("backend", "word", "the trainer", "open_instruct", words=TRAINERS),
-    Key("script", "word", "the script of this stage that runs", "the stage's own", "one of these, or its file name"),
-    Key("deepspeed", "path", "a DeepSpeed config", takes="one of these words, or a path", words=(*DEEPSPEED, "none")),
+    Key(
+        "script",
+        "word",
+        "the script of this stage that runs",
+        "the stage's own",
+        "one of these, or its file name",
+    ),
+    Key(
+        "deepspeed",
+        "path",
+        "a DeepSpeed config",
+        takes="one of these words, or a path",
+        words=(*DEEPSPEED, "none"),
+    ),
     Key(
         "attention",
         "list",
-        "TRL: attention implementations in the order of preference; the first that is available is used, and proved",
+        "TRL: attention implementations in the order of preference; the first that is available "
+        "is used, and proved",
         "what the trainer chooses",
-        "one implementation or a list in the order of preference, a kernel's repository too; TRL only",
+        "one implementation or a list in the order of preference, a kernel's repository too; "
+        "TRL only",
         ATTENTIONS,
     ),
-    Key("mixed_precision", "word", "mixed precision", "bf16 on GPUs, no on the CPU", words=("no", "fp16", "bf16")),
+    Key(
+        "mixed_precision",
+        "word",
+        "mixed precision",
+        "bf16 on GPUs, no on the CPU",
+        words=("no", "fp16", "bf16"),
+    ),
     Key(
         "batch",
         "mapping",
@@ -189,7 +230,13 @@ TABLE = (
         "a mapping of points of the verdict to states",
         parts=tuple(Key(point, "word", words=states) for point, states in EXPECT.items()),
     ),
-    Key("on_violation", "word", "what the run does when it violates `expect`", "stop", words=("stop", "warn")),
+    Key(
+        "on_violation",
+        "word",
+        "what the run does when it violates `expect`",
+        "stop",
+        words=("stop", "warn"),
+    ),
     Key("on_hang", "word", "what the run does when it hangs", "report", words=("report", "stop")),
     Key(
         "probe",
@@ -209,7 +256,8 @@ TABLE = (
     Key(
         "samples",
         "number",
-        "prompts of the data set that the model answers once it is trained, and its base beside it, for the report",
+        "prompts of the data set that the model answers once it is trained, and its base beside "
+        "it, for the report",
         takes="a whole number",
         least=0,
     ),
@@ -222,15 +270,33 @@ TABLE = (
         "the limits above",
         "a mapping of limits of `launch ladder`: a number, `{red: N, yellow: N}` or off",
     ),
-    Key("args", "mapping", "upstream's arguments under exactly their names", "none: `launch schema` lists them"),
-    Key("extends", "path", "another stage file, relative to this one, whose keys this one inherits"),
+    Key(
+        "args",
+        "mapping",
+        "upstream's arguments under exactly their names",
+        "none: `launch schema` lists them",
+    ),
+    Key(
+        "extends", "path", "another stage file, relative to this one, whose keys this one inherits"
+    ),
 )
 KEYS = {key.name: key for key in TABLE}
 
 _EVAL = (
-    Key("command", "list", "the words of the command; `{model}` is the folder of the stage's model", takes="a list"),
-    Key("metrics", "path", "the JSON file with its numbers, or a pattern for it, below the evaluation's folder"),
-    Key("expect", "mapping", "gates", takes='a mapping of metrics to what they must be: `">= 0.4"`'),
+    Key(
+        "command",
+        "list",
+        "the words of the command; `{model}` is the folder of the stage's model",
+        takes="a list",
+    ),
+    Key(
+        "metrics",
+        "path",
+        "the JSON file with its numbers, or a pattern for it, below the evaluation's folder",
+    ),
+    Key(
+        "expect", "mapping", "gates", takes='a mapping of metrics to what they must be: `">= 0.4"`'
+    ),
     Key("timeout", "text", "how long it may take", "24h", "a duration such as 90s, 10m or 1h30m"),
 )
 PIPELINE_TABLE = (
@@ -244,12 +310,32 @@ PIPELINE_TABLE = (
         "a list of mappings, or of stage files",
     ),
     Key(
-        "config", "path", "the stage file of a stage", "none, it must be given", "a path relative to the pipeline file"
+        "config",
+        "path",
+        "the stage file of a stage",
+        "none, it must be given",
+        "a path relative to the pipeline file",
     ),
     Key("stage", "word", "the training stage", "as the stage file says", words=STAGES),
-    Key("from", "text", "the earlier stage whose model this one starts from", "the stage before", "a name, or none"),
-    Key("with", "mapping", "changes of the stage file", takes="a mapping of keys to values: {learning_rate: 1e-5}"),
-    Key("eval", "mapping", "a command that measures the stage's model, and what its metrics must be", parts=_EVAL),
+    Key(
+        "from",
+        "text",
+        "the earlier stage whose model this one starts from",
+        "the stage before",
+        "a name, or none",
+    ),
+    Key(
+        "with",
+        "mapping",
+        "changes of the stage file",
+        takes="a mapping of keys to values: {learning_rate: 1e-5}",
+    ),
+    Key(
+        "eval",
+        "mapping",
+        "a command that measures the stage's model, and what its metrics must be",
+        parts=_EVAL,
+    ),
 )
 PIPELINE = {key.name: key for key in PIPELINE_TABLE}
 """The keys of pipeline files, those of one stage among them."""

@@ -37,7 +37,8 @@ PIPELINE = "is-pipeline"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
-    """A stage file and its parents as they were read, before any override; `named` is what else `${}` finds.
+    """A stage file and its parents as they were read, before any override; `named` is what else
+    `${}` finds.
 
     `borrowed` are variables of the environment that later overrides hold values of.
     """
@@ -46,37 +47,36 @@ class Written:
     shape: Shape
     value: dict[str, Any]
     origins: dict[str, Origin]
-    named: Mapping[str, Any]
-    parents: tuple[Path, ...]
+    named: Mapping[str, Any] = field(default_factory=dict)
+    parents: tuple[Path, ...] = ()
     faults: tuple[Finding, ...]
     kept: tuple[document.KeptKey, ...]
     borrowed: frozenset[str] = frozenset()
 
     def config(self, overrides: Sequence[str]) -> Config:
-        """What the file says with these overrides, each a `key=value`. Raises InvalidConfig; see `load`."""
+        """What the file says with these overrides, each a `key=value`. Raises InvalidConfig;
+        see `load`.
+        """
         # one copy of both: the tree may be the very mapping that is named
         value, named = copy.deepcopy((self.value, self.named))
         origins = dict(self.origins)
-        faults = []
-        for text in overrides:
-            fault = _override(self.path, value, origins, text)
-            if fault is not None:
-                faults.append(fault)
-        if faults:
-            raise InvalidConfig(faults)
+        faults = [_override(self.path, value, origins, text) for text in overrides]
+        if any(faults):
+            raise InvalidConfig(filter(None, faults))
         interpolated = interpolate(self.path, value, origins, named)
         borrowed = self.borrowed | interpolated.borrowed
-        value = interpolated.value
+        options = interpolated.value
         with naming_variables(Redactor.of(os.environ, borrowed)):
-            args = _mapping(self.path, origins, "args", value.pop("args", None))
+            args = _mapping(self.path, origins, "args", options.pop("args", None))
+        too_large = _too_large(self.path, {**options, "args": args}, origins)
         return Config(
             path=self.path,
             shape=self.shape,
-            options=value,
+            options=options,
             args=args,
             origins=origins,
             parents=self.parents,
-            faults=(*self.faults, *_too_large(self.path, {**value, "args": args}, origins)),
+            faults=(*self.faults, *too_large),
             secrets=interpolated.secrets,
             borrowed=borrowed,
             kept=self.kept,
@@ -90,11 +90,11 @@ class Config:
     """One stage as its author wrote it: nothing checked yet beyond being YAML of a known shape.
 
     `args` go to upstream under exactly these names. `options` are launch's own top-level keys.
-    `origins` maps dotted keys (`args.learning_rate`, `args.mixer_list[1]`) to places. `faults` are
-    keys that stand twice or cannot be keys; the last value of a key that is given twice is held. `secrets`
-    are the texts, by dotted key, of values that took a secret from the environment, `borrowed` all variables
-    that any value was taken from. `kept` are arguments in comments of `--fix`, of the parents too. `written` is the
-    file without the `overrides`.
+    `origins` maps dotted keys (`args.learning_rate`, `args.mixer_list[1]`) to places. `faults`
+    are keys that stand twice or cannot be keys; the last value of a key that is given twice is
+    held. `secrets` are the texts, by dotted key, of values that took a secret from the
+    environment, `borrowed` all variables that any value was taken from. `kept` are arguments in
+    comments of `--fix`, of the parents too. `written` is the file without the `overrides`.
     """
 
     path: Path
@@ -111,7 +111,9 @@ class Config:
     overrides: tuple[str, ...] = ()
 
     def with_overrides(self, overrides: Sequence[str]) -> Config:
-        """The same file with further overrides, read no further time. Raises InvalidConfig; see `load`."""
+        """The same file with further overrides, read no further time. Raises InvalidConfig;
+        see `load`.
+        """
         assert self.written is not None
         return self.written.config((*self.overrides, *overrides))
 
@@ -125,7 +127,9 @@ class Config:
         return Redactor.of(os.environ, self.borrowed)
 
     def placed(self, finding: Finding) -> Finding:
-        """The finding at the place of its key, with variables named where it would show what they hold."""
+        """The finding at the place of its key, with variables named where it would show what
+        they hold.
+        """
         placed = replace(finding, **self.origin(finding.key or "").place)
         if not self.borrowed:
             return placed
@@ -133,65 +137,56 @@ class Config:
 
 
 def load(
-    path: str | Path, overrides: Sequence[str] = (), *, text: str | None = None, borrowed: frozenset[str] = frozenset()
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    text: str | None = None,
+    borrowed: frozenset[str] = frozenset(),
 ) -> Config:
     """Read a stage file of any of the three shapes, merge its parents and the overrides into it.
 
-    `text` is taken in the place of what the file holds, which then is not read. `borrowed` are variables that the
-    overrides hold values of. Raises InvalidConfig
-    with every problem of the layer that failed: unreadable file, broken YAML, `extends` cycles,
-    malformed overrides, unresolvable interpolation.
+    `text` is taken in the place of what the file holds, which then is not read. `borrowed` are
+    variables that the overrides hold values of. Raises InvalidConfig with every problem of the
+    layer that failed: unreadable file, broken YAML, `extends` cycles, malformed overrides,
+    unresolvable interpolation.
     """
     path = Path(path)
     content, parents = _with_parents(path, (), text)
     _require_one_stage(path, content)
-    shape: Shape = "stage" if content.value.keys() & {"stage", "args", "backend"} else "flat"
-    if "open_instruct" in content.value and not content.value.keys() & {"stage", "args"}:
-        shape = "wrapped"
-    value, origins, named = _as_stage_file(path, shape, content)
-    written = Written(
-        path=path,
-        shape=shape,
-        value=value,
-        origins=origins,
-        named=named,
-        parents=parents,
-        faults=content.faults,
-        kept=content.kept,
-        borrowed=borrowed,
-    )
-    return written.config(overrides)
+    written = _as_stage_file(path, content)
+    return replace(written, parents=parents, borrowed=borrowed).config(overrides)
 
 
 def _too_large(path: Path, tree: Any, origins: Mapping[str, Origin]) -> Iterator[Finding]:
-    """A finding for each number that no float can hold: YAML's `1e999`, or an integer of many digits."""
+    """A finding for each number that no float can hold: YAML's `1e999`, or an integer of many
+    digits.
+    """
     for steps, value in document.leaves(tree):
         if isinstance(value, int | float) and not abs(value) < LARGEST:
             key = reduce(join, steps, "")
-            yield document.misplaced(path, origins, key, "bad-value", f"the number of `{key}` is too large")
+            message = f"the number of `{key}` is too large"
+            yield document.misplaced(path, origins, key, "bad-value", message)
 
 
 def _with_parents(
     path: Path, children: tuple[Path, ...], text: str | None = None
 ) -> tuple[Document, tuple[Path, ...]]:
+    """The file with its parents merged into it, and their paths, the nearest first."""
     content = document.read_yaml(path) if text is None else document.parse(path, text)
-    parent = content.value.pop("extends", None)
-    if parent is None:
+    if content.value.get("extends") is None:
+        content.value.pop("extends", None)
         return content, ()
+    parent = content.value.pop("extends")
     line = content.origins.pop("extends").line
-    if not isinstance(parent, str) or not parent.strip():
-        raise refused(path, "bad-extends", "`extends` names one file, relative to this one", line)
-    target = path.parent / expanded(parent)
-    if not {target.suffix, Path(canonical(target)).suffix} <= document.SUFFIXES:
-        # whoever wrote the file may not be who may read what it names
-        raise refused(path, "bad-extends", f"`extends: {brief(parent)}` names no `.yaml` or `.yml` file", line)
+    target = _require_parent(path, parent, line)
     chain = (*children, path)
-    if canonical(target) in {canonical(known) for known in chain}:
-        loop = " -> ".join(str(known) for known in (*chain, target))
+    if canonical(target) in map(canonical, chain):
+        loop = " -> ".join(map(str, (*chain, target)))
         raise refused(path, "extends-cycle", f"`extends` is circular: {loop}", line)
     if not exists(target):
         message = f"`extends: {brief(parent)}`: there is no {brief(target, 200)}"
-        raise refused(path, "missing-parent", message, line, "`extends` is relative to the file that holds it")
+        help = "`extends` is relative to the file that holds it"
+        raise refused(path, "missing-parent", message, line, help)
     base, parents = _with_parents(target, chain)
     origins = dict(base.origins)
     value = _merge(base.value, content.value, origins)
@@ -200,28 +195,44 @@ def _with_parents(
     return Document(value, origins, faults, (*base.kept, *content.kept)), (target, *parents)
 
 
+def _require_parent(path: Path, parent: object, line: int | None) -> Path:
+    if not isinstance(parent, str) or not parent.strip():
+        message = "`extends` names one file, relative to this one"
+        raise refused(path, "bad-extends", message, line)
+    target = path.parent / expanded(parent)
+    if not {target.suffix, canonical(target).suffix} <= document.SUFFIXES:
+        # whoever wrote the file may not be who may read what it names
+        message = f"`extends: {brief(parent)}` names no `.yaml` or `.yml` file"
+        raise refused(path, "bad-extends", message, line)
+    return target
+
+
 def _merge(
     base: Mapping[str, Any], top: Mapping[str, Any], origins: dict[str, Origin], path: str = ""
 ) -> dict[str, Any]:
     """Deep merge, lists replaced whole; `origins` forget the places of what was replaced."""
     merged = dict(base)
     for key, value in top.items():
-        below, where = merged.get(key), join(path, key)
+        place = join(path, key)
+        below = merged.get(key)
         if isinstance(below, dict) and isinstance(value, dict):
-            merged[key] = _merge(below, value, origins, where)
+            merged[key] = _merge(below, value, origins, place)
         else:
             merged[key] = value
-            _forget(origins, where)
+            _forget(origins, place)
     return merged
 
 
 def _require_one_stage(path: Path, content: Document) -> None:
     if isinstance(content.value.get("stages"), list) and "args" not in content.value:
-        help, line = f"launch pipeline {path}, or name one of its stage files", content.origins["stages"].line
+        help = f"launch pipeline {path}, or name one of its stage files"
+        line = content.origins["stages"].line
         raise refused(path, PIPELINE, "this is a pipeline, not a stage file", line, help)
-    if (tool := tool_of(content.value)) is not None:
+    tool = tool_of(content.value)
+    if tool is not None:
         message = f"this is a file of {TOOLS[tool]}, not a stage file"
-        raise refused(path, "foreign-file", message, 1, f"launch init --from {path} converts it")
+        help = f"launch init --from {path} converts it"
+        raise refused(path, "foreign-file", message, 1, help)
 
 
 TOOLS = {
@@ -236,8 +247,8 @@ _AXOLOTL = {"datasets", "sequence_len", "micro_batch_size", "adapter", "sample_p
 _LLAMA_FACTORY = {"finetuning_type", "cutoff_len", "template"}
 # arguments that no script of open-instruct has
 _TRL = set(
-    "use_peft lora_r max_length max_steps eval_strategy save_strategy save_steps bf16 optim warmup_steps dtype "
-    "torch_dtype dataset_text_field datasets accelerate_config".split()
+    "use_peft lora_r max_length max_steps eval_strategy save_strategy save_steps bf16 optim "
+    "warmup_steps dtype torch_dtype dataset_text_field datasets accelerate_config".split()
 )
 
 
@@ -268,94 +279,143 @@ def tool_of(tree: Mapping[str, Any]) -> str | None:
         return None
     if names & _LLAMA_FACTORY:
         return "llama_factory"
-    mixer = names & {"dataset_mixer_list", "dataset_mixer", "mixer_list", "backend", "extends"}
-    return "trl" if names & _TRL and names & {"dataset_name", "datasets"} and not mixer else None
+    if names & {"dataset_mixer_list", "dataset_mixer", "mixer_list", "backend", "extends"}:
+        return None
+    return "trl" if names & _TRL and names & {"dataset_name", "datasets"} else None
 
 
 def _is_handbook(names: set[str]) -> bool:
-    """Whether a recipe is of the alignment handbook; open-instruct's older files have a `dataset_mixer` too."""
+    """Whether a recipe is of the alignment handbook; open-instruct's older files have a
+    `dataset_mixer` too.
+    """
     if "dataset_mixture" in names:
         return True
     return "dataset_mixer" in names and len(names & _TRL_ALONE) > len(names & _OPEN_INSTRUCT)
 
 
-def _as_stage_file(
-    path: Path, shape: Shape, content: Document
-) -> tuple[dict[str, Any], dict[str, Origin], Mapping[str, Any]]:
-    """Any shape as the keys of a stage file: their values, their places, and what `${}` finds beside them.
+def _as_stage_file(path: Path, content: Document) -> Written:
+    """Any shape as the keys of a stage file, and what `${}` finds beside them.
 
-    Of upstream's own shape every key is an argument: options of ours can come from overrides only. The
-    wrapped one is `open_instruct: {script, deepspeed_config, args}` with `num_gpus` beside it.
+    Of upstream's own shape every key is an argument: options of ours can come from overrides only.
+    The wrapped one is `open_instruct: {script, deepspeed_config, args}` with `num_gpus` beside it.
     """
-    value, origins = content.value, content.origins
-    if shape == "stage":
-        return value, origins, {}
-    if shape == "flat":
-        lines = [origin.line for origin in origins.values() if origin.line is not None]
-        start = Origin(str(path), min(lines, default=1))
-        places = {f"args.{key}": origin for key, origin in origins.items()}
-        return {"args": value}, {"args": start, **places}, value
-    inner = _mapping(path, origins, "open_instruct", value["open_instruct"])
-    whole = {**{k: v for k, v in value.items() if k != "open_instruct"}, **inner}
-    if _WRAPPED_DEEPSPEED in whole:
-        whole["deepspeed"] = whole.pop(_WRAPPED_DEEPSPEED)
-    places = {key.removeprefix("open_instruct."): origin for key, origin in origins.items()}
-    if _WRAPPED_DEEPSPEED in places:
-        places["deepspeed"] = places.pop(_WRAPPED_DEEPSPEED)
-    return whole, places, {"open_instruct": inner}
+    value = content.value
+    written = Written(
+        path=path,
+        shape="stage",
+        value=value,
+        origins=content.origins,
+        faults=content.faults,
+        kept=content.kept,
+    )
+    names = value.keys()
+    if "open_instruct" in names and not names & {"stage", "args"}:
+        return _unwrap(written)
+    if names & {"stage", "args", "backend"}:
+        return written
+    origins = {"args": Origin(str(path), _first_line(content.origins))}
+    for key, origin in content.origins.items():
+        origins[f"args.{key}"] = origin
+    return replace(written, shape="flat", value={"args": value}, origins=origins, named=value)
+
+
+def _first_line(origins: Mapping[str, Origin]) -> int:
+    return min((origin.line for origin in origins.values() if origin.line is not None), default=1)
+
+
+def _unwrap(written: Written) -> Written:
+    value = dict(written.value)
+    inner = _mapping(written.path, written.origins, "open_instruct", value.pop("open_instruct"))
+    value |= inner
+    origins = {}
+    for key, origin in written.origins.items():
+        origins[key.removeprefix("open_instruct.")] = origin
+    if _WRAPPED_DEEPSPEED in value:
+        value["deepspeed"] = value.pop(_WRAPPED_DEEPSPEED)
+        origins["deepspeed"] = origins.pop(_WRAPPED_DEEPSPEED)
+    named = {"open_instruct": inner}
+    return replace(written, shape="wrapped", value=value, origins=origins, named=named)
 
 
 def _mapping(path: Path, origins: Mapping[str, Origin], key: str, value: Any) -> dict[str, Any]:
     if value is None or isinstance(value, dict):
         return value or {}
-    found = document.bad(path, "bad-args", f"`{key}` is a mapping of names to values, not `{brief(value)}`")
-    raise InvalidConfig(replace(found, **place_of(path, origins, key).place))
+    message = f"`{key}` is a mapping of names to values, not `{brief(value)}`"
+    fault = document.misplaced(path, origins, key, "bad-args", message)
+    raise InvalidConfig(replace(fault, key=None))
 
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]{1,200}|\[[0-9]{1,6}\])*\Z")
 _STEPS = re.compile(r"\[([0-9]+)\]|([\w-]+)")
 
 
-def _override(path: Path, tree: dict[str, Any], origins: dict[str, Origin], text: str) -> Finding | None:
+def _override(
+    path: Path, tree: dict[str, Any], origins: dict[str, Origin], text: str
+) -> Finding | None:
     """Apply one `key=value` in place; what is wrong with it instead where it cannot be."""
-    key, equals, raw = text.partition("=")
-    help: str | None = None
     # what is no UTF-8 cannot be printed
     shown = text.encode("utf-8", "backslashreplace").decode()
-    message = f"`{brief(shown)}`"
-    if document.UNUSABLE.search(text):
-        key, message = "", f"{message} is not UTF-8"
-    elif not equals or not _OVERRIDE.match(key):
-        key, message, help = "", f"{message} is not of the form key=value", "write for example learning_rate=1e-5"
-    elif key == "extends":
-        message += ": a parent is named in the file"
-    elif not raw:
-        # a variable of the shell that is not set, as often as not
-        message += " has no value"
-        help = f"write {key}=null to leave it to upstream, or {key}='\"\"' for an empty text"
-    elif raw == "None":
-        message, help = f"{message} would be the text 'None'", f"write {key}=null"
+    try:
+        key, value = _read_override(text)
+    except _BadOverride as error:
+        key = error.key
+        fault = error
     else:
+        key = _full_key(key)
         try:
-            value, key = _override_value(raw), _full_key(key)
             _set(tree, origins, key, value, Origin(str(path), None, text))
             return None
-        except _NoPlace as error:
-            message += f": {error}"
-        except (yaml.YAMLError, InvalidConfig) as error:
-            problem = getattr(error, "problem", None)
-            reason = f"the value is not valid YAML{f': {problem}' if problem else ''}"
-            message += f": {error.findings[0].message if isinstance(error, InvalidConfig) else reason}"
-            help = f"for a text, quote it for YAML too: '{key}=\"...\"'"
-    return replace(document.bad(path, "bad-override", message, None, help), key=key or None, override=shown)
+        except _BadOverride as error:
+            fault = error
+    message = f"`{brief(shown)}`{fault.why}"
+    finding = document.bad(path, "bad-override", message, None, fault.help)
+    return replace(finding, key=key or None, override=shown)
 
 
-class _NoPlace(Exception):
-    """There is no such place in a value; the text says why."""
+class _BadOverride(Exception):
+    """An override that cannot be applied: what is said of it, behind its text, and what to write.
+
+    `key` is empty where it has none.
+    """
+
+    def __init__(self, why: str, help: str | None = None, *, key: str = "") -> None:
+        super().__init__(why)
+        self.why = why
+        self.help = help
+        self.key = key
 
 
-def _set(tree: dict[str, Any], origins: dict[str, Origin], key: str, value: Any, origin: Origin) -> None:
-    """Set what a dotted key names. Raises _NoPlace."""
+def _read_override(text: str) -> tuple[str, Any]:
+    """The key as it is written, and the value. Raises _BadOverride."""
+    key, equals, raw = text.partition("=")
+    if document.UNUSABLE.search(text):
+        raise _BadOverride(" is not UTF-8")
+    if not equals or not _OVERRIDE.match(key):
+        raise _BadOverride(" is not of the form key=value", "write for example learning_rate=1e-5")
+    if key == "extends":
+        raise _BadOverride(": a parent is named in the file", key=key)
+    if not raw:
+        # a variable of the shell that is not set, as often as not
+        help = f"write {key}=null to leave it to upstream, or {key}='\"\"' for an empty text"
+        raise _BadOverride(" has no value", help, key=key)
+    if raw == "None":
+        raise _BadOverride(" would be the text 'None'", f"write {key}=null", key=key)
+    try:
+        return key, _override_value(raw)
+    except InvalidConfig as error:
+        why = error.findings[0].message
+    except yaml.YAMLError as error:
+        problem = getattr(error, "problem", None)
+        why = "the value is not valid YAML"
+        if problem:
+            why += f": {problem}"
+    raise _BadOverride(f": {why}", f"for a text, quote it for YAML too: '{key}=\"...\"'", key=key)
+
+
+def _set(
+    tree: dict[str, Any], origins: dict[str, Origin], key: str, value: Any, origin: Origin
+) -> None:
+    """Set what a dotted key names. Raises _BadOverride."""
     *above, last = [int(index) if index else name for index, name in _STEPS.findall(key)]
     node: Any = tree
     path = ""
@@ -377,7 +437,7 @@ def _set(tree: dict[str, Any], origins: dict[str, Origin], key: str, value: Any,
 
 
 def _place(node: Any, step: str | int, path: str) -> str | int:
-    """The key or index that a step means in this value. Raises _NoPlace."""
+    """The key or index that a step means in this value. Raises _BadOverride."""
     reason = "is not a mapping or a list"
     if isinstance(node, dict):
         if isinstance(step, str):
@@ -385,11 +445,12 @@ def _place(node: Any, step: str | int, path: str) -> str | int:
         reason = "is not a list"
     elif isinstance(node, list):
         # `.1`, as omegaconf writes it, is [1]
-        index = int(step) if isinstance(step, str) and step.isdecimal() else step
-        if isinstance(index, int) and index < len(node):
-            return index
+        if isinstance(step, str) and step.isdecimal():
+            step = int(step)
+        if isinstance(step, int) and step < len(node):
+            return step
         reason = f"is a list of {len(node)} entries, the first is [0]"
-    raise _NoPlace(f"`{path.removeprefix('args.')}` {reason}")
+    raise _BadOverride(f": `{path.removeprefix('args.')}` {reason}")
 
 
 def _override_value(raw: str) -> Any:
@@ -397,13 +458,15 @@ def _override_value(raw: str) -> Any:
 
     Text that only looks like YAML (`a: b`, `x # y`, `- z`, `{% if %}`) is kept whole.
     """
-    text, builder = raw.strip(), document.Builder("override")
-    is_quoted = text[:1] in {"'", '"'}
-    if not is_quoted and (text[:1] not in {"[", "{"} or text[:2] in {"{%", "{{", "{#"}):
+    text = raw.strip()
+    is_quoted = text.startswith(("'", '"'))
+    is_template = text.startswith(("{%", "{{", "{#"))
+    if not is_quoted and (is_template or not text.startswith(("[", "{"))):
         value = document.plain(text)
         return raw if isinstance(value, str) else value
+    builder = document.Builder("override")
     try:
-        value = builder.build(yaml.parse(text, Loader=document.LOADER))
+        value = builder.build(text)
         if builder.findings:
             raise InvalidConfig(builder.findings)
     except (yaml.YAMLError, InvalidConfig):
@@ -415,18 +478,25 @@ def _override_value(raw: str) -> Any:
 
 def _full_key(key: str) -> str:
     """`args.` may be left out: what is no option of ours is an argument of upstream's."""
-    key = re.sub(r"^deepspeed_config(?![\w-])", "deepspeed", key.removeprefix("open_instruct."))
+    key = key.removeprefix("open_instruct.")
     first = re.split(r"[.\[]", key, maxsplit=1)[0]
-    return key if first in (KEYS.keys() - {"extends"}) | {"num_gpus"} else f"args.{key}"
+    if first == _WRAPPED_DEEPSPEED:
+        return "deepspeed" + key.removeprefix(first)
+    is_option = first == "num_gpus" or (first in KEYS and first != "extends")
+    return key if is_option else f"args.{key}"
 
 
 def _forget(origins: dict[str, Origin], path: str) -> None:
-    for known in [known for known in origins if known.startswith((f"{path}.", f"{path}["))]:
-        del origins[known]
+    """Drop the places of what lies below a path."""
+    for key in list(origins):
+        if key.startswith((f"{path}.", f"{path}[")):
+            del origins[key]
 
 
 def spelt(value: Any) -> str:
-    """A value as an override on the command line spells it, so that it is read as the same value."""
+    """A value as an override on the command line spells it, so that it is read as the same
+    value.
+    """
     if isinstance(value, int | float) and not isinstance(value, bool):
         return repr(value)
     # a JSON text is YAML's too, and quotes keep `1e-5` or `no` a text; it is interpolated once more

@@ -1,4 +1,5 @@
-"""A pipeline file -> `Chain`: stages in order, where each one's model comes from, and where all that stands.
+"""A pipeline file -> `Chain`: stages in order, where each one's model comes from, and where all
+that stands.
 
 Nothing about the stage files themselves is judged here, only that there is one for every stage.
 """
@@ -11,12 +12,20 @@ from pathlib import Path
 from typing import Any
 
 from launcher.config import evaluation, keys
-from launcher.config.document import Document, Origin, nearest, read_yaml
+from launcher.config.document import (
+    Document,
+    Origin,
+    misplaced,
+    nearest,
+    place_of,
+    read_yaml,
+    refused,
+)
 from launcher.config.evaluation import Evaluation
 from launcher.config.interpolation import interpolate
 from launcher.config.keys import STAGES
 from launcher.config.load import spelt
-from launcher.errors import Finding, InvalidConfig, brief, launch_finding, usage
+from launcher.errors import Finding, InvalidConfig, brief, usage
 from launcher.paths import exists, expanded
 from launcher.redaction import Redactor
 
@@ -32,9 +41,10 @@ _MERGED = ("args", "batch", "expect", "probe", "slurm")
 class Link:
     """One stage of a pipeline.
 
-    `source` is the stage whose model this one starts from, None where its own file says; `explicit`
-    whether `from:` said so. `given` are the overrides under `with:`, by dotted key, and `overrides`
-    those of the command line. `evaluation` is run on its model. `origins` are the places of its own keys.
+    `source` is the stage whose model this one starts from, None where its own file says;
+    `explicit` whether `from:` said so. `given` are the overrides under `with:`, by dotted key,
+    and `overrides` those of the command line. `evaluation` is run on its model. `origins` are the
+    places of its own keys.
     """
 
     name: str
@@ -75,78 +85,100 @@ class Chain:
 
     def link(self, name: str) -> Link:
         """The stage of that name. Raises UsageError with the names that there are."""
-        found = next((one for one in self.links if one.name == name), None)
-        if found is None:
-            help = keys.nearest(name, [one.name for one in self.links])
-            raise usage("no-such-stage", f"the pipeline has no stage `{brief(name)}`", help)
-        return found
+        for link in self.links:
+            if link.name == name:
+                return link
+        help = keys.nearest(name, [link.name for link in self.links])
+        raise usage("no-such-stage", f"the pipeline has no stage `{brief(name)}`", help)
 
     def between(self, first: str | None, last: str | None) -> tuple[Link, ...]:
-        """The stages from `first` to `last`, both included. Raises UsageError where there are none."""
+        """The stages from `first` to `last`, both included. Raises UsageError without any."""
+        begin = 0
+        end = len(self.links) - 1
         # an empty name is none that was left out
-        begin = 0 if first is None else self.links.index(self.link(first))
-        end = len(self.links) - 1 if last is None else self.links.index(self.link(last))
+        if first is not None:
+            begin = self.links.index(self.link(first))
+        if last is not None:
+            end = self.links.index(self.link(last))
         if begin > end:
-            help = f"the stages are {', '.join(one.name for one in self.links)}"
-            raise usage("no-such-stage", f"`{first}` comes after `{last}`: nothing is left to run", help)
+            help = f"the stages are {', '.join(link.name for link in self.links)}"
+            message = f"`{first}` comes after `{last}`: nothing is left to run"
+            raise usage("no-such-stage", message, help)
         return self.links[begin : end + 1]
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Chain:
     """Read a pipeline file; `overrides` are `STAGE.key=value`.
 
-    Raises InvalidConfig with everything that is wrong with the file itself, UsageError for an override
-    of a stage that there is not.
+    Raises InvalidConfig with everything that is wrong with the file itself, UsageError for an
+    override of a stage that there is not.
     """
     path = Path(path)
     document = read_yaml(path)
-    if "stages" not in document.value and {"stage", "args", "open_instruct"} & document.value.keys():
+    names = document.value.keys()
+    if "stages" not in names and names & {"stage", "args", "open_instruct"}:
         # nearly every line would be wrong
-        message, help = "this is a stage file, not a pipeline", f"launch sft {path}, or launch dpo {path}"
-        raise InvalidConfig(launch_finding("error", "bad-pipeline", message, help, file=str(path), line=1))
+        message = "this is a stage file, not a pipeline"
+        help = f"launch sft {path}, or launch dpo {path}"
+        raise refused(path, "bad-pipeline", message, 1, help)
     interpolated = interpolate(path, document.value, document.origins)
     reader = _PipelineReader(path, replace(document, value=interpolated.value))
-    chain = Chain(path=path, links=reader.links(), name=reader.name(), borrowed=interpolated.borrowed)
+    links = reader.links()
+    chain = Chain(path=path, links=links, name=reader.name(), borrowed=interpolated.borrowed)
     for key, text in interpolated.secrets.items():
         if _OF_COMMAND.fullmatch(key):
-            reader.exposed(key, text)
+            reader.add_exposed(key, text)
     if reader.findings:
-        raise InvalidConfig(finding.naming_variables(chain.redactor) for finding in reader.findings)
+        redactor = chain.redactor
+        raise InvalidConfig(finding.naming_variables(redactor) for finding in reader.findings)
     for text in overrides:
-        name, dot, rest = text.partition(".")
-        if not dot or "=" in name:
-            names = ", ".join(f"{one.name}.{brief(text, 40)}" for one in chain.links[:3])
-            raise usage("no-such-stage", f"`{brief(text)}`: of which stage?", f"one of {names}")
-        link = chain.link(name)
-        changed = replace(link, overrides=(*link.overrides, rest))
-        chain = replace(chain, links=tuple(changed if one is link else one for one in chain.links))
+        chain = _with_override(chain, text)
     return chain
+
+
+def _with_override(chain: Chain, text: str) -> Chain:
+    name, dot, override = text.partition(".")
+    if not dot or "=" in name:
+        examples = [f"{link.name}.{brief(text, 40)}" for link in chain.links[:3]]
+        message = f"`{brief(text)}`: of which stage?"
+        raise usage("no-such-stage", message, f"one of {', '.join(examples)}")
+    chosen = chain.link(name)
+    links = list(chain.links)
+    changed = replace(chosen, overrides=(*chosen.overrides, override))
+    links[links.index(chosen)] = changed
+    return replace(chain, links=tuple(links))
 
 
 class _PipelineReader:
     """Collects what is wrong instead of stopping at the first."""
 
     def __init__(self, path: Path, document: Document) -> None:
-        self.path, self.value, self.origins = path, document.value, document.origins
+        self.path = path
+        self.value = document.value
+        self.origins = document.origins
         self.findings: list[Finding] = list(document.faults)
 
     def name(self) -> str:
-        given = self.value.get("name")
-        if isinstance(given, dict | list):
-            self._bad("name", "`name` is one word for the pipeline")
-        return self.path.stem if given is None else str(given)
+        name = self.value.get("name")
+        if isinstance(name, dict | list):
+            self._add("name", "`name` is one word for the pipeline")
+        return self.path.stem if name is None else str(name)
 
     def links(self) -> tuple[Link, ...]:
-        self._unknown("", self.value, KEYS)
+        self._refuse_others("", self.value, KEYS)
         gpus = self._gpus("gpus", self.value.get("gpus"))
-        listed = self.value.get("stages")
-        if not isinstance(listed, list) or not listed:
-            help = "stages:\n    - {name: sft, config: sft.yaml}\n    - {name: dpo, config: dpo.yaml}"
-            self._bad("stages", "`stages` is a list of the stages in their order", help)
+        stages = self.value.get("stages")
+        if not isinstance(stages, list) or not stages:
+            help = (
+                "stages:\n    - {name: sft, config: sft.yaml}\n    - {name: dpo, config: dpo.yaml}"
+            )
+            self._add("stages", "`stages` is a list of the stages in their order", help)
             return ()
         links: list[Link] = []
-        for number, entry in enumerate(listed):
-            if (link := self._link(f"stages[{number}]", entry, [one.name for one in links], gpus)) is not None:
+        for number, entry in enumerate(stages):
+            before = [link.name for link in links]
+            link = self._link(f"stages[{number}]", entry, before, gpus)
+            if link is not None:
                 links.append(link)
         return tuple(links)
 
@@ -154,111 +186,141 @@ class _PipelineReader:
         if isinstance(entry, str):
             entry = {"config": entry}
         if not isinstance(entry, dict):
-            self._bad(where, f"a stage is a mapping, not `{brief(entry)}`", "{config: sft.yaml}")
+            self._add(where, f"a stage is a mapping, not `{brief(entry)}`", "{config: sft.yaml}")
             return None
-        self._unknown(where, entry, STAGE_KEYS)
-        config, listed = None, entry.get("config")
-        if not isinstance(listed, str) or not listed.strip():
-            self._bad(f"{where}.config", "`config` names the stage file", "config: sft.yaml")
-        elif not exists(config := self.path.parent / expanded(listed)):
-            message, help = f"there is no {brief(config, 200)}", "`config` is relative to the pipeline file"
-            self._bad(f"{where}.config", message, help)
-            config = None
+        self._refuse_others(where, entry, STAGE_KEYS)
+        config = self._config(f"{where}.config", entry.get("config"))
         name = self._name(f"{where}.name", entry.get("name"), config, before)
         source = self._source(f"{where}.from", entry, before)
-        kind = entry.get("stage")
-        if kind not in (None, *STAGES):
-            self._bad(f"{where}.stage", f"`{brief(kind)}` is not a stage", " or ".join(STAGES))
-        own = self._gpus(f"{where}.gpus", entry.get("gpus"))
-        given = self._given(f"{where}.with", entry.get("with"))
+        stage = entry.get("stage")
+        if stage not in (None, *STAGES):
+            message = f"`{brief(stage)}` is not a stage"
+            self._add(f"{where}.stage", message, " or ".join(STAGES))
+        if entry.get("gpus") is not None:
+            gpus = self._gpus(f"{where}.gpus", entry["gpus"])
+        changes = self._changes(f"{where}.with", entry.get("with"))
         measured = None
         if entry.get("eval") is not None:
-            measured = evaluation.read(f"{where}.eval", entry["eval"], self._bad)
+            measured = evaluation.read(f"{where}.eval", entry["eval"], self._add)
         if config is None or name is None:
             return None
-        origins = {
-            key[len(where) :].removeprefix("."): origin
-            for key, origin in self.origins.items()
-            if key == where or key.startswith((f"{where}.", f"{where}["))
-        }
+        origins = {"": self._at(where)}
+        for key, origin in self.origins.items():
+            if key.startswith(f"{where}."):
+                origins[key.removeprefix(f"{where}.")] = origin
         return Link(
             name=name,
             config=config,
-            stage=kind,
-            gpus=gpus if own is None else own,
+            stage=stage,
+            gpus=gpus,
             source=source,
             explicit="from" in entry,
-            given=given,
+            given=changes,
             evaluation=measured,
-            origins={"": self._at(where), **origins},
+            origins=origins,
         )
 
-    def _name(self, where: str, given: Any, config: Path | None, before: Sequence[str]) -> str | None:
-        if given is None and config is None:
+    def _config(self, where: str, name: Any) -> Path | None:
+        if not isinstance(name, str) or not name.strip():
+            self._add(where, "`config` names the stage file", "config: sft.yaml")
             return None
-        name = str(config.stem if given is None and config is not None else given)
-        if not _NAME.match(name) or name in ("none", "null"):
+        path = self.path.parent / expanded(name)
+        if not exists(path):
+            help = "`config` is relative to the pipeline file"
+            self._add(where, f"there is no {brief(path, 200)}", help)
+            return None
+        return path
+
+    def _name(
+        self, where: str, name: Any, config: Path | None, before: Sequence[str]
+    ) -> str | None:
+        if name is None:
+            if config is None:
+                return None
+            name = config.stem
+        text = str(name)
+        if not _NAME.match(text) or text in ("none", "null"):
             help = "letters, digits, `_` and `-`; --from and --until take it"
-            self._bad(where, f"`{brief(name)}` cannot be a stage's name", help)
+            self._add(where, f"`{brief(text)}` cannot be a stage's name", help)
             return None
-        if name in before:
-            self._bad(where, f"two stages are called `{name}`", "add a `name:`")
+        if text in before:
+            self._add(where, f"two stages are called `{text}`", "add a `name:`")
             return None
-        return name
+        return text
 
     def _source(self, where: str, entry: Mapping[str, Any], before: Sequence[str]) -> str | None:
         if "from" not in entry:
             return before[-1] if before else None
-        given = entry["from"]
+        source = entry["from"]
         # a plain `no` is a boolean in YAML
-        if given is None or given is False or given == "none":
+        if source is None or source is False or source == "none":
             return None
-        if str(given) not in before:
-            help = f"one of {', '.join(before)}, or none" if before else "leave it out: this is the first"
-            self._bad(where, f"`from: {brief(given)}` is not an earlier stage", help)
-        return str(given)
+        if str(source) not in before:
+            help = "leave it out: this is the first"
+            if before:
+                help = f"one of {', '.join(before)}, or none"
+            self._add(where, f"`from: {brief(source)}` is not an earlier stage", help)
+        return str(source)
 
-    def _given(self, where: str, given: Any) -> dict[str, Any]:
-        if given is not None and not isinstance(given, dict):
-            self._bad(where, "`with` is a mapping of keys to values", "with: {learning_rate: 1e-5}")
+    def _changes(self, where: str, changes: Any) -> dict[str, Any]:
+        """What `with:` changes, by dotted key."""
+        if changes is None:
+            return {}
+        if not isinstance(changes, dict):
+            message = "`with` is a mapping of keys to values"
+            self._add(where, message, "with: {learning_rate: 1e-5}")
             return {}
         flat: dict[str, Any] = {}
-        for key, value in (given or {}).items():
-            merged = key in _MERGED and isinstance(value, dict)
-            flat |= {f"{key}.{name}": v for name, v in value.items()} if merged else {key: value}
+        for key, value in changes.items():
+            if key in _MERGED and isinstance(value, dict):
+                for name, below in value.items():
+                    flat[f"{key}.{name}"] = below
+            else:
+                flat[key] = value
         return flat
 
-    def _gpus(self, where: str, given: Any) -> int | None:
-        if given is None or (isinstance(given, int) and given is not True and given >= 0):
-            return given
-        self._bad(where, f"`gpus` is a number, 0 for the CPU, not `{brief(given)}`")
+    def _gpus(self, where: str, gpus: Any) -> int | None:
+        if gpus is None or (isinstance(gpus, int) and gpus is not True and gpus >= 0):
+            return gpus
+        self._add(where, f"`gpus` is a number, 0 for the CPU, not `{brief(gpus)}`")
         return None
 
-    def _unknown(self, where: str, given: Mapping[str, Any], names: Sequence[str]) -> None:
-        what = "a stage in a pipeline (`with:` holds changes of its file)" if where else "a pipeline file"
-        for key in (key for key in given if key not in names):
-            message, help = f"`{brief(key)}` is not a key of {what}", keys.nearest(str(key), names)
-            self._bad(f"{where}.{key}".removeprefix("."), message, help)
+    def _refuse_others(self, where: str, entry: Mapping[str, Any], names: Sequence[str]) -> None:
+        what = "a pipeline file"
+        if where:
+            what = "a stage in a pipeline (`with:` holds changes of its file)"
+        for key in entry:
+            if key not in names:
+                place = f"{where}.{key}".removeprefix(".")
+                message = f"`{brief(key)}` is not a key of {what}"
+                self._add(place, message, keys.nearest(str(key), names))
 
-    def exposed(self, key: str, text: str) -> None:
+    def add_exposed(self, key: str, text: str) -> None:
         """Note that a word of an evaluation's command holds a secret out of the environment."""
-        message = f"`{text}` would stand on a command line, which every user of the machine can read"
-        help = "leave it out: the command has the environment of launch, and the program can read the variable itself"
-        self.findings.append(launch_finding("error", "exposed-secret", message, help, key=key, **self._at(key).place))
+        message = (
+            f"`{text}` would stand on a command line, which every user of the machine can read"
+        )
+        help = "leave it out: the command has the environment of launch, "
+        help += "and the program can read the variable itself"
+        fault = misplaced(self.path, self.origins, key, "exposed-secret", message, help)
+        self.findings.append(fault)
 
     def _at(self, key: str) -> Origin:
-        return nearest(self.origins, key) or Origin(str(self.path), 1)
+        return place_of(self.path, self.origins, key)
 
-    def _bad(self, key: str, message: str, help: str | None = None) -> None:
-        place = self._at(key).place
-        self.findings.append(launch_finding("error", "bad-pipeline", message, help, key=key, **place))
+    def _add(self, key: str, message: str, help: str | None = None) -> None:
+        fault = misplaced(self.path, self.origins, key, "bad-pipeline", message, help)
+        self.findings.append(fault)
 
 
 def placed(link: Link, finding: Finding) -> Finding:
-    """A finding about what an override set: at its place under `with:`, or as it was said for this stage."""
-    if finding.override is None:
+    """A finding about what an override set: at its place under `with:`, or as this stage's."""
+    override = finding.override
+    if override is None:
         return finding
-    if finding.override in link.overrides:
-        return replace(finding, override=f"{link.name}.{finding.override}")
-    key = next((k for k, v in link.given.items() if finding.override == f"{k}={spelt(v)}"), None)
-    return finding if key is None else replace(finding, **link.origin(f"with.{key}").place)
+    if override in link.overrides:
+        return replace(finding, override=f"{link.name}.{override}")
+    for key, value in link.given.items():
+        if override == f"{key}={spelt(value)}":
+            return replace(finding, **link.origin(f"with.{key}").place)
+    return finding

@@ -1,7 +1,9 @@
-"""Every point of a verdict, as one table: what may be expected of it, and how it is read, enforced and shown.
+"""Every point of a verdict, as one table: what may be expected of it, and how it is read,
+enforced and shown.
 
-What a stage file may expect, what the probe enforces, what the live panel calls a point and the sentence of the page
-are all read from here. A point's row names the module of `launcher/verdict/` that holds its `observe_NAME`.
+What a stage file may expect, what the probe enforces, what the live panel calls a point and the
+sentence of the page are all read from here. A point's row names the module of `launcher/verdict/`
+that holds its `observe_NAME`.
 """
 
 from collections.abc import Callable, Mapping
@@ -10,11 +12,19 @@ from typing import Any
 
 Detail = Mapping[str, Any]
 Sentence = Callable[[str, Detail], str | None]
-"""State and detail of a point -> what is known about it; None where the state says it all. May raise KeyError,
-TypeError or ValueError for a damaged verdict."""
+"""State and detail of a point -> what is known about it; None where the state says it all. May
+raise KeyError, TypeError or ValueError for a damaged verdict.
+"""
 
 ANY = "any"  # switches a point off
-ATTENTIONS = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+ATTENTIONS = (
+    "eager",
+    "sdpa",
+    "flex_attention",
+    "flash_attention_2",
+    "flash_attention_3",
+    "flash_attention_4",
+)
 DURING = {
     "evaluation": " in the evaluation",
     "saving": " while saving",
@@ -32,17 +42,19 @@ def _no_sentence(_state: str, _detail: Detail) -> str | None:
 class PointType:
     """One point of a verdict.
 
-    `states` are those that `expect:` takes, in the order of its messages. `default` is what is expected where the
-    stage file is silent. `meets` are the states that meet an expectation, where that is not the same word alone.
+    `states` are those that `expect:` takes, in the order of its messages. `default` is what is
+    expected where the stage file is silent. `meets` are the states that meet an expectation,
+    where that is not the same word alone.
 
-    `from_arguments`: the trainer's arguments say what is expected, so nothing is known without a record of them.
-    `enforced`: the probe ends a training that breaks it. `pairs_only`: only stages with pairs have it. `needs_plan`:
-    it is compared with the plan, and left out where no plan is recorded. `whole_run`: it must be true of each attempt
-    whose steps are in the weights. `optional`: it is left out where nothing is known of it and nothing expected, as in
-    older records. `full_length`: a shortened run, as of `launch ladder`, shows nothing of it.
+    `from_arguments`: the trainer's arguments say what is expected, so nothing is known without a
+    record of them. `enforced`: the probe ends a training that breaks it. `pairs_only`: only
+    stages with pairs have it. `needs_plan`: it is compared with the plan, and left out where no
+    plan is recorded. `whole_run`: it must be true of each attempt whose steps are in the weights.
+    `optional`: it is left out where nothing is known of it and nothing expected, as in older
+    records. `full_length`: a shortened run, as of `launch ladder`, shows nothing of it.
 
-    `on_terminal`: `launch check` prints its sentence too. `label` is its name in the live panel, which shows the state
-    of its `events`; `alarming` states are shown in red.
+    `on_terminal`: `launch check` prints its sentence too. `label` is its name in the live panel,
+    which shows the state of its `events`; `alarming` states are shown in red.
     """
 
     name: str
@@ -90,7 +102,8 @@ def _model(_state: str, detail: Detail) -> str | None:
     export = detail.get("export")
     if not isinstance(export, Mapping) or not isinstance(export.get("error"), int | float):
         return None
-    return f"its logits lie {export['error']:.2g} of their size from those of {export.get('checkpoint')}"
+    checkpoint = export.get("checkpoint")
+    return f"its logits lie {export['error']:.2g} of their size from those of {checkpoint}"
 
 
 def _attention(_state: str, detail: Detail) -> str | None:
@@ -102,15 +115,17 @@ def _attention(_state: str, detail: Detail) -> str | None:
 def _positions(state: str, detail: Detail) -> str | None:
     if state != "restored":
         return None
-    return (
-        f"loading had rounded the rotary frequencies by up to {detail['largest_error']:.1%}; the probe put them right"
-    )
+    error = detail["largest_error"]
+    text = f"loading had rounded the rotary frequencies by up to {error:.1%}"
+    return f"{text}; the probe put them right"
 
 
 def _batch(state: str, detail: Detail) -> str | None:
     if state != "planned":
         return None
-    return f"{detail['world']} of {detail['planned_world']} process(es) trained, each step as planned"
+    return (
+        f"{detail['world']} of {detail['planned_world']} process(es) trained, each step as planned"
+    )
 
 
 def _data(state: str, detail: Detail) -> str | None:
@@ -145,8 +160,8 @@ def _gradients(state: str, detail: Detail) -> str | None:
     if state != "true":
         return None
     return (
-        f"{detail['checks']:,} comparisons with autograd over {detail['parameters']:,} parameters: largest "
-        f"error {detail['largest_error']:.2g}, {detail['allowed']:.2g} is allowed"
+        f"{detail['checks']:,} comparisons with autograd over {detail['parameters']:,} parameters: "
+        f"largest error {detail['largest_error']:.2g}, {detail['allowed']:.2g} is allowed"
     )
 
 
@@ -154,7 +169,8 @@ def _trend(_state: str, detail: Detail) -> str | None:
     if "change" not in detail:
         return None
     # by a robust slope over all losses, and relative to their median: it may be more than all of it
-    return f"over {detail['losses']:,} losses the trend is {detail['change']:+.1%} (z {detail['z']:.1f})"
+    trend = f"{detail['change']:+.1%} (z {detail['z']:.1f})"
+    return f"over {detail['losses']:,} losses the trend is {trend}"
 
 
 def _memory(state: str, detail: Detail) -> str | None:
@@ -194,11 +210,17 @@ def _resume(_state: str, detail: Detail) -> str | None:
 
 
 def _evaluation(_state: str, detail: Detail) -> str | None:
-    gates = [f"{gate['metric']} {gate['value']:.4g}" for gate in detail["gates"] if gate["value"] is not None]
+    gates = [
+        f"{gate['metric']} {gate['value']:.4g}"
+        for gate in detail["gates"]
+        if gate["value"] is not None
+    ]
     if gates:
         return f"measured: {', '.join(gates)}"
     metrics = detail["metrics"]
-    main = [f"{task} {metrics[name]:.4g}" for task, name in detail["main"].items() if name in metrics]
+    main = [
+        f"{task} {metrics[name]:.4g}" for task, name in detail["main"].items() if name in metrics
+    ]
     return f"measured: {', '.join(main[:4])}" if main else None
 
 
@@ -246,7 +268,12 @@ POINTS: tuple[PointType, ...] = (
         sentence=_positions,
     ),
     PointType(
-        name="batch", states=("planned", ANY), observed_in="points", needs_plan=True, whole_run=True, sentence=_batch
+        name="batch",
+        states=("planned", ANY),
+        observed_in="points",
+        needs_plan=True,
+        whole_run=True,
+        sentence=_batch,
     ),
     PointType(
         name="dataset_cache",
@@ -271,10 +298,20 @@ POINTS: tuple[PointType, ...] = (
         sentence=_cache,
     ),
     PointType(
-        name="data", states=("as_planned", ANY), observed_in="data", whole_run=True, optional=True, sentence=_data
+        name="data",
+        states=("as_planned", ANY),
+        observed_in="data",
+        whole_run=True,
+        optional=True,
+        sentence=_data,
     ),
     PointType(
-        name="loss", states=("finite", ANY), observed_in="outcome", default="finite", enforced=True, sentence=_loss
+        name="loss",
+        states=("finite", ANY),
+        observed_in="outcome",
+        default="finite",
+        enforced=True,
+        sentence=_loss,
     ),
     PointType(
         name="gradients",
@@ -287,12 +324,36 @@ POINTS: tuple[PointType, ...] = (
         alarming=("corrupt",),
         sentence=_gradients,
     ),
-    PointType(name="trend", states=("falling", ANY), observed_in="outcome", full_length=True, sentence=_trend),
-    PointType(name="memory", states=("ok", ANY), observed_in="outcome", default="ok", sentence=_memory),
-    PointType(name="finish", states=("completed", ANY), observed_in="outcome", default="completed", sentence=_finish),
-    PointType(name="weights", states=("moved", ANY), observed_in="outcome", optional=True, sentence=_weights),
-    PointType(name="model", states=("saved", ANY), observed_in="outcome", optional=True, sentence=_model),
-    PointType(name="inputs", states=("same", ANY), observed_in="outcome", whole_run=True, optional=True),
+    PointType(
+        name="trend",
+        states=("falling", ANY),
+        observed_in="outcome",
+        full_length=True,
+        sentence=_trend,
+    ),
+    PointType(
+        name="memory", states=("ok", ANY), observed_in="outcome", default="ok", sentence=_memory
+    ),
+    PointType(
+        name="finish",
+        states=("completed", ANY),
+        observed_in="outcome",
+        default="completed",
+        sentence=_finish,
+    ),
+    PointType(
+        name="weights",
+        states=("moved", ANY),
+        observed_in="outcome",
+        optional=True,
+        sentence=_weights,
+    ),
+    PointType(
+        name="model", states=("saved", ANY), observed_in="outcome", optional=True, sentence=_model
+    ),
+    PointType(
+        name="inputs", states=("same", ANY), observed_in="outcome", whole_run=True, optional=True
+    ),
     PointType(
         name="evaluation",
         states=(ANY,),
@@ -301,10 +362,18 @@ POINTS: tuple[PointType, ...] = (
         sentence=_evaluation,
         on_terminal=True,
     ),
-    PointType(name="resume", states=("continuous", ANY), observed_in="outcome", optional=True, sentence=_resume),
+    PointType(
+        name="resume",
+        states=("continuous", ANY),
+        observed_in="outcome",
+        optional=True,
+        sentence=_resume,
+    ),
 )
 """In the order of a verdict."""
 
 BY_NAME: Mapping[str, PointType] = {point.name: point for point in POINTS}
-DEFAULTS: Mapping[str, str] = {point.name: point.default for point in POINTS if point.default is not None}
+DEFAULTS: Mapping[str, str] = {
+    point.name: point.default for point in POINTS if point.default is not None
+}
 """What is expected of a point that the stage file does not name."""

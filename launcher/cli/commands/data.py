@@ -11,16 +11,24 @@ from launcher.cli.options import FORMAT, Format, answer, app
 from launcher.errors import Exit
 from launcher.report import console
 
-data = typer.Typer(no_args_is_help=True, help="Convert data sets into the form that the trainers read.")
+data = typer.Typer(
+    no_args_is_help=True, help="Convert data sets into the form that the trainers read."
+)
 app.add_typer(data, name="data")
 
 
 @data.command("convert", epilog="Example: launch data convert alpaca.json -o data/train.jsonl")
 def convert(
-    source: Path = Argument(..., metavar="SOURCE", help="a data file, or a folder of them", show_default=False),
-    output: Path = Option(..., "--output", "-o", metavar="FILE", help="the .jsonl file to write", show_default=False),
+    source: Path = Argument(
+        ..., metavar="SOURCE", help="a data file, or a folder of them", show_default=False
+    ),
+    output: Path = Option(
+        ..., "--output", "-o", metavar="FILE", help="the .jsonl file to write", show_default=False
+    ),
     split: str = Option("train", "--split", metavar="NAME", help="which split of a folder"),
-    skip: bool = Option(False, "--skip", help="leave out rows that have not the form of the others"),
+    skip: bool = Option(
+        False, "--skip", help="leave out rows that have not the form of the others"
+    ),
     format: Format = FORMAT,
 ) -> Exit:
     """Convert Alpaca, ShareGPT, question and answer, and the like, into messages."""
@@ -40,6 +48,8 @@ def convert(
         "output": str(done.output),
         "rows": done.rows,
         "form": done.shape,
-        "skipped": [{"file": row.file, "row": row.number, "reason": row.reason} for row in done.skipped],
+        "skipped": [
+            {"file": row.file, "row": row.number, "reason": row.reason} for row in done.skipped
+        ],
     }
     return answer("data convert", format, content, lines)

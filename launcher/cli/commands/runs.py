@@ -1,9 +1,12 @@
-"""`launch runs`, `attach`, `logs`, `stop`, `check`, `report`, `cache`: what is under way, or was."""
+"""`launch runs`, `attach`, `logs`, `stop`, `check`, `report`, `cache`: what is under way, or
+was.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
@@ -11,7 +14,18 @@ import typer
 from typer import Argument, Option
 
 from launcher.cli.commands.stages import until_over
-from launcher.cli.options import FORMAT, LAST_RUN, RUN, UNPROVEN, Format, answer, app, confirmed, found_run, not_begun
+from launcher.cli.options import (
+    FORMAT,
+    LAST_RUN,
+    RUN,
+    UNPROVEN,
+    Format,
+    answer,
+    app,
+    confirm_deletion,
+    not_begun,
+    require_run,
+)
 from launcher.errors import Exit, Finding, usage
 from launcher.paths import exists
 from launcher.redaction import Redactor
@@ -20,7 +34,9 @@ from launcher.report import console
 if TYPE_CHECKING:
     from launcher.runs.rundir import RunFolder
 
-State = Literal["queued", "running", "orphaned", "finished", "failed", "stopped", "preempted", "unknown", "lost"]
+State = Literal[
+    "queued", "running", "orphaned", "finished", "failed", "stopped", "preempted", "unknown", "lost"
+]
 # on one line, as typer writes the choices, they are wider than a terminal
 _ONLY_STATE = f"only runs in this state: {', '.join(get_args(State))}"
 
@@ -33,7 +49,7 @@ def attach(run: str = LAST_RUN, format: Format = FORMAT) -> Exit:
     """Watch a running job; Ctrl-C detaches."""
     from launcher.lifecycle import follow
 
-    folder = found_run(run)
+    folder = require_run(run)
     attempt = follow.newest_attempt(folder)
     if not follow.has_begun(folder, attempt):
         raise not_begun(folder)
@@ -44,7 +60,9 @@ def attach(run: str = LAST_RUN, format: Format = FORMAT) -> Exit:
 def logs(
     run: str = LAST_RUN,
     follow: bool = Option(False, "--follow", "-f", help="follow the log until the run ends"),
-    lines: int | None = Option(None, "--lines", "-n", min=1, metavar="N", help="show only the last N lines"),
+    lines: int | None = Option(
+        None, "--lines", "-n", min=1, metavar="N", help="show only the last N lines"
+    ),
     attempt: int | None = Option(
         None, "--attempt", min=1, metavar="N", help="number of the attempt", show_default="the last"
     ),
@@ -52,36 +70,40 @@ def logs(
     """Print the training log (secrets redacted)."""
     from launcher.lifecycle.follow import print_log
 
-    folder = found_run(run)
+    folder = require_run(run)
     number = attempt or max(1, folder.attempts())
     try:
         print_log(folder, number, last=lines, follow=follow)
     except FileNotFoundError:
         name = folder.path.name
-        left = [one for one in range(1, folder.attempts() + 1) if folder.console(one).exists()]
+        logs = [n for n in range(1, folder.attempts() + 1) if folder.console(n).exists()]
         help = f"launch check {name} says what is left of it"
-        if left:
-            help = f"it has {', '.join(map(str, left))}: launch logs {name} --attempt {left[-1]}"
+        if logs:
+            help = f"it has {', '.join(map(str, logs))}: launch logs {name} --attempt {logs[-1]}"
         raise usage("no-such-log", f"{name} has no log of attempt {number}", help) from None
 
 
 @app.command(epilog="Example: launch stop last --after-checkpoint")
 def stop(
     run: str = RUN,
-    after_checkpoint: bool = Option(False, "--after-checkpoint", help="wait for the next checkpoint first"),
+    after_checkpoint: bool = Option(
+        False, "--after-checkpoint", help="wait for the next checkpoint first"
+    ),
     checkpoint: bool = Option(False, "--checkpoint", help="save one first, after the current step"),
     format: Format = FORMAT,
 ) -> Exit:
     """Stop a run, and say how much progress that loses.
 
-    Sends INT, then TERM, then KILL to every process of the run. With --checkpoint, it saves one and ends by itself.
+    Sends INT, then TERM, then KILL to every process of the run. With --checkpoint, it saves one
+    and ends by itself.
     """
     from launcher.lifecycle import stop
     from launcher.report import overview
 
     if checkpoint and after_checkpoint:
-        raise usage("useless-option", "--after-checkpoint has no effect with --checkpoint, which saves one now")
-    folder = found_run(run)
+        message = "--after-checkpoint has no effect with --checkpoint, which saves one now"
+        raise usage("useless-option", message)
+    folder = require_run(run)
     cost = stop.cost(folder)
     if format == "text" and overview.read_state(folder) in {"running", "orphaned", "queued"}:
         progress = cost.line()
@@ -90,16 +112,17 @@ def stop(
         if checkpoint:
             progress = "saving a checkpoint after the step that it is at"
         console.say(progress)
-    ended = stop.stop(folder, after_checkpoint=after_checkpoint, checkpoint=checkpoint)
+    end = stop.stop(folder, after_checkpoint=after_checkpoint, checkpoint=checkpoint)
     cost = stop.cost(folder)
     outcome = "it had ended before that"
-    if ended is not None and ended.preempted:
+    if end is not None and end.preempted:
         outcome = f"saved and ended; {cost.line()}"
-    elif ended is None or ended.stopped is not None:
+    elif end is None or end.stopped is not None:
         outcome = f"stopped; {cost.line()}"
-    elif ended.returncode:
+    elif end.returncode:
         outcome = f"it had failed before; {cost.line()}"
-    return answer("stop", format, {"run": str(folder.path), **cost._asdict()}, [f"{folder.path.name}: {outcome}"])
+    data = {"run": str(folder.path), **cost._asdict()}
+    return answer("stop", format, data, [f"{folder.path.name}: {outcome}"])
 
 
 @app.command(epilog="Example: launch runs --here --state failed --last 5")
@@ -107,7 +130,9 @@ def runs(
     state: State | None = Option(None, "--state", metavar="STATE", help=_ONLY_STATE),
     last: int | None = Option(None, "--last", metavar="N", min=1, help="only the N newest"),
     here: bool = Option(False, "--here", help="only runs begun in this folder"),
-    whole: bool = Option(False, "--all", help="a line for each run of a pipeline, bench, ladder or tune"),
+    whole: bool = Option(
+        False, "--all", help="a line for each run of a pipeline, bench, ladder or tune"
+    ),
     format: Format = FORMAT,
 ) -> Exit:
     """List the runs known on this machine."""
@@ -115,14 +140,15 @@ def runs(
     from launcher.runs import rundir
 
     folders = rundir.runs_here() if here else rundir.known_runs()
-    rows = [one for one in overview.list_rows(folders) if state in (None, one["state"])]
-    groups = ([[row] for row in rows] if whole else overview.group_rows(rows))[-(last or 0) :]
-
-    def show() -> None:
-        console.print_table([overview.summarize(group, runs_only=whole) for group in groups], overview.COLUMNS)
-
-    none = "no such runs" if state or here else "no runs yet"
-    return answer("runs", format, [row for one in groups for row in one], show if groups else [none])
+    rows = [row for row in overview.list_rows(folders) if state in (None, row["state"])]
+    groups = [[row] for row in rows] if whole else overview.group_rows(rows)
+    if last is not None:
+        groups = groups[-last:]
+    data = [row for group in groups for row in group]
+    if not groups:
+        return answer("runs", format, data, ["no such runs" if state or here else "no runs yet"])
+    table = [overview.summarize(group, runs_only=whole) for group in groups]
+    return answer("runs", format, data, partial(console.print_table, table, overview.COLUMNS))
 
 
 @app.command("rm", epilog="Example: launch rm 20260101T000000Z-sft-demo --yes")
@@ -139,24 +165,26 @@ def remove(
     from launcher.lifecycle import removal
     from launcher.runs import rundir
 
-    folder = rundir.find_campaign(run) or found_run(run)
+    folder = rundir.find_campaign(run) or require_run(run)
     members = rundir.campaign_runs(folder.path)
-    planned = removal.plan_removal(folder, model=model)
-    lines = planned.lines()
-    kept = planned.kept_lines()
-    if not confirmed(lines, yes, "--yes", kept):
+    plan = removal.plan_removal(folder, model=model)
+    lines = plan.lines()
+    kept = plan.kept_lines()
+    if not confirm_deletion(lines, yes, "--yes", kept):
         return answer("rm", format, {"removed": [], "kept": kept}, ["nothing was deleted"])
-    kept += removal.remove(planned)
-    for one in (folder, *members):
-        if not one.manifest.exists():
-            rundir.unregister("runs", one.path)
-    data = {"removed": [str(path) for path in planned.roots], "kept": kept}
+    kept += removal.remove(plan)
+    for removed in (folder, *members):
+        if not removed.manifest.exists():
+            rundir.unregister("runs", removed.path)
+    data = {"removed": [str(path) for path in plan.roots], "kept": kept}
     return answer("rm", format, data, [*(f"deleted {line}" for line in lines), *kept])
 
 
 @app.command(epilog="Example: launch check runs/20260101T000000Z-sft-demo --format json")
 def check(
-    target: str = Argument(..., metavar="RUN|LOG", help="a run, a pipeline or bench folder, a log, or -"),
+    target: str = Argument(
+        ..., metavar="RUN|LOG", help="a run, a pipeline or bench folder, a log, or -"
+    ),
     allow_unproven: bool = UNPROVEN,
     format: Format = FORMAT,
 ) -> Exit:
@@ -165,8 +193,8 @@ def check(
 
     notes: tuple[Finding, ...] = ()
     log = Path("/dev/stdin" if target == "-" else target)
-    # a pipe is a log too
     name = "standard input" if target == "-" else target
+    # a pipe is a log too
     if exists(log) and not log.is_dir():
         verdict = check.judge_log(log, _redactor_of_log(log))
     else:
@@ -174,20 +202,25 @@ def check(
         from launcher.lifecycle import conclude
         from launcher.runs import rundir
 
-        if members := rundir.campaign_runs(log):
+        members = rundir.campaign_runs(log)
+        if members:
             return _check_each(log, members, allow_unproven, format)
-        folder = found_run(target, "run or log")
+        folder = require_run(target, "run or log")
         if not folder.attempts() and not exists(folder.probe):
             raise not_begun(folder)
         judged = conclude.judge_and_write(folder)
-        name, verdict = folder.path.name, judged.verdict
+        name = folder.path.name
+        verdict = judged.verdict
         notes = (*conclude.unpinned_note(folder), *conclude.left_out_notes(judged, folder))
     code = check.exit_code(verdict, allow_unproven=allow_unproven)
-    return answer("check", format, verdict.as_json(), lambda: console.print_verdict(verdict, name), notes, code)
+    show = partial(console.print_verdict, verdict, name)
+    return answer("check", format, verdict.as_json(), show, notes, code)
 
 
 def _redactor_of_log(log: Path) -> Redactor | None:
-    """What was secret at the start of the run in whose folder a log lies; None where it lies in none."""
+    """What was secret at the start of the run in whose folder a log lies; None where it lies
+    in none.
+    """
     folder = log.absolute().parent
     if not exists(folder / "start.json"):
         return None
@@ -197,27 +230,37 @@ def _redactor_of_log(log: Path) -> Redactor | None:
     return attempt.redactor(RunFolder(folder))
 
 
-def _check_each(folder: Path, members: Sequence[RunFolder], allow_unproven: bool, format: Format) -> Exit:
+def _check_each(
+    folder: Path, members: Sequence[RunFolder], allow_unproven: bool, format: Format
+) -> Exit:
     """Judge every run of a pipeline, bench, ladder or tune; the code is the first that is not 0."""
     from launcher.lifecycle import conclude
     from launcher.verdict import check
 
-    verdicts = {run.path: conclude.finish(run) for run in members}
-    codes = [check.exit_code(one, allow_unproven=allow_unproven) for one in verdicts.values()]
-    judged = [{"run": str(path), **one.as_json()} for path, one in verdicts.items()]
-    data = {"folder": str(folder.absolute()), "runs": judged}
+    verdicts = {}
+    judged = []
+    code = Exit.OK
+    for run in members:
+        verdict = conclude.finish(run)
+        verdicts[run.path] = verdict
+        judged.append({"run": str(run.path), **verdict.as_json()})
+        code = code or check.exit_code(verdict, allow_unproven=allow_unproven)
 
     def show() -> None:
         for path, verdict in verdicts.items():
             console.print_verdict(verdict, path.name)
 
-    return answer("check", format, data, show, code=next(filter(None, codes), Exit.OK))
+    data = {"folder": str(folder.absolute()), "runs": judged}
+    return answer("check", format, data, show, code=code)
 
 
 @app.command("report", epilog="Example: launch report last -o curves.html")
 def report_command(
     targets: list[str] = Argument(
-        ..., metavar="RUN|LOG...", help="runs, pipeline or bench folders, console logs", show_default=False
+        ...,
+        metavar="RUN|LOG...",
+        help="runs, pipeline or bench folders, console logs",
+        show_default=False,
     ),
     output: Path | None = Option(
         None, "--output", "-o", metavar="FILE", help="the HTML file", show_default="beside the run"
@@ -228,18 +271,20 @@ def report_command(
     from launcher.report import page, series
     from launcher.runs import rundir
 
-    campaign = rundir.find_campaign(targets[0]) if len(targets) == 1 and output is None and format == "text" else None
-    if campaign and (written := next(campaign.path.glob("*.html"), None)):
-        # it begins with the table and the decision, which its runs alone do not hold
-        console.say(f"report: {written}")
-        return
+    if len(targets) == 1 and output is None and format == "text":
+        campaign = rundir.find_campaign(targets[0])
+        pages = [] if campaign is None else sorted(campaign.path.glob("*.html"))
+        if pages:
+            # it begins with the table and the decision, which its runs alone do not hold
+            console.say(f"report: {pages[0]}")
+            return
     runs = series.load_runs(targets)
-    # the JSON form says all that the page says, so no page is written beside it that nobody asked for
-    path = page.default_path(runs) if output is None and format == "text" else output
-    if path is not None:
+    if output is not None or format == "text":
+        path = output or page.default_path(runs)
         page.write(runs, path)
-        console.say(f"report: {path}") if format == "text" else None
-    # once nothing can fail any more: a reader gets one envelope
+        if format == "text":
+            console.say(f"report: {path}")
+    # the JSON says all that the page says, and comes once nothing can fail any more
     if format == "json":
         console.print_envelope("report", True, (), series.as_json(runs))
 
@@ -250,11 +295,10 @@ def cache_list(format: Format = FORMAT) -> Exit:
     from launcher.cache import folders
 
     rows = [folder.row() for folder in folders.known()]
-
-    def show() -> None:
-        console.print_table([folders.shown(row) for row in rows], folders.COLUMNS)
-
-    return answer("cache list", format, rows, show if rows else ["no caches yet"])
+    if not rows:
+        return answer("cache list", format, rows, ["no caches yet"])
+    table = [folders.shown(row) for row in rows]
+    return answer("cache list", format, rows, partial(console.print_table, table, folders.COLUMNS))
 
 
 @cache.command("why", epilog="Example: launch cache why last")
@@ -262,15 +306,24 @@ def cache_why(run: str = RUN, format: Format = FORMAT) -> Exit:
     """Explain why the caches of a run were hit or missed."""
     from launcher.cache import diagnosis
 
-    reasons = diagnosis.why(found_run(run))
-    lines = [line for one in reasons for line in one.lines()] or ["no cache folder that it used is here"]
-    return answer("cache why", format, [asdict(one) for one in reasons], lines)
+    reasons = diagnosis.why(require_run(run))
+    lines: list[str] = []
+    for reason in reasons:
+        lines += reason.lines()
+    data = [asdict(reason) for reason in reasons]
+    return answer("cache why", format, data, lines or ["no cache folder that it used is here"])
 
 
-@cache.command("clear", epilog="Example: launch cache clear --older-than 30d --kind reference --dry-run")
+@cache.command(
+    "clear", epilog="Example: launch cache clear --older-than 30d --kind reference --dry-run"
+)
 def cache_clear(
-    older_than: str | None = Option(None, "--older-than", metavar="AGE", help="only caches not used for 30d, 12h, 2w"),
-    kind: Literal["dataset", "reference"] | None = Option(None, "--kind", help="only caches of this kind"),
+    older_than: str | None = Option(
+        None, "--older-than", metavar="AGE", help="only caches not used for 30d, 12h, 2w"
+    ),
+    kind: Literal["dataset", "reference"] | None = Option(
+        None, "--kind", help="only caches of this kind"
+    ),
     dry_run: bool = Option(False, "--dry-run", help="list what would be deleted; delete nothing"),
     whole: bool = Option(False, "--all", help="delete every unused cache without asking"),
     format: Format = FORMAT,
@@ -285,9 +338,13 @@ def cache_clear(
         return folders.clear(folders.known(), kind=kind, older_than_s=seconds, dry_run=dry_run)
 
     if not (dry_run or older_than or kind):
-        unused = [f"{one.folder} ({sized(one.size)})" for one in clear(True) if one.reason is None]
-        if unused and not confirmed(unused, whole, "--all"):
+        unused = []
+        for folder in clear(True):
+            if folder.reason is None:
+                unused.append(f"{folder.folder} ({sized(folder.size)})")
+        if unused and not confirm_deletion(unused, whole, "--all"):
             return answer("cache clear", format, [], ["nothing was deleted"])
-    done = clear(dry_run)
-    lines = [one.line() for one in done] or ["nothing to clear"]
-    return answer("cache clear", format, [asdict(one) for one in done], lines)
+    cleared = clear(dry_run)
+    data = [asdict(folder) for folder in cleared]
+    lines = [folder.line() for folder in cleared] or ["nothing to clear"]
+    return answer("cache clear", format, data, lines)

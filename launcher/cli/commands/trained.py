@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING
 from typer import Argument, Option
 
 from launcher import redaction
-from launcher.cli.options import FORMAT, Format, answer, app, found_run, run_names
+from launcher.cli.options import FORMAT, Format, answer, app, require_run, run_names
 from launcher.errors import Exit, LaunchError, not_ready, usage
 from launcher.redaction import Redactor
 from launcher.report import console
 
 if TYPE_CHECKING:
-    from launcher.machine.python import Trainer
     from launcher.runs.rundir import RunFolder
     from launcher.trained.chat import Chat, Reply
     from launcher.trained.model import Base, TrainedModel
@@ -40,14 +39,20 @@ PYTHON = Option(
     help="Python with the trainer's packages",
     show_default="LAUNCH_PYTHON, the one that trained it, this one",
 )
-DEVICES = Option(None, "--devices", metavar="0,1", help="use these GPUs", show_default="all that are visible")
+DEVICES = Option(
+    None, "--devices", metavar="0,1", help="use these GPUs", show_default="all that are visible"
+)
 CPU = Option(False, "--cpu", help="use no GPU")
 _BEGIN_ANEW = "/new"
-_HINT = f"an empty line does nothing; {_BEGIN_ANEW} begins a new conversation, Ctrl-C ends an answer, Ctrl-D the chat"
+_HINT = (
+    f"an empty line does nothing; {_BEGIN_ANEW} begins a new conversation, "
+    "Ctrl-C ends an answer, Ctrl-D the chat"
+)
 
 
 def found_model(target: str, base: Base | None = None) -> TrainedModel:
-    """The model of a folder, of a run, or of the last run of a pipeline; `base` counts instead of what records say.
+    """The model of a folder, of a run, or of the last run of a pipeline; `base` counts instead of
+    what records say.
 
     Raises UsageError where there is no such run, NotReady where it has no final model.
     """
@@ -56,9 +61,9 @@ def found_model(target: str, base: Base | None = None) -> TrainedModel:
 
     folder = Path(target)
     if folder.is_dir() and not rundir.is_run(folder):
-        lying = model.of_folder(folder, base)
-        if lying is not None:
-            return lying
+        saved = model.of_folder(folder, base)
+        if saved is not None:
+            return saved
         run = model.writer_of(folder)
         if run is not None:
             return model.of_run(run, base)
@@ -67,20 +72,30 @@ def found_model(target: str, base: Base | None = None) -> TrainedModel:
         return model.of_run(_last_of(campaign.path), base)
     if folder.is_dir() and not rundir.is_run(folder):
         message = f"{target} holds no model: no config.json, no adapter_config.json"
-        raise not_ready("no-final-model", message, "launch runs lists runs; give a run or the folder of its model")
-    return model.of_run(found_run(target, "run or folder"), base)
+        raise not_ready(
+            "no-final-model",
+            message,
+            "launch runs lists runs; give a run or the folder of its model",
+        )
+    return model.of_run(require_run(target, "run or folder"), base)
 
 
 def _last_of(campaign: Path) -> RunFolder:
-    """The last run of a pipeline. Raises NotReady for others: trials of bench, ladder and tune leave no model."""
+    """The last run of a pipeline. Raises NotReady for others: trials of bench, ladder and tune
+    leave no model.
+    """
     from launcher.runs import rundir
 
     if not (campaign / rundir.PIPELINE_RECORD).is_file():
         message = f"{campaign.name} is no run: trials of bench, ladder and tune leave no model"
-        raise not_ready("no-final-model", message, "launch runs lists the others", file=str(campaign))
+        raise not_ready(
+            "no-final-model", message, "launch runs lists the others", file=str(campaign)
+        )
     members = rundir.campaign_runs(campaign)
     if not members:
-        raise not_ready("no-final-model", f"no stage of {campaign.name} has begun", file=str(campaign))
+        raise not_ready(
+            "no-final-model", f"no stage of {campaign.name} has begun", file=str(campaign)
+        )
     return members[-1]
 
 
@@ -88,12 +103,20 @@ def _last_of(campaign: Path) -> RunFolder:
 def chat(
     target: str = MODEL,
     prompts: list[str] | None = Option(
-        None, "--prompt", "-p", metavar="TEXT", help="ask this instead (repeatable: turns of one conversation)"
+        None,
+        "--prompt",
+        "-p",
+        metavar="TEXT",
+        help="ask this instead (repeatable: turns of one conversation)",
     ),
     base: bool = Option(False, "--base", help="let the model that it was trained from answer too"),
     system: str | None = Option(None, "--system", metavar="TEXT", help="system message"),
-    temperature: float = Option(0.7, "--temperature", min=0, metavar="X", help="0 always takes the likeliest token"),
-    max_new_tokens: int = Option(512, "--max-new-tokens", min=1, metavar="N", help="longest answer, in tokens"),
+    temperature: float = Option(
+        0.7, "--temperature", min=0, metavar="X", help="0 always takes the likeliest token"
+    ),
+    max_new_tokens: int = Option(
+        512, "--max-new-tokens", min=1, metavar="N", help="longest answer, in tokens"
+    ),
     seed: int = Option(0, "--seed", metavar="N", help="seed of the draws"),
     devices: str | None = DEVICES,
     cpu: bool = CPU,
@@ -105,28 +128,36 @@ def chat(
     Without a terminal, the prompt is read from stdin.
     """
     from launcher.trained import chat, worker
+    from launcher.trained.model import trainer_of
 
     if cpu and devices is not None:
         raise usage("useless-option", "--devices has no effect with --cpu")
     model = found_model(target)
     redactor = _redactor(model)
-    given = _given_prompts(prompts, format)
+    questions = _read_prompts(prompts, format)
     if base and model.base is None:
-        message = f"it is unknown which model {model.path} was trained from: no run's record names it"
+        message = (
+            f"it is unknown which model {model.path} was trained from: no run's record names it"
+        )
         raise not_ready("no-base-model", message, "leave out --base", file=str(model.path))
-    trainer = _trainer(model, python, chat.needs(model))
+    trainer = trainer_of(model, python, chat.needs(model))
     sampling = chat.Sampling(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
     environ = worker.environment(os.environ, devices=devices, cpu=cpu)
-    console.say_aside(f"loading {model.path}" + (f" and {model.base.name}" if base and model.base else ""))
+    names = str(model.path)
+    if base and model.base is not None:
+        names += f" and {model.base.name}"
+    console.say_aside(f"loading {names}")
     with _terminated(), chat.open_worker(model, trainer, environ, beside=base) as process:
         talk = chat.Chat(process, process.wait_for("loaded"), sampling, system)
         if not talk.has_template:
-            console.say_aside("the tokenizer has no chat template: a prompt is continued as plain text")
-        if given is None:
+            console.say_aside(
+                "the tokenizer has no chat template: a prompt is continued as plain text"
+            )
+        if questions is None:
             _converse(talk, redactor, beside=base)
             return Exit.OK
         if format == "json":
-            turns = chat.answer_all(talk, given, beside=base)
+            turns = chat.answer_all(talk, questions, beside=base)
             data = {
                 "model": str(model.path),
                 "base": model.base.as_json() if model.base else None,
@@ -137,27 +168,33 @@ def chat(
                 "turns": [turn.as_json() for turn in turns],
             }
             return answer("chat", format, data, (), redactor=redactor)
-        for prompt in given:
+        for prompt in questions:
             _show_turn(talk, prompt, redactor, beside=base)
     return Exit.OK
 
 
-def _given_prompts(prompts: Sequence[str] | None, format: Format) -> list[str] | None:
-    """What to ask; None where somebody at a terminal is going to say. Raises UsageError where it is empty."""
+def _read_prompts(prompts: Sequence[str] | None, format: Format) -> list[str] | None:
+    """What to ask; None where somebody at a terminal is going to say.
+
+    Raises UsageError where it is empty.
+    """
+    help = "--prompt TEXT, or text on stdin"
     if prompts is None and sys.stdin.isatty():
         if format == "json":
-            raise usage("no-prompt", "--format json needs a prompt", "--prompt TEXT, or text on stdin")
+            raise usage("no-prompt", "--format json needs a prompt", help)
         return None
     if prompts is None:
         prompts = [sys.stdin.read()]
-    given = [prompt.strip() for prompt in prompts]
-    if not all(given):
-        raise usage("no-prompt", "the prompt is empty", "--prompt TEXT, or text on stdin")
-    return given
+    texts = [prompt.strip() for prompt in prompts]
+    if not all(texts):
+        raise usage("no-prompt", "the prompt is empty", help)
+    return texts
 
 
 def _redactor(model: TrainedModel) -> Redactor:
-    """What must not be shown of a model: what was secret to the run that left it, where that is known."""
+    """What must not be shown of a model: what was secret to the run that left it, where that
+    is known.
+    """
     if model.run is None:
         return redaction.of_process()
     from launcher.runs import attempt
@@ -216,7 +253,7 @@ def _converse(talk: Chat, redactor: Redactor, *, beside: bool) -> None:
 
 def _goes_on(error: LaunchError) -> bool:
     """Whether only this prompt was refused, and the model still answers others."""
-    return all(one.code in ("template-refuses", "too-long-prompt") for one in error.findings)
+    return {finding.code for finding in error.findings} <= {"template-refuses", "too-long-prompt"}
 
 
 @contextlib.contextmanager
@@ -245,20 +282,23 @@ def _terminated() -> Iterator[None]:
         yield
 
 
-def _trainer(model: TrainedModel, named: Path | None, needs: tuple[str, ...]) -> Trainer:
-    from launcher.trained.model import trainer_of
-
-    return trainer_of(model, named, needs)
-
-
 @app.command(epilog="Example: launch merge last --output output/my_sft-merged")
 def merge(
     target: str = MODEL,
     output: Path | None = Option(
-        None, "--output", "-o", metavar="DIR", help="a new folder", show_default="ADAPTER-merged, beside it"
+        None,
+        "--output",
+        "-o",
+        metavar="DIR",
+        help="a new folder",
+        show_default="ADAPTER-merged, beside it",
     ),
     base: str | None = Option(
-        None, "--base", metavar="MODEL", help="merge into this model", show_default="the one it was trained on"
+        None,
+        "--base",
+        metavar="MODEL",
+        help="merge into this model",
+        show_default="the one it was trained on",
     ),
     devices: str | None = DEVICES,
     cpu: bool = CPU,
@@ -271,7 +311,7 @@ def merge(
     """
     from launcher.trained import merge, worker
     from launcher.trained.chat import NEEDS_OF_ADAPTERS
-    from launcher.trained.model import Base
+    from launcher.trained.model import Base, trainer_of
 
     if cpu and devices is not None:
         raise usage("useless-option", "--devices has no effect with --cpu")
@@ -279,7 +319,7 @@ def merge(
     merge.require_mergeable(model)
     place = output or merge.usual_output(model)
     merge.require_free(place)
-    trainer = _trainer(model, python, NEEDS_OF_ADAPTERS)
+    trainer = trainer_of(model, python, NEEDS_OF_ADAPTERS)
     environ = worker.environment(os.environ, devices=devices, cpu=cpu)
 
     def say(text: str) -> None:
@@ -289,7 +329,9 @@ def merge(
     with _terminated():
         merged = merge.merge(model, trainer, place, environ, say)
     lines = [*merged.lines(), f"launch chat {merged.output}"]
-    return answer("merge", format, merged.as_json(), lines, merged.findings, redactor=_redactor(model))
+    return answer(
+        "merge", format, merged.as_json(), lines, merged.findings, redactor=_redactor(model)
+    )
 
 
 @app.command(epilog="Example: launch card last --output card.md")
@@ -303,12 +345,15 @@ def card(
         help="write it here, - to stdout",
         show_default="README.md of the model",
     ),
-    replace: bool = Option(False, "--replace", help="move another README.md to README.before.md first"),
+    replace: bool = Option(
+        False, "--replace", help="move another README.md to README.before.md first"
+    ),
     format: Format = FORMAT,
 ) -> Exit:
     """Write a model card out of the record of a run.
 
-    Base model and licence, data, arguments, verdict, losses, versions. A README.md of somebody else is kept.
+    Base model and licence, data, arguments, verdict, losses, versions. A README.md of somebody
+    else is kept.
     """
     from launcher import files
     from launcher.trained import card, next_steps

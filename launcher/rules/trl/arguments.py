@@ -76,13 +76,15 @@ def no_steps(values: Values) -> Iterator[Finding]:
 @cites("transformers/training_args.py::TrainingArguments.get_warmup_steps[int(self.warmup_steps]")
 def endless_warmup(values: Values) -> Iterator[Finding]:
     """From 1 on it is a number of steps."""
-    warmup, steps = number(values["warmup_steps"]), number(values["max_steps"])
+    warmup = number(values["warmup_steps"])
+    steps = number(values["max_steps"])
     if warmup is None or steps is None or values["lr_scheduler_type"] == "constant":
         return
     if warmup >= 1 and 0 < steps < warmup + 1:
-        reached = f"with `max_steps: {plain(steps)}` the learning rate never gets to its value"
+        message = f"`warmup_steps: {plain(warmup)}`: with `max_steps: {plain(steps)}` "
+        message += "the learning rate never gets to its value"
         help = "below 1 it is a share of all steps: `warmup_steps: 0.1`"
-        yield say("warning", "out-of-range", "warmup_steps", f"`warmup_steps: {plain(warmup)}`: {reached}", help)
+        yield say("warning", "out-of-range", "warmup_steps", message, help)
 
 
 @cites(

@@ -360,11 +360,11 @@ class Footprint:
         return scales + 2 * narrow + 2 * FULL * (1 - narrow)
 
     def _weight_bytes(self) -> int:
-        """Bytes an element of the loaded weights; what DeepSpeed trains it has cast to 16 bits
-        (deepspeed/runtime/engine.py::DeepSpeedEngine._configure_distributed_model[is_zero_init_model,]).
+        """Bytes of one element of the loaded weights.
 
-        Raises InvalidConfig where the config would have to say their type, or everything is of 32
-        bits.
+        DeepSpeed casts what it trains to 16 bits
+        (deepspeed/runtime/engine.py::DeepSpeedEngine._configure_distributed_model[is_zero_init_model,]).
+        Raises InvalidConfig if nothing says their type, or if training is in 32 bits throughout.
         """
         if self.zero is not None:
             return HALF

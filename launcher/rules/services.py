@@ -29,8 +29,10 @@ def wandb_key(context: Context) -> Iterator[Finding]:
     values, environ = context.values, context.environ
     if not values["with_tracking"] or has_wandb_key(environ):
         return
-    if "report_to" not in context.entry.instead and not {"wandb", "all"} & set(values["report_to"] or ()):
-        # it crashes for another reason, which has a rule of its own
+    always_uses_wandb = "report_to" in context.entry.instead
+    trackers = set(values["report_to"] or ())
+    if not always_uses_wandb and trackers.isdisjoint({"wandb", "all"}):
+        # the script crashes for another reason: see the rule of `report_to`
         return
     mode = environ.get("WANDB_MODE", "online")
     if mode not in WITHOUT_WANDB:

@@ -192,7 +192,7 @@ def _open_instruct(plan: Plan, count: int, setup: Setup | None) -> Saved:
     return Saved(
         checkpoint=each,
         final=final,
-        times=_times(plan),
+        times=_count_saves(plan),
         formula=formula,
         limit=_limit(plan, "keep_last_n_checkpoints", 0),
     )
@@ -211,7 +211,7 @@ def _olmo_core(plan: Plan, count: int) -> Saved:
     (olmo_core_utils.py::build_checkpointer_callback[max_checkpoints=max_checkpoints]). Before #1701
     every one stays, the first and the last step's too.
     """
-    times = _times(plan)
+    times = _count_saves(plan)
     final = 4 * count
     formula = "4 + 8 bytes a parameter: weights and moments"
     limit = None
@@ -259,7 +259,7 @@ def _trl(plan: Plan, count: int, setup: Setup | None) -> Saved | None:
     return Saved(
         checkpoint=final + states,
         final=final,
-        times=_times(plan),
+        times=_count_saves(plan),
         formula=formula,
         limit=_limit(plan, "save_total_limit", 1),
     )
@@ -277,8 +277,8 @@ def _moment_bytes(values: Values, width: int) -> int:
     return 2 if "8bit" in name else 2 * width
 
 
-def _times(plan: Plan) -> int | None:
-    """Checkpoints that are saved every so often in the whole run; None if unknown."""
+def _count_saves(plan: Plan) -> int | None:
+    """How many periodic checkpoints the whole run saves; None if unknown."""
     every = interval(plan)
     entry = plan.stage.entry
     if every is None or plan.steps == 0:

@@ -473,7 +473,8 @@ def write(
     tuned = load.load(source, (*requested, *changed)) if changed else stage.config
     if stage.config.shape == "stage":
         values["extends"] = _relative(source, place)
-        values |= _differences(load.load(source), tuned)
+        written = load.load(source) if requested else stage.config
+        values |= _differences(written, tuned)
     else:
         values |= {"stage": stage.options.stage, "backend": stage.options.backend, **tuned.options}
         # the wrapped shape's own key; elsewhere `--gpus` says it

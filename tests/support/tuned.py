@@ -63,7 +63,7 @@ def ran(candidate: Candidate, speed: float = 0.0, **parts: Any) -> Trial:
 class Machine:
     """What nobody knows beforehand: FLOP and bytes a second that are reached, and shares.
 
-    `memory` is the true peak over the estimate, `half` the positions at which matrices are half as fast as
+    `memory` multiplies what a textbook says of memory, `half` the positions at which matrices are half as fast as
     large ones, `hidden` the share of the traffic behind arithmetic, `liger` and `recompute` what these multiply
     the bytes and the arithmetic of a pass by.
     """
@@ -84,7 +84,9 @@ class Machine:
 
     def runs(self, world: Space, candidate: Candidate) -> Trial:
         """What a trial of these settings shows."""
-        peak = None if candidate.short is None else candidate.short * self.memory
+        peak = None
+        if candidate.short is not None:
+            peak = self.peak(world, candidate.settings, world.footprint(candidate.settings).typical.tokens)
         if peak is not None and peak > 0.95 * self.gib:
             return ran(candidate, status="oom", seconds=40, reason="CUDA out of memory")
         step = self._step(world, candidate.settings)
@@ -93,10 +95,39 @@ class Machine:
 
     def lasts(self, world: Space, candidate: Candidate) -> float:
         """The speed where the whole run leaves the margin free, else 0."""
-        whole = candidate.peak
-        if whole is not None and whole * self.memory > 0.92 * self.gib:
-            return 0.0
+        if candidate.peak is not None:
+            longest = world.footprint(candidate.settings).setup().batch.tokens
+            if self.peak(world, candidate.settings, longest) > 0.92 * self.gib:
+                return 0.0
         return self.runs(world, candidate).speed
+
+    def peak(self, world: Space, settings: Settings, tokens: int) -> float:
+        """GiB of a micro-batch of so many tokens, as textbooks count them and not as the plan does.
+
+        States: Rajbhandari et al., 2020. Activations: those of a layer after Korthikanti et al., 2022, with three
+        matrices in its MLP, or the inputs of the layers and one layer. Logits: 2 bytes, and copies in 32 bits.
+        """
+        model = world.footprint(settings)
+        shape = model.shape
+        count = model.plan.processes
+        weights, states = 2.0 * shape.parameters, 14.0 * shape.parameters
+        if model.adapters is not None:
+            states = 14.0 * model.adapters.parameters(shape)
+        stage = 0 if model.zero is None else model.zero.stage
+        if stage == 3:
+            weights /= count
+        if stage > 0:
+            states /= count
+        if model.zero is not None and model.zero.offload_optimizer:
+            states /= 7
+        layer = (20.0 * shape.hidden + 8.0 * shape.intermediate) * tokens
+        activations = layer * shape.layers
+        if model.checkpointing:
+            activations = layer + 2.0 * shape.hidden * tokens * shape.layers
+        logits = 20.0 * shape.vocab * tokens
+        if settings.get("liger") and not model.pairs:
+            logits = 6.0 * shape.hidden * tokens
+        return self.memory * (weights + states + activations + logits) / 2**30
 
     def _step(self, world: Space, settings: Settings) -> float:
         """Seconds of a step, by other arithmetic than the plan's."""

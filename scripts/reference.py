@@ -48,12 +48,16 @@ checkout (`prepare` no GPU); `--gpus 0` is the CPU.
 FINDINGS_HEAD = """\
 # Findings
 
-Every finding has a severity, a layer and a stable code. Layer `parser`: upstream's own parser or
-`__post_init__` refuses it at the pin. Layer `run`: it parses, and would then crash, do nothing, or
-do something else than it says. Layer `launch`: this tool's own file format and rules. Layer
-`trainer`: the training script itself said it, or showed it, in a
-[rehearsal](planning.md#rehearsing). Errors stop; warnings stop under `--strict`; notes only tell.
-What an override set is named by it (`override` in the JSON) where else a line is.
+Every finding has a severity, a layer and a stable code. An error stops the command, a warning does
+so with `--strict`, and a note is information. The layer says where the problem is:
+
+- `parser`: the trainer's own parser or `__post_init__` refuses the value.
+- `run`: the trainer accepts the value, and then crashes, ignores it or does something else.
+- `trainer`: the training script reported or showed the problem in a
+  [rehearsal](planning.md#rehearsing).
+- `launch`: the problem is in launch's own options or rules.
+
+Findings about an override name the override (`override` in JSON) instead of a line.
 """
 
 

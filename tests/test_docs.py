@@ -128,9 +128,12 @@ def commands(pages: Iterable[Path] = PAGES) -> list[str]:
     """Every `launch ...` line in the code blocks of the pages, without its comment."""
     lines = []
     for page in pages:
-        blocks = re.findall(r"^```(?:bash|sh|console)?\n(.*?)^```", page.read_text(encoding="utf-8"), re.M | re.S)
-        lines += [line for block in blocks for line in block.splitlines()]
-    found = (re.fullmatch(r"(?:\$ )?launch (\S.*?)(?: +# .*)?", line) for line in lines)
+        # every block is matched, so that the end of one is not taken for the beginning of another
+        blocks = re.findall(r"^```(.*?)\n(.*?)^```$", page.read_text(encoding="utf-8"), re.M | re.S)
+        for language, block in blocks:
+            if language in {"", "bash", "sh", "console"}:
+                lines += block.splitlines()
+    found = (re.fullmatch(r"(?:\$ )?launch ([a-z].*?)(?: +# .*)?", line) for line in lines)
     return sorted({match[1] for match in found if match and "[OPTIONS]" not in match[1]})
 
 

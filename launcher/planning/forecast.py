@@ -704,8 +704,7 @@ def _lengths_or_none(
     except InvalidConfig as error:
         if terms.fit or not planned.gpus:
             raise
-        message = "how long the rows are is not known: memory is shown without activations, "
-        message += "and no time"
+        message = "row lengths unknown: memory excludes activations; no time estimate"
         for finding in error.findings:
             faults.append(replace(finding, severity="note", message=message))
         return None
@@ -725,9 +724,7 @@ def row_lengths(planned: Plan, packages: Mapping[str, str], terms: ForecastOptio
         rehearsed = lengths.parse(terms.rehearsed_tokens)
         return replace(rehearsed, source="the first rows, as a rehearsal saw them")
     place = planned.stage.config.origin(f"args.{planned.stage.entry.names.data}").place
-    message = (
-        "how long the rows are is not known: the data set is in no cache that this run would hit"
-    )
+    message = "row lengths unknown: this data set has not been tokenised for this run yet"
     help = "--row-tokens MEAN:MAX, in tokens a row, such as --row-tokens 290:1100; "
     help += "or run `launch rehearse` or `launch prepare` first"
     finding = launch_finding("error", "unknown-lengths", message, help, key="row_tokens", **place)

@@ -285,7 +285,7 @@ def _mask_questions(
         draft.remarks = (f"{key}: true: {_ANSWERS_ALONE}",)
     elif rows.kind == "chats":
         draft.rows[key] = Row(True, obstacle or "", off=True)
-        draft.remarks = (f"every token of a chat is trained on, questions too: {obstacle}",)
+        draft.remarks = (f"TRL trains on every token of a chat, including questions: {obstacle}",)
 
 
 def _mask_obstacle(model: str, environ: Mapping[str, str], *, is_pinned: bool) -> str | None:

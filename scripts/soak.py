@@ -387,8 +387,8 @@ def _page(told: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in told["versions"].items())
     lines = [
         "# Kill, preempt and resume test", "",
-        "`make soak` trains a tiny model on the CPU. At random moments it kills every process of the run (SIGKILL) or, "
-        "every second time, asks the run to save and end (TERM or USR1). Then it runs the same command again. The "
+        "`make soak` trains a tiny model on the CPU. At random moments it kills every process of the run (SIGKILL) "
+        "or, every second time, asks the run to save and end (TERM or USR1). Then it runs the same command again. The "
         "table compares the result with a run that was not interrupted.", "",
         f"{told['date']}, seed {told['seed']}, {told['system']}, Python {told['python']}, {versions}.", "",
         "| training | interruptions | of them preemptions | resumes | runs | steps missing or twice | "

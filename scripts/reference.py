@@ -48,12 +48,15 @@ checkout (`prepare` no GPU); `--gpus 0` is the CPU.
 FINDINGS_HEAD = """\
 # Findings
 
-Every finding has a severity, a layer and a stable code. Layer `parser`: upstream's own parser or
-`__post_init__` refuses it at the pin. Layer `run`: it parses, and would then crash, do nothing, or
-do something else than it says. Layer `launch`: this tool's own file format and rules. Layer
-`trainer`: the training script itself said it, or showed it, in a
-[rehearsal](planning.md#rehearsing). Errors stop; warnings stop under `--strict`; notes only tell.
-What an override set is named by it (`override` in the JSON) where else a line is.
+Every finding has a severity, a layer and a stable code. Errors stop; warnings stop with `--strict`;
+notes only inform. A finding about an override names the override (`override` in the JSON) instead of a line.
+
+| layer | meaning |
+|---|---|
+| `parser` | upstream's own parser or `__post_init__` refuses it at the pin |
+| `run` | it parses, and would then crash, have no effect, or do something else than it says |
+| `launch` | it is about launch's own file format and rules |
+| `trainer` | the training script itself reported or showed it in a [rehearsal](planning.md#rehearsing) |
 """
 
 

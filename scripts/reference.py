@@ -48,16 +48,15 @@ checkout (`prepare` no GPU); `--gpus 0` is the CPU.
 FINDINGS_HEAD = """\
 # Findings
 
-Every finding has a severity, a layer and a stable code. An error stops the command, a warning does
-so with `--strict`, and a note is information. The layer says where the problem is:
+Every finding has a severity, a layer and a stable code. Errors stop; warnings stop with `--strict`;
+notes only inform. A finding about an override names the override (`override` in the JSON) instead of a line.
 
-- `parser`: the trainer's own parser or `__post_init__` refuses the value.
-- `run`: the trainer accepts the value, and then crashes, ignores it or does something else.
-- `trainer`: the training script reported or showed the problem in a
-  [rehearsal](planning.md#rehearsing).
-- `launch`: the problem is in launch's own options or rules.
-
-Findings about an override name the override (`override` in JSON) instead of a line.
+| layer | meaning |
+|---|---|
+| `parser` | upstream's own parser or `__post_init__` refuses it at the pin |
+| `run` | it parses, and would then crash, have no effect, or do something else than it says |
+| `launch` | it is about launch's own file format and rules |
+| `trainer` | the training script itself reported or showed it in a [rehearsal](planning.md#rehearsing) |
 """
 
 

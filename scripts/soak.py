@@ -386,12 +386,12 @@ def _page(told: dict[str, Any]) -> str:
     """The same for people."""
     versions = ", ".join(f"{name} {version}" for name, version in told["versions"].items())
     lines = [
-        "# Kill and resume test", "",
-        "`make soak` trains a tiny model on the CPU, at random moments kills every process of the run (SIGKILL), "
-        "or tells it to save and end (TERM, USR1), says the same command again, and compares with a run that was "
-        "left alone.", "",
+        "# Kill, preempt and resume test", "",
+        "`make soak` trains a tiny model on the CPU. At random moments it kills every process of the run (SIGKILL) "
+        "or, every second time, asks the run to save and end (TERM or USR1). Then it runs the same command again. The "
+        "table compares the result with a run that was not interrupted.", "",
         f"{told['date']}, seed {told['seed']}, {told['system']}, Python {told['python']}, {versions}.", "",
-        "| training | interruptions | of them saved and ended | resumes | runs | steps missing or twice | "
+        "| training | interruptions | of them preemptions | resumes | runs | steps missing or twice | "
         "largest difference of a loss | of a final weight | final loss, alone | ok |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]  # fmt: skip
@@ -408,10 +408,10 @@ def _page(told: dict[str, Any]) -> str:
             f"{losses:g} | {weights:g} | {one['final_loss_undisturbed']} | {'yes' if one['ok'] else 'NO'} |"
         )
     lines += [
-        "", f"Noise allowed: {told['noise']:g} for a loss, none for a weight. Each run trains "
-        f"{STEPS} steps with a checkpoint every 3; a kill that comes before the first one begins anew. DPO "
-        "trains one epoch: with more, the pinned script can be resumed from the end of an epoch or inside "
-        "the last one only, and `launch` goes back there.", "",
+        "", f"A loss may differ by {told['noise']:g}, a weight not at all. Each run trains {STEPS} steps with a "
+        "checkpoint every 3 steps; after a kill before the first checkpoint it starts over. DPO trains one epoch. "
+        "With more, the script of open-instruct can only be resumed from the end of an epoch or inside the last "
+        "one, and `launch` goes back to such a checkpoint.", "",
     ]  # fmt: skip
     return "\n".join(lines)
 

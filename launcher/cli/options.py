@@ -100,7 +100,7 @@ class Shared:
         None, "--stage", help="training stage", show_default="as the file says"
     )
     backend: Literal["open_instruct", "trl"] | None = Option(
-        None, "--backend", help="trainer", show_default="as the file says, else open_instruct"
+        None, "--backend", help="trainer", show_default="as the file says, else each"
     )
     gpus: int | None = Option(
         None,

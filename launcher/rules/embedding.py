@@ -1,17 +1,22 @@
 """Rules about tokens without a row in the model's embedding, and what each trainer does about them.
 
-Tried on the CPU with TRL 1.16 and transformers 5.17: padding with such a token is an IndexError in the first batch.
+Tried on the CPU with TRL 1.16 and transformers 5.17: padding with such a token is an IndexError in
+the first batch.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from launcher.artifacts import architecture, model_config, vocabulary
 from launcher.artifacts.vocabulary import Vocabulary
 from launcher.errors import Finding, Severity, brief
-from launcher.paths import is_dir, is_file
+from launcher.paths import is_file
 from launcher.rules import data
 from launcher.rules.context import Context, StageRule, caches_only
+from launcher.rules.model import folder_of
 from launcher.rules.rule import cites, say
 
 _MODEL = "model_name_or_path"
@@ -21,11 +26,53 @@ _SHOWN = 3
 _MULTIPLE = 8
 
 
-def _rows(context: Context) -> int | None:
-    """The rows of the embedding, as the model's config has them; None where it is not here."""
-    config = model_config.text_part(model_config.built_from(context.values, context.environ))
+@dataclass(frozen=True, slots=True)
+class Excess:
+    """A tokenizer with more tokens than the embedding of its model has rows."""
+
+    vocabulary: Vocabulary
+    rows: int
+
+    def __str__(self) -> str:
+        size = self.vocabulary.size
+        tokens = self.vocabulary.beyond(self.rows)
+        names = ", ".join(brief(f"`{token}`") for token in tokens[:_SHOWN])
+        if len(tokens) > _SHOWN:
+            names += ", ..."
+        missing = size - self.rows
+        lacking = f"{missing:,} have none"
+        if missing == 1:
+            lacking = "1 has none"
+        if tokens:
+            lacking += f" ({names})"
+        return f"the tokenizer has {size:,} tokens, the embedding {self.rows:,} rows: {lacking}"
+
+    @property
+    def remedy(self) -> str:
+        call = f"resize_token_embeddings({self.vocabulary.size}, pad_to_multiple_of=64)"
+        return f"resize the model once, with `{call}`, and save it"
+
+
+def _excess(context: Context) -> Excess | None:
+    """None where the tokens have rows, or where either number is unknown."""
+    rows = _rows(_config(context))
+    if rows is None:
+        return None
+    words = _vocabulary(context)
+    if words is None or words.size <= rows:
+        return None
+    return Excess(words, rows)
+
+
+def _config(context: Context) -> Mapping[str, Any]:
+    return model_config.text_part(model_config.built_from(context.values, context.environ))
+
+
+def _rows(config: Mapping[str, Any]) -> int | None:
     rows = config.get("vocab_size")
-    return rows if isinstance(rows, int) and rows > 0 else None
+    if isinstance(rows, int) and rows > 0:
+        return rows
+    return None
 
 
 def _vocabulary(context: Context) -> Vocabulary | None:
@@ -36,24 +83,10 @@ def _vocabulary(context: Context) -> Vocabulary | None:
     if not name:
         name = values[_MODEL]
         revision = values.get("model_revision")
-    if not isinstance(name, str) or not name:
+    folder = folder_of(context, name, revision)
+    if folder is None:
         return None
-    folder: Path | None = Path(name)
-    if not is_dir(name):
-        folder = None
-        if not model_config.is_path(name):
-            folder = model_config.snapshot(name, context.environ, revision)
-    return None if folder is None else vocabulary.read(folder)
-
-
-def _sizes(words: Vocabulary, rows: int) -> str:
-    tokens = words.beyond(rows)
-    shown = ", ".join(brief(f"`{token}`") for token in tokens[:_SHOWN])
-    more = ", ..." if len(tokens) > _SHOWN else ""
-    named = f" ({shown}{more})" if tokens else ""
-    missing = words.size - rows
-    have = "has" if missing == 1 else "have"
-    return f"the tokenizer has {words.size:,} tokens, the embedding {rows:,} rows: {missing:,} {have} none{named}"
+    return vocabulary.read(folder)
 
 
 @cites(
@@ -66,26 +99,29 @@ def beyond_embedding(context: Context) -> Iterator[Finding]:
 
     The pad token fills the shorter rows of a batch.
     """
-    rows, words = _rows(context), _vocabulary(context)
-    if rows is None or words is None or words.size <= rows or _takes_tokens_of_another(context):
+    excess = _excess(context)
+    if excess is None or _takes_tokens_of_another(context):
         return
-    used = [role for role in _used(context) if _lacks_row(context, words, role, rows)]
-    what = "a row that holds one of them crashes (index out of range, on a GPU a device-side assert)"
+    words = excess.vocabulary
+    used = [role for role in _used(context) if _lacks_row(context, words, role, excess.rows)]
+    effect = "a row that holds one of them crashes (index out of range, on a GPU a device-side assert)"
     severity: Severity = "warning"
     if used:
         severity = "error"
-        token = _token(context, words, used[0])
-        what = f"the {used[0].removesuffix('_token')} token is {brief(token)}, and the first batch with it crashes"
-    help = f"resize the model once, with `resize_token_embeddings({words.size}, pad_to_multiple_of=64)`, and save it"
+        token = brief(_token(context, words, used[0]))
+        role = used[0].removesuffix("_token")
+        effect = f"the {role} token is {token}, and the first batch with it crashes"
+    help = excess.remedy
     if used == ["pad_token"]:
         help += "; or set `pad_token` to a token that has a row"
-    yield say(severity, _CODE, _MODEL, f"{_sizes(words, rows)}: {what}", help)
+    yield say(severity, _CODE, _MODEL, f"{excess}: {effect}", help)
 
 
 def _takes_tokens_of_another(context: Context) -> bool:
     """Whether the chat template is another tokenizer's, whose tokens are added and get rows."""
-    template = context.values.get("chat_template_path")
-    return bool(template) and not (is_file(Path(str(template))) and str(template).endswith((".jinja", ".j2")))
+    template = str(context.values.get("chat_template_path") or "")
+    is_template = template.endswith((".jinja", ".j2")) and is_file(Path(template))
+    return bool(template) and not is_template
 
 
 def _token(context: Context, words: Vocabulary, role: str) -> str:
@@ -117,12 +153,10 @@ def _used(context: Context) -> Sequence[str]:
 @cites("olmo_core_utils.py::setup_model[vocab_size = hf_config.vocab_size]", reviewed=("e6c3044aa620",))
 def beyond_olmo_core(context: Context) -> Iterator[Finding]:
     """The model is built with the rows of its config, and never resized."""
-    rows, words = _rows(context), _vocabulary(context)
-    if rows is None or words is None or words.size <= rows:
-        return
-    message = f"{_sizes(words, rows)}: a row that holds one of them crashes"
-    help = f"resize the model once, with `resize_token_embeddings({words.size}, pad_to_multiple_of=64)`, and save it"
-    yield say("warning", _CODE, _MODEL, message, help)
+    excess = _excess(context)
+    if excess is not None:
+        message = f"{excess}: a row that holds one of them crashes"
+        yield say("warning", _CODE, _MODEL, message, excess.remedy)
 
 
 @cites(
@@ -137,11 +171,11 @@ def resized(context: Context) -> Iterator[Finding]:
 
     Peft trains the layers of `finetune.py` and `dpo_tune_cache.py` alone.
     """
-    rows, words = _rows(context), _vocabulary(context)
-    if rows is None or words is None or words.size <= rows or caches_only(context):
+    excess = _excess(context)
+    if excess is None or caches_only(context):
         return
-    grown = -(-words.size // _MULTIPLE) * _MULTIPLE
-    message = f"{_sizes(words, rows)}: upstream adds rows up to {grown:,}"
+    grown = math.ceil(excess.vocabulary.size / _MULTIPLE) * _MULTIPLE
+    message = f"{excess}: upstream adds rows up to {grown:,}"
     if context.values["use_lora"]:
         message += ", and LoRA leaves the new ones as they were made: the new tokens are not learnt"
         help = "train without `use_lora`, or use a tokenizer whose tokens the model has"
@@ -156,22 +190,24 @@ def special_ids(context: Context) -> Iterator[Finding]:
 
     Others are for generating: no token of the model ever has that id.
     """
-    rows = _rows(context)
+    config = _config(context)
+    rows = _rows(config)
     if rows is None or caches_only(context):
         return
-    config = model_config.text_part(model_config.built_from(context.values, context.environ))
     for key in ("pad_token_id", "eos_token_id", "bos_token_id"):
-        held = config.get(key)
-        ids = held if isinstance(held, list) else [held]
+        ids = config.get(key)
+        if not isinstance(ids, list):
+            ids = [ids]
         outside = [index for index in ids if isinstance(index, int) and index >= rows]
         if not outside:
             continue
         severity: Severity = "warning"
-        what = "no token has it"
+        effect = "no token has it"
         if key == "pad_token_id" and config.get("model_type") in architecture.FAMILIES:
             severity = "error"
-            what = "the model cannot be built (Padding_idx must be within num_embeddings)"
-        message = f"config.json has `{key}: {outside[0]}`, and the embedding {rows:,} rows: {what}"
+            effect = "the model cannot be built (Padding_idx must be within num_embeddings)"
+        numbers = f"`{key}: {outside[0]}`, and the embedding {rows:,} rows"
+        message = f"config.json has {numbers}: {effect}"
         help = "write the id of the tokenizer's own token into config.json, or null"
         yield say(severity, _CODE, _MODEL, message, help)
 

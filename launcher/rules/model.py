@@ -18,7 +18,8 @@ from launcher.rules.rule import cites, needs, say
 from launcher.rules.trl.resolved import inline
 from launcher.upstream import behaviour
 
-# liger_kernel/transformers/monkey_patch.py::[MODEL_TYPE_TO_APPLY_LIGER_FN], release 0.7.0, the one that the pin locks
+# liger_kernel/transformers/monkey_patch.py::[MODEL_TYPE_TO_APPLY_LIGER_FN], release 0.7.0, the one
+# that the pin locks
 LIGER_RELEASE = [0, 7]
 LIGER_MODELS = frozenset(
     """
@@ -28,6 +29,7 @@ LIGER_MODELS = frozenset(
     qwen3_vl_moe_text smollm3 phi3 paligemma falcon_h1 smolvlm hunyuan_v1_dense hunyuan_v1_moe exaone4
     """.split()
 )
+Sizes = Mapping[str, architecture.Size]
 _NO_LIGER = "write `use_liger_kernel: false`"
 
 
@@ -41,16 +43,21 @@ def liger_unknown(context: Context) -> Iterator[Finding]:
     if not values["use_liger_kernel"] or values.get("use_qlora") or caches_only(context):
         return
     config = model_config.read(values["model_name_or_path"], context.environ, values.get("model_revision"))
-    kind = config.get("model_type")
-    if not isinstance(kind, str) or kind in LIGER_MODELS:
+    family = config.get("model_type")
+    if not isinstance(family, str) or family in LIGER_MODELS:
         return
-    have = (context.packages or {}).get("liger-kernel")
+    severity: Severity = "warning"
+    release = "0.7.0"
+    installed = (context.packages or {}).get("liger-kernel")
     # of a later release nothing is known
-    known = have is not None and [int(part) for part in re.findall(r"\d+", have)[:2]] <= LIGER_RELEASE
-    crashes = context.entry.strict_liger
-    what = "upstream fails with a KeyError" if crashes else "nothing would be patched"
-    message = f"Liger {have if known else '0.7.0'} has no kernels for {kind} models: {what}"
-    severity: Severity = "error" if crashes and known else "warning"
+    if installed is not None and list(map(int, re.findall(r"\d+", installed)[:2])) <= LIGER_RELEASE:
+        release = installed
+        if context.entry.strict_liger:
+            severity = "error"
+    effect = "nothing would be patched"
+    if context.entry.strict_liger:
+        effect = "upstream fails with a KeyError"
+    message = f"Liger {release} has no kernels for {family} models: {effect}"
     yield say(severity, "liger-unknown-model", "use_liger_kernel", message, _NO_LIGER)
 
 
@@ -74,11 +81,16 @@ def beyond_positions(context: Context) -> Iterator[Finding]:
     """`dataset_transformation.py` and `sft_config.py` cut at what is asked for; no one asks the
     model how far it reaches.
     """
-    key = "max_seq_length" if "max_seq_length" in context.values else "max_length"
-    length, reach = context.values.get(key), positions(model_config.built_from(context.values, context.environ))
-    if reach is not None:
-        reach = max(reach, _scaled_positions(context))
-    if context.values.given(key) and isinstance(length, int) and reach and length > reach:
+    values = context.values
+    key = "max_length"
+    if "max_seq_length" in values:
+        key = "max_seq_length"
+    length = values.get(key)
+    reach = positions(model_config.built_from(values, context.environ))
+    if reach is None or not values.given(key) or not isinstance(length, int):
+        return
+    reach = max(reach, _scaled_positions(context))
+    if length > reach:
         message = f"`{key}: {length}` goes beyond the {reach} positions that the model was made for"
         help = f"write `{key}: {reach}`, or a model with a longer context"
         yield say("warning", "beyond-positions", key, message, help)
@@ -89,9 +101,11 @@ def _scaled_positions(context: Context) -> int:
     values = context.values
     factor = values.get("rope_scaling_factor")
     original = values.get("rope_scaling_old_context_len")
-    if not context.entry.scales_positions or not isinstance(factor, int | float) or not isinstance(original, int):
+    if not context.entry.scales_positions or not isinstance(original, int):
         return 0
-    return int(factor * original) if math.isfinite(factor) else 0
+    if not isinstance(factor, int | float) or not math.isfinite(factor):
+        return 0
+    return int(factor * original)
 
 
 def positions(config: Mapping[str, Any]) -> int | None:
@@ -122,17 +136,18 @@ def packed_without_flash(context: Context) -> Iterator[Finding]:
     values = context.values
     if not values["packing"] or context.gpus == 0 or caches_only(context):
         return
-    given = values.get("attn_implementation")
-    slow = f"`attn_implementation: {given}` has" if given in {"torch", "te"} else None
-    if given is None and context.lacks("flash-attn", "flash-attn-3"):
-        slow = "the trainer's Python has no flash-attn, so there are"
-    if slow is None:
+    attention = values.get("attn_implementation")
+    if attention in {"torch", "te"}:
+        cause = f"`attn_implementation: {attention}` has"
+    elif attention is None and context.lacks("flash-attn", "flash-attn-3"):
+        cause = "the trainer's Python has no flash-attn, so there are"
+    else:
         return
     worse = "packing was measured slower than padding without"
     if values.schema.pairs:
         # measured with the pinned script: it leaves the cache on, and transformers drops the mask
         worse += ", and DPO's packed samples see each other"
-    message = f"{slow} no flash-attention kernels: {worse}"
+    message = f"{cause} no flash-attention kernels: {worse}"
     help = "pip install flash-attn, or `packing: false`"
     yield say("warning", "packing-without-flash", "packing", message, help)
 
@@ -164,7 +179,8 @@ def _config(context: Context) -> Mapping[str, Any]:
 
 def _arguments(context: Context) -> Mapping[str, Any]:
     values = context.values
-    return inline(values.get("model_init_kwargs")) or model_config.replaced(values.get("additional_model_arguments"))
+    arguments = inline(values.get("model_init_kwargs"))
+    return arguments or model_config.replaced(values.get("additional_model_arguments"))
 
 
 @cites("transformers/modeling_utils.py::PreTrainedModel.from_pretrained[model = cls(config]")
@@ -172,35 +188,59 @@ def other_weights(context: Context) -> Iterator[Finding]:
     """What has another size in the files is refused, and what is not in them begins at random,
     which a table in the log says.
     """
-    given = _arguments(context)
+    arguments = _arguments(context)
     name = str(context.values[_MODEL] or "")
-    own = _shape(model_config.read(name, context.environ)) if is_dir(name) else None
-    there = None if own is None or given.keys() & _OTHER_FILES else model_files.sizes(Path(name))
-    if own is None or there is None:
+    if not is_dir(name) or arguments.keys() & _OTHER_FILES:
         return
-    if not any(one.startswith("model.") for one in there):
-        # a model without its head, whose names transformers completes
-        there = {one if one in own.outer else f"model.{one}": size for one, size in there.items()}
-    needed = by_name(_shape({**_config(context), **given}) or own)
-    other = [one for one in needed.keys() & there.keys() if by_name(own).get(one) != there[one]]
-    if other:
-        found, expected = (" x ".join(map(str, sizes[min(other)])) for sizes in (there, needed))
-        fault = f"{min(other)} is {found} in its files, and {expected} by its config.json"
+    shape = _shape(model_config.read(name, context.environ))
+    if shape is None:
+        return
+    stored = model_files.sizes(Path(name))
+    if stored is None:
+        return
+    if not any(weight.startswith("model.") for weight in stored):
+        stored = _with_prefix(stored, shape)
+    described = by_name(shape)
+    needed = by_name(_shape({**_config(context), **arguments}) or shape)
+    common = needed.keys() & stored.keys()
+    differing = [weight for weight in common if described.get(weight) != stored[weight]]
+    if differing:
+        weight = min(differing)
+        of_files = " x ".join(map(str, stored[weight]))
+        of_config = " x ".join(map(str, needed[weight]))
+        fault = f"{weight} is {of_files} in its files, and {of_config} by its config.json"
         message = f"{brief(name)} cannot be trained from: {fault}"
         yield say(context.at_start, _CODE, _MODEL, message, "config.json is another model's")
-    if gone := sorted(needed.keys() - there.keys()):
-        some = next(iter(there), None)
-        message = (
-            f"{len(gone)} of {len(needed)} weights of {brief(name)} are in no file and begin at random: {gone[0]} ..."
-        )
-        help = f"its files hold {some} and others" if some else None
+    missing = sorted(needed.keys() - stored.keys())
+    if missing:
+        share = f"{len(missing)} of {len(needed)} weights of {brief(name)}"
+        message = f"{share} are in no file and begin at random: {missing[0]} ..."
+        help = None
+        if stored:
+            help = f"its files hold {next(iter(stored))} and others"
         # single ones may be meant to
-        yield say(context.at_start if len(gone) == len(needed) else "warning", _CODE, _MODEL, message, help)
+        severity: Severity = "warning"
+        if len(missing) == len(needed):
+            severity = context.at_start
+        yield say(severity, _CODE, _MODEL, message, help)
 
 
-def by_name(shape: Shape) -> Mapping[str, tuple[int, ...]]:
-    inner = {f"model.layers.{i}.{n}": s for i in range(shape.layers) for n, s in shape.layer.items()}
-    return {**shape.outer, **inner}
+def _with_prefix(sizes: Sizes, shape: Shape) -> Sizes:
+    """The weights of a model without its head, by the names that transformers completes."""
+    completed = {}
+    for weight, size in sizes.items():
+        if weight not in shape.outer:
+            weight = f"model.{weight}"
+        completed[weight] = size
+    return completed
+
+
+def by_name(shape: Shape) -> Sizes:
+    sizes = dict(shape.outer)
+    for layer in range(shape.layers):
+        for name, size in shape.layer.items():
+            sizes[f"model.layers.{layer}.{name}"] = size
+    return sizes
 
 
 def _shape(config: Mapping[str, Any]) -> Shape | None:
@@ -242,7 +282,8 @@ def _missing(context: Context, key: str, name: str) -> Iterator[Finding]:
         message = f"there is no folder {name} here"
         help = "relative paths start where launch is started; `~` is not expanded"
     elif model_config.offline(context.environ) and not model_config.cached(name, context.environ):
-        message = f"{name} is neither a folder here nor in the hub's cache, and HF_HUB_OFFLINE is set"
+        absent = f"{name} is neither a folder here nor in the hub's cache"
+        message = f"{absent}, and HF_HUB_OFFLINE is set"
         help = "unset HF_HUB_OFFLINE, or download it first"
     else:
         return
@@ -256,15 +297,16 @@ def _missing(context: Context, key: str, name: str) -> Iterator[Finding]:
 )
 def impossible_name(context: Context) -> Iterator[Finding]:
     """Looked up as a folder, then on the hub, and neither can have such a name."""
-    values = context.values
-    names = context.entry.names
-    for key in (_MODEL, "config_name", "tokenizer_name_or_path", names.data):
-        given = values.get(key)
-        texts = given[::2] if isinstance(given, list) and context.entry.mixes else [given]
-        for text in texts:
-            if isinstance(text, str) and _is_impossible(text):
-                message = f"`{key}`: no folder and nothing on the hub can be called {brief(text)}"
-                yield say("error", "impossible-name", key, message, "name a folder, or something on the hub")
+    help = "name a folder, or something on the hub"
+    for key in (_MODEL, "config_name", "tokenizer_name_or_path", context.entry.names.data):
+        value = context.values.get(key)
+        names = [value]
+        if isinstance(value, list) and context.entry.mixes:
+            names = value[::2]
+        for name in names:
+            if isinstance(name, str) and _is_impossible(name):
+                message = f"`{key}`: no folder and nothing on the hub can be called {brief(name)}"
+                yield say("error", "impossible-name", key, message, help)
 
 
 def _is_impossible(text: str) -> bool:
@@ -280,17 +322,22 @@ def _is_impossible(text: str) -> bool:
 def incomplete_model(context: Context) -> Iterator[Finding]:
     """Seen when it is loaded, on every GPU. A folder with a config alone is one to plan with."""
     values = context.values
-    revision, config = values.get("model_revision"), values.get("config_name")
     if caches_only(context) or _arguments(context).keys() & _OTHER_FILES:
         return
-    folder = _read_from(context, config or values[_MODEL], revision)
-    if folder is not None and model_files.is_adapter(folder):
+    revision = values.get("model_revision")
+    key = _MODEL
+    if values.get("config_name"):
+        key = "config_name"
+    folder = _read_from(context, values[key], revision)
+    if folder is not None:
         # `adapter_alone` speaks of it
-        return
-    if folder is not None and (fault := model_files.config_fault(folder)) is not None:
-        yield _incomplete(context, _CODE, "config_name" if config else _MODEL, fault)
-        if not config:
+        if model_files.is_adapter(folder):
             return
+        fault = model_files.config_fault(folder)
+        if fault is not None:
+            yield _incomplete(context, _CODE, key, fault)
+            if key == _MODEL:
+                return
     folder = _read_from(context, values[_MODEL], revision)
     if folder is None or model_files.is_adapter(folder):
         return
@@ -319,7 +366,8 @@ def adapter_alone(context: Context) -> Iterator[Finding]:
         if folder is None:
             continue
         name = str(values[key])
-        message = f"{brief(name)} is an adapter alone ({model_files.ADAPTER}), without the model that it was made for"
+        alone = f"{brief(name)} is an adapter alone ({model_files.ADAPTER})"
+        message = f"{alone}, without the model that it was made for"
         base = model_files.adapter_base(folder)
         if base is not None:
             message += f", {brief(base)}"
@@ -329,14 +377,21 @@ def adapter_alone(context: Context) -> Iterator[Finding]:
 
 def _adapter_folder(context: Context, name: object) -> Path | None:
     """The folder of an adapter without a model, here or in the hub's cache."""
+    folder = folder_of(context, name, context.values.get("model_revision"))
+    if folder is None or not model_files.is_adapter(folder):
+        return None
+    return folder
+
+
+def folder_of(context: Context, name: object, revision: str | None) -> Path | None:
+    """The folder of that name, or else of the hub's cache."""
     if not isinstance(name, str) or not name:
         return None
-    folder: Path | None = Path(name)
-    if not is_dir(name):
-        folder = None
-        if not model_config.is_path(name):
-            folder = model_config.snapshot(name, context.environ, context.values.get("model_revision"))
-    return folder if folder is not None and model_files.is_adapter(folder) else None
+    if is_dir(name):
+        return Path(name)
+    if model_config.is_path(name):
+        return None
+    return model_config.snapshot(name, context.environ, revision)
 
 
 def _merge_command(name: str, folder: Path, base: str | None) -> str:
@@ -350,7 +405,8 @@ def _merge_command(name: str, folder: Path, base: str | None) -> str:
     # the shell's quotes are single ones
     quoted = [json.dumps(text) for text in (name, merged, tokenizer)]
     code = (
-        "from peft import AutoPeftModelForCausalLM as M; from transformers import AutoTokenizer as T; "
+        "from peft import AutoPeftModelForCausalLM as M; "
+        "from transformers import AutoTokenizer as T; "
         f"M.from_pretrained({quoted[0]}).merge_and_unload().save_pretrained({quoted[1]}); "
         f"T.from_pretrained({quoted[2]}).save_pretrained({quoted[1]})"
     )
@@ -365,17 +421,19 @@ def incomplete_tokenizer(context: Context) -> Iterator[Finding]:
     revision = values.get("tokenizer_revision") or values.get("model_revision")
     for key in (*named[:1], "chat_template_path"):
         folder = _read_from(context, values.get(key), revision)
-        if key == _MODEL and folder is not None and model_files.is_adapter(folder):
+        if folder is None or (key == _MODEL and model_files.is_adapter(folder)):
             continue
-        if folder is not None and (fault := model_files.tokenizer_fault(folder)) is not None:
+        fault = model_files.tokenizer_fault(folder)
+        if fault is not None:
             yield _incomplete(context, "incomplete-tokenizer", key, fault)
 
 
 def _incomplete(context: Context, code: str, key: str, fault: str) -> Finding:
     name = str(context.values[key])
     message = f"{brief(name)} cannot be trained from: {fault}"
-    whole = "finish the run that makes it, or copy it again"
-    help = f"git -C {shlex.quote(name)} lfs pull" if "git-lfs" in fault else whole
+    help = "finish the run that makes it, or copy it again"
+    if "git-lfs" in fault:
+        help = f"git -C {shlex.quote(name)} lfs pull"
     return say(context.at_start, code, key, message, help)
 
 
@@ -384,18 +442,22 @@ def _read_from(context: Context, name: object, revision: str | None) -> Path | N
 
     One that only describes a model says nothing before something is to be started.
     """
-    folder = None
     if isinstance(name, str) and name and is_dir(name):
         folder = Path(name)
     elif model_config.offline(context.environ):
         config = model_config.where(name, context.environ, revision)
-        folder = None if config is None else config.parent
-    described = folder is not None and context.machine is None and model_files.is_bare(folder)
-    return None if described else folder
+        if config is None:
+            return None
+        folder = config.parent
+    else:
+        return None
+    if context.machine is None and model_files.is_bare(folder):
+        return None
+    return folder
 
 
 _ABLE: tuple[StageRule, ...] = (liger_unknown, liger_on_cpu, beyond_positions)
-_FILES: tuple[StageRule, ...] = (impossible_name, missing_model, adapter_alone, incomplete_model, incomplete_tokenizer)
+_FILES = (impossible_name, missing_model, adapter_alone, incomplete_model, incomplete_tokenizer)
 _SHARED: tuple[StageRule, ...] = (*_ABLE, *_FILES, other_weights)
 
 RULES: Mapping[str, Mapping[str, tuple[StageRule, ...]]] = {

@@ -24,7 +24,11 @@ UNSYNCHRONIZED = (Version("0.18.5"), Version("0.19.0"))  # from PR 7805 on, unti
 ALL_STREAMS = Version("0.19.3")  # PR 8080
 LOSES_MICRO_BATCHES = (Version("0.17.6"), Version("0.18.3"))  # until PR 7665
 LARGEST_WEIGHT = 1e9  # elements; no gradient is then larger than the bucket, which is copied
-_FORMATS = {"fp32": "no", "float32": "no", "fp16": "fp16", "half": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
+_FORMATS = {
+    **dict.fromkeys(("fp32", "float32"), "no"),
+    **dict.fromkeys(("fp16", "half"), "fp16"),
+    **dict.fromkeys(("bf16", "bfloat16"), "bf16"),
+}
 _GATHER = "stage3_gather_16bit_weights_on_model_save"
 _PASSES = "gradient_accumulation_steps"
 _MICRO = "train_micro_batch_size_per_gpu"
@@ -43,8 +47,8 @@ STRICT_SCHEDULES = Version("2.10")
 """The release of torch from which on a schedule refuses other groups than those that it was made for."""
 # accelerate/utils/deepspeed.py::map_pytorch_optim_to_deepspeed[is_adaw = isinstance],
 # accelerate/utils/deepspeed.py::map_pytorch_optim_to_deepspeed[if isinstance(optimizer, (bnb_opt.AdamW],
-# accelerate/utils/deepspeed.py::map_pytorch_optim_to_deepspeed[if is_bnb_available(min_version]: those that stay what
-# they are where DeepSpeed offloads
+# accelerate/utils/deepspeed.py::map_pytorch_optim_to_deepspeed[if is_bnb_available(min_version]:
+# those that stay what they are where DeepSpeed offloads
 _OFFLOADED = ("adamw_torch", "adamw_torch_fused", "paged_adamw_32bit", "adagrad", "lion_32bit", "paged_lion_32bit")
 
 
@@ -91,9 +95,10 @@ def no_batch(context: Context) -> Iterator[Finding]:
     both.
     """
     file = context.file
-    # none or `auto` means that the other one has to say it
-    unknown = (None,) if context.entry.by_trainer else (None, "auto")
-    if file and file.get(_MICRO) is None and file.get("train_batch_size") in unknown:
+    if not file or file.get(_MICRO) is not None:
+        return
+    batch = file.get("train_batch_size")
+    if batch is None or (batch == "auto" and not context.entry.by_trainer):
         help = f'add `"{_MICRO}": "auto"` and `"train_batch_size": "auto"`'
         yield _of_file("deepspeed-no-batch", f"the DeepSpeed file has no `{_MICRO}`", help)
 
@@ -110,11 +115,13 @@ def unsaved_weights(context: Context) -> Iterator[Finding]:
         return
     if section(file, "zero_optimization").get(_GATHER) is True or context.values.get("use_peft"):
         return
-    crashes = not context.entry.by_trainer
-    does = "crashes when the trained model is saved" if crashes else "saves no model, only DeepSpeed's own checkpoint"
+    severity: Severity = "error"
+    effect = "crashes when the trained model is saved"
+    if context.entry.by_trainer:
+        severity = "warning"
+        effect = "saves no model, only DeepSpeed's own checkpoint"
     help = "add it to `zero_optimization` in the DeepSpeed file"
-    severity: Severity = "error" if crashes else "warning"
-    yield _of_file("zero3-unsaved", f"ZeRO-3 without `{_GATHER}: true` {does}", help, severity)
+    yield _of_file("zero3-unsaved", f"ZeRO-3 without `{_GATHER}: true` {effect}", help, severity)
 
 
 @asks(behaviour.GUARDS_NEGATIVE_CLIPPING)
@@ -130,23 +137,40 @@ def clipping(context: Context) -> Iterator[Finding]:
 
     What is not above 0 asks for none.
     """
-    key = "clip_grad_norm" if "clip_grad_norm" in context.values else "max_grad_norm"
-    ours = context.values[key]
-    given = "auto" if context.file is None else context.file.get("gradient_clipping", 0.0)
-    if not context.distributed or not context.values.given(key) or not isinstance(ours, int | float):
+    values = context.values
+    key = "max_grad_norm"
+    if "clip_grad_norm" in values:
+        key = "clip_grad_norm"
+    limit = values[key]
+    if not context.distributed or not values.given(key) or not isinstance(limit, int | float):
         return
+    file = context.file
+    of_file: Any = "auto"
+    if file is not None:
+        of_file = file.get("gradient_clipping", 0.0)
     # transformers fills in what is `auto`, and refuses another number
-    if context.entry.by_trainer and given not in (None, 0.0):
+    if context.entry.by_trainer and of_file not in (None, 0.0):
         return
-    clips = ours if ours > 0 else 0.0
-    theirs = 1.0 if given == "auto" else given
-    if not isinstance(theirs, int | float) or not theirs > 0:
-        theirs = 0.0
-    if theirs != clips:
-        what = f"clips at {theirs}" if theirs else "does not clip"
-        instead = ", in place of `zero_stage`" if context.file is None else ""
-        help = f'write `"gradient_clipping": {clips}` in the DeepSpeed file{instead}'
-        yield say("warning", "clipping-unread", key, f"`{key}: {ours}` is not read with DeepSpeed, which {what}", help)
+    if of_file == "auto":
+        of_file = 1.0
+    requested = _positive(limit)
+    applied = _positive(of_file)
+    if applied == requested:
+        return
+    effect = f"clips at {applied}"
+    if not applied:
+        effect = "does not clip"
+    help = f'write `"gradient_clipping": {requested}` in the DeepSpeed file'
+    if file is None:
+        help += ", in place of `zero_stage`"
+    message = f"`{key}: {limit}` is not read with DeepSpeed, which {effect}"
+    yield say("warning", "clipping-unread", key, message, help)
+
+
+def _positive(limit: object) -> float:
+    if isinstance(limit, int | float) and limit > 0:
+        return limit
+    return 0.0
 
 
 @cites(
@@ -165,7 +189,8 @@ def refused_file(context: Context) -> Iterator[Finding]:
     for key in ("optimizer", "scheduler"):
         if key in file:
             message = f"the DeepSpeed file sets `{key}`, and so does upstream: accelerate refuses both"
-            yield _of_file("deepspeed-optimizer", message, f"delete `{key}` from the file; the arguments decide")
+            help = f"delete `{key}` from the file; the arguments decide"
+            yield _of_file("deepspeed-optimizer", message, help)
     other = {"bf16": "fp16", "fp16": "bf16"}.get(context.mixed_precision or "", "")
     if str(section(file, other).get("enabled", False)).lower() == "true":
         message = f"the DeepSpeed file enables {other}, `mixed_precision` is {context.mixed_precision}"
@@ -184,22 +209,31 @@ def batch_of_the_file(context: Context) -> Iterator[Finding]:
     argument. `accelerator.py` fills in what is `auto`; DeepSpeed asserts that the batch
     multiplies.
     """
-    file, ours = context.file, context.accumulation
-    if file is None or ours is None:
+    file = context.file
+    accumulation = context.accumulation
+    if file is None or accumulation is None:
         return
     passes = file.get(_PASSES, 1)
-    if isinstance(passes, int) and passes != ours:
-        verb = "sets" if _PASSES in file else "is silent, which means"
-        would = f"{ours} would not be used, and the steps be counted wrongly"
-        message = f"the DeepSpeed file {verb} `{_PASSES}: {passes}`: {would}"
-        yield _of_file("deepspeed-accumulation", message, f'write `"{_PASSES}": "auto"` in the file', "warning")
-    total, rows, times = file.get("train_batch_size"), file.get(_MICRO), passes
-    rows = context.per_device if rows in ("auto", None) else rows
-    times = ours if times in ("auto", None) else times
+    if isinstance(passes, int) and passes != accumulation:
+        verb = "sets"
+        if _PASSES not in file:
+            verb = "is silent, which means"
+        effect = f"{accumulation} would not be used, and the steps be counted wrongly"
+        message = f"the DeepSpeed file {verb} `{_PASSES}: {passes}`: {effect}"
+        help = f'write `"{_PASSES}": "auto"` in the file'
+        yield _of_file("deepspeed-accumulation", message, help, "warning")
+    if passes in ("auto", None):
+        passes = accumulation
+    rows = file.get(_MICRO)
+    if rows in ("auto", None):
+        rows = context.per_device
     devices = (context.gpus or 0) // max(1, context.values.get("sequence_parallel_size") or 1)
-    factors = [one for one in (rows, times, devices) if isinstance(one, int) and one]
-    if len(factors) == 3 and isinstance(total, int) and total != math.prod(factors):
-        product = f"{rows} rows x {times} passes x {devices} devices is {math.prod(factors)}"
+    factors = (rows, passes, devices)
+    if not all(isinstance(factor, int) and factor for factor in factors):
+        return
+    total = file.get("train_batch_size")
+    if isinstance(total, int) and total != math.prod(factors):
+        product = f"{rows} rows x {passes} passes x {devices} devices is {math.prod(factors)}"
         message = f"the DeepSpeed file sets `train_batch_size: {total}`, but {product}"
         yield _of_file("deepspeed-batch", message, 'write `"train_batch_size": "auto"` in the file')
 
@@ -210,9 +244,10 @@ def two_zero_stages(context: Context) -> Iterator[Finding]:
     own = context.values["zero_stage"]
     if own is None or context.deepspeed is None or context.gpus == 0:
         return
-    theirs = section(context.deepspeed, "zero_optimization").get("stage", 0)
-    differs = f", and its stage {theirs} is not {own}" if theirs != own else ""
-    message = f"`zero_stage: {own}` replaces `deepspeed:`: nothing of that file is read{differs}"
+    message = f"`zero_stage: {own}` replaces `deepspeed:`: nothing of that file is read"
+    unread = section(context.deepspeed, "zero_optimization").get("stage", 0)
+    if unread != own:
+        message += f", and its stage {unread} is not {own}"
     help = "keep one: `deepspeed:` for a file, `zero_stage` for upstream's own settings"
     yield say("warning", "two-zero-stages", "zero_stage", message, help)
 
@@ -232,12 +267,13 @@ def quantised(context: Context) -> Iterator[Finding]:
     """
     if not context.values["use_qlora"] or not context.distributed or caches_only(context):
         return
-    crashes = context.zero_stage == 3
+    severity: Severity = "warning"
     message = "`use_qlora` is not compatible with DeepSpeed, upstream says"
-    if crashes:
+    if context.zero_stage == 3:
+        severity = "error"
         message = "`use_qlora` with ZeRO-3 crashes: a quantised model is placed by a device_map"
     help = "write `deepspeed: none`, or leave out `use_qlora`"
-    yield say("error" if crashes else "warning", "qlora-deepspeed", "use_qlora", message, help)
+    yield say(severity, "qlora-deepspeed", "use_qlora", message, help)
 
 
 @where(behaviour.KEEPS_EMPTY_GROUPS)
@@ -254,12 +290,17 @@ def frozen_biases(context: Context) -> Iterator[Finding]:
     values = context.values
     if not values["use_lora"] or context.zero_stage not in {1, 2} or caches_only(context):
         return
-    config = model_config.built_from(context.values, context.environ)
-    kind = str(config.get("model_type"))
-    if kind in _BIASED or config.get("attention_bias") is True or config.get("mlp_bias") is True:
-        message = f"LoRA on a {kind} model crashes with ZeRO-{context.zero_stage}: frozen biases are an empty group"
+    config = model_config.built_from(values, context.environ)
+    family = str(config.get("model_type"))
+    if family in _BIASED or _asks_for_biases(config):
+        crash = f"LoRA on a {family} model crashes with ZeRO-{context.zero_stage}"
+        message = f"{crash}: frozen biases are an empty group"
         help = "write `deepspeed: none`, or `deepspeed: zero3` without gradient checkpointing"
         yield say("error", "lora-biases", "use_lora", message, help)
+
+
+def _asks_for_biases(config: Mapping[str, Any]) -> bool:
+    return config.get("attention_bias") is True or config.get("mlp_bias") is True
 
 
 @where(behaviour.KEEPS_EMPTY_GROUPS)
@@ -282,10 +323,12 @@ def no_biases(context: Context) -> Iterator[Finding]:
     if torch is not None and Version(torch) < STRICT_SCHEDULES:
         return
     message = (
-        "this model has no biases, and with DeepSpeed its first step fails with a ValueError: DeepSpeed drops the "
-        f"optimizer's empty group of biases, and torch {STRICT_SCHEDULES} and later refuse a schedule made with it"
+        "this model has no biases, and with DeepSpeed its first step fails with a ValueError: "
+        "DeepSpeed drops the optimizer's empty group of biases, "
+        f"and torch {STRICT_SCHEDULES} and later refuse a schedule made with it"
     )
-    help = "check out a later open-instruct, such as the pin (`launch pin status`), or write `deepspeed: none`"
+    later = "check out a later open-instruct, such as the pin (`launch pin status`)"
+    help = f"{later}, or write `deepspeed: none`"
     yield say("error", "empty-group", "model_name_or_path", message, help)
 
 
@@ -294,15 +337,14 @@ def _has_no_bias(context: Context) -> bool:
     values = context.values
     name = values["model_name_or_path"]
     path = model_config.where(name, context.environ, values.get("model_revision"))
-    weights = None if path is None else model_files.sizes(path.parent)
-    if weights:
-        return not any(mark in weight for weight in weights for mark in _WITHOUT_DECAY)
+    if path is not None:
+        weights = model_files.sizes(path.parent)
+        if weights:
+            return not any(mark in weight for weight in weights for mark in _WITHOUT_DECAY)
     config = model_config.built_from(values, context.environ)
     if not config:
         config = architecture.table().get(str(name).lower(), {})
-    if config.get("attention_bias") is True or config.get("mlp_bias") is True:
-        return False
-    return config.get("model_type") in _UNBIASED
+    return config.get("model_type") in _UNBIASED and not _asks_for_biases(config)
 
 
 @cites(
@@ -319,11 +361,12 @@ def frozen_released(context: Context) -> Iterator[Finding]:
     lora = values["use_lora"] and not values["use_qlora"]
     zero3 = context.distributed and context.zero_stage == 3
     if lora and zero3 and values["gradient_checkpointing"]:
-        message = (
-            "`gradient_checkpointing` with LoRA and ZeRO-3 crashes: frozen weights are gone when a layer runs again"
-        )
-        help = "leave out one of the three: `deepspeed: none` has LoRA's small optimizer state on each GPU"
-        yield say("error", "lora-zero3-checkpointing", "gradient_checkpointing", message, help)
+        key = "gradient_checkpointing"
+        cause = "frozen weights are gone when a layer runs again"
+        message = f"`{key}` with LoRA and ZeRO-3 crashes: {cause}"
+        small = "`deepspeed: none` has LoRA's small optimizer state on each GPU"
+        help = f"leave out one of the three: {small}"
+        yield say("error", "lora-zero3-checkpointing", key, message, help)
 
 
 @cites(
@@ -338,11 +381,11 @@ def mismatches(context: Context) -> Iterator[Finding]:
     if not context.file:
         return
     file = {_PASSES: 1, **context.file}
-    differing = [
-        f"`{name}: {brief(theirs)}` is not `{key}: {brief(ours)}`"
-        for name, key, ours in _expected(context)
-        if ours is not None and (theirs := _entry(file, name)) not in (None, "auto", ours)
-    ]
+    differing = []
+    for name, key, expected in _expected(context):
+        entry = _entry(file, name)
+        if expected is not None and entry not in (None, "auto", expected):
+            differing.append(f"`{name}: {brief(entry)}` is not `{key}: {brief(expected)}`")
     if differing:
         message = f"transformers refuses the DeepSpeed file: {'; '.join(differing)}"
         yield _of_file("deepspeed-mismatch", message, 'write "auto" for what the arguments say')
@@ -350,32 +393,38 @@ def mismatches(context: Context) -> Iterator[Finding]:
 
 def _expected(context: Context) -> Iterator[tuple[str, str, Any]]:
     """What a config must say, under which name, and the argument that says it; None if unknown."""
-    values, rows, passes = context.values, context.per_device, context.accumulation
+    values = context.values
+    rows = context.per_device
+    passes = context.accumulation
     yield _MICRO, "per_device_train_batch_size", rows
     yield _PASSES, _PASSES, passes
     if rows is not None and passes is not None and context.gpus:
         total = rows * passes * context.gpus
         yield "train_batch_size", "rows x passes x devices", total
     yield "gradient_clipping", "max_grad_norm", values["max_grad_norm"]
-    rate, decay = values["learning_rate"], values["weight_decay"]
+    rate = values["learning_rate"]
     yield "optimizer.params.lr", "learning_rate", rate
     betas = [values["adam_beta1"], values["adam_beta2"]]
-    yield "optimizer.params.betas", "adam_beta1, adam_beta2", None if None in betas else betas
+    if None not in betas:
+        yield "optimizer.params.betas", "adam_beta1, adam_beta2", betas
     yield "optimizer.params.eps", "adam_epsilon", values["adam_epsilon"]
-    yield "optimizer.params.weight_decay", "weight_decay", decay
+    yield "optimizer.params.weight_decay", "weight_decay", values["weight_decay"]
     yield "scheduler.params.warmup_max_lr", "learning_rate", rate
     warmup = values["warmup_steps"]
     # a share below 1 is one of steps that are not known here
-    counted = isinstance(warmup, int | float) and (1 <= warmup < math.inf or warmup == 0)
-    yield "scheduler.params.warmup_num_steps", "warmup_steps", int(warmup) if counted else None
+    if isinstance(warmup, int | float) and (1 <= warmup < math.inf or warmup == 0):
+        yield "scheduler.params.warmup_num_steps", "warmup_steps", int(warmup)
+    precision = resolved.precision(values)
     for name in ("bf16", "fp16"):
-        yield f"{name}.enabled", name, resolved.precision(values) == name or bool(values[f"{name}_full_eval"])
+        yield f"{name}.enabled", name, precision == name or bool(values[f"{name}_full_eval"])
 
 
 def _entry(config: Mapping[str, Any], name: str) -> Any:
     node: Any = config
     for part in name.split("."):
-        node = node.get(part) if isinstance(node, Mapping) else None
+        if not isinstance(node, Mapping):
+            return None
+        node = node.get(part)
     return node
 
 
@@ -398,20 +447,20 @@ def optimizer_unread(context: Context) -> Iterator[Finding]:
     """A config that has one decides; one that offloads makes DeepSpeed's own
     Adam of what was asked for.
     """
-    file, name = context.file, str(context.values["optim"])
+    file = context.file
     if not file or not context.values.given("optim"):
         return
-    theirs = section(file, "optimizer").get("type")
-    if theirs is not None:
-        message = f"`optim: {name}` is not read: the DeepSpeed file has its own, {brief(theirs)}"
+    name = str(context.values["optim"])
+    kind = section(file, "optimizer").get("type")
+    if kind is not None:
+        message = f"`optim: {name}` is not read: the DeepSpeed file has its own, {brief(kind)}"
         yield say("warning", "optim-unread", "optim", message, "delete one of them")
     if "optimizer" in file or file.get("zero_force_ds_cpu_optimizer") is False:
         return
     offloaded = section(section(file, "zero_optimization"), "offload_optimizer").get("device")
     if offloaded not in (None, "none") and name not in _OFFLOADED:
-        message = (
-            f"`optim: {name}` becomes DeepSpeed's Adam on the CPU, with 32-bit states: its file offloads the optimizer"
-        )
+        instead = "DeepSpeed's Adam on the CPU, with 32-bit states"
+        message = f"`optim: {name}` becomes {instead}: its file offloads the optimizer"
         help = "write `optim: adamw_torch`, or a `deepspeed:` that does not offload"
         yield say("warning", "optim-replaced", "optim", message, help)
 
@@ -424,7 +473,8 @@ def fault(
     `precision` is accelerate's word (bf16, fp16, no), `accumulation` the micro-batches of a step.
     """
     zero = section(config, "zero_optimization")
-    stage, overlaps = zero.get("stage", 0), zero.get("overlap_comm") is True
+    stage = zero.get("stage", 0)
+    overlaps = zero.get("overlap_comm") is True
     if stage not in (1, 2):
         return None
     try:
@@ -445,7 +495,8 @@ def fault(
         )
         help = "set `overlap_comm: false` in the DeepSpeed file, or use ZeRO-1 or ZeRO-3"
         return "error", OVERLAP, message, help
-    if stage == 2 and release and _within(release, LOSES_MICRO_BATCHES) and (accumulation or 1) > 1:
+    accumulates = (accumulation or 1) > 1
+    if stage == 2 and accumulates and release and _within(release, LOSES_MICRO_BATCHES):
         message = f"DeepSpeed {version} keeps only the last micro-batch of a step under ZeRO-2"
         return "error", "accumulation-lost", message, "install deepspeed 0.19.8, or do not accumulate"
     if not overlaps:
@@ -458,15 +509,14 @@ def fault(
             "0.17.5; the installed version is not known here"
         )
         return "warning", OVERLAP, message, f"install deepspeed 0.19.8 where it trains, {serial}"
-    described, help = (
-        f"DeepSpeed {version} with ZeRO-{stage} and `overlap_comm`",
-        f"install deepspeed 0.19.8, {serial}",
-    )
+    described = f"DeepSpeed {version} with ZeRO-{stage} and `overlap_comm`"
+    help = f"install deepspeed 0.19.8, {serial}"
     if release < SYNCHRONIZED or _within(release, UNSYNCHRONIZED):
         return "error", OVERLAP, f"{described} {corrupts}", help
     if UNSYNCHRONIZED[1] <= release < ALL_STREAMS:
         streams = "where several streams compute them, as under torch.compile"
-        return "warning", OVERLAP, f"{described} may send gradients before they are complete {streams}", help
+        message = f"{described} may send gradients before they are complete {streams}"
+        return "warning", OVERLAP, message, help
     return None
 
 
@@ -477,19 +527,18 @@ def _within(version: Version, span: tuple[Version, Version]) -> bool:
 @cites("deepspeed/runtime/zero/stage_1_and_2.py::DeepSpeedZeroOptimizer.allreduce_and_copy_with_multiple_ranks")
 def true_gradients(context: Context) -> Iterator[Finding]:
     """The probe compares gradients in each run."""
-    values, config = context.values, engine_config(context.values, context.file)
+    values = context.values
+    config = engine_config(values, context.file)
     if context.gpus == 0 or not config:
         return
-    own = context.entry.own_precision
-    found = fault(
-        config,
-        None if context.packages is None else context.packages.get("deepspeed"),
-        precision=resolved.precision(values) or "no" if own else context.mixed_precision,
-        accumulation=context.accumulation,
-    )
-    if found is None:
+    version = (context.packages or {}).get("deepspeed")
+    precision = context.mixed_precision
+    if context.entry.own_precision:
+        precision = resolved.precision(values) or "no"
+    defect = fault(config, version, precision=precision, accumulation=context.accumulation)
+    if defect is None:
         return
-    severity, code, message, help = found
+    severity, code, message, help = defect
     key = "deepspeed"
     if values.get("zero_stage") is not None:
         key = "args.zero_stage"

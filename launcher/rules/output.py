@@ -17,7 +17,8 @@ from launcher.rules.context import Context, StageRule, caches_only
 from launcher.rules.places import unintended_output
 from launcher.rules.rule import cites, needs, say, superseded_by
 
-_OUTPUT, _RESUME = "output_dir", "resume_from_checkpoint"
+_OUTPUT = "output_dir"
+_RESUME = "resume_from_checkpoint"
 _WEIGHTS = re.compile(r"(model|pytorch_model|adapter_model).*\.(safetensors|bin)\Z")
 # DeepSpeed and FSDP write other files in place of plain weights
 _STATES = re.compile(_WEIGHTS.pattern + r"|global_step\d|pytorch_model_fsdp")
@@ -29,10 +30,14 @@ def _taken(context: Context) -> Checkpoint | None:
     """
     if context.entry.names.resume is not None:
         return None
-    found = checkpoints.find(context.values.schema.backend, context.output)
-    kind = "step" if any(one.kind == "step" for one in found) else "epoch"
-    marked = [one for one in found if one.kind == kind and one.marked]
-    return marked[-1] if marked else None
+    saved = checkpoints.find(context.values.schema.backend, context.output)
+    kind = "epoch"
+    if any(checkpoint.kind == "step" for checkpoint in saved):
+        kind = "step"
+    for checkpoint in reversed(saved):
+        if checkpoint.kind == kind and checkpoint.marked:
+            return checkpoint
+    return None
 
 
 @cites("utils.py::get_last_checkpoint_path[if args.output_dir]")
@@ -57,13 +62,16 @@ def foreign_checkpoints(context: Context) -> Iterator[Finding]:
 @superseded_by("attempts")
 def finished_model(context: Context) -> Iterator[Finding]:
     """A run that ended is begun from zero again."""
-    names, resume = files.names(context.output), context.entry.names.resume
+    names = files.names(context.output)
     if caches_only(context) or not {"config.json", "adapter_config.json"} & {*names}:
         return
+    resume = context.entry.names.resume
     if (resume and context.values[resume]) or not any(map(_WEIGHTS.match, names)):
         return
     last = _taken(context)
-    begin = "train from zero" if last is None else f"continue from {last.name}"
+    begin = "train from zero"
+    if last is not None:
+        begin = f"continue from {last.name}"
     message = f"{context.output} holds a trained model: upstream would {begin} and write over it"
     help = f"give another `output_dir`, or empty {context.output}"
     yield say("warning", "finished-output", _OUTPUT, message, help)
@@ -80,38 +88,56 @@ def named_checkpoint(context: Context) -> Iterator[Finding]:
     if not isinstance(name, str) or not name or name.lower() in ("true", "false"):
         return
     folder = Path(name)
-    if not exists(folder):
-        what = None if context.machine is None else f"there is no folder {brief(name)} here"
-    elif not is_file(folder / "trainer_state.json"):
-        what = f"{brief(name)} is not a checkpoint: it has no trainer_state.json"
-    else:
-        what = None if any(map(_STATES.match, files.names(folder))) else f"{brief(name)} holds no weights"
-    if what is None:
+    fault = _checkpoint_fault(context, folder, brief(name))
+    if fault is None:
         yield from _remaining(context, folder)
         return
     help = "relative paths start where launch is started; delete the line to start over"
-    if newest := checkpoints.find("trl", folder)[-1:] or checkpoints.find("trl", context.output)[-1:]:
-        help = f"write `{_RESUME}: {newest[0].path}`"
-    yield say("error", "resume-missing", _RESUME, what, help)
+    saved = checkpoints.find("trl", folder) or checkpoints.find("trl", context.output)
+    if saved:
+        help = f"write `{_RESUME}: {saved[-1].path}`"
+    yield say("error", "resume-missing", _RESUME, fault, help)
+
+
+def _checkpoint_fault(context: Context, folder: Path, name: str) -> str | None:
+    if not exists(folder):
+        # another machine may have it
+        if context.machine is None:
+            return None
+        return f"there is no folder {name} here"
+    if not is_file(folder / "trainer_state.json"):
+        return f"{name} is not a checkpoint: it has no trainer_state.json"
+    if not any(map(_STATES.match, files.names(folder))):
+        return f"{name} holds no weights"
+    return None
 
 
 def _remaining(context: Context, folder: Path) -> Iterator[Finding]:
     """transformers/trainer.py::Trainer._init_training_state[self.state = TrainerState.load_from_json],
-    transformers/trainer.py::Trainer._init_training_state[epochs_trained = int]: training begins at the checkpoint's
-    step, and may be over.
+    transformers/trainer.py::Trainer._init_training_state[epochs_trained = int]: training begins at
+    the checkpoint's step, and may be over.
     """
-    values, state, named = context.values, read_json(folder / "trainer_state.json"), brief(str(folder))
-    limit, key, done = values["max_steps"], "max_steps", state.get("global_step")
+    state = read_json(folder / "trainer_state.json")
+    steps = state.get("global_step")
+    key = "max_steps"
+    done = steps
+    limit = context.values[key]
     if not isinstance(limit, int) or limit <= 0:
-        limit, key, done = values["num_train_epochs"], "num_train_epochs", state.get("epoch")
+        key = "num_train_epochs"
+        done = state.get("epoch")
+        limit = context.values[key]
     if isinstance(limit, int | float) and isinstance(done, int | float) and done >= limit:
-        until = f"`{key}` is {limit}: nothing would be trained"
-        message = f"{named} was saved after {state.get('global_step')} steps, and {until}"
+        message = (
+            f"{brief(str(folder))} was saved after {steps} steps, and `{key}` is {limit}: nothing would be trained"
+        )
         help = "raise the limit, or delete the line to start over"
         yield say("error", "resume-finished", _RESUME, message, help)
 
 
+_OPEN_INSTRUCT = (unintended_output, foreign_checkpoints, finished_model)
+_TRL = (unintended_output, named_checkpoint, finished_model)
+
 RULES: Mapping[str, Mapping[str, tuple[StageRule, ...]]] = {
-    "open_instruct": dict.fromkeys(("sft", "dpo"), (unintended_output, foreign_checkpoints, finished_model)),
-    "trl": dict.fromkeys(("sft", "dpo"), (unintended_output, named_checkpoint, finished_model)),
+    "open_instruct": dict.fromkeys(("sft", "dpo"), _OPEN_INSTRUCT),
+    "trl": dict.fromkeys(("sft", "dpo"), _TRL),
 }

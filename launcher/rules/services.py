@@ -26,7 +26,8 @@ WITHOUT_WANDB = {"offline", "disabled", "dryrun"}
 )
 def wandb_key(context: Context) -> Iterator[Finding]:
     """Without `wandb_entity` upstream asks wandb's server who is logged in, also in offline mode."""
-    values, environ = context.values, context.environ
+    values = context.values
+    environ = context.environ
     if not values["with_tracking"] or has_wandb_key(environ):
         return
     always_uses_wandb = "report_to" in context.entry.instead
@@ -36,22 +37,26 @@ def wandb_key(context: Context) -> Iterator[Finding]:
         return
     mode = environ.get("WANDB_MODE", "online")
     if mode not in WITHOUT_WANDB:
-        what = "no wandb key: neither WANDB_API_KEY nor an entry in ~/.netrc"
+        fault = "no wandb key: neither WANDB_API_KEY nor an entry in ~/.netrc"
         help = "`wandb login`, or set WANDB_API_KEY, or `with_tracking: false`"
     elif values["wandb_entity"] is None:
-        what = f"WANDB_MODE is {mode}, but without `wandb_entity` upstream asks wandb who is logged in"
+        request = "without `wandb_entity` upstream asks wandb who is logged in"
+        fault = f"WANDB_MODE is {mode}, but {request}"
         help = "set `wandb_entity`, or WANDB_API_KEY, or `with_tracking: false`"
     else:
         return
-    yield say(context.at_start, "no-wandb-key", "with_tracking", f"`with_tracking`: {what}", help)
+    yield say(context.at_start, "no-wandb-key", "with_tracking", f"`with_tracking`: {fault}", help)
 
 
 def has_wandb_key(environ: Mapping[str, str]) -> bool:
     if environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     host = urlsplit(environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
-    home, named = model_config.home(environ), environ.get("NETRC")
-    for path in [Path(named)] if named else [home / ".netrc", home / "_netrc"]:
+    home = model_config.home(environ)
+    paths = [home / ".netrc", home / "_netrc"]
+    if environ.get("NETRC"):
+        paths = [Path(environ["NETRC"])]
+    for path in paths:
         with suppress(OSError, ValueError, netrc.NetrcParseError):
             if is_file(path) and netrc.netrc(path).authenticators(host) is not None:
                 return True
@@ -70,35 +75,46 @@ def hub_token(context: Context) -> Iterator[Finding]:
     """`finetune.py` and `dpo_tune_cache.py` ask the hub who is logged in before anything is
     trained; with `hf_entity` given it is asked after training. TRL makes the repository first.
     """
-    values, environ = context.values, context.environ
+    values = context.values
+    environ = context.environ
     # the default has a rule of its own, until it comes to a run
     if not values["push_to_hub"] or (context.machine is None and not values.given("push_to_hub")):
         return
     if model_config.offline(environ):
-        why, help = "HF_HUB_OFFLINE is set", "unset it, or write `push_to_hub: false`"
+        cause = "HF_HUB_OFFLINE is set"
+        help = "unset it, or write `push_to_hub: false`"
     elif not values.get("hub_token") and not has_hub_token(environ):
-        why = "nobody is logged in"
+        cause = "nobody is logged in"
         help = "`hf auth login`, or set HF_TOKEN, or `push_to_hub: false`"
     else:
         return
-    when = "once the model is trained" if values.get("hf_entity") else "before anything is trained"
-    message = f"`push_to_hub` crashes {when}: {why}"
+    moment = "before anything is trained"
+    if values.get("hf_entity"):
+        moment = "once the model is trained"
+    message = f"`push_to_hub` crashes {moment}: {cause}"
     yield say(context.at_start, "no-hub-token", "push_to_hub", message, help)
 
 
 def has_hub_token(environ: Mapping[str, str]) -> bool:
     if any(map(environ.get, ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_OIDC_RESOURCE"))):
         return True
-    named = environ.get("HF_TOKEN_PATH")
-    return is_file(Path(named) if named else model_config.hub_home(environ) / "token")
+    path = environ.get("HF_TOKEN_PATH") or model_config.hub_home(environ) / "token"
+    return is_file(Path(path))
 
 
 def no_compiler(context: Context, key: str, *, cpp: bool = False) -> Iterator[Finding]:
     """torch.compile builds its kernels with a compiler of C, or of C++ for a CPU."""
-    named = context.environ.get("CXX" if cpp else "CC")
-    names = (named,) if named else ("g++", "c++", "clang++") if cpp else ("gcc", "cc", "clang")
+    variable = "CC"
+    names = ["gcc", "cc", "clang"]
+    if cpp:
+        variable = "CXX"
+        names = ["g++", "c++", "clang++"]
+    chosen = context.environ.get(variable)
+    if chosen:
+        names = [chosen]
     if not any(shutil.which(name, path=context.environ.get("PATH")) for name in names):
-        message = f"torch.compile builds its kernels with a compiler, and {brief(' or '.join(names))} is not here"
+        missing = brief(" or ".join(names))
+        message = f"torch.compile builds its kernels with a compiler, and {missing} is not here"
         help = f"apt-get install g++, or write `{key}: false`"
         yield say("error", "no-compiler", key, message, help)
 
@@ -109,11 +125,14 @@ def remote_code(context: Context) -> Iterator[Finding]:
     values = context.values
     inner = inline(values.get("model_init_kwargs")) or {}
     for key in ("trust_remote_code", "allow_all_kernels"):
-        own = key in values and values[key] is True
-        if own or inner.get(key) is True:
-            message = f"`{key}` runs Python code out of the repository that is loaded, as you"
-            help = "pin what you have read with `model_revision`, or leave it out"
-            yield say("note", "remote-code", key if own else "model_init_kwargs", message, help)
+        place = key
+        if values.get(key) is not True:
+            place = "model_init_kwargs"
+            if inner.get(key) is not True:
+                continue
+        message = f"`{key}` runs Python code out of the repository that is loaded, as you"
+        help = "pin what you have read with `model_revision`, or leave it out"
+        yield say("note", "remote-code", place, message, help)
 
 
 RULES: tuple[StageRule, ...] = (wandb_key, hub_token, remote_code)

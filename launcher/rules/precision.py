@@ -1,8 +1,9 @@
-"""Rules about the number format of trained weights: what fp16's scaler refuses, and steps that bfloat16 rounds away.
+"""Rules about the number format of trained weights: what fp16's scaler refuses, and steps that
+bfloat16 rounds away.
 
-The scaler was tried on an H200 with torch 2.11, the trainers on the CPU with TRL 1.16, transformers 5.17, peft 0.21.2:
-three steps of the demo's SFT in bfloat16 changed 1.1 % of all weights at a rate of 5e-7 and 30 % at 2e-5, and in
-float32 all of them.
+The scaler was tried on an H200 with torch 2.11, the trainers on the CPU with TRL 1.16,
+transformers 5.17, peft 0.21.2: three steps of the demo's SFT in bfloat16 changed 1.1 % of all
+weights at a rate of 5e-7 and 30 % at 2e-5, and in float32 all of them.
 """
 
 import math
@@ -21,16 +22,18 @@ _USUAL_SPREAD = 0.02
 _ROUNDED_BITS = 9
 # below this share of weights that a step can change, the rate is called too small
 _FEW = 0.1
-# Optimizers whose step is about the learning rate, whatever the gradient, and which add it to the weight as it is
-# stored. Others keep what was rounded (Kahan summation), or step by the gradient's size.
-_STEPS_OF_THE_RATE = ("adamw_torch", "adamw_8bit", "adamw_bnb", "paged_adamw", "lion", "paged_lion", "adafactor")
+# Optimizers whose step is about the learning rate, whatever the gradient, and which add it to the
+# weight as it is stored. Others keep what was rounded (Kahan summation), or step by the gradient's
+# size.
+_STEPS_OF_THE_RATE = tuple("adamw_torch adamw_8bit adamw_bnb paged_adamw lion paged_lion adafactor".split())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """The weights that are trained in a format of 16 bits: which of them, the format, and the key that says so.
+    """The weights that are trained in a format of 16 bits.
 
-    `choice` is what the file, or a default, asks for.
+    `what` names them, `key` is the argument that says so, and `choice` what the file, or a default,
+    asks for.
     """
 
     what: str
@@ -49,13 +52,19 @@ def _trained_by_trl(context: Context) -> Trained | None:
     if values["load_in_4bit"] or values["load_in_8bit"]:
         if not values["use_peft"]:
             return None
-        key = "load_in_4bit" if values["load_in_4bit"] else "load_in_8bit"
-        remedy = "write `bf16: true` in place of `fp16: true`"
-        return Trained(what="the adapter", format="bfloat16", key=key, choice=f"`{key}: true`", remedy=remedy)
-    given, key = resolved.weights_type(values)
-    format = given
-    choice = f"`dtype: {given}`"
-    if given == "auto":
+        key = "load_in_8bit"
+        if values["load_in_4bit"]:
+            key = "load_in_4bit"
+        return Trained(
+            what="the adapter",
+            format="bfloat16",
+            key=key,
+            choice=f"`{key}: true`",
+            remedy="write `bf16: true` in place of `fp16: true`",
+        )
+    format, key = resolved.weights_type(values)
+    choice = f"`dtype: {format}`"
+    if format == "auto":
         format = _stored_type(context)
         choice = f"`dtype: auto`, and the model's own format {format}"
     if format not in ("float16", "bfloat16"):
@@ -71,11 +80,13 @@ def _trained_by_trl(context: Context) -> Trained | None:
 
 
 def _stored_type(context: Context) -> str:
-    """The format that a model is loaded in by default (transformers/modeling_utils.py::_get_dtype[if hasattr(config]);
-    empty if unknown.
+    """The format that a model is loaded in by default; empty if unknown.
+
+    transformers/modeling_utils.py::_get_dtype[if hasattr(config].
     """
     values = context.values
-    name, revision = values["model_name_or_path"], values.get("model_revision")
+    name = values["model_name_or_path"]
+    revision = values.get("model_revision")
     path = model_config.where(name, context.environ, revision)
     if path is None:
         return ""
@@ -84,12 +95,15 @@ def _stored_type(context: Context) -> str:
 
 
 def _keeps_masters(context: Context) -> bool:
-    """Whether an engine trains copies of the weights in float32: DeepSpeed, and FSDP under mixed precision.
+    """Whether an engine trains copies of the weights in float32: DeepSpeed, and FSDP under mixed
+    precision.
 
-    accelerate/accelerator.py::Accelerator.prepare_model[param.data = param.data.to] is what the latter does.
+    The latter does so in
+    accelerate/accelerator.py::Accelerator.prepare_model[param.data = param.data.to].
     """
-    sharded = bool(context.values["fsdp"]) and resolved.precision(context.values) is not None
-    return context.distributed or sharded
+    if context.distributed:
+        return True
+    return bool(context.values["fsdp"]) and resolved.precision(context.values) is not None
 
 
 @cites(
@@ -136,13 +150,16 @@ def rounded_by_trl(context: Context) -> Iterator[Finding]:
     if values["fp16"] or _keeps_masters(context):
         return
     trained = _trained_by_trl(context)
-    if trained is None or trained.format != "bfloat16" or values["load_in_4bit"] or values["load_in_8bit"]:
+    if trained is None or trained.format != "bfloat16":
+        return
+    if values["load_in_4bit"] or values["load_in_8bit"]:
         return
     # its default depends on torch's release, and is an AdamW in all of them
     optimizer = values["optim"] or "adamw_torch"
     if not str(optimizer).startswith(_STEPS_OF_THE_RATE):
         return
-    message = _rounding(number(values["learning_rate"]), f"{trained.what} in bfloat16 ({trained.choice})")
+    weights = f"{trained.what} in bfloat16 ({trained.choice})"
+    message = _rounding(number(values["learning_rate"]), weights)
     if message is not None:
         help = f"{trained.remedy}, and `bf16: true` computes in bfloat16 all the same"
         yield say("warning", "steps-rounded", trained.key, message, help)
@@ -185,9 +202,9 @@ def _rounding(rate: float | None, trained: str) -> str | None:
     if share >= _FEW:
         return None
     return (
-        f"`learning_rate: {rate:g}` trains {trained} without copies in float32: a step of about {rate:g} rounds away "
-        f"on every weight above {largest:.2g}, so that about {share:.1%} of weights of the usual size "
-        f"({_USUAL_SPREAD}) can change"
+        f"`learning_rate: {rate:g}` trains {trained} without copies in float32: "
+        f"a step of about {rate:g} rounds away on every weight above {largest:.2g}, "
+        f"so that about {share:.1%} of weights of the usual size ({_USUAL_SPREAD}) can change"
     )
 
 
@@ -204,18 +221,20 @@ def fp16_over_bf16(context: Context) -> Iterator[Finding]:
     """
     if context.mixed_precision != "fp16":
         return
-    values, key = context.values, "mixed_precision"
+    values = context.values
+    key = "mixed_precision"
     help = "write `mixed_precision: bf16`"
     # adapters are in float32, and those of Liger have the model's own format
     unscaled = not values["use_lora"] and not values["use_liger_kernel"]
     if unscaled and not context.distributed and context.gpus != 0 and not caches_only(context):
         message = (
-            "upstream loads bfloat16: with `mixed_precision: fp16` the gradient scaler refuses the first step "
-            "(its kernel is not implemented for BFloat16)"
+            "upstream loads bfloat16: with `mixed_precision: fp16` the gradient scaler refuses "
+            "the first step (its kernel is not implemented for BFloat16)"
         )
         yield say_of_option("error", "fp16-over-bf16", key, message, help)
         return
-    message = "upstream loads bfloat16: `mixed_precision: fp16` casts it to fp16, or fails in the gradient scaler"
+    effect = "casts it to fp16, or fails in the gradient scaler"
+    message = f"upstream loads bfloat16: `mixed_precision: fp16` {effect}"
     yield say_of_option("warning", "fp16-over-bf16", key, message, help)
 
 

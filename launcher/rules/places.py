@@ -1,7 +1,9 @@
-"""Output folders that nobody means: `/`, a home folder, a literal `~`, the data's own folder and their like.
+"""Output folders that nobody means: `/`, a home folder, a literal `~`, the data's own folder and
+their like.
 
-Upstream makes whatever folder it is told, writes over files in it, deletes old checkpoints there, and may upload
-all of it. What only the records of a machine tell, such as other runs, is asked at a start.
+Upstream makes whatever folder it is told, writes over files in it, deletes old checkpoints there,
+and may upload all of it. What only the records of a machine tell, such as other runs, is asked at
+a start.
 """
 
 import os
@@ -24,7 +26,8 @@ from launcher.runs import rundir
 
 CODE = "unintended-output"
 _SYSTEM = "/usr /bin /boot /dev /etc /lib /lib32 /lib64 /proc /sbin /sys"  # nor anything in them
-_SHARED = "/home /media /mnt /opt /root /run /srv /tmp /usr/local /var /var/tmp /dev/shm"  # folders in them are fine
+# folders in them are fine
+_SHARED = "/home /media /mnt /opt /root /run /srv /tmp /usr/local /var /var/tmp /dev/shm"
 _WITHIN = ("/usr/local", "/dev/shm")  # of `_SYSTEM`, and free for folders all the same
 _VARIABLE = re.compile(r"\$(?:\w+|\{\w+\})", re.ASCII)
 
@@ -49,16 +52,13 @@ def unintended_output(context: Context) -> Iterator[Finding]:
     if not context.values.given(key):
         return
     text = str(context.values[key])
+    # `no-output` says it
     if not text:
-        # `no-output` says it
         return
-    reason = _literal_fault(text)
-    if reason is None:
-        reason = _place_fault(context, text)
-    if reason is None:
-        return
-    message = f"`{key}: {brief(text)}` {reason}"
-    yield say("error", CODE, key, message, _help(key, text), layer="launch")
+    reason = _literal_fault(text) or _place_fault(context, text)
+    if reason is not None:
+        message = f"`{key}: {brief(text)}` {reason}"
+        yield say("error", CODE, key, message, _help(key, text), layer="launch")
 
 
 def _help(key: str, text: str) -> str:
@@ -77,9 +77,10 @@ def _literal_fault(text: str) -> str | None:
         return f"would make a folder called `{parts[0]}` here: trainers do not expand it"
     if "~" in parts:
         return "would make a folder called `~`: trainers do not expand it"
-    variable = next(filter(None, map(_VARIABLE.match, parts)), None)
-    if variable is not None:
-        return f"would make a folder called `{variable[0]}`: trainers do not expand variables"
+    for part in parts:
+        variable = _VARIABLE.match(part)
+        if variable is not None:
+            return f"would make a folder called `{variable[0]}`: trainers do not expand variables"
     return None
 
 
@@ -140,13 +141,14 @@ def _training(context: Context) -> Iterator[Place]:
     """What the run itself reads: checkout, data, model."""
     if context.source is not None:
         yield from _source(context.source)
-    names, values = context.entry.names, context.values
     for name in _data(context):
         path = Path(str(name))
-        if name and exists(path):
-            folder = path if is_dir(path) else path.parent
-            yield Place(path=folder, name="the folder of the data")
-    model = values.get(names.model)
+        if not name or not exists(path):
+            continue
+        if not is_dir(path):
+            path = path.parent
+        yield Place(path=path, name="the folder of the data")
+    model = context.values.get(context.entry.names.model)
     if isinstance(model, str) and model and os.path.isdir(model):
         yield from _model(context, Path(model))
 
@@ -157,7 +159,9 @@ def _data(context: Context) -> list[Any]:
     if mixed is not None:
         return mixed.names()
     data = context.values.get(context.entry.names.data)
-    return data[::2] if isinstance(data, list) else [data]
+    if isinstance(data, list):
+        return data[::2]
+    return [data]
 
 
 def _model(context: Context, model: Path) -> Iterator[Place]:
@@ -174,8 +178,7 @@ def _source(source: Path) -> Iterator[Place]:
     if not exists(checkout / ".git"):
         yield Place(path=source, name="the trainer's packages", below=True)
         return
-    works_there = is_within(canonical(Path.cwd()), checkout)
-    if not works_there:
+    if not is_within(canonical(Path.cwd()), checkout):
         yield Place(path=source, name="the checkout", below=True)
     yield Place(path=source / ".git", name="the checkout's repository", below=True)
     yield Place(path=source / "open_instruct", name="the checkout's source", below=True)

@@ -16,12 +16,15 @@ from launcher.rules.rule import Rule, as_it_stands
 from launcher.upstream.schema import NoSuchField, Values
 from launcher.upstream.trainers import BACKENDS
 
-# Modules of launcher.rules beside `arguments`, by backend; one that has no rules of its own is not listed.
-# Imported where they are needed: importing is a good part of the time that one file takes.
+# Modules of launcher.rules beside `arguments`, by backend; one that has no rules of its own is not
+# listed. Imported where they are needed: importing is a good part of the time that one file takes.
 _FURTHER = {
     "open_instruct": (
-        *("services", "open_instruct.data", "open_instruct.machine"),
-        *("open_instruct.gradient", "open_instruct.tokenizer"),
+        "services",
+        "open_instruct.data",
+        "open_instruct.machine",
+        "open_instruct.gradient",
+        "open_instruct.tokenizer",
     ),
     "trl": ("trl.machine", "trl.attention", "trl.adapters", "trl.data"),
 }
@@ -33,7 +36,9 @@ def _stage(backend: str, key: str) -> str:
 
 def _rules(module: str, key: str, table: str = "RULES") -> tuple[Any, ...]:
     rules = getattr(import_module(f"launcher.rules.{module}"), table)
-    return tuple(rules[key] if isinstance(rules, Mapping) else rules)
+    if isinstance(rules, Mapping):
+        rules = rules[key]
+    return tuple(rules)
 
 
 def of_script(backend: str, key: str) -> tuple[Rule, ...]:
@@ -41,7 +46,9 @@ def of_script(backend: str, key: str) -> tuple[Rule, ...]:
     own = BACKENDS[backend].STAGES[key].rules
     if own:
         return _rules(own, key)
-    return _rules(f"{backend}.arguments", _stage(backend, key)) if backend in _FURTHER else ()
+    if backend not in _FURTHER:
+        return ()
+    return _rules(f"{backend}.arguments", _stage(backend, key))
 
 
 @cache
@@ -53,10 +60,12 @@ def of_stage(backend: str, key: str) -> tuple[StageRule, ...]:
     key = _stage(backend, key)
     from launcher.rules import deepspeed, embedding, model, output, precision, split
 
-    modules = (deepspeed, model, precision, embedding, output, split)
-    shared = (rule for module in modules for rule in module.RULES.get(backend, {}).get(key, ()))
-    further = (rule for module in _FURTHER.get(backend, ()) for rule in _rules(module, key))
-    return (*shared, *further)
+    rules: list[StageRule] = []
+    for module in (deepspeed, model, precision, embedding, output, split):
+        rules += module.RULES.get(backend, {}).get(key, ())
+    for name in _FURTHER.get(backend, ()):
+        rules += _rules(name, key)
+    return tuple(rules)
 
 
 def apply(values: Values) -> Iterator[Finding]:
@@ -67,7 +76,10 @@ def apply(values: Values) -> Iterator[Finding]:
 
 
 def apply_in(context: Context) -> Iterator[Finding]:
-    """Every finding of every other rule that these facts suffice for; keys are `args.NAME` or those of options."""
+    """Every finding of every other rule that these facts suffice for.
+
+    Keys are `args.NAME` or those of options.
+    """
     schema = context.values.schema
     for rule in of_stage(schema.backend, schema.key):
         if not _is_due(rule, context):
@@ -87,8 +99,8 @@ def _subject(rule: StageRule) -> About:
 
 def _is_due(rule: StageRule, context: Context) -> bool:
     """Whether every fact that a rule needs is known, and none that says more than it."""
-    needed = getattr(rule, "needs", ())
+    for fact in getattr(rule, "needs", ()):
+        if getattr(context, fact) is None:
+            return False
     better = getattr(rule, "superseded_by", ())
-    lacks = any(getattr(context, fact) is None for fact in needed)
-    is_superseded = any(getattr(context, fact) is not None for fact in better)
-    return not lacks and not is_superseded
+    return all(getattr(context, fact) is None for fact in better)

@@ -66,7 +66,9 @@ class Context:
     @property
     def at_start(self) -> Severity:
         """The severity of what may still come until the run is to start."""
-        return "warning" if self.machine is None else "error"
+        if self.machine is None:
+            return "warning"
+        return "error"
 
     @property
     def zero_stage(self) -> int | None:
@@ -77,13 +79,16 @@ class Context:
         if self.deepspeed is None or self.gpus == 0:
             return None
         stage = section(self.deepspeed, "zero_optimization").get("stage", 0)
-        return stage if isinstance(stage, int) else None
+        if not isinstance(stage, int):
+            return None
+        return stage
 
     @property
     def file(self) -> Mapping[str, Any] | None:
         """The DeepSpeed file as far as it is read: not on the CPU, nor beside DPO's `zero_stage`."""
-        own = self.values.get("zero_stage") is not None
-        return None if own or self.gpus == 0 else self.deepspeed
+        if self.values.get("zero_stage") is not None or self.gpus == 0:
+            return None
+        return self.deepspeed
 
     @property
     def distributed(self) -> bool:
@@ -99,7 +104,9 @@ StageRule = Callable[[Context], Iterator[Finding]]
 
 def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     part = config.get(name)
-    return part if isinstance(part, Mapping) else {}
+    if not isinstance(part, Mapping):
+        return {}
+    return part
 
 
 def caches_only(context: Context) -> bool:

@@ -1,4 +1,5 @@
-"""On which of upstream's behaviours a rule depends, so that each checkout is judged by what its own source does.
+"""On which of upstream's behaviours a rule depends, so that each checkout is judged by what its own
+source does.
 
 A rule whose premises are all known at a commit does not hang on the lines that it cites there.
 """
@@ -16,14 +17,20 @@ _ATTRIBUTE = "premises"
 
 @dataclass(frozen=True, slots=True)
 class Premise:
-    """A behaviour, by its name, and how a rule depends on it: None where the rule itself asks which it is."""
+    """A behaviour, by its name, and how a rule depends on it.
+
+    `holds` is None where the rule itself asks which it is.
+    """
 
     behaviour: str
     holds: bool | None
 
 
 def where(behaviour: str) -> Callable[[_Rule], _Rule]:
-    """The rule is about commits that behave so; where nothing tells, it counts as far as its cited lines stand."""
+    """The rule is about commits that behave so.
+
+    Where nothing tells, it counts as far as its cited lines stand.
+    """
     return _marked(Premise(behaviour, True))
 
 

@@ -20,9 +20,9 @@ def cites(*places: str, reviewed: tuple[str, ...] = ()) -> Callable[[_Function],
     """Name the upstream lines that a rule is about, by file, symbol and anchor (see
     upstream/citations.py).
 
-    `reviewed` are the commits, besides the backend's `BASELINE`, at which somebody has read the lines and the
-    functions around them and found the rule true. In a source where they are as at none of these commits, what
-    the rule finds counts less (`as_it_stands`).
+    `reviewed` are the commits, besides the backend's `BASELINE`, at which somebody has read the
+    lines and the functions around them and found the rule true. In a source where they are as at
+    none of these commits, what the rule finds counts less (`as_it_stands`).
     """
 
     def mark(rule: _Function) -> _Function:
@@ -59,7 +59,10 @@ def superseded_by(*facts: Fact) -> Callable[[_Function], _Function]:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """Which numbers a field can hold, and what happens to the others; `needs` is a switch it acts under."""
+    """Which numbers a field can hold, and what happens to the others.
+
+    `needs` is a switch it acts under.
+    """
 
     holds: Callable[[float], bool]
     severity: Severity
@@ -70,7 +73,9 @@ class Range:
 
 def plain(value: float) -> str:
     """A number for a message; an int of hundreds of digits is no float, and is cut."""
-    return f"{value:g}" if isinstance(value, float) else brief(str(value))
+    if isinstance(value, float):
+        return f"{value:g}"
+    return brief(str(value))
 
 
 def outside(
@@ -80,9 +85,10 @@ def outside(
         value = number(values.get(key))
         if value is None or not values.given(key):
             continue
-        for one in ranges:
-            if not one.holds(value) and (one.needs is None or values[one.needs]):
-                yield say(one.severity, one.code, key, f"`{key}: {show(value)}`: {one.otherwise}")
+        for limit in ranges:
+            if not limit.holds(value) and (limit.needs is None or values[limit.needs]):
+                message = f"`{key}: {show(value)}`: {limit.otherwise}"
+                yield say(limit.severity, limit.code, key, message)
 
 
 def say(
@@ -100,7 +106,9 @@ def say_of_option(
 
 def number(value: Any) -> float | None:
     """The value if it is a number: at another version a default may be unknown."""
-    return value if isinstance(value, int | float) else None
+    if isinstance(value, int | float):
+        return value
+    return None
 
 
 def check(
@@ -146,8 +154,9 @@ def unread(
     """A rule about an argument that acts under one condition, where it is given without that."""
 
     def idle(values: Values) -> bool:
-        given = values.given(key) and values[key]
-        return bool(given and values[key] != values.schema.fields[key].default and not read(values))
+        if not values.given(key) or not values[key]:
+            return False
+        return values[key] != values.schema.fields[key].default and not read(values)
 
     message = f"`{key}` does nothing here: it is read only {where}"
     return warn(cited, "conditional-key", key, idle, message, help, reviewed=reviewed)
@@ -165,10 +174,12 @@ def no_model(
 def as_it_stands(
     rule: Callable[..., Iterator[Finding]], findings: Iterator[Finding], schema: Schema
 ) -> Iterator[Finding]:
-    """What a rule finds, for people: a note where what it cites is not as it was when the rule was confirmed.
+    """What a rule finds, for people: a note where what it cites is not as it was when the rule was
+    confirmed.
 
-    What is launch's own (layer `launch`) does not hang on upstream's lines. A rule that names behaviours of
-    upstream's (`premises`) is about the sources that have them, and does not hang on lines where these tell all.
+    What is launch's own (layer `launch`) does not hang on upstream's lines. A rule that names
+    behaviours of upstream's (`premises`) is about the sources that have them, and does not hang on
+    lines where these tell all.
     """
     if not premises.applies(rule, schema):
         return
@@ -178,7 +189,9 @@ def as_it_stands(
     settled = premises.settled(rule, schema)
     for finding in findings:
         if "::" in finding.message:
-            line_of = None if standing is None else standing.line
+            line_of = None
+            if standing is not None:
+                line_of = standing.line
             finding = replace(finding, message=citations.rendered(finding.message, line_of))
         if standing is not None and finding.layer != "launch" and not settled:
             finding = standing.weighed(finding, standing.changed(rule))

@@ -20,7 +20,8 @@ def sequence_parallel(context: Context) -> Iterator[Finding]:
     if processes % size:
         divisors = [str(number) for number in range(1, processes + 1) if processes % number == 0]
         message = f"`{key}: {size}` does not divide {processes} process(es)"
-        yield say("error", "sequence-split", key, message, f"one of {', '.join(divisors)}, or another --gpus")
+        help = f"one of {', '.join(divisors)}, or another --gpus"
+        yield say("error", "sequence-split", key, message, help)
 
 
 @cites("transformers/trainer.py::Trainer.__init__[if not self.is_fsdp_xla_enabled]")

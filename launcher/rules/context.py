@@ -66,9 +66,7 @@ class Context:
     @property
     def at_start(self) -> Severity:
         """The severity of what may still come until the run is to start."""
-        if self.machine is None:
-            return "warning"
-        return "error"
+        return "warning" if self.machine is None else "error"
 
     @property
     def zero_stage(self) -> int | None:
@@ -79,9 +77,7 @@ class Context:
         if self.deepspeed is None or self.gpus == 0:
             return None
         stage = section(self.deepspeed, "zero_optimization").get("stage", 0)
-        if not isinstance(stage, int):
-            return None
-        return stage
+        return stage if isinstance(stage, int) else None
 
     @property
     def file(self) -> Mapping[str, Any] | None:
@@ -100,13 +96,13 @@ class Context:
 
 
 StageRule = Callable[[Context], Iterator[Finding]]
+RuleTable = Mapping[str, Mapping[str, tuple[StageRule, ...]]]
+"""Rules by backend and stage."""
 
 
 def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     part = config.get(name)
-    if not isinstance(part, Mapping):
-        return {}
-    return part
+    return part if isinstance(part, Mapping) else {}
 
 
 def caches_only(context: Context) -> bool:

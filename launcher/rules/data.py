@@ -56,7 +56,7 @@ class Looked:
         """Such as `3 of 200 rows (first: data/train.jsonl:7)`."""
         rows = self.survey.rows
         if tally.count >= rows:
-            return "the only row" if rows <= 1 else "all rows"
+            return "all rows" if rows > 1 else "the only row"
         share = f"{tally.count:,} of {rows:,} rows"
         if tally.first.number:
             share += f" (first: {tally.first})"
@@ -99,9 +99,7 @@ def readable(looked: Looked) -> Iterator[Finding]:
         yield looked.say("error", "bad-data", f"{brief(names)}: holds no rows")
     if survey.unread:
         message = f"not every row was looked at: {brief('; '.join(survey.unread))}"
-        help = None
-        if survey.lacks_pyarrow:
-            help = "pip install pyarrow"
+        help = "pip install pyarrow" if survey.lacks_pyarrow else None
         yield looked.say("note", "unseen-data", message, help)
 
 
@@ -157,9 +155,7 @@ def convertible(looked: Looked, otherwise: str) -> str:
     if shape is None:
         return _export_help(looked) or otherwise
     files = looked.source.files
-    source: object = looked.source.name
-    if len(files) == 1:
-        source = files[0]
+    source = files[0] if len(files) == 1 else looked.source.name
     command = f"`launch data convert {source} -o converted/train.jsonl`"
     return f"these rows are {shape.name}: {command} writes {shape.into}; then name what it wrote"
 
@@ -396,9 +392,7 @@ def tokenizer_template(model: object, template: object, context: Context) -> str
     if not is_file(config):
         return None
     written = read_json(config).get("chat_template")
-    if written is None:
-        return ""
-    return str(written)
+    return "" if written is None else str(written)
 
 
 def takes_pictures(model: object, context: Context) -> bool | None:
@@ -419,9 +413,7 @@ def _folder_of(model: object, context: Context) -> Path | None:
     where = model_config.where(model, context.environ)
     if where is not None:
         return where.parent
-    if isinstance(model, str) and is_dir(model):
-        return Path(model)
-    return None
+    return Path(model) if isinstance(model, str) and is_dir(model) else None
 
 
 def _text_of(path: Path) -> str | None:

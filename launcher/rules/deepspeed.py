@@ -12,7 +12,7 @@ from packaging.version import InvalidVersion, Version
 
 from launcher.artifacts import architecture, model_config, model_files
 from launcher.errors import Finding, Severity, brief
-from launcher.rules.context import Context, StageRule, caches_only, section
+from launcher.rules.context import Context, RuleTable, StageRule, caches_only, section
 from launcher.rules.premises import asks, where
 from launcher.rules.rule import cites, say, say_of_option
 from launcher.rules.trl import resolved
@@ -24,11 +24,7 @@ UNSYNCHRONIZED = (Version("0.18.5"), Version("0.19.0"))  # from PR 7805 on, unti
 ALL_STREAMS = Version("0.19.3")  # PR 8080
 LOSES_MICRO_BATCHES = (Version("0.17.6"), Version("0.18.3"))  # until PR 7665
 LARGEST_WEIGHT = 1e9  # elements; no gradient is then larger than the bucket, which is copied
-_FORMATS = {
-    **dict.fromkeys(("fp32", "float32"), "no"),
-    **dict.fromkeys(("fp16", "half"), "fp16"),
-    **dict.fromkeys(("bf16", "bfloat16"), "bf16"),
-}
+_FORMATS = {"fp32": "no", "float32": "no", "fp16": "fp16", "half": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
 _GATHER = "stage3_gather_16bit_weights_on_model_save"
 _PASSES = "gradient_accumulation_steps"
 _MICRO = "train_micro_batch_size_per_gpu"
@@ -138,9 +134,7 @@ def clipping(context: Context) -> Iterator[Finding]:
     What is not above 0 asks for none.
     """
     values = context.values
-    key = "max_grad_norm"
-    if "clip_grad_norm" in values:
-        key = "clip_grad_norm"
+    key = "clip_grad_norm" if "clip_grad_norm" in values else "max_grad_norm"
     limit = values[key]
     if not context.distributed or not values.given(key) or not isinstance(limit, int | float):
         return
@@ -157,9 +151,7 @@ def clipping(context: Context) -> Iterator[Finding]:
     applied = _positive(of_file)
     if applied == requested:
         return
-    effect = f"clips at {applied}"
-    if not applied:
-        effect = "does not clip"
+    effect = f"clips at {applied}" if applied else "does not clip"
     help = f'write `"gradient_clipping": {requested}` in the DeepSpeed file'
     if file is None:
         help += ", in place of `zero_stage`"
@@ -215,9 +207,7 @@ def batch_of_the_file(context: Context) -> Iterator[Finding]:
         return
     passes = file.get(_PASSES, 1)
     if isinstance(passes, int) and passes != accumulation:
-        verb = "sets"
-        if _PASSES not in file:
-            verb = "is silent, which means"
+        verb = "sets" if _PASSES in file else "is silent, which means"
         effect = f"{accumulation} would not be used, and the steps be counted wrongly"
         message = f"the DeepSpeed file {verb} `{_PASSES}: {passes}`: {effect}"
         help = f'write `"{_PASSES}": "auto"` in the file'
@@ -549,7 +539,7 @@ def true_gradients(context: Context) -> Iterator[Finding]:
 _SHARED: tuple[StageRule, ...] = (zero_section, no_batch, unsaved_weights, clipping, true_gradients)
 _OWN_LOOP = (*_SHARED, refused_file, batch_of_the_file, quantised, frozen_biases, no_biases)
 
-RULES: Mapping[str, Mapping[str, tuple[StageRule, ...]]] = {
+RULES: RuleTable = {
     "open_instruct": {"sft": (*_OWN_LOOP, frozen_released), "dpo": (*_OWN_LOOP, two_zero_stages)},
     "trl": dict.fromkeys(("sft", "dpo"), (*_SHARED, mismatches, fsdp_too, optimizer_unread)),
 }

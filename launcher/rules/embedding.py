@@ -15,7 +15,7 @@ from launcher.artifacts.vocabulary import Vocabulary
 from launcher.errors import Finding, Severity, brief
 from launcher.paths import is_file
 from launcher.rules import data
-from launcher.rules.context import Context, StageRule, caches_only
+from launcher.rules.context import Context, RuleTable, StageRule, caches_only
 from launcher.rules.model import folder_of
 from launcher.rules.rule import cites, say
 
@@ -40,9 +40,7 @@ class Excess:
         if len(tokens) > _SHOWN:
             names += ", ..."
         missing = size - self.rows
-        lacking = f"{missing:,} have none"
-        if missing == 1:
-            lacking = "1 has none"
+        lacking = "1 has none" if missing == 1 else f"{missing:,} have none"
         if tokens:
             lacking += f" ({names})"
         return f"the tokenizer has {size:,} tokens, the embedding {self.rows:,} rows: {lacking}"
@@ -70,9 +68,7 @@ def _config(context: Context) -> Mapping[str, Any]:
 
 def _rows(config: Mapping[str, Any]) -> int | None:
     rows = config.get("vocab_size")
-    if isinstance(rows, int) and rows > 0:
-        return rows
-    return None
+    return rows if isinstance(rows, int) and rows > 0 else None
 
 
 def _vocabulary(context: Context) -> Vocabulary | None:
@@ -84,9 +80,7 @@ def _vocabulary(context: Context) -> Vocabulary | None:
         name = values[_MODEL]
         revision = values.get("model_revision")
     folder = folder_of(context, name, revision)
-    if folder is None:
-        return None
-    return vocabulary.read(folder)
+    return None if folder is None else vocabulary.read(folder)
 
 
 @cites(
@@ -215,7 +209,7 @@ def special_ids(context: Context) -> Iterator[Finding]:
 _TRL: tuple[StageRule, ...] = (beyond_embedding, special_ids)
 _OPEN_INSTRUCT: tuple[StageRule, ...] = (resized, special_ids)
 
-RULES: Mapping[str, Mapping[str, tuple[StageRule, ...]]] = {
+RULES: RuleTable = {
     "open_instruct": dict.fromkeys(("sft", "dpo"), _OPEN_INSTRUCT),
     "trl": dict.fromkeys(("sft", "dpo"), _TRL),
 }

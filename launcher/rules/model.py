@@ -12,7 +12,7 @@ from launcher.artifacts import architecture, chat_template, model_config, model_
 from launcher.artifacts.architecture import Shape
 from launcher.errors import Finding, InvalidConfig, Severity, brief
 from launcher.paths import can_be_name, exists, is_dir, is_file
-from launcher.rules.context import Context, StageRule, caches_only, section
+from launcher.rules.context import Context, RuleTable, StageRule, caches_only, section
 from launcher.rules.premises import where
 from launcher.rules.rule import cites, needs, say
 from launcher.rules.trl.resolved import inline
@@ -82,9 +82,7 @@ def beyond_positions(context: Context) -> Iterator[Finding]:
     model how far it reaches.
     """
     values = context.values
-    key = "max_length"
-    if "max_seq_length" in values:
-        key = "max_seq_length"
+    key = "max_seq_length" if "max_seq_length" in values else "max_length"
     length = values.get(key)
     reach = positions(model_config.built_from(values, context.environ))
     if reach is None or not values.given(key) or not isinstance(length, int):
@@ -325,9 +323,7 @@ def incomplete_model(context: Context) -> Iterator[Finding]:
     if caches_only(context) or _arguments(context).keys() & _OTHER_FILES:
         return
     revision = values.get("model_revision")
-    key = _MODEL
-    if values.get("config_name"):
-        key = "config_name"
+    key = "config_name" if values.get("config_name") else _MODEL
     folder = _read_from(context, values[key], revision)
     if folder is not None:
         # `adapter_alone` speaks of it
@@ -460,7 +456,7 @@ _ABLE: tuple[StageRule, ...] = (liger_unknown, liger_on_cpu, beyond_positions)
 _FILES = (impossible_name, missing_model, adapter_alone, incomplete_model, incomplete_tokenizer)
 _SHARED: tuple[StageRule, ...] = (*_ABLE, *_FILES, other_weights)
 
-RULES: Mapping[str, Mapping[str, tuple[StageRule, ...]]] = {
+RULES: RuleTable = {
     "open_instruct": {"sft": (*_SHARED, packed_without_flash, packed_alone), "dpo": (*_SHARED, packed_without_flash)},
     "trl": dict.fromkeys(("sft", "dpo"), _SHARED),
 }

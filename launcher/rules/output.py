@@ -4,7 +4,7 @@ Whose checkpoints a folder holds, and whether they are whole, is `launcher.resum
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 from launcher import files
@@ -13,7 +13,7 @@ from launcher.artifacts.checkpoints import Checkpoint
 from launcher.errors import Finding, brief
 from launcher.files import read_json
 from launcher.paths import exists, is_file
-from launcher.rules.context import Context, StageRule, caches_only
+from launcher.rules.context import Context, RuleTable, caches_only
 from launcher.rules.places import unintended_output
 from launcher.rules.rule import cites, needs, say, superseded_by
 
@@ -69,9 +69,7 @@ def finished_model(context: Context) -> Iterator[Finding]:
     if (resume and context.values[resume]) or not any(map(_WEIGHTS.match, names)):
         return
     last = _taken(context)
-    begin = "train from zero"
-    if last is not None:
-        begin = f"continue from {last.name}"
+    begin = "train from zero" if last is None else f"continue from {last.name}"
     message = f"{context.output} holds a trained model: upstream would {begin} and write over it"
     help = f"give another `output_dir`, or empty {context.output}"
     yield say("warning", "finished-output", _OUTPUT, message, help)
@@ -137,7 +135,7 @@ def _remaining(context: Context, folder: Path) -> Iterator[Finding]:
 _OPEN_INSTRUCT = (unintended_output, foreign_checkpoints, finished_model)
 _TRL = (unintended_output, named_checkpoint, finished_model)
 
-RULES: Mapping[str, Mapping[str, tuple[StageRule, ...]]] = {
+RULES: RuleTable = {
     "open_instruct": dict.fromkeys(("sft", "dpo"), _OPEN_INSTRUCT),
     "trl": dict.fromkeys(("sft", "dpo"), _TRL),
 }

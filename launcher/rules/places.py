@@ -159,9 +159,7 @@ def _data(context: Context) -> list[Any]:
     if mixed is not None:
         return mixed.names()
     data = context.values.get(context.entry.names.data)
-    if isinstance(data, list):
-        return data[::2]
-    return [data]
+    return data[::2] if isinstance(data, list) else [data]
 
 
 def _model(context: Context, model: Path) -> Iterator[Place]:

@@ -7,12 +7,12 @@ weights at a rate of 5e-7 and 30 % at 2e-5, and in float32 all of them.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from launcher.artifacts import model_config, model_files
 from launcher.errors import Finding
-from launcher.rules.context import Context, StageRule, caches_only
+from launcher.rules.context import Context, RuleTable, StageRule, caches_only
 from launcher.rules.rule import cites, number, say, say_of_option
 from launcher.rules.trl import resolved
 
@@ -52,9 +52,7 @@ def _trained_by_trl(context: Context) -> Trained | None:
     if values["load_in_4bit"] or values["load_in_8bit"]:
         if not values["use_peft"]:
             return None
-        key = "load_in_8bit"
-        if values["load_in_4bit"]:
-            key = "load_in_4bit"
+        key = "load_in_4bit" if values["load_in_4bit"] else "load_in_8bit"
         return Trained(
             what="the adapter",
             format="bfloat16",
@@ -241,7 +239,7 @@ def fp16_over_bf16(context: Context) -> Iterator[Finding]:
 _OPEN_INSTRUCT: tuple[StageRule, ...] = (fp16_over_bf16, rounded_by_open_instruct)
 _TRL: tuple[StageRule, ...] = (refused_by_scaler, rounded_by_trl)
 
-RULES: Mapping[str, Mapping[str, tuple[StageRule, ...]]] = {
+RULES: RuleTable = {
     "open_instruct": dict.fromkeys(("sft", "dpo"), _OPEN_INSTRUCT),
     "trl": dict.fromkeys(("sft", "dpo"), _TRL),
 }

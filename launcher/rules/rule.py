@@ -24,10 +24,12 @@ def cites(*places: str, reviewed: tuple[str, ...] = ()) -> Callable[[_Function],
     lines and the functions around them and found the rule true. In a source where they are as at
     none of these commits, what the rule finds counts less (`as_it_stands`).
     """
+    return _attach(cites=places, reviewed=reviewed)
 
+
+def _attach(**attributes: tuple[str, ...]) -> Callable[[_Function], _Function]:
     def mark(rule: _Function) -> _Function:
-        rule.__dict__["cites"] = places
-        rule.__dict__["reviewed"] = reviewed
+        rule.__dict__.update(attributes)
         return rule
 
     return mark
@@ -39,22 +41,12 @@ Fact = Literal["attempts", "machine", "packages", "split"]
 
 def needs(*facts: Fact) -> Callable[[_Function], _Function]:
     """Name the facts without which a rule has nothing to say: it does not apply where one is None."""
-
-    def mark(rule: _Function) -> _Function:
-        rule.__dict__["needs"] = facts
-        return rule
-
-    return mark
+    return _attach(needs=facts)
 
 
 def superseded_by(*facts: Fact) -> Callable[[_Function], _Function]:
     """Name the facts that say more than a rule: it does not apply where one of them is known."""
-
-    def mark(rule: _Function) -> _Function:
-        rule.__dict__["superseded_by"] = facts
-        return rule
-
-    return mark
+    return _attach(superseded_by=facts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +65,7 @@ class Range:
 
 def plain(value: float) -> str:
     """A number for a message; an int of hundreds of digits is no float, and is cut."""
-    if isinstance(value, float):
-        return f"{value:g}"
-    return brief(str(value))
+    return f"{value:g}" if isinstance(value, float) else brief(str(value))
 
 
 def outside(
@@ -95,7 +85,7 @@ def say(
     severity: Severity, code: str, key: str, message: str, help: str | None = None, *, layer: Layer = "run"
 ) -> Finding:
     """A finding about one argument; `stage` fills in the place in the file."""
-    return Finding(severity=severity, layer=layer, code=code, key=f"args.{key}", message=message, help=help)
+    return say_of_option(severity, code, f"args.{key}", message, help, layer=layer)
 
 
 def say_of_option(
@@ -106,9 +96,7 @@ def say_of_option(
 
 def number(value: Any) -> float | None:
     """The value if it is a number: at another version a default may be unknown."""
-    if isinstance(value, int | float):
-        return value
-    return None
+    return value if isinstance(value, int | float) else None
 
 
 def check(

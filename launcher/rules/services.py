@@ -53,10 +53,8 @@ def has_wandb_key(environ: Mapping[str, str]) -> bool:
         return True
     host = urlsplit(environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").hostname or ""
     home = model_config.home(environ)
-    paths = [home / ".netrc", home / "_netrc"]
-    if environ.get("NETRC"):
-        paths = [Path(environ["NETRC"])]
-    for path in paths:
+    named = environ.get("NETRC")
+    for path in [Path(named)] if named else [home / ".netrc", home / "_netrc"]:
         with suppress(OSError, ValueError, netrc.NetrcParseError):
             if is_file(path) and netrc.netrc(path).authenticators(host) is not None:
                 return True
@@ -88,9 +86,7 @@ def hub_token(context: Context) -> Iterator[Finding]:
         help = "`hf auth login`, or set HF_TOKEN, or `push_to_hub: false`"
     else:
         return
-    moment = "before anything is trained"
-    if values.get("hf_entity"):
-        moment = "once the model is trained"
+    moment = "once the model is trained" if values.get("hf_entity") else "before anything is trained"
     message = f"`push_to_hub` crashes {moment}: {cause}"
     yield say(context.at_start, "no-hub-token", "push_to_hub", message, help)
 

@@ -1,9 +1,9 @@
 """Rules about the number of processes, which is known once a stage is planned on GPUs."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 from launcher.errors import Finding
-from launcher.rules.context import Context, StageRule, caches_only
+from launcher.rules.context import Context, RuleTable, caches_only
 from launcher.rules.rule import cites, needs, say
 from launcher.rules.trl.mixture import unseeded_test_split
 
@@ -35,7 +35,7 @@ def sharded_alone(context: Context) -> Iterator[Finding]:
         yield say("error", "fsdp-alone", "fsdp", message, "--gpus 2 or more, or delete the line")
 
 
-RULES: Mapping[str, Mapping[str, tuple[StageRule, ...]]] = {
+RULES: RuleTable = {
     "open_instruct": {"sft": (sequence_parallel,)},
     "trl": dict.fromkeys(("sft", "dpo"), (sharded_alone, unseeded_test_split)),
 }

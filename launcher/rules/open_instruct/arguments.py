@@ -340,14 +340,23 @@ def tracker_without_wandb(values: Values) -> Iterator[Finding]:
 def no_checkpoints(values: Values) -> Iterator[Finding]:
     """SFT writes none without; short runs need none."""
     steps = values["max_train_steps"]
-    short = isinstance(steps, int) and steps <= 200
+    counts = _row_counts(values)
+    if values["checkpointing_steps"] is not None or (isinstance(steps, int) and steps <= 200):
+        return
+    if counts and max(counts) <= 2000:
+        return
+    message = "checkpointing is off: if the run stops, all progress is lost"
+    help = "add `checkpointing_steps: epoch`, or a number of steps"
+    yield say("warning", "no-checkpoints", "checkpointing_steps", message, help)
+
+
+def _row_counts(values: Values) -> list[int]:
+    """How many rows of each set are trained on; empty where one of them is a share."""
     words = values[listed(values)] or []
-    counts = [str(amount) for amount in words[1::2]]
-    small = bool(counts) and all(c.isdecimal() and int(c) <= 2000 for c in counts)
-    if values["checkpointing_steps"] is None and not short and not small:
-        message = "checkpointing is off: if the run stops, all progress is lost"
-        help = "add `checkpointing_steps: epoch`, or a number of steps"
-        yield say("warning", "no-checkpoints", "checkpointing_steps", message, help)
+    amounts = [str(amount) for amount in words[1::2]]
+    if not all(amount.isdecimal() for amount in amounts):
+        return []
+    return [int(amount) for amount in amounts]
 
 
 @cites(
@@ -392,8 +401,8 @@ def samples_crash(values: Values) -> Iterator[Finding]:
     # simpo alone needs no reference (dpo_utils.py::DPOLossType.needs_reference_model[return self in])
     if limit is None or values["loss_type"] == "simpo":
         return
-    amounts = [str(amount) for amount in (values[listed(values)] or [])[1::2]]
-    if amounts and all(a.isdecimal() for a in amounts) and sum(map(int, amounts)) <= limit:
+    counts = _row_counts(values)
+    if counts and sum(counts) <= limit:
         return  # it leaves nothing out
     message = "`max_train_samples` crashes: the reference cache misses the samples left out"
     help = f"give a number of samples in `{listed(values)}` instead: [name, 200]"

@@ -545,21 +545,28 @@ def packed_without_documents(context: Context) -> Iterator[Finding]:
     values = context.values
     if not values["packing"] or values["cache_dataset_only"]:
         return
-    chosen = values["attn_implementation"]
-    key = "packing"
-    if chosen is not None:
-        if str(chosen).startswith("flash"):
-            return
-        key = "attn_implementation"
-        why = f"`{key}: {chosen}` keeps no packed samples apart"
-    elif context.gpus == 0:
-        why = "without a GPU attention is torch's, which keeps no packed samples apart"
-    elif context.lacks("flash-attn", "flash-attn-3"):
-        why = "the trainer's Python has no flash-attn, and torch's attention keeps no packed samples apart"
-    else:
+    why = why_joined(context)
+    if why is None:
         return
+    key = "packing"
+    if values["attn_implementation"] is not None:
+        key = "attn_implementation"
     message = f"`packing` crashes once the model is built: {why}"
     yield say("error", "packing-refused", key, message, "`pip install flash-attn`, or write `packing: false`")
+
+
+def why_joined(context: Context) -> str | None:
+    """Why packed samples would attend to each other; None where flash-attn keeps them apart."""
+    chosen = context.values["attn_implementation"]
+    if str(chosen).startswith("flash"):
+        return None
+    if chosen is not None:
+        return f"`attn_implementation: {chosen}` keeps no packed samples apart"
+    if context.gpus == 0:
+        return "without a GPU attention is torch's, which keeps no packed samples apart"
+    if context.lacks("flash-attn", "flash-attn-3"):
+        return "the trainer's Python has no flash-attn, and torch's attention keeps no packed samples apart"
+    return None
 
 
 @cites(

@@ -100,19 +100,12 @@ def documents_without_flash(context: Context) -> Iterator[Finding]:
 
     `model_utils.py` takes flash-attn where it is installed and none is named. On a CPU the probe supplies a way.
     """
-    values = context.values
-    chosen = values["attn_implementation"]
-    if caches_only(context) or not context.gpus or str(chosen).startswith("flash"):
-        return
-    key = "attn_implementation"
-    if chosen is not None:
-        why = f"`{key}: {chosen}` keeps no packed samples apart"
-    elif context.lacks("flash-attn", "flash-attn-3"):
-        why = "the trainer's Python has no flash-attn, and torch's attention keeps no packed samples apart"
-    else:
+    why = olmo_core.why_joined(context)
+    if why is None or caches_only(context) or not context.gpus:
         return
     message = f"crashes in the first step: rows are always packed, and {why}"
-    yield say("error", "packing-refused", key, message, "`pip install flash-attn`, and leave this argument out")
+    help = "`pip install flash-attn`, and leave this argument out"
+    yield say("error", "packing-refused", "attn_implementation", message, help)
 
 
 @cites("olmo_core_utils.py::build_cp_config[TransformerContextParallelConfig.llama3]", reviewed=("e6c3044aa620",))

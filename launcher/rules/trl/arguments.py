@@ -14,7 +14,7 @@ from operator import itemgetter
 from launcher.errors import Finding, brief
 from launcher.rules.rule import Range, Rule, check, cites, no_model, number, outside, plain, say, unread, warn
 from launcher.rules.trl import mixture, parser
-from launcher.rules.trl.resolved import inline, prepared, words
+from launcher.rules.trl.resolved import inline, prepared, target_modules, words
 from launcher.upstream.schema import Values
 
 # names between commas or spaces: no module has either, and no pattern is made of such
@@ -137,7 +137,7 @@ def lora_targets(values: Values) -> Iterator[Finding]:
     Which modules the model has is PEFT's to say, in a rehearsal.
     """
     key = "lora_target_modules"
-    targets = [word for word in words(values[key] or []) if word]
+    targets = target_modules(values)
     if not values["use_peft"]:
         return
     # a word without dots or stars is the name of no module inside of another

@@ -69,11 +69,13 @@ def _unfit(name: str, context: Context) -> str | None:
     """
     values = context.values
     kwargs = inline(values["model_init_kwargs"]) or {}
-    plain = kwargs.get("dtype", values["dtype"]) == "float32"
-    mixed = resolved.precision(values) is not None or context.mixed_precision not in (None, "no")
-    if name in PACKAGES and plain and not (mixed or values["load_in_4bit"] or values["load_in_8bit"]):
-        return "it takes 16 bits only, and the model is float32 with neither `bf16` nor `fp16`"
-    return None
+    if name not in PACKAGES or kwargs.get("dtype", values["dtype"]) != "float32":
+        return None
+    if resolved.precision(values) is not None or context.mixed_precision not in (None, "no"):
+        return None
+    if values["load_in_4bit"] or values["load_in_8bit"]:
+        return None
+    return "it takes 16 bits only, and the model is float32 with neither `bf16` nor `fp16`"
 
 
 def _release(version: str) -> tuple[int, ...]:

@@ -59,14 +59,12 @@ def eval_without_steps(values: Values) -> Iterator[Finding]:
 )
 def whole_steps(values: Values) -> Iterator[Finding]:
     """Below 1 a share, above 1 a whole number."""
-    by_strategy = {
-        "logging_steps": (values.get("logging_strategy"), number(values.get("logging_steps"))),
-        "save_steps": (values.get("save_strategy"), number(values.get("save_steps"))),
-    }
-    key, steps = _eval_steps(values)
+    strategies = {"logging_steps": values.get("logging_strategy"), "save_steps": values.get("save_strategy")}
     if values["eval_strategy"] == "steps":
-        by_strategy[key] = ("steps", steps)
-    for key, (strategy, steps) in by_strategy.items():
+        key, _ = _eval_steps(values)
+        strategies[key] = "steps"
+    for key, strategy in strategies.items():
+        steps = number(values.get(key))
         if strategy != "steps" or steps is None or not steps > 1:
             continue
         if math.isinf(steps) or steps != int(steps):

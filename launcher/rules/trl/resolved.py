@@ -21,6 +21,14 @@ def words(value: Any) -> list[str]:
     return [str(value)]
 
 
+def target_modules(values: Values) -> list[str]:
+    """What `lora_target_modules` names; a single word is a pattern
+    (trl/trainer/model_config.py::ModelConfig.__post_init__[if hasattr(self.lora_target_modules]).
+    """
+    names = words(values["lora_target_modules"] or [])
+    return [name for name in names if name]
+
+
 def prepared(values: Values) -> bool:
     """Whether the rows are taken as they are, tokenised
     (trl/trainer/sft_trainer.py::SFTTrainer.__init__[and args.dataset_kwargs.get]).

@@ -29,6 +29,7 @@ _TELLING = ("prompt", "chosen", "rejected", "completion", "messages")
 _ANSWER_COLUMNS = frozenset({"messages", "conversations", "prompt", "completion", "text"})
 _PAIR_COLUMNS = frozenset({"prompt", "chosen", "rejected"})
 _TEMPLATES = (".jinja", ".j2")
+_PAIRS_HELP = "these are pairs: `stage: dpo` trains on them"
 _RELATIVE = "relative paths start where launch is started; `~` is not expanded"
 
 
@@ -344,15 +345,7 @@ def _answers(looked: Looked, context: Context) -> Iterator[Finding]:
     written = data.tokenizer_template(model, values.get("chat_template_path"), context)
     if "prompt" in survey.columns:
         if "completion" not in survey.columns:
-            message = _columns_message(looked, "`prompt` is read together with `completion`, which is not there")
-            help = "add `completion`, or leave out `prompt`"
-            if {"chosen", "rejected"} <= survey.columns:
-                help = "these are pairs: `stage: dpo` trains on them"
-                if survey.kind("messages") == "list":
-                    help += "; for SFT on `messages` leave out `prompt`"
-            else:
-                help = data.convertible(looked, help)
-            yield looked.say("error", "data-columns", message, help)
+            yield _without_completion(looked)
             return
         read = ["prompt", "completion"]
         yield from _alike(looked, read)
@@ -364,9 +357,8 @@ def _answers(looked: Looked, context: Context) -> Iterator[Finding]:
         yield from _one_form(looked, read)
         if text in survey.columns and survey.kind("completion") == "text":
             message = f"`{text}` stands beside `completion`: TRL adds the end token to `{text}`, and to no completion"
-            yield looked.say(
-                "error", "data-columns", message, f"leave out `{text}`, or the model never learns to stop"
-            )
+            help = f"leave out `{text}`, or the model never learns to stop"
+            yield looked.say("error", "data-columns", message, help)
     elif survey.kind(chats) == "list" and (chats == "conversations" or not survey.count(chats, "from-value")):
         read = [chats]
         yield from _one_form(looked, read)
@@ -382,13 +374,7 @@ def _answers(looked: Looked, context: Context) -> Iterator[Finding]:
         yield from _single_messages(looked, text)
         yield from _one_form(looked, read)
     else:
-        expected = f"SFT reads `messages`, `prompt` and `completion`, or `{brief(text)}`"
-        help = "rename the columns, or name that of the text: `dataset_text_field: <column>`"
-        if shapes.pair_columns(survey) is not None:
-            help = "these are pairs: `stage: dpo` trains on them"
-        else:
-            help = data.convertible(looked, help)
-        yield looked.say("error", "data-columns", _columns_message(looked, expected), help)
+        yield _without_answers(looked, text)
         return
     yield from data.unreadable_messages(looked, read)
     yield from data.empty_prompts(looked, [name for name in read if survey.kind(name) == "list"])
@@ -398,6 +384,27 @@ def _answers(looked: Looked, context: Context) -> Iterator[Finding]:
     yield from data.unwritten_tools(looked, read, written)
     yield from _beside(looked)
     yield from data.other_kinds(looked, [*read, "tools", "chat_template_kwargs"])
+
+
+def _without_completion(looked: Looked) -> Finding:
+    survey = looked.survey
+    if not {"chosen", "rejected"} <= survey.columns:
+        help = data.convertible(looked, "add `completion`, or leave out `prompt`")
+    elif survey.kind("messages") == "list":
+        help = f"{_PAIRS_HELP}; for SFT on `messages` leave out `prompt`"
+    else:
+        help = _PAIRS_HELP
+    message = _columns_message(looked, "`prompt` is read together with `completion`, which is not there")
+    return looked.say("error", "data-columns", message, help)
+
+
+def _without_answers(looked: Looked, text: str) -> Finding:
+    help = _PAIRS_HELP
+    if shapes.pair_columns(looked.survey) is None:
+        otherwise = "rename the columns, or name that of the text: `dataset_text_field: <column>`"
+        help = data.convertible(looked, otherwise)
+    expected = f"SFT reads `messages`, `prompt` and `completion`, or `{brief(text)}`"
+    return looked.say("error", "data-columns", _columns_message(looked, expected), help)
 
 
 def _labelled(looked: Looked) -> Iterator[Finding]:

@@ -51,7 +51,9 @@ def two_data_sources(values: Values) -> Iterator[Finding]:
 )
 def beaker_without_push(values: Values) -> Iterator[Finding]:
     if values["try_launch_beaker_eval_jobs"] and not values["push_to_hub"]:
-        why = "is true" if values.given("try_launch_beaker_eval_jobs") else "defaults to true"
+        why = "defaults to true"
+        if values.given("try_launch_beaker_eval_jobs"):
+            why = "is true"
         message = f"`push_to_hub: false` alone is refused: `try_launch_beaker_eval_jobs` {why}"
         help = "add `try_launch_beaker_eval_jobs: false`"
         yield say("error", "beaker-without-push", "push_to_hub", message, help, layer="parser")
@@ -82,7 +84,8 @@ def final_lr_ratio(values: Values) -> Iterator[Finding]:
 def json_mappings(values: Values) -> Iterator[Finding]:
     """A text that starts with a brace is read as JSON."""
     for key in ("additional_model_arguments", "optimizer_kwargs"):
-        if (fault := json_fault(values.get(key))) is not None:
+        fault = json_fault(values.get(key))
+        if fault is not None:
             yield say("error", "bad-json", key, f"`{key}` is not JSON: {fault}", layer="parser")
 
 
@@ -104,7 +107,21 @@ def zero_stage(values: Values) -> Iterator[Finding]:
 
 
 def listed(values: Values) -> str:
-    return "mixer_list" if "mixer_list" in values.schema.fields else "dataset_mixer_list"
+    return _argument_name(values, "mixer_list", "dataset_mixer_list")
+
+
+def _argument_name(values: Values, name: str, otherwise: str) -> str:
+    """Which of two names an argument has here: the scripts, and commits, name some arguments differently."""
+    if name in values:
+        return name
+    return otherwise
+
+
+def severity_if_unknown(values: Values) -> Severity:
+    """The severity of a name that the pin does not have: another commit may have more of them."""
+    if values.schema.tested:
+        return "error"
+    return "warning"
 
 
 @cites("finetune.py::FlatArguments[dataset_mixer_list: list]")
@@ -115,7 +132,9 @@ def no_data(values: Values) -> Iterator[Finding]:
     if values[data] is None and any(values.get(other) is not None for other in others):
         return  # a commit that takes its data from there too
     if not values.given(data):
-        what = f"train on its default {values[data]}" if values[data] else "find no data at all"
+        what = "find no data at all"
+        if values[data]:
+            what = f"train on its default {values[data]}"
         message = f"no data named: upstream would {what}"
         yield say("error", "no-data", data, message, f"add `{data}: [name, amount, ...]`", layer="launch")
 
@@ -134,25 +153,26 @@ def mixer_amounts(values: Values) -> Iterator[Finding]:
         return
     for index in range(0, len(words), 2):
         name, amount = map(str, words[index : index + 2])
-        if (fault := _amount(f"{data}[{index + 1}]", name, amount)) is not None:
-            yield fault
+        yield from _amount(f"{data}[{index + 1}]", name, amount)
 
 
-def _amount(key: str, name: str, amount: str) -> Finding | None:
+def _amount(key: str, name: str, amount: str) -> Iterator[Finding]:
+    is_share = "." in amount
     try:
-        number = float(amount) if "." in amount else int(amount)
+        number = float(amount) if is_share else int(amount)
     except ValueError:
         help = "with a dot it is a share (0.25), without one a number of samples (200)"
-        return say("error", "mixer-amount", key, f"`{brief(amount)}` is not an amount for {name}", help)
-    if not number > 0:
-        # below 0 upstream counts from the end, and draws at random
+        yield say("error", "mixer-amount", key, f"`{brief(amount)}` is not an amount for {name}", help)
+        return
+    if number < 0:
+        # upstream counts from the end, and draws at random
         # (dataset_transformation.py::DatasetConfig.select_samples[full_repeats = target_size])
-        what = f"is below 0, for {name}" if number < 0 else f"leaves nothing of {name}"
-        return say("error", "mixer-amount", key, f"the amount {amount} {what}")
-    if number == 1 and isinstance(number, int):
+        yield say("error", "mixer-amount", key, f"the amount {amount} is below 0, for {name}")
+    elif not number > 0:
+        yield say("error", "mixer-amount", key, f"the amount {amount} leaves nothing of {name}")
+    elif number == 1 and not is_share:
         message = f"the amount {amount} is ONE sample of {name}"
-        return say("warning", "one-sample", key, message, "1.0 is all of it")
-    return None
+        yield say("warning", "one-sample", key, message, "1.0 is all of it")
 
 
 @cites("dataset_transformation.py::DatasetConfig.__post_init__[.jsonl]")
@@ -162,7 +182,8 @@ def missing_data_files(values: Values) -> Iterator[Finding]:
     if not values.given(data):
         return
     for index, word in enumerate(values[data][::2]):
-        name, key = str(word), f"{data}[{2 * index}]"
+        name = str(word)
+        key = f"{data}[{2 * index}]"
         if not name.endswith(LOCAL_DATA):
             continue
         # upstream expands no `~`
@@ -223,7 +244,9 @@ def _one_split_a_set(key: str, entries: list[str], splits: list[str]) -> Iterato
         message = f"`{key}` has {len(splits)} entries for {sets} set(s): upstream wants 1, or {sets}, one for each set"
         yield say("error", "mixer-splits", key, message, _set_splits_help(key, splits, sets))
         return
-    of_entries = splits if len(splits) == 1 else [split for split in splits for _ in range(2)]
+    of_entries = splits
+    if len(splits) > 1:
+        of_entries = [split for split in splits for _ in range(2)]
     for fault in _splits_of_files(key, entries, of_entries):
         place = int(re.findall(r"\d+", str(fault.key))[-1])
         yield replace(fault, key=f"args.{key}[{place // 2}]")
@@ -251,7 +274,9 @@ def _splits_of_files(key: str, entries: list[str], splits: list[str]) -> Iterato
     train.
     """
     for index in range(0, len(entries), 2):
-        place = index if len(splits) > 1 else 0
+        place = 0
+        if len(splits) > 1:
+            place = index
         name = str(entries[index])
         if name.endswith((".jsonl", ".parquet")) and splits[place] != "train" and exists(Path(name)):
             message = f"`{splits[place]}`: the file {brief(name)} has the split train alone, upstream refuses another"
@@ -265,7 +290,7 @@ def _splits_of_files(key: str, entries: list[str], splits: list[str]) -> Iterato
 )
 def foreign_cache_key(values: Values) -> Iterator[Finding]:
     """No data are named beside such a key."""
-    key = "dataset_config_hash" if "dataset_config_hash" in values else "config_hash"
+    key = _argument_name(values, "dataset_config_hash", "config_hash")
     if values[key] is not None:
         message = f"`{key}: {values[key]}` decides what is trained on: `{listed(values)}` is not read"
         yield say("warning", "cache-key", key, message, f"leave out `{key}`")
@@ -299,7 +324,9 @@ def tracker_without_wandb(values: Values) -> Iterator[Finding]:
         return
     # the parser drops the default `all` of a list that is none
     # (transformers/hf_argparser.py::HfArgumentParser._parse_dataclass_field[if field.default_factory is not #1])
-    what = f"with `report_to: {', '.join(reported)}`" if reported else "without `report_to`"
+    what = "without `report_to`"
+    if reported:
+        what = f"with `report_to: {', '.join(reported)}`"
     message = f"`with_tracking` {what} crashes: upstream asks for wandb's tracker"
     help = "write `report_to: wandb`, or `with_tracking: false`"
     yield say("error", "tracking-needs-wandb", "report_to", message, help)
@@ -313,14 +340,23 @@ def tracker_without_wandb(values: Values) -> Iterator[Finding]:
 def no_checkpoints(values: Values) -> Iterator[Finding]:
     """SFT writes none without; short runs need none."""
     steps = values["max_train_steps"]
-    short = isinstance(steps, int) and steps <= 200
+    counts = _row_counts(values)
+    if values["checkpointing_steps"] is not None or (isinstance(steps, int) and steps <= 200):
+        return
+    if counts and max(counts) <= 2000:
+        return
+    message = "checkpointing is off: if the run stops, all progress is lost"
+    help = "add `checkpointing_steps: epoch`, or a number of steps"
+    yield say("warning", "no-checkpoints", "checkpointing_steps", message, help)
+
+
+def _row_counts(values: Values) -> list[int]:
+    """How many rows of each set are trained on; empty where one of them is a share."""
     words = values[listed(values)] or []
-    counts = [str(amount) for amount in words[1::2]]
-    small = bool(counts) and all(c.isdecimal() and int(c) <= 2000 for c in counts)
-    if values["checkpointing_steps"] is None and not short and not small:
-        message = "checkpointing is off: if the run stops, all progress is lost"
-        help = "add `checkpointing_steps: epoch`, or a number of steps"
-        yield say("warning", "no-checkpoints", "checkpointing_steps", message, help)
+    amounts = [str(amount) for amount in words[1::2]]
+    if not all(amount.isdecimal() for amount in amounts):
+        return []
+    return [int(amount) for amount in amounts]
 
 
 @cites(
@@ -333,7 +369,8 @@ def checkpoint_steps(values: Values) -> Iterator[Finding]:
     """Anything but SFT's `epoch` goes through int(). `finetune.py` and `dpo_tune_cache.py` divide
     by it, and the sign does not change what is divisible.
     """
-    key, steps = "checkpointing_steps", values["checkpointing_steps"]
+    key = "checkpointing_steps"
+    steps = values[key]
     if steps is None or steps == "epoch":
         return
     try:
@@ -345,7 +382,9 @@ def checkpoint_steps(values: Values) -> Iterator[Finding]:
         message = f"`{key}` is a number of steps{epoch}, not `{brief(steps)}`"
         yield say("error", "checkpoint-steps", key, message)
     elif number < 0:
-        often = "every step" if number == -1 else f"every {-number} steps"
+        often = "every step"
+        if number < -1:
+            often = f"every {-number} steps"
         message = f"`{key}: {number}` saves a full checkpoint {often}"
         help = "for none, write a number that no step reaches"
         yield say("warning", "checkpoint-sign", key, message, help)
@@ -362,8 +401,8 @@ def samples_crash(values: Values) -> Iterator[Finding]:
     # simpo alone needs no reference (dpo_utils.py::DPOLossType.needs_reference_model[return self in])
     if limit is None or values["loss_type"] == "simpo":
         return
-    amounts = [str(amount) for amount in (values[listed(values)] or [])[1::2]]
-    if amounts and all(a.isdecimal() for a in amounts) and sum(map(int, amounts)) <= limit:
+    counts = _row_counts(values)
+    if counts and sum(counts) <= limit:
         return  # it leaves nothing out
     message = "`max_train_samples` crashes: the reference cache misses the samples left out"
     help = f"give a number of samples in `{listed(values)}` instead: [name, 200]"
@@ -457,9 +496,9 @@ def out_of_range(values: Values) -> Iterator[Finding]:
     Where a negative limit of the gradient norm does not stand for none, `gradient` speaks of it.
     """
     unguarded = values.schema.does(behaviour.GUARDS_NEGATIVE_CLIPPING) is False
-    for found in outside(values, _RANGES, str):
-        if not unguarded or found.key != "args.max_grad_norm":
-            yield found
+    for finding in outside(values, _RANGES, str):
+        if not unguarded or finding.key != "args.max_grad_norm":
+            yield finding
 
 
 @cites(
@@ -473,7 +512,7 @@ def no_epochs(values: Values) -> Iterator[Finding]:
     """Read where no number of steps is given, and written over, which is why the reads of the
     source alone do not tell.
     """
-    key = "num_epochs" if "num_epochs" in values else "num_train_epochs"
+    key = _argument_name(values, "num_epochs", "num_train_epochs")
     steps = values["max_train_steps"]
     if steps is None and isinstance(values[key], int) and values[key] < 1:
         message = f"`{key}: {values[key]}`: the model is saved untrained"
@@ -493,19 +532,23 @@ def unknown_template(values: Values) -> Iterator[Finding]:
     """`dataset_transformation.py` has the functions: one reads no template, one refuses those that
     it does not know.
     """
-    name, function = values["chat_template_name"], values["get_tokenizer_fn"]
-    known = values.schema.tables.get("CHAT_TEMPLATES", {})
-    if name is None or not known or name in known or function == "get_tokenizer_simple_v1":
+    name = values["chat_template_name"]
+    function = values["get_tokenizer_fn"]
+    templates = values.schema.tables.get("CHAT_TEMPLATES", {})
+    if name is None or not templates or name in templates or function == "get_tokenizer_simple_v1":
         return
-    strict = function == "get_tokenizer_tulu_v2_1"
     if chat_template.is_template(name):
         message = "`chat_template_name` holds the text of a template, and upstream takes it for the name of one"
         yield say("error", "inline-template", "chat_template_name", message, chat_template.PUT_IT_BESIDE)
         return
-    what = "refuses it" if strict else "silently uses the tokenizer's own"
+    severity: Severity = "warning"
+    what = "silently uses the tokenizer's own"
+    if function == "get_tokenizer_tulu_v2_1":
+        severity = "error"
+        what = "refuses it"
     message = f"there is no chat template `{brief(name)}`: upstream {what}"
-    help = f"one of {', '.join(sorted(known))}"
-    yield say("error" if strict else "warning", "unknown-template", "chat_template_name", message, help)
+    help = f"one of {', '.join(sorted(templates))}"
+    yield say(severity, "unknown-template", "chat_template_name", message, help)
 
 
 @cites(
@@ -515,14 +558,14 @@ def unknown_template(values: Values) -> Iterator[Finding]:
 )
 def unknown_function(values: Values) -> Iterator[Finding]:
     """Upstream looks them up by name."""
-    key = "transform_fn" if "transform_fn" in values else "dataset_transform_fn"
+    key = _argument_name(values, "transform_fn", "dataset_transform_fn")
     names = [("GET_TOKENIZER_FN", "get_tokenizer_fn", values["get_tokenizer_fn"])]
     names += [("TRANSFORM_FNS", f"{key}[{index}]", name) for index, name in enumerate(values[key] or ())]
     for table, place, name in names:
-        known = values.schema.tables.get(table, {})
-        if known and name not in known:
+        functions = values.schema.tables.get(table, {})
+        if functions and name not in functions:
             message = f"there is no function `{brief(name)}`"
-            help = f"one of {', '.join(sorted(known))}"
+            help = f"one of {', '.join(sorted(functions))}"
             yield say("error", "unknown-function", place, message, help)
 
 
@@ -535,13 +578,16 @@ def unknown_function(values: Values) -> Iterator[Finding]:
 )
 def model_arguments(values: Values) -> Iterator[Finding]:
     """What the model is loaded with wins over the mapping."""
-    key, given = "additional_model_arguments", values["additional_model_arguments"]
+    key = "additional_model_arguments"
+    unread = {"attn_implementation"}
     # Liger's loader is given no precision
-    own_precision = values["use_qlora"] or not values["use_liger_kernel"]
-    unread = {"attn_implementation", *(("dtype", "torch_dtype") if own_precision else ())}
-    for name in sorted(unread & model_config.replaced(given).keys()):
+    if values["use_qlora"] or not values["use_liger_kernel"]:
+        unread |= {"dtype", "torch_dtype"}
+    for name in sorted(unread & model_config.replaced(values[key]).keys()):
         message = f"`{key}`: `{name}` is not read: attention and bfloat16 are chosen when the model is loaded"
-        help = f"write `{name}` beside it" if name in values.schema.fields else f"leave out `{name}`"
+        help = f"leave out `{name}`"
+        if name in values:
+            help = f"write `{name}` beside it"
         yield say("warning", "model-arguments-unread", key, message, help)
 
 
@@ -556,8 +602,7 @@ def scheduler_type(values: Values) -> Iterator[Finding]:
     """
     name = values["lr_scheduler_type"]
     if name not in SCHEDULES and not values["cache_dataset_only"]:
-        # another commit may want a newer transformers, which knows more of them
-        severity: Severity = "error" if values.schema.tested else "warning"
+        severity = severity_if_unknown(values)
         message = f"`lr_scheduler_type: {brief(name)}` crashes: it needs more than the number of steps"
         yield say(severity, "scheduler-type", "lr_scheduler_type", message, f"one of {', '.join(SCHEDULES)}")
 
@@ -584,9 +629,10 @@ def no_output(values: Values) -> Iterator[Finding]:
 )
 def unexpanded(values: Values) -> Iterator[Finding]:
     """Upstream takes these paths as they are."""
-    cache = "dataset_local_cache_dir" if "dataset_local_cache_dir" in values else "local_cache_dir"
+    cache = _argument_name(values, "dataset_local_cache_dir", "local_cache_dir")
     for key in ("output_dir", cache):
-        if values.given(key) and _UNEXPANDED.match(text := str(values[key])):
+        text = str(values.get(key))
+        if values.given(key) and _UNEXPANDED.match(text):
             folder = brief(os.path.join(".", text))
             message = f"`{key}: {brief(text)}` would make a folder {folder}: neither `~` nor variables are expanded"
             yield say("warning", "unexpanded-path", key, message, "write the path in full")

@@ -39,8 +39,10 @@ def tokenising_outlasts(context: Context, seconds: int | None = None) -> Iterato
     """One process tokenises while the others wait in a collective, which ends after `timeout`
     seconds, or after `seconds` whatever it says.
     """
-    values, key = context.values, listed(context.values)
-    patience, rows = seconds or values["timeout"], _known_rows(values[key] or [])
+    values = context.values
+    key = listed(values)
+    patience = seconds or values["timeout"]
+    rows = _known_rows(values[key] or [])
     # one process waits for nobody; 0 is the CPU, one process too
     if context.gpus in {0, 1} or not isinstance(patience, int) or caches_only(context):
         return
@@ -50,13 +52,18 @@ def tokenising_outlasts(context: Context, seconds: int | None = None) -> Iterato
     needed = rows / (_CHATS_PER_SECOND * cores) + rows / _COUNTED_PER_SECOND
     if key == "mixer_list":
         needed = rows / (_PAIRS_PER_SECOND * cores)
-    if needed > patience > 0:
-        limit = f"`timeout: {patience}`" if seconds is None else f"OLMo-core's {seconds}"
-        minutes = math.ceil(needed / 60)
-        message = f"tokenising {rows:,} rows takes about {minutes} minutes, the other processes give up after {limit} "
-        help = "run once with `cache_dataset_only: true`" + (", or raise `timeout`" if seconds is None else "")
-        place = "timeout" if seconds is None else key
-        yield say("warning", "tokenising-outlasts", place, f"{message}seconds", help)
+    if not needed > patience > 0:
+        return
+    minutes = math.ceil(needed / 60)
+    message = f"tokenising {rows:,} rows takes about {minutes} minutes, the other processes give up after "
+    help = "run once with `cache_dataset_only: true`"
+    if seconds is None:
+        key = "timeout"
+        message += f"`timeout: {patience}` seconds"
+        help += ", or raise `timeout`"
+    else:
+        message += f"OLMo-core's {seconds} seconds"
+    yield say("warning", "tokenising-outlasts", key, message, help)
 
 
 def _known_rows(words: list[str]) -> int:
@@ -91,7 +98,9 @@ def local_rows(context: Context) -> Iterator[Finding]:
     splits = values.get(f"{key}_splits") or ["train"]
     for index, word in enumerate((values[key] or [])[::2]):
         place = f"{key}[{2 * index}]"
-        split = str(splits[0]) if len(splits) == 1 else "train"
+        split = "train"
+        if len(splits) == 1:
+            split = str(splits[0])
         source = _source(str(word), split, context)
         if source is None:
             continue
@@ -108,20 +117,23 @@ def local_rows(context: Context) -> Iterator[Finding]:
 
 def _source(name: str, split: str, context: Context) -> sources.Source | None:
     """Where an entry's rows lie; None for a file that is not here, of which another rule speaks."""
-    if name.endswith(LOCAL_DATA):
-        is_here = name.endswith(LOCAL_SUFFIXES) and is_file(Path(name))
-        return sources.of_file(name) if is_here else None
-    return sources.of_name(name, split, None, context.environ)
+    if not name.endswith(LOCAL_DATA):
+        return sources.of_name(name, split, None, context.environ)
+    if name.endswith(LOCAL_SUFFIXES) and is_file(Path(name)):
+        return sources.of_file(name)
+    return None
 
 
 def _default_transforms(context: Context) -> bool:
-    given = context.values.get("dataset_transform_fn") or context.values.get("transform_fn") or []
-    return all(str(name) in _TRANSFORMS for name in given)
+    functions = context.values.get("dataset_transform_fn") or context.values.get("transform_fn") or []
+    return all(str(name) in _TRANSFORMS for name in functions)
 
 
 def _rows(looked: Looked, context: Context, *, pairs: bool) -> Iterator[Finding]:
     survey = looked.survey
-    read = ["chosen", "rejected"] if pairs else ["messages"]
+    read = ["messages"]
+    if pairs:
+        read = ["chosen", "rejected"]
     names = " and ".join(f"`{name}`" for name in read)
     is_chat = all(survey.kind(name) == "list" and not survey.count(name, "from-value") for name in read)
     if not is_chat:
@@ -152,13 +164,16 @@ def _rows(looked: Looked, context: Context, *, pairs: bool) -> Iterator[Finding]
     yield from data.conversations(looked, read)
     if not pairs:
         yield from _tools(looked, context)
-    yield from data.other_kinds(looked, read if pairs else [*read, "tools"])
+        read = [*read, "tools"]
+    yield from data.other_kinds(looked, read)
 
 
 def _unanswered(looked: Looked, column: str) -> Iterator[Finding]:
     survey = looked.survey
+    count = survey.rows
     answered = survey.named(column, "role:").get("assistant")
-    count = survey.rows - (0 if answered is None else answered.count)
+    if answered is not None:
+        count -= answered.count
     if count == survey.rows:
         message = f"`{column}` has no message of `assistant` in any row: all of them are dropped"
         help = data.convertible(looked, "the answers need the role `assistant`")

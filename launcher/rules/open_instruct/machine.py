@@ -41,11 +41,14 @@ def optimizer_package(context: Context) -> Iterator[Finding]:
 def trackers(context: Context) -> Iterator[Finding]:
     """An unknown one is refused, one that is not installed left out."""
     values = context.values
-    given = values["report_to"]
-    names = [str(name) for name in given] if isinstance(given, list) else [str(given)]
-    if not values["with_tracking"] or given is None or "all" in names:
+    reports = values["report_to"]
+    if not values["with_tracking"] or reports is None:
         return
-    for name in names:
+    if not isinstance(reports, list):
+        reports = [reports]
+    if "all" in reports:
+        return
+    for name in map(str, reports):
         if name not in _TRACKERS:
             message = f"`report_to: {brief(name)}` is no tracker that accelerate knows"
             yield say("error", "report-unknown", "report_to", message, f"one of {', '.join(_TRACKERS)}")

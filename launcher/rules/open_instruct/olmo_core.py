@@ -20,7 +20,7 @@ from launcher.rules.context import Context, StageRule, caches_only
 from launcher.rules.embedding import beyond_olmo_core
 from launcher.rules.model import beyond_positions, impossible_name, missing_model
 from launcher.rules.open_instruct import gradient
-from launcher.rules.open_instruct.arguments import OF_ALL_SCRIPTS, out_of_range, zero_stage
+from launcher.rules.open_instruct.arguments import OF_ALL_SCRIPTS, out_of_range, severity_if_unknown, zero_stage
 from launcher.rules.open_instruct.data import tokenising_outlasts
 from launcher.rules.open_instruct.tokenizer import olmo_tokenizer
 from launcher.rules.places import unintended_output
@@ -95,29 +95,27 @@ def trains_instead(values: Values) -> str:
 )
 def model(values: Values) -> Iterator[Finding]:
     """The name is looked up, then OLMo-core is asked; a shape has no weights."""
-    name, config = str(values["model_name_or_path"] or ""), values["config_name"]
-    models, configs = values.schema.models, values.schema.configs
+    name = str(values["model_name_or_path"] or "")
+    config = values["config_name"]
+    models = values.schema.models
+    configs = values.schema.configs
     requested = str(config or name)
     # of a commit read without OLMo-core beside it, the names of its shapes are not known
     if not name or not models or requested in models or (config and (not configs or requested in configs)):
         return
+    help = ""
     near = difflib.get_close_matches(requested, [*models, *configs], n=1, cutoff=0.8)
-    help = f"did you mean `{near[0]}`? " if near else ""
-    if not config and (model_config.here(name) or model_config.is_path(name) or name in configs):
-        help = f"add `config_name: {name if name in configs else '<its shape>'}` to a model's name or folder; "
+    if near:
+        help = f"did you mean `{near[0]}`? "
+    if not config and name in configs:
+        help = f"add `config_name: {name}` to a model's name or folder; "
+    elif not config and (model_config.here(name) or model_config.is_path(name)):
+        help = "add `config_name: <its shape>` to a model's name or folder; "
     shapes = ", ".join(sorted(set(models.values())))
     help += f"the models {', '.join(models)}, or a `config_name` of OLMo-core's ({shapes}); "
     help += f"for any other {trains_instead(values)}"
-    # another commit may want an OLMo-core that has more shapes
-    severity: Severity = "error" if values.schema.tested else "warning"
-    key = "config_name" if config else "model_name_or_path"
-    yield say(
-        severity,
-        "unsupported-model",
-        key,
-        f"{brief(requested)} is not a model that {script_of(values)} can build",
-        help,
-    )
+    message = f"{brief(requested)} is not a model that {script_of(values)} can build"
+    yield say(severity_if_unknown(values), "unsupported-model", _shape_key(values), message, help)
 
 
 @where(behaviour.MIXES_PACKED_SAMPLES)
@@ -127,7 +125,9 @@ def packing(values: Values) -> Iterator[Finding]:
     if not values["packing"] or not values["concatenated_forward"]:
         return
     row = values["max_seq_length"]
-    size = f" of {2 * row:,} positions" if isinstance(row, int) else ""
+    size = ""
+    if isinstance(row, int):
+        size = f" of {2 * row:,} positions"
     message = f"`packing`: samples in a row{size} attend to each other: the model gets no boundaries"
     help = "`packing: false`, or `expect: {packing: on}` with `probe: {isolation: off}` to run it all the same"
     yield say("warning", "packing-leaks", "packing", message, help)
@@ -141,10 +141,10 @@ def export(values: Values) -> Iterator[Finding]:
     if values["cache_dataset_only"] or values["cache_logprobs_only"]:
         return
     if named in values.schema.configs and not named.startswith(_EXPORTED):
-        hub = ", also on the hub" if values["push_to_hub"] else ""
-        message = (
-            f"OLMo-core cannot write {named} as transformers reads it, only a model_state_dict.pt of its own{hub}"
-        )
+        message = f"OLMo-core cannot write {named} as transformers reads it, "
+        message += "only a model_state_dict.pt of its own"
+        if values["push_to_hub"]:
+            message += ", also on the hub"
         yield say("warning", "no-hf-export", key, message, f"rename the weights afterwards, or {_OTHER}")
 
 
@@ -165,8 +165,15 @@ def unexportable(values: Values) -> Iterator[Finding]:
 
 def shape_of(values: Values) -> tuple[str, str]:
     """OLMo-core's name of the shape that is built, and the argument that says so."""
-    key = "config_name" if values["config_name"] else "model_name_or_path"
-    return values.schema.models.get(str(values[key]), str(values[key])), key
+    key = _shape_key(values)
+    name = str(values[key])
+    return values.schema.models.get(name, name), key
+
+
+def _shape_key(values: Values) -> str:
+    if values["config_name"]:
+        return "config_name"
+    return "model_name_or_path"
 
 
 @asks(behaviour.RECOMPUTES_MODULES)
@@ -176,7 +183,9 @@ def ranges(values: Values) -> Iterator[Finding]:
     if not _selects_modules(values):
         yield from outside(values, _RANGES)
     skipped = {f"args.{key}" for key in ("logging_steps", "keep_last_n_checkpoints", "lora_rank")}
-    yield from (found for found in out_of_range(values) if found.key not in skipped)
+    for finding in out_of_range(values):
+        if finding.key not in skipped:
+            yield finding
 
 
 @where(behaviour.LIMITS_CHECKPOINTS)
@@ -194,13 +203,14 @@ def checkpoint_intervals(values: Values) -> Iterator[Finding]:
     Since #1810 a temporary one below 1 means none.
     """
     key = "ephemeral_save_interval"
-    interval, steps = values[key], values["checkpointing_steps"]
+    interval = values[key]
+    steps = values["checkpointing_steps"]
     if _ends_early(values):
         return
     if isinstance(steps, int) and steps < 1:
         message = f"`checkpointing_steps: {steps}`: OLMo-core refuses it once the model is loaded"
         yield say("error", "checkpoint-steps", "checkpointing_steps", message, "write a number of steps")
-    # where none is given launch sets one that fits the other
+    # without one, launch sets one that fits the other
     if not isinstance(interval, int) or not values.given(key):
         return
     if interval < 1:
@@ -230,11 +240,13 @@ def _selects_modules(values: Values) -> bool:
 @where(behaviour.RECOMPUTES_MODULES)
 def unread_recomputing(values: Values) -> Iterator[Finding]:
     """Since #1715 activations are recomputed by a budget or by the names of modules, and the other is not read."""
-    key, where_read = "activation_checkpointing_modules", f"with `activation_checkpointing_mode: {_SELECTED}`"
+    key = "activation_checkpointing_modules"
+    mode = _SELECTED
     if _selects_modules(values):
-        key, where_read = "activation_memory_budget", "with `activation_checkpointing_mode: budget`"
+        key = "activation_memory_budget"
+        mode = "budget"
     if values.given(key) and values[key] != values.schema.fields[key].default:
-        message = f"`{key}` does nothing here: it is read only {where_read}"
+        message = f"`{key}` does nothing here: it is read only with `activation_checkpointing_mode: {mode}`"
         yield say("warning", "conditional-key", key, message, "delete the line")
 
 
@@ -278,17 +290,17 @@ def refused_schedule(values: Values) -> Iterator[Finding]:
     name = values["lr_scheduler_type"]
     if name not in _SCHEDULERS[:3] and not values["cache_dataset_only"]:
         message = f"`lr_scheduler_type: {brief(name)}` crashes: dpo.py knows {', '.join(_SCHEDULERS[:3])}"
-        help = f"write `{_like(name)}`"
+        help = f"write `{nearest_schedule(name)}`"
         if name == "constant_with_warmup":
             help += ": it warms up by `warmup_ratio` here"
         yield say("error", "scheduler-type", "lr_scheduler_type", message, help)
 
 
-def _like(schedule: str) -> str:
-    """The schedule that dpo.py has and that comes nearest to another."""
-    for known in _SCHEDULERS[:3]:
-        if str(schedule).startswith(known):
-            return known
+def nearest_schedule(name: object) -> str:
+    """The schedule of OLMo-core's scripts that comes nearest to another."""
+    for schedule in _SCHEDULERS[:3]:
+        if str(name).startswith(schedule):
+            return schedule
     return "linear"
 
 
@@ -386,27 +398,40 @@ def other_shape(context: Context) -> Iterator[Finding]:
 
     Layers that the files do not have stay as they were made; since #1671 they are refused.
     """
-    values, name = context.values, str(context.values["model_name_or_path"])
+    values = context.values
+    name = str(values["model_name_or_path"])
     named, key = shape_of(values)
     model = model_config.read(name, context.environ) or architecture.table().get(name.lower()) or {}
     if named not in values.schema.configs or not model or caches_only(context):
         return
-    family, differing = model.get("model_type"), _differing(model, named)
-    # OLMo-core does not scale llama's rotary embedding
-    fitting = next((s for s in _SHAPES if s != "llama3_8B" and not _differing(model, s)), None)
-    help = f"write `config_name: {fitting}`" if fitting else f"no `config_name` fits it: {trains_instead(values)}"
+    family = model.get("model_type")
+    differing = _differing(model, named)
+    help = f"no `config_name` fits it: {trains_instead(values)}"
+    fitting = _fitting_shape(model)
+    if fitting is not None:
+        help = f"write `config_name: {fitting}`"
     if family not in _LOADED and family in architecture.FAMILIES:
         message = f"{brief(name)} is of the family {family}: OLMo-core loads {', '.join(_LOADED)}"
         yield say("error", "other-shape", key, message, help)
     elif differing:
-        # the one trains as the other, but for the attention beyond 4,096 positions
-        alike = [*differing] == ["model_type"] and {family, _SHAPES[named][0]} == {"olmo2", "olmo3"}
+        severity: Severity = "error"
+        if [*differing] == ["model_type"] and {family, _SHAPES[named][0]} == {"olmo2", "olmo3"}:
+            # the one trains as the other, but for the attention beyond 4,096 positions
+            severity = "warning"
         what = ", ".join(f"{size} is {brief(model[size])}, not {n}" for size, n in differing.items())
         late = "loading fails once the data are tokenised"
         if not values.schema.does(behaviour.VERIFIES_EXPORT):
             late += ", or layers keep random weights"
         message = f"{brief(name)} does not fit OLMo-core's {named}: {what}: {late}"
-        yield say("warning" if alike else "error", "other-shape", key, message, help)
+        yield say(severity, "other-shape", key, message, help)
+
+
+def _fitting_shape(model: Mapping[str, Any]) -> str | None:
+    for shape in _SHAPES:
+        # OLMo-core does not scale llama's rotary embedding
+        if shape != "llama3_8B" and not _differing(model, shape):
+            return shape
+    return None
 
 
 def _differing(model: Mapping[str, Any], shape: str) -> dict[str, str | int]:
@@ -426,23 +451,35 @@ def offline_model(context: Context) -> Iterator[Finding]:
 
     No cache answers that, and of a folder it is not asked. Hybrid models transformers loads, from its cache too.
     """
-    values, environ = context.values, context.environ
-    name, variable = values["model_name_or_path"], model_config.offline_by(environ)
+    values = context.values
+    environ = context.environ
+    name = values["model_name_or_path"]
+    variable = model_config.offline_by(environ)
     far = isinstance(name, str) and name and not model_config.here(name)
     by_transformers = shape_of(values)[0].startswith(_HYBRID)
     asks_hub = far and not model_config.is_path(name) and not by_transformers
     if variable is None or not asks_hub or caches_only(context):
-        # olmo_core_utils.py::setup_model[model_config_args.config_name or]: a `config_name` is one of OLMo-core's own,
-        # no folder and nothing of the hub's
-        found = missing_model(context) if context.machine is not None else ()
-        yield from (finding for finding in found if finding.key != "args.config_name")
+        yield from _missing_weights(context)
         return
     folder = model_config.snapshot(name, environ) or "<what `hf download` prints>"
-    config = f" and `config_name: {values.schema.models.get(name, '<its shape>')}`"
-    crashes = "OLMo-core asks the hub once the model is built, and crashes, whatever is cached"
-    message = f"{variable} is set and {brief(name)} is a hub name: {crashes}"
-    help = f"write `model_name_or_path: {folder}`{'' if values['config_name'] else config}; or unset {variable}"
+    message = f"{variable} is set and {brief(name)} is a hub name: "
+    message += "OLMo-core asks the hub once the model is built, and crashes, whatever is cached"
+    help = f"write `model_name_or_path: {folder}`"
+    if not values["config_name"]:
+        help += f" and `config_name: {values.schema.models.get(name, '<its shape>')}`"
+    help += f"; or unset {variable}"
     yield say(context.at_start, "offline-hub-model", "model_name_or_path", message, help)
+
+
+def _missing_weights(context: Context) -> Iterator[Finding]:
+    """olmo_core_utils.py::setup_model[model_config_args.config_name or]: a `config_name` is one of OLMo-core's own, no
+    folder and nothing of the hub's.
+    """
+    if context.machine is None:
+        return
+    for finding in missing_model(context):
+        if finding.key != "args.config_name":
+            yield finding
 
 
 @cites("dpo.py::main[trainer = train.TrainerConfig]", reviewed=("e6c3044aa620",))
@@ -508,20 +545,28 @@ def packed_without_documents(context: Context) -> Iterator[Finding]:
     values = context.values
     if not values["packing"] or values["cache_dataset_only"]:
         return
-    chosen = values["attn_implementation"]
-    key = "packing"
-    if chosen is not None:
-        if str(chosen).startswith("flash"):
-            return
-        key, why = "attn_implementation", f"`attn_implementation: {chosen}` keeps no packed samples apart"
-    elif context.gpus == 0:
-        why = "without a GPU attention is torch's, which keeps no packed samples apart"
-    elif context.lacks("flash-attn", "flash-attn-3"):
-        why = "the trainer's Python has no flash-attn, and torch's attention keeps no packed samples apart"
-    else:
+    why = why_joined(context)
+    if why is None:
         return
+    key = "packing"
+    if values["attn_implementation"] is not None:
+        key = "attn_implementation"
     message = f"`packing` crashes once the model is built: {why}"
     yield say("error", "packing-refused", key, message, "`pip install flash-attn`, or write `packing: false`")
+
+
+def why_joined(context: Context) -> str | None:
+    """Why packed samples would attend to each other; None where flash-attn keeps them apart."""
+    chosen = context.values["attn_implementation"]
+    if str(chosen).startswith("flash"):
+        return None
+    if chosen is not None:
+        return f"`attn_implementation: {chosen}` keeps no packed samples apart"
+    if context.gpus == 0:
+        return "without a GPU attention is torch's, which keeps no packed samples apart"
+    if context.lacks("flash-attn", "flash-attn-3"):
+        return "the trainer's Python has no flash-attn, and torch's attention keeps no packed samples apart"
+    return None
 
 
 @cites(
@@ -587,16 +632,16 @@ def degrees(values: Values, processes: int) -> Iterator[Finding]:
         yield _uneven("tensor_parallel_degree", tensor, processes, "processes")
         return
     world = processes // tensor
-    given = {key: values[key] for key in _DEGREES if values.get(key) is not None}
-    for key, degree in given.items():
+    chosen = {key: values[key] for key in _DEGREES if values.get(key) is not None}
+    for key, degree in chosen.items():
         if degree < 1 or world % degree:
             yield _uneven(key, degree, world, "data-parallel processes")
             return
-    if len(given) == 2 and math.prod(given.values()) != world:
-        (first, shards), (second, replicas) = given.items()
+    if len(chosen) == 2 and math.prod(chosen.values()) != world:
+        shards, replicas = chosen.values()
         message = f"{replicas} replicas of {shards} shards are {shards * replicas} processes, not {world}"
-        help = f"give one of `{first}` and `{second}`: the other follows"
-        yield say("error", "shard-degree", second, message, help)
+        help = "give one of `fsdp_shard_degree` and `fsdp_num_replicas`: the other follows"
+        yield say("error", "shard-degree", "fsdp_num_replicas", message, help)
 
 
 def _too_few_rows(values: Values, rows: int, *, each: int, times: int, devices: int) -> Iterator[Finding]:
@@ -606,8 +651,11 @@ def _too_few_rows(values: Values, rows: int, *, each: int, times: int, devices: 
     batch of four times as many pairs (dpo.py::main[cache_batch_size = int],
     data_loader.py::HFDataLoader._reshard[pad_indices = all_indices]), packed its last row.
     """
-    step = devices if values["packing"] else each * times * devices
-    reference = 0 if values["packing"] else 4 * each * devices
+    step = each * times * devices
+    reference = 4 * each * devices
+    if values["packing"]:
+        step = devices
+        reference = 0
     if rows < step and not values["cache_logprobs_only"]:
         message = f"{rows:,} rows are less than one step of {step:,}: there is nothing to train on"
         yield say("error", "too-few-rows", "mixer_list", message, "fewer GPUs, a smaller batch, or more rows")
@@ -618,10 +666,16 @@ def _too_few_rows(values: Values, rows: int, *, each: int, times: int, devices: 
 
 def _uneven(key: str, degree: Any, world: int, what: str) -> Finding:
     message = f"`{key}: {degree}` does not divide {world} {what}"
-    help = f"one of {', '.join(str(n) for n in range(1, world + 1) if world % n == 0)}"
+    help = one_divisor(world)
     if key != "tensor_parallel_degree":
         help += ", or leave it out: each machine then holds one whole model"
     return say("error", "shard-degree", key, message, help)
+
+
+def one_divisor(number: int) -> str:
+    """What to write where a number has to divide another."""
+    divisors = [str(divisor) for divisor in range(1, number + 1) if number % divisor == 0]
+    return f"one of {', '.join(divisors)}"
 
 
 def ties(values: Values, packages: Mapping[str, str]) -> bool:

@@ -33,8 +33,8 @@ def refused_schedule(values: Values) -> Iterator[Finding]:
     if name in _SCHEDULERS or values["cache_dataset_only"]:
         return
     message = f"`lr_scheduler_type: {brief(name)}` crashes: the script knows {', '.join(_SCHEDULERS)}"
-    like = next((known for known in _SCHEDULERS if name.startswith(known)), _SCHEDULERS[0])
-    yield say("error", "scheduler-type", "lr_scheduler_type", message, f"write `{like}`")
+    help = f"write `{olmo_core.nearest_schedule(name)}`"
+    yield say("error", "scheduler-type", "lr_scheduler_type", message, help)
 
 
 @cites("olmo_core_finetune.py::main[if effective_steps < 1]", reviewed=("e6c3044aa620",))
@@ -100,28 +100,23 @@ def documents_without_flash(context: Context) -> Iterator[Finding]:
 
     `model_utils.py` takes flash-attn where it is installed and none is named. On a CPU the probe supplies a way.
     """
-    values = context.values
-    chosen = values["attn_implementation"]
-    if caches_only(context) or not context.gpus or str(chosen).startswith("flash"):
-        return
-    key = "attn_implementation"
-    if chosen is not None:
-        why = f"`{key}: {chosen}` keeps no packed samples apart"
-    elif context.lacks("flash-attn", "flash-attn-3"):
-        why = "the trainer's Python has no flash-attn, and torch's attention keeps no packed samples apart"
-    else:
+    why = olmo_core.why_joined(context)
+    if why is None or caches_only(context) or not context.gpus:
         return
     message = f"crashes in the first step: rows are always packed, and {why}"
-    yield say("error", "packing-refused", key, message, "`pip install flash-attn`, and leave this argument out")
+    help = "`pip install flash-attn`, and leave this argument out"
+    yield say("error", "packing-refused", "attn_implementation", message, help)
 
 
 @cites("olmo_core_utils.py::build_cp_config[TransformerContextParallelConfig.llama3]", reviewed=("e6c3044aa620",))
 def context_parallel(context: Context) -> Iterator[Finding]:
     """A row is cut over `cp_degree` GPUs: one row a micro-batch, and what the strategy needs."""
-    values, degree = context.values, context.values["cp_degree"]
+    values = context.values
+    degree = values["cp_degree"]
     if not isinstance(degree, int) or caches_only(context):
         return
-    code, key = "context-parallel", "cp_degree"
+    code = "context-parallel"
+    key = "cp_degree"
     if degree < 1:
         yield say("error", code, key, f"`{key}: {degree}` is no number of GPUs", "1 or more, or delete the line")
         return
@@ -145,8 +140,7 @@ def laid_out(context: Context) -> Iterator[Finding]:
     processes = context.split.processes
     if processes % degree:
         message = f"`cp_degree: {degree}` does not divide {processes} processes"
-        divisors = [str(n) for n in range(1, processes + 1) if processes % n == 0]
-        yield say("error", "context-parallel", "cp_degree", message, f"one of {', '.join(divisors)}")
+        yield say("error", "context-parallel", "cp_degree", message, olmo_core.one_divisor(processes))
 
 
 RULES: tuple[Rule, ...] = (

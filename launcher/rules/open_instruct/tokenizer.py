@@ -29,11 +29,13 @@ def olmo_tokenizer(context: Context) -> Iterator[Finding]:
         return
     by_name = values.schema.does(behaviour.OLMO_BY_NAME)
     if by_name:
-        is_olmo, why = "olmo" in name.lower(), f"{brief(name)} has `olmo` in its name"
+        is_olmo = "olmo" in name.lower()
+        why = f"{brief(name)} has `olmo` in its name"
     else:
         config = model_config.read(name, context.environ, values.get("tokenizer_revision"))
         kind = str(config.get("model_type", ""))
-        is_olmo, why = "olmo" in kind, f"{brief(name)} is of the family {kind}"
+        is_olmo = "olmo" in kind
+        why = f"{brief(name)} is of the family {kind}"
     if not is_olmo:
         return
     template = values["chat_template_name"]
@@ -42,11 +44,11 @@ def olmo_tokenizer(context: Context) -> Iterator[Finding]:
         yield say("error", "olmo-tokenizer", "use_fast", message, "delete the line")
     if template is None:
         return
-    newer = "olmo" in template
-    if newer and values["add_bos"]:
+    of_olmo = "olmo" in template
+    if of_olmo and values["add_bos"]:
         message = f"`add_bos` crashes: {why}, and `{template}` is a template of OLMo's that wants none"
         yield say("error", "olmo-tokenizer", "add_bos", message, "delete the line")
-    elif not newer and not values["add_bos"]:
+    elif not of_olmo and not values["add_bos"]:
         message = f"`chat_template_name: {template}` crashes: {why}, and this template needs `add_bos: true` there"
         help = "add `add_bos: true`, or take a template of OLMo's"
         if by_name:

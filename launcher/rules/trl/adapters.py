@@ -12,7 +12,7 @@ from launcher.artifacts import architecture, model_config
 from launcher.errors import Finding
 from launcher.rules.context import Context, StageRule
 from launcher.rules.rule import cites, say
-from launcher.rules.trl.resolved import inline
+from launcher.rules.trl.resolved import inline, target_modules
 
 _HEAD = "lm_head"
 # families whose output layer has another name
@@ -27,16 +27,13 @@ _SAVED = "lora_modules_to_save"
 
 
 def _targeted(context: Context, names: tuple[str, ...]) -> list[str]:
-    """Which of these modules an adapter is put on: a single word is a pattern
-    (trl/trainer/model_config.py::ModelConfig.__post_init__[if hasattr(self.lora_target_modules]).
-    """
-    given = context.values[_TARGETS]
-    words = [str(word) for word in (given if isinstance(given, list) else [given]) if word]
-    if len(words) != 1:
-        parts = {word.split(".")[-1] for word in words}
+    """Which of these modules an adapter is put on."""
+    targets = target_modules(context.values)
+    if len(targets) != 1:
+        parts = {target.split(".")[-1] for target in targets}
         return [name for name in names if name in parts]
     try:
-        pattern = re.compile(words[0])
+        pattern = re.compile(targets[0])
     except re.error:
         return []
     return [name for name in names if pattern.fullmatch(name) or pattern.fullmatch(f"model.{name}")]

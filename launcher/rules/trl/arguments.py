@@ -14,7 +14,7 @@ from operator import itemgetter
 from launcher.errors import Finding, brief
 from launcher.rules.rule import Range, Rule, check, cites, no_model, number, outside, plain, say, unread, warn
 from launcher.rules.trl import mixture, parser
-from launcher.rules.trl.resolved import inline, prepared
+from launcher.rules.trl.resolved import inline, prepared, target_modules, words
 from launcher.upstream.schema import Values
 
 # names between commas or spaces: no module has either, and no pattern is made of such
@@ -47,7 +47,9 @@ RANGES: Mapping[str, tuple[Range, ...]] = {
 @cites("transformers/trainer.py::Trainer._run_epoch[if self.args.max_grad_norm]")
 def out_of_range(values: Values) -> Iterator[Finding]:
     """Each number against the ranges of the table above."""
-    yield from (found for found in outside(values, RANGES) if found.key != "args.beta" or _compares(values))
+    for finding in outside(values, RANGES):
+        if finding.key != "args.beta" or _compares(values):
+            yield finding
 
 
 @cites(
@@ -56,21 +58,20 @@ def out_of_range(values: Values) -> Iterator[Finding]:
 )
 def no_steps(values: Values) -> Iterator[Finding]:
     """Below 0 epochs are counted; `trainer.py` goes through them."""
-    steps, epochs, key, help = number(values["max_steps"]), number(values["num_train_epochs"]), "max_steps", None
+    key = "num_train_epochs"
+    steps = number(values["max_steps"])
+    epochs = number(values[key])
     if steps is None or epochs is None:
         return
-    code = "out-of-range"
     if steps <= 0 and epochs <= 0:
-        key, message = "num_train_epochs", f"`num_train_epochs: {plain(epochs)}`: the model is saved untrained"
+        message = f"`{key}: {plain(epochs)}`: the model is saved untrained"
+        yield say("warning", "out-of-range", key, message)
     elif steps == 0:
         message = "`max_steps: 0`: one step is trained, and no more"
-        help = "delete the line, and `num_train_epochs` decides"
-    elif steps > 0 and values.given("num_train_epochs"):
-        code, key, help = "conditional-key", "num_train_epochs", "delete one of the two lines"
-        message = f"`num_train_epochs` does nothing here: `max_steps`, which is {plain(steps)}, comes before it"
-    else:
-        return
-    yield say("warning", code, key, message, help)
+        yield say("warning", "out-of-range", "max_steps", message, f"delete the line, and `{key}` decides")
+    elif steps > 0 and values.given(key):
+        message = f"`{key}` does nothing here: `max_steps`, which is {plain(steps)}, comes before it"
+        yield say("warning", "conditional-key", key, message, "delete one of the two lines")
 
 
 @cites("transformers/training_args.py::TrainingArguments.get_warmup_steps[int(self.warmup_steps]")
@@ -105,7 +106,8 @@ def no_length(values: Values) -> Iterator[Finding]:
 @cites("trl/scripts/sft.py::main[model_init_kwargs.update]")
 def model_set_twice(values: Values) -> Iterator[Finding]:
     """The mapping wins over what the other arguments say of the model's loading."""
-    key, kwargs = "model_init_kwargs", inline(values["model_init_kwargs"]) or {}
+    key = "model_init_kwargs"
+    kwargs = inline(values[key]) or {}
     for name in ("model_revision", "dtype", "attn_implementation", "trust_remote_code"):
         inner = name.removeprefix("model_")
         if inner in kwargs and values.given(name) and kwargs[inner] != values[name]:
@@ -135,20 +137,21 @@ def lora_targets(values: Values) -> Iterator[Finding]:
     Which modules the model has is PEFT's to say, in a rehearsal.
     """
     key = "lora_target_modules"
-    given = values[key]
-    words = [str(word) for word in (given if isinstance(given, list) else [given]) if word]
+    targets = target_modules(values)
     if not values["use_peft"]:
         return
     # a word without dots or stars is the name of no module inside of another
     # but the output layer of most models stands outside of all others
-    inner = len(words) == 1 and words[0] != "lm_head" and re.fullmatch(r"\w+", words[0])
+    inner = len(targets) == 1 and targets[0] != "lm_head" and re.fullmatch(r"\w+", targets[0])
     if inner and not values["lora_target_parameters"]:
-        message = f"`{key}: {brief(words[0])}`: a single word is a pattern for whole names, and matches none"
-        yield say("error", "lora-targets", key, message, f"write `{key}: .*{words[0]}`, or a list of several")
-    if (joined := next(filter(_SEVERAL.fullmatch, words), None)) is not None:
-        names = ", ".join(filter(None, re.split(r"[,\s]+", joined)))
-        message = f"`{key}: {brief(joined)}` is one name, which no module has: nothing is trained for it"
-        yield say("error", "lora-targets", key, message, f"write a list: `{key}: [{names}]`")
+        message = f"`{key}: {brief(targets[0])}`: a single word is a pattern for whole names, and matches none"
+        yield say("error", "lora-targets", key, message, f"write `{key}: .*{targets[0]}`, or a list of several")
+    for target in targets:
+        if _SEVERAL.fullmatch(target):
+            names = ", ".join(filter(None, re.split(r"[,\s]+", target)))
+            message = f"`{key}: {brief(target)}` is one name, which no module has: nothing is trained for it"
+            yield say("error", "lora-targets", key, message, f"write a list: `{key}: [{names}]`")
+            return
 
 
 # numbers that all losses read but that of SFT
@@ -165,9 +168,8 @@ _READ_BY: Mapping[str, frozenset[str] | None] = {
 }
 
 
-def _losses(values: Values) -> tuple[str, ...]:
-    given = values["loss_type"]
-    return tuple(map(str, given)) if isinstance(given, list) else (str(given),)
+def _losses(values: Values) -> list[str]:
+    return words(values["loss_type"])
 
 
 def _compares(values: Values) -> bool:
@@ -177,13 +179,19 @@ def _compares(values: Values) -> bool:
 @cites("trl/trainer/dpo_trainer.py::DPOTrainer._compute_loss[for loss_type, loss_weight]")
 def unread_numbers(values: Values) -> Iterator[Finding]:
     """Each loss reads its own numbers, and the others do nothing."""
+    if not values.schema.tested:
+        return
     losses = {*_losses(values)}
-    for key, readers in _READ_BY.items() if values.schema.tested else ():
-        read = _compares(values) if readers is None else not losses.isdisjoint(readers)
-        if values.given(key) and values[key] not in (values.schema.fields[key].default, None) and not read:
-            some = "any loss of pairs" if readers is None else " or ".join(sorted(readers))
+    for key, readers in _READ_BY.items():
+        if readers is None:
+            is_read = _compares(values)
+            by = "any loss of pairs"
+        else:
+            is_read = not losses.isdisjoint(readers)
+            by = " or ".join(sorted(readers))
+        if values.given(key) and values[key] not in (values.schema.fields[key].default, None) and not is_read:
             message = f"`{key}` does nothing here: the loss {', '.join(sorted(losses))} does not read it"
-            help = f"it is read by {some}: delete the line, or name another `loss_type`"
+            help = f"it is read by {by}: delete the line, or name another `loss_type`"
             yield say("warning", "conditional-key", key, message, help)
 
 
@@ -195,11 +203,12 @@ def zero_beta(values: Values) -> Iterator[Finding]:
     """`dpo_trainer.py` divides by it; the others multiply what they compare with it."""
     if values["beta"] != 0 or not _compares(values):
         return
-    divided = next((loss for loss in _losses(values) if loss in ("ipo", "sppo_hard")), None)
+    for loss in _losses(values):
+        if loss in ("ipo", "sppo_hard"):
+            yield say("error", "zero-beta", "beta", f"`beta: 0` divides by zero in the loss {loss}")
+            return
     message = "`beta: 0`: the loss does not tell chosen from rejected answers: no preference is learnt"
-    if divided:
-        message = f"`beta: 0` divides by zero in the loss {divided}"
-    yield say("error" if divided else "warning", "zero-beta", "beta", message)
+    yield say("warning", "zero-beta", "beta", message)
 
 
 def _under(cited: str, switch: str, key: str) -> Rule:
@@ -218,19 +227,24 @@ def packing_without_length(values: Values) -> Iterator[Finding]:
     """Sets that are ready are not packed."""
     if values["max_length"] is not None or prepared(values):
         return
-    evaluated = values["eval_strategy"] != "no" and values["eval_packing"]
-    key = "packing" if values["packing"] else "eval_packing" if evaluated else None
-    if key is not None:
-        message = f"`{key}` fills rows up to `max_length`, which is none"
-        yield say("error", "packing-without-length", key, message, "add `max_length: 4096`")
+    if values["packing"]:
+        key = "packing"
+    elif values["eval_strategy"] != "no" and values["eval_packing"]:
+        key = "eval_packing"
+    else:
+        return
+    message = f"`{key}` fills rows up to `max_length`, which is none"
+    yield say("error", "packing-without-length", key, message, "add `max_length: 4096`")
 
 
 def _streams_without_steps(values: Values, key: str) -> bool:
     """trl/scripts/sft.py::main[elif dataset_args.datasets]: `datasets` wins over `dataset_name`, and each has a switch
     of its own.
     """
-    read = "streaming" if values.get("datasets") else "dataset_streaming"
-    return key == read and bool(values.get(key)) and not (number(values["max_steps"]) or -1) > 0
+    switch = "dataset_streaming"
+    if values.get("datasets"):
+        switch = "streaming"
+    return key == switch and bool(values.get(key)) and not (number(values["max_steps"]) or -1) > 0
 
 
 _SHARED: tuple[Rule, ...] = (

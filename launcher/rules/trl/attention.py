@@ -32,10 +32,13 @@ class Choice(NamedTuple):
 
 def choose(preferred: Sequence[str], context: Context) -> Choice:
     """The first of these that can be had here; what is not known speaks for it."""
-    reasons = {name: lacking(name, context) or _unfit(name, context) for name in preferred}
-    name = next((name for name in preferred if reasons[name] is None), None)
-    before = preferred if name is None else preferred[: preferred.index(name)]
-    return Choice(name, "; ".join(f"{one}: {reasons[one]}" for one in before))
+    reasons: list[str] = []
+    for name in preferred:
+        reason = lacking(name, context) or _unfit(name, context)
+        if reason is None:
+            return Choice(name, "; ".join(reasons))
+        reasons.append(f"{name}: {reason}")
+    return Choice(None, "; ".join(reasons))
 
 
 def lacking(name: str, context: Context) -> str | None:
@@ -66,11 +69,13 @@ def _unfit(name: str, context: Context) -> str | None:
     """
     values = context.values
     kwargs = inline(values["model_init_kwargs"]) or {}
-    plain = kwargs.get("dtype", values["dtype"]) == "float32"
-    mixed = resolved.precision(values) is not None or context.mixed_precision not in (None, "no")
-    if name in PACKAGES and plain and not (mixed or values["load_in_4bit"] or values["load_in_8bit"]):
-        return "it takes 16 bits only, and the model is float32 with neither `bf16` nor `fp16`"
-    return None
+    if name not in PACKAGES or kwargs.get("dtype", values["dtype"]) != "float32":
+        return None
+    if resolved.precision(values) is not None or context.mixed_precision not in (None, "no"):
+        return None
+    if values["load_in_4bit"] or values["load_in_8bit"]:
+        return None
+    return "it takes 16 bits only, and the model is float32 with neither `bf16` nor `fp16`"
 
 
 def _release(version: str) -> tuple[int, ...]:
@@ -98,7 +103,9 @@ def missing(context: Context) -> Iterator[Finding]:
         return
     why = lacking(str(name), context)
     if why is not None and (name == "flex_attention" or context.lacks("kernels")):
-        severity = "error" if context.gpus == 0 else context.at_start
+        severity = context.at_start
+        if context.gpus == 0:
+            severity = "error"
         message = f"`attn_implementation: {name}` cannot be had: {why}"
         yield say(severity, "attention-missing", key, message, "leave it out: sdpa is the default")
 
@@ -119,7 +126,9 @@ def packing(context: Context) -> Iterator[Finding]:
     see each other is measured in the run, for any model.
     """
     values = context.values
-    key = "packing" if values["packing"] else "padding_free"
+    key = "padding_free"
+    if values["packing"]:
+        key = "packing"
     if not values[key] or resolved.prepared(values):
         return
     if key == "padding_free" and context.per_device == 1:

@@ -29,13 +29,16 @@ _TELLING = ("prompt", "chosen", "rejected", "completion", "messages")
 _ANSWER_COLUMNS = frozenset({"messages", "conversations", "prompt", "completion", "text"})
 _PAIR_COLUMNS = frozenset({"prompt", "chosen", "rejected"})
 _TEMPLATES = (".jinja", ".j2")
+_PAIRS_HELP = "these are pairs: `stage: dpo` trains on them"
+_RELATIVE = "relative paths start where launch is started; `~` is not expanded"
 
 
-def _named(context: Context) -> str | None:
+def _data_set(context: Context) -> str | None:
     """The data set that `load_dataset` would be asked for (trl/scripts/sft.py::main[dataset = load_dataset])."""
-    values = context.values
-    name = values[_KEY]
-    return name if isinstance(name, str) and name and not values["datasets"] else None
+    name = context.values[_KEY]
+    if not name or not isinstance(name, str) or context.values["datasets"]:
+        return None
+    return name
 
 
 @cites(
@@ -43,23 +46,24 @@ def _named(context: Context) -> str | None:
     "datasets/load.py::dataset_module_factory[raise FileNotFoundError(f]",
 )
 def data_here(context: Context) -> Iterator[Finding]:
-    name = _named(context)
+    name = _data_set(context)
     if name is None:
         return
     if is_file(Path(name)):
-        message = f"`dataset_name: {brief(name)}` is a file, which cannot be loaded by its name"
-        folder = Path(name).parent
-        help = f"name its folder: `dataset_name: {folder if str(folder) != '.' else './'}`"
-        yield say("error", "data-file", _KEY, message, help)
+        message = f"`{_KEY}: {brief(name)}` is a file, which cannot be loaded by its name"
+        folder = str(Path(name).parent)
+        if folder == ".":
+            folder = "./"
+        yield say("error", "data-file", _KEY, message, f"name its folder: `{_KEY}: {folder}`")
     elif name in sources.LOADERS:
         yield from data.loader_name(_KEY, name)
     elif _looks_like_list(name):
         yield _no_name(_KEY, name)
     elif not exists(Path(name)) and _is_local(name):
-        what = "file" if reading.data_suffix(Path(name)) in reading.READABLE else "folder"
-        message = f"there is no {what} {brief(name)} here"
-        help = "relative paths start where launch is started; `~` is not expanded"
-        yield say(context.at_start, "missing-data", _KEY, message, help)
+        what = "folder"
+        if _has_data_suffix(name):
+            what = "file"
+        yield say(context.at_start, "missing-data", _KEY, f"there is no {what} {brief(name)} here", _RELATIVE)
 
 
 @cites("datasets/data_files.py::resolve_pattern[raise FileNotFoundError]")
@@ -83,23 +87,32 @@ def sets_here(context: Context) -> Iterator[Finding]:
 
 
 def _missing_files(entry: SetEntry, context: Context) -> Iterator[Finding]:
-    key = "path" if entry.data_files is None and entry.data_dir is None else "data_files"
-    if not exists(Path(entry.path)) and _is_local(entry.path) and entry.path not in sources.LOADERS:
-        missing: tuple[str, ...] = (entry.path,)
-        key = "path"
-    else:
+    key = "path"
+    missing: tuple[str, ...] = (entry.path,)
+    if exists(Path(entry.path)) or not _is_local(entry.path) or entry.path in sources.LOADERS:
+        key = _files_key(entry)
         missing = entry.source(entry.first_split(), context.environ).missing
+    what = "folder"
+    if key == "data_files":
+        what = "file"
     for name in missing:
-        what = "file" if entry.data_files is not None and key != "path" else "folder"
         message = f"there is no {what} {brief(name)} here"
-        help = "relative paths start where launch is started; `~` is not expanded"
+        help = _RELATIVE
         if os.path.isdir(name):
             message = f"`data_files` names files, and {brief(name)} is a folder"
             help = f"write `data_dir: {name}`, or `data_files: {os.path.join(name, '*')}`"
         elif entry.data_dir is not None:
             help = "the names of `data_files` start in `data_dir`"
-        place = key if key == "path" or entry.data_files is not None else "data_dir"
-        yield say(context.at_start, "missing-data", f"{entry.key}.{place}", message, help)
+        yield say(context.at_start, "missing-data", f"{entry.key}.{key}", message, help)
+
+
+def _files_key(entry: SetEntry) -> str:
+    """The key of an entry that names its files."""
+    if entry.data_files is not None:
+        return "data_files"
+    if entry.data_dir is not None:
+        return "data_dir"
+    return "path"
 
 
 # huggingface_hub refuses any other character in a name (huggingface_hub/utils/_validators.py: REPO_ID_REGEX)
@@ -126,7 +139,11 @@ def _is_local(name: str) -> bool:
         return False
     if _NAME_ON_HUB.fullmatch(name) is None:
         return True
-    return model_config.is_path(name) or reading.data_suffix(Path(name)) in reading.READABLE
+    return model_config.is_path(name) or _has_data_suffix(name)
+
+
+def _has_data_suffix(name: str) -> bool:
+    return reading.data_suffix(Path(name)) in reading.READABLE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +164,9 @@ class _Part:
 
     def trained(self) -> Looked:
         """The rows that are trained on, in the columns that are selected."""
-        columns = None if self.entry is None else self.entry.columns
+        columns = None
+        if self.entry is not None:
+            columns = self.entry.columns
         return Looked(key=self.key, source=self.source, survey=self.piece.survey(columns))
 
 
@@ -156,26 +175,35 @@ def _parts(context: Context) -> list[_Part]:
     values = context.values
     if prepared(values):
         return []
+    parts: list[_Part] = []
     mixed = mixture.of_values(values, context.environ)
     if mixed is not None:
-        return [
-            _Part(key=part.entry.key, piece=piece, entry=part.entry) for part in mixed.sets for piece in part.pieces
-        ]
+        for part in mixed.sets:
+            parts += [_Part(key=part.entry.key, piece=piece, entry=part.entry) for piece in part.pieces]
+        return parts
     source = _source(context)
-    return [] if source is None else [_Part(key=_KEY, piece=Piece(source=source, rows=None))]
+    if source is not None:
+        parts.append(_Part(key=_KEY, piece=Piece(source=source, rows=None)))
+    return parts
 
 
 def _source(context: Context) -> sources.Source | None:
     """The rows that `dataset_name` gives; None where it names none, or none that are here."""
     values = context.values
-    name, split = _named(context), values["dataset_train_split"]
+    name = _data_set(context)
+    split = values["dataset_train_split"]
     if name is None or is_file(Path(name)) or name in sources.LOADERS:
         return None
-    if not isinstance(split, str) or re.search(r"[\[+]", split):
+    if not isinstance(split, str) or _is_slice(split):
         return None
     if not exists(Path(name)) and _is_local(name):
         return None
     return sources.of_name(name, split, values["dataset_config"], context.environ)
+
+
+def _is_slice(split: str) -> bool:
+    """Whether a text names a part of a split, or several of them."""
+    return "[" in split or "+" in split
 
 
 def _looked_at(context: Context) -> list[Looked]:
@@ -231,20 +259,24 @@ def like_sets(context: Context) -> Iterator[Finding]:
     if not sets:
         return
     first = sets[0]
-    read = _PAIR_COLUMNS if context.values.schema.pairs else _ANSWER_COLUMNS
+    read = _ANSWER_COLUMNS
+    if context.values.schema.pairs:
+        read = _PAIR_COLUMNS
     for looked in sets[1:]:
         for name in sorted(read & (first.survey.columns | looked.survey.columns)):
-            ours = looked.survey.kind(name)
-            theirs = first.survey.kind(name)
-            if ours == theirs or looked.key == first.key:
+            kind = looked.survey.kind(name)
+            kind_of_first = first.survey.kind(name)
+            if kind == kind_of_first or looked.key == first.key:
                 continue
-            message = f"`{name}` is {_state(ours)} in `{looked.key}` and {_state(theirs)} in `{first.key}`"
+            message = f"`{name}` is {_state(kind)} in `{looked.key}` and {_state(kind_of_first)} in `{first.key}`"
             help = "sets of one mixture need the same columns: convert one of them, or select `columns`"
             yield looked.say("error", "data-columns", message, help)
 
 
 def _state(kind: str | None) -> str:
-    return "missing" if kind is None else data.ARTICLES.get(kind, kind)
+    if kind is None:
+        return "missing"
+    return data.ARTICLES.get(kind, kind)
 
 
 def _pictures(looked: Looked, context: Context) -> Iterator[Finding]:
@@ -265,7 +297,8 @@ def _tokens(looked: Looked, context: Context) -> Iterator[Finding]:
     trl/trainer/sft_trainer.py::SFTTrainer._prepare_dataset[Build a]: rows that are tokenised are cut and filtered, and
     nothing else.
     """
-    survey, values = looked.survey, context.values
+    survey = looked.survey
+    values = context.values
     if survey.kind("input_ids") != "list":
         message = "`input_ids` holds no lists of numbers: rows with this column are taken as tokenised"
         yield looked.say("error", "data-types", message, "rename the column")
@@ -286,11 +319,12 @@ def _tokens(looked: Looked, context: Context) -> Iterator[Finding]:
             yield looked.say("error", "data-types", message, "write a value for each token")
     masked = survey.fact("labels", "masked")
     if masked is not None:
-        severity: Severity = "error" if masked.count == survey.rows else "warning"
+        severity: Severity = "warning"
+        if masked.count == survey.rows:
+            severity = "error"
         message = f"all `labels` are -100 in {looked.share(masked)}: nothing is trained on, TRL drops them"
-        yield looked.say(
-            severity, "no-answers", message, "leave the labels of the answer as they are, or take them out"
-        )
+        help = "leave the labels of the answer as they are, or take them out"
+        yield looked.say(severity, "no-answers", message, help)
     unread = "completion_mask" in survey.columns and values.get("completion_only_loss") is not True
     if unread and "labels" not in survey.columns:
         message = "`completion_mask` is not read beside `input_ids`: every token is trained on"
@@ -299,26 +333,19 @@ def _tokens(looked: Looked, context: Context) -> Iterator[Finding]:
 
 def _answers(looked: Looked, context: Context) -> Iterator[Finding]:
     """The rows of SFT: conversations, a prompt with its completion, or a text."""
-    survey, values = looked.survey, context.values
+    survey = looked.survey
+    values = context.values
     text = str(values.get("dataset_text_field"))
     chats = "messages"
     if survey.kind("conversations") == "list" and survey.count("conversations", "from-value"):
         # these alone are converted (trl/data_utils.py::is_conversational_from_value)
         chats = "conversations"
     yield from _labelled(looked)
-    model, template = values["model_name_or_path"], values.get("chat_template_path")
-    written = data.tokenizer_template(model, template, context)
+    model = values["model_name_or_path"]
+    written = data.tokenizer_template(model, values.get("chat_template_path"), context)
     if "prompt" in survey.columns:
         if "completion" not in survey.columns:
-            message = _columns_message(looked, "`prompt` is read together with `completion`, which is not there")
-            help = "add `completion`, or leave out `prompt`"
-            if {"chosen", "rejected"} <= survey.columns:
-                help = "these are pairs: `stage: dpo` trains on them"
-                if survey.kind("messages") == "list":
-                    help += "; for SFT on `messages` leave out `prompt`"
-            else:
-                help = data.convertible(looked, help)
-            yield looked.say("error", "data-columns", message, help)
+            yield _without_completion(looked)
             return
         read = ["prompt", "completion"]
         yield from _alike(looked, read)
@@ -330,9 +357,8 @@ def _answers(looked: Looked, context: Context) -> Iterator[Finding]:
         yield from _one_form(looked, read)
         if text in survey.columns and survey.kind("completion") == "text":
             message = f"`{text}` stands beside `completion`: TRL adds the end token to `{text}`, and to no completion"
-            yield looked.say(
-                "error", "data-columns", message, f"leave out `{text}`, or the model never learns to stop"
-            )
+            help = f"leave out `{text}`, or the model never learns to stop"
+            yield looked.say("error", "data-columns", message, help)
     elif survey.kind(chats) == "list" and (chats == "conversations" or not survey.count(chats, "from-value")):
         read = [chats]
         yield from _one_form(looked, read)
@@ -348,13 +374,7 @@ def _answers(looked: Looked, context: Context) -> Iterator[Finding]:
         yield from _single_messages(looked, text)
         yield from _one_form(looked, read)
     else:
-        expected = f"SFT reads `messages`, `prompt` and `completion`, or `{brief(text)}`"
-        help = "rename the columns, or name that of the text: `dataset_text_field: <column>`"
-        if shapes.pair_columns(survey) is not None:
-            help = "these are pairs: `stage: dpo` trains on them"
-        else:
-            help = data.convertible(looked, help)
-        yield looked.say("error", "data-columns", _columns_message(looked, expected), help)
+        yield _without_answers(looked, text)
         return
     yield from data.unreadable_messages(looked, read)
     yield from data.empty_prompts(looked, [name for name in read if survey.kind(name) == "list"])
@@ -364,6 +384,27 @@ def _answers(looked: Looked, context: Context) -> Iterator[Finding]:
     yield from data.unwritten_tools(looked, read, written)
     yield from _beside(looked)
     yield from data.other_kinds(looked, [*read, "tools", "chat_template_kwargs"])
+
+
+def _without_completion(looked: Looked) -> Finding:
+    survey = looked.survey
+    if not {"chosen", "rejected"} <= survey.columns:
+        help = data.convertible(looked, "add `completion`, or leave out `prompt`")
+    elif survey.kind("messages") == "list":
+        help = f"{_PAIRS_HELP}; for SFT on `messages` leave out `prompt`"
+    else:
+        help = _PAIRS_HELP
+    message = _columns_message(looked, "`prompt` is read together with `completion`, which is not there")
+    return looked.say("error", "data-columns", message, help)
+
+
+def _without_answers(looked: Looked, text: str) -> Finding:
+    help = _PAIRS_HELP
+    if shapes.pair_columns(looked.survey) is None:
+        otherwise = "rename the columns, or name that of the text: `dataset_text_field: <column>`"
+        help = data.convertible(looked, otherwise)
+    expected = f"SFT reads `messages`, `prompt` and `completion`, or `{brief(text)}`"
+    return looked.say("error", "data-columns", _columns_message(looked, expected), help)
 
 
 def _labelled(looked: Looked) -> Iterator[Finding]:
@@ -393,22 +434,24 @@ def _one_form(looked: Looked, read: Sequence[str]) -> Iterator[Finding]:
     conversations.
     """
     survey = looked.survey
-    present = [name for name in _TELLING if name in survey.columns]
+    names = " and ".join(f"`{column}`" for column in read)
     is_chat = any(survey.kind(name) == "list" for name in read if name in _TELLING)
-    for name in present:
-        if name not in read and (survey.kind(name) == "list") is not is_chat:
-            what = "is a list" if survey.kind(name) == "list" else "is no list"
-            names = " and ".join(f"`{column}`" for column in read)
-            message = (
-                f"`{name}` {what} of messages, unlike {names}: TRL asks either whether the rows are conversations"
-            )
+    what = "is a list"
+    if is_chat:
+        what = "is no list"
+    for name in _TELLING:
+        if name in read or name not in survey.columns:
+            continue
+        if (survey.kind(name) == "list") is not is_chat:
+            message = f"`{name}` {what} of messages, unlike {names}: "
+            message += "TRL asks either whether the rows are conversations"
             help = f"leave out `{name}`: which column it asks changes from run to run"
             yield looked.say("error", "data-columns", message, help)
 
 
 def _pairs(looked: Looked, context: Context) -> Iterator[Finding]:
     """The rows of DPO: two answers, with their prompt beside them or at the start of both."""
-    survey, values = looked.survey, context.values
+    survey = looked.survey
     if not {"chosen", "rejected"} <= survey.columns:
         expected = "DPO reads `chosen` and `rejected`, with or without `prompt`"
         yield looked.say("error", "data-columns", _columns_message(looked, expected), _pairs_help(looked))
@@ -437,7 +480,7 @@ def _pairs(looked: Looked, context: Context) -> Iterator[Finding]:
     yield from data.unreadable_messages(looked, read)
     yield from data.conversations(looked, read)
     yield from data.unlike_messages(looked, read)
-    written = data.tokenizer_template(values["model_name_or_path"], None, context)
+    written = data.tokenizer_template(context.values["model_name_or_path"], None, context)
     yield from _untemplated(looked, "chosen", written)
     yield from data.unwritten_tools(looked, read, written)
     yield from _beside(looked)
@@ -447,9 +490,8 @@ def _pairs(looked: Looked, context: Context) -> Iterator[Finding]:
 def _pairs_help(looked: Looked) -> str:
     survey = looked.survey
     if shapes.is_labelled(survey):
-        return (
-            "these are answers with a `label`, as KTO reads them: DPO needs a good and a bad answer to each question"
-        )
+        help = "these are answers with a `label`, as KTO reads them: "
+        return help + "DPO needs a good and a bad answer to each question"
     if survey.kind("messages") == "list" or {"prompt", "completion"} <= survey.columns:
         return "these are single answers: `stage: sft` trains on them"
     if shapes.pair_columns(survey) is None:
@@ -468,14 +510,12 @@ def _odd_turns(looked: Looked) -> Iterator[Finding]:
             message = f"`{name}` has no message of `assistant` in {looked.share(silent)}"
             yield looked.say("warning", "no-answers", message, "take these rows out, or correct their roles")
         elif last is not None:
-            message = (
-                f"`{name}` ends with a message of `user` in {looked.share(last)}, which counts as the answer does"
-            )
+            message = f"`{name}` ends with a message of `user` in {looked.share(last)}, "
+            message += "which counts as the answer does"
             yield looked.say("warning", "odd-roles", message, "end both conversations with the answer")
         elif first is not None and "prompt" in survey.columns and survey.fact("", "prompt-twice") is None:
-            message = (
-                f"`{name}` begins with a message of `user` in {looked.share(first)}, which counts as the answer does"
-            )
+            message = f"`{name}` begins with a message of `user` in {looked.share(first)}, "
+            message += "which counts as the answer does"
             yield looked.say("warning", "odd-roles", message, "move the question to the end of `prompt`")
 
 
@@ -485,18 +525,17 @@ def _beside(looked: Looked) -> Iterator[Finding]:
     trl/trainer/dpo_trainer.py::DPOTrainer._prepare_dataset.tokenize_fn[tools = json.loads]: what is read beside the
     messages.
     """
-    broken = looked.survey.fact("tools", "not-json") or looked.survey.fact("tools", "empty")
+    survey = looked.survey
+    broken = survey.fact("tools", "not-json") or survey.fact("tools", "empty")
     if broken is not None:
         message = f"`tools` is text that is not JSON in {looked.share(broken)}"
         yield looked.say("error", "data-types", message, "write a list of tools as JSON, `[]` where there are none")
-    survey = looked.survey
-    odd = (
-        survey.fact("tools", "no-list") or survey.fact("tools", "items:text") or survey.kinds.get(("tools", "object"))
-    )
+    odd = survey.fact("tools", "no-list") or survey.fact("tools", "items:text")
+    odd = odd or survey.kinds.get(("tools", "object"))
     if odd is not None:
         message = f"`tools` is no list of objects in {looked.share(odd)}"
         yield looked.say("error", "data-types", message, "write a list of tools, each an object with its name")
-    if "chat_template_kwargs" in looked.survey.columns:
+    if "chat_template_kwargs" in survey.columns:
         yield from data.same_kinds(looked, ["chat_template_kwargs"], "object")
 
 
@@ -506,7 +545,9 @@ def _columns_message(looked: Looked, expected: str) -> str:
 
 
 def _shown(name: str) -> str:
-    return name if name and name == name.strip() else f"`{name}`"
+    if name and name == name.strip():
+        return name
+    return f"`{name}`"
 
 
 def _alike(looked: Looked, read: Sequence[str]) -> Iterator[Finding]:
@@ -514,6 +555,9 @@ def _alike(looked: Looked, read: Sequence[str]) -> Iterator[Finding]:
     (trl/data_utils.py::is_conversational).
     """
     kinds = {name: looked.survey.kind(name) or "null" for name in read}
+    answer = "chosen"
+    if "completion" in kinds:
+        answer = "completion"
     if len(set(kinds.values())) > 1:
         held = ", ".join(f"`{name}` a {kind}" for name, kind in kinds.items())
         message = f"the columns do not go together: {held}; TRL adds them to each other"
@@ -522,7 +566,7 @@ def _alike(looked: Looked, read: Sequence[str]) -> Iterator[Finding]:
             otherwise = "leave out `prompt`: it is null in every row"
         help = data.convertible(looked, otherwise)
         yield looked.say("error", "data-columns", message, help)
-    elif kinds["completion" if "completion" in kinds else "chosen"] not in ("text", "list"):
+    elif kinds[answer] not in ("text", "list"):
         message = f"`{read[-1]}` holds values of the kind {kinds[read[-1]]}: it must be a text or a list of messages"
         yield looked.say("error", "data-columns", message, "write the answers as text")
     else:
@@ -539,12 +583,10 @@ def _promptless(looked: Looked) -> Iterator[Finding]:
     unread = shapes.prompt_columns(survey)
     alone = survey.fact("", "no-common-prompt")
     if survey.kind("chosen") == "list":
-        answers = survey.fact("chosen", "starts-with:assistant")
-        bare = alone or answers
+        bare = alone or survey.fact("chosen", "starts-with:assistant")
         if bare is not None:
             message = f"there is no prompt in {looked.share(bare)}: `chosen` and `rejected` share no first message"
-            otherwise = "put the question into `prompt`, a list of messages"
-            help = data.convertible(looked, otherwise)
+            help = data.convertible(looked, "put the question into `prompt`, a list of messages")
             yield looked.say("error", "no-prompt", message, help)
     elif unread:
         names = " and ".join(f"`{name}`" for name in unread)
@@ -584,16 +626,23 @@ def _untemplated(looked: Looked, column: str, template: str | None) -> Iterator[
     if looked.survey.kind(column) == "text" and template:
         message = f"`{column}` is text: the model's chat template is not applied to it"
         help = "write messages (`role`, `content`) for a model that one talks to"
-        severity: Severity = "warning" if column == "chosen" else "note"
+        severity: Severity = "note"
+        if column == "chosen":
+            severity = "warning"
         yield looked.say(severity, "no-chat-format", message, help)
 
 
 @cites("trl/scripts/sft.py::main[train_dataset=dataset]", "trl/scripts/dpo.py::main[train_dataset=dataset]")
 def splits(context: Context) -> Iterator[Finding]:
     """A split is looked up by its name."""
-    for key in ("dataset_train_split", "dataset_test_split"):
-        split, read = context.values[key], key != "dataset_test_split" or context.values["eval_strategy"] != "no"
-        if read and _named(context) and isinstance(split, str) and re.search(r"[\[+]", split):
+    if _data_set(context) is None:
+        return
+    read = ["dataset_train_split"]
+    if context.values["eval_strategy"] != "no":
+        read.append("dataset_test_split")
+    for key in read:
+        split = context.values[key]
+        if isinstance(split, str) and _is_slice(split):
             message = f"`{key}: {brief(split)}` is looked up as the name of a split: parts cannot be named"
             yield say("error", "no-such-split", key, message, "name a whole split")
 
@@ -604,21 +653,18 @@ def test_split_here(context: Context) -> Iterator[Finding]:
 
     That is raised before the model is loaded. What the hub has is not known here.
     """
-    values, name = context.values, _named(context)
+    values = context.values
+    name = _data_set(context)
     split = values["dataset_test_split"]
-    if name is None or values["eval_strategy"] == "no" or not isinstance(split, str):
+    if name is None or values["eval_strategy"] == "no" or not isinstance(split, str) or _is_slice(split):
         return
-    if re.search(r"[\[+]", split):
+    names = sources.split_names(name, values["dataset_config"])
+    if names is None or split in names:
         return
-    there = sources.split_names(name, values["dataset_config"])
-    if there is None or split in there:
-        return
-    message = (
-        f"`eval_strategy: {values['eval_strategy']}` evaluates on the split {brief(split)}, "
-        f"and {brief(name)} has {', '.join(there)} alone"
-    )
+    message = f"`eval_strategy: {values['eval_strategy']}` evaluates on the split {brief(split)}, "
+    message += f"and {brief(name)} has {', '.join(names)} alone"
     help = f'put a file named {split} beside the others (such as {split}.jsonl), or write `eval_strategy: "no"`'
-    others = [other for other in there if other != values["dataset_train_split"]]
+    others = [other for other in names if other != values["dataset_train_split"]]
     if others:
         help = f"write `dataset_test_split: {others[0]}`"
     key = "eval_strategy"
@@ -639,8 +685,7 @@ def template_here(context: Context) -> Iterator[Finding]:
         yield say("error", "inline-template", key, message, chat_template.WRITE_IT)
     elif name.endswith(_TEMPLATES) or not model_config.is_hub_name(name):
         message = f"`{key}`: there is no template {brief(name)} here"
-        help = "relative paths start where launch is started; `~` is not expanded"
-        yield say("error", "missing-template", key, message, help)
+        yield say("error", "missing-template", key, message, _RELATIVE)
 
 
 @cites("transformers/tokenization_utils_base.py::PreTrainedTokenizerBase.get_chat_template[Cannot use chat]")
@@ -650,7 +695,9 @@ def no_template(context: Context) -> Iterator[Finding]:
     model = values["model_name_or_path"]
     if values.get("chat_template_path") or data.tokenizer_template(model, None, context) != "":
         return
-    names = ("prompt", "chosen") if values.schema.pairs else ("messages", "prompt", "conversations")
+    names = ["messages", "prompt", "conversations"]
+    if values.schema.pairs:
+        names = ["prompt", "chosen"]
     for looked in _looked_at(context):
         column = next((name for name in names if looked.survey.kind(name) == "list"), None)
         if column is None:
@@ -681,13 +728,11 @@ def lengths_of_pairs(context: Context) -> Iterator[Finding]:
         return
     key = "train_sampling_strategy"
     column = values["length_column_name"]
-    advice = (
-        f"add a column `{column}` with the length of each pair to the rows, and write `remove_unused_columns: false`"
-    )
+    advice = f"add a column `{column}` with the length of each pair to the rows, "
+    advice += "and write `remove_unused_columns: false`"
     if values["remove_unused_columns"] is not False:
-        message = (
-            f"`{key}: {strategy}` needs the length of each pair, and TRL drops every column that DPO does not train on"
-        )
+        message = f"`{key}: {strategy}` needs the length of each pair, "
+        message += "and TRL drops every column that DPO does not train on"
         yield say("error", "pair-lengths", key, message, advice)
         return
     for looked in _looked_at(context):

@@ -66,11 +66,15 @@ def bf16_on_cpu(context: Context) -> Iterator[Finding]:
     values = context.values
     if context.gpus != 0 or values["use_cpu"]:
         return
-    trained = resolved.precision(values) == "bf16"
-    if not trained and not values["bf16_full_eval"]:
+    if resolved.precision(values) == "bf16":
+        key = "bf16"
+    elif values["bf16_full_eval"]:
+        key = "bf16_full_eval"
+    else:
         return
-    key = "bf16" if trained else "bf16_full_eval"
-    default = "" if values.given(key) else ", TRL's default,"
+    default = ""
+    if not values.given(key):
+        default = ", TRL's default,"
     help = f"add `{key}: false`, or `use_cpu: true` for bfloat16 on the CPU"
     yield say("error", "bf16-on-cpu", key, f"`{key}`{default} is refused without a GPU", help)
 
@@ -87,12 +91,16 @@ def cpu_beside_gpus(context: Context) -> Iterator[Finding]:
 def precision_option(context: Context) -> Iterator[Finding]:
     """`fp16` and `bf16` win over what accelerate was told."""
     option = context.named_precision
-    own = resolved.precision(context.values)
-    if option is None or own in (None, option):
+    precision = resolved.precision(context.values)
+    if option is None or precision in (None, option):
         return
-    default = "" if context.values.given(own) else ", its default,"
-    message = f"`mixed_precision: {option}` is not read: TRL's `{own}`{default} decides"
-    help = f"write `{own}: false`" if option == "no" else f"write `{option}: true` in its place"
+    default = ""
+    if not context.values.given(precision):
+        default = ", its default,"
+    message = f"`mixed_precision: {option}` is not read: TRL's `{precision}`{default} decides"
+    help = f"write `{option}: true` in its place"
+    if option == "no":
+        help = f"write `{precision}: false`"
     yield say_of_option("warning", "mixed-precision-unread", "mixed_precision", message, help)
 
 
@@ -141,13 +149,11 @@ def lengths_compiled(context: Context) -> Iterator[Finding]:
     padded = str(values["pad_to_multiple_of"]).lower() not in ("auto", "none", "null")
     if resolved.compiled(values) and not padded:
         keys = ("torch_compile", "torch_compile_backend", "torch_compile_mode")
-        message = (
-            "batches differ in length, and each new one is compiled again: 12 times in the first six steps measured"
-        )
         key = next(filter(values.given, keys), keys[0])
-        yield say(
-            "warning", "compile-lengths", key, message, "add `pad_to_multiple_of: 512`, so that there are few lengths"
-        )
+        message = "batches differ in length, and each new one is compiled again: "
+        message += "12 times in the first six steps measured"
+        help = "add `pad_to_multiple_of: 512`, so that there are few lengths"
+        yield say("warning", "compile-lengths", key, message, help)
 
 
 @cites("torch/_inductor/cpp_builder.py::get_cpp_compiler[compiler = cpp_compiler_search]")
@@ -160,17 +166,18 @@ def no_compiler(context: Context) -> Iterator[Finding]:
         yield from services.no_compiler(context, "torch_compile", cpp=not context.gpus)
 
 
-def _reports(context: Context) -> tuple[str, ...]:
-    given = context.values["report_to"]
-    return tuple(map(str, given)) if isinstance(given, list) else (str(given),)
+def _reports(context: Context) -> list[str]:
+    return resolved.words(context.values["report_to"])
 
 
 @cites("transformers/integrations/integration_utils.py::WandbCallback.__init__[raise RuntimeError]")
 def report_package(context: Context) -> Iterator[Finding]:
     """`integration_utils.py` and the other integrations."""
     for name in _reports(context):
-        packages = list(_REPORTS.get(name, ()))
-        missing = packages[:1] if packages and context.lacks(*packages) else []
+        packages = _REPORTS.get(name, ())
+        missing = []
+        if packages and context.lacks(*packages):
+            missing.append(packages[0])
         if name == "dagshub" and context.lacks(*_REPORTS["mlflow"]):
             missing.append("mlflow")
         if missing:
@@ -189,20 +196,24 @@ def report_package(context: Context) -> Iterator[Finding]:
 def unknown_report(context: Context) -> Iterator[Finding]:
     """`none` and `all` stand alone."""
     names = _reports(context)
-    if not context.values.schema.tested or names in (("none",), ("all",), ("None",)):
+    if not context.values.schema.tested or names in (["none"], ["all"], ["None"]):
         return
     for name in names:
-        if name not in _REPORTS:
-            alone = name in ("none", "all")
-            what = "stands alone, not in a list" if alone else "is no tracker that transformers knows"
-            help = "leave the others out" if alone else f"one of {', '.join(_REPORTS)}"
-            yield say("error", "report-unknown", "report_to", f"`report_to: {brief(name)}` {what}", help)
+        if name in _REPORTS:
+            continue
+        what = "is no tracker that transformers knows"
+        help = f"one of {', '.join(_REPORTS)}"
+        if name in ("none", "all"):
+            what = "stands alone, not in a list"
+            help = "leave the others out"
+        yield say("error", "report-unknown", "report_to", f"`report_to: {brief(name)}` {what}", help)
 
 
 @cites("transformers/integrations/integration_utils.py::WandbCallback.setup[self._wandb.init]")
 def wandb_key(context: Context) -> Iterator[Finding]:
     """No one is there to answer its question."""
-    reports, environ = _reports(context), context.environ
+    reports = _reports(context)
+    environ = context.environ
     # `all` stands for what is installed
     wanted = "wandb" in reports or ("all" in reports and "wandb" in (context.packages or {}))
     silent = environ.get("WANDB_MODE") in services.WITHOUT_WANDB
@@ -239,9 +250,10 @@ def rounded_reference(context: Context) -> Iterator[Finding]:
     key = "precompute_ref_log_probs"
     if not context.values.get(key) or context.file is None:
         return
-    own = resolved.precision(context.values)
-    named = [name for name in ("bf16", "fp16") if section(context.file, name).get("enabled") is True]
-    precision = next(iter(named), own)
+    precision = resolved.precision(context.values)
+    for name in ("fp16", "bf16"):
+        if section(context.file, name).get("enabled") is True:
+            precision = name
     if precision not in ("bf16", "fp16"):
         return
     message = (

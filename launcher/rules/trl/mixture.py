@@ -33,11 +33,15 @@ def _has_mappings(values: Values) -> bool:
 def unknown_keys(values: Values) -> Iterator[Finding]:
     """`utils.py` hands each mapping to a dataclass, which refuses any other key."""
     for place, item in _items(values):
-        for key in item if isinstance(item, dict) else ():
+        if not isinstance(item, dict):
+            continue
+        for key in item:
             if key in mixture.KEYS:
                 continue
+            help = f"an entry has {', '.join(mixture.KEYS)}"
             near = difflib.get_close_matches(str(key), mixture.KEYS, n=1, cutoff=0.6)
-            help = f"did you mean `{near[0]}`?" if near else f"an entry has {', '.join(mixture.KEYS)}"
+            if near:
+                help = f"did you mean `{near[0]}`?"
             message = f"`{brief(str(key))}` is not a key of an entry of `{_KEY}`"
             yield say("error", "unknown-key", f"{place}.{key}", message, help, layer="parser")
 
@@ -62,7 +66,9 @@ def wrong_types(values: Values) -> Iterator[Finding]:
         return
     for place, item in _items(values):
         if not isinstance(item, dict):
-            help = f"write `- path: {item}`" if isinstance(item, str) else "write a mapping with `path`"
+            help = "write a mapping with `path`"
+            if isinstance(item, str):
+                help = f"write `- path: {item}`"
             yield say("error", "bad-dataset", place, f"`{place}` is not a mapping", help)
             continue
         for key, value in item.items():
@@ -87,8 +93,8 @@ def two_sources(values: Values) -> Iterator[Finding]:
 def fractions(values: Values) -> Iterator[Finding]:
     """Shares of the mixture, for all of its sets or for none."""
     entries = mixture.entries(values[_KEY])
-    given = [entry for entry in entries if entry.fraction is not None]
-    if not given:
+    shares = [entry for entry in entries if entry.fraction is not None]
+    if not shares:
         return
     for entry in entries:
         if entry.fraction is None:
@@ -97,13 +103,13 @@ def fractions(values: Values) -> Iterator[Finding]:
         elif not 0 <= entry.fraction < math.inf:
             message = f"`{entry.key}.fraction: {entry.fraction:g}` is no share"
             yield say("error", "bad-fraction", f"{entry.key}.fraction", message, "a number above 0")
-    if all(entry.fraction == 0 for entry in given):
+    if all(entry.fraction == 0 for entry in shares):
         message = "every `fraction` is 0: no rows are left"
-        yield say("error", "bad-fraction", f"{given[0].key}.fraction", message, "numbers above 0")
+        yield say("error", "bad-fraction", f"{shares[0].key}.fraction", message, "numbers above 0")
     elif len(entries) == 1:
         message = "`fraction` is the share that a set has of the mixture: of the only set it is always all of it"
         help = f"for a part of it write `split: {entries[0].split}[:10%]`, and no `fraction`"
-        yield say("warning", "conditional-key", f"{given[0].key}.fraction", message, help)
+        yield say("warning", "conditional-key", f"{shares[0].key}.fraction", message, help)
     if values["streaming"]:
         message = "a stream has no length of which a `fraction` could be taken"
         yield say("error", "bad-fraction", "streaming", message, "leave out `streaming`, or `fraction`")
@@ -136,20 +142,21 @@ def split_names(values: Values) -> Iterator[Finding]:
     """A mixture has the split `train`, and `test` with `test_split_size`."""
     if not values[_KEY]:
         return
-    there = ["train"] if values[_SIZE] is None else ["train", "test"]
+    names = ["train"]
+    if values[_SIZE] is not None:
+        names.append("test")
     read = ["dataset_train_split"]
-    if values["eval_strategy"] != "no" and values[_SIZE] is None:
-        message = (
-            f"`eval_strategy: {values['eval_strategy']}` has nothing to evaluate on: the mixture has no test split"
-        )
+    strategy = values["eval_strategy"]
+    if strategy != "no" and values[_SIZE] is None:
+        message = f"`eval_strategy: {strategy}` has nothing to evaluate on: the mixture has no test split"
         help = f'add `{_SIZE}: 0.05` to hold a part of the rows back, or write `eval_strategy: "no"`'
         yield say("error", "no-such-split", "eval_strategy", message, help)
-    if values["eval_strategy"] != "no" and values[_SIZE] is not None:
+    elif strategy != "no":
         read.append("dataset_test_split")
     for key in read:
         name = values[key]
-        if name not in there:
-            message = f"`{key}: {brief(str(name))}`: a mixture has the split {' and '.join(there)} alone"
+        if name not in names:
+            message = f"`{key}: {brief(str(name))}`: a mixture has the split {' and '.join(names)} alone"
             help = "leave it out; which split of a set is read its entry says: `split:`"
             yield say("error", "no-such-split", key, message, help)
 
@@ -191,7 +198,9 @@ def enough_rows(context: Context) -> Iterator[Finding]:
     for part in mixed.sets:
         if part.rows == 0 and part.entry.fraction != 0:
             message = f"`{part.entry.key}` gives no rows"
-            help = "a larger slice" if part.entry.split.endswith("]") else "check its files"
+            help = "check its files"
+            if part.entry.split.endswith("]"):
+                help = "a larger slice"
             yield say("warning", "bad-dataset", f"{part.entry.key}.split", message, help)
     rows = mixed.rows
     if rows == 0:
@@ -209,9 +218,8 @@ def unseeded_test_split(context: Context) -> Iterator[Finding]:
     if values[_SIZE] is None or not values[_KEY]:
         return
     message = "`test_split_size` draws the test split anew in every process and at every start, whatever `seed` is"
-    processes = 1 if context.split is None else context.split.processes
-    if processes > 1:
-        message += f": each of {processes} processes trains on rows that others evaluate on"
+    if context.split is not None and context.split.processes > 1:
+        message += f": each of {context.split.processes} processes trains on rows that others evaluate on"
         help = "hold rows back in a split of their own: `dataset_name` with `dataset_test_split`, or one GPU"
         yield say("warning", "unseeded-split", _SIZE, message, help)
     else:
@@ -227,7 +235,6 @@ def selected_columns(entry: SetEntry, columns: frozenset[str]) -> Iterator[Findi
     """
     absent = [name for name in entry.columns or () if name not in columns]
     if absent:
-        message = (
-            f"{brief(entry.path)} has no column {brief(', '.join(absent))}: it has {brief(', '.join(sorted(columns)))}"
-        )
+        message = f"{brief(entry.path)} has no column {brief(', '.join(absent))}: "
+        message += f"it has {brief(', '.join(sorted(columns)))}"
         yield say("error", "data-columns", f"{entry.key}.columns", message, "name columns that are there")

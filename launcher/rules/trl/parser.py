@@ -12,6 +12,7 @@ from functools import partial
 
 from launcher.errors import Finding
 from launcher.rules.rule import Rule, check, cites, number, plain, say
+from launcher.rules.trl.resolved import words
 from launcher.upstream.schema import Values, json_fault
 
 _JSON = tuple(
@@ -28,7 +29,8 @@ _refused = partial(check, layer="parser")
 def json_mappings(values: Values) -> Iterator[Finding]:
     """A text that starts with a brace is read as JSON."""
     for key in _JSON:
-        if (fault := json_fault(values.get(key))) is not None:
+        fault = json_fault(values.get(key))
+        if fault is not None:
             yield say("error", "bad-json", key, f"`{key}` is not JSON: {fault}", layer="parser")
 
 
@@ -57,14 +59,12 @@ def eval_without_steps(values: Values) -> Iterator[Finding]:
 )
 def whole_steps(values: Values) -> Iterator[Finding]:
     """Below 1 a share, above 1 a whole number."""
-    by_strategy = {
-        "logging_steps": (values.get("logging_strategy"), number(values.get("logging_steps"))),
-        "save_steps": (values.get("save_strategy"), number(values.get("save_steps"))),
-    }
-    key, steps = _eval_steps(values)
+    strategies = {"logging_steps": values.get("logging_strategy"), "save_steps": values.get("save_strategy")}
     if values["eval_strategy"] == "steps":
-        by_strategy[key] = ("steps", steps)
-    for key, (strategy, steps) in by_strategy.items():
+        key, _ = _eval_steps(values)
+        strategies[key] = "steps"
+    for key, strategy in strategies.items():
+        steps = number(values.get(key))
         if strategy != "steps" or steps is None or not steps > 1:
             continue
         if math.isinf(steps) or steps != int(steps):
@@ -74,7 +74,8 @@ def whole_steps(values: Values) -> Iterator[Finding]:
 
 @cites("transformers/training_args.py::TrainingArguments._validate_args[= self.save_strategy]")
 def best_model_strategies(values: Values) -> Iterator[Finding]:
-    save, evaluate = values["save_strategy"], values["eval_strategy"]
+    save = values["save_strategy"]
+    evaluate = values["eval_strategy"]
     if values["load_best_model_at_end"] and save != "best" and save != evaluate:
         both = f"`save_strategy: {save}` and `eval_strategy: {evaluate}`"
         message = f"`load_best_model_at_end` with {both}: they must be the same"
@@ -91,7 +92,8 @@ def best_model_steps(values: Values) -> Iterator[Finding]:
     strategies = {values["save_strategy"], values["eval_strategy"]}
     if not values["load_best_model_at_end"] or strategies != {"steps"}:
         return
-    save, (_, every) = number(values["save_steps"]), _eval_steps(values)
+    save = number(values["save_steps"])
+    _, every = _eval_steps(values)
     if save is None or not every or save % every == 0:
         return
     both_shares = every < 1 and save < 1
@@ -103,19 +105,19 @@ def best_model_steps(values: Values) -> Iterator[Finding]:
 
 @cites("trl/trainer/dpo_config.py::DPOConfig.__post_init__[if self.loss_weights]")
 def loss_weights(values: Values) -> Iterator[Finding]:
-    weights, losses = values.get("loss_weights"), values["loss_type"]
-    count = len(losses) if isinstance(losses, list) else 1
+    weights = values.get("loss_weights")
+    count = len(words(values["loss_type"]))
     if weights is not None and len(weights) != count:
         message = f"`loss_weights` has {len(weights)} entries for {count} in `loss_type`"
         yield say("error", "loss-weights", "loss_weights", message, layer="parser")
 
 
 def _no_multiple(values: Values) -> bool:
-    given = values["pad_to_multiple_of"]
-    if not isinstance(given, str) or given == "auto" or given.lower() in {"none", "null"}:
+    multiple = values["pad_to_multiple_of"]
+    if not isinstance(multiple, str) or multiple == "auto" or multiple.lower() in {"none", "null"}:
         return False
     try:
-        int(given)
+        int(multiple)
     except ValueError:
         return True
     return False
@@ -179,7 +181,7 @@ RULES: tuple[Rule, ...] = (
         "transformers/training_args.py::TrainingArguments._validate_args[if not (isinstance]",
         "empty-cache-steps",
         "torch_empty_cache_steps",
-        lambda v: (every := number(v["torch_empty_cache_steps"])) is not None and not every > 0,
+        lambda v: number(v["torch_empty_cache_steps"]) is not None and not v["torch_empty_cache_steps"] > 0,
         "`torch_empty_cache_steps` is a number of steps above 0, not {torch_empty_cache_steps}",
     ),
     # accelerate/parallelism_config.py::ParallelismConfig.__post_init__[if self.dp_replicate_size < 1]: no word makes

@@ -14,6 +14,21 @@ def inline(value: Any) -> dict[str, Any] | None:
     return mapping
 
 
+def words(value: Any) -> list[str]:
+    """The words of an argument that takes one or several; `None` where it has none."""
+    if isinstance(value, list):
+        return [str(item) for item in value]
+    return [str(value)]
+
+
+def target_modules(values: Values) -> list[str]:
+    """What `lora_target_modules` names; a single word is a pattern
+    (trl/trainer/model_config.py::ModelConfig.__post_init__[if hasattr(self.lora_target_modules]).
+    """
+    names = words(values["lora_target_modules"] or [])
+    return [name for name in names if name]
+
+
 def prepared(values: Values) -> bool:
     """Whether the rows are taken as they are, tokenised
     (trl/trainer/sft_trainer.py::SFTTrainer.__init__[and args.dataset_kwargs.get]).
@@ -27,8 +42,9 @@ def precision(values: Values) -> str | None:
     """
     if values["fp16"]:
         return "fp16"
-    bf16 = values["bf16"]
-    return "bf16" if bf16 or bf16 is None else None
+    if values["bf16"] or values["bf16"] is None:
+        return "bf16"
+    return None
 
 
 def weights_type(values: Values) -> tuple[str, str]:
@@ -40,14 +56,16 @@ def weights_type(values: Values) -> tuple[str, str]:
     """
     kwargs = inline(values["model_init_kwargs"]) or {}
     key = "dtype"
-    given = values["dtype"]
+    dtype = values["dtype"]
     if "dtype" in kwargs:
         key = "model_init_kwargs"
-        given = kwargs["dtype"]
-    if given is None:
-        # other releases load float32
-        return ("auto" if values.schema.tested else ""), key
-    return str(given).removeprefix("torch."), key
+        dtype = kwargs["dtype"]
+    if dtype is not None:
+        return str(dtype).removeprefix("torch."), key
+    if values.schema.tested:
+        return "auto", key
+    # other releases load float32
+    return "", key
 
 
 def attention(values: Values) -> tuple[str | None, str]:
@@ -55,9 +73,14 @@ def attention(values: Values) -> tuple[str | None, str]:
     (trl/scripts/sft.py::main[model_init_kwargs.update]).
     """
     kwargs = inline(values["model_init_kwargs"]) or {}
-    key = "model_init_kwargs" if "attn_implementation" in kwargs else "attn_implementation"
-    given = kwargs.get("attn_implementation", values["attn_implementation"])
-    return (given.removeprefix("paged|") if isinstance(given, str) else None), key
+    key = "attn_implementation"
+    name = values[key]
+    if key in kwargs:
+        name = kwargs[key]
+        key = "model_init_kwargs"
+    if not isinstance(name, str):
+        return None, key
+    return name.removeprefix("paged|"), key
 
 
 def compiled(values: Values) -> bool:

@@ -265,8 +265,8 @@ class Soak:
         self, config: Path, earlier: set[str], notice: signal.Signals | None
     ) -> Interruption | None:
         """Start the run and interrupt it at a random moment; None if it ended before."""
-        began = time.time()
         launcher = self.start(config)
+        began = time.time()
         run = self.wait_for_moment(launcher, earlier, began)
         if launcher.poll() is not None:
             launcher.communicate()

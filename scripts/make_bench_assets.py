@@ -85,7 +85,7 @@ def main(out: Path, models: Sequence[str], *, tiny: bool) -> int:
         pairs.append({"chosen": chosen, "rejected": rejected})
         answers += [chosen, rejected]
     write_rows(out / "dpo" / "train.jsonl", pairs)
-    summary = {
+    summary: dict[str, Any] = {
         "seed": SEED,
         "tiny": tiny,
         "chats": {"rows": len(chats), **measure_lengths(tokenizer, chats)},
@@ -156,7 +156,7 @@ def make_model(
     began = time.monotonic()
     folder = out / "hub" / f"models--{name.replace('/', '--')}"
     place = folder / "snapshots" / COMMIT
-    shape: dict[str, Any] = {**architecture.table()[name.lower()]}
+    shape = dict(architecture.table()[name.lower()])
     if tiny:
         shape.update(TINY_SHAPE)
     device = "cuda" if torch.cuda.is_available() else "cpu"

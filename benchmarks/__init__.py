@@ -1,1 +1,1 @@
-"""What launch itself costs: `python -m benchmarks` measures all of it, each module a part in detail."""
+"""What launch itself costs: `python -m benchmarks` measures all of it, each module one part."""

@@ -1,23 +1,31 @@
 """launch's own cost in one place, each part beside its physical neighbour.
 
-usage: python -m benchmarks [PART...] [--check] [--stored benchmarks/results.json] [--json]
+usage: python -m benchmarks [PART...] [--check] [--stored benchmarks/results.json]
 
-Without `--check` the ratios are stored. With it they are compared with what is stored: exit code 1 names
-each that is more than 20 % worse, and by how much, once measuring it three times over has not helped.
-Minutes on two cores; PART (start_up, validation, logs, probe, launching, keeping, content, pages) measures
-only that.
+Without `--check` the ratios are stored. With it they are compared with what is stored: exit code 1
+names each that is more than 20 % worse, and by how much, once measuring it three times over has not
+helped. Minutes on two cores; PART (start_up, validation, logs, probe, launching, keeping, content,
+pages) measures only that.
 """
 
 import argparse
-import json
 import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks import check, fingerprint, keeping, launching, probe, ratio, report, surroundings, validate
+from benchmarks import (
+    check,
+    fingerprint,
+    keeping,
+    launching,
+    probe,
+    ratio,
+    report,
+    surroundings,
+    validate,
+)
 from benchmarks.ratio import Pair, Ratio, Regression
 
 STORED = ratio.ROOT / "benchmarks" / "results.json"
@@ -57,51 +65,54 @@ def _pairs(part: str) -> Iterator[Pair]:
         yield from PARTS[part](place)
 
 
-def shared(others: float) -> str | None:
-    """What is said where the machine was not ours alone."""
-    if others < surroundings.SHARED:
-        return None
-    return f"others took {others:.0%} of the processors meanwhile: the machine was shared"
+def warn_if_shared(others: float) -> None:
+    if others >= surroundings.SHARED:
+        print(
+            f"the machine was shared: others took {others:.0%} of the processors", file=sys.stderr
+        )
 
 
-def store(asked: argparse.Namespace) -> int:
-    """Measure everything and write it down; parts that were not asked for stay as they are stored."""
-    others, told = surroundings.Others(), list[Ratio]()
-    for pair in pairs(asked.parts):
-        told.append(ratio.measure(pair))
-        print(told[-1].line(), file=sys.stderr if asked.json else sys.stdout, flush=True)
+def store(options: argparse.Namespace) -> int:
+    """Measure and store the ratios; nothing is stored if only some parts are measured."""
+    others = surroundings.Others()
+    ratios: list[Ratio] = []
+    for pair in pairs(options.parts):
+        ratios.append(ratio.measure(pair))
+        print(ratios[-1].line(), flush=True)
     about = surroundings.about(others.share())
-    if note := shared(others.share()):
-        print(note, file=sys.stderr)
-    if asked.json:
-        print(json.dumps({**about, "ratios": [asdict(one) for one in told]}))
-    if asked.parts:
+    warn_if_shared(others.share())
+    if options.parts:
         print("only a part was measured: nothing is stored", file=sys.stderr)
     else:
-        ratio.write(asked.stored, told, about)
+        ratio.write(options.stored, ratios, about)
     return 0
 
 
-def compare(asked: argparse.Namespace) -> int:
-    """Measure everything and hold it against what is stored; 1 where something has become worse."""
+def compare(options: argparse.Namespace) -> int:
+    """Measure and compare with the stored ratios; 1 if one became worse, 2 without stored ones."""
     try:
-        stored = ratio.read(asked.stored)
+        stored = ratio.read(options.stored)
     except ValueError as error:
         print(f"{error}; `make bench` stores them", file=sys.stderr)
         return 2
-    others, worse, seen = surroundings.Others(), list[Regression](), set[str]()
-    for found, regression in ratio.checked(pairs(asked.parts), stored):
-        seen.add(found.name)
-        kept = f"{stored[found.name]:.3g} stored" if found.name in stored else "not stored"
-        print(f"{found.line()}  [{kept}]", flush=True)
-        worse += [regression] if regression is not None else []
-    for name in sorted(set() if asked.parts else stored.keys() - seen):
+    others = surroundings.Others()
+    regressions: list[Regression] = []
+    missing = set() if options.parts else set(stored)
+    for pair in pairs(options.parts):
+        if pair.name not in stored:
+            print(f"{ratio.measure(pair).line()}  [not stored]", flush=True)
+            continue
+        missing.discard(pair.name)
+        measured, regression = ratio.compare(pair, stored[pair.name])
+        print(f"{measured.line()}  [{stored[pair.name]:.3g} stored]", flush=True)
+        if regression is not None:
+            regressions.append(regression)
+    for name in sorted(missing):
         print(f"{name}: stored, and cannot be measured here", file=sys.stderr)
-    if note := shared(others.share()):
-        print(note, file=sys.stderr)
-    for one in worse:
-        print(f"regression: {one.line()}", file=sys.stderr)
-    return 1 if worse else 0
+    warn_if_shared(others.share())
+    for regression in regressions:
+        print(f"regression: {regression.line()}", file=sys.stderr)
+    return 1 if regressions else 0
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -110,9 +121,8 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], metavar="PART")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--stored", type=Path, default=STORED)
-    parser.add_argument("--json", action="store_true")
-    asked = parser.parse_args(arguments)
-    return compare(asked) if asked.check else store(asked)
+    options = parser.parse_args(arguments)
+    return compare(options) if options.check else store(options)
 
 
 if __name__ == "__main__":

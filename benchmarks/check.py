@@ -1,8 +1,8 @@
 """What `launch check` costs on a large console log, beside `grep` and a loop over its lines.
 
 Makes a log in a temporary folder and reads it in whole processes, warm: `launch check LOG
---allow-unproven`, `grep -cE 'Step: [0-9]+' LOG`, and a Python loop over its lines. Goal for 1 GiB: at
-most 5 s.
+--allow-unproven`, `grep -cE 'Step: [0-9]+' LOG`, and a Python loop over its lines. Goal for 1 GiB:
+at most 5 s.
 """
 
 import itertools

@@ -1,9 +1,9 @@
 """What it costs to know data and checkpoints by content, beside `sha256sum` in the same run.
 
-Data: one file in the page cache, read whole. A checkpoint: four sparse files
-shaped like Qwen2.5-7B's (339 tensors, 15.2 GB), sampled. Best of
-three, interleaved. Goals on two cores: data at 1 GB/s and more, a checkpoint in 2 s.
-Sparse files cost no disk: on a real one the samples take as long as it needs for so many random reads.
+Data: one file in the page cache, read whole. A checkpoint: four sparse files shaped like
+Qwen2.5-7B's (339 tensors, 15.2 GB), sampled. Best of three, interleaved. Goals on two cores: data
+at 1 GB/s and more, a checkpoint in 2 s. Sparse files cost no disk: on a real one the samples take
+as long as it needs for so many random reads.
 """
 
 import json
@@ -13,11 +13,11 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks import ratio
-from benchmarks.ratio import Pair
 from launcher.artifacts import digest
 
-ROUNDS = 3
+from benchmarks import ratio
+from benchmarks.ratio import Pair
+
 HIDDEN, FEED, KEYS, WORDS, LAYERS, SHARDS = 3584, 18944, 512, 152064, 28, 4
 
 
@@ -38,8 +38,8 @@ def tensors() -> Iterator[tuple[str, int]]:
     yield "lm_head.weight", WORDS * HIDDEN
 
 
-def make_checkpoint(folder: Path) -> int:
-    """Write the shards, sparse, with their real headers; returns their bytes in all."""
+def make_checkpoint(folder: Path) -> None:
+    """Write the shards, sparse, with their real headers."""
     folder.mkdir()
     listed = list(tensors())
     total = sum(count for _, count in listed)
@@ -48,7 +48,6 @@ def make_checkpoint(folder: Path) -> int:
     for name, count in listed:
         shards[min(SHARDS - 1, done * SHARDS // total)].append((name, count))
         done += count
-    size = 0
     for number, shard in enumerate(shards):
         header, at = {}, 0
         for name, count in shard:
@@ -60,32 +59,30 @@ def make_checkpoint(folder: Path) -> int:
         with path.open("wb") as file:
             file.write(struct.pack("<Q", len(text)) + text)
             file.truncate(8 + len(text) + at)
-        size += path.stat().st_size
     (folder / "config.json").write_text("{}")
-    return size
 
 
-def make_data(path: Path, gib: float) -> int:
-    """A file of random bytes, repeated, so that it is in the page cache afterwards."""
+def make_data(path: Path) -> None:
+    """Write 512 MiB of repeated random bytes, which are in the page cache afterwards."""
     block = os.urandom(2**20)
     with path.open("wb") as file:
-        for _ in range(round(gib * 1024)):
+        for _ in range(512):
             file.write(block)
-    return path.stat().st_size
 
 
 def regions(folder: Path) -> Iterator[tuple[int, int, int]]:
     """What of the checkpoint is read at all: open file, offset, length."""
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
-            found = digest.sampled_regions(file.fileno(), path.stat().st_size) or []
-            yield from ((file.fileno(), offset, length) for offset, length in found)
+            for offset, length in digest.sampled_regions(file.fileno(), path.stat().st_size) or []:
+                yield file.fileno(), offset, length
 
 
 def pairs(folder: Path) -> Iterator[Pair]:
     """Data by content beside `sha256sum` of them; a checkpoint's samples beside reading as much."""
-    data, model = folder / "data.jsonl", folder / "model"
-    make_data(data, 0.5)
+    data = folder / "data.jsonl"
+    model = folder / "model"
+    make_data(data)
     make_checkpoint(model)
     if shutil.which("sha256sum"):
         yield Pair(

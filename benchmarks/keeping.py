@@ -1,7 +1,7 @@
 """What looking at runs costs.
 
-`launch runs` over 1,000 run folders (goal: 0.4 s on two idle cores, given as a ratio to importing what it is
-made of), and the first line of `launch attach` with 1 GiB in the log (0.5 s).
+`launch runs` over 1,000 run folders (goal: 0.4 s on two idle cores, given as a ratio to importing
+what it is made of), and the first line of `launch attach` with 1 GiB in the log (0.5 s).
 """
 
 import json
@@ -17,13 +17,12 @@ from benchmarks.ratio import ROOT, Pair
 
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
-from made_runs import made, manifest  # type: ignore[import-not-found]
-
 from launcher import files
 from launcher.lifecycle import start
 from launcher.runs import rundir, runner
 from launcher.runs.attempt import Attempt
 from launcher.runs.rundir import RunFolder
+from made_runs import made, manifest  # type: ignore[import-not-found]
 
 RUNS, ROUNDS, LOG_GIB = 1_000, 7, 1
 WATCHED_S = 20.0
@@ -41,7 +40,8 @@ def listed(place: Path) -> Pair:
     # the environment of now: where the runs are may change before this is measured
     environ = {**os.environ, "LAUNCH_RUNS": str(place / "runs")}
     return Pair(
-        name="list of runs", what="launch runs, 1,000 of them / import typer, rich, yaml", rounds=ROUNDS,
+        name="list of runs",
+        what="launch runs, 1,000 of them / import typer, rich, yaml", rounds=ROUNDS,
         ours=ratio.command([*LAUNCH, "runs"], env=environ),
         beside=ratio.command([sys.executable, "-c", "import typer, rich, yaml"]),
     )  # fmt: skip
@@ -54,7 +54,8 @@ def pairs(place: Path) -> Iterator[Pair]:
     folder = waiting(place, "20270101T000000Z-sft-waiting")
     try:
         yield Pair(
-            name="first line of attach", what="launch attach, 1 GiB of log / import typer, rich, yaml",
+            name="first line of attach",
+            what="launch attach, 1 GiB of log / import typer, rich, yaml",
             rounds=5, ours=lambda: first_line(folder),
             beside=ratio.command([sys.executable, "-c", "import typer, rich, yaml"]),
         )  # fmt: skip

@@ -1,11 +1,12 @@
-"""What the probe costs a training step: blocks of steps with and without it, in turn, in one process.
+"""What the probe costs a training step: blocks with and without it, in turn, in one process.
 
 usage: python -m benchmarks.probe [--device cuda] [--hidden 1024] [--layers 24] [--tokens 4096]
                                   [--vocab 32000] [--micro 1] [--block 10] [--blocks 40] [--json]
 
-The same model, the same batches; between two blocks the probe's wrappers and its hook are taken out or
-put back. Prints the medians, what the probe adds, and what its calls of one step take alone, which no
-neighbour on the machine blurs. Goal: less than 0.5 % of a step that is worth training (0.1 s and more).
+The same model, the same batches; between two blocks the probe's wrappers and its hook are taken out
+or put back. Prints the medians, what the probe adds, and what its calls of one step take alone,
+which no neighbour on the machine blurs. Goal: less than 0.5 % of a step that is worth training (0.1
+s and more).
 """
 
 import argparse
@@ -17,9 +18,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from launcher.probe.watching import Probe, trainers
+
 from benchmarks import ratio
 from benchmarks.ratio import Pair
-from launcher.probe.watching import Probe, trainers
 
 WATCHED = ("backward", "clip_grad_norm_")
 
@@ -39,7 +41,8 @@ class Training:
         )  # fmt: skip
         heads = max(1, options.hidden // 64)
         config = Qwen2Config(
-            vocab_size=options.vocab, hidden_size=options.hidden, intermediate_size=4 * options.hidden,
+            vocab_size=options.vocab, hidden_size=options.hidden, 
+            intermediate_size=4 * options.hidden,
             num_hidden_layers=options.layers, num_attention_heads=heads, num_key_value_heads=heads,
         )  # fmt: skip
         torch.manual_seed(0)
@@ -47,7 +50,9 @@ class Training:
         self.bare = model
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
         self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        ids = torch.randint(0, options.vocab, (4, options.tokens // 4), device=self.accelerator.device)
+        ids = torch.randint(
+            0, options.vocab, (4, options.tokens // 4), device=self.accelerator.device
+        )
         self.batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
 
     def block(self) -> float:
@@ -85,7 +90,7 @@ def alone(training: Training, probe: Any) -> float:
         for _ in range(20):
             step()
 
-    return min(ratio.interleaved({"calls": ratio.timed(several)}, 50)["calls"]) / 20
+    return ratio.best_of(ratio.timed(several), 50) / 20
 
 
 def switch(training: Training, folder: str) -> tuple[Callable[[bool], None], Any]:
@@ -119,7 +124,7 @@ def switch(training: Training, folder: str) -> tuple[Callable[[bool], None], Any
 
 
 def pairs(folder: Path) -> Iterator[Pair]:
-    """The probe's own calls in a step beside writing one line of JSON, which is what it must do at least."""
+    """The probe's own calls in a step beside writing a line of JSON, the least it must do."""
     training = Training(parsed(()))
     turn, probe = switch(training, str(folder))
     turn(False)
@@ -132,9 +137,10 @@ def pairs(folder: Path) -> Iterator[Pair]:
                 file.flush()
 
         yield Pair(
-            name="probe", what="its calls in a training step / one line of JSON, written and flushed",
+            name="probe",
+            what="its calls in a training step / one line of JSON, written and flushed",
             ours=lambda: alone(training, probe),
-            beside=lambda: min(ratio.interleaved({"write": ratio.timed(write)}, 50)["write"]) / 20,
+            beside=lambda: ratio.best_of(ratio.timed(write), 50) / 20,
         )  # fmt: skip
 
 
@@ -143,7 +149,15 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--json", action="store_true")
-    defaults = {"hidden": 64, "layers": 2, "tokens": 128, "vocab": 1_000, "micro": 1, "block": 10, "blocks": 40}
+    defaults = {
+        "hidden": 64,
+        "layers": 2,
+        "tokens": 128,
+        "vocab": 1_000,
+        "micro": 1,
+        "block": 10,
+        "blocks": 40,
+    }
     for name, number in defaults.items():
         parser.add_argument(f"--{name}", type=int, default=number)
     return parser.parse_args(arguments)
@@ -180,8 +194,8 @@ def main(arguments: Sequence[str]) -> int:
     else:
         print(
             f"a step takes {told['step_ms']} ms, with the probe {told['watched_ms']} ms: "
-            f"{told['added_us']} us more, {100 * told['share']:.2f} % (the fastest blocks differ by "
-            f"{told['least_added_us']} us); its calls alone take {told['alone_us']} us"
+            f"{told['added_us']} us more, {100 * told['share']:.2f} % (the fastest blocks "
+            f"differ by {told['least_added_us']} us); its calls alone take {told['alone_us']} us"
         )
     return 0
 

@@ -1,16 +1,17 @@
-"""Times beside those of a physical neighbour: taken in turn, as a ratio, compared with what is stored.
+"""Times as ratios to those of a physical neighbour, compared with stored ratios.
 
 A second says little: machines differ, and are shared. What launch does is therefore measured beside
-something that no launcher could do without (an import, `grep`, the bare command), one right after the
-other, and the ratio of each such round is what counts.
+something that no launcher could do without (an import, `grep`, the bare command), one right after
+the other, and the ratio of each such round is what counts.
 """
 
 import json
+import math
 import resource
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,7 @@ class Pair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ratio:
-    """What came out: medians of seconds, and the median of the ratio of each round with its spread."""
+    """Medians of seconds, and the median of the ratios of the rounds with its spread."""
 
     name: str
     what: str
@@ -63,18 +64,12 @@ class Regression:
     name: str
     stored: float
     measured: float
-    repeats: int
-
-    @property
-    def share(self) -> float:
-        """How much worse."""
-        return self.measured / self.stored - 1
 
     def line(self) -> str:
-        """What is said of it."""
+        share = self.measured / self.stored - 1
         return (
             f"{self.name}: {self.measured:.3g} x its neighbour, {self.stored:.3g} stored: "
-            f"{self.share:.0%} worse, at best of {self.repeats}"
+            f"{share:.0%} worse, at best of {REPEATS}"
         )
 
 
@@ -91,106 +86,105 @@ def timed(call: Callable[[], object], *, cpu: bool = False) -> Taken:
 
 
 def command(
-    argv: Sequence[str], *, fails: bool = False, cwd: Path = ROOT, cpu: bool = False,
+    argv: Sequence[str],
+    *,
+    cwd: Path = ROOT,
+    cpu: bool = False,
     env: Mapping[str, str] | None = None,
-) -> Taken:  # fmt: skip
-    """A whole process as something that is timed; one that ends otherwise than expected stops all.
+) -> Taken:
+    """A whole process as something that is timed; one that fails ends the benchmark.
 
-    `cpu` counts the processors' time in place of the clock's: for what works on several at once, which
-    on a shared machine is slowed down otherwise than a neighbour that works on one.
+    `cpu` counts the processors' time in place of the clock's: work on several processors is slowed
+    down on a shared machine in another way than a neighbour's work on one.
     """
 
     def run() -> None:
         # not to /dev/null: grep stops at the first match then
         done = subprocess.run(argv, capture_output=True, cwd=cwd, env=env, check=False)
-        if (done.returncode != 0) is not fails:
-            told = done.stderr.decode(errors="replace").strip()[-500:]
-            raise SystemExit(f"{' '.join(argv)[:200]} answered {done.returncode}: {told}")
+        if done.returncode != 0:
+            error = done.stderr.decode(errors="replace").strip()[-500:]
+            raise SystemExit(f"{' '.join(argv)[:200]} answered {done.returncode}: {error}")
 
-    def worked() -> float:
+    def run_for_cpu() -> float:
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         run()
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
-    return worked if cpu else timed(run)
+    return run_for_cpu if cpu else timed(run)
 
 
-def interleaved(
-    cases: Mapping[str, Taken], rounds: int | Mapping[str, int], *, warm: bool = True
-) -> dict[str, list[float]]:
-    """The seconds of every case, one round of all of them after the other; once before, unmeasured."""
-    for case in cases.values() if warm else ():
-        case()
-    many = {name: rounds if isinstance(rounds, int) else rounds[name] for name in cases}
-    taken: dict[str, list[float]] = {name: [] for name in cases}
-    for number in range(max(many.values(), default=0)):
-        for name, case in cases.items():
-            if number < many[name]:
-                taken[name].append(case())
-    return taken
+def best_of(taken: Taken, rounds: int) -> float:
+    """The least seconds of so many rounds; one before them does not count."""
+    taken()
+    return min(taken() for _ in range(rounds))
 
 
 def measure(pair: Pair) -> Ratio:
-    """A pair's ratio: neighbours in time are compared, so that a machine that slows down slows both."""
-    taken = interleaved({"beside": pair.beside, "ours": pair.ours}, pair.rounds)
-    rounds = [a / b for a, b in zip(taken["ours"], taken["beside"], strict=True)]
+    """A pair's ratio, after an unmeasured round.
+
+    Times of the same round are compared: a machine that slows down slows both.
+    """
+    pair.beside()
+    pair.ours()
+    seconds: list[float] = []
+    beside: list[float] = []
+    for _ in range(pair.rounds):
+        beside.append(pair.beside())
+        seconds.append(pair.ours())
+    ratios = [a / b for a, b in zip(seconds, beside, strict=True)]
     return Ratio(
-        name=pair.name, what=pair.what, ratio=statistics.median(rounds), least=min(rounds),
-        most=max(rounds), seconds=statistics.median(taken["ours"]),
-        beside=statistics.median(taken["beside"]), rounds=pair.rounds,
-    )  # fmt: skip
+        name=pair.name,
+        what=pair.what,
+        ratio=statistics.median(ratios),
+        least=min(ratios),
+        most=max(ratios),
+        seconds=statistics.median(seconds),
+        beside=statistics.median(beside),
+        rounds=pair.rounds,
+    )
 
 
-def regression(
-    pair: Pair, stored: float, *, limit: float = LIMIT, repeats: int = REPEATS
-) -> tuple[Ratio, Regression | None]:
-    """Measure, and again as long as it looks worse; the best of so many repeats counts."""
+def compare(pair: Pair, stored: float) -> tuple[Ratio, Regression | None]:
+    """Measure, and again as long as it looks worse; the best of `REPEATS` counts."""
+    allowed = stored * (1 + LIMIT)
     best = measure(pair)
-    done = 1
-    while best.ratio > stored * (1 + limit) and done < repeats:
+    for _ in range(REPEATS - 1):
+        if best.ratio <= allowed:
+            break
         best = min(best, measure(pair), key=lambda ratio: ratio.ratio)
-        done += 1
-    if best.ratio <= stored * (1 + limit):
+    if best.ratio <= allowed:
         return best, None
-    return best, Regression(name=pair.name, stored=stored, measured=best.ratio, repeats=done)
+    return best, Regression(name=pair.name, stored=stored, measured=best.ratio)
 
 
 def write(path: Path, ratios: Iterable[Ratio], about: Mapping[str, Any]) -> None:
-    """Store what was measured, with what it was measured on."""
-    rows = {ratio.name: {k: _rounded(v) for k, v in asdict(ratio).items()} for ratio in ratios}
+    """Store the ratios, with what they were measured on."""
+    rows = {}
+    for ratio in ratios:
+        rows[ratio.name] = {name: _round(value) for name, value in asdict(ratio).items()}
     path.write_text(json.dumps({**about, "ratios": rows}, indent=2) + "\n", encoding="utf-8")
 
 
 def read(path: Path) -> dict[str, float]:
-    """The stored ratios by name. Raises ValueError where there are none to compare with."""
+    """The stored ratios by name. Raises ValueError if there are none to compare with."""
     try:
-        told = json.loads(path.read_text(encoding="utf-8"))
-        found = {name: float(row["ratio"]) for name, row in told["ratios"].items()}
+        rows = json.loads(path.read_text(encoding="utf-8"))["ratios"]
+        ratios = {name: float(row["ratio"]) for name, row in rows.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} holds no ratios: {error}") from None
-    if not found or not all(0 < ratio < float("inf") for ratio in found.values()):
+    if not ratios or not all(0 < ratio < math.inf for ratio in ratios.values()):
         raise ValueError(f"{path} holds no ratios that can be compared with")
-    return found
+    return ratios
 
 
-def checked(
-    pairs: Iterable[Pair], stored: Mapping[str, float], *, limit: float = LIMIT, repeats: int = REPEATS
-) -> Iterator[tuple[Ratio, Regression | None]]:  # fmt: skip
-    """Each pair measured and held against what is stored; one that is new there only measured."""
-    for pair in pairs:
-        if pair.name in stored:
-            yield regression(pair, stored[pair.name], limit=limit, repeats=repeats)
-        else:
-            yield measure(pair), None
-
-
-def _rounded(value: Any) -> Any:
+def _round(value: Any) -> Any:
     return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def _time(seconds: float) -> str:
-    for unit, size in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
+    if seconds >= 1e-3:
+        return f"{seconds * 1e3:.3g} ms"
     return f"{seconds * 1e6:.3g} us"

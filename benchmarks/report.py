@@ -6,10 +6,11 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks import ratio
-from benchmarks.ratio import Pair
 from launcher.report import page, series
 from launcher.report.series import Run
+
+from benchmarks import ratio
+from benchmarks.ratio import Pair
 
 STEPS = 10_000
 
@@ -19,7 +20,10 @@ def made(folder: Path, name: str, steps: int) -> Run:
     path = folder / name
     path.mkdir(parents=True)
     noise = random.Random(name)
-    args = {f"argument_{n}": {"value": n, "origin": "default: trl/trainer/dpo_config.py:1"} for n in range(160)}
+    args = {
+        f"argument_{n}": {"value": n, "origin": "default: trl/trainer/dpo_config.py:1"}
+        for n in range(160)
+    }
     plan = {"gpus": 8, "per_device": 4, "accumulation": 4, "global": 128, "steps": steps}
     manifest = {"stage": "dpo", "backend": "trl", "name": name, "plan": plan, "args": args}
     (path / "run.json").write_text(json.dumps(manifest))

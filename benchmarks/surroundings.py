@@ -18,14 +18,16 @@ SHARED = 0.10
 
 
 class Others:
-    """How much of the processors' time has gone to others since this was made; 0 where it is not told."""
+    """The share of the processors' time that other processes take; 0 without /proc."""
 
     def __init__(self) -> None:
-        self._begun, self._busy, self._own = time.monotonic(), _busy(), _own()
+        self._began = time.monotonic()
+        self._busy = _busy()
+        self._own = _own()
 
     def share(self) -> float:
-        """Of all processors, 0 to 1; a process of ours that nobody waited for counts as another's."""
-        passed = (time.monotonic() - self._begun) * (os.cpu_count() or 1)
+        """Since this was made, 0 to 1; a child that nobody waited for counts as another's."""
+        passed = (time.monotonic() - self._began) * (os.cpu_count() or 1)
         taken = (_busy() - self._busy) - (_own() - self._own)
         return min(1.0, max(0.0, taken / passed)) if passed else 0.0
 
@@ -42,17 +44,25 @@ def _busy() -> float:
 
 
 def _own() -> float:
-    used = [resource.getrusage(of) for of in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in used)
+    seconds = 0.0
+    for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN):
+        usage = resource.getrusage(who)
+        seconds += usage.ru_utime + usage.ru_stime
+    return seconds
 
 
 def about(others: float) -> dict[str, Any]:
     """Versions, date, processors; no name of a machine or of a person."""
+    packages = {}
+    for name in PACKAGES:
+        version = _version(name)
+        if version is not None:
+            packages[name] = version
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "commit": _commit(),
         "python": platform.python_version(),
-        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "packages": packages,
         "system": platform.system(),
         "machine": platform.machine(),
         "cores": os.cpu_count(),

@@ -1,7 +1,8 @@
-"""What `launch validate-config` costs beside importing what it is made of, and beside its neighbours.
+"""What `launch validate-config` costs beside importing what it is made of, and beside its
+neighbours.
 
-Whole processes, interleaved, warm. Goals on two cores: one file at most 0.20 s; 1,000 files in one call
-at most 2 s.
+Whole processes, interleaved, warm. Goals on two cores: one file at most 0.20 s; 1,000 files in one
+call at most 2 s.
 """
 
 import shutil
@@ -33,9 +34,13 @@ def copied(folder: Path) -> list[str]:
 def pairs(folder: Path) -> Iterator[Pair]:
     """Validation beside importing typer and parsing the same YAML."""
     copies = copied(folder)
-    for name, files, rounds in (("one file", [str(STAGE_FILE)], ROUNDS), ("1,000 files", copies, 5)):
+    for name, files, rounds in (
+        ("one file", [str(STAGE_FILE)], ROUNDS),
+        ("1,000 files", copies, 5),
+    ):
         yield Pair(
-            name=f"validation, {name}", what="launch validate-config / import typer, parse the YAML",
+            name=f"validation, {name}",
+            what="launch validate-config / import typer, parse the YAML",
             rounds=rounds, ours=ratio.command([*LAUNCH, *files]),
             beside=ratio.command([sys.executable, "-c", PARSE, *files]),
         )  # fmt: skip

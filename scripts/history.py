@@ -1,11 +1,12 @@
-"""Bring the committed table of what became of arguments to another commit of open-instruct, later or earlier.
+"""Bring the committed table of argument changes to another commit of open-instruct.
 
 usage: python scripts/history.py REPOSITORY [COMMIT]
 
-REPOSITORY holds the history since the commit that rules were written at, COMMIT is the pin unless given. Take the
-snapshot of that commit first: what it has, and the table does not, or the other way round, is looked up in git. The
-table up to the commit that rules were written at is kept by hand, and so is what it says of TRL and transformers;
-what lies behind that commit depends on COMMIT alone, but for rows of the same change that were edited by hand.
+REPOSITORY holds the history since the baseline, the commit at which rules were first written; the
+default of COMMIT is the pin. Take the snapshot of that commit first: arguments that only one of
+snapshot and table has are looked up in git. The changes up to the baseline, and those of TRL and
+transformers, are kept by hand; later ones depend on COMMIT alone, except for rows of the same
+change that were edited by hand.
 """
 
 import json
@@ -16,7 +17,6 @@ from typing import Any
 
 from launcher.machine.git import Repository
 from launcher.upstream import history
-from launcher.upstream.history import ArgumentChange
 from launcher.upstream.locate import snapshot
 from launcher.upstream.trainers import BACKENDS
 
@@ -31,59 +31,72 @@ def main(arguments: list[str]) -> int:
     repository = Repository(Path(arguments[0]).expanduser())
     backend = BACKENDS[PACKAGE]
     commit = repository.commit(arguments[1] if arguments[1:] else backend.PIN)
-    data: dict[str, Any] = json.loads(TARGET.read_text(encoding="utf-8"))
-    table = data[PACKAGE]
-    base = backend.BASELINE
-    if commit is None or repository.commit(base) is None:
+    if commit is None or repository.commit(backend.BASELINE) is None:
         print(f"{repository.root} lacks a commit: git fetch", file=sys.stderr)
         return 1
-    before = _commits(repository, base) & _commits(repository, commit)
-    by_hand = [change for change in table["changes"] if change["commit"] in before]
-    later = _later(repository, table["scripts"], by_hand, base, commit)
-    edited = {(change["commit"], *_identity(row)): row for change in table["changes"] for row in change["events"]}
+    data: dict[str, Any] = json.loads(TARGET.read_text(encoding="utf-8"))
+    table = data[PACKAGE]
+    ancestors = set(_list_commits(repository, backend.BASELINE))
+    ancestors.intersection_update(_list_commits(repository, commit))
+    kept = []
+    edited: dict[tuple[str, ...], list[Any]] = {}
+    for change in table["changes"]:
+        if change["commit"] in ancestors:
+            kept.append(change)
+        for row in change["events"]:
+            edited[_identity(change, row)] = row
+    later = _find_later_changes(repository, table["scripts"], kept, commit)
     for change in later:
-        change["events"] = [edited.get((change["commit"], *_identity(row)), row) for row in change["events"]]
-    table["changes"] = [*later, *by_hand]
+        change["events"] = [edited.get(_identity(change, row), row) for row in change["events"]]
+    table["changes"] = [*later, *kept]
     table["commit"] = commit
-    TARGET.write_text(written(data), encoding="utf-8")
+    TARGET.write_text(render(data), encoding="utf-8")
     return 0
 
 
-def _commits(repository: Repository, head: str) -> set[str]:
-    return set((repository.ask("rev-list", head, "--") or "").split())
+def _list_commits(repository: Repository, revisions: str) -> list[str]:
+    return (repository.ask("rev-list", revisions, "--") or "").split()
 
 
-def _identity(row: list[Any]) -> tuple[Any, ...]:
-    """What a row is about: the scripts, what happened, the argument."""
-    return tuple(row[:3])
+def _identity(change: Change, row: list[Any]) -> tuple[str, ...]:
+    """What a row is about: the commit, the scripts, what happened, the argument."""
+    return (change["commit"], *row[:3])
 
 
-def _later(
-    repository: Repository, scripts: list[str], known: Iterable[Change], base: str, commit: str
+def _find_later_changes(
+    repository: Repository, scripts: list[str], kept: Iterable[Change], commit: str
 ) -> list[Change]:
-    """The changes from `base` to `commit`, the newest first, by what the snapshot has and the table does not."""
+    """The changes from the baseline to `commit`, newest first."""
+    base = BACKENDS[PACKAGE].BASELINE
     changes: dict[str, Change] = {}
     for stage, entry in BACKENDS[PACKAGE].STAGES.items():
+        if entry.script not in scripts:
+            # added later than the table: without its arguments at the baseline
+            continue
         number = str(scripts.index(entry.script))
-        before = _present(known, number)
+        before = _present_arguments(kept, number)
         after = {key.partition(".")[2] for key in snapshot(PACKAGE)["stages"][stage]}
         for key in sorted(before ^ after):
-            found = list(history.find(repository, key, entry.script, base, commit))
-            print(f"{entry.script} {key}:", *map(history.sentence, found), sep="\n  ")
-            for change in found:
-                head: Change = {"commit": change.commit, "date": change.date, "pull": change.pull, "events": []}
-                changes.setdefault(change.commit, head)["events"].append(_row(number, key, change))
-    order = (repository.ask("rev-list", f"{base}..{commit}") or "").split()
+            print(f"{entry.script} {key}:")
+            for change in history.find(repository, key, entry.script, base, commit):
+                print(f"  {history.sentence(change)}")
+                if change.commit not in changes:
+                    changes[change.commit] = {
+                        "commit": change.commit,
+                        "date": change.date,
+                        "pull": change.pull,
+                        "events": [],
+                    }
+                instead = change.to or list(change.see) or None
+                changes[change.commit]["events"].append(
+                    [number, change.what, key, instead, change.owner, change.file, change.line]
+                )
+    order = _list_commits(repository, f"{base}..{commit}")
     return [changes[name] for name in order if name in changes]
 
 
-def _row(number: str, key: str, change: ArgumentChange) -> list[Any]:
-    instead = change.to or list(change.see) or None
-    return [number, change.what, key, instead, change.owner, change.file, change.line]
-
-
-def _present(changes: Iterable[Change], number: str) -> set[str]:
-    """The arguments of a script that its newest change did not take away."""
+def _present_arguments(changes: Iterable[Change], number: str) -> set[str]:
+    """The arguments of a script whose newest change did not remove them."""
     newest: dict[str, str] = {}
     for change in changes:
         for numbers, what, key, *_ in change["events"]:
@@ -92,22 +105,26 @@ def _present(changes: Iterable[Change], number: str) -> set[str]:
     return {key for key, what in newest.items() if what == "added"}
 
 
-def written(data: Mapping[str, Any]) -> str:
+def render(data: Mapping[str, Any]) -> str:
     """The table as JSON text, one event a line."""
     parts = []
     for name, table in data.items():
-        if not isinstance(table, dict):
-            parts.append(f"{json.dumps(name)}: {json.dumps(table)}")
-            continue
-        changes = []
-        for change in table["changes"]:
-            listed = ",\n".join(map(json.dumps, change["events"]))
-            head = json.dumps({key: value for key, value in change.items() if key != "events"})
-            changes.append(f'{head[:-1]}, "events": [\n{listed}]}}')
-        head = json.dumps({key: value for key, value in table.items() if key != "changes"})
-        joined = ",\n".join(changes)
-        parts.append(f'{json.dumps(name)}: {head[:-1]}, "changes": [\n{joined}\n]}}')
+        text = json.dumps(table)
+        if isinstance(table, dict):
+            changes = []
+            for change in table["changes"]:
+                events = [json.dumps(event) for event in change["events"]]
+                changes.append(_open_list(change, "events", events))
+            text = _open_list(table, "changes", changes, end="\n")
+        parts.append(f"{json.dumps(name)}: {text}")
     return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def _open_list(record: Mapping[str, Any], key: str, items: Iterable[str], *, end: str = "") -> str:
+    """A record as JSON whose list under `key`, the last one, has each item on a line of its own."""
+    head = json.dumps({name: value for name, value in record.items() if name != key})
+    joined = ",\n".join(items)
+    return f'{head[:-1]}, "{key}": [\n{joined}{end}]}}'
 
 
 if __name__ == "__main__":

@@ -2,14 +2,15 @@
 
 usage: python scripts/make_bench_assets.py [--out build/bench] [--model NAME ...] [--tiny]
 
-OUT/hub               a hub cache: with HF_HUB_OFFLINE=1 HF_HUB_CACHE=OUT/hub the names are found
-OUT/sft/train.jsonl   chats of made-up words, as long as those of Tulu 3: 300 tokens on average, 1,100 at most
+OUT/hub               a hub cache, used with HF_HUB_OFFLINE=1 HF_HUB_CACHE=OUT/hub
+OUT/sft/train.jsonl   chats of made-up words with the lengths of Tulu 3: 300 tokens on average,
+                      1,100 at most
 OUT/dpo/train.jsonl   pairs: two answers of such lengths to the same question
-OUT/assets.json       what was made, with the tokens of a sample as they were counted
+OUT/assets.json       a summary: numbers of rows, their tokens, parameters and bytes of the models
 
-The shapes are those of launcher/artifacts/shapes.json; weights are made on a GPU if there is one: 15 GB take
-seconds. A model that is there already stays. `--tiny` keeps the names and makes everything small, for a CPU.
-The same libraries make the same text and, on the same kind of device, the same weights.
+The shapes are those of launcher/artifacts/shapes.json. Weights are made on a GPU if there is one:
+15 GB take seconds. Existing models stay. `--tiny` keeps the names and makes everything small, for a
+CPU. The same libraries make the same text and, on the same kind of device, the same weights.
 """
 
 import argparse
@@ -20,140 +21,167 @@ import shutil
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
-from make_demo_assets import Row, chat, train_tokenizer, write_rows
+from launcher.artifacts import architecture
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from launcher.artifacts import architecture
+from make_demo_assets import Message, Row, chat, train_tokenizer, write_rows
 
 SEED = 0
 COMMIT = f"{SEED:040x}"
-"""The revision that the made models have in the hub cache."""
+"""The revision of the made models in the hub cache."""
 MODELS = ("Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-0.5B", "Qwen/Qwen3-0.6B")
-CHATS, PAIRS = 4_000, 1_000
-TOKENS, TINY_TOKENS = (20, 295, 1_040), (8, 40, 100)
-"""Of the words of a row: the least, the mean before cutting, the most."""
 SPREAD = 0.8
 WORDS = 3_000
-TINY: dict[str, Any] = {
+TINY_SHAPE = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 1_536,
 }  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Numbers of rows; the least, mean (before cutting) and most tokens of the words of a row."""
+
+    chats: int
+    pairs: int
+    least: int
+    mean: int
+    most: int
+
+
+FULL = Size(chats=4_000, pairs=1_000, least=20, mean=295, most=1_040)
+TINY = Size(chats=200, pairs=50, least=8, mean=40, most=100)
+
+
 def main(out: Path, models: Sequence[str], *, tiny: bool) -> int:
     """Make what is missing; returns the exit code."""
-    if unknown := [name for name in models if name.lower() not in architecture.table()]:
-        print(f"error: no shape of {', '.join(unknown)} in launcher/artifacts/shapes.json", file=sys.stderr)
+    unknown = [name for name in models if name.lower() not in architecture.table()]
+    if unknown:
+        names = ", ".join(unknown)
+        print(f"error: no shape of {names} in launcher/artifacts/shapes.json", file=sys.stderr)
         return 1
+    size = TINY if tiny else FULL
     chance = random.Random(SEED)
-    words = made_up_words(chance)
-    tokenizer = train_tokenizer(sentence(chance, words, 40) for _ in range(2_000))
+    words = make_up_words(chance)
+    tokenizer = train_tokenizer(draw_text(chance, words, 40) for _ in range(2_000))
     tokenizer.model_max_length = 32_768
-    sample = sentence(chance, words, 10_000)
-    each = len(tokenizer(sample)["input_ids"]) / 10_000
-    text = Text(chance, words, each, TINY_TOKENS if tiny else TOKENS)
+    sample = draw_text(chance, words, 10_000)
+    tokens_per_word = len(tokenizer(sample)["input_ids"]) / 10_000
+    writer = Writer(chance, words, tokens_per_word, size)
 
-    chats = [text.chat() for _ in range(CHATS // 20 if tiny else CHATS)]
-    pairs = [text.pair(row) for row in chats[: PAIRS // 20 if tiny else PAIRS]]
-    rows: list[Row] = [{"id": str(n), "messages": row} for n, row in enumerate(chats)]
+    chats = [writer.write_chat() for _ in range(size.chats)]
+    rows: list[Row] = [{"id": str(n), "messages": messages} for n, messages in enumerate(chats)]
     write_rows(out / "sft" / "train.jsonl", rows)
+    pairs: list[Row] = []
+    answers = []
+    for chosen in chats[: size.pairs]:
+        rejected = writer.write_rejected(chosen[0]["content"])
+        pairs.append({"chosen": chosen, "rejected": rejected})
+        answers += [chosen, rejected]
     write_rows(out / "dpo" / "train.jsonl", pairs)
-    samples = [pair[side] for pair in pairs for side in ("chosen", "rejected")]
-    told: dict[str, Any] = {
-        "seed": SEED, "tiny": tiny, "chats": counted(tokenizer, chats),
-        "pairs": {**counted(tokenizer, samples), "rows": len(pairs)},
+    summary: dict[str, Any] = {
+        "seed": SEED,
+        "tiny": tiny,
+        "chats": {"rows": len(chats), **measure_lengths(tokenizer, chats)},
+        "pairs": {"rows": len(pairs), **measure_lengths(tokenizer, answers)},
         "models": {name: make_model(out, name, tokenizer, tiny=tiny) for name in models},
-    }  # fmt: skip
-    for what in ("chats", "pairs"):
-        said = "{}: {rows:,} of {mean:.0f} tokens a sample on average, {most:,} at most"
-        print(said.format(what, **told[what]))
-    (out / "assets.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    }
+    for name in ("chats", "pairs"):
+        line = "{}: {rows:,} of {mean:.0f} tokens a sample on average, {most:,} at most"
+        print(line.format(name, **summary[name]))
+    (out / "assets.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
-def made_up_words(chance: random.Random) -> list[str]:
+def make_up_words(chance: random.Random) -> list[str]:
     """Words of one to four syllables."""
     syllables = [a + b for a in "bcdfghklmnprstvw" for b in "aeiou"]
     return ["".join(chance.choices(syllables, k=chance.randint(1, 4))) for _ in range(WORDS)]
 
 
-def sentence(chance: random.Random, words: Sequence[str], many: int) -> str:
-    """So many words."""
-    return " ".join(chance.choices(words, k=max(1, many)))
+def draw_text(chance: random.Random, words: Sequence[str], count: int) -> str:
+    return " ".join(chance.choices(words, k=max(1, count)))
 
 
-class Text:
-    """Rows of a wanted length: `each` is the tokens of a word, `limits` the least, mean and most of a row."""
+@dataclass(frozen=True, slots=True)
+class Writer:
+    """Writes rows of the wanted lengths."""
 
-    def __init__(self, chance: random.Random, words: Sequence[str], each: float, limits: tuple[int, int, int]) -> None:
-        self.chance, self.words, self.each = chance, words, each
-        self.least, self.mean, self.most = limits
+    chance: random.Random
+    words: Sequence[str]
+    tokens_per_word: float
+    size: Size
 
-    def tokens(self) -> float:
-        """How long a row is to be: most are short, a few are long."""
-        drawn = self.chance.lognormvariate(math.log(self.mean) - SPREAD**2 / 2, SPREAD)
-        return min(self.most, max(self.least, drawn))
+    def draw_length(self) -> float:
+        """The tokens of a row: most rows are short, a few are long."""
+        mean = math.log(self.size.mean) - SPREAD**2 / 2
+        length = self.chance.lognormvariate(mean, SPREAD)
+        return min(self.size.most, max(self.size.least, length))
 
-    def of(self, tokens: float) -> str:
+    def write(self, tokens: float) -> str:
         """A text of about so many tokens."""
-        return sentence(self.chance, self.words, round(tokens / self.each))
+        return draw_text(self.chance, self.words, round(tokens / self.tokens_per_word))
 
-    def chat(self) -> list[dict[str, str]]:
-        """A question and its answer."""
-        whole, share = self.tokens(), self.chance.uniform(0.05, 0.3)
-        return chat(self.of(share * whole), self.of((1 - share) * whole))
+    def write_chat(self) -> list[Message]:
+        length = self.draw_length()
+        share = self.chance.uniform(0.05, 0.3)
+        question = self.write(share * length)
+        return chat(question, self.write((1 - share) * length))
 
-    def pair(self, chosen: list[dict[str, str]]) -> Row:
-        """The same question with another answer beside it."""
-        question = chosen[0]["content"]
-        answer = self.of(max(self.least, self.tokens() - len(question.split()) * self.each))
-        return {"chosen": chosen, "rejected": chat(question, answer)}
+    def write_rejected(self, question: str) -> list[Message]:
+        """The question with another answer."""
+        length = self.draw_length() - len(question.split()) * self.tokens_per_word
+        return chat(question, self.write(max(self.size.least, length)))
 
 
-def counted(tokenizer: PreTrainedTokenizerFast, rows: Sequence[Any]) -> dict[str, float]:
-    """Rows, and the tokens of one in its chat template."""
+def measure_lengths(
+    tokenizer: PreTrainedTokenizerFast, rows: Sequence[list[Message]]
+) -> dict[str, float]:
+    """The mean and most tokens of a row in its chat template."""
     texts = [tokenizer.apply_chat_template(row, tokenize=False) for row in rows]
     lengths = [len(ids) for ids in tokenizer(texts)["input_ids"]]
-    return {"rows": len(rows), "mean": round(fmean(lengths), 1), "most": max(lengths)}
+    return {"mean": round(fmean(lengths), 1), "most": max(lengths)}
 
 
-def snapshot(out: Path, name: str) -> Path:
-    """Where the hub cache has a made model."""
-    return out / "hub" / f"models--{name.replace('/', '--')}" / "snapshots" / COMMIT
-
-
-def make_model(out: Path, name: str, tokenizer: PreTrainedTokenizerFast, *, tiny: bool) -> dict[str, int]:
-    """Make one model in the hub cache, unless it is there; its parameters and bytes."""
-    place, began = snapshot(out, name), time.monotonic()
-    known = architecture.table()[name.lower()]
+def make_model(
+    out: Path, name: str, tokenizer: PreTrainedTokenizerFast, *, tiny: bool
+) -> dict[str, int]:
+    """Make a model in the hub cache unless it exists; returns its parameters and bytes."""
+    began = time.monotonic()
+    folder = out / "hub" / f"models--{name.replace('/', '--')}"
+    place = folder / "snapshots" / COMMIT
+    shape = dict(architecture.table()[name.lower()])
+    if tiny:
+        shape.update(TINY_SHAPE)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    size = architecture.shape_of({**known, **(TINY if tiny else {})}, name=name).parameters
     if not place.is_dir():
         config = AutoConfig.for_model(
-            **{**known, **(TINY if tiny else {})}, bos_token_id=None,
-            eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+            **shape, bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
         )  # fmt: skip
         torch.manual_seed(SEED)
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        # whole or not at all: what is there is taken for good
-        half = place.with_name("half")
-        shutil.rmtree(half, ignore_errors=True)
-        model.save_pretrained(half)
-        tokenizer.save_pretrained(half)
-        refs = place.parent.parent / "refs"
-        refs.mkdir(exist_ok=True)
-        (refs / "main").write_text(COMMIT, encoding="ascii")
-        half.rename(place)
-    weights = sum(path.stat().st_size for path in place.iterdir())
-    told = f"{size / 1e6:,.1f} M parameters, {weights / 2**20:,.0f} MiB"
-    print(f"{name}: {told}, {time.monotonic() - began:.0f} s on {device}, {place}", flush=True)
-    return {"parameters": size, "bytes": weights}
+        # renamed once it is whole: an existing model counts as whole
+        partial = place.with_name("half")
+        shutil.rmtree(partial, ignore_errors=True)
+        model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
+        (folder / "refs").mkdir(exist_ok=True)
+        (folder / "refs" / "main").write_text(COMMIT, encoding="ascii")
+        partial.rename(place)
+    parameters = architecture.shape_of(shape, name=name).parameters
+    size = sum(path.stat().st_size for path in place.iterdir())
+    text = f"{parameters / 1e6:,.1f} M parameters, {size / 2**20:,.0f} MiB"
+    seconds = time.monotonic() - began
+    print(f"{name}: {text}, {seconds:.0f} s on {device}, {place}", flush=True)
+    return {"parameters": parameters, "bytes": size}
 
 
 if __name__ == "__main__":
@@ -161,5 +189,5 @@ if __name__ == "__main__":
     parser.add_argument("--out", type=Path, default=Path("build/bench"), metavar="DIR")
     parser.add_argument("--model", action="append", metavar="NAME", help="instead of all three")
     parser.add_argument("--tiny", action="store_true", help="small shapes and few rows, for a CPU")
-    given = parser.parse_args()
-    sys.exit(main(given.out, given.model or MODELS, tiny=given.tiny))
+    options = parser.parse_args()
+    sys.exit(main(options.out, options.model or MODELS, tiny=options.tiny))

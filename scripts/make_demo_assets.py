@@ -31,7 +31,9 @@ PREFERENCES = 400
 ANSWER_CHARACTERS = (40, 320)
 VOCABULARY = 1024
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-SKIPPED_PACKAGES = frozenset({"idlelib", "lib2to3", "site-packages", "dist-packages", "test", "tests", "turtledemo"})
+SKIPPED_PACKAGES = frozenset(
+    {"idlelib", "lib2to3", "site-packages", "dist-packages", "test", "tests", "turtledemo"}
+)
 QUESTIONS = {
     "module": ("What is the module `{}` for?", "Describe the Python module `{}`.", "Explain `{}`."),
     "class": ("What is `{}`?", "Describe the Python class `{}`.", "When would I use `{}`?"),
@@ -116,7 +118,9 @@ def node_entries(node: Documented, name: str) -> Iterator[Entry]:
         yield Entry(name=name, kind=kind, answer=answer)
     if isinstance(node, ast.Module | ast.ClassDef):
         for child in node.body:
-            if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and public(child.name):
+            if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and public(
+                child.name
+            ):
                 yield from node_entries(child, f"{name}.{child.name}")
 
 
@@ -167,7 +171,11 @@ def dpo_rows(entries: Sequence[Entry]) -> list[Row]:
         questions = QUESTIONS[right.kind]
         question = questions[index % len(questions)].format(right.name)
         rows.append(
-            {"id": right.name, "chosen": chat(question, right.answer), "rejected": chat(question, wrong.answer)}
+            {
+                "id": right.name,
+                "chosen": chat(question, right.answer),
+                "rejected": chat(question, wrong.answer),
+            }
         )
     return rows
 

@@ -1,19 +1,18 @@
-"""Write the pages that follow from launch itself.
+"""Write the pages that are generated: docs/cli.md from the command line, docs/findings.md from the
+table of codes, docs/cited.md from the committed lines of upstream.
 
-docs/cli.md out of the command line, docs/findings.md out of the table of codes, docs/cited.md out of the committed
-places of upstream's lines; and in README and docs the numbers of lines that a command printed, below a
-comment that cites them. `--check` only says whether all of that is up to date.
+In README and docs it also renews the line numbers in printed output that stands below a comment
+with citations. `--check` only says by its exit code whether all of that is up to date.
 """
 
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
 import typer
-
 from launcher.cli.commands import app
 from launcher.findings import SECTIONS
 from launcher.pin import cited
@@ -61,51 +60,59 @@ notes only inform. A finding about an override names the override (`override` in
 
 
 def commands() -> Iterator[tuple[str, Any]]:
-    """Every visible command with its full name, those of groups too."""
+    """Every visible command and its full name; the commands of a group in place of the group."""
     top: Any = typer.main.get_command(app)
     for name, command in top.commands.items():
-        for full, one in [(name, command), *_below(name, command)]:
-            if not one.hidden and not getattr(one, "commands", None):
-                yield full, one
+        yield from _visible(name, command)
 
 
-def _below(name: str, group: Any) -> list[tuple[str, Any]]:
-    return [(f"{name} {below}", one) for below, one in getattr(group, "commands", {}).items()]
+def _visible(name: str, command: Any) -> Iterator[tuple[str, Any]]:
+    members = getattr(command, "commands", {})
+    if not members and not command.hidden:
+        yield name, command
+    for member_name, member in members.items():
+        yield from _visible(f"{name} {member_name}", member)
 
 
-def page() -> str:
-    """The whole page."""
-    return HEAD + "".join("\n" + section(name, command) for name, command in commands())
+def cli_page() -> str:
+    parts = [HEAD]
+    for name, command in commands():
+        parts.append("\n" + command_section(name, command))
+    return "".join(parts)
 
 
-def section(name: str, command: Any) -> str:
+def command_section(name: str, command: Any) -> str:
     """One command: usage, what it does, its options with their defaults, an example."""
     context = command.make_context(name, [], resilient_parsing=True)
-    words = [f"launch {name}", *command.collect_usage_pieces(context)]
-    lines = [f"## launch {name}", "", "```", " ".join(words), "```", "", _plain(command.help), ""]
-    options = [o for o in command.params if not o.hidden and o.name != "help"]
-    if options:
-        lines += ["| option | meaning |", "|---|---|"]
-        lines += [f"| {_names(o, context)} | {_meaning(o)} |" for o in options]
-        lines.append("")
+    usage = " ".join([f"launch {name}", *command.collect_usage_pieces(context)])
+    lines = [f"## launch {name}", "", "```", usage, "```", "", _plain(command.help), ""]
+    rows = []
+    for option in command.params:
+        if not option.hidden and option.name != "help":
+            rows.append(f"| {_names(option, context)} | {_meaning(option)} |")
+    if rows:
+        lines += ["| option | meaning |", "|---|---|", *rows, ""]
     if command.epilog:
-        lines += [_example(command.epilog), ""]
+        example = _plain(command.epilog).removeprefix("Example: ")
+        lines += [f"Example: `{example}`", ""]
     return "\n".join(lines)
 
 
 def _names(option: Any, context: Any) -> str:
-    # the site shows a bar in a table with its backslash, GitHub ends the cell without one
     if option.param_type_name == "argument":
-        return f"`{option.make_metavar(context)}`".replace("|", " or ")
-    value = "" if option.is_flag or option.count else f" {option.make_metavar(context)}"
-    names = " / ".join([*option.opts, *option.secondary_opts])
-    return f"`{names}{value}`".replace("|", " or ")
+        words = [option.make_metavar(context)]
+    else:
+        words = [" / ".join([*option.opts, *option.secondary_opts])]
+        if not option.is_flag and not option.count:
+            words.append(option.make_metavar(context))
+    # in a table, the site shows `\\|` as it is written; GitHub ends the cell at a bare bar
+    return f"`{' '.join(words)}`".replace("|", " or ")
 
 
 def _meaning(option: Any) -> str:
     text = _plain(option.help)
     default = option.default
-    # typer says so of most defaults by itself; an off switch and an empty list go without saying
+    # typer sets show_default for most options; an off switch or an empty list is no news
     if option.show_default and default not in (None, False, "", ()) and not callable(default):
         text += f" (default: `{getattr(default, 'value', default)}`)"
     return text.strip()
@@ -115,12 +122,7 @@ def _plain(text: str | None) -> str:
     return " ".join((text or "").split())
 
 
-def _example(epilog: str) -> str:
-    return f"Example: `{_plain(epilog).removeprefix('Example: ')}`"
-
-
 def findings_page() -> str:
-    """The page of finding codes."""
     lines = [FINDINGS_HEAD]
     for section in SECTIONS:
         lines += [f"## {section.title}", ""]
@@ -129,10 +131,13 @@ def findings_page() -> str:
         lines += ["| code | layer | meaning |", "|---|---|---|"]
         for row in section.rows:
             codes = ", ".join(f"`{code}`" for code in row.codes)
-            text = row.text.replace("|", "\\|")
-            lines.append(f"| {codes} | {row.layer} | {text} |")
+            lines.append(f"| {codes} | {row.layer} | {_cell(row.text)} |")
         lines.append("")
     return "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
 
 
 CITED_HEAD = """\
@@ -145,78 +150,87 @@ of packages in the release that launch is tested with. Written by `make docs` ou
 
 
 def cited_page() -> str:
-    """The page of what is cited, by release and file."""
-    known = citations.committed()
-    citing: dict[str, set[str]] = {}
+    """The page of cited lines, by release and file."""
+    committed = citations.committed()
+    citing_files: dict[str, set[str]] = {}
     for row in cited.find_citations(ROOT):
-        citing.setdefault(row.citation, set()).add(row.file)
+        citing_files.setdefault(row.citation, set()).add(row.file)
     lines = [CITED_HEAD]
-    for release, table in _current_releases(known):
+    for release, table in _current_releases(committed):
         package = release.partition(" ")[0]
         lines += [f"## {release}", "", "| cited | line | in |", "|---|---|---|"]
-        for name in sorted(name for name in citing if name.startswith(f"{package}/")):
-            where = ", ".join(f"`{file}`" for file in sorted(citing[name]))
-            text = name.replace("|", "\\|")
-            lines.append(f"| `{text}` | {_numbered(name, table.get(name), release)} | {where} |")
+        for name in sorted(citing_files):
+            if name.startswith(f"{package}/"):
+                files = ", ".join(f"`{file}`" for file in sorted(citing_files[name]))
+                line = _linked_line(name, table.get(name), release)
+                lines.append(f"| `{_cell(name)}` | {line} | {files} |")
         lines.append("")
     return "\n".join(lines)
 
 
-def _current_releases(known: citations.Committed) -> Iterator[tuple[str, Table]]:
+def _current_releases(committed: citations.Committed) -> Iterator[tuple[str, Table]]:
     """The pin first, then the packages."""
-    pin = f"{cited.PACKAGE} {known.pin}"
-    yield pin, known.tables[pin]
-    for release, table in known.tables.items():
+    pin = f"{cited.PACKAGE} {committed.pin}"
+    yield pin, committed.tables[pin]
+    for release, table in committed.tables.items():
         if not release.startswith(f"{cited.PACKAGE} "):
             yield release, table
 
 
-def _numbered(name: str, place: CitedPlace | None, release: str) -> str:
+def _linked_line(name: str, place: CitedPlace | None, release: str) -> str:
     if place is None:
         return "not there"
-    if not release.startswith(f"{cited.PACKAGE} "):
+    package, _, version = release.partition(" ")
+    if package != cited.PACKAGE:
         return str(place.line)
     file = name.partition("::")[0]
-    commit = release.rpartition(" ")[2]
-    return f"[{place.line}](https://github.com/allenai/open-instruct/blob/{commit[:12]}/{file}#L{place.line})"
+    tree = f"https://github.com/allenai/open-instruct/blob/{version[:12]}"
+    return f"[{place.line}]({tree}/{file}#L{place.line})"
 
 
 _SHOWN = re.compile(r"<!-- cited: (.*?) -->\n(.*?)(?=<!-- cited: |\Z)", re.DOTALL)
 
 
-def with_numbers(text: str) -> str:
-    """A page whose printed lines have the numbers of what the comment above them cites, in its order."""
-    known = citations.committed()
-    table = known.tables[f"{cited.PACKAGE} {known.pin}"]
+def renumber_lines(text: str) -> str:
+    """Give the printed lines below a comment the numbers of what it cites, in its order."""
+    committed = citations.committed()
+    table = committed.tables[f"{cited.PACKAGE} {committed.pin}"]
 
-    def renumbered(match: re.Match[str]) -> str:
-        below = match[2]
+    def renumber(match: re.Match[str]) -> str:
+        printed = match[2]
         for name in citations.citations(match[1]):
-            file = name.partition("::")[0]
             if name in table:
-                below = re.sub(rf"{re.escape(file)}:(?:\d+)", f"{file}\0{table[name].line}", below, count=1)
-        return f"<!-- cited: {match[1]} -->\n" + below.replace("\0", ":")
+                file = name.partition("::")[0]
+                # NUL for the colon: the next citation of this file means its next line
+                number = f"{file}\0{table[name].line}"
+                printed = re.sub(rf"{re.escape(file)}:\d+", number, printed, count=1)
+        return f"<!-- cited: {match[1]} -->\n" + printed.replace("\0", ":")
 
-    return _SHOWN.sub(renumbered, text)
+    return _SHOWN.sub(renumber, text)
 
 
-def pages() -> Mapping[Path, str]:
-    """Every page that this writes, with its text."""
-    texts = {DOCS / "cli.md": page(), DOCS / "findings.md": findings_page(), DOCS / "cited.md": cited_page()}
+def pages() -> dict[Path, str]:
+    """The text of every page that this script writes."""
+    texts = {
+        DOCS / "cli.md": cli_page(),
+        DOCS / "findings.md": findings_page(),
+        DOCS / "cited.md": cited_page(),
+    }
     for path in (ROOT / "README.md", *sorted(DOCS.glob("*.md"))):
         text = texts.get(path) or path.read_text(encoding="utf-8")
         if "<!-- cited: " in text and path.name != "pin.md":
-            texts[path] = with_numbers(text)
+            texts[path] = renumber_lines(text)
     return texts
 
 
 def main(arguments: list[str]) -> int:
-    """Write the pages; with `--check`, exit 1 where one differs."""
-    texts = pages()
-    if arguments == ["--check"]:
-        return int(any(not path.exists() or path.read_text(encoding="utf-8") != text for path, text in texts.items()))
-    for path, text in texts.items():
-        path.write_text(text, encoding="utf-8")
+    """Write the pages; with `--check`, exit 1 if one differs."""
+    check = arguments == ["--check"]
+    for path, text in pages().items():
+        if not check:
+            path.write_text(text, encoding="utf-8")
+        elif not path.exists() or path.read_text(encoding="utf-8") != text:
+            return 1
     return 0
 
 

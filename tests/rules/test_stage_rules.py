@@ -283,15 +283,9 @@ EIGHTFOLD = {"factor": 8.0, "original_max_position_embeddings": 8192}
         ({"max_position_embeddings": "many"}, None),
         ({"text_config": {"max_position_embeddings": 4096}}, 4096),
         # the original stands in the config: stretched four times
-        (
-            {"max_position_embeddings": 32768, "rope_scaling": {"factor": 4.0, ORIGINAL: 32768}},
-            131072,
-        ),
+        ({"max_position_embeddings": 32768, "rope_scaling": FOURFOLD}, 131072),
         # the stretched length stands there already
-        (
-            {"max_position_embeddings": 131072, "rope_scaling": {"factor": 8.0, ORIGINAL: 8192}},
-            131072,
-        ),
+        ({"max_position_embeddings": 131072, "rope_scaling": EIGHTFOLD}, 131072),
     ],
 )
 def test_positions(config: dict[str, Any], reach: int | None) -> None:

@@ -206,14 +206,6 @@ SILENT = [
     ("dpo", {"mixer_list": ["a", "0.5"]}),
     ("sft", {"model_name_or_path": None, "config_name": "c", "tokenizer_name_or_path": "t"}),
     ("sft", {"dataset_mixer_list": "a 1.0 b 200"}),
-    ("sft", {"dataset_mixer_list_splits": ["train"], "dataset_mixer_list": ["a", 0.5, "b", 0.5]}),
-    (
-        "sft",
-        {
-            "dataset_mixer_list": ["a", "1.0", "b", "1.0"],
-            "dataset_mixer_list_splits": ["train", "test"],
-        },
-    ),
     ("sft", {"checkpointing_steps": None, "max_train_steps": 100}),
     ("sft", {"checkpointing_steps": None, "dataset_mixer_list": ["a", 200]}),
     ("sft", {"checkpointing_steps": 500}),

@@ -40,6 +40,14 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+def judge_sft(args: dict[str, Any], **known: Any) -> list[str]:
+    return summarise_run("trl-sft", args, **known)
+
+
+def judge_dpo(args: dict[str, Any], **known: Any) -> list[str]:
+    return summarise_run("trl-dpo", args, **known)
+
+
 def without(file: Mapping[str, Any], *names: str) -> dict[str, Any]:
     return {name: value for name, value in file.items() if name not in names}
 
@@ -48,12 +56,13 @@ def without(file: Mapping[str, Any], *names: str) -> dict[str, Any]:
 def test_shipped_deepspeed_files_fit_any_arguments(script: str) -> None:
     arguments = ({}, {"bf16": False}, {"fp16": True}, {"max_grad_norm": 0.5})
     for file in (None, *SHIPPED.values()):
-        for gpus in (None, 1, 8):
-            for args in arguments:
-                # what a start fills in for `mixed_precision:`, which TRL's own arguments decide
-                known = {"mixed_precision": None if gpus is None else "bf16"}
-                known |= {"gpus": gpus, "per_device": 4, "accumulation": 4, "machine": THIS_MACHINE}
-                assert summarise_run(script, args, deepspeed=file, packages={}, **known) == []
+        for args in arguments:
+            known = {"deepspeed": file, "packages": {}, "per_device": 4, "accumulation": 4}
+            assert summarise_run(script, args, **known, machine=THIS_MACHINE) == []
+            # what a start fills in for `mixed_precision:`, which TRL's own arguments decide
+            known["mixed_precision"] = "bf16"
+            for gpus in (1, 8):
+                assert summarise_run(script, args, **known, gpus=gpus, machine=THIS_MACHINE) == []
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -109,13 +118,10 @@ PRECISIONS = [
 
 def test_the_cpu_and_its_precision() -> None:
     for args, code, key in CPU:
-        assert summarise_run("trl-sft", args, **ON_CPU, packages={}) == [f"{code} error {key}"]
+        assert judge_sft(args, **ON_CPU, packages={}) == [f"{code} error {key}"]
         # where there are GPUs the same is fine
         assert (
-            summarise_run(
-                "trl-sft", args, gpus=8, packages={"flash-attn": "2.8.3"}, mixed_precision="bf16"
-            )
-            == []
+            judge_sft(args, gpus=8, packages={"flash-attn": "2.8.3"}, mixed_precision="bf16") == []
         )
     (by_default,) = judge_run("trl-sft", {}, **ON_CPU)
     assert "default" in by_default.message
@@ -124,14 +130,14 @@ def test_the_cpu_and_its_precision() -> None:
     assert "default" not in asked_for.message
     # ways to train on the cpu
     for args in ({"use_cpu": True, "bf16": True, "bf16_full_eval": True}, NO_BF16):
-        assert summarise_run("trl-sft", args, **ON_CPU, packages={}) == []
-    assert summarise_run("trl-dpo", {"use_cpu": True}, gpus=1) == ["cpu-beside-gpus error use_cpu"]
+        assert judge_sft(args, **ON_CPU, packages={}) == []
+    assert judge_dpo({"use_cpu": True}, gpus=1) == ["cpu-beside-gpus error use_cpu"]
     # `mixed_precision:` is for accelerate, and is not read
     for args, option, speaks in PRECISIONS:
         expected = ["mixed-precision-unread warning mixed_precision"] if speaks else []
-        assert summarise_run("trl-sft", args, mixed_precision=option) == expected
+        assert judge_sft(args, mixed_precision=option) == expected
         # a start fills in a default of its own
-        assert summarise_run("trl-sft", args, mixed_precision=option, gpus=8) == []
+        assert judge_sft(args, mixed_precision=option, gpus=8) == []
 
 
 OPTIMIZER = {"type": "AdamW", "params": {"lr": "auto", "betas": "auto"}}
@@ -165,13 +171,11 @@ GOOD = [
 def test_deepspeed_files() -> None:
     for file, known, code in FILES:
         severity = "warning" if code == "zero3-unsaved" else "error"
-        assert summarise_run("trl-sft", {}, deepspeed=file, **known) == [
-            f"{code} {severity} deepspeed"
-        ]
+        assert judge_sft({}, deepspeed=file, **known) == [f"{code} {severity} deepspeed"]
         # on the CPU no file is read
-        assert summarise_run("trl-sft", NO_BF16, deepspeed=file, **{**known, "gpus": 0}) == []
+        assert judge_sft(NO_BF16, deepspeed=file, **{**known, "gpus": 0}) == []
     for file, args, known in GOOD:
-        assert summarise_run("trl-sft", args, deepspeed=file, **known) == []
+        assert judge_sft(args, deepspeed=file, **known) == []
 
 
 def test_deepspeed_files_and_arguments() -> None:
@@ -182,8 +186,8 @@ def test_deepspeed_files_and_arguments() -> None:
     # clipping that a file leaves out
     file = without(AUTO, "gradient_clipping")
     expected = "clipping-unread warning max_grad_norm"
-    assert summarise_run("trl-sft", {"max_grad_norm": 0.5}, deepspeed=file) == [expected]
-    assert summarise_run("trl-sft", {"max_grad_norm": 0.0}, deepspeed=file) == []
+    assert judge_sft({"max_grad_norm": 0.5}, deepspeed=file) == [expected]
+    assert judge_sft({"max_grad_norm": 0.0}, deepspeed=file) == []
 
 
 def ask_transformers(lines: str) -> str:
@@ -311,20 +315,18 @@ OPTIMIZERS = {
 def test_packages_that_are_not_installed() -> None:
     for optim, package in OPTIMIZERS.items():
         expected = [] if package is None else ["optim-missing error optim"]
-        assert summarise_run("trl-sft", {"optim": optim}, packages={}) == expected
-        assert summarise_run("trl-sft", {"optim": optim}) == []
+        assert judge_sft({"optim": optim}, packages={}) == expected
+        assert judge_sft({"optim": optim}) == []
         if package is not None:
-            assert summarise_run("trl-sft", {"optim": optim}, packages={package: "1"}) == []
+            assert judge_sft({"optim": optim}, packages={package: "1"}) == []
     for optim, package in (
         ("galore_adamw", "galore-torch"),
         ("apollo_adamw_layerwise", "apollo-torch"),
     ):
         targets = {"optim": optim, "optim_target_modules": "all-linear"}
-        assert summarise_run("trl-sft", targets, packages={}) == ["optim-missing error optim"]
-        assert summarise_run("trl-sft", targets, packages={package: "1"}) == []
-        assert summarise_run("trl-sft", {"optim": optim}, packages={package: "1"}) == [
-            "optim-targets error optim"
-        ]
+        assert judge_sft(targets, packages={}) == ["optim-missing error optim"]
+        assert judge_sft(targets, packages={package: "1"}) == []
+        assert judge_sft({"optim": optim}, packages={package: "1"}) == ["optim-targets error optim"]
     # DeepSpeed's own is taken in its place
     assert summarise_run(
         "trl-sft",
@@ -333,9 +335,7 @@ def test_packages_that_are_not_installed() -> None:
         deepspeed={**AUTO, "optimizer": OPTIMIZER},
     ) == ["optim-unread warning optim"]
     quantised = {"load_in_4bit": True, "use_peft": True}
-    assert summarise_run("trl-sft", quantised, packages={}) == [
-        "quantiser-missing error load_in_4bit"
-    ]
+    assert judge_sft(quantised, packages={}) == ["quantiser-missing error load_in_4bit"]
     for report, missing in (
         ("trackio", True),
         ("comet_ml", True),
@@ -346,20 +346,18 @@ def test_packages_that_are_not_installed() -> None:
         (["all"], False),
     ):
         expected = ["report-missing error report_to"] if missing else []
-        assert summarise_run("trl-dpo", {"report_to": report}, packages={}) == expected
-        assert summarise_run("trl-dpo", {"report_to": report}) == []
+        assert judge_dpo({"report_to": report}, packages={}) == expected
+        assert judge_dpo({"report_to": report}) == []
     for name in ("tensorboard", "tensorboardx"):
-        assert summarise_run("trl-sft", {"report_to": "tensorboard"}, packages={name: "2"}) == []
+        assert judge_sft({"report_to": "tensorboard"}, packages={name: "2"}) == []
 
 
 def test_trackers_that_do_not_exist() -> None:
     for report in ("nosuch", ["nosuch"]):
-        assert summarise_run("trl-dpo", {"report_to": report}) == ["report-unknown error report_to"]
-    assert summarise_run("trl-sft", {"report_to": "kubeflow"}) == [
-        "report-missing warning report_to"
-    ]
+        assert judge_dpo({"report_to": report}) == ["report-unknown error report_to"]
+    assert judge_sft({"report_to": "kubeflow"}) == ["report-missing warning report_to"]
     url = {"HOME": "/nonexistent", "KUBEFLOW_TRAINER_SERVER_URL": "https://x"}
-    assert summarise_run("trl-sft", {"report_to": "kubeflow"}, environ=url) == []
+    assert judge_sft({"report_to": "kubeflow"}, environ=url) == []
 
 
 REAL = """
@@ -425,8 +423,8 @@ def test_services_need_their_keys(tmp_path: Path) -> None:
     # pushing needs a token
     # more of it: tests/rules/test_stage_rules.py
     expected = "no-hub-token warning push_to_hub"
-    assert summarise_run("trl-sft", {"push_to_hub": True}) == [expected]
-    assert summarise_run("trl-sft", {"push_to_hub": True, "hub_token": "t"}) == []
+    assert judge_sft({"push_to_hub": True}) == [expected]
+    assert judge_sft({"push_to_hub": True, "hub_token": "t"}) == []
 
 
 STATE = {"global_step": 20, "epoch": 0.5, "train_batch_size": 4, "max_steps": 40}
@@ -490,9 +488,9 @@ def test_what_is_no_checkpoint(write: Write) -> None:
 def test_an_output_folder_with_a_model(write: Write, weights: str) -> None:
     known = {"gpus": 1, "machine": THIS_MACHINE, "output": Path("out").absolute()}
     write("out/config.json" if weights.startswith("model") else "out/adapter_config.json", "{}")
-    assert summarise_run("trl-sft", {}, **known) == []
+    assert judge_sft({}, **known) == []
     write(f"out/{weights}", "w")
-    assert summarise_run("trl-sft", {}, **known) == ["finished-output warning output_dir"]
+    assert judge_sft({}, **known) == ["finished-output warning output_dir"]
 
 
 OFFLOADING = SHIPPED["zero3_offload"]
@@ -502,12 +500,9 @@ def test_optimizers_of_a_file() -> None:
     known = {"gpus": 8, "packages": {"bitsandbytes": "0.50.2"}}
     replaced = ["optim-replaced warning optim"]
     for name in ("adamw_bnb_8bit", "adafactor", "sgd"):
-        assert summarise_run("trl-sft", {"optim": name}, deepspeed=OFFLOADING, **known) == replaced
+        assert judge_sft({"optim": name}, deepspeed=OFFLOADING, **known) == replaced
         # on the CPU there is no DeepSpeed
-        assert (
-            summarise_run("trl-sft", {"optim": name, "bf16": False}, gpus=0, deepspeed=OFFLOADING)
-            == []
-        )
+        assert judge_sft({"optim": name, "bf16": False}, gpus=0, deepspeed=OFFLOADING) == []
     left = [
         ({"optim": "adamw_torch"}, OFFLOADING),
         ({"optim": "paged_adamw_32bit"}, OFFLOADING),
@@ -516,7 +511,7 @@ def test_optimizers_of_a_file() -> None:
         ({"optim": "adamw_bnb_8bit"}, {**OFFLOADING, "zero_force_ds_cpu_optimizer": False}),
     ]
     for args, file in left:
-        assert summarise_run("trl-dpo", args, deepspeed=file, **known) == []
+        assert judge_dpo(args, deepspeed=file, **known) == []
     # a config with an optimizer decides
     unread = ["optim-unread warning optim"]
     for name, file in (
@@ -524,7 +519,7 @@ def test_optimizers_of_a_file() -> None:
         ("sgd", OFFLOADING),
     ):
         whole = {**file, "optimizer": {"type": "AdamW"}}
-        assert summarise_run("trl-sft", {"optim": name}, deepspeed=whole, **known) == unread
+        assert judge_sft({"optim": name}, deepspeed=whole, **known) == unread
 
 
 def test_compiled_lengths_and_a_reference_computed_beforehand() -> None:
@@ -535,10 +530,8 @@ def test_compiled_lengths_and_a_reference_computed_beforehand() -> None:
     ):
         key = next(iter(args))
         warned = [f"compile-lengths warning {key}"]
-        assert summarise_run("trl-sft", args, gpus=8) == warned
-    assert (
-        summarise_run("trl-sft", {"torch_compile": True, "pad_to_multiple_of": 512}, gpus=8) == []
-    )
+        assert judge_sft(args, gpus=8) == warned
+    assert judge_sft({"torch_compile": True, "pad_to_multiple_of": 512}, gpus=8) == []
     # the price of a reference computed beforehand
     for args, words in (({"use_peft": True}, "63 % more memory"), ({}, "saves its weights")):
         (noted,) = judge_run("trl-dpo", {"precompute_ref_log_probs": True, **args}, gpus=1)
@@ -551,34 +544,30 @@ def test_a_precomputed_reference_is_rounded_under_deepspeed() -> None:
     price = "reference-price note precompute_ref_log_probs"
     rounded = "reference-rounded warning precompute_ref_log_probs"
     for name in ("zero1", "zero2", "zero3"):
-        assert summarise_run("trl-dpo", asked, gpus=2, deepspeed=SHIPPED[name]) == [price, rounded]
-    assert summarise_run(
-        "trl-dpo", {**asked, "bf16": False, "fp16": True}, gpus=2, deepspeed=AUTO
-    ) == [price, rounded]
+        assert judge_dpo(asked, gpus=2, deepspeed=SHIPPED[name]) == [price, rounded]
+    assert judge_dpo({**asked, "bf16": False, "fp16": True}, gpus=2, deepspeed=AUTO) == [
+        price,
+        rounded,
+    ]
     # exact in float32, without DeepSpeed, and on the CPU, where DeepSpeed is not used
-    assert summarise_run("trl-dpo", {**asked, "bf16": False}, gpus=2, deepspeed=AUTO) == [price]
-    assert summarise_run("trl-dpo", asked, gpus=2) == [price]
-    assert summarise_run("trl-dpo", {**asked, "bf16": False}, gpus=0, deepspeed=AUTO) == [price]
-    assert summarise_run("trl-dpo", {}, gpus=2, deepspeed=AUTO) == []
+    assert judge_dpo({**asked, "bf16": False}, gpus=2, deepspeed=AUTO) == [price]
+    assert judge_dpo(asked, gpus=2) == [price]
+    assert judge_dpo({**asked, "bf16": False}, gpus=0, deepspeed=AUTO) == [price]
+    assert judge_dpo({}, gpus=2, deepspeed=AUTO) == []
 
 
 def test_compiling_needs_a_compiler(tmp_path: Path) -> None:
     args = {"torch_compile": True, "pad_to_multiple_of": 64}
     bare = {"PATH": str(tmp_path)}
     missing = ["no-compiler error torch_compile"]
-    assert summarise_run("trl-sft", args, gpus=8, machine=THIS_MACHINE, environ=bare) == missing
-    assert (
-        summarise_run(
-            "trl-sft", {**args, "bf16": False}, gpus=0, machine=THIS_MACHINE, environ=bare
-        )
-        == missing
-    )
-    assert summarise_run("trl-sft", args, gpus=8, environ=bare) == []
+    assert judge_sft(args, gpus=8, machine=THIS_MACHINE, environ=bare) == missing
+    assert judge_sft({**args, "bf16": False}, gpus=0, machine=THIS_MACHINE, environ=bare) == missing
+    assert judge_sft(args, gpus=8, environ=bare) == []
     eager = {**args, "torch_compile_backend": "eager"}
-    assert summarise_run("trl-sft", eager, gpus=8, machine=THIS_MACHINE, environ=bare) == []
+    assert judge_sft(eager, gpus=8, machine=THIS_MACHINE, environ=bare) == []
     compiler = tmp_path / "gcc"
     compiler.write_text("#!/bin/sh\n")
     compiler.chmod(0o755)
-    assert summarise_run("trl-sft", args, gpus=8, machine=THIS_MACHINE, environ=bare) == []
+    assert judge_sft(args, gpus=8, machine=THIS_MACHINE, environ=bare) == []
     named = {**bare, "CC": "no-such-compiler"}
-    assert summarise_run("trl-sft", args, gpus=8, machine=THIS_MACHINE, environ=named) == missing
+    assert judge_sft(args, gpus=8, machine=THIS_MACHINE, environ=named) == missing

@@ -29,7 +29,7 @@ MIXED = mixed({"path": "x"}, {"path": "y"})
 
 
 @pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # no argument names a file that is there
     monkeypatch.chdir(tmp_path)
 

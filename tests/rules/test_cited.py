@@ -50,12 +50,18 @@ CALL = f"{DATA}::load[one.load()]"
     ("text", "cited"),
     [
         ("data.py::load[one.load()]", [CALL]),
-        ("(data.py::load, trl/trainer/a.py::A.__init__[x = y], and b.py::[LIMIT = 5]): why",
-         ["open_instruct/data.py::load", "trl/trainer/a.py::A.__init__[x = y]", "open_instruct/b.py::[LIMIT = 5]"]),
+        (
+            "(data.py::load, trl/trainer/a.py::A.__init__[x = y], and b.py::[LIMIT = 5]): why",
+            [
+                "open_instruct/data.py::load",
+                "trl/trainer/a.py::A.__init__[x = y]",
+                "open_instruct/b.py::[LIMIT = 5]",
+            ],
+        ),
         ("`utils.py::load[x #2]`.", ["open_instruct/utils.py::load[x #2]"]),
         ("tests/test_a.py::test_b, test_a.py::test_b and data.py:12, data.py", []),
     ],
-)  # fmt: skip
+)
 def test_citations_of_a_text(text: str, cited: list[str]) -> None:
     assert list(citations.citations(text)) == cited
     for name in cited:
@@ -71,8 +77,12 @@ def test_citations_of_a_text(text: str, cited: list[str]) -> None:
         # a class of another name has its methods still
         (("class Data", "class Other"), {FIELD}, {FIELD}),
         (("    def load(self)", "    def read(self)"), {TEST}, {TEST}),
-        # the line survives inside a new `if`: it is found, and what it says is no longer always so
-        (("    return one.load()", "    if one.limit > LIMIT:\n        return one.load()"), set(), {CALL}),
+        # the line survives inside a new `if`: it is located, and no longer always true
+        (
+            ("    return one.load()", "    if one.limit > LIMIT:\n        return one.load()"),
+            set(),
+            {CALL},
+        ),
         (("    return one.load()", "    print(one)\n    return one.load()"), set(), set()),
         (("            raise", "            self.limit = 0\n            raise"), set(), {TEST}),
         (("one.load()", "one.load()\n    one.load()"), {CALL}, {CALL}),
@@ -83,29 +93,26 @@ def test_a_line_is_as_it_was_where_its_function_is(
     tmp_path: Path, change: tuple[str, str], lost: set[str], differing: set[str]
 ) -> None:
     places = [LIMIT, FIELD, TEST, CALL]
-    known = citations.table(package(tmp_path / "pin", OLD), [*places, "torch/a.py::f"])
-    assert set(known) == set(places)
+    table = citations.table(package(tmp_path / "pin", OLD), [*places, "torch/a.py::f"])
+    assert set(table) == set(places)
     source = citations.SourceFiles(package(tmp_path / "other", OLD.replace(*change)))
     assert {name for name in places if source.place(name) is None} == lost
 
-    def standing(place: Callable[[str], CitedPlace | None], **more: Any) -> set[str]:
-        return {
-            name
-            for name in places
-            if citations.RuleStanding("aaaaaaaaaaaa", {"a 1": known}, place, **more).changed(rule_about(name))
-        }
+    def changed(place: Callable[[str], CitedPlace | None], **how: Any) -> set[str]:
+        standing = citations.RuleStanding("aaaaaaaaaaaa", {"a 1": table}, place, **how)
+        assert not standing.changed(rule_about("torch/a.py::f"))
+        return {name for name in places if standing.changed(rule_about(name))}
 
-    assert standing(source.place) == differing
+    assert changed(source.place) == differing
     # of a release that is merely installed the line alone counts
-    assert standing(source.place, by_line=True) <= differing
-    assert standing(source.place, others=frozenset({DATA})) == set()
-    assert standing(lambda name: None) == set(places)
-    assert (
-        citations.RuleStanding("aaaaaaaaaaaa", {"a 1": known}, source.place).changed(rule_about("torch/a.py::f")) == []
-    )
+    assert changed(source.place, by_line=True) <= differing
+    assert changed(source.place, others=frozenset({DATA})) == set()
+    assert changed(lambda name: None) == set(places)
 
 
-def rule_about(*places: str, reviewed: tuple[str, ...] = ()) -> Callable[[object], Iterator[Finding]]:
+def rule_about(
+    *places: str, reviewed: tuple[str, ...] = ()
+) -> Callable[[object], Iterator[Finding]]:
     @cites(*places, reviewed=reviewed)
     def rule(_: object) -> Iterator[Finding]:
         yield from ()
@@ -114,16 +121,18 @@ def rule_about(*places: str, reviewed: tuple[str, ...] = ()) -> Callable[[object
 
 
 def test_a_rule_counts_in_full_once_it_is_confirmed(tmp_path: Path) -> None:
-    guarded = OLD.replace("    return one.load()", "    if one.limit > LIMIT:\n        return one.load()")
+    guarded = OLD.replace(
+        "    return one.load()", "    if one.limit > LIMIT:\n        return one.load()"
+    )
     old = citations.table(package(tmp_path / "old", OLD), [CALL])
     new = citations.table(package(tmp_path / "new", guarded), [CALL])
     commits = {"open_instruct aaa111": old, "open_instruct bbb222": new}
-    here = citations.RuleStanding("aaaaaaaaaaaa", commits, new.get)
+    standing = citations.RuleStanding("aaaaaaaaaaaa", commits, new.get)
     finding = say("error", "x", "y", "z")
     for rule in (rule_about(CALL), rule_about(CALL, reviewed=("ccc",))):
-        assert here.weighed(finding, here.changed(rule)).severity == "note"
+        assert standing.weighed(finding, standing.changed(rule)).severity == "note"
     confirmed = rule_about(CALL, reviewed=("bbb",))
-    assert here.changed(confirmed) == []
+    assert standing.changed(confirmed) == []
     assert citations.RuleStanding("aaaaaaaaaaaa", commits, old.get).changed(confirmed) == []
 
 
@@ -135,62 +144,73 @@ def test_a_finding_says_what_its_rule_was_written_for() -> None:
     }
     for by_line, severities in less.items():
         standing = citations.RuleStanding(
-            "aaaaaaaaaaaa", {"open_instruct " + 40 * "a": {CALL: place}}, lambda _: None, by_line=by_line
+            "aaaaaaaaaaaa",
+            {"open_instruct " + 40 * "a": {CALL: place}},
+            lambda _: None,
+            by_line=by_line,
         )
         for severity, weaker in severities.items():
-            given = say(severity, "x", "y", "z")  # type: ignore[arg-type]
-            finding = standing.weighed(given, standing.changed(rule_about(CALL)))
+            original = say(severity, "x", "y", "z")  # type: ignore[arg-type]
+            finding = standing.weighed(original, standing.changed(rule_about(CALL)))
             message = "z (written for aaaaaaaaaaaa: this source differs at data.py:7)"
             assert (finding.severity, finding.message) == (weaker, message)
 
 
 def test_numbers_are_rendered() -> None:
     lines = {CALL: 12}
-    text = "`data.py::load[one.load()]` and (open_instruct/data.py::load[one.load()]), data.py::gone"
-    assert citations.rendered(text, lines.get) == "`data.py:12` and (open_instruct/data.py:12), data.py"
+    text = (
+        "`data.py::load[one.load()]` and (open_instruct/data.py::load[one.load()]), data.py::gone"
+    )
+    assert (
+        citations.rendered(text, lines.get)
+        == "`data.py:12` and (open_instruct/data.py:12), data.py"
+    )
     cited = "finetune.py::main[snapshot_download]"
     assert re.fullmatch(r"finetune\.py:\d+ asks", citations.rendered(f"{cited} asks"))
 
 
-def judged(checkout: Path, write: Write, more: str, data: str = "[a/b, 1.0]") -> dict[str, Finding]:
+def judge(checkout: Path, write: Write, more: str, data: str = "[a/b, 1.0]") -> dict[str, Finding]:
     """The findings of an SFT file on a checkout, by code."""
     text = (
         "stage: sft\ndeepspeed: none\nbatch: {global: 8, per_device: 1}\nargs:\n"
         f"  model_name_or_path: m\n  dataset_mixer_list: {data}\n{more}"
     )
     locator = Locator(checkout=checkout, allow_unpinned=True)
-    found = stage.judge(load.load(write("a.yaml", text)), locator=locator).findings
-    return {one.code: one for one in found}
+    judged = stage.judge(load.load(write("a.yaml", text)), locator=locator)
+    return {finding.code: finding for finding in judged.findings}
 
 
-def test_a_rule_weighs_less_where_what_it_cites_is_gone(checkout: Path, tmp_path: Path, write: Write) -> None:
+def test_a_rule_weighs_less_where_what_it_cites_is_gone(
+    checkout: Path, tmp_path: Path, write: Write
+) -> None:
     copy = tmp_path / "oi" / "open_instruct"
     shutil.copytree(checkout / "open_instruct", copy)
-    hub, data = "  get_tokenizer_fn: nosuch\n", copy / "dataset_transformation.py"
+    hub = "  get_tokenizer_fn: nosuch\n"
+    data = copy / "dataset_transformation.py"
     lines = data.read_text().splitlines(keepends=True)
     # another commit, that changes nothing of what is cited, and moves all of it
     data.write_text("import os\n" + "".join(lines))
-    found = judged(copy.parent, write, hub)
-    assert "unpinned-checkout" in found and found["unknown-function"].severity == "error"
+    moved = judge(copy.parent, write, hub)
+    assert "unpinned-checkout" in moved and moved["unknown-function"].severity == "error"
     cited = next(number for number, line in enumerate(lines) if "GET_TOKENIZER_FN[" in line)
     lines[cited] = lines[cited].replace("GET_TOKENIZER_FN[", "dict(GET_TOKENIZER_FN)[")
     data.write_text("".join(lines))
-    weaker = judged(copy.parent, write, hub)["unknown-function"]
+    weaker = judge(copy.parent, write, hub)["unknown-function"]
     assert weaker.severity == "note"
-    assert weaker.message == found["unknown-function"].message + (
+    assert weaker.message == moved["unknown-function"].message + (
         " (written for 45901fd00593: this source differs at dataset_transformation.py:920)"
     )
-    assert judged(checkout, write, hub)["unknown-function"] == found["unknown-function"]
+    assert judge(checkout, write, hub)["unknown-function"] == moved["unknown-function"]
     # rules about other lines, and of launch's own, count as before
-    odd = judged(copy.parent, write, "", data="[a/b, x]")
+    odd = judge(copy.parent, write, "", data="[a/b, x]")
     assert odd["mixer-amount"].severity == "error"
     # what only another script's file has is no matter here, nor what defines its arguments
     (copy / "dpo_tune_cache.py").write_text("args = None\n")
     (copy / "dpo_utils.py").write_text("args = None\n")
     lora = "  use_lora: true\n  use_qlora: false\n  lora_rank: 0\n"
-    found = judged(copy.parent, write, lora)
-    assert found["out-of-range"].severity == "error"
-    assert found["push-by-default"].severity == "warning"
+    other_script = judge(copy.parent, write, lora)
+    assert other_script["out-of-range"].severity == "error"
+    assert other_script["push-by-default"].severity == "warning"
 
 
 def test_at_the_commit_that_all_rules_were_written_for_nothing_is_asked(checkout: Path) -> None:

@@ -1,4 +1,4 @@
-"""Every argument that a rule reads exists where the rule applies: one that does not would make it silent."""
+"""Every argument that a rule reads exists where the rule applies: others would silence it."""
 
 import ast
 import contextlib
@@ -37,7 +37,11 @@ def nodes_of(code: CodeType) -> Iterator[ast.AST]:
             first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
             if node.name == code.co_name and first == code.co_firstlineno:
                 yield node
-        elif isinstance(node, ast.Lambda) and code.co_name == "<lambda>" and node.lineno == code.co_firstlineno:
+        elif (
+            isinstance(node, ast.Lambda)
+            and code.co_name == "<lambda>"
+            and node.lineno == code.co_firstlineno
+        ):
             yield node
 
 
@@ -45,9 +49,13 @@ def fields_in(node: ast.AST) -> Iterator[str]:
     """The literal names in `values["name"]`, `v["name"]` and `context.values["name"]`."""
     for inner in ast.walk(node):
         match inner:
-            case ast.Subscript(value=ast.Name(id="values" | "v"), slice=ast.Constant(value=str() as name)):
+            case ast.Subscript(
+                value=ast.Name(id="values" | "v"), slice=ast.Constant(value=str() as name)
+            ):
                 yield name
-            case ast.Subscript(value=ast.Attribute(attr="values"), slice=ast.Constant(value=str() as name)):
+            case ast.Subscript(
+                value=ast.Attribute(attr="values"), slice=ast.Constant(value=str() as name)
+            ):
                 yield name
 
 
@@ -56,17 +64,19 @@ def functions_of(rule: Function) -> Iterator[Function]:
     seen: set[int] = set()
     waiting: list[Any] = [rule]
     while waiting:
-        one = waiting.pop()
-        if id(one) in seen or not callable(one):
+        value = waiting.pop()
+        if id(value) in seen or not callable(value):
             continue
-        seen.add(id(one))
-        yield one
-        if not inspect.isfunction(one):
+        seen.add(id(value))
+        yield value
+        if not inspect.isfunction(value):
             continue
-        waiting += [cell.cell_contents for cell in one.__closure__ or ()]
-        for name in one.__code__.co_names:
-            called = one.__globals__.get(name)
-            if inspect.isfunction(called) and Path(called.__code__.co_filename).is_relative_to(RULES_FOLDER):
+        waiting += [cell.cell_contents for cell in value.__closure__ or ()]
+        for name in value.__code__.co_names:
+            called = value.__globals__.get(name)
+            if inspect.isfunction(called) and Path(called.__code__.co_filename).is_relative_to(
+                RULES_FOLDER
+            ):
                 waiting.append(called)
 
 
@@ -87,9 +97,8 @@ def rules_of(backend: str, key: str) -> list[Function]:
 
 def schemas(backend: str, key: str) -> Iterator[Schema]:
     """Of every commit whose checkout is here; of the pin always."""
-    snapshot = locate.Locator(search=()) if backend != "open_instruct" else None
-    if snapshot is not None:
-        yield snapshot.schema(backend, key)
+    if backend != "open_instruct":
+        yield locate.Locator(search=()).schema(backend, key)
         return
     for commit in checkouts.COMMITS:
         root = checkouts.find(commit)
@@ -115,20 +124,27 @@ def test_every_field_that_a_rule_names_exists_where_it_applies(backend: str, key
 def test_no_rule_asks_for_an_absent_field_of_a_plain_stage(backend: str, key: str) -> None:
     """Also by names that are computed, which reading the rule does not show."""
     for schema in schemas(backend, key):
-        values = Values(schema, {"model_name_or_path": "m", "max_seq_length": 16, "push_to_hub": False})
+        values = Values(
+            schema, {"model_name_or_path": "m", "max_seq_length": 16, "push_to_hub": False}
+        )
         for rule in rules_of(backend, key):
             if not premises.applies(rule, schema):
                 continue
-            given = values if rule in registry.of_script(backend, key) else Context(values=values)
+            subject = values
+            if rule not in registry.of_script(backend, key):
+                subject = Context(values=values)
             try:
-                list(rule(given))
+                list(rule(subject))
             except NoSuchField as error:
                 pytest.fail(f"{rule.__qualname__} asks for {error} at {schema.version[:12]}")
 
 
-def test_the_names_are_found_in_rules_of_every_kind() -> None:
+def test_names_are_read_from_rules_of_every_kind() -> None:
     """In a function, in what it calls, in a condition alone, and by `itemgetter`."""
-    named = {name for backend, key in CASES for rule in rules_of(backend, key) for name in fields_of(rule)}
+    named: set[str] = set()
+    for backend, key in CASES:
+        for rule in rules_of(backend, key):
+            named |= fields_of(rule)
     assert {"try_launch_beaker_eval_jobs", "max_grad_norm", "use_qlora", "compile_model"} <= named
     rules = {rule.__qualname__: rule for rule in rules_of("open_instruct", "dpo_olmo_core")}
     assert "packing" in fields_of(rules["packed_without_documents"])

@@ -1,4 +1,4 @@
-"""Keys that fit each other, or the model and the data, or do not: what `launch validate-config` says of each."""
+"""Keys that do not fit each other, the model or the data: what `launch validate-config` says."""
 
 import importlib.util
 import json
@@ -17,21 +17,29 @@ from launcher.cli.main import main
 from launcher.errors import Exit
 
 TOKENS = 100
+Capture = pytest.CaptureFixture[str]
 QWEN2 = {
-    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_size": 64,
-    "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "num_hidden_layers": 2, "vocab_size": TOKENS, "tie_word_embeddings": True, "dtype": "float32",
-}  # fmt: skip
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": TOKENS,
+    "tie_word_embeddings": True,
+    "dtype": "float32",
+}
 WORDS = [f"word{index}" for index in range(TOKENS - 2)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A stage and what is said of it, as `code severity key`; `files` are written before."""
+    """A stage and the only finding about it, as `code severity key`; none if empty."""
 
     args: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
-    said: tuple[str, ...] = ()
+    said: str = ""
     stage: str = "sft"
 
 
@@ -42,6 +50,7 @@ def _place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_HOME", "HF_HUB_CACHE"):
         monkeypatch.delenv(name, raising=False)
+    make_data()
 
 
 def make_model(folder: str = "model", *, tokens: tuple[str, ...] = (), **config: Any) -> None:
@@ -74,35 +83,55 @@ def make_data(name: str = "data/train.jsonl") -> None:
     path.write_text(json.dumps({"messages": turns, "chosen": turns, "rejected": other}) + "\n")
 
 
-def judged(
-    capsys: pytest.CaptureFixture[str], stage: Mapping[str, Any], codes: tuple[str, ...], name: str = "stage.yaml"
-) -> tuple[str, ...]:
-    """What is said under these codes, each as `code severity key`."""
-    Path(name).write_text(yaml.safe_dump(dict(stage)))
-    main(["validate-config", name, "--format", "json"])
-    findings = json.loads(capsys.readouterr().out)["findings"]
-    shown = [f"{f['code']} {f['severity']} {(f['key'] or '').removeprefix('args.')}" for f in findings]
-    return tuple(line for line in shown if line.split(" ")[0] in codes)
+def summarise(capsys: Capture, stage: Mapping[str, Any], codes: tuple[str, ...]) -> str:
+    """The findings with these codes, each as `code severity key`."""
+    Path("stage.yaml").write_text(yaml.safe_dump(dict(stage)))
+    main(["validate-config", "stage.yaml", "--format", "json"])
+    lines = []
+    for finding in json.loads(capsys.readouterr().out)["findings"]:
+        key = (finding["key"] or "").removeprefix("args.")
+        if finding["code"] in codes:
+            lines.append(f"{finding['code']} {finding['severity']} {key}")
+    return ", ".join(lines)
 
 
-def trl(case: Case) -> dict[str, Any]:
-    args = {"model_name_or_path": "model", "dataset_name": "data", "output_dir": "out", **case.args}
+def printed(capsys: Capture, stage: Mapping[str, Any]) -> str:
+    Path("stage.yaml").write_text(yaml.safe_dump(dict(stage)))
+    main(["validate-config", "stage.yaml"])
+    return capsys.readouterr().err
+
+
+def trl(case: Case, *, stage: str = "", **args: Any) -> dict[str, Any]:
+    """The case's stage for TRL; `args` are those that all cases of a table share."""
+    args |= {"model_name_or_path": "model", "dataset_name": "data", "output_dir": "out"}
     return {
-        "stage": case.stage, "backend": "trl", "deepspeed": "none", "batch": {"global": 8, "per_device": 2},
-        **case.options, "args": args,
-    }  # fmt: skip
+        "stage": stage or case.stage,
+        "backend": "trl",
+        "deepspeed": "none",
+        "batch": {"global": 8, "per_device": 2},
+        **case.options,
+        "args": {**args, **case.args},
+    }
 
 
-def open_instruct(case: Case) -> dict[str, Any]:
-    data = "mixer_list" if case.stage == "dpo" else "dataset_mixer_list"
-    args = {
-        "model_name_or_path": "model", data: ["data/train.jsonl", "1.0"], "output_dir": "out",
-        "push_to_hub": False, "try_launch_beaker_eval_jobs": False, "checkpointing_steps": "100", **case.args,
-    }  # fmt: skip
+def open_instruct(case: Case, *, stage: str = "", **args: Any) -> dict[str, Any]:
+    stage = stage or case.stage
+    data = "mixer_list" if stage == "dpo" else "dataset_mixer_list"
+    args |= {
+        "model_name_or_path": "model",
+        data: ["data/train.jsonl", "1.0"],
+        "output_dir": "out",
+        "push_to_hub": False,
+        "try_launch_beaker_eval_jobs": False,
+        "checkpointing_steps": "100",
+    }
     return {
-        "stage": case.stage, "deepspeed": "zero2", "batch": {"global": 8, "per_device": 2},
-        **case.options, "args": args,
-    }  # fmt: skip
+        "stage": stage,
+        "deepspeed": "zero2",
+        "batch": {"global": 8, "per_device": 2},
+        **case.options,
+        "args": {**args, **case.args},
+    }
 
 
 FP16 = ("fp16-weights",)
@@ -113,35 +142,34 @@ FP16_REFUSED = "fp16-weights error fp16"
 @pytest.mark.parametrize(
     "case",
     [
-        Case(args={"fp16": True, "dtype": "float16"}, said=(FP16_REFUSED,)),
-        Case(args={"fp16": True, "dtype": "bfloat16"}, said=(FP16_REFUSED,)),
-        Case(args={"fp16": True, "model_init_kwargs": {"dtype": "bfloat16"}}, said=(FP16_REFUSED,)),
-        Case(args={"fp16": True, "dtype": "auto", "model_name_or_path": "half"}, said=(FP16_REFUSED,)),
-        Case(args={"fp16": True, "dtype": "auto", "model_name_or_path": "unsaid"}, said=(FP16_REFUSED,)),
-        # `modules_to_save` are in the model's own format, and the adapters of quantised models in bfloat16
+        Case(args={"dtype": "float16"}, said=FP16_REFUSED),
+        Case(args={"dtype": "bfloat16"}, said=FP16_REFUSED),
+        Case(args={"model_init_kwargs": {"dtype": "bfloat16"}}, said=FP16_REFUSED),
+        Case(args={"dtype": "auto", "model_name_or_path": "half"}, said=FP16_REFUSED),
+        Case(args={"dtype": "auto", "model_name_or_path": "unsaid"}, said=FP16_REFUSED),
+        # `modules_to_save` keep the model's format; adapters of quantised models have bfloat16
         Case(
-            args={"fp16": True, "dtype": "float16", "use_peft": True, "lora_modules_to_save": ["norm"]},
-            said=(FP16_REFUSED,),
+            args={"dtype": "float16", "use_peft": True, "lora_modules_to_save": ["norm"]},
+            said=FP16_REFUSED,
         ),
-        Case(args={"fp16": True, "use_peft": True, "load_in_4bit": True}, said=(FP16_REFUSED,)),
+        Case(args={"use_peft": True, "load_in_4bit": True}, said=FP16_REFUSED),
         # float32 is the default
-        Case(args={"fp16": True}),
-        Case(args={"fp16": True, "dtype": "auto"}),
-        Case(args={"fp16": True, "model_init_kwargs": {"dtype": "float32"}, "dtype": "float16"}),
-        Case(args={"fp16": True, "dtype": "float16", "use_peft": True}),
-        Case(args={"dtype": "bfloat16"}),
-        Case(args={"bf16": True, "use_peft": True, "load_in_4bit": True}),
+        Case(),
+        Case(args={"dtype": "auto"}),
+        Case(args={"model_init_kwargs": {"dtype": "float32"}, "dtype": "float16"}),
+        Case(args={"dtype": "float16", "use_peft": True}),
+        Case(args={"fp16": False, "dtype": "bfloat16"}),
+        Case(args={"fp16": False, "bf16": True, "use_peft": True, "load_in_4bit": True}),
         # these engines keep copies in float32, and scale by themselves
-        Case(args={"fp16": True, "dtype": "float16"}, options={"deepspeed": "zero2"}),
-        Case(args={"fp16": True, "dtype": "float16", "fsdp": "full_shard"}),
+        Case(args={"dtype": "float16"}, options={"deepspeed": "zero2"}),
+        Case(args={"dtype": "float16", "fsdp": "full_shard"}),
     ],
 )
-def test_fp16_trains_weights_of_32_bits(capsys: pytest.CaptureFixture[str], case: Case, stage: str) -> None:
+def test_fp16_trains_weights_of_32_bits(capsys: Capture, case: Case, stage: str) -> None:
     make_model()
     make_model("half", dtype="float16")
     make_model("unsaid", dtype=None)
-    make_data()
-    assert judged(capsys, {**trl(case), "stage": stage}, FP16) == case.said
+    assert summarise(capsys, trl(case, stage=stage, fp16=True), FP16) == case.said
 
 
 OVER_BF16 = ("fp16-over-bf16",)
@@ -151,84 +179,87 @@ OVER_BF16 = ("fp16-over-bf16",)
 @pytest.mark.parametrize(
     "case",
     [
-        Case(options={"deepspeed": "none"}, said=("fp16-over-bf16 error mixed_precision",)),
+        Case(options={"deepspeed": "none"}, said="fp16-over-bf16 error mixed_precision"),
         # DeepSpeed casts the model, and adapters are in float32
-        Case(said=("fp16-over-bf16 warning mixed_precision",)),
-        Case(options={"deepspeed": "none"}, args={"use_lora": True}, said=("fp16-over-bf16 warning mixed_precision",)),
+        Case(said="fp16-over-bf16 warning mixed_precision"),
+        Case(
+            options={"deepspeed": "none"},
+            args={"use_lora": True},
+            said="fp16-over-bf16 warning mixed_precision",
+        ),
         Case(options={"deepspeed": "none", "mixed_precision": "bf16"}),
     ],
 )
-def test_open_instruct_loads_bfloat16(capsys: pytest.CaptureFixture[str], case: Case, stage: str) -> None:
+def test_open_instruct_loads_bfloat16(capsys: Capture, case: Case, stage: str) -> None:
     make_model()
-    make_data()
     options = {"mixed_precision": "fp16", **case.options}
-    whole = Case(args=case.args, options=options, stage=stage)
-    assert judged(capsys, open_instruct(whole), OVER_BF16) == case.said
+    case = Case(args=case.args, options=options, said=case.said)
+    assert summarise(capsys, open_instruct(case, stage=stage), OVER_BF16) == case.said
 
 
 ROUNDED = ("steps-rounded",)
 BF16 = {"dtype": "bfloat16"}
+SMALL = {**BF16, "learning_rate": 5e-7}
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        Case(args={**BF16, "learning_rate": 5e-7}, said=("steps-rounded warning dtype",)),
-        Case(args=BF16, stage="dpo", said=("steps-rounded warning dtype",)),  # its default is 1e-6
-        Case(args={"dtype": "auto", "model_name_or_path": "own", "learning_rate": 5e-7},
-             said=("steps-rounded warning dtype",)),
-        Case(args={"model_init_kwargs": BF16, "learning_rate": 5e-7},
-             said=("steps-rounded warning model_init_kwargs",)),
-        Case(args={**BF16, "learning_rate": 5e-7, "use_peft": True, "lora_modules_to_save": ["norm"]},
-             said=("steps-rounded warning dtype",)),
+        Case(args=SMALL, said="steps-rounded warning dtype"),
+        Case(args=BF16, stage="dpo", said="steps-rounded warning dtype"),  # its default is 1e-6
+        Case(
+            args={"dtype": "auto", "model_name_or_path": "own", "learning_rate": 5e-7},
+            said="steps-rounded warning dtype",
+        ),
+        Case(
+            args={"model_init_kwargs": BF16, "learning_rate": 5e-7},
+            said="steps-rounded warning model_init_kwargs",
+        ),
+        Case(
+            args={**SMALL, "use_peft": True, "lora_modules_to_save": ["norm"]},
+            said="steps-rounded warning dtype",
+        ),
         Case(args=BF16),  # 2e-5
         Case(args={**BF16, "learning_rate": 5e-6}),
         Case(args={"learning_rate": 5e-7}),
-        Case(args={**BF16, "learning_rate": 5e-7, "use_peft": True}),
-        Case(args={**BF16, "learning_rate": 5e-7}, options={"deepspeed": "zero2"}),
-        Case(args={**BF16, "learning_rate": 5e-7, "fsdp": "full_shard"}),
+        Case(args={**SMALL, "use_peft": True}),
+        Case(args=SMALL, options={"deepspeed": "zero2"}),
+        Case(args={**SMALL, "fsdp": "full_shard"}),
         # it keeps what was rounded
-        Case(args={**BF16, "learning_rate": 5e-7, "optim": "stable_adamw"}),
+        Case(args={**SMALL, "optim": "stable_adamw"}),
     ],
-)  # fmt: skip
-def test_steps_that_bfloat16_rounds_away(capsys: pytest.CaptureFixture[str], case: Case) -> None:
+)
+def test_steps_that_bfloat16_rounds_away(capsys: Capture, case: Case) -> None:
     make_model()
     make_model("own", dtype="bfloat16")
-    make_data()
-    assert judged(capsys, trl(case), ROUNDED) == case.said
+    assert summarise(capsys, trl(case), ROUNDED) == case.said
 
 
 @pytest.mark.parametrize("stage", ["sft", "dpo"])
 @pytest.mark.parametrize(
     "case",
     [
-        Case(options={"deepspeed": "none"}, said=("steps-rounded warning learning_rate",)),
+        Case(options={"deepspeed": "none"}, said="steps-rounded warning learning_rate"),
         Case(),
         Case(options={"deepspeed": "none"}, args={"use_lora": True}),
         Case(options={"deepspeed": "none"}, args={"learning_rate": 5e-6}),
         Case(options={"deepspeed": "none", "num_gpus": 0}),
     ],
 )
-def test_steps_that_open_instruct_rounds_away(capsys: pytest.CaptureFixture[str], case: Case, stage: str) -> None:
+def test_steps_that_open_instruct_rounds_away(capsys: Capture, case: Case, stage: str) -> None:
     make_model()
-    make_data()
-    args = {"learning_rate": 5e-7, **case.args}
-    whole = Case(args=args, options=case.options, stage=stage)
-    assert judged(capsys, open_instruct(whole), ROUNDED) == case.said
+    small_steps = open_instruct(case, stage=stage, learning_rate=5e-7)
+    assert summarise(capsys, small_steps, ROUNDED) == case.said
 
 
-def test_the_numbers_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_numbers_are_said(capsys: Capture) -> None:
     make_model()
-    make_data()
-    Path("stage.yaml").write_text(yaml.safe_dump(trl(Case(args={**BF16, "learning_rate": 5e-7}))))
-    main(["validate-config", "stage.yaml"])
-    said = capsys.readouterr().err
-    assert "5e-07" in said
-    assert "0.00026" in said
-    assert "1.0%" in said
+    message = printed(capsys, trl(Case(args=SMALL)))
+    assert "5e-07" in message
+    assert "0.00026" in message
+    assert "1.0%" in message
 
 
-LORA = {"use_peft": True}
 ADAPTED = ("lora-on-tied", "lora-targets")
 REFUSED_HEAD = "lora-targets error lora_target_modules"
 TIED_TARGET = "lora-on-tied warning lora_target_modules"
@@ -239,28 +270,31 @@ TIED_COPY = "lora-on-tied warning lora_modules_to_save"
 @pytest.mark.parametrize(
     "case",
     [
-        Case(args={**LORA, "lora_target_modules": ["q_proj", "lm_head"]}, said=(REFUSED_HEAD,)),
-        Case(args={**LORA, "lora_target_modules": "lm_head"}, said=(REFUSED_HEAD,)),
-        Case(args={**LORA, "lora_target_modules": ["q_proj", "lm_head"], "model_name_or_path": "untied"},
-             said=(REFUSED_HEAD,)),
-        Case(args={**LORA, "lora_target_modules": ["q_proj", "embed_tokens"]}, said=(TIED_TARGET,)),
-        Case(args={**LORA, "lora_target_modules": ".*(q_proj|embed_tokens)"}, said=(TIED_TARGET,)),
-        Case(args={**LORA, "lora_modules_to_save": ["lm_head"]}, said=(TIED_COPY,)),
-        Case(args={**LORA, "lora_modules_to_save": ["model.embed_tokens"]}, said=(TIED_COPY,)),
-        Case(args={**LORA, "lora_target_modules": ["q_proj", "v_proj"]}),
-        Case(args={**LORA, "lora_target_modules": "all-linear"}),
-        Case(args={**LORA, "lora_modules_to_save": ["norm"]}),
-        Case(args={**LORA, "lora_target_modules": ["q_proj", "embed_tokens"], "model_name_or_path": "untied"}),
-        Case(args={**LORA, "lora_modules_to_save": ["lm_head"], "model_name_or_path": "untied"}),
+        Case(args={"lora_target_modules": ["q_proj", "lm_head"]}, said=REFUSED_HEAD),
+        Case(args={"lora_target_modules": "lm_head"}, said=REFUSED_HEAD),
+        Case(
+            args={"lora_target_modules": ["q_proj", "lm_head"], "model_name_or_path": "untied"},
+            said=REFUSED_HEAD,
+        ),
+        Case(args={"lora_target_modules": ["q_proj", "embed_tokens"]}, said=TIED_TARGET),
+        Case(args={"lora_target_modules": ".*(q_proj|embed_tokens)"}, said=TIED_TARGET),
+        Case(args={"lora_modules_to_save": ["lm_head"]}, said=TIED_COPY),
+        Case(args={"lora_modules_to_save": ["model.embed_tokens"]}, said=TIED_COPY),
+        Case(args={"lora_target_modules": ["q_proj", "v_proj"]}),
+        Case(args={"lora_target_modules": "all-linear"}),
+        Case(args={"lora_modules_to_save": ["norm"]}),
+        Case(
+            args={"lora_target_modules": ["q_proj", "embed_tokens"], "model_name_or_path": "untied"}
+        ),
+        Case(args={"lora_modules_to_save": ["lm_head"], "model_name_or_path": "untied"}),
         # without `use_peft` none of them is read
-        Case(args={"lora_target_modules": ["q_proj", "lm_head"]}),
+        Case(args={"use_peft": False, "lora_target_modules": ["q_proj", "lm_head"]}),
     ],
-)  # fmt: skip
-def test_lora_on_embedding_and_output_layer(capsys: pytest.CaptureFixture[str], case: Case, stage: str) -> None:
+)
+def test_lora_on_embedding_and_output_layer(capsys: Capture, case: Case, stage: str) -> None:
     make_model()
     make_model("untied", tie_word_embeddings=False)
-    make_data()
-    assert judged(capsys, {**trl(case), "stage": stage}, ADAPTED) == case.said
+    assert summarise(capsys, trl(case, stage=stage, use_peft=True), ADAPTED) == case.said
 
 
 SPLITS = ("mixer-splits",)
@@ -271,26 +305,24 @@ TWO_SETS = ["org/a", "1.0", "org/b", "1.0"]
     ("sets", "splits", "said"),
     [
         # one for each set, not one for each entry of the list
-        (TWO_SETS, ["train", "train"], ()),
-        (TWO_SETS, ["train", "test"], ()),
-        (TWO_SETS, ["train", "test", "train"], ("mixer-splits error {key}",)),
-        (TWO_SETS, ["train", "test", "test", "test"], ("mixer-splits error {key}",)),
-        (["org/a", "1.0"], ["train", "test"], ("mixer-splits error {key}",)),
-        (["data/train.jsonl", "1.0"], ["test"], ("mixer-splits error {key}[0]",)),
-        (TWO_SETS, ["train"], ()),
-        (["org/a", "1.0"], ["test"], ()),
+        (TWO_SETS, ["train", "train"], ""),
+        (TWO_SETS, ["train", "test"], ""),
+        (TWO_SETS, ["train", "test", "train"], "mixer-splits error {key}"),
+        (TWO_SETS, ["train", "test", "test", "test"], "mixer-splits error {key}"),
+        (["org/a", "1.0"], ["train", "test"], "mixer-splits error {key}"),
+        (["data/train.jsonl", "1.0"], ["test"], "mixer-splits error {key}[0]"),
+        (TWO_SETS, ["train"], ""),
+        (["org/a", "1.0"], ["test"], ""),
     ],
 )
 @pytest.mark.parametrize("stage", ["sft", "dpo"])
 def test_splits_of_open_instruct(
-    capsys: pytest.CaptureFixture[str], sets: list[str], splits: list[str], said: tuple[str, ...], stage: str
+    capsys: Capture, sets: list[str], splits: list[str], said: str, stage: str
 ) -> None:
     make_model()
-    make_data()
     data = "mixer_list" if stage == "dpo" else "dataset_mixer_list"
     case = Case(args={data: sets, f"{data}_splits": splits}, stage=stage)
-    expected = tuple(line.format(key=f"{data}_splits") for line in said)
-    assert judged(capsys, open_instruct(case), SPLITS) == expected
+    assert summarise(capsys, open_instruct(case), SPLITS) == said.format(key=f"{data}_splits")
 
 
 CLIPPED = ("out-of-range",)
@@ -299,20 +331,22 @@ CLIPPED = ("out-of-range",)
 @pytest.mark.parametrize(
     ("stage", "key", "value", "is_said"),
     [
-        # of DPO's negative limits another rule speaks: they reverse the gradient (test_behaviour_rules.py)
-        ("sft", "clip_grad_norm", -0.5, True), ("dpo", "max_grad_norm", -2, False),
-        ("sft", "clip_grad_norm", -1, False), ("sft", "clip_grad_norm", 0, False), ("dpo", "max_grad_norm", -1, False),
+        # DPO's negative limits reverse the gradient: another rule (test_behaviour_rules.py)
+        ("sft", "clip_grad_norm", -0.5, True),
+        ("dpo", "max_grad_norm", -2, False),
+        ("sft", "clip_grad_norm", -1, False),
+        ("sft", "clip_grad_norm", 0, False),
+        ("dpo", "max_grad_norm", -1, False),
         ("dpo", "max_grad_norm", 1.0, False),
     ],
-)  # fmt: skip
+)
 def test_only_minus_one_is_off(
-    capsys: pytest.CaptureFixture[str], stage: str, key: str, value: float, is_said: bool
+    capsys: Capture, stage: str, key: str, value: float, is_said: bool
 ) -> None:
     make_model()
-    make_data()
     case = Case(args={key: value}, options={"deepspeed": "none"}, stage=stage)
-    said = (f"out-of-range warning {key}",) if is_said else ()
-    assert judged(capsys, open_instruct(case), CLIPPED) == said
+    said = f"out-of-range warning {key}" if is_said else ""
+    assert summarise(capsys, open_instruct(case), CLIPPED) == said
 
 
 EVALUATED = ("eval-without-data", "no-such-split", "conditional-key")
@@ -322,25 +356,29 @@ EVALUATED = ("eval-without-data", "no-such-split", "conditional-key")
 @pytest.mark.parametrize(
     "case",
     [
-        Case(args={"eval_strategy": "steps", "eval_steps": 5}, said=("no-such-split error eval_strategy",)),
-        Case(args={"eval_strategy": "epoch", "dataset_test_split": "validation"},
-             said=("no-such-split error dataset_test_split",)),
+        Case(
+            args={"eval_strategy": "steps", "eval_steps": 5},
+            said="no-such-split error eval_strategy",
+        ),
+        Case(
+            args={"eval_strategy": "epoch", "dataset_test_split": "validation"},
+            said="no-such-split error dataset_test_split",
+        ),
         Case(args={"eval_strategy": "epoch", "dataset_test_split": "train"}),
         Case(args={"eval_strategy": "epoch", "dataset_name": "both"}),
         # what the hub has is not known here
         Case(args={"eval_strategy": "epoch", "dataset_name": "org/name"}),
-        Case(args={"eval_on_start": True}, said=("eval-without-data error eval_on_start",)),
+        Case(args={"eval_on_start": True}, said="eval-without-data error eval_on_start"),
         Case(args={"eval_on_start": True, "eval_strategy": "epoch", "dataset_name": "both"}),
-        Case(args={"eval_steps": 5}, said=("conditional-key warning eval_steps",)),
+        Case(args={"eval_steps": 5}, said="conditional-key warning eval_steps"),
         Case(),
     ],
-)  # fmt: skip
-def test_evaluation_needs_a_split(capsys: pytest.CaptureFixture[str], case: Case, stage: str) -> None:
+)
+def test_evaluation_needs_a_split(capsys: Capture, case: Case, stage: str) -> None:
     make_model()
-    make_data()
     make_data("both/train.jsonl")
     make_data("both/test.jsonl")
-    assert judged(capsys, {**trl(case), "stage": stage}, EVALUATED) == case.said
+    assert summarise(capsys, trl(case, stage=stage), EVALUATED) == case.said
 
 
 BATCHED = ("impossible-batch",)
@@ -360,45 +398,43 @@ BATCHED = ("impossible-batch",)
 )
 @pytest.mark.parametrize("trainer", [trl, open_instruct])
 def test_a_batch_that_no_gpus_can_split(
-    capsys: pytest.CaptureFixture[str], trainer: Any, batch: dict[str, int], args: dict[str, int], is_said: bool
+    capsys: Capture, trainer: Any, batch: dict[str, int], args: dict[str, int], is_said: bool
 ) -> None:
     make_model()
-    make_data()
-    said = ("impossible-batch error batch.global",) if is_said else ()
-    assert judged(capsys, trainer(Case(options={"batch": batch}, args=args)), BATCHED) == said
+    said = "impossible-batch error batch.global" if is_said else ""
+    assert summarise(capsys, trainer(Case(options={"batch": batch}, args=args)), BATCHED) == said
 
 
 BEYOND = ("tokens-beyond-embedding", "embedding-resized")
-WITHOUT_ROW = "tokens-beyond-embedding {} model_name_or_path"
-WARNED = (WITHOUT_ROW.format("warning"),)
-REFUSED = (WITHOUT_ROW.format("error"),)
+WARNED = "tokens-beyond-embedding warning model_name_or_path"
+REFUSED = "tokens-beyond-embedding error model_name_or_path"
 
 
-def grown() -> None:
+def grow() -> None:
     make_model(tokens=("<new>",))
 
 
-def grown_pad() -> None:
+def grow_pad() -> None:
     make_model(tokens=("<new>",))
     set_tokenizer("model", pad_token="<new>")
 
 
-def missing_pad() -> None:
+def miss_pad() -> None:
     make_model()
     set_tokenizer("model", pad_token="[PAD]")
 
 
-def grown_end() -> None:
+def grow_end() -> None:
     make_model(tokens=("<end>",))
     set_tokenizer("model", eos_token="<end>")
     Path("model/chat_template.jinja").write_text("{{ messages }}{{ eos_token }}")
 
 
-def pad_id_beyond() -> None:
+def move_pad_id_beyond() -> None:
     make_model(pad_token_id=TOKENS)
 
 
-def padded_rows() -> None:
+def pad_rows() -> None:
     # as many models have it: more rows than tokens
     make_model(vocab_size=TOKENS + 28, tokens=("<new>",))
 
@@ -406,56 +442,49 @@ def padded_rows() -> None:
 @pytest.mark.parametrize(
     ("make", "case", "said"),
     [
-        (grown, Case(), WARNED),
-        (grown_pad, Case(), REFUSED),
-        (missing_pad, Case(), REFUSED),
-        (missing_pad, Case(stage="dpo", options={"batch": {"global": 8, "per_device": 1}}), REFUSED),
-        (grown_end, Case(), REFUSED),
-        (pad_id_beyond, Case(), REFUSED),
+        (grow, Case(), WARNED),
+        (grow_pad, Case(), REFUSED),
+        (miss_pad, Case(), REFUSED),
+        (miss_pad, Case(stage="dpo", options={"batch": {"global": 8, "per_device": 1}}), REFUSED),
+        (grow_end, Case(), REFUSED),
+        (move_pad_id_beyond, Case(), REFUSED),
         # no row is padded, or with another token
-        (grown_pad, Case(options={"batch": {"global": 8, "per_device": 1}}), WARNED),
-        (grown_pad, Case(args={"pad_token": "<pad>"}), WARNED),
+        (grow_pad, Case(options={"batch": {"global": 8, "per_device": 1}}), WARNED),
+        (grow_pad, Case(args={"pad_token": "<pad>"}), WARNED),
         # tokens of another tokenizer's template get rows
-        (grown_pad, Case(args={"chat_template_path": "org/other"}), ()),
-        (make_model, Case(), ()),
-        (padded_rows, Case(), ()),
+        (grow_pad, Case(args={"chat_template_path": "org/other"}), ""),
+        (make_model, Case(), ""),
+        (pad_rows, Case(), ""),
     ],
 )
-def test_tokens_without_a_row(
-    capsys: pytest.CaptureFixture[str], make: Any, case: Case, said: tuple[str, ...]
-) -> None:
+def test_tokens_without_a_row(capsys: Capture, make: Any, case: Case, said: str) -> None:
     make()
-    make_data()
-    assert judged(capsys, trl(case), BEYOND) == said
+    assert summarise(capsys, trl(case), BEYOND) == said
 
 
 @pytest.mark.parametrize("stage", ["sft", "dpo"])
 @pytest.mark.parametrize(
     ("make", "args", "said"),
     [
-        (grown, {}, ("embedding-resized note model_name_or_path",)),
-        (grown, {"use_lora": True}, ("embedding-resized warning model_name_or_path",)),
-        (pad_id_beyond, {}, REFUSED),
-        (make_model, {}, ()),
-        (padded_rows, {"use_lora": True}, ()),
+        (grow, {}, "embedding-resized note model_name_or_path"),
+        (grow, {"use_lora": True}, "embedding-resized warning model_name_or_path"),
+        (move_pad_id_beyond, {}, REFUSED),
+        (make_model, {}, ""),
+        (pad_rows, {"use_lora": True}, ""),
     ],
 )
 def test_open_instruct_adds_rows(
-    capsys: pytest.CaptureFixture[str], make: Any, args: dict[str, Any], said: tuple[str, ...], stage: str
+    capsys: Capture, make: Any, args: dict[str, Any], said: str, stage: str
 ) -> None:
     make()
-    make_data()
-    assert judged(capsys, open_instruct(Case(args=args, stage=stage)), BEYOND) == said
+    assert summarise(capsys, open_instruct(Case(args=args, stage=stage)), BEYOND) == said
 
 
-def test_both_sizes_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    grown()
-    make_data()
+def test_both_sizes_are_named(capsys: Capture) -> None:
+    grow()
     for trainer in (trl, open_instruct):
-        Path("stage.yaml").write_text(yaml.safe_dump(trainer(Case())))
-        main(["validate-config", "stage.yaml"])
-        said = capsys.readouterr().err
-        assert "101 tokens" in said and "100 rows" in said and "`<new>`" in said
+        message = printed(capsys, trainer(Case()))
+        assert "101 tokens" in message and "100 rows" in message and "`<new>`" in message
 
 
 ADAPTER = ("adapter-alone", "incomplete-model", "incomplete-tokenizer", "missing-model")
@@ -464,33 +493,32 @@ ADAPTER = ("adapter-alone", "incomplete-model", "incomplete-tokenizer", "missing
 def make_adapter(folder: str = "adapter", base: str = "org/base") -> None:
     path = Path(folder)
     path.mkdir()
-    (path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base, "peft_type": "LORA"}))
+    (path / "adapter_config.json").write_text(
+        json.dumps({"base_model_name_or_path": base, "peft_type": "LORA"})
+    )
     (path / "adapter_model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
 
 
 @pytest.mark.parametrize("trainer", [trl, open_instruct])
 @pytest.mark.parametrize("stage", ["sft", "dpo"])
-def test_an_adapter_is_merged_first(capsys: pytest.CaptureFixture[str], trainer: Any, stage: str) -> None:
-    make_data()
+def test_an_adapter_is_merged_first(capsys: Capture, trainer: Any, stage: str) -> None:
     make_adapter()
     case = Case(args={"model_name_or_path": "adapter"}, stage=stage)
-    warned = ("adapter-alone warning model_name_or_path",)
-    assert judged(capsys, trainer(case), ADAPTER) == warned
+    warned = "adapter-alone warning model_name_or_path"
+    assert summarise(capsys, trainer(case), ADAPTER) == warned
     # a config.json that was copied beside it makes no model of it
     make_model()
     shutil.copy("model/config.json", "adapter/config.json")
-    assert judged(capsys, trainer(case), ADAPTER) == warned
-    main(["validate-config", "stage.yaml"])
-    said = capsys.readouterr().err
-    assert "org/base" in said
-    assert "merge_and_unload" in said
-    assert '"adapter-merged"' in said
+    assert summarise(capsys, trainer(case), ADAPTER) == warned
+    message = printed(capsys, trainer(case))
+    assert "org/base" in message
+    assert "merge_and_unload" in message
+    assert '"adapter-merged"' in message
 
 
-def test_an_adapter_starts_no_training(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_adapter_starts_no_training(capsys: Capture) -> None:
     if importlib.util.find_spec("trl") is None:
         pytest.skip(NO_PACKAGES)
-    make_data()
     make_adapter()
     case = Case(args={"model_name_or_path": "adapter", "bf16": False}, stage="dpo")
     Path("stage.yaml").write_text(yaml.safe_dump(trl(case)))
@@ -499,9 +527,8 @@ def test_an_adapter_starts_no_training(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_an_adapter_in_the_cache_of_the_hub(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make_data()
     monkeypatch.setenv("HF_HUB_CACHE", "hub")
     kept = Path("hub/models--org--adapter")
     (kept / "refs").mkdir(parents=True)
@@ -509,4 +536,4 @@ def test_an_adapter_in_the_cache_of_the_hub(
     (kept / "snapshots").mkdir()
     make_adapter(str(kept / "snapshots/abc"))
     case = Case(args={"model_name_or_path": "org/adapter"}, stage="dpo")
-    assert judged(capsys, trl(case), ADAPTER) == ("adapter-alone warning model_name_or_path",)
+    assert summarise(capsys, trl(case), ADAPTER) == "adapter-alone warning model_name_or_path"

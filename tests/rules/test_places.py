@@ -56,6 +56,7 @@ def reason(world: World, output: str | Path, **args: object) -> str:
         ("~/out", "would make a folder called `~`"),
         ("~root/out", "would make a folder called `~root`"),
         ("./~/out", "would make a folder called `~`"),
+        ("~x/../out-2", "would make a folder called `~x`"),
         ("$HOME/out", "would make a folder called `$HOME`"),
         ("$SCRATCH/out", "would make a folder called `$SCRATCH`"),
         ("runs", "is the folder of the runs"),
@@ -90,14 +91,14 @@ def test_home_and_what_is_above_it(world: World, tmp_path: Path) -> None:
     (world.root / "at-home").symlink_to(tmp_path / "home")
     os.chdir(other)
     config = world.config(output_dir=str(world.root / "at-home"))
-    messages = [one.message for one in stages.judge(load.load(config)).findings if one.code == "unintended-output"]
-    assert len(messages) == 1 and "is the home folder" in messages[0]
+    findings = stages.judge(load.load(config)).findings
+    (finding,) = [finding for finding in findings if finding.code == "unintended-output"]
+    assert "is the home folder" in finding.message
 
 
-@pytest.mark.parametrize("output", ["out", "output/a", "o", "../beside", "data/out", "model/out", "~x/../out-2"])
+@pytest.mark.parametrize("output", ["out", "output/a", "o", "../beside", "data/out", "model/out"])
 def test_a_folder_of_the_runs_own_is_fine(world: World, output: str) -> None:
-    found = refusals(world, output)
-    assert bool(found) is output.startswith("~")
+    assert not refusals(world, output)
 
 
 def test_links_and_data_files_count_by_where_they_lead(world: World, tmp_path: Path) -> None:
@@ -120,9 +121,14 @@ def test_the_checkout_is_no_place_unless_one_works_there(
         lines += ["  do_not_randomize_output_dir: true", f"  output_dir: {output}"]
         file.write_text("\n".join(lines) + "\n")
         judged = stages.judge(load.load(file), locator=Locator(checkout=checkout))
-        return [one.message for one in judged.findings if one.code == "unintended-output"]
+        return [f.message for f in judged.findings if f.code == "unintended-output"]
 
-    for place in (checkout, checkout.parent, checkout / "output", checkout / "open_instruct" / "out"):
+    for place in (
+        checkout,
+        checkout.parent,
+        checkout / "output",
+        checkout / "open_instruct" / "out",
+    ):
         assert messages(place), place
     monkeypatch.chdir(checkout)
     assert not messages(checkout / "output")
@@ -150,5 +156,8 @@ def test_every_command_refuses_it(world: World) -> None:
     ):
         done = world.launch(*words)
         assert done.returncode == 3, (words, done.stderr)
-        assert "error[unintended-output]: `output_dir: /` is the root of the file system" in done.stderr + done.stdout
+        assert (
+            "error[unintended-output]: `output_dir: /` is the root of the file system"
+            in done.stderr + done.stdout
+        )
         assert "stage.yaml:" in done.stderr + done.stdout

@@ -2,15 +2,22 @@
 
 from pathlib import Path
 
-from test_rules import values_of
+from rule_findings import values_of
 
 from launcher.rules import registry
 from launcher.rules.context import Context, Machine, Split
 
 
 def codes(**known: object) -> set[str]:
-    args = {"torch_compile": True, "pad_to_multiple_of": 512, "optim": "adamw_8bit", "fsdp": "full_shard"}
-    context = Context(values=values_of("trl-sft", args), environ={"PATH": "", "HOME": "/nonexistent"}, **known)  # type: ignore[arg-type]
+    args = {
+        "torch_compile": True,
+        "pad_to_multiple_of": 512,
+        "optim": "adamw_8bit",
+        "fsdp": "full_shard",
+    }
+    context = Context(
+        values=values_of("trl-sft", args), environ={"PATH": "", "HOME": "/nonexistent"}, **known
+    )  # type: ignore[arg-type]
     return {finding.code for finding in registry.apply_in(context)}
 
 

@@ -11,12 +11,19 @@ from typing import Any
 import pytest
 from argument_sets import generate
 from conftest import NO_PACKAGES, Write
+from rule_findings import (
+    BASES,
+    THIS_MACHINE,
+    codes_of_run,
+    judge_run,
+    summarise,
+    summarise_run,
+    values_of,
+)
 from saved import loadable
-from test_rules import BASES, HERE, values_of
 
 from launcher.artifacts import model_config
 from launcher.config.keys import DEEPSPEED
-from launcher.errors import Finding
 from launcher.rules import model as model_rules
 from launcher.rules import registry
 from launcher.rules.context import Context, Machine, Split
@@ -28,42 +35,21 @@ from launcher.upstream.trainers import BACKENDS
 ZERO2 = json.loads(deepspeed_file("zero2").read_text(encoding="utf-8"))
 ZERO3 = json.loads(deepspeed_file("zero3").read_text(encoding="utf-8"))
 BARE = {
-    "zero_optimization": {"stage": 2}, "train_micro_batch_size_per_gpu": "auto",
-    "train_batch_size": "auto", "gradient_accumulation_steps": "auto",
-}  # fmt: skip
+    "zero_optimization": {"stage": 2},
+    "train_micro_batch_size_per_gpu": "auto",
+    "train_batch_size": "auto",
+    "gradient_accumulation_steps": "auto",
+}
 TRAINER = {"accelerate": "1.12.0", "flash-attn": "2.8.3", "liger-kernel": "0.7.0"}
 
 
 @pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # the models and files of these tests are named relative to their own folder
     monkeypatch.chdir(tmp_path)
 
 
-def context(script: str, args: dict[str, Any], **known: Any) -> Context:
-    known.setdefault("environ", {"HOME": str(Path.cwd() / "home")})
-    if "gpus" not in known:
-        # once the GPUs are known, it may be a default that was filled in
-        known.setdefault("named_precision", known.get("mixed_precision"))
-    return Context(values=values_of(script, args), **known)
-
-
-def found(script: str, args: dict[str, Any], **known: Any) -> list[Finding]:
-    # what a release of DeepSpeed does to gradients: tests/probe/test_gradients.py
-    told = registry.apply_in(context(script, args, **known))
-    # that data on the hub were not looked at is said of every set of arguments
-    return [finding for finding in told if finding.code not in ("overlap-corrupts", "unseen-data")]
-
-
-def one(script: str, args: dict[str, Any], **known: Any) -> tuple[str, str, str]:
-    """The code, severity and key of the only finding."""
-    (finding,) = found(script, args, **known)
-    assert finding.layer == "run"
-    assert finding.message
-    return finding.code, finding.severity, finding.key or ""
-
-
-def model(write: Write, **config: Any) -> str:
+def write_model(write: Write, **config: Any) -> str:
     """A local model folder with this config; its name."""
     write("model/config.json", json.dumps(config))
     return "model"
@@ -72,27 +58,39 @@ def model(write: Write, **config: Any) -> str:
 @pytest.mark.parametrize("script", ["sft", "dpo", "trl-sft", "trl-dpo"])
 def test_what_ships_is_quiet(script: str) -> None:
     for name, gpus in itertools.product((None, *DEEPSPEED), (None, 0, 1, 8)):
-        file: Any = None if name is None else json.loads(deepspeed_file(name).read_text())
-        known: dict[str, Any] = {"deepspeed": file, "gpus": gpus, "packages": TRAINER, "machine": HERE}
+        file = name and json.loads(deepspeed_file(name).read_text())
+        known = {"deepspeed": file, "gpus": gpus, "packages": TRAINER, "machine": THIS_MACHINE}
         known |= {"per_device": 4, "accumulation": 4, "mixed_precision": "bf16"}
-        assert found(script, {}, **known) == []
+        assert judge_run(script, {}, **known) == []
 
 
-SILENT_ON_PASSES = {k: v for k, v in BARE.items() if k != "gradient_accumulation_steps"}
-FILES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+SILENT_ON_PASSES = dict(BARE)
+del SILENT_ON_PASSES["gradient_accumulation_steps"]
+FILES = [
     ({**BARE, "optimizer": {"type": "AdamW"}}, {}, "deepspeed-optimizer error"),
     ({**BARE, "scheduler": {"type": "WarmupLR"}}, {}, "deepspeed-optimizer error"),
     ({**BARE, "zero_optimization": {"stage": 3}}, {}, "zero3-unsaved error"),
     ({"train_micro_batch_size_per_gpu": 1}, {}, "deepspeed-no-zero error"),
     ({"zero_optimization": {"stage": 2}}, {}, "deepspeed-no-batch error"),
-    ({"zero_optimization": {"stage": 2}, "train_batch_size": "auto"}, {}, "deepspeed-no-batch error"),
-    ({**BARE, "gradient_accumulation_steps": 2}, {"accumulation": 4}, "deepspeed-accumulation warning"),
+    (
+        {"zero_optimization": {"stage": 2}, "train_batch_size": "auto"},
+        {},
+        "deepspeed-no-batch error",
+    ),
+    (
+        {**BARE, "gradient_accumulation_steps": 2},
+        {"accumulation": 4},
+        "deepspeed-accumulation warning",
+    ),
     (SILENT_ON_PASSES, {"accumulation": 4}, "deepspeed-accumulation warning"),
-    ({**BARE, "train_batch_size": 128}, {"gpus": 8, "per_device": 4, "accumulation": 2},
-     "deepspeed-batch error"),
+    (
+        {**BARE, "train_batch_size": 128},
+        {"gpus": 8, "per_device": 4, "accumulation": 2},
+        "deepspeed-batch error",
+    ),
     ({**BARE, "fp16": {"enabled": True}}, {"mixed_precision": "bf16"}, "deepspeed-precision error"),
-]  # fmt: skip
-GOOD: list[tuple[dict[str, Any], dict[str, Any]]] = [
+]
+GOOD = [
     (BARE, {"accumulation": 4, "gpus": 8, "per_device": 4}),
     ({**BARE, "gradient_accumulation_steps": 4}, {"accumulation": 4}),
     ({**BARE, "train_batch_size": 64}, {"gpus": 8, "per_device": 4, "accumulation": 2}),
@@ -106,91 +104,95 @@ GOOD: list[tuple[dict[str, Any], dict[str, Any]]] = [
 @pytest.mark.parametrize("script", ["sft", "dpo"])
 def test_deepspeed_files(script: str) -> None:
     for file, known, expected in FILES:
-        told = one(script, {}, deepspeed=file, **known)
-        assert (" ".join(told[:2]), told[2]) == (expected, "deepspeed")
+        assert summarise_run(script, {}, deepspeed=file, **known) == [f"{expected} deepspeed"]
     for file, known in GOOD:
-        assert found(script, {}, deepspeed=file, **known) == []
+        assert judge_run(script, {}, deepspeed=file, **known) == []
 
 
 @pytest.mark.parametrize("odd", [None, [], "x", 1e999])
 def test_odd_files_and_configs_are_no_crash(write: Write, odd: Any) -> None:
-    known: dict[str, Any] = {"gpus": 8, "per_device": 1, "accumulation": 2, "mixed_precision": "bf16"}
+    known = {"gpus": 8, "per_device": 1, "accumulation": 2, "mixed_precision": "bf16"}
     nested = {"zero_optimization": {"stage": odd}, "optimizer": {"params": odd}}
     keys = (*BARE, "gradient_clipping", "fp16", "bf16", "optimizer", "scheduler", "checkpoint")
-    for key, (script, clips) in itertools.product(keys, (("sft", "clip_grad_norm"), ("trl-sft", "max_grad_norm"))):
+    for key, (script, clips) in itertools.product(
+        keys, (("sft", "clip_grad_norm"), ("trl-sft", "max_grad_norm"))
+    ):
         for file in ({**BARE, key: odd}, {**BARE, **nested}, {key: odd}):
-            assert isinstance(found(script, {clips: 0.5}, deepspeed=file, **known), list)
-    args = {"model_name_or_path": "model", "use_lora": True, "use_liger_kernel": True, "max_seq_length": 8}
+            assert isinstance(judge_run(script, {clips: 0.5}, deepspeed=file, **known), list)
+    args = {
+        "model_name_or_path": "model",
+        "use_lora": True,
+        "use_liger_kernel": True,
+        "max_seq_length": 8,
+    }
     whole = {"model_type": "qwen2", "max_position_embeddings": 4, "rope_scaling": {"factor": odd}}
     for key in (*whole, "attention_bias", "num_attention_heads", "rope_parameters", "text_config"):
         write("model/config.json", json.dumps({**whole, key: odd}))
-        assert isinstance(found("sft", args, deepspeed=BARE, **known), list)
+        assert isinstance(judge_run("sft", args, deepspeed=BARE, **known), list)
 
 
 @pytest.mark.parametrize(("script", "key"), [("sft", "clip_grad_norm"), ("dpo", "max_grad_norm")])
 def test_clipping_is_deepspeeds(script: str, key: str) -> None:
-    expected = ("clipping-unread", "warning", f"args.{key}")
-    assert one(script, {key: 0.5}, deepspeed=ZERO2) == expected
-    assert one(script, {key: 0.5}, deepspeed=BARE) == expected
-    assert found(script, {key: 1.0}, deepspeed=ZERO2) == []
-    assert found(script, {key: 0.5}, deepspeed={**BARE, "gradient_clipping": 0.5}) == []
-    assert found(script, {key: 0.5}) == []
-    assert found(script, {key: 0.5}, deepspeed=ZERO2, gpus=0) == []
-    assert found(script, {}, deepspeed=BARE) == []
+    expected = [f"clipping-unread warning {key}"]
+    assert summarise_run(script, {key: 0.5}, deepspeed=ZERO2) == expected
+    assert summarise_run(script, {key: 0.5}, deepspeed=BARE) == expected
+    assert judge_run(script, {key: 1.0}, deepspeed=ZERO2) == []
+    assert judge_run(script, {key: 0.5}, deepspeed={**BARE, "gradient_clipping": 0.5}) == []
+    assert judge_run(script, {key: 0.5}) == []
+    assert judge_run(script, {key: 0.5}, deepspeed=ZERO2, gpus=0) == []
+    assert judge_run(script, {}, deepspeed=BARE) == []
     # what is not above 0 asks for none
     for none in (-1, 0):
-        assert one(script, {key: none}, deepspeed=ZERO2) == expected
-        assert found(script, {key: none}, deepspeed={**ZERO2, "gradient_clipping": None}) == []
+        assert summarise_run(script, {key: none}, deepspeed=ZERO2) == expected
+        assert judge_run(script, {key: none}, deepspeed={**ZERO2, "gradient_clipping": None}) == []
     if script == "dpo":
-        assert one(script, {"zero_stage": 3, key: -1}) == expected
+        assert summarise_run(script, {"zero_stage": 3, key: -1}) == expected
 
 
-def test_zero_stage_and_precision_beside_a_file() -> None:
-    expected = ("two-zero-stages", "warning", "args.zero_stage")
-    assert one("dpo", {"zero_stage": 3}, deepspeed=ZERO2) == expected
-    assert one("dpo", {"zero_stage": 2}, deepspeed=ZERO2) == expected
-    (differs,) = found("dpo", {"zero_stage": 3}, deepspeed=ZERO2)
-    (agrees,) = found("dpo", {"zero_stage": 2}, deepspeed=ZERO2)
-    assert "stage 2 is not 3" in differs.message
-    assert "is not" not in agrees.message
-    assert found("dpo", {"zero_stage": 3}) == []
+def test_zero_stage_beside_a_file() -> None:
+    expected = ["two-zero-stages warning zero_stage"]
+    differs = judge_run("dpo", {"zero_stage": 3}, deepspeed=ZERO2)
+    assert summarise(differs) == expected
+    assert "stage 2 is not 3" in differs[0].message
+    agrees = judge_run("dpo", {"zero_stage": 2}, deepspeed=ZERO2)
+    assert summarise(agrees) == expected
+    assert "is not" not in agrees[0].message
+    assert judge_run("dpo", {"zero_stage": 3}) == []
     # nothing of the file matters then
-    assert one("dpo", {"zero_stage": 2}, deepspeed={}) == expected
-    # upstream loads bfloat16
-    told = one("sft", {}, mixed_precision="fp16", deepspeed=ZERO2)
-    assert told == ("fp16-over-bf16", "warning", "mixed_precision")
+    assert summarise_run("dpo", {"zero_stage": 2}, deepspeed={}) == expected
 
 
 @pytest.mark.parametrize("script", ["sft", "dpo"])
 def test_quantised_models_and_deepspeed(script: str) -> None:
     args = {"use_qlora": True, "use_lora": True}
-    assert one(script, args, deepspeed=ZERO3) == ("qlora-deepspeed", "error", "args.use_qlora")
-    assert one(script, args, deepspeed=ZERO2) == ("qlora-deepspeed", "warning", "args.use_qlora")
-    assert found(script, args, gpus=1) == []
-    assert found(script, {"use_lora": True}, deepspeed=ZERO3) == []
+    assert summarise_run(script, args, deepspeed=ZERO3) == ["qlora-deepspeed error use_qlora"]
+    assert summarise_run(script, args, deepspeed=ZERO2) == ["qlora-deepspeed warning use_qlora"]
+    assert judge_run(script, args, gpus=1) == []
+    assert judge_run(script, {"use_lora": True}, deepspeed=ZERO3) == []
 
 
 @pytest.mark.parametrize("script", ["sft", "dpo"])
 def test_lora_and_frozen_biases(write: Write, script: str) -> None:
-    """The pin leaves a group without a trained parameter out; what crashed before is in test_behaviour_rules.py."""
+    """The pin leaves an empty group out; the crash of before is in test_behaviour_rules.py."""
     for kind, biased in (("qwen2", None), ("llama", True), ("qwen3", None)):
-        name = model(write, model_type=kind, attention_bias=biased)
+        name = write_model(write, model_type=kind, attention_bias=biased)
         args = {"use_lora": True, "model_name_or_path": name}
         for deepspeed in (ZERO2, ZERO3, None):
-            assert found(script, args, deepspeed=deepspeed) == []
+            assert judge_run(script, args, deepspeed=deepspeed) == []
 
 
 def test_lora_is_not_checkpointed_under_zero_3() -> None:
     # seen with DeepSpeed 0.18.9 and PEFT 0.21 on two processes: CheckpointError; full training is
     # fine
     args = {"use_lora": True, "gradient_checkpointing": True}
-    told = ("lora-zero3-checkpointing", "error", "args.gradient_checkpointing")
-    assert one("sft", args, deepspeed=ZERO3) == told
-    assert found("sft", {**args, "gradient_checkpointing": False}, deepspeed=ZERO3) == []
-    assert found("sft", {**args, "use_lora": False}, deepspeed=ZERO3) == []
-    assert found("sft", args, deepspeed=ZERO2) == []
+    refused = ["lora-zero3-checkpointing error gradient_checkpointing"]
+    assert summarise_run("sft", args, deepspeed=ZERO3) == refused
+    assert judge_run("sft", {**args, "gradient_checkpointing": False}, deepspeed=ZERO3) == []
+    assert judge_run("sft", {**args, "use_lora": False}, deepspeed=ZERO3) == []
+    assert judge_run("sft", args, deepspeed=ZERO2) == []
     # dpo_tune_cache.py::main[if args.use_lora] checkpoints no LoRA
-    assert found("dpo", {"use_lora": True, "activation_memory_budget": 0.5}, deepspeed=ZERO3) == []
+    recomputed = {"use_lora": True, "activation_memory_budget": 0.5}
+    assert judge_run("dpo", recomputed, deepspeed=ZERO3) == []
 
 
 LIGER = {"use_liger_kernel": True}
@@ -198,22 +200,23 @@ LIGER = {"use_liger_kernel": True}
 
 @pytest.mark.parametrize("script", ["sft", "dpo", "trl-sft", "trl-dpo"])
 def test_liger_and_models_that_it_does_not_know(write: Write, script: str) -> None:
-    args = {**LIGER, "model_name_or_path": model(write, model_type="gpt2")}
-    crashes = not script.startswith("trl")
-    expected = ("liger-unknown-model", "warning", "args.use_liger_kernel")
-    assert one(script, args) == expected
+    args = {**LIGER, "model_name_or_path": write_model(write, model_type="gpt2")}
+    warned = ["liger-unknown-model warning use_liger_kernel"]
+    assert summarise_run(script, args) == warned
     # a later release may know it
-    assert one(script, args, packages={"liger-kernel": "0.9.0"}) == expected
-    told = one(script, args, packages={"liger-kernel": "0.7.0"})
-    assert told[1] == ("error" if crashes else "warning")
-    model(write, model_type="qwen2")
-    assert found(script, args, packages=TRAINER) == []
+    assert summarise_run(script, args, packages={"liger-kernel": "0.9.0"}) == warned
+    expected = warned
+    if not script.startswith("trl"):
+        expected = ["liger-unknown-model error use_liger_kernel"]
+    assert summarise_run(script, args, packages={"liger-kernel": "0.7.0"}) == expected
+    write_model(write, model_type="qwen2")
+    assert judge_run(script, args, packages=TRAINER) == []
 
 
 @pytest.mark.parametrize("script", ["sft", "dpo", "trl-sft", "trl-dpo"])
 def test_liger_needs_a_gpu(script: str) -> None:
-    assert one(script, LIGER, gpus=0) == ("liger-on-cpu", "error", "args.use_liger_kernel")
-    assert found(script, LIGER, gpus=0, environ={"TRITON_INTERPRET": "1"}) == []
+    assert summarise_run(script, LIGER, gpus=0) == ["liger-on-cpu error use_liger_kernel"]
+    assert judge_run(script, LIGER, gpus=0, environ={"TRITON_INTERPRET": "1"}) == []
 
 
 def test_the_models_that_liger_knows() -> None:
@@ -225,157 +228,207 @@ def test_the_models_that_liger_knows() -> None:
         pytest.skip(f"{NO_PACKAGES}: liger-kernel {installed.version} is not 0.7")
     source = installed.locate_file("liger_kernel/transformers/monkey_patch.py")
     tree = ast.parse(Path(str(source)).read_text(encoding="utf-8"))
-    (table,) = (
-        node.value
-        for node in tree.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "MODEL_TYPE_TO_APPLY_LIGER_FN"
-    )
+    for node in tree.body:
+        if ast.unparse(node).startswith("MODEL_TYPE_TO_APPLY_LIGER_FN ="):
+            table = node.value
     assert isinstance(table, ast.Dict)
     assert {ast.literal_eval(key) for key in table.keys if key} == model_rules.LIGER_MODELS
 
 
-@pytest.mark.parametrize("setting", ["HF_HOME", "HF_HUB_CACHE", "XDG_CACHE_HOME", "HOME"])
-def test_a_model_in_the_hubs_cache(write: Write, tmp_path: Path, setting: str) -> None:
-    below = {
-        "HF_HOME": "hub/", "XDG_CACHE_HOME": "huggingface/hub/", "HOME": ".cache/huggingface/hub/",
-    }  # fmt: skip
-    folder = f"place/{below.get(setting, '')}models--org--name"
+@pytest.mark.parametrize(
+    ("setting", "below"),
+    [
+        ("HF_HOME", "hub/"),
+        ("HF_HUB_CACHE", ""),
+        ("XDG_CACHE_HOME", "huggingface/hub/"),
+        ("HOME", ".cache/huggingface/hub/"),
+    ],
+)
+def test_a_model_in_the_hubs_cache(write: Write, tmp_path: Path, setting: str, below: str) -> None:
+    folder = f"place/{below}models--org--name"
     write(f"{folder}/refs/main", "abc123\n")
     write(f"{folder}/snapshots/abc123/config.json", '{"model_type": "gpt2"}')
     args = {**LIGER, "model_name_or_path": "org/name"}
-    environ = {setting: str(tmp_path / "place")}
-    assert one("sft", args, environ=environ)[0] == "liger-unknown-model"
-    assert found("sft", args, environ={"HOME": str(tmp_path / "nobody")}) == []
+    cached = {setting: str(tmp_path / "place")}
+    assert codes_of_run("sft", args, environ=cached) == {"liger-unknown-model"}
+    assert judge_run("sft", args, environ={"HOME": str(tmp_path / "nobody")}) == []
     # another revision is another model
-    assert found("sft", {**args, "model_revision": "v2"}, environ=environ) == []
-    assert one("sft", {**args, "model_revision": "abc123"}, environ=environ)[0] == "liger-unknown-model"
+    args["model_revision"] = "v2"
+    assert judge_run("sft", args, environ=cached) == []
+    args["model_revision"] = "abc123"
+    assert codes_of_run("sft", args, environ=cached) == {"liger-unknown-model"}
 
 
 def test_broken_configs_are_nothing(write: Write) -> None:
-    texts: tuple[str | bytes, ...] = ("", "[]", "[" * 5000, b"\xff\xfe", '{"model_type": 5}')
+    texts = ("", "[]", "[" * 5000, b"\xff\xfe", '{"model_type": 5}')
     for text in texts:
         write("model/config.json", text)
-        assert found("sft", {**LIGER, "model_name_or_path": "model"}) == []
+        assert judge_run("sft", {**LIGER, "model_name_or_path": "model"}) == []
     for name in ("", "x" * 5000, "a\0b"):
         assert model_config.read(name, {}) == {}
 
 
-def test_positions() -> None:
-    original = "original_max_position_embeddings"
-    for config, reach in (
+FOURFOLD = {"factor": 4.0, "original_max_position_embeddings": 32768}
+EIGHTFOLD = {"factor": 8.0, "original_max_position_embeddings": 8192}
+
+
+@pytest.mark.parametrize(
+    ("config", "reach"),
+    [
         ({"max_position_embeddings": 2048, "rope_scaling": None}, 2048),
         ({"n_positions": 1024}, 1024),
         ({"max_position_embeddings": "many"}, None),
         ({"text_config": {"max_position_embeddings": 4096}}, 4096),
         # the original stands in the config: stretched four times
-        ({"max_position_embeddings": 32768, "rope_scaling": {"factor": 4.0, original: 32768}}, 131072),
+        ({"max_position_embeddings": 32768, "rope_scaling": FOURFOLD}, 131072),
         # the stretched length stands there already
-        ({"max_position_embeddings": 131072, "rope_scaling": {"factor": 8.0, original: 8192}}, 131072),
-    ):
-        assert model_rules.positions(config) == reach
+        ({"max_position_embeddings": 131072, "rope_scaling": EIGHTFOLD}, 131072),
+    ],
+)
+def test_positions(config: dict[str, Any], reach: int | None) -> None:
+    assert model_rules.positions(config) == reach
 
 
 @pytest.mark.parametrize(
-    ("script", "key"), [("sft", "max_seq_length"), ("dpo", "max_seq_length"), ("trl-sft", "max_length")]
+    ("script", "key"),
+    [("sft", "max_seq_length"), ("dpo", "max_seq_length"), ("trl-sft", "max_length")],
 )
 def test_rows_longer_than_the_model(write: Write, script: str, key: str) -> None:
-    args = {"model_name_or_path": model(write, model_type="llama", max_position_embeddings=2048)}
-    told = one(script, {**args, key: 4096})
-    assert told == ("beyond-positions", "warning", f"args.{key}")
-    assert found(script, {**args, key: 2048}) == []
-    assert found(script, args) == []
+    name = write_model(write, model_type="llama", max_position_embeddings=2048)
+    args = {"model_name_or_path": name}
+    assert summarise_run(script, {**args, key: 4096}) == [f"beyond-positions warning {key}"]
+    assert judge_run(script, {**args, key: 2048}) == []
+    assert judge_run(script, args) == []
 
 
-SLOW, ALONE = "packing-without-flash", "packing-of-one"
-PACKING: list[tuple[str, dict[str, Any], dict[str, Any], str | None]] = [
-    ("sft", {}, {"packages": {}}, SLOW), ("dpo", {}, {"packages": {}}, SLOW),
-    ("dpo", {"attn_implementation": "torch"}, {}, SLOW), ("sft", {}, {"packages": TRAINER}, None),
-    ("sft", {}, {"packages": {"flash-attn-3": "3.0.0"}}, None), ("sft", {}, {}, None),
-    ("sft", {}, {"packages": {}, "gpus": 0}, None),
-    ("dpo", {"attn_implementation": "flash_2"}, {"packages": TRAINER}, None),
-    ("sft", {}, {"per_device": 1}, ALONE), ("sft", {}, {"per_device": 1, "gpus": 0}, ALONE),
-    ("sft", {"packing": False}, {"per_device": 1}, None), ("sft", {}, {"per_device": 2}, None),
-    # of DPO one row is a pair
-    ("dpo", {}, {"per_device": 1}, None),
-]  # fmt: skip
+SLOW = ["packing-without-flash warning packing"]
+ALONE = ["packing-of-one warning packing"]
 
 
-def test_packing() -> None:
-    for script, args, known, code in PACKING:
-        told = [(f.code, f.severity, f.key) for f in found(script, {"packing": True, **args}, **known)]
-        assert told == ([(code, "warning", "args.packing")] if code else []), (args, known)
+@pytest.mark.parametrize(
+    ("script", "args", "known", "expected"),
+    [
+        ("sft", {}, {"packages": {}}, SLOW),
+        ("dpo", {}, {"packages": {}}, SLOW),
+        ("dpo", {"attn_implementation": "torch"}, {}, SLOW),
+        ("sft", {}, {"packages": TRAINER}, []),
+        ("sft", {}, {"packages": {"flash-attn-3": "3.0.0"}}, []),
+        ("sft", {}, {}, []),
+        ("sft", {}, {"packages": {}, "gpus": 0}, []),
+        ("dpo", {"attn_implementation": "flash_2"}, {"packages": TRAINER}, []),
+        ("sft", {}, {"per_device": 1}, ALONE),
+        ("sft", {}, {"per_device": 1, "gpus": 0}, ALONE),
+        ("sft", {"packing": False}, {"per_device": 1}, []),
+        ("sft", {}, {"per_device": 2}, []),
+        # of DPO one row is a pair
+        ("dpo", {}, {"per_device": 1}, []),
+    ],
+)
+def test_packing(script: str, args: Any, known: Any, expected: list[str]) -> None:
+    assert summarise_run(script, {"packing": True, **args}, **known) == expected
 
 
 @pytest.mark.parametrize("script", ["sft", "dpo", "trl-sft"])
 def test_a_model_that_is_not_here(write: Write, script: str) -> None:
-    expected = ("missing-model", "error", "args.model_name_or_path")
+    def lines(name: str, **known: Any) -> list[str]:
+        return summarise_run(script, {"model_name_or_path": name}, **known)
+
+    missing = ["missing-model error model_name_or_path"]
     for name in ("build/demo/model", "/no/such/model", "./model", "~/model"):
-        assert one(script, {"model_name_or_path": name}, machine=HERE) == expected
+        assert lines(name, machine=THIS_MACHINE) == missing
         # an earlier stage may still make it
-        assert found(script, {"model_name_or_path": name}) == []
-    assert found(script, {"model_name_or_path": "org/name"}, machine=HERE) == []
-    told = one(script, {"model_name_or_path": "org/name"}, machine=HERE, environ={"HF_HUB_OFFLINE": "1"})
-    assert told == expected
-    model(write, model_type="llama")
+        assert lines(name) == []
+    assert lines("org/name", machine=THIS_MACHINE) == []
+    offline = {"HF_HUB_OFFLINE": "1"}
+    assert lines("org/name", machine=THIS_MACHINE, environ=offline) == missing
+    write_model(write, model_type="llama")
     loadable(Path("model"))
-    assert found(script, {"model_name_or_path": "./model"}, machine=HERE) == []
+    assert lines("./model", machine=THIS_MACHINE) == []
     # one of its files
-    assert one(script, {"model_name_or_path": "model/config.json"}, machine=HERE) == expected
-    for key in ("config_name", "tokenizer_name_or_path") if script != "trl-sft" else ():
-        args = {"model_name_or_path": "./model", key: "./model"}
-        assert found(script, args, machine=HERE) == []
-        told = one(script, {**args, key: "./other"}, machine=HERE)
-        assert told == ("missing-model", "error", f"args.{key}")
+    assert lines("model/config.json", machine=THIS_MACHINE) == missing
+
+
+@pytest.mark.parametrize("script", ["sft", "dpo"])
+@pytest.mark.parametrize("key", ["config_name", "tokenizer_name_or_path"])
+def test_a_part_of_the_model_that_is_not_here(write: Write, script: str, key: str) -> None:
+    write_model(write, model_type="llama")
+    loadable(Path("model"))
+    args = {"model_name_or_path": "./model", key: "./model"}
+    assert judge_run(script, args, machine=THIS_MACHINE) == []
+    args[key] = "./other"
+    assert summarise_run(script, args, machine=THIS_MACHINE) == [f"missing-model error {key}"]
 
 
 WANDB = {"with_tracking": True, "report_to": "wandb"}
 LOGIN = "machine api.wandb.ai login user password secret\n"
-# what ~/.netrc and ~/mine hold, the environment, and whether a key is missed
-KEYS: list[tuple[str, dict[str, str], bool]] = [
-    ("", {}, True), ("", {"WANDB_API_KEY": "k"}, False), (LOGIN.replace("api.wandb.ai", "example.org"), {}, True),
-    (LOGIN, {}, False), (LOGIN, {"WANDB_BASE_URL": "https://wandb.example.org"}, True), ("machine {\n", {}, True),
-    ("", {"NETRC": "mine"}, False), ("", {"WANDB_MODE": "offline"}, True), ("", {"WANDB_MODE": "disabled"}, True),
-]  # fmt: skip
+ELSEWHERE = LOGIN.replace("api.wandb.ai", "example.org")
 
 
 @pytest.mark.parametrize("script", ["sft", "dpo"])
-def test_tracking_needs_a_key(write: Write, tmp_path: Path, script: str) -> None:
+@pytest.mark.parametrize(
+    ("netrc", "environ", "is_missed"),
+    [
+        ("", {}, True),
+        ("", {"WANDB_API_KEY": "k"}, False),
+        (ELSEWHERE, {}, True),
+        (LOGIN, {}, False),
+        (LOGIN, {"WANDB_BASE_URL": "https://wandb.example.org"}, True),
+        ("machine {\n", {}, True),
+        # ~/mine holds a login
+        ("", {"NETRC": "mine"}, False),
+        ("", {"WANDB_MODE": "offline"}, True),
+        ("", {"WANDB_MODE": "disabled"}, True),
+    ],
+)
+def test_tracking_needs_a_key(
+    write: Write, tmp_path: Path, script: str, netrc: str, environ: dict[str, str], is_missed: bool
+) -> None:
     write("mine", LOGIN)
-    for netrc, more, missed in KEYS:
-        write(".netrc", netrc)
-        environ = {"HOME": str(tmp_path), **more}
-        told = [(f.code, f.severity, f.key) for f in found(script, WANDB, environ=environ)]
-        assert told == [("no-wandb-key", "warning", "args.with_tracking")] * missed
-        assert found(script, {}, environ=environ) == []
+    write(".netrc", netrc)
+    environ = {"HOME": str(tmp_path), **environ}
+    expected = ["no-wandb-key warning with_tracking"] if is_missed else []
+    assert summarise_run(script, WANDB, environ=environ) == expected
+    assert judge_run(script, {}, environ=environ) == []
+
+
+@pytest.mark.parametrize("script", ["sft", "dpo"])
+def test_tracking_offline_and_on_this_machine(tmp_path: Path, script: str) -> None:
+    home = {"HOME": str(tmp_path)}
     # offline it is still asked who is logged in
-    assert found(script, {**WANDB, "wandb_entity": "me"}, environ=environ) == []
-    assert one(script, WANDB, environ={"HOME": str(tmp_path)}, machine=HERE)[1] == "error"
+    offline = {**home, "WANDB_MODE": "disabled"}
+    assert judge_run(script, {**WANDB, "wandb_entity": "me"}, environ=offline) == []
+    refused = ["no-wandb-key error with_tracking"]
+    assert summarise_run(script, WANDB, environ=home, machine=THIS_MACHINE) == refused
 
 
 @pytest.mark.parametrize("script", ["sft", "dpo"])
 def test_pushing_needs_a_token(write: Write, tmp_path: Path, script: str) -> None:
-    args, home = {"push_to_hub": True}, {"HOME": str(tmp_path)}
-    expected = ("no-hub-token", "warning", "args.push_to_hub")
-    assert one(script, args, environ=home) == expected
-    assert one(script, args, environ=home, machine=HERE)[1] == "error"
-    assert one(script, args, environ={**home, "HF_TOKEN": "t", "HF_HUB_OFFLINE": "1"}) == expected
-    assert found(script, args, environ={**home, "HF_TOKEN": "t"}) == []
+    args = {"push_to_hub": True}
+    by_default = {"push_to_hub": None}
+    home = {"HOME": str(tmp_path)}
+    warned = ["no-hub-token warning push_to_hub"]
+    refused = ["no-hub-token error push_to_hub"]
+    assert summarise_run(script, args, environ=home) == warned
+    assert summarise_run(script, args, environ=home, machine=THIS_MACHINE) == refused
+    offline = {**home, "HF_TOKEN": "t", "HF_HUB_OFFLINE": "1"}
+    assert summarise_run(script, args, environ=offline) == warned
+    assert judge_run(script, args, environ={**home, "HF_TOKEN": "t"}) == []
     # the default, until it comes to a run
-    assert found(script, {"push_to_hub": None}, environ=home) == []
-    assert one(script, {"push_to_hub": None}, environ=home, machine=HERE)[1] == "error"
+    assert judge_run(script, by_default, environ=home) == []
+    assert summarise_run(script, by_default, environ=home, machine=THIS_MACHINE) == refused
     write(".cache/huggingface/token", "t")
-    assert found(script, args, environ=home) == []
-    (asked,) = found(script, args, environ={})
-    (saved,) = found(script, {**args, "hf_entity": "me"}, environ={})
+    assert judge_run(script, args, environ=home) == []
+    (asked,) = judge_run(script, args, environ={})
     assert "before anything is trained" in asked.message
+    (saved,) = judge_run(script, {**args, "hf_entity": "me"}, environ={})
     assert "once the model is trained" in saved.message
 
 
-def outcome(folder: Path, script: str = "sft", **args: Any) -> list[str]:
-    """What is said of an output folder."""
-    told = found(script, args, output=folder, machine=HERE)
-    assert all((f.severity, f.key) == ("warning", "args.output_dir") for f in told)
-    return [f"{f.code}: {f.message}" for f in told]
+def judge_output(folder: Path, script: str, **args: Any) -> list[str]:
+    """The messages about an output folder, each behind its code."""
+    findings = judge_run(script, args, output=folder, machine=THIS_MACHINE)
+    assert all((f.severity, f.key) == ("warning", "args.output_dir") for f in findings)
+    return [f"{finding.code}: {finding.message}" for finding in findings]
 
 
 @pytest.mark.parametrize("script", ["sft", "dpo"])
@@ -383,23 +436,30 @@ def test_checkpoints_that_launch_did_not_write(write: Write, tmp_path: Path, scr
     output = tmp_path / "out"
     for name in ("out/notes/x", "out/step_notes.txt", "out/step_500/x"):
         write(name, "")
-    assert [outcome(path, script) for path in (output, output / "missing", Path("a\0b"))] == [[], [], []]
+    for folder in (output, output / "missing", Path("a\0b")):
+        assert judge_output(folder, script) == []
     write("out/step_250/COMPLETED", "COMPLETED")
-    (told,) = outcome(output, script)
-    assert told.startswith("foreign-checkpoints") and "step_250" in told
-    assert outcome(output, script, cache_dataset_only=True) == []
+    (line,) = judge_output(output, script)
+    assert line.startswith("foreign-checkpoints") and "step_250" in line
+    assert judge_output(output, script, cache_dataset_only=True) == []
 
 
 @pytest.mark.parametrize("script", ["sft", "dpo"])
-@pytest.mark.parametrize("names", [["config.json", "model.safetensors"], ["adapter_config.json", "adapter_model.bin"]])
-def test_a_folder_with_a_finished_model(write: Write, tmp_path: Path, script: str, names: list[str]) -> None:
-    write(f"out/{names[0]}", "{}")
-    assert outcome(tmp_path / "out", script) == []
-    write(f"out/{names[1]}", "x")
-    (told,) = outcome(tmp_path / "out", script)
-    assert told.startswith("finished-output") and "from zero" in told
+@pytest.mark.parametrize(
+    ("config", "weights"),
+    [("config.json", "model.safetensors"), ("adapter_config.json", "adapter_model.bin")],
+)
+def test_a_folder_with_a_finished_model(
+    write: Write, tmp_path: Path, script: str, config: str, weights: str
+) -> None:
+    output = tmp_path / "out"
+    write(f"out/{config}", "{}")
+    assert judge_output(output, script) == []
+    write(f"out/{weights}", "x")
+    (line,) = judge_output(output, script)
+    assert line.startswith("finished-output") and "from zero" in line
     write("out/step_5/COMPLETED", "COMPLETED")
-    assert "step_5" in outcome(tmp_path / "out", script)[-1]
+    assert "step_5" in judge_output(output, script)[-1]
 
 
 def test_every_rule_says_where_upstream_says_so() -> None:
@@ -414,70 +474,102 @@ def test_no_rule_breaks_whatever_is_given_or_known(script: str, tmp_path: Path) 
     whole = values_of(script, {}).schema
     unknown = {k: replace(f, default=None, default_text="f()") for k, f in whole.fields.items()}
     lacking = [{k: v for k, v in whole.fields.items() if k != name} for name in whole.fields]
-    given = [{}] * len(lacking) + list(generate(whole, 300, seed=3)) * 2
+    drawn = [{}] * len(lacking) + list(generate(whole, 300, seed=3)) * 2
     fields = [*lacking, *[whole.fields] * 300, *[unknown] * 300]
-    known: dict[str, Any] = {"deepspeed": ZERO3, "packages": {}, "environ": {}, "machine": HERE, "output": tmp_path}
-    for number, (one, arguments) in enumerate(zip(fields, given, strict=True)):
-        values = Values(replace(whole, fields=one), {k: v for k, v in arguments.items() if k in one})
+    known = {
+        "deepspeed": ZERO3,
+        "packages": {},
+        "environ": {},
+        "machine": THIS_MACHINE,
+        "output": tmp_path,
+    }
+    for number, (fields_there, arguments) in enumerate(zip(fields, drawn, strict=True)):
+        arguments = {name: value for name, value in arguments.items() if name in fields_there}
+        values = Values(replace(whole, fields=fields_there), arguments)
         assert isinstance(list(registry.apply(values)), list)
         for gpus in (None, 0, 8) if number % 2 else (1,):
-            list(registry.apply_in(Context(values=values, gpus=gpus, per_device=2, accumulation=2, **known)))
+            context = Context(values=values, gpus=gpus, per_device=2, accumulation=2, **known)
+            list(registry.apply_in(context))
 
 
-def test_tokenising_that_outlasts_the_timeout() -> None:
-    args = {"dataset_mixer_list": ["a", 20_000_000]}
-    expected = ("tokenising-outlasts", "warning", "args.timeout")
-    assert one("sft", args, gpus=8, machine=Machine(cpus=16)) == expected
-    assert one("sft", args) == expected
-    assert one("dpo", {"mixer_list": ["a", 20_000_000]}, gpus=8, machine=Machine(cpus=16)) == expected
-    assert found("sft", args, gpus=1, machine=Machine(cpus=16)) == []
-    assert found("sft", {**args, "timeout": 36000}, gpus=8, machine=Machine(cpus=16)) == []
-    assert found("sft", {**args, "cache_dataset_only": True}, gpus=8, machine=Machine(cpus=16)) == []
-    assert found("sft", {"dataset_mixer_list": ["a", "1.0"]}, gpus=8, machine=Machine(cpus=1)) == []
-    # sets whose sizes are known
-    tulu = {"dataset_mixer_list": ["allenai/tulu-3-sft-mixture", "1.0", "b", "0.5"]}
-    assert found("sft", tulu, gpus=8, machine=Machine(cpus=64)) == []
-    assert one("sft", {**tulu, "timeout": 60}, gpus=8, machine=Machine(cpus=64))[0] == "tokenising-outlasts"
+LARGE = ["a", 20_000_000]
+SFT_LARGE = {"dataset_mixer_list": LARGE}
+# sets whose sizes are known
+TULU = {"dataset_mixer_list": ["allenai/tulu-3-sft-mixture", "1.0", "b", "0.5"]}
+OUTLASTS = ["tokenising-outlasts warning timeout"]
+
+
+@pytest.mark.parametrize(
+    ("script", "args", "gpus", "cpus", "expected"),
+    [
+        ("sft", SFT_LARGE, 8, 16, OUTLASTS),
+        ("dpo", {"mixer_list": LARGE}, 8, 16, OUTLASTS),
+        ("sft", {**TULU, "timeout": 60}, 8, 64, OUTLASTS),
+        # a single process waits for nobody
+        ("sft", SFT_LARGE, 1, 16, []),
+        ("sft", {**SFT_LARGE, "timeout": 36000}, 8, 16, []),
+        ("sft", {**SFT_LARGE, "cache_dataset_only": True}, 8, 16, []),
+        ("sft", {"dataset_mixer_list": ["a", "1.0"]}, 8, 1, []),
+        ("sft", TULU, 8, 64, []),
+    ],
+)
+def test_tokenising_that_outlasts_the_timeout(
+    script: str, args: dict[str, Any], gpus: int, cpus: int, expected: list[str]
+) -> None:
+    assert summarise_run(script, args, gpus=gpus, machine=Machine(cpus=cpus)) == expected
+
+
+def test_tokenising_on_a_machine_that_is_not_known() -> None:
+    assert summarise_run("sft", SFT_LARGE) == OUTLASTS
+
+
+FULL_SHARD = {"fsdp": "full_shard"}
 
 
 @pytest.mark.parametrize(
     ("script", "args", "processes", "expected"),
     [
-        ("sft", {"sequence_parallel_size": 3}, 8, [("sequence-split", "args.sequence_parallel_size")]),
-        ("sft", {"sequence_parallel_size": 2}, 1, [("sequence-split", "args.sequence_parallel_size")]),
+        ("sft", {"sequence_parallel_size": 3}, 8, ["sequence-split error sequence_parallel_size"]),
+        ("sft", {"sequence_parallel_size": 2}, 1, ["sequence-split error sequence_parallel_size"]),
         ("sft", {"sequence_parallel_size": 4}, 8, []),
         ("sft", {"sequence_parallel_size": 3, "cache_dataset_only": True}, 8, []),
         ("sft", {}, 1, []),
         ("dpo", {}, 1, []),
-        ("trl-sft", {"fsdp": "full_shard"}, 1, [("fsdp-alone", "args.fsdp")]),
-        ("trl-dpo", {"fsdp": "full_shard"}, 1, [("fsdp-alone", "args.fsdp")]),
-        ("trl-sft", {"fsdp": "full_shard"}, 2, []),
-        ("trl-sft", {"fsdp": "full_shard", "fsdp_config": {"xla": True}}, 1, []),
+        ("trl-sft", FULL_SHARD, 1, ["fsdp-alone error fsdp"]),
+        ("trl-dpo", FULL_SHARD, 1, ["fsdp-alone error fsdp"]),
+        ("trl-sft", FULL_SHARD, 2, []),
+        ("trl-sft", {**FULL_SHARD, "fsdp_config": {"xla": True}}, 1, []),
         ("trl-sft", {}, 1, []),
     ],
 )
 def test_rules_that_know_the_number_of_processes(
-    script: str, args: dict[str, Any], processes: int, expected: list[tuple[str, str]]
+    script: str, args: dict[str, Any], processes: int, expected: list[str]
 ) -> None:
     split = Split(processes=processes, devices=processes)
-    findings = found(script, args, gpus=processes, split=split)
-    told = [(finding.code, finding.key) for finding in findings]
-    assert [one for one in told if one[0] in ("sequence-split", "fsdp-alone")] == expected
+    lines = summarise_run(script, args, gpus=processes, split=split)
+    codes = ("sequence-split", "fsdp-alone")
+    assert [line for line in lines if line.startswith(codes)] == expected
 
 
-def test_trackers_and_optimizers_of_open_instruct() -> None:
+def test_trackers_of_open_instruct() -> None:
     tracked = {"with_tracking": True, "wandb_entity": "me", "report_to": ["wandb", "nosuch"]}
-    environ = {"HOME": "/nonexistent", "WANDB_API_KEY": "k"}
-    assert one("sft", tracked, environ=environ) == ("report-unknown", "error", "args.report_to")
-    assert found("sft", {**tracked, "with_tracking": False}, environ=environ) == []
+    known = {"environ": {"HOME": "/nonexistent", "WANDB_API_KEY": "k"}}
+    assert summarise_run("sft", tracked, **known) == ["report-unknown error report_to"]
+    assert judge_run("sft", {**tracked, "with_tracking": False}, **known) == []
     # one that is not installed is left out, and nothing says so
     tracked["report_to"] = ["wandb", "mlflow"]
-    installed = {"wandb": "1"}
-    told = one("sft", tracked, environ=environ, packages=installed)
-    assert told == ("report-missing", "warning", "args.report_to")
-    assert found("sft", tracked, environ=environ, packages={**installed, "mlflow": "3"}) == []
-    assert found("sft", {**tracked, "report_to": ["all"]}, environ=environ, packages={}) == []
-    for script, args in (("sft", {"use_qlora": True}), ("dpo", {"dpo_use_paged_optimizer": True})):
-        assert "optim-missing" in {finding.code for finding in found(script, args, packages={})}
-        assert "optim-missing" not in {finding.code for finding in found(script, args, packages={"bitsandbytes": "1"})}
-        assert "optim-missing" not in {finding.code for finding in found(script, args)}
+    lines = summarise_run("sft", tracked, **known, packages={"wandb": "1"})
+    assert lines == ["report-missing warning report_to"]
+    assert judge_run("sft", tracked, **known, packages={"wandb": "1", "mlflow": "3"}) == []
+    tracked["report_to"] = ["all"]
+    assert judge_run("sft", tracked, **known, packages={}) == []
+
+
+@pytest.mark.parametrize(
+    ("script", "key"), [("sft", "use_qlora"), ("dpo", "dpo_use_paged_optimizer")]
+)
+def test_optimizers_of_open_instruct_need_bitsandbytes(script: str, key: str) -> None:
+    args = {key: True}
+    assert "optim-missing" in codes_of_run(script, args, packages={})
+    assert "optim-missing" not in codes_of_run(script, args, packages={"bitsandbytes": "1"})
+    assert "optim-missing" not in codes_of_run(script, args)

@@ -1,4 +1,4 @@
-"""The point `data` of runs: rows, steps, pairs, labels and DPO's first loss beside what was planned."""
+"""The point `data`: rows, steps, pairs, labels and DPO's first loss beside the plan."""
 
 from __future__ import annotations
 
@@ -20,40 +20,48 @@ def run(tmp_path: Path) -> Run:
     return Run(tmp_path)
 
 
-def planned(run: Run, rows: int = 200, steps: int = 50, backend: str = "trl", stage: str = "sft", **args: Any) -> Run:
-    """The record of a run that was to make so many steps over so many rows."""
+def write_plan(run: Run, *, backend: str = "trl", stage: str = "sft", **args: Any) -> None:
+    """The record of a run that was to make 50 steps over 200 rows."""
     values = {name: {"value": value, "origin": "file:1"} for name, value in args.items()}
-    record = {"stage": stage, "backend": backend, "plan": {"rows": rows, "steps": steps, "gpus": 1}, "args": values}
+    plan = {"rows": 200, "steps": 50, "gpus": 1}
+    record = {"stage": stage, "backend": backend, "plan": plan, "args": values}
     (run.folder / "run.json").write_text(json.dumps(record))
-    return run
 
 
-def steps_of(number: int, **values: Any) -> list[dict[str, Any]]:
-    return [{**step(at, 2.0 - at / 1000), **values} for at in range(1, number + 1)]
+def make_steps(number: int = 50) -> list[dict[str, Any]]:
+    return [step(at, 2.0 - at / 1000) for at in range(1, number + 1)]
 
 
-def rows_event(given: int, kept: int, words: str = "Dropping fully masked examples") -> dict[str, Any]:
-    lost = [{"rows": given - kept, "while": words}] if given != kept else []
-    return {"event": "data_rows", "given": given, "kept": kept, "dropped": lost, "max_length": 128}
+def rows_event(read: int = 200, kept: int = 200) -> dict[str, Any]:
+    dropped = []
+    if read != kept:
+        dropped = [{"rows": read - kept, "while": "Dropping fully masked examples"}]
+    return {
+        "event": "data_rows",
+        "given": read,
+        "kept": kept,
+        "dropped": dropped,
+        "max_length": 128,
+    }
 
 
-def batches(number: int = 50, **counts: Any) -> dict[str, Any]:
-    first = counts.pop("first", {"rows": 32, "ended": 32})
-    sums = {"pairs": 0, "rows": 0, "unlabelled": 0, "equal_pairs": 0, "full_rows": 0, **counts}
-    return {"event": "data", "micro_batches": number, "first": first, **sums}
+def batches_event(**counts: Any) -> dict[str, Any]:
+    first = {"rows": 32, "ended": 32}
+    none = dict.fromkeys(("pairs", "rows", "unlabelled", "equal_pairs", "full_rows"), 0)
+    return {"event": "data", "micro_batches": 50, "first": first, **none, **counts}
 
 
-def judged(run: Run, *events: dict[str, Any], steps: int = 50, stage: str = "sft", **values: Any) -> Verdict:
-    run.rank(0, *events, *steps_of(steps, **values), SAVED, DONE).exit(0)
+def judge(run: Run, *events: dict[str, Any], stage: str = "sft") -> Verdict:
+    run.rank(0, *events, SAVED, DONE).exit(0)
     return run.judge(stage)
 
 
-def data(verdict: Verdict) -> Point | None:
-    return next((point for point in verdict.points if point.name == "data"), None)
+def reason(point: Point) -> str:
+    return str(point.detail.get("reason", ""))
 
 
 @pytest.mark.parametrize(
-    ("given", "kept", "steps", "state", "ok", "words"),
+    ("read", "kept", "steps", "state", "ok", "words"),
     [
         (200, 200, 50, "as_planned", True, ""),
         # one row of 200 is as good as planned
@@ -67,22 +75,26 @@ def data(verdict: Verdict) -> Point | None:
     ],
 )
 def test_rows_and_steps_are_those_of_the_plan(
-    run: Run, given: int, kept: int, steps: int, state: str, ok: bool | None, words: str
+    run: Run, read: int, kept: int, steps: int, state: str, ok: bool | None, words: str
 ) -> None:
-    found = data(judged(planned(run), rows_event(given, kept), batches(), steps=steps))
-    assert found is not None
-    assert (found.state, found.ok) == (state, ok)
-    assert words in str(found.detail.get("reason", ""))
+    write_plan(run)
+    events = [rows_event(read, kept), batches_event(), *make_steps(steps)]
+    point = judge(run, *events).point("data")
+    assert (point.state, point.ok) == (state, ok)
+    assert words in reason(point)
 
 
 def test_whoever_expects_anything_gets_it(run: Run) -> None:
-    judged(planned(run), rows_event(200, 100), batches(), steps=25)
+    write_plan(run)
+    judge(run, rows_event(200, 100), batches_event(), *make_steps(25))
     assert run.judge("sft", data="any").point("data").ok is True
     assert run.judge("sft", data="as_planned").point("data").ok is False
 
 
 def test_an_older_record_says_nothing_of_its_data(run: Run) -> None:
-    assert data(judged(planned(run))) is None
+    write_plan(run)
+    verdict = judge(run, *make_steps())
+    assert "data" not in {point.name for point in verdict.points}
 
 
 READ = {"rows": 32, "ended": 32, "pairs": 16, "searched": 16}
@@ -99,7 +111,11 @@ READ = {"rows": 32, "ended": 32, "pairs": 16, "searched": 16}
         ({"pairs": 96, "equal_pairs": 1}, True, ""),
         ({"first": {**READ, "prompt_twice": 16}}, None, "hold their prompt twice"),
         ({"first": {**READ, "promptless": 16}}, None, "have no prompt"),
-        ({"first": {**READ, "empty": 4}}, None, "4 of 16 pairs that were read have an empty answer"),
+        (
+            {"first": {**READ, "empty": 4}},
+            None,
+            "4 of 16 pairs that were read have an empty answer",
+        ),
         ({"first": {**READ, "begun_twice": 32}}, None, "begin with two BOS tokens"),
         ({"first": {"rows": 32, "endless": 32}}, None, "train no end token"),
         ({"first": {"rows": 32, "ended": 30, "endless": 2}}, True, ""),
@@ -111,10 +127,10 @@ READ = {"rows": 32, "ended": 32, "pairs": 16, "searched": 16}
 def test_batches_that_cannot_train_what_was_meant(
     run: Run, counts: dict[str, Any], ok: bool | None, words: str
 ) -> None:
-    found = data(judged(planned(run), rows_event(200, 200), batches(**counts)))
-    assert found is not None
-    assert (found.state, found.ok) == ("as_planned" if ok else "suspect", ok)
-    assert words in str(found.detail.get("reason", ""))
+    write_plan(run)
+    point = judge(run, rows_event(), batches_event(**counts), *make_steps()).point("data")
+    assert (point.state, point.ok) == ("as_planned" if ok else "suspect", ok)
+    assert words in reason(point)
 
 
 @pytest.mark.parametrize(
@@ -134,53 +150,63 @@ def test_batches_that_cannot_train_what_was_meant(
 def test_the_first_loss_of_a_sigmoid_dpo_is_ln_2(
     run: Run, first: float, args: dict[str, Any], ok: bool | None
 ) -> None:
-    planned(run, stage="dpo", **{"loss_type": ["sigmoid"], "label_smoothing": 0.0, "beta": 0.1, **args})
-    run.rank(0, rows_event(200, 200), step(1, first), *steps_of(50)[1:], SAVED, DONE).exit(0)
-    found = data(run.judge("dpo"))
-    assert found is not None
-    assert found.ok is ok
-    assert (f"first loss was {first:.4f}" in str(found.detail.get("reason", ""))) is (ok is None)
+    write_plan(
+        run, stage="dpo", **{"loss_type": ["sigmoid"], "label_smoothing": 0.0, "beta": 0.1, **args}
+    )
+    events = [rows_event(), step(1, first), *make_steps()[1:]]
+    point = judge(run, *events, stage="dpo").point("data")
+    assert point.ok is ok
+    assert (f"first loss was {first:.4f}" in reason(point)) is (ok is None)
 
 
 def test_a_run_that_was_resumed_need_not_begin_at_ln_2(run: Run) -> None:
-    planned(run, stage="dpo", loss_type=["sigmoid"])
+    write_plan(run, stage="dpo", loss_type=["sigmoid"])
     resumed = {"event": "resumed", "path": "out/checkpoint-1", "step": 1}
-    run.rank(0, rows_event(200, 200), resumed, step(1, 0.4), *steps_of(50)[1:], SAVED, DONE).exit(0)
-    found = data(run.judge("dpo"))
-    assert found is not None and found.ok is True
+    events = [rows_event(), resumed, step(1, 0.4), *make_steps()[1:]]
+    point = judge(run, *events, stage="dpo").point("data")
+    assert point.ok is True
 
 
 @pytest.mark.parametrize(
     ("dtype", "mean", "ok"),
-    [("float32", 1400.0, True), ("bfloat16", 1400.0, False), ("bfloat16", 100.0, None), ("bfloat16", 20.0, True)],
+    [
+        ("float32", 1400.0, True),
+        ("bfloat16", 1400.0, False),
+        ("bfloat16", 100.0, None),
+        ("bfloat16", 20.0, True),
+    ],
 )
-def test_a_reference_that_was_rounded_is_no_reference(run: Run, dtype: str, mean: float, ok: bool | None) -> None:
-    planned(run, stage="dpo", loss_type=["sigmoid"], beta=0.1, precompute_ref_log_probs=True)
-    seen = {"event": "reference_precision", "dtype": dtype, "mean": mean}
-    run.rank(0, rows_event(200, 200), seen, step(1, 0.6931), *steps_of(50)[1:], SAVED, DONE).exit(0)
-    found = data(run.judge("dpo"))
-    assert found is not None
-    assert found.ok is ok
-    assert ("rounded to bfloat16" in str(found.detail.get("reason", ""))) is (ok is not True)
+def test_a_reference_that_was_rounded_is_no_reference(
+    run: Run, dtype: str, mean: float, ok: bool | None
+) -> None:
+    write_plan(run, stage="dpo", loss_type=["sigmoid"], beta=0.1, precompute_ref_log_probs=True)
+    precision = {"event": "reference_precision", "dtype": dtype, "mean": mean}
+    events = [rows_event(), precision, step(1, 0.6931), *make_steps()[1:]]
+    point = judge(run, *events, stage="dpo").point("data")
+    assert point.ok is ok
+    assert ("rounded to bfloat16" in reason(point)) is (ok is not True)
+
+
+FIVE_CYCLES = [1e-5 * (1 - n % 10 / 10) for n in range(50)]
 
 
 @pytest.mark.parametrize(
     ("schedule", "rates", "words"),
     [
-        ("linear", [1e-5 * (1 - n / 50) for n in range(50)], None),
-        ("linear", [1e-5 * (1 - n % 10 / 10) for n in range(50)], "rises again"),
-        ("cosine_with_restarts", [1e-5 * (1 - n % 10 / 10) for n in range(50)], None),
+        ("linear", [1e-5 * (1 - n / 50) for n in range(50)], ""),
+        ("linear", FIVE_CYCLES, "rises again"),
+        ("cosine_with_restarts", FIVE_CYCLES, ""),
         ("constant_with_warmup", [1e-7 * n for n in range(50)], "never reached"),
         ("linear", [1e-5, 5e-6, *[0.0] * 48], "was 0 in 48 of 50"),
     ],
 )
 def test_a_learning_rate_does_what_its_schedule_names(
-    run: Run, schedule: str, rates: list[float], words: str | None
+    run: Run, schedule: str, rates: list[float], words: str
 ) -> None:
-    planned(run, lr_scheduler_type=schedule, learning_rate=1e-5)
-    steps = [{**each, "learning_rate": rate} for each, rate in zip(steps_of(50), rates, strict=True)]
-    run.rank(0, rows_event(200, 200), *steps, SAVED, DONE).exit(0)
-    found = data(run.judge("sft"))
-    assert found is not None
-    assert found.ok is (None if words else True)
-    assert (words or "") in str(found.detail.get("reason", ""))
+    write_plan(run, lr_scheduler_type=schedule, learning_rate=1e-5)
+    steps = make_steps()
+    for event, rate in zip(steps, rates, strict=True):
+        event["learning_rate"] = rate
+    point = judge(run, rows_event(), *steps).point("data")
+    assert point.ok is (None if words else True)
+    assert words in reason(point)

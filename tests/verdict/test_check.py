@@ -134,9 +134,9 @@ def brief(point: Point) -> tuple[str, bool | None]:
 
 
 def test_the_json_is_the_contract() -> None:
-    found = judge_log(LOGS / "dpo_liger_pack.log").as_json()
-    assert list(found) == ["status", "stage", "steps", "points", "metrics"]
-    points = found["points"]
+    verdict = judge_log(LOGS / "dpo_liger_pack.log").as_json()
+    assert list(verdict) == ["status", "stage", "steps", "points", "metrics"]
+    points = verdict["points"]
     assert isinstance(points, list)
     assert [p["name"] for p in points] == [
         *("liger", "packing", "attention", "dataset_cache", "reference_cache"),
@@ -146,7 +146,7 @@ def test_the_json_is_the_contract() -> None:
         assert list(point) == ["name", "state", "expected", "ok", "evidence", "detail"]
         for cite in point["evidence"]:
             assert list(cite) == ["source", "file", "line", "text"]
-    json.dumps(found, allow_nan=False)
+    json.dumps(verdict, allow_nan=False)
 
 
 @pytest.mark.parametrize("record", [None, "{", '{"stage": "sft", "expect": null}'])
@@ -266,11 +266,11 @@ def test_a_log_may_come_through_a_pipe(tmp_path: Path, how: str) -> None:
     os.close(writer)
     target = f"/dev/fd/{reader}" if how == "pipe" else how
     command = [sys.executable, "-m", "launcher", "check", target, "--format", "json"]
-    told = subprocess.run(command, stdin=reader, pass_fds=[reader], capture_output=True, cwd=tmp_path)
+    done = subprocess.run(command, stdin=reader, pass_fds=[reader], capture_output=True, cwd=tmp_path)
     os.close(reader)
-    assert told.returncode == 0, told.stderr
-    (loss,) = (p for p in json.loads(told.stdout)["data"]["points"] if p["name"] == "loss")
-    assert {one["file"] for one in loss["evidence"]} == {"/dev/stdin" if how == "-" else target}
+    assert done.returncode == 0, done.stderr
+    (loss,) = (p for p in json.loads(done.stdout)["data"]["points"] if p["name"] == "loss")
+    assert {entry["file"] for entry in loss["evidence"]} == {"/dev/stdin" if how == "-" else target}
 
 
 @pytest.mark.parametrize(

@@ -44,40 +44,40 @@ def said(point: Point) -> str | None:
 
 def contradictions(verdict: Verdict, truth: Mapping[str, Any]) -> list[str]:
     """Where a verdict says what is not so."""
-    found = []
+    problems = []
     if verdict.status == "pass" and not truth["good"]:
-        found.append("false pass")
+        problems.append("false pass")
     if verdict.status == "fail" and truth["good"]:
-        found.append("false fail")
+        problems.append("false fail")
     if verdict.stage not in (None, truth["stage"]):
-        found.append(f"stage {verdict.stage}")
+        problems.append(f"stage {verdict.stage}")
     for point in verdict.points:
         claim, true = said(point), truth.get(point.name)
         if claim is None or true is None:
             continue
         if true not in HOLDS.get(point.name, {}).get(claim, (claim,)):
-            found.append(f"{point.name} is {true}, not {claim}")
+            problems.append(f"{point.name} is {true}, not {claim}")
     low, high = steps_of(truth)
     if verdict.steps is not None and not low <= verdict.steps <= high:
-        found.append(f"steps {verdict.steps}, not {low} to {high}")
-    return found + misnamed(verdict, truth)
+        problems.append(f"steps {verdict.steps}, not {low} to {high}")
+    return problems + misnamed(verdict, truth)
 
 
 def misnamed(verdict: Verdict, truth: Mapping[str, Any]) -> list[str]:
     """Where it gives a wrong reason for the end."""
-    detail, found = verdict.point("finish").detail, []
+    detail, problems = verdict.point("finish").detail, []
     error = detail.get("error") or {}
     assert isinstance(error, Mapping)
-    for what, told in (
+    for what, claim in (
         ("reason", detail.get("reason")),
         ("signal", detail.get("signal")),
         ("error", error.get("type")),
     ):
-        if told is not None and told != truth.get(what):
-            found.append(f"{what} is {truth.get(what)}, not {told}")
+        if claim is not None and claim != truth.get(what):
+            problems.append(f"{what} is {truth.get(what)}, not {claim}")
     if error and truth.get("says", "") not in error.get("message", ""):
-        found.append(f"the message is not {error.get('message')}")
-    return found
+        problems.append(f"the message is not {error.get('message')}")
+    return problems
 
 
 def steps_of(truth: Mapping[str, Any]) -> tuple[int, int]:
@@ -104,22 +104,22 @@ def test_no_verdict_contradicts_what_happened() -> None:
         verdict, known = judged(name), {} if truth.get("unseen") else truth
         finish, (low, high) = verdict.point("finish"), steps_of(truth)
         error: Any = finish.detail.get("error") or {}
-        told = (finish.state, *map(finish.detail.get, ("reason", "signal")), error.get("type"))
+        ending = (finish.state, *map(finish.detail.get, ("reason", "signal")), error.get("type"))
         expected = (known.get("finish", "running"), *map(known.get, ("reason", "signal", "error")))
         steps = high == 0 or low <= (verdict.steps or 0) <= high
-        if (found := contradictions(verdict, truth)) or told != expected or not steps:
-            wrong[name] = (found, told, expected, verdict.steps)
+        if (problems := contradictions(verdict, truth)) or ending != expected or not steps:
+            wrong[name] = (problems, ending, expected, verdict.steps)
     assert wrong == {}
 
 
 def test_the_unproven_are_known() -> None:
     """So that a change of what a log can prove is seen."""
-    found: dict[str, list[str]] = {}
+    unproven: dict[str, list[str]] = {}
     for name in LOGS:
         verdict = judged(name)
         if verdict.status == "unproven":
-            found[name] = [point.name for point in verdict.points if point.ok is None]
-    assert found == TRUTH["unproven"]
+            unproven[name] = [point.name for point in verdict.points if point.ok is None]
+    assert unproven == TRUTH["unproven"]
 
 
 @pytest.mark.parametrize("path", sorted((CORPUS / "others").iterdir()), ids=lambda path: path.stem)
@@ -147,8 +147,8 @@ def each_line(prefix: Callable[[int], str]) -> Callable[[bytes], bytes]:
     def put(content: bytes) -> bytes:
         lines = content.split(b"\n")
         last = lines.pop()
-        told = [prefix(n).encode() + line + b"\n" for n, line in enumerate(lines)]
-        return b"".join([*told, prefix(len(lines)).encode() + last if last else b""])
+        prefixed = [prefix(n).encode() + line + b"\n" for n, line in enumerate(lines)]
+        return b"".join([*prefixed, prefix(len(lines)).encode() + last if last else b""])
 
     return put
 
@@ -180,8 +180,8 @@ def test_what_carries_a_log_makes_no_verdict_wrong(carrier: str, tmp_path: Path)
         path = tmp_path / f"{name}.log"
         path.write_bytes(CARRIERS[carrier]((CORPUS / f"{name}.log").read_bytes()))
         verdict = judged_or_refused(path)
-        if verdict is not None and (found := contradictions(verdict, truth)):
-            wrong[name] = found
+        if verdict is not None and (problems := contradictions(verdict, truth)):
+            wrong[name] = problems
     assert wrong == {}
 
 
@@ -218,12 +218,12 @@ def check_parts(name: str, path: Path) -> None:
         path.write_bytes(end[end.index(b"\n") + 1 :])
         if (verdict := judged_or_refused(path)) is None:
             continue
-        status, told = verdict.status, (name, share, verdict)
-        assert status != ("fail" if truth["good"] else "pass"), told
+        status, case = verdict.status, (name, share, verdict)
+        assert status != ("fail" if truth["good"] else "pass"), case
         # nor does it prove more than the whole; of TRL's a cut before the first bar cannot be seen
-        assert status != "pass" or b"\r  0%|          | 0/" in end or good == "pass", told
-        assert verdict.stage in (None, truth["stage"]), told
-        assert verdict.point("dataset_cache").state in ("unknown", truth.get("dataset_cache")), told
+        assert status != "pass" or b"\r  0%|          | 0/" in end or good == "pass", case
+        assert verdict.stage in (None, truth["stage"]), case
+        assert verdict.point("dataset_cache").state in ("unknown", truth.get("dataset_cache")), case
 
 
 def test_logs_one_after_the_other_are_the_last_run(tmp_path: Path) -> None:
@@ -237,6 +237,6 @@ def test_logs_one_after_the_other_are_the_last_run(tmp_path: Path) -> None:
     for first, second in pairs:
         path = tmp_path / "console.log"
         path.write_bytes(b"".join((CORPUS / f"{name}.log").read_bytes() for name in (first, second)))
-        if found := contradictions(judge_log(path), LOGS[second]):
-            wrong[first, second] = found
+        if problems := contradictions(judge_log(path), LOGS[second]):
+            wrong[first, second] = problems
     assert wrong == {}

@@ -57,7 +57,7 @@ def test_the_last_attempt_counts(tmp_path: Path) -> None:
     assert last.log and last.exit and last.probe and first.exit and first.probe
     assert (last.log.lines, last.exit.returncode, first.exit.returncode) == (2, 0, 1)
     # ranks 2 and 3 are of the first attempt
-    assert [sorted(one.probe.ranks) for one in (last, first) if one.probe] == [[0, 1], [0, 1, 2, 3]]
+    assert [sorted(attempt.probe.ranks) for attempt in (last, first) if attempt.probe] == [[0, 1], [0, 1, 2, 3]]
     assert [s.step for s in last.probe.ranks[0].steps] == [2, 3]
     assert [s.step for s in first.probe.ranks[0].steps] == [1, 2]
 
@@ -147,6 +147,6 @@ def test_the_share_of_the_peak(tmp_path: Path, more: dict[str, Any], flops: floa
 
 def test_memory_by_phase_is_that_of_the_fullest_rank(tmp_path: Path) -> None:
     for rank, peak in enumerate((3.0, 5.0)):
-        told = {"event": "memory", "phase": "optimizer", "step": 1, "peak_allocated_gib": peak}
-        write_rank(tmp_path, rank, told, step(1), world=2)
+        memory = {"event": "memory", "phase": "optimizer", "step": 1, "peak_allocated_gib": peak}
+        write_rank(tmp_path, rank, memory, step(1), world=2)
     assert memory_phases(read_run(tmp_path)) == {"optimizer": {"peak_allocated_gib": 5.0}}

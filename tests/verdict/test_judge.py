@@ -202,11 +202,11 @@ def test_what_is_not_as_expected_says_what_was_seen(run: Run) -> None:
 FOUR = {"gpus": 2, "nodes": 1, "per_device": 2, "accumulation": 2, "global": 8, "rows": 96, "steps": 12}
 
 
-def planned(run: Run, **changes: Any) -> Run:
-    told = made_runs.manifest(stage="sft", plan={**FOUR, **changes})
+def write_plan(run: Run, **changes: Any) -> Run:
+    manifest = made_runs.manifest(stage="sft", plan={**FOUR, **changes})
     for name in ("packing", "sequence_parallel_size"):
-        told["args"][name] = {"value": changes.get(name, False), "origin": ""}
-    (run.folder / "run.json").write_text(json.dumps({**told, **changes.get("more", {})}))
+        manifest["args"][name] = {"value": changes.get(name, False), "origin": ""}
+    (run.folder / "run.json").write_text(json.dumps({**manifest, **changes.get("more", {})}))
     return run
 
 
@@ -223,7 +223,7 @@ def test_as_many_processes_as_were_planned_have_to_train(
     run: Run, world: int, ranks: int, answer: tuple[str, bool | None]
 ) -> None:
     for rank in range(ranks):
-        planned(run, steps=3).rank(rank, *sized(4, 4, 4), SAVED, END, world=world)
+        write_plan(run, steps=3).rank(rank, *sized(4, 4, 4), SAVED, END, world=world)
     verdict = run.exit(0).judge(batch="planned")
     assert brief(verdict.point("batch")) == answer
     assert (verdict.status == "pass") is (answer[1] is True)
@@ -256,7 +256,7 @@ def test_a_step_has_to_be_as_large_as_planned(
 ) -> None:
     each = 4 if "stage" in changes.get("more", {}) and not changes.get("packing") else 2
     for rank in range(2):
-        planned(run, **changes).rank(rank, *sized(*rows, each=each), world=2)
+        write_plan(run, **changes).rank(rank, *sized(*rows, each=each), world=2)
     point = run.judge(batch="planned").point("batch")
     assert brief(point) == answer
     if answer[1] is False:
@@ -266,12 +266,12 @@ def test_a_step_has_to_be_as_large_as_planned(
 
 def attempts(folder: Path, first: dict[str, Any], second: dict[str, Any], bad: int = 0) -> Path:
     """Steps 1 to 30, then 21 to 40 again in a second attempt; each with an event of its own."""
-    told = made_runs.manifest(expect={"packing": "isolated", "liger": "off"})
-    path = made_runs.made(folder, told=told, ended=False, bad=(bad,) * bool(bad), steps=30)
+    manifest = made_runs.manifest(expect={"packing": "isolated", "liger": "off"})
+    path = made_runs.made(folder, told=manifest, ended=False, bad=(bad,) * bool(bad), steps=30)
     record = path / "probe" / "rank-0.jsonl"
     lines = record.read_text().splitlines()
     record.write_text("\n".join([lines[0], json.dumps(first), *lines[1:-1], ""]))
-    path = made_runs.made(path, told=told, attempt=2, first=21)
+    path = made_runs.made(path, told=manifest, attempt=2, first=21)
     lines = record.read_text().splitlines()
     begun = max(n for n, line in enumerate(lines) if '"start"' in line)
     resumed = json.dumps({"event": "resumed", "path": "checkpoint-20", "step": 20})
@@ -329,10 +329,10 @@ def test_a_report_says_what_a_check_says(tmp_path: Path, what: str) -> None:
     path = attempts(tmp_path / "run", LEAKING, ISOLATED, 5)
     if what == "one attempt":
         path = made_runs.made(tmp_path / "other")
-    told = {} if what == "no manifest" else rundir.read_json(path / "run.json")
+    manifest = {} if what == "no manifest" else rundir.read_json(path / "run.json")
     if what == "no expectations":
-        told["expect"] = None
-    (path / "run.json").write_text(json.dumps(told))
+        manifest["expect"] = None
+    (path / "run.json").write_text(json.dumps(manifest))
     reported = series.load_run(path).verdict
     assert reported == json.loads(json.dumps(conclude.finish(RunFolder(path)).as_json()))
 

@@ -126,11 +126,11 @@ def test_follows_tracebacks_of_interleaved_ranks(tmp_path: Path) -> None:
 
 
 def test_every_pattern_has_a_line() -> None:
-    for known in PATTERNS:
-        lines = [line.encode() for line in LINES.get(known.name, ())]
+    for pattern in PATTERNS:
+        lines = [line.encode() for line in LINES.get(pattern.name, ())]
         segments = [segment for line in lines for segment in line.split(b"\n")]
-        found = any(known.needle in one and known.regex.search(one) for one in segments)
-        assert found or known.name in READ_SPECIALLY, known
+        matches = any(pattern.needle in segment and pattern.regex.search(segment) for segment in segments)
+        assert matches or pattern.name in READ_SPECIALLY, pattern
 
 
 @pytest.mark.parametrize("name", LINES)
@@ -140,15 +140,15 @@ def test_a_line_is_known_for_what_it_means(tmp_path: Path, name: str) -> None:
         if name == "none":
             assert log.signals == ()
         else:
-            (found, *_) = log.all(name)
-            assert " ".join(lines.split("\n")[found.line - 2].split())[:300].endswith(" ".join(found.text.split()))
+            (signal, *_) = log.all(name)
+            assert " ".join(lines.split("\n")[signal.line - 2].split())[:300].endswith(" ".join(signal.text.split()))
 
 
 def test_the_line_of_the_source_that_refuses_is_not_what_was_refused(tmp_path: Path) -> None:
-    told = "Some specified arguments are not used by the HfArgumentParser: "
-    source = f'    raise ValueError(f"{told}{{remaining_args}}")\n'
-    (found,) = log_of(tmp_path, f"{source}ValueError: {told}['--x']\n").all("refused")
-    assert found.fields["message"] == f"{told}['--x']"
+    unused = "Some specified arguments are not used by the HfArgumentParser: "
+    source = f'    raise ValueError(f"{unused}{{remaining_args}}")\n'
+    (signal,) = log_of(tmp_path, f"{source}ValueError: {unused}['--x']\n").all("refused")
+    assert signal.fields["message"] == f"{unused}['--x']"
 
 
 def test_only_the_traceback_right_behind_a_harmless_word_is_harmless(tmp_path: Path) -> None:
@@ -244,8 +244,8 @@ ASCII_BOX = BOX.translate({ord(a): b for a, b in zip("╭╮╰╯─│❱", "+
 @pytest.mark.parametrize("shown", [BOX, "\r 10%|█ | 4/40 [00:01<00:09, 1.00it/s]" + BOX, ASCII_BOX])
 @pytest.mark.parametrize(("prefix", "rank"), [("", ""), ("[rank1]: ", "1")])
 def test_a_traceback_as_rich_shows_it(tmp_path: Path, shown: str, prefix: str, rank: str) -> None:
-    told = "".join(f"{prefix}{line}\n" for line in shown.splitlines())
-    (raised,) = log_of(tmp_path, told + "ValueError: another\n").all("exception")
+    prefixed = "".join(f"{prefix}{line}\n" for line in shown.splitlines())
+    (raised,) = log_of(tmp_path, prefixed + "ValueError: another\n").all("exception")
     assert (raised.fields["message"], raised.fields["rank"]) == ("no", rank)
     assert raised.fields["at"] == "/x/transformers/trainer.py:2203"
 

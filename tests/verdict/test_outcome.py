@@ -55,13 +55,13 @@ def judged(folder: Path, **asked: str) -> Verdict:
 
 
 def point(verdict: Verdict, name: str) -> Point | None:
-    return next((one for one in verdict.points if one.name == name), None)
+    return next((point for point in verdict.points if point.name == name), None)
 
 
 def reason(verdict: Verdict, name: str) -> str:
-    found = point(verdict, name)
-    assert found is not None
-    return str(found.detail.get("reason"))
+    finding = point(verdict, name)
+    assert finding is not None
+    return str(finding.detail.get("reason"))
 
 
 def weights(moved: int, sampled: int = 10_000, steps: int = 10, **more: Any) -> dict[str, Any]:

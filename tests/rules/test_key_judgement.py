@@ -12,24 +12,14 @@ from typing import Any
 import pytest
 import yaml
 from conftest import NO_PACKAGES
+from rule_findings import QWEN2
 
 from launcher.cli.main import main
 from launcher.errors import Exit
 
-TOKENS = 100
+MODEL = {**QWEN2, "dtype": "float32"}
+TOKENS = MODEL["vocab_size"]
 Capture = pytest.CaptureFixture[str]
-QWEN2 = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 2,
-    "vocab_size": TOKENS,
-    "tie_word_embeddings": True,
-    "dtype": "float32",
-}
 WORDS = [f"word{index}" for index in range(TOKENS - 2)]
 
 
@@ -57,7 +47,7 @@ def make_model(folder: str = "model", *, tokens: tuple[str, ...] = (), **config:
     """A tied model of 100 rows, whose tokenizer has so many words; `tokens` are added to them."""
     path = Path(folder)
     path.mkdir()
-    (path / "config.json").write_text(json.dumps({**QWEN2, **config}))
+    (path / "config.json").write_text(json.dumps({**MODEL, **config}))
     vocabulary = {word: index for index, word in enumerate(["<pad>", "<eos>", *WORDS])}
     added = [{"id": TOKENS + index, "content": token} for index, token in enumerate(tokens)]
     tokenizer = {"added_tokens": added, "model": {"type": "BPE", "vocab": vocabulary, "merges": []}}

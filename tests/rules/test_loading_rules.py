@@ -8,21 +8,9 @@ from typing import Any
 import pytest
 import saved
 from conftest import Write
-from rule_findings import THIS_MACHINE, judge_run
+from rule_findings import QWEN2, THIS_MACHINE, judge_run
 
 from launcher.rules.context import Machine
-
-QWEN2 = {
-    "architectures": ["Qwen2ForCausalLM"],
-    "model_type": "qwen2",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 2,
-    "vocab_size": 100,
-    "tie_word_embeddings": True,
-}
 
 
 @pytest.fixture(autouse=True)

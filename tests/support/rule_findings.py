@@ -11,6 +11,19 @@ from launcher.rules import registry
 from launcher.rules.context import Context, Machine
 from launcher.upstream.schema import Values
 
+# The config.json of a small Qwen2.
+QWEN2: dict[str, Any] = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 100,
+    "tie_word_embeddings": True,
+}
+
 # A valid, quiet base for each script.
 SFT = {
     "model_name_or_path": "m",

@@ -13,10 +13,9 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-from launcher.artifacts import digest
-
 from benchmarks import ratio
 from benchmarks.ratio import Pair
+from launcher.artifacts import digest
 
 HIDDEN, FEED, KEYS, WORDS, LAYERS, SHARDS = 3584, 18944, 512, 152064, 28, 4
 

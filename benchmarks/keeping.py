@@ -17,12 +17,13 @@ from benchmarks.ratio import ROOT, Pair
 
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
+from made_runs import made, manifest  # type: ignore[import-not-found]
+
 from launcher import files
 from launcher.lifecycle import start
 from launcher.runs import rundir, runner
 from launcher.runs.attempt import Attempt
 from launcher.runs.rundir import RunFolder
-from made_runs import made, manifest  # type: ignore[import-not-found]
 
 RUNS, ROUNDS, LOG_GIB = 1_000, 7, 1
 WATCHED_S = 20.0

@@ -14,12 +14,11 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from benchmarks import ratio
+from benchmarks.ratio import ROOT, Pair, Taken
 from launcher import files
 from launcher.runs.attempt import Attempt
 from launcher.runs.rundir import RunFolder
-
-from benchmarks import ratio
-from benchmarks.ratio import ROOT, Pair, Taken
 
 LAUNCH = [sys.executable, "-m", "launcher"]
 TYPER = [sys.executable, "-c", "import typer"]

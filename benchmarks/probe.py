@@ -18,10 +18,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from launcher.probe.watching import Probe, trainers
-
 from benchmarks import ratio
 from benchmarks.ratio import Pair
+from launcher.probe.watching import Probe, trainers
 
 WATCHED = ("backward", "clip_grad_norm_")
 

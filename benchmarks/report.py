@@ -6,11 +6,10 @@ import random
 from collections.abc import Iterator
 from pathlib import Path
 
-from launcher.report import page, series
-from launcher.report.series import Run
-
 from benchmarks import ratio
 from benchmarks.ratio import Pair
+from launcher.report import page, series
+from launcher.report.series import Run
 
 STEPS = 10_000
 

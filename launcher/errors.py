@@ -18,7 +18,9 @@ from typing import Any, Literal
 from launcher import redaction
 from launcher.redaction import Redactor
 
-DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})  # the numbers of an OSError that a full disk, or a quota, is
+DISK_FULL = frozenset(
+    {errno.ENOSPC, errno.EDQUOT}
+)  # the numbers of an OSError that a full disk, or a quota, is
 # ... that a limit of the shell or the machine is: on memory, open files, processes
 RESOURCE_LIMITS = frozenset({errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.EAGAIN})
 
@@ -92,7 +94,9 @@ class LaunchError(Exception):
     exit_code: Exit = Exit.USAGE
 
     def __init__(self, findings: Finding | Iterable[Finding]) -> None:
-        self.findings: tuple[Finding, ...] = (findings,) if isinstance(findings, Finding) else tuple(findings)
+        self.findings: tuple[Finding, ...] = (
+            (findings,) if isinstance(findings, Finding) else tuple(findings)
+        )
         super().__init__("; ".join(f.message for f in self.findings))
 
     def naming_variables(self, redactor: Redactor) -> LaunchError:
@@ -120,18 +124,26 @@ def naming_variables(redactor: Redactor) -> Iterator[None]:
     except LaunchError as error:
         if not redactor.borrowed:
             raise
-        raise error.naming_variables(redactor).with_traceback(error.__traceback__) from error.__cause__
+        raise error.naming_variables(redactor).with_traceback(
+            error.__traceback__
+        ) from error.__cause__
 
 
-def launch_finding(severity: Severity, code: str, message: str, help: str | None = None, **place: Any) -> Finding:
-    return Finding(severity=severity, layer="launch", code=code, message=message, help=help, **place)
+def launch_finding(
+    severity: Severity, code: str, message: str, help: str | None = None, **place: Any
+) -> Finding:
+    return Finding(
+        severity=severity, layer="launch", code=code, message=message, help=help, **place
+    )
 
 
 def usage(code: str, message: str, help: str | None = None) -> UsageError:
     return UsageError(launch_finding("error", code, message, help))
 
 
-def not_ready(code: str, message: str, help: str | None = None, *, file: str | None = None) -> NotReady:
+def not_ready(
+    code: str, message: str, help: str | None = None, *, file: str | None = None
+) -> NotReady:
     return NotReady(launch_finding("error", code, message, help, file=file))
 
 

@@ -48,22 +48,36 @@ _THE_FILE = CodeSection(
         _row("broken-yaml", "launch", "YAML's own parser refuses it"),
         _row("bad-character", "launch", "a character that YAML, or a command line, cannot hold"),
         _row("several-documents", "launch", "the file has more than one YAML document"),
-        _row("not-a-mapping", "launch", "the file is a list or a single value instead of keys and values"),
         _row(
-            "too-deep too-large", "launch", "nested deeper than 64 levels; more than 100,000 values, aliases counted"
+            "not-a-mapping",
+            "launch",
+            "the file is a list or a single value instead of keys and values",
+        ),
+        _row(
+            "too-deep too-large",
+            "launch",
+            "nested deeper than 64 levels; more than 100,000 values, aliases counted",
         ),
         _row("unknown-tag", "launch", "a YAML tag other than the plain types"),
         _row("duplicate-key", "launch", "the same key twice"),
         _row("bad-key", "launch", "a key that is not a plain name"),
         _row("bad-args", "launch", "`args` is not a mapping"),
-        _row("exposed-secret", "launch", "a secret on a command line, which every user of the machine can read"),
+        _row(
+            "exposed-secret",
+            "launch",
+            "a secret on a command line, which every user of the machine can read",
+        ),
         _row(
             "bad-extends missing-parent extends-cycle",
             "launch",
             "`extends` names no file, a missing one, or is circular",
         ),
         _row("interpolation", "launch", "a `${...}` that cannot be resolved"),
-        _row("bad-override", "launch", "an override that is not `key=value`, or whose value is not valid YAML"),
+        _row(
+            "bad-override",
+            "launch",
+            "an override that is not `key=value`, or whose value is not valid YAML",
+        ),
     ),
 )
 
@@ -72,10 +86,22 @@ _LAUNCH_OWN_OPTIONS = CodeSection(
     intro="",
     rows=(
         _row("unknown-option", "launch", "no option of a stage file"),
-        _row("bad-stage bad-script", "launch", "`stage` or the script names nothing that launch can start"),
+        _row(
+            "bad-stage bad-script",
+            "launch",
+            "`stage` or the script names nothing that launch can start",
+        ),
         _row("is-pipeline", "launch", "a pipeline file where launch needs a stage file"),
-        _row("foreign-file", "launch", "a script, or a file of another tool: `launch init --from` converts it"),
-        _row("wrong-stage", "launch", "a DPO file given to `launch sft`, or an SFT file to `launch dpo`"),
+        _row(
+            "foreign-file",
+            "launch",
+            "a script, or a file of another tool: `launch init --from` converts it",
+        ),
+        _row(
+            "wrong-stage",
+            "launch",
+            "a DPO file given to `launch sft`, or an SFT file to `launch dpo`",
+        ),
         _row(
             "bad-backend bad-deepspeed bad-mixed-precision bad-name bad-num-gpus",
             "launch",
@@ -88,7 +114,11 @@ _LAUNCH_OWN_OPTIONS = CodeSection(
             "or `warn`, `on_hang` is `report` or `stop`, `probe` is `off` or its settings, `rehearse` is a "
             "switch, `samples` is a whole number",
         ),
-        _row("bad-batch", "launch", "`batch` is `{global: N, per_device: N}` with whole numbers above 0"),
+        _row(
+            "bad-batch",
+            "launch",
+            "`batch` is `{global: N, per_device: N}` with whole numbers above 0",
+        ),
         _row(
             "bad-expect",
             "launch",
@@ -110,7 +140,9 @@ _ARGUMENTS = CodeSection(
     intro="",
     rows=(
         _row(
-            "unknown-key", "parser", "the entry script has no such argument, or an entry of `datasets` has no such key"
+            "unknown-key",
+            "parser",
+            "the entry script has no such argument, or an entry of `datasets` has no such key",
         ),
         _row(
             "removed-key renamed-key",
@@ -126,15 +158,23 @@ _ARGUMENTS = CodeSection(
         ),
         _row("abbreviated-key", "launch", "argparse would silently take it for a longer name"),
         _row("negated-key", "parser or launch", "`no_x: ...` instead of `x: false`"),
-        _row("missing-argument", "parser", "a required field that neither the file nor launch sets"),
-        _row("bad-value", "parser or launch", "a value of the wrong type, number of words, or choice"),
+        _row(
+            "missing-argument", "parser", "a required field that neither the file nor launch sets"
+        ),
+        _row(
+            "bad-value", "parser or launch", "a value of the wrong type, number of words, or choice"
+        ),
         _row("bool-as-text", "run", "YAML reads a bool where upstream takes text"),
         _row(
             "two-data-sources",
             "parser or run",
             "`dataset_name` or `dataset_mixer` beside the mixer list; for TRL `dataset_name` beside `datasets`",
         ),
-        _row("beaker-without-push", "parser", "`push_to_hub: false` without `try_launch_beaker_eval_jobs: false`"),
+        _row(
+            "beaker-without-push",
+            "parser",
+            "`push_to_hub: false` without `try_launch_beaker_eval_jobs: false`",
+        ),
         _row(
             "final-lr-scheduler final-lr-range",
             "parser",
@@ -142,7 +182,9 @@ _ARGUMENTS = CodeSection(
         ),
         _row("bad-json", "parser", "a text that begins with a brace and is not JSON"),
         _row(
-            "zero-stage offload-without-zero3", "parser", "`zero_stage` outside 0..3; `offload_param` without stage 3"
+            "zero-stage offload-without-zero3",
+            "parser",
+            "`zero_stage` outside 0..3; `offload_param` without stage 3",
         ),
         _row(
             "two-precisions loss-weights logging-steps pad-multiple",
@@ -151,9 +193,17 @@ _ARGUMENTS = CodeSection(
             "multiple that is not a number",
         ),
         _row("no-model", "run", "no model named"),
-        _row("no-data", "launch or run", "no data named: open-instruct's SFT would train on a small default set"),
+        _row(
+            "no-data",
+            "launch or run",
+            "no data named: open-instruct's SFT would train on a small default set",
+        ),
         _row("one-sample", "run", "the mixer amount `1` is one sample, `1.0` is all of it"),
-        _row("odd-mixer-list mixer-amount json-data", "run", "a mixer list that crashes when it is read"),
+        _row(
+            "odd-mixer-list mixer-amount json-data",
+            "run",
+            "a mixer list that crashes when it is read",
+        ),
         _row(
             "mixer-splits",
             "run",
@@ -163,7 +213,9 @@ _ARGUMENTS = CodeSection(
             "differs. A local file has only the split `train`",
         ),
         _row(
-            "missing-data", "run", "a local data file or folder that is not there; an error when the run is to start"
+            "missing-data",
+            "run",
+            "a local data file or folder that is not there; an error when the run is to start",
         ),
         _row(
             "bad-dataset",
@@ -171,7 +223,11 @@ _ARGUMENTS = CodeSection(
             "TRL: an entry of `datasets` without `path`, of a wrong type or without rows; a quoted list "
             "instead of a name",
         ),
-        _row("bad-fraction", "run", "TRL: a `fraction` for some sets and not for others, below 0, or of a stream"),
+        _row(
+            "bad-fraction",
+            "run",
+            "TRL: a `fraction` for some sets and not for others, below 0, or of a stream",
+        ),
         _row(
             "bad-test-split",
             "run",
@@ -190,7 +246,11 @@ _ARGUMENTS = CodeSection(
             "`hf_repo_id` already contains an entity, so the model would be pushed to `entity/entity/name`",
         ),
         _row("push-by-default", "run", "`push_to_hub` is not set, and defaults to true"),
-        _row("tracking-needs-wandb", "run", "`with_tracking` with a `report_to` without wandb crashes"),
+        _row(
+            "tracking-needs-wandb",
+            "run",
+            "`with_tracking` with a `report_to` without wandb crashes",
+        ),
         _row("no-checkpoints", "run", "a run that may be long, without checkpoints"),
         _row("checkpoint-steps", "run", "neither `epoch` nor a number"),
         _row("max-train-samples", "run", "DPO: crashes in the reference cache"),
@@ -253,14 +313,22 @@ _ARGUMENTS = CodeSection(
             "run",
             "a negative `checkpointing_steps` saves as often as the positive number: `-1` saves every step",
         ),
-        _row("unexpanded-path", "run", "a folder named with `~` or `$NAME`, which upstream does not expand"),
+        _row(
+            "unexpanded-path",
+            "run",
+            "a folder named with `~` or `$NAME`, which upstream does not expand",
+        ),
         _row("two-zero-stages", "run", "DPO: `zero_stage` replaces the DeepSpeed file"),
         _row(
             "clipping-unread",
             "run",
             "with DeepSpeed, its file decides whether gradients are clipped and at which norm: `auto` is 1.0",
         ),
-        _row("tokenising-outlasts", "run", "tokenising takes longer than `timeout`: the other processes give up"),
+        _row(
+            "tokenising-outlasts",
+            "run",
+            "tokenising takes longer than `timeout`: the other processes give up",
+        ),
         _row(
             "remote-code",
             "run",
@@ -299,7 +367,9 @@ _ARGUMENTS = CodeSection(
             "TRL: arguments, or files on this machine, that the trainer refuses later",
         ),
         _row(
-            "packing-without-length padding-free-length", "run", "TRL's SFT: arguments that the trainer refuses later"
+            "packing-without-length padding-free-length",
+            "run",
+            "TRL's SFT: arguments that the trainer refuses later",
         ),
         _row(
             "zero-beta",
@@ -324,7 +394,11 @@ _ARGUMENTS = CodeSection(
             "an OLMo tokenizer, by its config or (since #1622) its name, whose template does not allow this "
             "`add_bos` or `use_fast`",
         ),
-        _row("not-with-olmo-core", "run", "`script: dpo_olmo_core`: LoRA, 8-bit and paged optimizers, QLoRA"),
+        _row(
+            "not-with-olmo-core",
+            "run",
+            "`script: dpo_olmo_core`: LoRA, 8-bit and paged optimizers, QLoRA",
+        ),
         _row(
             "unsupported-model other-shape",
             "run",
@@ -384,29 +458,49 @@ _ARGUMENTS = CodeSection(
             "run",
             "`cp_degree`: several rows a micro-batch, a number that does not divide the GPUs, or a missing package",
         ),
-        _row("shard-degree", "run", "dpo.py: FSDP or tensor degrees that do not divide the processes"),
-        _row("deepspeed-with-torchrun", "launch", "`deepspeed` with a script that shards with FSDP"),
+        _row(
+            "shard-degree", "run", "dpo.py: FSDP or tensor degrees that do not divide the processes"
+        ),
+        _row(
+            "deepspeed-with-torchrun", "launch", "`deepspeed` with a script that shards with FSDP"
+        ),
         _row("no-compiler", "run", "`compile_model` on a machine without a C compiler"),
         _row(
             "unread-key",
             "run",
             "nothing on the script's path reads this argument; a note if its value is the empty default",
         ),
-        _row("conditional-key", "run", "the argument is read only under a condition that is false with this file"),
-        _row("shadowed-key", "run", "the argument is read only where another argument has already decided"),
+        _row(
+            "conditional-key",
+            "run",
+            "the argument is read only under a condition that is false with this file",
+        ),
+        _row(
+            "shadowed-key",
+            "run",
+            "the argument is read only where another argument has already decided",
+        ),
         _row(
             "refused-by-source",
             "parser or run",
             "the source raises an error for these values; launch found this by reading the source, not by a rule",
         ),
-        _row("bf16-on-cpu cpu-beside-gpus", "run", "TRL: refused without a GPU; `use_cpu` with GPUs asked for"),
+        _row(
+            "bf16-on-cpu cpu-beside-gpus",
+            "run",
+            "TRL: refused without a GPU; `use_cpu` with GPUs asked for",
+        ),
         _row(
             "own-deepspeed",
             "launch",
             "TRL's own `deepspeed` argument is set; launch reads its own option of that name, beside `args:`",
         ),
         _row("fsdp-unsaved", "run", "TRL: FSDP that saves no final model"),
-        _row("deepspeed-mismatch", "run", "TRL: values in the DeepSpeed file differ from the arguments"),
+        _row(
+            "deepspeed-mismatch",
+            "run",
+            "TRL: values in the DeepSpeed file differ from the arguments",
+        ),
         _row(
             "fp16-weights",
             "run",
@@ -435,8 +529,14 @@ _ARGUMENTS = CodeSection(
             "run",
             "TRL, and open-instruct's DPO (dpo.py; dpo_tune_cache.py on a CPU): samples in a row attend to each other",
         ),
-        _row("attention-fallback", "run", "TRL: a note: which entry of `attention:` is not available here, and why"),
-        _row("attention-twice", "launch", "TRL: `attention:` and an argument both name the attention"),
+        _row(
+            "attention-fallback",
+            "run",
+            "TRL: a note: which entry of `attention:` is not available here, and why",
+        ),
+        _row(
+            "attention-twice", "launch", "TRL: `attention:` and an argument both name the attention"
+        ),
         _row(
             "impossible-expectation",
             "launch",
@@ -449,8 +549,16 @@ _ARGUMENTS = CodeSection(
             "TRL: the DeepSpeed file has its own optimizer, or offloads the optimizer, which turns it into an Adam",
         ),
         _row("no-compiler", "run", "torch.compile without a C or C++ compiler"),
-        _row("compile-lengths", "run", "TRL: `torch_compile` with rows of varying length compiles again and again"),
-        _row("reference-price", "run", "TRL: a note: what reference log-probs computed beforehand cost"),
+        _row(
+            "compile-lengths",
+            "run",
+            "TRL: `torch_compile` with rows of varying length compiles again and again",
+        ),
+        _row(
+            "reference-price",
+            "run",
+            "TRL: a note: what reference log-probs computed beforehand cost",
+        ),
         _row(
             "reference-rounded",
             "run",
@@ -464,10 +572,22 @@ _ARGUMENTS = CodeSection(
             "once it knows the trainer's Python (a start, a rehearsal). A warning if open-instruct then leaves "
             "the tracker out",
         ),
-        _row("optim-targets", "run", "TRL: a GaLore or APOLLO optimizer without `optim_target_modules`"),
-        _row("report-unknown", "run", "`report_to` names no tracker; or `none` or `all` together with others"),
+        _row(
+            "optim-targets",
+            "run",
+            "TRL: a GaLore or APOLLO optimizer without `optim_target_modules`",
+        ),
+        _row(
+            "report-unknown",
+            "run",
+            "`report_to` names no tracker; or `none` or `all` together with others",
+        ),
         _row("no-output", "run", "an empty `output_dir`"),
-        _row("sequence-split", "run", "open-instruct: `sequence_parallel_size` does not divide the processes"),
+        _row(
+            "sequence-split",
+            "run",
+            "open-instruct: `sequence_parallel_size` does not divide the processes",
+        ),
         _row(
             "data-file",
             "run",
@@ -497,8 +617,16 @@ _ARGUMENTS = CodeSection(
             "TRL: there is no checkpoint; nothing is left to train; or the output folder has complete "
             "checkpoints and no record says whose they are",
         ),
-        _row("no-process-group", "run", "open-instruct's DPO on one GPU without DeepSpeed has no process group"),
-        _row("deepspeed-left-out", "launch", "`deepspeed` is set and the run is on the CPU: it is left out"),
+        _row(
+            "no-process-group",
+            "run",
+            "open-instruct's DPO on one GPU without DeepSpeed has no process group",
+        ),
+        _row(
+            "deepspeed-left-out",
+            "launch",
+            "`deepspeed` is set and the run is on the CPU: it is left out",
+        ),
     ),
 )
 
@@ -517,14 +645,22 @@ _MODEL_DEEPSPEED_OUTPUT_FOLDER = CodeSection(
             "run",
             "the DeepSpeed file's accumulation takes precedence, while upstream counts steps with its own",
         ),
-        _row("zero3-unsaved", "run", "ZeRO-3 without gathering the weights crashes when the model is saved"),
+        _row(
+            "zero3-unsaved",
+            "run",
+            "ZeRO-3 without gathering the weights crashes when the model is saved",
+        ),
         _row(
             "fp16-over-bf16",
             "run",
             "upstream loads the model in bfloat16: an error without DeepSpeed and LoRA, "
             "where the gradient scaler refuses it",
         ),
-        _row("qlora-deepspeed", "run", "a quantised model with DeepSpeed (ZeRO-3 crashes), or without a GPU"),
+        _row(
+            "qlora-deepspeed",
+            "run",
+            "a quantised model with DeepSpeed (ZeRO-3 crashes), or without a GPU",
+        ),
         _row("lora-biases", "run", "LoRA on a model with biases crashes with ZeRO-1 and 2"),
         _row(
             "empty-group",
@@ -549,7 +685,11 @@ _MODEL_DEEPSPEED_OUTPUT_FOLDER = CodeSection(
             "run",
             "rows are longer than the model's number of positions (by its config, which is on this machine)",
         ),
-        _row("packing-without-flash", "run", "packing without flash-attn was slower than padding when measured"),
+        _row(
+            "packing-without-flash",
+            "run",
+            "packing without flash-attn was slower than padding when measured",
+        ),
         _row(
             "overlap-corrupts",
             "run",
@@ -676,14 +816,20 @@ _THE_ROWS_OF_THE_DATA = CodeSection(
             "chats or pairs without a message of `assistant`: open-instruct drops the row, "
             "TRL trains on the question. Tokenised rows whose `labels` are all -100",
         ),
-        _row("empty-answers", "run", "an answer without text: only the token that ends the turn is trained on"),
+        _row(
+            "empty-answers",
+            "run",
+            "an answer without text: only the token that ends the turn is trained on",
+        ),
         _row(
             "no-prompt",
             "run",
             "DPO: pairs that would train without their prompt, because it is in no column that is read; or a "
             "prompt without text",
         ),
-        _row("prompt-twice", "run", "the prompt is in `prompt` and again at the start of the answer"),
+        _row(
+            "prompt-twice", "run", "the prompt is in `prompt` and again at the start of the answer"
+        ),
         _row(
             "equal-pairs",
             "run",
@@ -716,7 +862,11 @@ _THE_ROWS_OF_THE_DATA = CodeSection(
             "run",
             "the rows have tool calls or `tools`, and the chat template does not write them",
         ),
-        _row("doubled-bos", "run", "TRL: the texts begin with the token that the tokenizer adds to every text"),
+        _row(
+            "doubled-bos",
+            "run",
+            "TRL: the texts begin with the token that the tokenizer adds to every text",
+        ),
     ),
 )
 
@@ -724,15 +874,25 @@ _SOURCE_AND_MACHINE = CodeSection(
     title="Source and machine",
     intro="",
     rows=(
-        _row("no-checkout", "launch", "the path is not an open-instruct checkout, or none was found"),
+        _row(
+            "no-checkout", "launch", "the path is not an open-instruct checkout, or none was found"
+        ),
         _row(
             "unpinned-checkout",
             "launch",
             "the checkout is at an unknown commit, or edited; the message names the commits",
         ),
-        _row("other-version", "launch", "a note: TRL or transformers differ from the pair that was tested"),
+        _row(
+            "other-version",
+            "launch",
+            "a note: TRL or transformers differ from the pair that was tested",
+        ),
         _row("unreadable-source", "launch", "the source at another commit lacks the dataclasses"),
-        _row("no-python old-python", "launch", "the trainer's Python does not run (exit code 5), or is too old"),
+        _row(
+            "no-python old-python",
+            "launch",
+            "the trainer's Python does not run (exit code 5), or is too old",
+        ),
         _row(
             "no-trainer",
             "launch",
@@ -740,15 +900,27 @@ _SOURCE_AND_MACHINE = CodeSection(
             "check against it: exit code 5. A warning if only a plan is made; launch then uses the tested "
             "versions",
         ),
-        _row("missing-packages", "launch", "what the entry script needs and the trainer's Python lacks"),
-        _row("no-gpus too-few-gpus", "launch", "`--gpus` is missing; or it asks for more GPUs than this machine has"),
+        _row(
+            "missing-packages",
+            "launch",
+            "what the entry script needs and the trainer's Python lacks",
+        ),
+        _row(
+            "no-gpus too-few-gpus",
+            "launch",
+            "`--gpus` is missing; or it asks for more GPUs than this machine has",
+        ),
         _row(
             "import-error",
             "launch",
             "a package is installed and fails to import: the exception, and the line that raised it (`launch "
             "doctor` only)",
         ),
-        _row("empty-submodule", "launch", "a note: the submodule is empty while another checkout is used"),
+        _row(
+            "empty-submodule",
+            "launch",
+            "a note: the submodule is empty while another checkout is used",
+        ),
         _row(
             "gpus-taken busy-gpu",
             "launch",
@@ -773,7 +945,9 @@ _SOURCE_AND_MACHINE = CodeSection(
         ),
         _row("small-shm", "launch", "little shared memory"),
         _row(
-            "too-little-space little-space", "launch", "the disk has no room for what will be written, or hardly any"
+            "too-little-space little-space",
+            "launch",
+            "the disk has no room for what will be written, or hardly any",
         ),
         _row("several-nodes", "launch", "a note: the same command runs on each machine"),
         _row(
@@ -781,8 +955,14 @@ _SOURCE_AND_MACHINE = CodeSection(
             "launch",
             "several machines, and the command does not say which one this is, or the address of the first one",
         ),
-        _row("bad-node-rank bad-main-address", "launch", "there is no such machine; the address is not `HOST[:PORT]`"),
-        _row("wrong-step", "launch", "Slurm started another number of processes than the run needs"),
+        _row(
+            "bad-node-rank bad-main-address",
+            "launch",
+            "there is no such machine; the address is not `HOST[:PORT]`",
+        ),
+        _row(
+            "wrong-step", "launch", "Slurm started another number of processes than the run needs"
+        ),
         _row("port-taken", "launch", "the first machine's port is in use"),
         _row(
             "bad-slurm reserved-slurm-option bad-slurm-option",
@@ -802,16 +982,26 @@ _SOURCE_AND_MACHINE = CodeSection(
             "launch",
             "`gates:` is not a mapping, names no gate, or has an invalid limit",
         ),
-        _row("uncut-data", "launch", "a note: TRL tokenises all rows for a short run, because it reads a whole split"),
         _row(
-            "short-schedule", "launch", "a note: the learning rate goes through warm-up and decay within the short run"
+            "uncut-data",
+            "launch",
+            "a note: TRL tokenises all rows for a short run, because it reads a whole split",
+        ),
+        _row(
+            "short-schedule",
+            "launch",
+            "a note: the learning rate goes through warm-up and decay within the short run",
         ),
         _row(
             "deepspeed-off deepspeed-kept",
             "launch",
             "notes: a rung of a ladder on one GPU runs without DeepSpeed, or with it, and why",
         ),
-        _row("batch-not-constant", "launch", "the rungs of a ladder train with different global batches"),
+        _row(
+            "batch-not-constant",
+            "launch",
+            "the rungs of a ladder train with different global batches",
+        ),
         _row(
             "reference-gone",
             "run",
@@ -836,7 +1026,11 @@ _SOURCE_AND_MACHINE = CodeSection(
             "run or launch",
             "without the probe the pinned scripts cannot run on a CPU; or nothing is counted or enforced",
         ),
-        _row("bad-command-line", "launch", "with `--format json`: the command line cannot be parsed (exit 2)"),
+        _row(
+            "bad-command-line",
+            "launch",
+            "with `--format json`: the command line cannot be parsed (exit 2)",
+        ),
         _row(
             "disk-full",
             "launch",
@@ -861,7 +1055,11 @@ _SOURCE_AND_MACHINE = CodeSection(
             "a link, a file or a folder is at the place of the output folder's lease, or of the lease's folder",
         ),
         _row("not-started", "launch", "the command could not be started"),
-        _row("resumes", "launch", "a note: the checkpoint from which the run continues, and how many steps are left"),
+        _row(
+            "resumes",
+            "launch",
+            "a note: the checkpoint from which the run continues, and how many steps are left",
+        ),
         _row(
             "already-finished",
             "launch",
@@ -962,13 +1160,19 @@ _SOURCE_AND_MACHINE = CodeSection(
             "`prepare`: a model or tokenizer is neither here nor available from the hub; or its folder cannot "
             "be loaded",
         ),
-        _row("tokenising-failed", "run", "`prepare`: upstream's script failed before the data were ready; exit 4"),
+        _row(
+            "tokenising-failed",
+            "run",
+            "`prepare`: upstream's script failed before the data were ready; exit 4",
+        ),
         _row("not-a-training-log", "launch", "`check` or `report` of a text that no trainer wrote"),
         _row("no-such-run ambiguous-run", "launch", "there is no run of that name, or several"),
         _row("no-such-log", "launch", "the run has no log of that attempt"),
         _row("not-prepared", "launch", "the run folder has no attempt that waits to be started"),
         _row(
-            "no-keeper", "launch", "the supervisor ended before training began; the help is the last line of its log"
+            "no-keeper",
+            "launch",
+            "the supervisor ended before training began; the help is the last line of its log",
         ),
         _row(
             "not-your-run",
@@ -976,7 +1180,11 @@ _SOURCE_AND_MACHINE = CodeSection(
             "`exec`: another user could have changed what the run folder would start: the folder or "
             "`start.json` is not yours, is writable by others, or is a link",
         ),
-        _row("start-changed", "launch", "another user or another start changed `start.json` before training began"),
+        _row(
+            "start-changed",
+            "launch",
+            "another user or another start changed `start.json` before training began",
+        ),
         _row(
             "not-your-process",
             "launch",
@@ -993,7 +1201,11 @@ _SOURCE_AND_MACHINE = CodeSection(
             "launch",
             "`check`: a value in a record has another type than launch writes; it is left out",
         ),
-        _row("bad-lease", "launch", "a lease in the output folder has a number that cannot be increased: delete it"),
+        _row(
+            "bad-lease",
+            "launch",
+            "a lease in the output folder has a number that cannot be increased: delete it",
+        ),
         _row(
             "not-running run-is-elsewhere",
             "launch",
@@ -1010,7 +1222,9 @@ _SOURCE_AND_MACHINE = CodeSection(
             "launch",
             "`--on-finish` has no command, has an open quote, or names a program that cannot be started here",
         ),
-        _row("useless-option", "launch", "an option that has no effect with, or without, another one"),
+        _row(
+            "useless-option", "launch", "an option that has no effect with, or without, another one"
+        ),
         _row("not-begun", "launch", "`attach` or `check` of a run that waits to be started"),
         _row(
             "unwritable-file file-changed",
@@ -1043,9 +1257,17 @@ _SOURCE_AND_MACHINE = CodeSection(
             "launch",
             "`pin move`: what a rule cites changed; its findings are notes at this commit until somebody confirms it",
         ),
-        _row("golden-differs", "launch", "`pin move`: a test of the golden files fails at the new commit"),
+        _row(
+            "golden-differs",
+            "launch",
+            "`pin move`: a test of the golden files fails at the new commit",
+        ),
         _row("not-writable", "launch", "a folder that the run writes to: its output, a cache"),
-        _row("no-such-config", "launch", "`configs copy`: there is no shipped stage file of that name"),
+        _row(
+            "no-such-config",
+            "launch",
+            "`configs copy`: there is no shipped stage file of that name",
+        ),
         _row("no-input", "launch", "`init`: no model or no data given"),
         _row(
             "output-exists",
@@ -1068,7 +1290,11 @@ _SOURCE_AND_MACHINE = CodeSection(
             "launch",
             "`data convert`: a file that cannot be read here, such as Parquet without pyarrow",
         ),
-        _row("unknown-format", "launch", "`init --from`: the file belongs to no tool that launch knows"),
+        _row(
+            "unknown-format",
+            "launch",
+            "`init --from`: the file belongs to no tool that launch knows",
+        ),
         _row(
             "no-training",
             "launch",
@@ -1104,7 +1330,11 @@ _SOURCE_AND_MACHINE = CodeSection(
             "`bench`: `--timeout` cannot be parsed; `tune`: `--budget` cannot be parsed, or no trial fits into it",
         ),
         _row("no-gpu-here", "launch", "`bench` or `tune` without a GPU and without `--cpu`"),
-        _row("under-way", "launch", "the same `ladder`, `bench` or `tune` is running in another process"),
+        _row(
+            "under-way",
+            "launch",
+            "the same `ladder`, `bench` or `tune` is running in another process",
+        ),
         _row("would-overwrite", "launch", "`tune -o` names a file that `tune` did not write"),
     ),
 )
@@ -1123,9 +1353,13 @@ _THE_REHEARSAL = CodeSection(
             "trainer",
             "the script did not end in time, or its process died; the message says where it was",
         ),
-        _row("rehearsal-imports", "launch", "the trainer's Python cannot import the script (exit 5)"),
         _row(
-            "rehearsal-no-room no-space", "launch", "a rehearsal has no memory, no disk space, or no temporary folder"
+            "rehearsal-imports", "launch", "the trainer's Python cannot import the script (exit 5)"
+        ),
+        _row(
+            "rehearsal-no-room no-space",
+            "launch",
+            "a rehearsal has no memory, no disk space, or no temporary folder",
         ),
         _row(
             "rehearsal-failed",
@@ -1139,7 +1373,11 @@ _THE_REHEARSAL = CodeSection(
             "launch",
             "a note: what replaced a model, tokenizer, package or data set that is not on this machine",
         ),
-        _row("empty-rows nothing-to-learn", "trainer", "rows without a token, or without one that counts in the loss"),
+        _row(
+            "empty-rows nothing-to-learn",
+            "trainer",
+            "rows without a token, or without one that counts in the loss",
+        ),
         _row(
             "rows-dropped",
             "trainer",
@@ -1164,10 +1402,20 @@ _THE_PREVIEW = CodeSection(
             "the tokenizer or the data set is neither here nor in the hub's cache (exit 5)",
         ),
         _row(
-            "no-such-row bad-row", "launch", "`--row` names a row that the data do not have, or is not a row (exit 2)"
+            "no-such-row bad-row",
+            "launch",
+            "`--row` names a row that the data do not have, or is not a row (exit 2)",
         ),
-        _row("no-preview", "launch", "launch does not know how this script prepares its rows (exit 3)"),
-        _row("preview-failed", "launch", "launch's own code failed, so it says nothing about the rows (exit 70)"),
+        _row(
+            "no-preview",
+            "launch",
+            "launch does not know how this script prepares its rows (exit 3)",
+        ),
+        _row(
+            "preview-failed",
+            "launch",
+            "launch's own code failed, so it says nothing about the rows (exit 70)",
+        ),
     ),
 )
 
@@ -1176,7 +1424,9 @@ _PIPELINES = CodeSection(
     intro="",
     rows=(
         _row(
-            "bad-pipeline", "launch", "a key or a value that a pipeline file does not accept; or a missing stage file"
+            "bad-pipeline",
+            "launch",
+            "a key or a value that a pipeline file does not accept; or a missing stage file",
         ),
         _row(
             "no-such-stage",
@@ -1194,7 +1444,9 @@ _PIPELINES = CodeSection(
             "the place of a stage's model is unknown beforehand, is another stage's place, or the stage saves none",
         ),
         _row(
-            "pipeline-adapter", "run", "the stage before saves an adapter, which neither backend can load as a model"
+            "pipeline-adapter",
+            "run",
+            "the stage before saves an adapter, which neither backend can load as a model",
         ),
         _row(
             "pipeline-probe",
@@ -1212,11 +1464,27 @@ _PIPELINES = CodeSection(
             "`--from`: the model that the stage begins with does not exist, or is being trained",
         ),
         _row("pipeline-running", "launch", "the same pipeline is running already"),
-        _row("no-eval-program", "launch", "the program of an `eval` is not beside the trainer's Python or on PATH"),
+        _row(
+            "no-eval-program",
+            "launch",
+            "the program of an `eval` is not beside the trainer's Python or on PATH",
+        ),
         _row("eval-running", "launch", "another pipeline evaluates the same model"),
-        _row("eval-failed", "launch", "the command of an `eval` failed, or took longer than its `timeout`"),
-        _row("eval-metrics", "launch", "the metrics file of an `eval` was not written, or holds no numbers"),
-        _row("eval-gate", "launch", "a metric fails the `expect` of its `eval`, is missing or is not a number"),
+        _row(
+            "eval-failed",
+            "launch",
+            "the command of an `eval` failed, or took longer than its `timeout`",
+        ),
+        _row(
+            "eval-metrics",
+            "launch",
+            "the metrics file of an `eval` was not written, or holds no numbers",
+        ),
+        _row(
+            "eval-gate",
+            "launch",
+            "a metric fails the `expect` of its `eval`, is missing or is not a number",
+        ),
         _row(
             "pipeline-restarts",
             "launch",
@@ -1231,25 +1499,55 @@ _THE_TRAINED_MODEL = CodeSection(
     rows=(
         _row("no-final-model", "launch", "the run has not finished, or the folder has no model"),
         _row("damaged-model", "launch", "files of the model are missing or cut off"),
-        _row("no-base-model", "launch", "no record and no adapter names the base model, or that model is gone"),
+        _row(
+            "no-base-model",
+            "launch",
+            "no record and no adapter names the base model, or that model is gone",
+        ),
         _row("no-prompt", "launch", "`chat` without a terminal needs a prompt"),
-        _row("template-refuses", "launch", "the chat template raises an error for this conversation"),
-        _row("too-long-prompt", "launch", "the conversation leaves no room for an answer within the model's length"),
-        _row("model-out-of-memory", "launch", "the model does not fit into the memory that is free"),
-        _row("model-fails", "launch", "transformers or peft cannot load the model, or cannot generate with it"),
+        _row(
+            "template-refuses", "launch", "the chat template raises an error for this conversation"
+        ),
+        _row(
+            "too-long-prompt",
+            "launch",
+            "the conversation leaves no room for an answer within the model's length",
+        ),
+        _row(
+            "model-out-of-memory", "launch", "the model does not fit into the memory that is free"
+        ),
+        _row(
+            "model-fails",
+            "launch",
+            "transformers or peft cannot load the model, or cannot generate with it",
+        ),
         _row("not-an-adapter", "launch", "`merge` of a model that is not an adapter"),
-        _row("not-mergeable", "launch", "an adapter whose weights cannot be added, such as prompt tuning"),
-        _row("quantised-base", "launch", "`merge` into a base that is stored in 4 or 8 bits; `--base` names another"),
+        _row(
+            "not-mergeable",
+            "launch",
+            "an adapter whose weights cannot be added, such as prompt tuning",
+        ),
+        _row(
+            "quantised-base",
+            "launch",
+            "`merge` into a base that is stored in 4 or 8 bits; `--base` names another",
+        ),
         _row("output-exists", "launch", "`merge` into a folder that exists"),
         _row("merge-runs", "launch", "another `merge` writes the same folder"),
-        _row("merge-differs", "launch", "the merged model's logits are not those of base and adapter"),
+        _row(
+            "merge-differs", "launch", "the merged model's logits are not those of base and adapter"
+        ),
         _row(
             "merged-unquantised",
             "launch",
             "a note: the adapter was trained on a base in 4 or 8 bits and merged into the full one",
         ),
         _row("merge-loses-adapter", "launch", "rounding loses part of what the adapter changes"),
-        _row("card-exists", "launch", "a README.md that launch did not write, or that was edited since"),
+        _row(
+            "card-exists",
+            "launch",
+            "a README.md that launch did not write, or that was edited since",
+        ),
     ),
 )
 

@@ -7,7 +7,9 @@ from launcher.files import open_regular
 
 MODULE_FLAG = "--module"  # `launcher/__main__.py --module NAME` runs another module of this package
 POINTER = b"version https://git-lfs"  # what the note begins with that git-lfs leaves of a file that was not fetched
-PACKAGE = Path(__file__).resolve().parent  # the folder of this package: scripts and tables lie in it
+PACKAGE = (
+    Path(__file__).resolve().parent
+)  # the folder of this package: scripts and tables lie in it
 PROJECT = PACKAGE.parent  # the checkout of launch, or the folder that it is installed in
 IS_CLONE = os.path.isfile(PROJECT / "pyproject.toml")  # not among installed packages
 # False also for names that no file can have: too long, a NUL inside. pathlib's own methods raise there.

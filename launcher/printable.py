@@ -13,7 +13,9 @@ _ESCAPES = re.compile(
     r"|\x1b[ -/]*[0-~]"
 )
 _BEGINS_ESCAPE = re.compile("[\x1b\x90\x98\x9b\x9d-\x9f]")  # far faster to look for
-_CONTROLS = "\\x00-\\x08\\x0b\\x0c\\x0e-\\x1f\\x7f-\\x9f\\u2028\\u2029\\u202a-\\u202e\\u2066-\\u2069"
+_CONTROLS = (
+    "\\x00-\\x08\\x0b\\x0c\\x0e-\\x1f\\x7f-\\x9f\\u2028\\u2029\\u202a-\\u202e\\u2066-\\u2069"
+)
 # beside the control characters: those that reorder what is read, and bytes of 80 to 9f that are no UTF-8
 _CONTROL = re.compile(f"[{_CONTROLS}\\udc80-\\udc9f]")
 _COMMAND = re.compile(r"^(\s*)::|##\[", re.M)
@@ -26,7 +28,11 @@ def printable(text: str, *, commands: bool = False) -> str:
         text = _ESCAPES.sub("", text) if _BEGINS_ESCAPE.search(text) else text
         text = _CONTROL.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
     harmless = commands or not ("::" in text or "##[" in text)
-    return text if harmless else _COMMAND.sub(lambda one: "# #[" if one[1] is None else f"{one[1]}\\::", text)
+    return (
+        text
+        if harmless
+        else _COMMAND.sub(lambda one: "# #[" if one[1] is None else f"{one[1]}\\::", text)
+    )
 
 
 def folded(text: str) -> str:

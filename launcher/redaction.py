@@ -81,7 +81,10 @@ _SHAPES: Mapping[str, str] = {
 }
 _SHAPE = re.compile(
     "(?<![A-Za-z0-9])(?:{})".format(
-        "|".join(f"(?:{'|'.join(map(re.escape, begins.split()))}){rest}" for begins, rest in _SHAPES.items())
+        "|".join(
+            f"(?:{'|'.join(map(re.escape, begins.split()))}){rest}"
+            for begins, rest in _SHAPES.items()
+        )
     )
 )
 _BEARER = re.compile(r"(?i)\b((?:bearer|basic)\s+)[\w.~+/=-]{12,}")
@@ -111,9 +114,23 @@ _VARIABLE = re.compile(r"(?P<plain>[^\s\"'`]*[^\s\"',;)}\]`])")
 # --hub_token VALUE inside a text
 _FLAG = re.compile(r"(?<![\w.-])(?P<head>(?P<name>--[A-Za-z][\w.-]*+)\s+)(?P<value>(?!--)\S+)")
 # in lower case, one of these is in every line of bytes that holds a secret
-_HINTS = tuple(hint.lower().encode() for hint in ("://", "bearer", "basic", *" ".join(_SHAPES).split()))
+_HINTS = tuple(
+    hint.lower().encode() for hint in ("://", "bearer", "basic", *" ".join(_SHAPES).split())
+)
 _LINE = re.compile(rb"[^\n\r]+")
-_WORDS_OF_NAMES = (b"token", b"key", b"secret", b"cred", b"pass", b"pwd", b"auth", b"dsn", b"webhook", b"pk", b"sk")
+_WORDS_OF_NAMES = (
+    b"token",
+    b"key",
+    b"secret",
+    b"cred",
+    b"pass",
+    b"pwd",
+    b"auth",
+    b"dsn",
+    b"webhook",
+    b"pk",
+    b"sk",
+)
 _ANY_WORD = b"(?:" + b"|".join(_WORDS_OF_NAMES) + b")"
 _NAME_HINT = re.compile(_ANY_WORD + rb"[\w.-]{0,200}+[\"']?\s*[:=]|--[\w.-]{0,60}?" + _ANY_WORD)
 _INTERPOLATION = re.compile(r"(\$\{oc\.env:\w+\})")
@@ -187,7 +204,11 @@ def together(redactors: Iterable[Redactor]) -> Redactor:
 
 def named_in_environment(text: str) -> str:
     """The text without secrets; of those that a variable of this process holds it names the variable."""
-    secrets = [name for name, value in os.environ.items() if is_secret_variable(name) and _is_telling(value)]
+    secrets = [
+        name
+        for name, value in os.environ.items()
+        if is_secret_variable(name) and _is_telling(value)
+    ]
     redactor = Redactor.of(os.environ, secrets)
     return redactor.redact(redactor.name_variables(text))
 
@@ -204,7 +225,9 @@ def holds_secret(variable: str, value: str) -> bool:
     """Whether a variable that a file borrowed holds a secret: by its name, or as neither a place nor a plain word."""
     if not value or value.lower() in _PLAIN_WORDS:
         return False
-    return is_secret_variable(variable) or not (_PLACE.fullmatch(value) or _WORDLIKE.fullmatch(value))
+    return is_secret_variable(variable) or not (
+        _PLACE.fullmatch(value) or _WORDLIKE.fullmatch(value)
+    )
 
 
 def _name_variable(text: str, variable: str, value: str) -> str:
@@ -254,7 +277,9 @@ def redact_bytes(raw: bytes, known: Sequence[str]) -> bytes:
         if any(hint in small for hint in hints):
             return True
         # far faster than the pattern alone
-        return any(word in small for word in _WORDS_OF_NAMES) and _NAME_HINT.search(small) is not None
+        return (
+            any(word in small for word in _WORDS_OF_NAMES) and _NAME_HINT.search(small) is not None
+        )
 
     # most logs have none in many lines
     if not may_hold_secret(raw):
@@ -292,7 +317,9 @@ def _spellings(value: str) -> frozenset[str]:
         return frozenset()
     plain = {value}
     if "\n" in value:
-        plain.update(line.strip() for line in value.splitlines() if len(line.strip()) >= 2 * _SHORTEST)
+        plain.update(
+            line.strip() for line in value.splitlines() if len(line.strip()) >= 2 * _SHORTEST
+        )
         plain = {text for text in plain if text == value or _is_telling(text)}
     decoded = _out_of_base64(value)
     if decoded is not None and _is_telling(decoded):
@@ -340,7 +367,9 @@ def _out_of_base64(value: str) -> str | None:
         return None
     padded = compact + "=" * (-len(compact) % 4)
     try:
-        decoded = b64decode(padded, altchars=b"-_" if "-" in padded or "_" in padded else None, validate=True)
+        decoded = b64decode(
+            padded, altchars=b"-_" if "-" in padded or "_" in padded else None, validate=True
+        )
         text = decoded.decode().strip()
     except ValueError:
         return None
@@ -406,13 +435,17 @@ def _is_secret(name: str) -> bool:
     if not before:
         return False
     if name.isupper():
-        return last in ("auth", "dsn", "pass", "pwd") or (last == "key" and before not in _STORE_KEYS)
+        return last in ("auth", "dsn", "pass", "pwd") or (
+            last == "key" and before not in _STORE_KEYS
+        )
     return last in ("pass", "pwd") and before in _PASS_OF
 
 
 def _clean(value: Any, name: str, known: Sequence[str]) -> Any:
     if isinstance(value, str):
-        shown = not name or not value or value.lower() in _PLAIN_WORDS or _REFERENCE.fullmatch(value)
+        shown = (
+            not name or not value or value.lower() in _PLAIN_WORDS or _REFERENCE.fullmatch(value)
+        )
         return _text(value, known) if shown else REDACTED
     if isinstance(value, Mapping):
         cleaned = {}
@@ -427,7 +460,11 @@ def _clean(value: Any, name: str, known: Sequence[str]) -> Any:
         return words if isinstance(value, list) else tuple(words)
     if is_dataclass(value) and not isinstance(value, type):
         own = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
-        clean = {key: _clean(v, key if is_secret(key) else "", known) for key, v in own.items() if not _ours(key, v)}
+        clean = {
+            key: _clean(v, key if is_secret(key) else "", known)
+            for key, v in own.items()
+            if not _ours(key, v)
+        }
         return replace(value, **{k: v for k, v in clean.items() if v is not own[k]})
     return value
 
@@ -457,7 +494,9 @@ def _text(text: str, known: Sequence[str]) -> str:
         text = _KEY_BLOCK.sub(rf"\1{REDACTED}", text)
     text = _SHAPE.sub(REDACTED, text)
     if "://" in text:
-        text = _USER.sub(lambda found: f"{found[1]}:{REDACTED}" if found[1] is not None else REDACTED, text)
+        text = _USER.sub(
+            lambda found: f"{found[1]}:{REDACTED}" if found[1] is not None else REDACTED, text
+        )
         text = _QUERY.sub(rf"\1{REDACTED}", _WEBHOOK.sub(rf"\1{REDACTED}", text))
     text = _BEARER.sub(rf"\1{REDACTED}", text)
     return _FLAG.sub(_flag, _pairs(text))

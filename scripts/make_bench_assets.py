@@ -27,10 +27,10 @@ from statistics import fmean
 from typing import Any
 
 import torch
-from launcher.artifacts import architecture
+from make_demo_assets import Message, Row, chat, train_tokenizer, write_rows
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from make_demo_assets import Message, Row, chat, train_tokenizer, write_rows
+from launcher.artifacts import architecture
 
 SEED = 0
 COMMIT = f"{SEED:040x}"

@@ -13,6 +13,7 @@ from textwrap import fill
 from typing import Any
 
 import typer
+
 from launcher.cli.commands import app
 from launcher.findings import SECTIONS
 from launcher.pin import cited

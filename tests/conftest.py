@@ -32,9 +32,13 @@ os.environ.pop("PYTHONUNBUFFERED", None)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DATA, SUPPORT = REPOSITORY / "tests" / "data", REPOSITORY / "tests" / "support"
-STAGE_FILES = [path for path in sorted((REPOSITORY / "configs").rglob("*.yaml")) if "pipeline" not in path.name]
+STAGE_FILES = [
+    path for path in sorted((REPOSITORY / "configs").rglob("*.yaml")) if "pipeline" not in path.name
+]
 NO_PACKAGES = "no training packages"
-STAND_INS = os.pathsep.join(filter(None, (str(SUPPORT / "stand_ins"), os.environ.get("PYTHONPATH"))))
+STAND_INS = os.pathsep.join(
+    filter(None, (str(SUPPORT / "stand_ins"), os.environ.get("PYTHONPATH")))
+)
 """PYTHONPATH for the pinned scripts without litellm, which SFT and DPO import and never call: a fifth of
 what a start takes. tests/support/real_parser.py imports the real one."""
 PATIENCE_S = 500.0
@@ -98,7 +102,9 @@ def write(tmp_path: Path) -> Write:
 
 
 @pytest.fixture
-def world(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def world(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Any]:
     """A machine with made-up cards for this process, as many as `CARDS` of the test's module says."""
     from experiment import machine
 

@@ -83,4 +83,6 @@ def test_only_evidence_and_benchmarks_are_cited_for_what_was_measured() -> None:
         if line.startswith("|") and "measured:" in line:
             for cell in line.split("|"):
                 links = re.findall(r"\]\(([^)#]+)", cell)
-                assert "measured:" not in cell or any(link.split("/")[0] in sources for link in links), cell
+                assert "measured:" not in cell or any(
+                    link.split("/")[0] in sources for link in links
+                ), cell

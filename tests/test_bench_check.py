@@ -20,8 +20,12 @@ def seconds(*told: float) -> Callable[[], float]:
     return itertools.cycle(told).__next__
 
 
-def pair(name: str = "x", ours: tuple[float, ...] = (2.0,), beside: tuple[float, ...] = (1.0,)) -> ratio.Pair:
-    return ratio.Pair(name=name, what="a / b", ours=seconds(*ours), beside=seconds(*beside), rounds=3)
+def pair(
+    name: str = "x", ours: tuple[float, ...] = (2.0,), beside: tuple[float, ...] = (1.0,)
+) -> ratio.Pair:
+    return ratio.Pair(
+        name=name, what="a / b", ours=seconds(*ours), beside=seconds(*beside), rounds=3
+    )
 
 
 def test_a_ratio_is_the_median_of_rounds_and_one_call_before_them_does_not_count() -> None:
@@ -45,7 +49,9 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, "before")
 
 
-def test_stored_and_compared(parts: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_stored_and_compared(
+    parts: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "results.json"
     assert bench.main(["--stored", str(path)]) == 0
     assert ratio.read(path) == {"quick": 2, "slow": 6}

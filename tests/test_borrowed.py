@@ -63,7 +63,9 @@ def test_what_is_asked_of_a_file(world: World) -> None:
     shown(world.launch("validate-config", config, "--format", "github"))
     for form in ("text", "json"):
         shown(world.launch("validate-config", config, "--format", form))
-        assert "$LAUNCH_ARG_RUN_NAME" in shown(world.launch("sft", config, *cpu, "--dry-run", "--format", form))
+        assert "$LAUNCH_ARG_RUN_NAME" in shown(
+            world.launch("sft", config, *cpu, "--dry-run", "--format", form)
+        )
         shown(world.launch("explain", "run_name", config, "--format", form))
         shown(world.launch("plan", config, "--gpus", "1", "--gpu", "H100", "--format", form))
         shown(world.launch("ladder", config, "--gpus", "0", "--dry-run", "--format", form))
@@ -72,7 +74,9 @@ def test_what_is_asked_of_a_file(world: World) -> None:
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_findings_name_the_variable(world: World, form: str) -> None:
     borrowed = f"${{oc.env:{VARIABLE}}}"
-    config = borrowing_config(world, learning_rate=borrowed, dataset_name=borrowed, lr_scheduler_type=borrowed)
+    config = borrowing_config(
+        world, learning_rate=borrowed, dataset_name=borrowed, lr_scheduler_type=borrowed
+    )
     for words in (("validate-config", config), ("sft", config, "--gpus", "0", "--dry-run")):
         done = world.launch(*words, "--format", form)
         assert done.returncode == 3
@@ -90,7 +94,11 @@ def test_a_run_from_its_start_to_its_page(world: World) -> None:
     assert VALUE in (folders[-1] / "console.log").read_text()
     for folder in folders:
         for path in folder.rglob("*"):
-            is_private = path.name in PRIVATE or path.name.startswith("console.") or path.parent.name == "probe"
+            is_private = (
+                path.name in PRIVATE
+                or path.name.startswith("console.")
+                or path.parent.name == "probe"
+            )
             if path.is_file() and not is_private:
                 assert hidden(f"{path}: {path.read_bytes().decode(errors='replace')}")
         start = json.loads((folder / "start.json").read_text())
@@ -124,7 +132,11 @@ def test_a_pipeline_that_borrows(world: World) -> None:
     (record,) = world.runs.rglob("run.json")
     assert hidden(record.read_text())
     assert json.loads((record.parent / "start.json").read_text())["borrowed"] == [VARIABLE]
-    for path in (record.with_name("verdict.json"), record.with_name("report.html"), record.with_name("stage.yaml")):
+    for path in (
+        record.with_name("verdict.json"),
+        record.with_name("report.html"),
+        record.with_name("stage.yaml"),
+    ):
         assert hidden(path.read_text())
     (campaign,) = world.runs.rglob("pipeline.json")
     assert hidden(campaign.read_text())

@@ -39,7 +39,9 @@ def pinned() -> Path:
     return checkouts.require()
 
 
-def test_the_search_goes_on_past_other_commits(pinned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_search_goes_on_past_other_commits(
+    pinned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second = other_commit(tmp_path / "first"), other_commit(tmp_path / "second")
     monkeypatch.setenv("LAUNCH_OPEN_INSTRUCT", str(first))
     monkeypatch.setattr(locate, "FOUND_IN", (second, pinned))
@@ -60,7 +62,9 @@ def test_a_checkout_beside_the_usual_place_is_found(
 
 
 @pytest.mark.parametrize(("required", "outcome"), [("1", "1 error"), ("", "1 skipped")])
-def test_a_missing_checkout_is_a_failure_where_one_is_required(tmp_path: Path, required: str, outcome: str) -> None:
+def test_a_missing_checkout_is_a_failure_where_one_is_required(
+    tmp_path: Path, required: str, outcome: str
+) -> None:
     """A test that asks for the checkout, run where none can be found; the number of skipped ones is said."""
     (tmp_path / "test_one.py").write_text("def test_one(checkout): pass\n")
     (tmp_path / "conftest.py").write_text(NOWHERE.format(tests=str(REPOSITORY / "tests")))

@@ -31,7 +31,10 @@ def is_preview(line: str) -> bool:
 
 
 def chat(number: int, answer: str = "yes") -> list[dict[str, str]]:
-    return [{"role": "user", "content": f"question {number}"}, {"role": "assistant", "content": answer}]
+    return [
+        {"role": "user", "content": f"question {number}"},
+        {"role": "assistant", "content": answer},
+    ]
 
 
 def write_lines(path: Path, rows: Iterable[object]) -> None:
@@ -84,15 +87,22 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     write_lines(work / "pairs/train.jsonl", map(whole_pair, numbers))
     write_array(work / "alpaca.json", map(alpaca, numbers))
     write_array(work / "sharegpt.json", map(sharegpt, numbers))
-    write_csv(work / "faq.csv", ["question", "answer"], [[f"question {number}", "yes"] for number in numbers])
-    write_csv(work / "messages.csv", ["messages"], [[json.dumps(chat(number))] for number in numbers])
+    write_csv(
+        work / "faq.csv",
+        ["question", "answer"],
+        [[f"question {number}", "yes"] for number in numbers],
+    )
+    write_csv(
+        work / "messages.csv", ["messages"], [[json.dumps(chat(number))] for number in numbers]
+    )
     write_lines(work / "ultrafeedback.jsonl", map(ultrafeedback, numbers))
     write_array(work / "alpaca_pairs.json", map(alpaca_pair, numbers))
     write_array(work / "downloads/train.json", map(alpaca, numbers))
     write_array(work / "downloads/test.json", map(alpaca, range(8)))
     (work / "mixture.yaml").write_text(mixture_of_the_page(), encoding="utf-8")
     (work / "trl.yaml").write_text(
-        "model_name_or_path: org/tiny\ndatasets:\n- path: alpaca\n- path: data\ntest_split_size: 5\n", encoding="utf-8"
+        "model_name_or_path: org/tiny\ndatasets:\n- path: alpaca\n- path: data\ntest_split_size: 5\n",
+        encoding="utf-8",
     )
     monkeypatch.chdir(work)
     return work
@@ -125,7 +135,9 @@ def test_every_command_of_the_page_runs(folder: Path, capsys: pytest.CaptureFixt
     assert load("from_trl.yaml").args["datasets"] == [{"path": "alpaca"}, {"path": "data"}]
 
 
-def test_the_mixtures_of_the_page_have_the_rows_that_it_says(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_mixtures_of_the_page_have_the_rows_that_it_says(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for line in commands():
         if line.startswith("launch data convert alpaca") or "-o tulu.yaml" in line:
             assert main(shlex.split(line)[1:]) == Exit.OK
@@ -141,7 +153,9 @@ def test_the_mixtures_of_the_page_have_the_rows_that_it_says(folder: Path, capsy
 
 @needs_open_instruct
 @pytest.mark.slow
-def test_every_preview_of_the_page_runs(folder: Path, demo_assets: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_preview_of_the_page_runs(
+    folder: Path, demo_assets: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     # a folder of that name comes before the hub
     shutil.copytree(demo_assets / "model", folder / "Qwen/Qwen2.5-0.5B")
     previews = [line for line in commands() if is_preview(line)]
@@ -153,7 +167,9 @@ def test_every_preview_of_the_page_runs(folder: Path, demo_assets: Path, capsys:
         run(line, capsys)
 
 
-def test_what_the_page_converts_trains_as_it_is(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_page_converts_trains_as_it_is(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """`init` writes a valid file for each conversion of the page, and refuses each of its sources."""
     for line in commands():
         if not line.startswith("launch data convert") or "--split" in line:
@@ -171,7 +187,11 @@ def test_what_the_page_converts_trains_as_it_is(folder: Path, capsys: pytest.Cap
 
 def test_every_code_on_the_page_is_a_code() -> None:
     documented = (REPOSITORY / "docs/findings.md").read_text(encoding="utf-8")
-    section = PAGE.read_text(encoding="utf-8").partition("## What launch looks at")[2].partition("\n## ")[0]
+    section = (
+        PAGE.read_text(encoding="utf-8")
+        .partition("## What launch looks at")[2]
+        .partition("\n## ")[0]
+    )
     rows = re.findall(r"^\| (`.+?) \|", section, re.M)
     codes = [code for row in rows for code in re.findall(r"`([a-z-]+)`", row)]
     assert len(codes) > 10

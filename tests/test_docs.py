@@ -81,7 +81,9 @@ def words() -> set[str]:
 
 def documented_codes() -> set[str]:
     """The codes in the first column of docs/findings.md."""
-    rows = re.findall(r"^\| (`.+?) \|", (ROOT / "docs/findings.md").read_text(encoding="utf-8"), re.M)
+    rows = re.findall(
+        r"^\| (`.+?) \|", (ROOT / "docs/findings.md").read_text(encoding="utf-8"), re.M
+    )
     return {code for row in rows for code in re.findall(r"`([a-z0-9-]+)`", row)}
 
 
@@ -109,7 +111,10 @@ def test_the_exit_codes_of_the_reference_are_those_of_the_program() -> None:
 
 
 def test_every_command_has_help_and_an_example() -> None:
-    groups = [("", app), *((f"{group.name} ", group.typer_instance) for group in app.registered_groups)]
+    groups = [
+        ("", app),
+        *((f"{group.name} ", group.typer_instance) for group in app.registered_groups),
+    ]
     for prefix, command in ((p, c) for p, group in groups for c in group.registered_commands):
         function = command.callback
         assert function is not None
@@ -154,7 +159,10 @@ def test_a_command_of_the_docs_has_options_that_exist(line: str) -> None:
     [
         line
         for line in commands(page for page in PAGES if page.name not in RUN_ELSEWHERE)
-        if (re.match("validate-config|plan|explain|schema|check tests/", line) or "--dry-run" in line)
+        if (
+            re.match("validate-config|plan|explain|schema|check tests/", line)
+            or "--dry-run" in line
+        )
         and "CONFIG" not in line
         and "7b.yaml --gpus 1,2,8" not in line
     ],
@@ -169,7 +177,9 @@ def test_a_cheap_command_of_the_docs_runs(
     row = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}'
     (tmp_path / "data/chats.jsonl").write_text(f"{row}\n" * 200, encoding="utf-8")
     for page in ("README.md", "docs/tutorial.md"):
-        shown = re.search(r"^```yaml.*?\n(.*?stage: sft.*?)^```", (ROOT / page).read_text(), re.M | re.S)
+        shown = re.search(
+            r"^```yaml.*?\n(.*?stage: sft.*?)^```", (ROOT / page).read_text(), re.M | re.S
+        )
         assert shown
         (tmp_path / "my_sft.yaml").write_text(shown[1], encoding="utf-8")
         monkeypatch.chdir(tmp_path)
@@ -185,7 +195,9 @@ def test_the_pin_is_the_submodule_and_the_snapshot() -> None:
 
     from launcher.upstream import open_instruct
 
-    facts = json.loads((ROOT / "launcher/upstream/snapshots" / open_instruct.KNOWN[0].snapshot).read_text())
+    facts = json.loads(
+        (ROOT / "launcher/upstream/snapshots" / open_instruct.KNOWN[0].snapshot).read_text()
+    )
     assert facts["version"] == open_instruct.PIN
     assert open_instruct.PIN in README
     listed = subprocess.run(

@@ -19,7 +19,11 @@ class Extended:
 
     def __init__(self, place: Path) -> None:
         self.place = place
-        shutil.copytree(REPOSITORY / "launcher", place / "launcher", ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            REPOSITORY / "launcher",
+            place / "launcher",
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
 
     def add(self, path: str, table: str, row: str, code: str = "") -> None:
         """Write `row` as the first of the table of this name, and `code` before that table."""
@@ -59,7 +63,11 @@ class Extended:
 
     def findings(self, *words: str, code: int = 0) -> list[Any]:
         """The findings of a command; that the demo's data are not here is none of them."""
-        return [one for one in self.launch(*words, code=code)["findings"] if one["code"] != "missing-data"]
+        return [
+            one
+            for one in self.launch(*words, code=code)["findings"]
+            if one["code"] != "missing-data"
+        ]
 
 
 @pytest.fixture
@@ -181,6 +189,11 @@ def test_a_trainer_is_a_module_and_its_names(extended: Extended) -> None:
     pytest.importorskip("trl")
     code = "from launcher.upstream.trl import *  # noqa: F403\n\nNAME = 'made_up'\n"
     (extended.place / "launcher/upstream/made_up.py").write_text(code)
-    extended.add("upstream/trainers.py", "BACKENDS", '"made_up": made_up', "from launcher.upstream import made_up")
+    extended.add(
+        "upstream/trainers.py",
+        "BACKENDS",
+        '"made_up": made_up',
+        "from launcher.upstream import made_up",
+    )
     extended.add("config/keys.py", "TRAINERS", '"made_up"')
     is_judged_and_planned(extended, DEMO.read_text().replace("backend: trl", "backend: made_up"))

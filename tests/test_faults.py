@@ -107,7 +107,9 @@ def test_no_run_begins_on_a_disk_that_is_full(world: World, mount: Mount) -> Non
 
 def test_a_run_on_a_full_disk_can_be_stopped(world: World, mount: Mount) -> None:
     mount(world.runs, "size=1m,nr_inodes=32")
-    folder = world.prepared(f"brimful={world.runs / 'filler'}", "pid=leader", "sleep=600", name="a run")
+    folder = world.prepared(
+        f"brimful={world.runs / 'filler'}", "pid=leader", "sleep=600", name="a run"
+    )
     running = world.started("exec", "a run")
     leader = world.pid("leader")
     until(folder.process.exists)
@@ -173,7 +175,9 @@ def test_a_lock_of_the_dead_is_free_and_one_of_a_stranger_is_not(world: World) -
     folder = world.prepared("exit=0")
     holding = "import fcntl, sys; f = open(sys.argv[1], 'w'); fcntl.flock(f, 2); print(); input()"
     stranger = subprocess.Popen(
-        [sys.executable, "-c", holding, str(folder.lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", holding, str(folder.lock)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     )
     assert stranger.stdout is not None
     stranger.stdout.readline()
@@ -241,7 +245,9 @@ def test_a_second_start_that_is_cut_short_leaves_the_run_as_it_was(world: World)
     folder = RunFolder(Path(json.loads(done.stdout)["data"]["run"]))
     slow = world.root / "slow"
     slow.mkdir()
-    broken = "import os, sys\nif 'launcher.lifecycle.supervisor' in sys.orig_argv[:4]: os._exit(9)\n"
+    broken = (
+        "import os, sys\nif 'launcher.lifecycle.supervisor' in sys.orig_argv[:4]: os._exit(9)\n"
+    )
     (slow / "sitecustomize.py").write_text(broken)
     before = {path.name: path.read_bytes() for path in folder.path.iterdir() if path.is_file()}
     refused = world.trained(*words, "max_steps=7", env={"PYTHONPATH": str(slow)})

@@ -61,7 +61,9 @@ KINDS = (_fifo, _zero, _folder)
 
 
 @pytest.mark.parametrize("make", [*KINDS, _sparse])
-def test_what_is_no_file_of_a_usual_size_is_refused(tmp_path: Path, make: Callable[[Path], None]) -> None:
+def test_what_is_no_file_of_a_usual_size_is_refused(
+    tmp_path: Path, make: Callable[[Path], None]
+) -> None:
     path = tmp_path / "a.json"
     make(path)
     with pytest.raises(OSError, match=r"regular|levels of symbolic|No such device|too large"):
@@ -165,7 +167,9 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_a_bomb_is_an_ordinary_error(tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bomb_is_an_ordinary_error(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "stage.yaml"
     path.write_text(BOMBS[name])
     os.mkfifo(tmp_path / "fifo.yaml")
@@ -189,7 +193,9 @@ def test_a_huge_number_is_planned_or_refused(tmp_path: Path, value: str) -> None
         assert main.main(words) in {0, 3, 5}
 
 
-HOSTILE = "\x1b]0;owned\x07a\x1b[31mb\x9b2Jc\x08\x7f\r\n::error::pwned\r ::warning::x\n##[error]y\u202e"
+HOSTILE = (
+    "\x1b]0;owned\x07a\x1b[31mb\x9b2Jc\x08\x7f\r\n::error::pwned\r ::warning::x\n##[error]y\u202e"
+)
 
 
 def harmless(text: str) -> None:
@@ -219,11 +225,15 @@ def test_no_command_prints_it(run: Path, capfd: pytest.CaptureFixture[str], tmp_
     told = json.loads((run / "run.json").read_text())
     told |= {"stage": HOSTILE, "output": HOSTILE, "tracked": True}
     (run / "run.json").write_text(json.dumps(told))
-    (run / "console.log").write_text(f"{HOSTILE}\nView run at https://a.b/{HOSTILE}\nRuntimeError: {HOSTILE}\n")
+    (run / "console.log").write_text(
+        f"{HOSTILE}\nView run at https://a.b/{HOSTILE}\nRuntimeError: {HOSTILE}\n"
+    )
     (run / "exit.json").write_text(json.dumps({"returncode": 1}))
     stage = tmp_path / "stage\x1b[31m\n::error::.yaml"
     escapes = "\\e]0;x\\a\\e[31m\\n::error::pwned"
-    stage.write_text(HEAD + f'  run_name: "{escapes}"\n  "{escapes}": 1\n  learning_rate: "{escapes}"\n')
+    stage.write_text(
+        HEAD + f'  run_name: "{escapes}"\n  "{escapes}": 1\n  learning_rate: "{escapes}"\n'
+    )
     for words in (["runs"], ["check", str(run)], ["logs", str(run)], ["report", str(run)], ["runs", escapes],
                   ["validate-config", str(stage)], ["sft", str(stage), "--dry-run", "--gpus", "0"],
                   ["check", HOSTILE], ["explain", HOSTILE]):  # fmt: skip
@@ -244,7 +254,9 @@ def test_a_command_to_paste_keeps_its_values() -> None:
     assert done.stdout == word
 
 
-def test_the_bug_reporter_takes_any_name(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_bug_reporter_takes_any_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def fails() -> None:
         raise RuntimeError("no \udcff UTF-8 \x1b[31m\n::error::")
 
@@ -254,7 +266,9 @@ def test_the_bug_reporter_takes_any_name(monkeypatch: pytest.MonkeyPatch, capsys
     harmless(told)
     assert "bug in launch: RuntimeError" in told
     name = os.fsdecode(b"/nowhere/\xff.yaml")
-    done = subprocess.run([sys.executable, "-m", "launcher", "validate-config", name], capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "launcher", "validate-config", name], capture_output=True
+    )
     assert done.returncode == 3, done.stderr
 
 
@@ -272,11 +286,18 @@ def test_the_bug_reporter_takes_any_name(monkeypatch: pytest.MonkeyPatch, capsys
         'a question was "how is it when it says {0}"',
     ],
 )
-def test_a_row_that_speaks_of_liger_changes_no_verdict(tmp_path: Path, row: str, words: str) -> None:
+def test_a_row_that_speaks_of_liger_changes_no_verdict(
+    tmp_path: Path, row: str, words: str
+) -> None:
     corpus = Path(__file__).parent / "corpus" / "dpo_without_probe.log"
     before = check.judge_log(corpus)
     lines = corpus.read_text(errors="replace").splitlines(keepends=True)
     # ahead of all else, where nothing has been announced yet, and at the end
-    (log := tmp_path / "train.log").write_text("".join([*lines[:1], row.format(words) + "\n", *lines[1:]]))
+    (log := tmp_path / "train.log").write_text(
+        "".join([*lines[:1], row.format(words) + "\n", *lines[1:]])
+    )
     after = check.judge_log(log)
-    assert (after.point("liger").state, after.status) == (before.point("liger").state, before.status)
+    assert (after.point("liger").state, after.status) == (
+        before.point("liger").state,
+        before.status,
+    )

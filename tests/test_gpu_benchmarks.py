@@ -68,4 +68,6 @@ def test_the_commands_can_be_pasted() -> None:
     words = [sys.executable, str(SCRIPT), "--list", "--only", "sft-7b-hand", "--repeats", "9"]
     done = subprocess.run(words, capture_output=True, text=True, check=True)
     command = shlex.split(done.stdout.splitlines()[1])
-    assert command[:3] == ["launch", "bench", "configs/bench/hand_recipe.yaml"] and command[-1] == "9"
+    assert (
+        command[:3] == ["launch", "bench", "configs/bench/hand_recipe.yaml"] and command[-1] == "9"
+    )

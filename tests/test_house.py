@@ -5,7 +5,9 @@ from collections import Counter
 
 from conftest import REPOSITORY
 
-MODULES = {path: path.read_text(encoding="utf-8") for path in (REPOSITORY / "launcher").rglob("*.py")}
+MODULES = {
+    path: path.read_text(encoding="utf-8") for path in (REPOSITORY / "launcher").rglob("*.py")
+}
 NODES = [node for text in MODULES.values() for node in ast.walk(ast.parse(text))]
 
 

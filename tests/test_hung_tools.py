@@ -87,7 +87,8 @@ def test_all_tools_together_have_a_limit(on_path: Path, monkeypatch: pytest.Monk
         with pytest.raises(tools.NoAnswer):
             tools.run_tool([name])
     assert tools.silent() == [
-        f"{name} did not answer in {seconds} s" for name, seconds in zip(names, (2, 1.2, 1, 1), strict=True)
+        f"{name} did not answer in {seconds} s"
+        for name, seconds in zip(names, (2, 1.2, 1, 1), strict=True)
     ]
     tools.forget_silences()
 
@@ -104,12 +105,19 @@ def test_questions_to_hanging_tools_have_an_answer(
     tools.forget_silences()
 
 
-def asked(world: World, *words: str, seconds: str) -> tuple[subprocess.CompletedProcess[str], float]:
+def asked(
+    world: World, *words: str, seconds: str
+) -> tuple[subprocess.CompletedProcess[str], float]:
     """What a command answers where all tools hang, and how long it took."""
     folder = put(world.root / "tools", NAMES, LEAVES_A_CHILD)
     path = {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
     began = time.monotonic()
-    env = {**path, "HUNG_TEST": str(world.root), tools.VARIABLE: seconds, "LAUNCH_PYTHON": sys.executable}
+    env = {
+        **path,
+        "HUNG_TEST": str(world.root),
+        tools.VARIABLE: seconds,
+        "LAUNCH_PYTHON": sys.executable,
+    }
     done = world.launch(*words, env=env)
     return done, time.monotonic() - began
 

@@ -36,7 +36,11 @@ def imported(path: Path) -> set[str]:
                 below = f"{base}.{alias.name}" if base else alias.name
                 found.add(below if below in MODULES else base)
         elif isinstance(node, ast.Import):
-            found |= {alias.name.partition(".")[2] for alias in node.names if alias.name.startswith("launcher.")}
+            found |= {
+                alias.name.partition(".")[2]
+                for alias in node.names
+                if alias.name.startswith("launcher.")
+            }
     return found
 
 
@@ -121,8 +125,12 @@ def loaded(code: str) -> set[str]:
 @pytest.mark.parametrize("backend", ["open_instruct", "trl"])
 def test_validate_config_never_loads_the_trainers_packages(write: Write, backend: str) -> None:
     name = "dataset_mixer_list: [a, 1.0]" if backend == "open_instruct" else "dataset_name: a"
-    path = write("a.yaml", f"stage: sft\nbackend: {backend}\nargs:\n  model_name_or_path: m\n  {name}\n")
-    modules = loaded(f"from launcher.cli.main import main\nassert main(['validate-config', {str(path)!r}]) in (0, 3)")
+    path = write(
+        "a.yaml", f"stage: sft\nbackend: {backend}\nargs:\n  model_name_or_path: m\n  {name}\n"
+    )
+    modules = loaded(
+        f"from launcher.cli.main import main\nassert main(['validate-config', {str(path)!r}]) in (0, 3)"
+    )
     assert not modules & set(HEAVY)
     # nor what only files with ${...} need
     assert "omegaconf" not in modules

@@ -17,8 +17,29 @@ from launcher.machine import isolation
 from launcher.machine.python import ask_trainer, find_trainer
 from launcher.upstream import locate
 
-OWN_NAMES = ("launcher", "inside", "watching", "open_instruct", "sitecustomize", "usercustomize", "launch_probe")
-TOOLS = ("git", "nvidia-smi", "tmux", "squeue", "sbatch", "uv", "python", "python3", "sh", "tail", "ninja", "gcc")
+OWN_NAMES = (
+    "launcher",
+    "inside",
+    "watching",
+    "open_instruct",
+    "sitecustomize",
+    "usercustomize",
+    "launch_probe",
+)
+TOOLS = (
+    "git",
+    "nvidia-smi",
+    "tmux",
+    "squeue",
+    "sbatch",
+    "uv",
+    "python",
+    "python3",
+    "sh",
+    "tail",
+    "ninja",
+    "gcc",
+)
 LAUNCH = (sys.executable, "-P", str(REPOSITORY / "launcher" / "__main__.py"))
 START = REPOSITORY / "launcher" / "probe" / "start.py"
 
@@ -76,7 +97,12 @@ def run(
     words: Sequence[str], trap: Trap, environ: Mapping[str, str], codes: Sequence[int] = (0,)
 ) -> subprocess.CompletedProcess[str]:
     done = subprocess.run(
-        [*LAUNCH, *words], cwd=trap.folder, env=dict(environ), capture_output=True, text=True, timeout=PATIENCE_S
+        [*LAUNCH, *words],
+        cwd=trap.folder,
+        env=dict(environ),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
     assert not trap.sprung(), f"launch {' '.join(words)} ran {trap.sprung()}"
     assert done.returncode in codes, done.stdout + done.stderr
@@ -112,7 +138,9 @@ COMMANDS = (
 
 @needs_trl
 @pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_a_command_runs_nothing_of_the_folder(trap: Trap, tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_a_command_runs_nothing_of_the_folder(
+    trap: Trap, tmp_path: Path, words: tuple[str, ...]
+) -> None:
     (trap.folder / "stage.yaml").write_text(STAGE.format(backend="trl"))
     (trap.folder / "some.log").write_text("{'loss': 1.0}\n")
     # what they answer is not the point here: data and model are missing
@@ -126,14 +154,32 @@ def test_a_whole_run_and_its_keeper_run_nothing_of_the_folder(tmp_path: Path) ->
         python = python_of(world)
         config = world.config()
         told = tmp_path / "told"
-        environ = {**world.environ, **environment(tmp_path), "LAUNCH_RUNS": world.environ["LAUNCH_RUNS"]}
-        words = ["sft", config.name, "--gpus", "0", "--python", python, "--on-finish", f"/usr/bin/touch {told}"]
+        environ = {
+            **world.environ,
+            **environment(tmp_path),
+            "LAUNCH_RUNS": world.environ["LAUNCH_RUNS"],
+        }
+        words = [
+            "sft",
+            config.name,
+            "--gpus",
+            "0",
+            "--python",
+            python,
+            "--on-finish",
+            f"/usr/bin/touch {told}",
+        ]
         environ["FAKE_STEPS"] = "[]"
         run(words, trap, environ, codes=(0, 1))
         run([*words, "output_dir=other", "--detach"], trap, environ)
         world.close_sessions()
         world.quiet()
-        for follow_up in (["attach", "last"], ["check", "last"], ["logs", "last"], ["report", "last"]):
+        for follow_up in (
+            ["attach", "last"],
+            ["check", "last"],
+            ["logs", "last"],
+            ["report", "last"],
+        ):
             run(follow_up, trap, environ, codes=(0, 1, 4))
         run(["stop", "last"], trap, environ, codes=(2,))
         assert told.exists()
@@ -146,7 +192,11 @@ def test_a_command_in_the_background_runs_nothing_of_the_folder(tmp_path: Path) 
         python = python_of(world)
         world.config("one.yaml")
         (world.root / "two.yaml").write_text("stages:\n  - {name: one, config: one.yaml}\n")
-        environ = {**world.environ, **environment(tmp_path), "LAUNCH_RUNS": world.environ["LAUNCH_RUNS"]}
+        environ = {
+            **world.environ,
+            **environment(tmp_path),
+            "LAUNCH_RUNS": world.environ["LAUNCH_RUNS"],
+        }
         run(["pipeline", "two.yaml", "--gpus", "0", "--python", python, "--detach"], trap, environ)
         world.close_sessions()
         world.quiet()
@@ -175,7 +225,9 @@ def test_the_trainers_python_is_asked_without_the_folder(
     assert not trap.sprung()
 
 
-def test_an_old_python_is_asked_without_the_folder(trap: Trap, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_python_is_asked_without_the_folder(
+    trap: Trap, monkeypatch: pytest.MonkeyPatch
+) -> None:
     old = python_3_10()
     monkeypatch.chdir(trap.folder)
     assert ask_trainer(old, "a test").version[:2] == (3, 10)
@@ -229,7 +281,9 @@ def test_a_python_named_by_a_variable_is_not_looked_for_in_the_folder(
     ("LD_LIBRARY_PATH", ":/x/lib", "/x/lib"),
     ("LD_LIBRARY_PATH", "/x/lib", None),
 ])  # fmt: skip
-def test_an_empty_entry_of_a_search_path_is_left_out(name: str, value: str, clean: str | None) -> None:
+def test_an_empty_entry_of_a_search_path_is_left_out(
+    name: str, value: str, clean: str | None
+) -> None:
     assert isolation.changes({name: value}).get(name) == clean
 
 
@@ -242,15 +296,40 @@ json.dump(seen, open(sys.argv[1], "w"))
 
 @needs_trl
 @pytest.mark.slow
-def test_deepspeeds_workers_do_not_get_the_folder_from_accelerate(trap: Trap, tmp_path: Path) -> None:
+def test_deepspeeds_workers_do_not_get_the_folder_from_accelerate(
+    trap: Trap, tmp_path: Path
+) -> None:
     (tmp_path / "worker.py").write_text(DEEPSPEED)
     (tmp_path / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 1}')
-    words = [sys.executable, str(START), "accelerate.commands.launch", "--use_deepspeed", "--deepspeed_config_file"]
-    words += [str(tmp_path / "ds.json"), "--num_processes", "1", "--num_machines", "1", "--main_process_port", "0"]
-    words += ["--mixed_precision", "no", "--dynamo_backend", "no", str(tmp_path / "worker.py"), str(tmp_path / "seen")]
+    words = [
+        sys.executable,
+        str(START),
+        "accelerate.commands.launch",
+        "--use_deepspeed",
+        "--deepspeed_config_file",
+    ]
+    words += [
+        str(tmp_path / "ds.json"),
+        "--num_processes",
+        "1",
+        "--num_machines",
+        "1",
+        "--main_process_port",
+        "0",
+    ]
+    words += [
+        "--mixed_precision",
+        "no",
+        "--dynamo_backend",
+        "no",
+        str(tmp_path / "worker.py"),
+        str(tmp_path / "seen"),
+    ]
     environ = environment(tmp_path)
     environ |= {**isolation.changes(environ), "PYTHONPATH": str(tmp_path)}
-    done = subprocess.run(words, cwd=trap.folder, env=environ, capture_output=True, text=True, timeout=PATIENCE_S)
+    done = subprocess.run(
+        words, cwd=trap.folder, env=environ, capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert not trap.sprung(), done.stderr
     seen = (tmp_path / "seen").read_text()
     assert f'"path": "{tmp_path}", "cwd": "{trap.folder}", "safe": true' in seen, done.stderr
@@ -298,7 +377,9 @@ args:
 
 @needs_trl
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["trl", pytest.param("open_instruct", marks=needs_open_instruct)])
+@pytest.mark.parametrize(
+    "backend", ["trl", pytest.param("open_instruct", marks=needs_open_instruct)]
+)
 def test_a_real_training_and_what_comes_before_it_run_nothing_of_the_folder(
     trap: Trap, tmp_path: Path, demo_assets: Path, backend: str
 ) -> None:
@@ -312,5 +393,7 @@ def test_a_real_training_and_what_comes_before_it_run_nothing_of_the_folder(
         ["prepare", "stage.yaml", "--gpus", "0"],
     ):
         run(words, trap, environ)
-    done = run(["sft", "stage.yaml", "--gpus", "0", "--allow-unproven"], trap, environ, codes=(0, 1))
+    done = run(
+        ["sft", "stage.yaml", "--gpus", "0", "--allow-unproven"], trap, environ, codes=(0, 1)
+    )
     assert (tmp_path / "out" / "config.json").exists(), done.stderr

@@ -77,7 +77,10 @@ def test_a_stage_file_names_the_script(tmp_path: Path, script: str) -> None:
 
 
 def test_other_scripts_are_refused(tmp_path: Path) -> None:
-    for script, words in (("dpo_olmo", "mean `dpo_olmo_core`"), ("[1]", "one of dpo, dpo_olmo_core")):
+    for script, words in (
+        ("dpo_olmo", "mean `dpo_olmo_core`"),
+        ("[1]", "one of dpo, dpo_olmo_core"),
+    ):
         fault = found(tmp_path, text(script=script))["bad-script", "script"]
         assert (fault.severity, fault.line) == ("error", 3)
         assert words in (fault.help or "")
@@ -152,23 +155,31 @@ def test_models_that_it_does_not_know(tmp_path: Path) -> None:
     assert found(tmp_path, text(model="Qwen/Qwen3-8B")) == {}
 
 
-@pytest.mark.parametrize(("packages", "is_said"), [({}, True), ({"flash-linear-attention": "0.5"}, False)])
+@pytest.mark.parametrize(
+    ("packages", "is_said"), [({}, True), ({"flash-linear-attention": "0.5"}, False)]
+)
 def test_recurrent_layers_need_a_package(packages: dict[str, str], is_said: bool) -> None:
     schema = Locator(search=()).schema("open_instruct", "dpo_olmo_core")
     given = {"model_name_or_path": MODEL, "config_name": "qwen3_5_0_8B"}
     context = Context(values=Values(schema, given), packages=packages)
     messages = [one.message for one in olmo_core.unbuildable(context)]
     assert (
-        messages == ["qwen3_5_0_8B has recurrent layers: building it crashes without flash-linear-attention"] * is_said
+        messages
+        == ["qwen3_5_0_8B has recurrent layers: building it crashes without flash-linear-attention"]
+        * is_said
     )
 
 
-def test_a_shape_of_olmo_cores_is_no_model_to_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shape_of_olmo_cores_is_no_model_to_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`config_name` is one of OLMo-core's names, whatever folder is called so."""
     monkeypatch.chdir(tmp_path)
     for name, positions in (("olmo2_7B", 8), ("trained", 4096)):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "config.json").write_text(json.dumps({"max_position_embeddings": positions}))
+        (tmp_path / name / "config.json").write_text(
+            json.dumps({"max_position_embeddings": positions})
+        )
     schema = Locator(search=()).schema("open_instruct", "dpo_olmo_core")
     values = Values(schema, {"model_name_or_path": "trained", "config_name": "olmo2_7B"})
     assert model_config.built_from(values, {}) == {"max_position_embeddings": 4096}
@@ -194,14 +205,18 @@ def test_the_models_come_from_the_source() -> None:
     assert not any(name.endswith("_like") for name in schema.configs)
 
 
-def test_a_folder_needs_its_config_name_and_the_right_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_needs_its_config_name_and_the_right_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "trained").mkdir()
     shape = {"model_type": "qwen3", "hidden_size": 1024, "num_hidden_layers": 28}
     (tmp_path / "trained" / "config.json").write_text(json.dumps(shape), encoding="utf-8")
     written = text(model="trained")
     fault = found(tmp_path, written)["unsupported-model", "args.model_name_or_path"]
-    assert "add `config_name: <its shape>`" in (fault.help or "") and "qwen3_0_6B" in (fault.help or "")
+    assert "add `config_name: <its shape>`" in (fault.help or "") and "qwen3_0_6B" in (
+        fault.help or ""
+    )
     other = text("config_name: qwen3_8B", model="trained")
     assert "qwen3_0_6B" in str(found(tmp_path, other)["other-shape", "args.config_name"].help)
     right = text("config_name: qwen3_0_6B", model="trained")
@@ -259,7 +274,9 @@ def test_the_config_of_a_folder_is_compared_with_the_shape(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_the_shapes_are_those_of_the_package(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_shapes_are_those_of_the_package(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     # importing torch's compiler sets it
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     made = pytest.importorskip("olmo_core.nn.transformer").TransformerConfig
@@ -310,7 +327,9 @@ def starting(folder: Path, *args: str, model: str = QWEN) -> dict[str, Finding]:
     return {f.code: f for f in findings if f.key == "args.model_name_or_path"}
 
 
-def test_a_hub_name_is_not_loaded_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Path) -> None:
+def test_a_hub_name_is_not_loaded_offline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, snapshot: Path
+) -> None:
     # as huggingface_hub reads them, the first that holds anything decides
     for first, second, variable in (
         ("1", "", "HF_HUB_OFFLINE"), ("", "true", "TRANSFORMERS_OFFLINE"), ("0", "1", None),
@@ -453,7 +472,9 @@ def test_memory_of_budgets_and_shards(tmp_path: Path) -> None:
     def peak(line: str) -> float:
         made = planned(from_text(tmp_path, text(line)), gpus=8, nodes=2)
         shape = footprint.shape_of(made)
-        one = footprint.Footprint(plan=made, shape=shape, rows=parse("100:200"), attention="flash_2")
+        one = footprint.Footprint(
+            plan=made, shape=shape, rows=parse("100:200"), attention="flash_2"
+        )
         return memory.estimate(one.setup()).peak
 
     assert peak("fsdp_shard_degree: 16") < peak("seed: 1") < peak("fsdp_shard_degree: 2")
@@ -605,7 +626,9 @@ def test_the_shapes_that_the_package_ties(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 def test_muon_is_not_planned_as_adam(tmp_path: Path) -> None:
     made = planned(from_text(tmp_path, text("optimizer_type: muon")), gpus=8)
-    one = footprint.Footprint(plan=made, shape=footprint.shape_of(made), rows=parse("100:200"), attention="flash_2")
+    one = footprint.Footprint(
+        plan=made, shape=footprint.shape_of(made), rows=parse("100:200"), attention="flash_2"
+    )
     with pytest.raises(InvalidConfig, match="Muon"):
         one.setup()
 
@@ -676,7 +699,10 @@ def test_what_a_packed_row_wastes(
     real = sum(chosen) + sum(rejected)
     assert [(one["tokens"], one["wasted"]) for one in steps] == [(real, 4096 - real)] * 3
     told = heard(made, "packing", "half_wasted")
-    assert [(one["event"], one.get("state")) for one in told] == [("packing", "on"), ("half_wasted", None)]
+    assert [(one["event"], one.get("state")) for one in told] == [
+        ("packing", "on"),
+        ("half_wasted", None),
+    ]
     assert told[1]["message"] == message
 
 
@@ -713,7 +739,11 @@ def test_that_upstream_goes_on_by_itself_is_said(tmp_path: Path) -> None:
 
     def codes() -> set[str]:
         read = stage.read(load.load(path), locator=Locator(search=()))
-        return {one.code for one in stage.unplanned_findings(read, Machine()) if one.code == "resume-unjudged"}
+        return {
+            one.code
+            for one in stage.unplanned_findings(read, Machine())
+            if one.code == "resume-unjudged"
+        }
 
     assert codes() == set()
     # what is written before the first step is no progress

@@ -69,10 +69,17 @@ def findings(folder: Path, written: str) -> dict[tuple[str, str], Finding]:
     return {(one.code, one.key or ""): one for one in judged.findings}
 
 
-@pytest.mark.parametrize("script", ["sft_olmo_core", "olmo_core_finetune.py", "open_instruct/sft.py"])
-def test_a_stage_file_names_the_script_as_it_is_called_or_will_be(tmp_path: Path, script: str) -> None:
+@pytest.mark.parametrize(
+    "script", ["sft_olmo_core", "olmo_core_finetune.py", "open_instruct/sft.py"]
+)
+def test_a_stage_file_names_the_script_as_it_is_called_or_will_be(
+    tmp_path: Path, script: str
+) -> None:
     stage = from_text(tmp_path, text(script=script))
-    assert (stage.schema.script, stage.options.script) == ("open_instruct/olmo_core_finetune.py", "sft_olmo_core")
+    assert (stage.schema.script, stage.options.script) == (
+        "open_instruct/olmo_core_finetune.py",
+        "sft_olmo_core",
+    )
 
 
 @pytest.mark.parametrize("key", ["sft", "dpo", "sft_olmo_core"])
@@ -101,7 +108,11 @@ IGNORED = [
     ("fused_optimizer: false", "unread-key", "fused_optimizer"),
     ("target_columns: [input_ids]", "unread-key", "target_columns"),
     ("cp_strategy: ulysses", "conditional-key", "cp_strategy"),
-    ("activation_memory_budget: 0.5\n  compile_model: false", "budget-without-compile", "activation_memory_budget"),
+    (
+        "activation_memory_budget: 0.5\n  compile_model: false",
+        "budget-without-compile",
+        "activation_memory_budget",
+    ),
     (
         "activation_memory_budget: 0.5\n  activation_checkpointing_mode: selected_modules",
         "conditional-key",
@@ -141,7 +152,9 @@ def codes(folder: Path, written: str, **known: Any) -> set[str]:
 def test_packed_rows_need_flash_attention_on_gpus(tmp_path: Path) -> None:
     assert "packing-refused" in codes(tmp_path, text(), packages={})
     assert "packing-refused" not in codes(tmp_path, text(), packages={"flash-attn": "2.8"})
-    assert "packing-refused" in codes(tmp_path, text("attn_implementation: torch"), packages={"flash-attn": "2.8"})
+    assert "packing-refused" in codes(
+        tmp_path, text("attn_implementation: torch"), packages={"flash-attn": "2.8"}
+    )
 
 
 def test_a_row_that_is_shared_by_gpus_is_one_row(tmp_path: Path) -> None:
@@ -153,7 +166,9 @@ def test_a_row_that_is_shared_by_gpus_is_one_row(tmp_path: Path) -> None:
     assert "context-parallel" in codes(tmp_path, ring, packages=packages, per_device=1)
     three = text("cp_degree: 3", "cp_strategy: ulysses")
     split = Split(processes=8, devices=2)
-    assert "context-parallel" in codes(tmp_path, three, packages=packages, per_device=1, split=split)
+    assert "context-parallel" in codes(
+        tmp_path, three, packages=packages, per_device=1, split=split
+    )
 
 
 def test_temporary_checkpoints_fit_the_others(tmp_path: Path) -> None:
@@ -164,11 +179,17 @@ def test_temporary_checkpoints_fit_the_others(tmp_path: Path) -> None:
 
 
 def test_the_command_and_what_the_probe_is_told(tmp_path: Path) -> None:
-    plan = planned(from_text(tmp_path, text("max_train_steps: 12", "rope_scaling_factor: 2.0")), gpus=2)
+    plan = planned(
+        from_text(tmp_path, text("max_train_steps: 12", "rope_scaling_factor: 2.0")), gpus=2
+    )
     command = built(plan)
     assert command.argv[1:6] == ("-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node")
     settings = json.loads(command.env["LAUNCH_PROBE"])
-    assert settings["expect"]["packing"] == "isolated" and settings["packed"] and settings["divides_loss"]
+    assert (
+        settings["expect"]["packing"] == "isolated"
+        and settings["packed"]
+        and settings["divides_loss"]
+    )
     export = settings["export"]
     assert (export["function"], export["into"]) == ("export_olmo_core", "/run/model/hf_model")
     assert export["rope_scaling"]["factor"] == 2.0
@@ -180,7 +201,9 @@ def test_a_checkpoint_of_olmo_cores_own_is_not_exported(tmp_path: Path) -> None:
     own = tmp_path / "step100"
     own.mkdir()
     written = text("config_name: olmo2_7B").replace("allenai/OLMo-2-1124-7B", str(own))
-    assert findings(tmp_path, written)["no-hf-export", "args.model_name_or_path"].severity == "warning"
+    assert (
+        findings(tmp_path, written)["no-hf-export", "args.model_name_or_path"].severity == "warning"
+    )
     settings = json.loads(built(planned(from_text(tmp_path, written), gpus=2)).env["LAUNCH_PROBE"])
     assert "export" not in settings
 
@@ -194,7 +217,10 @@ def test_rows_are_packed_as_olmo_core_packs_them() -> None:
     for seed in range(30):
         chance = random.Random(seed)
         limit = chance.choice([16, 128, 1024])
-        documents = [min(limit, max(1, int(chance.lognormvariate(chance.uniform(1, 5), 1)))) for _ in range(900)]
+        documents = [
+            min(limit, max(1, int(chance.lognormvariate(chance.uniform(1, 5), 1))))
+            for _ in range(900)
+        ]
         ends = numpy.cumsum([0, *documents])
         places = numpy.stack([ends[:-1], ends[1:]], 1).astype(numpy.uint64)
         instances, _, _ = utils.InstancePacker(limit).pack_documents(places)
@@ -224,7 +250,9 @@ def tokenised(folder: Path, samples: list[list[int]], **special: str) -> Path:
     texts = {"</s>": 2, "<s>": 1}
     whole = {"added_tokens": [{"content": name, "id": number} for name, number in texts.items()]}
     (folder / "tokenizer/tokenizer.json").write_text(json.dumps(whole))
-    (folder / "tokenizer/tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", **special}))
+    (folder / "tokenizer/tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "</s>", **special})
+    )
     tokens = array.array("H", [token for sample in samples for token in sample])
     (folder / "token_ids_part_0000.npy").write_bytes(tokens.tobytes())
     (folder / "labels_mask_part_0000.npy").write_bytes(bytes(len(tokens)))
@@ -238,14 +266,16 @@ def test_samples_that_olmo_core_cuts_are_counted(tmp_path: Path) -> None:
     whole = [[5, 6, 7, 2], [5, 6, 2]]
     turns = [[5, 2, 7, 2], [5, 6, 2]]
     read = {"limit": 8, "tokenizer": "org/model"}
-    assert packed.read(tokenised(tmp_path / "a", whole), **read) == packed.PackedRows(samples=2, documents=2, rows=1)
+    assert packed.read(tokenised(tmp_path / "a", whole), **read) == packed.PackedRows(
+        samples=2, documents=2, rows=1
+    )
     cut = packed.read(tokenised(tmp_path / "b", turns), **read)
     assert cut == packed.PackedRows(samples=2, documents=3, rows=1)
     # where a text has to begin with a token of its own, the same rows are whole
     begun = [[1, 5, 2, 7, 2], [1, 6, 2]]
-    assert packed.read(tokenised(tmp_path / "c", begun, bos_token="<s>"), **read) == packed.PackedRows(
-        samples=2, documents=2, rows=1
-    )
+    assert packed.read(
+        tokenised(tmp_path / "c", begun, bos_token="<s>"), **read
+    ) == packed.PackedRows(samples=2, documents=2, rows=1)
 
 
 def test_what_lies_in_the_cache_is_complete_as_the_script_sees_it(tmp_path: Path) -> None:

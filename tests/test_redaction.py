@@ -12,7 +12,14 @@ import pytest
 from launcher.errors import brief
 from launcher.lifecycle.log_lines import LogLines
 from launcher.printable import printable_bytes
-from launcher.redaction import REDACTED, is_secret, is_secret_variable, known_values, redact, redact_bytes
+from launcher.redaction import (
+    REDACTED,
+    is_secret,
+    is_secret_variable,
+    known_values,
+    redact,
+    redact_bytes,
+)
 
 SHAPED = [
     "hf_" + "aB3" * 11, "sk-" + "a1b2" * 8, "sk-proj-" + "a_-1" * 8, "ghp_" + "a1" * 18,
@@ -79,7 +86,15 @@ def test_by_name_in_data() -> None:
 
 def test_by_flag_in_a_command_line() -> None:
     argv = ("python", "--hub_token", "abc", "--eos_token", "<s>", "--push_to_hub_token", "False")
-    clean = ("python", "--hub_token", REDACTED, "--eos_token", "<s>", "--push_to_hub_token", "False")
+    clean = (
+        "python",
+        "--hub_token",
+        REDACTED,
+        "--eos_token",
+        "<s>",
+        "--push_to_hub_token",
+        "False",
+    )
     assert redact(argv, {}) == clean
     assert redact(list(argv), {}) == list(clean)
 
@@ -107,7 +122,10 @@ def test_types_stay_what_they_are() -> None:
     thing = Thing(text="HF_TOKEN=abc", parts=(1, {"token": "abc"}, None), place=Path("/x"))
     clean = redact(thing, {})
     assert clean == Thing(
-        text=f"HF_TOKEN={REDACTED}", parts=(1, {"token": REDACTED}, None), place=Path("/x"), hub_token=REDACTED
+        text=f"HF_TOKEN={REDACTED}",
+        parts=(1, {"token": REDACTED}, None),
+        place=Path("/x"),
+        hub_token=REDACTED,
     )
     assert thing.hub_token == "abc"
     assert redact(3.5, {}) == 3.5
@@ -260,7 +278,9 @@ def test_each_line_of_a_secret_of_several_lines_is_hidden() -> None:
     assert redact_bytes(b"{ step 1 }", known) == b"{ step 1 }"
 
 
-@pytest.mark.parametrize("value", ["1", "true", "False", "none", "0", "yes", "3000000", "/run/secrets/key", "~/key"])
+@pytest.mark.parametrize(
+    "value", ["1", "true", "False", "none", "0", "yes", "3000000", "/run/secrets/key", "~/key"]
+)
 def test_short_words_numbers_and_paths_hide_nothing(value: str) -> None:
     assert known_values({"MY_TOKEN_B64": value, "SSHPASS": value}) == ()
 
@@ -284,8 +304,13 @@ def test_codes_and_states_are_never_secrets() -> None:
 @pytest.mark.parametrize("size", [1, 17, 64, 1000])
 def test_a_log_is_shown_without_secrets_wherever_it_is_cut(size: int) -> None:
     token, block = SHAPED[0], f"-----BEGIN PRIVATE KEY-----\n{PEM}-----END PRIVATE KEY-----\n"
-    for text in (f"a\n{block}step 1\n", f"one\r 5%|#| 1/9\rlogin HF_TOKEN=abc\nsee {token} there\n\xff {token}"):
+    for text in (
+        f"a\n{block}step 1\n",
+        f"one\r 5%|#| 1/9\rlogin HF_TOKEN=abc\nsee {token} there\n\xff {token}",
+    ):
         raw, shown = text.encode("latin-1"), LogLines(())
-        told = b"".join([*(shown.of(raw[at : at + size]) for at in range(0, len(raw), size)), shown.rest()])
+        told = b"".join(
+            [*(shown.of(raw[at : at + size]) for at in range(0, len(raw), size)), shown.rest()]
+        )
         assert told == redact_bytes(printable_bytes(raw), ())
         assert not any(secret in told for secret in (b"MII", b"Ab3", token.encode()))

@@ -89,7 +89,9 @@ def record(folder: RunFolder) -> None:
 @pytest.mark.slow
 @needs_trl
 def test_tokens_stay_where_they_are(world: World) -> None:
-    config = str(world.config(hub_token=HF, run_name=f"see {GHP}", hub_model_id=URL, trackio_space_id=SK))
+    config = str(
+        world.config(hub_token=HF, run_name=f"see {GHP}", hub_model_id=URL, trackio_space_id=SK)
+    )
     words = (config, f"hub_revision={XOX}", f"project={JWT}", "--on-finish", f"true {AKIA} {ODD}")
     python = ("--gpus", "0", "--python", str(world.python()))
     shown = ""
@@ -141,7 +143,9 @@ def test_nobody_sees_them_in_the_list_of_processes(world: World) -> None:
     (world.root / "go").touch()
     running.communicate(timeout=PATIENCE_S)
     assert stat.S_IMODE(folder.supervisor_log.stat().st_mode) == 0o600
-    assert HF in folder.supervisor_log.read_text(), "what the user's own command printed is the user's"
+    assert HF in folder.supervisor_log.read_text(), (
+        "what the user's own command printed is the user's"
+    )
 
 
 def test_what_cannot_be_called_at_the_end_is_said_without_them(
@@ -170,7 +174,10 @@ def test_what_cannot_be_called_at_the_end_is_said_without_them(
     ],
 )  # fmt: skip
 def test_an_error_does_not_repeat_them(
-    world: World, words: tuple[str, ...], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    world: World,
+    words: tuple[str, ...],
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = world.config(name="a.yaml")
     monkeypatch.chdir(world.root)
@@ -181,8 +188,12 @@ def test_an_error_does_not_repeat_them(
         clean(told.out + told.err)
 
 
-@pytest.mark.parametrize("text", [f"args: {{hub_token: [{HF}", f"a: b: {SK}", f"stage: {AKIA}\nargs: {{}}"])
-def test_a_file_that_cannot_be_read_is_not_quoted(world: World, text: str, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "text", [f"args: {{hub_token: [{HF}", f"a: b: {SK}", f"stage: {AKIA}\nargs: {{}}"]
+)
+def test_a_file_that_cannot_be_read_is_not_quoted(
+    world: World, text: str, capfd: pytest.CaptureFixture[str]
+) -> None:
     path = world.root / "a.yaml"
     path.write_text(text)
     for form in ("text", "json", "github"):
@@ -214,8 +225,12 @@ def test_a_bug_is_reported_without_them(
 def test_an_address_with_a_key_in_it_is_listed_without(world: World) -> None:
     folder = world.prepared()
     files.write_json(folder.manifest, {"tracked": True, **rundir.read_manifest(folder)})
-    folder.console(1).write_text(f"wandb: View run at https://wandb.ai/anony/p/runs/abc?apiKey={WANDB}\n")
-    (row,) = json.loads(world.launch("runs", "--format", "json", only=without_tokens(world)).stdout)["data"]
+    folder.console(1).write_text(
+        f"wandb: View run at https://wandb.ai/anony/p/runs/abc?apiKey={WANDB}\n"
+    )
+    (row,) = json.loads(
+        world.launch("runs", "--format", "json", only=without_tokens(world)).stdout
+    )["data"]
     assert row["wandb"].startswith("https://wandb.ai/anony/p/runs/abc")
     clean(json.dumps(row))
 
@@ -233,7 +248,11 @@ def test_a_dry_run_can_be_pasted(world: World) -> None:
     assert done.returncode == 0, done.stderr
     env = {**world.environ, "FAKE_STEPS": "[]"}
     pasted = subprocess.run(
-        ["bash", "-c", done.stdout], cwd=world.root, env=env, capture_output=True, timeout=PATIENCE_S
+        ["bash", "-c", done.stdout],
+        cwd=world.root,
+        env=env,
+        capture_output=True,
+        timeout=PATIENCE_S,
     )
     assert pasted.returncode == 0, pasted.stderr
     argv = json.loads((world.root / "argv.json").read_text())
@@ -273,7 +292,12 @@ def test_a_command_line_that_cannot_be_parsed_repeats_none(
 @pytest.mark.slow
 @needs_trl
 def test_no_command_line_holds_one(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    held = {"DB_PASS": "hunter2", "SOMETHING": "x9-y8-z7", "MY_HUB": "my-hub-token-1", "SCRATCH": "out"}
+    held = {
+        "DB_PASS": "hunter2",
+        "SOMETHING": "x9-y8-z7",
+        "MY_HUB": "my-hub-token-1",
+        "SCRATCH": "out",
+    }
     del world.environ["HF_TOKEN"]
     world.environ |= held
     config = world.config(
@@ -292,7 +316,11 @@ def test_no_command_line_holds_one(world: World, monkeypatch: pytest.MonkeyPatch
     start = rundir.read_json(folder.start)
     monkeypatch.setattr(os, "environ", {**os.environ, **start["env"]})
     argv = [script.word(one) for one in json.loads((world.root / "argv.json").read_text())]
-    for flag, value in (("--run_name", "at-hunter2"), ("--project", "x9-y8-z7"), ("--hub_model_id", URL)):
+    for flag, value in (
+        ("--run_name", "at-hunter2"),
+        ("--project", "x9-y8-z7"),
+        ("--hub_model_id", URL),
+    ):
         assert argv[argv.index(flag) + 1] == value
     assert "--hub_token" not in argv
     assert start["env"]["HF_TOKEN"] == "my-hub-token-1"

@@ -29,7 +29,12 @@ def run(script: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
     (tmp_path / "bad.yaml").write_text(BAD)
     environ = {**os.environ, "HOME": str(tmp_path), "LAUNCH": LAUNCH}
     done = subprocess.run(
-        ["bash", "-c", script], cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=PATIENCE_S
+        ["bash", "-c", script],
+        cwd=tmp_path,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
     assert "Traceback" not in done.stderr and "bug in launch" not in done.stderr, done.stderr
     assert not list((tmp_path / "state").rglob("bug-*"))
@@ -44,7 +49,9 @@ def expected(command: str) -> int:
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
-def test_a_closed_stream_is_one_that_takes_nothing(tmp_path: Path, closed: str, command: str) -> None:
+def test_a_closed_stream_is_one_that_takes_nothing(
+    tmp_path: Path, closed: str, command: str
+) -> None:
     assert run(f"$LAUNCH {command} {closed}", tmp_path).returncode == expected(command)
 
 
@@ -100,7 +107,9 @@ def test_a_file_that_may_not_grow_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("home", ["/nonexistent", "/proc", ""])
 @pytest.mark.parametrize("command", COMMANDS)
-def test_a_home_that_cannot_be_written_stops_no_question(tmp_path: Path, home: str, command: str) -> None:
+def test_a_home_that_cannot_be_written_stops_no_question(
+    tmp_path: Path, home: str, command: str
+) -> None:
     unset = "unset XDG_STATE_HOME XDG_CACHE_HOME LAUNCH_RUNS HOME"
     set_home = f"export HOME={home}" if home else ":"
     done = run(f"{unset}; {set_home}; $LAUNCH {command}", tmp_path)

@@ -12,7 +12,10 @@ PACKAGE = REPOSITORY / "launcher"
 INSIDE = "workflows/rehearse/inside"
 DESCRIPTIONS = {
     *(f"upstream/{name}.py" for name in BACKENDS),
-    *(path.relative_to(PACKAGE).as_posix() for path in (PACKAGE / "upstream" / "scripts").glob("*.py")),
+    *(
+        path.relative_to(PACKAGE).as_posix()
+        for path in (PACKAGE / "upstream" / "scripts").glob("*.py")
+    ),
     # what a new stage file holds for each of them
     "stage/draft.py",
     # what the scripts and files of other tools become for each of them
@@ -53,8 +56,14 @@ def questions(path: Path) -> list[str]:
 
 
 def test_nothing_asks_which_trainer_it_is() -> None:
-    compared = {path.relative_to(PACKAGE).as_posix(): questions(path) for path in PACKAGE.rglob("*.py")}
-    counted = {name: sorted(found) for name, found in compared.items() if found and name not in DESCRIPTIONS}
+    compared = {
+        path.relative_to(PACKAGE).as_posix(): questions(path) for path in PACKAGE.rglob("*.py")
+    }
+    counted = {
+        name: sorted(found)
+        for name, found in compared.items()
+        if found and name not in DESCRIPTIONS
+    }
     assert counted == {name: sorted(found) for name, found in ALLOWED.items()}
 
 

@@ -56,10 +56,7 @@ Positive = Annotated[int, Between(1)]
 
 
 def read_record(
-    kind: type[_T],
-    data: object,
-    left_out: list[Omission] | None = None,
-    where: str = "",
+    kind: type[_T], data: object, left_out: list[Omission] | None = None, where: str = ""
 ) -> _T:
     """A dataclass from the mapping that holds its fields.
 
@@ -102,10 +99,7 @@ def fit_value(value: object, kind: Any, default: Any = None) -> Any:
 
 
 def note_omission(
-    left_out: list[Omission] | None,
-    where: str,
-    value: object,
-    misfit: Misfit,
+    left_out: list[Omission] | None, where: str, value: object, misfit: Misfit
 ) -> None:
     if left_out is not None:
         left_out.append(Omission(where, shown(value), str(misfit)))

@@ -30,31 +30,13 @@ SHEETS = (
     Card(name="B200", flops=2_250e12, bandwidth=8.0e12, link=900e9),
     # nvidia.com/en-us/data-center/h200: 1,979 TFLOPS with sparsity, NVL 1,671
     Card(name="H200 NVL", flops=835.5e12, bandwidth=4.8e12, link=450e9),
-    Card(
-        name="H200",
-        flops=989.5e12,
-        bandwidth=4.8e12,
-        link=450e9,
-        pattern=r"\bG?H200\b",
-    ),
+    Card(name="H200", flops=989.5e12, bandwidth=4.8e12, link=450e9, pattern=r"\bG?H200\b"),
     # nvidia.com/en-us/data-center/h100: SXM 1,979, NVL 1,671, PCIe 1,513 TFLOPS with sparsity
     Card(name="H100 NVL", flops=835.5e12, bandwidth=3.9e12, link=300e9),
     Card(name="H100 PCIe", flops=756.5e12, bandwidth=2.0e12, link=64e9),
-    Card(
-        name="H100",
-        flops=989.5e12,
-        bandwidth=3.35e12,
-        link=450e9,
-        pattern=r"\bH[18]00\b",
-    ),
+    Card(name="H100", flops=989.5e12, bandwidth=3.35e12, link=450e9, pattern=r"\bH[18]00\b"),
     # nvidia-a100-datasheet: 312 TFLOPS, SXM and PCIe
-    Card(
-        name="A100",
-        flops=312e12,
-        bandwidth=2.0e12,
-        link=300e9,
-        pattern=r"\bA[18]00\b",
-    ),
+    Card(name="A100", flops=312e12, bandwidth=2.0e12, link=300e9, pattern=r"\bA[18]00\b"),
     # l40s-datasheet: 362.05, l40: 181.05, l4: 242 with sparsity
     Card(name="L40S", flops=362.05e12, bandwidth=0.864e12, link=32e9),
     Card(name="L40", flops=181.05e12, bandwidth=0.864e12, link=32e9),
@@ -90,12 +72,7 @@ def peak_flops(name: str | None) -> float | None:
 
 
 def flops_a_token(
-    *,
-    trained: float,
-    frozen: float = 0.0,
-    layers: float,
-    query: float,
-    width: float,
+    *, trained: float, frozen: float = 0.0, layers: float, query: float, width: float
 ) -> float:
     """FLOP of one token's forward and backward pass in rows of `width` tokens, as MFU counts it.
 

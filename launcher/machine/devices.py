@@ -107,11 +107,7 @@ class Devices:
                 "memory_mib": slot.gpu.memory_mib,
             }
             gpus.append(gpu)
-        return {
-            "visible": self.visible,
-            "why": self.why,
-            "gpus": gpus,
-        }
+        return {"visible": self.visible, "why": self.why, "gpus": gpus}
 
 
 def survey_devices(environ: Mapping[str, str] | None = None) -> Look:
@@ -223,11 +219,7 @@ def slots_named(text: str | None) -> tuple[str, ...] | None:
         fault = f"{', '.join(repeated)} is named twice"
     else:
         return parts
-    raise usage(
-        "bad-devices",
-        f"--devices {text}: {fault}",
-        "numbers of nvidia-smi: 2,3",
-    )
+    raise usage("bad-devices", f"--devices {text}: {fault}", "numbers of nvidia-smi: 2,3")
 
 
 def _names_gpu(part: str) -> bool:
@@ -274,11 +266,7 @@ def _choose_named(names: Sequence[str], look: Look) -> Devices:
             message += "both may run out of memory"
             help = "wait until it is over"
             findings.append(launch_finding("warning", "busy-gpu", message, help))
-    devices = Devices(
-        slots=tuple(slots),
-        why="named by --devices",
-        findings=tuple(findings),
-    )
+    devices = Devices(slots=tuple(slots), why="named by --devices", findings=tuple(findings))
     if devices.refused:
         return replace(devices, slots=())
     return devices

@@ -43,13 +43,7 @@ class Repository:
         if revision.startswith("-"):
             return None
         name = f"{revision}^{{commit}}"
-        return self.ask(
-            "rev-parse",
-            "--verify",
-            "--quiet",
-            "--end-of-options",
-            name,
-        )
+        return self.ask("rev-parse", "--verify", "--quiet", "--end-of-options", name)
 
     def is_shallow(self) -> bool:
         return self.ask("rev-parse", "--is-shallow-repository") == "true"
@@ -64,14 +58,7 @@ class Repository:
         """
         names = list(names)
         request = "".join(f"{name}\n" for name in names)
-        raw = (
-            self._run(
-                ("cat-file", "--batch", "--buffer"),
-                request.encode(),
-                _BULK_S,
-            )
-            or b""
-        )
+        raw = self._run(("cat-file", "--batch", "--buffer"), request.encode(), _BULK_S) or b""
         position = 0
         for _ in names:
             # `NAME TYPE SIZE`, then the content; or `NAME missing`
@@ -98,22 +85,10 @@ class Repository:
             # the inside of a submodule would run the commands that its config names
             words = ["--ignore-submodules=dirty", *words]
             options = _disable_filters(self)
-        command = [
-            *_COMMAND,
-            *options,
-            "-C",
-            str(self.root),
-            verb,
-            *words,
-        ]
+        command = [*_COMMAND, *options, "-C", str(self.root), verb, *words]
         with contextlib.suppress(OSError, ValueError):
             _require_answer()
-            answer = tools.run_tool(
-                command,
-                environ=_environment(),
-                input=input,
-                seconds=slow_s,
-            )
+            answer = tools.run_tool(command, environ=_environment(), input=input, seconds=slow_s)
             if answer.returncode == 0:
                 return answer.out
         return None
@@ -146,13 +121,7 @@ def _require_answer() -> None:
 def _disable_filters(repository: Repository) -> tuple[str, ...]:
     """Options that switch off the filters of a checkout's own config: comparing would run them."""
     pattern = r"^filter\..*\.(clean|smudge|process|required)$"
-    arguments = [
-        "--show-scope",
-        "--includes",
-        "--name-only",
-        "--get-regexp",
-        pattern,
-    ]
+    arguments = ["--show-scope", "--includes", "--name-only", "--get-regexp", pattern]
     answer = repository.ask("config", *arguments) or ""
     options: list[str] = []
     for line in answer.splitlines():

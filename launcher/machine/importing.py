@@ -85,10 +85,7 @@ def describe_cuda() -> dict[str, Any] | None:
     torch = sys.modules.get("torch")
     if torch is None:
         return None
-    answer: dict[str, Any] = {
-        "version": torch.__version__,
-        "cuda": torch.version.cuda,
-    }
+    answer: dict[str, Any] = {"version": torch.__version__, "cuda": torch.version.cuda}
     try:
         answer["count"] = torch.cuda.device_count()
         if answer["count"]:

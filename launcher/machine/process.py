@@ -35,9 +35,7 @@ def ignore_signal(_number: int, _frame: FrameType | None) -> None:
 
 
 @contextlib.contextmanager
-def signal_handlers(
-    handlers: Mapping[Any, Handler | signal.Handlers],
-) -> Iterator[None]:
+def signal_handlers(handlers: Mapping[Any, Handler | signal.Handlers]) -> Iterator[None]:
     """Install handlers, and restore those before at the end."""
     before = {}
     for number, handler in handlers.items():
@@ -98,13 +96,7 @@ def identify(pid: int) -> Identity:
     began = None
     if row is not None:
         began = row.began
-    return Identity(
-        pid=pid,
-        host=_host(),
-        boot=_boot(),
-        began=began,
-        namespace=_namespace(),
-    )
+    return Identity(pid=pid, host=_host(), boot=_boot(), began=began, namespace=_namespace())
 
 
 def parse_identity(content: object) -> Identity | None:
@@ -208,11 +200,7 @@ class ProcessTree:
         members = set[int]()
         for row in table.values():
             was_seen = self.seen.get(row.pid) == row.began
-            of_leader = leader is not None and leader in (
-                row.pid,
-                row.session,
-                row.group,
-            )
+            of_leader = leader is not None and leader in (row.pid, row.session, row.group)
             adopted = supervisor is not None and row.parent == supervisor
             if was_seen or of_leader or adopted or run_mark(row.pid) == self.mark:
                 members.add(row.pid)

@@ -233,9 +233,7 @@ def git_version(root: Path, below: str = ".") -> str | None:
 
 
 def find_trainer(
-    named: Path | None,
-    checkout: Path | None,
-    environ: Mapping[str, str] | None = None,
+    named: Path | None, checkout: Path | None, environ: Mapping[str, str] | None = None
 ) -> Trainer:
     """`--python`, LAUNCH_PYTHON, the checkout's `.venv`, else launch's own Python.
 

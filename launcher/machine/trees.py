@@ -67,11 +67,7 @@ def open_tree(path: Path) -> Iterator[int]:
     try:
         for number, part in enumerate(parts, 1):
             is_last = number == len(parts)
-            below = _open_folder(
-                part,
-                descriptor,
-                _FOLDER if is_last else _PASSED_FOLDER,
-            )
+            below = _open_folder(part, descriptor, _FOLDER if is_last else _PASSED_FOLDER)
             os.close(descriptor)
             descriptor = below
         yield descriptor
@@ -116,9 +112,7 @@ def _enter_all(_entry: TreeEntry) -> bool:
 
 
 def walk(
-    root: int,
-    budget: Budget,
-    is_entered: Callable[[TreeEntry], bool] = _enter_all,
+    root: int, budget: Budget, is_entered: Callable[[TreeEntry], bool] = _enter_all
 ) -> Iterator[TreeEntry]:
     """Every name below an open folder, a folder after its content; `is_entered` selects folders.
 

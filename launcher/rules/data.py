@@ -93,7 +93,9 @@ def readable(looked: Looked) -> Iterator[Finding]:
         left = survey.fault_count - _SHOWN_FAULTS
         if left > 0:
             message += f"; {left:,} more rows"
-        yield looked.say("error", "bad-data", message, "correct the file, or take it out of the data")
+        yield looked.say(
+            "error", "bad-data", message, "correct the file, or take it out of the data"
+        )
     elif not survey.rows and not survey.unread:
         names = ", ".join(map(str, looked.source.files[:_SHOWN_FAULTS]))
         yield looked.say("error", "bad-data", f"{brief(names)}: holds no rows")
@@ -176,7 +178,9 @@ def _export_help(looked: Looked) -> str | None:
             return f"the name of the column `{column}` has blanks around it: leave them out"
     if reading.INDEX in survey.columns:
         help = "each row has more cells than the header, and the first is taken for an index: "
-        return help + "name each column in the header, or leave out the comma at the end of the rows"
+        return (
+            help + "name each column in the header, or leave out the comma at the end of the rows"
+        )
     if survey.rows != 1:
         return None
     for column in columns:
@@ -327,7 +331,9 @@ def empty_prompts(looked: Looked, columns: Sequence[str]) -> Iterator[Finding]:
         if survey.kind(column) == "list":
             state = "has an empty question"
         message = f"`{column}` {state} in {looked.share(tally)}"
-        yield looked.say("warning", "no-prompt", message, "write the question, or take these rows out")
+        yield looked.say(
+            "warning", "no-prompt", message, "write the question, or take these rows out"
+        )
 
 
 def messages_as_text(looked: Looked, columns: Sequence[str]) -> Iterator[Finding]:
@@ -347,7 +353,9 @@ def equal_pairs(looked: Looked) -> Iterator[Finding]:
     """
     tally = looked.survey.fact("", "equal-pair")
     if tally is not None:
-        message = f"`chosen` equals `rejected` in {looked.share(tally)}: nothing is learnt from them"
+        message = (
+            f"`chosen` equals `rejected` in {looked.share(tally)}: nothing is learnt from them"
+        )
         yield looked.say("warning", "equal-pairs", message, "take these rows out")
 
 
@@ -423,7 +431,9 @@ def _text_of(path: Path) -> str | None:
         return None
 
 
-def unwritten_tools(looked: Looked, columns: Sequence[str], template: str | None) -> Iterator[Finding]:
+def unwritten_tools(
+    looked: Looked, columns: Sequence[str], template: str | None
+) -> Iterator[Finding]:
     """Calls and descriptions of tools that the template does not mention.
 
     It leaves them out without a word.
@@ -448,7 +458,9 @@ def describes_tools(survey: Survey) -> bool:
     return filled > sum(survey.count("tools", fact) for fact in ("empty", "empty-list", "none"))
 
 
-def doubled_bos(looked: Looked, columns: Sequence[str], model: object, context: Context) -> Iterator[Finding]:
+def doubled_bos(
+    looked: Looked, columns: Sequence[str], model: object, context: Context
+) -> Iterator[Finding]:
     """Texts that begin with the token that the tokenizer adds in front of every text."""
     folder = _folder_of(model, context)
     for column in columns:
@@ -456,7 +468,9 @@ def doubled_bos(looked: Looked, columns: Sequence[str], model: object, context: 
             if token == _added_bos(folder):
                 start = f"`{column}` begins with {token} in {looked.share(tally)}"
                 message = f"{start}, and the tokenizer adds another"
-                yield looked.say("warning", "doubled-bos", message, f"leave {token} out of the rows")
+                yield looked.say(
+                    "warning", "doubled-bos", message, f"leave {token} out of the rows"
+                )
 
 
 def _added_bos(folder: Path | None) -> str | None:

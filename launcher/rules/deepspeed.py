@@ -24,7 +24,14 @@ UNSYNCHRONIZED = (Version("0.18.5"), Version("0.19.0"))  # from PR 7805 on, unti
 ALL_STREAMS = Version("0.19.3")  # PR 8080
 LOSES_MICRO_BATCHES = (Version("0.17.6"), Version("0.18.3"))  # until PR 7665
 LARGEST_WEIGHT = 1e9  # elements; no gradient is then larger than the bucket, which is copied
-_FORMATS = {"fp32": "no", "float32": "no", "fp16": "fp16", "half": "fp16", "bf16": "bf16", "bfloat16": "bf16"}
+_FORMATS = {
+    "fp32": "no",
+    "float32": "no",
+    "fp16": "fp16",
+    "half": "fp16",
+    "bf16": "bf16",
+    "bfloat16": "bf16",
+}
 _GATHER = "stage3_gather_16bit_weights_on_model_save"
 _PASSES = "gradient_accumulation_steps"
 _MICRO = "train_micro_batch_size_per_gpu"
@@ -45,10 +52,19 @@ STRICT_SCHEDULES = Version("2.10")
 # accelerate/utils/deepspeed.py::map_pytorch_optim_to_deepspeed[if isinstance(optimizer, (bnb_opt.AdamW],
 # accelerate/utils/deepspeed.py::map_pytorch_optim_to_deepspeed[if is_bnb_available(min_version]:
 # those that stay what they are where DeepSpeed offloads
-_OFFLOADED = ("adamw_torch", "adamw_torch_fused", "paged_adamw_32bit", "adagrad", "lion_32bit", "paged_lion_32bit")
+_OFFLOADED = (
+    "adamw_torch",
+    "adamw_torch_fused",
+    "paged_adamw_32bit",
+    "adagrad",
+    "lion_32bit",
+    "paged_lion_32bit",
+)
 
 
-def engine_config(values: Mapping[str, Any], file: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+def engine_config(
+    values: Mapping[str, Any], file: Mapping[str, Any] | None
+) -> Mapping[str, Any] | None:
     """The DeepSpeed config in use: DPO's own argument wins over `file`, launch's `deepspeed`.
 
     None without DeepSpeed. The caller knows whether a GPU is used.
@@ -180,12 +196,16 @@ def refused_file(context: Context) -> Iterator[Finding]:
         return
     for key in ("optimizer", "scheduler"):
         if key in file:
-            message = f"the DeepSpeed file sets `{key}`, and so does upstream: accelerate refuses both"
+            message = (
+                f"the DeepSpeed file sets `{key}`, and so does upstream: accelerate refuses both"
+            )
             help = f"delete `{key}` from the file; the arguments decide"
             yield _of_file("deepspeed-optimizer", message, help)
     other = {"bf16": "fp16", "fp16": "bf16"}.get(context.mixed_precision or "", "")
     if str(section(file, other).get("enabled", False)).lower() == "true":
-        message = f"the DeepSpeed file enables {other}, `mixed_precision` is {context.mixed_precision}"
+        message = (
+            f"the DeepSpeed file enables {other}, `mixed_precision` is {context.mixed_precision}"
+        )
         help = f'set `mixed_precision: {other}`, or `"enabled": "auto"` in the file'
         yield _of_file("deepspeed-precision", message, help)
 
@@ -456,7 +476,11 @@ def optimizer_unread(context: Context) -> Iterator[Finding]:
 
 
 def fault(
-    config: Mapping[str, Any], version: str | None, *, precision: str | None = None, accumulation: int | None = None
+    config: Mapping[str, Any],
+    version: str | None,
+    *,
+    precision: str | None = None,
+    accumulation: int | None = None,
 ) -> tuple[Severity, str, str, str] | None:
     """What DeepSpeed is known to do to gradients: severity, code, message, help; None for nothing.
 
@@ -488,7 +512,12 @@ def fault(
     accumulates = (accumulation or 1) > 1
     if stage == 2 and accumulates and release and _within(release, LOSES_MICRO_BATCHES):
         message = f"DeepSpeed {version} keeps only the last micro-batch of a step under ZeRO-2"
-        return "error", "accumulation-lost", message, "install deepspeed 0.19.8, or do not accumulate"
+        return (
+            "error",
+            "accumulation-lost",
+            message,
+            "install deepspeed 0.19.8, or do not accumulate",
+        )
     if not overlaps:
         return None
     corrupts = "trains on corrupt gradients: buffers are reused before their reduction is done"
@@ -514,7 +543,9 @@ def _within(version: Version, span: tuple[Version, Version]) -> bool:
     return span[0] <= version < span[1]
 
 
-@cites("deepspeed/runtime/zero/stage_1_and_2.py::DeepSpeedZeroOptimizer.allreduce_and_copy_with_multiple_ranks")
+@cites(
+    "deepspeed/runtime/zero/stage_1_and_2.py::DeepSpeedZeroOptimizer.allreduce_and_copy_with_multiple_ranks"
+)
 def true_gradients(context: Context) -> Iterator[Finding]:
     """The probe compares gradients in each run."""
     values = context.values

@@ -98,7 +98,9 @@ def beyond_embedding(context: Context) -> Iterator[Finding]:
         return
     words = excess.vocabulary
     used = [role for role in _used(context) if _lacks_row(context, words, role, excess.rows)]
-    effect = "a row that holds one of them crashes (index out of range, on a GPU a device-side assert)"
+    effect = (
+        "a row that holds one of them crashes (index out of range, on a GPU a device-side assert)"
+    )
     severity: Severity = "warning"
     if used:
         severity = "error"
@@ -144,7 +146,9 @@ def _used(context: Context) -> Sequence[str]:
     return used
 
 
-@cites("olmo_core_utils.py::setup_model[vocab_size = hf_config.vocab_size]", reviewed=("e6c3044aa620",))
+@cites(
+    "olmo_core_utils.py::setup_model[vocab_size = hf_config.vocab_size]", reviewed=("e6c3044aa620",)
+)
 def beyond_olmo_core(context: Context) -> Iterator[Finding]:
     """The model is built with the rows of its config, and never resized."""
     excess = _excess(context)

@@ -42,7 +42,9 @@ def liger_unknown(context: Context) -> Iterator[Finding]:
     values = context.values
     if not values["use_liger_kernel"] or values.get("use_qlora") or caches_only(context):
         return
-    config = model_config.read(values["model_name_or_path"], context.environ, values.get("model_revision"))
+    config = model_config.read(
+        values["model_name_or_path"], context.environ, values.get("model_revision")
+    )
     family = config.get("model_type")
     if not isinstance(family, str) or family in LIGER_MODELS:
         return
@@ -158,7 +160,9 @@ def packed_without_flash(context: Context) -> Iterator[Finding]:
 def packed_alone(context: Context) -> Iterator[Finding]:
     """`finetune.py` packs the rows of one micro-batch, and no others."""
     if context.values["packing"] and context.per_device == 1 and not caches_only(context):
-        message = "`packing` does nothing here: it joins the rows of a micro-batch, which is one row"
+        message = (
+            "`packing` does nothing here: it joins the rows of a micro-batch, which is one row"
+        )
         help = "`batch: {per_device: 2}` or more, or `packing: false`"
         yield say("warning", "packing-of-one", "packing", message, help)
 
@@ -457,6 +461,9 @@ _FILES = (impossible_name, missing_model, adapter_alone, incomplete_model, incom
 _SHARED: tuple[StageRule, ...] = (*_ABLE, *_FILES, other_weights)
 
 RULES: RuleTable = {
-    "open_instruct": {"sft": (*_SHARED, packed_without_flash, packed_alone), "dpo": (*_SHARED, packed_without_flash)},
+    "open_instruct": {
+        "sft": (*_SHARED, packed_without_flash, packed_alone),
+        "dpo": (*_SHARED, packed_without_flash),
+    },
     "trl": dict.fromkeys(("sft", "dpo"), _SHARED),
 }

@@ -47,7 +47,9 @@ def foreign_checkpoints(context: Context) -> Iterator[Finding]:
     """Upstream resumes from the newest checkpoint in its output folder, whoever made it."""
     last = _taken(context)
     if last is not None and not caches_only(context):
-        message = f"{context.output} holds {last.name} of another run: upstream would resume from it"
+        message = (
+            f"{context.output} holds {last.name} of another run: upstream would resume from it"
+        )
         help = f"give another `output_dir` or `exp_name`, or empty {context.output}"
         yield say("warning", "foreign-checkpoints", _OUTPUT, message, help)
 
@@ -125,9 +127,7 @@ def _remaining(context: Context, folder: Path) -> Iterator[Finding]:
         done = state.get("epoch")
         limit = context.values[key]
     if isinstance(limit, int | float) and isinstance(done, int | float) and done >= limit:
-        message = (
-            f"{brief(str(folder))} was saved after {steps} steps, and `{key}` is {limit}: nothing would be trained"
-        )
+        message = f"{brief(str(folder))} was saved after {steps} steps, and `{key}` is {limit}: nothing would be trained"
         help = "raise the limit, or delete the line to start over"
         yield say("error", "resume-finished", _RESUME, message, help)
 

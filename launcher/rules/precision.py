@@ -25,7 +25,9 @@ _FEW = 0.1
 # Optimizers whose step is about the learning rate, whatever the gradient, and which add it to the
 # weight as it is stored. Others keep what was rounded (Kahan summation), or step by the gradient's
 # size.
-_STEPS_OF_THE_RATE = tuple("adamw_torch adamw_8bit adamw_bnb paged_adamw lion paged_lion adafactor".split())
+_STEPS_OF_THE_RATE = tuple(
+    "adamw_torch adamw_8bit adamw_bnb paged_adamw lion paged_lion adafactor".split()
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,4 +71,6 @@ def applies(rule: Callable[..., Any], schema: Schema) -> bool:
 def settled(rule: Callable[..., Any], schema: Schema) -> bool:
     """Whether this source itself tells all that a rule depends on."""
     premises = premises_of(rule)
-    return bool(premises) and all(schema.does(premise.behaviour) is not None for premise in premises)
+    return bool(premises) and all(
+        schema.does(premise.behaviour) is not None for premise in premises
+    )

@@ -82,14 +82,26 @@ def outside(
 
 
 def say(
-    severity: Severity, code: str, key: str, message: str, help: str | None = None, *, layer: Layer = "run"
+    severity: Severity,
+    code: str,
+    key: str,
+    message: str,
+    help: str | None = None,
+    *,
+    layer: Layer = "run",
 ) -> Finding:
     """A finding about one argument; `stage` fills in the place in the file."""
     return say_of_option(severity, code, f"args.{key}", message, help, layer=layer)
 
 
 def say_of_option(
-    severity: Severity, code: str, key: str, message: str, help: str | None = None, *, layer: Layer = "run"
+    severity: Severity,
+    code: str,
+    key: str,
+    message: str,
+    help: str | None = None,
+    *,
+    layer: Layer = "run",
 ) -> Finding:
     return Finding(severity=severity, layer=layer, code=code, key=key, message=message, help=help)
 
@@ -156,7 +168,9 @@ def no_model(
     reviewed: tuple[str, ...] = (),
 ) -> Rule:
     help = "add `model_name_or_path: <hub name or folder>`"
-    return check(cited, "no-model", "model_name_or_path", when, "no model named", help, reviewed=reviewed)
+    return check(
+        cited, "no-model", "model_name_or_path", when, "no model named", help, reviewed=reviewed
+    )
 
 
 def as_it_stands(

@@ -86,7 +86,9 @@ def hub_token(context: Context) -> Iterator[Finding]:
         help = "`hf auth login`, or set HF_TOKEN, or `push_to_hub: false`"
     else:
         return
-    moment = "once the model is trained" if values.get("hf_entity") else "before anything is trained"
+    moment = (
+        "once the model is trained" if values.get("hf_entity") else "before anything is trained"
+    )
     message = f"`push_to_hub` crashes {moment}: {cause}"
     yield say(context.at_start, "no-hub-token", "push_to_hub", message, help)
 

@@ -17,14 +17,7 @@ POINT = "evaluation"
 FOLDER = "eval"
 RECORD = "eval.json"
 
-State = Literal[
-    "running",
-    "measured",
-    "crashed",
-    "timed_out",
-    "interrupted",
-    "unreadable",
-]
+State = Literal["running", "measured", "crashed", "timed_out", "interrupted", "unreadable"]
 """`measured`: the command succeeded and its metrics were read; `unreadable`: they were not."""
 
 
@@ -78,11 +71,7 @@ class EvaluationRecord:
 
     def as_json(self) -> dict[str, object]:
         gates = [asdict(gate) for gate in self.gates]
-        return {
-            **asdict(self),
-            "command": list(self.command),
-            "gates": gates,
-        }
+        return {**asdict(self), "command": list(self.command), "gates": gates}
 
 
 def evaluation_folder(run: RunFolder) -> RunFolder:

@@ -30,17 +30,9 @@ COMMON: Mapping[str, Any] = {
 """Fields that mean the same in every event."""
 
 FIELDS: Mapping[str, Mapping[str, Any]] = {
-    "start": {
-        "world": Positive,
-        "attempt": Positive,
-        "target": Text,
-        "python": Text,
-    },
+    "start": {"world": Positive, "attempt": Positive, "target": Text, "python": Text},
     "step": {
-        **dict.fromkeys(
-            "positions rows tokens micro_batches".split(),
-            Count | None,
-        ),
+        **dict.fromkeys("positions rows tokens micro_batches".split(), Count | None),
         **dict.fromkeys("grad_norm learning_rate margin accuracy".split(), Number),
         **dict.fromkeys("seconds elapsed".split(), Seconds),
         **dict.fromkeys("allocated_gib reserved_gib".split(), Gib),
@@ -59,17 +51,10 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
         ),
         "tied": bool | None,
     },
-    "device": {
-        "name": Text,
-        "total_gib": Gib,
-        "versions": Mapping[str, str],
-    },
+    "device": {"name": Text, "total_gib": Gib, "versions": Mapping[str, str]},
     "memory": {"phase": str},
     "liger": {"calls": Mapping[str, Count]},
-    "liger_patch": {
-        "function": Text,
-        "kwargs": Mapping[str, bool | int | str],
-    },
+    "liger_patch": {"function": Text, "kwargs": Mapping[str, bool | int | str]},
     "packing": {"detail": Text},
     "packing_isolation": {
         "loss": Loss,
@@ -77,30 +62,14 @@ FIELDS: Mapping[str, Mapping[str, Any]] = {
         "attention": Text,
         "samples": list[int],
     },
-    "half_wasted": {
-        "pairs": Count,
-        "better": Count,
-        "filled": Number,
-    },
+    "half_wasted": {"pairs": Count, "better": Count, "filled": Number},
     "gradients": {
         **dict.fromkeys("engine parameter".split(), Text),
-        **dict.fromkeys(
-            "checks skipped corrupt_checks broken first_corrupt".split(),
-            Count | None,
-        ),
-        **dict.fromkeys(
-            "first_step last_step parameters elements".split(),
-            Count | None,
-        ),
-        **dict.fromkeys(
-            "largest_error allowed true_norm used_norm error".split(),
-            Number,
-        ),
+        **dict.fromkeys("checks skipped corrupt_checks broken first_corrupt".split(), Count | None),
+        **dict.fromkeys("first_step last_step parameters elements".split(), Count | None),
+        **dict.fromkeys("largest_error allowed true_norm used_norm error".split(), Number),
     },
-    "weights": {
-        **dict.fromkeys("steps sampled moved tensors".split(), Count),
-        "largest": Number,
-    },
+    "weights": {**dict.fromkeys("steps sampled moved tensors".split(), Count), "largest": Number},
     "nonfinite": {"what": Text, "value": Text},
     "violation": {"point": Text, "expected": Text, "seen": Text},
     "saved_model": {"files": list[Mapping[str, str | Count]]},

@@ -81,9 +81,7 @@ class Inventory:
         }
 
 
-def _rows_of(
-    states: Mapping[str, FileState] | None,
-) -> dict[str, list[object]] | None:
+def _rows_of(states: Mapping[str, FileState] | None) -> dict[str, list[object]] | None:
     if states is None:
         return None
     rows: dict[str, list[object]] = {}
@@ -202,11 +200,7 @@ def record_written(folder: RunFolder, attempt: int, *, late: bool = False) -> No
 
 def last_activity_ns(folder: RunFolder, attempt: int) -> int:
     """When a process of an attempt last wrote its log, the probe's records or its heartbeat."""
-    paths = [
-        folder.console(attempt),
-        folder.exit(attempt),
-        *folder.probe.glob("*.jsonl"),
-    ]
+    paths = [folder.console(attempt), folder.exit(attempt), *folder.probe.glob("*.jsonl")]
     output = rundir.read_manifest(folder).output
     if output is not None:
         paths += _leases_of_attempt(output, folder, attempt)
@@ -286,11 +280,7 @@ def _is_trainer_folder(entry: TreeEntry) -> bool:
 def _holds_adapter(entry: TreeEntry) -> bool:
     try:
         with trees.enter_folder(entry.name, entry.parent) as folder:
-            os.stat(
-                "adapter_config.json",
-                dir_fd=folder,
-                follow_symlinks=False,
-            )
+            os.stat("adapter_config.json", dir_fd=folder, follow_symlinks=False)
     except OSError:
         return False
     return True

@@ -214,11 +214,7 @@ def _output_of(run: str) -> str | None:
 
 
 def find_neighbours(
-    output: Path,
-    own: Path,
-    *,
-    budget: Budget | None = None,
-    seconds: float | None = CATCH_UP_S,
+    output: Path, own: Path, *, budget: Budget | None = None, seconds: float | None = CATCH_UP_S
 ) -> list[Neighbour]:
     """Other runs whose output is `output`, or lies inside or above it; live ones first.
 
@@ -309,12 +305,7 @@ def _listed_neighbours(place: Path, seconds: float | None) -> Iterator[Neighbour
         current = rundir.read_manifest(RunFolder(Path(run))).output
         if current is None or str(canonical(current)) != output:
             continue
-        yield Neighbour(
-            output=Path(output),
-            run=run,
-            where=where,
-            live=False,
-        )
+        yield Neighbour(output=Path(output), run=run, where=where, live=False)
 
 
 def _position(output: str, place: str) -> str | None:

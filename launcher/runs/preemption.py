@@ -40,11 +40,7 @@ def parse_save_grace(text: str | None) -> float:
         seconds = -1.0
     if not 0 <= seconds <= LARGEST:
         help = f"seconds until a run that was to save is stopped without: {GRACE_VARIABLE}=120"
-        raise usage(
-            "bad-grace",
-            f"`{brief(text)}` is not a number of seconds",
-            help,
-        )
+        raise usage("bad-grace", f"`{brief(text)}` is not a number of seconds", help)
     return seconds
 
 

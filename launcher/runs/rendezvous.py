@@ -21,11 +21,7 @@ OPTIONS: Mapping[str, str] = {
     "--main_process_ip": ADDRESS,
     "--main_process_port": PORT,
 }
-TORCHRUN: Mapping[str, str] = {
-    "--node-rank": RANK,
-    "--master-addr": ADDRESS,
-    "--master-port": PORT,
-}
+TORCHRUN: Mapping[str, str] = {"--node-rank": RANK, "--master-addr": ADDRESS, "--master-port": PORT}
 DEFAULT_PORT = 29500
 # below the ports that the kernel hands out; another one for each job on a node
 JOB_PORTS = range(20000, 32000)
@@ -54,11 +50,7 @@ def fill_placeholders(argv: Sequence[str], rendezvous: Rendezvous | None) -> tup
     words = list(argv)
     if rendezvous is None:
         return tuple(words)
-    values = {
-        RANK: str(rendezvous.rank),
-        ADDRESS: rendezvous.address,
-        PORT: str(rendezvous.port),
-    }
+    values = {RANK: str(rendezvous.rank), ADDRESS: rendezvous.address, PORT: str(rendezvous.port)}
     for option, placeholder in [*OPTIONS.items(), *TORCHRUN.items()]:
         if option in words:
             index = words.index(option) + 1
@@ -67,10 +59,7 @@ def fill_placeholders(argv: Sequence[str], rendezvous: Rendezvous | None) -> tup
 
 
 def find_rendezvous(
-    nodes: int,
-    rank: int | None,
-    address: str | None,
-    environ: Mapping[str, str],
+    nodes: int, rank: int | None, address: str | None, environ: Mapping[str, str]
 ) -> Rendezvous | None:
     """By `--node-rank` and `--main-address`, else by the scheduler. Raises UsageError.
 
@@ -116,11 +105,7 @@ def _parse_address(address: str | None, rank: int | None, nodes: int) -> tuple[s
     help = "HOST or HOST:PORT of the first machine, such as --main-address 10.0.0.4:29500"
     if address is None:
         question = "which one is this?" if rank is None else "where is the first one?"
-        raise usage(
-            "no-main-address",
-            f"the run takes {nodes} machines: {question}",
-            help,
-        )
+        raise usage("no-main-address", f"the run takes {nodes} machines: {question}", help)
     match = _HOST.match(address)
     if match is None:
         message = f"`{brief(address)}` is not the address of a machine"

@@ -35,15 +35,7 @@ RESERVED = frozenset(
     ntasks-per-node open-mode output signal wrap
     """.split()
 )
-ASKS_FOR_GPUS = frozenset(
-    {
-        "gres",
-        "gpus",
-        "gpus-per-node",
-        "gpus-per-task",
-        "gpus-per-socket",
-    }
-)
+ASKS_FOR_GPUS = frozenset({"gres", "gpus", "gpus-per-node", "gpus-per-task", "gpus-per-socket"})
 ASKS_FOR_CPUS = frozenset({"cpus-per-task", "cpus-per-gpu", "exclusive", "mincpus"})
 # the environment that sbatch gets, which Slurm keeps for its administrators to read
 _PASSED = frozenset(
@@ -103,12 +95,7 @@ def _check_option(name: str, key: str, setting: Any, complain: Complain) -> Find
         return complain("reserved-slurm-option", key, message, help)
     if not is_settable(name):
         message = f"`{brief(name)}` is not the long name of an option of sbatch"
-        return complain(
-            "bad-slurm-option",
-            key,
-            message,
-            "`sbatch --help` lists them",
-        )
+        return complain("bad-slurm-option", key, message, "`sbatch --help` lists them")
     if setting is None or isinstance(setting, bool):
         return None
     shown = brief(_CONTROL.sub(" ", str(setting)))
@@ -277,11 +264,7 @@ def submit(folder: RunFolder, text: str, environ: Mapping[str, str]) -> str:
     if match is None:
         raise not_ready("slurm-failed", f"sbatch answered `{brief(answer)}`")
     job = match[1]
-    record = {
-        "job": job,
-        "submitted": rundir.utc_now(),
-        "run": str(folder.path),
-    }
+    record = {"job": job, "submitted": rundir.utc_now(), "run": str(folder.path)}
     files.write_private_json(folder.job, record)
     return job
 
@@ -295,19 +278,11 @@ def _is_passed(variable: str) -> bool:
     return option not in RESERVED
 
 
-def job_states(
-    environ: Mapping[str, str] | None = None,
-) -> dict[str, str] | None:
+def job_states(environ: Mapping[str, str] | None = None) -> dict[str, str] | None:
     """The state of each job of this user that Slurm knows; None if it does not answer."""
     if isolation.find_program("squeue", environ) is None:
         return None
-    argv = [
-        "squeue",
-        "--noheader",
-        f"--user={os.getuid()}",
-        "--states=all",
-        "--format=%A %T",
-    ]
+    argv = ["squeue", "--noheader", f"--user={os.getuid()}", "--states=all", "--format=%A %T"]
     try:
         answer = _call(argv, environ, None)
     except NotReady:
@@ -359,11 +334,7 @@ def take_limit_mark(folder: RunFolder) -> bool:
     return False
 
 
-def _call(
-    argv: Sequence[str],
-    environ: Mapping[str, str] | None,
-    timeout_s: float | None,
-) -> str:
+def _call(argv: Sequence[str], environ: Mapping[str, str] | None, timeout_s: float | None) -> str:
     """The output of a Slurm command. Raises NotReady if it fails.
 
     Without `timeout_s` it shares the limit of all tools.

@@ -151,9 +151,7 @@ def _read_content(path: Path) -> dict[str, Any]:
 
 
 def _write_cache(
-    cache_file: Path,
-    cached: Mapping[str, object],
-    added: Mapping[str, object],
+    cache_file: Path, cached: Mapping[str, object], added: Mapping[str, object]
 ) -> None:
     rows = {name: row for name, row in cached.items() if os.path.isdir(name)}
     rows.update(added)

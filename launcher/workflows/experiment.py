@@ -165,7 +165,9 @@ class Outcome:
         }
 
 
-def of_prepared(prepared: Prepared, *, timeout_s: float | None = None, allow_unproven: bool = False) -> Outcome:
+def of_prepared(
+    prepared: Prepared, *, timeout_s: float | None = None, allow_unproven: bool = False
+) -> Outcome:
     """Start and judge one run; returns when all its processes have ended.
 
     INT and TERM stop the run, and the outcome says so; before the run listens to them, they raise
@@ -194,7 +196,12 @@ def of_prepared(prepared: Prepared, *, timeout_s: float | None = None, allow_unp
         # a run that was over by then keeps its verdict, but nothing follows
         code = Exit.INTERRUPTED
     return Outcome(
-        run=folder, plan=plan, verdict=verdict, exit=code, seconds=time.monotonic() - began, timed_out=timed_out
+        run=folder,
+        plan=plan,
+        verdict=verdict,
+        exit=code,
+        seconds=time.monotonic() - began,
+        timed_out=timed_out,
     )
 
 

@@ -30,7 +30,11 @@ from launcher.upstream.schema import Schema, Values
 pytestmark = pytest.mark.slow
 SEED = 20260820
 OLMO_CORE = "dpo_olmo_core"
-MODEL: Mapping[str, Any] = {"model_name_or_path": "Qwen/Qwen3-0.6B", "max_seq_length": 1024, "push_to_hub": False}
+MODEL: Mapping[str, Any] = {
+    "model_name_or_path": "Qwen/Qwen3-0.6B",
+    "max_seq_length": 1024,
+    "push_to_hub": False,
+}
 NAMES = ("a", "some/set", "b.jsonl")
 AMOUNTS = ("1.0", "0.5", "200", "1", "q", "", "1.5.2", "-3", "0", "0.0", "1e3", "1.e2")
 SPLITS = ("train", "test", "validation[:5]")
@@ -44,7 +48,10 @@ class Upstream:
     """The real functions of one checkout, by a process that answers one request a line."""
 
     def __init__(self, root: Path, home: Path) -> None:
-        environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT / "stand_ins"), str(root)])}
+        environ = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(SUPPORT / "stand_ins"), str(root)]),
+        }
         environ |= {
             "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "HF_HOME": str(home), "PYTHONWARNINGS": "ignore",
         }  # fmt: skip
@@ -105,11 +112,19 @@ class Launch:
         values = Values(schema, known)
         return [*registry.apply(values), *registry.apply_in(Context(values=values, **context))]
 
-    def codes(self, script: str, given: Mapping[str, Any], severity: str = "error", **context: Any) -> set[str]:
-        return {found.code for found in self.findings(script, given, **context) if found.severity == severity}
+    def codes(
+        self, script: str, given: Mapping[str, Any], severity: str = "error", **context: Any
+    ) -> set[str]:
+        return {
+            found.code
+            for found in self.findings(script, given, **context)
+            if found.severity == severity
+        }
 
 
-@pytest.fixture(scope="module", params=checkouts.COMMITS, ids=[commit[:8] for commit in checkouts.COMMITS])
+@pytest.fixture(
+    scope="module", params=checkouts.COMMITS, ids=[commit[:8] for commit in checkouts.COMMITS]
+)
 def root(request: pytest.FixtureRequest) -> Path:
     return checkouts.require(request.param)
 
@@ -144,7 +159,9 @@ def mixtures(count: int) -> list[tuple[list[str], list[str]]]:
     for _ in range(count):
         sets = draw.randint(1, 3)
         mixture = [
-            word for _ in range(sets) for word in (draw.choice(NAMES[:2]), draw.choice(AMOUNTS[:4] * 3 + AMOUNTS))
+            word
+            for _ in range(sets)
+            for word in (draw.choice(NAMES[:2]), draw.choice(AMOUNTS[:4] * 3 + AMOUNTS))
         ]
         length = draw.choice([1, sets, 2 * sets, draw.randint(1, 6)])
         made.append((mixture, [draw.choice(SPLITS) for _ in range(length)]))
@@ -154,22 +171,34 @@ def mixtures(count: int) -> list[tuple[list[str], list[str]]]:
 def test_mixtures_and_their_splits(upstream: Upstream, launch: Launch) -> None:
     """A list is refused where upstream refuses it, and a split called unread where upstream reads another."""
     drawn = mixtures(150)
-    answers = upstream.ask([{"kind": "splits", "sets": sets, "splits": splits} for sets, splits in drawn])
+    answers = upstream.ask(
+        [{"kind": "splits", "sets": sets, "splits": splits} for sets, splits in drawn]
+    )
     wrong = []
     for (sets, splits), answer in zip(drawn, answers, strict=True):
         given = {"dataset_mixer_list": sets, "dataset_mixer_list_splits": splits}
-        found = [one for one in launch.findings("sft", given) if one.code in {"mixer-splits", "mixer-amount"}]
+        found = [
+            one
+            for one in launch.findings("sft", given)
+            if one.code in {"mixer-splits", "mixer-amount"}
+        ]
         errors = [one for one in found if one.severity == "error"]
         # an amount that leaves nothing is refused when the rows are drawn
-        refused = "refused" in answer or any(not amount > 0 for _, _, amount in answer.get("sets", ()))
+        refused = "refused" in answer or any(
+            not amount > 0 for _, _, amount in answer.get("sets", ())
+        )
         if bool(errors) != refused:
             wrong.append((sets, splits, answer, [one.message for one in errors]))
         unread = {str(one.key) for one in found if one.severity == "warning"}
         if not refused:
             # what launch says that a set gets is what upstream gives it
             read = {split for _, split, _ in answer["sets"]}
-            wrong += [(sets, splits, answer, key) for key in unread if len(splits) == len(answer["sets"])]
-            wrong += [(sets, splits, answer, "not said") for split in set(splits) - read if not unread]
+            wrong += [
+                (sets, splits, answer, key) for key in unread if len(splits) == len(answer["sets"])
+            ]
+            wrong += [
+                (sets, splits, answer, "not said") for split in set(splits) - read if not unread
+            ]
     assert not wrong
 
 
@@ -185,12 +214,17 @@ def test_schedules(upstream: Upstream, launch: Launch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("script", "key"), [("sft", "clip_grad_norm"), ("dpo", "max_grad_norm"), (OLMO_CORE, "max_grad_norm")]
+    ("script", "key"),
+    [("sft", "clip_grad_norm"), ("dpo", "max_grad_norm"), (OLMO_CORE, "max_grad_norm")],
 )
-def test_limits_of_the_gradient_norm(upstream: Upstream, launch: Launch, script: str, key: str) -> None:
+def test_limits_of_the_gradient_norm(
+    upstream: Upstream, launch: Launch, script: str, key: str
+) -> None:
     """An error where the gradient is reversed or made nothing, a word where a limit clips nothing."""
     limits = [limit for limit in LIMITS if limit is not None]
-    answers = upstream.ask([{"kind": "clipping", "script": script, "limit": limit} for limit in limits])
+    answers = upstream.ask(
+        [{"kind": "clipping", "script": script, "limit": limit} for limit in limits]
+    )
     for limit, answer in zip(limits, answers, strict=True):
         factor = answer["factor"]
         codes = launch.codes(script, {key: limit})
@@ -199,7 +233,9 @@ def test_limits_of_the_gradient_norm(upstream: Upstream, launch: Launch, script:
         assert not warned or factor == 1.0, (limit, factor)
 
 
-def test_templates_and_tokenizers(upstream: Upstream, launch: Launch, demo_assets: Path, tmp_path: Path) -> None:
+def test_templates_and_tokenizers(
+    upstream: Upstream, launch: Launch, demo_assets: Path, tmp_path: Path
+) -> None:
     """The template that is chosen, and which tokenizers are refused, by their names and by their configs."""
     folders = []
     for name, kind in itertools.product(("plain", "my-OLMo"), ("qwen2", "olmo2")):
@@ -211,8 +247,15 @@ def test_templates_and_tokenizers(upstream: Upstream, launch: Launch, demo_asset
         (folder / "config.json").write_text(json.dumps({**config, "model_type": kind}))
         folders.append(str(folder))
     drawn = [
-        {"tokenizer_name_or_path": folder, "chat_template_name": template, "add_bos": bos, "use_fast": fast}
-        for folder, template, bos, fast in itertools.product(folders, TEMPLATES, (False, True), (True, False))
+        {
+            "tokenizer_name_or_path": folder,
+            "chat_template_name": template,
+            "add_bos": bos,
+            "use_fast": fast,
+        }
+        for folder, template, bos, fast in itertools.product(
+            folders, TEMPLATES, (False, True), (True, False)
+        )
     ]
     answers = upstream.ask([{"kind": "tokenizer", "values": values} for values in drawn])
     wrong = []
@@ -245,7 +288,9 @@ LAYOUTS = (
 )
 
 
-def test_the_checkpoint_that_a_run_continues_from(upstream: Upstream, launch: Launch, tmp_path: Path) -> None:
+def test_the_checkpoint_that_a_run_continues_from(
+    upstream: Upstream, launch: Launch, tmp_path: Path
+) -> None:
     """Folders with a star are marked as complete."""
     folders = []
     for number, names in enumerate(LAYOUTS):
@@ -262,13 +307,16 @@ def test_the_checkpoint_that_a_run_continues_from(upstream: Upstream, launch: La
     for folder, names, answer in zip(folders, LAYOUTS, answers, strict=True):
         taken = output._taken(Context(values=values, output=folder))
         assert (None if taken is None else taken.name) == answer["name"], names
-        assert {one.name for one in checkpoints.find("open_instruct", folder)} >= ({answer["name"]} - {None})
+        assert {one.name for one in checkpoints.find("open_instruct", folder)} >= (
+            {answer["name"]} - {None}
+        )
 
 
 def test_intervals_and_numbers_of_checkpoints(upstream: Upstream, launch: Launch) -> None:
     drawn = [*itertools.product((-1, 0, 1, 100), (None, -1, 0, 50, 100, 200), (-1, 0, 1, 3))]
     requests = [
-        {"kind": "intervals", "steps": steps, "ephemeral": ephemeral, "keep": keep} for steps, ephemeral, keep in drawn
+        {"kind": "intervals", "steps": steps, "ephemeral": ephemeral, "keep": keep}
+        for steps, ephemeral, keep in drawn
     ]
     wrong = []
     for (steps, ephemeral, keep), answer in zip(drawn, upstream.ask(requests), strict=True):
@@ -287,7 +335,11 @@ def test_what_recomputes_activations(upstream: Upstream, launch: Launch) -> None
     drawn = [*itertools.product((0.3, 0.9, 1.0), (True, False), modes)]
     requests = [{"kind": "recomputing", "budget": b, "compile": c, "mode": m} for b, c, m in drawn]
     for (budget, compiled, mode), answer in zip(drawn, upstream.ask(requests), strict=True):
-        given = {"activation_memory_budget": budget, "compile_model": compiled, "activation_checkpointing_mode": mode}
+        given = {
+            "activation_memory_budget": budget,
+            "compile_model": compiled,
+            "activation_checkpointing_mode": mode,
+        }
         idle = "budget-without-compile" in launch.codes(OLMO_CORE, given, "warning")
         assert idle == (budget < 1 and not answer["recomputes"]), (budget, compiled, mode)
 
@@ -296,7 +348,9 @@ def test_packed_samples(upstream: Upstream, launch: Launch) -> None:
     """That samples see each other is said where the model is not told where one ends."""
     (answer,) = upstream.ask([{"kind": "packed"}])
     given = {"packing": True, "attn_implementation": "flash_2"}
-    assert ("packing-leaks" in launch.codes(OLMO_CORE, given, "warning")) == ("doc_lens" not in answer["told"])
+    assert ("packing-leaks" in launch.codes(OLMO_CORE, given, "warning")) == (
+        "doc_lens" not in answer["told"]
+    )
 
 
 @pytest.mark.parametrize("script", ["sft", "dpo"])
@@ -353,7 +407,9 @@ SHAPES: Mapping[str, tuple[str, tuple[int, ...]]] = {
 }
 
 
-def test_shapes_that_cannot_be_written_for_transformers(upstream: Upstream, launch: Launch, tmp_path: Path) -> None:
+def test_shapes_that_cannot_be_written_for_transformers(
+    upstream: Upstream, launch: Launch, tmp_path: Path
+) -> None:
     requests = []
     for shape, (kind, sizes) in SHAPES.items():
         folder = tmp_path / shape

@@ -109,7 +109,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def truth(place: Path, demo_assets: Path, checkout: Path) -> list[dict[str, Any]]:
     requests = [
-        json.dumps({"stage": stage, "data": f"{number}/{file}"}) for number, (_, stage, file, _, _) in enumerate(CASES)
+        json.dumps({"stage": stage, "data": f"{number}/{file}"})
+        for number, (_, stage, file, _, _) in enumerate(CASES)
     ]
     script = str(SUPPORT / "real_open_instruct_rows.py")
     words = [sys.executable, script, str(checkout), str(demo_assets / "model")]
@@ -139,7 +140,9 @@ def unmeant(answer: Mapping[str, Any]) -> set[str]:
     return wrongs
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{case[1]}-{case[0]}" for case in CASES])
+@pytest.mark.parametrize(
+    "number", range(len(CASES)), ids=[f"{case[1]}-{case[0]}" for case in CASES]
+)
 def test_rows_are_judged_as_open_instruct_takes_them(
     number: int, place: Path, truth: list[dict[str, Any]], capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -155,7 +158,9 @@ def test_rows_are_judged_as_open_instruct_takes_them(
     content = {"stage": stage, "backend": "open_instruct", "deepspeed": "none", "args": args}
     Path("stage.yaml").write_text(json.dumps(content))
     main(["validate-config", "stage.yaml", "--format", "json"])
-    told = [one for one in json.loads(capsys.readouterr().out)["findings"] if one["code"] in DROPPING]
+    told = [
+        one for one in json.loads(capsys.readouterr().out)["findings"] if one["code"] in DROPPING
+    ]
     severities = {one["severity"] for one in told} - {"note"}
     if answer["error"] is not None or not answer["rows"]:
         assert "error" in severities or (warns and severities), (answer, told)

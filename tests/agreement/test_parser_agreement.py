@@ -15,7 +15,17 @@ import checkouts
 import pytest
 from argument_sets import Arguments, generate
 from conftest import NO_PACKAGES
-from verdicts import GOLDEN, ask, bits, differences, digest, flags, refused_by_launch, schema_of, words_of
+from verdicts import (
+    GOLDEN,
+    ask,
+    bits,
+    differences,
+    digest,
+    flags,
+    refused_by_launch,
+    schema_of,
+    words_of,
+)
 
 from launcher.upstream import locate
 from launcher.upstream.schema import Field, Schema
@@ -56,7 +66,9 @@ def verdicts_of(commit: str) -> Path:
     return GOLDEN / f"open_instruct_{commit[:12]}.json"
 
 
-@pytest.fixture(scope="session", params=checkouts.COMMITS, ids=[commit[:8] for commit in checkouts.COMMITS])
+@pytest.fixture(
+    scope="session", params=checkouts.COMMITS, ids=[commit[:8] for commit in checkouts.COMMITS]
+)
 def commit(request: pytest.FixtureRequest) -> str:
     known: str = request.param
     return known
@@ -71,7 +83,10 @@ def open_instruct_answers(commit: str) -> list[Any]:
 @pytest.fixture(scope="session")
 def theirs(open_instruct_answers: list[Any]) -> dict[str, list[str | None]]:
     """Why the real parser and `__post_init__` refuse each set, None where they take it."""
-    return {name: open_instruct_answers[1 + i * SETS : 1 + (i + 1) * SETS] for i, name in enumerate(STAGES)}
+    return {
+        name: open_instruct_answers[1 + i * SETS : 1 + (i + 1) * SETS]
+        for i, name in enumerate(STAGES)
+    }
 
 
 @pytest.fixture(scope="session")
@@ -83,7 +98,9 @@ def trl_description() -> dict[str, Any]:
     return described
 
 
-def test_the_kept_verdicts_are_those_of_the_real_parser(commit: str, theirs: dict[str, list[str | None]]) -> None:
+def test_the_kept_verdicts_are_those_of_the_real_parser(
+    commit: str, theirs: dict[str, list[str | None]]
+) -> None:
     made = {
         "commit": commit,
         "seed": SEED,
@@ -109,7 +126,9 @@ def test_launch_says_what_the_kept_verdicts_say(commit: str, stage_name: str) ->
     kept = json.loads(verdicts_of(commit).read_text())
     assert kept["words"] == digest(words(commit)), "other sets were generated: make golden"
     refused = flags(kept["refused"][stage_name], SETS)
-    found = differences(sets_of(commit, stage_name), ours(commit, stage_name), refused, [False] * SETS)
+    found = differences(
+        sets_of(commit, stage_name), ours(commit, stage_name), refused, [False] * SETS
+    )
     assert not found, "\n".join(found)
 
 
@@ -160,7 +179,9 @@ def test_the_snapshot_is_the_real_open_instruct_parser(
 
 
 @pytest.mark.parametrize("stage_name", STAGES)
-def test_the_snapshot_is_the_real_trl_parser(trl_description: dict[str, Any], stage_name: str) -> None:
+def test_the_snapshot_is_the_real_trl_parser(
+    trl_description: dict[str, Any], stage_name: str
+) -> None:
     schema, theirs = schema_of("trl", stage_name), trl_description[stage_name]
     assert list(schema.fields) == list(theirs)
     assert unlike(schema, theirs) == []

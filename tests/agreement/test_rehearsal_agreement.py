@@ -86,7 +86,9 @@ POOLS: dict[str, dict[str, tuple[Any, ...]]] = {
 
 # What rules refuse and a rehearsal does not, by code, and why.
 RULES_ALONE = {
-    **dict.fromkeys(("unknown-key", "removed-key", "renamed-key"), "no name of the parser's is left out of it"),
+    **dict.fromkeys(
+        ("unknown-key", "removed-key", "renamed-key"), "no name of the parser's is left out of it"
+    ),
     "checkpoint-steps": "a rehearsal saves no checkpoints",
     "report-unknown": "a rehearsal has no tracker",
 }
@@ -148,7 +150,9 @@ def sets(backend: str, stage: str) -> Iterator[dict[str, Any]]:
         pytest.param("open_instruct", "dpo", marks=needs_open_instruct),
     ],
 )
-def test_rules_and_rehearsals_refuse_the_same(backend: str, stage: str, demo_assets: Path, tmp_path: Path) -> None:
+def test_rules_and_rehearsals_refuse_the_same(
+    backend: str, stage: str, demo_assets: Path, tmp_path: Path
+) -> None:
     differences = []
     model: str | None = None
     with Servers() as servers:

@@ -81,7 +81,10 @@ def with_row(rows: list[Row], row: Any, at: int = -1) -> list[Any]:
 
 
 def sharegpt(number: int, word: str = GOOD) -> list[Row]:
-    return [{"from": "human", "value": f"{QUESTION} {number}?"}, {"from": "gpt", "value": f"{word} {number}"}]
+    return [
+        {"from": "human", "value": f"{QUESTION} {number}?"},
+        {"from": "gpt", "value": f"{word} {number}"},
+    ]
 
 
 def alpaca(number: int) -> Row:
@@ -411,10 +414,18 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def truth(place: Path, demo_assets: Path) -> dict[str, dict[str, Any]]:
     """What the real trainers make of each case, by its name."""
-    requests = [json.dumps({"stage": case.stage, "data": folder_of(case), "args": case.args}) for case in CASES]
+    requests = [
+        json.dumps({"stage": case.stage, "data": folder_of(case), "args": case.args})
+        for case in CASES
+    ]
     words = [sys.executable, str(SUPPORT / "real_rows.py"), str(demo_assets / "model")]
     done = subprocess.run(
-        words, cwd=place, input="\n".join(requests), capture_output=True, text=True, timeout=3 * PATIENCE_S
+        words,
+        cwd=place,
+        input="\n".join(requests),
+        capture_output=True,
+        text=True,
+        timeout=3 * PATIENCE_S,
     )
     if done.returncode == 3:
         pytest.skip(f"{NO_PACKAGES}: {done.stderr}")
@@ -444,7 +455,11 @@ def unmeant(stage: str, row: list[str]) -> str | None:
 
 
 def findings_of(
-    case: Case, place: Path, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    case: Case,
+    place: Path,
+    model: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> list[dict[str, Any]]:
     monkeypatch.chdir(place)
     stage = {"stage": case.stage, "backend": "trl", "deepspeed": "none"}

@@ -52,7 +52,8 @@ def test_a_template_marks_answers_where_trl_says_so() -> None:
     trl = json.loads(asked.stdout.splitlines()[-1])
     assert sum(trl.values()) > 60
     marked = {
-        name: chat_template.has_marker(text) or chat_template.is_replaced(text) for name, text in templates.items()
+        name: chat_template.has_marker(text) or chat_template.is_replaced(text)
+        for name, text in templates.items()
     }
     assert marked == trl
 

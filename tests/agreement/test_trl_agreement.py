@@ -17,7 +17,16 @@ from typing import Any
 import pytest
 from argument_sets import Arguments, generate
 from conftest import NO_PACKAGES, SUPPORT
-from verdicts import GOLDEN, bits, differences, digest, flags, refused_by_launch, schema_of, words_of
+from verdicts import (
+    GOLDEN,
+    bits,
+    differences,
+    digest,
+    flags,
+    refused_by_launch,
+    schema_of,
+    words_of,
+)
 
 from launcher.upstream import locate
 from launcher.upstream.schema import Schema
@@ -42,7 +51,12 @@ STEPS = (
     None, 0, 1, 2, 3, 10, 500, 0.1, 0.2, 0.3, 0.05, 1.5, 10.0, -1, "inf", "nan", "-inf", "none",
 )  # fmt: skip
 MAPPINGS = ("", "x.json", "{}", "{", "[]", "null", {"a": 1})
-FSDP = ({"version": 1}, {"version": "x"}, {"reshard_after_forward": "full_shard"}, {"auto_wrap_policy": 5})
+FSDP = (
+    {"version": 1},
+    {"version": "x"},
+    {"reshard_after_forward": "full_shard"},
+    {"auto_wrap_policy": 5},
+)
 DEEPSPEED = (
     {"zero_optimization": {"stage": 3}}, {"zero_optimization": None}, {"zero_optimization": 3},
     {"zero_optimization": {"stage": "3", "offload_param": "cpu"}}, {"fp16": {"enabled": "auto"}},
@@ -56,7 +70,11 @@ DEEPSPEED = (
     {"zero_optimization": {}, "checkpoint": 5}, {"zero_optimization": {}, "gradient_clipping": "auto"},
     "eyJ6ZXJvX29wdGltaXphdGlvbiI6IHsic3RhZ2UiOiAzfX0=", "eyJhIjogMX0=",
 )  # fmt: skip
-ACCELERATOR = ({"split_batches": True}, {"split_batches": True, "x": 1}, {"use_configured_state": True})
+ACCELERATOR = (
+    {"split_batches": True},
+    {"split_batches": True, "x": 1},
+    {"use_configured_state": True},
+)
 # The mini-languages of these are the trainer's: only a rehearsal refuses what is wrong in them. TRL's own
 # `deepspeed` launch refuses itself, whatever it holds.
 TRAINERS = {"accelerator_config", "deepspeed", "fsdp", "fsdp_config"}
@@ -232,10 +250,14 @@ def test_the_golden_verdicts_are_those_of_the_packages(theirs: dict[str, list[st
 
 
 @pytest.mark.parametrize("stage_name", STAGES)
-def test_launch_says_what_the_golden_verdicts_say(ours: dict[str, list[list[str]]], stage_name: str) -> None:
+def test_launch_says_what_the_golden_verdicts_say(
+    ours: dict[str, list[list[str]]], stage_name: str
+) -> None:
     golden = json.loads(VERDICTS.read_text())
     assert (golden["seed"], golden["count"]) == (SEED, COUNT)
-    assert golden["words"] == digest(words_of_all()), "other sets are generated: LAUNCH_GOLDEN=write"
+    assert golden["words"] == digest(words_of_all()), (
+        "other sets are generated: LAUNCH_GOLDEN=write"
+    )
     refused = flags(golden["refused"][stage_name], COUNT)
     out = left_out(stage_name, ours[stage_name], flags(golden["by_machine"][stage_name], COUNT))
     found = differences(sets_of(stage_name), ours[stage_name], refused, out)
@@ -243,7 +265,9 @@ def test_launch_says_what_the_golden_verdicts_say(ours: dict[str, list[list[str]
 
 
 @pytest.mark.parametrize("stage_name", STAGES)
-def test_the_generated_sets_are_a_fair_mixture(ours: dict[str, list[list[str]]], stage_name: str) -> None:
+def test_the_generated_sets_are_a_fair_mixture(
+    ours: dict[str, list[list[str]]], stage_name: str
+) -> None:
     refused = sum(bool(found) for found in ours[stage_name])
     assert 0.3 < refused / COUNT < 0.8
     golden = json.loads(VERDICTS.read_text())

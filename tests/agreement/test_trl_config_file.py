@@ -141,7 +141,9 @@ def test_the_keys_of_an_entry_are_those_of_the_installed_dataclass() -> None:
 def test_a_slice_is_the_rows_that_datasets_reads(split: str, rows: int) -> None:
     reader = pytest.importorskip("datasets.arrow_reader")
     try:
-        parts = reader.ReadInstruction.from_spec(split).to_absolute({"train": rows, "train.a": rows})
+        parts = reader.ReadInstruction.from_spec(split).to_absolute(
+            {"train": rows, "train.a": rows}
+        )
         theirs: list[range] | None = [range(part.from_, max(part.from_, part.to)) for part in parts]
     except (ValueError, AssertionError):
         theirs = None

@@ -56,7 +56,11 @@ def test_what_is_cited_of_a_package_is_found_in_its_release(release: str) -> Non
     trees = {tree: found for tree, found in cited.installed(CITING).items() if tree == release}
     named = cited.in_package(CITING, package)
     table = citations.table({package: trees[release]}, named)
-    missing = [f"{citing.where}: {citing.citation}" for citing in CITING if citing.citation in {*named} - {*table}]
+    missing = [
+        f"{citing.where}: {citing.citation}"
+        for citing in CITING
+        if citing.citation in {*named} - {*table}
+    ]
     assert missing == []
     assert table == TABLES[release], "make snapshot"
 
@@ -70,11 +74,15 @@ def test_no_rule_page_or_comment_cites_by_number() -> None:
     """Strings of tests are logs, and pages show in fences what a command printed."""
     numbered = []
     for path in sorted((REPOSITORY / "launcher").rglob("*.py")):
-        numbered += [f"{path.name}: {text}" for text in NUMBER.findall(path.read_text(encoding="utf-8"))]
+        numbered += [
+            f"{path.name}: {text}" for text in NUMBER.findall(path.read_text(encoding="utf-8"))
+        ]
     for path in [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").glob("*.md")]:
         if path.name in {"CHANGELOG.md", "cited.md"}:
             continue
-        prose = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+        prose = re.sub(
+            r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
+        )
         numbered += [f"{path.name}: {text}" for text in NUMBER.findall(prose)]
     assert numbered == []
 

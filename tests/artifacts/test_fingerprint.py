@@ -91,7 +91,9 @@ def changed(path: Path, at: int, raw: bytes) -> str:
 
 
 @given(data=st.data())
-def test_any_changed_byte_that_is_sampled_changes_a_checkpoint(checkpoint: Path, data: st.DataObject) -> None:
+def test_any_changed_byte_that_is_sampled_changes_a_checkpoint(
+    checkpoint: Path, data: st.DataObject
+) -> None:
     before = digest(checkpoint, whole_below=0)
     # the first region is the header, which is all text: a change there may make it unreadable, too
     offset, length = data.draw(st.sampled_from(regions(checkpoint)))
@@ -191,7 +193,11 @@ def test_a_folder_of_data_counts_with_everything_below_it(write: Write, tmp_path
     (folder / "part").symlink_to(tmp_path / "real")
     (folder / "back").symlink_to(folder)
     before = of_data(str(folder))
-    assert [one.name for one in before.files] == ["more/train-1.jsonl", "part/rows.jsonl", "train-0.jsonl"]
+    assert [one.name for one in before.files] == [
+        "more/train-1.jsonl",
+        "part/rows.jsonl",
+        "train-0.jsonl",
+    ]
     found = {before.digest}
     # a name says to which split a file belongs
     (folder / "train-0.jsonl").rename(folder / "test-0.jsonl")
@@ -240,7 +246,9 @@ def test_what_is_not_there_is_said_plainly(tmp_path: Path) -> None:
     assert caught.value.findings[0].code == "unreadable-file"
 
 
-def test_a_change_that_hides_behind_size_and_time_is_seen(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_change_that_hides_behind_size_and_time_is_seen(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write("a.jsonl", b"row\n")
     # it has been still for long enough
     monkeypatch.setattr(fingerprint, "_MARGIN_S", -1e9)
@@ -262,7 +270,11 @@ def test_the_digests_are_those_of_every_other_machine(write: Write) -> None:
         "from launcher.artifacts.fingerprint import *; print(of_file(Path(sys.argv[1])).digest)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=True, cwd=REPOSITORY
+        [sys.executable, "-c", code, str(path)],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=REPOSITORY,
     )
     assert done.stdout.strip() == digest(path)
     assert digest(path) == "6a65e87d5ac4ee8eedac85c84026eb567c5bdec57e4cb55b64f9ba9d115dc0bc"

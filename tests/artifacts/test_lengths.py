@@ -36,7 +36,9 @@ def test_row_tokens() -> None:
     for known in (counted(pool), lengths.parse(f"302:{max(pool)}")):
         one = lengths.typical(known, rows=8, packed=False)
         assert one.width == pytest.approx(sum(widths) / len(widths), rel=0.08)
-        assert lengths.typical(known, rows=8, packed=True).tokens == pytest.approx(8 * 302, rel=0.03)
+        assert lengths.typical(known, rows=8, packed=True).tokens == pytest.approx(
+            8 * 302, rel=0.03
+        )
 
 
 def drawn(count: int) -> list[int]:
@@ -97,7 +99,9 @@ def saved(folder: Path, columns: dict[str, list[list[int]]]) -> None:
 
 def test_dpo_has_two_sequences_a_row(tmp_path: Path) -> None:
     saved(tmp_path, {"chosen_input_ids": [[1] * 4], "rejected_input_ids": [[1] * 6]})
-    (tmp_path / "state.json").write_text(json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}))
+    (tmp_path / "state.json").write_text(
+        json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]})
+    )
     found = lengths.of_dataset(tmp_path, pairs=True)
     assert (found.rows, found.mean, found.longest) == (1, 5.0, 6)
 

@@ -15,7 +15,12 @@ BASE: dict[str, Any] = {
     "num_key_value_heads": 2, "vocab_size": 320, "pad_token_id": 0,
 }  # fmt: skip
 CONFIGS: dict[str, list[dict[str, Any]]] = {
-    "llama": [{}, {"attention_bias": True, "mlp_bias": True}, {"tie_word_embeddings": True}, {"head_dim": 32}],
+    "llama": [
+        {},
+        {"attention_bias": True, "mlp_bias": True},
+        {"tie_word_embeddings": True},
+        {"head_dim": 32},
+    ],
     "mistral": [{}, {"head_dim": 32}],
     "granite": [{}],
     "qwen2": [{}],
@@ -40,13 +45,20 @@ def test_weights_are_those_of_transformers() -> None:
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config)
         real = {name: tuple(weight.shape) for name, weight in model.named_parameters()}
-        shape = architecture.shape_of(json.loads(config.to_json_string(use_diff=False)), name=family)
+        shape = architecture.shape_of(
+            json.loads(config.to_json_string(use_diff=False)), name=family
+        )
         prefix = "model.layers.0."
-        assert dict(shape.layer) == {name.removeprefix(prefix): size for name, size in real.items() if prefix in name}
+        assert dict(shape.layer) == {
+            name.removeprefix(prefix): size for name, size in real.items() if prefix in name
+        }
         assert dict(shape.outer) == {n: s for n, s in real.items() if ".layers." not in n}
         assert shape.parameters == sum(weight.numel() for weight in model.parameters())
         # what a config.json leaves out is what transformers' class says
-        assert architecture.shape_of({"model_type": family, **BASE, **given}).parameters == shape.parameters
+        assert (
+            architecture.shape_of({"model_type": family, **BASE, **given}).parameters
+            == shape.parameters
+        )
 
 
 # as published, where they leave keys to their class: its own answer holds, not a general one
@@ -76,7 +88,10 @@ def test_absent_keys_are_what_their_class_says(tmp_path: Path) -> None:
             model = transformers.AutoModelForCausalLM.from_config(config)
         shape = architecture.find(str(tmp_path), {})
         assert shape.parameters == sum(p.numel() for p in model.parameters()), given
-        assert (shape.heads, shape.kv_heads) == (config.num_attention_heads, config.num_key_value_heads)
+        assert (shape.heads, shape.kv_heads) == (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+        )
 
 
 def test_odd_configs_are_counted_as_transformers_does_or_refused() -> None:
@@ -94,7 +109,9 @@ def test_odd_configs_are_counted_as_transformers_does_or_refused() -> None:
         except InvalidConfig:
             continue
         with torch.device("meta"):
-            model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(family, **given))
+            model = transformers.AutoModelForCausalLM.from_config(
+                transformers.AutoConfig.for_model(family, **given)
+            )
         assert count == sum(weight.numel() for weight in model.parameters()), (family, key, value)
 
 
@@ -114,7 +131,9 @@ def test_windows() -> None:
 
 def test_quantised_weights_and_broken_configs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidConfig) as caught:
-        architecture.shape_of({"model_type": "llama", **BASE, "quantization_config": {"bits": 4}}, name="m")
+        architecture.shape_of(
+            {"model_type": "llama", **BASE, "quantization_config": {"bits": 4}}, name="m"
+        )
     assert "quantised" in caught.value.findings[0].message
     for text in ("{", "[]", "{}"):
         (tmp_path / "config.json").write_text(text)
@@ -142,7 +161,9 @@ def test_every_model_of_the_table_has_its_published_count() -> None:
             architecture.find(name, {"HOME": "/nonexistent"})
 
 
-def test_a_folder_wins_over_the_table_and_arguments_over_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_wins_over_the_table_and_arguments_over_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "Qwen" / "Qwen2.5-7B"
     folder.mkdir(parents=True)
@@ -164,7 +185,10 @@ def test_a_folder_wins_over_the_table_and_arguments_over_both(tmp_path: Path, mo
         ({"model_type": "llama", **BASE, "vocab_size": 10**200}, "`vocab_size` is 1000"),
         ({"model_type": "llama", **BASE, "num_key_value_heads": 4}, "is not a multiple of"),
         ({"model_type": "qwen3", **BASE, "head_dim": None}, "`head_dim` is null"),
-        ({"model_type": "qwen2", **BASE, "tie_word_embeddings": "yes"}, "`tie_word_embeddings` is 'yes'"),
+        (
+            {"model_type": "qwen2", **BASE, "tie_word_embeddings": "yes"},
+            "`tie_word_embeddings` is 'yes'",
+        ),
         ({"model_type": "qwen2", **BASE, "vision_config": {}}, "more than a language model"),
     ],
 )

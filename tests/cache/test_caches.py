@@ -112,7 +112,9 @@ CHANGES: Mapping[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("text", TEXTS)
-def test_content_that_upstreams_key_does_not_see_changes_the_folder(place: Path, text: str, change: str) -> None:
+def test_content_that_upstreams_key_does_not_see_changes_the_folder(
+    place: Path, text: str, change: str
+) -> None:
     before = paths(text)
     CHANGES[change](place)
     now = paths(text)
@@ -191,7 +193,8 @@ def test_what_makes_another_reference_model_changes_its_folder(place: Path) -> N
     (place / "other").mkdir()
     (place / "other" / "config.json").write_text("{}")
     found = [
-        paths("dpo", *overrides)["reference"] for overrides in ((), ("use_liger_kernel=true",), ("config_name=other",))
+        paths("dpo", *overrides)["reference"]
+        for overrides in ((), ("use_liger_kernel=true",), ("config_name=other",))
     ]
     (place / "other" / "config.json").write_text('{"rope_theta": 1}')
     found.append(paths("dpo", "config_name=other")["reference"])
@@ -199,7 +202,9 @@ def test_what_makes_another_reference_model_changes_its_folder(place: Path) -> N
     assert paths("dpo", "learning_rate=1e-3", "num_epochs=3")["reference"] == found[0]
 
 
-def test_the_users_own_folder_holds_ours(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_own_folder_holds_ours(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = derived("sft", "dataset_local_cache_dir=cache")["dataset"]
     assert one.path.parent == place / "cache"
     assert one.arguments == {"dataset_local_cache_dir": str(one.path)}
@@ -235,7 +240,10 @@ def test_a_dry_run_may_name_what_is_not_here(place: Path) -> None:
 
 def test_trls_precomputed_reference_depends_on_what_its_key_leaves_out(place: Path) -> None:
     on = "precompute_ref_log_probs=true"
-    found = [paths("trl dpo", *words)["dataset"] for words in ((), (on,), (on, "max_length=9"), (on, "ld_alpha=0.5"))]
+    found = [
+        paths("trl dpo", *words)["dataset"]
+        for words in ((), (on,), (on, "max_length=9"), (on, "ld_alpha=0.5"))
+    ]
     assert len(set(found)) == 4
     assert paths("trl dpo", "max_length=9")["dataset"] == found[0]
     # also for data of the hub
@@ -251,7 +259,9 @@ def test_a_model_that_is_not_here_is_said(place: Path) -> None:
 
 
 @contextlib.contextmanager
-def used(name: str, text: str, *overrides: str, attempt: int = 1, fill: bool = True) -> Iterator[dict[str, Cache]]:
+def used(
+    name: str, text: str, *overrides: str, attempt: int = 1, fill: bool = True
+) -> Iterator[dict[str, Cache]]:
     """A run that holds its folders, and has filled them as upstream would."""
     found = derived(text, *overrides)
     with cache_folders.lock(tuple(found.values()), run(name), attempt):
@@ -324,7 +334,9 @@ def test_a_half_written_set_is_taken_away_before_a_run(place: Path) -> None:
         assert sorted(p.name for p in dataset.iterdir() if not p.name.startswith(".")) == [
             "0123456789", "datasets", cache_folders.RECORD, "notes",
         ]  # fmt: skip
-        assert [p.name for p in reference.glob("*.*") if p.suffix in {".pt", ".tmp"}] == ["0123456789.pt"]
+        assert [p.name for p in reference.glob("*.*") if p.suffix in {".pt", ".tmp"}] == [
+            "0123456789.pt"
+        ]
 
 
 def test_what_was_edited_while_a_run_began_spoils_what_it_made(place: Path) -> None:
@@ -334,12 +346,16 @@ def test_what_was_edited_while_a_run_began_spoils_what_it_made(place: Path) -> N
         data.write_bytes(data.read_bytes().replace(b"one", b"own"))
         for one in found.values():
             entry(one.path, one.kind)
-    gone = [path.name for one in found.values() for path in cache_folders.discard_spoiled(one) or ()]
+    gone = [
+        path.name for one in found.values() for path in cache_folders.discard_spoiled(one) or ()
+    ]
     assert gone == ["0123456789", "0123456789.pt"]
     assert cache_folders.known() and not any(one.entries() for one in cache_folders.known())
 
 
-def test_rows_that_were_put_back_spoil_what_was_made_meanwhile_and_nothing_older(place: Path) -> None:
+def test_rows_that_were_put_back_spoil_what_was_made_meanwhile_and_nothing_older(
+    place: Path,
+) -> None:
     with used("r1", "sft"):
         pass
     with used("r2", "sft", fill=False) as found:

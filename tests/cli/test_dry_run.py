@@ -27,10 +27,14 @@ def dry_run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[list[str],
     """The comments, and the other lines."""
     assert main.main(["sft", STAGE, "--gpus", "8", "--dry-run", *words]) == 0
     lines = capsys.readouterr().out.splitlines()
-    return [line for line in lines if line.startswith("# ")], [line for line in lines if not line.startswith("# ")]
+    return [line for line in lines if line.startswith("# ")], [
+        line for line in lines if not line.startswith("# ")
+    ]
 
 
-def test_without_a_checkout_a_comment_says_how_to_get_one(nowhere: None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_checkout_a_comment_says_how_to_get_one(
+    nowhere: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     comments, (command,) = dry_run(capsys)
     (advice,) = [line for line in comments if "no open-instruct checkout" in line]
     assert f"checkout {open_instruct.PIN}" in advice
@@ -49,5 +53,7 @@ def test_a_slurm_job_is_shown_as_its_batch_script(
     subprocess.run(["sh", "-n"], input=script, text=True, check=True)
     comments, others = dry_run(capsys, *words)
     assert others[0] == "#!/bin/sh"
-    assert [line for line in comments if line.startswith("# what trains on each node: LAUNCH_PROBE")]
+    assert [
+        line for line in comments if line.startswith("# what trains on each node: LAUNCH_PROBE")
+    ]
     assert not [*tmp_path.glob("runs/*")]

@@ -57,12 +57,28 @@ def answered(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, list
         ("trl", "sft", "chat_template_name", ADVICE),
         ("trl", "sft", "custom_chat_template", ADVICE),
         ("trl", "dpo", "chat_template", "write it to chat_template.jinja in the model's folder"),
-        ("open_instruct", "sft", "chat_template", "write it to chat_template.jinja in a folder with the tokenizer's"),
-        ("open_instruct", "sft", "chat_template_name", "write it to chat_template.jinja in a folder with"),
+        (
+            "open_instruct",
+            "sft",
+            "chat_template",
+            "write it to chat_template.jinja in a folder with the tokenizer's",
+        ),
+        (
+            "open_instruct",
+            "sft",
+            "chat_template_name",
+            "write it to chat_template.jinja in a folder with",
+        ),
     ],
 )
 def test_a_template_in_the_file(
-    capsys: pytest.CaptureFixture[str], write: Write, backend: str, stage: str, key: str, advice: str, times: int
+    capsys: pytest.CaptureFixture[str],
+    write: Write,
+    backend: str,
+    stage: str,
+    key: str,
+    advice: str,
+    times: int,
 ) -> None:
     text = stage_file(backend, stage=stage, **{key: TEMPLATE * times})
     path = write("a.yaml", text)
@@ -70,12 +86,18 @@ def test_a_template_in_the_file(
     for words in (("validate-config",), ("validate-config", "--fix")):
         code, findings = answered(capsys, *words, str(path))
         (finding,) = [one for one in findings if one["severity"] == "error"]
-        assert (code, finding["code"], finding["key"]) == (Exit.CONFIG, "inline-template", f"args.{key}")
+        assert (code, finding["code"], finding["key"]) == (
+            Exit.CONFIG,
+            "inline-template",
+            f"args.{key}",
+        )
         assert advice in finding["help"]
         assert path.read_text() == text
 
 
-def test_a_template_that_is_no_file_folder_or_hub_name(capsys: pytest.CaptureFixture[str], write: Write) -> None:
+def test_a_template_that_is_no_file_folder_or_hub_name(
+    capsys: pytest.CaptureFixture[str], write: Write
+) -> None:
     for name, code in (
         ("mine.jinja", "missing-template"), ("no/such/folder", "missing-template"), ("./here", "missing-template"),
         ("my template", "missing-template"), (LONG, "missing-template"), ("org/tokenizer", None), ("gpt2", None),
@@ -104,7 +126,9 @@ def test_a_template_that_is_no_file_folder_or_hub_name(capsys: pytest.CaptureFix
         ("open_instruct", "output_dir"),
     ],
 )
-def test_an_argument(capsys: pytest.CaptureFixture[str], write: Write, backend: str, key: str, text: str) -> None:
+def test_an_argument(
+    capsys: pytest.CaptureFixture[str], write: Write, backend: str, key: str, text: str
+) -> None:
     value = [text, 1.0] if key == "dataset_mixer_list" else text
     path = str(write("a.yaml", stage_file(backend, **{key: value})))
     unchecked = {"resume_from_checkpoint", "fsdp_config", "dataset_local_cache_dir"}
@@ -121,7 +145,9 @@ def test_an_argument(capsys: pytest.CaptureFixture[str], write: Write, backend: 
 
 
 @pytest.mark.parametrize("text", IMPOSSIBLE.values(), ids=IMPOSSIBLE.keys())
-def test_a_word_of_the_command_line(capsys: pytest.CaptureFixture[str], write: Write, text: str) -> None:
+def test_a_word_of_the_command_line(
+    capsys: pytest.CaptureFixture[str], write: Write, text: str
+) -> None:
     path = str(write("a.yaml", stage_file("trl")))
     for words in (
         ("validate-config", text), ("check", text), ("report", text), ("pipeline", text),

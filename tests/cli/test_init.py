@@ -82,7 +82,9 @@ def test_a_new_file_is_valid_and_splits_its_batch(
 ) -> None:
     for gpus in (0, 1, 3, 8):
         path = tmp_path / f"{gpus}.yaml"
-        code, said = answer(capsys, stage, *ASKED, "--backend", backend, "--gpus", str(gpus), "-o", str(path))
+        code, said = answer(
+            capsys, stage, *ASKED, "--backend", backend, "--gpus", str(gpus), "-o", str(path)
+        )
         assert (code, said["data"]["stage"]) == (0, stage)
         assert main.main(["validate-config", str(path), "--strict"]) == 0
         capsys.readouterr()
@@ -104,7 +106,9 @@ def test_without_a_terminal_model_and_data_are_options(
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_data_file_of_trl_is_alone_in_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_data_file_of_trl_is_alone_in_its_folder(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     data = tmp_path / "data" / "chats.jsonl"
     data.parent.mkdir()
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
@@ -122,9 +126,14 @@ MARKED = "{% for m in messages %}{%- generation %}{{ m.content }}{% endgeneratio
 UNMARKED = "{% for m in messages %}{{ m.content }}{% endfor %}"
 CHATS = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}
 SHAREGPT = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]}
-NAMED_ROLES = {"conversations": [{"from": "user", "value": "hi"}, {"from": "assistant", "value": "yes"}]}
+NAMED_ROLES = {
+    "conversations": [{"from": "user", "value": "hi"}, {"from": "assistant", "value": "yes"}]
+}
 ALPACA = {"instruction": "hi", "input": "", "output": "yes"}
-PAIR = {"chosen": [*CHATS["messages"]], "rejected": [CHATS["messages"][0], {"role": "assistant", "content": "no"}]}
+PAIR = {
+    "chosen": [*CHATS["messages"]],
+    "rejected": [CHATS["messages"][0], {"role": "assistant", "content": "no"}],
+}
 
 
 def model_folder(folder: Path, template: object) -> Path:
@@ -147,10 +156,18 @@ def data_file(folder: Path, *rows: object) -> Path:
     ("template", "row", "written"),
     [
         (MARKED, CHATS, "true"),
-        ([{"name": "default", "template": MARKED}, {"name": "tool_use", "template": UNMARKED}], CHATS, "true"),
+        (
+            [{"name": "default", "template": MARKED}, {"name": "tool_use", "template": UNMARKED}],
+            CHATS,
+            "true",
+        ),
         (MARKED, NAMED_ROLES, "true"),
         (UNMARKED, CHATS, "no {% generation %}"),
-        ([{"name": "default", "template": UNMARKED}, {"name": "rag", "template": MARKED}], CHATS, "no {% generation"),
+        (
+            [{"name": "default", "template": UNMARKED}, {"name": "rag", "template": MARKED}],
+            CHATS,
+            "no {% generation",
+        ),
         (MARKED, {"text": "yes"}, "nothing"),
         (MARKED, {"prompt": "hi", "completion": "yes"}, "nothing"),
     ],
@@ -169,7 +186,9 @@ def test_answers_alone_are_trained_on_where_the_template_can(
         assert not remarks
         assert "assistant_only_loss" not in path.read_text()
     elif written == "true":
-        assert remarks == ["assistant_only_loss: true: the loss counts the answers alone, not the questions"]
+        assert remarks == [
+            "assistant_only_loss: true: the loss counts the answers alone, not the questions"
+        ]
     else:
         assert written in remarks[0] and "every token" in remarks[0]
         assert "  # assistant_only_loss: true " in path.read_text()
@@ -186,7 +205,9 @@ def test_what_is_not_here_leaves_the_line_to_a_person(
     code, said = answer(capsys, "sft", "--model", model, "--data", data, "-o", str(path))
     assert code == 0
     assert "# assistant_only_loss: true" in path.read_text()
-    reason = "org/tiny is not here" if place == "model" else "the rows of org/chats were not looked at"
+    reason = (
+        "org/tiny is not here" if place == "model" else "the rows of org/chats were not looked at"
+    )
     assert reason in said["data"]["remarks"][0]
 
 
@@ -202,7 +223,11 @@ def test_what_is_not_here_leaves_the_line_to_a_person(
         ("sft", "trl", {"messages": json.dumps(CHATS["messages"])}),
         ("dpo", "trl", {"instruction": "hi", "input": "", "chosen": "yes", "rejected": "no"}),
         ("dpo", "trl", {"prompt": "hi", **PAIR}),
-        ("dpo", "trl", {"chosen": json.dumps(PAIR["chosen"]), "rejected": json.dumps(PAIR["rejected"])}),
+        (
+            "dpo",
+            "trl",
+            {"chosen": json.dumps(PAIR["chosen"]), "rejected": json.dumps(PAIR["rejected"])},
+        ),
     ],
 )
 def test_rows_to_convert_first_are_told_with_the_command(
@@ -211,7 +236,17 @@ def test_rows_to_convert_first_are_told_with_the_command(
     """Also in a folder that holds other files: the converted file lies elsewhere."""
     data, path = data_file(tmp_path, row, row), tmp_path / "new.yaml"
     (tmp_path / "notes.md").write_text("")
-    words = (stage, "--backend", backend, "--model", "org/tiny", "--data", str(data), "-o", str(path))
+    words = (
+        stage,
+        "--backend",
+        backend,
+        "--model",
+        "org/tiny",
+        "--data",
+        str(data),
+        "-o",
+        str(path),
+    )
     code, said = answer(capsys, *words)
     assert (code, said["findings"][0]["code"]) == (2, "bad-data")
     assert f"launch data convert {data} -o converted/train.jsonl" in said["findings"][0]["help"]
@@ -234,7 +269,17 @@ def test_pairs_that_are_read_need_no_conversion(
     backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = data_file(tmp_path / "data", PAIR, PAIR)
-    words = ("dpo", "--backend", backend, "--model", "org/tiny", "--data", str(data), "-o", str(tmp_path / "d.yaml"))
+    words = (
+        "dpo",
+        "--backend",
+        backend,
+        "--model",
+        "org/tiny",
+        "--data",
+        str(data),
+        "-o",
+        str(tmp_path / "d.yaml"),
+    )
     assert answer(capsys, *words)[0] == 0
 
 
@@ -254,7 +299,10 @@ def test_an_axolotl_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert config.options["stage"] == "sft"
     assert config.options["deepspeed"] == "zero3_offload"
     assert config.options["batch"] == {"global": 16, "per_device": 2}
-    assert config.args["datasets"] == [{"path": "org/chats", "split": "train_sft"}, {"path": "org/more"}]
+    assert config.args["datasets"] == [
+        {"path": "org/chats", "split": "train_sft"},
+        {"path": "org/more"},
+    ]
     expected = {
         "model_name_or_path": "org/tiny", "test_split_size": 0.05,
         "assistant_only_loss": True, "use_peft": True, "load_in_4bit": True, "lora_r": 32, "lora_dropout": 0.0,
@@ -298,9 +346,15 @@ def test_a_flat_trl_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert said["data"]["lost"] == ["env"]
 
 
-def test_validate_config_says_whose_file_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_validate_config_says_whose_file_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "f.yaml"
-    for text, tool in ((AXOLOTL.format(rl=""), "Axolotl"), (LLAMA_FACTORY, "LLaMA-Factory"), (TRL, "TRL")):
+    for text, tool in (
+        (AXOLOTL.format(rl=""), "Axolotl"),
+        (LLAMA_FACTORY, "LLaMA-Factory"),
+        (TRL, "TRL"),
+    ):
         path.write_text(text)
         assert main.main(["validate-config", str(path)]) == 3
         said = capsys.readouterr().err
@@ -313,7 +367,9 @@ def test_validate_config_says_that_a_script_is_none_of_its_files(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / name
-    path.write_text("#!/bin/bash\nexport SECRET=words\ntrl sft --model_name_or_path a \\\n  --dataset_name b\n")
+    path.write_text(
+        "#!/bin/bash\nexport SECRET=words\ntrl sft --model_name_or_path a \\\n  --dataset_name b\n"
+    )
     assert main.main(["validate-config", str(path)]) == 3
     said = capsys.readouterr().err
     assert "error[foreign-file]: this is a script" in said
@@ -335,7 +391,9 @@ def test_what_cannot_be_converted(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert not new.exists()
 
 
-def test_a_stage_file_needs_no_conversion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stage_file_needs_no_conversion(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "f.yaml"
     path.write_text("stage: sft\nargs: {learning_rate: 1}\n")
     code, said = answer(capsys, "--from", str(path), "-o", str(tmp_path / "o.yaml"))
@@ -346,7 +404,10 @@ def test_a_stage_file_needs_no_conversion(tmp_path: Path, capsys: pytest.Capture
 
 @pytest.mark.parametrize("backend", ["trl", "open_instruct"])
 def test_each_new_file_has_an_output_folder_of_its_own(
-    backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    backend: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "output/second").mkdir(parents=True)
@@ -370,14 +431,20 @@ def test_each_new_file_has_an_output_folder_of_its_own(
     ],
 )
 def test_weights_are_in_bfloat16_on_a_gpu(
-    stage: str, options: list[str], dtype: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    stage: str,
+    options: list[str],
+    dtype: str | None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = tmp_path / "new.yaml"
     assert answer(capsys, stage, *ASKED, *options, "-o", str(path))[0] == 0
     assert load(path).args.get("dtype") == dtype
 
 
-@pytest.mark.parametrize(("backend", "switch"), [("trl", "use_peft"), ("open_instruct", "use_lora")])
+@pytest.mark.parametrize(
+    ("backend", "switch"), [("trl", "use_peft"), ("open_instruct", "use_lora")]
+)
 @pytest.mark.parametrize("stage", ["sft", "dpo"])
 def test_lora_is_an_option(
     stage: str, backend: str, switch: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -388,7 +455,9 @@ def test_lora_is_an_option(
     assert main.main(["validate-config", str(path), "--strict"]) == 0
 
 
-def test_rows_are_as_long_as_the_model_allows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_are_as_long_as_the_model_allows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = model_folder(tmp_path / "model", None)
     (model / "config.json").write_text('{"model_type": "qwen2", "max_position_embeddings": 32768}')
     path = tmp_path / "new.yaml"

@@ -100,7 +100,12 @@ BAD: list[tuple[str, str, int, str]] = [
 
 @pytest.mark.parametrize(("arguments", "code", "line", "words"), BAD)
 def test_a_mistake_is_told_at_its_line(
-    arguments: str, code: str, line: int, words: str, place: Path, capsys: pytest.CaptureFixture[str]
+    arguments: str,
+    code: str,
+    line: int,
+    words: str,
+    place: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     _, said = answer(capsys, "validate-config", stage_file(place, arguments))
     found = [one for one in said["findings"] if one["code"] == code and one["line"] == FIRST + line]
@@ -118,12 +123,18 @@ GOOD: list[tuple[str, int]] = [
     ("datasets:\n- path: chats\n  split: train[:15]+test[50%:]", 30),
     ("datasets:\n- path: json\n  data_files: more/*.jsonl", 100),
     ("datasets:\n- path: json\n  data_files: [more/a.jsonl, chats/test.jsonl]", 90),
-    ("datasets:\n- path: json\n  data_files: {train: more/a.jsonl, test: more/b.jsonl}\n  split: test", 40),
+    (
+        "datasets:\n- path: json\n  data_files: {train: more/a.jsonl, test: more/b.jsonl}\n  split: test",
+        40,
+    ),
     ("datasets:\n- path: more\n  data_files: b.jsonl", 40),
     ("datasets:\n- path: nest\n  data_dir: inner", 12),
     ("datasets:\n- path: chats\n  fraction: 1\n- path: more\n  fraction: 1", 200),
     ("datasets:\n- path: chats\n  fraction: 0.9\n- path: more\n  fraction: 0.1", 222),
-    ("datasets:\n- path: chats\n  split: train[:50%]\n  fraction: 3\n- path: more\n  fraction: 1", 133),
+    (
+        "datasets:\n- path: chats\n  split: train[:50%]\n  fraction: 3\n- path: more\n  fraction: 1",
+        133,
+    ),
     ("datasets:\n- path: chats\ntest_split_size: 20", 180),
     ("datasets:\n- path: chats\n- path: more\ntest_split_size: 0.05", 285),
     ("datasets:\n- path: chats\n  split: train[:33]\ntest_split_size: 0.1", 29),
@@ -145,7 +156,9 @@ def test_trl_reads_as_many_rows_as_are_planned(arguments: str, rows: int, place:
     utils = pytest.importorskip("trl.scripts.utils")
     args = load(stage_file(place, arguments)).args
     listed = [{"path": item} if isinstance(item, str) else dict(item) for item in args["datasets"]]
-    config = utils.DatasetMixtureConfig(datasets=listed, test_split_size=args.get("test_split_size"))
+    config = utils.DatasetMixtureConfig(
+        datasets=listed, test_split_size=args.get("test_split_size")
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("datasets.config.HF_DATASETS_CACHE", place / "hf")
         assert len(utils.get_dataset(config)["train"]) == rows
@@ -155,13 +168,19 @@ def test_every_set_is_looked_at_and_only_the_rows_that_are_read(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     odd = chats(50)
-    odd[40] = {"messages": [{"role": "human", "content": "q"}, {"role": "assistant", "content": "a"}]}
+    odd[40] = {
+        "messages": [{"role": "human", "content": "q"}, {"role": "assistant", "content": "a"}]
+    }
     write_rows(place / "odd" / "train.jsonl", odd)
 
     def roles(split: str) -> list[str]:
         path = stage_file(place, f"datasets:\n- path: chats\n- path: odd\n  split: {split}")
         _, said = answer(capsys, "validate-config", path)
-        return [f"{one['key']} {one['message']}" for one in said["findings"] if one["code"] == "odd-roles"]
+        return [
+            f"{one['key']} {one['message']}"
+            for one in said["findings"]
+            if one["code"] == "odd-roles"
+        ]
 
     (found,) = roles("train")
     assert found.startswith("args.datasets[1] ") and "odd/train.jsonl:41" in found
@@ -177,7 +196,9 @@ def pasted(place: Path, text: str) -> tuple[list[str], dict[str, Any]]:
     lines = text.splitlines()
     assert sys.executable in lines[-1]
     lines[-1] = lines[-1].replace(shlex.quote(sys.executable), str(stub))
-    done = subprocess.run(["bash"], input="\n".join(lines) + "\n", text=True, capture_output=True, check=True)
+    done = subprocess.run(
+        ["bash"], input="\n".join(lines) + "\n", text=True, capture_output=True, check=True
+    )
     words = done.stdout.splitlines()
     config = yaml.safe_load(Path(words[words.index("--config") + 1]).read_text())
     return words, config
@@ -207,17 +228,23 @@ report_to: [tensorboard, mlflow]"""
     assert not {"--datasets", "--test_split_size", "--report_to"} & {*words}
 
 
-def test_the_json_of_a_dry_run_has_the_file(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_json_of_a_dry_run_has_the_file(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = stage_file(place, "datasets:\n- path: chats")
     _, said = answer(capsys, "sft", path, "--gpus", "0", "--dry-run")
     ((name, text),) = said["data"]["files"].items()
-    assert name in said["data"]["argv"] and yaml.safe_load(text) == {"datasets": [{"path": "chats"}]}
+    assert name in said["data"]["argv"] and yaml.safe_load(text) == {
+        "datasets": [{"path": "chats"}]
+    }
     # nothing is written by a dry run
     assert not Path(name).exists()
 
 
 def test_names_alone_stay_flags(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, said = answer(capsys, "sft", stage_file(place, "datasets: [chats, more]"), "--gpus", "0", "--dry-run")
+    _, said = answer(
+        capsys, "sft", stage_file(place, "datasets: [chats, more]"), "--gpus", "0", "--dry-run"
+    )
     argv = said["data"]["argv"]
     assert argv[argv.index("--datasets") :][1:3] == ["chats", "more"] and "--config" not in argv
 
@@ -232,18 +259,30 @@ def test_a_secret_is_not_written_into_the_file(
     assert "hf_abc" not in json.dumps(said)
 
 
-def test_each_process_draws_its_own_test_split(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_process_draws_its_own_test_split(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = stage_file(place, "datasets:\n- path: chats\ntest_split_size: 20")
     for gpus, severity in (("1", "note"), ("2", "warning")):
         _, said = answer(capsys, "sft", path, "--gpus", gpus, "--dry-run")
-        assert [one["severity"] for one in said["findings"] if one["code"] == "unseeded-split"] == [severity]
+        assert [one["severity"] for one in said["findings"] if one["code"] == "unseeded-split"] == [
+            severity
+        ]
 
 
-def test_a_file_of_trls_own_is_taken_over_as_it_is(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_of_trls_own_is_taken_over_as_it_is(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     theirs = {
         "model_name_or_path": "org/model",
         "datasets": [
-            {"path": "org/thoughts", "name": "math", "split": "train[:90%]", "columns": ["messages"], "fraction": 2},
+            {
+                "path": "org/thoughts",
+                "name": "math",
+                "split": "train[:90%]",
+                "columns": ["messages"],
+                "fraction": 2,
+            },
             {"path": "json", "data_files": {"train": ["a.jsonl", "b.jsonl"]}, "fraction": 0.5},
         ],
         "test_split_size": 128,
@@ -258,8 +297,14 @@ def test_a_file_of_trls_own_is_taken_over_as_it_is(place: Path, capsys: pytest.C
 def test_pairs_that_teach_nothing_are_found_in_selected_columns(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    equal = [{**row, "rejected": row["chosen"], "id": number} for number, row in enumerate(pairs(20))]
+    equal = [
+        {**row, "rejected": row["chosen"], "id": number} for number, row in enumerate(pairs(20))
+    ]
     write_rows(place / "equal" / "train.jsonl", equal)
-    path = stage_file(place, "datasets:\n- path: pairs\n- path: equal\n  columns: [chosen, rejected]", "dpo")
+    path = stage_file(
+        place, "datasets:\n- path: pairs\n- path: equal\n  columns: [chosen, rejected]", "dpo"
+    )
     _, said = answer(capsys, "validate-config", path)
-    assert [one["key"] for one in said["findings"] if one["code"] == "equal-pairs"] == ["args.datasets[1]"]
+    assert [one["key"] for one in said["findings"] if one["code"] == "equal-pairs"] == [
+        "args.datasets[1]"
+    ]

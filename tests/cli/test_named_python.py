@@ -70,7 +70,9 @@ def test_the_named_python_decides(write: Write, other: Path, answered: Answered)
     assert (code, errors_of(answer)) == (Exit.OK, [])
     (entry,) = answer["data"]["files"]
     assert entry["upstream"]["version"] == "trl 0.24.0, transformers 4.57.1"
-    code, answer = answered("validate-config", str(write("b.yaml", UNKNOWN_TO_IT)), "--python", str(other))
+    code, answer = answered(
+        "validate-config", str(write("b.yaml", UNKNOWN_TO_IT)), "--python", str(other)
+    )
     assert (code, errors_of(answer)) == (Exit.CONFIG, [("unknown-key", "args.shuffle_dataset")])
 
 
@@ -93,7 +95,9 @@ def test_fix_is_made_for_that_release(write: Write, other: Path, answered: Answe
     assert (code, path.read_text()) == (Exit.OK, STAGE)
 
 
-def test_every_command_that_judges(write: Write, other: Path, answered: Answered, tmp_path: Path) -> None:
+def test_every_command_that_judges(
+    write: Write, other: Path, answered: Answered, tmp_path: Path
+) -> None:
     path = write("a.yaml", STAGE)
     python = ("--python", str(other))
     _, answer = answered("explain", "torch_dtype", "--backend", "trl", "--stage", "sft", *python)
@@ -138,11 +142,15 @@ def test_a_python_without_trl(write: Write, bare: Path, answered: Answered) -> N
     assert (code, finding["code"], finding["severity"]) == (Exit.NOT_READY, "no-trainer", "error")
     assert f"--python names a Python without trl and transformers: {bare}" in finding["message"]
     # a plan needs no packages: it says by what it was made
-    code, answer = answered("plan", path, "--gpus", "1", "--row-tokens", "10:20", "--python", str(bare))
+    code, answer = answered(
+        "plan", path, "--gpus", "1", "--row-tokens", "10:20", "--python", str(bare)
+    )
     (finding,) = [one for one in answer["findings"] if one["code"] == "no-trainer"]
     assert finding["severity"] == "warning"
     assert "judged by trl 1.16.0" in finding["message"]
     # stage files of open-instruct do not ask for TRL
-    mine = STAGE.replace("backend: trl\n", "").replace("dataset_name: d", "dataset_mixer_list: [d, 1.0]")
+    mine = STAGE.replace("backend: trl\n", "").replace(
+        "dataset_name: d", "dataset_mixer_list: [d, 1.0]"
+    )
     code, answer = answered("validate-config", str(write("b.yaml", mine)), "--python", str(bare))
     assert "no-trainer" not in {one["code"] for one in answer["findings"]}

@@ -113,7 +113,9 @@ def test_a_shell_completes_the_names_of_runs() -> None:
     for day in (1, 2):
         made(f"2026010{day}T000000Z-sft-a")
     environ = {"_LAUNCH_COMPLETE": "complete_bash", "COMP_CWORD": "2"}
-    done = CliRunner().invoke(app, prog_name="launch", env={**environ, "COMP_WORDS": "launch logs 2026"})
+    done = CliRunner().invoke(
+        app, prog_name="launch", env={**environ, "COMP_WORDS": "launch logs 2026"}
+    )
     assert done.stdout.split() == ["20260102T000000Z-sft-a", "20260101T000000Z-sft-a"]
 
 
@@ -130,7 +132,9 @@ def run(tmp_path: Path) -> RunFolder:
     return RunFolder(path)
 
 
-def test_a_run_is_deleted_and_its_model_stays(run: RunFolder, tmp_path: Path, capsys: Capture) -> None:
+def test_a_run_is_deleted_and_its_model_stays(
+    run: RunFolder, tmp_path: Path, capsys: Capture
+) -> None:
     assert main.main(["rm", "2026"]) == 2
     shown = capsys.readouterr().err
     assert f"error[not-confirmed]: this would delete {run.path} (" in shown
@@ -202,7 +206,11 @@ def test_clearing_every_cache_is_asked_for(tmp_path: Path, capsys: Capture) -> N
     from launcher.cache import folders
 
     path = tmp_path / "dataset-0123456789abcdef"
-    record = {"launch_cache": folders.RECORD_VERSION, "kind": "dataset", "created": rundir.utc_now()}
+    record = {
+        "launch_cache": folders.RECORD_VERSION,
+        "kind": "dataset",
+        "created": rundir.utc_now(),
+    }
     record["digest"] = path.name[8:] * 4
     path.mkdir()
     rundir.register("caches", path)

@@ -25,10 +25,14 @@ def test_what_would_be_ignored_is_refused(words: tuple[str, ...]) -> None:
     assert {finding.code for finding in told.exception.findings} == {"useless-option"}
 
 
-def test_other_machines_gpus_are_not_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_machines_gpus_are_not_guessed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("LAUNCH_RUNS", str(tmp_path / "runs"))
-    told = CliRunner().invoke(app, ["sft", STAGE, "model_name_or_path=some/model", "dataset_name=some/set", "--slurm"])
+    told = CliRunner().invoke(
+        app, ["sft", STAGE, "model_name_or_path=some/model", "dataset_name=some/set", "--slurm"]
+    )
     assert isinstance(told.exception, LaunchError)
     assert "no-gpus" in {finding.code for finding in told.exception.findings}
 

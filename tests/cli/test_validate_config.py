@@ -22,7 +22,9 @@ args:
   use_flash_attn: true
   chat_template: tulu
 """
-MENDED = WRONG.replace("  use_flash_attn: true\n", "").replace("chat_template:", "chat_template_name:")
+MENDED = WRONG.replace("  use_flash_attn: true\n", "").replace(
+    "chat_template:", "chat_template_name:"
+)
 
 
 def test_fix_writes_and_then_judges(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,7 +38,9 @@ def test_fix_writes_and_then_judges(write: Write, capsys: pytest.CaptureFixture[
     assert f"{path}: valid" in told
 
 
-def test_a_folder_is_the_files_in_it(tmp_path: Path, write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_is_the_files_in_it(
+    tmp_path: Path, write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("all/b/c.yml", "all/a.yaml", "all/.git/x.yaml", "all/.hidden.yaml", "all/a.json"):
         write(name, MENDED)
     folder = tmp_path / "all"
@@ -58,10 +62,18 @@ def test_fix_for_machines(write: Write, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_annotations_of_github(
-    write: Write, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    write: Write,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    lines = ("dataset_mixer_list: [a, 1.0]", "model_name_or_path: m", "max_train_samples: 3", "chat_template: tulu")
+    lines = (
+        "dataset_mixer_list: [a, 1.0]",
+        "model_name_or_path: m",
+        "max_train_samples: 3",
+        "chat_template: tulu",
+    )
     path = write("a,b/50%.yaml", "stage: sft\nargs:\n" + "".join(f"  {line}\n" for line in lines))
     for name in (str(path), "a,b/50%.yaml"):
         assert main(["validate-config", "--format", "github", name]) == Exit.CONFIG
@@ -73,7 +85,9 @@ def test_annotations_of_github(
 
 
 def test_a_message_cannot_smuggle_in_another_workflow_command(tmp_path: Path) -> None:
-    note = Finding(severity="note", layer="launch", code="c", message="x\n::add-mask::y\r\n::error::z%")
+    note = Finding(
+        severity="note", layer="launch", code="c", message="x\n::add-mask::y\r\n::error::z%"
+    )
     told = console.workflow_command(note, tmp_path)
     assert told == "::notice title=c::x%0A::add-mask::y%0D%0A::error::z%25"
 
@@ -83,7 +97,13 @@ def test_a_command_that_cannot_go_on_answers_in_the_same_form(
 ) -> None:
     path = str(write("a.yaml", "stage: sft\nargs: {}\n"))
     for form in ("github", "json"):
-        words = ["validate-config", path, "--open-instruct", str(tmp_path / "no-checkout"), f"--format={form}"]
+        words = [
+            "validate-config",
+            path,
+            "--open-instruct",
+            str(tmp_path / "no-checkout"),
+            f"--format={form}",
+        ]
         assert main(words) == Exit.NOT_READY
         told = capsys.readouterr()
         assert "no-checkout" in told.out and not told.err
@@ -96,14 +116,18 @@ def test_one_source_serves_a_thousand_files(
 
     looked = []
     locate = upstream.locate
-    monkeypatch.setattr(upstream, "locate", lambda *given, **named: looked.append(1) or locate(*given, **named))
+    monkeypatch.setattr(
+        upstream, "locate", lambda *given, **named: looked.append(1) or locate(*given, **named)
+    )
     paths = [str(write(f"{number}.yaml", MENDED)) for number in range(50)]
     assert main(["validate-config", *paths]) == Exit.OK
     assert len(looked) == 1
     assert capsys.readouterr().out.count(": valid") == 50
 
 
-def test_a_pipeline_is_judged_with_all_its_stages(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_pipeline_is_judged_with_all_its_stages(
+    write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
     stage = "stage: {}\nbackend: trl\nargs: {{model_name_or_path: m, dataset_name: d, output_dir: {}{}}}\n"
     write("sft.yaml", stage.format("sft", "one", ""))
     write("dpo.yaml", stage.format("dpo", "two", ", learning_rat: 1"))
@@ -124,8 +148,12 @@ def test_what_is_mended_may_hold_a_token(write: Write, capsys: pytest.CaptureFix
         assert token[:20] not in said and "a-password" not in said
 
 
-def test_a_stage_beside_its_pipeline_is_said_once(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
-    stage = write("all/sft.yaml", "stage: sft\nbackend: trl\nargs: {dataset_name: d, learning_rat: 1}\n")
+def test_a_stage_beside_its_pipeline_is_said_once(
+    write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stage = write(
+        "all/sft.yaml", "stage: sft\nbackend: trl\nargs: {dataset_name: d, learning_rat: 1}\n"
+    )
     write("all/pipeline.yaml", "gpus: 0\nstages: [{name: sft, config: sft.yaml}]\n")
     assert main(["validate-config", str(stage.parent)]) == Exit.CONFIG
     assert capsys.readouterr().err.count("`learning_rat`") == 1
@@ -166,7 +194,9 @@ def test_overrides_are_judged_with_the_file(
     args = "{model_name_or_path: m, dataset_name: d, output_dir: o}"
     stage = write("sft.yaml", f"stage: sft\nbackend: trl\nargs: {args}\n")
     code = main(["validate-config", str(stage), *overrides, "--format", "json"])
-    errors = [f for f in json.loads(capsys.readouterr().out)["findings"] if f["severity"] == "error"]
+    errors = [
+        f for f in json.loads(capsys.readouterr().out)["findings"] if f["severity"] == "error"
+    ]
     assert [finding["code"] for finding in errors] == codes
     assert code == (Exit.CONFIG if codes else Exit.OK)
     assert all(finding["override"] == overrides[0] for finding in errors)

@@ -106,7 +106,9 @@ def test_keys_and_scalars_are_text_as_written(write: Write) -> None:
         (b"a: " + b"x" * MAX_BYTES, "huge-file", None),
     ],
 )
-def test_bad_content_is_one_error_with_a_place(write: Write, text: bytes, code: str, line: int | None) -> None:
+def test_bad_content_is_one_error_with_a_place(
+    write: Write, text: bytes, code: str, line: int | None
+) -> None:
     found = fault(write("a.yaml", text))
     assert (found.code, found.line, found.severity) == (code, line, "error")
 
@@ -137,7 +139,9 @@ YAML_LIKE = st.text(alphabet=st.sampled_from("ab: -[]{},&*!|>'\"%@`#?\n\t\r\\1.e
 @example(b"<<: *x")
 @example(b"a: !<tag:yaml.org,2002:int> x")
 @example(b"%YAML 9.9\n---\na: 1")
-def test_anything_is_read_or_refused_with_a_place(tmp_path_factory: pytest.TempPathFactory, raw: bytes) -> None:
+def test_anything_is_read_or_refused_with_a_place(
+    tmp_path_factory: pytest.TempPathFactory, raw: bytes
+) -> None:
     path = tmp_path_factory.getbasetemp() / "any.yaml"
     path.write_bytes(raw)
     try:

@@ -35,7 +35,11 @@ def test_a_stage_file(write: Write) -> None:
     path = write("a.yaml", STAGE)
     loaded = load.load(path)
     assert loaded.shape == "stage"
-    assert loaded.options == {"stage": "sft", "deepspeed": "zero2", "batch": {"global": 128, "per_device": 16}}
+    assert loaded.options == {
+        "stage": "sft",
+        "deepspeed": "zero2",
+        "batch": {"global": 128, "per_device": 16},
+    }
     assert loaded.args == {"learning_rate": 1e-5, "dataset_mixer_list": ["a", 1.0]}
     keys = ("args.learning_rate", "args.dataset_mixer_list[7]", "args.not_there", "not_there")
     assert places(loaded, *keys) == [f"{path}:{line}" for line in (5, 6, 4, 1)]
@@ -47,7 +51,9 @@ def test_files_of_upstream(write: Write) -> None:
     assert loaded.args == {"learning_rate": 1, "name": "x"}
     assert places(loaded, "args.learning_rate", "args.absent") == [f"{loaded.path}:2"] * 2
     # a wrapped file
-    text = "num_gpus: 8\nopen_instruct:\n  script: open_instruct/finetune.py\n  args:\n    seed: 1\n"
+    text = (
+        "num_gpus: 8\nopen_instruct:\n  script: open_instruct/finetune.py\n  args:\n    seed: 1\n"
+    )
     loaded = load.load(write("a.yaml", text))
     assert loaded.shape == "wrapped"
     assert loaded.options == {"num_gpus": 8, "script": "open_instruct/finetune.py"}
@@ -77,7 +83,9 @@ def test_grandparents_and_faults_of_parents(write: Write) -> None:
     loaded = load.load(third)
     assert loaded.args == {"seed": 2}
     assert loaded.parents == (second, second.parent / "../first.yaml")
-    assert [(f.code, Path(f.file or "").resolve(), f.line) for f in loaded.faults] == [("duplicate-key", first, 2)]
+    assert [(f.code, Path(f.file or "").resolve(), f.line) for f in loaded.faults] == [
+        ("duplicate-key", first, 2)
+    ]
 
 
 def test_parents_that_cannot_be(write: Write) -> None:
@@ -102,7 +110,13 @@ def test_interpolation(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
         "stage: sft\nargs:\n  output_dir: ${oc.env:WHERE}/out\n  run: ${args.output_dir}/1\n"
         "  seed: ${args.n}\n  n: 5\n  mixer: {'a.b c[': '${args.n}'}\n  list: ['${args.n}', x]\n"
     )
-    expected = {"output_dir": "/data/out", "run": "/data/out/1", "seed": 5, "n": 5, "mixer": {"a.b c[": 5}}
+    expected = {
+        "output_dir": "/data/out",
+        "run": "/data/out/1",
+        "seed": 5,
+        "n": 5,
+        "mixer": {"a.b c[": 5},
+    }
     assert load.load(write("a.yaml", text)).args == {**expected, "list": [5, "x"]}
     # what came out of the environment is known
     monkeypatch.setenv("PGPASSWORD", "hunter2")
@@ -135,7 +149,11 @@ ECHOED = ("seed", "learning_rate", "dataset_mixer_list", "packing", "loss_type")
 @pytest.mark.parametrize("value", ["x'y z`{", "first\nsecond-line", "q" * 300])
 @pytest.mark.parametrize("name", ["PGPASSWORD", "INNOCENT"])
 def test_no_message_says_what_the_environment_holds(
-    write: Write, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], value: str, name: str
+    write: Write,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    value: str,
+    name: str,
 ) -> None:
     monkeypatch.setenv(name, value)
     text = "".join(f"  {key}: ${{oc.env:{name}}}\n" for key in ECHOED)
@@ -162,7 +180,9 @@ def test_nor_does_one_of_an_interpolation(
 
 
 @pytest.mark.parametrize("text", ["a: *hunter2", "hunter2 x: 1\nb: 2"])
-def test_what_is_no_stage_file_is_not_quoted(write: Write, capfd: pytest.CaptureFixture[str], text: str) -> None:
+def test_what_is_no_stage_file_is_not_quoted(
+    write: Write, capfd: pytest.CaptureFixture[str], text: str
+) -> None:
     path = write("secrets.conf", text)
     link = path.with_name("a.yaml")
     link.symlink_to("secrets.conf")

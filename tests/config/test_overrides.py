@@ -74,7 +74,9 @@ def test_what_is_no_override(stage_file: Path) -> None:
 
 
 def test_options_and_arguments_of_a_stage_file(stage_file: Path) -> None:
-    loaded = load.load(stage_file, ["batch.global=64", "deepspeed=none", "seed=1", "args.a=2", "name=x"])
+    loaded = load.load(
+        stage_file, ["batch.global=64", "deepspeed=none", "seed=1", "args.a=2", "name=x"]
+    )
     batch = {"global": 64, "per_device": 16}
     assert loaded.options == {"stage": "sft", "batch": batch, "deepspeed": "none", "name": "x"}
     assert (loaded.args["seed"], loaded.args["a"]) == (1, 2)
@@ -93,7 +95,9 @@ def test_options_and_arguments_of_a_stage_file(stage_file: Path) -> None:
     assert len(raised.value.findings) == 2
 
 
-def test_a_fault_of_an_override_is_where_it_was_said(stage_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fault_of_an_override_is_where_it_was_said(
+    stage_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ["learning_rate=fast", "batch.global=0", "probe={within: 0}"]
     assert main(["sft", str(stage_file), *words, "--gpus", "1", "--dry-run"]) == 3
     said = capsys.readouterr().err

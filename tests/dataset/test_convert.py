@@ -8,7 +8,19 @@ from typing import Any
 
 import pytest
 from conftest import NO_PACKAGES, PATIENCE_S, SUPPORT, Write
-from row_files import BAD, GOOD, QUESTION, array, assistant, chat, lines, parquet, rows_of, table, user
+from row_files import (
+    BAD,
+    GOOD,
+    QUESTION,
+    array,
+    assistant,
+    chat,
+    lines,
+    parquet,
+    rows_of,
+    table,
+    user,
+)
 
 from launcher.cli.main import main
 from launcher.errors import Exit
@@ -37,8 +49,12 @@ def asked(number: int) -> dict[str, str]:
 
 
 SYSTEM = {"role": "system", "content": "be brief"}
-ALPACA = rows_of(lambda n: {"instruction": f"{QUESTION} {n}?", "input": "", "output": f"{GOOD} {n}"})
-WITH_INPUT = rows_of(lambda n: {"instruction": f"{QUESTION}", "input": f"{n}?", "output": f"{GOOD} {n}"})
+ALPACA = rows_of(
+    lambda n: {"instruction": f"{QUESTION} {n}?", "input": "", "output": f"{GOOD} {n}"}
+)
+WITH_INPUT = rows_of(
+    lambda n: {"instruction": f"{QUESTION}", "input": f"{n}?", "output": f"{GOOD} {n}"}
+)
 QUESTIONS = rows_of(lambda n: {"question": f"{QUESTION} {n}?", "answer": f"{GOOD} {n}"})
 CHAT = {"messages": chat(0)}
 PAIR = {"chosen": chat(0), "rejected": chat(0, BAD)}
@@ -130,7 +146,12 @@ def convert(name: str, *words: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize(("stage", "name", "content", "first"), FORMS)
 def test_known_forms_are_converted(
-    write: Write, capsys: pytest.CaptureFixture[str], stage: str, name: str, content: bytes, first: dict[str, Any]
+    write: Write,
+    capsys: pytest.CaptureFixture[str],
+    stage: str,
+    name: str,
+    content: bytes,
+    first: dict[str, Any],
 ) -> None:
     write(name, content)
     rows = convert(name)
@@ -142,14 +163,18 @@ def test_known_forms_are_converted(
         assert not [one for one in told if one["severity"] != "note"], told
 
 
-def findings(capsys: pytest.CaptureFixture[str], stage: str, backend: str, data: str) -> list[dict[str, Any]]:
+def findings(
+    capsys: pytest.CaptureFixture[str], stage: str, backend: str, data: str
+) -> list[dict[str, Any]]:
     args: dict[str, Any] = {"model_name_or_path": "org/model", "output_dir": "output"}
     if backend == "trl":
         args |= {"dataset_name": data, "report_to": "none"}
     else:
         key = "dataset_mixer_list" if stage == "sft" else "mixer_list"
         args |= {key: [data, "1.0"], "push_to_hub": False, "try_launch_beaker_eval_jobs": False}
-    Path("s.yaml").write_text(json.dumps({"stage": stage, "backend": backend, "deepspeed": "none", "args": args}))
+    Path("s.yaml").write_text(
+        json.dumps({"stage": stage, "backend": backend, "deepspeed": "none", "args": args})
+    )
     main(["validate-config", "s.yaml", "--format", "json"])
     told: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["findings"]
     return [one for one in told if one["code"] in CODES]
@@ -165,7 +190,9 @@ CODES = frozenset(
 
 @pytest.mark.slow
 @pytest.mark.training
-def test_the_trainer_takes_what_was_converted(write: Write, demo_assets: Path, tmp_path: Path) -> None:
+def test_the_trainer_takes_what_was_converted(
+    write: Write, demo_assets: Path, tmp_path: Path
+) -> None:
     requests = []
     for number, (stage, name, content, _) in enumerate(FORMS):
         write(f"{number}/{name}", content)
@@ -173,7 +200,9 @@ def test_the_trainer_takes_what_was_converted(write: Write, demo_assets: Path, t
         assert main(["data", "convert", f"{number}/{name}", "-o", output]) == Exit.OK
         requests.append(json.dumps({"stage": stage, "data": f"converted{number}", "args": {}}))
     words = [sys.executable, str(SUPPORT / "real_rows.py"), str(demo_assets / "model")]
-    done = subprocess.run(words, input="\n".join(requests), capture_output=True, text=True, timeout=PATIENCE_S)
+    done = subprocess.run(
+        words, input="\n".join(requests), capture_output=True, text=True, timeout=PATIENCE_S
+    )
     if done.returncode == 3:
         pytest.skip(f"{NO_PACKAGES}: {done.stderr}")
     answers = [json.loads(line) for line in done.stdout.splitlines()]
@@ -188,11 +217,24 @@ def test_the_trainer_takes_what_was_converted(write: Write, demo_assets: Path, t
             assert stage == "sft" or BAD in row[2]
 
 
-def test_init_offers_no_rows_of_the_other_stage(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+def test_init_offers_no_rows_of_the_other_stage(
+    write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
     write("pairs/train.jsonl", lines([{"prompt": QUESTION, "messages": chat(), **PAIR}] * 8))
     write("alpaca/train.jsonl", lines(ALPACA))
     for stage, data, remedy in (("sft", "pairs", "`stage: dpo`"), ("dpo", "alpaca", "`chosen`")):
-        words = ["init", stage, "--model", "org/model", "--data", data, "--gpus", "1", "-o", f"{data}.yaml"]
+        words = [
+            "init",
+            stage,
+            "--model",
+            "org/model",
+            "--data",
+            data,
+            "--gpus",
+            "1",
+            "-o",
+            f"{data}.yaml",
+        ]
         assert main(words) == Exit.CONFIG
         told = capsys.readouterr().err
         assert remedy in told
@@ -206,13 +248,19 @@ def test_tools_of_sharegpt_become_calls(write: Write) -> None:
     (row,) = convert("a.jsonl")
     assert row["messages"] == [
         user(),
-        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"type": "function", "function": call}],
+        },
         {"role": "tool", "content": "4"},
         assistant(),
     ]
 
 
-def test_rows_of_another_form_are_refused_all_at_once(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_of_another_form_are_refused_all_at_once(
+    write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
     odd: list[Any] = [{"instruction": "x", "input": ""}, [1], {"instruction": None, "output": "x"}]
     write("a.jsonl", lines([*ALPACA, *odd]))
     assert main(["data", "convert", "a.jsonl", "-o", "converted/train.jsonl"]) == Exit.CONFIG

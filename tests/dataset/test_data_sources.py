@@ -79,7 +79,9 @@ FOLDERS: list[Mapping[str, str] | list[str]] = [
 
 
 @pytest.mark.slow
-def test_files_of_splits_are_those_of_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_splits_are_those_of_the_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     for number, files in enumerate(FOLDERS):
         contents = files if isinstance(files, Mapping) else dict.fromkeys(files, "")
@@ -103,7 +105,9 @@ def test_files_of_splits_are_those_of_the_library(tmp_path: Path, monkeypatch: p
     assert not wrong, "\n".join(map(str, wrong)) + done.stderr
 
 
-def agreement(folder: str, split: str, answer: dict[str, Any] | None) -> tuple[bool, sources.Source]:
+def agreement(
+    folder: str, split: str, answer: dict[str, Any] | None
+) -> tuple[bool, sources.Source]:
     """Whether launch reads the library's files; where it says that it does not know, it may not."""
     source = sources.of_name(folder, split, None, {})
     ours = sorted(str(path.relative_to(folder)) for path in source.files)

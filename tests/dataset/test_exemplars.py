@@ -35,7 +35,9 @@ def beyond(*paths: Path) -> list[tuple[int, dict[str, Any]]]:
         ("indented.json", json.dumps(ROWS, indent=1), None),
     ],
 )
-def test_the_first_row_of_each_kind_is_found(write: Write, name: str, text: str, numbers: list[int] | None) -> None:
+def test_the_first_row_of_each_kind_is_found(
+    write: Write, name: str, text: str, numbers: list[int] | None
+) -> None:
     found = beyond(write(name, text))
     assert [row for _, row in found] == [SYSTEM, EMPTY]
     assert numbers is None or [number for number, _ in found] == numbers

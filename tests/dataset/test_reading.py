@@ -46,7 +46,9 @@ FORMATS: list[tuple[str, bytes, list[int]]] = [
 
 
 @pytest.mark.parametrize(("name", "content", "numbers"), FORMATS)
-def test_the_same_rows_of_every_format(write: Write, name: str, content: bytes, numbers: list[int]) -> None:
+def test_the_same_rows_of_every_format(
+    write: Write, name: str, content: bytes, numbers: list[int]
+) -> None:
     path = write(name, content)
     assert rows(path) == ROWS
     assert [number for number, _ in read(path)] == numbers
@@ -61,7 +63,9 @@ def test_rows_of_columns(write: Write, write_rows: Any) -> None:
 
 def test_parquet_files_that_the_library_refuses(write: Write) -> None:
     pyarrow = pytest.importorskip("pyarrow")
-    maps = pyarrow.table({"m": pyarrow.array([[("a", 1)]], pyarrow.map_(pyarrow.string(), pyarrow.int64()))})
+    maps = pyarrow.table(
+        {"m": pyarrow.array([[("a", 1)]], pyarrow.map_(pyarrow.string(), pyarrow.int64()))}
+    )
     empty = pyarrow.table({"text": pyarrow.array([], pyarrow.string())})
     for content, reason in ((maps, "type map"), (empty, "empty row group")):
         path = write("a.parquet", b"")
@@ -94,7 +98,9 @@ BROKEN: list[tuple[bytes, int, int, str]] = [
 
 
 @pytest.mark.parametrize(("content", "count", "number", "reason"), BROKEN)
-def test_broken_json_is_told_with_its_row(write: Write, content: bytes, count: int, number: int, reason: str) -> None:
+def test_broken_json_is_told_with_its_row(
+    write: Write, content: bytes, count: int, number: int, reason: str
+) -> None:
     found = read(write("a.json", content))
     assert sum(not isinstance(row, BadRow) for _, row in found) == count
     bad = [(where, row.reason) for where, row in found if isinstance(row, BadRow)]
@@ -170,7 +176,11 @@ def test_files_that_cannot_be_read(write: Write, name: str, content: bytes) -> N
 
 
 def test_files_that_launch_does_not_read_are_no_faults(write: Write) -> None:
-    for name, start in (("a.jsonl.zst", b"\x28\xb5\x2f\xfd"), ("a.jsonl", b"PK\x03\x04"), ("a.xml", b"<a>")):
+    for name, start in (
+        ("a.jsonl.zst", b"\x28\xb5\x2f\xfd"),
+        ("a.jsonl", b"PK\x03\x04"),
+        ("a.xml", b"<a>"),
+    ):
         surveyed = survey.look([write(name, start + bytes(9))])
         assert not surveyed.faults, name
         assert surveyed.unread, name
@@ -181,7 +191,10 @@ values = st.recursive(
     lambda inner: (
         st.lists(inner, max_size=3)
         | st.dictionaries(
-            st.sampled_from("messages prompt chosen rejected text tools role content tool_calls".split()) | st.text(),
+            st.sampled_from(
+                "messages prompt chosen rejected text tools role content tool_calls".split()
+            )
+            | st.text(),
             inner,
             max_size=4,
         )
@@ -203,7 +216,12 @@ def test_any_json_is_surveyed(tmp_path_factory: pytest.TempPathFactory, items: l
 
 def test_any_bytes_are_surveyed(write: Write) -> None:
     source = random.Random(7)
-    good = {"jsonl": lines(ROWS * 9), "json": array(ROWS * 9), "csv": table(ROWS * 9), "txt": b"a\n" * 9}
+    good = {
+        "jsonl": lines(ROWS * 9),
+        "json": array(ROWS * 9),
+        "csv": table(ROWS * 9),
+        "txt": b"a\n" * 9,
+    }
     if reading_columns():
         good |= {"parquet": parquet(ROWS), "arrow": arrow(ROWS)}
     good |= {"jsonl.gz": packed(good["jsonl"]), "csv.xz": lzma.compress(good["csv"])}
@@ -239,7 +257,9 @@ print(surveyed.rows, surveyed.fault_count, (after.ru_maxrss - before) // 1024, a
 
 def measured(path: Path) -> tuple[int, int, int, float]:
     """Rows, faults, MiB that memory grew by, and seconds of CPU, of a look in its own process."""
-    done = subprocess.run([sys.executable, "-c", MEASURE, str(path)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(path)], capture_output=True, text=True, check=True
+    )
     count, faults, grown, seconds = done.stdout.split()
     return int(count), int(faults), int(grown), float(seconds)
 
@@ -247,9 +267,21 @@ def measured(path: Path) -> tuple[int, int, int, float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["a.json", "a.jsonl", "broken.json", "open.csv", "blank.json"])
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, name: str) -> None:
-    row = json.dumps({"messages": [{"role": "user", "content": "x" * 2000}, {"role": "assistant", "content": "y"}]})
+    row = json.dumps(
+        {
+            "messages": [
+                {"role": "user", "content": "x" * 2000},
+                {"role": "assistant", "content": "y"},
+            ]
+        }
+    )
     path = tmp_path / name
-    start = {"a.json": "[", "broken.json": '[{"a": ', "open.csv": 'a,b\n1,"', "blank.json": " " * 2**27 + "["}
+    start = {
+        "a.json": "[",
+        "broken.json": '[{"a": ',
+        "open.csv": 'a,b\n1,"',
+        "blank.json": " " * 2**27 + "[",
+    }
     end = "\n" if name == "a.jsonl" else ",\n"
     with path.open("w") as stream:
         stream.write(start.get(name, ""))
@@ -284,4 +316,7 @@ def test_rows_that_are_typed_first(write: Write) -> None:
     assert reading.rows_typed_first(small) == sys.maxsize
     large = write("b.jsonl", lines([{"text": "x" * 2**20}] * 12))
     assert reading.rows_typed_first(large) == 10
-    assert reading.rows_typed_first(write("c.json", array([{"text": "x" * 2**20}] * 12))) == sys.maxsize
+    assert (
+        reading.rows_typed_first(write("c.json", array([{"text": "x" * 2**20}] * 12)))
+        == sys.maxsize
+    )

@@ -79,7 +79,9 @@ def test_a_changed_file_is_looked_at_again(write: Write, rows_read: list[Path]) 
     assert len(rows_read) == 3
 
 
-def test_a_file_that_is_still_written_is_not_remembered(write: Write, rows_read: list[Path]) -> None:
+def test_a_file_that_is_still_written_is_not_remembered(
+    write: Write, rows_read: list[Path]
+) -> None:
     path = write("a.jsonl", lines(texts(3)))
     look(path)
     look(path)
@@ -161,7 +163,9 @@ def test_two_processes_at_once(write: Write) -> None:
     path = settled(write("a.jsonl", lines(texts(20_000))))
     environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     words = [sys.executable, "-c", LOOK, str(path)]
-    processes = [subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environ) for _ in range(3)]
+    processes = [
+        subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environ) for _ in range(3)
+    ]
     assert [process.communicate()[0].strip() for process in processes] == ["20000"] * 3
     (memory,) = memories()
     assert json.loads(memory.read_bytes())["rows"] == 20_000

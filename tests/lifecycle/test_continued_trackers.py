@@ -16,7 +16,13 @@ VARIABLES = ("WANDB_RUN_ID", "WANDB_RESUME", "MLFLOW_RUN_ID", "LAUNCH_TRACKIO_RU
 SHOWN = tuple(f"env={name}" for name in VARIABLES)
 REPORTED = (
     {"event": "start", "rank": 0, "world": 1, "attempt": 1},
-    {"event": "tracker", "tracker": "wandb", "id": "ab12cd34", "project": "p", "name": "calm-sea-1"},
+    {
+        "event": "tracker",
+        "tracker": "wandb",
+        "id": "ab12cd34",
+        "project": "p",
+        "name": "calm-sea-1",
+    },
     {"event": "tracker", "tracker": "mlflow", "id": "f" * 32},
     {"event": "tracker", "tracker": "trackio", "id": "brave-panda-3"},
 )
@@ -48,7 +54,10 @@ def begun(world: World, *steps: str) -> tuple[Path, RunFolder]:
 
 def variables(folder: RunFolder, attempt: int) -> dict[str, str]:
     lines = folder.console(attempt).read_text().splitlines()
-    return {name: value for name, value in (line.split("=", 1) for line in lines if line.startswith(VARIABLES))}
+    return {
+        name: value
+        for name, value in (line.split("=", 1) for line in lines if line.startswith(VARIABLES))
+    }
 
 
 def test_a_resume_continues_the_runs_of_before(world: World) -> None:
@@ -69,7 +78,11 @@ def test_a_resume_continues_the_runs_of_before(world: World) -> None:
 
 def test_the_users_own_run_comes_first(world: World) -> None:
     config, folder = begun(world, "checkpoint=out:2")
-    world.trained(str(config), steps=(*SHOWN, "model=out"), env={"WANDB_RUN_ID": "mine", "WANDB_RESUME": "must"})
+    world.trained(
+        str(config),
+        steps=(*SHOWN, "model=out"),
+        env={"WANDB_RUN_ID": "mine", "WANDB_RESUME": "must"},
+    )
     told = variables(folder, 2)
     assert (told["WANDB_RUN_ID"], told["WANDB_RESUME"]) == ("mine", "must")
 

@@ -109,7 +109,9 @@ def test_how_much_was_left_out_is_said() -> None:
 def test_lines_are_cut_alike_however_they_come(size: int) -> None:
     raw = b"a\n" + b"x" * LINE_BYTES + b"\r\nb\n" + b"y" * 1_300_000 + b"\rc\n" + b"z" * 1_400_000
     lines = LogLines(())
-    shown = b"".join(lines.of(raw[at : at + size]) for at in range(0, len(raw), size)) + lines.rest()
+    shown = (
+        b"".join(lines.of(raw[at : at + size]) for at in range(0, len(raw), size)) + lines.rest()
+    )
     texts = shown.split(b"\n")
     assert [text[:1] for text in texts if text] == [b"a", b"x", b"b", b"y", b"c", b"z"]
     assert shown.count(b"left out") == 3
@@ -137,13 +139,17 @@ def test_of_a_progress_bar_the_last_frame_is_left(folder: RunFolder) -> None:
 
 def test_last_lines_that_begin_within_a_private_key_hide_it(folder: RunFolder) -> None:
     key = "".join(f"{'MIIabc0' * 9}{at}\n" for at in range(20))
-    folder.console(1).write_text(f"-----BEGIN PRIVATE KEY-----\n{key}-----END PRIVATE KEY-----\nlast\n")
+    folder.console(1).write_text(
+        f"-----BEGIN PRIVATE KEY-----\n{key}-----END PRIVATE KEY-----\nlast\n"
+    )
     printed, _ = peak_of("logs", str(folder.path), "-n", "5")
     assert b"MIIabc0" not in printed
     assert printed.endswith(b"last\n")
 
 
-def test_the_begin_of_a_line_is_not_sought_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_begin_of_a_line_is_not_sought_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(log_lines, "_SEARCHED_BYTES", 4 * MIB)
     log = tmp_path / "log"
     log.write_bytes(b"one\n" + b"x" * (9 * MIB) + b"\nlast\n")
@@ -226,7 +232,10 @@ def test_the_end_of_a_long_line_is_shown_on_the_page(tmp_path: Path) -> None:
     (line,) = read_last_lines(log)
     assert line.startswith("... ") and "left out" in line and line.endswith("the end")
     log.write_bytes(b"short\n" + b"y" * 1_000 + b"\n")
-    assert read_last_lines(log) == ("short", f"{'y' * 400} ... 600 characters of this line left out")
+    assert read_last_lines(log) == (
+        "short",
+        f"{'y' * 400} ... 600 characters of this line left out",
+    )
     log.write_bytes(b"a\n" * 100_000)
     assert read_last_lines(log) == ("a",) * TAIL_LINES
 
@@ -234,18 +243,34 @@ def test_the_end_of_a_long_line_is_shown_on_the_page(tmp_path: Path) -> None:
 @pytest.fixture
 def telling(folder: RunFolder) -> Iterator[dict[str, str]]:
     """Secrets of the environment that a run was started in, all printed by its training."""
-    environ = {"MY_TOKEN_B64": "cTlXbTItWmswNHhQbDk=", "LANGFUSE_PK": "pk-lf-77-aa31", "SSHPASS": "hunter2"}
-    start = {"number": 1, "argv": [], "env": {}, "environ": environ, "cwd": "/", "stage": "sft", "backend": "trl"}
+    environ = {
+        "MY_TOKEN_B64": "cTlXbTItWmswNHhQbDk=",
+        "LANGFUSE_PK": "pk-lf-77-aa31",
+        "SSHPASS": "hunter2",
+    }
+    start = {
+        "number": 1,
+        "argv": [],
+        "env": {},
+        "environ": environ,
+        "cwd": "/",
+        "stage": "sft",
+        "backend": "trl",
+    }
     folder.start.write_text(json.dumps({**start, "title": "a run"}))
     said = " ".join(environ.values())
     with folder.console(1).open("a") as log:
         log.write(f"config: {said}\n")
-        log.write(f'Traceback (most recent call last):\n  File "a.py", line 1, in b\nRuntimeError: {said}\n')
+        log.write(
+            f'Traceback (most recent call last):\n  File "a.py", line 1, in b\nRuntimeError: {said}\n'
+        )
     folder.exit(1).write_text(json.dumps({"returncode": 1, "signal": None, "stopped": None}))
     yield environ
 
 
-@pytest.mark.parametrize("command", [("logs",), ("logs", "-n", "4"), ("attach",), ("check",), ("report",)])
+@pytest.mark.parametrize(
+    "command", [("logs",), ("logs", "-n", "4"), ("attach",), ("check",), ("report",)]
+)
 def test_secrets_of_the_start_are_hidden_whoever_looks(
     folder: RunFolder, telling: dict[str, str], command: tuple[str, ...]
 ) -> None:

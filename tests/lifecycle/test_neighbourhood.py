@@ -54,7 +54,9 @@ def live(world: World, output: str) -> None:
 
 @pytest.mark.parametrize("place", ["out/stage2", "out/checkpoint-20", "out/a/b/c", "OUT/../out/x"])
 @pytest.mark.parametrize("begun", [finished, live])
-def test_inside_anothers_output_nothing_starts(world: World, begun: Callable[[World, str], None], place: str) -> None:
+def test_inside_anothers_output_nothing_starts(
+    world: World, begun: Callable[[World, str], None], place: str
+) -> None:
     begun(world, "out")
     (world.root / "OUT").mkdir()
     message = findings(world, place)["nested-output"]
@@ -79,7 +81,9 @@ def test_of_a_run_without_a_lease_the_index_tells(world: World) -> None:
     place = world.root / "o" / "model"
     saved.model(place)
     told = made_runs.manifest(output=str(place))
-    rundir.register("runs", made_runs.made(world.root / "elsewhere" / "20260101T000000Z-sft-a", told=told))
+    rundir.register(
+        "runs", made_runs.made(world.root / "elsewhere" / "20260101T000000Z-sft-a", told=told)
+    )
     assert "nested-output" in findings(world, "o")
     assert "nested-output" in findings(world, "o/model/x")
     shutil.rmtree(place)
@@ -134,7 +138,10 @@ def test_files_of_ones_own_are_named(world: World) -> None:
         (world.root / "out" / name).parent.mkdir(parents=True, exist_ok=True)
         (world.root / "out" / name).write_text("mine")
     message = findings(world, "out")["foreign-files"]
-    assert message == f"{world.root}/out holds 4 names that launch did not make: a.txt, b.txt, d.txt, ..."
+    assert (
+        message
+        == f"{world.root}/out holds 4 names that launch did not make: a.txt, b.txt, d.txt, ..."
+    )
     done = world.trained(str(world.config()), steps=("model=out",))
     assert "warning[foreign-files]" in done.stderr
     # a warning about the machine: not even --strict stops for it
@@ -147,7 +154,9 @@ def test_two_stages_of_a_pipeline_do_not_nest(world: World) -> None:
     world.config("first.yaml", output_dir="o")
     world.config("second.yaml", output_dir="o/second", model_name_or_path=None)
     (world.root / "p.yaml").write_text("stages: [first.yaml, second.yaml]\n")
-    done = world.launch("pipeline", "p.yaml", "--python", str(world.python()), "--gpus", "0", "--dry-run")
+    done = world.launch(
+        "pipeline", "p.yaml", "--python", str(world.python()), "--gpus", "0", "--dry-run"
+    )
     assert done.returncode == 3
     assert "second writes into o/second, which lies in" in done.stderr.replace(f"{world.root}/", "")
 

@@ -65,7 +65,9 @@ def ended(running: "subprocess.Popen[bytes]") -> int:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 @pytest.mark.parametrize("whom", ["launch", "keeper"])
-def test_a_notice_is_handed_on_and_the_run_ends_as_preempted(world: World, number: int, whom: str) -> None:
+def test_a_notice_is_handed_on_and_the_run_ends_as_preempted(
+    world: World, number: int, whom: str
+) -> None:
     folder = training(world, f"wait={probe_of(world) / 'save.json'}", "exit=0", saved=True)
     running = started(world)
     victim = running.pid if whom == "launch" else keeper_of(folder)
@@ -101,7 +103,11 @@ def test_what_does_not_save_in_time_is_stopped_without(world: World) -> None:
     running.send_signal(signal.SIGTERM)
     assert ended(running) == 130
     record = rundir.read_json(folder.exit(1))
-    assert (record["stopped"], record["preempted"], record["grace_s"]) == (signal.SIGINT, False, 0.5)
+    assert (record["stopped"], record["preempted"], record["grace_s"]) == (
+        signal.SIGINT,
+        False,
+        0.5,
+    )
     assert overview.read_end_state(folder) == "stopped"
     said = world.launch("check", "a run").stdout
     assert "no checkpoint was saved within 0.5 s of the notice" in said

@@ -38,7 +38,11 @@ def out(world: World) -> Path:
 
 
 def trained(
-    world: World, *steps: str, name: str = "20260101T000000Z-sft-a", output: Path | None = None, **changes: Any
+    world: World,
+    *steps: str,
+    name: str = "20260101T000000Z-sft-a",
+    output: Path | None = None,
+    **changes: Any,
 ) -> RunFolder:
     """A run that has saved a model, to its end."""
     output = output or out(world)
@@ -63,13 +67,17 @@ def removed(world: World, folder: RunFolder, *words: str) -> subprocess.Complete
 def names(folder: Path) -> list[str]:
     """All below a folder that is no folder itself; links are not followed."""
     return sorted(
-        str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_symlink() or not path.is_dir()
+        str(path.relative_to(folder))
+        for path in folder.rglob("*")
+        if path.is_symlink() or not path.is_dir()
     )
 
 
 def test_all_that_a_run_wrote_goes(world: World) -> None:
     folder = trained(world)
-    assert {*MODEL, "checkpoint-2/optimizer.pt", ".cache/huggingface/launch/lease-1.json"} < {*names(out(world))}
+    assert {*MODEL, "checkpoint-2/optimizer.pt", ".cache/huggingface/launch/lease-1.json"} < {
+        *names(out(world))
+    }
     done = removed(world, folder)
     assert done.returncode == 0, done.stderr
     assert not out(world).exists()
@@ -99,7 +107,12 @@ def test_own_files_of_before_and_after_are_kept(world: World) -> None:
     for name in mine:
         (output / name).write_text("mine")
     folder = trained(world)
-    later = {"eval_results.json", "checkpoint-2/samples.json", "all_results.json", "checkpoint-3/optimizer.pt"}
+    later = {
+        "eval_results.json",
+        "checkpoint-2/samples.json",
+        "all_results.json",
+        "checkpoint-3/optimizer.pt",
+    }
     (output / "checkpoint-3").mkdir()
     for name in later:
         (output / name).write_text("mine too")
@@ -134,7 +147,9 @@ def to_link(path: Path) -> None:
 
 
 @pytest.mark.parametrize("change", [grow, write_over, replace, to_link])
-def test_a_file_of_another_content_is_no_longer_the_runs(world: World, change: Callable[[Path], None]) -> None:
+def test_a_file_of_another_content_is_no_longer_the_runs(
+    world: World, change: Callable[[Path], None]
+) -> None:
     folder = trained(world)
     config = out(world) / "config.json"
     change(config)
@@ -215,7 +230,9 @@ def test_a_home_folder_survives_the_run_that_trained_into_it(world: World) -> No
 def live(world: World, output: Path) -> RunFolder:
     """A run that trains into a folder now, whose own folder lies elsewhere."""
     environ = {**world.environ, "LAUNCH_RUNS": str(world.root / "others")}
-    folder = world.prepared("pid=other", "sleep=600", name="other", output=str(output), environ=environ)
+    folder = world.prepared(
+        "pid=other", "sleep=600", name="other", output=str(output), environ=environ
+    )
     world.started("exec", str(folder.path), env={"LAUNCH_RUNS": environ["LAUNCH_RUNS"]})
     world.pid("other")
     return folder
@@ -255,7 +272,9 @@ def test_a_finished_model_inside_or_above_stops_it(world: World, leased: bool) -
     else:
         # of no lease, and in a runs folder that only the index knows
         told = made_runs.manifest(output=str(place))
-        inner = RunFolder(made_runs.made(world.root / "elsewhere" / "20260101T000001Z-dpo-b", told=told))
+        inner = RunFolder(
+            made_runs.made(world.root / "elsewhere" / "20260101T000001Z-dpo-b", told=told)
+        )
         rundir.register("runs", inner.path)
         saved.model(place)
     before = names(out(world))
@@ -421,7 +440,9 @@ def campaign(world: World) -> tuple[Path, RunFolder]:
     """The folder of a bench with one run, whose model lies in it."""
     bench = world.runs / "20260101T000000Z-bench-x"
     output = bench / "models" / "baseline-1"
-    folder = trained(world, f"model={output}", name=f"{bench.name}/20260101T000000Z-sft-trial", output=output)
+    folder = trained(
+        world, f"model={output}", name=f"{bench.name}/20260101T000000Z-sft-trial", output=output
+    )
     files.write_json(bench / "bench.json", {"trials": [{"run": str(folder.path)}]})
     return bench, folder
 
@@ -487,5 +508,7 @@ def test_the_list_of_outputs_can_be_lost(world: World) -> None:
     with (world.root / "state" / "launch" / "outputs.jsonl").open("a") as stream:
         stream.write('["/gone", "/nowhere", "x"]\n[3]\n{"a": 1}\n["torn')
     assert str(folder.path) in outputs.outputs_by_run(seconds=None)
-    assert [other.run for other in outputs.find_neighbours(place, Path("/x/other"))] == [str(folder.path)]
+    assert [other.run for other in outputs.find_neighbours(place, Path("/x/other"))] == [
+        str(folder.path)
+    ]
     assert lease.newest_lease(place) is not None

@@ -23,7 +23,9 @@ args:
 """
 
 
-AUTO = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto")
+AUTO = dict.fromkeys(
+    ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"
+)
 
 
 def planned(path: Path, *overrides: str, gpus: int = 8) -> plan.Plan:

@@ -152,7 +152,9 @@ def test_stop_ends_every_process(world: World, orphan: bool, stubborn: str) -> N
     assert not living(child)
     assert not process.ProcessTree(None, str(folder.path)).living()
     assert rundir.read_json(folder.exit(1))["stopped"] == signal.SIGINT
-    assert json.loads(world.launch("runs", "--format", "json").stdout)["data"][0]["state"] == "stopped"
+    assert (
+        json.loads(world.launch("runs", "--format", "json").stdout)["data"][0]["state"] == "stopped"
+    )
     assert folder.verdict.exists()
 
 
@@ -188,7 +190,9 @@ def test_no_process_is_left_whatever_it_has_done_to_hide(world: World, way: str)
     assert not living(daemon) and not living(leader)
 
 
-def test_a_keeper_that_does_not_go_on_is_done_without(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_keeper_that_does_not_go_on_is_done_without(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = world.prepared("ignore=INT", "child=session", "pid=leader", "sleep=600")
     start.execute(folder)
     leader, child = world.pid("leader"), world.pid("child")
@@ -242,7 +246,9 @@ def test_a_reused_number_is_never_killed(world: World) -> None:
 def test_a_stop_tells_what_it_loses(world: World) -> None:
     folder = world.prepared("pid=leader", "sleep=600")
     output = world.root / "out"
-    files.write_json(folder.manifest, {"stage": "sft", "backend": "trl", "output": str(output), "plan": {}})
+    files.write_json(
+        folder.manifest, {"stage": "sft", "backend": "trl", "output": str(output), "plan": {}}
+    )
     start.execute(folder)
     world.pid("leader")
     folder.probe.mkdir()
@@ -337,7 +343,11 @@ def test_it_is_an_argv_and_no_shell() -> None:
 def told_by(world: World, then: str = "") -> tuple[str, ...]:
     """A command at the end that writes down the run's exit code with each call."""
     place = str(world.root / "told")
-    return (sys.executable, "-c", f"import os; open({place!r}, 'a').write(os.environ['LAUNCH_FINISHED_CODE']); {then}")
+    return (
+        sys.executable,
+        "-c",
+        f"import os; open({place!r}, 'a').write(os.environ['LAUNCH_FINISHED_CODE']); {then}",
+    )
 
 
 def over(world: World, code: int = 0, **changes: Any) -> RunFolder:
@@ -395,7 +405,15 @@ def test_a_command_that_somebody_else_may_have_written_is_named_and_not_run(
 
 def test_a_keeper_that_fails_says_so_in_one_line(world: World) -> None:
     folder = world.prepared("exit=0")
-    words = [sys.executable, "-m", "launcher.lifecycle.supervisor", str(folder.path), "1", "999", ""]
+    words = [
+        sys.executable,
+        "-m",
+        "launcher.lifecycle.supervisor",
+        str(folder.path),
+        "1",
+        "999",
+        "",
+    ]
     done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S)
     assert (done.returncode, done.stderr) == (
         1,
@@ -427,8 +445,12 @@ def test_the_command_at_the_end_is_called_at_least_once(world: World, killed: st
 
 def test_the_command_at_the_end_finds_the_locks_free(world: World) -> None:
     lock = world.root / "gpu.lock"
-    script = f"flock -n {shlex.quote(str(lock))} true; echo $? > {shlex.quote(str(world.root / 'free'))}"
-    folder = world.prepared("pid=leader", f"wait={world.root / 'go'}", on_finish=("sh", "-c", script))
+    script = (
+        f"flock -n {shlex.quote(str(lock))} true; echo $? > {shlex.quote(str(world.root / 'free'))}"
+    )
+    folder = world.prepared(
+        "pid=leader", f"wait={world.root / 'go'}", on_finish=("sh", "-c", script)
+    )
     with lock.open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         supervisor.spawn(folder, 1, (held.fileno(),))
@@ -517,7 +539,9 @@ def server(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def screen(session: str) -> str:
-    shown = subprocess.run(["tmux", "capture-pane", "-p", "-t", session], capture_output=True, text=True)
+    shown = subprocess.run(
+        ["tmux", "capture-pane", "-p", "-t", session], capture_output=True, text=True
+    )
     return shown.stdout
 
 

@@ -87,7 +87,9 @@ def sampled(folder: Path, *attempts: Attempt) -> list[usage.UsageSample]:
     return usage.read_usage(run)
 
 
-def test_without_a_gpu_the_host_alone_is_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_the_host_alone_is_sampled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, meters.NVML, None)
     samples = sampled(tmp_path, attempt())
     assert all(sample.gpus == () for sample in samples)
@@ -108,7 +110,9 @@ def test_without_a_gpu_the_host_alone_is_sampled(tmp_path: Path, monkeypatch: py
     ],
 )
 @pytest.mark.usefixtures("nvml")
-def test_the_gpus_of_the_run_are_sampled(tmp_path: Path, given: dict[str, Any], cards: list[int]) -> None:
+def test_the_gpus_of_the_run_are_sampled(
+    tmp_path: Path, given: dict[str, Any], cards: list[int]
+) -> None:
     sample = sampled(tmp_path, attempt(**given))[-1]
     assert [gpu.index for gpu in sample.gpus] == cards
     for gpu in sample.gpus:
@@ -123,7 +127,9 @@ def test_a_folder_that_is_gone_stops_nothing(tmp_path: Path) -> None:
     assert not thread.thread.is_alive()
 
 
-def test_long_runs_are_sampled_at_longer_intervals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_runs_are_sampled_at_longer_intervals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     clock = iter(float(5 * number) for number in range(10**6))
     monkeypatch.setattr(sampling.time, "monotonic", lambda: next(clock))
     thread = sampling.UsageThread(RunFolder(tmp_path), attempt())

@@ -33,7 +33,9 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Smi:
     return fake
 
 
-def chosen(count: int | None, asked: Sequence[str] | None = None, environ: Mapping[str, str] | None = None) -> Devices:
+def chosen(
+    count: int | None, asked: Sequence[str] | None = None, environ: Mapping[str, str] | None = None
+) -> Devices:
     return devices.choose_devices(count, asked, devices.survey_devices(environ or {}))
 
 
@@ -116,7 +118,11 @@ def test_the_ones_that_were_named(smi: Smi) -> None:
     assert chosen(2, [uuid(1), "0"]).visible == "1,0"
     for asked, environ, words in (
         (["2", "7"], {}, "--devices 7: there is no such GPU here | to be seen: 0, 1"),
-        (["1"], {"CUDA_VISIBLE_DEVICES": "2,3"}, "CUDA_VISIBLE_DEVICES=2,3 hides it | to be seen: 2, 3"),
+        (
+            ["1"],
+            {"CUDA_VISIBLE_DEVICES": "2,3"},
+            "CUDA_VISIBLE_DEVICES=2,3 hides it | to be seen: 2, 3",
+        ),
     ):
         code, text = refusal(chosen(None, asked, environ))
         assert code == "no-such-gpu" and words in text
@@ -229,7 +235,9 @@ def test_a_lock_file_that_is_something_else(smi: Smi, tmp_path: Path, kind: str)
 
 
 @pytest.mark.parametrize(("gpus", "named"), [(8, "0"), (0, "0")])
-def test_a_count_that_contradicts_the_names_is_refused_without_a_look(gpus: int, named: str) -> None:
+def test_a_count_that_contradicts_the_names_is_refused_without_a_look(
+    gpus: int, named: str
+) -> None:
     """Also of a dry run, which looks at no GPU."""
     request = Request(stage="sft", config=Path("stage.yaml"), gpus=gpus, devices=named)
     with pytest.raises(UsageError, match="but --devices names"):

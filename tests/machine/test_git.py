@@ -63,7 +63,9 @@ def test_no_repository(tmp_path: Path) -> None:
         assert not known.is_shallow()
 
 
-def test_from_inside_a_folder_and_inside_a_hook(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_from_inside_a_folder_and_inside_a_hook(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("GIT_DIR", "/nowhere")
     monkeypatch.setenv("GIT_WORK_TREE", "/nowhere")
     assert Repository(folder / "pkg").top() == folder.resolve()

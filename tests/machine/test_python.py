@@ -42,7 +42,9 @@ def test_gpus_as_nvidia_smi_reports_them(smi: Smi) -> None:
         index=0, uuid=uuid(0), name="NVIDIA H100 80GB HBM3", memory_mib=81559, used_mib=4,
         driver="580.159.04", cuda=(13, 0),
     )  # fmt: skip
-    assert driver.processes == (GpuProcess(uuid=uuid(1), pid=4711, used_mib=70000, name="/usr/bin/python3"),)
+    assert driver.processes == (
+        GpuProcess(uuid=uuid(1), pid=4711, used_mib=70000, name="/usr/bin/python3"),
+    )
     assert machine.describe()["gpus"] == ["NVIDIA H100 80GB HBM3, 81559 MiB"] * 2
     # what draws on a screen is no competitor
     smi.processes((1, 4711, 70000), type="G")
@@ -73,7 +75,9 @@ def repository(tmp_path: Path) -> Path:
     return root
 
 
-def test_the_commit_and_edits_below(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commit_and_edits_below(
+    repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     commit = git(repository, "rev-parse", "HEAD")
     assert machine.git_version(repository) == commit
     (repository / "untracked").touch()
@@ -115,7 +119,9 @@ def test_the_order_of_interpreters(tmp_path: Path) -> None:
         assert (found.python, found.source) == python_and_source
 
 
-def test_a_name_on_path_and_a_relative_path(bin_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_on_path_and_a_relative_path(
+    bin_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     python(bin_folder, "python9")
     assert machine.find_trainer(Path("python9"), None, {}).python == bin_folder / "python9"
     monkeypatch.chdir(tmp_path)

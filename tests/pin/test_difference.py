@@ -12,7 +12,12 @@ from repositories import UTILS, commit, declared, git, script, transformation
 from launcher.cli.main import main
 from launcher.errors import Exit, NotReady, UsageError
 from launcher.pin import difference, pin
-from launcher.pin.difference import ArgumentDifference, CommitDifference, ConfigDifference, StageDifference
+from launcher.pin.difference import (
+    ArgumentDifference,
+    CommitDifference,
+    ConfigDifference,
+    StageDifference,
+)
 from launcher.upstream import locate
 from launcher.upstream.trainers import BACKENDS
 
@@ -293,7 +298,9 @@ def test_clones_that_will_do(repo: Repo, tmp_path: Path) -> None:
         assert renames(difference.between(commits).stages["sft"]) == {"clip_norm": "clip_grad_norm"}
 
 
-def test_the_documented_places_are_searched(repo: Repo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_documented_places_are_searched(
+    repo: Repo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     git(tmp_path, "clone", "-q", "--depth", "1", f"file://{repo.path}", "shallow")
     monkeypatch.setattr(locate, "SUBMODULE", tmp_path)
     monkeypatch.setattr(locate, "FOUND_IN", (tmp_path / "nowhere", repo.path))
@@ -358,7 +365,9 @@ def test_between_the_known_commits(history: Path) -> None:
     assert relying and all("max_grad_norm" in found for found in names)
 
 
-def test_a_folder_and_the_stages_of_a_pipeline(repo: Repo, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_and_the_stages_of_a_pipeline(
+    repo: Repo, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     text = "stage: sft\nargs: {model_name_or_path: m, dataset_mixer_list: [a, 1.0]}\n"
     (tmp_path / "files").mkdir()
     (tmp_path / "files" / "sft.yaml").write_text(text)

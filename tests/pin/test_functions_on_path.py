@@ -58,10 +58,18 @@ class Case:
     symbols: set[str]
 
 
-OLD = {"template": "A", "loss": "batch", "unused": "1", "log": "logger.info('a')", "scale": "norm if norm > 0 else 1"}
+OLD = {
+    "template": "A",
+    "loss": "batch",
+    "unused": "1",
+    "log": "logger.info('a')",
+    "scale": "norm if norm > 0 else 1",
+}
 CASES = {
     "a guard is gone": Case({"scale": "norm"}, {f"{FILE}::scale"}),
-    "a method that only the trainer calls": Case({"loss": "batch * 2"}, {f"{FILE}::Trainer.train_batch"}),
+    "a method that only the trainer calls": Case(
+        {"loss": "batch * 2"}, {f"{FILE}::Trainer.train_batch"}
+    ),
     "a table": Case({"template": "B"}, {f"{FILE}::TEMPLATES"}),
     "a log line": Case({"log": "logger.info('b')"}, set()),
     "what nothing reaches": Case({"unused": "2"}, set()),
@@ -105,7 +113,9 @@ def test_a_function_on_the_path_that_changed(tmp_path: Path, case: Case) -> None
     assert ("every function on the path is the same" in last) == (not case.symbols)
 
 
-def test_the_section_for_people_and_for_programs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_section_for_people_and_for_programs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     root = tmp_path / "open-instruct"
     old = commit(root, sources(OLD), "one")
     new = commit(root, sources({**OLD, "scale": "norm"}), "two")
@@ -127,13 +137,23 @@ def test_the_section_for_people_and_for_programs(tmp_path: Path, capsys: pytest.
 def test_what_the_newest_commit_does_otherwise() -> None:
     root = checkouts.require(checkouts.NEWEST)
     told = between(root, BASELINE, checkouts.NEWEST)
-    by_stage = {name: {one.symbol for one in stage.functions} for name, stage in told.stages.items()}
+    by_stage = {
+        name: {one.symbol for one in stage.functions} for name, stage in told.stages.items()
+    }
     shared = "open_instruct/dataset_transformation.py::load_dataset_configs"
     assert all(shared in symbols for symbols in by_stage.values())
-    assert "open_instruct/dpo_utils.py::concatenated_forward_olmo" in by_stage["dpo_olmo_core"] - by_stage["dpo"]
+    assert (
+        "open_instruct/dpo_utils.py::concatenated_forward_olmo"
+        in by_stage["dpo_olmo_core"] - by_stage["dpo"]
+    )
     assert "open_instruct/dpo_tune_cache.py::main" in by_stage["dpo"]
     # GRPO shares files with these scripts, and is not on their path
-    assert not [symbol for symbols in by_stage.values() for symbol in symbols if "GRPO" in symbol or "Actor" in symbol]
+    assert not [
+        symbol
+        for symbols in by_stage.values()
+        for symbol in symbols
+        if "GRPO" in symbol or "Actor" in symbol
+    ]
     names = {one.name: (one.old, one.new) for one in told.stages["dpo"].behaviours}
     assert names["guards-negative-clipping"] == (True, False)
     text = "\n".join(difference.lines(told))

@@ -34,7 +34,9 @@ COMMIT = 40 * "b"
 
 def git(place: Path, *words: str) -> str:
     who = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
-    done = subprocess.run(["git", "-C", str(place), *who, *words], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        ["git", "-C", str(place), *who, *words], capture_output=True, text=True, check=True
+    )
     return done.stdout
 
 
@@ -60,7 +62,9 @@ def journal_of(clone: Path) -> Journal:
 
 def state(clone: Path) -> tuple[dict[str, bytes], str]:
     """The files of the work tree, and what git says of each."""
-    paths = [path for path in sorted(clone.rglob("*")) if path.is_file() and ".git" not in path.parts]
+    paths = [
+        path for path in sorted(clone.rglob("*")) if path.is_file() and ".git" not in path.parts
+    ]
     files = {path.relative_to(clone).as_posix(): path.read_bytes() for path in paths}
     return files, git(clone, "ls-files", "-s", "external")
 
@@ -93,10 +97,14 @@ def run(clone: Path, limit: int) -> int:
     """Change the clone by a process that is killed before its renaming number `limit`; its exit code."""
     program = PROGRAM.format(files={**FILES, GONE: None}, commit=COMMIT)
     environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    return subprocess.run([sys.executable, "-c", program, str(clone), str(limit)], env=environ).returncode
+    return subprocess.run(
+        [sys.executable, "-c", program, str(clone), str(limit)], env=environ
+    ).returncode
 
 
-def test_a_killed_change_is_completed_by_the_next_one_wherever_it_was(clone: Path, tmp_path: Path) -> None:
+def test_a_killed_change_is_completed_by_the_next_one_wherever_it_was(
+    clone: Path, tmp_path: Path
+) -> None:
     before = state(clone)
     whole = tmp_path / "whole"
     shutil.copytree(clone, whole)
@@ -167,7 +175,9 @@ SEED = "open_instruct/train.py::Arguments[seed: int]"
 CLIP = "open_instruct/train.py::Arguments[clip: float]"
 
 
-def rule_about(name: str, *places: str, reviewed: tuple[str, ...] = ()) -> Callable[[Any], Iterator[Finding]]:
+def rule_about(
+    name: str, *places: str, reviewed: tuple[str, ...] = ()
+) -> Callable[[Any], Iterator[Finding]]:
     @cites(*places, reviewed=reviewed)
     def rule(_: Any) -> Iterator[Finding]:
         yield from ()
@@ -192,7 +202,10 @@ def reviewed_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
         monkeypatch.setattr(reviews, "rules_of", lambda _: rules)
         monkeypatch.setattr(cited, "rules_of", lambda _: rules)
         monkeypatch.setattr(reviews, "commits_of_rules", lambda: (40 * "a", *confirmed))
-        citing = [Citing("launcher/rules/a.py", number, place) for number, place in enumerate(places.values(), 1)]
+        citing = [
+            Citing("launcher/rules/a.py", number, place)
+            for number, place in enumerate(places.values(), 1)
+        ]
         return review(citing, trees, (40 * "a", 40 * "b"), later)
 
     return at
@@ -203,7 +216,10 @@ def reviewed_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...
     [
         (("    loss = model", "    # why\n    print(1)\n    loss = model"), []),
         (
-            ("    loss = model(args.rows)", "    loss = 0\n    if args.rows:\n        loss = model(args.rows)"),
+            (
+                "    loss = model(args.rows)",
+                "    loss = 0\n    if args.rows:\n        loss = model(args.rows)",
+            ),
             ["loss"],
         ),
         (("args.clip > 0", "args.clip is not None"), ["loss"]),
@@ -219,8 +235,13 @@ def test_a_rule_waits_where_its_line_or_its_function_changed(
     assert [rule.name for rule in reviewed_at(OLD.replace(*change)).rules] == waiting
 
 
-def test_a_rule_that_is_confirmed_at_the_commit_does_not_wait(reviewed_at: Callable[..., Review]) -> None:
-    found = reviewed_at(OLD.replace("args.clip > 0", "args.clip").replace("clip: float = -1", "top: float"), ("bbbb",))
+def test_a_rule_that_is_confirmed_at_the_commit_does_not_wait(
+    reviewed_at: Callable[..., Review],
+) -> None:
+    found = reviewed_at(
+        OLD.replace("args.clip > 0", "args.clip").replace("clip: float = -1", "top: float"),
+        ("bbbb",),
+    )
     assert found.rules == {} and found.changed == ()
     # a citation that is gone is excused by the rule that cites it
     assert found.stale == ()
@@ -237,9 +258,17 @@ def test_what_changed_in_a_function_is_shown(reviewed_at: Callable[..., Review])
     assert any("launcher/rules/a.py:1: loss" in line for line in found.lines())
 
 
-def test_a_citation_that_is_gone_says_what_may_have_become_of_it(reviewed_at: Callable[..., Review]) -> None:
-    (gone,) = reviewed_at(OLD.replace("model.save(args.output)", "model.save_whole(args.output)")).stale
-    assert (gone.where, gone.citation, gone.text) == ("launcher/rules/a.py:2", SAVE, "model.save(args.output)")
+def test_a_citation_that_is_gone_says_what_may_have_become_of_it(
+    reviewed_at: Callable[..., Review],
+) -> None:
+    (gone,) = reviewed_at(
+        OLD.replace("model.save(args.output)", "model.save_whole(args.output)")
+    ).stale
+    assert (gone.where, gone.citation, gone.text) == (
+        "launcher/rules/a.py:2",
+        SAVE,
+        "model.save(args.output)",
+    )
     assert gone.now == "open_instruct/train.py:11: model.save_whole(args.output)"
 
 
@@ -247,11 +276,17 @@ def test_what_a_later_known_commit_has_may_be_cited(reviewed_at: Callable[..., R
     assert reviewed_at(OLD.replace("def save(", "def keep("), later=(40 * "a",)).stale == ()
 
 
-def test_a_move_says_what_to_do_next_and_with_which_code(reviewed_at: Callable[..., Review]) -> None:
+def test_a_move_says_what_to_do_next_and_with_which_code(
+    reviewed_at: Callable[..., Review],
+) -> None:
     same = reviewed_at(OLD)
     assert Move("a", 40 * "b", (), same, ()).exit_code == 0
     move = Move(
-        "a", 40 * "b", ("README.md",), replace(same, stale=(reviews.Stale("a.py:3", LOSS, "x", None),)), ("t::x",)
+        "a",
+        40 * "b",
+        ("README.md",),
+        replace(same, stale=(reviews.Stale("a.py:3", LOSS, "x", None),)),
+        ("t::x",),
     )
     assert move.exit_code == 1
     places = [(finding.code, finding.file, finding.line) for finding in move.findings]
@@ -267,7 +302,9 @@ def launch(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_without_a_clone_nothing_is_moved(tmp_path: Path) -> None:
-    shutil.copytree(REPOSITORY / "launcher", tmp_path / "launcher", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        REPOSITORY / "launcher", tmp_path / "launcher", ignore=shutil.ignore_patterns("__pycache__")
+    )
     done = launch(tmp_path, PIN, "--format", "json")
     assert done.returncode == 5, done.stderr
     assert [finding["code"] for finding in json.loads(done.stdout)["findings"]] == ["no-clone"]
@@ -276,7 +313,9 @@ def test_without_a_clone_nothing_is_moved(tmp_path: Path) -> None:
 def scratch(place: Path) -> Path:
     """A clone of this repository with the work tree's own changes."""
     subprocess.run(["git", "clone", "-q", str(REPOSITORY), str(place)], check=True)
-    listed = git(REPOSITORY, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split("\0")
+    listed = git(REPOSITORY, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split(
+        "\0"
+    )
     for name in filter(None, listed):
         if (REPOSITORY / name).is_file():
             (place / name).parent.mkdir(parents=True, exist_ok=True)
@@ -306,7 +345,9 @@ def test_a_name_that_git_does_not_know_changes_nothing(tmp_path: Path, upstream:
 
 
 @pytest.mark.slow
-def test_there_and_back_again_is_the_same_and_a_kill_loses_nothing(tmp_path: Path, upstream: Path) -> None:
+def test_there_and_back_again_is_the_same_and_a_kill_loses_nothing(
+    tmp_path: Path, upstream: Path
+) -> None:
     pytest.importorskip("olmo_core")
     later = git(upstream, "rev-list", "--reverse", "--first-parent", f"{PIN}..e6c3044aa620").split()
     if not later:
@@ -318,7 +359,9 @@ def test_there_and_back_again_is_the_same_and_a_kill_loses_nothing(tmp_path: Pat
     # killed while it works in its copy: the clone is as it was
     command = [sys.executable, "-m", "launcher", "pin", "move", target, *where]
     environ = {**os.environ, "PYTHONPATH": str(place)}
-    with subprocess.Popen(command, cwd=place, env=environ, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(
+        command, cwd=place, env=environ, stderr=subprocess.PIPE, text=True
+    ) as process:
         assert process.stderr is not None
         while "snapshot" not in process.stderr.readline():
             assert process.poll() is None

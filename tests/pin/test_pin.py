@@ -29,7 +29,8 @@ def pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     facts = dict(locate.snapshot("open_instruct"))
     facts["version"] = named
     facts["files"] = {
-        f"open_instruct/{name}": hashlib.sha256(text.encode()).hexdigest() for name, text in FILES.items()
+        f"open_instruct/{name}": hashlib.sha256(text.encode()).hexdigest()
+        for name, text in FILES.items()
     }
     commit(path, {"finetune.py": script(more="seed: int = 2")}, "after")
     git(path, "checkout", "-q", named)

@@ -95,7 +95,9 @@ NASTY = (
 
 
 @pytest.mark.parametrize("value", NASTY)
-def test_the_pasted_line_is_the_command(tmp_path: Path, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pasted_line_is_the_command(
+    tmp_path: Path, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     here = tmp_path / f"a {value.replace('/', '-')[:40]} folder"
     here.mkdir()
     monkeypatch.chdir(here)
@@ -132,9 +134,15 @@ def test_without_a_source_a_dry_run_says_where_it_would_be() -> None:
 
 
 @pytest.mark.parametrize("name", ["zero3", "zero3_offload"])
-def test_zero3_has_plain_linears_only_where_layers_are_computed_again(name: str, tmp_path: Path) -> None:
+def test_zero3_has_plain_linears_only_where_layers_are_computed_again(
+    name: str, tmp_path: Path
+) -> None:
     for checkpointing, efficient in (("true", False), ("false", True)):
-        stage = from_text(tmp_path, SFT.format(more=f"gradient_checkpointing: {checkpointing}"), f"deepspeed={name}")
+        stage = from_text(
+            tmp_path,
+            SFT.format(more=f"gradient_checkpointing: {checkpointing}"),
+            f"deepspeed={name}",
+        )
         file = Path(option(built(planned(stage, 2)), "--deepspeed_config_file"))
         zero = json.loads(file.read_text(encoding="utf-8"))["zero_optimization"]
         assert zero["stage"] == 3

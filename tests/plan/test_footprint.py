@@ -45,7 +45,9 @@ args:
 
 def parts(path: Path, *words: str, gpus: str = "1") -> dict[str, float]:
     told = CliRunner().invoke(
-        app, ["plan", str(path), "--gpus", gpus, *words, *ROWS, "--why", "--format", "json"], catch_exceptions=False
+        app,
+        ["plan", str(path), "--gpus", gpus, *words, *ROWS, "--why", "--format", "json"],
+        catch_exceptions=False,
     )
     (one,) = json.loads(told.stdout)["data"]["gpus"]
     fullest: list[dict[str, Any]] = one["why"][0]["parts"]
@@ -65,7 +67,9 @@ def open_instruct(write: Write, more: str, *, stage: str = "sft") -> dict[str, f
 
 def test_trl_with_4_bits_is_what_was_measured(write: Write) -> None:
     """fms-acceleration's runs of these settings: 12.1 GiB with a loss that makes no logits."""
-    found = trl(write, FOUR_BITS, MISTRAL, "attn_implementation=flash_attention_2", "optim=adamw_torch")
+    found = trl(
+        write, FOUR_BITS, MISTRAL, "attn_implementation=flash_attention_2", "optim=adamw_torch"
+    )
     assert found["peak"] == pytest.approx(12.14, rel=0.03)
     # TRL makes the adapters bf16
     assert found["adapters"] == pytest.approx(2 * 13_631_488 / 2**30, abs=0.001)
@@ -91,13 +95,17 @@ def test_open_instruct_prepares_4_bit_models_in_fp32(write: Write) -> None:
     dpo = [open_instruct(write, f"{budget}{one}", stage="dpo")["peak"] for one in ("0.5", "1.0")]
     assert dpo[0] < dpo[1]
     plain = "activation_memory_budget: "
-    assert open_instruct(write, f"{plain}0.5", stage="dpo") == open_instruct(write, f"{plain}1.0", stage="dpo")
+    assert open_instruct(write, f"{plain}0.5", stage="dpo") == open_instruct(
+        write, f"{plain}1.0", stage="dpo"
+    )
 
 
 def test_states_of_8_bits_are_smaller_but_the_embeddings(write: Write) -> None:
     found = trl(write, "optim: adamw_8bit")
     rest = 7_241_732_096 - 32000 * 4096
-    assert found["Adam's two states"] * 2**30 == pytest.approx(8 * 32000 * 4096 + (2 + 8 / 256) * rest, rel=0.001)
+    assert found["Adam's two states"] * 2**30 == pytest.approx(
+        8 * 32000 * 4096 + (2 + 8 / 256) * rest, rel=0.001
+    )
     # in pages none of them is torch's
     assert "Adam's two states" not in trl(write, "optim: paged_adamw_32bit")
     lora = trl(write, f"{LORA}\n  optim: adamw_bnb_8bit")

@@ -49,7 +49,10 @@ def run(
         if zero and linears:
             zero = zero._replace(plain_linears=linears == "plain")
     batch = lengths.largest(
-        lengths.parse(tokens), rows=rows * (2 if dpo else 1), batches=steps * gpus * accumulation, packed=packed
+        lengths.parse(tokens),
+        rows=rows * (2 if dpo else 1),
+        batches=steps * gpus * accumulation,
+        packed=packed,
     )
     loss = "logprobs" if dpo else ("liger" if given.get("liger") else "full")
     return Setup(
@@ -76,7 +79,13 @@ MEASURED = [
 ]
 
 # docs/evidence/h200.md; each as the run was: packed rows with flash-attn 2 where nothing else is said
-CHATS: dict[str, Any] = {"tokens": "301:1103", "gpus": 1, "deepspeed": "zero2", "attention": "flash", "liger": True}
+CHATS: dict[str, Any] = {
+    "tokens": "301:1103",
+    "gpus": 1,
+    "deepspeed": "zero2",
+    "attention": "flash",
+    "liger": True,
+}
 PAIRS: dict[str, Any] = {**CHATS, "tokens": "272:1027", "stage": "dpo"}
 TWO: dict[str, Any] = {"model": QWEN_7B, "gpus": 2}
 FP32 = {"deepspeed": "zero2_fp32_comm"}
@@ -229,7 +238,9 @@ def test_published_peaks() -> None:
     peaks = {name: memory.estimate(run(**given)).peak for name, given, _ in cases}
     found = {name: gib for name, _, gib in cases}
     for names, within in ((alone, 0.08), (peaks.keys() - alone, 0.05)):
-        assert {n: peaks[n] for n in names} == pytest.approx({n: found[n] for n in names}, rel=within)
+        assert {n: peaks[n] for n in names} == pytest.approx(
+            {n: found[n] for n in names}, rel=within
+        )
 
 
 # MiB of torch's allocated memory at most, one T4, QLoRA as PEFT prepares it, rank 32 without dropout, SDPA,
@@ -302,10 +313,21 @@ def test_activations_are_those_of_transformers(case: dict[str, Any], allocation:
     model, rows, width, real = (given.pop(key, None) for key in ("model", "rows", "width", "real"))
     packed, layers = given.pop("packed", False), 12 if case.get("checkpointing") else 6
     traced = allocation.measure(
-        allocation.config_of(model, layers), rows=rows, length=width, real=real, packing=packed, **given
+        allocation.config_of(model, layers),
+        rows=rows,
+        length=width,
+        real=real,
+        packing=packed,
+        **given,
     )
     batch = flat(rows * width) if packed else rows_of(rows, width, real)
-    loss = "logprobs" if given.pop("stage", "sft") == "dpo" else "liger" if given.get("liger") else "full"
+    loss = (
+        "logprobs"
+        if given.pop("stage", "sft") == "dpo"
+        else "liger"
+        if given.get("liger")
+        else "full"
+    )
     setup = alone(small(model, layers), batch, loss=loss, packed=packed, **given)
     assert beside_the_engine(memory.estimate(setup)) == pytest.approx(traced / GIB, rel=0.035)
 
@@ -329,7 +351,11 @@ def test_the_reference_pass_caches_keys(allocation: Any) -> None:
 def test_activations_are_those_of_olmo_core(rows: int, width: int, allocation: Any) -> None:
     pytest.importorskip("olmo_core")
     shape = small("allenai/OLMo-2-1124-7B", 8)
-    kept: dict[str, Any] = {"loss": "logprobs", "reference": "cache", "sharding": Sharding(shards=1)}
+    kept: dict[str, Any] = {
+        "loss": "logprobs",
+        "reference": "cache",
+        "sharding": Sharding(shards=1),
+    }
     planned = memory.estimate(alone(shape, rows_of(rows, width), **kept))
     reference = named(planned, "reference pass")
     # the sines stay with the weights
@@ -453,7 +479,9 @@ def test_parts_and_their_order() -> None:
     cards = [memory.estimate(run(**{**SEVEN, "rows": 1, "gpus": n})).peak for n in (8, 4, 2, 1)]
     assert cards == sorted(cards)
     engines = ("zero3_offload", "zero3", "zero2", "zero1")
-    peaks = [memory.estimate(run(**{**SEVEN, "rows": 1, "deepspeed": name})).peak for name in engines]
+    peaks = [
+        memory.estimate(run(**{**SEVEN, "rows": 1, "deepspeed": name})).peak for name in engines
+    ]
     assert peaks == sorted(peaks)
     # Of 60, 30 and 30 over three ranks the second has a part of the first two, the third of the others.
     assert cut([60, 30, 30], 3) == [(60, 40), (90, 20), (60, 30)]

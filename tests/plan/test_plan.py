@@ -12,7 +12,9 @@ from launcher.plan.plan import Plan
 def sft(folder: Path, more: str = "", gpus: int = 1, **changes: str) -> Plan:
     text = SFT.format(more=more)
     for old, new in changes.items():
-        text = text.replace({"batch": "batch: {global: 16, per_device: 2}", "data": '"64"'}[old], new)
+        text = text.replace(
+            {"batch": "batch: {global: 16, per_device: 2}", "data": '"64"'}[old], new
+        )
     return planned(from_text(folder, text), gpus)
 
 
@@ -58,7 +60,9 @@ def test_the_global_batch_is_kept(tmp_path: Path) -> None:
          "batch.per_device=4 or 8 with global 128"),
     ],
 )  # fmt: skip
-def test_an_impossible_split_names_the_nearest(tmp_path: Path, batch: str, gpus: int, help: str) -> None:
+def test_an_impossible_split_names_the_nearest(
+    tmp_path: Path, batch: str, gpus: int, help: str
+) -> None:
     with pytest.raises(InvalidConfig) as caught:
         sft(tmp_path, gpus=gpus, batch=f"batch: {batch}")
     (finding,) = caught.value.findings
@@ -147,7 +151,9 @@ def test_a_folder_whose_names_say_nothing_is_for_training(tmp_path: Path) -> Non
     for name in ("train", "test"):
         (tmp_path / "data" / f"{name}.jsonl").unlink()
     (tmp_path / "data" / "chats.jsonl").write_text('{"text": "a"}\n' * 32)
-    stage = from_text(tmp_path, TRL.format(data=tmp_path / "data", more="per_device_train_batch_size: 8"))
+    stage = from_text(
+        tmp_path, TRL.format(data=tmp_path / "data", more="per_device_train_batch_size: 8")
+    )
     assert planned(stage, 0).rows == 32
 
 
@@ -172,9 +178,13 @@ def test_deepspeed_on_the_cpu_is_left_out_and_said() -> None:
         ("zero2", 1, 1, False),
     ],
 )  # fmt: skip
-def test_dpo_alone_on_a_gpu_needs_deepspeed(deepspeed: str, gpus: int, nodes: int, refused: bool) -> None:
+def test_dpo_alone_on_a_gpu_needs_deepspeed(
+    deepspeed: str, gpus: int, nodes: int, refused: bool
+) -> None:
     stage = staged(CONFIGS / "tulu" / "dpo_qwen7b.yaml", [f"deepspeed={deepspeed}"])
-    findings = [one for one in planned(stage, gpus, nodes).findings if one.code == "no-process-group"]
+    findings = [
+        one for one in planned(stage, gpus, nodes).findings if one.code == "no-process-group"
+    ]
     assert [(one.severity, one.layer) for one in findings] == [("error", "run")] * refused
     assert all("deepspeed" in (one.help or "") for one in findings)
 
@@ -186,7 +196,10 @@ def warmups(plan: Plan) -> list[str]:
 LONG_WARMUPS = [
     ("warmup_steps: 1e6", "the warm-up takes 1,000,000 steps, and 24 are planned"),
     ("warmup_steps: 24", "the learning rate gets to 9.58e-05, 96 % of 0.0001"),
-    ("warmup_steps: 100, lr_scheduler_type: cosine", "the learning rate gets to 2.3e-05, 23 % of 0.0001"),
+    (
+        "warmup_steps: 100, lr_scheduler_type: cosine",
+        "the learning rate gets to 2.3e-05, 23 % of 0.0001",
+    ),
 ]
 SHORT_WARMUPS = [
     *("warmup_steps: 23", "warmup_steps: 0", "warmup_steps: 0.99", "seed: 1"),
@@ -197,7 +210,9 @@ SHORT_WARMUPS = [
 def with_warmup(tmp_path: Path, more: str) -> Plan:
     """TRL on 64 rows: 8 steps an epoch, three epochs."""
     (tmp_path / "train.jsonl").write_text('{"text": "a"}\n' * 64)
-    lines = "\n  ".join([*more.split(", "), "learning_rate: 1e-4", "per_device_train_batch_size: 8"])
+    lines = "\n  ".join(
+        [*more.split(", "), "learning_rate: 1e-4", "per_device_train_batch_size: 8"]
+    )
     return planned(from_text(tmp_path, TRL.format(data=tmp_path, more=lines)))
 
 
@@ -215,9 +230,12 @@ def test_a_shorter_warmup_is_not(tmp_path: Path, more: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "count"), [("warmup_ratio: 1", 1), ("warmup_ratio: 0.9", 0), ("lr_scheduler_type: constant", 0)]
+    ("more", "count"),
+    [("warmup_ratio: 1", 1), ("warmup_ratio: 0.9", 0), ("lr_scheduler_type: constant", 0)],
 )
-def test_a_warmup_of_open_instruct_is_a_share_of_all_steps(tmp_path: Path, more: str, count: int) -> None:
+def test_a_warmup_of_open_instruct_is_a_share_of_all_steps(
+    tmp_path: Path, more: str, count: int
+) -> None:
     assert len(warmups(planned(from_text(tmp_path, SFT.format(more=more)), gpus=1))) == count
 
 

@@ -59,7 +59,9 @@ def terms(name: str) -> list[str]:
 
 def told(words: list[str]) -> str:
     full = [*words, "--gpus", "1,2,8", *terms(words[0]), *CARD]
-    run = CliRunner().invoke(app, ["plan", str(REPOSITORY / words[0]), *full[1:]], catch_exceptions=False)
+    run = CliRunner().invoke(
+        app, ["plan", str(REPOSITORY / words[0]), *full[1:]], catch_exceptions=False
+    )
     assert run.exit_code == 0, run.output
     said = "\n\n".join(part.strip() for part in (run.stdout, run.stderr) if part.strip())
     lines = [line.rstrip() for line in said.replace(f"{REPOSITORY}/", "").splitlines()]
@@ -93,6 +95,8 @@ def test_golden_plan(name: str) -> None:
 
 
 def test_every_golden_plan_has_its_file() -> None:
-    wanted = {name.removeprefix("configs/").removesuffix(".yaml").replace("/", "-") for name in NAMES}
+    wanted = {
+        name.removeprefix("configs/").removesuffix(".yaml").replace("/", "-") for name in NAMES
+    }
     assert {path.stem for path in GOLDEN.glob("*.txt")} == wanted
     assert all(commands(name) for name in NAMES)

@@ -58,7 +58,9 @@ def test_olmo_core_keeps_as_many_checkpoints_as_its_source_says(
     tmp_path: Path, limits: bool, given: int, kept: int | None
 ) -> None:
     text = (CONFIGS / "olmo_core" / "dpo_qwen3_0_6b.yaml").read_text(encoding="utf-8")
-    text = text.replace("  logging_steps: 1", f"  logging_steps: 1\n  keep_last_n_checkpoints: {given}")
+    text = text.replace(
+        "  logging_steps: 1", f"  logging_steps: 1\n  keep_last_n_checkpoints: {given}"
+    )
     made = plans.planned(from_text(tmp_path, text), 1)
     schema = made.stage.schema
     schema = replace(schema, behaviours={**schema.behaviours, behaviour.LIMITS_CHECKPOINTS: limits})
@@ -136,7 +138,9 @@ def needed(
         ("checkpointing_steps: 50\n  cache_dataset_only: true", 2, None, None, None),
     ],
 )
-def test_open_instruct(tmp_path: Path, model: Path, more: str, gpus: int, each: int, least: int, likely: int) -> None:
+def test_open_instruct(
+    tmp_path: Path, model: Path, more: str, gpus: int, each: int, least: int, likely: int
+) -> None:
     told = needed(tmp_path, model, SFT, more, gpus)
     if each is None:
         assert told is None
@@ -159,7 +163,9 @@ def test_open_instruct(tmp_path: Path, model: Path, more: str, gpus: int, each: 
         ("save_steps: 50", "", 12, 4, 16),
     ],
 )
-def test_trl(tmp_path: Path, model: Path, more: str, deepspeed: str, each: int, least: int, likely: int) -> None:
+def test_trl(
+    tmp_path: Path, model: Path, more: str, deepspeed: str, each: int, least: int, likely: int
+) -> None:
     told = needed(tmp_path, model, TRL, more, 1, deepspeed)
     assert told is not None and told.saved.checkpoint == each * 10**9
     assert (told.least, told.likely) == (least * 10**9, likely * 10**9)

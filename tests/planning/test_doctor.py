@@ -29,7 +29,9 @@ from launcher.upstream import behaviour, locate
 from launcher.upstream.trainers import BACKENDS, Release
 
 TULU = CONFIGS / "tulu" / "sft_qwen7b.yaml"
-WITH_PIP = Trainer(python=Path("/env/my bin/python"), source="a test", version=(3, 12, 1), packages={"pip": "26"})
+WITH_PIP = Trainer(
+    python=Path("/env/my bin/python"), source="a test", version=(3, 12, 1), packages={"pip": "26"}
+)
 ALL = (*BACKENDS["open_instruct"].NEEDS, "liger-kernel", "flash-attn", "pip")
 
 
@@ -132,7 +134,9 @@ def with_torch(folder: Path, line: str) -> Trainer:
         ("cuda: Optional[str] = None\nhip: Optional[str] = '6.2.1-abc'", "13.0", None),
     ],
 )
-def test_torch_against_the_driver(smi: Smi, tmp_path: Path, line: str, driver: str, code: str | None) -> None:
+def test_torch_against_the_driver(
+    smi: Smi, tmp_path: Path, line: str, driver: str, code: str | None
+) -> None:
     smi.cards(4, 4, cuda=driver)
     python, made = with_torch(tmp_path, line), planned(staged(TULU), 2)
     if code is None:
@@ -227,7 +231,9 @@ def test_an_environment_without_trl(bare: Trainer, tmp_path: Path) -> None:
     )  # fmt: skip
     report = checks.examine(asked, Devices(why="on the CPU"))
     (missing,) = [one for one in report.findings if one.code == "missing-packages"]
-    assert missing.message.endswith("(--python) lacks torch, transformers, trl, accelerate, datasets")
+    assert missing.message.endswith(
+        "(--python) lacks torch, transformers, trl, accelerate, datasets"
+    )
     assert "trl==1.16.0" in (missing.help or "")
     assert "import-error" not in codes(report)
     # there is no pip either
@@ -260,7 +266,9 @@ def test_facts_of_gpus(smi: Smi, tmp_path: Path, write: Write) -> None:
     smi.processes((1, 999_999_999, 70000))
     seen = devices.survey_devices({})
     made = planned(staged(TULU), 1)
-    report = checks.examine(subject(made, *ALL), devices.choose_devices(1, None, seen), look=seen, importing=False)
+    report = checks.examine(
+        subject(made, *ALL), devices.choose_devices(1, None, seen), look=seen, importing=False
+    )
     facts = report.as_json()["facts"]
     assert facts["driver"] == {"version": "580.159.04", "cuda": (13, 0)}
     assert facts["GPU 1"]["used_by"].startswith("pid 999999999")
@@ -284,7 +292,9 @@ def test_what_is_lacking(tmp_path: Path) -> None:
     assert install.missing(names, trainer) == ("wandb", "pillow")
 
 
-def tried(trainer: Trainer, site: Path, *modules: str, timeout_s: float = PATIENCE_S, cuda: bool = False) -> Imports:
+def tried(
+    trainer: Trainer, site: Path, *modules: str, timeout_s: float = PATIENCE_S, cuda: bool = False
+) -> Imports:
     environ = {**os.environ, "PYTHONPATH": str(site)}
     return install.try_imports(modules, trainer, environ=environ, timeout_s=timeout_s, cuda=cuda)
 
@@ -324,7 +334,10 @@ def test_the_cause_behind_other_exceptions(bare: Trainer, write: Write, tmp_path
     (failure,) = tried(bare, tmp_path, "olmo_core").failures
     assert failure.missing == "bettermap"
     assert (failure.file, failure.line) == (str(tmp_path / "olmo_core.py"), 1)
-    write("lazy.py", "try:\n    import behind\nexcept Exception as e:\n    raise RuntimeError('no') from e\n")
+    write(
+        "lazy.py",
+        "try:\n    import behind\nexcept Exception as e:\n    raise RuntimeError('no') from e\n",
+    )
     write("behind.py", "1 / 0\n")
     (failure,) = tried(bare, tmp_path, "lazy").failures
     assert (failure.error, failure.file) == ("ZeroDivisionError", str(tmp_path / "behind.py"))
@@ -343,7 +356,9 @@ def test_an_interpreter_that_dies_or_hangs(bare: Trainer, write: Write, tmp_path
 def test_torch_is_asked_for_its_gpus(bare: Trainer, write: Write, tmp_path: Path) -> None:
     cuda = "class cuda:\n    device_count = staticmethod(lambda: 2)\n"
     cuda += "class version:\n    cuda = '13.0'\n__version__ = '2.13.0'\n"
-    write("torch.py", cuda + "def ones(*a, **k):\n    raise RuntimeError('driver too old\\nmore')\n")
+    write(
+        "torch.py", cuda + "def ones(*a, **k):\n    raise RuntimeError('driver too old\\nmore')\n"
+    )
     assert tried(bare, tmp_path, "torch", cuda=True).cuda == {
         "version": "2.13.0", "cuda": "13.0", "count": 2, "error": "RuntimeError: driver too old",
     }  # fmt: skip
@@ -382,7 +397,9 @@ def test_the_order_of_what_is_installed() -> None:
     assert step.shell().startswith("'/env/my bin/python' -m pip install")
     # the build finds no torch where none is there
     assert "torch" in names(install.install(WITH_PIP, ["flash-attn"]))[0]
-    ready = replace(WITH_PIP, packages={"pip": "1", "torch": "2", **dict.fromkeys(install.BUILD, "1")})
+    ready = replace(
+        WITH_PIP, packages={"pip": "1", "torch": "2", **dict.fromkeys(install.BUILD, "1")}
+    )
     assert names(install.install(ready, ["flash-attn"])) == [["flash-attn"]]
 
 
@@ -400,7 +417,9 @@ def test_without_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("detects", "lacking"), [(False, True), (True, False)])
-def test_flash_attn_is_needed_where_looking_for_it_fails_without(detects: bool, lacking: bool) -> None:
+def test_flash_attn_is_needed_where_looking_for_it_fails_without(
+    detects: bool, lacking: bool
+) -> None:
     """Since #1716 open-instruct trains with torch's attention where flash-attn is not installed."""
     made = planned(staged(TULU), 2)
     behaviours = {**made.stage.schema.behaviours, behaviour.DETECTS_WITHOUT_FLASH: detects}
@@ -409,7 +428,9 @@ def test_flash_attn_is_needed_where_looking_for_it_fails_without(detects: bool, 
     assert ("flash-attn" in checks.needed(subject(made))) == lacking
 
 
-@pytest.mark.parametrize("release", BACKENDS["open_instruct"].KNOWN, ids=lambda release: release.version[:8])
+@pytest.mark.parametrize(
+    "release", BACKENDS["open_instruct"].KNOWN, ids=lambda release: release.version[:8]
+)
 def test_without_a_plan_the_commit_decides_whether_flash_attn_is_needed(release: Release) -> None:
     source = locate.Upstream(
         backend="open_instruct", root=Path("/x"), source="found", is_named=False, pin=BACKENDS["open_instruct"].PIN,

@@ -34,7 +34,9 @@ OVERRIDES = (
 
 
 @pytest.mark.parametrize("overrides", OVERRIDES, ids=" ".join)
-def test_further_overrides_are_as_those_of_the_command_line(write: Write, overrides: tuple[str, ...]) -> None:
+def test_further_overrides_are_as_those_of_the_command_line(
+    write: Write, overrides: tuple[str, ...]
+) -> None:
     path = write("stage.yaml", STAGE)
     anew = load.load(path, ("seed=7", *overrides))
     kept = load.load(path, ("seed=7",))
@@ -73,7 +75,12 @@ def test_strict_leaves_warnings_about_the_machine_alone() -> None:
 
 
 def test_the_batch_and_the_rules_are_judged_at_once(tmp_path: Path) -> None:
-    text = TRL.format(data="some/set", more="optim: galore_adamw") + "batch: {global: 6, per_device: 2}\n"
+    text = (
+        TRL.format(data="some/set", more="optim: galore_adamw")
+        + "batch: {global: 6, per_device: 2}\n"
+    )
     with pytest.raises(InvalidConfig) as refused:
         settled(tmp_path, text, gpus=2)
-    assert {"impossible-batch", "optim-targets"} <= {finding.code for finding in refused.value.findings}
+    assert {"impossible-batch", "optim-targets"} <= {
+        finding.code for finding in refused.value.findings
+    }

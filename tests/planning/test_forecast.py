@@ -99,12 +99,14 @@ LORA = "use_peft: true\n  lora_target_modules: [q_proj, k_proj, v_proj, o_proj]"
         ("dpo", 8, "use_liger_kernel: true", "272:1027", 12.016),
     ],
 )
-def test_the_measured_points_of_trl(write: Write, stage: str, each: int, more: str, rows: str, gib: float) -> None:
+def test_the_measured_points_of_trl(
+    write: Write, stage: str, each: int, more: str, rows: str, gib: float
+) -> None:
     """TRL 1.16 on one H200, fp32 weights under bf16 autocast (docs/evidence/h200.md)."""
     text = TRL_RUN.format(stage=stage, each=each, rows=2 * each, more=more)
-    (one,) = planned(str(write("stage.yaml", text)), "--gpus", "1", "--row-tokens", rows, "--gpu-memory", "139")[
-        "gpus"
-    ]
+    (one,) = planned(
+        str(write("stage.yaml", text)), "--gpus", "1", "--row-tokens", rows, "--gpu-memory", "139"
+    )["gpus"]
     assert one["memory_gib"]["peak"] == pytest.approx(gib, rel=0.07 if "peft" in more else 0.03)
 
 
@@ -121,7 +123,9 @@ def test_the_measured_points_of_packs_under_zero3(gpus: int, gib: float) -> None
 
 
 def test_rows_that_are_said_count_before_those_that_lie_here(write: Write) -> None:
-    chat = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+    chat = (
+        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
+    )
     data = write("chats.jsonl", chat * 1_000)
     words = (TULU, f"dataset_mixer_list=[{data},1.0]", "--gpus", "2", *ROWS)
     for more, epochs_of_steps in (((), 8), (("--rows", "5000"), 40)):
@@ -185,7 +189,9 @@ args:
 
 
 def trl_peak(write: Write, more: str = "max_length: 1024", **given: str) -> float:
-    text = TRL_ON_TWO.format(**{"stage": "sft", "deepspeed": "none", "model": "Qwen/Qwen2.5-1.5B", **given}, more=more)
+    text = TRL_ON_TWO.format(
+        **{"stage": "sft", "deepspeed": "none", "model": "Qwen/Qwen2.5-1.5B", **given}, more=more
+    )
     (two,) = planned(str(write("stage.yaml", text)), "--gpus", "2", *ROWS)["gpus"]
     return float(two["memory_gib"]["peak"])
 
@@ -248,14 +254,20 @@ def test_what_is_not_described_of_trl_is_refused(write: Write, more: str, said: 
 
 
 @pytest.mark.parametrize(
-    ("every", "interval", "lost_gpu_hours"), [("367", 367, 0.72), ("epoch", 1835, 3.62), ("null", None, 7.24)]
+    ("every", "interval", "lost_gpu_hours"),
+    [("367", 367, 0.72), ("epoch", 1835, 3.62), ("null", None, 7.24)],
 )
-def test_what_an_interruption_costs(every: str, interval: int | None, lost_gpu_hours: float) -> None:
+def test_what_an_interruption_costs(
+    every: str, interval: int | None, lost_gpu_hours: float
+) -> None:
     """The run of the next test: 3,670 steps in 0.91 h on 8 GPUs, in two epochs."""
     words = (TULU, *CARD, "--row-tokens", "290:1100", "--gpus", "8", f"checkpointing_steps={every}")
     (one,) = planned(*words)["gpus"]
     risk = one["interruption"]
-    assert (risk["interval"], risk["lost_gpu_hours"]) == (interval, pytest.approx(lost_gpu_hours, abs=0.05))
+    assert (risk["interval"], risk["lost_gpu_hours"]) == (
+        interval,
+        pytest.approx(lost_gpu_hours, abs=0.05),
+    )
 
 
 def test_a_long_run_without_checkpoints_is_warned_of() -> None:
@@ -305,7 +317,9 @@ def test_the_reference_takes_time_in_every_step_or_beforehand(write: Write) -> N
         ("dtype: bfloat16\n  save_total_limit: 1", "zero2", 8, 1.875),
     ],
 )
-def test_what_trl_saves(write: Write, more: str, deepspeed: str, checkpoint: float, kept: float) -> None:
+def test_what_trl_saves(
+    write: Write, more: str, deepspeed: str, checkpoint: float, kept: float
+) -> None:
     text = TRL_ON_TWO.format(
         stage="sft", deepspeed=deepspeed, model="Qwen/Qwen2.5-1.5B",
         more=f"max_steps: 100\n  save_steps: 50\n  {more}",
@@ -375,7 +389,9 @@ def test_without_row_lengths_batch_and_static_memory_are_planned() -> None:
     )  # fmt: skip
 
 
-def test_a_count_that_cannot_be_costs_the_others_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_count_that_cannot_be_costs_the_others_nothing(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["plan", str(TULU), "--gpus", "2,3,4", *ROWS]) == 3
     out, err = capsys.readouterr()
     assert [line.split()[0] for line in out.splitlines()[:3]] == ["GPUs", "2", "4"]
@@ -383,7 +399,9 @@ def test_a_count_that_cannot_be_costs_the_others_nothing(capsys: pytest.CaptureF
     assert main(["plan", str(TULU), "--gpus", "2,3,4", *ROWS, "--format", "json"]) == 3
     told = json.loads(capsys.readouterr().out)
     assert (told["ok"], len(told["data"]["gpus"])) == (False, 2)
-    assert [one["code"] for one in told["findings"] if one["severity"] == "error"] == ["impossible-batch"]
+    assert [one["code"] for one in told["findings"] if one["severity"] == "error"] == [
+        "impossible-batch"
+    ]
 
 
 OLMO = """
@@ -440,7 +458,9 @@ def test_a_limit_of_no_steps_trains_none(write: Write) -> None:
         assert (eight["steps"], codes.count("no-steps")) == (0, 1)
         # the model is saved, and dpo.py writes a checkpoint before the first step
         first = eight["disk_gib"]["checkpoint"] if words is olmo else 0
-        assert eight["disk_gib"]["most"] == pytest.approx(eight["disk_gib"]["model"] + first, abs=0.1)
+        assert eight["disk_gib"]["most"] == pytest.approx(
+            eight["disk_gib"]["model"] + first, abs=0.1
+        )
         assert eight["hours"] < planned(*words, *card)["gpus"][0]["hours"] / 3
 
 
@@ -451,7 +471,9 @@ def mended(*words: str) -> str:
 
 def test_where_nothing_fits_that_is_said() -> None:
     help = mended(TULU, "--gpus", "1", *ROWS, "--gpu-memory", "2")
-    assert help.startswith("no setting that launch could change makes it fit: ") and help.endswith("a smaller model")
+    assert help.startswith("no setting that launch could change makes it fit: ") and help.endswith(
+        "a smaller model"
+    )
     # what would fit is tried before it is named
     alone = mended(TULU, "deepspeed=zero2", "--gpus", "1", *ROWS, "--gpu-memory", "80")
     assert alone.startswith("this fits: `deepspeed: zero3_offload` (")
@@ -502,7 +524,9 @@ def test_fit_says_so_where_nothing_fits_and_where_nothing_is_larger() -> None:
         assert [one["code"] for one in told["findings"] if one["severity"] == "note"] == codes
     (note,) = found(answered(*small, "--fit"), "nothing-fits")
     assert note["message"].startswith("1 GPU(s): --fit: no split of the batch fits; 156.1 GiB")
-    largest = CliRunner().invoke(app, ["plan", TULU, "--gpus", "8", *ROWS, "--gpu-memory", "80", "--fit"])
+    largest = CliRunner().invoke(
+        app, ["plan", TULU, "--gpus", "8", *ROWS, "--gpu-memory", "80", "--fit"]
+    )
     assert "\n  --fit: per device 16, accumulation 1: " in largest.stdout
 
 
@@ -521,7 +545,9 @@ def test_a_row_of_a_plan_is_read_by_the_type_that_writes_it(words: tuple[str, ..
 
 def test_of_the_cpu_batch_steps_and_disk_are_planned() -> None:
     plain = ("use_liger_kernel=false", "expect.liger=off")
-    told = planned(TULU, *plain, "--gpus", "0,8", *ROWS, "--rows", "1000", "--gpu-memory", "80", "--why")
+    told = planned(
+        TULU, *plain, "--gpus", "0,8", *ROWS, "--rows", "1000", "--gpu-memory", "80", "--why"
+    )
     cpu, eight = told["gpus"]
     assert (cpu["gpus"], cpu["per_device"], cpu["accumulation"], cpu["steps"]) == (0, 16, 8, 16)
     assert (cpu["memory_gib"], cpu["fits"], cpu["hours"]) == (None, None, None)

@@ -24,7 +24,9 @@ def dry_run(world: World, *words: str) -> int:
 
 
 @pytest.mark.parametrize("epochs", ["inf", "nan"])
-def test_epochs_that_are_no_number_of_steps(world: World, capfd: pytest.CaptureFixture[str], epochs: str) -> None:
+def test_epochs_that_are_no_number_of_steps(
+    world: World, capfd: pytest.CaptureFixture[str], epochs: str
+) -> None:
     world.config(num_train_epochs=epochs)
     assert dry_run(world) == 3
     assert f"error[out-of-range]: `num_train_epochs: {epochs}`" in capfd.readouterr().err

@@ -10,7 +10,9 @@ Step = list[tuple[int, int]]
 """One optimizer step: the micro-batches it takes, each as (whose order, which of that order)."""
 
 
-def played(stage: str, shape: EpochLayout, resumed: int | None = None, *, keeps: bool = True) -> list[Step]:
+def played(
+    stage: str, shape: EpochLayout, resumed: int | None = None, *, keeps: bool = True
+) -> list[Step]:
     """What finetune.py and dpo_tune_cache.py do, as their loops stand, from the start or from `step_N`."""
     done, epoch, skip = 0, 0, 0
     if resumed is not None:
@@ -69,7 +71,9 @@ def test_advancing_in_two_parts_is_advancing_at_once(shape: EpochLayout, steps: 
 
 @settings(max_examples=300)
 @given(st.sampled_from(["sft", "dpo"]), shapes, st.integers(1, 12))
-def test_the_checkpoints_that_are_not_exact_are_found(stage: str, shape: EpochLayout, every: int) -> None:
+def test_the_checkpoints_that_are_not_exact_are_found(
+    stage: str, shape: EpochLayout, every: int
+) -> None:
     wrong = list(epochs.inexact(stage == "dpo", shape, every))
     alone = played(stage, shape)
     for step in range(every, shape.total, every):
@@ -108,7 +112,9 @@ def test_other_devices_and_the_same_rows() -> None:
         EpochLayout(rows=64, per_device=4, devices=2, accumulation=2, epochs=2),
         EpochLayout(rows=64, per_device=2, devices=4, accumulation=2, epochs=2),
     ):
-        assert epochs.of_step(False, 3, epochs.advanced(was, DataPosition(0, 0), 3), was, now) is None
+        assert (
+            epochs.of_step(False, 3, epochs.advanced(was, DataPosition(0, 0), 3), was, now) is None
+        )
     doubled = EpochLayout(rows=64, per_device=2, devices=4, accumulation=4, epochs=2)
     told = epochs.of_step(False, 3, epochs.advanced(was, DataPosition(0, 0), 3), was, doubled)
     assert told is not None and told.reason == "place"

@@ -145,7 +145,9 @@ def test_where_no_checkpoint_is_exact_it_is_refused_until_allowed(run: Make) -> 
     saved.pinned(one.output, "step_8")
     refused = one.decide()
     assert codes(refused)["resume-inexact"] == "error"
-    assert "--allow-changed-resume position" in str(next(f.help for f in refused.findings if f.severity == "error"))
+    assert "--allow-changed-resume position" in str(
+        next(f.help for f in refused.findings if f.severity == "error")
+    )
     allowed = one.decide(allow=("position",))
     assert not errors(allowed) and (allowed.kind, allowed.step) == ("resume", 8)
 
@@ -197,7 +199,9 @@ def test_an_accelerate_that_forgets_the_epoch(run: Make, tmp_path: Path) -> None
     for step in (4, 8):
         saved.pinned(one.output, f"step_{step}")
     assert one.decide().step == 4
-    (place / "data_loader.py").write_text("Shard(dataset, iteration=dataloader.iteration, **kwargs)")
+    (place / "data_loader.py").write_text(
+        "Shard(dataset, iteration=dataloader.iteration, **kwargs)"
+    )
     assert one.decide().step == 8
 
 
@@ -362,7 +366,9 @@ def test_fresh_is_continued_without_its_run_folder(run: Make) -> None:
     placed = resume.choose_output(stage, one.output, [], fresh=True)
     assert placed.output is not None
     made = plan.completed(one.plan(), placed.derived)
-    record = manifest.build_manifest(1, rundir.utc_now(), made, built(made), one.trainer, placed.output)
+    record = manifest.build_manifest(
+        1, rundir.utc_now(), made, built(made), one.trainer, placed.output
+    )
     told = replace(record, asked_output=str(one.output)).as_json()
     granted = lease.acquire(placed.output, one.folder.path)
     lease.keep_manifest(granted, told)
@@ -501,7 +507,9 @@ def test_fresh_takes_a_folder_beside_and_the_same_command_then_goes_on_there(run
     assert made.arguments()["output_dir"] == [str(one.place / "out-3")]
     assert (one.output / "step_2").is_dir()
 
-    record = manifest.build_manifest(1, rundir.utc_now(), made, built(made), one.trainer, placed.output)
+    record = manifest.build_manifest(
+        1, rundir.utc_now(), made, built(made), one.trainer, placed.output
+    )
     told = replace(record, asked_output=str(one.output)).as_json()
     files.write_json(one.folder.manifest, told)
     again = resume.choose_output(stage, one.output, [one.folder], fresh=False)
@@ -593,9 +601,14 @@ def test_a_resumed_run_is_judged_as_one_run(tmp_path: Path) -> None:
     made_runs.made(path, attempt=2, first=38, steps=40)
     found = judge.merge_attempts(judge.read_attempts(RunFolder(path)))
     # what the first attempt did from step 38 on is not in the weights
-    assert metrics.earlier_values(found, "loss") == first[:37] and len(metrics.losses_of_run(found)) == 40
+    assert (
+        metrics.earlier_values(found, "loss") == first[:37]
+        and len(metrics.losses_of_run(found)) == 40
+    )
     assert metrics.compute_metrics(found)["first_loss"] == first[0]
-    (trend,) = (p for p in check.judge_evidence("sft", {"trend": "any"}, found).points if p.name == "trend")
+    (trend,) = (
+        p for p in check.judge_evidence("sft", {"trend": "any"}, found).points if p.name == "trend"
+    )
     assert trend.detail["losses"] == 40
 
 

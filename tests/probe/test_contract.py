@@ -85,7 +85,9 @@ def test_what_is_proved_or_only_warned_of_goes_on(training: Training) -> None:
 
 
 @pytest.mark.parametrize(("fused", "code"), [(True, VIOLATION), (False, 0)])
-def test_the_fused_loss_that_was_asked_for_is_waited_for(training: Training, fused: bool, code: int) -> None:
+def test_the_fused_loss_that_was_asked_for_is_waited_for(
+    training: Training, fused: bool, code: int
+) -> None:
     patch = (
         "from liger_kernel.transformers import monkey_patch\n"
         f"monkey_patch.apply_liger_kernel_to_gemma(fused_linear_cross_entropy={fused})\n"
@@ -125,7 +127,9 @@ CACHE = """
 """
 
 
-@pytest.mark.parametrize(("state", "local_rank", "code"), [("hit", "0", VIOLATION), ("miss", "0", 0), ("hit", "1", 0)])
+@pytest.mark.parametrize(
+    ("state", "local_rank", "code"), [("hit", "0", VIOLATION), ("miss", "0", 0), ("hit", "1", 0)]
+)
 def test_a_cache_is_judged_before_hours_are_spent_on_it(
     training: Training, state: str, local_rank: str, code: int
 ) -> None:
@@ -137,7 +141,9 @@ def test_a_cache_is_judged_before_hours_are_spent_on_it(
 
 def test_a_loss_that_is_not_finite_names_the_last_one_that_was(training: Training) -> None:
     training.environ["RANK"] = "3"
-    done = training.run(script(loss="float('-inf') if step == 3 else 2.5 - step"), on_violation="stop")
+    done = training.run(
+        script(loss="float('-inf') if step == 3 else 2.5 - step"), on_violation="stop"
+    )
     assert done.returncode == VIOLATION
     line = "launch: stopped: loss is -inf (step 3, rank 3); last finite: loss 0.5 at step 2"
     assert done.stderr.strip() == line
@@ -159,7 +165,8 @@ def test_data_workers_do_not_outlive_it(training: Training) -> None:
     done = training.run(
         "import multiprocessing, time\n"
         "child = multiprocessing.get_context('fork').Process(target=time.sleep, args=(600,), daemon=True)\n"
-        "child.start(); print(child.pid, flush=True)\n" + textwrap.dedent(script(loss="float('nan')")),
+        "child.start(); print(child.pid, flush=True)\n"
+        + textwrap.dedent(script(loss="float('nan')")),
         on_violation="stop",
     )
     assert done.returncode == VIOLATION
@@ -178,11 +185,17 @@ def test_it_has_an_ending_of_its_own(training: Training, tmp_path: Path) -> None
     """What torchrun and the other ranks say when they are ended is not why the run ended."""
     training.out = tmp_path / "probe"
     training.run(script(), expect={"liger": "engaged"}, on_violation="stop")
-    (tmp_path / "console.log").write_text("Traceback (most recent call last):\nRuntimeError: gloo\n")
+    (tmp_path / "console.log").write_text(
+        "Traceback (most recent call last):\nRuntimeError: gloo\n"
+    )
     (tmp_path / "exit.json").write_text('{"returncode": 1, "signal": null}')
     verdict = judge_evidence("sft", {"liger": "engaged"}, read_run(tmp_path))
     finish = verdict.point("finish")
-    assert (verdict.status, finish.state, finish.detail["reason"]) == ("fail", "stopped", "violation")
+    assert (verdict.status, finish.state, finish.detail["reason"]) == (
+        "fail",
+        "stopped",
+        "violation",
+    )
     assert verdict.stopped == "liger expected engaged, seen not_engaged (step 3, rank 0)"
     assert finish.evidence[0].source == "probe"
     assert verdict.point("liger").state == "not_engaged"
@@ -200,11 +213,17 @@ DPO = """
     [("0.6931", "", False), ("0.6949", "", False), ("0.7126", "", True), ("0.66", "", True),
      ("0.7126", "accelerator.load_state()", False)],
 )  # fmt: skip
-def test_a_first_loss_that_is_not_ln_2(training: Training, loss: str, before: str, stale: bool) -> None:
+def test_a_first_loss_that_is_not_ln_2(
+    training: Training, loss: str, before: str, stale: bool
+) -> None:
     fake = training.folder / "packages" / "open_instruct" / "dpo_utils.py"
     fake.write_text("def build_reference_logprobs_cache(**_): pass\n")
-    told = script(loss=f"{loss} if step == 1 else 0.5").replace("for step", f"{before}\n    for step")
-    done = training.run(textwrap.dedent(DPO) + textwrap.dedent(told), first_loss=0.693147, on_violation="stop")
+    told = script(loss=f"{loss} if step == 1 else 0.5").replace(
+        "for step", f"{before}\n    for step"
+    )
+    done = training.run(
+        textwrap.dedent(DPO) + textwrap.dedent(told), first_loss=0.693147, on_violation="stop"
+    )
     assert done.returncode == (VIOLATION if stale else 0), done.stderr
     seen = [e["state"] for e in training.events("reference_cache")]
     assert seen == ["miss", "stale"] if stale else ["miss"]
@@ -239,7 +258,11 @@ def real(training: Training, text: str, **settings: Any) -> subprocess.Completed
     if folder.is_dir():
         folder.rename(training.folder / "fakes")
     return training.run(
-        textwrap.dedent(TINY) + textwrap.dedent(text), python=sys.executable, cpu=True, options=(), **settings
+        textwrap.dedent(TINY) + textwrap.dedent(text),
+        python=sys.executable,
+        cpu=True,
+        options=(),
+        **settings,
     )
 
 
@@ -371,7 +394,9 @@ def test_a_hang_is_shown_where_it_hangs_and_ended(training: Training) -> None:
     assert (told["step"], told["stopped"]) == (3, True)
     assert told["waited"] >= told["limit"] >= 4
     # how long is measured: where it hangs and on which rank is not
-    line = r"launch: stopped: nothing moved for \d+ s after step 3 \(limit \d+ s\), rank 0; stacks in "
+    line = (
+        r"launch: stopped: nothing moved for \d+ s after step 3 \(limit \d+ s\), rank 0; stacks in "
+    )
     assert re.match(line, done.stderr.strip()), done.stderr
     stacks = Path(told["stacks"]).read_text()
     assert "in collate" in stacks and "most recent call first" in stacks
@@ -464,14 +489,23 @@ def test_packed_dpo_leaks_beside_a_cache_and_so_does_its_reference_pass(place: P
         "dpo", str(CONFIGS / "dpo_open_instruct.yaml"), "model_name_or_path=build/demo/model",
         "max_train_steps=3", "packing=true", "expect.trend=any", "--gpus", "0",
     )  # fmt: skip
-    code, answer = launch(place, *words, "on_violation=warn", "expect.liger=engaged", "output_dir=build/demo/leaks")
+    code, answer = launch(
+        place, *words, "on_violation=warn", "expect.liger=engaged", "output_dir=build/demo/leaks"
+    )
     seen = states(answer)
     assert (code, seen["packing"], seen["finish"]) == (1, "leaking", "completed")
     record = Path(answer["data"]["run"]) / "probe" / "rank-0.jsonl"
-    told = [e for e in map(json.loads, record.read_text().splitlines()) if e["event"] == "violation"]
-    assert [(v["point"], v["step"], v["stopped"]) for v in told] == [("packing", 1, False), ("liger", 3, False)]
+    told = [
+        e for e in map(json.loads, record.read_text().splitlines()) if e["event"] == "violation"
+    ]
+    assert [(v["point"], v["step"], v["stopped"]) for v in told] == [
+        ("packing", 1, False),
+        ("liger", 3, False),
+    ]
 
-    code, answer = launch(place, *words, "activation_memory_budget=0.5", "output_dir=build/demo/apart")
+    code, answer = launch(
+        place, *words, "activation_memory_budget=0.5", "output_dir=build/demo/apart"
+    )
     seen = states(answer)
     assert (code, seen["packing"], seen["finish"]) == (1, "isolated", "stopped")
     # checkpointing does without the cache, but in training only: the reference pass leaks as before

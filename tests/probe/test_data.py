@@ -25,7 +25,9 @@ def folder(tmp_path: Path) -> Path:
 
 def probe(folder: Path, **settings: Any) -> Data:
     data = Data(Process(Settings("sft.py", str(folder), **settings)))
-    data.saw_tokenizer(types.SimpleNamespace(bos_token_id=BOS, eos_token_id=END, get_added_vocab=dict))
+    data.saw_tokenizer(
+        types.SimpleNamespace(bos_token_id=BOS, eos_token_id=END, get_added_vocab=dict)
+    )
     return data
 
 
@@ -51,7 +53,9 @@ def counted(folder: Path, rows: list[tuple[list[int], int]], **settings: Any) ->
     data, tally = probe(folder, **settings), Tally()
     ids, kwargs = batch_of(rows)
     data.count_batch(token_batch(ids, kwargs), tally)
-    data.add_sums({name: [float(value) for value in values] for name, values in tally.scalars.items()})
+    data.add_sums(
+        {name: [float(value) for value in values] for name, values in tally.scalars.items()}
+    )
     data.report()
     (event,) = [event for event in events(folder) if event["event"] == "data"]
     return event
@@ -66,16 +70,23 @@ PROMPT = [BOS, *range(10, 20)]
         ([([*PROMPT, 30, 31, END], 11)] * 4, {"ended": 4}),
         ([([*PROMPT, 30, 31], 11)] * 4, {"endless": 4}),
         # an end that has no label is none that is trained
-        ([([*PROMPT, 30, 31], 11), ([BOS, BOS, 10, 30, END], 3)], {"endless": 1, "begun_twice": 1, "ended": 1}),
+        (
+            [([*PROMPT, 30, 31], 11), ([BOS, BOS, 10, 30, END], 3)],
+            {"endless": 1, "begun_twice": 1, "ended": 1},
+        ),
     ],
 )
-def test_rows_are_read_one_by_one(folder: Path, rows: list[tuple[list[int], int]], count: dict[str, int]) -> None:
+def test_rows_are_read_one_by_one(
+    folder: Path, rows: list[tuple[list[int], int]], count: dict[str, int]
+) -> None:
     assert counted(folder, rows)["first"] == {"rows": len(rows), **count}
 
 
 def test_rows_of_the_maximal_length_are_cut_where_they_do_not_end(folder: Path) -> None:
     cut = [*PROMPT, 30, 31, 32]
-    event = counted(folder, [(cut, 11), ([*PROMPT, 30, 31, END], 11), ([*PROMPT, END], 11)], max_length=14)
+    event = counted(
+        folder, [(cut, 11), ([*PROMPT, 30, 31, END], 11), ([*PROMPT, END], 11)], max_length=14
+    )
     assert event["first"] == {"rows": 3, "ended": 2, "cut": 1}
     assert (event["full_rows"], event["rows"]) == (2, 3)
 
@@ -94,8 +105,18 @@ def test_pairs_that_are_equal_or_empty_or_hold_their_prompt_twice(folder: Path) 
     event = counted(folder, [pair[0] for pair in pairs] + [pair[1] for pair in pairs], pairs=True)
     assert (event["pairs"], event["equal_pairs"]) == (5, 1)
     first = event["first"]
-    shown = {name: first[name] for name in ("pairs", "equal", "empty", "prompt_twice", "promptless", "searched")}
-    assert shown == {"pairs": 5, "equal": 1, "empty": 1, "prompt_twice": 1, "promptless": 1, "searched": 4}
+    shown = {
+        name: first[name]
+        for name in ("pairs", "equal", "empty", "prompt_twice", "promptless", "searched")
+    }
+    assert shown == {
+        "pairs": 5,
+        "equal": 1,
+        "empty": 1,
+        "prompt_twice": 1,
+        "promptless": 1,
+        "searched": 4,
+    }
 
 
 def test_packed_samples_are_read_apart(folder: Path) -> None:
@@ -110,7 +131,12 @@ def test_packed_samples_are_read_apart(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("answer", "found"),
-    [([*PROMPT, 30, 31], True), ([7, 8, *PROMPT, 30], True), ([30, 31, 10, 11, 12], False), ([], False)],
+    [
+        ([*PROMPT, 30, 31], True),
+        ([7, 8, *PROMPT, 30], True),
+        ([30, 31, 10, 11, 12], False),
+        ([], False),
+    ],
 )
 def test_a_prompt_is_found_where_most_of_it_stands_again(answer: list[int], found: bool) -> None:
     assert is_repeated(PROMPT, answer) is found
@@ -130,7 +156,9 @@ class SFTTrainer:
         self.args = types.SimpleNamespace(max_length=128, packing=packing)
 
     def _prepare_dataset(self, dataset: FakeSet, *_: Any) -> FakeSet:
-        kept = dataset.filter(lambda row: row % 2 == 0, desc="Dropping fully masked examples from train dataset")
+        kept = dataset.filter(
+            lambda row: row % 2 == 0, desc="Dropping fully masked examples from train dataset"
+        )
         return FakeSet(kept[::4]) if self.args.packing else kept
 
 
@@ -144,5 +172,10 @@ def test_samples_are_counted_before_and_after_the_preparation(folder: Path, pack
     for name in ("train", "eval"):
         trainer(packing=packing)._prepare_dataset(sets(range(40)), None, None, packing, None, name)
     (event,) = events(folder)
-    assert (event["event"], event["given"], event["kept"], event["max_length"]) == ("data_rows", 40, 20, 128)
+    assert (event["event"], event["given"], event["kept"], event["max_length"]) == (
+        "data_rows",
+        40,
+        20,
+        128,
+    )
     assert [entry["rows"] for entry in event["dropped"]] == [20]

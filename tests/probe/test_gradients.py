@@ -44,8 +44,20 @@ TRUE: list[dict[str, Any]] = [
     {"engine": "zero3", "accumulation": 2, "sparse": True, **HALF},
 ]
 CORRUPT: list[dict[str, Any]] = [
-    {"engine": engine, "fault": kind, "accumulation": 4 if kind == "dropped" else 1, "clip": 0.1, **precision}
-    for engine, precision in (("ddp", {}), ("fsdp2", {}), ("zero1", HALF), ("zero2", HALF), ("zero3", HALF))
+    {
+        "engine": engine,
+        "fault": kind,
+        "accumulation": 4 if kind == "dropped" else 1,
+        "clip": 0.1,
+        **precision,
+    }
+    for engine, precision in (
+        ("ddp", {}),
+        ("fsdp2", {}),
+        ("zero1", HALF),
+        ("zero2", HALF),
+        ("zero3", HALF),
+    )
     for kind in ("bucket", "undivided", "dropped")
 ]
 UNKNOWN: list[dict[str, Any]] = [{"engine": "ddp", "unwatched": [1], "patience": 2}]
@@ -109,7 +121,9 @@ def test_true_gradients_are_true(case: dict[str, Any], runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("case", CORRUPT, ids=named)
-def test_corrupt_gradients_stop_the_run_in_the_step_that_is_wrong(case: dict[str, Any], runs: Runs) -> None:
+def test_corrupt_gradients_stop_the_run_in_the_step_that_is_wrong(
+    case: dict[str, Any], runs: Runs
+) -> None:
     found, exits = evidence_of(runs, case)
     assert VIOLATION in exits
     point = judge_evidence("sft", {"gradients": "true"}, found).point("gradients")
@@ -126,7 +140,9 @@ def test_corrupt_gradients_stop_the_run_in_the_step_that_is_wrong(case: dict[str
 
 
 @pytest.mark.parametrize("case", UNKNOWN, ids=named)
-def test_a_process_without_a_probe_is_waited_for_once_and_nothing_is_claimed(case: dict[str, Any], runs: Runs) -> None:
+def test_a_process_without_a_probe_is_waited_for_once_and_nothing_is_claimed(
+    case: dict[str, Any], runs: Runs
+) -> None:
     found, exits = evidence_of(runs, case)
     assert set(exits) == {0}
     point = judge_evidence("sft", {"gradients": "true"}, found).point("gradients")
@@ -183,7 +199,12 @@ def test_the_tolerance_lies_between_rounding_and_a_lost_micro_batch() -> None:
     ],
 )
 def test_releases_that_are_known_to_corrupt(
-    stage: int, version: str | None, wire: str | None, accumulation: int, severity: str | None, code: str | None
+    stage: int,
+    version: str | None,
+    wire: str | None,
+    accumulation: int,
+    severity: str | None,
+    code: str | None,
 ) -> None:
     config: dict[str, Any] = {"zero_optimization": {"stage": stage, "overlap_comm": True}}
     config |= {"communication_data_type": wire} if wire else {}
@@ -287,7 +308,9 @@ def test_what_repeats_differ_by_is_no_difference() -> None:
 
 
 def test_nothing_is_compared_with_a_corrupt_baseline() -> None:
-    bad = trial("a", LEARNS[:2], gradients="corrupt", cause="contract", reason="gradients are corrupt: w")
+    bad = trial(
+        "a", LEARNS[:2], gradients="corrupt", cause="contract", reason="gradients are corrupt: w"
+    )
     rows = compare([bad, trial("b", LEARNS, speed=150)])
     assert [row.standing for row in rows] == ["flawed", "unknown"]
     assert "gradients are corrupt: w" in rows[0].why and "nothing is compared" in rows[1].why
@@ -295,7 +318,10 @@ def test_nothing_is_compared_with_a_corrupt_baseline() -> None:
     assert (finding.severity, finding.code) == ("error", "corrupt-baseline")
     assert baseline_fault([trial("a", LEARNS)]) == ()
     # and gradients that nobody compared prove nothing
-    assert standings(trial("a", LEARNS), trial("b", LEARNS, speed=150, gradients="unknown"))[1] == ("unproven", False)
+    assert standings(trial("a", LEARNS), trial("b", LEARNS, speed=150, gradients="unknown"))[1] == (
+        "unproven",
+        False,
+    )
     # a sample is read as it was written
     one = trial("a", LEARNS)
     assert Sample.from_json(json.loads(json.dumps(one.as_json()))) == one
@@ -316,7 +342,9 @@ def test_gradients_that_nobody_compared_do_not_pass_where_deepspeed_corrupts_the
     assert not doubted or "corrupt gradients" in str(found.detail["reason"])
 
 
-def test_a_corrupting_file_is_refused_unless_it_is_allowed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_corrupting_file_is_refused_unless_it_is_allowed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     zero = {"stage": 2, "overlap_comm": True, "reduce_bucket_size": "auto"}
     config = {
         "bf16": {"enabled": "auto"}, "communication_data_type": "fp32", "zero_optimization": zero,
@@ -332,4 +360,6 @@ def test_a_corrupting_file_is_refused_unless_it_is_allowed(tmp_path: Path, capsy
         found = json.loads(capsys.readouterr().out)["findings"]
         (finding,) = [one for one in found if one["code"] == "overlap-corrupts"]
         assert (finding["key"], finding["layer"]) == ("deepspeed", "run")
-        assert [one["severity"] for one in found if one["severity"] == "error"] == [severity] * bool(severity)
+        assert [one["severity"] for one in found if one["severity"] == "error"] == [
+            severity
+        ] * bool(severity)

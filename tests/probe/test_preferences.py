@@ -24,9 +24,13 @@ def test_they_are_means_over_the_micro_batches(training: Training) -> None:
     with module.open("a") as stream:
         stream.write(textwrap.dedent(DPO_UTILS))
     loss = "            assert dpo_utils.compute_loss((3, 1), (1 + micro, 2))[0] == 'the losses'\n"
-    script = TRAIN.replace("    import torch\n", "    import torch\n    from open_instruct import dpo_utils\n")
+    script = TRAIN.replace(
+        "    import torch\n", "    import torch\n    from open_instruct import dpo_utils\n"
+    )
     script = script.replace(
-        "            assert accelerator.backward", f"{loss}            assert accelerator.backward", 1
+        "            assert accelerator.backward",
+        f"{loss}            assert accelerator.backward",
+        1,
     )
     done = training.run(script)
     assert (done.returncode, done.stderr) == (0, "")

@@ -222,7 +222,9 @@ def test_it_needs_the_standard_library_only_and_nothing_of_ours() -> None:
         assert all(n.level <= 1 for n in everywhere if isinstance(n, ast.ImportFrom)), path
 
 
-def test_all_of_it_is_there_before_the_script_begins_and_under_no_other_name(training: Training) -> None:
+def test_all_of_it_is_there_before_the_script_begins_and_under_no_other_name(
+    training: Training,
+) -> None:
     """The code of a run may be replaced while it trains, and a trainer may have a `record` of its own."""
     folder = training.folder / "a script"
     folder.mkdir()
@@ -270,7 +272,9 @@ def test_the_script_is_main(training: Training) -> None:
         ("1 +", 1, 1), ("import no_such_module", 1, 1),
     ],
 )  # fmt: skip
-def test_exit_codes_are_those_of_the_script(training: Training, script: str, code: int, recorded: int) -> None:
+def test_exit_codes_are_those_of_the_script(
+    training: Training, script: str, code: int, recorded: int
+) -> None:
     done = training.run(script)
     assert done.returncode in {code, 130 if code == -2 else code}
     assert [event["exit"] for event in training.events("end")] == [recorded]
@@ -349,7 +353,9 @@ def test_steps_of_two_micro_batches_the_model_and_the_optimizer(training: Traini
     assert (optimizer["class"], optimizer["zero_stage"]) == ("model.AdamW", None)
 
 
-def test_the_losses_of_trl_are_parts_already_and_evaluation_counts_no_tokens(training: Training) -> None:
+def test_the_losses_of_trl_are_parts_already_and_evaluation_counts_no_tokens(
+    training: Training,
+) -> None:
     script = TRAIN.replace("for step in", "model.training = False\n    for step in")
     training.run(script, divides_loss=True)
     assert [(s["loss"], s["tokens"]) for s in training.events("step")] == [(7, 0), (9, 0), (11, 0)]
@@ -357,7 +363,11 @@ def test_the_losses_of_trl_are_parts_already_and_evaluation_counts_no_tokens(tra
 
 def test_a_loss_that_is_not_finite(training: Training) -> None:
     training.run(TRAIN.replace("3.0 + step + micro", "float('inf') if step == 1 else 1.0"))
-    assert [(s["finite"], s["loss"]) for s in training.events("step")] == [(True, 1), (False, None), (True, 1)]
+    assert [(s["finite"], s["loss"]) for s in training.events("step")] == [
+        (True, 1),
+        (False, None),
+        (True, 1),
+    ]
     (found,) = training.events("nonfinite")
     assert (found["step"], found["value"]) == (2, "inf")
 
@@ -367,7 +377,14 @@ def test_memory_is_read_on_gpus_only_and_marked_where_a_phase_ends(training: Tra
     training.run(script)
     assert {(s["allocated_gib"], s["reserved_gib"]) for s in training.events("step")} == {(3, 4)}
     phases = [(e["phase"], e["step"]) for e in training.events("memory")]
-    assert phases == [("load", 0), ("prepare", 0), ("gradients", 1), ("optimizer", 1), ("steps", 3), ("end", 3)]
+    assert phases == [
+        ("load", 0),
+        ("prepare", 0),
+        ("gradients", 1),
+        ("optimizer", 1),
+        ("steps", 3),
+        ("end", 3),
+    ]
     assert {e["peak_allocated_gib"] for e in training.events("memory")} == {3.0}
     (device,) = training.events("device")
     assert (device["name"], device["total_gib"]) == ("A GPU", 80.0)
@@ -440,7 +457,9 @@ def test_the_dataset_cache(training: Training) -> None:
     )
     assert done.stderr == ""
     states = ["miss", "hit", "miss", "miss"]
-    assert [(e["state"], e["path"]) for e in training.events("dataset_cache")] == [(s, str(cache)) for s in states]
+    assert [(e["state"], e["path"]) for e in training.events("dataset_cache")] == [
+        (s, str(cache)) for s in states
+    ]
 
 
 def test_hooks_that_fail_are_notes(training: Training) -> None:
@@ -465,7 +484,9 @@ def test_hooks_that_fail_are_notes(training: Training) -> None:
     assert any("loss: AttributeError" in note for note in notes)
 
 
-def test_packages_of_another_shape_are_notes_and_broken_ones_fail_as_without(training: Training) -> None:
+def test_packages_of_another_shape_are_notes_and_broken_ones_fail_as_without(
+    training: Training,
+) -> None:
     packages = training.folder / "packages"
     accelerator = packages / "accelerate" / "accelerator.py"
     accelerator.write_text("class Accelerator:\n    pass\n")
@@ -478,7 +499,10 @@ def test_packages_of_another_shape_are_notes_and_broken_ones_fail_as_without(tra
     done = training.run("try:\n    import accelerate\nexcept ImportError as e:\n    print(e)")
     assert (done.returncode, done.stdout) == (0, "libcuda is missing\n")
     shutil.rmtree(packages / "accelerate")
-    assert "ModuleNotFoundError: No module named 'accelerate'" in training.run("import accelerate").stderr
+    assert (
+        "ModuleNotFoundError: No module named 'accelerate'"
+        in training.run("import accelerate").stderr
+    )
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
@@ -502,7 +526,10 @@ def test_children_train_on_and_write_nothing(training: Training, method: str) ->
     )
     assert done.stdout == "[1, 2, 3, 4]\n", done.stderr
     assert len(training.events("step")) == 1
-    assert [e["event"] for e in training.events() if e["event"] in {"start", "end"}] == ["start", "end"]
+    assert [e["event"] for e in training.events() if e["event"] in {"start", "end"}] == [
+        "start",
+        "end",
+    ]
 
 
 class OnDevice:
@@ -551,7 +578,9 @@ class Arrival:
         return 1500.0
 
 
-def test_nobody_waits_for_the_numbers_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nobody_waits_for_the_numbers_of_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cuda = types.SimpleNamespace(is_initialized=lambda: False, Event=Arrival)
     fake = types.SimpleNamespace(cuda=cuda, empty=Host, stack=list, float64=None)
     monkeypatch.setitem(sys.modules, "torch", fake)

@@ -47,7 +47,9 @@ ZERO_3 = """
 def load(folder: Path, *, zero: str = "", cast: str = "") -> tuple[str, dict[str, Any]]:
     """Load a model under the probe; returns what the script printed last, and the event about the frequencies."""
     script = folder / "script.py"
-    script.write_text(textwrap.dedent(LOAD).replace("ZERO", textwrap.dedent(zero)).replace("CAST", cast))
+    script.write_text(
+        textwrap.dedent(LOAD).replace("ZERO", textwrap.dedent(zero)).replace("CAST", cast)
+    )
     settings = {"target": str(script), "out": str(folder / "probe"), "cpu": True}
     environ = {
         **os.environ,
@@ -59,7 +61,12 @@ def load(folder: Path, *, zero: str = "", cast: str = "") -> tuple[str, dict[str
         "MASTER_PORT": "0",
     }
     done = subprocess.run(
-        [sys.executable, PROBE], cwd=folder, env=environ, capture_output=True, text=True, timeout=PATIENCE_S
+        [sys.executable, PROBE],
+        cwd=folder,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stderr
     lines = (folder / "probe" / "rank-0.jsonl").read_text().splitlines()

@@ -58,7 +58,9 @@ def test_ranks_that_are_not_at_the_same_step_agree_on_one_that_none_has_passed(
     pieces = [probe_of(watching, tmp_path / f"rank{rank}", rank, 3).preemption for rank in range(3)]
     module = sys.modules[type(pieces[0]).__module__]
     monkeypatch.setattr(module, "key_value_store", lambda: store)
-    assert [piece.has_reached(step) for piece, step in zip(pieces, (5, 6, 0), strict=True)] == [False] * 3
+    assert [piece.has_reached(step) for piece, step in zip(pieces, (5, 6, 0), strict=True)] == [
+        False
+    ] * 3
     # one machine alone has the request
     ask(tmp_path / "rank2")
     for piece in reversed(pieces):
@@ -95,7 +97,9 @@ def test_a_rank_waits_at_the_step_that_it_named_until_all_have(
 
 
 @pytest.mark.parametrize("content", ['{"attempt": 2}', "{", "[]", "null", '{"attempt": "1"}'])
-def test_a_request_of_another_attempt_or_a_torn_one_is_none(watching: Any, tmp_path: Path, content: str) -> None:
+def test_a_request_of_another_attempt_or_a_torn_one_is_none(
+    watching: Any, tmp_path: Path, content: str
+) -> None:
     (tmp_path / "save.json").write_text(content)
     piece = probe_of(watching, tmp_path, 0, 1).preemption
     assert not piece.look()

@@ -61,7 +61,10 @@ def test_the_run_of_each_tracker_is_recorded(tracked: Training) -> None:
         """
     )
     assert done.returncode == 0, done.stderr
-    events = [{k: v for k, v in one.items() if k not in ("t", "event")} for one in tracked.events("tracker")]
+    events = [
+        {k: v for k, v in one.items() if k not in ("t", "event")}
+        for one in tracked.events("tracker")
+    ]
     assert events == [
         {"tracker": "wandb", "id": "ab12cd34", "project": "p", "name": "calm-sea-1"},
         {"tracker": "mlflow", "id": "f" * 32, "project": "7", "name": "sunny-goat"},
@@ -127,6 +130,8 @@ def test_the_last_run_of_each_tracker_is_continued(tmp_path: Path) -> None:
     added = {"WANDB_RUN_ID": "second", "WANDB_RESUME": "allow", "LAUNCH_TRACKIO_RUN": "brave panda"}
     assert trackers.tracker_variables(runs, {}) == added
     # what the user's environment says is the user's
-    assert trackers.tracker_variables(runs, {"WANDB_RUN_ID": "own"}) == {"LAUNCH_TRACKIO_RUN": "brave panda"}
+    assert trackers.tracker_variables(runs, {"WANDB_RUN_ID": "own"}) == {
+        "LAUNCH_TRACKIO_RUN": "brave panda"
+    }
     assert trackers.tracker_variables(runs, {"WANDB_RESUME": "must"})["WANDB_RUN_ID"] == "second"
     assert "WANDB_RESUME" not in trackers.tracker_variables(runs, {"WANDB_RESUME": "must"})

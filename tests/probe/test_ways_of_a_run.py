@@ -49,7 +49,9 @@ FAKES = {
 
 
 @pytest.mark.parametrize(
-    ("script", "before"), [(OPEN_INSTRUCT, ""), (TRL, "wrote checkpoint\n")], ids=("open_instruct", "trl")
+    ("script", "before"),
+    [(OPEN_INSTRUCT, ""), (TRL, "wrote checkpoint\n")],
+    ids=("open_instruct", "trl"),
 )
 def test_it_ends_before_the_final_save(tmp_path: Path, script: str, before: str) -> None:
     training = Training(tmp_path)
@@ -99,7 +101,9 @@ def test_steps_are_counted_from_the_checkpoint(
 ) -> None:
     training = Training(tmp_path)
     fake = tmp_path / "packages" / "accelerate" / "accelerator.py"
-    fake.write_text(fake.read_text().replace("def load_state(self): pass", "def load_state(self, folder): pass"))
+    fake.write_text(
+        fake.read_text().replace("def load_state(self): pass", "def load_state(self, folder): pass")
+    )
     done = training.run(RESUMED.format(path=path, counted=counted))
     assert (done.returncode, done.stderr) == (0, "")
     assert [event["step"] for event in training.events("step")] == [base + 1, base + 2]
@@ -118,6 +122,8 @@ def test_a_numbered_cpu_can_be_loaded_onto(tmp_path: Path) -> None:
     )
     settings = json.dumps({"target": str(script), "out": str(tmp_path / "probe"), "cpu": True})
     env = {**os.environ, "LAUNCH_PROBE": settings}
-    done = subprocess.run([sys.executable, str(PROBE)], cwd=tmp_path, capture_output=True, text=True, env=env)
+    done = subprocess.run(
+        [sys.executable, str(PROBE)], cwd=tmp_path, capture_output=True, text=True, env=env
+    )
     assert done.returncode == 0, done.stderr
     assert "cpu_location" in (tmp_path / "probe" / "rank-0.jsonl").read_text()

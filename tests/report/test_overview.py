@@ -57,7 +57,9 @@ def test_a_row(folder: RunFolder) -> None:
     }  # fmt: skip
     assert set(overview.COLUMNS) <= {*row, "age"}
     # of one that is over the figures are its verdict's, of every rank
-    files.write_json(folder.verdict, {"steps": 4, "metrics": {"tokens_per_second": None, "last_loss": 1.5}})
+    files.write_json(
+        folder.verdict, {"steps": 4, "metrics": {"tokens_per_second": None, "last_loss": 1.5}}
+    )
     row = overview.read_row(folder)
     assert (row["step"], row["loss"], row["tokens/s"]) == (4, 1.5, None)
     # a further attempt goes on: the verdict is still that of the one before
@@ -115,7 +117,9 @@ def test_the_last_attempt_counts(folder: RunFolder) -> None:
 
 
 @pytest.mark.parametrize(("code", "state"), [(0, "finished"), (1, "failed")])
-def test_the_probe_knows_the_end_when_the_launcher_was_killed(folder: RunFolder, code: int, state: str) -> None:
+def test_the_probe_knows_the_end_when_the_launcher_was_killed(
+    folder: RunFolder, code: int, state: str
+) -> None:
     manifest(folder)
     record(folder, {"event": "start"}, step(1), {"event": "end", "exit": code})
     assert overview.read_row(folder)["state"] == state
@@ -142,14 +146,18 @@ def test_the_end_of_an_attempt_before_is_none_of_the_last(folder: RunFolder) -> 
     assert overview.read_row(folder)["state"] == "finished"
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"plan": {"gpus": "two"}}', '{"created": 5}', "\0"])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"plan": {"gpus": "two"}}', '{"created": 5}', "\0"]
+)
 def test_a_half_written_folder_is_a_row_too(folder: RunFolder, text: str) -> None:
     folder.manifest.write_text(text)
     row = overview.read_row(folder)
     assert (row["state"], row["step"], row["age"]) == ("lost", 0, None)
 
 
-def test_a_table_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_fits_a_narrow_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = str(Path.cwd() / "runs" / "b")
     rows = [{"variant": "a" * 20, "tokens/s": "5,865 (5,392 to 6,338)", "run": run}]
     names = ("variant", "tokens/s", "loss", "run")

@@ -88,7 +88,8 @@ def section(tree: Element, key: str) -> Element:
 def rows(found: Element) -> list[list[str]]:
     """The tables of a section as text."""
     return [
-        [" ".join(cell.text.split()) for cell in row.below if cell.name in ("td", "th")] for row in found.all("tr")
+        [" ".join(cell.text.split()) for cell in row.below if cell.name in ("td", "th")]
+        for row in found.all("tr")
     ]
 
 
@@ -98,7 +99,9 @@ def row_of(found: Element, first: str) -> list[str]:
 
 
 def curves(tree: Element) -> Any:
-    (data,) = (script for script in tree.all("script") if script.attributes.get("id") == "curves-data")
+    (data,) = (
+        script for script in tree.all("script") if script.attributes.get("id") == "curves-data"
+    )
     return json.loads(data.text)
 
 
@@ -182,7 +185,9 @@ def test_a_failed_run_begins_with_its_cause_and_the_end_of_its_log(tmp_path: Pat
     assert tail.text.splitlines()[-1] == "ValueError: row 7 has no messages"
     # progress bars and all: no more of it than can be read
     assert len(tail.text.splitlines()) <= 20
-    assert text.index("row 7 has no messages") < text.index('id="verdict"') < text.index('id="curves"')
+    assert (
+        text.index("row 7 has no messages") < text.index('id="verdict"') < text.index('id="curves"')
+    )
 
 
 def test_a_run_that_was_stopped_is_not_red(tmp_path: Path) -> None:
@@ -259,7 +264,10 @@ def test_the_curves_are_those_of_the_run(tree: Element) -> None:
     rates = enumerate(one["columns"]["learning_rate"], start=1)
     assert [n for n, v in rates if v is not None] == [*range(5, 41, 5)]
     shown = [p["key"] for p in told["panels"] if not p["folded"]]
-    assert " ".join(shown) == "loss learning_rate tokens memory rewards margin accuracy grad_norm wasted"
+    assert (
+        " ".join(shown)
+        == "loss learning_rate tokens memory rewards margin accuracy grad_norm wasted"
+    )
     titles = [h.text for h in section(tree, "curves").all("h3")]
     assert {"loss", "learning rate", "tokens/s", "reward margin", "logps/chosen"} <= set(titles)
 
@@ -267,7 +275,9 @@ def test_the_curves_are_those_of_the_run(tree: Element) -> None:
 def test_several_runs_share_the_charts_and_can_be_switched(tmp_path: Path) -> None:
     told = manifest(name="other")
     told["args"]["learning_rate"] = {"value": 1e-6, "origin": "configs/b.yaml:3"}
-    runs = series.load_runs([str(made(tmp_path / "one")), str(made(tmp_path / "two", told=told, steps=60))])
+    runs = series.load_runs(
+        [str(made(tmp_path / "one")), str(made(tmp_path / "two", told=told, steps=60))]
+    )
     tree = parsed(page.render(runs))
     assert [r["name"] for r in curves(tree)["runs"]] == ["dpo tulu", "dpo other"]
     boxes = [i for i in tree.all("input") if i.attributes["type"] == "checkbox"]
@@ -284,7 +294,9 @@ def test_several_runs_share_the_charts_and_can_be_switched(tmp_path: Path) -> No
 
 def test_figures_of_several_runs_show_the_difference_from_the_first(tmp_path: Path) -> None:
     runs = series.load_runs([str(made(tmp_path / "one")), str(made(tmp_path / "two", scale=2))])
-    (table,) = [t for t in parsed(page.render(runs)).all("table") if t.attributes.get("class") == "overview"]
+    (table,) = [
+        t for t in parsed(page.render(runs)).all("table") if t.attributes.get("class") == "overview"
+    ]
     first, second = rows(table)[1:]
     place = rows(table)[0].index("tokens/s")
     assert (first[place], second[place]) == ("6,000", "3,000−50.0%")
@@ -305,7 +317,10 @@ def test_the_validation_loss_is_drawn_beside_the_loss(tmp_path: Path) -> None:
     tree = parsed(page.render([series.load_run(evaluated(made(tmp_path / "one")))]))
     told = curves(tree)
     column = told["runs"][0]["columns"]["eval_loss"]
-    assert {step: value for step, value in enumerate(column, start=1) if value is not None} == {20: 0.5, 40: 0.4}
+    assert {step: value for step, value in enumerate(column, start=1) if value is not None} == {
+        20: 0.5,
+        40: 0.4,
+    }
     panel = next(panel for panel in told["panels"] if panel["key"] == "loss")
     assert [line["label"] for line in panel["lines"]] == ["training", "validation"]
     assert "eval_runtime" not in told["runs"][0]["columns"]
@@ -342,7 +357,14 @@ def test_answers_before_and_after_stand_beside_each_other(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    "record", [{}, [], {"prompts": 3}, {"prompts": [None, {"messages": "x", "before": 1, "after": []}]}, {"base": 1}]
+    "record",
+    [
+        {},
+        [],
+        {"prompts": 3},
+        {"prompts": [None, {"messages": "x", "before": 1, "after": []}]},
+        {"base": 1},
+    ],
 )
 def test_a_damaged_record_of_samples_breaks_no_page(record: Any, tmp_path: Path) -> None:
     folder = made(tmp_path / "one")
@@ -373,7 +395,9 @@ def test_a_run_from_its_results_alone(tmp_path: Path, run: Run) -> None:
         {"step": 3, "finite": True, "loss": 2.25, "nonsense": "text"},
     ]  # fmt: skip
     lines = [json.dumps(row) for row in table]
-    (kept / "metrics.jsonl").write_text("\n".join([lines[1], lines[0], lines[2], '{"step": 4, "lo']))
+    (kept / "metrics.jsonl").write_text(
+        "\n".join([lines[1], lines[0], lines[2], '{"step": 4, "lo'])
+    )
     (again,) = series.load_runs([str(kept)])
     assert again.verdict == run.verdict
     assert again.series.steps == (1, 2, 3)
@@ -406,12 +430,16 @@ def test_the_json_form_holds_the_same(run: Run) -> None:
 def hostile(tmp_path: Path) -> Run:
     told = manifest(name=NASTY)
     told["args"][NASTY] = {"value": NASTY, "origin": NASTY}
-    told["findings"].append({"severity": NASTY, "code": NASTY, "message": NASTY, "help": NASTY, "file": NASTY})
+    told["findings"].append(
+        {"severity": NASTY, "code": NASTY, "message": NASTY, "help": NASTY, "file": NASTY}
+    )
     told["argv"].append(NASTY)
     told["machine"]["host"] = NASTY
     told["trainer"]["packages"][NASTY] = NASTY
     line = "{'loss': '0.5', 'a</script><script>alert(3)</script>': '1.5'}\n"
-    broken = f'Traceback (most recent call last):\n  File "a.py", line 1\nValueError: {NASTY[:90]}\n'
+    broken = (
+        f'Traceback (most recent call last):\n  File "a.py", line 1\nValueError: {NASTY[:90]}\n'
+    )
     return series.load_run(made(tmp_path / "run", told=told, extra=line + broken))
 
 
@@ -465,5 +493,9 @@ def test_finish_writes_the_page_of_the_run_that_was_judged(tmp_path: Path) -> No
 def test_the_validation_loss_of_a_log_alone() -> None:
     run = series.load_run(DATA.parent / "corpus" / "trl_sft_eval.log")
     column = run.series.columns["eval_loss"]
-    measured = [(step, value) for step, value in zip(run.series.steps, column, strict=True) if value is not None]
+    measured = [
+        (step, value)
+        for step, value in zip(run.series.steps, column, strict=True)
+        if value is not None
+    ]
     assert measured == [(4, 6.099), (8, 5.668), (12, 5.597)]

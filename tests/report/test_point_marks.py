@@ -11,7 +11,13 @@ from launcher.verdict import summary
 
 def point(state: str, *, ok: bool | None = True, expected: str | None = None) -> dict[str, Any]:
     detail = {"wasted": "half of the batch is empty"}
-    return {"name": POINTS[0].name, "state": state, "ok": ok, "expected": expected, "detail": detail}
+    return {
+        "name": POINTS[0].name,
+        "state": state,
+        "ok": ok,
+        "expected": expected,
+        "detail": detail,
+    }
 
 
 @pytest.mark.parametrize("expected", [None, "any"])

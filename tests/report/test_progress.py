@@ -140,7 +140,9 @@ SAID = "2026 - finetune.py"
         (None, "Tokenizing: 10%|#  | 1/60 [00:01<00:20, 99 examples/s]\n", None),
     ],
 )  # fmt: skip
-def test_how_many_steps_there_will_be(tmp_path: Path, planned: int | None, text: str, total: int | None) -> None:
+def test_how_many_steps_there_will_be(
+    tmp_path: Path, planned: int | None, text: str, total: int | None
+) -> None:
     shown = watching(tmp_path, planned)
     write(tmp_path, step(3, 1.0))
     log(tmp_path, "an early line\n" + text)
@@ -148,7 +150,9 @@ def test_how_many_steps_there_will_be(tmp_path: Path, planned: int | None, text:
     assert shown.progress.total == total
 
 
-def test_a_terminal_that_has_gone_takes_nothing_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_that_has_gone_takes_nothing_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Gone:
         """A stream whose terminal was closed."""
 
@@ -164,7 +168,9 @@ def test_a_terminal_that_has_gone_takes_nothing_with_it(tmp_path: Path, monkeypa
     monkeypatch.undo()
 
 
-def test_a_terminal_gets_a_panel_that_changes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_terminal_gets_a_panel_that_changes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shown = watching(tmp_path, 3, terminal=True)
     with shown.showing():
         write(tmp_path, step(1, 1.0), step(2, 2.0))
@@ -207,19 +213,29 @@ def trained(steps: int) -> Progress:
 
 
 @pytest.mark.parametrize("columns", [80, 120])
-def test_the_panel_fits_and_shows_what_is_known(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_panel_fits_and_shows_what_is_known(
+    columns: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(live.time, "time", lambda: 1030.0)
-    head, figures, machine, proofs, tracked = shown_on(columns, trained(25), "https://wandb.ai/a/b/runs/c")
-    assert head.startswith("sft demo   █") and head.endswith("step 25/100   0:30 elapsed   1:15 left")
+    head, figures, machine, proofs, tracked = shown_on(
+        columns, trained(25), "https://wandb.ai/a/b/runs/c"
+    )
+    assert head.startswith("sft demo   █") and head.endswith(
+        "step 25/100   0:30 elapsed   1:15 left"
+    )
     assert figures.startswith("loss 0.0800 █") and "learning rate 1.00e-05" in figures
     assert machine == "100 tokens/s   61.2 of 80 GiB   checkpoint of step 20, 10s ago"
     assert proofs == ("so far: data cache hit, attention sdpa, packing isolated, liger engaged")
     assert tracked == "https://wandb.ai/a/b/runs/c"
     # the bar gives way to the words
-    assert shown_on(56, trained(25))[0] == "sft demo   █░░░   step 25/100   0:30 elapsed   1:15 left"
+    assert (
+        shown_on(56, trained(25))[0] == "sft demo   █░░░   step 25/100   0:30 elapsed   1:15 left"
+    )
 
 
-def test_before_the_first_step_the_phase_is_shown_with_its_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_before_the_first_step_the_phase_is_shown_with_its_clock(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     now = 1000.0
     monkeypatch.setattr("time.time", lambda: now)
     progress = Progress(total=10)
@@ -230,7 +246,9 @@ def test_before_the_first_step_the_phase_is_shown_with_its_clock(monkeypatch: py
     bar = b"Tokenizing train dataset (num_proc=2):  38%|###   | 150/400 [00:00<00:00, 1477.32 examples/s]"
     progress.read_phase(bar)
     now = 1006.0
-    assert shown_on(80, progress) == ["sft demo   Tokenizing train dataset 150/400   0:02   0:06 elapsed"]
+    assert shown_on(80, progress) == [
+        "sft demo   Tokenizing train dataset 150/400   0:02   0:06 elapsed"
+    ]
     progress.read_phase(b"model.safetensors:  45%|####      | 445M/988M [00:02<00:02, 400MB/s]")
     assert progress.describe() == "model.safetensors 445M/988M"
     progress.read_phase(b"Caching reference logprobs:  20%|##    | 3/15 [00:02<00:02, 1.2it/s]")
@@ -258,7 +276,9 @@ def test_a_curve_spans_all_values() -> None:
 def test_the_loss_is_the_mean_over_ranks(tmp_path: Path) -> None:
     """TRL divides the loss of each rank by the tokens of all: that of a rank with longer rows is larger."""
     view = watching(tmp_path)
-    write(tmp_path, {"event": "start", "world": 2}, step(1, 1.0, loss=13.0), step(2, 2.0, loss=14.0))
+    write(
+        tmp_path, {"event": "start", "world": 2}, step(1, 1.0, loss=13.0), step(2, 2.0, loss=14.0)
+    )
     other = tmp_path / "probe" / "rank-1.jsonl"
     other.write_text(json.dumps(step(1, 1.0, loss=11.0)) + "\n")
     view.read_new()
@@ -277,7 +297,9 @@ def test_the_loss_is_the_mean_over_ranks(tmp_path: Path) -> None:
 
 def test_what_was_proved_at_the_beginning_is_shown_to_whoever_comes_late(tmp_path: Path) -> None:
     (tmp_path / "probe").mkdir()
-    write(tmp_path, {"event": "start", "attempt": 2, "t": 1.0}, {"event": "packing", "state": "off"})
+    write(
+        tmp_path, {"event": "start", "attempt": 2, "t": 1.0}, {"event": "packing", "state": "off"}
+    )
     write(tmp_path, *(step(number, float(number), pad="x" * 900) for number in range(1, 300)))
     shown = watching(tmp_path)
     shown.read_new()
@@ -303,7 +325,10 @@ def test_epoch_and_preferences_out_of_the_log(tmp_path: Path, line: str, shown: 
     log(tmp_path, "an early line\n" + line + "\n")
     view.read_new()
     parts = view.progress.describe().split("   ")
-    assert ", ".join(part for part in parts if part.split()[0] in ("epoch", "margin", "accuracy")) == shown
+    assert (
+        ", ".join(part for part in parts if part.split()[0] in ("epoch", "margin", "accuracy"))
+        == shown
+    )
 
 
 def test_epoch_by_the_rows_where_no_log_says_it() -> None:

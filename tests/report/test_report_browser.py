@@ -116,7 +116,9 @@ def runs(tmp_path: Path) -> list[Run]:
     return series.load_runs([str(made(tmp_path / "one")), str(other)])
 
 
-def test_curves_are_drawn_and_switched_off(browser: Browser, runs: list[Run], tmp_path: Path) -> None:
+def test_curves_are_drawn_and_switched_off(
+    browser: Browser, runs: list[Run], tmp_path: Path
+) -> None:
     show(browser, tmp_path / "a.html", runs)
     for key in ("loss", "learning_rate", "tokens", "memory", "rewards", "margin", "accuracy"):
         for colour in ("--c0", "--c1"):
@@ -132,7 +134,9 @@ def test_curves_are_drawn_and_switched_off(browser: Browser, runs: list[Run], tm
     assert count(browser, "loss", "--c1") > 50
 
 
-def test_hovering_shows_the_values_of_all_runs(browser: Browser, runs: list[Run], tmp_path: Path) -> None:
+def test_hovering_shows_the_values_of_all_runs(
+    browser: Browser, runs: list[Run], tmp_path: Path
+) -> None:
     show(browser, tmp_path / "a.html", runs)
     assert found(browser, "#at").text == "last step"
     assert readout(browser, "loss") == [f"1{loss(40):.4g}", f"2{loss(60, 60):.4g}"]
@@ -151,7 +155,9 @@ def test_hovering_shows_the_values_of_all_runs(browser: Browser, runs: list[Run]
     assert readout(browser, "memory") == ["161.25/70.5", "230.63/35.25"]
 
 
-def test_smoothing_and_the_rest_of_the_curves(browser: Browser, runs: list[Run], tmp_path: Path) -> None:
+def test_smoothing_and_the_rest_of_the_curves(
+    browser: Browser, runs: list[Run], tmp_path: Path
+) -> None:
     show(browser, tmp_path / "a.html", runs)
     canvas = "return document.querySelector('#panel-loss canvas').toDataURL()"
     plain = browser.execute_script(canvas)
@@ -177,7 +183,10 @@ def test_texts_of_a_run_run_nothing(browser: Browser, tmp_path: Path) -> None:
     told = manifest(name=nasty)
     told["args"]["x"] = {"value": nasty, "origin": nasty}
     rows = [{"step": n, "loss": 1.0 / n, nasty: 1.0} for n in range(1, 20)]
-    verdict = {"status": nasty, "points": [{"name": nasty, "state": nasty, "detail": {"reason": nasty}}]}
+    verdict = {
+        "status": nasty,
+        "points": [{"name": nasty, "state": nasty, "detail": {"reason": nasty}}],
+    }
     runs = [series.run_from_records(tmp_path, told, verdict, rows) for _ in range(2)]
     show(browser, tmp_path / "a.html", series.rename_duplicates(runs))
     assert browser.title == "2 runs"
@@ -187,7 +196,9 @@ def test_texts_of_a_run_run_nothing(browser: Browser, tmp_path: Path) -> None:
     assert nasty in found(browser, "#more-curves figure h3").text
 
 
-def test_nothing_lies_outside_of_a_narrow_screen(browser: Browser, runs: list[Run], tmp_path: Path) -> None:
+def test_nothing_lies_outside_of_a_narrow_screen(
+    browser: Browser, runs: list[Run], tmp_path: Path
+) -> None:
     outside = """
     const width = document.documentElement.clientWidth;
     return [...document.querySelectorAll("#verdict ~ * code, #verdict ~ * td, .banner *, .overview *")]
@@ -197,14 +208,18 @@ def test_nothing_lies_outside_of_a_narrow_screen(browser: Browser, runs: list[Ru
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     try:
         show(browser, tmp_path / "a.html", runs[:1])
-        browser.execute_script("document.querySelectorAll('details.evidence').forEach((one) => { one.open = true; })")
+        browser.execute_script(
+            "document.querySelectorAll('details.evidence').forEach((one) => { one.open = true; })"
+        )
         assert browser.execute_script("return document.documentElement.scrollWidth") <= 390
         assert browser.execute_script(outside) == 0
     finally:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     # names and values of arguments and codes of findings stay whole
     show(browser, tmp_path / "a.html", runs)
-    browser.execute_script("document.querySelectorAll('details').forEach((d) => { d.open = true; })")
+    browser.execute_script(
+        "document.querySelectorAll('details').forEach((d) => { d.open = true; })"
+    )
     heights = browser.execute_script(
         "const codes = '#arguments ~ * th code, td.value code, #findings ~ * td > code';"
         "return [...document.querySelectorAll(codes)].map((one) => one.offsetHeight)"
@@ -240,7 +255,9 @@ def choose_axis(browser: Browser, name: str) -> None:
     count(browser, "loss", "--c0")
 
 
-def test_the_x_axis_shows_steps_tokens_or_time(browser: Browser, runs: list[Run], tmp_path: Path) -> None:
+def test_the_x_axis_shows_steps_tokens_or_time(
+    browser: Browser, runs: list[Run], tmp_path: Path
+) -> None:
     show(browser, tmp_path / "a.html", runs)
     for axis, end in (("tokens", "180k tokens"), ("time", "0:00:20"), ("step", "step 60")):
         choose_axis(browser, axis)
@@ -276,7 +293,9 @@ def test_a_logarithmic_scale(browser: Browser, runs: list[Run], tmp_path: Path) 
 def test_all_curves_as_csv(browser: Browser, tmp_path: Path) -> None:
     """A file from disk, of a page that may load nothing."""
     told = manifest(name='=2+3,"x"')
-    runs = series.load_runs([str(made(tmp_path / "one")), str(made(tmp_path / "two", told=told, steps=60))])
+    runs = series.load_runs(
+        [str(made(tmp_path / "one")), str(made(tmp_path / "two", told=told, steps=60))]
+    )
     show(browser, tmp_path / "a.html", runs)
     place = tmp_path / "downloads"
     place.mkdir()

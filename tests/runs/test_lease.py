@@ -36,7 +36,10 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 @pytest.fixture
 def container() -> tuple[str, ...]:
-    if shutil.which("unshare") is None or subprocess.run([*NAMESPACE, "true"], check=False).returncode:
+    if (
+        shutil.which("unshare") is None
+        or subprocess.run([*NAMESPACE, "true"], check=False).returncode
+    ):
         pytest.skip("no PID namespace can be made here")
     return NAMESPACE
 
@@ -188,7 +191,9 @@ def test_a_heartbeat_costs_next_to_nothing_and_outlives_a_tidied_folder(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["runs", "gone", "namespace"])
-def test_a_second_start_into_the_same_output_is_refused(world: World, where: str, container: tuple[str, ...]) -> None:
+def test_a_second_start_into_the_same_output_is_refused(
+    world: World, where: str, container: tuple[str, ...]
+) -> None:
     folder = training(world)
     second = world.prepared("exit=0", name="second", output=str(output(world)))
     env = {"XDG_STATE_HOME": str(world.root / "other state")}
@@ -269,7 +274,9 @@ def test_a_run_of_another_namespace_is_seen_running_and_can_be_stopped(
 
 
 @pytest.mark.slow
-def test_nothing_is_concluded_of_a_run_that_cannot_be_seen(world: World, container: tuple[str, ...]) -> None:
+def test_nothing_is_concluded_of_a_run_that_cannot_be_seen(
+    world: World, container: tuple[str, ...]
+) -> None:
     told = world.root / "told"
     folder = world.prepared(
         "pid=leader", "step=3", "sleep=600", output=str(output(world)),

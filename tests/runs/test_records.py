@@ -27,7 +27,11 @@ from launcher.runs import events, lease, rundir, runner, slurm
 from launcher.runs.rundir import RunFolder
 
 Capture = pytest.CaptureFixture[str]
-OVER, LIVE, HEALTHY = "20260101T000000Z-dpo-over", "20260102T000000Z-dpo-live", "20260103T000000Z-dpo-healthy"
+OVER, LIVE, HEALTHY = (
+    "20260101T000000Z-dpo-over",
+    "20260102T000000Z-dpo-live",
+    "20260103T000000Z-dpo-healthy",
+)
 SEED, NUMBER = int(os.environ.get("SEED", "1")), int(os.environ.get("N", "150"))
 
 
@@ -53,7 +57,9 @@ def live() -> Iterator[tuple[RunFolder, Sleeper]]:
 
 
 def add(folder: RunFolder, line: str) -> None:
-    with (folder.probe / "rank-0.jsonl").open("a", encoding="utf-8", errors="surrogatepass") as record:
+    with (folder.probe / "rank-0.jsonl").open(
+        "a", encoding="utf-8", errors="surrogatepass"
+    ) as record:
         record.write(f"{line}\n")
 
 
@@ -110,11 +116,25 @@ def test_what_is_left_out_is_said(capsys: Capture) -> None:
     assert f"{folder.probe / 'rank-0.jsonl'}:44" in said
 
 
-@pytest.mark.parametrize("name", ["expect", "plan", "args", "output", "resume", "contents", "stage", "deepspeed"])
+@pytest.mark.parametrize(
+    "name", ["expect", "plan", "args", "output", "resume", "contents", "stage", "deepspeed"]
+)
 def test_a_manifest_of_other_types_ends_no_command(name: str, capsys: Capture) -> None:
     folder = made(OVER)
     told = json.loads(folder.manifest.read_text())
-    for value in (None, -1, "@1e400", "@digits", "a\0b", "\ud800", "x" * 5000, [], {}, [[]], {"a": {}}):
+    for value in (
+        None,
+        -1,
+        "@1e400",
+        "@digits",
+        "a\0b",
+        "\ud800",
+        "x" * 5000,
+        [],
+        {},
+        [[]],
+        {"a": {}},
+    ):
         folder.manifest.write_text(dumped({**told, name: value}))
         assert OVER in states(capsys)
         for words in (["check", OVER], ["stop", OVER]):
@@ -123,7 +143,9 @@ def test_a_manifest_of_other_types_ends_no_command(name: str, capsys: Capture) -
 
 @pytest.mark.parametrize("name", ["loss", "liger", "finish", "batch", "trend"])
 @pytest.mark.parametrize("value", [{}, [], 3, True, "@nan", {"a": 1}])
-def test_an_expectation_that_is_no_word_is_never_met(name: str, value: object, capsys: Capture) -> None:
+def test_an_expectation_that_is_no_word_is_never_met(
+    name: str, value: object, capsys: Capture
+) -> None:
     folder = made(OVER)
     told = json.loads(folder.manifest.read_text())
     told["expect"][name] = value
@@ -135,7 +157,9 @@ def test_an_expectation_that_is_no_word_is_never_met(name: str, value: object, c
     assert main.main(["report", OVER]) == 0
 
 
-def test_a_run_that_cannot_be_read_is_a_row_with_the_reason(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_cannot_be_read_is_a_row_with_the_reason(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made(OVER)
     made(HEALTHY)
     read = overview._lasting_columns
@@ -169,9 +193,19 @@ def test_one_codec_takes_a_value_or_leaves_it(kind: Any, value: object, expected
 def test_a_record_without_what_it_is_about_is_none() -> None:
     left_out: list[codec.Omission] = []
     own = process.identify(os.getpid())
-    assert codec.read_record(process.Identity, {**own.as_json(), "namespace": "x"}, left_out).namespace is None
+    assert (
+        codec.read_record(process.Identity, {**own.as_json(), "namespace": "x"}, left_out).namespace
+        is None
+    )
     assert [str(one) for one in left_out] == ["`namespace` is 'x', not a whole number or null"]
-    for damage in ({"pid": 0}, {"pid": -3}, {"pid": 2**40}, {"pid": True}, {"pid": "1"}, {"host": None}):
+    for damage in (
+        {"pid": 0},
+        {"pid": -3},
+        {"pid": 2**40},
+        {"pid": True},
+        {"pid": "1"},
+        {"host": None},
+    ):
         assert process.parse_identity({**own.as_json(), **damage}) is None
     with pytest.raises(Misfit):
         codec.read_record(process.Identity, [])
@@ -179,7 +213,9 @@ def test_a_record_without_what_it_is_about_is_none() -> None:
 
 
 def test_no_text_of_a_record_is_one_that_no_path_can_be() -> None:
-    value = files.parse_line(b'{"a": "x\\u0000y", "\\ud800": ["\\udfff", "\\udc80", "\\ud83d\\ude00"]}')
+    value = files.parse_line(
+        b'{"a": "x\\u0000y", "\\ud800": ["\\udfff", "\\udc80", "\\ud83d\\ude00"]}'
+    )
     assert value == {"a": "x�y", "�": ["�", "\udc80", "😀"]}
 
 
@@ -187,7 +223,12 @@ def test_no_text_of_a_record_is_one_that_no_path_can_be() -> None:
 
 
 def named(folder: RunFolder, pid: int, **changes: Any) -> None:
-    told = {**process.identify(pid).as_json(), "mark": str(folder.path), "attempt": 1, "started": rundir.utc_now()}
+    told = {
+        **process.identify(pid).as_json(),
+        "mark": str(folder.path),
+        "attempt": 1,
+        "started": rundir.utc_now(),
+    }
     text = json.dumps({**told, **changes})
     folder.process.unlink(missing_ok=True)
     files.write_bytes(folder.process, text.encode(), mode=0o600)
@@ -213,7 +254,10 @@ def test_what_names_processes_is_for_its_owner_alone(tmp_path: Path) -> None:
         granted = lease.acquire(tmp_path / "out", folder.path)
     finally:
         os.umask(before)
-    modes = {path.name: path.stat().st_mode & 0o777 for path in (folder.process, folder.stop, granted.path)}
+    modes = {
+        path.name: path.stat().st_mode & 0o777
+        for path in (folder.process, folder.stop, granted.path)
+    }
     assert modes == {"process.json": 0o600, "stop.json": 0o600, "lease-1.json": 0o644}
 
 
@@ -233,7 +277,9 @@ def test_stop_ends_no_process_that_is_not_of_the_run(
     assert innocent.poll() is None
 
 
-def test_a_process_of_another_run_is_not_ended(live: tuple[RunFolder, Sleeper], capsys: Capture) -> None:
+def test_a_process_of_another_run_is_not_ended(
+    live: tuple[RunFolder, Sleeper], capsys: Capture
+) -> None:
     _, sleeper = live
     other = made(HEALTHY, ended=False)
     assert sleeper.child is not None
@@ -251,13 +297,18 @@ def test_a_record_that_others_may_write_is_done_without(live: tuple[RunFolder, S
     assert not sleeper.is_alive()
 
 
-def test_a_copy_of_a_live_run_has_no_processes(live: tuple[RunFolder, Sleeper], capsys: Capture) -> None:
+def test_a_copy_of_a_live_run_has_no_processes(
+    live: tuple[RunFolder, Sleeper], capsys: Capture
+) -> None:
     folder, sleeper = live
     copy = folder.path.with_name("20260109T000000Z-dpo-copy")
     subprocess.run(["cp", "-a", str(folder.path), str(copy)], check=True)
     for verb in ("stop", "attach"):
         assert main.main([verb, copy.name]) == 5
-        assert f"error[run-is-a-copy]: {copy.name} is a copy of {folder.path}" in capsys.readouterr().err
+        assert (
+            f"error[run-is-a-copy]: {copy.name} is a copy of {folder.path}"
+            in capsys.readouterr().err
+        )
     assert sleeper.is_alive()
     # its probe had written its end
     assert states(capsys) == {LIVE: "running", copy.name: "finished"}
@@ -292,15 +343,24 @@ def test_a_job_is_a_number_of_the_run_itself(job: object) -> None:
         slurm.require_own(folder)
 
 
-@pytest.mark.parametrize("log", ["Traceback (most recent call last):\nKeyboardInterrupt\n", "boom\n"])
-def test_runs_and_check_agree_where_the_end_could_not_be_recorded(log: str, capsys: Capture) -> None:
+@pytest.mark.parametrize(
+    "log", ["Traceback (most recent call last):\nKeyboardInterrupt\n", "boom\n"]
+)
+def test_runs_and_check_agree_where_the_end_could_not_be_recorded(
+    log: str, capsys: Capture
+) -> None:
     """Its folder became read-only: nothing but the probe, whose file was open, says that it ended."""
     folder = made(OVER, steps=20, ended=False, extra=log)
     lines = (folder.probe / "rank-0.jsonl").read_text().splitlines()[:-1]
-    (folder.probe / "rank-0.jsonl").write_text("\n".join([*lines, '{"event": "end", "exit": 1}', ""]))
+    (folder.probe / "rank-0.jsonl").write_text(
+        "\n".join([*lines, '{"event": "end", "exit": 1}', ""])
+    )
     (state,) = states(capsys).values()
     main.main(["check", OVER, "--format", "json"])
-    points = {point["name"]: point["state"] for point in json.loads(capsys.readouterr().out)["data"]["points"]}
+    points = {
+        point["name"]: point["state"]
+        for point in json.loads(capsys.readouterr().out)["data"]["points"]
+    }
     assert (state, points["finish"]) in {("stopped", "stopped"), ("failed", "crashed")}
     assert state == ("stopped" if "KeyboardInterrupt" in log else "failed")
 
@@ -333,7 +393,9 @@ def test_a_file_that_is_no_lease_ends_no_training(tmp_path: Path, name: str, con
 def test_a_lease_of_another_run_ends_a_training(tmp_path: Path) -> None:
     granted = lease.acquire(tmp_path, tmp_path / "run")
     other = lease.Lease(
-        path=leases(tmp_path) / "lease-2.json", run=str(tmp_path / "other"), owner=process.identify(os.getppid())
+        path=leases(tmp_path) / "lease-2.json",
+        run=str(tmp_path / "other"),
+        owner=process.identify(os.getppid()),
     )
     other.write()
     assert lease.find_successor(granted) is not None
@@ -342,7 +404,9 @@ def test_a_lease_of_another_run_ends_a_training(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [lease.LARGEST_FENCE, 10**60])
-def test_a_number_that_cannot_be_followed_is_refused_with_what_to_delete(tmp_path: Path, number: int) -> None:
+def test_a_number_that_cannot_be_followed_is_refused_with_what_to_delete(
+    tmp_path: Path, number: int
+) -> None:
     leases(tmp_path).mkdir(parents=True)
     stray = leases(tmp_path) / f"lease-{number}.json"
     stray.write_text("{}")
@@ -378,7 +442,10 @@ def test_no_record_makes_check_write_elsewhere(tmp_path: Path) -> None:
     before = sorted(elsewhere.rglob("*"))
     bench = rundir.runs_root() / "20260101T000000Z-bench-x"
     trial = made_runs.made(bench / "20260101T000001Z-dpo-trial")
-    files.write_json(bench / "bench.json", {"samples": [{"run": str(elsewhere)}, {"run": str(trial)}, {"run": 7}]})
+    files.write_json(
+        bench / "bench.json",
+        {"samples": [{"run": str(elsewhere)}, {"run": str(trial)}, {"run": 7}]},
+    )
     assert [run.path for run in rundir.campaign_runs(bench)] == [trial]
     main.main(["check", str(bench)])
     assert sorted(elsewhere.rglob("*")) == before
@@ -427,7 +494,9 @@ def scene(root: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
     shutil.copytree(DATA / "run_661540d", demo)
     for path in (demo / "runs").rglob("*"):
         if path.is_file():
-            path.write_text(path.read_text().replace("PLACE", str(demo)).replace("HOST", socket.gethostname()))
+            path.write_text(
+                path.read_text().replace("PLACE", str(demo)).replace("HOST", socket.gethostname())
+            )
     shutil.move(demo / "runs", root / "runs")
     monkeypatch.setenv("LAUNCH_RUNS", str(root / "runs"))
     monkeypatch.setenv("LAUNCH_CACHE", str(root / "cache"))
@@ -438,25 +507,43 @@ def scene(root: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
     granted = lease.acquire(demo / "out", finished)
     lease.keep_manifest(granted, json.loads((finished / "run.json").read_text()))
     lease.replace(granted, state="finished", code=0).write()
-    (made(OVER).probe / "rank-0.jsonl").open("a").writelines(json.dumps(event) + "\n" for event in RICH)
+    (made(OVER).probe / "rank-0.jsonl").open("a").writelines(
+        json.dumps(event) + "\n" for event in RICH
+    )
     over = made(OVER, attempt=2, first=20)
     files.write_json(over.path / "run.1.json", made_runs.manifest())
-    files.write_json(over.inputs(2), {"changed": [{"role": "data", "name": "a", "file": "a", "before": "1"}]})
+    files.write_json(
+        over.inputs(2), {"changed": [{"role": "data", "name": "a", "file": "a", "before": "1"}]}
+    )
     files.write_json(over.checksums, {"checkpoints": {"checkpoint-4": {"model.safetensors": "ab"}}})
     files.write_json(over.stop, {"attempt": 2, "after_checkpoint": False})
     files.write_json(over.job, {"job": "12", "run": str(over.path)})
     saved.trl(demo / "out", 8)
-    bench, pipeline = root / "runs" / "20260105T000000Z-bench-x", root / "runs" / "20260105T000000Z-pipeline-y"
+    bench, pipeline = (
+        root / "runs" / "20260105T000000Z-bench-x",
+        root / "runs" / "20260105T000000Z-pipeline-y",
+    )
     trial = made_runs.made(bench / "20260105T000001Z-dpo-trial")
-    sample = {"variant": "a", "curve": [[1, 1, 0.5]], "run": str(trial), "metrics": {"loss": 1.0}, "seconds": 3.5}
+    sample = {
+        "variant": "a",
+        "curve": [[1, 1, 0.5]],
+        "run": str(trial),
+        "metrics": {"loss": 1.0},
+        "seconds": 3.5,
+    }
     files.write_json(bench / "bench.json", {"key": "k", "samples": [sample]})
     pipeline.mkdir()
     files.write_json(
-        pipeline / "pipeline.json", {"key": "k", "state": "finished", "stages": [{"run": str(over.path)}]}
+        pipeline / "pipeline.json",
+        {"key": "k", "state": "finished", "stages": [{"run": str(over.path)}]},
     )
     cache = root / "cache" / "dataset-0123456789abcdef"
     digest = cache.name[8:] * 4
-    shown = {"kind": "folder", "count": 1, "files": [{"name": "a", "size": 3, "digest": "d", "mtime": 1.0}]}
+    shown = {
+        "kind": "folder",
+        "count": 1,
+        "files": [{"name": "a", "size": 3, "digest": "d", "mtime": 1.0}],
+    }
     described = {
         "kind": "dataset", "path": str(cache), "digest": digest, "stage": "dpo", "backend": "trl",
         "key": {"packing": True},
@@ -466,7 +553,13 @@ def scene(root: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
     head = {"launch_cache": folders.RECORD_VERSION, "created": rundir.utc_now()}
     files.write_json(cache / folders.RECORD, {**head, **described})
     for number, run in enumerate((finished, over.path)):
-        use = {"run": str(run), "attempt": 1 + number, "time": 1e9 + number, "config": None, "cache": described}
+        use = {
+            "run": str(run),
+            "attempt": 1 + number,
+            "time": 1e9 + number,
+            "config": None,
+            "cache": described,
+        }
         files.write_json(cache / folders.USES / f"{number}.json", use)
     rundir.register("caches", cache)
     for path in (finished, over.path, trial):
@@ -483,7 +576,9 @@ def scene(root: Path, monkeypatch: pytest.MonkeyPatch) -> Scene:
 
 
 @pytest.mark.slow
-def test_no_damage_to_any_record_ends_a_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_damage_to_any_record_ends_a_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`SEED=` other damage, `N=` more of it."""
     before = signal.getsignal(signal.SIGALRM)
     fuzz = Fuzz(scene(tmp_path / "scene", monkeypatch), monkeypatch)

@@ -21,7 +21,11 @@ def code(error: pytest.ExceptionInfo[UsageError]) -> str:
 
 @pytest.mark.parametrize(
     ("given", "host", "port"),
-    [("10.0.0.4", "10.0.0.4", 29500), ("head:1234", "head", 1234), ("[fe80::1%eth0]:1", "[fe80::1%eth0]", 1)],
+    [
+        ("10.0.0.4", "10.0.0.4", 29500),
+        ("head:1234", "head", 1234),
+        ("[fe80::1%eth0]:1", "[fe80::1%eth0]", 1),
+    ],
 )
 def test_by_options(given: str, host: str, port: int) -> None:
     expected = Rendezvous(nodes=3, rank=2, address=host, port=port)
@@ -36,7 +40,9 @@ def test_by_options(given: str, host: str, port: int) -> None:
         (2, 0, "head:65536", "bad-main-address"), (2, 0, "$(touch pwned)", "bad-main-address"),
     ],
 )  # fmt: skip
-def test_options_that_cannot_be(nodes: int, rank: int | None, address: str | None, expected: str) -> None:
+def test_options_that_cannot_be(
+    nodes: int, rank: int | None, address: str | None, expected: str
+) -> None:
     with pytest.raises(UsageError) as error:
         rendezvous.find_rendezvous(nodes, rank, address, {})
     assert code(error) == expected
@@ -107,7 +113,11 @@ def test_the_command_of_each_node(deepspeed: str) -> None:
     here = Rendezvous(nodes=2, rank=1, address="10.0.0.4", port=1234)
     made = rendezvous.fill_placeholders(argv, here)
     told = {option: made[made.index(option) + 1] for option in rendezvous.OPTIONS}
-    assert told == {"--machine_rank": "1", "--main_process_ip": "10.0.0.4", "--main_process_port": "1234"}
+    assert told == {
+        "--machine_rank": "1",
+        "--main_process_ip": "10.0.0.4",
+        "--main_process_port": "1234",
+    }
     assert made[made.index("--exp_name") + 1] == "NODE_RANK"
     changed = [a for a, b in zip(argv, made, strict=True) if a != b]
     assert changed == list(rendezvous.OPTIONS.values())

@@ -35,7 +35,9 @@ def run(root: Path, name: str, **manifest: object) -> RunFolder:
 def create(folder: RunFolder, *overrides: str, output: Path | None = None) -> None:
     text = SFT.format(more="exp_name: one")
     made = planned(from_text(folder.path.parent, text, *overrides))
-    content = manifest.build_manifest(1, rundir.utc_now(), made, built(made), trainer("torch"), output)
+    content = manifest.build_manifest(
+        1, rundir.utc_now(), made, built(made), trainer("torch"), output
+    )
     manifest.create(folder, content)
 
 
@@ -45,13 +47,22 @@ def test_a_manifest_is_written_and_read_by_one_type(tmp_path: Path) -> None:
     content = files.read_json(folder.manifest)
     # left out: trackers of a run that continues none, the script where it is the stage's own
     optional = {"trackers", "script"}
-    assert list(content) == [field.name for field in fields(RunRecord) if field.name not in optional]
+    assert list(content) == [
+        field.name for field in fields(RunRecord) if field.name not in optional
+    ]
     read = rundir.read_manifest(folder)
     assert read.left_out() == []
     assert (read.stage, read.attempt, read.gpus) == ("sft", 1, 0)
     assert read.plan.global_batch == content["plan"]["global"]
     # what is damaged reads as missing, and the rest stands
-    torn = Manifest({**content, "plan": {"global": "x", "gpus": 1}, "resume": [], "trainer": {"packages": {"a": 1}}})
+    torn = Manifest(
+        {
+            **content,
+            "plan": {"global": "x", "gpus": 1},
+            "resume": [],
+            "trainer": {"packages": {"a": 1}},
+        }
+    )
     assert torn.plan == PlanRecord(gpus=1)
     assert (torn.resumed_step, list(torn.packages)) == (None, [])
     damaged = Manifest({**content, "env": "HOME", "launch_commit": 7})
@@ -89,7 +100,8 @@ def test_the_same_output_is_another_attempt_of_the_newest_run(root: Path, tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("name", "shown"), [("../../etc", "..-..-etc"), ("a b\n'c'", "a-b-c"), ("ü", "run"), (TOKEN, "redacted")]
+    ("name", "shown"),
+    [("../../etc", "..-..-etc"), ("a b\n'c'", "a-b-c"), ("ü", "run"), (TOKEN, "redacted")],
 )
 def test_any_name_makes_a_folder_below_the_root(root: Path, name: str, shown: str) -> None:
     folder, _ = rundir.choose_folder("dpo", name, None, root)
@@ -129,7 +141,9 @@ def test_a_runs_folder_that_is_a_file(tmp_path: Path) -> None:
         rundir.make_folder(tmp_path / "runs" / "deeper", "sft", "a")
 
 
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "data.json"
     files.write_json(path, {"n": 1})
 
@@ -191,7 +205,9 @@ def test_one_row_a_micro_batch_is_not_expected_to_be_packed(tmp_path: Path) -> N
         assert packing(dpo, split) == "isolated"
 
 
-def test_runs_are_known_from_elsewhere(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_are_known_from_elsewhere(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     odd = tmp_path / "a 'b'\nü" / "runs"
     odd.mkdir(parents=True)
     for folder in (RunFolder(odd / "2025-b"), RunFolder(odd / "2025 b"), RunFolder(odd / "2025-a")):

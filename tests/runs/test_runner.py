@@ -62,9 +62,12 @@ def record(folder: RunFolder, attempt: int = 1) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("steps", "code", "number"), [(["print=2"], 0, None), (["raise=no"], 1, None), (["kill=KILL"], 137, 9)]
+    ("steps", "code", "number"),
+    [(["print=2"], 0, None), (["raise=no"], 1, None), (["kill=KILL"], 137, 9)],
 )
-def test_the_exit_is_recorded(folder: RunFolder, steps: list[str], code: int, number: int | None) -> None:
+def test_the_exit_is_recorded(
+    folder: RunFolder, steps: list[str], code: int, number: int | None
+) -> None:
     ended = runner.run(fake(*steps), folder, 1)
     assert (ended.returncode, ended.signal, ended.stopped) == (code, number, None)
     assert record(folder) == {
@@ -75,7 +78,9 @@ def test_the_exit_is_recorded(folder: RunFolder, steps: list[str], code: int, nu
     assert not runner.is_alive(folder.path)
 
 
-def test_a_full_disk_costs_the_records_not_the_run(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_costs_the_records_not_the_run(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(path: Path, data: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -85,7 +90,9 @@ def test_a_full_disk_costs_the_records_not_the_run(folder: RunFolder, monkeypatc
 
 
 @pytest.mark.parametrize(("where", "end"), [("group", "exit=0"), ("session", "kill=KILL")])
-def test_what_outlives_the_leader_is_ended(folder: RunFolder, pids: Path, where: str, end: str) -> None:
+def test_what_outlives_the_leader_is_ended(
+    folder: RunFolder, pids: Path, where: str, end: str
+) -> None:
     steps = [f"child={where}", f"wait={pids / 'child'}", end]
     runner.run(fake(*steps), folder, 1)
     # killed it is, but a busy machine may take its time to bury it
@@ -98,7 +105,9 @@ def written(folder: RunFolder, **changes: object) -> None:
     files.write_json(folder.process, {**own, **changes})
 
 
-@pytest.mark.parametrize("changes", [{"began": 1}, {"boot": "an earlier boot"}, {"host": "elsewhere"}, {"pid": None}])
+@pytest.mark.parametrize(
+    "changes", [{"began": 1}, {"boot": "an earlier boot"}, {"host": "elsewhere"}, {"pid": None}]
+)
 def test_a_reused_number_is_not_alive(folder: RunFolder, changes: dict[str, object]) -> None:
     assert not runner.is_alive(folder.path)
     written(folder)

@@ -65,7 +65,9 @@ def test_a_folder_is_never_shell(value: str, tmp_path: Path) -> None:
     script.write_bytes(os.fsencode(made(folder, launch=[str(bin / "launch"), value])))
     environ = {"PATH": f"{bin}:{os.environ['PATH']}", "OUT": str(out)}
     for shell in ("sh", "bash"):
-        subprocess.run([shell, str(script)], env=environ, check=True, cwd=tmp_path, timeout=PATIENCE_S)
+        subprocess.run(
+            [shell, str(script)], env=environ, check=True, cwd=tmp_path, timeout=PATIENCE_S
+        )
     words = [value, "exec", str(folder)]
     expected = [*words, "--prepare", *words] * 2
     assert out.read_bytes().decode().split("\0")[:-1] == expected
@@ -108,7 +110,13 @@ def test_options() -> None:
         "mem": None, "hold": False, "account": "it's $(x)", "requeue": True,
     }  # fmt: skip
     assert slurm.read_options(given, complain) == (
-        {"partition": "gpu", "cpus-per-task": "16", "time": "12:00:00", "exclusive": None, "account": "it's $(x)"},
+        {
+            "partition": "gpu",
+            "cpus-per-task": "16",
+            "time": "12:00:00",
+            "exclusive": None,
+            "account": "it's $(x)",
+        },
         [],
     )
     assert slurm.read_options({"requeue": False}, complain) == ({"no-requeue": None}, [])

@@ -90,9 +90,13 @@ def until_state(job: str, environ: dict[str, str], *wanted: str) -> None:
     until(lambda: state() in wanted, state)
 
 
-def submitted(folder: Path, launch: list[str], environ: dict[str, str], **options: str | None) -> str:
+def submitted(
+    folder: Path, launch: list[str], environ: dict[str, str], **options: str | None
+) -> str:
     folder.mkdir()
-    text = slurm.batch_script(folder, [*launch, "exec", str(folder)], nodes=2, gpus=0, options=options)
+    text = slurm.batch_script(
+        folder, [*launch, "exec", str(folder)], nodes=2, gpus=0, options=options
+    )
     return slurm.submit(RunFolder(folder), text, environ)
 
 
@@ -103,12 +107,15 @@ def told(folder: Path) -> list[dict[str, Any]]:
 
 def nodes_up(folder: Path, times: int = 1) -> Callable[[], bool]:
     started = ["exec", str(folder)]
-    return lambda: sum(one["argv"] == started and "stopped" not in one for one in told(folder)) >= 2 * times
+    return lambda: (
+        sum(one["argv"] == started and "stopped" not in one for one in told(folder)) >= 2 * times
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["two words $(touch pwned) `touch pwned`; 'a' \"b\" 100 %j", "new\nline\n#SBATCH --hold"]
+    "name",
+    ["two words $(touch pwned) `touch pwned`; 'a' \"b\" 100 %j", "new\nline\n#SBATCH --hold"],
 )
 def test_the_same_command_on_each_node_whatever_the_folder(
     name: str, tmp_path: Path, environ: dict[str, str], stand_in: list[str]
@@ -201,7 +208,9 @@ def steps_of(job: str) -> list[int]:
     return found
 
 
-def test_what_sbatch_refuses_is_said(tmp_path: Path, environ: dict[str, str], stand_in: list[str]) -> None:
+def test_what_sbatch_refuses_is_said(
+    tmp_path: Path, environ: dict[str, str], stand_in: list[str]
+) -> None:
     with pytest.raises(NotReady) as error:
         submitted(tmp_path / "run", stand_in, environ, partition="nowhere")
     message = error.value.findings[0].message
@@ -273,13 +282,18 @@ def state(launch: Callable[..., dict[str, Any]], run: Path) -> str:
 
 def until_word(launch: Callable[..., dict[str, Any]], run: Path, wanted: str) -> None:
     """Slurm does not wait for what left its job's process tree: keepers end a moment after the job."""
-    until(lambda: state(launch, run) == wanted, lambda: (state(launch, run), (run / "slurm.log").read_text()))
+    until(
+        lambda: state(launch, run) == wanted,
+        lambda: (state(launch, run), (run / "slurm.log").read_text()),
+    )
 
 
 @contextlib.contextmanager
 def standing_still(cluster: Cluster) -> Iterator[None]:
     trainers = [
-        pid for pid in slurm_cluster.left(cluster) if b"probe/run.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        pid
+        for pid in slurm_cluster.left(cluster)
+        if b"probe/run.py" in Path(f"/proc/{pid}/cmdline").read_bytes()
     ]
     for pid in trainers:
         os.kill(pid, signal.SIGSTOP)
@@ -302,7 +316,9 @@ def steps(run: Path) -> int:
 def test_two_nodes_train_are_queued_again_and_finish(
     launch: Callable[..., dict[str, Any]], environ: dict[str, str], cluster: Cluster
 ) -> None:
-    run = queued(launch, "again", "max_steps=10", "save_strategy=steps", "save_steps=2", "learning_rate=1e-3")
+    run = queued(
+        launch, "again", "max_steps=10", "save_strategy=steps", "save_steps=2", "learning_rate=1e-3"
+    )
     job = slurm.job_of(RunFolder(run))
     assert job is not None
     until(lambda: steps(run) > 2, lambda: (run / "slurm.log").read_text() + cluster.logs())
@@ -344,7 +360,10 @@ def test_two_nodes_whose_time_is_up_save_and_continue_by_themselves(
     cluster.call("scancel", "--batch", "--signal=USR1", job)
     until_state(job, environ, "PENDING")
     until_word(launch, run, "queued")
-    assert [one["preempted"] for one in map(rundir.read_json, run.glob("**/exit.json"))] == [True, True]
+    assert [one["preempted"] for one in map(rundir.read_json, run.glob("**/exit.json"))] == [
+        True,
+        True,
+    ]
     again(cluster, job)
     until_state(job, environ, "COMPLETED", "FAILED")
     until_word(launch, run, "finished")

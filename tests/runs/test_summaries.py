@@ -46,10 +46,14 @@ def opened_below(*folders: Path) -> Iterator[list[str]]:
         below += [path for path in noted if path.startswith(beginnings)]
 
 
-def make_run(root: Path, name: str, *, output: str, cwd: str = "/elsewhere", stage: str = "sft") -> RunFolder:
+def make_run(
+    root: Path, name: str, *, output: str, cwd: str = "/elsewhere", stage: str = "sft"
+) -> RunFolder:
     folder = RunFolder(root / name)
     folder.path.mkdir(parents=True)
-    files.write_json(folder.manifest, {"stage": stage, "backend": "trl", "output": output, "cwd": cwd})
+    files.write_json(
+        folder.manifest, {"stage": stage, "backend": "trl", "output": output, "cwd": cwd}
+    )
     return folder
 
 
@@ -67,7 +71,9 @@ def others(tmp_path: Path) -> Path:
 def mine(others: Path) -> RunFolder:
     """A run of this folder, begun, with a log."""
     output = str(others.parent / "model")
-    folder = make_run(rundir.runs_root(), "20260101T000000Z-sft-mine", output=output, cwd=os.getcwd())
+    folder = make_run(
+        rundir.runs_root(), "20260101T000000Z-sft-mine", output=output, cwd=os.getcwd()
+    )
     folder.console(1).write_text("one\ntwo\n")
     rundir.register("runs", folder.path)
     return folder
@@ -78,7 +84,9 @@ def state() -> Path:
 
 
 @pytest.mark.parametrize("name", ["last", "20260101T000000Z-sft-mine", "20260101T000000Z"])
-def test_a_run_is_found_without_opening_the_others(others: Path, mine: RunFolder, name: str, capsys: Capture) -> None:
+def test_a_run_is_found_without_opening_the_others(
+    others: Path, mine: RunFolder, name: str, capsys: Capture
+) -> None:
     # what an earlier command has read is kept
     rundir.find_run("last")
     with opened_below(others, state()) as opened:
@@ -98,12 +106,16 @@ def known_outputs() -> list[tuple[Path, str | None]]:
     return [(one.path, one.output) for one in rundir.summarize(rundir.known_runs())]
 
 
-def test_the_runs_into_an_output_are_known_without_opening_the_others(others: Path, mine: RunFolder) -> None:
+def test_the_runs_into_an_output_are_known_without_opening_the_others(
+    others: Path, mine: RunFolder
+) -> None:
     output = others.parent / "model"
     rundir.find_run("last")
     with opened_below(others, state()) as opened:
         assert rundir.choose_folder("sft", "mine", output, rundir.runs_root())[0] == mine
-        assert rundir.choose_folder("sft", "new", Path("/models/new"), others)[0].path.parent == others
+        assert (
+            rundir.choose_folder("sft", "new", Path("/models/new"), others)[0].path.parent == others
+        )
         pairs = known_outputs()
     assert len(opened) <= FEW
     assert len(pairs) == OTHERS + 1
@@ -113,7 +125,9 @@ def test_the_runs_into_an_output_are_known_without_opening_the_others(others: Pa
 def test_a_further_attempt_is_seen_at_once(others: Path, mine: RunFolder) -> None:
     assert rundir.find_run("last") == mine
     other = RunFolder(others / "20250101T000007Z-sft-other")
-    files.write_json(other.manifest, {"stage": "sft", "cwd": os.getcwd(), "output": "/models/moved"})
+    files.write_json(
+        other.manifest, {"stage": "sft", "cwd": os.getcwd(), "output": "/models/moved"}
+    )
     other.console(1).touch()
     assert rundir.find_run("last") == other
     assert (other.path, "/models/moved") in known_outputs()
@@ -121,7 +135,9 @@ def test_a_further_attempt_is_seen_at_once(others: Path, mine: RunFolder) -> Non
     assert rundir.find_run("last") == mine
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{", '{"version": 1, "runs": 3}', '{"version": 9, "runs": {}}'])
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{", '{"version": 1, "runs": 3}', '{"version": 9, "runs": {}}']
+)
 def test_a_damaged_file_of_summaries_is_made_anew(mine: RunFolder, content: str) -> None:
     kept = rundir.state_folder() / "summaries.json"
     rundir.find_run("last")

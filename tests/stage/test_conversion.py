@@ -329,7 +329,9 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def init(capsys: Capture, source: Path, *words: str) -> Answer:
-    path = next(path for path in (source.parent / f"stage_{n}.yaml" for n in range(9)) if not path.exists())
+    path = next(
+        path for path in (source.parent / f"stage_{n}.yaml" for n in range(9)) if not path.exists()
+    )
     code = main.main(["init", *words, "--from", str(source), "-o", str(path), "--format", "json"])
     answer = json.loads(capsys.readouterr().out)
     return Answer(code, path, answer.get("data") or {}, answer["findings"])
@@ -355,7 +357,9 @@ def script(text: str, name: str = "train.sh") -> Form:
 def flags_of(form: Form) -> set[str]:
     """The flags and keys of a source, by a reading of its own that knows no tool."""
     if form.name.endswith(("yaml", "yml")):
-        return {line.partition(":")[0] for line in form.text.splitlines() if re.match(r"\w+:", line)}
+        return {
+            line.partition(":")[0] for line in form.text.splitlines() if re.match(r"\w+:", line)
+        }
     lines = [line for line in form.text.splitlines() if not re.match(r"\s*#(?!SBATCH)", line)]
     text = "\n".join(line.replace("#SBATCH", "") for line in lines)
     flags = set(re.findall(r"(?:^|[\s\"(])(--[A-Za-z][\w-]*)", text))
@@ -363,7 +367,9 @@ def flags_of(form: Form) -> set[str]:
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: form.name)
-def test_a_source_of_each_form_becomes_a_valid_stage(form: Form, tmp_path: Path, capsys: Capture) -> None:
+def test_a_source_of_each_form_becomes_a_valid_stage(
+    form: Form, tmp_path: Path, capsys: Capture
+) -> None:
     answer = convert(form, tmp_path, capsys)
     assert (answer.data["stage"], answer.data["backend"]) == (form.stage, form.backend)
     assert main.main(["validate-config", str(answer.path)]) == 0
@@ -387,14 +393,18 @@ def test_every_flag_of_a_source_is_carried_or_named_with_the_reason(
         for target in targets:
             first = target.partition(".")[0]
             is_option = target.startswith("--") or first in config.options
-            assert is_option or target in config.args or (tmp_path / "their" / target).exists(), target
+            assert is_option or target in config.args or (tmp_path / "their" / target).exists(), (
+                target
+            )
     for name, reason in left_out.items():
         assert reason
         assert f"#   {name}" in answer.text
 
 
 def test_a_name_with_token_in_it_is_no_secret(tmp_path: Path, capsys: Capture) -> None:
-    command = "python sft.py --model_name_or_path org/tiny --dataset_name org/chats --save_steps 20_000"
+    command = (
+        "python sft.py --model_name_or_path org/tiny --dataset_name org/chats --save_steps 20_000"
+    )
     answer = convert(script(f"{command} --append_concat_token False"), tmp_path, capsys)
     assert answer.config.args["save_steps"] == 20000
     assert "--append_concat_token: False" in answer.text
@@ -436,11 +446,15 @@ def test_a_batch_script_carries_its_directives(tmp_path: Path, capsys: Capture) 
     ],
     ids=lambda value: getattr(value, "name", value),
 )
-def test_sharding_becomes_launchs_deepspeed(form: Form, name: str, tmp_path: Path, capsys: Capture) -> None:
+def test_sharding_becomes_launchs_deepspeed(
+    form: Form, name: str, tmp_path: Path, capsys: Capture
+) -> None:
     assert convert(form, tmp_path, capsys).config.options["deepspeed"] == name
 
 
-def test_files_of_accelerate_and_deepspeed_beside_the_script_are_read(tmp_path: Path, capsys: Capture) -> None:
+def test_files_of_accelerate_and_deepspeed_beside_the_script_are_read(
+    tmp_path: Path, capsys: Capture
+) -> None:
     source = write(
         tmp_path,
         script("accelerate launch --config_file accelerate.yaml trl/scripts/sft.py --model_name_or_path org/tiny "
@@ -468,7 +482,9 @@ def test_the_batch_of_a_source_stays_whatever_the_gpus_are(tmp_path: Path, capsy
         assert f"--gpus {gpus}" in answer.text
 
 
-def test_an_accumulation_that_counts_gpus_keeps_the_global_batch(tmp_path: Path, capsys: Capture) -> None:
+def test_an_accumulation_that_counts_gpus_keeps_the_global_batch(
+    tmp_path: Path, capsys: Capture
+) -> None:
     text = """
     GPUS=$(nvidia-smi -L | wc -l)
     torchrun --nproc_per_node=$GPUS train.py --model_name_or_path org/tiny --dataset_name org/chats \\
@@ -479,7 +495,9 @@ def test_an_accumulation_that_counts_gpus_keeps_the_global_batch(tmp_path: Path,
         assert answer.config.options["batch"] == {"global": 128, "per_device": 2}
 
 
-def test_a_script_that_only_divides_by_its_gpus_keeps_the_global_batch(tmp_path: Path, capsys: Capture) -> None:
+def test_a_script_that_only_divides_by_its_gpus_keeps_the_global_batch(
+    tmp_path: Path, capsys: Capture
+) -> None:
     text = """
     DEVICES=""
     GPUS=$(echo $DEVICES | awk -F',' '{print NF}')
@@ -490,7 +508,9 @@ def test_a_script_that_only_divides_by_its_gpus_keeps_the_global_batch(tmp_path:
     assert answer.config.options["batch"] == {"global": 512, "per_device": 1}
 
 
-def test_flags_of_ones_own_script_mean_what_their_names_say(tmp_path: Path, capsys: Capture) -> None:
+def test_flags_of_ones_own_script_mean_what_their_names_say(
+    tmp_path: Path, capsys: Capture
+) -> None:
     text = """
     CMD="deepspeed main.py \\
       --model_name org/tiny --train_file_dir org/chats --max_train_samples 100 \\
@@ -510,10 +530,16 @@ def test_flags_of_ones_own_script_mean_what_their_names_say(tmp_path: Path, caps
 @pytest.mark.parametrize(
     ("command", "stage"),
     [
-        ("launch.py loss=dpo model=llama ++model.name_or_path=org/tiny datasets=[org/pairs]", "dpo"),
+        (
+            "launch.py loss=dpo model=llama ++model.name_or_path=org/tiny datasets=[org/pairs]",
+            "dpo",
+        ),
         ("train.py --beta 0.1 --model_name_or_path org/tiny --dataset_name org/pairs", "dpo"),
         ("run_dpo.py --model_name_or_path org/tiny --dataset_name org/pairs", "dpo"),
-        ("qlora.py --bits 4 --double_quant --model_name_or_path org/tiny --dataset org/chats", "sft"),
+        (
+            "qlora.py --bits 4 --double_quant --model_name_or_path org/tiny --dataset org/chats",
+            "sft",
+        ),
         ("main.py --model org/tiny --dataset org/chats --lr 1e-4", "sft"),
     ],
 )
@@ -571,7 +597,9 @@ def test_arguments_of_the_script_can_be_given(tmp_path: Path, capsys: Capture) -
     assert answer.config.args["learning_rate"] == 1e-4
 
 
-def test_a_comment_between_continued_lines_is_carried_with_a_warning(tmp_path: Path, capsys: Capture) -> None:
+def test_a_comment_between_continued_lines_is_carried_with_a_warning(
+    tmp_path: Path, capsys: Capture
+) -> None:
     text = (
         "trl sft --model_name_or_path org/tiny \\\n  # the data\n  --dataset_name org/chats \\\n"
         "  # --packing \\\n  --output_dir out\n"
@@ -601,14 +629,18 @@ def test_secrets_are_named_and_never_written(secret: str, tmp_path: Path, capsys
 
 
 @pytest.mark.parametrize("name", [".hidden/config.yaml", "words.txt", "words"])
-def test_a_source_cannot_show_what_any_file_holds(name: str, tmp_path: Path, capsys: Capture) -> None:
+def test_a_source_cannot_show_what_any_file_holds(
+    name: str, tmp_path: Path, capsys: Capture
+) -> None:
     file = tmp_path / name
     file.parent.mkdir(exist_ok=True)
     file.write_text("private_words: 17\nnum_processes: 3\n")
     command = f"accelerate launch --config_file {file} train_sft.py {file} --model_name_or_path org/tiny --lr 1e-5"
     answer = init(capsys, write(tmp_path, script(f"{command}\nbash {file}\n. {file}\n")))
     assert answer.code == 0
-    assert "private_words" not in answer.text + json.dumps(answer.data) + json.dumps(answer.findings)
+    assert "private_words" not in answer.text + json.dumps(answer.data) + json.dumps(
+        answer.findings
+    )
 
 
 def test_nothing_of_a_script_is_run(tmp_path: Path, capsys: Capture) -> None:
@@ -648,7 +680,11 @@ def test_a_command_is_seen_wherever_it_stands(text: str, tmp_path: Path, capsys:
     command = "trl sft --model_name_or_path org/tiny --dataset_name org/chats --output_dir out"
     answer = convert(script(text.format(command=command)), tmp_path, capsys)
     args = answer.config.args
-    assert (args["model_name_or_path"], args["dataset_name"], args["output_dir"]) == ("org/tiny", "org/chats", "out")
+    assert (args["model_name_or_path"], args["dataset_name"], args["output_dir"]) == (
+        "org/tiny",
+        "org/chats",
+        "out",
+    )
 
 
 @pytest.mark.parametrize(
@@ -656,7 +692,11 @@ def test_a_command_is_seen_wherever_it_stands(text: str, tmp_path: Path, capsys:
     [
         ("torchrun --nproc_per_node=4 -m trl.scripts.sft", 4, 1),
         ("torchrun --nproc-per-node 2 --nnodes 1:2 trl/scripts/sft.py", 2, 2),
-        ("python3 -u -m torch.distributed.launch --use_env --nproc_per_node 8 trl/scripts/sft.py", 8, 1),
+        (
+            "python3 -u -m torch.distributed.launch --use_env --nproc_per_node 8 trl/scripts/sft.py",
+            8,
+            1,
+        ),
         ("deepspeed --num_gpus=4 trl/scripts/sft.py", 4, 1),
         ("accelerate launch --num_machines 2 --num_processes 16 trl/scripts/sft.py", 8, 2),
         ("python -m accelerate.commands.launch --num_processes=2 trl/scripts/sft.py", 2, 1),
@@ -665,17 +705,19 @@ def test_a_command_is_seen_wherever_it_stands(text: str, tmp_path: Path, capsys:
         ("trl sft --num_processes 4", 4, 1),
     ],
 )
-def test_devices_are_those_of_the_launcher(start: str, gpus: int, nodes: int, tmp_path: Path, capsys: Capture) -> None:
+def test_devices_are_those_of_the_launcher(
+    start: str, gpus: int, nodes: int, tmp_path: Path, capsys: Capture
+) -> None:
     flags = "--model_name_or_path org/tiny --dataset_name org/chats --per_device_train_batch_size 2"
     answer = convert(script(f"{start} {flags}".replace("\\n", "\n")), tmp_path, capsys)
     assert (answer.data["gpus"], answer.data["nodes"]) == (gpus, nodes)
     assert answer.config.options["batch"] == {"global": 2 * gpus * nodes, "per_device": 2}
 
 
-def test_torchtunes_command_line_names_the_recipe_that_is_not_here(tmp_path: Path, capsys: Capture) -> None:
-    text = (
-        "tune run --nproc_per_node 4 lora_finetune_distributed --config llama3_1/8B_lora epochs=2 optimizer.lr=1e-4\n"
-    )
+def test_torchtunes_command_line_names_the_recipe_that_is_not_here(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    text = "tune run --nproc_per_node 4 lora_finetune_distributed --config llama3_1/8B_lora epochs=2 optimizer.lr=1e-4\n"
     answer = convert(script(text), tmp_path, capsys)
     assert answer.findings_of("missing-source")
     assert answer.config.args["num_train_epochs"] == 2
@@ -687,7 +729,9 @@ def test_torchtunes_command_line_names_the_recipe_that_is_not_here(tmp_path: Pat
 
 
 def test_a_script_that_starts_another_one_is_followed(tmp_path: Path, capsys: Capture) -> None:
-    source = write(tmp_path, script("export MODEL=org/tiny\nsrun --nodes=2 -p gpu bash inner.sh out/x\n"))
+    source = write(
+        tmp_path, script("export MODEL=org/tiny\nsrun --nodes=2 -p gpu bash inner.sh out/x\n")
+    )
     (source.parent / "inner.sh").write_text(
         "#SBATCH --time=1:00:00\ntrl sft --model_name_or_path $MODEL --dataset_name org/chats --output_dir $1\n"
     )
@@ -697,7 +741,9 @@ def test_a_script_that_starts_another_one_is_followed(tmp_path: Path, capsys: Ca
     assert answer.data["nodes"] == 2
 
 
-def test_the_training_of_the_stage_is_taken_and_the_others_are_named(tmp_path: Path, capsys: Capture) -> None:
+def test_the_training_of_the_stage_is_taken_and_the_others_are_named(
+    tmp_path: Path, capsys: Capture
+) -> None:
     text = """
     trl sft --model_name_or_path org/tiny --dataset_name org/chats --output_dir a
     trl dpo --model_name_or_path org/tiny --dataset_name org/pairs --output_dir b
@@ -714,7 +760,12 @@ def test_the_training_of_the_stage_is_taken_and_the_others_are_named(tmp_path: P
     [
         ("echo hello\n", 3, "no-training", 1),
         ("\npython serve.py --port 80\n", 3, "no-training", 2),
-        ("accelerate launch grpo.py --model_name_or_path a --learning_rate 1\n", 3, "no-training", 1),
+        (
+            "accelerate launch grpo.py --model_name_or_path a --learning_rate 1\n",
+            3,
+            "no-training",
+            1,
+        ),
         ("bash nowhere.sh\n", 3, "missing-file", 1),
         ("accelerate launch scripts/$1.py --config $C\n", 3, "no-training", 1),
         ("accelerate launch run_sft.py --config $C\n", 0, "missing-source", 1),
@@ -730,8 +781,12 @@ def test_a_script_without_a_training_is_an_error_with_its_line(
     assert answer.path.exists() is (code == 0)
 
 
-def test_a_config_that_the_command_names_is_read_with_its_overrides(tmp_path: Path, capsys: Capture) -> None:
-    source = write(tmp_path, script("accelerate launch run_sft.py recipes/sft.yaml --learning_rate=3e-5\n"))
+def test_a_config_that_the_command_names_is_read_with_its_overrides(
+    tmp_path: Path, capsys: Capture
+) -> None:
+    source = write(
+        tmp_path, script("accelerate launch run_sft.py recipes/sft.yaml --learning_rate=3e-5\n")
+    )
     recipe = source.parent / "recipes" / "sft.yaml"
     recipe.parent.mkdir()
     recipe.write_text(HANDBOOK_MIXER.text + "learning_rate: 1.0e-5\n")
@@ -749,9 +804,16 @@ def test_an_inline_template_is_written_beside(tmp_path: Path, capsys: Capture) -
 
 def test_mixers_keep_their_shares_and_splits(tmp_path: Path, capsys: Capture) -> None:
     older = convert(HANDBOOK_MIXER, tmp_path, capsys).config.args["datasets"]
-    assert older == [{"path": "org/chats", "split": "train_sft[:50%]"}, {"path": "org/more", "split": "train_sft"}]
+    assert older == [
+        {"path": "org/chats", "split": "train_sft[:50%]"},
+        {"path": "org/more", "split": "train_sft"},
+    ]
     newer = convert(HANDBOOK_MIXTURE, tmp_path, capsys).config.args
-    assert newer["datasets"][1] == {"path": "org/more", "split": "train[:25%]", "columns": ["chosen", "rejected"]}
+    assert newer["datasets"][1] == {
+        "path": "org/more",
+        "split": "train[:25%]",
+        "columns": ["chosen", "rejected"],
+    }
     assert newer["test_split_size"] == 0.1
     assert newer["eval_strategy"] == "steps"
 
@@ -772,8 +834,15 @@ def test_what_trl_can_say_of_sets_is_carried(tmp_path: Path, capsys: Capture) ->
     assert samples["datasets"] == [{"path": "org/chats", "split": "train[:1000]"}]
     assert (samples["test_split_size"], samples["eval_strategy"]) == (0.1, "steps")
     swift = convert(SWIFT_SCRIPT, tmp_path, capsys).config.args
-    assert swift["datasets"] == [{"path": "org/chats", "split": "train[:500]"}, {"path": "org/more"}]
-    assert (swift["test_split_size"], swift["eval_strategy"], swift["eval_steps"]) == (0.01, "steps", 100)
+    assert swift["datasets"] == [
+        {"path": "org/chats", "split": "train[:500]"},
+        {"path": "org/more"},
+    ]
+    assert (swift["test_split_size"], swift["eval_strategy"], swift["eval_steps"]) == (
+        0.01,
+        "steps",
+        100,
+    )
 
 
 @pytest.mark.parametrize(
@@ -783,12 +852,16 @@ def test_what_trl_can_say_of_sets_is_carried(tmp_path: Path, capsys: Capture) ->
      (TORCHTUNE_FILE, "assistant_only_loss")],
     ids=lambda value: getattr(value, "name", value),
 )  # fmt: skip
-def test_tools_that_mask_questions_still_do(form: Form, key: str, tmp_path: Path, capsys: Capture) -> None:
+def test_tools_that_mask_questions_still_do(
+    form: Form, key: str, tmp_path: Path, capsys: Capture
+) -> None:
     assert convert(form, tmp_path, capsys).config.args[key] is True
 
 
 @pytest.mark.parametrize("form", [LLAMA_FACTORY_COMMAND, AXOLOTL_FILE], ids=lambda form: form.name)
-def test_tools_that_are_asked_to_train_on_questions_do(form: Form, tmp_path: Path, capsys: Capture) -> None:
+def test_tools_that_are_asked_to_train_on_questions_do(
+    form: Form, tmp_path: Path, capsys: Capture
+) -> None:
     text = form.text.replace("train_on_inputs: false", "train_on_inputs: true")
     text = text.replace("--plot_loss", "--train_on_prompt")
     args = convert(Form(form.name, text), tmp_path, capsys).config.args
@@ -801,7 +874,9 @@ def dataset_info(folder: Path) -> None:
     data.mkdir()
     chats = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
     (data / "chats.json").write_text(json.dumps([{"messages": chats}]))
-    (data / "alpaca.json").write_text(json.dumps([{"instruction": "hi", "input": "", "output": "yes"}]))
+    (data / "alpaca.json").write_text(
+        json.dumps([{"instruction": "hi", "input": "", "output": "yes"}])
+    )
     info = {
         "mine": {"file_name": "chats.json", "formatting": "sharegpt"},
         "questions": {"file_name": "alpaca.json"},
@@ -829,7 +904,9 @@ def test_rows_that_lie_here_are_to_be_converted_first(tmp_path: Path, capsys: Ca
     dataset_info(source.parent)
     answer = init(capsys, source)
     assert answer.code == 0, answer.findings
-    assert answer.config.args["datasets"] == [{"path": "json", "data_files": "converted/alpaca.jsonl"}]
+    assert answer.config.args["datasets"] == [
+        {"path": "json", "data_files": "converted/alpaca.jsonl"}
+    ]
     assert answer.config.args["assistant_only_loss"] is True
     command = next(remark for remark in answer.data["remarks"] if "launch data convert" in remark)
     words = command.partition("launch ")[2].split()
@@ -839,7 +916,8 @@ def test_rows_that_lie_here_are_to_be_converted_first(tmp_path: Path, capsys: Ca
 
 def test_a_local_file_is_data_of_its_reader(tmp_path: Path, capsys: Capture) -> None:
     source = write(
-        tmp_path, script("python train.py --model_name_or_path org/tiny --data_path rows.jsonl --lr 1e-5\n")
+        tmp_path,
+        script("python train.py --model_name_or_path org/tiny --data_path rows.jsonl --lr 1e-5\n"),
     )
     chats = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
     rows = source.parent / "rows.jsonl"
@@ -872,8 +950,14 @@ def test_the_global_batch_of_openrlhf_is_launchs(tmp_path: Path, capsys: Capture
 
 def test_findings_name_file_and_line_of_the_source(tmp_path: Path, capsys: Capture) -> None:
     answer = convert(TRL_SCRIPT, tmp_path, capsys)
-    unknown = [finding for finding in answer.findings_of("no-counterpart") if "--unheard_of" in finding["message"]]
-    assert [(finding["file"], finding["line"]) for finding in unknown] == [(str(tmp_path / "their" / "train.sh"), 16)]
+    unknown = [
+        finding
+        for finding in answer.findings_of("no-counterpart")
+        if "--unheard_of" in finding["message"]
+    ]
+    assert [(finding["file"], finding["line"]) for finding in unknown] == [
+        (str(tmp_path / "their" / "train.sh"), 16)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -883,7 +967,9 @@ def test_findings_name_file_and_line_of_the_source(tmp_path: Path, capsys: Captu
      "x() { x; x; x; x; x; }; x\n", "while [ 1 ]; do set -- a $@ $@; done\n", "case $1 in", "'unclosed",
      '"unclosed', "`", "for x in 1 2 3", "[[ -n", "((1+"],
 )  # fmt: skip
-def test_a_broken_script_ends_in_an_error_and_nothing_else(text: str, tmp_path: Path, capsys: Capture) -> None:
+def test_a_broken_script_ends_in_an_error_and_nothing_else(
+    text: str, tmp_path: Path, capsys: Capture
+) -> None:
     answer = init(capsys, write(tmp_path, script(text)))
     assert answer.code in (0, 3)
 
@@ -895,11 +981,19 @@ def test_a_broken_script_ends_in_an_error_and_nothing_else(text: str, tmp_path: 
             "torchrun --nproc_per_node 8 src/scripts/train/sft/OLMo-sft.py train run ckpt ai2/x --seq_len=4096",
             "OLMo-core",
         ),
-        ("python OLMo/src/scripts/train/sft/Olmo-3-7B-SFT.py launch run ckpt x --dataset_path d", "OLMo-core"),
-        ('torchrun "${OLMOCORE_PATH}/src/scripts/train/sft/OLMo-sft.py" train --save_folder=o', "OLMo-core"),
+        (
+            "python OLMo/src/scripts/train/sft/Olmo-3-7B-SFT.py launch run ckpt x --dataset_path d",
+            "OLMo-core",
+        ),
+        (
+            'torchrun "${OLMOCORE_PATH}/src/scripts/train/sft/OLMo-sft.py" train --save_folder=o',
+            "OLMo-core",
+        ),
     ],
 )
-def test_sft_on_olmo_core_is_named_as_not_supported(command: str, name: str, tmp_path: Path, capsys: Capture) -> None:
+def test_sft_on_olmo_core_is_named_as_not_supported(
+    command: str, name: str, tmp_path: Path, capsys: Capture
+) -> None:
     answer = init(capsys, write(tmp_path, script(f"set -e\n{command}\n")))
     (finding,) = answer.findings
     assert (answer.code, finding["code"], finding["line"]) == (3, "no-training", 2)
@@ -908,10 +1002,18 @@ def test_sft_on_olmo_core_is_named_as_not_supported(command: str, name: str, tmp
     assert not answer.path.exists()
 
 
-@pytest.mark.parametrize("program", ["src/scripts/train/sft.py", "olmo_sft.py", "train_sft_olmo.py"])
-def test_a_script_of_ones_own_about_olmo_is_none_of_olmo_core(program: str, tmp_path: Path, capsys: Capture) -> None:
-    command = f"python {program} --model_name_or_path org/tiny --dataset_name org/chats --output_dir o"
-    assert convert(script(command), tmp_path, capsys).config.args["model_name_or_path"] == "org/tiny"
+@pytest.mark.parametrize(
+    "program", ["src/scripts/train/sft.py", "olmo_sft.py", "train_sft_olmo.py"]
+)
+def test_a_script_of_ones_own_about_olmo_is_none_of_olmo_core(
+    program: str, tmp_path: Path, capsys: Capture
+) -> None:
+    command = (
+        f"python {program} --model_name_or_path org/tiny --dataset_name org/chats --output_dir o"
+    )
+    assert (
+        convert(script(command), tmp_path, capsys).config.args["model_name_or_path"] == "org/tiny"
+    )
 
 
 NEW_MODEL_AND_DATA = ("--model", "org/other", "--data", "org/rows")
@@ -924,7 +1026,9 @@ def test_a_model_and_data_that_are_named_take_the_place_of_the_sources(
     answer = convert(form, tmp_path, capsys, *NEW_MODEL_AND_DATA)
     args = answer.config.args
     assert args["model_name_or_path"] == "org/other"
-    data = [args.get(name) for name in ("dataset_name", "dataset_mixer_list", "mixer_list", "datasets")]
+    data = [
+        args.get(name) for name in ("dataset_name", "dataset_mixer_list", "mixer_list", "datasets")
+    ]
     assert [value for value in data if value is not None] in (
         ["org/rows"],
         [["org/rows", 1.0]],
@@ -936,7 +1040,9 @@ def test_a_model_and_data_that_are_named_take_the_place_of_the_sources(
     assert main.main(["validate-config", str(answer.path)]) == 0
 
 
-def test_what_was_said_of_the_sources_model_and_data_goes_with_them(tmp_path: Path, capsys: Capture) -> None:
+def test_what_was_said_of_the_sources_model_and_data_goes_with_them(
+    tmp_path: Path, capsys: Capture
+) -> None:
     text = (
         "trl sft --model_name_or_path $1 --model_revision abc --dataset_name org/chats "
         "--dataset_train_split train_sft --learning_rate 1e-5 --output_dir o"
@@ -961,7 +1067,9 @@ def test_one_of_both_leaves_the_other(tmp_path: Path, capsys: Capture) -> None:
     assert (args["model_name_or_path"], args["dataset_name"]) == ("org/other", "org/chats")
 
 
-def test_local_rows_that_are_named_are_loaded_by_their_file(tmp_path: Path, capsys: Capture) -> None:
+def test_local_rows_that_are_named_are_loaded_by_their_file(
+    tmp_path: Path, capsys: Capture
+) -> None:
     pair = {"prompt": "What is it?", "completion": "A list."}
     rows = tmp_path / "rows.jsonl"
     rows.write_text(f"{json.dumps(pair)}\n" * 4)
@@ -975,7 +1083,9 @@ def test_local_rows_that_are_named_are_loaded_by_their_file(tmp_path: Path, caps
     assert "assistant_only_loss" not in args
 
 
-def test_the_part_that_is_held_out_is_taken_of_the_data_that_are_named(tmp_path: Path, capsys: Capture) -> None:
+def test_the_part_that_is_held_out_is_taken_of_the_data_that_are_named(
+    tmp_path: Path, capsys: Capture
+) -> None:
     args = convert(AXOLOTL_FILE, tmp_path, capsys, *NEW_MODEL_AND_DATA).config.args
     before = convert(AXOLOTL_FILE, tmp_path, capsys).config.args
     assert args.get("test_split_size") == before.get("test_split_size")

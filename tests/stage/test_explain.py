@@ -179,12 +179,17 @@ def test_the_schema_for_editors_and_machines(out: Out) -> None:
     assert "read only where" in json.dumps(told)
     # the schema for machines
     told = json.loads(out("schema", "--stage", "dpo", "--format", "json"))["data"]["schemas"]
-    assert [(one["stage"], one["backend"]) for one in told] == [("dpo", "open_instruct"), ("dpo", "trl")]
+    assert [(one["stage"], one["backend"]) for one in told] == [
+        ("dpo", "open_instruct"),
+        ("dpo", "trl"),
+    ]
     fields = {field["name"]: field for field in told[0]["fields"]}
     assert fields["compile_model"]["reads"] == []
 
 
-def test_a_commit_before_a_further_script_has_a_schema(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_commit_before_a_further_script_has_a_schema(
+    write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
     write("oi/open_instruct/helper.py", HELPER)
     for name in ("finetune", "dpo_tune_cache"):
         root = write(f"oi/open_instruct/{name}.py", FINETUNE).parent.parent
@@ -217,7 +222,11 @@ args: {{model_name_or_path: m, dataset_name: a, hub_token: a-plain-password, run
 
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_a_token_is_not_told(write: Write, form: str, out: Out) -> None:
-    for key, content in (("additional_model_arguments", SECRETS), ("hub_token", TRL), ("run_name", TRL)):
+    for key, content in (
+        ("additional_model_arguments", SECRETS),
+        ("hub_token", TRL),
+        ("run_name", TRL),
+    ):
         said = out("explain", key, str(write("a.yaml", content)), "--format", form)
         assert "<redacted>" in said
         assert TOKEN not in said and "a-plain-password" not in said
@@ -252,7 +261,13 @@ class _Tree:
 
 def test_the_meaning_is_upstreams_own() -> None:
     source = Upstream(
-        backend="trl", root=Path("/x"), source="found", is_named=False, pin="1", version="1", packages={"pkg": _Tree()}
+        backend="trl",
+        root=Path("/x"),
+        source="found",
+        is_named=False,
+        pin="1",
+        version="1",
+        packages={"pkg": _Tree()},
     )
     for name, line, owner, text in (
         ("rate", 14, "Arguments", "The rate."),
@@ -276,7 +291,9 @@ def test_what_launch_derives_is_the_value_here(out: Out, write: Write) -> None:
     path = write("s.yaml", STAGE + "batch: {global: 128, per_device: 16}\n")
 
     def here(key: str, *words: str) -> str:
-        return next(line for line in out("explain", key, str(path), *words).splitlines() if "here  " in line)
+        return next(
+            line for line in out("explain", key, str(path), *words).splitlines() if "here  " in line
+        )
 
     assert here("per_device_train_batch_size") == f"  here       16  (batch: {path}:7, on 1 GPU)"
     assert here("gradient_accumulation_steps").startswith("  here       8  (batch: ")
@@ -306,12 +323,20 @@ def test_what_people_call_an_argument(
     assert sorted({one["key"] for one in explained}) == names
 
 
-def test_both_trainers_are_explained_where_none_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_both_trainers_are_explained_where_none_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["explain", "max_length", "--stage", "sft", "--format", "json"]) == Exit.OK
     explained = json.loads(capsys.readouterr().out)["data"]["explained"]
-    assert [(row["backend"], row["exists"]) for row in explained] == [("open_instruct", False), ("trl", True)]
+    assert [(row["backend"], row["exists"]) for row in explained] == [
+        ("open_instruct", False),
+        ("trl", True),
+    ]
     # a trainer that never had it is left out
-    assert main(["explain", "do_not_randomize_output_dir", "--stage", "sft", "--format", "json"]) == Exit.OK
+    assert (
+        main(["explain", "do_not_randomize_output_dir", "--stage", "sft", "--format", "json"])
+        == Exit.OK
+    )
     explained = json.loads(capsys.readouterr().out)["data"]["explained"]
     assert [row["backend"] for row in explained] == ["open_instruct"]
 

@@ -69,12 +69,28 @@ def test_a_fault_is_mended_and_nothing_else_changes(write: Write) -> None:
 
 LEFT = (
     # the new name says otherwise
-    (SFT + DATA + "  chat_template: a\n  chat_template_name: b\n", "chat_template", "another value"),
-    (SFT + "  dataset_mixer: {a: 1, b: 200, c: 0.5}\n", "dataset_mixer", "may be a share or a count"),
+    (
+        SFT + DATA + "  chat_template: a\n  chat_template_name: b\n",
+        "chat_template",
+        "another value",
+    ),
+    (
+        SFT + "  dataset_mixer: {a: 1, b: 200, c: 0.5}\n",
+        "dataset_mixer",
+        "may be a share or a count",
+    ),
     (SFT + "  dataset_mixer: {a: 9500.0}\n", "dataset_mixer", "neither a share nor a count"),
-    (SFT + DATA + "  dataset_mixer: {a: 1.0}\n", "dataset_mixer", "`dataset_mixer_list` is there too"),
+    (
+        SFT + DATA + "  dataset_mixer: {a: 1.0}\n",
+        "dataset_mixer",
+        "`dataset_mixer_list` is there too",
+    ),
     # an anchor that is still needed, what is interpolated elsewhere
-    (SFT + DATA + "  use_flash_attn: &x true\n  packing: *x\n", "use_flash_attn", "undefined alias"),
+    (
+        SFT + DATA + "  use_flash_attn: &x true\n  packing: *x\n",
+        "use_flash_attn",
+        "undefined alias",
+    ),
     (SFT + DATA + "  max_length: 8\n  seed: ${args.max_length}\n", "max_length", "max_length"),
     (TRL + "  mixer_list: [a, 1.0]\n", "mixer_list", "one set"),
     # a ratio that may be a number of steps
@@ -100,14 +116,24 @@ def test_there_is_no_guessing(write: Write) -> None:
 
 
 def test_the_rest_is_mended_although_one_is_left(write: Write) -> None:
-    text = SFT + DATA + "  max_length: long\n  use_flash_attn: true\n  chat_template: a\n  model_name: x\n"
+    text = (
+        SFT
+        + DATA
+        + "  max_length: long\n  use_flash_attn: true\n  chat_template: a\n  model_name: x\n"
+    )
     found = mended(write, text)
-    assert found.after == SFT + DATA + "  max_length: long\n  chat_template_name: a\n  model_name: x\n"
+    assert (
+        found.after == SFT + DATA + "  max_length: long\n  chat_template_name: a\n  model_name: x\n"
+    )
     assert reasons(found).keys() == {"args.max_length", "args.model_name"}
 
 
 def test_what_nothing_reads_is_deleted(write: Write) -> None:
-    text = SFT + DATA + "  # many\n  preprocessing_num_workers: 8 # CPUs\n  hf_metadata_dataset:\n  - a\n"
+    text = (
+        SFT
+        + DATA
+        + "  # many\n  preprocessing_num_workers: 8 # CPUs\n  hf_metadata_dataset:\n  - a\n"
+    )
     assert mended(write, text).after == SFT + DATA + "  # many\n"
     # what nothing reads stays where another key needs it
     text = SFT + "  dataset_name: a\n  dataset_config_name: b\n"
@@ -163,13 +189,18 @@ FIXED = (
     .replace("'chat_template'", "'chat_template_name'")
     .replace("dataset_mixer:", "dataset_mixer_list:")
     .replace(
-        '"a/b":   1.0    # ä\r\n        c: 0.5', '- "a/b"\r\n        - 1.0    # ä\r\n        - c\r\n        - 0.5'
+        '"a/b":   1.0    # ä\r\n        c: 0.5',
+        '- "a/b"\r\n        - 1.0    # ä\r\n        - c\r\n        - 0.5',
     )
 )
 
 
-@pytest.mark.parametrize(("mark", "end", "last"), [(b"", "\n", ""), (b"\xef\xbb\xbf", "\r\n", "\n\n  # end\n")])
-def test_everything_else_stays_byte_for_byte(write: Write, mark: bytes, end: str, last: str) -> None:
+@pytest.mark.parametrize(
+    ("mark", "end", "last"), [(b"", "\n", ""), (b"\xef\xbb\xbf", "\r\n", "\n\n  # end\n")]
+)
+def test_everything_else_stays_byte_for_byte(
+    write: Write, mark: bytes, end: str, last: str
+) -> None:
     name = "wandb_project_name"
     faulty, fixed = (
         (text.replace("run_name", name) + last).replace("\r", "").replace("\n", end).encode()
@@ -184,7 +215,10 @@ def test_everything_else_stays_byte_for_byte(write: Write, mark: bytes, end: str
 
 SHAPED = (
     # the key of a multi-line value, a list that is not indented
-    ("use_flash_attn: >-\n  a\n\n  b\n\n# after\nmodel_name_or_path: m\n", "\n# after\nmodel_name_or_path: m\n"),
+    (
+        "use_flash_attn: >-\n  a\n\n  b\n\n# after\nmodel_name_or_path: m\n",
+        "\n# after\nmodel_name_or_path: m\n",
+    ),
     ("use_flash_attn:\n- a\n- - b\n  - c # d\nmodel_name_or_path: m\n", "model_name_or_path: m\n"),
     # the end of a file without a line end
     ("model_name_or_path: m\n# c\nuse_flash_attn: a", "model_name_or_path: m\n# c"),
@@ -295,7 +329,9 @@ def test_the_shipped_files_are_mended_but_for_five(shipped: dict[str, tuple[Any,
     assert {name: keys for name, keys in left.items() if keys} == NOT_MECHANICAL
 
 
-def test_the_shipped_files_keep_their_comments_and_other_values(shipped: dict[str, tuple[Any, Fix]]) -> None:
+def test_the_shipped_files_keep_their_comments_and_other_values(
+    shipped: dict[str, tuple[Any, Fix]],
+) -> None:
     for before, found in shipped.values():
         assert not fix.of_file(found.path).changed
         after = load.load(found.path)
@@ -308,7 +344,9 @@ def test_the_shipped_files_keep_their_comments_and_other_values(shipped: dict[st
 
 
 @pytest.mark.slow
-def test_upstreams_own_parser_takes_the_mended_files(checkout: Path, shipped: dict[str, tuple[Any, Fix]]) -> None:
+def test_upstreams_own_parser_takes_the_mended_files(
+    checkout: Path, shipped: dict[str, tuple[Any, Fix]]
+) -> None:
     requests = []
     for before, found in shipped.values():
         after = stage.judge(load.load(found.path))

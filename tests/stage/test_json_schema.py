@@ -31,7 +31,9 @@ MORE: tuple[Any, ...] = (
 
 
 def schema_of(backend: str, name: str) -> Schema:
-    pinned = locate.Upstream(backend=backend, root=None, source="snapshot", is_named=False, pin="", version="")
+    pinned = locate.Upstream(
+        backend=backend, root=None, source="snapshot", is_named=False, pin="", version=""
+    )
     return locate.load_schema(pinned, name)
 
 
@@ -53,7 +55,10 @@ def validator(backend: str | None = None, name: str | None = None) -> Any:
 @cache
 def args_validator(backend: str, name: str) -> Any:
     """For `args` alone."""
-    schema = {"definitions": made(backend, name)["definitions"], "$ref": f"#/definitions/{backend}-{name}"}
+    schema = {
+        "definitions": made(backend, name)["definitions"],
+        "$ref": f"#/definitions/{backend}-{name}",
+    }
     return jsonschema.Draft7Validator(schema)
 
 
@@ -216,7 +221,9 @@ def test_a_field_tells_its_type_default_and_place(backend: str, name: str) -> No
             defaults[key] = told["default"]
     assert defaults == {key: fields[key].default for key in defaults}
     assert len(defaults) > len(fields) / 3
-    assert underlined(backend, name, defaults) == refused(wrong_with(backend, name, defaults)) == set()
+    assert (
+        underlined(backend, name, defaults) == refused(wrong_with(backend, name, defaults)) == set()
+    )
 
 
 @pytest.mark.parametrize(("backend", "name"), [("open_instruct", "sft"), ("trl", "dpo")])

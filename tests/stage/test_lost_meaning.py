@@ -21,7 +21,9 @@ args:
   push_to_hub: false
   try_launch_beaker_eval_jobs: false
 """
-OI_DPO = OPEN_INSTRUCT.replace("stage: sft", "stage: dpo").replace("dataset_mixer_list", "mixer_list")
+OI_DPO = OPEN_INSTRUCT.replace("stage: sft", "stage: dpo").replace(
+    "dataset_mixer_list", "mixer_list"
+)
 NO_DATA = OPEN_INSTRUCT.replace("  dataset_mixer_list: [org/data, 1.0]\n", "")
 TRL = """\
 stage: sft
@@ -48,7 +50,11 @@ LOST = (
     (TRL_DPO, "ref_adapter_name: old", ("adapter that is the reference", "merge")),
     (TRL_DPO, "model_adapter_name: mine", ("adapter that is trained", "folder")),
     (TRL_DPO, "force_use_ref_model: true", ("reference model of its own", "merge")),
-    (TRL_DPO, 'ref_model_init_kwargs: \'{"dtype": "float32"}\'', ("settings of its own", "check type")),
+    (
+        TRL_DPO,
+        'ref_model_init_kwargs: \'{"dtype": "float32"}\'',
+        ("settings of its own", "check type"),
+    ),
     (TRL_DPO, 'tools: \'[{"name": "f"}]\'', ("into every prompt", "column `tools`")),
 )
 HARMLESS = (
@@ -102,7 +108,12 @@ def test_it_is_said_before_and_after_the_fix(
         said = f"{finding['message']} {finding['help']}"
         assert all(word in said for word in words), said
     # a plan and a start say it too
-    words_of_dry_run = (path.read_text().partition("\n")[0].removeprefix("stage: "), str(path), "--gpus", "1")
+    words_of_dry_run = (
+        path.read_text().partition("\n")[0].removeprefix("stage: "),
+        str(path),
+        "--gpus",
+        "1",
+    )
     _, findings = answered(capsys, *words_of_dry_run, "--dry-run")
     assert about(findings, key)["code"] == "lost-meaning"
     code, _ = answered(capsys, "validate-config", "--strict", str(path))
@@ -123,7 +134,9 @@ def test_a_value_that_did_nothing_is_deleted(
     assert "lost-meaning" not in {one["code"] for one in findings}
 
 
-def test_what_a_parent_keeps_is_said_of_the_child(capsys: pytest.CaptureFixture[str], write: Write) -> None:
+def test_what_a_parent_keeps_is_said_of_the_child(
+    capsys: pytest.CaptureFixture[str], write: Write
+) -> None:
     parent = write("parent.yaml", f"{OPEN_INSTRUCT}  # lost: reduce_loss: sum\n")
     child = write("child.yaml", "extends: parent.yaml\nargs: {seed: 2}\n")
     _, findings = answered(capsys, "validate-config", str(child))
@@ -131,10 +144,15 @@ def test_what_a_parent_keeps_is_said_of_the_child(capsys: pytest.CaptureFixture[
     assert (finding["code"], finding["file"]) == ("lost-meaning", str(parent))
 
 
-def test_a_value_of_several_lines_and_the_last_line(capsys: pytest.CaptureFixture[str], write: Write) -> None:
+def test_a_value_of_several_lines_and_the_last_line(
+    capsys: pytest.CaptureFixture[str], write: Write
+) -> None:
     path = write("a.yaml", f"{TRL_DPO}  tools:\n    - a\n    - b\n  seed: 1\n")
     code, _ = answered(capsys, "validate-config", "--fix", str(path))
-    assert (code, path.read_text()) == (Exit.OK, f'{TRL_DPO}  # lost: tools: ["a", "b"]\n  seed: 1\n')
+    assert (code, path.read_text()) == (
+        Exit.OK,
+        f'{TRL_DPO}  # lost: tools: ["a", "b"]\n  seed: 1\n',
+    )
     path = write("a.yaml", f"{OPEN_INSTRUCT}  reduce_loss: sum")
     code, _ = answered(capsys, "validate-config", "--fix", str(path))
     assert (code, path.read_text()) == (Exit.OK, f"{OPEN_INSTRUCT}  # lost: reduce_loss: sum")
@@ -145,7 +163,9 @@ def test_explain_says_it(capsys: pytest.CaptureFixture[str]) -> None:
     assert "far too low" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("head", "listed"), [(NO_DATA, "dataset_mixer_list"), (OI_DPO, "mixer_list")])
+@pytest.mark.parametrize(
+    ("head", "listed"), [(NO_DATA, "dataset_mixer_list"), (OI_DPO, "mixer_list")]
+)
 def test_a_train_file_becomes_a_mixer_list(
     capsys: pytest.CaptureFixture[str], write: Write, head: str, listed: str
 ) -> None:

@@ -115,7 +115,9 @@ def test_deepspeed_by_path(write: Write, monkeypatch: pytest.MonkeyPatch, tmp_pa
     path = write("files/a.yaml", "stage: sft\ndeepspeed: ds.json\n")
     assert options.read(load(path), "sft")[0].deepspeed == beside
     assert options.read(load(path, ["deepspeed=ds2.json"]), "sft")[0].deepspeed == here
-    checkout = options.read(load(path, ["deepspeed=configs/ds3.json"]), "sft", [tmp_path / "checkout"])
+    checkout = options.read(
+        load(path, ["deepspeed=configs/ds3.json"]), "sft", [tmp_path / "checkout"]
+    )
     assert (checkout[0].deepspeed, checkout[0].deepspeed_name) == (there, "ds3")
 
 

@@ -135,7 +135,9 @@ def test_trl_names_its_own_class_and_an_abbreviation_counts(judged: Any) -> None
     assert "`max_seq_length` is not a field of SFTConfig" in found.findings[0].message
     assert "write `max_length`" in (found.findings[0].help or "")
     # an abbreviation counts for what upstream takes it for
-    found = judged(SFT.replace("push_to_hub: false", "push_to_hu: false").replace("jobs: false", "jobs: true"))
+    found = judged(
+        SFT.replace("push_to_hub: false", "push_to_hu: false").replace("jobs: false", "jobs: true")
+    )
     assert {f.code for f in found.findings} == {"abbreviated-key", "beaker-without-push"}
     # the mixer mapping is explained and nothing else is said of data
     found = judged(SFT.replace("dataset_mixer_list: [a, 1.0]", "dataset_mixer: {a: 1.0}"))
@@ -212,13 +214,19 @@ def test_the_wrapped_shape(judged: Any) -> None:
         "    push_to_hub: false\n    try_launch_beaker_eval_jobs: false\n"
     )
     made = stage.validate(judged(text))
-    assert (made.options.stage, made.options.gpus, made.options.deepspeed_name) == ("sft", 8, "zero3")
+    assert (made.options.stage, made.options.gpus, made.options.deepspeed_name) == (
+        "sft",
+        8,
+        "zero3",
+    )
     assert made.values["dataset_mixer_list"] == ["a", "1.0"]
     found = judged(text.replace("deepspeed_config: zero3", "deepspeed_conf: x") + "    sede: 1\n")
     assert brief(found) == [("unknown-option", "launch", 4), ("unknown-key", "parser", 11)]
 
 
-def test_all_files_that_the_checkout_ships_are_judged_with_every_fault_in_its_place(checkout: Path) -> None:
+def test_all_files_that_the_checkout_ships_are_judged_with_every_fault_in_its_place(
+    checkout: Path,
+) -> None:
     paths = sorted((checkout / "configs" / "train_configs").rglob("*.y*ml"))
     assert len(paths) == 98
     for path in paths:
@@ -235,7 +243,9 @@ def test_all_files_that_the_checkout_ships_are_judged_with_every_fault_in_its_pl
                 assert lines[finding.line - 1].lstrip().startswith(f"{key}:"), (path, finding)
 
 
-def test_bad_files_end_with_exit_code_3_and_a_place(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_files_end_with_exit_code_3_and_a_place(
+    write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
     for text in (
         b"stage: sft\nstage: sft\nargs: {}\n",
         b"stage: sft\nargs: {1: 2, [a]: b}\n",
@@ -274,7 +284,10 @@ def test_what_is_not_asked_for_cannot_be_expected(judged: Any) -> None:
         findings = judged(lines + text).findings
         found = [f for f in findings if f.code == "impossible-expectation"]
         assert [one.severity for one in found] == ([] if severity is None else [severity]), lines
-        assert all(one.line in {1, 2} and "cannot hold" in one.message and part in one.message for one in found)
+        assert all(
+            one.line in {1, 2} and "cannot hold" in one.message and part in one.message
+            for one in found
+        )
         alone = part == ALONE or lines == ONE
         assert ("packing-of-one" in {f.code for f in findings}) == alone
 

@@ -43,7 +43,9 @@ def said(root: Path, write: Write) -> Judge:
 def test_an_argument_that_nothing_reads_here(said: Judge) -> None:
     found = said("forgotten: 4")["args.forgotten"]
     assert (found.severity, found.layer, found.code) == ("warning", "run", "unread-key")
-    assert found.message == ("`forgotten` does nothing: no read found on the path of open_instruct/finetune.py")
+    assert found.message == (
+        "`forgotten` does nothing: no read found on the path of open_instruct/finetune.py"
+    )
     assert found.help == "delete the line"
     assert found.line == 5
     # an argument of another mode
@@ -103,7 +105,11 @@ def test_what_acts_is_not_mentioned(said: Judge) -> None:
 def test_refused_by_the_source(said: Judge) -> None:
     found = said("use_qlora: true")
     refused = found["args.use_qlora"]
-    assert (refused.code, refused.severity, refused.layer) == ("refused-by-source", "error", "parser")
+    assert (refused.code, refused.severity, refused.layer) == (
+        "refused-by-source",
+        "error",
+        "parser",
+    )
     assert "raises ValueError where `not use_lora` and `use_qlora`" in refused.message
     later = said("spare: 200")["args.spare"]
     assert (later.code, later.layer) == ("refused-by-source", "run")
@@ -133,7 +139,12 @@ def test_an_argument_that_must_be_given(root: Path, write: Write) -> None:
 
     # the folder is named by launch
     (found,) = judged(STAGE)
-    assert (found.code, found.layer, found.key, found.line) == ("missing-argument", "parser", "args.spare", 2)
+    assert (found.code, found.layer, found.key, found.line) == (
+        "missing-argument",
+        "parser",
+        "args.spare",
+        2,
+    )
     assert found.message == f"`spare` must be given: it has no default  ({where})"
     assert judged(STAGE + "  spare: 1\n") == []
     # one error for each: no rule says again that no model is named

@@ -86,7 +86,9 @@ class _Flash(torch.autograd.Function):
         return dq, dk, dv, None
 
 
-def _flash_attention(module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any) -> Any:
+def _flash_attention(
+    module: Any, query: Any, key: Any, value: Any, mask: Any, **kwargs: Any
+) -> Any:
     """transformers' flash path: (batch, heads, length, dim) in, (batch, length, heads, dim) out."""
     # fp32 states (autocast, adapters in fp32) are cast for the kernel
     query, key, value = (t.to(HALF).transpose(1, 2) for t in (query, key, value))
@@ -220,7 +222,13 @@ def _liger(model: Any) -> list[tuple[Any, str, Any]]:
             changes.append((value, "forward", lambda self, x: _Norm.apply(x, self.weight)))
         if name.endswith("MLP"):
             changes.append((value, "forward", _swiglu))
-    changes.append((source, "apply_rotary_pos_emb", lambda q, k, cos, sin, *_, **__: _Rope.apply(q, k, cos, sin)))
+    changes.append(
+        (
+            source,
+            "apply_rotary_pos_emb",
+            lambda q, k, cos, sin, *_, **__: _Rope.apply(q, k, cos, sin),
+        )
+    )
     return changes
 
 
@@ -252,7 +260,11 @@ def build(
         import peft
 
         settings = peft.LoraConfig(
-            r=lora, lora_alpha=16, lora_dropout=dropout, target_modules=list(targets), task_type="CAUSAL_LM"
+            r=lora,
+            lora_alpha=16,
+            lora_dropout=dropout,
+            target_modules=list(targets),
+            task_type="CAUSAL_LM",
         )
         # parameters without data cannot be moved
         with _replaced((torch.nn.Module, "to", lambda self, *_, **__: self)):
@@ -304,7 +316,11 @@ class _Tiled(torch.autograd.Function):
         part = hidden[:4096].to(HALF)
         words = weight[:32768].to(HALF)
         del part, words
-        return (d_hidden.to(hidden.dtype), None if d_weight is None else d_weight.to(weight.dtype), None)
+        return (
+            d_hidden.to(hidden.dtype),
+            None if d_weight is None else d_weight.to(weight.dtype),
+            None,
+        )
 
 
 def tiled_loss(model: Any, batch: dict[str, Any]) -> Any:
@@ -336,7 +352,9 @@ def _plain_olmo_core(name: str, *, vocab: int, layers: int) -> Any:
     from olmo_core.nn.attention import AttentionBackendName
     from olmo_core.nn.transformer import TransformerConfig
 
-    config = getattr(TransformerConfig, name)(vocab_size=vocab, attn_backend=AttentionBackendName.torch)
+    config = getattr(TransformerConfig, name)(
+        vocab_size=vocab, attn_backend=AttentionBackendName.torch
+    )
     config.n_layers = layers
     return config.build(init_device="cpu")
 
@@ -358,7 +376,9 @@ def _olmo_core(name: str, *, vocab: int, layers: int) -> Any:
     return model
 
 
-def measure_olmo_core(name: str, vocab: int, *, layers: int, rows: int, length: int, no_grad: bool) -> int:
+def measure_olmo_core(
+    name: str, vocab: int, *, layers: int, rows: int, length: int, no_grad: bool
+) -> int:
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = _olmo_core(name, vocab=vocab, layers=layers)
         for module in model.modules():
@@ -377,14 +397,18 @@ def measure_olmo_core(name: str, vocab: int, *, layers: int, rows: int, length: 
             return tracker.peak
 
 
-def measure_fsdp(name: str, vocab: int, *, layers: int, rows: int, length: int, ranks: int, replicas: int) -> Any:
+def measure_fsdp(
+    name: str, vocab: int, *, layers: int, rows: int, length: int, ranks: int, replicas: int
+) -> Any:
     """Peak bytes of a step under FSDP2 as dpo.py lays it, on one of `ranks` that only seem to be there.
 
     Beside this rank's weights and the optimizer. FSDP frees what it gathered by making storages empty,
     which fake ones cannot: that is counted here.
     """
     import torch.distributed as dist
-    from olmo_core.train.train_module.transformer.config import TransformerDataParallelWrappingStrategy as Wrapping
+    from olmo_core.train.train_module.transformer.config import (
+        TransformerDataParallelWrappingStrategy as Wrapping,
+    )
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp._fully_shard import _fsdp_param, _fsdp_param_group
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -408,7 +432,12 @@ def measure_fsdp(name: str, vocab: int, *, layers: int, rows: int, length: int, 
         mesh = init_device_mesh("cpu", (replicas, ranks // replicas), mesh_dim_names=names)
         with FakeTensorMode(allow_non_fake_inputs=True):
             model = _olmo_core(name, vocab=vocab, layers=layers)
-            model.apply_fsdp(dp_mesh=mesh, param_dtype=HALF, reduce_dtype=FLOAT, wrapping_strategy=Wrapping.blocks)
+            model.apply_fsdp(
+                dp_mesh=mesh,
+                param_dtype=HALF,
+                reduce_dtype=FLOAT,
+                wrapping_strategy=Wrapping.blocks,
+            )
             ids = torch.zeros((rows, length), dtype=torch.int64)
             changes = (
                 (_fsdp_param, "free_storage", free),
@@ -471,13 +500,21 @@ def measure(
     padded = real is not None and real < rows * length
     REAL_TOKENS[0] = real or rows * length
     flash = attention == "flash"
-    modeling_utils.ALL_ATTENTION_FUNCTIONS.register("traced", _flash_attention if flash else _sdpa_attention)
-    kernel_mask = (lambda **kw: kw["attention_mask"] if padded else None) if flash else masking_utils.sdpa_mask
+    modeling_utils.ALL_ATTENTION_FUNCTIONS.register(
+        "traced", _flash_attention if flash else _sdpa_attention
+    )
+    kernel_mask = (
+        (lambda **kw: kw["attention_mask"] if padded else None)
+        if flash
+        else masking_utils.sdpa_mask
+    )
     masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.register("traced", kernel_mask)
     config = type(config).from_dict(config.to_dict())
     config._attn_implementation = "traced"
     with FakeTensorMode(allow_non_fake_inputs=True):
-        model = build(config, lora=lora, dtype=dtype, adapter=adapter, targets=targets, dropout=dropout)
+        model = build(
+            config, lora=lora, dtype=dtype, adapter=adapter, targets=targets, dropout=dropout
+        )
         model.train()
         if checkpointing:
             model.gradient_checkpointing_enable()
@@ -498,7 +535,11 @@ def measure(
             rows, length = 1, rows * length
         ids = torch.zeros((rows, length), dtype=torch.int64)
         batch: dict[str, Any] = {"input_ids": ids, "labels": torch.zeros_like(ids)}
-        batch |= {"position_ids": torch.zeros_like(ids)} if packing else {"attention_mask": torch.ones_like(ids)}
+        batch |= (
+            {"position_ids": torch.zeros_like(ids)}
+            if packing
+            else {"attention_mask": torch.ones_like(ids)}
+        )
         run = loss or (dpo_loss if stage == "dpo" else sft_loss)
         extra = {"fused": True} if liger and stage == "sft" and loss is None else {}
         cast = torch.autocast("cpu", dtype=HALF) if autocast else contextlib.nullcontext()

@@ -58,10 +58,16 @@ def _argument_set(schema: Schema, chance: random.Random) -> Arguments:
         if known.required and chance.random() < 0.9:
             arguments[known.name] = _valid(known, chance)
     # the first two kinds hardly ever have a valid value, the name stops open-instruct
-    fields = [f for f in schema.fields.values() if f.kind not in {"dict", "opaque"} and f.name != "dataset_name"]
+    fields = [
+        f
+        for f in schema.fields.values()
+        if f.kind not in {"dict", "opaque"} and f.name != "dataset_name"
+    ]
     for known in chance.sample(fields, chance.randrange(6)):
         arguments[known.name] = _valid(known, chance)
-    for mischief in chance.choices((_odd_value, _odd_key, _conflict), k=chance.choice((0, 0, 1, 1, 2))):
+    for mischief in chance.choices(
+        (_odd_value, _odd_key, _conflict), k=chance.choice((0, 0, 1, 1, 2))
+    ):
         mischief(schema, chance, arguments)
     if chance.random() < 0.5:
         arguments = dict(chance.sample(sorted(arguments.items()), len(arguments)))

@@ -28,7 +28,10 @@ class Engine(Tracker):
     """Products are made in fp32, uncounted: a CPU without bf16 instructions is 15 times slower at them."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default) and args[0].dtype == HALF:
+        if (
+            func in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
+            and args[0].dtype == HALF
+        ):
             args = [arg.float() for arg in args]
             out = func(*args).to(HALF)
             self.see(out)
@@ -84,7 +87,11 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
         peak = torch.tensor(tracker.peak)
     dist.all_reduce(peak, op=dist.ReduceOp.MAX)
     engine.destroy()
-    return {"peak": int(peak), "deepspeed": engine_config, "config": json.loads(config.to_json_string(use_diff=False))}
+    return {
+        "peak": int(peak),
+        "deepspeed": engine_config,
+        "config": json.loads(config.to_json_string(use_diff=False)),
+    }
 
 
 def adapted(model: Any, rank: int) -> Any:
@@ -127,7 +134,9 @@ def main(output: Path, cases: list[dict[str, Any]]) -> None:
     for number, case in enumerate(cases):
         # new processes for each: what an engine before it left behind counts as freed in this one
         place = output.with_name(f"{number}.json")
-        start_processes(rank, (case["ranks"], place, case), nprocs=case["ranks"], start_method="fork")
+        start_processes(
+            rank, (case["ranks"], place, case), nprocs=case["ranks"], start_method="fork"
+        )
         found.append(json.loads(place.read_text()))
     output.write_text(json.dumps(found))
 

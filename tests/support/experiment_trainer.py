@@ -79,7 +79,13 @@ def events(scene: dict, rank: int, world: int, steps: int):
     }  # fmt: skip
     yield {"event": "device", "name": "NVIDIA H200", "total_gib": 140.0}
     yield {"event": "packing", "state": "off", "detail": "4 rows"}
-    yield {"event": "gradients", "state": "true", "checks": 1, "largest_error": 0.0, "allowed": 0.02}
+    yield {
+        "event": "gradients",
+        "state": "true",
+        "checks": 1,
+        "largest_error": 0.0,
+        "allowed": 0.02,
+    }
     seconds = scene["tokens"] / scene["speed"]
     times = int(given("--gradient_accumulation_steps", "1"))
     rows = times * int(given("--per_device_train_batch_size", "1"))

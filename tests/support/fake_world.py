@@ -30,7 +30,9 @@ from launcher.runs.rundir import RunFolder
 
 FAKE = Path(__file__).with_name("fake_trainer.py")
 LAUNCH = (sys.executable, "-m", "launcher")
-needs_trl = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason=f"{NO_PACKAGES}: trl's source is read")
+needs_trl = pytest.mark.skipif(
+    importlib.util.find_spec("trl") is None, reason=f"{NO_PACKAGES}: trl's source is read"
+)
 
 # Asked about itself, it answers as the tests' Python does; asked to train, it does what FAKE_STEPS says.
 _PYTHON = """#!/bin/sh
@@ -58,7 +60,11 @@ def write_rows(folder: Path, count: int = 64) -> None:
     """A data set of texts, no two of them alike."""
     folder.mkdir(exist_ok=True)
     rows = [
-        {"text": f"This is row {number}.", "chosen": f"Row {number} is good.", "rejected": f"Row {number} is not."}
+        {
+            "text": f"This is row {number}.",
+            "chosen": f"Row {number} is good.",
+            "rejected": f"Row {number} is not.",
+        }
         for number in range(count)
     ]
     (folder / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -152,7 +158,9 @@ class World:
         version = self.root / "site" / "torch" / "version.py"
         version.parent.mkdir(parents=True)
         version.with_name("__init__.py").touch()
-        version.write_text("__version__ = '2.13.0+cu130'\ncuda: Optional[str] = '13.0'\nhip = None\n")
+        version.write_text(
+            "__version__ = '2.13.0+cu130'\ncuda: Optional[str] = '13.0'\nhip = None\n"
+        )
         path = self.python()
         asked = f"export PYTHONPATH={shlex.quote(str(self.root / 'site'))}; exec"
         path.write_text(path.read_text().replace("then exec", f"then {asked}"))
@@ -192,7 +200,9 @@ class World:
         except BaseException:
             running.kill()
             raise
-        done = subprocess.CompletedProcess(words, running.returncode, os.fsdecode(out), os.fsdecode(err))
+        done = subprocess.CompletedProcess(
+            words, running.returncode, os.fsdecode(out), os.fsdecode(err)
+        )
         assert "Traceback" not in done.stderr, done.stderr
         assert done.returncode != 70, done.stderr
         return done
@@ -229,7 +239,9 @@ class World:
         return "press Enter to close" in self._tmux("capture-pane", "-p", "-t", pane)
 
     def _tmux(self, *words: str) -> str:
-        return subprocess.run(["tmux", *words], env=self.environ, capture_output=True, text=True).stdout
+        return subprocess.run(
+            ["tmux", *words], env=self.environ, capture_output=True, text=True
+        ).stdout
 
 
 @contextlib.contextmanager

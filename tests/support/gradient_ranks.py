@@ -44,13 +44,16 @@ class StandIn:
 
     def prepare(self, model: Any, optimizer: Any) -> tuple[Any, Any]:
         if self.case["engine"].startswith("zero"):
-            engine, *_ = deepspeed().initialize(model=model, optimizer=optimizer, config=zero(self.case))
+            engine, *_ = deepspeed().initialize(
+                model=model, optimizer=optimizer, config=zero(self.case)
+            )
             self.deepspeed_engine_wrapped = DeepSpeedEngineWrapper(engine)
             return engine, optimizer
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         formats = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16 if self.case.get("half") else None, reduce_dtype=torch.float32
+            param_dtype=torch.bfloat16 if self.case.get("half") else None,
+            reduce_dtype=torch.float32,
         )
         mesh = dist.init_device_mesh("cpu", (self.num_processes,))
         for layer in model.model.layers:
@@ -178,13 +181,21 @@ def train(case: dict[str, Any], folder: Path, rank: int) -> None:
         gradients.EVERY = 2
     probe = Probe(settings)
     real = case["engine"] in ("one", "ddp")
-    module = importlib.import_module("accelerate.accelerator") if real else types.SimpleNamespace(Accelerator=StandIn)
-    stepping = accelerate.optimizer if real else types.SimpleNamespace(AcceleratedOptimizer=Stepping)
+    module = (
+        importlib.import_module("accelerate.accelerator")
+        if real
+        else types.SimpleNamespace(Accelerator=StandIn)
+    )
+    stepping = (
+        accelerate.optimizer if real else types.SimpleNamespace(AcceleratedOptimizer=Stepping)
+    )
     if rank not in case.get("unwatched", ()):
         trainers.watch_accelerate(probe, module)
         trainers.watch_optimizer(probe, stepping)
     accumulation = case.get("accumulation", 1)
-    accelerator: Any = Accelerator(gradient_accumulation_steps=accumulation, cpu=True) if real else StandIn(case)
+    accelerator: Any = (
+        Accelerator(gradient_accumulation_steps=accumulation, cpu=True) if real else StandIn(case)
+    )
     config = transformers.Qwen2Config(
         hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, vocab_size=512, tie_word_embeddings=bool(case.get("tied")),

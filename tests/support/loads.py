@@ -24,7 +24,12 @@ class Loads:
     @property
     def repeated(self) -> dict[str, list[tuple[int, str]]]:
         """What was done again, with how often."""
-        kinds = {"files": self.files, "typed": self.typed, "planned": self.planned, "judged": self.judged}
+        kinds = {
+            "files": self.files,
+            "typed": self.typed,
+            "planned": self.planned,
+            "judged": self.judged,
+        }
         repeats = {}
         for kind, counts in kinds.items():
             more = [(count, key) for key, count in counts.items() if count > 1]
@@ -50,7 +55,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Loads:
         return read(config, **more)
 
     def counted_make(checked: Any, *, gpus: int, **more: Any) -> Any:
-        counts.planned[repr((checked.config.path.name, checked.options, checked.args, gpus, more))] += 1
+        counts.planned[
+            repr((checked.config.path.name, checked.options, checked.args, gpus, more))
+        ] += 1
         return make(checked, gpus=gpus, **more)
 
     def counted_rules(context: Any) -> Any:

@@ -18,7 +18,15 @@ def manifest(name: str = "tulu", stage: str = "dpo", **changes: Any) -> dict[str
         "max_grad_norm": {"value": 1.0, "origin": "default: trl/trainer/dpo_config.py:9"},
         "hub_model_id": {"value": None, "origin": "default: trl/trainer/dpo_config.py:10"},
     }
-    plan = {"gpus": 1, "nodes": 1, "per_device": 4, "accumulation": 32, "global": 128, "rows": 5120, "steps": 40}
+    plan = {
+        "gpus": 1,
+        "nodes": 1,
+        "per_device": 4,
+        "accumulation": 32,
+        "global": 128,
+        "rows": 5120,
+        "steps": 40,
+    }
     finding = {
         "severity": "warning", "layer": "run", "code": "conditional-key", "key": "args.x",
         "message": "`x` does nothing here", "help": "leave it out", "file": "configs/a.yaml", "line": 9,
@@ -68,7 +76,13 @@ def made(
 def events(
     first: int, steps: int, attempt: int = 1, bad: Collection[int] = (), scale: float = 1
 ) -> list[dict[str, Any]]:
-    begun: dict[str, Any] = {"event": "start", "rank": 0, "world": 1, "attempt": attempt, "target": "dpo.py"}
+    begun: dict[str, Any] = {
+        "event": "start",
+        "rank": 0,
+        "world": 1,
+        "attempt": attempt,
+        "target": "dpo.py",
+    }
     model = {"event": "model", "class": "Qwen2ForCausalLM", "attention": "sdpa"}
     whole = [begun, model]
     for step in range(first, steps + 1):

@@ -31,13 +31,15 @@ if __name__ == "__main__":
 """
 
 
-def write_trl(site: Path, *fields: str, version: str = "0.24.0", transformers: str = "4.57.1") -> Path:
+def write_trl(
+    site: Path, *fields: str, version: str = "0.24.0", transformers: str = "4.57.1"
+) -> Path:
     """Sources of TRL and transformers below `site`, whose configurations have these further fields."""
     more = textwrap.indent("\n".join(fields), "    ")
-    training = f"from dataclasses import dataclass\n\n@dataclass\nclass TrainingArguments:{_TRAINING}"
-    head = (
-        "from dataclasses import dataclass\nfrom transformers.training_args import TrainingArguments\n\n@dataclass\n"
+    training = (
+        f"from dataclasses import dataclass\n\n@dataclass\nclass TrainingArguments:{_TRAINING}"
     )
+    head = "from dataclasses import dataclass\nfrom transformers.training_args import TrainingArguments\n\n@dataclass\n"
     files = {
         "trl/__init__.py": "raise ImportError('read as text')\n",
         "transformers/__init__.py": "raise ImportError('read as text')\n",
@@ -68,7 +70,8 @@ def write_python(folder: Path, path: Sequence[Path]) -> Path:
     program = folder / "python"
     entries = ":".join(str(entry) for entry in path)
     program.write_text(
-        f'#!/bin/sh\nPYTHONPATH={shlex.quote(entries)} exec {shlex.quote(sys.executable)} -S "$@"\n', encoding="utf-8"
+        f'#!/bin/sh\nPYTHONPATH={shlex.quote(entries)} exec {shlex.quote(sys.executable)} -S "$@"\n',
+        encoding="utf-8",
     )
     program.chmod(0o755)
     return program

@@ -61,17 +61,26 @@ def settled(folder: Path, text: str, gpus: int = 0) -> Plan:
     path = folder / "stage.yaml"
     path.write_text(text, encoding="utf-8")
     request = Request(stage=None, config=path, gpus=gpus)
-    file = StageFile(request=request, config=load.load(path), locator=Locator(search=()), trainer=trainer())
+    file = StageFile(
+        request=request, config=load.load(path), locator=Locator(search=()), trainer=trainer()
+    )
     read = file.read()
     facts = Facts(file=file, checked=read, stage=stages.validate(read), gpus=gpus)
     return check.settle(facts, output=Path("/run/model"))
 
 
 def built(
-    made: Plan, environ: Mapping[str, str] | None = None, python: Path = PYTHON, folder: Path = Path("/run")
+    made: Plan,
+    environ: Mapping[str, str] | None = None,
+    python: Path = PYTHON,
+    folder: Path = Path("/run"),
 ) -> Command:
     return command.build(made, trainer(python=python), folder, environ=environ or {})
 
 
-def trainer(*packages: str, python: Path = PYTHON, version: tuple[int, ...] = (3, 12, 1)) -> Trainer:
-    return Trainer(python=python, source="a test", version=version, packages=dict.fromkeys(packages, "1.0"))
+def trainer(
+    *packages: str, python: Path = PYTHON, version: tuple[int, ...] = (3, 12, 1)
+) -> Trainer:
+    return Trainer(
+        python=python, source="a test", version=version, packages=dict.fromkeys(packages, "1.0")
+    )

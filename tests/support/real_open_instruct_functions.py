@@ -101,7 +101,10 @@ def _clip_accelerate(request, model):
     for node in ast.walk(function_node(file, "main")):
         if isinstance(node, ast.If) and "accelerator.sync_gradients and" in ast.unparse(node.test):
             args = SimpleNamespace(**{key: request["limit"]})
-            run([node], {"accelerator": accelerate.Accelerator(cpu=True), "args": args, "model": model})
+            run(
+                [node],
+                {"accelerator": accelerate.Accelerator(cpu=True), "args": args, "model": model},
+            )
             return
     raise LookupError("nothing clips")
 
@@ -154,7 +157,11 @@ def intervals(request):
     from open_instruct import olmo_core_utils
 
     build = olmo_core_utils.build_checkpointer_callback
-    limited = {"max_checkpoints": request["keep"]} if "max_checkpoints" in inspect.signature(build).parameters else {}
+    limited = (
+        {"max_checkpoints": request["keep"]}
+        if "max_checkpoints" in inspect.signature(build).parameters
+        else {}
+    )
     try:
         built = build(request["steps"], request["ephemeral"], save_async=False, **limited)
     except OLMoConfigurationError as error:
@@ -204,7 +211,9 @@ def packed(request):
     for side in ("chosen", "rejected"):
         batch[f"{side}_input_ids"] = torch.tensor([[1, 2, 3, 4]])
         batch[f"{side}_labels"] = torch.tensor([[1, 2, 3, 4]])
-        batch[f"{side}_cu_seq_lens_k"] = batch[f"{side}_cu_seq_lens_q"] = torch.tensor([0, 2, 4], dtype=torch.int32)
+        batch[f"{side}_cu_seq_lens_k"] = batch[f"{side}_cu_seq_lens_q"] = torch.tensor(
+            [0, 2, 4], dtype=torch.int32
+        )
         batch[f"{side}_max_length_k"] = batch[f"{side}_max_length_q"] = 2
         batch[f"{side}_position_ids"] = torch.tensor([[0, 1, 0, 1]])
         batch[f"{side}_seq_idx"] = torch.tensor([[0, 0, 1, 1]])
@@ -237,7 +246,10 @@ def groups(request):
     names = {"model": model, "args": SimpleNamespace(weight_decay=0.1)}
     names["get_optimizer_grouped_parameters"] = utils.get_optimizer_grouped_parameters
     made = run(statements, names)["optimizer_grouped_parameters"]
-    empty = [bool(group["params"]) and not any(p.requires_grad for p in group["params"]) for group in made]
+    empty = [
+        bool(group["params"]) and not any(p.requires_grad for p in group["params"])
+        for group in made
+    ]
     return {"empty": any(empty)}
 
 
@@ -260,7 +272,9 @@ def tools(request):
     from transformers import AutoTokenizer
 
     loaded = AutoTokenizer.from_pretrained(request["model"])
-    loaded.chat_template = "{{ tools }}{% for m in messages %}{{ m['role'] }}{{ m['content'] }}{% endfor %}"
+    loaded.chat_template = (
+        "{{ tools }}{% for m in messages %}{{ m['role'] }}{{ m['content'] }}{% endfor %}"
+    )
     row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     row["tools"] = request["tools"]
     try:

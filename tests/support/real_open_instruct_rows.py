@@ -35,7 +35,9 @@ def prepare(upstream, tokenizer, stage, data):
     rows = datasets.load_dataset(kind, data_files=data, split="train", cache_dir=cache)
     transform, keep, columns = STAGES[stage]
     arguments = {"tokenizer": tokenizer, "max_seq_length": 256}
-    made = rows.map(getattr(upstream, transform), fn_kwargs=arguments, remove_columns=rows.column_names)
+    made = rows.map(
+        getattr(upstream, transform), fn_kwargs=arguments, remove_columns=rows.column_names
+    )
     made = made.filter(getattr(upstream, keep), fn_kwargs={"tokenizer": tokenizer})
     texts = []
     for row in made:
@@ -69,7 +71,11 @@ def main():
         datasets.disable_progress_bars()
         config = upstream.TokenizerConfig(tokenizer_name_or_path=model, chat_template_name="tulu")
         for line in sys.stdin:
-            print(json.dumps(answer(upstream, config.tokenizer, json.loads(line))), file=answers, flush=True)
+            print(
+                json.dumps(answer(upstream, config.tokenizer, json.loads(line))),
+                file=answers,
+                flush=True,
+            )
 
 
 if __name__ == "__main__":

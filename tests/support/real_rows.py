@@ -27,7 +27,13 @@ def prepare(model, stage, data, args):
     rows = datasets.load_dataset(data, cache_dir=tempfile.mkdtemp(dir=os.getcwd()))["train"]
     config = SFTConfig if stage == "sft" else DPOConfig
     trainer = SFTTrainer if stage == "sft" else DPOTrainer
-    fixed = {"output_dir": "output", "report_to": "none", "use_cpu": True, "bf16": False, "max_length": 256}
+    fixed = {
+        "output_dir": "output",
+        "report_to": "none",
+        "use_cpu": True,
+        "bf16": False,
+        "max_length": 256,
+    }
     built = trainer(model, args=config(**fixed, **args), train_dataset=rows)
     decode = built.processing_class.decode
     return [[decode(row[column]) for column in COLUMNS[stage]] for row in built.train_dataset]
@@ -35,7 +41,10 @@ def prepare(model, stage, data, args):
 
 def answer(model, request):
     try:
-        return {"error": None, "rows": prepare(model, request["stage"], request["data"], request["args"])}
+        return {
+            "error": None,
+            "rows": prepare(model, request["stage"], request["data"], request["args"]),
+        }
     except Exception as error:
         return {"error": f"{type(error).__name__}: {str(error)[:200]}", "rows": []}
 

@@ -30,7 +30,9 @@ def missing(names: tuple[str, ...]) -> list[str]:
     return [name for name in names if importlib.util.find_spec(name) is None]
 
 
-needs_packages = pytest.mark.skipif(bool(missing(TRAINING)), reason=f"{NO_PACKAGES}: {', '.join(missing(TRAINING))}")
+needs_packages = pytest.mark.skipif(
+    bool(missing(TRAINING)), reason=f"{NO_PACKAGES}: {', '.join(missing(TRAINING))}"
+)
 needs_training = [pytest.mark.training, needs_packages]
 
 
@@ -45,7 +47,9 @@ def open_instruct_reason() -> str | None:
     return f"no packages for open-instruct: {', '.join(lacking)}" if lacking else None
 
 
-@pytest.fixture(scope="module", params=checkouts.COMMITS, ids=[commit[:8] for commit in checkouts.COMMITS])
+@pytest.fixture(
+    scope="module", params=checkouts.COMMITS, ids=[commit[:8] for commit in checkouts.COMMITS]
+)
 def known_commit(request: pytest.FixtureRequest) -> Iterator[str]:
     """Each known commit in turn, whose checkout all that is launched then uses; skips where it is not here."""
     commit: str = request.param
@@ -56,7 +60,9 @@ def known_commit(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 needs_trl = pytest.mark.skipif(bool(missing(("trl",))), reason="no training packages: trl")
-needs_open_instruct = pytest.mark.skipif(open_instruct_reason() is not None, reason=str(open_instruct_reason()))
+needs_open_instruct = pytest.mark.skipif(
+    open_instruct_reason() is not None, reason=str(open_instruct_reason())
+)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,10 @@ from real_parser import refusal, trl_parsers
 def values(parts):
     mixture = parts[3]
     return {
-        "datasets": [entry if isinstance(entry, str) else dataclasses.asdict(entry) for entry in mixture.datasets],
+        "datasets": [
+            entry if isinstance(entry, str) else dataclasses.asdict(entry)
+            for entry in mixture.datasets
+        ],
         "streaming": mixture.streaming,
         "test_split_size": mixture.test_split_size,
         "report_to": parts[1].report_to,

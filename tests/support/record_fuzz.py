@@ -56,7 +56,13 @@ def dumped(value: Any) -> str:
 def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """The place of every value inside, its keys and numbers."""
     yield at
-    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    pairs = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, below in pairs:
         yield from places(below, (*at, key))
 
@@ -141,7 +147,17 @@ def bytewise(raw: bytes, chance: random.Random) -> tuple[str, bytes]:
         return f"cut at {at}", raw[:at]
     if kind == "insert":
         more = chance.choice(
-            (b"\0", b"\xff\xfe", b"{", b"[" * 5000, b'"', b"\n", b"\xe2\x82", b"1" * 5000, b"\r\n{}\r\n")
+            (
+                b"\0",
+                b"\xff\xfe",
+                b"{",
+                b"[" * 5000,
+                b'"',
+                b"\n",
+                b"\xe2\x82",
+                b"1" * 5000,
+                b"\r\n{}\r\n",
+            )
         )
         return f"insert {more[:9]!r} at {at}", raw[:at] + more + raw[at:]
     if kind == "drop":
@@ -195,7 +211,12 @@ class Kept:
         self.stamps = {path: self._stamp(path) for path in self.files}
 
     def _files(self) -> list[Path]:
-        return [path for root in self.roots for path in root.rglob("*") if path.is_file() and not path.is_symlink()]
+        return [
+            path
+            for root in self.roots
+            for path in root.rglob("*")
+            if path.is_file() and not path.is_symlink()
+        ]
 
     @staticmethod
     def _stamp(path: Path) -> tuple[int, ...]:
@@ -208,7 +229,9 @@ class Kept:
         for root in self.roots:
             for path in sorted(root.rglob("*"), reverse=True):
                 if path in self.files and (path.is_symlink() or not path.is_file()):
-                    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+                    shutil.rmtree(
+                        path
+                    ) if path.is_dir() and not path.is_symlink() else path.unlink()
                 elif path not in self.files and (path.is_symlink() or not path.is_dir()):
                     path.unlink()
         for path, raw in self.files.items():
@@ -233,11 +256,24 @@ class Sleeper:
         environ = {**os.environ, process.MARK: str(self.folder.path)}
         null = subprocess.DEVNULL
         self.child = subprocess.Popen(
-            ["sleep", "600"], env=environ, start_new_session=True, stdin=null, stdout=null, stderr=null
+            ["sleep", "600"],
+            env=environ,
+            start_new_session=True,
+            stdin=null,
+            stdout=null,
+            stderr=null,
         )
-        told = {**process.identify(self.child.pid).as_json(), "mark": str(self.folder.path), "attempt": 1}
+        told = {
+            **process.identify(self.child.pid).as_json(),
+            "mark": str(self.folder.path),
+            "attempt": 1,
+        }
         self.folder.process.unlink(missing_ok=True)
-        files.write_bytes(self.folder.process, json.dumps({**told, "started": rundir.utc_now()}).encode(), mode=0o600)
+        files.write_bytes(
+            self.folder.process,
+            json.dumps({**told, "started": rundir.utc_now()}).encode(),
+            mode=0o600,
+        )
 
     def is_alive(self) -> bool:
         return self.child is not None and self.child.poll() is None
@@ -310,10 +346,16 @@ class Fuzz:
         return 70
 
     def _guarded(self, kill: Callable[[int, int], None], pid: int, number: int) -> None:
-        if number and pid not in {one.child.pid for one in self.sleepers.values() if one.child} | {os.getpid()}:
+        if number and pid not in {one.child.pid for one in self.sleepers.values() if one.child} | {
+            os.getpid()
+        }:
             self.bug = f"it would signal {pid}"
             raise ProcessLookupError
-        if number and pid == self.sleepers[self.scene.healthy.path].child.pid and not self.stops_healthy:
+        if (
+            number
+            and pid == self.sleepers[self.scene.healthy.path].child.pid
+            and not self.stops_healthy
+        ):
             self.bug = "it would end the healthy run"
             raise ProcessLookupError
         kill(pid, number)
@@ -374,7 +416,9 @@ class Fuzz:
             if change.path.is_relative_to(live.path) and change.path != live.process:
                 code, _ = self.launch("stop", live.path.name)
                 if code or self.sleepers[live.path].is_alive():
-                    self.failures.append(Failure(change, ["stop"], f"a live run is not stopped: {code} {self.bug}"))
+                    self.failures.append(
+                        Failure(change, ["stop"], f"a live run is not stopped: {code} {self.bug}")
+                    )
             elif change.path == live.process:
                 self.launch("stop", live.path.name)
                 if self.bug:

@@ -72,7 +72,11 @@ def rows_of(stage_text: str, word: str, count: int) -> str:
         question = {"role": "user", "content": f"{word} {number}"}
         better = [question, {"role": "assistant", "content": f"yes {number}"}]
         worse = [question, {"role": "assistant", "content": f"no {number}"}]
-        row = {"chosen": better, "rejected": worse} if "stage: dpo" in stage_text else {"messages": better}
+        row = (
+            {"chosen": better, "rejected": worse}
+            if "stage: dpo" in stage_text
+            else {"messages": better}
+        )
         lines.append(f"{json.dumps(row)}\n")
     return "".join(lines)
 
@@ -118,7 +122,9 @@ class Run:
         resume.set_aside(decision, attempt)
         rundir.keep_manifest(self.folder)
         made = plan.completed(self.made, decision.derived)
-        record = manifest.build_manifest(attempt, rundir.utc_now(), made, built(made), self.trainer, self.output)
+        record = manifest.build_manifest(
+            attempt, rundir.utc_now(), made, built(made), self.trainer, self.output
+        )
         record = replace(record, resume=decision.as_json(), contents=inputs.of_plan(made))
         files.write_json(self.folder.manifest, record.as_json())
         self.folder.console(attempt).write_text("")

@@ -90,7 +90,9 @@ def declared(
     epochs: str = "num_train_epochs", exp_name: str = "finetune",
 ) -> str:  # fmt: skip
     """The dataclass of an entry script."""
-    return CLASS.format(owner=owner, data=data, epochs=epochs, exp_name=exp_name, more=indented(more))
+    return CLASS.format(
+        owner=owner, data=data, epochs=epochs, exp_name=exp_name, more=indented(more)
+    )
 
 
 def transformation(version: str | None = None, found: str = "Found cached dataset at") -> str:
@@ -106,7 +108,9 @@ def indented(text: str) -> str:
 def git(folder: Path, *arguments: str) -> str:
     """The output of one git command."""
     environ = {k: v for k, v in os.environ.items() if not k.startswith("GIT_")} | _CLEAN
-    done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, env=environ)
+    done = subprocess.run(
+        ["git", "-C", str(folder), *arguments], capture_output=True, text=True, env=environ
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

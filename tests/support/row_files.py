@@ -39,7 +39,11 @@ def texts(count: int = 8) -> list[Row]:
 
 def text_pairs(count: int = 8) -> list[Row]:
     return [
-        {"prompt": f"{QUESTION} {number}?", "chosen": f" {GOOD} {number}", "rejected": f" {BAD} {number}"}
+        {
+            "prompt": f"{QUESTION} {number}?",
+            "chosen": f" {GOOD} {number}",
+            "rejected": f" {BAD} {number}",
+        }
         for number in range(count)
     ]
 

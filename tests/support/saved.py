@@ -79,7 +79,12 @@ def engine(output: Path, name: str, *, ranks: int = 2) -> Path:
 
 
 def trl(
-    output: Path, step: int, *, epoch: float = 0.5, ranks: int = 1, state: Mapping[str, Any] | None = None
+    output: Path,
+    step: int,
+    *,
+    epoch: float = 0.5,
+    ranks: int = 1,
+    state: Mapping[str, Any] | None = None,
 ) -> Path:
     folder = output / f"checkpoint-{step}"
     folder.mkdir(parents=True)

@@ -92,7 +92,11 @@ class Cluster:
 
     def call(self, *argv: str) -> str:
         done = subprocess.run(
-            argv, env={**os.environ, **self.environment}, capture_output=True, text=True, timeout=PATIENCE_S
+            argv,
+            env={**os.environ, **self.environment},
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
         )
         assert done.returncode == 0, (argv, done.stdout, done.stderr, self.logs())
         return done.stdout
@@ -201,7 +205,10 @@ def _stop(cluster: Cluster) -> None:
     """First the nodes, whose jobs go with them, then the controller."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         subprocess.run(
-            ["scancel", "--user=root"], env={**os.environ, **cluster.environment}, capture_output=True, timeout=30
+            ["scancel", "--user=root"],
+            env={**os.environ, **cluster.environment},
+            capture_output=True,
+            timeout=30,
         )
     for daemon in reversed(cluster.daemons):
         daemon.terminate()

@@ -6,7 +6,13 @@ STAMP = "2026-11-20 15:41:37 - INFO - "
 
 
 def hf_step(
-    loss: object, rate: object = 1e-5, epoch: float = 0.1, norm: object = 1.2, *, quoted: bool = False, **more: object
+    loss: object,
+    rate: object = 1e-5,
+    epoch: float = 0.1,
+    norm: object = 1.2,
+    *,
+    quoted: bool = False,
+    **more: object,
 ) -> str:
     """One dict that HF Trainer logs; from transformers 5 on its values are quoted."""
     values = {"loss": loss, "grad_norm": norm, "learning_rate": rate, **more, "epoch": epoch}
@@ -39,7 +45,11 @@ def axolotl(total: int, lines: Iterable[str]) -> str:
 
 
 def summary(steps: int, epochs: float = 1.0) -> str:
-    values = {"train_runtime": 61.5, "train_samples_per_second": 16.3, "train_steps_per_second": steps / 61.5}
+    values = {
+        "train_runtime": 61.5,
+        "train_samples_per_second": 16.3,
+        "train_steps_per_second": steps / 61.5,
+    }
     values |= {"train_loss": 1.2, "epoch": epochs}
     return f"{values}\n"
 
@@ -49,7 +59,9 @@ def traceback(*frames: str, error: str, rank: int | None = None) -> str:
     tag = "" if rank is None else f"[rank{rank}]: "
     lines = ["Traceback (most recent call last):"]
     for number, name in enumerate(frames, start=1):
-        lines.append(f'  File "/venv/lib/python3.11/site-packages/transformers/trainer.py", line {number}, in {name}')
+        lines.append(
+            f'  File "/venv/lib/python3.11/site-packages/transformers/trainer.py", line {number}, in {name}'
+        )
         lines.append("    return inner(*args)")
     lines.append(error)
     return "".join(f"{tag}{line}\n" for line in lines)

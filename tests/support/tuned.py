@@ -86,7 +86,9 @@ class Machine:
         """What a trial of these settings shows."""
         peak = None
         if candidate.short is not None:
-            peak = self.peak(world, candidate.settings, world.footprint(candidate.settings).typical.tokens)
+            peak = self.peak(
+                world, candidate.settings, world.footprint(candidate.settings).typical.tokens
+            )
         if peak is not None and peak > 0.95 * self.gib:
             return ran(candidate, status="oom", seconds=40, reason="CUDA out of memory")
         step = self._step(world, candidate.settings)
@@ -135,21 +137,37 @@ class Machine:
         made, shape, zero, batch = found.plan, found.shape, found.zero, found.typical
         tokens, flash, count = batch.tokens, found.attention.startswith("flash"), made.processes
         passes = (2 if found.adapters else 3) * (self.recompute if found.checkpointing else 1)
-        arithmetic = 2 * (shape.parameters - shape.embedding) * (tokens + self.half) / (0.6 * self.flops)
+        arithmetic = (
+            2 * (shape.parameters - shape.embedding) * (tokens + self.half) / (0.6 * self.flops)
+        )
         width = (found.rows.mean if flash else tokens) if found.packed else batch.width
         reached = self.flops * (self.flash if flash else self.sdpa)
         arithmetic += shape.layers * 4 * tokens * width * shape.query / reached
         liger = settings.get("liger")
-        bytes_a_token = shape.layers * (60 * shape.hidden + 24 * shape.intermediate) * (self.liger if liger else 1)
+        bytes_a_token = (
+            shape.layers
+            * (60 * shape.hidden + 24 * shape.intermediate)
+            * (self.liger if liger else 1)
+        )
         bytes_a_token += (2 if liger else 14) * shape.vocab
-        micro = max(passes * arithmetic, shape.layers * self.layer * passes) + tokens * bytes_a_token / self.bandwidth
+        micro = (
+            max(passes * arithmetic, shape.layers * self.layer * passes)
+            + tokens * bytes_a_token / self.bandwidth
+        )
         trained = found.adapters.parameters(shape) if found.adapters else shape.parameters
         gathered = 4 * shape.parameters if zero is not None and zero.stage == 3 else 0
-        sent = (trained * (zero.communication if zero else 2) + gathered) * (count - 1) / count / self.link
+        sent = (
+            (trained * (zero.communication if zero else 2) + gathered)
+            * (count - 1)
+            / count
+            / self.link
+        )
         # ZeRO-1 sends the gradients of all micro-batches together
         times = made.accumulation if zero is not None and zero.stage > 1 else 1
         own = trained / (count if zero else 1)
-        step = made.accumulation * micro + times * (1 - self.hidden) * sent + 28 * own / self.bandwidth
+        step = (
+            made.accumulation * micro + times * (1 - self.hidden) * sent + 28 * own / self.bandwidth
+        )
         if zero is not None and zero.offload_optimizer:
             step += own * (4 / 20e9 + 30 / 50e9)
         return step
@@ -174,7 +192,9 @@ def search_of(world: Space, **terms: object) -> Search:
 _GRIDS = dict[int, tuple[Space, list[Candidate]]]()
 
 
-def searched(world: Space, machine: Machine, trials: int = 10, noise: Sequence[float] = (), **terms: object) -> Search:
+def searched(
+    world: Space, machine: Machine, trials: int = 10, noise: Sequence[float] = (), **terms: object
+) -> Search:
     """Through to its end, or so many trials; `noise` are shares by which measurements are off."""
     search = search_of(world, **terms)
     while len(search.results) < trials and (candidate := search.propose()) is not None:

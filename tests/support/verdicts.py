@@ -33,7 +33,15 @@ def schema_of(backend: str, stage_name: str, release: str = "") -> Schema:
 
 @functools.cache
 def snapshot_of(backend: str, release: str = "") -> Upstream:
-    return Upstream(backend=backend, root=None, source="snapshot", is_named=False, pin="", version="", release=release)
+    return Upstream(
+        backend=backend,
+        root=None,
+        source="snapshot",
+        is_named=False,
+        pin="",
+        version="",
+        release=release,
+    )
 
 
 @dataclass(slots=True)
@@ -43,7 +51,11 @@ class Snapshot(Locator):
     release: str = ""
 
     def find(self, backend: str) -> Upstream:
-        return locate.locate(backend, search=()) if backend == "trl" else snapshot_of(backend, self.release)
+        return (
+            locate.locate(backend, search=())
+            if backend == "trl"
+            else snapshot_of(backend, self.release)
+        )
 
 
 def words_of(schema: Schema, arguments: Arguments) -> list[str]:
@@ -55,21 +67,36 @@ def words_of(schema: Schema, arguments: Arguments) -> list[str]:
     return words
 
 
-def refused_by_launch(backend: str, stage_name: str, sets: Sequence[Arguments], release: str = "") -> list[list[str]]:
+def refused_by_launch(
+    backend: str, stage_name: str, sets: Sequence[Arguments], release: str = ""
+) -> list[list[str]]:
     """For each set, what launch says that upstream's parser would refuse; `stage_name` may be a further script's."""
     own = BACKENDS[backend].STAGES[stage_name].stage
-    options = {"backend": backend, "stage": own or stage_name, **({"script": stage_name} if own else {})}
+    options = {
+        "backend": backend,
+        "stage": own or stage_name,
+        **({"script": stage_name} if own else {}),
+    }
     locator = Snapshot(release=release)
     told = []
     for arguments in sets:
         config = Config(path=Path("made.yaml"), shape="stage", options=options, args=arguments)
         found = stage.judge(config, locator=locator).findings
-        told.append([f"{f.code}: {f.message}" for f in found if (f.severity, f.layer) == ("error", "parser")])
+        told.append(
+            [
+                f"{f.code}: {f.message}"
+                for f in found
+                if (f.severity, f.layer) == ("error", "parser")
+            ]
+        )
     return told
 
 
 def differences(
-    sets: Sequence[Arguments], ours: Sequence[list[str]], theirs: Sequence[Any], left_out: Sequence[bool]
+    sets: Sequence[Arguments],
+    ours: Sequence[list[str]],
+    theirs: Sequence[Any],
+    left_out: Sequence[bool],
 ) -> list[str]:
     """The sets of which launch and upstream say different things, with what each says."""
     found = []

@@ -23,7 +23,9 @@ ANSWER = """
 def answer(number, when):
     say(event="sample", number=number, when=when, text=f"{when} {number}", tokens=3, ended="stop")
 """
-ALL = ANSWER + "for when in ('after', 'before'): answer(0, when); answer(1, when)\nsay(event='done')"
+ALL = (
+    ANSWER + "for when in ('after', 'before'): answer(0, when); answer(1, when)\nsay(event='done')"
+)
 DIES = ANSWER + "answer(0, 'after'); sys.exit(3)"
 HANGS = ANSWER + "answer(0, 'after'); time.sleep(600)"
 TORN = ANSWER + "answer(0, 'after'); print('{\"event\": \"sam', flush=True)"
@@ -36,11 +38,16 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     monkeypatch.chdir(tmp_path)
     saved.model(tmp_path / "out")
     rows = [
-        {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "b"}]} for text in PROMPTS
+        {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "b"}]}
+        for text in PROMPTS
     ]
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = {"model_name_or_path": "Qwen/Qwen2.5-7B", "dataset_name": "data", "dataset_train_split": "train"}
+    given = {
+        "model_name_or_path": "Qwen/Qwen2.5-7B",
+        "dataset_name": "data",
+        "dataset_train_split": "train",
+    }
     manifest = made_runs.manifest(
         stage="sft", output=str(tmp_path / "out"), cwd=str(tmp_path), samples=2,
         args={name: {"value": value, "origin": "a.yaml:3"} for name, value in given.items()},
@@ -58,7 +65,9 @@ def standing_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[st
         head += "def say(**event): print(json.dumps(event), flush=True)\n"
         python.write_text(head + body)
         python.chmod(0o755)
-        monkeypatch.setattr(model, "trainer_of", lambda *_: Trainer(python=python, source="a stand-in"))
+        monkeypatch.setattr(
+            model, "trainer_of", lambda *_: Trainer(python=python, source="a stand-in")
+        )
 
     return stand_in
 
@@ -119,7 +128,9 @@ def attempt_of(run: RunFolder) -> Attempt:
     )  # fmt: skip
 
 
-def test_the_page_shows_them_and_the_verdict_stays(run: RunFolder, standing_in: Callable[[str], None]) -> None:
+def test_the_page_shows_them_and_the_verdict_stays(
+    run: RunFolder, standing_in: Callable[[str], None]
+) -> None:
     standing_in(ALL)
     run.verdict.write_text('{"status": "fail"}')
     sampling.take_samples(run, attempt_of(run))

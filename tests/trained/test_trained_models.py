@@ -32,7 +32,9 @@ def argument(value: object) -> dict[str, object]:
     return {"value": value, "origin": "my_sft.yaml:3"}
 
 
-def run_into(output: Path, name: str = "20260101T000000Z-sft-a", *, ended: bool = True, **arguments: object) -> Path:
+def run_into(
+    output: Path, name: str = "20260101T000000Z-sft-a", *, ended: bool = True, **arguments: object
+) -> Path:
     """A run whose output folder this is."""
     given = {"model_name_or_path": "Qwen/Qwen2.5-7B", "dataset_name": "allenai/tulu-3", **arguments}
     manifest = made_runs.manifest(
@@ -45,9 +47,13 @@ def run_into(output: Path, name: str = "20260101T000000Z-sft-a", *, ended: bool 
     path = made_runs.made(rundir.runs_root() / name, told=manifest, steps=8, ended=False)
     # it has not come to its final save
     log = path / "console.log"
-    log.write_text("".join(line for line in log.read_text().splitlines(True) if "saved" not in line))
+    log.write_text(
+        "".join(line for line in log.read_text().splitlines(True) if "saved" not in line)
+    )
     events = path / "probe" / "rank-0.jsonl"
-    events.write_text("".join(line for line in events.read_text().splitlines(True) if '"end"' not in line))
+    events.write_text(
+        "".join(line for line in events.read_text().splitlines(True) if '"end"' not in line)
+    )
     return path
 
 
@@ -78,7 +84,9 @@ def test_a_name_that_is_wrong_is_named_before_a_prompt_that_lacks(capsys: Captur
     assert (code, finding["code"]) == (2, "no-such-run")
 
 
-def test_a_run_without_a_final_model_names_its_checkpoints_and_what_to_type(tmp_path: Path, capsys: Capture) -> None:
+def test_a_run_without_a_final_model_names_its_checkpoints_and_what_to_type(
+    tmp_path: Path, capsys: Capture
+) -> None:
     output = tmp_path / "out" / "a"
     for step in (4, 8):
         saved.trl(output, step)
@@ -132,7 +140,10 @@ def test_a_pipeline_stands_for_its_last_run(tmp_path: Path) -> None:
     from launcher.cli.commands.trained import found_model
 
     saved.model(tmp_path / "dpo")
-    runs = [run_into(tmp_path / "sft", "20260101T000000Z-sft-a"), run_into(tmp_path / "dpo", "20260102T000000Z-dpo-a")]
+    runs = [
+        run_into(tmp_path / "sft", "20260101T000000Z-sft-a"),
+        run_into(tmp_path / "dpo", "20260102T000000Z-dpo-a"),
+    ]
     folder = rundir.runs_root() / "20260103T000000Z-pipeline-a"
     folder.mkdir()
     record = {"stages": [{"run": str(run)} for run in runs]}
@@ -141,7 +152,9 @@ def test_a_pipeline_stands_for_its_last_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("words", [("--prompt", " "), ("--prompt", "a", "--prompt", "")])
-def test_an_empty_prompt_is_refused(words: tuple[str, ...], tmp_path: Path, capsys: Capture) -> None:
+def test_an_empty_prompt_is_refused(
+    words: tuple[str, ...], tmp_path: Path, capsys: Capture
+) -> None:
     saved.model(tmp_path / "out")
     code, finding = refused(capsys, "chat", str(tmp_path / "out"), *words)
     assert (code, finding["code"]) == (2, "no-prompt")
@@ -249,7 +262,12 @@ def front_matter(text: str) -> dict[str, Any]:
 
 def test_a_card_says_what_the_record_holds(tmp_path: Path, capsys: Capture) -> None:
     output = adapter(tmp_path / "out")
-    run_into(output, learning_rate=1e-5, output_dir="/home/somebody/out", chat_template_path="/home/somebody/x.jinja")
+    run_into(
+        output,
+        learning_rate=1e-5,
+        output_dir="/home/somebody/out",
+        chat_template_path="/home/somebody/x.jinja",
+    )
     assert main(["card", "last", "--output", "-"]) == 0
     text = capsys.readouterr().out
     assert front_matter(text) == {
@@ -273,7 +291,9 @@ def test_a_card_has_the_licence_and_the_lineage_of_its_base(tmp_path: Path) -> N
     (snapshot / "refs").mkdir(parents=True)
     (snapshot / "refs" / "main").write_text("c0ffee")
     (snapshot / "snapshots" / "c0ffee").mkdir(parents=True)
-    (snapshot / "snapshots" / "c0ffee" / "README.md").write_text("---\nlicense: apache-2.0\n---\n# Qwen\n")
+    (snapshot / "snapshots" / "c0ffee" / "README.md").write_text(
+        "---\nlicense: apache-2.0\n---\n# Qwen\n"
+    )
     run_into(first, "20260101T000000Z-sft-a")
     run_into(second, "20260102T000000Z-dpo-a", model_name_or_path=str(first))
     trained = model.of_folder(second)
@@ -297,7 +317,10 @@ def test_a_card_of_somebody_else_is_never_written_over(tmp_path: Path, capsys: C
     code, finding = refused(capsys, "card", "last")
     assert (code, finding["code"]) == (5, "card-exists")
     assert "written by TRL" in finding["message"]
-    assert "--replace" in steps_of(output).push and "--exclude README.before.md" in steps_of(output).push
+    assert (
+        "--replace" in steps_of(output).push
+        and "--exclude README.before.md" in steps_of(output).push
+    )
     assert main(["card", "last", "--replace"]) == 0
     assert "the one before: " in capsys.readouterr().out
     assert (output / "README.before.md").read_text() == "This model was trained with [TRL].\n"
@@ -328,15 +351,25 @@ def chat(*turns: str) -> list[dict[str, str]]:
     [
         ({"messages": chat("a", "b", "c", "d")}, chat("a"), "b"),
         ({"messages": [{"role": "system", "content": "s"}, *chat("a", "b")]}, None, "b"),
-        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, chat("a"), "b"),
+        (
+            {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
+            chat("a"),
+            "b",
+        ),
         ({"prompt": "a", "completion": "b"}, chat("a"), "b"),
-        ({"prompt": chat("a"), "completion": [{"role": "assistant", "content": "b"}]}, chat("a"), "b"),
+        (
+            {"prompt": chat("a"), "completion": [{"role": "assistant", "content": "b"}]},
+            chat("a"),
+            "b",
+        ),
         ({"chosen": chat("a", "b"), "rejected": chat("a", "c")}, chat("a"), "b"),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, chat("a"), "b"),
         ({"prompt": chat("a"), "chosen": [{"role": "assistant", "content": "b"}]}, chat("a"), "b"),
     ],
 )
-def test_the_prompt_of_a_row(row: Mapping[str, Any], asked: list[dict[str, str]] | None, expected: str) -> None:
+def test_the_prompt_of_a_row(
+    row: Mapping[str, Any], asked: list[dict[str, str]] | None, expected: str
+) -> None:
     prompt = prompts.of_row(row)
     assert prompt is not None and prompt.expected == expected
     if asked is not None:
@@ -344,7 +377,13 @@ def test_the_prompt_of_a_row(row: Mapping[str, Any], asked: list[dict[str, str]]
 
 
 @pytest.mark.parametrize(
-    "row", [{"text": "a"}, {"messages": []}, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, {}]
+    "row",
+    [
+        {"text": "a"},
+        {"messages": []},
+        {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+        {},
+    ],
 )
 def test_rows_without_a_prompt(row: Mapping[str, Any]) -> None:
     assert prompts.of_row(row) is None
@@ -352,7 +391,9 @@ def test_rows_without_a_prompt(row: Mapping[str, Any]) -> None:
 
 def rows(path: Path, *texts: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps({"messages": chat(text, "answer")}) + "\n" for text in texts))
+    path.write_text(
+        "".join(json.dumps({"messages": chat(text, "answer")}) + "\n" for text in texts)
+    )
 
 
 def chosen(count: int, **arguments: object) -> prompts.Prompts:
@@ -390,7 +431,9 @@ def test_why_there_are_no_prompts(tmp_path: Path) -> None:
     assert "no prompt" in str(chosen(1, dataset_name="texts", dataset_train_split="train").missing)
 
 
-@pytest.mark.parametrize(("value", "read"), [(0, 0), (3, 3), ("4", 4), (None, None), (-1, None), ("x", None)])
+@pytest.mark.parametrize(
+    ("value", "read"), [(0, 0), (3, 3), ("4", 4), (None, None), (-1, None), ("x", None)]
+)
 def test_the_key_samples(value: object, read: int | None) -> None:
     found, faults = keys.KEYS["samples"].read(value)
     assert found == read and bool(faults) is (value in (-1, "x"))

@@ -60,7 +60,9 @@ def environment(place: Path) -> dict[str, str]:
     }  # fmt: skip
 
 
-def typed(place: Path, *words: str, text: str = "", path: str = STAND_INS) -> subprocess.CompletedProcess[str]:
+def typed(
+    place: Path, *words: str, text: str = "", path: str = STAND_INS
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "launcher", *words], cwd=place, env={**environment(place), "PYTHONPATH": path},
         input=text, capture_output=True, text=True, timeout=PATIENCE_S,
@@ -83,7 +85,9 @@ def test_the_validation_loss_stands_in_the_metrics(whole: dict[str, Any]) -> Non
     assert not any(name.endswith(("_runtime", "_per_second")) for row in rows for name in row)
 
 
-def test_the_end_names_model_chat_server_and_hub(whole: dict[str, Any], adapted: dict[str, Any]) -> None:
+def test_the_end_names_model_chat_server_and_hub(
+    whole: dict[str, Any], adapted: dict[str, Any]
+) -> None:
     assert whole["data"]["next"]["model"] == "build/demo/whole"
     assert whole["data"]["next"]["merge"] is None
     steps = adapted["data"]["next"]
@@ -107,7 +111,9 @@ def test_failing_samples_change_no_verdict(place: Path) -> None:
 
 def test_a_run_answers_a_prompt_and_its_base_beside_it(place: Path, whole: dict[str, Any]) -> None:
     name = run_of(whole).name
-    code, told = launch(place, "chat", name, "--base", "--prompt", "What is a list?", "--prompt", "Why?", *FEW)
+    code, told = launch(
+        place, "chat", name, "--base", "--prompt", "What is a list?", "--prompt", "Why?", *FEW
+    )
     assert code == 0, told
     data = told["data"]
     assert (data["model"], data["adapter"]) == (str(place / "build/demo/whole"), False)
@@ -128,7 +134,16 @@ def test_a_prompt_from_stdin(place: Path, whole: dict[str, Any]) -> None:
 
 def test_the_same_seed_draws_the_same_answer(place: Path, whole: dict[str, Any]) -> None:
     def draw(seed: str) -> str:
-        words = ("--prompt", "What is a list?", "--temperature", "1.5", "--seed", seed, "--max-new-tokens", "12")
+        words = (
+            "--prompt",
+            "What is a list?",
+            "--temperature",
+            "1.5",
+            "--seed",
+            seed,
+            "--max-new-tokens",
+            "12",
+        )
         _, told = launch(place, "chat", "build/demo/whole", *words)
         return str(told["data"]["turns"][0]["model"]["text"])
 
@@ -140,7 +155,9 @@ def test_a_system_message_that_the_template_refuses(place: Path, whole: dict[str
     strict = place / "build" / "demo" / "strict"
     shutil.copytree(place / "build" / "demo" / "whole", strict)
     template = (strict / "chat_template.jinja").read_text()
-    refuse = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    refuse = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
+    )
     (strict / "chat_template.jinja").write_text(refuse + template)
     code, told = launch(place, "chat", str(strict), "--system", "Be brief.", "--prompt", "a", *FEW)
     assert (code, told["findings"][0]["code"]) == (5, "template-refuses")
@@ -191,7 +208,9 @@ class Terminal:
 def test_a_chat_at_a_terminal(place: Path) -> None:
     """A prompt, Ctrl-C within its answer, a new conversation, Ctrl-D."""
     # a model that knows nothing yet comes to no end by itself
-    terminal = Terminal(place, "chat", "build/demo/model", "--max-new-tokens", "900", "--temperature", "0")
+    terminal = Terminal(
+        place, "chat", "build/demo/model", "--max-new-tokens", "900", "--temperature", "0"
+    )
     terminal.wait_for("> ")
     terminal.type("What is a list?\n")
     terminal.wait_for("list?\r\n")
@@ -207,10 +226,14 @@ def test_a_chat_at_a_terminal(place: Path) -> None:
 
 
 def test_an_adapter_talks_and_so_does_its_base(place: Path, adapted: dict[str, Any]) -> None:
-    code, told = launch(place, "chat", run_of(adapted).name, "--base", "--prompt", "What is a list?", *FEW)
+    code, told = launch(
+        place, "chat", run_of(adapted).name, "--base", "--prompt", "What is a list?", *FEW
+    )
     assert code == 0, told
     turn = told["data"]["turns"][0]
-    assert told["data"]["adapter"] and told["data"]["base"]["name"] == str(place / "build/demo/whole")
+    assert told["data"]["adapter"] and told["data"]["base"]["name"] == str(
+        place / "build/demo/whole"
+    )
     _, alone = launch(place, "chat", "build/demo/whole", "--prompt", "What is a list?", *FEW)
     assert turn["base"]["text"] == alone["data"]["turns"][0]["model"]["text"]
 
@@ -224,12 +247,19 @@ def test_a_merged_adapter_says_the_same(place: Path, adapted: dict[str, Any]) ->
     assert data["kept"] == pytest.approx(1, abs=0.01)
     merged = place / "out" / "merged"
     names = {path.name for path in merged.iterdir()}
-    wanted = {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja"}
+    wanted = {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "chat_template.jinja",
+    }
     assert wanted <= names and "adapter_config.json" not in names
     assert [path.name for path in (place / "out").iterdir()] == ["merged"]
     words = ("--prompt", "What is a list?", *FEW)
     answers = [
-        launch(place, "chat", target, *words)[1]["data"]["turns"][0]["model"]["text"] for target in (name, str(merged))
+        launch(place, "chat", target, *words)[1]["data"]["turns"][0]["model"]["text"]
+        for target in (name, str(merged))
     ]
     assert answers[0] == answers[1]
     code, told = launch(place, "merge", name, "--output", "out/merged")
@@ -249,9 +279,19 @@ def test_a_merge_that_differs_leaves_nothing(place: Path, adapted: dict[str, Any
     broken = place / "broken-peft"
     broken.mkdir()
     (broken / "sitecustomize.py").write_text(LOSES_THE_ADAPTER)
-    done = typed(place, "merge", run_of(adapted).name, "-o", "differs/x", path=f"{broken}{os.pathsep}{STAND_INS}")
+    done = typed(
+        place,
+        "merge",
+        run_of(adapted).name,
+        "-o",
+        "differs/x",
+        path=f"{broken}{os.pathsep}{STAND_INS}",
+    )
     assert done.returncode == 5
-    assert "error[merge-differs]" in done.stderr and "0.0% of what the adapter changes is kept" in done.stderr
+    assert (
+        "error[merge-differs]" in done.stderr
+        and "0.0% of what the adapter changes is kept" in done.stderr
+    )
     assert list((place / "differs").iterdir()) == []
 
 

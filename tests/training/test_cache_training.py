@@ -79,7 +79,9 @@ def dpo(name: str, *overrides: str) -> tuple[dict[str, str], dict[str, Cache], R
     found = keys.derive(made, trainer.packages)
     run = RunFolder(rundir.runs_root() / name)
     run.path.mkdir(parents=True)
-    built = command.build(plan.completed(made, keys.derived(found)), trainer, run.path, environ=os.environ)
+    built = command.build(
+        plan.completed(made, keys.derived(found)), trainer, run.path, environ=os.environ
+    )
     built = replace(built, env={**built.env, **keys.environment(found)})
     with folders.lock(found, run, 1) as locks:
         ended = runner.run(built, run, 1, pass_fds=locks)
@@ -91,7 +93,9 @@ def states(run: RunFolder) -> dict[str, str]:
     lines = (run.probe / "rank-0.jsonl").read_text().splitlines()
     events = [json.loads(line) for line in lines]
     return {
-        event["event"].removesuffix("_cache"): event["state"] for event in events if event["event"].endswith("_cache")
+        event["event"].removesuffix("_cache"): event["state"]
+        for event in events
+        if event["event"].endswith("_cache")
     }
 
 
@@ -108,14 +112,18 @@ def test_dpo_never_meets_a_stale_cache(place: Path) -> None:
         path.write_bytes(path.read_bytes())
     seen, second, run = dpo("second")
     assert seen == {"dataset": "hit", "reference": "hit"}
-    assert {kind: one.path for kind, one in second.items()} == {kind: one.path for kind, one in first.items()}
+    assert {kind: one.path for kind, one in second.items()} == {
+        kind: one.path for kind, one in first.items()
+    }
     assert all("the same content" in one.text for one in diagnosis.why(run))
 
     retrain(model)
     seen, third, run = dpo("third")
     assert seen == {"dataset": "hit", "reference": "miss"}
     told = {one.kind: one for one in diagnosis.why(run)}
-    assert [one.what for one in told["reference"].differences] == ["build/demo/model/model.safetensors"]
+    assert [one.what for one in told["reference"].differences] == [
+        "build/demo/model/model.safetensors"
+    ]
     # upstream itself cannot tell the two apart: the entries bear the same name
     names = [sorted(p.name for p in one["reference"].path.glob("*.pt")) for one in (first, third)]
     assert names[0] == names[1] and len(names[0]) == 1

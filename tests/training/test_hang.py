@@ -86,7 +86,9 @@ def test_a_run_that_hangs_is_ended_and_continues_from_its_checkpoint(
 
 
 def test_a_save_that_hangs_is_said_as_such(training: Callable[..., Training]) -> None:
-    run = training("trl", 1, "probe.hang_seconds=1", "on_hang=stop", "save_strategy=steps", "save_steps=2")
+    run = training(
+        "trl", 1, "probe.hang_seconds=1", "on_hang=stop", "save_strategy=steps", "save_steps=2"
+    )
     run.slowed("transformers.trainer:Trainer:_save_optimizer_and_scheduler", seconds=600)
     assert run.finish()[0] not in (0, 130)
     (told,) = run.events("hang")

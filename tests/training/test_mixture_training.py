@@ -62,7 +62,11 @@ def test_it_trains_on_the_planned_rows_and_evaluates_on_the_others(place: Path, 
     code, answer = launch(place, *words)
     assert (code, answer["data"]["status"]) == (0, "pass"), answer
     data = point(answer, "data")
-    assert (data["state"], data["detail"]["planned_rows"], data["detail"]["given"]) == ("as_planned", TRAINED, TRAINED)
+    assert (data["state"], data["detail"]["planned_rows"], data["detail"]["given"]) == (
+        "as_planned",
+        TRAINED,
+        TRAINED,
+    )
     assert answer["data"]["steps"] == -(-TRAINED // 8)
     (run,) = (place / "runs").iterdir()
     assert (run / "console.log").read_text().count("'eval_loss'") >= 2

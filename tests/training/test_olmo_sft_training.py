@@ -43,8 +43,17 @@ def project(tmp_path_factory: pytest.TempPathFactory, demo_assets: Path) -> Path
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(folder / "model")
     sizes = {"hidden_size": 12, "intermediate_size": 256, "num_hidden_layers": 4, "head_dim": 4}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "rope_theta": 500000.0}
-    special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
+    heads = {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 500000.0,
+    }
+    special = {
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+    }
     config = Olmo2Config(vocab_size=1024, tie_word_embeddings=False, **sizes, **heads, **special)
     Olmo2ForCausalLM(config).save_pretrained(folder / "model")
     lines = (demo_assets / "data/sft/train.jsonl").read_text().splitlines(keepends=True)
@@ -66,7 +75,9 @@ def test_the_whole_way(project: Path) -> None:
     code, answer = start(project)
     assert code == 0, answer
     seen = states(answer)
-    assert {name: seen[name] for name in ("packing", "batch", "dataset_cache", "finish", "model")} == {
+    assert {
+        name: seen[name] for name in ("packing", "batch", "dataset_cache", "finish", "model")
+    } == {
         "packing": "isolated",
         "batch": "planned",
         "dataset_cache": "miss",
@@ -93,17 +104,25 @@ def test_the_whole_way(project: Path) -> None:
     assert AutoTokenizer.from_pretrained(written).eos_token == "<|endoftext|>"
 
     # the same data again are found
-    code, answer = start(project, "output_dir=again", "max_train_steps=2", "expect.dataset_cache=hit")
+    code, answer = start(
+        project, "output_dir=again", "max_train_steps=2", "expect.dataset_cache=hit"
+    )
     assert (code, states(answer)["dataset_cache"]) == (0, "hit"), answer
 
 
 @pytest.mark.parametrize("overrides", [(), ("max_train_steps=2",)], ids=["epochs", "steps"])
-def test_no_gpu_is_taken_for_data_that_make_no_step(project: Path, tmp_path: Path, overrides: tuple[str, ...]) -> None:
+def test_no_gpu_is_taken_for_data_that_make_no_step(
+    project: Path, tmp_path: Path, overrides: tuple[str, ...]
+) -> None:
     folder = tmp_path / "few"
     shutil.copytree(project / "model", folder / "model")
-    (folder / "data.jsonl").write_text("".join((project / "data.jsonl").read_text().splitlines(keepends=True)[:4]))
+    (folder / "data.jsonl").write_text(
+        "".join((project / "data.jsonl").read_text().splitlines(keepends=True)[:4])
+    )
     (folder / "stage.yaml").write_text(STAGE)
     code, answer = start(folder, *overrides)
     assert code == 5
-    assert [finding["code"] for finding in answer["findings"] if finding["severity"] == "error"] == ["too-few-rows"]
+    assert [
+        finding["code"] for finding in answer["findings"] if finding["severity"] == "error"
+    ] == ["too-few-rows"]
     assert not (folder / "out").exists()

@@ -6,7 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from real_training import CONFIGS, known_commit, launch, needs_open_instruct, needs_training, place, states
+from real_training import (
+    CONFIGS,
+    known_commit,
+    launch,
+    needs_open_instruct,
+    needs_training,
+    place,
+    states,
+)
 
 __all__ = ["known_commit", "place"]  # fixtures
 
@@ -67,7 +75,9 @@ def test_trl_step_losses_agree_with_the_log(chain: dict[str, Any]) -> None:
     assert first["loss"] == pytest.approx(0.6931, abs=1e-3)
 
 
-def test_trl_sft_then_dpo_and_sft_again_to_the_same_weights(place: Path, chain: dict[str, Any]) -> None:
+def test_trl_sft_then_dpo_and_sft_again_to_the_same_weights(
+    place: Path, chain: dict[str, Any]
+) -> None:
     words = ("pipeline", str(CONFIGS / "pipeline.yaml"), *SHORT)
     sft, dpo = chain["data"]["stages"]
     assert (sft["status"], dpo["status"]) == ("passed", "passed")
@@ -121,14 +131,18 @@ def test_the_pinned_scripts_take_each_others_folders(
     # it began where the first one ended, with a template that every tokenizer of the chain holds
     losses = [events(stage["run"], "step") for stage in (one, two)]
     assert losses[1][0]["loss"] < losses[0][0]["loss"]
-    kept = {(Path(stage["output"]) / "chat_template.jinja").read_text() for stage in (one, two, dpo)}
+    kept = {
+        (Path(stage["output"]) / "chat_template.jinja").read_text() for stage in (one, two, dpo)
+    }
     assert len(kept) == 1
     code, told = launch(place, *words)
     assert (code, [one["status"] for one in told["data"]["stages"]]) == (0, ["skipped"] * 3)
 
 
 @needs_open_instruct
-def test_the_pinned_dpo_runs_on_the_sft_result(pinned: tuple[tuple[str, ...], dict[str, Any]]) -> None:
+def test_the_pinned_dpo_runs_on_the_sft_result(
+    pinned: tuple[tuple[str, ...], dict[str, Any]],
+) -> None:
     run = pinned[1]["data"]["stages"][2]["run"]
     points = seen(run)
     assert (points["dataset_cache"], points["reference_cache"]) == ("miss", "miss")

@@ -135,10 +135,17 @@ class Training:
             "HF_DATASETS_CACHE": "hf",
         }
         paths = {name: str(self.place / folder) for name, folder in folders.items()}
-        fixed = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": STAND_INS, "HOME": str(self.place)}
+        fixed = {
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": STAND_INS,
+            "HOME": str(self.place),
+        }
         checkout = Path("~/open-instruct").expanduser()
         if checkout.is_dir():
-            fixed.setdefault("LAUNCH_OPEN_INSTRUCT", os.environ.get("LAUNCH_OPEN_INSTRUCT", str(checkout)))
+            fixed.setdefault(
+                "LAUNCH_OPEN_INSTRUCT", os.environ.get("LAUNCH_OPEN_INSTRUCT", str(checkout))
+            )
         return {**os.environ, **paths, **fixed, **self.variables}
 
     def command(self, *words: str) -> list[str]:
@@ -157,7 +164,14 @@ class Training:
             more: list[str] = []
             if self.ranks > 1:
                 address = f"127.0.0.1:{port}"
-                more = ["--nodes", str(self.ranks), "--node-rank", str(rank), "--main-address", address]
+                more = [
+                    "--nodes",
+                    str(self.ranks),
+                    "--node-rank",
+                    str(rank),
+                    "--main-address",
+                    address,
+                ]
             process = subprocess.Popen(
                 self.command(*words, *more), cwd=self.place, env=self.environment(), text=True,
                 stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
@@ -215,7 +229,9 @@ class Training:
         self.started[rank].send_signal(number)
 
     def losses(self) -> dict[int, float]:
-        rows = [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        rows = [
+            json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()
+        ]
         return {row["step"]: row["loss"] for row in rows}
 
     def weights(self) -> bytes:
@@ -328,7 +344,9 @@ def require_same(run: Training, other: Training) -> None:
         pytest.param("sft", after_steps(4), id="sft", marks=needs_open_instruct),
         pytest.param("dpo", after_steps(4), id="dpo", marks=needs_open_instruct),
         pytest.param("trl", before_the_first_step, id="trl before the first step"),
-        pytest.param("sft", before_the_first_step, id="sft before the first step", marks=needs_open_instruct),
+        pytest.param(
+            "sft", before_the_first_step, id="sft before the first step", marks=needs_open_instruct
+        ),
         pytest.param("trl", twice, id="trl twice"),
     ],
 )

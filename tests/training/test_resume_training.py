@@ -31,7 +31,13 @@ def soaks(tmp_path_factory: pytest.TempPathFactory, demo_assets: Path) -> Iterat
     for kind in ("trl", "sft") if open_instruct_reason() is None else ("trl",):
         work = place / kind
         shutil.copytree(demo_assets, work / "assets")
-        argv = [sys.executable, str(REPOSITORY / "scripts" / "soak.py"), kind, "--kills", str(KILLS)]
+        argv = [
+            sys.executable,
+            str(REPOSITORY / "scripts" / "soak.py"),
+            kind,
+            "--kills",
+            str(KILLS),
+        ]
         argv += ["--work", str(work), "--out", str(work / "soak.json")]
         path = os.pathsep.join(filter(None, (STAND_INS, *sys.path)))
         environment = {**os.environ, "PYTHONPATH": path}

@@ -21,7 +21,9 @@ Begin = Callable[..., Training]
 
 
 def needs(package: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(importlib.util.find_spec(package) is None, reason=f"no package {package}")
+    return pytest.mark.skipif(
+        importlib.util.find_spec(package) is None, reason=f"no package {package}"
+    )
 
 
 def interrupted_and_continued(run: Training) -> tuple[list[str], list[str]]:

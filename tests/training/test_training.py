@@ -24,7 +24,9 @@ def last_run(place: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_twenty_steps_are_twenty_losses_and_the_model_is_the_one_that_was_saved(place: Path) -> None:
+def test_twenty_steps_are_twenty_losses_and_the_model_is_the_one_that_was_saved(
+    place: Path,
+) -> None:
     output = place / "build" / "demo" / "whole"
     code, answer = launch(place, *SFT, "max_steps=20", f"output_dir={output}")
     points = {one["name"]: one for one in answer["data"]["points"]}

@@ -14,7 +14,12 @@ from launcher.upstream.source.packages import Sources
 
 DESCRIBED = [key for key, entry in STAGES.items() if not entry.behaves_as]
 """Scripts with behaviours of their own; the others share those of one of these."""
-CHANGES = [(known, change) for known in BEHAVIOURS for change in (known.since, known.until) if change is not None]
+CHANGES = [
+    (known, change)
+    for known in BEHAVIOURS
+    for change in (known.since, known.until)
+    if change is not None
+]
 
 
 def answers(repository: Repository, revision: str, key: str) -> dict[str, bool | None]:
@@ -30,8 +35,12 @@ def history() -> Repository:
     return Repository(checkouts.require(checkouts.NEWEST))
 
 
-@pytest.mark.parametrize(("known", "change"), CHANGES, ids=[f"{known.name}-{change}" for known, change in CHANGES])
-def test_the_commit_that_brought_or_ended_a_behaviour(history: Repository, known: Behaviour, change: str) -> None:
+@pytest.mark.parametrize(
+    ("known", "change"), CHANGES, ids=[f"{known.name}-{change}" for known, change in CHANGES]
+)
+def test_the_commit_that_brought_or_ended_a_behaviour(
+    history: Repository, known: Behaviour, change: str
+) -> None:
     """The source shows the change between that commit and the one before it."""
     begins = change == known.since
     for key in known.scripts:
@@ -56,7 +65,9 @@ def test_history_says_the_same_as_the_source(history: Repository, key: str) -> N
     for revision in (PIN, checkouts.NEWEST):
         by_history = behaviour.completed({}, key, history, revision)
         by_source = answers(history, revision, key)
-        assert {name: by_history[name] for name in dated} == {name: by_source[name] for name in dated}
+        assert {name: by_history[name] for name in dated} == {
+            name: by_source[name] for name in dated
+        }
 
 
 @pytest.mark.parametrize("commit_name", (BASELINE, checkouts.NEWEST))
@@ -64,7 +75,9 @@ def test_history_says_the_same_as_the_source(history: Repository, key: str) -> N
 def test_a_snapshot_holds_the_behaviours_of_its_commit(commit_name: str, key: str) -> None:
     """All that came or went did so between these two."""
     known_facts = locate.known_facts("open_instruct", commit_name)
-    schema = facts.schema_of(known_facts, locate.BACKENDS["open_instruct"], key, "snapshot", commit_name)
+    schema = facts.schema_of(
+        known_facts, locate.BACKENDS["open_instruct"], key, "snapshot", commit_name
+    )
     assert schema.behaviours.keys() == {known.name for known in behaviour.of_script(key)}
     is_newest = commit_name == checkouts.NEWEST
     for known in behaviour.of_script(key):

@@ -68,7 +68,9 @@ def test_what_a_test_implies(test: str, true: set[str], false: set[str]) -> None
         ("f(a)", {"a": 1}, None),
     ],
 )
-def test_whether_a_condition_holds(text: str, values: dict[str, Any], expected: bool | None) -> None:
+def test_whether_a_condition_holds(
+    text: str, values: dict[str, Any], expected: bool | None
+) -> None:
     assert conditions.holds(text, values, UNKNOWN) is expected
 
 

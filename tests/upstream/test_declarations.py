@@ -69,7 +69,10 @@ def test_literals_and_enums(write: Write) -> None:
 
 def test_an_enum_of_another_package(write: Write) -> None:
     root = write("pkg/__init__.py", "").parent
-    write("pkg/mod.py", f"{HEAD}from other.deep import Kind\n@dataclass\nclass A:\n    k: Kind = None\n")
+    write(
+        "pkg/mod.py",
+        f"{HEAD}from other.deep import Kind\n@dataclass\nclass A:\n    k: Kind = None\n",
+    )
     write("other/__init__.py", "")
     other = write("other/deep.py", "import enum\nclass Kind(enum.StrEnum):\n    a = 'x'\n").parent
     classes = [("pkg.mod", "A")]
@@ -100,7 +103,9 @@ def test_defaults(write: Write, annotation: str, default: str, value: Any) -> No
     assert (known.default, known.default_text, known.required) == (value, None, False)
 
 
-@pytest.mark.parametrize("default", ["f()", "LOOP", "-'a'", "{}['a']", "[][3]", "a.b.c", "x if y else z"])
+@pytest.mark.parametrize(
+    "default", ["f()", "LOOP", "-'a'", "{}['a']", "[][3]", "a.b.c", "x if y else z"]
+)
 def test_defaults_that_only_running_could_tell(write: Write, default: str) -> None:
     body = f"LOOP = LOOP\n@dataclass\nclass A:\n    x: str = {default}\n"
     known = fields_of(write, body)["x"]
@@ -129,7 +134,9 @@ def test_which_fields_need_a_value(write: Write) -> None:
     [("int | None", True), ("float | None", True), ("int", False), ("str | None", False),
      ("bool | None", False), ("list[int] | None", False), ("dict | None", True)],
 )  # fmt: skip
-def test_the_word_none_where_the_parser_reads_it(write: Write, annotation: str, nullable: bool) -> None:
+def test_the_word_none_where_the_parser_reads_it(
+    write: Write, annotation: str, nullable: bool
+) -> None:
     assert only(write, annotation, takes_none=True).nullable is nullable
     assert not only(write, annotation).nullable
 

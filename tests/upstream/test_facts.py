@@ -67,11 +67,16 @@ def test_what_is_read_survives_json(root: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stage", "epochs", "rate"), [("dpo", 1, 2e-5), ("dpo_olmo_core", 1, 2e-5), ("sft_olmo_core", 3, 8e-5)]
+    ("stage", "epochs", "rate"),
+    [("dpo", 1, 2e-5), ("dpo_olmo_core", 1, 2e-5), ("sft_olmo_core", 3, 8e-5)],
 )
-def test_the_snapshot_keeps_the_defaults_of_each_script(stage: str, epochs: int, rate: float) -> None:
+def test_the_snapshot_keeps_the_defaults_of_each_script(
+    stage: str, epochs: int, rate: float
+) -> None:
     """SFT on OLMo-core parses DPO's dataclasses, and gives its parser defaults of its own."""
-    fields = facts.schema_of(locate.snapshot("open_instruct"), BACKEND, stage, "snapshot", "x").fields
+    fields = facts.schema_of(
+        locate.snapshot("open_instruct"), BACKEND, stage, "snapshot", "x"
+    ).fields
     assert (fields["num_epochs"].default, fields["learning_rate"].default) == (epochs, rate)
 
 
@@ -96,7 +101,9 @@ def test_mappings_that_names_are_looked_up_in(root: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["finetune.py", "helper.py"])
-def test_a_changed_file_is_read_again(ask: Asked, root: Path, reads: list[Sequence[str]], name: str) -> None:
+def test_a_changed_file_is_read_again(
+    ask: Asked, root: Path, reads: list[Sequence[str]], name: str
+) -> None:
     ask()
     path = root / name
     before = path.read_text(encoding="utf-8")
@@ -110,7 +117,9 @@ def test_a_changed_file_is_read_again(ask: Asked, root: Path, reads: list[Sequen
 
 
 def test_a_type_of_another_package_that_the_pin_does_not_use(ask: Asked, root: Path) -> None:
-    text = FINETUNE.replace("    spare: int = 0\n", "    spare: LMLossImplementation = LMLossImplementation.default\n")
+    text = FINETUNE.replace(
+        "    spare: int = 0\n", "    spare: LMLossImplementation = LMLossImplementation.default\n"
+    )
     imported = "from olmo_core.nn.lm_head import LMLossImplementation\n"
     (root / "finetune.py").write_text(imported + text, encoding="utf-8")
     known = facts.schema_of(ask(), BACKEND, "sft", "source", "x")
@@ -135,7 +144,9 @@ def test_a_second_question_reads_nothing_but_in_another_version_of_launch(
 
 
 @pytest.mark.parametrize("content", [b"{", b"{}", b'{"files": {"nowhere": "00"}}', b"[" * 100_000])
-def test_a_damaged_entry_is_read_anew(ask: Asked, reads: list[Sequence[str]], content: bytes) -> None:
+def test_a_damaged_entry_is_read_anew(
+    ask: Asked, reads: list[Sequence[str]], content: bytes
+) -> None:
     good = ask()
     (entry,) = entries()
     entry.write_bytes(content)
@@ -154,7 +165,9 @@ def test_a_damaged_entry_is_read_anew(ask: Asked, reads: list[Sequence[str]], co
         (FINETUNE.replace("max_seq_length", "longest"), "it has no max_seq_length"),
     ],
 )
-def test_a_script_that_cannot_be_read_says_why(root: Path, ask: Asked, text: str, reason: str) -> None:
+def test_a_script_that_cannot_be_read_says_why(
+    root: Path, ask: Asked, text: str, reason: str
+) -> None:
     (root / "finetune.py").write_text(text, encoding="utf-8")
     told = ask()
     assert reason in told["unreadable"]["sft"]

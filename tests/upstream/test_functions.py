@@ -17,10 +17,15 @@ class Trainer:
 SAME = {
     "a docstring": STEP.replace("        loss.back", '        """One step."""\n        loss.back'),
     "a comment": STEP.replace("loss.backward()", "loss.backward()  # fp32"),
-    "a log call": STEP.replace("        loss.back", '        logger.info("step")\n        loss.back'),
-    "a logger of its own": STEP.replace("        loss.back", '        self.logger.info("step")\n        loss.back'),
+    "a log call": STEP.replace(
+        "        loss.back", '        logger.info("step")\n        loss.back'
+    ),
+    "a logger of its own": STEP.replace(
+        "        loss.back", '        self.logger.info("step")\n        loss.back'
+    ),
     "a log call of one rank": STEP.replace(
-        "        loss.back", '        if self.is_main:\n            print("step")\n        loss.back'
+        "        loss.back",
+        '        if self.is_main:\n            print("step")\n        loss.back',
     ),
     "a line broken in two": STEP.replace("self.model, ", "self.model,\n                "),
     "another method": STEP + "    def other(self):\n        return 1\n",
@@ -34,7 +39,8 @@ CHANGED = {
     "a decorator": STEP.replace("    def step", "    @no_grad\n    def step"),
     "a default": STEP.replace("self, loss", "self, loss=None"),
     "a test that acts and guards a log call": STEP.replace(
-        "        loss.back", '        if self.advance():\n            print("step")\n        loss.back'
+        "        loss.back",
+        '        if self.advance():\n            print("step")\n        loss.back',
     ),
     "a condition of a loop that only logs": STEP.replace(
         "        loss.back", "        for part in self:\n            print(part)\n        loss.back"

@@ -91,7 +91,9 @@ def test_the_table_agrees_with_the_snapshot(backend: str, stage: str) -> None:
         assert {key for key, event in newest.items() if not event.gone} == fields
 
 
-def test_at_the_commit_of_the_table_no_process_is_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_at_the_commit_of_the_table_no_process_is_started(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def fail(*arguments: object, **options: object) -> None:
         raise AssertionError("a process was started")
 
@@ -130,11 +132,17 @@ def test_what_an_argument_is_called_now() -> None:
 
 
 def test_removed_renamed_and_moved(repo: Checkout) -> None:
-    repo.commit("start", {SFT: arguments("lr: float = 1.0", "old_name: int = 3", "gone: bool = True")})
-    repo.commit("Rename (#7)", {SFT: arguments("lr: float = 1.0", "new_name: int = 3", "gone: bool = True")})
+    repo.commit(
+        "start", {SFT: arguments("lr: float = 1.0", "old_name: int = 3", "gone: bool = True")}
+    )
+    repo.commit(
+        "Rename (#7)", {SFT: arguments("lr: float = 1.0", "new_name: int = 3", "gone: bool = True")}
+    )
     repo.commit("Remove (#8)", {SFT: arguments("lr: float = 1.0", "new_name: int = 3")})
     base = arguments("lr: float = 1.0", "new_name: int = 3", name="Base", main="")
-    script = "from open_instruct import dataset_transformation\n" + arguments(bases="(dataset_transformation.Base)")
+    script = "from open_instruct import dataset_transformation\n" + arguments(
+        bases="(dataset_transformation.Base)"
+    )
     repo.commit("Move", {"open_instruct/dataset_transformation.py": base, SFT: script})
     assert repo.last("old_name") == "renamed new_name@1"
     assert repo.last("gone") == "removed@2"
@@ -156,7 +164,9 @@ def test_the_oldest_commit_of_a_shallow_clone_added_nothing(repo: Checkout, tmp_
     assert history.sentence(shallow.of("run_name")[0]).startswith("removed by #747")
 
 
-def test_no_git_no_repository_no_commits(repo: Checkout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_git_no_repository_no_commits(
+    repo: Checkout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     table = history.of("use_flash_attn", SFT)
     assert repo.of("use_flash_attn") == table, "an empty history"
     repo.commit("unrelated", {"README": "x"})

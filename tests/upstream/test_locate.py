@@ -56,7 +56,8 @@ def pin_to(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the files of `root` the pinned ones."""
     facts = dict(locate.snapshot("open_instruct"))
     facts["files"] = {
-        path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in root.rglob("*.py")
+        path.relative_to(root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in root.rglob("*.py")
     }
     monkeypatch.setattr(locate, "snapshot", lambda backend: facts)
 
@@ -82,12 +83,18 @@ def test_the_order_of_places(fake: Checkout, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("empty", "is empty"), ("other", "does not hold one"), ("no", "is not there")]
+    ("name", "words"),
+    [("empty", "is empty"), ("other", "does not hold one"), ("no", "is not there")],
 )
-def test_a_named_place_that_holds_no_checkout(write: Write, tmp_path: Path, name: str, words: str) -> None:
+def test_a_named_place_that_holds_no_checkout(
+    write: Write, tmp_path: Path, name: str, words: str
+) -> None:
     (tmp_path / "empty").mkdir()
     write("other/README.md", "")
-    for environ, checkout in (({"LAUNCH_OPEN_INSTRUCT": str(tmp_path / name)}, None), ({}, tmp_path / name)):
+    for environ, checkout in (
+        ({"LAUNCH_OPEN_INSTRUCT": str(tmp_path / name)}, None),
+        ({}, tmp_path / name),
+    ):
         with pytest.raises(NotReady, match=words) as raised:
             locate.locate("open_instruct", environ=environ, checkout=checkout)
         (finding,) = raised.value.findings
@@ -102,7 +109,9 @@ def test_packages_are_found_on_another_interpreters_path(tmp_path: Path) -> None
     assert locate.locate("trl", search=(tmp_path,)).source == "snapshot"
 
 
-def test_files_that_equal_the_snapshots_are_the_pin(fake: Checkout, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_equal_the_snapshots_are_the_pin(
+    fake: Checkout, monkeypatch: pytest.MonkeyPatch
+) -> None:
     root = fake()
     pin_to(root, monkeypatch)
     source = locate.locate("open_instruct", checkout=root)
@@ -126,7 +135,9 @@ def test_files_that_equal_the_snapshots_are_the_pin(fake: Checkout, monkeypatch:
         (True, "error", True, "warning"),
     ],
 )
-def test_what_is_said_of_another_commit(is_named: bool, where_found: Severity, allowed: bool, severity: str) -> None:
+def test_what_is_said_of_another_commit(
+    is_named: bool, where_found: Severity, allowed: bool, severity: str
+) -> None:
     source = Upstream(
         backend="open_instruct", root=Path("/x"), source="found", is_named=is_named, pin="a" * 40,
         version="b" * 40, changed=("open_instruct/finetune.py",),
@@ -139,7 +150,11 @@ def test_what_is_said_of_another_commit(is_named: bool, where_found: Severity, a
 
 @pytest.mark.parametrize(
     ("version", "stash", "checkout"),
-    [("a" * 40 + "+edited", True, False), ("b" * 40 + "+edited", True, True), ("b" * 40, False, True)],
+    [
+        ("a" * 40 + "+edited", True, False),
+        ("b" * 40 + "+edited", True, True),
+        ("b" * 40, False, True),
+    ],
 )
 def test_an_edit_is_not_undone_by_a_checkout(version: str, stash: bool, checkout: bool) -> None:
     source = Upstream(
@@ -148,7 +163,10 @@ def test_an_edit_is_not_undone_by_a_checkout(version: str, stash: bool, checkout
     )  # fmt: skip
     found = locate.unpinned(source, where_found="error", allowed=True)
     assert found is not None and found.help is not None
-    assert ("git -C /x stash" in found.help, "checkout aaaaaaaaaaaa" in found.help) == (stash, checkout)
+    assert ("git -C /x stash" in found.help, "checkout aaaaaaaaaaaa" in found.help) == (
+        stash,
+        checkout,
+    )
 
 
 def test_other_releases_of_trl_are_read_and_noted() -> None:
@@ -185,7 +203,10 @@ def test_another_commit_is_read_only_where_that_is_allowed(fake: Checkout) -> No
     source = locate.locate("open_instruct", checkout=fake())
     assert locate.load_schema(source, "sft").source == "snapshot"
     schema = locate.load_schema(source, "sft", allow_unpinned=True)
-    assert (schema.source, list(schema.fields)) == ("source", ["seed", "brand_new", *NEEDED, "use_fast"])
+    assert (schema.source, list(schema.fields)) == (
+        "source",
+        ["seed", "brand_new", *NEEDED, "use_fast"],
+    )
     assert schema.fields["seed"].default == 7
 
 
@@ -209,10 +230,14 @@ def test_a_snapshot_is_what_its_commit_gives(known_root: tuple[str, Path]) -> No
     if find_package("olmo_core") is None:
         pytest.skip(NO_PACKAGES)
     taken = snapshot.take("open_instruct", root)
-    assert json.loads(json.dumps(taken)) == locate.known_facts("open_instruct", commit), "make snapshot"
+    assert json.loads(json.dumps(taken)) == locate.known_facts("open_instruct", commit), (
+        "make snapshot"
+    )
 
 
-def test_the_commit_of_a_checkout_decides_which_facts_serve(known_root: tuple[str, Path], tmp_path: Path) -> None:
+def test_the_commit_of_a_checkout_decides_which_facts_serve(
+    known_root: tuple[str, Path], tmp_path: Path
+) -> None:
     commit, root = known_root
     source = locate.locate("open_instruct", checkout=root)
     assert (source.version, source.release, source.pinned) == (commit, commit, True)

@@ -30,7 +30,9 @@ FOLLOWED = {
             CFG = args
             g()
     """,
-    "partial": ("from functools import partial\ndef g(o, x): use(o.a)\ndef main(args): partial(g, args)(1)"),
+    "partial": (
+        "from functools import partial\ndef g(o, x): use(o.a)\ndef main(args): partial(g, args)(1)"
+    ),
     "partial of others": "from functools import partial\ndef g(x, o): use(o.a)\ndef main(args): partial(g, 1)(args)",
     "map": "def g(o): use(o.a)\ndef main(args): list(map(g, [args]))",
     "a table of functions": """
@@ -43,7 +45,9 @@ FOLLOWED = {
         TABLE = {"z": max, **dict.fromkeys(["x", "y"], g)}
         def main(args): TABLE["x"](args)
     """,
-    "a wrapped function": ("def g(o): use(o.a)\ndef main(args):\n    f = torch.compile(g)\n    f(args)"),
+    "a wrapped function": (
+        "def g(o): use(o.a)\ndef main(args):\n    f = torch.compile(g)\n    f(args)"
+    ),
     "a returned object": "def same(o): return o\ndef main(args): use(same(args).a)",
     "await": """
         async def g(o): return o
@@ -154,7 +158,9 @@ IMPORTS = {
     "relative": "from .steps import go\ndef main(args): go(args)",
     "inside a function": "from pkg.steps import go\ngo(args)",
     "a package's own names": "from pkg.deep import go\ndef main(args): go(args)",
-    "in a try": ("try:\n    from pkg.steps import go\nexcept ImportError:\n    go = None\ndef main(args): go(args)"),
+    "in a try": (
+        "try:\n    from pkg.steps import go\nexcept ImportError:\n    go = None\ndef main(args): go(args)"
+    ),
 }
 STEPS = """
 def go(o): use(o.a)
@@ -176,7 +182,9 @@ def test_an_argument_is_followed_over_files(tmp_path: Path, body: str) -> None:
 
 
 STARTS = {
-    "two at once": ("args, other = HfArgumentParser((Options, More)).parse_args_into_dataclasses()\nmain(args)"),
+    "two at once": (
+        "args, other = HfArgumentParser((Options, More)).parse_args_into_dataclasses()\nmain(args)"
+    ),
     "the rest of the words": """
 args, other, rest = HfArgumentParser((Options, More)).parse_args_into_dataclasses(
     return_remaining_strings=True)
@@ -221,7 +229,9 @@ if __name__ == "__main__":
 
 
 def test_a_class_that_the_parser_gets_from_another_module(tmp_path: Path) -> None:
-    sources = package(tmp_path, {"main.py": "import pkg.options\nP = HfArgumentParser((pkg.options.Options,))\n"})
+    sources = package(
+        tmp_path, {"main.py": "import pkg.options\nP = HfArgumentParser((pkg.options.Options,))\n"}
+    )
     assert reads.entry_classes(sources, "pkg/main.py") == [("pkg.options", "Options")]
 
 
@@ -239,7 +249,9 @@ NOT_READ = {
     "never": "pass",
     "a function that nobody calls": "def g(o): use(o.a)\ndef main(args): pass",
     "a log": "logger.info('%s', args.a)",
-    "a log of an object's own": ("class T:\n    def go(self, o): self.log.info(o.a)\ndef main(args): T().go(args)"),
+    "a log of an object's own": (
+        "class T:\n    def go(self, o): self.log.info(o.a)\ndef main(args): T().go(args)"
+    ),
     "a refusal": "if args.a: raise ValueError(f'{args.a}')",
     "a complaint": "if args.a: logger.warning('a')",
     "an assertion": "assert args.a, 'x'",
@@ -293,7 +305,9 @@ OWN_START = "args, = HfArgumentParser((Options,)).parse_args_into_dataclasses()\
     ],
 )
 def test_what_post_init_only_puts_back_is_not_read(tmp_path: Path, lines: str, read: bool) -> None:
-    path = path_of(tmp_path, POST_INIT.format(body=f"        {lines}"), start=OWN_START, fields=["a", "b", "c"])
+    path = path_of(
+        tmp_path, POST_INIT.format(body=f"        {lines}"), start=OWN_START, fields=["a", "b", "c"]
+    )
     assert bool(path.reads["a"]) == read
 
 
@@ -311,7 +325,10 @@ CONDITIONS = {
     "a comprehension": ("use([args.b for x in y if args.a])", {("a",)}),
     "a local expression": ("x = args.a and args.c > 2\nif x: use(args.b)", {("a and c > 2",)}),
     "a parameter": ("def g(o, x):\n    if x: use(o.b)\ndef main(args): g(args, args.a)", {("a",)}),
-    "a returned value": ("def on(o): return o.a and o.c\ndef main(args):\n    if on(args): use(args.b)", {()}),
+    "a returned value": (
+        "def on(o): return o.a and o.c\ndef main(args):\n    if on(args): use(args.b)",
+        {()},
+    ),
     "a property": (
         "class T:\n    def __init__(self, o): self.o = o\n    @property\n    def on(self): return self.o.a\n"
         "def main(args):\n    t = T(args)\n    if t.on: use(args.b)",
@@ -353,9 +370,15 @@ CONDITIONS = {
     "try": ("try:\n    if args.a: return\n    work()\nexcept E:\n    pass\nuse(args.b)", {()}),
     "with": ("with x():\n    if not args.a: return\nuse(args.b)", {("a",)}),
     "match": ("if args.a:\n    match x:\n        case 1: use(args.b)", {("a",)}),
-    "the object before the condition": ("cfg = args if args.a else None\nif cfg: use(args.b)", {()}),
+    "the object before the condition": (
+        "cfg = args if args.a else None\nif cfg: use(args.b)",
+        {()},
+    ),
     "decided alternatives": ("if args.a or args.c:\n    if args.a: use(args.b)", {("a",)}),
-    "a parameter's standard value": ("def g(o, x=False):\n    if x: use(o.b)\ndef main(args): g(args)", {()}),
+    "a parameter's standard value": (
+        "def g(o, x=False):\n    if x: use(o.b)\ndef main(args): g(args)",
+        {()},
+    ),
 }
 
 
@@ -471,7 +494,12 @@ def test_functions_that_make_functions_come_to_an_end(tmp_path: Path) -> None:
 
 
 REFUSED_IN_A_MODULE = {
-    "a value": ("def check(kind):\n    if kind == 'one': raise Bad", "check(args.kind)", ("kind == 'one'",), "Bad"),
+    "a value": (
+        "def check(kind):\n    if kind == 'one': raise Bad",
+        "check(args.kind)",
+        ("kind == 'one'",),
+        "Bad",
+    ),
     "a named value": (
         "def check(n, limit=3):\n    if limit < 0: raise Bad",
         "check(1, limit=args.c)",
@@ -499,7 +527,9 @@ REFUSED_IN_A_MODULE = {
 }
 
 
-@pytest.mark.parametrize(("checks", "call", "when", "error"), REFUSED_IN_A_MODULE.values(), ids=REFUSED_IN_A_MODULE)
+@pytest.mark.parametrize(
+    ("checks", "call", "when", "error"), REFUSED_IN_A_MODULE.values(), ids=REFUSED_IN_A_MODULE
+)
 def test_a_refusal_in_a_function_that_gets_the_values_alone(
     tmp_path: Path, checks: str, call: str, when: tuple[str, ...] | None, error: str
 ) -> None:

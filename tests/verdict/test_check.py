@@ -75,11 +75,15 @@ def dump(block: str = "FlatArguments", **values: object) -> str:
 DPO = dump("DPOExperimentConfig", packing=False)
 
 
-def verdict_of_log(folder: Path, content: str, expected: Mapping[str, str | None] | None = None) -> Verdict:
+def verdict_of_log(
+    folder: Path, content: str, expected: Mapping[str, str | None] | None = None
+) -> Verdict:
     path = folder / "some.log"
     path.write_text(content)
     evidence = read_log(path)
-    return judge_evidence(None, expected_by_log(evidence) if expected is None else expected, evidence)
+    return judge_evidence(
+        None, expected_by_log(evidence) if expected is None else expected, evidence
+    )
 
 
 class Run:
@@ -150,7 +154,9 @@ def test_the_json_is_the_contract() -> None:
 
 
 @pytest.mark.parametrize("record", [None, "{", '{"stage": "sft", "expect": null}'])
-def test_without_the_record_of_what_was_asked_for_nothing_passes(tmp_path: Path, record: str | None) -> None:
+def test_without_the_record_of_what_was_asked_for_nothing_passes(
+    tmp_path: Path, record: str | None
+) -> None:
     folder = RunFolder(tmp_path)
     folder.console(1).write_bytes((LOGS / "sft_cpu_hit.log").read_bytes())
     folder.manifest.write_text('{"stage": "sft", "expect": {}}')
@@ -245,7 +251,9 @@ def trained(train: str = "1.9", evaluated: str = "2.1") -> str:
 
 
 @pytest.mark.parametrize("value", ["'nan'", "nan", "'inf'"])
-def test_a_mean_that_is_not_finite_is_that_of_a_step_or_of_an_evaluation(tmp_path: Path, value: str) -> None:
+def test_a_mean_that_is_not_finite_is_that_of_a_step_or_of_an_evaluation(
+    tmp_path: Path, value: str
+) -> None:
     assert verdict_of_log(tmp_path, trained()).status == "pass"
     verdict = verdict_of_log(tmp_path, trained(train=value))
     point = verdict.point("loss")
@@ -266,7 +274,9 @@ def test_a_log_may_come_through_a_pipe(tmp_path: Path, how: str) -> None:
     os.close(writer)
     target = f"/dev/fd/{reader}" if how == "pipe" else how
     command = [sys.executable, "-m", "launcher", "check", target, "--format", "json"]
-    done = subprocess.run(command, stdin=reader, pass_fds=[reader], capture_output=True, cwd=tmp_path)
+    done = subprocess.run(
+        command, stdin=reader, pass_fds=[reader], capture_output=True, cwd=tmp_path
+    )
     os.close(reader)
     assert done.returncode == 0, done.stderr
     (loss,) = (p for p in json.loads(done.stdout)["data"]["points"] if p["name"] == "loss")
@@ -313,7 +323,9 @@ def hf(steps: int, end: str) -> str:
         f"{ {'loss': 2.5 - n / 100, 'grad_norm': 1.0, 'epoch': n / steps} }\n"
         for n in range(1, steps + 1)
     )
-    return f"\r  0%|  | 0/{steps} [00:00<?, ?it/s]{bars}{{'train_runtime': 9.9, 'epoch': 1.0}}\n{end}"
+    return (
+        f"\r  0%|  | 0/{steps} [00:00<?, ?it/s]{bars}{{'train_runtime': 9.9, 'epoch': 1.0}}\n{end}"
+    )
 
 
 SAVING = "[INFO|trainer.py:3410] 2024-06-02 20:48:34,558 >> Saving model checkpoint to {}\n"
@@ -382,7 +394,9 @@ def test_a_clean_exit_is_not_yet_a_finish(
 
 def test_the_probe_tells_the_finish_where_the_log_is_silent(run: Run) -> None:
     for path, answer in (("out", ("completed", True)), ("out/checkpoint-2", ("stopped", None))):
-        run.log("").rank(0, step(1), step(2), {"event": "saved", "path": path}, {"event": "end", "exit": 0}).exit(0)
+        run.log("").rank(
+            0, step(1), step(2), {"event": "saved", "path": path}, {"event": "end", "exit": 0}
+        ).exit(0)
         assert brief(run.judge().point("finish")) == answer
 
 
@@ -408,7 +422,12 @@ def test_the_log_tells_why_a_run_was_stopped(tmp_path: Path) -> None:
     finish, loss = verdict.point("finish"), verdict.point("loss")
     assert (*brief(finish), finish.detail["reason"]) == ("stopped", False, "violation")
     assert finish.detail["error"] == {"type": "violation", "message": why}
-    assert (*brief(loss), loss.detail["first_step"], loss.detail["rank"]) == ("nonfinite", False, 2, 1)
+    assert (*brief(loss), loss.detail["first_step"], loss.detail["rank"]) == (
+        "nonfinite",
+        False,
+        2,
+        1,
+    )
     assert verdict.stopped == why
     hang = "\nlaunch: stopped: nothing moved for 301 s after step 1 (limit 300 s), rank 0\n"
     finish = by_log(tmp_path, sft(4, until=1) + hang, "finish")
@@ -435,7 +454,9 @@ def test_a_first_loss_that_is_not_ln_2_throws_doubt_on_the_reference_cache(
     content = asked + HIT + total(2) + DPO_STEP.format(1, first) + DPO_STEP.format(2, 0.6)
     verdict = verdict_of_log(tmp_path, content)
     assert brief(verdict.point("reference_cache")) == (state, ok)
-    missed = content.replace(HIT, f"{STAMP}dpo_utils.py:517 - Saving reference logprobs cache to r\n")
+    missed = content.replace(
+        HIT, f"{STAMP}dpo_utils.py:517 - Saving reference logprobs cache to r\n"
+    )
     assert brief(verdict_of_log(tmp_path, missed).point("reference_cache")) == ("miss", True)
 
 
@@ -467,7 +488,10 @@ def error_of(folder: Path, content: str) -> tuple[str, str, str | None]:
 
 def test_a_rank_that_lost_the_others_is_not_the_cause(tmp_path: Path) -> None:
     raised = '[rank{0}]: Traceback (most recent call last):\n[rank{0}]:   File "a.py", line 1\n'
-    lost = raised.format(0) + "[rank0]: RuntimeError: [pair.cc:534] Connection closed by peer [::1]:9\n"
+    lost = (
+        raised.format(0)
+        + "[rank0]: RuntimeError: [pair.cc:534] Connection closed by peer [::1]:9\n"
+    )
     cause = raised.format(1) + "[rank1]: KeyError: 'x'\n"
     content = sft(9, until=4) + "\n"
     assert error_of(tmp_path, content + lost + cause) == ("KeyError", "'x'", "1")

@@ -236,7 +236,9 @@ def test_logs_one_after_the_other_are_the_last_run(tmp_path: Path) -> None:
     wrong = {}
     for first, second in pairs:
         path = tmp_path / "console.log"
-        path.write_bytes(b"".join((CORPUS / f"{name}.log").read_bytes() for name in (first, second)))
+        path.write_bytes(
+            b"".join((CORPUS / f"{name}.log").read_bytes() for name in (first, second))
+        )
         if problems := contradictions(judge_log(path), LOGS[second]):
             wrong[first, second] = problems
     assert wrong == {}

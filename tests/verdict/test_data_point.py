@@ -36,7 +36,13 @@ def rows_event(read: int = 200, kept: int = 200) -> dict[str, Any]:
     dropped = []
     if read != kept:
         dropped = [{"rows": read - kept, "while": "Dropping fully masked examples"}]
-    return {"event": "data_rows", "given": read, "kept": kept, "dropped": dropped, "max_length": 128}
+    return {
+        "event": "data_rows",
+        "given": read,
+        "kept": kept,
+        "dropped": dropped,
+        "max_length": 128,
+    }
 
 
 def batches_event(**counts: Any) -> dict[str, Any]:
@@ -105,7 +111,11 @@ READ = {"rows": 32, "ended": 32, "pairs": 16, "searched": 16}
         ({"pairs": 96, "equal_pairs": 1}, True, ""),
         ({"first": {**READ, "prompt_twice": 16}}, None, "hold their prompt twice"),
         ({"first": {**READ, "promptless": 16}}, None, "have no prompt"),
-        ({"first": {**READ, "empty": 4}}, None, "4 of 16 pairs that were read have an empty answer"),
+        (
+            {"first": {**READ, "empty": 4}},
+            None,
+            "4 of 16 pairs that were read have an empty answer",
+        ),
         ({"first": {**READ, "begun_twice": 32}}, None, "begin with two BOS tokens"),
         ({"first": {"rows": 32, "endless": 32}}, None, "train no end token"),
         ({"first": {"rows": 32, "ended": 30, "endless": 2}}, True, ""),
@@ -140,7 +150,9 @@ def test_batches_that_cannot_train_what_was_meant(
 def test_the_first_loss_of_a_sigmoid_dpo_is_ln_2(
     run: Run, first: float, args: dict[str, Any], ok: bool | None
 ) -> None:
-    write_plan(run, stage="dpo", **{"loss_type": ["sigmoid"], "label_smoothing": 0.0, "beta": 0.1, **args})
+    write_plan(
+        run, stage="dpo", **{"loss_type": ["sigmoid"], "label_smoothing": 0.0, "beta": 0.1, **args}
+    )
     events = [rows_event(), step(1, first), *make_steps()[1:]]
     point = judge(run, *events, stage="dpo").point("data")
     assert point.ok is ok
@@ -157,9 +169,16 @@ def test_a_run_that_was_resumed_need_not_begin_at_ln_2(run: Run) -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "mean", "ok"),
-    [("float32", 1400.0, True), ("bfloat16", 1400.0, False), ("bfloat16", 100.0, None), ("bfloat16", 20.0, True)],
+    [
+        ("float32", 1400.0, True),
+        ("bfloat16", 1400.0, False),
+        ("bfloat16", 100.0, None),
+        ("bfloat16", 20.0, True),
+    ],
 )
-def test_a_reference_that_was_rounded_is_no_reference(run: Run, dtype: str, mean: float, ok: bool | None) -> None:
+def test_a_reference_that_was_rounded_is_no_reference(
+    run: Run, dtype: str, mean: float, ok: bool | None
+) -> None:
     write_plan(run, stage="dpo", loss_type=["sigmoid"], beta=0.1, precompute_ref_log_probs=True)
     precision = {"event": "reference_precision", "dtype": dtype, "mean": mean}
     events = [rows_event(), precision, step(1, 0.6931), *make_steps()[1:]]
@@ -181,7 +200,9 @@ FIVE_CYCLES = [1e-5 * (1 - n % 10 / 10) for n in range(50)]
         ("linear", [1e-5, 5e-6, *[0.0] * 48], "was 0 in 48 of 50"),
     ],
 )
-def test_a_learning_rate_does_what_its_schedule_names(run: Run, schedule: str, rates: list[float], words: str) -> None:
+def test_a_learning_rate_does_what_its_schedule_names(
+    run: Run, schedule: str, rates: list[float], words: str
+) -> None:
     write_plan(run, lr_scheduler_type=schedule, learning_rate=1e-5)
     steps = make_steps()
     for event, rate in zip(steps, rates, strict=True):

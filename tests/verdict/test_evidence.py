@@ -18,28 +18,48 @@ def step(number: int, loss: float | None = 2.0, **more: Any) -> dict[str, Any]:
     return {"event": "step", "step": number, "loss": loss, "finite": True, **measured, **more}
 
 
-def write_rank(folder: Path, rank: int, *events: dict[str, Any] | str, world: int = 1, attempt: int = 1) -> None:
+def write_rank(
+    folder: Path, rank: int, *events: dict[str, Any] | str, world: int = 1, attempt: int = 1
+) -> None:
     path = folder / "probe" / f"rank-{rank}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     start = {"event": "start", "rank": rank, "world": world, "attempt": attempt, "target": "sft.py"}
     with path.open("a") as file:
-        file.writelines(e if isinstance(e, str) else json.dumps({"t": 1.5, **e}) + "\n" for e in (start, *events))
+        file.writelines(
+            e if isinstance(e, str) else json.dumps({"t": 1.5, **e}) + "\n"
+            for e in (start, *events)
+        )
 
 
 def write_exit(folder: Path, code: int, attempt: int = 1) -> None:
     infix = "" if attempt == 1 else f".{attempt}"
-    (folder / f"exit{infix}.json").write_text(json.dumps({"returncode": code, "signal": None, "attempt": attempt}))
+    (folder / f"exit{infix}.json").write_text(
+        json.dumps({"returncode": code, "signal": None, "attempt": attempt})
+    )
 
 
 def test_what_a_run_left(tmp_path: Path) -> None:
     assert read_run(tmp_path) == Evidence()
     (tmp_path / "console.log").write_bytes((LOGS / "sft_cpu_hit.log").read_bytes())
     # lines that cannot be read are no trouble
-    write_rank(tmp_path, 0, "what\n", "[1]\n", "\n", step(1), {"event": "end", "exit": 0}, '{"event": "step", "ste')
+    write_rank(
+        tmp_path,
+        0,
+        "what\n",
+        "[1]\n",
+        "\n",
+        step(1),
+        {"event": "end", "exit": 0},
+        '{"event": "step", "ste',
+    )
     write_exit(tmp_path, 0)
     evidence = read_run(tmp_path)
     assert evidence.log and evidence.probe and evidence.exit
-    assert (evidence.log.last_step, evidence.probe.last_step, evidence.exit.returncode) == (50, 1, 0)
+    assert (evidence.log.last_step, evidence.probe.last_step, evidence.exit.returncode) == (
+        50,
+        1,
+        0,
+    )
     assert (evidence.stage, evidence.last_step, evidence.total_steps) == ("sft", 50, 50)
     assert [(s.step, s.line) for s in evidence.rank_steps] == [(1, 5)]
 
@@ -57,7 +77,10 @@ def test_the_last_attempt_counts(tmp_path: Path) -> None:
     assert last.log and last.exit and last.probe and first.exit and first.probe
     assert (last.log.lines, last.exit.returncode, first.exit.returncode) == (2, 0, 1)
     # ranks 2 and 3 are of the first attempt
-    assert [sorted(attempt.probe.ranks) for attempt in (last, first) if attempt.probe] == [[0, 1], [0, 1, 2, 3]]
+    assert [sorted(attempt.probe.ranks) for attempt in (last, first) if attempt.probe] == [
+        [0, 1],
+        [0, 1, 2, 3],
+    ]
     assert [s.step for s in last.probe.ranks[0].steps] == [2, 3]
     assert [s.step for s in first.probe.ranks[0].steps] == [1, 2]
 
@@ -70,7 +93,11 @@ def test_rows_merge_log_and_probe(tmp_path: Path) -> None:
     write_rank(tmp_path, 0, step(1), step(2), step(3, None, finite=False), world=2)
     write_rank(tmp_path, 1, step(1, 4.0), step(2, seconds=0.75), step(2), step(3), world=2)
     rows = read_run(tmp_path).rows
-    assert [(row["step"], row.get("loss")) for row in rows] == [(1, 3.0), (2, 2.0), (3, None)]  # the log holds means
+    assert [(row["step"], row.get("loss")) for row in rows] == [
+        (1, 3.0),
+        (2, 2.0),
+        (3, None),
+    ]  # the log holds means
     assert (rows[1]["learning_rate"], rows[1]["seconds"], rows[0]["tokens"]) == (1e-05, 0.75, 200)
     assert rows[2]["finite"] is False
     json.dumps(rows, allow_nan=False)
@@ -92,12 +119,18 @@ def logged(start: str) -> str:
     ("text", "stage"),
     [
         (measured(), None),  # a classifier's, a reward model's, a pretraining's
-        ("/x/trl/trainer/sft_trainer.py:202: UserWarning: You passed a model_id\n" + measured(), "sft"),
+        (
+            "/x/trl/trainer/sft_trainer.py:202: UserWarning: You passed a model_id\n" + measured(),
+            "sft",
+        ),
         ("/x/trl/trainer/dpo_trainer.py:402: UserWarning: `max_length` is not set\n", "dpo"),
         (FRAME.format("base") + FRAME.format("sft"), "sft"),
         (FRAME.format("sft") + FRAME.format("gkd") + measured(), None),
         (FRAME.format("sft") + measured(**{"objective/kl": 0.1}), None),
-        ("x.py:9: FutureWarning: `tokenizer` is deprecated for `DPOTrainer.__init__`. Use\n", "dpo"),
+        (
+            "x.py:9: FutureWarning: `tokenizer` is deprecated for `DPOTrainer.__init__`. Use\n",
+            "dpo",
+        ),
         ("x.py:9: FutureWarning: `tokenizer` is deprecated for `CPOTrainer.__init__`. Use\n", None),
         ("Command '['/x/trl/scripts/sft.py']' returned non-zero exit status 1.\n", "sft"),
         (logged("finetune.py:956 - [RANK 0]"), "sft"),
@@ -108,7 +141,9 @@ def logged(start: str) -> str:
         (measured(min_reward=-1.0, margin=0.2), None),
     ],
 )
-def test_tells_the_stage_by_what_is_named_and_logged(tmp_path: Path, text: str, stage: str | None) -> None:
+def test_tells_the_stage_by_what_is_named_and_logged(
+    tmp_path: Path, text: str, stage: str | None
+) -> None:
     (tmp_path / "log").write_text(text)
     assert read_log(tmp_path / "log").stage == stage
 

@@ -58,11 +58,29 @@ CALLED = (step(1), liger(rope=4))
         ("liger", "engaged", ("applied", None), "only the probe", ((patch(),),)),
         ("liger", "off", ("off", None), "rank 1", ((step(1),), None)),
         ("liger", "engaged", ("engaged", None), "rank 1", (CALLED, None)),
-        ("liger", "engaged", ("engaged", None), "rank 1", (CALLED, ())),  # it began, and finished no step
+        (
+            "liger",
+            "engaged",
+            ("engaged", None),
+            "rank 1",
+            (CALLED, ()),
+        ),  # it began, and finished no step
         # the fused loss that was patched in has to run
         ("liger", "engaged", ("not_engaged", False), "called", ((FUSED, *CALLED),)),
-        ("liger", "engaged", ("engaged", True), "", ((FUSED, step(1), liger(fused_linear_cross_entropy=4)),)),
-        ("liger", "engaged", ("engaged", True), "", ((patch(fused_linear_cross_entropy=False), *CALLED),)),
+        (
+            "liger",
+            "engaged",
+            ("engaged", True),
+            "",
+            ((FUSED, step(1), liger(fused_linear_cross_entropy=4)),),
+        ),
+        (
+            "liger",
+            "engaged",
+            ("engaged", True),
+            "",
+            ((patch(fused_linear_cross_entropy=False), *CALLED),),
+        ),
         ("packing", "isolated", ("unknown", None), "", ((),)),
         ("packing", "isolated", ("on", None), "", ((ON,),)),
         ("packing", "on", ("on", True), "", ((ON,),)),
@@ -83,12 +101,23 @@ CALLED = (step(1), liger(rope=4))
         ("dataset_cache", "hit", ("hit", True), "", ((HIT,), (HIT,))),
         ("dataset_cache", "hit", ("miss", False), "", ((MISS,), (HIT,))),
         ("reference_cache", "hit", ("stale", False), "", ((STALE,),)),
-        ("reference_cache", None, ("stale", False), "", ((STALE,),)),  # never good unless that is said
+        (
+            "reference_cache",
+            None,
+            ("stale", False),
+            "",
+            ((STALE,),),
+        ),  # never good unless that is said
         ("memory", "ok", ("oom", False), "", ((OOM, {"event": "end", "exit": 1}),)),
     ],
 )
 def test_a_point_is_what_every_rank_saw(
-    run: Run, name: str, want: str | None, answer: tuple[str, bool | None], words: str, ranks: tuple[Any, ...]
+    run: Run,
+    name: str,
+    want: str | None,
+    answer: tuple[str, bool | None],
+    words: str,
+    ranks: tuple[Any, ...],
 ) -> None:
     """A rank that is None left no record; the words are in the reason or the help."""
     for number, events in enumerate(ranks):
@@ -149,7 +178,11 @@ def trl(loss: str, norm: str, rate: str, steps: int = 9) -> str:
         (sft(9).replace("LR: 1e-05", "LR: 0.0"), ("finite", True), "still"),
         (sft(9).replace("LR: 1e-05", "LR: 0.0", 8), ("finite", True), None),
         # the end of a schedule
-        (sft(9).replace("LR: 1e-05", "LR: 0.0").replace("Step: ", "Step: 10"), ("finite", True), None),
+        (
+            sft(9).replace("LR: 1e-05", "LR: 0.0").replace("Step: ", "Step: 10"),
+            ("finite", True),
+            None,
+        ),
         (trl("2", "1", "0"), ("finite", True), "still"),
     ],
 )
@@ -199,7 +232,15 @@ def test_what_is_not_as_expected_says_what_was_seen(run: Run) -> None:
     assert "sdpa" in said(verdict.point("attention"))
 
 
-FOUR = {"gpus": 2, "nodes": 1, "per_device": 2, "accumulation": 2, "global": 8, "rows": 96, "steps": 12}
+FOUR = {
+    "gpus": 2,
+    "nodes": 1,
+    "per_device": 2,
+    "accumulation": 2,
+    "global": 8,
+    "rows": 96,
+    "steps": 12,
+}
 
 
 def write_plan(run: Run, **changes: Any) -> Run:
@@ -217,7 +258,8 @@ def sized(*rows: int, each: int = 2) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("world", "ranks", "answer"), [(2, 2, ("planned", True)), (2, 1, ("planned", None)), (1, 1, ("different", False))]
+    ("world", "ranks", "answer"),
+    [(2, 2, ("planned", True)), (2, 1, ("planned", None)), (1, 1, ("different", False))],
 )
 def test_as_many_processes_as_were_planned_have_to_train(
     run: Run, world: int, ranks: int, answer: tuple[str, bool | None]
@@ -247,7 +289,11 @@ def test_as_many_processes_as_were_planned_have_to_train(
         ((8, 8, 8), {"more": {"stage": "dpo"}}, ("planned", True)),  # a pair is two
         ((2, 2, 2), {"packing": True}, ("different", False)),
         ((2, 2, 2), {"packing": True, "more": {"backend": "open_instruct"}}, ("different", False)),
-        ((2, 2, 2), {"packing": True, "more": {"backend": "open_instruct", "stage": "dpo"}}, ("planned", True)),
+        (
+            (2, 2, 2),
+            {"packing": True, "more": {"backend": "open_instruct", "stage": "dpo"}},
+            ("planned", True),
+        ),
         ((2, 2, 2), {"sequence_parallel_size": 2}, ("planned", True)),  # ranks take turns with rows
     ],
 )
@@ -261,7 +307,9 @@ def test_a_step_has_to_be_as_large_as_planned(
     assert brief(point) == answer
     if answer[1] is False:
         late = 4 if rows[0] == 4 and len(rows) == 4 else 2
-        assert f"step {late} of rank 0: micro-batches {-(-rows[late - 1] // each)}, rows" in said(point)
+        assert f"step {late} of rank 0: micro-batches {-(-rows[late - 1] // each)}, rows" in said(
+            point
+        )
 
 
 def attempts(folder: Path, first: dict[str, Any], second: dict[str, Any], bad: int = 0) -> Path:
@@ -275,7 +323,9 @@ def attempts(folder: Path, first: dict[str, Any], second: dict[str, Any], bad: i
     lines = record.read_text().splitlines()
     begun = max(n for n, line in enumerate(lines) if '"start"' in line)
     resumed = json.dumps({"event": "resumed", "path": "checkpoint-20", "step": 20})
-    record.write_text("\n".join([*lines[: begun + 1], json.dumps(second), resumed, *lines[begun + 1 :], ""]))
+    record.write_text(
+        "\n".join([*lines[: begun + 1], json.dumps(second), resumed, *lines[begun + 1 :], ""])
+    )
     return path
 
 
@@ -351,7 +401,9 @@ def test_a_saved_model_that_is_not_whole_is_none(tmp_path: Path, below: str) -> 
     assert f"model.safetensors is cut off {output / below} " in said(verdict.point("finish"))
 
 
-def test_each_log_is_read_once_for_verdict_and_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_log_is_read_once_for_verdict_and_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = attempts(tmp_path / "run", OFF, ISOLATED)
     scan, scanned = evidence.scan, list[str]()
 
@@ -367,7 +419,9 @@ def test_each_log_is_read_once_for_verdict_and_page(tmp_path: Path, monkeypatch:
     assert (path / "report.html").is_file()
 
 
-def test_a_judgement_reads_every_record_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_judgement_reads_every_record_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = made_runs.made(tmp_path / "run", steps=20, told=made_runs.manifest(resume={"step": 0}))
     files.write_json(folder / "run.1.json", made_runs.manifest())
     made_runs.made(folder, attempt=2, first=11, told=made_runs.manifest(attempt=2))

@@ -37,7 +37,9 @@ def dpo_step(step: int, loss: float | str = 0.6931471824645996) -> str:
 
 def dump(block: str = "FlatArguments", **values: object) -> str:
     lines = "".join(f"│   │   {key}={value!r},\n" for key, value in values.items())
-    return f"[\n│   {block}(\n{lines}│   ),\n│   TokenizerConfig(\n│   │   use_fast=True\n│   )\n]\n"
+    return (
+        f"[\n│   {block}(\n{lines}│   ),\n│   TokenizerConfig(\n│   │   use_fast=True\n│   )\n]\n"
+    )
 
 
 def test_a_real_log() -> None:
@@ -50,14 +52,21 @@ def test_a_real_log() -> None:
     assert first.text.startswith("2026-11-20 15:41:37 - INFO - finetune.py:956")
     assert (log.lines, log.total_steps, log.last_step, log.last_bar) == (336, 30, 30, (30, 336))
     assert (log.arguments["packing"], log.argument_lines["packing"]) == ("True", 81)
-    assert log.arguments["dataset_transform_fn"] == ("['sft_tulu_tokenize_and_truncate_v1', 'sft_tulu_filter_v1']")
+    assert log.arguments["dataset_transform_fn"] == (
+        "['sft_tulu_tokenize_and_truncate_v1', 'sft_tulu_filter_v1']"
+    )
     (applied,) = log.all("liger_applied")
     assert applied.line == 262
-    assert applied.fields == {"model_type": "qwen2", "kwargs": "{'fused_linear_cross_entropy': True}"}
+    assert applied.fields == {
+        "model_type": "qwen2",
+        "kwargs": "{'fused_linear_cross_entropy': True}",
+    }
 
 
 def test_reads_aux_loss_in_both_spellings(tmp_path: Path) -> None:
-    sft = f"{STAMP}finetune.py:951 - [RANK 0]   Step: 1, LR: 1e-05, Loss: 2.5, Aux Loss: 0.25, TPS: 9"
+    sft = (
+        f"{STAMP}finetune.py:951 - [RANK 0]   Step: 1, LR: 1e-05, Loss: 2.5, Aux Loss: 0.25, TPS: 9"
+    )
     dpo = f"{STAMP}dpo_tune_cache.py:682 -   Step: 2, LR: 1e-05, Loss: 2.5 Aux Loss: 0.5"
     log = log_of(tmp_path, f"{sft}\n{dpo}\n")
     assert [s.extra for s in log.steps] == [{"aux_loss": 0.25}, {"aux_loss": 0.5}]
@@ -129,7 +138,9 @@ def test_every_pattern_has_a_line() -> None:
     for pattern in PATTERNS:
         lines = [line.encode() for line in LINES.get(pattern.name, ())]
         segments = [segment for line in lines for segment in line.split(b"\n")]
-        matches = any(pattern.needle in segment and pattern.regex.search(segment) for segment in segments)
+        matches = any(
+            pattern.needle in segment and pattern.regex.search(segment) for segment in segments
+        )
         assert matches or pattern.name in READ_SPECIALLY, pattern
 
 
@@ -141,7 +152,9 @@ def test_a_line_is_known_for_what_it_means(tmp_path: Path, name: str) -> None:
             assert log.signals == ()
         else:
             (signal, *_) = log.all(name)
-            assert " ".join(lines.split("\n")[signal.line - 2].split())[:300].endswith(" ".join(signal.text.split()))
+            assert " ".join(lines.split("\n")[signal.line - 2].split())[:300].endswith(
+                " ".join(signal.text.split())
+            )
 
 
 def test_the_line_of_the_source_that_refuses_is_not_what_was_refused(tmp_path: Path) -> None:
@@ -177,8 +190,12 @@ def test_the_first_error_after_the_last_step_is_kept_among_many(tmp_path: Path) 
     assert len(log.all("exception")) <= 150
 
 
-@pytest.mark.parametrize("name", ["sft_rank_dies", "dpo_nan", "trl_dpo_terminal", "sft_attempts_in_one_log"])
-def test_it_does_not_matter_where_a_log_is_divided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["sft_rank_dies", "dpo_nan", "trl_dpo_terminal", "sft_attempts_in_one_log"]
+)
+def test_it_does_not_matter_where_a_log_is_divided(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     content = (REPOSITORY / "tests" / "corpus" / f"{name}.log").read_bytes() + dpo_step(1).encode()
     whole = log_of(tmp_path, content)
     assert whole.lines == content.count(b"\n")
@@ -266,9 +283,12 @@ def test_a_log_may_begin_within_a_traceback(tmp_path: Path, prefix: str, cut: in
 
 def evaluated(tail: str) -> str:
     bars = "".join(
-        f"\r {n}%|█ | {n}/100 [00:01<00:09, 1.00it/s]{ {'loss': 2.0, 'epoch': n / 100} }\n" for n in (10, 20, 30)
+        f"\r {n}%|█ | {n}/100 [00:01<00:09, 1.00it/s]{ {'loss': 2.0, 'epoch': n / 100} }\n"
+        for n in (10, 20, 30)
     )
-    return f"\r  0%|  | 0/100 [00:00<?, ?it/s]{bars}\r 40%|██ | 40/100 [00:01<00:09, 1.00it/s]{tail}"
+    return (
+        f"\r  0%|  | 0/100 [00:00<?, ?it/s]{bars}\r 40%|██ | 40/100 [00:01<00:09, 1.00it/s]{tail}"
+    )
 
 
 def test_the_bar_of_an_evaluation_is_no_step(tmp_path: Path) -> None:

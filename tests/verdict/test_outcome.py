@@ -78,7 +78,9 @@ def weights(moved: int, sampled: int = 10_000, steps: int = 10, **more: Any) -> 
         ([], None, None),
     ],
 )
-def test_positions_are_those_of_the_config(run: Run, reports: list[str], state: str | None, ok: bool | None) -> None:
+def test_positions_are_those_of_the_config(
+    run: Run, reports: list[str], state: str | None, ok: bool | None
+) -> None:
     for rank, reported in enumerate(reports or [""]):
         event = {"event": "rotary", "state": reported, "largest_error": 0.004}
         run.rank(rank, *([event] if reported else []), world=max(1, len(reports)))
@@ -185,7 +187,13 @@ def trained(run: Run, place: Path, name: str = "model.safetensors") -> Path:
     (told,) = (place / "scratch" / "rank-0.jsonl").read_text().splitlines()
     run.log(sft(5))
     run.exit(0)
-    run.rank(0, *(step(n) for n in range(1, 6)), {"event": "saved", "path": str(output)}, json.loads(told), DONE)
+    run.rank(
+        0,
+        *(step(n) for n in range(1, 6)),
+        {"event": "saved", "path": str(output)},
+        json.loads(told),
+        DONE,
+    )
     files.write_json(run.folder / "process.json", dict(_identity()))
     return output
 
@@ -198,13 +206,23 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "no folder": (shutil.rmtree, "missing", "is gone"),
     "no weights": (lambda out: (out / "model.safetensors").unlink(), "missing", "is gone"),
     "zeros": (lambda out: tensors(out / "model.safetensors", bytes(1 << 16)), "changed", "is 0"),
-    "base model": (lambda out: tensors(out / "model.safetensors", noise(2)), "changed", "changed after"),
-    "another": (lambda out: tensors(out / "model-1.safetensors", noise(2)), "changed", "did not save"),
+    "base model": (
+        lambda out: tensors(out / "model.safetensors", noise(2)),
+        "changed",
+        "changed after",
+    ),
+    "another": (
+        lambda out: tensors(out / "model-1.safetensors", noise(2)),
+        "changed",
+        "did not save",
+    ),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_model_that_is_not_the_one_that_was_saved_is_no_pass(run: Run, tmp_path: Path, fault: str) -> None:
+def test_a_model_that_is_not_the_one_that_was_saved_is_no_pass(
+    run: Run, tmp_path: Path, fault: str
+) -> None:
     spoil, state, words = FAULTS[fault]
     output = trained(run, tmp_path)
     before = judged(run.folder)
@@ -218,7 +236,9 @@ def test_a_model_that_is_not_the_one_that_was_saved_is_no_pass(run: Run, tmp_pat
     assert point(judged(run.folder, model="any"), "model").ok  # type: ignore[union-attr]
 
 
-def test_a_save_that_left_nothing_is_no_pass_and_an_old_record_says_nothing(run: Run, tmp_path: Path) -> None:
+def test_a_save_that_left_nothing_is_no_pass_and_an_old_record_says_nothing(
+    run: Run, tmp_path: Path
+) -> None:
     run.log(sft(5))
     run.exit(0)
     nowhere = str(tmp_path / "nowhere")
@@ -231,7 +251,9 @@ def test_a_save_that_left_nothing_is_no_pass_and_an_old_record_says_nothing(run:
     assert judged(run.folder).point("model").state == "missing"
 
 
-def test_the_weights_of_a_rung_may_be_removed_and_of_another_machine_nothing_is_known(run: Run) -> None:
+def test_the_weights_of_a_rung_may_be_removed_and_of_another_machine_nothing_is_known(
+    run: Run,
+) -> None:
     place = run.folder.parent / "models"
     place.mkdir()
     output = trained(run, place)
@@ -247,14 +269,18 @@ def test_the_weights_of_a_rung_may_be_removed_and_of_another_machine_nothing_is_
     assert point(judged(run.folder), "model") is None
 
 
-def test_what_changed_since_the_start_fails_with_file_and_fingerprints(run: Run, tmp_path: Path) -> None:
+def test_what_changed_since_the_start_fails_with_file_and_fingerprints(
+    run: Run, tmp_path: Path
+) -> None:
     data, model = tmp_path / "rows.jsonl", tmp_path / "model"
 
     def digest() -> str:
         return of_data(str(data)).digest
 
     def now() -> Point:
-        files.write_json(RunFolder(run.folder).inputs(1), {"changed": inputs.changed(before, tmp_path)})
+        files.write_json(
+            RunFolder(run.folder).inputs(1), {"changed": inputs.changed(before, tmp_path)}
+        )
         return judged(run.folder).point("inputs")
 
     data.write_text("one\n")
@@ -289,7 +315,9 @@ def test_a_run_that_waited_takes_the_data_as_they_are_when_it_begins(
     one.start()
     one.folder.console(1).unlink()
     given: Any = {"env": {}, "environ": {}, "stage": "sft", "backend": "trl", "title": "waiting"}
-    waiting = Attempt(number=1, argv=("true",), cwd=str(one.place), request={"stage": "sft"}, **given)
+    waiting = Attempt(
+        number=1, argv=("true",), cwd=str(one.place), request={"stage": "sft"}, **given
+    )
     waiting.write(one.folder)
     monkeypatch.chdir(one.place)
     planned: list[str] = []
@@ -359,7 +387,9 @@ def said(decision: Decision, code: str) -> str:
 def watched_checkpoint(one: repeated.Run) -> Path:
     """A run of TRL, with its lease in the output folder, and checksums of its checkpoint-2."""
     one.start()
-    lease.keep_manifest(lease.acquire(one.output, one.folder.path), rundir.read_manifest(one.folder))
+    lease.keep_manifest(
+        lease.acquire(one.output, one.folder.path), rundir.read_manifest(one.folder)
+    )
     folder = saved.trl(one.output, 2)
     tensors(folder / "model.safetensors", noise(2))
     watch = checksums.ChecksumThread(one.folder, "trl", one.output, 1)
@@ -369,7 +399,9 @@ def watched_checkpoint(one: repeated.Run) -> Path:
 
 
 @pytest.mark.parametrize("gone", [False, True])
-def test_a_flipped_byte_of_the_weights_is_found_where_the_run_folder_is_gone(stages: Make, gone: bool) -> None:
+def test_a_flipped_byte_of_the_weights_is_found_where_the_run_folder_is_gone(
+    stages: Make, gone: bool
+) -> None:
     one = stages(TRL)
     folder = watched_checkpoint(one)
     if gone:
@@ -394,7 +426,9 @@ def test_what_no_checksum_was_recorded_of_is_not_called_whole(stages: Make) -> N
     assert "not verified: no checksums" in said(decision, "resumes")
 
 
-def test_the_watch_takes_checksums_beside_the_training(stages: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_watch_takes_checksums_beside_the_training(
+    stages: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checksums, "EVERY_S", 0.05)
     one = stages(TRL)
     one.start()
@@ -410,9 +444,12 @@ def test_the_watch_takes_checksums_beside_the_training(stages: Make, monkeypatch
 
 
 @pytest.mark.parametrize(
-    ("after", "state", "ok"), [(1.95, "continuous", True), (6.9, "jump", None), (1.2, "continuous", True)]
+    ("after", "state", "ok"),
+    [(1.95, "continuous", True), (6.9, "jump", None), (1.2, "continuous", True)],
 )
-def test_losses_that_jump_after_a_resume_are_no_pass(run: Run, after: float, state: str, ok: bool | None) -> None:
+def test_losses_that_jump_after_a_resume_are_no_pass(
+    run: Run, after: float, state: str, ok: bool | None
+) -> None:
     noisy = [2.0 + 0.05 * math.sin(n * 7) for n in range(1, 11)]
     run.log(sft(10))
     run.rank(0, *(step(n, noisy[n - 1]) for n in range(1, 11)))

@@ -30,16 +30,26 @@ def point(verdict: dict[str, Any], name: str) -> dict[str, Any]:
 
 def falling(steps: int) -> list[str]:
     return [
-        hf_step(round(2.5 - n / steps, 4), 1e-5 * (1 - n / steps), round((n + 1) / steps, 4)) for n in range(steps)
+        hf_step(round(2.5 - n / steps, 4), 1e-5 * (1 - n / steps), round((n + 1) / steps, 4))
+        for n in range(steps)
     ]
 
 
 def with_rates(rates: list[float]) -> list[str]:
-    return [hf_step(round(2.5 - 0.01 * n, 4), rate, round((n + 1) / len(rates), 4)) for n, rate in enumerate(rates)]
+    return [
+        hf_step(round(2.5 - 0.01 * n, 4), rate, round((n + 1) / len(rates), 4))
+        for n, rate in enumerate(rates)
+    ]
 
 
-def dpo(loss: float, margin: float = 0.0, accuracy: float = 0.5, chosen: float = 0.0, **more: float) -> str:
-    rewards = {"rewards/chosen": chosen, "rewards/rejected": chosen - margin, "rewards/accuracies": accuracy}
+def dpo(
+    loss: float, margin: float = 0.0, accuracy: float = 0.5, chosen: float = 0.0, **more: float
+) -> str:
+    rewards = {
+        "rewards/chosen": chosen,
+        "rewards/rejected": chosen - margin,
+        "rewards/accuracies": accuracy,
+    }
     return hf_step(loss, 5e-7, 0.1, **rewards, **{"rewards/margins": margin}, **more)
 
 
@@ -77,8 +87,18 @@ def test_learning_rates_that_cannot_be_meant_are_suspect(
         # another loss than the sigmoid's: its rewards are 0 all the same
         ([dpo(1.0), dpo(0.97, 0.01), dpo(0.9, 0.3, 0.8)], None, True, ""),
         # SimPO and its like have no reference, and say so by a term of their own
-        ([dpo(1.4, -0.2, 0.4, -3.0, nll_loss=1.2), dpo(1.3, -0.1, 0.4, -3.0, nll_loss=1.2)], None, True, ""),
-        ([dpo(2.318, -2.04, 0.21, -3.19), dpo(2.2, -1.9, 0.22, -3.1)], "suspect", None, "-3.19 and -1.15"),
+        (
+            [dpo(1.4, -0.2, 0.4, -3.0, nll_loss=1.2), dpo(1.3, -0.1, 0.4, -3.0, nll_loss=1.2)],
+            None,
+            True,
+            "",
+        ),
+        (
+            [dpo(2.318, -2.04, 0.21, -3.19), dpo(2.2, -1.9, 0.22, -3.1)],
+            "suspect",
+            None,
+            "-3.19 and -1.15",
+        ),
         ([dpo(0.6931, 0.0, 0.0)] * 6, "suspect", False, "all 6 logged steps"),
         # the first steps of a warm-up look alike
         ([dpo(0.6931, 0.0, 0.0), dpo(0.6931, 0.0, 0.0), dpo(0.69, 0.02, 0.6)], None, True, ""),
@@ -103,14 +123,23 @@ EVALUATE = ("train", "_maybe_log_save_evaluate", "_evaluate", "evaluation_loop",
         (TRAIN, None, "lower the micro-batch"),
         (EVALUATE, "evaluation", "per_device_eval_batch_size"),
         (SAVE, "saving", "save sharded"),
-        (("__init__", "_precompute_ref_logps", "forward"), "reference", "precompute_ref_batch_size"),
+        (
+            ("__init__", "_precompute_ref_logps", "forward"),
+            "reference",
+            "precompute_ref_batch_size",
+        ),
         (("main", "from_pretrained"), "loading", "before any batch"),
     ],
 )
 @pytest.mark.parametrize("writer", [llama_factory, axolotl])
 @pytest.mark.parametrize("rank", [None, 1])
 def test_memory_that_ran_out_is_blamed_on_what_needed_it(
-    tmp_path: Path, frames: tuple[str, ...], during: str | None, words: str, writer: Any, rank: int | None
+    tmp_path: Path,
+    frames: tuple[str, ...],
+    during: str | None,
+    words: str,
+    writer: Any,
+    rank: int | None,
 ) -> None:
     before = falling(10)[:4] if frames[0] == "train" else []
     content = writer(10, before) + "\n" + traceback(*frames, error=OOM, rank=rank)
@@ -141,7 +170,9 @@ def test_a_hang_in_training_and_one_in_the_evaluation_are_none_in_a_save(tmp_pat
     running = llama_factory(10, falling(10)[:4])
     found = point(checked(tmp_path, running + watchdog(6075, "ALLREDUCE")), "finish")
     assert found["detail"]["reason"] == "nccl_timeout"
-    evaluating = "[INFO|trainer.py:4300] 2026-11-20 15:50:01,001 >> ***** Running Evaluation *****\n"
+    evaluating = (
+        "[INFO|trainer.py:4300] 2026-11-20 15:50:01,001 >> ***** Running Evaluation *****\n"
+    )
     found = point(checked(tmp_path, running + evaluating + watchdog(6075, "ALLREDUCE")), "finish")
     assert found["detail"]["reason"] == "hang_evaluation"
 

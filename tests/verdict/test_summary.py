@@ -29,7 +29,9 @@ def check(path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str
     return code, capsys.readouterr().out.splitlines()
 
 
-def test_a_crash_begins_with_its_cause_and_its_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_crash_begins_with_its_cause_and_its_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = crashed(tmp_path / "20260102T030405Z-dpo-tulu", steps=0)
     code, lines = check(path, capsys)
     assert code == 1
@@ -46,7 +48,9 @@ def test_a_crash_begins_with_its_cause_and_its_line(tmp_path: Path, capsys: pyte
     assert sum("row 7 has no messages" in line for line in lines) == 2
 
 
-def test_a_run_that_passed_takes_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_passed_takes_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, lines = check(made(tmp_path / "run"), capsys)
     assert (code, lines) == (0, ["verdict: pass  run  (dpo, 40 steps)"])
 
@@ -60,7 +64,9 @@ def test_only_the_points_that_are_not_as_expected_are_shown(
     assert not [line for line in lines if " ok " in line]
 
 
-def test_a_run_that_was_stopped_is_shown_as_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_was_stopped_is_shown_as_stopped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = crashed(tmp_path / "run", steps=20, returncode=-15, signal=15, stopped=15)
     code, lines = check(path, capsys)
     assert (code, lines[0]) == (1, "verdict: stopped  run  (dpo, 20 steps)")
@@ -75,7 +81,10 @@ def test_a_run_that_was_stopped_is_shown_as_stopped(tmp_path: Path, capsys: pyte
     [
         # what Ctrl-C raises in the trainer is no fault of its
         (
-            {"signal": "SIGINT", "error": {"type": "KeyboardInterrupt", "message": "", "at": "a:1"}},
+            {
+                "signal": "SIGINT",
+                "error": {"type": "KeyboardInterrupt", "message": "", "at": "a:1"},
+            },
             "the run was stopped by SIGINT after step 3 of 9",
             "start the same command again: it continues from the last checkpoint, if there is one",
         ),
@@ -97,9 +106,24 @@ def test_a_stop_names_its_cause(detail: dict[str, Any], cause: str, help: str) -
 
 
 def test_a_killed_rank_is_not_the_error_of_its_launcher() -> None:
-    error = {"type": "subprocess.CalledProcessError", "message": "Command '[...]' died", "at": "launch.py:9"}
-    detail = {"signal": "SIGKILL", "error": error, "last_step": 3, "total_steps": 9, "reason": "killed"}
-    finish = {"name": "finish", "state": "killed", "ok": False, "detail": {**detail, "help": "see dmesg"}}
+    error = {
+        "type": "subprocess.CalledProcessError",
+        "message": "Command '[...]' died",
+        "at": "launch.py:9",
+    }
+    detail = {
+        "signal": "SIGKILL",
+        "error": error,
+        "last_step": 3,
+        "total_steps": 9,
+        "reason": "killed",
+    }
+    finish = {
+        "name": "finish",
+        "state": "killed",
+        "ok": False,
+        "detail": {**detail, "help": "see dmesg"},
+    }
     found = summary.cause({"status": "fail", "points": [finish]})
     assert found is not None and found.text == "the run was killed by SIGKILL after step 3 of 9"
     assert found.repeated == ("ended by SIGKILL", "see dmesg")
@@ -119,7 +143,12 @@ def test_a_text_that_is_no_log_has_no_verdict(
 
 
 @pytest.mark.parametrize(
-    "verdict", [{}, {"status": "fail"}, {"status": "x", "points": [{"name": 1}, 2, {"ok": False, "detail": 3}]}]
+    "verdict",
+    [
+        {},
+        {"status": "fail"},
+        {"status": "x", "points": [{"name": 1}, 2, {"ok": False, "detail": 3}]},
+    ],
 )
 def test_a_damaged_verdict_has_a_summary(verdict: dict[str, Any]) -> None:
     assert summary.outcome(verdict) == str(verdict.get("status"))
@@ -147,10 +176,16 @@ def test_the_folder_of_several_runs_stands_for_all_of_them(
     (tmp_path / f"{kind}.json").write_text(json.dumps(rows[kind]))
     code, lines = check(tmp_path, capsys)
     heads = [line for line in lines if line.startswith("verdict: ")]
-    assert (code, heads) == (1, ["verdict: pass  good  (dpo, 40 steps)", "verdict: fail  bad  (dpo, 20 steps)"])
+    assert (code, heads) == (
+        1,
+        ["verdict: pass  good  (dpo, 40 steps)", "verdict: fail  bad  (dpo, 20 steps)"],
+    )
     assert main(["check", str(tmp_path), "--format", "json"]) == 1
     data = json.loads(capsys.readouterr().out)["data"]
-    assert [(Path(run["run"]).name, run["status"]) for run in data["runs"]] == [("good", "pass"), ("bad", "fail")]
+    assert [(Path(run["run"]).name, run["status"]) for run in data["runs"]] == [
+        ("good", "pass"),
+        ("bad", "fail"),
+    ]
     page = tmp_path / "page.html"
     assert main(["report", str(tmp_path), "-o", str(page)]) == 0
     assert ">good<" in page.read_text() and ">bad<" in page.read_text()

@@ -30,7 +30,10 @@ def overrides(*vary: str, variant: tuple[str, ...] = ()) -> dict[str, tuple[str,
 
 
 def test_combinations() -> None:
-    assert overrides("packing=false,true") == {"packing=false": ("packing=false",), "packing=true": ("packing=true",)}
+    assert overrides("packing=false,true") == {
+        "packing=false": ("packing=false",),
+        "packing=true": ("packing=true",),
+    }
     assert list(overrides("a=1,2", "b=x,y")) == ["a=1, b=x", "a=1, b=y", "a=2, b=x", "a=2, b=y"]
     # the variants are one axis beside the others
     both = overrides("a=1,2", variant=("x:", "y:b=2,c.d=3"))
@@ -88,7 +91,12 @@ def test_times() -> None:
 
 
 def sample(
-    name: str, speed: float | None = 100.0, loss: float = 2.0, steps: int = 10, tokens: float = 50.0, **more: Any
+    name: str,
+    speed: float | None = 100.0,
+    loss: float = 2.0,
+    steps: int = 10,
+    tokens: float = 50.0,
+    **more: Any,
 ) -> Sample:
     curve = tuple(CurveStep(tokens, tokens, loss) for _ in range(steps))
     figures = {SPEED: speed, "peak_allocated_gib": 10.0, "mfu": 0.4}
@@ -167,7 +175,9 @@ def test_what_failed_or_is_not_proved_is_never_recommended() -> None:
 class Trials(Here):
     """Trials by their learning rate, as `scene` has it: a sample's parts by the rate."""
 
-    def measure(self, facts: Facts, variant: Variant, *, repeat: int, timeout_s: float, **_: Any) -> Sample:
+    def measure(
+        self, facts: Facts, variant: Variant, *, repeat: int, timeout_s: float, **_: Any
+    ) -> Sample:
         given = dict(text.split("=", 1) for text in facts.request.overrides)
         rate = given.get("learning_rate", "0.1")
         self.started.append(rate)
@@ -216,7 +226,9 @@ def test_a_damaged_trial_costs_all_trials(world: World, trials: Trials) -> None:
     trials.launch(*words)
     (file,) = world.runs.rglob("bench.json")
     written = json.loads(file.read_text())
-    file.write_text(json.dumps({**written, "samples": [{**written["samples"][0], "seconds": "long"}]}))
+    file.write_text(
+        json.dumps({**written, "samples": [{**written["samples"][0], "seconds": "long"}]})
+    )
     trials.launch(*words)
     assert len(trials.started) == 4
 
@@ -233,7 +245,9 @@ def test_the_same_command_again_measures_nothing_twice(world: World, trials: Tri
     assert len(trials.started) == 8 and len(list(world.runs.iterdir())) == 3
 
 
-def test_a_trial_that_fails_ends_alone_and_only_time_may_mend_it(world: World, trials: Trials) -> None:
+def test_a_trial_that_fails_ends_alone_and_only_time_may_mend_it(
+    world: World, trials: Trials
+) -> None:
     words = words_for(world, "--vary", "learning_rate=0.1,0.2,0.3,0.4", *VARY[2:])
     scene = {
         "at_0_2": {"cause": "oom", "reason": "CUDA out of memory"},
@@ -256,11 +270,15 @@ def test_a_trial_that_fails_ends_alone_and_only_time_may_mend_it(world: World, t
 
 @pytest.mark.parametrize(("cause", "code"), [("crash", 4), ("refused", 5)])
 def test_nothing_measured_is_a_failure(world: World, trials: Trials, cause: str, code: int) -> None:
-    found, out, _ = trials.launch(*words_for(world, *VARY[2:]), at_0_1={"cause": cause, "reason": "x"})
+    found, out, _ = trials.launch(
+        *words_for(world, *VARY[2:]), at_0_1={"cause": cause, "reason": "x"}
+    )
     assert found == code and json.loads(out)["data"]["rows"][0]["why"] == f"{cause}: x"
 
 
-def test_ctrl_c_says_what_is_known_and_the_same_command_goes_on(world: World, trials: Trials) -> None:
+def test_ctrl_c_says_what_is_known_and_the_same_command_goes_on(
+    world: World, trials: Trials
+) -> None:
     words = words_for(world, *VARY[:4])
     code, out, _ = trials.launch(*words, at_0_2="stopped")
     assert code == 130 and "the same command continues here, 1 of 6 runs are done" in out
@@ -312,7 +330,9 @@ def test_a_trial_is_a_real_run_and_is_measured(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
-def test_a_command_that_is_stopped_leaves_nothing_running(world: World, trials: Trials, end: signal.Signals) -> None:
+def test_a_command_that_is_stopped_leaves_nothing_running(
+    world: World, trials: Trials, end: signal.Signals
+) -> None:
     words = words_for(world, *VARY, *ONCE)
     running = world.started(*words, env={"SCENES": json.dumps({"rate=0.2": {"sleep": 600}})})
     until(lambda: len(started(world, "rate")) == 2)
@@ -327,7 +347,9 @@ def test_a_command_that_is_stopped_leaves_nothing_running(world: World, trials: 
     assert len(json.loads(again)["data"]["samples"]) == 2
 
 
-def test_a_full_disk_is_no_fault_of_a_setting(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_full_disk_is_no_fault_of_a_setting(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def full(*_words: Any, **_more: Any) -> Any:
         raise rundir.not_writable(tmp_path, "No space left on device")
 
@@ -348,10 +370,13 @@ def planned(
     return of(request, vary, variant, running=running)
 
 
-def of(request: Request, vary: Iterable[str], variant: Iterable[str], *, running: bool = False) -> bench.Bench:
+def of(
+    request: Request, vary: Iterable[str], variant: Iterable[str], *, running: bool = False
+) -> bench.Bench:
     asked = tuple(variants.combinations(list(vary), list(variant)))
     return bench.plan(
-        bench.Bench(request=request, variants=asked, steps=5, repeats=1), Scope.START if running else Scope.PLAN
+        bench.Bench(request=request, variants=asked, steps=5, repeats=1),
+        Scope.START if running else Scope.PLAN,
     )
 
 
@@ -378,7 +403,9 @@ def test_a_machine_that_no_variant_can_start_on(world: World) -> None:
 
 
 def test_the_global_batch_stays_as_the_file_has_it(world: World) -> None:
-    path = world.config(learning_rate=0.1, per_device_train_batch_size=2, gradient_accumulation_steps=4)
+    path = world.config(
+        learning_rate=0.1, per_device_train_batch_size=2, gradient_accumulation_steps=4
+    )
     path.write_text(path.read_text().replace("batch:\n  global: 2\n  per_device: 2\n", ""))
     request = Request(stage=None, config=path, gpus=0, python=Path(sys.executable))
     made = of(request, ["per_device_train_batch_size=1,2,8"], [])
@@ -430,7 +457,9 @@ def documented() -> list[str]:
 
 
 @pytest.mark.parametrize("command", documented())
-def test_the_commands_of_the_page_are_valid(command: str, monkeypatch: pytest.MonkeyPatch, checkout: Path) -> None:
+def test_the_commands_of_the_page_are_valid(
+    command: str, monkeypatch: pytest.MonkeyPatch, checkout: Path
+) -> None:
     words = shlex.split(command)[2:]
     given: dict[str, list[str]] = {}
     for name, value in itertools.pairwise(words):

@@ -24,7 +24,11 @@ args:
 def dropped(place: Path) -> list[tuple[str, str]]:
     """Severity and message of what a plan says of dropped rows."""
     _, answer = launch(place, "plan", "half.yaml", "--gpus", "0", "--row-tokens", "50:64")
-    return [(one["severity"], one["message"]) for one in answer["findings"] if one["code"] == "rows-dropped"]
+    return [
+        (one["severity"], one["message"])
+        for one in answer["findings"]
+        if one["code"] == "rows-dropped"
+    ]
 
 
 def test_a_plan_says_which_rows_are_dropped(place: Path) -> None:

@@ -53,13 +53,33 @@ REFUSED = [
     ("eval:\n      command:\n        - a\n        - {b: 1}", 7, "a word of `command` is a text"),
     ("eval:\n      command: [a]\n      comand: [b]", 6, "`comand` is not a key of an evaluation"),
     ("eval:\n      command: [a, '{modle}']", 5, "`{modle}` is not a placeholder"),
-    ("eval:\n      command: [a]\n      metrics: [m.json]", 6, "`metrics` is the path of a JSON file"),
+    (
+        "eval:\n      command: [a]\n      metrics: [m.json]",
+        6,
+        "`metrics` is the path of a JSON file",
+    ),
     ("eval:\n      command: [a]\n      metrics: '{out}/m.json'", 6, "`{out}` is not a placeholder"),
     ("eval:\n      command: [a]\n      expect: {x: '>= 1'}", 6, "`expect` needs `metrics`"),
-    ("eval:\n      command: [a]\n      metrics: m\n      expect:\n        x: 0.4", 8, "not a sign and a number"),
-    ("eval:\n      command: [a]\n      metrics: m\n      expect:\n        x: '=> 0.4'", 8, "not a sign and a number"),
-    ("eval:\n      command: [a]\n      metrics: m\n      expect:\n        x: '> much'", 8, "not a sign and a number"),
-    ("eval:\n      command: [a]\n      metrics: m\n      expect: [x]", 7, "`expect` is a mapping of metrics"),
+    (
+        "eval:\n      command: [a]\n      metrics: m\n      expect:\n        x: 0.4",
+        8,
+        "not a sign and a number",
+    ),
+    (
+        "eval:\n      command: [a]\n      metrics: m\n      expect:\n        x: '=> 0.4'",
+        8,
+        "not a sign and a number",
+    ),
+    (
+        "eval:\n      command: [a]\n      metrics: m\n      expect:\n        x: '> much'",
+        8,
+        "not a sign and a number",
+    ),
+    (
+        "eval:\n      command: [a]\n      metrics: m\n      expect: [x]",
+        7,
+        "`expect` is a mapping of metrics",
+    ),
     ("eval:\n      command: [a]\n      timeout: soon", 6, "is not a duration"),
     ("eval:\n      command: [a]\n      timeout: [1]", 6, "`timeout` is a duration"),
 ]
@@ -76,7 +96,9 @@ def test_a_fault_is_refused_at_its_line(write: Write, text: str, line: int, mess
     with pytest.raises(InvalidConfig) as caught:
         pipeline.load(path)
     found = [(f.code, f.file, f.line, f.message) for f in caught.value.findings]
-    assert any(one[:3] == ("bad-pipeline", str(path), line) and message in one[3] for one in found), found
+    assert any(
+        one[:3] == ("bad-pipeline", str(path), line) and message in one[3] for one in found
+    ), found
 
 
 def test_all_faults_of_an_evaluation_are_said_at_once(write: Write) -> None:
@@ -86,7 +108,9 @@ def test_all_faults_of_an_evaluation_are_said_at_once(write: Write) -> None:
     assert sorted(f.line or 0 for f in caught.value.findings) == [5, 6, 7, 8, 9]
 
 
-def test_a_secret_is_kept_off_the_command_line(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_secret_is_kept_off_the_command_line(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DB_PASS", "hunter2-and-more")
     monkeypatch.setenv("SCRATCH", "/scratch/me")
     text = "eval:\n      command: [a, '--out', '${oc.env:SCRATCH}', '--key=${oc.env:DB_PASS}']"
@@ -235,7 +259,10 @@ def test_an_evaluation_runs_once_and_its_numbers_stand_in_verdict_and_report(
 ) -> None:
     content = json.dumps(LM_EVAL)
     steps = (f"write=o/results_1.json:{content}",)
-    more: dict[str, Any] = {"metrics": "**/results_*.json", "expect": {"gsm8k": ">= 0.4", "mmlu": "> 0.6"}}
+    more: dict[str, Any] = {
+        "metrics": "**/results_*.json",
+        "expect": {"gsm8k": ">= 0.4", "mmlu": "> 0.6"},
+    }
     bench.evaluated(*steps, **more)
     code, told = bench.run()
     assert (code, statuses(told)) == (0, ["passed", "passed"]), told
@@ -256,7 +283,9 @@ def test_an_evaluation_runs_once_and_its_numbers_stand_in_verdict_and_report(
 
     # in the verdict and on the page of the run
     assert main.main(["check", str(run.path), "--format", "json"]) == 0
-    points = {point["name"]: point for point in json.loads(capsys.readouterr().out)["data"]["points"]}
+    points = {
+        point["name"]: point for point in json.loads(capsys.readouterr().out)["data"]["points"]
+    }
     assert points["evaluation"]["state"] == "passed"
     assert points["evaluation"]["detail"]["gates"][0]["value"] == 0.41
     assert main.main(["check", str(run.path)]) == 0
@@ -300,7 +329,13 @@ def test_an_evaluation_runs_once_and_its_numbers_stand_in_verdict_and_report(
     ],
 )  # fmt: skip
 def test_an_evaluation_that_fails_stops_the_pipeline_at_its_line(
-    bench: Evaluated, steps: list[str], more: dict[str, Any], code: int, finding: str, key: str, message: str
+    bench: Evaluated,
+    steps: list[str],
+    more: dict[str, Any],
+    code: int,
+    finding: str,
+    key: str,
+    message: str,
 ) -> None:
     path = bench.evaluated(*steps, **more)
     found, told = bench.run()
@@ -378,7 +413,9 @@ def test_launch_stop_ends_the_evaluation_of_a_run(bench: Evaluated) -> None:
 
 @pytest.mark.slow
 @needs_trl
-def test_a_dry_run_and_validate_config_show_it(bench: Evaluated, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_and_validate_config_show_it(
+    bench: Evaluated, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = bench.evaluated(expect={"b": ">= 1"}, timeout="90m")
     bench.stage("second", output_dir="o/a $(touch pwned) b")
     done = bench.launch(*bench.words("--dry-run"))

@@ -71,7 +71,9 @@ def test_two_that_begin_at_once_do_not_begin_twice(about: Campaign) -> None:
     """Before either has a record, and so a folder that the other could find."""
     words = [sys.executable, "-c", _TWO, str(about.root)]
     both = [
-        subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
+        subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY
+        )
         for _ in range(4)
     ]
     said = [one.stdout.readline().strip() for one in both if one.stdout]
@@ -104,7 +106,9 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
         yield one
 
 
-def run(request: Request, timeout_s: float | None = None, root: Path | None = None) -> experiment.Outcome:
+def run(
+    request: Request, timeout_s: float | None = None, root: Path | None = None
+) -> experiment.Outcome:
     prepared = prepare.prepare(replace(request, runs=root), Scope.START)
     return experiment.of_prepared(prepared, timeout_s=timeout_s)
 
@@ -114,7 +118,9 @@ def asked(world: World, monkeypatch: pytest.MonkeyPatch, *steps: str, **args: ob
     return Request(stage="sft", config=world.config(**args), gpus=0, python=world.python())
 
 
-def test_a_run_lies_below_the_folder_that_several_share(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_lies_below_the_folder_that_several_share(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shared = rundir.make_folder(world.runs, "ladder", "a b/c")
     told = run(asked(world, monkeypatch, "print=2"), root=shared)
     assert told.run.path.parent == shared
@@ -127,7 +133,9 @@ def test_a_run_lies_below_the_folder_that_several_share(world: World, monkeypatc
     assert world.quiet()
 
 
-def test_nothing_is_on_disk_before_a_run_begins(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_on_disk_before_a_run_begins(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     request = asked(world, monkeypatch, "print=2")
     prepared = prepare.prepare(replace(request, runs=world.runs), Scope.START)
     assert not world.runs.exists()
@@ -142,7 +150,9 @@ def refuse(*_words: object) -> None:
     raise not_ready("run-is-live", "no process can be started")
 
 
-def test_two_starts_that_planned_the_same_folder_get_one_each(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_starts_that_planned_the_same_folder_get_one_each(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     request = replace(asked(world, monkeypatch, "print=2", output_dir=None), runs=world.runs)
     first = prepare.prepare(request, Scope.START)
     second = prepare.prepare(request, Scope.START).in_folder(first.folder)
@@ -156,7 +166,9 @@ def test_two_starts_that_planned_the_same_folder_get_one_each(world: World, monk
         assert str(folder.path / "model") in attempt["argv"]
 
 
-def test_one_whose_time_is_up_is_stopped_with_all_its_processes(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_whose_time_is_up_is_stopped_with_all_its_processes(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("LAUNCH_GRACE", "1,1,1")
     request = asked(world, monkeypatch, "ignore=INT", "child=same", "pid=leader", "sleep=600")
     told = run(request, timeout_s=2)
@@ -173,7 +185,9 @@ def test_one_whose_time_is_up_is_stopped_with_all_its_processes(world: World, mo
          "the training process returned non-zero exit status 3."),
     ],
 )  # fmt: skip
-def test_an_end_is_told_in_a_few_words(world: World, monkeypatch: pytest.MonkeyPatch, step: str, reason: str) -> None:
+def test_an_end_is_told_in_a_few_words(
+    world: World, monkeypatch: pytest.MonkeyPatch, step: str, reason: str
+) -> None:
     told = run(asked(world, monkeypatch, step))
     assert told.reason is not None and told.reason.startswith(reason)
 
@@ -209,7 +223,9 @@ def test_term_while_it_is_being_started_leaves_nothing(world: World) -> None:
     assert world.quiet()
 
 
-def test_an_end_that_is_asked_for_while_it_is_judged_counts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_end_that_is_asked_for_while_it_is_judged_counts(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     look_on = follow._update_view
 
     def judged(folder: RunFolder, view: View) -> None:

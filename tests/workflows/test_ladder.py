@@ -45,7 +45,12 @@ class Rungs(Here):
         lines = []
         for step in range(20):
             loss = scene["first"] * (1 - scene["fall"] * step / 19) + 0.001 * math.sin(7 * step)
-            row = {"step": step + 1, "loss": loss, "grad_norm": 1.5, "seconds": 0.5 / scene["speed"]}
+            row = {
+                "step": step + 1,
+                "loss": loss,
+                "grad_norm": 1.5,
+                "seconds": 0.5 / scene["speed"],
+            }
             row |= {"finite": False, "loss": None} if step + 1 == scene["nan"] else {"finite": True}
             if scene["accuracy"] is not None:
                 row |= {"rewards/accuracies": scene["accuracy"], "rewards/margins": 0.1}
@@ -60,7 +65,11 @@ class Rungs(Here):
             detail={"error": {"message": "NCCL timed out"}},
         )  # fmt: skip
         verdict = check.Verdict(
-            status="pass", stage=plan.stage.options.stage, steps=20, points=(trend, finish), metrics=metrics
+            status="pass",
+            stage=plan.stage.options.stage,
+            steps=20,
+            points=(trend, finish),
+            metrics=metrics,
         )
         return Outcome(run=folder, plan=plan, verdict=verdict, exit=scene["exit"], seconds=1.0)
 
@@ -82,7 +91,9 @@ def ladders(world: World) -> list[Path]:
 
 
 def test_go(world: World, rungs: Rungs) -> None:
-    code, out, err = rungs.launch(*words_for(world, "--gpus", "1,2,4", "--price", "2", "--rows", "800"))
+    code, out, err = rungs.launch(
+        *words_for(world, "--gpus", "1,2,4", "--price", "2", "--rows", "800")
+    )
     assert code == 0, err
     assert rungs.started == ["1", "2", "4"]
     rows = [line.split() for line in out.splitlines() if " GPU" in line and "->" in line]
@@ -90,7 +101,11 @@ def test_go(world: World, rungs: Rungs) -> None:
     assert [row[2:7] for row in rows] == [
         ["2", "x", "4", "x", "1"], ["2", "x", "2", "x", "2"], ["2", "x", "1", "x", "4"],
     ]  # fmt: skip
-    assert [row[-3:] for row in rows] == [["2,000", "100%", "go"], ["4,000", "100%", "go"], ["8,000", "100%", "go"]]
+    assert [row[-3:] for row in rows] == [
+        ["2,000", "100%", "go"],
+        ["4,000", "100%", "go"],
+        ["8,000", "100%", "go"],
+    ]
     assert "\ngo\n" in out
     # 800 rows, 8 a step, 3 epochs, half a second each, 2 for each of 4 GPUs and hour
     assert "full run on 4 GPUs: 2.5 min, costs 0.33  (300 steps x 0.5 s" in out
@@ -118,7 +133,9 @@ def test_it_goes_on_at_the_rung_that_failed(world: World, rungs: Rungs) -> None:
     rungs.launch(*words_for(world, "--gpus", "1", learning_rate=1e-4))
     installed = world.root / "site" / "liger_kernel-99.0.dist-info"
     installed.mkdir()
-    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: liger-kernel\nVersion: 99.0\n")
+    (installed / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: liger-kernel\nVersion: 99.0\n"
+    )
     rungs.launch(*words_for(world, "--gpus", "1"))
     assert rungs.started[6:] == ["1", "1"] and len(ladders(world)) == 4
 
@@ -150,9 +167,22 @@ def test_a_red_flag_stops_and_gates_are_in_the_file(world: World, rungs: Rungs) 
     ],
 )
 def test_flags(
-    world: World, rungs: Rungs, scene: dict[str, Any], more: tuple[str, ...], colours: dict[str, str]
+    world: World,
+    rungs: Rungs,
+    scene: dict[str, Any],
+    more: tuple[str, ...],
+    colours: dict[str, str],
 ) -> None:
-    words = words_for(world, "--gpus", "1", "--row-tokens", "100:200", *JSON, *more, model_name_or_path=shaped(world))
+    words = words_for(
+        world,
+        "--gpus",
+        "1",
+        "--row-tokens",
+        "100:200",
+        *JSON,
+        *more,
+        model_name_or_path=shaped(world),
+    )
     code, out, _ = rungs.launch(*words, at_1=scene)
     (rung,) = json.loads(out)["data"]["rungs"]
     assert 0 < rung["planned_gib"] < 1
@@ -203,7 +233,9 @@ def test_a_step_that_something_held_up_is_no_step() -> None:
     assert ladder.usual_step([1.0] * 9 + [30.0]) == 1.0
 
 
-@pytest.mark.parametrize(("config", "kept"), [("tulu/sft_qwen7b", False), ("tulu/dpo_qwen7b", True)])
+@pytest.mark.parametrize(
+    ("config", "kept"), [("tulu/sft_qwen7b", False), ("tulu/dpo_qwen7b", True)]
+)
 def test_deepspeed_on_one_gpu(
     config: str, kept: bool, checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -212,7 +244,9 @@ def test_deepspeed_on_one_gpu(
 
     def used(*overrides: str) -> list[str]:
         asked = replace(request, overrides=overrides)
-        planned = ladder.plan_rungs(asked, [1, 2], steps=20, terms=ForecastOptions(), scope=Scope.PLAN)
+        planned = ladder.plan_rungs(
+            asked, [1, 2], steps=20, terms=ForecastOptions(), scope=Scope.PLAN
+        )
         return [rung.plan.stage.options.deepspeed_name for rung in planned.rungs]
 
     assert used() == ["zero2_fp32_comm" if kept else "none", "zero2_fp32_comm"]

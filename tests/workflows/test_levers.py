@@ -15,7 +15,12 @@ pytestmark = needs_trl
 TULU = "tulu/dpo_qwen7b.yaml"
 LORA = "lora/sft_qwen7b.yaml"
 OLMO = "olmo_core/dpo_qwen3_0_6b.yaml"
-FULL = ("use_peft=false", "model_name_or_path=Qwen/Qwen2.5-0.5B", "attn_implementation=sdpa", "expect.liger=any")
+FULL = (
+    "use_peft=false",
+    "model_name_or_path=Qwen/Qwen2.5-0.5B",
+    "attn_implementation=sdpa",
+    "expect.liger=any",
+)
 
 
 def names(world: Space) -> set[str]:
@@ -65,7 +70,9 @@ def test_the_file_as_written_changes_nothing() -> None:
         ("demo/sft.yaml", ("max_length=256",), 0),
     ],
 )
-def test_every_value_is_one_that_upstream_takes(path: str, overrides: tuple[str, ...], gpus: int) -> None:
+def test_every_value_is_one_that_upstream_takes(
+    path: str, overrides: tuple[str, ...], gpus: int
+) -> None:
     world = tuned.outlook(path, *overrides, gpus=gpus, rows="80:200" if gpus == 0 else "400:1000")
     made = world.plan
     for lever in world.levers:
@@ -128,13 +135,25 @@ def test_full_rows_hold_as_many_tokens_a_step_or_are_no_choice() -> None:
         (LORA, FULL, {}, "deepspeed", "without it"),
         (HAND, (), {"packages": {}}, "liger", "not installed"),
         (HAND, ("batch.global=2", "batch.per_device=1"), {}, "per_device", "2 rows"),
-        (TULU, ("model_name_or_path=Qwen/Qwen2.5-7B", "zero_stage=2"), {}, "deepspeed", "zero_stage"),
+        (
+            TULU,
+            ("model_name_or_path=Qwen/Qwen2.5-7B", "zero_stage=2"),
+            {},
+            "deepspeed",
+            "zero_stage",
+        ),
         ("demo/sft_open_instruct.yaml", (), {"gpus": 0}, "deepspeed", "CPU"),
         ("demo/sft_open_instruct.yaml", (), {"gpus": 0}, "liger", "GPU"),
         # packed, its steps hold what fits into a row
         (OLMO, (), {"rows": "300:2000"}, "per_device", "one row a GPU"),
         (OLMO, ("compile_model=false",), {"rows": "300:2000"}, "checkpointing", "compile_model"),
-        (OLMO, ("packing=false", "expect.packing=off"), {"rows": "300:2000"}, "packing", "another global batch"),
+        (
+            OLMO,
+            ("packing=false", "expect.packing=off"),
+            {"rows": "300:2000"},
+            "packing",
+            "another global batch",
+        ),
     ],
 )
 def test_what_stays_as_it_is_has_a_reason(

@@ -29,7 +29,9 @@ ROWS = ("--row-tokens", "100:900")
 def here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Here:
     """`launch` in this process, whose trials come to their end at once."""
 
-    def measured(facts: Facts, variant: Variant, *, steps: int, root: Path, repeat: int = 0, **more: Any) -> Sample:
+    def measured(
+        facts: Facts, variant: Variant, *, steps: int, root: Path, repeat: int = 0, **more: Any
+    ) -> Sample:
         place = root / f"{variant.name.encode().hex()}-{repeat}"
         overrides = more.get("overrides", ())
         turned = facts.with_overrides(*overrides) if overrides else facts
@@ -38,7 +40,9 @@ def here(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) ->
         figures = {SPEED: 2000.0, "seconds_per_step": 0.1, "peak_allocated_gib": 5.0}
         curve = (CurveStep(400.0, 400.0, 2.0),) * 3
         name = variant.name
-        return Sample(variant=name, repeat=repeat, gradients="true", seconds=4.0, metrics=figures, curve=curve)
+        return Sample(
+            variant=name, repeat=repeat, gradients="true", seconds=4.0, metrics=figures, curve=curve
+        )
 
     monkeypatch.setattr(experiment, "of_prepared", lambda prepared, **_: prepared)
     monkeypatch.setattr(measure, "measure", measured)
@@ -55,7 +59,9 @@ def written(world: World, name: str = "stage.yaml", *, stage: str = "sft", **arg
     """A stage file whose memory and speed can be planned; its path."""
     path = world.config(name, model_name_or_path=shaped(world), max_length=1024, bf16=True, **args)
     whole = yaml.safe_load(path.read_text())
-    path.write_text(yaml.safe_dump({**whole, "stage": stage, "batch": {"global": 8, "per_device": 2}}))
+    path.write_text(
+        yaml.safe_dump({**whole, "stage": stage, "batch": {"global": 8, "per_device": 2}})
+    )
     return str(path)
 
 
@@ -87,12 +93,19 @@ def nothing_begins(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
 def chain(world: World) -> str:
     """A pipeline of two stages, each with a file of its own."""
     written(world, "sft.yaml", output_dir=str(world.root / "first"))
-    second = yaml.safe_load(Path(written(world, "dpo.yaml", output_dir=str(world.root / "second"))).read_text())
+    second = yaml.safe_load(
+        Path(written(world, "dpo.yaml", output_dir=str(world.root / "second"))).read_text()
+    )
     second["name"] = "second"
     # it comes from the stage before
     del second["args"]["model_name_or_path"]
     (world.root / "dpo.yaml").write_text(yaml.safe_dump(second))
-    whole = {"stages": [{"name": "first", "config": "sft.yaml"}, {"name": "second", "config": "dpo.yaml"}]}
+    whole = {
+        "stages": [
+            {"name": "first", "config": "sft.yaml"},
+            {"name": "second", "config": "dpo.yaml"},
+        ]
+    }
     path = world.root / "pipeline.yaml"
     path.write_text(yaml.safe_dump(whole))
     return str(path)
@@ -142,7 +155,9 @@ def test_a_start_reads_plans_and_judges_once_and_writes_nothing_before_it_begins
     assert loads.files and loads.planned and loads.judged and not loads.repeated
 
 
-def test_a_search_reads_its_file_once_and_plans_each_trial_once(world: World, here: Here, loads: Loads) -> None:
+def test_a_search_reads_its_file_once_and_plans_each_trial_once(
+    world: World, here: Here, loads: Loads
+) -> None:
     launched(here, world, "tune", written(world), *TWO_CARDS, *ROWS, "--steps", "3")
     assert set(loads.files.values()) == {1} and loads.planned
     assert not {"planned", "judged"} & loads.repeated.keys()
@@ -179,7 +194,15 @@ def test_the_start_of_a_pipeline_reads_and_plans_once_and_makes_no_run_before_on
         raise KeyboardInterrupt
 
     monkeypatch.setattr(experiment, "of_prepared", begin)
-    here.launch("pipeline", chain(world), "--gpus", "0", "--no-rehearse", "--python", str(world.root / "python"))
+    here.launch(
+        "pipeline",
+        chain(world),
+        "--gpus",
+        "0",
+        "--no-rehearse",
+        "--python",
+        str(world.root / "python"),
+    )
     assert begun == ["sft"]
     assert set(loads.files.values()) == {1}
     # the first stage starts as it was judged; a later one is judged once more when its turn comes

@@ -188,7 +188,10 @@ def test_a_stage_file_is_no_pipeline(write: Write) -> None:
 
 def test_with_and_the_command_line(write: Write) -> None:
     write("sft.yaml", "stage: sft\nbatch: {global: 8, per_device: 2}\nargs: {}\n")
-    path = write("p.yaml", "stages:\n  - {config: sft.yaml, with: {learning_rate: 1e-5, batch: {per_device: 4}}}\n")
+    path = write(
+        "p.yaml",
+        "stages:\n  - {config: sft.yaml, with: {learning_rate: 1e-5, batch: {per_device: 4}}}\n",
+    )
     link = pipeline.load(path, ["sft.learning_rate=2e-5"]).links[0]
     assert link.texts() == ["learning_rate=1e-05", "batch.per_device=4", "learning_rate=2e-5"]
     for wrong in ("learning_rate=1", "x.a=1", "nothing"):
@@ -235,11 +238,15 @@ def test_every_stage_is_judged_before_the_first(world: Chained) -> None:
     world.usual()
     world.stage("first", model_name_or_path="model", no_such=1)
     world.stage("second", output_dir=None)
-    path = world.pipeline("first.yaml", "second.yaml", {"config": "third.yaml", "with": {"bogus": 1}})
+    path = world.pipeline(
+        "first.yaml", "second.yaml", {"config": "third.yaml", "with": {"bogus": 1}}
+    )
     code, told = world.run()
     assert code == 3 and world.trained() == [] and not world.runs.exists()
     assert {"unknown-key", "pipeline-output"} <= codes(told).keys()
-    places = {(Path(f["file"]).name, f["key"]) for f in told["findings"] if f["code"] == "unknown-key"}
+    places = {
+        (Path(f["file"]).name, f["key"]) for f in told["findings"] if f["code"] == "unknown-key"
+    }
     # what `with:` says stands in the pipeline file
     assert places == {("first.yaml", "args.no_such"), (path.name, "args.bogus")}
     # what the command line says is said as it was said, whatever `with:` holds
@@ -252,9 +259,13 @@ def test_every_stage_is_judged_before_the_first(world: Chained) -> None:
 def test_facts_of_a_model_that_is_not_there_yet_come_from_the_first(world: Chained) -> None:
     world.usual()
     world.stage("third", "dpo", max_length=128)
-    (world.root / "model" / "config.json").write_text('{"model_type": "qwen2", "max_position_embeddings": 64}')
+    (world.root / "model" / "config.json").write_text(
+        '{"model_type": "qwen2", "max_position_embeddings": 64}'
+    )
     found = {f.code: f for f in surveyed(world.root / "p.yaml").findings}
-    assert "beyond-positions" in found and (found["beyond-positions"].file or "").endswith("third.yaml")
+    assert "beyond-positions" in found and (found["beyond-positions"].file or "").endswith(
+        "third.yaml"
+    )
 
 
 @needs_trl
@@ -311,7 +322,9 @@ def test_one_tokenizer_for_all(world: Chained) -> None:
     assert said(files("chat_template_name: tulu", "chat_template_name: tulu")) == set()
     # the saved tokenizer holds the template
     assert said(files("chat_template_name: tulu", "")) == set()
-    assert said(files("chat_template_name: tulu", "chat_template_name: zephyr")) == {"pipeline-template"}
+    assert said(files("chat_template_name: tulu", "chat_template_name: zephyr")) == {
+        "pipeline-template"
+    }
     bos = files("add_bos: true", "add_bos: true")
     assert "begins with the token" in refused(bos)["pipeline-template"][2]
     path = files("", "")
@@ -323,7 +336,9 @@ def test_one_tokenizer_for_all(world: Chained) -> None:
     "name", ["demo/pipeline", "demo/pipeline_open_instruct", "tulu/pipeline_qwen7b",
              "tulu/pipeline_qwen7b_eval", "llama/pipeline_llama31_8b_10pct"]
 )  # fmt: skip
-def test_the_committed_pipelines_hold_together(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_committed_pipelines_hold_together(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for below in ("model", "data/sft", "data/dpo"):
         (tmp_path / "build" / "demo" / below).mkdir(parents=True)
     rows = {"sft": {"messages": CHOSEN}, "dpo": {"chosen": CHOSEN, "rejected": REJECTED}}
@@ -593,7 +608,9 @@ def test_a_dry_run_says_what_would_be_started(world: Chained) -> None:
 
 
 @needs_trl
-def test_what_a_later_stage_needs_of_this_machine_is_missing_before_the_first(world: Chained) -> None:
+def test_what_a_later_stage_needs_of_this_machine_is_missing_before_the_first(
+    world: Chained,
+) -> None:
     world.usual()
     world.stage("third", "dpo", dataset_name="gone/a/b")
     code, told = world.run()

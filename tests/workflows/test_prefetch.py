@@ -63,7 +63,9 @@ def on_the_hub(place: Path, name: str) -> Path:
     return snapshot
 
 
-def prepare(capsys: pytest.CaptureFixture[str], config: str, *words: str) -> tuple[int, dict[str, Any], list[str]]:
+def prepare(
+    capsys: pytest.CaptureFixture[str], config: str, *words: str
+) -> tuple[int, dict[str, Any], list[str]]:
     """`launch prepare` as a user would start it: exit code, data, codes of the errors."""
     capsys.readouterr()
     code = main(["prepare", str(CONFIGS / config), *words, "--format", "json"])
@@ -84,7 +86,12 @@ def run(*words: str) -> dict[str, Any]:
     return points
 
 
-SFT = ("sft_open_instruct.yaml", "--gpus", "0", "dataset_mixer_list=[build/demo/data/sft/train.jsonl, '1.0']")
+SFT = (
+    "sft_open_instruct.yaml",
+    "--gpus",
+    "0",
+    "dataset_mixer_list=[build/demo/data/sft/train.jsonl, '1.0']",
+)
 DPO = (
     "dpo_open_instruct.yaml", "model_name_or_path=build/demo/model",
     "mixer_list=[build/demo/data/dpo/train.jsonl, '1.0']",
@@ -131,7 +138,16 @@ def test_dpo_leaves_the_reference_to_the_run_and_stops_clean(
     place: Path, checkout: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # Ctrl-C in the middle of it
-    words = [sys.executable, "-m", "launcher", "prepare", str(CONFIGS / DPO[0]), *DPO[1:], "--gpus", "0"]
+    words = [
+        sys.executable,
+        "-m",
+        "launcher",
+        "prepare",
+        str(CONFIGS / DPO[0]),
+        *DPO[1:],
+        "--gpus",
+        "0",
+    ]
     started = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     cache = place / "build/demo/cache"
     logs = Path(os.environ["LAUNCH_RUNS"])
@@ -143,7 +159,10 @@ def test_dpo_leaves_the_reference_to_the_run_and_stops_clean(
 
     # two at once: one tokenises, the other waits and finds it
     codes: list[int] = []
-    both = [threading.Thread(target=lambda: codes.append(subprocess.run(words).returncode)) for _ in range(2)]
+    both = [
+        threading.Thread(target=lambda: codes.append(subprocess.run(words).returncode))
+        for _ in range(2)
+    ]
     for one in both:
         one.start()
     for one in both:
@@ -163,12 +182,17 @@ def test_dpo_leaves_the_reference_to_the_run_and_stops_clean(
 
 @pytest.mark.slow
 @needs(TRAINING)
-def test_trl_gets_its_model_and_data_and_tokenises_itself(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trl_gets_its_model_and_data_and_tokenises_itself(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     on_the_hub(place, "acme/tiny")
     words = ("sft.yaml", "model_name_or_path=acme/tiny", "--gpus", "0")
     code, data, found = prepare(capsys, *words)
     assert (code, found, data["log"]) == (0, [], None)
-    assert {one["kind"]: one["state"] for one in data["parts"]} == {"model": "there", "data": "there"}
+    assert {one["kind"]: one["state"] for one in data["parts"]} == {
+        "model": "there",
+        "data": "there",
+    }
     assert data["dataset"]["state"] == "left" and data["left"][0].startswith("tokenising: TRL")
     # a set on the hub that is not here, and no network
     code, _, found = prepare(capsys, *words, "dataset_name=acme/chats")
@@ -177,7 +201,10 @@ def test_trl_gets_its_model_and_data_and_tokenises_itself(place: Path, capsys: p
 
 @pytest.mark.parametrize(
     ("word", "said"),
-    [("dataset_skip_cache=true", "tokenises all over"), ("dataset_config_hash=0123456789", "by its name")],
+    [
+        ("dataset_skip_cache=true", "tokenises all over"),
+        ("dataset_config_hash=0123456789", "by its name"),
+    ],
 )
 def test_what_no_preparation_helps_with_is_refused(
     place: Path, checkout: Path, capsys: pytest.CaptureFixture[str], word: str, said: str
@@ -193,7 +220,9 @@ def test_what_no_preparation_helps_with_is_refused(
     assert told["data"]["dataset"]["state"] == "missed"
 
 
-def test_the_config_is_judged_first(place: Path, checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_config_is_judged_first(
+    place: Path, checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = CONFIGS / "sft_open_instruct.yaml"
     assert main(["prepare", str(config), "use_liger_kernal=true", "--gpus", "0"]) == 3
     assert "unknown-key" in capsys.readouterr().err
@@ -204,7 +233,9 @@ def test_the_config_is_judged_first(place: Path, checkout: Path, capsys: pytest.
 
 
 @pytest.mark.slow
-def test_a_model_that_is_not_here_is_named(place: Path, checkout: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_is_not_here_is_named(
+    place: Path, checkout: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     code, _, found = prepare(capsys, *SFT, "model_name_or_path=acme/absent")
     assert (code, found) == (5, ["not-fetched"])
     code, _, found = prepare(capsys, *SFT, "model_name_or_path=./nowhere")
@@ -237,7 +268,9 @@ def test_a_folder_lacks_what_its_index_names(tmp_path: Path) -> None:
 
 
 def planned(config: str, *words: str) -> Plan:
-    asked = collect.collect(Request(stage=None, config=CONFIGS / config, overrides=words, gpus=0), Scope.FILE)
+    asked = collect.collect(
+        Request(stage=None, config=CONFIGS / config, overrides=words, gpus=0), Scope.FILE
+    )
     return plan.make(asked.stage, gpus=0)
 
 
@@ -309,7 +342,9 @@ def test_a_set_made_before_the_download_is_no_hit(folder: Path, place: Path) -> 
 
 
 def test_what_a_plan_reads(place: Path) -> None:
-    read = hub.required_parts(planned("sft_open_instruct.yaml", "tokenizer_name_or_path=acme/words"))
+    read = hub.required_parts(
+        planned("sft_open_instruct.yaml", "tokenizer_name_or_path=acme/words")
+    )
     assert [(one.role, one.name) for one in read] == [
         ("whole", "build/demo/model"),
         ("tokenizer", "acme/words"),

@@ -93,7 +93,9 @@ class Previews:
 
 
 @pytest.fixture
-def previews(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, servers: Servers) -> Previews:
+def previews(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, servers: Servers
+) -> Previews:
     monkeypatch.setattr(preview, "Servers", lambda: contextlib.nullcontext(servers))
     return Previews(capsys)
 
@@ -123,7 +125,10 @@ def test_a_chat_is_shown_with_its_answers_marked(previews: Previews, demo_assets
     data = demo_assets / "data" / "sft"
     stage = write_stage(demo_assets / "model", dataset_name=str(data), assistant_only_loss=True)
     shown = previews.text(stage, "--rows", "1")
-    assert "  │ <|im_start|>user\n  │ What is `tkinter.Canvas`?<|im_end|>\n  │ <|im_start|>assistant\n" in shown
+    assert (
+        "  │ <|im_start|>user\n  │ What is `tkinter.Canvas`?<|im_end|>\n  │ <|im_start|>assistant\n"
+        in shown
+    )
     answer = "Canvas widget to display graphical elements like lines or text.<|im_end|>"
     assert f"  │ [[{answer}]]\n" in shown
     assert f"row 1  {data}/train.jsonl:1  49 tokens, 49 % trained" in shown
@@ -142,8 +147,12 @@ def test_a_chat_is_shown_with_its_answers_marked(previews: Previews, demo_assets
 
 @needs_trl
 @pytest.mark.slow
-def test_one_row_is_shown_by_number_or_place_and_others_are_refused(previews: Previews, demo_assets: Path) -> None:
-    path = write_rows(Path("data"), [{"messages": chat(f"question {number}", "yes")} for number in range(1, 30)])
+def test_one_row_is_shown_by_number_or_place_and_others_are_refused(
+    previews: Previews, demo_assets: Path
+) -> None:
+    path = write_rows(
+        Path("data"), [{"messages": chat(f"question {number}", "yes")} for number in range(1, 30)]
+    )
     path.write_text("\n" + path.read_text())
     stage = write_stage(demo_assets / "model", dataset_name="data")
     # the empty line is no row
@@ -186,19 +195,30 @@ def write_long_prompts(folder: Path) -> None:
 
 @needs_trl
 @pytest.mark.slow
-def test_cut_and_dropped_rows_are_counted_with_the_reason(previews: Previews, demo_assets: Path) -> None:
+def test_cut_and_dropped_rows_are_counted_with_the_reason(
+    previews: Previews, demo_assets: Path
+) -> None:
     write_long_prompts(Path("data"))
-    stage = write_stage(demo_assets / "model", dataset_name="data", assistant_only_loss=True, max_length=128)
+    stage = write_stage(
+        demo_assets / "model", dataset_name="data", assistant_only_loss=True, max_length=128
+    )
     shown = previews.text(stage, "--rows", "2")
     assert "40: 16 whole, 4 cut, 20 dropped" in shown
     assert "4 of 40 rows, at `max_length: 128`" in shown
     assert "20 of 40 rows: the prompt fills `max_length: 128`" in shown
     assert re.search(r"row 1 .* 128 tokens, .* trained, \d+ cut\n", shown)
-    assert re.search(r"row 2 .* dropped: no token that counts in the loss is within `max_length`", shown)
+    assert re.search(
+        r"row 2 .* dropped: no token that counts in the loss is within `max_length`", shown
+    )
     assert re.search(r"^  [\d,]+ tokens cut at the end: ", shown, re.M)
     whole = previews.data(stage, "--rows", "2")
     cut, dropped = whole["rows"]
-    assert (cut["status"], cut["tokens"], dropped["status"], dropped["trained"]) == ("cut", 128, "dropped", 0)
+    assert (cut["status"], cut["tokens"], dropped["status"], dropped["trained"]) == (
+        "cut",
+        128,
+        "dropped",
+        0,
+    )
     assert joined(cut).count("because") == 200 > joined(cut, cut=False).count("because") > 0
     assert whole["counts"]["dropped"] == {"too_long": 20, "untrained": 0}
     from_end = previews.data(stage, "truncation_mode=keep_end", "--row", "2")
@@ -211,7 +231,9 @@ def test_cut_and_dropped_rows_are_counted_with_the_reason(previews: Previews, de
 @pytest.mark.slow
 def test_a_mixture_is_shown_with_all_of_its_rows(previews: Previews, demo_assets: Path) -> None:
     for name in ("first", "second"):
-        write_rows(Path(name), [{"messages": chat(f"{name} {number}?", "Yes.")} for number in range(10)])
+        write_rows(
+            Path(name), [{"messages": chat(f"{name} {number}?", "Yes.")} for number in range(10)]
+        )
     sets = [{"path": "./first", "split": "train[:40%]"}, {"path": "./second"}]
     config = write_stage(demo_assets / "model", datasets=sets, test_split_size=3, max_length=64)
     data = previews.data(config, "--row", "5")
@@ -233,7 +255,9 @@ def test_packing_says_how_many_sequences(previews: Previews, demo_assets: Path) 
     assert "packed into" in previews.text(stage, "--rows", "0")
 
 
-def pair(number: int, *, chosen: str = "yes", rejected: str = "no", prompt: bool = False) -> dict[str, Any]:
+def pair(
+    number: int, *, chosen: str = "yes", rejected: str = "no", prompt: bool = False
+) -> dict[str, Any]:
     question = f"question {number}"
     whole = {"chosen": chat(question, chosen), "rejected": chat(question, rejected)}
     return {"prompt": chat(question, "")[:1], **whole} if prompt else whole
@@ -241,7 +265,9 @@ def pair(number: int, *, chosen: str = "yes", rejected: str = "no", prompt: bool
 
 @needs_trl
 @pytest.mark.slow
-def test_a_pair_is_shown_as_prompt_chosen_rejected_and_what_differs(previews: Previews, demo_assets: Path) -> None:
+def test_a_pair_is_shown_as_prompt_chosen_rejected_and_what_differs(
+    previews: Previews, demo_assets: Path
+) -> None:
     rows = [pair(1), pair(2, rejected="yes"), pair(3, chosen="yes, and why", rejected="yes, but")]
     write_rows(Path("pairs"), rows * 8)
     stage = write_stage(demo_assets / "model", "dpo", dataset_name="pairs")
@@ -258,16 +284,22 @@ def test_a_pair_is_shown_as_prompt_chosen_rejected_and_what_differs(previews: Pr
     assert "they differ in" in previews.text(stage, "--row", "1")
     write_rows(Path("pairs"), [pair(number, prompt=True) for number in range(20)])
     (twice,) = previews.data(stage, "--rows", "1")["rows"]
-    assert [joined(twice, name).count("question 0") for name in ("prompt", "chosen", "rejected")] == [1, 1, 1]
+    assert [
+        joined(twice, name).count("question 0") for name in ("prompt", "chosen", "rejected")
+    ] == [1, 1, 1]
 
 
 @needs_trl
 @pytest.mark.slow
-def test_a_template_that_is_replaced_or_given_is_named(previews: Previews, demo_assets: Path) -> None:
+def test_a_template_that_is_replaced_or_given_is_named(
+    previews: Previews, demo_assets: Path
+) -> None:
     write_rows(Path("data"), [{"messages": chat("q", "a")}] * 20)
     given = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + eos_token }}{% endfor %}"
     Path("plain.jinja").write_text(given)
-    stage = write_stage(demo_assets / "model", dataset_name="data", chat_template_path="plain.jinja")
+    stage = write_stage(
+        demo_assets / "model", dataset_name="data", chat_template_path="plain.jinja"
+    )
     whole = previews.data(stage, "--rows", "1")
     assert whole["template"]["description"] == "plain.jinja (chat_template_path)"
     assert joined(whole["rows"][0]) == "user: q<|im_end|>assistant: a<|im_end|>"
@@ -284,7 +316,9 @@ def test_a_template_that_is_replaced_or_given_is_named(previews: Previews, demo_
 
 @needs_trl
 @pytest.mark.slow
-def test_a_row_that_the_trainer_refuses_is_named_and_others_are_shown(previews: Previews, demo_assets: Path) -> None:
+def test_a_row_that_the_trainer_refuses_is_named_and_others_are_shown(
+    previews: Previews, demo_assets: Path
+) -> None:
     shutil.copytree(demo_assets / "model", "model")
     Path("model/chat_template.jinja").write_text(
         "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
@@ -302,7 +336,9 @@ def test_a_row_that_the_trainer_refuses_is_named_and_others_are_shown(previews: 
 
 @needs_trl
 @pytest.mark.slow
-def test_only_the_tokenizer_is_needed_and_no_weights_are_read(previews_alone: Previews, demo_assets: Path) -> None:
+def test_only_the_tokenizer_is_needed_and_no_weights_are_read(
+    previews_alone: Previews, demo_assets: Path
+) -> None:
     write_rows(Path("data"), [{"messages": chat("q", "a")}] * 20)
     hub = Path("hub/hub/models--org--tiny")
     (hub / "refs").mkdir(parents=True)
@@ -311,10 +347,17 @@ def test_only_the_tokenizer_is_needed_and_no_weights_are_read(previews_alone: Pr
     snapshot.mkdir(parents=True)
     for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
         shutil.copy(demo_assets / "model" / name, snapshot / name)
-    stage = write_stage(Path("org/tiny"), dataset_name="data", use_peft=True, lora_target_modules=["c_attn", "c_proj"])
+    stage = write_stage(
+        Path("org/tiny"),
+        dataset_name="data",
+        use_peft=True,
+        lora_target_modules=["c_attn", "c_proj"],
+    )
     whole = previews_alone.json(stage, "--rows", "1")
     assert joined(whole["data"]["rows"][0]).startswith("<|im_start|>user\nq")
-    assert [finding["code"] for finding in whole["findings"] if finding["severity"] == "note"].count("stand-in") == 1
+    assert [
+        finding["code"] for finding in whole["findings"] if finding["severity"] == "note"
+    ].count("stand-in") == 1
     shutil.copy(demo_assets / "model" / "config.json", snapshot / "config.json")
     (snapshot / "model.safetensors").write_bytes(b"these are no weights")
     assert previews_alone.data(stage, "--rows", "1")["rows"] == whole["data"]["rows"]
@@ -342,7 +385,9 @@ def test_what_is_not_here_is_an_error_with_an_exit_code(
 @needs_trl
 @pytest.mark.slow
 def test_a_large_set_is_counted_by_some_of_its_rows(previews: Previews, demo_assets: Path) -> None:
-    write_rows(Path("data"), ({"messages": chat(f"question {number}", "yes")} for number in range(9001)))
+    write_rows(
+        Path("data"), ({"messages": chat(f"question {number}", "yes")} for number in range(9001))
+    )
     stage = write_stage(demo_assets / "model", dataset_name="data")
     whole = previews.data(stage, "--row", "8999")
     counts = whole["counts"]
@@ -354,9 +399,17 @@ def test_a_large_set_is_counted_by_some_of_its_rows(previews: Previews, demo_ass
 def on_terminal(words: list[str], **variables: str) -> str:
     """What a command writes to a terminal of 60 columns."""
     owner, terminal = pty.openpty()
-    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "60", "NO_COLOR": "", **variables}
+    environment = {
+        **os.environ,
+        "TERM": "xterm-256color",
+        "COLUMNS": "60",
+        "NO_COLOR": "",
+        **variables,
+    }
     program = [sys.executable, "-m", "launcher", *words]
-    with subprocess.Popen(program, stdout=terminal, stderr=subprocess.DEVNULL, env=environment) as process:
+    with subprocess.Popen(
+        program, stdout=terminal, stderr=subprocess.DEVNULL, env=environment
+    ) as process:
         os.close(terminal)
         written = b""
         while True:
@@ -387,28 +440,40 @@ def test_a_terminal_gets_colour_and_no_escape_of_the_rows(demo_assets: Path) -> 
     assert "\x1b" not in bare and "[[wiped a long answer" in bare
 
 
-def open_instruct_stage(model: Path, stage: str, data: Path | str, amount: str = "1.0", **args: Any) -> str:
+def open_instruct_stage(
+    model: Path, stage: str, data: Path | str, amount: str = "1.0", **args: Any
+) -> str:
     listed = {"sft": "dataset_mixer_list", "dpo": "mixer_list"}[stage]
     fixed = {"push_to_hub": False, "try_launch_beaker_eval_jobs": False, "max_seq_length": 128}
-    return write_stage(model, stage, "open_instruct", **{listed: [str(data), amount], **fixed, **args})
+    return write_stage(
+        model, stage, "open_instruct", **{listed: [str(data), amount], **fixed, **args}
+    )
 
 
 @needs_open_instruct
 @pytest.mark.slow
-def test_open_instruct_shows_its_own_templates_cuts_and_drops(previews: Previews, demo_assets: Path) -> None:
+def test_open_instruct_shows_its_own_templates_cuts_and_drops(
+    previews: Previews, demo_assets: Path
+) -> None:
     write_long_prompts(Path("data"))
-    stage = open_instruct_stage(demo_assets / "model", "sft", "data/train.jsonl", chat_template_name="tulu")
+    stage = open_instruct_stage(
+        demo_assets / "model", "sft", "data/train.jsonl", chat_template_name="tulu"
+    )
     whole = previews.data(stage, "--rows", "2")
     cut, dropped = whole["rows"]
     assert joined(cut, cut=False).startswith("<|user|>\nwhy?\n<|assistant|>\nbecause because")
     assert (cut["status"], cut["tokens"], dropped["status"]) == ("cut", 128, "dropped")
     assert (whole["counts"]["cut"], whole["counts"]["dropped"]["too_long"]) == (4, 20)
     assert whole["template"]["description"] == "`tulu` of open-instruct (chat_template_name)"
-    own = previews.data(stage, "chat_template_name=null", "packing=true", "--row", "data/train.jsonl:3")
+    own = previews.data(
+        stage, "chat_template_name=null", "packing=true", "--row", "data/train.jsonl:3"
+    )
     assert own["template"]["description"].startswith("of the tokenizer of")
     assert joined(own["rows"][0], trained=True) == "because<|im_end|>\n"
     # the mixture takes some of the rows; another one may be asked for
-    few = open_instruct_stage(demo_assets / "model", "sft", "data/train.jsonl", "10", chat_template_name="tulu")
+    few = open_instruct_stage(
+        demo_assets / "model", "sft", "data/train.jsonl", "10", chat_template_name="tulu"
+    )
     assert "10, taken from 40" in previews.text(few, "--rows", "1")
     taken = [previews.data(few, "--row", str(number))["rows"][0]["taken"] for number in (3, 5, 7)]
     assert not all(taken)
@@ -416,9 +481,13 @@ def test_open_instruct_shows_its_own_templates_cuts_and_drops(previews: Previews
 
 @needs_open_instruct
 @pytest.mark.slow
-def test_open_instruct_says_that_a_template_is_a_fallback(previews: Previews, demo_assets: Path) -> None:
+def test_open_instruct_says_that_a_template_is_a_fallback(
+    previews: Previews, demo_assets: Path
+) -> None:
     write_rows(Path("data"), [{"messages": chat("q", "a")}] * 20)
-    stage = open_instruct_stage(demo_assets / "model", "sft", "data/train.jsonl", chat_template_name="tuluu")
+    stage = open_instruct_stage(
+        demo_assets / "model", "sft", "data/train.jsonl", chat_template_name="tuluu"
+    )
     main(["preview", stage, "--format", "json"])
     whole = json.loads(previews.capsys.readouterr().out)["data"]
     assert whole["template"]["fallback"]
@@ -431,7 +500,9 @@ def test_open_instruct_says_that_a_template_is_a_fallback(previews: Previews, de
 def test_open_instruct_shows_pairs(previews: Previews, demo_assets: Path, packing: bool) -> None:
     write_rows(Path("pairs"), [pair(1), pair(2, rejected="yes")] * 10)
     data = "pairs/train.jsonl"
-    stage = open_instruct_stage(demo_assets / "model", "dpo", data, chat_template_name="tulu", packing=packing)
+    stage = open_instruct_stage(
+        demo_assets / "model", "dpo", data, chat_template_name="tulu", packing=packing
+    )
     first, equal = previews.data(stage, "--rows", "2")["rows"]
     assert joined(first, "prompt") == "<|user|>\nquestion 1\n<|assistant|>\n"
     assert joined(first, "chosen", trained=True) == "yes<|im_end|>"
@@ -453,9 +524,15 @@ def test_the_text_is_what_trl_itself_makes(
 ) -> None:
     write_rows(Path("rows"), [row] * 8)
     request = json.dumps({"stage": stage, "data": str(tmp_path / "rows"), "args": {}})
-    program = [sys.executable, str(REPOSITORY / "tests/support/real_rows.py"), str(demo_assets / "model")]
+    program = [
+        sys.executable,
+        str(REPOSITORY / "tests/support/real_rows.py"),
+        str(demo_assets / "model"),
+    ]
     answered = subprocess.run(program, input=request, capture_output=True, text=True, check=True)
     expected = json.loads(answered.stdout)["rows"][0]
     names = ["text"] if stage == "sft" else ["prompt", "chosen", "rejected"]
-    (shown,) = previews.data(write_stage(demo_assets / "model", stage, dataset_name="rows"), "--rows", "1")["rows"]
+    (shown,) = previews.data(
+        write_stage(demo_assets / "model", stage, dataset_name="rows"), "--rows", "1"
+    )["rows"]
     assert [joined(shown, name) for name in names] == expected

@@ -85,7 +85,9 @@ def test_three_mistakes_are_three_findings_with_their_lines_and_nothing_is_left(
     path = tmp_path / "wrong.yaml"
     text = SFT.replace("ASSETS/data/sft", str(tmp_path / "rows"))
     text = text.replace("ASSETS", str(demo_assets))
-    path.write_text(text + "  lr_scheduler_type: cosin\n  use_peft: true\n  lora_target_modules: [q_prj]\n")
+    path.write_text(
+        text + "  lr_scheduler_type: cosin\n  use_peft: true\n  lora_target_modules: [q_prj]\n"
+    )
     words = [sys.executable, "-m", "launcher", "rehearse", str(path), "--format", "json"]
     done = subprocess.run(words, capture_output=True, text=True)
     assert done.returncode == 3, done.stderr
@@ -106,8 +108,12 @@ def test_three_mistakes_are_three_findings_with_their_lines_and_nothing_is_left(
     (["use_peft=true", "lora_target_modules=[q_prj]"], "lora_target_modules", "q_prj not found in the base model"),
     (["model_init_kwargs={foo: 1}"], "model_init_kwargs", "unexpected keyword argument 'foo'"),
 ])  # fmt: skip
-def test_what_only_shows_in_the_real_script(stage_file: Path, overrides: list[str], key: str, words: str) -> None:
-    stage_file.write_text(stage_file.read_text() + "".join(f"  {one.replace('=', ': ')}\n" for one in overrides[:1]))
+def test_what_only_shows_in_the_real_script(
+    stage_file: Path, overrides: list[str], key: str, words: str
+) -> None:
+    stage_file.write_text(
+        stage_file.read_text() + "".join(f"  {one.replace('=', ': ')}\n" for one in overrides[:1])
+    )
     found = faults(rehearsed(stage_file, *overrides[1:], rules=False))
     assert list(found) == [f"args.{key}"]
     (one,) = found.values()
@@ -141,7 +147,9 @@ def test_what_is_not_here_has_a_stand_in_and_what_a_cpu_lacks_is_said(tmp_path: 
     )
     done = rehearsed(path, rules=False)
     assert set(faults(done)) == {"args.fsdp"}
-    assert {"DeepSpeed", "FSDP", "Liger's kernels", "the attention kernels of GPUs"} == set(done.left_out)
+    assert {"DeepSpeed", "FSDP", "Liger's kernels", "the attention kernels of GPUs"} == set(
+        done.left_out
+    )
     assert len(done.stand_ins) == 3 and done.row_tokens is None
     said = [one for one in done.findings if one.code in {"not-rehearsed", "stand-in"}]
     assert len(said) == 7 and {one.severity for one in said} == {"note"}
@@ -150,7 +158,9 @@ def test_what_is_not_here_has_a_stand_in_and_what_a_cpu_lacks_is_said(tmp_path: 
 @needs_trl
 @pytest.mark.slow
 def test_a_stand_in_for_the_tokenizer_is_no_reason_to_refuse_the_stage(stage_file: Path) -> None:
-    done = rehearsed(stage_file, "model_name_or_path=org/model", "assistant_only_loss=true", rules=False)
+    done = rehearsed(
+        stage_file, "model_name_or_path=org/model", "assistant_only_loss=true", rules=False
+    )
     assert not faults(done)
     assert done.rows is not None and 0 < done.rows.trained < done.rows.tokens
 
@@ -188,27 +198,43 @@ def write_chats(folder: Path, *, too_long: int, short: int) -> None:
 def test_rows_that_trl_drops_are_counted_with_the_reason(stage_file: Path, tmp_path: Path) -> None:
     write_chats(tmp_path / "half", too_long=40, short=40)
     write_chats(tmp_path / "few", too_long=5, short=25)
-    for name, said in (("half", "32 of the first 64 rows are dropped: "), ("few", "5 of 30 rows are dropped: ")):
-        overrides = [f"dataset_name={tmp_path / name}", "assistant_only_loss=true", "max_length=128"]
+    for name, said in (
+        ("half", "32 of the first 64 rows are dropped: "),
+        ("few", "5 of 30 rows are dropped: "),
+    ):
+        overrides = [
+            f"dataset_name={tmp_path / name}",
+            "assistant_only_loss=true",
+            "max_length=128",
+        ]
         done = rehearsed(stage_file, *overrides)
         (finding,) = [one for one in done.findings if one.code == "rows-dropped"]
         assert (finding.severity, finding.key) == ("warning", "args.max_length")
         assert finding.message.startswith(said) and "within `max_length`" in finding.message
     assert next(iter(done.lines())).startswith("30 rows, 25 once prepared: ")
     # packing makes other rows of them, which are not dropped ones
-    packed = rehearsed(stage_file, f"dataset_name={tmp_path / 'few'}", "packing=true", "max_length=128")
+    packed = rehearsed(
+        stage_file, f"dataset_name={tmp_path / 'few'}", "packing=true", "max_length=128"
+    )
     assert "rows-dropped" not in {one.code for one in packed.findings}
 
 
 @needs_open_instruct
 @pytest.mark.slow
-def test_rows_that_open_instruct_drops_are_counted_with_the_reason(tmp_path: Path, demo_assets: Path) -> None:
+def test_rows_that_open_instruct_drops_are_counted_with_the_reason(
+    tmp_path: Path, demo_assets: Path
+) -> None:
     write_chats(tmp_path / "few", too_long=5, short=25)
     few = tmp_path / "few" / "train.jsonl"
     # all rows once; or 200 of 30, for which open-instruct repeats them
-    for amount, said in (("1.0", "5 of 30 rows are dropped: "), ("200", "10 of the first 64 rows are dropped: ")):
+    for amount, said in (
+        ("1.0", "5 of 30 rows are dropped: "),
+        ("200", "10 of the first 64 rows are dropped: "),
+    ):
         mixed = f"[{few}, '{amount}']"
-        path = open_instruct_file(tmp_path, demo_assets, "sft", dataset_mixer_list=mixed, max_seq_length=128)
+        path = open_instruct_file(
+            tmp_path, demo_assets, "sft", dataset_mixer_list=mixed, max_seq_length=128
+        )
         (finding,) = [one for one in rehearsed(path).findings if one.code == "rows-dropped"]
         assert finding.message.startswith(said) and "within `max_seq_length`" in finding.message
 
@@ -241,16 +267,22 @@ def strict_model(folder: Path, assets: Path) -> Path:
 
 @needs_trl
 @pytest.mark.slow
-def test_a_kind_of_row_that_comes_late_is_rehearsed_too(stage_file: Path, tmp_path: Path, demo_assets: Path) -> None:
+def test_a_kind_of_row_that_comes_late_is_rehearsed_too(
+    stage_file: Path, tmp_path: Path, demo_assets: Path
+) -> None:
     late = write_late(tmp_path / "late", "system", "user", "assistant")
     data = f"dataset_name={late.parent}"
     # with the demo's template nothing is wrong with it
     sound = rehearsed(stage_file, data)
     assert not faults(sound)
-    assert next(iter(sound.lines())).startswith("64 of 153 rows and 1 further row of another kind: ")
+    assert next(iter(sound.lines())).startswith(
+        "64 of 153 rows and 1 further row of another kind: "
+    )
     assert sound.rows is not None and sound.rows.further == 1
     model = strict_model(tmp_path / "strict", demo_assets)
-    (fault,) = faults(rehearsed(stage_file, data, f"model_name_or_path={model}", rules=False)).values()
+    (fault,) = faults(
+        rehearsed(stage_file, data, f"model_name_or_path={model}", rules=False)
+    ).values()
     assert (fault.code, fault.key) == ("trainer-refuses", "args.dataset_name")
     assert "no system role" in fault.message
     assert fault.help is not None and f"{late}:151" in fault.help
@@ -297,7 +329,9 @@ def open_instruct_file(folder: Path, assets: Path, stage: str, **args: Any) -> P
     }  # fmt: skip
     lines = [f"  {name}: {value}\n" for name, value in given.items() if value is not None]
     path = folder / f"{stage}.yaml"
-    path.write_text(f"stage: {stage}\nbackend: open_instruct\ndeepspeed: none\nargs:\n{''.join(lines)}")
+    path.write_text(
+        f"stage: {stage}\nbackend: open_instruct\ndeepspeed: none\nargs:\n{''.join(lines)}"
+    )
     return path
 
 
@@ -306,12 +340,16 @@ def open_instruct_file(folder: Path, assets: Path, stage: str, **args: Any) -> P
 def test_trl_accumulates_a_loss_once_a_step(stage_file: Path, demo_assets: Path) -> None:
     once = rehearsed(stage_file, "dataset_num_proc=1")
     text = stage_file.read_text().replace("batch: {global: 16, per_device: 16}\n", "")
-    stage_file.write_text(text + "  per_device_train_batch_size: 4\n  gradient_accumulation_steps: 4\n")
+    stage_file.write_text(
+        text + "  per_device_train_batch_size: 4\n  gradient_accumulation_steps: 4\n"
+    )
     accumulated = rehearsed(stage_file)
     assert len(accumulated.losses) == len(once.losses) == 2
     # random weights: the logarithm of the size of the vocabulary
     assert all(loss == pytest.approx(6.93, abs=0.1) for loss in (*accumulated.losses, *once.losses))
-    stage_file.write_text(stage_file.read_text().replace("stage: sft", "stage: dpo").replace("data/sft", "data/dpo"))
+    stage_file.write_text(
+        stage_file.read_text().replace("stage: sft", "stage: dpo").replace("data/sft", "data/dpo")
+    )
     assert list(rehearsed(stage_file).losses) == [pytest.approx(0.693, abs=1e-3)] * 2
 
 
@@ -341,7 +379,9 @@ def test_what_open_instruct_trains_is_not_refused(tmp_path: Path, demo_assets: P
             tokenizer["pad_token"] = tokenizer["eos_token"]
         config.write_text(json.dumps(tokenizer))
         length = None if name == "whole" else 256
-        path = open_instruct_file(tmp_path, demo_assets, "sft", model_name_or_path=folder, max_seq_length=length)
+        path = open_instruct_file(
+            tmp_path, demo_assets, "sft", model_name_or_path=folder, max_seq_length=length
+        )
         done = rehearsed(path)
         assert not faults(done) and not done.failed and len(done.losses) == 2, name
 
@@ -429,15 +469,25 @@ REFUSALS: dict[tuple[str, str], Refusals] = {
         pytest.param("open_instruct", "dpo", marks=needs_open_instruct),
     ],
 )
-def test_a_refusal_is_blamed_on_its_cause(backend: str, stage: str, tmp_path: Path, demo_assets: Path) -> None:
+def test_a_refusal_is_blamed_on_its_cause(
+    backend: str, stage: str, tmp_path: Path, demo_assets: Path
+) -> None:
     wrong = []
     with Servers() as servers:
         for args, cause in REFUSALS[backend, stage]:
             if backend == "trl":
                 path = tmp_path / "stage.yaml"
-                text = SFT.replace("ASSETS", str(demo_assets)).replace("sft", stage).replace("512", "128")
-                given = [line for line in text.splitlines() if line.partition(":")[0].strip() not in args]
-                path.write_text("\n".join([*given, *(f"  {name}: {value}" for name, value in args.items()), ""]))
+                text = (
+                    SFT.replace("ASSETS", str(demo_assets))
+                    .replace("sft", stage)
+                    .replace("512", "128")
+                )
+                given = [
+                    line for line in text.splitlines() if line.partition(":")[0].strip() not in args
+                ]
+                path.write_text(
+                    "\n".join([*given, *(f"  {name}: {value}" for name, value in args.items()), ""])
+                )
             else:
                 path = open_instruct_file(tmp_path, demo_assets, stage, **args)
             judged, trainer = judge(Request(stage=None, config=path))
@@ -559,7 +609,10 @@ def test_a_failure_of_launchs_own_refuses_nothing(
         assert (told["data"]["rows"], told["data"]["losses"]) == ({}, [])
         # it is tried again the next time
         assert not told["data"]["remembered"]
-    assert main(["validate-config", "--deep", "--strict", str(stage_file), "--format", "json"]) == Exit.OK
+    assert (
+        main(["validate-config", "--deep", "--strict", str(stage_file), "--format", "json"])
+        == Exit.OK
+    )
     assert [one["valid"] for one in json.loads(capsys.readouterr().out)["data"]["files"]] == [True]
     monkeypatch.delenv(rehearsal.VARIABLE)
     assert begun(stage_file, by_itself=True) == ["rehearsal-failed"]
@@ -614,7 +667,9 @@ def test_whatever_ends_a_rehearsal_nothing_of_it_is_left(
     module.write_text(module.read_text() + load)
     environ = {**os.environ, "REHEARSAL_TEST": str(tmp_path)}
     words = [sys.executable, "-c", REHEARSES, str(ask.SERVER), code]
-    running = subprocess.Popen(words, env=environ, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    running = subprocess.Popen(
+        words, env=environ, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     temporary = tmp_path / "temporary"
     until(lambda: list(temporary.glob("launch-rehearsal-*/*.log")))
     until(lambda: len(bearing("REHEARSAL_TEST", tmp_path)) >= (2 if stage == "loading" else 4))
@@ -692,7 +747,9 @@ def begun(path: Path, *overrides: str, by_itself: bool, rehearse: bool | None = 
 
 
 @needs_trl
-def test_who_asks_for_a_rehearsal(stage_file: Path, rehearsals: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_asks_for_a_rehearsal(
+    stage_file: Path, rehearsals: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = stage_file.read_text()
     for in_file, by_itself, option, expected in (
         ("", True, None, 1), ("", False, None, 0), ("", False, True, 1), ("", True, False, 0),
@@ -745,7 +802,9 @@ def test_commands_that_start_something_long_rehearse_first(
     command: tuple[str, ...], stage_file: Path, rehearsals: list[str], tmp_path: Path
 ) -> None:
     rate = "7" if command[0] != "bench" else "1e-4"
-    stage_file.write_text(stage_file.read_text() + f"  learning_rate: {rate}\n  output_dir: {tmp_path}/out\n")
+    stage_file.write_text(
+        stage_file.read_text() + f"  learning_rate: {rate}\n  output_dir: {tmp_path}/out\n"
+    )
     words = [str(stage_file) if word == "FILE" else word for word in command]
     done = CliRunner().invoke(app, words)
     assert isinstance(done.exception, InvalidConfig), done.output

@@ -29,7 +29,9 @@ def of(path: Path, overrides: Sequence[str] = ()) -> Stage:
     return stage.validate(stage.judge(load.load(path, overrides)))
 
 
-def made(tmp_path: Path, args: dict[str, Any], overrides: Sequence[str] = (), **options: Any) -> Stage:
+def made(
+    tmp_path: Path, args: dict[str, Any], overrides: Sequence[str] = (), **options: Any
+) -> Stage:
     path = tmp_path / "stage.yaml"
     path.write_text(yaml.safe_dump({"stage": "sft", **options, "args": args}))
     return of(path, overrides)
@@ -77,7 +79,9 @@ def test_the_other_shapes_of_files(tmp_path: Path, shape: str) -> None:
     assert (found.name, found.options.on_hang) == ("short", "stop")
 
 
-def test_the_hub_and_everybody_else_hear_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hub_and_everybody_else_hear_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # without them the full run is refused
     monkeypatch.setenv("HF_TOKEN", "hf_" + "x" * 34)
     monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
@@ -145,8 +149,14 @@ def test_packed_rows_and_unknown_batches(tmp_path: Path) -> None:
     assert rows_needed(full, 10, 8) == 108
     assert rows_needed(made(tmp_path, SFT, batch={"global": 16}), 10) == 216
     # a step of OLMo-core's SFT counts packed rows: 8 samples of 64 tokens fill one of 512
-    args = {"model_name_or_path": "allenai/OLMo-2-1124-7B", "mixer_list": ["a/b", "1.0"], "max_seq_length": 512}
-    olmo = made(tmp_path, {**args, "output_dir": "out"}, batch={"global": 16}, script="sft_olmo_core")
+    args = {
+        "model_name_or_path": "allenai/OLMo-2-1124-7B",
+        "mixer_list": ["a/b", "1.0"],
+        "max_seq_length": 512,
+    }
+    olmo = made(
+        tmp_path, {**args, "output_dir": "out"}, batch={"global": 16}, script="sft_olmo_core"
+    )
     assert rows_needed(olmo, 10) == 8 * 216
 
 
@@ -171,7 +181,10 @@ def test_packed_rows_and_unknown_batches(tmp_path: Path) -> None:
 def test_the_slice(tmp_path: Path, listed: Any, counts: list[str]) -> None:
     sizes = {"large": 3000, "small": 1000, "tiny": 100}
     if isinstance(listed, list):
-        listed = [lines(tmp_path, f"{word}.jsonl", sizes[word]) if word in sizes else word for word in listed]
+        listed = [
+            lines(tmp_path, f"{word}.jsonl", sizes[word]) if word in sizes else word
+            for word in listed
+        ]
     values = short(tmp_path, {**SFT, "dataset_mixer_list": listed}, rows=8).values
     assert values["dataset_mixer_list"][1::2] == counts
 

@@ -17,7 +17,8 @@ STEPS = 16
 def word(runs: Sequence[Sequence[float]], base: Sequence[Sequence[float]]) -> str:
     """What is said of runs by the seconds a token of each step."""
     samples = [
-        [Sample(variant="", metrics={SPEED: len(p) / sum(p)}, pace=tuple(p)) for p in some] for some in (runs, base)
+        [Sample(variant="", metrics={SPEED: len(p) / sum(p)}, pace=tuple(p)) for p in some]
+        for some in (runs, base)
     ]
     found = speed_test(*samples)
     assert found is not None

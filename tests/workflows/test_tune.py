@@ -33,7 +33,12 @@ from launcher.workflows.tune.search import Search, Trial
 from launcher.workflows.tune.space import Candidate, Space
 
 HAND = "bench/hand_recipe.yaml"
-SMALL = ("model_name_or_path=Qwen/Qwen2.5-0.5B", "use_liger_kernel=false", "batch.per_device=8", "expect.liger=any")
+SMALL = (
+    "model_name_or_path=Qwen/Qwen2.5-0.5B",
+    "use_liger_kernel=false",
+    "batch.per_device=8",
+    "expect.liger=any",
+)
 DPO = ("model_name_or_path=meta-llama/Llama-3.1-8B", "packing=false", "use_liger_kernel=false",
        "expect.packing=any", "expect.liger=any")  # fmt: skip
 
@@ -51,7 +56,9 @@ def dpo() -> Space:
 
 def lora() -> Space:
     more = ("gradient_checkpointing=true", "expect.liger=any")
-    return tuned.outlook("lora/sft_qwen7b.yaml", *more, gpus=1, rows="400:1000", card="4090", gib=23.6)
+    return tuned.outlook(
+        "lora/sft_qwen7b.yaml", *more, gpus=1, rows="400:1000", card="4090", gib=23.6
+    )
 
 
 # with the share of the best speed that ten trials must reach. True memory is another model's, 0.6 to 1.4 times
@@ -207,7 +214,9 @@ def test_a_step_takes_about_what_it_took_on_two_h200(
     config: str, overrides: tuple[str, ...], rows: str, seconds: float, tmp_path: Path
 ) -> None:
     """Seconds of a step (docs/benchmarks.md): good enough for an order of settings."""
-    assert expected_seconds(tmp_path, config, overrides, rows, gpus=2, card="H200") == pytest.approx(seconds, rel=0.2)
+    assert expected_seconds(
+        tmp_path, config, overrides, rows, gpus=2, card="H200"
+    ) == pytest.approx(seconds, rel=0.2)
 
 
 @pytest.mark.parametrize(
@@ -245,7 +254,9 @@ def expected_seconds(
         content = json.loads(deepspeed_file("zero3").read_text(encoding="utf-8"))
         content["zero_optimization"]["memory_efficient_linear"] = efficient
         (folder / f"{name}.json").write_text(json.dumps(content), encoding="utf-8")
-    files = {f"deepspeed={name}": f"deepspeed={folder / name}.json" for name in ("plain", "efficient")}
+    files = {
+        f"deepspeed={name}": f"deepspeed={folder / name}.json" for name in ("plain", "efficient")
+    }
     words = [files.get(word, word) for word in overrides]
     world = tuned.outlook(f"bench/{config}.yaml", *words, rows=rows, gpus=gpus, card=card)
     return world.candidate(world.base).seconds
@@ -265,7 +276,8 @@ def test_no_trial_is_begun_that_would_not_end_within_the_budget() -> None:
     assert left >= 0
     # what was left undone, and what it would have taken
     assert re.fullmatch(
-        r"the budget: .+ expected, .+ of it takes about \d+ s and \d+ s are left: .+", search.stopped or ""
+        r"the budget: .+ expected, .+ of it takes about \d+ s and \d+ s are left: .+",
+        search.stopped or "",
     )
 
 
@@ -311,7 +323,9 @@ def test_what_is_left_of_the_budget_repeats_the_file_and_the_best_in_turns() -> 
         ("refused", 2, [0, 0, 2]),
     ],
 )
-def test_a_repeat_that_fails_counts_against_its_setting(status: Any, best: int, order: list[int]) -> None:
+def test_a_repeat_that_fails_counts_against_its_setting(
+    status: Any, best: int, order: list[int]
+) -> None:
     search, tried = compared(1000, 1800, 2000)
     again = search.propose()
     assert again is not None and again.key == tried[2].key
@@ -359,7 +373,9 @@ def sample(speed: float | None = 100.0, loss: float = 2.0, **parts: Any) -> Samp
         (sample(cause="contract", flaws=("packing is leaking",)), "contract", ("packing",)),
     ],
 )
-def test_a_setting_counts_only_if_everything_was_proved(run: Sample, status: str, blamed: tuple[str, ...]) -> None:
+def test_a_setting_counts_only_if_everything_was_proved(
+    run: Sample, status: str, blamed: tuple[str, ...]
+) -> None:
     found = tune.judge(hand().candidate(hand().base), [run], [sample(variant="first")])
     assert (found.status, found.blamed) == (status, blamed)
 
@@ -407,7 +423,9 @@ OOM: Mapping[str, Any] = {"cause": "oom", "reason": "CUDA out of memory"}
         ([("base", 100, {}), ("16", 120, {}), ("16", 0, {"cause": "timeout"})], "16"),
     ],
 )  # fmt: skip
-def test_what_is_proposed_is_faster_by_all_runs(runs: list[tuple[str, float, Mapping[str, Any]]], chosen: str) -> None:
+def test_what_is_proposed_is_faster_by_all_runs(
+    runs: list[tuple[str, float, Mapping[str, Any]]], chosen: str
+) -> None:
     found = tuning_of(*runs)
     best = found.chosen
     assert best is not None and best.runs[0].sample.variant == chosen
@@ -428,7 +446,8 @@ def written(world: Space, place: Path, overrides: tuple[str, ...] = (), **settin
     # `num_gpus` is of the wrapped shape alone; elsewhere `--gpus` says it
     named = ("name", "stage", "backend", "script", "deepspeed", "deepspeed_config", "num_gpus")
     options, others = (
-        {key: value for key, value in one.options.items() if key not in named} for one in (found, wanted)
+        {key: value for key, value in one.options.items() if key not in named}
+        for one in (found, wanted)
     )
     assert options == others
     judged = stage.judge(found)
@@ -441,13 +460,17 @@ def written(world: Space, place: Path, overrides: tuple[str, ...] = (), **settin
 def test_the_proposal_says_what_the_overrides_say(tmp_path: Path) -> None:
     place = tmp_path / "deep" / "tuned.yaml"
     text = written(hand(), place, packing=True, per_device=64, deepspeed="zero2")
-    assert text.startswith("# Tuned by launch: x on 2 x H200 b: c\n# y z\nname: hand_recipe-tuned\n")
+    assert text.startswith(
+        "# Tuned by launch: x on 2 x H200 b: c\n# y z\nname: hand_recipe-tuned\n"
+    )
     assert "extends: " in text and "per_device: 64" in text and "packing: isolated" in text
     more = ("learning_rate=1e-5", "batch.global=256", "chat_template_name='a: b # c'")
     assert "a: b # c" in written(tuned.outlook(HAND, *more), place, more, packing=True)
 
 
-def test_a_deepspeed_file_beside_the_old_one_is_found_from_the_new_one(write: Write, tmp_path: Path) -> None:
+def test_a_deepspeed_file_beside_the_old_one_is_found_from_the_new_one(
+    write: Write, tmp_path: Path
+) -> None:
     zero = (REPOSITORY / "launcher" / "plan" / "deepspeed" / "zero2.json").read_text()
     write("configs/own.json", zero)
     text = (REPOSITORY / "configs" / HAND).read_text().replace("zero2_fp32_comm", "own.json")
@@ -471,7 +494,9 @@ def test_files_of_other_shapes_become_stage_files(write: Write, tmp_path: Path, 
 class Trials(Here):
     """Trials without a process, as `scene` has them; `started` in turn."""
 
-    def measure(self, facts: Facts, variant: Variant, *, steps: int, repeat: int, **_: Any) -> Sample:
+    def measure(
+        self, facts: Facts, variant: Variant, *, steps: int, repeat: int, **_: Any
+    ) -> Sample:
         given = dict(text.split("=", 1) for text in (*facts.request.overrides, *variant.overrides))
         rows = int(given.get("batch.per_device", 2))
         checkpointing = given.get("args.gradient_checkpointing") != "false"
@@ -503,7 +528,9 @@ def trials(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) 
 
 
 def words_for(world: World, *words: str) -> list[str]:
-    path = world.config(model_name_or_path=shaped(world), max_length=1024, gradient_checkpointing=True, bf16=True)
+    path = world.config(
+        model_name_or_path=shaped(world), max_length=1024, gradient_checkpointing=True, bf16=True
+    )
     whole = yaml.safe_load(path.read_text())
     whole |= {"batch": {"global": 8, "per_device": 2}}
     path.write_text(yaml.safe_dump(whole))
@@ -582,7 +609,9 @@ def test_what_says_nothing_of_a_setting_is_tried_again(world: World, trials: Tri
     assert [one["status"] for one in record(world)["trials"]] == ["refused"]
     code, out, _ = trials.launch(*words_for(world, "--budget", "3m"))
     assert code == 0 and len(list(world.runs.iterdir())) == 1
-    assert (first := record(world)["trials"][0])["purpose"] == "baseline" and first["status"] == "ok"
+    assert (first := record(world)["trials"][0])["purpose"] == "baseline" and first[
+        "status"
+    ] == "ok"
 
 
 @needs_trl
@@ -600,7 +629,9 @@ def test_gpus_that_another_took_are_no_settings_fault(world: World, trials: Tria
 
 
 @needs_trl
-def test_what_can_no_longer_be_written_loses_nothing_that_was_measured(world: World, trials: Trials) -> None:
+def test_what_can_no_longer_be_written_loses_nothing_that_was_measured(
+    world: World, trials: Trials
+) -> None:
     place = world.root / "results" / "tuned.yaml"
 
     def block() -> None:

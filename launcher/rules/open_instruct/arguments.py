@@ -69,7 +69,9 @@ def final_lr_ratio(values: Values) -> Iterator[Finding]:
     if ratio is None:
         return
     if values["lr_scheduler_type"] != "linear":
-        message = f"`final_lr_ratio` needs `lr_scheduler_type: linear`, not {values['lr_scheduler_type']}"
+        message = (
+            f"`final_lr_ratio` needs `lr_scheduler_type: linear`, not {values['lr_scheduler_type']}"
+        )
         yield say("error", "final-lr-scheduler", "final_lr_ratio", message, layer="parser")
     elif not 1.0 >= ratio >= 0.0:
         message = f"`final_lr_ratio` is between 0 and 1, not {ratio}"
@@ -136,10 +138,15 @@ def no_data(values: Values) -> Iterator[Finding]:
         if values[data]:
             what = f"train on its default {values[data]}"
         message = f"no data named: upstream would {what}"
-        yield say("error", "no-data", data, message, f"add `{data}: [name, amount, ...]`", layer="launch")
+        yield say(
+            "error", "no-data", data, message, f"add `{data}: [name, amount, ...]`", layer="launch"
+        )
 
 
-@cites("dataset_transformation.py::load_dataset_configs[frac_or_num_samples = float]", reviewed=("e6c3044aa620",))
+@cites(
+    "dataset_transformation.py::load_dataset_configs[frac_or_num_samples = float]",
+    reviewed=("e6c3044aa620",),
+)
 def mixer_amounts(values: Values) -> Iterator[Finding]:
     """With a dot a share, without one a count."""
     data = listed(values)
@@ -162,7 +169,9 @@ def _amount(key: str, name: str, amount: str) -> Iterator[Finding]:
         number = float(amount) if is_share else int(amount)
     except ValueError:
         help = "with a dot it is a share (0.25), without one a number of samples (200)"
-        yield say("error", "mixer-amount", key, f"`{brief(amount)}` is not an amount for {name}", help)
+        yield say(
+            "error", "mixer-amount", key, f"`{brief(amount)}` is not an amount for {name}", help
+        )
         return
     if number < 0:
         # upstream counts from the end, and draws at random
@@ -216,7 +225,12 @@ def mixer_splits(values: Values) -> Iterator[Finding]:
     splits = values[key]
     # of an odd list another rule speaks; with a cache key SFT reads neither
     # (dataset_transformation.py::get_cached_dataset_tulu_with_statistics[dcs = #2])
-    if splits is None or not entries or len(entries) % 2 or values.get("dataset_config_hash") is not None:
+    if (
+        splits is None
+        or not entries
+        or len(entries) % 2
+        or values.get("dataset_config_hash") is not None
+    ):
         return
     if values.schema.does(behaviour.ONE_SPLIT_A_SET):
         yield from _one_split_a_set(key, entries, splits)
@@ -232,7 +246,9 @@ def mixer_splits(values: Values) -> Iterator[Finding]:
     if len(splits) > 1:
         unread = [index for index in range(1, len(splits), 2) if splits[index] != splits[index - 1]]
         for index in unread:
-            message = f"`{splits[index]}` is not read: it stands at the place of an amount of `{data}`"
+            message = (
+                f"`{splits[index]}` is not read: it stands at the place of an amount of `{data}`"
+            )
             help = f"the split of {entries[index - 1]} is the entry before, `{splits[index - 1]}`"
             yield say("warning", "mixer-splits", f"{key}[{index}]", message, help)
     yield from _splits_of_files(key, entries, splits)
@@ -255,7 +271,9 @@ def _one_split_a_set(key: str, entries: list[str], splits: list[str]) -> Iterato
 def _set_splits_help(key: str, splits: list[str], sets: int) -> str:
     pairs = zip(splits[::2], splits[1::2], strict=False)
     if len(splits) == 2 * sets and all(first == second for first, second in pairs):
-        return f"write each split once, as this commit reads them: `{key}: [{', '.join(splits[::2])}]`"
+        return (
+            f"write each split once, as this commit reads them: `{key}: [{', '.join(splits[::2])}]`"
+        )
     return f"write one split for all sets, such as `{key}: [train]`"
 
 
@@ -278,7 +296,11 @@ def _splits_of_files(key: str, entries: list[str], splits: list[str]) -> Iterato
         if len(splits) > 1:
             place = index
         name = str(entries[index])
-        if name.endswith((".jsonl", ".parquet")) and splits[place] != "train" and exists(Path(name)):
+        if (
+            name.endswith((".jsonl", ".parquet"))
+            and splits[place] != "train"
+            and exists(Path(name))
+        ):
             message = f"`{splits[place]}`: the file {brief(name)} has the split train alone, upstream refuses another"
             yield say("error", "mixer-splits", f"{key}[{place}]", message, "write `train`")
 
@@ -292,7 +314,9 @@ def foreign_cache_key(values: Values) -> Iterator[Finding]:
     """No data are named beside such a key."""
     key = _argument_name(values, "dataset_config_hash", "config_hash")
     if values[key] is not None:
-        message = f"`{key}: {values[key]}` decides what is trained on: `{listed(values)}` is not read"
+        message = (
+            f"`{key}: {values[key]}` decides what is trained on: `{listed(values)}` is not read"
+        )
         yield say("warning", "cache-key", key, message, f"leave out `{key}`")
 
 
@@ -425,7 +449,11 @@ _RANGES: Mapping[str, tuple[Range, ...]] = {
         Range(lambda n: n != 0, "warning", "nothing is learnt"),
     ),
     # utils.py::get_optimizer_grouped_parameters[: weight_decay,]: as a group's own it is not looked at by torch
-    "weight_decay": (Range(lambda n: n >= 0, "warning", "the weights grow with every step, which nothing refuses"),),
+    "weight_decay": (
+        Range(
+            lambda n: n >= 0, "warning", "the weights grow with every step, which nothing refuses"
+        ),
+    ),
     # finetune.py::main[if accelerator.sync_gradients and], dpo_tune_cache.py::main[if accelerator.sync_gradients and],
     # dpo.py::main[max_grad_norm = args.max_grad_norm]
     **dict.fromkeys(
@@ -539,7 +567,9 @@ def unknown_template(values: Values) -> Iterator[Finding]:
         return
     if chat_template.is_template(name):
         message = "`chat_template_name` holds the text of a template, and upstream takes it for the name of one"
-        yield say("error", "inline-template", "chat_template_name", message, chat_template.PUT_IT_BESIDE)
+        yield say(
+            "error", "inline-template", "chat_template_name", message, chat_template.PUT_IT_BESIDE
+        )
         return
     severity: Severity = "warning"
     what = "silently uses the tokenizer's own"
@@ -560,7 +590,9 @@ def unknown_function(values: Values) -> Iterator[Finding]:
     """Upstream looks them up by name."""
     key = _argument_name(values, "transform_fn", "dataset_transform_fn")
     names = [("GET_TOKENIZER_FN", "get_tokenizer_fn", values["get_tokenizer_fn"])]
-    names += [("TRANSFORM_FNS", f"{key}[{index}]", name) for index, name in enumerate(values[key] or ())]
+    names += [
+        ("TRANSFORM_FNS", f"{key}[{index}]", name) for index, name in enumerate(values[key] or ())
+    ]
     for table, place, name in names:
         functions = values.schema.tables.get(table, {})
         if functions and name not in functions:
@@ -603,8 +635,16 @@ def scheduler_type(values: Values) -> Iterator[Finding]:
     name = values["lr_scheduler_type"]
     if name not in SCHEDULES and not values["cache_dataset_only"]:
         severity = severity_if_unknown(values)
-        message = f"`lr_scheduler_type: {brief(name)}` crashes: it needs more than the number of steps"
-        yield say(severity, "scheduler-type", "lr_scheduler_type", message, f"one of {', '.join(SCHEDULES)}")
+        message = (
+            f"`lr_scheduler_type: {brief(name)}` crashes: it needs more than the number of steps"
+        )
+        yield say(
+            severity,
+            "scheduler-type",
+            "lr_scheduler_type",
+            message,
+            f"one of {', '.join(SCHEDULES)}",
+        )
 
 
 @cites(
@@ -639,17 +679,32 @@ def unexpanded(values: Values) -> Iterator[Finding]:
 
 
 _REFUSED: tuple[Rule, ...] = (two_data_sources, beaker_without_push, json_mappings)
-_NAMES: tuple[Rule, ...] = (entity_twice, push_by_default, no_epochs, unknown_template, unknown_function)
+_NAMES: tuple[Rule, ...] = (
+    entity_twice,
+    push_by_default,
+    no_epochs,
+    unknown_template,
+    unknown_function,
+)
 OF_THE_HUB: tuple[Rule, ...] = (beaker_without_push, entity_twice, push_by_default)
 """Of `OF_ALL_SCRIPTS` those about scripts that can upload the model."""
 # dpo.py has these, too
-OF_ALL_SCRIPTS: tuple[Rule, ...] = (*_REFUSED, no_data, mixer_amounts, mixer_splits, missing_data_files, *_NAMES)
+OF_ALL_SCRIPTS: tuple[Rule, ...] = (
+    *_REFUSED,
+    no_data,
+    mixer_amounts,
+    mixer_splits,
+    missing_data_files,
+    *_NAMES,
+)
 _SHARED: tuple[Rule, ...] = (
     *OF_ALL_SCRIPTS,
     # with `config_name` upstream starts from random weights
     no_model(
         "finetune.py::main[You are instantiating], dpo_tune_cache.py::main[You are instantiating]",
-        lambda v: not v["model_name_or_path"] and not (v["config_name"] and v["tokenizer_name_or_path"]),
+        lambda v: (
+            not v["model_name_or_path"] and not (v["config_name"] and v["tokenizer_name_or_path"])
+        ),
         reviewed=("e6c3044aa620",),
     ),
     foreign_cache_key,
@@ -664,7 +719,11 @@ _SHARED: tuple[Rule, ...] = (
         "finetune.py::_create_scheduler[return get_scheduler], dpo_tune_cache.py::main[lr_scheduler = get_scheduler]",
         "warmup-unread",
         "warmup_ratio",
-        lambda v: v["lr_scheduler_type"] == "constant" and v.given("warmup_ratio") and v["warmup_ratio"] > 0,
+        lambda v: (
+            v["lr_scheduler_type"] == "constant"
+            and v.given("warmup_ratio")
+            and v["warmup_ratio"] > 0
+        ),
         "`warmup_ratio` is not read with `lr_scheduler_type: constant`",
         "write `lr_scheduler_type: constant_with_warmup`",
         reviewed=("e6c3044aa620",),

@@ -125,7 +125,9 @@ def _source(name: str, split: str, context: Context) -> sources.Source | None:
 
 
 def _default_transforms(context: Context) -> bool:
-    functions = context.values.get("dataset_transform_fn") or context.values.get("transform_fn") or []
+    functions = (
+        context.values.get("dataset_transform_fn") or context.values.get("transform_fn") or []
+    )
     return all(str(name) in _TRANSFORMS for name in functions)
 
 
@@ -135,10 +137,14 @@ def _rows(looked: Looked, context: Context, *, pairs: bool) -> Iterator[Finding]
     if pairs:
         read = ["chosen", "rejected"]
     names = " and ".join(f"`{name}`" for name in read)
-    is_chat = all(survey.kind(name) == "list" and not survey.count(name, "from-value") for name in read)
+    is_chat = all(
+        survey.kind(name) == "list" and not survey.count(name, "from-value") for name in read
+    )
     if not is_chat:
         columns = brief(", ".join(sorted(survey.columns)))
-        message = f"{brief(looked.source.name)} has the columns {columns}: open-instruct reads {names}, "
+        message = (
+            f"{brief(looked.source.name)} has the columns {columns}: open-instruct reads {names}, "
+        )
         message += "lists of messages with `role` and `content`"
         otherwise = f"write {names} as lists of messages"
         is_pairs = shapes.pair_columns(survey) is not None
@@ -180,7 +186,9 @@ def _unanswered(looked: Looked, column: str) -> Iterator[Finding]:
         yield looked.say("error", "no-answers", message, help)
     elif count:
         message = f"`{column}` has no message of `assistant` in {count:,} of {survey.rows:,} rows: they are dropped"
-        yield looked.say("warning", "no-answers", message, "take these rows out, or mend their roles")
+        yield looked.say(
+            "warning", "no-answers", message, "take these rows out, or mend their roles"
+        )
 
 
 def _tools(looked: Looked, context: Context) -> Iterator[Finding]:

@@ -47,7 +47,9 @@ def _limit(context: Context) -> float | None:
 
 
 def _reversed(limit: float) -> Finding:
-    message = f"`{_KEY}: {limit:g}` reverses every gradient at this commit: training climbs the loss"
+    message = (
+        f"`{_KEY}: {limit:g}` reverses every gradient at this commit: training climbs the loss"
+    )
     return say("error", "reversed-gradient", _KEY, message, _INSTEAD)
 
 

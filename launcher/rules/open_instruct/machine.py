@@ -30,7 +30,13 @@ def optimizer_package(context: Context) -> Iterator[Finding]:
     for key in ("use_qlora", "dpo_use_paged_optimizer"):
         if context.values.get(key) and context.lacks("bitsandbytes"):
             message = f"`{key}`: the trainer's Python has no bitsandbytes"
-            yield say("error", "optim-missing", key, message, f"pip install bitsandbytes, or delete `{key}`")
+            yield say(
+                "error",
+                "optim-missing",
+                key,
+                message,
+                f"pip install bitsandbytes, or delete `{key}`",
+            )
 
 
 @cites(
@@ -51,11 +57,16 @@ def trackers(context: Context) -> Iterator[Finding]:
     for name in map(str, reports):
         if name not in _TRACKERS:
             message = f"`report_to: {brief(name)}` is no tracker that accelerate knows"
-            yield say("error", "report-unknown", "report_to", message, f"one of {', '.join(_TRACKERS)}")
+            yield say(
+                "error", "report-unknown", "report_to", message, f"one of {', '.join(_TRACKERS)}"
+            )
         elif context.lacks(*_TRACKERS[name]):
             package = _TRACKERS[name][0]
             message = f"`report_to: {name}` is left out without a word: the trainer's Python has no {package}"
             yield say("warning", "report-missing", "report_to", message, f"pip install {package}")
 
 
-RULES: Mapping[str, tuple[StageRule, ...]] = {"sft": (optimizer_package, trackers), "dpo": (optimizer_package,)}
+RULES: Mapping[str, tuple[StageRule, ...]] = {
+    "sft": (optimizer_package, trackers),
+    "dpo": (optimizer_package,),
+}

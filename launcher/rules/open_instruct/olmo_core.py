@@ -20,12 +20,29 @@ from launcher.rules.context import Context, StageRule, caches_only
 from launcher.rules.embedding import beyond_olmo_core
 from launcher.rules.model import beyond_positions, impossible_name, missing_model
 from launcher.rules.open_instruct import gradient
-from launcher.rules.open_instruct.arguments import OF_ALL_SCRIPTS, out_of_range, severity_if_unknown, zero_stage
+from launcher.rules.open_instruct.arguments import (
+    OF_ALL_SCRIPTS,
+    out_of_range,
+    severity_if_unknown,
+    zero_stage,
+)
 from launcher.rules.open_instruct.data import tokenising_outlasts
 from launcher.rules.open_instruct.tokenizer import olmo_tokenizer
 from launcher.rules.places import unintended_output
 from launcher.rules.premises import asks, unless, where
-from launcher.rules.rule import Range, Rule, check, cites, needs, no_model, number, outside, say, say_of_option, warn
+from launcher.rules.rule import (
+    Range,
+    Rule,
+    check,
+    cites,
+    needs,
+    no_model,
+    number,
+    outside,
+    say,
+    say_of_option,
+    warn,
+)
 from launcher.upstream import behaviour
 from launcher.upstream.open_instruct import STAGES, output_folder
 from launcher.upstream.schema import Values
@@ -101,7 +118,12 @@ def model(values: Values) -> Iterator[Finding]:
     configs = values.schema.configs
     requested = str(config or name)
     # of a commit read without OLMo-core beside it, the names of its shapes are not known
-    if not name or not models or requested in models or (config and (not configs or requested in configs)):
+    if (
+        not name
+        or not models
+        or requested in models
+        or (config and (not configs or requested in configs))
+    ):
         return
     help = ""
     near = difflib.get_close_matches(requested, [*models, *configs], n=1, cutoff=0.8)
@@ -128,13 +150,18 @@ def packing(values: Values) -> Iterator[Finding]:
     size = ""
     if isinstance(row, int):
         size = f" of {2 * row:,} positions"
-    message = f"`packing`: samples in a row{size} attend to each other: the model gets no boundaries"
+    message = (
+        f"`packing`: samples in a row{size} attend to each other: the model gets no boundaries"
+    )
     help = "`packing: false`, or `expect: {packing: on}` with `probe: {isolation: off}` to run it all the same"
     yield say("warning", "packing-leaks", "packing", message, help)
 
 
 @where(behaviour.EXPORTS_OLMO_ALONE)
-@cites("olmo_core_utils.py::save_state_dict_as_hf[except NotImplementedError]", reviewed=("e6c3044aa620",))
+@cites(
+    "olmo_core_utils.py::save_state_dict_as_hf[except NotImplementedError]",
+    reviewed=("e6c3044aa620",),
+)
 def export(values: Values) -> Iterator[Finding]:
     """Where OLMo-core cannot write the model, a plain state dict is saved."""
     named, key = shape_of(values)
@@ -145,7 +172,9 @@ def export(values: Values) -> Iterator[Finding]:
         message += "only a model_state_dict.pt of its own"
         if values["push_to_hub"]:
             message += ", also on the hub"
-        yield say("warning", "no-hf-export", key, message, f"rename the weights afterwards, or {_OTHER}")
+        yield say(
+            "warning", "no-hf-export", key, message, f"rename the weights afterwards, or {_OTHER}"
+        )
 
 
 @where(behaviour.VERIFIES_EXPORT)
@@ -177,7 +206,9 @@ def _shape_key(values: Values) -> str:
 
 
 @asks(behaviour.RECOMPUTES_MODULES)
-@cites("olmo_core_utils.py::build_ac_config[if activation_memory_budget]", reviewed=("e6c3044aa620",))
+@cites(
+    "olmo_core_utils.py::build_ac_config[if activation_memory_budget]", reviewed=("e6c3044aa620",)
+)
 def ranges(values: Values) -> Iterator[Finding]:
     """Those of the other scripts, but for what is not read by this one, and `olmo_core_utils.py`."""
     if not _selects_modules(values):
@@ -193,7 +224,13 @@ def kept_checkpoints(values: Values) -> Iterator[Finding]:
     """Since #1701 the number of checkpoints goes to OLMo-core; a negative one keeps all of them."""
     if values["keep_last_n_checkpoints"] == 0 and not _ends_early(values):
         message = "`keep_last_n_checkpoints: 0`: OLMo-core keeps at least one, and crashes once the model is loaded"
-        yield say("error", "out-of-range", "keep_last_n_checkpoints", message, "write 1 or more, or -1 for all")
+        yield say(
+            "error",
+            "out-of-range",
+            "keep_last_n_checkpoints",
+            message,
+            "write 1 or more, or -1 for all",
+        )
 
 
 @asks(behaviour.SKIPS_NO_INTERVAL)
@@ -209,17 +246,29 @@ def checkpoint_intervals(values: Values) -> Iterator[Finding]:
         return
     if isinstance(steps, int) and steps < 1:
         message = f"`checkpointing_steps: {steps}`: OLMo-core refuses it once the model is loaded"
-        yield say("error", "checkpoint-steps", "checkpointing_steps", message, "write a number of steps")
+        yield say(
+            "error", "checkpoint-steps", "checkpointing_steps", message, "write a number of steps"
+        )
     # without one, launch sets one that fits the other
     if not isinstance(interval, int) or not values.given(key):
         return
     if interval < 1:
         if not values.schema.does(behaviour.SKIPS_NO_INTERVAL):
             message = f"`{key}: {interval}`: OLMo-core refuses it once the model is loaded"
-            yield say("error", "checkpoint-steps", key, message, "delete the line, or write a number of steps")
+            yield say(
+                "error",
+                "checkpoint-steps",
+                key,
+                message,
+                "delete the line, or write a number of steps",
+            )
     elif isinstance(steps, int) and interval >= steps:
-        message = f"`{key}: {interval}` is not below `checkpointing_steps: {steps}`: OLMo-core refuses it"
-        yield say("error", "checkpoint-steps", key, message, f"a number below {steps}, or delete the line")
+        message = (
+            f"`{key}: {interval}` is not below `checkpointing_steps: {steps}`: OLMo-core refuses it"
+        )
+        yield say(
+            "error", "checkpoint-steps", key, message, f"a number below {steps}, or delete the line"
+        )
 
 
 def _ends_early(values: Values) -> bool:
@@ -257,7 +306,9 @@ def unread_loss(values: Values) -> Iterator[Finding]:
     """
     key = "loss_implementation"
     if values.get(key) not in (None, "default"):
-        message = f"`{key}` does nothing here: DPO computes its loss with an output layer of its own"
+        message = (
+            f"`{key}` does nothing here: DPO computes its loss with an output layer of its own"
+        )
         yield say("warning", "unread-key", key, message, "delete the line")
 
 
@@ -289,7 +340,9 @@ def refused_schedule(values: Values) -> Iterator[Finding]:
     """Since #1620 a schedule that is not known is refused, once the model is built."""
     name = values["lr_scheduler_type"]
     if name not in _SCHEDULERS[:3] and not values["cache_dataset_only"]:
-        message = f"`lr_scheduler_type: {brief(name)}` crashes: dpo.py knows {', '.join(_SCHEDULERS[:3])}"
+        message = (
+            f"`lr_scheduler_type: {brief(name)}` crashes: dpo.py knows {', '.join(_SCHEDULERS[:3])}"
+        )
         help = f"write `{nearest_schedule(name)}`"
         if name == "constant_with_warmup":
             help += ": it warms up by `warmup_ratio` here"
@@ -341,7 +394,9 @@ RULES: tuple[Rule, ...] = (
         _OTHER,
         reviewed=("e6c3044aa620",),
     ),
-    where(behaviour.ASKS_FOR_MODEL)(no_model("dpo.py::main[--model_name_or_path]", reviewed=("e6c3044aa620",))),
+    where(behaviour.ASKS_FOR_MODEL)(
+        no_model("dpo.py::main[--model_name_or_path]", reviewed=("e6c3044aa620",))
+    ),
     # its default is none (dpo_utils.py::DPOExperimentConfig[max_seq_length])
     check(
         "olmo_core_train_modules.py::DPOTrainModule.__init__[max_sequence_length * 2]",
@@ -370,19 +425,27 @@ RULES: tuple[Rule, ...] = (
 def no_deepspeed(context: Context) -> Iterator[Finding]:
     """`dpo.py` shards with FSDP; torchrun starts it, and nothing hands it a DeepSpeed file."""
     if context.deepspeed is not None:
-        message = f"{script_of(context.values)} shards with FSDP: nothing would read a DeepSpeed file"
+        message = (
+            f"{script_of(context.values)} shards with FSDP: nothing would read a DeepSpeed file"
+        )
         help = "delete `deepspeed:`"
         if _DEGREES[0] in context.values:
             help += "; `fsdp_shard_degree` says over how many GPUs it shards"
-        yield say_of_option("error", "deepspeed-with-torchrun", "deepspeed", message, help, layer="launch")
+        yield say_of_option(
+            "error", "deepspeed-with-torchrun", "deepspeed", message, help, layer="launch"
+        )
 
 
 @cites("dpo.py::main[param_dtype=DType.bfloat16]", reviewed=("e6c3044aa620",))
 def precision(context: Context) -> Iterator[Finding]:
     """bfloat16 for the computation, 32 bits for weights and gradients, whatever the file says."""
     if context.mixed_precision not in {None, "bf16"} and context.gpus != 0:
-        message = "`mixed_precision` is not read here: FSDP computes in bfloat16 over 32-bit weights"
-        yield say_of_option("warning", "mixed-precision-unread", "mixed_precision", message, "delete the line")
+        message = (
+            "`mixed_precision` is not read here: FSDP computes in bfloat16 over 32-bit weights"
+        )
+        yield say_of_option(
+            "warning", "mixed-precision-unread", "mixed_precision", message, "delete the line"
+        )
 
 
 @where(behaviour.LOADS_HF_WEIGHTS)
@@ -418,7 +481,9 @@ def other_shape(context: Context) -> Iterator[Finding]:
         if [*differing] == ["model_type"] and {family, _SHAPES[named][0]} == {"olmo2", "olmo3"}:
             # the one trains as the other, but for the attention beyond 4,096 positions
             severity = "warning"
-        what = ", ".join(f"{size} is {brief(model[size])}, not {n}" for size, n in differing.items())
+        what = ", ".join(
+            f"{size} is {brief(model[size])}, not {n}" for size, n in differing.items()
+        )
         late = "loading fails once the data are tokenised"
         if not values.schema.does(behaviour.VERIFIES_EXPORT):
             late += ", or layers keep random weights"
@@ -489,7 +554,9 @@ def goes_on(context: Context) -> Iterator[Finding]:
     folder = output_folder(context.values)
     saved = [int(n[4:]) for n in files.names(folder) if n[:4] == "step" and n[4:].isdecimal()]
     if any(saved):
-        message = f"{folder} holds step{max(saved)}: OLMo-core continues from there, unchecked by launch"
+        message = (
+            f"{folder} holds step{max(saved)}: OLMo-core continues from there, unchecked by launch"
+        )
         help = "name another `output_dir` to start over"
         yield say("warning", "resume-unjudged", "output_dir", message, help)
 
@@ -552,7 +619,13 @@ def packed_without_documents(context: Context) -> Iterator[Finding]:
     if values["attn_implementation"] is not None:
         key = "attn_implementation"
     message = f"`packing` crashes once the model is built: {why}"
-    yield say("error", "packing-refused", key, message, "`pip install flash-attn`, or write `packing: false`")
+    yield say(
+        "error",
+        "packing-refused",
+        key,
+        message,
+        "`pip install flash-attn`, or write `packing: false`",
+    )
 
 
 def why_joined(context: Context) -> str | None:
@@ -579,8 +652,12 @@ def unbuildable(context: Context) -> Iterator[Finding]:
     if context.values["cache_dataset_only"] or named not in context.values.schema.configs:
         return
     if named.startswith(_RECURRENT) and context.lacks("flash-linear-attention", "fla-core"):
-        message = f"{named} has recurrent layers: building it crashes without flash-linear-attention"
-        yield say("error", "unsupported-model", key, message, "`pip install flash-linear-attention`")
+        message = (
+            f"{named} has recurrent layers: building it crashes without flash-linear-attention"
+        )
+        yield say(
+            "error", "unsupported-model", key, message, "`pip install flash-linear-attention`"
+        )
     if named.startswith(_OWN_ATTENTION):
         script = script_of(context.values)
         message = f"{named} takes no `attn_implementation`, which {script} always hands over: building it crashes"
@@ -607,7 +684,9 @@ def filled_step(context: Context) -> Iterator[Finding]:
     if split is None or split.rows is None or values["cache_dataset_only"]:
         return
     times = context.accumulation or 1
-    yield from _too_few_rows(values, split.rows, each=context.per_device or 1, times=times, devices=split.devices)
+    yield from _too_few_rows(
+        values, split.rows, each=context.per_device or 1, times=times, devices=split.devices
+    )
 
 
 @needs("split")
@@ -639,12 +718,16 @@ def degrees(values: Values, processes: int) -> Iterator[Finding]:
             return
     if len(chosen) == 2 and math.prod(chosen.values()) != world:
         shards, replicas = chosen.values()
-        message = f"{replicas} replicas of {shards} shards are {shards * replicas} processes, not {world}"
+        message = (
+            f"{replicas} replicas of {shards} shards are {shards * replicas} processes, not {world}"
+        )
         help = "give one of `fsdp_shard_degree` and `fsdp_num_replicas`: the other follows"
         yield say("error", "shard-degree", "fsdp_num_replicas", message, help)
 
 
-def _too_few_rows(values: Values, rows: int, *, each: int, times: int, devices: int) -> Iterator[Finding]:
+def _too_few_rows(
+    values: Values, rows: int, *, each: int, times: int, devices: int
+) -> Iterator[Finding]:
     """Fewer rows than a step of all ranks takes (the last batch is left out), or than the reference pass.
 
     A filter may leave less than `rows`, never more. The reference pass repeats rows once to fill its
@@ -658,10 +741,22 @@ def _too_few_rows(values: Values, rows: int, *, each: int, times: int, devices: 
         reference = 0
     if rows < step and not values["cache_logprobs_only"]:
         message = f"{rows:,} rows are less than one step of {step:,}: there is nothing to train on"
-        yield say("error", "too-few-rows", "mixer_list", message, "fewer GPUs, a smaller batch, or more rows")
+        yield say(
+            "error",
+            "too-few-rows",
+            "mixer_list",
+            message,
+            "fewer GPUs, a smaller batch, or more rows",
+        )
     elif 2 * rows < reference:
         message = f"the reference pass takes {reference:,} pairs at a time and needs half as many rows, not {rows:,}"
-        yield say("error", "too-few-rows", "mixer_list", message, "a smaller `per_device`, fewer GPUs, or more rows")
+        yield say(
+            "error",
+            "too-few-rows",
+            "mixer_list",
+            message,
+            "a smaller `per_device`, fewer GPUs, or more rows",
+        )
 
 
 def _uneven(key: str, degree: Any, world: int, what: str) -> Finding:

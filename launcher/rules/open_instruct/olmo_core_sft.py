@@ -32,7 +32,9 @@ def refused_schedule(values: Values) -> Iterator[Finding]:
     name = str(values["lr_scheduler_type"])
     if name in _SCHEDULERS or values["cache_dataset_only"]:
         return
-    message = f"`lr_scheduler_type: {brief(name)}` crashes: the script knows {', '.join(_SCHEDULERS)}"
+    message = (
+        f"`lr_scheduler_type: {brief(name)}` crashes: the script knows {', '.join(_SCHEDULERS)}"
+    )
     help = f"write `{olmo_core.nearest_schedule(name)}`"
     yield say("error", "scheduler-type", "lr_scheduler_type", message, help)
 
@@ -43,10 +45,15 @@ def no_steps(values: Values) -> Iterator[Finding]:
     limit = values["max_train_steps"]
     if isinstance(limit, int) and limit < 1 and not values["cache_dataset_only"]:
         message = f"`max_train_steps: {limit}` crashes once the rows are packed: there is nothing to train"
-        yield say("error", "out-of-range", "max_train_steps", message, "1 or more, or delete the line")
+        yield say(
+            "error", "out-of-range", "max_train_steps", message, "1 or more, or delete the line"
+        )
 
 
-@cites("olmo_core_finetune.py::main[sequence_length=args.training.max_seq_length]", reviewed=("e6c3044aa620",))
+@cites(
+    "olmo_core_finetune.py::main[sequence_length=args.training.max_seq_length]",
+    reviewed=("e6c3044aa620",),
+)
 def row_length(values: Values) -> Iterator[Finding]:
     """OLMo-core keeps the room of packed rows in a tree of so many leaves (olmo_core/data/utils.py::SegmentTree)."""
     length = values["max_seq_length"]
@@ -55,7 +62,9 @@ def row_length(values: Values) -> Iterator[Finding]:
     if length < 1 or length & (length - 1):
         message = f"`max_seq_length: {length}` crashes when the rows are packed: OLMo-core wants a power of 2"
         below = 1 << max(0, length.bit_length() - 1)
-        yield say("error", "out-of-range", "max_seq_length", message, f"write {below} or {2 * below}")
+        yield say(
+            "error", "out-of-range", "max_seq_length", message, f"write {below} or {2 * below}"
+        )
 
 
 @cites(
@@ -67,7 +76,9 @@ def unexported(values: Values) -> Iterator[Finding]:
     named, key = olmo_core.shape_of(values)
     if values["cache_dataset_only"] or not named.startswith(olmo_core.NOT_EXPORTED):
         return
-    message = f"OLMo-core cannot write {named} as transformers reads it: only its own checkpoint is left"
+    message = (
+        f"OLMo-core cannot write {named} as transformers reads it: only its own checkpoint is left"
+    )
     yield say("warning", "no-hf-export", key, message, olmo_core.trains_instead(values))
 
 
@@ -84,10 +95,10 @@ def own_checkpoint(context: Context) -> Iterator[Finding]:
     if not is_own or caches_only(context):
         return
     if not values["config_name"]:
-        message = (
-            f"{brief(name)} has no config.json: OLMo-core takes it for its own checkpoint, and asks for its shape"
+        message = f"{brief(name)} has no config.json: OLMo-core takes it for its own checkpoint, and asks for its shape"
+        yield say(
+            "error", "unsupported-model", "config_name", message, "add `config_name: <its shape>`"
         )
-        yield say("error", "unsupported-model", "config_name", message, "add `config_name: <its shape>`")
         return
     message = f"{brief(name)} has no config.json: without one of transformers' no weights for it can be written"
     help = "afterwards: upstream's scripts/train/convert_olmo_core_to_hf.py with the name of a model of this shape"
@@ -108,7 +119,10 @@ def documents_without_flash(context: Context) -> Iterator[Finding]:
     yield say("error", "packing-refused", "attn_implementation", message, help)
 
 
-@cites("olmo_core_utils.py::build_cp_config[TransformerContextParallelConfig.llama3]", reviewed=("e6c3044aa620",))
+@cites(
+    "olmo_core_utils.py::build_cp_config[TransformerContextParallelConfig.llama3]",
+    reviewed=("e6c3044aa620",),
+)
 def context_parallel(context: Context) -> Iterator[Finding]:
     """A row is cut over `cp_degree` GPUs: one row a micro-batch, and what the strategy needs."""
     values = context.values
@@ -118,7 +132,13 @@ def context_parallel(context: Context) -> Iterator[Finding]:
     code = "context-parallel"
     key = "cp_degree"
     if degree < 1:
-        yield say("error", code, key, f"`{key}: {degree}` is no number of GPUs", "1 or more, or delete the line")
+        yield say(
+            "error",
+            code,
+            key,
+            f"`{key}: {degree}` is no number of GPUs",
+            "1 or more, or delete the line",
+        )
         return
     if (context.per_device or 1) > 1:
         message = f"`{key}` crashes: packed rows are cut one by one, and a micro-batch has {context.per_device}"
@@ -127,7 +147,13 @@ def context_parallel(context: Context) -> Iterator[Finding]:
     strategy = values["cp_strategy"]
     if strategy in _RING and context.lacks(_RING_PACKAGE):
         message = f"`cp_strategy: {strategy}` crashes: the trainer's Python has no {_RING_PACKAGE}"
-        yield say("error", code, "cp_strategy", message, f"`pip install {_RING_PACKAGE}`, or `cp_strategy: ulysses`")
+        yield say(
+            "error",
+            code,
+            "cp_strategy",
+            message,
+            f"`pip install {_RING_PACKAGE}`, or `cp_strategy: ulysses`",
+        )
 
 
 @cites("olmo_core_finetune.py::main[dp_shard_degree = gpus_per_node]", reviewed=("e6c3044aa620",))
@@ -140,13 +166,17 @@ def laid_out(context: Context) -> Iterator[Finding]:
     processes = context.split.processes
     if processes % degree:
         message = f"`cp_degree: {degree}` does not divide {processes} processes"
-        yield say("error", "context-parallel", "cp_degree", message, olmo_core.one_divisor(processes))
+        yield say(
+            "error", "context-parallel", "cp_degree", message, olmo_core.one_divisor(processes)
+        )
 
 
 RULES: tuple[Rule, ...] = (
     *(rule for rule in OF_ALL_SCRIPTS if rule not in OF_THE_HUB),
     olmo_core.model,
-    no_model("olmo_core_utils.py::ModelConfig[model_name_or_path: str]", reviewed=("e6c3044aa620",)),
+    no_model(
+        "olmo_core_utils.py::ModelConfig[model_name_or_path: str]", reviewed=("e6c3044aa620",)
+    ),
     olmo_core.ranges,
     olmo_core.kept_checkpoints,
     olmo_core.checkpoint_intervals,

@@ -46,7 +46,9 @@ def olmo_tokenizer(context: Context) -> Iterator[Finding]:
         return
     of_olmo = "olmo" in template
     if of_olmo and values["add_bos"]:
-        message = f"`add_bos` crashes: {why}, and `{template}` is a template of OLMo's that wants none"
+        message = (
+            f"`add_bos` crashes: {why}, and `{template}` is a template of OLMo's that wants none"
+        )
         yield say("error", "olmo-tokenizer", "add_bos", message, "delete the line")
     elif not of_olmo and not values["add_bos"]:
         message = f"`chat_template_name: {template}` crashes: {why}, and this template needs `add_bos: true` there"

@@ -52,7 +52,9 @@ def _config(context: Context) -> Mapping[str, Any]:
 def _is_tied(context: Context) -> bool:
     """Whether embedding and output layer are one matrix."""
     config = _config(context)
-    tied = config.get("tie_word_embeddings", model_config.text_part(config).get("tie_word_embeddings"))
+    tied = config.get(
+        "tie_word_embeddings", model_config.text_part(config).get("tie_word_embeddings")
+    )
     if tied is None:
         return str(config.get("model_type")).startswith(_TIED_BY_DEFAULT)
     return tied is True
@@ -95,7 +97,9 @@ def tied_targets(context: Context) -> Iterator[Finding]:
     yield say("warning", "lora-on-tied", _TARGETS, message, help)
 
 
-@cites("peft/tuners/tuners_utils.py::BaseTuner._unload_and_optionally_merge[self.model.config.tie_word_embeddings]")
+@cites(
+    "peft/tuners/tuners_utils.py::BaseTuner._unload_and_optionally_merge[self.model.config.tie_word_embeddings]"
+)
 def tied_copies(context: Context) -> Iterator[Finding]:
     """A copy is trained, and the merged model is untied."""
     values = context.values

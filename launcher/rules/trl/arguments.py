@@ -12,7 +12,19 @@ from functools import partial
 from operator import itemgetter
 
 from launcher.errors import Finding, brief
-from launcher.rules.rule import Range, Rule, check, cites, no_model, number, outside, plain, say, unread, warn
+from launcher.rules.rule import (
+    Range,
+    Rule,
+    check,
+    cites,
+    no_model,
+    number,
+    outside,
+    plain,
+    say,
+    unread,
+    warn,
+)
 from launcher.rules.trl import mixture, parser
 from launcher.rules.trl.resolved import inline, prepared, target_modules, words
 from launcher.upstream.schema import Values
@@ -28,13 +40,21 @@ RANGES: Mapping[str, tuple[Range, ...]] = {
     ),
     # transformers/trainer.py::Trainer.create_optimizer[: self.args.weight_decay]: as a group's own it is not looked at
     # by torch
-    "weight_decay": (Range(lambda n: n >= 0, "warning", "the weights grow with every step, which nothing refuses"),),
+    "weight_decay": (
+        Range(
+            lambda n: n >= 0, "warning", "the weights grow with every step, which nothing refuses"
+        ),
+    ),
     # transformers/trainer.py::Trainer._run_epoch[if self.args.max_grad_norm]
     "max_grad_norm": (Range(lambda n: n >= 0, "warning", "gradients are not clipped, as with 0"),),
     # torch/nn/modules/dropout.py::_DropoutNd.__init__[if p < 0 or p > 1],
     # peft/tuners/lora/layer.py::LoraLayer.update_layer[if lora_dropout]
-    "lora_dropout": (Range(lambda n: n != 1, "warning", "nothing reaches the adapter", needs="use_peft"),),
-    "lora_alpha": (Range(lambda n: n != 0, "warning", "the adapter counts for nothing", needs="use_peft"),),
+    "lora_dropout": (
+        Range(lambda n: n != 1, "warning", "nothing reaches the adapter", needs="use_peft"),
+    ),
+    "lora_alpha": (
+        Range(lambda n: n != 0, "warning", "the adapter counts for nothing", needs="use_peft"),
+    ),
     # trl/trainer/dpo_trainer.py::DPOTrainer._compute_loss[-F.logsigmoid(self.beta * delta_score] and the other losses:
     # the same as in open-instruct
     "beta": (
@@ -68,9 +88,13 @@ def no_steps(values: Values) -> Iterator[Finding]:
         yield say("warning", "out-of-range", key, message)
     elif steps == 0:
         message = "`max_steps: 0`: one step is trained, and no more"
-        yield say("warning", "out-of-range", "max_steps", message, f"delete the line, and `{key}` decides")
+        yield say(
+            "warning", "out-of-range", "max_steps", message, f"delete the line, and `{key}` decides"
+        )
     elif steps > 0 and values.given(key):
-        message = f"`{key}` does nothing here: `max_steps`, which is {plain(steps)}, comes before it"
+        message = (
+            f"`{key}` does nothing here: `max_steps`, which is {plain(steps)}, comes before it"
+        )
         yield say("warning", "conditional-key", key, message, "delete one of the two lines")
 
 
@@ -100,7 +124,13 @@ def no_length(values: Values) -> Iterator[Finding]:
     length = number(values["max_length"])
     if length is not None and length <= 0 and not prepared(values):
         message = f"`max_length: {plain(length)}` leaves nothing of a row, or cuts its end off, however long it is"
-        yield say("error", "out-of-range", "max_length", message, 'write `max_length: "none"` for rows as they are')
+        yield say(
+            "error",
+            "out-of-range",
+            "max_length",
+            message,
+            'write `max_length: "none"` for rows as they are',
+        )
 
 
 @cites("trl/scripts/sft.py::main[model_init_kwargs.update]")
@@ -130,7 +160,9 @@ def dataset_names(values: Values) -> Iterator[Finding]:
         yield say("warning", "conditional-key", key, message, "leave it out")
 
 
-@cites("trl/trainer/model_config.py::ModelConfig.__post_init__[if hasattr(self.lora_target_modules]")
+@cites(
+    "trl/trainer/model_config.py::ModelConfig.__post_init__[if hasattr(self.lora_target_modules]"
+)
 def lora_targets(values: Values) -> Iterator[Finding]:
     """A single word is a pattern, and peft wants it to match a module.
 
@@ -145,7 +177,13 @@ def lora_targets(values: Values) -> Iterator[Finding]:
     inner = len(targets) == 1 and targets[0] != "lm_head" and re.fullmatch(r"\w+", targets[0])
     if inner and not values["lora_target_parameters"]:
         message = f"`{key}: {brief(targets[0])}`: a single word is a pattern for whole names, and matches none"
-        yield say("error", "lora-targets", key, message, f"write `{key}: .*{targets[0]}`, or a list of several")
+        yield say(
+            "error",
+            "lora-targets",
+            key,
+            message,
+            f"write `{key}: .*{targets[0]}`, or a list of several",
+        )
     for target in targets:
         if _SEVERAL.fullmatch(target):
             names = ", ".join(filter(None, re.split(r"[,\s]+", target)))
@@ -189,8 +227,14 @@ def unread_numbers(values: Values) -> Iterator[Finding]:
         else:
             is_read = not losses.isdisjoint(readers)
             by = " or ".join(sorted(readers))
-        if values.given(key) and values[key] not in (values.schema.fields[key].default, None) and not is_read:
-            message = f"`{key}` does nothing here: the loss {', '.join(sorted(losses))} does not read it"
+        if (
+            values.given(key)
+            and values[key] not in (values.schema.fields[key].default, None)
+            and not is_read
+        ):
+            message = (
+                f"`{key}` does nothing here: the loss {', '.join(sorted(losses))} does not read it"
+            )
             help = f"it is read by {by}: delete the line, or name another `loss_type`"
             yield say("warning", "conditional-key", key, message, help)
 
@@ -207,7 +251,9 @@ def zero_beta(values: Values) -> Iterator[Finding]:
         if loss in ("ipo", "sppo_hard"):
             yield say("error", "zero-beta", "beta", f"`beta: 0` divides by zero in the loss {loss}")
             return
-    message = "`beta: 0`: the loss does not tell chosen from rejected answers: no preference is learnt"
+    message = (
+        "`beta: 0`: the loss does not tell chosen from rejected answers: no preference is learnt"
+    )
     yield say("warning", "zero-beta", "beta", message)
 
 
@@ -275,7 +321,9 @@ _SHARED: tuple[Rule, ...] = (
     no_length,
     model_set_twice,
     lora_targets,
-    no_model("trl/scripts/sft.py::main[model=model_args.model_name_or_path] hands the trainer None."),
+    no_model(
+        "trl/scripts/sft.py::main[model=model_args.model_name_or_path] hands the trainer None."
+    ),
     check(
         (
             "trl/scripts/sft.py::main[raise ValueError], "
@@ -307,7 +355,11 @@ _SHARED: tuple[Rule, ...] = (
         "transformers/trainer_callback.py::DefaultFlowCallback.on_step_end[and state.save_steps]",
         "out-of-range",
         "save_steps",
-        lambda v: v["save_strategy"] == "steps" and number(v["save_steps"]) is not None and v["save_steps"] <= 0,
+        lambda v: (
+            v["save_strategy"] == "steps"
+            and number(v["save_steps"]) is not None
+            and v["save_steps"] <= 0
+        ),
         "`save_steps: {save_steps}`: there is no checkpoint before the end of training",
         'write a number of steps, or `save_strategy: "no"`',
     ),

@@ -11,13 +11,24 @@ from launcher.rules.trl import resolved
 from launcher.rules.trl.resolved import inline
 
 # transformers/modeling_utils.py::AttentionInterface[_global_mapping], beside eager
-NAMES = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flash_attention_4", "flex_attention")
+NAMES = (
+    "eager",
+    "sdpa",
+    "flash_attention_2",
+    "flash_attention_3",
+    "flash_attention_4",
+    "flex_attention",
+)
 PACKAGES = {
     "flash_attention_2": "flash-attn",
     "flash_attention_3": "flash-attn-3",
     "flash_attention_4": "flash-attn-4",
 }
-_OLDEST = (2, 3, 3)  # transformers/utils/import_utils.py::is_flash_attn_2_available[return version.parse]
+_OLDEST = (
+    2,
+    3,
+    3,
+)  # transformers/utils/import_utils.py::is_flash_attn_2_available[return version.parse]
 # transformers/integrations/hub_kernels.py::is_kernel[and re.search(r]
 _KERNEL = re.compile(r"[^/:]+/[^/:]+(?:@[^/:]+)?(?::[^/:]+)?\Z")
 _MASKED = (None, "sdpa", "eager")
@@ -133,7 +144,9 @@ def packing(context: Context) -> Iterator[Finding]:
         return
     if key == "padding_free" and context.per_device == 1:
         # TRL says so too (trl/trainer/sft_trainer.py::SFTTrainer.__init__[if args.per_device_train_batch_size])
-        message = "`padding_free` does nothing here: it joins the rows of a device, which is one row"
+        message = (
+            "`padding_free` does nothing here: it joins the rows of a device, which is one row"
+        )
         help = "`batch: {per_device: 2}` or more, or `padding_free: false`"
         yield say("warning", "packing-of-one", key, message, help)
         return
@@ -146,7 +159,9 @@ def packing(context: Context) -> Iterator[Finding]:
         help = "leave `packing_strategy` out: bfd keeps them whole and apart"
         yield say("warning", "packing-leaks", key, message, help)
     elif flattened and context.gpus != 0 and name in _MASKED:
-        message = f"`{key}` without flash attention: the rows of a device become one with a full mask"
+        message = (
+            f"`{key}` without flash attention: the rows of a device become one with a full mask"
+        )
         help = "write `attn_implementation: flash_attention_2`, or fewer rows a device"
         yield say("warning", "packing-without-flash", key, message, help)
 

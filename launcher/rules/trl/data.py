@@ -63,7 +63,13 @@ def data_here(context: Context) -> Iterator[Finding]:
         what = "folder"
         if _has_data_suffix(name):
             what = "file"
-        yield say(context.at_start, "missing-data", _KEY, f"there is no {what} {brief(name)} here", _RELATIVE)
+        yield say(
+            context.at_start,
+            "missing-data",
+            _KEY,
+            f"there is no {what} {brief(name)} here",
+            _RELATIVE,
+        )
 
 
 @cites("datasets/data_files.py::resolve_pattern[raise FileNotFoundError]")
@@ -127,7 +133,13 @@ def _looks_like_list(name: str) -> bool:
 
 def _no_name(key: str, name: str) -> Finding:
     if not name.strip():
-        return say("error", "bad-dataset", key, f"`{key}` is empty", "name a folder, or a data set on the hub")
+        return say(
+            "error",
+            "bad-dataset",
+            key,
+            f"`{key}` is empty",
+            "name a folder, or a data set on the hub",
+        )
     message = f"`{key}: {brief(name)}` is text: all of it is taken for the name of one data set"
     help = "for a list leave out the quotes: `datasets: [{path: a/b}, {path: c/d}]`"
     return say("error", "bad-dataset", key, message, help)
@@ -179,7 +191,9 @@ def _parts(context: Context) -> list[_Part]:
     mixed = mixture.of_values(values, context.environ)
     if mixed is not None:
         for part in mixed.sets:
-            parts += [_Part(key=part.entry.key, piece=piece, entry=part.entry) for piece in part.pieces]
+            parts += [
+                _Part(key=part.entry.key, piece=piece, entry=part.entry) for piece in part.pieces
+            ]
         return parts
     source = _source(context)
     if source is not None:
@@ -288,8 +302,15 @@ def _pictures(looked: Looked, context: Context) -> Iterator[Finding]:
         return
     column = next(name for name in _PICTURES if name in looked.survey.columns)
     model = brief(str(context.values["model_name_or_path"]))
-    message = f"the rows have a column `{column}`, and {model} takes text alone: TRL refuses such rows"
-    yield looked.say("error", "data-columns", message, f"leave out `{column}`, or train a model that sees pictures")
+    message = (
+        f"the rows have a column `{column}`, and {model} takes text alone: TRL refuses such rows"
+    )
+    yield looked.say(
+        "error",
+        "data-columns",
+        message,
+        f"leave out `{column}`, or train a model that sees pictures",
+    )
 
 
 def _tokens(looked: Looked, context: Context) -> Iterator[Finding]:
@@ -300,7 +321,9 @@ def _tokens(looked: Looked, context: Context) -> Iterator[Finding]:
     survey = looked.survey
     values = context.values
     if survey.kind("input_ids") != "list":
-        message = "`input_ids` holds no lists of numbers: rows with this column are taken as tokenised"
+        message = (
+            "`input_ids` holds no lists of numbers: rows with this column are taken as tokenised"
+        )
         yield looked.say("error", "data-types", message, "rename the column")
         return
     beside = [name for name in ("labels", "completion_mask") if name in survey.columns]
@@ -310,7 +333,9 @@ def _tokens(looked: Looked, context: Context) -> Iterator[Finding]:
         for kind, tally in survey.named(name, "items:").items():
             if kind != "number":
                 item = data.ARTICLES.get(kind, kind)
-                message = f"`{name}` is a list with {item} instead of a number in {looked.share(tally)}"
+                message = (
+                    f"`{name}` is a list with {item} instead of a number in {looked.share(tally)}"
+                )
                 yield looked.say("error", "data-types", message, "write one list of numbers a row")
     for name in ("labels", "completion_mask", "assistant_masks"):
         other = survey.fact(name, "other-length")
@@ -328,7 +353,12 @@ def _tokens(looked: Looked, context: Context) -> Iterator[Finding]:
     unread = "completion_mask" in survey.columns and values.get("completion_only_loss") is not True
     if unread and "labels" not in survey.columns:
         message = "`completion_mask` is not read beside `input_ids`: every token is trained on"
-        yield looked.say("warning", "data-columns", message, "add `completion_only_loss: true`, or write `labels`")
+        yield looked.say(
+            "warning",
+            "data-columns",
+            message,
+            "add `completion_only_loss: true`, or write `labels`",
+        )
 
 
 def _answers(looked: Looked, context: Context) -> Iterator[Finding]:
@@ -359,7 +389,9 @@ def _answers(looked: Looked, context: Context) -> Iterator[Finding]:
             message = f"`{text}` stands beside `completion`: TRL adds the end token to `{text}`, and to no completion"
             help = f"leave out `{text}`, or the model never learns to stop"
             yield looked.say("error", "data-columns", message, help)
-    elif survey.kind(chats) == "list" and (chats == "conversations" or not survey.count(chats, "from-value")):
+    elif survey.kind(chats) == "list" and (
+        chats == "conversations" or not survey.count(chats, "from-value")
+    ):
         read = [chats]
         yield from _one_form(looked, read)
         yield from data.same_kinds(looked, read, "list")
@@ -394,7 +426,9 @@ def _without_completion(looked: Looked) -> Finding:
         help = f"{_PAIRS_HELP}; for SFT on `messages` leave out `prompt`"
     else:
         help = _PAIRS_HELP
-    message = _columns_message(looked, "`prompt` is read together with `completion`, which is not there")
+    message = _columns_message(
+        looked, "`prompt` is read together with `completion`, which is not there"
+    )
     return looked.say("error", "data-columns", message, help)
 
 
@@ -418,7 +452,9 @@ def _labelled(looked: Looked) -> Iterator[Finding]:
     bad = survey.fact("label", "false")
     if bad is not None and shapes.is_labelled(survey):
         message = f"`label` is false in {looked.share(bad)}: SFT trains on these answers too, as on any other"
-        yield looked.say("warning", "data-columns", message, "take out the rows whose answer is bad")
+        yield looked.say(
+            "warning", "data-columns", message, "take out the rows whose answer is bad"
+        )
 
 
 def _single_messages(looked: Looked, text: str) -> Iterator[Finding]:
@@ -426,7 +462,9 @@ def _single_messages(looked: Looked, text: str) -> Iterator[Finding]:
     survey = looked.survey
     if survey.kind("role") == "text" and survey.kind("parent_id") is not None:
         message = f"each row is one message (`role`, `parent_id`), and TRL trains on `{text}` alone, row by row"
-        yield looked.say("warning", "data-columns", message, "write each conversation as one row of `messages`")
+        yield looked.say(
+            "warning", "data-columns", message, "write each conversation as one row of `messages`"
+        )
 
 
 def _one_form(looked: Looked, read: Sequence[str]) -> Iterator[Finding]:
@@ -454,12 +492,16 @@ def _pairs(looked: Looked, context: Context) -> Iterator[Finding]:
     survey = looked.survey
     if not {"chosen", "rejected"} <= survey.columns:
         expected = "DPO reads `chosen` and `rejected`, with or without `prompt`"
-        yield looked.say("error", "data-columns", _columns_message(looked, expected), _pairs_help(looked))
+        yield looked.say(
+            "error", "data-columns", _columns_message(looked, expected), _pairs_help(looked)
+        )
         return
     read = [name for name in ("prompt", "chosen", "rejected") if name in survey.columns]
     if survey.kind("chosen") == "object":
         message = "`chosen` and `rejected` are single messages: DPO reads lists of messages"
-        yield looked.say("error", "data-columns", message, data.convertible(looked, "put each into a list"))
+        yield looked.say(
+            "error", "data-columns", message, data.convertible(looked, "put each into a list")
+        )
         return
     if any(survey.count(name, "from-value") for name in read):
         message = "`chosen` and `rejected` are messages with `from` and `value`: DPO reads `role` and `content`"
@@ -508,15 +550,25 @@ def _odd_turns(looked: Looked) -> Iterator[Finding]:
         first = survey.fact(name, "starts-with:user")
         if silent is not None:
             message = f"`{name}` has no message of `assistant` in {looked.share(silent)}"
-            yield looked.say("warning", "no-answers", message, "take these rows out, or correct their roles")
+            yield looked.say(
+                "warning", "no-answers", message, "take these rows out, or correct their roles"
+            )
         elif last is not None:
             message = f"`{name}` ends with a message of `user` in {looked.share(last)}, "
             message += "which counts as the answer does"
-            yield looked.say("warning", "odd-roles", message, "end both conversations with the answer")
-        elif first is not None and "prompt" in survey.columns and survey.fact("", "prompt-twice") is None:
+            yield looked.say(
+                "warning", "odd-roles", message, "end both conversations with the answer"
+            )
+        elif (
+            first is not None
+            and "prompt" in survey.columns
+            and survey.fact("", "prompt-twice") is None
+        ):
             message = f"`{name}` begins with a message of `user` in {looked.share(first)}, "
             message += "which counts as the answer does"
-            yield looked.say("warning", "odd-roles", message, "move the question to the end of `prompt`")
+            yield looked.say(
+                "warning", "odd-roles", message, "move the question to the end of `prompt`"
+            )
 
 
 def _beside(looked: Looked) -> Iterator[Finding]:
@@ -529,12 +581,19 @@ def _beside(looked: Looked) -> Iterator[Finding]:
     broken = survey.fact("tools", "not-json") or survey.fact("tools", "empty")
     if broken is not None:
         message = f"`tools` is text that is not JSON in {looked.share(broken)}"
-        yield looked.say("error", "data-types", message, "write a list of tools as JSON, `[]` where there are none")
+        yield looked.say(
+            "error",
+            "data-types",
+            message,
+            "write a list of tools as JSON, `[]` where there are none",
+        )
     odd = survey.fact("tools", "no-list") or survey.fact("tools", "items:text")
     odd = odd or survey.kinds.get(("tools", "object"))
     if odd is not None:
         message = f"`tools` is no list of objects in {looked.share(odd)}"
-        yield looked.say("error", "data-types", message, "write a list of tools, each an object with its name")
+        yield looked.say(
+            "error", "data-types", message, "write a list of tools, each an object with its name"
+        )
     if "chat_template_kwargs" in survey.columns:
         yield from data.same_kinds(looked, ["chat_template_kwargs"], "object")
 
@@ -616,7 +675,9 @@ def _unanswered(looked: Looked, column: str, answers_only: bool) -> Iterator[Fin
         # `odd-roles` names the roles, and what to do about them
         return
     else:
-        yield looked.say("warning", "no-answers", message, "questions alone are trained on: take these rows out")
+        yield looked.say(
+            "warning", "no-answers", message, "questions alone are trained on: take these rows out"
+        )
 
 
 def _untemplated(looked: Looked, column: str, template: str | None) -> Iterator[Finding]:
@@ -632,7 +693,10 @@ def _untemplated(looked: Looked, column: str, template: str | None) -> Iterator[
         yield looked.say(severity, "no-chat-format", message, help)
 
 
-@cites("trl/scripts/sft.py::main[train_dataset=dataset]", "trl/scripts/dpo.py::main[train_dataset=dataset]")
+@cites(
+    "trl/scripts/sft.py::main[train_dataset=dataset]",
+    "trl/scripts/dpo.py::main[train_dataset=dataset]",
+)
 def splits(context: Context) -> Iterator[Finding]:
     """A split is looked up by its name."""
     if _data_set(context) is None:
@@ -647,7 +711,10 @@ def splits(context: Context) -> Iterator[Finding]:
             yield say("error", "no-such-split", key, message, "name a whole split")
 
 
-@cites("trl/scripts/sft.py::main[eval_dataset=dataset]", "trl/scripts/dpo.py::main[eval_dataset=dataset]")
+@cites(
+    "trl/scripts/sft.py::main[eval_dataset=dataset]",
+    "trl/scripts/dpo.py::main[eval_dataset=dataset]",
+)
 def test_split_here(context: Context) -> Iterator[Finding]:
     """A split that the data do not have is a KeyError.
 
@@ -656,7 +723,12 @@ def test_split_here(context: Context) -> Iterator[Finding]:
     values = context.values
     name = _data_set(context)
     split = values["dataset_test_split"]
-    if name is None or values["eval_strategy"] == "no" or not isinstance(split, str) or _is_slice(split):
+    if (
+        name is None
+        or values["eval_strategy"] == "no"
+        or not isinstance(split, str)
+        or _is_slice(split)
+    ):
         return
     names = sources.split_names(name, values["dataset_config"])
     if names is None or split in names:
@@ -688,7 +760,9 @@ def template_here(context: Context) -> Iterator[Finding]:
         yield say("error", "missing-template", key, message, _RELATIVE)
 
 
-@cites("transformers/tokenization_utils_base.py::PreTrainedTokenizerBase.get_chat_template[Cannot use chat]")
+@cites(
+    "transformers/tokenization_utils_base.py::PreTrainedTokenizerBase.get_chat_template[Cannot use chat]"
+)
 def no_template(context: Context) -> Iterator[Finding]:
     """Conversations, and a tokenizer that cannot write them."""
     values = context.values
@@ -703,12 +777,16 @@ def no_template(context: Context) -> Iterator[Finding]:
         if column is None:
             continue
         file = brief(str(looked.source.files[0]))
-        message = f"{file} holds conversations in `{column}`, and the tokenizer in {brief(model)} has no "
+        message = (
+            f"{file} holds conversations in `{column}`, and the tokenizer in {brief(model)} has no "
+        )
         help = "put a chat_template.jinja into the model's folder"
         if "chat_template_path" in values.schema.fields:
             help = "add `chat_template_path: <a template, or a model that has one>`"
         key = "model_name_or_path"
-        yield say("error", "missing-template", key, f"{message}chat template to write them with", help)
+        yield say(
+            "error", "missing-template", key, f"{message}chat template to write them with", help
+        )
         return
 
 
@@ -744,7 +822,9 @@ def lengths_of_pairs(context: Context) -> Iterator[Finding]:
             f"`{key}: {strategy}` puts fewer pairs into a micro-batch the longer they are, and DPO weighs every "
             "micro-batch alike: a long pair counts more than a short one"
         )
-        yield say("warning", "unlike-micro-batches", key, message, f"write `{key}: group_by_length`")
+        yield say(
+            "warning", "unlike-micro-batches", key, message, f"write `{key}: group_by_length`"
+        )
 
 
 RULES: tuple[StageRule, ...] = (

@@ -17,7 +17,9 @@ from launcher.rules.trl import resolved
 # The distribution that an optimizer comes from, by what its name begins with
 # (transformers/trainer_optimizer.py::[_OPTIMIZER_HANDLERS]).
 _OPTIMIZERS = {
-    **dict.fromkeys(("adamw_bnb", "adamw_8bit", "paged_", "ademamix", "lion", "rmsprop_bnb"), "bitsandbytes"),
+    **dict.fromkeys(
+        ("adamw_bnb", "adamw_8bit", "paged_", "ademamix", "lion", "rmsprop_bnb"), "bitsandbytes"
+    ),
     **dict.fromkeys(("adamw_torch_4bit", "adamw_torch_8bit"), "torchao"),
     **dict.fromkeys(("lomo", "adalomo"), "lomo-optim"),
     "adamw_torch_xla": "torch-xla",
@@ -127,7 +129,9 @@ def optimizer_targets(context: Context) -> Iterator[Finding]:
     name = str(values["optim"])
     if name.startswith(_OF_MODULES) and not values["optim_target_modules"]:
         message = f"`optim: {name}` needs `optim_target_modules`, the modules that it projects"
-        yield say("error", "optim-targets", "optim", message, "add `optim_target_modules: all-linear`")
+        yield say(
+            "error", "optim-targets", "optim", message, "add `optim_target_modules: all-linear`"
+        )
 
 
 @cites(
@@ -139,7 +143,13 @@ def quantised_package(context: Context) -> Iterator[Finding]:
     for key in ("load_in_4bit", "load_in_8bit"):
         if context.values[key] and context.lacks("bitsandbytes"):
             message = f"`{key}`: the trainer's Python has no bitsandbytes"
-            yield say("error", "quantiser-missing", key, message, f"pip install bitsandbytes, or delete `{key}`")
+            yield say(
+                "error",
+                "quantiser-missing",
+                key,
+                message,
+                f"pip install bitsandbytes, or delete `{key}`",
+            )
 
 
 @cites("torch/_dynamo/config.py::[recompile_limit = 8]")
@@ -186,7 +196,13 @@ def report_package(context: Context) -> Iterator[Finding]:
             yield say("error", "report-missing", "report_to", message, help)
         if name == "kubeflow" and not context.environ.get(_KUBEFLOW):
             message = f"`report_to: kubeflow` is for a TrainJob of Kubeflow: {_KUBEFLOW} is not set"
-            yield say(context.at_start, "report-missing", "report_to", message, 'write `report_to: "none"`')
+            yield say(
+                context.at_start,
+                "report-missing",
+                "report_to",
+                message,
+                'write `report_to: "none"`',
+            )
 
 
 @cites(
@@ -206,7 +222,9 @@ def unknown_report(context: Context) -> Iterator[Finding]:
         if name in ("none", "all"):
             what = "stands alone, not in a list"
             help = "leave the others out"
-        yield say("error", "report-unknown", "report_to", f"`report_to: {brief(name)}` {what}", help)
+        yield say(
+            "error", "report-unknown", "report_to", f"`report_to: {brief(name)}` {what}", help
+        )
 
 
 @cites("transformers/integrations/integration_utils.py::WandbCallback.setup[self._wandb.init]")

@@ -99,7 +99,13 @@ def fractions(values: Values) -> Iterator[Finding]:
     for entry in entries:
         if entry.fraction is None:
             message = f"`{entry.key}` has no `fraction`, and other sets have one"
-            yield say("error", "bad-fraction", entry.key, message, "give each set a `fraction`, or none of them")
+            yield say(
+                "error",
+                "bad-fraction",
+                entry.key,
+                message,
+                "give each set a `fraction`, or none of them",
+            )
         elif not 0 <= entry.fraction < math.inf:
             message = f"`{entry.key}.fraction: {entry.fraction:g}` is no share"
             yield say("error", "bad-fraction", f"{entry.key}.fraction", message, "a number above 0")
@@ -112,7 +118,9 @@ def fractions(values: Values) -> Iterator[Finding]:
         yield say("warning", "conditional-key", f"{shares[0].key}.fraction", message, help)
     if values["streaming"]:
         message = "a stream has no length of which a `fraction` could be taken"
-        yield say("error", "bad-fraction", "streaming", message, "leave out `streaming`, or `fraction`")
+        yield say(
+            "error", "bad-fraction", "streaming", message, "leave out `streaming`, or `fraction`"
+        )
 
 
 @cites(
@@ -131,7 +139,13 @@ def bad_splits(values: Values) -> Iterator[Finding]:
             continue
         if values["streaming"] and not all(part.is_whole for part in parts):
             message = f"`{key}: {brief(entry.split)}`: a stream cannot be sliced"
-            yield say("error", "no-such-split", key, message, "name a whole split, or leave out `streaming`")
+            yield say(
+                "error",
+                "no-such-split",
+                key,
+                message,
+                "name a whole split, or leave out `streaming`",
+            )
 
 
 @cites(
@@ -148,15 +162,21 @@ def split_names(values: Values) -> Iterator[Finding]:
     read = ["dataset_train_split"]
     strategy = values["eval_strategy"]
     if strategy != "no" and values[_SIZE] is None:
-        message = f"`eval_strategy: {strategy}` has nothing to evaluate on: the mixture has no test split"
-        help = f'add `{_SIZE}: 0.05` to hold a part of the rows back, or write `eval_strategy: "no"`'
+        message = (
+            f"`eval_strategy: {strategy}` has nothing to evaluate on: the mixture has no test split"
+        )
+        help = (
+            f'add `{_SIZE}: 0.05` to hold a part of the rows back, or write `eval_strategy: "no"`'
+        )
         yield say("error", "no-such-split", "eval_strategy", message, help)
     elif strategy != "no":
         read.append("dataset_test_split")
     for key in read:
         name = values[key]
         if name not in names:
-            message = f"`{key}: {brief(str(name))}`: a mixture has the split {' and '.join(names)} alone"
+            message = (
+                f"`{key}: {brief(str(name))}`: a mixture has the split {' and '.join(names)} alone"
+            )
             help = "leave it out; which split of a set is read its entry says: `split:`"
             yield say("error", "no-such-split", key, message, help)
 
@@ -173,7 +193,13 @@ def test_size(values: Values) -> Iterator[Finding]:
     is_count = isinstance(size, int)
     if (is_count and size <= 0) or (not is_count and not 0 < size < 1):
         message = f"`{_SIZE}: {size:g}` is neither a number of rows nor a share between 0 and 1"
-        yield say("error", "bad-test-split", _SIZE, message, "0.05 for a twentieth, or 200 for so many rows")
+        yield say(
+            "error",
+            "bad-test-split",
+            _SIZE,
+            message,
+            "0.05 for a twentieth, or 200 for so many rows",
+        )
 
 
 RULES: tuple[Rule, ...] = (
@@ -219,11 +245,15 @@ def unseeded_test_split(context: Context) -> Iterator[Finding]:
         return
     message = "`test_split_size` draws the test split anew in every process and at every start, whatever `seed` is"
     if context.split is not None and context.split.processes > 1:
-        message += f": each of {context.split.processes} processes trains on rows that others evaluate on"
+        message += (
+            f": each of {context.split.processes} processes trains on rows that others evaluate on"
+        )
         help = "hold rows back in a split of their own: `dataset_name` with `dataset_test_split`, or one GPU"
         yield say("warning", "unseeded-split", _SIZE, message, help)
     else:
-        yield say("note", "unseeded-split", _SIZE, f"{message}: a resumed run evaluates on other rows")
+        yield say(
+            "note", "unseeded-split", _SIZE, f"{message}: a resumed run evaluates on other rows"
+        )
 
 
 STAGE_RULES: tuple[StageRule, ...] = (enough_rows,)
@@ -237,4 +267,6 @@ def selected_columns(entry: SetEntry, columns: frozenset[str]) -> Iterator[Findi
     if absent:
         message = f"{brief(entry.path)} has no column {brief(', '.join(absent))}: "
         message += f"it has {brief(', '.join(sorted(columns)))}"
-        yield say("error", "data-columns", f"{entry.key}.columns", message, "name columns that are there")
+        yield say(
+            "error", "data-columns", f"{entry.key}.columns", message, "name columns that are there"
+        )

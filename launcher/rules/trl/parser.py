@@ -47,7 +47,9 @@ def eval_without_steps(values: Values) -> Iterator[Finding]:
     key, steps = _eval_steps(values)
     by_steps = values["eval_strategy"] == "steps" and key != "eval_steps"
     if by_steps and steps is not None and not steps > 0:
-        message = f"`eval_strategy: steps` without `eval_steps`, and `logging_steps` is {plain(steps)}"
+        message = (
+            f"`eval_strategy: steps` without `eval_steps`, and `logging_steps` is {plain(steps)}"
+        )
         help = "add `eval_steps: <number of steps>`"
         yield say("error", "eval-steps", "eval_steps", message, help, layer="parser")
 
@@ -59,7 +61,10 @@ def eval_without_steps(values: Values) -> Iterator[Finding]:
 )
 def whole_steps(values: Values) -> Iterator[Finding]:
     """Below 1 a share, above 1 a whole number."""
-    strategies = {"logging_steps": values.get("logging_strategy"), "save_steps": values.get("save_strategy")}
+    strategies = {
+        "logging_steps": values.get("logging_strategy"),
+        "save_steps": values.get("save_strategy"),
+    }
     if values["eval_strategy"] == "steps":
         key, _ = _eval_steps(values)
         strategies[key] = "steps"
@@ -80,7 +85,9 @@ def best_model_strategies(values: Values) -> Iterator[Finding]:
         both = f"`save_strategy: {save}` and `eval_strategy: {evaluate}`"
         message = f"`load_best_model_at_end` with {both}: they must be the same"
         help = f"write `eval_strategy: {save}`, or `save_strategy: best`"
-        yield say("error", "best-model-strategy", "load_best_model_at_end", message, help, layer="parser")
+        yield say(
+            "error", "best-model-strategy", "load_best_model_at_end", message, help, layer="parser"
+        )
 
 
 @cites(
@@ -135,14 +142,20 @@ RULES: tuple[Rule, ...] = (
     best_model_strategies,
     best_model_steps,
     loss_weights,
-    _either("transformers/training_args.py::TrainingArguments._validate_args[be True, but not]", "fp16", "bf16"),
+    _either(
+        "transformers/training_args.py::TrainingArguments._validate_args[be True, but not]",
+        "fp16",
+        "bf16",
+    ),
     _either(
         "transformers/training_args.py::TrainingArguments._validate_args[full eval, but]",
         "fp16_full_eval",
         "bf16_full_eval",
     ),
     _either(
-        "trl/trainer/model_config.py::ModelConfig.__post_init__[if self.load_in_8bit]", "load_in_8bit", "load_in_4bit"
+        "trl/trainer/model_config.py::ModelConfig.__post_init__[if self.load_in_8bit]",
+        "load_in_8bit",
+        "load_in_4bit",
     ),
     _refused(
         "transformers/training_args.py::TrainingArguments._validate_args[logging strategy]",
@@ -181,7 +194,10 @@ RULES: tuple[Rule, ...] = (
         "transformers/training_args.py::TrainingArguments._validate_args[if not (isinstance]",
         "empty-cache-steps",
         "torch_empty_cache_steps",
-        lambda v: number(v["torch_empty_cache_steps"]) is not None and not v["torch_empty_cache_steps"] > 0,
+        lambda v: (
+            number(v["torch_empty_cache_steps"]) is not None
+            and not v["torch_empty_cache_steps"] > 0
+        ),
         "`torch_empty_cache_steps` is a number of steps above 0, not {torch_empty_cache_steps}",
     ),
     # accelerate/parallelism_config.py::ParallelismConfig.__post_init__[if self.dp_replicate_size < 1]: no word makes

@@ -11,12 +11,13 @@ import functools
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib import resources
 from typing import Any
 
 from launcher.artifacts import model_config
 from launcher.errors import InvalidConfig, brief, launch_finding
+from launcher.lazy_dataclass import dataclass
 
 Size = tuple[int, ...]
 

@@ -17,6 +17,7 @@ from typer import Argument, Option
 from launcher import __version__
 from launcher.cli import help
 from launcher.errors import Exit, Finding, LaunchError, UsageError, launch_finding, usage
+from launcher.lazy_dataclass import dataclass
 from launcher.paths import is_dir, is_file
 from launcher.redaction import Redactor
 from launcher.report import console
@@ -90,7 +91,7 @@ STAGE_FILE = Argument(None, metavar="CONFIG", help="the stage file", show_defaul
 UNPROVEN = Option(False, "--allow-unproven", help="treat an unproven verdict as success")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Shared:
     """Options that several commands have: `takes` adds those that a command names."""
 

@@ -5,13 +5,14 @@ import platform
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
 from launcher.errors import RESOURCE_LIMITS, not_ready
 from launcher.files import parse_line
+from launcher.lazy_dataclass import dataclass
 from launcher.machine import isolation, tools
 from launcher.machine.git import Repository
 from launcher.paths import expanded

@@ -10,7 +10,6 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from launcher.artifacts import model_config
 from launcher.artifacts.fingerprint import cache_home
 from launcher.dataset import mixture
 from launcher.errors import Finding, brief
+from launcher.lazy_dataclass import dataclass
 from launcher.machine.trees import is_within, same_place
 from launcher.paths import IS_CLONE, PACKAGE, PROJECT, can_be_name, canonical, exists, is_dir
 from launcher.rules.context import Context

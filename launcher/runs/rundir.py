@@ -14,7 +14,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from launcher import files
 from launcher.errors import NotReady, not_ready, usage
 from launcher.files import parse_line as parse_line
 from launcher.files import read_json as read_json
+from launcher.lazy_dataclass import dataclass
 from launcher.machine import codec, locks
 from launcher.paths import canonical
 from launcher.redaction import redact

@@ -3,7 +3,7 @@
 import difflib
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from launcher.config.keys import DEEPSPEED, KEYS, STAGES, Key, nearest
 from launcher.config.load import Config
 from launcher.errors import Finding, brief, launch_finding
+from launcher.lazy_dataclass import dataclass
 from launcher.paths import expanded, is_file
 from launcher.upstream.trainers import BACKENDS
 

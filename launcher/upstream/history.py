@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, lru_cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from launcher.lazy_dataclass import dataclass
 from launcher.upstream.trainers import BACKENDS
 
 if TYPE_CHECKING:

@@ -11,13 +11,14 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from launcher.errors import Finding, InvalidConfig, NotReady, Severity, launch_finding
+from launcher.lazy_dataclass import dataclass
 from launcher.machine.git import CommitTree, Repository
 from launcher.paths import PROJECT, exists, expanded, is_file
 from launcher.upstream import behaviour, facts, history

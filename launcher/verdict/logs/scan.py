@@ -10,10 +10,11 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from itertools import pairwise
 from pathlib import Path
 
+from launcher.lazy_dataclass import dataclass
 from launcher.upstream.logs.common import Pattern
 from launcher.verdict.logs.segments import SEGMENT_BYTES, clean, open_pieces, text
 from launcher.verdict.logs.survey import KEPT_SIGNALS, KEPT_STEPS, Hit, LastBar, ShownBar, survey

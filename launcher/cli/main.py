@@ -165,8 +165,12 @@ def _out_of_memory(arguments: list[str]) -> int:
 
 def _run_command(arguments: list[str]) -> None:
     """Run one command. A program that asks wrongly gets its envelope too, people usage lines."""
+    asked = app
+    # a shell that completes a line names no command here
+    if arguments:
+        asked = app.narrowed(arguments[0])
     try:
-        code = app(args=arguments, prog_name="launch", standalone_mode=False)
+        code = asked(args=arguments, prog_name="launch", standalone_mode=False)
     except _Unparsed as error:
         _refuse_command_line(error, arguments)
     sys.exit(code)

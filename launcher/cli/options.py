@@ -193,11 +193,12 @@ class Shared:
 
         Raises NotReady where that does not run.
         """
-        from launcher.machine import python
         from launcher.upstream import locate
 
         interpreter = None
         if self.python is not None or os.environ.get("LAUNCH_PYTHON"):
+            from launcher.machine import python
+
             interpreter = python.find_interpreter(self.python, os.environ)
         return locate.Locator(
             checkout=self.open_instruct,

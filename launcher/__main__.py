@@ -22,16 +22,16 @@ def leave_current_folder() -> None:
     """Import nothing from the current folder if only `-m` or an empty PYTHONPATH entry names it."""
     project = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
     try:
-        here = os.getcwd()
+        folder = os.getcwd()
     except OSError:
         # a folder that was removed holds no code
-        here = ""
+        folder = ""
     entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     by_variable = "" in entries and entries != [""]
-    by_module = not sys.flags.safe_path and sys.path[:1] == [here]
-    installed = here.startswith((os.path.dirname(os.__file__), sys.prefix))
-    if here not in ("", project, *entries) and (by_variable or by_module) and not installed:
-        sys.path[:] = [entry for entry in sys.path if entry not in ("", here)]
+    by_module = not sys.flags.safe_path and sys.path[:1] == [folder]
+    installed = folder.startswith((os.path.dirname(os.__file__), sys.prefix))
+    if folder not in ("", project, *entries) and (by_variable or by_module) and not installed:
+        sys.path[:] = [entry for entry in sys.path if entry not in ("", folder)]
     if project not in map(os.path.realpath, sys.path):
         sys.path.insert(0, project)
 

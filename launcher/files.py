@@ -124,7 +124,7 @@ def _is_deep(value: Any) -> bool:
         below: list[Any] = []
         for container in level:
             values = container.values() if isinstance(container, dict) else container
-            below += [one for one in values if isinstance(one, _CONTAINERS)]
+            below += [value for value in values if isinstance(value, _CONTAINERS)]
         if not below:
             return False
         level = below

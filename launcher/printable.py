@@ -33,7 +33,7 @@ def printable(text: str, *, commands: bool = False) -> str:
     return (
         text
         if harmless
-        else _COMMAND.sub(lambda one: "# #[" if one[1] is None else f"{one[1]}\\::", text)
+        else _COMMAND.sub(lambda match: "# #[" if match[1] is None else f"{match[1]}\\::", text)
     )
 
 
@@ -49,4 +49,4 @@ def printable_bytes(raw: bytes) -> bytes:
 
 def escaped(json_text: str) -> str:
     """JSON with those control characters escaped that its own rules let stand."""
-    return _UNESCAPED.sub(lambda found: f"\\u{ord(found[0]):04x}", json_text)
+    return _UNESCAPED.sub(lambda match: f"\\u{ord(match[0]):04x}", json_text)

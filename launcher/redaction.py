@@ -274,11 +274,11 @@ def _name_cut_value(text: str, value: str, name: str) -> str:
     return before
 
 
-def redact_bytes(raw: bytes, known: Sequence[str]) -> bytes:
+def redact_bytes(raw: bytes, secret_values: Sequence[str]) -> bytes:
     """What a process printed, without tokens and values `known`; other lines stay as they are."""
     if b"PRIVATE KEY" in raw:
         raw = _KEY_BLOCK_OF_BYTES.sub(rb"\1" + REDACTED.encode(), raw)
-    values = (value.encode("utf-8", "surrogateescape").lower() for value in known)
+    values = (value.encode("utf-8", "surrogateescape").lower() for value in secret_values)
     hints = (*_HINTS, *values)
 
     def may_hold_secret(text: bytes) -> bool:
@@ -298,7 +298,7 @@ def redact_bytes(raw: bytes, known: Sequence[str]) -> bytes:
         if not may_hold_secret(line[0]):
             return line[0]
         text = line[0].decode("utf-8", "surrogateescape")
-        return _text(text, known).encode("utf-8", "surrogateescape")
+        return _text(text, secret_values).encode("utf-8", "surrogateescape")
 
     return _LINE.sub(clean, raw)
 
@@ -353,7 +353,9 @@ def _is_telling(value: str) -> bool:
 def _in_url(text: str) -> set[str]:
     quoted = {quote(text, safe="", errors="surrogateescape"), quote(text, errors="surrogateescape")}
     quoted.add(quote_plus(text, errors="surrogateescape"))
-    return quoted | {_ESCAPED_IN_URL.sub(lambda found: found[0].lower(), one) for one in quoted}
+    return quoted | {
+        _ESCAPED_IN_URL.sub(lambda match: match[0].lower(), spelling) for spelling in quoted
+    }
 
 
 def _in_base64(text: str) -> set[str]:
@@ -452,27 +454,27 @@ def _is_secret(name: str) -> bool:
     return last in ("pass", "pwd") and before in _PASS_OF
 
 
-def _clean(value: Any, name: str, known: Sequence[str]) -> Any:
+def _clean(value: Any, name: str, secret_values: Sequence[str]) -> Any:
     if isinstance(value, str):
         shown = (
             not name or not value or value.lower() in _PLAIN_WORDS or _REFERENCE.fullmatch(value)
         )
-        return _text(value, known) if shown else REDACTED
+        return _text(value, secret_values) if shown else REDACTED
     if isinstance(value, Mapping):
         cleaned = {}
         for key, below in value.items():
             # {"hub_token": {"value": ..., "origin": ...}}: the name reaches the value
             named = key if is_secret_variable(str(key)) else name * (key == "value")
-            spelt = _text(key, known) if isinstance(key, str) else key
-            cleaned[spelt] = below if _ours(key, below) else _clean(below, named, known)
+            spelt = _text(key, secret_values) if isinstance(key, str) else key
+            cleaned[spelt] = below if _ours(key, below) else _clean(below, named, secret_values)
         return cleaned
     if isinstance(value, list | tuple):
-        words = _words(value, name, known)
+        words = _words(value, name, secret_values)
         return words if isinstance(value, list) else tuple(words)
     if is_dataclass(value) and not isinstance(value, type):
         own = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
         clean = {
-            key: _clean(v, key if is_secret(key) else "", known)
+            key: _clean(v, key if is_secret(key) else "", secret_values)
             for key, v in own.items()
             if not _ours(key, v)
         }
@@ -484,21 +486,21 @@ def _ours(key: object, value: object) -> bool:
     return key in _OURS and isinstance(value, str) and value.replace("-", "_").isidentifier()
 
 
-def _words(values: Sequence[Any], name: str, known: Sequence[str]) -> list[Any]:
+def _words(values: Sequence[Any], name: str, secret_values: Sequence[str]) -> list[Any]:
     """A list, which may be a command line: the words after `--hub_token` are its value."""
     cleaned = []
     flag = ""
     for value in values:
         if isinstance(value, str) and value.startswith("--"):
             flag = value if is_secret(value) and "=" not in value else ""
-            cleaned.append(_text(value, known))
+            cleaned.append(_text(value, secret_values))
         else:
-            cleaned.append(_clean(value, name or flag, known))
+            cleaned.append(_clean(value, name or flag, secret_values))
     return cleaned
 
 
-def _text(text: str, known: Sequence[str]) -> str:
-    for value in known:
+def _text(text: str, secret_values: Sequence[str]) -> str:
+    for value in secret_values:
         if value in text:
             text = text.replace(value, REDACTED)
     if "PRIVATE KEY" in text:
@@ -506,16 +508,16 @@ def _text(text: str, known: Sequence[str]) -> str:
     text = _SHAPE.sub(REDACTED, text)
     if "://" in text:
         text = _USER.sub(
-            lambda found: f"{found[1]}:{REDACTED}" if found[1] is not None else REDACTED, text
+            lambda match: f"{match[1]}:{REDACTED}" if match[1] is not None else REDACTED, text
         )
         text = _QUERY.sub(rf"\1{REDACTED}", _WEBHOOK.sub(rf"\1{REDACTED}", text))
     text = _BEARER.sub(rf"\1{REDACTED}", text)
     return _FLAG.sub(_flag, _pairs(text))
 
 
-def _flag(found: re.Match[str]) -> str:
-    hidden = is_secret(found["name"]) and not _harmless(found["name"], found["value"])
-    return f"{found['head']}{REDACTED}" if hidden else found[0]
+def _flag(match: re.Match[str]) -> str:
+    hidden = is_secret(match["name"]) and not _harmless(match["name"], match["value"])
+    return f"{match['head']}{REDACTED}" if hidden else match[0]
 
 
 def _pairs(text: str) -> str:
@@ -531,14 +533,14 @@ def _pairs(text: str) -> str:
             continue
         # before a colon `token` is a word of a sentence
         is_name = len(_WORD.findall(name)) > 1 or name.isupper() or name.lower().endswith(_ENDINGS)
-        found = _VALUE.match(text, named.end()) if is_name or "=" in sign else None
-        if found is None or _harmless(name, found["quoted"] or found["plain"]):
+        value = _VALUE.match(text, named.end()) if is_name or "=" in sign else None
+        if value is None or _harmless(name, value["quoted"] or value["plain"]):
             continue
-        quote = found["quote"] or ""
+        quote = value["quote"] or ""
         if name.isupper() and sign == "=" and not quote:
-            found = _VARIABLE.match(text, named.end()) or found
-        parts += [text[done : found.start()], f"{quote}{REDACTED}{quote}"]
-        done = found.end()
+            value = _VARIABLE.match(text, named.end()) or value
+        parts += [text[done : value.start()], f"{quote}{REDACTED}{quote}"]
+        done = value.end()
     return "".join([*parts, text[done:]])
 
 

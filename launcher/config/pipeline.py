@@ -54,14 +54,14 @@ class Link:
     gpus: int | None = None
     source: str | None = None
     explicit: bool = False
-    given: Mapping[str, Any] = field(default_factory=dict)
+    written: Mapping[str, Any] = field(default_factory=dict)
     overrides: tuple[str, ...] = ()
     evaluation: Evaluation | None = None
     origins: Mapping[str, Origin] = field(default_factory=dict)
 
     def texts(self) -> list[str]:
         """What is laid over the stage file: `with:` first, then the command line."""
-        return [*(f"{key}={spelt(value)}" for key, value in self.given.items()), *self.overrides]
+        return [*(f"{key}={spelt(value)}" for key, value in self.written.items()), *self.overrides]
 
     def origin(self, key: str = "") -> Origin:
         return nearest(self.origins, key) or self.origins[""]
@@ -216,7 +216,7 @@ class _PipelineReader:
             gpus=gpus,
             source=source,
             explicit="from" in entry,
-            given=changes,
+            written=changes,
             evaluation=measured,
             origins=origins,
         )
@@ -321,7 +321,7 @@ def placed(link: Link, finding: Finding) -> Finding:
         return finding
     if override in link.overrides:
         return replace(finding, override=f"{link.name}.{override}")
-    for key, value in link.given.items():
+    for key, value in link.written.items():
         if override == f"{key}={spelt(value)}":
             return replace(finding, **link.origin(f"with.{key}").place)
     return finding

@@ -603,7 +603,9 @@ def _result_line(difference: CommitDifference) -> str:
     if difference.worse:
         return "worse: a stage that could be read at the old commit cannot be read at the new one"
     judged = f"no new error in {len(configs)} file(s)" if configs else "every stage can be read"
-    symbols = {one.symbol for stage in difference.stages.values() for one in stage.functions}
+    symbols = {
+        function.symbol for stage in difference.stages.values() for function in stage.functions
+    }
     if not symbols:
         return f"{judged}, and every function on the path is the same"
     does = "does" if len(symbols) == 1 else "do"

@@ -62,7 +62,7 @@ class ChecksumThread(threading.Thread):
         # whatever fails here must not end the watch over the training
         with contextlib.suppress(OSError, ValueError):
             for checkpoint in checkpoints.find(
-                self.backend, self.output, ranks=self.ranks, known=self.digests
+                self.backend, self.output, ranks=self.ranks, digested=self.digests
             ):
                 digests = _digests_of(checkpoint.path, quiet_s) if checkpoint.complete else {}
                 if digests:

@@ -57,7 +57,7 @@ class Explained:
     reads: tuple[Read, ...] | None
     meaning: str | None
     advice: str | None
-    here: Here | None
+    in_file: Here | None
     history: tuple[ArgumentChange, ...]
 
     @property
@@ -90,7 +90,7 @@ class Explained:
             "beside": beside,
             "shadowed_by": list(shadow.by) if shadow else [],
             "advice": self.advice,
-            "here": self.here and asdict(self.here),
+            "here": self.in_file and asdict(self.in_file),
             "history": list(map(_event_json, self.history)),
         }
 
@@ -110,10 +110,10 @@ class Explained:
             if option is not None:
                 own = f"launch's own of that name goes beside `args:`: {option.shape}"
                 yield f"  option     {own}"
-        if self.here is not None:
-            via = f", {self.here.via}" if self.here.via else ""
-            yield f"  here       {brief(self.here.value)}  ({self.here.origin}{via})"
-            for finding in self.here.findings:
+        if self.in_file is not None:
+            via = f", {self.in_file.via}" if self.in_file.via else ""
+            yield f"  here       {brief(self.in_file.value)}  ({self.in_file.origin}{via})"
+            for finding in self.in_file.findings:
                 yield f"  {finding.severity:<9}  {finding.message}"
         for event in self.history:
             yield f"  history    {history.sentence(event)}"
@@ -204,8 +204,8 @@ def explain(
             raise InvalidConfig(judged.findings)
         explained = []
         for name in _names(key, judged.schema, judged.upstream):
-            here = _here(name, config, judged, derived or {})
-            explained.append(_explained(name, judged.schema, judged.upstream, here))
+            in_file = _here(name, config, judged, derived or {})
+            explained.append(_explained(name, judged.schema, judged.upstream, in_file))
         return explained
     explained = []
     for chosen in [backend] if backend else BACKENDS:
@@ -281,7 +281,7 @@ def near(key: str) -> list[str]:
     return close + difflib.get_close_matches(key, findings.all_codes(), n=2, cutoff=0.7)
 
 
-def _explained(key: str, schema: Schema, source: Upstream, here: Here | None) -> Explained:
+def _explained(key: str, schema: Schema, source: Upstream, in_file: Here | None) -> Explained:
     field = schema.fields.get(key)
     option = KEYS.get(key)
     return Explained(
@@ -295,7 +295,7 @@ def _explained(key: str, schema: Schema, source: Upstream, here: Here | None) ->
         reads=schema.path.reads.get(key),
         meaning=None if field is None else meaning_of(source, field),
         advice=_advice(key, schema) if field is None else None,
-        here=here,
+        in_file=in_file,
         history=locate.past(source, schema.script, key),
     )
 

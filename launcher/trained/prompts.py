@@ -96,8 +96,8 @@ def _places(manifest: Manifest) -> Iterator[_RowFiles]:
 
 
 def _split(name: str, split: str, config: Any) -> Source | None:
-    known = sources.split_names(name, config)
-    if known is not None and split not in known:
+    split_names = sources.split_names(name, config)
+    if split_names is not None and split not in split_names:
         return None
     if "[" in split or "+" in split:
         return None

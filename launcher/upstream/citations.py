@@ -255,8 +255,8 @@ class RuleStanding:
         return nearest, fewest
 
     def _differing(self, rule: Callable[..., object], release: str) -> list[str]:
-        known = self.confirmed[release]
-        return [citation for citation in of_rule(rule) if not self._same(citation, known)]
+        places = self.confirmed[release]
+        return [citation for citation in of_rule(rule) if not self._same(citation, places)]
 
     def line(self, citation: str) -> int | None:
         place = self.place(citation)
@@ -274,16 +274,16 @@ class RuleStanding:
 
     def _name(self, citation: str) -> str:
         label = citation.partition("::")[0].removeprefix("open_instruct/")
-        for known in self.confirmed.values():
-            if citation in known:
-                return f"{label}:{known[citation].line}"
+        for places in self.confirmed.values():
+            if citation in places:
+                return f"{label}:{places[citation].line}"
         return label
 
-    def _same(self, citation: str, known: Table) -> bool:
+    def _same(self, citation: str, places: Table) -> bool:
         label = citation.partition("::")[0]
         if label in self.others or not any(citation in table for table in self.confirmed.values()):
             return True
-        before = known.get(citation)
+        before = places.get(citation)
         now = self.place(citation)
         if before is None or now is None:
             return before is now

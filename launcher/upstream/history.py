@@ -245,9 +245,11 @@ def _definitions(patch: str) -> Iterator[_Definition]:
             owner = hunk[3] or ""
         elif line[:1] in lines:
             sign = line[0]
-            known = _DEFINITION.match(line)
-            if known is not None:
-                yield _Definition(sign, known[1], known[2].strip(), owner, file, lines[sign])
+            definition = _DEFINITION.match(line)
+            if definition is not None:
+                yield _Definition(
+                    sign, definition[1], definition[2].strip(), owner, file, lines[sign]
+                )
             lines[sign] += 1
 
 

@@ -34,7 +34,7 @@ def pattern(
         name=name,
         needle=(_longest_literal(regex) if needle is None else needle).encode(),
         regex=re.compile(regex.encode()),
-        always=tuple(re.compile(found.encode()) for found in always),
+        always=tuple(re.compile(pattern.encode()) for pattern in always),
     )
 
 

@@ -751,7 +751,7 @@ class Walk(Lookup):
         key = (target, frozenset(env.items()), frozenset(visible))
         returned = self._returns.setdefault(key, set())
         earlier = self._walked.setdefault(key, [])
-        if self._depth <= _MAX_DEPTH and not any(known <= guards for known in earlier):
+        if self._depth <= _MAX_DEPTH and not any(seen <= guards for seen in earlier):
             if len(earlier) >= _MAX_GUARDS:
                 guards = frozenset.intersection(*earlier, guards) | UNSURE
             if shape.generator or isinstance(target.node, ast.AsyncFunctionDef):

@@ -321,19 +321,19 @@ _FAULTS: Mapping[State, tuple[str, str]] = {
 def faults(evaluation: PlannedEvaluation, record: EvaluationRecord) -> list[Finding]:
     """What is wrong with an evaluation, each at its line of the pipeline file."""
     link = evaluation.link
-    found = []
+    findings = []
     if record.state == "measured":
         help = f"the numbers: {record.metrics_file}"
         for gate in record.gates:
             if not gate.ok:
                 message = f"{link.name}: {gate.reason}"
                 key = f"expect.{gate.metric}"
-                found.append(_fault(link, "eval-gate", key, message, help))
+                findings.append(_fault(link, "eval-gate", key, message, help))
     elif record.state in _FAULTS:
         code, key = _FAULTS[record.state]
         message = f"the evaluation of {link.name} failed: {record.reason}"
-        found.append(_fault(link, code, key, message, f"its log: {record.log}"))
-    return found
+        findings.append(_fault(link, code, key, message, f"its log: {record.log}"))
+    return findings
 
 
 def ending(name: str, record: EvaluationRecord, *, reused: bool) -> str:

@@ -421,8 +421,8 @@ class _Runner:
     def _prepare(self, step: PlannedStage, row: StageRow) -> Prepared:
         """The stage, ready to start; `row.reason` says why if it is trained again."""
         link = step.link
-        known = plans.known_changes(step.resolved)
-        allowed = tuple(name for name in self.order.common.allowed if name in known)
+        names = plans.known_changes(step.resolved)
+        allowed = tuple(name for name in self.order.common.allowed if name in names)
         facts = step.resolved.with_request(allowed=allowed, fresh=False)
         # nothing has happened since the first one was judged
         is_first = row is self.result.rows[0] and not self.joined

@@ -178,10 +178,10 @@ def plan_stages(order: PipelineRequest, scope: Scope) -> PipelinePlan:
     steps = planner.steps
     live = tuple(step for step in steps.values() if step.link in links and step.live)
     planner.ask_machine(live=bool(live))
-    known = set(changes.NAMES)
+    change_names = set(changes.NAMES)
     for step in steps.values():
-        known |= known_changes(step.resolved)
-    unknown = [repr(name) for name in order.common.allowed if name not in known]
+        change_names |= known_changes(step.resolved)
+    unknown = [repr(name) for name in order.common.allowed if name not in change_names]
     if unknown and not planner.refused:
         message = f"--allow-changed-resume: no argument or group is named {', '.join(unknown)}"
         raise usage("unknown-change", message)

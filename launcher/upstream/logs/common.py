@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from re import _constants, _parser  # type: ignore[attr-defined]
 from signal import Signals
 
-EVERYWHERE = {"step", "metrics", "evaluated", "mean_nonfinite", "warned"}
+EVERYWHERE = {"step", "block_loss", "metrics", "evaluated", "mean_nonfinite", "warned"}
 """The names that are looked for in the middle of a large log too; all others only near both its
 ends.
 """

@@ -4,6 +4,7 @@ Run by its path it stands for launch too, wherever it lies; after `paths.MODULE_
 of this package.
 """
 
+import gc
 import os
 import sys
 
@@ -40,6 +41,8 @@ def run_module(name: str) -> None:
 
 
 def main() -> None:
+    # what is imported stays: looking through it for garbage, again and again, takes 10 ms of a start
+    gc.set_threshold(50_000)
     leave_current_folder()
     try:
         from launcher.paths import MODULE_FLAG

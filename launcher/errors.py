@@ -11,11 +11,12 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import IntEnum
 from typing import Any, Literal
 
 from launcher import redaction
+from launcher.lazy_dataclass import dataclass
 from launcher.redaction import Redactor
 
 DISK_FULL = frozenset(

@@ -5,7 +5,8 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+from launcher.lazy_dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ POINTER = b"version https://git-lfs"  # what the note begins with that git-lfs l
 PACKAGE = (
     Path(__file__).resolve().parent
 )  # the folder of this package: scripts and tables lie in it
+SNAPSHOTS = PACKAGE / "upstream" / "snapshots"  # the committed facts of the trainers' source
 PROJECT = PACKAGE.parent  # the checkout of launch, or the folder that it is installed in
 IS_CLONE = os.path.isfile(PROJECT / "pyproject.toml")  # not among installed packages
 # False also for names that no file can have: too long, a NUL inside. pathlib's own methods raise there.

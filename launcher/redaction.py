@@ -8,10 +8,12 @@ import os
 import re
 from base64 import b64decode, b64encode
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import field, fields, is_dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeVar
 from urllib.parse import quote, quote_plus
+
+from launcher.lazy_dataclass import dataclass
 
 REDACTED = "<redacted>"
 

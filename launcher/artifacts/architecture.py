@@ -11,12 +11,13 @@ import functools
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from importlib import resources
+from dataclasses import replace
 from typing import Any
 
 from launcher.artifacts import model_config
 from launcher.errors import InvalidConfig, brief, launch_finding
+from launcher.lazy_dataclass import dataclass
+from launcher.paths import PACKAGE
 
 Size = tuple[int, ...]
 
@@ -328,7 +329,7 @@ def _shown(value: object) -> str:
 @functools.cache
 def table() -> Mapping[str, Mapping[str, Any]]:
     """Common models by lower-case hub name; aliases are written out."""
-    file = resources.files("launcher.artifacts").joinpath("shapes.json")
+    file = PACKAGE / "artifacts" / "shapes.json"
     configs: dict[str, Mapping[str, Any]] = {}
     for model in json.loads(file.read_text(encoding="utf-8"))["models"]:
         for name in model["names"]:

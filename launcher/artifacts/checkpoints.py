@@ -17,13 +17,13 @@ import contextlib
 import os
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from launcher import files
 from launcher.artifacts import model_files
 from launcher.artifacts.model_files import archive_fault, file_fault
+from launcher.lazy_dataclass import dataclass
 from launcher.paths import is_dir
 from launcher.upstream.trainers import BACKENDS
 

@@ -31,9 +31,10 @@ import re
 import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from launcher.lazy_dataclass import dataclass
 
 PIECE = 8 * 2**20  # bytes that one thread hashes at a time
 BLOCK = 4096  # bytes of one sample: a page, the least that a disk reads

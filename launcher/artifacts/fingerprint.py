@@ -11,7 +11,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +20,7 @@ from launcher import files
 from launcher.artifacts import digest, model_config
 from launcher.artifacts.model_config import is_path
 from launcher.errors import NotReady, launch_finding
+from launcher.lazy_dataclass import dataclass
 from launcher.paths import exists, is_dir, is_file
 
 Kind = Literal["file", "folder", "hub", "name"]

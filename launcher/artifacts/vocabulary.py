@@ -9,11 +9,11 @@ import functools
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from launcher.files import parse_json, read_bytes
+from launcher.lazy_dataclass import dataclass
 from launcher.paths import is_file
 
 _LARGEST = 2**26

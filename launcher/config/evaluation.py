@@ -6,11 +6,12 @@ import math
 import operator
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from launcher.config import durations, keys
 from launcher.errors import UsageError, brief
+from launcher.lazy_dataclass import dataclass
 
 KEYS = ("command", "metrics", "expect", "timeout")
 PLACEHOLDERS: Mapping[str, str] = {

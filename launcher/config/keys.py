@@ -8,11 +8,11 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from launcher.config.points import ATTENTIONS, POINTS
 from launcher.errors import brief
+from launcher.lazy_dataclass import dataclass
 
 Kind = Literal["word", "number", "switch", "text", "list", "mapping", "path"]
 Fault = tuple[str, str, str | None]

@@ -7,7 +7,7 @@ Nothing about the stage files themselves is judged here, only that there is one 
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from launcher.config.interpolation import interpolate
 from launcher.config.keys import STAGES
 from launcher.config.load import spelt
 from launcher.errors import Finding, InvalidConfig, brief, usage
+from launcher.lazy_dataclass import dataclass
 from launcher.paths import exists, expanded
 from launcher.redaction import Redactor
 

@@ -7,8 +7,10 @@ that holds its `observe_NAME`.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
+
+from launcher.lazy_dataclass import dataclass
 
 Detail = Mapping[str, Any]
 Sentence = Callable[[str, Detail], str | None]

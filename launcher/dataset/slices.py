@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+
+from launcher.lazy_dataclass import dataclass
 
 # datasets/arrow_reader.py::[_SUB_SPEC_RE = re.compile],
 # datasets/arrow_reader.py::[_ADDITION_SEP_RE]

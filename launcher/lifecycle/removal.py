@@ -13,11 +13,12 @@ import re
 import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from launcher.artifacts import digest, layout
 from launcher.errors import NotReady, UsageError, not_ready, usage
+from launcher.lazy_dataclass import dataclass
 from launcher.machine import locks, trees
 from launcher.machine.sizes import sized
 from launcher.machine.trees import Budget, TreeEntry

@@ -12,11 +12,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from launcher.errors import Finding, LaunchError, NotReady, brief, not_ready
+from launcher.lazy_dataclass import dataclass
 from launcher.lifecycle import conclude, on_finish, standstill, usage
 from launcher.machine import isolation, process
 from launcher.paths import PROJECT

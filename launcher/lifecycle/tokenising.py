@@ -12,7 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from launcher.config.load import spelt
 from launcher.dataset import packed
 from launcher.dataset.packed import PackedRows
 from launcher.errors import Exit, Finding, LaunchError, NotReady, launch_finding
+from launcher.lazy_dataclass import dataclass
 from launcher.machine import locks, sizes
 from launcher.machine.python import Trainer
 from launcher.plan import command

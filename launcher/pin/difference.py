@@ -7,12 +7,13 @@ they are spelt. Each stage file is judged at both as `launch validate-config` wo
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from launcher.config import load, pipeline
 from launcher.config.load import Config
 from launcher.errors import Exit, Finding, InvalidConfig, brief, errors
+from launcher.lazy_dataclass import dataclass
 from launcher.machine.git import Repository
 from launcher.paths import canonical
 from launcher.pin import functions, pin

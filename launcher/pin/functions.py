@@ -2,8 +2,8 @@
 
 import difflib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
+from launcher.lazy_dataclass import dataclass
 from launcher.upstream import behaviour
 from launcher.upstream.entry import Entry
 from launcher.upstream.locate import Upstream

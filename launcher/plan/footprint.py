@@ -3,13 +3,14 @@
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from launcher.artifacts import architecture, lengths, model_config
 from launcher.artifacts.architecture import Shape
 from launcher.artifacts.lengths import Lengths, MicroBatch, Packed, pack
 from launcher.errors import InvalidConfig
+from launcher.lazy_dataclass import dataclass
 from launcher.plan.memory.setup import (
     FULL,
     HALF,

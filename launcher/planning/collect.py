@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum, auto
 from typing import Any
 
 from launcher.config import load
 from launcher.config.load import Config
 from launcher.errors import Finding, InvalidConfig, errors, usage
+from launcher.lazy_dataclass import dataclass
 from launcher.machine import devices, python
 from launcher.machine.devices import Devices, Look
 from launcher.machine.python import Interpreter, Trainer

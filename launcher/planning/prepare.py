@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from launcher.errors import (
     launch_finding,
     naming_variables,
 )
+from launcher.lazy_dataclass import dataclass
 from launcher.machine.devices import Devices
 from launcher.paths import exists
 from launcher.plan import command

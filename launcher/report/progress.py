@@ -6,13 +6,14 @@ import os
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from launcher import files, redaction
 from launcher.artifacts.digest import CHECKPOINT
 from launcher.config.points import BY_NAME, POINTS
+from launcher.lazy_dataclass import dataclass
 from launcher.printable import printable
 from launcher.redaction import Redactor
 

@@ -1,11 +1,12 @@
 """What a rule may know beside upstream's arguments: launch's own options, this machine, what lies here."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
 from launcher.errors import Finding, Severity
+from launcher.lazy_dataclass import dataclass
 from launcher.upstream.schema import Values
 from launcher.upstream.trainers import Entry, entry_of
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.artifacts import model_config
@@ -12,6 +11,7 @@ from launcher.dataset.sources import Source
 from launcher.dataset.survey import Occurrence, RowPlace, Survey, look
 from launcher.errors import Finding, Severity, brief
 from launcher.files import read_bytes, read_json
+from launcher.lazy_dataclass import dataclass
 from launcher.paths import is_dir, is_file
 from launcher.rules.context import Context
 from launcher.rules.rule import say

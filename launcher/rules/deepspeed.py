@@ -8,8 +8,6 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from packaging.version import InvalidVersion, Version
-
 from launcher.artifacts import architecture, model_config, model_files
 from launcher.errors import Finding, Severity, brief
 from launcher.rules.context import Context, RuleTable, StageRule, caches_only, section
@@ -19,10 +17,10 @@ from launcher.rules.trl import resolved
 from launcher.upstream import behaviour
 
 OVERLAP = "overlap-corrupts"
-SYNCHRONIZED = Version("0.17.5")  # DeepSpeed's PR 7371
-UNSYNCHRONIZED = (Version("0.18.5"), Version("0.19.0"))  # from PR 7805 on, until PR 7965
-ALL_STREAMS = Version("0.19.3")  # PR 8080
-LOSES_MICRO_BATCHES = (Version("0.17.6"), Version("0.18.3"))  # until PR 7665
+SYNCHRONIZED = "0.17.5"  # DeepSpeed's PR 7371
+UNSYNCHRONIZED = ("0.18.5", "0.19.0")  # from PR 7805 on, until PR 7965
+ALL_STREAMS = "0.19.3"  # PR 8080
+LOSES_MICRO_BATCHES = ("0.17.6", "0.18.3")  # until PR 7665
 LARGEST_WEIGHT = 1e9  # elements; no gradient is then larger than the bucket, which is copied
 _FORMATS = {
     "fp32": "no",
@@ -46,7 +44,7 @@ _UNBIASED = frozenset(
 )
 # what both scripts look for in a parameter's name
 _WITHOUT_DECAY = ("bias", "layer_norm.weight")
-STRICT_SCHEDULES = Version("2.10")
+STRICT_SCHEDULES = "2.10"
 """The release of torch from which on a schedule refuses other groups than those that it was made for."""
 # accelerate/utils/deepspeed.py::map_pytorch_optim_to_deepspeed[is_adaw = isinstance],
 # accelerate/utils/deepspeed.py::map_pytorch_optim_to_deepspeed[if isinstance(optimizer, (bnb_opt.AdamW],
@@ -330,7 +328,7 @@ def no_biases(context: Context) -> Iterator[Finding]:
     if not context.distributed or caches_only(context) or not _has_no_bias(context):
         return
     torch = (context.packages or {}).get("torch")
-    if torch is not None and Version(torch) < STRICT_SCHEDULES:
+    if torch is not None and _is_before(torch, STRICT_SCHEDULES):
         return
     message = (
         "this model has no biases, and with DeepSpeed its first step fails with a ValueError: "
@@ -491,10 +489,7 @@ def fault(
     overlaps = zero.get("overlap_comm") is True
     if stage not in (1, 2):
         return None
-    try:
-        release = Version(version or "")
-    except InvalidVersion:
-        release = None
+    release = _release(version)
     wire = _FORMATS.get(str(config.get("communication_data_type")).lower())
     bucket = zero.get("reduce_bucket_size")
     whole = isinstance(bucket, int | float) and bucket >= LARGEST_WEIGHT
@@ -530,17 +525,37 @@ def fault(
         return "warning", OVERLAP, message, f"install deepspeed 0.19.8 where it trains, {serial}"
     described = f"DeepSpeed {version} with ZeRO-{stage} and `overlap_comm`"
     help = f"install deepspeed 0.19.8, {serial}"
-    if release < SYNCHRONIZED or _within(release, UNSYNCHRONIZED):
+    if _is_before(release, SYNCHRONIZED) or _within(release, UNSYNCHRONIZED):
         return "error", OVERLAP, f"{described} {corrupts}", help
-    if UNSYNCHRONIZED[1] <= release < ALL_STREAMS:
+    if _within(release, (UNSYNCHRONIZED[1], ALL_STREAMS)):
         streams = "where several streams compute them, as under torch.compile"
         message = f"{described} may send gradients before they are complete {streams}"
         return "warning", OVERLAP, message, help
     return None
 
 
-def _within(version: Version, span: tuple[Version, Version]) -> bool:
-    return span[0] <= version < span[1]
+def _release(version: str | None) -> str | None:
+    """The version if it is one that can be compared with others."""
+    if version is None:
+        return None
+    # importing it takes longer than all rules of this module together
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        return str(Version(version))
+    except InvalidVersion:
+        return None
+
+
+def _within(version: str, span: tuple[str, str]) -> bool:
+    first, beyond = span
+    return not _is_before(version, first) and _is_before(version, beyond)
+
+
+def _is_before(version: str, later: str) -> bool:
+    from packaging.version import Version
+
+    return Version(version) < Version(later)
 
 
 @cites(

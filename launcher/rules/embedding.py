@@ -6,13 +6,13 @@ the first batch.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from launcher.artifacts import architecture, model_config, vocabulary
 from launcher.artifacts.vocabulary import Vocabulary
 from launcher.errors import Finding, Severity, brief
+from launcher.lazy_dataclass import dataclass
 from launcher.paths import is_file
 from launcher.rules import data
 from launcher.rules.context import Context, RuleTable, StageRule, caches_only

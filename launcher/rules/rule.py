@@ -2,11 +2,12 @@
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
 from launcher.errors import Finding, Layer, Severity, brief
+from launcher.lazy_dataclass import dataclass
 from launcher.rules import premises
 from launcher.upstream.schema import Schema, Values
 

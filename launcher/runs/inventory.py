@@ -11,11 +11,12 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from launcher import files
 from launcher.artifacts import digest, layout
+from launcher.lazy_dataclass import dataclass
 from launcher.machine import trees
 from launcher.machine.trees import Budget, TreeEntry
 from launcher.paths import canonical

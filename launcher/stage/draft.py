@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ import yaml
 from launcher.artifacts import chat_template, model_config
 from launcher.dataset import sources
 from launcher.errors import brief, usage
+from launcher.lazy_dataclass import dataclass
 from launcher.paths import is_dir, is_file
 from launcher.stage import rows as data_rows
 from launcher.upstream.trainers import BACKENDS

@@ -3,7 +3,7 @@
 import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -13,6 +13,7 @@ from launcher.config.keys import KEYS, STAGES, Key
 from launcher.config.load import Config
 from launcher.errors import Finding, InvalidConfig, brief
 from launcher.findings import CodeSection, Meaning
+from launcher.lazy_dataclass import dataclass
 from launcher.stage import gates, stage, unused
 from launcher.stage.conversion.names import FOREIGN
 from launcher.upstream import history, locate

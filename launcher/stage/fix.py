@@ -13,7 +13,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from launcher import files
 from launcher.config import load
 from launcher.config.document import KEPT, LOADER, bad
 from launcher.errors import Finding, InvalidConfig, NotReady, brief
+from launcher.lazy_dataclass import dataclass
 from launcher.stage import stage
 from launcher.stage.stage import Judged
 from launcher.upstream.entry import DATA_FILE

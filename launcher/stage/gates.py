@@ -10,11 +10,12 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any, Literal, NamedTuple
 
 from launcher.config.keys import PAIRED, nearest
 from launcher.errors import Complain, Finding, brief
+from launcher.lazy_dataclass import dataclass
 from launcher.machine import codec
 from launcher.machine.codec import Misfit, Omission
 

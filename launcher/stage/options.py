@@ -3,15 +3,15 @@
 import difflib
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from importlib.resources import files
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
 from launcher.config.keys import DEEPSPEED, KEYS, STAGES, Key, nearest
 from launcher.config.load import Config
 from launcher.errors import Finding, brief, launch_finding
-from launcher.paths import expanded, is_file
+from launcher.lazy_dataclass import dataclass
+from launcher.paths import PACKAGE, expanded, is_file
 from launcher.upstream.trainers import BACKENDS
 
 # the keys of a file of the shape `open_instruct:`
@@ -278,7 +278,7 @@ def _unknown(key: str, keys: tuple[str, ...], fields: Collection[str]) -> Findin
 
 
 def deepspeed_file(name: str) -> Path:
-    return Path(str(files("launcher.plan.deepspeed").joinpath(f"{name}.json")))
+    return PACKAGE / "plan" / "deepspeed" / f"{name}.json"
 
 
 def _deepspeed(config: Config, folders: Sequence[Path]) -> tuple[Path | None, str, Finding | None]:

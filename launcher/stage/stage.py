@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.config.load import Config
 from launcher.errors import Finding, InvalidConfig, Severity, errors, launch_finding
+from launcher.lazy_dataclass import dataclass
 from launcher.rules import registry
 from launcher.rules.context import Context, Machine
 from launcher.stage import arguments, options, unused

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from launcher.dataset.mixer import LOCAL_SUFFIXES
 from launcher.dataset.reading import BadRow, CannotRead
 from launcher.dataset.shapes import CannotConvert
 from launcher.dataset.sources import Source
+from launcher.lazy_dataclass import dataclass
 from launcher.runs.record import Manifest, as_list
 
 _ROWS = 2000

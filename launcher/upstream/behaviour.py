@@ -9,8 +9,9 @@ function; history decides only where that text is neither of the known ones.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from launcher.lazy_dataclass import dataclass
 
 if TYPE_CHECKING:
     # what reads sources is imported only where there is something to read

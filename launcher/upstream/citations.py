@@ -14,12 +14,13 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cache
-from importlib.resources import files
 from typing import NamedTuple
 
 from launcher.errors import Finding, Severity
+from launcher.lazy_dataclass import dataclass
+from launcher.paths import SNAPSHOTS
 from launcher.upstream.source.functions import normalised
 from launcher.upstream.source.packages import Tree
 
@@ -120,7 +121,7 @@ class Committed:
 
 @cache
 def committed() -> Committed:
-    raw = files("launcher.upstream.snapshots").joinpath("cited.json").read_text(encoding="utf-8")
+    raw = (SNAPSHOTS / "cited.json").read_text(encoding="utf-8")
     data = json.loads(raw)
     tables = {}
     for release, table in data["releases"].items():

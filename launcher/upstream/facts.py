@@ -11,12 +11,13 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from launcher.files import write_text
+from launcher.lazy_dataclass import dataclass
 from launcher.paths import PACKAGE
 from launcher.upstream import behaviour
 from launcher.upstream.schema import Path as ScriptPath

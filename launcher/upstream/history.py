@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, lru_cache
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from launcher.lazy_dataclass import dataclass
+from launcher.paths import SNAPSHOTS
 from launcher.upstream.trainers import BACKENDS
 
 if TYPE_CHECKING:
@@ -127,7 +128,7 @@ def sentence(event: ArgumentChange) -> str:
 
 @cache
 def _table() -> Mapping[str, Any]:
-    raw = files("launcher.upstream.snapshots").joinpath("history.json").read_text(encoding="utf-8")
+    raw = (SNAPSHOTS / "history.json").read_text(encoding="utf-8")
     data: dict[str, Any] = json.loads(raw)
     return data
 

@@ -11,15 +11,15 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from launcher.errors import Finding, InvalidConfig, NotReady, Severity, launch_finding
+from launcher.lazy_dataclass import dataclass
 from launcher.machine.git import CommitTree, Repository
-from launcher.paths import PROJECT, exists, expanded, is_file
+from launcher.paths import PROJECT, SNAPSHOTS, exists, expanded, is_file
 from launcher.upstream import behaviour, facts, history
 from launcher.upstream.history import ArgumentChange
 from launcher.upstream.schema import Schema, short_version, source_name
@@ -113,7 +113,7 @@ def snapshot(backend: str) -> Mapping[str, Any]:
 @cache
 def _read(name: str) -> Mapping[str, Any] | None:
     """A file of committed facts; None where it was not taken yet."""
-    path = files("launcher.upstream.snapshots").joinpath(name)
+    path = SNAPSHOTS / name
     if not path.is_file():
         return None
     data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -122,7 +122,10 @@ def _read(name: str) -> Mapping[str, Any] | None:
 
 def known_facts(backend: str, version: str) -> Mapping[str, Any]:
     """The committed facts of a known release; those of the pin for any other version."""
-    return _others(backend).get(version, snapshot(backend))
+    pin = snapshot(backend)
+    if version == pin["version"]:
+        return pin
+    return _others(backend).get(version, pin)
 
 
 def _others(backend: str) -> dict[str, Mapping[str, Any]]:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from launcher.config.keys import PAIRED
 from launcher.errors import brief
+from launcher.lazy_dataclass import dataclass
 
 if TYPE_CHECKING:
     from launcher.upstream.citations import RuleStanding

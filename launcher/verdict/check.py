@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +16,7 @@ from launcher import redaction
 from launcher.config.keys import PAIRED
 from launcher.config.points import ANY, DEFAULTS, POINTS, PointType
 from launcher.errors import Exit, InvalidConfig, launch_finding, unreadable
+from launcher.lazy_dataclass import dataclass
 from launcher.machine import codec
 from launcher.machine.codec import Misfit, Omission
 from launcher.redaction import Redactor

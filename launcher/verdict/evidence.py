@@ -9,7 +9,7 @@ import math
 import re
 import sys
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from typing import Any
 from launcher import files
 from launcher.artifacts.digest import CHECKPOINT
 from launcher.config.keys import PAIRED, STAGES
+from launcher.lazy_dataclass import dataclass
 from launcher.machine.codec import Omission
 from launcher.runs import evaluation, rundir, runner
 from launcher.runs import events as probe_events

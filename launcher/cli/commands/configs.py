@@ -10,7 +10,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -40,6 +40,7 @@ from launcher.errors import (
     errors,
     usage,
 )
+from launcher.lazy_dataclass import dataclass
 from launcher.paths import can_be_name, exists, shipped
 from launcher.report import console
 

@@ -204,13 +204,14 @@ def _conclude(
     findings: tuple[Finding, ...],
     format: Format,
 ) -> Exit:
+    from launcher.report import judgement
     from launcher.runs import attempt
     from launcher.trained import next_steps
 
     steps = next_steps.of_finished(folder)
 
     def show() -> None:
-        console.print_verdict(verdict, folder.path.name)
+        judgement.print_verdict(verdict, folder.path.name)
         console.say(f"run: {folder.path}\nreport: {folder.report}")
         if steps is not None:
             console.say("\n".join(steps.lines()))

@@ -7,10 +7,10 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.errors import Exit, Finding, NotReady, launch_finding
+from launcher.lazy_dataclass import dataclass
 from launcher.machine.git import CommitTree, Repository
 from launcher.machine.locks import exclusive
 from launcher.paths import IS_CLONE

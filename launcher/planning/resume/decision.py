@@ -15,7 +15,7 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple
@@ -26,6 +26,7 @@ from launcher.artifacts.checkpoints import Checkpoint
 from launcher.cache.inputs import Contents
 from launcher.cache.keys import Cache
 from launcher.errors import Finding, Severity, errors, launch_finding, not_ready, usage
+from launcher.lazy_dataclass import dataclass
 from launcher.machine import codec
 from launcher.machine.codec import Between, Count, Positive
 from launcher.machine.python import Trainer

@@ -3,13 +3,13 @@
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.artifacts import chat_template, model_config
 from launcher.dataset import mixture, reading, shapes, sources
 from launcher.dataset.mixture import Piece, SetEntry
 from launcher.errors import Finding, Severity, brief
+from launcher.lazy_dataclass import dataclass
 from launcher.paths import exists, is_file
 from launcher.rules import data
 from launcher.rules.context import Context, StageRule

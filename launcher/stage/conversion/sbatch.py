@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
+from launcher.lazy_dataclass import dataclass
 from launcher.runs import slurm
 from launcher.stage.conversion.settings import SourceSetting
 

@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -16,6 +15,7 @@ from launcher.config import document
 from launcher.config.load import tool_of
 from launcher.errors import Finding, InvalidConfig, usage
 from launcher.files import read_bytes
+from launcher.lazy_dataclass import dataclass
 from launcher.redaction import is_secret_variable
 from launcher.stage.conversion import commands, names, olmo_core, sbatch, sharding
 from launcher.stage.conversion.commands import Invocation

@@ -2,9 +2,10 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from re import _constants, _parser  # type: ignore[attr-defined]
 from signal import Signals
+
+from launcher.lazy_dataclass import dataclass
 
 EVERYWHERE = {"step", "block_loss", "metrics", "evaluated", "mean_nonfinite", "warned"}
 """The names that are looked for in the middle of a large log too; all others only near both its

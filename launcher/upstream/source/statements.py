@@ -10,8 +10,9 @@ import ast
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
+from launcher.lazy_dataclass import dataclass
 from launcher.upstream.schema import Shadow
 from launcher.upstream.source import conditions
 from launcher.upstream.source.conditions import PERHAPS

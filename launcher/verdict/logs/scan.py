@@ -10,10 +10,11 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from itertools import pairwise
 from pathlib import Path
 
+from launcher.lazy_dataclass import dataclass
 from launcher.upstream.logs.common import Pattern
 from launcher.upstream.logs.olmo_core import METRIC, SUFFIXES
 from launcher.verdict.logs.segments import SEGMENT_BYTES, clean, open_pieces, text

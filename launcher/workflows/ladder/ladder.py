@@ -11,7 +11,7 @@ import math
 import shutil
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from launcher.errors import (
     not_ready,
     usage,
 )
+from launcher.lazy_dataclass import dataclass
 from launcher.machine import python
 from launcher.plan.plan import Plan
 from launcher.planning import check, collect, forecast, prepare

@@ -11,7 +11,7 @@ import shlex
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 
 from launcher import files, redaction
@@ -19,6 +19,7 @@ from launcher.artifacts import fingerprint
 from launcher.config.evaluation import Evaluation
 from launcher.config.pipeline import Link
 from launcher.errors import Exit, Finding, NotReady, launch_finding
+from launcher.lazy_dataclass import dataclass
 from launcher.machine import devices, isolation, locks
 from launcher.machine.devices import Devices
 from launcher.planning.prepare import Prepared

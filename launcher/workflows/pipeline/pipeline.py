@@ -11,7 +11,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from launcher import redaction
 from launcher.artifacts import checkpoints
 from launcher.config.pipeline import placed
 from launcher.errors import Exit, Finding, LaunchError, brief, errors, launch_finding
+from launcher.lazy_dataclass import dataclass
 from launcher.lifecycle import conclude, follow
 from launcher.plan import plan
 from launcher.planning import forecast, prepare

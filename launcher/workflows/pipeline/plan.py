@@ -6,7 +6,7 @@ has, and with the folder that it will really be given.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from launcher.errors import (
     not_ready,
     usage,
 )
+from launcher.lazy_dataclass import dataclass
 from launcher.paths import canonical
 from launcher.plan import plan
 from launcher.plan.plan import Plan

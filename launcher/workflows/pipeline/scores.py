@@ -11,13 +11,14 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
 from launcher import files
 from launcher.config import keys
 from launcher.config.evaluation import Gate, fill
+from launcher.lazy_dataclass import dataclass
 from launcher.runs.evaluation import GateResult
 
 LARGEST_BYTES = 256 * 2**20

@@ -11,7 +11,7 @@ trainer is made, and reference log-probabilities need the model.
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from launcher.cache import hub, keys
 from launcher.cache.hub import Part
 from launcher.cache.keys import Cache
 from launcher.errors import Exit, Finding, InvalidConfig, NotReady, errors, naming_variables
+from launcher.lazy_dataclass import dataclass
 from launcher.lifecycle import tokenising
 from launcher.lifecycle.tokenising import Tokenised
 from launcher.machine.python import Trainer

@@ -8,13 +8,13 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import made_runs
 import pytest
 import saved
 from fake_world import World, made, until
+from in_process import Answer, launch
 
 from launcher import files
 from launcher.cli import main
@@ -40,13 +40,6 @@ def out(world: World) -> Path:
     return world.root / "out"
 
 
-@dataclass
-class Answer:
-    code: int
-    out: str
-    err: str
-
-
 Remove = Callable[..., Answer]
 
 
@@ -56,10 +49,7 @@ def remove(capsys: pytest.CaptureFixture[str]) -> Remove:
 
     def run(target: RunFolder | Path, *words: str) -> Answer:
         path = target.path if isinstance(target, RunFolder) else target
-        capsys.readouterr()
-        code = main.main(["rm", str(path), *(words or ("--model", "--yes"))])
-        captured = capsys.readouterr()
-        return Answer(code, captured.out, captured.err)
+        return launch(capsys, "rm", str(path), *(words or ("--model", "--yes")))
 
     return run
 

@@ -4,6 +4,7 @@ import bz2
 import json
 import lzma
 import random
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -153,7 +154,11 @@ def test_quotes_inside_cells_are_read_as_pandas_does(write: Write) -> None:
     ]
 
 
+# where the texts of ROWS begin and end in an Arrow file
+OFFSETS = struct.pack("<3i", 0, 1, 6)
+FAR_OFFSETS = struct.pack("<3i", 0, 1, 2**30)
 UNREADABLE: list[tuple[str, bytes]] = [
+    ("a.arrow", arrow(ROWS).replace(OFFSETS, FAR_OFFSETS)),
     ("a.jsonl.gz", packed(lines(ROWS * 900))[:-20]), ("a.csv.gz", packed(table(ROWS * 900))[:-20]),
     ("a.txt.gz", packed(b"a\n" * 9)[:12]), ("a.jsonl.gz", b"\x1f\x8b\x08\x00" + bytes(6) + b"\xff" * 40),
     ("a.csv.gz", b"\x1f\x8b\x08\x00" + bytes(6) + b"\xff" * 40), ("a.jsonl.gz", lines(ROWS)),

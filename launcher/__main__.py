@@ -1,7 +1,8 @@
-"""`launch`, and `python -m launcher`: who interrupts it while its commands are imported sees no traceback.
+"""`launch`, and `python -m launcher`: who interrupts it while its commands are imported sees no
+traceback.
 
-Run by its path it stands for launch too, wherever it lies; after `paths.MODULE_FLAG` it runs another module
-of this package.
+Run by its path it stands for launch too, wherever it lies; after `paths.MODULE_FLAG` it runs
+another module of this package.
 """
 
 import gc
@@ -11,11 +12,14 @@ import sys
 # launcher.errors.Exit, which cannot be imported where nothing can be
 NOT_READY = 5
 INTERRUPTED = 130
-NO_MEMORY = "error[resource-limit]: the memory that this command may use does not hold it: see `ulimit -v`\n"
+NO_MEMORY = (
+    "error[resource-limit]: "
+    "the memory that this command may use does not hold it: see `ulimit -v`\n"
+)
 
 
 def leave_current_folder() -> None:
-    """Import nothing more from the current folder, if only `-m` or an empty entry of PYTHONPATH names it."""
+    """Import nothing from the current folder if only `-m` or an empty PYTHONPATH entry names it."""
     project = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
     try:
         here = os.getcwd()
@@ -41,7 +45,7 @@ def run_module(name: str) -> None:
 
 
 def main() -> None:
-    # what is imported stays: looking through it for garbage, again and again, takes 10 ms of a start
+    # what is imported stays: to look for garbage in it takes 10 ms of a start
     gc.set_threshold(50_000)
     leave_current_folder()
     try:

@@ -1,4 +1,4 @@
-"""Secrets out of whatever is written down: by the name of their key, by their shape, by their value."""
+"""Secrets out of whatever is written: by the name of their key, their shape, their value."""
 
 from __future__ import annotations
 
@@ -20,34 +20,36 @@ REDACTED = "<redacted>"
 _T = TypeVar("_T")
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 
-# Names of secrets. A name is split into words: `hub_token`, `hubToken` and `HUB_TOKEN` are the same two.
+# Names of secrets. A name is split into words: `hub_token`, `hubToken` and `HUB_TOKEN` are the same
+# two.
 _ALWAYS = (
-    "apikey cred credential credentials creds passphrase passwd password passwords secret secrets webhook webhooks"
+    "apikey cred credential credentials creds passphrase passwd password passwords secret "
+    "secrets webhook webhooks"
 ).split()
 # `PGPASSWORD`, `OPENAIAPIKEY`: words that are written as one
 _ENDINGS = ("password", "passwd", "passphrase", "apikey", "accesskey", "secretkey", "privatekey")
 # `eos_token`: a token of a text, which is named by what stands before it
 _TEXT_TOKENS = frozenset(
     (
-        "audio bos boundary cls end eos image mask max min new next num pad prefix sep special start stop suffix unk "
-        "video"
+        "audio bos boundary cls end eos image mask max min new next num pad prefix sep special "
+        "start stop suffix unk video"
     ).split()
 )
 # in lower case `_key` is a secret's only after one of these: `messages_key` names a column
 _KEY_OF = (
-    "access account admin anthropic api app auth aws azure bot client cohere comet decryption deepseek deploy "
-    "encryption fireworks gemini github gitlab google groq hf hmac huggingface jwt license master mistral neptune "
-    "openai openrouter private replicate secret server service session signing slack ssh ssl storage stripe swanlab "
-    "tls together wandb webhook"
+    "access account admin anthropic api app auth aws azure bot client cohere comet decryption "
+    "deepseek deploy encryption fireworks gemini github gitlab google groq hf hmac huggingface "
+    "jwt license master mistral neptune openai openrouter private replicate secret server service "
+    "session signing slack ssh ssl storage stripe swanlab tls together wandb webhook"
 ).split()
 # in capitals every `_KEY` is one but for these
 _STORE_KEYS = frozenset("cache foreign index partition primary public sort".split())
 # in lower case `_pass` is a secret's only after one of these: `forward_pass` is something else
 _PASS_OF = frozenset(
     (
-        "admin api app auth account basic client cluster database db docker email ftp git http https imap jdbc kafka "
-        "keystore ldap mail mongo mqtt my mysql pg postgres proxy rabbitmq redis root service sftp smtp sql ssh sudo "
-        "svc user vpn wifi"
+        "admin api app auth account basic client cluster database db docker email ftp git http "
+        "https imap jdbc kafka keystore ldap mail mongo mqtt my mysql pg postgres proxy rabbitmq "
+        "redis root service sftp smtp sql ssh sudo svc user vpn wifi"
     ).split()
 )
 # `HF_TOKEN_PATH` says where a token is, not what it is
@@ -107,8 +109,8 @@ _WEBHOOK = re.compile(
 _QUERY = re.compile(
     r"(?i)([?&](?:code|key|sig|signature|x-amz-(?:credential|security-token|signature))=)[^\s&\"'<>]{6,}"
 )
-# name=value, name: value, 'name': 'value', --name=value; names of one word only before `=`. A name is
-# tried from its begin alone: a word may be a megabyte of base64
+# name=value, name: value, 'name': 'value', --name=value; names of one word only before `=`. A name
+# is tried from its begin alone: a word may be a megabyte of base64
 _NAME = re.compile(r"(?<![\w.-])(?P<name>[\w.-]++)[\"']?(?P<sign>\s*:?=>?\s*|:\s+|[\"']:)")
 _VALUE = re.compile(r"(?P<quote>[\"'])(?P<quoted>[^\"']+)(?P=quote)|(?P<plain>[^\s\"',;&)}\]`]+)")
 # of a shell's variable all up to the next blank
@@ -156,8 +158,9 @@ _WORDLIKE = re.compile(
 class Redactor:
     """What is secret to a stage file, a plan or a run beside what names and shapes tell.
 
-    `values` are texts, in every spelling, longest first. `borrowed` are variables that a file took values from, with
-    what they hold: a finding names the variable in place of the value, whether that is a secret or not.
+    `values` are texts, in every spelling, longest first. `borrowed` are variables that a file took
+    values from, with what they hold: a finding names the variable in place of the value, whether
+    that is a secret or not.
     """
 
     values: tuple[str, ...] = ()
@@ -205,7 +208,7 @@ def together(redactors: Iterable[Redactor]) -> Redactor:
 
 
 def named_in_environment(text: str) -> str:
-    """The text without secrets; of those that a variable of this process holds it names the variable."""
+    """The text without secrets; of those that a variable of this process holds, its name."""
     secrets = [
         name
         for name, value in os.environ.items()
@@ -216,15 +219,19 @@ def named_in_environment(text: str) -> str:
 
 
 def redact(value: _T, environ: Mapping[str, str] | None = None) -> _T:
-    """The same value, of the same types throughout, without what is secret by its name, its shape or by `environ`.
+    """The same value, of the same types throughout, without what is secret by its name, its shape
+    or by `environ`.
 
-    `environ` is that of this process where it is None. What files borrowed is known to a `Redactor`.
+    `environ` is that of this process where it is None. What files borrowed is known to a
+    `Redactor`.
     """
     return Redactor.of(os.environ if environ is None else environ).redact(value)
 
 
 def holds_secret(variable: str, value: str) -> bool:
-    """Whether a variable that a file borrowed holds a secret: by its name, or as neither a place nor a plain word."""
+    """Whether a variable that a file borrowed holds a secret: by its name, or as neither a place
+    nor a plain word.
+    """
     if not value or value.lower() in _PLAIN_WORDS:
         return False
     return is_secret_variable(variable) or not (
@@ -255,7 +262,7 @@ def _name_variable(text: str, variable: str, value: str) -> str:
 
 
 def _name_cut_value(text: str, value: str, name: str) -> str:
-    """The text, with the variable named where only the begin of its value stands: `errors.brief` cut it."""
+    """The text, naming the variable where `errors.brief` left only the begin of its value."""
     before, dots, after = text.partition(_CUT)
     while dots:
         for length in range(min(len(value), len(before)), 3, -1):
@@ -268,7 +275,7 @@ def _name_cut_value(text: str, value: str, name: str) -> str:
 
 
 def redact_bytes(raw: bytes, known: Sequence[str]) -> bytes:
-    """What a process printed without tokens and values `known`; lines without any stay as they are, byte for byte."""
+    """What a process printed, without tokens and values `known`; other lines stay as they are."""
     if b"PRIVATE KEY" in raw:
         raw = _KEY_BLOCK_OF_BYTES.sub(rb"\1" + REDACTED.encode(), raw)
     values = (value.encode("utf-8", "surrogateescape").lower() for value in known)
@@ -297,9 +304,11 @@ def redact_bytes(raw: bytes, known: Sequence[str]) -> bytes:
 
 
 def known_values(environ: Mapping[str, str], borrowed: Collection[str] = ()) -> tuple[str, ...]:
-    """Values of variables that are secret by name, or borrowed and secret, as they may be spelt, longest first.
+    """Values of variables that are secret by name, or borrowed and secret, as they may be spelt,
+    longest first.
 
-    What is short, a path, a number or a word is left out. Of a value of several lines each line counts.
+    What is short, a path, a number or a word is left out. Of a value of several lines each line
+    counts.
     """
     forms: set[str] = set()
     for name, value in environ.items():
@@ -314,7 +323,7 @@ def _longest_first(values: Iterable[str]) -> tuple[str, ...]:
 
 @lru_cache(maxsize=1024)
 def _spellings(value: str) -> frozenset[str]:
-    """How a secret may be printed: as it is, line by line, escaped, in a URL, in base64, out of base64."""
+    """How a secret may be printed: as it is, by line, escaped, in a URL, in or out of base64."""
     if not _is_telling(value):
         return frozenset()
     plain = {value}
@@ -379,7 +388,7 @@ def _out_of_base64(value: str) -> str | None:
 
 
 def is_secret_variable(name: str) -> bool:
-    """Whether a variable of this name holds a token or a password; its parts count wherever they stand."""
+    """Whether a variable of this name holds a token or a password; its parts count anywhere."""
     return is_secret(name) or (name.isupper() and _is_secret_variable(name[-_LONGEST_NAME:]))
 
 

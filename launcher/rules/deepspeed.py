@@ -1,7 +1,8 @@
-"""Rules about DeepSpeed: its file, its stages, what it cannot train, which releases corrupt gradients.
+"""Rules about DeepSpeed: its file, its stages, what it cannot train, which releases corrupt
+gradients.
 
-docs/gradients.md has what was measured with each release. Line numbers are those of the pins, of the
-packages named in tests/agreement/test_upstream_facts.py, and of DeepSpeed 0.19.8.
+docs/gradients.md has what was measured with each release. Line numbers are those of the pins, of
+the packages named in tests/agreement/test_upstream_facts.py, and of DeepSpeed 0.19.8.
 """
 
 import math
@@ -45,9 +46,9 @@ _UNBIASED = frozenset(
 # what both scripts look for in a parameter's name
 _WITHOUT_DECAY = ("bias", "layer_norm.weight")
 STRICT_SCHEDULES = "2.10"
-"""The release of torch from which on a schedule refuses other groups than those that it was made for."""
+"""The release of torch from which on a schedule refuses other groups than it was made for."""
 # accelerate/utils/deepspeed.py::map_pytorch_optim_to_deepspeed[is_adaw = isinstance],
-# accelerate/utils/deepspeed.py::map_pytorch_optim_to_deepspeed[if isinstance(optimizer, (bnb_opt.AdamW],
+# accelerate/utils/deepspeed.py::map_pytorch_optim_to_deepspeed[if isinstance(optimizer, (bnb_opt.AdamW],  # noqa: E501 - one citation
 # accelerate/utils/deepspeed.py::map_pytorch_optim_to_deepspeed[if is_bnb_available(min_version]:
 # those that stay what they are where DeepSpeed offloads
 _OFFLOADED = (
@@ -70,7 +71,8 @@ def engine_config(
     stage = values.get("zero_stage")
     if not isinstance(stage, int) or isinstance(stage, bool):
         return file
-    # as far as memory and gradients depend on it (dpo_tune_cache.py::build_deepspeed_config[config =],
+    # as far as memory and gradients depend on it
+    # (dpo_tune_cache.py::build_deepspeed_config[config =],
     # dpo_tune_cache.py::build_deepspeed_config[overlap_comm])
     zero: dict[str, Any] = {"stage": stage, "overlap_comm": True, "reduce_bucket_size": "auto"}
     if stage == 3:
@@ -98,12 +100,11 @@ def zero_section(context: Context) -> Iterator[Finding]:
 
 @cites(
     "accelerate/utils/dataclasses.py::DeepSpeedPlugin.fill_match[not found in kwargs.]",
-    "deepspeed/runtime/config.py::DeepSpeedConfig._set_batch_related_parameters[Either train_batch_size]",
+    "deepspeed/runtime/config.py::"
+    "DeepSpeedConfig._set_batch_related_parameters[Either train_batch_size]",
 )
 def no_batch(context: Context) -> Iterator[Finding]:
-    """An `auto` batch is filled from the micro-batch alone, but by transformers, which fills in
-    both.
-    """
+    """An `auto` batch is filled from the micro-batch alone, but transformers fills in both."""
     file = context.file
     if not file or file.get(_MICRO) is not None:
         return
@@ -288,7 +289,8 @@ def quantised(context: Context) -> Iterator[Finding]:
 @cites(
     "finetune.py::main[no_decay =]",
     "dpo_tune_cache.py::main[no_decay =]",
-    "deepspeed/runtime/zero/stage_1_and_2.py::DeepSpeedZeroOptimizer.__init__[param_dtype = self.bit16_groups]",
+    "deepspeed/runtime/zero/stage_1_and_2.py::"
+    "DeepSpeedZeroOptimizer.__init__[param_dtype = self.bit16_groups]",
     reviewed=("e6c3044aa620",),
 )
 def frozen_biases(context: Context) -> Iterator[Finding]:
@@ -332,8 +334,8 @@ def no_biases(context: Context) -> Iterator[Finding]:
         return
     message = (
         "this model has no biases, and with DeepSpeed its first step fails with a ValueError: "
-        "DeepSpeed drops the optimizer's empty group of biases, "
-        f"and torch {STRICT_SCHEDULES} and later refuse a schedule made with it"
+        f"DeepSpeed drops the optimizer's empty group of biases, and torch {STRICT_SCHEDULES} and "
+        "later refuse a schedule made with it"
     )
     later = "check out a later open-instruct, such as the pin (`launch pin status`)"
     help = f"{later}, or write `deepspeed: none`"
@@ -357,7 +359,8 @@ def _has_no_bias(context: Context) -> bool:
 
 @cites(
     "finetune.py::main[model.gradient_checkpointing_enable #1]",
-    "transformers/modeling_utils.py::PreTrainedModel.gradient_checkpointing_enable[gradient_checkpointing_kwargs =]",
+    "transformers/modeling_utils.py::"
+    "PreTrainedModel.gradient_checkpointing_enable[gradient_checkpointing_kwargs =]",
     reviewed=("e6c3044aa620",),
 )
 def frozen_released(context: Context) -> Iterator[Finding]:
@@ -379,7 +382,8 @@ def frozen_released(context: Context) -> Iterator[Finding]:
 
 @cites(
     "transformers/integrations/deepspeed.py::HfTrainerDeepSpeedConfig.fill_match[self.mismatches.append]",
-    "transformers/integrations/deepspeed.py::HfTrainerDeepSpeedConfig.trainer_config_finalize[Please correct]",
+    "transformers/integrations/deepspeed.py::"
+    "HfTrainerDeepSpeedConfig.trainer_config_finalize[Please correct]",
     "accelerate/utils/dataclasses.py::DeepSpeedPlugin.__post_init__[self.hf_ds_config.config #2]",
 )
 def mismatches(context: Context) -> Iterator[Finding]:
@@ -438,7 +442,8 @@ def _entry(config: Mapping[str, Any], name: str) -> Any:
 
 @cites(
     "transformers/trainer.py::Trainer.__init__[Using --fsdp xxx]",
-    "accelerate/utils/dataclasses.py::DeepSpeedPlugin.__post_init__[self.hf_ds_config = os.environ.get]",
+    "accelerate/utils/dataclasses.py::"
+    "DeepSpeedPlugin.__post_init__[self.hf_ds_config = os.environ.get]",
 )
 def fsdp_too(context: Context) -> Iterator[Finding]:
     """accelerate reads launch's file."""
@@ -495,12 +500,13 @@ def fault(
     whole = isinstance(bucket, int | float) and bucket >= LARGEST_WEIGHT
     converts = wire is not None and wire != (precision or "bf16")
     if stage == 2 and overlaps and converts and not whole:
-        # stage_1_and_2.py, allreduce_and_copy_with_multiple_ranks: only the converted copy is recorded on
-        # the stream of the reduction, so the gradient's memory is used again before it was read
+        # stage_1_and_2.py, allreduce_and_copy_with_multiple_ranks: only the converted copy is
+        # recorded on the stream of the reduction, so the gradient's memory is used again before it
+        # was read
         message = (
-            "ZeRO-2 with `overlap_comm` and a `communication_data_type` of its own trains on corrupt "
-            "gradients: every release up to 0.19.8 reuses the memory of gradients larger than "
-            "`reduce_bucket_size` before they were sent"
+            "ZeRO-2 with `overlap_comm` and a `communication_data_type` of its own trains on "
+            "corrupt gradients: every release up to 0.19.8 reuses the memory of gradients larger "
+            "than `reduce_bucket_size` before they were sent"
         )
         help = "set `overlap_comm: false` in the DeepSpeed file, or use ZeRO-1 or ZeRO-3"
         return "error", OVERLAP, message, help
@@ -519,8 +525,8 @@ def fault(
     serial = "or set `overlap_comm: false` in the DeepSpeed file"
     if release is None:
         message = (
-            f"ZeRO 1 and 2 with `overlap_comm` {corrupts}, with DeepSpeed 0.18.5 to 0.18.9 and before "
-            "0.17.5; the installed version is not known here"
+            f"ZeRO 1 and 2 with `overlap_comm` {corrupts}, with DeepSpeed 0.18.5 to 0.18.9 and "
+            "before 0.17.5; the installed version is not known here"
         )
         return "warning", OVERLAP, message, f"install deepspeed 0.19.8 where it trains, {serial}"
     described = f"DeepSpeed {version} with ZeRO-{stage} and `overlap_comm`"

@@ -22,7 +22,8 @@ from launcher.rules.rule import cites, say
 _MODEL = "model_name_or_path"
 _CODE = "tokens-beyond-embedding"
 _SHOWN = 3
-# finetune.py::main[model.resize_token_embeddings], dpo_tune_cache.py::main[model.resize_token_embeddings]
+# finetune.py::main[model.resize_token_embeddings],
+# dpo_tune_cache.py::main[model.resize_token_embeddings]
 _MULTIPLE = 8
 
 

@@ -1,7 +1,7 @@
 """The rules of every backend and stage, applied to typed `Values` and to a `Context`, each once.
 
-Layer `parser` repeats upstream's own `__post_init__`; layer `run` is what would parse and then crash
-or do something else than it says; layer `launch` is our own.
+Layer `parser` repeats upstream's own `__post_init__`; layer `run` is what would parse and then
+crash or do something else than it says; layer `launch` is our own.
 """
 
 from collections.abc import Iterator, Mapping

@@ -51,7 +51,10 @@ def olmo_tokenizer(context: Context) -> Iterator[Finding]:
         )
         yield say("error", "olmo-tokenizer", "add_bos", message, "delete the line")
     elif not of_olmo and not values["add_bos"]:
-        message = f"`chat_template_name: {template}` crashes: {why}, and this template needs `add_bos: true` there"
+        message = (
+            f"`chat_template_name: {template}` crashes: {why}, and this template needs "
+            "`add_bos: true` there"
+        )
         help = "add `add_bos: true`, or take a template of OLMo's"
         if by_name:
             help += "; a folder that only has such a name can be renamed"

@@ -1079,6 +1079,11 @@ _SOURCE_AND_MACHINE = CodeSection(
             "with `--format json`: the command line cannot be parsed (exit 2)",
         ),
         _row(
+            "bad-extension",
+            "launch",
+            "a module that `LAUNCH_EXTENSIONS` names cannot be imported (exit 5)",
+        ),
+        _row(
             "disk-full",
             "launch",
             "a disk or a quota is full, so the output, or a file of launch's, could not be written",

@@ -223,10 +223,10 @@ def test_no_table_has_an_escaped_bar() -> None:
 
 
 def test_the_examples_of_contributing_are_code_of_the_house() -> None:
-    """One rule, one command and one test, each short enough to read at once."""
+    """One rule, one command, one test and one extension, each short enough to read at once."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     examples = re.findall(r"<!-- from: (\S+) -->\n```python\n(.*?)\n```", text, re.S)
-    assert [path.split("/")[1] for path, _ in examples] == ["rules", "cli", "cli"]
+    assert [path.split("/")[1] for path, _ in examples] == ["rules", "cli", "cli", "data"]
     for path, code in examples:
         assert code in (ROOT / path).read_text(encoding="utf-8"), path
         assert len(code.splitlines()) < 30

@@ -18,7 +18,7 @@ from launcher.cli.commands import app_for
 from launcher.cli.help import overrides
 from launcher.cli.options import Findings, answer, app
 from launcher.errors import DISK_FULL, Exit, LaunchError, NotReady, not_ready, unreadable, usage
-from launcher.machine import process, tools
+from launcher.machine import extensions, process, tools
 from launcher.printable import folded, printable
 from launcher.redaction import Redactor, redact
 
@@ -80,6 +80,7 @@ def _flush_streams(code: int) -> int:
 def _run_guarded(arguments: list[str]) -> int:
     try:
         tools.forget_silences()
+        extensions.load()
         _run_command(arguments)
     except SystemExit as stop:
         return _exit_code(stop)

@@ -523,6 +523,8 @@ def _arrow_batches(arrow: Any, source: Any) -> Iterator[Any]:
 def _batch_rows(batches: Any) -> Iterator[Numbered]:
     number = 0
     for batch in batches:
+        # pyarrow follows an offset of a damaged file to wherever it points, which ends the process
+        batch.validate(full=True)
         for row in batch.to_pylist():
             number += 1
             yield number, row

@@ -66,7 +66,7 @@ def judge_run(folder: RunFolder, requested: Mapping[str, str] | None = None) -> 
 def _expected(manifest: Manifest) -> Mapping[str, str | None]:
     if manifest.expected is None:
         # nothing can be proved of a run without a record of what was requested
-        return check.UNKNOWN
+        return check.expected_of_nothing()
     return manifest.expected
 
 

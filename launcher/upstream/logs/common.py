@@ -7,7 +7,7 @@ from signal import Signals
 
 from launcher.lazy_dataclass import dataclass
 
-EVERYWHERE = {"step", "metrics", "evaluated", "mean_nonfinite", "warned"}
+EVERYWHERE = {"step", "block_loss", "metrics", "evaluated", "mean_nonfinite", "warned"}
 """The names that are looked for in the middle of a large log too; all others only near both its
 ends.
 """

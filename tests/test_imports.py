@@ -89,6 +89,10 @@ def test_the_probe_imports_nothing_of_launch() -> None:
             assert {one.split(".")[0] for one in imported(path)} <= {own, ""}, name
 
 
+def test_what_the_probe_loads_by_its_path_imports_nothing_of_launch() -> None:
+    assert imported(PACKAGE / "artifacts" / "digest.py") == set()
+
+
 def test_every_module_has_a_room() -> None:
     assert {name for name in MODULES if "." not in name} <= GROUND | {*FLOORS, "probe"}
     for folder in {path.parent for path in MODULES.values()}:

@@ -73,7 +73,7 @@ def judge_text(folder: Path, text: str) -> dict[tuple[str, str], Finding]:
     """The findings of a stage file, by code and key."""
     path = folder / "stage.yaml"
     path.write_text(text, encoding="utf-8")
-    judged = stage.judge(load.load(path), locator=Locator(search=()))
+    judged = stage.judge_stage_file(load.load(path), locator=Locator(search=()))
     return {(finding.code, finding.key or ""): finding for finding in judged.findings}
 
 
@@ -402,7 +402,7 @@ def snapshot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def read_text(folder: Path, text: str) -> stage.Judged:
     path = folder / "stage.yaml"
     path.write_text(text, encoding="utf-8")
-    return stage.read(load.load(path), locator=Locator(search=()))
+    return stage.read_stage_file(load.load(path), locator=Locator(search=()))
 
 
 def model_findings(folder: Path, *args: str, model: str = QWEN) -> dict[str, Finding]:

@@ -67,7 +67,7 @@ def judge_text(folder: Path, text: str) -> dict[tuple[str, str], Finding]:
     """The findings of a stage file, by code and key."""
     path = folder / "stage.yaml"
     path.write_text(text, encoding="utf-8")
-    judged = stages.judge(load.load(path), locator=Locator(search=()))
+    judged = stages.judge_stage_file(load.load(path), locator=Locator(search=()))
     return {(finding.code, finding.key or ""): finding for finding in judged.findings}
 
 
@@ -295,7 +295,7 @@ def test_a_document_ends_at_the_token_that_ends_a_text(
     tmp_path: Path, samples: list[list[int]], special: dict[str, str], documents: int
 ) -> None:
     folder = write_tokens(tmp_path / "numpy", samples, **special)
-    rows = packed.read(folder, limit=8, tokenizer="org/model")
+    rows = packed.read_packed_rows(folder, limit=8, tokenizer="org/model")
     assert rows == PackedRows(samples=2, documents=documents, rows=1)
 
 

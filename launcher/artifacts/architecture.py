@@ -173,7 +173,7 @@ def find(
     if not isinstance(name, str) or not name:
         raise _unknown("no model is named", "set `model_name_or_path`")
     source = f"config.json of {name}"
-    config = model_config.read(name, environ, revision)
+    config = model_config.read_model_config(name, environ, revision)
     if not config:
         path = model_config.where(name, environ, revision)
         if path is not None:

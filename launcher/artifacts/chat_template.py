@@ -31,7 +31,7 @@ _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MOST_BYTES = 2**20
 
 
-def read(model: str, environ: Mapping[str, str]) -> str | None:
+def read_template(model: str, environ: Mapping[str, str]) -> str | None:
     """The chat template of a model by folder or hub name; empty where it has none, None where it is
     not here.
     """

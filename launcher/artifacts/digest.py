@@ -31,10 +31,9 @@ import re
 import stat
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from launcher.lazy_dataclass import dataclass
 
 PIECE = 8 * 2**20  # bytes that one thread hashes at a time
 BLOCK = 4096  # bytes of one sample: a page, the least that a disk reads
@@ -65,7 +64,7 @@ class Content:
     size: int
 
 
-def read(path: Path, *, whole_below: int = WHOLE_BELOW) -> tuple[Content, os.stat_result]:
+def read_content(path: Path, *, whole_below: int = WHOLE_BELOW) -> tuple[Content, os.stat_result]:
     """The content of a file and the state in which it was read, links followed.
 
     Only `.safetensors` of `whole_below` bytes and more are sampled. Raises OSError where it cannot

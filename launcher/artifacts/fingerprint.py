@@ -94,7 +94,7 @@ def of_file(path: Path, *, name: str | None = None) -> FilePrint:
         status = path.stat()
         # a clock of a file system may be too coarse to tell a write of just now from the next one
         is_settled = time.time() - max(status.st_ctime, status.st_mtime) > _MARGIN_S
-        content = _content(path, _state(status)) if is_settled else digest.read(path)[0]
+        content = _content(path, _state(status)) if is_settled else digest.read_content(path)[0]
     except (OSError, ValueError) as error:
         raise _missing(path, error) from None
     return FilePrint(
@@ -114,7 +114,7 @@ def _state(status: os.stat_result) -> tuple[int, ...]:
 @functools.lru_cache(maxsize=4096)
 def _content(path: Path, _: tuple[int, ...]) -> digest.Content:
     """One start asks for the same files several times, under each role."""
-    return digest.read(path)[0]
+    return digest.read_content(path)[0]
 
 
 def of_data(name: str, revision: str | None = None) -> Fingerprint:

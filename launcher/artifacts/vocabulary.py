@@ -48,7 +48,7 @@ class Vocabulary:
         return [token for token, index in self.added.items() if index >= rows]
 
 
-def read(folder: Path) -> Vocabulary | None:
+def read_vocabulary(folder: Path) -> Vocabulary | None:
     """The vocabulary of a tokenizer's folder; None where its files do not tell, as with code of its
     own.
     """

@@ -88,7 +88,7 @@ def fill(word: str, values: Mapping[str, str]) -> str:
     return _PLACEHOLDER.sub(replaced, word)
 
 
-def read(where: str, entry: Any, complain: Complain) -> Evaluation | None:
+def read_evaluation_key(where: str, entry: Any, complain: Complain) -> Evaluation | None:
     """The evaluation below the key `where`; None where it is none. Each fault goes to
     `complain`.
     """

@@ -202,7 +202,7 @@ class _PipelineReader:
         changes = self._changes(f"{where}.with", entry.get("with"))
         measured = None
         if entry.get("eval") is not None:
-            measured = evaluation.read(f"{where}.eval", entry["eval"], self._add)
+            measured = evaluation.read_evaluation_key(f"{where}.eval", entry["eval"], self._add)
         if config is None or name is None:
             return None
         origins = {"": self._at(where)}

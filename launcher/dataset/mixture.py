@@ -41,7 +41,7 @@ class SetEntry:
 
     def slices(self) -> tuple[Slice, ...]:
         """The parts of its split. Raises BadSplit."""
-        return slices.read(self.split)
+        return slices.parse_slices(self.split)
 
     def first_split(self) -> str:
         """The name of the split that is read first, `train` where it names none."""

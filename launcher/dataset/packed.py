@@ -33,7 +33,7 @@ class PackedRows:
     rows: int
 
 
-def read(folder: Path, *, limit: int, tokenizer: str) -> PackedRows | None:
+def read_packed_rows(folder: Path, *, limit: int, tokenizer: str) -> PackedRows | None:
     """Count them, for rows of `limit` tokens; None where the tokenizer in the folder does not say
     how texts end.
 

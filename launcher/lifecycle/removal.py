@@ -297,7 +297,7 @@ def _read_written(run: RunFolder, place: Path) -> _Written:
 
 def _sort_files(run: RunFolder, place: Path, written: _Written) -> Deletion:
     """Every file below an output folder: to delete, or kept."""
-    sums = checksums.read(run)
+    sums = checksums.read_checksums(run)
     own_leases = list(_lease_files(run, place))
     lease_paths = {file.path for file in own_leases}
     doomed = []
@@ -366,7 +366,7 @@ def _has_state(
 def _whole_digest(entry: TreeEntry) -> str | None:
     path = Path(f"/proc/self/fd/{entry.parent}/{entry.name}")
     try:
-        return digest.read(path, whole_below=2**63)[0].digest
+        return digest.read_content(path, whole_below=2**63)[0].digest
     except OSError:
         return None
 

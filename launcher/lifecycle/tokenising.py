@@ -277,7 +277,7 @@ def _counted(prepared: Prepared, tokenised: Tokenised, say: Say) -> Prepared:
     rows: PackedRows | None = None
     # a file that cannot be read costs the count; the training says what is wrong
     with contextlib.suppress(OSError):
-        rows = packed.read(place, limit=limit, tokenizer=str(name))
+        rows = packed.read_packed_rows(place, limit=limit, tokenizer=str(name))
     if rows is None:
         return prepared
     data = f"args.{plan.stage.entry.names.data}"

@@ -20,7 +20,7 @@ from launcher.pin import functions, pin
 from launcher.pin.functions import BehaviourDifference, FunctionDifference
 from launcher.pin.pin import PACKAGE, Commits, describe
 from launcher.stage import unused
-from launcher.stage.stage import Judged, backend_of, judge
+from launcher.stage.stage import Judged, backend_of, judge_stage_file
 from launcher.upstream import history, locate
 from launcher.upstream.locate import Locator
 from launcher.upstream.schema import Field, Schema
@@ -72,7 +72,7 @@ class Revision:
 
     def past(self, script: str) -> _Past:
         return functools.partial(
-            history.of, script=script, repository=self.repository, head=self.commit
+            history.changes_of_argument, script=script, repository=self.repository, head=self.commit
         )
 
     def as_json(self) -> dict[str, object]:
@@ -477,7 +477,7 @@ def _judge_both(
 def _judge(config: Config, side: Revision, stage: str | None) -> Judged | str:
     """A file against a commit; the reason if its stage cannot be read there."""
     try:
-        judged = judge(config, stage=stage, locator=side.locator)
+        judged = judge_stage_file(config, stage=stage, locator=side.locator)
     except InvalidConfig as error:
         return error.findings[0].message
     kept = [finding for finding in judged.findings if finding.code not in _EVERYWHERE]

@@ -481,7 +481,7 @@ def shape_of(
     if values.get("config_name"):
         # OLMo-core's name for a shape: the folder itself says it, or else the model of that name
         hubs = [hub for hub, config in stage.schema.models.items() if config == name]
-        if model_config.read(model, os.environ):
+        if model_config.read_model_config(model, os.environ):
             name = model
         elif hubs:
             name = hubs[0]

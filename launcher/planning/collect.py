@@ -64,8 +64,8 @@ class StageFile:
         return replace(self, request=request, config=config)
 
     def read(self) -> stages.Judged:
-        """The file by the source that trains it; see `stage.read`."""
-        return stages.read(self.config, stage=self.request.stage, locator=self.locator)
+        """The file by the source that trains it; see `stage.read_stage_file`."""
+        return stages.read_stage_file(self.config, stage=self.request.stage, locator=self.locator)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +158,7 @@ def find_source(request: Request, backend: str) -> tuple[Locator, Trainer]:
     return locator, trainer
 
 
-def judge(request: Request) -> tuple[stages.Judged, Trainer]:
+def judge_request(request: Request) -> tuple[stages.Judged, Trainer]:
     """Check a stage file without a plan, and find its trainer. Raises InvalidConfig or NotReady."""
     file = open(request)
     judged = file.read()

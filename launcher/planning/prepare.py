@@ -199,7 +199,7 @@ def _requested_output(stage: Stage) -> Path | None:
     return None if folder is None else folder.absolute()
 
 
-def prepare(request: Request, scope: Scope) -> Prepared:
+def prepare_start(request: Request, scope: Scope) -> Prepared:
     """Read and plan a request; see `collect` and `complete` for what is raised."""
     return complete(collect(request, scope))
 
@@ -215,7 +215,7 @@ def complete(facts: Facts) -> Prepared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartPlan:
-    """A start that is planned without what earlier attempts left: see `decide`, then `prepare`.
+    """A start planned without what earlier attempts left: see `decide`, then `prepare` here.
 
     `plan` lacks the values of the caches. `contents` are what its data and models hold. `place` is
     the output folder, None if another machine checks it. `warnings` are about this machine.

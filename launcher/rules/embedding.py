@@ -81,7 +81,7 @@ def _vocabulary(context: Context) -> Vocabulary | None:
         name = values[_MODEL]
         revision = values.get("model_revision")
     folder = folder_of(context, name, revision)
-    return None if folder is None else vocabulary.read(folder)
+    return None if folder is None else vocabulary.read_vocabulary(folder)
 
 
 @cites(

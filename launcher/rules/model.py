@@ -43,7 +43,7 @@ def liger_unknown(context: Context) -> Iterator[Finding]:
     values = context.values
     if not values["use_liger_kernel"] or values.get("use_qlora") or caches_only(context):
         return
-    config = model_config.read(
+    config = model_config.read_model_config(
         values["model_name_or_path"], context.environ, values.get("model_revision")
     )
     family = config.get("model_type")
@@ -177,7 +177,7 @@ _MODEL = "model_name_or_path"
 def _config(context: Context) -> Mapping[str, Any]:
     values = context.values
     name = values.get("config_name") or values[_MODEL]
-    return model_config.read(name, context.environ, values.get("model_revision"))
+    return model_config.read_model_config(name, context.environ, values.get("model_revision"))
 
 
 def _arguments(context: Context) -> Mapping[str, Any]:
@@ -195,7 +195,7 @@ def other_weights(context: Context) -> Iterator[Finding]:
     name = str(context.values[_MODEL] or "")
     if not is_dir(name) or arguments.keys() & _OTHER_FILES:
         return
-    shape = _shape(model_config.read(name, context.environ))
+    shape = _shape(model_config.read_model_config(name, context.environ))
     if shape is None:
         return
     stored = model_files.sizes(Path(name))

@@ -90,7 +90,9 @@ def _stored_type(context: Context) -> str:
     path = model_config.where(name, context.environ, revision)
     if path is None:
         return ""
-    written = model_config.weights_type(model_config.read(name, context.environ, revision))
+    written = model_config.weights_type(
+        model_config.read_model_config(name, context.environ, revision)
+    )
     return written or model_files.number_format(path.parent)
 
 

@@ -256,7 +256,7 @@ def file_digest(entry: TreeEntry) -> str | None:
     # through the open folder, whatever is renamed meanwhile
     path = Path(f"/proc/self/fd/{entry.parent}/{entry.name}")
     try:
-        return digest.read(path)[0].digest
+        return digest.read_content(path)[0].digest
     except OSError:
         return None
 

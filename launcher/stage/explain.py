@@ -198,7 +198,7 @@ def explain(
     # of what stands inside a mapping or a list, the whole is explained
     key = re.split(r"[.\[]", key.removeprefix("args."), maxsplit=1)[0]
     if config is not None:
-        judged = stage.judge(config, stage=stage_name, locator=locator)
+        judged = stage.judge_stage_file(config, stage=stage_name, locator=locator)
         if judged.schema is None or judged.upstream is None or judged.values is None:
             # what is wrong with the file comes before its keys
             raise InvalidConfig(judged.findings)

@@ -100,14 +100,14 @@ Judge = Callable[[str], Judged]
 
 
 def of_file(path: Path, *, stage_name: str | None = None, locator: Locator | None = None) -> Fix:
-    """The fixed text of a file, judged as `stage.judge` does it; writes nothing.
+    """The fixed text of a file, judged as `stage.judge_stage_file` does it; writes nothing.
 
     Raises InvalidConfig if the file cannot be read at all.
     """
     locator = locator or Locator()
 
     def judge(text: str | None) -> Judged:
-        return stage.judge(load.load(path, text=text), stage=stage_name, locator=locator)
+        return stage.judge_stage_file(load.load(path, text=text), stage=stage_name, locator=locator)
 
     first = judge(None)
     before = _read(path).decode("utf-8-sig")

@@ -106,7 +106,7 @@ class Options:
         return None, _bad("deepspeed", message, "a JSON mapping, as DeepSpeed reads it")
 
 
-def read(
+def read_stage_options(
     config: Config, stage: str, folders: Sequence[Path] = (), fields: Collection[str] = ()
 ) -> tuple[Options, list[Finding]]:
     """The options of a config and everything wrong with them; faulty ones keep their default.
@@ -176,7 +176,7 @@ def _read_elsewhere(config: Config, key: str) -> tuple[Mapping[str, Any], list[F
 
     if key == "slurm":
         return slurm.read_options(config.options[key], complain)
-    return gates.read(config.options[key], complain)
+    return gates.read_limits(config.options[key], complain)
 
 
 def stage_of(config: Config) -> str | None:

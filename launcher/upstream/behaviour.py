@@ -486,7 +486,7 @@ def of_script(key: str) -> Iterable[Behaviour]:
     return (behaviour for behaviour in BEHAVIOURS if key in behaviour.scripts)
 
 
-def read(sources: Sources, key: str, script: str) -> dict[str, bool | None]:
+def observe_behaviours(sources: Sources, key: str, script: str) -> dict[str, bool | None]:
     """What the source of an entry script shows of each behaviour; None if it shows neither form."""
     answers: dict[str, bool | None] = {}
     for behaviour in of_script(key):

@@ -59,7 +59,7 @@ class ArgumentChange:
         return self.what != "added"
 
 
-def of(
+def changes_of_argument(
     key: str, script: str, repository: Repository | None = None, *, head: str = "HEAD"
 ) -> tuple[ArgumentChange, ...]:
     """What happened to one argument of `script` (`open_instruct/finetune.py`) up to `head`.

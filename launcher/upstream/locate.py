@@ -474,19 +474,19 @@ def at_pin(schema: Schema, key: str) -> str | None:
 
 
 def past(upstream: Upstream, script: str, key: str) -> tuple[ArgumentChange, ...]:
-    """What happened to an argument of a script, newest first; see `history.of`.
+    """What happened to an argument of a script, newest first; see `history.changes_of_argument`.
 
     At the pin the committed table answers; anything else asks its own git history, if it has one.
     Of another known commit without a history, the table answers up to that commit's day.
     """
     release = upstream.release or upstream.pin
     if not upstream.is_checkout or (upstream.pinned and release == upstream.pin):
-        return history.of(key, script)
+        return history.changes_of_argument(key, script)
     tree = upstream.packages.get(upstream.backend)
     if isinstance(tree, CommitTree):
-        return history.of(key, script, tree.repository, head=tree.commit)
+        return history.changes_of_argument(key, script, tree.repository, head=tree.commit)
     repository = Repository(upstream.root) if upstream.root is not None else None
-    events = history.of(key, script, repository)
+    events = history.changes_of_argument(key, script, repository)
     dates = {
         release.version: release.date
         for release in BACKENDS[upstream.backend].KNOWN

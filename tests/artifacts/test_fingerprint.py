@@ -21,7 +21,7 @@ from launcher.errors import Exit, NotReady
 
 
 def digest(path: Path, **options: int) -> str:
-    return content.read(path, **options)[0].digest
+    return content.read_content(path, **options)[0].digest
 
 
 def safetensors(tensors: Mapping[str, bytes], metadata: Mapping[str, str] | None = None) -> bytes:
@@ -124,7 +124,7 @@ def test_a_stretch_of_two_strata_never_escapes(checkpoint: Path, data: st.DataOb
 )
 def test_what_is_no_safetensors_file_is_read_whole(write: Write, raw: bytes) -> None:
     path = write("m.safetensors", raw)
-    found, _ = content.read(path, whole_below=0)
+    found, _ = content.read_content(path, whole_below=0)
     assert found.method == "whole"
     path.write_bytes(raw[:-1] + bytes([raw[-1] ^ 1]) if raw else b"x")
     assert digest(path, whole_below=0) != found.digest
@@ -254,7 +254,7 @@ def test_a_change_that_hides_behind_size_and_time_is_seen(
     monkeypatch.setattr(fingerprint, "_MARGIN_S", -1e9)
     before, was = of_file(path).digest, path.stat()
     with monkeypatch.context() as without:
-        without.setattr(content, "read", None)
+        without.setattr(content, "read_content", None)
         assert of_file(path).digest == before
     path.write_bytes(b"RUW\n")
     os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))

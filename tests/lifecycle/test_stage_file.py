@@ -33,7 +33,7 @@ DEEPSPEED = {
 
 
 def planned(path: Path, *overrides: str) -> plan.Plan:
-    stage = stages.validate(stages.judge(load.load(path, overrides)))
+    stage = stages.validate(stages.judge_stage_file(load.load(path, overrides)))
     return plan.make(stage, gpus=8)
 
 

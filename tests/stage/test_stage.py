@@ -56,7 +56,7 @@ def judge(write: Write) -> Judge:
     def judge_text(
         text: str, *overrides: str, asked: str | None = None, name: str = "a.yaml"
     ) -> Judged:
-        return stage.judge(load.load(write(name, text), overrides), stage=asked)
+        return stage.judge_stage_file(load.load(write(name, text), overrides), stage=asked)
 
     return judge_text
 
@@ -207,7 +207,7 @@ def judge_older(write: Write) -> Judge:
     locator = Locator(checkout=module.parent.parent, allow_unpinned=True)
 
     def judge_text(text: str, name: str = "a.yaml") -> Judged:
-        return stage.judge(load.load(write(name, text)), locator=locator)
+        return stage.judge_stage_file(load.load(write(name, text)), locator=locator)
 
     return judge_text
 
@@ -298,7 +298,7 @@ def test_all_files_that_the_checkout_ships_are_judged_with_every_fault_in_its_pl
     for path in paths:
         lines = path.read_text().splitlines()
         refused = 0
-        for finding in stage.judge(load.load(path)).findings:
+        for finding in stage.judge_stage_file(load.load(path)).findings:
             assert finding.file == str(path)
             assert finding.line is not None
             if (finding.severity, finding.layer) == ("error", "parser"):
@@ -392,7 +392,7 @@ def test_what_is_asked_for_can_be_expected(judge: Judge) -> None:
 )
 def test_a_trend_needs_steps(write: Write, text: str, setting: str, severities: list[str]) -> None:
     config = load.load(write("a.yaml", f"expect: {{trend: falling}}\n{text}"), [setting])
-    findings = stage.judge(config, locator=Snapshot()).findings
+    findings = stage.judge_stage_file(config, locator=Snapshot()).findings
     about_trend = [finding for finding in findings if finding.key == "expect.trend"]
     assert [finding.severity for finding in about_trend] == severities
 

@@ -27,7 +27,7 @@ def answers(repository: Repository, revision: str, key: str) -> dict[str, bool |
     if full is None:
         pytest.skip(f"{checkouts.missing(checkouts.NEWEST)}: the history lacks {revision}")
     sources = Sources({"open_instruct": CommitTree(repository, full, "open_instruct")})
-    return behaviour.read(sources, key, STAGES[key].script)
+    return behaviour.observe_behaviours(sources, key, STAGES[key].script)
 
 
 @pytest.fixture(scope="module")

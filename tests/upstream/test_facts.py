@@ -31,7 +31,7 @@ def root(tmp_path: Path) -> Path:
 def reads(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
     """The stages that were really read, one entry for each time."""
     done: list[Sequence[str]] = []
-    really = facts.read
+    really = facts.read_facts
 
     def read(
         backend: Any, trees: Mapping[str, Any], externals: Mapping[str, Any], stages: Sequence[str]
@@ -39,7 +39,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
         done.append(stages)
         return really(backend, trees, externals, stages)
 
-    monkeypatch.setattr(facts, "read", read)
+    monkeypatch.setattr(facts, "read_facts", read)
     return done
 
 
@@ -53,7 +53,7 @@ def entries() -> list[Path]:
 
 
 def test_what_is_read_survives_json(root: Path) -> None:
-    told = facts.read(BACKEND, {"open_instruct": Folder(root)}, {}, ["sft", "dpo"])
+    told = facts.read_facts(BACKEND, {"open_instruct": Folder(root)}, {}, ["sft", "dpo"])
     again = json.loads(json.dumps(told))
     one = facts.schema_of(told, BACKEND, "sft", "source", "x")
     other = facts.schema_of(again, BACKEND, "sft", "source", "x")
@@ -92,7 +92,7 @@ def test_mappings_that_names_are_looked_up_in(root: Path) -> None:
         "GET_TOKENIZER_FN['late'] = two\n",
         encoding="utf-8",
     )
-    told = facts.read(BACKEND, {"open_instruct": Folder(root)}, {}, ["sft"])
+    told = facts.read_facts(BACKEND, {"open_instruct": Folder(root)}, {}, ["sft"])
     # what grows later is not known as a whole
     assert told["tables"]["sft"] == {
         "CHAT_TEMPLATES": {"tulu": [], "x": []},

@@ -57,7 +57,7 @@ class Checkout:
         return self.commits[-1]
 
     def of(self, key: str, script: str = SFT, head: str = "HEAD") -> tuple[ArgumentChange, ...]:
-        return history.of(key, script, Repository(self.root), head=head)
+        return history.changes_of_argument(key, script, Repository(self.root), head=head)
 
     def last(self, key: str, script: str = SFT) -> str:
         """The newest event in one line, with the commit as its number, 0 the first."""
@@ -99,8 +99,11 @@ def test_at_the_commit_of_the_table_no_process_is_started(
 
     monkeypatch.setattr(subprocess, "run", fail)
     pin = BACKENDS["open_instruct"].PIN
-    assert history.of("use_flash_attn", SFT, Repository(tmp_path), head=pin)[0].pull == 1567
-    assert history.of("max_seq_length", "trl/scripts/sft.py", Repository(tmp_path))
+    assert (
+        history.changes_of_argument("use_flash_attn", SFT, Repository(tmp_path), head=pin)[0].pull
+        == 1567
+    )
+    assert history.changes_of_argument("max_seq_length", "trl/scripts/sft.py", Repository(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -114,18 +117,24 @@ def test_at_the_commit_of_the_table_no_process_is_started(
     ],
 )
 def test_trl(key: str, stage: str, said: str) -> None:
-    assert history.sentence(history.of(key, f"trl/scripts/{stage}.py")[0]).startswith(said)
+    assert history.sentence(
+        history.changes_of_argument(key, f"trl/scripts/{stage}.py")[0]
+    ).startswith(said)
 
 
 def test_what_never_was_an_argument_has_no_history() -> None:
     for key in ("", "use_flash", ".*", "-S--foo"):
-        assert history.of(key, SFT) == ()
-    assert history.of("use_flash_attn", "elsewhere/train.py") == ()
+        assert history.changes_of_argument(key, SFT) == ()
+    assert history.changes_of_argument("use_flash_attn", "elsewhere/train.py") == ()
 
 
 def test_what_an_argument_is_called_now() -> None:
     def now(key: str, *fields: str) -> str | None:
-        return history.called_now(history.of(key, DPO)[0], lambda key: history.of(key, DPO), fields)
+        return history.called_now(
+            history.changes_of_argument(key, DPO)[0],
+            lambda key: history.changes_of_argument(key, DPO),
+            fields,
+        )
 
     assert now("dataset_mixer_list", "mixer_list") == "mixer_list"
     assert now("use_flash_attn", "mixer_list") is None
@@ -160,21 +169,24 @@ def test_the_oldest_commit_of_a_shallow_clone_added_nothing(repo: Checkout, tmp_
     repo.git("clone", "-q", "--depth", "2", f"file://{repo.root}", str(tmp_path / "shallow"))
     shallow = Checkout(tmp_path / "shallow", commits=repo.commits)
     assert shallow.last("b") == "added@2"
-    assert shallow.of("a") == history.of("a", SFT), "when it came is not seen"
+    assert shallow.of("a") == history.changes_of_argument("a", SFT), "when it came is not seen"
     assert history.sentence(shallow.of("run_name")[0]).startswith("removed by #747")
 
 
 def test_no_git_no_repository_no_commits(
     repo: Checkout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table = history.of("use_flash_attn", SFT)
+    table = history.changes_of_argument("use_flash_attn", SFT)
     assert repo.of("use_flash_attn") == table, "an empty history"
     repo.commit("unrelated", {"README": "x"})
     for head in ("HEAD", "no-such-branch", "--all"):
         assert repo.of("use_flash_attn", head=head) == table
-    assert history.of("use_flash_attn", SFT, Repository(tmp_path / "missing")) == table
+    assert (
+        history.changes_of_argument("use_flash_attn", SFT, Repository(tmp_path / "missing"))
+        == table
+    )
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert history.of("use_flash_attn", SFT, Repository(repo.root)) == table
+    assert history.changes_of_argument("use_flash_attn", SFT, Repository(repo.root)) == table
 
 
 def test_git_finds_what_the_table_holds(checkout: Path) -> None:

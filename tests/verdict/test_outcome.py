@@ -371,7 +371,7 @@ def test_a_run_that_waited_is_planned_anew_where_its_data_changed(
     def prepare(request: Any, _scope: Any) -> Any:
         raise RuntimeError(f"planned {request.folder.path} anew")
 
-    monkeypatch.setattr(start, "prepare", prepare)
+    monkeypatch.setattr(start, "prepare_start", prepare)
     assert start.prepare_again(stage.folder).number == 1
 
     stage.data.write_text(stage.data.read_text().replace("a", "b"))
@@ -434,7 +434,7 @@ def test_a_damaged_checkpoint_gives_way_to_an_older_one(
     newer = save_checkpoint(stage, 4)
     if has_checksums:
         take_checksums(stage)
-        assert set(checksums.read(stage.folder)) == {older.name, newer.name}
+        assert set(checksums.read_checksums(stage.folder)) == {older.name, newer.name}
     assert stage.decide().step == 4
 
     damage(newer)
@@ -500,11 +500,11 @@ def test_checksums_are_taken_beside_the_training(
     watch.start()
     folder = saved.trl(stage.output, 2)
     end = time.monotonic() + 30
-    while not checksums.read(stage.folder) and time.monotonic() < end:
+    while not checksums.read_checksums(stage.folder) and time.monotonic() < end:
         time.sleep(0.05)
     watch.end(resumable=False)
 
-    recorded = checksums.read(stage.folder)["checkpoint-2"]
+    recorded = checksums.read_checksums(stage.folder)["checkpoint-2"]
     assert set(recorded) == {path.name for path in folder.iterdir()}
 
 

@@ -137,7 +137,7 @@ def judge(tmp_path: Path, content: object, gate: str) -> tuple[bool, str]:
     path = tmp_path / "m.json"
     path.write_text(json.dumps(content))
     name, sign, bound = gate.split()
-    (result,) = scores.judge(scores.read(path), {name: Gate(sign, float(bound))})
+    (result,) = scores.judge_scores(scores.read_scores(path), {name: Gate(sign, float(bound))})
     return result.ok, result.reason or ""
 
 
@@ -186,7 +186,7 @@ def test_a_file_without_numbers_is_unreadable(text: str, tmp_path: Path) -> None
     path.write_text(text)
 
     with pytest.raises(UnreadableScores):
-        scores.read(path)
+        scores.read_scores(path)
 
 
 def test_the_newest_file_of_this_evaluation_is_read(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 def run(
     request: Request, timeout_s: float | None = None, root: Path | None = None
 ) -> experiment.Outcome:
-    prepared = prepare.prepare(replace(request, runs=root), Scope.START)
+    prepared = prepare.prepare_start(replace(request, runs=root), Scope.START)
     return experiment.of_prepared(prepared, timeout_s=timeout_s)
 
 
@@ -137,7 +137,7 @@ def test_nothing_is_on_disk_before_a_run_begins(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = asked(world, monkeypatch, "print=2")
-    prepared = prepare.prepare(replace(request, runs=world.runs), Scope.START)
+    prepared = prepare.prepare_start(replace(request, runs=world.runs), Scope.START)
     assert not world.runs.exists()
     # nor is anything left of a start that is refused
     with monkeypatch.context() as refused, pytest.raises(NotReady):
@@ -154,8 +154,8 @@ def test_two_starts_that_planned_the_same_folder_get_one_each(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = replace(asked(world, monkeypatch, "print=2", output_dir=None), runs=world.runs)
-    first = prepare.prepare(request, Scope.START)
-    second = prepare.prepare(request, Scope.START).in_folder(first.folder)
+    first = prepare.prepare_start(request, Scope.START)
+    second = prepare.prepare_start(request, Scope.START).in_folder(first.folder)
     runs = [experiment.of_prepared(prepared).run for prepared in (first, second)]
     assert runs[1].path.name == f"{runs[0].path.name}-2"
     # each has its probe and its model in its own folder

@@ -85,7 +85,7 @@ def test_every_value_is_one_that_upstream_takes(
                 continue
             given = (*overrides, *world.overrides(settings))
             loaded = load.load(tuned.REPOSITORY / "configs" / path, given)
-            judged = stage.judge(loaded)
+            judged = stage.judge_stage_file(loaded)
             assert not errors(judged.findings), (lever.name, value, judged.findings)
             planned = world.planned(settings)
             assert planned.global_batch == total

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from launcher.cli.commands import app
 from launcher.cli.main import main
 from launcher.errors import Exit, InvalidConfig, NotReady, launch_finding, not_ready
-from launcher.planning.collect import Scope, collect, judge
+from launcher.planning.collect import Scope, collect, judge_request
 from launcher.planning.request import Request
 from launcher.stage.stage import Judged
 from launcher.workflows.rehearse import ask, memory, rehearsal
@@ -210,7 +210,7 @@ def test_a_plan_takes_the_length_of_rows_from_an_earlier_rehearsal(
 
 def test_what_is_only_parsed_is_remembered_by_its_value_too(stage_file: Path) -> None:
     def judge_with(override: str) -> Any:
-        return judge(Request(stage=None, config=stage_file, overrides=(override,)))
+        return judge_request(Request(stage=None, config=stage_file, overrides=(override,)))
 
     memory.keep(*judge_with("fsdp=full_shard"), Rehearsal(findings=(), seconds=1))
 

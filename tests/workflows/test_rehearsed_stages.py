@@ -25,7 +25,7 @@ from small_stages import servers as servers  # a fixture
 
 from launcher.cli.main import main
 from launcher.errors import Exit, Finding
-from launcher.planning.collect import judge
+from launcher.planning.collect import judge_request
 from launcher.planning.request import Request
 from launcher.workflows.rehearse import ask, rehearsal
 from launcher.workflows.rehearse.ask import Servers
@@ -74,7 +74,7 @@ class Stages:
 
     def rehearse(self, path: Path, *, ignore_rules: bool = False) -> Rehearsal:
         """The rehearsal of a stage; what rules refuse is left out unless they are ignored."""
-        judged, trainer = judge(Request(stage=None, config=path))
+        judged, trainer = judge_request(Request(stage=None, config=path))
         if ignore_rules:
             judged = replace(judged, findings=())
         return rehearsal.rehearse(judged, trainer, self.servers)
@@ -469,7 +469,7 @@ FAMILIES = (
 
 
 def test_most_families_of_transformers_shrink(stages: Stages) -> None:
-    judged, trainer = judge(Request(stage=None, config=stages.trl()))
+    judged, trainer = judge_request(Request(stage=None, config=stages.trl()))
     assert judged.upstream is not None
     server = stages.servers.of(trainer, "trl", "sft", judged.upstream.root)
     requests = []

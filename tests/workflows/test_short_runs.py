@@ -26,7 +26,7 @@ TRL = {"model_name_or_path": "some/model", "dataset_name": "a/b", "output_dir": 
 
 
 def of(path: Path, overrides: Sequence[str] = ()) -> Stage:
-    return stage.validate(stage.judge(load.load(path, overrides)))
+    return stage.validate(stage.judge_stage_file(load.load(path, overrides)))
 
 
 def made(

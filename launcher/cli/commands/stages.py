@@ -63,7 +63,7 @@ def _dry_run(request: Request, shared: Shared) -> Exit:
     from launcher.planning import prepare
     from launcher.planning.collect import Scope
 
-    prepared = prepare.prepare(request, Scope.FILE if shared.slurm else Scope.PLAN)
+    prepared = prepare.prepare_start(request, Scope.FILE if shared.slurm else Scope.PLAN)
     findings = (*prepared.findings, *prepare.of_earlier_run(prepared))
     data = prepared.as_json()
     script = None
@@ -90,7 +90,7 @@ def _run(request: Request, shared: Shared) -> Exit:
     runner.parse_stop_grace(os.environ.get(runner.GRACE_VARIABLE))
     preemption.parse_save_grace(os.environ.get(preemption.GRACE_VARIABLE))
     with supervisor.interruptible():
-        prepared = forecast.with_forecast(prepare.prepare(request, Scope.START))
+        prepared = forecast.with_forecast(prepare.prepare_start(request, Scope.START))
         if prepared.decision.kind == "finished":
             return _conclude_finished(prepared, shared)
         machine = prepared.start.machine
@@ -128,7 +128,7 @@ def _queue(request: Request, shared: Shared) -> Exit:
     from launcher.runs import slurm
 
     ending = shared.at_end()
-    prepared = forecast.with_forecast(prepare.prepare(request, Scope.HOST))
+    prepared = forecast.with_forecast(prepare.prepare_start(request, Scope.HOST))
     if prepared.decision.kind == "finished":
         return _conclude_finished(prepared, shared)
     shared.rehearse_first({"": prepared.facts})

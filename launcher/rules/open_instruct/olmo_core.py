@@ -491,7 +491,11 @@ def other_shape(context: Context) -> Iterator[Finding]:
     values = context.values
     name = str(values["model_name_or_path"])
     named, key = shape_of(values)
-    model = model_config.read(name, context.environ) or architecture.table().get(name.lower()) or {}
+    model = (
+        model_config.read_model_config(name, context.environ)
+        or architecture.table().get(name.lower())
+        or {}
+    )
     if named not in values.schema.configs or not model or caches_only(context):
         return
     family = model.get("model_type")

@@ -32,7 +32,9 @@ def olmo_tokenizer(context: Context) -> Iterator[Finding]:
         is_olmo = "olmo" in name.lower()
         why = f"{brief(name)} has `olmo` in its name"
     else:
-        config = model_config.read(name, context.environ, values.get("tokenizer_revision"))
+        config = model_config.read_model_config(
+            name, context.environ, values.get("tokenizer_revision")
+        )
         kind = str(config.get("model_type", ""))
         is_olmo = "olmo" in kind
         why = f"{brief(name)} is of the family {kind}"

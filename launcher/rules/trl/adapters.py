@@ -50,7 +50,7 @@ def _config(context: Context) -> Mapping[str, Any]:
     """
     values = context.values
     name = values["model_name_or_path"]
-    config = model_config.read(name, context.environ, values.get("model_revision"))
+    config = model_config.read_model_config(name, context.environ, values.get("model_revision"))
     if not config:
         config = architecture.table().get(str(name).lower(), {})
     return {**config, **(inline(values["model_init_kwargs"]) or {})}

@@ -98,7 +98,7 @@ class Invocation:
         self.launchers.append(setting)
 
 
-def read(command: ScriptCommand) -> Invocation | None:
+def read_invocation(command: ScriptCommand) -> Invocation | None:
     """What a command starts; None if it starts no Python program."""
     words = command.arguments
     invocation = Invocation(

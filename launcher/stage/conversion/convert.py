@@ -109,7 +109,7 @@ def convert(
     known training.
     """
     circumstances = sources.Circumstances(environ=environ, arguments=arguments, gpus=gpus)
-    recipes = sources.read(path, circumstances)
+    recipes = sources.read_recipes(path, circumstances)
     recipe = _choose(recipes, stage, locator)
     tool = _TOOLS[recipe.tool]
     if tool.prepare is not None:

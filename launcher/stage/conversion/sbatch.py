@@ -48,7 +48,7 @@ class Job:
     nodes: int | None
 
 
-def read(text: str, file: str) -> list[SourceSetting]:
+def read_directives(text: str, file: str) -> list[SourceSetting]:
     """The directives in the comments of a script."""
     settings: list[SourceSetting] = []
     for number, line in enumerate(text.splitlines(), start=1):

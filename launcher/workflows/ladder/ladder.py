@@ -406,7 +406,7 @@ def _standing(ladder: Ladder, gpus: int, *, allow_unproven: bool) -> Standing | 
     return Standing(
         gpus=gpus,
         facts=facts,
-        flags=tuple(gates.judge(facts, ladder.stage.options.gates, base)),
+        flags=tuple(gates.judge_rung(facts, ladder.stage.options.gates, base)),
         efficiency=gates.efficiency(facts, base),
         before=True,
         record=record,

@@ -253,7 +253,7 @@ def _with_scores(
     place: MetricsPlace,
 ) -> EvaluationRecord:
     try:
-        measured = scores.read(scores.written_since(before, place))
+        measured = scores.read_scores(scores.written_since(before, place))
     except UnreadableScores as error:
         return replace(record, state="unreadable", reason=str(error))
     return replace(
@@ -262,7 +262,7 @@ def _with_scores(
         metrics_file=str(measured.path),
         metrics=measured.numbers,
         main=dict(measured.main),
-        gates=scores.judge(measured, evaluation.spec.expect),
+        gates=scores.judge_scores(measured, evaluation.spec.expect),
     )
 
 
@@ -292,10 +292,10 @@ def _judge_again(
     path = Path(record.metrics_file)
     try:
         # the file itself also holds what is not a number
-        measured = scores.read(path)
+        measured = scores.read_scores(path)
     except UnreadableScores:
         measured = scores.Scores(path=path, values=record.metrics, main=record.main)
-    return scores.judge(measured, evaluation.spec.expect)
+    return scores.judge_scores(measured, evaluation.spec.expect)
 
 
 def _write(evaluation: PlannedEvaluation, record: EvaluationRecord) -> EvaluationRecord:

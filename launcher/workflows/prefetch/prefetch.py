@@ -109,7 +109,7 @@ def _duration(state: str, seconds: float) -> str:
     return f"  in {seconds:.0f} s" if state in ("fetched", "filled") else ""
 
 
-def prepare(resolved: Facts, say: Say = lambda _: None) -> Prefetch:
+def prepare_caches(resolved: Facts, say: Say = lambda _: None) -> Prefetch:
     """Do for a run whatever needs no GPU; `say` gets a line before what takes long.
 
     Raises InvalidConfig and NotReady as a start would, NotReady too where a model cannot be

@@ -38,7 +38,6 @@ GIB_80 = ("--gpu-memory", "80")
 GIB_139 = ("--gpu-memory", "139")
 # of files that expect both to be on, where a test turns one of them off
 LAX = ("expect.liger=any", "expect.packing=any")
-Row = dict[str, Any]
 
 
 @pytest.fixture(autouse=True)
@@ -56,14 +55,14 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 class Answer:
     """What `launch plan --format json` answers: a row for each count of GPUs, and findings."""
 
-    rows: list[Row]
-    findings: list[Row]
+    rows: list[Any]
+    findings: list[Any]
 
     @property
     def codes(self) -> list[str]:
         return [finding["code"] for finding in self.findings]
 
-    def findings_of(self, code: str) -> list[Row]:
+    def findings_of(self, code: str) -> list[Any]:
         return [finding for finding in self.findings if finding["code"] == code]
 
 
@@ -75,7 +74,7 @@ def plan(*words: str) -> Answer:
     return Answer(answer["data"]["gpus"], answer["findings"])
 
 
-def plan_row(*words: str) -> Row:
+def plan_row(*words: str) -> Any:
     """The row of a plan for one count of GPUs, which has no errors."""
     answer = plan(*words)
     assert "error" not in [finding["severity"] for finding in answer.findings]

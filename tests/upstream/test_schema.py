@@ -52,7 +52,6 @@ SCHEMA = schema_of(*FIELDS, splits=frozenset({"mixer_list"}))
     ("name", "words", "reason"),
     [
         ("max_steps", ["8.0"], "whole number"),
-        ("max_steps", ["none"], "whole number"),
         ("max_steps", [], "at least one value"),
         ("max_steps", ["1", "2"], "takes one value, got 2"),
         ("rate", ["-1e-05"], "read as a flag"),

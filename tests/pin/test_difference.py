@@ -410,29 +410,6 @@ def diff_of_checkout(checkout: Path, old: str, new: str, *configs: Path) -> Comm
     return difference.between(commits, configs)
 
 
-def test_the_real_scripts_before_liger_and_at_the_pin(checkout: Path) -> None:
-    diff = diff_of_checkout(checkout, "6b3964bc", "pin", *SHIPPED)
-
-    dpo = diff.stages["dpo"]
-    sft = diff.stages["sft"]
-    assert "added" in kinds(dpo, "use_liger_kernel")
-    assert "added" in kinds(sft, "use_liger_kernel")
-    assert new_names(dpo)["dataset_mixer_list"] == "mixer_list"
-    assert new_names(dpo)["num_train_epochs"] == "num_epochs"
-    assert "#1567" in (changes(sft, "use_flash_attn")["removed"].why or "")
-    assert "unread" in kinds(sft, "tokenizer_name")
-    # Optional[str] became str | None
-    assert kinds(sft, "config_name").isdisjoint({"type", "default"})
-    assert (diff.old.cache, diff.new.cache) == (None, "v7")
-    assert diff.exit_code is Exit.OK
-    for config in diff.configs:
-        if config.stage in {"sft", "dpo"} and not config.reason:
-            assert config.valid == (False, True), config.path
-        elif config.reason:
-            # the second DPO script was not there yet
-            assert config.valid[0] is None, config.path
-
-
 def test_the_real_scripts_of_the_known_commits(checkout: Path) -> None:
     diff = diff_of_checkout(checkout, "45901fd0", "e6c3044a", *SHIPPED)
 

@@ -187,7 +187,7 @@ def test_the_search_for_the_begin_of_a_line_has_a_limit(
     assert lines.of(log.read_bytes()[gap.stop :]).startswith(b" ... at least ")
 
 
-def require_linear(work: Callable[[int], None]) -> None:
+def require_linear(work: Callable[[int], object]) -> None:
     """Check that sixteen times the size takes far less than 256 times as long."""
 
     def seconds(size: int) -> float:
@@ -200,8 +200,7 @@ def require_linear(work: Callable[[int], None]) -> None:
 
 
 @pytest.mark.parametrize(
-    "unit",
-    ["x", "--", "--a", "_", ".", " ", "a=", "eyJ-", "_eyJ", "TOKEN ", "://", "http://a/", "\x1b["],
+    "unit", ["x", "--a", "_", ".", " ", "a=", "_eyJ-", "TOKEN ", "http://a/", "\x1b["]
 )
 def test_redaction_takes_time_in_proportion_to_a_line(unit: str) -> None:
     def redact(size: int) -> None:

@@ -1,6 +1,7 @@
 """What comes after a run, without loading a model: which one is found, next commands, the card."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -89,18 +90,59 @@ def refusal(capsys: Capture, *words: str) -> dict[str, Any]:
     return {**answer["findings"][0], "exit": code}
 
 
-def chat_refusal(capsys: Capture, target: object, *words: str) -> dict[str, Any]:
-    return refusal(capsys, "chat", str(target), *(words or ("--prompt", "a")))
+def chat_refusal(capsys: Capture, target: str) -> dict[str, Any]:
+    return refusal(capsys, "chat", target, "--prompt", "a")
 
 
 # Which model is found
 
 
-@pytest.mark.parametrize("prompt", ["a", ""])
-def test_a_wrong_name_is_named_before_a_missing_prompt(capsys: Capture, prompt: str) -> None:
-    finding = chat_refusal(capsys, "nothing", "--prompt", prompt)
-    assert finding["code"] == "no-such-run"
-    assert finding["exit"] == 2
+def make_damaged_model(out: Path) -> None:
+    saved.model(out)
+    saved.cut(out / "model.safetensors")
+
+
+def make_adapter_of_missing_base(out: Path) -> None:
+    make_adapter(out, base_model_name_or_path="build/demo/model")
+
+
+def make_merged_adapter(out: Path) -> None:
+    make_adapter(out)
+    out.with_name("out-merged").mkdir()
+
+
+CHAT = ["chat", "out", "--prompt", "a"]
+
+
+@pytest.mark.parametrize(
+    ("make", "words", "exit_code", "code", "message"),
+    [
+        (saved.model, ["chat", "nothing", "--prompt", "a"], 2, "no-such-run", ""),
+        # a wrong name is named before a missing prompt
+        (saved.model, ["chat", "nothing", "--prompt", ""], 2, "no-such-run", ""),
+        (saved.model, ["chat", "out", "--prompt", " "], 2, "no-prompt", ""),
+        (saved.model, [*CHAT, "--prompt", ""], 2, "no-prompt", ""),
+        (saved.model, [*CHAT, "--base"], 5, "no-base-model", ""),
+        (make_damaged_model, CHAT, 5, "damaged-model", "model.safetensors is cut off"),
+        (make_adapter_of_missing_base, CHAT, 5, "no-base-model", "build/demo/model is not here"),
+        (saved.model, ["merge", "out"], 2, "not-an-adapter", ""),
+        (make_merged_adapter, ["merge", "out"], 2, "output-exists", ""),
+    ],
+)
+def test_a_command_that_cannot_be_done(
+    make: Callable[[Path], None],
+    words: list[str],
+    exit_code: int,
+    code: str,
+    message: str,
+    out: Path,
+    capsys: Capture,
+) -> None:
+    make(out)
+    finding = refusal(capsys, *words)
+    assert finding["exit"] == exit_code
+    assert finding["code"] == code
+    assert message in finding["message"]
 
 
 def test_a_run_without_a_final_model_names_its_checkpoints(out: Path, capsys: Capture) -> None:
@@ -130,15 +172,6 @@ def test_the_model_of_an_earlier_run_is_not_that_of_an_unfinished_one(
     assert chat_refusal(capsys, "last")["code"] == "no-final-model"
 
 
-def test_a_model_that_is_cut_off_is_named(out: Path, capsys: Capture) -> None:
-    saved.model(out)
-    saved.cut(out / "model.safetensors")
-    finding = chat_refusal(capsys, out)
-    assert finding["code"] == "damaged-model"
-    assert finding["exit"] == 5
-    assert "model.safetensors is cut off" in finding["message"]
-
-
 def test_a_bench_has_no_model(capsys: Capture) -> None:
     folder = rundir.runs_root() / "20260101T000000Z-bench-a"
     folder.mkdir(parents=True)
@@ -160,29 +193,7 @@ def test_a_pipeline_stands_for_its_last_run(tmp_path: Path) -> None:
     assert found_model(folder.name).path == tmp_path / "dpo"
 
 
-@pytest.mark.parametrize("words", [("--prompt", " "), ("--prompt", "a", "--prompt", "")])
-def test_an_empty_prompt_is_refused(words: tuple[str, ...], out: Path, capsys: Capture) -> None:
-    saved.model(out)
-    finding = chat_refusal(capsys, out, *words)
-    assert finding["code"] == "no-prompt"
-    assert finding["exit"] == 2
-
-
 # Base models
-
-
-def test_an_unknown_base_cannot_answer(out: Path, capsys: Capture) -> None:
-    saved.model(out)
-    finding = chat_refusal(capsys, out, "--base", "--prompt", "a")
-    assert finding["code"] == "no-base-model"
-    assert finding["exit"] == 5
-
-
-def test_a_base_that_is_not_here_is_named(out: Path, capsys: Capture) -> None:
-    make_adapter(out, base_model_name_or_path="build/demo/model")
-    finding = chat_refusal(capsys, "out")
-    assert finding["code"] == "no-base-model"
-    assert "build/demo/model is not here" in finding["message"]
 
 
 def test_the_base_of_an_adapter_is_that_of_the_record(tmp_path: Path, out: Path) -> None:
@@ -199,21 +210,6 @@ def test_the_base_of_an_adapter_without_a_run_is_that_of_its_config(out: Path) -
     trained = trained_model(make_adapter(out))
     assert trained.base == model.Base(name=QWEN)
     assert trained.run is None
-
-
-def test_merge_takes_adapters_alone(out: Path, capsys: Capture) -> None:
-    saved.model(out)
-    finding = refusal(capsys, "merge", str(out))
-    assert finding["code"] == "not-an-adapter"
-    assert finding["exit"] == 2
-
-
-def test_merge_writes_over_nothing(tmp_path: Path, out: Path, capsys: Capture) -> None:
-    make_adapter(out)
-    (tmp_path / "out-merged").mkdir()
-    finding = refusal(capsys, "merge", str(out))
-    assert finding["code"] == "output-exists"
-    assert finding["exit"] == 2
 
 
 # Next steps

@@ -1,4 +1,4 @@
-"""After real trainings on the CPU: answers before and after, chat, merge. Tiny models, few tokens."""
+"""What a trained model is good for: answers before and after, chat and merge."""
 
 import json
 import os
@@ -8,179 +8,185 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from answers import Answer, launch, read_lines, succeed
 from conftest import PATIENCE_S, STAND_INS
-from real_training import CONFIGS, launch, needs_open_instruct, needs_training, place
-
-__all__ = ["place"]  # a fixture
+from real_training import CONFIGS, needs_training
+from real_training import place as place  # a fixture
 
 pytestmark = [pytest.mark.slow, *needs_training]
 
-FEW = ("--max-new-tokens", "8", "--temperature", "0")
+SFT = ("sft", str(CONFIGS / "sft.yaml"), "--gpus", "0", "expect.trend=any")
+SHORT_ANSWER = ("--max-new-tokens", "8", "--temperature", "0")
+QUESTION = "What is a list?"
 
 
 @pytest.fixture(scope="module")
-def whole(place: Path) -> dict[str, Any]:
-    """A run of the demo's SFT with samples and an evaluation: what the command answered."""
+def whole(place: Path) -> Answer:
+    """A run of the demo's SFT with samples and an evaluation."""
     data = place / "build" / "demo" / "data" / "sft"
     lines = (data / "train.jsonl").read_text().splitlines(keepends=True)
     (data / "test.jsonl").write_text("".join(lines[:4]))
     (data / "train.jsonl").write_text("".join(lines[4:100]))
-    code, told = launch(
-        place, "sft", str(CONFIGS / "sft.yaml"), "--gpus", "0", "max_steps=4", "samples=2", "expect.trend=any",
-        "eval_strategy=steps", "eval_steps=2", "output_dir=build/demo/whole",
-    )  # fmt: skip
-    assert code == 0, told
-    return told
+    evaluation = ("eval_strategy=steps", "eval_steps=2")
+    return succeed(
+        place, *SFT, "max_steps=4", "samples=1", *evaluation, "output_dir=build/demo/whole"
+    )
 
 
 @pytest.fixture(scope="module")
-def adapted(place: Path, whole: dict[str, Any]) -> dict[str, Any]:
+def adapted(place: Path, whole: Answer) -> Answer:
     """A LoRA run on the result of that."""
-    code, told = launch(
-        place, "sft", str(CONFIGS / "sft.yaml"), "--gpus", "0", "max_steps=6", "expect.trend=any",
-        "model_name_or_path=build/demo/whole", "output_dir=build/demo/lora", "use_peft=true", "lora_r=8",
-        "lora_target_modules=all-linear", "learning_rate=0.01", "warmup_steps=0",
-    )  # fmt: skip
-    assert code == 0, told
-    return told
+    model = ("model_name_or_path=build/demo/whole", "output_dir=build/demo/lora")
+    adapter = ("use_peft=true", "lora_r=8", "lora_target_modules=all-linear")
+    return succeed(
+        place, *SFT, "max_steps=6", *model, *adapter, "learning_rate=0.01", "warmup_steps=0"
+    )
 
 
-def run_of(told: dict[str, Any]) -> Path:
-    return Path(told["data"]["run"])
+@pytest.fixture(scope="module")
+def chat(place: Path, whole: Answer) -> Any:
+    """Two prompts to the trained model, and to its base beside it."""
+    prompts = ("--prompt", QUESTION, "--prompt", "Why?")
+    return succeed(place, "chat", whole.run.name, "--base", *prompts, *SHORT_ANSWER).data
 
 
-def environment(place: Path) -> dict[str, str]:
+@pytest.fixture(scope="module")
+def adapter_chat(place: Path, adapted: Answer) -> Any:
+    words = ("chat", adapted.run.name, "--base", "--prompt", QUESTION)
+    return succeed(place, *words, *SHORT_ANSWER).data
+
+
+@pytest.fixture(scope="module")
+def merged(place: Path, adapted: Answer) -> Iterator[Answer]:
+    """The adapter merged after QLoRA, into a folder where a killed merge left its half."""
+    half = place / "out" / ".merged.merging"
+    half.mkdir(parents=True)
+    (half / "model.safetensors").write_text("half")
+    record = adapted.run / "run.json"
+    original = record.read_text()
+    manifest = json.loads(original)
+    manifest["args"]["load_in_4bit"] = {"value": True, "origin": "a.yaml:3"}
+    record.write_text(json.dumps(manifest))
+    yield succeed(place, "merge", adapted.run.name, "--output", "out/merged")
+    record.write_text(original)
+
+
+def copy_model(place: Path, name: str) -> Path:
+    folder = place / "build" / "demo" / name
+    shutil.copytree(place / "build" / "demo" / "whole", folder)
+    return folder
+
+
+def environment(place: Path, path: str = STAND_INS) -> dict[str, str]:
     return {
-        **os.environ, "LAUNCH_RUNS": str(place / "runs"), "XDG_STATE_HOME": str(place / "state"),
-        "HF_HUB_OFFLINE": "1", "PYTHONPATH": STAND_INS, "HOME": str(place / "home"),
-    }  # fmt: skip
+        **os.environ,
+        "LAUNCH_RUNS": str(place / "runs"),
+        "XDG_STATE_HOME": str(place / "state"),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": path,
+        "HOME": str(place / "home"),
+    }
 
 
-def typed(
+def read_text_answer(
     place: Path, *words: str, text: str = "", path: str = STAND_INS
 ) -> subprocess.CompletedProcess[str]:
+    """Run a command as a user does, without `--format json`."""
     return subprocess.run(
-        [sys.executable, "-m", "launcher", *words], cwd=place, env={**environment(place), "PYTHONPATH": path},
+        [sys.executable, "-m", "launcher", *words], cwd=place, env=environment(place, path),
         input=text, capture_output=True, text=True, timeout=PATIENCE_S,
     )  # fmt: skip
 
 
-def test_samples_hold_answers_before_and_after(whole: dict[str, Any]) -> None:
-    record = json.loads((run_of(whole) / "samples.json").read_text())
+def test_samples_hold_answers_before_and_after(whole: Answer) -> None:
+    record = json.loads((whole.run / "samples.json").read_text())
     assert record["failed"] is None
     assert record["from"] == "the split test, which was not trained on"
-    assert len(record["prompts"]) == 2
-    for prompt in record["prompts"]:
-        assert prompt["before"]["tokens"] and prompt["after"]["tokens"] and prompt["expected"]
-    assert "Before and after" in (run_of(whole) / "report.html").read_text()
+    (prompt,) = record["prompts"]
+    assert prompt["before"]["tokens"]
+    assert prompt["after"]["tokens"]
+    assert prompt["expected"]
+    assert "Before and after" in (whole.run / "report.html").read_text()
 
 
-def test_the_validation_loss_stands_in_the_metrics(whole: dict[str, Any]) -> None:
-    rows = [json.loads(line) for line in (run_of(whole) / "metrics.jsonl").read_text().splitlines()]
+def test_the_validation_loss_stands_in_the_metrics(whole: Answer) -> None:
+    rows = read_lines(whole.run / "metrics.jsonl")
+    names = {name for row in rows for name in row}
     assert [row["step"] for row in rows if "eval_loss" in row] == [2, 4]
-    assert not any(name.endswith(("_runtime", "_per_second")) for row in rows for name in row)
+    assert not [name for name in names if name.endswith(("_runtime", "_per_second"))]
 
 
-def test_the_end_names_model_chat_server_and_hub(
-    whole: dict[str, Any], adapted: dict[str, Any]
-) -> None:
-    assert whole["data"]["next"]["model"] == "build/demo/whole"
-    assert whole["data"]["next"]["merge"] is None
-    steps = adapted["data"]["next"]
-    assert steps["chat"] == f"launch chat {run_of(adapted).name}"
+def test_the_end_names_model_chat_server_and_hub(whole: Answer, adapted: Answer) -> None:
+    assert whole.data["next"]["model"] == "build/demo/whole"
+    assert whole.data["next"]["merge"] is None
+
+    steps = adapted.data["next"]
+    assert steps["chat"] == f"launch chat {adapted.run.name}"
     assert steps["serve"].startswith("vllm serve build/demo/whole --enable-lora --max-lora-rank 8")
 
 
-def test_failing_samples_change_no_verdict(place: Path) -> None:
-    # rows without a prompt: nothing can be asked
-    texts = place / "texts"
-    texts.mkdir()
-    (texts / "train.jsonl").write_text('{"text": "A line of text to learn."}\n' * 32)
-    code, told = launch(
-        place, "sft", str(CONFIGS / "sft.yaml"), "--gpus", "0", "max_steps=2", "samples=2", "expect.trend=any",
-        "dataset_name=texts", "output_dir=build/demo/texts",
-    )  # fmt: skip
-    assert (code, told["data"]["status"]) == (0, "pass")
-    record = json.loads((run_of(told) / "samples.json").read_text())
-    assert "no prompt" in record["failed"]
+def test_a_run_answers_and_its_base_beside_it(place: Path, chat: Any) -> None:
+    assert chat["model"] == str(place / "build/demo/whole")
+    assert chat["adapter"] is False
+    assert chat["base"]["name"] == str(place / "build/demo/model")
+    assert chat["chat_template"]
+    first, second = chat["turns"]
+    assert [first["prompt"], second["prompt"]] == [QUESTION, "Why?"]
+    for turn in (first, second):
+        assert 0 < turn["model"]["tokens"] <= 8
+        assert 0 < turn["base"]["tokens"] <= 8
+    # the second turn contains the first
+    assert second["model"]["prompt_tokens"] > first["model"]["prompt_tokens"]
 
 
-def test_a_run_answers_a_prompt_and_its_base_beside_it(place: Path, whole: dict[str, Any]) -> None:
-    name = run_of(whole).name
-    code, told = launch(
-        place, "chat", name, "--base", "--prompt", "What is a list?", "--prompt", "Why?", *FEW
-    )
-    assert code == 0, told
-    data = told["data"]
-    assert (data["model"], data["adapter"]) == (str(place / "build/demo/whole"), False)
-    assert data["base"]["name"] == str(place / "build/demo/model")
-    assert [turn["prompt"] for turn in data["turns"]] == ["What is a list?", "Why?"]
-    for turn in data["turns"]:
-        assert 0 < turn["model"]["tokens"] <= 8 and 0 < turn["base"]["tokens"] <= 8
-    # the second turn holds the first one, in the chat template
-    assert data["chat_template"]
-    assert data["turns"][1]["model"]["prompt_tokens"] > data["turns"][0]["model"]["prompt_tokens"]
+def test_the_same_seed_draws_the_same_answer(place: Path, chat: Any) -> None:
+    # the untrained model does not end an answer by itself
+    words = ("chat", "build/demo/model", "--prompt", QUESTION, "--max-new-tokens", "8")
+    answers = []
+    for _ in range(2):
+        drawn = succeed(place, *words, "--temperature", "1.5", "--seed", "1")
+        answers.append(drawn.data["turns"][0]["model"]["text"])
+    most_likely = chat["turns"][0]["base"]["text"]
+    assert answers[0] == answers[1] != most_likely
 
 
-def test_a_prompt_from_stdin(place: Path, whole: dict[str, Any]) -> None:
-    done = typed(place, "chat", "build/demo/whole", *FEW, text="What is a list?\n")
-    assert done.returncode == 0, done.stderr
-    assert "loading" in done.stderr and "loading" not in done.stdout
-
-
-def test_the_same_seed_draws_the_same_answer(place: Path, whole: dict[str, Any]) -> None:
-    def draw(seed: str) -> str:
-        words = (
-            "--prompt",
-            "What is a list?",
-            "--temperature",
-            "1.5",
-            "--seed",
-            seed,
-            "--max-new-tokens",
-            "12",
-        )
-        _, told = launch(place, "chat", "build/demo/whole", *words)
-        return str(told["data"]["turns"][0]["model"]["text"])
-
-    first = draw("1")
-    assert draw("1") == first != draw("2")
-
-
-def test_a_system_message_that_the_template_refuses(place: Path, whole: dict[str, Any]) -> None:
-    strict = place / "build" / "demo" / "strict"
-    shutil.copytree(place / "build" / "demo" / "whole", strict)
-    template = (strict / "chat_template.jinja").read_text()
-    refuse = (
-        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
-    )
-    (strict / "chat_template.jinja").write_text(refuse + template)
-    code, told = launch(place, "chat", str(strict), "--system", "Be brief.", "--prompt", "a", *FEW)
-    assert (code, told["findings"][0]["code"]) == (5, "template-refuses")
-    assert "no system role" in told["findings"][0]["message"]
-
-
-def test_a_model_without_a_template_continues_text(place: Path, whole: dict[str, Any]) -> None:
-    plain = place / "build" / "demo" / "plain"
-    shutil.copytree(place / "build" / "demo" / "whole", plain)
+def test_a_model_without_a_template_continues_the_text_from_stdin(
+    place: Path, whole: Answer
+) -> None:
+    plain = copy_model(place, "plain")
     (plain / "chat_template.jinja").unlink()
-    done = typed(place, "chat", str(plain), "--prompt", "def mean(", *FEW)
+    done = read_text_answer(place, "chat", str(plain), *SHORT_ANSWER, text="def mean(\n")
     assert done.returncode == 0, done.stderr
     assert "no chat template" in done.stderr
+    assert "loading" in done.stderr
+    assert "loading" not in done.stdout
 
 
-def test_what_cannot_be_loaded_ends_in_a_finding(place: Path, whole: dict[str, Any]) -> None:
-    broken = place / "build" / "demo" / "broken-chat"
-    shutil.copytree(place / "build" / "demo" / "whole", broken)
-    config = json.loads((broken / "config.json").read_text())
-    (broken / "config.json").write_text(json.dumps({**config, "model_type": "nothing"}))
-    code, told = launch(place, "chat", str(broken), "--prompt", "a", *FEW)
-    assert (code, told["findings"][0]["code"]) == (5, "model-fails")
-    assert "nothing" in told["findings"][0]["message"]
+def test_a_system_message_that_the_template_refuses(place: Path, whole: Answer) -> None:
+    template = copy_model(place, "strict") / "chat_template.jinja"
+    refusal = "{{ raise_exception('no system role') }}"
+    condition = "{% if messages[0]['role'] == 'system' %}" + refusal + "{% endif %}"
+    template.write_text(condition + template.read_text())
+    words = ("chat", str(template.parent), "--system", "Be brief.", "--prompt", "a")
+    answer = launch(place, *words, *SHORT_ANSWER)
+    assert answer.code == 5
+    assert "no system role" in answer.finding("template-refuses")["message"]
+
+
+def test_a_model_that_cannot_be_loaded_is_a_finding(place: Path, whole: Answer) -> None:
+    config = copy_model(place, "broken-chat") / "config.json"
+    settings = json.loads(config.read_text())
+    settings["model_type"] = "nothing"
+    config.write_text(json.dumps(settings))
+    answer = launch(place, "chat", str(config.parent), "--prompt", "a", *SHORT_ANSWER)
+    assert answer.code == 5
+    assert "nothing" in answer.finding("model-fails")["message"]
 
 
 class Terminal:
@@ -189,8 +195,8 @@ class Terminal:
     def __init__(self, place: Path, *words: str) -> None:
         self.main, side = pty.openpty()
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "launcher", *words], cwd=place, env=environment(place), stdin=side, stdout=side,
-            stderr=side, start_new_session=True,
+            [sys.executable, "-m", "launcher", *words], cwd=place, env=environment(place),
+            stdin=side, stdout=side, stderr=side, start_new_session=True,
         )  # fmt: skip
         os.close(side)
         self.shown = ""
@@ -205,16 +211,13 @@ class Terminal:
         os.write(self.main, text.encode())
 
 
-def test_a_chat_at_a_terminal(place: Path) -> None:
-    """A prompt, Ctrl-C within its answer, a new conversation, Ctrl-D."""
-    # a model that knows nothing yet comes to no end by itself
-    terminal = Terminal(
-        place, "chat", "build/demo/model", "--max-new-tokens", "900", "--temperature", "0"
-    )
+def test_ctrl_c_ends_an_answer_and_ctrl_d_the_chat(place: Path) -> None:
+    words = ("chat", "build/demo/model", "--max-new-tokens", "900", "--temperature", "0")
+    terminal = Terminal(place, *words)
     terminal.wait_for("> ")
-    terminal.type("What is a list?\n")
+    terminal.type(f"{QUESTION}\n")
     terminal.wait_for("list?\r\n")
-    # within the seconds that so many tokens take
+    # shorter than the answer takes
     time.sleep(1)
     terminal.process.send_signal(signal.SIGINT)
     terminal.wait_for("(interrupted)")
@@ -225,45 +228,37 @@ def test_a_chat_at_a_terminal(place: Path) -> None:
     assert terminal.process.wait(PATIENCE_S) == 0
 
 
-def test_an_adapter_talks_and_so_does_its_base(place: Path, adapted: dict[str, Any]) -> None:
-    code, told = launch(
-        place, "chat", run_of(adapted).name, "--base", "--prompt", "What is a list?", *FEW
-    )
-    assert code == 0, told
-    turn = told["data"]["turns"][0]
-    assert told["data"]["adapter"] and told["data"]["base"]["name"] == str(
-        place / "build/demo/whole"
-    )
-    _, alone = launch(place, "chat", "build/demo/whole", "--prompt", "What is a list?", *FEW)
-    assert turn["base"]["text"] == alone["data"]["turns"][0]["model"]["text"]
+def test_an_adapter_answers_and_its_base_does(place: Path, chat: Any, adapter_chat: Any) -> None:
+    assert adapter_chat["adapter"]
+    assert adapter_chat["base"]["name"] == str(place / "build/demo/whole")
+    base = adapter_chat["turns"][0]["base"]["text"]
+    assert base == chat["turns"][0]["model"]["text"]
 
 
-def test_a_merged_adapter_says_the_same(place: Path, adapted: dict[str, Any]) -> None:
-    name = run_of(adapted).name
-    code, told = launch(place, "merge", name, "--output", "out/merged")
-    assert code == 0, told
-    data = told["data"]
-    assert data["error"] <= data["tolerance"] < data["effect"]
-    assert data["kept"] == pytest.approx(1, abs=0.01)
-    merged = place / "out" / "merged"
-    names = {path.name for path in merged.iterdir()}
-    wanted = {
-        "config.json",
-        "generation_config.json",
-        "model.safetensors",
-        "tokenizer.json",
-        "chat_template.jinja",
-    }
-    assert wanted <= names and "adapter_config.json" not in names
+def test_a_merged_adapter_answers_as_before(place: Path, merged: Answer, adapter_chat: Any) -> None:
+    assert merged.data["error"] <= merged.data["tolerance"] < merged.data["effect"]
+    assert merged.data["kept"] == pytest.approx(1, abs=0.01)
+    words = ("chat", "out/merged", "--prompt", QUESTION, *SHORT_ANSWER)
+    turn = succeed(place, *words).data["turns"][0]
+    assert turn["model"]["text"] == adapter_chat["turns"][0]["model"]["text"]
+
+
+def test_a_merge_writes_a_whole_model_and_removes_what_a_killed_one_left(
+    place: Path, merged: Answer
+) -> None:
+    model = "config.json generation_config.json model.safetensors"
+    tokenizer = "tokenizer.json chat_template.jinja"
+    names = {path.name for path in (place / "out" / "merged").iterdir()}
+    assert names.issuperset(f"{model} {tokenizer}".split())
+    assert "adapter_config.json" not in names
     assert [path.name for path in (place / "out").iterdir()] == ["merged"]
-    words = ("--prompt", "What is a list?", *FEW)
-    answers = [
-        launch(place, "chat", target, *words)[1]["data"]["turns"][0]["model"]["text"]
-        for target in (name, str(merged))
-    ]
-    assert answers[0] == answers[1]
-    code, told = launch(place, "merge", name, "--output", "out/merged")
-    assert (code, told["findings"][0]["code"]) == (2, "output-exists")
+
+
+def test_a_merge_after_qlora_names_the_model_that_was_merged_into(
+    place: Path, merged: Answer
+) -> None:
+    message = merged.finding("merged-unquantised")["message"]
+    assert str(place / "build/demo/whole") in message
 
 
 LOSES_THE_ADAPTER = """
@@ -274,55 +269,13 @@ if sys.orig_argv[-1] == "merge" and sys.orig_argv[-2].endswith("run.py"):
 """
 
 
-def test_a_merge_that_differs_leaves_nothing(place: Path, adapted: dict[str, Any]) -> None:
-    """As with a peft that leaves the adapter out."""
+def test_a_merge_that_loses_the_adapter_leaves_nothing(place: Path, adapted: Answer) -> None:
     broken = place / "broken-peft"
     broken.mkdir()
     (broken / "sitecustomize.py").write_text(LOSES_THE_ADAPTER)
-    done = typed(
-        place,
-        "merge",
-        run_of(adapted).name,
-        "-o",
-        "differs/x",
-        path=f"{broken}{os.pathsep}{STAND_INS}",
-    )
+    path = f"{broken}{os.pathsep}{STAND_INS}"
+    done = read_text_answer(place, "merge", adapted.run.name, "-o", "differs/x", path=path)
     assert done.returncode == 5
-    assert (
-        "error[merge-differs]" in done.stderr
-        and "0.0% of what the adapter changes is kept" in done.stderr
-    )
+    assert "error[merge-differs]" in done.stderr
+    assert "0.0% of what the adapter changes is kept" in done.stderr
     assert list((place / "differs").iterdir()) == []
-
-
-def test_a_killed_merge_leaves_nothing_in_the_way(place: Path, adapted: dict[str, Any]) -> None:
-    left = place / "killed" / ".merged.merging"
-    left.mkdir(parents=True)
-    (left / "model.safetensors").write_text("half")
-    code, told = launch(place, "merge", run_of(adapted).name, "--output", "killed/merged")
-    assert code == 0, told
-    assert [path.name for path in (place / "killed").iterdir()] == ["merged"]
-
-
-def test_a_merge_after_qlora_says_into_what(place: Path, adapted: dict[str, Any]) -> None:
-    path = run_of(adapted) / "run.json"
-    manifest = json.loads(path.read_text())
-    manifest["args"]["load_in_4bit"] = {"value": True, "origin": "a.yaml:3"}
-    path.write_text(json.dumps(manifest))
-    code, told = launch(place, "merge", run_of(adapted).name, "--output", "qlora/merged")
-    assert code == 0
-    (finding,) = [one for one in told["findings"] if one["code"] == "merged-unquantised"]
-    assert str(place / "build/demo/whole") in finding["message"]
-
-
-@needs_open_instruct
-def test_the_model_of_open_instruct_talks(place: Path) -> None:
-    code, told = launch(
-        place, "sft", str(CONFIGS / "sft_open_instruct.yaml"), "--gpus", "0", "max_train_steps=2", "samples=1",
-        "expect.trend=any",
-    )  # fmt: skip
-    assert code == 0, told
-    record = json.loads((run_of(told) / "samples.json").read_text())
-    assert record["failed"] is None and record["from"] == "rows that were trained on"
-    code, told = launch(place, "chat", run_of(told).name, "--prompt", "What is a list?", *FEW)
-    assert (code, told["data"]["chat_template"]) == (0, True)

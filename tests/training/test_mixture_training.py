@@ -1,13 +1,13 @@
-"""A mixture of data sets on TRL with real processes: rehearsed, trained, evaluated, judged, and started again."""
+"""A mixture of data sets with TRL: rehearsed, trained, evaluated, interrupted and started again."""
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
-from fake_world import until
-from real_training import launch, needs_training
+from answers import Answer, launch, succeed
+from fake_world import made
+from real_training import needs_training
 from real_training import place as place  # a fixture
 
 from launcher.config.load import load
@@ -38,91 +38,93 @@ args:
   logging_steps: 1
   save_strategy: "no"
 """
-TRAINED = 60 + 40 - 12  # of 1200 and 50 rows
+SELECTED = 60 + 40  # of 1200 and 50 rows
+TRAINED = SELECTED - 12
+STEPS = 11
+TRAIN = ("sft", "mixture.yaml", "--gpus", "0")
 
 
-@pytest.fixture
-def stage(place: Path) -> str:
-    lines = (place / "build/demo/data/sft/train.jsonl").read_text().splitlines()[:50]
-    rows = [{**json.loads(line), "source": "extra"} for line in lines]
-    (place / "extra").mkdir(exist_ok=True)
-    (place / "extra" / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:20]))
-    (place / "extra" / "b.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[20:]))
-    (place / "mixture.yaml").write_text(STAGE)
-    return "mixture.yaml"
-
-
-def point(answer: dict[str, Any], name: str) -> dict[str, Any]:
-    (found,) = [one for one in answer["data"]["points"] if one["name"] == name]
-    return dict(found)
-
-
-def test_it_trains_on_the_planned_rows_and_evaluates_on_the_others(place: Path, stage: str) -> None:
-    words = ("sft", stage, "--gpus", "0")
-    code, answer = launch(place, *words)
-    assert (code, answer["data"]["status"]) == (0, "pass"), answer
-    data = point(answer, "data")
-    assert (data["state"], data["detail"]["planned_rows"], data["detail"]["given"]) == (
-        "as_planned",
-        TRAINED,
-        TRAINED,
-    )
-    assert answer["data"]["steps"] == -(-TRAINED // 8)
-    (run,) = (place / "runs").iterdir()
-    assert (run / "console.log").read_text().count("'eval_loss'") >= 2
-    # the run keeps its own file, and the digest of every file that it read
-    config = yaml.safe_load((run / "trainer.yaml").read_text())
-    args = load(place / stage).args
-    assert config == {"datasets": args["datasets"], "test_split_size": 12}
-    record = json.loads((run / "run.json").read_text())
-    read = {file for one in record["contents"] if one["role"] == "data" for file in one["files"]}
-    assert {Path(name).name for name in read} == {"train.jsonl", "a.jsonl", "b.jsonl"}
-    assert load(run / "stage.yaml").args["datasets"] == args["datasets"]
-
-    # the same command finds it finished; another mixture is another run
-    code, answer = launch(place, *words)
-    assert code == 0 and "already-finished" in {one["code"] for one in answer["findings"]}
-    code, answer = launch(place, *words, "datasets[0].split=train[:10%]")
-    assert code == 3 and "datasets" in json.dumps(answer["findings"])
-
-
-def test_its_rehearsal_reads_the_rows_of_every_set(place: Path, stage: str) -> None:
-    code, answer = launch(place, "rehearse", stage)
-    assert code == 0, answer["findings"]
-    assert (answer["data"]["rows"]["read"], answer["data"]["rows"]["total"]) == (60 + 40, 60 + 40)
-    assert answer["data"]["losses"]
-
-
-def test_a_rehearsal_says_what_the_trainer_refuses_of_a_set(place: Path, stage: str) -> None:
-    code, answer = launch(place, "rehearse", stage, "datasets[1].columns=[source]")
-    assert code == 3
-    assert "args.datasets" in json.dumps(answer["findings"])
-
-
-def test_each_attempt_has_a_file_of_its_own(place: Path, stage: str) -> None:
-    words = (
-        "sft", stage, "--gpus", "0", "num_train_epochs=6", "save_strategy=steps", "save_steps=3",
-        "output_dir=resumed",
-    )  # fmt: skip
-    code, answer = launch(place, *words, "--detach")
-    assert code == 0, answer["findings"]
-    run = max((place / "runs").iterdir(), key=lambda path: path.stat().st_mtime)
-    until(lambda: (place / "resumed" / "checkpoint-3" / "trainer_state.json").exists())
-    launch(place, "stop", run.name)
-    code, answer = launch(place, *words)
-    assert code == 0, answer
-    assert (run / "trainer.2.yaml").read_text() == (run / "trainer.yaml").read_text()
-    argv = json.loads((run / "run.json").read_text())["argv"]
-    assert argv[argv.index("--config") + 1] == str(run / "trainer.2.yaml")
-
-
-def test_a_preview_numbers_the_rows_of_all_sets(place: Path, stage: str) -> None:
-    code, answer = launch(place, "preview", stage, "--row", "61")
-    assert code == 0, answer["findings"]
-    assert answer["data"]["counts"]["total"] == 60 + 40
-    ((row,),) = [answer["data"]["rows"]]
-    # the first row of the second set: of 50 rows the last 40
+@pytest.fixture(scope="module")
+def mixture(place: Path) -> Path:
+    """The folder to launch from, with the stage file and its second data set, of two files."""
     lines = (place / "build/demo/data/sft/train.jsonl").read_text().splitlines()
+    rows = [json.dumps({**json.loads(line), "source": "extra"}) + "\n" for line in lines[:50]]
+    (place / "extra").mkdir()
+    (place / "extra" / "a.jsonl").write_text("".join(rows[:20]))
+    (place / "extra" / "b.jsonl").write_text("".join(rows[20:]))
+    (place / "mixture.yaml").write_text(STAGE)
+    return place
+
+
+@pytest.fixture(scope="module")
+def trained(mixture: Path) -> Answer:
+    return launch(mixture, *TRAIN)
+
+
+def test_it_trains_on_the_planned_rows_and_evaluates_on_the_others(trained: Answer) -> None:
+    assert trained.outcome == (0, "pass"), trained.envelope
+    data = trained.point("data")
+    assert data["state"] == "as_planned"
+    assert data["detail"]["planned_rows"] == TRAINED
+    assert data["detail"]["given"] == TRAINED
+    assert trained.data["steps"] == STEPS
+    assert (trained.run / "console.log").read_text().count("'eval_loss'") >= 2
+
+
+def test_the_run_keeps_its_own_file_and_the_digests_of_what_it_read(
+    mixture: Path, trained: Answer
+) -> None:
+    datasets = load(mixture / "mixture.yaml").args["datasets"]
+    config = yaml.safe_load((trained.run / "trainer.yaml").read_text())
+    assert config == {"datasets": datasets, "test_split_size": 12}
+    assert load(trained.run / "stage.yaml").args["datasets"] == datasets
+
+    names = set()
+    for content in json.loads((trained.run / "run.json").read_text())["contents"]:
+        if content["role"] == "data":
+            names |= {Path(file).name for file in content["files"]}
+    assert names == {"train.jsonl", "a.jsonl", "b.jsonl"}
+
+
+def test_another_mixture_is_another_run(mixture: Path, trained: Answer) -> None:
+    again = succeed(mixture, *TRAIN)
+    assert again.finding("already-finished")
+    other = launch(mixture, *TRAIN, "datasets[0].split=train[:10%]")
+    assert other.code == 3
+    assert "datasets" in json.dumps(other.envelope["findings"])
+
+
+def test_its_rehearsal_reads_the_rows_of_every_set(mixture: Path) -> None:
+    rehearsal = succeed(mixture, "rehearse", "mixture.yaml").data
+    assert rehearsal["rows"]["read"] == SELECTED
+    assert rehearsal["rows"]["total"] == SELECTED
+    assert rehearsal["losses"]
+
+
+def test_a_rehearsal_shows_what_the_trainer_refuses_of_a_set(mixture: Path) -> None:
+    answer = launch(mixture, "rehearse", "mixture.yaml", "datasets[1].columns=[source]")
+    assert answer.code == 3
+    assert "args.datasets" in json.dumps(answer.envelope["findings"])
+
+
+def test_each_attempt_has_a_file_of_its_own(tmp_path: Path) -> None:
+    with made(tmp_path / "world") as world:
+        config = world.config(dataset_name=None, datasets=[{"path": "data"}], test_split_size=12)
+        for _ in range(2):
+            world.trained(str(config), steps=("exit=3",))
+        (run,) = world.runs.iterdir()
+        assert (run / "trainer.2.yaml").read_text() == (run / "trainer.yaml").read_text()
+        argv = json.loads((world.root / "argv.json").read_text())
+        assert argv[argv.index("--config") + 1] == str(run / "trainer.2.yaml")
+
+
+def test_a_preview_numbers_the_rows_of_all_sets(mixture: Path) -> None:
+    preview = succeed(mixture, "preview", "mixture.yaml", "--row", "61").data
+    assert preview["counts"]["total"] == SELECTED
+    (row,) = preview["rows"]
+    assert row["row"] == 61
+    # the first row of the second set, which has the last 40 of 50 rows
+    lines = (mixture / "build/demo/data/sft/train.jsonl").read_text().splitlines()
     question = json.loads(lines[10])["messages"][0]["content"]
     text = "".join(piece["text"] for section in row["sections"] for piece in section["pieces"])
-    assert row["row"] == 61 and question.splitlines()[0] in text
+    assert question.splitlines()[0] in text

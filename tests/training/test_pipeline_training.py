@@ -1,182 +1,209 @@
-"""Real training in a chain, on the CPU: TRL, and the pinned scripts fed with each other's folders."""
+"""Stages that train on each other's models, on the CPU: TRL, and the pinned scripts."""
 
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
-from real_training import (
-    CONFIGS,
-    known_commit,
-    launch,
-    needs_open_instruct,
-    needs_training,
-    place,
-    states,
-)
+from answers import Answer, find_point, launch, read_events, read_lines, succeed, supplied
+from real_training import CONFIGS, needs_open_instruct, needs_training, states
+from real_training import known_commit as known_commit  # a fixture
+from real_training import place as place  # a fixture
 
-__all__ = ["known_commit", "place"]  # fixtures
+from launcher.upstream.open_instruct import PIN
 
 pytestmark = [pytest.mark.slow, *needs_training]
 
-
-def events(run: str, name: str) -> list[dict[str, Any]]:
-    record = Path(run) / "probe" / "rank-0.jsonl"
-    told = [json.loads(line) for line in record.read_text().splitlines()]
-    return [event for event in told if event["event"] == name]
-
-
-SHORT = (
+LN_2 = 0.6931
+"""The first loss of DPO: that of a model that is its own reference."""
+TRL_PIPELINE = (
+    "pipeline", str(CONFIGS / "pipeline.yaml"),
     "sft.batch.global=4", "sft.batch.per_device=4", "sft.max_steps=12", "sft.logging_steps=1",
     "dpo.batch.global=4", "dpo.batch.per_device=2", "dpo.max_steps=2", "dpo.logging_steps=1",
     "dpo.expect.trend=any",
 )  # fmt: skip
+FEW_STEPS = ("max_train_steps=3", "expect.trend=any")
+
+
+def read_verdict(run: Path) -> dict[str, object]:
+    verdict: dict[str, object] = json.loads((run / "verdict.json").read_text())
+    return verdict
+
+
+def read_states(run: Path) -> dict[str, str]:
+    return states({"data": read_verdict(run)})
+
+
+def statuses(answer: Answer) -> list[str]:
+    return [stage["status"] for stage in answer.data["stages"]]
+
+
+def run_of(answer: Answer, stage: int) -> Path:
+    return Path(answer.data["stages"][stage]["run"])
 
 
 @pytest.fixture(scope="module")
-def chain(place: Path) -> dict[str, Any]:
-    """The demo's SFT, then its DPO: what the command answered."""
-    code, told = launch(place, "pipeline", str(CONFIGS / "pipeline.yaml"), *SHORT)
-    assert code == 0, told
-    return told
+def chain(place: Path) -> Answer:
+    """The demo's SFT, then its DPO."""
+    return succeed(place, *TRL_PIPELINE)
 
 
-def verdict(run: str) -> dict[str, Any]:
-    told: dict[str, Any] = json.loads((Path(run) / "verdict.json").read_text())
-    return told
+def test_trl_sft_passes_with_every_point_proved(chain: Answer) -> None:
+    run = run_of(chain, 0)
+    verdict = read_verdict(run)
+    assert verdict["status"] == "pass"
+    assert verdict["steps"] == 12
+    expected = {
+        "attention": "sdpa",
+        "dataset_cache": "miss",
+        "trend": "falling",
+        "weights": "moved",
+        "model": "saved",
+        "inputs": "same",
+        "finish": "completed",
+    }
+    assert expected.items() <= read_states(run).items()
+    assert find_point(verdict, "trend")["detail"]["losses"] == 12
 
 
-def seen(run: str) -> dict[str, str]:
-    return states({"data": verdict(run)})
-
-
-def test_trl_sft_passes_and_says_what_ran(chain: dict[str, Any]) -> None:
-    run = Path(chain["data"]["stages"][0]["run"])
-    told = verdict(str(run))
-    assert (told["status"], told["steps"]) == ("pass", 12)
-    assert told["metrics"]["last_loss"] < told["metrics"]["first_loss"]
-    points = seen(str(run))
-    assert (points["attention"], points["dataset_cache"]) == ("sdpa", "miss")
-    assert (points["trend"], points["finish"]) == ("falling", "completed")
-    assert {path.name for path in run.iterdir()} >= {
-        "run.json", "console.log", "metrics.jsonl", "exit.json", "verdict.json", "report.html",
-    }  # fmt: skip
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+def test_the_metrics_have_a_row_for_each_step(chain: Answer) -> None:
+    run = run_of(chain, 0)
+    rows = read_lines(run / "metrics.jsonl")
     assert [row["step"] for row in rows] == list(range(1, 13))
     assert all(row["tokens"] <= row["positions"] for row in rows)
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    assert (run / "report.html").is_file()
 
 
-def test_trl_step_losses_agree_with_the_log(chain: dict[str, Any]) -> None:
-    """The probe's loss is the step's, also where Trainer has divided it by the accumulation."""
-    first = events(chain["data"]["stages"][1]["run"], "step")[0]
+def test_the_recorded_loss_is_that_of_the_step_whatever_the_accumulation(chain: Answer) -> None:
+    first = read_events(run_of(chain, 1), "step")[0]
     assert first["micro_batches"] == 2
-    # that of a model that is its own reference
-    assert first["loss"] == pytest.approx(0.6931, abs=1e-3)
+    assert first["loss"] == pytest.approx(LN_2, abs=1e-3)
 
 
-def test_trl_sft_then_dpo_and_sft_again_to_the_same_weights(
-    place: Path, chain: dict[str, Any]
+def test_a_model_that_was_changed_after_the_run_fails(place: Path, chain: Answer) -> None:
+    run = run_of(chain, 0)
+    weights = place / "build" / "demo" / "sft" / "model.safetensors"
+    trained = weights.read_bytes()
+    shutil.copy(place / "build" / "demo" / "model" / "model.safetensors", weights)
+    changed = launch(place, "check", run.name)
+    weights.unlink()
+    missing = launch(place, "check", run.name)
+    weights.write_bytes(trained)
+
+    assert changed.outcome == missing.outcome == (1, "fail")
+    assert changed.states["model"] == "changed"
+    assert missing.states["model"] == "missing"
+    assert launch(place, "check", run.name).states["model"] == "saved"
+
+
+def test_a_stage_trained_again_to_the_same_weights_leaves_the_next_one_valid(
+    place: Path, chain: Answer
 ) -> None:
-    words = ("pipeline", str(CONFIGS / "pipeline.yaml"), *SHORT)
-    sft, dpo = chain["data"]["stages"]
-    assert (sft["status"], dpo["status"]) == ("passed", "passed")
+    sft, dpo = chain.data["stages"]
+    assert statuses(chain) == ["passed", "passed"]
     assert dpo["model"] == str(place / "build" / "demo" / "sft")
-    assert Path(chain["data"]["report"]).stat().st_size > 10_000
-    code, told = launch(place, *words)
-    assert [one["status"] for one in told["data"]["stages"]] == ["skipped", "skipped"]
-    assert code == 0 and told["data"]["stages"][0]["run"] == sft["run"]
-    # trained again to the same weights: a real trainer's too are known by content
+    assert Path(chain.data["report"]).stat().st_size > 10_000
+
+    again = succeed(place, *TRL_PIPELINE)
+    assert statuses(again) == ["skipped", "skipped"]
+    assert again.data["stages"][0]["run"] == sft["run"]
+
     shutil.rmtree(place / "build" / "demo" / "sft")
-    code, told = launch(place, *words)
-    assert [one["status"] for one in told["data"]["stages"]] == ["passed", "skipped"], told
-
-
-FEW = ("max_train_steps=3", "expect.trend=any")
+    assert statuses(launch(place, *TRL_PIPELINE)) == ["passed", "skipped"]
 
 
 def outputs_of(commit: str) -> str:
     return f"oi/{commit[:8]}"
 
 
-@pytest.fixture(scope="module")
-def pinned(place: Path, known_commit: str) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """Their SFT, the same again on its result, then their DPO: the words, and what these answered."""
-    outputs = outputs_of(known_commit)
-    (place / f"chain-{known_commit}.yaml").write_text(
-        "gpus: 0\nstages:\n"
-        f"  - {{name: one, config: {CONFIGS}/sft_open_instruct.yaml, with: {{output_dir: {outputs}/one}}}}\n"
-        f"  - {{name: two, config: {CONFIGS}/sft_open_instruct.yaml, from: one,\n"
-        f"     with: {{output_dir: {outputs}/two, seed: 7}}}}\n"
-        f"  - {{name: dpo, config: {CONFIGS}/dpo_open_instruct.yaml, from: two,\n"
-        f"     with: {{output_dir: {outputs}/dpo}}}}\n"
+def pinned_pipeline(place: Path, commit: str) -> tuple[str, ...]:
+    """The words of a pipeline: open-instruct's SFT, then its DPO."""
+    outputs = outputs_of(commit)
+    path = place / f"chain-{commit}.yaml"
+    path.write_text(
+        "gpus: 0\n"
+        "stages:\n"
+        f"- name: sft\n"
+        f"  config: {CONFIGS}/sft_open_instruct.yaml\n"
+        f"  with: {{output_dir: {outputs}/sft}}\n"
+        f"- name: dpo\n"
+        f"  config: {CONFIGS}/dpo_open_instruct.yaml\n"
+        f"  from: sft\n"
+        f"  with: {{output_dir: {outputs}/dpo}}\n"
     )
-    short = [f"{name}.{key}" for name in ("one", "two", "dpo") for key in FEW]
-    words = ("pipeline", f"chain-{known_commit}.yaml", *short)
-    code, told = launch(place, *words)
-    assert code == 0, told
-    return words, told
+    short = [f"{stage}.{word}" for stage in ("sft", "dpo") for word in FEW_STEPS]
+    return ("pipeline", path.name, *short, "sft.samples=1")
+
+
+@pytest.fixture(scope="module")
+def pinned(place: Path, known_commit: str) -> Answer:
+    """The pinned SFT, then the pinned DPO on its result."""
+    return succeed(place, *pinned_pipeline(place, known_commit))
 
 
 @needs_open_instruct
-def test_the_pinned_scripts_take_each_others_folders(
-    place: Path, pinned: tuple[tuple[str, ...], dict[str, Any]]
-) -> None:
-    words, told = pinned
-    one, two, dpo = told["data"]["stages"]
-    assert [two["model"], dpo["model"]] == [one["output"], two["output"]]
-    # the pinned SFT asks the hub for a snapshot of the folder; the probe answers
-    supplied = {event["what"] for event in events(two["run"], "supplied")}
-    assert "snapshot_download" in supplied
-    # it began where the first one ended, with a template that every tokenizer of the chain holds
-    losses = [events(stage["run"], "step") for stage in (one, two)]
-    assert losses[1][0]["loss"] < losses[0][0]["loss"]
-    kept = {
-        (Path(stage["output"]) / "chat_template.jinja").read_text() for stage in (one, two, dpo)
-    }
-    assert len(kept) == 1
-    code, told = launch(place, *words)
-    assert (code, [one["status"] for one in told["data"]["stages"]]) == (0, ["skipped"] * 3)
-
-
-@needs_open_instruct
-def test_the_pinned_dpo_runs_on_the_sft_result(
-    pinned: tuple[tuple[str, ...], dict[str, Any]],
-) -> None:
-    run = pinned[1]["data"]["stages"][2]["run"]
-    points = seen(run)
-    assert (points["dataset_cache"], points["reference_cache"]) == ("miss", "miss")
-    assert events(run, "step")[0]["loss"] == pytest.approx(0.6931, abs=2e-3)
-    assert verdict(run)["metrics"]["first_loss"] == pytest.approx(0.6931, abs=2e-3)
-    assert "process_group" in {event["what"] for event in events(run, "supplied")}
-
-
-@needs_open_instruct
-def test_the_pinned_finetune_runs_and_hits_its_cache_the_second_time(
-    place: Path, known_commit: str, pinned: tuple[tuple[str, ...], dict[str, Any]]
-) -> None:
-    first = pinned[1]["data"]["stages"][0]
-    run = Path(first["run"])
-    assert seen(str(run)) | {"trend": ""} == {
-        "liger": "off", "packing": "off", "attention": "sdpa", "positions": "exact", "batch": "planned",
-        "dataset_cache": "miss", "data": "as_planned",
-        "loss": "finite", "gradients": "true", "trend": "", "memory": "ok", "finish": "completed",
-        "weights": "moved", "model": "saved", "inputs": "same",
+def test_the_pinned_sft_runs_with_every_point_proved(pinned: Answer, known_commit: str) -> None:
+    run = run_of(pinned, 0)
+    points = read_states(run)
+    # of so few steps
+    points.pop("trend")
+    assert points == {
+        "liger": "off", "packing": "off", "attention": "sdpa", "positions": "exact",
+        "batch": "planned", "dataset_cache": "miss", "data": "as_planned", "loss": "finite",
+        "gradients": "true", "memory": "ok", "finish": "completed", "weights": "moved",
+        "model": "saved", "inputs": "same",
     }  # fmt: skip
     manifest = json.loads((run / "run.json").read_text())
     assert manifest["upstream"]["pinned"] is True
     assert manifest["upstream"]["version"] == known_commit
     assert manifest["args"]["logging_steps"]["value"] == 1
-    assert "snapshot_download" in {event["what"] for event in events(str(run), "supplied")}
+    # the pinned SFT asks the hub for a snapshot of the folder; the probe answers
+    assert "snapshot_download" in supplied(run)
+
+
+@needs_open_instruct
+def test_the_pinned_dpo_runs_on_the_model_of_the_pinned_sft(pinned: Answer) -> None:
+    sft, dpo = pinned.data["stages"]
+    assert dpo["model"] == sft["output"]
+    templates = []
+    for stage in (sft, dpo):
+        templates.append((Path(stage["output"]) / "chat_template.jinja").read_text())
+    assert templates[0] == templates[1]
+
+    run = Path(dpo["run"])
+    points = read_states(run)
+    assert points["dataset_cache"] == "miss"
+    assert points["reference_cache"] == "miss"
+    assert read_events(run, "step")[0]["loss"] == pytest.approx(LN_2, abs=2e-3)
+    assert "process_group" in supplied(run)
+
+
+@needs_open_instruct
+@pytest.mark.parametrize("known_commit", [PIN], indirect=True)
+def test_the_model_of_open_instruct_answers(place: Path, pinned: Answer) -> None:
+    run = run_of(pinned, 0)
+    samples = json.loads((run / "samples.json").read_text())
+    assert samples["failed"] is None
+    assert samples["from"] == "rows that were trained on"
+    words = ("chat", run.name, "--prompt", "What is a list?", "--max-new-tokens", "8")
+    assert succeed(place, *words).data["chat_template"] is True
+
+
+@needs_open_instruct
+@pytest.mark.parametrize("known_commit", [PIN], indirect=True)
+def test_the_pinned_sft_hits_its_cache_and_is_not_repeated(
+    place: Path, known_commit: str, pinned: Answer
+) -> None:
+    assert statuses(succeed(place, *pinned_pipeline(place, known_commit))) == ["skipped"] * 2
 
     config = str(CONFIGS / "sft_open_instruct.yaml")
-    words = ("sft", config, f"output_dir={outputs_of(known_commit)}/one", *FEW, "--gpus", "0")
-    code, answer = launch(place, *words, "--fresh")
-    assert code == 0, answer
-    assert states(answer)["dataset_cache"] == "hit"
-    assert answer["data"]["run"] != str(run), "a run of its own, beside the old one"
+    output = f"output_dir={outputs_of(known_commit)}/sft"
+    words = ("sft", config, output, *FEW_STEPS, "--gpus", "0")
+    fresh = succeed(place, *words, "--fresh")
+    assert fresh.states["dataset_cache"] == "hit"
+    assert fresh.run != run_of(pinned, 0)
 
-    code, answer = launch(place, *words)
-    assert code == 0, answer
-    assert "already-finished" in [found["code"] for found in answer["findings"]]
-    assert not (run / "console.2.log").exists()
+    again = succeed(place, *words)
+    assert again.finding("already-finished")
+    assert not (run_of(pinned, 0) / "console.2.log").exists()

@@ -1,33 +1,35 @@
-"""Real trainings that report to real trackers are preempted and continued: one run there, not two.
+"""A preempted training continues the run of its tracker and does not begin a second one.
 
-W&B runs offline, trackio and MLflow write into folders; a package that is not installed is left out.
+W&B works offline, trackio and MLflow write into folders; a package that is missing is left out.
 """
 
 import importlib.util
 import json
 import signal
-from collections.abc import Callable
+from typing import Any
 
 import pytest
-from real_training import known_commit as known_commit  # a fixture
+from interrupted import INTERRUPTED, Begin, Training
+from interrupted import place as place  # a fixture
+from interrupted import training as training  # a fixture
 from real_training import needs_open_instruct, needs_training
-from test_preemption import Training
-from test_preemption import place as place  # a fixture
-from test_preemption import training as training  # a fixture
 
 pytestmark = [pytest.mark.slow, *needs_training]
 
-Begin = Callable[..., Training]
+TRACKERS = [name for name in ("mlflow", "trackio", "wandb") if importlib.util.find_spec(name)]
+needs_wandb = pytest.mark.skipif("wandb" not in TRACKERS, reason="no package wandb")
 
 
-def needs(package: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(
-        importlib.util.find_spec(package) is None, reason=f"no package {package}"
-    )
+def tracker_runs(run: Training) -> dict[str, Any]:
+    """The id of each tracker's run that the last attempt reported to."""
+    events = run.events("tracker")
+    ids = {event["tracker"]: event["id"] for event in events}
+    assert len(ids) == len(events)
+    return ids
 
 
-def interrupted_and_continued(run: Training) -> tuple[list[str], list[str]]:
-    """The ids of the trackers' runs that the first attempt reported to, and those of the second."""
+def interrupt_and_continue(run: Training) -> dict[str, Any]:
+    """Preempt the run and finish it; returns the trackers' runs, the same before and after."""
     run.variables |= {
         "WANDB_MODE": "offline",
         "WANDB_DIR": str(run.place),
@@ -36,37 +38,36 @@ def interrupted_and_continued(run: Training) -> tuple[list[str], list[str]]:
         "MLFLOW_ALLOW_FILE_STORE": "true",
     }
     run.start()
-    run.until(lambda: len(run.events("step")) >= 3)
-    first = [event["id"] for event in run.events("tracker")]
+    run.wait_for_steps(3)
+    before = tracker_runs(run)
     run.notify(signal.SIGTERM)
-    assert run.end() == [130], run.said
-    assert run.finish() == [0], "".join(run.said)[-4000:]
-    return first, [event["id"] for event in run.events("tracker")]
+    assert run.end() == [INTERRUPTED], run.output_text
+    assert run.finish() == [0], "".join(run.output_text)[-4000:]
+    assert tracker_runs(run) == before
+    return before
 
 
+@pytest.mark.skipif(not TRACKERS, reason="no package of a tracker")
+def test_trl_continues_the_run_of_each_tracker(training: Begin) -> None:
+    run = training("trl", 1, f"report_to=[{','.join(TRACKERS)}]")
+    ids = interrupt_and_continue(run)
+    assert sorted(ids) == TRACKERS
+    record = json.loads((run.folder / "run.json").read_text())
+    assert {tracker["tracker"]: tracker["id"] for tracker in record["trackers"]} == ids
+
+
+@needs_wandb
+@needs_open_instruct
 @pytest.mark.parametrize(
-    "tracker",
+    ("kind", "words"),
     [
-        pytest.param("wandb", marks=needs("wandb")),
-        pytest.param("trackio", marks=needs("trackio")),
-        pytest.param("mlflow", marks=needs("mlflow")),
+        ("sft", ("report_to=wandb",)),
+        # the loss of the first steps is ln 2 in both attempts
+        ("dpo", ("expect.resume=any",)),
     ],
 )
-def test_trl_continues_its_tracker_run(training: Begin, tracker: str) -> None:
-    run = training("trl", 1, f"report_to={tracker}")
-    first, second = interrupted_and_continued(run)
-    assert len(first) == 1 and second == first
-    record = json.loads((run.folder / "run.json").read_text())
-    assert [(one["tracker"], one["id"]) for one in record["trackers"]] == [(tracker, first[0])]
-
-
-@needs("wandb")
-@needs_open_instruct
-@pytest.mark.usefixtures("known_commit")
-@pytest.mark.parametrize("kind", ["sft", "dpo"])
-def test_open_instruct_continues_its_wandb_run(training: Begin, kind: str) -> None:
-    # DPO's loss is ln 2 in the few steps before
-    more = ("report_to=wandb",) if kind == "sft" else ("expect.resume=any",)
-    run = training(kind, 1, "with_tracking=true", "wandb_entity=nobody", *more)
-    first, second = interrupted_and_continued(run)
-    assert len(first) == 1 and second == first
+def test_open_instruct_continues_its_wandb_run(
+    training: Begin, kind: str, words: tuple[str, ...]
+) -> None:
+    run = training(kind, 1, "with_tracking=true", "wandb_entity=nobody", *words)
+    assert len(interrupt_and_continue(run)) == 1

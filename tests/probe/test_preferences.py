@@ -2,8 +2,8 @@
 
 import textwrap
 
-from test_probe import TRAIN, Training
-from test_probe import training as training  # a fixture
+from probed_scripts import TRAIN, Training
+from probed_scripts import training as training  # a fixture
 
 DPO_UTILS = """
     class Rewards:

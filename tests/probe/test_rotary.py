@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from conftest import PATIENCE_S
+from probed_scripts import PROBE
 from real_training import needs_packages
-from test_probe import PROBE
 
 from launcher.probe.watching.model import ROUNDED, Frequency, Rotary, frequencies
 from launcher.probe.watching.process import Process, Settings

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_probe import Training
-from test_probe import training as training  # a fixture
+from probed_scripts import Training
+from probed_scripts import training as training  # a fixture
 
 from launcher.runs import trackers
 from launcher.runs.rundir import RunFolder

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_probe import Training
+from probed_scripts import Training
 
 from launcher.plan.command import PROBE
 

@@ -47,7 +47,7 @@ def test_it_needs_the_standard_library_only_and_nothing_of_launch(path: Path) ->
 def test_all_of_it_is_there_before_the_script_begins_and_under_no_other_name(
     training: Training,
 ) -> None:
-    """The code of a run may be replaced while it trains; a trainer may have a `record` of its own."""
+    """The code of a run may be replaced while it trains; a trainer may have its own `record`."""
     folder = training.folder / "a script"
     folder.mkdir()
     (folder / "record.py").write_text("")

@@ -15,12 +15,15 @@ from launcher.probe.watching.packing import batch_of as token_batch
 from launcher.probe.watching.process import Process, Settings
 from launcher.probe.watching.steps import Tally
 
-torch = pytest.importorskip("torch")
 BOS = 1
 END = 2
 PAD = 0
 Row = tuple[list[int], int]
 """Tokens, and the number of those at their start that have no label."""
+
+
+def tensor(values: object) -> Any:
+    return pytest.importorskip("torch").tensor(values)
 
 
 def data_of(folder: Path, **settings: Any) -> Data:
@@ -45,8 +48,8 @@ def padded_batch(rows: list[Row]) -> Any:
         ids.append(tokens + [PAD] * rest)
         labels.append([UNLABELLED] * prompt + tokens[prompt:] + [UNLABELLED] * rest)
         mask.append([1] * len(tokens) + [0] * rest)
-    kwargs = {"labels": torch.tensor(labels), "attention_mask": torch.tensor(mask)}
-    return token_batch(torch.tensor(ids), kwargs)
+    kwargs = {"labels": tensor(labels), "attention_mask": tensor(mask)}
+    return token_batch(tensor(ids), kwargs)
 
 
 def counted(folder: Path, rows: list[Row], **settings: Any) -> dict[str, Any]:
@@ -117,10 +120,10 @@ def test_pairs_that_are_equal_or_empty_or_hold_their_prompt_twice(tmp_path: Path
 
 
 def test_packed_samples_are_read_apart(tmp_path: Path) -> None:
-    ids = torch.tensor([[BOS, 10, 30, END, BOS, 11, 31, 32]])
+    ids = tensor([[BOS, 10, 30, END, BOS, 11, 31, 32]])
     labels = ids.clone()
     labels[:, [0, 1, 4, 5]] = UNLABELLED
-    places = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
+    places = tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
     data = data_of(tmp_path)
     data.count_batch(token_batch(ids, {"labels": labels, "position_ids": places}), Tally())
     assert data.first.items() >= {"rows": 2, "ended": 1, "endless": 1}.items()

@@ -3,7 +3,7 @@
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from probed_scripts import Event, Training
@@ -14,7 +14,6 @@ from launcher.probe.watching.model import ROUNDED, Frequency, Rotary, frequencie
 from launcher.probe.watching.process import Process, Settings
 
 pytestmark = needs_packages
-torch = pytest.importorskip("torch")
 
 LOAD = """
 import torch
@@ -65,16 +64,25 @@ def test_frequencies_that_zero_3_computed_in_bfloat16_are_restored(training: Tra
     assert 1e-3 < event["largest_error"] < 2**-7
 
 
-class Embedding(torch.nn.Module):  # type: ignore[misc, name-defined]
-    """Counts how often its frequencies are computed."""
+@pytest.fixture
+def torch() -> Any:
+    return pytest.importorskip("torch")
 
-    computed = 0
 
-    def __init__(self, config: str) -> None:
-        super().__init__()
-        Embedding.computed += 1
-        self.config = config
-        self.register_buffer("inv_freq", torch.tensor([1.0, 0.3]))
+@pytest.fixture
+def embedding(torch: Any) -> Any:
+    """A rotary embedding that notes the configs for which it was computed."""
+
+    class Embedding(torch.nn.Module):  # type: ignore[misc, name-defined]
+        computed: ClassVar[list[str]] = []
+
+        def __init__(self, config: str) -> None:
+            super().__init__()
+            self.computed.append(config)
+            self.config = config
+            self.register_buffer("inv_freq", torch.tensor([1.0, 0.3]))
+
+    return Embedding("the config")
 
 
 def report(folder: Path, model: Any) -> Event:
@@ -83,27 +91,28 @@ def report(folder: Path, model: Any) -> Event:
     return event
 
 
-def test_exact_frequencies_are_left_as_they_are(tmp_path: Path) -> None:
-    event = report(tmp_path, Embedding("the config"))
+def test_exact_frequencies_are_left_as_they_are(embedding: Any, tmp_path: Path) -> None:
+    event = report(tmp_path, embedding)
     assert (event["state"], event["largest_error"]) == ("exact", 0.0)
 
 
-def test_rounded_frequencies_are_restored_and_reported_with_one_computation(tmp_path: Path) -> None:
-    model = Embedding("the config").bfloat16()
-    computed = Embedding.computed
-    event = report(tmp_path, model)
-    assert event["state"] == "restored"
-    assert model.inv_freq.dtype == torch.float32
-    assert Embedding.computed == computed + 1
+def test_rounded_frequencies_are_restored_and_reported_with_one_computation(
+    embedding: Any, torch: Any, tmp_path: Path
+) -> None:
+    embedding.bfloat16()
+    embedding.computed.clear()
+    assert report(tmp_path, embedding)["state"] == "restored"
+    assert embedding.inv_freq.dtype == torch.float32
+    assert embedding.computed == ["the config"]
 
 
-def test_a_frequency_of_0_does_not_hide_that_others_are_rounded() -> None:
+def test_a_frequency_of_0_does_not_hide_that_others_are_rounded(torch: Any) -> None:
     true = torch.tensor([1.0, 0.3, 0.0])
     assert Frequency(None, "inv_freq", true.clone(), true).error() == 0.0
     assert Frequency(None, "inv_freq", true.bfloat16(), true).error() > 1e-3
 
 
-def test_frequencies_that_no_config_computes_are_judged_by_their_precision() -> None:
+def test_frequencies_that_no_config_computes_are_judged_by_their_precision(torch: Any) -> None:
     module = torch.nn.Module()
     module.config = "none"
     module.register_buffer("inv_freq", torch.ones(2, dtype=torch.bfloat16))

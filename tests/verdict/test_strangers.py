@@ -26,7 +26,7 @@ def checked_points(folder: Path, content: str) -> dict[str, Any]:
     return {point["name"]: point for point in json.loads(result.stdout)["data"]["points"]}
 
 
-def answer(point: dict[str, Any]) -> tuple[str, bool | None]:
+def answer(point: Any) -> tuple[str, bool | None]:
     return point["state"], point["ok"]
 
 
@@ -167,9 +167,8 @@ EVALUATING = f"[INFO|trainer.py:4300] {TIME} >> ***** Running Evaluation *****\n
 STARTED = llama_factory(10, falling(10)[:4])
 
 
-def finish_of(folder: Path, content: str) -> dict[str, Any]:
-    point: dict[str, Any] = checked_points(folder, content)["finish"]
-    return point
+def finish_of(folder: Path, content: str) -> Any:
+    return checked_points(folder, content)["finish"]
 
 
 @pytest.mark.parametrize("words", SAVING)

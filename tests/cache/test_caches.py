@@ -181,7 +181,7 @@ def test_another_release_of_what_tokenises_changes_the_folder(project: Path, tex
 
 
 @pytest.mark.parametrize(
-    ("file", "kinds"),
+    "file, kinds",
     [
         ("open_instruct/dataset_transformation.py", {"dataset", "reference"}),
         ("open_instruct/dpo_utils.py", {"reference"}),

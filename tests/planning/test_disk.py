@@ -68,7 +68,7 @@ def test_a_size_that_is_not_known_is_none(write: Write, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limits", "setting", "kept"), [(False, 2, None), (True, 2, 2), (True, -1, None)]
+    "limits, setting, kept", [(False, 2, None), (True, 2, 2), (True, -1, None)]
 )
 def test_olmo_core_keeps_as_many_checkpoints_as_its_source_says(
     tmp_path: Path, limits: bool, setting: int, kept: int | None
@@ -123,7 +123,7 @@ def measure(plan: Plan, output: Path | None = None) -> Needs:
 
 
 @pytest.mark.parametrize(
-    ("more", "gpus", "checkpoint", "least"),
+    "more, gpus, checkpoint, least",
     [
         # no checkpoint without `checkpointing_steps`: the model alone
         ("seed: 1", 2, 14, 2),
@@ -147,7 +147,7 @@ def test_what_open_instruct_writes(
 
 
 @pytest.mark.parametrize(
-    ("more", "deepspeed", "checkpoint", "least"),
+    "more, deepspeed, checkpoint, least",
     [
         ("save_strategy: 'no'", "null", 12, 4),
         ("max_steps: 100\n  save_steps: 40\n  save_total_limit: 1", "null", 12, 24),

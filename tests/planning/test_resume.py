@@ -315,7 +315,7 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize(("stage", "before", "after", "expected"), CHANGES)
+@pytest.mark.parametrize("stage, before, after, expected", CHANGES)
 def test_a_change_that_would_train_wrongly_is_refused_until_it_is_named(
     run: Make, stage: str, before: str, after: str, expected: str
 ) -> None:
@@ -333,7 +333,7 @@ def test_a_change_that_would_train_wrongly_is_refused_until_it_is_named(
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "changed"),
+    "before, after, changed",
     [
         ("", "learning_rate=1e-3", "learning_rate"),
         # how much is printed is no reason
@@ -610,7 +610,7 @@ def test_a_checkpoint_that_the_stage_file_names_counts_once(run: Make) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "setting"),
+    "text, setting",
     [(TRL, "save_strategy='no'"), (TRL, "save_only_model=true"), (SFT, "checkpointing_steps=null")],
 )
 def test_a_run_that_could_not_be_resumed_is_noted_beforehand(

@@ -254,7 +254,7 @@ args: {{model_name_or_path: m, dataset_name: a, hub_token: {PASSWORD}, run_name:
 
 
 @pytest.mark.parametrize(
-    ("key", "text", "form"),
+    "key, text, form",
     [
         ("additional_model_arguments", WITH_SECRETS, "text"),
         ("additional_model_arguments", WITH_SECRETS, "json"),
@@ -300,7 +300,7 @@ class Package:
 
 
 @pytest.mark.parametrize(
-    ("name", "line", "owner", "meaning"),
+    "name, line, owner, meaning",
     [
         ("rate", 14, "Arguments", "The rate."),
         ("size", 15, "Arguments", "The size."),
@@ -347,7 +347,7 @@ def test_what_launch_derives_is_the_value_here(run: Run, write: Write) -> None:
 
 
 @pytest.mark.parametrize(
-    ("idea", "backend", "names"),
+    "idea, backend, names",
     [
         ("lr", "open_instruct", ["learning_rate"]),
         ("epochs", "open_instruct", ["num_epochs", "num_train_epochs"]),

@@ -86,19 +86,6 @@ def test_advancing_step_by_step_is_advancing_at_once(layout: EpochLayout, steps:
     assert position == epochs.advanced(layout, START, steps)
 
 
-@settings(max_examples=200)
-@given(stages, layouts, st.integers(1, 12))
-def test_the_checkpoints_that_are_not_exact_are_found(
-    stage: str, layout: EpochLayout, every: int
-) -> None:
-    uninterrupted = play(stage, layout)
-    wrong = []
-    for step in range(every, layout.total, every):
-        if play(stage, layout, step) != uninterrupted[step:]:
-            wrong.append(step)
-    assert list(epochs.inexact(stage == "dpo", layout, every)) == wrong
-
-
 def reason(mismatch: ResumeMismatch | None) -> str | None:
     return None if mismatch is None else mismatch.reason
 

@@ -270,8 +270,6 @@ def test_facts_of_gpus(smi: Smi) -> None:
     assert report.exit_code is Exit.OK
     assert "\n".join(report.lines()).count("NVIDIA H200") == 2
     assert report.lines()[-1] == "ready"
-    broken = launch_finding("error", "no-checkout", "")
-    assert replace(report, findings=(broken,)).lines()[-1] == "not ready: no-checkout"
     assert install.tested()["flash-attn"] in report.install[-1].argv
 
 

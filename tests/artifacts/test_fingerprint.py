@@ -20,12 +20,12 @@ from launcher.errors import Exit
 
 
 def digest(path: Path) -> str:
-    return content.read(path)[0].digest
+    return content.read_content(path)[0].digest
 
 
 def sampled_digest(path: Path) -> str:
     """The digest of a checkpoint that is too large to be read whole."""
-    return content.read(path, whole_below=0)[0].digest
+    return content.read_content(path, whole_below=0)[0].digest
 
 
 def safetensors(tensors: dict[str, bytes]) -> bytes:
@@ -128,7 +128,7 @@ def test_a_stretch_of_two_strata_never_escapes(checkpoint: Path, data: st.DataOb
 )
 def test_what_is_no_safetensors_file_is_read_whole(write: Write, raw: bytes) -> None:
     path = write("m.safetensors", raw)
-    before, _ = content.read(path, whole_below=0)
+    before, _ = content.read_content(path, whole_below=0)
     assert before.method == "whole"
     path.write_bytes(raw[:-1] + b"!")
     assert sampled_digest(path) != before.digest
@@ -247,7 +247,7 @@ def test_a_change_that_hides_behind_size_and_time_is_seen(
     monkeypatch.setattr(fingerprint, "_MARGIN_S", -1e9)
     before = of_file(path).digest
     with monkeypatch.context() as without:
-        without.setattr(content, "read", None)
+        without.setattr(content, "read_content", None)
         assert of_file(path).digest == before
     times = path.stat()
     path.write_bytes(b"RUW\n")

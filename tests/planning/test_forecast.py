@@ -615,7 +615,7 @@ def prepared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Prepared]:
     lengths = replace(parse("302:1104"), rows=235_000)
     monkeypatch.setattr(forecast, "row_lengths", lambda *_: lengths)
     request = Request(stage="sft", config=TULU_FILE, gpus=2)
-    prepared = prepare.prepare(request, Scope.PLAN)
+    prepared = prepare.prepare_start(request, Scope.PLAN)
     devices = Devices(slots=(card(0), card(1)))
     yield replace(prepared, start=replace(prepared.start, devices=devices))
 

@@ -18,7 +18,7 @@ SHIPPED = pytest.mark.parametrize("path", STAGE_FILES, ids=lambda path: path.nam
 
 
 def validate(path: Path) -> Stage:
-    return stage.validate(stage.judge(load.load(path)))
+    return stage.validate(stage.judge_stage_file(load.load(path)))
 
 
 def test_stage_files_ship() -> None:

@@ -353,7 +353,7 @@ def shipped(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Sh
         copy = copies / name
         copy.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(root / name, copy)
-        before = stage.judge(load.load(copy))
+        before = stage.judge_stage_file(load.load(copy))
         mended = fix.of_file(copy)
         fix.apply(mended)
         files.append(Shipped(name, before, mended))
@@ -400,7 +400,7 @@ def test_upstreams_own_parser_takes_the_mended_files(
 ) -> None:
     requests = []
     for file in shipped:
-        after = stage.judge(load.load(file.mended.path))
+        after = stage.judge_stage_file(load.load(file.mended.path))
         assert after.stage == file.before.stage
         for judged in (file.before, after):
             assert judged.schema is not None

@@ -61,7 +61,7 @@ DPO = replace(
 
 def flags(facts: RungFacts, base: RungFacts | None = None, **limits: Limit) -> str:
     """Each gate that is not green, with its colour."""
-    judged = gates.judge(facts, limits, base or facts)
+    judged = gates.judge_rung(facts, limits, base or facts)
     json.dumps([flag.as_json() for flag in judged], allow_nan=False)
     return ", ".join(f"{flag.gate} {flag.colour}" for flag in judged if flag.colour != "green")
 
@@ -84,7 +84,7 @@ def complain(code: str, key: str, message: str, help: str | None) -> Finding:
     ],
 )
 def test_limits_of_a_file(content: Any, limits: dict[str, Limit]) -> None:
-    assert gates.read(content, complain) == (limits, [])
+    assert gates.read_limits(content, complain) == (limits, [])
 
 
 @pytest.mark.parametrize(
@@ -100,14 +100,14 @@ def test_limits_of_a_file(content: Any, limits: dict[str, Limit]) -> None:
     ],
 )
 def test_limits_that_are_refused(content: Any, errors: list[str]) -> None:
-    limits, findings = gates.read(content, complain)
+    limits, findings = gates.read_limits(content, complain)
     assert limits == {}
     assert [f"{finding.code} {finding.key}" for finding in findings] == errors
 
 
 def test_a_good_run_is_green() -> None:
     assert flags(GOOD) == ""
-    assert gates.colour_of(gates.judge(GOOD, {}, GOOD)) == "green"
+    assert gates.colour_of(gates.judge_rung(GOOD, {}, GOOD)) == "green"
     assert flags(DPO) == ""
 
 

@@ -54,7 +54,7 @@ def config_of(options: Arguments, args: Arguments) -> Config:
 def judge_args(backend: str, name: str, args: Arguments) -> tuple[Finding, ...]:
     """The errors of launch about the arguments of a script."""
     options = {"backend": backend, "stage": BACKENDS[backend].STAGES[name].stage or name}
-    return errors(stage.judge(config_of(options, args)).findings)
+    return errors(stage.judge_stage_file(config_of(options, args)).findings)
 
 
 def refused(findings: Iterable[Finding]) -> set[str]:
@@ -181,7 +181,7 @@ def is_refused_by_launch(key: str, value: Any) -> bool:
         # text only to YAML 1.2, a bool to launch
         return key == "expect"
     config = config_of({"stage": "sft", "backend": "trl", key: value}, {})
-    _, findings = options.read(config, "sft")
+    _, findings = options.read_stage_options(config, "sft")
     stage_fault = options.stage_fault(config)
     if stage_fault is not None:
         findings.append(stage_fault)

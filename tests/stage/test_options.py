@@ -24,14 +24,14 @@ def config_of(text: str, shape: Any = "stage") -> Config:
 
 
 def read(text: str, shape: str = "stage") -> Options:
-    read_options, findings = options.read(config_of(text, shape), "sft")
+    read_options, findings = options.read_stage_options(config_of(text, shape), "sft")
     assert findings == []
     return read_options
 
 
 def refuse(text: str, shape: str = "stage") -> Finding:
     """The one error about the options of a file."""
-    _, findings = options.read(config_of(text, shape), "sft", (), {"learning_rate"})
+    _, findings = options.read_stage_options(config_of(text, shape), "sft", (), {"learning_rate"})
     (finding,) = findings
     assert (finding.severity, finding.layer) == ("error", "launch")
     assert len(finding.message) < 200
@@ -144,7 +144,7 @@ def test_deepspeed_by_path(write: Write, monkeypatch: pytest.MonkeyPatch, tmp_pa
     monkeypatch.chdir(here.parent)
 
     def read_file(*overrides: str) -> Options:
-        return options.read(load(path, overrides), "sft", [tmp_path / "checkout"])[0]
+        return options.read_stage_options(load(path, overrides), "sft", [tmp_path / "checkout"])[0]
 
     assert read_file().deepspeed == beside
     assert read_file("deepspeed=ds2.json").deepspeed == here
@@ -155,7 +155,7 @@ def test_deepspeed_by_path(write: Write, monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 def test_arguments_are_not_judged_where_the_backend_is_unknown(write: Write) -> None:
     text = "backend: TRL\nargs:\n  dataset_name: d\n  max_steps: 3\n  eval_strategy: steps\n"
-    judged = stage.judge(load(write("b.yaml", text), ()))
+    judged = stage.judge_stage_file(load(write("b.yaml", text), ()))
     assert {finding.code for finding in judged.findings} == {"bad-backend", "bad-stage"}
 
 

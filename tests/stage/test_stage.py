@@ -56,7 +56,7 @@ def judge(write: Write) -> Judge:
     def judge_text(
         text: str, *overrides: str, asked: str | None = None, name: str = "a.yaml"
     ) -> Judged:
-        return stage.judge(load.load(write(name, text), overrides), stage=asked)
+        return stage.judge_stage_file(load.load(write(name, text), overrides), stage=asked)
 
     return judge_text
 
@@ -207,7 +207,7 @@ def judge_older(write: Write) -> Judge:
     locator = Locator(checkout=module.parent.parent, allow_unpinned=True)
 
     def judge_text(text: str, name: str = "a.yaml") -> Judged:
-        return stage.judge(load.load(write(name, text)), locator=locator)
+        return stage.judge_stage_file(load.load(write(name, text)), locator=locator)
 
     return judge_text
 
@@ -373,7 +373,7 @@ def test_what_is_asked_for_can_be_expected(judge: Judge) -> None:
 )
 def test_a_trend_needs_steps(write: Write, text: str, setting: str, severities: list[str]) -> None:
     config = load.load(write("a.yaml", f"expect: {{trend: falling}}\n{text}"), [setting])
-    findings = stage.judge(config, locator=Snapshot()).findings
+    findings = stage.judge_stage_file(config, locator=Snapshot()).findings
     about_trend = [finding for finding in findings if finding.key == "expect.trend"]
     assert [finding.severity for finding in about_trend] == severities
 

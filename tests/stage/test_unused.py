@@ -41,7 +41,7 @@ def find_unused(
     lines = settings.replace("; ", "\n  ")
     path = write("a.yaml", f"{head}  {lines}\n")
     locator = Locator(checkout=checkout, allow_unpinned=checkout is not None)
-    findings = stage.judge(load.load(path), locator=locator).findings
+    findings = stage.judge_stage_file(load.load(path), locator=locator).findings
     unused = [finding for finding in findings if finding.code in UNUSED]
     return {str(finding.key).removeprefix("args."): finding for finding in unused}
 
@@ -157,7 +157,7 @@ def test_an_argument_that_must_be_given(root: Path, write: Write) -> None:
 
     def errors(text: str) -> list[Finding]:
         config = load.load(write("b.yaml", text))
-        judged = stage.judge(config, locator=Locator(checkout=root, allow_unpinned=True))
+        judged = stage.judge_stage_file(config, locator=Locator(checkout=root, allow_unpinned=True))
         return [finding for finding in judged.findings if finding.severity == "error"]
 
     # the folder is named by launch
@@ -201,7 +201,7 @@ def schemas(checkout: Path) -> dict[str, Schema]:
     """Of the checkout's own source, not of the snapshot."""
     source = locate.locate("open_instruct", checkout=checkout)
     backend = BACKENDS["open_instruct"]
-    read = facts.read(backend, source.packages, {}, list(UNREAD))
+    read = facts.read_facts(backend, source.packages, {}, list(UNREAD))
     return {name: facts.schema_of(read, backend, name, "source", "x") for name in UNREAD}
 
 

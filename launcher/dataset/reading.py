@@ -17,11 +17,11 @@ import re
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from launcher.files import open_regular
+from launcher.lazy_dataclass import dataclass
 from launcher.paths import is_pointer
 
 MAX_ROW = 64 * 2**20  # characters of one row

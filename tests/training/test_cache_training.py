@@ -74,7 +74,7 @@ def dpo(name: str, *overrides: str) -> tuple[dict[str, str], dict[str, Cache], R
     )  # fmt: skip
     trainer = machine.find_trainer(Path(sys.executable), None)
     locator = Locator(checkout=Path(os.environ["LAUNCH_OPEN_INSTRUCT"]), search=trainer.path)
-    stage = stages.validate(stages.judge(load.load(STAGE_FILE, words), locator=locator))
+    stage = stages.validate(stages.judge_stage_file(load.load(STAGE_FILE, words), locator=locator))
     made = plan.make(stage, gpus=0)
     found = keys.derive(made, trainer.packages)
     run = RunFolder(rundir.runs_root() / name)

@@ -28,7 +28,7 @@ def read_at(repository: Repository, revision: str, key: str) -> dict[str, bool |
     if full is None:
         pytest.skip(f"{checkouts.missing(checkouts.NEWEST)}: the history lacks {revision}")
     sources = Sources({"open_instruct": CommitTree(repository, full, "open_instruct")})
-    return behaviour.read(sources, key, STAGES[key].script)
+    return behaviour.observe_behaviours(sources, key, STAGES[key].script)
 
 
 @pytest.fixture(scope="module")

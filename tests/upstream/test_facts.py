@@ -42,7 +42,7 @@ def stages_read(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
         stages_of_reads.append(stages)
         return read(backend, trees, externals, stages)
 
-    monkeypatch.setattr(facts, "read", record)
+    monkeypatch.setattr(facts, "read_facts", record)
     return stages_of_reads
 
 
@@ -53,7 +53,7 @@ def ask(root: Path) -> Ask:
 
 
 def read_facts(root: Path, *stages: str) -> Facts:
-    return facts.read(BACKEND, {"open_instruct": Folder(root)}, {}, stages)
+    return facts.read_facts(BACKEND, {"open_instruct": Folder(root)}, {}, stages)
 
 
 def schema_of(known: Facts, stage: str = "sft") -> Schema:

@@ -52,7 +52,7 @@ class Checkout:
 
     def changes_of(self, key: str, head: str = "HEAD") -> tuple[ArgumentChange, ...]:
         """The changes of an argument of SFT, the newest first."""
-        return history.of(key, SFT, Repository(self.root), head=head)
+        return history.changes_of_argument(key, SFT, Repository(self.root), head=head)
 
     def last_change(self, key: str) -> str:
         """The newest change and its commit, as the number that it was committed as."""
@@ -90,9 +90,11 @@ def test_at_the_commit_of_the_table_no_process_is_started(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.delattr(subprocess, "run")
-    (change, *_) = history.of("use_flash_attn", SFT, Repository(tmp_path), head=PIN)
+    (change, *_) = history.changes_of_argument(
+        "use_flash_attn", SFT, Repository(tmp_path), head=PIN
+    )
     assert change.pull == 1567
-    assert history.of("max_seq_length", "trl/scripts/sft.py", Repository(tmp_path))
+    assert history.changes_of_argument("max_seq_length", "trl/scripts/sft.py", Repository(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -105,17 +107,17 @@ def test_at_the_commit_of_the_table_no_process_is_started(
     ],
 )
 def test_what_became_of_an_argument_of_trl(key: str, stage: str, sentence: str) -> None:
-    (change, *_) = history.of(key, f"trl/scripts/{stage}.py")
+    (change, *_) = history.changes_of_argument(key, f"trl/scripts/{stage}.py")
     assert history.sentence(change).startswith(sentence)
 
 
 @pytest.mark.parametrize("key", ["", "use_flash", ".*", "-S--foo"])
 def test_what_never_was_an_argument_has_no_history(key: str) -> None:
-    assert history.of(key, SFT) == ()
+    assert history.changes_of_argument(key, SFT) == ()
 
 
 def test_an_unknown_script_has_no_history() -> None:
-    assert history.of("use_flash_attn", "elsewhere/train.py") == ()
+    assert history.changes_of_argument("use_flash_attn", "elsewhere/train.py") == ()
 
 
 @pytest.mark.parametrize(
@@ -123,7 +125,7 @@ def test_an_unknown_script_has_no_history() -> None:
 )
 def test_what_an_argument_is_called_now(key: str, name: str | None) -> None:
     def past(key: str) -> tuple[ArgumentChange, ...]:
-        return history.of(key, DPO)
+        return history.changes_of_argument(key, DPO)
 
     assert history.called_now(past(key)[0], past, ["mixer_list"]) == name
 
@@ -162,13 +164,13 @@ def test_the_oldest_commit_of_a_shallow_clone_added_nothing(repo: Checkout, tmp_
     shallow = Checkout(tmp_path / "shallow", repo.commits)
 
     assert shallow.last_change("count") == "added in commit 2"
-    assert shallow.changes_of("lr") == history.of("lr", SFT)
+    assert shallow.changes_of("lr") == history.changes_of_argument("lr", SFT)
 
 
 def test_without_a_history_the_table_answers(
     repo: Checkout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    table = history.of("use_flash_attn", SFT)
+    table = history.changes_of_argument("use_flash_attn", SFT)
     assert repo.changes_of("use_flash_attn") == table
 
     repo.commit("Unrelated", {"README": "x"})
@@ -176,7 +178,7 @@ def test_without_a_history_the_table_answers(
         assert repo.changes_of("use_flash_attn", head) == table
 
     missing = Repository(tmp_path / "missing")
-    assert history.of("use_flash_attn", SFT, missing) == table
+    assert history.changes_of_argument("use_flash_attn", SFT, missing) == table
 
     # no git
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -1,11 +1,11 @@
-"""Rungs in turn: gated, gone on with, refused beforehand; and a real one."""
+"""Rungs in turn: stopped by a red flag, continued, refused beforehand; and real ones."""
 
 import json
 import math
 import shutil
 import signal
 import time
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,137 +27,171 @@ from launcher.workflows.experiment import Outcome
 from launcher.workflows.ladder import ladder
 
 pytestmark = needs_trl
-CONFIGS = REPOSITORY / "configs"
+
 CARDS = 4
-SHORT = ("--steps", "20", "batch.global=8")
 JSON = ("--format", "json")
+USUAL_RUNG: Mapping[str, Any] = {
+    "fall": 0.3,
+    "speed": 1.0,
+    "first": 2.0,
+    "nan": None,
+    "gib": None,
+    "accuracy": None,
+    "trend": "falling",
+    "exit": Exit.OK,
+}
 
 
 class Rungs(Here):
-    """Rungs without a process: what one shows stands in the scene under its number of processes, `at_2`."""
+    """Rungs without a process; `scene` has what differs at a number of processes, as `at_2`."""
 
     def of_prepared(self, prepared: Prepared, **_: Any) -> Outcome:
         plan = prepared.plan
-        scene = {"fall": 0.3, "speed": 1.0, "first": 2.0, "nan": None, "gib": None, "accuracy": None,
-                 "trend": "falling", "exit": Exit.OK}  # fmt: skip
-        scene |= self.scene.get(f"at_{plan.processes}", {})
         self.started.append(str(plan.processes))
-        lines = []
-        for step in range(20):
-            loss = scene["first"] * (1 - scene["fall"] * step / 19) + 0.001 * math.sin(7 * step)
-            row = {
-                "step": step + 1,
-                "loss": loss,
-                "grad_norm": 1.5,
-                "seconds": 0.5 / scene["speed"],
-            }
-            row |= {"finite": False, "loss": None} if step + 1 == scene["nan"] else {"finite": True}
-            if scene["accuracy"] is not None:
-                row |= {"rewards/accuracies": scene["accuracy"], "rewards/margins": 0.1}
-            lines.append(json.dumps(row))
+        rung = {**USUAL_RUNG, **self.scene.get(f"at_{plan.processes}", {})}
         folder = rundir.reserve(prepared.folder)
-        files.write_text(folder.metrics, "".join(f"{line}\n" for line in lines))
-        metrics = {"tokens_per_second": 2000.0 * plan.processes * scene["speed"],
-                   "peak_allocated_gib": scene["gib"], "peak_reserved_gib": scene["gib"]}  # fmt: skip
-        trend = check.Point(name="trend", state=scene["trend"], expected="any", ok=True)
+        lines = [json.dumps(metrics_of(rung, step)) + "\n" for step in range(20)]
+        files.write_text(folder.metrics, "".join(lines))
+        trend = check.Point(name="trend", state=rung["trend"], expected="any", ok=True)
         finish = check.Point(
-            name="finish", state="failed", expected="completed", ok=scene["exit"] is Exit.OK,
+            name="finish",
+            state="failed",
+            expected="completed",
+            ok=rung["exit"] is Exit.OK,
             detail={"error": {"message": "NCCL timed out"}},
-        )  # fmt: skip
+        )
         verdict = check.Verdict(
             status="pass",
             stage=plan.stage.options.stage,
             steps=20,
             points=(trend, finish),
-            metrics=metrics,
+            metrics={
+                "tokens_per_second": 2000.0 * plan.processes * rung["speed"],
+                "peak_allocated_gib": rung["gib"],
+                "peak_reserved_gib": rung["gib"],
+            },
         )
-        return Outcome(run=folder, plan=plan, verdict=verdict, exit=scene["exit"], seconds=1.0)
+        return Outcome(run=folder, plan=plan, verdict=verdict, exit=rung["exit"], seconds=1.0)
+
+
+def metrics_of(rung: Mapping[str, Any], step: int) -> Mapping[str, object]:
+    row = {
+        "step": step + 1,
+        "loss": rung["first"] * (1 - rung["fall"] * step / 19) + 0.001 * math.sin(7 * step),
+        "finite": True,
+        "grad_norm": 1.5,
+        "seconds": 0.5 / rung["speed"],
+    }
+    if step + 1 == rung["nan"]:
+        row |= {"finite": False, "loss": None}
+    if rung["accuracy"] is not None:
+        row |= {"rewards/accuracies": rung["accuracy"], "rewards/margins": 0.1}
+    return row
 
 
 @pytest.fixture
 def rungs(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Rungs:
-    made = Rungs(capsys)
-    monkeypatch.setattr(experiment, "of_prepared", made.of_prepared)
-    return made
+    rungs = Rungs(capsys)
+    monkeypatch.setattr(experiment, "of_prepared", rungs.of_prepared)
+    return rungs
 
 
-def words_for(world: World, *words: str, **args: Any) -> tuple[str, ...]:
+def command(world: World, *words: str, **args: Any) -> list[str]:
     python = str(world.root / "python")
-    return ("ladder", str(world.config(**args)), "--python", python, *SHORT, *words)
+    short = ("--steps", "20", "batch.global=8")
+    return ["ladder", str(world.config(**args)), "--python", python, *short, *words]
 
 
 def ladders(world: World) -> list[Path]:
     return sorted(world.runs.glob("*-ladder-*"))
 
 
-def test_go(world: World, rungs: Rungs) -> None:
-    code, out, err = rungs.launch(
-        *words_for(world, "--gpus", "1,2,4", "--price", "2", "--rows", "800")
-    )
+def test_all_rungs_pass_and_the_full_run_is_estimated(world: World, rungs: Rungs) -> None:
+    price = ("--price", "2", "--rows", "800")
+    code, out, err = rungs.launch(*command(world, "--gpus", "1,2,4", *price))
     assert code == 0, err
     assert rungs.started == ["1", "2", "4"]
-    rows = [line.split() for line in out.splitlines() if " GPU" in line and "->" in line]
+    rows = [" ".join(line.split()) for line in out.splitlines() if " GPU" in line and "->" in line]
     # the global batch is constant
-    assert [row[2:7] for row in rows] == [
-        ["2", "x", "4", "x", "1"], ["2", "x", "2", "x", "2"], ["2", "x", "1", "x", "4"],
-    ]  # fmt: skip
-    assert [row[-3:] for row in rows] == [
-        ["2,000", "100%", "go"],
-        ["4,000", "100%", "go"],
-        ["8,000", "100%", "go"],
-    ]
+    expected = [("2 x 4 x 1", "2,000"), ("2 x 2 x 2", "4,000"), ("2 x 1 x 4", "8,000")]
+    for row, (batch, speed) in zip(rows, expected, strict=True):
+        assert f" {batch} " in row
+        assert row.endswith(f" {speed} 100% go")
     assert "\ngo\n" in out
     # 800 rows, 8 a step, 3 epochs, half a second each, 2 for each of 4 GPUs and hour
     assert "full run on 4 GPUs: 2.5 min, costs 0.33  (300 steps x 0.5 s" in out
+
+    _, out, _ = rungs.launch(*command(world, "--gpus", "1,0", *price))
     # a price is for GPUs
-    out = rungs.launch(*words_for(world, "--gpus", "1,0", "--price", "2", "--rows", "800"))[1]
     assert "full run on CPU: 2.5 min  (" in out
 
 
-def test_it_goes_on_at_the_rung_that_failed(world: World, rungs: Rungs) -> None:
-    words = words_for(world, "--gpus", "1,2,4")
+def test_it_continues_at_the_rung_that_failed(world: World, rungs: Rungs) -> None:
+    words = command(world, "--gpus", "1,2,4")
     code, out, _ = rungs.launch(*words, at_2={"exit": Exit.TRAINING})
-    assert code == 4 and "no-go: 2 GPUs: NCCL" in out and rungs.started == ["1", "2"]
+    assert code == 4
+    assert "no-go: 2 GPUs: NCCL" in out
     assert rungs.launch(*words, at_2={"exit": Exit.INTERRUPTED})[0] == 130
+
     code, out, _ = rungs.launch(*words, *JSON)
+    assert code == 0
     data = json.loads(out)["data"]
-    assert code == 0 and data["go"] and data["reason"] is None
+    assert data["go"]
+    assert data["reason"] is None
     assert [rung["before"] for rung in data["rungs"]] == [True, False, False]
-    assert rungs.started == ["1", "2", "2", "2", "4"] and len(ladders(world)) == 1
-    # all have passed: nothing is left to do, whichever of them are asked for and are still there
+    assert rungs.started == ["1", "2", "2", "2", "4"]
+
+    # nothing is left to do, even if the run of a rung that passed was deleted
     shutil.rmtree(data["rungs"][0]["run"])
-    assert rungs.launch(*words_for(world, "--gpus", "4,1"))[0] == 0 and len(rungs.started) == 5
-    rungs.launch(*words_for(world, "--gpus", "1", "--fresh"))
-    assert rungs.started[5:] == ["1"] and len(ladders(world)) == 2
-    # another stage, or other packages, are another ladder
-    rungs.launch(*words_for(world, "--gpus", "1", learning_rate=1e-4))
+    assert rungs.launch(*command(world, "--gpus", "4,1"))[0] == 0
+    assert len(rungs.started) == 5
+    assert len(ladders(world)) == 1
+
+
+def test_a_fresh_or_another_stage_or_other_packages_are_another_ladder(
+    world: World, rungs: Rungs
+) -> None:
+    words = ("--gpus", "1")
+    rungs.launch(*command(world, *words))
+    rungs.launch(*command(world, *words, "--fresh"))
+    rungs.launch(*command(world, *words, learning_rate=1e-4))
     installed = world.root / "site" / "liger_kernel-99.0.dist-info"
     installed.mkdir()
-    (installed / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: liger-kernel\nVersion: 99.0\n"
-    )
-    rungs.launch(*words_for(world, "--gpus", "1"))
-    assert rungs.started[6:] == ["1", "1"] and len(ladders(world)) == 4
+    metadata = "Metadata-Version: 2.1\nName: liger-kernel\nVersion: 99.0\n"
+    (installed / "METADATA").write_text(metadata)
+    rungs.launch(*command(world, *words))
+    assert rungs.started == ["1"] * 4
+    assert len(ladders(world)) == 4
 
 
-def test_a_red_flag_stops_and_gates_are_in_the_file(world: World, rungs: Rungs) -> None:
-    code, out, _ = rungs.launch(*words_for(world, "--gpus", "1,2,4", *JSON), at_2={"speed": 0.3})
-    assert code == 1 and rungs.started == ["1", "2"]
+def test_a_red_flag_stops_the_ladder(world: World, rungs: Rungs) -> None:
+    slow = {"speed": 0.3}
+    code, out, _ = rungs.launch(*command(world, "--gpus", "1,2,4", *JSON), at_2=slow)
+    assert code == 1
+    assert rungs.started == ["1", "2"]
     answer = json.loads(out)
-    assert answer["ok"] is False and answer["data"]["estimate"] is None
+    assert answer["ok"] is False
+    assert answer["data"]["estimate"] is None
     assert "30% of the first rung's tokens/s" in answer["data"]["reason"]
-    red = [f for f in answer["data"]["rungs"][1]["flags"] if f["colour"] == "red"]
-    assert [(f["gate"], f["value"]) for f in red] == [("efficiency", 0.3)]
-    # what was measured is judged anew, and not measured again
-    gates = "gates={efficiency: {red: 0.2, yellow: 0.25}}"
-    assert rungs.launch(*words_for(world, "--gpus", "1,2", gates))[0] == 0
+    flags = answer["data"]["rungs"][1]["flags"]
+    (red,) = [flag for flag in flags if flag["colour"] == "red"]
+    assert red["gate"] == "efficiency"
+    assert red["value"] == 0.3
+
+
+def test_another_gate_judges_anew_what_was_measured(world: World, rungs: Rungs) -> None:
+    words = command(world, "--gpus", "1,2")
+    assert rungs.launch(*words, at_2={"speed": 0.3})[0] == 1
+    assert rungs.launch(*words, "gates={efficiency: {red: 0.2, yellow: 0.25}}")[0] == 0
     assert len(rungs.started) == 2
-    code, out, _ = rungs.launch(*words_for(world, "--gpus", "1,2", "gates.loss_fall=0.5"))
-    assert code == 1 and "red[loss_fall]" in out and rungs.started == ["1", "2", "1"]
+    code, out, _ = rungs.launch(*words, "gates.loss_fall=0.5")
+    assert code == 1
+    assert "red[loss_fall]" in out
+    assert rungs.started == ["1", "2", "1"]
 
 
 @pytest.mark.parametrize(
-    ("scene", "more", "colours"),
+    ("rung", "words", "colours"),
     [
         ({"trend": "rising"}, ("expect.trend=falling",), {"trend": "red"}),
         ({"nan": 7}, (), {"loss": "red"}),
@@ -166,36 +200,28 @@ def test_a_red_flag_stops_and_gates_are_in_the_file(world: World, rungs: Rungs) 
         ({"first": 0.6931, "accuracy": 0.5}, ("stage=dpo",), {"rewards_accuracy": "red"}),
     ],
 )
-def test_flags(
+def test_a_gate_raises_its_flag(
     world: World,
     rungs: Rungs,
-    scene: dict[str, Any],
-    more: tuple[str, ...],
-    colours: dict[str, str],
+    rung: Mapping[str, Any],
+    words: tuple[str, ...],
+    colours: Mapping[str, str],
 ) -> None:
-    words = words_for(
-        world,
-        "--gpus",
-        "1",
-        "--row-tokens",
-        "100:200",
-        *JSON,
-        *more,
-        model_name_or_path=shaped(world),
-    )
-    code, out, _ = rungs.launch(*words, at_1=scene)
-    (rung,) = json.loads(out)["data"]["rungs"]
-    assert 0 < rung["planned_gib"] < 1
-    found = {f["gate"]: f["colour"] for f in rung["flags"] if f["colour"] != "green"}
-    assert found == colours and code == ("red" in colours.values())
+    terms = ("--gpus", "1", "--row-tokens", "100:200", *JSON, *words)
+    words_of_shaped = command(world, *terms, model_name_or_path=shaped(world))
+    code, out, _ = rungs.launch(*words_of_shaped, at_1=rung)
+    (shown,) = json.loads(out)["data"]["rungs"]
+    assert 0 < shown["planned_gib"] < 1
+    raised = {flag["gate"]: flag["colour"] for flag in shown["flags"]}
+    assert {gate: colour for gate, colour in raised.items() if colour != "green"} == colours
+    assert code == ("red" in colours.values())
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "why"),
+    ("words", "code", "reason"),
     [
         (("--gpus", "1,2,8"), 5, "the rung of 8 GPUs needs more than the 4 here"),
         (("--gpus", "1,3"), 3, "impossible-batch"),
-        (("--gpus", "1", "learning_rat=1"), 3, "learning_rat"),
         (("--gpus", "1", "gates.loss_fal=1"), 3, "unknown-gate"),
         (("--gpus", "1,1"), 2, "different counts"),
         (("--gpus", "0", "--price", "2"), 2, "there are none"),
@@ -203,99 +229,115 @@ def test_flags(
         (("--gpus", "1", "--row-tokens", "x"), 2, "MEAN:MAX"),
     ],
 )
-def test_nothing_starts_where_one_rung_cannot(
-    world: World, rungs: Rungs, words: tuple[str, ...], code: int, why: str
+def test_nothing_starts_if_one_rung_cannot(
+    world: World, rungs: Rungs, words: tuple[str, ...], code: int, reason: str
 ) -> None:
-    found, _, err = rungs.launch(*words_for(world, *words))
-    assert (found, why in err) == (code, True), err
-    assert not rungs.started and not ladders(world)
+    exit_code, _, err = rungs.launch(*command(world, *words))
+    assert exit_code == code
+    assert reason in err
+    assert not rungs.started
+    assert not ladders(world)
 
 
 def test_a_dry_run_leaves_nothing(world: World, rungs: Rungs) -> None:
-    code, out, _ = rungs.launch(*words_for(world, "--gpus", "1,8", "--dry-run", "batch.global=16"))
-    assert code == 0 and out.count("--max_steps 20") == 2
-    assert "# rung: 1 GPU\n" in out and "# rung: 8 GPUs\n" in out
-    assert not world.runs.exists() or not list(world.runs.iterdir())
+    code, out, _ = rungs.launch(*command(world, "--gpus", "1,8", "--dry-run", "batch.global=16"))
+    assert code == 0
+    assert out.count("--max_steps 20") == 2
+    assert "# rung: 1 GPU\n" in out
+    assert "# rung: 8 GPUs\n" in out
+    assert not list(world.runs.glob("*"))
 
 
 def test_steps_of_packed_rows_are_not_guessed(world: World, rungs: Rungs) -> None:
     args = {"packing": True, "max_length": 64, "bf16": False, "attn_implementation": "eager"}
-    words = words_for(world, "--gpus", "1", "--rows", "800", "expect.packing=any", **args)
-    out = rungs.launch(*words)[1]
+    words = command(world, "--gpus", "1", "--rows", "800", "expect.packing=any", **args)
+    _, out, _ = rungs.launch(*words)
     assert "full run: its steps are not known: --row-tokens MEAN:MAX\n" in out
     # 800 rows of 32 tokens are 400 of 64: 50 steps of 8 an epoch, 3 epochs
-    assert "(150 steps x 0.5 s" in rungs.launch(*words, "--row-tokens", "32:32")[1]
+    _, out, _ = rungs.launch(*words, "--row-tokens", "32:32")
+    assert "(150 steps x 0.5 s" in out
 
 
-def test_a_step_that_something_held_up_is_no_step() -> None:
+def test_a_step_that_was_held_up_does_not_count() -> None:
     assert ladder.usual_step([]) is None
     assert ladder.usual_step([1.0, 1.0, 2.0, 2.0]) == 1.5
     assert ladder.usual_step([1.0] * 9 + [30.0]) == 1.0
 
 
 @pytest.mark.parametrize(
-    ("config", "kept"), [("tulu/sft_qwen7b", False), ("tulu/dpo_qwen7b", True)]
+    ("config", "on_one_gpu"), [("tulu/sft_qwen7b", "none"), ("tulu/dpo_qwen7b", "zero2_fp32_comm")]
 )
 def test_deepspeed_on_one_gpu(
-    config: str, kept: bool, checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: str, on_one_gpu: str, checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("LAUNCH_PYTHON", raising=False)
-    request = Request(stage=None, config=CONFIGS / f"{config}.yaml", checkout=checkout)
+    path = REPOSITORY / "configs" / f"{config}.yaml"
+    # what a file keeps on the host, the card may not hold
+    offload = tmp_path / "offload.yaml"
+    offload.write_text(path.read_text().replace("zero2_fp32_comm", "zero3_offload"))
 
-    def used(*overrides: str) -> list[str]:
-        asked = replace(request, overrides=overrides)
+    def deepspeed_of(path: Path, *overrides: str) -> list[str]:
+        request = Request(stage=None, config=path, checkout=checkout, overrides=overrides)
         planned = ladder.plan_rungs(
-            asked, [1, 2], steps=20, terms=ForecastOptions(), scope=Scope.PLAN
+            request, [1, 2], steps=20, terms=ForecastOptions(), scope=Scope.PLAN
         )
         return [rung.plan.stage.options.deepspeed_name for rung in planned.rungs]
 
-    assert used() == ["zero2_fp32_comm" if kept else "none", "zero2_fp32_comm"]
-    assert used("deepspeed=zero3") == ["zero3", "zero3"]
-    # what the file keeps on the host, the card may not hold
-    path = tmp_path / "offload.yaml"
-    path.write_text(request.config.read_text().replace("zero2_fp32_comm", "zero3_offload"))
-    request = replace(request, config=path)
-    assert used() == ["zero3_offload", "zero3_offload"]
+    assert deepspeed_of(path) == [on_one_gpu, "zero2_fp32_comm"]
+    assert deepspeed_of(path, "deepspeed=zero3") == ["zero3"] * 2
+    assert deepspeed_of(offload) == ["zero3_offload"] * 2
 
 
-FALLING = {"": {"fall": 0.3}}
+def start(world: World, *words: str, second_rung: Mapping[str, object]) -> Any:
+    """A ladder of two rungs with real processes."""
+    scenes = {"": {"fall": 0.3}, "world=2": second_rung}
+    return world.started(
+        *command(world, "--gpus", "1,2"), *words, env={"SCENES": json.dumps(scenes)}
+    )
 
 
 @pytest.mark.slow
-def test_interrupted_killed_and_gone_on_with(world: World) -> None:
-    words = words_for(world, "--gpus", "1,2,4")
-    scenes = {**FALLING, "world=2": {"sleep": 600}}
-    running = world.started(*words, env={"SCENES": json.dumps(scenes)})
+def test_a_ladder_is_interrupted_and_killed_and_continues(world: World) -> None:
+    running = start(world, second_rung={"sleep": 600})
     until(lambda: started(world, "world") == ["1", "2"])
     # another command may not climb at the same time
-    other = world.launch(*words)
-    assert other.returncode == 5 and "under-way" in other.stderr
-    assert world.launch(*words, "--dry-run").returncode == 0
-    # that of the first rung has gone
+    other = world.launch(*command(world, "--gpus", "1,2"))
+    assert other.returncode == 5
+    assert "under-way" in other.stderr
+
+    # the trainer of the first rung has ended
     until(lambda: Path("/proc", str(world.pid("trainer"))).exists())
     running.send_signal(signal.SIGINT)
     out, _ = running.communicate(timeout=PATIENCE_S)
-    assert running.returncode == 130 and b"no-go: 2 GPUs: interrupted" in out and world.quiet()
-    # what a killed command left is ended before the rung is run again; and the terminal may go
+    assert running.returncode == 130
+    assert b"no-go: 2 GPUs: interrupted" in out
+    assert world.quiet()
+
+    # what a killed command left is ended before the rung is run again
     (world.root / "pids" / "trainer").unlink()
-    running = world.started(*words, env={"SCENES": json.dumps(scenes)})
+    running = start(world, second_rung={"sleep": 600})
     world.pid("trainer")
     running.kill()
     running.communicate()
-    scenes = {**FALLING, "world=4": {"fall": 0.3, "sleep": 2}}
-    running = world.started(*words, *JSON, env={"SCENES": json.dumps(scenes)})
-    until(lambda: len(started(world, "world")) == 5)
-    for _ in range(10):
+
+    # the terminal may close
+    running = start(world, *JSON, second_rung={"fall": 0.3, "sleep": 1})
+    until(lambda: len(started(world, "world")) == 4)
+    for _ in range(5):
         running.send_signal(signal.SIGHUP)
         time.sleep(0.05)
     out, err = running.communicate(timeout=PATIENCE_S)
     assert running.returncode == 0, err
-    assert started(world, "world") == ["1", "2", "2", "2", "4"] and len(ladders(world)) == 1
-    data = json.loads(out)["data"]
-    assert all(rung["first_loss"] for rung in data["rungs"])
-    page = (ladders(world)[0] / "report.html").read_text()
-    assert "stage-1gpu" in page and "stage-4gpu" in page
+    assert started(world, "world") == ["1", "2", "2", "2"]
+    assert all(rung["first_loss"] for rung in json.loads(out)["data"]["rungs"])
+    (folder,) = ladders(world)
+    assert not (folder / "models").exists()
+    assert world.quiet()
+
+    page = (folder / "report.html").read_text()
+    assert "stage-1gpu" in page
+    assert "stage-2gpu" in page
     # the decision and the gates stand above the curves
     top = page[page.index("<h1>") : page.index('id="curves"')]
-    assert "ladder stage" in top and ">go</span>" in top and "gate" in top
-    assert not (ladders(world)[0] / "models").exists() and world.quiet()
+    for text in ("ladder stage", ">go</span>", "gate"):
+        assert text in top

@@ -1,4 +1,6 @@
-"""AGENTS.md says what a program can rely on: its commands, exit codes and JSON are held against the program."""
+"""AGENTS.md says what a program can rely on: its commands, exit codes and JSON are held against the
+program.
+"""
 
 import json
 import re
@@ -15,7 +17,8 @@ from launcher.errors import Exit, Finding
 
 TEXT = (REPOSITORY / "AGENTS.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```bash\n(.*?)^```", TEXT, re.M | re.S)
-# what starts, watches or stops a run: its options are held against the program by tests/test_docs.py
+# what starts, watches or stops a run: its options are held against the program by
+# tests/test_docs.py
 OF_RUNS = BLOCKS[1]
 
 

@@ -1,4 +1,6 @@
-"""Every command on the page about data does what the page says, in a folder with one file of each form."""
+"""Every command on the page about data does what the page says, in a folder with one file of each
+form.
+"""
 
 import csv
 import json
@@ -21,7 +23,9 @@ COUNT = 60
 
 
 def commands() -> list[str]:
-    """The lines of the page's bash blocks, in their order: a later one may need what an earlier one wrote."""
+    """The lines of the page's bash blocks, in their order: a later one may need what an earlier one
+    wrote.
+    """
     blocks = re.findall(r"^```bash\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.M | re.S)
     return [line for block in blocks for line in block.splitlines()]
 

@@ -1,4 +1,6 @@
-"""Files and values that others may have written: within bounds, in time, with a documented exit code."""
+"""Files and values that others may have written: within bounds, in time, with a documented exit
+code.
+"""
 
 import json
 import os
@@ -205,7 +207,9 @@ def harmless(text: str) -> None:
 
 
 def test_what_is_written_to_a_pipe_goes_through_it(tmp_path: Path) -> None:
-    """Renaming a file over it would take it away, and `/dev/null` from every process of the machine."""
+    """Renaming a file over it would take it away, and `/dev/null` from every process of the
+    machine.
+    """
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE, text=True)

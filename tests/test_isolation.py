@@ -1,4 +1,6 @@
-"""The folder that one stands in runs no code: it holds a file of every name that Python may import, and none runs."""
+"""The folder that one stands in runs no code: it holds a file of every name that Python may import,
+and none runs.
+"""
 
 import importlib.metadata
 import os

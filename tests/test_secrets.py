@@ -1,4 +1,6 @@
-"""A token given anywhere is found nowhere but in the two private files of the run; no text becomes shell."""
+"""A token given anywhere is found nowhere but in the two private files of the run; no text becomes
+shell.
+"""
 
 import json
 import os

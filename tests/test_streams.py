@@ -1,4 +1,6 @@
-"""Closed and full streams, limits of the shell, no home: an exit code of the table and a sentence, never 70."""
+"""Closed and full streams, limits of the shell, no home: an exit code of the table and a sentence,
+never 70.
+"""
 
 import os
 import shlex

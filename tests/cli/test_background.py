@@ -1,4 +1,6 @@
-"""Commands that start several runs, handed to a job: the same command line, and the GPUs that it takes."""
+"""Commands that start several runs, handed to a job: the same command line, and the GPUs that it
+takes.
+"""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from answers import read_lines
 from conftest import PATIENCE_S, STAND_INS
 from slurm_cluster import free_ports
+from training_answers import read_lines
 
 from launcher.machine import process as processes
 from launcher.runs import rundir, runner

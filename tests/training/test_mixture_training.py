@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from answers import Answer, launch, succeed
 from fake_world import made
 from real_training import needs_training
 from real_training import place as place  # a fixture
+from training_answers import Answer, launch, succeed
 
 from launcher.config.load import load
 

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from answers import find_point
 from interrupted import INTERRUPTED, STEPS, Begin, Training
 from interrupted import place as place  # a fixture
 from interrupted import training as training  # a fixture
 from real_training import needs_open_instruct, needs_training
+from training_answers import find_point
 
 pytestmark = [pytest.mark.slow, *needs_training]
 

@@ -5,9 +5,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from answers import Answer, launch
 from real_training import CONFIGS, needs_training
 from real_training import place as place  # a fixture
+from training_answers import Answer, launch
 
 pytestmark = [pytest.mark.slow, *needs_training]
 

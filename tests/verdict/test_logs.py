@@ -14,7 +14,7 @@ from launcher.verdict.logs import segments, survey
 from launcher.verdict.logs.scan import Log, scan
 
 LOGS = DATA / "logs"
-READ_SPECIALLY = ("arguments", "step", "metrics", "mean_nonfinite")
+READ_SPECIALLY = ("arguments", "step", "block_loss", "metrics", "mean_nonfinite")
 
 
 def known_lines() -> dict[str, list[str]]:

@@ -17,9 +17,12 @@ from hypothesis import HealthCheck, settings
 # The same examples everywhere: a test that fails for one machine in a hundred helps nobody, nor does one
 # that fails where the machine stood still while examples were made.
 settings.register_profile(
-    "launch", derandomize=True, database=None, deadline=None,
+    "launch",
+    derandomize=True,
+    database=None,
+    deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
-)  # fmt: skip
+)
 settings.load_profile("launch")
 
 # a shell that runs the tests in its background has them, and all they start, ignore Ctrl-C
@@ -51,13 +54,48 @@ Write = Callable[[str, str | bytes], Path]
 # Minutes each, because processes are the point of them: what takes long goes first, or the last worker is
 # still at it when the others have been done for long.
 LONG = (
-    "test_pipeline_training", "test_after_training", "test_contract", "test_prefetch", "test_pipeline",
-    "test_training", "test_resume_training", "test_faults", "test_memory", "test_bench",
-    "test_slurm", "test_cache_training", "test_gradients", "test_tune", "test_ladder", "test_supervisor",
-    "test_lease", "test_fix", "test_locate", "test_parser_agreement", "test_trl_agreement",
-    "test_trl_machine_rules", "test_gpu_benchmarks", "test_report_browser",
-    "test_difference", "test_corpus", "test_secrets",
-)  # fmt: skip
+    "test_preemption",
+    "test_olmo_sft_training",
+    "test_preview",
+    "test_rehearsed_stages",
+    "test_tracker_training",
+    "test_hang",
+    "test_rotary",
+    "test_isolation",
+    "test_mixture_training",
+    "test_pipeline_training",
+    "test_after_training",
+    "test_evaluated_pipeline",
+    "test_rehearsal_agreement",
+    "test_gradients",
+    "test_contract",
+    "test_cache_training",
+    "test_training",
+    "test_row_agreement",
+    "test_open_instruct_row_agreement",
+    "test_pipeline",
+    "test_slurm",
+    "test_prefetch",
+    "test_resume_training",
+    "test_records",
+    "test_faults",
+    "test_memory",
+    "test_bench",
+    "test_tune",
+    "test_ladder",
+    "test_supervisor",
+    "test_lease",
+    "test_fix",
+    "test_locate",
+    "test_parser_agreement",
+    "test_trl_agreement",
+    "test_trl_machine_rules",
+    "test_gpu_benchmarks",
+    "test_report_browser",
+    "test_difference",
+    "test_corpus",
+    "test_secrets",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""What every test gets: no colour, a fixed width, its own state folder, an environment left as it was."""
+"""What every test gets: no colour, a fixed width, folders and an environment of its own."""
 
 import fcntl
 import os
@@ -14,8 +14,8 @@ import checkouts
 import pytest
 from hypothesis import HealthCheck, settings
 
-# The same examples everywhere: a test that fails for one machine in a hundred helps nobody, nor does one
-# that fails where the machine stood still while examples were made.
+# The same examples everywhere: a test that fails on one machine in a hundred helps nobody, nor does
+# one that fails because the machine stood still while examples were made.
 settings.register_profile(
     "launch",
     derandomize=True,
@@ -29,12 +29,12 @@ settings.load_profile("launch")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# a stream without a buffer loses what a pipe does not take at once, and a process that is stopped and
-# goes on finds that it did not
+# without a buffer, a process that is stopped and continued loses what a pipe did not take at once
 os.environ.pop("PYTHONUNBUFFERED", None)
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-DATA, SUPPORT = REPOSITORY / "tests" / "data", REPOSITORY / "tests" / "support"
+DATA = REPOSITORY / "tests" / "data"
+SUPPORT = REPOSITORY / "tests" / "support"
 STAGE_FILES = [
     path for path in sorted((REPOSITORY / "configs").rglob("*.yaml")) if "pipeline" not in path.name
 ]
@@ -42,17 +42,23 @@ NO_PACKAGES = "no training packages"
 STAND_INS = os.pathsep.join(
     filter(None, (str(SUPPORT / "stand_ins"), os.environ.get("PYTHONPATH")))
 )
-"""PYTHONPATH for the pinned scripts without litellm, which SFT and DPO import and never call: a fifth of
-what a start takes. tests/support/real_parser.py imports the real one."""
+"""PYTHONPATH for the pinned scripts, with a stand-in for litellm.
+
+SFT and DPO import it and never call it, and that takes a fifth of a start.
+tests/support/real_parser.py imports the real one.
+"""
 PATIENCE_S = 500.0
-"""Seconds after which whatever a test waits for hangs. Nothing that goes well comes near it, on a machine
-that is busy or stands still for a while either; a process that is to be ended sleeps for longer."""
+"""Seconds after which whatever a test waits for hangs.
+
+Nothing that goes well comes near it, even on a busy machine. A process that a test must end sleeps
+for longer.
+"""
 
 Write = Callable[[str, str | bytes], Path]
 
 
-# Minutes each, because processes are the point of them: what takes long goes first, or the last worker is
-# still at it when the others have been done for long.
+# Minutes each, because processes are the point of them. What takes longest goes first: otherwise one
+# worker still runs it when the others have long been done.
 LONG = (
     "test_preemption",
     "test_olmo_sft_training",
@@ -154,7 +160,7 @@ def write(tmp_path: Path) -> Write:
 def world(
     request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Any]:
-    """A machine with made-up cards for this process, as many as `CARDS` of the test's module says."""
+    """A machine with invented cards for this process, as many as `CARDS` of the test's module."""
     from experiment import machine
 
     with machine(tmp_path / "world", monkeypatch, getattr(request.module, "CARDS", 2)) as one:
@@ -163,7 +169,7 @@ def world(
 
 @pytest.fixture(scope="session")
 def demo_assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the demo trains on (`model`, `data`), made once for all workers: copy it, change nothing."""
+    """What the demo trains on (`model`, `data`), made once for all workers. Copy it to change it."""
     base = tmp_path_factory.getbasetemp()
     place = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "demo-assets"
     with place.with_suffix(".lock").open("w") as lock:
@@ -180,12 +186,12 @@ def demo_assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def checkout() -> Path:
-    """The pinned open-instruct checkout; skips where there is none, or fails where one is required."""
+    """The pinned open-instruct checkout. Without one, tests skip, or fail if it is required."""
     return checkouts.require()
 
 
 def pytest_configure() -> None:
-    """Hide a checkout of another commit where the pin's is not here: what ships is written for the pin."""
+    """Hide a checkout of another commit if the pin is not here: what ships is written for the pin."""
     if checkouts.only_another_is_found():
         os.environ["HOME"] = tempfile.mkdtemp(prefix="launch-tests-home-")
 

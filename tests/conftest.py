@@ -57,8 +57,8 @@ for longer.
 Write = Callable[[str, str | bytes], Path]
 
 
-# Minutes each, because processes are the point of them. What takes longest goes first: otherwise one
-# worker still runs it when the others have long been done.
+# Minutes each, because processes are the point of them. What takes longest goes first, or one
+# worker is still busy when the others have long been done.
 LONG = (
     "test_preemption",
     "test_olmo_sft_training",
@@ -169,7 +169,7 @@ def world(
 
 @pytest.fixture(scope="session")
 def demo_assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the demo trains on (`model`, `data`), made once for all workers. Copy it to change it."""
+    """What the demo trains on (`model`, `data`), made once. Copy it to change it."""
     base = tmp_path_factory.getbasetemp()
     place = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "demo-assets"
     with place.with_suffix(".lock").open("w") as lock:
@@ -191,7 +191,7 @@ def checkout() -> Path:
 
 
 def pytest_configure() -> None:
-    """Hide a checkout of another commit if the pin is not here: what ships is written for the pin."""
+    """Hide a checkout of another commit if the pin is not here: files here are for the pin."""
     if checkouts.only_another_is_found():
         os.environ["HOME"] = tempfile.mkdtemp(prefix="launch-tests-home-")
 

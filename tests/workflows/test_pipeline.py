@@ -406,10 +406,10 @@ def test_a_stage_that_outlived_its_pipeline_is_waited_for(world: Chained) -> Non
     os.killpg(running.pid, signal.SIGKILL)
     running.communicate()
 
-    second = world.started(*world.words(), bufsize=0)
-    output = second.stdout
-    assert output is not None
-    until(lambda: b"second is being trained" in output.readline())
+    second = world.started(*world.words())
+    assert second.stdout is not None
+    lines = iter(second.stdout.readline, b"")
+    assert any(b"second is being trained" in line for line in lines)
     go.write_text("")
     _, err = second.communicate(timeout=PATIENCE_S)
 

@@ -1,32 +1,37 @@
-"""`launch`, and `python -m launcher`: who interrupts it while its commands are imported sees no traceback.
+"""`launch`, and `python -m launcher`: who interrupts it while its commands are imported sees no
+traceback.
 
-Run by its path it stands for launch too, wherever it lies; after `paths.MODULE_FLAG` it runs another module
-of this package.
+Run by its path it stands for launch too, wherever it lies; after `paths.MODULE_FLAG` it runs
+another module of this package.
 """
 
+import gc
 import os
 import sys
 
 # launcher.errors.Exit, which cannot be imported where nothing can be
 NOT_READY = 5
 INTERRUPTED = 130
-NO_MEMORY = "error[resource-limit]: the memory that this command may use does not hold it: see `ulimit -v`\n"
+NO_MEMORY = (
+    "error[resource-limit]: "
+    "the memory that this command may use does not hold it: see `ulimit -v`\n"
+)
 
 
 def leave_current_folder() -> None:
-    """Import nothing more from the current folder, if only `-m` or an empty entry of PYTHONPATH names it."""
+    """Import nothing from the current folder if only `-m` or an empty PYTHONPATH entry names it."""
     project = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
     try:
-        here = os.getcwd()
+        folder = os.getcwd()
     except OSError:
         # a folder that was removed holds no code
-        here = ""
+        folder = ""
     entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     by_variable = "" in entries and entries != [""]
-    by_module = not sys.flags.safe_path and sys.path[:1] == [here]
-    installed = here.startswith((os.path.dirname(os.__file__), sys.prefix))
-    if here not in ("", project, *entries) and (by_variable or by_module) and not installed:
-        sys.path[:] = [entry for entry in sys.path if entry not in ("", here)]
+    by_module = not sys.flags.safe_path and sys.path[:1] == [folder]
+    installed = folder.startswith((os.path.dirname(os.__file__), sys.prefix))
+    if folder not in ("", project, *entries) and (by_variable or by_module) and not installed:
+        sys.path[:] = [entry for entry in sys.path if entry not in ("", folder)]
     if project not in map(os.path.realpath, sys.path):
         sys.path.insert(0, project)
 
@@ -40,6 +45,8 @@ def run_module(name: str) -> None:
 
 
 def main() -> None:
+    # what is imported stays: to look for garbage in it takes 10 ms of a start
+    gc.set_threshold(50_000)
     leave_current_folder()
     try:
         from launcher.paths import MODULE_FLAG

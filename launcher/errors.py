@@ -11,11 +11,12 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import IntEnum
 from typing import Any, Literal
 
 from launcher import redaction
+from launcher.lazy_dataclass import dataclass
 from launcher.redaction import Redactor
 
 DISK_FULL = frozenset(
@@ -44,10 +45,11 @@ class Exit(IntEnum):
 class Finding:
     """One thing worth saying about a config, a plan or a machine.
 
-    `layer` tells who objects: `parser` is upstream's own parser and `__post_init__`, `run` is upstream later on (a
-    crash, or a value that does nothing), `launch` is our own format and rules, `trainer` is the training script in a
-    rehearsal. `code` is stable and listed in docs/findings.md; `line` is 1-based. `override` is the `key=value` that
-    set what it is about, where one did: then there is no line. `about` the machine: it says nothing of the file, and
+    `layer` tells who objects: `parser` is upstream's own parser and `__post_init__`, `run` is
+    upstream later on (a crash, or a value that does nothing), `launch` is our own format and rules,
+    `trainer` is the training script in a rehearsal. `code` is stable and listed in
+    docs/findings.md; `line` is 1-based. `override` is the `key=value` that set what it is about,
+    where one did: then there is no line. `about` the machine: it says nothing of the file, and
     `--strict` leaves it a warning; about the plan: it is so on this number of GPUs.
     """
 
@@ -78,7 +80,7 @@ class Finding:
 
     @property
     def place(self) -> str | None:
-        """`file:line`, clickable in most terminals, or the override; None where there is no file."""
+        """`file:line`, clickable in most terminals, or the override; None without a file."""
         if self.file is None:
             return None
         if self.override is not None:
@@ -100,7 +102,7 @@ class LaunchError(Exception):
         super().__init__("; ".join(f.message for f in self.findings))
 
     def naming_variables(self, redactor: Redactor) -> LaunchError:
-        """The same error, with variables named where a value stands that the stage file borrowed."""
+        """The same error, naming the variables whose values the stage file borrowed."""
         return type(self)(finding.naming_variables(redactor) for finding in self.findings)
 
 
@@ -118,7 +120,9 @@ class NotReady(LaunchError):
 
 @contextmanager
 def naming_variables(redactor: Redactor) -> Iterator[None]:
-    """Have errors name the variables whose values they would show; see `Finding.naming_variables`."""
+    """Have errors name the variables whose values they would show; see
+    `Finding.naming_variables`.
+    """
     try:
         yield
     except LaunchError as error:

@@ -1,8 +1,8 @@
-"""Files that somebody else may have written, read within bounds: only regular files, of bounded size,
-line length, nesting depth and numbers.
+"""Files that somebody else may have written, read within bounds: only regular files, of bounded
+size, line length, nesting depth and numbers.
 
-Whatever reads a file of a run reads it through here. A FIFO or a device in its place would block for
-ever, and a single line of brackets or a number of 400 digits would end a whole command.
+Whatever reads a file of a run reads it through here. A FIFO or a device in its place would block
+for ever, and a single line of brackets or a number of 400 digits would end a whole command.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ _DIGITS = 20  # of a whole number: an inode has 64 bits
 
 
 def open_regular(path: Path, buffering: int = -1) -> BinaryIO:
-    """A regular file, opened for reading without ever waiting. Raises OSError, for any other kind too."""
+    """A regular file, opened for reading without waiting. Raises OSError for other kinds too."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
     except ValueError as error:
@@ -50,7 +50,7 @@ def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes:
 
 
 def lines(stream: BinaryIO) -> Iterator[bytes]:
-    """The lines of a file; of one that is longer than `parse_line` takes only as much as shows that."""
+    """The lines of a file; of a longer one than `parse_line` takes, as much as shows that."""
     left, whole = MAX_LINES, True
     while left > 0 and (raw := stream.readline(MAX_LINE + 1)):
         left -= len(raw)
@@ -68,7 +68,7 @@ def names(folder: Path | None) -> list[str]:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The mappings in the lines of a JSONL file, without torn ones; none where it cannot be read."""
+    """The mappings in the lines of a JSONL file, without torn ones; none if it is unreadable."""
     try:
         with open_regular(path) as stream:
             return [row for line in lines(stream) if (row := parse_line(line))]
@@ -77,7 +77,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def parse_json(raw: bytes) -> Any:
-    """A JSON value, numbers of over 20 digits as infinite. Raises ValueError, also where it is nested too deep.
+    """A JSON value, numbers of over 20 digits as infinite. Raises ValueError, also where it is
+    nested too deep.
 
     A character that no text or path can hold (NUL, half a surrogate pair) is replaced.
     """
@@ -123,7 +124,7 @@ def _is_deep(value: Any) -> bool:
         below: list[Any] = []
         for container in level:
             values = container.values() if isinstance(container, dict) else container
-            below += [one for one in values if isinstance(one, _CONTAINERS)]
+            below += [value for value in values if isinstance(value, _CONTAINERS)]
         if not below:
             return False
         level = below
@@ -153,7 +154,7 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def write_private_json(path: Path, data: Any) -> None:
-    """The same for the owner's eyes and hands alone: what names processes decides what a stop ends."""
+    """The same for the owner alone: what names processes decides what a stop ends."""
     write_bytes(path, _json(data), mode=0o600)
 
 
@@ -171,9 +172,11 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_bytes(path: Path, raw: bytes, *, durable: bool = False, mode: int = 0o666) -> None:
-    """Write atomically, by renaming a finished file over the old one; `durable` also after a power cut.
+    """Write atomically, by renaming a finished file over the old one; `durable` also after a power
+    cut.
 
-    A device or a pipe is written to: renaming a file over `/dev/null` would take it from every process.
+    A device or a pipe is written to: renaming a file over `/dev/null` would take it from every
+    process.
     """
     if path.exists() and not path.is_file():
         path.write_bytes(raw)
@@ -194,7 +197,9 @@ def write_bytes(path: Path, raw: bytes, *, durable: bool = False, mode: int = 0o
 
 
 def writable_by_others(path: Path) -> str | None:
-    """Why somebody else may have written a file, or put another in its place as a link; None where nobody can have."""
+    """Why somebody else may have written a file, or put another in its place as a link; None where
+    nobody can have.
+    """
     try:
         status = path.lstat()
     except OSError as error:

@@ -5,7 +5,8 @@
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+
+from launcher.lazy_dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +111,9 @@ _LAUNCH_OWN_OPTIONS = CodeSection(
         _row(
             "bad-on-violation bad-on-hang bad-probe bad-rehearse bad-samples",
             "launch",
-            "a setting of the probe, of rehearsals or of samples has a wrong value: `on_violation` is `stop` "
-            "or `warn`, `on_hang` is `report` or `stop`, `probe` is `off` or its settings, `rehearse` is a "
-            "switch, `samples` is a whole number",
+            "a setting of the probe, of rehearsals or of samples has a wrong value: "
+            "`on_violation` is `stop` or `warn`, `on_hang` is `report` or `stop`, `probe` is "
+            "`off` or its settings, `rehearse` is a switch, `samples` is a whole number",
         ),
         _row(
             "bad-batch",
@@ -122,14 +123,15 @@ _LAUNCH_OWN_OPTIONS = CodeSection(
         _row(
             "bad-expect",
             "launch",
-            "`expect` names a point that verdicts do not have, or a state that cannot be expected of it",
+            "`expect` names a point that verdicts do not have, or a state that cannot be "
+            "expected of it",
         ),
         _row("batch-twice", "launch", "the batch is set both by `batch:` and by an argument"),
         _row(
             "impossible-batch",
             "launch",
-            "the global batch cannot be split into micro-batches of this many rows, on any number of GPUs or "
-            "on those of the plan; the message names the nearest batch that can",
+            "the global batch cannot be split into micro-batches of this many rows, on any "
+            "number of GPUs or on those of the plan; the message names the nearest batch that can",
         ),
         _row("derived", "launch", "a note: launch set an argument, and why"),
     ),
@@ -147,14 +149,15 @@ _ARGUMENTS = CodeSection(
         _row(
             "removed-key renamed-key",
             "parser or launch",
-            "upstream removed or renamed the argument, or it belongs to the other stage or backend. If it "
-            "changed what was trained, the message says what it did and what happens now",
+            "upstream removed or renamed the argument, or it belongs to the other stage or "
+            "backend. If it changed what was trained, the message says what it did and what "
+            "happens now",
         ),
         _row(
             "lost-meaning",
             "launch",
-            "`--fix` has turned such a key into a comment, `# lost: reduce_loss: sum`; the warning stays until "
-            "you delete the comment",
+            "`--fix` has turned such a key into a comment, `# lost: reduce_loss: sum`; the "
+            "warning stays until you delete the comment",
         ),
         _row("abbreviated-key", "launch", "argparse would silently take it for a longer name"),
         _row("negated-key", "parser or launch", "`no_x: ...` instead of `x: false`"),
@@ -168,7 +171,8 @@ _ARGUMENTS = CodeSection(
         _row(
             "two-data-sources",
             "parser or run",
-            "`dataset_name` or `dataset_mixer` beside the mixer list; for TRL `dataset_name` beside `datasets`",
+            "`dataset_name` or `dataset_mixer` beside the mixer list; for TRL `dataset_name` "
+            "beside `datasets`",
         ),
         _row(
             "beaker-without-push",
@@ -189,8 +193,8 @@ _ARGUMENTS = CodeSection(
         _row(
             "two-precisions loss-weights logging-steps pad-multiple",
             "parser",
-            "TRL: `fp16` together with `bf16`; weights that do not match; `logging_steps: 0`; a padding "
-            "multiple that is not a number",
+            "TRL: `fp16` together with `bf16`; weights that do not match; `logging_steps: 0`; a "
+            "padding multiple that is not a number",
         ),
         _row("no-model", "run", "no model named"),
         _row(
@@ -207,10 +211,11 @@ _ARGUMENTS = CodeSection(
         _row(
             "mixer-splits",
             "run",
-            "open-instruct: `dataset_mixer_list_splits` (`mixer_list_splits`) needs one entry, or as many as "
-            "the mixer list has, names and amounts counted; else it crashes. The split of a set is the entry "
-            "at the place of its name. Entries at the place of an amount are not read; a warning if one "
-            "differs. A local file has only the split `train`",
+            "open-instruct: `dataset_mixer_list_splits` (`mixer_list_splits`) needs one entry, "
+            "or as many as the mixer list has, names and amounts counted; else it crashes. The "
+            "split of a set is the entry at the place of its name. Entries at the place of an "
+            "amount are not read; a warning if one differs. A local file has only the split "
+            "`train`",
         ),
         _row(
             "missing-data",
@@ -220,8 +225,8 @@ _ARGUMENTS = CodeSection(
         _row(
             "bad-dataset",
             "parser or run",
-            "TRL: an entry of `datasets` without `path`, of a wrong type or without rows; a quoted list "
-            "instead of a name",
+            "TRL: an entry of `datasets` without `path`, of a wrong type or without rows; a "
+            "quoted list instead of a name",
         ),
         _row(
             "bad-fraction",
@@ -231,8 +236,8 @@ _ARGUMENTS = CodeSection(
         _row(
             "bad-test-split",
             "run",
-            "TRL: `test_split_size` is neither a number of rows nor a share between 0 and 1, leaves nothing to "
-            "train on, or is set for a stream",
+            "TRL: `test_split_size` is neither a number of rows nor a share between 0 and 1, "
+            "leaves nothing to train on, or is set for a stream",
         ),
         _row(
             "unseeded-split",
@@ -243,7 +248,8 @@ _ARGUMENTS = CodeSection(
         _row(
             "entity-twice",
             "run",
-            "`hf_repo_id` already contains an entity, so the model would be pushed to `entity/entity/name`",
+            "`hf_repo_id` already contains an entity, so the model would be pushed to "
+            "`entity/entity/name`",
         ),
         _row("push-by-default", "run", "`push_to_hub` is not set, and defaults to true"),
         _row(
@@ -258,21 +264,22 @@ _ARGUMENTS = CodeSection(
         _row(
             "out-of-range",
             "run",
-            "a number that the optimizer, peft, numpy or torch's loader refuses; or with which nothing is "
-            "trained, printed or kept; or with which the wrong answers are preferred (`beta`, "
-            "`label_smoothing`)",
+            "a number that the optimizer, peft, numpy or torch's loader refuses; or with which "
+            "nothing is trained, printed or kept; or with which the wrong answers are preferred "
+            "(`beta`, `label_smoothing`)",
         ),
         _row(
             "lora-targets",
             "run",
-            "TRL: `lora_target_modules` is a single word, which TRL reads as a pattern, or one text with "
-            "several names; or it names `lm_head`, on which TRL refuses an adapter",
+            "TRL: `lora_target_modules` is a single word, which TRL reads as a pattern, or one "
+            "text with several names; or it names `lm_head`, on which TRL refuses an adapter",
         ),
         _row(
             "lora-on-tied",
             "run",
-            "TRL: the embedding and the output layer share one matrix, and LoRA or `lora_modules_to_save` "
-            "changes one of them: a merged adapter changes both, a saved copy unties them",
+            "TRL: the embedding and the output layer share one matrix, and LoRA or "
+            "`lora_modules_to_save` changes one of them: a merged adapter changes both, a saved "
+            "copy unties them",
         ),
         _row(
             "unknown-template",
@@ -283,12 +290,14 @@ _ARGUMENTS = CodeSection(
         _row(
             "model-arguments-unread",
             "run",
-            "`additional_model_arguments` contains arguments that upstream sets itself; they are not read",
+            "`additional_model_arguments` contains arguments that upstream sets itself; they are "
+            "not read",
         ),
         _row(
             "cache-key",
             "run",
-            "you set a cache key: upstream does not read the data, and the set must be in the cache",
+            "you set a cache key: upstream does not read the data, and the set must be in the "
+            "cache",
         ),
         _row("resume-unread", "run", "`resume_from_checkpoint` is never read"),
         _row(
@@ -299,19 +308,21 @@ _ARGUMENTS = CodeSection(
         _row(
             "scheduler-type",
             "run",
-            "DPO: there is no schedule of that name, or it needs more than numbers of steps: it crashes once "
-            "the model is loaded",
+            "DPO: there is no schedule of that name, or it needs more than numbers of steps: it "
+            "crashes once the model is loaded",
         ),
         _row("warmup-unread", "run", "`lr_scheduler_type: constant` has no warm-up"),
         _row(
             "endless-warmup",
             "run",
-            "the warm-up takes at least as many steps as are planned, so the learning rate never reaches its value",
+            "the warm-up takes at least as many steps as are planned, so the learning rate "
+            "never reaches its value",
         ),
         _row(
             "checkpoint-sign",
             "run",
-            "a negative `checkpointing_steps` saves as often as the positive number: `-1` saves every step",
+            "a negative `checkpointing_steps` saves as often as the positive number: `-1` saves "
+            "every step",
         ),
         _row(
             "unexpanded-path",
@@ -322,7 +333,8 @@ _ARGUMENTS = CodeSection(
         _row(
             "clipping-unread",
             "run",
-            "with DeepSpeed, its file decides whether gradients are clipped and at which norm: `auto` is 1.0",
+            "with DeepSpeed, its file decides whether gradients are clipped and at which norm: "
+            "`auto` is 1.0",
         ),
         _row(
             "tokenising-outlasts",
@@ -332,19 +344,21 @@ _ARGUMENTS = CodeSection(
         _row(
             "remote-code",
             "run",
-            "`trust_remote_code` or a similar argument: code of the model's repository runs with your rights",
+            "`trust_remote_code` or a similar argument: code of the model's repository runs with "
+            "your rights",
         ),
         _row(
             "no-wandb-key no-hub-token",
             "run",
-            "`with_tracking` or `push_to_hub` is set and nobody is logged in; an error when the run is to start",
+            "`with_tracking` or `push_to_hub` is set and nobody is logged in; an error when the "
+            "run is to start",
         ),
         _row(
             "eval-steps whole-steps best-model-strategy best-model-steps scheduler-needs-eval",
             "parser",
             "TRL: evaluating by steps without a number; steps above 1 that are not whole; "
-            "`load_best_model_at_end` against what is saved and evaluated; a schedule that "
-            "needs evaluation",
+            "`load_best_model_at_end` against what is saved and evaluated; a schedule that needs "
+            "evaluation",
         ),
         _row(
             "negative-warmup prefetch-workers empty-cache-steps parallelism-config",
@@ -354,7 +368,8 @@ _ARGUMENTS = CodeSection(
         _row(
             "eval-without-data",
             "run",
-            "TRL: `eval_on_start` with `eval_strategy: no`, which passes no data set to evaluate on",
+            "TRL: `eval_on_start` with `eval_strategy: no`, which passes no data set to evaluate "
+            "on",
         ),
         _row(
             "best-without-eval warmup-unread padding-free-off",
@@ -374,25 +389,26 @@ _ARGUMENTS = CodeSection(
         _row(
             "zero-beta",
             "run",
-            "DPO with `beta: 0`: in some losses TRL divides by it; in the others, and in open-instruct, no "
-            "preference is learned (a warning)",
+            "DPO with `beta: 0`: in some losses TRL divides by it; in the others, and in "
+            "open-instruct, no preference is learned (a warning)",
         ),
         _row(
             "reversed-gradient",
             "run",
-            "DPO since #1591: `max_grad_norm` below 0 reverses the gradient (with DeepSpeed it is not read); 0 "
-            "makes it zero in dpo.py",
+            "DPO since #1591: `max_grad_norm` below 0 reverses the gradient (with DeepSpeed it "
+            "is not read); 0 makes it zero in dpo.py",
         ),
         _row(
             "packing-refused",
             "run",
-            "OLMo-core's scripts refuse packed rows without flash-attn's attention (dpo.py since #1670)",
+            "OLMo-core's scripts refuse packed rows without flash-attn's attention (dpo.py since "
+            "#1670)",
         ),
         _row(
             "olmo-tokenizer",
             "run",
-            "an OLMo tokenizer, by its config or (since #1622) its name, whose template does not allow this "
-            "`add_bos` or `use_fast`",
+            "an OLMo tokenizer, by its config or (since #1622) its name, whose template does not "
+            "allow this `add_bos` or `use_fast`",
         ),
         _row(
             "not-with-olmo-core",
@@ -402,9 +418,9 @@ _ARGUMENTS = CodeSection(
         _row(
             "unsupported-model other-shape",
             "run",
-            "dpo.py: OLMo-core cannot build the model; or the weights do not fit the shape of `config_name` or "
-            "of the model's own name: another family, other sizes, fewer layers, each with what differs (a "
-            "warning if OLMo-2 and OLMo-3 are swapped)",
+            "dpo.py: OLMo-core cannot build the model; or the weights do not fit the shape of "
+            "`config_name` or of the model's own name: another family, other sizes, fewer "
+            "layers, each with what differs (a warning if OLMo-2 and OLMo-3 are swapped)",
         ),
         _row(
             "offline-hub-model",
@@ -417,8 +433,8 @@ _ARGUMENTS = CodeSection(
         _row(
             "scheduler-replaced",
             "run",
-            "dpo.py: a schedule that becomes a constant rate (notes: `cosine` ends at a tenth, `constant` "
-            "warms up); a loss that adds nothing",
+            "dpo.py: a schedule that becomes a constant rate (notes: `cosine` ends at a tenth, "
+            "`constant` warms up); a loss that adds nothing",
         ),
         _row(
             "budget-without-compile",
@@ -434,18 +450,20 @@ _ARGUMENTS = CodeSection(
         _row(
             "accumulation-packed",
             "run",
-            "dpo.py with packing: a step is one row, so accumulation only raises the number of pairs that may "
-            "share it",
+            "dpo.py with packing: a step is one row, so accumulation only raises the number of "
+            "pairs that may share it",
         ),
         _row(
             "too-few-rows",
             "run",
-            "dpo.py: fewer rows than one step on all GPUs, or than half of the reference pass's batch",
+            "dpo.py: fewer rows than one step on all GPUs, or than half of the reference pass's "
+            "batch",
         ),
         _row(
             "resume-unjudged",
             "run",
-            "OLMo-core will continue from a checkpoint in the output folder that launch does not check",
+            "OLMo-core will continue from a checkpoint in the output folder that launch does not "
+            "check",
         ),
         _row(
             "no-hf-export",
@@ -456,7 +474,8 @@ _ARGUMENTS = CodeSection(
         _row(
             "context-parallel",
             "run",
-            "`cp_degree`: several rows a micro-batch, a number that does not divide the GPUs, or a missing package",
+            "`cp_degree`: several rows a micro-batch, a number that does not divide the GPUs, "
+            "or a missing package",
         ),
         _row(
             "shard-degree", "run", "dpo.py: FSDP or tensor degrees that do not divide the processes"
@@ -468,7 +487,8 @@ _ARGUMENTS = CodeSection(
         _row(
             "unread-key",
             "run",
-            "nothing on the script's path reads this argument; a note if its value is the empty default",
+            "nothing on the script's path reads this argument; a note if its value is the empty "
+            "default",
         ),
         _row(
             "conditional-key",
@@ -483,7 +503,8 @@ _ARGUMENTS = CodeSection(
         _row(
             "refused-by-source",
             "parser or run",
-            "the source raises an error for these values; launch found this by reading the source, not by a rule",
+            "the source raises an error for these values; launch found this by reading the "
+            "source, not by a rule",
         ),
         _row(
             "bf16-on-cpu cpu-beside-gpus",
@@ -493,7 +514,8 @@ _ARGUMENTS = CodeSection(
         _row(
             "own-deepspeed",
             "launch",
-            "TRL's own `deepspeed` argument is set; launch reads its own option of that name, beside `args:`",
+            "TRL's own `deepspeed` argument is set; launch reads its own option of that name, "
+            "beside `args:`",
         ),
         _row("fsdp-unsaved", "run", "TRL: FSDP that saves no final model"),
         _row(
@@ -504,20 +526,22 @@ _ARGUMENTS = CodeSection(
         _row(
             "fp16-weights",
             "run",
-            "TRL: `fp16` with weights in float16 or bfloat16 (by `dtype`, the model's own with `auto`, "
-            "`lora_modules_to_save`, adapters of quantised models): the gradient scaler refuses the first "
-            "step. Not with DeepSpeed or FSDP, which keep float32 copies",
+            "TRL: `fp16` with weights in float16 or bfloat16 (by `dtype`, the model's own with "
+            "`auto`, `lora_modules_to_save`, adapters of quantised models): the gradient scaler "
+            "refuses the first step. Not with DeepSpeed or FSDP, which keep float32 copies",
         ),
         _row(
             "steps-rounded",
             "run",
-            "bfloat16 weights without float32 copies, and a learning rate so low that most updates round to "
-            "nothing; the message says from which size on, and which share of the weights can change",
+            "bfloat16 weights without float32 copies, and a learning rate so low that most "
+            "updates round to nothing; the message says from which size on, and which share of "
+            "the weights can change",
         ),
         _row(
             "mixed-precision-unread",
             "run",
-            "TRL: `bf16` and `fp16` take precedence over `mixed_precision:`; dpo.py: FSDP computes in bfloat16",
+            "TRL: `bf16` and `fp16` take precedence over `mixed_precision:`; dpo.py: FSDP "
+            "computes in bfloat16",
         ),
         _row(
             "unknown-attention flash-in-float32",
@@ -527,7 +551,8 @@ _ARGUMENTS = CodeSection(
         _row(
             "packing-leaks",
             "run",
-            "TRL, and open-instruct's DPO (dpo.py; dpo_tune_cache.py on a CPU): samples in a row attend to each other",
+            "TRL, and open-instruct's DPO (dpo.py; dpo_tune_cache.py on a CPU): samples in a "
+            "row attend to each other",
         ),
         _row(
             "attention-fallback",
@@ -540,13 +565,15 @@ _ARGUMENTS = CodeSection(
         _row(
             "impossible-expectation",
             "launch",
-            "`expect:` wants Liger or packing proved, but the arguments do not ask for it or leave nothing to "
-            "pack. A warning with `on_violation: warn`, and if a trend is expected of too few steps to show one",
+            "`expect:` wants Liger or packing proved, but the arguments do not ask for it or "
+            "leave nothing to pack. A warning with `on_violation: warn`, and if a trend is "
+            "expected of too few steps to show one",
         ),
         _row(
             "optim-unread optim-replaced",
             "run",
-            "TRL: the DeepSpeed file has its own optimizer, or offloads the optimizer, which turns it into an Adam",
+            "TRL: the DeepSpeed file has its own optimizer, or offloads the optimizer, which "
+            "turns it into an Adam",
         ),
         _row("no-compiler", "run", "torch.compile without a C or C++ compiler"),
         _row(
@@ -568,9 +595,9 @@ _ARGUMENTS = CodeSection(
         _row(
             "optim-missing quantiser-missing report-missing",
             "run",
-            "the package of an optimizer, of quantised weights or of a tracker is not installed; launch knows "
-            "once it knows the trainer's Python (a start, a rehearsal). A warning if open-instruct then leaves "
-            "the tracker out",
+            "the package of an optimizer, of quantised weights or of a tracker is not installed; "
+            "launch knows once it knows the trainer's Python (a start, a rehearsal). A warning "
+            "if open-instruct then leaves the tracker out",
         ),
         _row(
             "optim-targets",
@@ -591,31 +618,32 @@ _ARGUMENTS = CodeSection(
         _row(
             "data-file",
             "run",
-            "TRL: `dataset_name` is a file, or a reader of `datasets` such as `json`; name the folder",
+            "TRL: `dataset_name` is a file, or a reader of `datasets` such as `json`; name the "
+            "folder",
         ),
         _row(
             "inline-template",
             "run",
-            "the text of a template instead of its name or path, or under a key that no script has (layer "
-            "`parser` or `launch`): write it to a file",
+            "the text of a template instead of its name or path, or under a key that no script "
+            "has (layer `parser` or `launch`): write it to a file",
         ),
         _row(
             "impossible-name",
             "run",
-            "a model, tokenizer or data set with a name that no folder and nothing on the hub can have: too "
-            "long, with a line end, the text of a template",
+            "a model, tokenizer or data set with a name that no folder and nothing on the hub "
+            "can have: too long, with a line end, the text of a template",
         ),
         _row(
             "missing-template",
             "run",
-            "TRL: there is no such file, folder or hub name; or the rows are conversations and the tokenizer "
-            "has no template",
+            "TRL: there is no such file, folder or hub name; or the rows are conversations and "
+            "the tokenizer has no template",
         ),
         _row(
             "resume-missing resume-finished not-resumed",
             "run",
-            "TRL: there is no checkpoint; nothing is left to train; or the output folder has complete "
-            "checkpoints and no record says whose they are",
+            "TRL: there is no checkpoint; nothing is left to train; or the output folder has "
+            "complete checkpoints and no record says whose they are",
         ),
         _row(
             "no-process-group",
@@ -643,7 +671,8 @@ _MODEL_DEEPSPEED_OUTPUT_FOLDER = CodeSection(
         _row(
             "deepspeed-accumulation",
             "run",
-            "the DeepSpeed file's accumulation takes precedence, while upstream counts steps with its own",
+            "the DeepSpeed file's accumulation takes precedence, while upstream counts steps "
+            "with its own",
         ),
         _row(
             "zero3-unsaved",
@@ -671,19 +700,20 @@ _MODEL_DEEPSPEED_OUTPUT_FOLDER = CodeSection(
         _row(
             "lora-zero3-checkpointing",
             "run",
-            "finetune.py: with LoRA, ZeRO-3 and checkpointing, the frozen weights are gone when a layer is "
-            "computed again",
+            "finetune.py: with LoRA, ZeRO-3 and checkpointing, the frozen weights are gone when "
+            "a layer is computed again",
         ),
         _row(
             "liger-unknown-model liger-on-cpu",
             "run",
-            "Liger has no kernels for this model, lacks the fused loss that SFT asks for (Granite), or has no "
-            "GPU to run on",
+            "Liger has no kernels for this model, lacks the fused loss that SFT asks for "
+            "(Granite), or has no GPU to run on",
         ),
         _row(
             "beyond-positions",
             "run",
-            "rows are longer than the model's number of positions (by its config, which is on this machine)",
+            "rows are longer than the model's number of positions (by its config, which is on "
+            "this machine)",
         ),
         _row(
             "packing-without-flash",
@@ -699,51 +729,54 @@ _MODEL_DEEPSPEED_OUTPUT_FOLDER = CodeSection(
         _row(
             "accumulation-lost",
             "run",
-            "ZeRO-2 under DeepSpeed 0.17.6 to 0.18.2, which keeps only the last micro-batch of a step",
+            "ZeRO-2 under DeepSpeed 0.17.6 to 0.18.2, which keeps only the last micro-batch of a "
+            "step",
         ),
         _row(
             "corrupt-baseline",
             "run",
-            "`bench`, `tune`: the baseline trained on corrupt gradients, so nothing is compared with it",
+            "`bench`, `tune`: the baseline trained on corrupt gradients, so nothing is compared "
+            "with it",
         ),
         _row(
             "packing-of-one",
             "run",
-            "SFT: packing joins the rows of a micro-batch, and a micro-batch has one row, so it does nothing "
-            "(TRL: `padding_free`)",
+            "SFT: packing joins the rows of a micro-batch, and a micro-batch has one row, so it "
+            "does nothing (TRL: `padding_free`)",
         ),
         _row("attention-missing", "run", "DPO: an attention implementation that is not installed"),
         _row(
             "missing-model",
             "run",
-            "the model is a file, or neither a folder here nor a hub name (reported when the run is to start)",
+            "the model is a file, or neither a folder here nor a hub name (reported when the run "
+            "is to start)",
         ),
         _row(
             "incomplete-model incomplete-tokenizer",
             "run",
-            "a local folder (or, offline, what the hub's cache has) that cannot be loaded: no config, no "
-            "weights, missing, cut off or git-lfs pointer files, weights that do not fit the config, a "
-            "tokenizer without a vocabulary. A warning until something is to start; until then a folder with "
-            "only a config is accepted",
+            "a local folder (or, offline, what the hub's cache has) that cannot be loaded: no "
+            "config, no weights, missing, cut off or git-lfs pointer files, weights that do not "
+            "fit the config, a tokenizer without a vocabulary. A warning until something is to "
+            "start; until then a folder with only a config is accepted",
         ),
         _row(
             "adapter-alone",
             "run",
-            "the model is the folder of an adapter (adapter_config.json without a model); the help is the "
-            "command that merges it. An error when the run is to start",
+            "the model is the folder of an adapter (adapter_config.json without a model); the "
+            "help is the command that merges it. An error when the run is to start",
         ),
         _row(
             "tokens-beyond-embedding",
             "run",
-            "TRL, dpo.py: the tokenizer has more tokens than the embedding has rows (both sizes are given). An "
-            "error if the pad or end token has no row and is in the first batches; also `pad_token_id` and "
-            "others in config.json beyond the rows",
+            "TRL, dpo.py: the tokenizer has more tokens than the embedding has rows (both sizes "
+            "are given). An error if the pad or end token has no row and is in the first "
+            "batches; also `pad_token_id` and others in config.json beyond the rows",
         ),
         _row(
             "embedding-resized",
             "run",
-            "open-instruct adds the rows that its tokenizer needs: a note, or a warning with LoRA, which does "
-            "not train them",
+            "open-instruct adds the rows that its tokenizer needs: a note, or a warning with "
+            "LoRA, which does not train them",
         ),
         _row(
             "foreign-checkpoints",
@@ -754,20 +787,22 @@ _MODEL_DEEPSPEED_OUTPUT_FOLDER = CodeSection(
         _row(
             "unintended-output",
             "launch",
-            "`output_dir` contains a `~` or `$NAME` that no trainer expands, or is a folder that is not meant "
-            "for output: `/`, the working or home folder or one above, the data's or the model's own folder, "
-            "the checkout, launch's own folder or caches, the folder of the runs, a folder of the system",
+            "`output_dir` contains a `~` or `$NAME` that no trainer expands, or is a folder that "
+            "is not meant for output: `/`, the working or home folder or one above, the data's "
+            "or the model's own folder, the checkout, launch's own folder or caches, the folder "
+            "of the runs, a folder of the system",
         ),
         _row(
             "nested-output",
             "launch",
-            "at a start and in its dry run: the output is, contains or is in a run folder, or is inside or "
-            "above the output of another run, live or finished",
+            "at a start and in its dry run: the output is, contains or is in a run folder, or is "
+            "inside or above the output of another run, live or finished",
         ),
         _row(
             "foreign-files",
             "launch",
-            "at a start and in its dry run: the output folder has files that no run of launch made; three are named",
+            "at a start and in its dry run: the output folder has files that no run of launch "
+            "made; three are named",
         ),
     ),
 )
@@ -775,40 +810,43 @@ _MODEL_DEEPSPEED_OUTPUT_FOLDER = CodeSection(
 _THE_ROWS_OF_THE_DATA = CodeSection(
     title="The rows of the data",
     intro=(
-        "All rows are looked at, of local files and of data sets in the hub's cache; each "
-        "finding names the first row that it is about ([the page on "
-        "data](data.md#what-launch-looks-at))."
+        "All rows are looked at, of local files and of data sets in the hub's cache; each finding "
+        "names the first row that it is about ([the page on data](data.md#what-launch-looks-at))."
     ),
     rows=(
         _row(
             "bad-data",
             "run",
-            "rows or files that `datasets` refuses: not JSON, not UTF-8, cut off, no rows, git-lfs pointers, a "
-            "folder of `Dataset.save_to_disk`. `init`: data that need `launch data convert` first, or a file "
-            "in a folder with other files than data. `data convert`: a row with another form than the rest",
+            "rows or files that `datasets` refuses: not JSON, not UTF-8, cut off, no rows, "
+            "git-lfs pointers, a folder of `Dataset.save_to_disk`. `init`: data that need "
+            "`launch data convert` first, or a file in a folder with other files than data. "
+            "`data convert`: a row with another form than the rest",
         ),
         _row("unseen-data", "run", "a note: rows that launch did not look at, and why"),
         _row(
             "pair-lengths",
             "run",
-            "TRL: DPO is to sort pairs by length, but the rows have no column with lengths, or TRL drops it",
+            "TRL: DPO is to sort pairs by length, but the rows have no column with lengths, or "
+            "TRL drops it",
         ),
         _row(
             "unlike-micro-batches",
             "run",
-            "TRL: DPO gives every micro-batch the same weight, whatever its number of pairs, so long pairs count more",
+            "TRL: DPO gives every micro-batch the same weight, whatever its number of pairs, so "
+            "long pairs count more",
         ),
         _row(
             "data-columns",
             "run",
-            "the rows lack columns that the trainer reads, their columns do not go together, or TRL mistakes a "
-            "column for something else; the help names the conversion of a known form",
+            "the rows lack columns that the trainer reads, their columns do not go together, or "
+            "TRL mistakes a column for something else; the help names the conversion of a known "
+            "form",
         ),
         _row(
             "data-types",
             "run",
-            "a column has another type in some rows, no value, or an empty list. A warning if nothing reads "
-            "the column",
+            "a column has another type in some rows, no value, or an empty list. A warning if "
+            "nothing reads the column",
         ),
         _row(
             "no-answers",
@@ -824,8 +862,8 @@ _THE_ROWS_OF_THE_DATA = CodeSection(
         _row(
             "no-prompt",
             "run",
-            "DPO: pairs that would train without their prompt, because it is in no column that is read; or a "
-            "prompt without text",
+            "DPO: pairs that would train without their prompt, because it is in no column that "
+            "is read; or a prompt without text",
         ),
         _row(
             "prompt-twice", "run", "the prompt is in `prompt` and again at the start of the answer"
@@ -833,24 +871,26 @@ _THE_ROWS_OF_THE_DATA = CodeSection(
         _row(
             "equal-pairs",
             "run",
-            "DPO: `chosen` equals `rejected` in everything that a template writes; such a pair has no gradient",
+            "DPO: `chosen` equals `rejected` in everything that a template writes; such a pair "
+            "has no gradient",
         ),
         _row(
             "repeated-rows",
             "run",
-            "rows that repeat an earlier row word for word: a note, or a warning if they are more than half",
+            "rows that repeat an earlier row word for word: a note, or a warning if they are "
+            "more than half",
         ),
         _row(
             "odd-messages",
             "run",
-            "a message without `role` or text content, on which most templates fail; or a message with "
-            "`weight: 0`, which is trained on nevertheless",
+            "a message without `role` or text content, on which most templates fail; or a "
+            "message with `weight: 0`, which is trained on nevertheless",
         ),
         _row(
             "odd-roles",
             "run",
-            "roles that chat templates do not know, such as ShareGPT's `human` and `gpt`; or a user's turn in "
-            "the part of a pair that DPO compares",
+            "roles that chat templates do not know, such as ShareGPT's `human` and `gpt`; or a "
+            "user's turn in the part of a pair that DPO compares",
         ),
         _row(
             "no-chat-format",
@@ -896,9 +936,9 @@ _SOURCE_AND_MACHINE = CodeSection(
         _row(
             "no-trainer",
             "launch",
-            "the Python that `--python` or `LAUNCH_PYTHON` names lacks TRL or transformers, so launch cannot "
-            "check against it: exit code 5. A warning if only a plan is made; launch then uses the tested "
-            "versions",
+            "the Python that `--python` or `LAUNCH_PYTHON` names lacks TRL or transformers, so "
+            "launch cannot check against it: exit code 5. A warning if only a plan is made; "
+            "launch then uses the tested versions",
         ),
         _row(
             "missing-packages",
@@ -913,8 +953,8 @@ _SOURCE_AND_MACHINE = CodeSection(
         _row(
             "import-error",
             "launch",
-            "a package is installed and fails to import: the exception, and the line that raised it (`launch "
-            "doctor` only)",
+            "a package is installed and fails to import: the exception, and the line that raised "
+            "it (`launch doctor` only)",
         ),
         _row(
             "empty-submodule",
@@ -924,7 +964,8 @@ _SOURCE_AND_MACHINE = CodeSection(
         _row(
             "gpus-taken busy-gpu",
             "launch",
-            "too few GPUs are free; or a GPU is held by another run, or a named one is used by something else",
+            "too few GPUs are free; or a GPU is held by another run, or a named one is used by "
+            "something else",
         ),
         _row(
             "no-such-gpu bad-devices",
@@ -934,8 +975,8 @@ _SOURCE_AND_MACHINE = CodeSection(
         _row(
             "no-driver cpu-torch old-driver cuda-unusable",
             "launch",
-            "nvidia-smi fails or does not answer; torch is built for the CPU or for a newer driver, or does "
-            "not see the GPUs",
+            "nvidia-smi fails or does not answer; torch is built for the CPU or for a newer "
+            "driver, or does not see the GPUs",
         ),
         _row(
             "tool-hangs",
@@ -953,7 +994,8 @@ _SOURCE_AND_MACHINE = CodeSection(
         _row(
             "no-node-rank no-main-address",
             "launch",
-            "several machines, and the command does not say which one this is, or the address of the first one",
+            "several machines, and the command does not say which one this is, or the address of "
+            "the first one",
         ),
         _row(
             "bad-node-rank bad-main-address",
@@ -967,15 +1009,16 @@ _SOURCE_AND_MACHINE = CodeSection(
         _row(
             "bad-slurm reserved-slurm-option bad-slurm-option",
             "launch",
-            "`slurm:` is not a mapping, has an option that launch sets itself, or a name or value that sbatch "
-            "cannot have",
+            "`slurm:` is not a mapping, has an option that launch sets itself, or a name or "
+            "value that sbatch cannot have",
         ),
         _row("slurm-one-cpu", "launch", "the job asks for one core of each machine"),
         _row("slurm-failed", "launch", "sbatch or scancel is missing, does not answer, or refused"),
         _row(
             "no-progress",
             "launch",
-            "the job's time was up before it reached another checkpoint, so queueing it again would never end",
+            "the job's time was up before it reached another checkpoint, so queueing it again "
+            "would never end",
         ),
         _row(
             "bad-gates unknown-gate bad-gate",
@@ -1005,31 +1048,40 @@ _SOURCE_AND_MACHINE = CodeSection(
         _row(
             "reference-gone",
             "run",
-            "resuming DPO without its reference: the half-trained model would become its own reference",
+            "resuming DPO without its reference: the half-trained model would become its own "
+            "reference",
         ),
         _row(
             "model-not-here",
             "run",
-            "a note: the model is not in the hub's cache, so the reference cache is named by the model's name",
+            "a note: the model is not in the hub's cache, so the reference cache is named by the "
+            "model's name",
         ),
         _row("cache-not-writable", "launch", "the cache folder cannot be written"),
         _row("bad-age", "launch", "`cache clear`: the age is not valid"),
         _row(
             "not-confirmed output-kept not-removed",
             "launch",
-            "`rm`, `cache clear`: without a terminal they delete only with `--yes` or `--all`; the output "
-            "folder is another user's, or is in the run folder, or the output of another run is the same, "
-            "contains it or is inside it; a folder cannot be deleted ([security](security.md))",
+            "`rm`, `cache clear`: without a terminal they delete only with `--yes` or `--all`; "
+            "the output folder is another user's, or is in the run folder, or the output of "
+            "another run is the same, contains it or is inside it; a folder cannot be deleted "
+            "([security](security.md))",
         ),
         _row(
             "probe-needed no-probe",
             "run or launch",
-            "without the probe the pinned scripts cannot run on a CPU; or nothing is counted or enforced",
+            "without the probe the pinned scripts cannot run on a CPU; or nothing is counted or "
+            "enforced",
         ),
         _row(
             "bad-command-line",
             "launch",
             "with `--format json`: the command line cannot be parsed (exit 2)",
+        ),
+        _row(
+            "bad-extension",
+            "launch",
+            "a module that `LAUNCH_EXTENSIONS` names cannot be imported (exit 5)",
         ),
         _row(
             "disk-full",
@@ -1047,12 +1099,14 @@ _SOURCE_AND_MACHINE = CodeSection(
         _row(
             "run-is-live",
             "launch",
-            "a run into this output folder is still running, or may be: it holds the folder's lease",
+            "a run into this output folder is still running, or may be: it holds the folder's "
+            "lease",
         ),
         _row(
             "bad-lease",
             "launch",
-            "a link, a file or a folder is at the place of the output folder's lease, or of the lease's folder",
+            "a link, a file or a folder is at the place of the output folder's lease, or of the "
+            "lease's folder",
         ),
         _row("not-started", "launch", "the command could not be started"),
         _row(
@@ -1063,8 +1117,8 @@ _SOURCE_AND_MACHINE = CodeSection(
         _row(
             "already-finished",
             "launch",
-            "a note: the run is finished; the exit code is that of its verdict, by what is expected now. An "
-            "error if its run folder is gone",
+            "a note: the run is finished; the exit code is that of its verdict, by what is "
+            "expected now. An error if its run folder is gone",
         ),
         _row(
             "finished-changed",
@@ -1074,7 +1128,8 @@ _SOURCE_AND_MACHINE = CodeSection(
         _row(
             "earlier-run",
             "launch",
-            "`--dry-run` with the output folder of an existing run, which the printed command may overwrite",
+            "`--dry-run` with the output folder of an existing run, which the printed command "
+            "may overwrite",
         ),
         _row("nothing-to-resume", "launch", "there is no complete checkpoint: the run starts over"),
         _row(
@@ -1085,7 +1140,8 @@ _SOURCE_AND_MACHINE = CodeSection(
         _row(
             "resume-inexact",
             "run or launch",
-            "the data position would be wrong. At a first start: which step counts can be restored exactly",
+            "the data position would be wrong. At a first start: which step counts can be "
+            "restored exactly",
         ),
         _row(
             "resume-earlier",
@@ -1105,37 +1161,41 @@ _SOURCE_AND_MACHINE = CodeSection(
         _row(
             "checkpoint-name broken-checkpoint",
             "run",
-            "a name on which upstream's search for checkpoints crashes; or an incomplete checkpoint that "
-            "upstream would use",
+            "a name on which upstream's search for checkpoints crashes; or an incomplete "
+            "checkpoint that upstream would use",
         ),
         _row(
             "no-checkpoints",
             "launch",
-            "there will be no checkpoint to resume from, or it comes too late, or lacks the optimizer",
+            "there will be no checkpoint to resume from, or it comes too late, or lacks the "
+            "optimizer",
         ),
         _row("unknown-change", "launch", "`--allow-changed-resume` does not name a change"),
         _row(
             "unknown-shape unknown-lengths unknown-memory unknown-device",
             "launch",
-            "`plan`: the model's config, the row lengths (a note: memory excludes activations), a description "
-            "of the set-up's memory (on the CPU a note), or the GPU's speed is unknown",
+            "`plan`: the model's config, the row lengths (a note: memory excludes activations), "
+            "a description of the set-up's memory (on the CPU a note), or the GPU's speed is "
+            "unknown",
         ),
         _row(
             "half-wasted",
             "launch",
-            "`plan`: more than half of what a packed step computes is empty; which batch would fill it",
+            "`plan`: more than half of what a packed step computes is empty; which batch would "
+            "fill it",
         ),
         _row(
             "out-of-memory half-empty",
             "launch",
-            "`plan`: the run does not fit: by how much, why, and which settings would; or a larger batch would fit",
+            "`plan`: the run does not fit: by how much, why, and which settings would; or a "
+            "larger batch would fit",
         ),
         _row("nothing-fits", "launch", "`plan --fit`: a note: no way to split the batch fits"),
         _row(
             "no-steps caches-only",
             "run or launch",
-            "`plan`: there is no step to train; or the run ends after tokenising, or after dpo.py's reference "
-            "pass, so there is nothing to plan",
+            "`plan`: there is no step to train; or the run ends after tokenising, or after "
+            "dpo.py's reference pass, so there is nothing to plan",
         ),
         _row(
             "row-tokens bad-attention bad-gpus bad-gpu-memory bad-tokens-per-second "
@@ -1147,7 +1207,8 @@ _SOURCE_AND_MACHINE = CodeSection(
         _row(
             "cut-samples",
             "launch",
-            "olmo_core_finetune.py: OLMo-core ends a document at every end-of-text token, and splits samples there",
+            "olmo_core_finetune.py: OLMo-core ends a document at every end-of-text token, and "
+            "splits samples there",
         ),
         _row(
             "would-miss",
@@ -1157,8 +1218,8 @@ _SOURCE_AND_MACHINE = CodeSection(
         _row(
             "not-fetched incomplete-model",
             "launch",
-            "`prepare`: a model or tokenizer is neither here nor available from the hub; or its folder cannot "
-            "be loaded",
+            "`prepare`: a model or tokenizer is neither here nor available from the hub; or its "
+            "folder cannot be loaded",
         ),
         _row(
             "tokenising-failed",
@@ -1177,8 +1238,8 @@ _SOURCE_AND_MACHINE = CodeSection(
         _row(
             "not-your-run",
             "launch",
-            "`exec`: another user could have changed what the run folder would start: the folder or "
-            "`start.json` is not yours, is writable by others, or is a link",
+            "`exec`: another user could have changed what the run folder would start: the folder "
+            "or `start.json` is not yours, is writable by others, or is a link",
         ),
         _row(
             "start-changed",
@@ -1188,13 +1249,14 @@ _SOURCE_AND_MACHINE = CodeSection(
         _row(
             "not-your-process",
             "launch",
-            "`stop`: a record names a process or job that may not be the run's: its environment does not name "
-            "the run, or others may write the record",
+            "`stop`: a record names a process or job that may not be the run's: its environment "
+            "does not name the run, or others may write the record",
         ),
         _row(
             "run-is-a-copy",
             "launch",
-            "`stop`, `attach`: the folder is a copy of a run, so the recorded processes are not its own",
+            "`stop`, `attach`: the folder is a copy of a run, so the recorded processes are not "
+            "its own",
         ),
         _row(
             "damaged-record",
@@ -1209,18 +1271,20 @@ _SOURCE_AND_MACHINE = CodeSection(
         _row(
             "not-running run-is-elsewhere",
             "launch",
-            "`stop`: the run has ended; or it is on another machine or in another container, without a "
-            "heartbeat, so its state is unknown here",
+            "`stop`: the run has ended; or it is on another machine or in another container, "
+            "without a heartbeat, so its state is unknown here",
         ),
         _row(
             "bad-grace",
             "launch",
-            "`LAUNCH_GRACE` is not one to three numbers of seconds, or `LAUNCH_SAVE_GRACE` is not one",
+            "`LAUNCH_GRACE` is not one to three numbers of seconds, or `LAUNCH_SAVE_GRACE` is "
+            "not one",
         ),
         _row(
             "bad-on-finish",
             "launch",
-            "`--on-finish` has no command, has an open quote, or names a program that cannot be started here",
+            "`--on-finish` has no command, has an open quote, or names a program that cannot be "
+            "started here",
         ),
         _row(
             "useless-option", "launch", "an option that has no effect with, or without, another one"
@@ -1229,23 +1293,26 @@ _SOURCE_AND_MACHINE = CodeSection(
         _row(
             "unwritable-file file-changed",
             "launch",
-            "`--fix`, `report`, `tune -o`: the file cannot be written, or was changed in the meantime",
+            "`--fix`, `report`, `tune -o`: the file cannot be written, or was changed in the "
+            "meantime",
         ),
         _row(
             "unknown-commit no-repository",
             "launch",
-            "`pin diff`, `pin move`: the repository does not have this commit; or there is no git repository to read",
+            "`pin diff`, `pin move`: the repository does not have this commit; or there is no "
+            "git repository to read",
         ),
         _row(
             "no-clone no-pin",
             "launch",
-            "`pin move`: this launch does not run from a clone of its repository, or the clone names no pin",
+            "`pin move`: this launch does not run from a clone of its repository, or the clone "
+            "names no pin",
         ),
         _row(
             "move-interrupted no-golden",
             "launch",
-            "`pin move`: a file was changed after an earlier move was interrupted, or git cannot record the commit; "
-            "the tests that write golden files do not run",
+            "`pin move`: a file was changed after an earlier move was interrupted, or git cannot "
+            "record the commit; the tests that write golden files do not run",
         ),
         _row(
             "stale-citation",
@@ -1255,7 +1322,8 @@ _SOURCE_AND_MACHINE = CodeSection(
         _row(
             "unconfirmed-rule",
             "launch",
-            "`pin move`: what a rule cites changed; its findings are notes at this commit until somebody confirms it",
+            "`pin move`: what a rule cites changed; its findings are notes at this commit until "
+            "somebody confirms it",
         ),
         _row(
             "golden-differs",
@@ -1277,8 +1345,8 @@ _SOURCE_AND_MACHINE = CodeSection(
         _row(
             "bad-output no-such-data",
             "launch",
-            "`data convert`: the name of the output does not end in `.jsonl`; or there is no such file, folder "
-            "or split",
+            "`data convert`: the name of the output does not end in `.jsonl`; or there is no "
+            "such file, folder or split",
         ),
         _row(
             "unknown-form",
@@ -1298,36 +1366,39 @@ _SOURCE_AND_MACHINE = CodeSection(
         _row(
             "no-training",
             "launch",
-            "`init --from`: the script starts no SFT or DPO training, starts none without arguments, or trains "
-            "SFT on OLMo-core",
+            "`init --from`: the script starts no SFT or DPO training, starts none without "
+            "arguments, or trains SFT on OLMo-core",
         ),
         _row(
             "no-counterpart converted",
             "launch",
-            "`init --from`: flags and keys that a stage file cannot express; or those that you have to check",
+            "`init --from`: flags and keys that a stage file cannot express; or those that you "
+            "have to check",
         ),
         _row(
             "missing-source",
             "launch",
-            "`init --from`: a config or script that the source names is not here, so its settings are missing",
+            "`init --from`: a config or script that the source names is not here, so its "
+            "settings are missing",
         ),
         _row(
             "cut-command",
             "launch",
-            "`init --from`: a comment between continued lines, or a blank after a backslash, which ends the "
-            "command in bash",
+            "`init --from`: a comment between continued lines, or a blank after a backslash, "
+            "which ends the command in bash",
         ),
         _row("no-such-key", "launch", "`explain`: no argument ever had that name"),
         _row(
             "bad-vary bad-variant",
             "launch",
-            "`bench`: a `--vary` or `--variant` that cannot be parsed, a key that is varied twice, too many "
-            "combinations, a commit of TRL",
+            "`bench`: a `--vary` or `--variant` that cannot be parsed, a key that is varied "
+            "twice, too many combinations, a commit of TRL",
         ),
         _row(
             "bad-time",
             "launch",
-            "`bench`: `--timeout` cannot be parsed; `tune`: `--budget` cannot be parsed, or no trial fits into it",
+            "`bench`: `--timeout` cannot be parsed; `tune`: `--budget` cannot be parsed, or no "
+            "trial fits into it",
         ),
         _row("no-gpu-here", "launch", "`bench` or `tune` without a GPU and without `--cpu`"),
         _row(
@@ -1346,7 +1417,8 @@ _THE_REHEARSAL = CodeSection(
         _row(
             "trainer-refuses",
             "trainer",
-            "the training script raised this error, in its words; it disappears without the argument that is named",
+            "the training script raised this error, in its words; it disappears without the "
+            "argument that is named",
         ),
         _row(
             "rehearsal-hangs rehearsal-crash",
@@ -1364,14 +1436,15 @@ _THE_REHEARSAL = CodeSection(
         _row(
             "rehearsal-failed",
             "launch",
-            "a note: launch's own code failed, so the rehearsal says nothing about the stage and refuses "
-            "nothing. `launch rehearse` exits with 70, a start continues",
+            "a note: launch's own code failed, so the rehearsal says nothing about the stage and "
+            "refuses nothing. `launch rehearse` exits with 70, a start continues",
         ),
         _row("not-rehearsed", "launch", "a note: what one process on a CPU cannot show"),
         _row(
             "stand-in",
             "launch",
-            "a note: what replaced a model, tokenizer, package or data set that is not on this machine",
+            "a note: what replaced a model, tokenizer, package or data set that is not on this "
+            "machine",
         ),
         _row(
             "empty-rows nothing-to-learn",
@@ -1381,8 +1454,8 @@ _THE_REHEARSAL = CodeSection(
         _row(
             "rows-dropped",
             "trainer",
-            "the trainer drops rows: how many of how many, by the size of its own data set, and why. A note in "
-            "a plan if no rehearsal has counted them",
+            "the trainer drops rows: how many of how many, by the size of its own data set, and "
+            "why. A note in a plan if no rehearsal has counted them",
         ),
         _row("cut-rows", "trainer", "a tenth of the rows or more are cut off at the limit"),
         _row("no-end-token", "trainer", "fewer rows contain the end token than should"),
@@ -1431,17 +1504,20 @@ _PIPELINES = CodeSection(
         _row(
             "no-such-stage",
             "launch",
-            "`--from`, `--until` or an override names no stage of the pipeline, or no stage is left between them",
+            "`--from`, `--until` or an override names no stage of the pipeline, or no stage is "
+            "left between them",
         ),
         _row(
             "pipeline-model",
             "launch",
-            "a stage names another model or tokenizer than the stage before produces; `from:` says which one you mean",
+            "a stage names another model or tokenizer than the stage before produces; `from:` "
+            "says which one you mean",
         ),
         _row(
             "pipeline-output",
             "launch",
-            "the place of a stage's model is unknown beforehand, is another stage's place, or the stage saves none",
+            "the place of a stage's model is unknown beforehand, is another stage's place, or "
+            "the stage saves none",
         ),
         _row(
             "pipeline-adapter",
@@ -1456,7 +1532,8 @@ _PIPELINES = CodeSection(
         _row(
             "pipeline-template",
             "run or launch",
-            "another chat template than the stage before; or `add_bos` with a template that begins with the token",
+            "another chat template than the stage before; or `add_bos` with a template that "
+            "begins with the token",
         ),
         _row(
             "pipeline-needs",

@@ -6,13 +6,15 @@ from pathlib import Path
 from launcher.files import open_regular
 
 MODULE_FLAG = "--module"  # `launcher/__main__.py --module NAME` runs another module of this package
-POINTER = b"version https://git-lfs"  # what the note begins with that git-lfs leaves of a file that was not fetched
-PACKAGE = (
-    Path(__file__).resolve().parent
-)  # the folder of this package: scripts and tables lie in it
+# what the note begins with that git-lfs leaves of a file that was not fetched
+POINTER = b"version https://git-lfs"
+# the folder of this package: scripts and tables lie in it
+PACKAGE = Path(__file__).resolve().parent
+SNAPSHOTS = PACKAGE / "upstream" / "snapshots"  # the committed facts of the trainers' source
 PROJECT = PACKAGE.parent  # the checkout of launch, or the folder that it is installed in
 IS_CLONE = os.path.isfile(PROJECT / "pyproject.toml")  # not among installed packages
-# False also for names that no file can have: too long, a NUL inside. pathlib's own methods raise there.
+# False also for names that no file can have: too long, a NUL inside. pathlib's own methods raise
+# there.
 is_file = os.path.isfile
 is_dir = os.path.isdir
 exists = os.path.exists
@@ -23,7 +25,7 @@ _MOST_BYTES_OF_NAME = 255  # of each part between slashes, NAME_MAX
 
 
 def can_be_name(text: str) -> bool:
-    """Whether a file or folder could have this path: no NUL, no part and no whole that is too long."""
+    """Whether a file or folder could have this path: no NUL, nothing in it too long."""
     try:
         raw = os.fsencode(text)
     except UnicodeEncodeError:
@@ -54,7 +56,7 @@ def is_pointer(path: Path) -> bool:
 
 
 def shipped(name: str) -> Path:
-    """A file or folder of the project: in the clone, or below PREFIX/share/launch where it is installed."""
+    """A file or folder of the project: in the clone, or below PREFIX/share/launch."""
     places = [PROJECT / name] if IS_CLONE else []
     places += [above / "share" / "launch" / name for above in (PROJECT, *PROJECT.parents[:3])]
     return next((place for place in places if exists(place)), places[0])

@@ -1,7 +1,8 @@
 """Text that others wrote, made fit for a terminal and for the log of a CI job.
 
-A value of a stage file, a line of a log, the name of a file may hold escape sequences that recolour,
-retitle or overwrite a terminal, and lines that GitHub takes for workflow commands (`::error::`).
+A value of a stage file, a line of a log, the name of a file may hold escape sequences that
+recolour, retitle or overwrite a terminal, and lines that GitHub takes for workflow commands
+(`::error::`).
 """
 
 import re
@@ -16,14 +17,15 @@ _BEGINS_ESCAPE = re.compile("[\x1b\x90\x98\x9b\x9d-\x9f]")  # far faster to look
 _CONTROLS = (
     "\\x00-\\x08\\x0b\\x0c\\x0e-\\x1f\\x7f-\\x9f\\u2028\\u2029\\u202a-\\u202e\\u2066-\\u2069"
 )
-# beside the control characters: those that reorder what is read, and bytes of 80 to 9f that are no UTF-8
+# beside the control characters: those that reorder what is read, and bytes of 80 to 9f that are no
+# UTF-8
 _CONTROL = re.compile(f"[{_CONTROLS}\\udc80-\\udc9f]")
 _COMMAND = re.compile(r"^(\s*)::|##\[", re.M)
 _UNESCAPED = re.compile("[\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
 def printable(text: str, *, commands: bool = False) -> str:
-    """Text without control characters and escapes; before what GitHub takes for `commands` goes a backslash."""
+    """Text without control characters; a backslash stands before GitHub's `commands`."""
     if not text.isprintable():
         text = _ESCAPES.sub("", text) if _BEGINS_ESCAPE.search(text) else text
         text = _CONTROL.sub("", text.replace("\r\n", "\n").replace("\r", "\n"))
@@ -31,12 +33,12 @@ def printable(text: str, *, commands: bool = False) -> str:
     return (
         text
         if harmless
-        else _COMMAND.sub(lambda one: "# #[" if one[1] is None else f"{one[1]}\\::", text)
+        else _COMMAND.sub(lambda match: "# #[" if match[1] is None else f"{match[1]}\\::", text)
     )
 
 
 def folded(text: str) -> str:
-    """The text, printable, with its further lines indented: none of them looks like one of launch's own."""
+    """The text, printable, with its further lines indented: none looks like one of launch's."""
     return printable(text).replace("\n", "\n    ")
 
 
@@ -47,4 +49,4 @@ def printable_bytes(raw: bytes) -> bytes:
 
 def escaped(json_text: str) -> str:
     """JSON with those control characters escaped that its own rules let stand."""
-    return _UNESCAPED.sub(lambda found: f"\\u{ord(found[0]):04x}", json_text)
+    return _UNESCAPED.sub(lambda match: f"\\u{ord(match[0]):04x}", json_text)

@@ -1,4 +1,4 @@
-"""Secrets out of whatever is written down: by the name of their key, by their shape, by their value."""
+"""Secrets out of whatever is written: by the name of their key, their shape, their value."""
 
 from __future__ import annotations
 
@@ -8,44 +8,48 @@ import os
 import re
 from base64 import b64decode, b64encode
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import field, fields, is_dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeVar
 from urllib.parse import quote, quote_plus
+
+from launcher.lazy_dataclass import dataclass
 
 REDACTED = "<redacted>"
 
 _T = TypeVar("_T")
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 
-# Names of secrets. A name is split into words: `hub_token`, `hubToken` and `HUB_TOKEN` are the same two.
+# Names of secrets. A name is split into words: `hub_token`, `hubToken` and `HUB_TOKEN` are the same
+# two.
 _ALWAYS = (
-    "apikey cred credential credentials creds passphrase passwd password passwords secret secrets webhook webhooks"
+    "apikey cred credential credentials creds passphrase passwd password passwords secret "
+    "secrets webhook webhooks"
 ).split()
 # `PGPASSWORD`, `OPENAIAPIKEY`: words that are written as one
 _ENDINGS = ("password", "passwd", "passphrase", "apikey", "accesskey", "secretkey", "privatekey")
 # `eos_token`: a token of a text, which is named by what stands before it
 _TEXT_TOKENS = frozenset(
     (
-        "audio bos boundary cls end eos image mask max min new next num pad prefix sep special start stop suffix unk "
-        "video"
+        "audio bos boundary cls end eos image mask max min new next num pad prefix sep special "
+        "start stop suffix unk video"
     ).split()
 )
 # in lower case `_key` is a secret's only after one of these: `messages_key` names a column
 _KEY_OF = (
-    "access account admin anthropic api app auth aws azure bot client cohere comet decryption deepseek deploy "
-    "encryption fireworks gemini github gitlab google groq hf hmac huggingface jwt license master mistral neptune "
-    "openai openrouter private replicate secret server service session signing slack ssh ssl storage stripe swanlab "
-    "tls together wandb webhook"
+    "access account admin anthropic api app auth aws azure bot client cohere comet decryption "
+    "deepseek deploy encryption fireworks gemini github gitlab google groq hf hmac huggingface "
+    "jwt license master mistral neptune openai openrouter private replicate secret server service "
+    "session signing slack ssh ssl storage stripe swanlab tls together wandb webhook"
 ).split()
 # in capitals every `_KEY` is one but for these
 _STORE_KEYS = frozenset("cache foreign index partition primary public sort".split())
 # in lower case `_pass` is a secret's only after one of these: `forward_pass` is something else
 _PASS_OF = frozenset(
     (
-        "admin api app auth account basic client cluster database db docker email ftp git http https imap jdbc kafka "
-        "keystore ldap mail mongo mqtt my mysql pg postgres proxy rabbitmq redis root service sftp smtp sql ssh sudo "
-        "svc user vpn wifi"
+        "admin api app auth account basic client cluster database db docker email ftp git http "
+        "https imap jdbc kafka keystore ldap mail mongo mqtt my mysql pg postgres proxy rabbitmq "
+        "redis root service sftp smtp sql ssh sudo svc user vpn wifi"
     ).split()
 )
 # `HF_TOKEN_PATH` says where a token is, not what it is
@@ -105,8 +109,8 @@ _WEBHOOK = re.compile(
 _QUERY = re.compile(
     r"(?i)([?&](?:code|key|sig|signature|x-amz-(?:credential|security-token|signature))=)[^\s&\"'<>]{6,}"
 )
-# name=value, name: value, 'name': 'value', --name=value; names of one word only before `=`. A name is
-# tried from its begin alone: a word may be a megabyte of base64
+# name=value, name: value, 'name': 'value', --name=value; names of one word only before `=`. A name
+# is tried from its begin alone: a word may be a megabyte of base64
 _NAME = re.compile(r"(?<![\w.-])(?P<name>[\w.-]++)[\"']?(?P<sign>\s*:?=>?\s*|:\s+|[\"']:)")
 _VALUE = re.compile(r"(?P<quote>[\"'])(?P<quoted>[^\"']+)(?P=quote)|(?P<plain>[^\s\"',;&)}\]`]+)")
 # of a shell's variable all up to the next blank
@@ -154,8 +158,9 @@ _WORDLIKE = re.compile(
 class Redactor:
     """What is secret to a stage file, a plan or a run beside what names and shapes tell.
 
-    `values` are texts, in every spelling, longest first. `borrowed` are variables that a file took values from, with
-    what they hold: a finding names the variable in place of the value, whether that is a secret or not.
+    `values` are texts, in every spelling, longest first. `borrowed` are variables that a file took
+    values from, with what they hold: a finding names the variable in place of the value, whether
+    that is a secret or not.
     """
 
     values: tuple[str, ...] = ()
@@ -203,7 +208,7 @@ def together(redactors: Iterable[Redactor]) -> Redactor:
 
 
 def named_in_environment(text: str) -> str:
-    """The text without secrets; of those that a variable of this process holds it names the variable."""
+    """The text without secrets; of those that a variable of this process holds, its name."""
     secrets = [
         name
         for name, value in os.environ.items()
@@ -214,15 +219,19 @@ def named_in_environment(text: str) -> str:
 
 
 def redact(value: _T, environ: Mapping[str, str] | None = None) -> _T:
-    """The same value, of the same types throughout, without what is secret by its name, its shape or by `environ`.
+    """The same value, of the same types throughout, without what is secret by its name, its shape
+    or by `environ`.
 
-    `environ` is that of this process where it is None. What files borrowed is known to a `Redactor`.
+    `environ` is that of this process where it is None. What files borrowed is known to a
+    `Redactor`.
     """
     return Redactor.of(os.environ if environ is None else environ).redact(value)
 
 
 def holds_secret(variable: str, value: str) -> bool:
-    """Whether a variable that a file borrowed holds a secret: by its name, or as neither a place nor a plain word."""
+    """Whether a variable that a file borrowed holds a secret: by its name, or as neither a place
+    nor a plain word.
+    """
     if not value or value.lower() in _PLAIN_WORDS:
         return False
     return is_secret_variable(variable) or not (
@@ -253,7 +262,7 @@ def _name_variable(text: str, variable: str, value: str) -> str:
 
 
 def _name_cut_value(text: str, value: str, name: str) -> str:
-    """The text, with the variable named where only the begin of its value stands: `errors.brief` cut it."""
+    """The text, naming the variable where `errors.brief` left only the begin of its value."""
     before, dots, after = text.partition(_CUT)
     while dots:
         for length in range(min(len(value), len(before)), 3, -1):
@@ -265,11 +274,11 @@ def _name_cut_value(text: str, value: str, name: str) -> str:
     return before
 
 
-def redact_bytes(raw: bytes, known: Sequence[str]) -> bytes:
-    """What a process printed without tokens and values `known`; lines without any stay as they are, byte for byte."""
+def redact_bytes(raw: bytes, secret_values: Sequence[str]) -> bytes:
+    """What a process printed, without tokens and values `known`; other lines stay as they are."""
     if b"PRIVATE KEY" in raw:
         raw = _KEY_BLOCK_OF_BYTES.sub(rb"\1" + REDACTED.encode(), raw)
-    values = (value.encode("utf-8", "surrogateescape").lower() for value in known)
+    values = (value.encode("utf-8", "surrogateescape").lower() for value in secret_values)
     hints = (*_HINTS, *values)
 
     def may_hold_secret(text: bytes) -> bool:
@@ -289,15 +298,17 @@ def redact_bytes(raw: bytes, known: Sequence[str]) -> bytes:
         if not may_hold_secret(line[0]):
             return line[0]
         text = line[0].decode("utf-8", "surrogateescape")
-        return _text(text, known).encode("utf-8", "surrogateescape")
+        return _text(text, secret_values).encode("utf-8", "surrogateescape")
 
     return _LINE.sub(clean, raw)
 
 
 def known_values(environ: Mapping[str, str], borrowed: Collection[str] = ()) -> tuple[str, ...]:
-    """Values of variables that are secret by name, or borrowed and secret, as they may be spelt, longest first.
+    """Values of variables that are secret by name, or borrowed and secret, as they may be spelt,
+    longest first.
 
-    What is short, a path, a number or a word is left out. Of a value of several lines each line counts.
+    What is short, a path, a number or a word is left out. Of a value of several lines each line
+    counts.
     """
     forms: set[str] = set()
     for name, value in environ.items():
@@ -312,7 +323,7 @@ def _longest_first(values: Iterable[str]) -> tuple[str, ...]:
 
 @lru_cache(maxsize=1024)
 def _spellings(value: str) -> frozenset[str]:
-    """How a secret may be printed: as it is, line by line, escaped, in a URL, in base64, out of base64."""
+    """How a secret may be printed: as it is, by line, escaped, in a URL, in or out of base64."""
     if not _is_telling(value):
         return frozenset()
     plain = {value}
@@ -342,7 +353,9 @@ def _is_telling(value: str) -> bool:
 def _in_url(text: str) -> set[str]:
     quoted = {quote(text, safe="", errors="surrogateescape"), quote(text, errors="surrogateescape")}
     quoted.add(quote_plus(text, errors="surrogateescape"))
-    return quoted | {_ESCAPED_IN_URL.sub(lambda found: found[0].lower(), one) for one in quoted}
+    return quoted | {
+        _ESCAPED_IN_URL.sub(lambda match: match[0].lower(), spelling) for spelling in quoted
+    }
 
 
 def _in_base64(text: str) -> set[str]:
@@ -377,7 +390,7 @@ def _out_of_base64(value: str) -> str | None:
 
 
 def is_secret_variable(name: str) -> bool:
-    """Whether a variable of this name holds a token or a password; its parts count wherever they stand."""
+    """Whether a variable of this name holds a token or a password; its parts count anywhere."""
     return is_secret(name) or (name.isupper() and _is_secret_variable(name[-_LONGEST_NAME:]))
 
 
@@ -441,27 +454,27 @@ def _is_secret(name: str) -> bool:
     return last in ("pass", "pwd") and before in _PASS_OF
 
 
-def _clean(value: Any, name: str, known: Sequence[str]) -> Any:
+def _clean(value: Any, name: str, secret_values: Sequence[str]) -> Any:
     if isinstance(value, str):
         shown = (
             not name or not value or value.lower() in _PLAIN_WORDS or _REFERENCE.fullmatch(value)
         )
-        return _text(value, known) if shown else REDACTED
+        return _text(value, secret_values) if shown else REDACTED
     if isinstance(value, Mapping):
         cleaned = {}
         for key, below in value.items():
             # {"hub_token": {"value": ..., "origin": ...}}: the name reaches the value
             named = key if is_secret_variable(str(key)) else name * (key == "value")
-            spelt = _text(key, known) if isinstance(key, str) else key
-            cleaned[spelt] = below if _ours(key, below) else _clean(below, named, known)
+            spelt = _text(key, secret_values) if isinstance(key, str) else key
+            cleaned[spelt] = below if _ours(key, below) else _clean(below, named, secret_values)
         return cleaned
     if isinstance(value, list | tuple):
-        words = _words(value, name, known)
+        words = _words(value, name, secret_values)
         return words if isinstance(value, list) else tuple(words)
     if is_dataclass(value) and not isinstance(value, type):
         own = {field.name: getattr(value, field.name) for field in fields(value) if field.init}
         clean = {
-            key: _clean(v, key if is_secret(key) else "", known)
+            key: _clean(v, key if is_secret(key) else "", secret_values)
             for key, v in own.items()
             if not _ours(key, v)
         }
@@ -473,21 +486,21 @@ def _ours(key: object, value: object) -> bool:
     return key in _OURS and isinstance(value, str) and value.replace("-", "_").isidentifier()
 
 
-def _words(values: Sequence[Any], name: str, known: Sequence[str]) -> list[Any]:
+def _words(values: Sequence[Any], name: str, secret_values: Sequence[str]) -> list[Any]:
     """A list, which may be a command line: the words after `--hub_token` are its value."""
     cleaned = []
     flag = ""
     for value in values:
         if isinstance(value, str) and value.startswith("--"):
             flag = value if is_secret(value) and "=" not in value else ""
-            cleaned.append(_text(value, known))
+            cleaned.append(_text(value, secret_values))
         else:
-            cleaned.append(_clean(value, name or flag, known))
+            cleaned.append(_clean(value, name or flag, secret_values))
     return cleaned
 
 
-def _text(text: str, known: Sequence[str]) -> str:
-    for value in known:
+def _text(text: str, secret_values: Sequence[str]) -> str:
+    for value in secret_values:
         if value in text:
             text = text.replace(value, REDACTED)
     if "PRIVATE KEY" in text:
@@ -495,16 +508,16 @@ def _text(text: str, known: Sequence[str]) -> str:
     text = _SHAPE.sub(REDACTED, text)
     if "://" in text:
         text = _USER.sub(
-            lambda found: f"{found[1]}:{REDACTED}" if found[1] is not None else REDACTED, text
+            lambda match: f"{match[1]}:{REDACTED}" if match[1] is not None else REDACTED, text
         )
         text = _QUERY.sub(rf"\1{REDACTED}", _WEBHOOK.sub(rf"\1{REDACTED}", text))
     text = _BEARER.sub(rf"\1{REDACTED}", text)
     return _FLAG.sub(_flag, _pairs(text))
 
 
-def _flag(found: re.Match[str]) -> str:
-    hidden = is_secret(found["name"]) and not _harmless(found["name"], found["value"])
-    return f"{found['head']}{REDACTED}" if hidden else found[0]
+def _flag(match: re.Match[str]) -> str:
+    hidden = is_secret(match["name"]) and not _harmless(match["name"], match["value"])
+    return f"{match['head']}{REDACTED}" if hidden else match[0]
 
 
 def _pairs(text: str) -> str:
@@ -520,14 +533,14 @@ def _pairs(text: str) -> str:
             continue
         # before a colon `token` is a word of a sentence
         is_name = len(_WORD.findall(name)) > 1 or name.isupper() or name.lower().endswith(_ENDINGS)
-        found = _VALUE.match(text, named.end()) if is_name or "=" in sign else None
-        if found is None or _harmless(name, found["quoted"] or found["plain"]):
+        value = _VALUE.match(text, named.end()) if is_name or "=" in sign else None
+        if value is None or _harmless(name, value["quoted"] or value["plain"]):
             continue
-        quote = found["quote"] or ""
+        quote = value["quote"] or ""
         if name.isupper() and sign == "=" and not quote:
-            found = _VARIABLE.match(text, named.end()) or found
-        parts += [text[done : found.start()], f"{quote}{REDACTED}{quote}"]
-        done = found.end()
+            value = _VARIABLE.match(text, named.end()) or value
+        parts += [text[done : value.start()], f"{quote}{REDACTED}{quote}"]
+        done = value.end()
     return "".join([*parts, text[done:]])
 
 

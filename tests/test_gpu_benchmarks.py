@@ -58,7 +58,10 @@ def test_upstream_takes_every_setting_of_a_case(tmp_path: Path) -> None:
         overrides = [word for word in words[3:] if "=" in word and word not in values]
         for one in variants.combinations([], *axis):
             asked = load.load(REPOSITORY / words[2], [*overrides, *one.overrides])
-            assert not errors(stage.validate(stage.judge(asked)).findings), (case.name, one.name)
+            assert not errors(stage.validate(stage.judge_stage_file(asked)).findings), (
+                case.name,
+                one.name,
+            )
 
 
 def test_the_commands_can_be_pasted() -> None:

@@ -11,12 +11,13 @@ import functools
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from importlib import resources
+from dataclasses import replace
 from typing import Any
 
 from launcher.artifacts import model_config
 from launcher.errors import InvalidConfig, brief, launch_finding
+from launcher.lazy_dataclass import dataclass
+from launcher.paths import PACKAGE
 
 Size = tuple[int, ...]
 
@@ -172,7 +173,7 @@ def find(
     if not isinstance(name, str) or not name:
         raise _unknown("no model is named", "set `model_name_or_path`")
     source = f"config.json of {name}"
-    config = model_config.read(name, environ, revision)
+    config = model_config.read_model_config(name, environ, revision)
     if not config:
         path = model_config.where(name, environ, revision)
         if path is not None:
@@ -328,7 +329,7 @@ def _shown(value: object) -> str:
 @functools.cache
 def table() -> Mapping[str, Mapping[str, Any]]:
     """Common models by lower-case hub name; aliases are written out."""
-    file = resources.files("launcher.artifacts").joinpath("shapes.json")
+    file = PACKAGE / "artifacts" / "shapes.json"
     configs: dict[str, Mapping[str, Any]] = {}
     for model in json.loads(file.read_text(encoding="utf-8"))["models"]:
         for name in model["names"]:

@@ -9,12 +9,11 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from importlib.resources import files
 from pathlib import Path
 
 from launcher.artifacts import model_config
 from launcher.files import read_bytes, read_json
-from launcher.paths import is_dir, is_file
+from launcher.paths import SNAPSHOTS, is_dir, is_file
 
 WRITE_IT = "write it to x.jinja, then `chat_template_path: x.jinja`"
 """What to do with the text of a template, for a trainer that takes the path of one."""
@@ -32,7 +31,7 @@ _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MOST_BYTES = 2**20
 
 
-def read(model: str, environ: Mapping[str, str]) -> str | None:
+def read_template(model: str, environ: Mapping[str, str]) -> str | None:
     """The chat template of a model by folder or hub name; empty where it has none, None where it is
     not here.
     """
@@ -102,6 +101,6 @@ def _replaced_by_trl() -> Mapping[str, str]:
     """The templates that the pinned TRL replaces: digests and names. `scripts/snapshot.py` writes
     the table.
     """
-    table = files("launcher.upstream.snapshots").joinpath("trl_templates.json")
+    table = SNAPSHOTS / "trl_templates.json"
     content: dict[str, str] = json.loads(table.read_text(encoding="utf-8"))
     return content

@@ -17,13 +17,13 @@ import contextlib
 import os
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 from launcher import files
 from launcher.artifacts import model_files
 from launcher.artifacts.model_files import archive_fault, file_fault
+from launcher.lazy_dataclass import dataclass
 from launcher.paths import is_dir
 from launcher.upstream.trainers import BACKENDS
 
@@ -62,17 +62,16 @@ class Checkpoint:
 
 
 def find(
-    backend: str, output: Path | None, *, ranks: int | None = None, known: Container[str] = ()
+    backend: str, output: Path | None, *, ranks: int | None = None, digested: Container[str] = ()
 ) -> list[Checkpoint]:
-    """The checkpoints of an output folder, what upstream would take last, without those whose names
-    are `known`.
+    """The checkpoints of an output folder but those `digested`, what upstream would take last.
 
     `ranks` is how many processes must have left their part, where it is known.
     """
     layout = _layout(backend)
     checkpoints = []
     for path in _folders(backend, output):
-        if path.name not in known:
+        if path.name not in digested:
             checkpoints.append(_read(layout, path, ranks))
     return sorted(checkpoints, key=lambda checkpoint: (checkpoint.kind, checkpoint.number))
 

@@ -64,7 +64,7 @@ class Content:
     size: int
 
 
-def read(path: Path, *, whole_below: int = WHOLE_BELOW) -> tuple[Content, os.stat_result]:
+def read_content(path: Path, *, whole_below: int = WHOLE_BELOW) -> tuple[Content, os.stat_result]:
     """The content of a file and the state in which it was read, links followed.
 
     Only `.safetensors` of `whole_below` bytes and more are sampled. Raises OSError where it cannot

@@ -11,7 +11,7 @@ import hashlib
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +20,7 @@ from launcher import files
 from launcher.artifacts import digest, model_config
 from launcher.artifacts.model_config import is_path
 from launcher.errors import NotReady, launch_finding
+from launcher.lazy_dataclass import dataclass
 from launcher.paths import exists, is_dir, is_file
 
 Kind = Literal["file", "folder", "hub", "name"]
@@ -93,7 +94,7 @@ def of_file(path: Path, *, name: str | None = None) -> FilePrint:
         status = path.stat()
         # a clock of a file system may be too coarse to tell a write of just now from the next one
         is_settled = time.time() - max(status.st_ctime, status.st_mtime) > _MARGIN_S
-        content = _content(path, _state(status)) if is_settled else digest.read(path)[0]
+        content = _content(path, _state(status)) if is_settled else digest.read_content(path)[0]
     except (OSError, ValueError) as error:
         raise _missing(path, error) from None
     return FilePrint(
@@ -113,7 +114,7 @@ def _state(status: os.stat_result) -> tuple[int, ...]:
 @functools.lru_cache(maxsize=4096)
 def _content(path: Path, _: tuple[int, ...]) -> digest.Content:
     """One start asks for the same files several times, under each role."""
-    return digest.read(path)[0]
+    return digest.read_content(path)[0]
 
 
 def of_data(name: str, revision: str | None = None) -> Fingerprint:

@@ -14,7 +14,7 @@ import random
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
@@ -22,6 +22,7 @@ from statistics import NormalDist
 from typing import NamedTuple
 
 from launcher.errors import InvalidConfig, NotReady, brief, launch_finding, usage
+from launcher.lazy_dataclass import dataclass
 
 # With a mean and a maximum alone, rows are taken as log-normal, which lengths of documents commonly
 # are, with this many standard deviations (of the logarithm) from the median to the maximum.

@@ -17,7 +17,7 @@ _HUB_NAME = re.compile(r"\w[\w.-]*(?:/\w[\w.-]*)?", re.ASCII)
 _LONGEST_HUB_NAME = 96
 
 
-def read(
+def read_model_config(
     name: object, environ: Mapping[str, str], revision: str | None = None
 ) -> Mapping[str, Any]:
     """The config of a model by folder or hub name; empty where none is here, or it is broken."""
@@ -49,7 +49,7 @@ def built_from(values: Values, environ: Mapping[str, str]) -> Mapping[str, Any]:
     name = values["model_name_or_path"]
     if not values.schema.models:
         name = values.get("config_name") or name
-    config = read(name, environ, values.get("model_revision"))
+    config = read_model_config(name, environ, values.get("model_revision"))
     if not config:
         return {}
     return {**config, **replaced(values.get("additional_model_arguments"))}

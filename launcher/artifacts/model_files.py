@@ -3,7 +3,6 @@ transformers looks.
 """
 
 import os
-import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -231,6 +230,8 @@ def archive_fault(path: Path) -> str | None:
 
     The form before torch 1.6 has no end that could be looked for: not being empty has to do.
     """
+    import zipfile
+
     try:
         with open_regular(path) as file:
             begin = file.read(4)

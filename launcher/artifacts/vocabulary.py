@@ -9,11 +9,11 @@ import functools
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from launcher.files import parse_json, read_bytes
+from launcher.lazy_dataclass import dataclass
 from launcher.paths import is_file
 
 _LARGEST = 2**26
@@ -48,7 +48,7 @@ class Vocabulary:
         return [token for token, index in self.added.items() if index >= rows]
 
 
-def read(folder: Path) -> Vocabulary | None:
+def read_vocabulary(folder: Path) -> Vocabulary | None:
     """The vocabulary of a tokenizer's folder; None where its files do not tell, as with code of its
     own.
     """

@@ -9,7 +9,6 @@ import collections
 import datetime
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ from launcher import files
 from launcher.cache import folders
 from launcher.cache.folders import CacheUse
 from launcher.errors import brief
+from launcher.lazy_dataclass import dataclass
 from launcher.machine import codec
 from launcher.runs import events, rundir
 from launcher.runs.record import as_mapping

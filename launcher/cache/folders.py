@@ -15,7 +15,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,6 +25,7 @@ from launcher.artifacts.fingerprint import cache_home
 from launcher.cache.keys import KINDS, Cache
 from launcher.config.durations import format_age
 from launcher.errors import not_ready, usage
+from launcher.lazy_dataclass import dataclass
 from launcher.machine import codec, locks, process, sizes
 from launcher.machine.codec import Between, Misfit, Positive
 from launcher.machine.sizes import sized

@@ -11,7 +11,7 @@ import os
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from launcher.artifacts import model_config, model_files
 from launcher.dataset import mixture, sources
 from launcher.errors import Finding, launch_finding, not_ready
 from launcher.files import parse_line
+from launcher.lazy_dataclass import dataclass
 from launcher.machine import isolation, sizes
 from launcher.machine.python import Trainer
 from launcher.paths import exists, is_dir, is_file

@@ -34,13 +34,14 @@ import json
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from launcher.artifacts.fingerprint import READERS, MissingContent, cache_home
 from launcher.cache import inputs
 from launcher.errors import Finding
+from launcher.lazy_dataclass import dataclass
 from launcher.machine import codec
 from launcher.machine.codec import Misfit, Omission
 from launcher.paths import exists, is_dir

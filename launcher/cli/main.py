@@ -3,6 +3,7 @@
 import contextlib
 import datetime
 import errno
+import gc
 import itertools
 import os
 import platform
@@ -13,11 +14,11 @@ from typing import Any, NoReturn
 import typer
 
 from launcher import __version__
-from launcher.cli.commands import app
+from launcher.cli.commands import app_for
 from launcher.cli.help import overrides
-from launcher.cli.options import Findings, answer
+from launcher.cli.options import Findings, answer, app
 from launcher.errors import DISK_FULL, Exit, LaunchError, NotReady, not_ready, unreadable, usage
-from launcher.machine import process, tools
+from launcher.machine import extensions, process, tools
 from launcher.printable import folded, printable
 from launcher.redaction import Redactor, redact
 
@@ -41,8 +42,10 @@ def main(argv: list[str] | None = None) -> int:
     if argv is not None:
         return _run_guarded(argv)
     open_standard_streams()
-    code = _run_guarded(sys.argv[1:])
-    sys.exit(_flush_streams(code))
+    code = _flush_streams(_run_guarded(sys.argv[1:]))
+    # at its end Python collects the garbage of all that it does not know to be in use
+    gc.freeze()
+    sys.exit(code)
 
 
 def open_standard_streams() -> None:
@@ -77,6 +80,7 @@ def _flush_streams(code: int) -> int:
 def _run_guarded(arguments: list[str]) -> int:
     try:
         tools.forget_silences()
+        extensions.load()
         _run_command(arguments)
     except SystemExit as stop:
         return _exit_code(stop)
@@ -165,8 +169,10 @@ def _out_of_memory(arguments: list[str]) -> int:
 
 def _run_command(arguments: list[str]) -> None:
     """Run one command. A program that asks wrongly gets its envelope too, people usage lines."""
+    # none, where a shell completes a line
+    name = arguments[0] if arguments else ""
     try:
-        code = app(args=arguments, prog_name="launch", standalone_mode=False)
+        code = app_for(name)(args=arguments, prog_name="launch", standalone_mode=False)
     except _Unparsed as error:
         _refuse_command_line(error, arguments)
     sys.exit(code)

@@ -17,6 +17,7 @@ from typer import Argument, Option
 from launcher import __version__
 from launcher.cli import help
 from launcher.errors import Exit, Finding, LaunchError, UsageError, launch_finding, usage
+from launcher.lazy_dataclass import dataclass
 from launcher.paths import is_dir, is_file
 from launcher.redaction import Redactor
 from launcher.report import console
@@ -90,7 +91,7 @@ STAGE_FILE = Argument(None, metavar="CONFIG", help="the stage file", show_defaul
 UNPROVEN = Option(False, "--allow-unproven", help="treat an unproven verdict as success")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Shared:
     """Options that several commands have: `takes` adds those that a command names."""
 
@@ -192,11 +193,12 @@ class Shared:
 
         Raises NotReady where that does not run.
         """
-        from launcher.machine import python
         from launcher.upstream import locate
 
         interpreter = None
         if self.python is not None or os.environ.get("LAUNCH_PYTHON"):
+            from launcher.machine import python
+
             interpreter = python.find_interpreter(self.python, os.environ)
         return locate.Locator(
             checkout=self.open_instruct,

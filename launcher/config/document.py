@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,6 +19,7 @@ import yaml
 from launcher import files
 from launcher.errors import Finding, InvalidConfig, launch_finding
 from launcher.files import open_regular
+from launcher.lazy_dataclass import dataclass
 from launcher.paths import canonical, is_dir
 
 SUFFIXES = frozenset({".yaml", ".yml"})

@@ -6,11 +6,12 @@ import math
 import operator
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from launcher.config import durations, keys
 from launcher.errors import UsageError, brief
+from launcher.lazy_dataclass import dataclass
 
 KEYS = ("command", "metrics", "expect", "timeout")
 PLACEHOLDERS: Mapping[str, str] = {
@@ -87,7 +88,7 @@ def fill(word: str, values: Mapping[str, str]) -> str:
     return _PLACEHOLDER.sub(replaced, word)
 
 
-def read(where: str, entry: Any, complain: Complain) -> Evaluation | None:
+def read_evaluation_key(where: str, entry: Any, complain: Complain) -> Evaluation | None:
     """The evaluation below the key `where`; None where it is none. Each fault goes to
     `complain`.
     """

@@ -4,13 +4,14 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import reduce
 from pathlib import Path
 from typing import Any
 
 from launcher.config.document import Origin, Steps, join, leaves, misplaced
 from launcher.errors import Finding, InvalidConfig
+from launcher.lazy_dataclass import dataclass
 from launcher.redaction import Redactor, holds_secret
 
 MAX_CHARS = 2**15

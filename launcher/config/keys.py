@@ -8,18 +8,18 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
-from launcher.config.points import ATTENTIONS, POINTS
+from launcher.config.points import ATTENTIONS, BY_NAME, DEFAULTS, POINTS, PointType
 from launcher.errors import brief
+from launcher.lazy_dataclass import dataclass
 
 Kind = Literal["word", "number", "switch", "text", "list", "mapping", "path"]
 Fault = tuple[str, str, str | None]
 """Where a value is wrong (`probe.within`), the message, and what to write instead."""
 
-TRAINERS = ("open_instruct", "trl")
-"""The names of `backends.BACKENDS`: this table is read before any of them is imported."""
+TRAINERS = ["open_instruct", "trl"]
+"""The names of `trainers.BACKENDS`: this table is read before any of them is imported."""
 ON = ("on", "yes", "true")
 OFF = ("off", "no", "false")
 LARGEST = 999_999_999
@@ -47,8 +47,8 @@ class Key:
     meaning: str = ""
     default: str = "none"
     takes: str = ""
-    words: tuple[str, ...] = ()
-    parts: tuple[Key, ...] = ()
+    words: Sequence[str] = ()
+    parts: Sequence[Key] = ()
     switch: bool = False
     least: int = 1
 
@@ -134,7 +134,7 @@ def nearest(name: str, names: Sequence[str]) -> str:
     return f"did you mean `{near[0]}`?" if near else f"one of {', '.join(names)}"
 
 
-def _word(value: Any, words: tuple[str, ...]) -> str:
+def _word(value: Any, words: Sequence[str]) -> str:
     """The word as its author meant it: a plain `no`, `on` or `true` is a boolean in YAML."""
     if not isinstance(value, bool):
         return str(value)
@@ -167,8 +167,9 @@ STAGES = ("sft", "dpo")
 PAIRED = frozenset({"dpo"})
 """Stages of which a row is a chosen and a rejected answer: two sequences."""
 DEEPSPEED = ("zero1", "zero1_fp32_comm", "zero2", "zero2_fp32_comm", "zero3", "zero3_offload")
-EXPECT: Mapping[str, tuple[str, ...]] = {point.name: point.states for point in POINTS}
+EXPECT = {point.name: point.states for point in POINTS}
 """What may be expected of each point of a verdict; `any` switches the point off."""
+_EXPECT_KEYS = [Key(point.name, "word", words=point.states) for point in POINTS]
 
 _BATCH = (
     Key("global", "number", "rows per optimizer step, over all devices"),
@@ -228,7 +229,7 @@ TABLE = (
         "what the verdict expects of the run; `any` switches a point off",
         "loss finite, memory ok, finish completed, and what the arguments ask for (Liger, packing)",
         "a mapping of points of the verdict to states",
-        parts=tuple(Key(point, "word", words=states) for point, states in EXPECT.items()),
+        parts=_EXPECT_KEYS,
     ),
     Key(
         "on_violation",
@@ -281,6 +282,17 @@ TABLE = (
     ),
 )
 KEYS = {key.name: key for key in TABLE}
+
+
+def register_point(point: PointType) -> None:
+    """Add a point to the verdict of every run. `expect:` takes its states."""
+    POINTS.append(point)
+    BY_NAME[point.name] = point
+    if point.default is not None:
+        DEFAULTS[point.name] = point.default
+    EXPECT[point.name] = point.states
+    _EXPECT_KEYS.append(Key(point.name, "word", words=point.states))
+
 
 _EVAL = (
     Key(

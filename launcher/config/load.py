@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any, Literal
@@ -23,6 +23,7 @@ from launcher.config.document import Document, Origin, join, place_of, refused
 from launcher.config.interpolation import interpolate
 from launcher.config.keys import KEYS
 from launcher.errors import Finding, InvalidConfig, brief, naming_variables
+from launcher.lazy_dataclass import dataclass
 from launcher.paths import canonical, exists, expanded
 from launcher.redaction import Redactor
 

@@ -7,7 +7,7 @@ Nothing about the stage files themselves is judged here, only that there is one 
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from launcher.config.interpolation import interpolate
 from launcher.config.keys import STAGES
 from launcher.config.load import spelt
 from launcher.errors import Finding, InvalidConfig, brief, usage
+from launcher.lazy_dataclass import dataclass
 from launcher.paths import exists, expanded
 from launcher.redaction import Redactor
 
@@ -53,14 +54,14 @@ class Link:
     gpus: int | None = None
     source: str | None = None
     explicit: bool = False
-    given: Mapping[str, Any] = field(default_factory=dict)
+    written: Mapping[str, Any] = field(default_factory=dict)
     overrides: tuple[str, ...] = ()
     evaluation: Evaluation | None = None
     origins: Mapping[str, Origin] = field(default_factory=dict)
 
     def texts(self) -> list[str]:
         """What is laid over the stage file: `with:` first, then the command line."""
-        return [*(f"{key}={spelt(value)}" for key, value in self.given.items()), *self.overrides]
+        return [*(f"{key}={spelt(value)}" for key, value in self.written.items()), *self.overrides]
 
     def origin(self, key: str = "") -> Origin:
         return nearest(self.origins, key) or self.origins[""]
@@ -201,7 +202,7 @@ class _PipelineReader:
         changes = self._changes(f"{where}.with", entry.get("with"))
         measured = None
         if entry.get("eval") is not None:
-            measured = evaluation.read(f"{where}.eval", entry["eval"], self._add)
+            measured = evaluation.read_evaluation_key(f"{where}.eval", entry["eval"], self._add)
         if config is None or name is None:
             return None
         origins = {"": self._at(where)}
@@ -215,7 +216,7 @@ class _PipelineReader:
             gpus=gpus,
             source=source,
             explicit="from" in entry,
-            given=changes,
+            written=changes,
             evaluation=measured,
             origins=origins,
         )
@@ -320,7 +321,7 @@ def placed(link: Link, finding: Finding) -> Finding:
         return finding
     if override in link.overrides:
         return replace(finding, override=f"{link.name}.{override}")
-    for key, value in link.given.items():
+    for key, value in link.written.items():
         if override == f"{key}={spelt(value)}":
             return replace(finding, **link.origin(f"with.{key}").place)
     return finding

@@ -2,13 +2,15 @@
 enforced and shown.
 
 What a stage file may expect, what the probe enforces, what the live panel calls a point and the
-sentence of the page are all read from here. A point's row names the module of `launcher/verdict/`
-that holds its `observe_NAME`.
+sentence of the page are all read from here. A point's row names the module that holds its
+`observe_NAME`. `keys.register_point` adds a point.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
+
+from launcher.lazy_dataclass import dataclass
 
 Detail = Mapping[str, Any]
 Sentence = Callable[[str, Detail], str | None]
@@ -224,11 +226,11 @@ def _evaluation(_state: str, detail: Detail) -> str | None:
     return f"measured: {', '.join(main[:4])}" if main else None
 
 
-POINTS: tuple[PointType, ...] = (
+POINTS: list[PointType] = [
     PointType(
         name="liger",
         states=("engaged", "off", ANY),
-        observed_in="points",
+        observed_in="launcher.verdict.points",
         meets={"applied": ("engaged", "applied"), "attempted": ("engaged", "applied", "attempted")},
         from_arguments=True,
         enforced=True,
@@ -240,7 +242,7 @@ POINTS: tuple[PointType, ...] = (
     PointType(
         name="packing",
         states=("isolated", "on", "off", ANY),
-        observed_in="points",
+        observed_in="launcher.verdict.points",
         meets={"on": ("on", "isolated")},
         from_arguments=True,
         enforced=True,
@@ -253,7 +255,7 @@ POINTS: tuple[PointType, ...] = (
     PointType(
         name="attention",
         states=(ANY, *ATTENTIONS),
-        observed_in="points",
+        observed_in="launcher.verdict.points",
         enforced=True,
         whole_run=True,
         label="attention",
@@ -262,7 +264,7 @@ POINTS: tuple[PointType, ...] = (
     PointType(
         name="positions",
         states=("exact", "restored", ANY),
-        observed_in="points",
+        observed_in="launcher.verdict.points",
         whole_run=True,
         optional=True,
         sentence=_positions,
@@ -270,7 +272,7 @@ POINTS: tuple[PointType, ...] = (
     PointType(
         name="batch",
         states=("planned", ANY),
-        observed_in="points",
+        observed_in="launcher.verdict.points",
         needs_plan=True,
         whole_run=True,
         sentence=_batch,
@@ -278,7 +280,7 @@ POINTS: tuple[PointType, ...] = (
     PointType(
         name="dataset_cache",
         states=("hit", "miss", ANY),
-        observed_in="points",
+        observed_in="launcher.verdict.points",
         enforced=True,
         full_length=True,
         label="data cache",
@@ -288,7 +290,7 @@ POINTS: tuple[PointType, ...] = (
     PointType(
         name="reference_cache",
         states=("hit", "miss", ANY),
-        observed_in="points",
+        observed_in="launcher.verdict.points",
         enforced=True,
         pairs_only=True,
         full_length=True,
@@ -300,7 +302,7 @@ POINTS: tuple[PointType, ...] = (
     PointType(
         name="data",
         states=("as_planned", ANY),
-        observed_in="data",
+        observed_in="launcher.verdict.data",
         whole_run=True,
         optional=True,
         sentence=_data,
@@ -308,7 +310,7 @@ POINTS: tuple[PointType, ...] = (
     PointType(
         name="loss",
         states=("finite", ANY),
-        observed_in="outcome",
+        observed_in="launcher.verdict.outcome",
         default="finite",
         enforced=True,
         sentence=_loss,
@@ -316,7 +318,7 @@ POINTS: tuple[PointType, ...] = (
     PointType(
         name="gradients",
         states=("true", ANY),
-        observed_in="outcome",
+        observed_in="launcher.verdict.outcome",
         enforced=True,
         whole_run=True,
         label="gradients",
@@ -327,37 +329,49 @@ POINTS: tuple[PointType, ...] = (
     PointType(
         name="trend",
         states=("falling", ANY),
-        observed_in="outcome",
+        observed_in="launcher.verdict.outcome",
         full_length=True,
         sentence=_trend,
     ),
     PointType(
-        name="memory", states=("ok", ANY), observed_in="outcome", default="ok", sentence=_memory
+        name="memory",
+        states=("ok", ANY),
+        observed_in="launcher.verdict.outcome",
+        default="ok",
+        sentence=_memory,
     ),
     PointType(
         name="finish",
         states=("completed", ANY),
-        observed_in="outcome",
+        observed_in="launcher.verdict.outcome",
         default="completed",
         sentence=_finish,
     ),
     PointType(
         name="weights",
         states=("moved", ANY),
-        observed_in="outcome",
+        observed_in="launcher.verdict.outcome",
         optional=True,
         sentence=_weights,
     ),
     PointType(
-        name="model", states=("saved", ANY), observed_in="outcome", optional=True, sentence=_model
+        name="model",
+        states=("saved", ANY),
+        observed_in="launcher.verdict.outcome",
+        optional=True,
+        sentence=_model,
     ),
     PointType(
-        name="inputs", states=("same", ANY), observed_in="outcome", whole_run=True, optional=True
+        name="inputs",
+        states=("same", ANY),
+        observed_in="launcher.verdict.outcome",
+        whole_run=True,
+        optional=True,
     ),
     PointType(
         name="evaluation",
         states=(ANY,),
-        observed_in="evaluation",
+        observed_in="launcher.verdict.evaluation",
         optional=True,
         sentence=_evaluation,
         on_terminal=True,
@@ -365,15 +379,15 @@ POINTS: tuple[PointType, ...] = (
     PointType(
         name="resume",
         states=("continuous", ANY),
-        observed_in="outcome",
+        observed_in="launcher.verdict.outcome",
         optional=True,
         sentence=_resume,
     ),
-)
+]
 """In the order of a verdict."""
 
-BY_NAME: Mapping[str, PointType] = {point.name: point for point in POINTS}
-DEFAULTS: Mapping[str, str] = {
+BY_NAME: dict[str, PointType] = {point.name: point for point in POINTS}
+DEFAULTS: dict[str, str] = {
     point.name: point.default for point in POINTS if point.default is not None
 }
 """What is expected of a point that the stage file does not name."""

@@ -7,7 +7,6 @@ import json
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.dataset import reading, shapes, sources, survey
@@ -15,6 +14,7 @@ from launcher.dataset.reading import BadRow
 from launcher.dataset.shapes import CannotConvert
 from launcher.dataset.survey import Fault
 from launcher.errors import InvalidConfig, UsageError, launch_finding, usage
+from launcher.lazy_dataclass import dataclass
 from launcher.paths import is_dir, is_file
 
 _SAY_EVERY_S = 2.0

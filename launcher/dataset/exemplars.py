@@ -5,13 +5,13 @@ of rows.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from launcher.dataset import reading
 from launcher.dataset.reading import CannotRead
 from launcher.dataset.survey import RowPlace, Survey
+from launcher.lazy_dataclass import dataclass
 
 _MOST_ROWS = 64
 _MOST_CHARACTERS = 100_000  # of one row; a longer one is left out

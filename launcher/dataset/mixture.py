@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from launcher.dataset import slices, sources, survey
 from launcher.dataset.slices import BadSplit, Slice
 from launcher.dataset.sources import Source
 from launcher.dataset.survey import Survey
+from launcher.lazy_dataclass import dataclass
 
 KEYS = ("path", "name", "data_dir", "data_files", "split", "columns", "fraction")
 """The keys of an entry (trl/scripts/utils.py::DatasetConfig[path: str])."""
@@ -40,7 +41,7 @@ class SetEntry:
 
     def slices(self) -> tuple[Slice, ...]:
         """The parts of its split. Raises BadSplit."""
-        return slices.read(self.split)
+        return slices.parse_slices(self.split)
 
     def first_split(self) -> str:
         """The name of the split that is read first, `train` where it names none."""

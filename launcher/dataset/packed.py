@@ -11,9 +11,10 @@ import gzip
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from launcher.lazy_dataclass import dataclass
 
 _CODES = {1: "B", 2: "H", 4: "I", 8: "Q"}
 # olmo_core_utils.py::to_oc_tokenizer_config[dolma2_markers =]
@@ -32,7 +33,7 @@ class PackedRows:
     rows: int
 
 
-def read(folder: Path, *, limit: int, tokenizer: str) -> PackedRows | None:
+def read_packed_rows(folder: Path, *, limit: int, tokenizer: str) -> PackedRows | None:
     """Count them, for rows of `limit` tokens; None where the tokenizer in the folder does not say
     how texts end.
 

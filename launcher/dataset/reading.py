@@ -17,11 +17,11 @@ import re
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from launcher.files import open_regular
+from launcher.lazy_dataclass import dataclass
 from launcher.paths import is_pointer
 
 MAX_ROW = 64 * 2**20  # characters of one row
@@ -523,6 +523,8 @@ def _arrow_batches(arrow: Any, source: Any) -> Iterator[Any]:
 def _batch_rows(batches: Any) -> Iterator[Numbered]:
     number = 0
     for batch in batches:
+        # pyarrow follows an offset of a damaged file to wherever it points, which ends the process
+        batch.validate(full=True)
         for row in batch.to_pylist():
             number += 1
             yield number, row

@@ -6,10 +6,10 @@ import ast
 import json
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from launcher.dataset.survey import Survey
+from launcher.lazy_dataclass import dataclass
 
 Row = Mapping[str, Any]
 Message = dict[str, object]

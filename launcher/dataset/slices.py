@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+
+from launcher.lazy_dataclass import dataclass
 
 # datasets/arrow_reader.py::[_SUB_SPEC_RE = re.compile],
 # datasets/arrow_reader.py::[_ADDITION_SEP_RE]
@@ -69,7 +70,7 @@ def _within(row: int, total: int) -> int:
     return min(max(row, 0), total)
 
 
-def read(text: str) -> tuple[Slice, ...]:
+def parse_slices(text: str) -> tuple[Slice, ...]:
     """The parts that a split names, which are read one after the other. Raises BadSplit."""
     parts = [_slice(part) for part in _PLUS.split(text)]
     roundings = {part.drops_remainder for part in parts if part.in_percent}

@@ -11,7 +11,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from typing import Any
 from launcher.artifacts import model_config
 from launcher.dataset import reading
 from launcher.files import read_bytes
+from launcher.lazy_dataclass import dataclass
 from launcher.paths import is_file
 
 _MOST_ENTRIES = 20_000  # entries of a folder to look at; a larger one is not judged

@@ -15,7 +15,7 @@ import json
 import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from launcher import files
 from launcher.artifacts.fingerprint import cache_home
 from launcher.dataset import reading
 from launcher.dataset.reading import BadRow, CannotRead, NeedsPyarrow, UnsupportedFile
+from launcher.lazy_dataclass import dataclass
 
 _VERSION = 4  # of what a survey holds: another one reads no older survey from the cache
 _SETTLED_S = 2.0  # a file that was written to just now may be written to again without another time

@@ -9,8 +9,8 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
+from launcher.lazy_dataclass import dataclass
 from launcher.machine.sizes import sized
 from launcher.printable import printable_bytes
 from launcher.redaction import KEY_BLOCK, redact_bytes

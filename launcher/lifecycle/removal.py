@@ -13,11 +13,12 @@ import re
 import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from launcher.artifacts import digest, layout
 from launcher.errors import NotReady, UsageError, not_ready, usage
+from launcher.lazy_dataclass import dataclass
 from launcher.machine import locks, trees
 from launcher.machine.sizes import sized
 from launcher.machine.trees import Budget, TreeEntry
@@ -296,7 +297,7 @@ def _read_written(run: RunFolder, place: Path) -> _Written:
 
 def _sort_files(run: RunFolder, place: Path, written: _Written) -> Deletion:
     """Every file below an output folder: to delete, or kept."""
-    sums = checksums.read(run)
+    sums = checksums.read_checksums(run)
     own_leases = list(_lease_files(run, place))
     lease_paths = {file.path for file in own_leases}
     doomed = []
@@ -365,7 +366,7 @@ def _has_state(
 def _whole_digest(entry: TreeEntry) -> str | None:
     path = Path(f"/proc/self/fd/{entry.parent}/{entry.name}")
     try:
-        return digest.read(path, whole_below=2**63)[0].digest
+        return digest.read_content(path, whole_below=2**63)[0].digest
     except OSError:
         return None
 

@@ -11,9 +11,10 @@ import json
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
+from launcher.lazy_dataclass import dataclass
 from launcher.machine import isolation, process, tools
 from launcher.runs import attempt as attempts
 from launcher.runs import events

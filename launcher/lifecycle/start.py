@@ -21,7 +21,7 @@ from launcher.machine.devices import Devices
 from launcher.paths import MODULE_FLAG, PACKAGE
 from launcher.planning.collect import Scope
 from launcher.planning.doctor import disk
-from launcher.planning.prepare import Prepared, prepare
+from launcher.planning.prepare import Prepared, prepare_start
 from launcher.planning.request import Request
 from launcher.planning.resume import decision
 from launcher.runs import attempt as attempts
@@ -315,7 +315,7 @@ def prepare_again(folder: RunFolder) -> Attempt:
     """Prepare the next attempt of a run whose job was queued again, to continue the last one.
 
     Returns the attempt that waits if it has begun on no machine, and neither data nor models have
-    changed, or if the run is finished. Raises what `prepare` raises, and NotReady if there is no
+    changed, or if the run is finished. Raises what `prepare_start` does, NotReady if there is no
     further checkpoint.
     """
     waiting = attempts.read_attempt(folder)
@@ -329,7 +329,7 @@ def prepare_again(folder: RunFolder) -> Attempt:
     os.environ.update({**waiting.environ, **os.environ})
     request = Request.from_json(waiting.request, config=folder.stage_file)
     time_was_up = slurm.take_limit_mark(folder)
-    prepared = prepare(replace(request, folder=folder), Scope.HOST)
+    prepared = prepare_start(replace(request, folder=folder), Scope.HOST)
     if prepared.decision.kind == "finished":
         return waiting
     prepared = tokenising.before_training(prepared)

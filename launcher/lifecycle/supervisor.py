@@ -12,13 +12,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from launcher.errors import Finding, LaunchError, NotReady, brief, not_ready
+from launcher.lazy_dataclass import dataclass
 from launcher.lifecycle import conclude, on_finish, standstill, usage
-from launcher.machine import isolation, process
+from launcher.machine import extensions, isolation, process
 from launcher.paths import PROJECT
 from launcher.planning import checksums
 from launcher.report import overview
@@ -177,6 +178,7 @@ def main(words: Sequence[str]) -> int:
     overtaken = partial(_overtaken, folder.console(number))
     try:
         attempt = _read_attempt(folder, digest)
+        extensions.load()
         with lease.heartbeat(acquired, overtaken) as record_end:
             ended = _train(folder, attempt, number, starter, locks, acquired)
             # recorded while nobody else may begin there

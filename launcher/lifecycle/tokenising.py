@@ -12,7 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from launcher.config.load import spelt
 from launcher.dataset import packed
 from launcher.dataset.packed import PackedRows
 from launcher.errors import Exit, Finding, LaunchError, NotReady, launch_finding
+from launcher.lazy_dataclass import dataclass
 from launcher.machine import locks, sizes
 from launcher.machine.python import Trainer
 from launcher.plan import command
@@ -89,16 +90,16 @@ class Tokenised:
         return 0 if self.place is None else sizes.size_below(self.place, links=True)
 
     def as_json(self) -> dict[str, Any]:
-        known = self.lengths
+        lengths_of_rows = self.lengths
         return {
             "state": self.state,
             "places": [] if self.place is None else [str(self.place)],
             "bytes": self.size,
             "seconds": round(self.seconds, 2),
-            "rows": None if known is None else known.rows,
-            "tokens": None if known is None else known.tokens,
-            "mean": None if known is None else round(known.mean, 2),
-            "longest": None if known is None else known.longest,
+            "rows": None if lengths_of_rows is None else lengths_of_rows.rows,
+            "tokens": None if lengths_of_rows is None else lengths_of_rows.tokens,
+            "mean": None if lengths_of_rows is None else round(lengths_of_rows.mean, 2),
+            "longest": None if lengths_of_rows is None else lengths_of_rows.longest,
         }
 
 
@@ -124,7 +125,7 @@ class Filling:
         missed = tuple(self._impossible())
         if missed:
             return Tokenised(state="missed"), missed
-        cache = next(one for one in self.caches if one.kind == "dataset")
+        cache = next(entry for entry in self.caches if entry.kind == "dataset")
         entry = self._entry(cache)
         if entry is not None:
             return self._of(entry, "there", 0.0), ()
@@ -165,11 +166,11 @@ class Filling:
         )
 
     def _of(self, entry: Path, state: str, seconds: float) -> Tokenised:
-        known: Lengths | None = None
+        row_lengths: Lengths | None = None
         # no pyarrow in launch's own Python, or other columns: nothing hangs on it
         with contextlib.suppress(LaunchError):
-            known = lengths.of_dataset(entry, pairs=self.plan.stage.schema.pairs)
-        return Tokenised(state=state, place=entry, seconds=seconds, lengths=known)
+            row_lengths = lengths.of_dataset(entry, pairs=self.plan.stage.schema.pairs)
+        return Tokenised(state=state, place=entry, seconds=seconds, lengths=row_lengths)
 
     def _fill(self, cache: Cache) -> tuple[Tokenised, tuple[Finding, ...]]:
         began = time.monotonic()
@@ -211,7 +212,7 @@ class Filling:
             made, self.trainer, folder.path, environ=os.environ, caches=keys.environment((cache,))
         )
         assert stage.upstream.root is not None
-        words = [word for name, given in arguments.items() for word in (f"--{name}", *given)]
+        words = [word for name, values in arguments.items() for word in (f"--{name}", *values)]
         env = {name: value for name, value in built.env.items() if name != PROBE_SETTINGS}
         argv = (str(self.trainer.python), str(stage.upstream.root / stage.entry.script), *words)
         return Command(argv=argv, env=env, cwd=built.cwd)
@@ -227,14 +228,14 @@ class Filling:
 
 
 def _reason(folder: RunFolder) -> str:
-    found = evidence.read_run(folder.path, attempt=1)
-    if found.log is None:
+    run = evidence.read_run(folder.path, attempt=1)
+    if run.log is None:
         return "no reason"
-    end = find_ending(found)
+    end = find_ending(run)
     error = end.error or {}
     why = ": ".join(str(error[k]) for k in ("type", "message") if error.get(k))
-    if not why and found.exit is not None and found.exit.signal:
-        why = f"killed by {signal.Signals(found.exit.signal).name}"
+    if not why and run.exit is not None and run.exit.signal:
+        why = f"killed by {signal.Signals(run.exit.signal).name}"
     return why or end.reason or "no reason"
 
 
@@ -276,7 +277,7 @@ def _counted(prepared: Prepared, tokenised: Tokenised, say: Say) -> Prepared:
     rows: PackedRows | None = None
     # a file that cannot be read costs the count; the training says what is wrong
     with contextlib.suppress(OSError):
-        rows = packed.read(place, limit=limit, tokenizer=str(name))
+        rows = packed.read_packed_rows(place, limit=limit, tokenizer=str(name))
     if rows is None:
         return prepared
     data = f"args.{plan.stage.entry.names.data}"

@@ -7,8 +7,9 @@ import statistics
 import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from launcher.lazy_dataclass import dataclass
 from launcher.machine import usage
 from launcher.machine.usage import GpuMeter, GpuUsage, HostMeter, HostUsage
 from launcher.runs import rundir

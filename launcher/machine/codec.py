@@ -11,10 +11,12 @@ import os
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+from launcher.lazy_dataclass import dataclass
 
 _T = TypeVar("_T")
 Reader = Callable[[Any, str, "list[Omission] | None"], Any]

@@ -1,7 +1,9 @@
 """The speed of GPUs in their makers' data sheets: arithmetic, and bytes a second."""
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
+
+from launcher.lazy_dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

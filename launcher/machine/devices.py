@@ -12,12 +12,13 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
 from launcher import files
 from launcher.errors import Finding, NotReady, launch_finding, usage
+from launcher.lazy_dataclass import dataclass
 from launcher.machine import python, tools
 from launcher.machine.locks import try_lock
 from launcher.machine.python import Gpu, GpuProcess

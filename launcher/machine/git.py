@@ -3,10 +3,10 @@
 import contextlib
 import os
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from launcher.lazy_dataclass import dataclass
 from launcher.machine import isolation, tools
 
 _SLOW_S = 20.0  # to compare the files of a checkout on a cold network file system

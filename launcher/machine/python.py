@@ -1,20 +1,25 @@
 """The trainer's Python with its packages, and the GPUs of this machine, as frozen values."""
 
+from __future__ import annotations
+
 import os
 import platform
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
-from typing import Any
-from xml.etree import ElementTree
+from typing import TYPE_CHECKING, Any
 
 from launcher.errors import RESOURCE_LIMITS, not_ready
 from launcher.files import parse_line
+from launcher.lazy_dataclass import dataclass
 from launcher.machine import isolation, tools
 from launcher.machine.git import Repository
 from launcher.paths import expanded
+
+if TYPE_CHECKING:
+    from xml.etree import ElementTree
 
 # Runs in the trainer's interpreter, with the standard library alone. Of a package's metadata only
 # the head is read: parsing all of it, descriptions included, takes longer than the rest of a plan.
@@ -153,6 +158,8 @@ def ask_driver() -> Driver:
 
 def _parse_log(raw: bytes) -> ElementTree.Element | None:
     """The document in nvidia-smi's output; warnings may stand around it."""
+    from xml.etree import ElementTree
+
     text = raw.decode(errors="replace")
     end = "</nvidia_smi_log>"
     document = text[text.find("<nvidia_smi_log") :].partition(end)[0] + end

@@ -11,9 +11,9 @@ import os
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from launcher.lazy_dataclass import dataclass
 from launcher.machine import isolation, process
 
 if TYPE_CHECKING:

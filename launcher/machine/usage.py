@@ -8,9 +8,10 @@ from __future__ import annotations
 import contextlib
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from launcher.lazy_dataclass import dataclass
 
 _PROC = Path("/proc")
 _GIB = 2**30

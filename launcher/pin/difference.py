@@ -7,19 +7,20 @@ they are spelt. Each stage file is judged at both as `launch validate-config` wo
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from launcher.config import load, pipeline
 from launcher.config.load import Config
 from launcher.errors import Exit, Finding, InvalidConfig, brief, errors
+from launcher.lazy_dataclass import dataclass
 from launcher.machine.git import Repository
 from launcher.paths import canonical
 from launcher.pin import functions, pin
 from launcher.pin.functions import BehaviourDifference, FunctionDifference
 from launcher.pin.pin import PACKAGE, Commits, describe
 from launcher.stage import unused
-from launcher.stage.stage import Judged, backend_of, judge
+from launcher.stage.stage import Judged, backend_of, judge_stage_file
 from launcher.upstream import history, locate
 from launcher.upstream.locate import Locator
 from launcher.upstream.schema import Field, Schema
@@ -71,7 +72,7 @@ class Revision:
 
     def past(self, script: str) -> _Past:
         return functools.partial(
-            history.of, script=script, repository=self.repository, head=self.commit
+            history.changes_of_argument, script=script, repository=self.repository, head=self.commit
         )
 
     def as_json(self) -> dict[str, object]:
@@ -476,7 +477,7 @@ def _judge_both(
 def _judge(config: Config, side: Revision, stage: str | None) -> Judged | str:
     """A file against a commit; the reason if its stage cannot be read there."""
     try:
-        judged = judge(config, stage=stage, locator=side.locator)
+        judged = judge_stage_file(config, stage=stage, locator=side.locator)
     except InvalidConfig as error:
         return error.findings[0].message
     kept = [finding for finding in judged.findings if finding.code not in _EVERYWHERE]
@@ -602,7 +603,9 @@ def _result_line(difference: CommitDifference) -> str:
     if difference.worse:
         return "worse: a stage that could be read at the old commit cannot be read at the new one"
     judged = f"no new error in {len(configs)} file(s)" if configs else "every stage can be read"
-    symbols = {one.symbol for stage in difference.stages.values() for one in stage.functions}
+    symbols = {
+        function.symbol for stage in difference.stages.values() for function in stage.functions
+    }
     if not symbols:
         return f"{judged}, and every function on the path is the same"
     does = "does" if len(symbols) == 1 else "do"

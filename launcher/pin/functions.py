@@ -2,8 +2,8 @@
 
 import difflib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
+from launcher.lazy_dataclass import dataclass
 from launcher.upstream import behaviour
 from launcher.upstream.entry import Entry
 from launcher.upstream.locate import Upstream
@@ -74,8 +74,8 @@ def compare(
 
 
 def _difference(what: str, old: Reached | None, new: Reached | None) -> FunctionDifference:
-    one = new or old
-    assert one is not None
+    function = new or old
+    assert function is not None
     before = None if old is None else old.text
     after = None if new is None else new.text
     lines: tuple[str, ...] = ()
@@ -85,7 +85,7 @@ def _difference(what: str, old: Reached | None, new: Reached | None) -> Function
         )
         lines = tuple(compared)[2:]
     return FunctionDifference(
-        symbol=one.symbol,
+        symbol=function.symbol,
         what=what,
         old=_place(old),
         new=_place(new),
@@ -105,12 +105,14 @@ def _place(function: Reached | None) -> str | None:
 def behaviours(old: Schema, new: Schema) -> tuple[BehaviourDifference, ...]:
     """The behaviours of `behaviour.BEHAVIOURS` in which two commits differ for one entry script."""
     differences = []
-    for known in behaviour.of_script(new.key):
-        first = old.does(known.name)
-        second = new.does(known.name)
+    for known_behaviour in behaviour.of_script(new.key):
+        first = old.does(known_behaviour.name)
+        second = new.does(known_behaviour.name)
         if first is not second:
             differences.append(
-                BehaviourDifference(name=known.name, says=known.says, old=first, new=second)
+                BehaviourDifference(
+                    name=known_behaviour.name, says=known_behaviour.says, old=first, new=second
+                )
             )
     return tuple(differences)
 
@@ -128,11 +130,11 @@ def lines(
         return
     yield "functions on the path that changed, without docstrings and log calls:"
     for what, heading in HEADINGS.items():
-        found = [difference for difference in stages if difference.what == what]
-        if not found:
+        of_kind = [difference for difference in stages if difference.what == what]
+        if not of_kind:
             continue
         yield f"  {heading}:"
-        for difference in found:
+        for difference in of_kind:
             line = str(difference.new or difference.old).rpartition(":")[2]
             yield f"    {difference.symbol}  ({', '.join(stages[difference])}; line {line})"
             if everything:

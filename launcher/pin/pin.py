@@ -6,10 +6,11 @@ Everything is asked of git and of the files; nothing is changed, and nothing ask
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from launcher.errors import Exit, Finding, NotReady, UsageError, launch_finding, not_ready, usage
+from launcher.lazy_dataclass import dataclass
 from launcher.machine.git import Repository
 from launcher.paths import canonical, exists, expanded
 from launcher.upstream import locate

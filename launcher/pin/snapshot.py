@@ -58,7 +58,7 @@ def _take(backend: str, packages: Mapping[str, Tree], version: str) -> dict[str,
         if digest is not None or not entry.stage:
             stages.append(name)
             digests[entry.script] = digest or ""
-    data = facts.read(module, {**packages, **foreign}, {}, stages)
+    data = facts.read_facts(module, {**packages, **foreign}, {}, stages)
     del data["absent"]
     for label, digest in data["files"].items():
         # the files of other packages are not among the digests

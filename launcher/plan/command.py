@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -186,7 +185,7 @@ def _accelerate(plan: Plan) -> list[str]:
     """accelerate's own options; a config file of launch's, so that the user's default one is not
     read.
     """
-    neutral = resources.files("launcher.plan.accelerate").joinpath("neutral.yaml")
+    neutral = PACKAGE / "plan" / "accelerate" / "neutral.yaml"
     argv = ["--config_file", str(neutral)]
     argv += ["--num_machines", str(plan.nodes), "--num_processes", str(plan.processes)]
     argv += ["--mixed_precision", plan.mixed_precision, "--dynamo_backend", "no"]

@@ -10,11 +10,11 @@ values are known only later and come on top: the folders of the caches
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.errors import InvalidConfig
+from launcher.lazy_dataclass import dataclass
 from launcher.stage.batch import impossible
 from launcher.stage.stage import Stage, preferred_attention
 from launcher.upstream.citations import rendered

@@ -3,13 +3,14 @@
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from launcher.artifacts import architecture, lengths, model_config
 from launcher.artifacts.architecture import Shape
 from launcher.artifacts.lengths import Lengths, MicroBatch, Packed, pack
 from launcher.errors import InvalidConfig
+from launcher.lazy_dataclass import dataclass
 from launcher.plan.memory.setup import (
     FULL,
     HALF,
@@ -480,7 +481,7 @@ def shape_of(
     if values.get("config_name"):
         # OLMo-core's name for a shape: the folder itself says it, or else the model of that name
         hubs = [hub for hub, config in stage.schema.models.items() if config == name]
-        if model_config.read(model, os.environ):
+        if model_config.read_model_config(model, os.environ):
             name = model
         elif hubs:
             name = hubs[0]

@@ -3,7 +3,7 @@
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from launcher.dataset import mixture, sources, survey
 from launcher.dataset.mixer import entry_rows
 from launcher.errors import Finding, Layer, Severity, launch_finding
+from launcher.lazy_dataclass import dataclass
 from launcher.plan import derive
 from launcher.plan.derive import Derived, Setting
 from launcher.redaction import Redactor

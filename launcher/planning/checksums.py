@@ -40,7 +40,7 @@ class ChecksumThread(threading.Thread):
         self.ranks = ranks
         self.over = threading.Event()
         self.digests: dict[str, dict[str, Any]] = {}
-        for name, digests in read(folder, output).items():
+        for name, digests in read_checksums(folder, output).items():
             # a name may come again after its folder was set aside or deleted
             if output is not None and (output / name).is_dir():
                 self.digests[name] = digests
@@ -62,7 +62,7 @@ class ChecksumThread(threading.Thread):
         # whatever fails here must not end the watch over the training
         with contextlib.suppress(OSError, ValueError):
             for checkpoint in checkpoints.find(
-                self.backend, self.output, ranks=self.ranks, known=self.digests
+                self.backend, self.output, ranks=self.ranks, digested=self.digests
             ):
                 digests = _digests_of(checkpoint.path, quiet_s) if checkpoint.complete else {}
                 if digests:
@@ -83,7 +83,9 @@ def beside_lease(output: Path) -> Path:
     return output / lease.FOLDER / "checksums.json"
 
 
-def read(folder: RunFolder | None, output: Path | None = None) -> dict[str, dict[str, Any]]:
+def read_checksums(
+    folder: RunFolder | None, output: Path | None = None
+) -> dict[str, dict[str, Any]]:
     """The checksums of files by checkpoint: those in the run folder, and those in the output
     folder.
     """
@@ -103,7 +105,7 @@ def read(folder: RunFolder | None, output: Path | None = None) -> dict[str, dict
 
 def recorded(folder: RunFolder | None, checkpoint: Checkpoint) -> dict[str, Any]:
     """The checksums of the files of a checkpoint; empty if none were recorded."""
-    return read(folder, checkpoint.path.parent).get(checkpoint.name, {})
+    return read_checksums(folder, checkpoint.path.parent).get(checkpoint.name, {})
 
 
 def fault(folder: RunFolder | None, checkpoint: Checkpoint) -> str | None:
@@ -129,7 +131,7 @@ def fault(folder: RunFolder | None, checkpoint: Checkpoint) -> str | None:
 
 
 def _digest(path: Path) -> str:
-    return content.read(path, whole_below=_WHOLE)[0].digest
+    return content.read_content(path, whole_below=_WHOLE)[0].digest
 
 
 def _damage(path: Path) -> str | None:

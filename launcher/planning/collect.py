@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import Enum, auto
 from typing import Any
 
 from launcher.config import load
 from launcher.config.load import Config
 from launcher.errors import Finding, InvalidConfig, errors, usage
+from launcher.lazy_dataclass import dataclass
 from launcher.machine import devices, python
 from launcher.machine.devices import Devices, Look
 from launcher.machine.python import Interpreter, Trainer
@@ -63,8 +64,8 @@ class StageFile:
         return replace(self, request=request, config=config)
 
     def read(self) -> stages.Judged:
-        """The file by the source that trains it; see `stage.read`."""
-        return stages.read(self.config, stage=self.request.stage, locator=self.locator)
+        """The file by the source that trains it; see `stage.read_stage_file`."""
+        return stages.read_stage_file(self.config, stage=self.request.stage, locator=self.locator)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,7 +158,7 @@ def find_source(request: Request, backend: str) -> tuple[Locator, Trainer]:
     return locator, trainer
 
 
-def judge(request: Request) -> tuple[stages.Judged, Trainer]:
+def judge_request(request: Request) -> tuple[stages.Judged, Trainer]:
     """Check a stage file without a plan, and find its trainer. Raises InvalidConfig or NotReady."""
     file = open(request)
     judged = file.read()

@@ -9,7 +9,7 @@ import contextlib
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from launcher.artifacts import lengths
 from launcher.artifacts.lengths import Lengths, fuller
 from launcher.cache import entries, folders, keys
 from launcher.errors import Finding, InvalidConfig, LaunchError, errors, launch_finding, usage
+from launcher.lazy_dataclass import dataclass
 from launcher.machine import datasheets, devices
 from launcher.machine.datasheets import Card, card_of
 from launcher.machine.python import Gpu

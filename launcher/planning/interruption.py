@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from launcher.errors import Finding, launch_finding
+from launcher.lazy_dataclass import dataclass
 from launcher.machine.sizes import sized
 from launcher.plan.plan import Plan
 from launcher.planning.resume import epochs

@@ -10,12 +10,12 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from launcher import files
 from launcher.artifacts import layout
 from launcher.errors import Finding, launch_finding
+from launcher.lazy_dataclass import dataclass
 from launcher.machine.trees import is_within
 from launcher.paths import canonical
 from launcher.runs import inventory, lease, outputs, rundir

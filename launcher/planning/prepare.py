@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from launcher.errors import (
     launch_finding,
     naming_variables,
 )
+from launcher.lazy_dataclass import dataclass
 from launcher.machine.devices import Devices
 from launcher.paths import exists
 from launcher.plan import command
@@ -198,7 +199,7 @@ def _requested_output(stage: Stage) -> Path | None:
     return None if folder is None else folder.absolute()
 
 
-def prepare(request: Request, scope: Scope) -> Prepared:
+def prepare_start(request: Request, scope: Scope) -> Prepared:
     """Read and plan a request; see `collect` and `complete` for what is raised."""
     return complete(collect(request, scope))
 
@@ -214,7 +215,7 @@ def complete(facts: Facts) -> Prepared:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartPlan:
-    """A start that is planned without what earlier attempts left: see `decide`, then `prepare`.
+    """A start planned without what earlier attempts left: see `decide`, then `prepare` here.
 
     `plan` lacks the values of the caches. `contents` are what its data and models hold. `place` is
     the output folder, None if another machine checks it. `warnings` are about this machine.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from launcher.lazy_dataclass import dataclass
 from launcher.machine import codec
 from launcher.runs.rundir import RunFolder
 

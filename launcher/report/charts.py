@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, replace
 from typing import NamedTuple
 
+from launcher.lazy_dataclass import dataclass
 from launcher.report.html import Html, details, join, page_section, tag
 from launcher.report.series import Run, compact_json, has_number
 

@@ -1,4 +1,4 @@
-"""Results as text for people, or as JSON for programs. Only this module knows colour."""
+"""Results as text for people, or as JSON for programs. Only `style` knows colour."""
 
 from __future__ import annotations
 
@@ -16,40 +16,30 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from launcher import redaction
-from launcher.config.points import BY_NAME
 from launcher.errors import Finding
 from launcher.printable import escaped, folded, printable
 from launcher.redaction import Redactor
-from launcher.verdict import summary
 
 if TYPE_CHECKING:
     # only for annotations: validation must not pay for importing what judges a run
     from launcher.plan.plan import Plan
     from launcher.runs.attempt import Command
     from launcher.upstream.schema import Schema
-    from launcher.verdict.check import Verdict
 
 SCHEMA_VERSION = 1
 _COLOUR = {"error": "red", "warning": "yellow", "note": "cyan"}
-_STATUS = {"pass": "green", "fail": "red", "unproven": "yellow", "stopped": "yellow"}
-_FIGURES_WIDTH = 76
-"""Columns of the figures below a verdict, on a terminal of 80."""
 _PLAN_WIDTH = 80
-_POINT_WORDS = {True: "ok", False: "FAIL", None: "unproven"}
-_POINT_COLOUR = {"ok": "green", "FAIL": "red", "unproven": "yellow", "stopped": "yellow"}
 
 
 class _Styled(str):
     """A word of launch in colour: nothing else reaches a terminal with an escape sequence."""
 
 
-def _style(word: str, colour: str, *, bold: bool = True) -> _Styled:
+def style(word: str, colour: str, *, bold: bool = True) -> _Styled:
     return _Styled(typer.style(word, fg=colour, bold=bold))
 
 
-def _echo(
-    *parts: str, err: bool = False, nl: bool = True, redactor: Redactor | None = None
-) -> None:
+def echo(*parts: str, err: bool = False, nl: bool = True, redactor: Redactor | None = None) -> None:
     """Print text without secrets: most of what is shown quotes what users wrote."""
     redactor = _redactor(redactor)
     clean: list[str] = []
@@ -107,7 +97,7 @@ def print_envelope(
 
 
 def print_raw(text: str, redactor: Redactor | None = None) -> None:
-    _echo(text, nl=False, redactor=redactor)
+    echo(text, nl=False, redactor=redactor)
 
 
 def print_json(data: Any) -> None:
@@ -155,7 +145,7 @@ def print_arguments(
 ) -> None:
     """Print every argument of some stages; `notes` are lines by script and name."""
     for schema in schemas:
-        _echo(f"{schema.stage} on {schema.backend}: {schema.script} at {schema.named}")
+        echo(f"{schema.stage} on {schema.backend}: {schema.script} at {schema.named}")
         rows = []
         for name, argument in schema.fields.items():
             note = "; ".join(notes[schema.script].get(name, ()))
@@ -172,12 +162,12 @@ def print_arguments(
 
 
 def say(text: str, redactor: Redactor | None = None) -> None:
-    _echo(text, redactor=redactor)
+    echo(text, redactor=redactor)
 
 
 def say_aside(text: str) -> None:
     """Print how far a command is, to stderr: its answer goes to stdout."""
-    _echo(text, err=True)
+    echo(text, err=True)
 
 
 def print_findings(findings: Sequence[Finding], redactor: Redactor | None = None) -> None:
@@ -186,7 +176,7 @@ def print_findings(findings: Sequence[Finding], redactor: Redactor | None = None
     printed = [finding for finding in findings if finding.code != "derived"]
     named = tuple(finding.naming_variables(redactor) for finding in printed)
     for finding in redactor.redact(named):
-        head = _style(f"{finding.severity}[{finding.code}]", _COLOUR[finding.severity])
+        head = style(f"{finding.severity}[{finding.code}]", _COLOUR[finding.severity])
         _write(head + folded(f": {finding.message}"), err=True)
         if finding.place is not None:
             _write(folded(f"  --> {finding.place}"), err=True)
@@ -251,7 +241,7 @@ def print_plan(plan: Plan, log: Path) -> None:
     for line in lines:
         # paths stay whole: they are copied
         wrapped = textwrap.wrap(line, _PLAN_WIDTH, subsequent_indent="  ", break_long_words=False)
-        _echo("\n".join(wrapped), err=True)
+        echo("\n".join(wrapped), err=True)
 
 
 def shorten(path: Path) -> str:
@@ -281,103 +271,11 @@ def print_dry_run(plan: Plan, command: Command, script: str | None = None) -> No
         lines.append(f"what trains on each node: {words}")
     # each line of a value is a comment: pasted text must not run the second one
     for line in "\n".join(lines).splitlines():
-        _echo(f"# {line}")
+        echo(f"# {line}")
     if script is None:
-        _echo(words)
+        echo(words)
     else:
         print_raw(script)
-
-
-def print_verdict(verdict: Verdict, name: str) -> None:
-    """Print one line for a run that passed; else also the cause, what is not proved, the figures.
-
-    A point that is as expected is left out unless it has something to say.
-    """
-    record = verdict.as_json()
-    outcome = summary.outcome(record)
-    stage = verdict.stage or "unknown stage"
-    heading = f"  {name}  ({stage}, {verdict.steps or 0} steps)"
-    _echo("verdict: ", _style(outcome, _STATUS[outcome]), folded(heading))
-    printed: set[str | None] = set()
-    cause = summary.cause(record)
-    if cause is not None:
-        label = "stopped" if verdict.stopped is not None else "cause"
-        _echo("  ", _style(label, _STATUS[outcome]), folded(f": {cause.text}"))
-        _print_evidence(cause)
-        printed = {cause.text, cause.help, *cause.repeated}
-    unreached = summary.unreached(record)
-    for point in summary.failed_first(record):
-        lines = _point_lines(point)
-        if point["name"] in unreached or (point["ok"] is True and not lines):
-            continue
-        _print_point(point, outcome)
-        for line in lines:
-            if line not in printed:
-                _echo(folded(f"    {line}"))
-    if unreached:
-        # each of them would say the same
-        _echo(f"  not shown, training never reached step 1: {', '.join(unreached)}")
-    if verdict.status != "pass":
-        _print_metrics(verdict.metrics)
-
-
-def _print_evidence(cause: summary.Cause) -> None:
-    """Print the place and the line that show a cause, and what to do about it."""
-    if cause.line:
-        place = f"    {cause.line.get('file')}"
-        if cause.line.get("line"):
-            place += f":{cause.line['line']}"
-        if cause.line.get("text"):
-            place += f": {cause.line['text']}"
-        _echo(folded(place))
-    if cause.help:
-        _echo(folded(f"    help: {cause.help}"))
-
-
-def _print_metrics(metrics: Mapping[str, float | None]) -> None:
-    figures = []
-    for name, value in metrics.items():
-        if value is None:
-            continue
-        shown = f"{value:,.4g}" if isinstance(value, float) else str(value)
-        # a line break must not part a figure from its name
-        figures.append(f"{name}\xa0{shown}")
-    for line in textwrap.wrap(", ".join(figures), _FIGURES_WIDTH):
-        _echo(f"  {line}".replace("\xa0", " "))
-
-
-def _print_point(point: summary.Point, outcome: str) -> None:
-    word = _POINT_WORDS[point["ok"]]
-    if word == "FAIL" and outcome == "stopped":
-        # of a stopped run, the only point that fails is its end
-        word = "stopped"
-    expected = ""
-    if summary.is_wanted(point):
-        expected = f"expected {point['expected']}"
-    elif point["ok"] is True:
-        _echo(folded(f"  {point['name']:<16}{point['state']!s}"))
-        return
-    mark = _style(f"{word:<10}", _POINT_COLOUR[word], bold=False)
-    state = f"  {point['name']:<16}{point['state']!s:<18}"
-    _echo(folded(state), mark, folded(expected))
-
-
-def _point_lines(point: summary.Point) -> list[str]:
-    lines = []
-    kind = BY_NAME.get(str(point["name"]))
-    if kind is not None and kind.on_terminal:
-        sentence = summary.sentence(point)
-        if sentence:
-            lines.append(sentence)
-    detail = point["detail"]
-    if point["ok"] is not True:
-        lines += summary.reasons(detail)
-    # also of a point that is as expected: half of the batch may be empty
-    if detail.get("wasted"):
-        lines.append(detail["wasted"])
-    if detail.get("stand_in"):
-        lines.append(f"stand-in: {detail['stand_in']}")
-    return lines
 
 
 def print_table(

@@ -1,8 +1,8 @@
 """The part of a page about the evaluation of the models: their metrics, and what was expected."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from launcher.lazy_dataclass import dataclass
 from launcher.report import sections
 from launcher.report.charts import PageRun
 from launcher.report.html import Html, details, figure, join, page_section, table, tag

@@ -41,7 +41,6 @@ BACKLOG = 16 * 2**20
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _BAR_CELLS = 30
 _LEAST_BAR_CELLS = 4
-_ALARMING = [state for point in POINTS for state in point.alarming]
 
 
 class View:
@@ -298,7 +297,8 @@ def _proofs(progress: Progress) -> Text:
     proofs = ", ".join(f"{name} {state}" for name, state in progress.shown.items())
     line = _line([f"so far: {proofs}"])
     line.stylize("dim")
-    line.highlight_words(_ALARMING, "bold red")
+    for point in POINTS:
+        line.highlight_words(point.alarming, "bold red")
     return line
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from launcher.lazy_dataclass import dataclass
 from launcher.printable import printable
 from launcher.redaction import Redactor
 from launcher.report import console

@@ -8,7 +8,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 from launcher import __version__, files
 from launcher.config.durations import format_age
 from launcher.errors import brief
+from launcher.lazy_dataclass import dataclass
 from launcher.machine import codec, process
 from launcher.paths import exists
 from launcher.report.progress import Progress, find_tracker

@@ -7,13 +7,14 @@ The policy in the page's head allows only the style and the script that are insi
 import base64
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import lru_cache
 from html import escape
 from pathlib import Path
 
 from launcher import files
 from launcher.errors import not_ready
+from launcher.lazy_dataclass import dataclass
 from launcher.plan.plan import titled
 from launcher.report import charts, evaluation, sections, series, usage
 from launcher.report.charts import PageRun

@@ -6,13 +6,14 @@ import os
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from launcher import files, redaction
 from launcher.artifacts.digest import CHECKPOINT
 from launcher.config.points import BY_NAME, POINTS
+from launcher.lazy_dataclass import dataclass
 from launcher.printable import printable
 from launcher.redaction import Redactor
 
@@ -44,8 +45,6 @@ _WORK = re.compile(
 _WORKERS = re.compile(r" *\(num_proc=\d+\)")
 # torch/utils/cpp_extension.py
 _BUILD = re.compile(rb"Building extension module (\w+)")
-_LABELS = {event: point.label for point in POINTS for event in point.events}
-"""The panel's name of the point whose state an event reports."""
 
 
 @dataclass(slots=True)
@@ -169,8 +168,10 @@ class Progress:
         elif name == "liger" and isinstance(event.get("calls"), dict):
             engaged = any(event["calls"].values())
             self.shown[BY_NAME["liger"].label] = "engaged" if engaged else "not engaged"
-        elif name in _LABELS and state:
-            self.shown[_LABELS[name]] = str(state)
+        elif state:
+            for point in POINTS:
+                if name in point.events:
+                    self.shown[point.label] = str(state)
 
     def _start(self, event: Mapping[str, Any], moment: float | None) -> None:
         """Forget what an earlier attempt did."""

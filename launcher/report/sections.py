@@ -3,8 +3,9 @@
 import json
 import shlex
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from launcher.lazy_dataclass import dataclass
 from launcher.plan.plan import titled
 from launcher.report import series
 from launcher.report.charts import PageRun

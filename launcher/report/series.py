@@ -7,13 +7,14 @@ import datetime
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
 from launcher import files
 from launcher.config.keys import PAIRED
 from launcher.errors import unreadable, usage
+from launcher.lazy_dataclass import dataclass
 from launcher.machine import codec
 from launcher.paths import exists, is_file
 from launcher.redaction import redact

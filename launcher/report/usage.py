@@ -4,9 +4,9 @@ The charts are SVG over the clock, made here: these samples have no steps, and n
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
+from launcher.lazy_dataclass import dataclass
 from launcher.report.charts import COLOURS, PageRun
 from launcher.report.html import Html, details, figure, join, page_section, table, tag, text
 from launcher.runs import usage

@@ -1,11 +1,12 @@
-"""What a rule may know beside upstream's arguments: launch's own options, this machine, what lies here."""
+"""What a rule may know beside upstream's arguments: launch's options, this machine, its files."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
 from launcher.errors import Finding, Severity
+from launcher.lazy_dataclass import dataclass
 from launcher.upstream.schema import Values
 from launcher.upstream.trainers import Entry, entry_of
 
@@ -21,9 +22,9 @@ class Machine:
 class Split:
     """A batch as it is laid over devices.
 
-    `processes` are those of all machines, one on the CPU. `devices` are groups of them that share their rows.
-    `rows` are those of the data set, None where they are not known. `total` is the `batch.global` of the stage
-    file, None where it has none.
+    `processes` are those of all machines, one on the CPU. `devices` are groups of them that share
+    their rows. `rows` are those of the data set, None where they are not known. `total` is the
+    `batch.global` of the stage file, None where it has none.
     """
 
     processes: int
@@ -39,9 +40,9 @@ class Context:
     `deepspeed` is the parsed DeepSpeed file in use. `gpus` counts those of all nodes, 0 is the CPU.
     `per_device` (rows) and `accumulation` (forward passes a step) are what upstream will be given.
     `mixed_precision` is what accelerate will be given, `named_precision` what the stage file says.
-    `packages` are names and versions in the trainer's Python. `machine` is None where another one may train.
-    `output` is where the model goes, `attempts` how many the run there has had, None where it is a new one,
-    `source` the folder of the trainer's source.
+    `packages` are names and versions in the trainer's Python. `machine` is None where another one
+    may train. `output` is where the model goes, `attempts` how many the run there has had, None
+    where it is a new one, `source` the folder of the trainer's source.
     """
 
     values: Values
@@ -70,7 +71,9 @@ class Context:
 
     @property
     def zero_stage(self) -> int | None:
-        """The ZeRO stage that would run: DPO's own argument wins (dpo_tune_cache.py::main[if args.zero_stage])."""
+        """The ZeRO stage that would run: DPO's own argument wins
+        (dpo_tune_cache.py::main[if args.zero_stage]).
+        """
         own = self.values.get("zero_stage")
         if isinstance(own, int):
             return own
@@ -81,7 +84,7 @@ class Context:
 
     @property
     def file(self) -> Mapping[str, Any] | None:
-        """The DeepSpeed file as far as it is read: not on the CPU, nor beside DPO's `zero_stage`."""
+        """The DeepSpeed file as far as it is read: not on the CPU, nor beside `zero_stage`."""
         if self.values.get("zero_stage") is not None or self.gpus == 0:
             return None
         return self.deepspeed
@@ -106,7 +109,8 @@ def section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def caches_only(context: Context) -> bool:
-    """Whether the run ends once the data are tokenised (finetune.py::main[if args.cache_dataset_only],
+    """Whether the run ends once the data are tokenised
+    (finetune.py::main[if args.cache_dataset_only],
     dpo_tune_cache.py::main[if args.cache_dataset_only]).
     """
     return context.values.get("cache_dataset_only") is True

@@ -1,9 +1,8 @@
-"""What every trainer's rows have in common: readable, with answers, roles and texts that mean something."""
+"""What every trainer's rows have in common: readable, with answers, roles and real texts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.artifacts import model_config
@@ -12,6 +11,7 @@ from launcher.dataset.sources import Source
 from launcher.dataset.survey import Occurrence, RowPlace, Survey, look
 from launcher.errors import Finding, Severity, brief
 from launcher.files import read_bytes, read_json
+from launcher.lazy_dataclass import dataclass
 from launcher.paths import is_dir, is_file
 from launcher.rules.context import Context
 from launcher.rules.rule import say
@@ -76,7 +76,7 @@ def looked_at(key: str, source: Source) -> Looked:
 
 
 def unseen(key: str, source: Source, context: Context) -> Iterator[Finding]:
-    """What of a data set cannot be looked at, and why; that it is on the hub alone is said at a start."""
+    """What of a data set cannot be looked at, and why; a start says what is on the hub alone."""
     if source.fault is not None:
         message = f"{brief(source.name)} {source.fault}"
         yield say("error", "bad-data", key, message, source.remedy)
@@ -106,8 +106,8 @@ def readable(looked: Looked) -> Iterator[Finding]:
 
 
 def same_columns(looked: Looked) -> Iterator[Finding]:
-    """datasets/table.py::cast_table_to_schema[raise CastError]: the first rows of the first file give
-    the columns and their types, and what comes later, in any split, may add none.
+    """datasets/table.py::cast_table_to_schema[raise CastError]: the first rows of the first file
+    give the columns and their types, and what comes later, in any split, may add none.
     """
     survey = looked.survey
     beside = look(looked.source.beside)
@@ -132,7 +132,10 @@ def same_columns(looked: Looked) -> Iterator[Finding]:
     if late:
         names = ", ".join(f"`{column}` ({place})" for column, place in late.items())
         message = f"columns come later than the first rows of {brief(str(first))}: {brief(names)}"
-        help = "`datasets` refuses that: leave these columns out, or write them in every row, null where there is none"
+        help = (
+            "`datasets` refuses that: leave these columns out, or write them in every row, null "
+            "where there is none"
+        )
         yield looked.say("error", "data-columns", message, help)
     for column, place in _first_places(survey, "absent", "null").items():
         if column not in late and comes_late(place):
@@ -152,7 +155,7 @@ def _first_places(survey: Survey, *left_out: str) -> dict[str, RowPlace]:
 
 
 def convertible(looked: Looked, otherwise: str) -> str:
-    """What to do about rows that the trainer does not take: the command for a known form of them."""
+    """What to do about rows that the trainer does not take: the command for a known form."""
     shape = shapes.recognise(looked.survey)
     if shape is None:
         return _export_help(looked) or otherwise
@@ -243,7 +246,7 @@ def conversations(looked: Looked, columns: Sequence[str]) -> Iterator[Finding]:
 
 
 def unreadable_messages(looked: Looked, columns: Iterable[str]) -> Iterator[Finding]:
-    """Messages that no trainer takes for messages, because none of them has `role`, or `content`."""
+    """Messages that no trainer takes for messages: none of them has `role`, or `content`."""
     survey = looked.survey
     for column in columns:
         if survey.kind(column) != "list":
@@ -270,9 +273,7 @@ def unread_weights(looked: Looked, columns: Iterable[str]) -> Iterator[Finding]:
 
 
 def has_renamed_answers(looked: Looked, column: str) -> bool:
-    """Whether rows without a message of `assistant` have answers under a role that templates do not
-    know.
-    """
+    """Whether rows without `assistant` have answers under a role that templates do not know."""
     renamed = max((tally.count for tally in _odd_roles(looked, column).values()), default=0)
     return renamed >= looked.survey.count(column, "no-answer") > 0
 

@@ -1,14 +1,13 @@
-"""Rules about DeepSpeed: its file, its stages, what it cannot train, which releases corrupt gradients.
+"""Rules about DeepSpeed: its file, its stages, what it cannot train, which releases corrupt
+gradients.
 
-docs/gradients.md has what was measured with each release. Line numbers are those of the pins, of the
-packages named in tests/agreement/test_upstream_facts.py, and of DeepSpeed 0.19.8.
+docs/gradients.md has what was measured with each release. Line numbers are those of the pins, of
+the packages named in tests/agreement/test_upstream_facts.py, and of DeepSpeed 0.19.8.
 """
 
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
-
-from packaging.version import InvalidVersion, Version
 
 from launcher.artifacts import architecture, model_config, model_files
 from launcher.errors import Finding, Severity, brief
@@ -19,10 +18,10 @@ from launcher.rules.trl import resolved
 from launcher.upstream import behaviour
 
 OVERLAP = "overlap-corrupts"
-SYNCHRONIZED = Version("0.17.5")  # DeepSpeed's PR 7371
-UNSYNCHRONIZED = (Version("0.18.5"), Version("0.19.0"))  # from PR 7805 on, until PR 7965
-ALL_STREAMS = Version("0.19.3")  # PR 8080
-LOSES_MICRO_BATCHES = (Version("0.17.6"), Version("0.18.3"))  # until PR 7665
+SYNCHRONIZED = "0.17.5"  # DeepSpeed's PR 7371
+UNSYNCHRONIZED = ("0.18.5", "0.19.0")  # from PR 7805 on, until PR 7965
+ALL_STREAMS = "0.19.3"  # PR 8080
+LOSES_MICRO_BATCHES = ("0.17.6", "0.18.3")  # until PR 7665
 LARGEST_WEIGHT = 1e9  # elements; no gradient is then larger than the bucket, which is copied
 _FORMATS = {
     "fp32": "no",
@@ -46,10 +45,10 @@ _UNBIASED = frozenset(
 )
 # what both scripts look for in a parameter's name
 _WITHOUT_DECAY = ("bias", "layer_norm.weight")
-STRICT_SCHEDULES = Version("2.10")
-"""The release of torch from which on a schedule refuses other groups than those that it was made for."""
+STRICT_SCHEDULES = "2.10"
+"""The release of torch from which on a schedule refuses other groups than it was made for."""
 # accelerate/utils/deepspeed.py::map_pytorch_optim_to_deepspeed[is_adaw = isinstance],
-# accelerate/utils/deepspeed.py::map_pytorch_optim_to_deepspeed[if isinstance(optimizer, (bnb_opt.AdamW],
+# accelerate/utils/deepspeed.py::map_pytorch_optim_to_deepspeed[if isinstance(optimizer, (bnb_opt.AdamW],  # noqa: E501 - one citation
 # accelerate/utils/deepspeed.py::map_pytorch_optim_to_deepspeed[if is_bnb_available(min_version]:
 # those that stay what they are where DeepSpeed offloads
 _OFFLOADED = (
@@ -72,7 +71,8 @@ def engine_config(
     stage = values.get("zero_stage")
     if not isinstance(stage, int) or isinstance(stage, bool):
         return file
-    # as far as memory and gradients depend on it (dpo_tune_cache.py::build_deepspeed_config[config =],
+    # as far as memory and gradients depend on it
+    # (dpo_tune_cache.py::build_deepspeed_config[config =],
     # dpo_tune_cache.py::build_deepspeed_config[overlap_comm])
     zero: dict[str, Any] = {"stage": stage, "overlap_comm": True, "reduce_bucket_size": "auto"}
     if stage == 3:
@@ -100,12 +100,11 @@ def zero_section(context: Context) -> Iterator[Finding]:
 
 @cites(
     "accelerate/utils/dataclasses.py::DeepSpeedPlugin.fill_match[not found in kwargs.]",
-    "deepspeed/runtime/config.py::DeepSpeedConfig._set_batch_related_parameters[Either train_batch_size]",
+    "deepspeed/runtime/config.py::"
+    "DeepSpeedConfig._set_batch_related_parameters[Either train_batch_size]",
 )
 def no_batch(context: Context) -> Iterator[Finding]:
-    """An `auto` batch is filled from the micro-batch alone, but by transformers, which fills in
-    both.
-    """
+    """An `auto` batch is filled from the micro-batch alone, but transformers fills in both."""
     file = context.file
     if not file or file.get(_MICRO) is not None:
         return
@@ -290,7 +289,8 @@ def quantised(context: Context) -> Iterator[Finding]:
 @cites(
     "finetune.py::main[no_decay =]",
     "dpo_tune_cache.py::main[no_decay =]",
-    "deepspeed/runtime/zero/stage_1_and_2.py::DeepSpeedZeroOptimizer.__init__[param_dtype = self.bit16_groups]",
+    "deepspeed/runtime/zero/stage_1_and_2.py::"
+    "DeepSpeedZeroOptimizer.__init__[param_dtype = self.bit16_groups]",
     reviewed=("e6c3044aa620",),
 )
 def frozen_biases(context: Context) -> Iterator[Finding]:
@@ -330,12 +330,12 @@ def no_biases(context: Context) -> Iterator[Finding]:
     if not context.distributed or caches_only(context) or not _has_no_bias(context):
         return
     torch = (context.packages or {}).get("torch")
-    if torch is not None and Version(torch) < STRICT_SCHEDULES:
+    if torch is not None and _is_before(torch, STRICT_SCHEDULES):
         return
     message = (
         "this model has no biases, and with DeepSpeed its first step fails with a ValueError: "
-        "DeepSpeed drops the optimizer's empty group of biases, "
-        f"and torch {STRICT_SCHEDULES} and later refuse a schedule made with it"
+        f"DeepSpeed drops the optimizer's empty group of biases, and torch {STRICT_SCHEDULES} and "
+        "later refuse a schedule made with it"
     )
     later = "check out a later open-instruct, such as the pin (`launch pin status`)"
     help = f"{later}, or write `deepspeed: none`"
@@ -359,7 +359,8 @@ def _has_no_bias(context: Context) -> bool:
 
 @cites(
     "finetune.py::main[model.gradient_checkpointing_enable #1]",
-    "transformers/modeling_utils.py::PreTrainedModel.gradient_checkpointing_enable[gradient_checkpointing_kwargs =]",
+    "transformers/modeling_utils.py::"
+    "PreTrainedModel.gradient_checkpointing_enable[gradient_checkpointing_kwargs =]",
     reviewed=("e6c3044aa620",),
 )
 def frozen_released(context: Context) -> Iterator[Finding]:
@@ -381,7 +382,8 @@ def frozen_released(context: Context) -> Iterator[Finding]:
 
 @cites(
     "transformers/integrations/deepspeed.py::HfTrainerDeepSpeedConfig.fill_match[self.mismatches.append]",
-    "transformers/integrations/deepspeed.py::HfTrainerDeepSpeedConfig.trainer_config_finalize[Please correct]",
+    "transformers/integrations/deepspeed.py::"
+    "HfTrainerDeepSpeedConfig.trainer_config_finalize[Please correct]",
     "accelerate/utils/dataclasses.py::DeepSpeedPlugin.__post_init__[self.hf_ds_config.config #2]",
 )
 def mismatches(context: Context) -> Iterator[Finding]:
@@ -440,7 +442,8 @@ def _entry(config: Mapping[str, Any], name: str) -> Any:
 
 @cites(
     "transformers/trainer.py::Trainer.__init__[Using --fsdp xxx]",
-    "accelerate/utils/dataclasses.py::DeepSpeedPlugin.__post_init__[self.hf_ds_config = os.environ.get]",
+    "accelerate/utils/dataclasses.py::"
+    "DeepSpeedPlugin.__post_init__[self.hf_ds_config = os.environ.get]",
 )
 def fsdp_too(context: Context) -> Iterator[Finding]:
     """accelerate reads launch's file."""
@@ -491,21 +494,19 @@ def fault(
     overlaps = zero.get("overlap_comm") is True
     if stage not in (1, 2):
         return None
-    try:
-        release = Version(version or "")
-    except InvalidVersion:
-        release = None
+    release = _release(version)
     wire = _FORMATS.get(str(config.get("communication_data_type")).lower())
     bucket = zero.get("reduce_bucket_size")
     whole = isinstance(bucket, int | float) and bucket >= LARGEST_WEIGHT
     converts = wire is not None and wire != (precision or "bf16")
     if stage == 2 and overlaps and converts and not whole:
-        # stage_1_and_2.py, allreduce_and_copy_with_multiple_ranks: only the converted copy is recorded on
-        # the stream of the reduction, so the gradient's memory is used again before it was read
+        # stage_1_and_2.py, allreduce_and_copy_with_multiple_ranks: only the converted copy is
+        # recorded on the stream of the reduction, so the gradient's memory is used again before it
+        # was read
         message = (
-            "ZeRO-2 with `overlap_comm` and a `communication_data_type` of its own trains on corrupt "
-            "gradients: every release up to 0.19.8 reuses the memory of gradients larger than "
-            "`reduce_bucket_size` before they were sent"
+            "ZeRO-2 with `overlap_comm` and a `communication_data_type` of its own trains on "
+            "corrupt gradients: every release up to 0.19.8 reuses the memory of gradients larger "
+            "than `reduce_bucket_size` before they were sent"
         )
         help = "set `overlap_comm: false` in the DeepSpeed file, or use ZeRO-1 or ZeRO-3"
         return "error", OVERLAP, message, help
@@ -524,23 +525,43 @@ def fault(
     serial = "or set `overlap_comm: false` in the DeepSpeed file"
     if release is None:
         message = (
-            f"ZeRO 1 and 2 with `overlap_comm` {corrupts}, with DeepSpeed 0.18.5 to 0.18.9 and before "
-            "0.17.5; the installed version is not known here"
+            f"ZeRO 1 and 2 with `overlap_comm` {corrupts}, with DeepSpeed 0.18.5 to 0.18.9 and "
+            "before 0.17.5; the installed version is not known here"
         )
         return "warning", OVERLAP, message, f"install deepspeed 0.19.8 where it trains, {serial}"
     described = f"DeepSpeed {version} with ZeRO-{stage} and `overlap_comm`"
     help = f"install deepspeed 0.19.8, {serial}"
-    if release < SYNCHRONIZED or _within(release, UNSYNCHRONIZED):
+    if _is_before(release, SYNCHRONIZED) or _within(release, UNSYNCHRONIZED):
         return "error", OVERLAP, f"{described} {corrupts}", help
-    if UNSYNCHRONIZED[1] <= release < ALL_STREAMS:
+    if _within(release, (UNSYNCHRONIZED[1], ALL_STREAMS)):
         streams = "where several streams compute them, as under torch.compile"
         message = f"{described} may send gradients before they are complete {streams}"
         return "warning", OVERLAP, message, help
     return None
 
 
-def _within(version: Version, span: tuple[Version, Version]) -> bool:
-    return span[0] <= version < span[1]
+def _release(version: str | None) -> str | None:
+    """The version if it is one that can be compared with others."""
+    if version is None:
+        return None
+    # importing it takes longer than all rules of this module together
+    from packaging.version import InvalidVersion, Version
+
+    try:
+        return str(Version(version))
+    except InvalidVersion:
+        return None
+
+
+def _within(version: str, span: tuple[str, str]) -> bool:
+    first, beyond = span
+    return not _is_before(version, first) and _is_before(version, beyond)
+
+
+def _is_before(version: str, later: str) -> bool:
+    from packaging.version import Version
+
+    return Version(version) < Version(later)
 
 
 @cites(

@@ -6,13 +6,13 @@ the first batch.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from launcher.artifacts import architecture, model_config, vocabulary
 from launcher.artifacts.vocabulary import Vocabulary
 from launcher.errors import Finding, Severity, brief
+from launcher.lazy_dataclass import dataclass
 from launcher.paths import is_file
 from launcher.rules import data
 from launcher.rules.context import Context, RuleTable, StageRule, caches_only
@@ -22,7 +22,8 @@ from launcher.rules.rule import cites, say
 _MODEL = "model_name_or_path"
 _CODE = "tokens-beyond-embedding"
 _SHOWN = 3
-# finetune.py::main[model.resize_token_embeddings], dpo_tune_cache.py::main[model.resize_token_embeddings]
+# finetune.py::main[model.resize_token_embeddings],
+# dpo_tune_cache.py::main[model.resize_token_embeddings]
 _MULTIPLE = 8
 
 
@@ -80,7 +81,7 @@ def _vocabulary(context: Context) -> Vocabulary | None:
         name = values[_MODEL]
         revision = values.get("model_revision")
     folder = folder_of(context, name, revision)
-    return None if folder is None else vocabulary.read(folder)
+    return None if folder is None else vocabulary.read_vocabulary(folder)
 
 
 @cites(

@@ -1,4 +1,4 @@
-"""Rules about a model: what it can do, by its config where that lies here; is it here, and is all of it here?"""
+"""Rules about a model: is all of it here, and what can it do, by its config."""
 
 import json
 import math
@@ -23,10 +23,11 @@ from launcher.upstream import behaviour
 LIGER_RELEASE = [0, 7]
 LIGER_MODELS = frozenset(
     """
-    gemma gemma2 gemma3_text gemma3 glm4 glm4v glm4v_moe gpt_oss internvl llama llama4_text llama4 llava
-    granite mllama mllama_text_model mistral mixtral olmo2 pixtral olmo3 qwen2 qwen3 qwen3_moe qwen2_vl
-    qwen2_vl_text qwen2_5_vl qwen2_5_vl_text qwen3_next qwen3_vl qwen3_vl_text qwen3_vl_moe
-    qwen3_vl_moe_text smollm3 phi3 paligemma falcon_h1 smolvlm hunyuan_v1_dense hunyuan_v1_moe exaone4
+    gemma gemma2 gemma3_text gemma3 glm4 glm4v glm4v_moe gpt_oss internvl
+    llama llama4_text llama4 llava granite mllama mllama_text_model mistral mixtral
+    olmo2 pixtral olmo3 qwen2 qwen3 qwen3_moe qwen2_vl qwen2_vl_text qwen2_5_vl qwen2_5_vl_text
+    qwen3_next qwen3_vl qwen3_vl_text qwen3_vl_moe qwen3_vl_moe_text smollm3 phi3 paligemma
+    falcon_h1 smolvlm hunyuan_v1_dense hunyuan_v1_moe exaone4
     """.split()
 )
 Sizes = Mapping[str, architecture.Size]
@@ -42,7 +43,7 @@ def liger_unknown(context: Context) -> Iterator[Finding]:
     values = context.values
     if not values["use_liger_kernel"] or values.get("use_qlora") or caches_only(context):
         return
-    config = model_config.read(
+    config = model_config.read_model_config(
         values["model_name_or_path"], context.environ, values.get("model_revision")
     )
     family = config.get("model_type")
@@ -176,7 +177,7 @@ _MODEL = "model_name_or_path"
 def _config(context: Context) -> Mapping[str, Any]:
     values = context.values
     name = values.get("config_name") or values[_MODEL]
-    return model_config.read(name, context.environ, values.get("model_revision"))
+    return model_config.read_model_config(name, context.environ, values.get("model_revision"))
 
 
 def _arguments(context: Context) -> Mapping[str, Any]:
@@ -194,7 +195,7 @@ def other_weights(context: Context) -> Iterator[Finding]:
     name = str(context.values[_MODEL] or "")
     if not is_dir(name) or arguments.keys() & _OTHER_FILES:
         return
-    shape = _shape(model_config.read(name, context.environ))
+    shape = _shape(model_config.read_model_config(name, context.environ))
     if shape is None:
         return
     stored = model_files.sizes(Path(name))
@@ -262,9 +263,7 @@ def _shape(config: Mapping[str, Any]) -> Shape | None:
 )
 @needs("machine")
 def missing_model(context: Context) -> Iterator[Finding]:
-    """Neither a folder nor a hub name; nor what open-instruct takes the config or the tokenizer
-    from.
-    """
+    """Neither a folder nor a hub name; nor what the config or the tokenizer is taken from."""
     seen = set()
     for key in (_MODEL, "config_name", "tokenizer_name_or_path"):
         name = context.values.get(key)
@@ -319,7 +318,8 @@ def _is_impossible(text: str) -> bool:
 
 @cites(
     "transformers/modeling_utils.py::_get_resolved_checkpoint_files[Error no file named #2]",
-    "transformers/models/auto/configuration_auto.py::AutoConfig.from_pretrained[Unrecognized model]",
+    "transformers/models/auto/configuration_auto.py::"
+    "AutoConfig.from_pretrained[Unrecognized model]",
 )
 def incomplete_model(context: Context) -> Iterator[Finding]:
     """Seen when it is loaded, on every GPU. A folder with a config alone is one to plan with."""
@@ -344,13 +344,17 @@ def incomplete_model(context: Context) -> Iterator[Finding]:
     fault = model_files.weights_fault(folder)
     # transformers/integrations/peft.py::PeftAdapterMixin.load_adapter[module.requires_grad_]
     if fault is None and is_file(folder / model_files.ADAPTER) and not context.lacks("peft"):
-        fault = f"the adapter beside its weights ({model_files.ADAPTER}) is put on, and nothing is trained"
+        fault = (
+            f"the adapter beside its weights ({model_files.ADAPTER}) is put on, and nothing is "
+            "trained"
+        )
     if fault is not None:
         yield _incomplete(context, _CODE, _MODEL, fault)
 
 
 @cites(
-    "transformers/models/auto/configuration_auto.py::AutoConfig.from_pretrained[Unrecognized model]",
+    "transformers/models/auto/configuration_auto.py::"
+    "AutoConfig.from_pretrained[Unrecognized model]",
     "transformers/modeling_utils.py::_get_resolved_checkpoint_files[Error no file named #2]",
 )
 def adapter_alone(context: Context) -> Iterator[Finding]:
@@ -405,9 +409,8 @@ def _merge_command(name: str, folder: Path, base: str | None) -> str:
     # the shell's quotes are single ones
     quoted = [json.dumps(text) for text in (name, merged, tokenizer)]
     code = (
-        "from peft import AutoPeftModelForCausalLM as M; "
-        "from transformers import AutoTokenizer as T; "
-        f"M.from_pretrained({quoted[0]}).merge_and_unload().save_pretrained({quoted[1]}); "
+        "from peft import AutoPeftModelForCausalLM as M; from transformers import AutoTokenizer "
+        f"as T; M.from_pretrained({quoted[0]}).merge_and_unload().save_pretrained({quoted[1]}); "
         f"T.from_pretrained({quoted[2]}).save_pretrained({quoted[1]})"
     )
     return f"python -c {shlex.quote(code)}"

@@ -1,6 +1,7 @@
 """Rules about what the output folder holds already, and what a run is to resume from.
 
-Whose checkpoints a folder holds, and whether they are whole, is `launcher.resume`'s to judge at a start.
+Whose checkpoints a folder holds, and whether they are whole, is `launcher.resume`'s to judge at a
+start.
 """
 
 import re
@@ -113,9 +114,10 @@ def _checkpoint_fault(context: Context, folder: Path, name: str) -> str | None:
 
 
 def _remaining(context: Context, folder: Path) -> Iterator[Finding]:
-    """transformers/trainer.py::Trainer._init_training_state[self.state = TrainerState.load_from_json],
-    transformers/trainer.py::Trainer._init_training_state[epochs_trained = int]: training begins at
-    the checkpoint's step, and may be over.
+    """Training begins at the checkpoint's step, and may be over.
+
+    transformers/trainer.py::Trainer._init_training_state[self.state = TrainerState.load_from_json]
+    transformers/trainer.py::Trainer._init_training_state[epochs_trained = int]
     """
     state = read_json(folder / "trainer_state.json")
     steps = state.get("global_step")
@@ -127,7 +129,10 @@ def _remaining(context: Context, folder: Path) -> Iterator[Finding]:
         done = state.get("epoch")
         limit = context.values[key]
     if isinstance(limit, int | float) and isinstance(done, int | float) and done >= limit:
-        message = f"{brief(str(folder))} was saved after {steps} steps, and `{key}` is {limit}: nothing would be trained"
+        message = (
+            f"{brief(str(folder))} was saved after {steps} steps, and `{key}` is {limit}: "
+            "nothing would be trained"
+        )
         help = "raise the limit, or delete the line to start over"
         yield say("error", "resume-finished", _RESUME, message, help)
 

@@ -10,7 +10,6 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +17,12 @@ from launcher.artifacts import model_config
 from launcher.artifacts.fingerprint import cache_home
 from launcher.dataset import mixture
 from launcher.errors import Finding, brief
+from launcher.lazy_dataclass import dataclass
 from launcher.machine.trees import is_within, same_place
 from launcher.paths import IS_CLONE, PACKAGE, PROJECT, can_be_name, canonical, exists, is_dir
 from launcher.rules.context import Context
 from launcher.rules.rule import cites, say
-from launcher.runs import rundir
+from launcher.runs import places
 
 CODE = "unintended-output"
 _SYSTEM = "/usr /bin /boot /dev /etc /lib /lib32 /lib64 /proc /sbin /sys"  # nor anything in them
@@ -131,8 +131,8 @@ def _machine() -> Iterator[Place]:
         yield Place(path=PROJECT, name="launch's own folder")
         yield Place(path=PROJECT / ".git", name="launch's own repository", below=True)
     yield Place(path=PACKAGE, name="launch's own package", below=True)
-    yield Place(path=rundir.runs_root(), name="the folder of the runs")
-    yield Place(path=rundir.state_folder(), name="launch's list of runs", below=True)
+    yield Place(path=places.runs_root(), name="the folder of the runs")
+    yield Place(path=places.state_folder(), name="launch's list of runs", below=True)
     yield Place(path=cache_home(os.environ), name="launch's cache", below=True)
     yield Place(path=model_config.hub_home(os.environ), name="Hugging Face's cache")
 

@@ -8,10 +8,10 @@ weights at a rate of 5e-7 and 30 % at 2e-5, and in float32 all of them.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from launcher.artifacts import model_config, model_files
 from launcher.errors import Finding
+from launcher.lazy_dataclass import dataclass
 from launcher.rules.context import Context, RuleTable, StageRule, caches_only
 from launcher.rules.rule import cites, number, say, say_of_option
 from launcher.rules.trl import resolved
@@ -90,7 +90,9 @@ def _stored_type(context: Context) -> str:
     path = model_config.where(name, context.environ, revision)
     if path is None:
         return ""
-    written = model_config.weights_type(model_config.read(name, context.environ, revision))
+    written = model_config.weights_type(
+        model_config.read_model_config(name, context.environ, revision)
+    )
     return written or model_files.number_format(path.parent)
 
 

@@ -5,10 +5,10 @@ A rule whose premises are all known at a commit does not hang on the lines that 
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from launcher.errors import Finding
+from launcher.lazy_dataclass import dataclass
 from launcher.upstream.schema import Schema
 
 _Rule = TypeVar("_Rule", bound=Callable[..., Iterator[Finding]])

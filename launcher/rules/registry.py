@@ -1,7 +1,7 @@
 """The rules of every backend and stage, applied to typed `Values` and to a `Context`, each once.
 
-Layer `parser` repeats upstream's own `__post_init__`; layer `run` is what would parse and then crash
-or do something else than it says; layer `launch` is our own.
+Layer `parser` repeats upstream's own `__post_init__`; layer `run` is what would parse and then
+crash or do something else than it says; layer `launch` is our own.
 """
 
 from collections.abc import Iterator, Mapping
@@ -30,6 +30,16 @@ _FURTHER = {
 }
 
 
+_REGISTERED: dict[tuple[str, str], list[Rule]] = {}
+"""Rules of extensions, by backend and entry script."""
+
+
+def register_rule(rule: Rule, backend: str, *keys: str) -> None:
+    """Apply a rule to these entry scripts of a trainer, too."""
+    for key in keys:
+        _REGISTERED.setdefault((backend, key), []).append(rule)
+
+
 def _stage(backend: str, key: str) -> str:
     return BACKENDS[backend].STAGES[key].stage or key
 
@@ -43,6 +53,10 @@ def _rules(module: str, key: str, table: str = "RULES") -> tuple[Any, ...]:
 
 def of_script(backend: str, key: str) -> tuple[Rule, ...]:
     """The rules about arguments alone of one entry script, by its key."""
+    return (*_own_rules(backend, key), *_REGISTERED.get((backend, key), ()))
+
+
+def _own_rules(backend: str, key: str) -> tuple[Rule, ...]:
     own = BACKENDS[backend].STAGES[key].rules
     if own:
         return _rules(own, key)

@@ -1,12 +1,13 @@
-"""What a rule is: a short generator over typed values that says what is wrong, and edits nothing."""
+"""What a rule is: a short generator over typed values that says what is wrong; it edits nothing."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypeVar
 
 from launcher.errors import Finding, Layer, Severity, brief
+from launcher.lazy_dataclass import dataclass
 from launcher.rules import premises
 from launcher.upstream.schema import Schema, Values
 
@@ -40,7 +41,7 @@ Fact = Literal["attempts", "machine", "packages", "split"]
 
 
 def needs(*facts: Fact) -> Callable[[_Function], _Function]:
-    """Name the facts without which a rule has nothing to say: it does not apply where one is None."""
+    """Name the facts that a rule needs: it does not apply where one of them is None."""
     return _attach(needs=facts)
 
 
@@ -126,8 +127,8 @@ def check(
 ) -> Rule:
     """A rule of one condition; `{name}` in its message stands for the value of that argument.
 
-    `cited` and `reviewed` are those of `cites`. `tested`: other releases may know more, so that it only speaks
-    at the tested one.
+    `cited` and `reviewed` are those of `cites`. `tested`: other releases may know more, so that it
+    only speaks at the tested one.
     """
 
     @cites(cited, reviewed=reviewed)

@@ -1,4 +1,4 @@
-"""Rules about what this environment has to hold: keys for services, a compiler, trust in remote code."""
+"""Rules about what this environment needs: keys for services, a compiler, trusted remote code."""
 
 import netrc
 import shutil
@@ -25,7 +25,7 @@ WITHOUT_WANDB = {"offline", "disabled", "dryrun"}
     reviewed=("e6c3044aa620",),
 )
 def wandb_key(context: Context) -> Iterator[Finding]:
-    """Without `wandb_entity` upstream asks wandb's server who is logged in, also in offline mode."""
+    """Without `wandb_entity` upstream asks wandb's server who is logged in, even offline."""
     values = context.values
     environ = context.environ
     if not values["with_tracking"] or has_wandb_key(environ):

@@ -16,12 +16,13 @@ import pwd
 import shlex
 import stat
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from launcher import files
 from launcher.errors import not_ready
+from launcher.lazy_dataclass import dataclass
 from launcher.machine import codec
 from launcher.machine.codec import Between, Count, Misfit, Omission
 from launcher.printable import printable

@@ -11,11 +11,12 @@ import stat
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from launcher import files
 from launcher.artifacts import digest, layout
+from launcher.lazy_dataclass import dataclass
 from launcher.machine import trees
 from launcher.machine.trees import Budget, TreeEntry
 from launcher.paths import canonical
@@ -255,7 +256,7 @@ def file_digest(entry: TreeEntry) -> str | None:
     # through the open folder, whatever is renamed meanwhile
     path = Path(f"/proc/self/fd/{entry.parent}/{entry.name}")
     try:
-        return digest.read(path)[0].digest
+        return digest.read_content(path)[0].digest
     except OSError:
         return None
 

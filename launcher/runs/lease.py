@@ -20,13 +20,14 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from launcher import files
 from launcher.config.durations import format_age
 from launcher.errors import Finding, NotReady, launch_finding, not_ready
+from launcher.lazy_dataclass import dataclass
 from launcher.machine import locks, process
 from launcher.machine.process import Identity
 from launcher.runs import rundir

@@ -15,11 +15,11 @@ import re
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from launcher import files
 from launcher.errors import not_ready
+from launcher.lazy_dataclass import dataclass
 from launcher.machine import trees
 from launcher.machine.trees import Budget
 from launcher.paths import canonical

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from launcher import files
 from launcher.errors import brief, usage
+from launcher.lazy_dataclass import dataclass
 from launcher.machine.codec import LARGEST
 from launcher.runs import attempt as attempts
 from launcher.runs import rundir

@@ -5,10 +5,11 @@ from __future__ import annotations
 import sys
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from launcher.lazy_dataclass import dataclass
 from launcher.machine import codec
 from launcher.machine.codec import Count, Misfit, Omission
 

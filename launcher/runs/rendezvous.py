@@ -8,9 +8,9 @@ static rendezvous: node 0 opens the port, the others wait for it.
 import re
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from launcher.errors import brief, usage
+from launcher.lazy_dataclass import dataclass
 
 RANK = "NODE_RANK"
 ADDRESS = "HEAD_ADDRESS"

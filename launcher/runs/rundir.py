@@ -14,7 +14,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -23,10 +22,13 @@ from launcher import files
 from launcher.errors import NotReady, not_ready, usage
 from launcher.files import parse_line as parse_line
 from launcher.files import read_json as read_json
+from launcher.lazy_dataclass import dataclass
 from launcher.machine import codec, locks
 from launcher.paths import canonical
 from launcher.redaction import redact
 from launcher.runs import summaries
+from launcher.runs.places import runs_root as runs_root
+from launcher.runs.places import state_folder as state_folder
 from launcher.runs.record import Manifest
 from launcher.runs.summaries import RunSummary
 
@@ -133,15 +135,6 @@ class RunFolder:
 def _by_number(path: Path) -> tuple[int, str]:
     """The sort key by which `node10` follows `node9`."""
     return len(path.name), path.name
-
-
-def runs_root() -> Path:
-    return Path(os.environ.get("LAUNCH_RUNS") or "runs").expanduser().absolute()
-
-
-def state_folder() -> Path:
-    base = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    return Path(base) / "launch"
 
 
 def choose_folder(

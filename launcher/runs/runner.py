@@ -13,13 +13,14 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, BinaryIO
 
 from launcher import files
 from launcher.errors import DISK_FULL, Finding, NotReady, brief, launch_finding, not_ready, usage
+from launcher.lazy_dataclass import dataclass
 from launcher.machine import codec, locks, process
 from launcher.machine.codec import LARGEST, Between, Count, Misfit, Positive
 from launcher.machine.process import Identity, ProcessTree

@@ -11,11 +11,11 @@ import json
 import os
 import stat
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from launcher import files
+from launcher.lazy_dataclass import dataclass
 from launcher.paths import canonical
 from launcher.runs.record import Manifest
 

@@ -1,4 +1,4 @@
 """One stage file judged, explained, mended: `Config` -> `Stage`.
 
-Start with `stage.judge`.
+Start with `stage.judge_stage_file`.
 """

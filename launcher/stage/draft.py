@@ -2,7 +2,7 @@
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +11,7 @@ import yaml
 from launcher.artifacts import chat_template, model_config
 from launcher.dataset import sources
 from launcher.errors import brief, usage
+from launcher.lazy_dataclass import dataclass
 from launcher.paths import is_dir, is_file
 from launcher.stage import rows as data_rows
 from launcher.upstream.trainers import BACKENDS
@@ -236,7 +237,7 @@ _LORA: Mapping[str, Rows] = {
 
 def _length(model: str, environ: Mapping[str, str]) -> Row:
     """The longest row in tokens: the model's own maximum if its config is here."""
-    config = model_config.text_part(model_config.read(model, environ))
+    config = model_config.text_part(model_config.read_model_config(model, environ))
     positions = config.get("max_position_embeddings")
     if isinstance(positions, int) and positions > 0:
         return Row(positions, "tokens, the model's maximum; longer rows are cut")
@@ -290,7 +291,7 @@ def _mask_questions(
 
 def _mask_obstacle(model: str, environ: Mapping[str, str], *, is_pinned: bool) -> str | None:
     """Why TRL cannot, or perhaps cannot, tell answers from questions with a model's template."""
-    template = chat_template.read(model, environ)
+    template = chat_template.read_template(model, environ)
     if template is None:
         works = f"`assistant_only_loss` works with unchanged templates of {_REPLACED}"
         return f"{brief(model)} is not here; {works}"

@@ -3,7 +3,7 @@
 import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -13,6 +13,7 @@ from launcher.config.keys import KEYS, STAGES, Key
 from launcher.config.load import Config
 from launcher.errors import Finding, InvalidConfig, brief
 from launcher.findings import CodeSection, Meaning
+from launcher.lazy_dataclass import dataclass
 from launcher.stage import gates, stage, unused
 from launcher.stage.conversion.names import FOREIGN
 from launcher.upstream import history, locate
@@ -56,7 +57,7 @@ class Explained:
     reads: tuple[Read, ...] | None
     meaning: str | None
     advice: str | None
-    here: Here | None
+    in_file: Here | None
     history: tuple[ArgumentChange, ...]
 
     @property
@@ -89,7 +90,7 @@ class Explained:
             "beside": beside,
             "shadowed_by": list(shadow.by) if shadow else [],
             "advice": self.advice,
-            "here": self.here and asdict(self.here),
+            "here": self.in_file and asdict(self.in_file),
             "history": list(map(_event_json, self.history)),
         }
 
@@ -109,10 +110,10 @@ class Explained:
             if option is not None:
                 own = f"launch's own of that name goes beside `args:`: {option.shape}"
                 yield f"  option     {own}"
-        if self.here is not None:
-            via = f", {self.here.via}" if self.here.via else ""
-            yield f"  here       {brief(self.here.value)}  ({self.here.origin}{via})"
-            for finding in self.here.findings:
+        if self.in_file is not None:
+            via = f", {self.in_file.via}" if self.in_file.via else ""
+            yield f"  here       {brief(self.in_file.value)}  ({self.in_file.origin}{via})"
+            for finding in self.in_file.findings:
                 yield f"  {finding.severity:<9}  {finding.message}"
         for event in self.history:
             yield f"  history    {history.sentence(event)}"
@@ -197,14 +198,14 @@ def explain(
     # of what stands inside a mapping or a list, the whole is explained
     key = re.split(r"[.\[]", key.removeprefix("args."), maxsplit=1)[0]
     if config is not None:
-        judged = stage.judge(config, stage=stage_name, locator=locator)
+        judged = stage.judge_stage_file(config, stage=stage_name, locator=locator)
         if judged.schema is None or judged.upstream is None or judged.values is None:
             # what is wrong with the file comes before its keys
             raise InvalidConfig(judged.findings)
         explained = []
         for name in _names(key, judged.schema, judged.upstream):
-            here = _here(name, config, judged, derived or {})
-            explained.append(_explained(name, judged.schema, judged.upstream, here))
+            in_file = _here(name, config, judged, derived or {})
+            explained.append(_explained(name, judged.schema, judged.upstream, in_file))
         return explained
     explained = []
     for chosen in [backend] if backend else BACKENDS:
@@ -280,7 +281,7 @@ def near(key: str) -> list[str]:
     return close + difflib.get_close_matches(key, findings.all_codes(), n=2, cutoff=0.7)
 
 
-def _explained(key: str, schema: Schema, source: Upstream, here: Here | None) -> Explained:
+def _explained(key: str, schema: Schema, source: Upstream, in_file: Here | None) -> Explained:
     field = schema.fields.get(key)
     option = KEYS.get(key)
     return Explained(
@@ -294,7 +295,7 @@ def _explained(key: str, schema: Schema, source: Upstream, here: Here | None) ->
         reads=schema.path.reads.get(key),
         meaning=None if field is None else meaning_of(source, field),
         advice=_advice(key, schema) if field is None else None,
-        here=here,
+        in_file=in_file,
         history=locate.past(source, schema.script, key),
     )
 

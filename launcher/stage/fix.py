@@ -13,7 +13,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from launcher import files
 from launcher.config import load
 from launcher.config.document import KEPT, LOADER, bad
 from launcher.errors import Finding, InvalidConfig, NotReady, brief
+from launcher.lazy_dataclass import dataclass
 from launcher.stage import stage
 from launcher.stage.stage import Judged
 from launcher.upstream.entry import DATA_FILE
@@ -99,14 +100,14 @@ Judge = Callable[[str], Judged]
 
 
 def of_file(path: Path, *, stage_name: str | None = None, locator: Locator | None = None) -> Fix:
-    """The fixed text of a file, judged as `stage.judge` does it; writes nothing.
+    """The fixed text of a file, judged as `stage.judge_stage_file` does it; writes nothing.
 
     Raises InvalidConfig if the file cannot be read at all.
     """
     locator = locator or Locator()
 
     def judge(text: str | None) -> Judged:
-        return stage.judge(load.load(path, text=text), stage=stage_name, locator=locator)
+        return stage.judge_stage_file(load.load(path, text=text), stage=stage_name, locator=locator)
 
     first = judge(None)
     before = _read(path).decode("utf-8-sig")

@@ -10,11 +10,12 @@ import itertools
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any, Literal, NamedTuple
 
 from launcher.config.keys import PAIRED, nearest
 from launcher.errors import Complain, Finding, brief
+from launcher.lazy_dataclass import dataclass
 from launcher.machine import codec
 from launcher.machine.codec import Misfit, Omission
 
@@ -137,7 +138,7 @@ class Flag:
         return data
 
 
-def read(content: Any, complain: Complain) -> tuple[dict[str, Limit], list[Finding]]:
+def read_limits(content: Any, complain: Complain) -> tuple[dict[str, Limit], list[Finding]]:
     """The limits of a `gates:` mapping, and everything wrong with it.
 
     A number is where the gate turns red, `{red, yellow}` are both, `off` switches it off. What is
@@ -269,7 +270,7 @@ def _is_past(value: float, limit: float, is_upper: bool) -> bool:
     return value < limit if is_upper else value <= limit
 
 
-def judge(
+def judge_rung(
     facts: RungFacts, limits: Mapping[str, Limit], base: RungFacts | None = None
 ) -> list[Flag]:
     """What every gate says that has something to judge.

@@ -3,15 +3,15 @@
 import difflib
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from importlib.resources import files
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
 from launcher.config.keys import DEEPSPEED, KEYS, STAGES, Key, nearest
 from launcher.config.load import Config
 from launcher.errors import Finding, brief, launch_finding
-from launcher.paths import expanded, is_file
+from launcher.lazy_dataclass import dataclass
+from launcher.paths import PACKAGE, expanded, is_file
 from launcher.upstream.trainers import BACKENDS
 
 # the keys of a file of the shape `open_instruct:`
@@ -106,7 +106,7 @@ class Options:
         return None, _bad("deepspeed", message, "a JSON mapping, as DeepSpeed reads it")
 
 
-def read(
+def read_stage_options(
     config: Config, stage: str, folders: Sequence[Path] = (), fields: Collection[str] = ()
 ) -> tuple[Options, list[Finding]]:
     """The options of a config and everything wrong with them; faulty ones keep their default.
@@ -176,7 +176,7 @@ def _read_elsewhere(config: Config, key: str) -> tuple[Mapping[str, Any], list[F
 
     if key == "slurm":
         return slurm.read_options(config.options[key], complain)
-    return gates.read(config.options[key], complain)
+    return gates.read_limits(config.options[key], complain)
 
 
 def stage_of(config: Config) -> str | None:
@@ -278,7 +278,7 @@ def _unknown(key: str, keys: tuple[str, ...], fields: Collection[str]) -> Findin
 
 
 def deepspeed_file(name: str) -> Path:
-    return Path(str(files("launcher.plan.deepspeed").joinpath(f"{name}.json")))
+    return PACKAGE / "plan" / "deepspeed" / f"{name}.json"
 
 
 def _deepspeed(config: Config, folders: Sequence[Path]) -> tuple[Path | None, str, Finding | None]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -13,6 +12,7 @@ from launcher.dataset.mixer import LOCAL_SUFFIXES
 from launcher.dataset.shapes import RowForm
 from launcher.dataset.sources import Source
 from launcher.dataset.survey import Survey
+from launcher.lazy_dataclass import dataclass
 from launcher.paths import is_file
 
 Kind = Literal["chats", "completions", "texts", "pairs"]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from launcher.config.load import Config
 from launcher.errors import Finding, InvalidConfig, Severity, errors, launch_finding
+from launcher.lazy_dataclass import dataclass
 from launcher.rules import registry
 from launcher.rules.context import Context, Machine
 from launcher.stage import arguments, options, unused
@@ -95,12 +96,14 @@ class Judged:
     refused: frozenset[str | None] = frozenset()
 
 
-def judge(config: Config, *, stage: str | None = None, locator: Locator | None = None) -> Judged:
+def judge_stage_file(
+    config: Config, *, stage: str | None = None, locator: Locator | None = None
+) -> Judged:
     """Check a config against the source that would run it, by what the file alone tells.
 
-    Parameters and errors are those of `read`.
+    Parameters and errors are those of `read_stage_file`.
     """
-    judged = read(config, stage=stage, locator=locator)
+    judged = read_stage_file(config, stage=stage, locator=locator)
     return replace(judged, findings=unplanned_findings(judged))
 
 
@@ -111,7 +114,9 @@ def unplanned_findings(judged: Judged, machine: Machine | None = None) -> tuple[
     return apply_rules(judged, _file_context(judged, machine))
 
 
-def read(config: Config, *, stage: str | None = None, locator: Locator | None = None) -> Judged:
+def read_stage_file(
+    config: Config, *, stage: str | None = None, locator: Locator | None = None
+) -> Judged:
     """Read a config by the source that would run it: typed options and arguments, and findings.
 
     The rules that need more facts than the arguments are left to `apply_rules`. `stage` is what
@@ -127,7 +132,7 @@ def read(config: Config, *, stage: str | None = None, locator: Locator | None = 
     schema = locator.schema(source.backend, key)
     entry = entry_of(schema)
     folders = () if source.root is None else (source.root,)
-    opts, option_faults = options.read(config, name, folders, schema.fields)
+    opts, option_faults = options.read_stage_options(config, name, folders, schema.fields)
     values = _values(opts, schema, arguments.parse_names(schema, config.args))
 
     past = functools.partial(locate.past, source, schema.script)

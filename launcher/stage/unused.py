@@ -5,10 +5,11 @@ Everything here comes from the reads in a `Schema`, so that it moves with the so
 
 import itertools
 from collections.abc import Container, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from launcher.errors import Finding, Severity, brief
+from launcher.lazy_dataclass import dataclass
 from launcher.upstream.citations import rendered
 from launcher.upstream.schema import Read, Schema, Values
 from launcher.upstream.source import conditions

@@ -6,7 +6,6 @@ import hashlib
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from launcher import files, redaction
 from launcher.artifacts import layout, model_config
 from launcher.config.keys import PAIRED
 from launcher.errors import NotReady, not_ready
+from launcher.lazy_dataclass import dataclass
 from launcher.machine import python
 from launcher.paths import is_dir
 from launcher.report import series

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
+from launcher.lazy_dataclass import dataclass
 from launcher.machine.python import Trainer
 from launcher.trained.model import TrainedModel
 from launcher.trained.worker import Worker

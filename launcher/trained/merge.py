@@ -6,11 +6,12 @@ import contextlib
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from launcher.artifacts import checkpoints
 from launcher.errors import Finding, launch_finding, not_ready, usage
+from launcher.lazy_dataclass import dataclass
 from launcher.machine.locks import try_lock
 from launcher.machine.python import Trainer
 from launcher.trained.model import Base, TrainedModel

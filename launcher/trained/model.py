@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from launcher import files
 from launcher.artifacts import checkpoints, model_config, model_files
 from launcher.artifacts.checkpoints import Checkpoint
 from launcher.errors import NotReady, not_ready
+from launcher.lazy_dataclass import dataclass
 from launcher.machine import python
 from launcher.machine.python import Trainer
 from launcher.paths import canonical, exists, is_dir, is_file

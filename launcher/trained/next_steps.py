@@ -6,12 +6,13 @@ import contextlib
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from launcher import files
 from launcher.artifacts import layout, model_files
 from launcher.errors import LaunchError
+from launcher.lazy_dataclass import dataclass
 from launcher.runs.rundir import RunFolder
 from launcher.trained import card, merge
 from launcher.trained.model import TrainedModel, of_run, shown

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from launcher.dataset.mixer import LOCAL_SUFFIXES
 from launcher.dataset.reading import BadRow, CannotRead
 from launcher.dataset.shapes import CannotConvert
 from launcher.dataset.sources import Source
+from launcher.lazy_dataclass import dataclass
 from launcher.runs.record import Manifest, as_list
 
 _ROWS = 2000
@@ -96,8 +96,8 @@ def _places(manifest: Manifest) -> Iterator[_RowFiles]:
 
 
 def _split(name: str, split: str, config: Any) -> Source | None:
-    known = sources.split_names(name, config)
-    if known is not None and split not in known:
+    split_names = sources.split_names(name, config)
+    if split_names is not None and split not in split_names:
         return None
     if "[" in split or "+" in split:
         return None

@@ -9,8 +9,9 @@ function; history decides only where that text is neither of the known ones.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from launcher.lazy_dataclass import dataclass
 
 if TYPE_CHECKING:
     # what reads sources is imported only where there is something to read
@@ -485,7 +486,7 @@ def of_script(key: str) -> Iterable[Behaviour]:
     return (behaviour for behaviour in BEHAVIOURS if key in behaviour.scripts)
 
 
-def read(sources: Sources, key: str, script: str) -> dict[str, bool | None]:
+def observe_behaviours(sources: Sources, key: str, script: str) -> dict[str, bool | None]:
     """What the source of an entry script shows of each behaviour; None if it shows neither form."""
     answers: dict[str, bool | None] = {}
     for behaviour in of_script(key):

@@ -14,12 +14,13 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cache
-from importlib.resources import files
 from typing import NamedTuple
 
 from launcher.errors import Finding, Severity
+from launcher.lazy_dataclass import dataclass
+from launcher.paths import SNAPSHOTS
 from launcher.upstream.source.functions import normalised
 from launcher.upstream.source.packages import Tree
 
@@ -120,7 +121,7 @@ class Committed:
 
 @cache
 def committed() -> Committed:
-    raw = files("launcher.upstream.snapshots").joinpath("cited.json").read_text(encoding="utf-8")
+    raw = (SNAPSHOTS / "cited.json").read_text(encoding="utf-8")
     data = json.loads(raw)
     tables = {}
     for release, table in data["releases"].items():
@@ -254,8 +255,8 @@ class RuleStanding:
         return nearest, fewest
 
     def _differing(self, rule: Callable[..., object], release: str) -> list[str]:
-        known = self.confirmed[release]
-        return [citation for citation in of_rule(rule) if not self._same(citation, known)]
+        places = self.confirmed[release]
+        return [citation for citation in of_rule(rule) if not self._same(citation, places)]
 
     def line(self, citation: str) -> int | None:
         place = self.place(citation)
@@ -273,16 +274,16 @@ class RuleStanding:
 
     def _name(self, citation: str) -> str:
         label = citation.partition("::")[0].removeprefix("open_instruct/")
-        for known in self.confirmed.values():
-            if citation in known:
-                return f"{label}:{known[citation].line}"
+        for places in self.confirmed.values():
+            if citation in places:
+                return f"{label}:{places[citation].line}"
         return label
 
-    def _same(self, citation: str, known: Table) -> bool:
+    def _same(self, citation: str, places: Table) -> bool:
         label = citation.partition("::")[0]
         if label in self.others or not any(citation in table for table in self.confirmed.values()):
             return True
-        before = known.get(citation)
+        before = places.get(citation)
         now = self.place(citation)
         if before is None or now is None:
             return before is now

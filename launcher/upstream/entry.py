@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from launcher.lazy_dataclass import dataclass
 from launcher.upstream.schema import Field, Values
 
 Checkpoints = Literal["accelerate", "transformers"]

@@ -11,12 +11,13 @@ import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from launcher.files import write_text
+from launcher.lazy_dataclass import dataclass
 from launcher.paths import PACKAGE
 from launcher.upstream import behaviour
 from launcher.upstream.schema import Path as ScriptPath
@@ -33,7 +34,7 @@ FORM = 4
 Facts = Mapping[str, Any]
 
 
-def read(
+def read_facts(
     backend: Backend,
     trees: Mapping[str, Tree],
     externals: Mapping[str, Sequence[Any]],
@@ -105,7 +106,7 @@ class _SourceFacts:
             self.models[stage] = _models(sources, *entry.models, entry.own_shapes)
         if self._is_described(stage):
             kind = entry.behaves_as or stage
-            self.behaviours[stage] = behaviour.read(walked, kind, script)
+            self.behaviours[stage] = behaviour.observe_behaviours(walked, kind, script)
 
     def _is_described(self, stage: str) -> bool:
         kind = self.backend.STAGES[stage].behaves_as or stage
@@ -265,7 +266,7 @@ def cached(
     stage: str,
     before_reading: Callable[[], None] | None = None,
 ) -> dict[str, Any]:
-    """`read` of one stage, remembered by the content of every file that was read.
+    """`read_facts` of one stage, remembered by the content of every file that was read.
 
     An entry is used only while all those files still have the same sha256, and none is there now
     that was looked for in vain; a folder that cannot be written costs time, nothing else. Several
@@ -282,7 +283,7 @@ def cached(
             return kept
     if before_reading is not None:
         before_reading()
-    fresh = read(backend, trees, externals, [stage])
+    fresh = read_facts(backend, trees, externals, [stage])
     with suppress(OSError):
         place.parent.mkdir(parents=True, exist_ok=True)
         write_text(place, json.dumps(fresh, separators=(",", ":")))

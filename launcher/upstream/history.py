@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache, lru_cache
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from launcher.lazy_dataclass import dataclass
+from launcher.paths import SNAPSHOTS
 from launcher.upstream.trainers import BACKENDS
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class ArgumentChange:
         return self.what != "added"
 
 
-def of(
+def changes_of_argument(
     key: str, script: str, repository: Repository | None = None, *, head: str = "HEAD"
 ) -> tuple[ArgumentChange, ...]:
     """What happened to one argument of `script` (`open_instruct/finetune.py`) up to `head`.
@@ -127,7 +128,7 @@ def sentence(event: ArgumentChange) -> str:
 
 @cache
 def _table() -> Mapping[str, Any]:
-    raw = files("launcher.upstream.snapshots").joinpath("history.json").read_text(encoding="utf-8")
+    raw = (SNAPSHOTS / "history.json").read_text(encoding="utf-8")
     data: dict[str, Any] = json.loads(raw)
     return data
 
@@ -244,9 +245,11 @@ def _definitions(patch: str) -> Iterator[_Definition]:
             owner = hunk[3] or ""
         elif line[:1] in lines:
             sign = line[0]
-            known = _DEFINITION.match(line)
-            if known is not None:
-                yield _Definition(sign, known[1], known[2].strip(), owner, file, lines[sign])
+            definition = _DEFINITION.match(line)
+            if definition is not None:
+                yield _Definition(
+                    sign, definition[1], definition[2].strip(), owner, file, lines[sign]
+                )
             lines[sign] += 1
 
 

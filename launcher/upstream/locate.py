@@ -11,15 +11,15 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cache
-from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from launcher.errors import Finding, InvalidConfig, NotReady, Severity, launch_finding
+from launcher.lazy_dataclass import dataclass
 from launcher.machine.git import CommitTree, Repository
-from launcher.paths import PROJECT, exists, expanded, is_file
+from launcher.paths import PROJECT, SNAPSHOTS, exists, expanded, is_file
 from launcher.upstream import behaviour, facts, history
 from launcher.upstream.history import ArgumentChange
 from launcher.upstream.schema import Schema, short_version, source_name
@@ -113,7 +113,7 @@ def snapshot(backend: str) -> Mapping[str, Any]:
 @cache
 def _read(name: str) -> Mapping[str, Any] | None:
     """A file of committed facts; None where it was not taken yet."""
-    path = files("launcher.upstream.snapshots").joinpath(name)
+    path = SNAPSHOTS / name
     if not path.is_file():
         return None
     data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
@@ -122,7 +122,10 @@ def _read(name: str) -> Mapping[str, Any] | None:
 
 def known_facts(backend: str, version: str) -> Mapping[str, Any]:
     """The committed facts of a known release; those of the pin for any other version."""
-    return _others(backend).get(version, snapshot(backend))
+    pin = snapshot(backend)
+    if version == pin["version"]:
+        return pin
+    return _others(backend).get(version, pin)
 
 
 def _others(backend: str) -> dict[str, Mapping[str, Any]]:
@@ -130,9 +133,9 @@ def _others(backend: str) -> dict[str, Mapping[str, Any]]:
     pin = snapshot(backend)["version"]
     others = {}
     for release in BACKENDS[backend].KNOWN:
-        known = None if release.version == pin else _read(release.snapshot)
-        if known is not None:
-            others[release.version] = known
+        release_facts = None if release.version == pin else _read(release.snapshot)
+        if release_facts is not None:
+            others[release.version] = release_facts
     return others
 
 
@@ -265,8 +268,8 @@ def _compare(
     if not changed:
         return located
     others = _others(backend)
-    for version, known in others.items():
-        if not _differing(packages, known):
+    for version, release_facts in others.items():
+        if not _differing(packages, release_facts):
             return replace(located, version=version, release=version)
     folders = {name: tree for name, tree in packages.items() if isinstance(tree, Folder)}
     if folders:
@@ -280,9 +283,9 @@ def _compare(
     return replace(located, changed=changed)
 
 
-def _differing(packages: Mapping[str, Tree], known: Mapping[str, Any]) -> tuple[str, ...]:
+def _differing(packages: Mapping[str, Tree], release_facts: Mapping[str, Any]) -> tuple[str, ...]:
     """The files that are not as committed facts have them."""
-    files = known["files"].items()
+    files = release_facts["files"].items()
     return tuple(label for label, sha in files if facts.digest(packages, label) != sha)
 
 
@@ -333,13 +336,13 @@ def unpinned(upstream: Upstream, *, allowed: bool, where_found: Severity) -> Fin
         help += ", or continue with --allow-unpinned"
     files_changed = ", ".join(upstream.changed[:4])
     others = " and ".join(map(short_version, _others(upstream.backend)))
-    known = f"the pin is {upstream.pin}"
+    expected = f"the pin is {upstream.pin}"
     if others:
-        known += f", {others} known beside it"
+        expected += f", {others} known beside it"
     return launch_finding(
         severity,
         "unpinned-checkout",
-        f"the checkout is at {upstream.version}, {known} (different: {files_changed})",
+        f"the checkout is at {upstream.version}, {expected} (different: {files_changed})",
         help,
         file=str(upstream.root),
     )
@@ -371,19 +374,19 @@ def load_schema(
     source lacks the dataclasses (another commit's layout).
     """
     backend = BACKENDS[upstream.backend]
-    known = upstream.facts
+    release_facts = upstream.facts
     use_source = not upstream.pinned and (allow_unpinned or not upstream.is_checkout)
     # the snapshot may be older than the description of a further script
-    if not use_source and stage in known["stages"]:
-        release = str(known["version"])
-        schema = facts.schema_of(known, backend, stage, "snapshot", release)
+    if not use_source and stage in release_facts["stages"]:
+        release = str(release_facts["version"])
+        schema = facts.schema_of(release_facts, backend, stage, "snapshot", release)
         return replace(schema, standing=_standing(upstream, schema.script, release))
 
     def announce() -> None:
         if say is not None:
             say(f"reading the source of {upstream.version}: once, which can take half a minute")
 
-    read = facts.cached(backend, upstream.packages, known["externals"], stage, announce)
+    read = facts.cached(backend, upstream.packages, release_facts["externals"], stage, announce)
     try:
         schema = facts.schema_of(read, backend, stage, "source", upstream.version)
     except LookupError as error:
@@ -392,7 +395,7 @@ def load_schema(
         raise InvalidConfig(
             launch_finding("error", "unreadable-source", message, file=file)
         ) from None
-    models = known.get("models", {}).get(stage, {})
+    models = release_facts.get("models", {}).get(stage, {})
     # OLMo-core is no part of a checkout
     configs = schema.configs | frozenset(models.get("configs", ()))
     behaviours = _behaviours(upstream, schema)
@@ -471,20 +474,24 @@ def at_pin(schema: Schema, key: str) -> str | None:
 
 
 def past(upstream: Upstream, script: str, key: str) -> tuple[ArgumentChange, ...]:
-    """What happened to an argument of a script, newest first; see `history.of`.
+    """What happened to an argument of a script, newest first; see `history.changes_of_argument`.
 
     At the pin the committed table answers; anything else asks its own git history, if it has one.
     Of another known commit without a history, the table answers up to that commit's day.
     """
     release = upstream.release or upstream.pin
     if not upstream.is_checkout or (upstream.pinned and release == upstream.pin):
-        return history.of(key, script)
+        return history.changes_of_argument(key, script)
     tree = upstream.packages.get(upstream.backend)
     if isinstance(tree, CommitTree):
-        return history.of(key, script, tree.repository, head=tree.commit)
+        return history.changes_of_argument(key, script, tree.repository, head=tree.commit)
     repository = Repository(upstream.root) if upstream.root is not None else None
-    events = history.of(key, script, repository)
-    dates = {known.version: known.date for known in BACKENDS[upstream.backend].KNOWN if known.date}
+    events = history.changes_of_argument(key, script, repository)
+    dates = {
+        release.version: release.date
+        for release in BACKENDS[upstream.backend].KNOWN
+        if release.date
+    }
     if not upstream.pinned or release not in dates:
         return events
     return tuple(event for event in events if event.date <= dates[release])

@@ -90,7 +90,7 @@ REHEARSAL: Mapping[str, Any] = {
     **dict.fromkeys(("dataset_config_hash", "config_hash", "hf_entity", "trust_remote_code")),
 }
 
-STAGES: Mapping[str, Entry] = {
+STAGES: dict[str, Entry] = {
     "sft": finetune.SCRIPT,
     "dpo": dpo_tune_cache.SCRIPT,
     "dpo_olmo_core": dpo.SCRIPT,

@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from launcher.config.keys import PAIRED
 from launcher.errors import brief
+from launcher.lazy_dataclass import dataclass
 
 if TYPE_CHECKING:
     from launcher.upstream.citations import RuleStanding
@@ -266,9 +267,9 @@ class Schema:
 
     def as_json(self) -> dict[str, object]:
         fields: list[dict[str, object]] = []
-        for name, known in self.fields.items():
-            shown: dict[str, object] = {key: getattr(known, key) for key in _SHOWN}
-            shown |= {"choices": list(known.choices), "defined": known.where, "reads": None}
+        for name, argument in self.fields.items():
+            shown: dict[str, object] = {key: getattr(argument, key) for key in _SHOWN}
+            shown |= {"choices": list(argument.choices), "defined": argument.where, "reads": None}
             reads = self.path.reads.get(name)
             if reads is not None:
                 shown["reads"] = [{"where": read.where, "when": list(read.when)} for read in reads]
@@ -296,12 +297,12 @@ class Schema:
         """
         if name not in self.by_file:
             return False
-        known = self.fields[name]
-        if known.kind == "float":
+        argument = self.fields[name]
+        if argument.kind == "float":
             return isinstance(value, int) and not isinstance(value, bool)
         if not isinstance(value, list):
             return False
-        if known.many:
+        if argument.many:
             return any(isinstance(item, dict) for item in value)
         # a list of one is the same as its word
         # (transformers/training_args.py::TrainingArguments.__post_init__[elif not isinstance])
@@ -317,11 +318,11 @@ class Schema:
     def flags(self) -> dict[str, OptionString | None]:
         """Every flag that upstream's parser knows, in its order; None for help."""
         flags: dict[str, OptionString | None] = {"-h": None, "--help": None}
-        for name, known in self.fields.items():
+        for name, argument in self.fields.items():
             dashed = name.replace("_", "-")
             flags[f"--{name}"] = OptionString(name)
             flags[f"--{dashed}"] = OptionString(name)
-            if known.kind == "bool" and known.default is True and not known.many:
+            if argument.kind == "bool" and argument.default is True and not argument.many:
                 flags[f"--no_{name}"] = OptionString(name, negated=True)
                 flags[f"--no-{dashed}"] = OptionString(name, negated=True)
         return flags
@@ -355,10 +356,10 @@ class NoSuchField(KeyError):
 class Values(Mapping[str, Any]):
     """What upstream's dataclass will hold: the given values, typed, and defaults for the rest."""
 
-    def __init__(self, schema: Schema, given: Mapping[str, Any]) -> None:
+    def __init__(self, schema: Schema, written: Mapping[str, Any]) -> None:
         self.schema = schema
         self._given: dict[str, Any] = {}
-        for name, value in given.items():
+        for name, value in written.items():
             if name not in schema.fields or value is None:
                 continue
             if schema.in_file(name, value):
@@ -389,11 +390,11 @@ class Values(Mapping[str, Any]):
         return len(self.schema.fields)
 
 
-def field_as_json(known: Field) -> dict[str, object]:
+def field_as_json(argument: Field) -> dict[str, object]:
     """A field for the snapshot; keys with their standard value are left out."""
     standard = asdict(Field(name="", type="", kind="str"))
     data: dict[str, object] = {}
-    for key, value in asdict(known).items():
+    for key, value in asdict(argument).items():
         if key == "name" or value != standard[key]:
             data[key] = list(value) if isinstance(value, tuple) else value
     return data

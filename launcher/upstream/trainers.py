@@ -1,6 +1,7 @@
 """What differs between the trainers that launch can start: as data, and a few small functions.
 
-A backend is a module that satisfies `Backend`, registered in the literal dict below.
+A backend is a module that satisfies `Backend`. `register_trainer` and `register_script` add to
+those below.
 """
 
 from collections.abc import Mapping
@@ -8,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from launcher.config import keys
 from launcher.upstream import open_instruct, trl
 from launcher.upstream.entry import Checkpoints, Entry, Moved, Names, Release
 from launcher.upstream.schema import Schema, Values
@@ -37,7 +39,7 @@ class Backend(Protocol):
     """
     TAKES_NONE: bool
     """Whether its parser reads the word `none`."""
-    STAGES: Mapping[str, Entry]
+    STAGES: dict[str, Entry]
     NEEDS: tuple[str, ...]
     """Distributions without which its scripts cannot be imported."""
     GPU_NEEDS: tuple[str, ...]
@@ -65,7 +67,18 @@ class Backend(Protocol):
         """Where the final model will lie; None where the config names no place."""
 
 
-BACKENDS: Mapping[str, Backend] = {"open_instruct": open_instruct, "trl": trl}
+BACKENDS: dict[str, Backend] = {"open_instruct": open_instruct, "trl": trl}
+
+
+def register_trainer(backend: Backend) -> None:
+    """Add a trainer; `backend: NAME` in a stage file chooses it."""
+    BACKENDS[backend.NAME] = backend
+    keys.TRAINERS.append(backend.NAME)
+
+
+def register_script(backend: str, key: str, entry: Entry) -> None:
+    """Add an entry script to a trainer; `script: KEY` in a stage file chooses it."""
+    BACKENDS[backend].STAGES[key] = entry
 
 
 def entry_of(schema: Schema) -> Entry:

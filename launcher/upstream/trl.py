@@ -47,7 +47,7 @@ COMPUTED: Mapping[str, tuple[str, ...]] = {
     )
 }
 
-STAGES: Mapping[str, Entry] = {"sft": trl_sft.SCRIPT, "dpo": trl_dpo.SCRIPT}
+STAGES: dict[str, Entry] = {"sft": trl_sft.SCRIPT, "dpo": trl_dpo.SCRIPT}
 
 
 def output_folder(values: Values) -> Path | None:

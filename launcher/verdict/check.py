@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +16,7 @@ from launcher import redaction
 from launcher.config.keys import PAIRED
 from launcher.config.points import ANY, DEFAULTS, POINTS, PointType
 from launcher.errors import Exit, InvalidConfig, launch_finding, unreadable
+from launcher.lazy_dataclass import dataclass
 from launcher.machine import codec
 from launcher.machine.codec import Misfit, Omission
 from launcher.redaction import Redactor
@@ -31,9 +32,6 @@ Observe = Callable[[Evidence, str | None], Observation]
 
 NOT_SHOWN = "unknown"
 """What is expected of a point if no record shows what was requested."""
-
-UNKNOWN: Mapping[str, str] = {point.name: NOT_SHOWN for point in POINTS if point.from_arguments}
-"""What is expected of a run without any record of what was requested."""
 
 CITES = 8
 """Lines that a point cites at most: 64 ranks would say the same."""
@@ -118,12 +116,9 @@ def read_verdict(data: Json) -> Verdict | None:
 
 
 def _observer(point: PointType) -> Observe:
-    module = import_module(f"launcher.verdict.{point.observed_in}")
+    module = import_module(point.observed_in)
     observe: Observe = getattr(module, f"observe_{point.name}")
     return observe
-
-
-OBSERVERS: Mapping[str, Observe] = {point.name: _observer(point) for point in POINTS}
 
 
 def judge_evidence(
@@ -142,7 +137,7 @@ def judge_evidence(
         if kind.needs_plan and state is None and evidence.manifest.processes is None:
             # of a log alone, the plan is unknown
             continue
-        observe = OBSERVERS[kind.name]
+        observe = _observer(kind)
         if state == ANY:
             state = None
             observation = replace(observe(evidence, None), unwanted=False)
@@ -214,11 +209,16 @@ def _status(oks: Iterable[bool | None]) -> Status:
     return "pass"
 
 
+def expected_of_nothing() -> dict[str, str | None]:
+    """What is expected of a run without any record of what was requested."""
+    return {point.name: NOT_SHOWN for point in POINTS if point.from_arguments}
+
+
 def expected_by_log(evidence: Evidence) -> dict[str, str | None]:
     """What was requested, by the arguments near the top of a log, or by its messages."""
     log = evidence.log
     if log is None:
-        return dict(UNKNOWN)
+        return expected_of_nothing()
     expected: dict[str, str | None] = {"liger": None, "packing": None, **DEFAULTS}
     if log.headless:
         expected |= {"liger": NOT_SHOWN, "packing": NOT_SHOWN}

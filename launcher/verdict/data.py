@@ -2,10 +2,10 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from launcher.config.keys import PAIRED
+from launcher.lazy_dataclass import dataclass
 from launcher.runs.record import as_list, as_mapping
 from launcher.verdict import schedule
 from launcher.verdict.ending import find_ending

@@ -6,9 +6,9 @@ follows it; so do an exit code and a signal.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from signal import Signals
 
+from launcher.lazy_dataclass import dataclass
 from launcher.upstream.logs import common
 from launcher.upstream.logs.common import SHELL_SIGNALS
 from launcher.verdict.evidence import Event, Evidence

@@ -9,7 +9,7 @@ import math
 import re
 import sys
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,16 +17,19 @@ from typing import Any
 from launcher import files
 from launcher.artifacts.digest import CHECKPOINT
 from launcher.config.keys import PAIRED, STAGES
+from launcher.lazy_dataclass import dataclass
 from launcher.machine.codec import Omission
 from launcher.runs import evaluation, rundir, runner
 from launcher.runs import events as probe_events
 from launcher.runs.evaluation import EvaluationRecord
 from launcher.runs.record import LARGEST_WORLD, Manifest
-from launcher.upstream.logs import open_instruct, trl
+from launcher.upstream.logs import olmo_core, open_instruct, trl
 from launcher.upstream.logs.common import Pattern
 from launcher.verdict.logs.scan import Log, Signal, StepLine, scan
 
-PATTERNS: tuple[Pattern, ...] = tuple(dict.fromkeys(open_instruct.PATTERNS + trl.PATTERNS))
+PATTERNS: tuple[Pattern, ...] = tuple(
+    dict.fromkeys(open_instruct.PATTERNS + olmo_core.PATTERNS + trl.PATTERNS)
+)
 """The patterns of every backend: a log alone does not say which one wrote it."""
 
 MEASURED = (
@@ -342,6 +345,10 @@ class Evidence:
                 saving.add(signal.fields["path"])
         for signal in self.signals("saved", "remaining", "tokenizer_saved"):
             if signal.line >= last_line and _is_final_save(signal, saving):
+                return signal
+        for signal in self.signals("step_saved"):
+            # OLMo-core's last checkpoint is its model
+            if int(signal.fields["step"]) == self.total_steps:
                 return signal
         for record in self.records:
             for event in record.all("saved"):

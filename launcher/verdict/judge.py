@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from launcher.artifacts import checkpoints, digest, fingerprint, model_files
 from launcher.artifacts.fingerprint import MissingContent
 from launcher.config.points import BY_NAME
+from launcher.lazy_dataclass import dataclass
 from launcher.rules.deepspeed import fault
 from launcher.runs import attempt, rundir, runner
 from launcher.runs.record import Manifest
@@ -65,7 +66,7 @@ def judge_run(folder: RunFolder, requested: Mapping[str, str] | None = None) -> 
 def _expected(manifest: Manifest) -> Mapping[str, str | None]:
     if manifest.expected is None:
         # nothing can be proved of a run without a record of what was requested
-        return check.UNKNOWN
+        return check.expected_of_nothing()
     return manifest.expected
 
 

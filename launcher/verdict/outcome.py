@@ -7,10 +7,11 @@ import math
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from itertools import islice
 from typing import NamedTuple
 
+from launcher.lazy_dataclass import dataclass
 from launcher.stage.options import TREND_LOSSES
 from launcher.verdict.ending import HELP, final_signals, find_ending, find_phase
 from launcher.verdict.evidence import Evidence, ProbeStep, in_state, ranks_of

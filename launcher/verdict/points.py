@@ -7,9 +7,10 @@ depends on it: an announcement can disprove `off`, but never prove `engaged`.
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, field, replace
 
 from launcher.config.keys import PAIRED
+from launcher.lazy_dataclass import dataclass
 from launcher.runs.record import Manifest, as_mapping
 from launcher.upstream.logs.open_instruct import ATTENTION
 from launcher.upstream.trainers import BACKENDS

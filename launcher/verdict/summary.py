@@ -1,10 +1,11 @@
 """A verdict in its JSON form, in plain words: its outcome, its cause, what each point rests on."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from launcher.config.points import BY_NAME, DURING
+from launcher.lazy_dataclass import dataclass
 from launcher.runs.record import Json, as_list, as_mapping
 
 Point = Mapping[str, Any]

@@ -9,12 +9,12 @@ import signal
 import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from launcher import files, redaction
 from launcher.errors import Exit, Finding, LaunchError, brief, launch_finding
+from launcher.lazy_dataclass import dataclass
 from launcher.lifecycle import conclude, follow, start, stop
 from launcher.machine import locks, process
 from launcher.plan.plan import Plan

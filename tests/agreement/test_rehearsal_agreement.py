@@ -14,7 +14,7 @@ import pytest
 from real_training import needs_open_instruct, needs_trl
 
 from launcher.config import load
-from launcher.planning.collect import judge
+from launcher.planning.collect import judge_request
 from launcher.planning.request import Request
 from launcher.workflows.rehearse.ask import Servers, described
 from launcher.workflows.rehearse.attempts import Attempts
@@ -163,7 +163,7 @@ def test_rules_and_rehearsals_refuse_the_same(
                 for name, value in {**base(backend, stage, demo_assets), **chosen}.items()
             )
             path.write_text(f"stage: {stage}\nbackend: {backend}\ndeepspeed: none\nargs:\n{args}")
-            judged, trainer = judge(Request(stage=None, config=path))
+            judged, trainer = judge_request(Request(stage=None, config=path))
             assert judged.schema is not None and judged.upstream is not None
             wrong = {one.code for one in judged.findings if one.severity == "error"}
             key = judged.schema.backend, judged.schema.key, judged.upstream.root

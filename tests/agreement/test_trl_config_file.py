@@ -148,7 +148,7 @@ def test_a_slice_is_the_rows_that_datasets_reads(split: str, rows: int) -> None:
     except (ValueError, AssertionError):
         theirs = None
     try:
-        ours: list[range] | None = [part.rows(rows) for part in slices.read(split)]
+        ours: list[range] | None = [part.rows(rows) for part in slices.parse_slices(split)]
     except slices.BadSplit:
         ours = None
     assert ours == theirs

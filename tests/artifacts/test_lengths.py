@@ -7,7 +7,41 @@ from pathlib import Path
 import pytest
 
 from launcher.artifacts import lengths
+from launcher.artifacts.lengths import Lengths
 from launcher.errors import InvalidConfig, UsageError
+
+
+def draw(count: int) -> list[int]:
+    """Lengths as the measured runs had them: 302 on average, deviation 163, 1,104 at most."""
+    chance = random.Random(0)
+    drawn = []
+    for _ in range(count):
+        drawn.append(min(1104, max(40, int(chance.lognormvariate(5.57, 0.55)))))
+    return drawn
+
+
+def count_lengths(pool: list[int]) -> Lengths:
+    return lengths._counted({length: pool.count(length) for length in set(pool)}, "", None)
+
+
+POOL = draw(4000)
+# the lengths themselves, and what a user says of them
+SEEN = count_lengths(POOL)
+SAID = lengths.parse(f"{sum(POOL) / len(POOL):.1f}:{max(POOL)}")
+BOTH = pytest.mark.parametrize("rows", [SEEN, SAID], ids=["seen", "said"])
+
+
+def test_row_tokens() -> None:
+    rows = lengths.parse("290:1100")
+    assert rows.mean == 290.0
+    assert rows.longest == 1100
+    assert rows.rows is None
+    same = lengths.parse("512")
+    assert same.mean == 512.0
+    assert same.longest == 512
+    assert same.deviation == 0.0
+    for packed in (True, False):
+        assert lengths.largest(same, rows=4, batches=9, packed=packed).tokens == 2048
 
 
 @pytest.mark.parametrize("text", ["x", "0:5", "10:5", "nan:5", "1e400:2"])
@@ -17,61 +51,45 @@ def test_row_tokens_that_make_no_sense(text: str) -> None:
     assert caught.value.findings[0].code == "row-tokens"
 
 
-def test_row_tokens() -> None:
-    rows = lengths.parse("290:1100")
-    assert (rows.mean, rows.longest, rows.rows) == (290.0, 1100, None)
-    same = lengths.parse("512")
-    assert (same.mean, same.longest, same.deviation) == (512.0, 512, 0.0)
-    assert lengths.largest(same, rows=4, batches=9, packed=True).tokens == 2048
-    assert lengths.largest(same, rows=4, batches=9, packed=False).tokens == 2048
-    # rows are cut at the longest that is trained
-    cut = counted([10, 20, 30, 40]).cut(25)
-    assert cut.counts == ((10, 1), (20, 1), (25, 2)) and cut.mean == 20.0
+def test_rows_are_cut_at_the_longest_that_is_trained() -> None:
+    cut = count_lengths([10, 20, 30, 40]).cut(25)
+    assert cut.counts == ((10, 1), (20, 1), (25, 2))
+    assert cut.mean == 20.0
     assert lengths.parse("300:4096").cut(2048).longest == 2048
     assert lengths.parse("300:4096").cut(None).longest == 4096
-    # a batch on average
-    pool = drawn(4000)
-    rng = random.Random(2)
-    widths = [max(rng.sample(pool, 8)) for _ in range(2000)]
-    for known in (counted(pool), lengths.parse(f"302:{max(pool)}")):
-        one = lengths.typical(known, rows=8, packed=False)
-        assert one.width == pytest.approx(sum(widths) / len(widths), rel=0.08)
-        assert lengths.typical(known, rows=8, packed=True).tokens == pytest.approx(
-            8 * 302, rel=0.03
-        )
 
 
-def drawn(count: int) -> list[int]:
-    """Lengths as the measured runs had them: 302 on average, 163 of deviation, 1,104 at most."""
-    rng = random.Random(0)
-    found = []
-    while len(found) < count:
-        found.append(min(1104, max(40, int(rng.lognormvariate(5.57, 0.55)))))
-    return found
+@BOTH
+def test_a_batch_on_average_is_that_of_a_draw(rows: Lengths) -> None:
+    chance = random.Random(2)
+    widths = [max(chance.sample(POOL, 8)) for _ in range(2000)]
+    padded = lengths.typical(rows, rows=8, packed=False)
+    assert padded.width == pytest.approx(sum(widths) / len(widths), rel=0.08)
+    packed = lengths.typical(rows, rows=8, packed=True)
+    assert packed.tokens == pytest.approx(8 * 302, rel=0.03)
 
 
-@pytest.mark.parametrize(("rows", "batches"), [(1, 10), (8, 30)])
-def test_largest_batches_are_those_of_a_draw(rows: int, batches: int) -> None:
-    rng = random.Random(1)
-    pool = drawn(4000)
-    wide, packed = [], []
-    for _ in range(300):
-        micro = [rng.sample(pool, rows) for _ in range(batches)]
-        wide.append(rows * max(max(m) for m in micro))
-        packed.append(max(sum(m) for m in micro))
-    wide.sort()
-    packed.sort()
-    given = lengths.parse(f"{sum(pool) / len(pool):.1f}:{max(pool)}")
-    for known in (given, counted(pool)):
-        padded = lengths.largest(known, rows=rows, batches=batches, packed=False)
-        assert padded.tokens == pytest.approx(wide[150], rel=0.12 if known is given else 0.05)
-        flat = lengths.largest(known, rows=rows, batches=batches, packed=True)
-        assert flat.tokens == pytest.approx(packed[150], rel=0.06)
-        assert flat.rows == 1 and flat.real == flat.tokens and padded.real <= padded.tokens
+@BOTH
+@pytest.mark.parametrize(("per_batch", "batches"), [(1, 10), (8, 30)])
+def test_the_largest_batch_is_that_of_a_draw(rows: Lengths, per_batch: int, batches: int) -> None:
+    chance = random.Random(1)
+    widest = []
+    longest = []
+    for _ in range(301):
+        drawn = [chance.sample(POOL, per_batch) for _ in range(batches)]
+        widest.append(max(map(max, drawn)))
+        longest.append(max(map(sum, drawn)))
+    median_width = sorted(widest)[150]
+    median_sum = sorted(longest)[150]
 
-
-def counted(pool: list[int]) -> lengths.Lengths:
-    return lengths._counted({n: pool.count(n) for n in set(pool)}, "", None)
+    padded = lengths.largest(rows, rows=per_batch, batches=batches, packed=False)
+    tolerance = 0.12 if rows is SAID else 0.05
+    assert padded.tokens == pytest.approx(per_batch * median_width, rel=tolerance)
+    assert padded.real <= padded.tokens
+    packed = lengths.largest(rows, rows=per_batch, batches=batches, packed=True)
+    assert packed.tokens == pytest.approx(median_sum, rel=0.06)
+    assert packed.rows == 1
+    assert packed.real == packed.tokens
 
 
 @pytest.mark.parametrize("text", ["300:1100", "4000:100000"])
@@ -80,45 +98,46 @@ def test_assumed_rows_are_cut_like_those_that_were_seen(text: str, share: float)
     rows = lengths.parse(text)
     seen = rows.quantiles((n + 0.5) / 4000 for n in range(4000))
     limit = int(share * rows.longest)
-    cut, real = rows.cut(limit), counted(seen).cut(limit)
+    cut = rows.cut(limit)
+    real = count_lengths(seen).cut(limit)
     # what an assumed tail has beyond its maximum is shared out over all
     assert cut.mean == pytest.approx(real.mean, rel=0.05)
     assert cut.deviation == pytest.approx(real.deviation, rel=0.12, abs=1)
-    assert cut.longest == limit and cut.quantiles([0.5]) == [min(limit, *rows.quantiles([0.5]))]
+    assert cut.longest == limit
+    assert cut.quantiles([0.5]) == [min(limit, *rows.quantiles([0.5]))]
     assert cut.cut(limit // 2).mean == pytest.approx(rows.cut(limit // 2).mean)
     assert rows.cut(rows.longest - 1).mean == pytest.approx(rows.mean, rel=0.01)
 
 
-def saved(folder: Path, columns: dict[str, list[list[int]]]) -> None:
+def write_dataset(folder: Path, columns: dict[str, list[list[int]]]) -> None:
     arrow = pytest.importorskip("pyarrow")
-    folder.mkdir(parents=True, exist_ok=True)
     table = arrow.table(columns)
     with arrow.ipc.new_stream(str(folder / "data-00000-of-00001.arrow"), table.schema) as out:
         out.write_table(table, max_chunksize=3)
 
 
 def test_dpo_has_two_sequences_a_row(tmp_path: Path) -> None:
-    saved(tmp_path, {"chosen_input_ids": [[1] * 4], "rejected_input_ids": [[1] * 6]})
-    (tmp_path / "state.json").write_text(
-        json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]})
-    )
-    found = lengths.of_dataset(tmp_path, pairs=True)
-    assert (found.rows, found.mean, found.longest) == (1, 5.0, 6)
+    write_dataset(tmp_path, {"chosen_input_ids": [[1] * 4], "rejected_input_ids": [[1] * 6]})
+    state = {"_data_files": [{"filename": "data-00000-of-00001.arrow"}]}
+    (tmp_path / "state.json").write_text(json.dumps(state))
+    pairs = lengths.of_dataset(tmp_path, pairs=True)
+    assert pairs.rows == 1
+    assert pairs.mean == 5.0
+    assert pairs.longest == 6
 
 
-@pytest.mark.parametrize("what", ["nothing", "broken", "column", "rows"])
-def test_what_is_no_dataset(tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize("fault", ["nothing", "broken", "column", "rows"])
+def test_a_folder_without_tokenised_rows(tmp_path: Path, fault: str) -> None:
     pytest.importorskip("pyarrow")
-    folder = tmp_path / "set"
-    if what != "nothing":
-        folder.mkdir()
-    if what == "broken":
-        (folder / "a.arrow").write_bytes(b"no arrow at all")
-    if what == "column":
-        saved(folder, {"text": [[1]]})
-    if what == "rows":
-        saved(folder, {"input_ids": []})
+    if fault == "broken":
+        (tmp_path / "a.arrow").write_bytes(b"no arrow at all")
+    elif fault == "column":
+        write_dataset(tmp_path, {"text": [[1]]})
+    elif fault == "rows":
+        write_dataset(tmp_path, {"input_ids": []})
+    folder = tmp_path / "absent" if fault == "nothing" else tmp_path
     with pytest.raises(InvalidConfig) as caught:
         lengths.of_dataset(folder)
-    assert caught.value.findings[0].code == "unknown-lengths"
-    assert "--row-tokens" in str(caught.value.findings[0].help)
+    (finding,) = caught.value.findings
+    assert finding.code == "unknown-lengths"
+    assert "--row-tokens" in str(finding.help)

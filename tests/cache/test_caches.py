@@ -1,4 +1,4 @@
-"""Which cache folder belongs to a run: what changes it, what does not, and how that is told afterwards."""
+"""Which cache folder belongs to a run: what changes it, what does not, and why it was missed."""
 
 import contextlib
 import json
@@ -6,16 +6,18 @@ import os
 import shutil
 import struct
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import Write
 from plans import from_text, planned
 
-from launcher.cache import diagnosis, keys
-from launcher.cache import folders as cache_folders
+from launcher import files
+from launcher.cache import diagnosis, folders, keys
+from launcher.cache.diagnosis import Reason
 from launcher.cache.keys import Cache
 from launcher.errors import NotReady, UsageError
 from launcher.plan import plan
@@ -33,22 +35,26 @@ args:
   try_launch_beaker_eval_jobs: false
 """
 DPO = SFT.replace("stage: sft", "stage: dpo").replace("dataset_mixer_list", "mixer_list")
-TRL = """
-stage: {stage}
+TRL_SFT = """
+stage: sft
 backend: trl
 args:
   model_name_or_path: model
   dataset_name: data
 """
-TEXTS = {
-    "sft": SFT, "dpo": DPO, "trl sft": TRL.format(stage="sft"), "trl dpo": TRL.format(stage="dpo"),
-}  # fmt: skip
+TRL_DPO = TRL_SFT.replace("stage: sft", "stage: dpo")
+STAGES = [SFT, DPO, TRL_SFT, TRL_DPO]
+NAMES = ["sft", "dpo", "trl sft", "trl dpo"]
+PRECOMPUTED = "precompute_ref_log_probs=true"
+HUB_DPO = DPO.replace("model_name_or_path: model", "model_name_or_path: org/model")
+HUB_DATA = SFT.replace("data/a.jsonl", "org/a").replace("data/b.jsonl", "org/b")
 
 
 def weights(raw: bytes) -> bytes:
     """A safetensors file of one tensor."""
-    head = json.dumps({"a": {"dtype": "U8", "shape": [len(raw)], "data_offsets": [0, len(raw)]}})
-    return struct.pack("<Q", len(head)) + head.encode() + raw
+    tensor = {"dtype": "U8", "shape": [len(raw)], "data_offsets": [0, len(raw)]}
+    header = json.dumps({"a": tensor}).encode()
+    return struct.pack("<Q", len(header)) + header + raw
 
 
 def rows(text: str) -> bytes:
@@ -63,444 +69,471 @@ def rows(text: str) -> bytes:
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def project(write: Write, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A project with two data files and a model, and the working directory in it."""
-    folder = tmp_path / "project"
-    files = {
-        "data/a.jsonl": rows("one"), "data/b.jsonl": rows("two"),
-        "model/config.json": b'{"model_type": "qwen2"}',
-        "model/model.safetensors": weights(b"w" * 50), "model/tokenizer.json": b"{}",
-        "model/chat_template.jinja": b"{{ messages }}",
-    }  # fmt: skip
-    for name, raw in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_bytes(raw)
+    write("project/data/a.jsonl", rows("one"))
+    write("project/data/b.jsonl", rows("two"))
+    write("project/model/model.safetensors", weights(b"w" * 50))
+    write("project/model/tokenizer.json", "{}")
+    write("project/model/chat_template.jinja", "{{ messages }}")
+    folder = write("project/model/config.json", '{"model_type": "qwen2"}').parent.parent
     monkeypatch.chdir(folder)
     return folder
 
 
-def made(text: str, *overrides: str) -> Plan:
+def plan_stage(text: str, *overrides: str) -> Plan:
     """The plan of a stage file in the working directory."""
-    return planned(from_text(Path.cwd(), TEXTS.get(text, text), *overrides))
+    return planned(from_text(Path.cwd(), text, *overrides))
 
 
-def derived(
+def derive(
     text: str, *overrides: str, packages: Mapping[str, str] = PACKAGES, lenient: bool = False
 ) -> dict[str, Cache]:
     """The cache folders of a stage, by kind."""
-    found = keys.derive(made(text, *overrides), packages, lenient=lenient)
-    return {one.kind: one for one in found}
+    caches = keys.derive(plan_stage(text, *overrides), packages, lenient=lenient)
+    return {cache.kind: cache for cache in caches}
 
 
 def paths(text: str, *overrides: str, **options: Any) -> dict[str, Path]:
     """Their folders."""
-    return {kind: one.path for kind, one in derived(text, *overrides, **options).items()}
+    return {kind: cache.path for kind, cache in derive(text, *overrides, **options).items()}
 
 
 def rewrite(path: Path, raw: bytes) -> None:
     """Write a file anew, with its old time of last write."""
-    was = path.stat()
+    before = path.stat()
     path.write_bytes(raw)
-    os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
 
 
-CHANGES: Mapping[str, Callable[[Path], object]] = {
-    "row": lambda p: rewrite(p / "data/a.jsonl", rows("own")),
-    "template": lambda p: (p / "model/chat_template.jinja").write_bytes(b"other"),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("changed", ["data/a.jsonl", "model/chat_template.jinja"])
+@pytest.mark.parametrize("text", STAGES, ids=NAMES)
 def test_content_that_upstreams_key_does_not_see_changes_the_folder(
-    place: Path, text: str, change: str
+    project: Path, text: str, changed: str
 ) -> None:
     before = paths(text)
-    CHANGES[change](place)
+    rewrite(project / changed, rows("own"))
     now = paths(text)
-    assert before.keys() == now.keys() and before
-    assert all(now[kind] != before[kind] for kind in before)
+    assert before
+    assert before.keys() == now.keys()
+    for kind, path in before.items():
+        assert now[kind] != path
 
 
-def test_a_retrained_model_changes_the_reference_alone(place: Path) -> None:
-    before = paths("dpo")
-    rewrite(place / "model/model.safetensors", weights(b"v" * 50))
-    now = paths("dpo")
+def test_a_retrained_model_changes_the_reference_alone(project: Path) -> None:
+    before = paths(DPO)
+    rewrite(project / "model/model.safetensors", weights(b"v" * 50))
+    now = paths(DPO)
     assert now["dataset"] == before["dataset"]
     assert now["reference"] != before["reference"]
 
 
-@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("text", STAGES, ids=NAMES)
 def test_times_copies_and_places_change_nothing(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
     before = paths(text)
-    for path in place.rglob("*"):
+    for path in project.rglob("*"):
         os.utime(path, (1e9, 1e9))
     assert paths(text) == before
     moved = tmp_path / "elsewhere" / "project"
-    shutil.copytree(place, moved)
-    shutil.rmtree(place)
+    shutil.copytree(project, moved)
+    shutil.rmtree(project)
     monkeypatch.chdir(moved)
     (moved / "model" / "README.md").write_text("what a training leaves beside a model")
     (moved / "model" / "trainer_state.json").write_text("{}")
     assert paths(text) == before
 
 
-def test_what_upstreams_key_sees_is_left_to_it(place: Path) -> None:
-    for override in ("max_seq_length=64", "chat_template_name=tulu", "output_dir=x"):
-        assert paths("sft", override) == paths("sft")
-    assert derived("sft", "max_seq_length=64")["dataset"].key["max_seq_length"] == 64
-    # data of the hub keep the shared cache of datasets
-    text = SFT.replace("data/a.jsonl", "org/a").replace("data/b.jsonl", "org/b")
-    one = derived(text)["dataset"]
-    assert one.arguments and not one.env
-    assert derived("trl sft", "dataset_name=org/a") == {}
-    # a key of ones own is left alone
-    assert derived("sft", "dataset_config_hash=abc") == {}
-    before = paths("dpo", "config_hash=abc", "local_cache_dir=own", lenient=True)
-    assert set(before) == {"reference"}
-    (place / "own" / "abc").mkdir(parents=True)
-    (place / "own" / "abc" / "data.arrow").write_bytes(b"1")
-    first = paths("dpo", "config_hash=abc", "local_cache_dir=own")
-    (place / "own" / "abc" / "data.arrow").write_bytes(b"2")
-    assert paths("dpo", "config_hash=abc", "local_cache_dir=own") != first != before
+def test_what_upstreams_key_sees_is_left_to_it(project: Path) -> None:
+    assert paths(SFT, "chat_template_name=tulu", "output_dir=x") == paths(SFT)
+    shorter = derive(SFT, "max_seq_length=64")["dataset"]
+    assert shorter.path == derive(SFT)["dataset"].path
+    assert shorter.key["max_seq_length"] == 64
 
 
-@pytest.mark.parametrize("text", ["dpo", "trl sft"])
-def test_another_release_of_what_tokenises_changes_the_folder(place: Path, text: str) -> None:
+def test_data_of_the_hub_keep_the_shared_cache(project: Path) -> None:
+    cache = derive(HUB_DATA)["dataset"]
+    assert cache.arguments
+    assert not cache.env
+    assert derive(TRL_SFT, "dataset_name=org/a") == {}
+
+
+def test_a_key_of_ones_own_is_left_alone(project: Path, write: Write) -> None:
+    assert derive(SFT, "dataset_config_hash=abc") == {}
+    words = ("config_hash=abc", "local_cache_dir=own")
+    absent = paths(DPO, *words, lenient=True)
+    assert set(absent) == {"reference"}
+    write("project/own/abc/data.arrow", "1")
+    first = paths(DPO, *words)
+    assert first != absent
+    write("project/own/abc/data.arrow", "2")
+    assert paths(DPO, *words) != first
+
+
+@pytest.mark.parametrize("text", [DPO, TRL_SFT], ids=["dpo", "trl sft"])
+def test_another_release_of_what_tokenises_changes_the_folder(project: Path, text: str) -> None:
+    before = paths(text)
     now = paths(text, packages={**PACKAGES, "transformers": "5.18.0"})
-    assert all(now[kind] != path for kind, path in paths(text).items())
-    assert paths(text, packages={**PACKAGES, "wandb": "9"}) == paths(text)
+    for kind, path in before.items():
+        assert now[kind] != path
+    assert paths(text, packages={**PACKAGES, "wandb": "9"}) == before
 
 
-def test_upstreams_own_code_counts_by_content(place: Path) -> None:
-    stage = from_text(place, DPO)
-    # as without a checkout: the snapshot knows the files of the pin
-    stage = replace(stage, upstream=replace(stage.upstream, packages={}))
-    before = {one.kind: one.path for one in keys.derive(planned(stage), PACKAGES)}
-    for label, kinds in (
+@pytest.mark.parametrize(
+    ("file", "kinds"),
+    [
         ("open_instruct/dataset_transformation.py", {"dataset", "reference"}),
         ("open_instruct/dpo_utils.py", {"reference"}),
-        ("open_instruct/finetune.py", set[str]()),
-    ):
-        schema = replace(stage.schema, digests={**stage.schema.digests, label: "edited"})
-        found = keys.derive(planned(replace(stage, schema=schema)), PACKAGES)
-        assert {one.kind for one in found if one.path != before[one.kind]} == kinds
+        ("open_instruct/finetune.py", set()),
+    ],
+)
+def test_upstreams_own_code_counts_by_content(project: Path, file: str, kinds: set[str]) -> None:
+    stage = from_text(project, DPO)
+    # as without a checkout: the snapshot knows the files of the pin
+    stage = replace(stage, upstream=replace(stage.upstream, packages={}))
+    schema = replace(stage.schema, digests={**stage.schema.digests, file: "edited"})
+    edited = planned(replace(stage, schema=schema))
+    before = {cache.path for cache in keys.derive(planned(stage), PACKAGES)}
+    changed = [cache for cache in keys.derive(edited, PACKAGES) if cache.path not in before]
+    assert {cache.kind for cache in changed} == kinds
 
 
-def test_what_makes_another_reference_model_changes_its_folder(place: Path) -> None:
-    (place / "other").mkdir()
-    (place / "other" / "config.json").write_text("{}")
-    found = [
-        paths("dpo", *overrides)["reference"]
-        for overrides in ((), ("use_liger_kernel=true",), ("config_name=other",))
-    ]
-    (place / "other" / "config.json").write_text('{"rope_theta": 1}')
-    found.append(paths("dpo", "config_name=other")["reference"])
-    assert len(set(found)) == 4
-    assert paths("dpo", "learning_rate=1e-3", "num_epochs=3")["reference"] == found[0]
+def test_what_makes_another_reference_model_changes_its_folder(project: Path, write: Write) -> None:
+    before = paths(DPO)["reference"]
+    config = write("project/other/config.json", "{}")
+    other = paths(DPO, "config_name=other")["reference"]
+    config.write_text('{"rope_theta": 1}')
+    edited = paths(DPO, "config_name=other")["reference"]
+    liger = paths(DPO, "use_liger_kernel=true")["reference"]
+    assert len({before, other, edited, liger}) == 4
+    assert paths(DPO, "learning_rate=1e-3", "num_epochs=3")["reference"] == before
 
 
-def test_the_users_own_folder_holds_ours(
-    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_folder_of_the_user_holds_those_of_launch(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = derived("sft", "dataset_local_cache_dir=cache")["dataset"]
-    assert one.path.parent == place / "cache"
-    assert one.arguments == {"dataset_local_cache_dir": str(one.path)}
-    assert derived("sft")["dataset"].path.parent == tmp_path / "cache" / "launch"
+    cache = derive(SFT, "dataset_local_cache_dir=cache")["dataset"]
+    assert cache.path.parent == project / "cache"
+    assert cache.arguments == {"dataset_local_cache_dir": str(cache.path)}
+    assert derive(SFT)["dataset"].path.parent == tmp_path / "cache" / "launch"
     monkeypatch.setenv(keys.REFERENCE_VARIABLE, str(tmp_path / "ref"))
-    assert derived("dpo")["reference"].path.parent == tmp_path / "ref"
+    assert derive(DPO)["reference"].path.parent == tmp_path / "ref"
     monkeypatch.setenv(keys.DATASETS_VARIABLE, str(tmp_path / "hf"))
-    assert derived("trl sft")["dataset"].path.parent == tmp_path / "hf"
+    assert derive(TRL_SFT)["dataset"].path.parent == tmp_path / "hf"
 
 
-def test_the_command_gets_them_as_upstreams_own_options(place: Path) -> None:
-    before = made("dpo")
-    found = keys.derive(before, PACKAGES)
-    after = plan.completed(before, keys.derived(found))
-    by_kind = {one.kind: one for one in found}
-    assert after.values["local_cache_dir"] == str(by_kind["dataset"].path)
-    assert after.arguments()["local_cache_dir"] == [str(by_kind["dataset"].path)]
+def test_the_command_gets_them_as_upstreams_own_options(project: Path) -> None:
+    before = plan_stage(DPO)
+    dataset, reference = keys.derive(before, PACKAGES)
+    after = plan.completed(before, keys.derived([dataset, reference]))
+    assert after.values["local_cache_dir"] == str(dataset.path)
+    assert after.arguments()["local_cache_dir"] == [str(dataset.path)]
     assert "data/a.jsonl" in after.derived["local_cache_dir"].why
-    env = keys.environment(found)
-    assert env[keys.REFERENCE_VARIABLE] == str(by_kind["reference"].path)
-    assert Path(env[keys.DATASETS_VARIABLE]).parent == by_kind["dataset"].path
-    assert not (place / "cache").exists()
-    assert not by_kind["dataset"].path.exists()
+    env = keys.environment([dataset, reference])
+    assert env[keys.REFERENCE_VARIABLE] == str(reference.path)
+    assert Path(env[keys.DATASETS_VARIABLE]).parent == dataset.path
+    assert not (project / "cache").exists()
+    assert not dataset.path.exists()
 
 
-def test_a_dry_run_may_name_what_is_not_here(place: Path) -> None:
-    (place / "data" / "a.jsonl").unlink()
-    assert derived("sft", lenient=True)["dataset"].inputs[0].digest == "missing"
+def test_a_dry_run_may_name_what_is_not_here(project: Path) -> None:
+    (project / "data" / "a.jsonl").unlink()
+    assert derive(SFT, lenient=True)["dataset"].inputs[0].digest == "missing"
     with pytest.raises(NotReady) as caught:
-        derived("sft")
+        derive(SFT)
     assert caught.value.findings[0].code == "missing-file"
 
 
-def test_trls_precomputed_reference_depends_on_what_its_key_leaves_out(place: Path) -> None:
-    on = "precompute_ref_log_probs=true"
-    found = [
-        paths("trl dpo", *words)["dataset"]
-        for words in ((), (on,), (on, "max_length=9"), (on, "ld_alpha=0.5"))
-    ]
-    assert len(set(found)) == 4
-    assert paths("trl dpo", "max_length=9")["dataset"] == found[0]
+def test_trls_precomputed_reference_depends_on_what_its_key_leaves_out(project: Path) -> None:
+    def path(*overrides: str) -> Path:
+        return paths(TRL_DPO, *overrides)["dataset"]
+
+    assert path("max_length=9") == path()
+    precomputed = {
+        path(PRECOMPUTED),
+        path(PRECOMPUTED, "max_length=9"),
+        path(PRECOMPUTED, "ld_alpha=0.5"),
+    }
+    assert len(precomputed) == 3
+    assert path() not in precomputed
     # also for data of the hub
-    hub = ("dataset_name=org/a", on)
-    assert paths("trl dpo", *hub) != paths("trl dpo", *hub, "max_length=9")
+    hub = "dataset_name=org/a"
+    assert path(hub, PRECOMPUTED) != path(hub, PRECOMPUTED, "max_length=9")
 
 
-def test_a_model_that_is_not_here_is_said(place: Path) -> None:
-    text = DPO.replace("model_name_or_path: model", "model_name_or_path: org/model")
-    plan = made(text)
-    found = keys.findings(plan, keys.derive(plan, PACKAGES))
-    assert [(one.severity, one.code) for one in found] == [("note", "model-not-here")]
+def test_a_model_that_is_not_here_is_noted(project: Path) -> None:
+    dpo = plan_stage(HUB_DPO)
+    (finding,) = keys.findings(dpo, keys.derive(dpo, PACKAGES))
+    assert (finding.severity, finding.code) == ("note", "model-not-here")
 
 
-@contextlib.contextmanager
-def used(
-    name: str, text: str, *overrides: str, attempt: int = 1, fill: bool = True
-) -> Iterator[dict[str, Cache]]:
-    """A run that holds its folders, and has filled them as upstream would."""
-    found = derived(text, *overrides)
-    with cache_folders.lock(tuple(found.values()), run(name), attempt):
-        for one in found.values() if fill else ():
-            entry(one.path, one.kind)
-        yield found
-
-
-def run(name: str) -> RunFolder:
-    """A run folder of that name."""
+def run_folder(name: str) -> RunFolder:
     folder = RunFolder(rundir.runs_root() / name)
     folder.path.mkdir(parents=True, exist_ok=True)
     return folder
 
 
-def entry(path: Path, kind: str, key: str = "0123456789") -> Path:
-    """What upstream leaves in a folder."""
+def fill(path: Path, kind: str, key: str = "0123456789") -> Path:
+    """Leave in a folder what upstream does."""
     if kind == "reference":
-        (path / f"{key}.pt").write_bytes(b"p" * 1000)
-        return path / f"{key}.pt"
-    (path / key).mkdir(exist_ok=True)
+        entry = path / f"{key}.pt"
+        entry.write_bytes(b"p" * 1000)
+        return entry
+    entry = path / key
+    entry.mkdir(exist_ok=True)
     for name in ("state.json", "dataset_info.json", "config.json"):
-        (path / key / name).write_text("{}")
-    return path / key
+        (entry / name).write_text("{}")
+    return entry
 
 
-def probed(name: str, *events: Mapping[str, Any]) -> None:
-    """What the probe recorded of a run."""
-    folder = run(name).probe
-    folder.mkdir(exist_ok=True)
-    with (folder / "rank-0.jsonl").open("a") as file:
-        for event in ({"event": "start"}, *events):
-            file.write(json.dumps(event) + "\n")
+@contextlib.contextmanager
+def hold(
+    name: str, text: str, *overrides: str, attempt: int = 1, filled: bool = True
+) -> Iterator[dict[str, Cache]]:
+    """A run that holds its folders, and has filled them as upstream would."""
+    caches = derive(text, *overrides)
+    with folders.lock(tuple(caches.values()), run_folder(name), attempt):
+        if filled:
+            for cache in caches.values():
+                fill(cache.path, cache.kind)
+        yield caches
 
 
-def test_a_folder_is_listed_with_what_it_was_derived_from(place: Path) -> None:
-    with used("r1", "dpo") as found:
-        record = json.loads((found["reference"].path / cache_folders.RECORD).read_text())
-    by_role = {one["role"]: one for one in record["inputs"]}
-    assert by_role["model"]["name"] == "model"
-    shown = [one["name"] for one in by_role["model"]["shown"]["files"]]
-    assert shown == ["config.json", "model.safetensors"]
-    row = next(one.row() for one in cache_folders.known() if one.kind == "reference")
-    assert (row["state"], row["runs"]) == ("filled", ["r1"])
-    assert row["size"] > 1000 and row["last used"] < 60
-    shown = cache_folders.shown(row)
-    assert set(cache_folders.COLUMNS) <= shown.keys()
+def use(name: str, text: str, *overrides: str) -> dict[str, Cache]:
+    """The folders of a run that is over."""
+    with hold(name, text, *overrides) as caches:
+        return caches
+
+
+def test_a_folder_is_listed_with_what_it_was_derived_from(project: Path) -> None:
+    reference = use("r1", DPO)["reference"].path
+    sources = files.read_json(reference / folders.RECORD)["inputs"]
+    (model,) = [source for source in sources if source["role"] == "model"]
+    assert model["name"] == "model"
+    names = [file["name"] for file in model["shown"]["files"]]
+    assert names == ["config.json", "model.safetensors"]
+
+    (folder,) = [folder for folder in folders.known() if folder.kind == "reference"]
+    row = folder.row()
+    assert row["state"] == "filled"
+    assert row["runs"] == ["r1"]
+    assert row["size"] > 1000
+    assert row["last used"] < 60
+    shown = folders.shown(row)
+    assert set(folders.COLUMNS) <= shown.keys()
     assert shown["of"] == "data/a.jsonl, data/b.jsonl, model"
-    assert shown["size"].endswith(" KiB") and shown["age"].endswith("s")
+    assert shown["size"].endswith(" KiB")
+    assert shown["age"].endswith("s")
 
 
-def test_folders_elsewhere_are_found_again(place: Path, tmp_path: Path) -> None:
-    with used("r1", "sft", f"dataset_local_cache_dir={tmp_path / 'disk'}") as found:
-        pass
-    assert [one.path for one in cache_folders.known()] == [found["dataset"].path]
+def test_folders_elsewhere_are_found_again(project: Path, tmp_path: Path) -> None:
+    caches = use("r1", SFT, f"dataset_local_cache_dir={tmp_path / 'disk'}")
+    (folder,) = folders.known()
+    assert folder.path == caches["dataset"].path
     shutil.rmtree(tmp_path / "disk")
-    assert cache_folders.known() == []
+    assert folders.known() == []
 
 
-def test_a_half_written_set_is_taken_away_before_a_run(place: Path) -> None:
-    with used("r1", "dpo") as found:
-        dataset, reference = found["dataset"].path, found["reference"].path
-        half = dataset / "abcdef0123"
-        half.mkdir()
-        (half / "data-00000-of-00001.arrow").touch()
-        (reference / "tmpabc.tmp").touch()
-        (dataset / "notes").mkdir()
-        (dataset / "datasets").mkdir()
-    with used("r2", "dpo", fill=False):
-        assert sorted(p.name for p in dataset.iterdir() if not p.name.startswith(".")) == [
-            "0123456789", "datasets", cache_folders.RECORD, "notes",
-        ]  # fmt: skip
-        assert [p.name for p in reference.glob("*.*") if p.suffix in {".pt", ".tmp"}] == [
-            "0123456789.pt"
+def test_a_half_written_set_is_removed_before_a_run(project: Path) -> None:
+    caches = use("r1", DPO)
+    dataset = caches["dataset"].path
+    reference = caches["reference"].path
+    half = dataset / "abcdef0123"
+    half.mkdir()
+    (half / "data-00000-of-00001.arrow").touch()
+    (reference / "tmpabc.tmp").touch()
+    (dataset / "notes").mkdir()
+    (dataset / "datasets").mkdir()
+    with hold("r2", DPO, filled=False):
+        assert not half.exists()
+        assert sorted(path.name for path in dataset.glob("[!.]*")) == [
+            "0123456789",
+            "datasets",
+            folders.RECORD,
+            "notes",
         ]
+        assert not (reference / "tmpabc.tmp").exists()
+        assert (reference / "0123456789.pt").exists()
 
 
-def test_what_was_edited_while_a_run_began_spoils_what_it_made(place: Path) -> None:
-    with used("r1", "dpo", fill=False) as found:
+def test_what_was_edited_while_a_run_began_spoils_what_it_made(project: Path) -> None:
+    with hold("r1", DPO, filled=False) as caches:
         # between the launcher's look and upstream's
-        data = place / "data/a.jsonl"
-        data.write_bytes(data.read_bytes().replace(b"one", b"own"))
-        for one in found.values():
-            entry(one.path, one.kind)
-    gone = [
-        path.name for one in found.values() for path in cache_folders.discard_spoiled(one) or ()
-    ]
-    assert gone == ["0123456789", "0123456789.pt"]
-    assert cache_folders.known() and not any(one.entries() for one in cache_folders.known())
+        (project / "data/a.jsonl").write_bytes(rows("own"))
+        for cache in caches.values():
+            fill(cache.path, cache.kind)
+    discarded = []
+    for cache in caches.values():
+        discarded += [path.name for path in folders.discard_spoiled(cache) or ()]
+    assert discarded == ["0123456789", "0123456789.pt"]
+    assert [folder.entries() for folder in folders.known()] == [[], []]
 
 
 def test_rows_that_were_put_back_spoil_what_was_made_meanwhile_and_nothing_older(
-    place: Path,
+    project: Path,
 ) -> None:
-    with used("r1", "sft"):
-        pass
-    with used("r2", "sft", fill=False) as found:
-        data = place / "data/a.jsonl"
+    use("r1", SFT)
+    with hold("r2", SFT, filled=False) as caches:
+        data = project / "data/a.jsonl"
         raw = data.read_bytes()
         rewrite(data, rows("own"))
-        other = entry(found["dataset"].path, "dataset", "fedcba9876")
+        other = fill(caches["dataset"].path, "dataset", "fedcba9876")
         rewrite(data, raw)
-    assert cache_folders.discard_spoiled(found["dataset"]) == [other]
-    with used("r3", "sft", fill=False) as found:
+    assert folders.discard_spoiled(caches["dataset"]) == [other]
+    with hold("r3", SFT, filled=False) as caches:
         pass
-    assert not cache_folders.discard_spoiled(found["dataset"])
-    assert cache_folders.known()[0].entries() == ["0123456789"]
+    assert not folders.discard_spoiled(caches["dataset"])
+    assert folders.known()[0].entries() == ["0123456789"]
 
 
-def cleared(**options: Any) -> dict[str, str]:
-    """Kind -> what became of the folder."""
-    return {one.kind: one.state for one in cache_folders.clear(cache_folders.known(), **options)}
+def clear(**options: Any) -> dict[str, str]:
+    """Clear the known folders; the state of each afterwards, by kind."""
+    return {result.kind: result.state for result in folders.clear(folders.known(), **options)}
 
 
-def test_clearing_takes_the_kind_and_age_that_were_asked_for(place: Path) -> None:
-    with used("r1", "dpo") as found:
-        pass
+def test_clearing_takes_the_kind_and_age_that_were_asked_for(project: Path) -> None:
+    caches = use("r1", DPO)
     everything = {"dataset": "would be removed", "reference": "would be removed"}
-    assert cleared(dry_run=True) == everything
-    assert cleared(older_than_s=60) == {"dataset": "kept", "reference": "kept"}
-    assert cleared(older_than_s=0, dry_run=True) == everything
-    assert all(one.path.is_dir() for one in found.values())
-    assert cleared(kind="reference") == {"reference": "removed"}
-    assert not found["reference"].path.exists()
-    assert cleared() == {"dataset": "removed"}
-    assert cache_folders.known() == []
-    assert list(found["dataset"].path.parent.glob("*-*")) == []
+    assert clear(dry_run=True) == everything
+    assert clear(older_than_s=60) == {"dataset": "kept", "reference": "kept"}
+    assert clear(older_than_s=0, dry_run=True) == everything
+    dataset = caches["dataset"].path
+    assert dataset.is_dir()
+    assert clear(kind="reference") == {"reference": "removed"}
+    assert not caches["reference"].path.exists()
+    assert clear() == {"dataset": "removed"}
+    assert folders.known() == []
+    assert list(dataset.parent.glob("*-*")) == []
 
 
-def test_what_a_run_holds_is_kept(place: Path) -> None:
-    with used("r1", "dpo") as found:
-        told = cache_folders.clear(cache_folders.known())
-        assert {one.state for one in told} == {"kept"}
-        assert {one.reason for one in told} == {"a run uses it"}
-    assert cleared() == {"dataset": "removed", "reference": "removed"}
-    assert not found["dataset"].path.exists()
+def test_a_folder_that_a_run_holds_is_kept(project: Path) -> None:
+    with hold("r1", SFT):
+        (result,) = folders.clear(folders.known())
+        assert result.state == "kept"
+        assert result.reason == "a run uses it"
+    assert clear() == {"dataset": "removed"}
 
 
-def test_a_started_process_holds_on_when_the_launcher_is_gone(place: Path) -> None:
-    found = derived("sft")
-    with cache_folders.lock(tuple(found.values()), run("r1"), 1) as locks:
+def test_a_started_process_holds_on_when_the_launcher_is_gone(project: Path) -> None:
+    caches = derive(SFT)
+    with folders.lock(tuple(caches.values()), run_folder("r1"), 1) as locks:
         child = subprocess.Popen(["sleep", "600"], pass_fds=locks)
     try:
-        assert cleared() == {"dataset": "kept"}
+        assert clear() == {"dataset": "kept"}
     finally:
         child.kill()
         child.wait()
-    assert cleared() == {"dataset": "removed"}
+    assert clear() == {"dataset": "removed"}
 
 
 @pytest.mark.parametrize("spoil", ["record", "name", "link"])
-def test_nothing_is_deleted_that_is_not_ours(place: Path, tmp_path: Path, spoil: str) -> None:
-    with used("r1", "sft") as found:
-        path = found["dataset"].path
-    folders, other = cache_folders.known(), tmp_path / "precious"
+def test_nothing_else_is_deleted(project: Path, tmp_path: Path, spoil: str) -> None:
+    path = use("r1", SFT)["dataset"].path
+    (folder,) = folders.known()
+    other = tmp_path / "precious"
     if spoil == "record":
-        (path / cache_folders.RECORD).unlink()
+        (path / folders.RECORD).unlink()
     elif spoil == "name":
         # somebody copied the folder's contents to where other things are
         path = path.rename(other)
-        folders = [replace(folders[0], path=other)]
+        folder = replace(folder, path=other)
     else:
         path.rename(other)
         path.symlink_to(other)
-    assert [one.state for one in cache_folders.clear(folders)] == ["kept"]
+    (result,) = folders.clear([folder])
+    assert result.state == "kept"
     assert (path / "0123456789" / "state.json").is_file()
-    assert cache_folders.known() == []
+    assert folders.known() == []
 
 
 def test_ages() -> None:
-    assert [*map(cache_folders.age, ("30d", "90m", "1.5w"))] == [30 * 86400, 5400, 907200]
-    for text in ("", "30", "-1d", "30 days"):
-        with pytest.raises(UsageError):
-            cache_folders.age(text)
+    assert folders.age("30d") == 30 * 86400
+    assert folders.age("90m") == 5400
+    assert folders.age("1.5w") == 907200
 
 
-def reasons(name: str) -> dict[str, diagnosis.Reason]:
-    """The reasons of a run's caches, by kind."""
-    return {one.kind: one for one in diagnosis.why(run(name))}
+@pytest.mark.parametrize("text", ["", "30", "-1d", "30 days"])
+def test_an_age_without_a_unit_or_below_0_is_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        folders.age(text)
 
 
-def seen(kind: str, state: str, path: object = "") -> dict[str, Any]:
-    """An event of the probe."""
-    return {"event": f"{kind}_cache", "state": state, "path": str(path)}
+def record_use(name: str, state: str, path: object = "") -> None:
+    """Let the probe of a run record whether its dataset was found."""
+    folder = run_folder(name).probe
+    folder.mkdir(exist_ok=True)
+    event = {"event": "dataset_cache", "state": state, "path": str(path)}
+    with (folder / "rank-0.jsonl").open("a") as file:
+        file.write('{"event": "start"}\n')
+        file.write(f"{json.dumps(event)}\n")
 
 
-def test_an_edited_row_is_the_reason(place: Path) -> None:
-    with used("r1", "sft"):
-        pass
-    rewrite(place / "data/a.jsonl", rows("own"))
-    with used("r2", "sft"):
-        probed("r2", seen("dataset", "miss"))
-    told = reasons("r2")["dataset"]
-    assert (told.state, Path(str(told.compared)).name) == ("miss", "r1")
-    (difference,) = told.differences
+def why(name: str) -> Reason:
+    """Why the dataset of a run was found or not."""
+    (reason,) = [reason for reason in diagnosis.why(run_folder(name)) if reason.kind == "dataset"]
+    return reason
+
+
+def differences(name: str) -> list[str]:
+    return [difference.text for difference in why(name).differences]
+
+
+def test_an_edited_row_is_the_reason_of_a_miss(project: Path) -> None:
+    use("r1", SFT)
+    rewrite(project / "data/a.jsonl", rows("own"))
+    use("r2", SFT)
+    record_use("r2", "miss")
+    reason = why("r2")
+    assert reason.state == "miss"
+    assert Path(str(reason.compared)).name == "r1"
+    assert "r1" in reason.lines()[0]
+    (difference,) = reason.differences
     assert difference.what == "data/a.jsonl"
-    assert f"{len(rows('own')):,} bytes" in difference.text and "the same time" in difference.text
-    assert difference.before["digest"][:12] in difference.text
-    assert difference.now["digest"][:12] in difference.text
-    assert "r1" in told.lines()[0]
+    for words in (
+        f"{len(rows('own')):,} bytes",
+        "the same time",
+        difference.before["digest"][:12],
+        difference.now["digest"][:12],
+    ):
+        assert words in difference.text
 
 
-def test_a_value_that_counts_only_now_is_no_reason(place: Path) -> None:
-    with used("r1", "trl dpo"):
-        pass
-    words = ("precompute_ref_log_probs=true", "use_peft=true")
-    with used("r2", "trl dpo", *words, fill=False):
-        probed("r2", seen("dataset", "miss"))
-    told = reasons("r2")["dataset"].differences
+def test_a_value_that_counts_only_now_is_no_reason(project: Path) -> None:
+    use("r1", TRL_DPO)
+    words = (PRECOMPUTED, "use_peft=true")
+    with hold("r2", TRL_DPO, *words, filled=False):
+        record_use("r2", "miss")
     # the reference is one of the model's weights, which count from now on
-    first, *others = [one.text for one in told]
+    first, *others = differences("r2")
     assert first == "`precompute_ref_log_probs` false -> true"
-    assert all(text.startswith("model/") for text in others)
-    with used("r3", "trl dpo", *words, "max_length=9", fill=False):
-        probed("r3", seen("dataset", "miss"))
-    told = reasons("r3")["dataset"].differences
-    assert [one.text for one in told] == ["`max_length` 1024 -> 9"]
+    for text in others:
+        assert text.startswith("model/")
+    with hold("r3", TRL_DPO, *words, "max_length=9", filled=False):
+        record_use("r3", "miss")
+    assert differences("r3") == ["`max_length` 1024 -> 9"]
 
 
-def test_upstreams_own_record_is_the_last_resort(place: Path) -> None:
-    with used("r1", "sft") as found:
-        path = found["dataset"].path
-        config = {"dataset_configs": [{"dataset_commit_hash": "c1"}], "config_hash": "0123456789"}
-        (path / "0123456789" / "config.json").write_text(json.dumps(config))
-    with used("r2", "sft", fill=False):
-        other = entry(path, "dataset", "fedcba9876")
-        config = {"dataset_configs": [{"dataset_commit_hash": "c2"}], "config_hash": "fedcba9876"}
-        (other / "config.json").write_text(json.dumps(config))
-        probed("r2", seen("dataset", "miss", other))
-    assert [one.text for one in reasons("r2")["dataset"].differences] == [
-        "upstream's `dataset_configs[0].dataset_commit_hash` c1 -> c2"
-    ]
+def test_upstreams_own_record_is_the_last_resort(project: Path) -> None:
+    def write_config(entry: Path, commit: str) -> None:
+        config = {"dataset_configs": [{"dataset_commit_hash": commit}], "config_hash": entry.name}
+        files.write_json(entry / "config.json", config)
+
+    with hold("r1", SFT) as caches:
+        write_config(caches["dataset"].path / "0123456789", "c1")
+    with hold("r2", SFT, filled=False):
+        entry = fill(caches["dataset"].path, "dataset", "fedcba9876")
+        write_config(entry, "c2")
+        record_use("r2", "miss", entry)
+    key = "dataset_configs[0].dataset_commit_hash"
+    assert differences("r2") == [f"upstream's `{key}` c1 -> c2"]
 
 
-def test_the_newest_attempt_is_explained(place: Path) -> None:
-    with used("r1", "sft"):
-        probed("r1", seen("dataset", "miss"))
-    with used("r1", "sft", attempt=2, fill=False):
-        probed("r1", seen("dataset", "hit"))
-    told = reasons("r1")["dataset"]
-    assert (told.state, Path(str(told.compared)).name) == ("hit", "r1")
-    assert diagnosis.why(run("r9")) == []
+def test_the_newest_attempt_is_explained(project: Path) -> None:
+    with hold("r1", SFT):
+        record_use("r1", "miss")
+    with hold("r1", SFT, attempt=2, filled=False):
+        record_use("r1", "hit")
+    assert why("r1").state == "hit"
+    assert Path(str(why("r1").compared)).name == "r1"
+    assert diagnosis.why(run_folder("r9")) == []

@@ -1,23 +1,21 @@
 """New stage files: from templates, and from the files of other tools."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from launcher.cli import main
-from launcher.config.load import load
-
-ASKED = ["--model", "some/model", "--data", "some/data"]
+from launcher.config.load import Config, load
 
 AXOLOTL = """
 base_model: org/tiny
 tokenizer_type: AutoTokenizer
-rl: {rl}
 datasets:
-  - {{path: org/chats, type: chat_template, split: train_sft}}
-  - {{path: org/more, type: alpaca}}
+  - {path: org/chats, type: chat_template, split: train_sft}
+  - {path: org/more, type: alpaca}
 val_set_size: 0.05
 evals_per_epoch: 4
 adapter: qlora
@@ -67,357 +65,102 @@ learning_rate: 1.0e-4
 accelerate_config: zero2
 env: {CUDA_VISIBLE_DEVICES: 0}
 """
+NEW = Path("new.yaml")
 
 
-def answer(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, Any]]:
-    """The exit code and the JSON of `launch init`."""
-    code = main.main(["init", *words, "--format", "json"])
-    return code, json.loads(capsys.readouterr().out)
+@dataclass
+class Init:
+    """`launch init` in a folder of its own, with JSON answers."""
+
+    capsys: pytest.CaptureFixture[str]
+
+    def run(self, *words: str) -> tuple[int, Any]:
+        code = main.main(["init", *words, "--format", "json"])
+        return code, json.loads(self.capsys.readouterr().out)
+
+    def write(self, *words: str, output: Path = NEW) -> Config:
+        """The stage file that `launch init` writes."""
+        code, answer = self.run(*words, "-o", str(output))
+        assert code == 0, answer
+        return load(output)
+
+    def convert(self, text: str, *words: str) -> tuple[Config, Any]:
+        """The stage file that another tool's file becomes, and the answer."""
+        Path("foreign.yaml").write_text(text)
+        code, answer = self.run("--from", "foreign.yaml", "-o", str(NEW), *words)
+        assert code == 0, answer
+        return load(NEW), answer
+
+    def refuse(self, *words: str) -> tuple[int, Any]:
+        """The exit code and the first finding, where no file is written."""
+        code, answer = self.run(*words, "-o", str(NEW))
+        assert not NEW.exists()
+        return code, answer["findings"][0]
+
+    def validate(self, path: Path, *words: str) -> tuple[int, str]:
+        """The exit code and stderr of `launch validate-config`."""
+        self.capsys.readouterr()
+        code = main.main(["validate-config", str(path), *words])
+        return code, self.capsys.readouterr().err
 
 
+@pytest.fixture
+def init(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Init:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    return Init(capsys)
+
+
+def hub_words(stage: str, backend: str = "trl") -> list[str]:
+    """A new file for a model and data of the hub."""
+    return [stage, "--backend", backend, "--model", "some/model", "--data", "some/data"]
+
+
+@pytest.mark.parametrize("gpus", [0, 1, 3, 8])
 @pytest.mark.parametrize("backend", ["trl", "open_instruct"])
 @pytest.mark.parametrize("stage", ["sft", "dpo"])
 def test_a_new_file_is_valid_and_splits_its_batch(
-    stage: str, backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    init: Init, stage: str, backend: str, gpus: int
 ) -> None:
-    for gpus in (0, 1, 3, 8):
-        path = tmp_path / f"{gpus}.yaml"
-        code, said = answer(
-            capsys, stage, *ASKED, "--backend", backend, "--gpus", str(gpus), "-o", str(path)
-        )
-        assert (code, said["data"]["stage"]) == (0, stage)
-        assert main.main(["validate-config", str(path), "--strict"]) == 0
-        capsys.readouterr()
-        options = load(path).options
-        batch = options["batch"]
-        assert batch["global"] % (batch["per_device"] * max(1, gpus)) == 0
-        # open-instruct's DPO crashes on one GPU without it
-        assert options["deepspeed"] != "none" or (stage, backend) != ("dpo", "open_instruct")
-    assert main.main(["init", stage, *ASKED, "-o", str(path)]) == 2
-    assert "exists" in capsys.readouterr().err
+    options = init.write(*hub_words(stage, backend), "--gpus", str(gpus)).options
+    assert init.validate(NEW, "--strict") == (0, "")
+    assert options["stage"] == stage
+    batch = options["batch"]
+    assert batch["global"] % (batch["per_device"] * max(1, gpus)) == 0
+    if (stage, backend) == ("dpo", "open_instruct"):
+        # it crashes on one GPU without
+        assert options["deepspeed"] != "none"
 
 
-def test_without_a_terminal_model_and_data_are_options(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    code, said = answer(capsys, "dpo", "--gpus", "2")
-    assert (code, said["findings"][0]["code"]) == (2, "no-input")
-    assert not [*tmp_path.iterdir()]
-
-
-def test_a_data_file_of_trl_is_alone_in_its_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = tmp_path / "data" / "chats.jsonl"
-    data.parent.mkdir()
-    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
-    data.write_text(json.dumps({"messages": chat}) + "\n")
-    words = ("sft", "--model", "org/tiny", "--data", str(data), "-o", str(tmp_path / "sft.yaml"))
-    (data.parent / "train_notes.md").write_text("")
-    code, said = answer(capsys, *words)
-    assert (code, said["findings"][0]["code"]) == (2, "bad-data")
-    (data.parent / "train_notes.md").unlink()
-    assert answer(capsys, *words)[0] == 0
-    assert load(tmp_path / "sft.yaml").args["dataset_name"] == str(data.parent)
-
-
-MARKED = "{% for m in messages %}{%- generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
-UNMARKED = "{% for m in messages %}{{ m.content }}{% endfor %}"
-CHATS = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}
-SHAREGPT = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]}
-NAMED_ROLES = {
-    "conversations": [{"from": "user", "value": "hi"}, {"from": "assistant", "value": "yes"}]
-}
-ALPACA = {"instruction": "hi", "input": "", "output": "yes"}
-PAIR = {
-    "chosen": [*CHATS["messages"]],
-    "rejected": [CHATS["messages"][0], {"role": "assistant", "content": "no"}],
-}
-
-
-def model_folder(folder: Path, template: object) -> Path:
-    """A folder with a config and a tokenizer's config, all that is looked at of a model; None: no template."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text('{"model_type": "qwen2", "max_position_embeddings": 512}')
-    held = {} if template is None else {"chat_template": template}
-    (folder / "tokenizer_config.json").write_text(json.dumps(held))
-    return folder
-
-
-def data_file(folder: Path, *rows: object) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "train.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-@pytest.mark.parametrize(
-    ("template", "row", "written"),
-    [
-        (MARKED, CHATS, "true"),
-        (
-            [{"name": "default", "template": MARKED}, {"name": "tool_use", "template": UNMARKED}],
-            CHATS,
-            "true",
-        ),
-        (MARKED, NAMED_ROLES, "true"),
-        (UNMARKED, CHATS, "no {% generation %}"),
-        (
-            [{"name": "default", "template": UNMARKED}, {"name": "rag", "template": MARKED}],
-            CHATS,
-            "no {% generation",
-        ),
-        (MARKED, {"text": "yes"}, "nothing"),
-        (MARKED, {"prompt": "hi", "completion": "yes"}, "nothing"),
-    ],
-)
-def test_answers_alone_are_trained_on_where_the_template_can(
-    template: object, row: object, written: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model = model_folder(tmp_path / "model", template)
-    data, path = data_file(tmp_path / "data", row, row), tmp_path / "sft.yaml"
-    code, said = answer(capsys, "sft", "--model", str(model), "--data", str(data), "-o", str(path))
-    assert code == 0, said
-    args, remarks = load(path).args, said["data"]["remarks"]
-    assert args["max_length"] == 512
-    assert args.get("assistant_only_loss") is (True if written == "true" else None)
-    if written == "nothing":
-        assert not remarks
-        assert "assistant_only_loss" not in path.read_text()
-    elif written == "true":
-        assert remarks == [
-            "assistant_only_loss: true: the loss counts the answers alone, not the questions"
-        ]
-    else:
-        assert written in remarks[0] and "every token" in remarks[0]
-        assert "  # assistant_only_loss: true " in path.read_text()
-
-
-@pytest.mark.parametrize("place", ["model", "data"])
-def test_what_is_not_here_leaves_the_line_to_a_person(
-    place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    model = "org/tiny" if place == "model" else str(model_folder(tmp_path / "model", MARKED))
-    data = "org/chats" if place == "data" else str(data_file(tmp_path / "data", CHATS))
-    path = tmp_path / "sft.yaml"
-    code, said = answer(capsys, "sft", "--model", model, "--data", data, "-o", str(path))
-    assert code == 0
-    assert "# assistant_only_loss: true" in path.read_text()
-    reason = (
-        "org/tiny is not here" if place == "model" else "the rows of org/chats were not looked at"
-    )
-    assert reason in said["data"]["remarks"][0]
-
-
-@pytest.mark.parametrize(
-    ("stage", "backend", "row"),
-    [
-        ("sft", "trl", ALPACA),
-        ("sft", "open_instruct", ALPACA),
-        ("sft", "trl", SHAREGPT),
-        ("sft", "trl", {"question": "hi", "answer": "yes"}),
-        ("sft", "trl", {"prompt": "hi", "response": "yes"}),
-        ("sft", "open_instruct", NAMED_ROLES),
-        ("sft", "trl", {"messages": json.dumps(CHATS["messages"])}),
-        ("dpo", "trl", {"instruction": "hi", "input": "", "chosen": "yes", "rejected": "no"}),
-        ("dpo", "trl", {"prompt": "hi", **PAIR}),
-        (
-            "dpo",
-            "trl",
-            {"chosen": json.dumps(PAIR["chosen"]), "rejected": json.dumps(PAIR["rejected"])},
-        ),
-    ],
-)
-def test_rows_to_convert_first_are_told_with_the_command(
-    stage: str, backend: str, row: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Also in a folder that holds other files: the converted file lies elsewhere."""
-    data, path = data_file(tmp_path, row, row), tmp_path / "new.yaml"
-    (tmp_path / "notes.md").write_text("")
-    words = (
-        stage,
-        "--backend",
-        backend,
-        "--model",
-        "org/tiny",
-        "--data",
-        str(data),
-        "-o",
-        str(path),
-    )
-    code, said = answer(capsys, *words)
-    assert (code, said["findings"][0]["code"]) == (2, "bad-data")
-    assert f"launch data convert {data} -o converted/train.jsonl" in said["findings"][0]["help"]
-    assert not path.exists()
-
-
-def test_a_folder_with_the_name_of_a_reader_is_written_as_a_folder(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    data_file(tmp_path / "json", CHATS)
-    for data in ("json", "json/train.jsonl"):
-        path = tmp_path / f"{len(data)}.yaml"
-        code, _ = answer(capsys, "sft", "--model", "org/tiny", "--data", data, "-o", str(path))
-        assert (code, load(path).args["dataset_name"]) == (0, "./json")
-
-
-@pytest.mark.parametrize("backend", ["trl", "open_instruct"])
-def test_pairs_that_are_read_need_no_conversion(
-    backend: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    data = data_file(tmp_path / "data", PAIR, PAIR)
-    words = (
-        "dpo",
-        "--backend",
-        backend,
-        "--model",
-        "org/tiny",
-        "--data",
-        str(data),
-        "-o",
-        str(tmp_path / "d.yaml"),
-    )
-    assert answer(capsys, *words)[0] == 0
-
-
-def convert(
-    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], *words: str
-) -> tuple[Any, dict[str, Any], str]:
-    """The config that a foreign file becomes, the answer, and the text of the new file."""
-    source, path = tmp_path / "theirs.yaml", tmp_path / "ours.yaml"
-    source.write_text(text)
-    code, said = answer(capsys, "--from", str(source), "-o", str(path), *words)
-    assert code == 0, said
-    return load(path), said, path.read_text()
-
-
-def test_an_axolotl_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config, said, text = convert(AXOLOTL.format(rl=""), tmp_path, capsys, "--gpus", "2")
-    assert config.options["stage"] == "sft"
-    assert config.options["deepspeed"] == "zero3_offload"
-    assert config.options["batch"] == {"global": 16, "per_device": 2}
-    assert config.args["datasets"] == [
-        {"path": "org/chats", "split": "train_sft"},
-        {"path": "org/more"},
-    ]
-    expected = {
-        "model_name_or_path": "org/tiny", "test_split_size": 0.05,
-        "assistant_only_loss": True, "use_peft": True, "load_in_4bit": True, "lora_r": 32, "lora_dropout": 0.0,
-        "lora_target_modules": ["all-linear"], "max_length": 4096, "packing": True, "num_train_epochs": 3,
-        "optim": "adamw_torch", "learning_rate": 2e-4, "warmup_steps": 0.1, "lr_scheduler_type": "cosine",
-        "bf16": True, "dtype": "bfloat16", "attn_implementation": "flash_attention_2", "hub_model_id": "me/out",
-        "push_to_hub": True, "output_dir": "./out",
-    }  # fmt: skip
-    assert expected.items() <= config.args.items()
-    assert "load_in_8bit" not in config.args
-    assert said["data"]["lost"] == []
-    # four times in each of three epochs
-    assert (config.args["eval_strategy"], config.args["eval_steps"]) == ("steps", round(1 / 12, 6))
-    assert "#   tokenizer_type: AutoTokenizer  (" in text
-
-
-def test_a_llama_factory_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config, said, _ = convert(LLAMA_FACTORY, tmp_path, capsys)
-    assert config.options["stage"] == "dpo"
-    assert "batch" not in config.options
-    expected = {
-        "lora_r": 16, "lora_alpha": 32,
-        "lora_target_modules": ["q_proj", "v_proj"],
-        "beta": 0.2, "max_length": 2048, "learning_rate": 5e-5, "dataset_num_proc": 16,
-        "attn_implementation": "flash_attention_2", "gradient_accumulation_steps": 8,
-    }  # fmt: skip
-    assert expected.items() <= config.args.items()
-    parts = [{"path": name, "split": "train[:1000]"} for name in ("pairs_demo", "other")]
-    assert config.args["datasets"] == parts
-    assert said["data"]["lost"] == ["template"]
-    assert "converted" in {finding["code"] for finding in said["findings"]}
-
-
-def test_a_flat_trl_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config, said, _ = convert(TRL, tmp_path, capsys)
-    assert config.options["deepspeed"] == "zero2"
-    assert config.args == {
-        "model_name_or_path": "org/tiny", "datasets": [{"path": "org/text", "name": "en"}],
-        "max_length": 512, "learning_rate": 1e-4,
-    }  # fmt: skip
-    assert said["data"]["lost"] == ["env"]
-
-
-def test_validate_config_says_whose_file_it_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "f.yaml"
-    for text, tool in (
-        (AXOLOTL.format(rl=""), "Axolotl"),
-        (LLAMA_FACTORY, "LLaMA-Factory"),
-        (TRL, "TRL"),
-    ):
-        path.write_text(text)
-        assert main.main(["validate-config", str(path)]) == 3
-        said = capsys.readouterr().err
-        assert said.count("error[") == 1 and f"a file of {tool}" in said
-        assert f"launch init --from {path}" in said
-
-
-@pytest.mark.parametrize("name", ["train.sh", "job.sbatch", "job.slurm"])
-def test_validate_config_says_that_a_script_is_none_of_its_files(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / name
-    path.write_text(
-        "#!/bin/bash\nexport SECRET=words\ntrl sft --model_name_or_path a \\\n  --dataset_name b\n"
-    )
-    assert main.main(["validate-config", str(path)]) == 3
-    said = capsys.readouterr().err
-    assert "error[foreign-file]: this is a script" in said
-    assert f"launch init --from {path}" in said
-    assert "words" not in said
-
-
-def test_what_cannot_be_converted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, new = tmp_path / "f.yaml", tmp_path / "o.yaml"
-    for text, code, finding in (
-        (AXOLOTL.format(rl="kto"), 3, "bad-stage"),
-        ("stage: sft\nargs: {learning_rate: 1}\n", 2, "unknown-format"),
-        ("stage: dpo\nbackend: trl\nargs: {learning_rate: 1}\n", 2, "unknown-format"),
-        ("a: [\n", 3, "broken-yaml"),
-    ):
-        path.write_text(text)
-        found = answer(capsys, "--from", str(path), "-o", str(new))
-        assert (found[0], found[1]["findings"][0]["code"]) == (code, finding)
-        assert not new.exists()
-
-
-def test_a_stage_file_needs_no_conversion(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "f.yaml"
-    path.write_text("stage: sft\nargs: {learning_rate: 1}\n")
-    code, said = answer(capsys, "--from", str(path), "-o", str(tmp_path / "o.yaml"))
+def test_a_file_is_not_overwritten(init: Init) -> None:
+    init.write(*hub_words("sft"))
+    code, answer = init.run(*hub_words("sft"), "-o", str(NEW))
     assert code == 2
-    assert "is a stage file of launch already" in said["findings"][0]["message"]
-    assert said["findings"][0]["help"] == f"launch validate-config {path}"
+    assert "exists" in answer["findings"][0]["message"]
 
 
-@pytest.mark.parametrize("backend", ["trl", "open_instruct"])
-def test_each_new_file_has_an_output_folder_of_its_own(
-    backend: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "output/second").mkdir(parents=True)
-    for file, output in (
+def test_without_a_terminal_model_and_data_are_options(init: Init) -> None:
+    code, finding = init.refuse("dpo", "--gpus", "2")
+    assert (code, finding["code"]) == (2, "no-input")
+
+
+@pytest.mark.parametrize(
+    ("output", "folder"),
+    [
         ("first.yaml", "output/first"),
         ("below/first.yaml", "output/below/first"),
         ("second.yaml", "output/second-2"),
-    ):
-        assert answer(capsys, "sft", *ASKED, "--backend", backend, "-o", file)[0] == 0
-        assert load(file).args["output_dir"] == output
+    ],
+)
+@pytest.mark.parametrize("backend", ["trl", "open_instruct"])
+def test_each_new_file_has_an_output_folder_of_its_own(
+    init: Init, backend: str, output: str, folder: str
+) -> None:
+    Path("output/second").mkdir(parents=True)
+    config = init.write(*hub_words("sft", backend), output=Path(output))
+    assert config.args["output_dir"] == folder
 
 
 @pytest.mark.parametrize(
@@ -431,36 +174,282 @@ def test_each_new_file_has_an_output_folder_of_its_own(
     ],
 )
 def test_weights_are_in_bfloat16_on_a_gpu(
-    stage: str,
-    options: list[str],
-    dtype: str | None,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    init: Init, stage: str, options: list[str], dtype: str | None
 ) -> None:
-    path = tmp_path / "new.yaml"
-    assert answer(capsys, stage, *ASKED, *options, "-o", str(path))[0] == 0
-    assert load(path).args.get("dtype") == dtype
+    assert init.write(*hub_words(stage), *options).args.get("dtype") == dtype
 
 
 @pytest.mark.parametrize(
     ("backend", "switch"), [("trl", "use_peft"), ("open_instruct", "use_lora")]
 )
 @pytest.mark.parametrize("stage", ["sft", "dpo"])
-def test_lora_is_an_option(
-    stage: str, backend: str, switch: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "new.yaml"
-    assert answer(capsys, stage, *ASKED, "--lora", "--backend", backend, "-o", str(path))[0] == 0
-    assert load(path).args[switch] is True
-    assert main.main(["validate-config", str(path), "--strict"]) == 0
+def test_lora_is_an_option(init: Init, stage: str, backend: str, switch: str) -> None:
+    assert init.write(*hub_words(stage, backend), "--lora").args[switch] is True
+    assert init.validate(NEW, "--strict") == (0, "")
 
 
-def test_rows_are_as_long_as_the_model_allows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+# -- with a model or data of this machine
+
+MARKED = "{% for m in messages %}{%- generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+UNMARKED = "{% for m in messages %}{{ m.content }}{% endfor %}"
+QUESTION = {"role": "user", "content": "hi"}
+CHAT = [QUESTION, {"role": "assistant", "content": "yes"}]
+BAD_CHAT = [QUESTION, {"role": "assistant", "content": "no"}]
+CHATS = {"messages": CHAT}
+PAIR = {"chosen": CHAT, "rejected": BAD_CHAT}
+SHAREGPT = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]}
+NAMED_ROLES = {
+    "conversations": [{"from": "user", "value": "hi"}, {"from": "assistant", "value": "yes"}]
+}
+ALPACA = {"instruction": "hi", "input": "", "output": "yes"}
+
+
+def model_folder(template: object = None, positions: int = 512) -> str:
+    """A model as far as `launch init` looks at it: its config and the chat template."""
+    folder = Path("model")
+    folder.mkdir()
+    config = {"model_type": "qwen2", "max_position_embeddings": positions}
+    (folder / "config.json").write_text(json.dumps(config))
+    tokenizer = {} if template is None else {"chat_template": template}
+    (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    return str(folder)
+
+
+def data_file(row: object, folder: str = "data") -> str:
+    path = Path(folder, "train.jsonl")
+    path.parent.mkdir()
+    path.write_text(f"{json.dumps(row)}\n" * 2)
+    return str(path)
+
+
+def test_rows_are_as_long_as_the_model_allows(init: Init) -> None:
+    config = init.write("sft", "--model", model_folder(positions=32768), "--data", "some/data")
+    assert config.args["max_length"] == 32768
+
+
+def test_trl_reads_the_folder_of_a_data_file(init: Init) -> None:
+    data = data_file(CHATS)
+    notes = Path("data/train_notes.md")
+    notes.touch()
+    code, finding = init.refuse("sft", "--model", "org/tiny", "--data", data)
+    assert (code, finding["code"]) == (2, "bad-data")
+
+    notes.unlink()
+    config = init.write("sft", "--model", "org/tiny", "--data", data)
+    assert config.args["dataset_name"] == "data"
+
+
+def test_a_folder_with_the_name_of_a_reader_is_written_as_a_folder(init: Init) -> None:
+    data_file(CHATS, folder="json")
+    config = init.write("sft", "--model", "org/tiny", "--data", "json")
+    assert config.args["dataset_name"] == "./json"
+
+
+@pytest.mark.parametrize(
+    ("template", "row"),
+    [
+        (MARKED, CHATS),
+        (
+            [{"name": "default", "template": MARKED}, {"name": "tool_use", "template": UNMARKED}],
+            CHATS,
+        ),
+        (MARKED, NAMED_ROLES),
+    ],
+    ids=["one template", "several", "other roles"],
+)
+def test_answers_alone_are_trained_on_where_the_template_marks_them(
+    init: Init, template: object, row: object
 ) -> None:
-    model = model_folder(tmp_path / "model", None)
-    (model / "config.json").write_text('{"model_type": "qwen2", "max_position_embeddings": 32768}')
-    path = tmp_path / "new.yaml"
-    words = ("sft", "--model", str(model), "--data", "some/data", "-o", str(path))
-    assert answer(capsys, *words)[0] == 0
-    assert load(path).args["max_length"] == 32768
+    words = ("sft", "--model", model_folder(template), "--data", data_file(row), "-o", str(NEW))
+    _, answer = init.run(*words)
+    assert load(NEW).args["assistant_only_loss"] is True
+    assert answer["data"]["remarks"] == [
+        "assistant_only_loss: true: the loss counts the answers alone, not the questions"
+    ]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [UNMARKED, [{"name": "default", "template": UNMARKED}, {"name": "rag", "template": MARKED}]],
+    ids=["one template", "several"],
+)
+def test_every_token_is_trained_on_where_the_template_marks_no_answers(
+    init: Init, template: object
+) -> None:
+    words = ("sft", "--model", model_folder(template), "--data", data_file(CHATS), "-o", str(NEW))
+    _, answer = init.run(*words)
+    (remark,) = answer["data"]["remarks"]
+    assert "no {% generation" in remark
+    assert "every token" in remark
+    assert "  # assistant_only_loss: true " in NEW.read_text()
+
+
+@pytest.mark.parametrize("row", [{"text": "yes"}, {"prompt": "hi", "completion": "yes"}])
+def test_rows_without_roles_need_no_template(init: Init, row: object) -> None:
+    init.write("sft", "--model", model_folder(MARKED), "--data", data_file(row))
+    assert "assistant_only_loss" not in NEW.read_text()
+
+
+def test_a_missing_model_leaves_the_loss_to_the_user(init: Init) -> None:
+    words = ("sft", "--model", "org/tiny", "--data", data_file(CHATS), "-o", str(NEW))
+    _, answer = init.run(*words)
+    assert "# assistant_only_loss: true" in NEW.read_text()
+    assert "org/tiny is not here" in answer["data"]["remarks"][0]
+
+
+def test_missing_data_leave_the_loss_to_the_user(init: Init) -> None:
+    words = ("sft", "--model", model_folder(MARKED), "--data", "org/chats", "-o", str(NEW))
+    _, answer = init.run(*words)
+    assert "# assistant_only_loss: true" in NEW.read_text()
+    assert "the rows of org/chats were not looked at" in answer["data"]["remarks"][0]
+
+
+@pytest.mark.parametrize(
+    ("stage", "backend", "row"),
+    [
+        ("sft", "trl", ALPACA),
+        ("sft", "open_instruct", ALPACA),
+        ("sft", "trl", SHAREGPT),
+        ("sft", "trl", {"question": "hi", "answer": "yes"}),
+        ("sft", "trl", {"prompt": "hi", "response": "yes"}),
+        ("sft", "open_instruct", NAMED_ROLES),
+        ("sft", "trl", {"messages": json.dumps(CHAT)}),
+        ("dpo", "trl", {"instruction": "hi", "input": "", "chosen": "yes", "rejected": "no"}),
+        ("dpo", "trl", {"prompt": "hi", **PAIR}),
+        ("dpo", "trl", {"chosen": json.dumps(CHAT), "rejected": json.dumps(BAD_CHAT)}),
+    ],
+)
+def test_rows_to_convert_first_are_named_with_the_command(
+    init: Init, stage: str, backend: str, row: object
+) -> None:
+    """The converted file lies elsewhere: this folder holds other files, too."""
+    data = data_file(row)
+    Path("data/notes.md").touch()
+    words = (stage, "--backend", backend, "--model", "org/tiny", "--data", data)
+    code, finding = init.refuse(*words)
+    assert (code, finding["code"]) == (2, "bad-data")
+    assert f"launch data convert {data} -o converted/train.jsonl" in finding["help"]
+
+
+@pytest.mark.parametrize("backend", ["trl", "open_instruct"])
+def test_pairs_that_the_trainer_reads_need_no_conversion(init: Init, backend: str) -> None:
+    init.write("dpo", "--backend", backend, "--model", "org/tiny", "--data", data_file(PAIR))
+
+
+# -- from the files of other tools
+
+
+def test_a_file_of_axolotl_is_converted(init: Init) -> None:
+    config, answer = init.convert(AXOLOTL, "--gpus", "2")
+    assert config.options["stage"] == "sft"
+    assert config.options["deepspeed"] == "zero3_offload"
+    assert config.options["batch"] == {"global": 16, "per_device": 2}
+    arguments = {
+        "model_name_or_path": "org/tiny",
+        "datasets": [{"path": "org/chats", "split": "train_sft"}, {"path": "org/more"}],
+        "test_split_size": 0.05,
+        # four times in each of three epochs
+        "eval_strategy": "steps",
+        "eval_steps": round(1 / 12, 6),
+        "assistant_only_loss": True,
+        "use_peft": True,
+        "load_in_4bit": True,
+        "lora_r": 32,
+        "lora_dropout": 0.0,
+        "lora_target_modules": ["all-linear"],
+        "max_length": 4096,
+        "packing": True,
+        "num_train_epochs": 3,
+        "optim": "adamw_torch",
+        "learning_rate": 2e-4,
+        "warmup_steps": 0.1,
+        "lr_scheduler_type": "cosine",
+        "bf16": True,
+        "dtype": "bfloat16",
+        "attn_implementation": "flash_attention_2",
+        "hub_model_id": "me/out",
+        "push_to_hub": True,
+        "output_dir": "./out",
+    }
+    assert arguments.items() <= config.args.items()
+    assert "load_in_8bit" not in config.args
+    assert answer["data"]["lost"] == []
+    assert "#   tokenizer_type: AutoTokenizer  (" in NEW.read_text()
+
+
+def test_a_file_of_llama_factory_is_converted(init: Init) -> None:
+    config, answer = init.convert(LLAMA_FACTORY)
+    assert config.options["stage"] == "dpo"
+    assert "batch" not in config.options
+    arguments = {
+        "datasets": [
+            {"path": "pairs_demo", "split": "train[:1000]"},
+            {"path": "other", "split": "train[:1000]"},
+        ],
+        "lora_r": 16,
+        "lora_alpha": 32,
+        "lora_target_modules": ["q_proj", "v_proj"],
+        "beta": 0.2,
+        "max_length": 2048,
+        "learning_rate": 5e-5,
+        "dataset_num_proc": 16,
+        "attn_implementation": "flash_attention_2",
+        "gradient_accumulation_steps": 8,
+    }
+    assert arguments.items() <= config.args.items()
+    assert answer["data"]["lost"] == ["template"]
+    assert "converted" in {finding["code"] for finding in answer["findings"]}
+
+
+def test_a_flat_file_of_trl_is_converted(init: Init) -> None:
+    config, answer = init.convert(TRL)
+    assert config.options["deepspeed"] == "zero2"
+    assert config.args == {
+        "model_name_or_path": "org/tiny",
+        "datasets": [{"path": "org/text", "name": "en"}],
+        "max_length": 512,
+        "learning_rate": 1e-4,
+    }
+    assert answer["data"]["lost"] == ["env"]
+
+
+@pytest.mark.parametrize(
+    ("text", "tool"), [(AXOLOTL, "Axolotl"), (LLAMA_FACTORY, "LLaMA-Factory"), (TRL, "TRL")]
+)
+def test_validate_config_names_the_tool_of_a_file(init: Init, text: str, tool: str) -> None:
+    path = Path("foreign.yaml")
+    path.write_text(text)
+    code, stderr = init.validate(path)
+    assert code == 3
+    assert stderr.count("error[") == 1
+    assert f"a file of {tool}" in stderr
+    assert f"launch init --from {path}" in stderr
+
+
+@pytest.mark.parametrize("name", ["train.sh", "job.sbatch", "job.slurm"])
+def test_validate_config_names_a_script(init: Init, name: str) -> None:
+    path = Path(name)
+    command = "trl sft --model_name_or_path a \\\n  --dataset_name b"
+    path.write_text(f"#!/bin/bash\nexport SECRET=words\n{command}\n")
+    code, stderr = init.validate(path)
+    assert code == 3
+    assert "error[foreign-file]: this is a script" in stderr
+    assert f"launch init --from {path}" in stderr
+    assert "words" not in stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "exit_code", "code"),
+    [
+        pytest.param(f"{AXOLOTL}rl: kto\n", 3, "bad-stage", id="another stage"),
+        pytest.param("a: [\n", 3, "broken-yaml", id="no YAML"),
+        pytest.param("stage: sft\nargs: {learning_rate: 1}\n", 2, "unknown-format", id="our own"),
+    ],
+)
+def test_a_file_that_cannot_be_converted(init: Init, text: str, exit_code: int, code: str) -> None:
+    Path("foreign.yaml").write_text(text)
+    refused, finding = init.refuse("--from", "foreign.yaml")
+    assert (refused, finding["code"]) == (exit_code, code)
+    if code == "unknown-format":
+        assert "is a stage file of launch already" in finding["message"]
+        assert finding["help"] == "launch validate-config foreign.yaml"

@@ -1,9 +1,10 @@
 """`launch validate-config` as people and machines call it."""
 
-import json
 from pathlib import Path
 
 import pytest
+from answers import Ask
+from answers import ask as ask  # a fixture
 from conftest import Write
 
 from launcher.cli.main import main
@@ -22,9 +23,8 @@ args:
   use_flash_attn: true
   chat_template: tulu
 """
-MENDED = WRONG.replace("  use_flash_attn: true\n", "").replace(
-    "chat_template:", "chat_template_name:"
-)
+FIXED = WRONG.replace("  use_flash_attn: true\n", "")
+FIXED = FIXED.replace("chat_template:", "chat_template_name:")
 
 
 def test_fix_writes_and_then_judges(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,152 +32,155 @@ def test_fix_writes_and_then_judges(write: Write, capsys: pytest.CaptureFixture[
     assert main(["validate-config", str(path)]) == Exit.CONFIG
     capsys.readouterr()
     assert main(["validate-config", "--fix", str(path)]) == Exit.OK
-    assert path.read_text() == MENDED
-    told = capsys.readouterr().out
-    assert f"{path}:9: " in told
-    assert f"{path}: valid" in told
+    assert path.read_text() == FIXED
+    stdout = capsys.readouterr().out
+    assert f"{path}:9: " in stdout
+    assert f"{path}: valid" in stdout
 
 
-def test_a_folder_is_the_files_in_it(
-    tmp_path: Path, write: Write, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fix_for_machines(write: Write, ask: Ask) -> None:
+    answer = ask("validate-config", "--fix", str(write("a.yaml", WRONG)))
+    assert answer.code == Exit.OK
+    (file,) = answer.data["files"]
+    assert file["valid"]
+    assert file["fix"]["changed"]
+    assert [change["line"] for change in file["fix"]["changes"]] == [9, 10]
+
+
+def test_a_folder_stands_for_the_files_in_it(tmp_path: Path, write: Write, ask: Ask) -> None:
     for name in ("all/b/c.yml", "all/a.yaml", "all/.git/x.yaml", "all/.hidden.yaml", "all/a.json"):
-        write(name, MENDED)
-    folder = tmp_path / "all"
-    assert main(["validate-config", str(folder), "--format", "json"]) == Exit.OK
-    told = json.loads(capsys.readouterr().out)["data"]["files"]
-    assert [entry["path"] for entry in told] == [f"{folder}/a.yaml", f"{folder}/b/c.yml"]
-    (tmp_path / "empty").mkdir()
-    assert main(["validate-config", str(tmp_path / "empty")]) == Exit.CONFIG
-    assert "not-a-file" in capsys.readouterr().err
+        write(name, FIXED)
+    answer = ask("validate-config", str(tmp_path / "all"))
+    assert answer.code == Exit.OK
+    paths = [file["path"] for file in answer.data["files"]]
+    assert paths == [f"{tmp_path}/all/a.yaml", f"{tmp_path}/all/b/c.yml"]
 
 
-def test_fix_for_machines(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write("a.yaml", WRONG)
-    assert main(["validate-config", "--fix", "--format", "json", str(path)]) == Exit.OK
-    (told,) = json.loads(capsys.readouterr().out)["data"]["files"]
-    assert told["valid"]
-    assert told["fix"]["changed"]
-    assert [change["line"] for change in told["fix"]["changes"]] == [9, 10]
+def test_an_empty_folder_is_refused(tmp_path: Path, ask: Ask) -> None:
+    answer = ask("validate-config", str(tmp_path))
+    assert answer.code == Exit.CONFIG
+    assert "not-a-file" in answer.codes
 
 
+@pytest.mark.parametrize("is_absolute", [True, False])
 def test_annotations_of_github(
     write: Write,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    is_absolute: bool,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    lines = (
-        "dataset_mixer_list: [a, 1.0]",
-        "model_name_or_path: m",
-        "max_train_samples: 3",
-        "chat_template: tulu",
-    )
-    path = write("a,b/50%.yaml", "stage: sft\nargs:\n" + "".join(f"  {line}\n" for line in lines))
-    for name in (str(path), "a,b/50%.yaml"):
-        assert main(["validate-config", "--format", "github", name]) == Exit.CONFIG
-        *_, unread, renamed = capsys.readouterr().out.splitlines()
-        place = "file=a%2Cb/50%25.yaml,line="
-        assert unread.startswith(f"::warning {place}5,title=unread-key::")
-        assert renamed.startswith(f"::error {place}6,title=renamed-key::")
-        assert "%0Ahelp: write `chat_template_name`" in renamed
+    args = "dataset_mixer_list: [a, 1.0]\n  model_name_or_path: m\n  max_train_samples: 3"
+    path = write("a,b/50%.yaml", f"stage: sft\nargs:\n  {args}\n  chat_template: tulu\n")
+    name = str(path) if is_absolute else "a,b/50%.yaml"
+    assert main(["validate-config", "--format", "github", name]) == Exit.CONFIG
+    *_, unread, renamed = capsys.readouterr().out.splitlines()
+    assert unread.startswith("::warning file=a%2Cb/50%25.yaml,line=5,title=unread-key::")
+    assert renamed.startswith("::error file=a%2Cb/50%25.yaml,line=6,title=renamed-key::")
+    assert "%0Ahelp: write `chat_template_name`" in renamed
 
 
 def test_a_message_cannot_smuggle_in_another_workflow_command(tmp_path: Path) -> None:
-    note = Finding(
-        severity="note", layer="launch", code="c", message="x\n::add-mask::y\r\n::error::z%"
-    )
-    told = console.workflow_command(note, tmp_path)
-    assert told == "::notice title=c::x%0A::add-mask::y%0D%0A::error::z%25"
+    message = "x\n::add-mask::y\r\n::error::z%"
+    note = Finding(severity="note", layer="launch", code="c", message=message)
+    command = console.workflow_command(note, tmp_path)
+    assert command == "::notice title=c::x%0A::add-mask::y%0D%0A::error::z%25"
 
 
-def test_a_command_that_cannot_go_on_answers_in_the_same_form(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, write: Write
+@pytest.mark.parametrize("form", ["github", "json"])
+def test_a_refused_command_answers_in_the_same_form(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, write: Write, form: str
 ) -> None:
     path = str(write("a.yaml", "stage: sft\nargs: {}\n"))
-    for form in ("github", "json"):
-        words = [
-            "validate-config",
-            path,
-            "--open-instruct",
-            str(tmp_path / "no-checkout"),
-            f"--format={form}",
-        ]
-        assert main(words) == Exit.NOT_READY
-        told = capsys.readouterr()
-        assert "no-checkout" in told.out and not told.err
+    missing = str(tmp_path / "no-checkout")
+    code = main(["validate-config", path, "--open-instruct", missing, f"--format={form}"])
+    assert code == Exit.NOT_READY
+    streams = capsys.readouterr()
+    assert "no-checkout" in streams.out
+    assert streams.err == ""
 
 
-def test_one_source_serves_a_thousand_files(
+def test_the_source_is_located_once_for_many_files(
     write: Write, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from launcher.upstream import locate as upstream
 
-    looked = []
+    calls = []
     locate = upstream.locate
-    monkeypatch.setattr(
-        upstream, "locate", lambda *given, **named: looked.append(1) or locate(*given, **named)
-    )
-    paths = [str(write(f"{number}.yaml", MENDED)) for number in range(50)]
+
+    def count_calls(*args: object, **options: object) -> object:
+        calls.append(args)
+        return locate(*args, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(upstream, "locate", count_calls)
+    paths = [str(write(f"{number}.yaml", FIXED)) for number in range(5)]
     assert main(["validate-config", *paths]) == Exit.OK
-    assert len(looked) == 1
-    assert capsys.readouterr().out.count(": valid") == 50
+    assert len(calls) == 1
+    assert capsys.readouterr().out.count(": valid") == 5
 
 
-def test_a_pipeline_is_judged_with_all_its_stages(
+TRL = "stage: {stage}\nbackend: trl\nargs: {{{args}}}\n"
+
+
+def test_a_pipeline_is_judged_with_all_its_stages(write: Write, ask: Ask) -> None:
+    args = "model_name_or_path: m, dataset_name: d, output_dir: "
+    write("sft.yaml", TRL.format(stage="sft", args=f"{args}one"))
+    write("dpo.yaml", TRL.format(stage="dpo", args=f"{args}two, learning_rat: 1"))
+    pipeline = write("all.yaml", "stages: [sft.yaml, dpo.yaml]\n")
+    answer = ask("validate-config", str(pipeline))
+    assert answer.code == Exit.CONFIG
+    places = []
+    for finding in answer.findings:
+        places.append((finding["code"], Path(finding["file"]).name, finding["line"]))
+    assert ("abbreviated-key", "dpo.yaml", 3) in places
+    assert ("pipeline-model", "dpo.yaml", 3) in places
+
+
+def test_a_stage_beside_its_pipeline_is_judged_once(
     write: Write, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stage = "stage: {}\nbackend: trl\nargs: {{model_name_or_path: m, dataset_name: d, output_dir: {}{}}}\n"
-    write("sft.yaml", stage.format("sft", "one", ""))
-    write("dpo.yaml", stage.format("dpo", "two", ", learning_rat: 1"))
-    path = write("all.yaml", "stages: [sft.yaml, dpo.yaml]\n")
-    assert main(["validate-config", str(path), "--format", "json"]) == Exit.CONFIG
-    told = json.loads(capsys.readouterr().out)
-    codes = {(one["code"], Path(one["file"]).name, one["line"]) for one in told["findings"]}
-    assert {("abbreviated-key", "dpo.yaml", 3), ("pipeline-model", "dpo.yaml", 3)} <= codes
-
-
-def test_what_is_mended_may_hold_a_token(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
-    token = "hf_" + "aB3" * 11
-    text = WRONG.replace("use_flash_attn: true", f"use_flash_attn: {token}")
-    text += "  additional_model_arguments:\n    hub_token: a-password\n"
-    for form in ("text", "json", "github"):
-        main(["validate-config", "--fix", str(write("a.yaml", text)), "--format", form])
-        said = "".join(capsys.readouterr())
-        assert token[:20] not in said and "a-password" not in said
-
-
-def test_a_stage_beside_its_pipeline_is_said_once(
-    write: Write, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stage = write(
-        "all/sft.yaml", "stage: sft\nbackend: trl\nargs: {dataset_name: d, learning_rat: 1}\n"
-    )
+    args = "dataset_name: d, learning_rat: 1"
+    stage = write("all/sft.yaml", TRL.format(stage="sft", args=args))
     write("all/pipeline.yaml", "gpus: 0\nstages: [{name: sft, config: sft.yaml}]\n")
     assert main(["validate-config", str(stage.parent)]) == Exit.CONFIG
     assert capsys.readouterr().err.count("`learning_rat`") == 1
 
 
+@pytest.mark.parametrize("form", ["text", "json", "github"])
+def test_what_is_fixed_may_hold_a_token(
+    write: Write, capsys: pytest.CaptureFixture[str], form: str
+) -> None:
+    token = "hf_" + "aB3" * 11
+    text = WRONG.replace("use_flash_attn: true", f"use_flash_attn: {token}")
+    text += "  additional_model_arguments:\n    hub_token: a-password\n"
+    main(["validate-config", "--fix", str(write("a.yaml", text)), "--format", form])
+    output = "".join(capsys.readouterr())
+    assert token[:20] not in output
+    assert "a-password" not in output
+
+
 @pytest.mark.parametrize(
-    ("backend", "more", "key"),
+    ("backend", "line", "key"),
     [
         ("trl", "trust_remote_code: true", "trust_remote_code"),
         ("trl", "model_init_kwargs: {trust_remote_code: true}", "model_init_kwargs"),
         ("open_instruct", "trust_remote_code: true", "trust_remote_code"),
-        ("trl", "trust_remote_code: false", None),
-        ("open_instruct", "use_fast: true", None),
     ],
 )
 def test_code_of_a_repository_gets_a_note(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], backend: str, more: str, key: str | None
+    write: Write, ask: Ask, backend: str, line: str, key: str
 ) -> None:
-    path = tmp_path / "a.yaml"
-    path.write_text(f"stage: sft\nbackend: {backend}\nargs:\n  model_name_or_path: a/b\n  {more}\n")
-    main(["validate-config", str(path), "--format", "json"])
-    found = json.loads(capfd.readouterr().out)["findings"]
-    noted = [(f["severity"], f["key"], f["line"]) for f in found if f["code"] == "remote-code"]
-    assert noted == ([] if key is None else [("note", f"args.{key}", 5)])
+    args = f"args:\n  model_name_or_path: a/b\n  {line}\n"
+    path = write("a.yaml", f"stage: sft\nbackend: {backend}\n{args}")
+    (note,) = ask("validate-config", str(path)).with_code("remote-code")
+    assert (note["severity"], note["key"], note["line"]) == ("note", f"args.{key}", 5)
+
+
+def test_code_that_is_not_trusted_gets_no_note(write: Write, ask: Ask) -> None:
+    args = "model_name_or_path: a/b, trust_remote_code: false"
+    path = write("a.yaml", TRL.format(stage="sft", args=args))
+    assert "remote-code" not in ask("validate-config", str(path)).codes
 
 
 @pytest.mark.parametrize(
@@ -189,17 +192,16 @@ def test_code_of_a_repository_gets_a_note(
     ],
 )
 def test_overrides_are_judged_with_the_file(
-    overrides: list[str], codes: list[str], write: Write, capsys: pytest.CaptureFixture[str]
+    overrides: list[str], codes: list[str], write: Write, ask: Ask
 ) -> None:
-    args = "{model_name_or_path: m, dataset_name: d, output_dir: o}"
-    stage = write("sft.yaml", f"stage: sft\nbackend: trl\nargs: {args}\n")
-    code = main(["validate-config", str(stage), *overrides, "--format", "json"])
-    errors = [
-        f for f in json.loads(capsys.readouterr().out)["findings"] if f["severity"] == "error"
-    ]
+    args = "model_name_or_path: m, dataset_name: d, output_dir: o"
+    stage = write("sft.yaml", TRL.format(stage="sft", args=args))
+    answer = ask("validate-config", str(stage), *overrides)
+    errors = [finding for finding in answer.findings if finding["severity"] == "error"]
     assert [finding["code"] for finding in errors] == codes
-    assert code == (Exit.CONFIG if codes else Exit.OK)
-    assert all(finding["override"] == overrides[0] for finding in errors)
+    assert answer.code == (Exit.CONFIG if codes else Exit.OK)
+    for finding in errors:
+        assert finding["override"] == overrides[0]
 
 
 def test_an_override_needs_a_file(capsys: pytest.CaptureFixture[str]) -> None:

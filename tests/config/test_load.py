@@ -19,164 +19,226 @@ args:
   learning_rate: 1e-5
   dataset_mixer_list: [a, 1.0]
 """
+OTHER_TOOL = """\
+num_gpus: 8
+open_instruct:
+  script: open_instruct/finetune.py
+  args:
+    seed: 1
+"""
 
 
-def faults(path: Path, *overrides: str) -> tuple[Finding, ...]:
+def refusals(path: Path) -> tuple[Finding, ...]:
     with pytest.raises(InvalidConfig) as raised:
-        load.load(path, overrides)
+        load.load(path)
     return raised.value.findings
 
 
-def places(loaded: load.Config, *keys: str) -> list[str]:
-    return [str(loaded.origin(key)) for key in keys]
+def origins(config: load.Config, *keys: str) -> list[str]:
+    """File and line of each key."""
+    return [str(config.origin(key)) for key in keys]
 
 
 def test_a_stage_file(write: Write) -> None:
     path = write("a.yaml", STAGE)
-    loaded = load.load(path)
-    assert loaded.shape == "stage"
-    assert loaded.options == {
-        "stage": "sft",
-        "deepspeed": "zero2",
-        "batch": {"global": 128, "per_device": 16},
-    }
-    assert loaded.args == {"learning_rate": 1e-5, "dataset_mixer_list": ["a", 1.0]}
-    keys = ("args.learning_rate", "args.dataset_mixer_list[7]", "args.not_there", "not_there")
-    assert places(loaded, *keys) == [f"{path}:{line}" for line in (5, 6, 4, 1)]
+    config = load.load(path)
+    assert config.shape == "stage"
+    batch = {"global": 128, "per_device": 16}
+    assert config.options == {"stage": "sft", "deepspeed": "zero2", "batch": batch}
+    assert config.args == {"learning_rate": 1e-5, "dataset_mixer_list": ["a", 1.0]}
+    # a key that is not there has the line of what it would be in
+    keys = ("args.learning_rate", "args.dataset_mixer_list[7]", "args.missing", "missing")
+    assert origins(config, *keys) == [f"{path}:5", f"{path}:6", f"{path}:4", f"{path}:1"]
 
 
-def test_files_of_upstream(write: Write) -> None:
-    loaded = load.load(write("a.yaml", "\nlearning_rate: 1\nname: x\n"))
-    assert (loaded.shape, loaded.options) == ("flat", {})
-    assert loaded.args == {"learning_rate": 1, "name": "x"}
-    assert places(loaded, "args.learning_rate", "args.absent") == [f"{loaded.path}:2"] * 2
-    # a wrapped file
-    text = (
-        "num_gpus: 8\nopen_instruct:\n  script: open_instruct/finetune.py\n  args:\n    seed: 1\n"
-    )
-    loaded = load.load(write("a.yaml", text))
-    assert loaded.shape == "wrapped"
-    assert loaded.options == {"num_gpus": 8, "script": "open_instruct/finetune.py"}
-    assert loaded.args == {"seed": 1}
-    lines = [f"{loaded.path}:{line}" for line in (3, 5, 4, 1)]
-    assert places(loaded, "script", "args.seed", "args.absent", "num_gpus") == lines
+def test_a_flat_file_of_upstream(write: Write) -> None:
+    path = write("a.yaml", "\nlearning_rate: 1\nname: x\n")
+    config = load.load(path)
+    assert config.shape == "flat"
+    assert config.options == {}
+    assert config.args == {"learning_rate": 1, "name": "x"}
+    assert origins(config, "args.learning_rate", "args.missing") == [f"{path}:2", f"{path}:2"]
+
+
+def test_a_wrapped_file_of_upstream(write: Write) -> None:
+    path = write("a.yaml", OTHER_TOOL)
+    config = load.load(path)
+    assert config.shape == "wrapped"
+    assert config.options == {"num_gpus": 8, "script": "open_instruct/finetune.py"}
+    assert config.args == {"seed": 1}
+    keys = ("script", "args.seed", "args.missing", "num_gpus")
+    assert origins(config, *keys) == [f"{path}:3", f"{path}:5", f"{path}:4", f"{path}:1"]
 
 
 def test_a_parent_is_merged_deeply_and_lists_are_replaced_whole(write: Write) -> None:
     parent = write("base/parent.yaml", STAGE)
-    text = "extends: base/parent.yaml\nbatch: {per_device: 4}\nargs:\n  dataset_mixer_list: [b]\n"
-    child = write("child.yaml", text)
-    loaded = load.load(child)
-    assert loaded.options["batch"] == {"global": 128, "per_device": 4}
-    assert loaded.args == {"learning_rate": 1e-5, "dataset_mixer_list": ["b"]}
-    assert "extends" not in loaded.options
-    assert loaded.parents == (parent,)
+    args = "args:\n  dataset_mixer_list: [b]\n"
+    child = write("child.yaml", f"extends: base/parent.yaml\nbatch: {{per_device: 4}}\n{args}")
+    config = load.load(child)
+    assert config.options["batch"] == {"global": 128, "per_device": 4}
+    assert config.args == {"learning_rate": 1e-5, "dataset_mixer_list": ["b"]}
+    assert "extends" not in config.options
+    assert config.parents == (parent,)
     # not the parent's line of an entry that the child's list does not have
     keys = ("args.learning_rate", "batch.per_device", "args.dataset_mixer_list[1]")
-    assert places(loaded, *keys) == [f"{parent}:5", f"{child}:2", f"{child}:4"]
+    assert origins(config, *keys) == [f"{parent}:5", f"{child}:2", f"{child}:4"]
 
 
-def test_grandparents_and_faults_of_parents(write: Write) -> None:
+def test_faults_of_a_grandparent_name_its_file(write: Write) -> None:
     first = write("first.yaml", "args: {seed: 1, weight_decay: 1}\nargs: {seed: 1}\n")
     second = write("deep/second.yaml", "extends: ../first.yaml\nargs: {seed: 2}\n")
-    third = write("third.yaml", "extends: deep/second.yaml\nstage: sft\n")
-    loaded = load.load(third)
-    assert loaded.args == {"seed": 2}
-    assert loaded.parents == (second, second.parent / "../first.yaml")
-    assert [(f.code, Path(f.file or "").resolve(), f.line) for f in loaded.faults] == [
-        ("duplicate-key", first, 2)
-    ]
+    config = load.load(write("third.yaml", "extends: deep/second.yaml\nstage: sft\n"))
+    assert config.args == {"seed": 2}
+    assert config.parents == (second, second.parent / "../first.yaml")
+    (fault,) = config.faults
+    assert (fault.code, fault.line) == ("duplicate-key", 2)
+    assert Path(str(fault.file)).resolve() == first
 
 
-def test_parents_that_cannot_be(write: Write) -> None:
-    (write("x/file", "").parent.parent / "linked.yaml").symlink_to("/etc/passwd")
-    for parent, code in (
-        ("[x]", "bad-extends"), ("' '", "bad-extends"), ("no.yaml", "missing-parent"),
-        ("~nobody-here/no.yaml", "missing-parent"), ("x" * 5000 + ".yaml", "missing-parent"),
-        ("/etc/passwd", "bad-extends"), ("../.env", "bad-extends"), ("linked.yaml", "bad-extends"),
+@pytest.mark.parametrize(
+    ("parent", "code"),
+    [
+        ("[x]", "bad-extends"),
+        ("' '", "bad-extends"),
+        ("no.yaml", "missing-parent"),
+        ("~nobody-here/no.yaml", "missing-parent"),
+        pytest.param("x" * 5000 + ".yaml", "missing-parent", id="long"),
+        ("/etc/passwd", "bad-extends"),
+        ("../.env", "bad-extends"),
+        ("linked.yaml", "bad-extends"),
         ("./x/../me.yaml", "extends-cycle"),
-    ):  # fmt: skip
-        path = write("me.yaml", f"a: 1\nextends: {parent}\n")
-        (found,) = faults(path)
-        assert (found.code, found.file, found.line) == (code, str(path), 2)
-    broken = write("parent.yaml", "a: [\n")
-    (found,) = faults(write("a.yaml", "extends: parent.yaml\n"))
-    assert (found.code, found.file) == ("broken-yaml", str(broken))
+    ],
+)
+def test_a_parent_that_cannot_be_read_is_refused(
+    tmp_path: Path, write: Write, parent: str, code: str
+) -> None:
+    (tmp_path / "x").mkdir()
+    (tmp_path / "linked.yaml").symlink_to("/etc/passwd")
+    path = write("me.yaml", f"a: 1\nextends: {parent}\n")
+    (finding,) = refusals(path)
+    assert (finding.code, finding.file, finding.line) == (code, str(path), 2)
 
 
-def test_interpolation(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_yaml_of_a_parent_names_the_parent(write: Write) -> None:
+    parent = write("parent.yaml", "a: [\n")
+    (finding,) = refusals(write("a.yaml", "extends: parent.yaml\n"))
+    assert (finding.code, finding.file) == ("broken-yaml", str(parent))
+
+
+def test_interpolation_of_variables_and_keys(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WHERE", "/data")
-    text = (
-        "stage: sft\nargs:\n  output_dir: ${oc.env:WHERE}/out\n  run: ${args.output_dir}/1\n"
-        "  seed: ${args.n}\n  n: 5\n  mixer: {'a.b c[': '${args.n}'}\n  list: ['${args.n}', x]\n"
-    )
-    expected = {
+    text = """\
+stage: sft
+args:
+  output_dir: ${oc.env:WHERE}/out
+  run: ${args.output_dir}/1
+  seed: ${args.n}
+  n: 5
+  mixer: {'a.b c[': '${args.n}'}
+  list: ['${args.n}', x]
+"""
+    assert load.load(write("a.yaml", text)).args == {
         "output_dir": "/data/out",
         "run": "/data/out/1",
         "seed": 5,
         "n": 5,
         "mixer": {"a.b c[": 5},
+        "list": [5, "x"],
     }
-    assert load.load(write("a.yaml", text)).args == {**expected, "list": [5, "x"]}
-    # what came out of the environment is known
+
+
+def test_values_of_the_environment_are_secrets_but_paths(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PGPASSWORD", "hunter2")
     monkeypatch.setenv("SCRATCH", "/data")
     monkeypatch.setenv("SOMETHING", "x9-y8-z7-secret")
-    text = "a: ${oc.env:PGPASSWORD}\nb: '${a}!'\nc: ${oc.env:SCRATCH}/x\nd: [1, '${oc.env:SOMETHING}']\n"
-    flat = {"args.a": "${oc.env:PGPASSWORD}", "args.b": "${a}!", "args.d[1]": "${oc.env:SOMETHING}"}
-    assert load.load(write("a.yaml", text)).secrets == flat
+    text = """\
+a: ${oc.env:PGPASSWORD}
+b: '${a}!'
+c: ${oc.env:SCRATCH}/x
+d: [1, '${oc.env:SOMETHING}']
+"""
+    assert load.load(write("a.yaml", text)).secrets == {
+        "args.a": "${oc.env:PGPASSWORD}",
+        "args.b": "${a}!",
+        "args.d[1]": "${oc.env:SOMETHING}",
+    }
 
 
-def test_interpolation_that_cannot_be(write: Write) -> None:
-    for value in ("${", "${nope}", "${args.a}", "${args}", "${oc.env:LAUNCH_NOT_SET}", "${x:y}"):
-        path = write("a.yaml", f"stage: sft\nargs:\n  b: ${{args.a}}\n  a: '{value}'\n")
-        found = faults(path)
-        assert {f.code for f in found} == {"interpolation"}
-        assert all(f.file == str(path) and f.line in {3, 4} for f in found)
-        assert any(f.line == 4 for f in found)
+@pytest.mark.parametrize(
+    "value", ["${", "${nope}", "${args.a}", "${args}", "${oc.env:LAUNCH_NOT_SET}", "${x:y}"]
+)
+def test_an_interpolation_that_has_no_value_is_refused(write: Write, value: str) -> None:
+    path = write("a.yaml", f"stage: sft\nargs:\n  b: ${{args.a}}\n  a: '{value}'\n")
+    findings = refusals(path)
+    assert {(finding.code, finding.file) for finding in findings} == {("interpolation", str(path))}
+    lines = {finding.line for finding in findings}
+    assert 4 in lines
+    assert lines <= {3, 4}
 
 
 def test_an_interpolation_that_doubles_is_stopped(write: Write) -> None:
-    lines = [f"a{n}: '${{a{n + 1}}}${{a{n + 1}}}'" for n in range(40)]
-    found = faults(write("a.yaml", "\n".join([*lines, "a40: x"])))
-    assert (found[0].code, found[0].line) == ("interpolation", 1)
-    assert "expands to too much" in found[0].message
+    lines = [f"a{number}: '${{a{number + 1}}}${{a{number + 1}}}'" for number in range(40)]
+    finding = refusals(write("a.yaml", "\n".join([*lines, "a40: x"])))[0]
+    assert (finding.code, finding.line) == ("interpolation", 1)
+    assert "expands to too much" in finding.message
 
 
-ECHOED = ("seed", "learning_rate", "dataset_mixer_list", "packing", "loss_type")
+# -- what messages may quote
 
 
-@pytest.mark.parametrize("value", ["x'y z`{", "first\nsecond-line", "q" * 300])
+def validate(capfd: pytest.CaptureFixture[str], path: Path, form: str = "text") -> str:
+    """All that `launch validate-config` prints about an invalid file."""
+    assert main.main(["validate-config", str(path), "--format", form]) == 3
+    return "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize("form", ["text", "json", "github"])
+@pytest.mark.parametrize(
+    ("value", "pieces"),
+    [
+        ("x'y z`{", ["x'y z`{"]),
+        ("first\nsecond-line", ["first", "second-line"]),
+        ("q" * 300, ["q" * 70]),
+    ],
+    ids=["quotes", "lines", "long"],
+)
 @pytest.mark.parametrize("name", ["PGPASSWORD", "INNOCENT"])
-def test_no_message_says_what_the_environment_holds(
+def test_no_message_quotes_a_value_of_the_environment(
     write: Write,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     value: str,
+    pieces: list[str],
     name: str,
+    form: str,
 ) -> None:
     monkeypatch.setenv(name, value)
-    text = "".join(f"  {key}: ${{oc.env:{name}}}\n" for key in ECHOED)
-    text = f"stage: sft\nbackend: trl\ndeepspeed: ${{oc.env:{name}}}\nargs:\n{text}"
-    path = write("a.yaml", f"{text}expect: {{liger: '${{oc.env:{name}}}'}}\n")
-    for form in ("text", "json", "github"):
-        assert main.main(["validate-config", str(path), "--format", form]) == 3
-        told = "".join(capfd.readouterr())
-        assert f"oc.env:{name}" in told
-        said = told.replace(f"${{oc.env:{name}}}", "").replace(str(path), "")
-        pieces = [value[:70], *value.split()] if len(value) > 2 else [f"`{value}`", f"'{value}'"]
-        assert not [piece for piece in pieces if len(piece) > 3 and piece in said]
+    borrowed = f"${{oc.env:{name}}}"
+    text = f"stage: sft\nbackend: trl\ndeepspeed: {borrowed}\nargs:\n"
+    for key in ("seed", "learning_rate", "dataset_mixer_list", "packing", "loss_type"):
+        text += f"  {key}: {borrowed}\n"
+    output = validate(capfd, write("a.yaml", f"{text}expect: {{liger: '{borrowed}'}}\n"), form)
+    assert f"oc.env:{name}" in output
+    for piece in pieces:
+        assert piece not in output
 
 
 @pytest.mark.parametrize("value", ["hunter2{secret", "{a: hunter2"])
-def test_nor_does_one_of_an_interpolation(
-    write: Write, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], value: str
+@pytest.mark.parametrize(
+    "text", ["${${oc.env:PGPASSWORD}}", "${oc.select:${oc.env:PGPASSWORD}}x${nope}"]
+)
+def test_no_message_quotes_an_interpolation_of_a_value(
+    write: Write,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    value: str,
+    text: str,
 ) -> None:
     monkeypatch.setenv("PGPASSWORD", value)
-    for text in ("${${oc.env:PGPASSWORD}}", "${oc.select:${oc.env:PGPASSWORD}}x${nope}"):
-        path = write("a.yaml", f'stage: sft\nbackend: trl\nargs:\n  seed: "{text}"\n')
-        assert main.main(["validate-config", str(path)]) == 3
-        assert "hunter2" not in "".join(capfd.readouterr())
+    path = write("a.yaml", f'stage: sft\nbackend: trl\nargs:\n  seed: "{text}"\n')
+    assert "hunter2" not in validate(capfd, path)
 
 
 @pytest.mark.parametrize("text", ["a: *hunter2", "hunter2 x: 1\nb: 2"])
@@ -186,46 +248,61 @@ def test_what_is_no_stage_file_is_not_quoted(
     path = write("secrets.conf", text)
     link = path.with_name("a.yaml")
     link.symlink_to("secrets.conf")
-    for named in (path, link):
-        assert main.main(["validate-config", str(named)]) == 3
-        assert "hunter2" not in "".join(capfd.readouterr())
+    assert "hunter2" not in validate(capfd, path)
+    assert "hunter2" not in validate(capfd, link)
 
 
-LINES = st.lists(
-    st.sampled_from(
-        ["stage: sft", "args:", "  seed: 1", "  a: ${args.seed}", "  b: '${'", "extends: any.yaml",
-         "extends: other.yaml", "open_instruct:", "  script: finetune.py", "  args: {x: 1}", "backend: [",
-         "batch: {global: 8}", "- x", "seed: *a", "seed: &a [1]", "<<: {a: 1}", "\tx: 1", "? [1]", ": 2",
-         "a: \"\\ud800\"", "a: \"\\0\"", "stage: {a: ${b}}", "..."]
-    ),
-    max_size=8,
-)  # fmt: skip
-OVERRIDES = st.lists(
-    st.tuples(
-        st.sampled_from(["seed", "args.seed", "batch.global", "a[0]", "a[0].b", "a.0", "stage", "x y", ""]),
-        st.sampled_from(["=", "==", "", " = "]),
-        st.text(max_size=8) | st.sampled_from(["[", "{a: b}", "'", '"', "${x}", "1e-5", "a=b", "None"]),
-    ).map("".join),
-    max_size=3,
-)  # fmt: skip
+LINES = """
+stage: sft
+args:
+  seed: 1
+  a: ${args.seed}
+  b: '${'
+extends: any.yaml
+extends: other.yaml
+open_instruct:
+  script: finetune.py
+  args: {x: 1}
+backend: [
+batch: {global: 8}
+- x
+seed: *a
+seed: &a [1]
+<<: {a: 1}
+	x: 1
+? [1]
+: 2
+a: "\\ud800"
+a: "\\0"
+stage: {a: ${b}}
+...
+""".strip("\n").split("\n")
+KEYS = ["seed", "args.seed", "batch.global", "a[0]", "a[0].b", "a.0", "stage", "x y", ""]
+VALUES = ["[", "{a: b}", "'", '"', "${x}", "1e-5", "a=b", "None"]
+OVERRIDE = st.tuples(
+    st.sampled_from(KEYS),
+    st.sampled_from(["=", "==", "", " = "]),
+    st.text(max_size=8) | st.sampled_from(VALUES),
+).map("".join)
 
 
 @settings(max_examples=150)
-@given(LINES, OVERRIDES)
+@given(st.lists(st.sampled_from(LINES), max_size=8), st.lists(OVERRIDE, max_size=3))
 def test_any_file_and_overrides_load_or_are_refused_with_a_place(
     tmp_path_factory: pytest.TempPathFactory, lines: list[str], overrides: list[str]
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "any.yaml"
     path.write_text("\n".join(lines), encoding="utf-8")
     try:
-        loaded = load.load(path, overrides)
+        config = load.load(path, overrides)
     except InvalidConfig as error:
-        found = error.findings
-        assert found
+        findings = error.findings
+        assert findings
     else:
-        found = loaded.faults
-        assert all(isinstance(key, str) for key in (*loaded.options, *loaded.args))
-    for finding in found:
+        findings = config.faults
+        for key in (*config.options, *config.args):
+            assert isinstance(key, str)
+    for finding in findings:
         assert finding.file
         assert finding.line or finding.code == "bad-override"
         finding.message.encode()

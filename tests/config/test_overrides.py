@@ -1,10 +1,10 @@
 """`key=value` on the command line, for every shape of file."""
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
+from answers import Ask
+from answers import ask as ask  # a fixture
 from conftest import Write
 
 from launcher.cli.main import main
@@ -29,127 +29,163 @@ def stage_file(write: Write) -> Path:
     return write("stage.yaml", STAGE)
 
 
-def args(path: Path, *overrides: str) -> dict[str, Any]:
-    return dict(load.load(path, overrides).args)
-
-
-def fault(path: Path, *overrides: str) -> str:
+def refusal(path: Path, override: str) -> str:
+    """Message and help of the one finding about an override."""
     with pytest.raises(InvalidConfig) as raised:
-        load.load(path, overrides)
-    (found,) = raised.value.findings
-    assert (found.code, found.file) == ("bad-override", str(path))
-    return f"{found.message} | {found.help}"
+        load.load(path, [override])
+    (finding,) = raised.value.findings
+    assert (finding.code, finding.file) == ("bad-override", str(path))
+    return f"{finding.message} | {finding.help}"
 
 
-VALUES: tuple[tuple[str, Any], ...] = (
-    ("5", 5), ("1e-5", 1e-5), ("true", True), ("null", None), ('""', ""), ("'no'", "no"),
-    ("[x, 1.0, 2]", ["x", 1.0, 2]), ("{a: 1, b: [x]}", {"a": 1, "b": ["x"]}),
-    *((text, text) for text in (
-        "a=b=c", "http://x?y=1&z=2", "a b  c", "a: b", "a # b", "*a", "a\nb: c\n", "'a' and 'b'", "/data/ü/x y.jsonl",
-        "{% if x %}{{ y }}{% endif %}", "{{ messages[0]['role'] }}",
-    )),
-)  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("5", 5),
+        ("1e-5", 1e-5),
+        ("true", True),
+        ("null", None),
+        ('""', ""),
+        ("'no'", "no"),
+        ("[x, 1.0, 2]", ["x", 1.0, 2]),
+        ("{a: 1, b: [x]}", {"a": 1, "b": ["x"]}),
+    ],
+)
+def test_a_value_is_read_as_yaml(stage_file: Path, text: str, value: object) -> None:
+    result = load.load(stage_file, [f"seed={text}"]).args["seed"]
+    assert (result, type(result)) == (value, type(value))
 
 
-def test_values(stage_file: Path) -> None:
-    for text, value in VALUES:
-        found = args(stage_file, f"seed={text}")["seed"]
-        assert (found, type(found)) == (value, type(value))
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a=b=c",
+        "http://x?y=1&z=2",
+        "a b  c",
+        "a: b",
+        "a # b",
+        "*a",
+        "a\nb: c\n",
+        "'a' and 'b'",
+        "/data/ü/x y.jsonl",
+        "{% if x %}{{ y }}{% endif %}",
+        "{{ messages[0]['role'] }}",
+    ],
+)
+def test_other_text_is_a_value_as_it_is(stage_file: Path, text: str) -> None:
+    assert load.load(stage_file, [f"seed={text}"]).args["seed"] == text
 
 
-def test_what_is_no_override(stage_file: Path) -> None:
-    for text in ("seed", "=5", "a b=5", "1=x", "a..b=1", "a.=1", "a[x]=1", "-seed=1", "seed:5"):
-        assert "not of the form key=value" in fault(stage_file, text)
-    for text in ("seed=[1", "seed={a: 1, a: 2}", "seed=[*x]"):
-        assert text in fault(stage_file, text)
-    assert "write seed=null" in fault(stage_file, "seed=None")
-    assert "`seed=` has no value" in fault(stage_file, "seed=")
-    assert "named in the file" in fault(stage_file, "extends=other.yaml")
-    assert "not UTF-8" in fault(stage_file, b"seed=\xff".decode("utf-8", "surrogateescape"))
-    assert "is not a mapping or a list" in fault(stage_file, "learning_rate.x=1")
-    for key in ("seed[0]", "extra[0]", "extra.x[1].y"):
-        assert "is not a list" in fault(stage_file, f"{key}=1")
-    for key in ("dataset_mixer_list[4]", "dataset_mixer_list.x"):
-        assert "is a list of 4 entries" in fault(stage_file, f"{key}=1")
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("seed", "not of the form key=value"),
+        ("=5", "not of the form key=value"),
+        ("a b=5", "not of the form key=value"),
+        ("1=x", "not of the form key=value"),
+        ("a..b=1", "not of the form key=value"),
+        ("a.=1", "not of the form key=value"),
+        ("a[x]=1", "not of the form key=value"),
+        ("seed=[1", "seed=[1"),
+        ("seed={a: 1, a: 2}", "seed={a: 1, a: 2}"),
+        ("seed=None", "write seed=null"),
+        ("seed=", "`seed=` has no value"),
+        ("extends=other.yaml", "named in the file"),
+        ("seed=\udcff", "not UTF-8"),
+        ("learning_rate.x=1", "is not a mapping or a list"),
+        ("seed[0]=1", "is not a list"),
+        ("extra.x[1].y=1", "is not a list"),
+        ("dataset_mixer_list[4]=1", "is a list of 4 entries"),
+        ("dataset_mixer_list.x=1", "is a list of 4 entries"),
+    ],
+)
+def test_what_is_no_override_is_refused(stage_file: Path, override: str, words: str) -> None:
+    assert words in refusal(stage_file, override)
 
 
-def test_options_and_arguments_of_a_stage_file(stage_file: Path) -> None:
-    loaded = load.load(
-        stage_file, ["batch.global=64", "deepspeed=none", "seed=1", "args.a=2", "name=x"]
-    )
-    batch = {"global": 64, "per_device": 16}
-    assert loaded.options == {"stage": "sft", "batch": batch, "deepspeed": "none", "name": "x"}
-    assert (loaded.args["seed"], loaded.args["a"]) == (1, 2)
-    # below mappings and what is empty
-    found = args(stage_file, "extra.x.y=2", "extra.z=3", "empty.a.b=4")
-    assert found["extra"] == {"x": {"y": 2}, "z": 3}
-    assert found["empty"] == {"a": {"b": 4}}
-    # the origin of an override
-    loaded = load.load(stage_file, ["learning_rate=2", "dataset_mixer_list=[c]"])
-    assert str(loaded.origin("args.learning_rate")) == "override `learning_rate=2`"
-    assert str(loaded.origin("args.dataset_mixer_list[0]")) == "override `dataset_mixer_list=[c]`"
-    assert loaded.origin("args.learning_rate").file == str(stage_file)
-    # all bad overrides at once
+def test_all_bad_overrides_are_named_at_once(stage_file: Path) -> None:
     with pytest.raises(InvalidConfig) as raised:
         load.load(stage_file, ["a", "seed=1", "b=None"])
     assert len(raised.value.findings) == 2
 
 
-def test_a_fault_of_an_override_is_where_it_was_said(
-    stage_file: Path, capsys: pytest.CaptureFixture[str]
+def test_an_override_sets_an_option_or_an_argument(stage_file: Path) -> None:
+    words = "batch.global=64 deepspeed=none seed=1 args.a=2 name=x extra.x.y=2 extra.z=3 empty.b=4"
+    config = load.load(stage_file, words.split())
+    batch = {"global": 64, "per_device": 16}
+    assert config.options == {"stage": "sft", "batch": batch, "deepspeed": "none", "name": "x"}
+    assert (config.args["seed"], config.args["a"]) == (1, 2)
+    assert config.args["extra"] == {"x": {"y": 2}, "z": 3}
+    assert config.args["empty"] == {"b": 4}
+
+
+def test_the_origin_of_a_value_is_its_override(stage_file: Path) -> None:
+    config = load.load(stage_file, ["learning_rate=2", "dataset_mixer_list=[c]"])
+    origin = config.origin("args.learning_rate")
+    assert str(origin) == "override `learning_rate=2`"
+    assert origin.file == str(stage_file)
+    origin = config.origin("args.dataset_mixer_list[0]")
+    assert str(origin) == "override `dataset_mixer_list=[c]`"
+
+
+@pytest.mark.parametrize("override", ["learning_rate=fast", "batch.global=0", "probe={within: 0}"])
+def test_a_finding_names_the_override_that_it_is_about(
+    stage_file: Path, capsys: pytest.CaptureFixture[str], override: str
 ) -> None:
-    words = ["learning_rate=fast", "batch.global=0", "probe={within: 0}"]
-    assert main(["sft", str(stage_file), *words, "--gpus", "1", "--dry-run"]) == 3
-    said = capsys.readouterr().err
-    for text in words:
-        assert f"--> override `{text}` of {stage_file}\n" in said
-    assert main(["sft", str(stage_file), "seed", "--gpus", "1", "--format", "json"]) == 3
-    (found,) = json.loads(capsys.readouterr().out)["findings"]
-    assert (found["file"], found["line"], found["override"]) == (str(stage_file), None, "seed")
+    assert main(["sft", str(stage_file), override, "--gpus", "1", "--dry-run"]) == 3
+    assert f"--> override `{override}` of {stage_file}\n" in capsys.readouterr().err
+
+
+def test_a_finding_in_json_has_the_override_in_place_of_a_line(stage_file: Path, ask: Ask) -> None:
+    (finding,) = ask("sft", str(stage_file), "seed", "--gpus", "1").findings
+    assert finding["file"] == str(stage_file)
+    assert finding["line"] is None
+    assert finding["override"] == "seed"
+
+
+def test_an_interpolation_in_an_override(stage_file: Path) -> None:
+    config = load.load(stage_file, ["output_dir=out/${args.learning_rate}"])
+    assert config.args["output_dir"] == "out/1e-05"
     with pytest.raises(InvalidConfig) as raised:
         load.load(stage_file, ["x=${a//b}"])
     assert raised.value.findings[0].place == f"override `x=${{a//b}}` of {stage_file}"
 
 
-@pytest.mark.parametrize("shape", [STAGE, FLAT, WRAPPED])
-@pytest.mark.parametrize("key", ["a.b.c", "args.args.seed"])
-def test_the_origin_of_what_an_override_goes_through(write: Write, shape: str, key: str) -> None:
-    path = write("a.yaml", shape)
-    loaded = load.load(path, [f"{key}=1"])
-    (made,) = [name for name in loaded.args if name in {"a", "args", "seed", "empty"}][-1:]
-    assert str(loaded.origin(f"args.{made}")) == f"override `{key}=1`"
-    # what nobody gave is missing in the file
-    assert loaded.origin("args.model_name_or_path").override is None
+@pytest.mark.parametrize("text", [STAGE, FLAT, WRAPPED], ids=["stage", "flat", "wrapped"])
+@pytest.mark.parametrize(("key", "added"), [("a.b.c", "a"), ("args.args.seed", "args")])
+def test_the_origin_of_a_mapping_that_an_override_adds(
+    write: Write, text: str, key: str, added: str
+) -> None:
+    config = load.load(write("a.yaml", text), [f"{key}=1"])
+    assert str(config.origin(f"args.{added}")) == f"override `{key}=1`"
+    # what nobody set is missing in the file
+    assert config.origin("args.model_name_or_path").override is None
 
 
-def test_an_entry_of_a_list(stage_file: Path) -> None:
-    for key in ("dataset_mixer_list[1]", "args.dataset_mixer_list[1]", "dataset_mixer_list.1"):
-        loaded = load.load(stage_file, [f"{key}=0.5"])
-        assert loaded.args["dataset_mixer_list"] == ["a", 0.5, "b", 2]
-        assert loaded.origin("args.dataset_mixer_list[1]").override == f"{key}=0.5"
-        assert loaded.origin("args.dataset_mixer_list[2]").line == 5
+@pytest.mark.parametrize(
+    "key", ["dataset_mixer_list[1]", "args.dataset_mixer_list[1]", "dataset_mixer_list.1"]
+)
+def test_an_override_sets_an_entry_of_a_list(stage_file: Path, key: str) -> None:
+    config = load.load(stage_file, [f"{key}=0.5"])
+    assert config.args["dataset_mixer_list"] == ["a", 0.5, "b", 2]
+    assert config.origin("args.dataset_mixer_list[1]").override == f"{key}=0.5"
+    assert config.origin("args.dataset_mixer_list[2]").line == 5
 
 
 def test_flat_files_take_arguments_and_options(write: Write) -> None:
-    path = write("flat.yaml", FLAT)
     words = "learning_rate=2 args.seed=3 mixer_list[1]=0.5 deepspeed=zero3 batch.global=8"
-    loaded = load.load(path, words.split())
-    assert loaded.shape == "flat"
-    assert loaded.args == {"learning_rate": 2, "seed": 3, "mixer_list": ["a", 0.5]}
-    assert loaded.options == {"deepspeed": "zero3", "batch": {"global": 8}}
-    assert loaded.origin("args.seed").override == "args.seed=3"
-    assert loaded.origin("batch.global").override == "batch.global=8"
-    assert loaded.origin("args.mixer_list[0]").line == 2
+    config = load.load(write("flat.yaml", FLAT), words.split())
+    assert config.shape == "flat"
+    assert config.args == {"learning_rate": 2, "seed": 3, "mixer_list": ["a", 0.5]}
+    assert config.options == {"deepspeed": "zero3", "batch": {"global": 8}}
+    assert config.origin("args.seed").override == "args.seed=3"
+    assert config.origin("batch.global").override == "batch.global=8"
+    assert config.origin("args.mixer_list[0]").line == 2
 
 
 def test_wrapped_files_take_arguments_and_options(write: Write) -> None:
-    path = write("wrapped.yaml", WRAPPED)
-    words = "seed=2 args.a=3 open_instruct.args.b=4 mixer_list[0]=c num_gpus=2 deepspeed=zero3 script=x name=y"
-    loaded = load.load(path, words.split())
-    assert loaded.args == {"seed": 2, "a": 3, "b": 4, "mixer_list": ["c"]}
-    assert loaded.options == {"num_gpus": 2, "script": "x", "deepspeed": "zero3", "name": "y"}
-    assert loaded.origin("args.a").override == "args.a=3"
-
-
-def test_an_interpolation_in_an_override(stage_file: Path) -> None:
-    assert args(stage_file, "output_dir=out/${args.learning_rate}")["output_dir"] == "out/1e-05"
+    words = "seed=2 args.a=3 open_instruct.args.b=4 mixer_list[0]=c num_gpus=2 script=x name=y"
+    config = load.load(write("wrapped.yaml", WRAPPED), words.split())
+    assert config.args == {"seed": 2, "a": 3, "b": 4, "mixer_list": ["c"]}
+    assert config.options == {"num_gpus": 2, "script": "x", "name": "y"}
+    assert config.origin("args.a").override == "args.a=3"

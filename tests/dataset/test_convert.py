@@ -1,29 +1,26 @@
-"""`launch data convert`: rows of each known form become rows that the trainers take as they are meant."""
+"""`launch data convert`: rows of each known form become rows that both trainers take."""
 
 import json
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import NO_PACKAGES, PATIENCE_S, SUPPORT, Write
-from row_files import (
-    BAD,
-    GOOD,
-    QUESTION,
-    array,
-    assistant,
-    chat,
-    lines,
-    parquet,
-    rows_of,
-    table,
-    user,
-)
+from row_files import BAD, GOOD, QUESTION, Row, array, assistant, chat, lines, parquet, table, user
 
 from launcher.cli.main import main
 from launcher.errors import Exit
+
+ROWS = 8
+ASKED = f"{QUESTION} 0?"
+ANSWER = f"{GOOD} 0"
+WORSE = f"{BAD} 0"
+
+Turn = dict[str, str]
+Text = pytest.CaptureFixture[str]
 
 
 @pytest.fixture(autouse=True)
@@ -32,264 +29,309 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
 
 
-def turn(role: str, value: str) -> dict[str, str]:
-    return {"from": role, "value": value}
+@dataclass(frozen=True)
+class Form:
+    """A form of rows, each of which is converted to the same."""
+
+    name: str
+    stage: str
+    row: Row
+    converted: Row
+    file: str = "rows.jsonl"
+
+    def content(self) -> bytes:
+        """The file: eight rows like this one."""
+        rows = [self.row] * ROWS
+        match Path(self.file).suffix:
+            case ".json":
+                return array(rows)
+            case ".csv":
+                return table(rows)
+            case ".parquet":
+                return parquet(rows)
+        return lines(rows)
 
 
-def human(number: int) -> dict[str, str]:
-    return turn("human", f"{QUESTION} {number}?")
+def sft(name: str, row: Row, messages: list[Row] | None = None, **options: str) -> Form:
+    return Form(name, "sft", row, {"messages": messages or chat()}, **options)
 
 
-def gpt(number: int, word: str = GOOD) -> dict[str, str]:
-    return turn("gpt", f"{word} {number}")
+def dpo(name: str, row: Row, **options: str) -> Form:
+    return Form(name, "dpo", row, {"chosen": chat(), "rejected": chat(0, BAD)}, **options)
 
 
-def asked(number: int) -> dict[str, str]:
-    return {"role": "user", "content": f"{QUESTION} {number}?"}
+def human(text: str = ASKED) -> Turn:
+    return {"from": "human", "value": text}
 
 
-SYSTEM = {"role": "system", "content": "be brief"}
-ALPACA = rows_of(
-    lambda n: {"instruction": f"{QUESTION} {n}?", "input": "", "output": f"{GOOD} {n}"}
+def gpt(text: str = ANSWER) -> Turn:
+    return {"from": "gpt", "value": text}
+
+
+def message(role: str, content: str) -> Turn:
+    return {"role": role, "content": content}
+
+
+ALPACA = {"instruction": ASKED, "input": "", "output": ANSWER}
+SYSTEM = message("system", "be brief")
+TWO_PARTS = [message("user", f"{QUESTION}\n\n0?"), assistant()]
+EARLIER_TURN = [message("user", "a"), message("assistant", "b")]
+CAPITAL_ROLES = [message("Human", ASKED), message("AI", ANSWER)]
+AUTHORS = [{"author": "user", "text": ASKED}, {"author": "assistant", "text": ANSWER}]
+COLUMNS_OF_MESSAGES = {"role": ["user", "assistant"], "content": [ASKED, ANSWER]}
+NUMPY_MESSAGES = repr(chat()).replace("}, {", "}\n {")
+
+SFT_FORMS = [
+    sft("Alpaca", ALPACA, file="rows.json"),
+    sft(
+        "an instruction and its input",
+        {**ALPACA, "instruction": QUESTION, "input": "0?"},
+        TWO_PARTS,
+    ),
+    sft("Alpaca with a system prompt", {"system": "be brief", **ALPACA}, [SYSTEM, *chat()]),
+    sft("Alpaca with a history", {"history": [["a", "b"]], **ALPACA}, [*EARLIER_TURN, *chat()]),
+    sft("question and answer", {"question": ASKED, "answer": ANSWER}, file="rows.csv"),
+    sft("columns in capitals", {"Question": ASKED, "Answer": ANSWER}, file="rows.csv"),
+    sft("a Parquet file", {"question": ASKED, "answer": ANSWER}, file="rows.parquet"),
+    sft("a context", {"instruction": QUESTION, "context": "0?", "response": ANSWER}, TWO_PARTS),
+    sft("prompt and response", {"prompt": ASKED, "response": ANSWER}),
+    sft("numbered messages", {"message_1": ASKED, "message_2": ANSWER}),
+    sft("a prompt of messages", {"prompt": [user()], "completion": ANSWER}),
+    sft("ShareGPT", {"conversations": [human(), gpt()]}, file="rows.json"),
+    sft("ShareGPT in messages", {"messages": [human(), gpt()]}),
+    sft("ShareGPT in items", {"items": [human(), gpt()]}),
+    sft(
+        "ShareGPT with a system prompt",
+        {"system": "be brief", "conversations": [human(), gpt()]},
+        [SYSTEM, *chat()],
+    ),
+    sft("ShareGPT of Bard", {"conversations": [human(), {"from": "bard", "value": ANSWER}]}),
+    sft("conversations", {"conversations": chat()}),
+    sft("one conversation", {"conversation": chat()}),
+    sft("a conversation of pairs", {"conversation": [{"input": ASKED, "output": ANSWER}]}),
+    sft("texts in turn", {"data": [ASKED, ANSWER]}),
+    sft("messages in capitals", {"Messages": chat()}),
+    sft("messages beside a prompt", {"prompt": ASKED, "messages": chat()}),
+    sft("messages as JSON", {"messages": json.dumps(chat())}),
+    sft("messages as Python shows them", {"messages": repr(chat())}, file="rows.csv"),
+    sft("messages as numpy shows them", {"messages": NUMPY_MESSAGES}, file="rows.csv"),
+    sft("roles in capitals", {"messages": CAPITAL_ROLES}),
+    sft("authors and texts", {"messages": AUTHORS}),
+    sft("an object of lists", {"messages": COLUMNS_OF_MESSAGES}),
+]
+
+BETTER_MESSAGE = {"chosen": [assistant()], "rejected": [assistant(BAD)]}
+BETTER_TEXT = {"chosen": ANSWER, "rejected": WORSE}
+PAIR = {"chosen": chat(), "rejected": chat(0, BAD)}
+PAIR_AS_JSON = {"chosen": json.dumps(chat()), "rejected": json.dumps(chat(0, BAD))}
+OPENAI_PAIR = {
+    "input": {"messages": [user()], "tools": []},
+    "preferred_output": [assistant()],
+    "non_preferred_output": [assistant(BAD)],
+}
+DIALOGUE_PAIR = {
+    "chosen": f"\n\nHuman: {ASKED}\n\nAssistant: {ANSWER}",
+    "rejected": f"\n\nHuman: {ASKED}\n\nAssistant: {WORSE}",
+}
+
+DPO_FORMS = [
+    dpo("Alpaca pairs", {"instruction": ASKED, "input": "", **BETTER_TEXT}),
+    dpo("a question", {"question": ASKED, **BETTER_TEXT}, file="rows.csv"),
+    dpo("pairs of texts", {"prompt": ASKED, **BETTER_TEXT}),
+    dpo("texts below messages", {"messages": [user()], **BETTER_TEXT}),
+    dpo("responses j and k", {"question": ASKED, "response_j": ANSWER, "response_k": WORSE}),
+    dpo(
+        "ShareGPT pairs",
+        {"conversations": [human()], "chosen": gpt(), "rejected": gpt(WORSE)},
+        file="rows.json",
+    ),
+    dpo("ShareGPT dialogues", {"chosen": [human(), gpt()], "rejected": [human(), gpt(WORSE)]}),
+    dpo("a prompt that the pair repeats", {"prompt": ASKED, **PAIR}),
+    dpo("a text prompt", {"prompt": ASKED, **BETTER_MESSAGE}),
+    dpo("a prompt of messages", {"prompt": [user()], **BETTER_MESSAGE}),
+    dpo("single messages", {"prompt": [user()], "chosen": assistant(), "rejected": assistant(BAD)}),
+    dpo("messages as the prompt", {"messages": [user()], **BETTER_MESSAGE}),
+    dpo("pairs as JSON", PAIR_AS_JSON),
+    dpo("preferences as OpenAI has them", OPENAI_PAIR),
+    dpo("dialogues as texts", DIALOGUE_PAIR),
+]
+FORMS = [*SFT_FORMS, *DPO_FORMS]
+
+ABOUT_ROWS = frozenset(
+    "bad-data data-columns data-types data-file no-prompt prompt-twice no-answers empty-answers "
+    "odd-roles odd-messages equal-pairs no-chat-format".split()
 )
-WITH_INPUT = rows_of(
-    lambda n: {"instruction": f"{QUESTION}", "input": f"{n}?", "output": f"{GOOD} {n}"}
-)
-QUESTIONS = rows_of(lambda n: {"question": f"{QUESTION} {n}?", "answer": f"{GOOD} {n}"})
-CHAT = {"messages": chat(0)}
-PAIR = {"chosen": chat(0), "rejected": chat(0, BAD)}
-
-# stage, file, its content, and the first row that is written
-FORMS: list[tuple[str, str, bytes, dict[str, Any]]] = [
-    ("sft", "a.json", array(ALPACA), CHAT), ("sft", "a.jsonl", lines(ALPACA), CHAT),
-    ("sft", "a.csv", table(ALPACA), CHAT), ("sft", "a.csv", table(QUESTIONS), CHAT),
-    ("sft", "a.tsv", table(QUESTIONS, "\t"), CHAT), ("sft", "a.parquet", parquet(QUESTIONS), CHAT),
-    ("sft", "a.json", array(WITH_INPUT), {"messages": [
-        {"role": "user", "content": f"{QUESTION}\n\n0?"}, assistant()]}),
-    ("sft", "a.jsonl", lines([{"system": "be brief", **row} for row in ALPACA]), {"messages": [SYSTEM, *chat()]}),
-    ("sft", "a.json", array(rows_of(lambda n: {"conversations": [human(n), gpt(n)]})), CHAT),
-    ("sft", "a.jsonl", lines(rows_of(lambda n: {"messages": [human(n), gpt(n)]})), CHAT),
-    ("sft", "a.jsonl", lines(rows_of(lambda n: {"system": "be brief", "conversations": [human(n), gpt(n)]})),
-     {"messages": [SYSTEM, *chat()]}),
-    ("sft", "a.jsonl", lines(rows_of(lambda n: {"conversations": chat(n)})), CHAT),
-    ("sft", "a.jsonl", lines(rows_of(lambda n: {"messages": json.dumps(chat(n))})), CHAT),
-    ("sft", "a.csv", table(rows_of(lambda n: {"messages": json.dumps(chat(n))})), CHAT),
-    ("sft", "a.jsonl", lines(rows_of(lambda n: {"prompt": f"{QUESTION} {n}?", "messages": chat(n)})), CHAT),
-    ("sft", "a.jsonl", lines(rows_of(lambda n: {"prompt": f"{QUESTION} {n}?", "response": f"{GOOD} {n}"})), CHAT),
-    ("dpo", "a.jsonl", lines(rows_of(lambda n: {
-        "instruction": f"{QUESTION} {n}?", "input": "", "chosen": f"{GOOD} {n}", "rejected": f"{BAD} {n}"})), PAIR),
-    ("dpo", "a.csv", table(rows_of(lambda n: {
-        "question": f"{QUESTION} {n}?", "chosen": f"{GOOD} {n}", "rejected": f"{BAD} {n}"})), PAIR),
-    ("dpo", "a.json", array(rows_of(lambda n: {
-        "conversations": [human(n)], "chosen": gpt(n), "rejected": gpt(n, BAD)})), PAIR),
-    ("dpo", "a.jsonl", lines(rows_of(lambda n: {"chosen": [human(n), gpt(n)], "rejected": [human(n), gpt(n, BAD)]})),
-     PAIR),
-    ("dpo", "a.jsonl", lines(rows_of(lambda n: {
-        "prompt": f"{QUESTION} {n}?", "chosen": chat(n), "rejected": chat(n, BAD)})), PAIR),
-    ("dpo", "a.jsonl", lines(rows_of(lambda n: {
-        "prompt": f"{QUESTION} {n}?", "chosen": [assistant(GOOD, n)], "rejected": [assistant(BAD, n)]})), PAIR),
-    ("dpo", "a.jsonl", lines(rows_of(lambda n: {
-        "messages": [asked(n)], "chosen": [assistant(GOOD, n)], "rejected": [assistant(BAD, n)]})), PAIR),
-    ("dpo", "a.jsonl", lines(rows_of(lambda n: {
-        "chosen": json.dumps(chat(n)), "rejected": json.dumps(chat(n, BAD))})), PAIR),
-    # what stands beside the question goes with it
-    ("sft", "a.jsonl", lines([{"history": [["a", "b"]], **row} for row in ALPACA]), {"messages": [
-        {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, *chat()]}),
-    ("sft", "a.jsonl", lines(rows_of(lambda n: {
-        "instruction": QUESTION, "context": f"{n}?", "response": f"{GOOD} {n}"})),
-     {"messages": [{"role": "user", "content": f"{QUESTION}\n\n0?"}, assistant()]}),
-    # other names of columns, keys and roles
-    ("sft", "a.csv", table(rows_of(lambda n: {"Question": f"{QUESTION} {n}?", "Answer": f"{GOOD} {n}"})), CHAT),
-    ("sft", "a.jsonl", lines(rows_of(lambda n: {"message_1": f"{QUESTION} {n}?", "message_2": f"{GOOD} {n}"})), CHAT),
-    ("sft", "a.jsonl", lines(rows_of(lambda n: {"Messages": chat(n)})), CHAT),
-    ("sft", "a.jsonl", lines(rows_of(lambda n: {"conversation": chat(n)})), CHAT),
-    ("sft", "a.jsonl", lines(rows_of(lambda n: {"items": [human(n), gpt(n)]})), CHAT),
-    ("sft", "a.jsonl", lines(rows_of(lambda n: {
-        "conversation": [{"input": f"{QUESTION} {n}?", "output": f"{GOOD} {n}"}]})), CHAT),
-    ("sft", "a.jsonl", lines(rows_of(lambda n: {"data": [f"{QUESTION} {n}?", f"{GOOD} {n}"]})), CHAT),
-    ("sft", "a.jsonl", lines(rows_of(lambda n: {"conversations": [turn("human", f"{QUESTION} {n}?"),
-        turn("bard", f"{GOOD} {n}")]})), CHAT),
-    ("sft", "a.jsonl", lines(rows_of(lambda n: {"messages": [
-        {"role": "Human", "content": f"{QUESTION} {n}?"}, {"role": "AI", "content": f"{GOOD} {n}"}]})), CHAT),
-    ("sft", "a.jsonl", lines(rows_of(lambda n: {"messages": [
-        {"author": "user", "text": f"{QUESTION} {n}?"}, {"author": "assistant", "text": f"{GOOD} {n}"}]})), CHAT),
-    ("sft", "a.jsonl", lines(rows_of(lambda n: {"messages": {
-        "role": ["user", "assistant"], "content": [f"{QUESTION} {n}?", f"{GOOD} {n}"]}})), CHAT),
-    ("sft", "a.jsonl", lines(rows_of(lambda n: {"prompt": [asked(n)], "completion": f"{GOOD} {n}"})), CHAT),
-    # messages as Python and numpy show them
-    ("sft", "a.csv", table(rows_of(lambda n: {"messages": repr(chat(n))})), CHAT),
-    ("sft", "a.csv", table(rows_of(lambda n: {"messages": repr(chat(n)).replace("}, {", "}\n {")})), CHAT),
-    # pairs
-    ("dpo", "a.jsonl", lines(rows_of(lambda n: {
-        "prompt": f"{QUESTION} {n}?", "chosen": f"{GOOD} {n}", "rejected": f"{BAD} {n}"})), PAIR),
-    ("dpo", "a.jsonl", lines(rows_of(lambda n: {
-        "prompt": [asked(n)], "chosen": [assistant(GOOD, n)], "rejected": [assistant(BAD, n)]})), PAIR),
-    ("dpo", "a.jsonl", lines(rows_of(lambda n: {
-        "prompt": [asked(n)], "chosen": assistant(GOOD, n), "rejected": assistant(BAD, n)})), PAIR),
-    ("dpo", "a.jsonl", lines(rows_of(lambda n: {
-        "messages": [asked(n)], "chosen": f"{GOOD} {n}", "rejected": f"{BAD} {n}"})), PAIR),
-    ("dpo", "a.jsonl", lines(rows_of(lambda n: {
-        "question": f"{QUESTION} {n}?", "response_j": f"{GOOD} {n}", "response_k": f"{BAD} {n}"})), PAIR),
-    ("dpo", "a.jsonl", lines(rows_of(lambda n: {
-        "input": {"messages": [asked(n)], "tools": []}, "preferred_output": [assistant(GOOD, n)],
-        "non_preferred_output": [assistant(BAD, n)]})), PAIR),
-    ("dpo", "a.jsonl", lines(rows_of(lambda n: {
-        "chosen": f"\n\nHuman: {QUESTION} {n}?\n\nAssistant: {GOOD} {n}",
-        "rejected": f"\n\nHuman: {QUESTION} {n}?\n\nAssistant: {BAD} {n}"})), PAIR),
-]  # fmt: skip
 
 
-def convert(name: str, *words: str) -> list[dict[str, Any]]:
-    assert main(["data", "convert", name, "-o", "converted/train.jsonl", *words]) == Exit.OK
+def convert(source: str, *options: str) -> list[Row]:
+    """Convert to converted/train.jsonl; the rows there."""
+    words = ["data", "convert", source, "-o", "converted/train.jsonl", *options]
+    assert main(words) == Exit.OK
     return [json.loads(line) for line in Path("converted/train.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize(("stage", "name", "content", "first"), FORMS)
-def test_known_forms_are_converted(
-    write: Write,
-    capsys: pytest.CaptureFixture[str],
-    stage: str,
-    name: str,
-    content: bytes,
-    first: dict[str, Any],
-) -> None:
-    write(name, content)
-    rows = convert(name)
-    assert len(rows) == 8
-    assert rows[0] == first
+def trl_arguments() -> dict[str, Any]:
+    return {"dataset_name": "converted", "report_to": "none"}
+
+
+def open_instruct_arguments(stage: str) -> dict[str, Any]:
+    mixer = "dataset_mixer_list" if stage == "sft" else "mixer_list"
+    return {
+        mixer: ["converted/train.jsonl", "1.0"],
+        "push_to_hub": False,
+        "try_launch_beaker_eval_jobs": False,
+    }
+
+
+def row_findings(stage: str, backend: str, args: dict[str, Any], capsys: Text) -> list[Row]:
+    """What `validate-config` says about the rows of a stage, but for its notes."""
+    args = {"model_name_or_path": "org/model", "output_dir": "output", **args}
+    content = {"stage": stage, "backend": backend, "deepspeed": "none", "args": args}
+    Path("stage.yaml").write_text(json.dumps(content))
     capsys.readouterr()
-    for backend, data in (("trl", "converted"), ("open_instruct", "converted/train.jsonl")):
-        told = findings(capsys, stage, backend, data)
-        assert not [one for one in told if one["severity"] != "note"], told
+
+    main(["validate-config", "stage.yaml", "--format", "json"])
+
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    about_rows = [finding for finding in findings if finding["code"] in ABOUT_ROWS]
+    return [finding for finding in about_rows if finding["severity"] != "note"]
 
 
-def findings(
-    capsys: pytest.CaptureFixture[str], stage: str, backend: str, data: str
-) -> list[dict[str, Any]]:
-    args: dict[str, Any] = {"model_name_or_path": "org/model", "output_dir": "output"}
-    if backend == "trl":
-        args |= {"dataset_name": data, "report_to": "none"}
-    else:
-        key = "dataset_mixer_list" if stage == "sft" else "mixer_list"
-        args |= {key: [data, "1.0"], "push_to_hub": False, "try_launch_beaker_eval_jobs": False}
-    Path("s.yaml").write_text(
-        json.dumps({"stage": stage, "backend": backend, "deepspeed": "none", "args": args})
-    )
-    main(["validate-config", "s.yaml", "--format", "json"])
-    told: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["findings"]
-    return [one for one in told if one["code"] in CODES]
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.stage}-{form.name}")
+def test_a_known_form_becomes_rows_without_a_finding(
+    form: Form, write: Write, capsys: Text
+) -> None:
+    write(form.file, form.content())
 
+    rows = convert(form.file)
 
-CODES = frozenset(
-    """
-    bad-data data-columns data-types data-file no-prompt prompt-twice no-answers empty-answers odd-roles odd-messages
-    equal-pairs no-chat-format
-    """.split()
-)
+    assert rows == [form.converted] * ROWS
+    assert row_findings(form.stage, "trl", trl_arguments(), capsys) == []
+    arguments = open_instruct_arguments(form.stage)
+    assert row_findings(form.stage, "open_instruct", arguments, capsys) == []
 
 
 @pytest.mark.slow
 @pytest.mark.training
-def test_the_trainer_takes_what_was_converted(
-    write: Write, demo_assets: Path, tmp_path: Path
-) -> None:
+def test_the_trainer_takes_the_converted_rows(write: Write, demo_assets: Path) -> None:
+    different = {json.dumps(form.converted): form for form in FORMS}
     requests = []
-    for number, (stage, name, content, _) in enumerate(FORMS):
-        write(f"{number}/{name}", content)
-        output = f"converted{number}/train.jsonl"
-        assert main(["data", "convert", f"{number}/{name}", "-o", output]) == Exit.OK
-        requests.append(json.dumps({"stage": stage, "data": f"converted{number}", "args": {}}))
-    words = [sys.executable, str(SUPPORT / "real_rows.py"), str(demo_assets / "model")]
+    for number, form in enumerate(different.values()):
+        write(f"{number}/train.jsonl", lines([form.converted] * ROWS))
+        requests.append(json.dumps({"stage": form.stage, "data": str(number), "args": {}}))
+
     done = subprocess.run(
-        words, input="\n".join(requests), capture_output=True, text=True, timeout=PATIENCE_S
+        [sys.executable, str(SUPPORT / "real_rows.py"), str(demo_assets / "model")],
+        input="\n".join(requests),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
+
     if done.returncode == 3:
         pytest.skip(f"{NO_PACKAGES}: {done.stderr}")
     answers = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(answers) == len(FORMS), done.stderr
-    for (stage, _, _, first), answer in zip(FORMS, answers, strict=True):
-        assert answer["error"] is None, (first, answer)
-        assert len(answer["rows"]) == 8
-        for row in answer["rows"]:
-            assert "<|im_start|>user" in row[0]
-            assert QUESTION in row[0]
-            assert GOOD in "".join(row[:2])
-            assert stage == "sft" or BAD in row[2]
+    for form, answer in zip(different.values(), answers, strict=True):
+        assert answer["error"] is None, form.name
+        assert len(answer["rows"]) == ROWS, form.name
+        for texts in answer["rows"]:
+            assert "<|im_start|>user" in texts[0], form.name
+            assert QUESTION in texts[0], form.name
+            assert GOOD in "".join(texts[:2]), form.name
+            assert form.stage == "sft" or BAD in texts[2], form.name
 
 
-def test_init_offers_no_rows_of_the_other_stage(
-    write: Write, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("stage", "row", "remedy"),
+    [
+        pytest.param(
+            "sft", {"prompt": QUESTION, "messages": chat(), **PAIR}, "`stage: dpo`", id="pairs"
+        ),
+        pytest.param("dpo", ALPACA, "`chosen`", id="answers"),
+    ],
+)
+def test_init_offers_no_conversion_to_rows_of_the_other_stage(
+    stage: str, row: Row, remedy: str, write: Write, capsys: Text
 ) -> None:
-    write("pairs/train.jsonl", lines([{"prompt": QUESTION, "messages": chat(), **PAIR}] * 8))
-    write("alpaca/train.jsonl", lines(ALPACA))
-    for stage, data, remedy in (("sft", "pairs", "`stage: dpo`"), ("dpo", "alpaca", "`chosen`")):
-        words = [
-            "init",
-            stage,
-            "--model",
-            "org/model",
-            "--data",
-            data,
-            "--gpus",
-            "1",
-            "-o",
-            f"{data}.yaml",
-        ]
-        assert main(words) == Exit.CONFIG
-        told = capsys.readouterr().err
-        assert remedy in told
-        assert "data convert" not in told
+    write("data/train.jsonl", lines([row] * ROWS))
+    words = ["init", stage, "--model", "org/model", "--data", "data", "--gpus", "1"]
+
+    assert main([*words, "-o", "stage.yaml"]) == Exit.CONFIG
+
+    error = capsys.readouterr().err
+    assert remedy in error
+    assert "data convert" not in error
 
 
-def test_tools_of_sharegpt_become_calls(write: Write) -> None:
+def test_function_calls_of_sharegpt_become_tool_calls(write: Write) -> None:
     call = {"name": "add", "arguments": {"x": 1}}
-    turns = [human(0), turn("function_call", json.dumps(call)), turn("observation", "4"), gpt(0)]
-    write("a.jsonl", lines([{"conversations": turns, "tools": "[]"}]))
-    (row,) = convert("a.jsonl")
+    turns = [
+        human(),
+        {"from": "function_call", "value": json.dumps(call)},
+        {"from": "observation", "value": "4"},
+        gpt(),
+    ]
+    write("rows.jsonl", lines([{"conversations": turns, "tools": "[]"}]))
+
+    (row,) = convert("rows.jsonl")
+
+    tool_calls = [{"type": "function", "function": call}]
     assert row["messages"] == [
         user(),
-        {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"type": "function", "function": call}],
-        },
-        {"role": "tool", "content": "4"},
+        {"role": "assistant", "content": "", "tool_calls": tool_calls},
+        message("tool", "4"),
         assistant(),
     ]
 
 
-def test_rows_of_another_form_are_refused_all_at_once(
-    write: Write, capsys: pytest.CaptureFixture[str]
-) -> None:
-    odd: list[Any] = [{"instruction": "x", "input": ""}, [1], {"instruction": None, "output": "x"}]
-    write("a.jsonl", lines([*ALPACA, *odd]))
-    assert main(["data", "convert", "a.jsonl", "-o", "converted/train.jsonl"]) == Exit.CONFIG
-    told = capsys.readouterr().err
-    assert all(f"a.jsonl:{line}" in told for line in (9, 10, 11))
-    assert "--skip" in told
+def test_rows_of_another_form_are_refused_all_at_once(write: Write, capsys: Text) -> None:
+    without_output = {"instruction": "x", "input": ""}
+    without_instruction = {"instruction": None, "output": "x"}
+    odd_rows: list[Any] = [without_output, [1], without_instruction]
+    write("rows.jsonl", lines([ALPACA] * ROWS + odd_rows))
+
+    words = ["data", "convert", "rows.jsonl", "-o", "converted/train.jsonl"]
+    assert main(words) == Exit.CONFIG
+    error = capsys.readouterr().err
+    for line in (9, 10, 11):
+        assert f"rows.jsonl:{line}" in error
+    assert "--skip" in error
     assert not list(Path("converted").glob("*"))
-    assert len(convert("a.jsonl", "--skip")) == 8
+
+    assert len(convert("rows.jsonl", "--skip")) == ROWS
     assert "3 rows left out" in capsys.readouterr().out
 
 
-def test_what_cannot_be_converted(write: Write, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("source", "output", "code"),
+    [
+        ("odd.jsonl", "new.jsonl", "unknown-form"),
+        ("empty.jsonl", "new.jsonl", "unknown-form"),
+        ("missing.jsonl", "new.jsonl", "no-such-data"),
+        ("folder", "new.jsonl", "no-such-data"),
+        ("good.jsonl", "good.jsonl", "output-exists"),
+        ("good.jsonl", "new.json", "bad-output"),
+    ],
+)
+def test_a_conversion_that_is_refused_writes_nothing(
+    source: str, output: str, code: str, write: Write, capsys: Text
+) -> None:
     write("odd.jsonl", lines([{"x": 1}]))
-    write("good.jsonl", lines(ALPACA))
     write("empty.jsonl", b"")
-    (Path("folder")).mkdir()
-    for words, code in (
-        (("odd.jsonl", "b.jsonl"), "unknown-form"), (("gone.jsonl", "b.jsonl"), "no-such-data"),
-        (("good.jsonl", "good.jsonl"), "output-exists"), (("good.jsonl", "b.json"), "bad-output"),
-        (("folder", "b.jsonl"), "no-such-data"), (("empty.jsonl", "b.jsonl"), "unknown-form"),
-    ):  # fmt: skip
-        assert main(["data", "convert", words[0], "-o", words[1]]) == Exit.USAGE
-        assert code in capsys.readouterr().err, words
-    assert Path("good.jsonl").read_bytes() == lines(ALPACA)
+    good = write("good.jsonl", lines([ALPACA]))
+    Path("folder").mkdir()
+
+    assert main(["data", "convert", source, "-o", output]) == Exit.USAGE
+
+    assert code in capsys.readouterr().err
+    assert good.read_bytes() == lines([ALPACA])
+    assert not Path("new.jsonl").exists()
 
 
 def test_a_folder_is_converted_by_its_split(write: Write) -> None:
-    write("data/train.jsonl", lines(ALPACA))
-    write("data/test.jsonl", lines(ALPACA[:2]))
-    assert len(convert("data")) == 8
+    write("data/train.jsonl", lines([ALPACA] * ROWS))
+    write("data/test.jsonl", lines([ALPACA]))
+
+    assert len(convert("data")) == ROWS
     Path("converted/train.jsonl").unlink()
-    assert len(convert("data", "--split", "test")) == 2
+    assert len(convert("data", "--split", "test")) == 1

@@ -2,64 +2,66 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import Write
-from row_files import lines
+from row_files import Row, lines, parquet
 
 from launcher.dataset import exemplars, survey
 
+SEEN_FIRST = 4
 
-def chat(*roles: str) -> dict[str, Any]:
+
+def chat(*roles: str) -> Row:
     return {"messages": [{"role": role, "content": "x"} for role in roles]}
 
 
 PLAIN = chat("user", "assistant")
 SYSTEM = chat("system", "user", "assistant")
-EMPTY: dict[str, Any] = {"messages": []}
-# the system role comes in row 6, and again; an empty list in row 8
-ROWS = [*[PLAIN] * 5, SYSTEM, SYSTEM, EMPTY, *[PLAIN] * 5, EMPTY]
+EMPTY: Row = {"messages": []}
+ROWS = [PLAIN, PLAIN, PLAIN, PLAIN, PLAIN, SYSTEM, SYSTEM, EMPTY, PLAIN, EMPTY]
 
 
-def beyond(*paths: Path) -> list[tuple[int, dict[str, Any]]]:
-    return [(entry.place.number, entry.row) for entry in exemplars.beyond(survey.look(paths), 4)]
+def rows_beyond(*paths: Path) -> list[Row]:
+    """The rows of new kinds that stand behind the first four."""
+    return [exemplar.row for exemplar in exemplars.beyond(survey.look(paths), SEEN_FIRST)]
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "numbers"),
-    [
-        ("lines.jsonl", lines(ROWS), [6, 8]),
-        # many rows a line, or many lines a row: rows are counted all the same
-        ("array.json", json.dumps(ROWS), [1, 1]),
-        ("indented.json", json.dumps(ROWS, indent=1), None),
-    ],
-)
-def test_the_first_row_of_each_kind_is_found(
-    write: Write, name: str, text: str, numbers: list[int] | None
-) -> None:
-    found = beyond(write(name, text))
-    assert [row for _, row in found] == [SYSTEM, EMPTY]
-    assert numbers is None or [number for number, _ in found] == numbers
+def test_the_first_row_of_each_kind_is_shown_with_its_line(write: Write) -> None:
+    surveyed = survey.look([write("a.jsonl", lines(ROWS))])
+    lines_and_rows = []
+    for exemplar in exemplars.beyond(surveyed, SEEN_FIRST):
+        lines_and_rows.append((exemplar.place.number, exemplar.row))
+    assert lines_and_rows == [(6, SYSTEM), (8, EMPTY)]
 
 
-def test_a_parquet_file_and_a_second_file_count_too(tmp_path: Path, write: Write) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet")
-    arrow = pytest.importorskip("pyarrow")
-    path = tmp_path / "a.parquet"
-    parquet.write_table(arrow.Table.from_pylist(ROWS), path)
-    assert [row for _, row in beyond(path)] == [SYSTEM, EMPTY]
+@pytest.mark.parametrize("indent", [None, 1], ids=["one line", "several lines a row"])
+def test_rows_are_counted_whatever_their_lines(indent: int | None, write: Write) -> None:
+    path = write("a.json", json.dumps(ROWS, indent=indent))
+    assert rows_beyond(path) == [SYSTEM, EMPTY]
+
+
+def test_rows_of_parquet_are_shown(write: Write) -> None:
+    pytest.importorskip("pyarrow")
+    assert rows_beyond(write("a.parquet", parquet(ROWS))) == [SYSTEM, EMPTY]
+
+
+def test_rows_of_a_second_file_are_shown_from_its_first_one_on(write: Write) -> None:
     first = write("a.jsonl", lines([PLAIN] * 3))
-    assert [row for _, row in beyond(first, write("b.jsonl", lines([PLAIN, SYSTEM])))] == [SYSTEM]
+    second = write("b.jsonl", lines([PLAIN, SYSTEM]))
+    assert rows_beyond(first, second) == [SYSTEM]
 
 
-def test_what_the_first_rows_show_and_cells_of_csv_are_left_out(write: Write) -> None:
-    assert beyond(write("a.jsonl", lines([SYSTEM, EMPTY, *ROWS]))) == []
-    assert beyond(write("a.csv", "text\n" + "a\n" * 5 + "1\n")) == []
+def test_kinds_that_the_first_rows_show_are_left_out(write: Write) -> None:
+    assert rows_beyond(write("a.jsonl", lines([SYSTEM, EMPTY, *ROWS]))) == []
 
 
-def test_a_file_that_has_changed_gives_no_rows(write: Write) -> None:
+def test_rows_of_csv_are_left_out(write: Write) -> None:
+    assert rows_beyond(write("a.csv", "text\n" + "a\n" * 5 + "1\n")) == []
+
+
+def test_a_file_that_has_gone_shows_no_rows(write: Write) -> None:
     path = write("a.jsonl", lines(ROWS))
     surveyed = survey.look([path])
     path.unlink()
-    assert exemplars.beyond(surveyed, 4) == []
+    assert exemplars.beyond(surveyed, SEEN_FIRST) == []

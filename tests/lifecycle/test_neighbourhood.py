@@ -1,7 +1,6 @@
 """A start beside other runs, and in a folder with somebody's files."""
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +9,7 @@ import made_runs
 import pytest
 import saved
 from fake_world import World, made, needs_trl
+from in_process import Answer, launch
 
 from launcher import files
 from launcher.errors import NotReady
@@ -17,196 +17,245 @@ from launcher.runs import lease, rundir
 
 pytestmark = needs_trl
 
+Capture = pytest.CaptureFixture[str]
+Train = Callable[..., Answer]
+Begin = Callable[[World, Train, str], None]
+Findings = Callable[..., dict[str, str]]
+
 
 @pytest.fixture
 def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     with made(tmp_path / "world") as world:
         world.environ["HOME"] = str(tmp_path / "home")
-        for name in ("HOME", "LAUNCH_RUNS", "XDG_STATE_HOME"):
-            monkeypatch.setenv(name, world.environ[name])
+        for name, value in world.environ.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.chdir(world.root)
         yield world
 
 
-def findings(world: World, output: str | Path, *words: str) -> dict[str, str]:
+@pytest.fixture
+def train(world: World, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> Train:
+    """`launch sft` of a config into an output, with a fake trainer."""
+
+    def run(output: str | Path, *words: str, steps: tuple[str, ...] = ()) -> Answer:
+        path = world.config(output_dir=str(output))
+        monkeypatch.setenv("FAKE_STEPS", json.dumps(steps))
+        machine = ("--python", str(world.python()), "--gpus", "0")
+        return launch(capsys, "sft", str(path), *words, *machine)
+
+    return run
+
+
+@pytest.fixture
+def findings(train: Train) -> Callable[..., dict[str, str]]:
     """Codes and messages of a dry run into a folder."""
-    config = world.config(output_dir=str(output))
-    done = world.trained(str(config), "--dry-run", "--format", "json", *words)
-    listed = json.loads(done.stdout)["findings"]
-    errors = any(one["severity"] == "error" for one in listed)
-    assert done.returncode == (3 if errors else 0)
-    return {one["code"]: one["message"] for one in listed}
+
+    def run(output: str | Path, *words: str) -> dict[str, str]:
+        answer = train(output, "--dry-run", "--format", "json", *words)
+        messages = {}
+        expected_code = 0
+        for finding in json.loads(answer.out)["findings"]:
+            messages[finding["code"]] = finding["message"]
+            if finding["severity"] == "error":
+                expected_code = 3
+        assert answer.code == expected_code
+        return messages
+
+    return run
 
 
-def finished(world: World, output: str) -> None:
-    """A run with a model, to its end."""
-    config = world.config(output_dir=output)
-    done = world.trained(str(config), steps=(f"checkpoint={output}:20", f"model={output}"))
-    assert (world.root / output / "config.json").exists(), done.stderr
+def train_to_the_end(world: World, train: Train, output: str) -> None:
+    answer = train(output, steps=(f"checkpoint={output}:20", f"model={output}"))
+    assert (world.root / output / "config.json").exists(), answer.err
 
 
-def live(world: World, output: str) -> None:
-    place = str(world.root / output)
+def train_now(world: World, train: Train, output: str) -> None:
+    """A run with a runs folder of its own."""
     environ = {**world.environ, "LAUNCH_RUNS": str(world.root / "others")}
-    folder = world.prepared("pid=other", "sleep=600", name="other", output=place, environ=environ)
+    steps = ("pid=other", "sleep=600")
+    place = str(world.root / output)
+    folder = world.prepared(*steps, name="other", output=place, environ=environ)
     world.started("exec", str(folder.path), env={"LAUNCH_RUNS": environ["LAUNCH_RUNS"]})
     world.pid("other")
 
 
-@pytest.mark.parametrize("place", ["out/stage2", "out/checkpoint-20", "out/a/b/c", "OUT/../out/x"])
-@pytest.mark.parametrize("begun", [finished, live])
-def test_inside_anothers_output_nothing_starts(
-    world: World, begun: Callable[[World, str], None], place: str
-) -> None:
-    begun(world, "out")
-    (world.root / "OUT").mkdir()
-    message = findings(world, place)["nested-output"]
-    assert f"in {world.root}/out, which the run " in message
-    config = world.config(output_dir=place)
-    done = world.trained(str(config))
-    assert done.returncode == 3
-    assert "error[nested-output]" in done.stderr and "stage.yaml:" in done.stderr
-    assert not (world.root / place / ".cache").exists()
-
-
-@pytest.mark.parametrize("begun", [finished, live])
-@pytest.mark.parametrize("forgotten", [True, False])
-def test_nor_above_one(world: World, begun: Callable[[World, str], None], forgotten: bool) -> None:
-    begun(world, "o/deep/er")
-    if forgotten:
-        shutil.rmtree(world.root / "state", ignore_errors=True)
-    assert f"above {world.root}/o/deep/er, which the run " in findings(world, "o")["nested-output"]
-
-
-def test_of_a_run_without_a_lease_the_index_tells(world: World) -> None:
-    place = world.root / "o" / "model"
-    saved.model(place)
-    told = made_runs.manifest(output=str(place))
-    rundir.register(
-        "runs", made_runs.made(world.root / "elsewhere" / "20260101T000000Z-sft-a", told=told)
-    )
-    assert "nested-output" in findings(world, "o")
-    assert "nested-output" in findings(world, "o/model/x")
-    shutil.rmtree(place)
-    assert "nested-output" not in findings(world, "o")
-
-
-def test_side_by_side_and_again_into_the_same_is_fine(world: World) -> None:
-    finished(world, "o/first")
-    assert "nested-output" not in findings(world, "o/second")
-    assert "nested-output" not in findings(world, "o/first")
-    assert "foreign-files" not in findings(world, "o/first")
-    again = world.trained(str(world.config(output_dir="o/first")))
-    assert "nested-output" not in again.stderr and "foreign-files" not in again.stderr
-
-
-def test_run_folders_are_no_outputs(world: World) -> None:
-    finished(world, "out")
-    (run,) = [path for path in world.runs.iterdir() if path.is_dir()]
-    for place in (run, run / "model", run / "probe"):
-        assert f"the run folder {run}" in findings(world, place)["nested-output"]
-    moved = world.root / "archive"
-    moved.mkdir()
-    shutil.copytree(run, moved / run.name)
-    assert "holds the run folder" in findings(world, moved)["nested-output"]
-    bench = world.runs / "20260101T000000Z-bench-x"
-    files.write_json(bench.with_name("x.json"), {})
-    bench.mkdir()
-    files.write_json(bench / "bench.json", {})
-    assert "lies in the run folder" in findings(world, bench / "models" / "mine")["nested-output"]
-
-
-def test_the_model_of_a_run_folder_goes_on_there(world: World) -> None:
-    """`launch sft RUN/stage.yaml` names the folder in the run folder."""
-    config = world.config()
-    text = config.read_text().replace("  output_dir: out\n", "")
-    config.write_text(text)
-    done = world.trained(str(config), steps=("exit=1",))
-    (run,) = [path for path in world.runs.iterdir() if path.is_dir()]
-    assert "nested-output" not in done.stderr
-    done = world.trained(str(run / "stage.yaml"), steps=("exit=1",))
-    assert "nested-output" not in done.stderr
-
-
-def test_the_card_that_launch_moved_aside_is_its_own(world: World) -> None:
-    finished(world, "out")
-    (world.root / "out" / "README.before.md").write_text("of the trainer")
-    assert "foreign-files" not in findings(world, "out")
-
-
-def test_files_of_ones_own_are_named(world: World) -> None:
-    for name in ("b.txt", "a.txt", "notes/x", "d.txt"):
-        (world.root / "out" / name).parent.mkdir(parents=True, exist_ok=True)
-        (world.root / "out" / name).write_text("mine")
-    message = findings(world, "out")["foreign-files"]
-    assert (
-        message
-        == f"{world.root}/out holds 4 names that launch did not make: a.txt, b.txt, d.txt, ..."
-    )
-    done = world.trained(str(world.config()), steps=("model=out",))
-    assert "warning[foreign-files]" in done.stderr
-    # a warning about the machine: not even --strict stops for it
-    assert "foreign-files" in findings(world, "out", "--strict")
-    # what the run made since is launch's
-    assert findings(world, "out")["foreign-files"] == message
-
-
-def test_two_stages_of_a_pipeline_do_not_nest(world: World) -> None:
-    world.config("first.yaml", output_dir="o")
-    world.config("second.yaml", output_dir="o/second", model_name_or_path=None)
-    (world.root / "p.yaml").write_text("stages: [first.yaml, second.yaml]\n")
-    done = world.launch(
-        "pipeline", "p.yaml", "--python", str(world.python()), "--gpus", "0", "--dry-run"
-    )
-    assert done.returncode == 3
-    assert "second writes into o/second, which lies in" in done.stderr.replace(f"{world.root}/", "")
-
-
-def dangling(path: Path) -> None:
-    path.symlink_to("nowhere")
-
-
-def loop(path: Path) -> None:
-    path.symlink_to(path.name)
-
-
-def text(path: Path) -> None:
-    path.write_text("x")
-
-
-LEASE = ".cache/huggingface/launch/lease-1.json"
+def only_run(world: World) -> Path:
+    (run,) = (path for path in world.runs.iterdir() if path.is_dir())
+    return run
 
 
 @pytest.mark.parametrize(
-    ("name", "put", "says"),
+    ("begin", "place"),
     [
-        (".cache", dangling, "is a link to nowhere, which leads nowhere, and must be a folder"),
-        (".cache", loop, "is a link to .cache, which leads nowhere, and must be a folder"),
-        (".cache", text, "is a file, and must be a folder"),
-        (".cache/huggingface", dangling, "is a link to nowhere, which leads nowhere"),
-        (LEASE, Path.mkdir, "is a folder, and must be a file"),
-        (LEASE, loop, "is a link to lease-1.json, which leads nowhere, and must be a file"),
-        (LEASE, dangling, "is a link to nowhere"),
-        (".cache/huggingface/launch/lock", Path.mkdir, "is a folder, and must be a file"),
-        (".cache/huggingface/launch/lock", dangling, "is a link to nowhere"),
+        (train_to_the_end, "out/stage2"),
+        (train_to_the_end, "OUT/../out/x"),
+        (train_now, "out/checkpoint-20"),
     ],
 )
-def test_what_lies_in_the_place_of_a_lease_is_said(
-    tmp_path: Path, name: str, put: Callable[[Path], None], says: str
+def test_nothing_starts_inside_the_output_of_another_run(
+    world: World, train: Train, begin: Begin, place: str
+) -> None:
+    begin(world, train, "out")
+    (world.root / "OUT").mkdir()
+
+    answer = train(place)
+
+    assert answer.code == 3
+    assert "error[nested-output]" in answer.err
+    assert "stage.yaml:" in answer.err
+    assert f"in {world.root}/out, which the run " in answer.err
+    assert not (world.root / place / ".cache").exists()
+
+
+@pytest.mark.parametrize("begin", [train_to_the_end, train_now])
+def test_nor_above_it_with_or_without_an_index(
+    world: World, train: Train, findings: Findings, begin: Begin
+) -> None:
+    begin(world, train, "o/deep/er")
+    message = f"above {world.root}/o/deep/er, which the run "
+    assert message in findings("o")["nested-output"]
+
+    shutil.rmtree(world.root / "state", ignore_errors=True)
+    assert message in findings("o")["nested-output"]
+
+
+def test_the_index_knows_a_run_without_a_lease(world: World, findings: Findings) -> None:
+    place = world.root / "o" / "model"
+    saved.model(place)
+    manifest = made_runs.manifest(output=str(place))
+    run = made_runs.made(world.root / "elsewhere" / "20260101T000000Z-sft-a", told=manifest)
+    rundir.register("runs", run)
+    assert "nested-output" in findings("o")
+    assert "nested-output" in findings("o/model/x")
+
+    shutil.rmtree(place)
+    assert "nested-output" not in findings("o")
+
+
+def test_side_by_side_and_again_into_the_same_is_fine(
+    world: World, train: Train, findings: Findings
+) -> None:
+    train_to_the_end(world, train, "o/first")
+    # where launch moves a card of the trainer
+    (world.root / "o" / "first" / "README.before.md").write_text("of the trainer")
+
+    assert "nested-output" not in findings("o/second")
+    again = findings("o/first")
+    assert "nested-output" not in again
+    assert "foreign-files" not in again
+
+
+def test_run_folders_are_no_outputs(world: World, train: Train, findings: Findings) -> None:
+    train_to_the_end(world, train, "out")
+    run = only_run(world)
+    for place in (run, run / "probe"):
+        assert f"the run folder {run}" in findings(place)["nested-output"]
+
+    archive = world.root / "archive"
+    shutil.copytree(run, archive / run.name)
+    assert "holds the run folder" in findings(archive)["nested-output"]
+
+    bench = world.runs / "20260101T000000Z-bench-x"
+    bench.mkdir()
+    files.write_json(bench / "bench.json", {})
+    place = bench / "models" / "mine"
+    assert "lies in the run folder" in findings(place)["nested-output"]
+
+
+def test_the_model_of_a_run_folder_continues_there(
+    world: World, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """`launch sft RUN/stage.yaml` names the folder in the run folder."""
+    config = world.config()
+    config.write_text(config.read_text().replace("  output_dir: out\n", ""))
+    monkeypatch.setenv("FAKE_STEPS", '["exit=1"]')
+    machine = ("--python", str(world.python()), "--gpus", "0")
+    launch(capsys, "sft", str(config), *machine)
+    answer = launch(capsys, "sft", str(only_run(world) / "stage.yaml"), *machine)
+    assert answer.code == 4
+    assert "nested-output" not in answer.err
+
+
+def test_files_of_ones_own_are_named(world: World, train: Train, findings: Findings) -> None:
+    for name in ("b.txt", "a.txt", "notes/x", "d.txt"):
+        path = world.root / "out" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("mine")
+    expected = f"{world.root}/out holds 4 names that launch did not make: a.txt, b.txt, d.txt, ..."
+
+    # about the machine: not even --strict stops for it
+    assert findings("out", "--strict")["foreign-files"] == expected
+    assert "warning[foreign-files]" in train("out", steps=("model=out",)).err
+    # what the run wrote since is launch's
+    assert findings("out")["foreign-files"] == expected
+
+
+def test_two_stages_of_a_pipeline_do_not_nest(world: World, capsys: Capture) -> None:
+    world.config("first.yaml", output_dir="o")
+    world.config("second.yaml", output_dir="o/second", model_name_or_path=None)
+    (world.root / "p.yaml").write_text("stages: [first.yaml, second.yaml]\n")
+    words = ("--python", str(world.python()), "--gpus", "0", "--dry-run")
+    answer = launch(capsys, "pipeline", "p.yaml", *words)
+    assert answer.code == 3
+    message = answer.err.replace(f"{world.root}/", "")
+    assert "second writes into o/second, which lies in" in message
+
+
+def dangling_link(path: Path) -> None:
+    path.symlink_to("nowhere")
+
+
+def link_to_itself(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+def file(path: Path) -> None:
+    path.write_text("x")
+
+
+FOLDER = ".cache/huggingface/launch"
+LEASE = f"{FOLDER}/lease-1.json"
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "message"),
+    [
+        (
+            ".cache",
+            dangling_link,
+            "is a link to nowhere, which leads nowhere, and must be a folder",
+        ),
+        (
+            ".cache",
+            link_to_itself,
+            "is a link to .cache, which leads nowhere, and must be a folder",
+        ),
+        (".cache", file, "is a file, and must be a folder"),
+        (".cache/huggingface", dangling_link, "is a link to nowhere, which leads nowhere"),
+        (LEASE, Path.mkdir, "is a folder, and must be a file"),
+        (LEASE, dangling_link, "is a link to nowhere, which leads nowhere, and must be a file"),
+        (f"{FOLDER}/lock", Path.mkdir, "is a folder, and must be a file"),
+        (f"{FOLDER}/lock", dangling_link, "is a link to nowhere"),
+    ],
+)
+def test_what_lies_in_the_place_of_a_lease_is_named(
+    tmp_path: Path, name: str, make: Callable[[Path], None], message: str
 ) -> None:
     path = tmp_path / "out" / name
     path.parent.mkdir(parents=True)
-    put(path)
-    with pytest.raises(NotReady) as raised:
+    make(path)
+
+    with pytest.raises(NotReady) as refused:
         lease.acquire(tmp_path / "out", tmp_path / "run")
-    (finding,) = raised.value.findings
+
+    (finding,) = refused.value.findings
     assert finding.code == "bad-lease"
-    assert f"{path} {says}" in finding.message
-    assert f"delete it (rm {'-r ' if put is Path.mkdir else ''}{path})" in str(finding.help)
-    shutil.rmtree(path) if path.is_dir() else os.unlink(path)
-    assert lease.acquire(tmp_path / "out", tmp_path / "run").fence == 1
+    assert f"{path} {message}" in finding.message
+    command = "rm -r" if make is Path.mkdir else "rm"
+    assert f"delete it ({command} {path})" in str(finding.help)
 
 
-def test_an_output_that_is_a_link_to_nothing_is_said(tmp_path: Path) -> None:
-    dangling(tmp_path / "out")
+def test_an_output_that_is_a_link_to_nothing_is_named(tmp_path: Path) -> None:
+    dangling_link(tmp_path / "out")
     with pytest.raises(NotReady, match="is a link to nowhere, which leads nowhere"):
         lease.acquire(tmp_path / "out" / "x", tmp_path / "run")

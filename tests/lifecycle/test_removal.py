@@ -9,19 +9,20 @@ import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import made_runs
 import pytest
 import saved
-from conftest import PATIENCE_S
 from fake_world import World, made, until
+from in_process import Answer, launch
 
 from launcher import files
+from launcher.cli import main
 from launcher.runs import inventory, lease, outputs, rundir
 from launcher.runs.rundir import RunFolder
 
-MODEL = ("config.json", "model.safetensors", "tokenizer.json")
+NAME = "20260101T000000Z-sft-a"
+MODEL = {"config.json", "model.safetensors", "tokenizer.json"}
 
 
 @pytest.fixture
@@ -33,93 +34,113 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
         yield world
 
 
+@pytest.fixture
 def out(world: World) -> Path:
+    """The output folder of the run; it does not exist yet."""
     return world.root / "out"
 
 
-def trained(
-    world: World,
-    *steps: str,
-    name: str = "20260101T000000Z-sft-a",
-    output: Path | None = None,
-    **changes: Any,
+Remove = Callable[..., Answer]
+
+
+@pytest.fixture
+def remove(capsys: pytest.CaptureFixture[str]) -> Remove:
+    """`launch rm` of a run or a campaign with its model, unless told to ask first."""
+
+    def run(target: RunFolder | Path, *words: str) -> Answer:
+        path = target.path if isinstance(target, RunFolder) else target
+        return launch(capsys, "rm", str(path), *(words or ("--model", "--yes")))
+
+    return run
+
+
+def train(
+    world: World, *steps: str, name: str = NAME, output: Path | None = None, number: int = 1
 ) -> RunFolder:
-    """A run that has saved a model, to its end."""
-    output = output or out(world)
+    """Run an attempt to its end; without other steps it saves a checkpoint and a model."""
+    output = output or world.root / "out"
     steps = steps or (f"checkpoint={output}:2", f"model={output}")
-    folder = world.prepared(*steps, name=name, output=str(output), **changes)
+    folder = world.prepared(*steps, name=name, output=str(output), number=number)
     rundir.register("runs", folder.path)
-    world.launch("exec", str(folder.path))
+    main.main(["exec", str(folder.path)])
     return folder
 
 
-def again(world: World, folder: RunFolder, *steps: str) -> None:
-    """A further attempt of a run into the same output."""
-    number = folder.attempts() + 1
-    world.prepared(*steps, name=folder.path.name, output=str(out(world)), number=number)
-    world.launch("exec", str(folder.path))
+def start_live_run(world: World, output: Path) -> None:
+    """A run that trains into a folder now, whose own folder lies elsewhere."""
+    environ = {**world.environ, "LAUNCH_RUNS": str(world.root / "others")}
+    steps = ("pid=other", "sleep=600")
+    folder = world.prepared(*steps, name="other", output=str(output), environ=environ)
+    world.started("exec", str(folder.path), env={"LAUNCH_RUNS": environ["LAUNCH_RUNS"]})
+    world.pid("other")
 
 
-def removed(world: World, folder: RunFolder, *words: str) -> subprocess.CompletedProcess[str]:
-    return world.launch("rm", str(folder.path), "--model", "--yes", *words)
+def write_own(*paths: Path) -> None:
+    for path in paths:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("mine")
 
 
-def names(folder: Path) -> list[str]:
-    """All below a folder that is no folder itself; links are not followed."""
-    return sorted(
-        str(path.relative_to(folder))
-        for path in folder.rglob("*")
-        if path.is_symlink() or not path.is_dir()
-    )
+def names(folder: Path) -> set[str]:
+    """Everything below a folder but folders; links are not followed."""
+    below = set()
+    for path in folder.rglob("*"):
+        if path.is_symlink() or not path.is_dir():
+            below.add(str(path.relative_to(folder)))
+    return below
 
 
-def test_all_that_a_run_wrote_goes(world: World) -> None:
-    folder = trained(world)
-    assert {*MODEL, "checkpoint-2/optimizer.pt", ".cache/huggingface/launch/lease-1.json"} < {
-        *names(out(world))
-    }
-    done = removed(world, folder)
-    assert done.returncode == 0, done.stderr
-    assert not out(world).exists()
+def require_removed(answer: Answer) -> None:
+    assert answer.code == 0, answer.err
+
+
+# What goes
+
+
+def test_all_that_a_run_wrote_goes(world: World, out: Path, remove: Remove) -> None:
+    folder = train(world)
+    lease_file = ".cache/huggingface/launch/lease-1.json"
+    assert {*MODEL, "checkpoint-2/optimizer.pt", lease_file} < names(out)
+
+    answer = remove(folder)
+
+    require_removed(answer)
+    assert not out.exists()
     assert not folder.path.exists()
-    assert "kept" not in done.stdout
+    assert "kept" not in answer.out
 
 
-def test_what_goes_is_shown_with_sizes_before_it_is_asked_for(world: World) -> None:
-    folder = trained(world)
-    (out(world) / "notes.md").write_text("mine")
-    asked = world.launch("rm", str(folder.path), "--model")
-    assert asked.returncode == 2
-    assert f"{out(world)} (3 files, " in asked.stderr
-    assert f"{out(world)}/checkpoint-2 (7 files, " in asked.stderr
-    assert f"kept in {out(world)}: 1 file that this run did not write (notes.md)" in asked.stderr
-    assert folder.path.is_dir() and (out(world) / "config.json").exists()
-    done = removed(world, folder, "--format", "json")
-    data = json.loads(done.stdout)["data"]
-    assert data["removed"] == [str(folder.path), str(out(world))]
+def test_what_goes_is_shown_with_sizes_before_it_is_asked_for(
+    world: World, out: Path, remove: Remove
+) -> None:
+    folder = train(world)
+    write_own(out / "notes.md")
+
+    question = remove(folder, "--model")
+    assert question.code == 2
+    assert f"{out} (3 files, " in question.err
+    assert f"{out}/checkpoint-2 (7 files, " in question.err
+    assert f"kept in {out}: 1 file that this run did not write (notes.md)" in question.err
+    assert names(out) > MODEL
+
+    answer = remove(folder, "--model", "--yes", "--format", "json")
+    data = json.loads(answer.out)["data"]
+    assert data["removed"] == [str(folder.path), str(out)]
     assert "notes.md" in data["kept"][0]
 
 
-def test_own_files_of_before_and_after_are_kept(world: World) -> None:
-    output = out(world)
-    (output / "checkpoint-1").mkdir(parents=True)
-    mine = {"thesis.txt", "README.md", "merges.txt", "checkpoint-1/model.safetensors"}
-    for name in mine:
-        (output / name).write_text("mine")
-    folder = trained(world)
-    later = {
-        "eval_results.json",
-        "checkpoint-2/samples.json",
-        "all_results.json",
-        "checkpoint-3/optimizer.pt",
-    }
-    (output / "checkpoint-3").mkdir()
-    for name in later:
-        (output / name).write_text("mine too")
-    done = removed(world, folder)
-    assert done.returncode == 0, done.stderr
-    assert {*names(output)} == mine | later
-    assert "8 files that this run did not write" in done.stdout
+def test_own_files_of_before_and_after_are_kept(world: World, out: Path, remove: Remove) -> None:
+    before = {"thesis.txt", "README.md", "checkpoint-1/model.safetensors"}
+    write_own(*[out / name for name in before])
+    folder = train(world)
+    after = {"eval_results.json", "checkpoint-2/samples.json", "checkpoint-3/optimizer.pt"}
+    write_own(*[out / name for name in after])
+
+    answer = remove(folder)
+
+    require_removed(answer)
+    assert names(out) == before | after
+    assert "6 files that this run did not write" in answer.out
     assert not folder.path.exists()
 
 
@@ -136,226 +157,242 @@ def write_over(path: Path) -> None:
 def replace(path: Path) -> None:
     copy = path.with_name("copy")
     shutil.copy2(path, copy)
-    copy.write_bytes(b"y" * path.stat().st_size)
-    os.utime(copy, ns=(path.stat().st_atime_ns, path.stat().st_mtime_ns))
     copy.rename(path)
 
 
-def to_link(path: Path) -> None:
+def make_a_link(path: Path) -> None:
     path.rename(path.parent.parent / "elsewhere")
     path.symlink_to(path.parent.parent / "elsewhere")
 
 
-@pytest.mark.parametrize("change", [grow, write_over, replace, to_link])
-def test_a_file_of_another_content_is_no_longer_the_runs(
-    world: World, change: Callable[[Path], None]
+@pytest.mark.parametrize("change", [grow, write_over, replace, make_a_link])
+def test_a_file_that_changed_is_no_longer_the_runs(
+    world: World, out: Path, remove: Remove, change: Callable[[Path], None]
 ) -> None:
-    folder = trained(world)
-    config = out(world) / "config.json"
-    change(config)
-    text = config.read_bytes()
-    done = removed(world, folder)
-    assert done.returncode == 0, done.stderr
-    assert names(out(world)) == ["config.json"]
-    assert config.read_bytes() == text
-    assert "1 file that changed after this run wrote it (config.json)" in done.stdout
+    folder = train(world)
+    change(out / "config.json")
+    content = (out / "config.json").read_bytes()
+
+    answer = remove(folder)
+
+    require_removed(answer)
+    assert names(out) == {"config.json"}
+    assert (out / "config.json").read_bytes() == content
+    assert "1 file that changed after this run wrote it (config.json)" in answer.out
 
 
-def test_what_only_got_another_mode_is_still_the_runs(world: World) -> None:
-    folder = trained(world)
-    for name in MODEL:
-        (out(world) / name).chmod(0o640)
-    os.link(out(world) / "model.safetensors", world.root / "backup")
-    removed(world, folder)
-    assert not out(world).exists()
+def test_a_file_of_another_mode_or_with_a_second_name_is_still_the_runs(
+    world: World, out: Path, remove: Remove
+) -> None:
+    folder = train(world)
+    (out / "config.json").chmod(0o640)
+    os.link(out / "model.safetensors", world.root / "backup")
+    remove(folder)
+    assert not out.exists()
     assert (world.root / "backup").is_file()
 
 
-def test_every_attempt_counts(world: World) -> None:
-    output = out(world)
-    folder = trained(world, f"checkpoint={output}:2", "exit=1")
-    (output / "notes.txt").write_text("between two attempts")
-    (output / "README.md").write_text("between two attempts")
-    again(world, folder, f"checkpoint={output}:4", f"model={output}")
-    assert folder.attempts() == 2
-    removed(world, folder)
-    assert names(output) == ["README.md", "notes.txt"]
+def test_every_attempt_counts(world: World, out: Path, remove: Remove) -> None:
+    folder = train(world, f"checkpoint={out}:2", "exit=1")
+    write_own(out / "README.md")
+    train(world, f"checkpoint={out}:4", f"model={out}", number=2)
+    remove(folder)
+    assert names(out) == {"README.md"}
 
 
-def test_a_run_killed_with_its_supervisor_leaves_what_came_before(world: World) -> None:
-    output = out(world)
-    output.mkdir()
-    (output / "README.md").write_text("mine")
-    folder = world.prepared(f"checkpoint={output}:2", "pid=leader", "sleep=600", output=str(output))
-    watching = world.started("exec", str(folder.path))
+def test_of_a_run_killed_with_its_supervisor_what_was_there_stays(
+    world: World, out: Path, remove: Remove
+) -> None:
+    write_own(out / "README.md")
+    steps = (f"checkpoint={out}:2", "pid=leader", "sleep=600")
+    folder = world.prepared(*steps, output=str(out))
+    launcher = world.started("exec", str(folder.path))
     leader = world.pid("leader")
     until(folder.process.exists)
-    keeper = rundir.read_json(folder.process)["keeper"]["pid"]
-    for pid in (watching.pid, keeper, leader):
+    supervisor = rundir.read_json(folder.process)["keeper"]["pid"]
+    for pid in (launcher.pid, supervisor, leader):
         os.kill(pid, signal.SIGKILL)
-    watching.wait()
+    launcher.wait()
     world.quiet()
-    record = inventory.read_inventory(folder, 1)
-    assert record is not None and record.written is None
     # long after the last sign of life somebody puts a model there
-    (output / "model.safetensors").write_text("mine")
-    os.utime(output / "model.safetensors", (time.time() + 100,) * 2)
-    done = removed(world, folder)
-    assert done.returncode == 0, done.stderr
-    assert names(output) == ["README.md", "model.safetensors"]
+    write_own(out / "model.safetensors")
+    os.utime(out / "model.safetensors", (time.time() + 100,) * 2)
+
+    require_removed(remove(folder))
+
+    assert names(out) == {"README.md", "model.safetensors"}
 
 
-def older(world: World, output: Path) -> RunFolder:
-    """A run of before launch recorded what it wrote: from 03:04 to 04:34 on 2 January 2026."""
-    told = made_runs.manifest(output=str(output))
-    folder = RunFolder(made_runs.made(world.runs / "20260102T030405Z-sft-older", told=told))
-    saved.model(output)
-    saved.trl(output, 2)
-    for path in output.rglob("*"):
-        os.utime(path, (1767326400, 1767326400))  # 2026-01-02T04:00:00Z
-    return folder
+def test_a_home_folder_survives_the_run_that_trained_into_it(world: World, remove: Remove) -> None:
+    home = world.root / "home"
+    own = {"Documents/thesis.tex", ".ssh/id", "runs/mine.txt", "model.bin"}
+    write_own(*[home / name for name in own])
+    folder = train(world, f"model={home}", output=home)
+    require_removed(remove(folder))
+    assert names(home) == own
 
 
-def test_a_home_folder_survives_the_run_that_trained_into_it(world: World) -> None:
-    home = Path(world.environ["HOME"])
-    for name in ("Documents/thesis.tex", ".ssh/id", "runs/mine.txt", "model.bin"):
-        (home / name).parent.mkdir(parents=True, exist_ok=True)
-        (home / name).write_text("mine")
-    folder = trained(world, f"model={home}", output=home)
-    done = removed(world, folder)
-    assert done.returncode == 0, done.stderr
-    assert names(home) == [".ssh/id", "Documents/thesis.tex", "model.bin", "runs/mine.txt"]
+def test_a_damaged_record_makes_nothing_the_runs(world: World, out: Path, remove: Remove) -> None:
+    for text in ("{}", "[1", '{"output": 3, "written": {"config.json": [1, 2]}}'):
+        folder = train(world)
+        folder.inventory(1).write_text(text)
+        ended = rundir.read_json(folder.exit(1))
+        files.write_json(folder.exit(1), {**ended, "started": "never", "ended": None})
+        require_removed(remove(folder))
+        assert names(out) >= MODEL
+        shutil.rmtree(out)
 
 
-def live(world: World, output: Path) -> RunFolder:
-    """A run that trains into a folder now, whose own folder lies elsewhere."""
-    environ = {**world.environ, "LAUNCH_RUNS": str(world.root / "others")}
-    folder = world.prepared(
-        "pid=other", "sleep=600", name="other", output=str(output), environ=environ
-    )
-    world.started("exec", str(folder.path), env={"LAUNCH_RUNS": environ["LAUNCH_RUNS"]})
-    world.pid("other")
-    return folder
+def test_a_start_in_a_full_folder_looks_no_further_than_trainers_do(
+    world: World, out: Path, remove: Remove
+) -> None:
+    for number in range(300):
+        (out / "photos" / str(number)).mkdir(parents=True)
+    folder = train(world)
+    record = inventory.read_inventory(folder, 1)
+    assert record is not None
+    assert record.before == {}
+    remove(folder)
+    assert list(out.iterdir()) == [out / "photos"]
 
 
-@pytest.mark.parametrize("place", ["stage2", "checkpoint-2/deep/er", "."])
-def test_beside_a_live_run_nothing_goes(world: World, place: str) -> None:
-    folder = trained(world)
-    inner = out(world) / place
-    live(world, inner)
-    before = names(out(world))
-    done = removed(world, folder)
-    assert done.returncode == 5
-    assert "error[run-is-live]" in done.stderr
+# Other runs
+
+
+@pytest.mark.parametrize("place", ["stage2", "."])
+def test_nothing_above_or_beside_a_live_run_goes(
+    world: World, out: Path, remove: Remove, place: str
+) -> None:
+    folder = train(world)
+    start_live_run(world, out / place)
+    written = names(out)
+
+    answer = remove(folder)
+
+    assert answer.code == 5
+    assert "error[run-is-live]" in answer.err
     # the live run may have added records meanwhile
-    assert {*before} <= {*names(out(world))}
+    assert written <= names(out)
     assert folder.path.is_dir()
 
 
-def test_nor_below_one(world: World) -> None:
-    inner = out(world) / "inner"
-    folder = trained(world, f"model={inner}", output=inner)
-    live(world, out(world))
-    done = removed(world, folder)
-    assert done.returncode == 5
-    assert "trains into" in done.stderr and "which lies above" in done.stderr
-    assert (inner / "config.json").exists()
+def test_nothing_below_a_live_run_goes(world: World, out: Path, remove: Remove) -> None:
+    inner = out / "inner"
+    folder = train(world, f"model={inner}", output=inner)
+    start_live_run(world, out)
+
+    answer = remove(folder)
+
+    assert answer.code == 5
+    assert "trains into" in answer.err
+    assert "which lies above" in answer.err
+    assert names(inner) >= MODEL
 
 
 @pytest.mark.parametrize("leased", [True, False])
-def test_a_finished_model_inside_or_above_stops_it(world: World, leased: bool) -> None:
-    outer = trained(world)
-    place = out(world) / "stage2"
+def test_a_finished_model_inside_or_above_is_named(
+    world: World, out: Path, remove: Remove, leased: bool
+) -> None:
+    outer = train(world)
+    place = out / "stage2"
     if leased:
-        inner = trained(world, f"model={place}", name="20260101T000001Z-dpo-b", output=place)
+        inner = train(world, f"model={place}", name="20260101T000001Z-dpo-b", output=place)
         shutil.rmtree(world.root / "state")
     else:
-        # of no lease, and in a runs folder that only the index knows
-        told = made_runs.manifest(output=str(place))
-        inner = RunFolder(
-            made_runs.made(world.root / "elsewhere" / "20260101T000001Z-dpo-b", told=told)
-        )
-        rundir.register("runs", inner.path)
+        # in a runs folder that only the index knows
+        manifest = made_runs.manifest(output=str(place))
+        path = world.root / "elsewhere" / "20260101T000001Z-dpo-b"
+        inner = RunFolder(made_runs.made(path, told=manifest))
+        rundir.register("runs", path)
         saved.model(place)
-    before = names(out(world))
-    done = removed(world, outer)
-    assert done.returncode == 2
-    assert f"{place}, the output of {inner.path.name}, lies inside {out(world)}" in done.stderr
-    done = removed(world, inner)
-    assert done.returncode == 2
-    assert f"the output of {outer.path.name}, lies above" in done.stderr
-    assert names(out(world)) == before
+    written = names(out)
+
+    answer = remove(outer)
+    assert answer.code == 2
+    assert f"{place}, the output of {inner.path.name}, lies inside {out}" in answer.err
+    answer = remove(inner)
+    assert answer.code == 2
+    assert f"the output of {outer.path.name}, lies above" in answer.err
+    assert names(out) == written
+
     # the record of the outer run goes by itself, and after that the inner model can
-    assert world.launch("rm", str(outer.path), "--yes").returncode == 0
-    assert world.launch("rm", str(inner.path), "--yes", "--model").returncode == 0
-    # of a run without a record of it, only what its time fits
+    require_removed(remove(outer, "--yes"))
+    require_removed(remove(inner))
     assert place.exists() is not leased
-    assert {*MODEL} < {*names(out(world))}
+    assert names(out) > MODEL
 
 
-def test_no_link_is_followed(world: World) -> None:
+# Links and mounts
+
+
+def test_no_link_is_followed(world: World, out: Path, remove: Remove) -> None:
     precious = world.root / "precious"
     saved.model(precious)
-    output = out(world)
-    link = output / "checkpoint-9"
-    folder = trained(world, f"model={output}", f"link={link}:{precious}")
-    (output / "own").symlink_to(precious)
-    done = removed(world, folder)
-    assert done.returncode == 0, done.stderr
-    assert names(precious) == [*MODEL]
-    assert not link.is_symlink(), "the run made it"
-    assert (output / "own").is_symlink()
-    assert names(output) == ["own"]
+    link = out / "checkpoint-9"
+    folder = train(world, f"model={out}", f"link={link}:{precious}")
+    (out / "own").symlink_to(precious)
+
+    require_removed(remove(folder))
+
+    assert names(precious) == MODEL
+    assert names(out) == {"own"}, "the run made the other link"
 
 
-def test_a_folder_that_became_a_link_is_not_entered(world: World) -> None:
-    folder = trained(world)
+def test_a_folder_that_became_a_link_is_not_entered(
+    world: World, out: Path, remove: Remove
+) -> None:
+    folder = train(world)
     elsewhere = world.root / "elsewhere"
-    (out(world) / "checkpoint-2").rename(elsewhere)
-    (out(world) / "checkpoint-2").symlink_to(elsewhere)
-    before = names(elsewhere)
-    removed(world, folder)
-    assert names(elsewhere) == before
-    assert names(out(world)) == ["checkpoint-2"]
+    (out / "checkpoint-2").rename(elsewhere)
+    (out / "checkpoint-2").symlink_to(elsewhere)
+    written = names(elsewhere)
+    remove(folder)
+    assert names(elsewhere) == written
+    assert names(out) == {"checkpoint-2"}
 
 
-def test_an_output_that_became_a_link_is_not_entered(world: World) -> None:
-    folder = trained(world)
-    moved = world.root / "moved"
-    out(world).rename(moved)
-    out(world).symlink_to(moved)
-    before = [name for name in names(moved) if "launch/" not in name]
-    done = removed(world, folder)
-    assert [name for name in names(moved) if "launch/" not in name] == before
-    assert "in a folder that is not the one that this run wrote into" in done.stdout + done.stderr
+def test_an_output_that_became_a_link_is_not_entered(
+    world: World, out: Path, remove: Remove
+) -> None:
+    folder = train(world)
+    moved = out.rename(world.root / "moved")
+    out.symlink_to(moved)
+    answer = remove(folder)
+    assert {*MODEL, "checkpoint-2/optimizer.pt"} < names(moved)
+    message = "in a folder that is not the one that this run wrote into"
+    assert message in answer.out + answer.err
 
 
-def test_an_output_that_was_a_link_at_the_start_is_the_same_folder(world: World) -> None:
+def test_an_output_that_was_a_link_at_the_start_is_the_same_folder(
+    world: World, out: Path, remove: Remove
+) -> None:
     real = world.root / "disk" / "out"
     real.mkdir(parents=True)
-    out(world).symlink_to(real)
-    folder = trained(world)
-    done = removed(world, folder)
-    assert done.returncode == 0, done.stderr
-    assert names(real.parent) == []
-    assert out(world).is_symlink()
+    out.symlink_to(real)
+    folder = train(world)
+    require_removed(remove(folder))
+    assert names(real.parent) == set()
+    assert out.is_symlink()
 
 
-def test_another_folder_under_its_name_is_not_the_runs(world: World) -> None:
-    folder = trained(world)
+def test_another_folder_under_its_name_is_not_the_runs(
+    world: World, out: Path, remove: Remove
+) -> None:
+    folder = train(world)
     copy = world.root / "copy"
-    shutil.copytree(out(world), copy)
-    shutil.rmtree(out(world))
-    copy.rename(out(world))
-    removed(world, folder)
-    assert {*MODEL} <= {*names(out(world))}
+    shutil.copytree(out, copy)
+    shutil.rmtree(out)
+    copy.rename(out)
+    remove(folder)
+    assert names(out) >= MODEL
 
 
 @contextlib.contextmanager
-def bound(source: Path, target: Path) -> Iterator[None]:
-    words = ["mount", "--bind", str(source), str(target)]
+def mounted(source: Path, target: Path) -> Iterator[None]:
+    """A folder under a second name of the same file system."""
+    target.mkdir()
     try:
-        done = subprocess.run(words, capture_output=True, timeout=PATIENCE_S)
+        done = subprocess.run(["mount", "--bind", str(source), str(target)], capture_output=True)
     except OSError:
         pytest.skip("there is no mount")
     if done.returncode:
@@ -366,149 +403,121 @@ def bound(source: Path, target: Path) -> Iterator[None]:
         subprocess.run(["umount", "-l", str(target)], check=True)
 
 
-def test_no_mount_point_is_crossed(world: World) -> None:
-    folder = trained(world)
-    inside = out(world) / "checkpoint-2"
-    same = world.root / "same"
-    inside.rename(same)
-    inside.mkdir()
-    before = names(same)
-    # of one file system: device and inodes are those of the record
-    with bound(same, inside):
-        done = removed(world, folder)
-        assert done.returncode == 0, done.stderr
-        assert names(same) == before
-        assert "behind a mount point" in done.stdout
+def test_no_mount_point_is_crossed(world: World, out: Path, remove: Remove) -> None:
+    folder = train(world)
+    moved = (out / "checkpoint-2").rename(world.root / "same")
+    written = names(moved)
+    # device and inodes are those of the record
+    with mounted(moved, out / "checkpoint-2"):
+        answer = remove(folder)
+        require_removed(answer)
+        assert names(moved) == written
+        assert "behind a mount point" in answer.out
 
 
-def test_an_output_under_a_second_name_is_found(world: World) -> None:
-    outer = trained(world)
+def test_a_live_run_under_a_second_name_is_found(world: World, out: Path, remove: Remove) -> None:
+    folder = train(world)
     second = world.root / "second"
-    second.mkdir()
-    with bound(out(world), second):
-        live(world, second / "stage2")
-        assert removed(world, outer).returncode == 5
-        for pid in world.left():
+    with mounted(out, second):
+        start_live_run(world, second / "stage2")
+        assert remove(folder).code == 5
+        for pid in world.left() - {os.getpid()}:
             os.kill(pid, signal.SIGKILL)
-    assert (out(world) / "config.json").exists()
+    assert names(out) > MODEL
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
-def test_what_belongs_to_others_stays(world: World) -> None:
-    folder = trained(world)
-    os.chown(out(world) / "config.json", 12345, 12345)
-    os.chown(out(world), 12345, 12345)
-    done = removed(world, folder)
-    assert done.returncode == 2
-    assert f"{out(world)} belongs to user 12345" in done.stderr
-    os.chown(out(world), 0, 0)
-    assert removed(world, folder).returncode == 0
-    assert names(out(world)) == ["config.json"]
+def test_what_belongs_to_others_stays(world: World, out: Path, remove: Remove) -> None:
+    folder = train(world)
+    os.chown(out / "config.json", 12345, 12345)
+    os.chown(out, 12345, 12345)
+    answer = remove(folder)
+    assert answer.code == 2
+    assert f"{out} belongs to user 12345" in answer.err
+
+    os.chown(out, 0, 0)
+    require_removed(remove(folder))
+    assert names(out) == {"config.json"}
 
 
-def test_own_files_in_a_run_folder_are_kept(world: World) -> None:
-    folder = trained(world)
-    (folder.path / "thoughts.md").write_text("mine")
-    (folder.path / "plots").mkdir()
-    (folder.path / "plots" / "loss.png").write_text("mine")
-    done = removed(world, folder)
-    assert done.returncode == 0, done.stderr
-    assert names(folder.path) == ["plots/loss.png", "thoughts.md"]
-    assert "2 files that this run did not write (plots/loss.png, thoughts.md)" in done.stdout
+# Run folders and campaigns
+
+
+def test_own_files_in_a_run_folder_are_kept(world: World, remove: Remove) -> None:
+    folder = train(world)
+    write_own(folder.path / "thoughts.md", folder.path / "plots" / "loss.png")
+    answer = remove(folder)
+    require_removed(answer)
+    assert names(folder.path) == {"plots/loss.png", "thoughts.md"}
+    assert "2 files that this run did not write (plots/loss.png, thoughts.md)" in answer.out
     assert folder not in rundir.known_runs()
 
 
-def test_a_run_folder_that_is_a_link_is_refused(world: World) -> None:
-    folder = trained(world)
-    moved = world.root / "moved-run"
-    folder.path.rename(moved)
+def test_a_run_folder_that_is_a_link_is_refused(world: World, remove: Remove) -> None:
+    folder = train(world)
+    moved = folder.path.rename(world.root / "moved-run")
     folder.path.symlink_to(moved)
-    assert removed(world, folder).returncode == 2
+    assert remove(folder).code == 2
     assert (moved / "run.json").exists()
 
 
-def test_a_model_in_the_run_folder_goes_with_it(world: World) -> None:
-    output = world.runs / "20260101T000000Z-sft-a" / "model"
-    folder = trained(world, f"model={output}", output=output)
-    assert world.launch("rm", str(folder.path), "--yes").returncode == 2
-    (output / "eval.csv").write_text("mine")
-    assert removed(world, folder).returncode == 0
-    assert names(folder.path) == ["model/eval.csv"]
+def test_a_model_in_the_run_folder_goes_with_it(world: World, remove: Remove) -> None:
+    output = world.runs / NAME / "model"
+    folder = train(world, f"model={output}", output=output)
+    assert remove(folder, "--yes").code == 2
+    write_own(output / "eval.csv")
+    require_removed(remove(folder))
+    assert names(folder.path) == {"model/eval.csv"}
 
 
-def campaign(world: World) -> tuple[Path, RunFolder]:
+@pytest.fixture
+def bench(world: World) -> Path:
     """The folder of a bench with one run, whose model lies in it."""
-    bench = world.runs / "20260101T000000Z-bench-x"
-    output = bench / "models" / "baseline-1"
-    folder = trained(
-        world, f"model={output}", name=f"{bench.name}/20260101T000000Z-sft-trial", output=output
-    )
-    files.write_json(bench / "bench.json", {"trials": [{"run": str(folder.path)}]})
-    return bench, folder
+    folder = world.runs / "20260101T000000Z-bench-x"
+    output = folder / "models" / "baseline-1"
+    trial = train(world, f"model={output}", name=f"{folder.name}/{NAME}", output=output)
+    files.write_json(folder / "bench.json", {"trials": [{"run": str(trial.path)}]})
+    return folder
 
 
-def test_of_a_bench_what_launch_put_there_goes(world: World) -> None:
-    bench, _ = campaign(world)
-    (bench / "conclusions.md").write_text("mine")
-    assert world.launch("rm", bench.name, "--yes").returncode == 2
-    assert world.launch("rm", bench.name, "--yes", "--model").returncode == 0
-    assert names(bench) == ["conclusions.md"]
-    assert [path.name for path in bench.iterdir()] == ["conclusions.md"]
+def test_of_a_bench_what_launch_put_there_goes(bench: Path, remove: Remove) -> None:
+    write_own(bench / "conclusions.md")
+    assert remove(bench, "--yes").code == 2
+    require_removed(remove(bench))
+    assert list(bench.iterdir()) == [bench / "conclusions.md"]
 
 
-def test_a_model_of_another_run_in_a_bench_stops_it(world: World) -> None:
-    bench, _ = campaign(world)
+def test_a_model_of_another_run_in_a_bench_is_named(
+    world: World, bench: Path, remove: Remove
+) -> None:
     place = bench / "models" / "mine"
-    trained(world, f"model={place}", name="20260102T000000Z-sft-mine", output=place)
-    done = world.launch("rm", bench.name, "--yes", "--model")
-    assert done.returncode == 2
-    assert "the output of 20260102T000000Z-sft-mine" in done.stderr
-    assert (place / "config.json").exists()
+    train(world, f"model={place}", name="20260102T000000Z-sft-mine", output=place)
+    answer = remove(bench)
+    assert answer.code == 2
+    assert "the output of 20260102T000000Z-sft-mine" in answer.err
+    assert names(place) >= MODEL
 
 
-def test_a_pipeline_keeps_its_stages(world: World) -> None:
-    stage = trained(world)
+def test_a_pipeline_keeps_its_stages(world: World, out: Path, remove: Remove) -> None:
+    stage = train(world)
     pipeline = world.runs / "20260101T000000Z-pipeline-p"
     pipeline.mkdir()
     files.write_json(pipeline / "pipeline.json", {"stages": [{"run": str(stage.path)}]})
-    assert world.launch("rm", pipeline.name, "--yes", "--model").returncode == 0
+    require_removed(remove(pipeline))
     assert not pipeline.exists()
     assert stage.manifest.exists()
-    assert {*MODEL} < {*names(out(world))}
+    assert names(out) > MODEL
 
 
-def test_a_damaged_record_makes_nothing_the_runs(world: World) -> None:
-    for text in ("{}", "[1", '{"output": 3, "written": {"config.json": [1, 2]}}', "null"):
-        folder = trained(world)
-        folder.inventory(1).write_text(text)
-        exit = rundir.read_json(folder.exit(1))
-        files.write_json(folder.exit(1), {**exit, "started": "never", "ended": None})
-        done = removed(world, folder)
-        assert done.returncode == 0, done.stderr
-        assert {*MODEL} <= {*names(out(world))}
-        shutil.rmtree(out(world))
+def test_the_list_of_outputs_can_be_lost(world: World, out: Path) -> None:
+    run = str(train(world).path)
+    index = world.root / "state" / "launch" / "outputs.jsonl"
+    index.unlink(missing_ok=True)
+    assert outputs.outputs_by_run(seconds=None)[run] == str(out)
 
-
-def test_a_start_in_a_full_folder_looks_no_further_than_trainers_do(world: World) -> None:
-    output = out(world)
-    for number in range(300):
-        (output / "photos" / str(number)).mkdir(parents=True)
-    folder = trained(world)
-    record = inventory.read_inventory(folder, 1)
-    assert record is not None and record.before == {}
-    removed(world, folder)
-    assert [path.name for path in output.iterdir()] == ["photos"]
-
-
-def test_the_list_of_outputs_can_be_lost(world: World) -> None:
-    folder = trained(world)
-    place = out(world).resolve()
-    (world.root / "state" / "launch" / "outputs.jsonl").unlink(missing_ok=True)
-    assert outputs.outputs_by_run(seconds=None)[str(folder.path)] == str(place)
-    with (world.root / "state" / "launch" / "outputs.jsonl").open("a") as stream:
+    with index.open("a") as stream:
         stream.write('["/gone", "/nowhere", "x"]\n[3]\n{"a": 1}\n["torn')
-    assert str(folder.path) in outputs.outputs_by_run(seconds=None)
-    assert [other.run for other in outputs.find_neighbours(place, Path("/x/other"))] == [
-        str(folder.path)
-    ]
-    assert lease.newest_lease(place) is not None
+    assert run in outputs.outputs_by_run(seconds=None)
+    (neighbour,) = outputs.find_neighbours(out, Path("/x/other"))
+    assert neighbour.run == run
+    assert lease.newest_lease(out) is not None

@@ -1,6 +1,7 @@
 """The resolved stage file of a run is the same stage, and holds no secret."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,14 +24,17 @@ args:
 """
 
 
-AUTO = dict.fromkeys(
-    ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"), "auto"
-)
+DEEPSPEED = {
+    "zero_optimization": {"stage": 1},
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+}
 
 
-def planned(path: Path, *overrides: str, gpus: int = 8) -> plan.Plan:
-    stage = stages.validate(stages.judge(load.load(path, overrides)))
-    return plan.make(stage, gpus=gpus)
+def planned(path: Path, *overrides: str) -> plan.Plan:
+    stage = stages.validate(stages.judge_stage_file(load.load(path, overrides)))
+    return plan.make(stage, gpus=8)
 
 
 @pytest.fixture
@@ -44,35 +48,33 @@ def folder(tmp_path: Path) -> RunFolder:
     "extra",
     [
         "",
-        "deepspeed: zero2\nbatch: {global: 128, per_device: 16}\nexpect: {liger: 'off', loss: any}\n",
+        "deepspeed: zero2\nbatch: {global: 128, per_device: 16}\n",
+        "expect: {liger: 'off', loss: any}\n",
         "probe: off\nmixed_precision: fp16\n",
         "probe: {within: 9, isolation: off}\non_hang: stop\non_violation: warn\nname: 'a b'\n",
         "batch: {global: 64}\n",
     ],
 )
 def test_the_resolved_file_is_the_same_stage(write: Write, folder: RunFolder, extra: str) -> None:
-    whole = planned(write("a.yaml", extra + BASE), "learning_rate=3e-6", "max_seq_length=77")
-    manifest.write_stage_file(whole, folder)
+    original = planned(write("a.yaml", extra + BASE), "learning_rate=3e-6", "max_seq_length=77")
+    manifest.write_stage_file(original, folder)
+
     again = planned(folder.stage_file)
-    assert again.arguments() == whole.arguments()
-    assert again.stage.options == whole.stage.options.__class__(
-        **{
-            **{name: getattr(whole.stage.options, name) for name in whole.stage.options.__slots__},
-            "name": whole.stage.name,
-        }
-    )
-    assert again.record == whole.record
+
+    assert again.arguments() == original.arguments()
+    assert again.stage.options == replace(original.stage.options, name=original.stage.name)
+    assert again.record == original.record
 
 
 def test_an_own_deepspeed_file_is_kept_with_the_run(write: Write, folder: RunFolder) -> None:
-    own = write("mine.json", json.dumps({"zero_optimization": {"stage": 1}, **AUTO}))
-    whole = planned(write("a.yaml", f"deepspeed: {own}\n{BASE}"))
-    manifest.write_stage_file(whole, folder)
-    text = own.read_bytes()
+    own = write("mine.json", json.dumps(DEEPSPEED))
+    original = planned(write("a.yaml", f"deepspeed: {own}\n{BASE}"))
+    manifest.write_stage_file(original, folder)
     own.unlink()
+
     again = planned(folder.stage_file)
     assert again.stage.options.deepspeed == folder.deepspeed
-    assert folder.deepspeed.read_bytes() == text
+    assert folder.deepspeed.read_text() == json.dumps(DEEPSPEED)
 
 
 def test_no_token_gets_into_it(write: Write, folder: RunFolder) -> None:

@@ -1,9 +1,8 @@
-"""A run and the process that keeps it: started, looked at, stopped, orphaned, told of; by the CLI."""
+"""A run and its supervisor: started, looked at, stopped, orphaned, notified of; by the CLI."""
 
 import fcntl
 import json
 import os
-import shlex
 import shutil
 import signal
 import stat
@@ -19,11 +18,15 @@ from conftest import PATIENCE_S, REPOSITORY
 from fake_world import FAKE, LAUNCH, World, looks_on, made, until
 
 from launcher import files
+from launcher.cli import main
 from launcher.errors import NotReady, UsageError
 from launcher.lifecycle import background, conclude, on_finish, start, stop, supervisor
 from launcher.machine import process, tools
 from launcher.runs import attempt, rundir, runner
 from launcher.runs.rundir import RunFolder
+
+Capture = pytest.CaptureFixture[str]
+PYTHON = sys.executable
 
 
 @pytest.fixture
@@ -35,18 +38,57 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
         yield world
 
 
-def shown(world: World, *words: str) -> subprocess.Popen[bytes]:
-    running = world.started(*words)
-    looks_on(running)
-    return running
+def launch(*words: str) -> int:
+    """Run a command in this process; its exit code."""
+    return main.main(list(words))
 
 
-def living(pid: int) -> bool:
+def start_run(world: World, *steps: str, **changes: Any) -> RunFolder:
+    """A run whose training has begun."""
+    folder = world.prepared("pid=leader", *steps, **changes)
+    start.execute(folder)
+    world.pid("leader")
+    return folder
+
+
+def wait_for_go(world: World) -> str:
+    """The step of a fake training that waits for `let_go`."""
+    return f"wait={world.root / 'go'}"
+
+
+def let_go(world: World) -> None:
+    (world.root / "go").touch()
+
+
+def start_viewer(world: World, *words: str) -> subprocess.Popen[bytes]:
+    """A command that shows a run, once it does."""
+    viewer = world.started(*words)
+    looks_on(viewer)
+    return viewer
+
+
+def is_alive(pid: int) -> bool:
     return process.identify(pid).is_alive()
 
 
-def kept(folder: RunFolder) -> int:
+def supervisor_pid(folder: RunFolder) -> int:
     return int(rundir.read_json(folder.process)["keeper"]["pid"])
+
+
+def kill_supervisor(folder: RunFolder) -> None:
+    os.kill(supervisor_pid(folder), signal.SIGKILL)
+    until(lambda: not runner.has_live_supervisor(folder))
+
+
+def run_state(capsys: Capture) -> str:
+    """The state of the only run, as `launch runs` prints it."""
+    capsys.readouterr()
+    launch("runs", "--format", "json")
+    (row,) = json.loads(capsys.readouterr().out)["data"]
+    return str(row["state"])
+
+
+# Starting
 
 
 def test_exec_runs_an_attempt_to_its_end_and_judges_it(world: World) -> None:
@@ -58,75 +100,53 @@ def test_exec_runs_an_attempt_to_its_end_and_judges_it(world: World) -> None:
     assert done.returncode == 1, "nothing was proved"
     assert "verdict: " in done.stdout
     assert folder.report.is_file()
-    again = world.launch("exec", str(folder.path))
-    assert (again.returncode, folder.attempts()) == (1, 1), "what is over is shown, not repeated"
+
+    # what is over is shown, not repeated
+    assert launch("exec", str(folder.path)) == 1
+    assert folder.attempts() == 1
 
 
-def test_the_keeper_outlives_the_launcher(world: World) -> None:
-    folder = world.prepared("pid=leader", f"wait={world.root / 'go'}", "print=2", "exit=3")
-    running = subprocess.Popen(
-        [*LAUNCH, "exec", str(folder.path)], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-        start_new_session=True,
-    )  # fmt: skip
+def test_the_supervisor_outlives_the_launcher(world: World) -> None:
+    folder = world.prepared("pid=leader", wait_for_go(world), "print=2", "exit=3")
+    running = world.started("exec", str(folder.path), start_new_session=True)
     world.pid("leader")
     until(folder.process.exists)
+
     os.killpg(running.pid, signal.SIGKILL)
     running.wait()
-    (world.root / "go").touch()
+    let_go(world)
     until(folder.verdict.exists)
+
     assert rundir.read_json(folder.exit(1))["returncode"] == 3
     assert folder.console(1).read_text() == "line 0\nline 1\n"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("looking", [True, False])
-def test_a_killed_keeper_leaves_an_orphan_that_ends_well(world: World, looking: bool) -> None:
-    told, go = world.root / "told", f"wait={world.root / 'go'}"
-    folder = world.prepared("pid=leader", go, "print=2", on_finish=told_by(world))
-    start.execute(folder)
-    world.pid("leader")
-    viewer = None
-    if looking:
-        viewer = shown(world, "attach", "a run")
-    os.kill(kept(folder), signal.SIGKILL)
-    until(lambda: not runner.has_live_supervisor(folder))
-    (row,) = json.loads(world.launch("runs", "--format", "json").stdout)["data"]
-    assert row["state"] == "orphaned"
-    (world.root / "go").touch()
-    if viewer is not None:
-        viewer.communicate(timeout=PATIENCE_S)
-    else:
-        until(lambda: not runner.is_alive(folder.path))
-        world.launch("attach", "a run")
-        world.launch("attach", "a run")
-    assert folder.console(1).read_text() == "line 0\nline 1\n"
-    assert folder.verdict.exists()
-    assert told.read_text() == "1", "told once, however many looked on"
-
-
-def test_what_cannot_be_started_is_said_by_who_asked(world: World) -> None:
+def test_a_command_that_cannot_be_started_is_an_error(world: World, capsys: Capture) -> None:
     folder = world.prepared(argv=("/no/such/python",))
-    done = world.launch("exec", str(folder.path), "--format", "json")
-    assert done.returncode == 5
-    assert [f["code"] for f in json.loads(done.stdout)["findings"]] == ["not-started"]
+    assert launch("exec", str(folder.path)) == 5
+    assert "error[not-started]" in capsys.readouterr().err
     assert not runner.is_alive(folder.path)
-    # a folder where nothing waits
-    folder = RunFolder(world.root / "runs" / "old")
-    folder.path.mkdir(parents=True)
-    files.write_json(folder.manifest, {"stage": "sft"})
-    done = world.launch("exec", "old")
-    assert (done.returncode, "not-prepared" in done.stderr) == (5, True)
+
+
+def test_a_folder_without_a_prepared_start_is_refused(world: World, capsys: Capture) -> None:
+    folder = world.prepared()
+    folder.start.unlink()
+    assert launch("exec", "a run") == 5
+    assert "not-prepared" in capsys.readouterr().err
+
     folder.start.write_text('{"number": 1')
-    assert world.launch("exec", "old").returncode == 5
+    assert launch("exec", "a run") == 5
 
 
-def test_an_attempt_is_kept_for_its_owner_alone_and_read_back(world: World) -> None:
-    odd = {"A": "$(no) `sh`;\n'x'", "B": os.fsdecode(b"\xff\xfe"), "HF_TOKEN": "hf_secret"}
-    folder = world.prepared(environ=odd, argv=("a", "ü\n"), cwd=str(world.root))
+def test_an_attempt_is_readable_by_its_owner_alone(world: World) -> None:
+    environ = {"A": "$(no) `sh`;\n'x'", "B": os.fsdecode(b"\xff\xfe"), "HF_TOKEN": "hf_secret"}
+    folder = world.prepared(environ=environ, argv=("a", "ü\n"))
+    read = attempt.read_attempt(folder)
+    assert read.environ == environ
+    assert read.argv == ("a", "ü\n")
     assert stat.S_IMODE(folder.start.stat().st_mode) == 0o600
-    told = attempt.read_attempt(folder)
-    assert (told.environ, told.argv, told.number) == (odd, ("a", "ü\n"), 1)
-    assert not [p for p in folder.path.iterdir() if p != folder.start and b"hf_s" in p.read_bytes()]
+    for path in folder.path.iterdir():
+        assert path == folder.start or b"hf_secret" not in path.read_bytes()
 
 
 def test_the_environment_is_that_of_the_start(world: World) -> None:
@@ -136,29 +156,81 @@ def test_the_environment_is_that_of_the_start(world: World) -> None:
     assert folder.console(1).read_text() == "OUTER=then\nINNER=$(x)\nLAUNCH_ATTEMPT=1\n"
 
 
+def test_only_what_was_written_at_the_start_is_started(world: World) -> None:
+    folder = world.prepared("pid=leader")
+    with pytest.raises(NotReady) as refused:
+        supervisor.spawn(folder, 1, digest="another")
+    assert refused.value.findings[0].code == "start-changed"
+    assert not (world.root / "pids" / "leader").exists()
+
+
+def test_a_supervisor_that_fails_says_so_in_one_line(world: World) -> None:
+    folder = world.prepared("exit=0")
+    words = [PYTHON, "-m", "launcher.lifecycle.supervisor", str(folder.path), "1", "999", ""]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 1
+    message = "launch: the supervisor of the run failed: [Errno 9] Bad file descriptor\n"
+    assert done.stderr == message
+
+
+def test_what_has_not_begun_is_not_judged(world: World, capsys: Capture) -> None:
+    folder = world.prepared("print=1")
+    for word in ("check", "attach"):
+        assert launch(word, "a run") == 2
+        assert "error[not-begun]" in capsys.readouterr().err
+    assert not folder.verdict.exists()
+
+    assert launch("exec", "a run") == 1
+    assert launch("check", "a run") == 1
+
+
+# Orphans
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("orphan", "stubborn"), [(False, ""), (True, "INT"), (False, "INT,TERM")])
-def test_stop_ends_every_process(world: World, orphan: bool, stubborn: str) -> None:
-    steps = [f"ignore={stubborn}"] if stubborn else []
-    folder = world.prepared(*steps, "child=session", "child=group", "pid=leader", "sleep=600")
-    start.execute(folder)
-    leader, child = world.pid("leader"), world.pid("child")
-    if orphan:
-        os.kill(kept(folder), signal.SIGKILL)
-        until(lambda: not runner.has_live_supervisor(folder))
-    done = world.launch("stop", "a r", "--format", "json")
-    assert done.returncode == 0, done.stderr
-    assert not living(leader)
-    assert not living(child)
+def test_a_killed_supervisor_leaves_an_orphan_that_ends_well(world: World, capsys: Capture) -> None:
+    notify = append_exit_code(world)
+    folder = start_run(world, wait_for_go(world), "print=2", on_finish=notify)
+    viewer = start_viewer(world, "attach", "a run")
+    kill_supervisor(folder)
+    assert run_state(capsys) == "orphaned"
+
+    let_go(world)
+    viewer.communicate(timeout=PATIENCE_S)
+    launch("attach", "a run")
+
+    assert folder.console(1).read_text() == "line 0\nline 1\n"
+    assert folder.verdict.exists()
+    assert notified_codes(world) == "1", "once, however many looked on"
+
+
+# Stopping
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("is_orphan", "ignored"), [(True, "INT"), (False, "INT,TERM")], ids=["orphan", "stubborn"]
+)
+def test_stop_ends_every_process(
+    world: World, is_orphan: bool, ignored: str, capsys: Capture
+) -> None:
+    steps = (f"ignore={ignored}", "child=session", "child=group", "sleep=600")
+    folder = start_run(world, *steps)
+    child = world.pid("child")
+    if is_orphan:
+        kill_supervisor(folder)
+
+    assert launch("stop", "a r") == 0
+
+    assert not is_alive(world.pid("leader"))
+    assert not is_alive(child)
     assert not process.ProcessTree(None, str(folder.path)).living()
     assert rundir.read_json(folder.exit(1))["stopped"] == signal.SIGINT
-    assert (
-        json.loads(world.launch("runs", "--format", "json").stdout)["data"][0]["state"] == "stopped"
-    )
+    assert run_state(capsys) == "stopped"
     assert folder.verdict.exists()
 
 
-ALONE = """
+DAEMON = """
 import os, subprocess, sys
 # a daemon as some trainers start them: a session of its own, no environment, no parent
 if os.fork() == 0:
@@ -172,70 +244,72 @@ os.execv(sys.executable, [sys.executable, {fake!r}, *sys.argv[1:]])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("way", ["stop", "exit"])
-def test_no_process_is_left_whatever_it_has_done_to_hide(world: World, way: str) -> None:
-    steps = ("pid=leader", f"wait={world.root / 'go'}", "exit=0")
-    code = ALONE.format(fake=str(FAKE))
-    folder = world.prepared(argv=(sys.executable, "-c", code, *steps))
-    start.execute(folder)
-    leader, daemon = world.pid("leader"), world.pid("daemon")
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_no_process_is_left_whatever_it_has_done_to_hide(world: World, is_stopped: bool) -> None:
+    code = DAEMON.format(fake=str(FAKE))
+    steps = ("pid=leader", wait_for_go(world), "exit=0")
+    folder = start_run(world, argv=(PYTHON, "-c", code, *steps))
+    daemon = world.pid("daemon")
     assert os.getsid(daemon) == daemon
-    if way == "exit":
-        (world.root / "go").touch()
-        until(folder.verdict.exists)
+
+    if is_stopped:
+        assert launch("stop", "last") == 0
     else:
-        done = world.launch("stop", "last")
-        assert done.returncode == 0, done.stderr
-        assert rundir.read_json(folder.exit(1))["stopped"] == signal.SIGINT
-    assert not living(daemon) and not living(leader)
+        let_go(world)
+        until(folder.verdict.exists)
+
+    assert not is_alive(daemon)
+    assert not is_alive(world.pid("leader"))
 
 
-def test_a_keeper_that_does_not_go_on_is_done_without(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = world.prepared("ignore=INT", "child=session", "pid=leader", "sleep=600")
-    start.execute(folder)
-    leader, child = world.pid("leader"), world.pid("child")
-    os.kill(kept(folder), signal.SIGSTOP)
-    monkeypatch.setattr(stop, "_patience_s", lambda _: 1.0)
+def test_a_supervisor_that_hangs_is_killed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = start_run(world, "ignore=INT", "child=session", "sleep=600")
+    child = world.pid("child")
+    os.kill(supervisor_pid(folder), signal.SIGSTOP)
+    monkeypatch.setattr(stop, "_patience_s", lambda _: 0.5)
+
     ended = stop.stop(folder)
-    assert ended is not None and ended.stopped == signal.SIGINT
-    assert not living(leader) and not living(child) and not living(kept(folder))
+
+    assert ended is not None
+    assert ended.stopped == signal.SIGINT
+    for pid in (world.pid("leader"), child, supervisor_pid(folder)):
+        assert not is_alive(pid)
     assert folder.verdict.exists()
 
 
-def test_asked_again_a_stop_does_not_wait(world: World) -> None:
+def test_a_repeated_interrupt_does_not_wait(world: World) -> None:
     world.environ["LAUNCH_GRACE"] = f"{2 * PATIENCE_S},{2 * PATIENCE_S},0.3"
     folder = world.prepared("note=INT,TERM", "pid=leader", "sleep=600")
-    running = shown(world, "exec", "a run")
-    # it is shown before the training's own handlers stand; they stand once its number is written
+    viewer = start_viewer(world, "exec", "a run")
+    # it is shown before the handlers of the training stand; they stand once its number is written
     world.pid("leader")
+
     for name in ("SIGINT", "SIGTERM"):
-        running.send_signal(signal.SIGINT)
+        viewer.send_signal(signal.SIGINT)
         until((world.root / name).exists)
-    running.send_signal(signal.SIGINT)
-    running.communicate(timeout=PATIENCE_S)
+    viewer.send_signal(signal.SIGINT)
+    viewer.communicate(timeout=PATIENCE_S)
+
     ended = rundir.read_json(folder.exit(1))
-    assert (ended["returncode"], ended["signal"], ended["stopped"]) == (137, 9, 2)
+    assert ended["signal"] == signal.SIGKILL
+    assert ended["stopped"] == signal.SIGINT
 
 
-def test_what_does_not_run_is_not_stopped(world: World) -> None:
-    folder = world.prepared("exit=0")
-    world.launch("exec", "a run")
-    done = world.launch("stop", "a run")
-    assert (done.returncode, "not-running" in done.stderr) == (2, True)
-    assert world.launch("stop", "nobody").returncode == 2
+def test_what_does_not_run_is_not_stopped(world: World, capsys: Capture) -> None:
+    folder = run_that_ended(world)
+    assert launch("stop", "a run") == 2
+    assert "not-running" in capsys.readouterr().err
     assert not folder.stop.exists()
+    assert launch("stop", "nobody") == 2
 
 
 def test_a_reused_number_is_never_killed(world: World) -> None:
-    folder = world.prepared("exit=0")
-    bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    folder = run_that_ended(world)
+    bystander = subprocess.Popen(["sleep", "600"])
     try:
         other = {**process.identify(bystander.pid).as_json(), "began": 1}
         files.write_json(folder.process, {**other, "keeper": other, "mark": str(folder.path)})
-        folder.console(1).touch()
-        assert world.launch("stop", "a run").returncode == 2
+        assert launch("stop", "a run") == 2
         runner.end_orphans(folder, (0, 0, 0), 1)
         assert bystander.poll() is None
     finally:
@@ -243,115 +317,97 @@ def test_a_reused_number_is_never_killed(world: World) -> None:
         bystander.wait()
 
 
-def test_a_stop_tells_what_it_loses(world: World) -> None:
-    folder = world.prepared("pid=leader", "sleep=600")
-    output = world.root / "out"
-    files.write_json(
-        folder.manifest, {"stage": "sft", "backend": "trl", "output": str(output), "plan": {}}
-    )
-    start.execute(folder)
-    world.pid("leader")
-    folder.probe.mkdir()
-    rows = [{"event": "start", "attempt": 1}, {"event": "step", "step": 37, "loss": 1.0}]
-    (folder.probe / "rank-0.jsonl").write_text("".join(rundir.json_line(row) for row in rows))
-    done = world.launch("stop", "last")
-    assert "all 37 steps are lost" in done.stdout
+def test_a_stop_says_what_is_lost(world: World, capsys: Capture) -> None:
+    start_run(world, "step=37", "sleep=600", output=str(world.root / "out"))
+    until((world.runs / "a run" / "probe").exists)
+    launch("stop", "last")
+    assert "all 37 steps are lost" in capsys.readouterr().out
 
 
-def test_attach_follows_to_the_end_and_leaves_alone(world: World) -> None:
-    folder = world.prepared("pid=leader", f"wait={world.root / 'go'}", "exit=0")
-    start.execute(folder)
-    leader = world.pid("leader")
-    looking = shown(world, "attach")
-    looking.send_signal(signal.SIGINT)
-    out, _ = looking.communicate(timeout=PATIENCE_S)
-    assert (looking.returncode, b"the run continues" in out) == (0, True)
-    assert living(leader)
-    again = shown(world, "attach", "a run")
-    (world.root / "go").touch()
-    assert b"verdict: " in again.communicate(timeout=PATIENCE_S)[0]
+# Looking
 
 
-def test_logs_are_printed_without_what_would_steer_a_terminal(world: World) -> None:
-    folder = world.prepared("exit=0")
-    raw = b"one\ntwo\xff\n\x1b[31mthree\rfour\nfive"
-    folder.console(1).write_bytes(raw)
+def test_attach_follows_to_the_end_and_leaves_the_run_alone(world: World) -> None:
+    start_run(world, wait_for_go(world), "exit=0")
+    viewer = start_viewer(world, "attach")
+    viewer.send_signal(signal.SIGINT)
+    out, _ = viewer.communicate(timeout=PATIENCE_S)
+    assert viewer.returncode == 0
+    assert b"the run continues" in out
+    assert is_alive(world.pid("leader"))
 
-    def printed(*words: str) -> bytes:
-        return subprocess.run([*LAUNCH, "logs", *words], capture_output=True, check=True).stdout
+    viewer = start_viewer(world, "attach", "a run")
+    let_go(world)
+    assert b"verdict: " in viewer.communicate(timeout=PATIENCE_S)[0]
 
-    harmless = b"one\ntwo\xff\nthree\nfour\nfive"
-    assert printed("a run") == harmless
-    assert printed("a run", "-n", "1") == b"five"
-    assert printed("a run", "-n", "2") == b"four\nfive"
-    assert printed("a run", "-n", "99") == harmless.replace(b"three\n", b"")
-    folder.console(1).write_bytes(b"x" * 200_000 + b"\n" + b"y" * 70_000 + b"\n")
-    assert printed("a run", "-n", "1") == b"y" * 70_000 + b"\n"
-    done = world.launch("logs", "a run", "--attempt", "7")
-    assert done.returncode == 2 and "it has 1: launch logs a run --attempt 1" in done.stderr
-    folder.console(1).unlink()
-    done = world.launch("logs", "a run")
-    assert done.returncode == 2 and "launch check a run" in done.stderr
-    # the last lines of a log hold one frame of a progress bar
-    folder = world.prepared("exit=0")
-    frames = "".join(f"\r{percent}%|###| {percent}/100" for percent in range(100))
-    folder.console(1).write_text(f"one\n{frames}\ntwo\r\n{frames}")
-    shown = subprocess.run([*LAUNCH, "logs", "a run", "-n", "3"], capture_output=True, check=True)
-    assert shown.stdout.split(b"\n") == [b"99%|###| 99/100", b"two", b"99%|###| 99/100"]
+
+@pytest.fixture
+def printed(capfdbinary: pytest.CaptureFixture[bytes]) -> Callable[..., bytes]:
+    """What `launch logs` prints of the run."""
+
+    def run_logs(*words: str) -> bytes:
+        capfdbinary.readouterr()
+        assert launch("logs", "a run", *words) == 0
+        return capfdbinary.readouterr().out
+
+    return run_logs
+
+
+def test_logs_are_printed_without_what_would_steer_a_terminal(
+    world: World, printed: Callable[..., bytes]
+) -> None:
+    log = world.prepared().console(1)
+    log.write_bytes(b"one\ntwo\xff\n\x1b[31mthree\rfour\nfive")
+    assert printed() == b"one\ntwo\xff\nthree\nfour\nfive"
+    assert printed("-n", "1") == b"five"
+    assert printed("-n", "2") == b"four\nfive"
+    assert printed("-n", "99") == b"one\ntwo\xff\nfour\nfive"
+
+    log.write_bytes(b"x" * 200_000 + b"\n" + b"y" * 70_000 + b"\n")
+    assert printed("-n", "1") == b"y" * 70_000 + b"\n"
+
+    # of a progress bar the last lines hold one frame
+    log.write_bytes(b"one\n\r1%|#| 1/100\r2%|#| 2/100\ntwo\r\n\r1%|#| 1/100\r2%|#| 2/100")
+    assert printed("-n", "3") == b"2%|#| 2/100\ntwo\n2%|#| 2/100"
+
+
+def test_a_log_that_is_not_there_is_an_error(world: World, capsys: Capture) -> None:
+    log = world.prepared().console(1)
+    log.touch()
+    assert launch("logs", "a run", "--attempt", "7") == 2
+    assert "it has 1: launch logs a run --attempt 1" in capsys.readouterr().err
+
+    log.unlink()
+    assert launch("logs", "a run") == 2
+    assert "launch check a run" in capsys.readouterr().err
 
 
 def test_following_a_log_ends_with_the_run(world: World) -> None:
-    folder = world.prepared("print=2", "pid=leader", f"wait={world.root / 'go'}", "print=3")
-    start.execute(folder)
-    world.pid("leader")
-    reading = subprocess.Popen([*LAUNCH, "logs", "-f"], stdout=subprocess.PIPE, bufsize=0)
-    assert reading.stdout is not None
-    # what was there when it began, and what comes
-    assert [reading.stdout.readline() for _ in range(2)] == [b"line 0\n", b"line 1\n"]
-    (world.root / "go").touch()
-    out, _ = reading.communicate(timeout=PATIENCE_S)
-    assert out == b"line 0\nline 1\nline 2\n"
+    start_run(world, "print=1", wait_for_go(world), "print=2")
+    reader = subprocess.Popen([*LAUNCH, "logs", "-f"], stdout=subprocess.PIPE, bufsize=0)
+    assert reader.stdout is not None
+    assert reader.stdout.readline() == b"line 0\n"
+    let_go(world)
+    assert reader.communicate(timeout=PATIENCE_S)[0] == b"line 0\nline 1\n"
 
 
-def test_the_command_at_the_end_learns_what_became_of_it(world: World) -> None:
-    end, state = "exit=7", "failed"
-    script = "import os, json; json.dump(dict(os.environ), open('told.json', 'w')); print('sent')"
-    folder = world.prepared(end, on_finish=(sys.executable, "-c", script))
-    done = world.launch("exec", "a run", cwd="/")
-    told = json.loads((world.root / "told.json").read_text())
-    assert told["LAUNCH_FINISHED"] == "a run"
-    assert told["LAUNCH_FINISHED_STATE"] == state
-    assert told["LAUNCH_FINISHED_VERDICT"] == str(folder.verdict)
-    assert told["LAUNCH_FINISHED_STATUS"] == "fail"
-    assert int(told["LAUNCH_FINISHED_CODE"]) == done.returncode
-    assert Path(told["LAUNCH_FINISHED_FOLDER"]) == folder.path
-    assert process.MARK not in told
-    assert "sent" in folder.supervisor_log.read_text()
+# The command at the end
 
 
-def test_it_is_an_argv_and_no_shell() -> None:
-    words = on_finish.parse_command("notify 'a b' $(touch x); `y`")
-    with pytest.raises(UsageError, match="no program `notify"):
-        on_finish.require_program(("notify-nobody", "x"))
-    on_finish.require_program(("env", "true"))
-    assert words == ("notify", "a b", "$(touch", "x);", "`y`")
-    for wrong in ("", "  ", "say 'it"):
-        with pytest.raises(UsageError):
-            on_finish.parse_command(wrong)
+def append_exit_code(world: World, then: str = "true") -> tuple[str, ...]:
+    """A command at the end that notes the exit code of the run with each call."""
+    file = world.root / "codes"
+    return ("sh", "-c", f'printf "$LAUNCH_FINISHED_CODE" >> {file}; {then}')
 
 
-def told_by(world: World, then: str = "") -> tuple[str, ...]:
-    """A command at the end that writes down the run's exit code with each call."""
-    place = str(world.root / "told")
-    return (
-        sys.executable,
-        "-c",
-        f"import os; open({place!r}, 'a').write(os.environ['LAUNCH_FINISHED_CODE']); {then}",
-    )
+def notified_codes(world: World) -> str:
+    """The exit codes that the command at the end was called with."""
+    file = world.root / "codes"
+    return file.read_text() if file.exists() else ""
 
 
-def over(world: World, code: int = 0, **changes: Any) -> RunFolder:
-    """A run that ended, whose keeper was killed before it told anybody."""
+def run_that_ended(world: World, code: int = 0, **changes: Any) -> RunFolder:
+    """A run whose supervisor was killed before it notified anybody."""
     folder = world.prepared(**changes)
     dead = {**process.identify(os.getpid()).as_json(), "began": 1}
     files.write_json(folder.process, {**dead, "keeper": dead, "mark": "x", "attempt": 1})
@@ -360,111 +416,154 @@ def over(world: World, code: int = 0, **changes: Any) -> RunFolder:
     return folder
 
 
-def writable(folder: RunFolder) -> None:
+def call_command(world: World, *words: str, limit_s: float) -> int | None:
+    """Call the command at the end of a run in this process."""
+    folder = run_that_ended(world, on_finish=words, on_finish_s=limit_s)
+    return on_finish.call(folder, attempt.read_attempt(folder), 0)
+
+
+def test_the_command_at_the_end_learns_how_the_run_ended(world: World) -> None:
+    script = "import os, json; json.dump(dict(os.environ), open('env.json', 'w')); print('sent')"
+    folder = world.prepared("exit=7", on_finish=(PYTHON, "-c", script))
+    done = world.launch("exec", "a run", cwd="/")
+
+    variables = json.loads((world.root / "env.json").read_text())
+    assert process.MARK not in variables
+    prefix = "LAUNCH_FINISHED"
+    finished = {name: value for name, value in variables.items() if name.startswith(prefix)}
+    assert finished == {
+        prefix: "a run",
+        f"{prefix}_FOLDER": str(folder.path),
+        f"{prefix}_STATE": "failed",
+        f"{prefix}_STATUS": "fail",
+        f"{prefix}_VERDICT": str(folder.verdict),
+        f"{prefix}_CODE": str(done.returncode),
+    }
+    assert "sent" in folder.supervisor_log.read_text()
+
+
+def test_the_command_at_the_end_is_an_argv_and_no_shell() -> None:
+    words = on_finish.parse_command("notify 'a b' $(touch x); `y`")
+    assert words == ("notify", "a b", "$(touch", "x);", "`y`")
+    for wrong in ("", "  ", "say 'it"):
+        with pytest.raises(UsageError):
+            on_finish.parse_command(wrong)
+
+
+def test_the_program_of_the_command_at_the_end_must_exist() -> None:
+    on_finish.require_program(("env", "true"))
+    with pytest.raises(UsageError, match="no program `notify"):
+        on_finish.require_program(("notify-nobody", "x"))
+
+
+def make_writable(folder: RunFolder) -> None:
     folder.path.chmod(0o775)
 
 
-def linked_file(folder: RunFolder) -> None:
+def make_start_a_link(folder: RunFolder) -> None:
     folder.start.rename(folder.path / "elsewhere.json")
     folder.start.symlink_to("elsewhere.json")
 
 
-def replaceable(folder: RunFolder) -> None:
+def make_replaceable(folder: RunFolder) -> None:
     folder.path.parent.chmod(0o777)
 
 
-def strangers(folder: RunFolder) -> None:
+def give_away(folder: RunFolder) -> None:
+    if os.geteuid():
+        pytest.skip("only root gives files away")
     os.chown(folder.path, 12345, -1)
 
 
-EVERYBODYS = (writable, linked_file, replaceable, strangers)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", EVERYBODYS)
-def test_a_command_that_somebody_else_may_have_written_is_named_and_not_run(
-    world: World, way: Callable[[RunFolder], None]
+@pytest.mark.parametrize("expose", [make_writable, make_start_a_link, make_replaceable, give_away])
+def test_what_somebody_else_may_have_written_is_not_run(
+    world: World, expose: Callable[[RunFolder], None], capsys: Capture
 ) -> None:
-    folder = over(world, on_finish=told_by(world))
-    if way.__name__.startswith("strangers") and os.geteuid():
-        pytest.skip("only root gives files away")
-    way(folder)
-    done = world.launch("attach", str(folder.path))
-    assert f"--on-finish `{sys.executable} -c" in done.stderr and "was not run: " in done.stderr
-    assert not (world.root / "told").exists()
-    assert done.returncode == 1, "what it came to is shown all the same"
-    # nor is what it would train, but for a folder that is the user's own under whatever name
-    folder.exit(1).unlink()
-    folder.console(1).unlink()
-    folder.process.unlink()
-    if way is not replaceable:
-        refused = world.launch("exec", str(folder.path))
-        assert (refused.returncode, "error[not-your-run]" in refused.stderr) == (5, True)
-        assert not (world.root / "pids" / "leader").exists()
+    folder = run_that_ended(world, on_finish=append_exit_code(world))
+    expose(folder)
+
+    assert launch("attach", str(folder.path)) == 1, "its result is shown all the same"
+    err = capsys.readouterr().err
+    assert "--on-finish `sh -c" in err
+    assert "was not run: " in err
+    assert notified_codes(world) == ""
+
+    # nor is its training; the folder itself is the user's own, under whatever name
+    for record in (folder.exit(1), folder.console(1), folder.process):
+        record.unlink()
+    if expose is not make_replaceable:
+        assert launch("exec", str(folder.path)) == 5
+        assert "error[not-your-run]" in capsys.readouterr().err
 
 
-def test_a_keeper_that_fails_says_so_in_one_line(world: World) -> None:
-    folder = world.prepared("exit=0")
-    words = [
-        sys.executable,
-        "-m",
-        "launcher.lifecycle.supervisor",
-        str(folder.path),
-        "1",
-        "999",
-        "",
-    ]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert (done.returncode, done.stderr) == (
-        1,
-        "launch: the supervisor of the run failed: [Errno 9] Bad file descriptor\n",
-    )
-
-
-def test_only_what_was_written_at_the_start_is_started(world: World) -> None:
-    folder = world.prepared("pid=leader")
-    with pytest.raises(NotReady) as caught:
-        supervisor.spawn(folder, 1, digest="another")
-    assert caught.value.findings[0].code == "start-changed"
-    assert not (world.root / "pids" / "leader").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("killed", ["while judging", "before the call", "after the call"])
-def test_the_command_at_the_end_is_called_at_least_once(world: World, killed: str) -> None:
-    folder = over(world, code=3, on_finish=told_by(world))
+@pytest.mark.parametrize(
+    ("killed", "expected"),
+    [("while judging", "4"), ("before the call", "4"), ("after the call", "")],
+)
+def test_the_command_at_the_end_is_called_at_least_once(
+    world: World, killed: str, expected: str
+) -> None:
+    folder = run_that_ended(world, code=3, on_finish=append_exit_code(world))
     folder.concluded(1).touch()
     if killed != "while judging":
         conclude.finish(folder)
         rundir.mark_judged(folder, 1, notify_pending=killed == "before the call")
+
     for _ in range(2):
-        assert world.launch("attach", "a run").returncode == 4
-    assert (world.root / "told").exists() == (killed != "after the call")
-    assert killed == "after the call" or (world.root / "told").read_text() == "4"
+        assert launch("attach", "a run") == 4
+
+    assert notified_codes(world) == expected
+
+
+def test_a_supervisor_that_is_killed_in_the_command_at_the_end_has_called_it(world: World) -> None:
+    notify = append_exit_code(world, f"touch {world.root}/called; sleep 1")
+    folder = world.prepared("exit=0", on_finish=notify)
+    start.execute(folder)
+    until((world.root / "called").exists)
+    os.kill(supervisor_pid(folder), signal.SIGKILL)
+    launch("attach", "a run")
+    assert notified_codes(world) == "1"
 
 
 def test_the_command_at_the_end_finds_the_locks_free(world: World) -> None:
     lock = world.root / "gpu.lock"
-    script = (
-        f"flock -n {shlex.quote(str(lock))} true; echo $? > {shlex.quote(str(world.root / 'free'))}"
-    )
-    folder = world.prepared(
-        "pid=leader", f"wait={world.root / 'go'}", on_finish=("sh", "-c", script)
-    )
+    free = world.root / "free"
+    script = f"flock -n {lock} true; echo $? > {free}"
+    folder = world.prepared("pid=leader", wait_for_go(world), on_finish=("sh", "-c", script))
     with lock.open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         supervisor.spawn(folder, 1, (held.fileno(),))
     world.pid("leader")
     assert subprocess.run(["flock", "-n", str(lock), "true"]).returncode == 1, "training has it"
-    (world.root / "go").touch()
-    until((world.root / "free").exists)
-    until(lambda: (world.root / "free").read_text() == "0\n")
+    let_go(world)
+    until(free.exists)
+    until(lambda: free.read_text() == "0\n")
 
 
-def test_a_command_at_the_end_has_its_time(world: World, capfd: pytest.CaptureFixture[str]) -> None:
+def test_term_to_the_supervisor_reaches_the_command_at_the_end(world: World) -> None:
+    begun = world.root / "begun"
+    ended = world.root / "ended"
+    script = f"trap 'echo ended > {ended}; exit 3' TERM; touch {begun}; sleep 600 & wait"
+    folder = world.prepared("exit=0", on_finish=("sh", "-c", script))
+    start.execute(folder)
+    until(begun.exists)
+    os.kill(supervisor_pid(folder), signal.SIGTERM)
+    until(ended.exists)
+    until(lambda: not runner.has_live_supervisor(folder))
+    assert "ended with 3" in folder.supervisor_log.read_text()
+
+
+# Time limit of the command at the end
+
+
+@pytest.fixture
+def _short_ending(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_finish, "ENDING_S", 0.5)
+
+
+def test_a_command_whose_time_is_up_is_terminated(world: World, capfd: Capture) -> None:
     script = "trap 'echo ended > ended' TERM; sleep 600 & wait; wait"
-    folder = over(world, on_finish=("sh", "-c", script), on_finish_s=0.5)
-    on_finish.call(folder, attempt.read_attempt(folder), 0)
+    call_command(world, "sh", "-c", script, limit_s=0.5)
     assert "it took longer than 0.5 s" in capfd.readouterr().err
     assert (world.root / "ended").exists()
 
@@ -478,129 +577,103 @@ for _ in range({count}):
         if os.fork():
             os._exit(0)
         if {bare}:
-            os.execve(sys.executable, [sys.executable, "-c", {sleep!r}], {{}})
+            os.execve("/bin/sleep", ["sleep", "900"], {{}})
         time.sleep(900)
 open("all-started", "w").close()
 if {leaves}:
     sys.exit()
 time.sleep(900)
 """
-SLEEP = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(900)"
 
 
 @pytest.mark.parametrize("bare", [False, True], ids=["with their environment", "without"])
-def test_of_a_command_whose_time_is_up_nothing_is_left(
-    world: World, monkeypatch: pytest.MonkeyPatch, bare: bool
-) -> None:
-    monkeypatch.setattr(on_finish, "ENDING_S", 0.5)
-    before = process.descendants(os.getpid())
-    script = STUBBORN.format(count=20 if bare else 150, bare=bare, sleep=SLEEP, leaves=False)
-    folder = over(world, on_finish=(sys.executable, "-c", script), on_finish_s=10.0)
-    on_finish.call(folder, attempt.read_attempt(folder), 0)
+@pytest.mark.usefixtures("_short_ending")
+def test_of_a_command_whose_time_is_up_nothing_is_left(world: World, bare: bool) -> None:
+    earlier = process.descendants(os.getpid())
+    script = STUBBORN.format(count=20, bare=bare, leaves=False)
+    call_command(world, PYTHON, "-c", script, limit_s=5.0)
     assert (world.root / "all-started").exists()
-    assert not process.descendants(os.getpid()) - before
+    assert not process.descendants(os.getpid()) - earlier
     assert not world.left() - {os.getpid()}
 
 
 def test_a_command_that_ends_in_time_may_leave_something_running(world: World) -> None:
-    script = STUBBORN.format(count=1, bare=False, sleep=SLEEP, leaves=True)
-    folder = over(world, on_finish=(sys.executable, "-c", script), on_finish_s=60.0)
-    assert on_finish.call(folder, attempt.read_attempt(folder), 0) == 0
+    script = STUBBORN.format(count=1, bare=False, leaves=True)
+    assert call_command(world, PYTHON, "-c", script, limit_s=60.0) == 0
     assert len(world.left()) == 1
 
 
-def test_a_run_that_a_command_at_the_end_has_started_goes_on(
-    world: World, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(on_finish, "ENDING_S", 0.5)
-    next_run = world.prepared("pid=next", f"wait={world.root / 'go'}", name="next run")
-    script = "import pathlib, sys, time\nfrom launcher.lifecycle import supervisor\nfrom launcher.runs import rundir\n"
-    script += "supervisor.spawn(rundir.RunFolder(pathlib.Path(sys.argv[1])), 1)\ntime.sleep(900)\n"
-    words = ("env", f"PYTHONPATH={REPOSITORY}", sys.executable, "-c", script, str(next_run.path))
-    folder = over(world, on_finish=words, on_finish_s=15.0)
-    on_finish.call(folder, attempt.read_attempt(folder), 0)
-    assert "it took longer than 15 s" in capfd.readouterr().err
-    assert living(world.pid("next")) and runner.is_alive(next_run.path)
-    (world.root / "go").touch()
+SPAWN = """
+import pathlib, sys, time
+from launcher.lifecycle import supervisor
+from launcher.runs import rundir
+supervisor.spawn(rundir.RunFolder(pathlib.Path(sys.argv[1])), 1)
+time.sleep(900)
+"""
+
+
+@pytest.mark.usefixtures("_short_ending")
+def test_a_run_that_a_command_at_the_end_has_started_goes_on(world: World, capfd: Capture) -> None:
+    next_run = world.prepared("pid=next", wait_for_go(world), name="next run")
+    words = ("env", f"PYTHONPATH={REPOSITORY}", PYTHON, "-c", SPAWN, str(next_run.path))
+    call_command(world, *words, limit_s=10.0)
+    assert "it took longer than 10 s" in capfd.readouterr().err
+    assert is_alive(world.pid("next"))
+    assert runner.is_alive(next_run.path)
+    let_go(world)
     world.quiet()
 
 
+# Sessions of tmux
+
+
 @pytest.fixture
-def server(world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _tmux_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     if shutil.which("tmux") is None:
         pytest.skip("tmux is not installed")
-    short = tempfile.mkdtemp(prefix="lt-", dir="/tmp")
+    place = tempfile.mkdtemp(prefix="lt-", dir="/tmp")
     monkeypatch.setenv(tools.VARIABLE, str(PATIENCE_S))
-    monkeypatch.setenv("TMUX_TMPDIR", short)
+    monkeypatch.setenv("TMUX_TMPDIR", place)
     monkeypatch.delenv("TMUX", raising=False)
     yield
     subprocess.run(["tmux", "kill-server"], capture_output=True)
-    shutil.rmtree(short, ignore_errors=True)
+    shutil.rmtree(place, ignore_errors=True)
 
 
 def screen(session: str) -> str:
-    shown = subprocess.run(
-        ["tmux", "capture-pane", "-p", "-t", session], capture_output=True, text=True
-    )
-    return shown.stdout
+    words = ["tmux", "capture-pane", "-p", "-t", session]
+    return subprocess.run(words, capture_output=True, text=True).stdout
 
 
-@pytest.mark.usefixtures("server")
+def until_shown(session: str, text: str) -> None:
+    until(lambda: text in screen(session))
+
+
+@pytest.mark.usefixtures("_tmux_server")
 def test_a_session_shows_the_run_stays_with_the_verdict_and_may_die(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # tmux expands what is given for a name, and `#(...)` in it is a command
+    # tmux expands a name, and `#(...)` in it is a command
     name = "20260101T000000Z-sft-v1.5 $(touch pwned) `x` ;\"'ü#(touch pwned)#{pid}a.b:c\n"
-    folder = world.prepared("pid=leader", f"wait={world.root / 'go'}", "print=1", name=name)
-    start.execute(folder)
-    leader = world.pid("leader")
+    folder = start_run(world, wait_for_go(world), "print=1", name=name)
     session = background.open_session(folder)
     assert session is not None
-    until(lambda: "sft fake" in screen(session))
+    until_shown(session, "sft fake")
+
     subprocess.run(["tmux", "kill-server"], check=True)
-    assert living(leader)
+    assert is_alive(world.pid("leader"))
     assert background.open_session(folder) == session
-    (world.root / "go").touch()
-    until(lambda: "press Enter to close" in screen(session))
-    assert "verdict: " in screen(session) and folder.console(1).read_text() == "line 0\n"
+    let_go(world)
+    until_shown(session, "press Enter to close")
+    assert "verdict: " in screen(session)
+    assert folder.console(1).read_text() == "line 0\n"
+
     # a further attempt gets a session of its own
     assert background.open_session(folder) == session
-    until(lambda: "press Enter to close" in screen(session))
+    until_shown(session, "press Enter to close")
     subprocess.run(["tmux", "send-keys", "-t", session, "Enter"], check=True)
     until(lambda: not screen(session))
     assert not list(world.root.rglob("pwned"))
-    with monkeypatch.context() as without:
-        without.setenv("PATH", str(world.root))
+    with monkeypatch.context() as without_tmux:
+        without_tmux.setenv("PATH", str(world.root))
         assert background.open_session(folder) is None
-
-
-@pytest.mark.slow
-def test_what_has_not_begun_is_not_judged(world: World) -> None:
-    folder = world.prepared("say=hello")
-    for word in ("check", "attach"):
-        told = world.launch(word, str(folder.path))
-        assert (told.returncode, "error[not-begun]" in told.stderr) == (2, True), told
-    assert not folder.verdict.exists()
-    assert world.launch("exec", str(folder.path)).returncode != 2
-    assert world.launch("check", str(folder.path)).returncode != 2 and folder.verdict.exists()
-
-
-def test_a_keeper_that_is_killed_in_the_command_at_the_end_has_called_it(world: World) -> None:
-    folder = world.prepared("exit=0", on_finish=told_by(world, "import time; time.sleep(2)"))
-    start.execute(folder)
-    until(lambda: rundir.is_concluded(folder, 1))
-    os.kill(kept(folder), signal.SIGKILL)
-    world.launch("attach", "a run")
-    until((world.root / "told").exists)
-    assert (world.root / "told").read_text() == "1"
-
-
-def test_term_to_the_keeper_reaches_the_command_at_the_end(world: World) -> None:
-    script = f"trap 'echo ended > ended; exit 3' TERM; touch {world.root}/up; sleep 600 & wait"
-    folder = world.prepared("exit=0", on_finish=("sh", "-c", script))
-    start.execute(folder)
-    until((world.root / "up").exists)
-    os.kill(kept(folder), signal.SIGTERM)
-    until((world.root / "ended").exists)
-    until(lambda: not runner.has_live_supervisor(folder))
-    assert "ended with 3" in folder.supervisor_log.read_text()

@@ -1,13 +1,11 @@
-"""Which GPUs a run gets, with an `nvidia-smi` that answers like the real one and locks that are real."""
+"""Which GPUs a run gets, with an `nvidia-smi` that answers like the real one and real locks."""
 
-import contextlib
-import json
 import os
 import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -21,224 +19,246 @@ from launcher.planning import collect
 from launcher.planning.collect import Scope
 from launcher.planning.request import Request
 
-BUSY = 70000
+BUSY_MIB = 70000
+RUN = "20261121T000000Z-sft-a"
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Smi:
-    fake = Smi(tmp_path / "bin")
-    monkeypatch.setenv("PATH", f"{fake.folder}:/usr/bin:/bin")
+    """A machine with four free cards."""
+    smi = Smi(tmp_path / "bin")
+    monkeypatch.setenv("PATH", f"{smi.folder}:/usr/bin:/bin")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    fake.cards(4, 4, 4, 4)
-    return fake
+    smi.cards(4, 4, 4, 4)
+    return smi
 
 
-def chosen(
-    count: int | None, asked: Sequence[str] | None = None, environ: Mapping[str, str] | None = None
+def choose(
+    count: int | None = None, named: Sequence[str] | None = None, visible: str | None = None
 ) -> Devices:
-    return devices.choose_devices(count, asked, devices.survey_devices(environ or {}))
+    """The cards that a start gets; `visible` is its CUDA_VISIBLE_DEVICES."""
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    return devices.choose_devices(count, named, devices.survey_devices(environ))
 
 
-@contextlib.contextmanager
-def taken(count: int, run: Path) -> Iterator[tuple[Devices, tuple[int, ...]]]:
-    made = chosen(count)
-    with devices.lock_slots(made, run) as locks:
-        yield made, locks
+def require_refusal(refused: Devices, code: str, *texts: str) -> None:
+    (finding,) = refused.findings
+    assert refused.refused
+    assert not refused.slots
+    assert finding.code == code
+    for text in texts:
+        assert text in f"{finding.message} | {finding.help}"
 
 
-def refusal(made: Devices) -> tuple[str, str]:
-    (finding,) = made.findings
-    assert made.refused and not made.slots
-    return finding.code, f"{finding.message} | {finding.help}"
-
-
-def test_free_ones_in_order(smi: Smi) -> None:
-    made = chosen(2)
-    assert (made.visible, made.findings) == ("0,1", ())
-    assert made.env() == {"CUDA_VISIBLE_DEVICES": "0,1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    told = made.as_json()
+def test_the_first_free_cards_are_chosen(smi: Smi) -> None:
+    chosen = choose(2)
+    assert chosen.visible == "0,1"
+    assert chosen.findings == ()
+    assert chosen.env() == {"CUDA_VISIBLE_DEVICES": "0,1", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     second = {"index": 1, "id": uuid(1), "name": "NVIDIA H200", "memory_mib": 143771}
-    assert told["gpus"][1] == second
-    json.dumps(told)
-    # too few free ones names who has them
-    smi.cards(BUSY, 4, 4, 5000)
-    smi.processes((0, 999_999_999, BUSY), (0, 999_999_998, 12))
-    code, text = refusal(chosen(3))
-    assert code == "gpus-taken"
-    assert "3 GPU(s) asked for, 2 of 4 free" in text
-    assert "GPU 0 is used by pid 999999999 (python3, 70000 MiB), pid 999999998 (python3, 12" in text
-    assert "GPU 3 is used by something that is not seen from here (5000 MiB)" in text
-    assert "--gpus 2" in text and "wait" in text
-    # the cpu needs none
-    smi.cards()
-    made = chosen(0)
-    assert (made.visible, made.refused, made.why) == ("", False, "on the CPU")
-    # a divided card is left out
+    assert chosen.as_json()["gpus"][1] == second
+
+    smi.cards(BUSY_MIB, 4)
+    assert choose(1).visible == "1"
+
+
+def test_a_divided_card_is_left_out(smi: Smi) -> None:
     smi.cards(4, 4, mig=[0])
-    assert chosen(1).visible == "1"
+    assert choose(1).visible == "1"
+
+
+def test_the_cpu_needs_no_card(smi: Smi) -> None:
+    smi.cards()
+    chosen = choose(0)
+    assert chosen.visible == ""
+    assert not chosen.refused
+    assert chosen.why == "on the CPU"
+
+
+def test_who_uses_the_cards_that_are_not_free_is_named(smi: Smi) -> None:
+    smi.cards(BUSY_MIB, 4, 4, 5000)
+    smi.processes((0, 999_999_999, BUSY_MIB), (0, 999_999_998, 12))
+    require_refusal(
+        choose(3),
+        "gpus-taken",
+        "3 GPU(s) asked for, 2 of 4 free",
+        "GPU 0 is used by pid 999999999 (python3, 70000 MiB), pid 999999998 (python3, 12",
+        "GPU 3 is used by something that is not seen from here (5000 MiB)",
+        "--gpus 2",
+    )
+
+
+def test_more_cards_than_there_are() -> None:
+    require_refusal(choose(5), "too-few-gpus", "5 GPU(s) asked for, 4 here | --gpus 4")
+    text = "1 GPU(s) asked for, 0 here (CUDA_VISIBLE_DEVICES=) | --gpus 0 trains on the CPU"
+    require_refusal(choose(1, visible=""), "too-few-gpus", text)
 
 
 @pytest.mark.parametrize(
-    ("listed", "count", "words"),
+    ("visible", "names"),
     [
-        (None, 5, "5 GPU(s) asked for, 4 here | --gpus 4"),
-        ("", 1, "1 GPU(s) asked for, 0 here (CUDA_VISIBLE_DEVICES=) | --gpus 0 trains on the CPU"),
+        ("", []),
+        (" 1, 0", ["1", "0"]),
+        ("0,1,7,2", ["0", "1"]),
+        ("-1", []),
+        ("0,0", []),
+        (f"{uuid(3)},{uuid(0)[:12]}", [uuid(3), uuid(0)[:12]]),
+        ("GPU-", []),
+        ("none", []),
     ],
 )
-def test_fewer_than_asked_for(smi: Smi, listed: str | None, count: int, words: str) -> None:
-    environ = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
-    code, text = refusal(chosen(count, environ=environ))
-    assert code == "too-few-gpus"
-    assert text.startswith(words)
+def test_the_visible_cards_are_those_of_cuda(visible: str, names: list[str]) -> None:
+    survey = devices.survey_devices({"CUDA_VISIBLE_DEVICES": visible})
+    assert [slot.name for slot in survey.visible] == names
 
 
-@pytest.mark.parametrize(
-    ("listed", "names"),
-    [
-        (None, "0,1,2,3"), ("", ""), (" 1, 0", "1,0"), ("0,1,7,2", "0,1"), ("-1", ""), ("0,0", ""),
-        (f"{uuid(3)},{uuid(0)[:12]}", f"{uuid(3)},{uuid(0)[:12]}"), ("GPU-", ""), ("none", ""), ("MIG-00000000", ""),
-    ],
-)  # fmt: skip
-def test_what_cuda_would_see(smi: Smi, listed: str | None, names: str) -> None:
-    environ = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
-    seen = devices.survey_devices(environ)
-    assert ",".join(slot.name for slot in seen.visible) == names
+def test_names_of_cards() -> None:
+    assert devices.slots_named(" 2 , GPU-00000001 ") == ("2", "GPU-00000001")
 
 
 @pytest.mark.parametrize("text", ["", "2,2", "-1", "MIG-1", "٣"])
 def test_names_that_name_nothing(text: str) -> None:
-    assert devices.slots_named(" 2 , GPU-00000001 ") == ("2", "GPU-00000001")
-    with pytest.raises(UsageError) as caught:
+    with pytest.raises(UsageError) as refused:
         devices.slots_named(text)
-    assert caught.value.findings[0].code == "bad-devices"
+    assert refused.value.findings[0].code == "bad-devices"
 
 
-def test_the_ones_that_were_named(smi: Smi) -> None:
-    assert chosen(None, ["3", "2"]).visible == "3,2"
-    assert chosen(2, [uuid(1), "0"]).visible == "1,0"
-    for asked, environ, words in (
-        (["2", "7"], {}, "--devices 7: there is no such GPU here | to be seen: 0, 1"),
-        (
-            ["1"],
-            {"CUDA_VISIBLE_DEVICES": "2,3"},
-            "CUDA_VISIBLE_DEVICES=2,3 hides it | to be seen: 2, 3",
-        ),
-    ):
-        code, text = refusal(chosen(None, asked, environ))
-        assert code == "no-such-gpu" and words in text
-    # a busy one that is named is a warning
-    smi.cards(4, BUSY)
-    smi.processes((1, 999_999_999, BUSY))
-    made = chosen(None, ["1"])
-    (finding,) = made.findings
-    assert (made.visible, finding.severity, finding.code) == ("1", "warning", "busy-gpu")
+def test_named_cards_are_chosen_in_their_order() -> None:
+    assert choose(named=["3", "2"]).visible == "3,2"
+    assert choose(2, [uuid(1), "0"]).visible == "1,0"
+
+
+def test_a_named_card_that_is_not_there_or_hidden_is_refused() -> None:
+    text = "--devices 7: there is no such GPU here | to be seen: 0, 1"
+    require_refusal(choose(named=["2", "7"]), "no-such-gpu", text)
+    text = "CUDA_VISIBLE_DEVICES=2,3 hides it | to be seen: 2, 3"
+    require_refusal(choose(named=["1"], visible="2,3"), "no-such-gpu", text)
+
+
+def test_a_busy_card_that_is_named_is_a_warning(smi: Smi) -> None:
+    smi.cards(4, BUSY_MIB)
+    smi.processes((1, 999_999_999, BUSY_MIB))
+    chosen = choose(named=["1"])
+    assert chosen.visible == "1"
+    (finding,) = chosen.findings
+    assert finding.severity == "warning"
+    assert finding.code == "busy-gpu"
     assert "pid 999999999" in finding.message
-    # a choice stays within what is visible
-    smi.cards(4, 4, BUSY, 4)
-    assert chosen(2, environ={"CUDA_VISIBLE_DEVICES": "3,2,1"}).visible == "3,1"
+
+
+def test_a_choice_stays_within_what_is_visible(smi: Smi) -> None:
+    smi.cards(4, 4, BUSY_MIB, 4)
+    assert choose(2, visible="3,2,1").visible == "3,1"
     # ids stay ids: what started launch may count in another order
-    made = chosen(1, environ={"CUDA_VISIBLE_DEVICES": f"{uuid(3)},{uuid(1)}"})
-    assert made.env() == {"CUDA_VISIBLE_DEVICES": uuid(3)}
-    assert [slot.gpu.index for slot in made.slots] == [3]
+    assert choose(1, visible=f"{uuid(3)},{uuid(1)}").env() == {"CUDA_VISIBLE_DEVICES": uuid(3)}
 
 
-def test_a_gpu_that_a_run_holds_is_not_free(smi: Smi, tmp_path: Path) -> None:
-    run = tmp_path / "runs" / "20261121T000000Z-sft-a"
-    with taken(2, run) as (made, locks):
-        assert (made.visible, len(locks)) == ("0,1", 2)
-        assert chosen(2).visible == "2,3"
-        code, text = refusal(chosen(3))
-        assert code == "gpus-taken"
-        assert "GPU 0 is used by the run 20261121T000000Z-sft-a" in text
-        assert "`launch stop 20261121T000000Z-sft-a`" in text
-        # nor is it given to whoever names it
-        code, text = refusal(chosen(None, ["1"]))
-        assert (code, "GPU 1 is taken by the run" in text) == ("gpus-taken", True)
-        # what another start had chosen a moment before
-        late = devices.lock_slots(Devices(slots=made.slots), tmp_path / "other")
+def test_a_card_that_a_run_holds_is_not_free(tmp_path: Path) -> None:
+    chosen = choose(2)
+    with devices.lock_slots(chosen, tmp_path / "runs" / RUN):
+        assert choose(2).visible == "2,3"
+        texts = (f"GPU 0 is used by the run {RUN}", f"`launch stop {RUN}`")
+        require_refusal(choose(3), "gpus-taken", *texts)
+        require_refusal(choose(named=["1"]), "gpus-taken", "GPU 1 is taken by the run")
+        # another start has chosen it a moment before
+        late = devices.lock_slots(Devices(slots=chosen.slots), tmp_path / "other")
         with pytest.raises(NotReady, match="taken by the run"), late:
             pass
-    assert chosen(4).visible == "0,1,2,3"
+    assert choose(4).visible == "0,1,2,3"
 
 
-def test_the_same_run_takes_over_from_its_launcher(smi: Smi, tmp_path: Path) -> None:
-    made = chosen(1)
-    first = devices.lock_slots(made, tmp_path / "run")
-    first.__enter__()
-    timer = threading.Timer(0.3, lambda: first.__exit__(None, None, None))
+def test_the_same_run_takes_over_from_its_launcher(tmp_path: Path) -> None:
+    chosen = choose(1)
+    launcher = devices.lock_slots(chosen, tmp_path / "run")
+    launcher.__enter__()
+    timer = threading.Timer(0.3, lambda: launcher.__exit__(None, None, None))
     timer.start()
-    with devices.lock_slots(made, tmp_path / "run") as locks:
+    with devices.lock_slots(chosen, tmp_path / "run") as locks:
         assert len(locks) == 1
         timer.join()
-        assert refusal(chosen(None, ["0"]))[0] == "gpus-taken"
-    assert not chosen(None, ["0"]).findings
+        require_refusal(choose(named=["0"]), "gpus-taken")
+    assert not choose(named=["0"]).findings
 
 
-def test_a_lock_lives_as_long_as_the_process_that_inherited_it(smi: Smi, tmp_path: Path) -> None:
-    with taken(1, tmp_path / "run") as (_, locks):
+def test_a_lock_lives_as_long_as_the_process_that_inherited_it(tmp_path: Path) -> None:
+    with devices.lock_slots(choose(1), tmp_path / "run") as locks:
         child = subprocess.Popen(["sleep", "600"], pass_fds=locks)
     try:
-        assert chosen(1).visible == "1"
+        assert choose(1).visible == "1"
     finally:
         child.kill()
         child.wait()
-    # nothing is left of it but a file
-    assert chosen(1).visible == "0"
+    assert choose(1).visible == "0"
 
 
-@pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user too")
-def test_users_share_the_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def shared_locks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A folder of locks that all users may write to."""
     place = Path(tempfile.mkdtemp(dir="/dev/shm"))
     place.chmod(0o1777)
     monkeypatch.setenv(devices.LOCKS, str(place))
-    known = Gpu(index=0, uuid=uuid(0), name="NVIDIA H200", memory_mib=143771, used_mib=4)
-    card = Slot("0", known)
-    ready, go = os.pipe(), os.pipe()
-    if not (child := os.fork()):
-        os.umask(0o077)
-        os.setuid(65534)
-        monkeypatch.setenv("XDG_STATE_HOME", "/nowhere")
-        with devices.lock_slots(Devices(slots=(card,)), Path("/theirs/run")):
-            os.write(ready[1], b"x")
-            os.read(go[0], 1)
-        os._exit(0)
-    try:
-        os.read(ready[0], 1)
-        with (
-            pytest.raises(NotReady, match="taken by the run run"),
-            devices.lock_slots(Devices(slots=(card,)), tmp_path / "ours", patience_s=0),
-        ):
-            pass
-        os.write(go[1], b"x")
-        assert os.waitpid(child, 0)[1] == 0
-        with devices.lock_slots(Devices(slots=(card,)), tmp_path / "ours", patience_s=0) as locks:
-            assert len(locks) == 1
-    finally:
-        shutil.rmtree(place)
+    yield
+    shutil.rmtree(place)
 
 
-@pytest.mark.parametrize("kind", ["symlink", "fifo"])
-def test_a_lock_file_that_is_something_else(smi: Smi, tmp_path: Path, kind: str) -> None:
-    with taken(1, tmp_path / "run"):
+def hold_as_another_user(card: Devices, ready: int, go: int) -> None:
+    """Hold a card until a byte comes in, then end this process."""
+    os.umask(0o077)
+    os.setuid(65534)
+    os.environ["XDG_STATE_HOME"] = "/nowhere"
+    with devices.lock_slots(card, Path("/theirs/run")):
+        os.write(ready, b"x")
+        os.read(go, 1)
+    os._exit(0)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user too")
+@pytest.mark.usefixtures("shared_locks")
+def test_users_share_the_locks(tmp_path: Path) -> None:
+    gpu = Gpu(index=0, uuid=uuid(0), name="NVIDIA H200", memory_mib=143771, used_mib=4)
+    card = Devices(slots=(Slot("0", gpu),))
+    read_ready, write_ready = os.pipe()
+    read_go, write_go = os.pipe()
+    child = os.fork()
+    if not child:
+        hold_as_another_user(card, write_ready, read_go)
+    os.read(read_ready, 1)
+
+    own = tmp_path / "own"
+    with (
+        pytest.raises(NotReady, match="taken by the run run"),
+        devices.lock_slots(card, own, patience_s=0),
+    ):
+        pass
+
+    os.write(write_go, b"x")
+    assert os.waitpid(child, 0)[1] == 0
+    with devices.lock_slots(card, own, patience_s=0) as locks:
+        assert len(locks) == 1
+
+
+@pytest.mark.parametrize("is_link", [True, False])
+def test_a_lock_file_that_is_a_link_or_a_pipe_is_left_alone(tmp_path: Path, is_link: bool) -> None:
+    run = tmp_path / "run"
+    with devices.lock_slots(choose(1), run):
         pass
     (place,) = tmp_path.glob("launch-GPU*")
     place.unlink()
     victim = tmp_path / "victim"
     victim.write_text("kept")
-    if kind == "symlink":
+    if is_link:
         place.symlink_to(victim)
     else:
         os.mkfifo(place)
-    with taken(1, tmp_path / "run") as (made, locks):
-        assert (made.visible, locks) == ("0", ())
+
+    with devices.lock_slots(choose(1), run) as locks:
+        assert locks == ()
     assert victim.read_text() == "kept"
 
 
-@pytest.mark.parametrize(("gpus", "named"), [(8, "0"), (0, "0")])
-def test_a_count_that_contradicts_the_names_is_refused_without_a_look(
-    gpus: int, named: str
-) -> None:
+@pytest.mark.parametrize("gpus", [8, 0])
+def test_a_count_that_contradicts_the_names_is_refused_without_a_look(gpus: int) -> None:
     """Also of a dry run, which looks at no GPU."""
-    request = Request(stage="sft", config=Path("stage.yaml"), gpus=gpus, devices=named)
+    request = Request(stage="sft", config=Path("stage.yaml"), gpus=gpus, devices="0")
     with pytest.raises(UsageError, match="but --devices names"):
         collect.collect(request, Scope.PLAN)

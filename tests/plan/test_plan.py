@@ -1,4 +1,4 @@
-"""GPUs -> batch, accumulation, steps; what launch sets, and what it says about that."""
+"""GPUs -> batch, accumulation, steps; what launch sets, and what it reports about that."""
 
 from pathlib import Path
 
@@ -8,58 +8,80 @@ from plans import CONFIGS, SFT, TRL, from_text, planned, staged
 from launcher.errors import Finding, InvalidConfig
 from launcher.plan.plan import Plan
 
+BATCH = "batch: {global: 16, per_device: 2}"
 
-def sft(folder: Path, more: str = "", gpus: int = 1, **changes: str) -> Plan:
-    text = SFT.format(more=more)
-    for old, new in changes.items():
-        text = text.replace(
-            {"batch": "batch: {global: 16, per_device: 2}", "data": '"64"'}[old], new
-        )
+
+def sft(
+    folder: Path, more: str = "", gpus: int = 1, batch: str = BATCH, rows: str = '"64"'
+) -> Plan:
+    """The plan of open-instruct's SFT over so many rows, with these further arguments."""
+    text = SFT.format(more=more).replace(BATCH, batch).replace('"64"', rows)
     return planned(from_text(folder, text), gpus)
 
 
-def found(made: Plan, code: str) -> Finding:
-    return next(finding for finding in made.findings if finding.code == code)
+def findings_with(plan: Plan, code: str) -> list[Finding]:
+    return [finding for finding in plan.findings if finding.code == code]
 
 
-def test_the_global_batch_is_kept(tmp_path: Path) -> None:
-    for gpus, accumulation in ((0, 8), (1, 8), (2, 4), (4, 2), (8, 1)):
-        made = sft(tmp_path, gpus=gpus)
-        assert (made.per_device, made.accumulation, made.global_batch) == (2, accumulation, 16)
-        words = made.arguments()
-        assert words["per_device_train_batch_size"] == ["2"]
-        assert words["gradient_accumulation_steps"] == [str(accumulation)]
-        assert made.derived["gradient_accumulation_steps"].why.startswith("batch of 16 over")
-    # several nodes share the batch
-    made = planned(from_text(tmp_path, SFT.format(more="")), gpus=4, nodes=2)
-    assert (made.accumulation, made.processes, made.global_batch) == (1, 8, 16)
-    assert "NODE_RANK" in found(made, "several-nodes").message
-    # without a batch the arguments stand
+def batch_of(plan: Plan) -> tuple[int, int, int]:
+    return plan.per_device, plan.accumulation, plan.global_batch
+
+
+@pytest.mark.parametrize(("gpus", "accumulation"), [(0, 8), (1, 8), (2, 4), (8, 1)])
+def test_the_global_batch_is_kept(tmp_path: Path, gpus: int, accumulation: int) -> None:
+    plan = sft(tmp_path, gpus=gpus)
+
+    assert batch_of(plan) == (2, accumulation, 16)
+    arguments = plan.arguments()
+    assert arguments["per_device_train_batch_size"] == ["2"]
+    assert arguments["gradient_accumulation_steps"] == [str(accumulation)]
+    assert plan.derived["gradient_accumulation_steps"].why.startswith("batch of 16 over")
+
+
+def test_several_nodes_share_the_batch(tmp_path: Path) -> None:
+    plan = planned(from_text(tmp_path, SFT.format(more="")), gpus=4, nodes=2)
+    assert plan.processes == 8
+    assert batch_of(plan) == (2, 1, 16)
+    (finding,) = findings_with(plan, "several-nodes")
+    assert "NODE_RANK" in finding.message
+
+
+def test_without_a_batch_the_arguments_stand(tmp_path: Path) -> None:
     more = "per_device_train_batch_size: 3\n  gradient_accumulation_steps: 5"
-    made = sft(tmp_path, more, gpus=2, batch="")
-    assert (made.per_device, made.accumulation, made.global_batch) == (3, 5, 30)
-    assert set(made.derived) == {"logging_steps", "output_dir", "do_not_randomize_output_dir"}
-    # so does accumulation where the rows a device are said alone
-    made = sft(tmp_path, "gradient_accumulation_steps: 3", batch="batch: {per_device: 4}")
-    assert (made.per_device, made.accumulation, made.global_batch) == (4, 3, 12)
-    assert "gradient_accumulation_steps" not in made.derived
-    # a split that an override makes impossible
-    for text in ("batch.per_device=3", "batch.global=15"):
-        with pytest.raises(InvalidConfig) as caught:
-            planned(from_text(tmp_path, SFT.format(more=""), text))
-        assert caught.value.findings[0].override == text
+    plan = sft(tmp_path, more, gpus=2, batch="")
+    assert batch_of(plan) == (3, 5, 30)
+    assert set(plan.derived) == {"logging_steps", "output_dir", "do_not_randomize_output_dir"}
+
+
+def test_rows_a_device_alone_leave_the_accumulation(tmp_path: Path) -> None:
+    plan = sft(tmp_path, "gradient_accumulation_steps: 3", batch="batch: {per_device: 4}")
+    assert batch_of(plan) == (4, 3, 12)
+    assert "gradient_accumulation_steps" not in plan.derived
+
+
+@pytest.mark.parametrize("override", ["batch.per_device=3", "batch.global=15"])
+def test_a_split_that_an_override_makes_impossible_names_it(tmp_path: Path, override: str) -> None:
+    with pytest.raises(InvalidConfig) as caught:
+        planned(from_text(tmp_path, SFT.format(more=""), override))
+    assert caught.value.findings[0].override == override
 
 
 @pytest.mark.parametrize(
     ("batch", "gpus", "help"),
     [
-        ("{global: 16, per_device: 3}", 1, "batch.global=15 or 18 with per_device 3; "
-         "batch.per_device=2 or 4 with global 16"),
+        (
+            "{global: 16, per_device: 3}",
+            1,
+            "batch.global=15 or 18 with per_device 3; batch.per_device=2 or 4 with global 16",
+        ),
         ("{global: 16, per_device: 2}", 3, "batch.global=12 or 18 with per_device 2"),
-        ("{global: 128, per_device: 16}", 16, "batch.global=256 with per_device 16; "
-         "batch.per_device=4 or 8 with global 128"),
+        (
+            "{global: 128, per_device: 16}",
+            16,
+            "batch.global=256 with per_device 16; batch.per_device=4 or 8 with global 128",
+        ),
     ],
-)  # fmt: skip
+)
 def test_an_impossible_split_names_the_nearest(
     tmp_path: Path, batch: str, gpus: int, help: str
 ) -> None:
@@ -71,58 +93,84 @@ def test_an_impossible_split_names_the_nearest(
     assert finding.line == 3
 
 
-def test_a_batch_said_twice_or_none_is_refused(tmp_path: Path) -> None:
-    for name in ("per_device_train_batch_size", "gradient_accumulation_steps"):
-        with pytest.raises(InvalidConfig) as caught:
-            sft(tmp_path, f"{name}: 2")
-        assert [(one.code, one.line) for one in caught.value.findings] == [("batch-twice", 9)]
+@pytest.mark.parametrize("name", ["per_device_train_batch_size", "gradient_accumulation_steps"])
+def test_a_batch_that_is_set_twice_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(InvalidConfig) as caught:
+        sft(tmp_path, f"{name}: 2")
+    (finding,) = caught.value.findings
+    assert (finding.code, finding.line) == ("batch-twice", 9)
+
+
+def test_a_batch_of_0_is_refused(tmp_path: Path) -> None:
     more = "per_device_train_batch_size: 0\n  gradient_accumulation_steps: 0"
     with pytest.raises(InvalidConfig) as caught:
         sft(tmp_path, more, batch="")
-    assert [one.code for one in caught.value.findings] == ["impossible-batch"] * 2
+    codes = [finding.code for finding in caught.value.findings]
+    assert codes == ["impossible-batch", "impossible-batch"]
 
 
-def test_steps_follow_from_counts(tmp_path: Path) -> None:
-    for amount, epochs, gpus, steps in (('"64"', 1, 1, 4), ('"65"', 3, 2, 15), ('"1"', 2, 1, 2)):
-        made = sft(tmp_path, f"num_train_epochs: {epochs}", gpus, data=amount)
-        assert made.steps == steps
-    # Upstream asks whether it is None: at 0 and -1 no epoch is begun
-    # (finetune.py::main[args.num_train_epochs = math.ceil]).
-    for limit, steps in ((7, 7), (0, 0), (-1, 0)):
-        assert sft(tmp_path, f"max_train_steps: {limit}").steps == steps
-    assert trl_rows(tmp_path, "max_steps: -1").steps == 39
-    made = sft(tmp_path, "cache_dataset_only: true")
-    assert (made.rows, made.steps) == (64, 0)
-    # what is not here is not
-    made = sft(tmp_path, data='"0.5"')
-    assert (made.rows, made.steps) == (None, None)
-    # rows of local files are counted
+@pytest.mark.parametrize(
+    ("rows", "epochs", "gpus", "steps"), [('"64"', 1, 1, 4), ('"65"', 3, 2, 15), ('"1"', 2, 1, 2)]
+)
+def test_steps_follow_from_rows(
+    tmp_path: Path, rows: str, epochs: int, gpus: int, steps: int
+) -> None:
+    assert sft(tmp_path, f"num_train_epochs: {epochs}", gpus, rows=rows).steps == steps
+
+
+@pytest.mark.parametrize(("limit", "steps"), [(7, 7), (0, 0), (-1, 0)])
+def test_steps_are_limited(tmp_path: Path, limit: int, steps: int) -> None:
+    """Upstream asks whether the limit is None: at 0 and -1 no epoch is begun
+    (finetune.py::main[args.num_train_epochs = math.ceil]).
+    """
+    assert sft(tmp_path, f"max_train_steps: {limit}").steps == steps
+
+
+def test_tokenising_alone_makes_no_step(tmp_path: Path) -> None:
+    plan = sft(tmp_path, "cache_dataset_only: true")
+    assert (plan.rows, plan.steps) == (64, 0)
+
+
+def test_of_data_that_are_not_here_nothing_is_counted(tmp_path: Path) -> None:
+    plan = sft(tmp_path, rows='"0.5"')
+    assert (plan.rows, plan.steps) == (None, None)
+
+
+def test_rows_of_local_files_are_counted(tmp_path: Path) -> None:
     data = tmp_path / "some rows.jsonl"
-    row = '{"messages": [{"role": "assistant", "content": "a"}]}'
-    data.write_text("\n".join([row] * 3))
-    text = SFT.format(more="").replace('[set, "64"]', f'["{data}", "0.5", other, "10"]')
+    data.write_text('{"messages": [{"role": "assistant", "content": "a"}]}\n' * 3)
+    mixer = f'["{data}", "0.5", other, "10"]'
+    text = SFT.format(more="").replace('[set, "64"]', mixer)
     assert planned(from_text(tmp_path, text), 1).rows == 11
-    # logging steps is set and said
-    made = sft(tmp_path)
-    assert made.arguments()["logging_steps"] == ["1"]
-    note = found(made, "derived")
+
+
+def test_logging_steps_are_set_to_1_and_reported(tmp_path: Path) -> None:
+    plan = sft(tmp_path)
+    assert plan.values["logging_steps"] == 1
+    assert plan.arguments()["logging_steps"] == ["1"]
+    note = findings_with(plan, "derived")[0]
     assert (note.severity, note.key) == ("note", "args.logging_steps")
-    assert made.values["logging_steps"] == 1
-    assert sft(tmp_path, "logging_steps: 5").arguments()["logging_steps"] == ["5"]
-    assert sft(tmp_path, "logging_steps: null").arguments()["logging_steps"] == ["1"]
 
 
-def test_a_trend_of_too_few_steps(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("value", "argument"), [("5", "5"), ("null", "1")])
+def test_logging_steps_of_the_file_stand(tmp_path: Path, value: str, argument: str) -> None:
+    plan = sft(tmp_path, f"logging_steps: {value}")
+    assert plan.arguments()["logging_steps"] == [argument]
+
+
+def test_a_trend_of_too_few_steps_is_refused(tmp_path: Path) -> None:
     """64 rows are 4 steps of 16, or 64 of one."""
-    for rows, messages in ((16, 1), (1, 0)):
-        asked = f"batch: {{global: {rows}, per_device: 1}}\nexpect: {{trend: falling}}"
-        made = sft(tmp_path, "num_train_epochs: 1", 1, batch=asked)
-        found = [one for one in made.findings if one.code == "impossible-expectation"]
-        assert [(one.key, bool(one.line)) for one in found] == [("expect.trend", True)] * messages
-        assert all(f"a run of {64 // rows} steps" in one.message for one in found)
+    batch = "batch: {global: 16, per_device: 1}\nexpect: {trend: falling}"
+    plan = sft(tmp_path, "num_train_epochs: 1", batch=batch)
+    (finding,) = findings_with(plan, "impossible-expectation")
+    assert finding.key == "expect.trend" and finding.line
+    assert "a run of 4 steps" in finding.message
+
+    plan = sft(tmp_path, "num_train_epochs: 1", batch=batch.replace("16", "1"))
+    assert findings_with(plan, "impossible-expectation") == []
 
 
-def trl_rows(folder: Path, more: str) -> Plan:
+def trl_plan(folder: Path, more: str) -> Plan:
     data = folder / "data"
     data.mkdir(exist_ok=True)
     (data / "train.jsonl").write_text('{"text": "a"}\n' * 100)
@@ -137,95 +185,96 @@ def trl_rows(folder: Path, more: str) -> Plan:
         ("num_train_epochs: 2", 100, 26),
         ("num_train_epochs: 0.5", 100, 7),
         ("max_steps: 4", 100, 4),
+        ("max_steps: -1", 100, 39),
         ("dataset_train_split: test", 7, 3),
         ("packing: true", 100, None),
     ],
 )
 def test_steps_of_trl(tmp_path: Path, more: str, rows: int | None, steps: int | None) -> None:
-    made = trl_rows(tmp_path, more)
-    assert (made.rows, made.steps) == (rows, steps)
+    plan = trl_plan(tmp_path, more)
+    assert (plan.rows, plan.steps) == (rows, steps)
 
 
 def test_a_folder_whose_names_say_nothing_is_for_training(tmp_path: Path) -> None:
-    trl_rows(tmp_path, "")
-    for name in ("train", "test"):
-        (tmp_path / "data" / f"{name}.jsonl").unlink()
+    (tmp_path / "data").mkdir()
     (tmp_path / "data" / "chats.jsonl").write_text('{"text": "a"}\n' * 32)
-    stage = from_text(
-        tmp_path, TRL.format(data=tmp_path / "data", more="per_device_train_batch_size: 8")
-    )
-    assert planned(stage, 0).rows == 32
+    text = TRL.format(data=tmp_path / "data", more="per_device_train_batch_size: 8")
+    assert planned(from_text(tmp_path, text)).rows == 32
 
 
-def test_a_place_of_ones_own(tmp_path: Path) -> None:
-    words = sft(tmp_path, "output_dir: somewhere").arguments()
-    assert words["output_dir"] == ["somewhere"]
-    assert "do_not_randomize_output_dir" not in words
+def test_an_output_folder_of_the_file_is_exact(tmp_path: Path) -> None:
+    arguments = sft(tmp_path, "output_dir: somewhere").arguments()
+    assert arguments["output_dir"] == ["somewhere"]
+    assert "do_not_randomize_output_dir" not in arguments
 
 
-def test_deepspeed_on_the_cpu_is_left_out_and_said() -> None:
+def test_deepspeed_is_left_out_on_the_cpu_with_a_note() -> None:
     stage = staged(CONFIGS / "tulu" / "sft_qwen7b.yaml")
-    note = found(planned(stage, 0), "deepspeed-left-out")
+    (note,) = findings_with(planned(stage, 0), "deepspeed-left-out")
     assert (note.severity, note.layer, note.file) == ("note", "launch", str(stage.config.path))
     assert "zero2_fp32_comm" in note.message
-    assert "deepspeed-left-out" not in {one.code for one in planned(stage, 8).findings}
+    assert findings_with(planned(stage, 8), "deepspeed-left-out") == []
+
+
+def dpo_without_a_group(deepspeed: str, gpus: int, nodes: int) -> list[Finding]:
+    stage = staged(CONFIGS / "tulu" / "dpo_qwen7b.yaml", [f"deepspeed={deepspeed}"])
+    return findings_with(planned(stage, gpus, nodes), "no-process-group")
+
+
+def test_dpo_alone_on_a_gpu_needs_deepspeed() -> None:
+    (finding,) = dpo_without_a_group("none", gpus=1, nodes=1)
+    assert (finding.severity, finding.layer) == ("error", "run")
+    assert "deepspeed" in (finding.help or "")
 
 
 @pytest.mark.parametrize(
-    ("deepspeed", "gpus", "nodes", "refused"),
-    [
-        ("none", 1, 1, True), ("none", 0, 1, False), ("none", 2, 1, False), ("none", 1, 2, False),
-        ("zero2", 1, 1, False),
-    ],
-)  # fmt: skip
-def test_dpo_alone_on_a_gpu_needs_deepspeed(
-    deepspeed: str, gpus: int, nodes: int, refused: bool
-) -> None:
-    stage = staged(CONFIGS / "tulu" / "dpo_qwen7b.yaml", [f"deepspeed={deepspeed}"])
-    findings = [
-        one for one in planned(stage, gpus, nodes).findings if one.code == "no-process-group"
-    ]
-    assert [(one.severity, one.layer) for one in findings] == [("error", "run")] * refused
-    assert all("deepspeed" in (one.help or "") for one in findings)
+    ("deepspeed", "gpus", "nodes"),
+    [("none", 0, 1), ("none", 2, 1), ("none", 1, 2), ("zero2", 1, 1)],
+)
+def test_dpo_with_a_process_group_is_planned(deepspeed: str, gpus: int, nodes: int) -> None:
+    assert dpo_without_a_group(deepspeed, gpus, nodes) == []
 
 
 def warmups(plan: Plan) -> list[str]:
-    return [finding.message for finding in plan.findings if finding.code == "endless-warmup"]
-
-
-LONG_WARMUPS = [
-    ("warmup_steps: 1e6", "the warm-up takes 1,000,000 steps, and 24 are planned"),
-    ("warmup_steps: 24", "the learning rate gets to 9.58e-05, 96 % of 0.0001"),
-    (
-        "warmup_steps: 100, lr_scheduler_type: cosine",
-        "the learning rate gets to 2.3e-05, 23 % of 0.0001",
-    ),
-]
-SHORT_WARMUPS = [
-    *("warmup_steps: 23", "warmup_steps: 0", "warmup_steps: 0.99", "seed: 1"),
-    "warmup_steps: 1e6, lr_scheduler_type: constant",
-]
+    return [finding.message for finding in findings_with(plan, "endless-warmup")]
 
 
 def with_warmup(tmp_path: Path, more: str) -> Plan:
     """TRL on 64 rows: 8 steps an epoch, three epochs."""
     (tmp_path / "train.jsonl").write_text('{"text": "a"}\n' * 64)
-    lines = "\n  ".join(
-        [*more.split(", "), "learning_rate: 1e-4", "per_device_train_batch_size: 8"]
-    )
-    return planned(from_text(tmp_path, TRL.format(data=tmp_path, more=lines)))
+    settings = [*more.split(", "), "learning_rate: 1e-4", "per_device_train_batch_size: 8"]
+    text = TRL.format(data=tmp_path, more="\n  ".join(settings))
+    return planned(from_text(tmp_path, text))
 
 
-@pytest.mark.parametrize(("more", "said"), LONG_WARMUPS)
-def test_a_warmup_as_long_as_training_is_said(tmp_path: Path, more: str, said: str) -> None:
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ("warmup_steps: 1e6", "the warm-up takes 1,000,000 steps, and 24 are planned"),
+        ("warmup_steps: 24", "the learning rate gets to 9.58e-05, 96 % of 0.0001"),
+        (
+            "warmup_steps: 100, lr_scheduler_type: cosine",
+            "the learning rate gets to 2.3e-05, 23 % of 0.0001",
+        ),
+    ],
+)
+def test_a_warmup_as_long_as_training_is_reported(tmp_path: Path, more: str, words: str) -> None:
     plan = with_warmup(tmp_path, more)
     assert plan.steps == 24
     (message,) = warmups(plan)
-    assert said in message
+    assert words in message
 
 
-@pytest.mark.parametrize("more", SHORT_WARMUPS)
-def test_a_shorter_warmup_is_not(tmp_path: Path, more: str) -> None:
+@pytest.mark.parametrize(
+    "more",
+    [
+        "warmup_steps: 23",
+        "warmup_steps: 0",
+        "warmup_steps: 0.99",
+        "warmup_steps: 1e6, lr_scheduler_type: constant",
+    ],
+)
+def test_a_shorter_warmup_is_not_reported(tmp_path: Path, more: str) -> None:
     assert warmups(with_warmup(tmp_path, more)) == []
 
 
@@ -239,7 +288,7 @@ def test_a_warmup_of_open_instruct_is_a_share_of_all_steps(
     assert len(warmups(planned(from_text(tmp_path, SFT.format(more=more)), gpus=1))) == count
 
 
-def test_a_long_warmup_is_said_once(tmp_path: Path) -> None:
+def test_a_long_warmup_is_reported_once(tmp_path: Path) -> None:
     plan = with_warmup(tmp_path, "warmup_steps: 50, max_steps: 10")
     assert warmups(plan) == []
     keys = [finding.key for finding in plan.stage.findings if finding.code == "out-of-range"]

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import tomllib
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,9 +23,8 @@ from launcher.machine.python import Trainer
 from launcher.plan.plan import Plan
 from launcher.planning.doctor import checks, install, readiness
 from launcher.planning.doctor.checks import Fact, Report, Subject
-from launcher.planning.doctor.install import Imports, InstallStep
+from launcher.planning.doctor.install import Failure, Imports, InstallStep
 from launcher.planning.request import Request
-from launcher.stage.stage import Stage
 from launcher.upstream import behaviour, locate
 from launcher.upstream.trainers import BACKENDS, Release
 
@@ -32,11 +32,14 @@ TULU = CONFIGS / "tulu" / "sft_qwen7b.yaml"
 WITH_PIP = Trainer(
     python=Path("/env/my bin/python"), source="a test", version=(3, 12, 1), packages={"pip": "26"}
 )
-ALL = (*BACKENDS["open_instruct"].NEEDS, "liger-kernel", "flash-attn", "pip")
+OPEN_INSTRUCT = BACKENDS["open_instruct"]
+ALL = (*OPEN_INSTRUCT.NEEDS, "liger-kernel", "flash-attn", "pip")
+ON_THE_CPU = Devices(why="on the CPU")
 
 
 @pytest.fixture(autouse=True)
 def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Smi:
+    """A machine with two cards."""
     fake = Smi(tmp_path / "bin")
     monkeypatch.setenv("PATH", f"{fake.folder}:/usr/bin:/bin")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
@@ -45,88 +48,96 @@ def smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Smi:
     return fake
 
 
-def subject(made: Plan, *packages: str) -> Subject:
-    return checks.of_plan(made, trainer(*packages))
+def plan_tulu(gpus: int = 2) -> Plan:
+    return planned(staged(TULU), gpus)
 
 
-def missing(made: Plan, *packages: str) -> list[str]:
-    found = list(checks.packages(subject(made, *packages)))
-    return [name for one in found for name in one.message.partition(" lacks ")[2].split(", ")]
+def subject(plan: Plan, *packages: str) -> Subject:
+    return checks.of_plan(plan, trainer(*packages))
 
 
-def ready(made: Plan, python: Trainer) -> tuple[Finding, ...]:
-    """What is warned of before a start on the GPUs here."""
-    chosen = devices.choose_devices(made.gpus, None, devices.survey_devices(os.environ))
-    return checks.require_ready(made, python, chosen)
+def packages_that_lack(findings: Sequence[Finding]) -> list[str]:
+    """The packages that the one finding about packages names."""
+    (finding,) = [finding for finding in findings if finding.code == "missing-packages"]
+    return finding.message.partition(" lacks ")[2].split(", ")
+
+
+def require_ready(plan: Plan, python: Trainer) -> tuple[Finding, ...]:
+    """The warnings before a start on the GPUs here."""
+    chosen = devices.choose_devices(plan.gpus, None, devices.survey_devices(os.environ))
+    return checks.require_ready(plan, python, chosen)
+
+
+def refuse(plan: Plan, python: Trainer) -> tuple[Finding, ...]:
+    """The errors that keep a start from the GPUs here."""
+    with pytest.raises(NotReady) as caught:
+        require_ready(plan, python)
+    for finding in caught.value.findings:
+        assert finding.severity == "error"
+        assert finding.help
+    return caught.value.findings
 
 
 def test_a_machine_that_is_ready() -> None:
-    assert ready(planned(staged(TULU), 2), trainer(*ALL)) == ()
+    assert require_ready(plan_tulu(), trainer(*ALL)) == ()
 
 
 def test_everything_that_is_missing_is_said_at_once(tmp_path: Path) -> None:
-    data = tmp_path / "rows.jsonl"
-    stage = from_text(tmp_path, SFT.format(more="").replace("[set,", f"[{data},"))
+    text = SFT.format(more="").replace("[set,", f"[{tmp_path / 'rows.jsonl'},")
+    stage = from_text(tmp_path, text)
     stage = replace(stage, upstream=replace(stage.upstream, root=None))
-    made = planned(stage, 8)
-    with pytest.raises(NotReady) as caught:
-        ready(made, trainer("torch", version=(3, 9, 2)))
-    found = caught.value.findings
-    assert list(dict.fromkeys(f.code for f in found)) == [
-        "no-checkout", "old-python", "missing-packages", "too-few-gpus", "missing-data",
-    ]  # fmt: skip
-    assert {f.severity for f in found} == {"error"}
-    assert all(f.help for f in found)
+    findings = refuse(planned(stage, 8), trainer("torch", version=(3, 9, 2)))
+    assert list(dict.fromkeys(finding.code for finding in findings)) == [
+        "no-checkout",
+        "old-python",
+        "missing-packages",
+        "too-few-gpus",
+        "missing-data",
+    ]
 
 
 def test_the_command_that_installs() -> None:
-    made = planned(staged(TULU), 2)
-    (found,) = checks.packages(subject(made, *set(ALL) - {"flash-attn", "deepspeed", "wandb"}))
     # the pin begins without flash-attn
-    assert found.message == "/env/bin/python (a test) lacks deepspeed, wandb"
-    plain, built = (found.help or "").split("; then ")
+    packages = set(ALL) - {"flash-attn", "deepspeed", "wandb"}
+    (finding,) = checks.packages(subject(plan_tulu(), *packages))
+    assert finding.message == "/env/bin/python (a test) lacks deepspeed, wandb"
+    plain, built = str(finding.help).split("; then ")
     assert plain.startswith("/env/bin/python -m pip install")
-    assert "'wandb>=0.23.1'" in plain and "ninja" in plain
+    assert "'wandb>=0.23.1'" in plain
+    assert "ninja" in plain
     # what torch must be there for has a command of its own
     assert built.startswith("DS_BUILD_OPS=0 /env/bin/python -m pip install")
-    assert "--no-build-isolation" in built and f"`launch doctor {TULU} --install`" in built
+    assert "--no-build-isolation" in built
+    assert f"`launch doctor {TULU} --install`" in built
 
 
 @pytest.mark.parametrize(
-    ("more", "gpus", "expected"),
+    ("more", "lacking"),
     [
-        ("", 0, []),
-        ("use_liger_kernel: true", 0, ["liger-kernel"]),
-        ("use_peft: true\n  load_in_4bit: true", 0, ["peft", "bitsandbytes"]),
+        ("use_liger_kernel: true", ["liger-kernel"]),
+        ("use_peft: true\n  load_in_4bit: true", ["peft", "bitsandbytes"]),
     ],
 )
-def test_what_the_arguments_need(tmp_path: Path, more: str, gpus: int, expected: list[str]) -> None:
-    stage = from_text(tmp_path, TRL.format(data="some/set", more=more or "seed: 1"))
-    assert missing(planned(stage, gpus), *BACKENDS["trl"].NEEDS) == expected
-
-
-def refused(made: Plan) -> list[str]:
-    with pytest.raises(NotReady) as caught:
-        ready(made, trainer(*ALL))
-    return [f"{one.code}: {one.message} | {one.help}" for one in caught.value.findings]
+def test_arguments_need_packages_of_their_own(
+    tmp_path: Path, more: str, lacking: list[str]
+) -> None:
+    needs = BACKENDS["trl"].NEEDS
+    plain = planned(from_text(tmp_path, TRL.format(data="some/set", more="seed: 1")))
+    assert list(checks.packages(subject(plain, *needs))) == []
+    plan = planned(from_text(tmp_path, TRL.format(data="some/set", more=more)))
+    assert packages_that_lack(list(checks.packages(subject(plan, *needs)))) == lacking
 
 
 def test_a_driver_that_does_not_answer(smi: Smi) -> None:
     smi.fails("Failed to initialize NVML: Driver/library version mismatch", 18)
-    (finding,) = refused(planned(staged(TULU), 1))
-    assert finding.startswith("no-driver: nvidia-smi says: Failed to initialize NVML")
-
-
-def with_torch(folder: Path, line: str) -> Trainer:
-    (folder / "torch").mkdir(exist_ok=True)
-    (folder / "torch" / "version.py").write_text(f"__version__ = '2.13.0'\ndebug = False\n{line}\n")
-    return replace(trainer(*ALL), path=(folder,))
+    (finding,) = refuse(plan_tulu(1), trainer(*ALL))
+    assert finding.code == "no-driver"
+    assert finding.message.startswith("nvidia-smi says: Failed to initialize NVML")
 
 
 @pytest.mark.parametrize(
     ("line", "driver", "code"),
     [
-        ("cuda: Optional[str] = '13.0'", "13.0", None),
         # within a major version an older driver serves
         ("cuda = '13.2'", "13.0", None),
         ("cuda: Optional[str] = '13.0'", "12.8", "old-driver"),
@@ -135,24 +146,24 @@ def with_torch(folder: Path, line: str) -> Trainer:
     ],
 )
 def test_torch_against_the_driver(
-    smi: Smi, tmp_path: Path, line: str, driver: str, code: str | None
+    smi: Smi, write: Write, line: str, driver: str, code: str | None
 ) -> None:
     smi.cards(4, 4, cuda=driver)
-    python, made = with_torch(tmp_path, line), planned(staged(TULU), 2)
+    module = write("torch/version.py", f"__version__ = '2.13.0'\ndebug = False\n{line}\n")
+    python = replace(trainer(*ALL), path=(module.parent.parent,))
     if code is None:
-        assert ready(made, python) == ()
+        assert require_ready(plan_tulu(), python) == ()
         return
-    with pytest.raises(NotReady) as caught:
-        ready(made, python)
-    (finding,) = caught.value.findings
+    (finding,) = refuse(plan_tulu(), python)
     assert finding.code == code
-    assert "download.pytorch.org/whl/cu" in (finding.help or "")
+    assert "download.pytorch.org/whl/cu" in str(finding.help)
 
 
-def test_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_little_shared_memory_is_warned_of_on_several_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "LEAST_SHM", 2**60)
     (finding,) = checks.shared_memory(2)
-    assert (finding.severity, finding.code) == ("warning", "small-shm")
+    assert finding.severity == "warning"
+    assert finding.code == "small-shm"
     assert list(checks.shared_memory(1)) == []
 
 
@@ -164,111 +175,94 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
     return python.ask_trainer(place / "bin" / "python", "--python")
 
 
-CHECKOUT = {
-    "open_instruct/__init__.py": "",
-    "open_instruct/finetune.py": "import thing\nfrom open_instruct import model_utils\n",
-    "open_instruct/dpo_tune_cache.py": "import thing\n",
-    "open_instruct/model_utils.py": "",
-}
-
-
-def examined(bare: Trainer, tmp_path: Path, thing: str, *, importing: bool = True) -> Report:
-    """With a module `thing` on PYTHONPATH, as an image may have it."""
-    for name, text in CHECKOUT.items():
-        path = tmp_path / "check out" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    site = tmp_path / "site"
-    site.mkdir(exist_ok=True)
-    (site / "thing.py").write_text(thing)
-    packages = dict.fromkeys(BACKENDS["open_instruct"].NEEDS, "1.0") | {"thing": "1.5", "pip": "1"}
+def examine(bare: Trainer, write: Write, thing: str, *, importing: bool = True) -> Report:
+    """Examine a checkout that imports a module `thing`, which PYTHONPATH has."""
+    script = "import thing\nfrom open_instruct import model_utils\n"
+    write("check out/open_instruct/__init__.py", "")
+    write("check out/open_instruct/finetune.py", script)
+    write("check out/open_instruct/dpo_tune_cache.py", "import thing\n")
+    checkout = write("check out/open_instruct/model_utils.py", "").parent.parent
+    site = write("site/thing.py", thing).parent
+    packages = dict.fromkeys((*OPEN_INSTRUCT.NEEDS, "thing", "pip"), "1.0")
     asked = Subject(
         trainer=replace(bare, packages=packages, path=(*bare.path, site)),
-        upstream=locate.locate("open_instruct", checkout=tmp_path / "check out"),
-        stages=("sft",), gpus=0, runs=tmp_path / "runs",
+        upstream=locate.locate("open_instruct", checkout=checkout),
+        stages=("sft",),
+        gpus=0,
+        runs=site / "runs",
         environ={**os.environ, "PYTHONPATH": str(site)},
-    )  # fmt: skip
+    )
     return checks.examine(asked, Devices(), importing=importing, timeout_s=PATIENCE_S)
 
 
-def codes(report: Report) -> list[str]:
-    return [one.code for one in report.findings if one.code != "empty-submodule"]
-
-
-def test_an_import_error_is_reported_as_one_with_its_place(bare: Trainer, tmp_path: Path) -> None:
-    report = examined(bare, tmp_path, "x = 1\n\nfrom os import gone\n")
-    (finding,) = [one for one in report.findings if one.code == "import-error"]
-    assert (finding.file, finding.line) == (str(tmp_path / "site" / "thing.py"), 3)
-    assert finding.message.startswith(
-        "importing `open_instruct.finetune` fails: ImportError: cannot import name 'gone'"
-    )
-    assert "missing-packages" not in codes(report)
+def test_an_import_error_is_reported_with_its_place(
+    bare: Trainer, write: Write, tmp_path: Path
+) -> None:
+    report = examine(bare, write, "x = 1\n\nfrom os import gone\n")
+    findings = {finding.code: finding for finding in report.findings}
+    assert "missing-packages" not in findings
+    finding = findings["import-error"]
+    assert finding.file == str(tmp_path / "site" / "thing.py")
+    assert finding.line == 3
+    error = "ImportError: cannot import name 'gone'"
+    assert finding.message.startswith(f"importing `open_instruct.finetune` fails: {error}")
     assert report.exit_code is Exit.NOT_READY
     assert report.as_json()["facts"]["imports"]["failed"] == ["open_instruct.finetune"]
 
 
-def test_a_checkout_that_is_not_the_pin(bare: Trainer, tmp_path: Path) -> None:
-    report = examined(bare, tmp_path, "", importing=False)
-    assert "unpinned-checkout" in codes(report)
+def test_a_checkout_that_is_not_the_pin(bare: Trainer, write: Write) -> None:
+    report = examine(bare, write, "", importing=False)
+    assert "unpinned-checkout" in [finding.code for finding in report.findings]
     assert "imports" not in report.as_json()["facts"]
 
 
 def test_the_second_dpo_script_has_packages_of_its_own(bare: Trainer) -> None:
     """Upstream's dpo.py imports what GRPO needs; launch's extras do not name that."""
-    made = planned(staged(CONFIGS / "olmo_core" / "dpo_qwen3_0_6b.yaml"), 0)
-    report = checks.examine(checks.of_plan(made, bare), Devices(), importing=False)
-    (finding,) = [one for one in report.findings if one.code == "missing-packages"]
-    assert "vllm, backoff, docker, openenv-core" in finding.message
+    plan = planned(staged(CONFIGS / "olmo_core" / "dpo_qwen3_0_6b.yaml"), 0)
+    report = checks.examine(checks.of_plan(plan, bare), Devices(), importing=False)
+    lacking = packages_that_lack(report.findings)
+    assert lacking[-4:] == ["vllm", "backoff", "docker", "openenv-core"]
     # it wants an older numpy than the tested one, and must not take another torch along
     last = report.install[-1].argv
-    assert "vllm" in last and "torch==2.13.0" in last and "-c" not in last
+    assert "vllm" in last
+    assert "torch==2.13.0" in last
+    assert "-c" not in last
 
 
-def test_an_environment_without_trl(bare: Trainer, tmp_path: Path) -> None:
-    asked = Subject(
-        trainer=bare, upstream=locate.locate("trl", search=bare.path), stages=("sft", "dpo"),
-        gpus=0, runs=tmp_path / "runs",
-    )  # fmt: skip
-    report = checks.examine(asked, Devices(why="on the CPU"))
-    (missing,) = [one for one in report.findings if one.code == "missing-packages"]
-    assert missing.message.endswith(
-        "(--python) lacks torch, transformers, trl, accelerate, datasets"
-    )
-    assert "trl==1.16.0" in (missing.help or "")
-    assert "import-error" not in codes(report)
+def trl_subject(trainer: Trainer, *stages: str) -> Subject:
+    upstream = locate.locate("trl", search=trainer.path)
+    return Subject(trainer=trainer, upstream=upstream, stages=stages, gpus=0)
+
+
+def test_an_environment_without_trl(bare: Trainer) -> None:
+    report = checks.examine(trl_subject(bare, "sft", "dpo"), ON_THE_CPU)
+    needs = ["torch", "transformers", "trl", "accelerate", "datasets"]
+    assert packages_that_lack(report.findings) == needs
+    assert "import-error" not in [finding.code for finding in report.findings]
     # there is no pip either
-    assert report.install[0].argv == (str(bare.python), "-m", "ensurepip", "--upgrade")
-    assert "trl==1.16.0" in report.install[1].argv
+    pip, packages = report.install
+    assert pip.argv == (str(bare.python), "-m", "ensurepip", "--upgrade")
+    assert "trl==1.16.0" in packages.argv
     assert json.dumps(report.as_json())
     assert any(line.startswith("run folders") for line in report.lines())
 
 
-def trl_here() -> Stage:
-    pytest.importorskip("trl")
-    return staged(CONFIGS / "demo" / "sft.yaml")
-
-
 @pytest.mark.training
-def test_the_environment_of_the_tests_imports(tmp_path: Path) -> None:
-    trl_here()
+def test_the_environment_of_the_tests_imports() -> None:
+    pytest.importorskip("trl")
     own = python.ask_trainer(Path(sys.executable), "launch's own")
-    asked = Subject(
-        trainer=own, upstream=locate.locate("trl", search=own.path), stages=("sft",), gpus=0,
-        runs=tmp_path / "runs",
-    )  # fmt: skip
-    report = checks.examine(asked, Devices(why="on the CPU"))
-    assert not [one for one in report.findings if one.code in {"import-error", "missing-packages"}]
+    report = checks.examine(trl_subject(own, "sft"), ON_THE_CPU)
+    codes = {finding.code for finding in report.findings}
+    assert not codes & {"import-error", "missing-packages"}
     assert "trl.trainer.sft_trainer" in report.as_json()["facts"]["imports"]["fine"]
 
 
-def test_facts_of_gpus(smi: Smi, tmp_path: Path, write: Write) -> None:
+def test_facts_of_gpus(smi: Smi) -> None:
     smi.cards(4, 70000)
     smi.processes((1, 999_999_999, 70000))
     seen = devices.survey_devices({})
-    made = planned(staged(TULU), 1)
-    report = checks.examine(
-        subject(made, *ALL), devices.choose_devices(1, None, seen), look=seen, importing=False
-    )
+    chosen = devices.choose_devices(1, None, seen)
+    report = checks.examine(subject(plan_tulu(1), *ALL), chosen, look=seen, importing=False)
     facts = report.as_json()["facts"]
     assert facts["driver"] == {"version": "580.159.04", "cuda": (13, 0)}
     assert facts["GPU 1"]["used_by"].startswith("pid 999999999")
@@ -276,23 +270,21 @@ def test_facts_of_gpus(smi: Smi, tmp_path: Path, write: Write) -> None:
     assert report.exit_code is Exit.OK
     assert "\n".join(report.lines()).count("NVIDIA H200") == 2
     assert report.lines()[-1] == "ready"
-    broken = Finding(severity="error", layer="launch", code="no-checkout", message="")
+    broken = launch_finding("error", "no-checkout", "")
     assert replace(report, findings=(broken,)).lines()[-1] == "not ready: no-checkout"
-    assert [step.argv[0] for step in report.install] == ["/env/bin/python"] * len(report.install)
     assert install.tested()["flash-attn"] in report.install[-1].argv
 
 
-def test_what_is_lacking(tmp_path: Path) -> None:
+def test_a_package_is_there_with_its_metadata_or_its_module(write: Write, tmp_path: Path) -> None:
+    write("here/__init__.py", "")
+    write("absl.py", "")
     (tmp_path / "wandb").mkdir()
-    (tmp_path / "here").mkdir()
-    (tmp_path / "here" / "__init__.py").touch()
-    (tmp_path / "absl.py").touch()
     trainer = replace(WITH_PIP, path=(tmp_path,), packages={"ai2-olmo-core": "1"})
     names = ("ai2-olmo-core", "here", "absl-py", "wandb", "pillow")
     assert install.missing(names, trainer) == ("wandb", "pillow")
 
 
-def tried(
+def try_imports(
     trainer: Trainer, site: Path, *modules: str, timeout_s: float = PATIENCE_S, cuda: bool = False
 ) -> Imports:
     environ = {**os.environ, "PYTHONPATH": str(site)}
@@ -301,189 +293,218 @@ def tried(
 
 def test_a_package_that_is_not_there(bare: Trainer, tmp_path: Path) -> None:
     # launch's folder holds a `rundir`, which an environment may have too
-    answer = tried(bare, tmp_path, "json", "trl.trainer", "rundir")
-    assert [one.missing for one in answer.failures] == ["trl", "rundir"]
-    assert answer.failures[0].error == "ModuleNotFoundError"
+    trl, rundir = try_imports(bare, tmp_path, "json", "trl.trainer", "rundir").failures
+    assert trl.error == "ModuleNotFoundError"
+    assert trl.missing == "trl"
+    assert rundir.missing == "rundir"
 
 
-BROKEN = {
-    "ImportError": ("from os import no_such_name\n", 1, "cannot import name 'no_such_name'"),
-    "SyntaxError": ("x = 1\nprint 'old'\n", 2, "Missing parentheses"),
-    "RuntimeError": ("raise RuntimeError('built for\\n torch 1')\n", 1, "built for torch 1"),
-    "ModuleNotFoundError": ("import _part_of_python\n", 1, "No module named '_part_of_python'"),
-    "SystemExit": ("import sys\nsys.exit('no licence')\n", 2, "no licence"),
-}
+BROKEN = [
+    ("ImportError", "from os import no_such_name\n", 1, "cannot import name 'no_such_name'"),
+    ("SyntaxError", "x = 1\nprint 'old'\n", 2, "Missing parentheses"),
+    ("RuntimeError", "raise RuntimeError('built for\\n torch 1')\n", 1, "built for torch 1"),
+    ("ModuleNotFoundError", "import _part_of_python\n", 1, "No module named '_part_of_python'"),
+    ("SystemExit", "import sys\nsys.exit('no licence')\n", 2, "no licence"),
+]
 
 
-def test_packages_that_are_broken(bare: Trainer, tmp_path: Path) -> None:
-    for error, (text, _, _) in BROKEN.items():
-        (tmp_path / error).mkdir()
-        (tmp_path / error / "__init__.py").write_text(f"from {error} import inner\n")
-        (tmp_path / error / "inner.py").write_text(text)
-    answer = tried(bare, tmp_path, *BROKEN, "json")
-    assert [one.error for one in answer.failures] == list(BROKEN)
-    for failure in answer.failures:
-        _, line, message = BROKEN[failure.error]
+def test_packages_that_are_broken(bare: Trainer, write: Write, tmp_path: Path) -> None:
+    names = []
+    for error, text, _, _ in BROKEN:
+        write(f"{error}/__init__.py", f"from {error} import inner\n")
+        write(f"{error}/inner.py", text)
+        names.append(error)
+    failures = try_imports(bare, tmp_path, *names, "json").failures
+    for failure, (error, _, line, message) in zip(failures, BROKEN, strict=True):
+        assert failure.module == error
+        assert failure.error == error
         assert failure.missing is None
-        assert (failure.file, failure.line) == (str(tmp_path / failure.error / "inner.py"), line)
-        assert message in failure.message and "\n" not in failure.message
+        assert failure.file == str(tmp_path / error / "inner.py")
+        assert failure.line == line
+        assert message in failure.message
+        assert "\n" not in failure.message
 
 
 def test_the_cause_behind_other_exceptions(bare: Trainer, write: Write, tmp_path: Path) -> None:
-    write("olmo_core.py", "import bettermap\n")
-    (failure,) = tried(bare, tmp_path, "olmo_core").failures
+    def failure_of(module: str) -> Failure:
+        (failure,) = try_imports(bare, tmp_path, module).failures
+        return failure
+
+    script = write("olmo_core.py", "import bettermap\n")
+    failure = failure_of("olmo_core")
     assert failure.missing == "bettermap"
-    assert (failure.file, failure.line) == (str(tmp_path / "olmo_core.py"), 1)
-    write(
-        "lazy.py",
-        "try:\n    import behind\nexcept Exception as e:\n    raise RuntimeError('no') from e\n",
-    )
-    write("behind.py", "1 / 0\n")
-    (failure,) = tried(bare, tmp_path, "lazy").failures
-    assert (failure.error, failure.file) == ("ZeroDivisionError", str(tmp_path / "behind.py"))
+    assert failure.file == str(script)
+    assert failure.line == 1
+    lazy = "try:\n    import behind\nexcept Exception as e:\n    raise RuntimeError('no') from e\n"
+    write("lazy.py", lazy)
+    behind = write("behind.py", "1 / 0\n")
+    failure = failure_of("lazy")
+    assert failure.error == "ZeroDivisionError"
+    assert failure.file == str(behind)
 
 
-def test_an_interpreter_that_dies_or_hangs(bare: Trainer, write: Write, tmp_path: Path) -> None:
+def test_an_interpreter_that_dies(bare: Trainer, write: Write, tmp_path: Path) -> None:
     write("dies.py", "import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
-    answer = tried(bare, tmp_path, "json", "no_such", "dies", "csv")
-    found = {one.module: (one.error, one.missing) for one in answer.failures}
-    assert found == {"no_such": ("ModuleNotFoundError", "no_such"), "dies": ("SIGSEGV", None)}
+    absent, dies = try_imports(bare, tmp_path, "json", "no_such", "dies", "csv").failures
+    assert absent.module == "no_such"
+    assert absent.missing == "no_such"
+    assert dies.module == "dies"
+    assert dies.error == "SIGSEGV"
+    assert dies.missing is None
+
+
+def test_an_import_that_hangs(bare: Trainer, write: Write, tmp_path: Path) -> None:
     write("hangs.py", "import time\ntime.sleep(600)\n")
-    (failure,) = tried(bare, tmp_path, "json", "hangs", "csv", timeout_s=2).failures
-    assert (failure.module, failure.error) == ("hangs", "TimeoutError after 2 s")
+    (failure,) = try_imports(bare, tmp_path, "json", "hangs", "csv", timeout_s=2).failures
+    assert failure.module == "hangs"
+    assert failure.error == "TimeoutError after 2 s"
 
 
 def test_torch_is_asked_for_its_gpus(bare: Trainer, write: Write, tmp_path: Path) -> None:
-    cuda = "class cuda:\n    device_count = staticmethod(lambda: 2)\n"
-    cuda += "class version:\n    cuda = '13.0'\n__version__ = '2.13.0'\n"
-    write(
-        "torch.py", cuda + "def ones(*a, **k):\n    raise RuntimeError('driver too old\\nmore')\n"
-    )
-    assert tried(bare, tmp_path, "torch", cuda=True).cuda == {
-        "version": "2.13.0", "cuda": "13.0", "count": 2, "error": "RuntimeError: driver too old",
-    }  # fmt: skip
-    assert tried(bare, tmp_path, "json", cuda=True).cuda is None
+    module = "class cuda:\n    device_count = staticmethod(lambda: 2)\n"
+    module += "class version:\n    cuda = '13.0'\n__version__ = '2.13.0'\n"
+    module += "def ones(*a, **k):\n    raise RuntimeError('driver too old\\nmore')\n"
+    write("torch.py", module)
+    assert try_imports(bare, tmp_path, "torch", cuda=True).cuda == {
+        "version": "2.13.0",
+        "cuda": "13.0",
+        "count": 2,
+        "error": "RuntimeError: driver too old",
+    }
+    assert try_imports(bare, tmp_path, "json", cuda=True).cuda is None
 
 
-def names(steps: tuple[InstallStep, ...]) -> list[list[str]]:
-    found = []
-    for step in steps:
-        words = [w for w in step.argv[step.argv.index("install") + 1 :] if not w.startswith("--no")]
-        words = words[2:] if words[0] == "-c" else words
-        found.append([Requirement(word).name for word in words])
-    return found
+def names_of(step: InstallStep) -> list[str]:
+    """The packages that a step installs."""
+    words = list(step.argv[step.argv.index("install") + 1 :])
+    if "-c" in words:
+        words = words[words.index("-c") + 2 :]
+    return [Requirement(word).name for word in words if not word.startswith("--")]
 
 
-def test_the_order_of_what_is_installed() -> None:
-    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
-    wanted = extras["optional-dependencies"]
-    for extra in ("trl", "open-instruct"):
-        told = {name for step in names(install.steps(WITH_PIP, extra, gpus=True)) for name in step}
-        asked = {Requirement(text).name for text in (*wanted[extra], *wanted["gpu"])}
-        assert asked <= told
-    assert install.extras()["gpu"] == wanted["gpu"]
-    # what imports torch while it is built comes after it
-    steps = install.steps(WITH_PIP, "open-instruct", gpus=True)
-    order = names(steps)
-    assert {"torch", "setuptools", "wheel", "ninja", "hjson"} <= set(order[0])
-    assert "deepspeed" not in order[0]
-    assert order[1:] == [["deepspeed", "flash-attn"]]
-    assert steps[1].env == {"DS_BUILD_OPS": "0"} and "--no-build-isolation" in steps[1].argv
-    assert "flash-attn" not in str(names(install.steps(WITH_PIP, "open-instruct", gpus=False)))
-    # single packages
+@pytest.mark.parametrize("extra", ["trl", "open-instruct"])
+def test_every_package_of_an_extra_is_installed(extra: str) -> None:
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    asked = {Requirement(text).name for text in (*extras[extra], *extras["gpu"])}
+    names: list[str] = []
+    for step in install.steps(WITH_PIP, extra, gpus=True):
+        names += names_of(step)
+    assert asked <= set(names)
+    assert install.extras()["gpu"] == extras["gpu"]
+
+
+def test_what_imports_torch_while_it_is_built_comes_after_it() -> None:
+    first, second = install.steps(WITH_PIP, "open-instruct", gpus=True)
+    assert {"torch", "setuptools", "wheel", "ninja", "hjson"} <= set(names_of(first))
+    assert "deepspeed" not in names_of(first)
+    assert names_of(second) == ["deepspeed", "flash-attn"]
+    assert second.env == {"DS_BUILD_OPS": "0"}
+    assert "--no-build-isolation" in second.argv
+    on_the_cpu = install.steps(WITH_PIP, "open-instruct", gpus=False)
+    assert names_of(on_the_cpu[-1]) == ["deepspeed"]
+    # the build finds no torch where none is there
+    assert "torch" in names_of(install.install(WITH_PIP, ["flash-attn"])[0])
+    packages = dict.fromkeys(("pip", "torch", *install.BUILD), "1")
+    (only,) = install.install(replace(WITH_PIP, packages=packages), ["flash-attn"])
+    assert names_of(only) == ["flash-attn"]
+
+
+def test_single_packages_are_installed_by_pip() -> None:
     (step,) = install.install(WITH_PIP, ["ray>=2", "wandb"])
     assert step.argv[:4] == ("/env/my bin/python", "-m", "pip", "install")
     assert step.argv[-2:] == ("ray>=2", "wandb")
     assert step.shell().startswith("'/env/my bin/python' -m pip install")
-    # the build finds no torch where none is there
-    assert "torch" in names(install.install(WITH_PIP, ["flash-attn"]))[0]
-    ready = replace(
-        WITH_PIP, packages={"pip": "1", "torch": "2", **dict.fromkeys(install.BUILD, "1")}
-    )
-    assert names(install.install(ready, ["flash-attn"])) == [["flash-attn"]]
 
 
-def test_without_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pip_it_is_installed_first_or_uv_is_taken(
+    write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bare = replace(WITH_PIP, packages={})
     first, second = install.install(bare, ["ray"])
     assert first.argv == ("/env/my bin/python", "-m", "ensurepip", "--upgrade")
     assert second.argv[1:3] == ("-m", "pip")
-    uv = tmp_path / "uv"
-    uv.write_text("#!/bin/sh\n")
+    uv = write("uv", "#!/bin/sh\n")
     uv.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("PATH", str(uv.parent))
     (only,) = install.install(bare, ["ray"])
     assert only.argv[:5] == (str(uv), "pip", "install", "--python", "/env/my bin/python")
 
 
-@pytest.mark.parametrize(("detects", "lacking"), [(False, True), (True, False)])
-def test_flash_attn_is_needed_where_looking_for_it_fails_without(
-    detects: bool, lacking: bool
-) -> None:
-    """Since #1716 open-instruct trains with torch's attention where flash-attn is not installed."""
-    made = planned(staged(TULU), 2)
-    behaviours = {**made.stage.schema.behaviours, behaviour.DETECTS_WITHOUT_FLASH: detects}
-    schema = replace(made.stage.schema, behaviours=behaviours)
-    made = replace(made, stage=replace(made.stage, schema=schema))
-    assert ("flash-attn" in checks.needed(subject(made))) == lacking
+@pytest.mark.parametrize("detects", [False, True])
+def test_flash_attn_is_needed_where_looking_for_it_fails_without(detects: bool) -> None:
+    """Since #1716 open-instruct trains with torch's attention without it."""
+    plan = plan_tulu()
+    schema = plan.stage.schema
+    behaviours = {**schema.behaviours, behaviour.DETECTS_WITHOUT_FLASH: detects}
+    stage = replace(plan.stage, schema=replace(schema, behaviours=behaviours))
+    needed = checks.needed(subject(replace(plan, stage=stage)))
+    assert ("flash-attn" in needed) is not detects
 
 
-@pytest.mark.parametrize(
-    "release", BACKENDS["open_instruct"].KNOWN, ids=lambda release: release.version[:8]
-)
+@pytest.mark.parametrize("release", OPEN_INSTRUCT.KNOWN, ids=lambda release: release.version[:8])
 def test_without_a_plan_the_commit_decides_whether_flash_attn_is_needed(release: Release) -> None:
     source = locate.Upstream(
-        backend="open_instruct", root=Path("/x"), source="found", is_named=False, pin=BACKENDS["open_instruct"].PIN,
-        version=release.version, release=release.version,
-    )  # fmt: skip
-    asked = Subject(trainer=trainer(), upstream=source, stages=("sft",), gpus=2)
-    is_needed = release.version == BACKENDS["open_instruct"].BASELINE
-    assert ("flash-attn" in checks.needed(asked)) is is_needed
+        backend="open_instruct",
+        root=Path("/x"),
+        source="found",
+        is_named=False,
+        pin=OPEN_INSTRUCT.PIN,
+        version=release.version,
+        release=release.version,
+    )
+    needed = checks.needed(Subject(trainer=trainer(), upstream=source, stages=("sft",), gpus=2))
+    assert ("flash-attn" in needed) is (release.version == OPEN_INSTRUCT.BASELINE)
+
+
+OLMO_DPO = "olmo_core/dpo_olmo2_7b_16k.yaml"
 
 
 @pytest.mark.parametrize(
     ("config", "overrides", "is_needed"),
     [
-        ("olmo_core/dpo_olmo2_7b_16k.yaml", ["packing=true"], True),
-        ("olmo_core/dpo_olmo2_7b_16k.yaml", ["packing=false", "expect.packing=any"], False),
+        (OLMO_DPO, ["packing=true"], True),
+        (OLMO_DPO, ["packing=false", "expect.packing=any"], False),
         ("olmo_core/sft_olmo2_7b.yaml", [], True),
     ],
 )
 def test_packed_rows_of_olmo_core_need_flash_attn(
     config: str, overrides: list[str], is_needed: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The trainer's Python has none: what installs it stands beside what the start would be refused with."""
+    """What installs it stands beside what the start would be refused with."""
     words = ["--python", sys.executable, "--gpus", "4", "--install", "--format", "json"]
     assert main(["doctor", str(CONFIGS / config), *overrides, *words]) == Exit.NOT_READY
-    findings = {f["code"]: f for f in json.loads(capsys.readouterr().out)["findings"]}
-    lacking = findings["missing-packages"]["message"].partition(" lacks ")[2].split(", ")
-    assert ("flash-attn" in lacking) is is_needed
-    assert ("packing-refused" in findings) is is_needed
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    messages = {finding["code"]: finding["message"] for finding in findings}
+    assert ("flash-attn" in messages["missing-packages"]) is is_needed
+    assert ("packing-refused" in messages) is is_needed
 
 
 def test_each_trainer_is_examined_where_none_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def examine(request: Request, backend: str) -> Report:
-        lacking = launch_finding("error", "missing-packages", f"{backend} lacks some")
+    ready = {"trl"}
+
+    def examine_backend(request: Request, backend: str) -> Report:
+        findings = []
+        if backend not in ready:
+            findings.append(launch_finding("error", "missing-packages", f"{backend} lacks some"))
         source = Fact("source", f"{backend} 1.0")
         room = Fact("temporary files", "/tmp, 1 GiB free")
-        findings = () if backend in ready_ones else (lacking,)
-        return Report(findings=findings, facts=(source, room), install=())
+        return Report(findings=tuple(findings), facts=(source, room), install=())
 
-    monkeypatch.setattr(readiness, "of_backend", examine)
-    ready_ones = {"trl"}
+    monkeypatch.setattr(readiness, "of_backend", examine_backend)
     assert main(["doctor", "--format", "json"]) == Exit.OK
     answer = json.loads(capsys.readouterr().out)
-    assert {name: report["ready"] for name, report in answer["data"]["trainers"].items()} == {
-        "open_instruct": False,
-        "trl": True,
-    }
+    assert answer["data"]["trainers"]["open_instruct"]["ready"] is False
+    assert answer["data"]["trainers"]["trl"]["ready"] is True
     assert [finding["severity"] for finding in answer["findings"]] == ["note"]
+
     assert main(["doctor"]) == Exit.OK
     out = capsys.readouterr().out
     assert out.count("temporary files") == 1
     assert "open_instruct: not ready: missing-packages" in out
     assert "trl: ready" in out
-    ready_ones = set()
+
+    ready.clear()
     assert main(["doctor"]) == Exit.NOT_READY

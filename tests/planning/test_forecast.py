@@ -1,7 +1,8 @@
-"""`launch plan`: batch, memory, time and money for several counts of GPUs, and what is missing to say it."""
+"""`launch plan`: batch, memory, time and money on several counts of GPUs, and what they lack."""
 
 import json
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,11 @@ from launcher.runs.rundir import RunFolder
 
 CONFIGS = REPOSITORY / "configs"
 TULU = str(CONFIGS / "tulu" / "sft_qwen7b_25pct.yaml")
+LLAMA = str(CONFIGS / "llama" / "llama31_8b_sft_10pct.yaml")
+TRL_RECIPE = str(CONFIGS / "bench" / "hand_recipe_trl.yaml")
 ROWS = ("--row-tokens", "302:1104")
-CARD = ("--gpu", "H100", "--gpu-memory", "80", "--price", "2.5")
+GIB_80 = ("--gpu-memory", "80")
+GIB_139 = ("--gpu-memory", "139")
 # of files that expect both to be on, where a test turns one of them off
 LAX = ("expect.liger=any", "expect.packing=any")
 
@@ -47,140 +51,60 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def planned(*words: str) -> dict[str, Any]:
-    told = CliRunner().invoke(app, ["plan", *words, "--format", "json"], catch_exceptions=False)
-    answer = json.loads(told.stdout)
-    assert (told.exit_code, answer["ok"]) == (0, True)
-    data: dict[str, Any] = {**answer["data"], "codes": [f["code"] for f in answer["findings"]]}
-    return data
+@dataclass(frozen=True)
+class Answer:
+    """What `launch plan --format json` answers: a row for each count of GPUs, and findings."""
+
+    rows: list[Any]
+    findings: list[Any]
+
+    @property
+    def codes(self) -> list[str]:
+        return [finding["code"] for finding in self.findings]
+
+    def findings_of(self, code: str) -> list[Any]:
+        return [finding for finding in self.findings if finding["code"] == code]
 
 
-def refused(*words: str) -> LaunchError:
-    told = CliRunner().invoke(app, ["plan", *words])
-    assert isinstance(told.exception, LaunchError), told.output
-    return told.exception
+def plan(*words: str) -> Answer:
+    """The answer of a plan, whether it has errors or not."""
+    arguments = ["plan", *words, "--format", "json"]
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    answer = json.loads(result.stdout)
+    return Answer(answer["data"]["gpus"], answer["findings"])
 
 
-def test_the_measured_point_of_two_cards() -> None:
-    """Qwen2.5-7B, two H200, ZeRO-2 with fp32 communication: 85.2 GiB, whatever the batch."""
-    (two,) = planned(TULU, "--gpus", "2", *ROWS, "--gpu-memory", "139", "--price", "2.5", "--gpu", "H200",
-                     "--rows", "100000")["gpus"]  # fmt: skip
-    assert two["memory_gib"]["peak"] == pytest.approx(85.2, rel=0.05)
-    assert (two["per_device"], two["accumulation"], two["global"]) == (16, 4, 128)
-    assert two["fits"] is True
-    assert two["steps"] == 2 * -(-100_000 // 128)
-    assert two["tokens_per_step"] == pytest.approx(128 * 302, rel=0.01)
-    assert two["cost"] == pytest.approx(two["hours"] * 2 * 2.5, rel=0.01)
-    kinds = {k: v for k, v in two["memory_gib"].items() if k not in {"peak", "moment"}}
-    assert sum(kinds.values()) == pytest.approx(two["memory_gib"]["peak"], abs=0.1)
+def plan_row(*words: str) -> Any:
+    """The row of a plan for one count of GPUs, which has no errors."""
+    answer = plan(*words)
+    assert "error" not in [finding["severity"] for finding in answer.findings]
+    (row,) = answer.rows
+    return row
 
 
-TRL_RUN = """
-stage: {stage}
-backend: trl
-deepspeed: none
-batch: {{global: {rows}, per_device: {each}}}
-args:
-  model_name_or_path: Qwen/Qwen2.5-0.5B
-  dataset_name: data
-  max_length: 2048
-  max_steps: 6
-  gradient_checkpointing: true
-  {more}
-"""
-LORA = "use_peft: true\n  lora_target_modules: [q_proj, k_proj, v_proj, o_proj]"
+def plan_peak(*words: str) -> float:
+    peak: float = plan_row(*words)["memory_gib"]["peak"]
+    return peak
 
 
-@pytest.mark.parametrize(
-    ("stage", "each", "more", "rows", "gib"),
-    [
-        ("sft", 16, "use_liger_kernel: true", "301:1103", 10.306),
-        ("sft", 8, LORA, "301:1103", 2.884),
-        ("dpo", 8, "use_liger_kernel: true", "272:1027", 12.016),
-    ],
-)
-def test_the_measured_points_of_trl(
-    write: Write, stage: str, each: int, more: str, rows: str, gib: float
-) -> None:
-    """TRL 1.16 on one H200, fp32 weights under bf16 autocast (docs/evidence/h200.md)."""
-    text = TRL_RUN.format(stage=stage, each=each, rows=2 * each, more=more)
-    (one,) = planned(
-        str(write("stage.yaml", text)), "--gpus", "1", "--row-tokens", rows, "--gpu-memory", "139"
-    )["gpus"]
-    assert one["memory_gib"]["peak"] == pytest.approx(gib, rel=0.07 if "peft" in more else 0.03)
+def show(*words: str) -> str:
+    """The plan as text."""
+    return CliRunner().invoke(app, ["plan", *words]).stdout
 
 
-@pytest.mark.parametrize(("gpus", "gib"), [(2, 71.45), (4, 43.08)])
-def test_the_measured_points_of_packs_under_zero3(gpus: int, gib: float) -> None:
-    """16 packs of 2,048 tokens a card, Qwen2.5-7B: two H200 and four H100 (docs/benchmarks.md)."""
-    recipe = str(CONFIGS / "bench" / "hand_recipe_trl.yaml")
-    words = ("deepspeed=zero3", "packing=true", "expect.packing=isolated", "batch.per_device=16")
-    (one,) = planned(
-        recipe, *words, f"batch.global={64 * gpus}", "--gpus", str(gpus),
-        "--row-tokens", "302:1114", "--rows", "4000", "--gpu-memory", "139",
-    )["gpus"]  # fmt: skip
-    assert one["memory_gib"]["peak"] == pytest.approx(gib, rel=0.01)
+def refuse(*words: str) -> LaunchError:
+    """The error of a plan that is refused."""
+    result = CliRunner().invoke(app, ["plan", *words])
+    assert isinstance(result.exception, LaunchError), result.output
+    return result.exception
 
 
-def test_rows_that_are_said_count_before_those_that_lie_here(write: Write) -> None:
-    chat = (
-        '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n'
-    )
-    data = write("chats.jsonl", chat * 1_000)
-    words = (TULU, f"dataset_mixer_list=[{data},1.0]", "--gpus", "2", *ROWS)
-    for more, epochs_of_steps in (((), 8), (("--rows", "5000"), 40)):
-        (one,) = planned(*words, *more)["gpus"]
-        assert one["steps"] == 2 * epochs_of_steps
-    (one,) = planned(*words, "max_train_steps=3", "--rows", "5000")["gpus"]
-    assert one["steps"] == 3
-
-
-def test_a_half_empty_card_is_a_finding() -> None:
-    llama = str(CONFIGS / "llama" / "llama31_8b_sft_10pct.yaml")
-    told = planned(llama, *LAX, "batch.per_device=1", "--gpus", "8", "--row-tokens", "264:2048",
-                   "--gpu-memory", "80", "--fit")  # fmt: skip
-    (eight,) = told["gpus"]
-    assert eight["memory_gib"]["peak"] < 48
-    assert "half-empty" in told["codes"]
-    assert eight["fit"]["per_device"] > 1
-    assert eight["fit"]["per_device"] * eight["fit"]["accumulation"] * 8 == eight["global"]
-    assert eight["fit"]["peak_gib"] <= 80 * 0.92
-
-
-def test_why_shows_every_part_with_its_formula() -> None:
-    (one,) = planned(TULU, "--gpus", "2", *ROWS, "--why")["gpus"]
-    fullest = one["why"][0]
-    assert fullest["gib"] == pytest.approx(one["memory_gib"]["peak"], abs=0.01)
-    assert all(part["formula"] for part in fullest["parts"])
-    told = CliRunner().invoke(app, ["plan", TULU, "--gpus", "2", *ROWS, "--why"])
-    assert "Adam's two states" in told.stdout
-    assert "launcher/artifacts/shapes.json, Qwen/Qwen2.5-7B" in told.stdout
-
-
-def test_trl_packs_rows_into_full_ones_before_it_counts_batches(write: Write) -> None:
-    path = str(write(
-        "t.yaml",
-        "stage: sft\nbackend: trl\nbatch: {global: 8, per_device: 4}\nargs:\n"
-        "  model_name_or_path: Qwen/Qwen2.5-0.5B\n  dataset_name: some/set\n  max_length: 1024\n"
-        "  num_train_epochs: 1\n",
-    ))  # fmt: skip
-    words = ("--gpus", "1", "--row-tokens", "128:1024", "--rows", "8000")
-    (plain,) = planned(path, *words)["gpus"]
-    (packed,) = planned(path, "packing=true", *words)["gpus"]
-    assert (plain["steps"], packed["steps"]) == (1000, 125)
-    assert plain["tokens_per_step"] == 8 * 128
-    assert (packed["tokens_per_step"], packed["padding_share"]) == (8 * 1024, 0)
-    (padded,) = planned(path, *words[:2], "--row-tokens", "1024")["gpus"]
-    assert packed["memory_gib"]["peak"] == pytest.approx(padded["memory_gib"]["peak"], rel=0.01)
-    (fixed,) = planned(path, "packing=true", "max_steps=7", *words)["gpus"]
-    assert fixed["steps"] == 7
-
-
-TRL_ON_TWO = """
+QWEN = "Qwen/Qwen2.5-1.5B"
+TRL = """
 stage: {stage}
 backend: trl
 deepspeed: {deepspeed}
-batch: {{global: 64, per_device: 8}}
+batch: {{global: {total}, per_device: {each}}}
 args:
   model_name_or_path: {model}
   dataset_name: data
@@ -188,69 +112,170 @@ args:
 """
 
 
-def trl_peak(write: Write, more: str = "max_length: 1024", **given: str) -> float:
-    text = TRL_ON_TWO.format(
-        **{"stage": "sft", "deepspeed": "none", "model": "Qwen/Qwen2.5-1.5B", **given}, more=more
+def write_trl(
+    write: Write,
+    more: str = "max_length: 1024",
+    *,
+    stage: str = "sft",
+    model: str = QWEN,
+    deepspeed: str = "none",
+    total: int = 64,
+    each: int = 8,
+) -> str:
+    """A stage file for TRL with further lines below `args:`; its path."""
+    text = TRL.format(
+        stage=stage, model=model, deepspeed=deepspeed, total=total, each=each, more=more
     )
-    (two,) = planned(str(write("stage.yaml", text)), "--gpus", "2", *ROWS)["gpus"]
-    return float(two["memory_gib"]["peak"])
+    return str(write("stage.yaml", text))
 
 
-def test_deepspeed_casts_what_trl_has_loaded_in_32_bits(write: Write) -> None:
-    """deepspeed/runtime/engine.py::DeepSpeedEngine.flops_profiler_enabled[self.autotuning_enabled]: the loaded type
-    does not matter then.
-    """
-    for engine in ("zero2", "zero3"):
-        wide = trl_peak(write, deepspeed=engine)
-        assert wide == trl_peak(write, "dtype: bfloat16", deepspeed=engine)
-    assert trl_peak(write, "dtype: bfloat16") < trl_peak(write)
-    # what trl hands to the model counts
-    whole = trl_peak(write)
-    assert trl_peak(write, "model_init_kwargs: {num_hidden_layers: 4}") < whole
-    half = trl_peak(write, "model_init_kwargs: {dtype: bfloat16}")
-    assert half == trl_peak(write, "dtype: bfloat16")
-
-
-def test_liger_loads_weights_in_the_type_that_the_config_says(place: Path) -> None:
-    """Without DeepSpeed finetune.py keeps it, and names a type only where it does without Liger."""
-    folder = place / "model"
-    folder.mkdir()
-    config = {
-        "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
-        "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 32000,
-    }  # fmt: skip
-    words = (TULU, *LAX, f"model_name_or_path={folder}", "deepspeed=none", "--gpus", "1", *ROWS)
-
-    def peak(liger: str, **more: str) -> float:
-        (folder / "config.json").write_text(json.dumps({**config, **more}))
-        (one,) = planned(*words, f"use_liger_kernel={liger}")["gpus"]
-        return float(one["memory_gib"]["peak"])
-
-    assert peak("true", torch_dtype="float32") > 1.6 * peak("true", torch_dtype="bfloat16")
-    assert peak("false", torch_dtype="float32") == peak("false", dtype="bfloat16") == peak("false")
-    (folder / "config.json").write_text(json.dumps(config))
-    error = refused(*words, "use_liger_kernel=true")
-    assert "has no `torch_dtype`" in error.findings[0].message
+SHAPE = "max_length: 2048\n  max_steps: 6\n  gradient_checkpointing: true\n  "
+LORA = "use_peft: true\n  lora_target_modules: [q_proj, k_proj, v_proj, o_proj]"
 
 
 @pytest.mark.parametrize(
-    ("more", "said"),
+    ("stage", "each", "more", "rows", "gib", "tolerance"),
     [
-        ("optim: adafactor", "`optim: adafactor`"),
-        ("attn_implementation: eager", "eager attention"),
-        ("use_peft: true\n  use_dora: true", "more than LoRA"),
-        ("use_peft: true\n  lora_target_modules: [q_proj, c_attn]", "LoRA on `c_attn`"),
-        ("use_peft: true\n  model_name_or_path: allenai/OLMo-2-0425-1B", "no `lora_target_modules`"),
-        ("model_init_kwargs: {quantization_config: {load_in_4bit: true}}", "quantised"),
+        ("sft", 16, "use_liger_kernel: true", "301:1103", 10.306, 0.03),
+        ("sft", 8, LORA, "301:1103", 2.884, 0.07),
+        ("dpo", 8, "use_liger_kernel: true", "272:1027", 12.016, 0.03),
     ],
-)  # fmt: skip
-def test_what_is_not_described_of_trl_is_refused(write: Write, more: str, said: str) -> None:
-    text = TRL_ON_TWO.format(stage="sft", deepspeed="none", model="Qwen/Qwen2.5-1.5B", more=more)
-    if "model_name_or_path" in more:
-        text = text.replace("  model_name_or_path: Qwen/Qwen2.5-1.5B\n", "")
-    error = refused(str(write("stage.yaml", text)), "--gpus", "2", *ROWS)
-    assert {f.code for f in error.findings} <= {"unknown-memory", "unknown-shape"}
-    assert said in error.findings[0].message
+    ids=["sft", "lora", "dpo"],
+)
+def test_the_measured_points_of_trl(
+    write: Write, stage: str, each: int, more: str, rows: str, gib: float, tolerance: float
+) -> None:
+    """TRL 1.16 on one H200, fp32 weights under bf16 autocast (docs/evidence/h200.md)."""
+    model = "Qwen/Qwen2.5-0.5B"
+    path = write_trl(write, SHAPE + more, stage=stage, model=model, total=2 * each, each=each)
+    peak = plan_peak(path, "--gpus", "1", "--row-tokens", rows, *GIB_139)
+    assert peak == pytest.approx(gib, rel=tolerance)
+
+
+@pytest.mark.parametrize(("gpus", "gib"), [(2, 71.45), (4, 43.08)])
+def test_the_measured_points_of_packs_under_zero3(gpus: int, gib: float) -> None:
+    """16 packs of 2,048 tokens a card, Qwen2.5-7B: two H200 and four H100 (docs/benchmarks.md)."""
+    packed = ("packing=true", "expect.packing=isolated", "deepspeed=zero3")
+    batch = ("batch.per_device=16", f"batch.global={64 * gpus}", "--gpus", str(gpus))
+    rows = ("--row-tokens", "302:1114", "--rows", "4000")
+    assert plan_peak(TRL_RECIPE, *packed, *batch, *rows, *GIB_139) == pytest.approx(gib, rel=0.01)
+
+
+def test_a_given_number_of_rows_counts_before_those_of_the_file(write: Write) -> None:
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    line = json.dumps({"messages": chat})
+    data = write("chats.jsonl", f"{line}\n" * 1_000)
+    words = (TULU, f"dataset_mixer_list=[{data},1.0]", "--gpus", "2", *ROWS)
+    assert plan_row(*words)["steps"] == 2 * 8
+    assert plan_row(*words, "--rows", "5000")["steps"] == 2 * 40
+    assert plan_row(*words, "max_train_steps=3", "--rows", "5000")["steps"] == 3
+
+
+def test_a_half_empty_card_is_a_finding() -> None:
+    words = ("batch.per_device=1", "--gpus", "8", "--row-tokens", "264:2048", *GIB_80, "--fit")
+    answer = plan(LLAMA, *LAX, *words)
+    (row,) = answer.rows
+    assert row["memory_gib"]["peak"] < 48
+    assert "half-empty" in answer.codes
+    fit = row["fit"]
+    assert fit["per_device"] > 1
+    assert fit["per_device"] * fit["accumulation"] * 8 == row["global"]
+    assert fit["peak_gib"] <= 80 * 0.92
+
+
+def test_why_shows_every_part_with_its_formula() -> None:
+    words = (TULU, "--gpus", "2", *ROWS, "--why")
+    row = plan_row(*words)
+    fullest = row["why"][0]
+    assert fullest["gib"] == pytest.approx(row["memory_gib"]["peak"], abs=0.01)
+    assert all(part["formula"] for part in fullest["parts"])
+    text = show(*words)
+    assert "Adam's two states" in text
+    assert "launcher/artifacts/shapes.json, Qwen/Qwen2.5-7B" in text
+
+
+def test_trl_packs_rows_into_full_ones_before_it_counts_batches(write: Write) -> None:
+    more = "max_length: 1024\n  num_train_epochs: 1"
+    path = write_trl(write, more, model="Qwen/Qwen2.5-0.5B", total=8, each=4)
+    words = ("--gpus", "1", "--row-tokens", "128:1024", "--rows", "8000")
+    plain = plan_row(path, *words)
+    assert plain["steps"] == 1000
+    assert plain["tokens_per_step"] == 8 * 128
+    packed = plan_row(path, "packing=true", *words)
+    assert packed["steps"] == 125
+    assert packed["tokens_per_step"] == 8 * 1024
+    assert packed["padding_share"] == 0
+    padded_peak = plan_peak(path, "--gpus", "1", "--row-tokens", "1024")
+    assert packed["memory_gib"]["peak"] == pytest.approx(padded_peak, rel=0.01)
+    assert plan_row(path, "packing=true", "max_steps=7", *words)["steps"] == 7
+
+
+def test_deepspeed_casts_what_trl_has_loaded_in_32_bits(write: Write) -> None:
+    """deepspeed/runtime/engine.py::DeepSpeedEngine.flops_profiler_enabled[self.autotuning_enabled]:
+    the loaded type does not matter then.
+    """
+
+    def peak(more: str = "max_length: 1024", deepspeed: str = "none") -> float:
+        return plan_peak(write_trl(write, more, deepspeed=deepspeed), "--gpus", "2", *ROWS)
+
+    half = "dtype: bfloat16"
+    for engine in ("zero2", "zero3"):
+        assert peak(deepspeed=engine) == peak(half, engine)
+    assert peak(half) < peak()
+    # what trl hands to the model counts
+    assert peak("model_init_kwargs: {num_hidden_layers: 4}") < peak()
+    assert peak("model_init_kwargs: {dtype: bfloat16}") == peak(half)
+
+
+def test_liger_loads_weights_in_the_type_that_the_config_says(write: Write) -> None:
+    """Without DeepSpeed finetune.py keeps it, and names a type only where it does without Liger."""
+    config = {
+        "model_type": "llama",
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 32000,
+    }
+    folder = write("model/config.json", json.dumps(config)).parent
+    words = (TULU, *LAX, f"model_name_or_path={folder}", "deepspeed=none", "--gpus", "1", *ROWS)
+    with_liger = (*words, "use_liger_kernel=true")
+    without_liger = (*words, "use_liger_kernel=false")
+    plain_peak = plan_peak(*without_liger)
+    assert "has no `torch_dtype`" in refuse(*with_liger).findings[0].message
+
+    write("model/config.json", json.dumps({**config, "torch_dtype": "float32"}))
+    wide_peak = plan_peak(*with_liger)
+    assert plan_peak(*without_liger) == plain_peak
+    write("model/config.json", json.dumps({**config, "dtype": "bfloat16"}))
+    assert wide_peak > 1.6 * plan_peak(*with_liger)
+    assert plan_peak(*without_liger) == plain_peak
+
+
+OLMO_1B = "allenai/OLMo-2-0425-1B"
+
+
+@pytest.mark.parametrize(
+    ("more", "model", "words"),
+    [
+        ("optim: adafactor", QWEN, "`optim: adafactor`"),
+        ("attn_implementation: eager", QWEN, "eager attention"),
+        ("use_peft: true\n  use_dora: true", QWEN, "more than LoRA"),
+        ("use_peft: true\n  lora_target_modules: [q_proj, c_attn]", QWEN, "LoRA on `c_attn`"),
+        ("use_peft: true", OLMO_1B, "no `lora_target_modules`"),
+        ("model_init_kwargs: {quantization_config: {load_in_4bit: true}}", QWEN, "quantised"),
+    ],
+)
+def test_a_trl_stage_of_unknown_memory_is_refused(
+    write: Write, more: str, model: str, words: str
+) -> None:
+    error = refuse(write_trl(write, more, model=model), "--gpus", "2", *ROWS)
+    assert {finding.code for finding in error.findings} <= {"unknown-memory", "unknown-shape"}
+    assert words in error.findings[0].message
+
+
+H100 = ("--gpus", "8", "--gpu", "H100", *GIB_80, "--price", "2.5", "--row-tokens", "290:1100")
 
 
 @pytest.mark.parametrize(
@@ -261,50 +286,43 @@ def test_what_an_interruption_costs(
     every: str, interval: int | None, lost_gpu_hours: float
 ) -> None:
     """The run of the next test: 3,670 steps in 0.91 h on 8 GPUs, in two epochs."""
-    words = (TULU, *CARD, "--row-tokens", "290:1100", "--gpus", "8", f"checkpointing_steps={every}")
-    (one,) = planned(*words)["gpus"]
-    risk = one["interruption"]
-    assert (risk["interval"], risk["lost_gpu_hours"]) == (
-        interval,
-        pytest.approx(lost_gpu_hours, abs=0.05),
-    )
-
-
-def test_a_long_run_without_checkpoints_is_warned_of() -> None:
-    trl = str(CONFIGS / "bench" / "hand_recipe_trl.yaml")
-    for speed, warned in (("100", True), ("100000", False)):
-        words = (trl, *LAX, "--gpus", "8", "--row-tokens", "264:2048", "--rows", "10000")
-        told = planned(*words, "--tokens-per-second", speed)
-        assert ("no-checkpoints" in told["codes"]) == warned
+    risk = plan_row(TULU, *H100, f"checkpointing_steps={every}")["interruption"]
+    assert risk["interval"] == interval
+    assert risk["lost_gpu_hours"] == pytest.approx(lost_gpu_hours, abs=0.05)
 
 
 def test_steps_hours_and_cost_of_a_known_hub_set() -> None:
     """A quarter of allenai/tulu-3-sft-mixture, 939,343 rows on its card, 128 a step, twice."""
-    words = (*CARD, "--row-tokens", "290:1100", "--gpus", "8")
-    (one,) = planned(TULU, *words)["gpus"]
-    assert (one["steps"], one["hours"], one["cost"]) == (3670, 0.91, 18.11)
-    other = planned(TULU, "dataset_mixer_list_splits=[validation]", *words)
-    assert other["gpus"][0]["steps"] is None
-    # a price without a time is said
-    told = planned(TULU, "--gpus", "2", *ROWS, "--price", "2")
-    assert (told["gpus"][0]["cost"], told["codes"]) == (None, ["unknown-cost"])
+    row = plan_row(TULU, *H100)
+    assert (row["steps"], row["hours"], row["cost"]) == (3670, 0.91, 18.11)
+    assert plan_row(TULU, "dataset_mixer_list_splits=[validation]", *H100)["steps"] is None
+
+
+def test_a_price_without_a_time_is_a_finding() -> None:
+    answer = plan(TULU, "--gpus", "2", *ROWS, "--price", "2")
+    assert answer.rows[0]["cost"] is None
+    assert answer.codes == ["unknown-cost"]
+
+
+@pytest.mark.parametrize(("speed", "is_warned"), [("100", True), ("100000", False)])
+def test_a_long_run_without_checkpoints_is_warned_of(speed: str, is_warned: bool) -> None:
+    rows = ("--row-tokens", "264:2048", "--rows", "10000")
+    answer = plan(TRL_RECIPE, *LAX, "--gpus", "8", *rows, "--tokens-per-second", speed)
+    assert ("no-checkpoints" in answer.codes) is is_warned
 
 
 def test_the_reference_takes_time_in_every_step_or_beforehand(write: Write) -> None:
-    path = str(write(
-        "t.yaml",
-        "stage: dpo\nbackend: trl\nbatch: {global: 8, per_device: 2}\nargs:\n"
-        "  model_name_or_path: Qwen/Qwen2.5-7B\n  dataset_name: some/set\n  num_train_epochs: 3\n"
-        "  use_peft: true\n",
-    ))  # fmt: skip
-    words = ("--gpus", "1", *ROWS, "--gpu", "H100", "--rows", "80000")
-    (beside,) = planned(path, *words)["gpus"]
-    (before,) = planned(path, "precompute_ref_log_probs=true", *words)["gpus"]
+    more = "num_train_epochs: 3\n  use_peft: true"
+    path = write_trl(write, more, stage="dpo", model="Qwen/Qwen2.5-7B", total=8, each=2)
+
+    def hours(*words: str) -> float:
+        row = plan_row(path, *words, "--gpus", "1", *ROWS, "--gpu", "H100", "--rows", "80000")
+        return float(row["hours"])
+
+    before = "precompute_ref_log_probs=true"
     # three epochs with a third more each, against three and a third
-    assert beside["hours"] / before["hours"] == pytest.approx(4 / (3 + 1 / 3), rel=0.01)
-    (few,) = planned(path, "max_steps=10", *words)["gpus"]
-    (many,) = planned(path, "max_steps=10", "precompute_ref_log_probs=true", *words)["gpus"]
-    assert many["hours"] > 100 * few["hours"]
+    assert hours() / hours(before) == pytest.approx(4 / (3 + 1 / 3), rel=0.01)
+    assert hours(before, "max_steps=10") > 100 * hours("max_steps=10")
 
 
 @pytest.mark.parametrize(
@@ -316,92 +334,107 @@ def test_the_reference_takes_time_in_every_step_or_beforehand(write: Write) -> N
         # one is left when the model is saved, which is smaller than the one that has gone
         ("dtype: bfloat16\n  save_total_limit: 1", "zero2", 8, 1.875),
     ],
+    ids=["adapter", "only model", "limit"],
 )
-def test_what_trl_saves(
+def test_the_disk_that_trl_fills(
     write: Write, more: str, deepspeed: str, checkpoint: float, kept: float
 ) -> None:
-    text = TRL_ON_TWO.format(
-        stage="sft", deepspeed=deepspeed, model="Qwen/Qwen2.5-1.5B",
-        more=f"max_steps: 100\n  save_steps: 50\n  {more}",
-    )  # fmt: skip
-    path = str(write("stage.yaml", text))
-    disk = planned(path, "--gpus", "2", "--rows", "6400", *ROWS)["gpus"][0]["disk_gib"]
+    more = f"max_steps: 100\n  save_steps: 50\n  {more}"
+    path = write_trl(write, more, deepspeed=deepspeed)
+    disk = plan_row(path, "--gpus", "2", "--rows", "6400", *ROWS)["disk_gib"]
     assert disk["checkpoint"] == pytest.approx(checkpoint * disk["model"], rel=0.1)
     assert disk["most"] == pytest.approx(kept * disk["checkpoint"] + disk["model"], rel=0.01)
 
 
-def test_an_earlier_run_on_such_cards_gives_the_speed(place: Path) -> None:
-    args = {
-        name: {"value": value, "origin": "x"}
-        for name, value in {
-            "model_name_or_path": "Qwen/Qwen2.5-7B", "packing": True, "use_liger_kernel": True,
-            "use_lora": False,
-        }.items()
-    }  # fmt: skip
-    told = manifest(
-        stage="sft", backend="open_instruct", args=args, machine={"gpus": ["NVIDIA H200, 143771 MiB"]},
+def write_measured_run(folder: Path, tokens_per_second: int) -> None:
+    """A run of the recipe on four H200 that was measured."""
+    values = {
+        "model_name_or_path": "Qwen/Qwen2.5-7B",
+        "packing": True,
+        "use_liger_kernel": True,
+        "use_lora": False,
+    }
+    args = {name: {"value": value, "origin": "x"} for name, value in values.items()}
+    record = manifest(
+        stage="sft",
+        backend="open_instruct",
+        args=args,
+        machine={"gpus": ["NVIDIA H200, 143771 MiB"]},
         plan={"gpus": 4, "nodes": 1, "steps": 9},
-    )  # fmt: skip
-    run = made(place / "runs" / "20260101T000000Z-sft-a", told=told)
-    files.write_json(run / "verdict.json", {"metrics": {"tokens_per_second": 40_000}})
+    )
+    made(folder, told=record)
+    metrics = {"tokens_per_second": tokens_per_second}
+    files.write_json(folder / "verdict.json", {"metrics": metrics})
+
+
+def test_an_earlier_run_on_such_cards_gives_the_speed(place: Path) -> None:
+    write_measured_run(place / "runs" / "20260101T000000Z-sft-a", 40_000)
     words = (TULU, "--gpus", "2", *ROWS, "--gpu", "H200", "--rows", "1000")
-    (two,) = planned(*words)["gpus"]
-    assert (two["tokens_per_second"], "20260101T000000Z" in two["speed_source"]) == (20_000, True)
-    (two,) = planned(TULU, *LAX, "use_liger_kernel=false", *words[1:])["gpus"]
-    assert two["speed_source"].startswith("estimated: ")
-    (two,) = planned(*words, "--tokens-per-second", "123")["gpus"]
-    assert two["tokens_per_second"] == 123
+    row = plan_row(*words)
+    assert row["tokens_per_second"] == 20_000
+    assert "20260101T000000Z" in row["speed_source"]
+    other = plan_row(*words, *LAX, "use_liger_kernel=false")
+    assert other["speed_source"].startswith("estimated: ")
+    assert plan_row(*words, "--tokens-per-second", "123")["tokens_per_second"] == 123
+
+
+WITHOUT_ROWS = ("--gpus", "2")
+TWO = (*WITHOUT_ROWS, *ROWS)
 
 
 @pytest.mark.parametrize(
-    ("words", "kind", "code"),
+    ("code", "kind", "words"),
     [
-        (("--gpus", "2", "--gpu-memory", "80", "--fit"), InvalidConfig, "unknown-lengths"),
-        (("model_name_or_path=no/such", "--gpus", "2", *ROWS), InvalidConfig, "unknown-shape"),
-        (("--gpus", "3", *ROWS), InvalidConfig, "impossible-batch"),
-        (("cache_dataset_only=true", "--gpus", "2", *ROWS), InvalidConfig, "caches-only"),
-        (("--gpus", "0", "--price", "2", *ROWS), UsageError, "price-without-gpus"),
-        (("--gpus", "two", *ROWS), UsageError, "bad-gpus"),
-        (("--gpus", "2", "--row-tokens", "9:3"), UsageError, "row-tokens"),
-        (("--gpus", "2", *ROWS, "--attention", "magic"), UsageError, "bad-attention"),
-        (("--gpus", "2", *ROWS, "--gpu", "Voodoo 2"), InvalidConfig, "unknown-device"),
-        (("--gpus", "2", *ROWS, "--price", "0"), UsageError, "bad-price"),
-        (("--gpus", "2", *ROWS, "--fit"), UsageError, "fit-without-memory"),
-        (("--gpus", "1,8", *ROWS, "--tokens-per-second", "9"), UsageError, "speed-of-several"),
+        ("unknown-lengths", InvalidConfig, (*WITHOUT_ROWS, *GIB_80, "--fit")),
+        ("unknown-shape", InvalidConfig, ("model_name_or_path=no/such", *TWO)),
+        ("impossible-batch", InvalidConfig, ("--gpus", "3", *ROWS)),
+        ("caches-only", InvalidConfig, ("cache_dataset_only=true", *TWO)),
+        ("price-without-gpus", UsageError, ("--gpus", "0", "--price", "2", *ROWS)),
+        ("bad-gpus", UsageError, ("--gpus", "two", *ROWS)),
+        ("row-tokens", UsageError, (*WITHOUT_ROWS, "--row-tokens", "9:3")),
+        ("bad-attention", UsageError, (*TWO, "--attention", "magic")),
+        ("unknown-device", InvalidConfig, (*TWO, "--gpu", "Voodoo 2")),
+        ("bad-price", UsageError, (*TWO, "--price", "0")),
+        ("fit-without-memory", UsageError, (*TWO, "--fit")),
+        ("speed-of-several", UsageError, ("--gpus", "1,8", *ROWS, "--tokens-per-second", "9")),
     ],
 )
-def test_what_is_missing_is_said(words: tuple[str, ...], kind: type, code: str) -> None:
-    error = refused(TULU, *words)
+def test_a_plan_that_cannot_be_made_is_refused(
+    code: str, kind: type[LaunchError], words: tuple[str, ...]
+) -> None:
+    error = refuse(TULU, *words)
     assert isinstance(error, kind)
     assert code in [finding.code for finding in error.findings]
 
 
 def test_without_row_lengths_batch_and_static_memory_are_planned() -> None:
-    (one, eight) = planned(TULU, "--gpus", "1,8", "--gpu-memory", "80")["gpus"]
-    (known,) = planned(TULU, "--gpus", "8", "--gpu-memory", "80", *ROWS)["gpus"]
+    one, eight = plan(TULU, "--gpus", "1,8", *GIB_80).rows
+    known = plan_row(TULU, "--gpus", "8", *GIB_80, *ROWS)
     for name in ("per_device", "accumulation", "global", "steps", "disk_gib"):
         assert eight[name] == known[name]
     assert eight["memory_gib"]["weights"] == known["memory_gib"]["weights"]
     assert eight["memory_gib"]["activations"] is None
+    assert eight["tokens_per_step"] is None
+    assert eight["hours"] is None
     # too much is known without activations, enough is not
-    assert (one["fits"], eight["fits"], eight["tokens_per_step"], eight["hours"]) == (
-        False, None, None, None,
-    )  # fmt: skip
+    assert one["fits"] is False
+    assert eight["fits"] is None
 
 
-def test_a_count_that_cannot_be_costs_the_others_nothing(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["plan", str(TULU), "--gpus", "2,3,4", *ROWS]) == 3
+def test_an_impossible_count_leaves_the_others_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", TULU, "--gpus", "2,3,4", *ROWS]
+    assert main(words) == 3
     out, err = capsys.readouterr()
     assert [line.split()[0] for line in out.splitlines()[:3]] == ["GPUs", "2", "4"]
-    assert "error[impossible-batch]" in err and "on 3 device(s)" in err
-    assert main(["plan", str(TULU), "--gpus", "2,3,4", *ROWS, "--format", "json"]) == 3
-    told = json.loads(capsys.readouterr().out)
-    assert (told["ok"], len(told["data"]["gpus"])) == (False, 2)
-    assert [one["code"] for one in told["findings"] if one["severity"] == "error"] == [
-        "impossible-batch"
-    ]
+    assert "error[impossible-batch]" in err
+    assert "on 3 device(s)" in err
+
+    assert main([*words, "--format", "json"]) == 3
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["ok"] is False
+    assert len(answer["data"]["gpus"]) == 2
+    errors = [f["code"] for f in answer["findings"] if f["severity"] == "error"]
+    assert errors == ["impossible-batch"]
 
 
 OLMO = """
@@ -425,190 +458,221 @@ PAIRS = ("--row-tokens", "900:4096")
 PACKED = ("packing=true", "batch.per_device=1", "max_seq_length=16384")
 
 
-def answered(*words: str) -> dict[str, Any]:
-    told = CliRunner().invoke(app, ["plan", *words, "--format", "json"], catch_exceptions=False)
-    answer: dict[str, Any] = json.loads(told.stdout)
-    return answer
+@pytest.fixture
+def olmo(write: Write) -> str:
+    """A stage file for dpo.py."""
+    return str(write("base.yaml", OLMO))
 
 
-def found(answer: dict[str, Any], code: str) -> list[dict[str, Any]]:
-    return [one for one in answer["findings"] if one["code"] == code]
-
-
-def test_what_the_split_says_is_said_once_for_all_counts_that_agree(write: Write) -> None:
-    path = str(write("base.yaml", OLMO))
-    (one,) = found(answered(path, *PACKED, "--gpus", "8", *PAIRS), "accumulation-packed")
-    assert (one["severity"], one["message"][:14]) == ("warning", "with `packing`")
-    told = found(answered(path, *PACKED, "--gpus", "1,8", *PAIRS), "accumulation-packed")
-    assert [one["message"].partition(" with")[0] for one in told] == ["1 GPU(s):", "8 GPU(s):"]
+def test_a_finding_about_the_split_is_given_once_for_all_counts_that_agree(olmo: str) -> None:
+    (finding,) = plan(olmo, *PACKED, "--gpus", "8", *PAIRS).findings_of("accumulation-packed")
+    assert finding["severity"] == "warning"
+    assert finding["message"].startswith("with `packing`")
+    both = plan(olmo, *PACKED, "--gpus", "1,8", *PAIRS).findings_of("accumulation-packed")
+    counts = [finding["message"].partition(" with")[0] for finding in both]
+    assert counts == ["1 GPU(s):", "8 GPU(s):"]
     # what is set for any number of GPUs is no news here
-    assert planned(path, "--gpus", "1,8", *PAIRS)["codes"] == ["rows-dropped"]
+    assert plan(olmo, "--gpus", "1,8", *PAIRS).codes == ["rows-dropped"]
 
 
-def test_a_limit_of_no_steps_trains_none(write: Write) -> None:
-    card = ("--gpus", "8", "--gpu", "H100", "--rows", "100000")
-    dpo = (str(CONFIGS / "tulu" / "dpo_qwen7b.yaml"), "--shape", "Qwen/Qwen2.5-7B", *ROWS)
-    olmo = (str(write("base.yaml", OLMO)), *PAIRS)
-    # how many packed rows fill a step their lengths decide
-    told = planned(*olmo, "packing=true", "--gpus", "8", "--rows", "20")
-    assert (told["gpus"][0]["steps"], "no-steps" in told["codes"]) == (0, True)
-    for words in ((TULU, *ROWS), dpo, olmo):
-        told = planned(*words, "max_train_steps=0", *card)
-        (eight,), codes = told["gpus"], told["codes"]
-        assert (eight["steps"], codes.count("no-steps")) == (0, 1)
-        # the model is saved, and dpo.py writes a checkpoint before the first step
-        first = eight["disk_gib"]["checkpoint"] if words is olmo else 0
-        assert eight["disk_gib"]["most"] == pytest.approx(
-            eight["disk_gib"]["model"] + first, abs=0.1
-        )
-        assert eight["hours"] < planned(*words, *card)["gpus"][0]["hours"] / 3
+def test_too_few_packed_rows_for_a_step_are_a_finding(olmo: str) -> None:
+    answer = plan(olmo, *PAIRS, "packing=true", "--gpus", "8", "--rows", "20")
+    assert answer.rows[0]["steps"] == 0
+    assert "no-steps" in answer.codes
 
 
-def mended(*words: str) -> str:
-    (one,) = found(answered(*words), "out-of-memory")
-    return str(one["help"])
+TULU_DPO = str(CONFIGS / "tulu" / "dpo_qwen7b.yaml")
 
 
-def test_where_nothing_fits_that_is_said() -> None:
-    help = mended(TULU, "--gpus", "1", *ROWS, "--gpu-memory", "2")
-    assert help.startswith("no setting that launch could change makes it fit: ") and help.endswith(
-        "a smaller model"
-    )
-    # what would fit is tried before it is named
-    alone = mended(TULU, "deepspeed=zero2", "--gpus", "1", *ROWS, "--gpu-memory", "80")
-    assert alone.startswith("this fits: `deepspeed: zero3_offload` (")
-    assert "`--gpus 4`" in alone
-    assert "`deepspeed: zero3`" not in alone and "per_device" not in alone
-    (four,) = planned(TULU, "deepspeed=zero2", "--gpus", "4", *ROWS, "--gpu-memory", "80")["gpus"]
-    assert four["fits"] is True and f"({four['memory_gib']['peak']:.1f} GiB)" in alone
-    # LoRA under ZeRO-3 without reentrant checkpointing: finetune.py fails in its first backward pass.
-    large = (TULU, *LAX, "model_name_or_path=Qwen/Qwen2.5-32B", "use_lora=true", "deepspeed=none")
-    words = ("--gpus", "4", "--row-tokens", "2000", "--gpu-memory", "70")
-    assert "zero3" not in mended(*large, "gradient_checkpointing=true", *words)
-    plain = mended(*large, "gradient_checkpointing=false", *words)
-    assert "`deepspeed: zero3" in plain and "checkpointing" not in plain
-    # where a single row fits packing goes
-    llama = str(CONFIGS / "llama" / "llama31_8b_sft_10pct.yaml")
-    words = ("--gpus", "2", "--row-tokens", "9000:16384", "max_seq_length=16384")
-    help = mended(llama, *words, "--gpu-memory", "80")
-    gone = "`packing: false` and `expect: {packing: off}`"
-    assert help.startswith(f"this fits: `per_device: 1` with {gone} (")
-    assert "`per_device: 1` with `packing: false` (" in mended(
-        llama, "expect.packing=any", *words, "--gpu-memory", "80"
-    )
-    args = ["plan", llama, *words, "--gpu-memory", "80", "--fit"]
-    fit = CliRunner().invoke(app, args).stdout
-    assert f"--fit: per device 1, accumulation 64 with {gone}: " in fit
-    # and so it does
-    (one,) = planned(llama, *words, "--gpu-memory", "80", "batch.per_device=1", "packing=false",
-                     "expect.packing=off")["gpus"]  # fmt: skip
-    assert one["fits"] is True and f"({one['memory_gib']['peak']:.1f} GiB)" in help
+@pytest.mark.parametrize("script", ["sft", "dpo", "dpo_olmo_core"])
+def test_a_limit_of_no_steps_trains_none(olmo: str, script: str) -> None:
+    stages = {
+        "sft": (TULU, *ROWS),
+        "dpo": (TULU_DPO, "--shape", "Qwen/Qwen2.5-7B", *ROWS),
+        "dpo_olmo_core": (olmo, *PAIRS),
+    }
+    words = (*stages[script], "--gpus", "8", "--gpu", "H100", "--rows", "100000")
+    answer = plan(*words, "max_train_steps=0")
+    (row,) = answer.rows
+    assert row["steps"] == 0
+    assert answer.codes.count("no-steps") == 1
+    assert row["hours"] < plan_row(*words)["hours"] / 3
+
+    disk = row["disk_gib"]
+    least = disk["model"]
+    if script == "dpo_olmo_core":
+        # dpo.py writes a checkpoint before the first step
+        least += disk["checkpoint"]
+    assert disk["most"] == pytest.approx(least, abs=0.1)
 
 
-def test_packed_rows_of_dpo_py_are_mended_by_what_shortens_them(write: Write) -> None:
-    path = str(write("base.yaml", OLMO))
-    help = mended(path, *PACKED, "--gpus", "8", *PAIRS, "--gpu-memory", "80")
-    assert help.startswith("this fits: `activation_memory_budget: 0.1`")
+def advise(*words: str) -> str:
+    """The help of the one finding that memory does not suffice."""
+    (finding,) = plan(*words).findings_of("out-of-memory")
+    return str(finding["help"])
+
+
+def test_where_no_setting_fits_a_smaller_model_is_advised() -> None:
+    help = advise(TULU, "--gpus", "1", *ROWS, "--gpu-memory", "2")
+    assert help.startswith("no setting that launch could change makes it fit: ")
+    assert help.endswith("a smaller model")
+
+
+def test_a_setting_is_tried_before_it_is_advised() -> None:
+    words = (TULU, "deepspeed=zero2", *ROWS, *GIB_80)
+    help = advise(*words, "--gpus", "1")
+    assert help.startswith("this fits: `deepspeed: zero3_offload` (")
+    assert "`deepspeed: zero3`" not in help
     assert "per_device" not in help
-    one = mended(path, *PACKED, "--gpus", "1", *PAIRS, "--gpu-memory", "80")
-    assert one.startswith("this fits: `activation_memory_budget: 0.1` with `--gpus 4` (")
-    padded = mended(path, "--gpus", "8", *PAIRS, "--gpu-memory", "80")
-    assert padded.startswith("this fits: `per_device: 1` (")
+    assert "`--gpus 4`" in help
+    row = plan_row(*words, "--gpus", "4")
+    assert row["fits"] is True
+    assert f"({row['memory_gib']['peak']:.1f} GiB)" in help
+
+
+def test_zero3_is_not_advised_to_lora_with_reentrant_checkpointing() -> None:
+    """finetune.py fails in its first backward pass."""
+    lora = (*LAX, "model_name_or_path=Qwen/Qwen2.5-32B", "use_lora=true", "deepspeed=none")
+    words = (TULU, *lora, "--gpus", "4", "--row-tokens", "2000", "--gpu-memory", "70")
+    assert "zero3" not in advise(*words, "gradient_checkpointing=true")
+    help = advise(*words, "gradient_checkpointing=false")
+    assert "`deepspeed: zero3" in help
+    assert "checkpointing" not in help
+
+
+def test_where_a_single_row_fits_packing_goes() -> None:
+    words = (LLAMA, "--gpus", "2", "--row-tokens", "9000:16384", "max_seq_length=16384", *GIB_80)
+    unpacked = "`packing: false` and `expect: {packing: off}`"
+    help = advise(*words)
+    assert help.startswith(f"this fits: `per_device: 1` with {unpacked} (")
+    unexpected = advise(*words, "expect.packing=any")
+    assert "`per_device: 1` with `packing: false` (" in unexpected
+    assert f"--fit: per device 1, accumulation 64 with {unpacked}: " in show(*words, "--fit")
+    # and so it does
+    row = plan_row(*words, "batch.per_device=1", "packing=false", "expect.packing=off")
+    assert row["fits"] is True
+    assert f"({row['memory_gib']['peak']:.1f} GiB)" in help
+
+
+@pytest.mark.parametrize(
+    ("words", "start"),
+    [
+        ((*PACKED, "--gpus", "8"), "`activation_memory_budget: 0.1`"),
+        ((*PACKED, "--gpus", "1"), "`activation_memory_budget: 0.1` with `--gpus 4` ("),
+        (("--gpus", "8"), "`per_device: 1` ("),
+    ],
+    ids=["packed", "on one GPU", "padded"],
+)
+def test_packed_rows_of_dpo_py_are_mended_by_what_shortens_them(
+    olmo: str, words: tuple[str, ...], start: str
+) -> None:
+    help = advise(olmo, *words, *PAIRS, *GIB_80)
+    assert help.startswith(f"this fits: {start}")
+    assert ("per_device" in help) is ("per_device" in start)
 
 
 def test_fit_says_so_where_nothing_fits_and_where_nothing_is_larger() -> None:
     small = (TULU, "--gpus", "1", *ROWS, "--gpu-memory", "24")
-    for more, codes in ((("--fit",), ["nothing-fits"]), ((), [])):
-        told = answered(*small, *more)
-        assert told["data"]["gpus"][0]["fit"] is None
-        assert [one["code"] for one in told["findings"] if one["severity"] == "note"] == codes
-    (note,) = found(answered(*small, "--fit"), "nothing-fits")
+    assert plan(*small).findings_of("nothing-fits") == []
+    answer = plan(*small, "--fit")
+    assert answer.rows[0]["fit"] is None
+    (note,) = answer.findings_of("nothing-fits")
+    assert note["severity"] == "note"
     assert note["message"].startswith("1 GPU(s): --fit: no split of the batch fits; 156.1 GiB")
-    largest = CliRunner().invoke(
-        app, ["plan", TULU, "--gpus", "8", *ROWS, "--gpu-memory", "80", "--fit"]
-    )
-    assert "\n  --fit: per device 16, accumulation 1: " in largest.stdout
+    largest = show(TULU, "--gpus", "8", *ROWS, *GIB_80, "--fit")
+    assert "\n  --fit: per device 16, accumulation 1: " in largest
 
 
 @pytest.mark.parametrize("words", [(), ("--why",), ("--fit",)], ids=" ".join)
 def test_a_row_of_a_plan_is_read_by_the_type_that_writes_it(words: tuple[str, ...]) -> None:
-    (row,) = planned(TULU, "--gpus", "8", *ROWS, *CARD, *words, *LAX)["gpus"]
+    row = plan_row(TULU, *H100, *words, *LAX)
     left_out: list[Omission] = []
     again = codec.read_record(PlanRecord, row, left_out).as_json()
     # the moment of the peak is a text among numbers
     assert {fault.where for fault in left_out} <= {"memory_gib.moment"}
-    for memory in (row["memory_gib"], again["memory_gib"]):
-        (memory or {}).pop("moment", None)
+    row["memory_gib"].pop("moment", None)
     assert json.loads(json.dumps(again)) == row
     assert list(again) == list(row)
 
 
 def test_of_the_cpu_batch_steps_and_disk_are_planned() -> None:
-    plain = ("use_liger_kernel=false", "expect.liger=off")
-    told = planned(
-        TULU, *plain, "--gpus", "0,8", *ROWS, "--rows", "1000", "--gpu-memory", "80", "--why"
-    )
-    cpu, eight = told["gpus"]
-    assert (cpu["gpus"], cpu["per_device"], cpu["accumulation"], cpu["steps"]) == (0, 16, 8, 16)
-    assert (cpu["memory_gib"], cpu["fits"], cpu["hours"]) == (None, None, None)
-    assert cpu["disk_gib"]["most"] > 0 and eight["fits"] is True
-    assert {"unknown-memory", "deepspeed-left-out"} <= set(told["codes"])
-    shown = CliRunner().invoke(app, ["plan", TULU, *plain, "--gpus", "0", *ROWS]).stdout
-    row = next(line.split() for line in shown.splitlines() if "CPU" in line)
-    assert row == ["CPU", "16", "8", "128", "3,670", "38,656", row[-1]]
+    plain = (TULU, "use_liger_kernel=false", "expect.liger=off", *ROWS)
+    answer = plan(*plain, "--gpus", "0,8", "--rows", "1000", *GIB_80, "--why")
+    cpu, eight = answer.rows
+    batch = (cpu["gpus"], cpu["per_device"], cpu["accumulation"], cpu["steps"])
+    assert batch == (0, 16, 8, 16)
+    assert cpu["disk_gib"]["most"] > 0
+    for unknown in ("memory_gib", "fits", "hours"):
+        assert cpu[unknown] is None
+    assert eight["fits"] is True
+    assert {"unknown-memory", "deepspeed-left-out"} <= set(answer.codes)
+    first = show(*plain, "--gpus", "0").splitlines()[1]
+    assert first.split()[:-1] == ["CPU", "16", "8", "128", "3,670", "38,656"]
 
 
 OOM = (
     "[rank1]: Traceback (most recent call last):\n"
     '[rank1]:   File "finetune.py", line 900, in main\n'
-    "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 9.00 GiB. GPU 1 has a total "
-    "capacity of 79.00 GiB of which 2.00 GiB is free.\n"
+    "[rank1]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 9.00 GiB. "
+    "GPU 1 has a total capacity of 79.00 GiB of which 2.00 GiB is free.\n"
 )
 
 
+def card(index: int) -> Slot:
+    """A card of 80 GB that nobody uses."""
+    gpu = Gpu(
+        index=index,
+        uuid=f"GPU-{index}",
+        name="NVIDIA H100 80GB HBM3",
+        memory_mib=81559,
+        used_mib=0,
+        driver="580",
+    )
+    return Slot(str(index), gpu)
+
+
 @pytest.fixture
-def prepared(monkeypatch: pytest.MonkeyPatch) -> Prepared:
-    """Two cards of 80 GB, rows of a known length, nothing started."""
-    known = replace(parse("302:1104"), rows=235_000)
-    monkeypatch.setattr(forecast, "row_lengths", lambda *_: known)
-    cards = [
-        Gpu(index=n, uuid=f"GPU-{n}", name="NVIDIA H100 80GB HBM3", memory_mib=81559, used_mib=0,
-            driver="580")
-        for n in range(2)
-    ]  # fmt: skip
-    told = prepare.prepare(Request(stage="sft", config=Path(TULU), gpus=2), Scope.PLAN)
-    devices = Devices(slots=tuple(Slot(str(g.index), g) for g in cards))
-    return replace(told, start=replace(told.start, devices=devices))
+def prepared(monkeypatch: pytest.MonkeyPatch) -> Iterator[Prepared]:
+    """A start on two cards of 80 GB, with rows of a known length; nothing is started."""
+    lengths = replace(parse("302:1104"), rows=235_000)
+    monkeypatch.setattr(forecast, "row_lengths", lambda *_: lengths)
+    request = Request(stage="sft", config=Path(TULU), gpus=2)
+    prepared = prepare.prepare_start(request, Scope.PLAN)
+    devices = Devices(slots=(card(0), card(1)))
+    yield replace(prepared, start=replace(prepared.start, devices=devices))
 
 
-def test_what_does_not_fit_is_said_before_a_gpu_works(prepared: Prepared) -> None:
-    told = forecast.with_forecast(prepared)
-    assert told.forecast is not None
-    assert (told.forecast.memory_gib or {})["peak"] == pytest.approx(85.2, rel=0.05)
-    assert told.forecast.fits is False
-    assert "out-of-memory" in {one.code for one in told.warnings}
-    # said once
-    assert len(forecast.with_forecast(told).warnings) == len(told.warnings)
+def test_a_start_that_does_not_fit_is_warned_of_once(prepared: Prepared) -> None:
+    forecasted = forecast.with_forecast(prepared)
+    row = forecasted.forecast
+    assert row is not None
+    assert row.memory_gib is not None
+    assert row.memory_gib["peak"] == pytest.approx(85.2, rel=0.05)
+    assert row.fits is False
+    assert "out-of-memory" in [finding.code for finding in forecasted.warnings]
+    assert forecast.with_forecast(forecasted).warnings == forecasted.warnings
 
 
 def test_the_plan_stands_beside_what_was_measured(prepared: Prepared, tmp_path: Path) -> None:
     record = forecast.with_forecast(prepared).for_record()
     assert record["plan"]["per_device"] == prepared.plan.per_device
-    (tmp_path / "run.json").write_text(json.dumps({"stage": "sft", **record}))
-    planned = series.planned_figures(series.load_run(tmp_path))
-    assert planned["peak_gib"] == pytest.approx(85.2, rel=0.05)
-    assert planned["tokens_per_step"] == pytest.approx(128 * 302, rel=0.02)
-    assert planned["hours"] is not None and planned["steps"] == 2 * -(-939_343 // 4 // 128)
+    files.write_json(tmp_path / "run.json", {"stage": "sft", **record})
+    figures = series.planned_figures(series.load_run(tmp_path))
+    assert figures["peak_gib"] == pytest.approx(85.2, rel=0.05)
+    assert figures["tokens_per_step"] == pytest.approx(128 * 302, rel=0.02)
+    assert figures["hours"] is not None
+    assert figures["steps"] == 2 * 1835
 
 
 def test_out_of_memory_is_explained_by_the_plan(prepared: Prepared, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "runs" / "20260101T000000Z-sft-x")
     folder.path.mkdir(parents=True)
-    planned = forecast.with_forecast(prepared).for_record()
-    record = {"stage": "sft", "backend": "open_instruct", **planned}
-    folder.manifest.write_text(json.dumps(record))
+    record = forecast.with_forecast(prepared).for_record()
+    files.write_json(folder.manifest, {"stage": "sft", "backend": "open_instruct", **record})
     folder.console(1).write_text(OOM)
     point = conclude.finish(folder).point("memory")
     assert point.state == "oom"
-    assert str(point.detail["reason"]).startswith("planned: 85")
-    assert "optimizer" in str(point.detail["reason"]) and point.detail["help"]
+    reason = str(point.detail["reason"])
+    assert reason.startswith("planned: 85")
+    assert "optimizer" in reason
+    assert point.detail["help"]

@@ -13,6 +13,8 @@ from launcher.report import console, overview
 from launcher.runs import rundir
 from launcher.runs.rundir import RunFolder
 
+START = {"event": "start", "world": 2}
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
@@ -21,152 +23,195 @@ def folder(tmp_path: Path) -> RunFolder:
     return RunFolder(path)
 
 
-def manifest(folder: RunFolder, **changes: object) -> None:
-    plan = {"gpus": 2, "nodes": 1, "steps": 10}
-    base = {"stage": "sft", "plan": plan, "created": rundir.utc_now(), "output": "/models/demo"}
-    files.write_json(folder.manifest, {**base, **changes})
+def write_manifest(folder: RunFolder, **changes: object) -> None:
+    content = {
+        "stage": "sft",
+        "plan": {"gpus": 2, "nodes": 1, "steps": 10},
+        "created": rundir.utc_now(),
+        "output": "/models/demo",
+        **changes,
+    }
+    files.write_json(folder.manifest, content)
 
 
-def record(folder: RunFolder, *lines: object) -> None:
-    text = "".join(f"{json.dumps(line) if isinstance(line, dict) else line}\n" for line in lines)
+def write_events(folder: RunFolder, *events: dict[str, object]) -> None:
+    text = "".join(f"{json.dumps(event)}\n" for event in events)
     (folder.probe / "rank-0.jsonl").write_text(text)
+
+
+def write_exit(folder: RunFolder, returncode: int, stopped: int | None = None) -> None:
+    number = max(1, folder.attempts())
+    files.write_json(folder.exit(number), {"returncode": returncode, "stopped": stopped})
 
 
 def step(number: int) -> dict[str, object]:
     return {"event": "step", "step": number, "loss": 1.23456, "elapsed": number, "tokens": 50}
 
 
-def live(folder: RunFolder, attempt: int = 1) -> None:
-    own = process.identify(os.getpid()).as_json()
-    files.write_json(folder.process, {**own, "mark": str(folder.path), "attempt": attempt})
+def end(code: int) -> dict[str, object]:
+    return {"event": "end", "exit": code}
 
 
-def test_a_row(folder: RunFolder) -> None:
-    manifest(folder)
+def be_live(folder: RunFolder, attempt: int = 1) -> None:
+    """Have this process be the training of a run."""
+    identity = process.identify(os.getpid()).as_json()
+    files.write_json(folder.process, {**identity, "mark": str(folder.path), "attempt": attempt})
+
+
+def test_a_row_of_a_finished_run(folder: RunFolder) -> None:
+    write_manifest(folder)
     # on a GPU much is recorded after the last step
-    after = [{"event": "memory", "phase": f"after saving {number}" * 900} for number in range(20)]
-    record(folder, {"event": "start", "world": 2}, step(1), step(2), step(3), *after)
-    files.write_json(folder.exit(1), {"returncode": 0, "stopped": None})
+    memory = {"event": "memory", "phase": "after saving" * 900}
+    write_events(folder, START, step(1), step(2), step(3), *[memory] * 20)
+    write_exit(folder, 0)
     files.write_json(folder.verdict, {"status": "pass", "metrics": {"tokens_per_second": 2266.4}})
+
     row = overview.read_row(folder)
+
+    assert set(overview.COLUMNS) <= set(row)
     assert row.pop("age") in {"0s", "1s"}
     assert row == {
-        "run": folder.path.name, "path": str(folder.path), "stage": "sft", "state": "finished",
-        "verdict": "pass", "outcome": "pass", "step": 3, "steps": 10, "loss": 1.2346, "tokens/s": 2266,
-        "gpus": 2, "output": "/models/demo", "checkpoint": None, "wandb": None,
-    }  # fmt: skip
-    assert set(overview.COLUMNS) <= {*row, "age"}
-    # of one that is over the figures are its verdict's, of every rank
-    files.write_json(
-        folder.verdict, {"steps": 4, "metrics": {"tokens_per_second": None, "last_loss": 1.5}}
-    )
+        "run": folder.path.name,
+        "path": str(folder.path),
+        "stage": "sft",
+        "state": "finished",
+        "verdict": "pass",
+        "outcome": "pass",
+        "step": 3,
+        "steps": 10,
+        "loss": 1.2346,
+        "tokens/s": 2266,
+        "gpus": 2,
+        "output": "/models/demo",
+        "checkpoint": None,
+        "wandb": None,
+    }
+
+
+def test_the_figures_of_a_finished_run_are_its_verdicts_until_it_continues(
+    folder: RunFolder,
+) -> None:
+    write_manifest(folder)
+    write_events(folder, START, step(1), step(2), step(3))
+    write_exit(folder, 0)
+    metrics = {"tokens_per_second": None, "last_loss": 1.5}
+    files.write_json(folder.verdict, {"status": "pass", "steps": 4, "metrics": metrics})
     row = overview.read_row(folder)
-    assert (row["step"], row["loss"], row["tokens/s"]) == (4, 1.5, None)
-    # a further attempt goes on: the verdict is still that of the one before
+    assert row["step"] == 4
+    assert row["loss"] == 1.5
+    assert row["tokens/s"] is None
+
     folder.console(2).touch()
-    live(folder, attempt=2)
+    be_live(folder, attempt=2)
     row = overview.read_row(folder)
-    assert (row["state"], row["verdict"], row["tokens/s"]) == ("running", None, 100)
+    assert row["state"] == "running"
+    assert row["verdict"] is None
+    assert row["tokens/s"] == 100
 
 
 def test_the_last_checkpoint_and_the_tracker(folder: RunFolder, tmp_path: Path) -> None:
     output = tmp_path / "out"
-    for name in ("step_2", "step_10", "step_x", "logs"):
+    for name, age_s in {"step_2": 9999, "step_10": 3600, "step_x": 0, "logs": 0}.items():
         (output / name).mkdir(parents=True)
-    hour_ago = time.time() - 3600
-    os.utime(output / "step_10", (hour_ago, hour_ago))
-    os.utime(output / "step_2", (hour_ago - 9999, hour_ago - 9999))
-    manifest(folder, output=str(output), backend="open_instruct", tracked=True, args={})
-    folder.console(1).write_bytes(
-        "wandb: ⭐️ View project at \x1b[34mhttps://wandb.ai/e/p\x1b[0m\nwandb: 🚀 View run at "
-        "\x1b[34m\x1b[4mhttps://wandb.ai/e/p/runs/abc\x1b[0m\n".encode()
+        os.utime(output / name, (time.time() - age_s,) * 2)
+    link = "https://wandb.ai/e/p/runs/abc"
+    folder.console(1).write_text(
+        "wandb: ⭐️ View project at \x1b[34mhttps://wandb.ai/e/p\x1b[0m\n"
+        f"wandb: 🚀 View run at \x1b[34m\x1b[4m{link}\x1b[0m\n"
     )
+
+    write_manifest(folder, output=str(output), backend="open_instruct", tracked=True, args={})
     row = overview.read_row(folder)
-    assert (row["checkpoint"], row["wandb"]) == ("1h", "https://wandb.ai/e/p/runs/abc")
-    manifest(folder, backend="trl", output=str(output), args={})
+    assert row["checkpoint"] == "1h"
+    assert row["wandb"] == link
+
+    write_manifest(folder, output=str(output), backend="trl", args={})
     row = overview.read_row(folder)
-    assert (row["checkpoint"], row["wandb"]) == (None, None)
+    assert row["checkpoint"] is None
+    assert row["wandb"] is None
 
 
 @pytest.mark.parametrize(
-    ("ended", "state"),
-    [
-        ({"returncode": 0, "stopped": None}, "finished"),
-        ({"returncode": 1, "stopped": None}, "failed"),
-        ({"returncode": 130, "stopped": 2}, "stopped"),
-        ({"returncode": 0, "stopped": 15}, "stopped"),
-        ({}, "lost"),
-    ],
+    ("returncode", "stopped", "state"),
+    [(0, None, "finished"), (1, None, "failed"), (130, 2, "stopped"), (0, 15, "stopped")],
 )
-def test_states(folder: RunFolder, ended: dict[str, object], state: str) -> None:
-    manifest(folder)
-    if ended:
-        files.write_json(folder.exit(1), ended)
+def test_the_state_of_a_run(
+    folder: RunFolder, returncode: int, stopped: int | None, state: str
+) -> None:
+    write_manifest(folder)
+    assert overview.read_state(folder) == "lost"
+    write_exit(folder, returncode, stopped)
     assert overview.read_state(folder) == state
-    live(folder)
+    be_live(folder)
     assert overview.read_state(folder) == "running"
 
 
 def test_the_last_attempt_counts(folder: RunFolder) -> None:
     for attempt, code in ((1, 0), (2, 1)):
         folder.console(attempt).touch()
-        files.write_json(folder.exit(attempt), {"returncode": code, "stopped": None})
+        write_exit(folder, code)
     assert overview.read_state(folder) == "failed"
     folder.console(3).touch()
     assert overview.read_state(folder) == "lost"
 
 
 @pytest.mark.parametrize(("code", "state"), [(0, "finished"), (1, "failed")])
-def test_the_probe_knows_the_end_when_the_launcher_was_killed(
+def test_the_probe_records_the_end_if_nobody_else_did(
     folder: RunFolder, code: int, state: str
 ) -> None:
-    manifest(folder)
-    record(folder, {"event": "start"}, step(1), {"event": "end", "exit": code})
+    write_manifest(folder)
+    write_events(folder, START, step(1), end(code))
     assert overview.read_row(folder)["state"] == state
-    record(folder, {"event": "start"}, step(1), {"event": "end", "exit": code}, {"event": "start"})
+    write_events(folder, START, step(1), end(code), START)
     assert overview.read_row(folder)["state"] == "lost"
 
 
-def test_the_end_of_an_attempt_before_is_none_of_the_last(folder: RunFolder) -> None:
-    """It was killed before its probe wrote anything, and whoever had to judge it with it."""
-    manifest(folder)
-    ended = ({"event": "start", "attempt": 1}, step(1), {"event": "end", "exit": 1})
-    for attempt in (1, 2):
-        folder.console(attempt).touch()
-    record(folder, *ended)
-    files.write_json(folder.exit(1), {"returncode": 1, "stopped": None})
+def test_the_end_of_an_earlier_attempt_is_not_that_of_the_last(folder: RunFolder) -> None:
+    """It was killed, and its supervisor too, before its probe wrote anything."""
+    write_manifest(folder)
+    first = [{"event": "start", "attempt": 1}, step(1), end(1)]
+    write_events(folder, *first)
+    folder.console(1).touch()
+    write_exit(folder, 1)
     files.write_json(folder.verdict, {"status": "fail", "metrics": {"tokens_per_second": 7.0}})
     rundir.mark_judged(folder, 1)
+    folder.console(2).touch()
     row = overview.read_row(folder)
-    assert (row["state"], row["verdict"], row["step"], row["tokens/s"]) == ("lost", None, 1, None)
-    # somebody looked since
+    assert row["state"] == "lost"
+    assert row["verdict"] is None
+    assert row["tokens/s"] is None
+
+    # judged since, by whoever looked
     files.write_json(folder.verdict, {"status": "unproven"})
     assert overview.read_row(folder)["verdict"] == "unproven"
-    record(folder, *ended, {"event": "start", "attempt": 2}, step(2), {"event": "end", "exit": 0})
+    write_events(folder, *first, {"event": "start", "attempt": 2}, step(2), end(0))
     assert overview.read_row(folder)["state"] == "finished"
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"plan": {"gpus": "two"}}', '{"created": 5}', "\0"]
-)
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"plan": {"gpus": "two"}}', '{"created": 5}'])
 def test_a_half_written_folder_is_a_row_too(folder: RunFolder, text: str) -> None:
     folder.manifest.write_text(text)
     row = overview.read_row(folder)
-    assert (row["state"], row["step"], row["age"]) == ("lost", 0, None)
+    assert row["state"] == "lost"
+    assert row["step"] == 0
+    assert row["age"] is None
 
 
 def test_a_table_fits_a_narrow_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = str(Path.cwd() / "runs" / "b")
-    rows = [{"variant": "a" * 20, "tokens/s": "5,865 (5,392 to 6,338)", "run": run}]
+    row = {"variant": "a" * 20, "tokens/s": "5,865 (5,392 to 6,338)", "run": run}
     names = ("variant", "tokens/s", "loss", "run")
-    console.print_table(rows, names)
+    console.print_table([row], names)
     head, line = capsys.readouterr().out.splitlines()
-    assert head.split() == ["variant", "tokens/s", "run"] and line.endswith("  runs/b")
+    assert head.split() == ["variant", "tokens/s", "run"]
+    assert line.endswith("  runs/b")
+
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     monkeypatch.setenv("COLUMNS", "48")
-    console.print_table(rows, names)
+    console.print_table([row], names)
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split() for line in lines[::3]] == [["variant", "tokens/s"], ["variant", "run"]]
-    assert max(map(len, lines)) <= 48 and lines[2] == ""
+    assert max(map(len, lines)) <= 48
+    heads = [line.split() for line in lines[::3]]
+    assert heads == [["variant", "tokens/s"], ["variant", "run"]]

@@ -176,7 +176,7 @@ def judge(checkout: Path, write: Write, more: str, data: str = "[a/b, 1.0]") -> 
         f"  model_name_or_path: m\n  dataset_mixer_list: {data}\n{more}"
     )
     locator = Locator(checkout=checkout, allow_unpinned=True)
-    judged = stage.judge(load.load(write("a.yaml", text)), locator=locator)
+    judged = stage.judge_stage_file(load.load(write("a.yaml", text)), locator=locator)
     return {finding.code: finding for finding in judged.findings}
 
 

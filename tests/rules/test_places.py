@@ -29,7 +29,7 @@ def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
 
 def refusals(world: World, output: str | Path, **args: object) -> list[Finding]:
     config = world.config(output_dir=str(output), **args)
-    findings = stages.judge(load.load(config)).findings
+    findings = stages.judge_stage_file(load.load(config)).findings
     return [finding for finding in findings if finding.code == "unintended-output"]
 
 
@@ -91,7 +91,7 @@ def test_home_and_what_is_above_it(world: World, tmp_path: Path) -> None:
     (world.root / "at-home").symlink_to(tmp_path / "home")
     os.chdir(other)
     config = world.config(output_dir=str(world.root / "at-home"))
-    findings = stages.judge(load.load(config)).findings
+    findings = stages.judge_stage_file(load.load(config)).findings
     (finding,) = [finding for finding in findings if finding.code == "unintended-output"]
     assert "is the home folder" in finding.message
 
@@ -120,7 +120,7 @@ def test_the_checkout_is_no_place_unless_one_works_there(
         lines = ["stage: sft", "backend: open_instruct", "args:", "  model_name_or_path: model"]
         lines += ["  do_not_randomize_output_dir: true", f"  output_dir: {output}"]
         file.write_text("\n".join(lines) + "\n")
-        judged = stages.judge(load.load(file), locator=Locator(checkout=checkout))
+        judged = stages.judge_stage_file(load.load(file), locator=Locator(checkout=checkout))
         return [f.message for f in judged.findings if f.code == "unintended-output"]
 
     for place in (

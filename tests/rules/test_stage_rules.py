@@ -265,7 +265,7 @@ def test_broken_configs_are_nothing(write: Write) -> None:
         write("model/config.json", text)
         assert judge_run("sft", {**LIGER, "model_name_or_path": "model"}) == []
     for name in ("", "x" * 5000, "a\0b"):
-        assert model_config.read(name, {}) == {}
+        assert model_config.read_model_config(name, {}) == {}
 
 
 FOURFOLD = {"factor": 4.0, "original_max_position_embeddings": 32768}

@@ -34,7 +34,9 @@ def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def judge_file(write: Write, text: str, *overrides: str) -> stage.Judged:
-    return stage.judge(load.load(write("a.yaml", text), overrides), locator=Locator(search=()))
+    return stage.judge_stage_file(
+        load.load(write("a.yaml", text), overrides), locator=Locator(search=())
+    )
 
 
 def plan_run(write: Write, text: str, *, gpus: int = 8, packages: Any = None) -> Plan:

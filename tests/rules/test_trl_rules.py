@@ -324,7 +324,7 @@ def test_none_speaks_elsewhere() -> None:
 @pytest.mark.parametrize("name", ["sft", "dpo"])
 def test_the_demo_is_quiet(name: str) -> None:
     path = REPOSITORY / "configs" / "demo" / f"{name}.yaml"
-    findings = stage.judge(load.load(path), locator=Locator(search=())).findings
+    findings = stage.judge_stage_file(load.load(path), locator=Locator(search=())).findings
     # before `make demo` they are not here
     assert {finding.code for finding in findings} <= {"missing-data"}
 

@@ -1,4 +1,7 @@
-"""Who trains into an output folder: refused, taken over, fenced off, out of sight; with real processes."""
+"""Who may train into an output folder: refused, taken over, fenced off, out of sight.
+
+With real processes, some of them in a PID namespace of their own, as in a container.
+"""
 
 import contextlib
 import json
@@ -8,11 +11,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import saved
@@ -23,9 +25,11 @@ from launcher.errors import NotReady
 from launcher.machine import process
 from launcher.probe.watching import watchdog
 from launcher.runs import attempt, lease, rundir
+from launcher.runs.lease import Lease
 from launcher.runs.rundir import RunFolder
 
 NAMESPACE = ("unshare", "--pid", "--fork", "--mount-proc")
+ACQUIRE = Path(__file__).with_name("acquire_lease.py")
 
 
 @pytest.fixture
@@ -36,305 +40,391 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 @pytest.fixture
 def container() -> tuple[str, ...]:
-    if (
-        shutil.which("unshare") is None
-        or subprocess.run([*NAMESPACE, "true"], check=False).returncode
-    ):
+    """The words before a command that run it in a PID namespace of its own."""
+    if shutil.which("unshare") is None:
+        pytest.skip("unshare is not installed")
+    if subprocess.run([*NAMESPACE, "true"]).returncode:
         pytest.skip("no PID namespace can be made here")
     return NAMESPACE
 
 
-def output(world: World) -> Path:
+def output_of(world: World) -> Path:
     return world.root / "out"
 
 
-def training(world: World, *steps: str, **changes: Any) -> RunFolder:
-    folder = world.prepared(*steps, "pid=leader", "sleep=600", output=str(output(world)), **changes)
+def start_training(world: World, **changes: object) -> RunFolder:
+    output = str(output_of(world))
+    folder = world.prepared("pid=leader", "sleep=600", output=output, **changes)
     world.started("exec", str(folder.path))
     world.pid("leader")
     until(folder.process.exists)
     return folder
 
 
-def inside(container: tuple[str, ...], world: World, *words: str, **env: str) -> Any:
-    return subprocess.run(
-        [*container, *LAUNCH, *words], env={**world.environ, **env}, cwd=world.root, text=True,
-        capture_output=True, timeout=PATIENCE_S, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+def second_run(world: World) -> RunFolder:
+    return world.prepared("exit=0", name="second", output=str(output_of(world)))
 
 
-def silence(world: World, seconds: float) -> None:
-    last = lease.newest_lease(output(world))
-    assert last is not None
-    os.utime(last.path, (time.time() - seconds,) * 2)
+def start_inside(container: tuple[str, ...], world: World, *words: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [*container, *LAUNCH, *words],
+        env=world.environ,
+        cwd=world.root,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+    )
 
 
-def state(done: subprocess.CompletedProcess[str]) -> str:
-    (row,) = json.loads(done.stdout)["data"]
+def run_inside(container: tuple[str, ...], world: World, *words: str) -> tuple[int, bytes]:
+    """The exit code of a command and what it printed."""
+    running = start_inside(container, world, *words)
+    printed, _ = running.communicate(timeout=PATIENCE_S)
+    return running.returncode, printed
+
+
+def state_in(answer: str | bytes) -> str:
+    """The state of the only run in an answer of `launch runs`."""
+    (row,) = json.loads(answer)["data"]
     return str(row["state"])
 
 
-def owned(place: Path, **changes: Any) -> lease.Lease:
-    """A lease of a process that has gone, with another owner where `changes` say so."""
-    gone = subprocess.Popen(["true"])
-    owner = process.identify(gone.pid)
-    gone.wait()
-    granted = lease.acquire(place, place / "run")
-    granted = replace(granted, owner=replace(owner, began=1, **changes))
-    granted.write()
-    return granted
+def state_here(world: World) -> str:
+    return state_in(world.launch("runs", "--format", "json").stdout)
+
+
+def newest_lease(output: Path) -> Lease:
+    newest = lease.newest_lease(output)
+    assert newest is not None
+    return newest
+
+
+def set_last_beat(held: Lease, seconds_ago: float) -> None:
+    beat = time.time() - seconds_ago
+    os.utime(held.path, (beat, beat))
+
+
+def lease_of_ended_process(output: Path, **owner: object) -> Lease:
+    """A lease whose process has gone; `owner` says what else is unlike this process."""
+    ended = subprocess.Popen(["true"])
+    identity = process.identify(ended.pid)
+    ended.wait()
+    held = lease.acquire(output, output / "run")
+    held = replace(held, owner=replace(identity, began=1, **owner))
+    held.write()
+    return held
 
 
 @pytest.mark.parametrize(
-    ("owner", "seconds", "free"),
+    ("owner", "seconds_ago"),
     [
-        ({}, 0, True),
-        ({"namespace": 1}, 0, False),
-        ({"namespace": 1}, lease.SILENT_S - 5, False),
-        ({"host": "another"}, lease.SILENT_S + 5, True),
-        # the clock was set back since
-        ({"host": "another"}, -3600, True),
-        # this machine was started anew: only a heartbeat could tell of another of its name
-        ({"boot": "before"}, 4 * lease.BEAT_S, True),
+        pytest.param({}, 0, id="ended on this machine"),
+        pytest.param({"host": "another"}, lease.SILENT_S + 5, id="silent on another machine"),
+        pytest.param({"host": "another"}, -3600, id="the clock was set back"),
+        # only a heartbeat could tell of another machine of this name
+        pytest.param({"boot": "before"}, 4 * lease.BEAT_S, id="this machine has rebooted"),
     ],
 )
 def test_a_lease_is_taken_over_once_its_owner_is_gone(
-    tmp_path: Path, owner: dict[str, Any], seconds: float, free: bool
+    tmp_path: Path, owner: dict[str, object], seconds_ago: float
 ) -> None:
-    granted = owned(tmp_path, **owner)
-    os.utime(granted.path, (time.time() - seconds,) * 2)
-    if free:
-        assert lease.acquire(tmp_path, tmp_path / "next").fence == granted.fence + 1 == 2
-    else:
-        with pytest.raises(NotReady, match=r"last heartbeat \d+s ago") as caught:
-            lease.acquire(tmp_path, tmp_path / "next")
-        told = caught.value.findings[0]
-        assert told.code == "run-is-live"
-        assert f"pid {granted.owner.pid}" in told.message if granted.owner else False
+    held = lease_of_ended_process(tmp_path, **owner)
+    set_last_beat(held, seconds_ago)
+
+    assert lease.acquire(tmp_path, tmp_path / "next").fence == 2
 
 
-def test_a_job_that_comes_back_elsewhere_outlasts_its_last_heartbeat(
+@pytest.mark.parametrize("seconds_ago", [0, lease.SILENT_S - 5])
+def test_a_lease_of_another_namespace_counts_while_it_beats(
+    tmp_path: Path, seconds_ago: float
+) -> None:
+    held = lease_of_ended_process(tmp_path, namespace=1)
+    set_last_beat(held, seconds_ago)
+
+    with pytest.raises(NotReady, match=r"last heartbeat \d+s ago") as refused:
+        lease.acquire(tmp_path, tmp_path / "next")
+
+    (finding,) = refused.value.findings
+    assert finding.code == "run-is-live"
+    assert held.owner is not None
+    assert f"pid {held.owner.pid}" in finding.message
+
+
+def test_a_job_that_comes_back_elsewhere_waits_for_its_own_lease_to_expire(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    granted = owned(tmp_path, host="another")
+    held = lease_of_ended_process(tmp_path, host="another")
     lease.wait_for_expiry(tmp_path, tmp_path / "another run")
     with pytest.raises(NotReady):
         lease.require_free(tmp_path)
-    monkeypatch.setattr(lease, "SILENT_S", 2.0)
-    lease.wait_for_expiry(tmp_path, Path(granted.run))
+
+    monkeypatch.setattr(lease, "SILENT_S", 1.0)
+    lease.wait_for_expiry(tmp_path, Path(held.run))
+
     lease.require_free(tmp_path)
 
 
-@pytest.mark.parametrize("text", ['{"owner": 3, "state"', None])
-def test_a_lease_that_cannot_be_read_has_an_unknown_owner(tmp_path: Path, text: str | None) -> None:
-    granted = owned(tmp_path)
-    if text is None:
-        granted.path.unlink()
-        os.mkfifo(granted.path)
-    else:
-        granted.path.write_text(text)
+def write_half(path: Path) -> None:
+    path.write_text('{"owner": 3, "state"')
+
+
+def replace_by_pipe(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("damage", [write_half, replace_by_pipe])
+def test_an_unreadable_lease_has_an_unknown_owner(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    held = lease_of_ended_process(tmp_path)
+    damage(held.path)
+
     with pytest.raises(NotReady, match="an unknown host"):
         lease.acquire(tmp_path, tmp_path / "next")
-    os.utime(granted.path, (0, 0))
+
+    os.utime(held.path, (0, 0))
     assert lease.acquire(tmp_path, tmp_path / "next").fence == 2
 
 
 def test_of_many_starts_at_once_one_gets_the_folder(tmp_path: Path) -> None:
-    script = (
-        "import sys, pathlib; from launcher.runs import lease\n"
-        "from launcher.errors import NotReady\n"
-        "sys.stdin.readline()\n"
-        "try: print(lease.acquire(pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2])).fence, flush=True)\n"
-        "except NotReady: print('refused', flush=True)\n"
-        "sys.stdin.readline()\n"
-    )
-    starts = [
-        subprocess.Popen(
-            [sys.executable, "-c", script, str(tmp_path), f"run-{n}"], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, text=True, bufsize=1,
+    starts = []
+    for number in range(4):
+        words = [sys.executable, str(ACQUIRE), str(tmp_path), f"run-{number}"]
+        starts.append(
+            subprocess.Popen(
+                words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+            )
         )
-        for n in range(6)
-    ]  # fmt: skip
-    for one in starts:
-        assert one.stdin is not None
-        one.stdin.write("go\n")
-    told = [one.stdout.readline().strip() for one in starts if one.stdout is not None]
-    for one in starts:
-        one.communicate("over\n")
-    assert sorted(told) == ["1", *["refused"] * 5]
+    for start in starts:
+        assert start.stdin is not None
+        start.stdin.write("go\n")
+
+    answers = []
+    for start in starts:
+        assert start.stdout is not None
+        answers.append(start.stdout.readline().strip())
+    for start in starts:
+        start.communicate("end\n")
+
+    assert sorted(answers) == ["1", "refused", "refused", "refused"]
 
 
 def test_a_start_that_fails_leaves_no_lease(world: World) -> None:
-    folder = world.prepared(argv=("/no/such/python",), output=str(output(world)))
+    output = output_of(world)
+    folder = world.prepared(argv=("/no/such/python",), output=str(output))
     assert world.launch("exec", str(folder.path)).returncode == 5
-    assert not any(output(world).iterdir())
+    assert list(output.iterdir()) == []
 
 
-def test_a_heartbeat_costs_next_to_nothing_and_outlives_a_tidied_folder(
+def test_a_heartbeat_is_cheap_and_survives_a_tidied_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lease, "BEAT_S", 0.01)
-    granted = lease.acquire(tmp_path, tmp_path / "run")
-    lease.keep_manifest(granted, {"stage": "sft"})
-    with lease.heartbeat(granted, lambda _: None) as end:
-        before = granted.path.stat().st_mtime_ns
-        until(lambda: granted.path.stat().st_mtime_ns > before)
+    held = lease.acquire(tmp_path, tmp_path / "run")
+    lease.keep_manifest(held, {"stage": "sft"})
+
+    with lease.heartbeat(held, lambda _: None) as end:
+        first_beat = held.path.stat().st_mtime_ns
+        until(lambda: held.path.stat().st_mtime_ns > first_beat)
         (tmp_path / ".cache").rename(tmp_path / "tidied")
         until(lambda: lease.read_manifests(tmp_path) == [{"stage": "sft"}])
-        used = time.thread_time()
+        begun = time.thread_time()
         end("finished", 0)
-        assert time.thread_time() - used < 0.1
-    last = lease.newest_lease(tmp_path)
-    assert last is not None and (last.state, last.code) == ("finished", 0)
+        assert time.thread_time() - begun < 0.1
+
+    last = newest_lease(tmp_path)
+    assert last.state == "finished"
+    assert last.code == 0
     lease.require_free(tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("where", ["runs", "gone", "namespace"])
-def test_a_second_start_into_the_same_output_is_refused(
-    world: World, where: str, container: tuple[str, ...]
-) -> None:
-    folder = training(world)
-    second = world.prepared("exit=0", name="second", output=str(output(world)))
-    env = {"XDG_STATE_HOME": str(world.root / "other state")}
-    if where == "runs":
-        shutil.move(second.path, world.root / "other runs" / "second")
-        second = RunFolder(world.root / "other runs" / "second")
-        env["LAUNCH_RUNS"] = str(world.root / "other runs")
-    elif where == "gone":
-        shutil.rmtree(folder.path)
-    prefix = container if where == "namespace" else ()
-    done = inside(prefix, world, "exec", str(second.path), "--format", "json", **env)
-    (told,) = json.loads(done.stdout)["findings"]
-    assert (done.returncode, told["code"]) == (5, "run-is-live"), done.stderr
-    owner = lease.newest_lease(output(world)).owner  # type: ignore[union-attr]
+def require_refusal(world: World, folder: RunFolder, code: int, answer: str | bytes) -> str:
+    """Check that a second start names the first one; returns its advice."""
+    (finding,) = json.loads(answer)["findings"]
+    owner = newest_lease(output_of(world)).owner
     assert owner is not None
+    assert code == 5
+    assert finding["code"] == "run-is-live"
     for part in (folder.path.name, owner.host, f"pid {owner.pid}", "last heartbeat"):
-        assert part in told["message"]
-    assert world.pid("leader") in world.left() and second.attempts() == 0
-    if where == "gone":
-        assert f"kill {owner.pid}" in told["help"]
+        assert part in finding["message"]
+    return str(finding["help"])
+
+
+@pytest.mark.slow
+def test_a_second_start_into_the_same_output_is_refused(
+    world: World, container: tuple[str, ...]
+) -> None:
+    first = start_training(world)
+    second = second_run(world)
+    words = ("exec", str(second.path), "--format", "json")
+
+    code, answer = run_inside(container, world, *words)
+    require_refusal(world, first, code, answer)
+
+    # from an account of its own, that knows of no other run
+    elsewhere = {
+        "LAUNCH_RUNS": str(world.root / "other runs"),
+        "XDG_STATE_HOME": str(world.root / "other state"),
+    }
+    done = world.launch(*words, env=elsewhere)
+    require_refusal(world, first, done.returncode, done.stdout)
+
+    shutil.rmtree(first.path)
+    done = world.launch(*words)
+    advice = require_refusal(world, first, done.returncode, done.stdout)
+    assert f"kill {newest_lease(output_of(world)).owner.pid}" in advice  # type: ignore[union-attr]
+
+    assert world.pid("leader") in world.left()
+    assert second.attempts() == 0
 
 
 def test_an_orphan_keeps_its_output_folder(world: World) -> None:
-    folder = training(world)
+    folder = start_training(world)
     os.kill(rundir.read_json(folder.process)["keeper"]["pid"], signal.SIGKILL)
     shutil.rmtree(folder.path)
-    silence(world, 2 * lease.SILENT_S)
-    second = world.prepared("exit=0", name="second", output=str(output(world)))
-    done = world.launch("exec", str(second.path))
-    assert done.returncode == 5 and "its training continues" in done.stderr
+    set_last_beat(newest_lease(output_of(world)), 2 * lease.SILENT_S)
+
+    done = world.launch("exec", str(second_run(world).path))
+
+    assert done.returncode == 5
+    assert "its training continues" in done.stderr
 
 
-def test_the_probe_keeps_the_heartbeat_of_a_run_without_a_keeper(
+def test_the_probe_keeps_the_heartbeat_of_a_run_without_a_supervisor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    granted = lease.acquire(tmp_path, tmp_path / "run")
-    os.utime(granted.path, (0, 0))
-    monkeypatch.setenv(attempt.LEASE, str(granted.path))
-    stacks = str(tmp_path / "rank-0.stacks.txt")
-    record = SimpleNamespace(quietly=lambda _: contextlib.nullcontext(), stacks=stacks)
+    held = lease.acquire(tmp_path, tmp_path / "run")
+    os.utime(held.path, (0, 0))
+    monkeypatch.setenv(attempt.LEASE, str(held.path))
+    record = SimpleNamespace(
+        quietly=lambda _: contextlib.nullcontext(), stacks=str(tmp_path / "rank-0.stacks.txt")
+    )
     settings = SimpleNamespace(hang_seconds=0.04, hang_factor=1)
-    process = SimpleNamespace(rank=0, settings=settings, record=record)
-    watchdog.Watchdog(process, lambda: None).start()  # type: ignore[arg-type]
-    until(lambda: granted.path.stat().st_mtime > 0)
+    rank = SimpleNamespace(rank=0, settings=settings, record=record)
+
+    watchdog.Watchdog(rank, lambda: None).start()  # type: ignore[arg-type]
+
+    until(lambda: held.path.stat().st_mtime > 0)
 
 
 @pytest.mark.slow
-def test_who_was_overtaken_stops_its_training_and_says_so(world: World) -> None:
-    folder = training(world)
-    last = lease.newest_lease(output(world))
-    assert last is not None and last.owner is not None
-    other = replace(last.owner, host="another", pid=77)
-    place = last.path.with_name(f"lease-{last.fence + 1}.json")
-    replace(last, path=place, owner=other, run="/runs/other").write()
-    assert world.quiet()
+def test_a_run_whose_lease_was_taken_over_stops_its_training_and_says_so(world: World) -> None:
+    folder = start_training(world)
+    first = newest_lease(output_of(world))
+    assert first.owner is not None
+
+    successor = replace(
+        first,
+        path=first.path.with_name("lease-2.json"),
+        owner=replace(first.owner, host="another", pid=77),
+        run="/runs/other",
+    )
+    successor.write()
+    world.quiet()
+
     assert rundir.read_json(folder.exit(1))["stopped"] == signal.SIGINT
-    said = "was taken over by the run /runs/other (started on"
-    assert said in folder.console(1).read_text() and said in folder.supervisor_log.read_text()
-    now = lease.newest_lease(output(world))
-    assert now is not None and (now.run, now.fence) == ("/runs/other", 2)
+    message = "was taken over by the run /runs/other (started on"
+    assert message in folder.console(1).read_text()
+    assert message in folder.supervisor_log.read_text()
+    newest = newest_lease(output_of(world))
+    assert newest.run == "/runs/other"
+    assert newest.fence == 2
 
 
 def test_a_run_of_another_namespace_is_seen_running_and_can_be_stopped(
     world: World, container: tuple[str, ...]
 ) -> None:
-    folder = training(world)
-    assert state(inside(container, world, "runs", "--format", "json")) == "running"
-    looking = subprocess.Popen(
-        [*container, *LAUNCH, "attach", "a run"], env=world.environ, stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, bufsize=0,
-    )  # fmt: skip
-    looks_on(looking)
-    done = inside(container, world, "stop", "a run", "--format", "json")
-    assert done.returncode == 0, done.stderr
+    folder = start_training(world)
+    _, answer = run_inside(container, world, "runs", "--format", "json")
+    assert state_in(answer) == "running"
+
+    viewer = start_inside(container, world, "attach", "a run")
+    looks_on(viewer)
+    code, _ = run_inside(container, world, "stop", "a run")
+
+    assert code == 0
     assert rundir.read_json(folder.exit(1))["stopped"] == signal.SIGINT
-    looking.communicate(timeout=PATIENCE_S)
-    assert state(inside(container, world, "runs", "--format", "json")) == "stopped"
+    viewer.communicate(timeout=PATIENCE_S)
+    _, answer = run_inside(container, world, "runs", "--format", "json")
+    assert state_in(answer) == "stopped"
+
+
+def kill_namespace(outside: subprocess.Popen[bytes]) -> None:
+    """With its first process, a namespace ends."""
+    children = Path(f"/proc/{outside.pid}/task/{outside.pid}/children").read_text()
+    os.kill(int(children.split()[0]), signal.SIGKILL)
+    outside.wait()
 
 
 @pytest.mark.slow
 def test_nothing_is_concluded_of_a_run_that_cannot_be_seen(
     world: World, container: tuple[str, ...]
 ) -> None:
-    told = world.root / "told"
+    notified = world.root / "notified"
+    output = output_of(world)
     folder = world.prepared(
-        "pid=leader", "step=3", "sleep=600", output=str(output(world)),
-        on_finish=(sys.executable, "-c", f"open({str(told)!r}, 'a').write('x')"),
-    )  # fmt: skip
-    pod = subprocess.Popen(
-        [*container, *LAUNCH, "exec", str(folder.path)], env=world.environ, cwd=world.root,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+        "pid=leader", "step=3", "sleep=600", output=str(output), on_finish=("touch", str(notified))
+    )
+    pod = start_inside(container, world, "exec", str(folder.path))
     world.pid("leader")
     until(folder.process.exists)
-    assert state(world.launch("runs", "--format", "json")) == "running"
-    # with its first process a namespace ends
-    children = Path(f"/proc/{pod.pid}/task/{pod.pid}/children").read_text().split()
-    os.kill(int(children[0]), signal.SIGKILL)
-    pod.wait()
-    silence(world, 0)
-    assert state(world.launch("runs", "--format", "json")) == "running", "it beat a moment ago"
-    silence(world, 2 * lease.SILENT_S)
-    assert state(world.launch("runs", "--format", "json")) == "unknown"
-    assert "unknown here" in world.launch("runs").stdout
-    for words in (("attach", "a run"), ("stop", "a run")):
-        done = world.launch(*words)
-        assert done.returncode == 5 and "unknown here" in done.stderr, done.stderr
+    kill_namespace(pod)
+
+    set_last_beat(newest_lease(output), 0)
+    assert state_here(world) == "running"
+
+    set_last_beat(newest_lease(output), 2 * lease.SILENT_S)
+    assert state_here(world) == "unknown"
+    for word in ("attach", "stop"):
+        done = world.launch(word, "a run")
+        assert done.returncode == 5
+        assert "unknown here" in done.stderr
         assert "PID namespace" in done.stderr
-    checked = json.loads(world.launch("check", "a run", "--format", "json").stdout)["data"]
-    (finish,) = (one for one in checked["points"] if one["name"] == "finish")
-    assert (finish["state"], checked["status"]) == ("unknown", "unproven")
-    assert not folder.concluded(1).exists() and not folder.exit(1).exists() and not told.exists()
+
+    verdict = json.loads(world.launch("check", "a run", "--format", "json").stdout)["data"]
+    states = {point["name"]: point["state"] for point in verdict["points"]}
+    assert states["finish"] == "unknown"
+    assert verdict["status"] == "unproven"
+    for conclusion in (folder.concluded(1), folder.exit(1), notified):
+        assert not conclusion.exists()
+
+
+def require_resumed(world: World) -> None:
+    """Check that the newest run continues from step 4 with the arguments of the first one."""
+    manifest = rundir.read_manifest(RunFolder(max(world.runs.iterdir())))
+    assert manifest["resume"]["kind"] == "resume"
+    assert manifest["resume"]["step"] == 4
+    assert str(output_of(world) / "checkpoint-4") in manifest["argv"]
+    assert manifest["args"]["learning_rate"]["value"] == 0.005
 
 
 @pytest.mark.slow
 @needs_trl
-@pytest.mark.parametrize("lost", ["folder", "record"])
-def test_the_same_command_resumes_without_its_run_folder(world: World, lost: str) -> None:
-    config = world.config(save_steps=2, max_steps=10, save_total_limit=2, learning_rate=0.005)
-    first = world.trained(str(config), "--detach", steps=("pid=leader", "sleep=600"))
-    assert first.returncode == 0, first.stderr
+def test_the_same_command_resumes_without_its_run_folder(world: World) -> None:
+    config = str(world.config(save_steps=2, max_steps=10, learning_rate=0.005))
+    done = world.trained(config, "--detach", steps=("pid=leader", "sleep=600"))
+    assert done.returncode == 0, done.stderr
     world.pid("leader")
-    (run,) = world.runs.iterdir()
-    assert world.launch("stop", run.name).returncode == 0
-    saved.trl(output(world), 2)
-    saved.trl(output(world), 4)
-    if lost == "folder":
-        shutil.rmtree(run)
-    else:
-        (run / "run.json").write_text("")
-    world.trained(str(config), "learning_rate=0.004", steps=("exit=0",))
-    newest = max(world.runs.iterdir())
-    told = rundir.read_manifest(RunFolder(newest))
-    assert (told["resume"]["kind"], told["resume"]["step"]) == ("resume", 4)
-    assert str(output(world) / "checkpoint-4") in told["argv"]
-    # what trained, not what was asked for
-    assert told["args"]["learning_rate"]["value"] == 0.005
-    assert told["argv"][told["argv"].index("--learning_rate") + 1] == "0.005"
-    # and with nothing left that tells whose they are, they are not trained over
+    (first,) = world.runs.iterdir()
+    assert world.launch("stop", first.name).returncode == 0
+    saved.trl(output_of(world), 2)
+    saved.trl(output_of(world), 4)
+
+    # the arguments are those of the training, not those that the command names
+    (first / "run.json").write_text("")
+    world.trained(config, "learning_rate=0.004", steps=("exit=1",))
+    require_resumed(world)
+
     shutil.rmtree(world.runs)
-    shutil.rmtree(output(world) / ".cache")
-    refused = world.trained(str(config), steps=("exit=0",))
-    assert refused.returncode == 3 and "error[not-resumed]" in refused.stderr, refused.stderr
-    assert (output(world) / "checkpoint-4").is_dir()
+    world.trained(config, "learning_rate=0.004", steps=("exit=1",))
+    require_resumed(world)
+
+    # without any record of whose they are, checkpoints are not trained over
+    shutil.rmtree(world.runs)
+    shutil.rmtree(output_of(world) / ".cache")
+    refused = world.trained(config, steps=("exit=0",))
+    assert refused.returncode == 3
+    assert "error[not-resumed]" in refused.stderr
+    assert (output_of(world) / "checkpoint-4").is_dir()

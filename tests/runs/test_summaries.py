@@ -1,5 +1,6 @@
-"""Beside thousands of other runs a command opens the files of few."""
+"""Beside many other runs, a command opens the files of few."""
 
+import json
 import os
 import sys
 from collections.abc import Iterator
@@ -14,82 +15,95 @@ from launcher.cli import main
 from launcher.runs import rundir
 from launcher.runs.rundir import RunFolder
 
-OTHERS = 2_000
+OTHERS = 200
 FEW = 20  # files that a command may open among those of other runs
+MINE = "20260101T000000Z-sft-mine"
 
 Capture = pytest.CaptureFixture[str]
-_opened: list[str] | None = None
 
 
-def _note(event: str, arguments: tuple[Any, ...]) -> None:
-    if _opened is None or event not in ("open", "os.listdir", "os.scandir"):
-        return
-    if isinstance(arguments[0], str | os.PathLike):
-        _opened.append(os.fspath(arguments[0]))
+class Opened:
+    """What this process opens and lists, while it is asked for."""
+
+    def __init__(self) -> None:
+        self.paths: list[str] = []
+        self.is_recording = False
+        sys.addaudithook(self.record)
+
+    def record(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if not self.is_recording or event not in ("open", "os.listdir", "os.scandir"):
+            return
+        if isinstance(arguments[0], str | os.PathLike):
+            self.paths.append(os.fspath(arguments[0]))
 
 
-sys.addaudithook(_note)
+# an audit hook cannot be removed
+OPENED = Opened()
 
 
 @contextmanager
 def opened_below(*folders: Path) -> Iterator[list[str]]:
-    """Gathers what is opened, and listed, below these folders."""
-    global _opened
-    noted: list[str] = []
+    """The paths below these folders that are opened inside, known at the end."""
     below: list[str] = []
-    _opened = noted
+    OPENED.paths.clear()
+    OPENED.is_recording = True
     try:
         yield below
     finally:
-        _opened = None
-        beginnings = tuple(f"{folder}/" for folder in folders)
-        below += [path for path in noted if path.startswith(beginnings)]
+        OPENED.is_recording = False
+        for path in OPENED.paths:
+            if any(path.startswith(f"{folder}/") for folder in folders):
+                below.append(path)
 
 
-def make_run(
-    root: Path, name: str, *, output: str, cwd: str = "/elsewhere", stage: str = "sft"
-) -> RunFolder:
-    folder = RunFolder(root / name)
-    folder.path.mkdir(parents=True)
-    files.write_json(
-        folder.manifest, {"stage": stage, "backend": "trl", "output": output, "cwd": cwd}
-    )
+def make_run(path: Path, **content: object) -> RunFolder:
+    path.mkdir(parents=True)
+    folder = RunFolder(path)
+    files.write_json(folder.manifest, {"stage": "sft", "backend": "trl", **content})
     return folder
 
 
 @pytest.fixture
 def others(tmp_path: Path) -> Path:
-    """Runs of another folder that the index knows, as every launch has entered them."""
+    """Runs of another folder, all in the index."""
     root = tmp_path / "others"
     for number in range(OTHERS):
-        path = make_run(root, f"20250101T{number:06}Z-sft-other", output=f"/models/{number}").path
+        path = root / f"20250101T{number:06}Z-sft-other"
+        make_run(path, output=f"/models/{number}", cwd="/elsewhere")
         rundir.register("runs", path)
     return root
 
 
 @pytest.fixture
-def mine(others: Path) -> RunFolder:
-    """A run of this folder, begun, with a log."""
-    output = str(others.parent / "model")
-    folder = make_run(
-        rundir.runs_root(), "20260101T000000Z-sft-mine", output=output, cwd=os.getcwd()
-    )
+def mine(tmp_path: Path) -> RunFolder:
+    """A run of this folder, with a log."""
+    output = str(tmp_path / "model")
+    folder = make_run(rundir.runs_root() / MINE, output=output, cwd=os.getcwd())
     folder.console(1).write_text("one\ntwo\n")
     rundir.register("runs", folder.path)
     return folder
 
 
-def state() -> Path:
+def state_of_index() -> Path:
     return rundir.state_folder() / "runs"
 
 
-@pytest.mark.parametrize("name", ["last", "20260101T000000Z-sft-mine", "20260101T000000Z"])
+def keep_summaries() -> Path:
+    """Have the summaries of all known runs written; returns their file."""
+    rundir.find_run("last")
+    return rundir.state_folder() / "summaries.json"
+
+
+def known_outputs() -> dict[Path, str | None]:
+    return {summary.path: summary.output for summary in rundir.summarize(rundir.known_runs())}
+
+
+@pytest.mark.parametrize("name", ["last", MINE, "20260101T000000Z"])
 def test_a_run_is_found_without_opening_the_others(
     others: Path, mine: RunFolder, name: str, capsys: Capture
 ) -> None:
-    # what an earlier command has read is kept
-    rundir.find_run("last")
-    with opened_below(others, state()) as opened:
+    keep_summaries()
+    with opened_below(others, state_of_index()) as opened:
         assert main.main(["logs", name, "-n", "1"]) == 0
     assert capsys.readouterr().out == "two\n"
     assert len(opened) <= FEW
@@ -97,40 +111,44 @@ def test_a_run_is_found_without_opening_the_others(
 
 def test_a_name_is_looked_up_by_names_alone(others: Path, mine: RunFolder) -> None:
     with opened_below(others) as opened:
-        assert rundir.find_run(mine.path.name) == mine
+        assert rundir.find_run(MINE) == mine
         assert rundir.find_run(f"20250101T{OTHERS - 1:06}Z-sft-other") is not None
     assert opened == []
 
 
-def known_outputs() -> list[tuple[Path, str | None]]:
-    return [(one.path, one.output) for one in rundir.summarize(rundir.known_runs())]
-
-
 def test_the_runs_into_an_output_are_known_without_opening_the_others(
-    others: Path, mine: RunFolder
+    others: Path, mine: RunFolder, tmp_path: Path
 ) -> None:
-    output = others.parent / "model"
-    rundir.find_run("last")
-    with opened_below(others, state()) as opened:
+    output = tmp_path / "model"
+    keep_summaries()
+    with opened_below(others, state_of_index()) as opened:
         assert rundir.choose_folder("sft", "mine", output, rundir.runs_root())[0] == mine
-        assert (
-            rundir.choose_folder("sft", "new", Path("/models/new"), others)[0].path.parent == others
-        )
-        pairs = known_outputs()
+        rundir.choose_folder("sft", "new", Path("/models/new"), others)
+        outputs = known_outputs()
     assert len(opened) <= FEW
-    assert len(pairs) == OTHERS + 1
-    assert (mine.path, str(output)) in pairs
+    assert len(outputs) == OTHERS + 1
+    assert outputs[mine.path] == str(output)
+
+
+def test_runs_of_this_folder_are_listed_without_opening_the_others(
+    others: Path, mine: RunFolder, capsys: Capture
+) -> None:
+    keep_summaries()
+    with opened_below(others, state_of_index()) as opened:
+        assert main.main(["runs", "--here"]) == 0
+    assert MINE in capsys.readouterr().out
+    assert len(opened) <= FEW
 
 
 def test_a_further_attempt_is_seen_at_once(others: Path, mine: RunFolder) -> None:
     assert rundir.find_run("last") == mine
     other = RunFolder(others / "20250101T000007Z-sft-other")
-    files.write_json(
-        other.manifest, {"stage": "sft", "cwd": os.getcwd(), "output": "/models/moved"}
-    )
+    files.write_json(other.manifest, {"stage": "sft", "cwd": os.getcwd(), "output": "/moved"})
     other.console(1).touch()
+
     assert rundir.find_run("last") == other
-    assert (other.path, "/models/moved") in known_outputs()
+    assert known_outputs()[other.path] == "/moved"
+
     other.manifest.unlink()
     assert rundir.find_run("last") == mine
 
@@ -139,42 +157,42 @@ def test_a_further_attempt_is_seen_at_once(others: Path, mine: RunFolder) -> Non
     "content", ["", "[]", "{", '{"version": 1, "runs": 3}', '{"version": 9, "runs": {}}']
 )
 def test_a_damaged_file_of_summaries_is_made_anew(mine: RunFolder, content: str) -> None:
-    kept = rundir.state_folder() / "summaries.json"
-    rundir.find_run("last")
-    before = kept.read_text()
+    kept = keep_summaries()
+    text = kept.read_text()
     kept.write_text(content)
     assert rundir.find_run("last") == mine
-    assert kept.read_text() == before
+    assert kept.read_text() == text
 
 
-@pytest.mark.parametrize("row", [None, 3, [], [[1, 2, 3]], [[1, 2, 3], {}], [[1, 2, 3], [{}] * 8]])
-def test_a_damaged_summary_costs_one_look(mine: RunFolder, row: object) -> None:
-    kept = rundir.state_folder() / "summaries.json"
-    rundir.find_run("last")
+@pytest.mark.parametrize(
+    "row",
+    [
+        "null",
+        "[]",
+        "[[1, 2, 3], [null, null, null, null, null, null, null, null]]",
+        "[STAMP, {}]",
+        "[STAMP, [{}, {}, {}, {}, {}, {}, {}, {}]]",
+    ],
+)
+def test_a_damaged_summary_is_read_again(mine: RunFolder, row: str) -> None:
+    kept = keep_summaries()
     content = files.read_json(kept)
     stamp = content["runs"][str(mine.path)][0]
-    if isinstance(row, list) and row:
-        row = [stamp, *row[1:]]
-    content["runs"][str(mine.path)] = row
+    content["runs"][str(mine.path)] = json.loads(row.replace("STAMP", json.dumps(stamp)))
     files.write_json(kept, content)
     assert rundir.find_run("last") == mine
 
 
-def test_an_output_behind_a_link_is_that_of_its_run(tmp_path: Path) -> None:
-    root = tmp_path / "runs"
+@pytest.mark.parametrize(
+    ("stage", "output", "is_same"),
+    [("sft", "real", True), ("sft", "link", True), ("dpo", "link", False)],
+)
+def test_an_output_behind_a_link_is_that_of_its_run(
+    tmp_path: Path, stage: str, output: str, is_same: bool
+) -> None:
     (tmp_path / "real").mkdir()
     (tmp_path / "link").symlink_to("real")
-    folder = make_run(root, "20260101T000000Z-sft-a", output=str(tmp_path / "link"))
-    assert rundir.choose_folder("sft", "a", tmp_path / "real", root)[0] == folder
-    assert rundir.choose_folder("sft", "a", tmp_path / "link", root)[0] == folder
-    assert rundir.choose_folder("dpo", "a", tmp_path / "link", root)[0] != folder
-
-
-def test_runs_of_this_folder_are_listed_without_opening_the_others(
-    others: Path, mine: RunFolder, capsys: Capture
-) -> None:
-    rundir.find_run("last")
-    with opened_below(others, state()) as opened:
-        assert main.main(["runs", "--here"]) == 0
-    assert mine.path.name in capsys.readouterr().out
-    assert len(opened) <= FEW
+    root = tmp_path / "runs"
+    folder = make_run(root / "20260101T000000Z-sft-a", output=str(tmp_path / "link"))
+    chosen, _ = rundir.choose_folder(stage, "a", tmp_path / output, root)
+    assert (chosen == folder) == is_same

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import Write
@@ -29,180 +30,212 @@ args:
   learning_rate: 1e-5
   use_8bit_optimizer: true
 """
+Run = Callable[..., str]
 
 
-Out = Callable[..., str]
+def explain_key(key: str, stage: str = "sft", backend: str = "open_instruct") -> Explained:
+    (explained,) = explain.explain(key, locator=Snapshot(), stage_name=stage, backend=backend)
+    return explained
 
 
-def one(key: str, stage: str = "sft", backend: str = "open_instruct") -> Explained:
-    (told,) = explain.explain(key, locator=Snapshot(), stage_name=stage, backend=backend)
-    return told
+def explain_in(path: Path, key: str, *overrides: str) -> Explained:
+    """What is said of a key in a stage file."""
+    config = load.load(path, overrides)
+    (explained,) = explain.explain(key, locator=Snapshot(), config=config)
+    return explained
 
 
-def of_file(key: str, path: Path, *overrides: str) -> Explained:
-    (told,) = explain.explain(key, locator=Snapshot(), config=load.load(path, overrides))
-    return told
-
-
-def text(told: Explained) -> str:
-    return "\n".join(told.lines())
+def text_of(explained: Explained) -> str:
+    return "\n".join(explained.lines())
 
 
 @pytest.fixture
-def out(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """What a command prints."""
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run a command; what it prints, on stderr where it fails."""
 
-    def run(*words: str, code: Exit = Exit.OK) -> str:
+    def run_command(*words: str, code: Exit = Exit.OK) -> str:
         assert main([*words]) == code
         printed = capsys.readouterr()
         return printed.out if code is Exit.OK else printed.err
 
-    return run
+    return run_command
 
 
-def test_what_is_explained_of_an_argument() -> None:
-    told = one("use_liger_kernel")
-    assert told.field is not None
-    assert (told.field.type, told.field.default) == ("bool", False)
-    assert told.field.where.startswith("open_instruct/finetune.py:")
-    (read,) = told.reads or ()
+@pytest.fixture
+def run_json(run: Run) -> Callable[..., Any]:
+    """Run a command; the data of its answer."""
+    return lambda *words: json.loads(run(*words, "--format", "json"))["data"]
+
+
+def test_an_argument_is_explained_with_its_type_place_and_reads() -> None:
+    liger = explain_key("use_liger_kernel")
+    assert liger.field is not None
+    assert liger.field.type == "bool"
+    assert liger.field.default is False
+    assert liger.field.where.startswith("open_instruct/finetune.py:")
+    (read,) = liger.reads or ()
     assert read.where.startswith("open_instruct/finetune.py:")
     assert "not use_qlora" in read.when
-    shown = text(told)
-    assert "where model_name_or_path and not use_qlora" in shown
+    text = text_of(liger)
+    assert "where model_name_or_path and not use_qlora" in text
     # whether the script only makes a cache is asked of everything: that is no news
-    assert "cache_dataset_only" not in shown
-    # of what stands inside an argument the whole is explained
-    batch = one("args.batch.per_device")
+    assert "cache_dataset_only" not in text
+
+
+def test_of_what_stands_inside_an_argument_the_whole_is_explained() -> None:
+    batch = explain_key("args.batch.per_device")
     assert batch.key == "batch"
-    assert "global: a whole number above 0; rows per optimizer step" in text(batch)
-    assert one("dataset_mixer_list[1]").field is not None
+    assert "global: a whole number above 0; rows per optimizer step" in text_of(batch)
+    assert explain_key("dataset_mixer_list[1]").field is not None
 
 
-def test_what_never_acts_and_what_was_removed() -> None:
-    assert "no read found" in text(one("max_train_samples"))
-    assert "tokenizer_name_or_path comes first" in text(one("tokenizer_name"))
-    assert one("tokenizer_name").as_json()["shadowed_by"] == ["tokenizer_name_or_path"]
-    # a removed argument is answered with its pull request
-    told = one("use_flash_attn")
-    assert told.field is None
-    assert told.known
-    assert told.history[0].what == "removed"
-    assert told.history[0].pull == 1567
-    assert "removed by #1567 (9e8e2187c, 2026-03-30)" in text(told)
+def test_an_argument_that_never_acts() -> None:
+    assert "no read found" in text_of(explain_key("max_train_samples"))
+    tokenizer = explain_key("tokenizer_name")
+    assert "tokenizer_name_or_path comes first" in text_of(tokenizer)
+    assert tokenizer.as_json()["shadowed_by"] == ["tokenizer_name_or_path"]
 
 
-def test_who_set_it(write: Write) -> None:
+def test_a_removed_argument_is_answered_with_its_pull_request() -> None:
+    flash = explain_key("use_flash_attn")
+    assert flash.field is None
+    assert flash.known
+    (change, *_) = flash.history
+    assert change.what == "removed"
+    assert change.pull == 1567
+    assert "removed by #1567 (9e8e2187c, 2026-03-30)" in text_of(flash)
+
+
+def test_the_origin_of_a_value(write: Write) -> None:
     parent = write("parent.yaml", STAGE)
     child = write("child.yaml", "extends: parent.yaml\non_hang: stop\nargs:\n  seed: 7\n")
-    for key, overrides, value, origin, via in (
-        ("seed", (), 7, f"{child}:4", None),
-        ("learning_rate", (), 1e-5, f"{parent}:5", "from a parent, by `extends`"),
-        ("learning_rate", ("learning_rate=2e-5",), 2e-5, "override `learning_rate=2e-5`", None),
-        ("weight_decay", (), 0.0, "default, open_instruct/finetune.py:", None),
-        ("logging_steps", (), 1, "set by launch: ", None),
-        ("on_hang", (), "stop", f"{child}:2", None),
+    inherited = "from a parent, by `extends`"
+    override = "learning_rate=2e-5"
+    for words, value, origin, via in (
+        (["seed"], 7, f"{child}:4", None),
+        (["learning_rate"], 1e-5, f"{parent}:5", inherited),
+        (["learning_rate", override], 2e-5, f"override `{override}`", None),
+        (["weight_decay"], 0.0, "default, open_instruct/finetune.py:", None),
+        (["logging_steps"], 1, "set by launch: ", None),
+        (["on_hang"], "stop", f"{child}:2", None),
     ):
-        here = of_file(key, child, *overrides).here
-        assert here is not None and here.origin.startswith(origin), key
-        assert (here.value, here.via) == (value, via)
-    assert of_file("on_violation", child).here is None
-    # and what was found of it
-    told = of_file("args.use_8bit_optimizer", parent)
-    assert told.here is not None
-    (finding,) = told.here.findings
-    assert (finding.code, finding.line) == ("conditional-key", 6)
-    assert "does nothing here" in text(told)
+        here = explain_in(child, *words).here
+        assert here is not None
+        assert here.value == value
+        assert here.origin.startswith(origin)
+        assert here.via == via
+    assert explain_in(child, "on_violation").here is None
 
 
-def test_what_is_no_key_stage_or_backend(out: Out) -> None:
-    assert "`learning_rate`" in out("explain", "lerning_rate", code=Exit.USAGE)
-    for words in (["explain", "seed", "--stage", "x"], ["schema", "--backend", "x"]):
-        assert "is not one of" in out(*words, code=Exit.USAGE)
+def test_the_findings_about_an_argument_are_shown(write: Write) -> None:
+    explained = explain_in(write("a.yaml", STAGE), "args.use_8bit_optimizer")
+    assert explained.here is not None
+    (finding,) = explained.here.findings
+    assert finding.code == "conditional-key"
+    assert finding.line == 6
+    assert "does nothing here" in text_of(explained)
 
 
-def test_a_key_that_came_after_a_commit(capsys: pytest.CaptureFixture[str], write: Write) -> None:
-    needed = sorted(BACKENDS["open_instruct"].STAGES["sft"].names.needed)
-    text = "from dataclasses import dataclass\n@dataclass\nclass FlatArguments:\n"
-    fields = "".join(f"    {name}: str = None\n" for name in needed)
-    root = write("oi/open_instruct/finetune.py", text + fields).parent.parent
-    tokenizer = text.replace("FlatArguments", "TokenizerConfig") + "    a: int = 1\n"
+def test_an_unknown_key_stage_or_backend_is_refused(run: Run) -> None:
+    assert "`learning_rate`" in run("explain", "lerning_rate", code=Exit.USAGE)
+    assert "is not one of" in run("explain", "seed", "--stage", "x", code=Exit.USAGE)
+    assert "is not one of" in run("schema", "--backend", "x", code=Exit.USAGE)
+
+
+def test_a_key_that_came_after_a_commit(run: Run, write: Write) -> None:
+    head = "from dataclasses import dataclass\n@dataclass\nclass "
+    script = f"{head}FlatArguments:\n"
+    for name in sorted(BACKENDS["open_instruct"].STAGES["sft"].names.needed):
+        script += f"    {name}: str = None\n"
+    root = write("oi/open_instruct/finetune.py", script).parent.parent
+    tokenizer = f"{head}TokenizerConfig:\n    a: int = 1\n"
     write("oi/open_instruct/dataset_transformation.py", tokenizer)
-    asked = ["--stage", "sft", "--open-instruct", str(root), "--allow-unpinned"]
-    assert main(["explain", "push_to_hub", *asked]) == Exit.OK
+    words = ["--stage", "sft", "--open-instruct", str(root), "--allow-unpinned"]
     there = locate.snapshot("open_instruct")["fields"]["FlatArguments.push_to_hub"]["where"]
-    assert f"it is one at the pin ({there})" in capsys.readouterr().out
+    assert f"it is one at the pin ({there})" in run("explain", "push_to_hub", *words)
     # and nothing is advised that is not there either
-    assert main(["explain", "chat_template", *asked]) == Exit.USAGE
+    run("explain", "chat_template", *words, code=Exit.USAGE)
 
 
-def test_options_of_launch_say_what_they_take() -> None:
-    for key, known in keys.KEYS.items():
-        told = one(key)
-        assert told.option is known
-        assert f"  type       {known.shape}\n" in text(told)
-        assert f"  default    {known.default}" in text(told)
-        assert told.as_json()["option"]["words"] == list(told.words)
-    # the words of an option are those that are read
-    shown = text(one("expect"))
-    assert all(f"{point}: {', '.join(states)}" in shown for point, states in keys.EXPECT.items())
-    assert "  values     report, stop\n  default    report" in text(one("on_hang"))
-    assert "hang_factor: a whole number above 0, 20 unless set" in text(one("probe"))
-    assert "dpo_olmo_core (dpo.py)" in text(one("script", "dpo"))
-    # TRL has an argument of that name: both are said
-    both = text(one("deepspeed", backend="trl"))
-    assert "  defined    transformers/" in both and "  option     launch's own" in both
+@pytest.mark.parametrize("key", keys.KEYS)
+def test_options_of_launch_say_what_they_take(key: str) -> None:
+    option = keys.KEYS[key]
+    explained = explain_key(key)
+    assert explained.option is option
+    assert f"  type       {option.shape}\n" in text_of(explained)
+    assert f"  default    {option.default}" in text_of(explained)
+    assert explained.as_json()["option"]["words"] == list(explained.words)
 
 
-def test_json(out: Out, write: Write) -> None:
+def test_the_words_of_an_option_are_those_that_are_read() -> None:
+    expect = text_of(explain_key("expect"))
+    for point, states in keys.EXPECT.items():
+        assert f"{point}: {', '.join(states)}" in expect
+    assert "  values     report, stop\n  default    report" in text_of(explain_key("on_hang"))
+    probe = text_of(explain_key("probe"))
+    assert "hang_factor: a whole number above 0, 20 unless set" in probe
+    assert "dpo_olmo_core (dpo.py)" in text_of(explain_key("script", "dpo"))
+
+
+def test_an_option_of_launch_and_an_argument_of_one_name_are_both_explained() -> None:
+    deepspeed = text_of(explain_key("deepspeed", backend="trl"))
+    assert "  defined    transformers/" in deepspeed
+    assert "  option     launch's own" in deepspeed
+
+
+def test_json(run_json: Callable[..., Any], write: Write) -> None:
     path = write("a.yaml", STAGE)
-    envelope = json.loads(out("explain", "learning_rate", str(path), "seed=1", "--format", "json"))
-    assert envelope["command"] == "explain"
-    (told,) = envelope["data"]["explained"]
-    assert (told["key"], told["stage"], told["exists"]) == ("learning_rate", "sft", True)
-    here = {"value": 1e-5, "origin": f"{path}:5", "via": None, "words": ["1e-05"], "findings": []}
-    assert told["here"] == here
+    (explained,) = run_json("explain", "learning_rate", str(path), "seed=1")["explained"]
+    assert explained["key"] == "learning_rate"
+    assert explained["stage"] == "sft"
+    assert explained["exists"] is True
+    assert explained["here"] == {
+        "value": 1e-5,
+        "origin": f"{path}:5",
+        "via": None,
+        "words": ["1e-05"],
+        "findings": [],
+    }
 
 
-def test_the_schema_lists_every_argument(out: Out) -> None:
-    lines = out("schema", "--stage", "sft", "--backend", "open_instruct").splitlines()
+def test_the_schema_lists_every_argument(run: Run) -> None:
+    lines = run("schema", "--stage", "sft", "--backend", "open_instruct").splitlines()
     names = [line.split()[0] for line in lines[2:]]
     assert names == list(Snapshot().schema("open_instruct", "sft").fields)
-    (row,) = (line for line in lines if line.startswith("max_train_samples "))
+    (row,) = [line for line in lines if line.startswith("max_train_samples ")]
     assert "no read found: give a number of samples" in row
 
 
-def test_the_schema_for_editors_and_machines(out: Out) -> None:
-    told = json.loads(out("schema", "--json-schema", "--backend", "trl"))
-    assert told["$schema"].startswith("http://json-schema.org/draft-07")
+def test_the_schema_for_editors(run: Run) -> None:
+    text = run("schema", "--json-schema", "--backend", "trl")
+    assert json.loads(text)["$schema"].startswith("http://json-schema.org/draft-07")
     # what is known of its reads is there to be hovered over
-    assert "read only where" in json.dumps(told)
-    # the schema for machines
-    told = json.loads(out("schema", "--stage", "dpo", "--format", "json"))["data"]["schemas"]
-    assert [(one["stage"], one["backend"]) for one in told] == [
-        ("dpo", "open_instruct"),
-        ("dpo", "trl"),
-    ]
-    fields = {field["name"]: field for field in told[0]["fields"]}
-    assert fields["compile_model"]["reads"] == []
+    assert "read only where" in text
 
 
-def test_a_commit_before_a_further_script_has_a_schema(
-    write: Write, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_schema_for_machines(run_json: Callable[..., Any]) -> None:
+    pinned, trl = run_json("schema", "--stage", "dpo")["schemas"]
+    assert (pinned["stage"], pinned["backend"]) == ("dpo", "open_instruct")
+    assert (trl["stage"], trl["backend"]) == ("dpo", "trl")
+    (field,) = [field for field in pinned["fields"] if field["name"] == "compile_model"]
+    assert field["reads"] == []
+
+
+def test_a_commit_before_a_further_script_has_a_schema(run: Run, write: Write) -> None:
     write("oi/open_instruct/helper.py", HELPER)
-    for name in ("finetune", "dpo_tune_cache"):
-        root = write(f"oi/open_instruct/{name}.py", FINETUNE).parent.parent
-    words = ["--backend", "open_instruct", "--open-instruct", str(root), "--allow-unpinned"]
-    assert main(["schema", "--json-schema", *words]) == Exit.OK
-    assert "forgotten_flag" in capsys.readouterr().out
+    write("oi/open_instruct/finetune.py", FINETUNE)
+    dpo = write("oi/open_instruct/dpo_tune_cache.py", FINETUNE)
+    root = str(dpo.parent.parent)
+    words = ["schema", "--json-schema", "--backend", "open_instruct", "--open-instruct", root]
+    assert "forgotten_flag" in run(*words, "--allow-unpinned")
     # what a stage itself is started by has to be there
-    (root / "open_instruct" / "dpo_tune_cache.py").unlink()
-    assert main(["schema", "--json-schema", *words]) == Exit.CONFIG
+    dpo.unlink()
+    run(*words, "--allow-unpinned", code=Exit.CONFIG)
 
 
 TOKEN = "hf_" + "aB3" * 11
-SECRETS = f"""\
+PASSWORD = "a-plain-password"
+WITH_SECRETS = f"""\
 stage: sft
 args:
   model_name_or_path: m
@@ -210,26 +243,31 @@ args:
   exp_name: {TOKEN}
   use_flash_attn: {TOKEN}
   additional_model_arguments:
-    hub_token: a-plain-password
+    hub_token: {PASSWORD}
     other: {TOKEN}
 """
-TRL = f"""\
+TRL_WITH_SECRETS = f"""\
 stage: sft
 backend: trl
-args: {{model_name_or_path: m, dataset_name: a, hub_token: a-plain-password, run_name: {TOKEN}}}
+args: {{model_name_or_path: m, dataset_name: a, hub_token: {PASSWORD}, run_name: {TOKEN}}}
 """
 
 
-@pytest.mark.parametrize("form", ["text", "json"])
-def test_a_token_is_not_told(write: Write, form: str, out: Out) -> None:
-    for key, content in (
-        ("additional_model_arguments", SECRETS),
-        ("hub_token", TRL),
-        ("run_name", TRL),
-    ):
-        said = out("explain", key, str(write("a.yaml", content)), "--format", form)
-        assert "<redacted>" in said
-        assert TOKEN not in said and "a-plain-password" not in said
+@pytest.mark.parametrize(
+    ("key", "text", "form"),
+    [
+        ("additional_model_arguments", WITH_SECRETS, "text"),
+        ("additional_model_arguments", WITH_SECRETS, "json"),
+        ("hub_token", TRL_WITH_SECRETS, "text"),
+        ("run_name", TRL_WITH_SECRETS, "json"),
+    ],
+    ids=["mapping as text", "mapping", "token as text", "name"],
+)
+def test_a_token_is_redacted(write: Write, run: Run, key: str, text: str, form: str) -> None:
+    printed = run("explain", key, str(write("a.yaml", text)), "--format", form)
+    assert "<redacted>" in printed
+    assert TOKEN not in printed
+    assert PASSWORD not in printed
 
 
 SOURCE = '''
@@ -252,14 +290,29 @@ class Arguments(Base):
 '''
 
 
-class _Tree:
+class Package:
+    """A package of one module."""
+
     name = "pkg"
 
     def read(self, path: str) -> bytes | None:
         return SOURCE.encode() if path == "args.py" else None
 
 
-def test_the_meaning_is_upstreams_own() -> None:
+@pytest.mark.parametrize(
+    ("name", "line", "owner", "meaning"),
+    [
+        ("rate", 14, "Arguments", "The rate."),
+        ("size", 15, "Arguments", "The size."),
+        ("steps", 11, "Base", "How many steps."),
+        ("plain", 17, "Arguments", None),
+        # the lines of the snapshot are not always those of the checkout
+        ("rate", 99, "Arguments", "The rate."),
+    ],
+)
+def test_the_meaning_is_upstreams_own(
+    name: str, line: int, owner: str, meaning: str | None
+) -> None:
     source = Upstream(
         backend="trl",
         root=Path("/x"),
@@ -267,86 +320,68 @@ def test_the_meaning_is_upstreams_own() -> None:
         is_named=False,
         pin="1",
         version="1",
-        packages={"pkg": _Tree()},
+        packages={"pkg": Package()},
     )
-    for name, line, owner, text in (
-        ("rate", 14, "Arguments", "The rate."),
-        ("size", 15, "Arguments", "The size."),
-        ("steps", 11, "Base", "How many steps."),
-        ("plain", 17, "Arguments", None),
-        # the lines of the snapshot are not always those of the checkout
-        ("rate", 99, "Arguments", "The rate."),
-    ):
-        known = Field(name=name, type="int", kind="int", owner=owner, where=f"pkg/args.py:{line}")
-        assert meaning_of(source, known) == text
-        assert meaning_of(replace(source, packages={}), known) is None
+    field = Field(name=name, type="int", kind="int", owner=owner, where=f"pkg/args.py:{line}")
+    assert meaning_of(source, field) == meaning
+    assert meaning_of(replace(source, packages={}), field) is None
 
 
-def test_a_code_is_explained(out: Out) -> None:
-    assert "the entry script has no such argument" in out("explain", "unknown-key")
-    assert "did you mean `unknown-key`" in out("explain", "unknown-kez", code=Exit.USAGE)
+def test_a_code_is_explained(run: Run) -> None:
+    assert "the entry script has no such argument" in run("explain", "unknown-key")
+    assert "did you mean `unknown-key`" in run("explain", "unknown-kez", code=Exit.USAGE)
 
 
-def test_what_launch_derives_is_the_value_here(out: Out, write: Write) -> None:
+def test_what_launch_derives_is_the_value_here(run: Run, write: Write) -> None:
     path = write("s.yaml", STAGE + "batch: {global: 128, per_device: 16}\n")
 
     def here(key: str, *words: str) -> str:
-        return next(
-            line for line in out("explain", key, str(path), *words).splitlines() if "here  " in line
-        )
+        text = run("explain", key, str(path), *words)
+        return text.partition("  here       ")[2].partition("\n")[0]
 
-    assert here("per_device_train_batch_size") == f"  here       16  (batch: {path}:7, on 1 GPU)"
-    assert here("gradient_accumulation_steps").startswith("  here       8  (batch: ")
-    assert here("gradient_accumulation_steps", "--gpus", "4").startswith("  here       2  (batch: ")
+    accumulation = "gradient_accumulation_steps"
+    assert here("per_device_train_batch_size") == f"16  (batch: {path}:7, on 1 GPU)"
+    assert here(accumulation).startswith("8  (batch: ")
+    assert here(accumulation, "--gpus", "4").startswith("2  (batch: ")
     assert "(set by launch: " in here("dataset_local_cache_dir")
-
-
-def test_a_key_of_launchs_own_is_explained_once(out: Out) -> None:
-    assert out("explain", "gates").count("loss_fall") == 1
 
 
 @pytest.mark.parametrize(
     ("idea", "backend", "names"),
     [
         ("lr", "open_instruct", ["learning_rate"]),
-        ("model", "trl", ["model_name_or_path"]),
         ("epochs", "open_instruct", ["num_epochs", "num_train_epochs"]),
+        # another tool's name
         ("cutoff_len", "trl", ["max_length"]),
+        # a word of the name
         ("warmup", "open_instruct", ["warmup_ratio"]),
     ],
 )
 def test_what_people_call_an_argument(
-    idea: str, backend: str, names: list[str], capsys: pytest.CaptureFixture[str]
+    idea: str, backend: str, names: list[str], run_json: Callable[..., Any]
 ) -> None:
-    assert main(["explain", idea, "--backend", backend, "--format", "json"]) == Exit.OK
-    explained = json.loads(capsys.readouterr().out)["data"]["explained"]
-    assert sorted({one["key"] for one in explained}) == names
+    explained = run_json("explain", idea, "--backend", backend)["explained"]
+    assert sorted({row["key"] for row in explained}) == names
 
 
-def test_both_trainers_are_explained_where_none_is_named(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["explain", "max_length", "--stage", "sft", "--format", "json"]) == Exit.OK
-    explained = json.loads(capsys.readouterr().out)["data"]["explained"]
-    assert [(row["backend"], row["exists"]) for row in explained] == [
-        ("open_instruct", False),
-        ("trl", True),
-    ]
+def test_both_trainers_are_explained_where_none_is_named(run_json: Callable[..., Any]) -> None:
+    pinned, trl = run_json("explain", "max_length", "--stage", "sft")["explained"]
+    assert (pinned["backend"], pinned["exists"]) == ("open_instruct", False)
+    assert (trl["backend"], trl["exists"]) == ("trl", True)
     # a trainer that never had it is left out
-    assert (
-        main(["explain", "do_not_randomize_output_dir", "--stage", "sft", "--format", "json"])
-        == Exit.OK
-    )
-    explained = json.loads(capsys.readouterr().out)["data"]["explained"]
-    assert [row["backend"] for row in explained] == ["open_instruct"]
+    key = "do_not_randomize_output_dir"
+    (pinned,) = run_json("explain", key, "--stage", "sft")["explained"]
+    assert pinned["backend"] == "open_instruct"
 
 
 @pytest.mark.parametrize("key", [*pipeline.KEYS, *pipeline.STAGE_KEYS, "eval.command"])
-def test_keys_of_pipelines_are_explained(key: str, out: Out) -> None:
-    assert f"{key.partition('.')[0]}  (a key of pipeline files)" in out("explain", key)
+def test_keys_of_pipelines_are_explained(key: str, run: Run) -> None:
+    assert f"{key.partition('.')[0]}  (a key of pipeline files)" in run("explain", key)
 
 
-def test_the_parts_of_an_evaluation_are_explained(out: Out) -> None:
-    text = out("explain", "eval")
-    assert all(f"{part}: " in text for part in evaluation.KEYS)
+def test_the_parts_of_a_key_are_explained_once(run: Run) -> None:
+    assert run("explain", "gates").count("loss_fall") == 1
+    text = run("explain", "eval")
+    for part in evaluation.KEYS:
+        assert f"{part}: " in text
     assert "oe_eval_tasks" not in text

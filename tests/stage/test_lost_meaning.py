@@ -1,6 +1,7 @@
-"""Keys that are gone and changed what was trained: what is said of them, and what `--fix` leaves of it."""
+"""Keys that are gone and changed the training: what is said of them, and what `--fix` leaves."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,9 @@ args:
   push_to_hub: false
   try_launch_beaker_eval_jobs: false
 """
-OI_DPO = OPEN_INSTRUCT.replace("stage: sft", "stage: dpo").replace(
-    "dataset_mixer_list", "mixer_list"
-)
+DPO = OPEN_INSTRUCT.replace("stage: sft", "stage: dpo").replace("dataset_mixer_list", "mixer_list")
 NO_DATA = OPEN_INSTRUCT.replace("  dataset_mixer_list: [org/data, 1.0]\n", "")
+DPO_NO_DATA = DPO.replace("  mixer_list: [org/data, 1.0]\n", "")
 TRL = """\
 stage: sft
 backend: trl
@@ -35,127 +35,152 @@ args:
   output_dir: output
 """
 TRL_DPO = TRL.replace("stage: sft", "stage: dpo")
-
-# the file, the line that is added, and words of what is said
-LOST = (
-    (OPEN_INSTRUCT, "reduce_loss: sum", ("far too low", "weights of rows", "learning rate anew")),
-    (TRL, "split_batches: true", ("did not grow", "accelerator_config")),
-    (TRL, "adafactor: true", ("Adafactor", "`optim: adafactor`")),
-    (TRL, "group_by_length: true", ("like length", "train_sampling_strategy")),
-    (TRL, "per_gpu_train_batch_size: 2", ("rows of a GPU", "per_device_train_batch_size")),
-    (TRL_DPO, "rpo_alpha: 1.0", ("log-likelihood of the chosen", "loss_weights")),
-    (TRL_DPO, "reference_free: true", ("left the reference model out", "choose")),
-    (TRL_DPO, "max_prompt_length: 64", ("beginning of longer prompts", "max_length")),
-    (TRL_DPO, "max_completion_length: 64", ("end of longer answers", "max_length")),
-    (TRL_DPO, "ref_adapter_name: old", ("adapter that is the reference", "merge")),
-    (TRL_DPO, "model_adapter_name: mine", ("adapter that is trained", "folder")),
-    (TRL_DPO, "force_use_ref_model: true", ("reference model of its own", "merge")),
-    (
-        TRL_DPO,
-        'ref_model_init_kwargs: \'{"dtype": "float32"}\'',
-        ("settings of its own", "check type"),
-    ),
-    (TRL_DPO, 'tools: \'[{"name": "f"}]\'', ("into every prompt", "column `tools`")),
-)
-HARMLESS = (
-    (OPEN_INSTRUCT, "reduce_loss: mean"),
-    # of DPO nothing read it
-    (OI_DPO, "reduce_loss: sum"),
-    (TRL, "split_batches: false"),
-    (TRL, "adafactor: false"),
-    (TRL_DPO, "reference_free: false"),
-    (TRL_DPO, "rpo_alpha: 0.0"),
-    (TRL_DPO, "label_pad_token_id: -100"),
-)
+Command = Callable[..., tuple[Exit, dict[str, Any]]]
 
 
 @pytest.fixture(autouse=True)
-def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
 
 
-def answered(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, list[dict[str, Any]]]:
-    capsys.readouterr()
-    code = main([*words, "--format", "json"])
-    findings: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["findings"]
-    return code, findings
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Command:
+    """Run a command; its exit code, and its findings by their key."""
+
+    def run_command(*words: str) -> tuple[Exit, dict[str, Any]]:
+        code = Exit(main([*words, "--format", "json"]))
+        findings = json.loads(capsys.readouterr().out)["findings"]
+        return code, {finding["key"]: finding for finding in findings}
+
+    return run_command
 
 
-def about(findings: list[dict[str, Any]], key: str) -> dict[str, Any]:
-    (finding,) = [one for one in findings if one["key"] == f"args.{key}"]
-    return finding
+@pytest.fixture
+def validate(run: Command) -> Command:
+    return lambda path, *words: run("validate-config", str(path), *words)
 
 
-@pytest.mark.parametrize(("head", "line", "words"), LOST, ids=[line for _, line, _ in LOST])
-def test_it_is_said_before_and_after_the_fix(
-    capsys: pytest.CaptureFixture[str], write: Write, head: str, line: str, words: tuple[str, str]
+def lost(head: str, line: str, *words: str) -> Any:
+    """A case: the file, the line that is added, and words of what is said of it."""
+    return pytest.param(head, line, words, id=line)
+
+
+@pytest.mark.parametrize(
+    ("head", "line", "words"),
+    [
+        lost(OPEN_INSTRUCT, "reduce_loss: sum", "far too low", "of rows", "learning rate anew"),
+        lost(TRL, "split_batches: true", "did not grow", "accelerator_config"),
+        lost(TRL, "adafactor: true", "Adafactor", "`optim: adafactor`"),
+        lost(TRL, "group_by_length: true", "like length", "train_sampling_strategy"),
+        lost(TRL, "per_gpu_train_batch_size: 2", "of a GPU", "per_device_train_batch_size"),
+        lost(TRL_DPO, "rpo_alpha: 1.0", "log-likelihood of the chosen", "loss_weights"),
+        lost(TRL_DPO, "reference_free: true", "left the reference model out", "choose"),
+        lost(TRL_DPO, "max_prompt_length: 64", "beginning of longer prompts", "max_length"),
+        lost(TRL_DPO, "max_completion_length: 64", "end of longer answers", "max_length"),
+        lost(TRL_DPO, "ref_adapter_name: old", "adapter that is the reference", "merge"),
+        lost(TRL_DPO, "model_adapter_name: mine", "adapter that is trained", "folder"),
+        lost(TRL_DPO, "force_use_ref_model: true", "reference model of its own", "merge"),
+        lost(TRL_DPO, "ref_model_init_kwargs: '{\"a\": 1}'", "settings of its own", "check type"),
+        lost(TRL_DPO, 'tools: \'[{"name": "f"}]\'', "into every prompt", "column `tools`"),
+    ],
+)
+def test_a_lost_meaning_is_told_before_and_after_the_fix(
+    validate: Command, write: Write, head: str, line: str, words: tuple[str, ...]
 ) -> None:
-    key = line.partition(":")[0]
+    key = f"args.{line.partition(':')[0]}"
     path = write("a.yaml", f"{head}  {line}  # mine\n  seed: 1\n")
-    code, findings = answered(capsys, "validate-config", str(path))
-    finding = about(findings, key)
-    assert (code, finding["code"], finding["severity"]) == (Exit.CONFIG, "removed-key", "error")
-    said = f"{finding['message']} {finding['help']}"
-    assert all(word in said for word in words), said
-    assert "delete the line" in finding["help"]
 
-    for _ in range(2):
-        code, findings = answered(capsys, "validate-config", "--fix", str(path))
-        assert path.read_text() == f"{head}  # lost: {line}  # mine\n  seed: 1\n"
-        finding = about(findings, key)
-        assert (code, finding["code"], finding["severity"]) == (Exit.OK, "lost-meaning", "warning")
-        assert finding["line"] == head.count("\n") + 1
-        said = f"{finding['message']} {finding['help']}"
-        assert all(word in said for word in words), said
+    code, findings = validate(path)
+    before = findings[key]
+    assert code == Exit.CONFIG
+    assert before["code"] == "removed-key"
+    assert "delete the line" in before["help"]
+
+    code, findings = validate(path, "--fix")
+    after = findings[key]
+    assert code == Exit.OK
+    assert path.read_text() == f"{head}  # lost: {line}  # mine\n  seed: 1\n"
+    assert after["code"] == "lost-meaning"
+    assert after["severity"] == "warning"
+    assert after["line"] == head.count("\n") + 1
+
+    for finding in (before, after):
+        text = f"{finding['message']} {finding['help']}"
+        for part in words:
+            assert part in text
+
+
+def test_a_comment_about_a_lost_meaning_counts_until_it_is_deleted(
+    run: Command, validate: Command, write: Write
+) -> None:
+    text = f"{OPEN_INSTRUCT}  # lost: reduce_loss: sum\n"
+    path = write("a.yaml", text)
+    key = "args.reduce_loss"
+    # it is fixed already
+    _, findings = validate(path, "--fix")
+    assert findings[key]["code"] == "lost-meaning"
+    assert path.read_text() == text
     # a plan and a start say it too
-    words_of_dry_run = (
-        path.read_text().partition("\n")[0].removeprefix("stage: "),
-        str(path),
-        "--gpus",
-        "1",
-    )
-    _, findings = answered(capsys, *words_of_dry_run, "--dry-run")
-    assert about(findings, key)["code"] == "lost-meaning"
-    code, _ = answered(capsys, "validate-config", "--strict", str(path))
+    _, findings = run("sft", str(path), "--gpus", "1", "--dry-run")
+    assert findings[key]["code"] == "lost-meaning"
+    code, _ = validate(path, "--strict")
     assert code == Exit.CONFIG
     # whoever has decided deletes the comment
-    path.write_text(f"{head}  seed: 1\n")
-    code, findings = answered(capsys, "validate-config", str(path))
-    assert "lost-meaning" not in {one["code"] for one in findings}
+    path.write_text(OPEN_INSTRUCT)
+    _, findings = validate(path)
+    assert key not in findings
 
 
-@pytest.mark.parametrize(("head", "line"), HARMLESS, ids=[line for _, line in HARMLESS])
+@pytest.mark.parametrize(
+    ("head", "line"),
+    [
+        (OPEN_INSTRUCT, "reduce_loss: mean"),
+        # of DPO nothing read it
+        (DPO, "reduce_loss: sum"),
+        (TRL, "split_batches: false"),
+        (TRL, "adafactor: false"),
+        (TRL_DPO, "reference_free: false"),
+        (TRL_DPO, "rpo_alpha: 0.0"),
+        (TRL_DPO, "label_pad_token_id: -100"),
+    ],
+)
 def test_a_value_that_did_nothing_is_deleted(
-    capsys: pytest.CaptureFixture[str], write: Write, head: str, line: str
+    validate: Command, write: Write, head: str, line: str
 ) -> None:
     path = write("a.yaml", f"{head}  {line}\n")
-    code, findings = answered(capsys, "validate-config", "--fix", str(path))
-    assert (code, path.read_text()) == (Exit.OK, head)
-    assert "lost-meaning" not in {one["code"] for one in findings}
+    code, findings = validate(path, "--fix")
+    assert code == Exit.OK
+    assert path.read_text() == head
+    assert f"args.{line.partition(':')[0]}" not in findings
 
 
-def test_what_a_parent_keeps_is_said_of_the_child(
-    capsys: pytest.CaptureFixture[str], write: Write
-) -> None:
+def test_a_comment_of_the_parent_is_a_finding_of_the_child(validate: Command, write: Write) -> None:
     parent = write("parent.yaml", f"{OPEN_INSTRUCT}  # lost: reduce_loss: sum\n")
     child = write("child.yaml", "extends: parent.yaml\nargs: {seed: 2}\n")
-    _, findings = answered(capsys, "validate-config", str(child))
-    finding = about(findings, "reduce_loss")
-    assert (finding["code"], finding["file"]) == ("lost-meaning", str(parent))
+    _, findings = validate(child)
+    finding = findings["args.reduce_loss"]
+    assert finding["code"] == "lost-meaning"
+    assert finding["file"] == str(parent)
 
 
-def test_a_value_of_several_lines_and_the_last_line(
-    capsys: pytest.CaptureFixture[str], write: Write
+@pytest.mark.parametrize(
+    ("text", "fixed"),
+    [
+        (
+            f"{TRL_DPO}  tools:\n    - a\n    - b\n  seed: 1\n",
+            f'{TRL_DPO}  # lost: tools: ["a", "b"]\n  seed: 1\n',
+        ),
+        (f"{OPEN_INSTRUCT}  reduce_loss: sum", f"{OPEN_INSTRUCT}  # lost: reduce_loss: sum"),
+    ],
+    ids=["several lines", "last line"],
+)
+def test_the_comment_stands_where_the_value_stood(
+    validate: Command, write: Write, text: str, fixed: str
 ) -> None:
-    path = write("a.yaml", f"{TRL_DPO}  tools:\n    - a\n    - b\n  seed: 1\n")
-    code, _ = answered(capsys, "validate-config", "--fix", str(path))
-    assert (code, path.read_text()) == (
-        Exit.OK,
-        f'{TRL_DPO}  # lost: tools: ["a", "b"]\n  seed: 1\n',
-    )
-    path = write("a.yaml", f"{OPEN_INSTRUCT}  reduce_loss: sum")
-    code, _ = answered(capsys, "validate-config", "--fix", str(path))
-    assert (code, path.read_text()) == (Exit.OK, f"{OPEN_INSTRUCT}  # lost: reduce_loss: sum")
+    path = write("a.yaml", text)
+    code, _ = validate(path, "--fix")
+    assert code == Exit.OK
+    assert path.read_text() == fixed
 
 
 def test_explain_says_it(capsys: pytest.CaptureFixture[str]) -> None:
@@ -164,28 +189,35 @@ def test_explain_says_it(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("head", "listed"), [(NO_DATA, "dataset_mixer_list"), (OI_DPO, "mixer_list")]
+    ("head", "mixer"), [(NO_DATA, "dataset_mixer_list"), (DPO_NO_DATA, "mixer_list")]
 )
 def test_a_train_file_becomes_a_mixer_list(
-    capsys: pytest.CaptureFixture[str], write: Write, head: str, listed: str
+    validate: Command, write: Write, head: str, mixer: str
 ) -> None:
-    head = head.replace("  mixer_list: [org/data, 1.0]\n", "")
     path = write("a.yaml", f"{head}  train_file: data/mine.jsonl  # mine\n")
-    code, findings = answered(capsys, "validate-config", str(path))
-    finding = about(findings, "train_file")
-    assert (code, finding["code"]) == (Exit.CONFIG, "removed-key")
-    assert f"`{listed}: [FILE, 1.0]`" in finding["help"]
-    answered(capsys, "validate-config", "--fix", str(path))
-    assert path.read_text() == f"{head}  {listed}: [data/mine.jsonl, 1.0]  # mine\n"
+    code, findings = validate(path)
+    finding = findings["args.train_file"]
+    assert code == Exit.CONFIG
+    assert finding["code"] == "removed-key"
+    assert f"`{mixer}: [FILE, 1.0]`" in finding["help"]
+    validate(path, "--fix")
+    assert path.read_text() == f"{head}  {mixer}: [data/mine.jsonl, 1.0]  # mine\n"
 
 
-def test_a_train_file_is_never_deleted(capsys: pytest.CaptureFixture[str], write: Write) -> None:
-    for head, file, why in (
+@pytest.mark.parametrize(
+    ("head", "file", "why"),
+    [
         (NO_DATA, "data/mine.json", "`launch data convert` writes one"),
         (OPEN_INSTRUCT, "data/mine.jsonl", "`dataset_mixer_list` is there too"),
-    ):
-        text = f"{head}  train_file: {file}\n"
-        path = write("a.yaml", text)
-        code, findings = answered(capsys, "validate-config", "--fix", str(path))
-        assert (code, path.read_text()) == (Exit.CONFIG, text)
-        assert why in about(findings, "train_file")["help"]
+    ],
+    ids=["json", "data twice"],
+)
+def test_a_train_file_is_never_deleted(
+    validate: Command, write: Write, head: str, file: str, why: str
+) -> None:
+    text = f"{head}  train_file: {file}\n"
+    path = write("a.yaml", text)
+    code, findings = validate(path, "--fix")
+    assert code == Exit.CONFIG
+    assert path.read_text() == text
+    assert why in findings["args.train_file"]["help"]

@@ -42,7 +42,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Loads:
     """The counts of what this process does from now on."""
     counts = Loads()
     read_yaml = document.read_yaml
-    read = stage.read
+    read = stage.read_stage_file
     make = plan.make
     apply_in = registry.apply_in
 
@@ -66,7 +66,7 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Loads:
         return apply_in(context)
 
     monkeypatch.setattr(document, "read_yaml", counted_file)
-    monkeypatch.setattr(stage, "read", counted_read)
+    monkeypatch.setattr(stage, "read_stage_file", counted_read)
     monkeypatch.setattr(plan, "make", counted_make)
     monkeypatch.setattr(registry, "apply_in", counted_rules)
     return counts

@@ -41,7 +41,7 @@ args:
 
 
 def staged(path: Path, overrides: Sequence[str] = ()) -> Stage:
-    judged = stages.judge(load.load(path, overrides), locator=Locator(search=()))
+    judged = stages.judge_stage_file(load.load(path, overrides), locator=Locator(search=()))
     stage = stages.validate(judged)
     return replace(stage, upstream=replace(stage.upstream, root=SOURCE))
 

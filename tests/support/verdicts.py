@@ -81,7 +81,7 @@ def refused_by_launch(
     told = []
     for arguments in sets:
         config = Config(path=Path("made.yaml"), shape="stage", options=options, args=arguments)
-        found = stage.judge(config, locator=locator).findings
+        found = stage.judge_stage_file(config, locator=locator).findings
         told.append(
             [
                 f"{f.code}: {f.message}"

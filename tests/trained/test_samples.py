@@ -1,4 +1,4 @@
-"""Samples with a process that stands in for the one that loads models: whatever it does, a record is left."""
+"""Samples with a process that stands for the one that loads models: a record is left always."""
 
 import json
 import sys
@@ -17,19 +17,39 @@ from launcher.runs.attempt import Attempt
 from launcher.runs.rundir import RunFolder
 from launcher.trained import model, samples
 
-PROMPTS = ("What is a list?", "What is a set?")
-
-ANSWER = """
+PROMPTS = ["What is a list?", "What is a set?"]
+STAND_IN = """#!{python}
+import json, sys, time
+sys.stdin.readline()
+def say(**event):
+    print(json.dumps(event), flush=True)
 def answer(number, when):
-    say(event="sample", number=number, when=when, text=f"{when} {number}", tokens=3, ended="stop")
+    say(event="sample", number=number, when=when, text=f"{{when}} {{number}}", tokens=3, ended="stop")
 """
-ALL = (
-    ANSWER + "for when in ('after', 'before'): answer(0, when); answer(1, when)\nsay(event='done')"
-)
-DIES = ANSWER + "answer(0, 'after'); sys.exit(3)"
-HANGS = ANSWER + "answer(0, 'after'); time.sleep(600)"
-TORN = ANSWER + "answer(0, 'after'); print('{\"event\": \"sam', flush=True)"
-FAILS = "say(event='failed', type='OutOfMemoryError', message='CUDA out of memory', code=None, out_of_memory=True)"
+ANSWER_ALL = """
+for when in ("after", "before"):
+    answer(0, when)
+    answer(1, when)
+say(event="done")
+"""
+DIE = "answer(0, 'after'); sys.exit(3)"
+HANG = "answer(0, 'after'); time.sleep(600)"
+TEAR = "answer(0, 'after'); print('{\"event\": \"sam', flush=True)"
+FAIL = "say(event='failed', type='E', message='CUDA out of memory', code=None, out_of_memory=True)"
+
+
+def write_rows(path: Path) -> None:
+    path.parent.mkdir()
+    with path.open("w") as stream:
+        for prompt in PROMPTS:
+            question = {"role": "user", "content": prompt}
+            answer = {"role": "assistant", "content": "b"}
+            stream.write(json.dumps({"messages": [question, answer]}) + "\n")
+
+
+def make_run(**manifest: Any) -> RunFolder:
+    content = made_runs.manifest(stage="sft", cwd=str(Path.cwd()), **manifest)
+    return RunFolder(made_runs.made(rundir.runs_root() / "20260101T000000Z-sft-a", told=content))
 
 
 @pytest.fixture
@@ -37,121 +57,111 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     """A finished run that asks for two samples."""
     monkeypatch.chdir(tmp_path)
     saved.model(tmp_path / "out")
-    rows = [
-        {"messages": [{"role": "user", "content": text}, {"role": "assistant", "content": "b"}]}
-        for text in PROMPTS
-    ]
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    given = {
-        "model_name_or_path": "Qwen/Qwen2.5-7B",
-        "dataset_name": "data",
-        "dataset_train_split": "train",
-    }
-    manifest = made_runs.manifest(
-        stage="sft", output=str(tmp_path / "out"), cwd=str(tmp_path), samples=2,
-        args={name: {"value": value, "origin": "a.yaml:3"} for name, value in given.items()},
-    )  # fmt: skip
-    return RunFolder(made_runs.made(rundir.runs_root() / "20260101T000000Z-sft-a", told=manifest))
+    write_rows(tmp_path / "data" / "train.jsonl")
+    values = {"model_name_or_path": "Qwen/Qwen2.5-7B", "dataset_name": "data"}
+    arguments = {name: {"value": value, "origin": "a.yaml:3"} for name, value in values.items()}
+    return make_run(output=str(tmp_path / "out"), samples=2, args=arguments)
 
 
 @pytest.fixture
-def standing_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Have a script with this body take the place of the trainer's Python."""
 
-    def stand_in(body: str) -> None:
+    def install(body: str) -> None:
         python = tmp_path / "python"
-        head = f"#!{sys.executable}\nimport json, sys, time\nsys.stdin.readline()\n"
-        head += "def say(**event): print(json.dumps(event), flush=True)\n"
-        python.write_text(head + body)
+        python.write_text(STAND_IN.format(python=sys.executable) + body)
         python.chmod(0o755)
-        monkeypatch.setattr(
-            model, "trainer_of", lambda *_: Trainer(python=python, source="a stand-in")
-        )
+        trainer = Trainer(python=python, source="a stand-in")
+        monkeypatch.setattr(model, "trainer_of", lambda *_: trainer)
 
-    return stand_in
+    return install
 
 
-def record_of(run: RunFolder) -> dict[str, Any]:
+def take_samples(run: RunFolder) -> dict[str, Any]:
+    """The record that is left."""
     samples.take(run, {}, lambda _: None)
     record: dict[str, Any] = json.loads(run.samples.read_text())
     return record
 
 
 def answers(record: dict[str, Any]) -> list[str | None]:
-    kept = [prompt[when] for prompt in record["prompts"] for when in ("before", "after")]
-    return [None if answer is None else answer["text"] for answer in kept]
+    texts = []
+    for prompt in record["prompts"]:
+        for when in ("before", "after"):
+            answer = prompt[when]
+            texts.append(None if answer is None else answer["text"])
+    return texts
 
 
-def test_each_prompt_has_both_answers(run: RunFolder, standing_in: Callable[[str], None]) -> None:
-    standing_in(ALL)
-    record = record_of(run)
+def test_each_prompt_has_both_answers(run: RunFolder, stand_in: Callable[[str], None]) -> None:
+    stand_in(ANSWER_ALL)
+    record = take_samples(run)
     assert record["failed"] is None
-    assert [prompt["messages"][0]["content"] for prompt in record["prompts"]] == [*PROMPTS]
+    assert [prompt["messages"][0]["content"] for prompt in record["prompts"]] == PROMPTS
     assert answers(record) == ["before 0", "after 0", "before 1", "after 1"]
 
 
 @pytest.mark.parametrize(
     ("body", "reason", "kept"),
     [
-        (DIES, "ended with 3", True),
-        (TORN, "the process that had loaded the model", True),
-        (HANGS, "it took longer than", True),
-        (FAILS, "does not fit: CUDA out of memory", False),
+        pytest.param(DIE, "ended with 3", "after 0", id="dies"),
+        pytest.param(TEAR, "the process that had loaded the model", "after 0", id="torn"),
+        pytest.param(HANG, "it took longer than", "after 0", id="hangs"),
+        pytest.param(FAIL, "does not fit: CUDA out of memory", None, id="out of memory"),
     ],
-    ids=["dies", "torn", "hangs", "out of memory"],
 )
-def test_what_there_is_stays_with_the_reason(
-    body: str, reason: str, kept: bool, run: RunFolder, standing_in: Callable[[str], None],
+def test_a_failure_keeps_the_answers_and_the_reason(
+    body: str,
+    reason: str,
+    kept: str | None,
+    run: RunFolder,
+    stand_in: Callable[[str], None],
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr(samples, "LIMIT_S", 2.0)
-    standing_in(body)
-    record = record_of(run)
+    stand_in(body)
+    record = take_samples(run)
     assert reason in record["failed"]
-    assert answers(record) == [None, "after 0" if kept else None, None, None]
+    assert answers(record) == [None, kept, None, None]
 
 
-def test_an_interrupt_ends_it(
-    run: RunFolder, standing_in: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+def raise_error(error: BaseException) -> Callable[..., None]:
+    def fail(*_: object) -> None:
+        raise error
+
+    return fail
+
+
+def test_an_interrupt_ends_it(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(samples, "_ask", raise_error(KeyboardInterrupt()))
+    assert take_samples(run)["failed"] == "it was interrupted"
+
+
+def after_training(run: RunFolder) -> None:
+    """What the supervisor does for samples once a training is over."""
+    settings = {"argv": (), "env": {}, "environ": {}, "cwd": str(Path.cwd()), "title": "sft"}
+    sampling.take_samples(run, Attempt(number=1, stage="sft", backend="trl", **settings))
+
+
+def test_the_page_shows_the_answers_and_the_verdict_stays(
+    run: RunFolder, stand_in: Callable[[str], None]
 ) -> None:
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(samples, "_ask", interrupt)
-    assert record_of(run)["failed"] == "it was interrupted"
-
-
-def attempt_of(run: RunFolder) -> Attempt:
-    return Attempt(
-        number=1, argv=(), env={}, environ={}, cwd=str(Path.cwd()), stage="sft", backend="trl", title="sft"
-    )  # fmt: skip
-
-
-def test_the_page_shows_them_and_the_verdict_stays(
-    run: RunFolder, standing_in: Callable[[str], None]
-) -> None:
-    standing_in(ALL)
+    stand_in(ANSWER_ALL)
     run.verdict.write_text('{"status": "fail"}')
-    sampling.take_samples(run, attempt_of(run))
+    after_training(run)
     assert "after 1" in run.report.read_text()
     assert run.verdict.read_text() == '{"status": "fail"}'
 
 
 def test_no_error_leaves_it(run: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("whatever")
-
-    monkeypatch.setattr(samples, "take", fail)
-    sampling.take_samples(run, attempt_of(run))
+    monkeypatch.setattr(samples, "take", raise_error(RuntimeError("whatever")))
+    after_training(run)
     assert not run.samples.exists()
 
 
 @pytest.mark.parametrize("changes", [{"samples": 0}, {}])
-def test_a_run_that_asks_for_none_has_none(changes: dict[str, Any], tmp_path: Path) -> None:
-    manifest = made_runs.manifest(**changes)
-    run = RunFolder(made_runs.made(rundir.runs_root() / "20260101T000000Z-sft-a", told=manifest))
-    assert not samples.is_due(run)
+def test_a_run_that_asks_for_none_has_none(changes: dict[str, int]) -> None:
+    assert not samples.is_due(make_run(**changes))
 
 
 def test_trials_have_none(run: RunFolder) -> None:

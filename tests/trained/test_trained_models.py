@@ -1,7 +1,7 @@
-"""What comes after a run, without loading a model: which one is found, its next commands, its card."""
+"""What comes after a run, without loading a model: which one is found, next commands, the card."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,248 +11,268 @@ import saved
 import yaml
 
 from launcher.artifacts import model_files
+from launcher.cli.commands.trained import found_model
 from launcher.cli.main import main
 from launcher.config import keys
 from launcher.runs import rundir
 from launcher.runs.record import Manifest
 from launcher.runs.rundir import RunFolder
 from launcher.trained import card, model, next_steps, prompts
+from launcher.trained.model import TrainedModel
+from launcher.trained.next_steps import NextSteps
 
 Capture = pytest.CaptureFixture[str]
 
+QWEN = "Qwen/Qwen2.5-7B"
+NAME = "20260101T000000Z-sft-a"
+
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
 
 
-def argument(value: object) -> dict[str, object]:
-    return {"value": value, "origin": "my_sft.yaml:3"}
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out"
 
 
-def run_into(
-    output: Path, name: str = "20260101T000000Z-sft-a", *, ended: bool = True, **arguments: object
-) -> Path:
+def arguments_of(**values: object) -> dict[str, dict[str, object]]:
+    return {name: {"value": value, "origin": "my_sft.yaml:3"} for name, value in values.items()}
+
+
+def make_run(output: Path, name: str = NAME, *, backend: str = "trl", **arguments: object) -> Path:
     """A run whose output folder this is."""
-    given = {"model_name_or_path": "Qwen/Qwen2.5-7B", "dataset_name": "allenai/tulu-3", **arguments}
+    values = {"model_name_or_path": QWEN, "dataset_name": "allenai/tulu-3", **arguments}
+    data = {"role": "data", "name": "allenai/tulu-3", "digest": "abc" * 20}
     manifest = made_runs.manifest(
-        name="a", stage="sft", output=str(output), cwd=str(Path.cwd()), config="my_sft.yaml",
-        args={key: argument(value) for key, value in given.items()},
-        contents=[{"role": "data", "name": "allenai/tulu-3", "digest": "abc" * 20}],
-    )  # fmt: skip
-    if ended:
-        return made_runs.made(rundir.runs_root() / name, told=manifest)
-    path = made_runs.made(rundir.runs_root() / name, told=manifest, steps=8, ended=False)
-    # it has not come to its final save
-    log = path / "console.log"
-    log.write_text(
-        "".join(line for line in log.read_text().splitlines(True) if "saved" not in line)
+        name="a",
+        stage="sft",
+        backend=backend,
+        output=str(output),
+        cwd=str(Path.cwd()),
+        args=arguments_of(**values),
+        contents=[data],
     )
-    events = path / "probe" / "rank-0.jsonl"
-    events.write_text(
-        "".join(line for line in events.read_text().splitlines(True) if '"end"' not in line)
-    )
-    return path
+    return made_runs.made(rundir.runs_root() / name, told=manifest)
 
 
-def adapter(folder: Path, **changes: Any) -> Path:
+def cut_off(run: Path) -> None:
+    """Have a run not have come to its final save."""
+    (run / "exit.json").unlink()
+    for name, word in {"console.log": "saved", "probe/rank-0.jsonl": '"end"'}.items():
+        lines = (run / name).read_text().splitlines(keepends=True)
+        (run / name).write_text("".join(line for line in lines if word not in line))
+
+
+def make_adapter(folder: Path, **changes: object) -> Path:
     """What peft leaves of a LoRA adapter."""
-    folder.mkdir(parents=True)
-    config = {"peft_type": "LORA", "r": 16, "base_model_name_or_path": "Qwen/Qwen2.5-7B", **changes}
+    folder.mkdir()
+    config = {"peft_type": "LORA", "r": 16, "base_model_name_or_path": QWEN, **changes}
     (folder / model_files.ADAPTER).write_text(json.dumps(config))
     saved.tensors(folder / "adapter_model.safetensors")
     return folder
 
 
-def refused(capsys: Capture, *words: str) -> tuple[int, dict[str, Any]]:
-    """The exit code of a command and its first finding."""
+def trained_model(folder: Path) -> TrainedModel:
+    trained = model.of_folder(folder)
+    assert trained is not None
+    return trained
+
+
+def refusal(capsys: Capture, *words: str) -> dict[str, Any]:
+    """The first finding of a command that fails, with its exit code."""
     code = main([*words, "--format", "json"])
     answer = json.loads(capsys.readouterr().out)
     assert not answer["ok"]
-    return code, answer["findings"][0]
+    return {**answer["findings"][0], "exit": code}
 
 
-def test_a_name_that_is_neither_run_nor_folder(capsys: Capture) -> None:
-    code, finding = refused(capsys, "chat", "nothing", "--prompt", "a")
-    assert (code, finding["code"]) == (2, "no-such-run")
+def chat_refusal(capsys: Capture, target: str) -> dict[str, Any]:
+    return refusal(capsys, "chat", target, "--prompt", "a")
 
 
-def test_a_name_that_is_wrong_is_named_before_a_prompt_that_lacks(capsys: Capture) -> None:
-    code, finding = refused(capsys, "chat", "nothing", "--prompt", "")
-    assert (code, finding["code"]) == (2, "no-such-run")
+# Which model is found
 
 
-def test_a_run_without_a_final_model_names_its_checkpoints_and_what_to_type(
-    tmp_path: Path, capsys: Capture
+def make_damaged_model(out: Path) -> None:
+    saved.model(out)
+    saved.cut(out / "model.safetensors")
+
+
+def make_adapter_of_missing_base(out: Path) -> None:
+    make_adapter(out, base_model_name_or_path="build/demo/model")
+
+
+def make_merged_adapter(out: Path) -> None:
+    make_adapter(out)
+    out.with_name("out-merged").mkdir()
+
+
+CHAT = ["chat", "out", "--prompt", "a"]
+
+
+@pytest.mark.parametrize(
+    ("make", "words", "exit_code", "code", "message"),
+    [
+        (saved.model, ["chat", "nothing", "--prompt", "a"], 2, "no-such-run", ""),
+        # a wrong name is named before a missing prompt
+        (saved.model, ["chat", "nothing", "--prompt", ""], 2, "no-such-run", ""),
+        (saved.model, ["chat", "out", "--prompt", " "], 2, "no-prompt", ""),
+        (saved.model, [*CHAT, "--prompt", ""], 2, "no-prompt", ""),
+        (saved.model, [*CHAT, "--base"], 5, "no-base-model", ""),
+        (make_damaged_model, CHAT, 5, "damaged-model", "model.safetensors is cut off"),
+        (make_adapter_of_missing_base, CHAT, 5, "no-base-model", "build/demo/model is not here"),
+        (saved.model, ["merge", "out"], 2, "not-an-adapter", ""),
+        (make_merged_adapter, ["merge", "out"], 2, "output-exists", ""),
+    ],
+)
+def test_a_command_that_cannot_be_done(
+    make: Callable[[Path], None],
+    words: list[str],
+    exit_code: int,
+    code: str,
+    message: str,
+    out: Path,
+    capsys: Capture,
 ) -> None:
-    output = tmp_path / "out" / "a"
+    make(out)
+    finding = refusal(capsys, *words)
+    assert finding["exit"] == exit_code
+    assert finding["code"] == code
+    assert message in finding["message"]
+
+
+def test_a_run_without_a_final_model_names_its_checkpoints(out: Path, capsys: Capture) -> None:
     for step in (4, 8):
-        saved.trl(output, step)
-    run_into(output, ended=False)
-    code, finding = refused(capsys, "chat", "last", "--prompt", "a")
-    assert (code, finding["code"]) == (5, "no-final-model")
-    assert "checkpoint-4, checkpoint-8" in finding["help"]
-    assert "launch chat out/a/checkpoint-8" in finding["help"]
-
-
-def test_checkpoints_that_hold_no_model_are_not_offered(tmp_path: Path, capsys: Capture) -> None:
-    output = tmp_path / "out"
-    saved.pinned(output, "step_4")
-    path = run_into(output, ended=False)
-    manifest = json.loads((path / "run.json").read_text())
-    (path / "run.json").write_text(json.dumps({**manifest, "backend": "open_instruct"}))
-    _, finding = refused(capsys, "chat", "last", "--prompt", "a")
-    assert "training states, no model: step_4" in finding["help"]
-    assert "launch chat" not in finding["help"]
-
-
-def test_a_model_of_an_earlier_run_is_not_taken_for_that_of_a_run_that_has_not_ended(
-    tmp_path: Path, capsys: Capture
-) -> None:
-    output = tmp_path / "out"
-    saved.model(output)
-    run_into(output, ended=False)
-    _, finding = refused(capsys, "chat", "last", "--prompt", "a")
+        saved.trl(out, step)
+    cut_off(make_run(out))
+    finding = chat_refusal(capsys, "last")
     assert finding["code"] == "no-final-model"
+    assert finding["exit"] == 5
+    assert "checkpoint-4, checkpoint-8" in finding["help"]
+    assert "launch chat out/checkpoint-8" in finding["help"]
 
 
-def test_a_model_that_is_cut_off_says_so(tmp_path: Path, capsys: Capture) -> None:
-    output = tmp_path / "out"
-    saved.model(output)
-    saved.cut(output / "model.safetensors")
-    code, finding = refused(capsys, "chat", str(output), "--prompt", "a")
-    assert (code, finding["code"]) == (5, "damaged-model")
-    assert "model.safetensors is cut off" in finding["message"]
+def test_checkpoints_that_hold_no_model_are_not_offered(out: Path, capsys: Capture) -> None:
+    saved.pinned(out, "step_4")
+    cut_off(make_run(out, backend="open_instruct"))
+    help = chat_refusal(capsys, "last")["help"]
+    assert "training states, no model: step_4" in help
+    assert "launch chat" not in help
 
 
-def test_a_bench_has_no_model(tmp_path: Path, capsys: Capture) -> None:
+def test_the_model_of_an_earlier_run_is_not_that_of_an_unfinished_one(
+    out: Path, capsys: Capture
+) -> None:
+    saved.model(out)
+    cut_off(make_run(out))
+    assert chat_refusal(capsys, "last")["code"] == "no-final-model"
+
+
+def test_a_bench_has_no_model(capsys: Capture) -> None:
     folder = rundir.runs_root() / "20260101T000000Z-bench-a"
     folder.mkdir(parents=True)
     (folder / rundir.BENCH_RECORD).write_text("{}")
-    code, finding = refused(capsys, "chat", folder.name, "--prompt", "a")
-    assert (code, finding["code"]) == (5, "no-final-model")
+    finding = chat_refusal(capsys, folder.name)
+    assert finding["code"] == "no-final-model"
     assert "leave no model" in finding["message"]
 
 
 def test_a_pipeline_stands_for_its_last_run(tmp_path: Path) -> None:
-    from launcher.cli.commands.trained import found_model
-
     saved.model(tmp_path / "dpo")
-    runs = [
-        run_into(tmp_path / "sft", "20260101T000000Z-sft-a"),
-        run_into(tmp_path / "dpo", "20260102T000000Z-dpo-a"),
-    ]
+    stages = []
+    for number, stage in enumerate(("sft", "dpo"), 1):
+        run = make_run(tmp_path / stage, f"2026010{number}T000000Z-{stage}-a")
+        stages.append({"run": str(run)})
     folder = rundir.runs_root() / "20260103T000000Z-pipeline-a"
     folder.mkdir()
-    record = {"stages": [{"run": str(run)} for run in runs]}
-    (folder / rundir.PIPELINE_RECORD).write_text(json.dumps(record))
+    (folder / rundir.PIPELINE_RECORD).write_text(json.dumps({"stages": stages}))
     assert found_model(folder.name).path == tmp_path / "dpo"
 
 
-@pytest.mark.parametrize("words", [("--prompt", " "), ("--prompt", "a", "--prompt", "")])
-def test_an_empty_prompt_is_refused(
-    words: tuple[str, ...], tmp_path: Path, capsys: Capture
-) -> None:
-    saved.model(tmp_path / "out")
-    code, finding = refused(capsys, "chat", str(tmp_path / "out"), *words)
-    assert (code, finding["code"]) == (2, "no-prompt")
+# Base models
 
 
-def test_a_base_that_nobody_knows_cannot_answer(tmp_path: Path, capsys: Capture) -> None:
-    saved.model(tmp_path / "out")
-    code, finding = refused(capsys, "chat", str(tmp_path / "out"), "--base", "--prompt", "a")
-    assert (code, finding["code"]) == (5, "no-base-model")
+def test_the_base_of_an_adapter_is_that_of_the_record(tmp_path: Path, out: Path) -> None:
+    saved.model(tmp_path / "base")
+    make_adapter(out, base_model_name_or_path="moved/elsewhere")
+    make_run(out, model_name_or_path="base", load_in_4bit=True)
+    trained = trained_model(out)
+    assert trained.base is not None
+    assert trained.base.name == str(tmp_path / "base")
+    assert trained.quantised
 
 
-def test_the_base_of_an_adapter_is_that_of_the_record(tmp_path: Path) -> None:
-    base = tmp_path / "base"
-    saved.model(base)
-    output = adapter(tmp_path / "out", base_model_name_or_path="moved/elsewhere")
-    run_into(output, model_name_or_path="base", load_in_4bit=True)
-    trained = model.of_folder(output)
-    assert trained is not None and trained.base is not None
-    assert (trained.base.name, trained.quantised) == (str(base), True)
+def test_the_base_of_an_adapter_without_a_run_is_that_of_its_config(out: Path) -> None:
+    trained = trained_model(make_adapter(out))
+    assert trained.base == model.Base(name=QWEN)
+    assert trained.run is None
 
 
-def test_the_base_of_an_adapter_without_a_run_is_that_of_its_config(tmp_path: Path) -> None:
-    trained = model.of_folder(adapter(tmp_path / "out"))
-    assert trained is not None
-    assert (trained.base, trained.run) == (model.Base(name="Qwen/Qwen2.5-7B"), None)
+# Next steps
 
 
-def test_a_base_that_is_not_here_is_named(tmp_path: Path, capsys: Capture) -> None:
-    adapter(tmp_path / "out", base_model_name_or_path="build/demo/model")
-    code, finding = refused(capsys, "chat", "out", "--prompt", "a")
-    assert (code, finding["code"]) == (5, "no-base-model")
-    assert "build/demo/model is not here" in finding["message"]
+def steps_of(folder: Path) -> NextSteps:
+    return next_steps.of_model(trained_model(folder))
 
 
-def test_merge_takes_adapters_and_writes_over_nothing(tmp_path: Path, capsys: Capture) -> None:
-    saved.model(tmp_path / "whole")
-    code, finding = refused(capsys, "merge", str(tmp_path / "whole"))
-    assert (code, finding["code"]) == (2, "not-an-adapter")
-    adapter(tmp_path / "out")
-    (tmp_path / "out-merged").mkdir()
-    code, finding = refused(capsys, "merge", str(tmp_path / "out"))
-    assert (code, finding["code"]) == (2, "output-exists")
-    assert list((tmp_path / "out-merged").iterdir()) == []
-
-
-def steps_of(folder: Path) -> next_steps.NextSteps:
-    trained = model.of_folder(folder)
-    assert trained is not None
-    return next_steps.of_model(trained)
-
-
-def test_the_next_steps_of_a_whole_model(tmp_path: Path) -> None:
-    output = tmp_path / "out" / "my model"
+def test_the_next_steps_of_a_whole_model(out: Path) -> None:
+    output = out / "my model"
     saved.model(output)
     saved.trl(output, 8)
-    run_into(output)
-    assert steps_of(output) == next_steps.NextSteps(
+    make_run(output)
+    upload = "hf upload YOU/my-model 'out/my model' . --exclude 'checkpoint-*'"
+    assert steps_of(output) == NextSteps(
         model="out/my model",
-        chat="launch chat 20260101T000000Z-sft-a",
+        chat=f"launch chat {NAME}",
         serve="vllm serve 'out/my model'",
-        push="launch card 20260101T000000Z-sft-a && hf upload YOU/my-model 'out/my model' . --exclude 'checkpoint-*'",
+        push=f"launch card {NAME} && {upload}",
     )
 
 
-SERVE = "vllm serve Qwen/Qwen2.5-7B --enable-lora --max-lora-rank {} --lora-modules out=out"
 MERGE_FIRST = "launch merge out && vllm serve out-merged"
+
+
+def serve_with_rank(rank: int) -> str:
+    words = f"vllm serve {QWEN} --enable-lora --max-lora-rank {rank}"
+    return f"{words} --lora-modules out=out"
 
 
 @pytest.mark.parametrize(
     ("config", "serve"),
     [
-        ({"r": 16}, SERVE.format(16)),
-        ({"r": 24}, SERVE.format(32)),
-        ({"r": 4}, SERVE.format(8)),
+        ({"r": 16}, serve_with_rank(16)),
+        ({"r": 24}, serve_with_rank(32)),
+        ({"r": 4}, serve_with_rank(8)),
         # what vLLM does not serve as an adapter
-        ({"r": 16, "use_dora": True}, MERGE_FIRST),
-        ({"r": 16, "modules_to_save": ["lm_head"]}, MERGE_FIRST),
+        ({"use_dora": True}, MERGE_FIRST),
+        ({"modules_to_save": ["lm_head"]}, MERGE_FIRST),
         ({"r": 2048}, MERGE_FIRST),
     ],
 )
-def test_how_an_adapter_is_served(config: Mapping[str, Any], serve: str, tmp_path: Path) -> None:
-    steps = steps_of(adapter(tmp_path / "out", **config))
-    assert (steps.serve, steps.merge) == (serve, "launch merge out")
+def test_how_an_adapter_is_served(config: dict[str, object], serve: str, out: Path) -> None:
+    steps = steps_of(make_adapter(out, **config))
+    assert steps.serve == serve
+    assert steps.merge == "launch merge out"
 
 
-def test_the_end_of_a_run_names_its_model(tmp_path: Path, capsys: Capture) -> None:
-    output = tmp_path / "out"
-    saved.model(output)
-    path = run_into(output)
-    main(["attach", path.name])
-    out = capsys.readouterr().out
-    assert f"model: out\n  chat   launch chat {path.name}\n" in out
-    main(["attach", path.name, "--format", "json"])
+def test_the_end_of_a_run_names_its_model(out: Path, capsys: Capture) -> None:
+    saved.model(out)
+    make_run(out)
+    main(["attach", NAME])
+    assert f"model: out\n  chat   launch chat {NAME}\n" in capsys.readouterr().out
+    main(["attach", NAME, "--format", "json"])
     assert json.loads(capsys.readouterr().out)["data"]["next"]["model"] == "out"
 
 
-def test_a_run_without_a_model_has_no_next_steps(tmp_path: Path) -> None:
-    assert next_steps.of_finished(RunFolder(run_into(tmp_path / "out"))) is None
+def test_a_run_without_a_model_has_no_next_steps(out: Path) -> None:
+    assert next_steps.of_finished(RunFolder(make_run(out))) is None
+
+
+# The card
 
 
 def front_matter(text: str) -> dict[str, Any]:
@@ -260,180 +280,200 @@ def front_matter(text: str) -> dict[str, Any]:
     return content
 
 
-def test_a_card_says_what_the_record_holds(tmp_path: Path, capsys: Capture) -> None:
-    output = adapter(tmp_path / "out")
-    run_into(
-        output,
-        learning_rate=1e-5,
-        output_dir="/home/somebody/out",
-        chat_template_path="/home/somebody/x.jinja",
-    )
+def test_a_card_says_what_the_record_holds(tmp_path: Path, out: Path, capsys: Capture) -> None:
+    make_adapter(out)
+    make_run(out, learning_rate=1e-5, chat_template_path="/home/somebody/x.jinja")
     assert main(["card", "last", "--output", "-"]) == 0
     text = capsys.readouterr().out
     assert front_matter(text) == {
-        "base_model": "Qwen/Qwen2.5-7B", "base_model_relation": "adapter", "datasets": ["allenai/tulu-3"],
-        "library_name": "peft", "pipeline_tag": "text-generation", "tags": ["sft", "trl", "lora", "launch"],
-    }  # fmt: skip
-    assert "| `learning_rate` | `1e-05` |" in text
-    assert "| step | loss |" in text and "| 40 | " in text
-    assert "| trl | trl 1.16.0 |" in text and "| launch | c0ffee |" in text
-    assert "## Verdict: " in text
-    # a card is for everybody: places on this machine are nobody's business
-    assert "somebody" not in text and "node7" not in text and str(tmp_path) not in text
-    assert not (output / "README.md").exists()
+        "base_model": QWEN,
+        "base_model_relation": "adapter",
+        "datasets": ["allenai/tulu-3"],
+        "library_name": "peft",
+        "pipeline_tag": "text-generation",
+        "tags": ["sft", "trl", "lora", "launch"],
+    }
+    for part in (
+        "| `learning_rate` | `1e-05` |",
+        "| step | loss |",
+        "| 40 | ",
+        "| trl | trl 1.16.0 |",
+        "| launch | c0ffee |",
+        "## Verdict: ",
+    ):
+        assert part in text
+    # a card is for everybody: it names no place on this machine
+    for place in ("somebody", "node7", str(tmp_path)):
+        assert place not in text
+    assert not (out / "README.md").exists()
 
 
 def test_a_card_has_the_licence_and_the_lineage_of_its_base(tmp_path: Path) -> None:
-    first, second = tmp_path / "sft", tmp_path / "dpo"
-    saved.model(first)
-    saved.model(second)
-    snapshot = tmp_path / "hf" / "hub" / "models--Qwen--Qwen2.5-7B"
-    (snapshot / "refs").mkdir(parents=True)
-    (snapshot / "refs" / "main").write_text("c0ffee")
-    (snapshot / "snapshots" / "c0ffee").mkdir(parents=True)
-    (snapshot / "snapshots" / "c0ffee" / "README.md").write_text(
-        "---\nlicense: apache-2.0\n---\n# Qwen\n"
-    )
-    run_into(first, "20260101T000000Z-sft-a")
-    run_into(second, "20260102T000000Z-dpo-a", model_name_or_path=str(first))
-    trained = model.of_folder(second)
-    assert trained is not None
-    text = card.made_of(trained)
+    hub = tmp_path / "hf" / "hub" / "models--Qwen--Qwen2.5-7B"
+    readme = hub / "snapshots" / "c0ffee" / "README.md"
+    readme.parent.mkdir(parents=True)
+    readme.write_text("---\nlicense: apache-2.0\n---\n# Qwen\n")
+    (hub / "refs").mkdir()
+    (hub / "refs" / "main").write_text("c0ffee")
+    saved.model(tmp_path / "sft")
+    saved.model(tmp_path / "dpo")
+    make_run(tmp_path / "sft", "20260101T000000Z-sft-a")
+    make_run(tmp_path / "dpo", "20260102T000000Z-dpo-a", model_name_or_path=str(tmp_path / "sft"))
+
+    text = card.made_of(trained_model(tmp_path / "dpo"))
+
     head = front_matter(text)
-    assert (head["base_model"], head["license"]) == ("Qwen/Qwen2.5-7B", "apache-2.0")
-    assert "`sft` itself was trained from [Qwen/Qwen2.5-7B]" in text
+    assert head["base_model"] == QWEN
+    assert head["license"] == "apache-2.0"
+    assert f"`sft` itself was trained from [{QWEN}]" in text
     assert "licence of the base model is not known" not in text
 
 
-FORM = "# Model Card for Model ID\n" + "[More Information Needed]\n" * 30
-
-
-def test_a_card_of_somebody_else_is_never_written_over(tmp_path: Path, capsys: Capture) -> None:
-    output = tmp_path / "out"
-    saved.model(output)
-    run_into(output)
-    readme = output / "README.md"
+def test_a_card_of_somebody_else_is_never_written_over(out: Path, capsys: Capture) -> None:
+    saved.model(out)
+    make_run(out)
+    readme = out / "README.md"
     readme.write_text("This model was trained with [TRL].\n")
-    code, finding = refused(capsys, "card", "last")
-    assert (code, finding["code"]) == (5, "card-exists")
+    finding = refusal(capsys, "card", "last")
+    assert finding["code"] == "card-exists"
+    assert finding["exit"] == 5
     assert "written by TRL" in finding["message"]
-    assert (
-        "--replace" in steps_of(output).push
-        and "--exclude README.before.md" in steps_of(output).push
-    )
+    push = steps_of(out).push
+    assert "--replace" in push
+    assert "--exclude README.before.md" in push
+
     assert main(["card", "last", "--replace"]) == 0
     assert "the one before: " in capsys.readouterr().out
-    assert (output / "README.before.md").read_text() == "This model was trained with [TRL].\n"
-    # its own is written anew, until somebody edits it
-    assert main(["card", "last"]) == 0
+    assert (out / "README.before.md").read_text() == "This model was trained with [TRL].\n"
+
+
+def test_an_own_card_is_written_anew_until_somebody_edits_it(out: Path, capsys: Capture) -> None:
+    saved.model(out)
+    make_run(out)
+    for _ in range(2):
+        assert main(["card", "last"]) == 0
     capsys.readouterr()
-    readme.write_text(readme.read_text() + "\nMy words.\n")
-    code, finding = refused(capsys, "card", "last")
-    assert "edited" in finding["message"] and "My words." in readme.read_text()
+    with (out / "README.md").open("a") as readme:
+        readme.write("\nMy words.\n")
+    assert "edited" in refusal(capsys, "card", "last")["message"]
+    assert "My words." in (out / "README.md").read_text()
 
 
-def test_the_empty_form_of_peft_is_replaced_and_named(tmp_path: Path, capsys: Capture) -> None:
-    output = adapter(tmp_path / "out")
-    run_into(output)
-    (output / "README.md").write_text(FORM)
+def test_the_empty_form_of_peft_is_replaced_and_named(out: Path, capsys: Capture) -> None:
+    make_adapter(out)
+    make_run(out)
+    form = "# Model Card for Model ID\n" + "[More Information Needed]\n" * 30
+    (out / "README.md").write_text(form)
     assert main(["card", "last"]) == 0
     assert capsys.readouterr().out.startswith("replaced the empty form that peft wrote\n")
-    assert "[More Information Needed]" not in (output / "README.md").read_text()
+    assert "[More Information Needed]" not in (out / "README.md").read_text()
 
 
-def chat(*turns: str) -> list[dict[str, str]]:
-    roles = ("user", "assistant")
-    return [{"role": roles[place % 2], "content": text} for place, text in enumerate(turns)]
+# Prompts of data sets
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: str) -> dict[str, str]:
+    return {"role": "assistant", "content": text}
+
+
+SYSTEM = {"role": "system", "content": "s"}
+QUESTION = [user("a")]
+ANSWER = [assistant("b")]
+SHAREGPT = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
 
 
 @pytest.mark.parametrize(
-    ("row", "asked", "expected"),
+    ("row", "messages"),
     [
-        ({"messages": chat("a", "b", "c", "d")}, chat("a"), "b"),
-        ({"messages": [{"role": "system", "content": "s"}, *chat("a", "b")]}, None, "b"),
-        (
-            {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]},
-            chat("a"),
-            "b",
-        ),
-        ({"prompt": "a", "completion": "b"}, chat("a"), "b"),
-        (
-            {"prompt": chat("a"), "completion": [{"role": "assistant", "content": "b"}]},
-            chat("a"),
-            "b",
-        ),
-        ({"chosen": chat("a", "b"), "rejected": chat("a", "c")}, chat("a"), "b"),
-        ({"prompt": "a", "chosen": "b", "rejected": "c"}, chat("a"), "b"),
-        ({"prompt": chat("a"), "chosen": [{"role": "assistant", "content": "b"}]}, chat("a"), "b"),
+        ({"messages": [*QUESTION, *ANSWER, user("c"), assistant("d")]}, QUESTION),
+        ({"messages": [SYSTEM, *QUESTION, *ANSWER]}, [SYSTEM, *QUESTION]),
+        ({"conversations": SHAREGPT}, QUESTION),
+        ({"prompt": "a", "completion": "b"}, QUESTION),
+        ({"prompt": QUESTION, "completion": ANSWER}, QUESTION),
+        ({"chosen": [*QUESTION, *ANSWER], "rejected": [*QUESTION, assistant("c")]}, QUESTION),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, QUESTION),
+        ({"prompt": QUESTION, "chosen": ANSWER}, QUESTION),
     ],
 )
-def test_the_prompt_of_a_row(
-    row: Mapping[str, Any], asked: list[dict[str, str]] | None, expected: str
-) -> None:
-    prompt = prompts.of_row(row)
-    assert prompt is not None and prompt.expected == expected
-    if asked is not None:
-        assert prompt.messages == asked
+def test_the_prompt_of_a_row(row: dict[str, object], messages: list[dict[str, str]]) -> None:
+    assert prompts.of_row(row) == prompts.Prompt(messages=messages, expected="b")
 
 
 @pytest.mark.parametrize(
     "row",
     [
+        {},
         {"text": "a"},
         {"messages": []},
-        {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-        {},
+        {"messages": [{**SYSTEM, "content": [{"type": "image"}]}]},
     ],
 )
-def test_rows_without_a_prompt(row: Mapping[str, Any]) -> None:
+def test_a_row_without_a_prompt(row: dict[str, object]) -> None:
     assert prompts.of_row(row) is None
 
 
-def rows(path: Path, *texts: str) -> None:
+def write_rows(path: Path, *texts: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(
-        "".join(json.dumps({"messages": chat(text, "answer")}) + "\n" for text in texts)
-    )
+    with path.open("w") as stream:
+        for text in texts:
+            stream.write(json.dumps({"messages": [user(text), *ANSWER]}) + "\n")
 
 
-def chosen(count: int, **arguments: object) -> prompts.Prompts:
-    manifest = Manifest(args={name: argument(value) for name, value in arguments.items()})
-    return prompts.choose(manifest, count)
+def choose(count: int, **arguments: object) -> prompts.Prompts:
+    return prompts.choose(Manifest(args=arguments_of(**arguments)), count)
 
 
-def texts_of(some: prompts.Prompts) -> list[str]:
-    return [prompt.messages[0]["content"] for prompt in some.chosen]
+def texts_of(chosen: prompts.Prompts) -> list[str]:
+    return [prompt.messages[0]["content"] for prompt in chosen.chosen]
 
 
 def test_prompts_that_were_not_trained_on_come_first(tmp_path: Path) -> None:
-    rows(tmp_path / "data" / "train.jsonl", "a", "b")
-    rows(tmp_path / "data" / "test.jsonl", "c", "d", "e", "f")
-    some = chosen(2, dataset_name="data", dataset_train_split="train", dataset_test_split="test")
-    assert (texts_of(some), some.origin) == (["c", "e"], "the split test, which was not trained on")
-    # the split that it names is one that it trains on
-    some = chosen(2, dataset_name="data", dataset_train_split="test", dataset_test_split="test")
-    assert "trained on" in some.origin and texts_of(some)[0] == "c"
+    write_rows(tmp_path / "data" / "train.jsonl", "a", "b")
+    write_rows(tmp_path / "data" / "test.jsonl", "c", "d", "e", "f")
+    chosen = choose(2, dataset_name="data", dataset_test_split="test")
+    assert texts_of(chosen) == ["c", "e"]
+    assert chosen.origin == "the split test, which was not trained on"
+
+    # the named split is the one that it trains on
+    chosen = choose(2, dataset_name="data", dataset_train_split="test", dataset_test_split="test")
+    assert texts_of(chosen)[0] == "c"
+    assert chosen.origin == "rows that were trained on"
 
 
-def test_without_another_split_the_rows_of_the_training_are_named_so(tmp_path: Path) -> None:
-    rows(tmp_path / "data" / "train.jsonl", "a", "b")
-    some = chosen(5, dataset_name="data", dataset_train_split="train", dataset_test_split="test")
-    assert (texts_of(some), some.origin) == (["a", "b"], "rows that were trained on")
-    rows(tmp_path / "mine.jsonl", "g")
-    some = chosen(1, dataset_mixer_list=["mine.jsonl", "1.0"])
-    assert (texts_of(some), some.origin) == (["g"], "rows that were trained on")
+def test_rows_that_were_trained_on_are_named_so(tmp_path: Path) -> None:
+    write_rows(tmp_path / "data" / "train.jsonl", "a", "b")
+    write_rows(tmp_path / "mine.jsonl", "g")
+    for chosen, texts in (
+        (choose(5, dataset_name="data"), ["a", "b"]),
+        (choose(1, dataset_mixer_list=["mine.jsonl", "1.0"]), ["g"]),
+    ):
+        assert texts_of(chosen) == texts
+        assert chosen.origin == "rows that were trained on"
 
 
 def test_why_there_are_no_prompts(tmp_path: Path) -> None:
-    assert chosen(1, dataset_name="some/thing").missing is not None
+    assert choose(1, dataset_name="some/thing").missing is not None
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "train.jsonl").write_text('{"text": "a"}\n')
-    assert "no prompt" in str(chosen(1, dataset_name="texts", dataset_train_split="train").missing)
+    assert "no prompt" in str(choose(1, dataset_name="texts").missing)
 
 
 @pytest.mark.parametrize(
-    ("value", "read"), [(0, 0), (3, 3), ("4", 4), (None, None), (-1, None), ("x", None)]
+    ("value", "expected", "is_refused"),
+    [
+        (0, 0, False),
+        (3, 3, False),
+        ("4", 4, False),
+        (None, None, False),
+        (-1, None, True),
+        ("x", None, True),
+    ],
 )
-def test_the_key_samples(value: object, read: int | None) -> None:
-    found, faults = keys.KEYS["samples"].read(value)
-    assert found == read and bool(faults) is (value in (-1, "x"))
+def test_the_key_samples(value: object, expected: int | None, is_refused: bool) -> None:
+    number, faults = keys.KEYS["samples"].read(value)
+    assert number == expected
+    assert bool(faults) == is_refused

@@ -10,178 +10,261 @@ from launcher.upstream.schema import Field
 from launcher.upstream.source.fields import read_fields
 from launcher.upstream.source.packages import Folder, Sources
 
-HEAD = "import enum\nimport os\nfrom dataclasses import dataclass, field\nfrom typing import *\n"
+HEAD = """
+import enum
+import os
+from dataclasses import dataclass, field
+from typing import *
+"""
 
 
-def fields_of(write: Write, body: str, name: str = "A", **more: Any) -> dict[str, Field]:
-    root = write("pkg/__init__.py", "").parent
-    write("pkg/mod.py", f"{HEAD}{body}")
-    return read_fields(Sources({"pkg": Folder(root)}), [("pkg.mod", name)], {}, **more)
+def package_of(write: Write, name: str, **modules: str) -> Folder:
+    """A package with these modules."""
+    root = write(f"{name}/__init__.py", "").parent
+    for module, text in modules.items():
+        write(f"{name}/{module}.py", HEAD + text)
+    return Folder(root)
 
 
-def only(write: Write, annotation: str, default: str = "None", **more: Any) -> Field:
-    body = f"@dataclass\nclass A:\n    x: {annotation} = {default}\n"
-    return fields_of(write, body, **more)["x"]
+def fields_of(write: Write, body: str, *, takes_none: bool = False) -> dict[str, Field]:
+    """The fields of class `A` of a module."""
+    sources = Sources({"pkg": package_of(write, "pkg", mod=body)})
+    return read_fields(sources, [("pkg.mod", "A")], {}, takes_none=takes_none)
+
+
+def field_of(write: Write, field: str, *, takes_none: bool = False) -> Field:
+    """The only field of a dataclass."""
+    body = f"@dataclass\nclass A:\n    {field}\n"
+    (known,) = fields_of(write, body, takes_none=takes_none).values()
+    return known
 
 
 @pytest.mark.parametrize(
-    ("annotation", "kind", "many"),
+    ("annotation", "kind"),
     [
-        ("int", "int", False),
-        ("Optional[float]", "float", False),
-        ("'str | None'", "str", False),
-        ("list[str]", "str", True),
-        ("dict | None", "dict", False),
-        ("dict | str", "dict", False),
-        ("dict | str | None", "str", False),
-        ("Optional[Union[dict, str]]", "str", False),
-        ("int | str", "int", False),
-        ("os.PathLike", "str", False),
-        ("Any", "str", False),
-        ("Whatever", "opaque", False),
+        ("int", "int"),
+        ("Optional[float]", "float"),
+        ("'str | None'", "str"),
+        ("dict | None", "dict"),
+        ("dict | str", "dict"),
+        ("dict | str | None", "str"),
+        ("Optional[Union[dict, str]]", "str"),
+        ("int | str", "int"),
+        ("os.PathLike", "str"),
+        ("Any", "str"),
+        ("Whatever", "opaque"),
     ],
 )
-def test_annotations(write: Write, annotation: str, kind: str, many: bool) -> None:
-    known = only(write, annotation)
-    assert (known.kind, known.many) == (kind, many)
+def test_the_kind_of_an_annotation(annotation: str, kind: str, write: Write) -> None:
+    known = field_of(write, f"x: {annotation} = None")
+    assert known.kind == kind
     assert known.type == annotation.strip("'")
+    assert not known.many
 
 
-def test_literals_and_enums(write: Write) -> None:
-    body = (
-        "class Mode(str, enum.Enum):\n    ONE = 'one'\n    TWO = 'two'\n    def f(self): ...\n"
-        "@dataclass\nclass A:\n    a: Literal['x', 1, None] = 'x'\n    b: Mode = Mode.TWO\n"
-        "    c: Mode | None = None\n    d: list[Mode] = field(default_factory=list)\n"
-        "    e: str = field(default='p', metadata={'choices': ['p', 'q'], 'help': f'{os}'})\n"
-        "    f: Optional[Literal['x']] = None\n"
-    )
-    known = fields_of(write, body)
-    assert [(k.name, k.kind, k.choices, k.default) for k in known.values()] == [
-        ("a", "choice", ("x", 1, None), "x"),
-        ("b", "choice", ("one", "two"), "two"),
-        ("c", "choice", ("one", "two"), None),
-        ("d", "choice", ("one", "two"), []),
-        ("e", "str", ("p", "q"), "p"),
-        ("f", "choice", ("x",), None),
-    ]
-    assert known["d"].many
+def test_a_list_takes_many_words(write: Write) -> None:
+    known = field_of(write, "x: list[str] = None")
+    assert known.kind == "str"
+    assert known.many
+
+
+CHOICES = """
+class Mode(str, enum.Enum):
+    ONE = 'one'
+    TWO = 'two'
+    def f(self): ...
+
+@dataclass
+class A:
+    literal: Literal['x', 1, None] = 'x'
+    optional_literal: Optional[Literal['x']] = None
+    member: Mode = Mode.TWO
+    optional: Mode | None = None
+    several: list[Mode] = field(default_factory=list)
+    named: str = field(default='p', metadata={'choices': ['p', 'q'], 'help': f'{os}'})
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "choices", "default"),
+    [
+        ("literal", "choice", ("x", 1, None), "x"),
+        ("optional_literal", "choice", ("x",), None),
+        ("member", "choice", ("one", "two"), "two"),
+        ("optional", "choice", ("one", "two"), None),
+        ("several", "choice", ("one", "two"), []),
+        ("named", "str", ("p", "q"), "p"),
+    ],
+)
+def test_choices_of_literals_enums_and_metadata(
+    name: str, kind: str, choices: tuple[Any, ...], default: Any, write: Write
+) -> None:
+    known = fields_of(write, CHOICES)[name]
+    assert (known.kind, known.choices) == (kind, choices)
+    assert known.default == default
 
 
 def test_an_enum_of_another_package(write: Write) -> None:
-    root = write("pkg/__init__.py", "").parent
-    write(
-        "pkg/mod.py",
-        f"{HEAD}from other.deep import Kind\n@dataclass\nclass A:\n    k: Kind = None\n",
-    )
-    write("other/__init__.py", "")
-    other = write("other/deep.py", "import enum\nclass Kind(enum.StrEnum):\n    a = 'x'\n").parent
+    body = "from other.deep import Kind\n@dataclass\nclass A:\n    k: Kind = None\n"
+    package = package_of(write, "pkg", mod=body)
+    other = package_of(write, "other", deep="class Kind(enum.StrEnum):\n    a = 'x'\n")
     classes = [("pkg.mod", "A")]
-    here = read_fields(Sources({"pkg": Folder(root), "other": Folder(other)}), classes, {})["k"]
-    told = read_fields(Sources({"pkg": Folder(root)}), classes, {"other.deep.Kind": ["x"]})["k"]
-    blind = read_fields(Sources({"pkg": Folder(root)}), classes, {})["k"]
-    assert (here.kind, here.choices, here.external) == ("choice", ("x",), "other.deep.Kind")
-    assert told == here
-    assert (blind.kind, blind.external) == ("opaque", "other.deep.Kind")
+
+    by_source = read_fields(Sources({"pkg": package, "other": other}), classes, {})["k"]
+    by_table = read_fields(Sources({"pkg": package}), classes, {"other.deep.Kind": ["x"]})["k"]
+    unknown = read_fields(Sources({"pkg": package}), classes, {})["k"]
+
+    assert (by_source.kind, by_source.choices) == ("choice", ("x",))
+    assert by_table == by_source
+    assert unknown.kind == "opaque"
+    assert by_source.external == unknown.external == "other.deep.Kind"
+
+
+CONSTANTS = "IN = 'in'\nKEYS = [IN, 'out']\nLOOP = LOOP\n"
 
 
 @pytest.mark.parametrize(
-    ("annotation", "default", "value"),
+    ("field", "default"),
     [
-        ("str", "'a' 'b'", "ab"),
-        ("float", "field(default=2e-5, metadata={'help': 'x'})", 2e-5),
-        ("list[str]", "field(default_factory=lambda: ['a', '1.0'])", ["a", "1.0"]),
-        ("list[str]", "field(default_factory=lambda: KEYS)", ["in", "out"]),
-        ("list[str]", "field(default_factory=list)", []),
-        ("str", "os.path.basename(__file__)[: -len('.py')]", "mod"),
-        ("str | list[str]", "'all'", None),  # the parser drops the default of what is no list
+        ("x: str = 'a' 'b'", "ab"),
+        ("x: float = field(default=2e-5, metadata={'help': 'x'})", 2e-5),
+        ("x: list[str] = field(default_factory=lambda: ['a', '1.0'])", ["a", "1.0"]),
+        ("x: list[str] = field(default_factory=lambda: KEYS)", ["in", "out"]),
+        ("x: list[str] = field(default_factory=list)", []),
+        ("x: str = os.path.basename(__file__)[: -len('.py')]", "mod"),
+        # the parser drops the default of what is no list
+        ("x: str | list[str] = 'all'", None),
     ],
 )
-def test_defaults(write: Write, annotation: str, default: str, value: Any) -> None:
-    constants = "IN = 'in'\nKEYS = [IN, 'out']\nDEEP: str = OTHER\nOTHER = 'deep'\n"
-    body = f"{constants}@dataclass\nclass A:\n    x: {annotation} = {default}\n"
-    known = fields_of(write, body)["x"]
-    assert (known.default, known.default_text, known.required) == (value, None, False)
+def test_the_default_of_a_field(field: str, default: Any, write: Write) -> None:
+    known = fields_of(write, f"{CONSTANTS}@dataclass\nclass A:\n    {field}\n")["x"]
+    assert known.default == default
+    assert known.default_text is None
+    assert not known.required
 
 
 @pytest.mark.parametrize(
     "default", ["f()", "LOOP", "-'a'", "{}['a']", "[][3]", "a.b.c", "x if y else z"]
 )
-def test_defaults_that_only_running_could_tell(write: Write, default: str) -> None:
-    body = f"LOOP = LOOP\n@dataclass\nclass A:\n    x: str = {default}\n"
-    known = fields_of(write, body)["x"]
+def test_a_default_that_only_running_could_tell(default: str, write: Write) -> None:
+    known = fields_of(write, f"{CONSTANTS}@dataclass\nclass A:\n    x: str = {default}\n")["x"]
     assert known.default is None
     assert known.default_text
 
 
-def test_which_fields_need_a_value(write: Write) -> None:
-    body = "@dataclass\nclass A:\n    x: int\n    y: int = field(metadata={'help': 'h'})\n"
-    assert all(known.required for known in fields_of(write, body).values())
-    # a bool needs no default
-    # hf_argparser hands argparse a default, or a flag that may be left out
-    body = "@dataclass\nclass A:\n    x: bool\n    y: bool | None\n    z: list[bool]\n"
-    known = fields_of(write, body)
-    assert [known[name].required for name in "xyz"] == [False, False, True]
-    # a word may be optional
-    known = only(write, "str | None", "field(default=None, metadata={'nargs': '?', 'const': True})")
-    assert known.bare
-    assert not only(write, "str | None").bare
-    assert only(write, "bool", "False").bare
-    assert not only(write, "bool | None").bare
+@pytest.mark.parametrize(
+    ("field", "required"),
+    [
+        ("x: int", True),
+        ("x: int = field(metadata={'help': 'h'})", True),
+        ("x: list[bool]", True),
+        # hf_argparser hands argparse a default, or a flag that may be left out
+        ("x: bool", False),
+        ("x: bool | None", False),
+    ],
+)
+def test_which_fields_need_a_value(field: str, required: bool, write: Write) -> None:
+    assert field_of(write, field).required is required
+
+
+@pytest.mark.parametrize(
+    ("field", "bare"),
+    [
+        ("x: str | None = field(default=None, metadata={'nargs': '?', 'const': True})", True),
+        ("x: str | None = None", False),
+        ("x: bool = False", True),
+        ("x: bool | None = None", False),
+    ],
+)
+def test_which_flags_may_stand_without_a_value(field: str, bare: bool, write: Write) -> None:
+    assert field_of(write, field).bare is bare
 
 
 @pytest.mark.parametrize(
     ("annotation", "nullable"),
-    [("int | None", True), ("float | None", True), ("int", False), ("str | None", False),
-     ("bool | None", False), ("list[int] | None", False), ("dict | None", True)],
-)  # fmt: skip
-def test_the_word_none_where_the_parser_reads_it(
-    write: Write, annotation: str, nullable: bool
+    [
+        ("int | None", True),
+        ("float | None", True),
+        ("dict | None", True),
+        ("int", False),
+        ("str | None", False),
+        ("bool | None", False),
+        ("list[int] | None", False),
+    ],
+)
+def test_where_the_parser_reads_the_word_none(
+    annotation: str, nullable: bool, write: Write
 ) -> None:
-    assert only(write, annotation, takes_none=True).nullable is nullable
-    assert not only(write, annotation).nullable
+    field = f"x: {annotation} = None"
+    assert field_of(write, field, takes_none=True).nullable is nullable
+    assert not field_of(write, field).nullable
+
+
+NO_FIELDS = """
+@dataclass
+class A:
+    _VALID = ['x']
+    plain = 5
+    _private: int = 1
+    shared: ClassVar[int] = 1
+    late: int = field(init=False, default=1)
+    x: int = 1
+    'its help'
+    @property
+    def p(self) -> int: ...
+    def __post_init__(self): ...
+"""
 
 
 def test_what_is_no_field(write: Write) -> None:
-    body = (
-        "@dataclass\nclass A:\n    _VALID = ['x']\n    plain = 5\n    _private: int = 1\n"
-        "    shared: ClassVar[int] = 1\n    late: int = field(init=False, default=1)\n"
-        "    x: int = 1\n    'its help'\n    @property\n    def p(self) -> int: ...\n"
-        "    def __post_init__(self): ...\n"
-    )
-    assert list(fields_of(write, body)) == ["x"]
+    assert list(fields_of(write, NO_FIELDS)) == ["x"]
 
 
-def test_inheritance_over_files_keeps_pythons_order(write: Write) -> None:
+DERIVED = """
+from .. import Exported
+from ..base import Base as B
+class Plain:
+    not_a_field: int = 1
+@dataclass
+class Left(Exported):
+    c: int = 3
+    b: int = 20
+@dataclass
+class Right(B, Plain):
+    d: int = 4
+    a: str = 'right'
+@dataclass(kw_only=True)
+class A(Left, Right, Generic[T], Unknown):
+    e: int = 5
+    c: int = 30
+"""
+
+
+def test_inheritance_over_files_has_the_order_of_python(write: Write) -> None:
     root = write("pkg/__init__.py", "from pkg.base import Base as Exported\n").parent
     write("pkg/base.py", f"{HEAD}@dataclass\nclass Base:\n    a: int = 1\n    b: int = 2\n")
     write("pkg/sub/__init__.py", "")
-    write(
-        "pkg/sub/mod.py",
-        f"{HEAD}from .. import Exported\nfrom ..base import Base as B\n"
-        "class Plain:\n    not_a_field: int = 1\n"
-        "@dataclass\nclass Left(Exported):\n    c: int = 3\n    b: int = 20\n"
-        "@dataclass\nclass Right(B, Plain):\n    d: int = 4\n    a: str = 'right'\n"
-        "@dataclass(kw_only=True)\nclass A(Left, Right, Generic[T], Unknown):\n"
-        "    e: int = 5\n    c: int = 30\n",
-    )
-    known = read_fields(Sources({"pkg": Folder(root)}), [("pkg.sub.mod", "A")], {})
-    assert [(k.name, k.default, k.owner) for k in known.values()] == [
+    write("pkg/sub/mod.py", HEAD + DERIVED)
+
+    fields = read_fields(Sources({"pkg": Folder(root)}), [("pkg.sub.mod", "A")], {})
+
+    assert [(known.name, known.default, known.owner) for known in fields.values()] == [
         ("a", "right", "Right"),
         ("b", 20, "Left"),
         ("d", 4, "Right"),
         ("c", 30, "A"),
         ("e", 5, "A"),
     ]
-    assert known["b"].where == "pkg/sub/mod.py:12"
+    assert fields["b"].where == "pkg/sub/mod.py:14"
 
 
-@pytest.mark.parametrize("name", ["pkg.mod.Nope", "pkg.nope.A", "nope.mod.A"])
-def test_an_absent_class_is_an_error_and_no_empty_schema(write: Write, name: str) -> None:
-    root = write("pkg/__init__.py", "").parent
-    write("pkg/mod.py", "class A: ...\n")
-    module, _, class_name = name.rpartition(".")
-    with pytest.raises(LookupError, match=f"{module} has no class {class_name}"):
-        read_fields(Sources({"pkg": Folder(root)}), [(module, class_name)], {})
+@pytest.mark.parametrize(
+    ("module", "name"), [("pkg.mod", "Nope"), ("pkg.nope", "A"), ("nope.mod", "A")]
+)
+def test_a_class_that_is_not_there_is_an_error(module: str, name: str, write: Write) -> None:
+    sources = Sources({"pkg": package_of(write, "pkg", mod="class A: ...\n")})
+    with pytest.raises(LookupError, match=f"{module} has no class {name}"):
+        read_fields(sources, [(module, name)], {})
 
 
 def test_nothing_is_imported_or_run(write: Write, tmp_path: Path) -> None:

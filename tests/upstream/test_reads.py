@@ -1,4 +1,4 @@
-"""What an entry script reads: arguments followed through a package, and the conditions on the way."""
+"""What an entry script reads: arguments followed through a package, and conditions on the way."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from source_package import conditions_of, package, path_of
 from launcher.upstream.source import reads
 from launcher.upstream.source.fields import read_fields
 
-# Each body reads `a`, and nothing else. `main(args)` is called with the parsed arguments; a body without
-# one is that of `main`.
+# Each body reads `a`, and nothing else. `main(args)` is called with the parsed arguments; a body
+# without one is that of `main`.
 FOLLOWED = {
     "an attribute": "use(args.a)",
     "*args": "def g(*rest): use(rest[0].a)\ndef main(args): g(args)",
@@ -30,10 +30,16 @@ FOLLOWED = {
             CFG = args
             g()
     """,
-    "partial": (
-        "from functools import partial\ndef g(o, x): use(o.a)\ndef main(args): partial(g, args)(1)"
-    ),
-    "partial of others": "from functools import partial\ndef g(x, o): use(o.a)\ndef main(args): partial(g, 1)(args)",
+    "partial": """
+        from functools import partial
+        def g(o, x): use(o.a)
+        def main(args): partial(g, args)(1)
+    """,
+    "partial of others": """
+        from functools import partial
+        def g(x, o): use(o.a)
+        def main(args): partial(g, 1)(args)
+    """,
     "map": "def g(o): use(o.a)\ndef main(args): list(map(g, [args]))",
     "a table of functions": """
         def g(o): use(o.a)
@@ -45,9 +51,12 @@ FOLLOWED = {
         TABLE = {"z": max, **dict.fromkeys(["x", "y"], g)}
         def main(args): TABLE["x"](args)
     """,
-    "a wrapped function": (
-        "def g(o): use(o.a)\ndef main(args):\n    f = torch.compile(g)\n    f(args)"
-    ),
+    "a wrapped function": """
+        def g(o): use(o.a)
+        def main(args):
+            f = torch.compile(g)
+            f(args)
+    """,
     "a returned object": "def same(o): return o\ndef main(args): use(same(args).a)",
     "await": """
         async def g(o): return o
@@ -148,7 +157,9 @@ def whole(body: str) -> str:
 @pytest.mark.parametrize("body", FOLLOWED.values(), ids=FOLLOWED)
 def test_an_argument_is_followed(tmp_path: Path, body: str) -> None:
     reads = path_of(tmp_path, whole(body)).reads
-    assert reads["a"] and not reads["d"] and not reads["kind"]
+    assert reads["a"]
+    assert not reads["d"]
+    assert not reads["kind"]
 
 
 IMPORTS = {
@@ -158,9 +169,13 @@ IMPORTS = {
     "relative": "from .steps import go\ndef main(args): go(args)",
     "inside a function": "from pkg.steps import go\ngo(args)",
     "a package's own names": "from pkg.deep import go\ndef main(args): go(args)",
-    "in a try": (
-        "try:\n    from pkg.steps import go\nexcept ImportError:\n    go = None\ndef main(args): go(args)"
-    ),
+    "in a try": """
+        try:
+            from pkg.steps import go
+        except ImportError:
+            go = None
+        def main(args): go(args)
+    """,
 }
 STEPS = """
 def go(o): use(o.a)
@@ -191,9 +206,11 @@ args, other, rest = HfArgumentParser((Options, More)).parse_args_into_dataclasse
 main(args)
 """,
     "one object": "args = ArgumentParserPlus((Options,)).parse()\nmain(args)",
-    "a named parser": (
-        "parser = HfArgumentParser((Options,))\nargs, = parser.parse_args_into_dataclasses()\nmain(args)"
-    ),
+    "a named parser": """
+parser = HfArgumentParser((Options,))
+args, = parser.parse_args_into_dataclasses()
+main(args)
+""",
     "TRL's": "args, = TrlParser((Options,)).parse_args_and_config()\nmain(args)",
 }
 HEAD = """
@@ -208,17 +225,21 @@ class More:
 @pytest.mark.parametrize("start", STARTS.values(), ids=STARTS)
 def test_arguments_come_from_any_parser(tmp_path: Path, start: str) -> None:
     body = "def main(args): use(args.a)"
-    inside = f"def start():\n{textwrap.indent(start.strip(), '    ')}\nif __name__ == '__main__': start()"
+    body_of_start = textwrap.indent(start.strip(), "    ")
+    inside = f"def start():\n{body_of_start}\nif __name__ == '__main__': start()"
     for text in (start, inside):
         path = path_of(tmp_path, f"{HEAD}\n{body}", start=f"\n{text}\n", fields=["a", "b", "e"])
-        assert path.reads["a"] and not path.reads["b"]
+        assert path.reads["a"]
+        assert not path.reads["b"]
 
 
-def test_where_the_arguments_come_from(tmp_path: Path) -> None:
+def test_arguments_are_read_where_they_are_parsed(tmp_path: Path) -> None:
     start = "args = HfArgumentParser((Options,)).parse()\nif args.a:\n    use(args.b)\n"
     path = path_of(tmp_path, HEAD, start=start)
     assert conditions_of(path, "b") == {("a",)}
-    # the arguments may be global
+
+
+def test_global_arguments_are_followed(tmp_path: Path) -> None:
     start = """
 if __name__ == "__main__":
     args = HfArgumentParser((Options,)).parse()
@@ -235,7 +256,7 @@ def test_a_class_that_the_parser_gets_from_another_module(tmp_path: Path) -> Non
     assert reads.entry_classes(sources, "pkg/main.py") == [("pkg.options", "Options")]
 
 
-def test_no_script_and_no_parser_are_said(tmp_path: Path) -> None:
+def test_a_missing_script_or_parser_is_an_error(tmp_path: Path) -> None:
     sources = package(tmp_path, {"main.py": "x = 1\n"})
     with pytest.raises(LookupError, match="no pkg/other"):
         reads.entry_classes(sources, "pkg/other.py")
@@ -330,19 +351,40 @@ CONDITIONS = {
         {()},
     ),
     "a property": (
-        "class T:\n    def __init__(self, o): self.o = o\n    @property\n    def on(self): return self.o.a\n"
-        "def main(args):\n    t = T(args)\n    if t.on: use(args.b)",
+        """
+            class T:
+                def __init__(self, o): self.o = o
+                @property
+                def on(self): return self.o.a
+            def main(args):
+                t = T(args)
+                if t.on: use(args.b)
+        """,
         {()},
     ),
     "a function of two returns": (
-        "def on(o):\n    if y(): return o.a\n    return 5\ndef main(args):\n    x = on(args)\n    if x: use(args.b)",
+        """
+            def on(o):
+                if y(): return o.a
+                return 5
+            def main(args):
+                x = on(args)
+                if x: use(args.b)
+        """,
         {()},
     ),
     "equality": ("if args.c == 3: use(args.b)", {("c == 3",)}),
     "an enum": ("if args.kind == Kind.two: use(args.b)", {("kind == 'two'",)}),
     "a constant": ("LIMIT = 4\ndef main(args):\n    if args.c > LIMIT: use(args.b)", {("c > 4",)}),
     "a constant that a function changes": (
-        "LIMIT = 4\ndef f():\n    global LIMIT\n    LIMIT = 9\ndef main(args):\n    if args.c > LIMIT: use(args.b)",
+        """
+            LIMIT = 4
+            def f():
+                global LIMIT
+                LIMIT = 9
+            def main(args):
+                if args.c > LIMIT: use(args.b)
+        """,
         {()},
     ),
     "overwritten": ("args.a = y()\nif args.a: use(args.b)", {()}),
@@ -353,7 +395,12 @@ CONDITIONS = {
     ),
     "changed in place": ("args.names.append('x')\nif args.names: use(args.b)", {()}),
     "a replaced copy": (
-        "from dataclasses import replace\ndef main(args):\n    new = replace(args, a=True)\n    if new.a: use(new.b)",
+        """
+            from dataclasses import replace
+            def main(args):
+                new = replace(args, a=True)
+                if new.a: use(new.b)
+        """,
         {()},
     ),
     "an attribute that is also something else": (
@@ -387,7 +434,7 @@ def test_conditions_of_a_read(tmp_path: Path, body: str, expected: set[tuple[str
     assert conditions_of(path_of(tmp_path, whole(body)), "b") == expected
 
 
-def test_shadowed(tmp_path: Path) -> None:
+def test_an_argument_that_a_refusal_before_it_rules_out_is_shadowed(tmp_path: Path) -> None:
     body = """
         def main(args):
             if args.c is None:
@@ -411,7 +458,12 @@ REFUSALS = {
     ),
     "a loop": ("for x in y:\n        if args.a: raise E", []),
     "the loop that trains": (
-        "for epoch in y:\n        for x in z:\n            if args.a: raise E\n            loss.backward()",
+        """
+            for epoch in y:
+                    for x in z:
+                        if args.a: raise E
+                        loss.backward()
+        """,
         [(("a",), "E")],
     ),
     "after a loop that breaks off": (
@@ -449,14 +501,18 @@ def test_a_refusal_of_post_init_is_the_parsers(tmp_path: Path) -> None:
     body = "        if self.a and self.c > 1: raise ValueError\n        self.c = 3"
     path = path_of(tmp_path, POST_INIT.format(body=body), start=OWN_START, fields=["a", "b", "c"])
     (refusal,) = path.refusals
-    assert (refusal.when, refusal.error, refusal.parsing) == (("a", "c > 1"), "ValueError", True)
+    assert refusal.when == ("a", "c > 1")
+    assert refusal.error == "ValueError"
+    assert refusal.parsing
 
 
-def test_chains_and_recursions_come_to_an_end(tmp_path: Path) -> None:
+def test_a_long_chain_of_calls_is_followed(tmp_path: Path) -> None:
     lines = [f"def f{i}(o): f{i + 1}(o)" for i in range(50)]
     body = "\n".join([*lines, "def f50(o): use(o.a)", "def main(args): f0(args)"])
     assert path_of(tmp_path, body).reads["a"]
-    # recursion over expressions comes to an end
+
+
+def test_recursions_over_expressions_come_to_an_end(tmp_path: Path) -> None:
     body = """
         def g(o, x):
             if x: use(o.b)
@@ -507,7 +563,14 @@ REFUSED_IN_A_MODULE = {
         "Bad",
     ),
     "what is left over": (
-        "def check(k):\n    if k == 'one':\n        return 1\n    if k == 'two':\n        return 2\n    raise Bad",
+        """
+            def check(k):
+                if k == 'one':
+                    return 1
+                if k == 'two':
+                    return 2
+                raise Bad
+        """,
         "check(args.kind)",
         ("kind != 'one'", "kind != 'two'"),
         "Bad",
@@ -542,7 +605,12 @@ def test_a_refusal_in_a_function_that_gets_the_values_alone(
 
 
 def test_a_function_that_gets_something_else_refuses_nothing(tmp_path: Path) -> None:
-    body = "from pkg.checks import check\ndef main(args):\n    check(use(args.c))\n    check(args.c + x)"
+    body = """
+        from pkg.checks import check
+        def main(args):
+            check(use(args.c))
+            check(args.c + x)
+    """
     checks = "def check(limit):\n    if limit < 0: raise Bad"
     assert path_of(tmp_path, body, {"checks.py": checks}).refusals == ()
 
@@ -560,8 +628,10 @@ if __name__ == "__main__":
     classes = reads.entry_classes(sources, "pkg/main.py")
     declared = read_fields(sources, classes, {})
     given = reads.with_own_defaults(sources, "pkg/main.py", declared)
-    assert {name: known.default for name, known in given.items() if known.default != declared[name].default} == {
-        "a": True, "c": 5, "d": None, "names": ["x"],
-    }  # fmt: skip
+
+    changed = {}
+    for name, known in given.items():
+        if known != declared[name]:
+            changed[name] = known.default
+    assert changed == {"a": True, "c": 5, "d": None, "names": ["x"]}
     assert given["d"].default_text == "compute()"
-    assert (given["b"], "other" in given) == (declared["b"], False)

@@ -1,63 +1,43 @@
 """The point `data`: rows, steps, pairs, labels and DPO's first loss beside the plan."""
 
-from __future__ import annotations
-
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
-from test_check import Run, step
+from judged_runs import END, SAVED, Event, Run, advice, brief, step
+from judged_runs import run as run  # a fixture
 
-from launcher.verdict.check import Point, Verdict
-
-DONE = {"event": "end", "exit": 0}
-SAVED = {"event": "saved", "path": "out/model"}
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    return Run(tmp_path)
+from launcher.verdict.check import Point
 
 
 def write_plan(run: Run, *, backend: str = "trl", stage: str = "sft", **args: Any) -> None:
     """The record of a run that was to make 50 steps over 200 rows."""
-    values = {name: {"value": value, "origin": "file:1"} for name, value in args.items()}
+    arguments = {name: {"value": value, "origin": "file:1"} for name, value in args.items()}
     plan = {"rows": 200, "steps": 50, "gpus": 1}
-    record = {"stage": stage, "backend": backend, "plan": plan, "args": values}
-    (run.folder / "run.json").write_text(json.dumps(record))
+    run.manifest({"stage": stage, "backend": backend, "plan": plan, "args": arguments})
 
 
-def make_steps(number: int = 50) -> list[dict[str, Any]]:
-    return [step(at, 2.0 - at / 1000) for at in range(1, number + 1)]
+def falling_steps(count: int = 50) -> list[Event]:
+    return [step(number, 2.0 - number / 1000) for number in range(1, count + 1)]
 
 
-def rows_event(read: int = 200, kept: int = 200) -> dict[str, Any]:
-    dropped = []
+def rows_event(read: int = 200, kept: int = 200) -> Event:
+    """The rows that were read, and those that were left after a filter."""
+    event: Event = {"event": "data_rows", "given": read, "kept": kept, "max_length": 128}
+    event["dropped"] = []
     if read != kept:
-        dropped = [{"rows": read - kept, "while": "Dropping fully masked examples"}]
-    return {
-        "event": "data_rows",
-        "given": read,
-        "kept": kept,
-        "dropped": dropped,
-        "max_length": 128,
-    }
+        event["dropped"].append({"rows": read - kept, "while": "Dropping fully masked examples"})
+    return event
 
 
-def batches_event(**counts: Any) -> dict[str, Any]:
+def batches_event(**counts: Any) -> Event:
     first = {"rows": 32, "ended": 32}
     none = dict.fromkeys(("pairs", "rows", "unlabelled", "equal_pairs", "full_rows"), 0)
     return {"event": "data", "micro_batches": 50, "first": first, **none, **counts}
 
 
-def judge(run: Run, *events: dict[str, Any], stage: str = "sft") -> Verdict:
-    run.rank(0, *events, SAVED, DONE).exit(0)
-    return run.judge(stage)
-
-
-def reason(point: Point) -> str:
-    return str(point.detail.get("reason", ""))
+def data_point(run: Run, *events: Event, stage: str = "sft") -> Point:
+    run.rank(0, *events, SAVED, END).exit(0)
+    return run.judge(stage).point("data")
 
 
 @pytest.mark.parametrize(
@@ -78,23 +58,22 @@ def test_rows_and_steps_are_those_of_the_plan(
     run: Run, read: int, kept: int, steps: int, state: str, ok: bool | None, words: str
 ) -> None:
     write_plan(run)
-    events = [rows_event(read, kept), batches_event(), *make_steps(steps)]
-    point = judge(run, *events).point("data")
-    assert (point.state, point.ok) == (state, ok)
-    assert words in reason(point)
+    point = data_point(run, rows_event(read, kept), batches_event(), *falling_steps(steps))
+    assert brief(point) == (state, ok)
+    assert words in advice(point)
 
 
 def test_whoever_expects_anything_gets_it(run: Run) -> None:
     write_plan(run)
-    judge(run, rows_event(200, 100), batches_event(), *make_steps(25))
-    assert run.judge("sft", data="any").point("data").ok is True
-    assert run.judge("sft", data="as_planned").point("data").ok is False
+    data_point(run, rows_event(200, 100), batches_event(), *falling_steps(25))
+    assert run.point("data", "any").ok is True
+    assert run.point("data", "as_planned").ok is False
 
 
 def test_an_older_record_says_nothing_of_its_data(run: Run) -> None:
     write_plan(run)
-    verdict = judge(run, *make_steps())
-    assert "data" not in {point.name for point in verdict.points}
+    run.rank(0, *falling_steps(), SAVED, END).exit(0)
+    assert "data" not in {point.name for point in run.judge().points}
 
 
 READ = {"rows": 32, "ended": 32, "pairs": 16, "searched": 16}
@@ -111,11 +90,7 @@ READ = {"rows": 32, "ended": 32, "pairs": 16, "searched": 16}
         ({"pairs": 96, "equal_pairs": 1}, True, ""),
         ({"first": {**READ, "prompt_twice": 16}}, None, "hold their prompt twice"),
         ({"first": {**READ, "promptless": 16}}, None, "have no prompt"),
-        (
-            {"first": {**READ, "empty": 4}},
-            None,
-            "4 of 16 pairs that were read have an empty answer",
-        ),
+        ({"first": {**READ, "empty": 4}}, None, "4 of 16 pairs that were read have an empty"),
         ({"first": {**READ, "begun_twice": 32}}, None, "begin with two BOS tokens"),
         ({"first": {"rows": 32, "endless": 32}}, None, "train no end token"),
         ({"first": {"rows": 32, "ended": 30, "endless": 2}}, True, ""),
@@ -128,9 +103,9 @@ def test_batches_that_cannot_train_what_was_meant(
     run: Run, counts: dict[str, Any], ok: bool | None, words: str
 ) -> None:
     write_plan(run)
-    point = judge(run, rows_event(), batches_event(**counts), *make_steps()).point("data")
-    assert (point.state, point.ok) == ("as_planned" if ok else "suspect", ok)
-    assert words in reason(point)
+    point = data_point(run, rows_event(), batches_event(**counts), *falling_steps())
+    assert brief(point) == ("as_planned" if ok else "suspect", ok)
+    assert words in advice(point)
 
 
 @pytest.mark.parametrize(
@@ -150,21 +125,18 @@ def test_batches_that_cannot_train_what_was_meant(
 def test_the_first_loss_of_a_sigmoid_dpo_is_ln_2(
     run: Run, first: float, args: dict[str, Any], ok: bool | None
 ) -> None:
-    write_plan(
-        run, stage="dpo", **{"loss_type": ["sigmoid"], "label_smoothing": 0.0, "beta": 0.1, **args}
-    )
-    events = [rows_event(), step(1, first), *make_steps()[1:]]
-    point = judge(run, *events, stage="dpo").point("data")
+    sigmoid = {"loss_type": ["sigmoid"], "label_smoothing": 0.0, "beta": 0.1}
+    write_plan(run, stage="dpo", **{**sigmoid, **args})
+    point = data_point(run, rows_event(), step(1, first), *falling_steps()[1:], stage="dpo")
     assert point.ok is ok
-    assert (f"first loss was {first:.4f}" in reason(point)) is (ok is None)
+    assert (f"first loss was {first:.4f}" in advice(point)) is (ok is None)
 
 
 def test_a_run_that_was_resumed_need_not_begin_at_ln_2(run: Run) -> None:
     write_plan(run, stage="dpo", loss_type=["sigmoid"])
     resumed = {"event": "resumed", "path": "out/checkpoint-1", "step": 1}
-    events = [rows_event(), resumed, step(1, 0.4), *make_steps()[1:]]
-    point = judge(run, *events, stage="dpo").point("data")
-    assert point.ok is True
+    steps = [step(1, 0.4), *falling_steps()[1:]]
+    assert data_point(run, rows_event(), resumed, *steps, stage="dpo").ok is True
 
 
 @pytest.mark.parametrize(
@@ -181,10 +153,10 @@ def test_a_reference_that_was_rounded_is_no_reference(
 ) -> None:
     write_plan(run, stage="dpo", loss_type=["sigmoid"], beta=0.1, precompute_ref_log_probs=True)
     precision = {"event": "reference_precision", "dtype": dtype, "mean": mean}
-    events = [rows_event(), precision, step(1, 0.6931), *make_steps()[1:]]
-    point = judge(run, *events, stage="dpo").point("data")
+    steps = [step(1, 0.6931), *falling_steps()[1:]]
+    point = data_point(run, rows_event(), precision, *steps, stage="dpo")
     assert point.ok is ok
-    assert ("rounded to bfloat16" in reason(point)) is (ok is not True)
+    assert ("rounded to bfloat16" in advice(point)) is (ok is not True)
 
 
 FIVE_CYCLES = [1e-5 * (1 - n % 10 / 10) for n in range(50)]
@@ -204,9 +176,9 @@ def test_a_learning_rate_does_what_its_schedule_names(
     run: Run, schedule: str, rates: list[float], words: str
 ) -> None:
     write_plan(run, lr_scheduler_type=schedule, learning_rate=1e-5)
-    steps = make_steps()
+    steps = falling_steps()
     for event, rate in zip(steps, rates, strict=True):
         event["learning_rate"] = rate
-    point = judge(run, rows_event(), *steps).point("data")
+    point = data_point(run, rows_event(), *steps)
     assert point.ok is (None if words else True)
-    assert words in reason(point)
+    assert words in advice(point)

@@ -1,15 +1,28 @@
-"""What a run is said to be: by all its ranks, all its steps, all its attempts; the same for whoever asks."""
+"""What a run is judged to be: by all its ranks, steps and attempts; the same for whoever asks."""
 
 import json
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import made_runs
 import pytest
 import saved
-from test_check import Run, brief, liger, sft, step, verdict_of_log
-from test_check import run as run  # a fixture
+from judged_runs import (
+    END,
+    SAVED,
+    Event,
+    Run,
+    advice,
+    brief,
+    liger,
+    sft,
+    step,
+    steps,
+    verdict_of_log,
+)
+from judged_runs import run as run  # a fixture
 
 from launcher import files
 from launcher.lifecycle import conclude
@@ -17,433 +30,478 @@ from launcher.report import series
 from launcher.runs import rundir
 from launcher.runs.rundir import RunFolder
 from launcher.verdict import evidence, judge
-from launcher.verdict.check import Point
-from launcher.verdict.logs.scan import Log
+from launcher.verdict.check import Point, Verdict
 
-SAVED = {"event": "saved", "path": "out"}
-END = {"event": "end", "exit": 0}
-ON = {"event": "packing", "state": "on", "detail": "9 samples in one row"}
-OFF = {"event": "packing", "state": "off", "detail": "1 samples in 1 row(s)"}
-ISOLATED = {"event": "packing_isolation", "state": "isolated", "reason": None}
-LEAKING = {"event": "packing_isolation", "state": "leaking", "reason": None}
-UNTESTED = {"event": "packing_isolation", "state": "untested", "reason": "ValueError: x"}
+Ranks = Sequence[Sequence[Event] | None]
+
+ON: Event = {"event": "packing", "state": "on", "detail": "9 samples in one row"}
+OFF: Event = {"event": "packing", "state": "off", "detail": "1 samples in 1 row(s)"}
+ISOLATED: Event = {"event": "packing_isolation", "state": "isolated", "reason": None}
+LEAKING: Event = {"event": "packing_isolation", "state": "leaking", "reason": None}
+UNTESTED: Event = {"event": "packing_isolation", "state": "untested", "reason": "ValueError: x"}
+STALE: Event = {"event": "reference_cache", "state": "stale", "path": "p"}
+HIT: Event = {"event": "dataset_cache", "state": "hit", "path": "p"}
+MISS: Event = {"event": "dataset_cache", "state": "miss", "path": "p"}
+OOM: Event = {"event": "error", "type": "OutOfMemoryError", "message": "m"}
+CALLED = (step(1), liger(rope=4))
 
 
-def model(attention: str) -> dict[str, Any]:
+def model(attention: str) -> Event:
     return {"event": "model", "class": "M", "attention": attention}
 
 
-def said(point: Point) -> str:
-    return f"{point.detail.get('reason')} {point.detail.get('help')}"
-
-
-def patch(**kwargs: bool) -> dict[str, Any]:
+def patch(**kwargs: bool) -> Event:
     return {"event": "liger_patch", "function": "f", "kwargs": kwargs}
 
 
 FUSED = patch(fused_linear_cross_entropy=True)
-STALE = {"event": "reference_cache", "state": "stale", "path": "p"}
-HIT = {"event": "dataset_cache", "state": "hit", "path": "p"}
-MISS = {"event": "dataset_cache", "state": "miss", "path": "p"}
-OOM = {"event": "error", "type": "OutOfMemoryError", "message": "m"}
-CALLED = (step(1), liger(rope=4))
+UNFUSED = patch(fused_linear_cross_entropy=False)
+FUSED_CALLED = (FUSED, step(1), liger(fused_linear_cross_entropy=4))
+
+
+def judge_finished(path: Path) -> Verdict:
+    return conclude.finish(RunFolder(path))
+
+
+def assert_point(
+    run: Run, ranks: Ranks, name: str, want: str, state: str, ok: bool | None, words: str
+) -> None:
+    """The words are in the reason or the help, which what is not good has."""
+    point = run.ranks(*ranks).judge("dpo", **{name: want}).point(name)
+    assert brief(point) == (state, ok)
+    assert words in advice(point)
+    assert ok or "None None" not in advice(point)
 
 
 @pytest.mark.parametrize(
-    ("name", "want", "answer", "words", "ranks"),
+    ("want", "ranks", "state", "ok", "words"),
     [
-        ("liger", "off", ("off", True), "", ((step(1),),)),
-        ("liger", "off", ("engaged", False), "were called: rope", (CALLED,)),
-        ("liger", "any", ("engaged", True), "", (CALLED,)),
-        ("liger", "engaged", ("applied", None), "only the probe", ((patch(),),)),
-        ("liger", "off", ("off", None), "rank 1", ((step(1),), None)),
-        ("liger", "engaged", ("engaged", None), "rank 1", (CALLED, None)),
-        (
-            "liger",
-            "engaged",
-            ("engaged", None),
-            "rank 1",
-            (CALLED, ()),
-        ),  # it began, and finished no step
+        ("off", [[step(1)]], "off", True, ""),
+        ("off", [CALLED], "engaged", False, "were called: rope"),
+        ("off", [[step(1)], None], "off", None, "rank 1"),
+        ("any", [CALLED], "engaged", True, ""),
+        ("engaged", [[patch()]], "applied", None, "only the probe"),
+        ("engaged", [CALLED, None], "engaged", None, "rank 1"),
+        # a rank that began and finished no step
+        ("engaged", [CALLED, []], "engaged", None, "rank 1"),
         # the fused loss that was patched in has to run
-        ("liger", "engaged", ("not_engaged", False), "called", ((FUSED, *CALLED),)),
-        (
-            "liger",
-            "engaged",
-            ("engaged", True),
-            "",
-            ((FUSED, step(1), liger(fused_linear_cross_entropy=4)),),
-        ),
-        (
-            "liger",
-            "engaged",
-            ("engaged", True),
-            "",
-            ((patch(fused_linear_cross_entropy=False), *CALLED),),
-        ),
-        ("packing", "isolated", ("unknown", None), "", ((),)),
-        ("packing", "isolated", ("on", None), "", ((ON,),)),
-        ("packing", "on", ("on", True), "", ((ON,),)),
-        ("packing", "on", ("isolated", True), "", ((ON, ISOLATED),)),
-        ("packing", "isolated", ("isolated", True), "", ((ON, ISOLATED), (ON, ISOLATED))),
-        ("packing", "isolated", ("on", None), "ValueError: x", ((ON, ISOLATED), (ON, UNTESTED))),
-        ("packing", "isolated", ("leaking", False), "attention", ((ON, ISOLATED), (ON, LEAKING))),
-        ("packing", "isolated", ("off", False), "of rank 1", ((ON, ISOLATED), (OFF,))),
-        ("packing", "off", ("on", False), "", ((ON,), (OFF,))),
-        ("packing", "isolated", ("isolated", None), "rank 1", ((ON, ISOLATED), None)),
-        ("packing", "isolated", ("off", False), "", ((OFF,), None)),
-        ("attention", "sdpa", ("sdpa", True), "", ((model("sdpa"),), (model("sdpa"),))),
-        ("attention", "sdpa", ("eager", False), "rank 1", ((model("sdpa"),), (model("eager"),))),
-        ("attention", "sdpa", ("sdpa", None), "rank 1", ((model("sdpa"),), None)),
-        ("attention", "flash_2", ("flash_attention_2", True), "", ((model("flash_attention_2"),),)),
+        ("engaged", [(FUSED, *CALLED)], "not_engaged", False, "called"),
+        ("engaged", [FUSED_CALLED], "engaged", True, ""),
+        ("engaged", [(UNFUSED, *CALLED)], "engaged", True, ""),
+    ],
+)
+def test_liger_is_what_every_rank_saw(
+    run: Run, want: str, ranks: Ranks, state: str, ok: bool | None, words: str
+) -> None:
+    assert_point(run, ranks, "liger", want, state, ok, words)
+
+
+@pytest.mark.parametrize(
+    ("want", "ranks", "state", "ok", "words"),
+    [
+        ("isolated", [[]], "unknown", None, ""),
+        ("isolated", [[ON]], "on", None, ""),
+        ("on", [[ON]], "on", True, ""),
+        ("on", [[ON, ISOLATED]], "isolated", True, ""),
+        ("isolated", [[ON, ISOLATED], [ON, ISOLATED]], "isolated", True, ""),
+        ("isolated", [[ON, ISOLATED], [ON, UNTESTED]], "on", None, "ValueError: x"),
+        ("isolated", [[ON, ISOLATED], [ON, LEAKING]], "leaking", False, "attention"),
+        ("isolated", [[ON, ISOLATED], [OFF]], "off", False, "of rank 1"),
+        ("isolated", [[ON, ISOLATED], None], "isolated", None, "rank 1"),
+        ("isolated", [[OFF], None], "off", False, ""),
+        ("off", [[ON], [OFF]], "on", False, ""),
+    ],
+)
+def test_packing_is_what_every_rank_saw(
+    run: Run, want: str, ranks: Ranks, state: str, ok: bool | None, words: str
+) -> None:
+    assert_point(run, ranks, "packing", want, state, ok, words)
+
+
+@pytest.mark.parametrize(
+    ("name", "want", "ranks", "state", "ok", "words"),
+    [
+        ("attention", "sdpa", [[model("sdpa")], [model("sdpa")]], "sdpa", True, ""),
+        ("attention", "sdpa", [[model("sdpa")], [model("eager")]], "eager", False, "rank 1"),
+        ("attention", "sdpa", [[model("sdpa")], None], "sdpa", None, "rank 1"),
+        ("attention", "flash_2", [[model("flash_attention_2")]], "flash_attention_2", True, ""),
         # who left no record may have filled the cache
-        ("dataset_cache", "hit", ("hit", None), "rank 0", (None, (HIT,))),
-        ("dataset_cache", "hit", ("hit", True), "", ((HIT,), (HIT,))),
-        ("dataset_cache", "hit", ("miss", False), "", ((MISS,), (HIT,))),
-        ("reference_cache", "hit", ("stale", False), "", ((STALE,),)),
-        (
-            "reference_cache",
-            None,
-            ("stale", False),
-            "",
-            ((STALE,),),
-        ),  # never good unless that is said
-        ("memory", "ok", ("oom", False), "", ((OOM, {"event": "end", "exit": 1}),)),
+        ("dataset_cache", "hit", [None, [HIT]], "hit", None, "rank 0"),
+        ("dataset_cache", "hit", [[HIT], [HIT]], "hit", True, ""),
+        ("dataset_cache", "hit", [[MISS], [HIT]], "miss", False, ""),
+        ("reference_cache", "hit", [[STALE]], "stale", False, ""),
+        ("memory", "ok", [[OOM, {"event": "end", "exit": 1}]], "oom", False, ""),
     ],
 )
 def test_a_point_is_what_every_rank_saw(
-    run: Run,
-    name: str,
-    want: str | None,
-    answer: tuple[str, bool | None],
-    words: str,
-    ranks: tuple[Any, ...],
+    run: Run, name: str, want: str, ranks: Ranks, state: str, ok: bool | None, words: str
 ) -> None:
-    """A rank that is None left no record; the words are in the reason or the help."""
-    for number, events in enumerate(ranks):
-        if events is not None:
-            run.rank(number, *events, world=len(ranks))
-    point = run.judge("dpo", **{name: want}).point(name)
-    assert brief(point) == answer
-    assert words in said(point)
-    assert answer[1] is True or "None None" not in said(point)
+    assert_point(run, ranks, name, want, state, ok, words)
 
 
-def whole(run: Run, steps: range, lost: tuple[int, ...] = (), **more: Any) -> Run:
-    events = [{**step(n), **more} for n in steps if n not in lost]
+def test_a_stale_reference_is_good_only_where_that_is_expected(run: Run) -> None:
+    point = run.ranks([STALE]).judge("dpo").point("reference_cache")
+    assert brief(point) == ("stale", False)
+
+
+def finished(run: Run, last: int, **fields: Any) -> Run:
+    """A run of one rank that made these steps, saved and ended well."""
+    events = [{**event, **fields} for event in steps(last)]
     return run.rank(0, *events, SAVED, END).exit(0)
 
 
-def test_what_was_not_seen_is_not_called_good(run: Run) -> None:
-    assert brief(whole(run, range(1, 10)).judge().point("loss")) == ("finite", True)
-    point = whole(run, range(1, 10), (4, 5)).judge().point("loss")
+def test_a_step_that_no_record_has_is_not_called_good(run: Run) -> None:
+    run.rank(0, *steps(3), *steps(9, first=6), SAVED, END).exit(0)
+    point = run.point("loss")
     assert brief(point) == ("finite", None)
-    assert "step 4, 5" in said(point)
-    # the log tells of them
+    assert "step 4, 5" in advice(point)
+
     run.log(sft(9))
-    assert brief(run.judge().point("loss")) == ("finite", True)
+    assert brief(run.point("loss")) == ("finite", True)
 
 
-def test_a_loss_of_exactly_nothing_is_no_good_loss(run: Run) -> None:
-    point = whole(run, range(1, 4), loss=0.0).judge().point("loss")
-    assert brief(point) == ("zero", False) and "label" in said(point)
-    assert run.judge(loss="any").point("loss").ok is True
+def test_a_loss_of_0_is_no_good_loss(run: Run) -> None:
+    finished(run, 3, loss=0.0)
+    point = run.point("loss")
+    assert brief(point) == ("zero", False)
+    assert "label" in advice(point)
+    assert run.point("loss", "any").ok is True
 
 
 @pytest.mark.parametrize("name", ["grad_norm", "learning_rate"])
 def test_where_no_weight_moves_nothing_passes(run: Run, name: str) -> None:
-    verdict = whole(run, range(1, 4), **{name: 0.0}).judge()
+    verdict = finished(run, 3, **{name: 0.0}).judge()
     assert brief(verdict.point("trend")) == ("still", False)
     assert verdict.status == "fail"
-    assert run.judge(trend="any").point("trend").ok is True
-    # a warm-up begins at 0
-    trend = whole(run, range(1, 2), **{name: 0.0}).judge().point("trend")
-    assert brief(trend) == ("too_short", True)
+    assert run.point("trend", "any").ok is True
 
 
-def trl(loss: str, norm: str, rate: str, steps: int = 9) -> str:
-    return "".join(
-        f"{{'loss': '{loss}', 'grad_norm': '{norm}', 'learning_rate': '{rate}', 'epoch': '{n}'}}\n"
-        for n in range(1, steps + 1)
-    )
+@pytest.mark.parametrize("name", ["grad_norm", "learning_rate"])
+def test_a_warmup_may_begin_at_0(run: Run, name: str) -> None:
+    point = finished(run, 1, **{name: 0.0}).point("trend")
+    assert brief(point) == ("too_short", True)
+
+
+def trl(loss: str, norm: str, rate: str) -> str:
+    values = f"'loss': '{loss}', 'grad_norm': '{norm}', 'learning_rate': '{rate}'"
+    lines = [f"{{{values}, 'epoch': '{number}'}}\n" for number in range(1, 10)]
+    return "".join(lines)
+
+
+NO_RATE = sft(9).replace("LR: 1e-05", "LR: 0.0")
 
 
 @pytest.mark.parametrize(
-    ("log", "loss", "trend"),
+    ("log", "loss"),
     [
-        (sft(9, losses=["0.0"] * 9), ("zero", False), None),
-        (trl("0", "0", "1e-05"), ("zero", False), "still"),
+        (sft(9, losses=["0.0"] * 9), "zero"),
         # rounded
-        (trl("0", "0.02", "1e-05"), ("finite", True), None),
-        (sft(9).replace("LR: 1e-05", "LR: 0.0"), ("finite", True), "still"),
-        (sft(9).replace("LR: 1e-05", "LR: 0.0", 8), ("finite", True), None),
+        (trl("0", "0.02", "1e-05"), "finite"),
+        (sft(9).replace("LR: 1e-05", "LR: 0.0", 8), "finite"),
         # the end of a schedule
-        (
-            sft(9).replace("LR: 1e-05", "LR: 0.0").replace("Step: ", "Step: 10"),
-            ("finite", True),
-            None,
-        ),
-        (trl("2", "1", "0"), ("finite", True), "still"),
+        (NO_RATE.replace("Step: ", "Step: 10"), "finite"),
     ],
 )
-def test_a_log_alone_shows_that_nothing_was_learned(
-    tmp_path: Path, log: str, loss: tuple[str, bool], trend: str | None
-) -> None:
+def test_a_log_alone_shows_a_loss_of_0(tmp_path: Path, log: str, loss: str) -> None:
     verdict = verdict_of_log(tmp_path, log)
-    assert brief(verdict.point("loss")) == loss
-    assert (verdict.point("trend").state == "still") is (trend == "still")
-    assert (verdict.status == "fail") is (not loss[1] or trend == "still")
+    assert brief(verdict.point("loss")) == (loss, loss == "finite")
+    assert verdict.point("trend").state != "still"
+    assert (verdict.status == "fail") is (loss == "zero")
+
+
+@pytest.mark.parametrize("log", [trl("0", "0", "1e-05"), NO_RATE, trl("2", "1", "0")])
+def test_a_log_alone_shows_that_no_weight_moved(tmp_path: Path, log: str) -> None:
+    verdict = verdict_of_log(tmp_path, log)
+    assert verdict.point("trend").state == "still"
+    assert verdict.status == "fail"
+
+
+def finish_reason(point: Point) -> tuple[str, bool | None, object]:
+    return point.state, point.ok, point.detail.get("reason")
 
 
 def test_a_good_exit_without_a_step_is_no_finish(run: Run) -> None:
-    finish = run.rank(0, SAVED, END).exit(0).judge().point("finish")
-    assert (finish.state, finish.ok, finish.detail["reason"]) == ("stopped", None, "no_steps")
+    run.rank(0, SAVED, END).exit(0)
+    assert finish_reason(run.point("finish")) == ("stopped", None, "no_steps")
 
 
-def test_fewer_steps_than_planned_are_no_finish_where_no_log_says_how_many(run: Run) -> None:
-    (run.folder / "run.json").write_text('{"plan": {"steps": 9}}')
-    finish = whole(run, range(1, 5)).judge().point("finish")
-    assert (finish.state, finish.ok, finish.detail["reason"]) == ("stopped", None, "fewer_steps")
-    # rows may have been filtered since: what the log announces counts
-    finish = run.log(sft(4)).judge().point("finish")
-    assert brief(finish) == ("completed", True)
-    (run.folder / "console.log").unlink()
-    assert brief(whole(run, range(1, 10)).judge().point("finish")) == ("completed", True)
+def test_fewer_steps_than_planned_are_no_finish(run: Run) -> None:
+    run.manifest({"plan": {"steps": 9}})
+    finished(run, 4)
+    assert finish_reason(run.point("finish")) == ("stopped", None, "fewer_steps")
+
+    finished(run, 9)
+    assert brief(run.point("finish")) == ("completed", True)
 
 
-def test_a_script_that_failed_did_not_end_well_whatever_its_starter_says(run: Run) -> None:
+def test_rows_may_be_filtered_so_the_steps_that_the_log_announces_count(run: Run) -> None:
+    run.manifest({"plan": {"steps": 9}}).log(sft(4))
+    assert brief(finished(run, 4).point("finish")) == ("completed", True)
+
+
+def test_a_script_that_failed_did_not_end_well_whatever_its_launcher_exits_with(run: Run) -> None:
     error = {"event": "error", "type": "ValueError", "message": "m"}
     run.rank(0, step(1), SAVED, error, {"event": "end", "exit": 1}).exit(0).log(sft(1))
-    finish = run.judge().point("finish")
+    finish = run.point("finish")
     assert brief(finish) == ("crashed", False)
     assert finish.detail["error"] == {"type": "ValueError", "message": "m", "rank": "0"}
 
 
-def test_what_is_not_as_expected_says_what_was_seen(run: Run) -> None:
-    miss = {"event": "dataset_cache", "state": "miss", "path": "p"}
-    run.rank(0, model("sdpa"), OFF, miss, step(1), step(2, None, False)).exit(3)
-    asked = {"liger": "engaged", "packing": "isolated", "attention": "flash_attention_2"}
-    verdict = run.judge(**asked, dataset_cache="hit", trend="falling")
+def test_what_is_not_as_expected_names_what_was_seen(run: Run) -> None:
+    run.rank(0, model("sdpa"), OFF, MISS, step(1), step(2, None, False)).exit(3)
+    verdict = run.judge(
+        liger="engaged",
+        packing="isolated",
+        attention="flash_attention_2",
+        dataset_cache="hit",
+        trend="falling",
+    )
     wrong = [point for point in verdict.points if point.ok is not True]
     assert len(wrong) == 7
     for point in wrong:
         assert point.detail.get("reason") or point.detail.get("help"), point
-    assert "step 2, rank 0; last finite: 2 at step 1" in said(verdict.point("loss"))
-    assert "sdpa" in said(verdict.point("attention"))
+    assert "step 2, rank 0; last finite: 2 at step 1" in advice(verdict.point("loss"))
+    assert "sdpa" in advice(verdict.point("attention"))
 
 
-FOUR = {
-    "gpus": 2,
-    "nodes": 1,
-    "per_device": 2,
-    "accumulation": 2,
-    "global": 8,
-    "rows": 96,
-    "steps": 12,
-}
+def planned_batch(
+    stage: str = "sft",
+    backend: str = "trl",
+    packing: bool = False,
+    shared: bool | int = False,
+    rows: int = 96,
+    steps: int = 12,
+) -> dict[str, Any]:
+    """The record of a run on two GPUs with a batch of 8, in micro-batches of 2."""
+    plan = {
+        "gpus": 2, "nodes": 1, "per_device": 2, "accumulation": 2, "global": 8,
+        "rows": rows, "steps": steps,
+    }  # fmt: skip
+    record = made_runs.manifest(stage=stage, backend=backend, plan=plan)
+    record["args"]["packing"] = {"value": packing, "origin": ""}
+    record["args"]["sequence_parallel_size"] = {"value": shared, "origin": ""}
+    return record
 
 
-def write_plan(run: Run, **changes: Any) -> Run:
-    manifest = made_runs.manifest(stage="sft", plan={**FOUR, **changes})
-    for name in ("packing", "sequence_parallel_size"):
-        manifest["args"][name] = {"value": changes.get(name, False), "origin": ""}
-    (run.folder / "run.json").write_text(json.dumps({**manifest, **changes.get("more", {})}))
-    return run
-
-
-def sized(*rows: int, each: int = 2) -> list[dict[str, Any]]:
-    """Steps of so many rows, in micro-batches of `each` at most."""
-    sizes = enumerate(rows, start=1)
-    return [{**step(n), "rows": size, "micro_batches": -(-size // each)} for n, size in sizes]
+def sized_steps(*rows: int, micro_batch: int = 2) -> list[Event]:
+    """Steps of so many rows, in micro-batches of `micro_batch` at most."""
+    events = []
+    for number, size in enumerate(rows, start=1):
+        count = -(-size // micro_batch)
+        events.append({**step(number), "rows": size, "micro_batches": count})
+    return events
 
 
 @pytest.mark.parametrize(
-    ("world", "ranks", "answer"),
-    [(2, 2, ("planned", True)), (2, 1, ("planned", None)), (1, 1, ("different", False))],
+    ("world", "ranks", "state", "ok"),
+    [(2, 2, "planned", True), (2, 1, "planned", None), (1, 1, "different", False)],
 )
 def test_as_many_processes_as_were_planned_have_to_train(
-    run: Run, world: int, ranks: int, answer: tuple[str, bool | None]
+    run: Run, world: int, ranks: int, state: str, ok: bool | None
 ) -> None:
+    run.manifest(planned_batch(steps=3)).exit(0)
     for rank in range(ranks):
-        write_plan(run, steps=3).rank(rank, *sized(4, 4, 4), SAVED, END, world=world)
-    verdict = run.exit(0).judge(batch="planned")
-    assert brief(verdict.point("batch")) == answer
-    assert (verdict.status == "pass") is (answer[1] is True)
-    assert answer[1] is True or "1" in said(verdict.point("batch"))
-    # what an older launch started was asked for nothing of the kind
-    old = run.judge()
-    assert (old.status == "fail") is (answer[1] is False)
-    assert brief(run.judge(batch="any").point("batch")) == (answer[0], True)
+        run.rank(rank, *sized_steps(4, 4, 4), SAVED, END, world=world)
+    verdict = run.judge(batch="planned")
+    assert brief(verdict.point("batch")) == (state, ok)
+    assert (verdict.status == "pass") is (ok is True)
+    assert ok or "1" in advice(verdict.point("batch"))
+    # an older launch recorded no such expectation
+    assert (run.judge().status == "fail") is (ok is False)
+    assert brief(run.point("batch", "any")) == (state, True)
+
+
+def batch_point(run: Run, record: dict[str, Any], events: list[Event]) -> Point:
+    return run.manifest(record).ranks(events, events).point("batch", "planned")
 
 
 @pytest.mark.parametrize(
-    ("rows", "changes", "answer"),
+    ("rows", "record"),
     [
-        ((4, 4, 4, 4), {}, ("planned", True)),
-        ((2, 2, 2, 2), {}, ("different", False)),  # accumulated once
-        ((4, 4, 2, 2), {}, ("different", False)),  # less from somewhere on
-        ((4, 3, 4, 1), {}, ("planned", True)),  # ends of epochs
-        ((), {"steps": 0}, ("planned", True)),
-        ((3, 3, 3), {"rows": 6}, ("planned", True)),  # data of less than one step
-        ((5, 5, 5), {"rows": 6}, ("different", False)),
-        ((8, 8, 8), {"more": {"stage": "dpo"}}, ("planned", True)),  # a pair is two
-        ((2, 2, 2), {"packing": True}, ("different", False)),
-        ((2, 2, 2), {"packing": True, "more": {"backend": "open_instruct"}}, ("different", False)),
-        (
-            (2, 2, 2),
-            {"packing": True, "more": {"backend": "open_instruct", "stage": "dpo"}},
-            ("planned", True),
+        pytest.param((4, 4, 4, 4), planned_batch(), id="as planned"),
+        pytest.param((4, 3, 4, 1), planned_batch(), id="ends of epochs"),
+        pytest.param((), planned_batch(steps=0), id="no step"),
+        pytest.param((3, 3, 3), planned_batch(rows=6), id="data of less than one step"),
+        pytest.param((2, 2, 2), planned_batch(shared=2), id="ranks take turns with rows"),
+        pytest.param(
+            (2, 2, 2), planned_batch("dpo", "open_instruct", packing=True), id="packed pairs"
         ),
-        ((2, 2, 2), {"sequence_parallel_size": 2}, ("planned", True)),  # ranks take turns with rows
     ],
 )
-def test_a_step_has_to_be_as_large_as_planned(
-    run: Run, rows: tuple[int, ...], changes: dict[str, Any], answer: tuple[str, bool | None]
+def test_a_step_is_as_large_as_planned(
+    run: Run, rows: tuple[int, ...], record: dict[str, Any]
 ) -> None:
-    each = 4 if "stage" in changes.get("more", {}) and not changes.get("packing") else 2
-    for rank in range(2):
-        write_plan(run, **changes).rank(rank, *sized(*rows, each=each), world=2)
-    point = run.judge(batch="planned").point("batch")
-    assert brief(point) == answer
-    if answer[1] is False:
-        late = 4 if rows[0] == 4 and len(rows) == 4 else 2
-        assert f"step {late} of rank 0: micro-batches {-(-rows[late - 1] // each)}, rows" in said(
-            point
-        )
+    assert brief(batch_point(run, record, sized_steps(*rows))) == ("planned", True)
 
 
-def attempts(folder: Path, first: dict[str, Any], second: dict[str, Any], bad: int = 0) -> Path:
-    """Steps 1 to 30, then 21 to 40 again in a second attempt; each with an event of its own."""
-    manifest = made_runs.manifest(expect={"packing": "isolated", "liger": "off"})
-    path = made_runs.made(folder, told=manifest, ended=False, bad=(bad,) * bool(bad), steps=30)
-    record = path / "probe" / "rank-0.jsonl"
-    lines = record.read_text().splitlines()
-    record.write_text("\n".join([lines[0], json.dumps(first), *lines[1:-1], ""]))
-    path = made_runs.made(path, told=manifest, attempt=2, first=21)
-    lines = record.read_text().splitlines()
-    begun = max(n for n, line in enumerate(lines) if '"start"' in line)
-    resumed = json.dumps({"event": "resumed", "path": "checkpoint-20", "step": 20})
-    record.write_text(
-        "\n".join([*lines[: begun + 1], json.dumps(second), resumed, *lines[begun + 1 :], ""])
-    )
-    return path
+def test_a_pair_is_two_rows(run: Run) -> None:
+    events = sized_steps(8, 8, 8, micro_batch=4)
+    assert brief(batch_point(run, planned_batch("dpo"), events)) == ("planned", True)
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "answer"),
+    ("rows", "record", "words"),
     [
-        (ISOLATED, ISOLATED, ("isolated", True)),
-        (LEAKING, ISOLATED, ("leaking", False)),
-        (ON, ISOLATED, ("on", None)),
-        (ISOLATED, ON, ("on", None)),
+        pytest.param((2, 2, 2, 2), planned_batch(), "step 2 of rank 0: micro-batches 1", id="once"),
+        pytest.param((4, 4, 2, 2), planned_batch(), "step 4 of rank 0: micro-batches 1", id="late"),
+        pytest.param(
+            (5, 5, 5), planned_batch(rows=6), "step 2 of rank 0: micro-batches 3", id="more"
+        ),
+        pytest.param(
+            (2, 2, 2), planned_batch("sft", "open_instruct", packing=True), "step 2", id="packed"
+        ),
+    ],
+)
+def test_a_step_of_another_size_is_not_as_planned(
+    run: Run, rows: tuple[int, ...], record: dict[str, Any], words: str
+) -> None:
+    point = batch_point(run, record, sized_steps(*rows))
+    assert brief(point) == ("different", False)
+    assert words in advice(point)
+
+
+def insert_lines(record: Path, place: int, *events: Event) -> None:
+    lines = record.read_text().splitlines()
+    lines[place:place] = [json.dumps(event) for event in events]
+    record.write_text("\n".join([*lines, ""]))
+
+
+def resumed_run(folder: Path, first: Event, second: Event, bad: Sequence[int] = ()) -> Path:
+    """Steps 1 to 30, then 21 to 40 again in a second attempt; each with an event of its own."""
+    manifest = made_runs.manifest(expect={"packing": "isolated", "liger": "off"})
+    record = folder / "probe" / "rank-0.jsonl"
+    made_runs.made(folder, told=manifest, ended=False, bad=bad, steps=30)
+    insert_lines(record, 1, first)
+    # the first attempt came to no end
+    lines = record.read_text().splitlines()
+    record.write_text("\n".join([*lines[:-1], ""]))
+
+    made_runs.made(folder, told=manifest, attempt=2, first=21)
+    resumed = {"event": "resumed", "path": "checkpoint-20", "step": 20}
+    insert_lines(record, len(lines), second, resumed)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "state", "ok"),
+    [
+        (ISOLATED, ISOLATED, "isolated", True),
+        (LEAKING, ISOLATED, "leaking", False),
+        (ON, ISOLATED, "on", None),
+        (ISOLATED, ON, "on", None),
     ],
 )
 def test_a_resumed_run_is_proved_where_each_attempt_is(
-    tmp_path: Path, first: dict[str, Any], second: dict[str, Any], answer: tuple[str, bool | None]
+    tmp_path: Path, first: Event, second: Event, state: str, ok: bool | None
 ) -> None:
-    path = attempts(tmp_path / "run", first, second)
-    verdict = conclude.finish(RunFolder(path))
+    verdict = judge_finished(resumed_run(tmp_path / "run", first, second))
     point = verdict.point("packing")
-    assert brief(point) == answer
-    if second is ISOLATED and answer[1] is not True:
-        assert "in attempt 1, which made steps 1 to 20" in said(point)
+    assert brief(point) == (state, ok)
+    if first is not ISOLATED:
+        assert "in attempt 1, which made steps 1 to 20" in advice(point)
         assert verdict.status != "pass"
 
 
-def test_an_attempt_is_held_to_what_was_asked_of_it(tmp_path: Path) -> None:
-    path = attempts(tmp_path / "run", OFF, ISOLATED)
-    assert brief(conclude.finish(RunFolder(path)).point("packing")) == ("off", False)
-    asked = made_runs.manifest(expect={"packing": "off", "liger": "off"})
-    asked["plan"] |= {"gpus": 8, "accumulation": 4}
-    (path / "run.1.json").write_text(json.dumps(asked))
-    verdict = conclude.finish(RunFolder(path))
+def test_an_attempt_is_held_to_its_own_manifest(tmp_path: Path) -> None:
+    path = resumed_run(tmp_path / "run", OFF, ISOLATED)
+    assert brief(judge_finished(path).point("packing")) == ("off", False)
+
+    manifest = made_runs.manifest(expect={"packing": "off", "liger": "off"})
+    manifest["plan"] |= {"gpus": 8, "accumulation": 4}
+    (path / "run.1.json").write_text(json.dumps(manifest))
+    verdict = judge_finished(path)
     assert brief(verdict.point("packing")) == ("isolated", True)
-    assert brief(verdict.point("batch")) == ("different", False)
-    assert "in attempt 1, which made steps 1 to 20: the world size was 1, 8 was planned" in said(
-        verdict.point("batch")
-    )
+    batch = verdict.point("batch")
+    assert brief(batch) == ("different", False)
+    reason = "in attempt 1, which made steps 1 to 20: the world size was 1, 8 was planned"
+    assert reason in advice(batch)
 
 
-@pytest.mark.parametrize(("bad", "answer"), [(5, ("nonfinite", False)), (25, ("finite", True))])
-def test_a_bad_step_counts_as_long_as_the_weights_have_been_through_it(
-    tmp_path: Path, bad: int, answer: tuple[str, bool]
+def test_a_bad_step_counts_while_the_weights_have_been_through_it(tmp_path: Path) -> None:
+    """The second attempt continued step 20."""
+    replaced = judge_finished(resumed_run(tmp_path / "replaced", ISOLATED, ISOLATED, bad=(25,)))
+    assert brief(replaced.point("loss")) == ("finite", True)
+
+    kept = judge_finished(resumed_run(tmp_path / "kept", ISOLATED, ISOLATED, bad=(5,)))
+    assert brief(kept.point("loss")) == ("nonfinite", False)
+    assert "step 5" in advice(kept.point("loss"))
+
+
+def without_expectations(path: Path) -> None:
+    manifest = rundir.read_json(path / "run.json")
+    (path / "run.json").write_text(json.dumps({**manifest, "expect": None}))
+
+
+def without_manifest(path: Path) -> None:
+    (path / "run.json").write_text("{}")
+
+
+@pytest.mark.parametrize("change", [None, without_expectations, without_manifest])
+def test_a_report_has_the_verdict_of_a_check(
+    tmp_path: Path, change: Callable[[Path], None] | None
 ) -> None:
-    path = attempts(tmp_path / "run", ISOLATED, ISOLATED, bad)
-    point = conclude.finish(RunFolder(path)).point("loss")
-    assert brief(point) == answer
-    assert answer[1] or f"step {bad}" in said(point)
-
-
-@pytest.mark.parametrize("what", ["resumed", "no expectations", "no manifest", "one attempt"])
-def test_a_report_says_what_a_check_says(tmp_path: Path, what: str) -> None:
-    path = attempts(tmp_path / "run", LEAKING, ISOLATED, 5)
-    if what == "one attempt":
-        path = made_runs.made(tmp_path / "other")
-    manifest = {} if what == "no manifest" else rundir.read_json(path / "run.json")
-    if what == "no expectations":
-        manifest["expect"] = None
-    (path / "run.json").write_text(json.dumps(manifest))
+    path = resumed_run(tmp_path / "run", LEAKING, ISOLATED, bad=(5,))
+    if change is not None:
+        change(path)
     reported = series.load_run(path).verdict
-    assert reported == json.loads(json.dumps(conclude.finish(RunFolder(path)).as_json()))
+    assert reported == json.loads(json.dumps(judge_finished(path).as_json()))
 
 
 @pytest.mark.parametrize("below", ["", "hf_model"])
-def test_a_saved_model_that_is_not_whole_is_none(tmp_path: Path, below: str) -> None:
-    output = tmp_path / "out"
-    path = made_runs.made(tmp_path / "run", told=made_runs.manifest(output=str(output)))
-    verdict = conclude.finish(RunFolder(path))
-    assert verdict.status == "pass", "a model that was moved since is nothing against its run"
-    saved.model(output / below)
-    assert conclude.finish(RunFolder(path)).status == "pass"
-    saved.cut(output / below / "model.safetensors")
-    verdict = conclude.finish(RunFolder(path))
-    assert (verdict.status, *brief(verdict.point("finish"))) == ("unproven", "completed", None)
-    assert f"model.safetensors is cut off {output / below} " in said(verdict.point("finish"))
+def test_a_saved_model_with_a_cut_file_does_not_count(tmp_path: Path, below: str) -> None:
+    model_folder = tmp_path / "out" / below
+    manifest = made_runs.manifest(output=str(tmp_path / "out"))
+    path = made_runs.made(tmp_path / "run", told=manifest)
+    assert judge_finished(path).status == "pass", "the model may have been moved since"
+
+    saved.model(model_folder)
+    assert judge_finished(path).status == "pass"
+
+    saved.cut(model_folder / "model.safetensors")
+    verdict = judge_finished(path)
+    finish = verdict.point("finish")
+    assert verdict.status == "unproven"
+    assert brief(finish) == ("completed", None)
+    assert f"model.safetensors is cut off {model_folder} " in advice(finish)
 
 
+def count_calls(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, key: Callable[..., str]
+) -> Counter[str]:
+    """Counts the calls of a function by `key` of its arguments."""
+    original = getattr(owner, name)
+    calls: Counter[str] = Counter()
+
+    def counted(*arguments: Any, **named: Any) -> Any:
+        calls[key(*arguments)] += 1
+        return original(*arguments, **named)
+
+    monkeypatch.setattr(owner, name, counted)
+    return calls
+
+
+@pytest.mark.parametrize("read", [judge_finished, series.load_run])
 def test_each_log_is_read_once_for_verdict_and_page(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: Callable[[Path], object]
 ) -> None:
-    path = attempts(tmp_path / "run", OFF, ISOLATED)
-    scan, scanned = evidence.scan, list[str]()
-
-    def counted(log: Path, *more: Any) -> Log:
-        scanned.append(log.name)
-        return scan(log, *more)
-
-    monkeypatch.setattr(evidence, "scan", counted)
-    for report in (lambda: conclude.finish(RunFolder(path)), lambda: series.load_run(path)):
-        scanned.clear()
-        report()
-        assert sorted(scanned) == ["console.2.log", "console.log"]
-    assert (path / "report.html").is_file()
+    path = resumed_run(tmp_path / "run", OFF, ISOLATED)
+    scans = count_calls(monkeypatch, evidence, "scan", lambda log, *_: log.name)
+    read(path)
+    assert scans == {"console.log": 1, "console.2.log": 1}
 
 
 def test_a_judgement_reads_every_record_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder = made_runs.made(tmp_path / "run", steps=20, told=made_runs.manifest(resume={"step": 0}))
+    manifest = made_runs.manifest(resume={"step": 0})
+    folder = made_runs.made(tmp_path / "run", steps=20, told=manifest)
     files.write_json(folder / "run.1.json", made_runs.manifest())
     made_runs.made(folder, attempt=2, first=11, told=made_runs.manifest(attempt=2))
-    read_bytes, open_regular, rows = files.read_bytes, files.open_regular, evidence._step_rows
-    reads: Counter[str] = Counter()
+    reads = count_calls(monkeypatch, files, "read_bytes", lambda path, *_: path.name)
+    rows = count_calls(monkeypatch, evidence, "_step_rows", lambda *_: "rows")
 
-    def counted_bytes(path: Path, *arguments: Any, **named: Any) -> bytes:
-        reads[path.name] += 1
-        return read_bytes(path, *arguments, **named)
-
-    def counted_open(path: Path, *arguments: Any, **named: Any) -> Any:
-        reads[f"opened {path.name}"] += 1
-        return open_regular(path, *arguments, **named)
-
-    def counted_rows(*arguments: Any) -> Any:
-        reads["rows"] += 1
-        return rows(*arguments)
-
-    monkeypatch.setattr(files, "read_bytes", counted_bytes)
-    monkeypatch.setattr(files, "open_regular", counted_open)
-    monkeypatch.setattr(evidence, "_step_rows", counted_rows)
     judged = judge.judge_run(RunFolder(folder))
     series.run_from_judgement(folder, judged)
+
     assert reads["run.json"] == reads["run.1.json"] == reads["process.json"] == 1
-    assert reads["rows"] == 2
+    assert rows["rows"] == 2

@@ -13,7 +13,7 @@ from launcher.verdict.logs import segments, survey
 from launcher.verdict.logs.scan import Log, scan
 
 LOGS = DATA / "logs"
-READ_SPECIALLY = ("arguments", "step", "metrics", "mean_nonfinite")
+READ_SPECIALLY = ("arguments", "step", "block_loss", "metrics", "mean_nonfinite")
 STAMP = "2026-11-20 15:41:37 - INFO - "
 LINES: dict[str, list[str]] = {}  # the name of a signal -> real lines that mean it; `none`: nothing
 for row in (DATA / "log_lines.tsv").read_text(encoding="utf-8").split("\n")[:-1]:

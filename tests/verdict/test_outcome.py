@@ -1,4 +1,4 @@
-"""Verdicts against what lies on the disk: weights that moved, saved models, inputs, checkpoints, resumes."""
+"""Verdicts against what lies on the disk: weights, saved models, inputs, checkpoints, resumes."""
 
 import json
 import math
@@ -6,7 +6,7 @@ import os
 import shutil
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +16,9 @@ import numpy
 import pytest
 import repeated
 import saved
+from judged_runs import END, Event, Run, advice, brief, sft, step, steps
+from judged_runs import run as run  # a fixture
 from repeated import TRL, Make, codes
-from test_check import Run, brief, sft, step
 
 from launcher import files
 from launcher.artifacts.fingerprint import of_data, of_model
@@ -36,85 +37,89 @@ from launcher.runs.rundir import RunFolder
 from launcher.verdict import judge
 from launcher.verdict.check import Point, Verdict
 
-DONE = {"event": "end", "exit": 0}
-ASKED = {"loss": "finite", "memory": "ok", "finish": "completed", "liger": "off", "packing": "off"}
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Run:
-    """A run folder in the making, apart from what the run leaves elsewhere."""
-    (tmp_path / "run").mkdir()
-    return Run(tmp_path / "run")
-
-
+EXPECTED = {
+    "loss": "finite", "memory": "ok", "finish": "completed", "liger": "off", "packing": "off",
+}  # fmt: skip
 stages = repeated.run  # a fixture
 
 
-def judged(folder: Path, **asked: str) -> Verdict:
-    return judge.judge_run(RunFolder(folder), {**ASKED, **asked}).verdict
+def judged(folder: Path, **expected: str) -> Verdict:
+    return judge.judge_run(RunFolder(folder), {**EXPECTED, **expected}).verdict
 
 
-def point(verdict: Verdict, name: str) -> Point | None:
-    return next((point for point in verdict.points if point.name == name), None)
+def point_or_none(run: Run, name: str) -> Point | None:
+    """A point of the verdict; None where it says nothing of it."""
+    for point in judged(run.folder).points:
+        if point.name == name:
+            return point
+    return None
 
 
-def reason(verdict: Verdict, name: str) -> str:
-    finding = point(verdict, name)
-    assert finding is not None
-    return str(finding.detail.get("reason"))
+def identify_process(run: Run, **changes: str) -> None:
+    """Record that this process on this machine, but for `changes`, was the run."""
+    own = machine_process.identify(os.getpid()).as_json()
+    files.write_json(run.folder / "process.json", {**own, **changes})
 
 
-def weights(moved: int, sampled: int = 10_000, steps: int = 10, **more: Any) -> dict[str, Any]:
-    told = {"event": "weights", "steps": steps, "step": steps, "sampled": sampled, "moved": moved}
-    return {**told, **more}
+def rotary(state: str) -> list[Event]:
+    return [{"event": "rotary", "state": state, "largest_error": 0.004}]
 
 
 @pytest.mark.parametrize(
-    ("reports", "state", "ok"),
+    ("ranks", "state", "ok"),
     [
-        (["exact", "exact"], "exact", True),
-        (["restored", "restored"], "restored", True),
-        (["exact", "rounded"], "rounded", False),
-        ([], None, None),
+        ([rotary("exact"), rotary("exact")], "exact", True),
+        ([rotary("restored"), rotary("restored")], "restored", True),
+        ([rotary("exact"), rotary("rounded")], "rounded", False),
     ],
 )
 def test_positions_are_those_of_the_config(
-    run: Run, reports: list[str], state: str | None, ok: bool | None
+    run: Run, ranks: list[list[Event]], state: str, ok: bool
 ) -> None:
-    for rank, reported in enumerate(reports or [""]):
-        event = {"event": "rotary", "state": reported, "largest_error": 0.004}
-        run.rank(rank, *([event] if reported else []), world=max(1, len(reports)))
-    found = point(judged(run.folder), "positions")
-    assert (found and found.state) == state
-    assert (found and found.ok) == ok
+    run.ranks(*ranks)
+    assert brief(judged(run.folder).point("positions")) == (state, ok)
+
+
+def test_of_positions_that_no_rank_reported_there_is_no_point(run: Run) -> None:
+    run.ranks([])
+    assert point_or_none(run, "positions") is None
+
+
+def weights(moved: int, steps: int = 10) -> list[Event]:
+    event = {"event": "weights", "steps": steps, "step": steps, "sampled": 10_000, "moved": moved}
+    return [event]
+
+
+NOT_FOUND = [{"event": "weights", "reason": "the optimizer's weights were not found"}]
 
 
 @pytest.mark.parametrize(
-    ("reports", "state", "ok"),
+    ("ranks", "state", "ok"),
     [
         ([weights(9_000)], "moved", True),
         ([weights(0)], "still", False),
         ([weights(200)], "few", None),
-        # a rank whose part did not move is no rank's fault where most did
+        # a rank whose part did not move is no fault where most did
         ([weights(9_000), weights(0)], "moved", True),
-        ([weights(9_000), None], "moved", None),
-        ([weights(0, steps=1)], None, None),
-        ([{"event": "weights", "reason": "the optimizer's weights were not found"}], None, None),
-        ([], None, None),
+        ([weights(9_000), []], "moved", None),
     ],
 )
 def test_weights_that_do_not_move_are_no_pass(
-    run: Run, reports: list[dict[str, Any] | None], state: str | None, ok: bool | None
+    run: Run, ranks: list[list[Event]], state: str, ok: bool | None
 ) -> None:
-    for rank, one in enumerate(reports or [None]):
-        run.rank(rank, *([one] if one else []), world=max(1, len(reports)))
-    found = point(judged(run.folder), "weights")
-    assert (found and found.state) == state
-    if found is not None:
-        wanted = judged(run.folder, weights="moved").point("weights")
-        assert wanted.ok is ok
-        if state in ("still", "few"):
-            assert found.ok is ok and "moved" in str(found.detail["reason"])
+    run.ranks(*ranks)
+    assert brief(judged(run.folder, weights="moved").point("weights")) == (state, ok)
+    if state != "moved":
+        point = judged(run.folder).point("weights")
+        assert point.ok is ok and "moved" in advice(point)
+
+
+@pytest.mark.parametrize("events", [weights(0, steps=1), NOT_FOUND, []])
+def test_of_weights_that_nobody_could_compare_there_is_no_point(
+    run: Run, events: list[Event]
+) -> None:
+    run.ranks(events)
+    assert point_or_none(run, "weights") is None
 
 
 @pytest.fixture
@@ -139,12 +144,14 @@ def test_the_share_that_moved_is_counted_in_the_weights_that_are_stepped(
     kind = getattr(torch, dtype)
     layer = torch.nn.Linear(256, 256, dtype=kind)
     torch.nn.init.normal_(layer.weight, std=0.02)
-    torch.nn.init.zeros_(layer.bias)  # what is 0 moves at every rate
+    # what is 0 moves at every rate
+    torch.nn.init.zeros_(layer.bias)
     frozen = torch.nn.Parameter(torch.ones(9), requires_grad=False)
     trained = list(layer.parameters())
     optimizer = Optimizer(process, None)  # type: ignore[arg-type]
     optimizer.inner = SimpleNamespace(param_groups=[{"params": [*trained, frozen]}])
     movement = Movement(process, optimizer)
+
     for _ in range(5):
         layer(torch.randn(8, 256, dtype=kind)).square().sum().backward()
         movement.begin()
@@ -155,14 +162,15 @@ def test_the_share_that_moved_is_counted_in_the_weights_that_are_stepped(
                 parameter.grad = None
         process.step += 1
     movement.report()
-    (told,) = [e for e in events(tmp_path) if e["event"] == "weights"]
-    assert least <= told["moved"] / told["sampled"] <= most
-    assert (told["steps"], told["tensors"]) == (5, 2)
+
+    (event,) = events_in(tmp_path / "own" / "probe", "weights")
+    assert least <= event["moved"] / event["sampled"] <= most
+    assert (event["steps"], event["tensors"]) == (5, 2)
 
 
-def events(place: Path) -> list[dict[str, Any]]:
-    path = place / "own" / "probe" / "rank-0.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def events_in(probe: Path, name: str) -> list[Event]:
+    lines = (probe / "rank-0.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == name]
 
 
 def tensors(path: Path, values: bytes, dtype: str = "F32") -> None:
@@ -177,270 +185,327 @@ def noise(seed: int, size: int = 1 << 16) -> bytes:
 
 
 def trained(run: Run, place: Path, name: str = "model.safetensors") -> Path:
-    """A run that saved a model, fingerprinted by the probe's own function."""
+    """A run that saved a model, fingerprinted by the probe's own function; its output folder."""
     output = place / "out"
-    output.mkdir()
+    output.mkdir(parents=True)
     tensors(output / name, noise(1))
     (output / "config.json").write_text("{}")
-    record = EventLog(str(place / "scratch"), 0)
-    note_saved(record, output)
-    (told,) = (place / "scratch" / "rank-0.jsonl").read_text().splitlines()
-    run.log(sft(5))
-    run.exit(0)
-    run.rank(
-        0,
-        *(step(n) for n in range(1, 6)),
-        {"event": "saved", "path": str(output)},
-        json.loads(told),
-        DONE,
-    )
-    files.write_json(run.folder / "process.json", dict(_identity()))
+    note_saved(EventLog(str(place / "scratch"), 0), output)
+    fingerprints = events_in(place / "scratch", "saved_model")
+
+    run.log(sft(5)).exit(0)
+    run.rank(0, *steps(5), {"event": "saved", "path": str(output)}, *fingerprints, END)
+    identify_process(run)
     return output
 
 
-def _identity() -> dict[str, Any]:
-    return machine_process.identify(os.getpid()).as_json()
+def remove_weights(output: Path) -> None:
+    (output / "model.safetensors").unlink()
 
 
-FAULTS: dict[str, tuple[Callable[[Path], object], str, str]] = {
-    "no folder": (shutil.rmtree, "missing", "is gone"),
-    "no weights": (lambda out: (out / "model.safetensors").unlink(), "missing", "is gone"),
-    "zeros": (lambda out: tensors(out / "model.safetensors", bytes(1 << 16)), "changed", "is 0"),
-    "base model": (
-        lambda out: tensors(out / "model.safetensors", noise(2)),
-        "changed",
-        "changed after",
-    ),
-    "another": (
-        lambda out: tensors(out / "model-1.safetensors", noise(2)),
-        "changed",
-        "did not save",
-    ),
-}
+def fill_with_zeros(output: Path) -> None:
+    tensors(output / "model.safetensors", bytes(1 << 16))
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_model_that_is_not_the_one_that_was_saved_is_no_pass(
-    run: Run, tmp_path: Path, fault: str
+def replace_weights(output: Path) -> None:
+    tensors(output / "model.safetensors", noise(2))
+
+
+def add_weights(output: Path) -> None:
+    tensors(output / "model-1.safetensors", noise(2))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "state", "words"),
+    [
+        pytest.param(shutil.rmtree, "missing", "is gone", id="no folder"),
+        pytest.param(remove_weights, "missing", "is gone", id="no weights"),
+        pytest.param(fill_with_zeros, "changed", "is 0", id="zeros"),
+        pytest.param(replace_weights, "changed", "changed after", id="other weights"),
+        pytest.param(add_weights, "changed", "did not save", id="more weights"),
+    ],
+)
+def test_a_model_that_is_not_the_saved_one_is_no_pass(
+    run: Run, tmp_path: Path, spoil: Callable[[Path], object], state: str, words: str
 ) -> None:
-    spoil, state, words = FAULTS[fault]
     output = trained(run, tmp_path)
     before = judged(run.folder)
     assert before.point("model").state == "saved"
-    was_ok = {one.name for one in before.points if one.ok}
+
     spoil(output)
+
     after = judged(run.folder)
-    assert (after.status, *brief(after.point("model"))) == ("fail", state, False)
-    assert words in reason(after, "model")
-    assert {one.name for one in after.points if one.ok} == was_ok - {"model"}
-    assert point(judged(run.folder, model="any"), "model").ok  # type: ignore[union-attr]
+    model = after.point("model")
+    assert after.status == "fail"
+    assert brief(model) == (state, False)
+    assert words in advice(model)
+    for point in before.points:
+        assert point.name == "model" or after.point(point.name).ok == point.ok
+    assert judged(run.folder, model="any").point("model").ok
 
 
-def test_a_save_that_left_nothing_is_no_pass_and_an_old_record_says_nothing(
-    run: Run, tmp_path: Path
-) -> None:
-    run.log(sft(5))
-    run.exit(0)
-    nowhere = str(tmp_path / "nowhere")
-    lines = [*(step(n) for n in range(1, 6)), {"event": "saved", "path": nowhere}]
-    run.rank(0, *lines, DONE)
-    names = {one.name for one in judged(run.folder).points}
+def test_an_older_record_says_nothing_of_what_is_on_the_disk(run: Run, tmp_path: Path) -> None:
+    save = {"event": "saved", "path": str(tmp_path / "nowhere")}
+    run.log(sft(5)).exit(0).rank(0, *steps(5), save, END)
+    names = {point.name for point in judged(run.folder).points}
     assert names.isdisjoint({"weights", "model", "inputs", "resume"})
-    run.rank(0, *lines, {"event": "saved_model", "path": nowhere, "files": []}, DONE)
-    files.write_json(run.folder / "process.json", dict(_identity()))
+
+
+def test_a_save_that_left_nothing_is_missing(run: Run, tmp_path: Path) -> None:
+    nowhere = str(tmp_path / "nowhere")
+    save = {"event": "saved", "path": nowhere}
+    nothing = {"event": "saved_model", "path": nowhere, "files": []}
+    run.log(sft(5)).exit(0).rank(0, *steps(5), save, nothing, END)
+    identify_process(run)
     assert judged(run.folder).point("model").state == "missing"
 
 
-def test_the_weights_of_a_rung_may_be_removed_and_of_another_machine_nothing_is_known(
-    run: Run,
-) -> None:
-    place = run.folder.parent / "models"
-    place.mkdir()
-    output = trained(run, place)
-    files.write_json(run.folder / "run.json", {"output": str(output)})
-    assert judged(run.folder).point("model").state == "saved"
-    shutil.rmtree(output)
+def trained_elsewhere(run: Run, tmp_path: Path) -> Path:
+    """A trained run whose record names its output folder."""
+    output = trained(run, tmp_path / "models")
+    run.manifest({"output": str(output)})
+    return output
+
+
+def test_a_rung_may_remove_the_folder_of_its_models(run: Run, tmp_path: Path) -> None:
+    output = trained_elsewhere(run, tmp_path)
+    shutil.rmtree(output.parent)
+    assert point_or_none(run, "model") is None
+
+
+def test_of_a_model_on_another_machine_nothing_is_known(run: Run, tmp_path: Path) -> None:
+    shutil.rmtree(trained_elsewhere(run, tmp_path))
     assert judged(run.folder).point("model").state == "missing"
-    files.write_json(run.folder / "process.json", {**_identity(), "host": "another"})
-    assert point(judged(run.folder), "model") is None
+
+    identify_process(run, host="another")
+    assert point_or_none(run, "model") is None
     assert judged(run.folder, model="saved").point("model").ok is None
-    files.write_json(run.folder / "process.json", _identity())
-    shutil.rmtree(place)
-    assert point(judged(run.folder), "model") is None
 
 
-def test_what_changed_since_the_start_fails_with_file_and_fingerprints(
-    run: Run, tmp_path: Path
-) -> None:
-    data, model = tmp_path / "rows.jsonl", tmp_path / "model"
+class Inputs:
+    """The data and the model that a run began with."""
 
-    def digest() -> str:
-        return of_data(str(data)).digest
+    def __init__(self, run: Run, folder: Path) -> None:
+        self.run = run
+        self.folder = folder
+        self.data = folder / "rows.jsonl"
+        self.model = folder / "model"
+        self.data.write_text("one\n")
+        saved.model(self.model)
+        self.digest = self.digest_of_data()
+        model = of_model(str(self.model))
+        self.before: list[dict[str, Any]] = [
+            {
+                "role": "data", "name": str(self.data), "digest": self.digest,
+                "files": {self.data.name: self.digest},
+            },
+            {
+                "role": "model", "name": str(self.model), "digest": model.digest,
+                "files": {file.name: file.digest for file in model.files},
+            },
+        ]  # fmt: skip
+        run.log(sft(5)).rank(0, *steps(5), END)
 
-    def now() -> Point:
-        files.write_json(
-            RunFolder(run.folder).inputs(1), {"changed": inputs.changed(before, tmp_path)}
-        )
-        return judged(run.folder).point("inputs")
+    def digest_of_data(self) -> str:
+        return of_data(str(self.data)).digest
 
-    data.write_text("one\n")
-    saved.model(model)
-    was, old, whole = data.stat(), digest(), of_model(str(model))
-    known = {one.name: one.digest for one in whole.files}
-    before: list[dict[str, Any]] = [
-        {"role": "data", "name": str(data), "digest": old, "files": {data.name: old}},
-        {"role": "model", "name": str(model), "digest": whole.digest, "files": known},
-    ]
-    run.log(sft(5)).rank(0, *(step(n) for n in range(1, 6)), DONE)
-    assert point(judged(run.folder), "inputs") is None
-    assert now().state == "same"
-    data.write_text("two\n")
-    os.utime(data, ns=(was.st_atime_ns, was.st_mtime_ns))
-    found = now()
-    assert (found.state, found.ok) == ("changed", False)
-    assert [found.detail[key] for key in ("file", "before", "after")] == [data.name, old, digest()]
-    data.write_text("one\n")
-    (model / "config.json").write_text('{"other": 1}')
-    assert now().detail["file"] == "config.json"
-    data.unlink()
-    saved.model(model)
-    gone = now()
-    assert (gone.state, gone.ok) == ("gone", None)
+    def point(self) -> Point:
+        """Compare again, and judge."""
+        changed = inputs.changed(self.before, self.folder)
+        files.write_json(RunFolder(self.run.folder).inputs(1), {"changed": changed})
+        return judged(self.run.folder).point("inputs")
 
 
-def test_a_run_that_waited_takes_the_data_as_they_are_when_it_begins(
+def test_inputs_that_did_not_change_are_the_same(run: Run, tmp_path: Path) -> None:
+    begun = Inputs(run, tmp_path)
+    assert point_or_none(run, "inputs") is None
+    assert begun.point().state == "same"
+
+
+def test_data_that_changed_fail_with_file_and_fingerprints(run: Run, tmp_path: Path) -> None:
+    begun = Inputs(run, tmp_path)
+    was = begun.data.stat()
+    begun.data.write_text("two\n")
+    os.utime(begun.data, ns=(was.st_atime_ns, was.st_mtime_ns))
+
+    point = begun.point()
+
+    assert brief(point) == ("changed", False)
+    assert point.detail["file"] == begun.data.name
+    assert point.detail["before"] == begun.digest
+    assert point.detail["after"] == begun.digest_of_data()
+
+
+def test_a_model_that_changed_names_its_file(run: Run, tmp_path: Path) -> None:
+    begun = Inputs(run, tmp_path)
+    (begun.model / "config.json").write_text('{"other": 1}')
+    assert begun.point().detail["file"] == "config.json"
+
+
+def test_data_that_are_gone_prove_nothing(run: Run, tmp_path: Path) -> None:
+    begun = Inputs(run, tmp_path)
+    begun.data.unlink()
+    assert brief(begun.point()) == ("gone", None)
+
+
+def test_a_run_that_waited_is_planned_anew_where_its_data_changed(
     stages: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    one = stages(TRL)
-    one.start()
-    one.folder.console(1).unlink()
-    given: Any = {"env": {}, "environ": {}, "stage": "sft", "backend": "trl", "title": "waiting"}
+    stage = stages(TRL)
+    stage.start()
+    stage.folder.console(1).unlink()
     waiting = Attempt(
-        number=1, argv=("true",), cwd=str(one.place), request={"stage": "sft"}, **given
+        number=1,
+        argv=("true",),
+        cwd=str(stage.place),
+        request={"stage": "sft"},
+        env={},
+        environ={},
+        stage="sft",
+        backend="trl",
+        title="waiting",
     )
-    waiting.write(one.folder)
-    monkeypatch.chdir(one.place)
-    planned: list[str] = []
+    waiting.write(stage.folder)
+    monkeypatch.chdir(stage.place)
 
     def prepare(request: Any, _scope: Any) -> Any:
-        planned.append(str(request.folder.path))
-        raise RuntimeError("planned anew")
+        raise RuntimeError(f"planned {request.folder.path} anew")
 
-    monkeypatch.setattr(start, "prepare", prepare)
-    assert start.prepare_again(one.folder).number == 1
-    one.data.write_text(one.data.read_text().replace("a", "b"))
-    with pytest.raises(RuntimeError, match="planned anew"):
-        start.prepare_again(one.folder)
-    assert planned == [str(one.folder.path)]
+    monkeypatch.setattr(start, "prepare_start", prepare)
+    assert start.prepare_again(stage.folder).number == 1
+
+    stage.data.write_text(stage.data.read_text().replace("a", "b"))
+    with pytest.raises(RuntimeError, match=f"planned {stage.folder.path} anew"):
+        start.prepare_again(stage.folder)
 
 
-def flip(path: Path) -> None:
+def flip_byte(path: Path) -> None:
     """Overwrite one byte and put the time back."""
-    was, raw = path.stat(), bytearray(path.read_bytes())
-    raw[100] ^= 0xFF
-    path.write_bytes(raw)
+    was = path.stat()
+    content = bytearray(path.read_bytes())
+    content[100] ^= 0xFF
+    path.write_bytes(content)
     os.utime(path, ns=(was.st_atime_ns, was.st_mtime_ns))
 
 
-def archive(path: Path) -> None:
-    """As torch.save writes it; the bytes of the tensors are stored as they are."""
-    with zipfile.ZipFile(path, "w") as file:
+def save_checkpoint(stage: repeated.Run, number: int) -> Path:
+    """With weights, and an optimizer as torch.save writes it: the bytes of tensors as they are."""
+    folder = saved.trl(stage.output, number)
+    tensors(folder / "model.safetensors", noise(number))
+    with zipfile.ZipFile(folder / "optimizer.pt", "w") as file:
         file.writestr("archive/data/0", noise(5))
-
-
-DAMAGE: dict[str, tuple[bool, Callable[[Path], object]]] = {
-    "optimizer": (False, lambda one: flip(one / "optimizer.pt")),
-    "weights": (False, lambda one: tensors(one / "model.safetensors", bytes(1 << 16))),
-    "schedule": (True, lambda one: flip(one / "scheduler.pt")),
-    "removed": (True, lambda one: (one / "training_args.bin").unlink()),
-}
-
-
-@pytest.mark.parametrize("what", DAMAGE)
-def test_a_checkpoint_with_other_bytes_gives_way_to_an_older_one(stages: Make, what: str) -> None:
-    """Without checksums only CRCs and zeros tell."""
-    one, (watched, damage) = stages(TRL), DAMAGE[what]
-    one.start()
-    for number in (2, 4):
-        folder = saved.trl(one.output, number)
-        tensors(folder / "model.safetensors", noise(number))
-        archive(folder / "optimizer.pt")
-    if watched:
-        watch = checksums.ChecksumThread(one.folder, "trl", one.output, 1)
-        watch.start()
-        watch.end(resumable=True)
-        assert set(checksums.read(one.folder)) == {"checkpoint-2", "checkpoint-4"}
-    assert one.decide().step == 4
-    damage(one.output / "checkpoint-4")
-    decision = one.decide()
-    assert (decision.kind, decision.step) == ("resume", 2)
-    assert codes(decision)["damaged-checkpoint"] == "warning"
-    damage(one.output / "checkpoint-2")
-    decision = one.decide()
-    assert (decision.kind, codes(decision)["nothing-to-resume"]) == ("new", "note")
-
-
-def said(decision: Decision, code: str) -> str:
-    return next(finding.message for finding in decision.findings if finding.code == code)
-
-
-def watched_checkpoint(one: repeated.Run) -> Path:
-    """A run of TRL, with its lease in the output folder, and checksums of its checkpoint-2."""
-    one.start()
-    lease.keep_manifest(
-        lease.acquire(one.output, one.folder.path), rundir.read_manifest(one.folder)
-    )
-    folder = saved.trl(one.output, 2)
-    tensors(folder / "model.safetensors", noise(2))
-    watch = checksums.ChecksumThread(one.folder, "trl", one.output, 1)
-    watch.start()
-    watch.end(resumable=True)
     return folder
 
 
-@pytest.mark.parametrize("gone", [False, True])
-def test_a_flipped_byte_of_the_weights_is_found_where_the_run_folder_is_gone(
-    stages: Make, gone: bool
+def take_checksums(stage: repeated.Run) -> None:
+    watch = checksums.ChecksumThread(stage.folder, "trl", stage.output, 1)
+    watch.start()
+    watch.end(resumable=True)
+
+
+def flip_optimizer(checkpoint: Path) -> None:
+    flip_byte(checkpoint / "optimizer.pt")
+
+
+def flip_schedule(checkpoint: Path) -> None:
+    flip_byte(checkpoint / "scheduler.pt")
+
+
+def remove_arguments(checkpoint: Path) -> None:
+    (checkpoint / "training_args.bin").unlink()
+
+
+@pytest.mark.parametrize(
+    ("has_checksums", "damage"),
+    [
+        # only CRCs and zeros tell
+        (False, flip_optimizer),
+        (False, fill_with_zeros),
+        (True, flip_schedule),
+        (True, remove_arguments),
+    ],
+)
+def test_a_damaged_checkpoint_gives_way_to_an_older_one(
+    stages: Make, has_checksums: bool, damage: Callable[[Path], None]
 ) -> None:
-    one = stages(TRL)
-    folder = watched_checkpoint(one)
-    if gone:
-        shutil.rmtree(one.folder.path)
-    decision = one.decide()
+    stage = stages(TRL)
+    stage.start()
+    older = save_checkpoint(stage, 2)
+    newer = save_checkpoint(stage, 4)
+    if has_checksums:
+        take_checksums(stage)
+        assert set(checksums.read_checksums(stage.folder)) == {older.name, newer.name}
+    assert stage.decide().step == 4
+
+    damage(newer)
+    decision = stage.decide()
     assert (decision.kind, decision.step) == ("resume", 2)
-    assert "not verified" not in said(decision, "resumes")
-    flip(folder / "model.safetensors")
-    decision = one.decide()
+    assert codes(decision)["damaged-checkpoint"] == "warning"
+
+    damage(older)
+    decision = stage.decide()
+    assert decision.kind == "new"
+    assert codes(decision)["nothing-to-resume"] == "note"
+
+
+def resumed_message(decision: Decision) -> str:
+    assert (decision.kind, decision.step) == ("resume", 2)
+    for finding in decision.findings:
+        if finding.code == "resumes":
+            return finding.message
+    raise AssertionError(decision.findings)
+
+
+def leased_checkpoint(stage: repeated.Run) -> Path:
+    """A run of TRL, with its lease in the output folder, and checksums of its checkpoint-2."""
+    stage.start()
+    held = lease.acquire(stage.output, stage.folder.path)
+    lease.keep_manifest(held, rundir.read_manifest(stage.folder))
+    folder = save_checkpoint(stage, 2)
+    take_checksums(stage)
+    return folder
+
+
+@pytest.mark.parametrize("has_run_folder", [True, False])
+def test_a_flipped_byte_of_the_weights_is_noticed(stages: Make, has_run_folder: bool) -> None:
+    stage = stages(TRL)
+    folder = leased_checkpoint(stage)
+    if not has_run_folder:
+        shutil.rmtree(stage.folder.path)
+    assert "not verified" not in resumed_message(stage.decide())
+
+    flip_byte(folder / "model.safetensors")
+
+    decision = stage.decide()
     assert decision.kind == "new"
     assert codes(decision)["damaged-checkpoint"] == "warning"
 
 
-def test_what_no_checksum_was_recorded_of_is_not_called_whole(stages: Make) -> None:
-    one = stages(TRL)
-    folder = watched_checkpoint(one)
-    one.folder.checksums.unlink()
-    (one.output / lease.FOLDER / "checksums.json").unlink()
-    flip(folder / "model.safetensors")
-    decision = one.decide()
-    assert (decision.kind, decision.step) == ("resume", 2)
-    assert "not verified: no checksums" in said(decision, "resumes")
+def test_a_checkpoint_without_checksums_is_not_called_whole(stages: Make) -> None:
+    stage = stages(TRL)
+    folder = leased_checkpoint(stage)
+    stage.folder.checksums.unlink()
+    (stage.output / lease.FOLDER / "checksums.json").unlink()
+    flip_byte(folder / "model.safetensors")
+    assert "not verified: no checksums" in resumed_message(stage.decide())
 
 
-def test_the_watch_takes_checksums_beside_the_training(
+def test_checksums_are_taken_beside_the_training(
     stages: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checksums, "EVERY_S", 0.05)
-    one = stages(TRL)
-    one.start()
-    watch = checksums.ChecksumThread(one.folder, "trl", one.output, 1)
+    stage = stages(TRL)
+    stage.start()
+    watch = checksums.ChecksumThread(stage.folder, "trl", stage.output, 1)
     watch.start()
-    folder = saved.trl(one.output, 2)
-    until = time.monotonic() + 30
-    while not checksums.read(one.folder) and time.monotonic() < until:
+    folder = saved.trl(stage.output, 2)
+    end = time.monotonic() + 30
+    while not checksums.read_checksums(stage.folder) and time.monotonic() < end:
         time.sleep(0.05)
     watch.end(resumable=False)
-    told = checksums.read(one.folder)["checkpoint-2"]
-    assert set(told) == {path.name for path in folder.iterdir()}
+
+    recorded = checksums.read_checksums(stage.folder)["checkpoint-2"]
+    assert set(recorded) == {path.name for path in folder.iterdir()}
 
 
 @pytest.mark.parametrize(
@@ -450,55 +515,60 @@ def test_the_watch_takes_checksums_beside_the_training(
 def test_losses_that_jump_after_a_resume_are_no_pass(
     run: Run, after: float, state: str, ok: bool | None
 ) -> None:
-    noisy = [2.0 + 0.05 * math.sin(n * 7) for n in range(1, 11)]
-    run.log(sft(10))
-    run.rank(0, *(step(n, noisy[n - 1]) for n in range(1, 11)))
-    first = (run.folder / "probe" / "rank-0.jsonl").read_text()
-    (run.folder / "console.2.log").write_text("")
-    files.write_json(run.folder / "exit.2.json", {"returncode": 0, "attempt": 2})
-    more = [
+    noisy = [step(number, 2.0 + 0.05 * math.sin(number * 7)) for number in range(1, 11)]
+    second: Sequence[Event] = (
         {"event": "start", "rank": 0, "world": 1, "attempt": 2},
         {"event": "resumed", "path": "checkpoint-8", "step": 8},
-        *(step(n, after) for n in range(9, 13)), DONE,
-    ]  # fmt: skip
-    text = "".join(json.dumps(one) + "\n" for one in more)
-    (run.folder / "probe" / "rank-0.jsonl").write_text(first + text)
-    found = judged(run.folder).point("resume")
-    assert (found.state, found.ok) == (state, ok)
-    if ok is None:
-        assert "before the resume" in str(found.detail["reason"])
+        *[step(number, after) for number in range(9, 13)],
+        END,
+    )
+    run.log(sft(10)).rank(0, *noisy, *second)
+    (run.folder / "console.2.log").write_text("")
+    files.write_json(run.folder / "exit.2.json", {"returncode": 0, "attempt": 2})
+
+    point = judged(run.folder).point("resume")
+
+    assert brief(point) == (state, ok)
+    assert ok or "before the resume" in advice(point)
 
 
 def test_losses_are_those_of_the_probes_steps_where_there_are_any(tmp_path: Path) -> None:
-    # its log holds four means of five steps each
+    """The log holds four means of five steps each; the page keeps the two apart."""
     folder = made_runs.made(tmp_path / "run", steps=20, told=made_runs.manifest(stage="sft"))
-    verdict = judged(folder, trend="falling")
-    assert brief(verdict.point("trend")) == ("falling", True)
-    assert verdict.point("trend").detail["losses"] == 20
-    # the page draws the same numbers, and keeps the means apart
+    trend = judged(folder, trend="falling").point("trend")
+    assert brief(trend) == ("falling", True)
+    assert trend.detail["losses"] == 20
+
     columns = series.load_run(folder).series.columns
-    assert columns["loss"] == pytest.approx([made_runs.loss(number, 20) for number in range(1, 21)])
-    assert sum(mean is not None for mean in columns["logged_loss"]) == 4
+    losses = [made_runs.loss(number, 20) for number in range(1, 21)]
+    assert columns["loss"] == pytest.approx(losses)
+    means = [mean for mean in columns["logged_loss"] if mean is not None]
+    assert len(means) == 4
 
 
-def test_an_adapter_is_fingerprinted_and_a_checkpoint_is_not(run: Run, tmp_path: Path) -> None:
+def test_an_adapter_is_fingerprinted(run: Run, tmp_path: Path) -> None:
     output = trained(run, tmp_path, "adapter_model.safetensors")
     assert judged(run.folder).point("model").state == "saved"
     tensors(output / "adapter_model.safetensors", noise(3))
     assert judged(run.folder).point("model").state == "changed"
-    record = EventLog(str(tmp_path / "other"), 0)
-    note_saved(record, tmp_path / "out" / "checkpoint-5")
-    assert not (tmp_path / "other" / "rank-0.jsonl").read_text()
+
+
+def test_a_checkpoint_is_not_fingerprinted(tmp_path: Path) -> None:
+    saved.trl(tmp_path / "out", 5)
+    note_saved(EventLog(str(tmp_path / "probe"), 0), tmp_path / "out" / "checkpoint-5")
+    assert not (tmp_path / "probe" / "rank-0.jsonl").read_text()
 
 
 def test_without_a_probe_the_output_folder_must_be_there(run: Run, tmp_path: Path) -> None:
-    run.log(sft(5) + "Model weights saved in out/model.safetensors\n")
-    run.exit(0)
+    output = tmp_path / "nowhere"
+    run.log(sft(5) + "Model weights saved in out/model.safetensors\n").exit(0)
+    run.manifest({"output": str(output)})
+    identify_process(run)
     shutil.rmtree(run.folder / "probe")
-    files.write_json(run.folder / "process.json", dict(_identity()))
-    files.write_json(run.folder / "run.json", {"output": str(tmp_path / "nowhere")})
+
     verdict = judged(run.folder)
     assert verdict.point("finish").state == "completed"
     assert verdict.point("model").state == "missing"
-    (tmp_path / "nowhere").mkdir()
-    assert point(judged(run.folder), "model") is None
+
+    output.mkdir()
+    assert point_or_none(run, "model") is None

@@ -125,7 +125,7 @@ def ask(world: World, monkeypatch: pytest.MonkeyPatch) -> Ask:
 
 
 def plan(request: Request) -> Prepared:
-    return prepare.prepare(request, Scope.START)
+    return prepare.prepare_start(request, Scope.START)
 
 
 def run(request: Request, timeout_s: float | None = None) -> Outcome:
@@ -215,7 +215,7 @@ start.begin = begin_and_terminate
 config, python = map(Path, sys.argv[1:])
 request = Request(stage="sft", config=config, gpus=0, python=python)
 try:
-    experiment.of_prepared(prepare.prepare(request, Scope.START))
+    experiment.of_prepared(prepare.prepare_start(request, Scope.START))
 except KeyboardInterrupt:
     print("interrupted")
 """

@@ -105,7 +105,7 @@ def test_every_value_is_one_that_upstream_takes(path: str, overrides: str, gpus:
             if largest % int(settings["per_device"]):
                 continue
             words = (*overrides.split(), *space.overrides(settings))
-            judged = stage.judge(load.load(tuned.REPOSITORY / "configs" / path, words))
+            judged = stage.judge_stage_file(load.load(tuned.REPOSITORY / "configs" / path, words))
             assert not errors(judged.findings), settings
             assert space.planned(settings).global_batch == total
             if lever.name != "packing":

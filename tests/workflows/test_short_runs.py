@@ -31,7 +31,7 @@ ON_TRL = {"stage": "sft", "backend": "trl"}
 
 
 def judge(path: Path, overrides: Sequence[str] = ()) -> Stage:
-    return stage.validate(stage.judge(load.load(path, overrides)))
+    return stage.validate(stage.judge_stage_file(load.load(path, overrides)))
 
 
 def write_stage(folder: Path, args: Args, **options: object) -> Path:

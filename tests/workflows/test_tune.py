@@ -74,25 +74,25 @@ OUT_OF_MEMORY = sample(cause="oom", reason="CUDA out of memory")
 def test_a_setting_counts_only_if_everything_was_proved(
     run: Sample, status: str, blamed: tuple[str, ...]
 ) -> None:
-    trial = tune.judge(hand().candidate(hand().base), [run], [sample(variant="first")])
+    trial = tune.judge_candidate(hand().candidate(hand().base), [run], [sample(variant="first")])
     assert trial.status == status
     assert trial.blamed == blamed
 
 
 def test_losses_are_compared_by_the_medians_of_all_runs() -> None:
     base = hand().candidate(hand().base)
-    assert tune.judge(base, [sample()], []).loss_change == 0
+    assert tune.judge_candidate(base, [sample()], []).loss_change == 0
     first = [sample(variant="first", loss=loss) for loss in (2.0, 2.4, 2.0)]
-    assert tune.judge(base, [sample(loss=2.2)], first).status == "loss changed"
+    assert tune.judge_candidate(base, [sample(loss=2.2)], first).status == "loss changed"
 
     runs = [sample(), sample(), sample(loss=2.2)]
-    trial = tune.judge(base, runs, first)
+    trial = tune.judge_candidate(base, runs, first)
     assert trial.status == "ok"
     assert trial.loss_change == 0
 
     # what the last run did not prove, no other run proves for it
     runs.append(sample(flaws=LEAKING))
-    assert tune.judge(base, runs, first).status == "contract"
+    assert tune.judge_candidate(base, runs, first).status == "contract"
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ def tune_after(runs: Sequence[Ran]) -> tune.Tuning:
         measured = sample(
             run.speed, run.loss, variant=str(run.rows), repeat=repeat, cause=run.cause
         )
-        tuning.search.learn(tune.judge(candidate, [measured], []))
+        tuning.search.learn(tune.judge_candidate(candidate, [measured], []))
     return tuning
 
 
@@ -165,7 +165,7 @@ def propose(world: Space, place: Path, overrides: Sequence[str] = (), **settings
     proposal = load.load(place)
     assert proposal.args == overridden.args
     assert options_of(proposal) == options_of(overridden)
-    judged = stage.judge(proposal)
+    judged = stage.judge_stage_file(proposal)
     assert not errors(judged.findings)
     assert judged.options is not None
     deepspeed = world.planned(whole).stage.options.deepspeed_name

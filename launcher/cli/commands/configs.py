@@ -10,7 +10,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -40,6 +40,7 @@ from launcher.errors import (
     errors,
     usage,
 )
+from launcher.lazy_dataclass import dataclass
 from launcher.paths import can_be_name, exists, shipped
 from launcher.report import console
 
@@ -160,7 +161,7 @@ def _judge_deeply(paths: list[Path], shared: Shared) -> Iterator[_JudgedFile]:
             if file.facts.get("shape", "pipeline") == "pipeline":
                 yield file
                 continue
-            judged, trainer = collect.judge(shared.request(config=file.path))
+            judged, trainer = collect.judge_request(shared.request(config=file.path))
             result = rehearsal.rehearse(judged, trainer, servers, say=shared.show_progress)
             facts = {**file.facts, "rehearsal": result.as_json()}
             findings = rehearsal.combined(file.findings, result.findings)
@@ -170,11 +171,11 @@ def _judge_deeply(paths: list[Path], shared: Shared) -> Iterator[_JudgedFile]:
 def _judge_file(path: Path, shared: Shared) -> _JudgedFile:
     """A stage file, or the stages of a pipeline in turn."""
     from launcher.config import load
-    from launcher.stage.stage import judge
+    from launcher.stage.stage import judge_stage_file
 
     try:
         loaded = load.load(path, shared.overrides or ())
-        judged = judge(loaded, stage=shared.stage, locator=shared.locator)
+        judged = judge_stage_file(loaded, stage=shared.stage, locator=shared.locator)
     except InvalidConfig as error:
         if {finding.code for finding in error.findings} == {load.PIPELINE}:
             return _judge_pipeline(path, shared)
@@ -564,9 +565,9 @@ def _convert(
 
 def _judge_draft(shared: Shared, new: Draft, path: Path) -> tuple[Finding, ...]:
     from launcher.config import load
-    from launcher.stage.stage import judge
+    from launcher.stage.stage import judge_stage_file
 
-    return judge(load.load(path, text=new.text(path)), locator=shared.locator).findings
+    return judge_stage_file(load.load(path, text=new.text(path)), locator=shared.locator).findings
 
 
 def _script_arguments(text: str | None) -> tuple[str, ...]:

@@ -151,7 +151,7 @@ def preview(
     from launcher.planning import collect
     from launcher.workflows.preview import preview, text
 
-    judged, trainer = collect.judge(shared.request())
+    judged, trainer = collect.judge_request(shared.request())
     result = preview.preview(judged, trainer, first=rows, row=row, say=shared.show_progress)
     redactor = judged.config.redactor
     show = partial(text.show, result, redactor, whole=row is not None)
@@ -181,7 +181,7 @@ def rehearse(
     from launcher.planning import collect
     from launcher.workflows.rehearse import rehearsal
 
-    judged, trainer = collect.judge(shared.request())
+    judged, trainer = collect.judge_request(shared.request())
     result = rehearsal.rehearse(judged, trainer, anew=again, say=shared.show_progress)
     findings = rehearsal.combined(judged.findings, result.findings)
     code = Exit.BUG if result.failed else Exit.OK
@@ -201,7 +201,7 @@ def prepare(shared: Shared) -> Exit:
     from launcher.workflows.prefetch import prefetch
 
     facts = collect(shared.request(), Scope.HOST)
-    result = prefetch.prepare(facts, console.say_aside)
+    result = prefetch.prepare_caches(facts, console.say_aside)
     # now that model, tokenizer and data are here
     shared.rehearse_first({"": facts})
     return answer(
@@ -373,7 +373,7 @@ def tune(
         facts = collect(shared.request(), Scope.FILE)
         check.require(facts)
     else:
-        prepared = tune.prepare(
+        prepared = tune.prepare_tuning(
             shared.request(),
             cpu=shared.cpu,
             steps=steps,

@@ -189,6 +189,7 @@ def check(
     format: Format = FORMAT,
 ) -> Exit:
     """Check a run, or any training log."""
+    from launcher.report import judgement
     from launcher.verdict import check
 
     notes: tuple[Finding, ...] = ()
@@ -213,7 +214,7 @@ def check(
         verdict = judged.verdict
         notes = (*conclude.unpinned_note(folder), *conclude.left_out_notes(judged, folder))
     code = check.exit_code(verdict, allow_unproven=allow_unproven)
-    show = partial(console.print_verdict, verdict, name)
+    show = partial(judgement.print_verdict, verdict, name)
     return answer("check", format, verdict.as_json(), show, notes, code)
 
 
@@ -235,6 +236,7 @@ def _check_each(
 ) -> Exit:
     """Judge every run of a pipeline, bench, ladder or tune; the code is the first that is not 0."""
     from launcher.lifecycle import conclude
+    from launcher.report import judgement
     from launcher.verdict import check
 
     verdicts = {}
@@ -248,7 +250,7 @@ def _check_each(
 
     def show() -> None:
         for path, verdict in verdicts.items():
-            console.print_verdict(verdict, path.name)
+            judgement.print_verdict(verdict, path.name)
 
     data = {"folder": str(folder.absolute()), "runs": judged}
     return answer("check", format, data, show, code=code)

@@ -63,7 +63,7 @@ def _dry_run(request: Request, shared: Shared) -> Exit:
     from launcher.planning import prepare
     from launcher.planning.collect import Scope
 
-    prepared = prepare.prepare(request, Scope.FILE if shared.slurm else Scope.PLAN)
+    prepared = prepare.prepare_start(request, Scope.FILE if shared.slurm else Scope.PLAN)
     findings = (*prepared.findings, *prepare.of_earlier_run(prepared))
     data = prepared.as_json()
     script = None
@@ -90,7 +90,7 @@ def _run(request: Request, shared: Shared) -> Exit:
     runner.parse_stop_grace(os.environ.get(runner.GRACE_VARIABLE))
     preemption.parse_save_grace(os.environ.get(preemption.GRACE_VARIABLE))
     with supervisor.interruptible():
-        prepared = forecast.with_forecast(prepare.prepare(request, Scope.START))
+        prepared = forecast.with_forecast(prepare.prepare_start(request, Scope.START))
         if prepared.decision.kind == "finished":
             return _conclude_finished(prepared, shared)
         machine = prepared.start.machine
@@ -128,7 +128,7 @@ def _queue(request: Request, shared: Shared) -> Exit:
     from launcher.runs import slurm
 
     ending = shared.at_end()
-    prepared = forecast.with_forecast(prepare.prepare(request, Scope.HOST))
+    prepared = forecast.with_forecast(prepare.prepare_start(request, Scope.HOST))
     if prepared.decision.kind == "finished":
         return _conclude_finished(prepared, shared)
     shared.rehearse_first({"": prepared.facts})
@@ -204,13 +204,14 @@ def _conclude(
     findings: tuple[Finding, ...],
     format: Format,
 ) -> Exit:
+    from launcher.report import judgement
     from launcher.runs import attempt
     from launcher.trained import next_steps
 
     steps = next_steps.of_finished(folder)
 
     def show() -> None:
-        console.print_verdict(verdict, folder.path.name)
+        judgement.print_verdict(verdict, folder.path.name)
         console.say(f"run: {folder.path}\nreport: {folder.report}")
         if steps is not None:
             console.say("\n".join(steps.lines()))

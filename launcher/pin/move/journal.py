@@ -10,12 +10,12 @@ import os
 import shutil
 import subprocess
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from launcher.errors import NotReady, launch_finding
 from launcher.files import write_bytes
+from launcher.lazy_dataclass import dataclass
 
 NAME = "launch-pin-move"
 _PART = f"{NAME}.part"

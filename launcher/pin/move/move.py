@@ -7,10 +7,10 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.errors import Exit, Finding, NotReady, launch_finding
+from launcher.lazy_dataclass import dataclass
 from launcher.machine.git import CommitTree, Repository
 from launcher.machine.locks import exclusive
 from launcher.paths import IS_CLONE
@@ -133,13 +133,15 @@ def _move(
     finally:
         shutil.rmtree(place, ignore_errors=True)
     names = cited.commits_of_rules()
-    known = [commit for commit in trees if any(commit.startswith(confirmed) for confirmed in names)]
-    later = cited.later_than(commits.new, known, commits.repository)
-    found = review(cited.find_citations(clone), trees, (commits.old, commits.new), later)
+    confirmed_commits = [
+        commit for commit in trees if any(commit.startswith(confirmed) for confirmed in names)
+    ]
+    later = cited.later_than(commits.new, confirmed_commits, commits.repository)
+    reviewed = review(cited.find_citations(clone), trees, (commits.old, commits.new), later)
     gitlink = {SUBMODULE: commits.new} if _is_submodule(clone) else {}
     journal.write(staged.files, gitlink)
     journal.apply()
-    return Move(commits.old, commits.new, tuple(sorted(staged.files)), found, staged.failed)
+    return Move(commits.old, commits.new, tuple(sorted(staged.files)), reviewed, staged.failed)
 
 
 def _trees(commits: pin.Commits) -> dict[str, SourceFiles]:

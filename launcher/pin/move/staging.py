@@ -8,10 +8,10 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.errors import InvalidConfig, NotReady, launch_finding, not_ready
+from launcher.lazy_dataclass import dataclass
 from launcher.machine.git import Repository
 from launcher.upstream.source.packages import find_package
 

@@ -7,9 +7,10 @@ An allocation is entered once, into a `Ledger`, with all the phases that it live
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
+from launcher.lazy_dataclass import dataclass
 from launcher.upstream.citations import rendered
 
 GIB = 2**30

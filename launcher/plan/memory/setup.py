@@ -1,12 +1,12 @@
 """Everything that the peak of a run depends on: shape, batch, loss, operators, sharding."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from launcher.artifacts.architecture import Shape
 from launcher.artifacts.lengths import MicroBatch
 from launcher.errors import InvalidConfig, brief, launch_finding
+from launcher.lazy_dataclass import dataclass
 from launcher.runs.record import as_mapping
 
 # bytes of an element in 16 and in 32 bits

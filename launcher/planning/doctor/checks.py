@@ -11,11 +11,12 @@ import re
 import shlex
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from launcher.errors import Exit, Finding, InvalidConfig, NotReady, about, errors, launch_finding
+from launcher.lazy_dataclass import dataclass
 from launcher.machine.devices import VARIABLE, Devices, Look, Slot
 from launcher.machine.python import Trainer
 from launcher.machine.sizes import sized

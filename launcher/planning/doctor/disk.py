@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from launcher.artifacts.fingerprint import cache_home
 from launcher.cache.keys import REFERENCE_VARIABLE
 from launcher.errors import DISK_FULL, Finding, InvalidConfig, Severity, launch_finding
 from launcher.files import read_json
+from launcher.lazy_dataclass import dataclass
 from launcher.machine.sizes import size_below, sized
 from launcher.paths import exists
 from launcher.plan.memory.setup import Setup

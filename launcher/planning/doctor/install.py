@@ -12,7 +12,7 @@ import signal
 import subprocess
 import tomllib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cache
 from typing import Any
 
@@ -20,6 +20,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from launcher.files import parse_line
+from launcher.lazy_dataclass import dataclass
 from launcher.machine import isolation, process
 from launcher.machine.python import Trainer
 from launcher.paths import PACKAGE, shipped

@@ -2,11 +2,12 @@
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from launcher.config import keys
 from launcher.errors import Exit, Finding, InvalidConfig
+from launcher.lazy_dataclass import dataclass
 from launcher.machine import devices
 from launcher.machine.devices import Devices
 from launcher.planning import check, collect

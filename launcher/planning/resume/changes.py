@@ -5,13 +5,13 @@ it.
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from launcher.cache import inputs
 from launcher.cache.inputs import Contents
 from launcher.cache.keys import Cache
 from launcher.errors import Severity, brief
+from launcher.lazy_dataclass import dataclass
 from launcher.machine import python
 from launcher.machine.python import Trainer
 from launcher.plan.plan import Plan

@@ -15,7 +15,7 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple
@@ -26,6 +26,7 @@ from launcher.artifacts.checkpoints import Checkpoint
 from launcher.cache.inputs import Contents
 from launcher.cache.keys import Cache
 from launcher.errors import Finding, Severity, errors, launch_finding, not_ready, usage
+from launcher.lazy_dataclass import dataclass
 from launcher.machine import codec
 from launcher.machine.codec import Between, Count, Positive
 from launcher.machine.python import Trainer
@@ -345,17 +346,17 @@ class ResumeJudge:
 
     def _decide_first_start(self) -> Decision:
         """No recorded run has been here; checkpoints may lie here all the same."""
-        found = checkpoints.find(self.backend, self.output)
+        candidates = checkpoints.find(self.backend, self.output)
         self._check_first_start()
         if self.named is not None:
-            return self._resume_named(Path(self.named), found)
+            return self._resume_named(Path(self.named), candidates)
         taken = None
         if not errors(self.findings):
             taken = checkpoints.taken_by_upstream(self.backend, self.output)
-        for checkpoint in found:
+        for checkpoint in candidates:
             if checkpoint.path == taken:
-                return self._resume_foreign(checkpoint, found)
-        whole = [checkpoint for checkpoint in found if checkpoint.complete]
+                return self._resume_foreign(checkpoint, candidates)
+        whole = [checkpoint for checkpoint in candidates if checkpoint.complete]
         if whole and not self.entry.unjudged:
             help = "--fresh starts over in a new folder"
             key = self.entry.names.resume
@@ -364,60 +365,60 @@ class ResumeJudge:
             message = f"{self.output} holds {whole[-1].name}, and no record of the run that saved "
             message += "it: training would begin at step 0, and rotation would delete what is there"
             self._say("error", "not-resumed", message, help, key)
-        return Decision(kept=_names(found))
+        return Decision(kept=_names(candidates))
 
-    def _resume_foreign(self, chosen: Checkpoint, found: Sequence[Checkpoint]) -> Decision:
+    def _resume_foreign(self, chosen: Checkpoint, candidates: Sequence[Checkpoint]) -> Decision:
         """open-instruct resumes by itself; that it is not this run's is a rule of its own."""
         fault = chosen.why_incomplete or checksums.fault(None, chosen)
         if fault is not None:
             message = f"upstream would resume from {chosen.path}, and {fault}"
             self._say("error", "broken-checkpoint", message, "move it out of the output folder")
         self._check_reference(())
-        return self._resume(chosen, found)
+        return self._resume(chosen, candidates)
 
     def _resume(
-        self, chosen: Checkpoint, found: Iterable[Checkpoint], aside: tuple[Path, ...] = ()
+        self, chosen: Checkpoint, candidates: Iterable[Checkpoint], aside: tuple[Path, ...] = ()
     ) -> Decision:
         return Decision(
             kind="resume",
             checkpoint=chosen,
             step=self._step(chosen),
             place=self._place(chosen),
-            kept=_names(found, aside),
+            kept=_names(candidates, aside),
             aside=aside,
         )
 
     def _decide_resume(self) -> Decision:
         """The run has been here: finished, to be continued, or with nothing to continue from."""
-        found = self._find_checkpoints()
+        candidates = self._find_checkpoints()
         if self._is_finished():
-            return self._decide_finished(found)
+            return self._decide_finished(candidates)
         if self.named is not None and self.named != self.history[-1].resume.requested:
-            return self._resume_named(Path(self.named), found)
-        whole = [checkpoint for checkpoint in found if checkpoint.complete]
+            return self._resume_named(Path(self.named), candidates)
+        whole = [checkpoint for checkpoint in candidates if checkpoint.complete]
         while whole:
             chosen, wrong = self._choose(whole)
             fault = checksums.fault(self.folder, chosen)
             if fault is None:
-                return self._continue(found, chosen, whole[-1], wrong)
+                return self._continue(candidates, chosen, whole[-1], wrong)
             message = f"{chosen.name} is not used: {fault}"
             help = "look at the disk; an older checkpoint is taken where one is whole"
             self._say("warning", "damaged-checkpoint", message, help)
-            found[found.index(chosen)] = replace(chosen, why_incomplete=fault)
+            candidates[candidates.index(chosen)] = replace(chosen, why_incomplete=fault)
             whole.remove(chosen)
         self._check_first_start()
         if self.entry.unjudged and self.output and any(self.output.glob(self.entry.unjudged)):
             # OLMo-core continues from there, which a rule says (`resume-unjudged`)
             return Decision()
-        why = f": {found[-1].name}: {found[-1].why_incomplete}" if found else ""
+        why = f": {candidates[-1].name}: {candidates[-1].why_incomplete}" if candidates else ""
         message = f"the attempt before left no complete checkpoint in {self.output}{why}; "
         self._say("note", "nothing-to-resume", f"{message}it starts over", None)
-        aside = self._collect_aside(found, None)
-        return Decision(kept=_names(found, aside), aside=aside)
+        aside = self._collect_aside(candidates, None)
+        return Decision(kept=_names(candidates, aside), aside=aside)
 
     def _continue(
         self,
-        found: Sequence[Checkpoint],
+        candidates: Sequence[Checkpoint],
         chosen: Checkpoint,
         newest: Checkpoint,
         wrong: ResumeMismatch | None,
@@ -450,7 +451,7 @@ class ResumeJudge:
             # without it TRL begins anew, and `true` takes the highest number, whole or not
             why = "the same command continues from the last complete checkpoint"
             derived[self.entry.names.resume] = Derived(value=str(chosen.path), why=why)
-        decision = self._resume(chosen, found, self._collect_aside(found, chosen))
+        decision = self._resume(chosen, candidates, self._collect_aside(candidates, chosen))
         return replace(decision, changes=tuple(changed), derived=derived)
 
     def _report(self, change: ResumeChange, chosen: Checkpoint) -> None:
@@ -469,12 +470,12 @@ class ResumeJudge:
         message = f"continuing from {chosen.name}: {change.text}"
         self._say(severity, code, message, help, change.key)
 
-    def _resume_named(self, named: Path, found: Sequence[Checkpoint]) -> Decision:
+    def _resume_named(self, named: Path, candidates: Sequence[Checkpoint]) -> Decision:
         """The checkpoint that the stage file names for the first time, whatever else is there."""
         same = None
         step = 0
         fault = None
-        for checkpoint in found:
+        for checkpoint in candidates:
             if canonical(checkpoint.path) == canonical(named):
                 same = checkpoint
                 step = checkpoint.number
@@ -483,11 +484,11 @@ class ResumeJudge:
             key = "resume_from_checkpoint"
             self._say("error", "broken-checkpoint", f"{named}: {fault}", "name an older one", key)
         # the run must not rotate away what it did not continue from
-        aside = self._collect_aside(found, same)
-        kept = _names(found, aside)
+        aside = self._collect_aside(candidates, same)
+        kept = _names(candidates, aside)
         return Decision(kind="resume", checkpoint=same, step=step, kept=kept, aside=aside)
 
-    def _decide_finished(self, found: Sequence[Checkpoint]) -> Decision:
+    def _decide_finished(self, candidates: Sequence[Checkpoint]) -> Decision:
         """The run is finished: an error if something that matters has changed."""
         last = self.history[-1]
         repeated = [(change.get("what"), change.get("after")) for change in last.resume.changes]
@@ -520,19 +521,19 @@ class ResumeJudge:
             message = f"this run is finished: {self.output}"
         self._say(severity, code, message, help, key)
         step = self._total() or 0
-        return Decision(kind="finished", kept=_names(found), changes=tuple(changed), step=step)
+        return Decision(kind="finished", kept=_names(candidates), changes=tuple(changed), step=step)
 
     def _find_checkpoints(self) -> list[Checkpoint]:
         """All checkpoints in the order of training; incomplete without the part of each rank."""
-        found = []
+        candidates = []
         for checkpoint in checkpoints.find(self.backend, self.output):
             ranks = self._maker(checkpoint).processes
             saved = checkpoint.ranks or 0
             if checkpoint.complete and ranks is not None and saved < ranks:
                 why = f"{ranks} processes were training, {saved} left their random states"
                 checkpoint = replace(checkpoint, why_incomplete=why)
-            found.append(checkpoint)
-        return sorted(found, key=lambda checkpoint: (self._step(checkpoint), checkpoint.kind))
+            candidates.append(checkpoint)
+        return sorted(candidates, key=lambda checkpoint: (self._step(checkpoint), checkpoint.kind))
 
     def _choose(self, whole: Sequence[Checkpoint]) -> tuple[Checkpoint, ResumeMismatch | None]:
         """The newest that can be resumed exactly, else the newest; and what is wrong with that."""
@@ -590,7 +591,7 @@ class ResumeJudge:
         return epochs.counted(layout, checkpoint.number)
 
     def _collect_aside(
-        self, found: Sequence[Checkpoint], chosen: Checkpoint | None
+        self, candidates: Sequence[Checkpoint], chosen: Checkpoint | None
     ) -> tuple[Path, ...]:
         """What upstream must not see: all that is newer, and steps if an epoch is resumed.
 
@@ -610,7 +611,7 @@ class ResumeJudge:
         elif every == "epoch":
             next_name = checkpoints.folder_name(self.backend, "epoch", epoch + 1)
         aside = []
-        for checkpoint in found:
+        for checkpoint in candidates:
             is_hiding = epoch >= 0 and checkpoint.kind == "step"
             is_newer = self._step(checkpoint) > step or is_hiding
             if checkpoint is chosen or not is_newer:
@@ -692,5 +693,5 @@ class ResumeJudge:
         self.findings += epochs.findings(self.plan, self._layout(), self.trainer)
 
 
-def _names(found: Iterable[Checkpoint], aside: Collection[Path] = ()) -> tuple[str, ...]:
-    return tuple(checkpoint.name for checkpoint in found if checkpoint.path not in aside)
+def _names(candidates: Iterable[Checkpoint], aside: Collection[Path] = ()) -> tuple[str, ...]:
+    return tuple(checkpoint.name for checkpoint in candidates if checkpoint.path not in aside)

@@ -18,9 +18,10 @@ import contextlib
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from launcher.errors import Finding, launch_finding
+from launcher.lazy_dataclass import dataclass
 from launcher.machine.python import Trainer
 from launcher.paths import expanded
 from launcher.plan.plan import Plan

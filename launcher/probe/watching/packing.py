@@ -336,6 +336,9 @@ def two_samples(
             batch[name] = torch.tensor([[first, second]], dtype=value.dtype, device=value.device)
         elif name == "max_doc_lens":
             batch[name] = [max(first, second)]
+        elif name == "loss_div_factor":
+            # OLMo-core divides by the tokens of the whole batch, the pair has these alone
+            batch[name] = float(second - 1)
         elif name.startswith("cu_seq_lens"):
             ends = [0, first, first + second]
             batch[name] = torch.tensor(ends, dtype=value.dtype, device=value.device)

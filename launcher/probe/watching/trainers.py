@@ -279,7 +279,7 @@ def note_saved(record: EventLog, folder: Any) -> None:
             return
         files = []
         for name in digest.weights(path) if os.path.isdir(path) else ():
-            content, _ = digest.read(Path(path, name))
+            content, _ = digest.read_content(Path(path, name))
             entry = {"name": name, "size": content.size}
             files.append({**entry, "method": content.method, "digest": content.digest})
         record.write("saved_model", path=path, files=files)

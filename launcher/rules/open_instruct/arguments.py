@@ -1,4 +1,5 @@
-"""Rules for open-instruct's arguments: what its `__post_init__`s refuse, then what parses and goes wrong.
+"""Rules for open-instruct's arguments: what its `__post_init__`s refuse, then what parses and goes
+wrong.
 
 tests/agreement/test_upstream_facts.py holds what they cite against a checkout.
 """
@@ -21,7 +22,9 @@ from launcher.upstream.trainers import entry_of
 
 LOCAL_DATA = (".jsonl", ".json", ".parquet")
 # transformers/trainer_utils.py::SchedulerType: those that take nothing but steps
-SCHEDULES = "linear cosine cosine_with_restarts polynomial constant constant_with_warmup inverse_sqrt".split()
+SCHEDULES = (
+    "linear cosine cosine_with_restarts polynomial constant constant_with_warmup inverse_sqrt"
+).split()
 # a path that a shell would have changed
 _UNEXPANDED = re.compile(r"~|.*\$\{?\w", re.DOTALL)
 
@@ -113,7 +116,7 @@ def listed(values: Values) -> str:
 
 
 def _argument_name(values: Values, name: str, otherwise: str) -> str:
-    """Which of two names an argument has here: the scripts, and commits, name some arguments differently."""
+    """Which of two names an argument has here: it depends on the script and the commit."""
     if name in values:
         return name
     return otherwise
@@ -201,8 +204,14 @@ def missing_data_files(values: Values) -> Iterator[Finding]:
             help = "relative paths start where launch is started; `~` is not expanded"
             yield say("warning", "missing-data", key, message, help)
         elif name.endswith(".json"):
-            message = f"{brief(name)} would be looked up on the hub: only .jsonl and .parquet are read from disk"
-            help = f"`launch data convert {name} -o {Path(name).with_suffix('.jsonl')}` writes one object a line"
+            message = (
+                f"{brief(name)} would be looked up on the hub: only .jsonl and .parquet are read "
+                "from disk"
+            )
+            help = (
+                f"`launch data convert {name} -o {Path(name).with_suffix('.jsonl')}` writes one "
+                "object a line"
+            )
             yield say("error", "json-data", key, message, help)
 
 
@@ -214,10 +223,11 @@ def missing_data_files(values: Values) -> Iterator[Finding]:
     reviewed=("e6c3044aa620",),
 )
 def mixer_splits(values: Values) -> Iterator[Finding]:
-    """One split for all sets, or as many as the list has entries; since #1494, as many as there are sets.
+    """One split for all sets, or as many as the list has entries; since #1494, as many as there are
+    sets.
 
-    Until then the split of a set is the one at the place of its name; those at the places of amounts are
-    not read.
+    Until then the split of a set is the one at the place of its name; those at the places of
+    amounts are not read.
     """
     data = listed(values)
     key = f"{data}_splits"
@@ -238,8 +248,8 @@ def mixer_splits(values: Values) -> Iterator[Finding]:
     sets = len(entries) // 2
     if len(splits) not in (1, len(entries)):
         message = (
-            f"`{key}` has {len(splits)} entries for {sets} set(s): upstream wants 1, or {len(entries)}, "
-            f"as many as `{data}` has entries"
+            f"`{key}` has {len(splits)} entries for {sets} set(s): upstream wants 1, or "
+            f"{len(entries)}, as many as `{data}` has entries"
         )
         yield say("error", "mixer-splits", key, message, _splits_help(key, splits, sets))
         return
@@ -257,7 +267,10 @@ def mixer_splits(values: Values) -> Iterator[Finding]:
 def _one_split_a_set(key: str, entries: list[str], splits: list[str]) -> Iterator[Finding]:
     sets = len(entries) // 2
     if len(splits) not in (1, sets):
-        message = f"`{key}` has {len(splits)} entries for {sets} set(s): upstream wants 1, or {sets}, one for each set"
+        message = (
+            f"`{key}` has {len(splits)} entries for {sets} set(s): upstream wants 1, or {sets}, "
+            "one for each set"
+        )
         yield say("error", "mixer-splits", key, message, _set_splits_help(key, splits, sets))
         return
     of_entries = splits
@@ -288,8 +301,8 @@ def _splits_help(key: str, splits: list[str], sets: int) -> str:
 
 def _splits_of_files(key: str, entries: list[str], splits: list[str]) -> Iterator[Finding]:
     """dataset_transformation.py::DatasetConfig.__post_init__[for local jsonl],
-    dataset_transformation.py::DatasetConfig.__post_init__[for local parquet]: a file is one split, and its name is
-    train.
+    dataset_transformation.py::DatasetConfig.__post_init__[for local parquet]: a file is one split,
+    and its name is train.
     """
     for index in range(0, len(entries), 2):
         place = 0
@@ -301,7 +314,10 @@ def _splits_of_files(key: str, entries: list[str], splits: list[str]) -> Iterato
             and splits[place] != "train"
             and exists(Path(name))
         ):
-            message = f"`{splits[place]}`: the file {brief(name)} has the split train alone, upstream refuses another"
+            message = (
+                f"`{splits[place]}`: the file {brief(name)} has the split train alone, upstream "
+                "refuses another"
+            )
             yield say("error", "mixer-splits", f"{key}[{place}]", message, "write `train`")
 
 
@@ -347,7 +363,7 @@ def tracker_without_wandb(values: Values) -> Iterator[Finding]:
     if not values["with_tracking"] or {"wandb", "all"} & set(reported or ()):
         return
     # the parser drops the default `all` of a list that is none
-    # (transformers/hf_argparser.py::HfArgumentParser._parse_dataclass_field[if field.default_factory is not #1])
+    # (transformers/hf_argparser.py::HfArgumentParser._parse_dataclass_field[if field.default_factory is not #1])  # noqa: E501 - one citation
     what = "without `report_to`"
     if reported:
         what = f"with `report_to: {', '.join(reported)}`"
@@ -422,7 +438,8 @@ def checkpoint_steps(values: Values) -> Iterator[Finding]:
 def samples_crash(values: Values) -> Iterator[Finding]:
     """The reference cache is sized for the full set."""
     limit = values["max_train_samples"]
-    # simpo alone needs no reference (dpo_utils.py::DPOLossType.needs_reference_model[return self in])
+    # simpo alone needs no reference
+    # (dpo_utils.py::DPOLossType.needs_reference_model[return self in])
     if limit is None or values["loss_type"] == "simpo":
         return
     counts = _row_counts(values)
@@ -443,24 +460,28 @@ push_by_default = warn(
     "write `push_to_hub: false` and `try_launch_beaker_eval_jobs: false`, or true to keep it",
 )
 _RANGES: Mapping[str, tuple[Range, ...]] = {
-    # finetune.py::main[optimizer = torch.optim.AdamW], dpo_tune_cache.py::main[optimizer = torch.optim.AdamW]
+    # finetune.py::main[optimizer = torch.optim.AdamW],
+    # dpo_tune_cache.py::main[optimizer = torch.optim.AdamW]
     "learning_rate": (
         Range(lambda n: n >= 0, "error", "the optimizer refuses it"),
         Range(lambda n: n != 0, "warning", "nothing is learnt"),
     ),
-    # utils.py::get_optimizer_grouped_parameters[: weight_decay,]: as a group's own it is not looked at by torch
+    # utils.py::get_optimizer_grouped_parameters[: weight_decay,]: as a group's own it is not looked
+    # at by torch
     "weight_decay": (
         Range(
             lambda n: n >= 0, "warning", "the weights grow with every step, which nothing refuses"
         ),
     ),
-    # finetune.py::main[if accelerator.sync_gradients and], dpo_tune_cache.py::main[if accelerator.sync_gradients and],
+    # finetune.py::main[if accelerator.sync_gradients and],
+    # dpo_tune_cache.py::main[if accelerator.sync_gradients and],
     # dpo.py::main[max_grad_norm = args.max_grad_norm]
     **dict.fromkeys(
         ("clip_grad_norm", "max_grad_norm"),
         (Range(lambda n: n >= 0 or n == -1, "warning", "gradients are not clipped, as with -1"),),
     ),
-    # finetune.py::_create_scheduler[num_warmup_steps = int], dpo_tune_cache.py::main[num_warmup_steps]
+    # finetune.py::_create_scheduler[num_warmup_steps = int],
+    # dpo_tune_cache.py::main[num_warmup_steps]
     "warmup_ratio": (
         Range(
             lambda n: 0 <= n <= 1,
@@ -474,7 +495,8 @@ _RANGES: Mapping[str, tuple[Range, ...]] = {
     # finetune.py::main[r=args.lora_rank], dpo_tune_cache.py::main[r=args.lora_rank]
     "lora_rank": (Range(lambda n: n > 0, "error", "peft refuses it", needs="use_lora"),),
     # finetune.py::main[if args.logging_steps], finetune.py::main[total_fwd_passes =],
-    # dpo_tune_cache.py::main[if args.logging_steps], dpo_tune_cache.py::main[= args.gradient_accumulation_steps]
+    # dpo_tune_cache.py::main[if args.logging_steps],
+    # dpo_tune_cache.py::main[= args.gradient_accumulation_steps]
     "logging_steps": (
         Range(lambda n: n != 0, "warning", "no loss is ever printed"),
         Range(lambda n: n >= 0, "warning", "every loss is printed with the wrong sign"),
@@ -566,7 +588,10 @@ def unknown_template(values: Values) -> Iterator[Finding]:
     if name is None or not templates or name in templates or function == "get_tokenizer_simple_v1":
         return
     if chat_template.is_template(name):
-        message = "`chat_template_name` holds the text of a template, and upstream takes it for the name of one"
+        message = (
+            "`chat_template_name` holds the text of a template, and upstream takes it for the "
+            "name of one"
+        )
         yield say(
             "error", "inline-template", "chat_template_name", message, chat_template.PUT_IT_BESIDE
         )
@@ -616,7 +641,10 @@ def model_arguments(values: Values) -> Iterator[Finding]:
     if values["use_qlora"] or not values["use_liger_kernel"]:
         unread |= {"dtype", "torch_dtype"}
     for name in sorted(unread & model_config.replaced(values[key]).keys()):
-        message = f"`{key}`: `{name}` is not read: attention and bfloat16 are chosen when the model is loaded"
+        message = (
+            f"`{key}`: `{name}` is not read: attention and bfloat16 are chosen when the model is "
+            "loaded"
+        )
         help = f"leave out `{name}`"
         if name in values:
             help = f"write `{name}` beside it"
@@ -674,7 +702,10 @@ def unexpanded(values: Values) -> Iterator[Finding]:
         text = str(values.get(key))
         if values.given(key) and _UNEXPANDED.match(text):
             folder = brief(os.path.join(".", text))
-            message = f"`{key}: {brief(text)}` would make a folder {folder}: neither `~` nor variables are expanded"
+            message = (
+                f"`{key}: {brief(text)}` would make a folder {folder}: neither `~` nor "
+                "variables are expanded"
+            )
             yield say("warning", "unexpanded-path", key, message, "write the path in full")
 
 
@@ -716,7 +747,8 @@ _SHARED: tuple[Rule, ...] = (
     unexpanded,
     # see transformers/optimization.py::get_scheduler[return schedule_func(optimizer)]
     warn(
-        "finetune.py::_create_scheduler[return get_scheduler], dpo_tune_cache.py::main[lr_scheduler = get_scheduler]",
+        "finetune.py::_create_scheduler[return get_scheduler], "
+        "dpo_tune_cache.py::main[lr_scheduler = get_scheduler]",
         "warmup-unread",
         "warmup_ratio",
         lambda v: (

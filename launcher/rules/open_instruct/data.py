@@ -1,4 +1,4 @@
-"""What the rows of open-instruct's data hold, and how long upstream tokenises while the other processes wait."""
+"""What the rows of open-instruct's data hold, and how long tokenising makes processes wait."""
 
 import math
 from collections.abc import Iterator
@@ -16,14 +16,14 @@ from launcher.rules.premises import where
 from launcher.rules.rule import cites, say
 from launcher.upstream import behaviour
 
-# Rows a second on one core, measured with upstream's own functions (chats of two turns, 556 tokens): 572
-# chats, 263 pairs. Upstream reckons with 400
-# (dataset_transformation.py::[APPLY_CHAT_TEMPLATE_EXAMPLE_PER_SECOND_PER_CPU]). Rounded up, so that the estimate is
-# rather too short.
+# Rows a second on one core, measured with upstream's own functions (chats of two turns, 556
+# tokens): 572 chats, 263 pairs. Upstream reckons with 400
+# (dataset_transformation.py::[APPLY_CHAT_TEMPLATE_EXAMPLE_PER_SECOND_PER_CPU]). Rounded up, so that
+# the estimate is rather too short.
 _CHATS_PER_SECOND = 600.0
 _PAIRS_PER_SECOND = 300.0
 # SFT then counts tokens row by row, on one core whatever there are
-# (dataset_transformation.py::LocalDatasetTransformationCache.load_or_transform_dataset[dataset.map])
+# (dataset_transformation.py::LocalDatasetTransformationCache.load_or_transform_dataset[dataset.map])  # noqa: E501 - one citation
 _COUNTED_PER_SECOND = 6000.0
 # where the number of cores is not known: what would be long even on a large machine
 _MANY_CPUS = 64
@@ -55,7 +55,10 @@ def tokenising_outlasts(context: Context, seconds: int | None = None) -> Iterato
     if not needed > patience > 0:
         return
     minutes = math.ceil(needed / 60)
-    message = f"tokenising {rows:,} rows takes about {minutes} minutes, the other processes give up after "
+    message = (
+        f"tokenising {rows:,} rows takes about {minutes} minutes, the other processes give up "
+        "after "
+    )
     help = "run once with `cache_dataset_only: true`"
     if seconds is None:
         key = "timeout"
@@ -72,7 +75,8 @@ def _known_rows(words: list[str]) -> int:
     return sum(entry_rows(str(name), str(amount)) or 0 for name, amount in pairs)
 
 
-# what is read of a row without another transform (dataset_transformation.py::sft_tulu_tokenize_and_truncate_v1,
+# what is read of a row without another transform
+# (dataset_transformation.py::sft_tulu_tokenize_and_truncate_v1,
 # dataset_transformation.py::preference_tulu_tokenize_and_truncate_v1)
 _TRANSFORMS = frozenset(
     """
@@ -185,20 +189,27 @@ def _unanswered(looked: Looked, column: str) -> Iterator[Finding]:
         help = data.convertible(looked, "the answers need the role `assistant`")
         yield looked.say("error", "no-answers", message, help)
     elif count:
-        message = f"`{column}` has no message of `assistant` in {count:,} of {survey.rows:,} rows: they are dropped"
+        message = (
+            f"`{column}` has no message of `assistant` in {count:,} of {survey.rows:,} rows: they "
+            "are dropped"
+        )
         yield looked.say(
             "warning", "no-answers", message, "take these rows out, or mend their roles"
         )
 
 
 def _tools(looked: Looked, context: Context) -> Iterator[Finding]:
-    """Until #1746 the chat template of SFT gets no `tools`; since then that column holds descriptions of tools.
+    """Until #1746 the chat template of SFT gets no `tools`; since then that column holds
+    descriptions of tools.
 
     A text in it is read as JSON (dataset_transformation.py::_normalize_tools_for_chat_template).
     """
     gives_tools = context.values.schema.does(behaviour.GIVES_TOOLS)
     if gives_tools is False and data.describes_tools(looked.survey):
-        message = "the rows describe `tools`, and this commit of open-instruct gives the chat template none"
+        message = (
+            "the rows describe `tools`, and this commit of open-instruct gives the chat template "
+            "none"
+        )
         help = "write what the model has to know of them into a message of `system`"
         yield looked.say("warning", "template-drops-tools", message, help)
     if not gives_tools:
@@ -220,7 +231,10 @@ def _promptless(looked: Looked) -> Iterator[Finding]:
     """Both conversations hold the prompt themselves: a column `prompt` is not read."""
     bare = looked.survey.fact("chosen", "starts-with:assistant")
     if bare is not None:
-        message = f"`chosen` begins with the answer in {looked.share(bare)}: these pairs train without a prompt"
+        message = (
+            f"`chosen` begins with the answer in {looked.share(bare)}: these pairs train without a "
+            "prompt"
+        )
         otherwise = "put the question in front of both answers: a column `prompt` is not read"
         help = data.convertible(looked, otherwise)
         yield looked.say("warning", "no-prompt", message, help)

@@ -17,7 +17,8 @@ _INSTEAD = f"delete the line, which clips nothing, or write `{_KEY}: 1.0`"
 def reversed_by_limit(context: Context) -> Iterator[Finding]:
     """Since #1591 dpo_tune_cache.py clips at whatever is not 0, and torch scales by limit / norm.
 
-    With DeepSpeed accelerate leaves clipping to it, and the argument is not read (`deepspeed.clipping`).
+    With DeepSpeed accelerate leaves clipping to it, and the argument is not read
+    (`deepspeed.clipping`).
     """
     limit = _limit(context)
     if limit is not None and limit < 0 and not context.distributed:

@@ -62,7 +62,10 @@ def trackers(context: Context) -> Iterator[Finding]:
             )
         elif context.lacks(*_TRACKERS[name]):
             package = _TRACKERS[name][0]
-            message = f"`report_to: {name}` is left out without a word: the trainer's Python has no {package}"
+            message = (
+                f"`report_to: {name}` is left out without a word: the trainer's Python has no "
+                f"{package}"
+            )
             yield say("warning", "report-missing", "report_to", message, f"pip install {package}")
 
 

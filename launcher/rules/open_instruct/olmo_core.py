@@ -1,7 +1,8 @@
 """Rules for open-instruct's second DPO script, dpo.py: OLMo-core models under FSDP.
 
-What it refuses by a `raise` is found by reading it (`noops.refused`); these say it better, and say what
-nobody raises for. Line numbers are those of the pin, and of the pinned OLMo-core where they name it.
+What it refuses by a `raise` is found by reading it (`noops.refused`); these say it better, and say
+what nobody raises for. Line numbers are those of the pin, and of the pinned OLMo-core where they
+name it.
 """
 
 import difflib
@@ -51,7 +52,10 @@ _OTHER = "leave out `script:`: dpo_tune_cache.py does that"
 # olmo_core's prepare_training_environment, which `timeout` does not reach
 _TIMEOUT_S = 15 * 60
 # OLMo-core's shapes (olmo_core/nn/transformer/config.py), in the words of a config.json
-_SIZES = "model_type hidden_size num_hidden_layers intermediate_size num_attention_heads num_key_value_heads".split()
+_SIZES = (
+    "model_type hidden_size num_hidden_layers intermediate_size num_attention_heads "
+    "num_key_value_heads"
+).split()
 _SHAPES: Mapping[str, tuple[str | int, ...]] = {
     "olmo2_1B": ("olmo2", 2048, 18, 8192, 16, 16),
     "olmo2_1B_v2": ("olmo2", 2048, 16, 8192, 16, 16),
@@ -71,8 +75,9 @@ _SHAPES: Mapping[str, tuple[str | int, ...]] = {
     "llama3_8B": ("llama", 4096, 32, 14336, 32, 8),
 }
 # biases, joined weights and experts are refused
-# (olmo_core/nn/conversion/state_converter.py::StateConverter.convert[if len(unused_original_keys]); of others the
-# second norm is taken for the first one (olmo_core/nn/hf/convert.py::[model.layers. #9])
+# (olmo_core/nn/conversion/state_converter.py::StateConverter.convert[if len(unused_original_keys]);
+# of others the second norm is taken for the first one
+# (olmo_core/nn/hf/convert.py::[model.layers. #9])
 _LOADED = ("gemma3_text", "llama", "olmo2", "olmo3", "qwen3")
 _RANGES: Mapping[str, tuple[Range, ...]] = {
     "activation_memory_budget": (
@@ -153,7 +158,10 @@ def packing(values: Values) -> Iterator[Finding]:
     message = (
         f"`packing`: samples in a row{size} attend to each other: the model gets no boundaries"
     )
-    help = "`packing: false`, or `expect: {packing: on}` with `probe: {isolation: off}` to run it all the same"
+    help = (
+        "`packing: false`, or `expect: {packing: on}` with `probe: {isolation: off}` to run it "
+        "all the same"
+    )
     yield say("warning", "packing-leaks", "packing", message, help)
 
 
@@ -210,7 +218,9 @@ def _shape_key(values: Values) -> str:
     "olmo_core_utils.py::build_ac_config[if activation_memory_budget]", reviewed=("e6c3044aa620",)
 )
 def ranges(values: Values) -> Iterator[Finding]:
-    """Those of the other scripts, but for what is not read by this one, and `olmo_core_utils.py`."""
+    """Those of the other scripts, but for what is not read by this one, and
+    `olmo_core_utils.py`.
+    """
     if not _selects_modules(values):
         yield from outside(values, _RANGES)
     skipped = {f"args.{key}" for key in ("logging_steps", "keep_last_n_checkpoints", "lora_rank")}
@@ -223,7 +233,10 @@ def ranges(values: Values) -> Iterator[Finding]:
 def kept_checkpoints(values: Values) -> Iterator[Finding]:
     """Since #1701 the number of checkpoints goes to OLMo-core; a negative one keeps all of them."""
     if values["keep_last_n_checkpoints"] == 0 and not _ends_early(values):
-        message = "`keep_last_n_checkpoints: 0`: OLMo-core keeps at least one, and crashes once the model is loaded"
+        message = (
+            "`keep_last_n_checkpoints: 0`: OLMo-core keeps at least one, and crashes once the "
+            "model is loaded"
+        )
         yield say(
             "error",
             "out-of-range",
@@ -282,20 +295,25 @@ def _keeps_activations(values: Values) -> bool:
 
 
 def _selects_modules(values: Values) -> bool:
-    """Whether modules are recomputed by their names, and no budget is read (olmo_core_utils.py::build_ac_config)."""
+    """Whether modules are recomputed by their names, and no budget is read
+    (olmo_core_utils.py::build_ac_config).
+    """
     return bool(values.get("activation_checkpointing_mode") == _SELECTED)
 
 
 @where(behaviour.RECOMPUTES_MODULES)
 def unread_recomputing(values: Values) -> Iterator[Finding]:
-    """Since #1715 activations are recomputed by a budget or by the names of modules, and the other is not read."""
+    """Since #1715 either a budget or the names of modules says what is recomputed."""
     key = "activation_checkpointing_modules"
     mode = _SELECTED
     if _selects_modules(values):
         key = "activation_memory_budget"
         mode = "budget"
     if values.given(key) and values[key] != values.schema.fields[key].default:
-        message = f"`{key}` does nothing here: it is read only with `activation_checkpointing_mode: {mode}`"
+        message = (
+            f"`{key}` does nothing here: it is read only with `activation_checkpointing_mode: "
+            f"{mode}`"
+        )
         yield say("warning", "conditional-key", key, message, "delete the line")
 
 
@@ -314,7 +332,8 @@ def unread_loss(values: Values) -> Iterator[Finding]:
 
 @where(behaviour.SCALES_ROPE)
 def unsaved_scaling(values: Values) -> Iterator[Finding]:
-    """Since #1620 the rotary embedding can be scaled; the model is saved with the config that it came with.
+    """Since #1620 the rotary embedding can be scaled; the model is saved with the config that it
+    came with.
 
     olmo_core/nn/transformer/config.py refuses that of layers which are not all of one kind.
     """
@@ -324,14 +343,20 @@ def unsaved_scaling(values: Values) -> Iterator[Finding]:
         return
     named, _ = shape_of(values)
     if named.startswith(_HYBRID):
-        message = f"`{key}`: OLMo-core scales no model with layers of several kinds, and crashes once it is built"
+        message = (
+            f"`{key}`: OLMo-core scales no model with layers of several kinds, and crashes once it "
+            "is built"
+        )
         yield say("error", "rope-scaling", key, message, "delete the line")
         return
     message = (
-        f"`{key}: {factor:g}` is not in the config.json of the saved model: whoever loads it computes other "
-        "positions than were trained"
+        f"`{key}: {factor:g}` is not in the config.json of the saved model: whoever loads it "
+        "computes other positions than were trained"
     )
-    help = "write the YaRN scaling of these arguments into its `rope_parameters` (`rope_scaling`) afterwards"
+    help = (
+        "write the YaRN scaling of these arguments into its `rope_parameters` (`rope_scaling`) "
+        "afterwards"
+    )
     yield say("warning", "rope-scaling", key, message, help)
 
 
@@ -363,7 +388,8 @@ budget_without_compile = asks(behaviour.RECOMPUTES_MODULES)(
         "budget-without-compile",
         "activation_memory_budget",
         _keeps_activations,
-        "`activation_memory_budget` does nothing with `compile_model: false`: every activation is kept",
+        "`activation_memory_budget` does nothing with `compile_model: false`: every activation "
+        "is kept",
         "leave `compile_model` true",
         reviewed=("e6c3044aa620",),
     )
@@ -409,7 +435,8 @@ RULES: tuple[Rule, ...] = (
     ),
     where(behaviour.REPLACES_SCHEDULES)(
         warn(
-            "dpo.py::_setup_scheduler[cosine], dpo.py::_setup_scheduler[elif args.lr_scheduler_type]",
+            "dpo.py::_setup_scheduler[cosine], "
+            "dpo.py::_setup_scheduler[elif args.lr_scheduler_type]",
             "scheduler-replaced",
             "lr_scheduler_type",
             lambda v: v["lr_scheduler_type"] not in _SCHEDULERS,
@@ -464,7 +491,11 @@ def other_shape(context: Context) -> Iterator[Finding]:
     values = context.values
     name = str(values["model_name_or_path"])
     named, key = shape_of(values)
-    model = model_config.read(name, context.environ) or architecture.table().get(name.lower()) or {}
+    model = (
+        model_config.read_model_config(name, context.environ)
+        or architecture.table().get(name.lower())
+        or {}
+    )
     if named not in values.schema.configs or not model or caches_only(context):
         return
     family = model.get("model_type")
@@ -514,7 +545,8 @@ def _differing(model: Mapping[str, Any], shape: str) -> dict[str, str | int]:
 def offline_model(context: Context) -> Iterator[Finding]:
     """After tokenising and building, OLMo-core asks the hub whether it has the name.
 
-    No cache answers that, and of a folder it is not asked. Hybrid models transformers loads, from its cache too.
+    No cache answers that, and of a folder it is not asked. Hybrid models transformers loads, from
+    its cache too.
     """
     values = context.values
     environ = context.environ
@@ -537,8 +569,8 @@ def offline_model(context: Context) -> Iterator[Finding]:
 
 
 def _missing_weights(context: Context) -> Iterator[Finding]:
-    """olmo_core_utils.py::setup_model[model_config_args.config_name or]: a `config_name` is one of OLMo-core's own, no
-    folder and nothing of the hub's.
+    """olmo_core_utils.py::setup_model[model_config_args.config_name or]: a `config_name` is one of
+    OLMo-core's own, no folder and nothing of the hub's.
     """
     if context.machine is None:
         return
@@ -571,7 +603,7 @@ def no_compiler(context: Context) -> Iterator[Finding]:
 
 @cites("data_loader.py::HFDataLoader._reshard_with_packing[at_max_samples = len]")
 def accumulation(context: Context) -> Iterator[Finding]:
-    """What the file itself says; of a `batch.global` that the plan splits `packed_batch` says it."""
+    """What the file itself says; `packed_batch` judges a `batch.global` that the plan splits."""
     is_planned = context.split is not None and context.split.total is not None
     if context.values["packing"] and not is_planned and (context.accumulation or 1) > 1:
         help = "write the pairs of a row as `per_device`, without accumulation"
@@ -581,7 +613,8 @@ def accumulation(context: Context) -> Iterator[Finding]:
 
 def _accumulated(times: int | None) -> str:
     """dpo.py::main[args.gradient_accumulation_steps]: a step's pairs of one rank go into one row
-    (data_loader.py::HFDataLoader._reshard_with_packing[at_max_samples = len]), or wait for the next.
+    (data_loader.py::HFDataLoader._reshard_with_packing[at_max_samples = len]), or wait for the
+    next.
     """
     return (
         f"with `packing` a step is one row a GPU: {times} accumulation steps only raise "
@@ -592,7 +625,10 @@ def _accumulated(times: int | None) -> str:
 def wandb_key(context: Context) -> Iterator[Finding]:
     """olmo_core's WandBCallback wants the variable; an entry in ~/.netrc does not do."""
     if context.values["with_tracking"] and not context.environ.get("WANDB_API_KEY"):
-        message = "`with_tracking`: OLMo-core wants WANDB_API_KEY in the environment, ~/.netrc is not enough"
+        message = (
+            "`with_tracking`: OLMo-core wants WANDB_API_KEY in the environment, ~/.netrc is not "
+            "enough"
+        )
         help = "export WANDB_API_KEY, or `with_tracking: false`"
         yield say(context.at_start, "no-wandb-key", "with_tracking", message, help)
 
@@ -607,7 +643,8 @@ def tokenising(context: Context) -> Iterator[Finding]:
 def packed_without_documents(context: Context) -> Iterator[Finding]:
     """Since #1670 samples are kept apart by flash-attn's lengths of documents; others are refused.
 
-    `model_utils.py` takes flash-attn where it is installed and none is named, and torch's own without a GPU.
+    `model_utils.py` takes flash-attn where it is installed and none is named, and torch's own
+    without a GPU.
     """
     values = context.values
     if not values["packing"] or values["cache_dataset_only"]:
@@ -638,7 +675,10 @@ def why_joined(context: Context) -> str | None:
     if context.gpus == 0:
         return "without a GPU attention is torch's, which keeps no packed samples apart"
     if context.lacks("flash-attn", "flash-attn-3"):
-        return "the trainer's Python has no flash-attn, and torch's attention keeps no packed samples apart"
+        return (
+            "the trainer's Python has no flash-attn, and torch's attention keeps no packed "
+            "samples apart"
+        )
     return None
 
 
@@ -647,7 +687,7 @@ def why_joined(context: Context) -> str | None:
     "olmo_core/nn/transformer/config.py::TransformerConfig.ngpt_like",
 )
 def unbuildable(context: Context) -> Iterator[Finding]:
-    """Some of OLMo-core's shapes want a package more, or take no attention, which both scripts hand to each."""
+    """Some of OLMo-core's shapes want a package more, or refuse the attention that scripts pass."""
     named, key = shape_of(context.values)
     if context.values["cache_dataset_only"] or named not in context.values.schema.configs:
         return
@@ -660,7 +700,10 @@ def unbuildable(context: Context) -> Iterator[Finding]:
         )
     if named.startswith(_OWN_ATTENTION):
         script = script_of(context.values)
-        message = f"{named} takes no `attn_implementation`, which {script} always hands over: building it crashes"
+        message = (
+            f"{named} takes no `attn_implementation`, which {script} always hands over: "
+            "building it crashes"
+        )
         help = f"another shape; for any other model {trains_instead(context.values)}"
         yield say("error", "unsupported-model", key, message, help)
 
@@ -696,7 +739,10 @@ def packed_batch(context: Context) -> Iterator[Finding]:
     times = context.accumulation or 1
     if split is None or split.total is None or not context.values["packing"] or times <= 1:
         return
-    help = f"`batch.global` is at most `per_device` x {split.devices} GPU(s) here: choose the learning rate for that"
+    help = (
+        f"`batch.global` is at most `per_device` x {split.devices} GPU(s) here: choose the "
+        "learning rate for that"
+    )
     yield say_of_option("warning", "accumulation-packed", "batch.global", _accumulated(times), help)
 
 
@@ -704,7 +750,8 @@ def degrees(values: Values, processes: int) -> Iterator[Finding]:
     """Whether FSDP's mesh can be laid over so many processes.
 
     olmo_core's DataParallelConfig: replicas x shards are the data-parallel
-    processes, which are all of them divided by `tensor_parallel_degree` (dpo.py::main[dp_world_size = world_size]).
+    processes, which are all of them divided by `tensor_parallel_degree`
+    (dpo.py::main[dp_world_size = world_size]).
     """
     tensor = values["tensor_parallel_degree"]
     if not isinstance(tensor, int) or tensor < 1 or processes % tensor:
@@ -728,10 +775,11 @@ def degrees(values: Values, processes: int) -> Iterator[Finding]:
 def _too_few_rows(
     values: Values, rows: int, *, each: int, times: int, devices: int
 ) -> Iterator[Finding]:
-    """Fewer rows than a step of all ranks takes (the last batch is left out), or than the reference pass.
+    """Fewer rows than a step of all ranks takes (the last batch is left out), or than the reference
+    pass.
 
-    A filter may leave less than `rows`, never more. The reference pass repeats rows once to fill its
-    batch of four times as many pairs (dpo.py::main[cache_batch_size = int],
+    A filter may leave less than `rows`, never more. The reference pass repeats rows once to fill
+    its batch of four times as many pairs (dpo.py::main[cache_batch_size = int],
     data_loader.py::HFDataLoader._reshard[pad_indices = all_indices]), packed its last row.
     """
     step = each * times * devices
@@ -749,7 +797,10 @@ def _too_few_rows(
             "fewer GPUs, a smaller batch, or more rows",
         )
     elif 2 * rows < reference:
-        message = f"the reference pass takes {reference:,} pairs at a time and needs half as many rows, not {rows:,}"
+        message = (
+            f"the reference pass takes {reference:,} pairs at a time and needs half as many "
+            f"rows, not {rows:,}"
+        )
         yield say(
             "error",
             "too-few-rows",

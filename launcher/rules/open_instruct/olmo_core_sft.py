@@ -1,4 +1,5 @@
-"""Rules for open-instruct's olmo_core_finetune.py: SFT of OLMo-core models under FSDP, on packed rows.
+"""Rules for open-instruct's olmo_core_finetune.py: SFT of OLMo-core models under FSDP, on packed
+rows.
 
 What it shares with dpo.py stands in `olmo_core`. Line numbers are those of the pin.
 """
@@ -44,7 +45,10 @@ def no_steps(values: Values) -> Iterator[Finding]:
     """A limit of no step is refused, once the rows are packed."""
     limit = values["max_train_steps"]
     if isinstance(limit, int) and limit < 1 and not values["cache_dataset_only"]:
-        message = f"`max_train_steps: {limit}` crashes once the rows are packed: there is nothing to train"
+        message = (
+            f"`max_train_steps: {limit}` crashes once the rows are packed: there is nothing to "
+            "train"
+        )
         yield say(
             "error", "out-of-range", "max_train_steps", message, "1 or more, or delete the line"
         )
@@ -55,12 +59,17 @@ def no_steps(values: Values) -> Iterator[Finding]:
     reviewed=("e6c3044aa620",),
 )
 def row_length(values: Values) -> Iterator[Finding]:
-    """OLMo-core keeps the room of packed rows in a tree of so many leaves (olmo_core/data/utils.py::SegmentTree)."""
+    """OLMo-core keeps the room of packed rows in a tree of so many leaves
+    (olmo_core/data/utils.py::SegmentTree).
+    """
     length = values["max_seq_length"]
     if not isinstance(length, int) or values["cache_dataset_only"]:
         return
     if length < 1 or length & (length - 1):
-        message = f"`max_seq_length: {length}` crashes when the rows are packed: OLMo-core wants a power of 2"
+        message = (
+            f"`max_seq_length: {length}` crashes when the rows are packed: OLMo-core wants a power "
+            "of 2"
+        )
         below = 1 << max(0, length.bit_length() - 1)
         yield say(
             "error", "out-of-range", "max_seq_length", message, f"write {below} or {2 * below}"
@@ -68,11 +77,12 @@ def row_length(values: Values) -> Iterator[Finding]:
 
 
 @cites(
-    "olmo_core_utils.py::save_state_dict_as_hf[hf_config = transformers.AutoConfig.from_pretrained]",
+    "olmo_core_utils.py::"
+    "save_state_dict_as_hf[hf_config = transformers.AutoConfig.from_pretrained]",
     reviewed=("e6c3044aa620",),
 )
 def unexported(values: Values) -> Iterator[Finding]:
-    """Launch writes the weights for transformers itself, once the training is over, as far as there is a way."""
+    """Launch writes the weights for transformers after the training, if there is a way."""
     named, key = olmo_core.shape_of(values)
     if values["cache_dataset_only"] or not named.startswith(olmo_core.NOT_EXPORTED):
         return
@@ -88,20 +98,29 @@ def unexported(values: Values) -> Iterator[Finding]:
     reviewed=("e6c3044aa620",),
 )
 def own_checkpoint(context: Context) -> Iterator[Finding]:
-    """A folder without a config.json is a checkpoint of OLMo-core's own: its shape and its export are not known."""
+    """A folder without a config.json is OLMo-core's own checkpoint: nobody knows its shape."""
     values = context.values
     name = str(values["model_name_or_path"] or "")
     is_own = is_dir(name) and not is_file(Path(name) / "config.json")
     if not is_own or caches_only(context):
         return
     if not values["config_name"]:
-        message = f"{brief(name)} has no config.json: OLMo-core takes it for its own checkpoint, and asks for its shape"
+        message = (
+            f"{brief(name)} has no config.json: OLMo-core takes it for its own checkpoint, and "
+            "asks for its shape"
+        )
         yield say(
             "error", "unsupported-model", "config_name", message, "add `config_name: <its shape>`"
         )
         return
-    message = f"{brief(name)} has no config.json: without one of transformers' no weights for it can be written"
-    help = "afterwards: upstream's scripts/train/convert_olmo_core_to_hf.py with the name of a model of this shape"
+    message = (
+        f"{brief(name)} has no config.json: without one of transformers' no weights for it can be "
+        "written"
+    )
+    help = (
+        "afterwards: upstream's scripts/train/convert_olmo_core_to_hf.py with the name of a "
+        "model of this shape"
+    )
     yield say("warning", "no-hf-export", "model_name_or_path", message, help)
 
 
@@ -109,7 +128,8 @@ def own_checkpoint(context: Context) -> Iterator[Finding]:
 def documents_without_flash(context: Context) -> Iterator[Finding]:
     """Rows are always packed, and OLMo-core keeps samples apart with flash-attn alone.
 
-    `model_utils.py` takes flash-attn where it is installed and none is named. On a CPU the probe supplies a way.
+    `model_utils.py` takes flash-attn where it is installed and none is named. On a CPU the probe
+    supplies a way.
     """
     why = olmo_core.why_joined(context)
     if why is None or caches_only(context) or not context.gpus:
@@ -141,7 +161,10 @@ def context_parallel(context: Context) -> Iterator[Finding]:
         )
         return
     if (context.per_device or 1) > 1:
-        message = f"`{key}` crashes: packed rows are cut one by one, and a micro-batch has {context.per_device}"
+        message = (
+            f"`{key}` crashes: packed rows are cut one by one, and a micro-batch has "
+            f"{context.per_device}"
+        )
         help = f"write `{_PER_DEVICE}: 1` and more accumulation"
         yield say("error", code, _PER_DEVICE, message, help)
     strategy = values["cp_strategy"]

@@ -32,7 +32,9 @@ def olmo_tokenizer(context: Context) -> Iterator[Finding]:
         is_olmo = "olmo" in name.lower()
         why = f"{brief(name)} has `olmo` in its name"
     else:
-        config = model_config.read(name, context.environ, values.get("tokenizer_revision"))
+        config = model_config.read_model_config(
+            name, context.environ, values.get("tokenizer_revision")
+        )
         kind = str(config.get("model_type", ""))
         is_olmo = "olmo" in kind
         why = f"{brief(name)} is of the family {kind}"
@@ -51,7 +53,10 @@ def olmo_tokenizer(context: Context) -> Iterator[Finding]:
         )
         yield say("error", "olmo-tokenizer", "add_bos", message, "delete the line")
     elif not of_olmo and not values["add_bos"]:
-        message = f"`chat_template_name: {template}` crashes: {why}, and this template needs `add_bos: true` there"
+        message = (
+            f"`chat_template_name: {template}` crashes: {why}, and this template needs "
+            "`add_bos: true` there"
+        )
         help = "add `add_bos: true`, or take a template of OLMo's"
         if by_name:
             help += "; a folder that only has such a name can be renamed"

@@ -1,7 +1,8 @@
 """Rules about LoRA on the embedding and the output layer.
 
-Tried with peft 0.21.2 on the demo's tied model, 20 steps, the losses of the trained and of the merged model: 6.26 and
-91.7 with an adapter on `embed_tokens`, 0.56 and 11.0 with one on `lm_head`; the same with `modules_to_save`.
+Tried with peft 0.21.2 on the demo's tied model, 20 steps, the losses of the trained and of the
+merged model: 6.26 and 91.7 with an adapter on `embed_tokens`, 0.56 and 11.0 with one on `lm_head`;
+the same with `modules_to_save`.
 """
 
 import re
@@ -20,8 +21,12 @@ _OTHER_HEADS = ("gpt_neox",)
 _EMBEDDINGS = ("embed_tokens", "wte")
 # families whose config class ties where config.json does not say so
 _TIED_BY_DEFAULT = ("gemma", "gpt2")
-# as peft describes it (peft/tuners/tuners_utils.py::BaseTuner._check_merge_allowed[Load original tied])
-_UNTIE = "load it with `tie_word_embeddings=False`, copy the weight of `embed_tokens` into `lm_head`, save it"
+# as peft describes it
+# (peft/tuners/tuners_utils.py::BaseTuner._check_merge_allowed[Load original tied])
+_UNTIE = (
+    "load it with `tie_word_embeddings=False`, copy the weight of `embed_tokens` into `lm_head`, "
+    "save it"
+)
 _TARGETS = "lora_target_modules"
 _SAVED = "lora_modules_to_save"
 
@@ -40,10 +45,12 @@ def _targeted(context: Context, names: tuple[str, ...]) -> list[str]:
 
 
 def _config(context: Context) -> Mapping[str, Any]:
-    """The model's config, if it lies here or stands in the table of models, with what replaces some of it."""
+    """The model's config, if it lies here or stands in the table of models, with what replaces some
+    of it.
+    """
     values = context.values
     name = values["model_name_or_path"]
-    config = model_config.read(name, context.environ, values.get("model_revision"))
+    config = model_config.read_model_config(name, context.environ, values.get("model_revision"))
     if not config:
         config = architecture.table().get(str(name).lower(), {})
     return {**config, **(inline(values["model_init_kwargs"]) or {})}
@@ -71,7 +78,10 @@ def head_refused(context: Context) -> Iterator[Finding]:
         return
     if _config(context).get("model_type") in _OTHER_HEADS:
         return
-    message = f"`{_TARGETS}` has `{_HEAD}`: TRL refuses an adapter on the output layer, it would never be trained"
+    message = (
+        f"`{_TARGETS}` has `{_HEAD}`: TRL refuses an adapter on the output layer, it would never "
+        "be trained"
+    )
     help = f"take it out; `{_SAVED}: [{_HEAD}]` trains the whole layer"
     yield say("error", "lora-targets", _TARGETS, message, help)
 
@@ -90,10 +100,13 @@ def tied_targets(context: Context) -> Iterator[Finding]:
     shown = " and ".join(f"`{name}`" for name in targeted)
     message = (
         f"`{_TARGETS}` has {shown}, and this model's embedding and output layer are one matrix "
-        "(`tie_word_embeddings`): the adapter acts on one of its two uses, and once merged on both: "
-        "the merged model is not the one that was trained"
+        "(`tie_word_embeddings`): the adapter acts on one of its two uses, and once merged on "
+        "both: the merged model is not the one that was trained"
     )
-    help = f"take it out, and never merge the adapter otherwise; or untie the model first and name that: {_UNTIE}"
+    help = (
+        "take it out, and never merge the adapter otherwise; or untie the model first and name "
+        f"that: {_UNTIE}"
+    )
     yield say("warning", "lora-on-tied", _TARGETS, message, help)
 
 
@@ -112,10 +125,14 @@ def tied_copies(context: Context) -> Iterator[Finding]:
     shown = " and ".join(f"`{name}`" for name in copied)
     message = (
         f"`{_SAVED}` has {shown}, and this model's embedding and output layer are one matrix "
-        "(`tie_word_embeddings`): peft trains a copy of its own beside it, so that the two come apart, and the merged "
-        "model has one matrix more (`tie_word_embeddings: false`); what loads it as a tied model drops the copy"
+        "(`tie_word_embeddings`): peft trains a copy of its own beside it, so that the two come "
+        "apart, and the merged model has one matrix more (`tie_word_embeddings: false`); what "
+        "loads it as a tied model drops the copy"
     )
-    help = "take it out, or merge with the release of peft that trained it and keep the config.json that it writes"
+    help = (
+        "take it out, or merge with the release of peft that trained it and keep the "
+        "config.json that it writes"
+    )
     yield say("warning", "lora-on-tied", _SAVED, message, help)
 
 

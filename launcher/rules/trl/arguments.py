@@ -1,8 +1,9 @@
-"""Rules for TRL: what parses and then stops, or does nothing, in its trainers, by the arguments alone.
+"""Rules for TRL: what parses and then stops, or does nothing, in its trainers, by the arguments
+alone.
 
-What its `__post_init__`s refuse is in `trl_parser_rules`. What a rehearsal shows, and is neither common
-nor silent, has no rule: names of metrics, schedules, tasks, losses, modules.
-Line numbers are those of the pinned pair; tests/agreement/test_upstream_facts.py holds them against it.
+What its `__post_init__`s refuse is in `trl_parser_rules`. What a rehearsal shows, and is neither
+common nor silent, has no rule: names of metrics, schedules, tasks, losses, modules. Line numbers
+are those of the pinned pair; tests/agreement/test_upstream_facts.py holds them against it.
 """
 
 import math
@@ -38,8 +39,8 @@ RANGES: Mapping[str, tuple[Range, ...]] = {
         Range(lambda n: n >= 0, "error", "torch's optimizers refuse it, and none learns with it"),
         Range(lambda n: n != 0, "warning", "nothing is learnt"),
     ),
-    # transformers/trainer.py::Trainer.create_optimizer[: self.args.weight_decay]: as a group's own it is not looked at
-    # by torch
+    # transformers/trainer.py::Trainer.create_optimizer[: self.args.weight_decay]: as a group's own
+    # it is not looked at by torch
     "weight_decay": (
         Range(
             lambda n: n >= 0, "warning", "the weights grow with every step, which nothing refuses"
@@ -55,8 +56,8 @@ RANGES: Mapping[str, tuple[Range, ...]] = {
     "lora_alpha": (
         Range(lambda n: n != 0, "warning", "the adapter counts for nothing", needs="use_peft"),
     ),
-    # trl/trainer/dpo_trainer.py::DPOTrainer._compute_loss[-F.logsigmoid(self.beta * delta_score] and the other losses:
-    # the same as in open-instruct
+    # trl/trainer/dpo_trainer.py::DPOTrainer._compute_loss[-F.logsigmoid(self.beta * delta_score]
+    # and the other losses: the same as in open-instruct
     "beta": (
         Range(math.isfinite, "error", "the loss is not a number"),
         Range(lambda n: not -math.inf < n < 0, "warning", "the rejected answers are preferred"),
@@ -123,7 +124,10 @@ def endless_warmup(values: Values) -> Iterator[Finding]:
 def no_length(values: Values) -> Iterator[Finding]:
     length = number(values["max_length"])
     if length is not None and length <= 0 and not prepared(values):
-        message = f"`max_length: {plain(length)}` leaves nothing of a row, or cuts its end off, however long it is"
+        message = (
+            f"`max_length: {plain(length)}` leaves nothing of a row, or cuts its end off, however "
+            "long it is"
+        )
         yield say(
             "error",
             "out-of-range",
@@ -143,8 +147,8 @@ def model_set_twice(values: Values) -> Iterator[Finding]:
         if inner in kwargs and values.given(name) and kwargs[inner] != values[name]:
             message = f"`{name}` does nothing here: `{key}` has a `{inner}` of its own"
             yield say("warning", "conditional-key", name, message, "keep one of them")
-    # transformers/modeling_utils.py::PreTrainedModel.from_pretrained[torch_dtype = kwargs.pop]: the old name counts
-    # without the new one, which is always given
+    # transformers/modeling_utils.py::PreTrainedModel.from_pretrained[torch_dtype = kwargs.pop]: the
+    # old name counts without the new one, which is always given
     if "torch_dtype" in kwargs and "dtype" not in kwargs:
         message = f"`{key}`: `torch_dtype` is not read beside `dtype`, which is {values['dtype']}"
         yield say("warning", "conditional-key", key, message, "write `dtype` in its place")
@@ -176,7 +180,10 @@ def lora_targets(values: Values) -> Iterator[Finding]:
     # but the output layer of most models stands outside of all others
     inner = len(targets) == 1 and targets[0] != "lm_head" and re.fullmatch(r"\w+", targets[0])
     if inner and not values["lora_target_parameters"]:
-        message = f"`{key}: {brief(targets[0])}`: a single word is a pattern for whole names, and matches none"
+        message = (
+            f"`{key}: {brief(targets[0])}`: a single word is a pattern for whole names, and "
+            "matches none"
+        )
         yield say(
             "error",
             "lora-targets",
@@ -187,14 +194,17 @@ def lora_targets(values: Values) -> Iterator[Finding]:
     for target in targets:
         if _SEVERAL.fullmatch(target):
             names = ", ".join(filter(None, re.split(r"[,\s]+", target)))
-            message = f"`{key}: {brief(target)}` is one name, which no module has: nothing is trained for it"
+            message = (
+                f"`{key}: {brief(target)}` is one name, which no module has: nothing is trained "
+                "for it"
+            )
             yield say("error", "lora-targets", key, message, f"write a list: `{key}: [{names}]`")
             return
 
 
 # numbers that all losses read but that of SFT
-# (trl/trainer/dpo_trainer.py::DPOTrainer._compute_loss[-F.logsigmoid(self.beta * delta_score]), and those that few do:
-# trl/trainer/dpo_trainer.py::DPOTrainer._compute_loss[epsilon = torch.tensor],
+# (trl/trainer/dpo_trainer.py::DPOTrainer._compute_loss[-F.logsigmoid(self.beta * delta_score]), and
+# those that few do: trl/trainer/dpo_trainer.py::DPOTrainer._compute_loss[epsilon = torch.tensor],
 # trl/trainer/dpo_trainer.py::DPOTrainer._compute_loss[per_sequence_loss = (clean_loss_term],
 # trl/trainer/dpo_trainer.py::DPOTrainer._compute_loss[-F.logsigmoid(self.beta * delta) * (1 #1],
 # trl/trainer/dpo_trainer.py::DPOTrainer._compute_loss[log_ratio_modulation = torch.sigmoid],
@@ -284,8 +294,8 @@ def packing_without_length(values: Values) -> Iterator[Finding]:
 
 
 def _streams_without_steps(values: Values, key: str) -> bool:
-    """trl/scripts/sft.py::main[elif dataset_args.datasets]: `datasets` wins over `dataset_name`, and each has a switch
-    of its own.
+    """trl/scripts/sft.py::main[elif dataset_args.datasets]: `datasets` wins over `dataset_name`,
+    and each has a switch of its own.
     """
     switch = "dataset_streaming"
     if values.get("datasets"):
@@ -298,7 +308,8 @@ _SHARED: tuple[Rule, ...] = (
     *mixture.RULES,
     *(
         check(
-            "transformers/trainer.py::Trainer._validate_args[not has_length]: a stream has no length.",
+            "transformers/trainer.py::Trainer._validate_args[not has_length]: a stream has no "
+            "length.",
             "stream-without-steps",
             key,
             partial(_streams_without_steps, key=key),
@@ -308,7 +319,8 @@ _SHARED: tuple[Rule, ...] = (
         for key in ("dataset_streaming", "streaming")
     ),
     check(
-        "transformers/trainer.py::Trainer.__init__[os.makedirs(self.args.output_dir] makes this folder.",
+        "transformers/trainer.py::Trainer.__init__[os.makedirs(self.args.output_dir] makes this "
+        "folder.",
         "no-output",
         "output_dir",
         lambda v: v["output_dir"] == "",
@@ -389,18 +401,20 @@ _SHARED: tuple[Rule, ...] = (
         "load_in_4bit",
         # both at once is refused earlier
         lambda v: bool(v["load_in_4bit"]) != bool(v["load_in_8bit"]) and not v["use_peft"],
-        "`load_in_4bit` and `load_in_8bit` need `use_peft`: quantised weights cannot be trained themselves",
+        "`load_in_4bit` and `load_in_8bit` need `use_peft`: quantised weights cannot be trained "
+        "themselves",
         "add `use_peft: true`",
     ),
     check(
         (
-            "accelerate/utils/dataclasses.py::DeepSpeedPlugin.__post_init__[zero_optimization #1] reads both: "
-            "launch's is checked, planned with and started."
+            "accelerate/utils/dataclasses.py::DeepSpeedPlugin.__post_init__[zero_optimization #1] "
+            "reads both: launch's is checked, planned with and started."
         ),
         "own-deepspeed",
         "deepspeed",
         itemgetter("deepspeed"),
-        "TRL's own `deepspeed` is not taken: launch reads DeepSpeed's config from `deepspeed:` beside `args:`",
+        "TRL's own `deepspeed` is not taken: launch reads DeepSpeed's config from `deepspeed:` "
+        "beside `args:`",
         "move the line out of `args:`",
         layer="launch",
     ),
@@ -409,7 +423,8 @@ _SHARED: tuple[Rule, ...] = (
         "fsdp-unsaved",
         "fsdp_config",
         lambda v: v["fsdp"] and "SHARDED_STATE_DICT" in str(v["fsdp_config"]).upper(),
-        "with `state_dict_type: SHARDED_STATE_DICT` no model is saved when training has ended, checkpoints apart",
+        "with `state_dict_type: SHARDED_STATE_DICT` no model is saved when training has ended, "
+        "checkpoints apart",
         "write `state_dict_type: FULL_STATE_DICT`",
     ),
     unread(
@@ -433,7 +448,8 @@ _SHARED: tuple[Rule, ...] = (
         "eval-without-data",
         "eval_on_start",
         lambda v: v["eval_on_start"] and v["eval_strategy"] == "no",
-        "`eval_on_start` with `eval_strategy: no` crashes: TRL hands the trainer no set to evaluate",
+        "`eval_on_start` with `eval_strategy: no` crashes: TRL hands the trainer no set to "
+        "evaluate",
         "add `eval_strategy: steps` and `eval_steps: <number>`, or delete the line",
     ),
     # without a strategy the scripts hand over no set to evaluate

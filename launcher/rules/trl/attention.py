@@ -1,4 +1,4 @@
-"""Attention and packing under TRL: which implementation a run can have, and what packing costs with it."""
+"""Attention and packing under TRL: which implementation a run can have, what packing costs."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,7 +35,7 @@ _MASKED = (None, "sdpa", "eager")
 
 
 class Choice(NamedTuple):
-    """The first implementation that can be had, None for none; why those before it cannot, for people."""
+    """The first implementation that can be had, or None; why those before it cannot."""
 
     name: str | None
     why: str = ""
@@ -75,8 +75,8 @@ def lacking(name: str, context: Context) -> str | None:
 
 
 def _unfit(name: str, context: Context) -> str | None:
-    """transformers/integrations/flash_attention.py::get_target_dtype[return next(layer]: float32 goes to kernels that
-    refuse it at the first step.
+    """transformers/integrations/flash_attention.py::get_target_dtype[return next(layer]: float32
+    goes to kernels that refuse it at the first step.
     """
     values = context.values
     kwargs = inline(values["model_init_kwargs"]) or {}
@@ -143,19 +143,23 @@ def packing(context: Context) -> Iterator[Finding]:
     if not values[key] or resolved.prepared(values):
         return
     if key == "padding_free" and context.per_device == 1:
-        # TRL says so too (trl/trainer/sft_trainer.py::SFTTrainer.__init__[if args.per_device_train_batch_size])
+        # TRL says so too
+        # (trl/trainer/sft_trainer.py::SFTTrainer.__init__[if args.per_device_train_batch_size])
         message = (
             "`padding_free` does nothing here: it joins the rows of a device, which is one row"
         )
         help = "`batch: {per_device: 2}` or more, or `padding_free: false`"
         yield say("warning", "packing-of-one", key, message, help)
         return
-    # trl/trainer/sft_trainer.py::SFTTrainer.__init__[self.padding_free = args.padding_free]: all rows of a device
-    # become one
+    # trl/trainer/sft_trainer.py::SFTTrainer.__init__[self.padding_free = args.padding_free]: all
+    # rows of a device become one
     flattened = values["padding_free"] or values["packing_strategy"] in ("bfd", "bfd_split")
     name, _ = resolved.attention(values)
     if values["packing"] and values["packing_strategy"] == "wrapped" and values.schema.tested:
-        message = f"`{key}`: examples in a row attend to each other: `packing_strategy: wrapped` keeps no boundary"
+        message = (
+            f"`{key}`: examples in a row attend to each other: `packing_strategy: wrapped` keeps "
+            "no boundary"
+        )
         help = "leave `packing_strategy` out: bfd keeps them whole and apart"
         yield say("warning", "packing-leaks", key, message, help)
     elif flattened and context.gpus != 0 and name in _MASKED:

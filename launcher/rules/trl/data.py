@@ -1,15 +1,15 @@
-"""Rules about the data and templates that a TRL stage names: do they lie here, and what do the rows hold?"""
+"""Rules about the data and templates that a TRL stage names: are they here, what do rows hold?"""
 
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.artifacts import chat_template, model_config
 from launcher.dataset import mixture, reading, shapes, sources
 from launcher.dataset.mixture import Piece, SetEntry
 from launcher.errors import Finding, Severity, brief
+from launcher.lazy_dataclass import dataclass
 from launcher.paths import exists, is_file
 from launcher.rules import data
 from launcher.rules.context import Context, StageRule
@@ -20,10 +20,11 @@ from launcher.rules.trl.resolved import prepared
 
 _KEY = "dataset_name"
 # trl/trainer/sft_trainer.py::SFTTrainer.__init__[self._is_vision_dataset =],
-# trl/trainer/dpo_trainer.py::DPOTrainer.__init__[self._is_vision_dataset =]: rows with pictures are read in another
-# way
+# trl/trainer/dpo_trainer.py::DPOTrainer.__init__[self._is_vision_dataset =]: rows with pictures are
+# read in another way
 _PICTURES = ("image", "images")
-# trl/data_utils.py::is_conversational[True #2]: one of these, by chance, tells whether rows are conversations
+# trl/data_utils.py::is_conversational[True #2]: one of these, by chance, tells whether rows are
+# conversations
 _TELLING = ("prompt", "chosen", "rejected", "completion", "messages")
 # the columns of which the trainer chooses what to read
 _ANSWER_COLUMNS = frozenset({"messages", "conversations", "prompt", "completion", "text"})
@@ -34,7 +35,9 @@ _RELATIVE = "relative paths start where launch is started; `~` is not expanded"
 
 
 def _data_set(context: Context) -> str | None:
-    """The data set that `load_dataset` would be asked for (trl/scripts/sft.py::main[dataset = load_dataset])."""
+    """The data set that `load_dataset` would be asked for
+    (trl/scripts/sft.py::main[dataset = load_dataset]).
+    """
     name = context.values[_KEY]
     if not name or not isinstance(name, str) or context.values["datasets"]:
         return None
@@ -121,7 +124,8 @@ def _files_key(entry: SetEntry) -> str:
     return "path"
 
 
-# huggingface_hub refuses any other character in a name (huggingface_hub/utils/_validators.py: REPO_ID_REGEX)
+# huggingface_hub refuses any other character in a name (huggingface_hub/utils/_validators.py:
+# REPO_ID_REGEX)
 _NAME_ON_HUB = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)?")
 
 
@@ -160,7 +164,7 @@ def _has_data_suffix(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Part:
-    """Rows that a stage trains on: all of one source, or a piece of a set of a mixture, which is named by `key`."""
+    """Rows that a stage trains on: all of one source, or a piece of a set, named by `key`."""
 
     key: str
     piece: Piece
@@ -243,7 +247,8 @@ def data_rows(context: Context) -> Iterator[Finding]:
 @cites(
     "trl/trainer/sft_trainer.py::SFTTrainer._prepare_dataset.tokenize_fn[in example:]",
     "trl/trainer/sft_trainer.py::SFTTrainer._prepare_dataset.tokenize_fn[messages]",
-    "trl/trainer/sft_trainer.py::SFTTrainer._prepare_dataset.tokenize_fn[processing_class, example #2]",
+    "trl/trainer/sft_trainer.py::"
+    "SFTTrainer._prepare_dataset.tokenize_fn[processing_class, example #2]",
     "trl/trainer/dpo_trainer.py::DPOTrainer._prepare_dataset.add_eos[if not example #1]",
 )
 def data_columns(context: Context) -> Iterator[Finding]:
@@ -282,8 +287,14 @@ def like_sets(context: Context) -> Iterator[Finding]:
             kind_of_first = first.survey.kind(name)
             if kind == kind_of_first or looked.key == first.key:
                 continue
-            message = f"`{name}` is {_state(kind)} in `{looked.key}` and {_state(kind_of_first)} in `{first.key}`"
-            help = "sets of one mixture need the same columns: convert one of them, or select `columns`"
+            message = (
+                f"`{name}` is {_state(kind)} in `{looked.key}` and {_state(kind_of_first)} in "
+                f"`{first.key}`"
+            )
+            help = (
+                "sets of one mixture need the same columns: convert one of them, or select "
+                "`columns`"
+            )
             yield looked.say("error", "data-columns", message, help)
 
 
@@ -295,8 +306,8 @@ def _state(kind: str | None) -> str:
 
 def _pictures(looked: Looked, context: Context) -> Iterator[Finding]:
     """trl/trainer/sft_trainer.py::SFTTrainer.__init__[if self._is_vision_dataset and not],
-    trl/trainer/dpo_trainer.py::DPOTrainer.__init__[if self._is_vision_dataset and not]: the columns alone count, even
-    where they are empty.
+    trl/trainer/dpo_trainer.py::DPOTrainer.__init__[if self._is_vision_dataset and not]: the columns
+    alone count, even where they are empty.
     """
     if data.takes_pictures(context.values["model_name_or_path"], context) is not False:
         return
@@ -315,8 +326,8 @@ def _pictures(looked: Looked, context: Context) -> Iterator[Finding]:
 
 def _tokens(looked: Looked, context: Context) -> Iterator[Finding]:
     """trl/trainer/sft_trainer.py::SFTTrainer._prepare_dataset[is_processed =],
-    trl/trainer/sft_trainer.py::SFTTrainer._prepare_dataset[Build a]: rows that are tokenised are cut and filtered, and
-    nothing else.
+    trl/trainer/sft_trainer.py::SFTTrainer._prepare_dataset[Build a]: rows that are tokenised are
+    cut and filtered, and nothing else.
     """
     survey = looked.survey
     values = context.values
@@ -347,7 +358,10 @@ def _tokens(looked: Looked, context: Context) -> Iterator[Finding]:
         severity: Severity = "warning"
         if masked.count == survey.rows:
             severity = "error"
-        message = f"all `labels` are -100 in {looked.share(masked)}: nothing is trained on, TRL drops them"
+        message = (
+            f"all `labels` are -100 in {looked.share(masked)}: nothing is trained on, TRL drops "
+            "them"
+        )
         help = "leave the labels of the answer as they are, or take them out"
         yield looked.say(severity, "no-answers", message, help)
     unread = "completion_mask" in survey.columns and values.get("completion_only_loss") is not True
@@ -386,7 +400,10 @@ def _answers(looked: Looked, context: Context) -> Iterator[Finding]:
         yield from _untemplated(looked, "completion", written)
         yield from _one_form(looked, read)
         if text in survey.columns and survey.kind("completion") == "text":
-            message = f"`{text}` stands beside `completion`: TRL adds the end token to `{text}`, and to no completion"
+            message = (
+                f"`{text}` stands beside `completion`: TRL adds the end token to `{text}`, and to "
+                "no completion"
+            )
             help = f"leave out `{text}`, or the model never learns to stop"
             yield looked.say("error", "data-columns", message, help)
     elif survey.kind(chats) == "list" and (
@@ -445,13 +462,16 @@ def _labelled(looked: Looked) -> Iterator[Finding]:
     """Columns that TRL takes for something else, or that say which answers are not to be learnt."""
     survey = looked.survey
     if "labels" in survey.columns:
-        # trl/trainer/sft_trainer.py::SFTTrainer._prepare_dataset[column_names = get_dataset_column_names #3]: labels
-        # that are there are left as they are
+        # trl/trainer/sft_trainer.py::SFTTrainer._prepare_dataset[column_names = get_dataset_column_names #3]:  # noqa: E501 - one citation
+        # labels that are there are left as they are
         message = "TRL takes the column `labels` for the labels of the tokens, and trains on them"
         yield looked.say("error", "data-columns", message, "rename the column, or leave it out")
     bad = survey.fact("label", "false")
     if bad is not None and shapes.is_labelled(survey):
-        message = f"`label` is false in {looked.share(bad)}: SFT trains on these answers too, as on any other"
+        message = (
+            f"`label` is false in {looked.share(bad)}: SFT trains on these answers too, as on any "
+            "other"
+        )
         yield looked.say(
             "warning", "data-columns", message, "take out the rows whose answer is bad"
         )
@@ -461,15 +481,18 @@ def _single_messages(looked: Looked, text: str) -> Iterator[Finding]:
     """Conversations that are spread over rows, as OASST has them."""
     survey = looked.survey
     if survey.kind("role") == "text" and survey.kind("parent_id") is not None:
-        message = f"each row is one message (`role`, `parent_id`), and TRL trains on `{text}` alone, row by row"
+        message = (
+            f"each row is one message (`role`, `parent_id`), and TRL trains on `{text}` alone, row "
+            "by row"
+        )
         yield looked.say(
             "warning", "data-columns", message, "write each conversation as one row of `messages`"
         )
 
 
 def _one_form(looked: Looked, read: Sequence[str]) -> Iterator[Finding]:
-    """trl/data_utils.py::is_conversational[True #2]: TRL asks one of these columns, by chance, whether the rows are
-    conversations.
+    """trl/data_utils.py::is_conversational[True #2]: TRL asks one of these columns, by chance,
+    whether the rows are conversations.
     """
     survey = looked.survey
     names = " and ".join(f"`{column}`" for column in read)
@@ -504,7 +527,10 @@ def _pairs(looked: Looked, context: Context) -> Iterator[Finding]:
         )
         return
     if any(survey.count(name, "from-value") for name in read):
-        message = "`chosen` and `rejected` are messages with `from` and `value`: DPO reads `role` and `content`"
+        message = (
+            "`chosen` and `rejected` are messages with `from` and `value`: DPO reads `role` and "
+            "`content`"
+        )
         help = data.convertible(looked, "rename them")
         yield looked.say("error", "data-columns", message, help)
         return
@@ -574,8 +600,8 @@ def _odd_turns(looked: Looked) -> Iterator[Finding]:
 def _beside(looked: Looked) -> Iterator[Finding]:
     """trl/trainer/sft_trainer.py::SFTTrainer._prepare_dataset.tokenize_fn[tools = json.loads],
     trl/trainer/sft_trainer.py::SFTTrainer._prepare_dataset.tokenize_fn[**example.get],
-    trl/trainer/dpo_trainer.py::DPOTrainer._prepare_dataset.tokenize_fn[tools = json.loads]: what is read beside the
-    messages.
+    trl/trainer/dpo_trainer.py::DPOTrainer._prepare_dataset.tokenize_fn[tools = json.loads]: what is
+    read beside the messages.
     """
     survey = looked.survey
     broken = survey.fact("tools", "not-json") or survey.fact("tools", "empty")
@@ -626,15 +652,18 @@ def _alike(looked: Looked, read: Sequence[str]) -> Iterator[Finding]:
         help = data.convertible(looked, otherwise)
         yield looked.say("error", "data-columns", message, help)
     elif kinds[answer] not in ("text", "list"):
-        message = f"`{read[-1]}` holds values of the kind {kinds[read[-1]]}: it must be a text or a list of messages"
+        message = (
+            f"`{read[-1]}` holds values of the kind {kinds[read[-1]]}: it must be a text or a list "
+            "of messages"
+        )
         yield looked.say("error", "data-columns", message, "write the answers as text")
     else:
         yield from data.same_kinds(looked, read, kinds[read[0]])
 
 
 def _promptless(looked: Looked) -> Iterator[Finding]:
-    """trl/data_utils.py::extract_prompt: without `prompt`, what both answers have in common at their start is the
-    prompt.
+    """trl/data_utils.py::extract_prompt: without `prompt`, what both answers have in common at
+    their start is the prompt.
     """
     survey = looked.survey
     if "prompt" in survey.columns:
@@ -644,7 +673,10 @@ def _promptless(looked: Looked) -> Iterator[Finding]:
     if survey.kind("chosen") == "list":
         bare = alone or survey.fact("chosen", "starts-with:assistant")
         if bare is not None:
-            message = f"there is no prompt in {looked.share(bare)}: `chosen` and `rejected` share no first message"
+            message = (
+                f"there is no prompt in {looked.share(bare)}: `chosen` and `rejected` share no "
+                "first message"
+            )
             help = data.convertible(looked, "put the question into `prompt`, a list of messages")
             yield looked.say("error", "no-prompt", message, help)
     elif unread:
@@ -653,13 +685,16 @@ def _promptless(looked: Looked) -> Iterator[Finding]:
         help = data.convertible(looked, "rename the column of the question to `prompt`")
         yield looked.say("warning", "no-prompt", message, help)
     elif alone is not None:
-        message = f"there is no prompt in {looked.share(alone)}: `chosen` and `rejected` begin differently"
+        message = (
+            f"there is no prompt in {looked.share(alone)}: `chosen` and `rejected` begin "
+            "differently"
+        )
         yield looked.say("warning", "no-prompt", message, "add a column `prompt`")
 
 
 def _unanswered(looked: Looked, column: str, answers_only: bool) -> Iterator[Finding]:
-    """trl/trainer/sft_trainer.py::SFTTrainer._prepare_dataset.tokenize_fn[in output and 1]: a row of which nothing
-    would be trained ends the run.
+    """trl/trainer/sft_trainer.py::SFTTrainer._prepare_dataset.tokenize_fn[in output and 1]: a row
+    of which nothing would be trained ends the run.
     """
     without = looked.survey.fact(column, "no-answer")
     if without is None:
@@ -681,9 +716,8 @@ def _unanswered(looked: Looked, column: str, answers_only: bool) -> Iterator[Fin
 
 
 def _untemplated(looked: Looked, column: str, template: str | None) -> Iterator[Finding]:
-    """trl/trainer/sft_trainer.py::SFTTrainer._prepare_dataset.tokenize_fn[if is_conversational(example #2]: only lists
-    of messages are written through the chat template.
-    """
+    """Only lists of messages are written through the chat template."""
+    # trl/trainer/sft_trainer.py::SFTTrainer._prepare_dataset.tokenize_fn[if is_conversational(example #2]  # noqa: E501 - one citation
     if looked.survey.kind(column) == "text" and template:
         message = f"`{column}` is text: the model's chat template is not applied to it"
         help = "write messages (`role`, `content`) for a model that one talks to"
@@ -707,7 +741,10 @@ def splits(context: Context) -> Iterator[Finding]:
     for key in read:
         split = context.values[key]
         if isinstance(split, str) and _is_slice(split):
-            message = f"`{key}: {brief(split)}` is looked up as the name of a split: parts cannot be named"
+            message = (
+                f"`{key}: {brief(split)}` is looked up as the name of a split: parts cannot be "
+                "named"
+            )
             yield say("error", "no-such-split", key, message, "name a whole split")
 
 
@@ -735,7 +772,10 @@ def test_split_here(context: Context) -> Iterator[Finding]:
         return
     message = f"`eval_strategy: {values['eval_strategy']}` evaluates on the split {brief(split)}, "
     message += f"and {brief(name)} has {', '.join(names)} alone"
-    help = f'put a file named {split} beside the others (such as {split}.jsonl), or write `eval_strategy: "no"`'
+    help = (
+        f"put a file named {split} beside the others (such as {split}.jsonl), or write "
+        '`eval_strategy: "no"`'
+    )
     others = [other for other in names if other != values["dataset_train_split"]]
     if others:
         help = f"write `dataset_test_split: {others[0]}`"
@@ -761,7 +801,8 @@ def template_here(context: Context) -> Iterator[Finding]:
 
 
 @cites(
-    "transformers/tokenization_utils_base.py::PreTrainedTokenizerBase.get_chat_template[Cannot use chat]"
+    "transformers/tokenization_utils_base.py::"
+    "PreTrainedTokenizerBase.get_chat_template[Cannot use chat]"
 )
 def no_template(context: Context) -> Iterator[Finding]:
     """Conversations, and a tokenizer that cannot write them."""
@@ -796,7 +837,8 @@ _BY_LENGTH = ("group_by_length", "batch_rebalance")
 @cites(
     "transformers/trainer.py::Trainer._get_dataloader[sampler = sampler_fn]",
     "transformers/trainer_pt_utils.py::LengthGroupedSampler.__init__[Can only automatically infer]",
-    "trl/trainer/dpo_trainer.py::DPOTrainer._set_signature_columns_if_needed[self._signature_columns = #2]",
+    "trl/trainer/dpo_trainer.py::"
+    "DPOTrainer._set_signature_columns_if_needed[self._signature_columns = #2]",
 )
 def lengths_of_pairs(context: Context) -> Iterator[Finding]:
     """Rows of DPO have no `input_ids`, and a column with their lengths goes before it is read."""
@@ -815,12 +857,15 @@ def lengths_of_pairs(context: Context) -> Iterator[Finding]:
         return
     for looked in _looked_at(context):
         if column not in looked.survey.columns:
-            message = f"`{key}: {strategy}` needs the length of each pair in a column `{column}`, and the rows lack it"
+            message = (
+                f"`{key}: {strategy}` needs the length of each pair in a column `{column}`, and "
+                "the rows lack it"
+            )
             yield looked.say("error", "pair-lengths", message, advice)
     if strategy == "batch_rebalance":
         message = (
-            f"`{key}: {strategy}` puts fewer pairs into a micro-batch the longer they are, and DPO weighs every "
-            "micro-batch alike: a long pair counts more than a short one"
+            f"`{key}: {strategy}` puts fewer pairs into a micro-batch the longer they are, and DPO "
+            "weighs every micro-batch alike: a long pair counts more than a short one"
         )
         yield say(
             "warning", "unlike-micro-batches", key, message, f"write `{key}: group_by_length`"

@@ -1,9 +1,9 @@
 """Rules for TRL that need the machine: its devices, packages and services.
 
-Line numbers are those of the packages named in tests/agreement/test_upstream_facts.py. What was seen to work
-is left alone: quantised models and paged optimizers on the CPU. Recompilations were
-counted on the CPU with TRL 1.16 and torch 2.13, six steps of the demo's SFT with `torch_compile`: 12 with
-padded rows, 15 with packed ones, none with `pad_to_multiple_of: 256`.
+Line numbers are those of the packages named in tests/agreement/test_upstream_facts.py. What was
+seen to work is left alone: quantised models and paged optimizers on the CPU. Recompilations were
+counted on the CPU with TRL 1.16 and torch 2.13, six steps of the demo's SFT with `torch_compile`:
+12 with padded rows, 15 with packed ones, none with `pad_to_multiple_of: 256`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -35,7 +35,8 @@ _OPTIMIZERS = {
 # transformers/trainer_optimizer.py::_setup_low_rank_optimizer[if args.optim_target_modules]
 _OF_MODULES = ("apollo", "galore")
 # Distributions that each tracker needs one of
-# (transformers/integrations/integration_utils.py::WandbCallback.__init__[raise RuntimeError] and the others).
+# (transformers/integrations/integration_utils.py::WandbCallback.__init__[raise RuntimeError] and
+# the others).
 _REPORTS: Mapping[str, tuple[str, ...]] = {
     "azure_ml": ("azureml-core", "azureml-sdk"),
     "clearml": ("clearml",),
@@ -206,7 +207,8 @@ def report_package(context: Context) -> Iterator[Finding]:
 
 
 @cites(
-    "transformers/integrations/integration_utils.py::get_reporting_integration_callbacks[if integration]",
+    "transformers/integrations/integration_utils.py::"
+    "get_reporting_integration_callbacks[if integration]",
     "transformers/training_args.py::TrainingArguments.__post_init__[if self.report_to #1]",
 )
 def unknown_report(context: Context) -> Iterator[Finding]:
@@ -251,8 +253,14 @@ def reference_price(context: Context) -> Iterator[Finding]:
     if context.values.get(key):
         price = "no reference model is kept beside the trained one, which saves its weights"
         if context.values["use_peft"]:
-            price = "with LoRA no second model is saved; measured: 20 % faster, 63 % more memory (19 -> 31 GB)"
-        message = f"`{key}`: all rows pass the reference before the first step, however few are trained on; {price}"
+            price = (
+                "with LoRA no second model is saved; measured: 20 % faster, 63 % more memory (19 "
+                "-> 31 GB)"
+            )
+        message = (
+            f"`{key}`: all rows pass the reference before the first step, however few are "
+            f"trained on; {price}"
+        )
         yield say("note", "reference-price", key, message)
 
 
@@ -275,8 +283,9 @@ def rounded_reference(context: Context) -> Iterator[Finding]:
     if precision not in ("bf16", "fp16"):
         return
     message = (
-        f"`{key}` with DeepSpeed in {precision}: transformers rounds the reference log-probs to {precision}, so that "
-        "DPO's loss does not begin at ln 2 and every margin is off (bf16 rounds 3,000 nats to a multiple of 16)"
+        f"`{key}` with DeepSpeed in {precision}: transformers rounds the reference log-probs to "
+        f"{precision}, so that DPO's loss does not begin at ln 2 and every margin is off (bf16 "
+        "rounds 3,000 nats to a multiple of 16)"
     )
     help = f"write `{key}: false`, or train without DeepSpeed (`deepspeed: none`, or FSDP)"
     yield say("warning", "reference-rounded", key, message, help)

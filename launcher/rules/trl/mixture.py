@@ -113,7 +113,10 @@ def fractions(values: Values) -> Iterator[Finding]:
         message = "every `fraction` is 0: no rows are left"
         yield say("error", "bad-fraction", f"{shares[0].key}.fraction", message, "numbers above 0")
     elif len(entries) == 1:
-        message = "`fraction` is the share that a set has of the mixture: of the only set it is always all of it"
+        message = (
+            "`fraction` is the share that a set has of the mixture: of the only set it is always "
+            "all of it"
+        )
         help = f"for a part of it write `split: {entries[0].split}[:10%]`, and no `fraction`"
         yield say("warning", "conditional-key", f"{shares[0].key}.fraction", message, help)
     if values["streaming"]:
@@ -239,16 +242,22 @@ def enough_rows(context: Context) -> Iterator[Finding]:
 @cites("trl/scripts/utils.py::get_dataset[=mixture_config.test_split_size]")
 @needs("split")
 def unseeded_test_split(context: Context) -> Iterator[Finding]:
-    """`utils.py` gives no seed: each process draws a split of its own, and each start another one."""
+    """`utils.py` gives no seed: each process and each start draws another split."""
     values = context.values
     if values[_SIZE] is None or not values[_KEY]:
         return
-    message = "`test_split_size` draws the test split anew in every process and at every start, whatever `seed` is"
+    message = (
+        "`test_split_size` draws the test split anew in every process and at every start, "
+        "whatever `seed` is"
+    )
     if context.split is not None and context.split.processes > 1:
         message += (
             f": each of {context.split.processes} processes trains on rows that others evaluate on"
         )
-        help = "hold rows back in a split of their own: `dataset_name` with `dataset_test_split`, or one GPU"
+        help = (
+            "hold rows back in a split of their own: `dataset_name` with `dataset_test_split`, or "
+            "one GPU"
+        )
         yield say("warning", "unseeded-split", _SIZE, message, help)
     else:
         yield say(
@@ -260,8 +269,8 @@ STAGE_RULES: tuple[StageRule, ...] = (enough_rows,)
 
 
 def selected_columns(entry: SetEntry, columns: frozenset[str]) -> Iterator[Finding]:
-    """trl/scripts/utils.py::get_dataset[dataset = dataset.select_columns]: `select_columns` refuses a name that is not
-    there.
+    """trl/scripts/utils.py::get_dataset[dataset = dataset.select_columns]: `select_columns` refuses
+    a name that is not there.
     """
     absent = [name for name in entry.columns or () if name not in columns]
     if absent:

@@ -1,9 +1,11 @@
-"""What the `__post_init__`s of TRL's and transformers' dataclasses refuse, as far as arguments decide it.
+"""What the `__post_init__`s of TRL's and transformers' dataclasses refuse, as far as arguments
+decide it.
 
 Left to the machine, and so not said here: bfloat16 and TF32 without a GPU that has them
 (transformers/training_args.py::TrainingArguments._validate_args[error_message =],
-transformers/training_args.py::TrainingArguments.__post_init__[--tf32 requires]), `ddp_backend` where a single process
-runs, packages that are not installed, and the environment (SageMaker, XLA, ACCELERATE_*).
+transformers/training_args.py::TrainingArguments.__post_init__[--tf32 requires]), `ddp_backend`
+where a single process runs, packages that are not installed, and the environment (SageMaker, XLA,
+ACCELERATE_*).
 """
 
 import math
@@ -16,8 +18,8 @@ from launcher.rules.trl.resolved import words
 from launcher.upstream.schema import Values, json_fault
 
 _JSON = tuple(
-    "accelerator_config fsdp_config deepspeed gradient_checkpointing_kwargs lr_scheduler_kwargs model_init_kwargs "
-    "dataset_kwargs".split()
+    "accelerator_config fsdp_config deepspeed gradient_checkpointing_kwargs "
+    "lr_scheduler_kwargs model_init_kwargs dataset_kwargs".split()
 )
 _RATIO = 1_000_000
 _WITH_METRIC = ("reduce_lr_on_plateau", "greedy")
@@ -106,7 +108,10 @@ def best_model_steps(values: Values) -> Iterator[Finding]:
     both_shares = every < 1 and save < 1
     if not both_shares or (save * _RATIO) % (every * _RATIO) != 0:
         between = f"the steps between evaluations ({plain(every)})"
-        message = f"`load_best_model_at_end` needs `save_steps` ({plain(save)}) to be a multiple of {between}"
+        message = (
+            f"`load_best_model_at_end` needs `save_steps` ({plain(save)}) to be a multiple of "
+            f"{between}"
+        )
         yield say("error", "best-model-steps", "save_steps", message, layer="parser")
 
 
@@ -167,8 +172,10 @@ RULES: tuple[Rule, ...] = (
     ),
     _refused(
         (
-            "transformers/training_args.py::TrainingArguments._validate_args[reduce_lr_on_plateau requires an], "
-            "transformers/training_args.py::TrainingArguments._validate_args[lr_scheduler_type greedy]"
+            "transformers/training_args.py::"
+            "TrainingArguments._validate_args[reduce_lr_on_plateau requires an], "
+            "transformers/training_args.py::"
+            "TrainingArguments._validate_args[lr_scheduler_type greedy]"
         ),
         "scheduler-needs-eval",
         "lr_scheduler_type",
@@ -184,7 +191,8 @@ RULES: tuple[Rule, ...] = (
         "`warmup_steps` is 0 or more, not {warmup_steps}",
     ),
     _refused(
-        "transformers/training_args.py::TrainingArguments._validate_args[if self.dataloader_num_workers]",
+        "transformers/training_args.py::"
+        "TrainingArguments._validate_args[if self.dataloader_num_workers]",
         "prefetch-workers",
         "dataloader_prefetch_factor",
         lambda v: v["dataloader_num_workers"] == 0 and v["dataloader_prefetch_factor"] is not None,
@@ -200,8 +208,8 @@ RULES: tuple[Rule, ...] = (
         ),
         "`torch_empty_cache_steps` is a number of steps above 0, not {torch_empty_cache_steps}",
     ),
-    # accelerate/parallelism_config.py::ParallelismConfig.__post_init__[if self.dp_replicate_size < 1]: no word makes
-    # one
+    # accelerate/parallelism_config.py::ParallelismConfig.__post_init__[if self.dp_replicate_size < 1]:  # noqa: E501 - one citation
+    # no word makes one
     _refused(
         "transformers/training_args.py::TrainingArguments[parallelism_config: ParallelismConfig]",
         "parallelism-config",
@@ -212,8 +220,10 @@ RULES: tuple[Rule, ...] = (
     # other texts go through int()
     _refused(
         (
-            "trl/trainer/sft_config.py::SFTConfig.__post_init__[if isinstance(self.pad_to_multiple_of], "
-            "trl/trainer/dpo_config.py::DPOConfig.__post_init__[if isinstance(self.pad_to_multiple_of]"
+            "trl/trainer/sft_config.py::"
+            "SFTConfig.__post_init__[if isinstance(self.pad_to_multiple_of], "
+            "trl/trainer/dpo_config.py::"
+            "DPOConfig.__post_init__[if isinstance(self.pad_to_multiple_of]"
         ),
         "pad-multiple",
         "pad_to_multiple_of",

@@ -10,8 +10,9 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
+from launcher.lazy_dataclass import dataclass
 from launcher.stage.conversion.settings import SourceSetting, name_of, value_of
 from launcher.stage.shell.expansion import Argument
 from launcher.stage.shell.interpreter import ScriptCommand
@@ -97,7 +98,7 @@ class Invocation:
         self.launchers.append(setting)
 
 
-def read(command: ScriptCommand) -> Invocation | None:
+def read_invocation(command: ScriptCommand) -> Invocation | None:
     """What a command starts; None if it starts no Python program."""
     words = command.arguments
     invocation = Invocation(

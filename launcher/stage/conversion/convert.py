@@ -6,13 +6,13 @@ import functools
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
 from launcher.config.keys import STAGES
 from launcher.config.load import TOOLS
 from launcher.errors import Finding, InvalidConfig, Severity, brief, launch_finding
+from launcher.lazy_dataclass import dataclass
 from launcher.redaction import is_secret_variable, redact
 from launcher.stage.conversion import launchers, replacement, sbatch, sources
 from launcher.stage.conversion.ledger import PLACEHOLDER, ConversionLedger, is_secret, unknown_value
@@ -109,7 +109,7 @@ def convert(
     known training.
     """
     circumstances = sources.Circumstances(environ=environ, arguments=arguments, gpus=gpus)
-    recipes = sources.read(path, circumstances)
+    recipes = sources.read_recipes(path, circumstances)
     recipe = _choose(recipes, stage, locator)
     tool = _TOOLS[recipe.tool]
     if tool.prepare is not None:

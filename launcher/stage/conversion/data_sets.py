@@ -7,11 +7,12 @@ split of its own. Of several it splits off a part for evaluation (`test_split_si
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
 from launcher.dataset import sources
+from launcher.lazy_dataclass import dataclass
 from launcher.stage.conversion import local_rows
 from launcher.stage.conversion.ledger import ConversionLedger
 from launcher.stage.conversion.settings import Recipe, SourceSetting, find_near, is_off

@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 from launcher.errors import brief
+from launcher.lazy_dataclass import dataclass
 from launcher.redaction import redact
 from launcher.stage.conversion.settings import Recipe, SourceSetting, is_off, is_on
 from launcher.stage.conversion.sharding import ShardingName

@@ -6,7 +6,8 @@ Its model is a checkpoint of OLMo-core's, its rows are token files and its batch
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+
+from launcher.lazy_dataclass import dataclass
 
 # src/scripts/train/sft/OLMo-sft.py, Olmo-3-7B-SFT.py, FlexOlmo-SFT.py, in any folder
 _OF_OLMO_CORE = re.compile(

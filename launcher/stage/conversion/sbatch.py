@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
+from launcher.lazy_dataclass import dataclass
 from launcher.runs import slurm
 from launcher.stage.conversion.settings import SourceSetting
 
@@ -47,7 +48,7 @@ class Job:
     nodes: int | None
 
 
-def read(text: str, file: str) -> list[SourceSetting]:
+def read_directives(text: str, file: str) -> list[SourceSetting]:
     """The directives in the comments of a script."""
     settings: list[SourceSetting] = []
     for number, line in enumerate(text.splitlines(), start=1):

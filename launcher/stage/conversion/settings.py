@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
 from launcher.config import document
 from launcher.config.document import Document
+from launcher.lazy_dataclass import dataclass
 
 _DASHES = re.compile(r"-{1,2}(?=[A-Za-z])")
 

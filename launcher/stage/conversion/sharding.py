@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from launcher.files import read_bytes
+from launcher.lazy_dataclass import dataclass
 from launcher.stage.conversion.settings import Recipe, find_near, is_off
 
 _MOST_BYTES = 2**18

@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -16,6 +15,7 @@ from launcher.config import document
 from launcher.config.load import tool_of
 from launcher.errors import Finding, InvalidConfig, usage
 from launcher.files import read_bytes
+from launcher.lazy_dataclass import dataclass
 from launcher.redaction import is_secret_variable
 from launcher.stage.conversion import commands, names, olmo_core, sbatch, sharding
 from launcher.stage.conversion.commands import Invocation
@@ -88,7 +88,7 @@ class Circumstances:
     gpus: int | None = None
 
 
-def read(path: Path, circumstances: Circumstances) -> tuple[Recipe, ...]:
+def read_recipes(path: Path, circumstances: Circumstances) -> tuple[Recipe, ...]:
     """The trainings that a file describes, the most likely one first.
 
     Raises InvalidConfig if the file cannot be read, and UsageError if it describes no known
@@ -148,7 +148,7 @@ def yaml_tool(values: Mapping[str, Any]) -> str | None:
 
 
 def _of_script(path: Path, text: str, circumstances: Circumstances) -> tuple[Recipe, ...]:
-    directives = sbatch.read(text, str(path))
+    directives = sbatch.read_directives(text, str(path))
     job = sbatch.job_of(directives)
     environ = circumstances.environ
     variables = {name: environ[name] for name in ("HOME", "USER") if name in environ}
@@ -171,7 +171,7 @@ def _of_script(path: Path, text: str, circumstances: Circumstances) -> tuple[Rec
     def find(name: str) -> str | None:
         other = _script_text(path, name)
         if other is not None:
-            directives.extend(sbatch.read(other, name))
+            directives.extend(sbatch.read_directives(other, name))
         return other
 
     try:
@@ -179,7 +179,7 @@ def _of_script(path: Path, text: str, circumstances: Circumstances) -> tuple[Rec
     except syntax.TooDeep:
         message = f"structures are nested deeper than {syntax.MAX_DEPTH} levels"
         raise InvalidConfig(document.bad(path, "too-deep", message)) from None
-    invocations = list(filter(None, map(commands.read, script.commands)))
+    invocations = list(filter(None, map(commands.read_invocation, script.commands)))
     certain: list[Recipe] = []
     conditional: list[Recipe] = []
     for invocation in invocations:

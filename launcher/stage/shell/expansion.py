@@ -12,8 +12,9 @@ import operator
 import posixpath
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
+from launcher.lazy_dataclass import dataclass
 from launcher.stage.shell import lexer
 from launcher.stage.shell.lexer import HereDocument, Operator, Word, WordPart
 

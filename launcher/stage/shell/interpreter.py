@@ -12,8 +12,9 @@ import posixpath
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
+from launcher.lazy_dataclass import dataclass
 from launcher.stage.shell import conditions, lexer, syntax
 from launcher.stage.shell.expansion import (
     Argument,

@@ -9,8 +9,10 @@ noted.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
+
+from launcher.lazy_dataclass import dataclass
 
 Kind = Literal["text", "variable", "command", "arithmetic"]
 # `<(` and `>(` are process substitutions, parts of words

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from launcher.lazy_dataclass import dataclass
 from launcher.stage.shell.lexer import HereDocument, Operator, Token, Word, WordPart
 
 DECLARATIONS = frozenset({"export", "declare", "local", "readonly", "typeset"})

@@ -2,11 +2,12 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from re import _constants, _parser  # type: ignore[attr-defined]
 from signal import Signals
 
-EVERYWHERE = {"step", "metrics", "evaluated", "mean_nonfinite", "warned"}
+from launcher.lazy_dataclass import dataclass
+
+EVERYWHERE = {"step", "block_loss", "metrics", "evaluated", "mean_nonfinite", "warned"}
 """The names that are looked for in the middle of a large log too; all others only near both its
 ends.
 """
@@ -33,7 +34,7 @@ def pattern(
         name=name,
         needle=(_longest_literal(regex) if needle is None else needle).encode(),
         regex=re.compile(regex.encode()),
-        always=tuple(re.compile(found.encode()) for found in always),
+        always=tuple(re.compile(pattern.encode()) for pattern in always),
     )
 
 

@@ -132,16 +132,6 @@ _TABLE: Table = {
     # open_instruct/finetune.py::main[Resumed from checkpoint],
     # dpo_tune_cache.py::main[accelerator.print(f]
     "resumed": (r"Resumed from checkpoint: (?P<path>.+)",),
-    # olmo_core/train/callbacks/console_logger.py::ConsoleLoggerCallback._get_progress_marker[eta=],
-    # by open_instruct/dpo.py::main[trainer.fit()]
-    "progress": (("[step=", r"\[step=(?P<step>\d{1,12})/(?P<total>\d{1,12}),epoch="),),
-    # olmo_core/train/trainer.py cancel_run, by open_instruct/dpo.py
-    "stop_asked": (
-        (
-            r"Run canceled from (?:rank \d+|all ranks)\. Reason: (?P<name>SIG(?:TERM|INT)) "
-            r"received"
-        ),
-    ),
     # transformers/modeling_utils.py::PreTrainedModel.save_pretrained[logger.info(f],
     # transformers/modeling_utils.py::PreTrainedModel.save_pretrained[split in];
     # accelerate/checkpointing.py::save_accelerator_state[Model weights saved] for checkpoints

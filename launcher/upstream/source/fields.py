@@ -2,9 +2,10 @@
 
 import ast
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
+from launcher.lazy_dataclass import dataclass
 from launcher.upstream.schema import Field, Kind
 from launcher.upstream.source.packages import UNKNOWN, Module, Sources, enum_members, mark
 

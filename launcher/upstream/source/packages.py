@@ -8,10 +8,11 @@ import ast
 import hashlib
 import importlib.util
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any
 
+from launcher.lazy_dataclass import dataclass
 from launcher.machine.git import CommitTree
 
 UNKNOWN: Any = object()

@@ -6,8 +6,9 @@ Python would resolve it; a method by the name of an attribute, in classes named 
 
 import ast
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from launcher.lazy_dataclass import dataclass
 from launcher.upstream.source import reads
 from launcher.upstream.source.functions import normalised
 from launcher.upstream.source.packages import Module, Sources

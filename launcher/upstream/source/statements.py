@@ -10,8 +10,9 @@ import ast
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
+from launcher.lazy_dataclass import dataclass
 from launcher.upstream.schema import Shadow
 from launcher.upstream.source import conditions
 from launcher.upstream.source.conditions import PERHAPS
@@ -750,7 +751,7 @@ class Walk(Lookup):
         key = (target, frozenset(env.items()), frozenset(visible))
         returned = self._returns.setdefault(key, set())
         earlier = self._walked.setdefault(key, [])
-        if self._depth <= _MAX_DEPTH and not any(known <= guards for known in earlier):
+        if self._depth <= _MAX_DEPTH and not any(seen <= guards for seen in earlier):
             if len(earlier) >= _MAX_GUARDS:
                 guards = frozenset.intersection(*earlier, guards) | UNSURE
             if shape.generator or isinstance(target.node, ast.AsyncFunctionDef):

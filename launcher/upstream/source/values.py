@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import wraps
 from typing import Any, TypeVar
 
+from launcher.lazy_dataclass import dataclass
 from launcher.upstream.source import conditions
 from launcher.upstream.source.packages import UNKNOWN as NO_VALUE
 from launcher.upstream.source.packages import Module, Sources, enum_members, mark

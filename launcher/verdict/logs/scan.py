@@ -10,11 +10,13 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from itertools import pairwise
 from pathlib import Path
 
+from launcher.lazy_dataclass import dataclass
 from launcher.upstream.logs.common import Pattern
+from launcher.upstream.logs.olmo_core import METRIC, SUFFIXES
 from launcher.verdict.logs.segments import SEGMENT_BYTES, clean, open_pieces, text
 from launcher.verdict.logs.survey import KEPT_SIGNALS, KEPT_STEPS, Hit, LastBar, ShownBar, survey
 
@@ -31,6 +33,11 @@ _COMPLETE_LOSS = re.compile(rb"\.\d{4}|nan|inf")
 _PAIR = re.compile(rb"'([^']+)': (?:'([^']*)'|([^,}']+))")
 _EPOCH_ERROR = 0.005
 """The largest error of an epoch that HF Trainer rounds."""
+_STEP = re.compile(rb"\[step=(?P<step>\d{1,12})/[^\]\n]*\]")
+_LEARNING_RATE = "optim/LR (group 0)"
+_GRADIENT_NORM = "optim/total grad norm"
+_TOKENS_PER_SECOND = "throughput/device/TPS"
+
 _WORK = ("total_steps", "progress")
 """Signals after which an earlier failure is of the past."""
 _STARTS = ("begun", "loading")
@@ -232,6 +239,8 @@ class _Scan:
         elif pattern.name == "step":
             if hit.is_complete or _COMPLETE_LOSS.search(match["loss"]):
                 self._add_step(match, hit.segment, line)
+        elif pattern.name == "block_loss":
+            self._add_block(match["loss"], hit, line)
         elif pattern.name == "arguments":
             self._add_argument(_groups(match, len(hit.segment)), line)
         else:
@@ -361,6 +370,39 @@ class _Scan:
                 loss=loss,
                 learning_rate=number(match["lr"]),
                 tokens_per_second=number(match["tps"]),
+                extra=extra,
+            )
+        )
+        self._work(line)
+        self._thin_out(self.steps)
+
+    def _add_block(self, loss_text: bytes, hit: Hit, line: int) -> None:
+        """Add the loss of a block of OLMo-core's, whose other metrics stand above it."""
+        loss = _shortened(loss_text)
+        marker = _STEP.match(hit.heading)
+        if loss is None or marker is None:
+            return
+        step = int(marker["step"])
+        # a run that continues from a checkpoint repeats the steps after it
+        while self.steps and self.steps[-1].step >= step:
+            self.steps.pop()
+        metrics = {}
+        for metric in METRIC.finditer(hit.heading):
+            value = _shortened(metric["value"])
+            if value is not None:
+                metrics[text(metric["name"])] = value
+        extra = {}
+        if _GRADIENT_NORM in metrics:
+            extra["grad_norm"] = metrics[_GRADIENT_NORM]
+        self.steps.append(
+            StepLine(
+                path=self.path,
+                line=line,
+                text=clean(marker[0] + b" " + hit.segment.strip()),
+                step=step,
+                loss=loss,
+                learning_rate=metrics.get(_LEARNING_RATE),
+                tokens_per_second=metrics.get(_TOKENS_PER_SECOND),
                 extra=extra,
             )
         )
@@ -523,6 +565,14 @@ class _Scan:
         if _are_close(by_count, by_epoch, margin):
             return by_count
         return by_epoch if _is_rising([0, *by_epoch]) else None
+
+
+def _shortened(raw: bytes) -> float | None:
+    """A number as OLMo-core writes it: `4,357`, `2.00E-05`, `4.414B`."""
+    word = text(raw).replace(",", "")
+    factor = SUFFIXES.get(word[-1:], 1.0)
+    value = number(word if factor == 1.0 else word[:-1])
+    return None if value is None else value * factor
 
 
 def _groups(match: re.Match[bytes], most: int) -> dict[str, str]:

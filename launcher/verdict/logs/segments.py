@@ -10,9 +10,10 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
+
+from launcher.lazy_dataclass import dataclass
 
 PIECE_BYTES = 4 << 20
 SEGMENT_BYTES = 1 << 16

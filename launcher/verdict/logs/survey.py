@@ -12,6 +12,7 @@ from itertools import islice
 from typing import NamedTuple
 
 from launcher.upstream.logs.common import EVERYWHERE, Pattern
+from launcher.upstream.logs.olmo_core import BLOCK_BEGIN
 from launcher.verdict.logs.segments import BAR, BAR_BYTES, LogPiece, Pieces, find_segment
 from launcher.verdict.logs.tracebacks import FIRST_LINE, FRAMES_FIRST, Tracebacks
 
@@ -20,9 +21,11 @@ KEPT_SIGNALS = 50
 KEPT_STEPS = 50_000
 SAMPLED_STEPS = 20_000
 """Lines of steps of a large log, at even distances."""
-SAMPLED = ("step", "metrics")
+SAMPLED = ("step", "block_loss", "metrics")
 NUMBERED = "metrics"
 """The sampled pattern whose lines tell by their number what they belong to."""
+IN_BLOCK = "block_loss"
+"""The sampled pattern whose step is named some lines above it."""
 RAISED = -1
 """The index of no pattern: what a traceback raised."""
 
@@ -39,6 +42,7 @@ _LAST = 17
 _LAST_BARS = 400
 """Bars of a piece that are looked at, from its end."""
 _DUMP_LINES = 4_000
+_BLOCK_BYTES = 8_192
 
 
 class ShownBar(NamedTuple):
@@ -59,6 +63,7 @@ class LastBar(NamedTuple):
 class Hit(NamedTuple):
     """A segment that a pattern is about; if the pattern is not sampled, one that it matches.
 
+    `heading` is what stands above a loss in the block of its step.
     `skipped` counts the segments of a numbered pattern that were left out since its last hit.
     `is_complete` is False if the log ends before the segment does. `fields` are those of an
     exception.
@@ -70,6 +75,7 @@ class Hit(NamedTuple):
     is_complete: bool = True
     skipped: int = 0
     bar: ShownBar | None = None
+    heading: bytes = b""
     fields: Mapping[str, str] | None = None
 
 
@@ -153,6 +159,7 @@ class LogSurvey:
                 is_complete=place.end < len(self.block),
                 skipped=place.skipped,
                 bar=self._bar_beside(place) if name == NUMBERED else None,
+                heading=self._heading_of(place) if name == IN_BLOCK else b"",
             )
         )
 
@@ -276,6 +283,14 @@ class LogSurvey:
             if regex is None or regex.search(self.block[place.start : place.end]):
                 places.append(place)
         return True, places
+
+    def _heading_of(self, place: _Place) -> bytes:
+        """The lines of a block from the one that names the step to this one."""
+        low = max(0, place.start - _BLOCK_BYTES)
+        begin = self.block.rfind(BLOCK_BEGIN, low, place.start)
+        if begin < 0:
+            return b""
+        return bytes(self.block[begin : place.start])
 
     def _bar_beside(self, place: _Place) -> ShownBar | None:
         """The progress bar that was redrawn right behind a segment, or last before it."""

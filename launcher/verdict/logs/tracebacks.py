@@ -6,9 +6,10 @@ themselves; a time stamp is no part of the prefix. Rich draws a box around the f
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import NamedTuple
 
+from launcher.lazy_dataclass import dataclass
 from launcher.verdict.logs.segments import SEGMENT_BYTES, text
 
 FIRST_LINE = b"Traceback (most recent call last)"

@@ -5,7 +5,7 @@ import functools
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from launcher.errors import (
     not_ready,
     usage,
 )
+from launcher.lazy_dataclass import dataclass
 from launcher.machine import codec, devices
 from launcher.machine.codec import Misfit
 from launcher.plan.plan import Plan

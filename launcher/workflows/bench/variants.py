@@ -4,9 +4,9 @@ import itertools
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from launcher.errors import brief, usage
+from launcher.lazy_dataclass import dataclass
 
 AS_WRITTEN = "as written"
 MOST = 64

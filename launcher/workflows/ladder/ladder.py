@@ -11,7 +11,7 @@ import math
 import shutil
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from launcher.errors import (
     not_ready,
     usage,
 )
+from launcher.lazy_dataclass import dataclass
 from launcher.machine import python
 from launcher.plan.plan import Plan
 from launcher.planning import check, collect, forecast, prepare
@@ -405,7 +406,7 @@ def _standing(ladder: Ladder, gpus: int, *, allow_unproven: bool) -> Standing | 
     return Standing(
         gpus=gpus,
         facts=facts,
-        flags=tuple(gates.judge(facts, ladder.stage.options.gates, base)),
+        flags=tuple(gates.judge_rung(facts, ladder.stage.options.gates, base)),
         efficiency=gates.efficiency(facts, base),
         before=True,
         record=record,

@@ -11,7 +11,7 @@ import shlex
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 
 from launcher import files, redaction
@@ -19,6 +19,7 @@ from launcher.artifacts import fingerprint
 from launcher.config.evaluation import Evaluation
 from launcher.config.pipeline import Link
 from launcher.errors import Exit, Finding, NotReady, launch_finding
+from launcher.lazy_dataclass import dataclass
 from launcher.machine import devices, isolation, locks
 from launcher.machine.devices import Devices
 from launcher.planning.prepare import Prepared
@@ -252,7 +253,7 @@ def _with_scores(
     place: MetricsPlace,
 ) -> EvaluationRecord:
     try:
-        measured = scores.read(scores.written_since(before, place))
+        measured = scores.read_scores(scores.written_since(before, place))
     except UnreadableScores as error:
         return replace(record, state="unreadable", reason=str(error))
     return replace(
@@ -261,7 +262,7 @@ def _with_scores(
         metrics_file=str(measured.path),
         metrics=measured.numbers,
         main=dict(measured.main),
-        gates=scores.judge(measured, evaluation.spec.expect),
+        gates=scores.judge_scores(measured, evaluation.spec.expect),
     )
 
 
@@ -291,10 +292,10 @@ def _judge_again(
     path = Path(record.metrics_file)
     try:
         # the file itself also holds what is not a number
-        measured = scores.read(path)
+        measured = scores.read_scores(path)
     except UnreadableScores:
         measured = scores.Scores(path=path, values=record.metrics, main=record.main)
-    return scores.judge(measured, evaluation.spec.expect)
+    return scores.judge_scores(measured, evaluation.spec.expect)
 
 
 def _write(evaluation: PlannedEvaluation, record: EvaluationRecord) -> EvaluationRecord:
@@ -320,19 +321,19 @@ _FAULTS: Mapping[State, tuple[str, str]] = {
 def faults(evaluation: PlannedEvaluation, record: EvaluationRecord) -> list[Finding]:
     """What is wrong with an evaluation, each at its line of the pipeline file."""
     link = evaluation.link
-    found = []
+    findings = []
     if record.state == "measured":
         help = f"the numbers: {record.metrics_file}"
         for gate in record.gates:
             if not gate.ok:
                 message = f"{link.name}: {gate.reason}"
                 key = f"expect.{gate.metric}"
-                found.append(_fault(link, "eval-gate", key, message, help))
+                findings.append(_fault(link, "eval-gate", key, message, help))
     elif record.state in _FAULTS:
         code, key = _FAULTS[record.state]
         message = f"the evaluation of {link.name} failed: {record.reason}"
-        found.append(_fault(link, code, key, message, f"its log: {record.log}"))
-    return found
+        findings.append(_fault(link, code, key, message, f"its log: {record.log}"))
+    return findings
 
 
 def ending(name: str, record: EvaluationRecord, *, reused: bool) -> str:

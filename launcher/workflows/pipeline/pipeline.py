@@ -11,7 +11,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from launcher import redaction
 from launcher.artifacts import checkpoints
 from launcher.config.pipeline import placed
 from launcher.errors import Exit, Finding, LaunchError, brief, errors, launch_finding
+from launcher.lazy_dataclass import dataclass
 from launcher.lifecycle import conclude, follow
 from launcher.plan import plan
 from launcher.planning import forecast, prepare
@@ -420,8 +421,8 @@ class _Runner:
     def _prepare(self, step: PlannedStage, row: StageRow) -> Prepared:
         """The stage, ready to start; `row.reason` says why if it is trained again."""
         link = step.link
-        known = plans.known_changes(step.resolved)
-        allowed = tuple(name for name in self.order.common.allowed if name in known)
+        names = plans.known_changes(step.resolved)
+        allowed = tuple(name for name in self.order.common.allowed if name in names)
         facts = step.resolved.with_request(allowed=allowed, fresh=False)
         # nothing has happened since the first one was judged
         is_first = row is self.result.rows[0] and not self.joined

@@ -6,7 +6,7 @@ has, and with the folder that it will really be given.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from launcher.errors import (
     not_ready,
     usage,
 )
+from launcher.lazy_dataclass import dataclass
 from launcher.paths import canonical
 from launcher.plan import plan
 from launcher.plan.plan import Plan
@@ -177,10 +178,10 @@ def plan_stages(order: PipelineRequest, scope: Scope) -> PipelinePlan:
     steps = planner.steps
     live = tuple(step for step in steps.values() if step.link in links and step.live)
     planner.ask_machine(live=bool(live))
-    known = set(changes.NAMES)
+    change_names = set(changes.NAMES)
     for step in steps.values():
-        known |= known_changes(step.resolved)
-    unknown = [repr(name) for name in order.common.allowed if name not in known]
+        change_names |= known_changes(step.resolved)
+    unknown = [repr(name) for name in order.common.allowed if name not in change_names]
     if unknown and not planner.refused:
         message = f"--allow-changed-resume: no argument or group is named {', '.join(unknown)}"
         raise usage("unknown-change", message)

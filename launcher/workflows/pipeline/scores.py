@@ -11,13 +11,14 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from pathlib import Path
 from typing import Any
 
 from launcher import files
 from launcher.config import keys
 from launcher.config.evaluation import Gate, fill
+from launcher.lazy_dataclass import dataclass
 from launcher.runs.evaluation import GateResult
 
 LARGEST_BYTES = 256 * 2**20
@@ -117,7 +118,7 @@ def _state(path: Path) -> tuple[int, ...]:
     return status.st_ino, status.st_size, status.st_mtime_ns
 
 
-def read(path: Path) -> Scores:
+def read_scores(path: Path) -> Scores:
     """Raises UnreadableScores."""
     try:
         if path.stat().st_size > LARGEST_BYTES:
@@ -194,7 +195,7 @@ def _number(value: object) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def judge(scores: Scores, expect: Mapping[str, Gate]) -> tuple[GateResult, ...]:
+def judge_scores(scores: Scores, expect: Mapping[str, Gate]) -> tuple[GateResult, ...]:
     """Each gate against its number; one without a number fails."""
     return tuple(_judge_gate(scores, name, gate) for name, gate in expect.items())
 

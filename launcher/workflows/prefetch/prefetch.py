@@ -11,7 +11,7 @@ trainer is made, and reference log-probabilities need the model.
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from launcher.cache import hub, keys
 from launcher.cache.hub import Part
 from launcher.cache.keys import Cache
 from launcher.errors import Exit, Finding, InvalidConfig, NotReady, errors, naming_variables
+from launcher.lazy_dataclass import dataclass
 from launcher.lifecycle import tokenising
 from launcher.lifecycle.tokenising import Tokenised
 from launcher.machine.python import Trainer
@@ -108,7 +109,7 @@ def _duration(state: str, seconds: float) -> str:
     return f"  in {seconds:.0f} s" if state in ("fetched", "filled") else ""
 
 
-def prepare(resolved: Facts, say: Say = lambda _: None) -> Prefetch:
+def prepare_caches(resolved: Facts, say: Say = lambda _: None) -> Prefetch:
     """Do for a run whatever needs no GPU; `say` gets a line before what takes long.
 
     Raises InvalidConfig and NotReady as a start would, NotReady too where a model cannot be

@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from launcher.errors import (
     not_ready,
     usage,
 )
+from launcher.lazy_dataclass import dataclass
 from launcher.machine import codec
 from launcher.machine.python import Trainer
 from launcher.stage.stage import Judged

@@ -2,13 +2,13 @@
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from launcher.artifacts import model_config
 from launcher.dataset import sources
 from launcher.errors import errors
+from launcher.lazy_dataclass import dataclass
 from launcher.paths import exists
 from launcher.stage.options import Batch, Options
 from launcher.stage.stage import Judged

@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ from launcher.dataset.mixer import LOCAL_SUFFIXES
 from launcher.dataset.mixture import MixedSet
 from launcher.dataset.sources import Source
 from launcher.dataset.survey import Survey
+from launcher.lazy_dataclass import dataclass
 from launcher.paths import is_dir
 from launcher.upstream.trainers import Entry
 from launcher.workflows.rehearse.arguments import ROWS

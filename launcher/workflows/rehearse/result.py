@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 from launcher.errors import Finding
+from launcher.lazy_dataclass import dataclass
 from launcher.workflows.rehearse.inside.records import PreparedRows
 
 FAILED = "rehearsal-failed"

@@ -8,9 +8,10 @@ the budget goes into more runs of the best and of the file. Nothing here starts,
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
+from launcher.lazy_dataclass import dataclass
 from launcher.plan.memory.phases import usable
 from launcher.workflows.bench.comparison import Cause, Sample, Spread
 from launcher.workflows.tune.space import ORDER, Candidate, Item, Space, described

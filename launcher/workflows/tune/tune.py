@@ -89,7 +89,7 @@ class Tuning:
         if passed and passed[0].candidate.key != candidate.key:
             first = passed[0].candidate.key
             reference = [run.sample for run in passed if run.candidate.key == first]
-        return self.search.learn(judge(candidate, [*runs, sample], reference))
+        return self.search.learn(judge_candidate(candidate, [*runs, sample], reference))
 
     @property
     def used(self) -> float:
@@ -217,7 +217,7 @@ class Tuning:
         experiment.write(self.folder / FILE, self.as_json(), self.resolved.redactor)
 
 
-def prepare(
+def prepare_tuning(
     request: Request,
     *,
     cpu: bool,
@@ -411,7 +411,9 @@ _STATUS: Mapping[str, Status] = {
 """The standing of a variant that came to its end, as the status of a trial."""
 
 
-def judge(candidate: Candidate, runs: Sequence[Sample], reference: Sequence[Sample]) -> Trial:
+def judge_candidate(
+    candidate: Candidate, runs: Sequence[Sample], reference: Sequence[Sample]
+) -> Trial:
     """What the last of a setting's runs means: it counts only if everything asked for was proved.
 
     Losses are compared by the medians of all. Without `reference`, with the setting itself.

@@ -109,7 +109,7 @@ def _resolved(value: Any, values: Mapping[str, Any]) -> Any:
         if match is not None and match[1] in values:
             value = values[match[1]]
             continue
-        value = _REFERENCE.sub(lambda found: str(values.get(found[1], found[0])), value)
+        value = _REFERENCE.sub(lambda match: str(values.get(match[1], match[0])), value)
     return value
 
 

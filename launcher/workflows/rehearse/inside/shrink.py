@@ -107,6 +107,8 @@ def make(folder: str | None, out: str, shape: dict[str, Any]) -> bool:
     has_tokenizer = any(name.startswith("tokenizer") for name in os.listdir(out))
     if not has_tokenizer:
         config.vocab_size = write_tokenizer(out, config.model_type)
+        # that of the family may lie beyond these few tokens
+        config.pad_token_id = SPECIAL.index("<|pad|>")
     shrink(config).save_pretrained(out)
     return not has_tokenizer
 

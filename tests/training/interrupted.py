@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from answers import read_lines
 from conftest import PATIENCE_S, STAND_INS
+from real_answers import read_lines
 from slurm_cluster import free_ports
 
 from launcher.machine import process as processes

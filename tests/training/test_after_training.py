@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from answers import Answer, launch, read_lines, succeed
 from conftest import PATIENCE_S, STAND_INS
+from real_answers import Answer, launch, read_lines, succeed
 from real_training import CONFIGS, needs_training
 from real_training import place as place  # a fixture
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from answers import Answer, launch, succeed
+from real_answers import Answer, launch, succeed
 from real_training import CONFIGS, needs_open_instruct, needs_training
 
 pytestmark = [pytest.mark.slow, *needs_training]

@@ -5,10 +5,10 @@ import signal
 from pathlib import Path
 
 import pytest
-from answers import find_point
 from interrupted import INTERRUPTED, Begin, Training
 from interrupted import place as place  # a fixture
 from interrupted import training as training  # a fixture
+from real_answers import find_point
 from real_training import needs_training
 
 from launcher.runs import rundir

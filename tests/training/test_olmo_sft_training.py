@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from answers import Answer, launch, read_events, succeed, supplied
+from real_answers import Answer, launch, read_events, succeed, supplied
 from real_training import needs_open_instruct, needs_training
 
 pytestmark = [pytest.mark.slow, *needs_training, needs_open_instruct]

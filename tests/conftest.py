@@ -66,8 +66,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: place.get(item.path.stem, len(place)))
 
 
+@pytest.fixture(scope="session")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where torch keeps what it compiles, for all workers: DeepSpeed's operators take a minute."""
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    return folder / "compiled"
+
+
 @pytest.fixture(autouse=True)
-def _environment(tmp_path: Path) -> Iterator[None]:
+def _environment(tmp_path: Path, compiled: Path) -> Iterator[None]:
     # a context of its own: a test's monkeypatch is undone before the comparison
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("NO_COLOR", "1")
@@ -77,6 +86,8 @@ def _environment(tmp_path: Path) -> Iterator[None]:
         patch.setenv("LAUNCH_GPU_LOCKS", str(tmp_path))
         patch.setenv("LAUNCH_RUNS", str(tmp_path / "runs"))
         patch.setenv("LAUNCH_REHEARSE", "0")
+        patch.setenv("TORCH_EXTENSIONS_DIR", str(compiled / "extensions"))
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(compiled / "inductor"))
         before = _environ()
         yield
         changed = [name for name, value in _environ().items() ^ before.items()]

@@ -65,7 +65,9 @@ def test_a_checkout_beside_the_usual_place_is_found(
 def test_a_missing_checkout_is_a_failure_where_one_is_required(
     tmp_path: Path, required: str, outcome: str
 ) -> None:
-    """A test that asks for the checkout, run where none can be found; the number of skipped ones is said."""
+    """A test that asks for the checkout, run where none can be found; the number of skipped ones is
+    said.
+    """
     (tmp_path / "test_one.py").write_text("def test_one(checkout): pass\n")
     (tmp_path / "conftest.py").write_text(NOWHERE.format(tests=str(REPOSITORY / "tests")))
     environ = {name: value for name, value in os.environ.items() if name != "LAUNCH_OPEN_INSTRUCT"}

@@ -37,7 +37,9 @@ script = _script()
 
 
 def test_the_page_says_what_the_rows_say() -> None:
-    """MFU is a verdict's: near 6 x parameters x tokens/s over 989 TFLOP/s, the peak of H100 and H200."""
+    """MFU is a verdict's: near 6 x parameters x tokens/s over 989 TFLOP/s, the peak of H100 and
+    H200.
+    """
     page = PAGE.read_text(encoding="utf-8")
     assert script.renewed(page, ROWS) == page, "scripts/gpu_benchmarks.py renews the table"
     for row in ROWS:

@@ -59,13 +59,15 @@ def test_a_tool_that_hangs_is_ended_with_what_it_started_and_not_asked_again(
     on_path: Path, tmp_path: Path, body: str
 ) -> None:
     put(on_path, ("some-tool",), body)
-    began = time.monotonic()
+    start = time.monotonic()
     with pytest.raises(tools.NoAnswer, match="some-tool did not answer in 1 s"):
         tools.run_tool(["some-tool"], seconds=1.0)
-    between = time.monotonic()
+    first_s = time.monotonic() - start
+    assert 0.5 < first_s < 30
+    start = time.monotonic()
     with pytest.raises(tools.NoAnswer, match="some-tool did not answer in 1 s"):
         tools.run_tool(["some-tool", "again"], seconds=60.0)
-    assert time.monotonic() - between < 0.5 < between - began < 30
+    assert time.monotonic() - start < 0.5
     nothing_is_left(tmp_path)
     tools.forget_silences()
     assert not tools.silent()
@@ -87,8 +89,10 @@ def test_all_tools_together_have_a_limit(on_path: Path, monkeypatch: pytest.Monk
         with pytest.raises(tools.NoAnswer):
             tools.run_tool([name])
     assert tools.silent() == [
-        f"{name} did not answer in {seconds} s"
-        for name, seconds in zip(names, (2, 1.2, 1, 1), strict=True)
+        "a did not answer in 2 s",
+        "b did not answer in 1.2 s",
+        "c did not answer in 1 s",
+        "d did not answer in 1 s",
     ]
     tools.forget_silences()
 
@@ -99,49 +103,47 @@ def test_questions_to_hanging_tools_have_an_answer(
     put(on_path, ("nvidia-smi", "git"), HANGS)
     monkeypatch.setenv(tools.VARIABLE, "0.3")
     driver = ask_driver()
-    assert driver.silent and driver.fault == "nvidia-smi did not answer in 0.3 s"
+    assert driver.silent
+    assert driver.fault == "nvidia-smi did not answer in 0.3 s"
     monkeypatch.setattr("launcher.machine.git._require_answer", lambda: tools.run_tool(["git"]))
     assert Repository(tmp_path).commit("HEAD") is None
     tools.forget_silences()
 
 
-def asked(
-    world: World, *words: str, seconds: str
-) -> tuple[subprocess.CompletedProcess[str], float]:
-    """What a command answers where all tools hang, and how long it took."""
+def call_where_all_tools_hang(
+    world: World, *words: str, codes: set[int]
+) -> subprocess.CompletedProcess[str]:
+    """Call a command; it must end in time, with one of these exit codes."""
     folder = put(world.root / "tools", NAMES, LEAVES_A_CHILD)
-    path = {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
-    began = time.monotonic()
     env = {
-        **path,
+        "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
         "HUNG_TEST": str(world.root),
-        tools.VARIABLE: seconds,
+        tools.VARIABLE: "0.5",
         "LAUNCH_PYTHON": sys.executable,
     }
-    done = world.launch(*words, env=env)
-    return done, time.monotonic() - began
+    start = time.monotonic()
+    process = world.launch(*words, env=env)
+    seconds = time.monotonic() - start
+    assert process.returncode in codes, process.stderr
+    # all tools together may take 0.8 s, the command itself 33 s on a busy machine
+    assert seconds < 34, (words, process.stderr)
+    return process
 
 
 @needs_trl
-@pytest.mark.parametrize("seconds", ["0.5", pytest.param("5", marks=pytest.mark.slow)])
-def test_a_start_goes_on_where_all_tools_hang_and_names_them(tmp_path: Path, seconds: str) -> None:
+def test_a_start_goes_on_where_all_tools_hang_and_names_them(tmp_path: Path) -> None:
     with made(tmp_path / "world") as world:
         world.config()
-        limit = 1.6 * float(seconds) + 3 + 30
-        python = ("--python", str(world.python()), "--gpus", "0")
-        done, took = asked(world, "sft", "stage.yaml", *python, "--detach", seconds=seconds)
-        assert done.returncode == 0 and took < limit, (took, done.stderr)
+        start = ["sft", "stage.yaml", "--python", str(world.python()), "--gpus", "0", "--detach"]
+        process = call_where_all_tools_hang(world, *start, codes={0})
         for name in ("nvidia-smi", "git", "tmux"):
-            assert f"warning[tool-hangs]: {name} did not answer in" in done.stderr
-        for words, codes in (
-            (["runs"], {0}),
-            (["stop", "last"], {0, 2}),
-            (["plan", "stage.yaml", "--gpus", "1"], {0, 3}),
-            (["sft", "stage.yaml", "--gpus", "1", "output_dir=b", "--detach"], {5}),
-        ):
-            done, took = asked(world, *words, seconds=seconds)
-            assert done.returncode in codes and took < limit, (words, took, done.stderr)
-        assert "error[no-driver]: nvidia-smi did not answer in" in done.stderr
+            assert f"warning[tool-hangs]: {name} did not answer in" in process.stderr
+        call_where_all_tools_hang(world, "runs", codes={0})
+        call_where_all_tools_hang(world, "stop", "last", codes={0, 2})
+        call_where_all_tools_hang(world, "plan", "stage.yaml", "--gpus", "1", codes={0, 3})
+        start = ["sft", "stage.yaml", "--gpus", "1", "output_dir=b", "--detach"]
+        process = call_where_all_tools_hang(world, *start, codes={5})
+        assert "error[no-driver]: nvidia-smi did not answer in" in process.stderr
         # what the tools had started, in sessions of their own, has gone too
         world.quiet()
 

@@ -44,7 +44,8 @@ def imported(path: Path) -> set[str]:
     return found
 
 
-# From the ground up: a package imports only what stands before it. `launcher/` itself holds the ground floor.
+# From the ground up: a package imports only what stands before it. `launcher/` itself holds the
+# ground floor.
 FLOORS = (
     "", "config", "machine", "upstream", "artifacts", "dataset", "runs", "rules", "stage", "plan", "verdict",
     "cache", "pin", "report", "planning", "trained", "lifecycle", "workflows", "cli",

@@ -1,4 +1,4 @@
-"""Closed and full streams, limits of the shell, no home: an exit code of the table and a sentence, never 70."""
+"""Closed and full streams, limits of the shell, no home: a documented exit code, never 70."""
 
 import os
 import shlex
@@ -12,76 +12,80 @@ from fake_world import made
 from real_training import needs_trl
 
 LAUNCH = shlex.join([sys.executable, "-P", str(REPOSITORY / "launcher" / "__main__.py")])
-BAD = "stage: sft\nbackend: trl\nargs: {nothing_such: 1}\n"
-COMMANDS = (
-    "-h",
-    "runs",
-    "runs --format json",
-    "configs",
-    "validate-config bad.yaml",
-    "plan bad.yaml",
-    "nosuch",
-    "cache list",
-)
+COMMANDS = [
+    # help, a list, JSON, findings on stderr, a refused command line
+    pytest.param("-h", 0, id="help"),
+    pytest.param("runs", 0, id="text"),
+    pytest.param("runs --format json", 0, id="json"),
+    pytest.param("validate-config bad.yaml", 3, id="findings"),
+    pytest.param("nosuch", 2, id="usage"),
+]
+with_commands = pytest.mark.parametrize(("command", "code"), COMMANDS)
 
 
 def run(script: str, tmp_path: Path) -> subprocess.CompletedProcess[str]:
-    (tmp_path / "bad.yaml").write_text(BAD)
-    environ = {**os.environ, "HOME": str(tmp_path), "LAUNCH": LAUNCH}
-    done = subprocess.run(
+    """Run a line of bash in which `$LAUNCH` starts launch."""
+    text = "stage: sft\nbackend: trl\nargs: {nothing_such: 1}\n"
+    (tmp_path / "bad.yaml").write_text(text)
+    process = subprocess.run(
         ["bash", "-c", script],
         cwd=tmp_path,
-        env=environ,
+        env={**os.environ, "HOME": str(tmp_path), "LAUNCH": LAUNCH},
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,
     )
-    assert "Traceback" not in done.stderr and "bug in launch" not in done.stderr, done.stderr
+    assert "Traceback" not in process.stderr, process.stderr
+    assert "bug in launch" not in process.stderr, process.stderr
     assert not list((tmp_path / "state").rglob("bug-*"))
-    return done
+    return process
 
 
-def expected(command: str) -> int:
-    if command == "nosuch":
-        return 2
-    return 3 if "bad.yaml" in command else 0
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+@with_commands
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
 def test_a_closed_stream_is_one_that_takes_nothing(
-    tmp_path: Path, closed: str, command: str
+    tmp_path: Path, closed: str, command: str, code: int
 ) -> None:
-    assert run(f"$LAUNCH {command} {closed}", tmp_path).returncode == expected(command)
+    assert run(f"$LAUNCH {command} {closed}", tmp_path).returncode == code
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_a_reader_that_has_gone_is_no_failure(tmp_path: Path, command: str) -> None:
-    done = run(f"$LAUNCH {command} 2>&1 | true; exit ${{PIPESTATUS[0]}}", tmp_path)
-    assert done.returncode == expected(command) and not done.stderr
+@with_commands
+def test_a_reader_that_has_gone_is_no_failure(tmp_path: Path, command: str, code: int) -> None:
+    process = run(f"$LAUNCH {command} 2>&1 | true; exit ${{PIPESTATUS[0]}}", tmp_path)
+    assert process.returncode == code
+    assert not process.stderr
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize("full", [">/dev/full", "2>/dev/full", ">/dev/full 2>&1"])
-def test_what_cannot_be_written_is_no_success(tmp_path: Path, full: str, command: str) -> None:
-    done = run(f"$LAUNCH {command} {full}", tmp_path)
-    if expected(command):
-        # it may be what is wrong that cannot be written
-        assert done.returncode in (expected(command), 5)
-    elif full.startswith(">"):
-        assert done.returncode == 5
-        assert "2>&1" in full or "error[disk-full]" in done.stderr
-    else:
-        assert done.returncode in (0, 5)
+@pytest.mark.parametrize("command", ["-h", "runs", "runs --format json"])
+def test_an_answer_that_cannot_be_written_is_no_success(tmp_path: Path, command: str) -> None:
+    process = run(f"$LAUNCH {command} >/dev/full", tmp_path)
+    assert process.returncode == 5
+    assert "error[disk-full]" in process.stderr
+    assert run(f"$LAUNCH {command} >/dev/full 2>&1", tmp_path).returncode == 5
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("command", "code"), [("runs", 0), ("validate-config bad.yaml", 3), ("nosuch", 2)]
+)
+def test_findings_that_cannot_be_written_leave_an_exit_code(
+    tmp_path: Path, command: str, code: int
+) -> None:
+    process = run(f"$LAUNCH {command} 2>/dev/full", tmp_path)
+    # it may be what is wrong that cannot be written
+    assert process.returncode in (code, 5)
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [("-h", 0), ("runs --format json", 0), ("validate-config bad.yaml", 3)],
+    ids=["help", "json", "findings"],
+)
 @pytest.mark.parametrize("limit", ["-f 0", "-n 16", "-n 6", "-v 80000", "-v 40000"])
-def test_a_limit_of_the_shell_is_named(tmp_path: Path, limit: str, command: str) -> None:
-    done = run(f"ulimit {limit}; $LAUNCH {command}", tmp_path)
-    assert done.returncode in (expected(command), 5)
-    if done.returncode == 5:
-        assert "error[" in done.stderr or '"code"' in done.stdout
+def test_a_limit_of_the_shell_is_named(tmp_path: Path, limit: str, command: str, code: int) -> None:
+    process = run(f"ulimit {limit}; $LAUNCH {command}", tmp_path)
+    assert process.returncode in (code, 5)
+    if process.returncode == 5:
+        assert "error[" in process.stderr or '"code"' in process.stdout
 
 
 @needs_trl
@@ -89,28 +93,29 @@ def test_a_limit_of_the_shell_is_named(tmp_path: Path, limit: str, command: str)
 def test_a_start_that_a_limit_stops_says_so(tmp_path: Path, limit: str) -> None:
     with made(tmp_path / "world") as world:
         words = f"sft {world.config().name} --gpus 0 --python {world.python()} --detach"
-        script = f"cd {world.root}; ulimit {limit}; $LAUNCH {words}"
-        done = run(script, tmp_path)
-        assert limit != "-f 0" or done.returncode == 5
+        process = run(f"cd {world.root}; ulimit {limit}; $LAUNCH {words}", tmp_path)
         # where it is enough, it starts
-        assert done.returncode in (0, 5), done.stderr
-        assert done.returncode == 0 or "error[" in done.stderr
-        assert limit != "-n 12" or "tmux attach" not in done.stdout
+        assert process.returncode in (0, 5), process.stderr
+        if process.returncode == 5:
+            assert "error[" in process.stderr
+        if limit == "-f 0":
+            assert process.returncode == 5
+        if limit == "-n 12":
+            assert "tmux attach" not in process.stdout
         world.quiet()
 
 
 def test_a_file_that_may_not_grow_is_named(tmp_path: Path) -> None:
-    done = run("(ulimit -f 0; $LAUNCH configs > list)", tmp_path)
-    assert done.returncode == 5
-    assert "error[" in done.stderr
+    process = run("(ulimit -f 0; $LAUNCH configs > list)", tmp_path)
+    assert process.returncode == 5
+    assert "error[" in process.stderr
 
 
-@pytest.mark.parametrize("home", ["/nonexistent", "/proc", ""])
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("home", ["export HOME=/nonexistent", "export HOME=/proc", ":"])
+@pytest.mark.parametrize(("command", "code"), [("runs", 0), ("validate-config bad.yaml", 3)])
 def test_a_home_that_cannot_be_written_stops_no_question(
-    tmp_path: Path, home: str, command: str
+    tmp_path: Path, home: str, command: str, code: int
 ) -> None:
     unset = "unset XDG_STATE_HOME XDG_CACHE_HOME LAUNCH_RUNS HOME"
-    set_home = f"export HOME={home}" if home else ":"
-    done = run(f"{unset}; {set_home}; $LAUNCH {command}", tmp_path)
-    assert done.returncode == expected(command), done.stderr
+    process = run(f"{unset}; {home}; $LAUNCH {command}", tmp_path)
+    assert process.returncode == code, process.stderr

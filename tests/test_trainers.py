@@ -68,7 +68,9 @@ def test_nothing_asks_which_trainer_it_is() -> None:
 
 
 def test_nothing_but_the_description_of_a_script_reads_its_loop() -> None:
-    """What follows from a loop is a property of `Entry`: no comparison of its name, and no table by it."""
+    """What follows from a loop is a property of `Entry`: no comparison of its name, and no table by
+    it.
+    """
     readers = set()
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -1,16 +1,17 @@
-"""Rules about what open-instruct does, against the functions that do it, on generated values, at known commits.
+"""Rules about what open-instruct does, against the functions that do it, at the known commits.
 
-Whoever moves the pin learns here which rules upstream has made false: launch is asked what it says of a value,
-upstream's own function what becomes of it.
+Whoever moves the pin learns here which rules upstream has made false: launch is asked what it says
+of a value, upstream's own function what becomes of it.
 """
 
 import itertools
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -28,64 +29,65 @@ from launcher.upstream import behaviour, locate
 from launcher.upstream.schema import Schema, Values
 
 pytestmark = pytest.mark.slow
-SEED = 20260820
+
 OLMO_CORE = "dpo_olmo_core"
-MODEL: Mapping[str, Any] = {
-    "model_name_or_path": "Qwen/Qwen3-0.6B",
-    "max_seq_length": 1024,
-    "push_to_hub": False,
-}
-NAMES = ("a", "some/set", "b.jsonl")
-AMOUNTS = ("1.0", "0.5", "200", "1", "q", "", "1.5.2", "-3", "0", "0.0", "1e3", "1.e2")
-SPLITS = ("train", "test", "validation[:5]")
-SCHEDULES = "linear cosine constant constant_with_warmup polynomial cosine_with_restarts inverse_sqrt".split()
-LIMITS = (None, -1, -1.0, -0.25, 0, 0.0, 0.5, 1, 1.0, 100.0)
-TEMPLATES = (None, "tulu", "olmo", "no_such_template", "simple_chat")
+
 Request = dict[str, Any]
+Answer = dict[str, Any]
+Arguments = dict[str, Any]
 
 
 class Upstream:
-    """The real functions of one checkout, by a process that answers one request a line."""
+    """The real functions of one checkout, in a process that answers one request a line."""
 
     def __init__(self, root: Path, home: Path) -> None:
+        path = [str(SUPPORT / "stand_ins"), str(root)]
         environ = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(SUPPORT / "stand_ins"), str(root)]),
+            "PYTHONPATH": os.pathsep.join(path),
+            "CUDA_VISIBLE_DEVICES": "",
+            "HF_HUB_OFFLINE": "1",
+            "HF_HOME": str(home),
+            "PYTHONWARNINGS": "ignore",
         }
-        environ |= {
-            "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "HF_HOME": str(home), "PYTHONWARNINGS": "ignore",
-        }  # fmt: skip
         self.log = home / "log"
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [sys.executable, str(SUPPORT / "real_open_instruct_functions.py"), str(root)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environ, text=True,
-            )  # fmt: skip
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env=environ,
+                text=True,
+            )
 
-    def ask(self, requests: Sequence[Request]) -> list[dict[str, Any]]:
-        assert self.process.stdin is not None and self.process.stdout is not None
-        answers = []
-        for request in requests:
-            try:
-                self.process.stdin.write(f"{json.dumps(request)}\n")
-                self.process.stdin.flush()
-            except BrokenPipeError:
-                self.ended()
-            line = self.process.stdout.readline()
-            if not line:
-                self.ended()
-            answers.append(json.loads(line))
-        return answers
+    def ask(self, kind: str, **values: Any) -> Answer:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        try:
+            self.process.stdin.write(json.dumps({"kind": kind, **values}) + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            self.fail()
+        line = self.process.stdout.readline()
+        if not line:
+            self.fail()
+        answer: Answer = json.loads(line)
+        return answer
 
-    def ended(self) -> NoReturn:
+    def refuses(self, kind: str, **values: Any) -> bool:
+        return "refused" in self.ask(kind, **values)
+
+    def fail(self) -> NoReturn:
         code = self.process.wait(PATIENCE_S)
-        written = self.log.read_text()
+        text = self.log.read_text()
         if code == 3:
-            pytest.skip(f"{NO_PACKAGES}: {written.strip().splitlines()[-1]}")
-        pytest.fail(written[-3000:])
+            pytest.skip(f"{NO_PACKAGES}: {text.strip().splitlines()[-1]}")
+        pytest.fail(text[-3000:])
 
     def close(self) -> None:
-        assert self.process.stdin is not None and self.process.stdout is not None
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
         self.process.stdin.close()
         self.process.wait(PATIENCE_S)
         self.process.stdout.close()
@@ -106,25 +108,28 @@ class Launch:
     def schema(self, script: str) -> Schema:
         return schema_of(self.root, script)
 
-    def findings(self, script: str, given: Mapping[str, Any], **context: Any) -> list[Finding]:
+    def findings(self, script: str, args: Arguments, **context: Any) -> list[Finding]:
         schema = self.schema(script)
-        known = {name: value for name, value in {**MODEL, **given}.items() if name in schema.fields}
-        values = Values(schema, known)
-        return [*registry.apply(values), *registry.apply_in(Context(values=values, **context))]
-
-    def codes(
-        self, script: str, given: Mapping[str, Any], severity: str = "error", **context: Any
-    ) -> set[str]:
-        return {
-            found.code
-            for found in self.findings(script, given, **context)
-            if found.severity == severity
+        args = {
+            "model_name_or_path": "Qwen/Qwen3-0.6B",
+            "max_seq_length": 1024,
+            "push_to_hub": False,
+            **args,
         }
+        values = Values(schema, {key: args[key] for key in args if key in schema.fields})
+        in_context = registry.apply_in(Context(values=values, **context))
+        return [*registry.apply(values), *in_context]
+
+    def codes(self, script: str, args: Arguments, **context: Any) -> dict[str, str]:
+        """The severity of each code that is found; the highest where a code is found twice."""
+        codes: dict[str, str] = {}
+        for finding in self.findings(script, args, **context):
+            if codes.get(finding.code) != "error":
+                codes[finding.code] = finding.severity
+        return codes
 
 
-@pytest.fixture(
-    scope="module", params=checkouts.COMMITS, ids=[commit[:8] for commit in checkouts.COMMITS]
-)
+@pytest.fixture(scope="module", params=checkouts.COMMITS, ids=lambda commit: commit[:8])
 def root(request: pytest.FixtureRequest) -> Path:
     return checkouts.require(request.param)
 
@@ -137,14 +142,13 @@ def upstream(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[U
 
 
 @pytest.fixture(scope="module")
-def read_once(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def facts_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("facts")
 
 
 @pytest.fixture(autouse=True)
-def _read_once(read_once: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was read of a source is kept for the tests that come after."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(read_once))
+def _read_sources_once(facts_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(facts_cache))
 
 
 @pytest.fixture
@@ -152,272 +156,305 @@ def launch(root: Path) -> Launch:
     return Launch(root)
 
 
-def mixtures(count: int) -> list[tuple[list[str], list[str]]]:
-    """Mixer lists and splits for them, right and wrong ones."""
-    draw = random.Random(SEED)
-    made = []
+AMOUNTS = ("1.0", "0.5", "200", "1")
+ODD_AMOUNTS = ("q", "", "1.5.2", "-3", "0", "0.0", "1e3", "1.e2")
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """A mixer list, and the splits for it."""
+
+    words: list[str]
+    splits: list[str]
+
+
+def draw_mixture(chance: random.Random) -> Mixture:
+    """A right or a wrong mixture; three of five amounts are usual ones."""
+    count = chance.randint(1, 3)
+    words = []
     for _ in range(count):
-        sets = draw.randint(1, 3)
-        mixture = [
-            word
-            for _ in range(sets)
-            for word in (draw.choice(NAMES[:2]), draw.choice(AMOUNTS[:4] * 3 + AMOUNTS))
-        ]
-        length = draw.choice([1, sets, 2 * sets, draw.randint(1, 6)])
-        made.append((mixture, [draw.choice(SPLITS) for _ in range(length)]))
-    return made
+        words.append(chance.choice(("a", "some/set")))
+        words.append(chance.choice(AMOUNTS * 4 + ODD_AMOUNTS))
+    length = chance.choice([1, count, 2 * count, chance.randint(1, 6)])
+    splits = []
+    for _ in range(length):
+        splits.append(chance.choice(("train", "test", "validation[:5]")))
+    return Mixture(words, splits)
 
 
-def test_mixtures_and_their_splits(upstream: Upstream, launch: Launch) -> None:
-    """A list is refused where upstream refuses it, and a split called unread where upstream reads another."""
-    drawn = mixtures(150)
-    answers = upstream.ask(
-        [{"kind": "splits", "sets": sets, "splits": splits} for sets, splits in drawn]
-    )
-    wrong = []
-    for (sets, splits), answer in zip(drawn, answers, strict=True):
-        given = {"dataset_mixer_list": sets, "dataset_mixer_list_splits": splits}
-        found = [
-            one
-            for one in launch.findings("sft", given)
-            if one.code in {"mixer-splits", "mixer-amount"}
-        ]
-        errors = [one for one in found if one.severity == "error"]
-        # an amount that leaves nothing is refused when the rows are drawn
-        refused = "refused" in answer or any(
-            not amount > 0 for _, _, amount in answer.get("sets", ())
-        )
-        if bool(errors) != refused:
-            wrong.append((sets, splits, answer, [one.message for one in errors]))
-        unread = {str(one.key) for one in found if one.severity == "warning"}
-        if not refused:
-            # what launch says that a set gets is what upstream gives it
-            read = {split for _, split, _ in answer["sets"]}
-            wrong += [
-                (sets, splits, answer, key) for key in unread if len(splits) == len(answer["sets"])
-            ]
-            wrong += [
-                (sets, splits, answer, "not said") for split in set(splits) - read if not unread
-            ]
-    assert not wrong
+def refuses_mixture(answer: Answer) -> bool:
+    """An amount that leaves nothing is refused when the rows are drawn."""
+    if "refused" in answer:
+        return True
+    return not all(amount > 0 for _, _, amount in answer["sets"])
 
 
-def test_schedules(upstream: Upstream, launch: Launch) -> None:
-    answers = upstream.ask([{"kind": "schedule", "name": name} for name in SCHEDULES])
-    for name, answer in zip(SCHEDULES, answers, strict=True):
-        given = {"lr_scheduler_type": name}
-        refused = "scheduler-type" in launch.codes(OLMO_CORE, given)
-        replaced = "scheduler-replaced" in launch.codes(OLMO_CORE, given, "warning")
-        constant = answer.get("class") == "ConstantWithWarmup"
-        assert refused == ("refused" in answer), name
-        assert replaced == (constant and not name.startswith("constant")), name
+@pytest.fixture(scope="module")
+def mixtures() -> list[Mixture]:
+    chance = random.Random(20260820)
+    return [draw_mixture(chance) for _ in range(150)]
 
 
+def test_mixtures_are_refused_where_upstream_refuses_them_and_unread_splits_are_named(
+    mixtures: list[Mixture], upstream: Upstream, launch: Launch
+) -> None:
+    for mixture in mixtures:
+        answer = upstream.ask("splits", sets=mixture.words, splits=mixture.splits)
+        args = {"dataset_mixer_list": mixture.words, "dataset_mixer_list_splits": mixture.splits}
+        errors = []
+        warnings = []
+        for finding in launch.findings("sft", args):
+            if finding.code in {"mixer-splits", "mixer-amount"}:
+                if finding.severity == "error":
+                    errors.append(finding)
+                else:
+                    warnings.append(finding)
+
+        assert bool(errors) == refuses_mixture(answer), (mixture, answer)
+        if errors:
+            continue
+        read = {split for _, split, _ in answer["sets"]}
+        if warnings:
+            assert len(mixture.splits) != len(answer["sets"]), (mixture, answer)
+        else:
+            assert set(mixture.splits) <= read, (mixture, answer)
+
+
+SCHEDULES = (
+    "linear cosine constant constant_with_warmup polynomial cosine_with_restarts inverse_sqrt"
+)
+
+
+@pytest.mark.parametrize("name", SCHEDULES.split())
+def test_schedules(name: str, upstream: Upstream, launch: Launch) -> None:
+    answer = upstream.ask("schedule", name=name)
+    codes = launch.codes(OLMO_CORE, {"lr_scheduler_type": name})
+    is_constant = answer.get("class") == "ConstantWithWarmup"
+    assert (codes.get("scheduler-type") == "error") == ("refused" in answer)
+    is_replaced = is_constant and not name.startswith("constant")
+    assert (codes.get("scheduler-replaced") == "warning") == is_replaced
+
+
+@pytest.mark.parametrize("limit", [-1, -1.0, -0.25, 0, 0.0, 0.5, 1, 1.0, 100.0])
 @pytest.mark.parametrize(
     ("script", "key"),
     [("sft", "clip_grad_norm"), ("dpo", "max_grad_norm"), (OLMO_CORE, "max_grad_norm")],
 )
 def test_limits_of_the_gradient_norm(
-    upstream: Upstream, launch: Launch, script: str, key: str
+    script: str, key: str, limit: float, upstream: Upstream, launch: Launch
 ) -> None:
-    """An error where the gradient is reversed or made nothing, a word where a limit clips nothing."""
-    limits = [limit for limit in LIMITS if limit is not None]
-    answers = upstream.ask(
-        [{"kind": "clipping", "script": script, "limit": limit} for limit in limits]
-    )
-    for limit, answer in zip(limits, answers, strict=True):
-        factor = answer["factor"]
-        codes = launch.codes(script, {key: limit})
-        warned = "out-of-range" in launch.codes(script, {key: limit}, "warning")
-        assert ("reversed-gradient" in codes) == (factor <= 0), (limit, factor)
-        assert not warned or factor == 1.0, (limit, factor)
+    """An error where the gradient is reversed or made nothing; a warning only where none is cut."""
+    factor = upstream.ask("clipping", script=script, limit=limit)["factor"]
+    codes = launch.codes(script, {key: limit})
+    assert (codes.get("reversed-gradient") == "error") == (factor <= 0)
+    if codes.get("out-of-range") == "warning":
+        assert factor == 1.0
 
 
+def copy_model(model: Path, folder: Path, model_type: str) -> str:
+    shutil.copytree(model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": model_type}))
+    return str(folder)
+
+
+TEMPLATES = (None, "tulu", "olmo", "no_such_template", "simple_chat")
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "olmo2"])
+@pytest.mark.parametrize("name", ["plain", "my-OLMo"])
 def test_templates_and_tokenizers(
-    upstream: Upstream, launch: Launch, demo_assets: Path, tmp_path: Path
+    name: str,
+    model_type: str,
+    upstream: Upstream,
+    launch: Launch,
+    demo_assets: Path,
+    tmp_path: Path,
 ) -> None:
-    """The template that is chosen, and which tokenizers are refused, by their names and by their configs."""
-    folders = []
-    for name, kind in itertools.product(("plain", "my-OLMo"), ("qwen2", "olmo2")):
-        folder = tmp_path / kind / name
-        folder.mkdir(parents=True)
-        for file in (demo_assets / "model").iterdir():
-            (folder / file.name).write_bytes(file.read_bytes())
-        config = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**config, "model_type": kind}))
-        folders.append(str(folder))
-    drawn = [
-        {
-            "tokenizer_name_or_path": folder,
-            "chat_template_name": template,
-            "add_bos": bos,
-            "use_fast": fast,
-        }
-        for folder, template, bos, fast in itertools.product(
-            folders, TEMPLATES, (False, True), (True, False)
-        )
-    ]
-    answers = upstream.ask([{"kind": "tokenizer", "values": values} for values in drawn])
-    wrong = []
-    for values, answer in zip(drawn, answers, strict=True):
-        given = {name: value for name, value in values.items() if value is not None}
-        by_launch = launch.findings("sft", given)
-        refused = any(found.code == "olmo-tokenizer" for found in by_launch)
-        asserted = answer.get("refused", "").startswith("AssertionError: For")
-        asserted = asserted and "GPTNeoX" not in answer["refused"]
-        if refused != asserted:
-            wrong.append((values, answer, [found.code for found in by_launch]))
-        template = values["chat_template_name"]
-        if template is not None and "refused" not in answer:
-            unknown = any(found.code == "unknown-template" for found in by_launch)
-            if unknown != (template not in answer["template"]):
-                wrong.append((values, answer, "template"))
-    assert not wrong
+    """The template that is chosen, and which tokenizers of OLMo are refused."""
+    folder = copy_model(demo_assets / "model", tmp_path / name, model_type)
+    for template, bos, fast in itertools.product(TEMPLATES, (False, True), (True, False)):
+        args = {"tokenizer_name_or_path": folder, "add_bos": bos, "use_fast": fast}
+        answer = upstream.ask("tokenizer", values={**args, "chat_template_name": template})
+        if template is not None:
+            args["chat_template_name"] = template
+
+        codes = launch.codes("sft", args)
+
+        reason = answer.get("refused", "")
+        is_of_olmo = reason.startswith("AssertionError: For") and "GPTNeoX" not in reason
+        assert ("olmo-tokenizer" in codes) == is_of_olmo, (args, reason)
+        if template is not None and not reason:
+            is_unknown = template not in answer["template"]
+            assert ("unknown-template" in codes) == is_unknown, args
 
 
-LAYOUTS = (
-    [],
-    ["step_5*", "step_10*"],
-    ["step_5*", "step_10"],
-    ["step_9*", "step_10*", "step_100"],
-    ["epoch_0*", "epoch_1*"],
-    ["epoch_0*", "epoch_1"],
-    ["step_5", "epoch_1*"],
-    ["step_5*", "epoch_7*"],
-    ["step_7*", "final", "runs"],
+@pytest.mark.parametrize(
+    ("complete", "incomplete"),
+    [
+        ("", ""),
+        ("step_5 step_10", ""),
+        ("step_5", "step_10"),
+        ("step_9 step_10", "step_100"),
+        ("epoch_0 epoch_1", ""),
+        ("epoch_0", "epoch_1"),
+        ("epoch_1", "step_5"),
+        ("step_5 epoch_7", ""),
+        ("step_7", "final runs"),
+    ],
 )
-
-
 def test_the_checkpoint_that_a_run_continues_from(
-    upstream: Upstream, launch: Launch, tmp_path: Path
+    complete: str, incomplete: str, upstream: Upstream, launch: Launch, tmp_path: Path
 ) -> None:
-    """Folders with a star are marked as complete."""
-    folders = []
-    for number, names in enumerate(LAYOUTS):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        for name in names:
-            place = folder / name.rstrip("*")
-            place.mkdir()
-            if name.endswith("*"):
-                (place / "COMPLETED").touch()
-        folders.append(folder)
-    answers = upstream.ask([{"kind": "checkpoint", "folder": str(folder)} for folder in folders])
-    values = Values(launch.schema("sft"), {})
-    for folder, names, answer in zip(folders, LAYOUTS, answers, strict=True):
-        taken = output._taken(Context(values=values, output=folder))
-        assert (None if taken is None else taken.name) == answer["name"], names
-        assert {one.name for one in checkpoints.find("open_instruct", folder)} >= (
-            {answer["name"]} - {None}
-        )
+    for name in [*complete.split(), *incomplete.split()]:
+        (tmp_path / "run" / name).mkdir(parents=True)
+    for name in complete.split():
+        (tmp_path / "run" / name / "COMPLETED").touch()
+    folder = tmp_path / "run"
+    expected = upstream.ask("checkpoint", folder=str(folder))["name"]
+
+    context = Context(values=Values(launch.schema("sft"), {}), output=folder)
+    checkpoint = output._taken(context)
+
+    if expected is None:
+        assert checkpoint is None
+        return
+    assert checkpoint is not None
+    assert checkpoint.name == expected
+    names = {found.name for found in checkpoints.find("open_instruct", folder)}
+    assert expected in names
 
 
 def test_intervals_and_numbers_of_checkpoints(upstream: Upstream, launch: Launch) -> None:
-    drawn = [*itertools.product((-1, 0, 1, 100), (None, -1, 0, 50, 100, 200), (-1, 0, 1, 3))]
-    requests = [
-        {"kind": "intervals", "steps": steps, "ephemeral": ephemeral, "keep": keep}
-        for steps, ephemeral, keep in drawn
-    ]
-    wrong = []
-    for (steps, ephemeral, keep), answer in zip(drawn, upstream.ask(requests), strict=True):
-        given = {"checkpointing_steps": steps, "keep_last_n_checkpoints": keep}
-        given |= {} if ephemeral is None else {"ephemeral_save_interval": ephemeral}
-        codes = launch.codes(OLMO_CORE, given) & {"checkpoint-steps", "out-of-range"}
-        if bool(codes) != ("refused" in answer):
-            wrong.append((steps, ephemeral, keep, answer, codes))
-    assert not wrong
+    ephemeral_steps = (None, -1, 0, 50, 100, 200)
+    for steps, ephemeral, keep in itertools.product(
+        (-1, 0, 1, 100), ephemeral_steps, (-1, 0, 1, 3)
+    ):
+        args = {"checkpointing_steps": steps, "keep_last_n_checkpoints": keep}
+        if ephemeral is not None:
+            args["ephemeral_save_interval"] = ephemeral
+        codes = launch.codes(OLMO_CORE, args)
+        errors = {code for code, severity in codes.items() if severity == "error"}
+        is_refused = upstream.refuses("intervals", steps=steps, ephemeral=ephemeral, keep=keep)
+        assert bool(errors & {"checkpoint-steps", "out-of-range"}) == is_refused, args
 
 
-def test_what_recomputes_activations(upstream: Upstream, launch: Launch) -> None:
-    modes = ("budget", "selected_modules")
-    if "activation_checkpointing_mode" not in launch.schema(OLMO_CORE).fields:
-        modes = ("budget",)
-    drawn = [*itertools.product((0.3, 0.9, 1.0), (True, False), modes)]
-    requests = [{"kind": "recomputing", "budget": b, "compile": c, "mode": m} for b, c, m in drawn]
-    for (budget, compiled, mode), answer in zip(drawn, upstream.ask(requests), strict=True):
-        given = {
-            "activation_memory_budget": budget,
-            "compile_model": compiled,
-            "activation_checkpointing_mode": mode,
-        }
-        idle = "budget-without-compile" in launch.codes(OLMO_CORE, given, "warning")
-        assert idle == (budget < 1 and not answer["recomputes"]), (budget, compiled, mode)
+@pytest.mark.parametrize("budget", [0.3, 0.9, 1.0])
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("mode", ["budget", "selected_modules"])
+def test_an_idle_budget_of_activation_memory(
+    budget: float, compiled: bool, mode: str, upstream: Upstream, launch: Launch
+) -> None:
+    args: Arguments = {"activation_memory_budget": budget, "compile_model": compiled}
+    if "activation_checkpointing_mode" in launch.schema(OLMO_CORE).fields:
+        args["activation_checkpointing_mode"] = mode
+    answer = upstream.ask("recomputing", budget=budget, compile=compiled, mode=mode)
+    is_idle = budget < 1 and not answer["recomputes"]
+    codes = launch.codes(OLMO_CORE, args)
+    assert (codes.get("budget-without-compile") == "warning") == is_idle
 
 
-def test_packed_samples(upstream: Upstream, launch: Launch) -> None:
-    """That samples see each other is said where the model is not told where one ends."""
-    (answer,) = upstream.ask([{"kind": "packed"}])
-    given = {"packing": True, "attn_implementation": "flash_2"}
-    assert ("packing-leaks" in launch.codes(OLMO_CORE, given, "warning")) == (
-        "doc_lens" not in answer["told"]
-    )
+def test_packed_samples_see_each_other_where_the_model_is_not_given_their_lengths(
+    upstream: Upstream, launch: Launch
+) -> None:
+    answer = upstream.ask("packed")
+    codes = launch.codes(OLMO_CORE, {"packing": True, "attn_implementation": "flash_2"})
+    leaks = "doc_lens" not in answer["told"]
+    assert (codes.get("packing-leaks") == "warning") == leaks
 
 
+@pytest.mark.parametrize("biases", [True, False])
 @pytest.mark.parametrize("script", ["sft", "dpo"])
-def test_frozen_biases(upstream: Upstream, launch: Launch, script: str, tmp_path: Path) -> None:
-    requests = [{"kind": "groups", "script": script, "biases": biases} for biases in (True, False)]
-    for biases, answer in zip((True, False), upstream.ask(requests), strict=True):
-        folder = tmp_path / str(biases)
-        folder.mkdir()
-        config = {"model_type": "llama", "attention_bias": biases}
-        (folder / "config.json").write_text(json.dumps(config))
-        given = {"model_name_or_path": str(folder), "use_lora": True}
-        codes = launch.codes(script, given, deepspeed={"zero_optimization": {"stage": 2}}, gpus=2)
-        assert ("lora-biases" in codes) == answer["empty"], biases
+def test_frozen_biases_make_an_empty_group(
+    script: str, biases: bool, upstream: Upstream, launch: Launch, tmp_path: Path
+) -> None:
+    config = {"model_type": "llama", "attention_bias": biases}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    args = {"model_name_or_path": str(tmp_path), "use_lora": True}
+    zero_2 = {"zero_optimization": {"stage": 2}}
+    is_empty = upstream.ask("groups", script=script, biases=biases)["empty"]
+    codes = launch.codes(script, args, deepspeed=zero_2, gpus=2)
+    assert (codes.get("lora-biases") == "error") == is_empty
 
 
-def behaves(name: str) -> Callable[[Launch, str], bool | None]:
-    return lambda launch, script: launch.schema(script).does(name)
+def keys_differ(answer: Answer) -> bool:
+    return len(set(answer["keys"])) == 2
 
 
-FACTS: Mapping[str, tuple[Request, str, str, Callable[[dict[str, Any]], bool]]] = {
-    "the key of a data set sees the chat template": (
-        {"kind": "cache_key", "templates": ["a", "b"]}, "sft", behaviour.SEES_TEMPLATE,
-        lambda answer: len(set(answer["keys"])) == 2,
-    ),
-    "an answer without a trained token is not a number": (
-        {"kind": "masked"}, "dpo", behaviour.DIVIDES_BY_NO_TOKENS, lambda answer: not answer["number"],
-    ),
-    "tools are given to the chat template": (
-        {"kind": "tools", "tools": [{"name": "lookup"}]}, "sft", behaviour.GIVES_TOOLS, lambda answer: answer["shown"],
-    ),
-}  # fmt: skip
+def is_not_a_number(answer: Answer) -> bool:
+    return not answer["number"]
 
 
-@pytest.mark.parametrize(("request_", "script", "name", "shows"), FACTS.values(), ids=FACTS)
-def test_facts(
-    upstream: Upstream, launch: Launch, demo_assets: Path,
-    request_: Request, script: str, name: str, shows: Callable[[dict[str, Any]], bool],
-) -> None:  # fmt: skip
-    (answer,) = upstream.ask([{**request_, "model": str(demo_assets / "model")}])
+def shows_tools(answer: Answer) -> bool:
+    return bool(answer["shown"])
+
+
+@pytest.mark.parametrize(
+    ("script", "name", "request_", "shows"),
+    [
+        pytest.param(
+            "sft",
+            behaviour.SEES_TEMPLATE,
+            {"kind": "cache_key", "templates": ["a", "b"]},
+            keys_differ,
+            id="the key of a data set depends on the chat template",
+        ),
+        pytest.param(
+            "dpo",
+            behaviour.DIVIDES_BY_NO_TOKENS,
+            {"kind": "masked"},
+            is_not_a_number,
+            id="an answer without a trained token is not a number",
+        ),
+        pytest.param(
+            "sft",
+            behaviour.GIVES_TOOLS,
+            {"kind": "tools", "tools": [{"name": "lookup"}]},
+            shows_tools,
+            id="tools are given to the chat template",
+        ),
+    ],
+)
+def test_a_behaviour_is_what_the_function_does(
+    script: str,
+    name: str,
+    request_: Request,
+    shows: Callable[[Answer], bool],
+    upstream: Upstream,
+    launch: Launch,
+    demo_assets: Path,
+) -> None:
+    answer = upstream.ask(**request_, model=str(demo_assets / "model"))
     assert launch.schema(script).does(name) is shows(answer)
 
 
-# as transformers writes them, of the sizes that OLMo-core's shapes have: layers, hidden, inner, heads, keys, words
 SIZES = (
-    "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads",
-    "vocab_size", "head_dim",
-)  # fmt: skip
-SHAPES: Mapping[str, tuple[str, tuple[int, ...]]] = {
-    "olmo2_1B_v2": ("olmo2", (16, 2048, 8192, 16, 16, 100352)),
-    "olmo3_7B": ("olmo3", (32, 4096, 11008, 32, 32, 100278)),
-    "qwen3_0_6B": ("qwen3", (28, 1024, 3072, 16, 8, 151936, 128)),
-    "llama3_8B": ("llama", (32, 4096, 14336, 32, 8, 128256)),
-    "olmoe_1B_7B": ("olmoe", ()),
-}
+    "num_hidden_layers hidden_size intermediate_size num_attention_heads num_key_value_heads "
+    "vocab_size head_dim"
+).split()
+"""What transformers calls the sizes of a model."""
 
 
+@pytest.mark.parametrize(
+    ("shape", "model_type", "sizes"),
+    [
+        ("olmo2_1B_v2", "olmo2", (16, 2048, 8192, 16, 16, 100352)),
+        ("olmo3_7B", "olmo3", (32, 4096, 11008, 32, 32, 100278)),
+        ("qwen3_0_6B", "qwen3", (28, 1024, 3072, 16, 8, 151936, 128)),
+        ("llama3_8B", "llama", (32, 4096, 14336, 32, 8, 128256)),
+        ("olmoe_1B_7B", "olmoe", ()),
+    ],
+)
 def test_shapes_that_cannot_be_written_for_transformers(
-    upstream: Upstream, launch: Launch, tmp_path: Path
+    shape: str,
+    model_type: str,
+    sizes: tuple[int, ...],
+    upstream: Upstream,
+    launch: Launch,
+    tmp_path: Path,
 ) -> None:
-    requests = []
-    for shape, (kind, sizes) in SHAPES.items():
-        folder = tmp_path / shape
-        folder.mkdir()
-        config = dict(zip(SIZES, sizes, strict=False))
-        (folder / "config.json").write_text(json.dumps({"model_type": kind, **config}))
-        requests.append({"kind": "export", "shape": shape, "folder": str(folder)})
-    for request, answer in zip(requests, upstream.ask(requests), strict=True):
-        given = {"model_name_or_path": request["folder"], "config_name": request["shape"]}
-        said = {one.code for one in launch.findings(OLMO_CORE, given)}
-        assert ("no-hf-export" in said) == ("refused" in answer), (request["shape"], answer)
+    config = dict(zip(SIZES, sizes, strict=False))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **config}))
+    codes = launch.codes(OLMO_CORE, {"model_name_or_path": str(tmp_path), "config_name": shape})
+    is_refused = upstream.refuses("export", shape=shape, folder=str(tmp_path))
+    assert ("no-hf-export" in codes) == is_refused

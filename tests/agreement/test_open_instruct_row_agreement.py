@@ -1,14 +1,14 @@
 """What launch says of rows against what open-instruct's own functions make of the same files.
 
-They refuse the file exactly where launch has an error (also where every row is dropped), and rows are dropped, lack
-the question or have equal answers exactly where launch warns.
+They refuse the file exactly where launch has an error (also where every row is dropped); rows are
+dropped, lack the question or have equal answers exactly where launch warns.
 """
 
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from row_files import (
     BAD,
     GOOD,
     QUESTION,
+    Row,
     array,
     assistant,
     chat,
@@ -29,145 +30,205 @@ from row_files import (
     texts,
     user,
 )
+from trl_row_cases import with_row
 
 from launcher.cli.main import main
 
 pytestmark = [pytest.mark.slow, pytest.mark.training]
 
-DROPPING = frozenset(
-    """
-    bad-data data-columns data-types no-prompt no-answers empty-answers odd-messages odd-roles equal-pairs
-    """.split()
+ABOUT_ROWS = frozenset(
+    "bad-data data-columns data-types no-prompt no-answers empty-answers odd-messages odd-roles "
+    "equal-pairs".split()
 )
+
+
+@dataclass(frozen=True)
+class Case:
+    """A file, and the stage that trains on it.
+
+    With `warns` launch may warn of what is refused, or of what happens to train well.
+    """
+
+    name: str
+    stage: str
+    content: bytes
+    warns: bool = False
+    file: str = "rows.jsonl"
+
+
+def sft(name: str, rows: list[Any]) -> Case:
+    return Case(name, "sft", lines(rows))
+
+
+def odd_chat(name: str, row: Row) -> Case:
+    """Conversations, but for the last row."""
+    return sft(name, with_row(chats(), row))
+
+
+def odd_content(name: str, content: Any) -> Case:
+    """Conversations, the last answer of which has this content."""
+    messages = [user(), {"role": "assistant", "content": content}]
+    rows = with_row(chats(), {"messages": messages})
+    return Case(name, "sft", lines(rows), warns=True)
+
+
+def dpo(name: str, rows: list[Row]) -> Case:
+    return Case(name, "dpo", lines(rows))
+
+
+def odd_pair(name: str, chosen: Any, rejected: Any) -> Case:
+    """Pairs of conversations, but for the last row."""
+    return dpo(name, with_row(pairs(), {"chosen": chosen, "rejected": rejected}))
+
+
 SYSTEM = {"role": "system", "content": "s"}
+BOT = {"role": "bot", "content": GOOD}
+HUMAN = {"from": "human", "value": "x"}
+ANSWERS = {"chosen": [assistant()], "rejected": [assistant(BAD)]}
+
+CASES = [
+    sft("chats", chats()),
+    Case("array", "sft", array(chats())),
+    Case("parquet", "sft", parquet(chats()), file="rows.parquet"),
+    Case("broken line", "sft", lines(chats()) + b"{\n" + lines(chats())),
+    Case("empty file", "sft", b""),
+    sft("texts", texts()),
+    sft("pairs for sft", pairs()),
+    sft("from and value", [{"messages": [HUMAN]}] * 4),
+    sft("conversations", [{"conversations": chat()}] * 4),
+    sft("messages as text", [{"messages": json.dumps(chat())}] * 4),
+    odd_chat("text in one row", {"messages": "x"}),
+    odd_chat("null messages", {"messages": None}),
+    odd_chat("missing messages", {"x": 1}),
+    odd_chat("empty messages", {"messages": []}),
+    odd_chat("texts as messages", {"messages": ["x"]}),
+    odd_chat("question alone", {"messages": [user()]}),
+    sft("questions alone", [{"messages": [user()]}] * 4),
+    odd_content("empty answer", ""),
+    odd_content("null content", None),
+    odd_content("number content", 5),
+    odd_chat("odd role", {"messages": [user(), BOT]}),
+    sft("answers of bot", [{"messages": [user(), BOT]}] * 4),
+    sft("system late", with_row(chats(200), {"messages": [SYSTEM, *chat()]}, 160)),
+    sft("prompt beside messages", [{"prompt": QUESTION, **row} for row in chats()]),
+    dpo("pairs", pairs()),
+    Case("pairs in parquet", "dpo", parquet(pairs()), file="rows.parquet"),
+    dpo("prompt beside pairs", [{"prompt": QUESTION, **row} for row in pairs()]),
+    dpo("text pairs", text_pairs()),
+    dpo("chats for dpo", chats()),
+    dpo("answers alone", [{"prompt": [user()], **ANSWERS}] * 4),
+    odd_pair("answers alone in one row", [assistant()], [assistant(BAD)]),
+    odd_pair("equal pair", chat(), chat()),
+    odd_pair("null rejected", chat(), None),
+    odd_pair("empty rejected", chat(), []),
+    odd_pair("rejected without an answer", chat(), [user()]),
+    dpo("text rejected", [{"chosen": chat(), "rejected": BAD}] * 4),
+]
 
 
-def with_row(rows: list[dict[str, Any]], row: Any, at: int = -1) -> bytes:
-    changed: list[Any] = list(rows)
-    changed[at] = row
-    return lines(changed)
+@dataclass(frozen=True)
+class Answer:
+    """Why open-instruct refuses a file, else how many rows it has, and the texts of those kept."""
+
+    error: str | None
+    total: int
+    rows: list[list[str]]
+
+    @property
+    def is_refusal(self) -> bool:
+        return self.error is not None or not self.rows
+
+    def faults(self) -> set[str]:
+        """What becomes of rows that was not meant."""
+        faults = set()
+        if len(self.rows) < self.total:
+            faults.add("dropped rows")
+        for row in self.rows:
+            if QUESTION not in row[0]:
+                faults.add("no question")
+            if GOOD not in row[1]:
+                faults.add("no answer")
+            if row[2:] == row[:2]:
+                faults.add("equal answers")
+        return faults
 
 
-def answered(content: Any) -> dict[str, Any]:
-    return {"messages": [user(), {"role": "assistant", "content": content}]}
-
-
-# name, stage, file, content, and whether launch may warn of what is refused, or the other way round
-CASES: list[tuple[str, str, str, bytes, bool]] = [
-    ("chats", "sft", "a.jsonl", lines(chats()), False),
-    ("array", "sft", "a.jsonl", array(chats()), False),
-    ("parquet", "sft", "a.parquet", parquet(chats()), False),
-    ("broken line", "sft", "a.jsonl", lines(chats()) + b"{\n" + lines(chats()), False),
-    ("empty file", "sft", "a.jsonl", b"", False),
-    ("texts", "sft", "a.jsonl", lines(texts()), False),
-    ("pairs for sft", "sft", "a.jsonl", lines(pairs()), False),
-    ("from and value", "sft", "a.jsonl", lines([{"messages": [{"from": "human", "value": "x"}]}] * 4), False),
-    ("conversations", "sft", "a.jsonl", lines([{"conversations": chat()}] * 4), False),
-    ("messages as text", "sft", "a.jsonl", lines([{"messages": json.dumps(chat())}] * 4), False),
-    ("text in one row", "sft", "a.jsonl", with_row(chats(), {"messages": "x"}), False),
-    ("null messages", "sft", "a.jsonl", with_row(chats(), {"messages": None}), False),
-    ("missing messages", "sft", "a.jsonl", with_row(chats(), {"x": 1}), False),
-    ("empty messages", "sft", "a.jsonl", with_row(chats(), {"messages": []}), False),
-    ("texts as messages", "sft", "a.jsonl", with_row(chats(), {"messages": ["x"]}), False),
-    ("question alone", "sft", "a.jsonl", with_row(chats(), {"messages": [user()]}), False),
-    ("questions alone", "sft", "a.jsonl", lines([{"messages": [user()]}] * 4), False),
-    ("empty answer", "sft", "a.jsonl", with_row(chats(), answered("")), True),
-    ("null content", "sft", "a.jsonl", with_row(chats(), answered(None)), True),
-    ("number content", "sft", "a.jsonl", with_row(chats(), answered(5)), True),
-    ("odd role", "sft", "a.jsonl", with_row(chats(), {"messages": [user(), {"role": "bot", "content": GOOD}]}), False),
-    ("answers of bot", "sft", "a.jsonl", lines([{"messages": [user(), {"role": "bot", "content": GOOD}]}] * 4), False),
-    ("system late", "sft", "a.jsonl", with_row(chats(200), {"messages": [SYSTEM, *chat()]}, 160), False),
-    ("prompt beside messages", "sft", "a.jsonl", lines([{"prompt": QUESTION, **row} for row in chats()]), False),
-    ("pairs", "dpo", "a.jsonl", lines(pairs()), False),
-    ("pairs in parquet", "dpo", "a.parquet", parquet(pairs()), False),
-    ("prompt beside pairs", "dpo", "a.jsonl", lines([{"prompt": QUESTION, **row} for row in pairs()]), False),
-    ("text pairs", "dpo", "a.jsonl", lines(text_pairs()), False),
-    ("chats for dpo", "dpo", "a.jsonl", lines(chats()), False),
-    ("answers alone", "dpo", "a.jsonl", lines(
-        [{"prompt": [user()], "chosen": [assistant()], "rejected": [assistant(BAD)]}] * 4), False),
-    ("answers alone in one row", "dpo", "a.jsonl", with_row(
-        pairs(), {"chosen": [assistant()], "rejected": [assistant(BAD)]}), False),
-    ("equal pair", "dpo", "a.jsonl", with_row(pairs(), {"chosen": chat(), "rejected": chat()}), False),
-    ("null rejected", "dpo", "a.jsonl", with_row(pairs(), {"chosen": chat(), "rejected": None}), False),
-    ("empty rejected", "dpo", "a.jsonl", with_row(pairs(), {"chosen": chat(), "rejected": []}), False),
-    ("rejected without an answer", "dpo", "a.jsonl", with_row(
-        pairs(), {"chosen": chat(), "rejected": [user()]}), False),
-    ("text rejected", "dpo", "a.jsonl", lines([{"chosen": chat(), "rejected": BAD}] * 4), False),
-]  # fmt: skip
+def file_of(case: Case) -> str:
+    return f"{CASES.index(case)}/{case.file}"
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("rows")
-    for number, (_, _, file, content, _) in enumerate(CASES):
-        path = folder / str(number) / file
+    """A folder with the files of all cases."""
+    root = tmp_path_factory.mktemp("rows")
+    for case in CASES:
+        path = root / file_of(case)
         path.parent.mkdir()
-        path.write_bytes(content)
-    return folder
+        path.write_bytes(case.content)
+    return root
 
 
 @pytest.fixture(scope="module")
-def truth(place: Path, demo_assets: Path, checkout: Path) -> list[dict[str, Any]]:
-    requests = [
-        json.dumps({"stage": stage, "data": f"{number}/{file}"})
-        for number, (_, stage, file, _, _) in enumerate(CASES)
-    ]
+def answers(place: Path, demo_assets: Path, checkout: Path) -> dict[str, Answer]:
+    """The answer of open-instruct's functions to each case, by its file."""
+    requests = [json.dumps({"stage": case.stage, "data": file_of(case)}) for case in CASES]
     script = str(SUPPORT / "real_open_instruct_rows.py")
-    words = [sys.executable, script, str(checkout), str(demo_assets / "model")]
     done = subprocess.run(
-        words, cwd=place, input="\n".join(requests), capture_output=True, text=True, timeout=2 * PATIENCE_S,
+        [sys.executable, script, str(checkout), str(demo_assets / "model")],
+        cwd=place,
+        input="\n".join(requests),
+        capture_output=True,
+        text=True,
+        timeout=2 * PATIENCE_S,
         env={**os.environ, "PYTHONPATH": STAND_INS, "HF_HOME": str(place / "hf")},
-    )  # fmt: skip
+    )
     if done.returncode == 3:
         pytest.skip(f"{NO_PACKAGES}: {done.stderr}")
-    answers = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(answers) == len(CASES), done.stderr
-    return answers
+    answer_lines = done.stdout.splitlines()
+    assert len(answer_lines) == len(CASES), done.stderr
+    by_file = {}
+    for case, line in zip(CASES, answer_lines, strict=True):
+        by_file[file_of(case)] = Answer(**json.loads(line))
+    return by_file
 
 
-def unmeant(answer: Mapping[str, Any]) -> set[str]:
-    """What becomes of rows that was not meant."""
-    wrongs = set()
-    if len(answer["rows"]) < answer["total"]:
-        wrongs.add("dropped rows")
-    for row in answer["rows"]:
-        if QUESTION not in row[0]:
-            wrongs.add("no question")
-        if GOOD not in row[1]:
-            wrongs.add("no answer")
-        if row[2:] == row[:2]:
-            wrongs.add("equal answers")
-    return wrongs
-
-
-@pytest.mark.parametrize(
-    "number", range(len(CASES)), ids=[f"{case[1]}-{case[0]}" for case in CASES]
-)
-def test_rows_are_judged_as_open_instruct_takes_them(
-    number: int, place: Path, truth: list[dict[str, Any]], capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    _, stage, file, _, warns = CASES[number]
-    answer = truth[number]
-    monkeypatch.chdir(place)
-    key = "dataset_mixer_list" if stage == "sft" else "mixer_list"
+def severities_of(case: Case, capsys: pytest.CaptureFixture[str]) -> set[str]:
+    """The severities of what launch says of the rows of a case, but for notes."""
+    mixer = "dataset_mixer_list" if case.stage == "sft" else "mixer_list"
     args = {
-        "model_name_or_path": "org/model", "output_dir": "output", key: [f"{number}/{file}", "1.0"],
-        "push_to_hub": False, "try_launch_beaker_eval_jobs": False,
-    }  # fmt: skip
-    content = {"stage": stage, "backend": "open_instruct", "deepspeed": "none", "args": args}
+        "model_name_or_path": "org/model",
+        "output_dir": "output",
+        mixer: [file_of(case), "1.0"],
+        "push_to_hub": False,
+        "try_launch_beaker_eval_jobs": False,
+    }
+    content = {"stage": case.stage, "backend": "open_instruct", "deepspeed": "none", "args": args}
     Path("stage.yaml").write_text(json.dumps(content))
     main(["validate-config", "stage.yaml", "--format", "json"])
-    told = [
-        one for one in json.loads(capsys.readouterr().out)["findings"] if one["code"] in DROPPING
-    ]
-    severities = {one["severity"] for one in told} - {"note"}
-    if answer["error"] is not None or not answer["rows"]:
-        assert "error" in severities or (warns and severities), (answer, told)
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    severities = {finding["severity"] for finding in findings if finding["code"] in ABOUT_ROWS}
+    return severities - {"note"}
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.stage}-{case.name}")
+def test_rows_are_judged_as_open_instruct_takes_them(
+    case: Case,
+    place: Path,
+    answers: dict[str, Answer],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(place)
+    answer = answers[file_of(case)]
+
+    severities = severities_of(case, capsys)
+
+    if answer.is_refusal:
+        assert "error" in severities or (case.warns and severities), answer.error
         return
-    wrongs = unmeant(answer)
-    assert "error" not in severities, (wrongs, told)
-    if wrongs:
-        assert severities, (wrongs, answer["rows"][-1])
-    elif not warns:
-        assert not severities, told
+    faults = answer.faults()
+    assert "error" not in severities, faults
+    if faults:
+        assert severities, faults
+    elif not case.warns:
+        assert not severities

@@ -1,8 +1,9 @@
-"""The chat templates that TRL replaces for training, as launch knows them, against TRL's own function."""
+"""The chat templates that TRL replaces for training, as launch knows them and as TRL does."""
 
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from conftest import NO_PACKAGES
@@ -11,7 +12,7 @@ from launcher.artifacts import chat_template
 from launcher.pin import snapshot
 from launcher.upstream.source.packages import find_package
 
-# A tokenizer that renders nothing, so that TRL takes it for one without tools and looks at the text alone.
+# The tokenizer renders nothing: TRL takes it for one without tools and looks at the text alone.
 ASK_TRL = """
 import json, sys
 from jinja2.exceptions import TemplateError
@@ -35,32 +36,36 @@ print(json.dumps(answers))
 """
 
 
-def test_a_template_marks_answers_where_trl_says_so() -> None:
-    """Each template that TRL ships, as it is and with one more character."""
+@pytest.fixture
+def trl() -> Path:
+    """TRL's package; skips where it is not installed."""
     package = find_package("trl")
     if package is None:
         pytest.skip(NO_PACKAGES)
+    return package
+
+
+def test_a_template_marks_answers_where_trl_says_so(trl: Path) -> None:
+    """Each template that TRL ships, as it is and with one more character."""
     templates = {}
-    for path in sorted((package / "chat_templates").glob("*.jinja")):
-        templates[path.stem] = path.read_text(encoding="utf-8")
-        templates[f"{path.stem}, changed"] = templates[path.stem] + " "
-    asked = subprocess.run(
+    for path in sorted((trl / "chat_templates").glob("*.jinja")):
+        text = path.read_text(encoding="utf-8")
+        templates[path.stem] = text
+        templates[f"{path.stem}, changed"] = f"{text} "
+
+    done = subprocess.run(
         [sys.executable, "-c", ASK_TRL], input=json.dumps(templates), capture_output=True, text=True
     )
-    if asked.returncode:
-        pytest.skip(f"{NO_PACKAGES}: {asked.stderr.strip().splitlines()[-1]}")
-    trl = json.loads(asked.stdout.splitlines()[-1])
-    assert sum(trl.values()) > 60
-    marked = {
-        name: chat_template.has_marker(text) or chat_template.is_replaced(text)
-        for name, text in templates.items()
-    }
-    assert marked == trl
+
+    if done.returncode:
+        pytest.skip(f"{NO_PACKAGES}: {done.stderr.strip().splitlines()[-1]}")
+    by_trl = json.loads(done.stdout.splitlines()[-1])
+    assert sum(by_trl.values()) > 60
+    for name, text in templates.items():
+        marks = chat_template.has_marker(text) or chat_template.is_replaced(text)
+        assert marks == by_trl[name], name
 
 
-def test_the_table_of_templates_is_that_of_the_package() -> None:
-    package = find_package("trl")
-    if package is None:
-        pytest.skip(NO_PACKAGES)
+def test_the_committed_table_of_templates_is_that_of_the_package(trl: Path) -> None:
     committed = json.loads((snapshot.FOLDER / "trl_templates.json").read_text(encoding="utf-8"))
-    assert snapshot.templates_of(package) == committed
+    assert snapshot.templates_of(trl) == committed

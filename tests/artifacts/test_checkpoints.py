@@ -40,7 +40,7 @@ def fill_with_ones(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("file", "spoil"),
+    "file, spoil",
     [
         ("model.safetensors", saved.cut),
         ("model.safetensors", Path.unlink),

@@ -69,7 +69,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One tensor of many strata, one of few, one that is read whole, one empty."""
     path = tmp_path_factory.mktemp("checkpoint") / "model.safetensors"
     tensors = {
-        "embed": bytes(20 * content.STRATUM + 77),
+        "embed": bytes(40 * content.STRATUM + 77),
         "few": bytes(700_001),
         "norm": bytes(3584),
         "none": b"",
@@ -112,14 +112,6 @@ def test_a_stretch_of_two_strata_never_escapes(checkpoint: Path, data: st.DataOb
     for offset, length in sampled_regions(checkpoint):
         blocks += start <= offset and offset + length <= start + longest
     assert blocks
-
-
-def test_a_tensor_has_a_block_for_each_stratum(checkpoint: Path) -> None:
-    with checkpoint.open("rb") as file:
-        _, tensors = content.header(file.fileno(), checkpoint.stat().st_size)
-    size = tensors["embed"]["data_offsets"][1]
-    blocks = [length for _, length in sampled_regions(checkpoint) if length == content.BLOCK]
-    assert len(blocks) == -(-size // content.STRATUM) + content.STRATA
 
 
 @pytest.mark.parametrize(
@@ -255,7 +247,7 @@ def test_a_change_that_hides_behind_size_and_time_is_seen(
     monkeypatch.setattr(fingerprint, "_MARGIN_S", -1e9)
     before = of_file(path).digest
     with monkeypatch.context() as without:
-        without.setattr(content, "read", None)
+        without.setattr(content, "read_content", None)
         assert of_file(path).digest == before
     times = path.stat()
     path.write_bytes(b"RUW\n")

@@ -70,7 +70,7 @@ def test_a_batch_on_average_is_that_of_a_draw(rows: Lengths) -> None:
 
 
 @BOTH
-@pytest.mark.parametrize(("per_batch", "batches"), [(1, 10), (8, 30)])
+@pytest.mark.parametrize("per_batch, batches", [(1, 10), (8, 30)])
 def test_the_largest_batch_is_that_of_a_draw(rows: Lengths, per_batch: int, batches: int) -> None:
     chance = random.Random(1)
     widest = []

@@ -128,7 +128,7 @@ def test_a_retrained_model_changes_the_reference_alone(project: Path) -> None:
     assert now["reference"] != before["reference"]
 
 
-@pytest.mark.parametrize("text", STAGES, ids=NAMES)
+@pytest.mark.parametrize("text", [DPO, TRL_DPO], ids=["dpo", "trl dpo"])
 def test_times_copies_and_places_change_nothing(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
 ) -> None:
@@ -181,7 +181,7 @@ def test_another_release_of_what_tokenises_changes_the_folder(project: Path, tex
 
 
 @pytest.mark.parametrize(
-    ("file", "kinds"),
+    "file, kinds",
     [
         ("open_instruct/dataset_transformation.py", {"dataset", "reference"}),
         ("open_instruct/dpo_utils.py", {"reference"}),

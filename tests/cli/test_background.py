@@ -1,4 +1,6 @@
-"""Commands that start several runs, handed to a job: the same command line, and the GPUs that it takes."""
+"""Commands that start several runs, handed to a job: the same command line, and the GPUs that it
+takes.
+"""
 
 from __future__ import annotations
 
@@ -30,23 +32,26 @@ def test_what_runs_elsewhere_neither_goes_elsewhere_nor_answers_machines() -> No
 )
 def test_a_job_gets_the_gpus_that_the_command_takes(world: World, words: tuple[str, ...]) -> None:
     config = world.config(model_name_or_path=shaped(world), bf16=True)
-    whole = yaml.safe_load(config.read_text())
-    whole |= {"batch": {"global": 8, "per_device": 2}, "slurm": {"partition": "long"}}
-    config.write_text(yaml.safe_dump(whole))
+    content = yaml.safe_load(config.read_text())
+    content |= {"batch": {"global": 8, "per_device": 2}, "slurm": {"partition": "long"}}
+    config.write_text(yaml.safe_dump(content))
     sbatch = world.root / "smi" / "sbatch"
     sbatch.write_text("#!/bin/sh\necho 41\n")
     sbatch.chmod(0o755)
-    command, *rest = words
-    own = [command, str(config), *rest, "--python", str(world.root / "python")]
-    done = world.launch(*own, "--slurm", "--format", "json")
-    assert done.returncode == 0, done.stderr
-    data = json.loads(done.stdout)["data"]
+    command, *options = words
+    line = [command, str(config), *options, "--python", str(world.root / "python")]
+    result = world.launch(*line, "--slurm", "--format", "json")
+    assert result.returncode == 0, result.stderr
+    data = json.loads(result.stdout)["data"]
+    assert data["job"] == "41"
     script = (Path(data["folder"]) / "slurm.sh").read_text()
-    assert data["job"] == "41" and "--gres=gpu:2\n" in script and "--partition=long\n" in script
+    assert "--gres=gpu:2\n" in script
+    assert "--partition=long\n" in script
     attempt = json.loads((Path(data["folder"]) / "start.json").read_text())
-    assert attempt["argv"][-len(own) :] == own and attempt["cwd"] == str(world.root)
+    assert attempt["argv"][-len(line) :] == line
+    assert attempt["cwd"] == str(world.root)
     sbatch.write_text("#!/bin/sh\necho no such partition >&2; exit 1\n")
-    assert world.launch(*own, "--slurm").returncode == 5
+    assert world.launch(*line, "--slurm").returncode == 5
     assert len(list((world.runs / "commands").iterdir())) == 1
     # the machine that queues it is not looked at, and nothing starts
     assert not (world.root / "started").exists()

@@ -1,10 +1,11 @@
 """What `--dry-run` prints: comments, one command, and the batch script of a Slurm job."""
 
-import json
 import subprocess
 from pathlib import Path
 
 import pytest
+from answers import Ask
+from answers import ask as ask  # a fixture
 from conftest import REPOSITORY
 
 from launcher.cli import main
@@ -26,10 +27,12 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def dry_run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[list[str], list[str]]:
     """The comments, and the other lines."""
     assert main.main(["sft", STAGE, "--gpus", "8", "--dry-run", *words]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    return [line for line in lines if line.startswith("# ")], [
-        line for line in lines if not line.startswith("# ")
-    ]
+    comments = []
+    others = []
+    for line in capsys.readouterr().out.splitlines():
+        lines = comments if line.startswith("# ") else others
+        lines.append(line)
+    return comments, others
 
 
 def test_without_a_checkout_a_comment_says_how_to_get_one(
@@ -39,21 +42,20 @@ def test_without_a_checkout_a_comment_says_how_to_get_one(
     (advice,) = [line for line in comments if "no open-instruct checkout" in line]
     assert f"checkout {open_instruct.PIN}" in advice
     # the probe's settings stand in the command alone, commits are shortened
-    assert "LAUNCH_PROBE" in command and "LAUNCH_PROBE" not in "".join(comments)
+    assert "LAUNCH_PROBE" in command
+    assert "LAUNCH_PROBE" not in "".join(comments)
     assert f"# source: open_instruct {open_instruct.PIN[:12]}, the committed snapshot" in comments
 
 
 def test_a_slurm_job_is_shown_as_its_batch_script(
-    nowhere: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    nowhere: None, tmp_path: Path, ask: Ask, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ("--slurm", "--nodes", "2", "batch.per_device=8")
-    assert main.main(["sft", STAGE, "--gpus", "8", "--dry-run", *words, "--format", "json"]) == 0
-    script = json.loads(capsys.readouterr().out)["data"]["batch_script"]
-    assert "#SBATCH --nodes=2\n" in script and " exec " in script
+    script = ask("sft", STAGE, "--gpus", "8", "--dry-run", *words).data["batch_script"]
+    assert "#SBATCH --nodes=2\n" in script
+    assert " exec " in script
     subprocess.run(["sh", "-n"], input=script, text=True, check=True)
     comments, others = dry_run(capsys, *words)
     assert others[0] == "#!/bin/sh"
-    assert [
-        line for line in comments if line.startswith("# what trains on each node: LAUNCH_PROBE")
-    ]
+    assert "# what trains on each node: LAUNCH_PROBE" in "\n".join(comments)
     assert not [*tmp_path.glob("runs/*")]

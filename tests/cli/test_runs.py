@@ -64,7 +64,8 @@ def test_the_row_of_a_run_that_is_over_is_kept_until_its_folder_changes(
         assert listed(capsys) == before
     files.write_json(path / "exit.json", {"returncode": 1})
     assert [row["state"] for row in listed(capsys)] == ["failed"]
-    # not even a row of its own is believed once the folder has changed, or where the file is damaged
+    # not even a row of its own is believed once the folder has changed, or where the file is
+    # damaged
     os.utime(path, (1e9 + 1, 1e9 + 1))
     listed(capsys)
     (rundir.state_folder() / "rows.json").write_text(json.dumps({str(path): [1]}))

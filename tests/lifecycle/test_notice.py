@@ -108,11 +108,12 @@ def test_stop_with_checkpoint_waits_for_the_save(world: World, capsys: Capture) 
     assert overview.read_end_state(folder) == "preempted"
 
 
-def test_an_orphan_is_asked_too(world: World) -> None:
+def test_an_orphan_is_asked_too(world: World, capsys: Capture) -> None:
     folder = prepare_saving(world)
     begin(world, folder)
     os.kill(supervisor_pid(folder), signal.SIGKILL)
-    launch("stop", "a run", "--checkpoint")
+    assert launch("stop", "a run", "--checkpoint") == 0
+    assert "saved and ended" in capsys.readouterr().out
     assert overview.read_end_state(folder) == "preempted"
 
 

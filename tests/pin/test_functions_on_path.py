@@ -14,148 +14,153 @@ from launcher.pin import difference, pin
 from launcher.pin.difference import CommitDifference
 from launcher.pin.functions import FunctionDifference
 from launcher.upstream.open_instruct import BASELINE
-from launcher.upstream.trainers import BACKENDS
-
-PIN = BACKENDS["open_instruct"].PIN
 
 HELPERS = """
 import logging
 logger = logging.getLogger(__name__)
-TEMPLATES = {{"tulu": "{template}"}}
+TEMPLATES = {"tulu": "A"}
 
 class Trainer(External):
     def train_batch(self, batch):
-        return {loss}
+        return batch
 
 class Unused:
     def train_batch(self, batch):
-        return batch * {unused}
+        return batch * 10
 
 def render(row):
-    {log}
+    logger.info('a')
     return TEMPLATES["tulu"] + row
 
 def scale(norm):
-    return {scale}
+    return norm if norm > 0 else 1
 
 def never(row):
-    return {unused}
+    return 10
 """
-FILE = "helpers.py"
 READS = """
 for row in rows:
     use(render(row))
 scale(args.max_seq_length)
 External2(Trainer())
 """
+FILES = {
+    "__init__.py": "",
+    "utils.py": UTILS,
+    "helpers.py": HELPERS,
+    "finetune.py": script(
+        imports="from open_instruct.helpers import Trainer, render, scale", reads=READS
+    ),
+    "dpo_tune_cache.py": script(exp_name="dpo"),
+    "dataset_transformation.py": transformation(),
+}
 
 
 @dataclass(frozen=True)
-class Case:
-    """What of the helpers is otherwise at the newer commit, and which symbols then stand in the answer."""
+class Repo:
+    """A repository with two commits."""
 
-    change: dict[str, str]
-    symbols: set[str]
+    root: Path
+    old: str
+    new: str
 
-
-OLD = {
-    "template": "A",
-    "loss": "batch",
-    "unused": "1",
-    "log": "logger.info('a')",
-    "scale": "norm if norm > 0 else 1",
-}
-CASES = {
-    "a guard is gone": Case({"scale": "norm"}, {f"{FILE}::scale"}),
-    "a method that only the trainer calls": Case(
-        {"loss": "batch * 2"}, {f"{FILE}::Trainer.train_batch"}
-    ),
-    "a table": Case({"template": "B"}, {f"{FILE}::TEMPLATES"}),
-    "a log line": Case({"log": "logger.info('b')"}, set()),
-    "what nothing reaches": Case({"unused": "2"}, set()),
-}
+    def diff(self) -> CommitDifference:
+        commits = pin.find_commits((self.old, self.new), self.root, {})
+        return difference.between(commits, ())
 
 
-def sources(values: dict[str, str]) -> dict[str, str | None]:
-    imports = "from open_instruct.helpers import Trainer, render, scale"
-    return {
-        "__init__.py": "", "utils.py": UTILS, "helpers.py": HELPERS.format(**values),
-        "finetune.py": script(imports=imports, reads=READS),
-        "dpo_tune_cache.py": script(exp_name="dpo"),
-        "dataset_transformation.py": transformation(),
-    }  # fmt: skip
+def repo_with(folder: Path, words: str, others: str) -> Repo:
+    """A repository whose newer commit replaces words of the helpers."""
+    assert words in HELPERS
+    root = folder / "open-instruct"
+    old = commit(root, FILES, "one")
+    new = commit(root, {"helpers.py": HELPERS.replace(words, others)}, "two")
+    return Repo(root, old, new)
 
 
-def between(repository: Path, old: str, new: str, *configs: Path) -> CommitDifference:
-    return difference.between(pin.find_commits((old, new), repository, {}), configs)
+def functions_of(diff: CommitDifference, stage: str) -> dict[str, FunctionDifference]:
+    return {function.symbol: function for function in diff.stages[stage].functions}
 
 
-def of_sft(told: CommitDifference) -> dict[str, FunctionDifference]:
-    return {one.symbol.removeprefix("open_instruct/"): one for one in told.stages["sft"].functions}
+GUARD = "norm if norm > 0 else 1"
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_a_function_on_the_path_that_changed(tmp_path: Path, case: Case) -> None:
-    root = tmp_path / "open-instruct"
-    old = commit(root, sources(OLD), "one")
-    new = commit(root, sources({**OLD, **case.change}), "two")
-    told = between(root, old, new)
-    assert set(of_sft(told)) == case.symbols
-    assert not told.stages["dpo"].functions
-    for one in of_sft(told).values():
-        assert (one.what, one.before != one.after) == ("changed", True)
-        assert any(line.startswith("+") for line in one.diff)
-        assert one.new is not None and one.new.startswith("open_instruct/helpers.py:")
-    # no argument changed, and nothing else is said of the stage
-    assert not told.stages["sft"].changes
-    last = difference.lines(told)[-1]
-    assert ("is for you to read" in last) == bool(case.symbols)
-    assert ("every function on the path is the same" in last) == (not case.symbols)
+@pytest.mark.parametrize(
+    ("words", "others", "symbol"),
+    [
+        pytest.param(GUARD, "norm", "scale", id="a guard"),
+        pytest.param("return batch\n", "return -batch\n", "Trainer.train_batch", id="a method"),
+        pytest.param('"tulu": "A"', '"tulu": "B"', "TEMPLATES", id="a table"),
+    ],
+)
+def test_a_changed_function_on_the_path_is_shown(
+    words: str, others: str, symbol: str, tmp_path: Path
+) -> None:
+    diff = repo_with(tmp_path, words, others).diff()
+
+    ((name, function),) = functions_of(diff, "sft").items()
+    assert name == f"open_instruct/helpers.py::{symbol}"
+    assert function.what == "changed"
+    assert function.before != function.after
+    assert any(line.startswith("+") for line in function.diff)
+    assert (function.new or "").startswith("open_instruct/helpers.py:")
+    assert not diff.stages["dpo"].functions
+    assert not diff.stages["sft"].changes
+    assert "is for you to read" in difference.lines(diff)[-1]
 
 
-def test_the_section_for_people_and_for_programs(
+@pytest.mark.parametrize(
+    ("words", "others"),
+    [pytest.param("'a'", "'b'", id="a log line"), pytest.param("10", "20", id="unreached")],
+)
+def test_what_does_not_act_or_is_not_reached_is_not_shown(
+    words: str, others: str, tmp_path: Path
+) -> None:
+    diff = repo_with(tmp_path, words, others).diff()
+    assert not functions_of(diff, "sft")
+    assert "every function on the path is the same" in difference.lines(diff)[-1]
+
+
+def test_changed_functions_stand_in_the_text_and_in_the_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    root = tmp_path / "open-instruct"
-    old = commit(root, sources(OLD), "one")
-    new = commit(root, sources({**OLD, "scale": "norm"}), "two")
-    words = ["pin", "diff", old, new, "--open-instruct", str(root)]
+    repo = repo_with(tmp_path, GUARD, "norm")
+    words = ["pin", "diff", repo.old, repo.new, "--open-instruct", str(repo.root)]
+
     assert main(words) == Exit.OK
-    shown = capsys.readouterr().out
-    assert "functions on the path that changed" in shown
-    assert f"open_instruct/{FILE}::scale  (sft; line " in shown
-    assert "-    return norm if norm > 0 else 1" in shown
-    assert "nothing got worse" not in shown
+    text = capsys.readouterr().out
+    assert "functions on the path that changed" in text
+    assert "open_instruct/helpers.py::scale  (sft; line " in text
+    assert f"-    return {GUARD}" in text
+    assert "nothing got worse" not in text
+
     assert main([*words, "--format", "json"]) == Exit.OK
     (function,) = json.loads(capsys.readouterr().out)["data"]["stages"]["sft"]["functions"]
-    assert function["symbol"] == f"open_instruct/{FILE}::scale"
-    assert (function["before"], function["after"]) == (
-        "def scale(norm):\n    return norm if norm > 0 else 1", "def scale(norm):\n    return norm",
-    )  # fmt: skip
+    assert function["symbol"] == "open_instruct/helpers.py::scale"
+    assert function["before"] == f"def scale(norm):\n    return {GUARD}"
+    assert function["after"] == "def scale(norm):\n    return norm"
 
 
-def test_what_the_newest_commit_does_otherwise() -> None:
+def test_what_the_newest_known_commit_does_otherwise() -> None:
     root = checkouts.require(checkouts.NEWEST)
-    told = between(root, BASELINE, checkouts.NEWEST)
-    by_stage = {
-        name: {one.symbol for one in stage.functions} for name, stage in told.stages.items()
-    }
-    shared = "open_instruct/dataset_transformation.py::load_dataset_configs"
-    assert all(shared in symbols for symbols in by_stage.values())
-    assert (
-        "open_instruct/dpo_utils.py::concatenated_forward_olmo"
-        in by_stage["dpo_olmo_core"] - by_stage["dpo"]
-    )
-    assert "open_instruct/dpo_tune_cache.py::main" in by_stage["dpo"]
-    # GRPO shares files with these scripts, and is not on their path
-    assert not [
-        symbol
-        for symbols in by_stage.values()
-        for symbol in symbols
-        if "GRPO" in symbol or "Actor" in symbol
-    ]
-    names = {one.name: (one.old, one.new) for one in told.stages["dpo"].behaviours}
-    assert names["guards-negative-clipping"] == (True, False)
-    text = "\n".join(difference.lines(told))
+    diff = Repo(root, BASELINE, checkouts.NEWEST).diff()
+
+    for stage in diff.stages:
+        symbols = functions_of(diff, stage)
+        assert "open_instruct/dataset_transformation.py::load_dataset_configs" in symbols
+        # GRPO shares files with these scripts, and is not on their path
+        assert "GRPO" not in str(list(symbols))
+        assert "Actor" not in str(list(symbols))
+    dpo = functions_of(diff, "dpo")
+    olmo_core = functions_of(diff, "dpo_olmo_core")
+    forward = "open_instruct/dpo_utils.py::concatenated_forward_olmo"
+    assert forward in olmo_core
+    assert forward not in dpo
+    assert "open_instruct/dpo_tune_cache.py::main" in dpo
+
+    behaviours = {known.name: known for known in diff.stages["dpo"].behaviours}
+    guard = behaviours["guards-negative-clipping"]
+    assert (guard.old, guard.new) == (True, False)
+    text = "\n".join(difference.lines(diff))
     assert "guards-negative-clipping: yes -> no" in text
     assert "nothing got worse" not in text

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,38 +20,39 @@ from launcher.pin.cited import Citing
 from launcher.pin.move import review as reviews
 from launcher.pin.move.journal import NAME, Journal
 from launcher.pin.move.move import Move
-from launcher.pin.move.review import Review, review
+from launcher.pin.move.review import Review
 from launcher.rules.rule import cites
 from launcher.upstream.citations import SourceFiles
 from launcher.upstream.open_instruct import PIN
 from launcher.upstream.source.packages import Folder
 
 FILES = {"README.md": b"new\n", "docs/a.md": b"new too\n", "launcher/made.py": b"MADE = 1\n"}
+"""What a change writes."""
 GONE = "docs/gone.md"
-"""A file that a change removes."""
+"""What a change removes."""
 COMMIT = 40 * "b"
+SUBMODULE = "external/open-instruct"
 
 
 def git(place: Path, *words: str) -> str:
-    who = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
-    done = subprocess.run(
-        ["git", "-C", str(place), *who, *words], capture_output=True, text=True, check=True
-    )
-    return done.stdout
+    author = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+    command = ["git", "-C", str(place), *author, *words]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A repository with two of the files, one of them with the right to run, and a submodule."""
+    """A repository with two of the files, an executable among them, and a submodule."""
     place = tmp_path / "clone"
     (place / "docs").mkdir(parents=True)
     (place / "README.md").write_text("old\n")
+    (place / "README.md").chmod(0o755)
     (place / "docs/a.md").write_text("old too\n")
     (place / GONE).write_text("of a commit that is forgotten\n")
-    (place / "README.md").chmod(0o755)
     git(place, "init", "-q")
     git(place, "add", ".")
-    git(place, "update-index", "--add", "--cacheinfo", f"160000,{40 * 'a'},external/open-instruct")
+    entry = f"160000,{40 * 'a'},{SUBMODULE}"
+    git(place, "update-index", "--add", "--cacheinfo", entry)
     git(place, "commit", "-qm", "first")
     return place
 
@@ -60,13 +61,20 @@ def journal_of(clone: Path) -> Journal:
     return Journal(clone, clone / ".git" / NAME)
 
 
-def state(clone: Path) -> tuple[dict[str, bytes], str]:
-    """The files of the work tree, and what git says of each."""
-    paths = [
-        path for path in sorted(clone.rglob("*")) if path.is_file() and ".git" not in path.parts
-    ]
-    files = {path.relative_to(clone).as_posix(): path.read_bytes() for path in paths}
-    return files, git(clone, "ls-files", "-s", "external")
+@dataclass(frozen=True)
+class State:
+    """The files of a work tree, and the commit that git has recorded of the submodule."""
+
+    files: dict[str, bytes]
+    submodule: str
+
+
+def state_of(clone: Path) -> State:
+    files = {}
+    for path in sorted(clone.rglob("*")):
+        if path.is_file() and ".git" not in path.parts:
+            files[path.relative_to(clone).as_posix()] = path.read_bytes()
+    return State(files, git(clone, "ls-files", "-s", "external"))
 
 
 PROGRAM = """
@@ -93,63 +101,69 @@ else:
 """
 
 
-def run(clone: Path, limit: int) -> int:
-    """Change the clone by a process that is killed before its renaming number `limit`; its exit code."""
+def change(clone: Path, kill_before: int = 1000) -> int:
+    """Change a clone in a process that is killed before so many renamings; its exit code."""
     program = PROGRAM.format(files={**FILES, GONE: None}, commit=COMMIT)
+    command = [sys.executable, "-c", program, str(clone), str(kill_before)]
     environ = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    return subprocess.run(
-        [sys.executable, "-c", program, str(clone), str(limit)], env=environ
-    ).returncode
+    return subprocess.run(command, env=environ).returncode
 
 
-def test_a_killed_change_is_completed_by_the_next_one_wherever_it_was(
+def test_the_next_change_completes_one_that_was_killed_anywhere(
     clone: Path, tmp_path: Path
 ) -> None:
-    before = state(clone)
-    whole = tmp_path / "whole"
-    shutil.copytree(clone, whole)
-    assert run(whole, 1000) == 0
-    after = state(whole)
-    assert after[0] == FILES and COMMIT in after[1]
-    killed = 0
-    for limit in range(1000):
-        place = tmp_path / str(limit)
-        shutil.copytree(clone, place)
-        if run(place, limit) != -signal.SIGKILL:
+    before = state_of(clone)
+    complete = shutil.copytree(clone, tmp_path / "complete")
+    assert change(complete) == 0
+    after = state_of(complete)
+    assert after.files == FILES
+    assert COMMIT in after.submodule
+
+    kills = 0
+    while True:
+        place = shutil.copytree(clone, tmp_path / str(kills))
+        if change(place, kill_before=kills) != -signal.SIGKILL:
             break
-        killed += 1
-        # before the journal is whole nothing is changed
-        assert journal_of(place).exists or state(place) == before
-        assert run(place, 1000) == 0
-        assert state(place) == after
+        kills += 1
+        # before the journal is complete nothing is changed
+        assert journal_of(place).exists or state_of(place) == before
+        assert change(place) == 0
+        assert state_of(place) == after
         assert not journal_of(place).exists
         assert os.access(place / "README.md", os.X_OK)
-    # a text is written, and put in place, for each file
-    assert killed >= 2 * len(FILES)
+    # each file is written, and then put in place
+    assert kills >= 2 * len(FILES)
 
 
-def test_what_was_changed_in_the_meantime_is_not_written_over(clone: Path) -> None:
+def test_a_file_that_was_changed_meanwhile_is_not_overwritten(clone: Path) -> None:
     journal_of(clone).write(FILES, {})
     for name in ("README.md", "docs/a.md"):
         (clone / name).write_text("by hand\n")
-    before = state(clone)
+    before = state_of(clone)
+
     with pytest.raises(NotReady) as refusal:
         journal_of(clone).apply()
-    codes = [(finding.code, finding.file) for finding in refusal.value.findings]
-    assert codes == [("move-interrupted", "README.md"), ("move-interrupted", "docs/a.md")]
-    assert "rm -r" in str(refusal.value.findings[0].help)
-    assert state(clone) == before and journal_of(clone).exists
+
+    findings = refusal.value.findings
+    assert [finding.file for finding in findings] == ["README.md", "docs/a.md"]
+    assert {finding.code for finding in findings} == {"move-interrupted"}
+    assert "rm -r" in (findings[0].help or "")
+    assert state_of(clone) == before
+    assert journal_of(clone).exists
 
 
-def test_where_git_refuses_the_submodules_commit_nothing_is_changed(clone: Path) -> None:
-    before = state(clone)
-    journal_of(clone).write(FILES, {"external/open-instruct": COMMIT})
+def test_nothing_is_changed_where_git_refuses_the_submodules_commit(clone: Path) -> None:
+    before = state_of(clone)
+    journal_of(clone).write(FILES, {SUBMODULE: COMMIT})
     (clone / ".git/index.lock").touch()
+
     with pytest.raises(NotReady) as refusal:
         journal_of(clone).apply()
-    assert [finding.code for finding in refusal.value.findings] == ["move-interrupted"]
+
     (clone / ".git/index.lock").unlink()
-    assert state(clone) == before and not journal_of(clone).exists
+    assert [finding.code for finding in refusal.value.findings] == ["move-interrupted"]
+    assert state_of(clone) == before
+    assert not journal_of(clone).exists
 
 
 OLD = """
@@ -173,12 +187,12 @@ LOSS = "open_instruct/train.py::train[loss = model]"
 SAVE = "open_instruct/train.py::save[model.save]"
 SEED = "open_instruct/train.py::Arguments[seed: int]"
 CLIP = "open_instruct/train.py::Arguments[clip: float]"
+PLACES = {"loss": LOSS, "save": SAVE, "seed": SEED, "clip": CLIP}
+"""A line of `OLD` for each of four rules."""
 
 
-def rule_about(
-    name: str, *places: str, reviewed: tuple[str, ...] = ()
-) -> Callable[[Any], Iterator[Finding]]:
-    @cites(*places, reviewed=reviewed)
+def rule_about(name: str, place: str, reviewed: tuple[str, ...]) -> Callable[..., Any]:
+    @cites(place, reviewed=reviewed)
     def rule(_: Any) -> Iterator[Finding]:
         yield from ()
 
@@ -186,193 +200,220 @@ def rule_about(
     return rule
 
 
-@pytest.fixture
-def reviewed_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Review]:
-    """Review made-up rules after a move from `OLD` to another text of the same file."""
+Reviewer = Callable[..., Review]
 
-    def at(new: str, confirmed: tuple[str, ...] = (), later: tuple[str, ...] = ()) -> Review:
-        trees = {}
-        for commit, text in ((40 * "a", OLD), (40 * "b", new)):
-            folder = tmp_path / commit / "open_instruct"
-            folder.mkdir(parents=True)
-            (folder / "train.py").write_text(text)
-            trees[commit] = SourceFiles({"open_instruct": Folder(folder)})
-        places = {"loss": LOSS, "save": SAVE, "seed": SEED, "clip": CLIP}
-        rules = [rule_about(name, place, reviewed=confirmed) for name, place in places.items()]
+
+@pytest.fixture
+def review(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Reviewer:
+    """Review the rules after a move from `OLD`, with some words of it replaced."""
+    before = 40 * "a"
+    after = COMMIT
+
+    def sources_at(commit: str, text: str) -> SourceFiles:
+        folder = tmp_path / commit / "open_instruct"
+        folder.mkdir(parents=True)
+        (folder / "train.py").write_text(text)
+        return SourceFiles({"open_instruct": Folder(folder)})
+
+    def review_move(
+        *replaced: tuple[str, str], confirmed: tuple[str, ...] = (), later: tuple[str, ...] = ()
+    ) -> Review:
+        text = OLD
+        for words, others in replaced:
+            assert words in text
+            text = text.replace(words, others)
+        trees = {before: sources_at(before, OLD), after: sources_at(after, text)}
+        rules = []
+        citing = []
+        for number, (name, place) in enumerate(PLACES.items(), 1):
+            rules.append(rule_about(name, place, confirmed))
+            citing.append(Citing("launcher/rules/a.py", number, place))
         monkeypatch.setattr(reviews, "rules_of", lambda _: rules)
         monkeypatch.setattr(cited, "rules_of", lambda _: rules)
-        monkeypatch.setattr(reviews, "commits_of_rules", lambda: (40 * "a", *confirmed))
-        citing = [
-            Citing("launcher/rules/a.py", number, place)
-            for number, place in enumerate(places.values(), 1)
-        ]
-        return review(citing, trees, (40 * "a", 40 * "b"), later)
+        monkeypatch.setattr(reviews, "commits_of_rules", lambda: (before, *confirmed))
+        return reviews.review(citing, trees, (before, after), later)
 
-    return at
+    return review_move
+
+
+NEW_CLIP_TEST = ("args.clip > 0", "args.clip is not None")
+NEW_SAVE_NAME = ("def save(", "def keep(")
 
 
 @pytest.mark.parametrize(
-    ("change", "waiting"),
+    ("words", "others", "waiting"),
     [
-        (("    loss = model", "    # why\n    print(1)\n    loss = model"), []),
-        (
-            (
-                "    loss = model(args.rows)",
-                "    loss = 0\n    if args.rows:\n        loss = model(args.rows)",
-            ),
-            ["loss"],
-        ),
-        (("args.clip > 0", "args.clip is not None"), ["loss"]),
-        (("clip: float = -1", "clip: float | None = None"), ["clip"]),
-        (("def save(", "def keep("), ["save"]),
-        (("seed: int", "rank: int = 0\n    seed: int"), []),
+        pytest.param("    loss =", "    # why\n    print(1)\n    loss =", [], id="a log line"),
+        pytest.param("    loss =", "    if args.rows:\n     loss =", ["loss"], id="a new test"),
+        pytest.param(*NEW_CLIP_TEST, ["loss"], id="another line of its function"),
+        pytest.param("clip: float = -1", "clip: float = 0", ["clip"], id="its line"),
+        pytest.param(*NEW_SAVE_NAME, ["save"], id="the name of its function"),
+        pytest.param("seed: int", "rank: int = 0\n    seed: int", [], id="another argument"),
     ],
 )
 def test_a_rule_waits_where_its_line_or_its_function_changed(
-    reviewed_at: Callable[..., Review], change: tuple[str, str], waiting: list[str]
+    words: str, others: str, waiting: list[str], review: Reviewer
 ) -> None:
-    assert change[0] in OLD
-    assert [rule.name for rule in reviewed_at(OLD.replace(*change)).rules] == waiting
+    assert [rule.name for rule in review((words, others)).rules] == waiting
 
 
-def test_a_rule_that_is_confirmed_at_the_commit_does_not_wait(
-    reviewed_at: Callable[..., Review],
-) -> None:
-    found = reviewed_at(
-        OLD.replace("args.clip > 0", "args.clip").replace("clip: float = -1", "top: float"),
-        ("bbbb",),
-    )
-    assert found.rules == {} and found.changed == ()
-    # a citation that is gone is excused by the rule that cites it
-    assert found.stale == ()
+def test_a_rule_that_is_confirmed_at_the_commit_does_not_wait(review: Reviewer) -> None:
+    gone_line = ("clip: float = -1", "top: float")
+    result = review(NEW_CLIP_TEST, gone_line, confirmed=("bbbb",))
+    assert not result.rules
+    assert not result.changed
+    # the rule that cites a line that is gone excuses it
+    assert not result.stale
 
 
-def test_what_changed_in_a_function_is_shown(reviewed_at: Callable[..., Review]) -> None:
-    found = reviewed_at(OLD.replace("args.clip > 0", "args.clip is not None"))
-    (function,) = found.changed
+def test_what_changed_in_a_function_is_shown(review: Reviewer) -> None:
+    result = review(NEW_CLIP_TEST)
+    (function,) = result.changed
     assert function.name == "open_instruct/train.py::train"
     assert function.lines == ((LOSS, 4, 4),)
     rows = function.diff()
-    assert "-    if args.clip > 0:" in rows and "+    if args.clip is not None:" in rows
+    assert "-    if args.clip > 0:" in rows
+    assert "+    if args.clip is not None:" in rows
     assert "One step" not in "".join(rows)
-    assert any("launcher/rules/a.py:1: loss" in line for line in found.lines())
+    assert "launcher/rules/a.py:1: loss" in "\n".join(result.lines())
 
 
-def test_a_citation_that_is_gone_says_what_may_have_become_of_it(
-    reviewed_at: Callable[..., Review],
-) -> None:
-    (gone,) = reviewed_at(
-        OLD.replace("model.save(args.output)", "model.save_whole(args.output)")
-    ).stale
-    assert (gone.where, gone.citation, gone.text) == (
-        "launcher/rules/a.py:2",
-        SAVE,
-        "model.save(args.output)",
-    )
+def test_a_citation_that_is_gone_says_what_it_may_be_now(review: Reviewer) -> None:
+    (gone,) = review(("model.save(args.output)", "model.save_whole(args.output)")).stale
+    assert gone.where == "launcher/rules/a.py:2"
+    assert gone.citation == SAVE
+    assert gone.text == "model.save(args.output)"
     assert gone.now == "open_instruct/train.py:11: model.save_whole(args.output)"
 
 
-def test_what_a_later_known_commit_has_may_be_cited(reviewed_at: Callable[..., Review]) -> None:
-    assert reviewed_at(OLD.replace("def save(", "def keep("), later=(40 * "a",)).stale == ()
+def test_what_a_later_known_commit_has_may_be_cited(review: Reviewer) -> None:
+    assert not review(NEW_SAVE_NAME, later=(40 * "a",)).stale
 
 
-def test_a_move_says_what_to_do_next_and_with_which_code(
-    reviewed_at: Callable[..., Review],
-) -> None:
-    same = reviewed_at(OLD)
-    assert Move("a", 40 * "b", (), same, ()).exit_code == 0
-    move = Move(
-        "a",
-        40 * "b",
-        ("README.md",),
-        replace(same, stale=(reviews.Stale("a.py:3", LOSS, "x", None),)),
-        ("t::x",),
-    )
+def test_a_move_says_what_to_do_next(review: Reviewer) -> None:
+    unchanged = review()
+    assert Move("a", COMMIT, (), unchanged, ()).exit_code == 0
+
+    stale = reviews.Stale("a.py:3", LOSS, "x", None)
+    move = Move("a", COMMIT, ("README.md",), replace(unchanged, stale=(stale,)), ("t::x",))
     assert move.exit_code == 1
-    places = [(finding.code, finding.file, finding.line) for finding in move.findings]
-    assert places == [("stale-citation", "a.py", 3), ("golden-differs", "t", None)]
-    assert all(finding.help for finding in move.findings)
-    assert json.loads(json.dumps(move.as_json()))["review"]["stale"][0]["where"] == "a.py:3"
+    for_citation, for_golden = move.findings
+    assert (for_citation.code, for_citation.file, for_citation.line) == (
+        "stale-citation",
+        "a.py",
+        3,
+    )
+    assert (for_golden.code, for_golden.file) == ("golden-differs", "t")
+    assert for_citation.help
+    assert for_golden.help
+    (listed,) = json.loads(json.dumps(move.as_json()))["review"]["stale"]
+    assert listed["where"] == "a.py:3"
 
 
-def launch(place: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    environ = {**os.environ, "PYTHONPATH": str(place)}
-    command = [sys.executable, "-m", "launcher", "pin", "move", *words]
-    return subprocess.run(command, cwd=place, env=environ, capture_output=True, text=True)
+@dataclass(frozen=True)
+class Project:
+    """A copy of this repository, and the command that runs in it."""
+
+    place: Path
+    upstream: Path
+
+    def command(self, commit: str) -> list[str]:
+        words = ["pin", "move", commit, "--open-instruct", str(self.upstream)]
+        return [sys.executable, "-m", "launcher", *words]
+
+    def environ(self) -> dict[str, str]:
+        return {**os.environ, "PYTHONPATH": str(self.place)}
+
+    def move(self, commit: str, *options: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*self.command(commit), *options],
+            cwd=self.place,
+            env=self.environ(),
+            capture_output=True,
+            text=True,
+        )
+
+    def is_clean(self) -> bool:
+        return git(self.place, "status", "--porcelain") == ""
 
 
 def test_without_a_clone_nothing_is_moved(tmp_path: Path) -> None:
-    shutil.copytree(
-        REPOSITORY / "launcher", tmp_path / "launcher", ignore=shutil.ignore_patterns("__pycache__")
-    )
-    done = launch(tmp_path, PIN, "--format", "json")
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(REPOSITORY / "launcher", tmp_path / "launcher", ignore=ignore)
+    done = Project(tmp_path, tmp_path).move(PIN, "--format", "json")
     assert done.returncode == 5, done.stderr
-    assert [finding["code"] for finding in json.loads(done.stdout)["findings"]] == ["no-clone"]
+    (finding,) = json.loads(done.stdout)["findings"]
+    assert finding["code"] == "no-clone"
 
 
-def scratch(place: Path) -> Path:
-    """A clone of this repository with the work tree's own changes."""
-    subprocess.run(["git", "clone", "-q", str(REPOSITORY), str(place)], check=True)
-    listed = git(REPOSITORY, "ls-files", "-z", "--cached", "--others", "--exclude-standard").split(
-        "\0"
-    )
-    for name in filter(None, listed):
-        if (REPOSITORY / name).is_file():
-            (place / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(REPOSITORY / name, place / name)
-        else:
-            (place / name).unlink(missing_ok=True) if not (place / name).is_dir() else None
-    git(place, "add", ".")
-    git(place, "commit", "-qm", "as it is", "--allow-empty")
-    return place
-
-
-@pytest.fixture(scope="module")
-def upstream() -> Path:
-    """A checkout of open-instruct that has commits after the pin; skips without one."""
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    """A clone of this repository with the work tree's own changes, committed."""
+    pytest.importorskip("olmo_core")
     checkout = find_checkout()
     if checkout is None or not (checkout / ".git").exists():
         pytest.skip("no open-instruct checkout with a history")
-    return checkout
+    place = tmp_path / "launch"
+    subprocess.run(["git", "clone", "-q", str(REPOSITORY), str(place)], check=True)
+    listed = git(REPOSITORY, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    for name in listed.rstrip("\0").split("\0"):
+        source = REPOSITORY / name
+        target = place / name
+        if source.is_file():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target)
+        elif not target.is_dir():
+            target.unlink(missing_ok=True)
+    git(place, "add", ".")
+    git(place, "commit", "-qm", "as it is", "--allow-empty")
+    return Project(place, checkout)
 
 
-def test_a_name_that_git_does_not_know_changes_nothing(tmp_path: Path, upstream: Path) -> None:
-    pytest.importorskip("olmo_core")
-    place = scratch(tmp_path / "launch")
-    done = launch(place, "no-such-commit", "--open-instruct", str(upstream))
-    assert done.returncode == 2 and "unknown-commit" in done.stderr
-    assert git(place, "status", "--porcelain") == ""
+def test_a_name_that_git_does_not_know_changes_nothing(project: Project) -> None:
+    done = project.move("no-such-commit")
+    assert done.returncode == 2
+    assert "unknown-commit" in done.stderr
+    assert project.is_clean()
 
 
-@pytest.mark.slow
-def test_there_and_back_again_is_the_same_and_a_kill_loses_nothing(
-    tmp_path: Path, upstream: Path
-) -> None:
-    pytest.importorskip("olmo_core")
-    later = git(upstream, "rev-list", "--reverse", "--first-parent", f"{PIN}..e6c3044aa620").split()
+def commit_after_pin(checkout: Path) -> str:
+    """A commit halfway between the pin and the newest known commit."""
+    commits = f"{PIN}..e6c3044aa620"
+    later = git(checkout, "rev-list", "--reverse", "--first-parent", commits).split()
     if not later:
         pytest.skip("no commit after the pin is in this checkout")
-    target = later[len(later) // 2]
-    place = scratch(tmp_path / "launch")
-    where = ("--open-instruct", str(upstream))
+    return later[len(later) // 2]
 
-    # killed while it works in its copy: the clone is as it was
-    command = [sys.executable, "-m", "launcher", "pin", "move", target, *where]
-    environ = {**os.environ, "PYTHONPATH": str(place)}
+
+def start_and_kill(project: Project, commit: str) -> None:
+    """Kill a move of the pin while it works in its copy."""
     with subprocess.Popen(
-        command, cwd=place, env=environ, stderr=subprocess.PIPE, text=True
+        project.command(commit),
+        cwd=project.place,
+        env=project.environ(),
+        stderr=subprocess.PIPE,
+        text=True,
     ) as process:
         assert process.stderr is not None
         while "snapshot" not in process.stderr.readline():
             assert process.poll() is None
         process.kill()
-    assert git(place, "status", "--porcelain") == ""
 
-    assert launch(place, target, *where).returncode in {0, 1}
-    moved = git(place, "diff", "HEAD")
-    assert f'+PIN = "{target}"' in moved and f"+Subproject commit {target}" in moved
-    assert launch(place, target, *where).returncode in {0, 1}
-    assert git(place, "diff", "HEAD") == moved
-    assert launch(place, PIN, *where).returncode == 0
-    assert git(place, "status", "--porcelain") == ""
-    assert not list((place / ".git").glob(f"{NAME}-*"))
+
+@pytest.mark.slow
+def test_a_move_there_and_back_again_changes_nothing_and_a_kill_loses_nothing(
+    project: Project,
+) -> None:
+    commit = commit_after_pin(project.upstream)
+
+    start_and_kill(project, commit)
+    assert project.is_clean()
+
+    assert project.move(commit).returncode in {0, 1}
+    moved = git(project.place, "diff", "HEAD")
+    assert f'+PIN = "{commit}"' in moved
+    assert f"+Subproject commit {commit}" in moved
+
+    assert project.move(PIN).returncode == 0
+    assert project.is_clean()
+    assert not list((project.place / ".git").glob(f"{NAME}-*"))

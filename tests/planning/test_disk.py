@@ -12,6 +12,7 @@ import pytest
 from conftest import Write
 from plans import CONFIGS, from_text
 
+from launcher.errors import Finding
 from launcher.plan.plan import Plan
 from launcher.planning.doctor import disk
 from launcher.planning.doctor.disk import Needs, Saved, WriteTarget
@@ -68,7 +69,7 @@ def test_a_size_that_is_not_known_is_none(write: Write, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("limits", "setting", "kept"), [(False, 2, None), (True, 2, 2), (True, -1, None)]
+    "limits, setting, kept", [(False, 2, None), (True, 2, 2), (True, -1, None)]
 )
 def test_olmo_core_keeps_as_many_checkpoints_as_its_source_says(
     tmp_path: Path, limits: bool, setting: int, kept: int | None
@@ -123,7 +124,7 @@ def measure(plan: Plan, output: Path | None = None) -> Needs:
 
 
 @pytest.mark.parametrize(
-    ("more", "gpus", "checkpoint", "least"),
+    "more, gpus, checkpoint, least",
     [
         # no checkpoint without `checkpointing_steps`: the model alone
         ("seed: 1", 2, 14, 2),
@@ -147,7 +148,7 @@ def test_what_open_instruct_writes(
 
 
 @pytest.mark.parametrize(
-    ("more", "deepspeed", "checkpoint", "least"),
+    "more, deepspeed, checkpoint, least",
     [
         ("save_strategy: 'no'", "null", 12, 4),
         ("max_steps: 100\n  save_steps: 40\n  save_total_limit: 1", "null", 12, 24),
@@ -205,6 +206,10 @@ def test_checkpoints_that_are_replaced_are_room(model: Path, write: Write, tmp_p
     assert disk.described(needs).endswith("; 13.0 GiB of it are there already")
 
 
+def describe(finding: Finding) -> str:
+    return f"{finding.severity} {finding.code}"
+
+
 def needs_of(least: int, likely: int) -> Needs:
     saved = Saved(checkpoint=14, final=2, times=3, limit=None, formula="a + b")
     return Needs(least=least, likely=likely, saved=saved, parameters=BILLION)
@@ -217,11 +222,11 @@ def test_a_lack_of_room_is_an_error_where_it_is_certain(tmp_path: Path) -> None:
     too_much = 2 * free[0]
     assert list(disk.too_little(needs_of(0, 0), output, ())) == []
     (finding,) = disk.too_little(needs_of(too_much, too_much), output, ())
-    assert (finding.severity, finding.code) == ("error", "too-little-space")
+    assert describe(finding) == "error too-little-space"
     assert "3 checkpoint(s) of 14 B (a + b)" in finding.message
     assert finding.file == str(output)
     (finding,) = disk.too_little(needs_of(0, too_much), output, ())
-    assert (finding.severity, finding.code) == ("warning", "little-space")
+    assert describe(finding) == "warning little-space"
 
 
 @pytest.fixture
@@ -239,7 +244,7 @@ def small(tmp_path: Path) -> Iterator[Path]:
 def test_a_file_system_that_is_nearly_full(small: Path) -> None:
     runs = WriteTarget(small / "a" / "b", "run folders", "LAUNCH_RUNS", vital=True)
     (finding,) = disk.too_little(None, None, [runs, WriteTarget(small, "kernels", "")])
-    assert (finding.severity, finding.code) == ("warning", "little-space")
+    assert describe(finding) == "warning little-space"
     assert "8.0 MiB free" in finding.message
     assert "(run folders, kernels)" in finding.message
     needs = needs_of(9 * 2**20, 9 * 2**20)
@@ -250,7 +255,7 @@ def test_a_file_system_that_is_nearly_full(small: Path) -> None:
     assert disk.not_writable(small / "out") is None
     subprocess.run(["mount", "-o", "remount,ro", str(small)], check=True)
     (finding,) = disk.unwritable([runs])
-    assert (finding.severity, finding.code) == ("error", "not-writable")
+    assert describe(finding) == "error not-writable"
     assert "Read-only file system" in finding.message
 
 
@@ -282,7 +287,7 @@ def test_folders_that_cannot_be_written(tmp_path: Path) -> None:
     cache = WriteTarget(file / "kernels", "compiled kernels", "TRITON_CACHE_DIR")
     writable = WriteTarget(tmp_path / "new", "output", "")
     first, second = disk.unwritable([runs, cache, writable])
-    assert (first.severity, first.code) == ("error", "not-writable")
+    assert describe(first) == "error not-writable"
     assert "is not a folder" in first.message
     assert "LAUNCH_RUNS" in str(first.help)
     assert second.severity == "warning"

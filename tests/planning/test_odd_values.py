@@ -1,4 +1,4 @@
-"""Values that the trainer's parser takes and nothing can be planned with: a finding, never a bug in launch."""
+"""Values that the trainer's parser takes and no plan can use: a finding, never a bug in launch."""
 
 from collections.abc import Iterator
 from pathlib import Path

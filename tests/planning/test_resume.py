@@ -29,6 +29,8 @@ from launcher.verdict import check, judge, metrics
 from launcher.verdict.evidence import Evidence, read_run
 
 FINISHED = "finished: note already-finished"
+CHANGED = "finished: error finished-changed"
+EARLIER = "note resumes: note set-aside: warning resume-earlier"
 
 
 def save(run: Run, *steps: int, **how: Any) -> None:
@@ -43,10 +45,13 @@ def save(run: Run, *steps: int, **how: Any) -> None:
 
 
 def summarise(decision: Decision) -> str:
-    """The kind, the checkpoint, and the gravest severity of each code."""
+    """The kind, the checkpoint, what is set aside, and the gravest severity of each code."""
     summary: str = decision.kind
     if decision.checkpoint is not None:
         summary += f" {decision.checkpoint.name}"
+    if decision.aside:
+        names = [path.name for path in decision.aside]
+        summary += f" without {', '.join(names)}"
     for code, severity in codes(decision).items():
         summary += f": {severity} {code}"
     return summary
@@ -67,10 +72,6 @@ def warning(decision: Decision, code: str) -> str:
         if (finding.severity, finding.code) == ("warning", code):
             return f"{finding.message}\n{finding.help}"
     raise AssertionError(f"no warning {code}")
-
-
-def aside(decision: Decision) -> list[str]:
-    return [path.name for path in decision.aside]
 
 
 def changes(decision: Decision) -> str:
@@ -96,11 +97,10 @@ def test_the_same_command_goes_on_from_the_last_complete_checkpoint(run: Make) -
     save(sft, 2, 4)
     save(sft, 6, completed=False)
 
+    # the next save writes over what was begun
     decision = sft.decide()
     assert summarise(decision) == "resume step_4: note resumes"
     assert "8 of 12 steps are left" in decision.findings[0].message
-    # the next save writes over what was begun
-    assert decision.aside == ()
 
 
 def test_trl_gets_the_checkpoint_as_an_argument(run: Make) -> None:
@@ -121,10 +121,9 @@ def test_without_a_complete_checkpoint_it_begins_anew(run: Make) -> None:
     sft.start()
     save(sft, 2, completed=False)
     assert summarise(sft.decide()) == "new: note nothing-to-resume"
-    assert aside(sft.decide()) == []
     # one that this run would not write next would be marked as complete instead of what it saves
     save(sft, 8, completed=False)
-    assert aside(sft.decide()) == ["step_8"]
+    assert summarise(sft.decide()) == "new without step_8: note nothing-to-resume: note set-aside"
 
 
 def test_the_second_dpo_script_goes_on_by_itself_or_is_finished(run: Make) -> None:
@@ -133,11 +132,9 @@ def test_the_second_dpo_script_goes_on_by_itself_or_is_finished(run: Make) -> No
     dpo.start(gpus=1)
     # of a run that saved nothing it is true
     (dpo.output / "step0").mkdir(parents=True)
-    assert codes(dpo.decide(gpus=1))["nothing-to-resume"] == "note"
+    assert summarise(dpo.decide(gpus=1)) == "new: note nothing-to-resume"
     (dpo.output / "step4").mkdir()
-    decision = dpo.decide(gpus=1)
-    assert decision.kind == "new"
-    assert "nothing-to-resume" not in codes(decision)
+    assert summarise(dpo.decide(gpus=1)) == "new"
     dpo.ended()
     saved.model(dpo.output / "hf_model")
     assert summarise(dpo.decide(gpus=1)) == FINISHED
@@ -180,17 +177,13 @@ def test_a_run_that_was_killed_while_it_saved_the_model_is_not_finished(run: Mak
 def test_it_goes_back_to_where_a_resume_is_exact(run: Make) -> None:
     """44 rows by 4 are 11 micro-batches: with 2 a step only the first epoch's checkpoints are."""
     sft = run(rows=44)
-    assert codes(sft.decide()) == {"resume-inexact": "warning"}
+    assert summarise(sft.decide()) == "new: warning resume-inexact"
     sft.start()
     save(sft, 2, 4, 6, 8)
 
     decision = sft.decide()
-    assert decision.step == 4
-    assert codes(decision)["resume-earlier"] == "warning"
-    assert codes(decision)["set-aside"] == "note"
-    assert aside(decision) == ["step_6", "step_8"]
+    assert summarise(decision) == f"resume step_4 without step_6, step_8: {EARLIER}"
     assert decision.kept == ("step_2", "step_4")
-    assert not errors(decision)
 
     moved = resume.set_aside(decision, 2)
     assert [path.name for path in moved] == ["step_6.attempt-2", "step_8.attempt-2"]
@@ -222,14 +215,14 @@ def test_rows_are_counted_as_they_were_left_by_filtering(run: Make) -> None:
 
 def test_epochs_are_always_exact_and_a_half_written_step_does_not_hide_them(run: Make) -> None:
     sft = run(rows=44, every="epoch")
-    assert codes(sft.decide()) == {}
+    assert summarise(sft.decide()) == "new"
     sft.start()
     saved.pinned(sft.output, "epoch_0")
     save(sft, 8, completed=False)
     decision = sft.decide()
+    assert summarise(decision) == "resume epoch_0 without step_8: note resumes: note set-aside"
     assert decision.step == 6
     assert decision.place == resume.DataPosition(1, 0)
-    assert aside(decision) == ["step_8"]
 
 
 def test_dpo_inside_an_epoch_skips_in_each_later_one(run: Make) -> None:
@@ -263,9 +256,7 @@ def test_the_last_step_inside_an_epoch_would_be_followed_by_another(run: Make) -
     save(trl, 6, epoch=1.0)
     save(trl, 8, epoch=8 / 6)
     decision = trl.decide("max_steps=8")
-    assert decision.step == 6
-    assert codes(decision)["resume-earlier"] == "warning"
-    assert aside(decision) == ["checkpoint-8"]
+    assert summarise(decision) == f"resume checkpoint-6 without checkpoint-8: {EARLIER}"
 
 
 def test_data_that_are_not_skipped_begin_again(run: Make) -> None:
@@ -275,11 +266,11 @@ def test_data_that_are_not_skipped_begin_again(run: Make) -> None:
     ignoring = "ignore_data_skip=true"
     # the stage file asks for it
     decision = trl.decide(ignoring)
-    assert codes(decision) == {"resumes": "note", "resume-inexact": "warning"}
+    assert summarise(decision) == "resume checkpoint-2: note resumes: warning resume-inexact"
     assert "first rows" in warning(decision, "resume-inexact")
     # at the end of an epoch nothing is skipped
     save(trl, 6, epoch=1.0)
-    assert codes(trl.decide(ignoring)) == {"resumes": "note"}
+    assert summarise(trl.decide(ignoring)) == "resume checkpoint-6: note resumes"
     # what an attempt saves that began an epoch again is not where its number says
     save(trl, 8, epoch=8 / 6)
     trl.start(ignoring)
@@ -315,7 +306,7 @@ CHANGES = [
 ]
 
 
-@pytest.mark.parametrize(("stage", "before", "after", "expected"), CHANGES)
+@pytest.mark.parametrize("stage, before, after, expected", CHANGES)
 def test_a_change_that_would_train_wrongly_is_refused_until_it_is_named(
     run: Make, stage: str, before: str, after: str, expected: str
 ) -> None:
@@ -333,7 +324,7 @@ def test_a_change_that_would_train_wrongly_is_refused_until_it_is_named(
 
 
 @pytest.mark.parametrize(
-    ("before", "after", "changed"),
+    "before, after, changed",
     [
         ("", "learning_rate=1e-3", "learning_rate"),
         # how much is printed is no reason
@@ -355,7 +346,7 @@ def test_a_finished_run_with_other_settings_is_no_answer(
     if changed is None:
         assert summarise(decision) == FINISHED
     else:
-        assert summarise(decision) == "finished: error finished-changed"
+        assert summarise(decision) == CHANGED
         assert f"`{changed}`" in errors(decision)
 
 
@@ -375,7 +366,7 @@ def test_what_comes_out_of_the_checkpoint_is_what_the_record_says(run: Make) -> 
     trl.ended()
     for value in ("0.005", "0.004"):
         assert summarise(trl.decide(f"learning_rate={value}")) == FINISHED
-    assert codes(trl.decide("learning_rate=0.003")) == {"finished-changed": "error"}
+    assert summarise(trl.decide("learning_rate=0.003")) == CHANGED
 
 
 def forget_run_folder(run: Run, code: int | None = None) -> None:
@@ -407,10 +398,9 @@ def test_a_finished_run_without_its_run_folder_is_not_trained_over(run: Make) ->
 def test_checkpoints_without_any_record_are_not_trained_over(run: Make) -> None:
     trl = run(TRL)
     save(trl, 4)
-    assert codes(trl.decide())["not-resumed"] == "error"
+    assert summarise(trl.decide()) == "new: error not-resumed"
     named = trl.decide(f"resume_from_checkpoint={trl.output / 'checkpoint-4'}")
-    assert named.step == 4
-    assert not errors(named)
+    assert summarise(named) == "resume checkpoint-4"
     saved.cut(trl.output / "checkpoint-4" / "optimizer.pt")
     assert not errors(trl.decide())
 
@@ -472,9 +462,10 @@ def test_a_checkpoint_that_lacks_a_rank_is_set_aside(run: Make) -> None:
     sft.start(gpus=2)
     save(sft, 2, ranks=2)
     save(sft, 4, ranks=1)
-    decision = sft.decide(gpus=2)
-    assert decision.step == 2
-    assert aside(decision) == ["step_4"]
+    assert (
+        summarise(sft.decide(gpus=2))
+        == "resume step_2 without step_4: note resumes: note set-aside"
+    )
 
 
 def test_a_reference_that_is_gone_is_never_made_of_a_half_trained_model(run: Make) -> None:
@@ -523,16 +514,19 @@ def test_a_reference_that_is_gone_is_never_made_of_a_half_trained_model(run: Mak
 def test_fresh_takes_a_folder_beside_and_the_same_command_then_goes_on_there(run: Make) -> None:
     sft = run()
     stage = sft.plan().stage
+
+    def choose(*history: RunFolder, fresh: bool = False) -> resume.OutputChoice:
+        return resume.choose_output(stage, sft.output, history, fresh=fresh)
+
     assert resume.choose_output(stage, None, [], fresh=True).output is None
-    for fresh in (False, True):
-        placed = resume.choose_output(stage, sft.output, [], fresh=fresh)
-        assert placed.output == sft.output
-        assert not placed.derived
+    assert choose().output == sft.output
+    assert choose(fresh=True).output == sft.output
+    assert not choose(fresh=True).derived
 
     save(sft, 2)
     (sft.place / "out-2").mkdir()
-    placed = resume.choose_output(stage, sft.output, [], fresh=True)
     beside = sft.place / "out-3"
+    placed = choose(fresh=True)
     assert placed.output == beside
     planned = plan.completed(sft.plan(), placed.derived)
     assert planned.arguments()["output_dir"] == [str(beside)]
@@ -540,14 +534,12 @@ def test_fresh_takes_a_folder_beside_and_the_same_command_then_goes_on_there(run
 
     now = rundir.utc_now()
     record = manifest.build_manifest(1, now, planned, built(planned), sft.trainer, beside)
-    record = replace(record, asked_output=str(sft.output))
-    # its output folder tells of it without the run folder
-    granted = lease.acquire(beside, sft.folder.path)
-    lease.keep_manifest(granted, record.as_json())
-    assert resume.choose_output(stage, sft.output, [], fresh=False).output == beside
-
-    files.write_json(sft.folder.manifest, record.as_json())
-    again = resume.choose_output(stage, sft.output, [sft.folder], fresh=False)
+    content = replace(record, asked_output=str(sft.output)).as_json()
+    # the output folder tells of it without the run folder
+    lease.keep_manifest(lease.acquire(beside, sft.folder.path), content)
+    assert choose().output == beside
+    files.write_json(sft.folder.manifest, content)
+    again = choose(sft.folder)
     assert again.output == beside
     assert again.derived["output_dir"].value == str(beside)
 
@@ -584,15 +576,15 @@ def test_a_dry_run_names_an_earlier_run_and_keeps_out_of_its_record(
 def test_checkpoints_of_somebody_else(run: Make) -> None:
     sft = run()
     save(sft, 4)
-    assert sft.decide().step == 4
+    assert summarise(sft.decide()) == "resume step_4"
     saved.cut(sft.output / "step_4" / "optimizer.bin")
-    assert codes(sft.decide())["broken-checkpoint"] == "error"
+    assert summarise(sft.decide()) == "resume step_4: error broken-checkpoint"
 
 
 def test_a_name_that_upstream_would_take_for_a_checkpoint(run: Make) -> None:
     sft = run()
     (sft.output / "step_4_old").mkdir(parents=True)
-    assert codes(sft.decide()) == {"checkpoint-name": "error"}
+    assert summarise(sft.decide()) == "new: error checkpoint-name"
 
 
 def test_a_checkpoint_that_the_stage_file_names_counts_once(run: Make) -> None:
@@ -601,24 +593,23 @@ def test_a_checkpoint_that_the_stage_file_names_counts_once(run: Make) -> None:
     save(trl, 2, 4)
     named = f"resume_from_checkpoint={trl.output / 'checkpoint-2'}"
     decision = trl.start(named)
-    assert decision.step == 2
+    assert summarise(decision) == "resume checkpoint-2 without checkpoint-4: note set-aside"
     assert not decision.derived
-    assert aside(decision) == ["checkpoint-4"]
     # it was killed later: the same command continues from what it saved since
     save(trl, 4)
     assert trl.decide(named).step == 4
 
 
 @pytest.mark.parametrize(
-    ("text", "setting"),
+    "text, setting",
     [(TRL, "save_strategy='no'"), (TRL, "save_only_model=true"), (SFT, "checkpointing_steps=null")],
 )
 def test_a_run_that_could_not_be_resumed_is_noted_beforehand(
     run: Make, text: str, setting: str
 ) -> None:
     first = run(text)
-    assert codes(first.decide()) == {}
-    assert codes(first.decide(setting)) == {"no-checkpoints": "note"}
+    assert summarise(first.decide()) == "new"
+    assert summarise(first.decide(setting)) == "new: note no-checkpoints"
 
 
 def read_whole_run(path: Path) -> Evidence:

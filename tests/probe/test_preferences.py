@@ -1,41 +1,42 @@
-"""Margin and accuracy of open-instruct's DPO, as its loss has them, stand in the record of each step."""
+"""Margin and accuracy of open-instruct's DPO stand in the record of each step."""
 
 import textwrap
 
-from test_probe import TRAIN, Training
-from test_probe import training as training  # a fixture
+from probed_scripts import TRAIN, Training
+from probed_scripts import training as training  # a fixture
 
-DPO_UTILS = """
+REWARDS = """
     class Rewards:
         def __init__(self, *values): self.values = values
         def detach(self): return self
-        def __sub__(self, other): return Rewards(*(a - b for a, b in zip(self.values, other.values)))
-        def __gt__(self, other): return Rewards(*(float(a > b) for a, b in zip(self.values, other.values)))
         def float(self): return self
         def mean(self): return sum(self.values) / len(self.values)
+        def __sub__(self, other):
+            pairs = zip(self.values, other.values)
+            return Rewards(*(a - b for a, b in pairs))
+        def __gt__(self, other):
+            pairs = zip(self.values, other.values)
+            return Rewards(*(float(a > b) for a, b in pairs))
+
     def compute_loss(*pairs):
-        chosen = Rewards(*(one for one, _ in pairs))
-        return "the losses", chosen, Rewards(*(one for _, one in pairs))
+        chosen = Rewards(*(pair[0] for pair in pairs))
+        rejected = Rewards(*(pair[1] for pair in pairs))
+        return "the losses", chosen, rejected
 """
+# margins of the two micro-batches are (2, -1) and (2, 0)
+LOSS = "assert compute_loss((3, 1), (1 + micro, 2))[0] == 'the losses'"
 
 
 def test_they_are_means_over_the_micro_batches(training: Training) -> None:
-    module = training.folder / "packages" / "open_instruct" / "dpo_utils.py"
-    with module.open("a") as stream:
-        stream.write(textwrap.dedent(DPO_UTILS))
-    loss = "            assert dpo_utils.compute_loss((3, 1), (1 + micro, 2))[0] == 'the losses'\n"
-    script = TRAIN.replace(
-        "    import torch\n", "    import torch\n    from open_instruct import dpo_utils\n"
-    )
-    script = script.replace(
-        "            assert accelerator.backward",
-        f"{loss}            assert accelerator.backward",
-        1,
-    )
-    done = training.run(script)
+    training.write_package("open_instruct/dpo_utils.py", REWARDS)
+    train = textwrap.dedent(TRAIN)
+    backward = "assert accelerator.backward"
+    train = train.replace(backward, f"{LOSS}\n        {backward}")
+
+    done = training.run("from open_instruct.dpo_utils import compute_loss\n" + train)
+
     assert (done.returncode, done.stderr) == (0, "")
     first = training.events("step")[0]
-    # margins of the micro-batches are (2, -1) and (2, 0)
     assert (first["margin"], first["accuracy"]) == (0.75, 0.5)
 
 

@@ -1,4 +1,4 @@
-"""All ranks save after the same step, whichever of them hears of the request, and whenever; and OLMo-core's loop."""
+"""All ranks save after the same step, whichever of them hears of the request, and whenever."""
 
 import importlib.util
 import json
@@ -40,54 +40,62 @@ class Store:
         return all(key in self.values for key in keys)
 
 
-def probe_of(watching: Any, out: Path, rank: int, world: int) -> Any:
+def probe_of(watching: Any, out: Path, rank: int = 0, world: int = 1) -> Any:
     probe = watching.Probe({"target": "train.py", "out": str(out)})
-    probe.process.rank, probe.process.world = rank, world
+    probe.process.rank = rank
+    probe.process.world = world
     return probe
 
 
-def ask(out: Path, attempt: int = 1) -> None:
+def ranks_of(watching: Any, patch: pytest.MonkeyPatch, *outs: Path) -> list[Any]:
+    """The pieces of ranks that meet at one store, each with its folder."""
+    ranks = []
+    for rank, out in enumerate(outs):
+        ranks.append(probe_of(watching, out, rank, len(outs)).preemption)
+    store = Store()
+    module = sys.modules[type(ranks[0]).__module__]
+    patch.setattr(module, "key_value_store", lambda: store)
+    return ranks
+
+
+def request_save(out: Path) -> None:
     out.mkdir(exist_ok=True)
-    (out / "save.json").write_text(json.dumps({"attempt": attempt}))
+    (out / "save.json").write_text(json.dumps({"attempt": 1}))
 
 
 def test_ranks_that_are_not_at_the_same_step_agree_on_one_that_none_has_passed(
     watching: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = Store()
-    pieces = [probe_of(watching, tmp_path / f"rank{rank}", rank, 3).preemption for rank in range(3)]
-    module = sys.modules[type(pieces[0]).__module__]
-    monkeypatch.setattr(module, "key_value_store", lambda: store)
-    assert [piece.has_reached(step) for piece, step in zip(pieces, (5, 6, 0), strict=True)] == [
-        False
-    ] * 3
+    outs = [tmp_path / f"rank{rank}" for rank in range(3)]
+    ranks = ranks_of(watching, monkeypatch, *outs)
+    for rank, step in zip(ranks, (5, 6, 0), strict=True):
+        assert not rank.has_reached(step)
     # one machine alone has the request
-    ask(tmp_path / "rank2")
-    for piece in reversed(pieces):
-        piece.look()
-    assert [piece.look() for piece in pieces] == [True] * 3
-    assert [piece.agreed for piece in pieces] == [7, 7, 7]
-    for piece in pieces:
-        assert not piece.has_reached(6)
-        assert piece.has_reached(7)
+    request_save(outs[2])
+    for rank in reversed(ranks):
+        rank.look()
+    for rank in ranks:
+        assert rank.look()
+        assert rank.agreed == 7
+        assert not rank.has_reached(6)
+        assert rank.has_reached(7)
 
 
 def test_a_rank_waits_at_the_step_that_it_named_until_all_have(
     watching: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = Store()
-    ask(tmp_path)
-    first, second = (probe_of(watching, tmp_path, rank, 2).preemption for rank in range(2))
-    module = sys.modules[type(first).__module__]
-    monkeypatch.setattr(module, "key_value_store", lambda: store)
+    request_save(tmp_path)
+    first, second = ranks_of(watching, monkeypatch, tmp_path, tmp_path)
     first.has_reached(3)
     assert not first.look(), "nobody else has named a step"
     second.has_reached(4)
+
     passed: list[bool] = []
     waiting = threading.Thread(target=lambda: passed.append(first.has_reached(4)))
     waiting.start()
     waiting.join(0.2)
     assert waiting.is_alive(), "it may not go on alone"
+
     assert second.look()
     assert first.look()
     waiting.join(10)
@@ -101,13 +109,13 @@ def test_a_request_of_another_attempt_or_a_torn_one_is_none(
     watching: Any, tmp_path: Path, content: str
 ) -> None:
     (tmp_path / "save.json").write_text(content)
-    piece = probe_of(watching, tmp_path, 0, 1).preemption
-    assert not piece.look()
-    assert not piece.has_reached(1)
+    rank = probe_of(watching, tmp_path).preemption
+    assert not rank.look()
+    assert not rank.has_reached(1)
 
 
 def test_olmo_core_cancels_its_run_and_saves_before_it_ends(watching: Any, tmp_path: Path) -> None:
-    """Its trainer saves when a run is cancelled (callbacks/checkpointer.py: post_train); no final save."""
+    """Its trainer saves when a run is cancelled (callbacks/checkpointer.py: post_train)."""
 
     class Trainer:
         save_folder = "out"
@@ -129,11 +137,11 @@ def test_olmo_core_cancels_its_run_and_saves_before_it_ends(watching: Any, tmp_p
                 probe.process.step += 1
                 self.global_step += 1
                 if self.global_step == 4:
-                    ask(tmp_path)
+                    request_save(tmp_path)
                     probe.preemption.look()
             self.saved = self.global_step
 
-    probe = probe_of(watching, tmp_path, 0, 1)
+    probe = probe_of(watching, tmp_path)
     trainers = sys.modules[f"{watching.__name__}.trainers"]
     trainers.watch_olmo_trainer(probe, types.SimpleNamespace(Trainer=Trainer))
     trainer = Trainer()

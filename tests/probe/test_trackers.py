@@ -1,16 +1,15 @@
-"""The runs of W&B, MLflow and trackio that a training reports to, as the probe records and continues them.
+"""The runs of W&B, MLflow and trackio, as the probe records and continues them.
 
 The packages are stubs that keep what they were called with.
 """
 
 import json
-import textwrap
 from pathlib import Path
 from typing import Any
 
 import pytest
-from test_probe import Training
-from test_probe import training as training  # a fixture
+from probed_scripts import Training
+from probed_scripts import training as training  # a fixture
 
 from launcher.runs import trackers
 from launcher.runs.rundir import RunFolder
@@ -44,7 +43,7 @@ STUBS = {
 @pytest.fixture
 def tracked(training: Training) -> Training:
     for name, text in STUBS.items():
-        (training.folder / "packages" / name).write_text(textwrap.dedent(text))
+        training.write_package(name, text)
     return training
 
 
@@ -61,15 +60,10 @@ def test_the_run_of_each_tracker_is_recorded(tracked: Training) -> None:
         """
     )
     assert done.returncode == 0, done.stderr
-    events = [
-        {k: v for k, v in one.items() if k not in ("t", "event")}
-        for one in tracked.events("tracker")
-    ]
-    assert events == [
-        {"tracker": "wandb", "id": "ab12cd34", "project": "p", "name": "calm-sea-1"},
-        {"tracker": "mlflow", "id": "f" * 32, "project": "7", "name": "sunny-goat"},
-        {"tracker": "trackio", "id": "brave-panda-3", "project": "t", "name": "brave-panda-3"},
-    ]
+    assert tracked.values("tracker", "tracker") == ["wandb", "mlflow", "trackio"]
+    assert tracked.values("tracker", "id") == ["ab12cd34", "f" * 32, "brave-panda-3"]
+    assert tracked.values("tracker", "project") == ["p", "7", "t"]
+    assert tracked.values("tracker", "name") == ["calm-sea-1", "sunny-goat", "brave-panda-3"]
 
 
 @pytest.mark.parametrize(
@@ -103,22 +97,23 @@ def test_trackio_continues_the_run_of_a_name(
     ],
 )
 def test_a_tracker_that_tells_nothing_stops_nothing(tracked: Training, stub: str) -> None:
-    (tracked.folder / "packages" / "wandb.py").write_text(stub)
+    tracked.write_package("wandb.py", stub)
     done = tracked.run("import wandb\ngetattr(wandb, 'init', dict)(project='p')\nprint('trained')")
     assert (done.returncode, done.stdout) == (0, "trained\n"), done.stderr
     assert tracked.events("tracker") == []
 
 
-def recorded(folder: Path, *events: dict[str, Any]) -> tuple[TrackerRun, ...]:
+def recorded_trackers(folder: Path, *events: dict[str, Any]) -> tuple[TrackerRun, ...]:
     run = RunFolder(folder)
     run.probe.mkdir()
     lines = [json.dumps({"event": "tracker", **event}) for event in events]
-    (run.probe / "rank-0.jsonl").write_text("\n".join([*lines, "{", "[]", '{"event": "start"}']))
+    lines += ["{", "[]", '{"event": "start"}']
+    (run.probe / "rank-0.jsonl").write_text("\n".join(lines))
     return trackers.read_trackers(run)
 
 
 def test_the_last_run_of_each_tracker_is_continued(tmp_path: Path) -> None:
-    runs = recorded(
+    runs = recorded_trackers(
         tmp_path,
         {"tracker": "wandb", "id": "first", "project": "p"},
         {"tracker": "trackio", "id": "brave panda"},
@@ -127,11 +122,17 @@ def test_the_last_run_of_each_tracker_is_continued(tmp_path: Path) -> None:
         {"tracker": "mlflow"},
         {"tracker": "mlflow", "id": "a\nb"},
     )
-    added = {"WANDB_RUN_ID": "second", "WANDB_RESUME": "allow", "LAUNCH_TRACKIO_RUN": "brave panda"}
-    assert trackers.tracker_variables(runs, {}) == added
-    # what the user's environment says is the user's
-    assert trackers.tracker_variables(runs, {"WANDB_RUN_ID": "own"}) == {
-        "LAUNCH_TRACKIO_RUN": "brave panda"
-    }
-    assert trackers.tracker_variables(runs, {"WANDB_RESUME": "must"})["WANDB_RUN_ID"] == "second"
-    assert "WANDB_RESUME" not in trackers.tracker_variables(runs, {"WANDB_RESUME": "must"})
+    trackio = {"LAUNCH_TRACKIO_RUN": "brave panda"}
+    wandb = {"WANDB_RUN_ID": "second", "WANDB_RESUME": "allow"}
+    assert trackers.tracker_variables(runs, {}) == {**wandb, **trackio}
+
+
+@pytest.mark.parametrize(
+    ("environ", "variables"),
+    [({"WANDB_RUN_ID": "own"}, {}), ({"WANDB_RESUME": "must"}, {"WANDB_RUN_ID": "second"})],
+)
+def test_the_users_environment_takes_precedence(
+    tmp_path: Path, environ: dict[str, str], variables: dict[str, str]
+) -> None:
+    runs = recorded_trackers(tmp_path, {"tracker": "wandb", "id": "second"})
+    assert trackers.tracker_variables(runs, environ) == variables

@@ -1,15 +1,11 @@
-"""A run whose model nobody wants ends well after its last step; a resumed one counts the steps of the run."""
+"""A run whose model nobody wants ends after its last step; a resumed one counts on."""
 
-import json
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-from test_probe import Training
-
-from launcher.plan.command import PROBE
+from probed_scripts import FAKES as FAKE_PACKAGES
+from probed_scripts import Training
+from probed_scripts import training as training  # a fixture
 
 STEPS = """
     from accelerate import Accelerator
@@ -48,27 +44,38 @@ FAKES = {
 }
 
 
-@pytest.mark.parametrize(
-    ("script", "before"),
+BOTH = pytest.mark.parametrize(
+    ("script", "checkpoint"),
     [(OPEN_INSTRUCT, ""), (TRL, "wrote checkpoint\n")],
     ids=("open_instruct", "trl"),
 )
-def test_it_ends_before_the_final_save(tmp_path: Path, script: str, before: str) -> None:
-    training = Training(tmp_path)
+
+
+@pytest.fixture
+def saving(training: Training) -> Training:
     for name, text in FAKES.items():
-        (tmp_path / "packages" / name).write_text(text)
-    # without being asked it saves
-    done = training.run(script)
-    assert done.returncode == 0 and done.stdout.endswith("saved\n"), done.stderr
-    assert training.events("not_saved") == []
-    (training.out / "rank-0.jsonl").unlink()
-    done = training.run(script, final_save=False)
+        training.write_package(name, text)
+    return training
+
+
+@BOTH
+def test_it_ends_before_a_final_save_that_nobody_wants(
+    saving: Training, script: str, checkpoint: str
+) -> None:
+    done = saving.run(script, final_save=False)
     # a checkpoint is no final save
-    assert (done.returncode, done.stdout) == (0, f"1\n2\n3\n{before}"), done.stderr
-    assert [event["step"] for event in training.events("not_saved")] == [3]
-    assert [event["exit"] for event in training.events("end")] == [0]
+    assert (done.returncode, done.stdout) == (0, f"1\n2\n3\n{checkpoint}"), done.stderr
+    assert saving.values("not_saved", "step") == [3]
+    assert saving.values("end", "exit") == [0]
     # every step was written before it ended
-    assert [event["step"] for event in training.events("step")] == [1, 2, 3]
+    assert saving.values("step", "step") == [1, 2, 3]
+
+
+@BOTH
+def test_it_saves_unless_it_is_asked_not_to(saving: Training, script: str, checkpoint: str) -> None:
+    done = saving.run(script)
+    assert done.returncode == 0 and done.stdout.endswith("saved\n"), done.stderr
+    assert saving.events("not_saved") == []
 
 
 RESUMED = """
@@ -97,33 +104,34 @@ for loss in (2.0, 1.5):
     ],
 )
 def test_steps_are_counted_from_the_checkpoint(
-    tmp_path: Path, path: str, counted: dict[str, object], base: int
+    training: Training, path: str, counted: dict[str, object], base: int
 ) -> None:
-    training = Training(tmp_path)
-    fake = tmp_path / "packages" / "accelerate" / "accelerator.py"
-    fake.write_text(
-        fake.read_text().replace("def load_state(self): pass", "def load_state(self, folder): pass")
-    )
+    fake = FAKE_PACKAGES["accelerate/accelerator.py"]
+    with_folder = fake.replace("def load_state(self)", "def load_state(self, folder)")
+    training.write_package("accelerate/accelerator.py", with_folder)
+
     done = training.run(RESUMED.format(path=path, counted=counted))
+
     assert (done.returncode, done.stderr) == (0, "")
-    assert [event["step"] for event in training.events("step")] == [base + 1, base + 2]
-    resumed = [(event["path"], event["step"]) for event in training.events("resumed")]
-    assert resumed == [(path, base)] * bool(path)
+    assert training.values("step", "step") == [base + 1, base + 2]
+    assert training.values("resumed", "path") == ([path] if path else [])
+    assert training.values("resumed", "step") == ([base] if path else [])
     assert training.notes() == []
 
 
-def test_a_numbered_cpu_can_be_loaded_onto(tmp_path: Path) -> None:
+def test_a_numbered_cpu_can_be_loaded_onto(training: Training) -> None:
     """What accelerate calls the CPU of one of several processes; torch alone refuses it."""
     pytest.importorskip("torch")
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import torch\ntorch.save({'a': torch.ones(2)}, 'x.pt')\n"
-        "assert torch.load('x.pt', map_location='cpu:1')['a'].sum() == 2\n"
-    )
-    settings = json.dumps({"target": str(script), "out": str(tmp_path / "probe"), "cpu": True})
-    env = {**os.environ, "LAUNCH_PROBE": settings}
-    done = subprocess.run(
-        [sys.executable, str(PROBE)], cwd=tmp_path, capture_output=True, text=True, env=env
+    training.packages = training.folder / "no packages"
+    done = training.run(
+        """
+        import torch
+        torch.save({"a": torch.ones(2)}, "x.pt")
+        assert torch.load("x.pt", map_location="cpu:1")["a"].sum() == 2
+        """,
+        python=sys.executable,
+        options=(),
+        cpu=True,
     )
     assert done.returncode == 0, done.stderr
-    assert "cpu_location" in (tmp_path / "probe" / "rank-0.jsonl").read_text()
+    assert "cpu_location" in (training.out / "rank-0.jsonl").read_text()

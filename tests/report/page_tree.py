@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
+from typing import Any
 
 VOID = {"meta", "br", "input", "img", "link", "hr"}
 
@@ -65,14 +67,6 @@ def parse(page: str) -> Element:
     return top
 
 
-def section(tree: Element, key: str) -> Element:
-    """The section whose heading has this id."""
-    for element in tree.all("section"):
-        if element.all("h2", id=key):
-            return element
-    raise AssertionError(f"there is no section {key}")
-
-
 def rows(element: Element) -> list[list[str]]:
     """The rows of all tables below as text."""
     texts = []
@@ -81,7 +75,39 @@ def rows(element: Element) -> list[list[str]]:
     return texts
 
 
-def cells(element: Element, first: str) -> list[str]:
-    """The cells of a row after the first one, which has this text."""
-    (row,) = [row for row in rows(element) if row[0] == first]
-    return row[1:]
+class Page:
+    """A page about runs, by its parts."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.tree = parse(text)
+
+    def section(self, key: str) -> Element:
+        """The section whose heading has this id."""
+        for element in self.tree.all("section"):
+            if element.all("h2", id=key):
+                return element
+        raise AssertionError(f"there is no section {key}")
+
+    def row(self, key: str, first: str) -> list[str]:
+        """The cells of a row of a section, after the first one, which has this text."""
+        (row,) = [row for row in rows(self.section(key)) if row[0] == first]
+        return row[1:]
+
+    @property
+    def heading(self) -> str:
+        return self.tree.one("h1").text
+
+    @property
+    def banners(self) -> list[Element]:
+        sections = self.tree.all("section")
+        return [element for element in sections if "banner" in element.attributes.get("class", "")]
+
+    @property
+    def curves(self) -> Any:
+        """The data that the page draws."""
+        return json.loads(self.tree.one("script", id="curves-data").text)
+
+    @property
+    def panels(self) -> dict[str, Any]:
+        return {panel["key"]: panel for panel in self.curves["panels"]}

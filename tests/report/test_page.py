@@ -5,12 +5,11 @@ import hashlib
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 from conftest import DATA
 from made_runs import console, loss, made, manifest
-from page_tree import Element, cells, parse, rows, section
+from page_tree import Element, Page, rows
 
 from launcher.lifecycle import conclude
 from launcher.redaction import REDACTED
@@ -34,23 +33,8 @@ def load(*paths: Path) -> list[Run]:
     return series.load_runs([str(path) for path in paths])
 
 
-def tree_of(*runs: Run) -> Element:
-    return parse(page.render(list(runs)))
-
-
-def curves(tree: Element) -> Any:
-    """The data that the page draws."""
-    return json.loads(tree.one("script", id="curves-data").text)
-
-
-def panel(tree: Element, key: str) -> Any:
-    panels = {panel["key"]: panel for panel in curves(tree)["panels"]}
-    return panels[key]
-
-
-def banners(tree: Element) -> list[Element]:
-    sections = tree.all("section")
-    return [element for element in sections if "banner" in element.attributes.get("class", "")]
+def show(*runs: Run) -> Page:
+    return Page(page.render(list(runs)))
 
 
 @pytest.fixture
@@ -65,8 +49,8 @@ def run(folder: RunFolder) -> Run:
 
 
 @pytest.fixture
-def tree(run: Run) -> Element:
-    return tree_of(run)
+def shown(run: Run) -> Page:
+    return show(run)
 
 
 def crashed(tmp_path: Path, log: str, **ended: int) -> Run:
@@ -85,55 +69,50 @@ def hash_of(element: Element) -> str:
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
-def test_the_page_is_one_file_that_loads_nothing(run: Run, tree: Element) -> None:
-    text = page.render([run])
-    assert text.startswith("<!doctype html>")
-    assert not tree.all("link", "img", "iframe", "object", "embed", "base", "video")
-    for element in tree.all("a", "script", "form", "button", "input"):
+def test_the_page_is_one_file_that_loads_nothing(shown: Page) -> None:
+    assert shown.text.startswith("<!doctype html>")
+    assert not shown.tree.all("link", "img", "iframe", "object", "embed", "base", "video")
+    for element in shown.tree.all("a", "script", "form", "button", "input"):
         assert not {"src", "action", "formaction"} & set(element.attributes)
         assert element.attributes.get("href", "#").startswith("#")
 
 
-def test_the_policy_allows_the_style_and_the_script_of_the_page_alone(
-    run: Run, tree: Element
-) -> None:
-    meta = tree.one("meta", **{"http-equiv": "Content-Security-Policy"})
+def test_the_policy_allows_the_style_and_the_script_of_the_page_alone(shown: Page) -> None:
+    meta = shown.tree.one("meta", **{"http-equiv": "Content-Security-Policy"})
     policy = dict(part.strip().split(" ", 1) for part in meta.attributes["content"].split(";"))
     for directive in ("default-src", "base-uri", "form-action"):
         assert policy[directive] == "'none'"
-    scripts = [script for script in tree.all("script") if "type" not in script.attributes]
+    scripts = [script for script in shown.tree.all("script") if "type" not in script.attributes]
     assert [policy["script-src"]] == [hash_of(script) for script in scripts]
-    style = tree.one("style")
+    style = shown.tree.one("style")
     assert policy["style-src"] == hash_of(style)
     assert "@import" not in style.text
     assert "url(" not in style.text
     # what it forbids would silently do nothing
-    markup = re.sub(r"(?s)<script>.*</script>", "", page.render([run]))
+    markup = re.sub(r"(?s)<script>.*</script>", "", shown.text)
     assert not re.search(r"<[^>]*\s(style|on\w+)=", markup)
 
 
-def test_the_verdict_stands_with_its_evidence(tree: Element, run: Run) -> None:
+def test_the_verdict_stands_with_its_evidence(shown: Page, run: Run) -> None:
     assert run.verdict["status"] == "pass"
-    assert "pass" in tree.one("h1").text
-    assert not banners(tree)
-    verdict = section(tree, "verdict")
-    assert cells(verdict, "finish")[:3] == ["completed", "completed", "✓ ok"]
-    assert cells(verdict, "loss")[3].startswith(
-        "losses: 40 recorded by the probe, 8 logged; all finite"
-    )
+    assert "pass" in shown.heading
+    assert not shown.banners
+    assert shown.row("verdict", "finish")[:3] == ["completed", "completed", "✓ ok"]
+    summary = "losses: 40 recorded by the probe, 8 logged; all finite"
+    assert shown.row("verdict", "loss")[3].startswith(summary)
 
     evidence = {point["name"]: point["evidence"] for point in run.verdict["points"]}
     for name in ("loss", "finish", "attention"):
-        shown = cells(verdict, name)[3]
+        cell = shown.row("verdict", name)[3]
         for cite in evidence[name]:
-            assert f"{Path(cite['file']).name}:{cite['line']}" in shown
-            assert " ".join(cite["text"].split()) in shown
+            assert f"{Path(cite['file']).name}:{cite['line']}" in cell
+            assert " ".join(cite["text"].split()) in cell
 
 
-def test_the_lines_of_the_evidence_are_folded(tree: Element) -> None:
-    folded = tree.all("details", **{"class": "evidence"})
+def test_the_lines_of_the_evidence_are_folded(shown: Page) -> None:
+    folded = shown.tree.all("details", **{"class": "evidence"})
     assert folded
-    outside = section(tree, "verdict").text
+    outside = shown.section("verdict").text
     for details in folded:
         assert "open" not in details.attributes
         outside = outside.replace(details.text, "")
@@ -143,8 +122,9 @@ def test_the_lines_of_the_evidence_are_folded(tree: Element) -> None:
 def test_a_failed_run_begins_with_its_cause_and_the_end_of_its_log(tmp_path: Path) -> None:
     error = "ValueError: row 7 has no messages"
     run = crashed(tmp_path, f"{TRACE}    main()\n{error}\n", returncode=1)
-    text = page.render([run])
-    (banner,) = banners(parse(text))
+    shown = show(run)
+    text = shown.text
+    (banner,) = shown.banners
 
     assert "fail" in banner.attributes["class"]
     cause = banner.all("p")[0].text
@@ -159,20 +139,20 @@ def test_a_failed_run_begins_with_its_cause_and_the_end_of_its_log(tmp_path: Pat
 
 
 def test_a_stopped_run_is_not_red(tmp_path: Path) -> None:
-    tree = tree_of(crashed(tmp_path, "", returncode=-15, signal=15, stopped=15))
-    assert tree.one("h1").text.endswith("stopped")
-    (banner,) = banners(tree)
+    shown = show(crashed(tmp_path, "", returncode=-15, signal=15, stopped=15))
+    assert shown.heading.endswith("stopped")
+    (banner,) = shown.banners
     assert banner.attributes["class"] == "banner stopped"
     assert "SIGTERM" in banner.text
-    assert cells(section(tree, "verdict"), "finish")[2] == "■ stopped"
+    assert shown.row("verdict", "finish")[2] == "■ stopped"
 
 
 def test_the_command_stands_above_what_it_started(tmp_path: Path) -> None:
     argv = ["launch", "dpo", "configs/a.yaml", "learning_rate=5e-7"]
     log = "wandb: View run it at: https://wandb.ai/a/b/runs/c\n"
-    tree = tree_of(*load(made(tmp_path / "run", told=manifest(launch_argv=argv), extra=log)))
-    assert tree.all("a", href="https://wandb.ai/a/b/runs/c")
-    versions = section(tree, "versions")
+    shown = show(*load(made(tmp_path / "run", told=manifest(launch_argv=argv), extra=log)))
+    assert shown.tree.all("a", href="https://wandb.ai/a/b/runs/c")
+    versions = shown.section("versions")
     command, started = versions.all("pre")
     assert command.text == "launch dpo configs/a.yaml learning_rate=5e-7"
     assert "accelerate" in started.text
@@ -197,31 +177,31 @@ ROWS = [
 ]
 
 
-def test_the_tables_of_plan_arguments_and_versions(tree: Element) -> None:
+def test_the_tables_of_plan_arguments_and_versions(shown: Page) -> None:
     for key, row, expected in ROWS:
-        assert cells(section(tree, key), row) == expected
+        assert shown.row(key, row) == expected
 
 
-def test_defaults_are_folded(tree: Element) -> None:
-    folded = section(tree, "arguments").one("details")
+def test_defaults_are_folded(shown: Page) -> None:
+    folded = shown.section("arguments").one("details")
     assert "open" not in folded.attributes
     assert [row[0] for row in rows(folded)[1:]] == ["max_grad_norm", "hub_model_id"]
-    assert cells(folded, "hub_model_id")[0] == "null"
+    assert rows(folded)[2][1] == "null"
 
 
-def test_findings_and_the_command_to_copy(tree: Element) -> None:
-    (row,) = rows(section(tree, "findings"))[1:]
+def test_findings_and_the_command_to_copy(shown: Page) -> None:
+    (row,) = rows(shown.section("findings"))[1:]
     assert row[:2] == ["warning[conditional-key]", "configs/a.yaml:9"]
     assert "leave it out" in row[2]
-    command = section(tree, "versions").one("pre").text
+    command = shown.section("versions").one("pre").text
     assert command == """python -m accelerate --run_name 'it'"'"'s'"""
 
 
 # Curves
 
 
-def test_the_curves_are_those_of_the_run(tree: Element) -> None:
-    (run,) = curves(tree)["runs"]
+def test_the_curves_are_those_of_the_run(shown: Page) -> None:
+    (run,) = shown.curves["runs"]
     steps = range(1, 41)
     assert run["steps"] == list(steps)
     expected = [loss(step) for step in steps]
@@ -231,14 +211,14 @@ def test_the_curves_are_those_of_the_run(tree: Element) -> None:
     assert [step for step in steps if rates[step] is not None] == [*range(5, 41, 5)]
 
 
-def test_curves_have_an_order_and_titles(tree: Element) -> None:
-    shown = [panel["key"] for panel in curves(tree)["panels"] if not panel["folded"]]
+def test_curves_have_an_order_and_titles(shown: Page) -> None:
+    drawn = [panel["key"] for panel in shown.curves["panels"] if not panel["folded"]]
     expected = "loss learning_rate tokens memory rewards margin accuracy grad_norm wasted"
-    assert " ".join(shown) == expected
-    titles = {heading.text for heading in section(tree, "curves").all("h3")}
+    assert " ".join(drawn) == expected
+    titles = {heading.text for heading in shown.section("curves").all("h3")}
     assert {"loss", "learning rate", "tokens/s", "reward margin", "logps/chosen"} <= titles
     # a loss alone needs no name
-    assert [line["label"] for line in panel(tree, "loss")["lines"]] == [""]
+    assert [line["label"] for line in shown.panels["loss"]["lines"]] == [""]
 
 
 def test_the_validation_loss_is_drawn_beside_the_loss(folder: RunFolder) -> None:
@@ -247,10 +227,10 @@ def test_the_validation_loss_is_drawn_beside_the_loss(folder: RunFolder) -> None
             metrics = {"eval_loss": step / 100, "eval_runtime": 3.0}
             event = {"event": "evaluation", "step": step, "metrics": metrics}
             file.write(json.dumps(event) + "\n")
-    tree = tree_of(*load(folder.path))
+    shown = show(*load(folder.path))
 
-    assert [line["label"] for line in panel(tree, "loss")["lines"]] == ["training", "validation"]
-    columns = curves(tree)["runs"][0]["columns"]
+    assert [line["label"] for line in shown.panels["loss"]["lines"]] == ["training", "validation"]
+    columns = shown.curves["runs"][0]["columns"]
     assert columns["eval_loss"] == [None] * 19 + [0.2] + [None] * 19 + [0.4]
     assert "eval_runtime" not in columns
 
@@ -264,10 +244,10 @@ def test_the_validation_loss_of_a_log_alone() -> None:
 
 def test_steps_that_were_not_finite_are_marked(tmp_path: Path) -> None:
     (run,) = load(made(tmp_path / "run", bad=(17, 20)))
-    data = curves(tree_of(run))["runs"][0]
+    data = show(run).curves["runs"][0]
     assert data["nonfinite"] == [17, 20]
     assert data["columns"]["loss"][16] is None
-    assert "NaN" not in tree_of(run).one("script", id="curves-data").text
+    assert "NaN" not in show(run).tree.one("script", id="curves-data").text
 
 
 # Several runs
@@ -276,31 +256,31 @@ def test_steps_that_were_not_finite_are_marked(tmp_path: Path) -> None:
 def test_stages_share_no_axis(tmp_path: Path) -> None:
     sft = made(tmp_path / "sft", told=manifest(name="a", stage="sft"), steps=20)
     dpo = made(tmp_path / "dpo", told=manifest(name="b"))
-    tree = tree_of(*load(sft, dpo))
-    losses = [panel for panel in curves(tree)["panels"] if panel["key"].startswith("loss")]
+    shown = show(*load(sft, dpo))
+    losses = [panel for panel in shown.curves["panels"] if panel["key"].startswith("loss")]
     assert [panel["runs"] for panel in losses] == [[0], [1]]
-    headings = section(tree, "curves").all("h3")
+    headings = shown.section("curves").all("h3")
     assert [h.text for h in headings if "class" in h.attributes] == ["SFT", "DPO"]
 
 
 def test_several_runs_share_the_charts_and_can_be_switched(tmp_path: Path) -> None:
     other = manifest(name="other")
     other["args"]["learning_rate"] = {"value": 1e-6, "origin": "configs/b.yaml:3"}
-    tree = tree_of(*load(made(tmp_path / "one"), made(tmp_path / "two", told=other, steps=60)))
+    shown = show(*load(made(tmp_path / "one"), made(tmp_path / "two", told=other, steps=60)))
 
-    assert [run["name"] for run in curves(tree)["runs"]] == ["dpo tulu", "dpo other"]
-    boxes = tree.all("input", type="checkbox")
+    assert [run["name"] for run in shown.curves["runs"]] == ["dpo tulu", "dpo other"]
+    boxes = shown.tree.all("input", type="checkbox")
     assert [box.attributes["data-run"] for box in boxes] == ["0", "1"]
-    labels = tree.one("fieldset").all("label")
+    labels = shown.tree.one("fieldset").all("label")
     assert [label.words for label in labels] == ["1dpo tulu", "2dpo other"]
-    arguments = section(tree, "arguments").all("table")[0]
+    arguments = shown.section("arguments").all("table")[0]
     assert rows(arguments)[1:] == [["learning_rate", "1 5e-072 1e-06"]]
-    assert [row[2] for row in rows(section(tree, "plan"))] == ["steps", "40", "60plan 40"]
+    assert [row[2] for row in rows(shown.section("plan"))] == ["steps", "40", "60plan 40"]
 
 
 def test_figures_of_several_runs_show_the_difference_from_the_first(tmp_path: Path) -> None:
-    tree = tree_of(*load(made(tmp_path / "one"), made(tmp_path / "two", scale=2)))
-    head, first, second = rows(tree.one("table", **{"class": "overview"}))
+    shown = show(*load(made(tmp_path / "one"), made(tmp_path / "two", scale=2)))
+    head, first, second = rows(shown.tree.one("table", **{"class": "overview"}))
     speed = head.index("tokens/s")
     assert [first[speed], second[speed]] == ["6,000", "3,000−50.0%"]
     steps = head.index("steps")
@@ -329,7 +309,7 @@ SAMPLES = {
 def test_answers_before_and_after_stand_beside_each_other(folder: RunFolder) -> None:
     folder.samples.write_text(json.dumps(SAMPLES))
     (run,) = load(folder.path)
-    samples = section(tree_of(run), "samples")
+    samples = show(run).section("samples")
     texts = [pre.text for pre in samples.all("pre")]
     assert texts == ["What is <b>a list</b>?", "no idea", "Something ordered.", "A sequence."]
     headings = [heading.text for heading in samples.all("h4")]
@@ -350,7 +330,7 @@ def test_answers_before_and_after_stand_beside_each_other(folder: RunFolder) -> 
 )
 def test_a_damaged_record_of_samples_breaks_no_page(folder: RunFolder, record: str) -> None:
     folder.samples.write_text(record)
-    assert tree_of(*load(folder.path)).all("h1")
+    assert show(*load(folder.path)).heading
 
 
 # What a page is made of
@@ -361,9 +341,9 @@ def test_a_log_alone_is_enough(tmp_path: Path) -> None:
     log.write_text(console(1, 40))
     (run,) = load(log)
     assert run.stage == "dpo"
-    tree = tree_of(run)
-    assert curves(tree)["runs"][0]["steps"] == list(range(5, 41, 5))
-    assert "train.log:17" in cells(section(tree, "verdict"), "finish")[3]
+    shown = show(run)
+    assert shown.curves["runs"][0]["steps"] == list(range(5, 41, 5))
+    assert "train.log:17" in shown.row("verdict", "finish")[3]
 
 
 def test_logs_of_one_name_are_told_apart(tmp_path: Path) -> None:
@@ -407,14 +387,15 @@ def test_the_json_form_has_the_same_content(run: Run) -> None:
 def test_the_page_of_a_judged_run_is_written(folder: RunFolder) -> None:
     verdict = conclude.finish(folder)
     assert page.default_path(load(folder.path)) == folder.report
-    assert curves(parse(folder.report.read_text()))["runs"][0]["steps"] == list(range(1, 41))
+    (drawn,) = Page(folder.report.read_text()).curves["runs"]
+    assert drawn["steps"] == list(range(1, 41))
 
     # without the evidence it is the page without curves, and without a way there
     content = rundir.read_json(folder.manifest)
-    tree = tree_of(series.run_from_records(folder.path, content, verdict.as_json(), []))
-    assert not tree.all("h2", id="curves")
-    assert not tree.all("a", href="#curves")
-    assert cells(section(tree, "verdict"), "finish")[0] == "completed"
+    shown = show(series.run_from_records(folder.path, content, verdict.as_json(), []))
+    assert not shown.tree.all("h2", id="curves")
+    assert not shown.tree.all("a", href="#curves")
+    assert shown.row("verdict", "finish")[0] == "completed"
 
 
 def test_texts_of_a_run_stay_texts(tmp_path: Path) -> None:
@@ -429,17 +410,17 @@ def test_texts_of_a_run_stay_texts(tmp_path: Path) -> None:
     log = f"{line}{TRACE}ValueError: {NASTY[:90]}\n"
     (run,) = load(made(tmp_path / "run", told=content, extra=log))
 
-    text = page.render([run])
-    tree = parse(text)
-    assert not tree.all("img")
+    shown = show(run)
+    text = shown.text
+    assert not shown.tree.all("img")
     # the script of the page, and its data
-    assert len(tree.all("script")) == 2
+    assert len(shown.tree.all("script")) == 2
     assert len(re.findall(r"(?i)<script", text)) == 2
-    assert SEEN in tree.one("h1").text
+    assert SEEN in shown.heading
     for key in ("arguments", "findings", "versions"):
-        assert SEEN in section(tree, key).text
+        assert SEEN in shown.section(key).text
     assert not re.search("[\x00-\x08\x0e-\x1f\u202e]", text)
-    assert curves(tree)["runs"][0]["name"].endswith(READ)
+    assert shown.curves["runs"][0]["name"].endswith(READ)
 
 
 def test_no_token_gets_into_a_report(tmp_path: Path) -> None:
@@ -449,8 +430,8 @@ def test_no_token_gets_into_a_report(tmp_path: Path) -> None:
     path = made(tmp_path / "run", told=content, extra=f"{TRACE}ValueError: bad token {TOKEN}\n")
     runs = load(path, path / "console.log")
 
-    tree = tree_of(*runs)
-    for text in (page.render(runs), tree.text, json.dumps(series.as_json(runs))):
+    shown = show(*runs)
+    for text in (shown.text, shown.tree.text, json.dumps(series.as_json(runs))):
         assert TOKEN not in text
-    assert REDACTED in tree.text
-    assert cells(section(tree_of(runs[0]), "arguments"), "hub_token")[0] == REDACTED
+    assert REDACTED in shown.tree.text
+    assert show(runs[0]).row("arguments", "hub_token")[0] == REDACTED

@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import saved
 from conftest import PATIENCE_S
 from fake_world import LAUNCH, World, looks_on, made, needs_trl, until
 
+from launcher.cli import main
 from launcher.errors import NotReady
 from launcher.machine import process
 from launcher.probe.watching import watchdog
@@ -28,14 +30,24 @@ from launcher.runs import attempt, lease, rundir
 from launcher.runs.lease import Lease
 from launcher.runs.rundir import RunFolder
 
+Capture = pytest.CaptureFixture[str]
+
 NAMESPACE = ("unshare", "--pid", "--fork", "--mount-proc")
 ACQUIRE = Path(__file__).with_name("acquire_lease.py")
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
+def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     with made(tmp_path / "world") as world:
+        for name, value in world.environ.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.chdir(world.root)
         yield world
+
+
+def launch(*words: str) -> int:
+    """Run a command in this process; its exit code."""
+    return main.main(list(words))
 
 
 @pytest.fixture
@@ -90,8 +102,16 @@ def state_in(answer: str | bytes) -> str:
     return str(row["state"])
 
 
-def state_here(world: World) -> str:
-    return state_in(world.launch("runs", "--format", "json").stdout)
+def data_of(capsys: Capture, *words: str) -> Any:
+    """The data of a command's JSON answer."""
+    capsys.readouterr()
+    launch(*words, "--format", "json")
+    return json.loads(capsys.readouterr().out)["data"]
+
+
+def state_here(capsys: Capture) -> str:
+    (row,) = data_of(capsys, "runs")
+    return str(row["state"])
 
 
 def newest_lease(output: Path) -> Lease:
@@ -214,7 +234,7 @@ def test_of_many_starts_at_once_one_gets_the_folder(tmp_path: Path) -> None:
 def test_a_start_that_fails_leaves_no_lease(world: World) -> None:
     output = output_of(world)
     folder = world.prepared(argv=("/no/such/python",), output=str(output))
-    assert world.launch("exec", str(folder.path)).returncode == 5
+    assert launch("exec", str(folder.path)) == 5
     assert list(output.iterdir()) == []
 
 
@@ -280,16 +300,15 @@ def test_a_second_start_into_the_same_output_is_refused(
     assert second.attempts() == 0
 
 
-def test_an_orphan_keeps_its_output_folder(world: World) -> None:
+def test_an_orphan_keeps_its_output_folder(world: World, capsys: Capture) -> None:
     folder = start_training(world)
     os.kill(rundir.read_json(folder.process)["keeper"]["pid"], signal.SIGKILL)
     shutil.rmtree(folder.path)
     set_last_beat(newest_lease(output_of(world)), 2 * lease.SILENT_S)
 
-    done = world.launch("exec", str(second_run(world).path))
+    assert launch("exec", str(second_run(world).path)) == 5
 
-    assert done.returncode == 5
-    assert "its training continues" in done.stderr
+    assert "its training continues" in capsys.readouterr().err
 
 
 def test_the_probe_keeps_the_heartbeat_of_a_run_without_a_supervisor(
@@ -360,7 +379,7 @@ def kill_namespace(outside: subprocess.Popen[bytes]) -> None:
 
 @pytest.mark.slow
 def test_nothing_is_concluded_of_a_run_that_cannot_be_seen(
-    world: World, container: tuple[str, ...]
+    world: World, container: tuple[str, ...], capsys: Capture
 ) -> None:
     notified = world.root / "notified"
     output = output_of(world)
@@ -373,17 +392,17 @@ def test_nothing_is_concluded_of_a_run_that_cannot_be_seen(
     kill_namespace(pod)
 
     set_last_beat(newest_lease(output), 0)
-    assert state_here(world) == "running"
+    assert state_here(capsys) == "running"
 
     set_last_beat(newest_lease(output), 2 * lease.SILENT_S)
-    assert state_here(world) == "unknown"
+    assert state_here(capsys) == "unknown"
     for word in ("attach", "stop"):
-        done = world.launch(word, "a run")
-        assert done.returncode == 5
-        assert "unknown here" in done.stderr
-        assert "PID namespace" in done.stderr
+        assert launch(word, "a run") == 5
+        err = capsys.readouterr().err
+        assert "unknown here" in err
+        assert "PID namespace" in err
 
-    verdict = json.loads(world.launch("check", "a run", "--format", "json").stdout)["data"]
+    verdict = data_of(capsys, "check", "a run")
     states = {point["name"]: point["state"] for point in verdict["points"]}
     assert states["finish"] == "unknown"
     assert verdict["status"] == "unproven"
@@ -400,31 +419,42 @@ def require_resumed(world: World) -> None:
     assert manifest["args"]["learning_rate"]["value"] == 0.005
 
 
+@pytest.fixture
+def train(world: World, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """`launch sft` with a fake trainer that does these steps."""
+    config = str(world.config(save_steps=2, max_steps=10, learning_rate=0.005))
+
+    def run(*words: str, steps: list[str]) -> int:
+        monkeypatch.setenv("FAKE_STEPS", json.dumps(steps))
+        return launch("sft", config, "--python", str(world.python()), "--gpus", "0", *words)
+
+    return run
+
+
 @pytest.mark.slow
 @needs_trl
-def test_the_same_command_resumes_without_its_run_folder(world: World) -> None:
-    config = str(world.config(save_steps=2, max_steps=10, learning_rate=0.005))
-    done = world.trained(config, "--detach", steps=("pid=leader", "sleep=600"))
-    assert done.returncode == 0, done.stderr
+def test_the_same_command_resumes_without_its_run_folder(
+    world: World, train: Callable[..., int], capsys: Capture
+) -> None:
+    assert train("--detach", steps=["pid=leader", "sleep=600"]) == 0
     world.pid("leader")
     (first,) = world.runs.iterdir()
-    assert world.launch("stop", first.name).returncode == 0
+    assert launch("stop", first.name) == 0
     saved.trl(output_of(world), 2)
     saved.trl(output_of(world), 4)
 
     # the arguments are those of the training, not those that the command names
     (first / "run.json").write_text("")
-    world.trained(config, "learning_rate=0.004", steps=("exit=1",))
+    train("learning_rate=0.004", steps=["exit=1"])
     require_resumed(world)
 
     shutil.rmtree(world.runs)
-    world.trained(config, "learning_rate=0.004", steps=("exit=1",))
+    train("learning_rate=0.004", steps=["exit=1"])
     require_resumed(world)
 
     # without any record of whose they are, checkpoints are not trained over
     shutil.rmtree(world.runs)
     shutil.rmtree(output_of(world) / ".cache")
-    refused = world.trained(config, steps=("exit=0",))
-    assert refused.returncode == 3
-    assert "error[not-resumed]" in refused.stderr
+    assert train(steps=["exit=0"]) == 3
+    assert "error[not-resumed]" in capsys.readouterr().err
     assert (output_of(world) / "checkpoint-4").is_dir()

@@ -262,7 +262,6 @@ def test_a_run_that_cannot_be_read_is_a_row_with_the_reason(
 @pytest.mark.parametrize(
     ("kind", "value", "expected"),
     [
-        (int, 3, 3),
         (int, 3.0, 3),
         (int, True, None),
         (int, 3.5, None),
@@ -293,11 +292,8 @@ def test_the_codec_takes_a_value_or_leaves_it(kind: Any, value: object, expected
 def test_an_optional_field_that_does_not_fit_is_left_out() -> None:
     left_out: list[codec.Omission] = []
     identity = {**process.identify(os.getpid()).as_json(), "namespace": "x"}
-
     assert codec.read_record(process.Identity, identity, left_out).namespace is None
-
-    (omission,) = left_out
-    assert str(omission) == "`namespace` is 'x', not a whole number or null"
+    assert list(map(str, left_out)) == ["`namespace` is 'x', not a whole number or null"]
 
 
 @pytest.mark.parametrize(
@@ -308,9 +304,12 @@ def test_a_record_without_a_required_field_is_none(damage: dict[str, object]) ->
     assert process.parse_identity({**identity, **damage}) is None
 
 
-def test_what_is_no_record_is_none() -> None:
+def test_a_list_is_no_record() -> None:
     with pytest.raises(Misfit):
         codec.read_record(process.Identity, [])
+
+
+def test_an_event_with_a_field_that_does_not_fit_is_none() -> None:
     assert events.parse_event(b'{"event": "step", "step": 1, "loss": "low"}') is None
 
 
@@ -461,8 +460,8 @@ def test_runs_and_check_agree_if_only_the_probe_recorded_the_end(
     """The folder became read-only; the probe had its file open."""
     path = made_runs.made(rundir.runs_root() / OVER, steps=20, ended=False, extra=log)
     record = path / "probe" / "rank-0.jsonl"
-    events_before = record.read_text().splitlines()[:-1]
-    record.write_text("\n".join([*events_before, '{"event": "end", "exit": 1}', ""]))
+    lines = record.read_text().splitlines()[:-1]
+    record.write_text("\n".join([*lines, '{"event": "end", "exit": 1}', ""]))
 
     assert states(capsys) == {OVER: state}
     assert point_of(capsys, "finish")["state"] == finish

@@ -236,7 +236,7 @@ def test_runs_are_known_from_elsewhere(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize(
-    ("name", "found"),
+    ("name", "expected"),
     [
         ("20250101", "20250101T000000Z-sft-a"),
         ("20250102T000000Z-sft-a", "20250102T000000Z-sft-a"),
@@ -250,13 +250,13 @@ def test_runs_are_known_from_elsewhere(tmp_path: Path, monkeypatch: pytest.Monke
     ],
 )
 def test_a_run_is_found_by_folder_name_and_prefix(
-    root: Path, name: str, found: str | None, monkeypatch: pytest.MonkeyPatch
+    root: Path, name: str, expected: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for stamp in ("20250101T000000Z-sft-a", "20250102T000000Z-sft-a", "20250102T000000Z-sft-a-2"):
         make_run(root, stamp)
     monkeypatch.chdir(root)
-    expected = None if found is None else RunFolder(root / found)
-    assert rundir.find_run(name) == expected
+    folder = rundir.find_run(name)
+    assert (folder and folder.path.name) == expected
 
 
 def test_a_prefix_of_several_runs_names_them(root: Path) -> None:

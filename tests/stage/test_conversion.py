@@ -506,7 +506,7 @@ def test_a_batch_script_carries_its_directives(convert: Init) -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "name"),
+    "form, name",
     [
         (ARRAYS, "zero3"),
         (DEEPSPEED, "zero2"),
@@ -594,7 +594,7 @@ PAIR_FLAGS = f"{MODEL} --dataset_name org/pairs"
 
 
 @pytest.mark.parametrize(
-    ("command", "stage"),
+    "command, stage",
     [
         (f"launch.py loss=dpo model=a {HYDRA_FLAGS}", "dpo"),
         (f"train.py --beta 0.1 {PAIR_FLAGS}", "dpo"),
@@ -667,7 +667,7 @@ def test_a_comment_between_continued_lines_is_carried_with_a_warning(convert: In
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    "name, value",
     [
         ("HF_TOKEN", "hf_abcdefghijklmnopqrstuvwxyz"),
         ("WANDB_API_KEY", "0123456789012345678901234567890123456789"),
@@ -728,7 +728,7 @@ def test_a_command_is_seen_wherever_it_stands(text: str, convert: Init) -> None:
 
 
 @pytest.mark.parametrize(
-    ("start", "gpus", "nodes"),
+    "start, gpus, nodes",
     [
         ("torchrun --nproc_per_node=4 -m trl.scripts.sft", 4, 1),
         ("torchrun --nproc-per-node 2 --nnodes 1:2 trl/scripts/sft.py", 2, 2),
@@ -798,7 +798,7 @@ def test_the_training_of_the_stage_is_taken_and_the_others_are_named(convert: In
 
 
 @pytest.mark.parametrize(
-    ("text", "code", "finding", "line"),
+    "text, code, finding, line",
     [
         ("echo hello\n", 3, "no-training", 1),
         ("\npython serve.py --port 80\n", 3, "no-training", 2),
@@ -833,7 +833,7 @@ def mix(path: str, split: str | None = None, **more: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("form", "datasets"),
+    "form, datasets",
     [
         (HANDBOOK_MIXER, [mix("org/chats", "train_sft[:50%]"), mix("org/more", "train_sft")]),
         (AXOLOTL_FILE, [mix("org/chats"), mix("org/more", "train[:20%]")]),
@@ -850,7 +850,7 @@ def test_sets_keep_their_shares_and_splits(
 
 
 @pytest.mark.parametrize(
-    ("form", "evaluation"),
+    "form, evaluation",
     [
         (HANDBOOK_MIXTURE, {"test_split_size": 0.1, "eval_strategy": "steps"}),
         (AXOLOTL_FILE, {"test_split_size": 0.05}),
@@ -958,7 +958,7 @@ def test_open_instructs_own_names_are_renewed(convert: Init) -> None:
 
 
 @pytest.mark.parametrize(
-    ("form", "total", "per_device"),
+    "form, total, per_device",
     [(OPEN_INSTRUCT_SCRIPT, 32, 1), (OPENRLHF_SCRIPT, 128, 2)],
     ids=["open-instruct", "openrlhf"],
 )

@@ -1,6 +1,7 @@
 """`launch explain` and `launch schema`: what is said of one argument, and of all of them."""
 
 import json
+import shlex
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -51,10 +52,10 @@ def text_of(explained: Explained) -> str:
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run a command; what it prints, on stderr where it fails."""
+    """Run a command line; what it prints, on stderr where it fails."""
 
-    def run_command(*words: str, code: Exit = Exit.OK) -> str:
-        assert main([*words]) == code
+    def run_command(line: str, code: Exit = Exit.OK) -> str:
+        assert main(shlex.split(line)) == code
         printed = capsys.readouterr()
         return printed.out if code is Exit.OK else printed.err
 
@@ -63,8 +64,8 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 @pytest.fixture
 def run_json(run: Run) -> Callable[..., Any]:
-    """Run a command; the data of its answer."""
-    return lambda *words: json.loads(run(*words, "--format", "json"))["data"]
+    """Run a command line; the data of its answer."""
+    return lambda line: json.loads(run(f"{line} --format json"))["data"]
 
 
 def test_an_argument_is_explained_with_its_type_place_and_reads() -> None:
@@ -137,9 +138,9 @@ def test_the_findings_about_an_argument_are_shown(write: Write) -> None:
 
 
 def test_an_unknown_key_stage_or_backend_is_refused(run: Run) -> None:
-    assert "`learning_rate`" in run("explain", "lerning_rate", code=Exit.USAGE)
-    assert "is not one of" in run("explain", "seed", "--stage", "x", code=Exit.USAGE)
-    assert "is not one of" in run("schema", "--backend", "x", code=Exit.USAGE)
+    assert "`learning_rate`" in run("explain lerning_rate", code=Exit.USAGE)
+    assert "is not one of" in run("explain seed --stage x", code=Exit.USAGE)
+    assert "is not one of" in run("schema --backend x", code=Exit.USAGE)
 
 
 def test_a_key_that_came_after_a_commit(run: Run, write: Write) -> None:
@@ -150,11 +151,11 @@ def test_a_key_that_came_after_a_commit(run: Run, write: Write) -> None:
     root = write("oi/open_instruct/finetune.py", script).parent.parent
     tokenizer = f"{head}TokenizerConfig:\n    a: int = 1\n"
     write("oi/open_instruct/dataset_transformation.py", tokenizer)
-    words = ["--stage", "sft", "--open-instruct", str(root), "--allow-unpinned"]
+    options = f"--stage sft --open-instruct {root} --allow-unpinned"
     there = locate.snapshot("open_instruct")["fields"]["FlatArguments.push_to_hub"]["where"]
-    assert f"it is one at the pin ({there})" in run("explain", "push_to_hub", *words)
+    assert f"it is one at the pin ({there})" in run(f"explain push_to_hub {options}")
     # and nothing is advised that is not there either
-    run("explain", "chat_template", *words, code=Exit.USAGE)
+    run(f"explain chat_template {options}", code=Exit.USAGE)
 
 
 @pytest.mark.parametrize("key", keys.KEYS)
@@ -185,7 +186,7 @@ def test_an_option_of_launch_and_an_argument_of_one_name_are_both_explained() ->
 
 def test_json(run_json: Callable[..., Any], write: Write) -> None:
     path = write("a.yaml", STAGE)
-    (explained,) = run_json("explain", "learning_rate", str(path), "seed=1")["explained"]
+    (explained,) = run_json(f"explain learning_rate {path} seed=1")["explained"]
     assert explained["key"] == "learning_rate"
     assert explained["stage"] == "sft"
     assert explained["exists"] is True
@@ -199,7 +200,7 @@ def test_json(run_json: Callable[..., Any], write: Write) -> None:
 
 
 def test_the_schema_lists_every_argument(run: Run) -> None:
-    lines = run("schema", "--stage", "sft", "--backend", "open_instruct").splitlines()
+    lines = run("schema --stage sft --backend open_instruct").splitlines()
     names = [line.split()[0] for line in lines[2:]]
     assert names == list(Snapshot().schema("open_instruct", "sft").fields)
     (row,) = [line for line in lines if line.startswith("max_train_samples ")]
@@ -207,14 +208,14 @@ def test_the_schema_lists_every_argument(run: Run) -> None:
 
 
 def test_the_schema_for_editors(run: Run) -> None:
-    text = run("schema", "--json-schema", "--backend", "trl")
+    text = run("schema --json-schema --backend trl")
     assert json.loads(text)["$schema"].startswith("http://json-schema.org/draft-07")
     # what is known of its reads is there to be hovered over
     assert "read only where" in text
 
 
 def test_the_schema_for_machines(run_json: Callable[..., Any]) -> None:
-    pinned, trl = run_json("schema", "--stage", "dpo")["schemas"]
+    pinned, trl = run_json("schema --stage dpo")["schemas"]
     assert (pinned["stage"], pinned["backend"]) == ("dpo", "open_instruct")
     assert (trl["stage"], trl["backend"]) == ("dpo", "trl")
     (field,) = [field for field in pinned["fields"] if field["name"] == "compile_model"]
@@ -225,12 +226,11 @@ def test_a_commit_before_a_further_script_has_a_schema(run: Run, write: Write) -
     write("oi/open_instruct/helper.py", HELPER)
     write("oi/open_instruct/finetune.py", FINETUNE)
     dpo = write("oi/open_instruct/dpo_tune_cache.py", FINETUNE)
-    root = str(dpo.parent.parent)
-    words = ["schema", "--json-schema", "--backend", "open_instruct", "--open-instruct", root]
-    assert "forgotten_flag" in run(*words, "--allow-unpinned")
+    options = f"--backend open_instruct --open-instruct {dpo.parent.parent} --allow-unpinned"
+    assert "forgotten_flag" in run(f"schema --json-schema {options}")
     # what a stage itself is started by has to be there
     dpo.unlink()
-    run(*words, "--allow-unpinned", code=Exit.CONFIG)
+    run(f"schema --json-schema {options}", code=Exit.CONFIG)
 
 
 TOKEN = "hf_" + "aB3" * 11
@@ -254,7 +254,7 @@ args: {{model_name_or_path: m, dataset_name: a, hub_token: {PASSWORD}, run_name:
 
 
 @pytest.mark.parametrize(
-    ("key", "text", "form"),
+    "key, text, form",
     [
         ("additional_model_arguments", WITH_SECRETS, "text"),
         ("additional_model_arguments", WITH_SECRETS, "json"),
@@ -264,7 +264,8 @@ args: {{model_name_or_path: m, dataset_name: a, hub_token: {PASSWORD}, run_name:
     ids=["mapping as text", "mapping", "token as text", "name"],
 )
 def test_a_token_is_redacted(write: Write, run: Run, key: str, text: str, form: str) -> None:
-    printed = run("explain", key, str(write("a.yaml", text)), "--format", form)
+    path = write("a.yaml", text)
+    printed = run(f"explain {key} {path} --format {form}")
     assert "<redacted>" in printed
     assert TOKEN not in printed
     assert PASSWORD not in printed
@@ -300,7 +301,7 @@ class Package:
 
 
 @pytest.mark.parametrize(
-    ("name", "line", "owner", "meaning"),
+    "name, line, owner, meaning",
     [
         ("rate", 14, "Arguments", "The rate."),
         ("size", 15, "Arguments", "The size."),
@@ -328,26 +329,26 @@ def test_the_meaning_is_upstreams_own(
 
 
 def test_a_code_is_explained(run: Run) -> None:
-    assert "the entry script has no such argument" in run("explain", "unknown-key")
-    assert "did you mean `unknown-key`" in run("explain", "unknown-kez", code=Exit.USAGE)
+    assert "the entry script has no such argument" in run("explain unknown-key")
+    assert "did you mean `unknown-key`" in run("explain unknown-kez", code=Exit.USAGE)
 
 
 def test_what_launch_derives_is_the_value_here(run: Run, write: Write) -> None:
     path = write("s.yaml", STAGE + "batch: {global: 128, per_device: 16}\n")
 
-    def here(key: str, *words: str) -> str:
-        text = run("explain", key, str(path), *words)
+    def here(key: str, options: str = "") -> str:
+        text = run(f"explain {key} {path} {options}")
         return text.partition("  here       ")[2].partition("\n")[0]
 
     accumulation = "gradient_accumulation_steps"
     assert here("per_device_train_batch_size") == f"16  (batch: {path}:7, on 1 GPU)"
     assert here(accumulation).startswith("8  (batch: ")
-    assert here(accumulation, "--gpus", "4").startswith("2  (batch: ")
+    assert here(accumulation, "--gpus 4").startswith("2  (batch: ")
     assert "(set by launch: " in here("dataset_local_cache_dir")
 
 
 @pytest.mark.parametrize(
-    ("idea", "backend", "names"),
+    "idea, backend, names",
     [
         ("lr", "open_instruct", ["learning_rate"]),
         ("epochs", "open_instruct", ["num_epochs", "num_train_epochs"]),
@@ -360,28 +361,28 @@ def test_what_launch_derives_is_the_value_here(run: Run, write: Write) -> None:
 def test_what_people_call_an_argument(
     idea: str, backend: str, names: list[str], run_json: Callable[..., Any]
 ) -> None:
-    explained = run_json("explain", idea, "--backend", backend)["explained"]
+    explained = run_json(f"explain {idea} --backend {backend}")["explained"]
     assert sorted({row["key"] for row in explained}) == names
 
 
 def test_both_trainers_are_explained_where_none_is_named(run_json: Callable[..., Any]) -> None:
-    pinned, trl = run_json("explain", "max_length", "--stage", "sft")["explained"]
+    pinned, trl = run_json("explain max_length --stage sft")["explained"]
     assert (pinned["backend"], pinned["exists"]) == ("open_instruct", False)
     assert (trl["backend"], trl["exists"]) == ("trl", True)
     # a trainer that never had it is left out
-    key = "do_not_randomize_output_dir"
-    (pinned,) = run_json("explain", key, "--stage", "sft")["explained"]
+    line = "explain do_not_randomize_output_dir --stage sft"
+    (pinned,) = run_json(line)["explained"]
     assert pinned["backend"] == "open_instruct"
 
 
 @pytest.mark.parametrize("key", [*pipeline.KEYS, *pipeline.STAGE_KEYS, "eval.command"])
 def test_keys_of_pipelines_are_explained(key: str, run: Run) -> None:
-    assert f"{key.partition('.')[0]}  (a key of pipeline files)" in run("explain", key)
+    assert f"{key.partition('.')[0]}  (a key of pipeline files)" in run(f"explain {key}")
 
 
 def test_the_parts_of_a_key_are_explained_once(run: Run) -> None:
-    assert run("explain", "gates").count("loss_fall") == 1
-    text = run("explain", "eval")
+    assert run("explain gates").count("loss_fall") == 1
+    text = run("explain eval")
     for part in evaluation.KEYS:
         assert f"{part}: " in text
     assert "oe_eval_tasks" not in text

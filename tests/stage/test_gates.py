@@ -73,7 +73,7 @@ def complain(code: str, key: str, message: str, help: str | None) -> Finding:
 
 
 @pytest.mark.parametrize(
-    ("content", "limits"),
+    "content, limits",
     [
         (None, {}),
         ({"loss_fall": 0.05}, {"loss_fall": Limit(0.05, 0.1)}),
@@ -88,7 +88,7 @@ def test_limits_of_a_file(content: Any, limits: dict[str, Limit]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "errors"),
+    "content, errors",
     [
         (3, ["bad-gates "]),
         ({"los_fall": 1}, ["unknown-gate los_fall"]),
@@ -127,7 +127,7 @@ def gate(expected: str, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("changes", "expected"),
+    "changes, expected",
     [
         gate("verdict red", failed="CUDA out of memory"),
         gate("verdict yellow", unproven="packing: unknown"),
@@ -164,7 +164,7 @@ def test_what_turns_a_gate_red_or_yellow(changes: dict[str, Any], expected: str)
 
 
 @pytest.mark.parametrize(
-    ("changes", "expected"),
+    "changes, expected",
     [
         gate("rewards_accuracy red", accuracies=repeat(0.5)),
         gate("rewards_accuracy yellow", accuracies=repeat(0.52)),
@@ -184,7 +184,7 @@ def test_what_turns_a_gate_of_dpo_red_or_yellow(changes: dict[str, Any], expecte
 
 
 @pytest.mark.parametrize(
-    ("tokens_per_second", "expected"),
+    "tokens_per_second, expected",
     [(1900, ""), (1500, "efficiency yellow"), (900, "efficiency red")],
 )
 def test_efficiency_is_measured_against_the_first_rung(
@@ -197,7 +197,7 @@ def test_efficiency_is_measured_against_the_first_rung(
 
 
 @pytest.mark.parametrize(
-    ("fall", "noise", "steps", "least", "most"),
+    "fall, noise, steps, least, most",
     [
         # a loss that falls a little under much noise is stopped in few of many runs
         (0.03, 0.2, 20, 0, 4),
@@ -220,7 +220,7 @@ def test_noise_is_no_red_flag_and_hides_no_loss_that_rises(
 
 
 @pytest.mark.parametrize(
-    ("losses", "expected"),
+    "losses, expected",
     [
         (noisy(0.001, 0.001, 50), "trend red"),
         (noisy(0.001, 0.1, 50), "trend yellow"),
@@ -234,7 +234,7 @@ def test_a_flat_trend_is_red_where_noise_does_not_hide_it(losses: Losses, expect
 
 
 @pytest.mark.parametrize(
-    ("log", "expected"),
+    "log, expected",
     [
         ("dpo_two_ranks.log", "loss_fall yellow"),
         ("h200_sft_7b_two_ranks.log", "loss_fall yellow"),

@@ -66,7 +66,7 @@ def lost(head: str, line: str, *words: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("head", "line", "words"),
+    "head, line, words",
     [
         lost(OPEN_INSTRUCT, "reduce_loss: sum", "far too low", "of rows", "learning rate anew"),
         lost(TRL, "split_batches: true", "did not grow", "accelerator_config"),
@@ -132,7 +132,7 @@ def test_a_comment_about_a_lost_meaning_counts_until_it_is_deleted(
 
 
 @pytest.mark.parametrize(
-    ("head", "line"),
+    "head, line",
     [
         (OPEN_INSTRUCT, "reduce_loss: mean"),
         # of DPO nothing read it
@@ -164,7 +164,7 @@ def test_a_comment_of_the_parent_is_a_finding_of_the_child(validate: Command, wr
 
 
 @pytest.mark.parametrize(
-    ("text", "fixed"),
+    "text, fixed",
     [
         (
             f"{TRL_DPO}  tools:\n    - a\n    - b\n  seed: 1\n",
@@ -189,7 +189,7 @@ def test_explain_says_it(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("head", "mixer"), [(NO_DATA, "dataset_mixer_list"), (DPO_NO_DATA, "mixer_list")]
+    "head, mixer", [(NO_DATA, "dataset_mixer_list"), (DPO_NO_DATA, "mixer_list")]
 )
 def test_a_train_file_becomes_a_mixer_list(
     validate: Command, write: Write, head: str, mixer: str
@@ -205,7 +205,7 @@ def test_a_train_file_becomes_a_mixer_list(
 
 
 @pytest.mark.parametrize(
-    ("head", "file", "why"),
+    "head, file, why",
     [
         (NO_DATA, "data/mine.json", "`launch data convert` writes one"),
         (OPEN_INSTRUCT, "data/mine.jsonl", "`dataset_mixer_list` is there too"),

@@ -39,7 +39,7 @@ def refuse(text: str, shape: str = "stage") -> Finding:
 
 
 @pytest.mark.parametrize(
-    ("text", "name", "value"),
+    "text, name, value",
     [
         ("deepspeed: false", "deepspeed", None),
         ("deepspeed: none", "deepspeed_name", "none"),
@@ -63,7 +63,7 @@ def test_what_a_key_takes(text: str, name: str, value: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "key", "help"),
+    "text, key, help",
     [
         ("deepspeed: zero2_fp32", "deepspeed", "did you mean `zero2_fp32_comm`?"),
         ("deepspeed: no/such.json", "deepspeed", "a path"),
@@ -98,7 +98,7 @@ def test_a_value_that_a_key_does_not_take(text: str, key: str, help: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("name", "help"),
+    "name, help",
     [
         ("deepsped", "did you mean `deepspeed`?"),
         ("learning_rate", "write it under `args:`"),
@@ -114,7 +114,7 @@ def test_an_unknown_key(name: str, help: str) -> None:
     assert help in str(finding.help)
 
 
-@pytest.mark.parametrize(("number", "gpus"), [("8", 8), ("0", 0), ("'4'", 4), ("null", None)])
+@pytest.mark.parametrize("number, gpus", [("8", 8), ("0", 0), ("'4'", 4), ("null", None)])
 def test_the_gpus_of_a_wrapped_file(number: str, gpus: int | None) -> None:
     assert read(f"{{script: finetune.py, num_gpus: {number}}}", "wrapped").gpus == gpus
 
@@ -160,7 +160,7 @@ def test_arguments_are_not_judged_where_the_backend_is_unknown(write: Write) -> 
 
 
 @pytest.mark.parametrize(
-    ("shape", "text", "name"),
+    "shape, text, name",
     [
         ("stage", "stage: dpo", "dpo"),
         ("wrapped", "script: open_instruct/finetune.py", "sft"),
@@ -174,7 +174,7 @@ def test_the_stage_of_a_file(shape: str, text: str, name: str | None) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "text", "code", "message"),
+    "shape, text, code, message",
     [
         ("stage", "", "bad-stage", "`stage` is missing"),
         ("stage", "stage: grpo", "bad-stage", "`grpo` is not a stage"),

@@ -95,7 +95,7 @@ def test_an_argument_that_another_one_shadows(judge: Judge) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "severities"),
+    "setting, severities",
     [
         ("forgotten_flag: false", ["note"]),
         ("forgotten_flag: true", ["warning"]),
@@ -215,16 +215,13 @@ def test_what_the_checkout_reads(schemas: dict[str, Schema], name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "condition"),
+    "name, settings, condition",
     [
         ("sft", "use_8bit_optimizer: true", "`use_qlora`"),
-        ("sft", "lora_rank: 8", "`use_lora`"),
         ("sft", "use_lora: true; use_qlora: true; use_liger_kernel: true", "`not use_qlora`"),
         ("sft", "wandb_entity: me", "`with_tracking`"),
-        ("sft", "oe_eval_max_length: 5", "`try_launch_beaker_eval_jobs`"),
         ("dpo", "gamma_beta_ratio: 0.5", "`loss_type == 'simpo'`"),
         ("dpo", "use_lora: true; activation_memory_budget: 0.5", "`use_qlora`"),
-        ("dpo", "load_balancing_weight: 0.5", "`load_balancing_loss`"),
         ("dpo", "offload_optimizer: true", "`zero_stage is not None`"),
         ("dpo", "use_8bit_optimizer: true", "`use_qlora or dpo_use_paged_optimizer`"),
     ],
@@ -238,10 +235,9 @@ def test_a_condition_at_the_pin(write: Write, name: str, settings: str, conditio
 
 
 @pytest.mark.parametrize(
-    ("name", "settings"),
+    "name, settings",
     [
         ("sft", "use_qlora: true; use_lora: true; use_8bit_optimizer: true"),
-        ("sft", "use_liger_kernel: true"),
         ("sft", "with_tracking: true; wandb_entity: me"),
         ("sft", "cache_dataset_only: true; learning_rate: 0.1; packing: true"),
         ("dpo", "loss_type: simpo; gamma_beta_ratio: 0.5"),

@@ -163,7 +163,9 @@ class _Rope(torch.autograd.Function):
 
 
 class _FourBit(torch.autograd.Function):
-    """bitsandbytes' product with 4-bit weights: they are made whole for it in their former type, twice."""
+    """bitsandbytes' product with 4-bit weights: they are made whole for it in their former type,
+    twice.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any) -> Any:

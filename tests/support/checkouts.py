@@ -14,7 +14,8 @@ COMMITS = tuple(release.version for release in KNOWN)
 NEWEST = max(KNOWN, key=lambda release: release.date).version
 """The newest of them, in whose history the others are."""
 REQUIRED = "LAUNCH_REQUIRE_CHECKOUT"
-"""With this variable set to 1, a missing checkout of the pin fails a test in place of skipping it."""
+"""With this variable set to 1, a missing checkout of the pin fails a test in place of skipping it.
+"""
 
 
 def missing(commit: str) -> str:
@@ -23,7 +24,9 @@ def missing(commit: str) -> str:
 
 
 def places() -> Iterator[Path]:
-    """Where a checkout may lie: what a variable names, where launch looks, and others beside the usual one."""
+    """Where a checkout may lie: what a variable names, where launch looks, and others beside the
+    usual one.
+    """
     named = os.environ.get("LAUNCH_OPEN_INSTRUCT")
     if named:
         yield Path(named).expanduser()
@@ -45,7 +48,9 @@ def holds(root: Path, commit: str) -> bool:
 
 
 def require(commit: str = PIN) -> Path:
-    """The checkout of a commit; without one the test is skipped, or fails where the variable demands the pin."""
+    """The checkout of a commit; without one the test is skipped, or fails where the variable
+    demands the pin.
+    """
     root = find(commit)
     if root is not None:
         return root

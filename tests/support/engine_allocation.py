@@ -25,7 +25,9 @@ HIDDEN = 256
 
 
 class Engine(Tracker):
-    """Products are made in fp32, uncounted: a CPU without bf16 instructions is 15 times slower at them."""
+    """Products are made in fp32, uncounted: a CPU without bf16 instructions is 15 times slower at
+    them.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if (

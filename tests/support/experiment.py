@@ -31,7 +31,9 @@ SHAPE = {
 
 @contextlib.contextmanager
 def machine(root: Path, monkeypatch: pytest.MonkeyPatch, cards: int = 2) -> Iterator[World]:
-    """A world with so many cards and an interpreter whose training is made up, entered by this process."""
+    """A world with so many cards and an interpreter whose training is made up, entered by this
+    process.
+    """
     with fake_world.made(root) as world:
         smi = Smi(world.root / "smi")
         smi.cards(*[0] * cards)

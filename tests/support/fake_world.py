@@ -1,4 +1,6 @@
-"""A place where `launch` runs for real, with a trainer of no brains: its folders, interpreter, processes."""
+"""A place where `launch` runs for real, with a trainer of no brains: its folders, interpreter,
+processes.
+"""
 
 import contextlib
 import functools
@@ -34,7 +36,8 @@ needs_trl = pytest.mark.skipif(
     importlib.util.find_spec("trl") is None, reason=f"{NO_PACKAGES}: trl's source is read"
 )
 
-# Asked about itself, it answers as the tests' Python does; asked to train, it does what FAKE_STEPS says.
+# Asked about itself, it answers as the tests' Python does; asked to train, it does what FAKE_STEPS
+# says.
 _PYTHON = """#!/bin/sh
 if [ "$1" = -c ]; then exec {python} "$@"; fi
 exec {python} {begin} "$@"
@@ -228,7 +231,9 @@ class World:
         return True
 
     def close_sessions(self) -> None:
-        """Wait until each session of tmux, if any, shows that its command has ended, and end them all."""
+        """Wait until each session of tmux, if any, shows that its command has ended, and end them
+        all.
+        """
         if shutil.which("tmux") is None:
             return
         for pane in self._tmux("list-panes", "-a", "-F", "#{pane_id}").split():

@@ -14,7 +14,9 @@ from launcher.stage import stage
 
 @dataclass
 class Loads:
-    """How often each thing was done: a file read, a setting of it typed, planned on GPUs, judged by its facts."""
+    """How often each thing was done: a file read, a setting of it typed, planned on GPUs, judged by
+    its facts.
+    """
 
     files: Counter[str] = field(default_factory=Counter)
     typed: Counter[str] = field(default_factory=Counter)

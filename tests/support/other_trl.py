@@ -1,4 +1,6 @@
-"""A Python with a TRL of another release beside it: sources of a few lines, to be read and never imported."""
+"""A Python with a TRL of another release beside it: sources of a few lines, to be read and never
+imported.
+"""
 
 import shlex
 import sys

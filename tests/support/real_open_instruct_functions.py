@@ -83,7 +83,9 @@ def schedule(request):
 
 
 def clipping(request):
-    """By which number a step's gradient of norm 5 is multiplied, with a limit of the norm as it is given."""
+    """By which number a step's gradient of norm 5 is multiplied, with a limit of the norm as it is
+    given.
+    """
     import torch
 
     weight = torch.nn.Linear(1, 1, bias=False)
@@ -121,7 +123,8 @@ def _clip_olmo_core(request, model):
     for node in ast.walk(main):
         if isinstance(node, ast.keyword) and node.arg == "max_grad_norm":
             run([ast.Assign([ast.Name("handed_over", ast.Store())], node.value)], names)
-    # TransformerTrainModule.optim_step of olmo_core/train/train_module/transformer/train_module.py clips where this is
+    # TransformerTrainModule.optim_step of olmo_core/train/train_module/transformer/train_module.py
+    # clips where this is
     # not None.
     if names["handed_over"] is not None:
         TransformerTrainModule._clip_grad_norm(SimpleNamespace(model=model), names["handed_over"])
@@ -150,7 +153,9 @@ def checkpoint(request):
 
 
 def intervals(request):
-    """Whether OLMo-core takes the intervals and the number of checkpoints, as dpo.py hands them over."""
+    """Whether OLMo-core takes the intervals and the number of checkpoints, as dpo.py hands them
+    over.
+    """
     import inspect
 
     from olmo_core.exceptions import OLMoConfigurationError
@@ -285,7 +290,9 @@ def tools(request):
 
 
 def export(request):
-    """Whether a model of OLMo-core's shape can be written as transformers reads it, whose config is in a folder."""
+    """Whether a model of OLMo-core's shape can be written as transformers reads it, whose config is
+    in a folder.
+    """
     import transformers
     from olmo_core.nn.hf.config import get_hf_config
     from open_instruct import olmo_core_utils

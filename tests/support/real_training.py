@@ -51,7 +51,9 @@ def open_instruct_reason() -> str | None:
     scope="module", params=checkouts.COMMITS, ids=[commit[:8] for commit in checkouts.COMMITS]
 )
 def known_commit(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Each known commit in turn, whose checkout all that is launched then uses; skips where it is not here."""
+    """Each known commit in turn, whose checkout all that is launched then uses; skips where it is
+    not here.
+    """
     commit: str = request.param
     root = checkouts.require(commit)
     with pytest.MonkeyPatch.context() as patch:

@@ -1,10 +1,11 @@
-"""What becomes of records: mutations of the files that a run leaves, by their JSON and by their bytes."""
+"""Commands read records of runs that were damaged: their JSON, their bytes, the file itself."""
 
 import contextlib
 import io
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import traceback
@@ -24,8 +25,17 @@ from launcher.report import overview
 from launcher.runs import rundir
 from launcher.runs.rundir import RunFolder
 
-RAW = {"@1e400": "1e400", "@-1e400": "-1e400", "@digits": "9" * 5000, "@negative": "-" + "9" * 5000, "@nan": "NaN",
-       "@infinity": "Infinity", "@-infinity": "-Infinity", "@long": "9" * 19, "@exponent": "1e18"}  # fmt: skip
+RAW = {
+    "@1e400": "1e400",
+    "@-1e400": "-1e400",
+    "@digits": "9" * 5000,
+    "@negative": "-" + "9" * 5000,
+    "@nan": "NaN",
+    "@infinity": "Infinity",
+    "@-infinity": "-Infinity",
+    "@long": "9" * 19,
+    "@exponent": "1e18",
+}
 """Numbers that json.dumps does not write."""
 
 
@@ -36,14 +46,42 @@ def nested(depth: int) -> Any:
     return value
 
 
-EXOTIC: tuple[Any, ...] = (
-    None, True, False, 0, 1, -1, -7, 2, 0.5, 1e308, -1e308, 10**9, 10**18, 2**63, *RAW,
-    "", "x", " ", "nan", "None", "0", "1", "true", "..", "../../..", "/", "/etc/passwd", "/dev/zero", ".", "~",
-    "a\0b", "\ud800", "\udc80", "\x1b[31m\x1b]0;t\x07", "a\n::error::b", "9" * 5000, "x" * 100_000, "é" * 300,
-    "٣", "2026-01-02T03:04:05", "9999-99-99T99:99:99+99:99", "pass", "fail", "running", "SIGKILL",
-    [], {}, [1], [[]], [{}], {"a": 1}, {"": None}, [None, None], ["a", 1, None, {}], {"event": {}}, {"value": {}},
-    {"run": "/"}, nested(20), nested(200),
-)  # fmt: skip
+NUMBERS = [0, 1, -1, -7, 2, 0.5, 1e308, -1e308, 10**9, 10**18, 2**63, *RAW]
+WORDS = """
+x nan None 0 1 true .. ../../.. / /etc/passwd /dev/zero . ~ ٣ 2026-01-02T03:04:05
+9999-99-99T99:99:99+99:99 pass fail running SIGKILL
+"""
+TEXTS = [
+    *WORDS.split(),
+    "",
+    " ",
+    "a\0b",
+    "\ud800",
+    "\udc80",
+    "\x1b[31m\x1b]0;t\x07",
+    "a\n::error::b",
+    "9" * 5000,
+    "x" * 100_000,
+    "é" * 300,
+]
+NESTS = [
+    [],
+    {},
+    [1],
+    [[]],
+    [{}],
+    {"a": 1},
+    {"": None},
+    [None, None],
+    ["a", 1, None, {}],
+    {"event": {}},
+    {"value": {}},
+    {"run": "/"},
+    nested(20),
+    nested(200),
+]
+EXOTIC: list[Any] = [None, True, False, *NUMBERS, *TEXTS, *NESTS]
+JUNK = [b"\0", b"\xff\xfe", b"{", b"[" * 5000, b'"', b"\n", b"\xe2\x82", b"1" * 5000, b"\r\n{}\r\n"]
 
 
 def dumped(value: Any) -> str:
@@ -53,203 +91,203 @@ def dumped(value: Any) -> str:
     return text
 
 
-def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """The place of every value inside, its keys and numbers."""
-    yield at
-    pairs = (
-        value.items()
-        if isinstance(value, dict)
-        else enumerate(value)
-        if isinstance(value, list)
-        else ()
-    )
-    for key, below in pairs:
-        yield from places(below, (*at, key))
+# -- damage
 
 
-def replaced(value: Any, at: tuple[Any, ...], new: Any) -> Any:
-    """A copy with another value at that place."""
-    if not at:
-        return new
-    copy = dict(value) if isinstance(value, dict) else list(value)
-    copy[at[0]] = replaced(value[at[0]], at[1:], new)
+Place = tuple[Any, ...]
+"""The keys and numbers that lead to a value inside of JSON."""
+
+
+def places(value: Any, above: Place = ()) -> Iterator[Place]:
+    """The place of every value inside."""
+    yield above
+    if isinstance(value, dict):
+        for key, below in value.items():
+            yield from places(below, (*above, key))
+    if isinstance(value, list):
+        for number, below in enumerate(value):
+            yield from places(below, (*above, number))
+
+
+def edited(value: Any, place: Place, edit: Callable[[Any], Any]) -> Any:
+    """A copy in which `edit` has been applied to the value at a place."""
+    if not place:
+        return edit(value)
+    first, *rest = place
+    copy = value.copy()
+    copy[first] = edited(value[first], tuple(rest), edit)
     return copy
 
 
-def without(value: Any, at: tuple[Any, ...]) -> Any:
-    copy = dict(value) if isinstance(value, dict) else list(value)
-    if len(at) == 1:
-        del copy[at[0]]
-    else:
-        copy[at[0]] = without(value[at[0]], at[1:])
+def without(parent: Any, key: Any) -> Any:
+    copy = parent.copy()
+    del copy[key]
     return copy
 
 
-def renamed(value: Any, at: tuple[Any, ...], key: str) -> Any:
-    if not isinstance(value, dict) or len(at) > 1:
-        copy = dict(value) if isinstance(value, dict) else list(value)
-        copy[at[0]] = renamed(value[at[0]], at[1:], key)
-        return copy
-    return {key if name == at[0] else name: below for name, below in value.items()}
+def renamed(parent: dict[str, Any], old: str, new: str) -> dict[str, Any]:
+    return {new if key == old else key: value for key, value in parent.items()}
 
 
 @dataclass
 class Mutation:
-    """What was done to which file, to be said when a command fails, and how to do it again."""
+    """What is done to which file."""
 
     path: Path
-    what: str
+    description: str
     apply: Callable[[], object]
 
 
-def _json(raw: bytes) -> Any:
+def read_json(raw: bytes) -> Any:
     try:
         return json.loads(raw)
     except ValueError:
         return None
 
 
-def structural(raw: bytes, chance: random.Random) -> tuple[str, bytes] | None:
-    """Another value, or none, or another key, at one place of the JSON; None where there is no JSON."""
-    lines, number = [raw], 0
-    value = _json(raw)
+def damage_json(raw: bytes, chance: random.Random) -> tuple[str, bytes] | None:
+    """Another value, none, or another key at one place of the JSON; None where there is no JSON."""
+    lines = [raw]
+    number = 0
+    value = read_json(raw)
     if value is None:
         lines = raw.splitlines(keepends=True)
-        number = chance.randrange(len(lines)) if lines else 0
-        value = _json(lines[number]) if lines else None
+        if not lines:
+            return None
+        number = chance.randrange(len(lines))
+        value = read_json(lines[number])
         if value is None:
             return None
-    at = chance.choice(list(places(value)))
+    place = chance.choice(list(places(value)))
     new = chance.choice(EXOTIC)
-    kind = chance.choice(("replace", "replace", "replace", "replace", "remove", "rename", "twice"))
-    if kind == "remove" and at:
-        text = dumped(without(value, at))
-    elif kind == "rename" and at and isinstance(at[-1], str):
-        text = dumped(renamed(value, at, new if isinstance(new, str) and new not in RAW else "x"))
+    kind = chance.choice(["replace", "replace", "replace", "replace", "remove", "rename", "twice"])
+    if kind == "remove" and place:
+        text = dumped(edited(value, place[:-1], lambda parent: without(parent, place[-1])))
+    elif kind == "rename" and place and isinstance(place[-1], str):
+        name = new if isinstance(new, str) and new not in RAW else "x"
+        text = dumped(edited(value, place[:-1], lambda parent: renamed(parent, place[-1], name)))
     elif kind == "twice" and isinstance(value, dict) and value:
         key = chance.choice(list(value))
-        text = dumped(value)[:-1] + f", {json.dumps(key)}: {dumped(new)}}}"
+        text = dumped(value).removesuffix("}") + f", {json.dumps(key)}: {dumped(new)}}}"
     else:
-        kind, text = "replace", dumped(replaced(value, at, new))
+        kind = "replace"
+        text = dumped(edited(value, place, lambda _: new))
     lines[number] = text.encode() + b"\n"
-    return f"{kind} {number}:{at} by {dumped(new)[:60]}", b"".join(lines)
+    return f"{kind} {number}:{place} by {dumped(new)[:60]}", b"".join(lines)
 
 
-def bytewise(raw: bytes, chance: random.Random) -> tuple[str, bytes]:
-    kind = chance.choice(("flip", "flip", "cut", "insert", "drop", "empty", "noise", "double"))
-    at = chance.randrange(len(raw) + 1)
-    if kind == "flip" and raw:
-        changed = bytearray(raw)
-        for _ in range(chance.choice((1, 1, 3, 20))):
-            changed[chance.randrange(len(raw))] ^= 1 << chance.randrange(8)
-        return "flip", bytes(changed)
-    if kind == "cut":
-        return f"cut at {at}", raw[:at]
-    if kind == "insert":
-        more = chance.choice(
-            (
-                b"\0",
-                b"\xff\xfe",
-                b"{",
-                b"[" * 5000,
-                b'"',
-                b"\n",
-                b"\xe2\x82",
-                b"1" * 5000,
-                b"\r\n{}\r\n",
-            )
-        )
-        return f"insert {more[:9]!r} at {at}", raw[:at] + more + raw[at:]
-    if kind == "drop":
-        end = min(len(raw), at + chance.randrange(1, 50))
-        return f"drop {at} to {end}", raw[:at] + raw[end:]
-    if kind == "noise":
-        return "noise", chance.randbytes(chance.choice((1, 50, 3000)))
-    if kind == "double":
-        return "double", raw + raw
+def damage_bytes(raw: bytes, chance: random.Random) -> tuple[str, bytes]:
+    kind = chance.choice(["flip", "flip", "cut", "insert", "drop", "empty", "noise", "double"])
+    place = chance.randrange(len(raw) + 1)
+    match kind:
+        case "flip" if raw:
+            changed = bytearray(raw)
+            for _ in range(chance.choice([1, 1, 3, 20])):
+                changed[chance.randrange(len(raw))] ^= 1 << chance.randrange(8)
+            return kind, bytes(changed)
+        case "cut":
+            return f"cut at {place}", raw[:place]
+        case "insert":
+            junk = chance.choice(JUNK)
+            return f"insert {junk[:9]!r} at {place}", raw[:place] + junk + raw[place:]
+        case "drop":
+            end = place + chance.randrange(1, 50)
+            return f"drop {place} to {end}", raw[:place] + raw[end:]
+        case "noise":
+            return kind, chance.randbytes(chance.choice([1, 50, 3000]))
+        case "double":
+            return kind, raw + raw
     return "empty", b""
 
 
-def _instead(path: Path, make: Callable[[], object]) -> None:
+def replace_file(path: Path, kind: str) -> None:
+    """Put something else than a record into its place."""
     path.unlink(missing_ok=True)
-    make()
+    match kind:
+        case "folder":
+            path.mkdir()
+        case "fifo":
+            os.mkfifo(path)
+        case "dangling":
+            path.symlink_to("/nowhere/at all")
+        case "loop":
+            path.symlink_to(path.name)
+        case "zero":
+            path.symlink_to("/dev/zero")
+        case "huge line":
+            path.write_bytes(b'{"event": "' + b"x" * 2**22 + b'"}\n')
 
 
-def in_its_place(path: Path, chance: random.Random) -> tuple[str, Callable[[], object]]:
-    kinds: dict[str, Callable[[], object]] = {
-        "missing": lambda: path.unlink(missing_ok=True),
-        "folder": lambda: _instead(path, path.mkdir),
-        "fifo": lambda: _instead(path, lambda: os.mkfifo(path)),
-        "dangling": lambda: _instead(path, lambda: path.symlink_to("/nowhere/at all")),
-        "loop": lambda: _instead(path, lambda: path.symlink_to(path.name)),
-        "zero": lambda: _instead(path, lambda: path.symlink_to("/dev/zero")),
-        "huge line": lambda: path.write_bytes(b'{"event": "' + b"x" * 2**22 + b'"}\n'),
-    }
-    kind = chance.choice(list(kinds))
-    return kind, kinds[kind]
+KINDS = ["missing", "folder", "fifo", "dangling", "loop", "zero", "huge line"]
 
 
-def mutation(paths: list[Path], chance: random.Random) -> Mutation:
-    """One at random; the same for the same state of `chance`."""
+def choose_mutation(paths: list[Path], chance: random.Random) -> Mutation:
+    """A mutation of one of these files; the same for the same state of `chance`."""
     path = chance.choice(paths)
     raw = path.read_bytes()
     way = chance.random()
-    found = structural(raw, chance) if way < 0.7 else None
-    if found is None and way > 0.93:
-        return Mutation(path, *in_its_place(path, chance))
-    what, changed = found or bytewise(raw, chance)
-    return Mutation(path, what, lambda: path.write_bytes(changed))
+    if way > 0.93:
+        kind = chance.choice(KINDS)
+        return Mutation(path, kind, lambda: replace_file(path, kind))
+    damaged = damage_json(raw, chance) if way < 0.7 else None
+    description, changed = damaged or damage_bytes(raw, chance)
+    return Mutation(path, description, lambda: path.write_bytes(changed))
 
 
-class Kept:
+# -- what is damaged
+
+
+@dataclass
+class Saved:
+    """One file as it was."""
+
+    raw: bytes
+    mode: int
+    stamp: tuple[int, ...]
+
+
+def stamp_of(path: Path) -> tuple[int, ...]:
+    status = path.lstat()
+    return status.st_mode, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+class Backup:
     """The files below a folder as they are now, and as they are to be again."""
 
-    def __init__(self, *roots: Path) -> None:
-        self.roots = roots
-        self.files = {path: path.read_bytes() for path in self._files()}
-        self.modes = {path: path.stat().st_mode & 0o777 for path in self.files}
-        self.stamps = {path: self._stamp(path) for path in self.files}
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.files: dict[Path, Saved] = {}
+        for path in root.rglob("*"):
+            if path.is_file() and not path.is_symlink():
+                self.keep(path)
 
-    def _files(self) -> list[Path]:
-        return [
-            path
-            for root in self.roots
-            for path in root.rglob("*")
-            if path.is_file() and not path.is_symlink()
-        ]
-
-    @staticmethod
-    def _stamp(path: Path) -> tuple[int, ...]:
-        status = path.lstat()
-        return (status.st_mode, status.st_ino, status.st_size, status.st_mtime_ns)
+    def keep(self, path: Path) -> None:
+        mode = path.stat().st_mode & 0o777
+        self.files[path] = Saved(raw=path.read_bytes(), mode=mode, stamp=stamp_of(path))
 
     def restore(self) -> None:
-        import shutil
-
-        for root in self.roots:
-            for path in sorted(root.rglob("*"), reverse=True):
-                if path in self.files and (path.is_symlink() or not path.is_file()):
-                    shutil.rmtree(
-                        path
-                    ) if path.is_dir() and not path.is_symlink() else path.unlink()
-                elif path not in self.files and (path.is_symlink() or not path.is_dir()):
-                    path.unlink()
-        for path, raw in self.files.items():
+        for path in sorted(self.root.rglob("*"), reverse=True):
+            is_known = path in self.files
+            is_folder = path.is_dir() and not path.is_symlink()
+            is_file = path.is_file() and not path.is_symlink()
+            if is_folder and is_known:
+                shutil.rmtree(path)
+            elif not is_folder and not (is_file and is_known):
+                path.unlink()
+        for path, saved in self.files.items():
+            if path.exists() and stamp_of(path) == saved.stamp:
+                continue
             path.parent.mkdir(parents=True, exist_ok=True)
-            if not path.exists() or self._stamp(path) != self.stamps[path]:
-                path.write_bytes(raw)
-                path.chmod(self.modes[path])
-                self.stamps[path] = self._stamp(path)
-
-
-RUNS = ["runs", "--format", "json"]
+            path.write_bytes(saved.raw)
+            path.chmod(saved.mode)
+            self.keep(path)
 
 
 class Sleeper:
-    """A process that stands for the training of a run: it bears the run's mark, and is as it is recorded."""
+    """A process that stands for the training of a run: marked, and recorded as it is."""
 
     def __init__(self, folder: RunFolder) -> None:
-        self.folder, self.child = folder, None
+        self.folder = folder
         self.begin()
 
     def begin(self) -> None:
@@ -263,42 +301,29 @@ class Sleeper:
             stdout=null,
             stderr=null,
         )
-        told = {
+        record = {
             **process.identify(self.child.pid).as_json(),
             "mark": str(self.folder.path),
             "attempt": 1,
+            "started": rundir.utc_now(),
         }
         self.folder.process.unlink(missing_ok=True)
-        files.write_bytes(
-            self.folder.process,
-            json.dumps({**told, "started": rundir.utc_now()}).encode(),
-            mode=0o600,
-        )
+        files.write_bytes(self.folder.process, json.dumps(record).encode(), mode=0o600)
 
     def is_alive(self) -> bool:
-        return self.child is not None and self.child.poll() is None
+        return self.child.poll() is None
 
     def end(self) -> None:
-        if self.child is not None:
-            self.child.kill()
-            self.child.wait()
-
-
-@dataclass
-class Failure:
-    mutation: Mutation
-    words: list[str]
-    why: str
-
-    def __str__(self) -> str:
-        return f"{self.mutation.path}: {self.mutation.what}\n  launch {' '.join(self.words)}\n  {self.why}"
+        self.child.kill()
+        self.child.wait()
 
 
 @dataclass
 class Scene:
-    """Runs, campaigns, caches and an index, all below `root`; `live` and `healthy` run, `healthy` stays as it is.
+    """Runs, campaigns, caches and an index, all below `root`.
 
-    `over` are names for commands about runs that are over, `dry` the words of a dry run into an output that is there.
+    `live` and `healthy` run; `healthy` is not damaged. `over` are names for commands about runs
+    that are over, `dry` the words of a dry run into an output that is there.
     """
 
     root: Path
@@ -308,70 +333,90 @@ class Scene:
     campaigns: list[str]
     dry: list[list[str]]
     seconds: float = 20.0
-    commands: int = 2  # of those that have to do with a file, as many are run
+    commands: int = 2
+    """As many of the commands that have to do with a file are called."""
+
+
+# -- commands on damaged records
+
+
+@dataclass
+class Failure:
+    mutation: Mutation
+    words: list[str]
+    reason: str
+
+    def __str__(self) -> str:
+        command = " ".join(self.words)
+        mutation = self.mutation
+        return f"{mutation.path}: {mutation.description}\n  launch {command}\n  {self.reason}"
+
+
+RUNS = ["runs", "--format", "json"]
+UNTOUCHED = {"lock", ".lock", ".launch-lock", "demo", "data", "home", "model", "assets"}
+"""Folders and files that hold no records."""
+NO_RECORDS = {".lock", ".arrow", ".safetensors", ".bin", ".html", ".jinja", ".py"}
 
 
 class Fuzz:
-    """Mutates one file of a scene at a time and runs the commands that read it, in this process."""
+    """Damages one file of a scene at a time and calls the commands that read it in this process."""
 
     def __init__(self, scene: Scene, patch: pytest.MonkeyPatch) -> None:
-        self.scene, self.failures = scene, list[Failure]()
-        self.sleepers = {folder.path: Sleeper(folder) for folder in (scene.live, scene.healthy)}
-        self.words: list[str] = []
+        self.scene = scene
+        self.failures: list[Failure] = []
+        self.live = Sleeper(scene.live)
+        self.healthy = Sleeper(scene.healthy)
+        self.may_stop_healthy = False
         self.bug: str | None = None
-        self.count = 0
-        patch.setattr(main, "_bug", self._bug)
+        patch.setattr(main, "_bug", self._note_bug)
         # building the command line anew for each command takes longer than most commands
-        patch.setattr(main, "app", _Built())
-        kill, killpg = os.kill, os.killpg
-        patch.setattr(os, "kill", lambda pid, number: self._guarded(kill, pid, number))
-        patch.setattr(os, "killpg", lambda pid, number: self._guarded(killpg, pid, number))
-        signal.signal(signal.SIGALRM, self._hangs)
-        self.kept = Kept(scene.root)
-        self.paths = [path for path in sorted(self.kept.files) if self._is_record(path)]
+        patch.setattr(main, "app", BuiltApp())
+        kill = os.kill
+        killpg = os.killpg
+        patch.setattr(os, "kill", lambda pid, number: self._kill(kill, pid, number))
+        patch.setattr(os, "killpg", lambda pid, number: self._kill(killpg, pid, number))
+        signal.signal(signal.SIGALRM, self._time_out)
+        self.backup = Backup(scene.root)
+        self.paths = [path for path in sorted(self.backup.files) if self._is_record(path)]
 
     def _is_record(self, path: Path) -> bool:
-        inside = path.relative_to(self.scene.root).parts
-        skipped = {"lock", ".lock", ".launch-lock", "demo", "data", "home", "model", "assets"}
-        large = self.kept.files[path].__len__() > 2**20
-        return not (skipped & {*inside} or large or path.is_relative_to(self.scene.healthy.path)
-                    or path.suffix in {".lock", ".arrow", ".safetensors", ".bin", ".html", ".jinja", ".py"}
-                    or path.name.startswith("tokenizer"))  # fmt: skip
+        if path.is_relative_to(self.scene.healthy.path) or path.name.startswith("tokenizer"):
+            return False
+        if path.suffix in NO_RECORDS or len(self.backup.files[path].raw) > 2**20:
+            return False
+        return UNTOUCHED.isdisjoint(path.relative_to(self.scene.root).parts)
 
-    def _bug(self, error: Exception, _arguments: object) -> int:
-        frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames if "/launcher/" in frame.filename][-3:]
-        at = " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(own))
-        self.bug = f"{type(error).__name__}: {str(error)[:100]} at {at}"
+    def _note_bug(self, error: Exception, _arguments: object) -> int:
+        frames = []
+        for frame in traceback.extract_tb(error.__traceback__):
+            if "/launcher/" in frame.filename:
+                frames.insert(0, f"{Path(frame.filename).name}:{frame.lineno}")
+        self.bug = f"{type(error).__name__}: {str(error)[:100]} at {' < '.join(frames[:3])}"
         return 70
 
-    def _guarded(self, kill: Callable[[int, int], None], pid: int, number: int) -> None:
-        if number and pid not in {one.child.pid for one in self.sleepers.values() if one.child} | {
-            os.getpid()
-        }:
+    def _kill(self, kill: Callable[[int, int], None], pid: int, number: int) -> None:
+        """Send a signal to no process but those of the scene."""
+        allowed = {os.getpid(), self.live.child.pid}
+        if self.may_stop_healthy:
+            allowed.add(self.healthy.child.pid)
+        if number and pid not in allowed:
             self.bug = f"it would signal {pid}"
-            raise ProcessLookupError
-        if (
-            number
-            and pid == self.sleepers[self.scene.healthy.path].child.pid
-            and not self.stops_healthy
-        ):
-            self.bug = "it would end the healthy run"
             raise ProcessLookupError
         kill(pid, number)
 
-    stops_healthy = False
-
-    def _hangs(self, *_: object) -> None:
+    def _time_out(self, *_: object) -> None:
         raise TimeoutError("".join(traceback.format_stack()[-4:-1]))
 
     def launch(self, *words: str, limit: float | None = None) -> tuple[int, str]:
-        self.words, self.bug = list(words), None
-        out, err = io.StringIO(), io.StringIO()
+        """The exit code and stdout of a command; what must not be is noted in `bug`."""
+        self.bug = None
+        out = io.StringIO()
         signal.setitimer(signal.ITIMER_REAL, limit or self.scene.seconds)
         overview._marks.cache_clear()
+        stdout = contextlib.redirect_stdout(TextOverBytes(out))
+        stderr = contextlib.redirect_stderr(TextOverBytes(io.StringIO()))
         try:
-            with contextlib.redirect_stdout(_Stream(out)), contextlib.redirect_stderr(_Stream(err)):
+            with stdout, stderr:
                 code = main.main(list(words))
         except BaseException as error:
             self.bug = self.bug or f"{type(error).__name__}: {str(error)[-900:]}"
@@ -384,78 +429,83 @@ class Fuzz:
         """So many mutations after this seed; each one is the same whatever came before it."""
         for nth in range(number):
             chance = random.Random(f"{seed} {nth}")
-            mutation_ = mutation(self.paths, chance)
-            self._try(mutation_, chance)
-            self.count += 1
-        self.stops_healthy = True
-        for one in self.sleepers.values():
-            one.end()
+            change = choose_mutation(self.paths, chance)
+            self._try(change, chance, stops_healthy=nth % 97 == 0)
+        self.may_stop_healthy = True
+        self.live.end()
+        self.healthy.end()
         return self.failures
 
-    def _try(self, change: Mutation, chance: random.Random) -> None:
-        for sleeper in self.sleepers.values():
+    def _try(self, change: Mutation, chance: random.Random, *, stops_healthy: bool) -> None:
+        for sleeper in (self.live, self.healthy):
             if not sleeper.is_alive():
                 sleeper.begin()
-        live, healthy = self.scene.live, self.scene.healthy
-        for folder in (live, healthy):
-            self.kept.files[folder.process] = folder.process.read_bytes()
-            self.kept.stamps[folder.process] = self.kept._stamp(folder.process)
+            self.backup.keep(sleeper.folder.process)
+        live = self.scene.live
         if change.path == live.process:
-            # it names another process than when the mutation was made
-            change = mutation([live.process], chance)
+            # it names another process than when the mutation was chosen
+            change = choose_mutation([live.process], chance)
         change.apply()
         try:
             for words in self._commands(change, chance):
-                limit = 0.15 if words[0] == "attach" and words[1] == live.path.name else None
-                code, out = self.launch(*words, limit=limit)
-                interrupted = limit is not None and "TimeoutError" in (self.bug or "")
-                if (code == 70 or self.bug) and not interrupted:
-                    self.failures.append(Failure(change, words, self.bug or "exit 70"))
-                if words == RUNS:
-                    self._require_listed(change, words, out)
-            if change.path.is_relative_to(live.path) and change.path != live.process:
+                self._call(change, words)
+            if change.path.is_relative_to(live.path):
                 code, _ = self.launch("stop", live.path.name)
-                if code or self.sleepers[live.path].is_alive():
-                    self.failures.append(
-                        Failure(change, ["stop"], f"a live run is not stopped: {code} {self.bug}")
-                    )
-            elif change.path == live.process:
-                self.launch("stop", live.path.name)
-                if self.bug:
-                    self.failures.append(Failure(change, ["stop"], self.bug))
-            if self.count % 97 == 0:
-                self.stops_healthy = True
-                code, _ = self.launch("stop", healthy.path.name)
-                self.stops_healthy = False
-                if code or self.sleepers[healthy.path].is_alive():
-                    self.failures.append(Failure(change, ["stop healthy"], f"{code} {self.bug}"))
+                is_stopped = code == 0 and not self.live.is_alive()
+                if self.bug or (not is_stopped and change.path != live.process):
+                    self._fail(change, ["stop"], f"a live run is not stopped: {code} {self.bug}")
+            if stops_healthy:
+                self._stop_healthy(change)
         finally:
-            self.kept.restore()
+            self.backup.restore()
 
-    def _require_listed(self, change: Mutation, words: list[str], out: str) -> None:
-        with contextlib.suppress(ValueError):
-            rows = {row["run"]: row for row in json.loads(out)["data"]}
-            if rows.get(self.scene.healthy.path.name, {}).get("state") == "running":
-                return
-        self.failures.append(Failure(change, words, "the healthy run is not listed as running"))
+    def _stop_healthy(self, change: Mutation) -> None:
+        self.may_stop_healthy = True
+        code, _ = self.launch("stop", self.scene.healthy.path.name)
+        self.may_stop_healthy = False
+        if code or self.healthy.is_alive():
+            self._fail(change, ["stop"], f"the healthy run is not stopped: {code} {self.bug}")
 
-    def _commands(self, change: Mutation, chance: random.Random) -> Iterator[list[str]]:
-        yield RUNS
-        commands = list(self._related(change, chance))
-        yield from chance.sample(commands, min(len(commands), self.scene.commands))
+    def _call(self, change: Mutation, words: list[str]) -> None:
+        attaches = words[:2] == ["attach", self.scene.live.path.name]
+        code, out = self.launch(*words, limit=0.15 if attaches else None)
+        is_interrupted = attaches and "TimeoutError" in str(self.bug)
+        if (code == 70 or self.bug) and not is_interrupted:
+            self._fail(change, words, self.bug or "exit 70")
+        if words == RUNS and not self._lists_healthy(out):
+            self._fail(change, words, "the healthy run is not listed as running")
+
+    def _fail(self, change: Mutation, words: list[str], reason: str) -> None:
+        self.failures.append(Failure(change, words, reason))
+
+    def _lists_healthy(self, out: str) -> bool:
+        try:
+            rows = json.loads(out)["data"]
+        except ValueError:
+            return False
+        states = {row["run"]: row["state"] for row in rows}
+        return states.get(self.scene.healthy.path.name) == "running"
+
+    def _commands(self, change: Mutation, chance: random.Random) -> list[list[str]]:
+        related = list(self._related(change, chance))
+        return [RUNS, *chance.sample(related, min(len(related), self.scene.commands))]
 
     def _related(self, change: Mutation, chance: random.Random) -> Iterator[list[str]]:
-        inside = change.path.relative_to(self.scene.root).parts
-        own = [name for name in (*self.scene.over, self.scene.live.path.name) if name in inside]
-        own = own or [chance.choice(self.scene.over)]
-        for name in own:
-            for verb in ("check", "report", "logs", "attach"):
-                yield [verb, name, "-n", "3"] if verb == "logs" else [verb, name]
-            if name != self.scene.live.path.name:
+        """The commands that have to do with a file, and a few others."""
+        scene = self.scene
+        inside = change.path.relative_to(scene.root).parts
+        live = scene.live.path.name
+        names = [name for name in (*scene.over, live) if name in inside]
+        for name in names or [chance.choice(scene.over)]:
+            yield ["check", name]
+            yield ["report", name]
+            yield ["logs", name, "-n", "3"]
+            yield ["attach", name]
+            yield ["cache", "why", name]
+            if name != live:
                 yield ["stop", name]
                 yield ["rm", name]
-            yield ["cache", "why", name]
-        for name in self.scene.campaigns:
+        for name in scene.campaigns:
             if name in inside or chance.random() < 0.05:
                 yield ["check", name]
                 yield ["report", name]
@@ -465,13 +515,13 @@ class Fuzz:
             yield ["cache", "clear", "--dry-run"]
             yield ["runs"]
         if chance.random() < 0.3:
-            yield ["check", self.scene.healthy.path.name]
-        if self.scene.dry and (".cache" in inside or change.path.name in ("run.json", "run-1.json", "lease-1.json")
-                               or chance.random() < 0.05):  # fmt: skip
-            yield chance.choice(self.scene.dry)
+            yield ["check", scene.healthy.path.name]
+        is_read_by_dry_run = change.path.name in ("run.json", "run-1.json", "lease-1.json")
+        if ".cache" in inside or is_read_by_dry_run or chance.random() < 0.05:
+            yield chance.choice(scene.dry)
 
 
-class _Built:
+class BuiltApp:
     """The command line, built once."""
 
     registered_groups = app.registered_groups
@@ -483,7 +533,7 @@ class _Built:
         return self.command(**settings)
 
 
-class _Stream(io.TextIOWrapper):
+class TextOverBytes(io.TextIOWrapper):
     """A standard stream with a buffer of bytes below it, as `launch logs` writes to."""
 
     def __init__(self, text: io.StringIO) -> None:

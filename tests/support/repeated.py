@@ -1,4 +1,6 @@
-"""A command said again and again: its stage file, its output, its attempts, and what is decided of them."""
+"""A command said again and again: its stage file, its output, its attempts, and what is decided of
+them.
+"""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,6 @@
-"""Rows and data files for tests: questions hold `zebra`, good answers `walrus`, bad answers `weasel`."""
+"""Rows and data files for tests: questions hold `zebra`, good answers `walrus`, bad answers
+`weasel`.
+"""
 
 import csv
 import gzip

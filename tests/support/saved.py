@@ -1,4 +1,6 @@
-"""Checkpoints and finished models as trainers leave them, made by hand: whole files without weights."""
+"""Checkpoints and finished models as trainers leave them, made by hand: whole files without
+weights.
+"""
 
 import json
 import math
@@ -23,7 +25,9 @@ def archive(path: Path) -> None:
 
 
 def loadable(folder: Path) -> None:
-    """What a folder with a config needs beside it to be loaded from, as far as names and headers tell."""
+    """What a folder with a config needs beside it to be loaded from, as far as names and headers
+    tell.
+    """
     # stand-ins of trainers have launcher's packages only where they need them
     from launcher.artifacts import architecture
     from launcher.errors import InvalidConfig

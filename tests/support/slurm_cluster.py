@@ -223,7 +223,9 @@ def _stop(cluster: Cluster) -> None:
 
 
 def left(cluster: Cluster) -> list[int]:
-    """The living processes of this cluster's jobs: known by their environment, and none of a daemon."""
+    """The living processes of this cluster's jobs: known by their environment, and none of a
+    daemon.
+    """
     wanted = os.fsencode(f"SLURM_CONF={cluster.conf}")
     sessions = {daemon.pid for daemon in cluster.daemons}
     found = []

@@ -1,4 +1,6 @@
-"""Console logs as other trainers write them: lines of HF Trainer, LLaMA-Factory, axolotl and torchrun."""
+"""Console logs as other trainers write them: lines of HF Trainer, LLaMA-Factory, axolotl and
+torchrun.
+"""
 
 from collections.abc import Iterable
 

@@ -1,4 +1,4 @@
-"""Machines that are not there: what a setting would do on them, by other arithmetic than launch's own."""
+"""Machines that are not there: what a setting would do on them, by arithmetic of their own."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +11,7 @@ from launcher.artifacts import architecture, lengths
 from launcher.errors import InvalidConfig
 from launcher.machine import datasheets
 from launcher.plan import footprint, plan
+from launcher.plan.footprint import Footprint
 from launcher.planning import collect
 from launcher.planning.collect import Scope
 from launcher.planning.request import Request
@@ -29,9 +30,9 @@ def outlook(
     """A stage file on so many cards."""
     path = REPOSITORY / "configs" / config
     request = Request(stage=None, config=path, gpus=gpus, overrides=overrides)
-    asked = collect.collect(request, Scope.FILE)
+    facts = collect.collect(request, Scope.FILE)
     installed = PACKAGES if packages is None else packages
-    made = plan.make(asked.stage, gpus=gpus, output=Path("model"), packages=installed)
+    made = plan.make(facts.stage, gpus=gpus, output=Path("model"), packages=installed)
     try:
         shape = footprint.shape_of(made)
     except InvalidConfig:
@@ -63,9 +64,9 @@ def ran(candidate: Candidate, speed: float = 0.0, **parts: Any) -> Trial:
 class Machine:
     """What nobody knows beforehand: FLOP and bytes a second that are reached, and shares.
 
-    `memory` multiplies what a textbook says of memory, `half` the positions at which matrices are half as fast as
-    large ones, `hidden` the share of the traffic behind arithmetic, `liger` and `recompute` what these multiply
-    the bytes and the arithmetic of a pass by.
+    `memory` multiplies what a textbook says of memory. At `half` positions matrices are half as
+    fast as large ones. `hidden` is the share of the traffic behind arithmetic. `liger` and
+    `recompute` multiply the bytes and the arithmetic of a pass.
     """
 
     gib: float
@@ -86,9 +87,8 @@ class Machine:
         """What a trial of these settings shows."""
         peak = None
         if candidate.short is not None:
-            peak = self.peak(
-                world, candidate.settings, world.footprint(candidate.settings).typical.tokens
-            )
+            tokens = world.footprint(candidate.settings).typical.tokens
+            peak = self.peak(world, candidate.settings, tokens)
         if peak is not None and peak > 0.95 * self.gib:
             return ran(candidate, status="oom", seconds=40, reason="CUDA out of memory")
         step = self._step(world, candidate.settings)
@@ -106,71 +106,104 @@ class Machine:
     def peak(self, world: Space, settings: Settings, tokens: int) -> float:
         """GiB of a micro-batch of so many tokens, as textbooks count them and not as the plan does.
 
-        States: Rajbhandari et al., 2020. Activations: those of a layer after Korthikanti et al., 2022, with three
-        matrices in its MLP, or the inputs of the layers and one layer. Logits: 2 bytes, and copies in 32 bits.
+        States: Rajbhandari et al., 2020. Activations: those of a layer after Korthikanti et al.,
+        2022, with three matrices in its MLP, or the inputs of the layers and one layer. Logits:
+        2 bytes, and copies in 32 bits.
         """
         model = world.footprint(settings)
         shape = model.shape
-        count = model.plan.processes
-        weights, states = 2.0 * shape.parameters, 14.0 * shape.parameters
-        if model.adapters is not None:
-            states = 14.0 * model.adapters.parameters(shape)
-        stage = 0 if model.zero is None else model.zero.stage
-        if stage == 3:
-            weights /= count
-        if stage > 0:
-            states /= count
-        if model.zero is not None and model.zero.offload_optimizer:
-            states /= 7
-        layer = (20.0 * shape.hidden + 8.0 * shape.intermediate) * tokens
-        activations = layer * shape.layers
-        if model.checkpointing:
-            activations = layer + 2.0 * shape.hidden * tokens * shape.layers
+        activations = self._activations(model, tokens)
         logits = 20.0 * shape.vocab * tokens
         if settings.get("liger") and not model.pairs:
             logits = 6.0 * shape.hidden * tokens
-        return self.memory * (weights + states + activations + logits) / 2**30
+        return self.memory * (self._states(model) + activations + logits) / 2**30
+
+    def _states(self, model: Footprint) -> float:
+        """Bytes of weights in 16 bits, and of gradients and Adam's states."""
+        weights = 2.0 * model.shape.parameters
+        states = 14.0 * _trained(model)
+        zero = model.zero
+        if zero is None:
+            return weights + states
+        if zero.stage == 3:
+            weights /= model.plan.processes
+        if zero.stage > 0:
+            states /= model.plan.processes
+        if zero.offload_optimizer:
+            states /= 7
+        return weights + states
+
+    def _activations(self, model: Footprint, tokens: int) -> float:
+        shape = model.shape
+        layer = (20.0 * shape.hidden + 8.0 * shape.intermediate) * tokens
+        if model.checkpointing:
+            return layer + 2.0 * shape.hidden * tokens * shape.layers
+        return layer * shape.layers
 
     def _step(self, world: Space, settings: Settings) -> float:
         """Seconds of a step, by other arithmetic than the plan's."""
-        found = world.footprint(settings)
-        made, shape, zero, batch = found.plan, found.shape, found.zero, found.typical
-        tokens, flash, count = batch.tokens, found.attention.startswith("flash"), made.processes
-        passes = (2 if found.adapters else 3) * (self.recompute if found.checkpointing else 1)
-        arithmetic = (
-            2 * (shape.parameters - shape.embedding) * (tokens + self.half) / (0.6 * self.flops)
-        )
-        width = (found.rows.mean if flash else tokens) if found.packed else batch.width
-        reached = self.flops * (self.flash if flash else self.sdpa)
-        arithmetic += shape.layers * 4 * tokens * width * shape.query / reached
-        liger = settings.get("liger")
-        bytes_a_token = (
-            shape.layers
-            * (60 * shape.hidden + 24 * shape.intermediate)
-            * (self.liger if liger else 1)
-        )
-        bytes_a_token += (2 if liger else 14) * shape.vocab
-        micro = (
-            max(passes * arithmetic, shape.layers * self.layer * passes)
-            + tokens * bytes_a_token / self.bandwidth
-        )
-        trained = found.adapters.parameters(shape) if found.adapters else shape.parameters
-        gathered = 4 * shape.parameters if zero is not None and zero.stage == 3 else 0
-        sent = (
-            (trained * (zero.communication if zero else 2) + gathered)
-            * (count - 1)
-            / count
-            / self.link
-        )
+        model = world.footprint(settings)
+        zero = model.zero
+        accumulation = model.plan.accumulation
+        compute = accumulation * self._micro_batch(model, settings)
         # ZeRO-1 sends the gradients of all micro-batches together
-        times = made.accumulation if zero is not None and zero.stage > 1 else 1
-        own = trained / (count if zero else 1)
-        step = (
-            made.accumulation * micro + times * (1 - self.hidden) * sent + 28 * own / self.bandwidth
-        )
+        times = 1
+        if zero is not None and zero.stage > 1:
+            times = accumulation
+        traffic = times * (1 - self.hidden) * self._sent_bytes(model) / self.link
+        states = _trained(model)
+        if zero is not None:
+            states /= model.plan.processes
+        seconds = compute + traffic + 28 * states / self.bandwidth
         if zero is not None and zero.offload_optimizer:
-            step += own * (4 / 20e9 + 30 / 50e9)
-        return step
+            seconds += states * (4 / 20e9 + 30 / 50e9)
+        return seconds
+
+    def _micro_batch(self, model: Footprint, settings: Settings) -> float:
+        """Seconds of the passes over a micro-batch, and of the traffic of its activations."""
+        shape = model.shape
+        tokens = model.typical.tokens
+        passes = 3.0 if model.adapters is None else 2.0
+        if model.checkpointing:
+            passes *= self.recompute
+        matrices = 2 * (shape.parameters - shape.embedding) * (tokens + self.half)
+        arithmetic = matrices / (0.6 * self.flops) + self._attention(model)
+        layer_bytes = 60 * shape.hidden + 24 * shape.intermediate
+        vocabulary_bytes = 14 * shape.vocab
+        if settings.get("liger"):
+            layer_bytes *= self.liger
+            vocabulary_bytes = 2 * shape.vocab
+        moved = tokens * (shape.layers * layer_bytes + vocabulary_bytes)
+        least = shape.layers * self.layer
+        return passes * max(arithmetic, least) + moved / self.bandwidth
+
+    def _attention(self, model: Footprint) -> float:
+        shape = model.shape
+        tokens = model.typical.tokens
+        is_flash = model.attention.startswith("flash")
+        width = model.typical.width
+        if model.packed:
+            width = model.rows.mean if is_flash else tokens
+        reached = self.flops * (self.flash if is_flash else self.sdpa)
+        return shape.layers * 4 * tokens * width * shape.query / reached
+
+    def _sent_bytes(self, model: Footprint) -> float:
+        """Bytes that each process exchanges with the others for a micro-batch."""
+        zero = model.zero
+        count = model.plan.processes
+        sent = 2.0 * _trained(model)
+        if zero is not None:
+            sent = zero.communication * _trained(model)
+            if zero.stage == 3:
+                sent += 4 * model.shape.parameters
+        return sent * (count - 1) / count
+
+
+def _trained(model: Footprint) -> float:
+    """The number of parameters that are trained."""
+    if model.adapters is None:
+        return model.shape.parameters
+    return model.adapters.parameters(model.shape)
 
 
 H200 = Machine(gib=139.8, flops=989e12, bandwidth=4.8e12, link=300e9)
@@ -179,7 +212,9 @@ RTX4090 = Machine(gib=23.6, flops=165e12, bandwidth=1.0e12, link=20e9)
 
 
 def search_of(world: Space, **terms: object) -> Search:
-    """A search over everything that the stage file can be turned into; `terms` are attributes of it."""
+    """A search over everything that the stage file can be turned into; `terms` are attributes of
+    it.
+    """
     if id(world) not in _GRIDS:
         _GRIDS[id(world)] = (world, list(world.grid()))
     search = Search(world, _GRIDS[id(world)][1])
@@ -197,7 +232,10 @@ def searched(
 ) -> Search:
     """Through to its end, or so many trials; `noise` are shares by which measurements are off."""
     search = search_of(world, **terms)
-    while len(search.results) < trials and (candidate := search.propose()) is not None:
+    while len(search.results) < trials:
+        candidate = search.propose()
+        if candidate is None:
+            break
         trial = machine.runs(world, candidate)
         if noise and trial.speed:
             off = 1 + noise[len(search.runs) % len(noise)]

@@ -27,7 +27,9 @@ GOLDEN = DATA / "agreement"
 
 @functools.cache
 def schema_of(backend: str, stage_name: str, release: str = "") -> Schema:
-    """The committed schema, of the pin or of another known release, whatever is installed or checked out."""
+    """The committed schema, of the pin or of another known release, whatever is installed or
+    checked out.
+    """
     return locate.load_schema(snapshot_of(backend, release), stage_name)
 
 
@@ -70,7 +72,9 @@ def words_of(schema: Schema, arguments: Arguments) -> list[str]:
 def refused_by_launch(
     backend: str, stage_name: str, sets: Sequence[Arguments], release: str = ""
 ) -> list[list[str]]:
-    """For each set, what launch says that upstream's parser would refuse; `stage_name` may be a further script's."""
+    """For each set, what launch says that upstream's parser would refuse; `stage_name` may be a
+    further script's.
+    """
     own = BACKENDS[backend].STAGES[stage_name].stage
     options = {
         "backend": backend,

@@ -24,7 +24,8 @@ sys.stdin.readline()
 def say(**event):
     print(json.dumps(event), flush=True)
 def answer(number, when):
-    say(event="sample", number=number, when=when, text=f"{{when}} {{number}}", tokens=3, ended="stop")
+    text = f"{{when}} {{number}}"
+    say(event="sample", number=number, when=when, text=text, tokens=3, ended="stop")
 """
 ANSWER_ALL = """
 for when in ("after", "before"):

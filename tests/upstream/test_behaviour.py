@@ -7,9 +7,9 @@ import pytest
 from repositories import commit
 
 from launcher.machine.git import CommitTree, Repository
-from launcher.upstream import behaviour, facts, locate
+from launcher.upstream import behaviour, locate
 from launcher.upstream.behaviour import BEHAVIOURS, Behaviour
-from launcher.upstream.open_instruct import BASELINE, PIN, STAGES
+from launcher.upstream.open_instruct import PIN, STAGES
 from launcher.upstream.source.packages import Sources
 
 SCRIPTS = [key for key, entry in STAGES.items() if not entry.behaves_as]
@@ -69,21 +69,6 @@ def test_the_history_says_what_the_source_shows(
     for known in behaviour.of_script(key):
         if known.since or known.until:
             assert by_history[known.name] == by_source[known.name], known.name
-
-
-@pytest.mark.parametrize("commit_name", (BASELINE, checkouts.NEWEST))
-@pytest.mark.parametrize("key", SCRIPTS)
-def test_a_snapshot_holds_the_behaviours_of_its_commit(commit_name: str, key: str) -> None:
-    """All that came or went did so between these two."""
-    snapshot = locate.known_facts("open_instruct", commit_name)
-    backend = locate.BACKENDS["open_instruct"]
-    schema = facts.schema_of(snapshot, backend, key, "snapshot", commit_name)
-    is_newest = commit_name == checkouts.NEWEST
-    for known in behaviour.of_script(key):
-        if known.since is not None:
-            assert schema.does(known.name) is is_newest
-        if known.until is not None:
-            assert schema.does(known.name) is not is_newest
 
 
 def test_a_source_that_shows_neither_form_is_not_guessed_at(tmp_path: Path) -> None:

@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 from conftest import DATA
+from judged_runs import Event
 
 from launcher.verdict.evidence import Evidence, read_log, read_run
 from launcher.verdict.metrics import compute_metrics, memory_phases
 
 LOGS = DATA / "logs"
-
-
-Event = dict[str, Any]
 
 
 def step(number: int, loss: float | None = 2.0, **more: Any) -> Event:

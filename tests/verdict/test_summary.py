@@ -1,6 +1,7 @@
-"""What a verdict says to people: the cause first, each run by its name, no verdict about any other text."""
+"""The verdict that people read: the cause first, each run by its name."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,14 @@ CRASH = (
 )
 
 
-def crashed(path: Path, *, steps: int, **ended: Any) -> Path:
-    made(path, steps=steps, extra=CRASH if not ended else "")
-    over = json.loads((path / "exit.json").read_text())
-    (path / "exit.json").write_text(json.dumps({**over, "returncode": 1, **ended}))
+def crashed(path: Path, *, steps: int) -> Path:
+    made(path, steps=steps, extra=CRASH)
+    return ended_with(path, returncode=1)
+
+
+def ended_with(path: Path, **fields: Any) -> Path:
+    record = json.loads((path / "exit.json").read_text())
+    (path / "exit.json").write_text(json.dumps({**record, **fields}))
     return path
 
 
@@ -43,9 +48,10 @@ def test_a_crash_begins_with_its_cause_and_its_line(
     assert lines[3].startswith("    help: ")
     # the point that failed first, and once what was not reached
     assert lines[4].split() == ["finish", "crashed", "FAIL", "expected", "completed"]
-    (unreached,) = (line for line in lines if "training never reached step 1" in line)
+    (unreached,) = [line for line in lines if "training never reached step 1" in line]
     assert {"liger", "loss"} <= set(unreached.partition(": ")[2].split(", "))
-    assert sum("row 7 has no messages" in line for line in lines) == 2
+    naming = [line for line in lines if "row 7 has no messages" in line]
+    assert len(naming) == 2
 
 
 def test_a_run_that_passed_takes_one_line(
@@ -59,74 +65,59 @@ def test_only_the_points_that_are_not_as_expected_are_shown(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, lines = check(crashed(tmp_path / "run", steps=20), capsys)
-    states = [line.split()[1:3] for line in lines if line.startswith("  ") and line[2] != " "]
-    assert ["crashed", "FAIL"] in states
+    assert any(line.split()[:3] == ["finish", "crashed", "FAIL"] for line in lines)
     assert not [line for line in lines if " ok " in line]
 
 
 def test_a_run_that_was_stopped_is_shown_as_stopped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = crashed(tmp_path / "run", steps=20, returncode=-15, signal=15, stopped=15)
+    path = made(tmp_path / "run", steps=20)
+    ended_with(path, returncode=-15, signal=15, stopped=15)
     code, lines = check(path, capsys)
-    assert (code, lines[0]) == (1, "verdict: stopped  run  (dpo, 20 steps)")
+    assert code == 1
+    assert lines[0] == "verdict: stopped  run  (dpo, 20 steps)"
     assert lines[1] == "  cause: the run was stopped by SIGTERM after step 20 of 20"
     assert lines[2].startswith("    help: start the same command again")
     assert lines[3].split() == ["finish", "stopped", "stopped", "expected", "completed"]
     assert json.loads((path / "verdict.json").read_text())["status"] == "fail"
 
 
-@pytest.mark.parametrize(
-    ("detail", "cause", "help"),
-    [
-        # what Ctrl-C raises in the trainer is no fault of its
-        (
-            {
-                "signal": "SIGINT",
-                "error": {"type": "KeyboardInterrupt", "message": "", "at": "a:1"},
-            },
-            "the run was stopped by SIGINT after step 3 of 9",
-            "start the same command again: it continues from the last checkpoint, if there is one",
-        ),
-        # what broke `expect:` knows what to do about it
-        (
-            {"error": {"type": "violation", "message": "loss is nan"}, "help": "see the point"},
-            "loss is nan",
-            "lower the learning rate",
-        ),
-    ],
-)
-def test_a_stop_names_its_cause(detail: dict[str, Any], cause: str, help: str) -> None:
-    finish = {"name": "finish", "state": "stopped", "ok": False, "expected": "completed"}
-    finish |= {"detail": {"last_step": 3, "total_steps": 9, **detail}}
+def finish_point(state: str, **detail: Any) -> dict[str, Any]:
+    steps = {"last_step": 3, "total_steps": 9}
+    return {"name": "finish", "state": state, "ok": False, "detail": {**steps, **detail}}
+
+
+def cause_of(*points: dict[str, Any]) -> summary.Cause:
+    cause = summary.cause({"status": "fail", "points": list(points)})
+    assert cause is not None
+    return cause
+
+
+def test_what_ctrl_c_raises_is_no_fault_of_the_trainer() -> None:
+    error = {"type": "KeyboardInterrupt", "message": "", "at": "a:1"}
+    cause = cause_of(finish_point("stopped", signal="SIGINT", error=error))
+    assert cause.text == "the run was stopped by SIGINT after step 3 of 9"
+    assert (cause.help or "").startswith("start the same command again: it continues")
+
+
+def test_a_violation_has_the_help_of_its_point() -> None:
+    error = {"type": "violation", "message": "loss is nan"}
+    finish = finish_point("stopped", error=error, help="see the point")
     loss = {"name": "loss", "ok": False, "detail": {"help": "lower the learning rate"}}
-    points = [finish] if "signal" in detail else [finish, loss]
-    found = summary.cause({"status": "fail", "points": points})
-    assert found is not None and (found.text, found.help) == (cause, help)
+    cause = cause_of(finish, loss)
+    assert (cause.text, cause.help) == ("loss is nan", "lower the learning rate")
 
 
 def test_a_killed_rank_is_not_the_error_of_its_launcher() -> None:
-    error = {
-        "type": "subprocess.CalledProcessError",
-        "message": "Command '[...]' died",
-        "at": "launch.py:9",
-    }
-    detail = {
-        "signal": "SIGKILL",
-        "error": error,
-        "last_step": 3,
-        "total_steps": 9,
-        "reason": "killed",
-    }
-    finish = {
-        "name": "finish",
-        "state": "killed",
-        "ok": False,
-        "detail": {**detail, "help": "see dmesg"},
-    }
-    found = summary.cause({"status": "fail", "points": [finish]})
-    assert found is not None and found.text == "the run was killed by SIGKILL after step 3 of 9"
-    assert found.repeated == ("ended by SIGKILL", "see dmesg")
+    kind = "subprocess.CalledProcessError"
+    error = {"type": kind, "message": "Command '[...]' died", "at": "launch.py:9"}
+    finish = finish_point(
+        "killed", signal="SIGKILL", error=error, reason="killed", help="see dmesg"
+    )
+    cause = cause_of(finish)
+    assert cause.text == "the run was killed by SIGKILL after step 3 of 9"
+    assert cause.repeated == ("ended by SIGKILL", "see dmesg")
 
 
 @pytest.mark.parametrize("command", ["check", "report"])
@@ -136,9 +127,10 @@ def test_a_text_that_is_no_log_has_no_verdict(
     text = tmp_path / "README.md"
     text.write_text("# Training\n\nIt fails with an error, and the loss is nan at step 3.\n")
     assert main([command, str(text)]) == 3
-    said = capsys.readouterr()
-    assert "error[not-a-training-log]: not a training log" in said.err
-    assert f"--> {text}" in said.err and "verdict" not in said.out
+    output = capsys.readouterr()
+    assert "error[not-a-training-log]: not a training log" in output.err
+    assert f"--> {text}" in output.err
+    assert "verdict" not in output.out
     assert list(tmp_path.iterdir()) == [text]
 
 
@@ -157,7 +149,15 @@ def test_a_damaged_verdict_has_a_summary(verdict: dict[str, Any]) -> None:
     assert {summary.sentence(point) for point in points} <= {None}
 
 
-@pytest.mark.parametrize("kind", ["pipeline", "bench", "ladder", "tune"])
+RECORDS: dict[str, Callable[[list[dict[str, str]]], dict[str, Any]]] = {
+    "pipeline": lambda runs: {"stages": runs},
+    "bench": lambda runs: {"runs": runs},
+    "ladder": lambda runs: {"rungs": {str(number): run for number, run in enumerate(runs)}},
+    "tune": lambda runs: {"trials": {"samples": runs}},
+}
+
+
+@pytest.mark.parametrize("kind", RECORDS)
 def test_the_folder_of_several_runs_stands_for_all_of_them(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -165,27 +165,25 @@ def test_the_folder_of_several_runs_stands_for_all_of_them(
     crashed(tmp_path / "bad", steps=20)
     # as it was before the folder of the second one was moved; the third never began
     places = [good, tmp_path / "elsewhere" / "bad", tmp_path / "none", good]
-    runs = [{"run": str(path)} for path in places]
-    rungs = {"rungs": {str(n): run for n, run in enumerate(runs)}}
-    rows = {
-        "pipeline": {"stages": runs},
-        "bench": {"runs": runs},
-        "ladder": rungs,
-        "tune": {"trials": {"samples": runs}},
-    }
-    (tmp_path / f"{kind}.json").write_text(json.dumps(rows[kind]))
+    record = RECORDS[kind]([{"run": str(path)} for path in places])
+    (tmp_path / f"{kind}.json").write_text(json.dumps(record))
+
     code, lines = check(tmp_path, capsys)
-    heads = [line for line in lines if line.startswith("verdict: ")]
-    assert (code, heads) == (
-        1,
-        ["verdict: pass  good  (dpo, 40 steps)", "verdict: fail  bad  (dpo, 20 steps)"],
-    )
-    assert main(["check", str(tmp_path), "--format", "json"]) == 1
-    data = json.loads(capsys.readouterr().out)["data"]
-    assert [(Path(run["run"]).name, run["status"]) for run in data["runs"]] == [
-        ("good", "pass"),
-        ("bad", "fail"),
+    assert code == 1
+    assert [line for line in lines if line.startswith("verdict: ")] == [
+        "verdict: pass  good  (dpo, 40 steps)",
+        "verdict: fail  bad  (dpo, 20 steps)",
     ]
+
+    assert main(["check", str(tmp_path), "--format", "json"]) == 1
+    runs = json.loads(capsys.readouterr().out)["data"]["runs"]
+    statuses = {Path(run["run"]).name: run["status"] for run in runs}
+    assert statuses == {"good": "pass", "bad": "fail"}
+
+
+def test_the_page_of_several_runs_names_each(tmp_path: Path) -> None:
+    runs = [{"run": str(made(tmp_path / name))} for name in ("first", "second")]
+    (tmp_path / "bench.json").write_text(json.dumps({"runs": runs}))
     page = tmp_path / "page.html"
     assert main(["report", str(tmp_path), "-o", str(page)]) == 0
-    assert ">good<" in page.read_text() and ">bad<" in page.read_text()
+    assert ">first<" in page.read_text() and ">second<" in page.read_text()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from answers import parse_answer
 from chained import Answer, Chained, answer_of
 from chained import finished as finished  # a fixture
 from chained import finished_copy as finished_copy  # a fixture
@@ -42,7 +43,7 @@ def evaluate(world: Chained, *steps: str, **options: Any) -> Path:
 
 def evaluations(world: Chained) -> list[Any]:
     """What each evaluation since the last call was given."""
-    return [json.loads(line) for line in world.taken("evaluated")]
+    return [parse_answer(line) for line in world.taken("evaluated")]
 
 
 def second_run(world: Chained) -> rundir.RunFolder:
@@ -51,12 +52,12 @@ def second_run(world: Chained) -> rundir.RunFolder:
 
 
 def evaluation_of(answer: Answer) -> Any:
-    return answer.stages[1]["eval"]
+    return answer.stages[1].eval
 
 
 def place_of(answer: Answer, code: str) -> tuple[str, int]:
     finding = answer.finding(code)
-    return Path(finding["file"]).name, finding["line"]
+    return Path(finding.file).name, finding.line
 
 
 def line_of(path: Path, text: str) -> int:
@@ -74,22 +75,22 @@ def test_numbers_stand_in_the_answer_the_verdict_and_the_pages(
     answer = world.run()
 
     assert answer.exit == 0, answer
-    assert answer.statuses == ["passed", "passed"]
+    assert answer.statuses == "passed, passed"
     run = second_run(world)
     (given,) = evaluations(world)
-    assert given["model"] == str(world.root / "o" / "second")
-    assert given["folder"] == str(run.path / "eval")
+    assert given.model == str(world.root / "o" / "second")
+    assert given.folder == str(run.path / "eval")
     # no GPU is visible to it on the CPU
-    assert given["cuda"] == ""
+    assert given.cuda == ""
     assert (run.path / "eval" / "console.log").exists()
 
-    assert "eval" not in answer.stages[0]
+    assert not hasattr(answer.stages[0], "eval")
     evaluation = evaluation_of(answer)
-    assert evaluation["state"] == "measured"
-    assert [gate["ok"] for gate in evaluation["gates"]] == [True, True]
-    assert evaluation["metrics"]["gsm8k/exact_match,strict-match"] == 0.41
+    assert evaluation.state == "measured"
+    assert [gate.ok for gate in evaluation.gates] == [True, True]
+    assert vars(evaluation.metrics)["gsm8k/exact_match,strict-match"] == 0.41
 
-    folder = Path(answer.envelope["data"]["pipeline"])
+    folder = Path(answer.content.data.pipeline)
     cell = 'data-label="eval">gsm8k 0.41 (&gt;= 0.4); mmlu 0.62'
     assert cell in (folder / "report.html").read_text()
     page = run.report.read_text()
@@ -98,10 +99,10 @@ def test_numbers_stand_in_the_answer_the_verdict_and_the_pages(
     assert "&gt;= 0.4" in page
 
     assert main.main(["check", str(run.path), "--format", "json"]) == 0
-    points = json.loads(capsys.readouterr().out)["data"]["points"]
-    (point,) = [point for point in points if point["name"] == "evaluation"]
-    assert point["state"] == "passed"
-    assert point["detail"]["gates"][0]["value"] == 0.41
+    points = parse_answer(capsys.readouterr().out).data.points
+    (point,) = [point for point in points if point.name == "evaluation"]
+    assert point.state == "passed"
+    assert point.detail.gates[0].value == 0.41
     assert main.main(["check", str(run.path)]) == 0
     assert "measured: gsm8k 0.41, mmlu 0.62" in capsys.readouterr().out
 
@@ -110,14 +111,14 @@ def test_an_evaluation_runs_again_only_for_another_command(
     finished: Chained, capsys: pytest.CaptureFixture[str]
 ) -> None:
     evaluate(finished, B_IS_1, expect={"b": ">= 1"})
-    assert finished.run().statuses == ["skipped", "skipped"]
+    assert finished.run().statuses == "skipped, skipped"
     assert len(evaluations(finished)) == 1
 
     answer = finished.run()
 
     assert answer.exit == 0
     assert evaluations(finished) == []
-    assert evaluation_of(answer)["state"] == "measured"
+    assert evaluation_of(answer).state == "measured"
 
     # by other gates the same numbers are judged
     path = evaluate(finished, B_IS_1, expect={"b": ">= 2"})
@@ -126,9 +127,9 @@ def test_an_evaluation_runs_again_only_for_another_command(
     assert answer.exit == 1
     assert evaluations(finished) == []
     assert place_of(answer, "eval-gate") == ("p.yaml", line_of(path, "b: '>"))
-    assert "1, expected >= 2" in answer.finding("eval-gate")["message"]
+    assert "1, expected >= 2" in answer.finding("eval-gate").message
     # the row is that of the stage: its name is not said again
-    assert answer.stages[1]["reason"].startswith("b")
+    assert answer.stages[1].reason.startswith("b")
     assert main.main(["check", str(second_run(finished).path)]) == 1
     assert "1, expected >= 2" in capsys.readouterr().out
 
@@ -137,7 +138,7 @@ def test_an_evaluation_runs_again_only_for_another_command(
 
     assert answer.exit == 0
     assert len(evaluations(finished)) == 1
-    assert finished.trained() == []
+    assert finished.trained() == ""
     assert finished.quiet()
 
 
@@ -175,11 +176,11 @@ def test_an_evaluation_that_fails_stops_the_pipeline_at_its_line(
     answer = finished.run()
 
     assert answer.exit == code, answer
-    assert answer.statuses == ["skipped", "failed"]
+    assert answer.statuses == "skipped, failed"
     assert place_of(answer, finding) == ("p.yaml", line_of(path, key))
-    assert message in answer.finding(finding)["message"]
-    assert answer.envelope["data"]["state"] == "stopped"
-    assert answer.stages[1]["reason"]
+    assert message in answer.finding(finding).message
+    assert answer.content.data.state == "stopped"
+    assert answer.stages[1].reason
     assert finished.quiet()
 
 
@@ -194,16 +195,16 @@ def test_ctrl_c_ends_an_evaluation_and_the_same_command_evaluates_again(finished
 
     assert running.returncode == Exit.INTERRUPTED, err
     answer = answer_of(running.returncode, out.decode())
-    assert answer.envelope["data"]["state"] == "interrupted"
-    assert answer.statuses == ["skipped", "interrupted"]
-    assert evaluation_of(answer)["state"] == "interrupted"
+    assert answer.content.data.state == "interrupted"
+    assert answer.statuses == "skipped, interrupted"
+    assert evaluation_of(answer).state == "interrupted"
     assert not Path(f"/proc/{pid}").exists()
     assert finished.quiet()
 
     evaluations(finished)
     go.touch()
     assert finished.run().exit == Exit.OK
-    assert finished.trained() == []
+    assert finished.trained() == ""
     assert len(evaluations(finished)) == 1
     assert (second_run(finished).path / "eval" / "console.2.log").exists()
 
@@ -243,7 +244,7 @@ def test_launch_stop_ends_the_evaluation_of_a_run(finished: Chained) -> None:
     out, _ = running.communicate(timeout=PATIENCE_S)
     assert running.returncode == Exit.INTERRUPTED
     answer = answer_of(running.returncode, out.decode())
-    assert evaluation_of(answer)["state"] == "interrupted"
+    assert evaluation_of(answer).state == "interrupted"
     assert finished.quiet()
 
 
@@ -261,11 +262,11 @@ def test_a_dry_run_and_validate_config_show_it(
 
     assert "# evaluation of second, at most 1.5 h, expects b >= 1" in shown
     assert f"'{model}'" in shown
-    assert "eval" not in answer.stages[0]
+    assert not hasattr(answer.stages[0], "eval")
     evaluation = evaluation_of(answer)
-    assert evaluation["argv"][2] == model
-    assert evaluation["expect"] == {"b": ">= 1"}
-    assert evaluation["timeout_s"] == 5400
+    assert evaluation.argv[2] == model
+    assert evaluation.expect.b == ">= 1"
+    assert evaluation.timeout_s == 5400
     assert "(a pipeline: first, second; evaluated: second)" in capsys.readouterr().out
     assert evaluations(world) == []
     assert not (world.root / "pwned").exists()
@@ -285,7 +286,7 @@ def test_the_current_folder_gives_it_no_program(
 
     assert answer.exit == Exit.NOT_READY
     assert place_of(answer, "no-eval-program") == ("p.yaml", line_of(path, "command:"))
-    assert world.trained() == []
+    assert world.trained() == ""
     # a plan is for any machine
     assert world.run("--dry-run").exit == Exit.OK
 
@@ -298,5 +299,5 @@ def test_the_current_folder_gives_it_no_code(finished: Chained) -> None:
     answer = finished.run()
 
     assert answer.exit == Exit.TRAINING
-    assert evaluation_of(answer)["state"] == "crashed"
+    assert evaluation_of(answer).state == "crashed"
     assert not pwned.exists()

@@ -1,6 +1,5 @@
 """Pipelines: judged whole before the first stage, and nothing trained twice."""
 
-import json
 import os
 import shutil
 import signal
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import saved
 import yaml
+from answers import parse_answer
 from chained import EXPECT, Chained, answer_of
 from chained import finished as finished  # a fixture
 from chained import finished_copy as finished_copy  # a fixture
@@ -76,12 +76,12 @@ def test_every_stage_is_judged_before_the_first(world: Chained) -> None:
     answer = world.run()
 
     assert answer.exit == Exit.CONFIG
-    assert world.trained() == []
+    assert world.trained() == ""
     assert not world.runs.exists()
     places = set()
-    for finding in answer.envelope["findings"]:
-        if finding["code"] in ("unknown-key", "pipeline-output"):
-            places.add((Path(finding["file"]).name, finding["key"]))
+    for finding in answer.content.findings:
+        if finding.code in ("unknown-key", "pipeline-output"):
+            places.add((Path(finding.file).name, finding.key))
     # what `with:` says stands in the pipeline file
     keys = {("first.yaml", "args.no_such"), ("second.yaml", "args"), ("p.yaml", "args.bogus")}
     assert places == keys
@@ -94,9 +94,9 @@ def test_an_override_is_named_as_it_was_written(world: Chained) -> None:
     answer = world.run("third.bogus=2", "second.no_such=3")
 
     overrides = set()
-    for finding in answer.envelope["findings"]:
-        if finding["code"] == "unknown-key":
-            overrides.add((Path(finding["file"]).name, finding["override"]))
+    for finding in answer.content.findings:
+        if finding.code == "unknown-key":
+            overrides.add((Path(finding.file).name, finding.override))
     assert overrides == {("third.yaml", "third.bogus=2"), ("second.yaml", "second.no_such=3")}
 
 
@@ -105,7 +105,7 @@ def test_facts_of_a_model_that_is_not_there_yet_come_from_the_first(world: Chain
     config = world.root / "model" / "config.json"
     config.write_text('{"model_type": "qwen2", "max_position_embeddings": 64}')
 
-    findings = plan_file(world.root / "p.yaml").findings
+    findings = plan_file(world.file).findings
 
     (finding,) = [f for f in findings if f.code == "beyond-positions"]
     assert Path(finding.file or "").name == "third.yaml"
@@ -113,7 +113,7 @@ def test_facts_of_a_model_that_is_not_there_yet_come_from_the_first(world: Chain
 
 def test_a_stage_that_names_another_model_must_say_which_is_meant(world: Chained) -> None:
     world.stage("second", model_name_or_path="some/other")
-    assert refusals(world.root / "p.yaml")["pipeline-model"].file == "second.yaml"
+    assert refusals(world.file)["pipeline-model"].file == "second.yaml"
 
     from_first = {"config": "second.yaml", "from": "first"}
     planned = plan_file(world.pipeline("first.yaml", from_first))
@@ -136,10 +136,10 @@ def test_a_stage_that_names_another_model_must_say_which_is_meant(world: Chained
 
 def test_a_stage_cannot_begin_from_an_adapter_or_write_over_another(world: Chained) -> None:
     world.stage("first", model_name_or_path="model", use_peft=True)
-    assert "adapter" in refusals(world.root / "p.yaml")["pipeline-adapter"].message
+    assert "adapter" in refusals(world.file)["pipeline-adapter"].message
     world.stage("first", model_name_or_path="model")
     world.stage("second", output_dir="o/third")
-    assert "both write into" in refusals(world.root / "p.yaml")["pipeline-output"].message
+    assert "both write into" in refusals(world.file)["pipeline-output"].message
 
 
 def two_of_open_instruct(world: Chained, sft: dict[str, Any], dpo: dict[str, Any]) -> Path:
@@ -183,16 +183,16 @@ def test_stages_run_in_turn_and_leave_a_record_and_a_page(
     answer = world.run()
 
     assert answer.exit == 0, answer
-    assert answer.statuses == ["passed"] * 3
-    assert world.trained() == ["first", "second", "third"]
-    assert answer.stages[1]["model"] == answer.stages[0]["output"]
-    assert all(Path(stage["run"]).is_dir() for stage in answer.stages)
-    data = answer.envelope["data"]
-    folder = Path(data["pipeline"])
+    assert answer.statuses == "passed, passed, passed"
+    assert world.trained() == "first, second, third"
+    assert answer.stages[1].model == answer.stages[0].output
+    assert all(Path(stage.run).is_dir() for stage in answer.stages)
+    data = answer.content.data
+    folder = Path(data.pipeline)
     assert folder.parent == world.runs
     assert "-pipeline-p" in folder.name
-    assert data["state"] == "finished"
-    assert json.loads((folder / "pipeline.json").read_text()) == data
+    assert data.state == "finished"
+    assert parse_answer((folder / "pipeline.json").read_text()) == data
     page = (folder / "report.html").read_text()
     assert "<h1>pipeline p " in page
     assert ">finished</span>" in page
@@ -212,24 +212,24 @@ def test_a_finished_pipeline_is_skipped_as_long_as_contents_are_the_same(finishe
     answer = finished.run()
 
     assert answer.exit == 0
-    assert answer.statuses == ["skipped"] * 3
-    assert finished.trained() == []
-    assert all(stage["skipped"] for stage in answer.stages)
+    assert answer.statuses == "skipped, skipped, skipped"
+    assert finished.trained() == ""
+    assert all(stage.skipped for stage in answer.stages)
 
 
 def test_a_changed_stage_and_what_was_made_of_it_are_trained_again(finished: Chained) -> None:
     answer = finished.run("second.learning_rate=0.25")
 
     assert answer.exit == 0, answer
-    assert answer.statuses == ["skipped", "passed", "passed"]
-    assert finished.trained() == ["second-2", "third-2"]
+    assert answer.statuses == "skipped, passed, passed"
+    assert finished.trained() == "second-2, third-2"
     assert finished.weights("third") != finished.weights("third-2")
-    assert answer.stages[2]["model"] == str(finished.root / "o" / "second-2")
-    assert "learning_rate" in answer.stages[1]["reason"]
+    assert answer.stages[2].model == str(finished.root / "o" / "second-2")
+    assert "learning_rate" in answer.stages[1].reason
     # and that stands
     again = finished.run("second.learning_rate=0.25")
-    assert again.statuses == ["skipped"] * 3
-    assert finished.trained() == []
+    assert again.statuses == "skipped, skipped, skipped"
+    assert finished.trained() == ""
     assert finished.quiet()
 
 
@@ -238,9 +238,9 @@ def test_a_stage_with_another_model_before_it_is_trained_again(finished: Chained
 
     answer = finished.run("--until", "second")
 
-    assert answer.statuses == ["skipped", "passed"]
-    assert finished.trained() == ["second-2"]
-    assert "model" in answer.stages[1]["reason"]
+    assert answer.statuses == "skipped, passed"
+    assert finished.trained() == "second-2"
+    assert "model" in answer.stages[1].reason
 
 
 def test_a_model_that_no_known_run_has_made_is_not_written_over(finished: Chained) -> None:
@@ -250,12 +250,12 @@ def test_a_model_that_no_known_run_has_made_is_not_written_over(finished: Chaine
     answer = finished.run("--until", "first")
 
     assert answer.exit == 0
-    assert answer.statuses == ["passed"]
-    assert finished.trained() == ["first-2"]
-    assert "no run is known" in answer.stages[0]["reason"]
+    assert answer.statuses == "passed"
+    assert finished.trained() == "first-2"
+    assert "no run is known" in answer.stages[0].reason
     assert finished.weights("first") == before
     # from now on one is known
-    assert finished.run("--until", "first", "--strict").statuses == ["skipped"]
+    assert finished.run("--until", "first", "--strict").statuses == "skipped"
 
 
 def only_record(world: Chained) -> Path:
@@ -264,10 +264,10 @@ def only_record(world: Chained) -> Path:
     return path
 
 
-def recorded(world: Chained) -> tuple[str, list[str]]:
+def recorded(world: Chained) -> str:
     """The state and the statuses of the only pipeline that was begun."""
-    record = json.loads(only_record(world).read_text())
-    return record["state"], [stage["status"] for stage in record["stages"]]
+    record = parse_answer(only_record(world).read_text())
+    return ", ".join([record.state, *[stage.status for stage in record.stages]])
 
 
 def test_it_stops_at_a_failure_and_goes_on_from_there(
@@ -281,17 +281,17 @@ def test_it_stops_at_a_failure_and_goes_on_from_there(
     assert "stopped at second: " in shown
     assert "no such thing" in shown
     assert "the same command continues with second" in shown
-    assert world.trained() == ["first", "second"]
-    assert recorded(world) == ("stopped", ["passed", "failed", "pending"])
+    assert world.trained() == "first, second"
+    assert recorded(world) == "stopped, passed, failed, pending"
 
     world.do()
     answer = world.run()
 
     assert answer.exit == 0
-    assert answer.statuses == ["skipped", "passed", "passed"]
-    assert world.trained() == ["second", "third"]
+    assert answer.statuses == "skipped, passed, passed"
+    assert world.trained() == "second, third"
     # the same pipeline went on: one record
-    assert answer.envelope["data"]["pipeline"] == str(only_record(world).parent)
+    assert answer.content.data.pipeline == str(only_record(world).parent)
 
 
 def test_what_was_begun_goes_on_unless_it_would_become_something_else(world: Chained) -> None:
@@ -305,7 +305,7 @@ def test_what_was_begun_goes_on_unless_it_would_become_something_else(world: Cha
 
     assert world.run("--until", "second").exit == Exit.OK
 
-    assert world.trained() == ["second"]
+    assert world.trained() == "second"
     assert "checkpoint-2" in (world.root / "argv.second").read_text()
 
     # half trained on other data: that is left as it is, and begun again beside
@@ -316,8 +316,8 @@ def test_what_was_begun_goes_on_unless_it_would_become_something_else(world: Cha
     answer = world.run("--from", "second", "--until", "second")
 
     assert answer.exit == 0, answer
-    assert world.trained() == ["second-2"]
-    assert "data" in answer.stages[0]["reason"]
+    assert world.trained() == "second-2"
+    assert "data" in answer.stages[0].reason
     assert "checkpoint-2" not in (world.root / "argv.second-2").read_text()
     assert (output / "checkpoint-2").is_dir()
 
@@ -333,9 +333,9 @@ def test_a_stage_that_was_refused_has_no_run_and_no_report(
     assert "run-is-live" in err
     assert "\nreport: " not in out
     assert "first: refused" in out
-    first = json.loads(only_record(world).read_text())["stages"][0]
-    assert first["status"] == "refused"
-    assert first["run"] is None
+    first = parse_answer(only_record(world).read_text()).stages[0]
+    assert first.status == "refused"
+    assert first.run is None
 
 
 def test_a_finished_stage_is_judged_by_what_is_expected_now(finished: Chained) -> None:
@@ -348,19 +348,19 @@ def test_a_finished_stage_is_judged_by_what_is_expected_now(finished: Chained) -
     for _ in range(2):
         answer = finished.run()
         assert answer.exit == 1
-        assert answer.statuses == ["skipped", "failed", "pending"]
-        assert "packing" in answer.stages[1]["reason"]
+        assert answer.statuses == "skipped, failed, pending"
+        assert "packing" in answer.stages[1].reason
 
     path.write_text(before)
-    assert finished.run().statuses == ["skipped"] * 3
-    assert finished.trained() == []
+    assert finished.run().statuses == "skipped, skipped, skipped"
+    assert finished.trained() == ""
 
 
 def test_from_needs_the_model_of_the_stage_before(world: Chained) -> None:
     answer = world.run("--from", "last")
 
     assert answer.exit == Exit.NOT_READY
-    assert "the model of second" in answer.finding("pipeline-needs")["message"]
+    assert "the model of second" in answer.finding("pipeline-needs").message
 
 
 def test_only_the_stages_from_and_until_run(finished: Chained) -> None:
@@ -370,8 +370,8 @@ def test_only_the_stages_from_and_until_run(finished: Chained) -> None:
     answer = finished.run("--from", "last", "--fresh")
 
     assert answer.exit == 0
-    assert answer.statuses == ["passed"]
-    assert finished.trained() == ["third-2"]
+    assert answer.statuses == "passed"
+    assert finished.trained() == "third-2"
     # the last is that of a variable that is not set
     for wrong in (("last", "first"), ("lst", "last"), ("", "last")):
         words = finished.words("--from", wrong[0], "--until", wrong[1])
@@ -390,8 +390,8 @@ def test_ctrl_c_stops_the_stage_and_the_pipeline(world: Chained) -> None:
 
     assert running.returncode == Exit.INTERRUPTED, err
     answer = answer_of(running.returncode, out.decode())
-    assert answer.envelope["data"]["state"] == "interrupted"
-    assert answer.statuses == ["passed", "interrupted", "pending"]
+    assert answer.content.data.state == "interrupted"
+    assert answer.statuses == "passed, interrupted, pending"
     assert world.quiet()
 
 
@@ -414,8 +414,8 @@ def test_a_stage_that_outlived_its_pipeline_is_waited_for(world: Chained) -> Non
     _, err = second.communicate(timeout=PATIENCE_S)
 
     assert second.returncode == 0, err
-    assert recorded(world) == ("finished", ["skipped", "passed", "passed"])
-    assert world.trained() == ["first", "second", "third"]
+    assert recorded(world) == "finished, skipped, passed, passed"
+    assert world.trained() == "first, second, third"
     assert world.quiet()
 
 
@@ -435,14 +435,14 @@ def test_it_goes_on_without_the_terminal(finished: Chained) -> None:
 
     done = finished.launch(*finished.words("--detach", "--on-finish", "tell", "--format", "json"))
 
-    data = answer_of(done.returncode, done.stdout).envelope["data"]
+    data = answer_of(done.returncode, done.stdout).content.data
     assert done.returncode == 0
-    assert data["session"] is None
+    assert data.session is None
     told = finished.root / "told"
     until(lambda: told.exists() and told.read_text() != "")
     assert told.read_text() == "pipeline 0 pass\n"
-    assert "pipeline: " in Path(data["log"]).read_text()
-    assert finished.trained() == ["third"]
+    assert "pipeline: " in Path(data.log).read_text()
+    assert finished.trained() == "third"
 
 
 def test_what_is_wrong_is_said_before_it_leaves_the_terminal(world: Chained) -> None:
@@ -451,7 +451,7 @@ def test_what_is_wrong_is_said_before_it_leaves_the_terminal(world: Chained) -> 
     answer = world.run("--detach")
 
     assert answer.exit == Exit.CONFIG
-    assert "unknown-key" in answer.codes()
+    assert "unknown-key" in answer.codes
     assert world.run("--detach", "--slurm").exit == Exit.USAGE
     assert world.run("--on-finish-limit", "1m").exit == Exit.USAGE
     assert not world.runs.exists()
@@ -469,17 +469,17 @@ def test_a_dry_run_says_what_would_be_started(
     assert len(commands) == 3
     assert f"--model_name_or_path {world.root}/o/second" in commands[2]
     assert answer.exit == Exit.OK
-    assert [stage["name"] for stage in answer.stages] == ["first", "second", "last"]
-    assert all("argv" in stage for stage in answer.stages)
+    assert [stage.name for stage in answer.stages] == ["first", "second", "last"]
+    assert all(stage.argv for stage in answer.stages)
 
 
 def test_a_dry_run_of_a_finished_pipeline_warns(finished: Chained) -> None:
     over = finished.run("--dry-run")
     beside = finished.run("--dry-run", "--fresh", "--from", "second")
 
-    assert over.codes().count("earlier-run") == 3
-    assert "earlier-run" not in beside.codes()
-    assert "--output_dir o/second-2" in " ".join(beside.stages[0]["argv"])
+    assert over.codes.count("earlier-run") == 3
+    assert "earlier-run" not in beside.codes
+    assert "--output_dir o/second-2" in " ".join(beside.stages[0].argv)
 
 
 def test_what_a_later_stage_needs_of_this_machine_is_missing_before_the_first(
@@ -490,5 +490,5 @@ def test_what_a_later_stage_needs_of_this_machine_is_missing_before_the_first(
     answer = world.run()
 
     assert answer.exit in (Exit.CONFIG, Exit.NOT_READY)
-    assert "gone/a/b" in json.dumps(answer.envelope["findings"])
-    assert world.trained() == []
+    assert "gone/a/b" in str(answer.content.findings)
+    assert world.trained() == ""

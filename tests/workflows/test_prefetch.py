@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from answers import parse_answer
 from conftest import PATIENCE_S, REPOSITORY, STAND_INS
 from fake_world import until
 from real_training import CONFIGS, needs_open_instruct, needs_packages
-from saved import UNKNOWN, tensors
 
 from launcher.cache import entries, folders, hub
 from launcher.cli.main import main
@@ -30,6 +30,12 @@ COMMIT = "a" * 40
 SFT = "sft_open_instruct.yaml"
 DPO = "dpo_open_instruct.yaml"
 CHATS = "dataset_mixer_list=[build/demo/data/sft/train.jsonl, '1.0']"
+EXITS = {
+    "": Exit.OK,
+    "would-miss": Exit.VERDICT,
+    "not-fetched": Exit.NOT_READY,
+    "incomplete-model": Exit.NOT_READY,
+}
 PAIRS = "mixer_list=[build/demo/data/dpo/train.jsonl, '1.0']"
 
 
@@ -60,31 +66,21 @@ def write_to_hub(project: Path, name: str) -> Path:
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """What `launch prepare` answered; `errors` are codes."""
-
-    exit: int
-    data: dict[str, Any]
-    errors: list[str]
-    messages: str
-
-
-@dataclass(frozen=True)
 class Prepare:
+    """`launch prepare`: the data of its answer."""
+
     capsys: pytest.CaptureFixture[str]
 
-    def __call__(self, config: str, *words: str, gpus: int = 0) -> Prepared:
+    def __call__(self, config: str, *words: str, gpus: int = 0, error: str = "") -> Any:
+        """`error` is the code of the only one that is expected."""
         self.capsys.readouterr()
         options = ["--gpus", str(gpus), "--format", "json"]
         code = main(["prepare", str(CONFIGS / config), *words, *options])
-        answer = json.loads(self.capsys.readouterr().out)
-        errors = [finding for finding in answer["findings"] if finding["severity"] == "error"]
-        return Prepared(
-            exit=code,
-            data=answer["data"] or {},
-            errors=[finding["code"] for finding in errors],
-            messages="\n".join(finding["message"] for finding in errors),
-        )
+        answer = parse_answer(self.capsys.readouterr().out)
+        errors = [finding for finding in answer.findings if finding.severity == "error"]
+        assert code == EXITS[error]
+        assert [finding.code for finding in errors] == [error] * bool(error)
+        return answer.data
 
 
 @pytest.fixture
@@ -94,12 +90,12 @@ def prepare(project: Path, checkout: Path, capsys: pytest.CaptureFixture[str]) -
 
 def train(stage: str, config: str, *words: str) -> dict[str, str]:
     """Train one step; the points of the verdict and their states."""
-    command = [sys.executable, "-m", "launcher", stage, str(CONFIGS / config), "--gpus", "0"]
-    short = ["max_train_steps=1", "expect.trend=any", "--format", "json"]
-    done = subprocess.run([*command, *words, *short], capture_output=True, text=True)
-    answer = json.loads(done.stdout)
-    assert answer["data"] is not None, done.stderr
-    states = {point["name"]: point["state"] for point in answer["data"]["points"]}
+    command = [sys.executable, "-m", "launcher", stage, str(CONFIGS / config), *words]
+    short = ["max_train_steps=1", "expect.trend=any", "--gpus", "0", "--format", "json"]
+    done = subprocess.run([*command, *short], capture_output=True, text=True)
+    answer = parse_answer(done.stdout)
+    assert answer.data is not None, done.stderr
+    states = {point.name: point.state for point in answer.data.points}
     assert states["finish"] == "completed", answer
     return states
 
@@ -115,26 +111,22 @@ def test_sft_of_a_model_on_the_hub_finds_what_was_prepared(prepare: Prepare, pro
 
     first = prepare(SFT, *words)
 
-    assert first.exit == 0
-    assert first.errors == []
-    dataset = first.data["dataset"]
-    assert dataset["state"] == "filled"
-    assert not first.data["already_there"]
-    assert dataset["rows"] == 40
-    assert dataset["longest"] == 60
-    assert dataset["mean"] * 40 == pytest.approx(dataset["tokens"])
+    assert not first.already_there
+    dataset = first.dataset
+    assert dataset.state == "filled"
+    assert dataset.rows == 40
+    assert dataset.longest == 60
+    assert dataset.mean * 40 == pytest.approx(dataset.tokens)
     # nothing is left where the model will go
     assert not (project / "build/demo/sft_open_instruct").exists()
 
     # another number of GPUs, another learning rate: the same set
     again = prepare(SFT, *words, "batch.per_device=4", "learning_rate=1e-4", gpus=2)
 
-    assert again.exit == 0
-    assert again.errors == []
-    assert again.data["already_there"]
-    assert again.data["log"] is None
-    assert again.data["dataset"]["places"] == dataset["places"]
-    assert again.data["dataset"]["tokens"] == dataset["tokens"]
+    assert again.already_there
+    assert again.log is None
+    assert again.dataset.places == dataset.places
+    assert again.dataset.tokens == dataset.tokens
 
     states = train("sft", SFT, *words, "expect.dataset_cache=hit")
 
@@ -172,10 +164,10 @@ def test_dpo_leaves_the_reference_to_the_run_and_stops_clean(
     assert len(list(logs.glob("*-prepare-*/console.log"))) == 2
 
     again = prepare(DPO, *words)
-    assert again.exit == 0
-    assert again.data["already_there"]
-    assert again.data["dataset"]["rows"] == 40
-    assert any("one pass of the model" in text for text in again.data["left"])
+    assert again.already_there
+    assert again.dataset.rows == 40
+    assert any("one pass of the model" in text for text in again.left)
+
     states = train("dpo", DPO, *words)
     assert states["dataset_cache"] == "hit"
     assert states["reference_cache"] == "miss"
@@ -186,40 +178,26 @@ def test_dpo_leaves_the_reference_to_the_run_and_stops_clean(
 def test_trl_gets_its_model_and_data_and_tokenises_itself(prepare: Prepare, project: Path) -> None:
     write_to_hub(project, "acme/tiny")
 
-    done = prepare("sft.yaml", "model_name_or_path=acme/tiny")
-    absent = prepare("sft.yaml", "model_name_or_path=acme/tiny", "dataset_name=acme/chats")
+    model = "model_name_or_path=acme/tiny"
 
-    assert done.exit == 0
-    assert done.errors == []
-    assert done.data["log"] is None
-    states = {part["kind"]: part["state"] for part in done.data["parts"]}
-    assert states == {"model": "there", "data": "there"}
-    assert done.data["dataset"]["state"] == "left"
-    assert done.data["left"][0].startswith("tokenising: TRL")
+    done = prepare("sft.yaml", model)
+
+    assert done.log is None
+    assert {part.kind: part.state for part in done.parts} == {"model": "there", "data": "there"}
+    assert done.dataset.state == "left"
+    assert done.left[0].startswith("tokenising: TRL")
     # a set on the hub that is not here, and no network
-    assert absent.exit == Exit.NOT_READY
-    assert absent.errors == ["not-fetched"]
+    prepare("sft.yaml", model, "dataset_name=acme/chats", error="not-fetched")
 
 
-@pytest.mark.parametrize(
-    ("word", "reason"),
-    [
-        ("dataset_skip_cache=true", "tokenises all over"),
-        ("dataset_config_hash=0123456789", "by its name"),
-    ],
-)
+@pytest.mark.parametrize("word", ["dataset_skip_cache=true", "dataset_config_hash=0123456789"])
 def test_what_no_preparation_helps_with_is_refused(
-    word: str, reason: str, prepare: Prepare, project: Path
+    word: str, prepare: Prepare, project: Path
 ) -> None:
     # begun and never finished: upstream would take it, and crash
     (project / "build/demo/cache/0123456789").mkdir(parents=True)
 
-    done = prepare(SFT, word)
-
-    assert done.exit == Exit.VERDICT
-    assert done.errors == ["would-miss"]
-    assert reason in done.messages
-    assert done.data["dataset"]["state"] == "missed"
+    assert prepare(SFT, word, error="would-miss").dataset.state == "missed"
 
 
 @pytest.mark.parametrize(
@@ -240,40 +218,17 @@ def test_the_config_is_judged_first(
 
 @pytest.mark.slow
 def test_a_model_that_is_not_here_is_named(prepare: Prepare, project: Path) -> None:
-    # a download that was broken off
-    (write_to_hub(project, "acme/half") / "model.safetensors").unlink()
+    # a download that was broken off: a link without its blob
+    weights = write_to_hub(project, "acme/half") / "model.safetensors"
+    weights.unlink()
+    weights.symlink_to("blob")
 
     for model, error in (
         ("acme/absent", "not-fetched"),
         ("./nowhere", "incomplete-model"),
         ("acme/half", "incomplete-model"),
     ):
-        done = prepare(SFT, CHATS, f"model_name_or_path={model}")
-        assert done.exit == Exit.NOT_READY
-        assert done.errors == [error]
-
-
-def test_a_folder_lacks_what_its_index_names(tmp_path: Path) -> None:
-    assert hub.lacking(tmp_path / "gone", "model") is not None
-    assert "config.json" in str(hub.lacking(tmp_path, "model"))
-    (tmp_path / "config.json").write_text(UNKNOWN)
-    assert "no weights" in str(hub.lacking(tmp_path, "model"))
-
-    names = {"a": "model-1-of-2.safetensors", "b": "model-2-of-2.safetensors"}
-    index = {"metadata": {}, "weight_map": names}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    tensors(tmp_path / "model-1-of-2.safetensors")
-    assert "model-2-of-2.safetensors is missing" in str(hub.lacking(tmp_path, "model"))
-
-    # a link whose blob was removed is no file
-    (tmp_path / "model-2-of-2.safetensors").symlink_to(tmp_path / "blob")
-    assert hub.lacking(tmp_path, "model") is not None
-    tensors(tmp_path / "blob")
-    assert hub.lacking(tmp_path, "model") is None
-
-    assert "no tokenizer" in str(hub.lacking(tmp_path, "tokenizer"))
-    (tmp_path / "tokenizer.json").write_text("{}")
-    assert hub.lacking(tmp_path, "tokenizer") is None
+        prepare(SFT, CHATS, f"model_name_or_path={model}", error=error)
 
 
 def plan_of(config: str, *words: str) -> Plan:

@@ -1,10 +1,11 @@
 """`launch rehearse` and other commands that rehearse: when they do, and what follows from it."""
 
-import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from answers import parse_answer
 from real_training import needs_trl
 from small_stages import copy_server, use_own_folders, write_stage
 from typer.testing import CliRunner
@@ -70,18 +71,18 @@ def test_a_failure_of_launchs_own_is_no_rehearsal(
     capsys.readouterr()
     # it is tried again
     assert main([*command, "--strict"]) == Exit.BUG
-    answer = json.loads(capsys.readouterr().out)
+    answer = parse_answer(capsys.readouterr().out)
 
-    data = answer["data"]
-    assert data["rows"] == {}
-    assert data["losses"] == []
-    assert data["remembered"] is False
-    (failed,) = [f for f in answer["findings"] if f["code"] == "rehearsal-failed"]
-    assert failed["severity"] == "note"
-    assert failed["key"] is None
-    assert "launch could not rehearse this: TypeError" in failed["message"]
-    assert "inside/trl_stage.py:4" in failed["message"]
-    assert "error" not in {finding["severity"] for finding in answer["findings"]}
+    data = answer.data
+    assert data.rows == SimpleNamespace()
+    assert data.losses == []
+    assert data.remembered is False
+    (failed,) = [f for f in answer.findings if f.code == "rehearsal-failed"]
+    assert failed.severity == "note"
+    assert failed.key is None
+    assert "launch could not rehearse this: TypeError" in failed.message
+    assert "inside/trl_stage.py:4" in failed.message
+    assert "error" not in {finding.severity for finding in answer.findings}
 
 
 @pytest.mark.usefixtures("broken")
@@ -90,8 +91,8 @@ def test_a_failure_of_launchs_own_refuses_nothing(
 ) -> None:
     command = ["validate-config", "--deep", "--strict", str(stage_file), "--format", "json"]
     assert main(command) == Exit.OK
-    (file,) = json.loads(capsys.readouterr().out)["data"]["files"]
-    assert file["valid"]
+    (file,) = parse_answer(capsys.readouterr().out).data.files
+    assert file.valid
 
     monkeypatch.delenv(rehearsal.VARIABLE)
     for rehearse in (None, True):

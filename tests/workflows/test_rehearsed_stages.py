@@ -7,9 +7,11 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from answers import parse_answer
 from real_training import needs_open_instruct, needs_trl
 from small_stages import (
     NO_SYSTEM_ROLE,
@@ -101,22 +103,17 @@ def first_line(done: Rehearsal) -> str:
     return next(iter(done.lines()))
 
 
-def write_columns_without_a_role(folder: Path) -> Path:
-    """Rows that no trainer takes."""
-    write_rows(folder, [{"quest": "a", "ans": "b"}] * 20)
-    return folder
-
-
 def test_the_command_names_each_mistake_by_its_line_and_leaves_nothing(
     tmp_path: Path, demo_assets: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     temporary = use_own_folders(tmp_path, monkeypatch)
+    write_rows(tmp_path / "rows", [{"quest": "a", "ans": "b"}] * 20)
     args = {
         "model_name_or_path": str(demo_assets / "model"),
-        "dataset_name": str(write_columns_without_a_role(tmp_path / "rows")),
+        "dataset_name": str(tmp_path / "rows"),
         "lr_scheduler_type": "cosin",
-        "use_peft": True,
         "lora_target_modules": "q_prj",
+        "use_peft": True,
     }
     path = write_stage(tmp_path / "wrong.yaml", "sft", "trl", args)
     lines = path.read_text().splitlines()
@@ -125,13 +122,16 @@ def test_the_command_names_each_mistake_by_its_line_and_leaves_nothing(
     done = subprocess.run(command, capture_output=True, text=True)
 
     assert done.returncode == Exit.CONFIG, done.stderr
-    wrong = {}
-    for finding in json.loads(done.stdout)["findings"]:
-        if finding["severity"] == "error":
-            key = finding["key"].removeprefix("args.")
-            wrong[key] = lines[finding["line"] - 1].strip().partition(":")[0]
-    names = ("dataset_name", "lr_scheduler_type", "lora_target_modules")
-    assert wrong == {name: name for name in names}
+    answer = parse_answer(done.stdout)
+    errors = [finding for finding in answer.findings if finding.severity == "error"]
+    wrong = {"args.dataset_name", "args.lr_scheduler_type", "args.lora_target_modules"}
+    assert {finding.key for finding in errors} == wrong
+    for finding in errors:
+        key = finding.key.removeprefix("args.")
+        assert lines[finding.line - 1].startswith(f"  {key}: ")
+    # rows stood in for those that are refused
+    assert answer.data.rows == SimpleNamespace()
+    assert answer.data.losses == []
     assert not list(temporary.glob("launch-rehearsal*"))
 
 
@@ -292,18 +292,6 @@ def test_a_stand_in_for_the_tokenizer_marks_the_answers(stages: Stages) -> None:
     assert 0 < done.rows.trained < done.rows.tokens
 
 
-def test_made_up_rows_give_no_numbers(stages: Stages) -> None:
-    data = write_columns_without_a_role(stages.folder / "rows")
-
-    done = stages.rehearse(stages.trl(dataset_name=str(data)), ignore_rules=True)
-
-    assert any("made-up rows" in text for text in done.stand_ins)
-    assert done.rows is None
-    assert done.losses == ()
-    assert done.row_tokens is None
-    assert not [line for line in done.lines() if "tokens" in line or "loss" in line]
-
-
 def write_long_questions(folder: Path) -> Path:
     """30 chats; the question of each of the first five alone fills 128 tokens."""
     rows = []
@@ -342,18 +330,18 @@ def test_a_plan_says_which_rows_a_rehearsal_saw_dropped(
     limited = {"dataset_name": "rows", "max_length": 128, "output_dir": "out"}
     path = stages.trl(assistant_only_loss=True, **limited)
     plan = ["plan", str(path), "--gpus", "0", "--row-tokens", "50:64", "--format", "json"]
-    found = []
+    dropped = []
     for _ in range(2):
         main(plan)
-        findings = json.loads(capsys.readouterr().out)["findings"]
-        found += [finding for finding in findings if finding["code"] == "rows-dropped"]
+        findings = parse_answer(capsys.readouterr().out).findings
+        dropped += [finding for finding in findings if finding.code == "rows-dropped"]
         stages.rehearse(path)
 
-    before, after = found
-    assert before["severity"] == "note"
-    assert "`max_length: 128`" in before["message"]
-    assert after["severity"] == "warning"
-    assert after["message"].startswith("5 of 30 rows are dropped")
+    before, after = dropped
+    assert before.severity == "note"
+    assert "`max_length: 128`" in before.message
+    assert after.severity == "warning"
+    assert after.message.startswith("5 of 30 rows are dropped")
 
 
 @needs_open_instruct
@@ -454,9 +442,9 @@ def test_several_files_are_judged_deeply_in_turn(
 
     main(["validate-config", "--deep", str(sound), str(refused), "--format", "json"])
 
-    answer = json.loads(capsys.readouterr().out)
-    assert [file["valid"] for file in answer["data"]["files"]] == [True, False]
-    errors = [f["code"] for f in answer["findings"] if f["severity"] == "error"]
+    answer = parse_answer(capsys.readouterr().out)
+    assert [file.valid for file in answer.data.files] == [True, False]
+    errors = [finding.code for finding in answer.findings if finding.severity == "error"]
     assert errors == ["trainer-refuses"]
 
 

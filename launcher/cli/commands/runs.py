@@ -115,7 +115,8 @@ def stop(
     end = stop.stop(folder, after_checkpoint=after_checkpoint, checkpoint=checkpoint)
     cost = stop.cost(folder)
     outcome = "it had ended before that"
-    if end is not None and end.preempted:
+    # of an orphan, nothing but its probe records that it saved
+    if overview.read_end_state(folder) == "preempted":
         outcome = f"saved and ended; {cost.line()}"
     elif end is None or end.stopped is not None:
         outcome = f"stopped; {cost.line()}"

@@ -15,9 +15,9 @@ from typing import Any
 
 import pytest
 import yaml
-from answers import parse_answer
 from conftest import SUPPORT
 from fake_world import World
+from parsed_answers import parse_answer
 
 from launcher.cli import main
 from launcher.errors import Exit

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from answers import parse_answer
 from chained import Answer, Chained, answer_of
 from chained import finished as finished  # a fixture
 from chained import finished_copy as finished_copy  # a fixture
 from chained import world as world  # a fixture
 from conftest import PATIENCE_S, SUPPORT
 from fake_world import needs_trl, until
+from parsed_answers import parse_answer
 
 from launcher.cli import main
 from launcher.errors import Exit

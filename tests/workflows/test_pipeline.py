@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import saved
 import yaml
-from answers import parse_answer
 from chained import EXPECT, Chained, answer_of
 from chained import finished as finished  # a fixture
 from chained import finished_copy as finished_copy  # a fixture
@@ -18,6 +17,7 @@ from chained import world as world  # a fixture
 from conftest import PATIENCE_S
 from fake_world import needs_trl, until
 from loads import counted
+from parsed_answers import parse_answer
 
 from launcher.cli import main
 from launcher.config import pipeline

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from answers import parse_answer
 from conftest import PATIENCE_S, REPOSITORY, STAND_INS
 from fake_world import until
+from parsed_answers import parse_answer
 from real_training import CONFIGS, needs_open_instruct, needs_packages
 
 from launcher.cache import entries, folders, hub

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 from conftest import PATIENCE_S, STAND_INS
+from real_answers import read_lines
 from slurm_cluster import free_ports
-from training_answers import read_lines
 
 from launcher.machine import process as processes
 from launcher.runs import rundir, runner

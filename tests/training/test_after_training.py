@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 from conftest import PATIENCE_S, STAND_INS
+from real_answers import Answer, launch, read_lines, succeed
 from real_training import CONFIGS, needs_training
 from real_training import place as place  # a fixture
-from training_answers import Answer, launch, read_lines, succeed
 
 pytestmark = [pytest.mark.slow, *needs_training]
 

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from real_answers import Answer, launch, succeed
 from real_training import CONFIGS, needs_open_instruct, needs_training
-from training_answers import Answer, launch, succeed
 
 pytestmark = [pytest.mark.slow, *needs_training]
 

@@ -8,8 +8,8 @@ import pytest
 from interrupted import INTERRUPTED, Begin, Training
 from interrupted import place as place  # a fixture
 from interrupted import training as training  # a fixture
+from real_answers import find_point
 from real_training import needs_training
-from training_answers import find_point
 
 from launcher.runs import rundir
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import yaml
 from fake_world import made
+from real_answers import Answer, find_point, launch, succeed
 from real_training import needs_training
 from real_training import place as place  # a fixture
-from training_answers import Answer, launch, succeed
 
 from launcher.config.load import load
 
@@ -62,8 +62,8 @@ def trained(mixture: Path) -> Answer:
 
 
 def test_it_trains_on_the_planned_rows_and_evaluates_on_the_others(trained: Answer) -> None:
-    assert trained.outcome == (0, "pass"), trained.envelope
-    data = trained.point("data")
+    assert trained.outcome == (0, "pass"), trained
+    data = find_point(trained.data, "data")
     assert data["state"] == "as_planned"
     assert data["detail"]["planned_rows"] == TRAINED
     assert data["detail"]["given"] == TRAINED
@@ -91,7 +91,7 @@ def test_another_mixture_is_another_run(mixture: Path, trained: Answer) -> None:
     assert again.finding("already-finished")
     other = launch(mixture, *TRAIN, "datasets[0].split=train[:10%]")
     assert other.code == 3
-    assert "datasets" in json.dumps(other.envelope["findings"])
+    assert "datasets" in json.dumps(other.findings)
 
 
 def test_its_rehearsal_reads_the_rows_of_every_set(mixture: Path) -> None:
@@ -104,7 +104,7 @@ def test_its_rehearsal_reads_the_rows_of_every_set(mixture: Path) -> None:
 def test_a_rehearsal_shows_what_the_trainer_refuses_of_a_set(mixture: Path) -> None:
     answer = launch(mixture, "rehearse", "mixture.yaml", "datasets[1].columns=[source]")
     assert answer.code == 3
-    assert "args.datasets" in json.dumps(answer.envelope["findings"])
+    assert "args.datasets" in json.dumps(answer.findings)
 
 
 def test_each_attempt_has_a_file_of_its_own(tmp_path: Path) -> None:

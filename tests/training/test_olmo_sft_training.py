@@ -5,8 +5,8 @@ import shutil
 from pathlib import Path
 
 import pytest
+from real_answers import Answer, launch, read_events, succeed, supplied
 from real_training import needs_open_instruct, needs_training
-from training_answers import Answer, launch, read_events, succeed, supplied
 
 pytestmark = [pytest.mark.slow, *needs_training, needs_open_instruct]
 

@@ -5,10 +5,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+from real_answers import Answer, find_point, launch, read_events, read_lines, succeed, supplied
 from real_training import CONFIGS, needs_open_instruct, needs_training, states
 from real_training import known_commit as known_commit  # a fixture
 from real_training import place as place  # a fixture
-from training_answers import Answer, find_point, launch, read_events, read_lines, succeed, supplied
 
 from launcher.upstream.open_instruct import PIN
 

@@ -14,8 +14,8 @@ import pytest
 from interrupted import INTERRUPTED, STEPS, Begin, Training
 from interrupted import place as place  # a fixture
 from interrupted import training as training  # a fixture
+from real_answers import find_point
 from real_training import needs_open_instruct, needs_training
-from training_answers import find_point
 
 pytestmark = [pytest.mark.slow, *needs_training]
 
@@ -135,14 +135,10 @@ def test_a_notice_during_a_save_saves_the_step_after_it(
     require_same(run, alone(kind, 1))
 
 
-@pytest.mark.parametrize(
-    ("kind", "number", "rank"),
-    [("trl", signal.SIGUSR1, 1), pytest.param("sft", signal.SIGTERM, 0, marks=needs_open_instruct)],
-)
-def test_two_ranks_save_the_same_step_whichever_is_notified(
-    training: Begin, alone: Alone, kind: str, number: int, rank: int
-) -> None:
-    run = training(kind, 2)
-    preempt(run, after_four_steps, number, rank)
-    require_same(run, alone(kind, 2))
+# tests/runs/test_slurm.py has TRL on two nodes
+@needs_open_instruct
+def test_two_ranks_save_the_same_step_whichever_is_notified(training: Begin, alone: Alone) -> None:
+    run = training("sft", 2)
+    preempt(run, after_four_steps, signal.SIGUSR1, rank=1)
+    require_same(run, alone("sft", 2))
     assert run.events("resumed")

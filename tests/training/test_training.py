@@ -5,9 +5,9 @@ import shutil
 from pathlib import Path
 
 import pytest
+from real_answers import Answer, find_point, launch
 from real_training import CONFIGS, needs_training
 from real_training import place as place  # a fixture
-from training_answers import Answer, launch
 
 pytestmark = [pytest.mark.slow, *needs_training]
 
@@ -51,6 +51,6 @@ def test_a_crash_is_exit_4_with_the_reason(place: Path) -> None:
     model = ("model_name_or_path=build/demo/broken", "output_dir=build/demo/crash")
     answer = launch(place, *SFT, *model)
     assert answer.code == 4
-    finish = answer.point("finish")
+    finish = find_point(answer.data, "finish")
     assert finish["state"] == "crashed"
     assert finish["detail"]["error"]["message"]

@@ -17,7 +17,7 @@ import pytest
 import yaml
 from conftest import SUPPORT
 from fake_world import World
-from json_attributes import parse_answer
+from parsed_answers import parse_answer
 
 from launcher.cli import main
 from launcher.errors import Exit

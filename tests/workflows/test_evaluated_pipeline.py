@@ -14,7 +14,7 @@ from chained import finished_copy as finished_copy  # a fixture
 from chained import world as world  # a fixture
 from conftest import PATIENCE_S, SUPPORT
 from fake_world import needs_trl, until
-from json_attributes import parse_answer
+from parsed_answers import parse_answer
 
 from launcher.cli import main
 from launcher.errors import Exit

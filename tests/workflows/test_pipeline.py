@@ -16,8 +16,8 @@ from chained import finished_copy as finished_copy  # a fixture
 from chained import world as world  # a fixture
 from conftest import PATIENCE_S
 from fake_world import needs_trl, until
-from json_attributes import parse_answer
 from loads import counted
+from parsed_answers import parse_answer
 
 from launcher.cli import main
 from launcher.config import pipeline
@@ -406,10 +406,10 @@ def test_a_stage_that_outlived_its_pipeline_is_waited_for(world: Chained) -> Non
     os.killpg(running.pid, signal.SIGKILL)
     running.communicate()
 
-    second = world.started(*world.words())
-    assert second.stdout is not None
-    lines = iter(second.stdout.readline, b"")
-    assert any(b"second is being trained" in line for line in lines)
+    second = world.started(*world.words(), bufsize=0)
+    output = second.stdout
+    assert output is not None
+    until(lambda: b"second is being trained" in output.readline())
     go.write_text("")
     _, err = second.communicate(timeout=PATIENCE_S)
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from conftest import PATIENCE_S, REPOSITORY, STAND_INS
 from fake_world import until
-from json_attributes import parse_answer
+from parsed_answers import parse_answer
 from real_training import CONFIGS, needs_open_instruct, needs_packages
 
 from launcher.cache import entries, folders, hub

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from conftest import REPOSITORY
-from json_attributes import parse_answer
+from parsed_answers import parse_answer
 from real_training import needs_open_instruct, needs_trl
 from small_stages import (
     NO_SYSTEM_ROLE,

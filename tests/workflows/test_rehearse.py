@@ -5,7 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from json_attributes import parse_answer
+from parsed_answers import parse_answer
 from real_training import needs_trl
 from small_stages import copy_server, use_own_folders, write_stage
 from typer.testing import CliRunner

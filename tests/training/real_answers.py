@@ -5,20 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import answers
 import pytest
 import real_training
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """The exit code of a command and its JSON."""
-
-    code: int
-    envelope: Any
-
-    @property
-    def data(self) -> Any:
-        return self.envelope["data"]
+@dataclass(frozen=True, slots=True)
+class Answer(answers.Answer):
+    """The exit code of a command and its JSON, about a run."""
 
     @property
     def run(self) -> Path:
@@ -27,21 +21,16 @@ class Answer:
     @property
     def states(self) -> dict[str, str]:
         """The state of each point of the verdict, by the point's name."""
-        return real_training.states(self.envelope)
+        return real_training.states({"data": self.data})
 
     @property
     def outcome(self) -> tuple[int, str]:
         return self.code, self.data["status"]
 
-    def point(self, name: str) -> Any:
-        return find_point(self.data, name)
-
     def finding(self, code: str) -> Any:
         """The only finding with this code."""
-        findings = self.envelope["findings"]
-        matching = [finding for finding in findings if finding["code"] == code]
-        assert len(matching) == 1, findings
-        return matching[0]
+        (finding,) = self.with_code(code)
+        return finding
 
 
 def launch(place: Path, *words: str) -> Answer:
@@ -51,13 +40,13 @@ def launch(place: Path, *words: str) -> Answer:
         # a fixture of a module begins before the environment of its first test is set
         patch.setenv("LAUNCH_REHEARSE", "0")
         code, envelope = real_training.launch(place, *words)
-    return Answer(code=code, envelope=envelope)
+    return Answer(code=code, findings=envelope["findings"], data=envelope["data"])
 
 
 def succeed(place: Path, *words: str) -> Answer:
     """Run a command that must exit with 0."""
     answer = launch(place, *words)
-    assert answer.code == 0, answer.envelope
+    assert answer.code == 0, answer
     return answer
 
 

@@ -120,18 +120,18 @@ def test_the_origin_of_a_value(write: Write) -> None:
         (["logging_steps"], 1, "set by launch: ", None),
         (["on_hang"], "stop", f"{child}:2", None),
     ):
-        here = explain_in(child, *words).here
-        assert here is not None
-        assert here.value == value
-        assert here.origin.startswith(origin)
-        assert here.via == via
-    assert explain_in(child, "on_violation").here is None
+        setting = explain_in(child, *words).in_file
+        assert setting is not None
+        assert setting.value == value
+        assert setting.origin.startswith(origin)
+        assert setting.via == via
+    assert explain_in(child, "on_violation").in_file is None
 
 
 def test_the_findings_about_an_argument_are_shown(write: Write) -> None:
     explained = explain_in(write("a.yaml", STAGE), "args.use_8bit_optimizer")
-    assert explained.here is not None
-    (finding,) = explained.here.findings
+    assert explained.in_file is not None
+    (finding,) = explained.in_file.findings
     assert finding.code == "conditional-key"
     assert finding.line == 6
     assert "does nothing here" in text_of(explained)

@@ -13,6 +13,7 @@ from in_process import Answer, launch
 
 from launcher import files
 from launcher.errors import NotReady
+from launcher.lifecycle import start
 from launcher.runs import lease, rundir
 
 pytestmark = needs_trl
@@ -75,7 +76,7 @@ def train_now(world: World, train: Train, output: str) -> None:
     steps = ("pid=other", "sleep=600")
     place = str(world.root / output)
     folder = world.prepared(*steps, name="other", output=place, environ=environ)
-    world.started("exec", str(folder.path), env={"LAUNCH_RUNS": environ["LAUNCH_RUNS"]})
+    start.execute(folder)
     world.pid("other")
 
 

@@ -18,6 +18,7 @@ from in_process import Answer, launch
 
 from launcher import files
 from launcher.cli import main
+from launcher.lifecycle import start
 from launcher.runs import inventory, lease, outputs, rundir
 from launcher.runs.rundir import RunFolder
 
@@ -71,7 +72,7 @@ def start_live_run(world: World, output: Path) -> None:
     environ = {**world.environ, "LAUNCH_RUNS": str(world.root / "others")}
     steps = ("pid=other", "sleep=600")
     folder = world.prepared(*steps, name="other", output=str(output), environ=environ)
-    world.started("exec", str(folder.path), env={"LAUNCH_RUNS": environ["LAUNCH_RUNS"]})
+    start.execute(folder)
     world.pid("other")
 
 

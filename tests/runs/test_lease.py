@@ -24,6 +24,7 @@ from fake_world import LAUNCH, World, looks_on, made, needs_trl, until
 
 from launcher.cli import main
 from launcher.errors import NotReady
+from launcher.lifecycle import start
 from launcher.machine import process
 from launcher.probe.watching import watchdog
 from launcher.runs import attempt, lease, rundir
@@ -67,9 +68,8 @@ def output_of(world: World) -> Path:
 def start_training(world: World, **changes: object) -> RunFolder:
     output = str(output_of(world))
     folder = world.prepared("pid=leader", "sleep=600", output=output, **changes)
-    world.started("exec", str(folder.path))
+    start.execute(folder)
     world.pid("leader")
-    until(folder.process.exists)
     return folder
 
 
@@ -209,24 +209,22 @@ def test_an_unreadable_lease_has_an_unknown_owner(
 
 
 def test_of_many_starts_at_once_one_gets_the_folder(tmp_path: Path) -> None:
-    starts = []
+    children = []
     for number in range(4):
         words = [sys.executable, str(ACQUIRE), str(tmp_path), f"run-{number}"]
-        starts.append(
+        children.append(
             subprocess.Popen(
                 words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
             )
         )
-    for start in starts:
-        assert start.stdin is not None
-        start.stdin.write("go\n")
+    for child in children:
+        child.stdin.write("go\n")
 
     answers = []
-    for start in starts:
-        assert start.stdout is not None
-        answers.append(start.stdout.readline().strip())
-    for start in starts:
-        start.communicate("end\n")
+    for child in children:
+        answers.append(child.stdout.readline().strip())
+    for child in children:
+        child.communicate("end\n")
 
     assert sorted(answers) == ["1", "refused", "refused", "refused"]
 
@@ -274,7 +272,7 @@ def require_refusal(world: World, folder: RunFolder, code: int, answer: str | by
 
 @pytest.mark.slow
 def test_a_second_start_into_the_same_output_is_refused(
-    world: World, container: tuple[str, ...]
+    world: World, container: tuple[str, ...], capsys: Capture
 ) -> None:
     first = start_training(world)
     second = second_run(world)
@@ -292,8 +290,9 @@ def test_a_second_start_into_the_same_output_is_refused(
     require_refusal(world, first, done.returncode, done.stdout)
 
     shutil.rmtree(first.path)
-    done = world.launch(*words)
-    advice = require_refusal(world, first, done.returncode, done.stdout)
+    capsys.readouterr()
+    code = launch(*words)
+    advice = require_refusal(world, first, code, capsys.readouterr().out)
     assert f"kill {newest_lease(output_of(world)).owner.pid}" in advice  # type: ignore[union-attr]
 
     assert world.pid("leader") in world.left()

@@ -1,8 +1,9 @@
-"""A trainer that trains nothing and leaves a model all the same: one that is made of what it was given.
+"""A trainer that trains nothing and leaves a model that is made of what it was given.
 
-The weights are a digest of the model that it began from, of the data and of the learning rate: whoever
-begins from another model leaves another one. What else it is to do stands in `do.json` of its world, by
-the name of its output folder: a list of the fake trainer's arguments, done before the model is saved.
+The weights are a digest of the model that it began from, of the data and of the learning rate:
+whoever begins from another model leaves another one. `do.json` of its world says what else it does,
+by the name of its output folder: a list of the fake trainer's arguments, done before the model is
+saved.
 """
 
 import hashlib
@@ -19,51 +20,82 @@ import fake_trainer
 import saved
 
 
-def words(argv: list[str]) -> dict[str, str]:
+def arguments_of(argv: list[str]) -> dict[str, str]:
     """The arguments of upstream's script."""
-    pairs = itertools.pairwise(argv)
-    return {name[2:]: value for name, value in pairs if name.startswith("--")}
+    arguments = {}
+    for name, value in itertools.pairwise(argv):
+        if name.startswith("--"):
+            arguments[name.removeprefix("--")] = value
+    return arguments
 
 
-def content(folder: str) -> bytes:
-    """Every file of a model, but not where it lies."""
-    read = sorted(path for path in Path(folder).iterdir() if path.is_file())
-    return b"".join(path.name.encode() + path.read_bytes() for path in read)
+def digest_of(arguments: dict[str, str]) -> bytes:
+    """What the weights depend on: the files of the model and of the data, the learning rate."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(arguments["model_name_or_path"]).iterdir()):
+        if path.is_file():
+            digest.update(path.name.encode() + path.read_bytes())
+    digest.update(arguments["learning_rate"].encode())
+    for path in sorted(Path(arguments["dataset_name"]).iterdir()):
+        digest.update(path.read_bytes())
+    return digest.digest()
 
 
-def say(event: str, **more: object) -> None:
+def write_event(event: str, **fields: object) -> None:
     """A line of the probe's."""
     record = Path(os.environ["LAUNCH_RUN"], "probe", "rank-0.jsonl")
     record.parent.mkdir(exist_ok=True)
     with record.open("a") as stream:
-        stream.write(json.dumps({"t": time.time(), "event": event, **more}) + "\n")
+        stream.write(json.dumps({"t": time.time(), "event": event, **fields}) + "\n")
+
+
+def write_step(step: int) -> None:
+    write_event(
+        "step",
+        step=step,
+        loss=3.0 - step,
+        finite=True,
+        grad_norm=1.0,
+        elapsed=step,
+        seconds=1.0,
+        tokens=10,
+        rows=2,
+        positions=10,
+        wasted=0,
+        micro_batches=1,
+    )
+
+
+def further_steps(world: Path, output: str) -> list[str]:
+    """What else the training with this output is to do."""
+    file = world / "do.json"
+    if not file.exists():
+        return []
+    steps: list[str] = json.loads(file.read_text()).get(output, [])
+    return steps
 
 
 def main(argv: list[str]) -> None:
-    given = words(argv)
-    output = Path(given["output_dir"])
+    arguments = arguments_of(argv)
+    output = Path(arguments["output_dir"])
     world = Path(os.environ["FAKE_WORLD"])
     with (world / "trained").open("a") as stream:
         stream.write(f"{output.name}\n")
     (world / f"argv.{output.name}").write_text(" ".join(argv))
-    say("start", rank=0, world=1, pid=os.getpid(), attempt=int(os.environ["LAUNCH_ATTEMPT"]))
-    begun = content(given["model_name_or_path"])
-    told = hashlib.sha256(begun + given["learning_rate"].encode())
-    for one in sorted(Path(given["dataset_name"]).iterdir()):
-        told.update(one.read_bytes())
+    write_event(
+        "start", rank=0, world=1, pid=os.getpid(), attempt=int(os.environ["LAUNCH_ATTEMPT"])
+    )
+    digest = digest_of(arguments)
     for step in range(1, 4):
-        event = {
-            "loss": 3.0 - step, "finite": True, "grad_norm": 1.0, "elapsed": step, "seconds": 1.0,
-        }  # fmt: skip
-        say("step", step=step, tokens=10, rows=2, positions=10, wasted=0, micro_batches=1, **event)
-    do = json.loads((world / "do.json").read_text()) if (world / "do.json").exists() else {}
-    for one in do.get(output.name, []):
-        fake_trainer.do(*one.split("=", 1))
+        write_step(step)
+    for step in further_steps(world, output.name):
+        name, value = step.split("=", 1)
+        fake_trainer.do(name, value)
     saved.model(output)
-    (output / "tokenizer.json").write_text(json.dumps({"of": given["model_name_or_path"] != ""}))
-    (output / "weights.bin").write_bytes(told.digest())
-    say("saved", path=str(output))
-    say("end", exit=0)
+    (output / "tokenizer.json").write_text('{"of": true}')
+    (output / "weights.bin").write_bytes(digest)
+    write_event("saved", path=str(output))
+    write_event("end", exit=0)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,4 @@
-"""A command said again and again: its stage file, its output, its attempts, and what is decided of
-them.
-"""
+"""A run that is started again and again, and what is decided of its attempts."""
 
 import json
 from collections.abc import Callable
@@ -74,11 +72,9 @@ def rows_of(stage_text: str, word: str, count: int) -> str:
         question = {"role": "user", "content": f"{word} {number}"}
         better = [question, {"role": "assistant", "content": f"yes {number}"}]
         worse = [question, {"role": "assistant", "content": f"no {number}"}]
-        row = (
-            {"chosen": better, "rejected": worse}
-            if "stage: dpo" in stage_text
-            else {"messages": better}
-        )
+        row = {"messages": better}
+        if "stage: dpo" in stage_text:
+            row = {"chosen": better, "rejected": worse}
         lines.append(f"{json.dumps(row)}\n")
     return "".join(lines)
 
@@ -87,8 +83,11 @@ class Run:
     """A run as it is said again and again: its stage file, its output, its attempts."""
 
     def __init__(self, place: Path, text: str, *, rows: int = 48, every: object = 2) -> None:
-        self.place, self.text, self.every = place, text, every
-        self.output, self.folder = place / "out", RunFolder(place / "runs" / "one")
+        self.place = place
+        self.text = text
+        self.every = every
+        self.output = place / "out"
+        self.folder = RunFolder(place / "runs" / "one")
         self.folder.path.mkdir(parents=True)
         self.data = place / "data" / "train.jsonl"
         self.data.parent.mkdir()
@@ -99,19 +98,27 @@ class Run:
 
     def plan(self, *overrides: str, batch: int = 8, gpus: int = 0) -> Plan:
         text = self.text.format(
-            batch=batch, data=self.data, folder=self.data.parent, output=self.output, every=self.every,
+            batch=batch,
+            data=self.data,
+            folder=self.data.parent,
+            output=self.output,
+            every=self.every,
             model=self.place / "model",
-        )  # fmt: skip
+        )
         return planned(from_text(self.place, text, *overrides), gpus=gpus)
 
     def decide(self, *overrides: str, allow: tuple[str, ...] = (), **how: Any) -> Decision:
         self.made = self.plan(*overrides, **how)
-        told = rundir.read_manifest(self.folder)
+        has_begun = bool(rundir.read_manifest(self.folder))
         judge = resume.ResumeJudge(
-            plan=self.made, output=self.output, folder=self.folder if told else None,
+            plan=self.made,
+            output=self.output,
+            folder=self.folder if has_begun else None,
             history=self.history(),
-            trainer=self.trainer, now=inputs.of_plan(self.made), allowed=allow,
-        )  # fmt: skip
+            trainer=self.trainer,
+            now=inputs.of_plan(self.made),
+            allowed=allow,
+        )
         return judge.decide()
 
     def history(self) -> list[Manifest]:
@@ -151,6 +158,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Make:
 
 def codes(decision: Decision) -> dict[str, str]:
     """The gravest severity of each code."""
-    grave = ("note", "warning", "error")
-    found = sorted(decision.findings, key=lambda finding: grave.index(finding.severity))
-    return {finding.code: finding.severity for finding in found}
+    gravities = ("note", "warning", "error")
+    findings = sorted(decision.findings, key=lambda finding: gravities.index(finding.severity))
+    return {finding.code: finding.severity for finding in findings}

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from launcher.config.points import POINTS
-from launcher.report import console
+from launcher.report import judgement
 from launcher.verdict import summary
 
 
@@ -20,7 +20,7 @@ def point(state: str, expected: str | None) -> dict[str, Any]:
 def test_nothing_is_ok_where_nothing_was_expected(
     state: str, expected: str | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    console._print_point(point(state, expected), "fail")
+    judgement._print_point(point(state, expected), "fail")
     printed = capsys.readouterr().out
     assert state in printed
     assert "ok" not in printed
@@ -28,6 +28,6 @@ def test_nothing_is_ok_where_nothing_was_expected(
 
 def test_what_is_as_expected_is_ok(capsys: pytest.CaptureFixture[str]) -> None:
     engaged = point("engaged", "engaged")
-    console._print_point(engaged, "pass")
+    judgement._print_point(engaged, "pass")
     assert "ok" in capsys.readouterr().out
     assert summary.is_wanted(engaged)

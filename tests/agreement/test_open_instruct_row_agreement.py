@@ -6,14 +6,13 @@ dropped, lack the question or have equal answers exactly where launch warns.
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import NO_PACKAGES, PATIENCE_S, STAND_INS, SUPPORT
+from conftest import STAND_INS
+from real_process import ask_process
 from row_files import (
     BAD,
     GOOD,
@@ -171,24 +170,18 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def answers(place: Path, demo_assets: Path, checkout: Path) -> dict[str, Answer]:
     """The answer of open-instruct's functions to each case, by its file."""
-    requests = [json.dumps({"stage": case.stage, "data": file_of(case)}) for case in CASES]
-    script = str(SUPPORT / "real_open_instruct_rows.py")
-    done = subprocess.run(
-        [sys.executable, script, str(checkout), str(demo_assets / "model")],
-        cwd=place,
-        input="\n".join(requests),
-        capture_output=True,
-        text=True,
-        timeout=2 * PATIENCE_S,
-        env={**os.environ, "PYTHONPATH": STAND_INS, "HF_HOME": str(place / "hf")},
+    requests = [{"stage": case.stage, "data": file_of(case)} for case in CASES]
+    answers = ask_process(
+        "real_open_instruct_rows.py",
+        str(checkout),
+        str(demo_assets / "model"),
+        requests=requests,
+        folder=place,
+        environ={**os.environ, "PYTHONPATH": STAND_INS, "HF_HOME": str(place / "hf")},
     )
-    if done.returncode == 3:
-        pytest.skip(f"{NO_PACKAGES}: {done.stderr}")
-    answer_lines = done.stdout.splitlines()
-    assert len(answer_lines) == len(CASES), done.stderr
     by_file = {}
-    for case, line in zip(CASES, answer_lines, strict=True):
-        by_file[file_of(case)] = Answer(**json.loads(line))
+    for request, answer in zip(requests, answers, strict=True):
+        by_file[request["data"]] = Answer(**answer)
     return by_file
 
 

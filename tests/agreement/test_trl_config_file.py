@@ -1,22 +1,22 @@
 """What TRL's parser makes of the flags and the config file that launch hands over."""
 
 import dataclasses
-import json
 import os
-import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import NO_PACKAGES, SUPPORT
+from conftest import NO_PACKAGES
+from real_process import ask_process
 from verdicts import refused_by_launch, schema_of
 
 from launcher.dataset import mixture, slices
 from launcher.plan.command import config_file
 from launcher.upstream import locate
 from launcher.upstream.schema import Values
+
+STAGES = ("sft", "dpo")
 
 Arguments = dict[str, Any]
 Answer = dict[str, Any]
@@ -64,8 +64,8 @@ CASES: list[Arguments] = [
 ]
 
 
-def request(stage: str, arguments: Arguments) -> str:
-    """The words and the text of the config file that launch would hand over, as JSON."""
+def request(stage: str, arguments: Arguments) -> dict[str, Any]:
+    """The words and the text of the config file that launch would hand over."""
     schema = schema_of("trl", stage)
     words: list[str] = []
     in_file = {}
@@ -76,26 +76,19 @@ def request(stage: str, arguments: Arguments) -> str:
             in_file[name] = value
         else:
             words += [f"--{name}", *schema.words(name, value)]
-    return json.dumps({"stage": stage, "words": words, "file": config_file(in_file)})
+    return {"stage": stage, "words": words, "file": config_file(in_file)}
 
 
 @cache
-def answers(stage: str) -> list[Answer]:
-    """What the installed TRL makes of each case; skips without the pinned packages."""
+def answers() -> dict[str, list[Answer]]:
+    """What the installed TRL makes of each case of each stage, in one process."""
     installed = locate.locate("trl")
     if installed.root is None or not installed.pinned:
         pytest.skip(f"{NO_PACKAGES}: {installed.pin} is not installed")
-    done = subprocess.run(
-        [sys.executable, str(SUPPORT / "real_trl_config.py")],
-        input="\n".join(request(stage, case) for case in CASES),
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-    )
-    if done.returncode == 3:
-        pytest.skip(f"{NO_PACKAGES}: {done.stderr.strip().splitlines()[-1]}")
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    requests = [request(stage, case) for stage in STAGES for case in CASES]
+    in_order = ask_process("real_trl_config.py", requests=requests, environ=environ)
+    return {"sft": in_order[: len(CASES)], "dpo": in_order[len(CASES) :]}
 
 
 @pytest.fixture(autouse=True)
@@ -104,10 +97,10 @@ def _empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("stage", ["sft", "dpo"])
+@pytest.mark.parametrize("stage", STAGES)
 def test_launch_refuses_what_the_parser_refuses(stage: str) -> None:
     refusals = refused_by_launch("trl", stage, CASES)
-    for case, refusal, answer in zip(CASES, refusals, answers(stage), strict=True):
+    for case, refusal, answer in zip(CASES, refusals, answers()[stage], strict=True):
         assert bool(refusal) == bool(answer["refusal"]), (case, refusal, answer["refusal"])
 
 
@@ -127,9 +120,9 @@ def as_list(report_to: Any) -> list[str]:
     return [report_to]
 
 
-@pytest.mark.parametrize("stage", ["sft", "dpo"])
+@pytest.mark.parametrize("stage", STAGES)
 def test_the_parser_comes_to_the_values_that_launch_plans_with(stage: str) -> None:
-    for case, answer in zip(CASES, answers(stage), strict=True):
+    for case, answer in zip(CASES, answers()[stage], strict=True):
         if answer["refusal"]:
             continue
         by_trl = answer["values"]

@@ -82,6 +82,7 @@ def functions_of(diff: CommitDifference, stage: str) -> dict[str, FunctionDiffer
     return {function.symbol: function for function in diff.stages[stage].functions}
 
 
+FILE = "open_instruct/helpers.py"
 GUARD = "norm if norm > 0 else 1"
 
 
@@ -99,11 +100,11 @@ def test_a_changed_function_on_the_path_is_shown(
     diff = repo_with(tmp_path, words, others).diff()
 
     ((name, function),) = functions_of(diff, "sft").items()
-    assert name == f"open_instruct/helpers.py::{symbol}"
+    assert name == f"{FILE}::{symbol}"
     assert function.what == "changed"
     assert function.before != function.after
     assert any(line.startswith("+") for line in function.diff)
-    assert (function.new or "").startswith("open_instruct/helpers.py:")
+    assert (function.new or "").startswith(f"{FILE}:")
     assert not diff.stages["dpo"].functions
     assert not diff.stages["sft"].changes
     assert "is for you to read" in difference.lines(diff)[-1]
@@ -130,13 +131,13 @@ def test_changed_functions_stand_in_the_text_and_in_the_json(
     assert main(words) == Exit.OK
     text = capsys.readouterr().out
     assert "functions on the path that changed" in text
-    assert "open_instruct/helpers.py::scale  (sft; line " in text
+    assert f"{FILE}::scale  (sft; line " in text
     assert f"-    return {GUARD}" in text
     assert "nothing got worse" not in text
 
     assert main([*words, "--format", "json"]) == Exit.OK
     (function,) = json.loads(capsys.readouterr().out)["data"]["stages"]["sft"]["functions"]
-    assert function["symbol"] == "open_instruct/helpers.py::scale"
+    assert function["symbol"] == f"{FILE}::scale"
     assert function["before"] == f"def scale(norm):\n    return {GUARD}"
     assert function["after"] == "def scale(norm):\n    return norm"
 

@@ -34,7 +34,7 @@ def root(tmp_path: Path) -> Path:
 def stages_read(monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
     """The stages that were read, an entry for each time."""
     stages_of_reads: list[Sequence[str]] = []
-    read = facts.read
+    read = facts.read_facts
 
     def record(
         backend: Any, trees: Mapping[str, Any], externals: Mapping[str, Any], stages: Sequence[str]

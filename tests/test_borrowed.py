@@ -1,7 +1,7 @@
-"""A variable that a file took a value from: nothing that is shown or kept of it says what the variable held.
+"""What a stage file takes from a variable is shown and kept nowhere.
 
-Neither the variable's name nor its value looks like a secret. What hides it is what travels with the file, the plan
-and the run, also in a process that has other variables.
+Neither the variable's name nor its value looks like a secret. What hides the value travels with the
+file, the plan and the run, also into a process that has other variables.
 """
 
 import json
@@ -32,16 +32,16 @@ def world(tmp_path: Path) -> Iterator[World]:
         yield world
 
 
-def hidden(text: str) -> bool:
-    """Whether the value does not stand in a text; shows where it does."""
-    at = text.find(VALUE)
-    assert at < 0, text[max(0, at - 200) : at + 60]
-    return True
+def require_hidden(text: str) -> None:
+    place = text.find(VALUE)
+    assert place < 0, text[max(0, place - 200) : place + 60]
 
 
-def shown(done: subprocess.CompletedProcess[str]) -> str:
-    assert hidden(done.stdout + done.stderr)
-    return done.stdout + done.stderr
+def clean_output(result: subprocess.CompletedProcess[str]) -> str:
+    """All that a command has printed, which must not hold the value."""
+    output = result.stdout + result.stderr
+    require_hidden(output)
+    return output
 
 
 def without_variable(world: World) -> dict[str, str]:
@@ -57,18 +57,24 @@ def test_the_value_itself_looks_like_nothing() -> None:
     assert Redactor.of({VARIABLE: VALUE}, [VARIABLE]).redact(f"at {VALUE}") == "at <redacted>"
 
 
-def test_what_is_asked_of_a_file(world: World) -> None:
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_commands_about_a_file_hide_the_value(world: World, form: str) -> None:
     config = borrowing_config(world)
-    cpu = ("--gpus", "0", "--python", str(world.python()))
-    shown(world.launch("validate-config", config, "--format", "github"))
-    for form in ("text", "json"):
-        shown(world.launch("validate-config", config, "--format", form))
-        assert "$LAUNCH_ARG_RUN_NAME" in shown(
-            world.launch("sft", config, *cpu, "--dry-run", "--format", form)
-        )
-        shown(world.launch("explain", "run_name", config, "--format", form))
-        shown(world.launch("plan", config, "--gpus", "1", "--gpu", "H100", "--format", form))
-        shown(world.launch("ladder", config, "--gpus", "0", "--dry-run", "--format", form))
+    for words in (
+        ["validate-config", config],
+        ["explain", "run_name", config],
+        ["plan", config, "--gpus", "1", "--gpu", "H100"],
+        ["ladder", config, "--gpus", "0", "--dry-run"],
+    ):
+        clean_output(world.launch(*words, "--format", form))
+    words = ["sft", config, "--gpus", "0", "--python", str(world.python()), "--dry-run"]
+    output = clean_output(world.launch(*words, "--format", form))
+    assert "$LAUNCH_ARG_RUN_NAME" in output
+
+
+def test_annotations_hide_the_value(world: World) -> None:
+    config = borrowing_config(world)
+    clean_output(world.launch("validate-config", config, "--format", "github"))
 
 
 @pytest.mark.parametrize("form", ["text", "json"])
@@ -78,76 +84,68 @@ def test_findings_name_the_variable(world: World, form: str) -> None:
         world, learning_rate=borrowed, dataset_name=borrowed, lr_scheduler_type=borrowed
     )
     for words in (("validate-config", config), ("sft", config, "--gpus", "0", "--dry-run")):
-        done = world.launch(*words, "--format", form)
-        assert done.returncode == 3
-        assert borrowed in shown(done)
+        result = world.launch(*words, "--format", form)
+        assert result.returncode == 3
+        assert borrowed in clean_output(result)
 
 
-def test_a_run_from_its_start_to_its_page(world: World) -> None:
-    config = borrowing_config(world)
+def is_private(path: Path) -> bool:
+    is_of_owner = path.name in PRIVATE or path.name.startswith("console.")
+    return is_of_owner or path.parent.name == "probe"
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_a_run_hides_the_value_from_its_start_to_its_page(world: World, form: str) -> None:
     steps = ("step=1", f"raise=cannot log in as {VALUE}")
-    for form in ("text", "json"):
-        done = world.trained(config, "--format", form, steps=steps)
-        assert done.returncode == 4
-        assert "<redacted>" in shown(done)
-    folders = sorted(path for path in world.runs.iterdir() if (path / "run.json").exists())
-    assert VALUE in (folders[-1] / "console.log").read_text()
-    for folder in folders:
-        for path in folder.rglob("*"):
-            is_private = (
-                path.name in PRIVATE
-                or path.name.startswith("console.")
-                or path.parent.name == "probe"
-            )
-            if path.is_file() and not is_private:
-                assert hidden(f"{path}: {path.read_bytes().decode(errors='replace')}")
-        start = json.loads((folder / "start.json").read_text())
-        assert start["borrowed"] == [VARIABLE]
-    name = folders[-1].name
+    result = world.trained(borrowing_config(world), "--format", form, steps=steps)
+    assert result.returncode == 4
+    assert "<redacted>" in clean_output(result)
+
+    (manifest,) = world.runs.rglob("run.json")
+    folder = manifest.parent
+    assert VALUE in (folder / "console.log").read_text()
+    for path in folder.rglob("*"):
+        if path.is_file() and not is_private(path):
+            require_hidden(f"{path}: {path.read_bytes().decode(errors='replace')}")
+    assert json.loads((folder / "start.json").read_text())["borrowed"] == [VARIABLE]
+
     # whoever looks later need not have the variable
     for environ in (world.environ, without_variable(world)):
-        for form in ("text", "json"):
-            for command in ("check", "attach", "report"):
-                shown(world.launch(command, name, "--format", form, only=environ))
-        assert "<redacted>" in shown(world.launch("logs", name, "-n", "20", only=environ))
-        shown(world.launch("check", str(folders[-1] / "console.log"), only=environ))
+        for command in ("check", "attach", "report"):
+            result = world.launch(command, folder.name, "--format", form, only=environ)
+            clean_output(result)
+        logs = clean_output(world.launch("logs", folder.name, "-n", "20", only=environ))
+        assert "<redacted>" in logs
+        clean_output(world.launch("check", str(folder / "console.log"), only=environ))
 
 
-def pipeline_file(world: World, config: str, **given: str) -> str:
-    path = world.root / "pipeline.yaml"
-    stage = {"name": "first", "config": Path(config).name, "with": given}
-    path.write_text(yaml.safe_dump({"gpus": 0, "stages": [stage]}))
-    return str(path)
-
-
-def test_a_pipeline_that_borrows(world: World) -> None:
-    borrowed = f"at-${{oc.env:{VARIABLE}}}"
-    file = pipeline_file(world, str(world.config()), run_name=borrowed)
-    python = ("--python", str(world.python()))
+def test_a_pipeline_that_borrows_hides_the_value(world: World) -> None:
+    changes = {"run_name": f"at-${{oc.env:{VARIABLE}}}"}
+    stage = {"name": "first", "config": world.config().name, "with": changes}
+    pipeline = world.root / "pipeline.yaml"
+    pipeline.write_text(yaml.safe_dump({"gpus": 0, "stages": [stage]}))
+    words = ["pipeline", str(pipeline), "--python", str(world.python())]
     for form in ("text", "json"):
-        shown(world.launch("pipeline", file, *python, "--dry-run", "--format", form))
-    env = {"FAKE_STEPS": json.dumps(["step=1", f"raise=cannot log in as {VALUE}"])}
-    done = world.launch("pipeline", file, *python, env=env)
-    assert "<redacted>" in shown(done)
-    (record,) = world.runs.rglob("run.json")
-    assert hidden(record.read_text())
-    assert json.loads((record.parent / "start.json").read_text())["borrowed"] == [VARIABLE]
-    for path in (
-        record.with_name("verdict.json"),
-        record.with_name("report.html"),
-        record.with_name("stage.yaml"),
-    ):
-        assert hidden(path.read_text())
+        clean_output(world.launch(*words, "--dry-run", "--format", form))
+
+    steps = json.dumps(["step=1", f"raise=cannot log in as {VALUE}"])
+    output = clean_output(world.launch(*words, env={"FAKE_STEPS": steps}))
+    assert "<redacted>" in output
+    (manifest,) = world.runs.rglob("run.json")
+    folder = manifest.parent
+    assert json.loads((folder / "start.json").read_text())["borrowed"] == [VARIABLE]
+    for name in ("run.json", "verdict.json", "report.html", "stage.yaml"):
+        require_hidden((folder / name).read_text())
     (campaign,) = world.runs.rglob("pipeline.json")
-    assert hidden(campaign.read_text())
-    shown(world.launch("check", str(record.parent), only=without_variable(world)))
+    require_hidden(campaign.read_text())
+    clean_output(world.launch("check", str(folder), only=without_variable(world)))
 
 
 def test_a_value_that_was_cut_is_named() -> None:
     value = f"{VALUE} " * 20
     redactor = Redactor.of({VARIABLE: value}, [VARIABLE])
     text = redactor.name_variables(f"`{brief(value)}` is no number: {brief('other-' * 30, 40)}")
-    assert hidden(text)
+    require_hidden(text)
     assert f"oc.env:{VARIABLE}" in text
     assert text.endswith("is no number: other-other-other-other-other-other-o...")
 

@@ -33,7 +33,10 @@ print(model.model.rotary_emb.inv_freq.dtype)
 """
 ZERO_3 = """
 import deepspeed
+import deepspeed.comm.torch
 from transformers.integrations import HfDeepSpeedConfig
+# it would compile a transport of its own
+deepspeed.comm.torch.build_shm_op = lambda: None
 deepspeed.init_distributed(dist_backend="gloo")
 sizes = {"train_batch_size": 1, "train_micro_batch_size_per_gpu": 1}
 stage_3 = {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
@@ -41,7 +44,7 @@ zero = HfDeepSpeedConfig({**stage_3, **sizes})
 """
 ONE_RANK = {
     "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "0",
+    "MASTER_PORT": "0", "DS_ACCELERATOR": "cpu",
 }  # fmt: skip
 
 

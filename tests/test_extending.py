@@ -155,6 +155,7 @@ def test_a_stage_file_expects_a_state_of_a_point(extension: Extension) -> None:
     assert probe["expect"]["duration"] == "short"
 
 
+@pytest.mark.slow
 def test_a_script_is_planned_with_what_the_probe_watches(extension: Extension) -> None:
     pytest.importorskip("trl")
     extension.write("""

@@ -165,13 +165,13 @@ def look(paths: Sequence[Path], rows: range | None = None) -> Survey:
     of their end.
     """
     bounds = None if rows is None else (rows.start, rows.stop)
-    return _look(tuple(_state(path) for path in paths), bounds)
+    return _look(tuple(_read_state(path) for path in paths), bounds)
 
 
 State = tuple[str, int, int, int, int]
 
 
-def _state(path: Path) -> State:
+def _read_state(path: Path) -> State:
     """What no write leaves as it is; zeros for a file that is not there."""
     try:
         status = path.stat()
@@ -238,27 +238,27 @@ class _Surveyor:
                     if self._before <= self._bounds[0]:
                         continue
                 if type(row) is dict:
-                    self._see(row)
+                    self._see_row(row)
                 elif isinstance(row, BadRow):
-                    self._fault(row.reason, number)
+                    self._add_fault(row.reason, number)
                 else:
-                    self._fault("is not a JSON object", number)
+                    self._add_fault("is not a JSON object", number)
         except NeedsPyarrow:
             self._lacks_pyarrow = True
             self._unread.append(f"{path} needs pyarrow")
         except UnsupportedFile as error:
             self._unread.append(f"{path} {error}")
         except CannotRead as error:
-            self._fault(str(error), None)
+            self._add_fault(str(error), None)
         except OSError as error:
-            self._fault(f"cannot be read: {error.strerror or error}", None)
+            self._add_fault(f"cannot be read: {error.strerror or error}", None)
 
-    def _fault(self, reason: str, number: int | None) -> None:
+    def _add_fault(self, reason: str, number: int | None) -> None:
         self._fault_count += 1
         if len(self._faults) < _MOST_FAULTS:
             self._faults.append(Fault(self._file, reason, number))
 
-    def _see(self, row: dict[str, Any]) -> None:
+    def _see_row(self, row: dict[str, Any]) -> None:
         self._rows += 1
         self._digest = 0
         counts = self._counts
@@ -467,7 +467,7 @@ class _Surveyor:
         return Survey(
             rows=self._rows,
             kinds=kinds,
-            facts={key: _tally(seen) for key, seen in self._facts.items()},
+            facts={key: _to_occurrence(seen) for key, seen in self._facts.items()},
             faults=tuple(self._faults),
             fault_count=self._fault_count,
             unread=tuple(self._unread),
@@ -500,7 +500,7 @@ def _are_written_alike(chosen: Any, rejected: Any) -> bool:
     return bool(chosen)
 
 
-def _tally(seen: list[Any]) -> Occurrence:
+def _to_occurrence(seen: list[Any]) -> Occurrence:
     count, file, number, index = seen
     return Occurrence(count, RowPlace(file, number, index))
 
@@ -511,7 +511,7 @@ def _merge_kinds(counts: Mapping[tuple[str, Any], list[Any]]) -> dict[tuple[str,
     texts = {name for name, kind in counts if kind is str}
     for (name, kind), seen in counts.items():
         word = _KINDS.get(kind, "value")
-        tally = _tally(seen)
+        tally = _to_occurrence(seen)
         is_csv = reading.data_suffix(Path(tally.first.file)) in reading.TEXT_FORMATS
         if is_csv and word != "null" and name in texts:
             word = "text"

@@ -155,16 +155,18 @@ def _report_bad_character(path: Path, text: str, error: yaml.reader.ReaderError)
 
 
 def _report_broken(path: Path, text: str, error: yaml.MarkedYAMLError) -> Finding:
-    message = ", ".join(part for part in (error.context, error.problem) if part)
+    parts = filter(None, (error.context, error.problem))
+    message = ", ".join(parts)
     mark = error.problem_mark or error.context_mark
     if mark is None:
         return bad(path, "broken-yaml", message, None, _MISSPELT)
     lines = text.splitlines()
     help = _MISSPELT
-    if re.match(r"\s*\t", "".join(lines[mark.line : mark.line + 1])):
+    if mark.line < len(lines) and re.match(r"\s*\t", lines[mark.line]):
         help = "YAML is never indented with tabs: use spaces"
     # the end of the file lies one line beyond its last
-    line = min(mark.line + 1, max(1, len(lines)))
+    last = max(1, len(lines))
+    line = min(mark.line + 1, last)
     return bad(path, "broken-yaml", message, line, help)
 
 
@@ -337,8 +339,10 @@ class Builder:
             line = _find_line(event)
             key = self._build_value(event, join(path, "?"), depth)
             # the author's own spelling: a key `on` or `1e3` is meant as text
-            name = self._record_key(getattr(event, "value", "") or key, path, lines, line)
-            value = self._build_value(next(self._events), join(path, name or "?"), depth)
+            spelling = getattr(event, "value", "") or key
+            name = self._record_key(spelling, path, lines, line)
+            place = join(path, name or "?")
+            value = self._build_value(next(self._events), place, depth)
             if name == "<<" and isinstance(value, dict | list):
                 self._merge_mappings(values, value, path, line)
             elif name is not None:
@@ -346,13 +350,15 @@ class Builder:
         return values
 
     def _merge_mappings(self, values: dict[str, Any], value: Any, path: str, line: int) -> None:
-        for source in value if isinstance(value, list) else [value]:
+        sources = value if isinstance(value, list) else [value]
+        for source in sources:
             if not isinstance(source, dict):
                 continue
             for key, below in source.items():
                 if key not in values:
                     values[key] = below
-                    self.origins[join(path, key)] = Origin(self.file, line)
+                    place = join(path, key)
+                    self.origins[place] = Origin(self.file, line)
 
     def _record_key(self, name: Any, path: str, lines: dict[str, int], line: int) -> str | None:
         """The name of a key, noted with its place; None for what cannot be one."""

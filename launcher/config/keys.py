@@ -100,10 +100,13 @@ class Key:
         words = value if isinstance(value, list) else [value]
         for word in words:
             # a kernel has the name of its repository
-            if not isinstance(word, str) or (word not in self.words and "/" not in word):
+            is_kernel = isinstance(word, str) and "/" in word
+            if word not in self.words and not is_kernel:
                 return None, [self._refuse_value(where, word)]
-        if not words or len(set(words)) < len(words):
-            return None, [(where, f"`{where}` names each once", None)]
+        is_repeated = len(set(words)) < len(words)
+        if not words or is_repeated:
+            message = f"`{where}` names each once"
+            return None, [(where, message, None)]
         return tuple(words), []
 
     def _read_parts(self, value: dict[str, Any], where: str) -> tuple[dict[str, Any], list[Fault]]:

@@ -35,11 +35,13 @@ def beyond(survey: Survey, count: int) -> list[Exemplar]:
     """
     places = _find_places(survey)
     files = list(dict.fromkeys(place.file for place in places))
-    if not files or any(reading.data_suffix(Path(file)) in reading.TEXT_FORMATS for file in files):
-        return []
+    for file in files:
+        if reading.data_suffix(Path(file)) in reading.TEXT_FORMATS:
+            return []
     further: dict[str, dict[int, RowPlace]] = {file: {} for file in files}
     for place in places:
-        if place.file != files[0] or place.index >= count:
+        is_shown = place.file == files[0] and place.index < count
+        if not is_shown:
             further[place.file][place.index] = place
     exemplars: list[Exemplar] = []
     for file in files:

@@ -127,10 +127,14 @@ def _find_marks(folder: Path, name: str) -> tuple[int, int | None] | None:
 
 
 def _find_token_id(token: Any, tokenizer: Mapping[str, Any]) -> int | None:
-    text = token.get("content") if isinstance(token, dict) else token
+    text = token
+    if isinstance(token, dict):
+        text = token.get("content")
     for added in tokenizer.get("added_tokens", ()):
         if added.get("content") == text:
             return int(added["id"])
     vocabulary = tokenizer.get("model", {}).get("vocab", {})
-    token_id = vocabulary.get(text) if isinstance(vocabulary, dict) else None
+    if not isinstance(vocabulary, dict):
+        return None
+    token_id = vocabulary.get(text)
     return token_id if isinstance(token_id, int) else None

@@ -411,9 +411,12 @@ def _read_patterns(data_files: Any) -> dict[str, list[str]]:
     if isinstance(data_files, dict):
         return {str(split): _as_strings(paths) for split, paths in data_files.items()}
     patterns: dict[str, list[str]] = {}
-    for entry in data_files if isinstance(data_files, list) else []:
+    if not isinstance(data_files, list):
+        return patterns
+    for entry in data_files:
         if isinstance(entry, dict):
-            patterns[str(entry.get("split"))] = _as_strings(entry.get("path"))
+            split = str(entry.get("split"))
+            patterns[split] = _as_strings(entry.get("path"))
         else:
             patterns.setdefault("train", []).append(str(entry))
     return patterns

@@ -375,12 +375,14 @@ class _Surveyor:
             self._mark(name, f"role:{role}", count)
         self._mark(name, f"starts-with:{roles[0]}", count)
         self._mark(name, f"ends-with:{roles[-1]}", count)
-        if not any(role in ASSISTANTS for role in roles):
+        if set(roles).isdisjoint(ASSISTANTS):
             self._mark(name, "no-answer", count)
         if "system" in roles[1:]:
             self._mark(name, "late-system", count)
-        if any(role == after and role != "tool" for role, after in itertools.pairwise(roles)):
-            self._mark(name, "same-role-twice", count)
+        for role, after in itertools.pairwise(roles):
+            if role == after and role != "tool":
+                self._mark(name, "same-role-twice", count)
+                break
 
     def _see_message(self, name: str, message: Any) -> str:
         """The role of a message; what is odd about it is marked."""
@@ -512,7 +514,8 @@ def _merge_kinds(counts: Mapping[tuple[str, Any], list[Any]]) -> dict[tuple[str,
     for (name, kind), seen in counts.items():
         word = _KINDS.get(kind, "value")
         tally = _to_occurrence(seen)
-        is_csv = reading.data_suffix(Path(tally.first.file)) in reading.TEXT_FORMATS
+        suffix = reading.data_suffix(Path(tally.first.file))
+        is_csv = suffix in reading.TEXT_FORMATS
         if is_csv and word != "null" and name in texts:
             word = "text"
         earlier = merged.get((name, word))

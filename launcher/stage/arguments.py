@@ -75,14 +75,19 @@ def reported_keys(
     config: Config, schema: Schema, entry: Entry, faults: Sequence[Finding]
 ) -> frozenset[str | None]:
     """Keys that are reported already: wrong ones, and those that a wrong key was meant to be."""
-    keys = {fault.key for fault in faults if fault.severity == "error"}
+    reported = {fault.key for fault in faults if fault.severity == "error"}
+    names = tuple(schema.fields)
     for key in config.args.keys() - schema.fields.keys():
         moved = entry.moved.get(key)
-        near = [moved.to] if moved is not None else _find_nearest(key, tuple(schema.fields))
-        keys |= {f"args.{name}" for name in near}
-    if any(config.args.get(key) is not None for key in (*entry.hints, DATA_FILE)):
-        keys.add(f"args.{entry.names.data}")
-    return frozenset(keys)
+        if moved is not None:
+            reported.add(f"args.{moved.to}")
+            continue
+        for name in _find_nearest(key, names):
+            reported.add(f"args.{name}")
+    for key in (*entry.hints, DATA_FILE):
+        if config.args.get(key) is not None:
+            reported.add(f"args.{entry.names.data}")
+    return frozenset(reported)
 
 
 def _check_value(schema: Schema, entry: Entry, field: Field, value: Any) -> Finding | None:

@@ -279,20 +279,24 @@ class _File:
     def delete(self, key: str, why: str) -> _Edit:
         """Delete one argument with its trailing comment; a comment above it stays."""
         argument = self.find(key)
-        start = argument.key.start_mark.index
-        if argument.value.start_mark.index < start:
+        name = argument.key
+        value = argument.value
+        start = name.start_mark.index
+        if value.start_mark.index < start:
             raise Declined("its value is an alias")
         begin = self.line_start(start)
-        end = max(self.end(argument.key), self.end(argument.value))
+        before = self.text[begin:start].strip(" \t")
+        end = max(self.end(name), self.end(value))
         rest = _REST_OF_LINE.match(self.text, end)
-        if argument.mapping.flow_style or rest is None or self.text[begin:start].strip(" \t"):
+        if argument.mapping.flow_style or rest is None or before:
             raise Declined("it shares its line with something else")
         if not rest[0].endswith("\n"):
             # a last line without a line end: the file goes on having none
             begin = len(self.text[:begin].rstrip("\r\n"))
-        raw = brief(" ".join(self.raw(argument.value).split()), 40)
-        what = f"`{key}: {raw}` deleted: {why}"
-        return _Edit((_Span(begin, rest.end()),), what, {key: _GONE})
+        raw = " ".join(self.raw(value).split())
+        what = f"`{key}: {brief(raw, 40)}` deleted: {why}"
+        line = _Span(begin, rest.end())
+        return _Edit((line,), what, {key: _GONE})
 
     def comment_out(self, key: str) -> _Edit:
         """Make an argument that changed the training a comment; `arguments.find_lost` warns."""
@@ -501,11 +505,13 @@ def _list_dataset_mixer(file: _File, key: str) -> _Edit:
     argument = file.find(key)
     node: Any = argument.value
     pairs = node.value if isinstance(node, yaml.MappingNode) else []
-    if not isinstance(mixer, dict) or [name.value for name, _ in pairs] != list(mixer):
+    names = [name.value for name, _ in pairs]
+    if not isinstance(mixer, dict) or names != list(mixer):
         raise Declined("not every entry is there exactly once")
+    amounts = _convert_amounts(mixer)
     raw: list[str] = []
     listed: list[object] = []
-    for (_, value), name, amount in zip(pairs, mixer, _convert_amounts(mixer), strict=True):
+    for (_, value), name, amount in zip(pairs, mixer, amounts, strict=True):
         listed += [name, amount]
         # as written, unless it becomes another number: 1 is a count in a list, 1.0 a share
         is_same = repr(mixer[name]) == repr(amount)
@@ -532,11 +538,18 @@ def _convert_amounts(mixer: Mapping[str, Any]) -> list[float | int]:
     amounts = list(mixer.values())
     are_counts = any(isinstance(value, int) and value > 1 for value in amounts)
     are_shares = any(isinstance(value, float) for value in amounts)
+    are_mixed = are_counts and are_shares
     for name, value in mixer.items():
-        is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
-        is_share = isinstance(value, float) and 0 < value <= 1 and "e" not in str(value)
-        if not is_count and not is_share:
+        if not _is_count(value) and not _is_share(value):
             raise Declined(f"`{brief(value)}` of {brief(name)} is neither a share nor a count")
-        if is_count and value == 1 and are_counts and are_shares:
+        if are_mixed and _is_count(value) and value == 1:
             raise Declined(f"the amount 1 of {brief(name)} may be a share or a count")
     return amounts if are_counts else [float(value) for value in amounts]
+
+
+def _is_count(amount: Any) -> bool:
+    return isinstance(amount, int) and not isinstance(amount, bool) and amount > 0
+
+
+def _is_share(amount: Any) -> bool:
+    return isinstance(amount, float) and 0 < amount <= 1 and "e" not in str(amount)

@@ -207,7 +207,8 @@ def fallen(losses: Sequence[float]) -> Mean | None:
     first = statistics.fmean(finite[:count])
     last = statistics.fmean(finite[-count:])
     level = abs(first) or 1e-12
-    return Mean((first - last) / level, _measure_noise(finite) * math.sqrt(2 / count) / level)
+    error = _measure_noise(finite) * math.sqrt(2 / count)
+    return Mean((first - last) / level, error / level)
 
 
 def settled(series: Sequence[float]) -> Mean | None:

@@ -107,7 +107,8 @@ def _match_script(schema: Schema, further: Sequence[str]) -> Json:
     script = _match_key("script", [schema.key])
     if schema.key == schema.stage:
         script = {"not": _match_key("script", further)}
-    return {"allOf": [_match_key("stage", [schema.stage]), backend, script]}
+    stage = _match_key("stage", [schema.stage])
+    return {"allOf": [stage, backend, script]}
 
 
 def _match_key(key: str, values: Sequence[str]) -> Json:

@@ -132,7 +132,7 @@ def read_stage_options(
         findings += [_report_bad(*fault) for fault in faults]
     for name in ("slurm", "gates"):
         if raw.get(name) is not None:
-            values[name], faulty = _read_elsewhere(config, name)
+            values[name], faulty = _read_slurm_or_gates(config, name)
             findings += faulty
     if values["attention"] and BACKENDS[backend].STAGES[script].best_attention:
         values["attention"] = None
@@ -166,17 +166,20 @@ def _drop_none(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _read_elsewhere(config: Config, key: str) -> tuple[Mapping[str, Any], list[Finding]]:
+def _read_slurm_or_gates(config: Config, key: str) -> tuple[Mapping[str, Any], list[Finding]]:
     """A key that a module of its own reads, imported only if a file has the key."""
     from launcher.runs import slurm
     from launcher.stage import gates
 
+    value = config.options[key]
+
     def complain(code: str, part: str, message: str, help: str | None) -> Finding:
-        return replace(_report_bad(f"{key}.{part}" if part else key, message, help), code=code)
+        place = f"{key}.{part}" if part else key
+        return replace(_report_bad(place, message, help), code=code)
 
     if key == "slurm":
-        return slurm.read_options(config.options[key], complain)
-    return gates.read_limits(config.options[key], complain)
+        return slurm.read_options(value, complain)
+    return gates.read_limits(value, complain)
 
 
 def stage_of(config: Config) -> str | None:

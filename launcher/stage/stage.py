@@ -423,7 +423,9 @@ def _guess_stage(config: Config, locator: Locator) -> str:
         return "dpo"
     sft = locator.schema("open_instruct", "sft").fields.keys()
     dpo = locator.schema("open_instruct", "dpo").fields.keys()
-    lead = len(names & (sft - dpo)) - len(names & (dpo - sft))
-    if lead == 0:
-        return "dpo" if "dpo" in str(config.path).lower() else "sft"
-    return "sft" if lead > 0 else "dpo"
+    only_sft = names & (sft - dpo)
+    only_dpo = names & (dpo - sft)
+    is_dpo = len(only_dpo) > len(only_sft)
+    if len(only_dpo) == len(only_sft):
+        is_dpo = "dpo" in str(config.path).lower()
+    return "dpo" if is_dpo else "sft"

@@ -172,14 +172,18 @@ def _read_tune(words: Sequence[Argument], at: int, invocation: Invocation) -> in
 
 def _read_python(words: Sequence[Argument], at: int, invocation: Invocation) -> int | None:
     place = at + 1
-    while place < len(words) and words[place].text.startswith("-"):
+    while place < len(words):
         flag = words[place].text
-        if flag == "-m" and place + 1 < len(words):
-            return _read_module(words, place + 1, invocation)
+        if not flag.startswith("-"):
+            return _read_script(words, place, invocation)
+        place += 1
+        if flag == "-m" and place < len(words):
+            return _read_module(words, place, invocation)
         if flag in ("-c", "-"):
             return None
-        place += 2 if flag in ("-X", "-W") else 1
-    return _read_script(words, place, invocation) if place < len(words) else None
+        if flag in ("-X", "-W"):
+            place += 1
+    return None
 
 
 def _read_module(words: Sequence[Argument], at: int, invocation: Invocation) -> int | None:
@@ -239,9 +243,10 @@ def _read_all_flags(
     while place < len(words):
         place = _read_flags(words, place, program, invocation)
         if place < len(words) and invocation.launchers:
-            last = invocation.launchers[-1]
+            last = invocation.launchers.pop()
             values = last.value if isinstance(last.value, list) else [last.value]
-            invocation.launchers[-1] = replace(last, value=[*values, words[place].text])
+            further = words[place].text
+            invocation.launchers.append(replace(last, value=[*values, further]))
         place += 1
 
 

@@ -161,13 +161,15 @@ def _choose_script(recipe: Recipe, tool: _Tool, stage: str) -> str:
 
 def _choose_stage(recipe: Recipe, tool: _Tool, stage: str | None, locator: Locator) -> str:
     named = _find_named_stage(recipe, tool, locator)
-    if named not in (None, *STAGES):
-        setting = recipe.get(tool.stage_key)
-        line = None if setting is None else setting.line
-        message = f"`{named}` is not a stage of launch, which trains {' and '.join(STAGES)}"
-        place = {"key": tool.stage_key or "stage", "file": str(recipe.path), "line": line}
-        raise InvalidConfig(launch_finding("error", "bad-stage", message, None, **place))
-    return stage or named or "sft"
+    if named is None or named in STAGES:
+        return stage or named or "sft"
+    key = tool.stage_key or "stage"
+    setting = recipe.get(tool.stage_key)
+    line = None if setting is None else setting.line
+    file = str(recipe.path)
+    message = f"`{named}` is not a stage of launch, which trains {' and '.join(STAGES)}"
+    fault = launch_finding("error", "bad-stage", message, None, key=key, file=file, line=line)
+    raise InvalidConfig(fault)
 
 
 def _find_named_stage(recipe: Recipe, tool: _Tool, locator: Locator) -> str | None:
@@ -185,12 +187,15 @@ def _find_named_stage(recipe: Recipe, tool: _Tool, locator: Locator) -> str | No
 def _is_dpo(recipe: Recipe, tool: _Tool, locator: Locator) -> bool:
     """Whether arguments, names or the loss of a source tell DPO."""
     sft = locator.schema(tool.backend, "sft").fields.keys()
-    further = locator.schema(tool.backend, "dpo").fields.keys() - sft - _NOT_OF_DPO
-    further |= {"max_prompt_length", "dataset_mixer_pref"}
-    if any(setting.key in further for setting in recipe.settings):
+    dpo = locator.schema(tool.backend, "dpo").fields.keys()
+    only_dpo = dpo - sft - _NOT_OF_DPO
+    only_dpo |= {"max_prompt_length", "dataset_mixer_pref"}
+    if any(setting.key in only_dpo for setting in recipe.settings):
         return True
-    words = f"{recipe.program} {recipe.path.name} {recipe.path.parent.name}".lower()
-    if re.search(r"(?<![a-z])dpo(?![a-z])", words) and "sft" not in recipe.path.name.lower():
+    path = recipe.path
+    words = f"{recipe.program} {path.name} {path.parent.name}".lower()
+    names_dpo = re.search(r"(?<![a-z])dpo(?![a-z])", words)
+    if names_dpo and "sft" not in path.name.lower():
         return True
     loss = recipe.value("loss", "loss_name", "method", "rl_type")
     return "dpo" in str(loss).lower()

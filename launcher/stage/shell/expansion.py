@@ -114,13 +114,17 @@ def _join_texts(texts: Iterable[str], missing: Iterable[str], line: int) -> Argu
 
 def _expand_home(parts: tuple[WordPart, ...], scope: ShellScope) -> tuple[WordPart, ...]:
     """The parts of a word with the home folder in place of `~/`."""
-    first = parts[0] if parts else None
-    if first is None or first.kind != "text" or first.quoted or not first.text.startswith("~/"):
+    if not parts:
+        return parts
+    first = parts[0]
+    is_plain = first.kind == "text" and not first.quoted
+    if not is_plain or not first.text.startswith("~/"):
         return parts
     home = scope.get("HOME")
     if home is None:
         return parts
-    return (WordPart("text", home.first.text + first.text[1:], quoted=True), *parts[1:])
+    path = home.first.text + first.text[1:]
+    return (WordPart("text", path, quoted=True), *parts[1:])
 
 
 class _SplitWords:
@@ -340,6 +344,11 @@ def _calculate_variable(text: str, scope: ShellScope, line: int) -> Variable | N
     return None if number is None else text_variable(str(number), line)
 
 
+_REFERENCE = re.compile(r"\$\{(\w+)\}|\$?([A-Za-z_]\w*)")
+_LEADING_ZEROS = re.compile(r"\b0+(?=\d)")
+_CALCULATION = re.compile(r"[-+*/%()\d\s]+")
+
+
 def calculate(text: str, scope: ShellScope) -> int | None:
     """The whole number that `$((text))` is; None if a name in it has no value."""
 
@@ -349,10 +358,10 @@ def calculate(text: str, scope: ShellScope) -> int | None:
         return number if re.fullmatch(r"-?\d{1,15}", number) else "?"
 
     expression = expand_text(lexer.quoted(text, 0), scope).text
-    expression = re.sub(r"\$\{(\w+)\}|\$?([A-Za-z_]\w*)", number_of, expression)
+    expression = _REFERENCE.sub(number_of, expression)
     # a number with a leading zero is octal, which nobody means
-    expression = re.sub(r"\b0+(?=\d)", "", expression)
-    if len(expression) > 500 or not re.fullmatch(r"[-+*/%()\d\s]+", expression):
+    expression = _LEADING_ZEROS.sub("", expression)
+    if len(expression) > 500 or not _CALCULATION.fullmatch(expression):
         return None
     try:
         return _evaluate(ast.parse(expression.strip(), mode="eval").body)

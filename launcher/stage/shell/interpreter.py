@@ -338,14 +338,18 @@ class _Interpreter:
         scope = self.script.scope
         *flags, name = [argument.text for argument in arguments]
         if node.document is not None:
-            self._set_variable(name, Variable((document_text(node.document, scope),)))
-        elif node.text is not None:
-            value = expand_text(node.text, scope)
-            items = [value]
-            is_array = any(flag.startswith("-") and "a" in flag for flag in flags)
-            if is_array:
-                items = [replace(value, text=word) for word in value.text.split()]
-            self._set_variable(name, Variable(tuple(items), is_array))
+            text = document_text(node.document, scope)
+            self._set_variable(name, Variable((text,)))
+            return
+        if node.text is None:
+            return
+        value = expand_text(node.text, scope)
+        is_array = any(flag.startswith("-") and "a" in flag for flag in flags)
+        if not is_array:
+            self._set_variable(name, Variable((value,)))
+            return
+        items = [replace(value, text=word) for word in value.text.split()]
+        self._set_variable(name, Variable(tuple(items), is_array=True))
 
     def _write_document(
         self, node: Simple, document: HereDocument, arguments: list[Argument]
@@ -389,13 +393,15 @@ class _Interpreter:
         program = posixpath.basename(arguments[0].text)
         if self.calls >= _MOST_CALLS or program in _PRINTERS:
             return False
+        scope = self.script.scope
         texts = [argument.text for argument in arguments]
         if node.document is not None and program in _SHELLS | _REMOTE:
-            texts.append(document_text(node.document, self.script.scope).text)
+            texts.append(document_text(node.document, scope).text)
         for place, text in enumerate(texts):
             if place and " " in text.strip() and _STARTS.search(text):
-                with self._enter_call(self.script.scope.parameters, arguments[:place]):
-                    self._walk_text(text.partition("--wrap=")[2] or text, node.line)
+                command = text.partition("--wrap=")[2] or text
+                with self._enter_call(scope.parameters, arguments[:place]):
+                    self._walk_text(command, node.line)
                 return True
         return False
 

@@ -166,13 +166,15 @@ class _Lexer:
 
     def _expect_document(self, *, strips_tabs: bool) -> None:
         self._skip_blanks()
-        if self.at >= len(self.text) or self.text[self.at] == "\n":
+        if self.text[self.at : self.at + 1] in ("", "\n"):
             return
         word = self._read_word()
         delimiter = "".join(part.text for part in word.parts)
         expands = not any(part.quoted for part in word.parts)
-        self.pending.append(_Pending(delimiter, strips_tabs, len(self.tokens)))
-        self.tokens.append(HereDocument("", word.line, expands))
+        document = HereDocument("", word.line, expands)
+        pending = _Pending(delimiter, strips_tabs, len(self.tokens))
+        self.pending.append(pending)
+        self.tokens.append(document)
 
     def _read_documents(self) -> None:
         for pending in self.pending:

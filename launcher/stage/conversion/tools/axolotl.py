@@ -171,10 +171,12 @@ def _carry_adapter(ledger: ConversionLedger) -> None:
 
 
 def _carry_precision(ledger: ConversionLedger) -> None:
-    setting = ledger.take("bf16")
-    if setting is not None and (is_on(setting.value) or setting.value in ("auto", "full")):
-        ledger.carry(setting, "bf16", value=True)
-        ledger.carry(setting, "dtype", "bfloat16")
+    bf16 = ledger.take("bf16")
+    if bf16 is not None:
+        is_wanted = is_on(bf16.value) or bf16.value in ("auto", "full")
+        if is_wanted:
+            ledger.carry(bf16, "bf16", value=True)
+            ledger.carry(bf16, "dtype", "bfloat16")
     half = ledger.take("fp16")
     if half is not None and half.value == "auto":
         ledger.leave(half, "bf16 is used", matters=False)
@@ -224,12 +226,15 @@ def _carry_checkpoints(ledger: ConversionLedger) -> None:
 
 def _carry_by_epoch(ledger: ConversionLedger, setting: SourceSetting, prefix: str) -> None:
     epochs = ledger.recipe.value("num_epochs") or _DEFAULTS["num_train_epochs"]
-    if setting.value == 1:
-        ledger.carry(setting, f"{prefix}_strategy", "epoch")
-    elif isinstance(setting.value, int) and isinstance(epochs, int | float):
-        ledger.carry(setting, f"{prefix}_strategy", "steps")
-        share = round(1 / (setting.value * epochs), 6)
-        ledger.carry(setting, f"{prefix}_steps", share, note=f"{setting.key}: a share of all steps")
+    strategy = f"{prefix}_strategy"
+    times = setting.value
+    if times == 1:
+        ledger.carry(setting, strategy, "epoch")
+    elif isinstance(times, int) and isinstance(epochs, int | float):
+        ledger.carry(setting, strategy, "steps")
+        share = round(1 / (times * epochs), 6)
+        note = f"{setting.key}: a share of all steps"
+        ledger.carry(setting, f"{prefix}_steps", share, note=note)
 
 
 def _carry_tokens(ledger: ConversionLedger) -> None:

@@ -125,9 +125,11 @@ def _build_data_set(
     split = entry.get("split")
     for key in ("hf_hub_url", "ms_hub_url", "script_url"):
         if entry.get(key):
-            return DataSet(path=str(entry[key]), name=entry.get("subset"), split=split), form
-    path = str(Path(folder) / str(entry.get("file_name") or ""))
-    return DataSet(path=data_sets.local_path(path, ledger.recipe), split=split), form
+            data = DataSet(path=str(entry[key]), name=entry.get("subset"), split=split)
+            return data, form
+    name = str(entry.get("file_name") or "")
+    path = data_sets.local_path(str(Path(folder) / name), ledger.recipe)
+    return DataSet(path=path, split=split), form
 
 
 def _carry_mask(ledger: ConversionLedger, setting: SourceSetting) -> None:

@@ -72,13 +72,16 @@ def _settle_common(ledger: ConversionLedger) -> None:
 
 def _carry_sets(ledger: ConversionLedger) -> None:
     """The sets of TRL's own file, and a file that TRL loads as a set of `datasets` alone."""
-    setting = ledger.take("datasets")
-    if setting is not None and isinstance(setting.value, list):
-        ledger.carry(setting, "datasets", setting.value)
-    setting = ledger.take("dataset_name")
-    if setting is not None and isinstance(setting.value, str) and data_sets.is_file(setting.value):
-        path = data_sets.local_path(setting.value, ledger.recipe)
-        data_sets.write(ledger, SourceData(setting=setting, sets=[DataSet(path=path)]))
+    listed = ledger.take("datasets")
+    if listed is not None and isinstance(listed.value, list):
+        ledger.carry(listed, "datasets", listed.value)
+    named = ledger.take("dataset_name")
+    if named is None or not isinstance(named.value, str):
+        return
+    if data_sets.is_file(named.value):
+        path = data_sets.local_path(named.value, ledger.recipe)
+        data = DataSet(path=path)
+        data_sets.write(ledger, SourceData(setting=named, sets=[data]))
 
 
 def convert_handbook(ledger: ConversionLedger) -> None:

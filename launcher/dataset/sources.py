@@ -107,12 +107,12 @@ class _NoFiles(Exception):
 
 
 def _build_unseen(reason: str, missing: Sequence[str] = ()) -> _NoFiles:
-    """Rows that launch cannot look at."""
+    """The error for rows that launch cannot look at."""
     return _NoFiles(Source(name="", unseen=reason, missing=tuple(missing)))
 
 
 def _build_refusal(fault: str, remedy: str) -> _NoFiles:
-    """Rows that the library refuses."""
+    """The error for rows that the library refuses."""
     return _NoFiles(Source(name="", fault=fault, remedy=remedy))
 
 

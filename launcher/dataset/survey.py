@@ -172,7 +172,7 @@ State = tuple[str, int, int, int, int]
 
 
 def _read_state(path: Path) -> State:
-    """What no write leaves as it is; zeros for a file that is not there."""
+    """The path, inode, size and times of a file; zeros for one that is not there."""
     try:
         status = path.stat()
     except (OSError, ValueError):

@@ -218,7 +218,7 @@ def explain(
 
 
 def _find_names(key: str, schema: Schema, source: Upstream) -> list[str]:
-    """The argument itself, those of an idea, or those with the key among their words."""
+    """The arguments that a key means: itself, those of an idea, or those that have it as a word."""
     if key in KEYS or _explain_key(key, schema, source, None).known:
         return [key]
     meant = {*IDEAS.get(key, ())}

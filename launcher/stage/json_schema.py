@@ -99,7 +99,7 @@ def _build_choice(condition: Json, args: Json) -> Json:
 
 
 def _match_script(schema: Schema, further: Sequence[str]) -> Json:
-    """What a file says of itself whose arguments are those of this script."""
+    """The condition that a stage file belongs to this script."""
     backend = _match_key("backend", [schema.backend])
     if schema.backend == DEFAULT_BACKEND:
         unsaid = {"not": {"required": ["extends"]}, "properties": {"backend": {"type": "null"}}}

@@ -388,7 +388,7 @@ def _is_batch_unknown(recipe: Recipe) -> bool:
 
 
 def _find_row_or_default(ledger: ConversionLedger, name: str) -> int | None:
-    """A number of rows above 0."""
+    """An argument of the draft, or its default; None unless it is a whole number above 0."""
     row = ledger.draft.rows.get(name)
     field = ledger.schema.fields.get(name)
     value = None

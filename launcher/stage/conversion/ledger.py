@@ -194,7 +194,6 @@ class ConversionLedger:
         return self.schema.refusal(target, self.schema.words(target, value))
 
     def _find_new_name(self, name: str) -> str | None:
-        """What an argument of this name is called now."""
         moved = self.entry.moved.get(name)
         if moved is not None and moved.to in self.schema.fields:
             return moved.to

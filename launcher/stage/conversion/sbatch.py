@@ -98,7 +98,6 @@ def job_of(settings: list[SourceSetting]) -> Job:
 
 
 def _parse_options(text: str, file: str, line: int) -> list[SourceSetting]:
-    """The options of one line."""
     try:
         words = shlex.split(text, comments=True)
     except ValueError:

@@ -151,6 +151,7 @@ class _Interpreter:
                 self.functions[node.name] = node.body
 
     def _walk_uncertain(self, nodes: tuple[Node, ...], why: str) -> None:
+        """Walk commands of which the script does not tell whether they run."""
         self.unless.append(why)
         self.run(nodes)
         self.unless.pop()
@@ -183,7 +184,6 @@ class _Interpreter:
         self._walk_branch(conditions.negated(taken), node.otherwise, node.line)
 
     def _walk_branch(self, value: bool | None, body: tuple[Node, ...], line: int) -> None:
-        """Walk a branch whose condition has this value."""
         if value is True:
             self.run(body)
         elif value is False:
@@ -354,7 +354,7 @@ class _Interpreter:
     def _write_document(
         self, node: Simple, document: HereDocument, arguments: list[Argument]
     ) -> None:
-        """A here-document that is written into a file."""
+        """Note a here-document that the command writes into a file."""
         scope = self.script.scope
         program = arguments[0].text
         target = None
@@ -429,6 +429,7 @@ class _Interpreter:
         scope.parameters = before
 
     def _try_file(self, node: Simple, arguments: list[Argument]) -> bool:
+        """Walk the script whose path a command names, if it names one that can be read."""
         texts = [argument.text for argument in arguments]
         place = 0
         if posixpath.basename(texts[0]) in _SHELLS or texts[0] in ("srun", "nohup", "exec"):

@@ -428,9 +428,9 @@ def _find_edit(file: _File, finding: Finding) -> _Edit | None:
             return file.move(key, same[0]) if len(same) == 1 else None
     if not file.entry.mixes:
         raise Declined("which of the two is meant the file does not say")
-    return (
-        _list_dataset_mixer(file, key) if key == "dataset_mixer" else _list_dataset_name(file, key)
-    )
+    if key == "dataset_mixer":
+        return _list_dataset_mixer(file, key)
+    return _list_dataset_name(file, key)
 
 
 def _edit_renamed_key(file: _File, finding: Finding, key: str) -> _Edit:

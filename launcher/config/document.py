@@ -125,20 +125,20 @@ def parse(path: Path, text: str) -> Document:
     try:
         value = builder.build(text)
     except yaml.reader.ReaderError as error:
-        raise InvalidConfig([*builder.findings, _bad_character(path, text, error)]) from None
+        raise InvalidConfig([*builder.findings, _report_bad_character(path, text, error)]) from None
     except yaml.MarkedYAMLError as error:
-        raise InvalidConfig([*builder.findings, _broken(path, text, error)]) from None
+        raise InvalidConfig([*builder.findings, _report_broken(path, text, error)]) from None
     if value is None:
         raise refused(path, "empty-file", "the file holds no YAML", 1, _FORM)
     if not isinstance(value, dict):
         what = "a list" if isinstance(value, list) else "one value"
         message = f"the file is {what}, not a mapping of keys to values"
         raise refused(path, "not-a-mapping", message, 1, _FORM)
-    kept = _kept_keys(path, text)
+    kept = _find_kept_keys(path, text)
     return Document(value, builder.origins, tuple(builder.findings), tuple(kept))
 
 
-def _kept_keys(path: Path, text: str) -> Iterator[KeptKey]:
+def _find_kept_keys(path: Path, text: str) -> Iterator[KeptKey]:
     if KEPT not in text:
         return
     for number, line in enumerate(text.splitlines(), start=1):
@@ -147,28 +147,30 @@ def _kept_keys(path: Path, text: str) -> Iterator[KeptKey]:
             yield KeptKey(key=match[1], value=match[2], file=str(path), line=number)
 
 
-def _bad_character(path: Path, text: str, error: yaml.reader.ReaderError) -> Finding:
+def _report_bad_character(path: Path, text: str, error: yaml.reader.ReaderError) -> Finding:
     # libyaml counts bytes
     line = text.encode("utf-8", "replace").count(b"\n", 0, error.position) + 1
     message = f"the character U+{error.character:04X} is not allowed in YAML"
     return bad(path, "broken-yaml", message, line, "delete it, or save the file as UTF-8 text")
 
 
-def _broken(path: Path, text: str, error: yaml.MarkedYAMLError) -> Finding:
-    message = ", ".join(part for part in (error.context, error.problem) if part)
+def _report_broken(path: Path, text: str, error: yaml.MarkedYAMLError) -> Finding:
+    parts = filter(None, (error.context, error.problem))
+    message = ", ".join(parts)
     mark = error.problem_mark or error.context_mark
     if mark is None:
         return bad(path, "broken-yaml", message, None, _MISSPELT)
     lines = text.splitlines()
     help = _MISSPELT
-    if re.match(r"\s*\t", "".join(lines[mark.line : mark.line + 1])):
+    if mark.line < len(lines) and re.match(r"\s*\t", lines[mark.line]):
         help = "YAML is never indented with tabs: use spaces"
     # the end of the file lies one line beyond its last
-    line = min(mark.line + 1, max(1, len(lines)))
+    last = max(1, len(lines))
+    line = min(mark.line + 1, last)
     return bad(path, "broken-yaml", message, line, help)
 
 
-def _near(path: Path) -> str | None:
+def _suggest_path(path: Path) -> str | None:
     """Advice about a file that is not there: names like it in the same folder."""
     if "=" in path.name:
         return "the stage file comes first: FILE KEY=VALUE"
@@ -187,7 +189,7 @@ def read_text(path: Path) -> str:
             content = stream.read(MAX_BYTES + 1)
     except FileNotFoundError:
         message = "there is no such file"
-        raise refused(path, "missing-file", message, help=_near(path)) from None
+        raise refused(path, "missing-file", message, help=_suggest_path(path)) from None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise refused(path, "unreadable-file", f"cannot be read: {reason}") from None
@@ -273,98 +275,106 @@ class Builder:
             if isinstance(event, yaml.DocumentStartEvent):
                 documents += 1
                 if documents > 1:
-                    self._stop("several-documents", "more than one YAML document", _line(event))
+                    self._stop(
+                        "several-documents", "more than one YAML document", _find_line(event)
+                    )
             elif isinstance(event, yaml.NodeEvent):
-                root = self._value(event, "", 0)
+                root = self._build_value(event, "", 0)
         return root
 
-    def _value(self, event: Any, path: str, depth: int) -> Any:
-        line = _line(event)
+    def _build_value(self, event: Any, path: str, depth: int) -> Any:
+        line = _find_line(event)
         if isinstance(event, yaml.AliasEvent):
             if event.anchor not in self._anchors:
                 help = f"`&{event.anchor}` must come before it; quote a text that begins with `*`"
                 self._stop("broken-yaml", f"undefined alias `*{event.anchor}`", line, help)
-            return self._copy(self._anchors[event.anchor], depth, line)
+            return self._copy_alias(self._anchors[event.anchor], depth, line)
         value: Any
         if isinstance(event, yaml.ScalarEvent):
-            self._count(depth, line)
-            value = self._scalar(event, line)
+            self._count_node(depth, line)
+            value = self._build_scalar(event, line)
         else:
-            self._count(depth + 1, line)
+            self._count_node(depth + 1, line)
             if event.tag not in _COLLECTIONS:
                 self._stop_at_tag(event.tag, line)
             if isinstance(event, yaml.MappingStartEvent):
-                value = self._mapping(path, depth + 1)
+                value = self._build_mapping(path, depth + 1)
             else:
-                value = self._list(path, depth + 1)
+                value = self._build_list(path, depth + 1)
         if event.anchor:
             self._anchors[event.anchor] = value
         return value
 
-    def _copy(self, value: Any, depth: int, line: int) -> Any:
+    def _copy_alias(self, value: Any, depth: int, line: int) -> Any:
         """What an alias stands for: counted again, so that aliases of aliases cannot explode."""
         if isinstance(value, dict):
-            self._count(depth + 1, line)
+            self._count_node(depth + 1, line)
             self._nodes += len(value)
-            return {key: self._copy(below, depth + 1, line) for key, below in value.items()}
+            return {key: self._copy_alias(below, depth + 1, line) for key, below in value.items()}
         if isinstance(value, list):
-            self._count(depth + 1, line)
-            return [self._copy(below, depth + 1, line) for below in value]
-        self._count(depth, line)
+            self._count_node(depth + 1, line)
+            return [self._copy_alias(below, depth + 1, line) for below in value]
+        self._count_node(depth, line)
         return value
 
-    def _until(self, end: type) -> Iterator[Any]:
+    def _read_until(self, end: type) -> Iterator[Any]:
         """The events that begin an entry of a collection, up to its end."""
         for event in self._events:
             if isinstance(event, end):
                 return
             yield event
 
-    def _list(self, path: str, depth: int) -> list[Any]:
+    def _build_list(self, path: str, depth: int) -> list[Any]:
         values: list[Any] = []
-        for event in self._until(yaml.SequenceEndEvent):
+        for event in self._read_until(yaml.SequenceEndEvent):
             place = join(path, len(values))
-            self.origins[place] = Origin(self.file, _line(event))
-            values.append(self._value(event, place, depth))
+            self.origins[place] = Origin(self.file, _find_line(event))
+            values.append(self._build_value(event, place, depth))
         return values
 
-    def _mapping(self, path: str, depth: int) -> dict[str, Any]:
+    def _build_mapping(self, path: str, depth: int) -> dict[str, Any]:
         values: dict[str, Any] = {}
         lines: dict[str, int] = {}
-        for event in self._until(yaml.MappingEndEvent):
-            line = _line(event)
-            key = self._value(event, join(path, "?"), depth)
+        for event in self._read_until(yaml.MappingEndEvent):
+            line = _find_line(event)
+            key = self._build_value(event, join(path, "?"), depth)
             # the author's own spelling: a key `on` or `1e3` is meant as text
-            name = self._key(getattr(event, "value", "") or key, path, lines, line)
-            value = self._value(next(self._events), join(path, name or "?"), depth)
+            spelling = getattr(event, "value", "") or key
+            name = self._record_key(spelling, path, lines, line)
+            place = join(path, name or "?")
+            value = self._build_value(next(self._events), place, depth)
             if name == "<<" and isinstance(value, dict | list):
-                self._merge(values, value, path, line)
+                self._merge_mappings(values, value, path, line)
             elif name is not None:
                 values[name] = value
         return values
 
-    def _merge(self, values: dict[str, Any], value: Any, path: str, line: int) -> None:
-        for source in value if isinstance(value, list) else [value]:
+    def _merge_mappings(self, values: dict[str, Any], value: Any, path: str, line: int) -> None:
+        sources = value if isinstance(value, list) else [value]
+        for source in sources:
             if not isinstance(source, dict):
                 continue
             for key, below in source.items():
                 if key not in values:
                     values[key] = below
-                    self.origins[join(path, key)] = Origin(self.file, line)
+                    place = join(path, key)
+                    self.origins[place] = Origin(self.file, line)
 
-    def _key(self, name: Any, path: str, lines: dict[str, int], line: int) -> str | None:
+    def _record_key(self, name: Any, path: str, lines: dict[str, int], line: int) -> str | None:
         """The name of a key, noted with its place; None for what cannot be one."""
         if not isinstance(name, str):
             what = _SHOWN.get(type(name), "this")
-            self._add("bad-key", f"{what} cannot be a key: keys are plain names", line)
+            self._add_finding("bad-key", f"{what} cannot be a key: keys are plain names", line)
             return None
         # below an argument (a mixer, model kwargs) any text may be a key
         if path in _NAMED and name != "<<" and not KEY.match(name):
-            self._add("bad-key", f"`{name}` cannot be a key: keys are plain names", line)
+            self._add_finding("bad-key", f"`{name}` cannot be a key: keys are plain names", line)
             return None
         if name in lines and name != "<<":
             message = f"`{name}` is also in line {lines[name]}"
-            self._add("duplicate-key", message, line, join(path, name), "delete one of them")
+            self._add_finding(
+                "duplicate-key", message, line, join(path, name), "delete one of them"
+            )
         lines.setdefault(name, line)
         is_argument = path.removeprefix("open_instruct.").startswith("args.")
         if len(lines) > MAX_KEYS and not is_argument:
@@ -373,14 +383,14 @@ class Builder:
         self.origins[join(path, name)] = Origin(self.file, line)
         return name
 
-    def _count(self, depth: int, line: int) -> None:
+    def _count_node(self, depth: int, line: int) -> None:
         if depth > MAX_DEPTH:
             self._stop("too-deep", f"nested deeper than {MAX_DEPTH} levels", line)
         self._nodes += 1
         if self._nodes > MAX_NODES:
             self._stop("too-large", f"more than {MAX_NODES} values (aliases counted)", line)
 
-    def _scalar(self, event: Any, line: int) -> Any:
+    def _build_scalar(self, event: Any, line: int) -> Any:
         tag = event.tag
         if tag is not None and tag not in _SCALARS:
             self._stop_at_tag(tag, line)
@@ -396,17 +406,17 @@ class Builder:
         shown = tag.replace(_TAG, "!!")
         self._stop("unknown-tag", f"the YAML tag `{shown}` is not supported", line)
 
-    def _add(
+    def _add_finding(
         self, code: str, message: str, line: int, key: str | None = None, help: str | None = None
     ) -> None:
         self.findings.append(replace(bad(Path(self.file), code, message, line, help), key=key))
 
     def _stop(self, code: str, message: str, line: int, help: str | None = None) -> NoReturn:
-        self._add(code, message, line, help=help)
+        self._add_finding(code, message, line, help=help)
         raise InvalidConfig(self.findings)
 
 
-def _line(event: Any) -> int:
+def _find_line(event: Any) -> int:
     return int(event.start_mark.line) + 1
 
 

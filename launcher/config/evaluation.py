@@ -101,10 +101,10 @@ def read_evaluation_key(where: str, entry: Any, complain: Complain) -> Evaluatio
         if key not in KEYS:
             message = f"`{brief(key)}` is not a key of an evaluation"
             complain(f"{where}.{key}", message, keys.nearest(str(key), KEYS))
-    command = _command(f"{where}.command", entry.get("command"), complain)
-    metrics = _metrics(f"{where}.metrics", entry.get("metrics"), complain)
-    expect = _expect(f"{where}.expect", entry.get("expect"), complain)
-    timeout_s = _timeout(f"{where}.timeout", entry.get("timeout"), complain)
+    command = _read_command(f"{where}.command", entry.get("command"), complain)
+    metrics = _read_metrics(f"{where}.metrics", entry.get("metrics"), complain)
+    expect = _read_gates(f"{where}.expect", entry.get("expect"), complain)
+    timeout_s = _read_timeout(f"{where}.timeout", entry.get("timeout"), complain)
     if expect and entry.get("metrics") is None:
         help = "metrics: results.json, the file that the command writes; "
         help += "a pattern such as `**/results_*.json` too"
@@ -118,7 +118,7 @@ def read_evaluation_key(where: str, entry: Any, complain: Complain) -> Evaluatio
     return Evaluation(command=command, metrics=metrics, expect=expect, timeout_s=timeout_s)
 
 
-def _command(where: str, value: Any, complain: Complain) -> tuple[str, ...] | None:
+def _read_command(where: str, value: Any, complain: Complain) -> tuple[str, ...] | None:
     help = 'command: [lm_eval, --model, hf, --model_args, "pretrained={model}"]'
     if isinstance(value, str):
         complain(where, "`command` is a list of words: no shell reads it", help)
@@ -150,7 +150,7 @@ def _check_placeholders(where: str, word: str, complain: Complain) -> None:
             complain(where, message, f"{help}; {{{{{name}}}}} stands for the text itself")
 
 
-def _metrics(where: str, value: Any, complain: Complain) -> str | None:
+def _read_metrics(where: str, value: Any, complain: Complain) -> str | None:
     if value is None:
         return None
     if not isinstance(value, str) or not value.strip():
@@ -161,7 +161,7 @@ def _metrics(where: str, value: Any, complain: Complain) -> str | None:
     return value
 
 
-def _expect(where: str, value: Any, complain: Complain) -> dict[str, Gate]:
+def _read_gates(where: str, value: Any, complain: Complain) -> dict[str, Gate]:
     if value is None:
         return {}
     help = 'expect: {gsm8k: ">= 0.4"}'
@@ -191,7 +191,7 @@ def _expect(where: str, value: Any, complain: Complain) -> dict[str, Gate]:
     return gates
 
 
-def _timeout(where: str, value: Any, complain: Complain) -> float:
+def _read_timeout(where: str, value: Any, complain: Complain) -> float:
     if value is None:
         return TIMEOUT_S
     if isinstance(value, bool) or not isinstance(value, str | int | float):

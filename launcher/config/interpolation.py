@@ -78,31 +78,31 @@ def interpolate(
             # each by itself: omegaconf stops at the first text that it cannot read
             OmegaConf.create([text])
         except Exception as error:
-            faults.append(_unresolved(path, origins, steps, _reason(error)))
+            faults.append(_report_unresolved(path, origins, steps, _explain_error(error)))
     if faults:
         raise InvalidConfig(faults)
     secrets: dict[str, str] = {}
     container = OmegaConf.create({**(named or {}), **tree})
     resolved = deepcopy(tree)
-    with _metered() as spend:
+    with _limit_expansion() as spend:
         for steps, text in texts.items():
             read.clear()
             try:
-                value = _plain(_at(container, steps), spend)
+                value = _resolve_value(_follow_steps(container, steps), spend)
             except Exception as error:
                 # of one that is circular omegaconf raises whatever comes first
-                reason = _reason(error)
+                reason = _explain_error(error)
                 is_endless = _TOO_MUCH in reason
                 if read and not is_endless:
                     # the error would quote what the variables hold
                     reason = f"not with the value of {', '.join(sorted(read))}"
-                faults.append(_unresolved(path, origins, steps, reason))
+                faults.append(_report_unresolved(path, origins, steps, reason))
                 if is_endless:
                     break
             else:
-                _at(resolved, steps[:-1])[steps[-1]] = value
+                _follow_steps(resolved, steps[:-1])[steps[-1]] = value
             if any(holds_secret(name, os.environ[name]) for name in read):
-                secrets[_key(steps)] = text
+                secrets[_join_steps(steps)] = text
     if faults:
         redactor = Redactor.of(os.environ, borrowed)
         raise InvalidConfig(fault.naming_variables(redactor) for fault in faults)
@@ -118,14 +118,14 @@ def _require_short(path: Path, origins: Mapping[str, Origin], texts: Mapping[Ste
         references += text.count("${")
         if length > MAX_CHARS:
             reason = f"the texts with `${{` are longer than {MAX_CHARS} characters in all"
-            raise InvalidConfig(_unresolved(path, origins, steps, reason))
+            raise InvalidConfig(_report_unresolved(path, origins, steps, reason))
         if references > MAX_REFERENCES:
             reason = f"the file holds more than {MAX_REFERENCES} `${{`"
-            raise InvalidConfig(_unresolved(path, origins, steps, reason))
+            raise InvalidConfig(_report_unresolved(path, origins, steps, reason))
 
 
 @contextmanager
-def _metered() -> Iterator[Callable[[int], None]]:
+def _limit_expansion() -> Iterator[Callable[[int], None]]:
     """Bound what omegaconf does: it resolves a value anew for each reference, which doubles
     with every step of `a: ${b}${b}`, `b: ${c}${c}`. Yields what spends of the budget, and
     raises where that is over.
@@ -156,35 +156,37 @@ def _metered() -> Iterator[Callable[[int], None]]:
         Container.resolve_parse_tree = resolve  # type: ignore[method-assign]
 
 
-def _plain(value: Any, spend: Callable[[int], None]) -> Any:
+def _resolve_value(value: Any, spend: Callable[[int], None]) -> Any:
     spend(16)
     if isinstance(value, str):
         spend(len(value))
         return value
     if isinstance(value, Mapping):
-        return {key: _plain(value[key], spend) for key in value}
+        return {key: _resolve_value(value[key], spend) for key in value}
     if isinstance(value, Sequence):
-        return [_plain(value[index], spend) for index in range(len(value))]
+        return [_resolve_value(value[index], spend) for index in range(len(value))]
     return value
 
 
-def _reason(error: Exception) -> str:
+def _explain_error(error: Exception) -> str:
     if isinstance(error, RecursionError) or not str(error):
         return "it is circular"
     return str(error).splitlines()[0]
 
 
-def _unresolved(path: Path, origins: Mapping[str, Origin], steps: Steps, reason: str) -> Finding:
-    key = _key(steps)
+def _report_unresolved(
+    path: Path, origins: Mapping[str, Origin], steps: Steps, reason: str
+) -> Finding:
+    key = _join_steps(steps)
     message = f"`{key}` cannot be interpolated: {reason}"
     return misplaced(path, origins, key, "interpolation", message, "write \\${ for a literal ${")
 
 
-def _key(steps: Steps) -> str:
+def _join_steps(steps: Steps) -> str:
     return reduce(join, steps, "")
 
 
-def _at(node: Any, steps: Steps) -> Any:
+def _follow_steps(node: Any, steps: Steps) -> Any:
     for step in steps:
         node = node[step]
     return node

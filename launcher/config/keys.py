@@ -72,7 +72,7 @@ class Key:
         if value is None:
             return None, []
         if self.switch:
-            is_on = _switch(value)
+            is_on = _parse_switch(value)
             if is_on is not None:
                 return ({} if is_on else False), []
         if self.kind == "mapping" and isinstance(value, dict):
@@ -82,13 +82,13 @@ class Key:
         result: Any = None
         match self.kind:
             case "word":
-                result = _word(value, self.words)
+                result = _spell_word(value, self.words)
                 if result not in self.words:
-                    return None, [self._invalid(where, result)]
+                    return None, [self._refuse_value(where, result)]
             case "number":
-                result = _whole_number(value, self.least)
+                result = _parse_whole_number(value, self.least)
             case "switch":
-                result = _switch(value)
+                result = _parse_switch(value)
             case "text" if not isinstance(value, dict | list):
                 result = str(value)
         if result is not None:
@@ -100,10 +100,13 @@ class Key:
         words = value if isinstance(value, list) else [value]
         for word in words:
             # a kernel has the name of its repository
-            if not isinstance(word, str) or (word not in self.words and "/" not in word):
-                return None, [self._invalid(where, word)]
-        if not words or len(set(words)) < len(words):
-            return None, [(where, f"`{where}` names each once", None)]
+            is_kernel = isinstance(word, str) and "/" in word
+            if word not in self.words and not is_kernel:
+                return None, [self._refuse_value(where, word)]
+        is_repeated = len(set(words)) < len(words)
+        if not words or is_repeated:
+            message = f"`{where}` names each once"
+            return None, [(where, message, None)]
         return tuple(words), []
 
     def _read_parts(self, value: dict[str, Any], where: str) -> tuple[dict[str, Any], list[Fault]]:
@@ -122,7 +125,7 @@ class Key:
                 values[name] = result
         return values, faults
 
-    def _invalid(self, where: str, value: Any) -> Fault:
+    def _refuse_value(self, where: str, value: Any) -> Fault:
         # a point of the verdict has few states: all are said
         near = "" if "any" in self.words else str(value).lower().replace("-", "_")
         return where, f"invalid value `{brief(value)}` for `{where}`", nearest(near, self.words)
@@ -134,7 +137,7 @@ def nearest(name: str, names: Sequence[str]) -> str:
     return f"did you mean `{near[0]}`?" if near else f"one of {', '.join(names)}"
 
 
-def _word(value: Any, words: Sequence[str]) -> str:
+def _spell_word(value: Any, words: Sequence[str]) -> str:
     """The word as its author meant it: a plain `no`, `on` or `true` is a boolean in YAML."""
     if not isinstance(value, bool):
         return str(value)
@@ -145,7 +148,7 @@ def _word(value: Any, words: Sequence[str]) -> str:
     return spellings[0]
 
 
-def _switch(value: Any) -> bool | None:
+def _parse_switch(value: Any) -> bool | None:
     if isinstance(value, bool):
         return value
     word = value.lower() if isinstance(value, str) else None
@@ -154,7 +157,7 @@ def _switch(value: Any) -> bool | None:
     return False if word in OFF else None
 
 
-def _whole_number(value: Any, least: int) -> int | None:
+def _parse_whole_number(value: Any, least: int) -> int | None:
     """A whole number from `least` to `LARGEST`, also as text."""
     if isinstance(value, str) and re.fullmatch("[0-9]{1,9}", value):
         value = int(value)

@@ -61,15 +61,15 @@ class Written:
         # one copy of both: the tree may be the very mapping that is named
         value, named = copy.deepcopy((self.value, self.named))
         origins = dict(self.origins)
-        faults = [_override(self.path, value, origins, text) for text in overrides]
+        faults = [_apply_override(self.path, value, origins, text) for text in overrides]
         if any(faults):
             raise InvalidConfig(filter(None, faults))
         interpolated = interpolate(self.path, value, origins, named)
         borrowed = self.borrowed | interpolated.borrowed
         options = interpolated.value
         with naming_variables(Redactor.of(os.environ, borrowed)):
-            args = _mapping(self.path, origins, "args", options.pop("args", None))
-        too_large = _too_large(self.path, {**options, "args": args}, origins)
+            args = _require_mapping(self.path, origins, "args", options.pop("args", None))
+        too_large = _find_too_large(self.path, {**options, "args": args}, origins)
         return Config(
             path=self.path,
             shape=self.shape,
@@ -152,13 +152,13 @@ def load(
     unresolvable interpolation.
     """
     path = Path(path)
-    content, parents = _with_parents(path, (), text)
+    content, parents = _read_with_parents(path, (), text)
     _require_one_stage(path, content)
     written = _as_stage_file(path, content)
     return replace(written, parents=parents, borrowed=borrowed).config(overrides)
 
 
-def _too_large(path: Path, tree: Any, origins: Mapping[str, Origin]) -> Iterator[Finding]:
+def _find_too_large(path: Path, tree: Any, origins: Mapping[str, Origin]) -> Iterator[Finding]:
     """A finding for each number that no float can hold: YAML's `1e999`, or an integer of many
     digits.
     """
@@ -169,7 +169,7 @@ def _too_large(path: Path, tree: Any, origins: Mapping[str, Origin]) -> Iterator
             yield document.misplaced(path, origins, key, "bad-value", message)
 
 
-def _with_parents(
+def _read_with_parents(
     path: Path, children: tuple[Path, ...], text: str | None = None
 ) -> tuple[Document, tuple[Path, ...]]:
     """The file with its parents merged into it, and their paths, the nearest first."""
@@ -188,9 +188,9 @@ def _with_parents(
         message = f"`extends: {brief(parent)}`: there is no {brief(target, 200)}"
         help = "`extends` is relative to the file that holds it"
         raise refused(path, "missing-parent", message, line, help)
-    base, parents = _with_parents(target, chain)
+    base, parents = _read_with_parents(target, chain)
     origins = dict(base.origins)
-    value = _merge(base.value, content.value, origins)
+    value = _merge_mappings(base.value, content.value, origins)
     origins |= content.origins
     faults = (*base.faults, *content.faults)
     return Document(value, origins, faults, (*base.kept, *content.kept)), (target, *parents)
@@ -208,7 +208,7 @@ def _require_parent(path: Path, parent: object, line: int | None) -> Path:
     return target
 
 
-def _merge(
+def _merge_mappings(
     base: Mapping[str, Any], top: Mapping[str, Any], origins: dict[str, Origin], path: str = ""
 ) -> dict[str, Any]:
     """Deep merge, lists replaced whole; `origins` forget the places of what was replaced."""
@@ -217,10 +217,10 @@ def _merge(
         place = join(path, key)
         below = merged.get(key)
         if isinstance(below, dict) and isinstance(value, dict):
-            merged[key] = _merge(below, value, origins, place)
+            merged[key] = _merge_mappings(below, value, origins, place)
         else:
             merged[key] = value
-            _forget(origins, place)
+            _forget_below(origins, place)
     return merged
 
 
@@ -314,19 +314,21 @@ def _as_stage_file(path: Path, content: Document) -> Written:
         return _unwrap(written)
     if names & {"stage", "args", "backend"}:
         return written
-    origins = {"args": Origin(str(path), _first_line(content.origins))}
+    origins = {"args": Origin(str(path), _find_first_line(content.origins))}
     for key, origin in content.origins.items():
         origins[f"args.{key}"] = origin
     return replace(written, shape="flat", value={"args": value}, origins=origins, named=value)
 
 
-def _first_line(origins: Mapping[str, Origin]) -> int:
+def _find_first_line(origins: Mapping[str, Origin]) -> int:
     return min((origin.line for origin in origins.values() if origin.line is not None), default=1)
 
 
 def _unwrap(written: Written) -> Written:
     value = dict(written.value)
-    inner = _mapping(written.path, written.origins, "open_instruct", value.pop("open_instruct"))
+    inner = _require_mapping(
+        written.path, written.origins, "open_instruct", value.pop("open_instruct")
+    )
     value |= inner
     origins = {}
     for key, origin in written.origins.items():
@@ -338,7 +340,9 @@ def _unwrap(written: Written) -> Written:
     return replace(written, shape="wrapped", value=value, origins=origins, named=named)
 
 
-def _mapping(path: Path, origins: Mapping[str, Origin], key: str, value: Any) -> dict[str, Any]:
+def _require_mapping(
+    path: Path, origins: Mapping[str, Origin], key: str, value: Any
+) -> dict[str, Any]:
     if value is None or isinstance(value, dict):
         return value or {}
     message = f"`{key}` is a mapping of names to values, not `{brief(value)}`"
@@ -350,7 +354,7 @@ _OVERRIDE = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]{1,200}|\[[0-9]{1,6}\])*\Z")
 _STEPS = re.compile(r"\[([0-9]+)\]|([\w-]+)")
 
 
-def _override(
+def _apply_override(
     path: Path, tree: dict[str, Any], origins: dict[str, Origin], text: str
 ) -> Finding | None:
     """Apply one `key=value` in place; what is wrong with it instead where it cannot be."""
@@ -362,9 +366,9 @@ def _override(
         key = error.key
         fault = error
     else:
-        key = _full_key(key)
+        key = _complete_key(key)
         try:
-            _set(tree, origins, key, value, Origin(str(path), None, text))
+            _set_value(tree, origins, key, value, Origin(str(path), None, text))
             return None
         except _BadOverride as error:
             fault = error
@@ -402,7 +406,7 @@ def _read_override(text: str) -> tuple[str, Any]:
     if raw == "None":
         raise _BadOverride(" would be the text 'None'", f"write {key}=null", key=key)
     try:
-        return key, _override_value(raw)
+        return key, _parse_override_value(raw)
     except InvalidConfig as error:
         why = error.findings[0].message
     except yaml.YAMLError as error:
@@ -413,7 +417,7 @@ def _read_override(text: str) -> tuple[str, Any]:
     raise _BadOverride(f": {why}", f"for a text, quote it for YAML too: '{key}=\"...\"'", key=key)
 
 
-def _set(
+def _set_value(
     tree: dict[str, Any], origins: dict[str, Origin], key: str, value: Any, origin: Origin
 ) -> None:
     """Set what a dotted key names. Raises _BadOverride."""
@@ -421,7 +425,7 @@ def _set(
     node: Any = tree
     path = ""
     for written in above:
-        step = _place(node, written, path)
+        step = _resolve_step(node, written, path)
         path = join(path, step)
         if isinstance(node, dict) and node.get(step) is None:
             # what is empty, or not there, can become a mapping: its place is this override
@@ -430,14 +434,14 @@ def _set(
             if path != "args":
                 origins[path] = origin
         node = node[step]
-    step = _place(node, last, path)
+    step = _resolve_step(node, last, path)
     node[step] = value
     path = join(path, step)
-    _forget(origins, path)
+    _forget_below(origins, path)
     origins[path] = origin
 
 
-def _place(node: Any, step: str | int, path: str) -> str | int:
+def _resolve_step(node: Any, step: str | int, path: str) -> str | int:
     """The key or index that a step means in this value. Raises _BadOverride."""
     reason = "is not a mapping or a list"
     if isinstance(node, dict):
@@ -454,7 +458,7 @@ def _place(node: Any, step: str | int, path: str) -> str | int:
     raise _BadOverride(f": `{path.removeprefix('args.')}` {reason}")
 
 
-def _override_value(raw: str) -> Any:
+def _parse_override_value(raw: str) -> Any:
     """What stands after `=`: a YAML list, mapping or quoted text, else one plain value.
 
     Text that only looks like YAML (`a: b`, `x # y`, `- z`, `{% if %}`) is kept whole.
@@ -477,7 +481,7 @@ def _override_value(raw: str) -> Any:
     return value
 
 
-def _full_key(key: str) -> str:
+def _complete_key(key: str) -> str:
     """`args.` may be left out: what is no option of ours is an argument of upstream's."""
     key = key.removeprefix("open_instruct.")
     first = re.split(r"[.\[]", key, maxsplit=1)[0]
@@ -487,7 +491,7 @@ def _full_key(key: str) -> str:
     return key if is_option else f"args.{key}"
 
 
-def _forget(origins: dict[str, Origin], path: str) -> None:
+def _forget_below(origins: dict[str, Origin], path: str) -> None:
     """Drop the places of what lies below a path."""
     for key in list(origins):
         if key.startswith((f"{path}.", f"{path}[")):

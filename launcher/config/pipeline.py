@@ -133,11 +133,11 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Chain:
         redactor = chain.redactor
         raise InvalidConfig(finding.naming_variables(redactor) for finding in reader.findings)
     for text in overrides:
-        chain = _with_override(chain, text)
+        chain = _add_override(chain, text)
     return chain
 
 
-def _with_override(chain: Chain, text: str) -> Chain:
+def _add_override(chain: Chain, text: str) -> Chain:
     name, dot, override = text.partition(".")
     if not dot or "=" in name:
         examples = [f"{link.name}.{brief(text, 40)}" for link in chain.links[:3]]
@@ -162,50 +162,56 @@ class _PipelineReader:
     def name(self) -> str:
         name = self.value.get("name")
         if isinstance(name, dict | list):
-            self._add("name", "`name` is one word for the pipeline")
+            self._add_finding("name", "`name` is one word for the pipeline")
         return self.path.stem if name is None else str(name)
 
     def links(self) -> tuple[Link, ...]:
         self._refuse_others("", self.value, KEYS)
-        gpus = self._gpus("gpus", self.value.get("gpus"))
+        gpus = self._read_gpus("gpus", self.value.get("gpus"))
         stages = self.value.get("stages")
         if not isinstance(stages, list) or not stages:
             help = (
                 "stages:\n    - {name: sft, config: sft.yaml}\n    - {name: dpo, config: dpo.yaml}"
             )
-            self._add("stages", "`stages` is a list of the stages in their order", help)
+            self._add_finding("stages", "`stages` is a list of the stages in their order", help)
             return ()
         links: list[Link] = []
         for number, entry in enumerate(stages):
             before = [link.name for link in links]
-            link = self._link(f"stages[{number}]", entry, before, gpus)
+            link = self._read_link(f"stages[{number}]", entry, before, gpus)
             if link is not None:
                 links.append(link)
         return tuple(links)
 
-    def _link(self, where: str, entry: Any, before: Sequence[str], gpus: int | None) -> Link | None:
+    def _read_link(
+        self, where: str, entry: Any, before: Sequence[str], gpus: int | None
+    ) -> Link | None:
         if isinstance(entry, str):
             entry = {"config": entry}
         if not isinstance(entry, dict):
-            self._add(where, f"a stage is a mapping, not `{brief(entry)}`", "{config: sft.yaml}")
+            self._add_finding(
+                where, f"a stage is a mapping, not `{brief(entry)}`", "{config: sft.yaml}"
+            )
             return None
         self._refuse_others(where, entry, STAGE_KEYS)
-        config = self._config(f"{where}.config", entry.get("config"))
-        name = self._name(f"{where}.name", entry.get("name"), config, before)
-        source = self._source(f"{where}.from", entry, before)
+        config = self._read_config(f"{where}.config", entry.get("config"))
+        name = self._read_name(f"{where}.name", entry.get("name"), config, before)
+        source = self._read_source(f"{where}.from", entry, before)
         stage = entry.get("stage")
         if stage not in (None, *STAGES):
             message = f"`{brief(stage)}` is not a stage"
-            self._add(f"{where}.stage", message, " or ".join(STAGES))
+            self._add_finding(f"{where}.stage", message, " or ".join(STAGES))
         if entry.get("gpus") is not None:
-            gpus = self._gpus(f"{where}.gpus", entry["gpus"])
-        changes = self._changes(f"{where}.with", entry.get("with"))
+            gpus = self._read_gpus(f"{where}.gpus", entry["gpus"])
+        changes = self._read_changes(f"{where}.with", entry.get("with"))
         measured = None
         if entry.get("eval") is not None:
-            measured = evaluation.read_evaluation_key(f"{where}.eval", entry["eval"], self._add)
+            measured = evaluation.read_evaluation_key(
+                f"{where}.eval", entry["eval"], self._add_finding
+            )
         if config is None or name is None:
             return None
-        origins = {"": self._at(where)}
+        origins = {"": self._find_origin(where)}
         for key, origin in self.origins.items():
             if key.startswith(f"{where}."):
                 origins[key.removeprefix(f"{where}.")] = origin
@@ -221,18 +227,18 @@ class _PipelineReader:
             origins=origins,
         )
 
-    def _config(self, where: str, name: Any) -> Path | None:
+    def _read_config(self, where: str, name: Any) -> Path | None:
         if not isinstance(name, str) or not name.strip():
-            self._add(where, "`config` names the stage file", "config: sft.yaml")
+            self._add_finding(where, "`config` names the stage file", "config: sft.yaml")
             return None
         path = self.path.parent / expanded(name)
         if not exists(path):
             help = "`config` is relative to the pipeline file"
-            self._add(where, f"there is no {brief(path, 200)}", help)
+            self._add_finding(where, f"there is no {brief(path, 200)}", help)
             return None
         return path
 
-    def _name(
+    def _read_name(
         self, where: str, name: Any, config: Path | None, before: Sequence[str]
     ) -> str | None:
         if name is None:
@@ -242,14 +248,16 @@ class _PipelineReader:
         text = str(name)
         if not _NAME.match(text) or text in ("none", "null"):
             help = "letters, digits, `_` and `-`; --from and --until take it"
-            self._add(where, f"`{brief(text)}` cannot be a stage's name", help)
+            self._add_finding(where, f"`{brief(text)}` cannot be a stage's name", help)
             return None
         if text in before:
-            self._add(where, f"two stages are called `{text}`", "add a `name:`")
+            self._add_finding(where, f"two stages are called `{text}`", "add a `name:`")
             return None
         return text
 
-    def _source(self, where: str, entry: Mapping[str, Any], before: Sequence[str]) -> str | None:
+    def _read_source(
+        self, where: str, entry: Mapping[str, Any], before: Sequence[str]
+    ) -> str | None:
         if "from" not in entry:
             return before[-1] if before else None
         source = entry["from"]
@@ -260,16 +268,16 @@ class _PipelineReader:
             help = "leave it out: this is the first"
             if before:
                 help = f"one of {', '.join(before)}, or none"
-            self._add(where, f"`from: {brief(source)}` is not an earlier stage", help)
+            self._add_finding(where, f"`from: {brief(source)}` is not an earlier stage", help)
         return str(source)
 
-    def _changes(self, where: str, changes: Any) -> dict[str, Any]:
+    def _read_changes(self, where: str, changes: Any) -> dict[str, Any]:
         """What `with:` changes, by dotted key."""
         if changes is None:
             return {}
         if not isinstance(changes, dict):
             message = "`with` is a mapping of keys to values"
-            self._add(where, message, "with: {learning_rate: 1e-5}")
+            self._add_finding(where, message, "with: {learning_rate: 1e-5}")
             return {}
         flat: dict[str, Any] = {}
         for key, value in changes.items():
@@ -280,10 +288,10 @@ class _PipelineReader:
                 flat[key] = value
         return flat
 
-    def _gpus(self, where: str, gpus: Any) -> int | None:
+    def _read_gpus(self, where: str, gpus: Any) -> int | None:
         if gpus is None or (isinstance(gpus, int) and gpus is not True and gpus >= 0):
             return gpus
-        self._add(where, f"`gpus` is a number, 0 for the CPU, not `{brief(gpus)}`")
+        self._add_finding(where, f"`gpus` is a number, 0 for the CPU, not `{brief(gpus)}`")
         return None
 
     def _refuse_others(self, where: str, entry: Mapping[str, Any], names: Sequence[str]) -> None:
@@ -294,7 +302,7 @@ class _PipelineReader:
             if key not in names:
                 place = f"{where}.{key}".removeprefix(".")
                 message = f"`{brief(key)}` is not a key of {what}"
-                self._add(place, message, keys.nearest(str(key), names))
+                self._add_finding(place, message, keys.nearest(str(key), names))
 
     def add_exposed(self, key: str, text: str) -> None:
         """Note that a word of an evaluation's command holds a secret out of the environment."""
@@ -306,10 +314,10 @@ class _PipelineReader:
         fault = misplaced(self.path, self.origins, key, "exposed-secret", message, help)
         self.findings.append(fault)
 
-    def _at(self, key: str) -> Origin:
+    def _find_origin(self, key: str) -> Origin:
         return place_of(self.path, self.origins, key)
 
-    def _add(self, key: str, message: str, help: str | None = None) -> None:
+    def _add_finding(self, key: str, message: str, help: str | None = None) -> None:
         fault = misplaced(self.path, self.origins, key, "bad-pipeline", message, help)
         self.findings.append(fault)
 

@@ -48,7 +48,7 @@ def convert(
     where rows have not the form of the others, unless `skip` leaves them out. Writes all of
     `output` or nothing.
     """
-    files = _files(source, split)
+    files = _find_files(source, split)
     if os.path.exists(output):
         raise usage(
             "output-exists", f"{output} is there already", "name another file, or delete it"
@@ -62,13 +62,13 @@ def convert(
     if shape is None and any(reading.data_suffix(file) != ".jsonl" for file in files):
         shape = shapes.readable(surveyed)
     if shape is None:
-        raise _unknown_form(source, surveyed)
+        raise _refuse_form(source, surveyed)
     output.parent.mkdir(parents=True, exist_ok=True)
     half = output.with_name(f".{output.name}.{os.urandom(4).hex()}")
     try:
-        rows, faults = _write(files, half, shape, say or (lambda _: None))
+        rows, faults = _write_rows(files, half, shape, say or (lambda _: None))
         if faults and not skip:
-            raise _refused(faults)
+            raise _report_faults(faults)
         os.rename(half, output)
     finally:
         with contextlib.suppress(FileNotFoundError):
@@ -78,7 +78,7 @@ def convert(
     )
 
 
-def _files(source: Path, split: str) -> tuple[Path, ...]:
+def _find_files(source: Path, split: str) -> tuple[Path, ...]:
     if is_dir(source):
         data = sources.of_name(str(source), split, None, os.environ)
     elif is_file(source):
@@ -90,7 +90,7 @@ def _files(source: Path, split: str) -> tuple[Path, ...]:
     return data.files
 
 
-def _write(
+def _write_rows(
     files: tuple[Path, ...], output: Path, shape: shapes.RowForm, say: Callable[[str], None]
 ) -> tuple[int, list[Fault]]:
     rows = 0
@@ -118,14 +118,14 @@ def _write(
     return rows, faults
 
 
-def _unknown_form(source: Path, surveyed: survey.Survey) -> UsageError:
+def _refuse_form(source: Path, surveyed: survey.Survey) -> UsageError:
     columns = ", ".join(sorted(surveyed.columns)) or "no columns"
     message = f"{source} has {columns}: launch knows no conversion of such rows"
     help = "rows that a trainer reads need none: launch validate-config says which columns it reads"
     return usage("unknown-form", message, help)
 
 
-def _refused(faults: list[Fault]) -> InvalidConfig:
+def _report_faults(faults: list[Fault]) -> InvalidConfig:
     shown = [
         launch_finding("error", "bad-data", f"{fault.reason}", file=fault.file, line=fault.number)
         for fault in faults[:_MOST_FAULTS]

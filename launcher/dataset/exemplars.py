@@ -33,27 +33,29 @@ def beyond(survey: Survey, count: int) -> list[Exemplar]:
 
     Only of files whose rows are read as the trainer's reader types them: cells of CSV are not.
     """
-    places = _places(survey)
+    places = _find_places(survey)
     files = list(dict.fromkeys(place.file for place in places))
-    if not files or any(reading.data_suffix(Path(file)) in reading.TEXT_FORMATS for file in files):
-        return []
+    for file in files:
+        if reading.data_suffix(Path(file)) in reading.TEXT_FORMATS:
+            return []
     further: dict[str, dict[int, RowPlace]] = {file: {} for file in files}
     for place in places:
-        if place.file != files[0] or place.index >= count:
+        is_shown = place.file == files[0] and place.index < count
+        if not is_shown:
             further[place.file][place.index] = place
     exemplars: list[Exemplar] = []
     for file in files:
-        exemplars += _read(Path(file), further[file])
+        exemplars += _read_exemplars(Path(file), further[file])
     return exemplars[:_MOST_ROWS]
 
 
-def _places(survey: Survey) -> list[RowPlace]:
+def _find_places(survey: Survey) -> list[RowPlace]:
     kinds = [seen.first for (_, kind), seen in survey.kinds.items() if kind != "absent"]
     facts = [seen.first for (_, fact), seen in survey.facts.items() if fact not in _NOT_SHOWN]
     return kinds + facts
 
 
-def _read(path: Path, places: dict[int, RowPlace]) -> Iterator[Exemplar]:
+def _read_exemplars(path: Path, places: dict[int, RowPlace]) -> Iterator[Exemplar]:
     """The rows at these places, as far as the file still holds them."""
     if not places:
         return

@@ -33,11 +33,11 @@ def entry_rows(name: str, amount: str) -> int | None:
         return None
     rows = HUB_ROWS.get(name)
     if rows is None and name.endswith(LOCAL_SUFFIXES):
-        rows = _file_rows(name)
+        rows = _count_file_rows(name)
     return None if rows is None or not math.isfinite(share) else int(rows * share)
 
 
-def _file_rows(name: str) -> int | None:
+def _count_file_rows(name: str) -> int | None:
     path = expanded(name)
     if not is_file(path):
         return None

@@ -74,7 +74,7 @@ class Piece:
         return whole if columns is None else whole.of_columns(columns)
 
 
-def _total(counts: Iterable[int | None]) -> int | None:
+def _add_counts(counts: Iterable[int | None]) -> int | None:
     """The sum of all counts; None where one of them is unknown."""
     total = 0
     for count in counts:
@@ -93,7 +93,7 @@ class MixedSet:
 
     @property
     def rows(self) -> int | None:
-        return _total(piece.count for piece in self.pieces)
+        return _add_counts(piece.count for piece in self.pieces)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,7 @@ class Mixture:
     @property
     def rows(self) -> int | None:
         """The rows of all sets together; None where that is unknown."""
-        return _total(mixed.rows for mixed in self.sets)
+        return _add_counts(mixed.rows for mixed in self.sets)
 
     @property
     def test_rows(self) -> int | None:
@@ -147,7 +147,7 @@ def entries(listed: Any) -> tuple[SetEntry, ...]:
         if isinstance(item, str):
             read.append(SetEntry(index=index, path=item))
         elif isinstance(item, dict) and _is_valid(item):
-            read.append(_entry(index, item))
+            read.append(_build_entry(index, item))
     return tuple(read)
 
 
@@ -156,7 +156,7 @@ def _is_valid(item: dict[str, Any]) -> bool:
     return has_path and not any(type_fault(key, value) for key, value in item.items())
 
 
-def _entry(index: int, item: Mapping[str, Any]) -> SetEntry:
+def _build_entry(index: int, item: Mapping[str, Any]) -> SetEntry:
     fields = {key: value for key, value in item.items() if key in KEYS}
     if fields.get("columns") is not None:
         fields["columns"] = tuple(fields["columns"])
@@ -202,20 +202,20 @@ def of_values(values: Mapping[str, Any], environ: Mapping[str, str]) -> Mixture 
     listed = entries(values.get("datasets"))
     if not listed:
         return None
-    sets = [MixedSet(entry=entry, pieces=_pieces(entry, environ)) for entry in listed]
+    sets = [MixedSet(entry=entry, pieces=_find_pieces(entry, environ)) for entry in listed]
     size = values.get("test_split_size")
-    return Mixture(sets=tuple(_by_fraction(sets)), test_split_size=size)
+    return Mixture(sets=tuple(_limit_by_fraction(sets)), test_split_size=size)
 
 
-def _pieces(entry: SetEntry, environ: Mapping[str, str]) -> tuple[Piece, ...]:
+def _find_pieces(entry: SetEntry, environ: Mapping[str, str]) -> tuple[Piece, ...]:
     try:
         parts = entry.slices()
-        return tuple(_piece(part, entry.source(part.split, environ)) for part in parts)
+        return tuple(_survey_piece(part, entry.source(part.split, environ)) for part in parts)
     except BadSplit as error:
         return (Piece(source=Source(name=entry.path, unseen=str(error)), rows=None),)
 
 
-def _piece(part: Slice, source: Source) -> Piece:
+def _survey_piece(part: Slice, source: Source) -> Piece:
     if not source.files:
         return Piece(source=source, rows=None)
     surveyed = survey.look(source.files)
@@ -224,7 +224,7 @@ def _piece(part: Slice, source: Source) -> Piece:
     return Piece(source=source, rows=part.rows(surveyed.rows))
 
 
-def _by_fraction(sets: Sequence[MixedSet]) -> list[MixedSet]:
+def _limit_by_fraction(sets: Sequence[MixedSet]) -> list[MixedSet]:
     """trl/scripts/utils.py::get_dataset[if any(fraction is not]: the first rows of each set, by its
     share of the largest mixture without copies.
     """
@@ -241,21 +241,22 @@ def _by_fraction(sets: Sequence[MixedSet]) -> list[MixedSet]:
     limits: list[float] = []
     for mixed, weight in zip(sets, weights, strict=True):
         if mixed.rows is None:
-            return [_unknown(other) for other in sets]
+            return [_forget_rows(other) for other in sets]
         if weight > 0:
             limits.append(mixed.rows / weight)
     total = min(limits)
     return [
-        _first(mixed, round(weight * total)) for mixed, weight in zip(sets, weights, strict=True)
+        _take_first(mixed, round(weight * total))
+        for mixed, weight in zip(sets, weights, strict=True)
     ]
 
 
-def _unknown(mixed: MixedSet) -> MixedSet:
+def _forget_rows(mixed: MixedSet) -> MixedSet:
     pieces = tuple(replace(piece, rows=None) for piece in mixed.pieces)
     return replace(mixed, pieces=pieces)
 
 
-def _first(mixed: MixedSet, count: int) -> MixedSet:
+def _take_first(mixed: MixedSet, count: int) -> MixedSet:
     pieces: list[Piece] = []
     for piece in mixed.pieces:
         rows = (piece.rows or range(0))[:count]

@@ -39,7 +39,7 @@ def read_packed_rows(folder: Path, *, limit: int, tokenizer: str) -> PackedRows 
 
     `tokenizer` is the name by which upstream knows it. Raises OSError.
     """
-    ends = _marks(folder / "tokenizer", tokenizer)
+    ends = _find_marks(folder / "tokenizer", tokenizer)
     if ends is None:
         return None
     samples = 0
@@ -49,7 +49,7 @@ def read_packed_rows(folder: Path, *, limit: int, tokenizer: str) -> PackedRows 
         with gzip.open(tokens.with_suffix("").with_suffix(".csv.gz"), "rt") as lines:
             samples += sum(1 for _ in lines)
         mask = tokens.with_name(tokens.name.replace("token_ids", "labels_mask"))
-        lengths = Counter(min(length, limit) for length in _lengths(tokens, mask, *ends))
+        lengths = Counter(min(length, limit) for length in _measure_documents(tokens, mask, *ends))
         documents += lengths.total()
         rows += rows_of(lengths, limit)
     return PackedRows(samples=samples, documents=documents, rows=rows)
@@ -87,7 +87,7 @@ def rows_of(lengths: Mapping[int, int], limit: int) -> int:
     return rows
 
 
-def _lengths(tokens: Path, mask: Path, end: int, begin: int | None) -> Iterator[int]:
+def _measure_documents(tokens: Path, mask: Path, end: int, begin: int | None) -> Iterator[int]:
     """The lengths of the documents of a file; what stands behind the last end is none."""
     count = mask.stat().st_size
     if not count:
@@ -106,7 +106,7 @@ def _lengths(tokens: Path, mask: Path, end: int, begin: int | None) -> Iterator[
             start = place
 
 
-def _marks(folder: Path, name: str) -> tuple[int, int | None] | None:
+def _find_marks(folder: Path, name: str) -> tuple[int, int | None] | None:
     """The token that ends a text and the one that begins it, where both have to stand; None where
     neither is known.
     """
@@ -119,18 +119,22 @@ def _marks(folder: Path, name: str) -> tuple[int, int | None] | None:
         whole: dict[str, Any] = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    end = _id_of(config.get("eos_token"), whole)
-    begin = _id_of(config.get("bos_token"), whole)
+    end = _find_token_id(config.get("eos_token"), whole)
+    begin = _find_token_id(config.get("bos_token"), whole)
     if end is None:
         return None
     return end, None if begin == end else begin
 
 
-def _id_of(token: Any, tokenizer: Mapping[str, Any]) -> int | None:
-    text = token.get("content") if isinstance(token, dict) else token
+def _find_token_id(token: Any, tokenizer: Mapping[str, Any]) -> int | None:
+    text = token
+    if isinstance(token, dict):
+        text = token.get("content")
     for added in tokenizer.get("added_tokens", ()):
         if added.get("content") == text:
             return int(added["id"])
     vocabulary = tokenizer.get("model", {}).get("vocab", {})
-    token_id = vocabulary.get(text) if isinstance(vocabulary, dict) else None
+    if not isinstance(vocabulary, dict):
+        return None
+    token_id = vocabulary.get(text)
     return token_id if isinstance(token_id, int) else None

@@ -145,14 +145,14 @@ def _read_json(path: Path) -> Iterator[Numbered]:
         stream.seek(0)
         start = head.removeprefix(_BOM).lstrip()
         if start[:1] == b"[":
-            yield from _array_items(stream)
-        elif start[:1] == b"{" and _goes_on(start):
-            yield from _stream_items(stream)
+            yield from _read_array(stream)
+        elif start[:1] == b"{" and _is_indented(start):
+            yield from _read_values(stream)
         else:
-            yield from _json_lines(stream)
+            yield from _read_json_lines(stream)
 
 
-def _goes_on(start: bytes) -> bool:
+def _is_indented(start: bytes) -> bool:
     """Whether the first object goes on after its first line, as in indented JSON."""
     line, newline, _ = start.partition(b"\n")
     if not newline:
@@ -167,7 +167,7 @@ def _goes_on(start: bytes) -> bool:
     return False
 
 
-def _json_lines(stream: IO[bytes]) -> Iterator[Numbered]:
+def _read_json_lines(stream: IO[bytes]) -> Iterator[Numbered]:
     number = 0
     bad = 0
     while line := stream.readline(MAX_ROW):
@@ -187,18 +187,18 @@ def _json_lines(stream: IO[bytes]) -> Iterator[Numbered]:
                 _refuse_surrogates(row)
             yield number, row
         except UnicodeError as error:
-            yield number, BadRow(_unicode_reason(error))
+            yield number, BadRow(_explain_unicode_error(error))
         except RecursionError:
             yield number, BadRow("is nested too deep")
         except ValueError as error:
             if not line.strip():
                 continue
             if isinstance(error, json.JSONDecodeError) and error.msg == "Extra data":
-                for _, row in _stream_items(io.BytesIO(line)):
+                for _, row in _read_values(io.BytesIO(line)):
                     yield number, row
                 continue
             bad += 1
-            yield number, BadRow(f"is not JSON ({_json_reason(error)})")
+            yield number, BadRow(f"is not JSON ({_explain_json_error(error)})")
             if bad == number > 100:
                 # not one line is JSON: the file is of another kind, and the rest says nothing new
                 return
@@ -242,19 +242,19 @@ def _refuse_surrogates(row: Any) -> None:
     json.dumps(row, ensure_ascii=False).encode()
 
 
-def _unicode_reason(error: UnicodeError) -> str:
+def _explain_unicode_error(error: UnicodeError) -> str:
     if isinstance(error, UnicodeDecodeError):
         return f"is not UTF-8 (byte {error.start + 1})"
     return "holds half of a surrogate pair"
 
 
-def _json_reason(error: ValueError) -> str:
+def _explain_json_error(error: ValueError) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"{error.msg.lower()}, column {error.colno}"
     return str(error)
 
 
-def _array_items(stream: IO[bytes]) -> Iterator[Numbered]:
+def _read_array(stream: IO[bytes]) -> Iterator[Numbered]:
     """The items of a JSON array, decoded one by one out of a window that slides over the file."""
     window = _Window(io.TextIOWrapper(stream, encoding="utf-8-sig", errors="strict"))
     try:
@@ -262,7 +262,7 @@ def _array_items(stream: IO[bytes]) -> Iterator[Numbered]:
         if window.next_character() == "]":
             window.skip("]")
         else:
-            yield from _items_up_to_end(window)
+            yield from _read_items_up_to_end(window)
         if window.next_character():
             yield window.line, BadRow("goes on after the end of the array")
     except UnicodeDecodeError:
@@ -275,9 +275,9 @@ class _Undecodable(Exception):
     """What follows cannot be decoded."""
 
 
-def _items_up_to_end(window: _Window) -> Iterator[Numbered]:
+def _read_items_up_to_end(window: _Window) -> Iterator[Numbered]:
     while True:
-        yield from _next_item(window)
+        yield from _read_item(window)
         character = window.next_character()
         if character not in (",", "]"):
             reason = (
@@ -292,19 +292,19 @@ def _items_up_to_end(window: _Window) -> Iterator[Numbered]:
             return
 
 
-def _stream_items(stream: IO[bytes]) -> Iterator[Numbered]:
+def _read_values(stream: IO[bytes]) -> Iterator[Numbered]:
     """JSON values one after the other, wherever their lines end."""
     window = _Window(io.TextIOWrapper(stream, encoding="utf-8-sig", errors="strict"))
     try:
         while window.next_character():
-            yield from _next_item(window)
+            yield from _read_item(window)
     except UnicodeDecodeError:
         yield window.line, BadRow("is not UTF-8")
     except _Undecodable:
         return
 
 
-def _next_item(window: _Window) -> Iterator[Numbered]:
+def _read_item(window: _Window) -> Iterator[Numbered]:
     """The value where the window stands. Raises _Undecodable after one that cannot be decoded."""
     window.next_character()
     number = window.line
@@ -342,7 +342,7 @@ class _Window:
                     return character
                 self.line += character == "\n"
                 self._place += 1
-            if not self._read():
+            if not self._read_more():
                 return ""
 
     def skip(self, character: str) -> None:
@@ -356,17 +356,17 @@ class _Window:
                 value, end = decoder.raw_decode(self._text, self._place)
             except ValueError:
                 # half a value, or a fault: only the rest of the text can tell
-                if len(self._text) - self._place > MAX_ROW or not self._read():
+                if len(self._text) - self._place > MAX_ROW or not self._read_more():
                     raise
                 continue
-            if end == len(self._text) and self._read():
+            if end == len(self._text) and self._read_more():
                 # a number at the edge may go on
                 continue
             self.line += self._text.count("\n", self._place, end)
             self._place = end
             return value
 
-    def _read(self) -> bool:
+    def _read_more(self) -> bool:
         left = len(self._text) - self._place
         # as much again as is waiting: a long value is not decoded from its start for every chunk
         more = self._stream.read(max(_CHUNK, left))
@@ -409,7 +409,7 @@ def _read_csv(path: Path, delimiter: str = ",") -> Iterator[Numbered]:
                 padded = values + [""] * (len(names) - len(values))
                 yield (
                     number,
-                    {name: _cell(value) for name, value in zip(names, padded, strict=True)},
+                    {name: _parse_cell(value) for name, value in zip(names, padded, strict=True)},
                 )
         except UnicodeDecodeError:
             yield number, BadRow("is not UTF-8")
@@ -441,7 +441,7 @@ class _Lines:
         return line
 
 
-def _cell(value: str) -> Any:
+def _parse_cell(value: str) -> Any:
     if value in CSV_MISSING:
         return None
     if value in ("True", "False", "TRUE", "FALSE", "true", "false"):
@@ -467,7 +467,7 @@ def _read_text(path: Path) -> Iterator[Numbered]:
                 yield number, BadRow("is not UTF-8")
 
 
-def _pyarrow() -> Any:
+def _import_pyarrow() -> Any:
     try:
         import pyarrow
         import pyarrow.parquet
@@ -477,7 +477,7 @@ def _pyarrow() -> Any:
 
 
 def _read_parquet(path: Path) -> Iterator[Numbered]:
-    arrow = _pyarrow()
+    arrow = _import_pyarrow()
     try:
         with arrow.parquet.ParquetFile(path) as file:
             if file.num_row_groups and not file.metadata.row_group(0).num_rows:
@@ -491,21 +491,21 @@ def _read_parquet(path: Path) -> Iterator[Numbered]:
                     raise CannotRead(
                         f"has a column of the type map, `{field.name}`, which `datasets` refuses"
                     )
-            yield from _batch_rows(file.iter_batches(batch_size=1024))
+            yield from _read_batches(file.iter_batches(batch_size=1024))
     except (arrow.ArrowException, ValueError, OverflowError) as error:
-        raise CannotRead(f"is not a readable Parquet file: {_first_line(error)}") from None
+        raise CannotRead(f"is not a readable Parquet file: {_take_first_line(error)}") from None
 
 
 def _read_arrow(path: Path) -> Iterator[Numbered]:
-    arrow = _pyarrow()
+    arrow = _import_pyarrow()
     try:
         with arrow.memory_map(str(path)) as source:
-            yield from _batch_rows(_arrow_batches(arrow, source))
+            yield from _read_batches(_read_arrow_batches(arrow, source))
     except (arrow.ArrowException, ValueError, OverflowError) as error:
-        raise CannotRead(f"is not a readable Arrow file: {_first_line(error)}") from None
+        raise CannotRead(f"is not a readable Arrow file: {_take_first_line(error)}") from None
 
 
-def _arrow_batches(arrow: Any, source: Any) -> Iterator[Any]:
+def _read_arrow_batches(arrow: Any, source: Any) -> Iterator[Any]:
     """datasets/packaged_modules/arrow/arrow.py::Arrow._generate_tables[reader = pa.ipc.open_file]:
     a stream, or else a file with a footer.
     """
@@ -520,7 +520,7 @@ def _arrow_batches(arrow: Any, source: Any) -> Iterator[Any]:
     yield from stream
 
 
-def _batch_rows(batches: Any) -> Iterator[Numbered]:
+def _read_batches(batches: Any) -> Iterator[Numbered]:
     number = 0
     for batch in batches:
         # pyarrow follows an offset of a damaged file to wherever it points, which ends the process
@@ -530,7 +530,7 @@ def _batch_rows(batches: Any) -> Iterator[Numbered]:
             yield number, row
 
 
-def _first_line(error: Exception) -> str:
+def _take_first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 

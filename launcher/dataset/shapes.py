@@ -177,7 +177,7 @@ def _recognise_answers(survey: Survey) -> RowForm | None:
         if plain in columns:
             name = _name_chats(survey, columns[plain])
             if name is not None:
-                return _chat_form(name, columns[plain])
+                return _build_chat_form(name, columns[plain])
     instruction = columns.get("instruction", "")
     output = columns.get("output", "")
     if survey.kind(instruction) == "text" and survey.kind(output) == "text":
@@ -185,8 +185,8 @@ def _recognise_answers(survey: Survey) -> RowForm | None:
     if is_labelled(survey):
         # some of these answers are bad ones
         return None
-    question = _first_column(survey, columns, _QUESTIONS)
-    answer = _first_column(survey, columns, _ANSWERS)
+    question = _find_first_column(survey, columns, _QUESTIONS)
+    answer = _find_first_column(survey, columns, _ANSWERS)
     if question is None or answer is None:
         return None
     if survey.named(question, "items:") or survey.named(answer, "items:"):
@@ -198,7 +198,7 @@ def _recognise_answers(survey: Survey) -> RowForm | None:
     return RowForm(name=f"`{question}` and `{answer}`", into="`messages`", convert=convert)
 
 
-def _first_column(survey: Survey, columns: Mapping[str, str], names: list[str]) -> str | None:
+def _find_first_column(survey: Survey, columns: Mapping[str, str], names: list[str]) -> str | None:
     for name in names:
         column = columns.get(name)
         if column is not None and survey.kind(column) is not None:
@@ -206,9 +206,9 @@ def _first_column(survey: Survey, columns: Mapping[str, str], names: list[str]) 
     return None
 
 
-def _chat_form(name: str, column: str) -> RowForm:
+def _build_chat_form(name: str, column: str) -> RowForm:
     def convert(row: Row) -> dict[str, Any]:
-        return _with_columns(messages_of(_decode(column, row.get(column))), row)
+        return _add_columns(messages_of(_decode(column, row.get(column))), row)
 
     return RowForm(name=name, into="`messages`", convert=convert)
 
@@ -234,12 +234,12 @@ def _name_chats(survey: Survey, column: str) -> str | None:
         return None if is_unsure else f"`{column}` with other keys"
     if column != "messages":
         return f"`{column}`"
-    if any(_role(role) != role for role in roles):
+    if any(_normalise_role(role) != role for role in roles):
         return "`messages` with other roles"
     return "`messages` beside a prompt" if "prompt" in survey.columns else None
 
 
-def _text(row: Row, name: str) -> str:
+def _read_text(row: Row, name: str) -> str:
     value = row.get(name)
     if value is None:
         raise CannotConvert(f"has no `{name}`")
@@ -250,39 +250,39 @@ def _text(row: Row, name: str) -> str:
     return str(value)
 
 
-def _below(question: str, context: object) -> str:
+def _append_context(question: str, context: object) -> str:
     """A question, and below it what it is about."""
     if isinstance(context, str) and context.strip():
         return f"{question}\n\n{context}"
     return question
 
 
-def _instruction(row: Row) -> str:
+def _read_instruction(row: Row) -> str:
     """The question of an Alpaca row: the instruction, and the input below it where there is one."""
     for name in _INSTRUCTIONS:
         if row.get(name):
-            question = _text(row, name)
+            question = _read_text(row, name)
             if name != "input":
-                question = _below(question, row.get("input"))
-            return _below(question, row.get("context"))
+                question = _append_context(question, row.get("input"))
+            return _append_context(question, row.get("context"))
     raise CannotConvert("has no `instruction`")
 
 
 def _convert_alpaca(row: Row) -> dict[str, Any]:
     row = {name.strip().lower(): value for name, value in row.items()}
-    messages = _history(row.get("history"))
-    messages.append({"role": "user", "content": _instruction(row)})
-    messages.append({"role": "assistant", "content": _text(row, "output")})
-    return _with_columns(messages, row)
+    messages = _read_history(row.get("history"))
+    messages.append({"role": "user", "content": _read_instruction(row)})
+    messages.append({"role": "assistant", "content": _read_text(row, "output")})
+    return _add_columns(messages, row)
 
 
-def _history(history: object) -> list[Message]:
+def _read_history(history: object) -> list[Message]:
     """Earlier turns, each a question and its answer."""
     messages: list[Message] = []
     for turn in history if isinstance(history, list) else []:
         if not isinstance(turn, list) or len(turn) != 2 or not _are_texts(turn):
             raise CannotConvert("its `history` is no list of a question and an answer each")
-        messages += _turns(turn)
+        messages += _alternate_roles(turn)
     return messages
 
 
@@ -290,7 +290,7 @@ def _are_texts(items: list[Any]) -> bool:
     return all(isinstance(item, str) for item in items)
 
 
-def _turns(texts: list[str]) -> list[Message]:
+def _alternate_roles(texts: list[str]) -> list[Message]:
     """Messages of the user and the assistant in turn."""
     messages: list[Message] = []
     for index, text in enumerate(texts):
@@ -299,24 +299,24 @@ def _turns(texts: list[str]) -> list[Message]:
     return messages
 
 
-def _with_columns(messages: list[Message], row: Row) -> dict[str, Any]:
+def _add_columns(messages: list[Message], row: Row) -> dict[str, Any]:
     """A row of these messages, with what stands beside them."""
-    return {"messages": _with_system(messages, row), **_kept(row)}
+    return {"messages": _add_system(messages, row), **_keep_columns(row)}
 
 
-def _with_system(messages: list[Message], row: Row) -> list[Message]:
+def _add_system(messages: list[Message], row: Row) -> list[Message]:
     system = row.get("system")
     if isinstance(system, str) and system.strip() and messages[0]["role"] != "system":
         return [{"role": "system", "content": system}, *messages]
     return messages
 
 
-def _kept(row: Row) -> dict[str, Any]:
+def _keep_columns(row: Row) -> dict[str, Any]:
     """Columns that the trainers read beside the messages."""
     return {name: row[name] for name in ("tools", "chat_template_kwargs") if row.get(name)}
 
 
-def _role(role: str) -> str:
+def _normalise_role(role: str) -> str:
     """The role that templates know for one that is written otherwise, else the same."""
     plain = role.strip().lower()
     plain = _ROLES.get(plain, plain)
@@ -328,11 +328,11 @@ def _role(role: str) -> str:
 def messages_of(value: object) -> list[Message]:
     """Messages with `role` and `content`, whatever they were called. Raises CannotConvert."""
     if isinstance(value, dict):
-        value = _rows_of(value)
+        value = _split_columns(value)
     if not isinstance(value, list) or not value:
         raise CannotConvert("has no messages")
     if isinstance(value[0], str):
-        return _texts_in_turn(value)
+        return _convert_texts(value)
     messages: list[Message] = []
     for message in value:
         if not isinstance(message, dict):
@@ -340,13 +340,13 @@ def messages_of(value: object) -> list[Message]:
         question = message.get("input")
         answer = message.get("output")
         if isinstance(question, str) and isinstance(answer, str):
-            messages += _turns([question, answer])
+            messages += _alternate_roles([question, answer])
         else:
-            messages.append(_message(message))
+            messages.append(_convert_message(message))
     return messages
 
 
-def _rows_of(columns: dict[str, Any]) -> list[Message]:
+def _split_columns(columns: dict[str, Any]) -> list[Message]:
     """The messages of `{"role": [...], "content": [...]}`; another object is one message."""
     if not all(isinstance(column, list) for column in columns.values()):
         return [columns]
@@ -356,39 +356,39 @@ def _rows_of(columns: dict[str, Any]) -> list[Message]:
     return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
-def _texts_in_turn(texts: list[Any]) -> list[Message]:
+def _convert_texts(texts: list[Any]) -> list[Message]:
     if not _are_texts(texts):
         raise CannotConvert("has a turn that is no text")
     if len(texts) < 2:
         raise CannotConvert("has no answer")
-    return _turns(texts)
+    return _alternate_roles(texts)
 
 
-def _message(message: Message) -> Message:
-    role_key = _first_filled(message, _ROLE_KEYS)
-    content_key = _first_filled(message, _CONTENT_KEYS)
+def _convert_message(message: Message) -> Message:
+    role_key = _find_filled_key(message, _ROLE_KEYS)
+    content_key = _find_filled_key(message, _CONTENT_KEYS)
     role = message.get(role_key)
     content = message.get(content_key)
     if not isinstance(role, str):
         raise CannotConvert("has a message without a role")
     if content is None and not message.get("tool_calls"):
         raise CannotConvert("has a message without content")
-    role = _role(role)
+    role = _normalise_role(role)
     replaced = {role_key, content_key, "role", "content", "from", "value"}
     rest = {key: value for key, value in message.items() if key not in replaced}
     if role in _CALLS:
-        return {"role": "assistant", "content": "", "tool_calls": _calls(content), **rest}
+        return {"role": "assistant", "content": "", "tool_calls": _convert_calls(content), **rest}
     return {"role": role, "content": content, **rest}
 
 
-def _first_filled(message: Message, keys: tuple[str, ...]) -> str:
+def _find_filled_key(message: Message, keys: tuple[str, ...]) -> str:
     for key in keys:
         if message.get(key) is not None:
             return key
     return keys[0]
 
 
-def _calls(content: object) -> list[dict[str, Any]]:
+def _convert_calls(content: object) -> list[dict[str, Any]]:
     """ShareGPT's `function_call`: JSON of one call, or of several."""
     try:
         calls = json.loads(content) if isinstance(content, str) else content
@@ -401,23 +401,23 @@ def _calls(content: object) -> list[dict[str, Any]]:
     return [{"type": "function", "function": call} for call in calls]
 
 
-def _spoken(row: Row, name: str, role: str) -> list[Message]:
+def _read_messages(row: Row, name: str, role: str) -> list[Message]:
     """What a column holds: messages, or a text of this role."""
     value = row.get(name)
     if isinstance(value, list | dict):
         return messages_of(value)
-    return [{"role": role, "content": _text(row, name)}]
+    return [{"role": role, "content": _read_text(row, name)}]
 
 
 def _convert_answer(row: Row, question: str, answer: str) -> dict[str, Any]:
-    prompt = _spoken(row, question, "user")
+    prompt = _read_messages(row, question, "user")
     if isinstance(row.get(question), str):
-        text = _below(_text(row, question), row.get("context"))
+        text = _append_context(_read_text(row, question), row.get("context"))
         prompt = [{"role": "user", "content": text}]
-    return _with_columns(_answered(prompt, _spoken(row, answer, "assistant")), row)
+    return _add_columns(_join_answer(prompt, _read_messages(row, answer, "assistant")), row)
 
 
-def _answered(prompt: list[Message], answer: list[Message]) -> list[Message]:
+def _join_answer(prompt: list[Message], answer: list[Message]) -> list[Message]:
     """The prompt and its answer, which may hold the prompt itself."""
     if answer[: len(prompt)] == prompt:
         return answer
@@ -429,40 +429,40 @@ def _convert_pair(row: Row) -> dict[str, Any]:
     request = row.get("input")
     if isinstance(request, dict):
         row = {**row, **request}
-    chosen = _answer_of_pair(row, "chosen")
-    rejected = _answer_of_pair(row, "rejected")
-    prompt = _prompt_of_pair(row)
+    chosen = _read_answer(row, "chosen")
+    rejected = _read_answer(row, "rejected")
+    prompt = _find_prompt(row)
     if prompt and "assistant" in (chosen[0]["role"], rejected[0]["role"]):
-        prompt = _with_system(prompt, row)
-        chosen = _answered(prompt, chosen)
-        rejected = _answered(prompt, rejected)
+        prompt = _add_system(prompt, row)
+        chosen = _join_answer(prompt, chosen)
+        rejected = _join_answer(prompt, rejected)
     else:
-        chosen = _with_system(chosen, row)
-        rejected = _with_system(rejected, row)
+        chosen = _add_system(chosen, row)
+        rejected = _add_system(rejected, row)
     if min(len(chosen), len(rejected)) < 2 or chosen[0] != rejected[0]:
         raise CannotConvert("its two conversations begin differently: there is no prompt")
-    return {"chosen": chosen, "rejected": rejected, **_kept(row)}
+    return {"chosen": chosen, "rejected": rejected, **_keep_columns(row)}
 
 
-def _prompt_of_pair(row: Row) -> list[Message]:
+def _find_prompt(row: Row) -> list[Message]:
     """The prompt beside the two answers; empty where they hold it."""
     for name in ("conversations", "prompt", "messages"):
         if row.get(name):
-            return _spoken(row, name, "user")
+            return _read_messages(row, name, "user")
     if any(row.get(name) for name in _INSTRUCTIONS):
-        return [{"role": "user", "content": _instruction(row)}]
+        return [{"role": "user", "content": _read_instruction(row)}]
     return []
 
 
-def _answer_of_pair(row: Row, name: str) -> list[Message]:
+def _read_answer(row: Row, name: str) -> list[Message]:
     """Messages, the answer as a text, or as in HH-RLHF the dialogue as one text."""
     text = row.get(name)
     if isinstance(text, str) and _TURN.match(text):
-        return _dialogue(text)
-    return _spoken(row, name, "assistant")
+        return _parse_dialogue(text)
+    return _read_messages(row, name, "assistant")
 
 
-def _dialogue(text: str) -> list[Message]:
+def _parse_dialogue(text: str) -> list[Message]:
     _, *parts = _TURN.split(text)
     messages: list[Message] = []
     for speaker, words in zip(parts[::2], parts[1::2], strict=True):

@@ -45,13 +45,13 @@ class Slice:
 
     def rows(self, total: int) -> range:
         """The rows that are read of so many. Raises BadSplit where that is refused."""
-        start = 0 if self.start is None else self._row(self.start, total)
-        stop = total if self.stop is None else self._row(self.stop, total)
-        start = _within(start, total)
-        stop = _within(stop, total)
+        start = 0 if self.start is None else self._find_row(self.start, total)
+        stop = total if self.stop is None else self._find_row(self.stop, total)
+        start = _clip_row(start, total)
+        stop = _clip_row(stop, total)
         return range(start, max(start, stop))
 
-    def _row(self, boundary: int, total: int) -> int:
+    def _find_row(self, boundary: int, total: int) -> int:
         if not self.in_percent:
             return boundary
         if not self.drops_remainder:
@@ -63,7 +63,7 @@ class Slice:
         return boundary * math.trunc(total / 100)
 
 
-def _within(row: int, total: int) -> int:
+def _clip_row(row: int, total: int) -> int:
     """A negative row counts from the end."""
     if row < 0:
         row += total
@@ -72,14 +72,14 @@ def _within(row: int, total: int) -> int:
 
 def parse_slices(text: str) -> tuple[Slice, ...]:
     """The parts that a split names, which are read one after the other. Raises BadSplit."""
-    parts = [_slice(part) for part in _PLUS.split(text)]
+    parts = [_parse_slice(part) for part in _PLUS.split(text)]
     roundings = {part.drops_remainder for part in parts if part.in_percent}
     if len(roundings) > 1:
         raise BadSplit("parts with different roundings cannot be added")
     return tuple(parts)
 
 
-def _slice(text: str) -> Slice:
+def _parse_slice(text: str) -> Slice:
     match = _PART.fullmatch(text)
     if match is None:
         raise BadSplit(f"`{text}` is not a split, such as train, train[:1000] or train[10%:20%]")
@@ -89,8 +89,8 @@ def _slice(text: str) -> Slice:
         raise BadSplit(f"`{rounding}` is not a rounding: {' or '.join(_ROUNDINGS)}")
     if rounding and not in_percent:
         raise BadSplit("a rounding needs percentages")
-    start = _number(match["start"])
-    stop = _number(match["stop"])
+    start = _parse_number(match["start"])
+    stop = _parse_number(match["stop"])
     if in_percent and any(abs(bound or 0) > 100 for bound in (start, stop)):
         raise BadSplit("a percentage lies between -100 and 100")
     drops_remainder = rounding == "pct1_dropremainder"
@@ -103,7 +103,7 @@ def _slice(text: str) -> Slice:
     )
 
 
-def _number(digits: str | None) -> int | None:
+def _parse_number(digits: str | None) -> int | None:
     if not digits:
         return None
     try:

@@ -106,17 +106,17 @@ class _NoFiles(Exception):
         self.source = source
 
 
-def _unseen(reason: str, missing: Sequence[str] = ()) -> _NoFiles:
-    """Rows that launch cannot look at."""
+def _build_unseen(reason: str, missing: Sequence[str] = ()) -> _NoFiles:
+    """The error for rows that launch cannot look at."""
     return _NoFiles(Source(name="", unseen=reason, missing=tuple(missing)))
 
 
-def _refused(fault: str, remedy: str) -> _NoFiles:
-    """Rows that the library refuses."""
+def _build_refusal(fault: str, remedy: str) -> _NoFiles:
+    """The error for rows that the library refuses."""
     return _NoFiles(Source(name="", fault=fault, remedy=remedy))
 
 
-def _source(name: str, splits: dict[str, list[Path]], split: str) -> Source:
+def _build_source(name: str, splits: dict[str, list[Path]], split: str) -> Source:
     files = tuple(splits.pop(split))
     beside = tuple(file for others in splits.values() for file in others)
     return Source(name=name, files=files, beside=beside)
@@ -125,7 +125,7 @@ def _source(name: str, splits: dict[str, list[Path]], split: str) -> Source:
 def reader_of(path: Path) -> str | None:
     """The reader of `datasets` for a file, such as `json`; None where launch knows none."""
     kind = _FORMATS.get(reading.data_suffix(path))
-    return None if kind is None else _reader(kind)
+    return None if kind is None else _name_reader(kind)
 
 
 def of_file(name: str) -> Source:
@@ -157,17 +157,17 @@ def of_name(name: str, split: str, config: str | None, environ: Mapping[str, str
         fault = f"holds {script}, which `load_dataset` takes for a script of its own, and refuses"
         return Source(name=name, fault=fault, remedy="rename that file, or the folder")
     try:
-        splits = _files_of_splits(folder, split, config)
+        splits = _find_files_of_splits(folder, split, config)
     except _NoFiles as error:
         if error.source.fault is not None and not os.path.isdir(name):
             # of a data set of the hub, only a part may be in the cache
             reason = f"as far as it is downloaded, it {error.source.fault}"
             return Source(name=name, unseen=reason)
         return replace(error.source, name=name)
-    return _source(name, _in_folder(folder, splits), split)
+    return _build_source(name, _join_folder(folder, splits), split)
 
 
-def _in_folder(folder: Path, splits: Mapping[str, Sequence[str]]) -> dict[str, list[Path]]:
+def _join_folder(folder: Path, splits: Mapping[str, Sequence[str]]) -> dict[str, list[Path]]:
     return {split: [folder / file for file in files] for split, files in splits.items()}
 
 
@@ -177,10 +177,10 @@ def split_names(name: str, config: str | None) -> tuple[str, ...] | None:
     if not os.path.isdir(folder) or os.path.exists(folder / SAVED_TO_DISK):
         return None
     try:
-        splits = _all_splits(folder, config)
+        splits = _find_splits(folder, config)
     except _NoFiles:
         return None
-    names = [split for split, files in splits.items() if _common_format(files) is not None]
+    names = [split for split, files in splits.items() if _find_common_format(files) is not None]
     return tuple(names) or None
 
 
@@ -198,7 +198,7 @@ def of_set(
     """
     if data_dir is None and data_files is None and path not in LOADERS:
         return of_name(path, split, config, environ)
-    folder = _base(path, data_dir, environ)
+    folder = _find_base(path, data_dir, environ)
     if folder is None:
         missing = (path,) if model_config.is_path(path) else ()
         return Source(name=path, unseen="it is not here", missing=missing)
@@ -207,13 +207,13 @@ def of_set(
     if data_files is None and not os.path.isdir(folder):
         return Source(name=path, unseen=f"there is no folder {folder}", missing=(str(folder),))
     try:
-        splits = _files_of_set(path, folder, data_files, split)
+        splits = _find_files_of_set(path, folder, data_files, split)
     except _NoFiles as error:
         return replace(error.source, name=path)
-    return _source(path, splits, split)
+    return _build_source(path, splits, split)
 
 
-def _base(path: str, data_dir: str | None, environ: Mapping[str, str]) -> Path | None:
+def _find_base(path: str, data_dir: str | None, environ: Mapping[str, str]) -> Path | None:
     """The folder at which the names of files start; None where it is not on this machine."""
     below = Path(os.path.expanduser(data_dir or ""))
     if path in LOADERS:
@@ -226,36 +226,38 @@ def _base(path: str, data_dir: str | None, environ: Mapping[str, str]) -> Path |
     return None if cached is None or not os.path.isdir(cached) else cached / below
 
 
-def _files_of_set(path: str, folder: Path, data_files: Any, split: str) -> dict[str, list[Path]]:
+def _find_files_of_set(
+    path: str, folder: Path, data_files: Any, split: str
+) -> dict[str, list[Path]]:
     """The files of each split. Raises _NoFiles, also without `split`."""
     if data_files is None:
-        splits = _in_folder(folder, _splits_by_name(_names_below(folder)))
+        splits = _join_folder(folder, _split_by_name(_list_names_below(folder)))
     else:
         splits = {}
-        for name, patterns in _patterns(data_files).items():
-            splits[name] = _named(folder, patterns)
+        for name, patterns in _read_patterns(data_files).items():
+            splits[name] = _find_named_files(folder, patterns)
     if split not in splits:
         there = ", ".join(splits)
         fault = f"has no split {split}: `data_files` and the names of the files make them {there}"
         remedy = "name a split that there is, or make `data_files` a mapping of splits to files"
-        raise _refused(fault, remedy)
+        raise _build_refusal(fault, remedy)
     reader = path if path in LOADERS else None
-    return {name: _of_reader(files, reader) for name, files in splits.items()}
+    return {name: _select_readable(files, reader) for name, files in splits.items()}
 
 
-def _of_reader(files: Sequence[Path], reader: str | None) -> list[Path]:
+def _select_readable(files: Sequence[Path], reader: str | None) -> list[Path]:
     """The files that are read. Raises _NoFiles where a reader has a way of its own."""
     names = [str(file) for file in files]
     if reader is None:
-        return [Path(name) for name in _files_of_format(names, _common_format(names))]
+        return [Path(name) for name in _select_files_of_format(names, _find_common_format(names))]
     for name in names:
         suffix = reading.data_suffix(Path(name))
-        if suffix not in reading.READABLE or _reader(_FORMATS[suffix]) != reader:
-            raise _unseen(f"launch does not read {name} as `{reader}` does")
+        if suffix not in reading.READABLE or _name_reader(_FORMATS[suffix]) != reader:
+            raise _build_unseen(f"launch does not read {name} as `{reader}` does")
     return list(files)
 
 
-def _named(folder: Path, patterns: Sequence[str]) -> list[Path]:
+def _find_named_files(folder: Path, patterns: Sequence[str]) -> list[Path]:
     """datasets/data_files.py::resolve_pattern[if is_relative_path]: the files that patterns
     name, each relative to `folder`. Raises _NoFiles.
     """
@@ -263,7 +265,7 @@ def _named(folder: Path, patterns: Sequence[str]) -> list[Path]:
     missing: list[str] = []
     for pattern in patterns:
         if "://" in pattern or "::" in pattern:
-            raise _unseen(f"{pattern} is not a file of this machine")
+            raise _build_unseen(f"{pattern} is not a file of this machine")
         whole = os.path.join(folder, pattern)
         paths = sorted(glob.glob(whole, recursive=True)) if glob.has_magic(whole) else [whole]
         files = [Path(path) for path in paths if os.path.isfile(path)]
@@ -272,51 +274,53 @@ def _named(folder: Path, patterns: Sequence[str]) -> list[Path]:
             missing.append(pattern)
         named += files
     if missing:
-        raise _unseen(f"there is no {', '.join(missing)}", missing)
+        raise _build_unseen(f"there is no {', '.join(missing)}", missing)
     return named
 
 
-def _all_splits(folder: Path, config: str | None) -> dict[str, list[str]]:
-    names = _names_below(folder)
+def _find_splits(folder: Path, config: str | None) -> dict[str, list[str]]:
+    names = _list_names_below(folder)
     if "dataset_infos.json" in os.listdir(folder):
-        raise _unseen("dataset_infos.json decides how it is read")
-    splits = _splits_of_card(names, _card(folder), config)
-    return _splits_by_name(names) if splits is None else splits
+        raise _build_unseen("dataset_infos.json decides how it is read")
+    splits = _read_splits_of_card(names, _read_card(folder), config)
+    return _split_by_name(names) if splits is None else splits
 
 
-def _files_of_splits(folder: Path, split: str, config: str | None) -> dict[str, list[str]]:
+def _find_files_of_splits(folder: Path, split: str, config: str | None) -> dict[str, list[str]]:
     """datasets/load.py::LocalDatasetModuleFactory.get_module: the files of each split.
 
     Raises _NoFiles, also without `split`.
     """
-    splits = _all_splits(folder, config)
+    splits = _find_splits(folder, config)
     formats: dict[str, str] = {}
     for name, files in splits.items():
-        kind = _common_format(files)
+        kind = _find_common_format(files)
         if kind is not None:
             formats[name] = kind
     if not formats:
-        raise _refused("holds no data files", "write the rows as .jsonl, .csv or .parquet files")
+        raise _build_refusal(
+            "holds no data files", "write the rows as .jsonl, .csv or .parquet files"
+        )
     if len(set(formats.values())) > 1:
         shown = ", ".join(f"{name}: {formats.get(name)}" for name in splits)
         fault = f"has splits of different formats ({shown}), which `load_dataset` refuses"
         remedy = "write all splits in one format, or keep them in folders of their own"
-        raise _refused(fault, remedy)
+        raise _build_refusal(fault, remedy)
     if split not in formats:
         fault = f"has no split {split}: the names of its files make them {', '.join(formats)}"
-        raise _refused(fault, f"name the split that there is, or rename a file to {split}")
-    return {name: _files_of_format(splits[name], kind) for name, kind in formats.items()}
+        raise _build_refusal(fault, f"name the split that there is, or rename a file to {split}")
+    return {name: _select_files_of_format(splits[name], kind) for name, kind in formats.items()}
 
 
-def _names_below(folder: Path) -> list[str]:
+def _list_names_below(folder: Path) -> list[str]:
     """The files below a folder, without hidden ones and those that the library never takes."""
     try:
         below = list(islice(folder.rglob("*"), _MOST_ENTRIES + 1))
         files = [path.relative_to(folder) for path in below if path.is_file()]
     except (OSError, ValueError):
-        raise _unseen("it cannot be listed") from None
+        raise _build_unseen("it cannot be listed") from None
     if len(below) > _MOST_ENTRIES:
-        raise _unseen("it holds too many files")
+        raise _build_unseen("it holds too many files")
     return sorted(str(path) for path in files if not _is_left_out(path))
 
 
@@ -328,14 +332,14 @@ def _is_left_out(path: Path) -> bool:
     return any(part.startswith("__") for part in path.parts[:-1])
 
 
-def _card(folder: Path) -> Mapping[str, Any]:
+def _read_card(folder: Path) -> Mapping[str, Any]:
     """What the folder's README.md says in front of its text, and .huggingface.yaml."""
     import yaml
 
     card: dict[str, Any] = {}
-    text = _text_of(folder / "README.md").replace("\r\n", "\n")
+    text = _read_text(folder / "README.md").replace("\r\n", "\n")
     front = re.match(r"\s*---[^\S\n]*\n(.*?)\n---[^\S\n]*(\n|\Z)", text, re.DOTALL)
-    parts = [_text_of(folder / ".huggingface.yaml")]
+    parts = [_read_text(folder / ".huggingface.yaml")]
     if front is not None:
         parts.insert(0, front[1])
     for part in parts:
@@ -343,37 +347,37 @@ def _card(folder: Path) -> Mapping[str, Any]:
             content = yaml.safe_load(part)
         except (yaml.YAMLError, RecursionError, ValueError):
             fault = "has a README.md whose head is not YAML, which `load_dataset` refuses"
-            raise _refused(fault, "correct what stands between the lines `---`") from None
+            raise _build_refusal(fault, "correct what stands between the lines `---`") from None
         if isinstance(content, dict):
             card.update(content)
     return card
 
 
-def _text_of(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return read_bytes(path, 2**20).decode(errors="replace")
     except OSError:
         return ""
 
 
-def _splits_of_card(
+def _read_splits_of_card(
     names: Sequence[str], card: Mapping[str, Any], config: str | None
 ) -> dict[str, list[str]] | None:
     """The files of each split as a card lists them; None where it lists none."""
     configs = card.get("configs")
     if not isinstance(configs, list) or not configs:
         if config is not None:
-            raise _unseen(f"its configuration {config} is not described here")
+            raise _build_unseen(f"its configuration {config} is not described here")
         return None
-    data_files = _config(configs, config).get("data_files")
+    data_files = _choose_config(configs, config).get("data_files")
     if data_files is None:
-        raise _unseen("its README.md describes its files in another way")
+        raise _build_unseen("its README.md describes its files in another way")
     splits: dict[str, list[str]] = {}
-    for split, patterns in _patterns(data_files).items():
+    for split, patterns in _read_patterns(data_files).items():
         splits[split] = [file for file in names if _matches_any(file, patterns)]
         if not splits[split]:
             fault = f"describes files in its README.md that are not there: {', '.join(patterns)}"
-            raise _refused(fault, "correct `data_files` there")
+            raise _build_refusal(fault, "correct `data_files` there")
     return splits
 
 
@@ -381,12 +385,12 @@ def _matches_any(file: str, patterns: Sequence[str]) -> bool:
     return any(_matches(file, pattern) for pattern in patterns)
 
 
-def _config(configs: Sequence[Any], name: str | None) -> Mapping[str, Any]:
+def _choose_config(configs: Sequence[Any], name: str | None) -> Mapping[str, Any]:
     described = [entry for entry in configs if isinstance(entry, dict)]
     names = [str(entry.get("config_name", "default")) for entry in described]
     if name is not None:
         if name not in names:
-            raise _unseen(f"its README.md describes no configuration {name}")
+            raise _build_unseen(f"its README.md describes no configuration {name}")
         return described[names.index(name)]
     for entry, entry_name in zip(described, names, strict=True):
         if entry.get("default") or entry_name == "default":
@@ -395,27 +399,30 @@ def _config(configs: Sequence[Any], name: str | None) -> Mapping[str, Any]:
         return described[0]
     fault = f"has the configurations {', '.join(names)}, and none of them is the default"
     remedy = f"name one: `dataset_config: {names[0]}`" if names else "correct its README.md"
-    raise _refused(fault, remedy)
+    raise _build_refusal(fault, remedy)
 
 
-def _patterns(data_files: Any) -> dict[str, list[str]]:
+def _read_patterns(data_files: Any) -> dict[str, list[str]]:
     """The patterns of each split, in each of the forms that a card may give
     (datasets/data_files.py::sanitize_patterns).
     """
     if isinstance(data_files, str):
         return {"train": [data_files]}
     if isinstance(data_files, dict):
-        return {str(split): _strings(paths) for split, paths in data_files.items()}
+        return {str(split): _as_strings(paths) for split, paths in data_files.items()}
     patterns: dict[str, list[str]] = {}
-    for entry in data_files if isinstance(data_files, list) else []:
+    if not isinstance(data_files, list):
+        return patterns
+    for entry in data_files:
         if isinstance(entry, dict):
-            patterns[str(entry.get("split"))] = _strings(entry.get("path"))
+            split = str(entry.get("split"))
+            patterns[split] = _as_strings(entry.get("path"))
         else:
             patterns.setdefault("train", []).append(str(entry))
     return patterns
 
 
-def _strings(paths: Any) -> list[str]:
+def _as_strings(paths: Any) -> list[str]:
     if isinstance(paths, list):
         return [str(path) for path in paths]
     return [str(paths)]
@@ -426,15 +433,15 @@ def _matches(file: str, pattern: str) -> bool:
     parts = [part for part in pattern.split("/") if part not in ("", ".")]
     regex = ""
     for part in parts[:-1]:
-        regex += "(?:[^/]+/)*" if part == "**" else _part_regex(part) + "/"
-    regex += ".+" if parts[-1:] == ["**"] else _part_regex("".join(parts[-1:]))
+        regex += "(?:[^/]+/)*" if part == "**" else _translate_part(part) + "/"
+    regex += ".+" if parts[-1:] == ["**"] else _translate_part("".join(parts[-1:]))
     try:
         return re.fullmatch(regex, file) is not None
     except re.error:
         return False
 
 
-def _part_regex(part: str) -> str:
+def _translate_part(part: str) -> str:
     regex = ""
     for piece in re.split(r"(\*+|\?|\[[^\]]+\])", part):
         if piece.startswith("*"):
@@ -448,7 +455,7 @@ def _part_regex(part: str) -> str:
     return regex
 
 
-def _splits_by_name(names: Sequence[str]) -> dict[str, list[str]]:
+def _split_by_name(names: Sequence[str]) -> dict[str, list[str]]:
     """datasets/data_files.py::[DEFAULT_PATTERNS_SPLIT_IN_FILENAME =],
     datasets/data_files.py::_get_data_files_patterns: shards, then folders, then files that bear the
     name of a split; else all.
@@ -479,17 +486,17 @@ def _splits_by_name(names: Sequence[str]) -> dict[str, list[str]]:
     return by_folder or by_file or {"train": list(names)}
 
 
-def _suffixes(file: str) -> list[str]:
+def _split_suffixes(file: str) -> list[str]:
     return [f".{suffix}" for suffix in Path(file).name.split(".")[1:]]
 
 
-def _common_format(files: Iterable[str]) -> str | None:
+def _find_common_format(files: Iterable[str]) -> str | None:
     """The format of the most common suffix (datasets/load.py::infer_module_for_data_files_list);
     None where no file is data.
     """
     counts: Counter[tuple[bool, str]] = Counter()
     for file in files:
-        suffixes = _suffixes(file)
+        suffixes = _split_suffixes(file)
         if any(suffix in _FORMATS or suffix in _OTHER_FORMATS for suffix in suffixes):
             is_data = _METADATA.fullmatch(Path(file).name) is None
             counts.update((is_data, suffix.lower()) for suffix in suffixes)
@@ -507,24 +514,24 @@ def _common_format(files: Iterable[str]) -> str | None:
     return None
 
 
-def _files_of_format(files: Iterable[str], kind: str | None) -> list[str]:
+def _select_files_of_format(files: Iterable[str], kind: str | None) -> list[str]:
     """The files that are read. Raises _NoFiles where launch does not read them."""
     if kind is None or kind not in _FORMATS.values():
-        raise _unseen(f"most of its files are {kind}, and they are what is read")
+        raise _build_unseen(f"most of its files are {kind}, and they are what is read")
     # a reader takes all its suffixes: that of .csv also .tsv, and .zip
-    reader = _reader(kind)
+    reader = _name_reader(kind)
     read: list[str] = []
     for file in files:
-        suffixes = _suffixes(file)
-        if reader in [_reader(_FORMATS.get(suffix, "")) for suffix in suffixes]:
+        suffixes = _split_suffixes(file)
+        if reader in [_name_reader(_FORMATS.get(suffix, "")) for suffix in suffixes]:
             read.append(file)
         elif ".zip" in suffixes:
-            raise _unseen(f"launch does not look into {file}")
+            raise _build_unseen(f"launch does not look into {file}")
     for file in read:
         if reading.data_suffix(Path(file)) not in reading.READABLE:
-            raise _unseen(f"launch does not read {file}")
+            raise _build_unseen(f"launch does not read {file}")
     return read
 
 
-def _reader(kind: str) -> str:
+def _name_reader(kind: str) -> str:
     return "csv" if kind == "tsv" else kind

@@ -165,14 +165,14 @@ def look(paths: Sequence[Path], rows: range | None = None) -> Survey:
     of their end.
     """
     bounds = None if rows is None else (rows.start, rows.stop)
-    return _look(tuple(_state(path) for path in paths), bounds)
+    return _look(tuple(_read_state(path) for path in paths), bounds)
 
 
 State = tuple[str, int, int, int, int]
 
 
-def _state(path: Path) -> State:
-    """What no write leaves as it is; zeros for a file that is not there."""
+def _read_state(path: Path) -> State:
+    """The path, inode, size and times of a file; zeros for one that is not there."""
     try:
         status = path.stat()
     except (OSError, ValueError):
@@ -238,27 +238,27 @@ class _Surveyor:
                     if self._before <= self._bounds[0]:
                         continue
                 if type(row) is dict:
-                    self._see(row)
+                    self._see_row(row)
                 elif isinstance(row, BadRow):
-                    self._fault(row.reason, number)
+                    self._add_fault(row.reason, number)
                 else:
-                    self._fault("is not a JSON object", number)
+                    self._add_fault("is not a JSON object", number)
         except NeedsPyarrow:
             self._lacks_pyarrow = True
             self._unread.append(f"{path} needs pyarrow")
         except UnsupportedFile as error:
             self._unread.append(f"{path} {error}")
         except CannotRead as error:
-            self._fault(str(error), None)
+            self._add_fault(str(error), None)
         except OSError as error:
-            self._fault(f"cannot be read: {error.strerror or error}", None)
+            self._add_fault(f"cannot be read: {error.strerror or error}", None)
 
-    def _fault(self, reason: str, number: int | None) -> None:
+    def _add_fault(self, reason: str, number: int | None) -> None:
         self._fault_count += 1
         if len(self._faults) < _MOST_FAULTS:
             self._faults.append(Fault(self._file, reason, number))
 
-    def _see(self, row: dict[str, Any]) -> None:
+    def _see_row(self, row: dict[str, Any]) -> None:
         self._rows += 1
         self._digest = 0
         counts = self._counts
@@ -375,12 +375,14 @@ class _Surveyor:
             self._mark(name, f"role:{role}", count)
         self._mark(name, f"starts-with:{roles[0]}", count)
         self._mark(name, f"ends-with:{roles[-1]}", count)
-        if not any(role in ASSISTANTS for role in roles):
+        if set(roles).isdisjoint(ASSISTANTS):
             self._mark(name, "no-answer", count)
         if "system" in roles[1:]:
             self._mark(name, "late-system", count)
-        if any(role == after and role != "tool" for role, after in itertools.pairwise(roles)):
-            self._mark(name, "same-role-twice", count)
+        for role, after in itertools.pairwise(roles):
+            if role == after and role != "tool":
+                self._mark(name, "same-role-twice", count)
+                break
 
     def _see_message(self, name: str, message: Any) -> str:
         """The role of a message; what is odd about it is marked."""
@@ -467,7 +469,7 @@ class _Surveyor:
         return Survey(
             rows=self._rows,
             kinds=kinds,
-            facts={key: _tally(seen) for key, seen in self._facts.items()},
+            facts={key: _to_occurrence(seen) for key, seen in self._facts.items()},
             faults=tuple(self._faults),
             fault_count=self._fault_count,
             unread=tuple(self._unread),
@@ -500,7 +502,7 @@ def _are_written_alike(chosen: Any, rejected: Any) -> bool:
     return bool(chosen)
 
 
-def _tally(seen: list[Any]) -> Occurrence:
+def _to_occurrence(seen: list[Any]) -> Occurrence:
     count, file, number, index = seen
     return Occurrence(count, RowPlace(file, number, index))
 
@@ -511,8 +513,9 @@ def _merge_kinds(counts: Mapping[tuple[str, Any], list[Any]]) -> dict[tuple[str,
     texts = {name for name, kind in counts if kind is str}
     for (name, kind), seen in counts.items():
         word = _KINDS.get(kind, "value")
-        tally = _tally(seen)
-        is_csv = reading.data_suffix(Path(tally.first.file)) in reading.TEXT_FORMATS
+        tally = _to_occurrence(seen)
+        suffix = reading.data_suffix(Path(tally.first.file))
+        is_csv = suffix in reading.TEXT_FORMATS
         if is_csv and word != "null" and name in texts:
             word = "text"
         earlier = merged.get((name, word))

@@ -26,7 +26,7 @@ def check(config: Config, schema: Schema, entry: Entry, past: Past) -> Iterator[
     for key, value in config.args.items():
         field = schema.fields.get(key)
         if field is None:
-            yield _unknown(schema, entry, past, key, value)
+            yield _report_unknown(schema, entry, past, key, value)
         elif value is not None:
             fault = _check_value(schema, entry, field, value)
             if fault is not None:
@@ -47,10 +47,10 @@ def find_missing(
         if field.required and name not in names and f"args.{name}" not in reported:
             message = f"`{name}` must be given: it has no default  ({field.where})"
             help = f"add `{name}: ...`; its type is {field.type}"
-            yield _error("parser", "missing-argument", name, message, help)
+            yield _report_error("parser", "missing-argument", name, message, help)
 
 
-def _error(layer: Layer, code: str, name: str, message: str, help: str) -> Finding:
+def _report_error(layer: Layer, code: str, name: str, message: str, help: str) -> Finding:
     key = f"args.{name}"
     return Finding(severity="error", layer=layer, code=code, key=key, message=message, help=help)
 
@@ -75,14 +75,19 @@ def reported_keys(
     config: Config, schema: Schema, entry: Entry, faults: Sequence[Finding]
 ) -> frozenset[str | None]:
     """Keys that are reported already: wrong ones, and those that a wrong key was meant to be."""
-    keys = {fault.key for fault in faults if fault.severity == "error"}
+    reported = {fault.key for fault in faults if fault.severity == "error"}
+    names = tuple(schema.fields)
     for key in config.args.keys() - schema.fields.keys():
         moved = entry.moved.get(key)
-        near = [moved.to] if moved is not None else _nearest(key, tuple(schema.fields))
-        keys |= {f"args.{name}" for name in near}
-    if any(config.args.get(key) is not None for key in (*entry.hints, DATA_FILE)):
-        keys.add(f"args.{entry.names.data}")
-    return frozenset(keys)
+        if moved is not None:
+            reported.add(f"args.{moved.to}")
+            continue
+        for name in _find_nearest(key, names):
+            reported.add(f"args.{name}")
+    for key in (*entry.hints, DATA_FILE):
+        if config.args.get(key) is not None:
+            reported.add(f"args.{entry.names.data}")
+    return frozenset(reported)
 
 
 def _check_value(schema: Schema, entry: Entry, field: Field, value: Any) -> Finding | None:
@@ -92,7 +97,7 @@ def _check_value(schema: Schema, entry: Entry, field: Field, value: Any) -> Find
         # data sets have rules of their own
         if field.kind == "str" and any(not isinstance(item, str) for item in value):
             message = f"`{name}`: an entry is not text"
-            return _error("launch", "bad-value", name, message, type_help)
+            return _report_error("launch", "bad-value", name, message, type_help)
         return None
     words = schema.words(name, value)
     reason = schema.refusal(name, words)
@@ -100,10 +105,10 @@ def _check_value(schema: Schema, entry: Entry, field: Field, value: Any) -> Find
         help = entry.hints.get(name, type_help)
         if isinstance(value, bool) and name not in entry.hints:
             help = "YAML reads yes, no, on and off as a bool: put the text in quotes"
-        return _error("parser", "bad-value", name, f"`{name}`: {reason}", help)
+        return _report_error("parser", "bad-value", name, f"`{name}`: {reason}", help)
     if isinstance(value, bool) and field.kind == "str":
         message = f"`{name}`: YAML reads a bool here, upstream will get the text {value}"
-        finding = _error("run", "bool-as-text", name, message, "put the text in quotes")
+        finding = _report_error("run", "bool-as-text", name, message, "put the text in quotes")
         return replace(finding, severity="warning")
     help = type_help
     if not words:
@@ -119,7 +124,7 @@ def _check_value(schema: Schema, entry: Entry, field: Field, value: Any) -> Find
         reason = f"a mapping, which upstream would take as the text `{brief(words[0])}`"
     else:
         return None
-    return _error("launch", "bad-value", name, f"`{name}`: {reason}", help)
+    return _report_error("launch", "bad-value", name, f"`{name}`: {reason}", help)
 
 
 def _overflows(word: str) -> bool:
@@ -130,10 +135,10 @@ def _overflows(word: str) -> bool:
         return False
 
 
-def _unknown(schema: Schema, entry: Entry, past: Past, key: str, value: Any) -> Finding:
+def _report_unknown(schema: Schema, entry: Entry, past: Past, key: str, value: Any) -> Finding:
     if "template" in key and chat_template.is_template(value):
-        return _inline_template(schema, entry, key)
-    finding = _unknown_name(schema, entry, past, key)
+        return _report_inline_template(schema, entry, key)
+    finding = _report_unknown_name(schema, entry, past, key)
     lost = entry.lost.get(key)
     if finding.code == "removed-key" and lost is not None and lost.mattered(value):
         message = finding.message + rendered(f": {lost.did}; now {lost.now}")
@@ -167,11 +172,11 @@ def find_lost(config: Config, schema: Schema, entry: Entry) -> Iterator[Finding]
         now = rendered(meaning.now)
         message = f"`{kept.key}: {brief(kept.value)}` was taken out: {meaning.did}; now {now}"
         help = f"{meaning.instead}; then delete this comment"
-        finding = _error("launch", "lost-meaning", kept.key, message, help)
+        finding = _report_error("launch", "lost-meaning", kept.key, message, help)
         yield replace(finding, severity="warning", file=kept.file, line=kept.line)
 
 
-def _inline_template(schema: Schema, entry: Entry, key: str) -> Finding:
+def _report_inline_template(schema: Schema, entry: Entry, key: str) -> Finding:
     """The text of a template under a key that no script has: no other name would make it a path."""
     owner = schema.owner or entry.owner
     message = f"`{key}` is not a field of {owner}, and no field takes the text of a template"
@@ -182,59 +187,59 @@ def _inline_template(schema: Schema, entry: Entry, key: str) -> Finding:
         help = chat_template.PUT_IT_BESIDE
     # argparse takes the beginning of a field's name for the field
     layer: Layer = "parser" if schema.taken_as(key) is None else "launch"
-    return _error(layer, "inline-template", key, message, help)
+    return _report_error(layer, "inline-template", key, message, help)
 
 
-def _unknown_name(schema: Schema, entry: Entry, past: Past, key: str) -> Finding:
+def _report_unknown_name(schema: Schema, entry: Entry, past: Past, key: str) -> Finding:
     """The finding about a key that is no argument: what became of it, or what it may mean."""
     message = f"`{key}` is not a field of {schema.owner or entry.owner}"
     moved = entry.moved.get(key)
     if moved is not None:
         why = f"{message}: {moved.why}"
         if moved.to is None:
-            return _error("parser", "removed-key", key, why, "delete the line")
+            return _report_error("parser", "removed-key", key, why, "delete the line")
         if moved.to in schema.fields:
-            return _renamed(schema, key, why, moved.to)
+            return _report_renamed(schema, key, why, moved.to)
     changes = past(key)
     if changes and changes[0].gone:
         message = f"{message}: {history.sentence(changes[0])}"
         name = history.called_now(changes[0], past, schema.fields)
         if name is not None:
-            return _renamed(schema, key, message, name)
+            return _report_renamed(schema, key, message, name)
         help = "delete the line"
         similar = [name for name in changes[0].see if name in schema.fields]
         if similar:
             help += f"; see `{'`, `'.join(similar)}`"
-        return _error("parser", "removed-key", key, message, help)
-    return _error("parser", "unknown-key", key, message, _suggestion(schema, key))
+        return _report_error("parser", "removed-key", key, message, help)
+    return _report_error("parser", "unknown-key", key, message, _suggest_name(schema, key))
 
 
-def _renamed(schema: Schema, key: str, message: str, name: str) -> Finding:
+def _report_renamed(schema: Schema, key: str, message: str, name: str) -> Finding:
     help = f"write `{name}`  ({schema.fields[name].where})"
-    return _error("parser", "renamed-key", key, message, help)
+    return _report_error("parser", "renamed-key", key, message, help)
 
 
-def _suggestion(schema: Schema, key: str) -> str:
+def _suggest_name(schema: Schema, key: str) -> str:
     at_pin = locate.at_pin(schema, key)
     if at_pin is not None:
         return f"it is one at the pin ({at_pin}), not at {schema.named}"
-    near = _nearest(key, tuple(schema.fields))
+    near = _find_nearest(key, tuple(schema.fields))
     if near:
         return f"did you mean `{near[0]}`?  ({schema.fields[near[0]].where})"
     if key in keys.KEYS:
         return f"`{key}` is launch's own: it goes beside `args:`, not in it"
-    stages = _stages_with(key)
+    stages = _find_stages_with(key)
     if stages:
         return f"available only in: {', '.join(stages)}"
     return f"{schema.script} at {schema.named} has no such argument"
 
 
 @functools.lru_cache
-def _nearest(key: str, names: tuple[str, ...]) -> list[str]:
+def _find_nearest(key: str, names: tuple[str, ...]) -> list[str]:
     return difflib.get_close_matches(key, names, n=1, cutoff=0.7)
 
 
-def _stages_with(key: str) -> list[str]:
+def _find_stages_with(key: str) -> list[str]:
     stages = []
     for backend, trainer in BACKENDS.items():
         for stage, names in locate.snapshot(backend)["stages"].items():

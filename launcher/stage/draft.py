@@ -97,65 +97,67 @@ class Draft:
             f"# {self.stage.upper()} on {self.backend}, {self.origin}.",
             f"#   {self.command(path)}",
             f"stage: {self.stage}",
-            _line("backend", Row(self.backend, "open_instruct or trl")),
-            *self._options(),
+            _render_line("backend", Row(self.backend, "open_instruct or trl")),
+            *self._render_options(),
             f"{'expect: {loss: finite}':<42}# what the verdict asks for: `launch explain expect`",
             f"{'args:':<42}# arguments of the trainer: `launch explain KEY {path}`",
         ]
         for name, row in self.rows.items():
-            lines += _argument(name, row)
+            lines += _render_argument(name, row)
         if self.checks:
             lines += ["", "# Check by hand:"]
-            lines += [_comment(f"{key}: {why}") for key, why in self.checks.items()]
-        lines += _reasons("No counterpart", self.lost)
-        lines += _reasons("Not needed", self.unneeded)
+            lines += [_render_comment(f"{key}: {why}") for key, why in self.checks.items()]
+        lines += _render_reasons("No counterpart", self.lost)
+        lines += _render_reasons("Not needed", self.unneeded)
         return "\n".join(lines) + "\n"
 
-    def _options(self) -> list[str]:
+    def _render_options(self) -> list[str]:
         """The lines of launch's own keys between `backend` and `expect`."""
         lines = []
         if self.script is not None:
-            lines.append(_line("script", Row(self.script)))
+            lines.append(_render_line("script", Row(self.script)))
         if self.name is not None:
-            lines.append(_line("name", Row(self.name)))
+            lines.append(_render_line("name", Row(self.name)))
         shards = "zero1, zero2, zero3, zero3_offload, a path, or none"
-        lines.append(_line("deepspeed", Row(self.deepspeed, shards)))
+        lines.append(_render_line("deepspeed", Row(self.deepspeed, shards)))
         if self.mixed_precision is not None:
-            lines.append(_line("mixed_precision", Row(self.mixed_precision, "bf16, fp16 or no")))
+            lines.append(
+                _render_line("mixed_precision", Row(self.mixed_precision, "bf16, fp16 or no"))
+            )
         if self.batch is not None:
             total, per_device = self.batch
             batch = f"batch: {{global: {total}, per_device: {per_device}}}"
             lines.append(f"{batch:<42}# rows per step; accumulation follows from --gpus")
         if self.slurm:
-            lines.append(_line("slurm", Row(self.slurm, "for --slurm")))
+            lines.append(_render_line("slurm", Row(self.slurm, "for --slurm")))
         return lines
 
 
-def _reasons(title: str, settings: Mapping[str, tuple[str, str]]) -> list[str]:
+def _render_reasons(title: str, settings: Mapping[str, tuple[str, str]]) -> list[str]:
     """A paragraph of comments about keys of the source that the file does not have."""
     if not settings:
         return []
     lines = ["", f"# {title}:"]
     for key, (value, why) in settings.items():
-        lines.append(_comment(f"{key}: {value}  ({why})" if value else f"{key}: {why}"))
+        lines.append(_render_comment(f"{key}: {value}  ({why})" if value else f"{key}: {why}"))
     return lines
 
 
-def _comment(text: str) -> str:
+def _render_comment(text: str) -> str:
     printable = "".join(character if character.isprintable() else " " for character in text)
     return f"#   {printable}"
 
 
-def _argument(key: str, row: Row) -> list[str]:
+def _render_argument(key: str, row: Row) -> list[str]:
     """The lines of one argument; of a list of mappings one line a key."""
     values = row.value if isinstance(row.value, list) else []
     if row.off or not any(isinstance(value, dict) for value in values):
-        return [f"  {_line(key, row, 40)}"]
+        return [f"  {_render_line(key, row, 40)}"]
     block = yaml.safe_dump({key: row.value}, sort_keys=False, width=10**6, allow_unicode=True)
     return [f"  {line}" for line in block.splitlines()]
 
 
-def _line(key: str, row: Row, width: int = 42) -> str:
+def _render_line(key: str, row: Row, width: int = 42) -> str:
     value = yaml.safe_dump(row.value, default_flow_style=True, width=10**6, allow_unicode=True)
     text = f"{key}: {value.strip().removesuffix('...').strip()}"
     if row.off:
@@ -194,10 +196,10 @@ def new(
     on_all = per_device * max(1, gpus)
     draft.batch = (on_all * max(1, _ROWS // on_all), per_device)
     draft.rows = {"model_name_or_path": Row(model, "a name on the hub, or a folder")}
-    draft.rows |= _trl(stage, data) if backend == "trl" else _open_instruct(stage, data)
+    draft.rows |= _draft_trl(stage, data) if backend == "trl" else _draft_open_instruct(stage, data)
     draft.rows["output_dir"] = Row(output)
     length = "max_length" if backend == "trl" else "max_seq_length"
-    draft.rows[length] = _length(model, environ)
+    draft.rows[length] = _choose_length(model, environ)
     if lora:
         draft.rows |= _LORA[backend]
         # dpo_tune_cache.py reads it only without LoRA
@@ -212,7 +214,7 @@ def new(
             why = "half the memory, but steps of this learning rate are lost in rounding"
             draft.rows["dtype"] = Row("bfloat16", why, off=True)
     if stage == "sft" and backend == "trl":
-        obstacle = _mask_obstacle(model, environ, is_pinned=is_pinned)
+        obstacle = _find_mask_obstacle(model, environ, is_pinned=is_pinned)
         _mask_questions(draft, data, rows, obstacle)
     return draft
 
@@ -235,7 +237,7 @@ _LORA: Mapping[str, Rows] = {
 """The arguments of LoRA, by trainer."""
 
 
-def _length(model: str, environ: Mapping[str, str]) -> Row:
+def _choose_length(model: str, environ: Mapping[str, str]) -> Row:
     """The longest row in tokens: the model's own maximum if its config is here."""
     config = model_config.text_part(model_config.read_model_config(model, environ))
     positions = config.get("max_position_embeddings")
@@ -289,7 +291,7 @@ def _mask_questions(
         draft.remarks = (f"TRL trains on every token of a chat, including questions: {obstacle}",)
 
 
-def _mask_obstacle(model: str, environ: Mapping[str, str], *, is_pinned: bool) -> str | None:
+def _find_mask_obstacle(model: str, environ: Mapping[str, str], *, is_pinned: bool) -> str | None:
     """Why TRL cannot, or perhaps cannot, tell answers from questions with a model's template."""
     template = chat_template.read_template(model, environ)
     if template is None:
@@ -307,7 +309,7 @@ def _mask_obstacle(model: str, environ: Mapping[str, str], *, is_pinned: bool) -
     return None
 
 
-def _trl(stage: str, data: str) -> Rows:
+def _draft_trl(stage: str, data: str) -> Rows:
     if stage == "dpo":
         columns = "`chosen` and `rejected`"
         learning_rate = 5e-7
@@ -319,14 +321,14 @@ def _trl(stage: str, data: str) -> Rows:
         of_stage = {"packing": Row(False, faster)}
     comment = f"rows with {columns}"
     if is_dir(data):
-        data = _folder_name(data)
+        data = _name_folder(data)
     elif is_file(data):
         # TRL loads a folder of files, not one of them
         folder = Path(data).parent
         if any(path.suffix != Path(data).suffix for path in folder.iterdir()):
             message = f"TRL loads a folder of data, and {folder.absolute()} holds more than data"
             raise usage("bad-data", message, f"mkdir data && mv {data} data/, then --data data")
-        data = _folder_name(str(folder))
+        data = _name_folder(str(folder))
         comment = f"all data files of this folder: {comment}"
     return {
         "dataset_name": Row(data, comment),
@@ -345,12 +347,12 @@ def _trl(stage: str, data: str) -> Rows:
     }
 
 
-def _folder_name(folder: str) -> str:
+def _name_folder(folder: str) -> str:
     """A folder as `load_dataset` takes it for one: `json` alone is the name of a reader."""
     return f"./{folder}" if folder in sources.LOADERS else folder
 
 
-def _open_instruct(stage: str, data: str) -> Rows:
+def _draft_open_instruct(stage: str, data: str) -> Rows:
     amount = 'the data set and its share: 0.5 is half of it, "200" are 200 rows'
     data_row = Row([data, 1.0], amount)
     if stage == "sft":

@@ -70,7 +70,7 @@ class Explained:
         shadow = self.schema.path.shadows.get(self.key)
         beside = {}
         for script, reads in self.schema.beside.items():
-            beside[script] = _reads_json(reads.get(self.key, ()))
+            beside[script] = _dump_reads(reads.get(self.key, ()))
         return {
             "key": self.key,
             "stage": self.stage,
@@ -78,20 +78,20 @@ class Explained:
             "script": self.schema.script,
             "upstream": self.upstream.as_json(),
             "exists": field is not None,
-            "option": option and _option_json(option, self.words),
+            "option": option and _dump_option(option, self.words),
             "meaning": self.meaning,
             "type": field and field.type,
-            "default": field and _default(field),
+            "default": field and _find_default(field),
             "required": field and field.required,
             "choices": list(field.choices) if field else [],
             "defined": field and field.where,
             "owner": field and field.owner,
-            "reads": None if self.reads is None else _reads_json(self.reads),
+            "reads": None if self.reads is None else _dump_reads(self.reads),
             "beside": beside,
             "shadowed_by": list(shadow.by) if shadow else [],
             "advice": self.advice,
             "here": self.in_file and asdict(self.in_file),
-            "history": list(map(_event_json, self.history)),
+            "history": list(map(_dump_event, self.history)),
         }
 
     def lines(self) -> Iterator[str]:
@@ -99,12 +99,12 @@ class Explained:
         option = self.option
         if option is not None and self.field is None:
             yield f"{self.key}  (a key of stage files)"
-            yield from self._option_lines(option)
+            yield from self._render_option(option)
         else:
             script = f"{schema.script} at {schema.named}"
             yield f"{self.key}  ({self.stage} on {schema.backend}, {script})"
             if self.field is not None:
-                yield from self._field_lines(self.field)
+                yield from self._render_field(self.field)
             else:
                 yield f"  none       {self.advice or 'this script has no such argument'}"
             if option is not None:
@@ -118,7 +118,7 @@ class Explained:
         for event in self.history:
             yield f"  history    {history.sentence(event)}"
 
-    def _option_lines(self, option: Key) -> Iterator[str]:
+    def _render_option(self, option: Key) -> Iterator[str]:
         yield f"  option     {self.advice}"
         yield f"  type       {option.shape}"
         words = list(self.words)
@@ -131,7 +131,7 @@ class Explained:
             label = ""
         yield f"  default    {option.default}"
 
-    def _field_lines(self, field: Field) -> Iterator[str]:
+    def _render_field(self, field: Field) -> Iterator[str]:
         if self.meaning is not None:
             indent = " " * 13
             yield fill(self.meaning, 100, initial_indent="  meaning    ", subsequent_indent=indent)
@@ -140,11 +140,11 @@ class Explained:
         yield f"  type       {field.type}"
         if field.choices:
             yield f"  choices    {', '.join(map(str, field.choices))}"
-        yield f"  default    {'none, it must be given' if field.required else _default(field)}"
+        yield f"  default    {'none, it must be given' if field.required else _find_default(field)}"
         yield f"  defined    {field.where}  ({field.owner})"
-        yield from self._read_lines()
+        yield from self._render_reads()
 
-    def _read_lines(self) -> Iterator[str]:
+    def _render_reads(self) -> Iterator[str]:
         shadow = self.schema.path.shadows.get(self.key)
         reads = self.reads or ()
         if self.reads is None:
@@ -167,15 +167,15 @@ class Explained:
                 yield f"  beside     {script} reads it too: {read.where}"
 
 
-def _option_json(option: Key, words: Sequence[str]) -> dict[str, object]:
+def _dump_option(option: Key, words: Sequence[str]) -> dict[str, object]:
     return {"type": option.shape, "default": option.default, "words": list(words)}
 
 
-def _event_json(event: ArgumentChange) -> dict[str, object]:
+def _dump_event(event: ArgumentChange) -> dict[str, object]:
     return {**asdict(event), "text": history.sentence(event)}
 
 
-def _reads_json(reads: Sequence[Read]) -> list[dict[str, object]]:
+def _dump_reads(reads: Sequence[Read]) -> list[dict[str, object]]:
     return [asdict(read) for read in reads]
 
 
@@ -203,23 +203,23 @@ def explain(
             # what is wrong with the file comes before its keys
             raise InvalidConfig(judged.findings)
         explained = []
-        for name in _names(key, judged.schema, judged.upstream):
-            in_file = _here(name, config, judged, derived or {})
-            explained.append(_explained(name, judged.schema, judged.upstream, in_file))
+        for name in _find_names(key, judged.schema, judged.upstream):
+            in_file = _find_value_in_file(name, config, judged, derived or {})
+            explained.append(_explain_key(name, judged.schema, judged.upstream, in_file))
         return explained
     explained = []
     for chosen in [backend] if backend else BACKENDS:
         source = locator.find(chosen)
         for name_of_stage in [stage_name] if stage_name else STAGES:
             schema = locator.schema(chosen, name_of_stage)
-            for name in _names(key, schema, source):
-                explained.append(_explained(name, schema, source, None))
+            for name in _find_names(key, schema, source):
+                explained.append(_explain_key(name, schema, source, None))
     return [answer for answer in explained if answer.known] or explained
 
 
-def _names(key: str, schema: Schema, source: Upstream) -> list[str]:
-    """The argument itself, those of an idea, or those with the key among their words."""
-    if key in KEYS or _explained(key, schema, source, None).known:
+def _find_names(key: str, schema: Schema, source: Upstream) -> list[str]:
+    """The arguments that a key means: itself, those of an idea, or those that have it as a word."""
+    if key in KEYS or _explain_key(key, schema, source, None).known:
         return [key]
     meant = {*IDEAS.get(key, ())}
     for names_there in FOREIGN.values():
@@ -281,7 +281,7 @@ def near(key: str) -> list[str]:
     return close + difflib.get_close_matches(key, findings.all_codes(), n=2, cutoff=0.7)
 
 
-def _explained(key: str, schema: Schema, source: Upstream, in_file: Here | None) -> Explained:
+def _explain_key(key: str, schema: Schema, source: Upstream, in_file: Here | None) -> Explained:
     field = schema.fields.get(key)
     option = KEYS.get(key)
     return Explained(
@@ -291,16 +291,16 @@ def _explained(key: str, schema: Schema, source: Upstream, in_file: Here | None)
         schema=schema,
         field=field,
         option=option,
-        words=() if option is None else _words(option, schema),
+        words=() if option is None else _list_words(option, schema),
         reads=schema.path.reads.get(key),
         meaning=None if field is None else meaning_of(source, field),
-        advice=_advice(key, schema) if field is None else None,
+        advice=_find_advice(key, schema) if field is None else None,
         in_file=in_file,
         history=locate.past(source, schema.script, key),
     )
 
 
-def _advice(key: str, schema: Schema) -> str | None:
+def _find_advice(key: str, schema: Schema) -> str | None:
     """What to do about a key that is no argument of this script."""
     entry = entry_of(schema)
     moved = entry.moved.get(key)
@@ -319,7 +319,7 @@ def _advice(key: str, schema: Schema) -> str | None:
     return None
 
 
-def _here(
+def _find_value_in_file(
     key: str, config: Config, judged: stage.Judged, derived: Mapping[str, tuple[Any, str]]
 ) -> Here | None:
     schema = judged.schema
@@ -349,7 +349,7 @@ def _here(
     elif field is None:
         return None
     else:
-        value = _default(field)
+        value = _find_default(field)
         origin = f"default, {field.where}"
         fixed = entry_of(schema).derived.get(key)
         if fixed is not None:
@@ -358,7 +358,7 @@ def _here(
     return Here(value=value, origin=origin, findings=tuple(faults))
 
 
-def _words(key: Key, schema: Schema) -> tuple[str, ...]:
+def _list_words(key: Key, schema: Schema) -> tuple[str, ...]:
     words = list(key.words)
     if key.name == "script":
         for name, entry in BACKENDS[schema.backend].STAGES.items():
@@ -366,25 +366,25 @@ def _words(key: Key, schema: Schema) -> tuple[str, ...]:
                 words.append(f"{name} ({Path(entry.script).name})")
     elif key.name == "gates":
         for gate, (limit, meaning) in gates.GATES.items():
-            words.append(f"{gate}: {meaning}; {_limits(limit)}")
+            words.append(f"{gate}: {meaning}; {_describe_limits(limit)}")
     elif not words:
-        words = [_part(part) for part in key.parts]
+        words = [_describe_part(part) for part in key.parts]
     return tuple(words)
 
 
-def _part(part: Key) -> str:
+def _describe_part(part: Key) -> str:
     if part.words:
         return f"{part.name}: {', '.join(part.words)}"
     default = "" if part.default == "none" else f", {part.default} unless set"
     return f"{part.name}: {part.shape}{default}; {part.meaning}"
 
 
-def _limits(limit: gates.Limit) -> str:
+def _describe_limits(limit: gates.Limit) -> str:
     limits = {"red": limit.red, "yellow": limit.yellow}
     return ", ".join(f"{colour} {at:g}" for colour, at in limits.items() if at is not None)
 
 
-def _default(field: Field) -> Any:
+def _find_default(field: Field) -> Any:
     return field.default if field.default_text is None else field.default_text
 
 
@@ -394,7 +394,7 @@ def pipeline_lines(key: Key) -> Iterator[str]:
     yield f"  meaning    {key.meaning}"
     yield f"  type       {key.shape}"
     for number, part in enumerate(key.parts):
-        yield f"  {'' if number else 'values':<9}  {_part(part)}"
+        yield f"  {'' if number else 'values':<9}  {_describe_part(part)}"
     yield f"  default    {key.default}"
 
 

@@ -83,15 +83,15 @@ class Fix:
 
     def with_reasons(self, findings: Sequence[Finding]) -> tuple[Finding, ...]:
         """Findings of the file as it is now, with the reasons why some were not fixed."""
-        helps = {_identity(finding): finding.help for finding in self.left}
-        return tuple(replace(f, help=helps.get(_identity(f), f.help)) for f in findings)
+        helps = {_identify(finding): finding.help for finding in self.left}
+        return tuple(replace(f, help=helps.get(_identify(f), f.help)) for f in findings)
 
     def as_json(self) -> dict[str, object]:
         changes = [change._asdict() for change in self.changes]
         return {"path": str(self.path), "changed": self.changed, "changes": changes}
 
 
-def _identity(finding: Finding) -> tuple[str, str | None, str]:
+def _identify(finding: Finding) -> tuple[str, str | None, str]:
     return finding.code, finding.key, finding.message
 
 
@@ -110,7 +110,7 @@ def of_file(path: Path, *, stage_name: str | None = None, locator: Locator | Non
         return stage.judge_stage_file(load.load(path, text=text), stage=stage_name, locator=locator)
 
     first = judge(None)
-    before = _read(path).decode("utf-8-sig")
+    before = _read_file(path).decode("utf-8-sig")
     file = _File(before, first)
     changes: list[Change] = []
     is_changed = True
@@ -119,10 +119,10 @@ def of_file(path: Path, *, stage_name: str | None = None, locator: Locator | Non
         reasons: dict[Finding, str] = {}
         for finding in file.judged.findings:
             try:
-                edit = _edit(file, finding)
+                edit = _find_edit(file, finding)
                 if edit is None:
                     continue
-                file = _tried(file, finding, edit, judge)
+                file = _try_edit(file, finding, edit, judge)
             except Declined as reason:
                 reasons[finding] = str(reason)
                 continue
@@ -130,11 +130,11 @@ def of_file(path: Path, *, stage_name: str | None = None, locator: Locator | Non
             changes.append(Change(line, finding.key or "", edit.what))
             is_changed = True
     changes.sort(key=lambda change: change.line)
-    left = [_with_reason(finding, reasons.get(finding)) for finding in file.judged.findings]
+    left = [_add_reason(finding, reasons.get(finding)) for finding in file.judged.findings]
     return Fix(path=path, before=before, after=file.text, changes=tuple(changes), left=tuple(left))
 
 
-def _with_reason(finding: Finding, reason: str | None) -> Finding:
+def _add_reason(finding: Finding, reason: str | None) -> Finding:
     if reason is None:
         return finding
     before = f"{finding.help}; " if finding.help else ""
@@ -150,7 +150,7 @@ def apply(fix: Fix) -> None:
     if not fix.changed:
         return
     target = Path(os.path.realpath(fix.path))
-    old = _read(target)
+    old = _read_file(target)
     if old.removeprefix(BOM).decode("utf-8", "replace") != fix.before:
         message = "was changed in the meantime, and not written"
         raise NotReady(bad(fix.path, "file-changed", message, None, "run it again"))
@@ -168,7 +168,7 @@ def apply(fix: Fix) -> None:
         raise NotReady(bad(fix.path, "unwritable-file", message, None, help)) from None
 
 
-def _read(path: Path) -> bytes:
+def _read_file(path: Path) -> bytes:
     try:
         return files.read_bytes(path)
     except OSError as error:
@@ -207,7 +207,7 @@ class _Edit(NamedTuple):
 class _File:
     """A text that loads, and its findings.
 
-    An edit need not know every way to write YAML: `_tried` refuses what it gets wrong. Only
+    An edit need not know every way to write YAML: `_try_edit` refuses what it gets wrong. Only
     comments have to be kept here.
     """
 
@@ -279,20 +279,24 @@ class _File:
     def delete(self, key: str, why: str) -> _Edit:
         """Delete one argument with its trailing comment; a comment above it stays."""
         argument = self.find(key)
-        start = argument.key.start_mark.index
-        if argument.value.start_mark.index < start:
+        name = argument.key
+        value = argument.value
+        start = name.start_mark.index
+        if value.start_mark.index < start:
             raise Declined("its value is an alias")
         begin = self.line_start(start)
-        end = max(self.end(argument.key), self.end(argument.value))
+        before = self.text[begin:start].strip(" \t")
+        end = max(self.end(name), self.end(value))
         rest = _REST_OF_LINE.match(self.text, end)
-        if argument.mapping.flow_style or rest is None or self.text[begin:start].strip(" \t"):
+        if argument.mapping.flow_style or rest is None or before:
             raise Declined("it shares its line with something else")
         if not rest[0].endswith("\n"):
             # a last line without a line end: the file goes on having none
             begin = len(self.text[:begin].rstrip("\r\n"))
-        raw = brief(" ".join(self.raw(argument.value).split()), 40)
-        what = f"`{key}: {raw}` deleted: {why}"
-        return _Edit((_Span(begin, rest.end()),), what, {key: _GONE})
+        raw = " ".join(self.raw(value).split())
+        what = f"`{key}: {brief(raw, 40)}` deleted: {why}"
+        line = _Span(begin, rest.end())
+        return _Edit((line,), what, {key: _GONE})
 
     def comment_out(self, key: str) -> _Edit:
         """Make an argument that changed the training a comment; `arguments.find_lost` warns."""
@@ -351,7 +355,7 @@ class _File:
         return text
 
 
-def _tried(file: _File, finding: Finding, edit: _Edit, judge: Judge) -> _File:
+def _try_edit(file: _File, finding: Finding, edit: _Edit, judge: Judge) -> _File:
     """The file after an edit; raises Declined if it is not better."""
     text = file.edited(edit.spans)
     try:
@@ -370,20 +374,20 @@ def _tried(file: _File, finding: Finding, edit: _Edit, judge: Judge) -> _File:
             continue
         if repr(expected.get(key, _GONE)) != repr(new.config.args.get(key, _GONE)):
             raise Declined(f"another argument would change: `{key}`")
-    appeared = Counter(map(_kind, new.findings)) - Counter(map(_kind, old.findings))
+    appeared = Counter(map(_classify, new.findings)) - Counter(map(_classify, old.findings))
     for other in new.findings:
-        if other.severity == "error" and _kind(other) in appeared:
+        if other.severity == "error" and _classify(other) in appeared:
             raise Declined(f"then {other.message}")
-    if _count(finding, new) >= _count(finding, old):
+    if _count_faults(finding, new) >= _count_faults(finding, old):
         raise Declined("the fault would still be there")
     return _File(text, new)
 
 
-def _kind(finding: Finding) -> tuple[str, str, str, str | None]:
+def _classify(finding: Finding) -> tuple[str, str, str, str | None]:
     return finding.severity, finding.layer, finding.code, finding.key
 
 
-def _count(finding: Finding, judged: Judged) -> int:
+def _count_faults(finding: Finding, judged: Judged) -> int:
     faults = [(other.code, other.key, other.file) for other in judged.findings]
     return faults.count((finding.code, finding.key, finding.file))
 
@@ -396,21 +400,21 @@ _FIXABLE_DATA = {
 }
 
 
-def _edit(file: _File, finding: Finding) -> _Edit | None:
+def _find_edit(file: _File, finding: Finding) -> _Edit | None:
     """What fixes a finding; None if nothing mechanical does. Raises Declined."""
     code = finding.code
     is_fixable = code in _FIXABLE or (code, finding.key) in _FIXABLE_DATA
     # an earlier edit may have fixed it
-    if not is_fixable or file.judged.schema is None or not _count(finding, file.judged):
+    if not is_fixable or file.judged.schema is None or not _count_faults(finding, file.judged):
         return None
     if finding.file != str(file.judged.config.path):
         raise Declined(f"it is written in {finding.file}")
     key = (finding.key or "").removeprefix("args.")
     match code:
         case "renamed-key" | "abbreviated-key":
-            return _renamed(file, finding, key)
+            return _edit_renamed_key(file, finding, key)
         case "removed-key":
-            return _removed(file, key)
+            return _edit_removed_key(file, key)
         case "unread-key":
             if key == "dataset_config_name":
                 _require_alone(file, key, _DATA)
@@ -420,14 +424,16 @@ def _edit(file: _File, finding: Finding) -> _Edit | None:
             return file.delete(key, "nothing reads it")
         case "unknown-key":
             # another case or other separators is no guess, everything else is
-            same = [name for name in file.schema.fields if _folded(name) == _folded(key)]
+            same = [name for name in file.schema.fields if _fold_name(name) == _fold_name(key)]
             return file.move(key, same[0]) if len(same) == 1 else None
     if not file.entry.mixes:
         raise Declined("which of the two is meant the file does not say")
-    return _dataset_mixer(file, key) if key == "dataset_mixer" else _dataset_name(file, key)
+    if key == "dataset_mixer":
+        return _list_dataset_mixer(file, key)
+    return _list_dataset_name(file, key)
 
 
-def _renamed(file: _File, finding: Finding, key: str) -> _Edit:
+def _edit_renamed_key(file: _File, finding: Finding, key: str) -> _Edit:
     advice = re.match(r"write `([^`]+)`", finding.help or "")
     if advice is None or advice[1] not in file.schema.fields:
         raise Declined("what it is called now is not known")
@@ -442,9 +448,9 @@ def _renamed(file: _File, finding: Finding, key: str) -> _Edit:
     return file.move(key, to)
 
 
-def _removed(file: _File, key: str) -> _Edit:
+def _edit_removed_key(file: _File, key: str) -> _Edit:
     if key == DATA_FILE:
-        return _train_file(file, key)
+        return _list_train_file(file, key)
     lost = file.entry.lost.get(key)
     if lost is not None and lost.mattered(file.args.get(key)):
         return file.comment_out(key)
@@ -452,11 +458,11 @@ def _removed(file: _File, key: str) -> _Edit:
     return file.delete(key, "nothing takes it" if moved is None else moved.why)
 
 
-def _folded(name: str) -> str:
+def _fold_name(name: str) -> str:
     return re.sub(r"[-_.]", "", name).lower()
 
 
-def _train_file(file: _File, key: str) -> _Edit:
+def _list_train_file(file: _File, key: str) -> _Edit:
     """The only data as a mixer list, which reads two kinds of files.
 
     dataset_transformation.py::DatasetConfig.__post_init__[.jsonl],
@@ -468,10 +474,10 @@ def _train_file(file: _File, key: str) -> _Edit:
     if not isinstance(value, str) or not value.endswith((".jsonl", ".parquet")):
         reads = "open-instruct reads .jsonl and .parquet files alone"
         raise Declined(f"{reads}: `launch data convert` writes one")
-    return _dataset_name(file, key)
+    return _list_dataset_name(file, key)
 
 
-def _dataset_name(file: _File, key: str) -> _Edit:
+def _list_dataset_name(file: _File, key: str) -> _Edit:
     to = file.entry.names.data
     _require_alone(file, key, (*_DATA, to))
     argument = file.find(key)
@@ -486,7 +492,7 @@ def _dataset_name(file: _File, key: str) -> _Edit:
     return _Edit(spans, what, {key: _GONE, to: [value, 1.0]})
 
 
-def _dataset_mixer(file: _File, key: str) -> _Edit:
+def _list_dataset_mixer(file: _File, key: str) -> _Edit:
     """`{name: amount}` as `[name, amount]`.
 
     That is what finetune.py::main[if args.dataset_mixer] would do, could it be reached.
@@ -499,11 +505,13 @@ def _dataset_mixer(file: _File, key: str) -> _Edit:
     argument = file.find(key)
     node: Any = argument.value
     pairs = node.value if isinstance(node, yaml.MappingNode) else []
-    if not isinstance(mixer, dict) or [name.value for name, _ in pairs] != list(mixer):
+    names = [name.value for name, _ in pairs]
+    if not isinstance(mixer, dict) or names != list(mixer):
         raise Declined("not every entry is there exactly once")
+    amounts = _convert_amounts(mixer)
     raw: list[str] = []
     listed: list[object] = []
-    for (_, value), name, amount in zip(pairs, mixer, _amounts(mixer), strict=True):
+    for (_, value), name, amount in zip(pairs, mixer, amounts, strict=True):
         listed += [name, amount]
         # as written, unless it becomes another number: 1 is a count in a list, 1.0 a share
         is_same = repr(mixer[name]) == repr(amount)
@@ -520,7 +528,7 @@ def _require_alone(file: _File, key: str, others: Sequence[str]) -> None:
             raise Declined(f"`{other}` is there too, and says which data to take")
 
 
-def _amounts(mixer: Mapping[str, Any]) -> list[float | int]:
+def _convert_amounts(mixer: Mapping[str, Any]) -> list[float | int]:
     """Each amount as it is in a list, where a count is a whole number and a share has a point.
 
     In a mapping 1 is a share, all of a set, unless a number above 1 shows that they are counts
@@ -530,11 +538,18 @@ def _amounts(mixer: Mapping[str, Any]) -> list[float | int]:
     amounts = list(mixer.values())
     are_counts = any(isinstance(value, int) and value > 1 for value in amounts)
     are_shares = any(isinstance(value, float) for value in amounts)
+    are_mixed = are_counts and are_shares
     for name, value in mixer.items():
-        is_count = isinstance(value, int) and not isinstance(value, bool) and value > 0
-        is_share = isinstance(value, float) and 0 < value <= 1 and "e" not in str(value)
-        if not is_count and not is_share:
+        if not _is_count(value) and not _is_share(value):
             raise Declined(f"`{brief(value)}` of {brief(name)} is neither a share nor a count")
-        if is_count and value == 1 and are_counts and are_shares:
+        if are_mixed and _is_count(value) and value == 1:
             raise Declined(f"the amount 1 of {brief(name)} may be a share or a count")
     return amounts if are_counts else [float(value) for value in amounts]
+
+
+def _is_count(amount: Any) -> bool:
+    return isinstance(amount, int) and not isinstance(amount, bool) and amount > 0
+
+
+def _is_share(amount: Any) -> bool:
+    return isinstance(amount, float) and 0 < amount <= 1 and "e" not in str(amount)

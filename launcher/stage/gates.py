@@ -159,7 +159,7 @@ def read_limits(content: Any, complain: Complain) -> tuple[dict[str, Limit], lis
         elif value is not None:
             default, meaning = GATES[name]
             try:
-                limits[name] = _limit(default, value)
+                limits[name] = _parse_limit(default, value)
             except ValueError:
                 message = f"`gates.{name}` cannot be `{brief(value)}`"
                 help = f"a number, `off`, or {{red: …, yellow: …}} ({meaning})"
@@ -167,7 +167,7 @@ def read_limits(content: Any, complain: Complain) -> tuple[dict[str, Limit], lis
     return limits, findings
 
 
-def _limit(default: Limit, value: Any) -> Limit:
+def _parse_limit(default: Limit, value: Any) -> Limit:
     """Raises ValueError if it is no limit."""
     if value is True or value == "on":
         return default
@@ -207,7 +207,8 @@ def fallen(losses: Sequence[float]) -> Mean | None:
     first = statistics.fmean(finite[:count])
     last = statistics.fmean(finite[-count:])
     level = abs(first) or 1e-12
-    return Mean((first - last) / level, _noise(finite) * math.sqrt(2 / count) / level)
+    error = _measure_noise(finite) * math.sqrt(2 / count)
+    return Mean((first - last) / level, error / level)
 
 
 def settled(series: Sequence[float]) -> Mean | None:
@@ -216,10 +217,10 @@ def settled(series: Sequence[float]) -> Mean | None:
     if not finite:
         return None
     count = max(1, len(finite) // 5)
-    return Mean(statistics.fmean(finite[-count:]), _noise(finite) / math.sqrt(count))
+    return Mean(statistics.fmean(finite[-count:]), _measure_noise(finite) / math.sqrt(count))
 
 
-def _noise(series: Sequence[float]) -> float:
+def _measure_noise(series: Sequence[float]) -> float:
     """The standard deviation of one step about a smooth curve."""
     if len(series) < 2:
         return 0.0
@@ -278,12 +279,16 @@ def judge_rung(
     `base` is the run that efficiency is measured against.
     """
     all_limits = {name: default for name, (default, _) in GATES.items()} | dict(limits)
-    all_limits["loss_fall"] = _scaled_fall(facts, all_limits["loss_fall"])
+    all_limits["loss_fall"] = _scale_fall(facts, all_limits["loss_fall"])
     gates = _Gates(all_limits)
-    return [*_of_loss(facts, gates), *_of_machine(facts, base, gates), *_of_rewards(facts, gates)]
+    return [
+        *_flag_loss(facts, gates),
+        *_flag_machine(facts, base, gates),
+        *_flag_rewards(facts, gates),
+    ]
 
 
-def _scaled_fall(facts: RungFacts, limit: Limit) -> Limit:
+def _scale_fall(facts: RungFacts, limit: Limit) -> Limit:
     """The limits of `loss_fall`, where they are the defaults, for the stage and number of steps."""
     default, _ = GATES["loss_fall"]
     steps = len(facts.losses)
@@ -309,7 +314,7 @@ def colour_of(flags: Sequence[Flag]) -> Colour:
     return "yellow" if "yellow" in colours else "green"
 
 
-def _of_loss(facts: RungFacts, gates: _Gates) -> Iterator[Flag]:
+def _flag_loss(facts: RungFacts, gates: _Gates) -> Iterator[Flag]:
     fall = fallen(facts.losses)
     if facts.failed is not None:
         yield Flag(gate="verdict", colour="red", text=facts.failed)
@@ -327,7 +332,7 @@ def _of_loss(facts: RungFacts, gates: _Gates) -> Iterator[Flag]:
     elif facts.failed is None:
         yield Flag(gate="loss_fall", colour="yellow", text="fewer than two losses were seen")
     if facts.trend is not None and not facts.nonfinite:
-        yield _of_trend(facts.trend, fall, len(facts.losses))
+        yield _flag_trend(facts.trend, fall, len(facts.losses))
     if facts.norms:
         most = Mean(max(facts.norms))
         median = statistics.median(facts.norms)
@@ -336,7 +341,7 @@ def _of_loss(facts: RungFacts, gates: _Gates) -> Iterator[Flag]:
         yield gates.flag("grad_norm_least", text, most, median)
 
 
-def _of_trend(state: str, fall: Mean | None, steps: int) -> Flag:
+def _flag_trend(state: str, fall: Mean | None, steps: int) -> Flag:
     """`expect: {trend: falling}`: red if the short run already shows that it does not fall."""
     expectation = "`expect: {trend: falling}` asks for a loss that falls"
     if state == "falling":
@@ -351,7 +356,7 @@ def _of_trend(state: str, fall: Mean | None, steps: int) -> Flag:
     return Flag(gate="trend", colour="red", text=f"the trend is `{state}`: {expectation}")
 
 
-def _of_machine(facts: RungFacts, base: RungFacts | None, gates: _Gates) -> Iterator[Flag]:
+def _flag_machine(facts: RungFacts, base: RungFacts | None, gates: _Gates) -> Iterator[Flag]:
     rate = facts.tokens_per_second
     if rate is not None:
         yield gates.flag("tokens_per_second", f"{rate:,.0f} tokens/s", Mean(rate))
@@ -380,7 +385,7 @@ def efficiency(facts: RungFacts, base: RungFacts | None) -> float | None:
     return (facts.tokens_per_second / facts.devices) / (base.tokens_per_second / base.devices)
 
 
-def _of_rewards(facts: RungFacts, gates: _Gates) -> Iterator[Flag]:
+def _flag_rewards(facts: RungFacts, gates: _Gates) -> Iterator[Flag]:
     if facts.stage not in PAIRED:
         return
     if facts.starts_at_ln2 and facts.losses and math.isfinite(facts.losses[0]):

@@ -31,19 +31,19 @@ _BOOL = (
 )
 
 
-def _kind(types: list[str], pattern: str, message: str) -> Json:
+def _build_kind(types: list[str], pattern: str, message: str) -> Json:
     return {"type": types, "pattern": rf"{_INTERPOLATED}|{pattern}", "errorMessage": message}
 
 
 _KINDS: Mapping[str, Json] = {
-    "int": _kind(["integer", "string"], r"^\s*[-+]?[\d_]+\s*$", "a whole number"),
-    "float": _kind(["number", "string"], rf"^\s*(?:{_NUMBER}|{_NO_NUMBER})\s*$", "a number"),
+    "int": _build_kind(["integer", "string"], r"^\s*[-+]?[\d_]+\s*$", "a whole number"),
+    "float": _build_kind(["number", "string"], rf"^\s*(?:{_NUMBER}|{_NO_NUMBER})\s*$", "a number"),
     "bool": {
-        **_kind(["boolean", "integer", "string"], _BOOL, "true or false"),
+        **_build_kind(["boolean", "integer", "string"], _BOOL, "true or false"),
         "minimum": 0,
         "maximum": 1,
     },
-    "dict": _kind(
+    "dict": _build_kind(
         ["string"], "^$", "a mapping cannot be given as a flag, upstream refuses every value"
     ),
 }
@@ -72,13 +72,13 @@ def combined(schemas: Iterable[Schema]) -> Json:
     choices = []
     for schema in schemas:
         name = f"{schema.backend}-{schema.key}"
-        definitions[name] = _args(schema)
+        definitions[name] = _build_args(schema)
         reference = {"$ref": f"#/definitions/{name}"}
-        condition = _is_of(schema, further)
+        condition = _match_script(schema, further)
         references.append(reference)
         conditions.append(condition)
-        choices.append(_choice(condition, reference))
-    choices.append(_choice({"not": {"anyOf": conditions}}, {"anyOf": references}))
+        choices.append(_build_choice(condition, reference))
+    choices.append(_build_choice({"not": {"anyOf": conditions}}, {"anyOf": references}))
     names = "+".join(stages if has_own_script else further)
     sources = dict.fromkeys(source_name(schema.backend, schema.version) for schema in schemas)
     return {
@@ -87,39 +87,45 @@ def combined(schemas: Iterable[Schema]) -> Json:
         "title": f"launch stage file ({', '.join(stages)}; {', '.join(backends)})",
         "$comment": f"made by `launch schema --json-schema` from {', '.join(sources)}",
         "type": "object",
-        "properties": _options(stages, backends, schemas),
+        "properties": _build_options(stages, backends, schemas),
         "additionalProperties": False,
         "allOf": [{"if": {"required": ["extends"]}, "else": {"required": required}}, *choices],
         "definitions": definitions,
     }
 
 
-def _choice(condition: Json, args: Json) -> Json:
+def _build_choice(condition: Json, args: Json) -> Json:
     return {"if": condition, "then": {"properties": {"args": args}}}
 
 
-def _is_of(schema: Schema, further: Sequence[str]) -> Json:
-    """What a file says of itself whose arguments are those of this script."""
-    backend = _is("backend", [schema.backend])
+def _match_script(schema: Schema, further: Sequence[str]) -> Json:
+    """The condition that a stage file belongs to this script."""
+    backend = _match_key("backend", [schema.backend])
     if schema.backend == DEFAULT_BACKEND:
         unsaid = {"not": {"required": ["extends"]}, "properties": {"backend": {"type": "null"}}}
         backend = {"anyOf": [backend, unsaid]}
-    script = _is("script", [schema.key])
+    script = _match_key("script", [schema.key])
     if schema.key == schema.stage:
-        script = {"not": _is("script", further)}
-    return {"allOf": [_is("stage", [schema.stage]), backend, script]}
+        script = {"not": _match_key("script", further)}
+    stage = _match_key("stage", [schema.stage])
+    return {"allOf": [stage, backend, script]}
 
 
-def _is(key: str, values: Sequence[str]) -> Json:
+def _match_key(key: str, values: Sequence[str]) -> Json:
     return {"required": [key], "properties": {key: {"enum": list(values)}}}
 
 
-def _options(stages: Sequence[str], backends: Sequence[str], schemas: Sequence[Schema]) -> Json:
+def _build_options(
+    stages: Sequence[str], backends: Sequence[str], schemas: Sequence[Schema]
+) -> Json:
     scripts = {s.key: BACKENDS[s.backend].STAGES[s.key].script for s in schemas}
     files = "|".join(sorted({path.rpartition("/")[2] for path in scripts.values()}))
-    script = _word("script", list(scripts), [None], rf"{_INTERPOLATED}|(?:^|/)(?:{files})$")
+    script = _build_word("script", list(scripts), [None], rf"{_INTERPOLATED}|(?:^|/)(?:{files})$")
     script["anyOf"][0]["enumDescriptions"] = list(scripts.values())
-    attention = [_enum("attention", KEYS["attention"].words), {"type": "string", "pattern": "/"}]
+    attention = [
+        _build_enum("attention", KEYS["attention"].words),
+        {"type": "string", "pattern": "/"},
+    ]
     in_order = {
         "title": "attention (in order)",
         "type": "array",
@@ -128,11 +134,11 @@ def _options(stages: Sequence[str], backends: Sequence[str], schemas: Sequence[S
         "items": {"anyOf": attention},
     }
     types: dict[str, Json] = {
-        "stage": _word("stage", stages),
-        "backend": _word("backend", backends, [None]),
+        "stage": _build_word("stage", stages),
+        "backend": _build_word("backend", backends, [None]),
         "script": script,
-        "deepspeed": _word("deepspeed", KEYS["deepspeed"].words, [False, None], ""),
-        "attention": {"anyOf": [in_order, *attention, _silent("attention", [None])]},
+        "deepspeed": _build_word("deepspeed", KEYS["deepspeed"].words, [False, None], ""),
+        "attention": {"anyOf": [in_order, *attention, _accept_silently("attention", [None])]},
         # sbatch knows which options there are
         "slurm": {
             "type": ["object", "null"],
@@ -142,18 +148,20 @@ def _options(stages: Sequence[str], backends: Sequence[str], schemas: Sequence[S
                 "pattern": r"\S",
             },
         },
-        "gates": _mapping({name: {"description": what} for name, (_, what) in gates.GATES.items()}),
+        "gates": _build_mapping(
+            {name: {"description": what} for name, (_, what) in gates.GATES.items()}
+        ),
         "args": {"type": ["object", "null"]},
         "extends": {"type": ["string", "null"], "pattern": r"\S"},
     }
     options = {}
     for name, key in KEYS.items():
-        type_of_key = types[name] if name in types else _option(key)
+        type_of_key = types[name] if name in types else _build_option(key)
         options[name] = {"title": name, "description": key.meaning, **type_of_key}
     return options
 
 
-def _option(key: Key) -> Json:
+def _build_option(key: Key) -> Json:
     if key.kind == "number":
         digits = "^[0-9]{1,9}$"
         if key.least > 0:
@@ -168,7 +176,7 @@ def _option(key: Key) -> Json:
         }
     if key.kind == "text":
         return {"type": ["string", "number", "boolean", "null"]}
-    mapping = _mapping({part.name: _option(part) for part in key.parts})
+    mapping = _build_mapping({part.name: _build_option(part) for part in key.parts})
     if key.kind == "mapping" and not key.switch:
         return mapping
     words = key.words or ("on", "off")
@@ -179,17 +187,17 @@ def _option(key: Key) -> Json:
             others.append(value)
             for text in texts:
                 others += [text, text.capitalize(), text.upper()]
-    word = _word(key.name, words, others)
+    word = _build_word(key.name, words, others)
     if key.switch:
         word["anyOf"].append({"title": f"{key.name} (mapping)", **mapping, "type": "object"})
     return {"description": key.meaning or f"{key.name}: {', '.join(key.words)}", **word}
 
 
-def _mapping(properties: Json) -> Json:
+def _build_mapping(properties: Json) -> Json:
     return {"type": ["object", "null"], "properties": properties, "additionalProperties": False}
 
 
-def _word(
+def _build_word(
     key: str, names: Sequence[Any], others: Sequence[Any] = (), text: str = _INTERPOLATED
 ) -> Json:
     """One of some names; `others`, and texts of a pattern, are accepted and not suggested.
@@ -198,10 +206,10 @@ def _word(
     titles differ, or its hover would take them for one and show each.
     """
     pattern = {"title": f"{key} (text)", "type": "string", "pattern": text}
-    return {"anyOf": [_enum(key, names), pattern, _silent(key, others)]}
+    return {"anyOf": [_build_enum(key, names), pattern, _accept_silently(key, others)]}
 
 
-def _enum(key: str, names: Sequence[Any]) -> Json:
+def _build_enum(key: str, names: Sequence[Any]) -> Json:
     message = f"one of {', '.join(dict.fromkeys(map(str, names)))}"
     enum: Json = {"title": key, "enum": list(names), "errorMessage": message}
     if all(isinstance(name, str) for name in names):
@@ -210,19 +218,19 @@ def _enum(key: str, names: Sequence[Any]) -> Json:
     return enum
 
 
-def _silent(key: str, values: Sequence[Any]) -> Json:
+def _accept_silently(key: str, values: Sequence[Any]) -> Json:
     # an `enum` would make editors suggest them
     return {"title": f"{key} (other)", "not": {"not": {"enum": list(values)}}}
 
 
-def _args(schema: Schema) -> Json:
+def _build_args(schema: Schema) -> Json:
     entry = BACKENDS[schema.backend].STAGES[schema.key]
     notes = explain.notes(schema)
     properties: Json = {}
     for name, field in schema.fields.items():
         argument: Json = {
             "title": name,
-            "description": _description(field, entry, notes.get(name, ())),
+            "description": _describe_field(field, entry, notes.get(name, ())),
         }
         if name in entry.hints and field.kind in {"str", "dict"}:
             # upstream refuses every value
@@ -230,7 +238,7 @@ def _args(schema: Schema) -> Json:
         else:
             if _is_offered(schema, field):
                 argument["default"] = field.default
-            argument |= _value_of(schema, field)
+            argument |= _build_value(schema, field)
         properties[name] = argument
     for key, moved in entry.moved.items():
         advice = "delete the line" if moved.to is None else f"write `{moved.to}`"
@@ -245,10 +253,10 @@ def _args(schema: Schema) -> Json:
             "pattern": "(?!)",
         }
         properties.setdefault(key, refused)
-    return _mapping(properties)
+    return _build_mapping(properties)
 
 
-def _description(field: Field, entry: Entry, notes: Sequence[str]) -> str:
+def _describe_field(field: Field, entry: Entry, notes: Sequence[str]) -> str:
     """What is known of a field: its type, default, place, and `notes`."""
     default = json.dumps(field.default, default=str)
     if field.default is None:
@@ -274,9 +282,9 @@ def _is_offered(schema: Schema, field: Field) -> bool:
     return bool(words) and schema.refusal(field.name, words) is None
 
 
-def _value_of(schema: Schema, field: Field) -> Json:
+def _build_value(schema: Schema, field: Field) -> Json:
     """What a stage file may hold for a field, also where only the trainer's file can carry it."""
-    value = _value(field)
+    value = _build_plain_value(field)
     if field.name not in schema.by_file:
         return value
     if field.name == "datasets":
@@ -287,14 +295,14 @@ def _value_of(schema: Schema, field: Field) -> Json:
     return value
 
 
-def _value(field: Field) -> Json:
+def _build_plain_value(field: Field) -> Json:
     """What a stage file may hold for a field: null, one word, or a list of words."""
     limits: Json = {"minItems": 1}
     if not field.many:
         # upstream's parser takes a list of one word for the word itself
         limits["maxItems"] = 1
     if field.choices or field.kind == "choice":
-        word = _word(field.name, _spellings(field.choices), [None])
+        word = _build_word(field.name, _list_spellings(field.choices), [None])
         title = f"{field.name} (list)"
         words = {"title": title, "type": "array", "items": word, **limits}
         return {"anyOf": [*word["anyOf"], words]}
@@ -318,7 +326,7 @@ def _value(field: Field) -> Json:
     }
 
 
-def _spellings(choices: Iterable[Any]) -> list[Any]:
+def _list_spellings(choices: Iterable[Any]) -> list[Any]:
     """The choices, and the values that become the same word as one."""
     values: dict[Any, None] = {}
     for choice in choices:

@@ -103,7 +103,7 @@ class Options:
         except (OSError, ValueError, RecursionError) as error:
             reason = str(error)
         message = f"{self.deepspeed} is not a DeepSpeed config: {reason}"
-        return None, _bad("deepspeed", message, "a JSON mapping, as DeepSpeed reads it")
+        return None, _report_bad("deepspeed", message, "a JSON mapping, as DeepSpeed reads it")
 
 
 def read_stage_options(
@@ -116,7 +116,7 @@ def read_stage_options(
     """
     raw = config.options
     keys = WRAPPED_KEYS if config.shape == "wrapped" else tuple(KEYS)
-    findings = [_unknown(key, keys, fields) for key in raw if key not in keys]
+    findings = [_report_unknown(key, keys, fields) for key in raw if key not in keys]
     backend = "open_instruct"
     wrong_backend = backend_fault(config)
     if wrong_backend is not None:
@@ -129,18 +129,18 @@ def read_stage_options(
     values: dict[str, Any] = {}
     for key in _BY_TABLE:
         values[key.name], faults = key.read(raw.get(key.name))
-        findings += [_bad(*fault) for fault in faults]
+        findings += [_report_bad(*fault) for fault in faults]
     for name in ("slurm", "gates"):
         if raw.get(name) is not None:
-            values[name], faulty = _read_elsewhere(config, name)
+            values[name], faulty = _read_slurm_or_gates(config, name)
             findings += faulty
     if values["attention"] and BACKENDS[backend].STAGES[script].best_attention:
         values["attention"] = None
         message = (
             "`attention` is read for TRL only: open-instruct takes the first that is installed"
         )
-        findings.append(_bad("attention", message, "delete the line"))
-    deepspeed, deepspeed_name, wrong_deepspeed = _deepspeed(config, folders)
+        findings.append(_report_bad("attention", message, "delete the line"))
+    deepspeed, deepspeed_name, wrong_deepspeed = _find_deepspeed(config, folders)
     if wrong_deepspeed is not None:
         findings.append(wrong_deepspeed)
     if values["batch"] is not None:
@@ -156,34 +156,37 @@ def read_stage_options(
         script=None if script == stage else script,
         deepspeed=deepspeed,
         deepspeed_name=deepspeed_name,
-        probe=None if probe is False else Watch(**_without_none(probe or {})),
-        **_without_none(values),
+        probe=None if probe is False else Watch(**_drop_none(probe or {})),
+        **_drop_none(values),
     )
     return options, findings
 
 
-def _without_none(values: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_none(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value is not None}
 
 
-def _read_elsewhere(config: Config, key: str) -> tuple[Mapping[str, Any], list[Finding]]:
+def _read_slurm_or_gates(config: Config, key: str) -> tuple[Mapping[str, Any], list[Finding]]:
     """A key that a module of its own reads, imported only if a file has the key."""
     from launcher.runs import slurm
     from launcher.stage import gates
 
+    value = config.options[key]
+
     def complain(code: str, part: str, message: str, help: str | None) -> Finding:
-        return replace(_bad(f"{key}.{part}" if part else key, message, help), code=code)
+        place = f"{key}.{part}" if part else key
+        return replace(_report_bad(place, message, help), code=code)
 
     if key == "slurm":
-        return slurm.read_options(config.options[key], complain)
-    return gates.read_limits(config.options[key], complain)
+        return slurm.read_options(value, complain)
+    return gates.read_limits(value, complain)
 
 
 def stage_of(config: Config) -> str | None:
     """The stage that a file names: by `stage`, or by the script of the wrapped shape."""
     if config.shape == "wrapped":
-        key = _script_key(config.options.get("script"), "open_instruct")
-        return None if key is None else _stage_of(key)
+        key = _find_script_key(config.options.get("script"), "open_instruct")
+        return None if key is None else _find_stage(key)
     stage = config.options.get("stage")
     return stage if isinstance(stage, str) and stage in STAGES else None
 
@@ -196,22 +199,22 @@ def entry_of(config: Config, stage: str, backend: str) -> tuple[str, Finding | N
     script = config.options.get("script")
     if script is None:
         return stage, None
-    key = _script_key(script, backend)
+    key = _find_script_key(script, backend)
     if key is None:
         message = f"`{brief(script)}` is not a script that launch starts"
-    elif _stage_of(key, backend) == stage:
+    elif _find_stage(key, backend) == stage:
         return key, None
     else:
-        belongs = f"belongs to {_stage_of(key, backend)}"
+        belongs = f"belongs to {_find_stage(key, backend)}"
         message = f"`script: {brief(script)}` {belongs}, the file's stage is {stage}"
     entries = BACKENDS[backend].STAGES
-    names = [name for name in entries if _stage_of(name, backend) == stage]
+    names = [name for name in entries if _find_stage(name, backend) == stage]
     if key is None:
         names = difflib.get_close_matches(str(script), entries, n=1) or names
-    return stage, _bad("script", message, nearest(str(script), names))
+    return stage, _report_bad("script", message, nearest(str(script), names))
 
 
-def _script_key(script: Any, backend: str) -> str | None:
+def _find_script_key(script: Any, backend: str) -> str | None:
     """The key of the script that a text names: itself, or a path that ends in its file name."""
     entries = BACKENDS[backend].STAGES
     if not isinstance(script, str):
@@ -226,7 +229,7 @@ def _script_key(script: Any, backend: str) -> str | None:
     return None
 
 
-def _stage_of(key: str, backend: str = "open_instruct") -> str:
+def _find_stage(key: str, backend: str = "open_instruct") -> str:
     return BACKENDS[backend].STAGES[key].stage or key
 
 
@@ -249,21 +252,21 @@ def stage_fault(config: Config) -> Finding | None:
     help = f"one of {', '.join(names)}"
     value = config.options.get(key)
     if value is None:
-        return _bad(key, f"`{key}` is missing", f"add `{key}:`{place}, {help}")
-    return _bad(key, f"`{brief(value)}` is not a {noun}", help)
+        return _report_bad(key, f"`{key}` is missing", f"add `{key}:`{place}, {help}")
+    return _report_bad(key, f"`{brief(value)}` is not a {noun}", help)
 
 
 def backend_fault(config: Config) -> Finding | None:
     _, faults = KEYS["backend"].read(config.options.get("backend"))
-    return _bad(*faults[0]) if faults else None
+    return _report_bad(*faults[0]) if faults else None
 
 
-def _bad(key: str, message: str, help: str | None = None) -> Finding:
+def _report_bad(key: str, message: str, help: str | None = None) -> Finding:
     code = f"bad-{key.partition('.')[0].replace('_', '-')}"
     return launch_finding("error", code, message, help, key=key)
 
 
-def _unknown(key: str, keys: tuple[str, ...], fields: Collection[str]) -> Finding:
+def _report_unknown(key: str, keys: tuple[str, ...], fields: Collection[str]) -> Finding:
     near = difflib.get_close_matches(key, keys, n=1, cutoff=0.75)
     if key in _INSTEAD:
         help = _INSTEAD[key]
@@ -281,7 +284,9 @@ def deepspeed_file(name: str) -> Path:
     return PACKAGE / "plan" / "deepspeed" / f"{name}.json"
 
 
-def _deepspeed(config: Config, folders: Sequence[Path]) -> tuple[Path | None, str, Finding | None]:
+def _find_deepspeed(
+    config: Config, folders: Sequence[Path]
+) -> tuple[Path | None, str, Finding | None]:
     """The DeepSpeed file, its name, and what is wrong with them."""
     value = config.options.get("deepspeed")
     if value is None or value is False or value == "none":
@@ -296,4 +301,4 @@ def _deepspeed(config: Config, folders: Sequence[Path]) -> tuple[Path | None, st
                 return path.absolute(), path.stem, None
     message = f"`{brief(value)}` is neither a DeepSpeed file nor a known name"
     help = nearest(str(value), ("a path", *DEEPSPEED, "none"))
-    return None, "none", _bad("deepspeed", message, help)
+    return None, "none", _report_bad("deepspeed", message, help)

@@ -62,7 +62,7 @@ def look(data: str, stage: str, backend: str, environ: Mapping[str, str]) -> Row
     return Rows(source=source, survey=surveyed, kind=kind, wants_pairs=stage in PAIRED)
 
 
-def _trl_answers(surveyed: Survey) -> Kind | None:
+def _classify_trl_answers(surveyed: Survey) -> Kind | None:
     """`prompt` decides first, then `messages`, then the text.
 
     trl/trainer/sft_trainer.py::SFTTrainer._prepare_dataset.tokenize_fn[in example:]
@@ -84,7 +84,7 @@ def _is_chat(surveyed: Survey, column: str) -> bool:
     return surveyed.kind(column) == "list" and not surveyed.count(column, "from-value")
 
 
-def _trl_pairs(surveyed: Survey) -> Kind | None:
+def _classify_trl_pairs(surveyed: Survey) -> Kind | None:
     return "pairs" if _trl_reads_pairs(surveyed) else None
 
 
@@ -107,11 +107,11 @@ def _trl_reads_pairs(surveyed: Survey) -> bool:
     return kind == "text" and not shapes.prompt_columns(surveyed)
 
 
-def _open_instruct_answers(surveyed: Survey) -> Kind | None:
+def _classify_open_instruct_answers(surveyed: Survey) -> Kind | None:
     return "chats" if _is_chat(surveyed, "messages") else None
 
 
-def _open_instruct_pairs(surveyed: Survey) -> Kind | None:
+def _classify_open_instruct_pairs(surveyed: Survey) -> Kind | None:
     """Two whole conversations: a column `prompt` is not read.
 
     dataset_transformation.py::preference_tulu_tokenize_and_truncate_v1
@@ -122,10 +122,10 @@ def _open_instruct_pairs(surveyed: Survey) -> Kind | None:
 
 
 _KINDS: Mapping[tuple[str, str], Callable[[Survey], Kind | None]] = {
-    ("trl", "sft"): _trl_answers,
-    ("trl", "dpo"): _trl_pairs,
-    ("open_instruct", "sft"): _open_instruct_answers,
-    ("open_instruct", "dpo"): _open_instruct_pairs,
+    ("trl", "sft"): _classify_trl_answers,
+    ("trl", "dpo"): _classify_trl_pairs,
+    ("open_instruct", "sft"): _classify_open_instruct_answers,
+    ("open_instruct", "dpo"): _classify_open_instruct_pairs,
 }
 # the only names of files that a trainer reads
 # (dataset_transformation.py::DatasetConfig.__post_init__[.jsonl])

@@ -111,7 +111,7 @@ def unplanned_findings(judged: Judged, machine: Machine | None = None) -> tuple[
     """All findings of a config that is not planned: of GPUs only what the file says is known."""
     if judged.values is None:
         return judged.findings
-    return apply_rules(judged, _file_context(judged, machine))
+    return apply_rules(judged, _build_file_context(judged, machine))
 
 
 def read_stage_file(
@@ -124,16 +124,16 @@ def read_stage_file(
     for the content of the config; raises NotReady if a named checkout is none.
     """
     locator = locator or Locator()
-    name, findings = _stage_name(config, stage, locator)
+    name, findings = _choose_stage(config, stage, locator)
     if name is None:
-        return Judged(config=config, findings=_in_order(config, findings))
+        return Judged(config=config, findings=_sort_findings(config, findings))
     source = locator.find(backend_of(config))
     key, _ = options.entry_of(config, name, source.backend)
     schema = locator.schema(source.backend, key)
     entry = entry_of(schema)
     folders = () if source.root is None else (source.root,)
     opts, option_faults = options.read_stage_options(config, name, folders, schema.fields)
-    values = _values(opts, schema, arguments.parse_names(schema, config.args))
+    values = _build_values(opts, schema, arguments.parse_names(schema, config.args))
 
     past = functools.partial(locate.past, source, schema.script)
     argument_faults = list(arguments.check(config, schema, entry, past))
@@ -146,14 +146,14 @@ def read_stage_file(
         if finding.layer == "parser" or finding.key not in reported:
             findings.append(finding)
 
-    findings += unused.refused(values, entry, _keys(findings, {"error"}))
-    grave = _keys(findings, {"error", "warning"})
+    findings += unused.refused(values, entry, _collect_keys(findings, {"error"}))
+    grave = _collect_keys(findings, {"error", "warning"})
     findings += [finding for finding in unused.find(values, entry) if finding.key not in grave]
-    findings += _batch_faults(opts, config, entry, values)
-    findings += _attention_faults(opts, config)
-    findings += _expect_faults(opts, entry, values)
+    findings += _find_batch_faults(opts, config, entry, values)
+    findings += _find_attention_faults(opts, config)
+    findings += _find_expect_faults(opts, entry, values)
 
-    refused = reported | _keys(findings, {"error"})
+    refused = reported | _collect_keys(findings, {"error"})
     deepspeed, fault = opts.read_deepspeed()
     if fault is not None and fault.key not in refused:
         findings.append(fault)
@@ -167,11 +167,11 @@ def read_stage_file(
         deepspeed=deepspeed,
         allow_unpinned=locator.allow_unpinned,
         refused=refused,
-        findings=_in_order(config, findings),
+        findings=_sort_findings(config, findings),
     )
 
 
-def _keys(findings: Iterable[Finding], severities: set[Severity]) -> frozenset[str | None]:
+def _collect_keys(findings: Iterable[Finding], severities: set[Severity]) -> frozenset[str | None]:
     return frozenset(finding.key for finding in findings if finding.severity in severities)
 
 
@@ -194,7 +194,7 @@ def apply_rules(judged: Judged, context: Context) -> tuple[Finding, ...]:
     allowed = judged.allow_unpinned
     unpinned = locate.unpinned(judged.upstream, allowed=allowed, where_found=context.at_start)
     placeless = [] if unpinned is None else [unpinned]
-    return _in_order(judged.config, findings, placeless)
+    return _sort_findings(judged.config, findings, placeless)
 
 
 def validate(judged: Judged, *, strict: bool = False) -> Stage:
@@ -213,7 +213,7 @@ def validate(judged: Judged, *, strict: bool = False) -> Stage:
     )
 
 
-def _values(opts: Options, schema: Schema, args: Mapping[str, Any]) -> Values:
+def _build_values(opts: Options, schema: Schema, args: Mapping[str, Any]) -> Values:
     """The values as they are if the first choice of `attention:` is available."""
     values = Values(schema, args)
     choice = preferred_attention(opts, values)
@@ -247,7 +247,7 @@ def preferred_attention(
     return attention.choose(options.attention, context)
 
 
-def _file_context(judged: Judged, machine: Machine | None) -> Context:
+def _build_file_context(judged: Judged, machine: Machine | None) -> Context:
     """The facts that a stage file holds itself, and the machine."""
     opts = judged.options
     values = judged.values
@@ -256,7 +256,7 @@ def _file_context(judged: Judged, machine: Machine | None) -> Context:
     batch = opts.batch or Batch()
     accumulation = None
     if not batch.total:
-        accumulation = _number(values, names.accumulation)
+        accumulation = _read_number(values, names.accumulation)
     return Context(
         values=values,
         environ=os.environ,
@@ -264,19 +264,19 @@ def _file_context(judged: Judged, machine: Machine | None) -> Context:
         mixed_precision=opts.mixed_precision,
         named_precision=opts.mixed_precision,
         gpus=opts.gpus,
-        per_device=batch.per_device or _number(values, names.per_device),
+        per_device=batch.per_device or _read_number(values, names.per_device),
         accumulation=accumulation,
         machine=machine,
         source=judged.upstream.root,
     )
 
 
-def _number(values: Values, name: str) -> int | None:
+def _read_number(values: Values, name: str) -> int | None:
     value = values.get(name)
     return value if isinstance(value, int) else None
 
 
-def _attention_faults(opts: Options, config: Config) -> Iterator[Finding]:
+def _find_attention_faults(opts: Options, config: Config) -> Iterator[Finding]:
     if not opts.attention:
         return
     name = "attn_implementation"
@@ -292,19 +292,19 @@ def _attention_faults(opts: Options, config: Config) -> Iterator[Finding]:
         yield launch_finding("error", "attention-twice", message, help, key=f"args.{key}")
 
 
-def _expect_faults(opts: Options, entry: Entry, values: Values) -> Iterator[Finding]:
+def _find_expect_faults(opts: Options, entry: Entry, values: Values) -> Iterator[Finding]:
     """What `expect:` asks of a run that these arguments do not ask for."""
     names = entry.names
     if opts.expect.get("liger") == "engaged" and not entry.liger(values):
         reason = "" if names.liger else f"{entry.script} has no Liger"
-        yield _impossible_expectation(opts, "liger", names.liger, reason)
+        yield _report_impossible_expectation(opts, "liger", names.liger, reason)
     per_device = (opts.batch or Batch()).per_device or values[names.per_device]
     if opts.expect.get("packing") in {"isolated", "on"} and not entry.packs(values, per_device):
         reason = ""
         if entry.packs(values, None):
             reason = "a micro-batch of one row has nothing to pack"
-        yield _impossible_expectation(opts, "packing", names.packing, reason)
-    limit = _number(values, names.max_steps)
+        yield _report_impossible_expectation(opts, "packing", names.packing, reason)
+    limit = _read_number(values, names.max_steps)
     # TRL's 0 and -1 are no limit
     if limit is not None and limit > 0:
         fault = trend_fault(opts, limit)
@@ -312,7 +312,7 @@ def _expect_faults(opts: Options, entry: Entry, values: Values) -> Iterator[Find
             yield fault
 
 
-def _impossible_expectation(
+def _report_impossible_expectation(
     opts: Options, point: str, argument: str | None, reason: str
 ) -> Finding:
     """The finding that `expect.POINT` cannot hold; without a `reason`, as the argument is off."""
@@ -341,12 +341,14 @@ def trend_fault(opts: Options, steps: int | None) -> Finding | None:
     return launch_finding("warning", "impossible-expectation", message, help, key="expect.trend")
 
 
-def _batch_faults(opts: Options, config: Config, entry: Entry, values: Values) -> Iterator[Finding]:
+def _find_batch_faults(
+    opts: Options, config: Config, entry: Entry, values: Values
+) -> Iterator[Finding]:
     names = entry.names
     batch = opts.batch or Batch()
-    yield from _batch_number_faults(values, names.per_device, "per_device", batch.per_device)
-    yield from _batch_number_faults(values, names.accumulation, "global", batch.total)
-    per_device = batch.per_device or _number(values, names.per_device)
+    yield from _find_batch_number_faults(values, names.per_device, "per_device", batch.per_device)
+    yield from _find_batch_number_faults(values, names.accumulation, "global", batch.total)
+    per_device = batch.per_device or _read_number(values, names.per_device)
     if not batch.total or per_device is None or per_device < 1:
         return
     # whole micro-batches, however many devices there are
@@ -354,7 +356,7 @@ def _batch_faults(opts: Options, config: Config, entry: Entry, values: Values) -
         yield impossible(config, total=batch.total, per_device=per_device)
 
 
-def _batch_number_faults(
+def _find_batch_number_faults(
     values: Values, name: str, part: str, by_batch: int | None
 ) -> Iterator[Finding]:
     """What is wrong with an argument that `batch.PART` sets too, or with its value."""
@@ -371,7 +373,7 @@ def _batch_number_faults(
         yield replace(finding, layer="run")
 
 
-def _in_order(
+def _sort_findings(
     config: Config, findings: Sequence[Finding], placeless: Sequence[Finding] = ()
 ) -> tuple[Finding, ...]:
     ordered = list(placeless)
@@ -387,7 +389,7 @@ def backend_of(config: Config) -> str:
     return backend if isinstance(backend, str) and backend in BACKENDS else "open_instruct"
 
 
-def _stage_name(
+def _choose_stage(
     config: Config, asked: str | None, locator: Locator
 ) -> tuple[str | None, list[Finding]]:
     """The stage to check against, None if that makes no sense, and what is wrong so far."""
@@ -411,17 +413,19 @@ def _stage_name(
     is_missing = config.shape == "stage" and config.options.get("stage") is None
     if wrong_stage is not None and not is_missing:
         return None, faults
-    return named or asked or _guess(config, locator), faults
+    return named or asked or _guess_stage(config, locator), faults
 
 
-def _guess(config: Config, locator: Locator) -> str:
+def _guess_stage(config: Config, locator: Locator) -> str:
     """The stage of a flat upstream file: the one whose own names it uses more."""
     names = config.args.keys()
     if any(name.startswith("dpo_") for name in names):
         return "dpo"
     sft = locator.schema("open_instruct", "sft").fields.keys()
     dpo = locator.schema("open_instruct", "dpo").fields.keys()
-    lead = len(names & (sft - dpo)) - len(names & (dpo - sft))
-    if lead == 0:
-        return "dpo" if "dpo" in str(config.path).lower() else "sft"
-    return "sft" if lead > 0 else "dpo"
+    only_sft = names & (sft - dpo)
+    only_dpo = names & (dpo - sft)
+    is_dpo = len(only_dpo) > len(only_sft)
+    if len(only_dpo) == len(only_sft):
+        is_dpo = "dpo" in str(config.path).lower()
+    return "dpo" if is_dpo else "sft"

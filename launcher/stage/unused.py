@@ -30,11 +30,14 @@ def find(values: Values, entry: Entry) -> Iterator[Finding]:
             continue
         asks_nothing = not values[name] and values[name] == field.default
         if not reads:
-            yield _unread(schema, entry, name, asks_nothing=asks_nothing)
+            yield _report_unread(schema, entry, name, asks_nothing=asks_nothing)
         elif not asks_nothing:
-            closed = [_ClosedRead(read, _false(read, effective_values, entry)) for read in reads]
+            closed = [
+                _ClosedRead(read, _find_false_conditions(read, effective_values, entry))
+                for read in reads
+            ]
             if all(read.conditions for read in closed):
-                yield _unreachable(entry, name, closed, effective_values)
+                yield _report_unreachable(entry, name, closed, effective_values)
 
 
 def acts(values: Values, entry: Entry, name: str) -> bool:
@@ -43,7 +46,7 @@ def acts(values: Values, entry: Entry, name: str) -> bool:
     if reads is None:
         return True
     effective_values = effective(values, entry)
-    return any(not _false(read, effective_values, entry) for read in reads)
+    return any(not _find_false_conditions(read, effective_values, entry) for read in reads)
 
 
 def refused(values: Values, entry: Entry, wrong: Container[str | None]) -> Iterator[Finding]:
@@ -58,13 +61,13 @@ def refused(values: Values, entry: Entry, wrong: Container[str | None]) -> Itera
         if refusal.parsing and schema.tested:
             continue
         truths = [conditions.holds(text, effective_values, _UNKNOWN) for text in refusal.when]
-        names = _names(refusal.when)
+        names = _collect_names(refusal.when)
         if not all(truths) or any(f"args.{name}" in wrong for name in names):
             continue
         first = next(filter(values.given, names), names[0])
         message = f"{refusal.where} raises {refusal.error} where {shown(refusal.when)}"
-        state = _state(names, effective_values)
-        finding = _finding("error", "refused-by-source", first, message, state)
+        state = _describe_state(names, effective_values)
+        finding = _build_finding("error", "refused-by-source", first, message, state)
         yield replace(finding, layer="parser") if refusal.parsing else finding
 
 
@@ -102,7 +105,9 @@ class _ClosedRead:
     conditions: tuple[str, ...]
 
 
-def _false(read: Read, effective_values: Mapping[str, Any], entry: Entry) -> tuple[str, ...]:
+def _find_false_conditions(
+    read: Read, effective_values: Mapping[str, Any], entry: Entry
+) -> tuple[str, ...]:
     closed = []
     for text in condition_of(read, entry):
         if conditions.holds(text, effective_values, _UNKNOWN) is False:
@@ -110,11 +115,11 @@ def _false(read: Read, effective_values: Mapping[str, Any], entry: Entry) -> tup
     return tuple(closed)
 
 
-def _names(when: Iterable[str]) -> list[str]:
+def _collect_names(when: Iterable[str]) -> list[str]:
     return sorted({name for text in when for name in conditions.names(text)})
 
 
-def _unread(schema: Schema, entry: Entry, name: str, *, asks_nothing: bool) -> Finding:
+def _report_unread(schema: Schema, entry: Entry, name: str, *, asks_nothing: bool) -> Finding:
     code = "unread-key"
     reason = f"no read found on the path of {schema.script}"
     shadow = schema.path.shadows.get(name)
@@ -124,10 +129,10 @@ def _unread(schema: Schema, entry: Entry, name: str, *, asks_nothing: bool) -> F
         reason = f"{first} comes before it ({shadow.where} is never reached)"
     severity: Severity = "note" if asks_nothing else "warning"
     message = f"`{name}` does nothing: {reason}"
-    return _finding(severity, code, name, message, instead(schema, entry, name))
+    return _build_finding(severity, code, name, message, instead(schema, entry, name))
 
 
-def _finding(severity: Severity, code: str, name: str, message: str, help: str) -> Finding:
+def _build_finding(severity: Severity, code: str, name: str, message: str, help: str) -> Finding:
     key = f"args.{name}"
     return Finding(severity=severity, layer="run", code=code, key=key, message=message, help=help)
 
@@ -141,7 +146,7 @@ def instead(schema: Schema, entry: Entry, name: str) -> str:
     return rendered(entry.instead.get(name, help))
 
 
-def _unreachable(
+def _report_unreachable(
     entry: Entry, name: str, closed: list[_ClosedRead], effective_values: Mapping[str, Any]
 ) -> Finding:
     everywhere = list(closed[0].conditions)
@@ -153,23 +158,23 @@ def _unreachable(
         places.setdefault(tuple(everywhere) or each.conditions, each.read.where)
     alternatives = list(places)[:_MOST_PLACES]
     where = ", ".join(dict.fromkeys(places[texts] for texts in alternatives))
-    state = _state(_names(itertools.chain(*alternatives)), effective_values)
+    state = _describe_state(_collect_names(itertools.chain(*alternatives)), effective_values)
     ways = " or ".join(map(shown, alternatives))
     message = f"`{name}` does nothing here: it is read only where {ways} ({where}), and {state}"
     help = rendered(entry.instead.get(name, "delete the line, or set what it needs"))
-    return _finding("warning", "conditional-key", name, message, help)
+    return _build_finding("warning", "conditional-key", name, message, help)
 
 
-def _state(names: Iterable[str], effective_values: Mapping[str, Any]) -> str:
+def _describe_state(names: Iterable[str], effective_values: Mapping[str, Any]) -> str:
     states = []
     for name in names:
         value = effective_values[name]
         if value is not _UNKNOWN:
-            states.append(f"`{name}` is {_shown_value(value)}")
+            states.append(f"`{name}` is {_render_value(value)}")
     return ", ".join(states)
 
 
-def _shown_value(value: Any) -> str:
+def _render_value(value: Any) -> str:
     if value is None:
         return "not set"
     if isinstance(value, bool):

@@ -87,7 +87,7 @@ class Invocation:
         self, program: str, flag: str, value: object, word: Argument, missing: tuple[str, ...]
     ) -> None:
         """Add an option of a launcher."""
-        key = _option_name(flag)
+        key = _name_option(flag)
         setting = self.setting(key, f"{program} {flag}", value, word, missing)
         self.launchers.append(setting)
 
@@ -109,60 +109,60 @@ def read_invocation(command: ScriptCommand) -> Invocation | None:
         setting = invocation.setting(name, name, value.text, word, value.missing)
         invocation.environment.append(setting)
     for prefix in command.prefixes:
-        _prefix(prefix, invocation)
+        _read_prefix(prefix, invocation)
     at: int | None = 0
     while at is not None and at < len(words):
-        at = _launcher(words, at, invocation)
+        at = _read_launcher(words, at, invocation)
         if at is not None and invocation.program:
             _read_arguments(words[at:], invocation)
             return invocation
     return None
 
 
-def _option_name(flag: str) -> str:
+def _name_option(flag: str) -> str:
     return flag.lstrip("-").replace("-", "_")
 
 
-def _text(words: Sequence[Argument], at: int) -> str:
+def _read_text(words: Sequence[Argument], at: int) -> str:
     return words[at].text if at < len(words) else ""
 
 
-def _prefix(words: Sequence[Argument], invocation: Invocation) -> None:
+def _read_prefix(words: Sequence[Argument], invocation: Invocation) -> None:
     """The options of a program that runs another script: `srun --nodes=2 ./train.sh`."""
-    program = posixpath.basename(_text(words, 0))
+    program = posixpath.basename(_read_text(words, 0))
     place = 1
     while place < len(words):
         if words[place].text.startswith("-") and words[place].text != "--":
-            place = _wrapper_flag(words, place, program, invocation)
+            place = _read_wrapper_flag(words, place, program, invocation)
         else:
             place += 1
 
 
-def _launcher(words: Sequence[Argument], at: int, invocation: Invocation) -> int | None:
+def _read_launcher(words: Sequence[Argument], at: int, invocation: Invocation) -> int | None:
     """Read one program and its options; the place behind them, or None if it starts no Python."""
     text = words[at].text
     name = posixpath.basename(text)
-    following = _text(words, at + 1)
+    following = _read_text(words, at + 1)
     if name == "accelerate" and following == "launch":
-        return _options(words, at + 2, name, invocation)
+        return _read_options(words, at + 2, name, invocation)
     if name in ("torchrun", "deepspeed") and following:
-        return _options(words, at + 1, name, invocation)
+        return _read_options(words, at + 1, name, invocation)
     if name in _TOOLS and following in _TOOLS[name]:
         if name == "tune":
-            return _tune(words, at, invocation)
+            return _read_tune(words, at, invocation)
         invocation.program = f"{name} {following}"
         invocation.kind = name
         return at + 2
     if _PYTHON.fullmatch(text):
-        return _python(words, at, invocation)
+        return _read_python(words, at, invocation)
     if text.endswith(".py"):
-        return _script(words, at, invocation)
-    return _wrapper(words, at, invocation)
+        return _read_script(words, at, invocation)
+    return _read_wrapper(words, at, invocation)
 
 
-def _tune(words: Sequence[Argument], at: int, invocation: Invocation) -> int | None:
+def _read_tune(words: Sequence[Argument], at: int, invocation: Invocation) -> int | None:
     """`tune run [options of torchrun] RECIPE ...`."""
-    place = _flags(words, at + 2, "tune run", invocation)
+    place = _read_flags(words, at + 2, "tune run", invocation)
     if place >= len(words):
         return None
     invocation.program = f"tune run {words[place].text}"
@@ -170,29 +170,33 @@ def _tune(words: Sequence[Argument], at: int, invocation: Invocation) -> int | N
     return place + 1
 
 
-def _python(words: Sequence[Argument], at: int, invocation: Invocation) -> int | None:
+def _read_python(words: Sequence[Argument], at: int, invocation: Invocation) -> int | None:
     place = at + 1
-    while place < len(words) and words[place].text.startswith("-"):
+    while place < len(words):
         flag = words[place].text
-        if flag == "-m" and place + 1 < len(words):
-            return _module(words, place + 1, invocation)
+        if not flag.startswith("-"):
+            return _read_script(words, place, invocation)
+        place += 1
+        if flag == "-m" and place < len(words):
+            return _read_module(words, place, invocation)
         if flag in ("-c", "-"):
             return None
-        place += 2 if flag in ("-X", "-W") else 1
-    return _script(words, place, invocation) if place < len(words) else None
+        if flag in ("-X", "-W"):
+            place += 1
+    return None
 
 
-def _module(words: Sequence[Argument], at: int, invocation: Invocation) -> int | None:
+def _read_module(words: Sequence[Argument], at: int, invocation: Invocation) -> int | None:
     """What stands behind `python -m`."""
     module = words[at].text
-    following = _text(words, at + 1)
+    following = _read_text(words, at + 1)
     if module in _ELASTIC:
-        return _options(words, at + 1, module, invocation)
+        return _read_options(words, at + 1, module, invocation)
     if module in _ACCELERATE_MODULES:
         place = at + 2 if following == "launch" else at + 1
-        return _options(words, place, "accelerate", invocation)
+        return _read_options(words, place, "accelerate", invocation)
     if module in ("deepspeed", "deepspeed.launcher.runner"):
-        return _options(words, at + 1, "deepspeed", invocation)
+        return _read_options(words, at + 1, "deepspeed", invocation)
     if module == "trl" and following:
         invocation.program = f"trl {following}"
         invocation.kind = "trl"
@@ -202,15 +206,15 @@ def _module(words: Sequence[Argument], at: int, invocation: Invocation) -> int |
     return at + 1
 
 
-def _script(words: Sequence[Argument], at: int, invocation: Invocation) -> int | None:
+def _read_script(words: Sequence[Argument], at: int, invocation: Invocation) -> int | None:
     """A Python file: the program, or one that itself starts what stands behind `--`."""
     texts = [word.text for word in words]
     if "--" in texts[at:]:
         behind = texts.index("--", at) + 1
-        start = _first_start(words, behind)
+        start = _find_first_start(words, behind)
         if start is not None:
             program = posixpath.basename(words[at].text)
-            _all_flags(words[: behind - 1], at + 1, program, invocation)
+            _read_all_flags(words[: behind - 1], at + 1, program, invocation)
             return start
     invocation.program = words[at].text
     invocation.kind = "script"
@@ -223,7 +227,7 @@ def _starts(text: str) -> bool:
     return bool(is_program) or text.endswith(".py")
 
 
-def _first_start(words: Sequence[Argument], at: int) -> int | None:
+def _find_first_start(words: Sequence[Argument], at: int) -> int | None:
     """The place of the first word that starts something: `source profile.sh &&` may precede it."""
     for place in range(at, len(words)):
         if _starts(words[place].text):
@@ -231,39 +235,42 @@ def _first_start(words: Sequence[Argument], at: int) -> int | None:
     return None
 
 
-def _all_flags(words: Sequence[Argument], at: int, program: str, invocation: Invocation) -> None:
+def _read_all_flags(
+    words: Sequence[Argument], at: int, program: str, invocation: Invocation
+) -> None:
     """Read flags that may take several values each."""
     place = at
     while place < len(words):
-        place = _flags(words, place, program, invocation)
+        place = _read_flags(words, place, program, invocation)
         if place < len(words) and invocation.launchers:
-            last = invocation.launchers[-1]
+            last = invocation.launchers.pop()
             values = last.value if isinstance(last.value, list) else [last.value]
-            invocation.launchers[-1] = replace(last, value=[*values, words[place].text])
+            further = words[place].text
+            invocation.launchers.append(replace(last, value=[*values, further]))
         place += 1
 
 
-def _options(
+def _read_options(
     words: Sequence[Argument], at: int, program: str, invocation: Invocation
 ) -> int | None:
     """The options of a launcher, then the script or module that it starts."""
-    place = _flags(words, at, program, invocation)
+    place = _read_flags(words, at, program, invocation)
     if place >= len(words):
         return None
     text = words[place].text
     is_module = any(setting.key in ("module", "m") for setting in invocation.launchers)
     if is_module:
-        return _module(words, place, invocation)
+        return _read_module(words, place, invocation)
     if _PYTHON.fullmatch(text):
-        return _python(words, place, invocation)
+        return _read_python(words, place, invocation)
     if posixpath.basename(text) in _TOOLS and place + 1 < len(words):
-        return _launcher(words, place, invocation)
+        return _read_launcher(words, place, invocation)
     if not text.endswith(".py") and re.fullmatch(r"\w+(\.\w+)+", text):
-        return _module(words, place, invocation)
-    return _script(words, place, invocation)
+        return _read_module(words, place, invocation)
+    return _read_script(words, place, invocation)
 
 
-def _flags(words: Sequence[Argument], at: int, program: str, invocation: Invocation) -> int:
+def _read_flags(words: Sequence[Argument], at: int, program: str, invocation: Invocation) -> int:
     """Read flags of a launcher up to the first word that belongs to none; its place."""
     switches = _SWITCHES.get(program, _SWITCHES_OF_OTHERS)
     place = at
@@ -277,7 +284,7 @@ def _flags(words: Sequence[Argument], at: int, program: str, invocation: Invocat
         parsed: object = True
         if equals:
             parsed = value_of(value)
-        elif _option_name(flag) not in switches and _is_value(words, place):
+        elif _name_option(flag) not in switches and _is_value(words, place):
             parsed = value_of(words[place].text)
             missing = words[place].missing
             place += 1
@@ -285,10 +292,10 @@ def _flags(words: Sequence[Argument], at: int, program: str, invocation: Invocat
     return place
 
 
-def _wrapper(words: Sequence[Argument], at: int, invocation: Invocation) -> int | None:
+def _read_wrapper(words: Sequence[Argument], at: int, invocation: Invocation) -> int | None:
     """A program that runs another one (`srun`, `nohup`, `uv run`): skip to that, note its flags."""
     program = posixpath.basename(words[at].text)
-    if program in _NO_WRAPPERS or _first_start(words, at + 1) is None:
+    if program in _NO_WRAPPERS or _find_first_start(words, at + 1) is None:
         return None
     place = at + 1
     while place < len(words):
@@ -299,7 +306,7 @@ def _wrapper(words: Sequence[Argument], at: int, invocation: Invocation) -> int 
         if name in _WRAPPERS:
             program = name
         if word.text.startswith("-") and word.text != "--":
-            place = _wrapper_flag(words, place, program, invocation)
+            place = _read_wrapper_flag(words, place, program, invocation)
             continue
         variable = re.fullmatch(r"([A-Za-z_]\w*)=(.*)", word.text, re.DOTALL)
         if variable is not None:
@@ -310,7 +317,9 @@ def _wrapper(words: Sequence[Argument], at: int, invocation: Invocation) -> int 
     return None
 
 
-def _wrapper_flag(words: Sequence[Argument], at: int, program: str, invocation: Invocation) -> int:
+def _read_wrapper_flag(
+    words: Sequence[Argument], at: int, program: str, invocation: Invocation
+) -> int:
     """Read one flag of a program that runs another; the place behind its value."""
     word = words[at]
     flag, equals, value = word.text.partition("=")
@@ -319,7 +328,7 @@ def _wrapper_flag(words: Sequence[Argument], at: int, program: str, invocation: 
     missing = word.missing
     if equals:
         parsed = value_of(value)
-    elif _option_name(flag) not in _SWITCHES_OF_OTHERS and _is_value(words, place):
+    elif _name_option(flag) not in _SWITCHES_OF_OTHERS and _is_value(words, place):
         following = words[place].text
         if not _starts(following) and following != "run":
             parsed = value_of(following)
@@ -361,7 +370,7 @@ def _read_arguments(words: Sequence[Argument], invocation: Invocation) -> None:
         if word.text in ("--", "-", "&"):
             continue
         if _is_flag(word.text):
-            place = _trainer_flag(words, place, invocation)
+            place = _read_trainer_flag(words, place, invocation)
             continue
         override = _OVERRIDE.fullmatch(word.text)
         if override is not None:
@@ -376,7 +385,7 @@ def _read_arguments(words: Sequence[Argument], invocation: Invocation) -> None:
             invocation.positional.append(setting)
 
 
-def _trainer_flag(words: Sequence[Argument], place: int, invocation: Invocation) -> int:
+def _read_trainer_flag(words: Sequence[Argument], place: int, invocation: Invocation) -> int:
     """Read the flag before `place` with its values; the place behind them."""
     word = words[place - 1]
     flag, equals, text = word.text.partition("=")

@@ -89,7 +89,7 @@ class Conversion:
         return [key for key, omission in self.ledger.omissions.items() if omission.matters]
 
     def findings(self) -> list[Finding]:
-        return [*_findings(self.ledger)]
+        return [*_collect_findings(self.ledger)]
 
 
 def convert(
@@ -110,43 +110,45 @@ def convert(
     """
     circumstances = sources.Circumstances(environ=environ, arguments=arguments, gpus=gpus)
     recipes = sources.read_recipes(path, circumstances)
-    recipe = _choose(recipes, stage, locator)
+    recipe = _choose_recipe(recipes, stage, locator)
     tool = _TOOLS[recipe.tool]
     if tool.prepare is not None:
         tool.prepare(recipe)
-    name = _stage(recipe, tool, stage, locator)
+    name = _choose_stage(recipe, tool, stage, locator)
     launchers.read_configs(recipe)
-    script = _script(recipe, tool, name)
+    script = _choose_script(recipe, tool, name)
     schema = locator.schema(tool.backend, script)
     entry = BACKENDS[tool.backend].STAGES[script]
-    draft = Draft(stage=name, backend=tool.backend, origin=_origin(recipe, tool), gpus=gpus)
+    draft = Draft(
+        stage=name, backend=tool.backend, origin=_describe_origin(recipe, tool), gpus=gpus
+    )
     if script != name:
         draft.script = script
     changes = functools.partial(past, locator.find(tool.backend), entry.script)
     ledger = ConversionLedger(recipe=recipe, draft=draft, schema=schema, entry=entry, past=changes)
     _settle(ledger, tool, gpus)
     replacement.apply(ledger, replacements)
-    _sort(draft)
-    _others(recipes, recipe, ledger)
+    _sort_rows(draft)
+    _mention_others(recipes, recipe, ledger)
     return Conversion(draft=draft, ledger=ledger)
 
 
-def _origin(recipe: Recipe, tool: _Tool) -> str:
+def _describe_origin(recipe: Recipe, tool: _Tool) -> str:
     described = tool.name or TOOLS.get(recipe.tool, recipe.tool)
     name = "".join(sign if sign.isprintable() else "?" for sign in recipe.path.name)
     return f"from {name} ({described})"
 
 
-def _choose(recipes: tuple[Recipe, ...], stage: str | None, locator: Locator) -> Recipe:
+def _choose_recipe(recipes: tuple[Recipe, ...], stage: str | None, locator: Locator) -> Recipe:
     """The first training of a script, or the first of the requested stage."""
     if stage is not None:
         for recipe in recipes:
-            if _named_stage(recipe, _TOOLS[recipe.tool], locator) in (stage, None):
+            if _find_named_stage(recipe, _TOOLS[recipe.tool], locator) in (stage, None):
                 return recipe
     return recipes[0]
 
 
-def _script(recipe: Recipe, tool: _Tool, stage: str) -> str:
+def _choose_script(recipe: Recipe, tool: _Tool, stage: str) -> str:
     """The key of the script among those of its trainer: a further one if the source starts that."""
     module = recipe.program.removesuffix(".py").replace("/", ".")
     name = f"{module.rpartition('.')[2]}.py"
@@ -157,18 +159,20 @@ def _script(recipe: Recipe, tool: _Tool, stage: str) -> str:
     return stage
 
 
-def _stage(recipe: Recipe, tool: _Tool, stage: str | None, locator: Locator) -> str:
-    named = _named_stage(recipe, tool, locator)
-    if named not in (None, *STAGES):
-        setting = recipe.get(tool.stage_key)
-        line = None if setting is None else setting.line
-        message = f"`{named}` is not a stage of launch, which trains {' and '.join(STAGES)}"
-        place = {"key": tool.stage_key or "stage", "file": str(recipe.path), "line": line}
-        raise InvalidConfig(launch_finding("error", "bad-stage", message, None, **place))
-    return stage or named or "sft"
+def _choose_stage(recipe: Recipe, tool: _Tool, stage: str | None, locator: Locator) -> str:
+    named = _find_named_stage(recipe, tool, locator)
+    if named is None or named in STAGES:
+        return stage or named or "sft"
+    key = tool.stage_key or "stage"
+    setting = recipe.get(tool.stage_key)
+    line = None if setting is None else setting.line
+    file = str(recipe.path)
+    message = f"`{named}` is not a stage of launch, which trains {' and '.join(STAGES)}"
+    fault = launch_finding("error", "bad-stage", message, None, key=key, file=file, line=line)
+    raise InvalidConfig(fault)
 
 
-def _named_stage(recipe: Recipe, tool: _Tool, locator: Locator) -> str | None:
+def _find_named_stage(recipe: Recipe, tool: _Tool, locator: Locator) -> str | None:
     if recipe.stage is not None:
         return recipe.stage
     value = recipe.value(tool.stage_key)
@@ -183,12 +187,15 @@ def _named_stage(recipe: Recipe, tool: _Tool, locator: Locator) -> str | None:
 def _is_dpo(recipe: Recipe, tool: _Tool, locator: Locator) -> bool:
     """Whether arguments, names or the loss of a source tell DPO."""
     sft = locator.schema(tool.backend, "sft").fields.keys()
-    further = locator.schema(tool.backend, "dpo").fields.keys() - sft - _NOT_OF_DPO
-    further |= {"max_prompt_length", "dataset_mixer_pref"}
-    if any(setting.key in further for setting in recipe.settings):
+    dpo = locator.schema(tool.backend, "dpo").fields.keys()
+    only_dpo = dpo - sft - _NOT_OF_DPO
+    only_dpo |= {"max_prompt_length", "dataset_mixer_pref"}
+    if any(setting.key in only_dpo for setting in recipe.settings):
         return True
-    words = f"{recipe.program} {recipe.path.name} {recipe.path.parent.name}".lower()
-    if re.search(r"(?<![a-z])dpo(?![a-z])", words) and "sft" not in recipe.path.name.lower():
+    path = recipe.path
+    words = f"{recipe.program} {path.name} {path.parent.name}".lower()
+    names_dpo = re.search(r"(?<![a-z])dpo(?![a-z])", words)
+    if names_dpo and "sft" not in path.name.lower():
         return True
     loss = recipe.value("loss", "loss_name", "method", "rl_type")
     return "dpo" in str(loss).lower()
@@ -204,25 +211,25 @@ def _settle(ledger: ConversionLedger, tool: _Tool, gpus: int | None) -> None:
     recipe.launchers, earlier_options = last_of_each(recipe.launchers)
     launchers.settle(recipe, ledger)
     launchers.arguments_of(recipe, ledger)
-    _placeholders(ledger)
+    _write_placeholders(ledger)
     tool.convert(ledger)
-    _directives(ledger)
-    _environment(ledger)
+    _settle_directives(ledger)
+    _settle_environment(ledger)
     replaced = [(setting, "a later one takes its place") for setting in earlier + earlier_options]
     for setting, reason in replaced + recipe.skipped:
         if not ledger.is_settled(setting):
             ledger.leave(setting, reason, matters=False)
-    _rest_of_script(ledger)
+    _leave_rest_of_script(ledger)
     for setting in recipe.others:
         ledger.leave(setting, "an argument without a name: launch does not know what it says")
-    _batch(ledger, gpus)
-    _complete(ledger)
+    _settle_batch(ledger, gpus)
+    _complete_draft(ledger)
 
 
 _FLAG = re.compile(r"(?<![\w./=-])(--[A-Za-z][\w.-]*)")
 
 
-def _rest_of_script(ledger: ConversionLedger) -> None:
+def _leave_rest_of_script(ledger: ConversionLedger) -> None:
     """Name the flags in a script that belong to other commands than the training."""
     recipe = ledger.recipe
     settled = {written.rpartition(" ")[2] for written in (*ledger.carried, *ledger.omissions)}
@@ -236,7 +243,7 @@ def _rest_of_script(ledger: ConversionLedger) -> None:
                 ledger.leave(setting, reason, matters=False)
 
 
-def _placeholders(ledger: ConversionLedger) -> None:
+def _write_placeholders(ledger: ConversionLedger) -> None:
     """Names of model, data and output that the script does not tell: a person writes them."""
     fields = ledger.schema.fields
     data = ledger.entry.names.data
@@ -246,11 +253,11 @@ def _placeholders(ledger: ConversionLedger) -> None:
             ledger.placeholder(setting, "model_name_or_path")
     for setting in missing:
         if setting.key in _OUTPUT and "output_dir" in fields:
-            _output(ledger, setting)
+            _carry_output(ledger, setting)
     for setting in missing:
         target = _NAMED.get(setting.key, "")
         if target in fields:
-            _name(ledger, setting, target)
+            _carry_name(ledger, setting, target)
     for setting in missing:
         if setting.key in _DATA and data not in ledger.draft.rows:
             ledger.placeholder(setting, data)
@@ -286,15 +293,15 @@ _NAMED: Mapping[str, str] = {
 }
 
 
-def _name(ledger: ConversionLedger, setting: SourceSetting, target: str) -> None:
+def _carry_name(ledger: ConversionLedger, setting: SourceSetting, target: str) -> None:
     """The name of a run without the date and the like in it."""
-    text = _without_unknown(setting).strip("-_./ ")
+    text = _remove_unknown(setting).strip("-_./ ")
     if text:
         ledger.carry(setting, target, text)
         ledger.check(setting, f"`{target}`: {unknown_value(setting)}")
 
 
-def _without_unknown(setting: SourceSetting) -> str:
+def _remove_unknown(setting: SourceSetting) -> str:
     """A text without what only the shell knows, and without the signs that joined it."""
     text = str(setting.value)
     for expression in setting.missing:
@@ -303,9 +310,9 @@ def _without_unknown(setting: SourceSetting) -> str:
     return re.sub(r"([-_])[-_]+", r"\1", text)
 
 
-def _output(ledger: ConversionLedger, setting: SourceSetting) -> None:
+def _carry_output(ledger: ConversionLedger, setting: SourceSetting) -> None:
     """A folder whose name holds what only the shell knows, such as the date: the rest of it."""
-    text = re.sub(r"/{2,}", "/", _without_unknown(setting)).strip()
+    text = re.sub(r"/{2,}", "/", _remove_unknown(setting)).strip()
     text = text.rstrip("/") or text
     if not re.search(r"\w", text):
         text = f"output/{ledger.draft.stage}"
@@ -313,7 +320,7 @@ def _output(ledger: ConversionLedger, setting: SourceSetting) -> None:
     ledger.check(setting, f"`output_dir`: {unknown_value(setting)}")
 
 
-def _directives(ledger: ConversionLedger) -> None:
+def _settle_directives(ledger: ConversionLedger) -> None:
     recipe = ledger.recipe
     carried = sbatch.carry(recipe.directives, recipe.gpus)
     ledger.draft.slurm = carried.options
@@ -331,7 +338,7 @@ _HARMLESS = re.compile(
 )
 
 
-def _environment(ledger: ConversionLedger) -> None:
+def _settle_environment(ledger: ConversionLedger) -> None:
     """Variables that a script hands to its training; secrets by name alone."""
     for setting in ledger.recipe.environment:
         if ledger.is_settled(setting):
@@ -349,7 +356,7 @@ _PER_DEVICE = "per_device_train_batch_size"
 _ACCUMULATION = "gradient_accumulation_steps"
 
 
-def _batch(ledger: ConversionLedger, gpus: int | None) -> None:
+def _settle_batch(ledger: ConversionLedger, gpus: int | None) -> None:
     """`batch:` in place of the two arguments, if the source or the command tells the GPUs."""
     draft = ledger.draft
     recipe = ledger.recipe
@@ -362,8 +369,8 @@ def _batch(ledger: ConversionLedger, gpus: int | None) -> None:
     devices = devices or recipe.counted
     if draft.batch is not None or devices is None or _is_batch_unknown(recipe):
         return
-    per_device = _row_or_default(ledger, _PER_DEVICE)
-    steps = _row_or_default(ledger, _ACCUMULATION)
+    per_device = _find_row_or_default(ledger, _PER_DEVICE)
+    steps = _find_row_or_default(ledger, _ACCUMULATION)
     if per_device is None or steps is None:
         return
     draft.batch = (per_device * steps * max(1, devices), per_device)
@@ -380,8 +387,8 @@ def _is_batch_unknown(recipe: Recipe) -> bool:
     return any(re.search(r"batch_size|accum", name) for name in names)
 
 
-def _row_or_default(ledger: ConversionLedger, name: str) -> int | None:
-    """A number of rows above 0."""
+def _find_row_or_default(ledger: ConversionLedger, name: str) -> int | None:
+    """An argument of the draft, or its default; None unless it is a whole number above 0."""
     row = ledger.draft.rows.get(name)
     field = ledger.schema.fields.get(name)
     value = None
@@ -392,7 +399,7 @@ def _row_or_default(ledger: ConversionLedger, name: str) -> int | None:
     return value if isinstance(value, int) and value > 0 else None
 
 
-def _complete(ledger: ConversionLedger) -> None:
+def _complete_draft(ledger: ConversionLedger) -> None:
     """Write what no stage file can do without, for a person to fill in."""
     draft = ledger.draft
     data = ledger.entry.names.data
@@ -408,12 +415,12 @@ def _complete(ledger: ConversionLedger) -> None:
         draft.remarks += (f"`{name}`: {reason}",)
 
 
-def _sort(draft: Draft) -> None:
+def _sort_rows(draft: Draft) -> None:
     first = [name for name in _FIRST if name in draft.rows]
     draft.rows = {name: draft.rows[name] for name in dict.fromkeys([*first, *draft.rows])}
 
 
-def _others(recipes: tuple[Recipe, ...], chosen: Recipe, ledger: ConversionLedger) -> None:
+def _mention_others(recipes: tuple[Recipe, ...], chosen: Recipe, ledger: ConversionLedger) -> None:
     """Name the further trainings of a script."""
     further = [recipe.program for recipe in recipes if recipe is not chosen]
     if not further:
@@ -458,10 +465,10 @@ def describe(conversion: Conversion) -> None:
     draft.unneeded = {}
     for written, omission in conversion.ledger.omissions.items():
         place = draft.lost if omission.matters else draft.unneeded
-        place[written] = (_shown(omission.setting), omission.reason)
+        place[written] = (_render_value(omission.setting), omission.reason)
 
 
-def _shown(setting: SourceSetting) -> str:
+def _render_value(setting: SourceSetting) -> str:
     """The value of a setting for people, without secrets."""
     is_variable = setting.key.isupper() and setting.written == setting.key
     if is_secret(setting) or (is_variable and is_secret_variable(setting.key)):
@@ -472,10 +479,10 @@ def _shown(setting: SourceSetting) -> str:
     return brief(redact({setting.key: value})[setting.key])
 
 
-def _findings(ledger: ConversionLedger) -> Iterator[Finding]:
+def _collect_findings(ledger: ConversionLedger) -> Iterator[Finding]:
     for check in ledger.checks:
         name = check.setting.written
-        yield _finding(
+        yield _build_finding(
             check.setting, "note", "converted", f"`{name}` is converted in part", check.advice
         )
     for file, cut in ledger.recipe.mended:
@@ -496,10 +503,12 @@ def _findings(ledger: ConversionLedger) -> Iterator[Finding]:
     for reason, settings in reasons.items():
         names = ", ".join(f"`{setting.written}`" for setting in settings)
         verb = "is" if len(settings) == 1 else "are"
-        yield _finding(settings[0], "warning", "no-counterpart", f"{names} {verb} left out", reason)
+        yield _build_finding(
+            settings[0], "warning", "no-counterpart", f"{names} {verb} left out", reason
+        )
 
 
-def _finding(
+def _build_finding(
     setting: SourceSetting, severity: Severity, code: str, message: str, help: str | None = None
 ) -> Finding:
     place: dict[str, Any] = {"key": setting.key, "file": setting.file, "line": setting.line}

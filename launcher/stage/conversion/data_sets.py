@@ -90,7 +90,7 @@ def write(ledger: ConversionLedger, mixture: SourceData) -> None:
             ledger.carry(mixture.setting, "dataset_test_split", mixture.test_split)
         target = "dataset_name"
     else:
-        ledger.carry(mixture.setting, "datasets", [_entry(data) for data in mixture.sets])
+        ledger.carry(mixture.setting, "datasets", [_build_entry(data) for data in mixture.sets])
         if mixture.test_size is not None:
             ledger.carry(
                 mixture.test_setting or mixture.setting, "test_split_size", mixture.test_size
@@ -130,7 +130,7 @@ def _is_plain(mixture: SourceData) -> bool:
     return not has_files and not re.search(r"[\[+]", data.split or "")
 
 
-def _entry(data: DataSet) -> dict[str, Any]:
+def _build_entry(data: DataSet) -> dict[str, Any]:
     """One entry of `datasets`."""
     entry: dict[str, Any] = {"path": data.path}
     reader = sources.reader_of(Path(data.path))
@@ -140,7 +140,7 @@ def _entry(data: DataSet) -> dict[str, Any]:
         entry["name"] = data.name
     if data.files is not None:
         entry["data_files"] = data.files
-    split = _sliced(data)
+    split = _render_split(data)
     if split != "train":
         entry["split"] = split
     if data.columns:
@@ -148,7 +148,7 @@ def _entry(data: DataSet) -> dict[str, Any]:
     return entry
 
 
-def _sliced(data: DataSet) -> str:
+def _render_split(data: DataSet) -> str:
     """A split with its part, as `datasets.load_dataset` reads it: whole percents, or rows."""
     split = data.split or "train"
     if "[" in split:

@@ -71,14 +71,14 @@ def read_configs(recipe: Recipe) -> None:
         content = sharding.read_mapping(path, recipe) or {}
         file = str(sharding.find(path, recipe) or setting.file)
         keys = {other.key for other in recipe.launchers}
-        for key, value in _flat(content).items():
+        for key, value in _flatten(content).items():
             if key not in keys:
                 written = f"{path}: {key}"
                 option = SourceSetting(key=key, value=value, written=written, file=file)
                 recipe.launchers.append(option)
 
 
-def _flat(content: Mapping[str, Any]) -> dict[str, Any]:
+def _flatten(content: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of accelerate's config file under the names of its options."""
     options: dict[str, Any] = {}
     for key, value in content.items():
@@ -105,7 +105,7 @@ def settle(recipe: Recipe, ledger: ConversionLedger) -> None:
             ledger.leave(setting, _REASONS.get(setting.key, other), matters=False)
 
 
-def _whole(value: Any) -> int | None:
+def _parse_number(value: Any) -> int | None:
     match = re.match(r"\d{1,5}", str(value))
     return int(match[0]) if match and not isinstance(value, bool) else None
 
@@ -113,20 +113,20 @@ def _whole(value: Any) -> int | None:
 def _count_devices(recipe: Recipe, ledger: ConversionLedger) -> None:
     for setting in recipe.launchers:
         if setting.key in _MACHINES and not setting.missing:
-            count = _upper(setting.value)
+            count = _parse_upper_bound(setting.value)
             if count is not None:
                 recipe.nodes = count
                 ledger.point(setting, "--nodes")
-    recipe.gpus = _devices_of_launchers(recipe, ledger) or recipe.gpus
-    _visible_devices(recipe, ledger)
+    recipe.gpus = _count_devices_of_launchers(recipe, ledger) or recipe.gpus
+    _count_visible_devices(recipe, ledger)
 
 
-def _upper(value: Any) -> int | None:
+def _parse_upper_bound(value: Any) -> int | None:
     """A number, or the end of torchrun's range `1:4`."""
-    return _whole(str(value).rpartition(":")[2])
+    return _parse_number(str(value).rpartition(":")[2])
 
 
-def _devices_of_launchers(recipe: Recipe, ledger: ConversionLedger) -> int | None:
+def _count_devices_of_launchers(recipe: Recipe, ledger: ConversionLedger) -> int | None:
     """GPUs of one machine."""
     total: int | None = None
     each: int | None = None
@@ -134,10 +134,10 @@ def _devices_of_launchers(recipe: Recipe, ledger: ConversionLedger) -> int | Non
         if setting.missing:
             continue
         if setting.key == _PROCESSES:
-            total = _whole(setting.value)
+            total = _parse_number(setting.value)
             ledger.point(setting, "--gpus")
         elif setting.key in _EACH:
-            count = _upper(setting.value)
+            count = _parse_upper_bound(setting.value)
             if count is not None:
                 each = count
                 ledger.point(setting, "--gpus")
@@ -150,12 +150,12 @@ def _devices_of_launchers(recipe: Recipe, ledger: ConversionLedger) -> int | Non
     return each
 
 
-def _visible_devices(recipe: Recipe, ledger: ConversionLedger) -> None:
+def _count_visible_devices(recipe: Recipe, ledger: ConversionLedger) -> None:
     for setting in recipe.environment:
         if setting.missing:
             continue
         if setting.key == "NPROC_PER_NODE":
-            number = _whole(setting.value)
+            number = _parse_number(setting.value)
         elif setting.key in ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES"):
             number = len(words(setting.value))
         else:
@@ -182,7 +182,7 @@ def _set_precision(recipe: Recipe, ledger: ConversionLedger) -> None:
 
 def _set_sharding(recipe: Recipe, ledger: ConversionLedger) -> None:
     options = {setting.key: setting for setting in recipe.launchers if not setting.missing}
-    result = _sharding_of({key: setting.value for key, setting in options.items()}, recipe)
+    result = _find_sharding({key: setting.value for key, setting in options.items()}, recipe)
     settings = [options[key] for key in options if key in _SHARDING or key in _CONFIG_FILES]
     if result is not None:
         ledger.shard(result, *settings)
@@ -198,7 +198,7 @@ def _set_sharding(recipe: Recipe, ledger: ConversionLedger) -> None:
             ledger.leave(setting, reason)
 
 
-def _sharding_of(options: Mapping[str, Any], recipe: Recipe) -> ShardingName | None:
+def _find_sharding(options: Mapping[str, Any], recipe: Recipe) -> ShardingName | None:
     if "deepspeed_config_file" in options:
         return sharding.of_deepspeed(options["deepspeed_config_file"], recipe)
     if "zero_stage" in options:
@@ -250,7 +250,7 @@ def arguments_of(recipe: Recipe, ledger: ConversionLedger) -> None:
             else:
                 ledger.shard(result, setting)
         elif setting.key == "zero_stage":
-            _zero_stage(setting, recipe, ledger)
+            _set_zero_stage(setting, recipe, ledger)
         elif setting.key == "fsdp":
             result = sharding.of_fsdp(setting.value)
             if result is None:
@@ -263,7 +263,7 @@ def arguments_of(recipe: Recipe, ledger: ConversionLedger) -> None:
             ledger.leave(setting, _CONNECTS, matters=False)
 
 
-def _zero_stage(setting: SourceSetting, recipe: Recipe, ledger: ConversionLedger) -> None:
+def _set_zero_stage(setting: SourceSetting, recipe: Recipe, ledger: ConversionLedger) -> None:
     """`--zero_stage 3 --offload` of a script that makes its DeepSpeed config itself."""
     offload = recipe.get("offload", "cpu_offload", "offload_optimizer", "adam_offload")
     offloads = offload is not None and is_on(offload.value)

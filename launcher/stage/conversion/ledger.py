@@ -94,9 +94,9 @@ class ConversionLedger:
             targets.remove(target)
             if not targets:
                 del self.carried[written]
-                self.leave(self._setting(written), reason, matters=matters)
+                self.leave(self._find_setting(written), reason, matters=matters)
 
-    def _setting(self, written: str) -> SourceSetting:
+    def _find_setting(self, written: str) -> SourceSetting:
         recipe = self.recipe
         places = (recipe.settings, recipe.launchers, recipe.directives, recipe.environment)
         for setting in itertools.chain(*places):
@@ -162,7 +162,7 @@ class ConversionLedger:
             self.leave(setting, reasons[setting.key], matters=not is_off(setting.value))
             return
         name = names.get(setting.key, setting.key)
-        target = name if name in self.schema.fields else self._renamed(name)
+        target = name if name in self.schema.fields else self._find_new_name(name)
         if target is None:
             self._leave_unknown(setting, name)
         else:
@@ -193,8 +193,7 @@ class ConversionLedger:
             return "takes no mapping"
         return self.schema.refusal(target, self.schema.words(target, value))
 
-    def _renamed(self, name: str) -> str | None:
-        """What an argument of this name is called now."""
+    def _find_new_name(self, name: str) -> str | None:
         moved = self.entry.moved.get(name)
         if moved is not None and moved.to in self.schema.fields:
             return moved.to

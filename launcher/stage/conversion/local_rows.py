@@ -26,7 +26,7 @@ def readable(path: str, setting: SourceSetting, ledger: ConversionLedger) -> str
     ledger.kinds.add(local.kind or "")
     if local.conversion is None:
         return path
-    output = _free_name(Path(path).stem, draft.remarks)
+    output = _find_free_name(Path(path).stem, draft.remarks)
     command = f"launch data convert {shlex.quote(path)} -o {shlex.quote(output)}"
     ledger.kinds.add("chats")
     draft.remarks += (f"first: {command}",)
@@ -35,7 +35,7 @@ def readable(path: str, setting: SourceSetting, ledger: ConversionLedger) -> str
     return output
 
 
-def _free_name(stem: str, remarks: tuple[str, ...]) -> str:
+def _find_free_name(stem: str, remarks: tuple[str, ...]) -> str:
     name = f"{FOLDER}/{stem}.jsonl"
     number = 1
     while any(remark.endswith(f" {shlex.quote(name)}") for remark in remarks):

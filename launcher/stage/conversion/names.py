@@ -188,7 +188,7 @@ def spell(target: str, value: Any) -> Any:
     if target in _SPELLINGS:
         return _SPELLINGS[target].get(str(value), value)
     if target in ("lora_target_modules", "lora_modules_to_save") and isinstance(value, str):
-        return _modules(value)
+        return _spell_modules(value)
     if target == "num_train_epochs" and isinstance(value, float) and value.is_integer():
         return int(value)
     if target == "report_to" and is_off(value):
@@ -198,7 +198,7 @@ def spell(target: str, value: Any) -> Any:
     return value
 
 
-def _modules(text: str) -> list[str]:
+def _spell_modules(text: str) -> list[str]:
     if text in ("all", "all-linear", "all_linear"):
         return ["all-linear"]
     return words(text)
@@ -215,14 +215,14 @@ def carry_rest(
         if ledger.is_settled(setting):
             continue
         if setting.key in _FLASH and "attn_implementation" in ledger.schema.fields:
-            _flash(ledger, setting)
+            _carry_flash(ledger, setting)
             continue
         target = names.get(setting.key, setting.key)
         spelt = replace(setting, value=spell(target, setting.value))
         ledger.by_name(spelt, names, reasons, unneeded)
 
 
-def _flash(ledger: ConversionLedger, setting: SourceSetting) -> None:
+def _carry_flash(ledger: ConversionLedger, setting: SourceSetting) -> None:
     if setting.missing:
         ledger.by_name(setting, {}, {}, {})
     elif is_on(setting.value):

@@ -47,7 +47,7 @@ def apply(ledger: ConversionLedger, replacements: Replacements) -> None:
 def _replace_model(ledger: ConversionLedger, model: str) -> None:
     for name in (_MODEL, *_OF_MODEL):
         _forget(ledger, name, "`--model` takes its place")
-    ledger.carry(_option("--model", model), _MODEL, model, note="--model")
+    ledger.carry(_build_option("--model", model), _MODEL, model, note="--model")
 
 
 def _replace_data(ledger: ConversionLedger, path: str) -> None:
@@ -59,7 +59,7 @@ def _replace_data(ledger: ConversionLedger, path: str) -> None:
         remark for remark in draft.remarks if not remark.startswith("first: launch data convert ")
     )
     ledger.kinds.clear()
-    option = _option("--data", path)
+    option = _build_option("--data", path)
     data = ledger.entry.names.data
     if ledger.schema.fields[data].many:
         ledger.carry(option, data, [path, 1.0], note="--data")
@@ -94,7 +94,7 @@ def _mask_as_rows_need(ledger: ConversionLedger) -> None:
             targets[targets.index("assistant_only_loss")] = name
 
 
-def _option(written: str, value: str) -> SourceSetting:
+def _build_option(written: str, value: str) -> SourceSetting:
     return SourceSetting(key=written, value=value, written=written, file="")
 
 

@@ -54,7 +54,7 @@ def read_directives(text: str, file: str) -> list[SourceSetting]:
     for number, line in enumerate(text.splitlines(), start=1):
         match = _DIRECTIVE.match(line)
         if match is not None:
-            settings += _options(match[1], file, number)
+            settings += _parse_options(match[1], file, number)
     return settings
 
 
@@ -93,12 +93,11 @@ def of_command_line(launchers: list[SourceSetting]) -> list[SourceSetting]:
 
 def job_of(settings: list[SourceSetting]) -> Job:
     values = {setting.key: str(setting.value) for setting in settings}
-    nodes = _number(values.get("nodes"))
-    return Job(gpus=_gpus(values, nodes or 1), nodes=nodes)
+    nodes = _parse_number(values.get("nodes"))
+    return Job(gpus=_count_gpus(values, nodes or 1), nodes=nodes)
 
 
-def _options(text: str, file: str, line: int) -> list[SourceSetting]:
-    """The options of one line."""
+def _parse_options(text: str, file: str, line: int) -> list[SourceSetting]:
     try:
         words = shlex.split(text, comments=True)
     except ValueError:
@@ -131,12 +130,12 @@ def _options(text: str, file: str, line: int) -> list[SourceSetting]:
     return options
 
 
-def _number(text: str | None) -> int | None:
+def _parse_number(text: str | None) -> int | None:
     match = re.match(r"\d{1,5}", text or "")
     return int(match[0]) if match else None
 
 
-def _gpus(values: Mapping[str, str], nodes: int) -> int | None:
+def _count_gpus(values: Mapping[str, str], nodes: int) -> int | None:
     """GPUs of one machine."""
     numbers = {}
     for name in ("gpus-per-node", "gres", "gpus", "gpus-per-task"):
@@ -150,7 +149,7 @@ def _gpus(values: Mapping[str, str], nodes: int) -> int | None:
     if "gpus" in numbers:
         return max(1, numbers["gpus"] // nodes)
     if "gpus-per-task" in numbers:
-        return numbers["gpus-per-task"] * (_number(values.get("ntasks-per-node")) or 1)
+        return numbers["gpus-per-task"] * (_parse_number(values.get("ntasks-per-node")) or 1)
     return None
 
 

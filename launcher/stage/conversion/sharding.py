@@ -71,14 +71,14 @@ def read_mapping(path: str, recipe: Recipe) -> dict[str, Any] | None:
 def of_deepspeed(value: Any, recipe: Recipe) -> ShardingName | None:
     """launch's name for a DeepSpeed config: a mapping, a file, or the name of one."""
     if isinstance(value, Mapping):
-        return _of_mapping(value)
+        return _find_sharding(value)
     text = str(value)
     content = read_mapping(text, recipe)
-    sharding = None if content is None else _of_mapping(content)
+    sharding = None if content is None else _find_sharding(content)
     return sharding or of_name(text)
 
 
-def _of_mapping(content: Mapping[str, Any]) -> ShardingName | None:
+def _find_sharding(content: Mapping[str, Any]) -> ShardingName | None:
     zero = content.get("zero_optimization", content)
     if not isinstance(zero, Mapping):
         return None

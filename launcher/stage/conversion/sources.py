@@ -55,7 +55,7 @@ _OTHER_STAGES = re.compile(
 )
 
 
-def _open_instruct_scripts() -> dict[str, str]:
+def _list_open_instruct_scripts() -> dict[str, str]:
     """The stage of each script of open-instruct, by its past, present and announced name."""
     stages = {"finetune1": "sft", "dpo_tune": "dpo"}
     for key, entry in STAGES.items():
@@ -64,7 +64,7 @@ def _open_instruct_scripts() -> dict[str, str]:
     return stages
 
 
-_OPEN_INSTRUCT = _open_instruct_scripts()
+_OPEN_INSTRUCT = _list_open_instruct_scripts()
 _OPEN_INSTRUCT_SIGNS = frozenset(
     "with_tracking checkpointing_steps use_slow_tokenizer dataset_mixer_list mixer_list "
     "tokenizer_name max_train_steps preprocessing_num_workers exp_name add_bos chat_template_name "
@@ -100,7 +100,7 @@ def read_recipes(path: Path, circumstances: Circumstances) -> tuple[Recipe, ...]
         raise usage("unknown-format", message, "launch init --from train.sh")
     text = document.read_text(path)
     if _is_shell(path, text):
-        return _of_script(path, text, circumstances)
+        return _read_recipes(path, text, circumstances)
     content = document.read_yaml(path)
     tool = yaml_tool(content.value)
     if {"stage", "args"} <= content.value.keys():
@@ -147,7 +147,7 @@ def yaml_tool(values: Mapping[str, Any]) -> str | None:
     return "trl" if is_trl else None
 
 
-def _of_script(path: Path, text: str, circumstances: Circumstances) -> tuple[Recipe, ...]:
+def _read_recipes(path: Path, text: str, circumstances: Circumstances) -> tuple[Recipe, ...]:
     directives = sbatch.read_directives(text, str(path))
     job = sbatch.job_of(directives)
     environ = circumstances.environ
@@ -169,7 +169,7 @@ def _of_script(path: Path, text: str, circumstances: Circumstances) -> tuple[Rec
     )
 
     def find(name: str) -> str | None:
-        other = _script_text(path, name)
+        other = _read_script_text(path, name)
         if other is not None:
             directives.extend(sbatch.read_directives(other, name))
         return other
@@ -183,7 +183,7 @@ def _of_script(path: Path, text: str, circumstances: Circumstances) -> tuple[Rec
     certain: list[Recipe] = []
     conditional: list[Recipe] = []
     for invocation in invocations:
-        recipe = _recipe(path, invocation, script)
+        recipe = _build_recipe(path, invocation, script)
         if recipe is None:
             continue
         recipe.text = text
@@ -197,11 +197,11 @@ def _of_script(path: Path, text: str, circumstances: Circumstances) -> tuple[Rec
         else:
             certain.append(recipe)
     if not certain and not conditional:
-        raise InvalidConfig(_no_training(path, invocations, script))
+        raise InvalidConfig(_explain_no_training(path, invocations, script))
     return (*certain, *conditional)
 
 
-def _script_text(path: Path, name: str) -> str | None:
+def _read_script_text(path: Path, name: str) -> str | None:
     """The text of another script that a script starts."""
     file = find_near(name, path)
     if file is None or os.path.isabs(name) or ".." in Path(name).parts[1:]:
@@ -214,7 +214,7 @@ def _script_text(path: Path, name: str) -> str | None:
         return None
 
 
-def _no_training(path: Path, invocations: list[Invocation], script: Script) -> Finding:
+def _explain_no_training(path: Path, invocations: list[Invocation], script: Script) -> Finding:
     code = "no-training"
     for invocation in invocations:
         reason = olmo_core.refusal(invocation.program)
@@ -247,15 +247,15 @@ def _no_training(path: Path, invocations: list[Invocation], script: Script) -> F
     return document.bad(path, code, message, 1, help)
 
 
-def _recipe(path: Path, invocation: Invocation, script: Script) -> Recipe | None:
+def _build_recipe(path: Path, invocation: Invocation, script: Script) -> Recipe | None:
     """A command as a recipe; None if it trains neither SFT nor DPO."""
-    named = _named_tool(invocation)
+    named = _identify_tool(invocation)
     if named is None:
         return None
     tool, stage = named
     recipe = Recipe(path=path, tool=tool, program=invocation.program, stage=stage)
     recipe.launchers = invocation.launchers
-    recipe.environment = [*_exported(script, str(path)), *invocation.environment]
+    recipe.environment = [*_list_exported(script, str(path)), *invocation.environment]
     recipe.texts = {name: argument.text for name, argument in script.files.items()}
     recipe.mended = script.mended
     scope = script.scope
@@ -282,7 +282,7 @@ def _recipe(path: Path, invocation: Invocation, script: Script) -> Recipe | None
     return recipe if tool != "own" or _is_training(recipe) else None
 
 
-def _exported(script: Script, file: str) -> list[SourceSetting]:
+def _list_exported(script: Script, file: str) -> list[SourceSetting]:
     settings = []
     for name, argument in script.exported.items():
         if name in script.scope.uses and not is_secret_variable(name):
@@ -317,13 +317,13 @@ def _add_config(config: Argument, recipe: Recipe) -> None:
     recipe.settings += of_document(content, str(place))
 
 
-def _named_tool(invocation: Invocation) -> tuple[str, str | None] | None:
+def _identify_tool(invocation: Invocation) -> tuple[str, str | None] | None:
     """Whose names a program's arguments have, and its stage; None if it trains no SFT or DPO."""
     program = invocation.program
     if olmo_core.refusal(program) is not None:
         return None
     if invocation.kind in _TOOL_OF_PROGRAM:
-        return _command_line_tool(invocation)
+        return _identify_command_line_tool(invocation)
     keys = {setting.key for setting in invocation.settings}
     module = re.sub(r"\.py$", "", program).replace("/", ".")
     name = module.rpartition(".")[2]
@@ -344,7 +344,7 @@ def _named_tool(invocation: Invocation) -> tuple[str, str | None] | None:
         return "llama_factory", None
     if re.search(r"(?i)llamafactory|llmtuner|(LLaMA-Factory|llama_factory)/src/train", program):
         return "llama_factory", None
-    stage = _stage_of_name(name)
+    stage = _guess_stage(name)
     if stage == _OTHER:
         return None
     if "trl" in module.split(".") or re.search(r"scripts\.(sft|dpo)$", module):
@@ -352,7 +352,7 @@ def _named_tool(invocation: Invocation) -> tuple[str, str | None] | None:
     return "own", stage
 
 
-def _command_line_tool(invocation: Invocation) -> tuple[str, str | None] | None:
+def _identify_command_line_tool(invocation: Invocation) -> tuple[str, str | None] | None:
     tool = _TOOL_OF_PROGRAM[invocation.kind]
     subcommand = invocation.program.rpartition(" ")[2]
     if tool == "torchtune":
@@ -371,7 +371,7 @@ _OTHER = "another"
 """What a program trains that is neither SFT nor DPO, or does that is no training."""
 
 
-def _stage_of_name(name: str) -> str | None:
+def _guess_stage(name: str) -> str | None:
     """The stage that a program's name tells, if any."""
     lower = name.lower()
     if re.search(r"(?<![a-z])(dpo|dpov2|dpo_align)(?![a-z])", lower) and "online" not in lower:

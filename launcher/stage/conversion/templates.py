@@ -20,7 +20,7 @@ def settle(ledger: ConversionLedger) -> None:
         if is_off(setting.value):
             ledger.leave(setting, "the tokenizer's template counts", matters=False)
         elif not chat_template.is_template(text):
-            _named(ledger, key)
+            _settle_named(ledger, key)
         elif "chat_template_path" in ledger.schema.fields:
             ledger.carry(
                 setting, "chat_template_path", ledger.draft.add_file("chat_template.jinja", text)
@@ -33,7 +33,7 @@ def settle(ledger: ConversionLedger) -> None:
             )
 
 
-def _named(ledger: ConversionLedger, key: str) -> None:
+def _settle_named(ledger: ConversionLedger, key: str) -> None:
     setting = ledger.take(key)
     if setting is None:
         return

@@ -35,15 +35,15 @@ def holds(nodes: tuple[Node, ...], scope: ShellScope) -> bool | None:
     last = nodes[-1] if nodes else None
     match last:
         case Joined():
-            return _joined(last, scope)
+            return _evaluate_joined(last, scope)
         case Simple():
-            return _command(last, scope)
+            return _evaluate_command(last, scope)
         case Arithmetic():
-            return _comparison(last.text, scope)
+            return _evaluate_comparison(last.text, scope)
     return None
 
 
-def _joined(node: Joined, scope: ShellScope) -> bool | None:
+def _evaluate_joined(node: Joined, scope: ShellScope) -> bool | None:
     value: bool | None = None
     for sign, item in node.items:
         current = holds((item,), scope)
@@ -74,20 +74,20 @@ def _or(left: bool | None, right: bool | None) -> bool | None:
     return None if left is None or right is None else False
 
 
-def _command(command: Simple, scope: ShellScope) -> bool | None:
+def _evaluate_command(command: Simple, scope: ShellScope) -> bool | None:
     if command.keyword in ("true", ":"):
         return True
     if command.keyword == "false":
         return False
     if command.keyword not in TESTS:
         return None
-    terms = [_term(word, scope) for word in command.words[1:]]
+    terms = [_expand_term(word, scope) for word in command.words[1:]]
     if terms and terms[-1].text in ("]", "]]"):
         terms.pop()
-    return _test(terms)
+    return _evaluate_test(terms)
 
 
-def _term(word: Word, scope: ShellScope) -> Argument:
+def _expand_term(word: Word, scope: ShellScope) -> Argument:
     """A word of a test. A variable that nothing sets is empty there: tests are made for that."""
     argument = expansion.expand_text(word, scope)
     if len(word.parts) == 1 and word.parts[0].kind == "variable" and argument.missing:
@@ -98,14 +98,14 @@ def _term(word: Word, scope: ShellScope) -> Argument:
     return argument
 
 
-def _test(terms: list[Argument]) -> bool | None:
+def _evaluate_test(terms: list[Argument]) -> bool | None:
     for sign, join in (("||", _or), ("-o", _or), ("&&", _and), ("-a", _and)):
         for index, term in enumerate(terms):
             if term.text == sign and 0 < index < len(terms) - 1:
-                return join(_test(terms[:index]), _test(terms[index + 1 :]))
+                return join(_evaluate_test(terms[:index]), _evaluate_test(terms[index + 1 :]))
     texts = [term.text for term in terms]
     if texts and texts[0] == "!":
-        return negated(_test(terms[1:]))
+        return negated(_evaluate_test(terms[1:]))
     if any(term.missing for term in terms):
         return None
     match texts:
@@ -125,7 +125,7 @@ def _test(terms: list[Argument]) -> bool | None:
     return None
 
 
-def _comparison(text: str, scope: ShellScope) -> bool | None:
+def _evaluate_comparison(text: str, scope: ShellScope) -> bool | None:
     """`(( a > b ))`."""
     for sign, compare in _SIGNS.items():
         left, has_sign, right = text.partition(sign)

@@ -83,7 +83,7 @@ class ShellScope:
 def expand(word: Word, scope: ShellScope) -> list[Argument]:
     """The arguments that a word becomes: none, one, or several."""
     fields = _SplitWords(word.line)
-    for part in _at_home(word.parts, scope):
+    for part in _expand_home(word.parts, scope):
         _expand_part(part, scope, fields)
     fields.end()
     return fields.done
@@ -100,27 +100,31 @@ def expand_text(word: Word, scope: ShellScope) -> Argument:
     """A word as one text, as an assignment or a test takes it."""
     texts: list[str] = []
     missing: list[str] = []
-    for part in _at_home(word.parts, scope):
-        items = _value(part, scope, word.line).items
+    for part in _expand_home(word.parts, scope):
+        items = _expand_value(part, scope, word.line).items
         texts.append(" ".join(item.text for item in items))
         for item in items:
             missing += item.missing
-    return _joined(texts, missing, word.line)
+    return _join_texts(texts, missing, word.line)
 
 
-def _joined(texts: Iterable[str], missing: Iterable[str], line: int) -> Argument:
+def _join_texts(texts: Iterable[str], missing: Iterable[str], line: int) -> Argument:
     return Argument("".join(texts)[:_LONGEST], line, tuple(dict.fromkeys(missing)))
 
 
-def _at_home(parts: tuple[WordPart, ...], scope: ShellScope) -> tuple[WordPart, ...]:
+def _expand_home(parts: tuple[WordPart, ...], scope: ShellScope) -> tuple[WordPart, ...]:
     """The parts of a word with the home folder in place of `~/`."""
-    first = parts[0] if parts else None
-    if first is None or first.kind != "text" or first.quoted or not first.text.startswith("~/"):
+    if not parts:
+        return parts
+    first = parts[0]
+    is_plain = first.kind == "text" and not first.quoted
+    if not is_plain or not first.text.startswith("~/"):
         return parts
     home = scope.get("HOME")
     if home is None:
         return parts
-    return (WordPart("text", home.first.text + first.text[1:], quoted=True), *parts[1:])
+    path = home.first.text + first.text[1:]
+    return (WordPart("text", path, quoted=True), *parts[1:])
 
 
 class _SplitWords:
@@ -143,7 +147,7 @@ class _SplitWords:
         if self.line_of_field is None:
             return
         if len(self.done) < _MOST_ITEMS:
-            self.done.append(_joined(self.texts, self.missing, self.line_of_field))
+            self.done.append(_join_texts(self.texts, self.missing, self.line_of_field))
         self.texts = []
         self.missing = []
         self.line_of_field = None
@@ -153,7 +157,7 @@ def _expand_part(part: WordPart, scope: ShellScope, fields: _SplitWords) -> None
     if part.kind == "text":
         fields.add(part.text)
         return
-    value = _value(part, scope, fields.line)
+    value = _expand_value(part, scope, fields.line)
     for index, item in enumerate(value.items):
         if value.is_array:
             if index:
@@ -162,10 +166,10 @@ def _expand_part(part: WordPart, scope: ShellScope, fields: _SplitWords) -> None
         elif part.quoted:
             fields.add(item.text, item.missing)
         else:
-            _split(item, fields)
+            _split_value(item, fields)
 
 
-def _split(item: Argument, fields: _SplitWords) -> None:
+def _split_value(item: Argument, fields: _SplitWords) -> None:
     """Add a value that is not quoted: blanks in it separate arguments."""
     text = item.text
     for expression in item.missing:
@@ -183,18 +187,18 @@ def _split(item: Argument, fields: _SplitWords) -> None:
         fields.end()
 
 
-def _value(part: WordPart, scope: ShellScope, line: int) -> Variable:
+def _expand_value(part: WordPart, scope: ShellScope, line: int) -> Variable:
     if part.kind == "text":
         return text_variable(part.text, line)
     value = None
     if scope.depth < lexer.MAX_DEPTH:
         scope.depth += 1
         if part.kind == "variable":
-            value = _parameter(part.text, scope, line)
+            value = _expand_parameter(part.text, scope, line)
         elif part.kind == "arithmetic":
-            value = _calculated(part.text, scope, line)
+            value = _calculate_variable(part.text, scope, line)
         else:
-            value = _output(part.text, scope, line)
+            value = _simulate_substitution(part.text, scope, line)
         scope.depth -= 1
     if value is None:
         text = written(part)
@@ -214,48 +218,50 @@ def written(part: WordPart) -> str:
         case "arithmetic":
             return f"$(({part.text}))"
         case "command":
-            return _written_command(part.text)
+            return _write_command(part.text)
     plain = re.fullmatch(r"\w+|[@*#?$!-]", part.text)
     return f"${part.text}" if plain else f"${{{part.text}}}"
 
 
-def _written_command(text: str) -> str:
+def _write_command(text: str) -> str:
     return f"$({' '.join(text.split())})"
 
 
-def _parameter(text: str, scope: ShellScope, line: int) -> Variable | None:
+def _expand_parameter(text: str, scope: ShellScope, line: int) -> Variable | None:
     """`$NAME` and `${NAME...}`; None if the script does not tell it."""
     match = _EXPANSION.fullmatch(text)
     if match is None:
         return None
     if match["name"] == "#" and not match["rest"]:
         return text_variable(str(len(scope.parameters)), line)
-    value = _named(match["name"], match["index"], scope)
+    value = _find_variable(match["name"], match["index"], scope)
     if match["length"] and value is not None:
         length = len(value.items) if value.is_array else len(value.first.text)
         return text_variable(str(length), line)
-    return _modified(value, match["rest"], scope, line)
+    return _modify_value(value, match["rest"], scope, line)
 
 
-def _named(name: str, index: str | None, scope: ShellScope) -> Variable | None:
+def _find_variable(name: str, index: str | None, scope: ShellScope) -> Variable | None:
     if name in ("@", "*"):
         return Variable(scope.parameters, is_array=name == "@")
     if name in ("0", "BASH_SOURCE"):
         return text_variable(f"{scope.folder}/script")
     if name.isdecimal():
-        return _element(scope.parameters, int(name) - 1)
+        return _take_element(scope.parameters, int(name) - 1)
     value = scope.get(name)
     if value is None or not value.is_array or index in ("[@]", "[*]"):
         return value
     number = calculate((index or "[0]")[1:-1], scope)
-    return None if number is None else _element(value.items, number)
+    return None if number is None else _take_element(value.items, number)
 
 
-def _element(items: tuple[Argument, ...], index: int) -> Variable | None:
+def _take_element(items: tuple[Argument, ...], index: int) -> Variable | None:
     return Variable((items[index],)) if -len(items) <= index < len(items) else None
 
 
-def _modified(value: Variable | None, rest: str, scope: ShellScope, line: int) -> Variable | None:
+def _modify_value(
+    value: Variable | None, rest: str, scope: ShellScope, line: int
+) -> Variable | None:
     """Apply what stands behind the name: a default, a pattern to cut off, a part of the text."""
     operation = _OPERATION.match(rest)
     if operation is None:
@@ -267,18 +273,18 @@ def _modified(value: Variable | None, rest: str, scope: ShellScope, line: int) -
     if operation[1] == "?":
         return value
     if operation[1] == "+":
-        return _expanded(alternative, scope, line) if is_set else Variable(())
-    return value if is_set else _expanded(alternative, scope, line)
+        return _expand_alternative(alternative, scope, line) if is_set else Variable(())
+    return value if is_set else _expand_alternative(alternative, scope, line)
 
 
 _OPERATION = re.compile(r":?([-=+?])")
 
 
-def _expanded(text: str, scope: ShellScope, line: int) -> Variable:
-    return Variable((_expanded_text(text, scope, line),))
+def _expand_alternative(text: str, scope: ShellScope, line: int) -> Variable:
+    return Variable((_expand_operand(text, scope, line),))
 
 
-def _expanded_text(text: str, scope: ShellScope, line: int) -> Argument:
+def _expand_operand(text: str, scope: ShellScope, line: int) -> Argument:
     return expand_text(lexer.bare_default(text, line), scope)
 
 
@@ -297,15 +303,15 @@ def _cut_all(value: Variable, rest: str, scope: ShellScope, line: int) -> Variab
 def _cut(text: str, rest: str, scope: ShellScope, line: int) -> str | None:
     match = re.match("##?|%%?", rest)
     if match is not None:
-        pattern = _expanded_text(rest[match.end() :], scope, line).text
-        return _without(text, pattern, at_start=rest[0] == "#", longest=match.end() == 2)
+        pattern = _expand_operand(rest[match.end() :], scope, line).text
+        return _strip_pattern(text, pattern, at_start=rest[0] == "#", longest=match.end() == 2)
     if rest.startswith("/"):
         every = rest.startswith("//")
         pattern, _, replacement = rest[2 if every else 1 :].partition("/")
-        old = _expanded_text(pattern, scope, line).text
+        old = _expand_operand(pattern, scope, line).text
         if not old or any(sign in old for sign in "*?["):
             return None
-        new = _expanded_text(replacement, scope, line).text
+        new = _expand_operand(replacement, scope, line).text
         return text.replace(old, new, -1 if every else 1)
     if rest == ",,":
         return text.lower()
@@ -318,7 +324,7 @@ def _cut(text: str, rest: str, scope: ShellScope, line: int) -> str | None:
     return text if match[2] is None else text[: int(match[2])]
 
 
-def _without(text: str, pattern: str, *, at_start: bool, longest: bool) -> str:
+def _strip_pattern(text: str, pattern: str, *, at_start: bool, longest: bool) -> str:
     """The text without the shortest or the longest start or end that a pattern matches."""
     if len(text) > 4096 or len(pattern) > 256:
         return text
@@ -333,9 +339,14 @@ def _without(text: str, pattern: str, *, at_start: bool, longest: bool) -> str:
     return text
 
 
-def _calculated(text: str, scope: ShellScope, line: int) -> Variable | None:
+def _calculate_variable(text: str, scope: ShellScope, line: int) -> Variable | None:
     number = calculate(text, scope)
     return None if number is None else text_variable(str(number), line)
+
+
+_REFERENCE = re.compile(r"\$\{(\w+)\}|\$?([A-Za-z_]\w*)")
+_LEADING_ZEROS = re.compile(r"\b0+(?=\d)")
+_CALCULATION = re.compile(r"[-+*/%()\d\s]+")
 
 
 def calculate(text: str, scope: ShellScope) -> int | None:
@@ -347,10 +358,10 @@ def calculate(text: str, scope: ShellScope) -> int | None:
         return number if re.fullmatch(r"-?\d{1,15}", number) else "?"
 
     expression = expand_text(lexer.quoted(text, 0), scope).text
-    expression = re.sub(r"\$\{(\w+)\}|\$?([A-Za-z_]\w*)", number_of, expression)
+    expression = _REFERENCE.sub(number_of, expression)
     # a number with a leading zero is octal, which nobody means
-    expression = re.sub(r"\b0+(?=\d)", "", expression)
-    if len(expression) > 500 or not re.fullmatch(r"[-+*/%()\d\s]+", expression):
+    expression = _LEADING_ZEROS.sub("", expression)
+    if len(expression) > 500 or not _CALCULATION.fullmatch(expression):
         return None
     try:
         return _evaluate(ast.parse(expression.strip(), mode="eval").body)
@@ -373,7 +384,7 @@ def _evaluate(node: ast.expr) -> int:
     raise ValueError
 
 
-def _output(text: str, scope: ShellScope, line: int) -> Variable | None:
+def _simulate_substitution(text: str, scope: ShellScope, line: int) -> Variable | None:
     """What `$(text)` would print, of the few commands that only rearrange their words."""
     tokens = lexer.split(text.strip(), line).tokens
     words = [token for token in tokens if isinstance(token, Word)]
@@ -381,8 +392,8 @@ def _output(text: str, scope: ShellScope, line: int) -> Variable | None:
         if isinstance(token, HereDocument) and words and words[0].keyword == "cat":
             return Variable((document_text(token, scope),))
     if "BASH_SOURCE" in text or "$0" in text:
-        return _script_folder(text, scope, line)
-    number = _counted(text, scope, line)
+        return _find_script_folder(text, scope, line)
+    number = _count_devices(text, scope, line)
     if number is not None:
         return text_variable(str(number), line)
     if any(isinstance(token, Operator) and token.text != "\n" for token in tokens):
@@ -392,8 +403,8 @@ def _output(text: str, scope: ShellScope, line: int) -> Variable | None:
         return None
     command, *values = [argument.text for argument in arguments]
     if command == "expr":
-        return _calculated(" ".join(values).replace("\\", ""), scope, line)
-    printed = _printed(command, values)
+        return _calculate_variable(" ".join(values).replace("\\", ""), scope, line)
+    printed = _simulate_command(command, values)
     return None if printed is None else text_variable(printed, line)
 
 
@@ -406,13 +417,13 @@ _COUNTS_LIST = re.compile(
 )
 
 
-def _counted(text: str, scope: ShellScope, line: int) -> int | None:
+def _count_devices(text: str, scope: ShellScope, line: int) -> int | None:
     """The number of GPUs or machines, if a command counts them."""
     whole = expand_text(lexer.quoted(text, line), scope).text
     listed = _COUNTS_LIST.match(text)
     number = None
     if listed is not None:
-        devices = _expanded_text(listed[1], scope, line)
+        devices = _expand_operand(listed[1], scope, line)
         entries = [entry for entry in devices.text.split(",") if entry.strip()]
         if entries and not devices.missing:
             return len(entries)
@@ -423,7 +434,7 @@ def _counted(text: str, scope: ShellScope, line: int) -> int | None:
     elif _COUNTS.search(whole) and _COUNTS_GPUS.search(whole):
         number = scope.gpus
     if number is not None:
-        scope.counts[_written_command(text)] = number
+        scope.counts[_write_command(text)] = number
     return number
 
 
@@ -434,7 +445,7 @@ def document_text(document: HereDocument, scope: ShellScope) -> Argument:
     return expand_text(lexer.quoted(document.text, document.line), scope)
 
 
-def _script_folder(text: str, scope: ShellScope, line: int) -> Variable | None:
+def _find_script_folder(text: str, scope: ShellScope, line: int) -> Variable | None:
     """The script's folder, or one above it.
 
     `$(dirname "$0")` and `$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)`.
@@ -445,7 +456,7 @@ def _script_folder(text: str, scope: ShellScope, line: int) -> Variable | None:
     return text_variable(posixpath.normpath(posixpath.join(scope.folder, *ups)), line)
 
 
-def _printed(command: str, values: list[str]) -> str | None:
+def _simulate_command(command: str, values: list[str]) -> str | None:
     match command, values:
         case "basename", [path]:
             return posixpath.basename(path.rstrip("/"))

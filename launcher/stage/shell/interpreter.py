@@ -128,49 +128,50 @@ class _Interpreter:
 
     def run(self, nodes: tuple[Node, ...]) -> None:
         for node in nodes:
-            self._node(node)
+            self._walk_node(node)
 
-    def _node(self, node: Node) -> None:
+    def _walk_node(self, node: Node) -> None:
         self.steps += 1
         if self.steps > _MOST_STEPS or len(self.script.commands) > _MOST_COMMANDS:
             return
         match node:
             case Simple():
-                self._simple(node)
+                self._walk_simple(node)
             case Joined():
-                self._joined(node)
+                self._walk_joined(node)
             case If():
-                self._if(node)
+                self._walk_if(node)
             case For():
-                self._for(node)
+                self._walk_for(node)
             case While():
-                self._while(node)
+                self._walk_while(node)
             case Case():
-                self._case(node)
+                self._walk_case(node)
             case FunctionDefinition():
                 self.functions[node.name] = node.body
 
-    def _maybe(self, nodes: tuple[Node, ...], why: str) -> None:
+    def _walk_uncertain(self, nodes: tuple[Node, ...], why: str) -> None:
+        """Walk commands of which the script does not tell whether they run."""
         self.unless.append(why)
         self.run(nodes)
         self.unless.pop()
 
-    def _joined(self, node: Joined) -> None:
+    def _walk_joined(self, node: Joined) -> None:
         value: bool | None = True
         for sign, item in node.items:
             if sign == "&&" and value is False:
-                self._skip((item,), getattr(item, "line", 0))
+                self._skip_branch((item,), getattr(item, "line", 0))
             elif sign == "||" and value is True:
                 continue
             elif isinstance(item, Simple) and item.keyword in conditions.TESTS:
                 value = conditions.holds((item,), self.script.scope)
             elif value is None:
-                self._maybe((item,), "a condition")
+                self._walk_uncertain((item,), "a condition")
             else:
-                self._node(item)
+                self._walk_node(item)
                 value = True
 
-    def _if(self, node: If) -> None:
+    def _walk_if(self, node: If) -> None:
         # whether a branch before is taken
         taken: bool | None = False
         for branch in node.branches:
@@ -179,19 +180,18 @@ class _Interpreter:
                 self._run_starts(branch.condition)
                 value = conditions.holds(branch.condition, self.script.scope)
                 taken = value
-            self._branch(value, branch.body, node.line)
-        self._branch(conditions.negated(taken), node.otherwise, node.line)
+            self._walk_branch(value, branch.body, node.line)
+        self._walk_branch(conditions.negated(taken), node.otherwise, node.line)
 
-    def _branch(self, value: bool | None, body: tuple[Node, ...], line: int) -> None:
-        """Walk a branch whose condition has this value."""
+    def _walk_branch(self, value: bool | None, body: tuple[Node, ...], line: int) -> None:
         if value is True:
             self.run(body)
         elif value is False:
-            self._skip(body, line)
+            self._skip_branch(body, line)
         else:
-            self._maybe(body, f"the condition in line {line}")
+            self._walk_uncertain(body, f"the condition in line {line}")
 
-    def _skip(self, nodes: tuple[Node, ...], line: int) -> None:
+    def _skip_branch(self, nodes: tuple[Node, ...], line: int) -> None:
         """Note the flags of a branch that is not taken."""
         reason = f"only if the condition in line {line} holds, which it does not"
         for word in syntax.words(nodes):
@@ -204,18 +204,18 @@ class _Interpreter:
         """Commands of a condition that are no tests: `if ! accelerate launch ...; then`."""
         for node in condition:
             if isinstance(node, Simple) and node.words and node.keyword not in conditions.TESTS:
-                self._simple(node)
+                self._walk_simple(node)
 
-    def _for(self, node: For) -> None:
+    def _walk_for(self, node: For) -> None:
         items = expand_all(node.items, self.script.scope)
         if node.variable and items:
             chosen = ""
             if len(items) > 1:
                 chosen = f"the first of {len(items)} values of the loop in line {node.line}"
-            self._set(node.variable, Variable((items[0],), chosen=chosen))
+            self._set_variable(node.variable, Variable((items[0],), chosen=chosen))
         self.run(node.body)
 
-    def _while(self, node: While) -> None:
+    def _walk_while(self, node: While) -> None:
         scope = self.script.scope
         for _ in range(_MOST_ROUNDS):
             value = conditions.holds(node.condition, scope)
@@ -223,19 +223,19 @@ class _Interpreter:
                 return
             before = scope.parameters
             if value is None:
-                self._maybe(node.body, f"the loop in line {node.line}")
+                self._walk_uncertain(node.body, f"the loop in line {node.line}")
             else:
                 self.run(node.body)
             # only a loop that takes the arguments one by one is walked again
             if scope.parameters == before:
                 return
 
-    def _case(self, node: Case) -> None:
+    def _walk_case(self, node: Case) -> None:
         scope = self.script.scope
         subject = expand_text(node.word, scope)
         if subject.missing:
             for choice in node.choices:
-                self._maybe(choice.body, f"the case in line {node.line}")
+                self._walk_uncertain(choice.body, f"the case in line {node.line}")
             return
         for choice in node.choices:
             patterns = [expand_text(pattern, scope) for pattern in choice.patterns]
@@ -243,10 +243,10 @@ class _Interpreter:
                 self.run(choice.body)
                 for other in node.choices:
                     if other is not choice:
-                        self._skip(other.body, node.line)
+                        self._skip_branch(other.body, node.line)
                 return
 
-    def _simple(self, node: Simple) -> None:
+    def _walk_simple(self, node: Simple) -> None:
         scope = self.script.scope
         if not node.words:
             self._assign_all(node, exports=False)
@@ -269,8 +269,8 @@ class _Interpreter:
                 scope.parameters = tuple(arguments[2:])
                 return
         if node.document is not None:
-            self._document(node, node.document, arguments)
-        if self._starts_script(node, arguments) or self._starts_text(node, arguments):
+            self._write_document(node, node.document, arguments)
+        if self._try_script(node, arguments) or self._try_text(node, arguments):
             return
         environment = []
         for assignment in node.assignments:
@@ -310,8 +310,8 @@ class _Interpreter:
             value = Variable((expand_text(assignment.values[0], scope),))
         before = scope.variables.get(name)
         if assignment.adds and before is not None:
-            value = _added(before, value)
-        self._set(name, value)
+            value = _append_value(before, value)
+        self._set_variable(name, value)
         if exports:
             self.script.exported[name] = value.first
 
@@ -320,9 +320,9 @@ class _Interpreter:
         for word in words:
             for part in word.parts:
                 if part.kind == "command" and _STARTS.search(part.text):
-                    self._nested(part.text, word.line)
+                    self._walk_text(part.text, word.line)
 
-    def _set(self, name: str, value: Variable) -> None:
+    def _set_variable(self, name: str, value: Variable) -> None:
         scope = self.script.scope
         if self.unless:
             if name in scope.variables:
@@ -338,17 +338,23 @@ class _Interpreter:
         scope = self.script.scope
         *flags, name = [argument.text for argument in arguments]
         if node.document is not None:
-            self._set(name, Variable((document_text(node.document, scope),)))
-        elif node.text is not None:
-            value = expand_text(node.text, scope)
-            items = [value]
-            is_array = any(flag.startswith("-") and "a" in flag for flag in flags)
-            if is_array:
-                items = [replace(value, text=word) for word in value.text.split()]
-            self._set(name, Variable(tuple(items), is_array))
+            text = document_text(node.document, scope)
+            self._set_variable(name, Variable((text,)))
+            return
+        if node.text is None:
+            return
+        value = expand_text(node.text, scope)
+        is_array = any(flag.startswith("-") and "a" in flag for flag in flags)
+        if not is_array:
+            self._set_variable(name, Variable((value,)))
+            return
+        items = [replace(value, text=word) for word in value.text.split()]
+        self._set_variable(name, Variable(tuple(items), is_array=True))
 
-    def _document(self, node: Simple, document: HereDocument, arguments: list[Argument]) -> None:
-        """A here-document that is written into a file."""
+    def _write_document(
+        self, node: Simple, document: HereDocument, arguments: list[Argument]
+    ) -> None:
+        """Note a here-document that the command writes into a file."""
         scope = self.script.scope
         program = arguments[0].text
         target = None
@@ -359,27 +365,27 @@ class _Interpreter:
         if target is not None:
             self.script.files[target] = document_text(document, scope)
 
-    def _starts_script(self, node: Simple, arguments: list[Argument]) -> bool:
+    def _try_script(self, node: Simple, arguments: list[Argument]) -> bool:
         """Walk a function, the text of `eval` and `bash -c`, or another script, if it is one."""
         if self.calls >= _MOST_CALLS:
             return False
         texts = [argument.text for argument in arguments]
         if texts[0] in self.functions:
-            with self._inside(arguments[1:]):
+            with self._enter_call(arguments[1:]):
                 self.run(self.functions[texts[0]])
             return True
         if texts[0] == "eval":
-            self._nested(" ".join(texts[1:]), node.line)
+            self._walk_text(" ".join(texts[1:]), node.line)
             return True
         for index, text in enumerate(texts[:-2]):
             if text in _COMMAND_SHELLS and re.fullmatch(r"-\w*c", texts[index + 1]):
                 self._assign_all(node, exports=True)
-                with self._inside(arguments[index + 4 :], arguments[:index]):
-                    self._nested(texts[index + 2], node.line)
+                with self._enter_call(arguments[index + 4 :], arguments[:index]):
+                    self._walk_text(texts[index + 2], node.line)
                 return True
-        return self._starts_file(node, arguments)
+        return self._try_file(node, arguments)
 
-    def _starts_text(self, node: Simple, arguments: list[Argument]) -> bool:
+    def _try_text(self, node: Simple, arguments: list[Argument]) -> bool:
         """Walk the text of a training that a program gets as an argument or a here-document.
 
         As in `ssh HOST "torchrun ..."`, `tmux new -d "..."`, `sbatch --wrap "..."`, `sbatch <<EOF`.
@@ -387,24 +393,26 @@ class _Interpreter:
         program = posixpath.basename(arguments[0].text)
         if self.calls >= _MOST_CALLS or program in _PRINTERS:
             return False
+        scope = self.script.scope
         texts = [argument.text for argument in arguments]
         if node.document is not None and program in _SHELLS | _REMOTE:
-            texts.append(document_text(node.document, self.script.scope).text)
+            texts.append(document_text(node.document, scope).text)
         for place, text in enumerate(texts):
             if place and " " in text.strip() and _STARTS.search(text):
-                with self._inside(self.script.scope.parameters, arguments[:place]):
-                    self._nested(text.partition("--wrap=")[2] or text, node.line)
+                command = text.partition("--wrap=")[2] or text
+                with self._enter_call(scope.parameters, arguments[:place]):
+                    self._walk_text(command, node.line)
                 return True
         return False
 
-    def _nested(self, text: str, line: int) -> None:
+    def _walk_text(self, text: str, line: int) -> None:
         if self.calls < _MOST_CALLS:
             self.calls += 1
             self.read(text, self.file, line)
             self.calls -= 1
 
     @contextmanager
-    def _inside(
+    def _enter_call(
         self, parameters: Iterable[Argument], prefix: Iterable[Argument] | None = None
     ) -> Iterator[None]:
         """Walk with other parameters, and with further words before every command."""
@@ -420,7 +428,8 @@ class _Interpreter:
         self.prefixes = prefixes
         scope.parameters = before
 
-    def _starts_file(self, node: Simple, arguments: list[Argument]) -> bool:
+    def _try_file(self, node: Simple, arguments: list[Argument]) -> bool:
+        """Walk the script whose path a command names, if it names one that can be read."""
         texts = [argument.text for argument in arguments]
         place = 0
         if posixpath.basename(texts[0]) in _SHELLS or texts[0] in ("srun", "nohup", "exec"):
@@ -439,7 +448,7 @@ class _Interpreter:
         parameters = self.script.scope.parameters
         if texts[0] not in ("source", ".") or len(texts) > place + 1:
             parameters = tuple(arguments[place + 1 :])
-        with self._inside(parameters, arguments[:place]):
+        with self._enter_call(parameters, arguments[:place]):
             self.read(text, path)
         return True
 
@@ -448,7 +457,7 @@ def _matches(subject: Argument, pattern: Argument) -> bool:
     return not pattern.missing and fnmatch.fnmatchcase(subject.text, pattern.text)
 
 
-def _added(before: Variable, value: Variable) -> Variable:
+def _append_value(before: Variable, value: Variable) -> Variable:
     """The value of a variable after `+=`."""
     if before.is_array or value.is_array:
         return Variable((*before.items, *value.items), is_array=True)

@@ -103,11 +103,11 @@ class _Lexer:
 
     def run(self) -> TokenList:
         while self.at < len(self.text):
-            self._step()
+            self._read_token()
         self._read_documents()
         return TokenList(tuple(self.tokens), tuple(self.mended))
 
-    def _step(self) -> None:
+    def _read_token(self) -> None:
         start = self.at
         self._skip_blanks()
         if self.at >= len(self.text):
@@ -115,11 +115,11 @@ class _Lexer:
         glued = self.at == start and start > 0
         after_operator = bool(self.tokens) and isinstance(self.tokens[-1], Operator)
         if self.text[self.at] == "#" and (after_operator or not glued):
-            self._comment()
+            self._skip_comment()
             return
         operator = _OPERATOR.match(self.text, self.at)
         if operator is None:
-            self.tokens.append(self._word(glued=glued))
+            self.tokens.append(self._read_word(glued=glued))
             return
         self.at = operator.end()
         self.tokens.append(Operator(operator[0], self.line, glued))
@@ -135,20 +135,20 @@ class _Lexer:
             if self.text.startswith((" ", "\t"), self.at):
                 self.at += 1
             elif self.text.startswith("\\\n", self.at):
-                self._continue(2)
+                self._continue_line(2)
             else:
                 match = _BLANK_AFTER_BACKSLASH.match(self.text, self.at)
                 if match is None:
                     return
                 self.mended.append(self.line)
-                self._continue(len(match[0]))
+                self._continue_line(len(match[0]))
 
-    def _continue(self, length: int) -> None:
+    def _continue_line(self, length: int) -> None:
         self.at += length
         self.line += 1
         self.continued = True
 
-    def _comment(self) -> None:
+    def _skip_comment(self) -> None:
         self.at = _find(self.text, "\n", self.at)
         if self.continued and self._option_follows():
             self.mended.append(self.line)
@@ -166,13 +166,15 @@ class _Lexer:
 
     def _expect_document(self, *, strips_tabs: bool) -> None:
         self._skip_blanks()
-        if self.at >= len(self.text) or self.text[self.at] == "\n":
+        if self.text[self.at : self.at + 1] in ("", "\n"):
             return
-        word = self._word()
+        word = self._read_word()
         delimiter = "".join(part.text for part in word.parts)
         expands = not any(part.quoted for part in word.parts)
-        self.pending.append(_Pending(delimiter, strips_tabs, len(self.tokens)))
-        self.tokens.append(HereDocument("", word.line, expands))
+        document = HereDocument("", word.line, expands)
+        pending = _Pending(delimiter, strips_tabs, len(self.tokens))
+        self.pending.append(pending)
+        self.tokens.append(document)
 
     def _read_documents(self) -> None:
         for pending in self.pending:
@@ -194,7 +196,7 @@ class _Lexer:
                 self.tokens[pending.index] = replace(document, text=text, line=first)
         self.pending = []
 
-    def _word(self, *, glued: bool = False) -> Word:
+    def _read_word(self, *, glued: bool = False) -> Word:
         reader = _WordReader(self.text, self.at, self.line)
         word = Word(tuple(reader.bare_or_character()), self.line, glued)
         self.at = reader.at
@@ -227,19 +229,19 @@ class _WordReader:
             character = self.text[self.at]
             if self.text.startswith(("<(", ">("), self.at):
                 self._flush(quoted=False)
-                inner = self._balanced(2, "(", ")")
+                inner = self._read_balanced(2, "(", ")")
                 self.parts.append(WordPart("command", inner, quoted=True))
             elif character in " \t\n;&|()<>":
                 break
             elif character == "\\":
-                if not self._escape():
+                if not self._read_escape():
                     break
             elif character == "'":
-                self._single_quotes()
+                self._read_single_quotes()
             elif character == '"':
-                self._double_quotes()
+                self._read_double_quotes()
             elif character in "$`":
-                self._dollar(quoted=False)
+                self._read_dollar(quoted=False)
             else:
                 self.buffer.append(character)
                 self.at += 1
@@ -253,9 +255,9 @@ class _WordReader:
             if character == end:
                 break
             if character == "\\" and self.at + 1 < len(self.text):
-                self._escape_in_quotes()
+                self._read_escape_in_quotes()
             elif character in "$`":
-                self._dollar(quoted=True)
+                self._read_dollar(quoted=True)
             else:
                 self.buffer.append(character)
                 self.at += 1
@@ -269,7 +271,7 @@ class _WordReader:
             self.parts.append(WordPart("text", "".join(self.buffer), quoted))
             self.buffer = []
 
-    def _escape(self) -> bool:
+    def _read_escape(self) -> bool:
         """Read a backslash outside quotes; False if the word ends at it."""
         following = self.text[self.at + 1 : self.at + 2]
         if following == "\n":
@@ -285,7 +287,7 @@ class _WordReader:
         self.at += 2
         return True
 
-    def _escape_in_quotes(self) -> None:
+    def _read_escape_in_quotes(self) -> None:
         following = self.text[self.at + 1]
         if following == "\n":
             self.at += 2
@@ -297,11 +299,11 @@ class _WordReader:
             self.buffer.append("\\")
             self.at += 1
 
-    def _single_quotes(self) -> None:
+    def _read_single_quotes(self) -> None:
         self._flush(quoted=False)
-        self.parts.append(WordPart("text", self._up_to("'"), quoted=True))
+        self.parts.append(WordPart("text", self._read_up_to("'"), quoted=True))
 
-    def _up_to(self, end: str) -> str:
+    def _read_up_to(self, end: str) -> str:
         """The text between this character and the next `end`; moves behind that."""
         start = self.at + 1
         stop = _find(self.text, end, start)
@@ -309,7 +311,7 @@ class _WordReader:
         self.at = stop + 1
         return self.text[start:stop]
 
-    def _double_quotes(self) -> None:
+    def _read_double_quotes(self) -> None:
         self._flush(quoted=False)
         inner = _WordReader(self.text, self.at + 1, self.line)
         parts = inner.inside_quotes('"')
@@ -317,21 +319,21 @@ class _WordReader:
         self.at = inner.at + 1
         self.line = inner.line
 
-    def _dollar(self, *, quoted: bool) -> None:
+    def _read_dollar(self, *, quoted: bool) -> None:
         self._flush(quoted=quoted)
         name = _NAME.match(self.text, self.at + 1)
         if self.text[self.at] == "`":
-            part = WordPart("command", self._up_to("`"), quoted)
+            part = WordPart("command", self._read_up_to("`"), quoted)
         elif self.text.startswith("$((", self.at):
-            inner = self._balanced(2, "(", ")")
+            inner = self._read_balanced(2, "(", ")")
             part = WordPart("arithmetic", inner.removeprefix("(").removesuffix(")"), quoted)
         elif self.text.startswith("$(", self.at):
-            part = WordPart("command", self._balanced(2, "(", ")"), quoted)
+            part = WordPart("command", self._read_balanced(2, "(", ")"), quoted)
         elif self.text.startswith("${", self.at):
-            part = WordPart("variable", self._balanced(2, "{", "}"), quoted)
+            part = WordPart("variable", self._read_balanced(2, "{", "}"), quoted)
         elif self.text.startswith("$'", self.at) and not quoted:
             self.at += 1
-            part = WordPart("text", self._up_to("'"), quoted=True)
+            part = WordPart("text", self._read_up_to("'"), quoted=True)
         elif name is not None:
             self.at = name.end()
             part = WordPart("variable", name[0], quoted)
@@ -341,7 +343,7 @@ class _WordReader:
             return
         self.parts.append(part)
 
-    def _balanced(self, offset: int, opening: str, closing: str) -> str:
+    def _read_balanced(self, offset: int, opening: str, closing: str) -> str:
         """The text from `offset` to the bracket that closes it; moves behind that."""
         start = self.at + offset
         depth = 1

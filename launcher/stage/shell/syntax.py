@@ -128,7 +128,7 @@ class _Parser:
         at = self.at + offset
         return self.tokens[at] if at < len(self.tokens) else None
 
-    def _symbol(self, offset: int = 0) -> str | None:
+    def _peek_symbol(self, offset: int = 0) -> str | None:
         """The next operator or word without quotes and substitutions."""
         token = self._peek(offset)
         if isinstance(token, Operator):
@@ -136,18 +136,18 @@ class _Parser:
         return token.keyword if isinstance(token, Word) else None
 
     def _skip(self, *symbols: str) -> None:
-        while self._symbol() in symbols:
+        while self._peek_symbol() in symbols:
             self.at += 1
 
     def _take(self, symbol: str) -> None:
         """Read this symbol if it is the next one."""
-        if self._symbol() == symbol:
+        if self._peek_symbol() == symbol:
             self.at += 1
 
     def _close(self, symbol: str) -> None:
         """Read the end of a structure and the redirections behind it."""
         self._take(symbol)
-        while self._symbol() in _REDIRECTIONS:
+        while self._peek_symbol() in _REDIRECTIONS:
             self.at += 1
             if isinstance(self._peek(), Word):
                 self.at += 1
@@ -159,7 +159,7 @@ class _Parser:
             raise TooDeep
         nodes: list[Node] = []
         while self.at < len(self.tokens):
-            symbol = self._symbol()
+            symbol = self._peek_symbol()
             if symbol in stops:
                 break
             is_separator = isinstance(self._peek(), Operator) and symbol != "("
@@ -167,7 +167,7 @@ class _Parser:
                 self.at += 1
                 continue
             before = self.at
-            node = self._joined()
+            node = self._parse_joined()
             if node is not None:
                 nodes.append(node)
             if self.at == before:
@@ -175,14 +175,14 @@ class _Parser:
         self.depth -= 1
         return tuple(nodes)
 
-    def _joined(self) -> Node | None:
+    def _parse_joined(self) -> Node | None:
         items: list[tuple[str, Node]] = []
         operator = ""
         while True:
-            for node in self._command():
+            for node in self._parse_command():
                 items.append((operator, node))
                 operator = "|"
-            operator = self._symbol() or ""
+            operator = self._peek_symbol() or ""
             if operator not in ("&&", "||", "|", "|&"):
                 break
             self.at += 1
@@ -191,96 +191,96 @@ class _Parser:
             return items[0][1]
         return Joined(tuple(items)) if items else None
 
-    def _command(self) -> tuple[Node, ...]:
+    def _parse_command(self) -> tuple[Node, ...]:
         """One command; a group in brackets is those in it."""
-        match self._symbol():
+        match self._peek_symbol():
             case "(":
                 if self._is_glued_bracket(1):
-                    return (self._arithmetic(),)
-                return self._group(")")
+                    return (self._parse_arithmetic(),)
+                return self._parse_group(")")
             case "{":
-                return self._group("}")
+                return self._parse_group("}")
             case "if":
-                return (self._if(),)
+                return (self._parse_if(),)
             case "for" | "select":
-                return (self._for(),)
+                return (self._parse_for(),)
             case "while" | "until":
-                return (self._while(),)
+                return (self._parse_while(),)
             case "case":
-                return (self._case(),)
+                return (self._parse_case(),)
             case "!" | "time":
                 self.at += 1
-                return self._command()
+                return self._parse_command()
             case "function":
                 self.at += 1
-                return (self._function(),)
-            case str() if self._symbol(1) == "(" and self._symbol(2) == ")":
-                return (self._function(),)
-        return () if self._peek() is None else (self._simple(),)
+                return (self._parse_function(),)
+            case str() if self._peek_symbol(1) == "(" and self._peek_symbol(2) == ")":
+                return (self._parse_function(),)
+        return () if self._peek() is None else (self._parse_simple(),)
 
     def _is_glued_bracket(self, offset: int) -> bool:
         token = self._peek(offset)
         return isinstance(token, Operator) and token.text == "(" and token.glued
 
-    def _group(self, closing: str) -> tuple[Node, ...]:
+    def _parse_group(self, closing: str) -> tuple[Node, ...]:
         self.at += 1
         nodes = self.body(closing)
         self._close(closing)
         return nodes
 
-    def _arithmetic(self) -> Arithmetic:
+    def _parse_arithmetic(self) -> Arithmetic:
         self.at += 2
         texts: list[str] = []
-        while self._peek() is not None and self._symbol() != ")":
-            texts.append(_source(self.tokens[self.at]))
+        while self._peek() is not None and self._peek_symbol() != ")":
+            texts.append(_restore_source(self.tokens[self.at]))
             self.at += 1
         self._skip(")")
         return Arithmetic(" ".join(texts))
 
-    def _if(self) -> If:
+    def _parse_if(self) -> If:
         line = self.tokens[self.at].line
         branches: list[Branch] = []
-        while self._symbol() in ("if", "elif"):
+        while self._peek_symbol() in ("if", "elif"):
             self.at += 1
             condition = self.body("then", "fi")
             self._take("then")
             branches.append(Branch(condition, self.body("elif", "else", "fi")))
         otherwise: tuple[Node, ...] = ()
-        if self._symbol() == "else":
+        if self._peek_symbol() == "else":
             self.at += 1
             otherwise = self.body("fi")
         self._close("fi")
         return If(tuple(branches), otherwise, line)
 
-    def _for(self) -> For:
+    def _parse_for(self) -> For:
         line = self.tokens[self.at].line
         self.at += 1
         variable = ""
         items: tuple[Word, ...] = ()
-        if self._symbol() == "(":
+        if self._peek_symbol() == "(":
             self._skip_brackets()
         else:
-            variable = self._symbol() or ""
+            variable = self._peek_symbol() or ""
             self.at += 1
             self._skip("\n")
-            if self._symbol() == "in":
+            if self._peek_symbol() == "in":
                 self.at += 1
-                items = self._words()
-        return For(variable, items, self._loop_body(), line)
+                items = self._parse_words()
+        return For(variable, items, self._parse_loop_body(), line)
 
     def _skip_brackets(self) -> None:
         """Skip the `((i=0; i<3; i++))` of a loop."""
         depth = 0
         while self._peek() is not None:
-            if self._symbol() == "(":
+            if self._peek_symbol() == "(":
                 depth += 1
-            elif self._symbol() == ")":
+            elif self._peek_symbol() == ")":
                 depth -= 1
             self.at += 1
             if depth == 0:
                 return
 
-    def _words(self) -> tuple[Word, ...]:
+    def _parse_words(self) -> tuple[Word, ...]:
         words: list[Word] = []
         token = self._peek()
         while isinstance(token, Word):
@@ -289,20 +289,20 @@ class _Parser:
             token = self._peek()
         return tuple(words)
 
-    def _loop_body(self) -> tuple[Node, ...]:
+    def _parse_loop_body(self) -> tuple[Node, ...]:
         self._skip(";", "\n")
         self._take("do")
         body = self.body("done")
         self._close("done")
         return body
 
-    def _while(self) -> While:
+    def _parse_while(self) -> While:
         line = self.tokens[self.at].line
         self.at += 1
         condition = self.body("do", "done")
-        return While(condition, self._loop_body(), line)
+        return While(condition, self._parse_loop_body(), line)
 
-    def _case(self) -> Case:
+    def _parse_case(self) -> Case:
         line = self.tokens[self.at].line
         self.at += 1
         word = self._peek()
@@ -311,8 +311,8 @@ class _Parser:
         self._take("in")
         self._skip(";", "\n")
         choices: list[CasePattern] = []
-        while self._peek() is not None and self._symbol() != "esac":
-            patterns = self._words_before_bracket()
+        while self._peek() is not None and self._peek_symbol() != "esac":
+            patterns = self._parse_words_before_bracket()
             body = self.body(*_CASE_ENDS, "esac")
             choices.append(CasePattern(patterns, body))
             self._skip(*_CASE_ENDS, ";", "\n")
@@ -320,10 +320,10 @@ class _Parser:
         subject = word if isinstance(word, Word) else Word((), line)
         return Case(subject, tuple(choices), line)
 
-    def _words_before_bracket(self) -> tuple[Word, ...]:
+    def _parse_words_before_bracket(self) -> tuple[Word, ...]:
         """The words up to `)`, which is read too; operators between them are skipped."""
         words: list[Word] = []
-        while self._peek() is not None and self._symbol() != ")":
+        while self._peek() is not None and self._peek_symbol() != ")":
             token = self.tokens[self.at]
             if isinstance(token, Word):
                 words.append(token)
@@ -331,13 +331,13 @@ class _Parser:
         self._take(")")
         return tuple(words)
 
-    def _function(self) -> FunctionDefinition:
-        name = self._symbol() or ""
+    def _parse_function(self) -> FunctionDefinition:
+        name = self._peek_symbol() or ""
         self.at += 1
         self._skip("(", ")", "\n")
-        return FunctionDefinition(name, self._command())
+        return FunctionDefinition(name, self._parse_command())
 
-    def _simple(self) -> Simple:
+    def _parse_simple(self) -> Simple:
         command = Simple(self.tokens[self.at].line)
         in_test = False
         token = self._peek()
@@ -354,12 +354,12 @@ class _Parser:
                 part = WordPart("text", token.text, quoted=False)
                 command.words.append(Word((part,), token.line))
                 self.at += 1
-            elif not self._redirection(token, command):
+            elif not self._parse_redirection(token, command):
                 break
             token = self._peek()
         return command
 
-    def _redirection(self, operator: Operator, command: Simple) -> bool:
+    def _parse_redirection(self, operator: Operator, command: Simple) -> bool:
         """Read a redirection; False if the operator is none, and ends the command."""
         if operator.text in ("<<", "<<-"):
             self.at += 1
@@ -382,13 +382,13 @@ class _Parser:
     def _add_word(self, word: Word, command: Simple) -> None:
         assignment = None
         if not command.words or command.keyword in DECLARATIONS:
-            assignment = self._assignment(word)
+            assignment = self._parse_assignment(word)
         if assignment is None:
             command.words.append(word)
         else:
             command.assignments.append(assignment)
 
-    def _assignment(self, word: Word) -> Assignment | None:
+    def _parse_assignment(self, word: Word) -> Assignment | None:
         first = word.parts[0] if word.parts else None
         if first is None or first.kind != "text" or first.quoted:
             return None
@@ -399,7 +399,7 @@ class _Parser:
         rest = first.text[match.end() :]
         if not rest and len(word.parts) == 1 and self._is_glued_bracket(0):
             self.at += 1
-            values = self._words_before_bracket()
+            values = self._parse_words_before_bracket()
             return Assignment(match[1], values, is_array=True, adds=adds, line=word.line)
         parts = word.parts[1:]
         if rest:
@@ -410,7 +410,7 @@ class _Parser:
         return Assignment(name, (value,), is_array=False, adds=adds, line=word.line)
 
 
-def _source(token: Token) -> str:
+def _restore_source(token: Token) -> str:
     """Roughly the text that a token was read from."""
     if not isinstance(token, Word):
         return token.text

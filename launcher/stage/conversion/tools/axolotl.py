@@ -55,20 +55,20 @@ def convert(ledger: ConversionLedger) -> None:
     rl = ledger.recipe.get("rl")
     if rl is not None:
         ledger.point(rl, "stage")
-    _data(ledger)
-    _adapter(ledger)
-    _precision(ledger)
+    _carry_data(ledger)
+    _carry_adapter(ledger)
+    _carry_precision(ledger)
     for key, (target, value) in _SWITCHES.items():
         setting = ledger.take_on(key)
         if setting is None or target not in ledger.schema.fields:
             continue
         if ledger.refusal(target, value) is None:
             ledger.carry(setting, target, value)
-    _hub(ledger)
-    _plugins(ledger)
-    _checkpoints(ledger)
-    _tokens(ledger)
-    _recomputation(ledger)
+    _carry_hub(ledger)
+    _carry_plugins(ledger)
+    _carry_checkpoints(ledger)
+    _carry_tokens(ledger)
+    _carry_recomputation(ledger)
     templates.settle(ledger)
     names.warmup(ledger)
     data_sets.settle_evaluation(ledger)
@@ -76,7 +76,7 @@ def convert(ledger: ConversionLedger) -> None:
     ledger.draft.add_defaults(_DEFAULTS)
 
 
-def _data(ledger: ConversionLedger) -> None:
+def _carry_data(ledger: ConversionLedger) -> None:
     setting = ledger.take("datasets")
     if setting is None:
         return
@@ -85,13 +85,13 @@ def _data(ledger: ConversionLedger) -> None:
     mixture = SourceData(setting=setting)
     data_sets.set_aside(ledger, mixture, "val_set_size")
     for entry in entries:
-        mixture.sets.append(_of_entry(entry, ledger))
+        mixture.sets.append(_build_data_set(entry, ledger))
     data_sets.write(ledger, mixture)
     _require_forms(ledger, setting, entries)
-    _mask(ledger, setting, entries)
+    _carry_mask(ledger, setting, entries)
 
 
-def _of_entry(entry: Mapping[str, Any], ledger: ConversionLedger) -> DataSet:
+def _build_data_set(entry: Mapping[str, Any], ledger: ConversionLedger) -> DataSet:
     path = str(entry.get("path") or "")
     if data_sets.is_file(path):
         path = data_sets.local_path(path, ledger.recipe)
@@ -125,7 +125,7 @@ def _require_forms(
             ledger.check(setting, f"{', '.join(lost)} of {entry.get('path')}: TRL has no such key")
 
 
-def _mask(
+def _carry_mask(
     ledger: ConversionLedger, setting: SourceSetting, entries: list[Mapping[str, Any]]
 ) -> None:
     """`train_on_inputs` is off there: the loss counts answers alone."""
@@ -149,7 +149,7 @@ def _mask(
             break
 
 
-def _adapter(ledger: ConversionLedger) -> None:
+def _carry_adapter(ledger: ConversionLedger) -> None:
     setting = ledger.take("adapter")
     if setting is None:
         return
@@ -170,17 +170,19 @@ def _adapter(ledger: ConversionLedger) -> None:
             ledger.point(four, "load_in_4bit")
 
 
-def _precision(ledger: ConversionLedger) -> None:
-    setting = ledger.take("bf16")
-    if setting is not None and (is_on(setting.value) or setting.value in ("auto", "full")):
-        ledger.carry(setting, "bf16", value=True)
-        ledger.carry(setting, "dtype", "bfloat16")
+def _carry_precision(ledger: ConversionLedger) -> None:
+    bf16 = ledger.take("bf16")
+    if bf16 is not None:
+        is_wanted = is_on(bf16.value) or bf16.value in ("auto", "full")
+        if is_wanted:
+            ledger.carry(bf16, "bf16", value=True)
+            ledger.carry(bf16, "dtype", "bfloat16")
     half = ledger.take("fp16")
     if half is not None and half.value == "auto":
         ledger.leave(half, "bf16 is used", matters=False)
 
 
-def _hub(ledger: ConversionLedger) -> None:
+def _carry_hub(ledger: ConversionLedger) -> None:
     setting = ledger.take("hub_model_id")
     if setting is not None and not is_off(setting.value):
         ledger.carry(setting, "hub_model_id", setting.value)
@@ -191,7 +193,7 @@ def _hub(ledger: ConversionLedger) -> None:
         ledger.check(project, _VARIABLE)
 
 
-def _plugins(ledger: ConversionLedger) -> None:
+def _carry_plugins(ledger: ConversionLedger) -> None:
     setting = ledger.take("plugins")
     if setting is None:
         return
@@ -207,7 +209,7 @@ def _plugins(ledger: ConversionLedger) -> None:
         ledger.leave(setting, "TRL has no such plugin")
 
 
-def _checkpoints(ledger: ConversionLedger) -> None:
+def _carry_checkpoints(ledger: ConversionLedger) -> None:
     """Saves and evaluations by epoch: steps below 1 are a share of all.
 
     transformers/training_args.py
@@ -216,23 +218,26 @@ def _checkpoints(ledger: ConversionLedger) -> None:
     if saves is not None and saves.value == 0:
         ledger.carry(saves, "save_strategy", "no")
     elif saves is not None:
-        _by_epoch(ledger, saves, "save")
+        _carry_by_epoch(ledger, saves, "save")
     evaluations = ledger.take("evals_per_epoch")
     if evaluations is not None and "test_split_size" in ledger.draft.rows and evaluations.value:
-        _by_epoch(ledger, evaluations, "eval")
+        _carry_by_epoch(ledger, evaluations, "eval")
 
 
-def _by_epoch(ledger: ConversionLedger, setting: SourceSetting, prefix: str) -> None:
+def _carry_by_epoch(ledger: ConversionLedger, setting: SourceSetting, prefix: str) -> None:
     epochs = ledger.recipe.value("num_epochs") or _DEFAULTS["num_train_epochs"]
-    if setting.value == 1:
-        ledger.carry(setting, f"{prefix}_strategy", "epoch")
-    elif isinstance(setting.value, int) and isinstance(epochs, int | float):
-        ledger.carry(setting, f"{prefix}_strategy", "steps")
-        share = round(1 / (setting.value * epochs), 6)
-        ledger.carry(setting, f"{prefix}_steps", share, note=f"{setting.key}: a share of all steps")
+    strategy = f"{prefix}_strategy"
+    times = setting.value
+    if times == 1:
+        ledger.carry(setting, strategy, "epoch")
+    elif isinstance(times, int) and isinstance(epochs, int | float):
+        ledger.carry(setting, strategy, "steps")
+        share = round(1 / (times * epochs), 6)
+        note = f"{setting.key}: a share of all steps"
+        ledger.carry(setting, f"{prefix}_steps", share, note=note)
 
 
-def _tokens(ledger: ConversionLedger) -> None:
+def _carry_tokens(ledger: ConversionLedger) -> None:
     setting = ledger.take("special_tokens")
     if setting is None or not isinstance(setting.value, Mapping):
         return
@@ -248,7 +253,7 @@ def _tokens(ledger: ConversionLedger) -> None:
         ledger.leave(setting, "set them in the tokenizer's files", matters=bool(lost))
 
 
-def _recomputation(ledger: ConversionLedger) -> None:
+def _carry_recomputation(ledger: ConversionLedger) -> None:
     """`gradient_checkpointing` may say `offload` there."""
     setting = ledger.take("gradient_checkpointing")
     if setting is not None and str(setting.value).startswith("offload"):

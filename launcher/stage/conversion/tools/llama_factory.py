@@ -45,10 +45,10 @@ def convert(ledger: ConversionLedger) -> None:
     stage = ledger.recipe.get("stage")
     if stage is not None:
         ledger.point(stage, "stage")
-    _data(ledger)
-    _method(ledger)
-    _quantization(ledger)
-    _attention(ledger)
+    _carry_data(ledger)
+    _carry_method(ledger)
+    _carry_quantization(ledger)
+    _carry_attention(ledger)
     packing = ledger.take_on("neat_packing")
     if packing is not None and "packing" in ledger.schema.fields:
         ledger.carry(packing, "packing", value=True)
@@ -62,13 +62,13 @@ def convert(ledger: ConversionLedger) -> None:
     ledger.draft.add_defaults(_DEFAULTS)
 
 
-def _data(ledger: ConversionLedger) -> None:
+def _carry_data(ledger: ConversionLedger) -> None:
     setting = ledger.take("dataset", "train_dataset")
     if setting is None:
         return
     folder = ledger.take("dataset_dir")
     place = str(folder.value) if folder is not None else "data"
-    info = _dataset_info(ledger, place)
+    info = _read_dataset_info(ledger, place)
     mixture = SourceData(setting=setting)
     data_sets.set_aside(ledger, mixture, "val_size")
     unknown: list[str] = []
@@ -76,7 +76,7 @@ def _data(ledger: ConversionLedger) -> None:
     for name in words(setting.value):
         entry = info.get(name)
         if isinstance(entry, Mapping):
-            data, form = _of_entry(entry, place, ledger)
+            data, form = _build_data_set(entry, place, ledger)
             forms.add(form)
         else:
             data = DataSet(path=name)
@@ -98,13 +98,13 @@ def _data(ledger: ConversionLedger) -> None:
         rows_there = f"rows of the form {' and '.join(sorted(forms))}"
         advice = f"{rows_there}: `launch data convert` makes rows with {needs}"
         ledger.check(setting, advice)
-    _mask(ledger, setting)
+    _carry_mask(ledger, setting)
     evaluation = ledger.take("eval_dataset")
     if evaluation is not None:
         ledger.leave(evaluation, data_sets.EVALUATES_ON_A_PART)
 
 
-def _dataset_info(ledger: ConversionLedger, folder: str) -> Mapping[str, Any]:
+def _read_dataset_info(ledger: ConversionLedger, folder: str) -> Mapping[str, Any]:
     """The sets that dataset_info.json describes; empty where it is not here."""
     for path in (f"{folder}/dataset_info.json", "dataset_info.json"):
         file = find_near(path, ledger.recipe.path)
@@ -117,7 +117,7 @@ def _dataset_info(ledger: ConversionLedger, folder: str) -> Mapping[str, Any]:
     return {}
 
 
-def _of_entry(
+def _build_data_set(
     entry: Mapping[str, Any], folder: str, ledger: ConversionLedger
 ) -> tuple[DataSet, str]:
     """A set of dataset_info.json, and the form of its rows."""
@@ -125,12 +125,14 @@ def _of_entry(
     split = entry.get("split")
     for key in ("hf_hub_url", "ms_hub_url", "script_url"):
         if entry.get(key):
-            return DataSet(path=str(entry[key]), name=entry.get("subset"), split=split), form
-    path = str(Path(folder) / str(entry.get("file_name") or ""))
-    return DataSet(path=data_sets.local_path(path, ledger.recipe), split=split), form
+            data = DataSet(path=str(entry[key]), name=entry.get("subset"), split=split)
+            return data, form
+    name = str(entry.get("file_name") or "")
+    path = data_sets.local_path(str(Path(folder) / name), ledger.recipe)
+    return DataSet(path=path, split=split), form
 
 
-def _mask(ledger: ConversionLedger, setting: SourceSetting) -> None:
+def _carry_mask(ledger: ConversionLedger, setting: SourceSetting) -> None:
     """LLaMA-Factory's loss counts answers alone, unless `train_on_prompt`."""
     whole = ledger.take("train_on_prompt")
     if "assistant_only_loss" not in ledger.schema.fields:
@@ -143,11 +145,11 @@ def _mask(ledger: ConversionLedger, setting: SourceSetting) -> None:
         data_sets.mask_questions(ledger, whole or setting, note)
 
 
-def _method(ledger: ConversionLedger) -> None:
+def _carry_method(ledger: ConversionLedger) -> None:
     """LoRA is the default there, with defaults of its own."""
     setting = ledger.take("finetuning_type", "peft_config")
     if setting is not None and isinstance(setting.value, Mapping):
-        _method_of_mapping(ledger, setting)
+        _carry_method_of_mapping(ledger, setting)
         return
     kind = "lora" if setting is None else str(setting.value)
     about = setting or ledger.take("lora_rank", "lora_target", "dataset", "model_name_or_path")
@@ -178,7 +180,7 @@ def _method(ledger: ConversionLedger) -> None:
     ledger.carry(about, "dtype", "bfloat16", note="the base model's type there")
 
 
-def _method_of_mapping(ledger: ConversionLedger, setting: SourceSetting) -> None:
+def _carry_method_of_mapping(ledger: ConversionLedger, setting: SourceSetting) -> None:
     """`peft_config: {name: lora, r: ...}` of version 1's files."""
     content = setting.value
     if str(content.get("name", "lora")) != "lora":
@@ -193,7 +195,7 @@ def _method_of_mapping(ledger: ConversionLedger, setting: SourceSetting) -> None
         ledger.carry(setting, "lora_target_modules", modules)
 
 
-def _quantization(ledger: ConversionLedger) -> None:
+def _carry_quantization(ledger: ConversionLedger) -> None:
     bits = ledger.take("quantization_bit")
     if bits is None or bits.value not in (4, 8):
         return
@@ -206,7 +208,7 @@ def _quantization(ledger: ConversionLedger) -> None:
         ledger.point(method, f"load_in_{bits.value}bit")
 
 
-def _attention(ledger: ConversionLedger) -> None:
+def _carry_attention(ledger: ConversionLedger) -> None:
     setting = ledger.take("flash_attn")
     if setting is None:
         return

@@ -32,10 +32,10 @@ def convert(ledger: ConversionLedger) -> None:
     names = dict(_NAMES)
     if "mixer_list" in ledger.schema.fields:
         names |= _DPO_NAMES
-    _data(ledger)
-    _tokenizer(ledger)
-    _report(ledger)
-    _recomputation(ledger)
+    _carry_data(ledger)
+    _carry_tokenizer(ledger)
+    _carry_report(ledger)
+    _carry_recomputation(ledger)
     for setting in ledger.recipe.settings:
         ledger.by_name(setting, names, {}, _UNNEEDED)
     for key in ("push_to_hub", "try_launch_beaker_eval_jobs"):
@@ -44,7 +44,7 @@ def convert(ledger: ConversionLedger) -> None:
             ledger.draft.add_defaults({key: False}, note=note)
 
 
-def _data(ledger: ConversionLedger) -> None:
+def _carry_data(ledger: ConversionLedger) -> None:
     setting = ledger.take("dataset_mixer_list", "mixer_list")
     target = ledger.entry.names.data
     if setting is not None:
@@ -57,10 +57,10 @@ def _data(ledger: ConversionLedger) -> None:
         if target in ledger.draft.rows:
             ledger.leave(other, f"`{target}` names the data")
             continue
-        ledger.carry(other, target, _mixer(other, ledger))
+        ledger.carry(other, target, _list_mixer(other, ledger))
 
 
-def _mixer(setting: SourceSetting, ledger: ConversionLedger) -> list[Any]:
+def _list_mixer(setting: SourceSetting, ledger: ConversionLedger) -> list[Any]:
     if isinstance(setting.value, Mapping):
         listed: list[Any] = []
         for name, amount in setting.value.items():
@@ -74,7 +74,7 @@ def _mixer(setting: SourceSetting, ledger: ConversionLedger) -> list[Any]:
     return [path, 1.0]
 
 
-def _tokenizer(ledger: ConversionLedger) -> None:
+def _carry_tokenizer(ledger: ConversionLedger) -> None:
     slow = ledger.take("use_slow_tokenizer")
     if slow is None or "use_fast" not in ledger.schema.fields:
         return
@@ -84,7 +84,7 @@ def _tokenizer(ledger: ConversionLedger) -> None:
         ledger.leave(slow, "off: the fast tokenizer is the default", matters=False)
 
 
-def _recomputation(ledger: ConversionLedger) -> None:
+def _carry_recomputation(ledger: ConversionLedger) -> None:
     """DPO recomputes activations if `activation_memory_budget` is below 1.
 
     open_instruct/dpo_tune_cache.py::main[elif args.activation_memory_budget]
@@ -101,7 +101,7 @@ def _recomputation(ledger: ConversionLedger) -> None:
         ledger.leave(setting, f"`{target}` is 1 by default", matters=False)
 
 
-def _report(ledger: ConversionLedger) -> None:
+def _carry_report(ledger: ConversionLedger) -> None:
     """`report_to` may be a list of one there."""
     setting = ledger.take("report_to")
     if setting is None or "report_to" not in ledger.schema.fields:

@@ -58,8 +58,8 @@ def flatten_openrlhf(recipe: Recipe) -> None:
 
 def convert_openrlhf(ledger: ConversionLedger) -> None:
     """Settle the settings of openrlhf.cli.train_sft and train_dpo."""
-    _openrlhf_batch(ledger)
-    _openrlhf_data(ledger)
+    _carry_openrlhf_batch(ledger)
+    _carry_openrlhf_data(ledger)
     precision = ledger.take("param_dtype", "bf16")
     if precision is not None and (str(precision.value) == "bf16" or is_on(precision.value)):
         ledger.carry(precision, "bf16", value=True)
@@ -80,7 +80,7 @@ def convert_openrlhf(ledger: ConversionLedger) -> None:
     names.carry_rest(ledger, names.OPENRLHF, _OPENRLHF_REASONS, _OPENRLHF_UNNEEDED)
 
 
-def _openrlhf_batch(ledger: ConversionLedger) -> None:
+def _carry_openrlhf_batch(ledger: ConversionLedger) -> None:
     """`train_batch_size` is the global one there."""
     whole = ledger.take("train_batch_size", "batch_size")
     each = ledger.take("micro_train_batch_size", "micro_batch_size")
@@ -92,7 +92,7 @@ def _openrlhf_batch(ledger: ConversionLedger) -> None:
         ledger.point(each, "batch.per_device")
 
 
-def _openrlhf_data(ledger: ConversionLedger) -> None:
+def _carry_openrlhf_data(ledger: ConversionLedger) -> None:
     setting = ledger.take("dataset", "preference_dataset")
     if setting is None:
         return
@@ -128,7 +128,7 @@ def convert_swift(ledger: ConversionLedger) -> None:
     kind = ledger.take("rlhf_type")
     if kind is not None:
         ledger.point(kind, "stage")
-    _swift_data(ledger)
+    _carry_swift_data(ledger)
     method = ledger.take("train_type", "tuner_type", "sft_type")
     about = method or ledger.take("lora_rank", "target_modules", "model", "model_id_or_path")
     if method is not None and str(method.value) == "full":
@@ -137,7 +137,7 @@ def convert_swift(ledger: ConversionLedger) -> None:
         ledger.leave(method, f"`{method.value}`: TRL trains all weights, or LoRA")
     elif about is not None:
         ledger.carry(about, "use_peft", value=True, note="LoRA is ms-swift's default")
-        _lora_defaults(ledger)
+        _add_lora_defaults(ledger)
     bits = ledger.take("quant_bits", "quantization_bit")
     if bits is not None and bits.value in (4, 8):
         ledger.carry(bits, f"load_in_{bits.value}bit", value=True)
@@ -152,7 +152,7 @@ def convert_swift(ledger: ConversionLedger) -> None:
     ledger.draft.add_defaults(_SWIFT_DEFAULTS)
 
 
-def _lora_defaults(ledger: ConversionLedger) -> None:
+def _add_lora_defaults(ledger: ConversionLedger) -> None:
     if ledger.take("target_modules", "lora_target_modules") is None:
         ledger.draft.add_defaults({"lora_target_modules": ["all-linear"]})
     if ledger.recipe.get("lora_rank") is None:
@@ -161,7 +161,7 @@ def _lora_defaults(ledger: ConversionLedger) -> None:
         ledger.draft.add_defaults({"lora_alpha": 32})
 
 
-def _swift_data(ledger: ConversionLedger) -> None:
+def _carry_swift_data(ledger: ConversionLedger) -> None:
     setting = ledger.take("dataset")
     if setting is None:
         return
@@ -176,11 +176,11 @@ def _swift_data(ledger: ConversionLedger) -> None:
     data_sets.write(ledger, mixture)
     advice = "TRL needs `messages`, or pairs; `launch data convert` makes them"
     ledger.check(setting, f"ms-swift makes rows of many forms: {advice}")
-    if "assistant_only_loss" in ledger.schema.fields and _masks(ledger):
+    if "assistant_only_loss" in ledger.schema.fields and _masks_questions(ledger):
         data_sets.mask_questions(ledger, setting, "ms-swift's loss counts answers alone")
 
 
-def _masks(ledger: ConversionLedger) -> bool:
+def _masks_questions(ledger: ConversionLedger) -> bool:
     setting = ledger.take("loss_scale")
     if setting is None or str(setting.value) != "all":
         return True
@@ -214,15 +214,15 @@ def convert_verl(ledger: ConversionLedger) -> None:
         if whole is not None:
             ledger.point(whole, "batch.global")
     ledger.switch_on_lora(ledger.take("model.lora_rank"))
-    _verl_data(ledger)
-    _verl_sharding(ledger)
+    _carry_verl_data(ledger)
+    _carry_verl_sharding(ledger)
     scheduler = ledger.take("optim.lr_scheduler")
     if scheduler is None:
         ledger.draft.add_defaults({"lr_scheduler_type": "cosine"})
     names.carry_rest(ledger, names.VERL, _VERL_REASONS, _VERL_UNNEEDED)
 
 
-def _verl_data(ledger: ConversionLedger) -> None:
+def _carry_verl_data(ledger: ConversionLedger) -> None:
     setting = ledger.take("data.train_files")
     if setting is None:
         return
@@ -238,7 +238,7 @@ def _verl_data(ledger: ConversionLedger) -> None:
         data_sets.mask_questions(ledger, setting, "verl's loss counts answers alone")
 
 
-def _verl_sharding(ledger: ConversionLedger) -> None:
+def _carry_verl_sharding(ledger: ConversionLedger) -> None:
     """Its trainer shards with FSDP."""
     strategy = ledger.take("model.strategy")
     ledger.shard(sharding.ShardingName("zero3"), *filter(None, [strategy]))

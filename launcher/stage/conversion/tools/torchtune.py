@@ -87,21 +87,22 @@ def flatten(recipe: Recipe) -> None:
         if setting.key in _SECTIONS and isinstance(setting.value, Mapping):
             for name, value in setting.value.items():
                 key = setting.key if name == "_component_" else f"{setting.key}.{name}"
-                flat.append(_changed(setting, key, value))
+                flat.append(_change_setting(setting, key, value))
         else:
             flat.append(setting)
     values = {setting.key: setting.value for setting in flat}
     recipe.settings = [
-        _changed(setting, setting.key, _resolved(setting.value, values)) for setting in flat
+        _change_setting(setting, setting.key, _resolve_references(setting.value, values))
+        for setting in flat
     ]
 
 
-def _changed(setting: SourceSetting, key: str, value: Any) -> SourceSetting:
+def _change_setting(setting: SourceSetting, key: str, value: Any) -> SourceSetting:
     written = setting.written if setting.written.startswith("-") else key
     return replace(setting, key=key, value=value, written=written)
 
 
-def _resolved(value: Any, values: Mapping[str, Any]) -> Any:
+def _resolve_references(value: Any, values: Mapping[str, Any]) -> Any:
     for _ in range(5):
         if not isinstance(value, str):
             return value
@@ -115,11 +116,11 @@ def _resolved(value: Any, values: Mapping[str, Any]) -> Any:
 
 def convert(ledger: ConversionLedger) -> None:
     """Settle the settings of a recipe."""
-    _model(ledger)
-    _data(ledger)
-    _lora(ledger)
-    _optimizer(ledger)
-    _precision(ledger)
+    _carry_model(ledger)
+    _carry_data(ledger)
+    _carry_lora(ledger)
+    _carry_optimizer(ledger)
+    _carry_precision(ledger)
     limit = ledger.take("max_steps_per_epoch")
     epochs = ledger.recipe.value("epochs") or 1
     if limit is not None and isinstance(limit.value, int) and isinstance(epochs, int):
@@ -137,7 +138,7 @@ def convert(ledger: ConversionLedger) -> None:
     names.carry_rest(ledger, names.TORCHTUNE, _REASONS, _UNNEEDED)
 
 
-def _model(ledger: ConversionLedger) -> None:
+def _carry_model(ledger: ConversionLedger) -> None:
     folder = ledger.take("checkpointer.checkpoint_dir", "checkpoint_dir", "base_model_path")
     if folder is not None:
         ledger.carry(folder, "model_name_or_path", str(folder.value).rstrip("/"))
@@ -149,18 +150,18 @@ def _model(ledger: ConversionLedger) -> None:
             ledger.point(setting, "model_name_or_path")
 
 
-def _data(ledger: ConversionLedger) -> None:
+def _carry_data(ledger: ConversionLedger) -> None:
     component = ledger.take("dataset")
     if component is None:
         return
     if isinstance(component.value, list):
-        _several(ledger, component)
+        _carry_several(ledger, component)
         return
-    data_sets.write(ledger, _mixture(ledger, component))
-    _mask(ledger, component)
+    data_sets.write(ledger, _read_mixture(ledger, component))
+    _carry_mask(ledger, component)
 
 
-def _mixture(ledger: ConversionLedger, component: SourceSetting) -> SourceData:
+def _read_mixture(ledger: ConversionLedger, component: SourceSetting) -> SourceData:
     builder = str(component.value).rpartition(".")[2]
     mixture = SourceData(setting=component)
     path = _SETS.get(builder, ("", False))[0]
@@ -193,7 +194,7 @@ def _mixture(ledger: ConversionLedger, component: SourceSetting) -> SourceData:
     return mixture
 
 
-def _several(ledger: ConversionLedger, component: SourceSetting) -> None:
+def _carry_several(ledger: ConversionLedger, component: SourceSetting) -> None:
     """A list of components, which torchtune joins."""
     mixture = SourceData(setting=component)
     for entry in component.value:
@@ -210,7 +211,7 @@ def _several(ledger: ConversionLedger, component: SourceSetting) -> None:
     ledger.check(component, f"how torchtune's builders make rows {_NOT_APPLIED}")
 
 
-def _mask(ledger: ConversionLedger, component: SourceSetting) -> None:
+def _carry_mask(ledger: ConversionLedger, component: SourceSetting) -> None:
     """`train_on_input` is set by every builder of its own; most mask questions."""
     setting = ledger.take("dataset.train_on_input", "dataset.masking_strategy")
     if "completion_only_loss" not in ledger.schema.fields:
@@ -226,7 +227,7 @@ def _mask(ledger: ConversionLedger, component: SourceSetting) -> None:
         data_sets.mask_questions(ledger, setting, note)
 
 
-def _lora(ledger: ConversionLedger) -> None:
+def _carry_lora(ledger: ConversionLedger) -> None:
     layers = ledger.take("model.lora_attn_modules")
     about = layers or ledger.take("model.lora_rank")
     if about is None:
@@ -246,7 +247,7 @@ def _lora(ledger: ConversionLedger) -> None:
         ledger.carry(model, "load_in_4bit", value=True)
 
 
-def _optimizer(ledger: ConversionLedger) -> None:
+def _carry_optimizer(ledger: ConversionLedger) -> None:
     setting = ledger.take("optimizer")
     if setting is not None:
         kind = str(setting.value).rpartition(".")[2]
@@ -266,7 +267,7 @@ def _optimizer(ledger: ConversionLedger) -> None:
         ledger.draft.add_defaults({"lr_scheduler_type": "constant"})
 
 
-def _precision(ledger: ConversionLedger) -> None:
+def _carry_precision(ledger: ConversionLedger) -> None:
     setting = ledger.take("dtype")
     if setting is not None:
         ledger.carry(setting, "dtype", names.spell("dtype", setting.value))

@@ -57,12 +57,12 @@ _DATA = (
 
 def convert(ledger: ConversionLedger) -> None:
     """Settle the settings of TRL's own scripts and files."""
-    _sets_as_they_are(ledger)
-    _common(ledger)
+    _carry_sets(ledger)
+    _settle_common(ledger)
     names.carry_rest(ledger, names.TRL, REASONS, UNNEEDED)
 
 
-def _common(ledger: ConversionLedger) -> None:
+def _settle_common(ledger: ConversionLedger) -> None:
     templates.settle(ledger)
     names.warmup(ledger)
     names.lora(ledger)
@@ -70,26 +70,29 @@ def _common(ledger: ConversionLedger) -> None:
     data_sets.settle_evaluation(ledger)
 
 
-def _sets_as_they_are(ledger: ConversionLedger) -> None:
+def _carry_sets(ledger: ConversionLedger) -> None:
     """The sets of TRL's own file, and a file that TRL loads as a set of `datasets` alone."""
-    setting = ledger.take("datasets")
-    if setting is not None and isinstance(setting.value, list):
-        ledger.carry(setting, "datasets", setting.value)
-    setting = ledger.take("dataset_name")
-    if setting is not None and isinstance(setting.value, str) and data_sets.is_file(setting.value):
-        path = data_sets.local_path(setting.value, ledger.recipe)
-        data_sets.write(ledger, SourceData(setting=setting, sets=[DataSet(path=path)]))
+    listed = ledger.take("datasets")
+    if listed is not None and isinstance(listed.value, list):
+        ledger.carry(listed, "datasets", listed.value)
+    named = ledger.take("dataset_name")
+    if named is None or not isinstance(named.value, str):
+        return
+    if data_sets.is_file(named.value):
+        path = data_sets.local_path(named.value, ledger.recipe)
+        data = DataSet(path=path)
+        data_sets.write(ledger, SourceData(setting=named, sets=[data]))
 
 
 def convert_handbook(ledger: ConversionLedger) -> None:
     """Settle the settings of a recipe of the alignment handbook."""
-    _mixture(ledger)
-    _mixer(ledger)
-    _common(ledger)
+    _carry_mixture(ledger)
+    _carry_mixer(ledger)
+    _settle_common(ledger)
     names.carry_rest(ledger, names.TRL, REASONS, UNNEEDED)
 
 
-def _mixture(ledger: ConversionLedger) -> None:
+def _carry_mixture(ledger: ConversionLedger) -> None:
     """`dataset_mixture: {datasets: [{id, config, split, weight}], test_split_size, seed}`."""
     setting = ledger.take("dataset_mixture")
     if setting is None or not isinstance(setting.value, Mapping):
@@ -98,7 +101,7 @@ def _mixture(ledger: ConversionLedger) -> None:
     mixture = SourceData(setting=setting, test_size=content.get("test_split_size"))
     for item in content.get("datasets") or ():
         if isinstance(item, Mapping):
-            mixture.sets.append(_of_entry(item))
+            mixture.sets.append(_build_data_set(item))
     data_sets.write(ledger, mixture)
     data_sets.advise(ledger, mixture)
     if content.get("seed") is not None:
@@ -106,21 +109,21 @@ def _mixture(ledger: ConversionLedger) -> None:
         ledger.check(setting, f"{seed} is not carried: TRL shuffles with `seed`")
 
 
-def _of_entry(item: Mapping[str, Any]) -> DataSet:
+def _build_data_set(item: Mapping[str, Any]) -> DataSet:
     return DataSet(
         path=str(item.get("id") or item.get("path") or PLACEHOLDER),
         name=item.get("config") or item.get("name"),
         split=item.get("split"),
         columns=tuple(item.get("columns") or ()),
-        share=_share(item.get("weight")),
+        share=_read_share(item.get("weight")),
     )
 
 
-def _share(value: Any) -> float | None:
+def _read_share(value: Any) -> float | None:
     return float(value) if isinstance(value, int | float) else None
 
 
-def _mixer(ledger: ConversionLedger) -> None:
+def _carry_mixer(ledger: ConversionLedger) -> None:
     """`dataset_mixer: {name: share}` with `dataset_splits` and `dataset_configs`."""
     setting = ledger.take("dataset_mixer")
     if setting is None or not isinstance(setting.value, Mapping):
@@ -136,7 +139,7 @@ def _mixer(ledger: ConversionLedger) -> None:
     mixture = SourceData(setting=setting)
     for (path, share), config in itertools.zip_longest(setting.value.items(), config_names):
         for split in train:
-            data = DataSet(path=str(path), name=config, split=split, share=_share(share))
+            data = DataSet(path=str(path), name=config, split=split, share=_read_share(share))
             mixture.sets.append(data)
     is_single = len(mixture.sets) == 1 and mixture.sets[0].share in (None, 1.0)
     evaluates = _evaluates(ledger)
@@ -176,15 +179,15 @@ def convert_own(ledger: ConversionLedger) -> None:
     names.bits(ledger)
     setting = ledger.take(*_DATA)
     if setting is not None:
-        _own_data(ledger, setting)
-    _common(ledger)
-    _own_mask(ledger)
-    _ambiguous(ledger)
+        _carry_own_data(ledger, setting)
+    _settle_common(ledger)
+    _carry_own_mask(ledger)
+    _check_ambiguous(ledger)
     names.carry_rest(ledger, names.OWN, _OWN_REASONS, UNNEEDED)
     _say_unknown(ledger)
 
 
-def _own_data(ledger: ConversionLedger, setting: SourceSetting) -> None:
+def _carry_own_data(ledger: ConversionLedger, setting: SourceSetting) -> None:
     values = setting.value
     if not isinstance(values, list):
         values = words(str(values).strip("[]"))
@@ -221,7 +224,7 @@ _MASKS = (
 _TRAINS_ON_ALL = ("train_on_inputs", "train_on_source", "train_on_prompt", "train_on_input")
 
 
-def _own_mask(ledger: ConversionLedger) -> None:
+def _carry_own_mask(ledger: ConversionLedger) -> None:
     """Flags whose names say which tokens count in the loss."""
     if "assistant_only_loss" not in ledger.schema.fields:
         return
@@ -238,7 +241,7 @@ def _own_mask(ledger: ConversionLedger) -> None:
 _AMBIGUOUS = frozenset({"batch_size", "train_batch_size", "bs"})
 
 
-def _ambiguous(ledger: ConversionLedger) -> None:
+def _check_ambiguous(ledger: ConversionLedger) -> None:
     """Names that one script means otherwise than another."""
     for setting in ledger.recipe.settings:
         if setting.key in _AMBIGUOUS and not ledger.is_settled(setting) and not setting.missing:

@@ -103,7 +103,7 @@ class _SourceFacts:
         if entry.tables is not None:
             self.tables[stage] = tables.parameters_by_key(walked, *entry.tables)
         if entry.models is not None:
-            self.models[stage] = _models(sources, *entry.models, entry.own_shapes)
+            self.models[stage] = _read_models(sources, *entry.models, entry.own_shapes)
         if self._is_described(stage):
             kind = entry.behaves_as or stage
             self.behaviours[stage] = behaviour.observe_behaviours(walked, kind, script)
@@ -168,7 +168,7 @@ class _SourceFacts:
         return facts
 
 
-def _models(
+def _read_models(
     sources: Sources, named: tuple[str, str], library: tuple[str, str], own: tuple[str, str] | None
 ) -> dict[str, Any]:
     """The models that a script can build, by hub name, and the names of configs.
@@ -273,7 +273,7 @@ def cached(
     processes may write at once: the last one stays.
     """
     script = digest(trees, script_in(trees, backend.STAGES[stage])) or ""
-    name = hashlib.sha256(f"{FORM} {_reader()} {backend.NAME} {stage} {script}".encode())
+    name = hashlib.sha256(f"{FORM} {_digest_reader()} {backend.NAME} {stage} {script}".encode())
     place = cache_folder() / f"{name.hexdigest()[:32]}.json"
     with suppress(OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         kept: dict[str, Any] = json.loads(place.read_text(encoding="utf-8"))
@@ -305,7 +305,7 @@ def digest(trees: Mapping[str, Tree], label: str) -> str | None:
 
 
 @cache
-def _reader() -> str:
+def _digest_reader() -> str:
     """What reads the sources, by content: another version of it may find other facts."""
     folder = PACKAGE / "upstream"
     files = [folder / f"{name}.py" for name in ("schema", "facts", "behaviour")]

@@ -72,7 +72,7 @@ class Field:
             return None if self.bare else "expected at least one value, got an empty list"
         if len(words) > 1 and not self.many:
             return f"takes one value, got {len(words)}"
-        return next(filter(None, map(self._word_refusal, words)), None)
+        return next(filter(None, map(self._refuse_word, words)), None)
 
     @property
     def bare(self) -> bool:
@@ -87,7 +87,7 @@ class Field:
         values = [self._convert(word) for word in words]
         return values if self.many else values[0]
 
-    def _word_refusal(self, word: str) -> str | None:
+    def _refuse_word(self, word: str) -> str | None:
         if self.kind == "bool" and word.lower() not in _TRUE | _FALSE:
             return f"expected true or false, got `{brief(word)}`"
         try:

@@ -110,16 +110,16 @@ def written(data: Mapping[str, object]) -> str:
     lines = []
     for key, value in data.items():
         if isinstance(value, dict):
-            below = [f"  {json.dumps(k)}: {_below(v)}" for k, v in value.items()]
+            below = [f"  {json.dumps(k)}: {_render_value(v)}" for k, v in value.items()]
             lines.append(f" {json.dumps(key)}: {{\n" + ",\n".join(below) + "\n }")
         else:
             lines.append(f" {json.dumps(key)}: {json.dumps(value, ensure_ascii=False)}")
     return "{\n" + ",\n".join(lines) + "\n}"
 
 
-def _below(value: object) -> str:
+def _render_value(value: object) -> str:
     if isinstance(value, dict) and any(isinstance(v, dict | list) for v in value.values()):
-        inner = [f"   {json.dumps(k)}: {_below(v)}" for k, v in value.items()]
+        inner = [f"   {json.dumps(k)}: {_render_value(v)}" for k, v in value.items()]
         return "{\n" + ",\n".join(inner) + "\n  }"
     if isinstance(value, list) and value and not isinstance(value[0], list):
         inner = [f"   {json.dumps(v, ensure_ascii=False)}" for v in value]

@@ -47,7 +47,7 @@ class Journal:
             if raw is not None:
                 write_bytes(part / str(number), raw, durable=True)
                 after = _digest(raw)
-            listed.append({"path": name, "before": _digest_of(self.clone / name), "after": after})
+            listed.append({"path": name, "before": _digest_file(self.clone / name), "after": after})
         record = {"files": listed, "gitlink": dict(gitlink)}
         write_bytes(part / "changes.json", json.dumps(record, indent=1).encode(), durable=True)
         os.rename(part, self.folder)
@@ -60,7 +60,7 @@ class Journal:
         record = json.loads((self.folder / "changes.json").read_bytes())
         findings = []
         for row in record["files"]:
-            if _digest_of(self.clone / row["path"]) not in {row["before"], row["after"]}:
+            if _digest_file(self.clone / row["path"]) not in {row["before"], row["after"]}:
                 message = "was changed after a move of the pin began that did not end"
                 help = "undo the change and repeat the command, or give that move up"
                 help = f"{help}: rm -r {self.folder}"
@@ -71,7 +71,7 @@ class Journal:
             raise NotReady(findings)
         # what can be refused comes first
         for path, commit in record["gitlink"].items():
-            self._record(
+            self._record_commit(
                 path, commit, begun=any(_is_new(self.clone, row) for row in record["files"])
             )
         for number, row in enumerate(record["files"]):
@@ -85,7 +85,7 @@ class Journal:
             _replace(target, (self.folder / str(number)).read_bytes())
         shutil.rmtree(self.folder)
 
-    def _record(self, path: str, commit: str, *, begun: bool) -> None:
+    def _record_commit(self, path: str, commit: str, *, begun: bool) -> None:
         """Write a submodule's commit into git's index; a refusal before it has `begun` ends it."""
         entry = f"{_GITLINK},{commit},{path}"
         words = ["git", "-C", str(self.clone), "update-index", "--add", "--cacheinfo", entry]
@@ -103,7 +103,7 @@ class Journal:
 
 def _is_new(clone: Path, row: Mapping[str, Any]) -> bool:
     after: str | None = row["after"]
-    return _digest_of(clone / row["path"]) == after
+    return _digest_file(clone / row["path"]) == after
 
 
 def _replace(target: Path, raw: bytes) -> None:
@@ -118,7 +118,7 @@ def _replace(target: Path, raw: bytes) -> None:
     os.replace(beside, target)
 
 
-def _digest_of(path: Path) -> str | None:
+def _digest_file(path: Path) -> str | None:
     try:
         return _digest(path.read_bytes())
     except FileNotFoundError:

@@ -101,12 +101,12 @@ class Part:
 def required_parts(plan: Plan) -> tuple[Part, ...]:
     """What the run reads, each once, whichever argument names it first."""
     parts: dict[Part, Part] = {}
-    for part in _required_parts(plan):
+    for part in _list_required_parts(plan):
         parts.setdefault(replace(part, key="", files=str(part.files)), part)
     return tuple(parts.values())
 
 
-def _required_parts(plan: Plan) -> Iterator[Part]:
+def _list_required_parts(plan: Plan) -> Iterator[Part]:
     values = plan.values
     names = plan.stage.entry.names
     revision = values.get("model_revision")
@@ -125,7 +125,7 @@ def _required_parts(plan: Plan) -> Iterator[Part]:
     mixed = mixture.of_values(values, os.environ)
     listed = values.get(names.data)
     if mixed is not None:
-        yield from _parts_of_mixture(mixed, values)
+        yield from _list_mixture_parts(mixed, values)
     elif isinstance(listed, list):
         for name in listed[::2]:
             if isinstance(name, str):
@@ -134,7 +134,7 @@ def _required_parts(plan: Plan) -> Iterator[Part]:
         yield Part(role="data", name=listed, key=names.data, config=values.get("dataset_config"))
 
 
-def _parts_of_mixture(mixed: mixture.Mixture, values: Mapping[str, Any]) -> Iterator[Part]:
+def _list_mixture_parts(mixed: mixture.Mixture, values: Mapping[str, Any]) -> Iterator[Part]:
     """The sets of a mixture that are on the hub; a stream is read while it is trained on."""
     if values.get("streaming") is True:
         return
@@ -158,15 +158,15 @@ def fetch(parts: Sequence[Part], trainer: Trainer, environ: Mapping[str, str]) -
     to stderr. Raises NotReady if the trainer's Python cannot do it at all.
     """
     return tuple(
-        _checked(part) if part.local else _download(part, trainer, environ) for part in parts
+        _check(part) if part.local else _download(part, trainer, environ) for part in parts
     )
 
 
 def _download(part: Part, trainer: Trainer, environ: Mapping[str, str]) -> Part:
-    before = _snapshot(part)
+    before = _find_snapshot(part)
     began = time.monotonic()
     answer = _call(part, trainer, environ)
-    now = _snapshot(part)
+    now = _find_snapshot(part)
     error = answer.get("error")
     place = Path(answer["path"]) if answer.get("path") else None
     seconds = time.monotonic() - began
@@ -177,7 +177,7 @@ def _download(part: Part, trainer: Trainer, environ: Mapping[str, str]) -> Part:
         return replace(part, state="missing" if error else "there")
     if place is None:
         return replace(part, state="missing")
-    return _checked(replace(part, state="there" if now == before else "fetched"))
+    return _check(replace(part, state="there" if now == before else "fetched"))
 
 
 def _call(part: Part, trainer: Trainer, environ: Mapping[str, str]) -> dict[str, Any]:
@@ -208,7 +208,7 @@ def _call(part: Part, trainer: Trainer, environ: Mapping[str, str]) -> dict[str,
     return answer
 
 
-def _checked(part: Part) -> Part:
+def _check(part: Part) -> Part:
     """A part that is on this disk, or should be."""
     place = part.place or Path(part.name)
     size = sizes.size_below(place, links=True)
@@ -231,7 +231,7 @@ def lacking(folder: Path, role: Role) -> str | None:
     return None if fault is None else f"{folder}: {fault}"
 
 
-def _snapshot(part: Part) -> tuple[str | None, set[Path]]:
+def _find_snapshot(part: Part) -> tuple[str | None, set[Path]]:
     """The commit of a part in the hub's cache now, and its files there."""
     kind = "datasets" if part.role in ("card", "data") else "models"
     folder = model_config.snapshot(part.name, os.environ, part.revision, kind)

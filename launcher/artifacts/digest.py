@@ -130,7 +130,7 @@ def _digest_parallel(
 def _digest_sampled(descriptor: int, size: int, regions: Sequence[tuple[int, int]]) -> str:
     tree = hashlib.sha256(f"sampled {BLOCK} {STRATUM} {STRATA} {size}\n".encode())
 
-    def batch(first: int) -> bytes:
+    def digest_batch(first: int) -> bytes:
         part = hashlib.sha256()
         for offset, length in regions[first : first + _READS]:
             part.update(_read_exactly(descriptor, offset, length))
@@ -140,7 +140,7 @@ def _digest_sampled(descriptor: int, size: int, regions: Sequence[tuple[int, int
     with contextlib.suppress(OSError):
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
     # these wait for the disk, not for a processor
-    return _digest_parallel(tree, 16, batch, range(0, len(regions), _READS))
+    return _digest_parallel(tree, 16, digest_batch, range(0, len(regions), _READS))
 
 
 def _read_exactly(descriptor: int, offset: int, length: int) -> bytes:

@@ -205,9 +205,13 @@ def _fingerprint_folder(name: str, path: Path, files: Iterable[tuple[str, Path]]
         listed = sorted(files)
     except OSError as error:
         raise _report_missing(path, error) from None
-    prints = tuple(of_file(file, name=below) for below, file in listed)
-    tree = "".join(f"{file.name}\0{file.digest}\n" for file in prints)
-    return Fingerprint(name=name, kind="folder", digest=_hash_text("folder\n" + tree), files=prints)
+    prints = []
+    tree = "folder\n"
+    for below, place in listed:
+        file = of_file(place, name=below)
+        prints.append(file)
+        tree += f"{file.name}\0{file.digest}\n"
+    return Fingerprint(name=name, kind="folder", digest=_hash_text(tree), files=tuple(prints))
 
 
 def _list_top(folder: Path, patterns: Sequence[str]) -> Iterator[tuple[str, Path]]:

@@ -62,8 +62,10 @@ class Lengths:
             length = min(length, limit)
             counts[length] = counts.get(length, 0) + count
         cut = _summarise_counts(counts, f"{self.source}, cut at {limit}", self.rows)
-        mean = self.mean * cut.mean / _summarise_counts(dict(self.counts), "", None).mean
-        return replace(cut, mean=min(max(1.0, mean), float(limit)), longest=limit)
+        uncut = _summarise_counts(dict(self.counts), "", None)
+        mean = self.mean * cut.mean / uncut.mean
+        mean = min(max(1.0, mean), float(limit))
+        return replace(cut, mean=mean, longest=limit)
 
     def quantiles(self, shares: Iterable[float]) -> list[int]:
         sums = list(accumulate(count for _, count in self.counts))
@@ -78,11 +80,14 @@ class Lengths:
         deviation = math.sqrt(rows) * self.deviation
         if not deviation:
             return mean
-        z = _NORMAL.inv_cdf(0.5 ** (1 / max(1, batches)))
+        share = 0.5 ** (1 / max(1, batches))
+        z = _NORMAL.inv_cdf(share)
         # Wilson and Hilferty: the cube root of a gamma variable is nearly normal
         form = (mean / deviation) ** 2
-        value = mean * (1 - 1 / (9 * form) + z / (3 * math.sqrt(form))) ** 3
-        return min(float(rows * self.longest), max(mean, value))
+        root = 1 - 1 / (9 * form) + z / (3 * math.sqrt(form))
+        median = mean * root**3
+        longest = float(rows * self.longest)
+        return min(longest, max(mean, median))
 
 
 def _summarise_counts(counts: Mapping[int, float], source: str, rows: int | None) -> Lengths:

@@ -58,13 +58,20 @@ class Reason:
 
 def why(run: RunFolder) -> list[Reason]:
     """The reasons for every cache of a run's newest attempt; empty if no folder of it is here."""
-    uses = [use for folder in folders.known() for use in folder.uses()]
+    uses: list[CacheUse] = []
+    for folder in folders.known():
+        uses += folder.uses()
     uses.sort(key=lambda use: use.time)
-    own = [use for use in uses if use.run == str(run.path.absolute())]
-    last = max((use.attempt for use in own), default=0)
-    newest = [use for use in own if use.attempt == last]
+    path = str(run.path.absolute())
+    own = [use for use in uses if use.run == path]
+    newest = max((use.attempt for use in own), default=0)
     seen = _find_first_events(run)
-    return [_explain(use, uses, seen.get(f"{use.kind}_cache", {})) for use in newest]
+    reasons = []
+    for use in own:
+        if use.attempt == newest:
+            event = seen.get(f"{use.kind}_cache", {})
+            reasons.append(_explain(use, uses, event))
+    return reasons
 
 
 def _find_first_events(run: RunFolder) -> dict[str, Mapping[str, Any]]:

@@ -212,8 +212,9 @@ def _record_use(cache: Cache, run: RunFolder, attempt: int, redactor: Redactor) 
     if opened(cache.path) is None:
         head = {"launch_cache": RECORD_VERSION, "created": rundir.utc_now()}
         files.write_json(cache.path / RECORD, {**head, **described})
-    use = CacheUse(run=str(run.path.absolute()), attempt=attempt, time=time.time(), cache=described)
-    name = hashlib.sha256(os.fsencode(use.run)).hexdigest()[:16]
+    path = str(run.path.absolute())
+    use = CacheUse(run=path, attempt=attempt, time=time.time(), cache=described)
+    name = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
     files.write_json(uses / f"{name}-{attempt}.json", asdict(use))
     rundir.register("caches", cache.path)
 
@@ -264,11 +265,13 @@ def _list_local_files(cache: Cache) -> Iterator[Path]:
     """The files that its local inputs were read from; and folders of data, which may get more."""
     for source in cache.inputs:
         shown = as_mapping(source.shown)
+        kind = shown.get("kind")
         path = Path(source.name)
-        if shown.get("kind") == "folder":
-            for file in codec.fit_value(shown.get("files"), list[Mapping[str, object]], []):
+        if kind == "folder":
+            listed = codec.fit_value(shown.get("files"), list[Mapping[str, object]], [])
+            for file in listed:
                 yield path / str(file.get("name"))
-        if shown.get("kind") == "file" or (shown.get("kind") == "folder" and source.role == "data"):
+        if kind == "file" or (kind == "folder" and source.role == "data"):
             yield path
 
 

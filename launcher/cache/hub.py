@@ -108,7 +108,6 @@ def required_parts(plan: Plan) -> tuple[Part, ...]:
 
 def _list_required_parts(plan: Plan) -> Iterator[Part]:
     values = plan.values
-    names = plan.stage.entry.names
     revision = values.get("model_revision")
     role: Role = "whole" if plan.stage.entry.whole_model else "model"
     for key in ("model_name_or_path", "config_name"):
@@ -116,22 +115,35 @@ def _list_required_parts(plan: Plan) -> Iterator[Part]:
         # OLMo-core's names of shapes are not on the hub
         if isinstance(name, str) and name not in values.schema.configs:
             yield Part(role=role, name=name, key=key, revision=revision)
-    tokenizer_revision = values.get("tokenizer_revision") or revision
-    revisions = {"tokenizer_name_or_path": tokenizer_revision, "chat_template_path": None}
-    for key, tokenizer_revision in revisions.items():
+    yield from _list_tokenizer_parts(plan)
+    yield from _list_data_parts(plan)
+
+
+def _list_tokenizer_parts(plan: Plan) -> Iterator[Part]:
+    values = plan.values
+    model = values.get(plan.stage.entry.names.model)
+    own_revision = values.get("tokenizer_revision") or values.get("model_revision")
+    revisions = {"tokenizer_name_or_path": own_revision, "chat_template_path": None}
+    for key, revision in revisions.items():
         name = values.get(key)
-        if isinstance(name, str) and name != values.get(names.model) and not is_file(name):
-            yield Part(role="tokenizer", name=name, key=key, revision=tokenizer_revision)
+        if isinstance(name, str) and name != model and not is_file(name):
+            yield Part(role="tokenizer", name=name, key=key, revision=revision)
+
+
+def _list_data_parts(plan: Plan) -> Iterator[Part]:
+    values = plan.values
+    key = plan.stage.entry.names.data
     mixed = mixture.of_values(values, os.environ)
-    listed = values.get(names.data)
     if mixed is not None:
         yield from _list_mixture_parts(mixed, values)
-    elif isinstance(listed, list):
+        return
+    listed = values.get(key)
+    if isinstance(listed, list):
         for name in listed[::2]:
             if isinstance(name, str):
-                yield Part(role="card", name=name, key=names.data, revision="main")
+                yield Part(role="card", name=name, key=key, revision="main")
     elif isinstance(listed, str) and values.get("dataset_streaming") is not True:
-        yield Part(role="data", name=listed, key=names.data, config=values.get("dataset_config"))
+        yield Part(role="data", name=listed, key=key, config=values.get("dataset_config"))
 
 
 def _list_mixture_parts(mixed: mixture.Mixture, values: Mapping[str, Any]) -> Iterator[Part]:
@@ -211,13 +223,13 @@ def _call(part: Part, trainer: Trainer, environ: Mapping[str, str]) -> dict[str,
 def _check(part: Part) -> Part:
     """A part that is on this disk, or should be."""
     place = part.place or Path(part.name)
-    size = sizes.size_below(place, links=True)
+    part = replace(part, place=place, size=sizes.size_below(place, links=True))
     if part.role in ("card", "data"):
-        state = "there" if exists(place) else "missing"
-        return replace(part, place=place, state=state, size=size)
+        return replace(part, state="there" if exists(place) else "missing")
     error = part.error or lacking(place, part.role)
-    state = "missing" if error else part.state or "there"
-    return replace(part, place=place, state=state, size=size, error=error)
+    if error:
+        return replace(part, state="missing", error=error)
+    return replace(part, state=part.state or "there", error=None)
 
 
 def lacking(folder: Path, role: Role) -> str | None:

@@ -75,8 +75,9 @@ def _read(role: str, name: str, revision: str | None) -> dict[str, Any]:
         return _make_record(role, content.name, None)
     record = _make_record(role, content.name, content.digest)
     if content.kind in ("file", "folder"):
-        files = content.files if len(content.files) <= FILES_KEPT else ()
-        record["files"] = {file.name: file.digest for file in files}
+        record["files"] = {}
+        if len(content.files) <= FILES_KEPT:
+            record["files"] = {file.name: file.digest for file in content.files}
     return record
 
 

@@ -74,9 +74,9 @@ def _list_strings(text: str) -> Iterator[tuple[int, str]]:
     """The strings of a module, their parts joined, and its comments, with their lines."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            for number, line in enumerate(node.value.split("\n")):
-                yield node.lineno + number, line
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+            yield from enumerate(node.value.split("\n"), node.lineno)
+    source = io.StringIO(text)
+    for token in tokenize.generate_tokens(source.readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string
 

@@ -64,13 +64,18 @@ def compare(
     old: Mapping[str, Reached], new: Mapping[str, Reached]
 ) -> tuple[FunctionDifference, ...]:
     """What differs, by symbol: other bodies first, then what is reached at one commit alone."""
-    changed = [name for name in new if name in old and new[name].text != old[name].text]
-    begun = [name for name in new if name not in old]
-    left = [name for name in old if name not in new]
-    differences = [_compare_function("changed", old[name], new[name]) for name in changed]
-    differences += [_compare_function("reached", None, new[name]) for name in begun]
-    differences += [_compare_function("left", old[name], None) for name in left]
-    return tuple(differences)
+    changed = []
+    reached = []
+    for name, function in new.items():
+        if name not in old:
+            reached.append(_compare_function("reached", None, function))
+        elif old[name].text != function.text:
+            changed.append(_compare_function("changed", old[name], function))
+    left = []
+    for name, function in old.items():
+        if name not in new:
+            left.append(_compare_function("left", function, None))
+    return (*changed, *reached, *left)
 
 
 def _compare_function(what: str, old: Reached | None, new: Reached | None) -> FunctionDifference:

@@ -119,9 +119,11 @@ def written(data: Mapping[str, object]) -> str:
 
 def _render_value(value: object) -> str:
     if isinstance(value, dict) and any(isinstance(v, dict | list) for v in value.values()):
-        inner = [f"   {json.dumps(k)}: {_render_value(v)}" for k, v in value.items()]
-        return "{\n" + ",\n".join(inner) + "\n  }"
-    if isinstance(value, list) and value and not isinstance(value[0], list):
-        inner = [f"   {json.dumps(v, ensure_ascii=False)}" for v in value]
-        return "[\n" + ",\n".join(inner) + "\n  ]" if len(value) > 4 else json.dumps(value)
-    return json.dumps(value, ensure_ascii=False)
+        rows = [f"   {json.dumps(name)}: {_render_value(inner)}" for name, inner in value.items()]
+        return "{\n" + ",\n".join(rows) + "\n  }"
+    if not isinstance(value, list) or not value or isinstance(value[0], list):
+        return json.dumps(value, ensure_ascii=False)
+    if len(value) <= 4:
+        return json.dumps(value)
+    rows = [f"   {json.dumps(entry, ensure_ascii=False)}" for entry in value]
+    return "[\n" + ",\n".join(rows) + "\n  ]"

@@ -239,11 +239,13 @@ def _path_as_json(path: ScriptPath) -> dict[str, object]:
     reads = {}
     for name, places in path.reads.items():
         reads[name] = [[read.where, *read.when] for read in places]
-    return {
-        "reads": reads,
-        "shadows": {name: [shadow.where, *shadow.by] for name, shadow in path.shadows.items()},
-        "refusals": [{**asdict(refusal), "when": list(refusal.when)} for refusal in path.refusals],
-    }
+    shadows = {}
+    for name, shadow in path.shadows.items():
+        shadows[name] = [shadow.where, *shadow.by]
+    refusals = []
+    for refusal in path.refusals:
+        refusals.append({**asdict(refusal), "when": list(refusal.when)})
+    return {"reads": reads, "shadows": shadows, "refusals": refusals}
 
 
 def _path_from_json(data: Mapping[str, Any]) -> ScriptPath:
@@ -255,7 +257,8 @@ def _path_from_json(data: Mapping[str, Any]) -> ScriptPath:
         shadows[name] = Shadow(where, tuple(by))
     refusals = []
     for refusal in data.get("refusals", ()):
-        refusals.append(Refusal(**{**refusal, "when": tuple(refusal["when"])}))
+        when = tuple(refusal["when"])
+        refusals.append(Refusal(**{**refusal, "when": when}))
     return ScriptPath(reads=reads, shadows=shadows, refusals=tuple(refusals))
 
 

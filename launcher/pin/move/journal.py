@@ -41,15 +41,18 @@ class Journal:
         part = self.folder.with_name(_PART)
         shutil.rmtree(part, ignore_errors=True)
         part.mkdir(parents=True)
-        listed: list[dict[str, Any]] = []
-        for number, (name, raw) in enumerate(sorted(files.items())):
+        rows: list[dict[str, Any]] = []
+        for number, name in enumerate(sorted(files)):
+            raw = files[name]
+            before = _digest_file(self.clone / name)
             after = None
             if raw is not None:
                 write_bytes(part / str(number), raw, durable=True)
                 after = _digest(raw)
-            listed.append({"path": name, "before": _digest_file(self.clone / name), "after": after})
-        record = {"files": listed, "gitlink": dict(gitlink)}
-        write_bytes(part / "changes.json", json.dumps(record, indent=1).encode(), durable=True)
+            rows.append({"path": name, "before": before, "after": after})
+        record = {"files": rows, "gitlink": dict(gitlink)}
+        text = json.dumps(record, indent=1)
+        write_bytes(part / "changes.json", text.encode(), durable=True)
         os.rename(part, self.folder)
 
     def apply(self) -> None:

@@ -114,14 +114,17 @@ def review(
         release, differing = standing.nearest(rule)
         commit = release.rpartition(" ")[2]
         for citation in differing:
-            key = (_name_function(citation, [trees[commit], trees[new]]), commit)
-            waiting.setdefault(key, []).append((_describe_rule(rule, cited), citation))
+            function = _name_function(citation, [trees[commit], trees[new]])
+            waiting_for = waiting.setdefault((function, commit), [])
+            waiting_for.append((_describe_rule(rule, cited), citation))
     changed = []
     for (name, commit), pairs in sorted(waiting.items()):
         changed.append(_describe_change(name, pairs, trees[commit], trees[new]))
     names = sorted({citing.citation for citing in cited})
     tables = [citations.table(trees[commit].trees, names) for commit in (new, *later)]
-    lost = [_describe_stale(citing, trees[old], trees[new]) for citing in stale(cited, tables, new)]
+    lost = []
+    for citing in stale(cited, tables, new):
+        lost.append(_describe_stale(citing, trees[old], trees[new]))
     return Review(old, new, tuple(changed), tuple(lost))
 
 
@@ -215,6 +218,9 @@ def _find_nearest(old: Sequence[str], new: Sequence[str], line: int) -> int | No
             continue
         if tag == "equal":
             return begin + line - first
-        alike = difflib.get_close_matches(old[line - 1], new[begin:end], n=1, cutoff=0.5)
-        return begin + 1 + new[begin:end].index(alike[0]) if alike else None
+        replaced_by = new[begin:end]
+        alike = difflib.get_close_matches(old[line - 1], replaced_by, n=1, cutoff=0.5)
+        if not alike:
+            return None
+        return begin + 1 + replaced_by.index(alike[0])
     return None

@@ -58,7 +58,8 @@ def implied(test: ast.expr, truth: bool, say: Say) -> frozenset[str]:
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             return implied(operand, not truth, say)
         case ast.BoolOp(op=op, values=parts) if isinstance(op, ast.And) == truth:
-            return frozenset().union(*(implied(part, truth, say) for part in parts))
+            sides = [implied(part, truth, say) for part in parts]
+            return frozenset().union(*sides)
     text = say(test)
     if text is None:
         return frozenset({PERHAPS})
@@ -72,11 +73,13 @@ def negated(text: str) -> str:
     match node:
         case ast.UnaryOp(op=ast.Not(), operand=operand):
             node = operand
-        case ast.Compare(left=left, ops=[op], comparators=comparators):
-            node = ast.Compare(left, [_OPPOSITE[type(op)]()], comparators)
+        case ast.Compare(left=left, ops=[comparison], comparators=comparators):
+            opposite = _OPPOSITE[type(comparison)]()
+            node = ast.Compare(left, [opposite], comparators)
         case ast.BoolOp(op=op, values=parts):
-            opposite = ast.Or() if isinstance(op, ast.And) else ast.And()
-            node = ast.BoolOp(opposite, [parsed(negated(ast.unparse(part))) for part in parts])
+            texts = map(negated, map(ast.unparse, parts))
+            other = ast.Or() if isinstance(op, ast.And) else ast.And()
+            node = ast.BoolOp(other, [parsed(text) for text in texts])
         case _:
             node = ast.UnaryOp(ast.Not(), node)
     return ast.unparse(node)

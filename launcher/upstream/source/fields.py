@@ -59,12 +59,14 @@ class _ClassReader:
     externals: Mapping[str, Sequence[Any]]
 
     def fields(self, node: ast.ClassDef) -> Iterator[Field]:
-        if not any("dataclass" in ast.unparse(decorator) for decorator in node.decorator_list):
+        decorators = map(ast.unparse, node.decorator_list)
+        if not any("dataclass" in decorator for decorator in decorators):
             return
         for statement in node.body:
             match statement:
                 case ast.AnnAssign(target=ast.Name(id=name), annotation=annotation):
-                    if not name.startswith("_") and "ClassVar" not in ast.unparse(annotation):
+                    is_class_variable = "ClassVar" in ast.unparse(annotation)
+                    if not is_class_variable and not name.startswith("_"):
                         yield from self._read_field(node.name, name, statement)
 
     def _read_field(self, owner: str, name: str, statement: ast.AnnAssign) -> Iterator[Field]:
@@ -127,11 +129,18 @@ class _ClassReader:
         match node:
             case ast.BinOp(left=left, op=ast.BitOr(), right=right):
                 return self._split_union(left) + self._split_union(right)
-            case ast.Subscript(value=outer, slice=inner) if mark(outer) == "Optional":
-                return [*self._split_union(inner), ast.Constant(None)]
-            case ast.Subscript(value=outer, slice=ast.Tuple(elts=items)) if mark(outer) == "Union":
-                return [member for item in items for member in self._split_union(item)]
-        return [node]
+            case ast.Subscript(value=outer, slice=inner):
+                union = mark(outer)
+            case _:
+                return [node]
+        if union == "Optional":
+            return [*self._split_union(inner), ast.Constant(None)]
+        if union != "Union" or not isinstance(inner, ast.Tuple):
+            return [node]
+        members: list[ast.expr] = []
+        for item in inner.elts:
+            members += self._split_union(item)
+        return members
 
     def _pick_member(self, members: list[ast.expr]) -> ast.expr:
         """The one member that the parser keeps (hf_argparser: the two "filter" branches)."""

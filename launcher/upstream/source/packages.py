@@ -193,10 +193,14 @@ class Sources:
         def build(module: Module, node: ast.ClassDef) -> type:
             # Python's own method resolution order, on empty stand-ins for upstream's classes
             if node not in stand_ins:
-                bases = [self.resolve_class(module, base) for base in node.bases]
-                built = tuple(build(*base) for base in bases if base is not None)
-                stand_ins[node] = type(node.name, built, {})
-                keys[stand_ins[node]] = (module, node)
+                bases: list[type] = []
+                for base in node.bases:
+                    key = self.resolve_class(module, base)
+                    if key is not None:
+                        bases.append(build(*key))
+                stand_in = type(node.name, tuple(bases), {})
+                stand_ins[node] = stand_in
+                keys[stand_in] = (module, node)
             return stand_ins[node]
 
         order = build(module, node).__mro__
@@ -236,10 +240,7 @@ class Sources:
             case ast.Name(id="__file__"):
                 return module.label
             case ast.Name(id=name):
-                origin = self.resolve(module, name)
-                if origin is not None and origin[1] in origin[0].constants:
-                    return self._evaluate(origin[0], origin[0].constants[origin[1]])
-                return {"list": list, "dict": dict}[name]()
+                return self._evaluate_name(module, name)
             case ast.Attribute(value=ast.Name() as owner, attr=name):
                 enum = self.resolve_class(module, owner)
                 members = None if enum is None else enum_members(self, *enum)
@@ -253,6 +254,14 @@ class Sources:
             case ast.Call(func=function, args=[argument], keywords=[]):
                 return self._evaluate_call(ast.unparse(function), self._evaluate(module, argument))
         raise _Unknowable
+
+    def _evaluate_name(self, module: Module, name: str) -> Any:
+        origin = self.resolve(module, name)
+        if origin is not None:
+            owner, original = origin
+            if original in owner.constants:
+                return self._evaluate(owner, owner.constants[original])
+        return {"list": list, "dict": dict}[name]()
 
     def _evaluate_call(self, function: str, value: Any) -> Any:
         match function:

@@ -150,9 +150,9 @@ def _find_class(sources: Sources, module_name: str, name: str) -> ClassKey:
 def _list_reads(walk: Walk, name: str) -> tuple[Read, ...]:
     reads: list[Read] = []
     for where, alternatives in walk.reads.get(name, {}).items():
-        conditions_of = {_keep_file_conditions(walk, guards) for guards in alternatives}
-        for when in conditions_of:
-            is_weakest = not any(other < when for other in conditions_of)
+        ways = {_keep_file_conditions(walk, guards) for guards in alternatives}
+        for when in ways:
+            is_weakest = not any(other < when for other in ways)
             if is_weakest and not conditions.impossible(when):
                 reads.append(Read(where, tuple(sorted(when))))
     return tuple(sorted(reads, key=_order_by_place))
@@ -168,13 +168,15 @@ def _list_refusals(walk: Walk) -> tuple[Refusal, ...]:
     """The `raise` statements that arguments alone lead to, with all that it takes to get there."""
     refusals: list[Refusal] = []
     for where, alternatives in walk.refusals.items():
+        parsing = where in walk.parsing
         for guards, name in alternatives:
-            if guards and not conditions.impossible(guards):
-                # what earlier refusals on the way exclude need not be repeated
-                new = frozenset(text for text in guards if not isinstance(text, Passed))
-                when = sorted(map(str, conditions.simplified(new or guards)))
-                parsing = where in walk.parsing
-                refusals.append(Refusal(where, tuple(when), error=name, parsing=parsing))
+            if not guards or conditions.impossible(guards):
+                continue
+            # what earlier refusals on the way exclude need not be repeated
+            new = frozenset(text for text in guards if not isinstance(text, Passed))
+            shortest = conditions.simplified(new or guards)
+            when = tuple(sorted(map(str, shortest)))
+            refusals.append(Refusal(where, when, error=name, parsing=parsing))
     return tuple(sorted(refusals, key=_order_by_place))
 
 

@@ -263,20 +263,20 @@ class Walk(Lookup):
                 return self._express_name(node, frame)
             case ast.Attribute(value=ast.Name() | ast.Attribute()):
                 return self._express_attribute(node, frame)
-            case ast.Compare(left=left, ops=ops, comparators=comparators):
-                first = self._express(left, frame)
-                return ast.Compare(first, ops, self._express_all(comparators, frame))
-            case ast.BoolOp(op=op, values=parts):
-                return ast.BoolOp(op, self._express_all(parts, frame))
-            case ast.UnaryOp(op=ast.Not() | ast.USub() as op, operand=operand):
-                return ast.UnaryOp(op, self._express(operand, frame))
-            case ast.Call(
-                func=ast.Name(id="getattr"),
-                args=[ast.Name() | ast.Attribute() as owner, ast.Constant(value=str(name)), *_],
-            ):
-                return self._express_attribute(ast.Attribute(owner, name, ast.Load()), frame)
-            case ast.Tuple(elts=items) | ast.List(elts=items) | ast.Set(elts=items):
-                return ast.Tuple(self._express_all(items, frame), ast.Load())
+            case ast.Compare():
+                left = self._express(node.left, frame)
+                comparators = self._express_all(node.comparators, frame)
+                return ast.Compare(left, node.ops, comparators)
+            case ast.BoolOp():
+                return ast.BoolOp(node.op, self._express_all(node.values, frame))
+            case ast.UnaryOp(op=ast.Not() | ast.USub()):
+                return ast.UnaryOp(node.op, self._express(node.operand, frame))
+            case ast.Tuple() | ast.List() | ast.Set():
+                return ast.Tuple(self._express_all(node.elts, frame), ast.Load())
+            case ast.Call(func=ast.Name(id="getattr"), args=[owner, ast.Constant(value=name), *_]):
+                if isinstance(owner, ast.Name | ast.Attribute) and isinstance(name, str):
+                    attribute = ast.Attribute(owner, name, ast.Load())
+                    return self._express_attribute(attribute, frame)
         raise _Inexpressible
 
     def _express_all(self, nodes: Iterable[ast.expr], frame: Frame) -> list[ast.expr]:
@@ -294,7 +294,8 @@ class Walk(Lookup):
     def _express_attribute(self, node: ast.Attribute, frame: Frame) -> ast.expr:
         if node.attr in self.fields:
             with self._mute():
-                owners = self.value(node.value, Spot(frame, UNSURE)) - {DEFAULT}
+                owners = self.value(node.value, Spot(frame, UNSURE))
+            owners -= {DEFAULT}
             if owners and all(isinstance(owner, Args) for owner in owners):
                 return ast.Name(self._version_name(node.attr), ast.Load())
         root = _find_root(node)
@@ -318,8 +319,11 @@ class Walk(Lookup):
 
     def _find_possible_names(self, name: ast.expr, frame: Frame) -> set[str]:
         """The arguments that a computed name may be: those that its function spells out."""
-        functions = [outer.function.node for outer in frame.chain() if outer.function is not None]
-        around = functions[0] if functions else name
+        around: ast.AST = name
+        for outer in frame.chain():
+            if outer.function is not None:
+                around = outer.function.node
+                break
         texts: list[object] = []
         for node in ast.walk(around):
             if isinstance(node, ast.Constant):
@@ -569,12 +573,14 @@ class Walk(Lookup):
             return self._call_unknown(node.func, arguments, at)
         if UNKNOWN in targets:
             # of a wrapped function other parameters may be filled already
-            arguments = replace(arguments, rest=arguments.rest | carried(arguments.sets()))
+            rest = arguments.rest | carried(arguments.sets())
+            arguments = replace(arguments, rest=rest)
+        if len(targets) == 1 and not isinstance(node.func, ast.Subscript):
+            return frozenset(self._call(callables[0], arguments, at.guards))
         # one of a table's entries: which one is not known
-        if len(targets) > 1 or isinstance(node.func, ast.Subscript):
-            results = [self._call(target, arguments, at.perhaps().guards) for target in callables]
-            return without_texts(merged(*results, NOTHING))
-        return frozenset(self._call(callables[0], arguments, at.guards))
+        guards = at.perhaps().guards
+        results = [self._call(target, arguments, guards) for target in callables]
+        return without_texts(merged(*results, NOTHING))
 
     def _call_unknown(self, function: ast.expr, arguments: CallArguments, at: Spot) -> Values:
         self._call_argument_functions(arguments, at)
@@ -615,24 +621,28 @@ class Walk(Lookup):
             self._call(function, CallArguments(rest=frozenset(rest)), at.perhaps().guards)
 
     def _call_special(self, node: ast.Call, at: Spot) -> Values | None:
-        match node:
-            case ast.Call(func=ast.Name(id="super"), args=[]):
+        """A call of Python's own functions or of the parser; None for any other."""
+        match node.func, node.args:
+            case ast.Name(id="super"), []:
                 return self.named(at.frame.module, "super", at.frame)
-            case ast.Call(func=ast.Name(id="getattr" | "hasattr"), args=[_, _, *_]):
+            case ast.Name(id="getattr" | "hasattr"), [_, _, *_]:
                 return self._call_getattr(node, at)
-            case ast.Call(func=ast.Name(id="setattr" | "delattr"), args=[_, _, *_]):
+            case ast.Name(id="setattr" | "delattr"), [_, _, *_]:
                 return self._call_setattr(node, at)
-            case ast.Call(func=ast.Attribute(attr=name)) if name in _PARSES:
+            case ast.Attribute(attr=name), _ if name in _PARSES:
                 self._walk_children(node, at)
-                parsed = [frozenset[Value]({Args(i)}) for i in range(len(self.classes))]
-                if len(parsed) == 1 and name in {"parse", "parse_args"}:
-                    # a single one comes by itself
-                    return parsed[0]
-                return frozenset({Container(tuple(parsed))})
-            case ast.Call(args=[argument]) if last(node.func) in _AS_MAPPING:
+                return self._parse_arguments(name)
+            case function, [argument] if last(function) in _AS_MAPPING:
                 values = self.value(argument, at)
                 return frozenset(Items(value.index) for value in values if isinstance(value, Args))
         return None
+
+    def _parse_arguments(self, method: str) -> Values:
+        parsed = [frozenset[Value]({Args(index)}) for index in range(len(self.classes))]
+        if len(parsed) == 1 and method in {"parse", "parse_args"}:
+            # a single one comes by itself
+            return parsed[0]
+        return frozenset({Container(tuple(parsed))})
 
     def _call_container_method(
         self,
@@ -796,7 +806,8 @@ class Walk(Lookup):
             frame = Frame(target.module, self.shape(target.node), target)
             self._frames[key] = frame
         for name, values in env.items():
-            frame.parameters[name] = frame.parameters.get(name, NOTHING) | values
+            before = frame.parameters.get(name, NOTHING)
+            frame.parameters[name] = before | values
         return frame
 
     def _run(self, node: FunctionNode, at: Spot) -> None:
@@ -1160,12 +1171,15 @@ class Walk(Lookup):
                 self._put_into(owner, values, at.frame)
 
     def _store_name(self, name: str, values: Values, frame: Frame) -> None:
-        if (frame.top or name in frame.shape.globals) and self.carries(values):
+        is_global = frame.top or name in frame.shape.globals
+        if is_global and self.carries(values):
             stored = self.globals.setdefault((frame.module, name), set())
             stored |= objects(values)
         if name in frame.shape.assigned:
             before = frame.env.get(name)
-            values = without_texts(values if before is None else merged(before, values))
+            if before is not None:
+                values = merged(before, values)
+            values = without_texts(values)
         frame.env[name] = values
 
     def _put(self, value: Value, name: str, values: Values) -> None:
@@ -1179,11 +1193,13 @@ class Walk(Lookup):
         if not self.carries(values):
             return
         entry = listed(objects(values))
-        if isinstance(owner, ast.Name):
-            frame.env[owner.id] = (frame.find(owner.id) or NOTHING) | entry
-        elif isinstance(owner, ast.Attribute):
-            for value in self.value(owner.value, Spot(frame, ANYHOW)):
-                self._put(value, owner.attr, entry)
+        match owner:
+            case ast.Name(id=name):
+                before = frame.find(name) or NOTHING
+                frame.env[name] = before | entry
+            case ast.Attribute(value=holder, attr=name):
+                for value in self.value(holder, Spot(frame, ANYHOW)):
+                    self._put(value, name, entry)
 
 
 def _strip_version(name: str) -> str:

@@ -467,7 +467,9 @@ class Lookup:
         if owner is not None:
             return self.literal(owner, ast.Name(node.attr, ast.Load()))
         members = self.members(module, node.value)
-        member = None if members is None else members.get(node.attr)
+        if members is None:
+            return None
+        member = members.get(node.attr)
         return ast.Constant(member) if isinstance(member, str | int | float) else None
 
     def members(self, module: Module, node: ast.expr) -> dict[str, Any] | None:

@@ -88,7 +88,7 @@ def is_replaced(template: str) -> bool:
     TRL replaces the templates that it ships, by their exact text
     (trl/chat_template_utils.py::get_training_chat_template[== cohere_chat_template]).
     """
-    return digest(template) in _read_replaced()
+    return digest(template) in _read_replaced_templates()
 
 
 def digest(template: str) -> str:
@@ -97,7 +97,7 @@ def digest(template: str) -> str:
 
 
 @functools.lru_cache(maxsize=1)
-def _read_replaced() -> Mapping[str, str]:
+def _read_replaced_templates() -> Mapping[str, str]:
     """The templates that the pinned TRL replaces: digests and names. `scripts/snapshot.py` writes
     the table.
     """

@@ -72,7 +72,7 @@ def find(
     checkpoints = []
     for path in _list_folders(backend, output):
         if path.name not in digested:
-            checkpoints.append(_read(layout, path, ranks))
+            checkpoints.append(_read_checkpoint(layout, path, ranks))
     return sorted(checkpoints, key=lambda checkpoint: (checkpoint.kind, checkpoint.number))
 
 
@@ -156,7 +156,7 @@ _ONE_RANK = "rng_state.pth"
 """The random states of a training with one process, under transformers."""
 
 
-def _read(layout: _Layout, path: Path, ranks: int | None) -> Checkpoint:
+def _read_checkpoint(layout: _Layout, path: Path, ranks: int | None) -> Checkpoint:
     names = set(files.names(path))
     stem, number = re.split("[_-]", path.name)
     state = files.read_json(path / "trainer_state.json")

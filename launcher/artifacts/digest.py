@@ -79,7 +79,7 @@ def read_content(path: Path, *, whole_below: int = WHOLE_BELOW) -> tuple[Content
             before = os.fstat(descriptor)
             sampled = path.suffix == ".safetensors" and before.st_size >= whole_below
             try:
-                content = _read(descriptor, before.st_size, sampled)
+                content = _digest_descriptor(descriptor, before.st_size, sampled)
             except Changing:
                 continue
             after = os.fstat(descriptor)
@@ -93,7 +93,7 @@ def read_content(path: Path, *, whole_below: int = WHOLE_BELOW) -> tuple[Content
     raise Changing(None, "it is written to while it is read", str(path))
 
 
-def _read(descriptor: int, size: int, sampled: bool) -> Content:
+def _digest_descriptor(descriptor: int, size: int, sampled: bool) -> Content:
     regions = sampled_regions(descriptor, size) if sampled else None
     if regions is None:
         return Content("whole", _digest_whole(descriptor, size), size)
@@ -103,21 +103,22 @@ def _read(descriptor: int, size: int, sampled: bool) -> Content:
 def _digest_whole(descriptor: int, size: int) -> str:
     tree = hashlib.sha256(f"whole {PIECE} {size}\n".encode())
 
-    def piece(offset: int) -> bytes:
-        return hashlib.sha256(_read_exactly(descriptor, offset, min(PIECE, size - offset))).digest()
+    def digest_piece(offset: int) -> bytes:
+        raw = _read_exactly(descriptor, offset, min(PIECE, size - offset))
+        return hashlib.sha256(raw).digest()
 
     if size <= PIECE:
-        tree.update(piece(0))
+        tree.update(digest_piece(0))
         return tree.hexdigest()
     # as many as this process may use processors
-    return _digest_parallel(
-        tree, min(16, len(os.sched_getaffinity(0))), piece, range(0, size, PIECE)
-    )
+    threads = min(16, len(os.sched_getaffinity(0)))
+    return _digest_parallel(tree, threads, digest_piece, range(0, size, PIECE))
 
 
 def _digest_parallel(
     tree: Any, threads: int, part: Callable[[int], bytes], places: Iterable[int]
 ) -> str:
+    """Add the digest of each part to a tree, in the order of `places`."""
     # it imports logging, which most commands never need
     from concurrent.futures import ThreadPoolExecutor
 

@@ -129,7 +129,7 @@ def of_data(name: str, revision: str | None = None) -> Fingerprint:
     """
     path = Path(name)
     if exists(path) and is_dir(path):
-        return _fingerprint_folder(name, path, _list_below(path))
+        return _fingerprint_folder(name, path, _list_files_below(path))
     return _fingerprint_single(name, path)
 
 
@@ -183,7 +183,7 @@ def _fingerprint_pretrained(
 ) -> Fingerprint:
     path = Path(name)
     if exists(path) and is_dir(path):
-        return _fingerprint_folder(name, path, _list_top(path, patterns))
+        return _fingerprint_folder(name, path, _list_top_files(path, patterns))
     return _fingerprint_single(name, path) if is_file(path) else of_hub(name, revision)
 
 
@@ -214,7 +214,7 @@ def _fingerprint_folder(name: str, path: Path, files: Iterable[tuple[str, Path]]
     return Fingerprint(name=name, kind="folder", digest=_hash_text(tree), files=tuple(prints))
 
 
-def _list_top(folder: Path, patterns: Sequence[str]) -> Iterator[tuple[str, Path]]:
+def _list_top_files(folder: Path, patterns: Sequence[str]) -> Iterator[tuple[str, Path]]:
     """Name and path of the files of a model that match, those of its templates among them."""
     for prefix in ("", _TEMPLATES):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -225,7 +225,7 @@ def _list_top(folder: Path, patterns: Sequence[str]) -> Iterator[tuple[str, Path
                     yield name, Path(entry.path)
 
 
-def _list_below(
+def _list_files_below(
     folder: Path, prefix: str = "", above: frozenset[str] = frozenset()
 ) -> Iterator[tuple[str, Path]]:
     """Name and path of every file below a folder, links followed, hidden ones left out."""
@@ -238,7 +238,9 @@ def _list_below(
             if entry.name.startswith("."):
                 continue
             if entry.is_dir():
-                yield from _list_below(Path(entry.path), f"{prefix}{entry.name}/", above | {real})
+                yield from _list_files_below(
+                    Path(entry.path), f"{prefix}{entry.name}/", above | {real}
+                )
             elif entry.is_file() or entry.is_symlink():
                 # a link to nothing is a file that cannot be read: report it
                 yield prefix + entry.name, Path(entry.path)

@@ -61,7 +61,7 @@ def config_fault(folder: Path) -> str | None:
     """
     if not is_file(folder / _CONFIG):
         return f"it holds no {_CONFIG}"
-    config = _read(folder / _CONFIG)
+    config = _read_json(folder / _CONFIG)
     if not isinstance(config, dict):
         return _explain_unread(folder / _CONFIG)
     if "model_type" in config or "auto_map" in config:
@@ -74,7 +74,7 @@ def tokenizer_fault(folder: Path) -> str | None:
     word.
     """
     path = folder / _TOKENIZER
-    config = _read(path) if is_file(path) else {}
+    config = _read_json(path) if is_file(path) else {}
     if not isinstance(config, dict):
         return _explain_unread(path)
     if "auto_map" in config:
@@ -105,7 +105,7 @@ def weights_fault(folder: Path) -> str | None:
         return file_fault(path)
     shards = _list_shards(path)
     # transformers/utils/hub.py::get_checkpoint_shard_files[sharded_metadata = index]
-    if not shards or "metadata" not in _read(path):
+    if not shards or "metadata" not in _read_json(path):
         return _explain_unread(path)
     faults = [fault for fault in map(file_fault, shards) if fault is not None]
     if len(faults) > 1:
@@ -264,7 +264,7 @@ def first(folder: Path) -> Path | None:
 
 def _list_shards(index: Path) -> list[Path]:
     """The files that an index names; empty where it cannot be read."""
-    content = _read(index)
+    content = _read_json(index)
     files = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(files, dict):
         return []
@@ -298,7 +298,7 @@ def _explain_unread(path: Path) -> str:
     return f"its {path.name} {what}"
 
 
-def _read(path: Path) -> Any:
+def _read_json(path: Path) -> Any:
     try:
         return parse_json(read_bytes(path, _LARGEST_INDEX))
     except (OSError, ValueError):

@@ -62,8 +62,13 @@ def read_vocabulary(folder: Path) -> Vocabulary | None:
     config = _read_mapping(folder / "tokenizer_config.json")
     if "auto_map" in config:
         return None
-    special = dict(_list_special(config))
-    tokens = [*base.added, *_list_added(folder, config), *special.values(), *_list_extra(config)]
+    special = dict(_list_special_tokens(config))
+    tokens = [
+        *base.added,
+        *_list_added_tokens(folder, config),
+        *special.values(),
+        *_list_extra_tokens(config),
+    ]
     added: dict[str, int] = {}
     for token in tokens:
         if token not in base.own and token not in added:
@@ -120,7 +125,7 @@ def _parse_value(text: str, beginning: re.Pattern[str]) -> Any:
     return value
 
 
-def _list_added(folder: Path, config: Mapping[str, Any]) -> Iterator[str]:
+def _list_added_tokens(folder: Path, config: Mapping[str, Any]) -> Iterator[str]:
     decoder = config.get("added_tokens_decoder")
     if isinstance(decoder, dict):
         for entry in decoder.values():
@@ -128,13 +133,13 @@ def _list_added(folder: Path, config: Mapping[str, Any]) -> Iterator[str]:
     yield from _read_mapping(folder / "added_tokens.json")
 
 
-def _list_special(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def _list_special_tokens(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for role in _SPECIAL:
         for token in _read_content(config.get(role)):
             yield role, token
 
 
-def _list_extra(config: Mapping[str, Any]) -> Iterator[str]:
+def _list_extra_tokens(config: Mapping[str, Any]) -> Iterator[str]:
     """The further special tokens: those of the older name count without the newer one."""
     listed = config.get("extra_special_tokens", config.get("additional_special_tokens"))
     if isinstance(listed, dict):

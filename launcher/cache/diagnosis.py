@@ -70,7 +70,7 @@ def why(run: RunFolder) -> list[Reason]:
     for use in own:
         if use.attempt == newest:
             event = seen.get(f"{use.kind}_cache", {})
-            reasons.append(_explain(use, uses, event))
+            reasons.append(_explain_use(use, uses, event))
     return reasons
 
 
@@ -87,7 +87,7 @@ def _find_first_events(run: RunFolder) -> dict[str, Mapping[str, Any]]:
     return first
 
 
-def _explain(use: CacheUse, uses: Sequence[CacheUse], event: Mapping[str, Any]) -> Reason:
+def _explain_use(use: CacheUse, uses: Sequence[CacheUse], event: Mapping[str, Any]) -> Reason:
     state = str(event.get("state") or "unknown")
     facts = _read_facts(use.cache)
     nearest: CacheUse | None = None

@@ -173,7 +173,7 @@ def lock(
         descriptors: list[int] = []
         for cache in caches:
             try:
-                descriptor = _hold(cache)
+                descriptor = _hold_folder(cache)
                 if descriptor is not None:
                     stack.callback(os.close, descriptor)
                     descriptors.append(descriptor)
@@ -186,7 +186,7 @@ def lock(
         yield tuple(descriptors)
 
 
-def _hold(cache: Cache) -> int | None:
+def _hold_folder(cache: Cache) -> int | None:
     """Make the folder and take a shared lock on it; None on a disk without locks."""
     while True:
         cache.path.mkdir(parents=True, exist_ok=True)
@@ -214,8 +214,8 @@ def _record_use(cache: Cache, run: RunFolder, attempt: int, redactor: Redactor) 
         files.write_json(cache.path / RECORD, {**head, **described})
     path = str(run.path.absolute())
     use = CacheUse(run=path, attempt=attempt, time=time.time(), cache=described)
-    name = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
-    files.write_json(uses / f"{name}-{attempt}.json", asdict(use))
+    hashed = hashlib.sha256(os.fsencode(path)).hexdigest()
+    files.write_json(uses / f"{hashed[:16]}-{attempt}.json", asdict(use))
     rundir.register("caches", cache.path)
 
 

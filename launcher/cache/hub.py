@@ -170,14 +170,14 @@ def fetch(parts: Sequence[Part], trainer: Trainer, environ: Mapping[str, str]) -
     to stderr. Raises NotReady if the trainer's Python cannot do it at all.
     """
     return tuple(
-        _check(part) if part.local else _download(part, trainer, environ) for part in parts
+        _check_part(part) if part.local else _download(part, trainer, environ) for part in parts
     )
 
 
 def _download(part: Part, trainer: Trainer, environ: Mapping[str, str]) -> Part:
     before = _find_snapshot(part)
     began = time.monotonic()
-    answer = _call(part, trainer, environ)
+    answer = _call_hub(part, trainer, environ)
     now = _find_snapshot(part)
     error = answer.get("error")
     place = Path(answer["path"]) if answer.get("path") else None
@@ -189,10 +189,10 @@ def _download(part: Part, trainer: Trainer, environ: Mapping[str, str]) -> Part:
         return replace(part, state="missing" if error else "there")
     if place is None:
         return replace(part, state="missing")
-    return _check(replace(part, state="there" if now == before else "fetched"))
+    return _check_part(replace(part, state="there" if now == before else "fetched"))
 
 
-def _call(part: Part, trainer: Trainer, environ: Mapping[str, str]) -> dict[str, Any]:
+def _call_hub(part: Part, trainer: Trainer, environ: Mapping[str, str]) -> dict[str, Any]:
     """Have the trainer's Python download a part; `path` or `error`. Raises NotReady."""
     module = "huggingface_hub"
     function = "snapshot_download"
@@ -220,7 +220,7 @@ def _call(part: Part, trainer: Trainer, environ: Mapping[str, str]) -> dict[str,
     return answer
 
 
-def _check(part: Part) -> Part:
+def _check_part(part: Part) -> Part:
     """A part that is on this disk, or should be."""
     place = part.place or Path(part.name)
     part = replace(part, place=place, size=sizes.size_below(place, links=True))

@@ -35,7 +35,7 @@ def of_plan(plan: Plan) -> list[dict[str, Any]]:
     contents = []
     for name in data_names(plan):
         if exists(Path(name)):
-            contents.append(_read("data", name, None))
+            contents.append(_read_record("data", name, None))
         else:
             contents.append(_make_record("data", name, None))
     model = values.get(stage.entry.names.model)
@@ -43,9 +43,9 @@ def of_plan(plan: Plan) -> list[dict[str, Any]]:
     tokenizer = values.get("tokenizer_name_or_path") or model
     tokenizer_revision = values.get("tokenizer_revision") or revision
     if model:
-        contents.append(_read("model", model, revision))
+        contents.append(_read_record("model", model, revision))
     if tokenizer:
-        contents.append(_read("tokenizer", tokenizer, tokenizer_revision))
+        contents.append(_read_record("tokenizer", tokenizer, tokenizer_revision))
     if stage.deepspeed is not None:
         # a file that cannot be read is reported elsewhere
         with contextlib.suppress(OSError):
@@ -68,7 +68,7 @@ def data_names(plan: Plan) -> list[str]:
     return [str(data)] if data else []
 
 
-def _read(role: str, name: str, revision: str | None) -> dict[str, Any]:
+def _read_record(role: str, name: str, revision: str | None) -> dict[str, Any]:
     content = READERS[role](name, revision)
     if content.kind == "name":
         # of a name on the hub whose commit is unknown here the content is unknown

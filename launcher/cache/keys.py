@@ -263,7 +263,7 @@ def _find_open_instruct_caches(sources: _Sources) -> Iterator[Cache]:
     key |= sources.values(("max_seq_length", *TOKENIZER_KEY))
     named_set = sources.text(f"{prefix}config_hash")
     if named_set is None:
-        tokenised = _read_tokenising(sources)
+        tokenised = _read_tokenising_inputs(sources)
         if values.get(f"{prefix}cache_mode") == "local":
             base = sources.text(option) if values.given(option) else None
             cache = sources.cache("dataset", base, tokenised, key)
@@ -287,7 +287,7 @@ def _find_open_instruct_caches(sources: _Sources) -> Iterator[Cache]:
         yield replace(cache, env={REFERENCE_VARIABLE: str(cache.path)})
 
 
-def _read_tokenising(sources: _Sources) -> list[Input]:
+def _read_tokenising_inputs(sources: _Sources) -> list[Input]:
     """What tokenised data depend on and upstream's key does not see."""
     read: list[Input] = []
     for name in inputs.data_names(sources.plan):

@@ -227,15 +227,15 @@ def between(
     `stage` is for flat files that do not say theirs. Raises NotReady if git lacks the commits'
     files, InvalidConfig with all findings if a stage file cannot even be read.
     """
-    configs = _load(paths)
+    configs = _load_configs(paths)
     repository = commits.repository
-    old = _read(repository, commits.old, commits.names[0])
-    new = _read(repository, commits.new, commits.names[1])
+    old = _read_revision(repository, commits.old, commits.names[0])
+    new = _read_revision(repository, commits.new, commits.names[1])
     stages: dict[str, StageDifference] = {}
     for key, entry in BACKEND.STAGES.items():
         # a further script of a stage that only the newer commit has is no loss of anything
         if not entry.stage or key in old.schemas:
-            stages[key] = _compare(key, old, new)
+            stages[key] = _compare_stage(key, old, new)
     ahead, behind = pin.distance(repository, commits.old, commits.new)
     return CommitDifference(
         repository=repository.root,
@@ -249,7 +249,7 @@ def between(
     )
 
 
-def _load(paths: Sequence[Path]) -> list[Config]:
+def _load_configs(paths: Sequence[Path]) -> list[Config]:
     # a stage file beside the pipeline that names it counts once
     configs: dict[tuple[Path, tuple[str, ...]], Config] = {}
     faults: list[Finding] = []
@@ -269,7 +269,7 @@ def _load(paths: Sequence[Path]) -> list[Config]:
     return list(configs.values())
 
 
-def _read(repository: Repository, commit: str, name: str) -> Revision:
+def _read_revision(repository: Repository, commit: str, name: str) -> Revision:
     source = locate.at_commit(repository, commit)
     locator = Locator.of(source)
     schemas: dict[str, Schema] = {}
@@ -295,7 +295,7 @@ def _read(repository: Repository, commit: str, name: str) -> Revision:
     )
 
 
-def _compare(stage: str, old: Revision, new: Revision) -> StageDifference:
+def _compare_stage(stage: str, old: Revision, new: Revision) -> StageDifference:
     entry = BACKEND.STAGES[stage]
     unreadable: dict[str, str] = {}
     for side, revision in (("old", old), ("new", new)):
@@ -343,7 +343,7 @@ class _ArgumentPairs:
                 what="removed",
                 old=field.where,
                 before=field.type,
-                why=_explain(self.past_of_new(name), gone=True),
+                why=_explain_change(self.past_of_new(name), gone=True),
             )
             if name in renames:
                 to = new[renames[name]]
@@ -356,7 +356,7 @@ class _ArgumentPairs:
                     what="added",
                     after=f"{field.type} = {shown_default(field)}",
                     new=field.where,
-                    why=_explain(self.past_of_new(name), gone=False),
+                    why=_explain_change(self.past_of_new(name), gone=False),
                 )
         pairs = []
         for name, field in old.items():
@@ -395,6 +395,7 @@ class _ArgumentPairs:
 def _follow_renames(
     names: Iterable[str], past: _Past, others: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
+    """Each name that lives on under another one of `others`, with that one."""
     for name in names:
         events = past(name)
         to = history.called_now(events[0], past, others) if events else None
@@ -402,7 +403,7 @@ def _follow_renames(
             yield name, to
 
 
-def _explain(events: Sequence[history.ArgumentChange], *, gone: bool) -> str | None:
+def _explain_change(events: Sequence[history.ArgumentChange], *, gone: bool) -> str | None:
     """How a name went away or came, for people; None if NEW is the older commit."""
     return history.sentence(events[0]) if events and events[0].gone == gone else None
 
@@ -457,7 +458,7 @@ def _judge_both(
     difference = ConfigDifference(path=config.path, stage=None)
     if backend_of(config) != BACKEND.NAME:
         return replace(difference, reason="for another backend than open-instruct")
-    sides = [_judge(config, revision, stage) for revision in (old, new)]
+    sides = [_judge_config(config, revision, stage) for revision in (old, new)]
     judged = [side for side in sides if isinstance(side, Judged)]
     reasons = [side for side in sides if isinstance(side, str)]
     valid = [None if isinstance(side, str) else not errors(side.findings) for side in sides]
@@ -476,7 +477,7 @@ def _judge_both(
     )
 
 
-def _judge(config: Config, side: Revision, stage: str | None) -> Judged | str:
+def _judge_config(config: Config, side: Revision, stage: str | None) -> Judged | str:
     """A file against a commit; the reason if its stage cannot be read there."""
     try:
         judged = judge_stage_file(config, stage=stage, locator=side.locator)
@@ -488,11 +489,11 @@ def _judge(config: Config, side: Revision, stage: str | None) -> Judged | str:
 
 def _subtract_findings(judged: Judged, other: Judged) -> tuple[Finding, ...]:
     """Findings that the other side does not have; the same code about the same key is the same."""
-    others = {_identify(finding) for finding in other.findings}
-    return tuple(finding for finding in judged.findings if _identify(finding) not in others)
+    others = {_identify_finding(finding) for finding in other.findings}
+    return tuple(finding for finding in judged.findings if _identify_finding(finding) not in others)
 
 
-def _identify(finding: Finding) -> tuple[str | None, ...]:
+def _identify_finding(finding: Finding) -> tuple[str | None, ...]:
     about = None
     if finding.code == "refused-by-source":
         # of several refusals of one argument its conditions tell them apart, wherever they stand
@@ -505,7 +506,8 @@ def _relies_on(change: ArgumentDifference, old: Judged, new: Judged) -> bool:
     assert old.schema and new.schema and old.values is not None and new.values is not None
     to = change.to or change.name
     args = new.config.args
-    if change.what != "default" or args.get(change.name) is not None or args.get(to) is not None:
+    is_set = args.get(change.name) is not None or args.get(to) is not None
+    if is_set or change.what != "default":
         return False
     entry = entry_of(new.schema)
     derived = {*entry.derived, entry.names.output, "do_not_randomize_output_dir"}

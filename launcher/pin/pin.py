@@ -193,6 +193,7 @@ def status(checkout: Path | None, environ: Mapping[str, str]) -> Status:
 
 
 def _build_fill_command() -> str | None:
+    """The command that fills the submodule; None where this launch has none."""
     root = locate.REPOSITORY
     if not exists(root / ".gitmodules") or not locate.SUBMODULE.is_relative_to(root):
         return None

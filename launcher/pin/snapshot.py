@@ -30,17 +30,17 @@ def take(backend: str, checkout: Path | None = None) -> dict[str, Any]:
     packages = {name: tree for name, tree in source.packages.items() if isinstance(tree, Folder)}
     if source.root is None:
         raise LookupError(f"there is no source of {backend} here to take a snapshot of")
-    return _take(backend, packages, locate.version_of(backend, packages))
+    return _take_facts(backend, packages, locate.version_of(backend, packages))
 
 
 def take_at(repository: Repository, commit: str) -> dict[str, Any]:
     """The facts of open-instruct at a commit, without a checkout of it; raises as `take`."""
     backend = "open_instruct"
     trees = {name: CommitTree(repository, commit, name) for name in BACKENDS[backend].PACKAGES}
-    return _take(backend, trees, commit)
+    return _take_facts(backend, trees, commit)
 
 
-def _take(backend: str, packages: Mapping[str, Tree], version: str) -> dict[str, Any]:
+def _take_facts(backend: str, packages: Mapping[str, Tree], version: str) -> dict[str, Any]:
     module = BACKENDS[backend]
     foreign: dict[str, Folder] = {}
     versions: dict[str, str] = {}

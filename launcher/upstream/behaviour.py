@@ -495,17 +495,18 @@ def observe_behaviours(sources: Sources, key: str, script: str) -> dict[str, boo
 
 
 def _read_signs(behaviour: Behaviour, sources: Sources, key: str, script: str) -> bool | None:
+    """Whether the source has a behaviour; None if it shows no sign of either form."""
     for sign in behaviour.signs:
         if sign.scripts and key not in sign.scripts:
             continue
         file, _, function = sign.symbol.replace("{script}", script).partition("::")
-        text = _find_text(sources, file, function)
+        text = _find_function_text(sources, file, function)
         if text is not None and sign.text in text:
             return sign.holds
     return None
 
 
-def _find_text(sources: Sources, file: str, function: str) -> str | None:
+def _find_function_text(sources: Sources, file: str, function: str) -> str | None:
     """The normalised text of a function or method; None where the source has none of that name."""
     from launcher.upstream.source import functions
 
@@ -535,6 +536,7 @@ def completed(
 
 
 def _ask_history(behaviour: Behaviour, repository: Repository, commit: str) -> bool | None:
+    """Whether a commit stands between those that began and ended a behaviour; None if unknown."""
     if behaviour.since is None and behaviour.until is None:
         return None
     begun: bool | None = True

@@ -166,12 +166,12 @@ def rendered(text: str, line_of: Callable[[str], int | None] | None = None) -> s
 
 
 def _find_committed_line(citation: str) -> int | None:
-    place = _read_current().get(citation)
+    place = _read_current_table().get(citation)
     return None if place is None else place.line
 
 
 @cache
-def _read_current() -> Table:
+def _read_current_table() -> Table:
     """What is cited of the pin, and of the release of each package."""
     pin = f"open_instruct {committed().pin}"
     releases = committed().tables
@@ -245,16 +245,16 @@ class RuleStanding:
         """The release, of those where a rule was confirmed, most like this source; what differs."""
         first = next(iter(self.confirmed))
         nearest = first
-        fewest = self._find_differing(rule, first)
+        fewest = self._find_differing_citations(rule, first)
         for release in self.confirmed:
             if fewest and release != first and _has_commit(reviews_of(rule), release):
-                differing = self._find_differing(rule, release)
+                differing = self._find_differing_citations(rule, release)
                 if len(differing) < len(fewest):
                     nearest = release
                     fewest = differing
         return nearest, fewest
 
-    def _find_differing(self, rule: Callable[..., object], release: str) -> list[str]:
+    def _find_differing_citations(self, rule: Callable[..., object], release: str) -> list[str]:
         places = self.confirmed[release]
         return [citation for citation in of_rule(rule) if not self._is_same(citation, places)]
 
@@ -350,7 +350,7 @@ class SourceFile:
 
     def enclosing(self, line: int) -> str:
         """The text of what encloses a line, without docstrings and log calls; see `CitedPlace`."""
-        node = self._find_enclosing(line)
+        node = self._find_enclosing_node(line)
         if node is None:
             return ""
         if node not in self._texts:
@@ -374,7 +374,7 @@ class SourceFile:
                 numbers.append(number)
         return numbers
 
-    def _find_enclosing(self, line: int) -> ast.stmt | None:
+    def _find_enclosing_node(self, line: int) -> ast.stmt | None:
         scope = self._innermost[line]
         if scope is not None and not isinstance(scope.node, ast.ClassDef):
             return scope.node

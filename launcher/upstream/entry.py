@@ -148,7 +148,6 @@ class RehearsalRecipe:
 
 
 def _read_output_dir(values: Values) -> Path | None:
-    """`output_dir` as it is given."""
     folder = values["output_dir"]
     return Path(str(folder)) if folder else None
 

@@ -102,7 +102,7 @@ class Upstream:
 def snapshot(backend: str) -> Mapping[str, Any]:
     """The committed facts of one backend at its pin; empty if none were taken yet."""
     pin = BACKENDS[backend].KNOWN[0]
-    return _read_committed(pin.snapshot) or {
+    return _read_committed_facts(pin.snapshot) or {
         "version": pin.version,
         "stages": {},
         "files": {},
@@ -111,7 +111,7 @@ def snapshot(backend: str) -> Mapping[str, Any]:
 
 
 @cache
-def _read_committed(name: str) -> Mapping[str, Any] | None:
+def _read_committed_facts(name: str) -> Mapping[str, Any] | None:
     """A file of committed facts; None where it was not taken yet."""
     path = SNAPSHOTS / name
     if not path.is_file():
@@ -125,15 +125,15 @@ def known_facts(backend: str, version: str) -> Mapping[str, Any]:
     pin = snapshot(backend)
     if version == pin["version"]:
         return pin
-    return _read_others(backend).get(version, pin)
+    return _read_other_facts(backend).get(version, pin)
 
 
-def _read_others(backend: str) -> dict[str, Mapping[str, Any]]:
+def _read_other_facts(backend: str) -> dict[str, Mapping[str, Any]]:
     """The committed facts of the known releases but the pin, by version."""
     pin = snapshot(backend)["version"]
     others = {}
     for release in BACKENDS[backend].KNOWN:
-        release_facts = None if release.version == pin else _read_committed(release.snapshot)
+        release_facts = None if release.version == pin else _read_committed_facts(release.snapshot)
         if release_facts is not None:
             others[release.version] = release_facts
     return others
@@ -186,7 +186,7 @@ def _locate_checkout(named: Path | None, environ: Mapping[str, str]) -> Upstream
                 raise NotReady(_report_no_checkout(root, source))
             continue
         packages = packages_below("open_instruct", root)
-        located = _compare("open_instruct", root, packages, source, is_named=is_named)
+        located = _compare_with_releases("open_instruct", root, packages, source, is_named=is_named)
         if is_named or (located.pinned and located.version == located.pin):
             return located
         candidates.append(located)
@@ -241,7 +241,7 @@ def _locate_packages(backend: str, search: Sequence[Path] | None) -> Upstream:
             return _use_snapshot(backend)
         packages[name] = Folder(path)
     root = packages[BACKENDS[backend].PACKAGES[0]].path.parent
-    return _compare(backend, root, packages, "installed", is_named=True)
+    return _compare_with_releases(backend, root, packages, "installed", is_named=True)
 
 
 def packages_below(backend: str, root: Path) -> dict[str, Folder]:
@@ -255,21 +255,21 @@ def at_commit(repository: Repository, commit: str) -> Upstream:
     """
     names = BACKENDS["open_instruct"].PACKAGES
     trees = {name: CommitTree(repository, commit, name) for name in names}
-    source = _compare("open_instruct", repository.top(), trees, "git", is_named=True)
+    source = _compare_with_releases("open_instruct", repository.top(), trees, "git", is_named=True)
     return replace(source, version=commit)
 
 
-def _compare(
+def _compare_with_releases(
     backend: str, root: Path | None, packages: Mapping[str, Tree], source: str, *, is_named: bool
 ) -> Upstream:
     pin = _use_snapshot(backend)
     located = replace(pin, root=root, source=source, is_named=is_named, packages=packages)
-    changed = _find_differing(packages, snapshot(backend))
+    changed = _find_differing_files(packages, snapshot(backend))
     if not changed:
         return located
-    others = _read_others(backend)
+    others = _read_other_facts(backend)
     for version, release_facts in others.items():
-        if not _find_differing(packages, release_facts):
+        if not _find_differing_files(packages, release_facts):
             return replace(located, version=version, release=version)
     folders = {name: tree for name, tree in packages.items() if isinstance(tree, Folder)}
     if folders:
@@ -278,12 +278,12 @@ def _compare(
         # a known release that was edited
         release = version.partition("+")[0]
         if release in others:
-            changed = _find_differing(packages, others[release])
+            changed = _find_differing_files(packages, others[release])
             return replace(located, changed=changed, release=release)
     return replace(located, changed=changed)
 
 
-def _find_differing(
+def _find_differing_files(
     packages: Mapping[str, Tree], release_facts: Mapping[str, Any]
 ) -> tuple[str, ...]:
     """The files that are not as committed facts have them."""
@@ -337,7 +337,7 @@ def unpinned(upstream: Upstream, *, allowed: bool, where_found: Severity) -> Fin
     if not allowed:
         help += ", or continue with --allow-unpinned"
     files_changed = ", ".join(upstream.changed[:4])
-    others = " and ".join(map(short_version, _read_others(upstream.backend)))
+    others = " and ".join(map(short_version, _read_other_facts(upstream.backend)))
     expected = f"the pin is {upstream.pin}"
     if others:
         expected += f", {others} known beside it"

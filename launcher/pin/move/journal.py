@@ -85,7 +85,7 @@ class Journal:
                 target.unlink()
                 continue
             target.parent.mkdir(parents=True, exist_ok=True)
-            _replace(target, (self.folder / str(number)).read_bytes())
+            _replace_file(target, (self.folder / str(number)).read_bytes())
         shutil.rmtree(self.folder)
 
     def _record_commit(self, path: str, commit: str, *, begun: bool) -> None:
@@ -109,7 +109,7 @@ def _is_new(clone: Path, row: Mapping[str, Any]) -> bool:
     return _digest_file(clone / row["path"]) == after
 
 
-def _replace(target: Path, raw: bytes) -> None:
+def _replace_file(target: Path, raw: bytes) -> None:
     """Write a file whole. A kill leaves one file beside it, which the next run overwrites."""
     beside = target.with_name(f".{target.name}.{NAME}")
     with beside.open("wb") as stream:

@@ -107,7 +107,7 @@ def review(
     confirms a rule.
     """
     old, new = commits
-    confirmed = _read_confirmed(cited, trees)
+    confirmed = _read_confirmed_tables(cited, trees)
     standing = RuleStanding("", confirmed, trees[new].place)
     waiting: dict[tuple[str, str], list[tuple[Unconfirmed, str]]] = {}
     for rule in rules_of(PACKAGE):
@@ -128,7 +128,9 @@ def review(
     return Review(old, new, tuple(changed), tuple(lost))
 
 
-def _read_confirmed(cited: Sequence[Citing], trees: Mapping[str, SourceFiles]) -> dict[str, Table]:
+def _read_confirmed_tables(
+    cited: Sequence[Citing], trees: Mapping[str, SourceFiles]
+) -> dict[str, Table]:
     names = [citing.citation for citing in cited]
     tables: dict[str, Table] = {}
     for name in commits_of_rules():
@@ -166,10 +168,16 @@ def _describe_change(
     name: str, pairs: Sequence[tuple[Unconfirmed, str]], old: SourceFiles, new: SourceFiles
 ) -> Changed:
     names = sorted({citation for _, citation in pairs})
-    lines = [(citation, _find_line(old, citation), _find_line(new, citation)) for citation in names]
     rules = sorted({rule for rule, _ in pairs})
+    lines = []
+    for citation in names:
+        lines.append((citation, _find_line(old, citation), _find_line(new, citation)))
     return Changed(
-        name, tuple(rules), tuple(lines), _read_enclosing(old, names), _read_enclosing(new, names)
+        name,
+        tuple(rules),
+        tuple(lines),
+        _read_enclosing_text(old, names),
+        _read_enclosing_text(new, names),
     )
 
 
@@ -178,7 +186,7 @@ def _find_line(source: SourceFiles, citation: str) -> int | None:
     return None if place is None else place.line
 
 
-def _read_enclosing(source: SourceFiles, names: Sequence[str]) -> str:
+def _read_enclosing_text(source: SourceFiles, names: Sequence[str]) -> str:
     """What encloses the first of some citations of one function that is there.
 
     If none is, the function by its name.
@@ -203,14 +211,14 @@ def _describe_stale(citing: Citing, old: SourceFiles, new: SourceFiles) -> Stale
         return Stale(citing.where, citing.citation, "", None)
     file, line = before
     after = new.file(named.label)
-    nearest = None if after is None else _find_nearest(file.lines, after.lines, line)
+    nearest = None if after is None else _find_nearest_line(file.lines, after.lines, line)
     now = None
     if after is not None and nearest is not None:
         now = f"{named.label}:{nearest}: {after.lines[nearest - 1].strip()}"
     return Stale(citing.where, citing.citation, file.lines[line - 1].strip(), now)
 
 
-def _find_nearest(old: Sequence[str], new: Sequence[str], line: int) -> int | None:
+def _find_nearest_line(old: Sequence[str], new: Sequence[str], line: int) -> int | None:
     """The line most like a line, of those that replaced the text around it."""
     matcher = difflib.SequenceMatcher(None, old, new, autojunk=False)
     for tag, first, last, begin, end in matcher.get_opcodes():

@@ -74,7 +74,7 @@ def stage(
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(clone / name, target, follow_symlinks=False)
     say(f"Reading open-instruct at {commit[:12]}")
-    _export(repository, commit, checkout)
+    _export_commit(repository, commit, checkout)
     old = _set_pin(copy, commit)
     steps = _Steps(copy, checkout)
     # each step reads what the ones before it wrote
@@ -110,7 +110,7 @@ def _list_tracked(clone: Path) -> Iterator[str]:
             yield name
 
 
-def _export(repository: Repository, commit: str, target: Path) -> None:
+def _export_commit(repository: Repository, commit: str, target: Path) -> None:
     """What launch and its tests read of a commit, without a history, as git stored it."""
     there = (repository.ask("ls-tree", "--name-only", commit) or "").splitlines()
     parts = [name for name in _READ if name in there]

@@ -293,21 +293,21 @@ class Sources:
     def _parse(self, name: str, label: str, raw: bytes) -> Module:
         self.digests[label] = hashlib.sha256(raw).hexdigest()
         module = Module(name, label, ast.parse(raw))
-        for node in _list_top_level(module.tree.body):
+        for node in _list_top_statements(module.tree.body):
             module.bind(node)
         return module
 
 
-def _list_top_level(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
+def _list_top_statements(body: Iterable[ast.stmt]) -> Iterator[ast.stmt]:
     """Statements that run on import, also under `if` and `try` (lazy packages import there)."""
     for node in body:
         yield node
         if isinstance(node, ast.If):
-            yield from _list_top_level([*node.body, *node.orelse])
+            yield from _list_top_statements([*node.body, *node.orelse])
         elif isinstance(node, ast.Try):
             for handler in node.handlers:
-                yield from _list_top_level(handler.body)
-            yield from _list_top_level([*node.orelse, *node.finalbody, *node.body])
+                yield from _list_top_statements(handler.body)
+            yield from _list_top_statements([*node.orelse, *node.finalbody, *node.body])
 
 
 class _Unknowable(Exception):

@@ -431,8 +431,12 @@ class Walk(Lookup):
         dead = conditions.impossible(yes.guards)
         if dead and not node.orelse:
             self._record_shadow(node.test, yes)
-        after_yes = None if dead else self._walk_block(node.body, yes)
-        after_no = None if conditions.impossible(no.guards) else self._walk_block(node.orelse, no)
+        after_yes = None
+        if not dead:
+            after_yes = self._walk_block(node.body, yes)
+        after_no = None
+        if not conditions.impossible(no.guards):
+            after_no = self._walk_block(node.orelse, no)
         if after_yes is not None and after_no is not None:
             return self._continue_after(node, at)
         if after_no is not None:
@@ -751,6 +755,7 @@ class Walk(Lookup):
     def _call_function(
         self, target: Function, arguments: CallArguments, guards: Guards
     ) -> set[Value]:
+        """Walk a function, unless it was walked with the same under fewer conditions."""
         shape = self.shape(target.node)
         env = self._bind_parameters(target, arguments)
         if not self._concerns(target, shape, env):
@@ -775,7 +780,7 @@ class Walk(Lookup):
             earlier.append(guards)
             frame = self._open_frame(target, env)
             frame.returned = returned
-            self._run(target.node, Spot(frame, guards))
+            self._run_body(target.node, Spot(frame, guards))
         return set(returned)
 
     def _concerns(self, target: Function, shape: FunctionShape, env: dict[str, Values]) -> bool:
@@ -810,7 +815,7 @@ class Walk(Lookup):
             frame.parameters[name] = before | values
         return frame
 
-    def _run(self, node: FunctionNode, at: Spot) -> None:
+    def _run_body(self, node: FunctionNode, at: Spot) -> None:
         frame = at.frame
         self.ran[node] = frame.module
         around = frame.env

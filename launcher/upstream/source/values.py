@@ -481,10 +481,10 @@ class Lookup:
         """What a parameter holds by its annotation: a parsed dataclass, or a base of one."""
         if parameter.annotation is None:
             return NOTHING
-        return self._find_annotated(parameter.annotation, module)
+        return self._find_annotated_arguments(parameter.annotation, module)
 
     @remembered
-    def _find_annotated(self, node: ast.expr, module: Module) -> Values:
+    def _find_annotated_arguments(self, node: ast.expr, module: Module) -> Values:
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             node = conditions.parsed(node.value)
         values: set[Value] = set()
